@@ -1,0 +1,1 @@
+"""Who computes how much: latency models, search, policies, plans."""

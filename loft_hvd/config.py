@@ -1,0 +1,85 @@
+"""Settings from the environment: the only reader of ``os.environ``.
+
+Every variable is called ``LOFT_HVD_*``, is read once a process, and has a default that suits most
+users. A wrong value is an error that names the variable, its value and what it takes.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from loft_hvd.errors import ArgumentError
+
+__all__ = ["Config", "config"]
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Config:
+    """What the environment says.
+
+    Attributes:
+        threads: CPU threads of the aggregation kernels, or None for the allowed CPUs divided by
+            the local ranks (``LOFT_HVD_THREADS``).
+        isa: instruction set of the CPU kernels, "baseline", "avx2" or "avx512", or None for the
+            best one here (``LOFT_HVD_ISA``).
+        timeout_s: longest wait for other ranks in seconds (``LOFT_HVD_TIMEOUT_S``).
+        bucket_bytes: most bytes of gradients sent together (``LOFT_HVD_BUCKET_BYTES``).
+        log_dir: folder of the run log, or None for no log (``LOFT_HVD_LOG_DIR``).
+    """
+
+    threads: int | None = None
+    isa: str | None = None
+    timeout_s: float = 300.0
+    bucket_bytes: int = 32 * 1024 * 1024
+    log_dir: str | None = None
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> Config:
+        """Read the ``LOFT_HVD_*`` variables of ``environ``.
+
+        Raises:
+            ArgumentError: a variable has a value that it does not take.
+        """
+
+        def read(
+            name: str, parse: Callable[[str], _T], default: _T, *, takes: str, floor: float = 0
+        ) -> _T:
+            text = environ.get(f"LOFT_HVD_{name}", "").strip()
+            if not text:
+                return default
+            try:
+                value = parse(text)
+            except ValueError:
+                value = None
+            if value is None or (isinstance(value, int | float) and not value > floor):
+                raise ArgumentError(f"LOFT_HVD_{name}={text!r}: it takes {takes}; mend or unset it")
+            return value
+
+        def isa(text: str) -> str:
+            if text not in ("baseline", "avx2", "avx512"):
+                raise ValueError(text)
+            return text
+
+        threads: int | None = None
+        level: str | None = None
+        log_dir: str | None = None
+        count = "a whole number above 0"
+        return cls(
+            threads=read("THREADS", int, threads, takes=count),
+            isa=read("ISA", isa, level, takes="baseline, avx2 or avx512"),
+            timeout_s=read("TIMEOUT_S", float, cls.timeout_s, takes="seconds above 0"),
+            bucket_bytes=read("BUCKET_BYTES", int, cls.bucket_bytes, takes=count),
+            log_dir=read("LOG_DIR", str, log_dir, takes="a folder"),
+        )
+
+
+@functools.cache
+def config() -> Config:
+    """Return the settings of this process, read from the environment at the first call."""
+    return Config.from_environ(os.environ)

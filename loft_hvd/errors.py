@@ -1,0 +1,77 @@
+"""Every error that loft_hvd raises on purpose.
+
+LoftError
+├── ArgumentError (also ValueError)       a value outside its limits
+│   ├── AggregationError                  a rule that does not fit the rows it was given
+│   ├── PlanError                         batch sizes that cannot be, or are not, a plan
+│   ├── DataError                         a placement, sampler or loader that does not fit its data set
+│   └── MismatchError                     ranks that disagree; names the rank and the field
+├── ArgumentTypeError (also TypeError)    a value of the wrong type or dtype
+├── MissingDependencyError (also ImportError)  an optional part that is not installed or not built
+└── TransportError (also RuntimeError)    communication failed
+    ├── TransportTimeoutError (also TimeoutError)  a wait reached its limit
+    └── PeerError                         another rank failed; names it
+
+Horovod's own ``HorovodInternalError`` and ``HostsUpdatedInterrupt`` are never wrapped: elastic
+training restores and retries on them, and must not do so for a mistake in a script.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AggregationError",
+    "ArgumentError",
+    "ArgumentTypeError",
+    "DataError",
+    "LoftError",
+    "MismatchError",
+    "MissingDependencyError",
+    "PeerError",
+    "PlanError",
+    "TransportError",
+    "TransportTimeoutError",
+]
+
+
+class LoftError(Exception):
+    """Base class of every error that loft_hvd raises on purpose."""
+
+
+class ArgumentError(LoftError, ValueError):
+    """A value is outside its limits."""
+
+
+class ArgumentTypeError(LoftError, TypeError):
+    """A value has the wrong type or dtype."""
+
+
+class AggregationError(ArgumentError):
+    """A rule does not fit the rows it was given."""
+
+
+class PlanError(ArgumentError):
+    """Batch sizes cannot be, or are not, a plan."""
+
+
+class DataError(ArgumentError):
+    """A placement, sampler or loader does not fit its data set."""
+
+
+class MismatchError(ArgumentError):
+    """Ranks disagree about something that must be equal everywhere."""
+
+
+class MissingDependencyError(LoftError, ImportError):
+    """An optional part is not installed or not built."""
+
+
+class TransportError(LoftError, RuntimeError):
+    """Communication between ranks failed."""
+
+
+class TransportTimeoutError(TransportError, TimeoutError):
+    """A wait for other ranks reached its limit."""
+
+
+class PeerError(TransportError):
+    """Another rank failed; the message names it."""
