@@ -1,0 +1,210 @@
+"""The public functions: aggregate one gradient row per worker into one row.
+
+Every function takes a [world_size, numel] tensor or NumPy array, or a sequence of 1-D ones of
+equal length, and returns [numel] of the same dtype on the same device. Nothing is differentiated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from loft_hvd.aggregation.compute import aggregate_rows
+from loft_hvd.aggregation.inputs import (
+    Gradients,
+    Presence,
+    Row,
+    Rows,
+    Weights,
+    read_present,
+    read_weights,
+)
+from loft_hvd.aggregation.rules import (
+    Custom,
+    Mean,
+    MeanAroundMedian,
+    Median,
+    Phocas,
+    Rule,
+    TrimmedMean,
+)
+from loft_hvd.errors import AggregationError, ArgumentTypeError
+
+__all__ = ["aggregate", "mean", "mean_around_median", "median", "phocas", "trimmed_mean"]
+
+
+def aggregate(
+    gradients: Gradients,
+    rule: Rule,
+    *,
+    weights: Weights | None = None,
+    present: Presence | None = None,
+    out: Row | None = None,
+) -> Any:
+    """Aggregate gradients with any rule.
+
+    Args:
+        gradients: one row per worker, shape [world_size, numel], or a sequence of 1-D rows;
+            float64, float32, float16 or bfloat16. Rows may lie at any distance; a row whose own
+            values are not neighbours in memory is copied first.
+        rule: what to do with each coordinate.
+        weights: sample count of each row, [world_size], whole numbers on the CPU; a row of weight
+            0 does not count. Trimming rules drop by count and average by weight.
+        present: which rows are there, bool on the CPU, [world_size], or [world_size, num_blocks]
+            for blocks of ceil(numel / num_blocks) coordinates each. An absent row is never read.
+        out: where to put the result, [numel], contiguous, overlapping no row.
+
+    Returns:
+        ``out``, or a new tensor or array of shape [numel], dtype and device of ``gradients``.
+
+    Raises:
+        AggregationError: the rule does not fit the rows that are present with weight > 0.
+        ArgumentError: a shape, device or value is out of its limits.
+        ArgumentTypeError: gradients of an integer or other dtype, or weights that are no counts.
+    """
+    if not isinstance(rule, Rule):
+        raise ArgumentTypeError(
+            f"rule={rule!r} must be a rule such as Median() or TrimmedMean(f=1); text is read by "
+            "parse_rule"
+        )
+    rows = Rows.read(gradients)
+    world_size = len(rows.rows)
+    counts = read_weights(weights, world_size)
+    mask = read_present(present, world_size)
+    if out is None:
+        out = rows.empty()
+    else:
+        rows.check_out(out)
+    for span, column in _spans(mask, rows.numel):
+        rule.check(world_size, weights=counts, present=column)
+        chosen = [
+            row
+            for row in range(world_size)
+            if (column is None or column[row]) and (counts is None or counts[row] > 0)
+        ]
+        part = [rows.rows[row][span] for row in chosen]
+        chosen_weights = None if counts is None else [counts[row] for row in chosen]
+        if isinstance(rule, Custom):
+            _call_custom(part, rule, chosen_weights, out[span])
+        else:
+            aggregate_rows(part, rule, weights=chosen_weights, out=out[span])
+    return out
+
+
+def _spans(
+    mask: npt.NDArray[np.bool_] | None, numel: int
+) -> Iterator[tuple[slice, list[bool] | None]]:
+    """Yield neighbouring blocks with equal presence as one span, with its column of ``mask``."""
+    if mask is None:
+        yield slice(0, numel), None
+        return
+    block = max(1, -(-numel // mask.shape[1]))
+    begin = 0
+    for column in range(mask.shape[1]):
+        is_last = column + 1 == mask.shape[1]
+        if is_last or not np.array_equal(mask[:, column], mask[:, column + 1]):
+            end = numel if is_last else min(numel, (column + 1) * block)
+            yield slice(begin, end), mask[:, column].tolist()
+            begin = end
+
+
+def _call_custom(rows: list[Row], rule: Custom, weights: list[int] | None, out: Row) -> None:
+    """Call the user's function on [rows, numel] and copy what it returns into ``out``."""
+    stacked: Any
+    if isinstance(out, Tensor):
+        stacked = torch.stack(cast("list[Tensor]", rows))
+    else:
+        stacked = np.stack(cast("list[npt.NDArray[Any]]", rows))
+    counts = weights if weights is not None else [1] * len(rows)
+    result = rule.fn(stacked, counts) if rule.takes_weights else rule.fn(stacked)
+    if not isinstance(result, type(stacked)) or tuple(result.shape) != tuple(out.shape):
+        shape = tuple(getattr(result, "shape", ()))
+        raise AggregationError(
+            f"{rule}: fn returned {type(result).__name__} of shape {shape} for {len(rows)} rows of "
+            f"{out.shape[0]}; it must return {type(stacked).__name__} of shape {tuple(out.shape)}"
+        )
+    out[:] = result
+
+
+def mean(
+    gradients: Gradients,
+    *,
+    weights: Weights | None = None,
+    present: Presence | None = None,
+    out: Row | None = None,
+) -> Any:
+    """Average each coordinate by weight, summing in rank order; see ``aggregate``."""
+    return aggregate(gradients, Mean(), weights=weights, present=present, out=out)
+
+
+def median(
+    gradients: Gradients,
+    *,
+    weights: Weights | None = None,
+    present: Presence | None = None,
+    out: Row | None = None,
+    kind: str = "midpoint",
+) -> Any:
+    """Take the middle value of each coordinate; see ``aggregate``.
+
+    With weights, the smallest value with at least half of the weight at or below it.
+
+    Args:
+        gradients: one row per worker, shape [world_size, numel], floating point.
+        weights: sample count of each row, [world_size].
+        present: which rows are there, [world_size] or [world_size, num_blocks].
+        out: where to put the result, [numel].
+        kind: between two middle values their "midpoint", the "lower" or the "upper".
+    """
+    return aggregate(gradients, Median(kind), weights=weights, present=present, out=out)
+
+
+def trimmed_mean(
+    gradients: Gradients,
+    *,
+    f: int,
+    weights: Weights | None = None,
+    present: Presence | None = None,
+    out: Row | None = None,
+) -> Any:
+    """Average each coordinate after dropping its f smallest and f largest values.
+
+    NaN orders above +inf, so up to f rows of any values cannot leave the range of the others.
+
+    Args:
+        gradients: one row per worker, shape [world_size, numel], floating point.
+        f: Byzantine workers tolerated, 0 <= 2 * f < rows that count.
+        weights: sample count of each row, [world_size]; drops by count, averages by weight.
+        present: which rows are there, [world_size] or [world_size, num_blocks].
+        out: where to put the result, [numel].
+    """
+    return aggregate(gradients, TrimmedMean(f), weights=weights, present=present, out=out)
+
+
+def mean_around_median(
+    gradients: Gradients,
+    *,
+    f: int,
+    weights: Weights | None = None,
+    present: Presence | None = None,
+    out: Row | None = None,
+) -> Any:
+    """Average the rows - f values of each coordinate that are nearest to its median."""
+    return aggregate(gradients, MeanAroundMedian(f), weights=weights, present=present, out=out)
+
+
+def phocas(
+    gradients: Gradients,
+    *,
+    f: int,
+    weights: Weights | None = None,
+    present: Presence | None = None,
+    out: Row | None = None,
+) -> Any:
+    """Average the rows - f values of each coordinate that are nearest to its trimmed mean."""
+    return aggregate(gradients, Phocas(f), weights=weights, present=present, out=out)
