@@ -1,0 +1,64 @@
+# `make demo` and `make test` do all the set-up they need. Variables:
+#   PYTHON=python3.12      interpreter of .venv (default: python3, else the first of 3.12, 3.11, 3.10)
+#   VENV=active            use the active environment and its torch and Horovod, make no .venv
+#   LOFT_HVD_CACHE=folder  where Horovod's wheel is kept (default ~/.cache/loft_hvd)
+#   ARGS="..."             more arguments for the demo, TESTS="..." for pytest
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help setup demo test test-all lint format unit multiprocess unit-all multiprocess-all clean
+
+export PYTHON VENV
+BOOT := $(or $(PYTHON),python3)
+ifeq ($(VENV),active)
+BIN := $(shell $(BOOT) -c 'import os, sys; print(os.path.dirname(os.path.abspath(sys.executable)))')
+else
+BIN := .venv/bin
+endif
+PY := $(BIN)/python
+CXX_FILES := $(shell find csrc -name generated -prune -o \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' \) -print)
+# Several ranks share the cores: one thread each, or they wait for each other.
+RANKS := OMP_NUM_THREADS=1
+
+help:  ## say what there is
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 20
+
+setup:  ## make .venv, build Horovod and the extension; seconds when all is there
+	@command -v $(BOOT) > /dev/null || { echo "setup: no $(BOOT) here: sudo apt-get install -y python3 python3-dev python3-venv g++ make git"; exit 1; }
+	@$(BOOT) -m scripts.setup
+
+demo: setup  ## train over unequal ranks with a faulty worker: 4 ranks, a table, runs/demo/
+	$(RANKS) $(BIN)/horovodrun -np 4 --gloo $(PY) examples/demo.py $(ARGS)
+
+test: lint unit multiprocess  ## linters, unit and multi-process tests
+
+test-all: lint unit-all multiprocess-all  ## the same with the long tests
+
+lint: setup  ## ruff, mypy --strict, clang-format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(if $(CXX_FILES),$(BIN)/clang-format --dry-run -Werror $(CXX_FILES))
+
+unit: setup
+	$(PY) -m pytest tests --ignore=tests/multiprocess -m "not long and not multiprocess" $(TESTS)
+
+multiprocess: setup
+	$(RANKS) $(PY) -m pytest tests/multiprocess -m "not long" $(TESTS)
+
+unit-all: setup
+	$(PY) -m pytest tests --ignore=tests/multiprocess -m "not multiprocess" $(TESTS)
+
+multiprocess-all: setup
+	$(RANKS) $(PY) -m pytest tests/multiprocess $(TESTS)
+
+format: setup  ## put the code into its standard form
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(if $(CXX_FILES),$(BIN)/clang-format -i $(CXX_FILES))
+
+clean:  ## remove what was built; .venv, runs/ and the cache of Horovod's wheel stay
+	rm -rf build dist *.egg-info csrc/networks/generated .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find loft_hvd tests scripts examples csrc -name __pycache__ -prune -exec rm -rf {} +
+	find loft_hvd -name '*.so' -delete

@@ -1,0 +1,214 @@
+"""Horovod, built once a user for each combination of what it depends on, kept as a wheel."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from scripts.setup.console import SetupError, say, step
+from scripts.setup.environment import Environment, Facts, ask
+from scripts.setup.locks import exclusive
+from scripts.setup.machine import Compiler, check_disk
+from scripts.setup.runner import Runner, output_of
+from scripts.setup.stamps import digest, read_stamp, write_stamp
+
+__all__ = ["Recipe", "build_jobs", "find_mpi", "install_horovod", "make_recipe", "wheel_for"]
+
+_STAMP = "horovod"
+_LOCK_TIMEOUT_S = 3600.0
+# Of Horovod's variables those that decide how it is built; the others speak to a running one.
+_OPTIONS = re.compile(r"HOROVOD_(WITH|GPU|CUDA|NCCL|ROCM|CCL|BUILD|CMAKE|ALLOW_MIXED)\w*")
+_BUILD_BYTES = 2 * 2**30
+_JOB_BYTES = 2 * 2**30  # memory that one of torch's translation units takes, with room
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One way to build Horovod.
+
+    Attributes:
+        version: of Horovod.
+        has_mpi: whether its MPI controller is built, beside Gloo.
+        parts: everything the wheel depends on, by name; kept beside it for the curious.
+        variables: environment of the build.
+        key: name of the wheel's folder in the cache.
+    """
+
+    version: str
+    has_mpi: bool
+    parts: Mapping[str, str]
+    variables: Mapping[str, str]
+    key: str
+
+
+def find_mpi(environ: Mapping[str, str]) -> str:
+    """Return which MPI Horovod would be built with, or "" when it is to be built without."""
+    compilers = [shutil.which(name) for name in ("mpicc", "mpicxx")]
+    if environ.get("HOROVOD_WITHOUT_MPI") == "1" or not all(compilers):
+        return ""
+    paths = [os.path.realpath(path) for path in compilers if path]
+    # `-show` is understood by the wrappers of Open MPI and of MPICH: it names the libraries.
+    texts = [output_of([path, "-show"]) for path in compilers if path]
+    return " ".join([*paths, *texts, output_of(["mpirun", "--version"]).split("\n")[0]])
+
+
+def _torch_cxx_abi(site: Path) -> str:
+    """Read torch's C++ ABI from its CMake files: importing torch would take seconds."""
+    path = site / "torch" / "share" / "cmake" / "Torch" / "TorchConfig.cmake"
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    found = re.search(r"_GLIBCXX_USE_CXX11_ABI=(\d)", text)
+    return found.group(1) if found else "1"  # newer torch has no other and says nothing
+
+
+def _cuda(torch: str, environ: Mapping[str, str]) -> str:
+    """Return which CUDA toolkit Horovod would find; a torch for CPUs makes it use none."""
+    if torch.endswith("+cpu"):
+        return ""
+    homes = [environ.get(name, "") for name in ("CUDA_HOME", "CUDA_PATH")]
+    return " ".join([*homes, shutil.which("nvcc") or ""]).strip()
+
+
+def make_recipe(
+    facts: Facts,
+    *,
+    version: str,
+    override: Path,
+    compiler: Compiler,
+    environ: Mapping[str, str],
+) -> Recipe:
+    """Say how Horovod is to be built here; equal recipes give interchangeable wheels."""
+    mpi, torch = find_mpi(environ), facts.dists.get("torch", "none")
+    variables = {name: value for name, value in environ.items() if _OPTIONS.fullmatch(name)}
+    variables.update(
+        HOROVOD_WITH_PYTORCH="1",
+        HOROVOD_WITHOUT_TENSORFLOW="1",
+        HOROVOD_WITHOUT_MXNET="1",
+        HOROVOD_WITH_GLOO="1",
+        CMAKE_GENERATOR="Unix Makefiles",  # Horovod hands make's own options to the generator
+    )
+    variables["HOROVOD_WITH_MPI" if mpi else "HOROVOD_WITHOUT_MPI"] = "1"
+    parts = {
+        "horovod": version,
+        "torch": torch,
+        "torch_cxx11_abi": _torch_cxx_abi(facts.site),
+        "python_abi": facts.abi,
+        "platform": facts.platform,
+        "compiler": compiler.identity,
+        "mpi": mpi,
+        "cuda": _cuda(torch, environ),
+        "options": json.dumps(variables, sort_keys=True),
+        "override": digest([], override.glob("*.cmake")),
+    }
+    short = "mpi" if mpi else "gloo"
+    hashed = digest(f"{name}={value}" for name, value in sorted(parts.items()))
+    key = f"{version}-torch{torch}-py{facts.version[0]}{facts.version[1]}-{short}-{hashed}"
+    variables["CMAKE_TOOLCHAIN_FILE"] = str(override / "toolchain.cmake")
+    return Recipe(version, bool(mpi), parts, variables, key)
+
+
+def build_jobs() -> int:
+    """Return how many compilers to run at once: by cores, and by memory."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, min(len(os.sched_getaffinity(0)), memory // _JOB_BYTES))
+
+
+def _whole_wheel(folder: Path) -> Path | None:
+    """Return the wheel in ``folder`` when it is there and reads to its end."""
+    for path in folder.glob("horovod-*.whl"):
+        try:
+            with zipfile.ZipFile(path) as archive:
+                if archive.testzip() is None:
+                    return path
+        except (OSError, zipfile.BadZipFile):
+            continue
+    return None
+
+
+def wheel_for(recipe: Recipe, environment: Environment, *, cache: Path, runner: Runner) -> Path:
+    """Return the wheel of a recipe from the cache, building it first when it is not there.
+
+    It is built in a folder beside its final one and renamed, so a killed build leaves no wheel.
+    """
+    folder = cache / "horovod" / recipe.key
+    check_disk(folder.parent, needed_bytes=0, what="the cache")
+    lock = folder.parent / f"{recipe.key}.lock"
+    with exclusive(lock, timeout_s=_LOCK_TIMEOUT_S, alive_s=runner.alive_s):
+        wheel = _whole_wheel(folder)
+        if wheel is not None:
+            say(f"setup: Horovod's wheel is in the cache: {folder}")
+            return wheel
+        for leftover in (folder, *folder.parent.glob(f".building-{recipe.key}-*")):
+            shutil.rmtree(leftover, ignore_errors=True)
+        kinds = "Gloo and MPI" if recipe.has_mpi else "Gloo, no MPI (no mpicc here)"
+        with step(f"build Horovod {recipe.version} ({kinds}); some minutes, once"):
+            check_disk(folder.parent, needed_bytes=_BUILD_BYTES, what="building Horovod")
+            build = Path(tempfile.mkdtemp(prefix=f".building-{recipe.key}-", dir=folder.parent))
+            try:
+                _build(recipe, environment, build=build, runner=runner)
+                os.replace(build / "wheel", folder)
+            finally:
+                shutil.rmtree(build, ignore_errors=True)
+        wheel = _whole_wheel(folder)
+    if wheel is None:
+        raise SetupError(f"the build left no wheel in {folder}; see {runner.log}")
+    return wheel
+
+
+def _build(recipe: Recipe, environment: Environment, *, build: Path, runner: Runner) -> None:
+    env = environment.environ()
+    env.update(recipe.variables)
+    env.update(MAKEFLAGS=f"-j{build_jobs()}", TMPDIR=str(build))
+    words = ["wheel", "-v", "--no-deps", "--no-build-isolation", "--no-cache-dir"]
+    words += ["--wheel-dir", str(build / "wheel"), f"horovod=={recipe.version}"]
+    command = environment.pip(*words)
+    runner.run(["nice", "-n", "5", *command], env=env, cwd=build, what="building Horovod")
+    text = json.dumps(dict(recipe.parts), indent=1, sort_keys=True)
+    (build / "wheel" / "recipe.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _check_build(environment: Environment, *, needs_mpi: bool) -> str:
+    """Return what is wrong with the Horovod in an environment, or "" when it is as it should be."""
+    text = output_of([str(environment.python.parent / "horovodrun"), "--check-build"])
+    wanted = ["PyTorch", "Gloo", *(["MPI"] if needs_mpi else [])]
+    lacking = [name for name in wanted if f"[X] {name}" not in text]
+    return f"horovodrun --check-build shows no {', '.join(lacking)}:\n{text}" if lacking else ""
+
+
+def install_horovod(
+    environment: Environment, recipe: Recipe, *, cache: Path, runner: Runner
+) -> None:
+    """Have Horovod in the environment; in a user's own, keep the one that is there and works.
+
+    Raises:
+        SetupError: Horovod cannot be built, or does not load once it is installed.
+    """
+    dists = ask(environment).dists
+    if not environment.is_ours and "horovod" in dists:
+        wrong = _check_build(environment, needs_mpi=False)
+        if wrong:
+            raise SetupError(f"VENV=active: its Horovod is not usable with torch. {wrong}")
+        say(f"setup: Horovod {dists['horovod']} of the active environment is used")
+        return
+    stamp = environment.stamps / _STAMP
+    if dists.get("horovod") == recipe.version and read_stamp(stamp) == recipe.key:
+        kinds = "Gloo and MPI" if recipe.has_mpi else "Gloo"
+        say(f"setup: Horovod {recipe.version} is there ({kinds})")
+        return
+    stamp.unlink(missing_ok=True)
+    wheel = wheel_for(recipe, environment, cache=cache, runner=runner)
+    with step(f"install Horovod {recipe.version}"):
+        words = ["install", "--no-deps", "--no-cache-dir", "--force-reinstall", str(wheel)]
+        runner.run(
+            environment.pip(*words), env=environment.environ(), cwd=cache, what="pip install"
+        )
+        wrong = _check_build(environment, needs_mpi=recipe.has_mpi)
+        if wrong:
+            raise SetupError(f"{wrong}\nremove {wheel.parent} and run the same command again")
+        write_stamp(stamp, recipe.key)
