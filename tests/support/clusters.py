@@ -1,0 +1,47 @@
+"""Random clusters for the balance tests: models, and a slow but plain way to the best sizes."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from loft_hvd.balance.latency import StepModel
+from loft_hvd.balance.search import Bounds
+
+OVERLAPS = {"serial": 0.0, "full": 1.0, "partial": None}
+
+
+def random_model(seed: int, world_size: int, overlap: float | None) -> StepModel:
+    """Draw a cluster: 4:1 computing, 20:1 links, any locality; None draws the overlap too."""
+    rng = np.random.default_rng(seed)
+    compute = rng.uniform(1e-3, 4e-3, world_size)
+    fixed = rng.uniform(0.0, 0.02, world_size)
+    knee = np.where(rng.random(world_size) < 0.3, rng.uniform(4, 40, world_size), 0.0)
+    drawn = rng.uniform(0.1, 0.9, world_size) if overlap is None else overlap
+    return StepModel.build(
+        world_size,
+        aggregate_s=float(rng.uniform(0.0, 0.05)),
+        fetch_fixed_s=rng.uniform(0.0, 5e-3, world_size),
+        local_s=rng.uniform(1e-4, 5e-4, world_size),
+        remote_s=np.exp(rng.uniform(np.log(3e-4), np.log(6e-3), world_size)),
+        hits=rng.uniform(0, 80, world_size),
+        compute_fixed_s=fixed,
+        compute_s=compute,
+        plateau_s=np.where(knee > 0, fixed + compute * knee, 0.0),
+        overlap=drawn,
+    )
+
+
+def least_step_s(model: StepModel, total: int, bounds: Bounds) -> float:
+    """Return the shortest possible slowest-rank time of a separable model, by giving out grains.
+
+    Each grain goes to the rank that is fastest with it: optimal because times never fall.
+    """
+    table = model.times(np.arange(total + 1)[:, None] * np.ones(model.world_size))
+    sizes: npt.NDArray[np.int64] = -(-bounds.floor // bounds.grain) * bounds.grain
+    ranks = np.arange(model.world_size)
+    while sizes.sum() < total:
+        then = sizes + bounds.grain
+        after = np.where(then <= bounds.cap, table[np.minimum(then, total), ranks], np.inf)
+        sizes[int(np.argmin(after))] += bounds.grain
+    return float(table[sizes, ranks].max())
