@@ -1,0 +1,9 @@
+"""The data room: who holds which sample, who computes it, and how it reaches the training loop."""
+
+from __future__ import annotations
+
+from loft_hvd.data.loader import DataLoader
+from loft_hvd.data.placement import Placement, Source
+from loft_hvd.data.sampler import BatchSampler, PlanSource
+
+__all__ = ["BatchSampler", "DataLoader", "Placement", "PlanSource", "Source"]

@@ -1,0 +1,192 @@
+"""Which samples form each step of an epoch, and who computes them: pure, equal on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from loft_hvd.balance.plan import Plan, StepSizes, scale_sizes
+from loft_hvd.data.assign import Assignment, Homes, assign
+from loft_hvd.data.placement import Placement
+from loft_hvd.errors import DataError
+
+__all__ = ["Draw", "EpochSettings", "PlanView", "count_steps", "draw_epoch", "epoch_order"]
+
+Ints = npt.NDArray[np.int64]
+
+
+class PlanView(Protocol):
+    """The sizes in force, as drawing needs them.
+
+    Attributes:
+        world_size: number of ranks.
+        rank: this process's number.
+        global_batch_size: samples of all ranks in one step.
+        min_batch: samples of the dummy batch of a rank without samples.
+        min_ranks: ranks that must hold a sample in every step, 2f+1 for a rule with f.
+    """
+
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def global_batch_size(self) -> int: ...
+    @property
+    def min_batch(self) -> int: ...
+    @property
+    def min_ranks(self) -> int: ...
+
+    def plan_at(self, step: int) -> Plan:
+        """Return the plan in force at ``step``, counted over epochs.
+
+        Called once for each step, in order, at the moment when its samples are drawn.
+        """
+
+
+@dataclass(frozen=True)
+class EpochSettings:
+    """What decides which samples form a step, whatever the sizes.
+
+    Attributes:
+        placement: who holds which sample; its length is that of the data set.
+        shuffle: permute the samples each epoch.
+        seed: of the permutations, >= 0.
+        drop_last: leave out the samples that do not fill a global batch.
+        relaxed: spread each holder's samples evenly over the epoch.
+    """
+
+    placement: Placement
+    shuffle: bool
+    seed: int
+    drop_last: bool
+    relaxed: bool
+
+    def __post_init__(self) -> None:
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
+            raise DataError(f"seed={self.seed!r} must be a whole number >= 0")
+        if self.relaxed and not self.shuffle:
+            raise DataError(
+                "relaxed=True chooses the order of the samples, shuffle=False keeps the data "
+                "set's; drop one of them"
+            )
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the data set."""
+        return len(self.placement)
+
+    def order(self, epoch: int, *, done: npt.NDArray[np.bool_] | None = None) -> Ints:
+        """Return the samples in the order of this epoch, those of ``done`` first.
+
+        Args:
+            epoch: number of the epoch.
+            done: samples consumed in an order that this world no longer has, [num_samples].
+        """
+        order = epoch_order(self.num_samples, seed=self.seed, epoch=epoch, shuffle=self.shuffle)
+        if self.relaxed:
+            order = spread(order, self.placement.groups)
+        if done is not None:
+            order = np.concatenate([order[done[order]], order[~done[order]]])
+        return order
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One step: its global batch, and who computes which sample of it.
+
+    Attributes:
+        step_sizes: plan, step and samples of each rank.
+        batch: indices of the samples in the data set, [num_samples].
+        assignment: the owner of each, and local samples of each rank.
+        position: samples of the epoch consumed once this step is trained.
+    """
+
+    step_sizes: StepSizes
+    batch: Ints
+    assignment: Assignment
+    position: int
+
+    def indices(self, rank: int, *, min_batch: int, homes: Homes) -> list[int]:
+        """Return the samples of ``rank``, or those of its dummy batch where it has none.
+
+        The dummy batch takes ``min_batch`` samples of the same global batch, local ones first, so
+        that a rank without samples has nothing extra to fetch where that can be helped.
+        """
+        mine = self.batch[self.assignment.owners == rank]
+        if not len(mine):
+            is_remote = ~homes.local.holders[homes.rows[self.batch], rank]
+            mine = self.batch[np.argsort(is_remote, kind="stable")[:min_batch]]
+        indices: list[int] = mine.tolist()
+        return indices
+
+
+def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool = True) -> Ints:
+    """Permute ``range(num_samples)`` by seed and epoch, the same on every machine and version.
+
+    The order is a stable sort of the first ``num_samples`` raw 64-bit words of
+    ``PCG64(SeedSequence([seed, epoch]))``. NumPy fixes those words for good, while the stream
+    behind ``Generator.permutation`` may change with a release, and ranks may run different ones.
+
+    Returns:
+        Shape [num_samples], int64.
+    """
+    if not shuffle:
+        return np.arange(num_samples)
+    words = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(num_samples)
+    return np.argsort(words, kind="stable")
+
+
+def spread(order: Ints, groups: npt.NDArray[np.int32]) -> Ints:
+    """Reorder so that any run of samples holds every group in its overall proportion, within 1.
+
+    The k-th of a group's m samples moves to the place ``(k + offset) / m`` of the epoch; offsets
+    step by the golden ratio so that groups do not arrive in lockstep. Within a group the order
+    stays random.
+    """
+    by_group = np.argsort(groups[order], kind="stable")
+    sizes = np.bincount(groups)
+    group = groups[order[by_group]]
+    start = np.cumsum(sizes) - sizes
+    place = np.arange(len(order)) - start[group] + (0.5 + 0.618033988749895 * group) % 1.0
+    spread_order: Ints = order[by_group[np.argsort(place / sizes[group], kind="stable")]]
+    return spread_order
+
+
+def count_steps(num_samples: int, view: PlanView, *, drop_last: bool) -> int:
+    """Return the steps that ``num_samples`` make, the same on every rank.
+
+    A last batch of fewer than ``min_ranks`` samples is no step.
+    """
+    full, tail = divmod(num_samples, view.global_batch_size)
+    return full + (not drop_last and tail >= max(view.min_ranks, 1))
+
+
+def draw_epoch(
+    order: Ints, homes: Homes, view: PlanView, *, first_step: int, position: int, drop_last: bool
+) -> Iterator[Draw]:
+    """Cut an epoch's order into global batches and assign each, lazily.
+
+    The plan of a step is asked for when the step is drawn; it decides owners and never members.
+
+    Args:
+        order: the samples of the epoch, [num_samples].
+        homes: the placement, prepared for ``view.world_size``.
+        view: the sizes in force.
+        first_step: number of the first step drawn here, counted over epochs.
+        position: samples of the order already consumed.
+        drop_last: leave a last, smaller batch out.
+    """
+    for i in range(count_steps(len(order) - position, view, drop_last=drop_last)):
+        plan = view.plan_at(first_step + i)
+        begin = position + i * view.global_batch_size
+        batch = order[begin : begin + view.global_batch_size]
+        sizes = scale_sizes(plan.sizes, len(batch), min_ranks=view.min_ranks)
+        assert sizes is not None  # count_steps left smaller batches out
+        step_sizes = StepSizes(plan.plan_id, first_step + i, sizes)
+        assignment = assign(batch, np.array(sizes, np.int64), homes)
+        yield Draw(step_sizes, batch, assignment, begin + len(batch))

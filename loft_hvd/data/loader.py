@@ -1,0 +1,248 @@
+"""``DataLoader``: torch's loader, with the batch size of each step and rank chosen by the plan."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import Dataset, default_collate
+
+from loft_hvd.balance.plan import Plan, StepSizes, equal_sizes
+from loft_hvd.data.draws import Draw, EpochSettings, PlanView
+from loft_hvd.data.fetch import FetchingDataset, Request, TimedCollate, WorkerInit
+from loft_hvd.data.placement import Placement, check_placement
+from loft_hvd.data.sampler import GlobalBatches, PlanSource, check_length
+from loft_hvd.errors import DataError
+
+__all__ = ["DataLoader"]
+
+NO_PLAN = -1  # plan_id of evaluation batches
+
+
+class EvaluationView:
+    """Equal sizes for evaluation, whatever plan training runs on; nothing is ever skipped."""
+
+    def __init__(self, balancer: PlanSource) -> None:
+        self._balancer = balancer
+        self.min_ranks = 1
+
+    @property
+    def world_size(self) -> int:
+        return self._balancer.world_size
+
+    @property
+    def rank(self) -> int:
+        return self._balancer.rank
+
+    @property
+    def global_batch_size(self) -> int:
+        return self._balancer.global_batch_size
+
+    @property
+    def min_batch(self) -> int:
+        return self._balancer.min_batch
+
+    def plan_at(self, step: int) -> Plan:
+        """Split the global batch evenly at every step."""
+        return Plan(0, 0, equal_sizes(self.global_batch_size, self.world_size))
+
+
+class DataLoader:
+    """Loads each rank's share of every global batch; batches are those of torch's own loader.
+
+    Which samples form a step depends on ``seed``, the epoch and ``global_batch_size`` alone; the
+    balancer's plan and the placement decide which rank computes them. Every sample is loaded once
+    an epoch and all ranks make ``len(loader)`` steps. A rank without samples in a step gets a
+    dummy batch, and ``is_padding`` is true.
+
+    A batch is drawn, up to ``num_workers * prefetch_factor`` steps ahead, with the plan in force
+    at its own step, and tells the balancer its sizes when it is yielded.
+
+    Args:
+        dataset: map-style data set: anything with ``__len__`` and ``__getitem__``.
+        balancer: gives the sizes, and takes times and sizes of the batches yielded.
+        placement: who holds which sample; None when every rank holds all.
+        shuffle: permute the samples each epoch; None shuffles for training only.
+        seed: of the permutations, equal on all ranks.
+        drop_last: leave out the samples that do not fill a global batch.
+        relaxed: spread each holder's samples evenly over the epoch (more local reads, another
+            order of samples).
+        train: False for evaluation: equal sizes, every sample once, nothing reaches the balancer.
+        num_workers: loader processes.
+        collate_fn: see ``torch.utils.data.DataLoader``, as for all that follow.
+        pin_memory: copy batches into pinned memory.
+        prefetch_factor: batches that each loader process holds ready.
+        persistent_workers: keep the loader processes between epochs.
+        worker_init_fn: called in each loader process with its number.
+        generator: seeds the loader processes.
+        timeout: seconds to wait for a batch from a loader process, 0 for no limit.
+        multiprocessing_context: start method of the loader processes.
+    """
+
+    def __init__(  # noqa: PLR0913 - torch's own arguments, by name
+        self,
+        dataset: Dataset[Any],
+        balancer: PlanSource,
+        *,
+        placement: Placement | None = None,
+        shuffle: bool | None = None,
+        seed: int = 0,
+        drop_last: bool = False,
+        relaxed: bool = False,
+        train: bool = True,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        worker_init_fn: Callable[[int], None] | None = None,
+        generator: torch.Generator | None = None,
+        timeout: float = 0,
+        multiprocessing_context: Any = None,
+    ) -> None:
+        placement = check_placement(placement, check_length(dataset))
+        settings = EpochSettings(
+            placement, train if shuffle is None else shuffle, seed, drop_last, relaxed
+        )
+        self.dataset = dataset
+        self.num_workers = num_workers
+        self._balancer = balancer
+        self._train = train
+        self._view: PlanView = balancer if train else EvaluationView(balancer)
+        self._batches = GlobalBatches(settings, self._view)
+        self._position = 0  # samples of the epoch, of all ranks, in the batches yielded
+        self._next_step = 0
+        self._yielded: StepSizes | None = None
+        self._feed = _Feed(self._batches)
+        feed: Any = self._feed  # torch expects lists of samples; requests carry more
+        collate: Any = TimedCollate(collate_fn or default_collate)
+        self._loader = TorchDataLoader(
+            FetchingDataset(dataset),
+            batch_sampler=feed,
+            collate_fn=collate,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            worker_init_fn=WorkerInit(worker_init_fn),
+            generator=generator,
+            timeout=timeout,
+            multiprocessing_context=multiprocessing_context,
+        )
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._train:
+            self._balancer.clear_pending()
+        self._position = self._feed.start(first_step=self._next_step)
+        return self._batches_of(iter(self._loader), self._feed.drawn)
+
+    def _batches_of(self, fetched: Iterator[Any], drawn: deque[Draw]) -> Iterator[Any]:
+        for batch, step, fetch_s in fetched:
+            if drawn is not self._feed.drawn:
+                raise DataError(
+                    "this iteration over the loader ended when a newer one began; take batches "
+                    "from one iterator at a time, or make two loaders"
+                )
+            draw = drawn.popleft()
+            assert draw.step_sizes.step == step  # torch yields in the order of the requests
+            self._position, self._next_step = draw.position, step + 1
+            self._yielded = draw.step_sizes
+            if self._train:
+                self._begin(draw, fetch_s)
+            yield batch
+        if drawn is self._feed.drawn:
+            self._position = self._batches.settings.num_samples
+            if self._train:
+                self._balancer.end_epoch()
+
+    def _begin(self, draw: Draw, fetch_s: float) -> None:
+        rank = self._view.rank
+        local = int(draw.assignment.local[rank])
+        remote = draw.step_sizes.sizes[rank] - local
+        self._balancer.begin_batch(draw.step_sizes, fetch_s=fetch_s, local=local, remote=remote)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the permutation of the next iteration; call it on every rank."""
+        if epoch != self._batches.epoch:
+            self._position = 0
+        self._batches.set_epoch(epoch)
+        if self._train:
+            self._balancer.clear_pending()
+
+    @property
+    def step_sizes(self) -> StepSizes:
+        """Plan, step and sizes of the batch yielded last.
+
+        Raises:
+            DataError: no batch has been yielded.
+        """
+        if self._yielded is None:
+            raise DataError("no batch has been yielded yet; ask inside the loop over the loader")
+        return self._yielded
+
+    @property
+    def local_batch_size(self) -> int:
+        """Samples of the batch yielded last that count, 0 for padding: the count of a metric."""
+        return self.step_sizes.sizes[self._view.rank]
+
+    @property
+    def is_padding(self) -> bool:
+        """Whether the batch yielded last is a dummy, of which nothing may count."""
+        return self.local_batch_size == 0
+
+    @property
+    def deepest_drawn_step(self) -> int:
+        """The last step, over epochs, whose samples are drawn on this rank."""
+        return self._batches.deepest_drawn_step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Describe the run after the batch yielded last: save it once that batch is trained.
+
+        It counts samples of all ranks, so a run may go on with another number of them.
+        """
+        return self._batches.state_dict(position=self._position, step=self._next_step)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next iteration go on where ``state`` was taken, with any number of ranks."""
+        self._next_step = self._batches.load_state_dict(state)
+        self._position = int(state["position"])
+        if self._train:
+            self._balancer.clear_pending()
+
+
+class _Feed:
+    """The batch sampler inside torch's loader: the requests of the loader's current iteration.
+
+    Attributes:
+        drawn: draws whose batch is not yet yielded; a new queue for each iteration.
+    """
+
+    def __init__(self, batches: GlobalBatches) -> None:
+        self._batches = batches
+        self._draws: Iterator[Draw] = iter(())
+        self.drawn: deque[Draw] = deque()
+
+    def start(self, *, first_step: int) -> int:
+        """Begin an iteration at ``first_step``; returns its position in the epoch."""
+        position, self._draws = self._batches.start(first_step=first_step)
+        self.drawn = deque()
+        return position
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Request]:
+        return self._requests(self._draws, self.drawn)
+
+    def _requests(self, draws: Iterator[Draw], drawn: deque[Draw]) -> Iterator[Request]:
+        view, homes = self._batches.view, self._batches.homes
+        for draw in draws:
+            drawn.append(draw)
+            indices = draw.indices(view.rank, min_batch=view.min_batch, homes=homes)
+            yield Request(draw.step_sizes.step, indices)

@@ -1,0 +1,318 @@
+"""Placement: which ranks, nodes or shared sources hold which samples of a data set."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from loft_hvd.data.assign import Homes, HomeSets
+from loft_hvd.errors import ArgumentTypeError, DataError
+
+__all__ = ["Placement", "Source"]
+
+Where = int | str | Iterable[int | str]
+
+
+@dataclass(frozen=True, order=True)
+class Source:
+    """Where a rank reads a sample: its own store, another rank, or something all ranks share.
+
+    Attributes:
+        kind: "local", "peer" or "shared".
+        name: the rank that serves a peer read ("rank 3"), the shared source ("nfs"), or "".
+    """
+
+    kind: Literal["local", "peer", "shared"]
+    name: str = ""
+
+
+@dataclass(frozen=True, order=True)
+class HomeSet:
+    """The homes of a sample: ranks, nodes and shared sources; no rank means every read is remote.
+
+    Attributes:
+        ranks: ranks that hold the sample.
+        nodes: nodes that hold it, so all of their ranks do.
+        shared: sources that serve it to any rank, local to none.
+        is_everywhere: every rank holds it, however many there are.
+    """
+
+    ranks: tuple[int, ...] = ()
+    nodes: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
+    is_everywhere: bool = False
+
+    @classmethod
+    def parse(cls, where: Where) -> HomeSet:
+        """Read what a user writes: 3, "node:a", "shared:nfs", "everywhere", or several of them."""
+        items = [where] if isinstance(where, int | str) else list(where)
+        ranks, names = set[int](), set[str]()
+        for item in items:
+            if isinstance(item, str):
+                names.add(item)
+            elif isinstance(item, int | np.integer) and item >= 0:
+                ranks.add(int(item))
+            else:
+                raise DataError(
+                    f"home {item!r} of {where!r} is no rank: ranks are whole numbers >= 0"
+                )
+        nodes = {name[5:] for name in names if name.startswith("node:")}
+        shared = {name[7:] for name in names if name.startswith("shared:")}
+        everywhere = "everywhere" in names
+        if not items or len(nodes) + len(shared) + everywhere != len(names):
+            raise DataError(
+                f"homes {where!r} of a sample must be at least one of: a rank number, "
+                '"node:NAME", "shared:NAME", "everywhere"'
+            )
+        ordered = (tuple(sorted(ranks)), tuple(sorted(nodes)), tuple(sorted(shared)))
+        return cls(*ordered, is_everywhere=everywhere)
+
+    def to_list(self) -> list[int | str]:
+        """Return the homes as ``parse`` reads them."""
+        names = [f"node:{name}" for name in self.nodes] + [f"shared:{name}" for name in self.shared]
+        return [*self.ranks, *names, *(["everywhere"] if self.is_everywhere else [])]
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """Which ranks, nodes or shared sources hold which samples.
+
+    Locality changes who computes a sample, never which samples form a step.
+
+    Attributes:
+        groups: index into ``home_sets`` of each sample, [num_samples], int32.
+        home_sets: the distinct sets of homes.
+        nodes: the node of each rank, [world_size], or None when no home is a node.
+        strata: number of the stratum (label) of each sample, [num_samples], int32, or None.
+        strata_cap: how many times its fair share of a stratum one rank may take in a step.
+    """
+
+    groups: npt.NDArray[np.int32]
+    home_sets: tuple[HomeSet, ...]
+    nodes: tuple[str, ...] | None = None
+    strata: npt.NDArray[np.int32] | None = None
+    strata_cap: Fraction = Fraction(1)
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    @classmethod
+    def replicated(cls, num_samples: int) -> Placement:
+        """Every rank holds every sample: nothing is remote, and owners are slices of the batch."""
+        return cls(_groups(np.zeros(num_samples)), (HomeSet(is_everywhere=True),))
+
+    @classmethod
+    def sharded(
+        cls, num_samples: int, world_size: int, *, nodes: Sequence[int | str] | None = None
+    ) -> Placement:
+        """Cut the samples, in order, into equal shards: one a rank, or one a node.
+
+        Args:
+            num_samples: samples of the data set.
+            world_size: number of ranks.
+            nodes: node of each rank, [world_size]; the shards then belong to the nodes, in the
+                order in which they first occur, and are local to all of a node's ranks.
+        """
+        if world_size < 1 or (nodes is not None and len(nodes) != world_size):
+            raise DataError(
+                f"sharded: world_size={world_size} must be >= 1, and nodes={nodes!r} one a rank"
+            )
+        names = None if nodes is None else tuple(str(node) for node in nodes)
+        homes = (
+            tuple(HomeSet(ranks=(rank,)) for rank in range(world_size))
+            if names is None
+            else tuple(HomeSet(nodes=(name,)) for name in dict.fromkeys(names))
+        )
+        shard = np.arange(num_samples) * len(homes) // max(num_samples, 1)
+        return cls(_groups(shard), homes, names)
+
+    @classmethod
+    def from_function(
+        cls,
+        locate: Callable[[int], Where],
+        num_samples: int,
+        *,
+        nodes: Sequence[int | str] | None = None,
+    ) -> Placement:
+        """Ask ``locate(index)`` for the homes of each sample.
+
+        Args:
+            locate: gives a rank number, "node:NAME", "shared:NAME", "everywhere", or several.
+            num_samples: samples of the data set.
+            nodes: node of each rank, [world_size]; needed when a home is a node.
+        """
+        number: dict[HomeSet, int] = {}
+        groups = np.empty(num_samples, np.int32)
+        for index in range(num_samples):
+            groups[index] = number.setdefault(HomeSet.parse(locate(index)), len(number))
+        names = None if nodes is None else tuple(str(node) for node in nodes)
+        return cls(groups, tuple(number), names)
+
+    @classmethod
+    def from_json(cls, path: str | os.PathLike[str]) -> Placement:
+        """Read ``{"nodes": [...] or null, "runs": [{"count": n, "homes": [...]}, ...]}``.
+
+        Runs follow the order of the samples; homes are written as for ``from_function``.
+
+        Raises:
+            DataError: the file does not have that form.
+        """
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+        try:
+            content = json.loads(text)
+            nodes, runs = content["nodes"], content["runs"]
+            homes = [HomeSet.parse(run["homes"]) for run in runs]
+            counts = [int(run["count"]) for run in runs]
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f'placement {os.fspath(path)}: {error!r}; it must be {{"nodes": [...] or null, '
+                '"runs": [{"count": n, "homes": [...]}, ...]}'
+            ) from error
+        names = None if nodes is None else tuple(str(node) for node in nodes)
+        home_sets = tuple(dict.fromkeys(homes))
+        groups = np.repeat([home_sets.index(home) for home in homes], counts)
+        return cls(_groups(groups), home_sets, names)
+
+    def to_json(self, path: str | os.PathLike[str]) -> None:
+        """Write the placement as ``from_json`` reads it; strata are not part of the file."""
+        starts = np.flatnonzero(np.diff(self.groups, prepend=-1))
+        ends = np.append(starts[1:], len(self))
+        runs = [
+            {"count": int(end - start), "homes": self.home_sets[self.groups[start]].to_list()}
+            for start, end in zip(starts, ends[: len(starts)], strict=True)
+        ]
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"nodes": self.nodes, "runs": runs}, file)
+
+    def with_strata(self, labels: Sequence[Hashable], *, cap: float = 1.5) -> Placement:
+        """Cap a rank's share of every stratum, for robust rules on data sorted by label.
+
+        In a step, a rank that computes ``x`` of the ``X`` samples gets at most
+        ``ceil(cap * x / X * c)`` of the ``c`` samples of a stratum. 1 makes every local batch
+        look like the global one; a large cap leaves locality alone.
+
+        Args:
+            labels: stratum of each sample, such as its class, [num_samples].
+            cap: how many times its fair share a rank may take, >= 1.
+        """
+        if len(labels) != len(self) or not 1 <= cap < float("inf"):
+            raise DataError(
+                f"with_strata: {len(labels)} labels for {len(self)} samples, cap={cap}; give one "
+                "label a sample and a finite cap >= 1"
+            )
+        number: dict[Hashable, int] = {}
+        if isinstance(labels, np.ndarray):
+            strata = np.unique(labels, return_inverse=True)[1]
+        else:
+            strata = np.array([number.setdefault(label, len(number)) for label in labels])
+        return replace(
+            self, strata=_groups(strata), strata_cap=Fraction(cap).limit_denominator(1000)
+        )
+
+    def subset(self, indices: Sequence[int]) -> Placement:
+        """Return the placement of ``torch.utils.data.Subset(dataset, indices)``."""
+        chosen = np.asarray(indices, dtype=np.int64)
+        strata = None if self.strata is None else self.strata[chosen]
+        return replace(self, groups=self.groups[chosen], strata=strata)
+
+    def source_of(self, index: int, *, rank: int) -> Source:
+        """Return where ``rank`` reads sample ``index``: local first, then a peer, then shared.
+
+        Of several peers one on the same node is taken first; ranks spread over the rest by number.
+        """
+        return self._source(self.home_sets[self.groups[index]], rank)
+
+    def _source(self, home: HomeSet, rank: int) -> Source:
+        my_node = None if self.nodes is None else self.nodes[rank]
+        if home.is_everywhere or rank in home.ranks or my_node in home.nodes:
+            return Source("local")
+        peers = self._holding_ranks(home)
+        near = [peer for peer in peers if self.nodes and self.nodes[peer] == my_node]
+        peers = near or peers
+        if peers:
+            return Source("peer", f"rank {peers[rank % len(peers)]}")
+        return Source("shared", home.shared[rank % len(home.shared)])
+
+    def count_sources(self, indices: Iterable[int], *, rank: int) -> dict[Source, int]:
+        """Count the samples that ``rank`` reads from each source."""
+        counts = np.bincount(self.groups[np.fromiter(indices, np.int64)])
+        found: dict[Source, int] = {}
+        for group in np.flatnonzero(counts):
+            source = self._source(self.home_sets[group], rank)
+            found[source] = found.get(source, 0) + int(counts[group])
+        return found
+
+    def at(self, world_size: int) -> Homes:
+        """Prepare the assignment for ``world_size`` ranks.
+
+        Raises:
+            DataError: a home names a rank or node that this world does not have.
+        """
+        if self.nodes is not None and len(self.nodes) != world_size:
+            raise DataError(
+                f"placement: nodes names the node of {len(self.nodes)} ranks, but "
+                f"world_size={world_size}; build the placement for this world"
+            )
+        holders = np.zeros((max(len(self.home_sets), 1), world_size), bool)
+        for group, home in enumerate(self.home_sets):
+            holding = range(world_size) if home.is_everywhere else self._holding_ranks(home)
+            if holding and max(holding) >= world_size:
+                raise DataError(
+                    f"placement: rank {max(holding)} holds samples, but world_size={world_size}; "
+                    "build the placement for this world"
+                )
+            holders[group, list(holding)] = True
+        rows, row_of_group = np.unique(holders, axis=0, return_inverse=True)
+        near = None
+        if self.nodes is not None:
+            same_node = np.array([[a == b for b in self.nodes] for a in self.nodes])
+            near = HomeSets(rows @ same_node)
+        return Homes(
+            rows=row_of_group.reshape(-1).astype(np.int32)[self.groups],
+            local=HomeSets(rows),
+            near=near,
+            strata=self.strata,
+            strata_cap=self.strata_cap,
+        )
+
+    def _holding_ranks(self, home: HomeSet) -> list[int]:
+        """Return the ranks of ``home``, its nodes' ranks included."""
+        if home.nodes and (self.nodes is None or not set(home.nodes) <= set(self.nodes)):
+            raise DataError(
+                f"placement: homes on nodes {list(home.nodes)}, but the nodes of the ranks are "
+                f"{self.nodes}; give nodes= with the node of each rank"
+            )
+        on_nodes = [r for r, node in enumerate(self.nodes or ()) if node in home.nodes]
+        return sorted({*home.ranks, *on_nodes})
+
+
+def _groups(values: npt.ArrayLike) -> npt.NDArray[np.int32]:
+    return np.asarray(values).astype(np.int32)
+
+
+def check_placement(placement: Placement | None, num_samples: int) -> Placement:
+    """Return ``placement``, or everything everywhere when it is None.
+
+    Raises:
+        DataError: it places another number of samples than the data set has.
+    """
+    if placement is None:
+        return Placement.replicated(num_samples)
+    if not isinstance(placement, Placement):
+        raise ArgumentTypeError(
+            f"placement={placement!r} is a {type(placement).__name__}; give a loft_hvd.Placement"
+        )
+    if len(placement) != num_samples:
+        raise DataError(
+            f"the placement places {len(placement)} samples, but the data set has {num_samples}; "
+            "build it with the data set's length (for a Subset use placement.subset(indices))"
+        )
+    return placement

@@ -1,0 +1,61 @@
+"""A balancer reduced to its plans: what the data room needs, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from loft_hvd.balance.plan import Plan, StepSizes
+
+
+@dataclass
+class FakePlans:
+    """Plans set by the test, and a record of every call of a loader.
+
+    Attributes:
+        sizes: of the plan in force from step 0.
+        later: first step -> sizes of the plans that follow.
+        pending: the FIFO that backward passes would pop.
+        fetches: (step, fetch_s, local, remote) of each batch yielded.
+        asked: steps whose plan was asked for, in order.
+    """
+
+    sizes: Sequence[int]
+    rank: int = 0
+    min_batch: int = 2
+    min_ranks: int = 1
+    later: dict[int, Sequence[int]] = field(default_factory=dict)
+    pending: list[StepSizes] = field(default_factory=list)
+    fetches: list[tuple[int, float, int, int]] = field(default_factory=list)
+    asked: list[int] = field(default_factory=list)
+    num_epochs_ended: int = 0
+
+    @property
+    def world_size(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def global_batch_size(self) -> int:
+        return sum(self.sizes)
+
+    def plan_at(self, step: int) -> Plan:
+        self.asked.append(step)
+        plans = [Plan(0, 0, tuple(self.sizes))]
+        for plan_id, first_step in enumerate(sorted(self.later), start=1):
+            plans.append(Plan(plan_id, first_step, tuple(self.later[first_step])))
+        return [plan for plan in plans if plan.first_step <= step][-1]
+
+    def begin_batch(
+        self, step_sizes: StepSizes, *, fetch_s: float, local: int, remote: int
+    ) -> None:
+        self.pending.append(step_sizes)
+        self.fetches.append((step_sizes.step, fetch_s, local, remote))
+
+    def push_sizes(self, step_sizes: StepSizes) -> None:
+        self.pending.append(step_sizes)
+
+    def clear_pending(self) -> None:
+        self.pending.clear()
+
+    def end_epoch(self) -> None:
+        self.num_epochs_ended += 1
