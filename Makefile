@@ -10,14 +10,16 @@ SHELL := /bin/bash
 .PHONY: help setup demo test test-all lint format unit multiprocess unit-all multiprocess-all clean
 
 export PYTHON VENV
-BOOT := $(or $(PYTHON),python3)
+# Any Python 3.8+ can run the set-up, which then chooses the one for .venv.
+BOOT := $(shell for name in $(PYTHON) python3 python3.12 python3.11 python3.10; do \
+  $$name -c 'import sys; sys.exit(sys.version_info < (3, 8))' 2> /dev/null && echo $$name && break; done)
 ifeq ($(VENV),active)
 BIN := $(shell $(BOOT) -c 'import os, sys; print(os.path.dirname(os.path.abspath(sys.executable)))')
 else
 BIN := .venv/bin
 endif
 PY := $(BIN)/python
-CXX_FILES := $(shell find csrc -name generated -prune -o \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' \) -print)
+CXX_FILES := $(shell find csrc -name generated -prune -o \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' \) -print 2> /dev/null)
 # Several ranks share the cores: one thread each, or they wait for each other.
 RANKS := OMP_NUM_THREADS=1
 
@@ -25,7 +27,7 @@ help:  ## say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 20
 
 setup:  ## make .venv, build Horovod and the extension; seconds when all is there
-	@command -v $(BOOT) > /dev/null || { echo "setup: no $(BOOT) here: sudo apt-get install -y python3 python3-dev python3-venv g++ make git"; exit 1; }
+	@$(if $(BOOT),,echo "setup: no Python here: sudo apt-get install -y python3 python3-dev python3-venv g++ make git"; exit 1)
 	@$(BOOT) -m scripts.setup
 
 demo: setup  ## train over unequal ranks with a faulty worker: 4 ranks, a table, runs/demo/
