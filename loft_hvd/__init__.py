@@ -1,3 +1,52 @@
-"""Train with Horovod across unequal machines and unreliable workers."""
+"""Train with Horovod across unequal machines and unreliable workers.
+
+Every rank gets the batch it can finish in time, and a few wrong gradients cannot spoil the update.
+"""
+
+from loft_hvd import attacks
+from loft_hvd.aggregation import (
+    Custom,
+    Mean,
+    MeanAroundMedian,
+    Median,
+    Phocas,
+    Rule,
+    TrimmedMean,
+    aggregate,
+    mean_around_median,
+    median,
+    parse_rule,
+    phocas,
+    trimmed_mean,
+)
+from loft_hvd.balance.balancer import Balancer
+from loft_hvd.errors import LoftError
+from loft_hvd.metrics import average
+from loft_hvd.optimizer import DistributedOptimizer
+from loft_hvd.pipeline.allreduce import Handle, allreduce, allreduce_async
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Balancer",
+    "Custom",
+    "DistributedOptimizer",
+    "Handle",
+    "LoftError",
+    "Mean",
+    "MeanAroundMedian",
+    "Median",
+    "Phocas",
+    "Rule",
+    "TrimmedMean",
+    "aggregate",
+    "allreduce",
+    "allreduce_async",
+    "attacks",
+    "average",
+    "mean_around_median",
+    "median",
+    "parse_rule",
+    "phocas",
+    "trimmed_mean",
+]

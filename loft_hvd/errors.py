@@ -4,9 +4,10 @@ LoftError
 ├── ArgumentError (also ValueError)       a value outside its limits
 │   ├── AggregationError                  a rule that does not fit the rows it was given
 │   ├── PlanError                         batch sizes that cannot be, or are not, a plan
-│   ├── DataError                         a placement, sampler or loader that does not fit its data set
+│   ├── DataError                         data and its placement, sampler or loader do not fit
 │   └── MismatchError                     ranks that disagree; names the rank and the field
 ├── ArgumentTypeError (also TypeError)    a value of the wrong type or dtype
+├── UsageError (also AssertionError)      calls in an order that cannot work, as Horovod raises it
 ├── MissingDependencyError (also ImportError)  an optional part that is not installed or not built
 └── TransportError (also RuntimeError)    communication failed
     ├── TransportTimeoutError (also TimeoutError)  a wait reached its limit
@@ -30,6 +31,7 @@ __all__ = [
     "PlanError",
     "TransportError",
     "TransportTimeoutError",
+    "UsageError",
 ]
 
 
@@ -59,6 +61,10 @@ class DataError(ArgumentError):
 
 class MismatchError(ArgumentError):
     """Ranks disagree about something that must be equal everywhere."""
+
+
+class UsageError(LoftError, AssertionError):
+    """Calls came in an order that cannot work."""
 
 
 class MissingDependencyError(LoftError, ImportError):

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from loft_hvd.errors import PlanError
 
-__all__ = ["Plan", "StepSizes", "equal_sizes", "scale_sizes"]
+__all__ = ["Plan", "StepSizes", "equal_sizes", "proportional_sizes", "scale_sizes"]
 
 _HEADER = 2  # plan_id, first_step
 
@@ -57,9 +57,7 @@ class Plan:
                 "with at least one sample in all"
             )
         if self.plan_id < 0 or self.first_step < 0:
-            raise PlanError(
-                f"plan_id={self.plan_id} and first_step={self.first_step} must be >= 0"
-            )
+            raise PlanError(f"plan_id={self.plan_id} and first_step={self.first_step} must be >= 0")
 
     @property
     def world_size(self) -> int:
@@ -103,6 +101,47 @@ def equal_sizes(global_batch_size: int, world_size: int) -> tuple[int, ...]:
     """Split a global batch as evenly as whole samples allow, the first ranks taking the rest."""
     share, rest = divmod(global_batch_size, world_size)
     return tuple(share + (rank < rest) for rank in range(world_size))
+
+
+def proportional_sizes(
+    speeds: Sequence[float], global_batch_size: int, *, min_batch: int = 1
+) -> tuple[int, ...]:
+    """Split a global batch in proportion to speeds, by largest remainders, ties to lower ranks.
+
+    Args:
+        speeds: samples a second of each rank, [world_size], >= 0, finite.
+        global_batch_size: samples to give out.
+        min_batch: fewest samples of a rank, world_size * min_batch <= global_batch_size.
+
+    Returns:
+        Samples of each rank, [world_size], adding up to ``global_batch_size``.
+
+    Raises:
+        PlanError: speeds are not positive numbers in sum, or the floor does not fit.
+    """
+    floor = min_batch * len(speeds)
+    total = sum(speeds)
+    if not 0 < total < float("inf") or min(speeds) < 0 or floor > global_batch_size:
+        raise PlanError(
+            f"cannot split global_batch_size={global_batch_size} by speeds {list(speeds)} with "
+            f"min_batch={min_batch}: speeds must be >= 0 with a positive sum, and the batch at "
+            f"least {floor}"
+        )
+    fixed: dict[int, int] = {}  # ranks whose share is below the floor
+    while True:
+        rest = global_batch_size - sum(fixed.values())
+        open_ranks = [rank for rank in range(len(speeds)) if rank not in fixed]
+        total = sum(speeds[rank] for rank in open_ranks)
+        exact = {rank: rest * speeds[rank] / total for rank in open_ranks}
+        below = [rank for rank in open_ranks if exact[rank] < min_batch]
+        if not below:
+            break
+        fixed.update(dict.fromkeys(below, min_batch))
+    given = {rank: int(share) for rank, share in exact.items()} | fixed
+    by_remainder = sorted(open_ranks, key=lambda rank: (given[rank] - exact[rank], rank))
+    for rank in by_remainder[: global_batch_size - sum(given.values())]:
+        given[rank] += 1
+    return tuple(given[rank] for rank in range(len(speeds)))
 
 
 def scale_sizes(

@@ -1,0 +1,104 @@
+"""Where a rank's step goes: a small stopwatch that the loader and the optimizer feed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import numpy.typing as npt
+
+from loft_hvd.balance.explain import TIME_FIELDS
+
+__all__ = ["StepTimer"]
+
+
+class StepTimer:
+    """Sums of this rank's times since the last ``take``.
+
+    A step runs from the end of the step before to its own end. Time inside ``exclude`` (a user's
+    own collectives, evaluation, checkpoints) belongs to no step.
+
+    Args:
+        clock: seconds that never go back.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._sums = np.zeros(len(TIME_FIELDS))
+        self._step_began: float | None = None
+        self._excluded_s = 0.0
+        self._clear_step()
+
+    def _clear_step(self) -> None:
+        self._samples = 0
+        self._fetch_s = 0.0
+        self._compute_s = 0.0
+        self._batch_compute_s = 0.0
+        self._wait_s = 0.0
+        self._arrived: float | None = None
+        self._excluded_at_arrival = 0.0
+
+    def batch_arrived(self, num_samples: int, *, fetch_s: float) -> None:
+        """Note that a batch is here, of 0 samples for padding, and how long its fetch took."""
+        self._close_batch()
+        now = self._clock()
+        if self._step_began is None:
+            self._step_began = now - fetch_s
+        self._samples += num_samples
+        self._fetch_s += fetch_s
+        self._arrived = now
+        self._excluded_at_arrival = self._excluded_s
+
+    def gradient_arrived(self, *, blocked_s: float = 0.0) -> None:
+        """Note that a gradient of the newest batch is there; its last one ends the computing.
+
+        Args:
+            blocked_s: seconds since the batch's arrival that hooks spent on communication.
+        """
+        if self._arrived is not None:
+            excluded = self._excluded_s - self._excluded_at_arrival
+            spent = self._clock() - self._arrived - blocked_s - excluded
+            self._batch_compute_s = max(0.0, spent)
+
+    def _close_batch(self) -> None:
+        self._compute_s += self._batch_compute_s
+        self._batch_compute_s = 0.0
+        self._arrived = None
+
+    def waited(self, seconds: float) -> None:
+        """Note time spent waiting for other ranks and the wire."""
+        self._wait_s += seconds
+
+    @contextmanager
+    def exclude(self) -> Iterator[None]:
+        """Leave the time inside out of every step."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self._excluded_s += self._clock() - began
+
+    def step_ended(self) -> None:
+        """Close a step and add it to the sums; a step without samples is left out."""
+        self._close_batch()
+        now = self._clock()
+        if self._step_began is not None and self._samples > 0:
+            total = now - self._step_began - self._excluded_s
+            other = max(0.0, total - self._fetch_s - self._compute_s - self._wait_s)
+            self._sums += (1, self._samples, self._fetch_s, self._compute_s, self._wait_s, other)
+        self._step_began = now
+        self._excluded_s = 0.0
+        self._clear_step()
+
+    def pause(self) -> None:
+        """Forget when the last step ended: what follows is not part of a step."""
+        self._step_began = None
+        self._excluded_s = 0.0
+        self._clear_step()
+
+    def take(self) -> npt.NDArray[np.float64]:
+        """Return the sums in the order of ``TIME_FIELDS``, [6], and start afresh."""
+        taken, self._sums = self._sums, np.zeros(len(TIME_FIELDS))
+        return taken

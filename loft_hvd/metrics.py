@@ -1,0 +1,34 @@
+"""Averages over samples instead of over ranks."""
+
+from __future__ import annotations
+
+import torch
+
+from loft_hvd.config import config
+from loft_hvd.transport.base import Transport, wait_for
+from loft_hvd.transport.default import default_transport
+
+__all__ = ["average"]
+
+
+def average(
+    value: float, count: int, *, name: str = "metric", transport: Transport | None = None
+) -> float:
+    """Average a metric over the samples of all ranks; every rank calls it alike.
+
+    Args:
+        value: this rank's mean over its samples; ignored where ``count`` is 0.
+        count: samples behind it, >= 0.
+        name: tells averages apart that are in flight at once.
+        transport: the ranks; Horovod's by default.
+
+    Returns:
+        ``sum(value * count) / sum(count)``, equal on every rank; NaN when no rank has a sample.
+    """
+    ends = default_transport() if transport is None else transport
+    sums = torch.tensor([float(value) * count if count else 0.0, float(count)], dtype=torch.float64)
+    if ends.world_size > 1:
+        work = ends.allreduce(sums, name=f"loft.average.{name}")
+        wait_for(work, what=f"average of {name!r}", timeout_s=config().timeout_s)
+    total, samples = sums.tolist()
+    return total / samples if samples else float("nan")

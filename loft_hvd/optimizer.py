@@ -1,0 +1,366 @@
+"""``DistributedOptimizer``: the user's optimizer, with gradients reduced by a rule before it steps.
+
+The wrapper is a genuine ``torch.optim.Optimizer`` that owns nothing: state, parameter groups and
+hooks are the user's optimizer's own. Its class says it lives in Horovod's optimizer module, which
+is how ``hvd.broadcast_optimizer_state`` tells optimizers whose ``step`` communicates.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from loft_hvd.aggregation.rules import Mean, Rule
+from loft_hvd.balance.balancer import Balancer
+from loft_hvd.config import config
+from loft_hvd.errors import ArgumentError, ArgumentTypeError, UsageError
+from loft_hvd.parameters import GradientSet, collect_parameters
+from loft_hvd.pipeline.reducer import GradientReducer, OutgoingHook, ReducerSettings
+from loft_hvd.pipeline.stages import Compressor
+from loft_hvd.transport.agreement import check_agreement
+from loft_hvd.transport.base import Transport
+from loft_hvd.transport.default import default_transport
+from loft_hvd.transport.horovod import is_member, known_compression, reduce_op_name
+
+__all__ = ["DistributedOptimizer"]
+
+
+class _Delegate(torch.optim.Optimizer):
+    """Everything a ``torch.optim.Optimizer`` has, taken from the user's own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        # No super().__init__: it would build a second state and second parameter groups.
+        self._optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_optimizer":  # not there yet, while being copied or unpickled
+            raise AttributeError(name)
+        return getattr(self._optimizer, name)
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]  # an attribute in the base class
+        """The user's optimizer's state."""
+        return self._optimizer.state
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # as above
+        """The user's optimizer's parameter groups."""
+        return self._optimizer.param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]  # as above
+        """The user's optimizer's defaults."""
+        return self._optimizer.defaults
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the user's optimizer's state; it loads into that optimizer, wrapped or not."""
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict`` returned, of this optimizer wrapped or not."""
+        self._optimizer.load_state_dict(state_dict)
+
+    def step(  # type: ignore[override]  # one signature for both of the base's overloads
+        self, closure: Callable[[], float] | None = None
+    ) -> float | None:
+        """Create the optimizer's state without moving a parameter.
+
+        ``hvd.broadcast_optimizer_state`` calls this, with zero gradients, where a state is still
+        empty (a new run, or a worker that joins one).
+        """
+        groups = self._optimizer.param_groups
+        decays = [group.get("weight_decay") for group in groups]
+        kept = [[p.detach().clone() for p in group["params"]] for group in groups]
+        for group in groups:
+            if "weight_decay" in group:
+                group["weight_decay"] = 0
+        try:
+            self._optimizer.step()
+        finally:
+            for group, decay, values in zip(groups, decays, kept, strict=True):
+                if decay is not None:
+                    group["weight_decay"] = decay
+                with torch.no_grad():
+                    for parameter, value in zip(group["params"], values, strict=True):
+                        parameter.copy_(value)
+        for entry in self._optimizer.state.values():
+            if "step" in entry:
+                entry["step"] = entry["step"] * 0
+        return None
+
+    step.hooked = True  # type: ignore[attr-defined]  # the user's own step runs the step hooks
+
+
+class _DistributedOptimizer(_Delegate):
+    """The user's optimizer with reduced gradients; made by ``DistributedOptimizer``."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        collect: Callable[[], GradientSet],
+        *,
+        settings: ReducerSettings,
+        transport: Transport | None,
+        balancer: Balancer | None,
+    ) -> None:
+        super().__init__(optimizer)
+        self._collect = collect
+        self._settings = settings
+        self._transport = transport
+        self._balancer = balancer
+        self._reducer = self._make_reducer()
+        self._should_synchronize = True
+        self._is_synchronized = False
+        self._waited_s = 0.0
+
+    def _make_reducer(self) -> GradientReducer | None:
+        if self._transport is None:  # this rank is not in the process set
+            return None
+        found = self._collect()
+        world_size = self._transport.world_size
+        check_agreement(
+            self._transport,
+            found.fields() | _option_fields(self._settings, self._balancer),
+            what="DistributedOptimizer",
+            name=found.name,
+            timeout_s=self._settings.timeout_s,
+        )
+        if world_size > 1:
+            for rule in found.rules:
+                rule.check(world_size)
+        if self._balancer is not None and world_size > 1:
+            self._balancer.require_ranks(max(rule.min_rows for rule in found.rules))
+        return GradientReducer(
+            found.parameters,
+            found.specs,
+            found.rules,
+            settings=self._settings,
+            transport=self._transport,
+            source=self._balancer,
+            name=found.name,
+        )
+
+    def synchronize(self) -> None:
+        """Wait until every gradient is reduced; for clipping or unscaling before ``step``."""
+        if self._reducer is not None:
+            began = time.monotonic()
+            self._reducer.synchronize()
+            self._waited_s += time.monotonic() - began
+        self._is_synchronized = True
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Let ``step`` take the gradients as they are, after a ``synchronize`` of the script's.
+
+        ::
+
+            optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        """
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def _prepare_step(self) -> None:
+        if not self._should_synchronize:
+            if not self._is_synchronized:
+                self.synchronize()
+            return
+        if self._is_synchronized:
+            warnings.warn(
+                "optimizer.step() called after optimizer.synchronize() without "
+                "optimizer.skip_synchronize(); the gradients are taken as they are, wrap step() "
+                "in `with optimizer.skip_synchronize()` to say so",
+                stacklevel=3,
+            )
+            if self._reducer is None or not self._reducer.has_gradients:
+                return
+        self.synchronize()
+
+    def step(  # type: ignore[override]  # one signature for both of the base's overloads
+        self, closure: Callable[[], float] | None = None
+    ) -> float | None:
+        """Reduce the gradients, then take the user's optimizer's step.
+
+        Args:
+            closure: computes the loss and its gradients; they are reduced each time it is called.
+        """
+        if closure is None:
+            self._prepare_step()
+            result = self._optimizer.step()
+        else:
+            evaluate = closure
+
+            def reduced() -> float:
+                loss = evaluate()
+                self._prepare_step()
+                return loss
+
+            result = self._optimizer.step(reduced)
+        self._is_synchronized = False
+        if self._balancer is not None and self._reducer is not None:
+            self._balancer.step_ended(waited_s=self._waited_s)
+        self._waited_s = 0.0
+        return result
+
+    step.hooked = True  # type: ignore[attr-defined]  # the user's own step runs the step hooks
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Zero the gradients; takes what the user's optimizer takes.
+
+        Raises:
+            UsageError: gradients are on the wire.
+        """
+        if self._reducer is not None and self._reducer.is_in_flight:
+            raise UsageError(
+                "optimizer.zero_grad() was called after loss.backward() but before "
+                "optimizer.step() or optimizer.synchronize(): gradients are on the wire"
+            )
+        self._optimizer.zero_grad(*args, **kwargs)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, on every rank alike; lays the buckets out anew."""
+        self._optimizer.add_param_group(param_group)
+        if self._reducer is not None:
+            self._reducer.detach()
+            self._reducer = self._make_reducer()
+
+    def register_outgoing_hook(self, hook: OutgoingHook) -> RemovableHandle:
+        """Look at, or change, each bucket of this rank's gradients before it is sent."""
+        if self._reducer is None:
+            raise UsageError("this rank is not in the optimizer's process set: it sends nothing")
+        return self._reducer.register_outgoing_hook(hook)
+
+    @property
+    def rank(self) -> int:
+        """This rank, or -1 outside the process set."""
+        return -1 if self._transport is None else self._transport.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that reduce gradients together."""
+        return 0 if self._transport is None else self._transport.world_size
+
+
+# hvd.broadcast_optimizer_state compares this name, and then calls the base class's step.
+_DistributedOptimizer.__module__ = "horovod.torch.optimizer"
+
+
+def DistributedOptimizer(  # noqa: N802, PLR0913 - the name and the arguments are Horovod's
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    compression: Compressor | None = None,
+    backward_passes_per_step: int = 1,
+    op: Any = None,
+    gradient_predivide_factor: float = 1.0,
+    groups: int | Sequence[Sequence[Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: Any = None,
+    *,
+    rule: Rule | None = None,
+    balancer: Balancer | None = None,
+    bucket_bytes: int | None = None,
+    transport: Transport | None = None,
+) -> _DistributedOptimizer:
+    """Wrap an optimizer so that gradients are reduced over ranks before each of its steps.
+
+    A superset of ``hvd.DistributedOptimizer``; make it on every rank alike, after ``hvd.init()``.
+    Gradients are exchanged while the backward pass still runs.
+
+    Args:
+        optimizer: any optimizer that steps once per gradient (not L-BFGS).
+        named_parameters: ``model.named_parameters()``; names appear in errors and must be equal
+            on every rank. None names parameters by their place in the optimizer.
+        compression: ``hvd.Compression.none``, ``hvd.Compression.fp16``, or an object with
+            ``compress`` and ``decompress``; what travels, not what is computed with.
+        backward_passes_per_step: backward passes summed into one step, >= 1.
+        op: ``hvd.Average`` (the default) or ``hvd.Sum``; ``Sum`` only with ``Mean``.
+        gradient_predivide_factor: with ``Average`` and ``Mean``, what gradients are divided by
+            before the sum and multiplied by after it.
+        groups: a number of equal groups, or lists of parameters; each group is one bucket.
+        sparse_as_dense: make sparse gradients dense; they are refused otherwise.
+        process_set: a ``hvd.ProcessSet``; other ranks step on their own gradients.
+        rule: how rows are aggregated, ``Mean()`` by default; a parameter group's own ``"rule"``
+            entry goes before it.
+        balancer: says how many samples each rank's gradient stands for; equal without one.
+        bucket_bytes: most bytes sent together; None takes ``LOFT_HVD_BUCKET_BYTES``.
+        transport: the ranks; Horovod's by default.
+
+    Returns:
+        An optimizer with ``synchronize``, ``skip_synchronize`` and ``register_outgoing_hook``.
+
+    Raises:
+        ArgumentError: an argument outside its limits, such as duplicate names.
+        ArgumentTypeError: a parameter that is not floating point, or not an optimizer.
+        AggregationError: a rule whose f is too large for the world.
+        MismatchError: ranks disagree; names the rank and the field.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
+        raise ArgumentTypeError(
+            f"DistributedOptimizer: {type(optimizer).__name__} cannot be wrapped; it takes a "
+            "torch.optim.Optimizer other than LBFGS (which steps by the local loss)"
+        )
+    rule = Mean() if rule is None else rule
+    settings = ReducerSettings(
+        bucket_bytes=config().bucket_bytes if bucket_bytes is None else bucket_bytes,
+        timeout_s=config().timeout_s,
+        num_passes=_at_least_one(backward_passes_per_step),
+        is_sum=reduce_op_name(op) == "sum",
+        predivide=float(gradient_predivide_factor),
+        sparse_as_dense=sparse_as_dense,
+        compression=known_compression(compression),
+    )
+    names = None if named_parameters is None else list(named_parameters)
+
+    def collect() -> GradientSet:
+        found = collect_parameters(optimizer.param_groups, names, rule=rule, groups=groups)
+        _check_rules(found.rules, settings)
+        return found
+
+    if transport is None and is_member(process_set):
+        transport = default_transport(process_set)
+    return _DistributedOptimizer(
+        optimizer, collect, settings=settings, transport=transport, balancer=balancer
+    )
+
+
+def _at_least_one(passes: int) -> int:
+    if not isinstance(passes, int) or passes < 1:
+        raise ArgumentError(f"backward_passes_per_step={passes!r} must be a whole number >= 1")
+    return passes
+
+
+def _check_rules(rules: Sequence[Rule], settings: ReducerSettings) -> None:
+    if settings.predivide <= 0 or (settings.is_sum and settings.predivide != 1.0):
+        raise ArgumentError(
+            f"gradient_predivide_factor={settings.predivide} must be > 0, and 1 with op=Sum"
+        )
+    robust = [rule for rule in rules if not isinstance(rule, Mean)]
+    if robust and (settings.is_sum or settings.predivide != 1.0):
+        raise ArgumentError(
+            f"rule={robust[0]} takes neither op=Sum nor gradient_predivide_factor="
+            f"{settings.predivide}: it does not add the ranks' gradients up; leave both away"
+        )
+
+
+def _option_fields(settings: ReducerSettings, balancer: Balancer | None) -> dict[str, str]:
+    return {
+        "option backward_passes_per_step": str(settings.num_passes),
+        "option op": "sum" if settings.is_sum else "average",
+        "option gradient_predivide_factor": str(settings.predivide),
+        "option bucket_bytes": str(settings.bucket_bytes),
+        "option compression": str(settings.compression),
+        "option sparse_as_dense": str(settings.sparse_as_dense),
+        "option balancer": "none" if balancer is None else str(balancer.global_batch_size),
+    }

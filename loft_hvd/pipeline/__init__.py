@@ -1,0 +1,1 @@
+"""From gradients on every rank to one aggregated gradient, bucket by bucket."""

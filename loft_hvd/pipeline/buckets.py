@@ -1,0 +1,136 @@
+"""How parameters are laid out in buckets, and buckets in shards: pure arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from loft_hvd.errors import ArgumentError
+
+__all__ = ["Bucket", "ParameterSpec", "Slot", "accumulation_dtype", "lay_out", "shard_numel"]
+
+_SHARD_ALIGNMENT = 16  # values; a shard of float32 then starts on a cache line
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """What the layout needs to know of a parameter; equal on every rank.
+
+    Attributes:
+        name: the user's name for it, unique.
+        shape: its shape.
+        dtype: its dtype, floating point.
+        device: its device, as text.
+        rule: index of the rule that aggregates it.
+        group: index of the user's group it must stay together with, or None.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str = "cpu"
+    rule: int = 0
+    group: int | None = None
+
+    @property
+    def numel(self) -> int:
+        """Number of values."""
+        return int(torch.Size(self.shape).numel())
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter's place in its bucket: values [offset, offset + numel)."""
+
+    parameter: int
+    name: str
+    offset: int
+    numel: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters whose gradients travel together, as one flat tensor of one dtype."""
+
+    index: int
+    dtype: torch.dtype
+    device: str
+    rule: int
+    slots: tuple[Slot, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of values."""
+        return sum(slot.numel for slot in self.slots)
+
+    def __str__(self) -> str:
+        """Name the bucket by its number and its first and last parameter."""
+        first, last = self.slots[0].name, self.slots[-1].name
+        return f"bucket {self.index} ({first if first == last else f'{first} .. {last}'})"
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which gradients of ``dtype`` are sent and aggregated."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def shard_numel(numel: int, world_size: int) -> int:
+    """Return the values of one rank's shard when ``numel`` values are cut into world_size shards.
+
+    Shards are equal and the last ones may be padding; one rank needs no padding at all.
+    """
+    if world_size == 1:
+        return numel
+    shard = -(-numel // world_size)
+    return -(-shard // _SHARD_ALIGNMENT) * _SHARD_ALIGNMENT
+
+
+def lay_out(parameters: Sequence[ParameterSpec], *, bucket_bytes: int) -> tuple[Bucket, ...]:
+    """Lay parameters out in buckets of at most ``bucket_bytes``, last parameter first.
+
+    Gradients become ready roughly in the reverse order of the parameters, so the first bucket is
+    full first. A parameter larger than ``bucket_bytes`` gets a bucket of its own; a bucket holds
+    one accumulation dtype, device and rule; a user's group is one bucket for each of these.
+
+    Args:
+        parameters: all parameters in an order equal on every rank.
+        bucket_bytes: most bytes of a bucket, > 0.
+
+    Returns:
+        The buckets, in the order in which their exchange starts.
+
+    Raises:
+        ArgumentError: ``bucket_bytes`` is not positive.
+    """
+    if bucket_bytes <= 0:
+        raise ArgumentError(f"bucket_bytes={bucket_bytes} must be > 0; a good start is 33554432")
+    gathered: list[list[int]] = []  # parameter indices of each bucket
+    filling: dict[tuple[object, ...], int] = {}  # kind -> the bucket that still takes parameters
+    num_bytes: list[int] = []
+    for index in reversed(range(len(parameters))):
+        spec = parameters[index]
+        dtype = accumulation_dtype(spec.dtype)
+        kind = (dtype, spec.device, spec.rule, spec.group)
+        size = spec.numel * dtype.itemsize
+        at = filling.get(kind)
+        if at is None or (spec.group is None and num_bytes[at] + size > bucket_bytes):
+            at = filling[kind] = len(gathered)
+            gathered.append([])
+            num_bytes.append(0)
+        gathered[at].append(index)
+        num_bytes[at] += size
+    return tuple(_bucket(index, members, parameters) for index, members in enumerate(gathered))
+
+
+def _bucket(index: int, members: list[int], parameters: Sequence[ParameterSpec]) -> Bucket:
+    slots = []
+    offset = 0
+    for parameter in members:
+        spec = parameters[parameter]
+        slots.append(Slot(parameter, spec.name, offset, spec.numel, spec.shape))
+        offset += spec.numel
+    first = parameters[members[0]]
+    return Bucket(index, accumulation_dtype(first.dtype), first.device, first.rule, tuple(slots))

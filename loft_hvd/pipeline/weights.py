@@ -1,0 +1,68 @@
+"""What one optimizer step is weighted by, worked out alike on every rank.
+
+The plain mean weighs a rank by its samples exactly: ``sum_i x_i / X * g_i``. Robust rules take the
+ranks' own mean gradients and cap a rank's weight at twice the mean weight, so that no rank owns
+the result; a rank without samples is absent, never multiplied by 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from loft_hvd.balance.plan import StepSizes
+
+__all__ = ["PassWeights", "capped_weights", "combine_passes"]
+
+
+@dataclass(frozen=True)
+class PassWeights:
+    """The weights of one optimizer step, over its backward passes.
+
+    Attributes:
+        weights: whole-number weight of each rank for robust rules, [world_size], or None when all
+            present ranks weigh the same.
+        present: which ranks computed at least one real batch, [world_size].
+        row_scale: what this rank's summed gradients are multiplied by to be its row in a robust
+            rule: the passes of the step over the passes in which it had samples.
+    """
+
+    weights: tuple[int, ...] | None
+    present: tuple[bool, ...]
+    row_scale: float
+
+
+def capped_weights(sizes: Sequence[int]) -> tuple[int, ...] | None:
+    """Return whole-number weights for robust rules, none above twice the mean weight.
+
+    Args:
+        sizes: samples of each rank, [world_size]; 0 marks an absent rank.
+
+    Returns:
+        Weights in the proportions of min(size, twice the mean of the present sizes), or None when
+        all present ranks weigh the same.
+    """
+    num_present = sum(size > 0 for size in sizes)
+    total = sum(sizes)
+    weights = [min(size * num_present, 2 * total) for size in sizes]
+    divisor = math.gcd(*weights)
+    if divisor == 0 or len({weight for weight in weights if weight > 0}) == 1:
+        return None
+    return tuple(weight // divisor for weight in weights)
+
+
+def combine_passes(passes: Sequence[StepSizes], *, rank: int) -> PassWeights:
+    """Combine the sizes of a step's backward passes into the weights of its aggregation.
+
+    Args:
+        passes: the sizes of each backward pass of the step, at least one.
+        rank: this rank.
+    """
+    totals = [sum(counts) for counts in zip(*(step.sizes for step in passes), strict=True)]
+    num_real = sum(step.sizes[rank] > 0 for step in passes)
+    return PassWeights(
+        weights=capped_weights(totals),
+        present=tuple(total > 0 for total in totals),
+        row_scale=len(passes) / num_real if num_real else 0.0,
+    )

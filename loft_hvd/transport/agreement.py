@@ -1,0 +1,76 @@
+"""Ranks compare what must be equal everywhere, and the error names the rank and the field.
+
+Only fixed-length digests travel: nothing that another rank sent is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+
+from loft_hvd.errors import MismatchError
+from loft_hvd.transport.base import Transport, allgather_rows
+
+__all__ = ["check_agreement", "digest", "odd_ones"]
+
+_SHOWN = 200
+
+
+def digest(text: str) -> int:
+    """Return 63 bits that differ, for all practical purposes, when texts do."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+
+
+def check_agreement(
+    transport: Transport, fields: Mapping[str, str], *, what: str, name: str, timeout_s: float
+) -> None:
+    """Raise on every rank when ranks disagree about a field.
+
+    Args:
+        transport: the ranks.
+        fields: what must be equal, by name, as text.
+        what: what the fields describe, for the message.
+        name: stem of the operation's name, equal on every rank.
+        timeout_s: longest wait in seconds.
+
+    Raises:
+        MismatchError: ranks differ; names the ranks, the first differing field and this rank's
+            value of it.
+    """
+    keys = sorted(fields)
+    head = [len(keys), digest("\n".join(keys)), digest("\n".join(fields[key] for key in keys))]
+    heads = allgather_rows(transport, torch.tensor(head), name=f"{name}.agree", timeout_s=timeout_s)
+    if bool((heads == heads[0]).all()):
+        return
+    if not bool((heads[:, :2] == heads[0, :2]).all()):
+        values = heads[:, 1].tolist()
+        raise MismatchError(
+            f"{what}: ranks {odd_ones(values)} describe other things than the rest (number of "
+            f"entries by rank: {heads[:, 0].tolist()}); here on rank {transport.rank}: "
+            f"{_short(', '.join(keys))}. Build the same model and options on every rank"
+        )
+    details = allgather_rows(
+        transport,
+        torch.tensor([digest(fields[key]) for key in keys]),
+        name=f"{name}.agree.fields",
+        timeout_s=timeout_s,
+    )
+    differs = (details != details[0]).any(dim=0).tolist()
+    column = differs.index(True)
+    key = keys[column]
+    raise MismatchError(
+        f"{what}: {key} differs on ranks {odd_ones(details[:, column].tolist())}; here on rank "
+        f"{transport.rank} it is {_short(fields[key])}. It must be equal on every rank"
+    )
+
+
+def odd_ones(values: list[int]) -> list[int]:
+    """Return the ranks whose value is not the most common one (the lowest rank's in a tie)."""
+    common = max(values, key=lambda value: (values.count(value), -values.index(value)))
+    return [rank for rank, value in enumerate(values) if value != common]
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -1,0 +1,208 @@
+"""Horovod as the engine: the only file that imports it, and only when it is used.
+
+The public ``hvd.alltoall_async`` and ``hvd.allgather_async`` allocate their output on every call,
+which costs more than the exchange itself for large buckets. Their private halves take the output
+tensor; they are used when their signatures are the known ones, else the public calls and a copy.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loft_hvd.errors import ArgumentError, ArgumentTypeError, MissingDependencyError
+from loft_hvd.transport.base import Work
+
+__all__ = [
+    "HorovodTransport",
+    "horovod_if_initialized",
+    "horovod_module",
+    "is_member",
+    "known_compression",
+    "reduce_op_name",
+]
+
+_ALLTOALL_PARAMETERS = [
+    "tensor",
+    "splits",
+    "output",
+    "output_received_splits",
+    "name",
+    "process_set",
+]
+_ALLGATHER_PARAMETERS = ["tensor", "output", "name", "process_set"]
+_SUMMABLE = (torch.float16, torch.float32, torch.float64, torch.int32, torch.int64)
+
+
+@functools.cache
+def horovod_module() -> Any:
+    """Import and return ``horovod.torch``.
+
+    Raises:
+        MissingDependencyError: Horovod is not installed, or not for this torch.
+    """
+    try:
+        return importlib.import_module("horovod.torch")
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"horovod.torch cannot be imported ({error}); `make setup` builds Horovod for the "
+            "installed torch, and `loft-hvd doctor` says what is there"
+        ) from error
+
+
+def horovod_if_initialized() -> Any | None:
+    """Return ``horovod.torch`` if a script has imported and initialised it, else None."""
+    import sys
+
+    if "horovod.torch" not in sys.modules:
+        return None
+    hvd = horovod_module()
+    return hvd if hvd.is_initialized() else None
+
+
+def reduce_op_name(op: Any) -> str:
+    """Return "average" or "sum" for Horovod's reduce op, or None for its default.
+
+    Raises:
+        ArgumentError: an op that is neither.
+    """
+    if op is None or op in ("average", "sum"):
+        return op or "average"
+    hvd = horovod_module()
+    if op == hvd.Average:
+        return "average"
+    if op == hvd.Sum:
+        return "sum"
+    raise ArgumentError(
+        f"op={op!r} is not supported; it takes hvd.Average or hvd.Sum (for anything sturdier "
+        "than a sum, pass rule=)"
+    )
+
+
+def known_compression(compression: Any) -> Any | None:
+    """Return a compression object, or None for ``hvd.Compression.none``, which changes nothing.
+
+    Raises:
+        ArgumentTypeError: the object cannot compress and decompress.
+    """
+    if compression is None or getattr(compression, "__name__", "") == "NoneCompressor":
+        return None
+    if not (
+        callable(getattr(compression, "compress", None)) and hasattr(compression, "decompress")
+    ):
+        raise ArgumentTypeError(
+            f"compression={compression!r} has no compress and decompress; pass "
+            "hvd.Compression.none, hvd.Compression.fp16 or an object with both"
+        )
+    return compression
+
+
+def is_member(process_set: Any | None) -> bool:
+    """Say whether this rank belongs to a process set; to None, all ranks do."""
+    return process_set is None or bool(process_set.included())
+
+
+def _wire_view(tensor: Tensor) -> Tensor:
+    """Show a dtype that Horovod does not know as one of the same width that it does."""
+    return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
+
+
+class _HorovodWork:
+    """A Horovod handle, with the tensors that must live until it is done."""
+
+    def __init__(self, hvd: Any, handle: int, *, copy_to: Tensor | None = None) -> None:
+        self._hvd = hvd
+        self._handle = handle
+        self._copy_to = copy_to
+
+    def done(self) -> bool:
+        """Say whether the operation has ended, well or badly."""
+        return bool(self._hvd.poll(self._handle))
+
+    def finish(self) -> None:
+        """Release the handle; raises ``HorovodInternalError`` if the operation failed."""
+        output = self._hvd.synchronize(self._handle)
+        if self._copy_to is not None:
+            self._copy_to.copy_(output[0] if isinstance(output, tuple) else output)
+
+
+class HorovodTransport:
+    """The ranks of a Horovod process set, all of them by default.
+
+    Args:
+        process_set: a ``hvd.ProcessSet`` that includes this rank, or None for all ranks.
+    """
+
+    def __init__(self, process_set: Any | None = None) -> None:
+        self._hvd = horovod_module()
+        self._ops = importlib.import_module("horovod.torch.mpi_ops")
+        self._set = self._hvd.global_process_set if process_set is None else process_set
+        self._takes_outputs = _has_parameters(
+            self._ops, "_alltoall_async", _ALLTOALL_PARAMETERS
+        ) and _has_parameters(self._ops, "_allgather_async", _ALLGATHER_PARAMETERS)
+        self._no_splits = torch.empty(0, dtype=torch.int32)
+
+    @property
+    def rank(self) -> int:
+        """This rank within the process set."""
+        return int(self._set.rank())
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the process set."""
+        return int(self._set.size())
+
+    @property
+    def local_size(self) -> int:
+        """Number of ranks on this node."""
+        return int(self._hvd.local_size())
+
+    def alltoall(self, send: Tensor, recv: Tensor, *, name: str) -> Work:
+        """Exchange shards; see ``Transport.alltoall``."""
+        source, target = _wire_view(send), _wire_view(recv)
+        if not self._takes_outputs:
+            handle = self._hvd.alltoall_async(source, name=name, process_set=self._set)
+            return _HorovodWork(self._hvd, handle, copy_to=target)
+        splits = torch.empty(self.world_size, dtype=torch.int32)
+        handle = self._ops._alltoall_async(source, self._no_splits, target, splits, name, self._set)
+        return _HorovodWork(self._hvd, handle)
+
+    def allgather(self, send: Tensor, recv: Tensor, *, name: str) -> Work:
+        """Collect every rank's tensor; see ``Transport.allgather``."""
+        source, target = _wire_view(send), _wire_view(recv)
+        if not self._takes_outputs:
+            handle = self._hvd.allgather_async(source, name=name, process_set=self._set)
+            return _HorovodWork(self._hvd, handle, copy_to=target)
+        handle = self._ops._allgather_async(source, target, name, self._set)
+        return _HorovodWork(self._hvd, handle)
+
+    def allreduce(self, buffer: Tensor, *, name: str) -> Work:
+        """Sum in place; see ``Transport.allreduce``."""
+        if buffer.dtype not in _SUMMABLE:
+            raise ArgumentTypeError(
+                f"allreduce {name!r}: Horovod cannot sum {buffer.dtype}; it sums "
+                f"{', '.join(str(dtype) for dtype in _SUMMABLE)}"
+            )
+        handle = self._hvd.allreduce_async_(
+            buffer, op=self._hvd.Sum, name=name, process_set=self._set
+        )
+        return _HorovodWork(self._hvd, handle)
+
+    def broadcast(self, buffer: Tensor, *, name: str) -> Work:
+        """Take the tensor of the set's first rank; see ``Transport.broadcast``."""
+        ranks = self._set.ranks
+        root = ranks[0] if ranks else 0
+        handle = self._hvd.broadcast_async_(
+            _wire_view(buffer), root, name=name, process_set=self._set
+        )
+        return _HorovodWork(self._hvd, handle)
+
+
+def _has_parameters(module: Any, function: str, parameters: list[str]) -> bool:
+    candidate = getattr(module, function, None)
+    return candidate is not None and list(inspect.signature(candidate).parameters) == parameters
