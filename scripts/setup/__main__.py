@@ -64,9 +64,9 @@ def _set_up(root: Path, environ: Mapping[str, str]) -> None:
     problems = compiler_problems(compiler)
     if problems or compiler is None:
         raise SetupError("\n".join(problems))
-    runner = Runner(root / "build" / "setup" / "setup.log")
-    requirements = root / "requirements"
-    with exclusive(root / "build" / "setup" / "lock", timeout_s=_LOCK_TIMEOUT_S):
+    folder, requirements = root / "build" / "setup", root / "requirements"
+    with exclusive(folder / "lock", timeout_s=_LOCK_TIMEOUT_S) as lock:
+        runner = Runner(folder / "setup.log", held=(lock,))
         runner.log.write_bytes(b"")
         environment = _environment(root, environ, runner=runner)
         install = install_pins if environment.is_ours else install_missing

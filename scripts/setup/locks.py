@@ -25,8 +25,12 @@ def exclusive(
     alive_s: float = 30.0,
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
-) -> Iterator[None]:
+) -> Iterator[int]:
     """Hold the lock file ``path`` while the block runs; a killed holder leaves no lock behind.
+
+    Yields:
+        The descriptor that holds the lock. A command that inherits it keeps the lock until it ends
+        too, so what a killed set-up had started is never met half-way.
 
     Raises:
         SetupError: another process still holds it after ``timeout_s`` seconds.
@@ -52,7 +56,7 @@ def exclusive(
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
         file.flush()
-        yield  # closing the file frees the lock; the file itself stays, so nobody locks a dead one
+        yield file.fileno()  # closing it frees the lock; the file stays, so all lock the same one
 
 
 def _try_lock(descriptor: int) -> bool:

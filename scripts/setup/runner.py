@@ -89,11 +89,13 @@ class Runner:
         log: file that keeps everything the commands print.
         alive_s: seconds between two signs of life.
         timeout_s: longest run of one command in seconds.
+        held: descriptors that the commands inherit, such as a lock's.
     """
 
     log: Path
     alive_s: float = 30.0
     timeout_s: float = 5400.0
+    held: tuple[int, ...] = ()
 
     def run(self, command: Sequence[str], *, env: Mapping[str, str], cwd: Path, what: str) -> None:
         """Run ``command`` to its end.
@@ -113,6 +115,7 @@ class Runner:
                 stderr=subprocess.STDOUT,
                 env=dict(env),
                 cwd=cwd,
+                pass_fds=self.held,
                 start_new_session=True,  # a group of its own, so that all of it can be ended
             )
             assert process.stdout is not None
