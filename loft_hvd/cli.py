@@ -1,0 +1,113 @@
+"""``loft-hvd``: parsing and printing, nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import sys
+from typing import TYPE_CHECKING
+
+from loft_hvd import doctor
+from loft_hvd.doctor_run import RunResult, run_check
+from loft_hvd.errors import LoftError, MissingDependencyError
+
+if TYPE_CHECKING:
+    import typer
+
+__all__ = ["build_app", "main"]
+
+
+def _doctor(*, run: bool, as_json: bool, timeout_s: float) -> int:
+    """Print what is here; return the exit status."""
+    sections = doctor.inspect_all()
+    result = run_check(doctor.horovod_build(), timeout_s=timeout_s) if run else None
+    if as_json:
+        found: dict[str, object] = {
+            section.title: [dataclasses.asdict(finding) for finding in section.findings]
+            for section in sections
+        }
+        if result is not None:
+            found["Run"] = dataclasses.asdict(result)
+        print(json.dumps(found, indent=1))
+    else:
+        _print_sections(sections)
+        if result is not None:
+            _print_run(result)
+    return 0 if result is None or result.is_right else 1
+
+
+def _print_sections(sections: tuple[doctor.Section, ...]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(soft_wrap=False)
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for section in sections:
+        table.add_row(Text(section.title, style="bold cyan"), "")
+        for finding in section.findings:
+            table.add_row(f"  {finding.name}", Text(finding.value))
+            if finding.advice:
+                table.add_row("", Text(f"-> {finding.advice}", style="yellow"))
+    console.print(table)
+
+
+def _print_run(result: RunResult) -> None:
+    print(f"Run  {' '.join(result.command)}")
+    if not result.is_right:
+        print(result.output)
+    verdict = "right" if result.is_right else "NOT right"
+    print(f"  a robust all-reduce over 2 ranks is {verdict} ({result.seconds:.1f} s)")
+
+
+def build_app() -> typer.Typer:
+    """Return the command line.
+
+    Raises:
+        MissingDependencyError: typer or rich is not installed; says how to install them.
+    """
+    try:
+        import typer
+
+        importlib.import_module("rich")
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"loft-hvd needs typer and rich ({error}): pip install 'loft-hvd[cli]'"
+        ) from error
+    app = typer.Typer(
+        help="Train with Horovod across unequal machines and unreliable workers.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+
+    @app.callback()
+    def _root() -> None:
+        """Keep subcommands subcommands, however many there are."""
+
+    @app.command("doctor")
+    def _doctor_command(
+        run: bool = typer.Option(False, "--run", help="Also do a robust all-reduce on 2 ranks."),
+        as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+        timeout_s: float = typer.Option(120.0, min=1.0, help="Longest run in seconds."),
+    ) -> None:
+        """Say what is installed, built and allowed here; inspects only, unless --run is given."""
+        raise typer.Exit(_doctor(run=run, as_json=as_json, timeout_s=timeout_s))
+
+    return app
+
+
+def main() -> None:
+    """Run the command line; errors raised on purpose are one line and exit status 1."""
+    try:
+        build_app()()
+    except LoftError as error:
+        print(f"loft-hvd: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,263 @@
+"""What is installed, built and allowed here: inspection only, safe on a login node.
+
+Nothing here starts Horovod, opens a socket or makes a CUDA context. ``horovodrun --check-build``
+and ``--version`` commands run with a time limit. ``loft_hvd.doctor_run`` is the one that does work.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+
+from loft_hvd._native import explain_missing, extension
+from loft_hvd.config import config
+from loft_hvd.errors import ArgumentError
+
+__all__ = [
+    "Finding",
+    "HorovodBuild",
+    "Section",
+    "horovod_build",
+    "inspect_all",
+    "launcher",
+    "parse_check_build",
+]
+
+_PROBE_TIMEOUT_S = 60.0
+_BUILD_ADVICE = "`make setup` builds it; VENV=active does so in an environment of your own"
+_EXTRAS = {"horovod": "horovod", "pyarrow": "data", "matplotlib": "plots", "typer": "cli"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        name: what.
+        value: what was found, as text for a person.
+        advice: what to do when something is missing; empty when nothing is.
+    """
+
+    name: str
+    value: str
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class Section:
+    """Findings that belong together."""
+
+    title: str
+    findings: tuple[Finding, ...]
+
+
+@dataclass(frozen=True)
+class HorovodBuild:
+    """What an installed Horovod was built with, by its own account.
+
+    Attributes:
+        version: of Horovod, or "" when it is not installed.
+        frameworks: such as "PyTorch".
+        controllers: "MPI", "Gloo".
+        operations: such as "NCCL", "MPI", "Gloo".
+        trouble: why this could not be found out, or "".
+    """
+
+    version: str = ""
+    frameworks: tuple[str, ...] = ()
+    controllers: tuple[str, ...] = ()
+    operations: tuple[str, ...] = ()
+    trouble: str = ""
+
+
+def inspect_all(*, probe: Callable[[Sequence[str]], str] | None = None) -> tuple[Section, ...]:
+    """Look at everything.
+
+    Args:
+        probe: runs a short command and returns what it prints; raises OSError or
+            ``subprocess.SubprocessError`` when it cannot. By default a subprocess with a limit.
+    """
+    ask = probe or _probe
+    return (
+        Section("Versions", _versions()),
+        Section("Kernels", _kernels()),
+        Section("CUDA", _cuda()),
+        Section("Horovod", _horovod(horovod_build(probe=ask))),
+        Section("Launchers", _launchers(ask)),
+        Section("CPU", _cpu()),
+        Section("Settings", _settings()),
+    )
+
+
+def launcher(name: str) -> str:
+    """Return the path of a program beside this Python, else on PATH, else ""."""
+    beside = Path(sys.executable).parent / name
+    return str(beside) if beside.is_file() else shutil.which(name) or ""
+
+
+def _probe(command: Sequence[str]) -> str:
+    done = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=_PROBE_TIMEOUT_S,
+        check=True,
+    )
+    return done.stdout
+
+
+def _installed(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _versions() -> tuple[Finding, ...]:
+    findings = [
+        Finding("Python", f"{platform.python_version()} ({sys.executable})"),
+        Finding("platform", f"{platform.platform()}, {' '.join(platform.libc_ver())}"),
+    ]
+    for name in ("loft-hvd", "torch", "numpy", "scipy", *_EXTRAS):
+        version = _installed(name)
+        advice = ""
+        if not version:
+            advice = f"pip install {name}"
+            if name == "horovod":
+                advice = _BUILD_ADVICE
+            elif name in _EXTRAS:
+                advice = f"optional: pip install 'loft-hvd[{_EXTRAS[name]}]'"
+        findings.append(Finding(name, version or "not installed", advice))
+    return tuple(findings)
+
+
+def _kernels() -> tuple[Finding, ...]:
+    module = extension()
+    if module is None:
+        return (Finding("extension", "not built; torch does its work", explain_missing()),)
+    return (Finding("extension", str(getattr(module, "__file__", "built in"))),)
+
+
+def _cuda() -> tuple[Finding, ...]:
+    built = torch.version.cuda
+    devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    found = [
+        Finding("torch built for", f"CUDA {built}" if built else "CPU only"),
+        Finding("device files", f"{devices} NVIDIA" if devices else "none"),
+    ]
+    if devices and not built:
+        found.append(Finding("available", "no", "install a torch that is built for CUDA"))
+    elif built:
+        usable = torch.cuda.is_available()
+        advice = "" if usable or not devices else "the driver is too old for this torch, or hidden"
+        found.append(Finding("available", "yes" if usable else "no", advice))
+    return tuple(found)
+
+
+def parse_check_build(text: str) -> HorovodBuild:
+    """Read what ``horovodrun --check-build`` prints."""
+    version = re.search(r"Horovod v(\S+?):?\s", text)
+    marked: dict[str, list[str]] = {}
+    heading = ""
+    for line in text.splitlines():
+        if line.startswith("Available "):
+            heading = line.removeprefix("Available ").rstrip(": ").lower()
+        found = re.match(r"\s*\[X\]\s*(.+?)\s*$", line)
+        if found:
+            marked.setdefault(heading, []).append(found.group(1))
+    return HorovodBuild(
+        version=version.group(1) if version else "",
+        frameworks=tuple(marked.get("frameworks", ())),
+        controllers=tuple(marked.get("controllers", ())),
+        operations=tuple(marked.get("tensor operations", ())),
+        trouble="" if version else "horovodrun --check-build prints nothing that is known",
+    )
+
+
+def horovod_build(*, probe: Callable[[Sequence[str]], str] | None = None) -> HorovodBuild:
+    """Ask the installed Horovod, in a process of its own, what it was built with."""
+    version, program = _installed("horovod"), launcher("horovodrun")
+    if not version or not program:
+        return HorovodBuild(version=version, trouble="Horovod is not installed beside this Python")
+    try:
+        return parse_check_build((probe or _probe)([program, "--check-build"]))
+    except (OSError, subprocess.SubprocessError) as error:
+        return HorovodBuild(version=version, trouble=f"horovodrun --check-build: {error}")
+
+
+def _horovod(build: HorovodBuild) -> tuple[Finding, ...]:
+    if build.trouble:
+        return (Finding("Horovod", build.trouble, _BUILD_ADVICE),)
+    torch_advice = "" if "PyTorch" in build.frameworks else f"built without torch: {_BUILD_ADVICE}"
+    gloo_advice = "" if build.controllers else f"neither Gloo nor MPI: {_BUILD_ADVICE}"
+    if "MPI" not in build.controllers and shutil.which("mpicc"):
+        gloo_advice = f"MPI is here but Horovod was built without it: {_BUILD_ADVICE}"
+    return (
+        Finding("frameworks", ", ".join(build.frameworks) or "none", torch_advice),
+        Finding("controllers", ", ".join(build.controllers) or "none", gloo_advice),
+        Finding("operations", ", ".join(build.operations) or "none"),
+    )
+
+
+def _launchers(ask: Callable[[Sequence[str]], str]) -> tuple[Finding, ...]:
+    findings = []
+    for name, advice in (
+        ("horovodrun", _BUILD_ADVICE),
+        ("mpirun", "optional: sudo apt-get install openmpi-bin libopenmpi-dev, then `make setup`"),
+    ):
+        path = launcher(name)
+        value = path or "not found"
+        if path and name == "mpirun":
+            try:
+                value = f"{ask([path, '--version']).strip().splitlines()[0]} ({path})"
+            except (OSError, subprocess.SubprocessError, IndexError) as error:
+                value, advice = f"{path} does not start", f"mend or remove it: {error}"
+                path = ""
+        findings.append(Finding(name, value, "" if path else advice))
+    return tuple(findings)
+
+
+def _cpu() -> tuple[Finding, ...]:
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    levels = [name for name in ("avx2", "avx512f") if name in _cpu_flags()]
+    return (
+        Finding("cores", f"{allowed} allowed of {os.cpu_count()}"),
+        Finding("vector instructions", ", ".join(levels) or "baseline"),
+        Finding("threads of torch", str(torch.get_num_threads())),
+    )
+
+
+def _cpu_flags() -> frozenset[str]:
+    """Return the processor's features as Linux names them; empty elsewhere."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return frozenset()
+    found = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
+    return frozenset(found.group(1).split()) if found else frozenset()
+
+
+def _settings() -> tuple[Finding, ...]:
+    try:
+        settings = config()
+    except ArgumentError as error:
+        return (Finding("LOFT_HVD_*", "not usable", str(error)),)
+    findings = []
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        is_set = value != field.default
+        text = "not set" if value is None else str(value)
+        name = f"LOFT_HVD_{field.name.upper()}"
+        findings.append(Finding(name, text if is_set else f"{text} (default)"))
+    return tuple(findings)
