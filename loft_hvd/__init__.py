@@ -20,6 +20,8 @@ from loft_hvd.aggregation import (
     trimmed_mean,
 )
 from loft_hvd.balance.balancer import Balancer
+from loft_hvd.data.loader import DataLoader
+from loft_hvd.data.sampler import BatchSampler
 from loft_hvd.errors import LoftError
 from loft_hvd.metrics import average
 from loft_hvd.optimizer import DistributedOptimizer
@@ -29,7 +31,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Balancer",
+    "BatchSampler",
     "Custom",
+    "DataLoader",
     "DistributedOptimizer",
     "Handle",
     "LoftError",

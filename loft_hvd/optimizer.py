@@ -150,6 +150,8 @@ class _DistributedOptimizer(_Delegate):
     def synchronize(self) -> None:
         """Wait until every gradient is reduced; for clipping or unscaling before ``step``."""
         if self._reducer is not None:
+            if self._balancer is not None:
+                self._balancer.computing_ended()
             began = time.monotonic()
             self._reducer.synchronize()
             self._waited_s += time.monotonic() - began

@@ -16,6 +16,7 @@ from loft_hvd.balance.plan import Plan, StepSizes, equal_sizes, proportional_siz
 from loft_hvd.balance.timing import StepTimer
 from loft_hvd.config import config
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, PlanError, UsageError
+from loft_hvd.topology import allowed_cpus, run_queue_s
 from loft_hvd.transport.agreement import check_agreement
 from loft_hvd.transport.base import Transport, Work, wait_for
 from loft_hvd.transport.default import default_transport
@@ -29,8 +30,8 @@ class Balancer:
     """Gives each rank its share of the global batch, and says where each rank's time goes.
 
     Make it on every rank, after ``hvd.init()``. The loader draws batches of ``local_batch_size``
-    from it, the optimizer weighs gradients by it. Every ``interval`` steps ranks exchange six
-    numbers each, in the background, which ``explain`` puts into words.
+    from it, the optimizer weighs gradients by it. Every ``interval`` steps ranks exchange a
+    few numbers each, in the background, which ``explain`` puts into words.
 
     Args:
         global_batch_size: samples of all ranks together in one backward pass, > 0.
@@ -75,7 +76,8 @@ class Balancer:
         self.history: list[Plan] = [Plan(0, 0, sizes)]
         self._pending: deque[StepSizes] = deque()  # of a BatchSampler, which runs ahead
         self._current: StepSizes | None = None  # of a loader that says when it yields
-        self._timer = StepTimer(clock)
+        is_crowded = self._transport.local_size > allowed_cpus()
+        self._timer = StepTimer(clock, run_queue_s if is_crowded else None)
         self._num_steps = 0
         self._exchange: tuple[Work, Tensor, Tensor] | None = None
         self._times: tuple[RankTimes, ...] = ()
@@ -163,11 +165,13 @@ class Balancer:
         self._current = None
 
     def end_epoch(self) -> None:
-        """Close an epoch: exchange what is measured so far; every rank calls it at one step."""
-        self._collect(must=True)
-        self._start_exchange()
+        """Close an epoch; every rank calls it at the same step."""
         self._timer.pause()
         self.clear_pending()
+        if not self._times:  # a run shorter than an interval still has something to say
+            self._collect()
+            self._start_exchange()
+            self._collect()
 
     @contextmanager
     def step(self, num_samples: int, *, fetch_s: float = 0.0) -> Iterator[None]:
@@ -216,22 +220,26 @@ class Balancer:
         """Note a gradient; the last one of a batch ends its computing (``StepTimer``)."""
         self._timer.gradient_arrived(blocked_s=blocked_s)
 
+    def computing_ended(self) -> None:
+        """Note that all gradients of a step are there, before waiting for other ranks."""
+        self._timer.computing_ended()
+
     def step_ended(self, *, waited_s: float) -> None:
         """Close an optimizer step, and exchange times when the interval is full."""
         self._timer.waited(waited_s)
         self._timer.step_ended()
         self._num_steps += 1
-        self._collect(must=False)
-        if self._num_steps % self.interval == 0:
-            self._collect(must=True)
+        # Started one step early, the exchange is over when it is read: nobody waits for it.
+        if self._num_steps % self.interval == (self.interval - 1) % self.interval:
             self._start_exchange()
+        if self._num_steps % self.interval == 0:
+            self._collect()
 
     # What a user reads.
 
     @property
     def times(self) -> tuple[RankTimes, ...]:
         """Average times of every rank over the last interval, [world_size]; empty at first."""
-        self._collect(must=True)
         return self._times
 
     def explain(self) -> str:
@@ -279,17 +287,11 @@ class Balancer:
         work = self._transport.allgather(row, rows.view(-1), name="loft.times")
         self._exchange = (work, row, rows)
 
-    def _collect(self, *, must: bool) -> None:
+    def _collect(self) -> None:
         if self._exchange is None:
             return
-        work, _, rows = self._exchange
-        if must:
-            wait_for(work, what="exchange of times", timeout_s=config().timeout_s)
-        elif work.done():
-            work.finish()
-        else:
-            return
-        self._exchange = None
+        (work, _, rows), self._exchange = self._exchange, None
+        wait_for(work, what="exchange of times", timeout_s=config().timeout_s)
         self._times = read_times(rows.numpy())
 
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 __all__ = ["TIME_FIELDS", "RankTimes", "SlowRank", "describe", "find_slow", "read_times"]
 
-TIME_FIELDS = ("steps", "samples", "fetch_s", "compute_s", "wait_s", "other_s")
+TIME_FIELDS = ("steps", "samples", "fetch_s", "compute_s", "queued_s", "wait_s", "other_s")
 _SLOW_RATIO = 1.10  # a rank is slow when its own work takes this many times the median rank's
 
 
@@ -24,7 +24,10 @@ class RankTimes:
         steps: steps measured; steps in which the rank had no samples are left out.
         samples: samples a step.
         fetch_s: seconds a step to read and prepare the batch.
-        compute_s: seconds a step from the batch's arrival to its last gradient.
+        compute_s: seconds a step from the batch's arrival to its last gradient, without
+            ``queued_s``.
+        queued_s: seconds a step that the computing stood still because another process held the
+            CPU; measured where a node has more ranks than CPUs.
         wait_s: seconds a step spent waiting for the other ranks and the wire.
         other_s: seconds a step for everything else, the optimizer and the script's own code.
     """
@@ -34,6 +37,7 @@ class RankTimes:
     samples: float
     fetch_s: float
     compute_s: float
+    queued_s: float
     wait_s: float
     other_s: float
 
@@ -67,7 +71,7 @@ def read_times(rows: npt.NDArray[np.float64]) -> tuple[RankTimes, ...]:
     """Turn the sums that ranks exchanged into averages a step.
 
     Args:
-        rows: sums over an interval in the order of ``TIME_FIELDS``, [world_size, 6].
+        rows: sums over an interval in the order of ``TIME_FIELDS``, [world_size, 7].
 
     Returns:
         One entry a rank. Sums that no clock can have measured (not finite, negative) count as 0.
@@ -102,10 +106,10 @@ def find_slow(times: Sequence[RankTimes]) -> tuple[SlowRank, ...]:
 
 def describe(times: Sequence[RankTimes]) -> str:
     """Say in plain words what each rank spent its steps on, and which is slow and why."""
-    lines = ["rank  samples  fetch ms  compute ms  wait ms  other ms  samples/s"]
+    lines = ["rank  samples  fetch ms  compute ms  queued ms  wait ms  other ms  samples/s"]
     lines += [
         f"{time.rank:4d}  {time.samples:7.1f}  {time.fetch_s * 1e3:8.2f}  "
-        f"{time.compute_s * 1e3:10.2f}  {time.wait_s * 1e3:7.2f}  {time.other_s * 1e3:8.2f}  "
+        f"{time.compute_s * 1e3:10.2f}  {time.queued_s * 1e3:9.2f}  {time.wait_s * 1e3:7.2f}  {time.other_s * 1e3:8.2f}  "
         f"{time.samples_per_s:9.0f}"
         for time in times
     ]

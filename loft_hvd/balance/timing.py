@@ -18,14 +18,22 @@ class StepTimer:
     """Sums of this rank's times since the last ``take``.
 
     A step runs from the end of the step before to its own end. Time inside ``exclude`` (a user's
-    own collectives, evaluation, checkpoints) belongs to no step.
+    own collectives, evaluation, checkpoints) belongs to no step. Where ranks share CPUs, the time
+    that a rank was ready to compute but another held the CPU says nothing of its own speed: it is
+    told apart from the computing.
 
     Args:
         clock: seconds that never go back.
+        queue_clock: seconds that this thread has waited for a CPU, or None to leave it unasked.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        queue_clock: Callable[[], float] | None = None,
+    ) -> None:
         self._clock = clock
+        self._queue_clock = queue_clock or (lambda: 0.0)
         self._sums = np.zeros(len(TIME_FIELDS))
         self._step_began: float | None = None
         self._excluded_s = 0.0
@@ -36,19 +44,22 @@ class StepTimer:
         self._fetch_s = 0.0
         self._compute_s = 0.0
         self._batch_compute_s = 0.0
+        self._queued_s = 0.0
         self._wait_s = 0.0
         self._arrived: float | None = None
+        self._queue_at_arrival = 0.0
         self._excluded_at_arrival = 0.0
 
     def batch_arrived(self, num_samples: int, *, fetch_s: float) -> None:
         """Note that a batch is here, of 0 samples for padding, and how long its fetch took."""
-        self._close_batch()
+        self.computing_ended()
         now = self._clock()
         if self._step_began is None:
             self._step_began = now - fetch_s
         self._samples += num_samples
         self._fetch_s += fetch_s
         self._arrived = now
+        self._queue_at_arrival = self._queue_clock()
         self._excluded_at_arrival = self._excluded_s
 
     def gradient_arrived(self, *, blocked_s: float = 0.0) -> None:
@@ -62,10 +73,14 @@ class StepTimer:
             spent = self._clock() - self._arrived - blocked_s - excluded
             self._batch_compute_s = max(0.0, spent)
 
-    def _close_batch(self) -> None:
-        self._compute_s += self._batch_compute_s
-        self._batch_compute_s = 0.0
-        self._arrived = None
+    def computing_ended(self) -> None:
+        """Note that no more gradients of the newest batch will come, before waiting for others."""
+        if self._arrived is not None:
+            queued = min(self._queue_clock() - self._queue_at_arrival, self._batch_compute_s)
+            self._compute_s += self._batch_compute_s - queued
+            self._queued_s += queued
+            self._batch_compute_s = 0.0
+            self._arrived = None
 
     def waited(self, seconds: float) -> None:
         """Note time spent waiting for other ranks and the wire."""
@@ -82,12 +97,12 @@ class StepTimer:
 
     def step_ended(self) -> None:
         """Close a step and add it to the sums; a step without samples is left out."""
-        self._close_batch()
+        self.computing_ended()
         now = self._clock()
         if self._step_began is not None and self._samples > 0:
             total = now - self._step_began - self._excluded_s
-            other = max(0.0, total - self._fetch_s - self._compute_s - self._wait_s)
-            self._sums += (1, self._samples, self._fetch_s, self._compute_s, self._wait_s, other)
+            spent = (self._fetch_s, self._compute_s, self._queued_s, self._wait_s)
+            self._sums += (1, self._samples, *spent, max(0.0, total - sum(spent)))
         self._step_began = now
         self._excluded_s = 0.0
         self._clear_step()
@@ -99,6 +114,6 @@ class StepTimer:
         self._clear_step()
 
     def take(self) -> npt.NDArray[np.float64]:
-        """Return the sums in the order of ``TIME_FIELDS``, [6], and start afresh."""
+        """Return the sums in the order of ``TIME_FIELDS``, [7], and start afresh."""
         taken, self._sums = self._sums, np.zeros(len(TIME_FIELDS))
         return taken

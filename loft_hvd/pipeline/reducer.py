@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -100,7 +101,7 @@ class GradientReducer:
             name=name,
             compression=settings.compression,
         )
-        self._outgoing: dict[int, OutgoingHook] = {}
+        self._outgoing: OrderedDict[int, OutgoingHook] = OrderedDict()
         self._clear_step()
         self._handles = [handle for i in range(len(parameters)) for handle in self._hook(i)]
 
@@ -142,18 +143,10 @@ class GradientReducer:
 
     def _hook(self, index: int) -> list[RemovableHandle]:
         parameter = self._parameters[index]
-        handles = [  # torch does not annotate these two methods
-            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                lambda _: self._arrived(index)
-            )
-        ]
+        handles = [parameter.register_post_accumulate_grad_hook(lambda _: self._arrived(index))]
         if self._settings.num_passes > 1 and self._source is not None:
             # Passes are summed in .grad, so each must be weighed before it is added.
-            handles.append(
-                parameter.register_hook(  # type: ignore[no-untyped-call]
-                    lambda grad: self._weigh_pass(index, grad)
-                )
-            )
+            handles.append(parameter.register_hook(lambda grad: self._weigh_pass(index, grad)))
         return handles
 
     def _weigh_pass(self, index: int, grad: Tensor) -> Tensor | None:
