@@ -63,15 +63,18 @@ class _Output:
         self._thread.start()
 
     def _copy(self) -> None:
-        for raw in self._stream:
-            self._log.write(raw)
-            self._log.flush()
-            line = raw.decode(errors="replace").rstrip()
-            if line:
-                self.tail.append(line)
-                percent = _PERCENT.search(line)
-                if percent:
-                    self.progress = percent.group(0)
+        with self._stream:
+            for raw in self._stream:
+                self._log.write(raw)
+                self._log.flush()
+                self._remember(raw.decode(errors="replace").rstrip())
+
+    def _remember(self, line: str) -> None:
+        if line:
+            self.tail.append(line)
+            percent = _PERCENT.search(line)
+            if percent:
+                self.progress = percent.group(0)
 
     def close(self) -> None:
         self._thread.join(timeout=_GRACE_S)

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from loft_hvd.config import Config
+from loft_hvd.errors import ArgumentError
+
+
+def test_empty_environment_gives_the_defaults() -> None:
+    assert Config.from_environ({}) == Config()
+    assert Config.from_environ({"LOFT_HVD_THREADS": "  ", "HOROVOD_CYCLE_TIME": "x"}) == Config()
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "field", "value"),
+    [
+        ("LOFT_HVD_THREADS", "3", "threads", 3),
+        ("LOFT_HVD_ISA", "avx2", "isa", "avx2"),
+        ("LOFT_HVD_TIMEOUT_S", " 2.5 ", "timeout_s", 2.5),
+        ("LOFT_HVD_BUCKET_BYTES", "1048576", "bucket_bytes", 1048576),
+        ("LOFT_HVD_LOG_DIR", "runs/a b", "log_dir", "runs/a b"),
+    ],
+)
+def test_variable_sets_its_field_and_no_other(
+    variable: str, text: str, field: str, value: object
+) -> None:
+    found = dataclasses.asdict(Config.from_environ({variable: text}))
+    assert found.pop(field) == value
+    defaults = dataclasses.asdict(Config())
+    assert found == {name: default for name, default in defaults.items() if name != field}
+
+
+@pytest.mark.parametrize(
+    ("variable", "text"),
+    [
+        ("LOFT_HVD_THREADS", "0"),
+        ("LOFT_HVD_THREADS", "-1"),
+        ("LOFT_HVD_THREADS", "1.5"),
+        ("LOFT_HVD_THREADS", "many"),
+        ("LOFT_HVD_ISA", "sse"),
+        ("LOFT_HVD_TIMEOUT_S", "0"),
+        ("LOFT_HVD_TIMEOUT_S", "nan"),
+        ("LOFT_HVD_TIMEOUT_S", "-3"),
+        ("LOFT_HVD_BUCKET_BYTES", "32MB"),
+    ],
+)
+def test_wrong_value_names_variable_value_and_what_it_takes(variable: str, text: str) -> None:
+    with pytest.raises(ArgumentError) as error:
+        Config.from_environ({variable: text})
+    assert variable in str(error.value)
+    assert text in str(error.value)
+    assert "it takes" in str(error.value)

@@ -1,0 +1,270 @@
+"""The house keeps its shape: layers of the design, and one importer for each outside part.
+
+A file imports only files of smaller layers, or files of its own folder whose layer is not larger.
+A new file needs a line in ``_LAYERS``: choose the smallest number that its imports allow.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).resolve().parents[2]
+_PACKAGE = _ROOT / "loft_hvd"
+
+_LAYERS = {
+    "errors.py": 0,
+    "config.py": 0,
+    "topology.py": 0,
+    "_native.py": 1,
+    "attacks.py": 1,
+    "aggregation/rules.py": 1,
+    "aggregation/inputs.py": 2,
+    "aggregation/reference.py": 2,
+    "aggregation/fallback.py": 2,
+    "aggregation/compute.py": 2,
+    "aggregation/aggregate.py": 2,
+    "aggregation/__init__.py": 2,
+    "transport/__init__.py": 0,
+    "transport/base.py": 1,
+    "transport/agreement.py": 2,
+    "transport/horovod.py": 2,
+    "transport/local.py": 2,
+    "transport/default.py": 3,
+    "balance/__init__.py": 0,
+    "balance/plan.py": 1,
+    "balance/curves.py": 1,
+    "balance/forms.py": 1,
+    "balance/least_squares.py": 1,
+    "balance/observations.py": 1,
+    "balance/latency.py": 1,
+    "balance/search.py": 1,
+    "balance/fit.py": 1,
+    "balance/explain.py": 1,
+    "balance/timing.py": 2,
+    "balance/predictors.py": 2,
+    "balance/policies.py": 2,
+    "balance/balancer.py": 4,
+    "data/flow.py": 1,
+    "data/homes.py": 1,
+    "data/strata.py": 1,
+    "data/sources.py": 1,
+    "data/placement.py": 1,
+    "data/assign.py": 1,
+    "data/fetch.py": 1,
+    "data/draws.py": 2,
+    "data/sampler.py": 2,
+    "data/loader.py": 5,
+    "data/__init__.py": 5,
+    "pipeline/__init__.py": 0,
+    "pipeline/buckets.py": 1,
+    "pipeline/weights.py": 2,
+    "pipeline/stages.py": 3,
+    "pipeline/engine.py": 4,
+    "pipeline/reducer.py": 5,
+    "pipeline/allreduce.py": 5,
+    "parameters.py": 3,
+    "metrics.py": 4,
+    "optimizer.py": 6,
+    "doctor.py": 7,
+    "doctor_run.py": 7,
+    "cli.py": 8,
+    "__init__.py": 9,
+}
+# The only file that may import a module or what is inside it.
+_SINGLE_IMPORTERS = {
+    "loft_hvd._loft": "_native.py",
+    "horovod": "transport/horovod.py",
+    "matplotlib": "bench/plots.py",
+    "pyarrow": "data/peers.py",
+    "typer": "cli.py",
+    "rich": "cli.py",
+}
+_ENVIRON = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+
+
+def _modules(tree: ast.AST) -> Iterator[str]:
+    """Yield every module that a file imports anywhere, also by ``importlib`` or ``__import__``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports hide the layer: write the whole name"
+            assert node.module is not None
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args:
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            first = node.args[0]
+            if name in ("import_module", "__import__") and isinstance(first, ast.Constant):
+                yield str(first.value)
+
+
+def _file_of(module: str, files: Mapping[str, str]) -> str | None:
+    """Return the file of ``loft_hvd`` that a dotted name comes from, or None for other packages."""
+    parts = module.split(".")
+    if parts[0] != "loft_hvd" or module in _SINGLE_IMPORTERS:
+        return None
+    for end in range(len(parts), 0, -1):
+        inner = "/".join(parts[1:end])
+        for candidate in (f"{inner}.py", f"{inner}/__init__.py".lstrip("/")):
+            if candidate in files:
+                return candidate
+    return None
+
+
+def _layer_faults(name: str, files: Mapping[str, str], layers: Mapping[str, int]) -> list[str]:
+    """Say which imports of one file break the layers."""
+    if name not in layers:
+        return [f"{name} has no layer: add it to _LAYERS"]
+    faults = []
+    for module in _modules(ast.parse(files[name])):
+        target = _file_of(module, files)
+        if target is None or target == name or target not in layers:
+            continue
+        is_neighbour = Path(target).parent == Path(name).parent
+        limit = layers[name] if is_neighbour else layers[name] - 1
+        if layers[target] > limit:
+            faults.append(f"{name} [{layers[name]}] imports {target} [{layers[target]}]")
+    return faults
+
+
+def _single_importer_faults(name: str, text: str) -> list[str]:
+    faults = []
+    for module in _modules(ast.parse(text)):
+        for outside, importer in _SINGLE_IMPORTERS.items():
+            if f"{module}.".startswith(f"{outside}.") and name != importer:
+                faults.append(f"{name} imports {module}; only {importer} may")
+    return faults
+
+
+def _environment_faults(name: str, text: str) -> list[str]:
+    if name == "config.py":
+        return []
+    faults = []
+    for node in ast.walk(ast.parse(text)):
+        used = node.attr if isinstance(node, ast.Attribute) else ""
+        if isinstance(node, ast.ImportFrom) and node.module == "os":
+            used = next((a.name for a in node.names if a.name in _ENVIRON), "")
+        if used in _ENVIRON:
+            faults.append(
+                f"{name}:{getattr(node, 'lineno', 0)} reads os.{used}; only config.py may"
+            )
+    return faults
+
+
+def _late_faults(name: str, text: str) -> list[str]:
+    """Say which optional modules a file imports as soon as it is imported itself."""
+    top = ast.Module(
+        [node for node in ast.parse(text).body if isinstance(node, ast.Import | ast.ImportFrom)], []
+    )
+    return [
+        f"{name} imports {module} at its top; import it where it is used"
+        for module in _modules(top)
+        if module.split(".")[0] in {outside.split(".")[0] for outside in _SINGLE_IMPORTERS}
+        and module.split(".")[0] != "loft_hvd"
+    ]
+
+
+_FILES = {
+    path.relative_to(_PACKAGE).as_posix(): path.read_text(encoding="utf-8")
+    for path in sorted(_PACKAGE.rglob("*.py"))
+}
+
+
+@pytest.mark.parametrize("name", sorted(_FILES))
+def test_file_imports_only_smaller_layers(name: str) -> None:
+    assert _layer_faults(name, _FILES, _LAYERS) == []
+
+
+def test_layer_table_names_no_file_that_is_gone() -> None:
+    assert sorted(set(_LAYERS) - set(_FILES)) == []
+
+
+@pytest.mark.parametrize("name", sorted(_FILES))
+def test_outside_parts_have_one_importer_and_come_late(name: str) -> None:
+    text = _FILES[name]
+    assert _single_importer_faults(name, text) == []
+    assert _late_faults(name, text) == []
+
+
+@pytest.mark.parametrize("name", sorted(_FILES))
+def test_only_config_reads_the_environment(name: str) -> None:
+    assert _environment_faults(name, _FILES[name]) == []
+
+
+_CXX_FILES = sorted(
+    path
+    for pattern in ("*.h", "*.cpp", "*.cu")
+    for path in (_ROOT / "csrc").rglob(pattern)
+    if "generated" not in path.parts
+)
+
+
+@pytest.mark.parametrize("path", _CXX_FILES, ids=lambda path: path.name)
+def test_kernels_know_nothing_of_python_torch_or_ranks(path: Path) -> None:
+    included = re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', path.read_text(), re.MULTILINE)
+    banned = ["torch/", "ATen/", "c10/", "mpi.h", "horovod", "gloo/"]
+    if path.name != "bindings.cpp":
+        banned += ["pybind11/", "Python.h"]
+    assert [name for name in included if name.startswith(tuple(banned))] == []
+
+
+# The checks themselves must be able to fail: small houses with one fault each.
+_HOUSE = {"errors.py": "", "a.py": "", "b.py": "", "room/__init__.py": "", "room/c.py": ""}
+_HOUSE_LAYERS = {"errors.py": 0, "a.py": 1, "b.py": 2, "room/__init__.py": 0, "room/c.py": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "is_fault"),
+    [
+        ("b.py", "import loft_hvd.a", False),
+        ("a.py", "from loft_hvd.b import x", True),
+        ("a.py", "from loft_hvd import b", True),
+        ("a.py", "import importlib\nimportlib.import_module('loft_hvd.b')", True),
+        ("a.py", "def f():\n    from loft_hvd.room.c import x", True),
+        ("b.py", "from loft_hvd.room.c import x", True),  # the same layer in another folder
+        ("room/c.py", "from loft_hvd.room import x", False),
+        ("room/c.py", "from loft_hvd.errors import LoftError", False),
+        ("new.py", "", True),
+    ],
+)
+def test_layer_check_finds_an_upward_import(name: str, text: str, is_fault: bool) -> None:
+    assert bool(_layer_faults(name, {**_HOUSE, name: text}, _HOUSE_LAYERS)) is is_fault
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "is_fault"),
+    [
+        ("optimizer.py", "import horovod.torch as hvd", True),
+        ("optimizer.py", "from horovod import torch", True),
+        ("optimizer.py", "import importlib\nimportlib.import_module('horovod.torch')", True),
+        ("optimizer.py", "import horovodish", False),
+        ("transport/horovod.py", "import horovod.torch", False),
+        ("cli.py", "import rich.table", False),
+        ("aggregation/compute.py", "from loft_hvd import _loft", True),
+    ],
+)
+def test_single_importer_check_finds_a_second_one(name: str, text: str, is_fault: bool) -> None:
+    assert bool(_single_importer_faults(name, text)) is is_fault
+
+
+@pytest.mark.parametrize(
+    ("text", "is_fault"),
+    [
+        ("import os\nos.environ['A']", True),
+        ("import os\nos.getenv('A')", True),
+        ("from os import environ", True),
+        ("import os\nos.getpid()", False),
+    ],
+)
+def test_environment_check_finds_a_reader(text: str, is_fault: bool) -> None:
+    assert bool(_environment_faults("optimizer.py", text)) is is_fault
+
+
+def test_late_check_finds_an_import_at_the_top() -> None:
+    assert _late_faults("cli.py", "import typer") != []
+    assert _late_faults("cli.py", "def f():\n    import typer") == []

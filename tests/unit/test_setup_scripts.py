@@ -1,0 +1,455 @@
+from __future__ import annotations
+
+import ast
+import os
+import signal
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from scripts.setup import horovod as horovod_step
+from scripts.setup.console import SetupError
+from scripts.setup.environment import PIN_FILES, Environment, Facts, ask
+from scripts.setup.extension import source_files
+from scripts.setup.horovod import find_mpi, make_recipe, wheel_for
+from scripts.setup.locks import exclusive
+from scripts.setup.machine import Compiler, check_disk, choose_python, compiler_problems
+from scripts.setup.pins import Pin, missing_pins, read_pins
+from scripts.setup.runner import Runner, clean_environ
+from scripts.setup.stamps import digest, read_stamp, write_stamp
+
+_ROOT = Path(__file__).resolve().parents[2]
+_PYTHONS = [(3, 10), (3, 11), (3, 12)]
+
+
+@pytest.mark.parametrize("path", sorted((_ROOT / "scripts" / "setup").glob("*.py")), ids=str)
+def test_setup_needs_only_the_standard_library(path: Path) -> None:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(str(node.module).split(".")[0])
+    assert names <= {*sys.stdlib_module_names, "scripts"}
+
+
+# --- pins
+
+
+def _all_pins(python: tuple[int, int]) -> list[Pin]:
+    files = (*PIN_FILES, "horovod-version.txt", "transitive.txt")
+    return [
+        pin for name in files for pin in read_pins(_ROOT / "requirements" / name, python=python)
+    ]
+
+
+@pytest.mark.parametrize("python", _PYTHONS)
+def test_each_package_is_pinned_once(python: tuple[int, int]) -> None:
+    names = [pin.name for pin in _all_pins(python)]
+    assert sorted(names) == sorted(set(names))
+    assert len(names) == len(_all_pins((3, 11)))
+
+
+@pytest.mark.parametrize("python", _PYTHONS)
+def test_torch_and_cmake_are_what_horovod_can_be_built_with(python: tuple[int, int]) -> None:
+    versions = {pin.name: pin.version for pin in _all_pins(python)}
+    assert versions["torch"] == "2.13.0"
+    assert versions["horovod"] == "0.28.1"
+    assert int(versions["cmake"].split(".")[0]) < 4
+
+
+def test_pin_with_a_marker_holds_for_its_pythons_only(tmp_path: Path) -> None:
+    path = tmp_path / "pins.txt"
+    path.write_text(
+        '# numbers\nNum_Py==1.0 ; python_version < "3.11"\nnum-py==2.0 ; python_version >= "3.11"\n'
+    )
+    assert read_pins(path, python=(3, 10)) == [Pin("num-py", "1.0")]
+    assert read_pins(path, python=(3, 11)) == [Pin("num-py", "2.0")]
+
+
+@pytest.mark.parametrize(
+    "line", ["torch>=2", "torch", 'a==1 ; sys_platform == "linux"', "-r x.txt"]
+)
+def test_line_that_is_no_pin_is_refused_with_its_place(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "pins.txt"
+    path.write_text(f"a==1\n{line}\n")
+    with pytest.raises(SetupError, match=r"pins\.txt:2"):
+        read_pins(path, python=(3, 11))
+
+
+@pytest.mark.parametrize(
+    ("installed", "is_missing"),
+    [
+        ({}, True),
+        ({"torch": "2.12.0"}, True),
+        ({"torch": "2.13.0"}, False),
+        ({"torch": "2.13.0+cpu"}, False),
+    ],
+)
+def test_pin_is_missing_unless_its_version_is_there(
+    installed: dict[str, str], is_missing: bool
+) -> None:
+    assert bool(missing_pins([Pin("torch", "2.13.0")], installed)) is is_missing
+
+
+# --- stamps and locks
+
+
+def test_digest_changes_with_parts_names_and_content(tmp_path: Path) -> None:
+    first, second = tmp_path / "a", tmp_path / "b"
+    first.write_text("1")
+    second.write_text("1")
+    found = [digest(["x"], [first]), digest(["y"], [first]), digest(["x"], [second])]
+    found += [digest(["xy"]), digest(["x", "y"]), digest(["x"])]
+    first.write_text("2")
+    found.append(digest(["x"], [first]))
+    assert len(set(found)) == len(found)
+
+
+def test_stamp_is_read_back_and_missing_is_empty(tmp_path: Path) -> None:
+    stamp = tmp_path / "deep" / "stamp"
+    assert read_stamp(stamp) == ""
+    write_stamp(stamp, "key")
+    assert read_stamp(stamp) == "key"
+    assert [path.name for path in stamp.parent.iterdir()] == ["stamp"]
+
+
+class _Clock:
+    """Seconds that pass only when someone pauses."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def pause(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_second_setup_gives_up_after_its_limit_and_names_the_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock, lock = _Clock(), tmp_path / "lock"
+    with (
+        exclusive(lock, timeout_s=1.0),
+        pytest.raises(SetupError, match=f"process {os.getpid()}.* 100 s"),
+        exclusive(lock, timeout_s=100.0, clock=clock, pause=clock.pause),
+    ):
+        pass
+    assert capsys.readouterr().out.count("waiting for another set-up") == 4
+    with exclusive(lock, timeout_s=0.0):  # free again
+        pass
+
+
+def test_lock_lasts_as_long_as_a_command_that_inherited_it(tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    with exclusive(lock, timeout_s=1.0) as held:
+        command = [sys.executable, "-c", "input()"]
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(held,))
+    with pytest.raises(SetupError), exclusive(lock, timeout_s=0.0):
+        pass
+    child.communicate(b"\n", timeout=30)
+    with exclusive(lock, timeout_s=1.0):
+        pass
+
+
+# --- running commands
+
+
+def _run(runner: Runner, code: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", code]
+    runner.run(command, env=os.environ.copy(), cwd=tmp_path, what="the trial")
+
+
+def test_failure_shows_the_end_of_the_log_and_keeps_all_of_it(tmp_path: Path) -> None:
+    runner = Runner(tmp_path / "log")
+    code = "import sys\nfor i in range(100): print('line', i)\nsys.exit(3)"
+    with pytest.raises(SetupError, match=r"the trial failed \(exit 3\)") as error:
+        _run(runner, code, tmp_path)
+    assert "line 99" in str(error.value)
+    assert "line 9\n" not in str(error.value)
+    assert "line 9\n" in runner.log.read_text()
+
+
+def test_long_command_shows_that_it_is_alive(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runner = Runner(tmp_path / "log", alive_s=0.05, timeout_s=0.3)
+    code = "import time; print('[ 12%] Building x', flush=True); time.sleep(60)"
+    with pytest.raises(SetupError, match=r"not done after .* \(limit 0 s\)"):
+        _run(runner, code, tmp_path)
+    assert "s  " in capsys.readouterr().out
+
+
+def test_command_over_its_limit_is_ended_with_all_it_started(tmp_path: Path) -> None:
+    runner = Runner(tmp_path / "log", alive_s=0.05, timeout_s=1.5)
+    code = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "print('child', child.pid, flush=True); time.sleep(60)"
+    )
+    with pytest.raises(SetupError, match="not done"):
+        _run(runner, code, tmp_path)
+    child = int(runner.log.read_text().split("child ")[-1])
+    with pytest.raises(ProcessLookupError):
+        _until_gone(child)
+
+
+def _until_gone(pid: int) -> None:
+    """Raise ProcessLookupError once a killed process is gone (a zombie counts as gone)."""
+    for _ in range(100_000):
+        os.kill(pid, 0)
+        if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
+            raise ProcessLookupError(pid)
+
+
+def test_build_environment_is_free_of_make_and_other_pythons(tmp_path: Path) -> None:
+    dirty = {"MAKEFLAGS": "-j8 --jobserver", "PYTHONPATH": "/x", "PATH": "/bin", "KEPT": "1"}
+    clean = clean_environ(dirty, bin_dir=tmp_path)
+    assert not {"MAKEFLAGS", "PYTHONPATH"} & set(clean)
+    assert clean["KEPT"] == "1"
+    assert clean["PATH"] == f"{tmp_path}{os.pathsep}/bin"
+
+
+# --- the machine
+
+
+def _script(path: Path, text: str) -> str:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        ("3 9 1 1", "Python 3.10, 3.11 or 3.12 is needed"),
+        ("3 13 1 1", "Python 3.10, 3.11 or 3.12 is needed"),
+        ("3 11 0 1", "apt-get install -y python3.11-dev"),
+        ("3 12 1 0", "apt-get install -y python3.12-venv"),
+    ],
+)
+def test_unsuited_python_says_what_is_missing(tmp_path: Path, answer: str, says: str) -> None:
+    python = _script(tmp_path / "python", f"echo {answer}")
+    with pytest.raises(SetupError) as error:
+        choose_python(python, default="", needs_venv=True)
+    assert says in str(error.value)
+
+
+def test_python_that_is_not_there_says_how_to_get_one() -> None:
+    with pytest.raises(SetupError, match="apt-get install -y python3 python3-dev python3-venv"):
+        choose_python("no-such-python", default="", needs_venv=True)
+
+
+def test_another_python_is_taken_when_the_default_is_unsuited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = _script(tmp_path / "old", "echo 3 9 1 1")
+    good = _script(tmp_path / "python3.11", "echo 3 11 1 1")
+    _script(tmp_path / "python3.12", "echo 3 12 0 1")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = choose_python("", default=old, needs_venv=True)
+    assert (found.path, found.version) == (good, (3, 11))
+
+
+def test_compiler_without_cxx20_is_named_with_the_way_out(tmp_path: Path) -> None:
+    old = _script(tmp_path / "g++", "exit 1")
+    problems = compiler_problems(Compiler(old, "g++ 9.4.0"))
+    assert any("does not compile C++20" in text and "g++-12" in text for text in problems)
+    assert any("no C++ compiler" in text for text in compiler_problems(None))
+
+
+def test_full_disk_is_said_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match=r"the trial needs .* GiB free"):
+        check_disk(tmp_path, needed_bytes=2**60, what="the trial")
+    check_disk(tmp_path / "new", needed_bytes=1, what="the trial")
+
+
+# --- Horovod's wheel
+
+_FACTS = Facts(
+    version=(3, 11),
+    dists={"torch": "2.13.0+cpu"},
+    broken=(),
+    abi="cpython-311",
+    platform="linux-x86_64-glibc2.36",
+    site=Path("/nowhere"),
+)
+_GXX = Compiler("/usr/bin/g++", "g++ 12.2.0; x86_64-linux-gnu")
+
+
+@dataclass(frozen=True)
+class _Case:
+    facts: Facts = _FACTS
+    version: str = "0.28.1"
+    compiler: Compiler = _GXX
+    environ: Mapping[str, str] = field(default_factory=dict)
+    mpi: str = ""
+
+
+def _key(case: _Case, override: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(horovod_step, "find_mpi", lambda environ: case.mpi)
+    recipe = make_recipe(
+        case.facts,
+        version=case.version,
+        override=override,
+        compiler=case.compiler,
+        environ=case.environ,
+    )
+    return recipe.key
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _Case(version="0.28.2"),
+        _Case(facts=replace(_FACTS, dists={"torch": "2.13.0"})),
+        _Case(facts=replace(_FACTS, abi="cpython-312")),
+        _Case(facts=replace(_FACTS, platform="linux-x86_64-glibc2.35")),
+        _Case(compiler=Compiler("/usr/bin/g++", "g++ 13.1.0; x86_64-linux-gnu")),
+        _Case(mpi="/usr/bin/opal_wrapper Open MPI 4.1.4"),
+        _Case(mpi="/opt/mpich/bin/mpicc MPICH 4.2"),
+        _Case(environ={"HOROVOD_GPU_OPERATIONS": "NCCL"}),
+    ],
+)
+def test_wheel_has_another_key_for_each_thing_it_depends_on(
+    change: _Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _key(change, tmp_path, monkeypatch) != _key(_Case(), tmp_path, monkeypatch)
+
+
+def test_wheel_key_follows_the_override_but_not_run_time_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = _key(_Case(), tmp_path, monkeypatch)
+    running = _Case(environ={"HOROVOD_GLOO_TIMEOUT_SECONDS": "5", "HOME": "/x"})
+    assert _key(running, tmp_path, monkeypatch) == plain
+    (tmp_path / "standard.cmake").write_text("set(A 1)")
+    assert _key(_Case(), tmp_path, monkeypatch) != plain
+
+
+def test_mpi_needs_both_compilers_and_can_be_declined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    _script(tmp_path / "mpicc", "echo cc -lmpi")
+    assert find_mpi({}) == ""
+    _script(tmp_path / "mpicxx", "echo c++ -lmpi_cxx")
+    assert "-lmpi_cxx" in find_mpi({})
+    assert find_mpi({"HOROVOD_WITHOUT_MPI": "1"}) == ""
+
+
+class _Builder(Runner):
+    """Stands in for pip: writes a wheel, or dies on the way."""
+
+    def run(self, command: Sequence[str], *, env: Mapping[str, str], cwd: Path, what: str) -> None:
+        folder = Path(command[command.index("--wheel-dir") + 1])
+        folder.mkdir()
+        assert env["MAKEFLAGS"].startswith("-j")
+        with self.log.open("a") as log:
+            log.write("build\n")
+        wheel = folder / "horovod-0.28.1-cp311.whl"
+        if "FAIL" in env:
+            wheel.write_bytes(b"half a wh")
+            raise SetupError("killed")
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr("horovod/__init__.py", "")
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Callable[[], Path]:
+    runner = _Builder(tmp_path / "log")
+    environment = Environment(Path(sys.executable), True, tmp_path / "stamps")
+    recipe = make_recipe(_FACTS, version="0.28.1", override=tmp_path, compiler=_GXX, environ={})
+    return lambda: wheel_for(recipe, environment, cache=tmp_path / "cache", runner=runner)
+
+
+def test_wheel_is_built_once_and_then_taken_from_the_cache(
+    build: Callable[[], Path], tmp_path: Path
+) -> None:
+    assert build() == build()
+    assert (tmp_path / "log").read_text() == "build\n"
+    assert (build().parent / "recipe.json").is_file()
+
+
+def test_killed_build_leaves_nothing_that_is_taken_for_a_wheel(
+    build: Callable[[], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAIL", "1")
+    with pytest.raises(SetupError, match="killed"):
+        build()
+    assert list((tmp_path / "cache").rglob("*.whl")) == []
+    monkeypatch.delenv("FAIL")
+    assert zipfile.is_zipfile(build())
+
+
+def test_damaged_wheel_in_the_cache_is_built_again(
+    build: Callable[[], Path], tmp_path: Path
+) -> None:
+    wheel = build()
+    wheel.write_bytes(wheel.read_bytes()[:40])
+    left = wheel.parent.parent / f".building-{wheel.parent.name}-old"
+    left.mkdir()
+    assert zipfile.is_zipfile(build())
+    assert not left.exists()
+
+
+# --- the environment
+
+
+def test_package_whose_installation_was_interrupted_is_found(tmp_path: Path) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")],
+        check=True,
+        timeout=60,
+    )
+    environment = Environment(tmp_path / "venv" / "bin" / "python", True, tmp_path / "stamps")
+    site = ask(environment).site
+    for name, files in {"whole": ("INSTALLER", "RECORD"), "half": ()}.items():
+        folder = site / f"{name}-1.0.dist-info"
+        folder.mkdir()
+        for file in ("METADATA", *files):
+            (folder / file).write_text(f"Name: {name}\nVersion: 1.0\n")
+    facts = ask(environment)
+    assert facts.dists == {"whole": "1.0", "half": "1.0"}
+    assert [Path(folder).name for folder in facts.broken] == ["half-1.0.dist-info"]
+    assert facts.version == sys.version_info[:2]
+
+
+def test_environment_that_does_not_start_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match="does not start"):
+        ask(Environment(tmp_path / "python", True, tmp_path))
+
+
+def test_extension_depends_on_its_sources_and_not_on_what_is_generated(tmp_path: Path) -> None:
+    for name in ("setup.py", "csrc/kernels.cpp", "csrc/generated/networks.h", "loft_hvd/a.py"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+    found = {path.relative_to(tmp_path).as_posix() for path in source_files(tmp_path)}
+    assert found == {"setup.py", "csrc/kernels.cpp"}
+
+
+def test_setup_that_is_asked_to_end_says_how_to_go_on() -> None:
+    code = (
+        "import os, signal, sys\n"
+        "from scripts.setup import __main__ as program\n"
+        "program._set_up = lambda root, environ: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "sys.exit(program.main())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 128 + signal.SIGINT
+    assert "goes on where it stopped" in done.stdout
