@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import signal
@@ -20,6 +21,8 @@ __all__ = ["Runner", "clean_environ", "output_of"]
 
 _TAIL_LINES = 30
 _GRACE_S = 5.0
+_PR_SET_PDEATHSIG = 1
+_PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # Linux only
 _PERCENT = re.compile(r"\[ *\d+%\] .*")
 # A parent `make` hands its flags and job server down; a user's pip settings may point elsewhere.
 _UNWANTED = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT")
@@ -119,6 +122,7 @@ class Runner:
                 env=dict(env),
                 cwd=cwd,
                 pass_fds=self.held,
+                preexec_fn=_end_with_parent,
                 start_new_session=True,  # a group of its own, so that all of it can be ended
             )
             assert process.stdout is not None
@@ -147,6 +151,12 @@ class Runner:
                         f"see {self.log}, then run the same command again"
                     ) from None
                 say(f"setup:   {spent_s:4.0f} s  {output.latest()}")
+
+
+def _end_with_parent() -> None:
+    """In a new command: ask Linux to end it when the set-up is killed and cannot do so itself."""
+    if _PRCTL is not None:
+        _PRCTL(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
