@@ -10,13 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from loft_hvd.balance.plan import Plan, StepSizes, scale_sizes
-from loft_hvd.data.assign import Assignment, Homes, assign
+from loft_hvd.data.assign import Assignment, assign
+from loft_hvd.data.homes import Homes, Ints
 from loft_hvd.data.placement import Placement
 from loft_hvd.errors import DataError
 
 __all__ = ["Draw", "EpochSettings", "PlanView", "count_steps", "draw_epoch", "epoch_order"]
-
-Ints = npt.NDArray[np.int64]
 
 
 class PlanView(Protocol):
@@ -128,9 +127,10 @@ class Draw:
 def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool = True) -> Ints:
     """Permute ``range(num_samples)`` by seed and epoch, the same on every machine and version.
 
-    The order is a stable sort of the first ``num_samples`` raw 64-bit words of
-    ``PCG64(SeedSequence([seed, epoch]))``. NumPy fixes those words for good, while the stream
-    behind ``Generator.permutation`` may change with a release, and ranks may run different ones.
+    Each sample's key is a raw 64-bit word of ``PCG64(SeedSequence([seed, epoch]))`` whose low bits,
+    as many as the largest index needs, give way to the index; the order is that of the keys.
+    NumPy fixes those words for good, while the stream behind ``Generator.permutation`` may change
+    with a release, and ranks may run different ones. Keys are distinct, so any sort will do.
 
     Returns:
         Shape [num_samples], int64.
@@ -138,7 +138,10 @@ def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool = True
     if not shuffle:
         return np.arange(num_samples)
     words = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(num_samples)
-    return np.argsort(words, kind="stable")
+    low = np.uint64((1 << max(num_samples - 1, 0).bit_length()) - 1)
+    keys = np.sort((words & ~low) | np.arange(num_samples, dtype=np.uint64))
+    order: Ints = (keys & low).astype(np.int64)
+    return order
 
 
 def spread(order: Ints, groups: npt.NDArray[np.int32]) -> Ints:

@@ -27,6 +27,12 @@ class Network:
         self._cost: list[int] = []
         self._price = [0] * num_nodes
 
+    def add_node(self) -> int:
+        """Add a node and return its number."""
+        self._out.append([])
+        self._price.append(0)
+        return len(self._out) - 1
+
     def add_arc(self, tail: int, head: int, capacity: int, *, cost: int = 0, flow: int = 0) -> int:
         """Add an arc that already carries ``flow`` units and return its id.
 

@@ -4,80 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from loft_hvd.data.assign import Homes, HomeSets
+from loft_hvd.data.homes import Homes, HomeSets
+from loft_hvd.data.sources import HomeSet, Source, Where
 from loft_hvd.errors import ArgumentTypeError, DataError
 
-__all__ = ["Placement", "Source"]
-
-Where = int | str | Iterable[int | str]
-
-
-@dataclass(frozen=True, order=True)
-class Source:
-    """Where a rank reads a sample: its own store, another rank, or something all ranks share.
-
-    Attributes:
-        kind: "local", "peer" or "shared".
-        name: the rank that serves a peer read ("rank 3"), the shared source ("nfs"), or "".
-    """
-
-    kind: Literal["local", "peer", "shared"]
-    name: str = ""
-
-
-@dataclass(frozen=True, order=True)
-class HomeSet:
-    """The homes of a sample: ranks, nodes and shared sources; no rank means every read is remote.
-
-    Attributes:
-        ranks: ranks that hold the sample.
-        nodes: nodes that hold it, so all of their ranks do.
-        shared: sources that serve it to any rank, local to none.
-        is_everywhere: every rank holds it, however many there are.
-    """
-
-    ranks: tuple[int, ...] = ()
-    nodes: tuple[str, ...] = ()
-    shared: tuple[str, ...] = ()
-    is_everywhere: bool = False
-
-    @classmethod
-    def parse(cls, where: Where) -> HomeSet:
-        """Read what a user writes: 3, "node:a", "shared:nfs", "everywhere", or several of them."""
-        items = [where] if isinstance(where, int | str) else list(where)
-        ranks, names = set[int](), set[str]()
-        for item in items:
-            if isinstance(item, str):
-                names.add(item)
-            elif isinstance(item, int | np.integer) and item >= 0:
-                ranks.add(int(item))
-            else:
-                raise DataError(
-                    f"home {item!r} of {where!r} is no rank: ranks are whole numbers >= 0"
-                )
-        nodes = {name[5:] for name in names if name.startswith("node:")}
-        shared = {name[7:] for name in names if name.startswith("shared:")}
-        everywhere = "everywhere" in names
-        if not items or len(nodes) + len(shared) + everywhere != len(names):
-            raise DataError(
-                f"homes {where!r} of a sample must be at least one of: a rank number, "
-                '"node:NAME", "shared:NAME", "everywhere"'
-            )
-        ordered = (tuple(sorted(ranks)), tuple(sorted(nodes)), tuple(sorted(shared)))
-        return cls(*ordered, is_everywhere=everywhere)
-
-    def to_list(self) -> list[int | str]:
-        """Return the homes as ``parse`` reads them."""
-        names = [f"node:{name}" for name in self.nodes] + [f"shared:{name}" for name in self.shared]
-        return [*self.ranks, *names, *(["everywhere"] if self.is_everywhere else [])]
+__all__ = ["Placement", "check_placement"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,7 +130,7 @@ class Placement:
         with open(path, "w", encoding="utf-8") as file:
             json.dump({"nodes": self.nodes, "runs": runs}, file)
 
-    def with_strata(self, labels: Sequence[Hashable], *, cap: float = 1.5) -> Placement:
+    def with_strata(self, labels: npt.ArrayLike, *, cap: float = 1.5) -> Placement:
         """Cap a rank's share of every stratum, for robust rules on data sorted by label.
 
         In a step, a rank that computes ``x`` of the ``X`` samples gets at most
@@ -200,22 +138,18 @@ class Placement:
         look like the global one; a large cap leaves locality alone.
 
         Args:
-            labels: stratum of each sample, such as its class, [num_samples].
+            labels: stratum of each sample, such as its class, [num_samples], of any type that
+                NumPy can sort.
             cap: how many times its fair share a rank may take, >= 1.
         """
-        if len(labels) != len(self) or not 1 <= cap < float("inf"):
+        given = np.asarray(labels)
+        if given.shape != (len(self),) or not 1 <= cap < float("inf"):
             raise DataError(
-                f"with_strata: {len(labels)} labels for {len(self)} samples, cap={cap}; give one "
-                "label a sample and a finite cap >= 1"
+                f"with_strata: labels of shape {given.shape} for {len(self)} samples, cap={cap}; "
+                "give one label a sample and a finite cap >= 1"
             )
-        number: dict[Hashable, int] = {}
-        if isinstance(labels, np.ndarray):
-            strata = np.unique(labels, return_inverse=True)[1]
-        else:
-            strata = np.array([number.setdefault(label, len(number)) for label in labels])
-        return replace(
-            self, strata=_groups(strata), strata_cap=Fraction(cap).limit_denominator(1000)
-        )
+        strata = _groups(np.unique(given, return_inverse=True)[1])
+        return replace(self, strata=strata, strata_cap=Fraction(cap).limit_denominator(1000))
 
     def subset(self, indices: Sequence[int]) -> Placement:
         """Return the placement of ``torch.utils.data.Subset(dataset, indices)``."""

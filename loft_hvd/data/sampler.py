@@ -11,8 +11,8 @@ import numpy.typing as npt
 from torch.utils.data import IterableDataset, Sampler
 
 from loft_hvd.balance.plan import StepSizes
-from loft_hvd.data.assign import Homes
 from loft_hvd.data.draws import Draw, EpochSettings, PlanView, count_steps, draw_epoch
+from loft_hvd.data.homes import Homes
 from loft_hvd.data.placement import Placement, check_placement
 from loft_hvd.errors import ArgumentTypeError, DataError
 

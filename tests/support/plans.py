@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from loft_hvd.balance.plan import Plan, StepSizes
@@ -24,7 +24,7 @@ class FakePlans:
     rank: int = 0
     min_batch: int = 2
     min_ranks: int = 1
-    later: dict[int, Sequence[int]] = field(default_factory=dict)
+    later: Mapping[int, Sequence[int]] = field(default_factory=dict)
     pending: list[StepSizes] = field(default_factory=list)
     fetches: list[tuple[int, float, int, int]] = field(default_factory=list)
     asked: list[int] = field(default_factory=list)

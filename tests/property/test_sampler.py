@@ -1,0 +1,249 @@
+"""Laws of the sampler: who computes a sample may change, what forms a step may not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import linear_sum_assignment, linprog
+
+from loft_hvd.data.assign import assign, count_local
+from loft_hvd.data.draws import Draw, EpochSettings, count_steps, epoch_order
+from loft_hvd.data.placement import Placement
+from loft_hvd.data.sampler import GlobalBatches
+from loft_hvd.data.strata import strata_caps
+from tests.support.placements import placements, sizes_of
+from tests.support.plans import FakePlans
+
+pytestmark = pytest.mark.filterwarnings("ignore:the last batch of the epoch:UserWarning")
+
+
+@dataclass
+class Case:
+    placement: Placement
+    plans: FakePlans
+    seed: int
+    epoch: int
+    drop_last: bool
+    relaxed: bool = False
+    shuffle: bool = True
+
+    def batches(self) -> GlobalBatches:
+        options = EpochSettings(
+            self.placement,
+            self.shuffle or self.relaxed,
+            self.seed,
+            self.drop_last,
+            self.relaxed,
+        )
+        batches = GlobalBatches(options, self.plans)
+        batches.set_epoch(self.epoch)
+        return batches
+
+    def draws(self) -> list[Draw]:
+        return list(self.batches().start(first_step=0)[1])
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    world_size = draw(st.integers(1, 8))
+    num_samples = draw(st.integers(0, 1000))
+    global_batch_size = draw(st.integers(world_size, 96))
+    sizes = sizes_of(world_size, total=global_batch_size)
+    later = draw(st.dictionaries(st.integers(1, 30), sizes, max_size=6))
+    min_ranks = draw(st.integers(1, world_size))
+    return Case(
+        placement=draw(placements(num_samples, world_size)),
+        plans=FakePlans(draw(sizes), min_ranks=min_ranks, later=later),
+        seed=draw(st.integers(0, 2**40)),
+        epoch=draw(st.integers(0, 5)),
+        drop_last=draw(st.booleans()),
+        relaxed=draw(st.booleans()),
+        shuffle=draw(st.booleans()),
+    )
+
+
+def samples_of(draws: list[Draw]) -> list[int]:
+    return [int(index) for draw in draws for index in draw.batch]
+
+
+@given(case=cases())
+def test_every_sample_is_computed_exactly_once(case: Case) -> None:
+    computed: list[int] = []
+    world_size = case.plans.world_size
+    batches = case.batches()
+    for draw in batches.start(first_step=0)[1]:
+        sizes = draw.step_sizes.sizes
+        for rank in range(world_size):
+            indices = draw.indices(rank, min_batch=2, homes=batches.homes)
+            if sizes[rank]:
+                assert len(indices) == sizes[rank]
+                computed += indices
+            else:
+                assert set(indices) <= set(draw.batch.tolist())
+                assert len(indices) == min(2, len(draw.batch))
+    assert len(computed) == len(set(computed))
+    tail = len(case.placement) % case.plans.global_batch_size
+    is_left_out = case.drop_last or tail < case.plans.min_ranks
+    assert len(computed) == len(case.placement) - (tail if is_left_out else 0)
+
+
+@given(case=cases(), data=st.data())
+def test_global_batches_do_not_depend_on_the_plans(case: Case, data: st.DataObject) -> None:
+    before = case.draws()
+    sizes = sizes_of(case.plans.world_size, total=case.plans.global_batch_size)
+    case.plans.later = data.draw(st.dictionaries(st.integers(0, 30), sizes, max_size=6))
+    after = case.draws()
+    assert [draw.batch.tolist() for draw in after] == [draw.batch.tolist() for draw in before]
+
+
+@given(case=cases())
+def test_every_rank_makes_the_counted_steps_and_enough_ranks_work(case: Case) -> None:
+    draws = case.draws()
+    num_steps = count_steps(len(case.placement), case.plans, drop_last=case.drop_last)
+    assert [draw.step_sizes.step for draw in draws] == list(range(num_steps))
+    for draw in draws:
+        owned = np.bincount(draw.assignment.owners, minlength=case.plans.world_size)
+        assert tuple(owned) == draw.step_sizes.sizes
+        assert sum(size > 0 for size in draw.step_sizes.sizes) >= case.plans.min_ranks
+
+
+@given(case=cases(), data=st.data())
+def test_resuming_with_any_world_finishes_the_epoch_exactly_once(
+    case: Case, data: st.DataObject
+) -> None:
+    case.plans.min_ranks = 1
+    case.drop_last = False
+    expected = samples_of(case.draws())
+    done: list[int] = []
+    state = case.batches().state_dict(position=0, step=0)
+    for _ in range(3):
+        batches = case.batches()
+        step = batches.load_state_dict(state)
+        position, draws = batches.start(first_step=step)
+        for draw in draws:
+            if data.draw(st.booleans(), label="stop here"):
+                break
+            done += draw.batch.tolist()
+            step, position = step + 1, draw.position
+        state = batches.state_dict(position=position, step=step)
+        world_size = data.draw(st.integers(1, 8), label="next world")
+        case.placement = data.draw(placements(len(case.placement), world_size))
+        case.plans = FakePlans(
+            data.draw(sizes_of(world_size, total=data.draw(st.integers(world_size, 96))))
+        )
+    batches = case.batches()
+    done += samples_of(list(batches.start(first_step=batches.load_state_dict(state))[1]))
+    assert sorted(done) == sorted(expected)
+    if not case.relaxed:
+        assert done == expected
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[Placement, np.ndarray, np.ndarray]:
+    world_size = draw(st.integers(1, 8))
+    num_samples = draw(st.integers(1, 200))
+    placement = draw(placements(num_samples, world_size))
+    batch_size = draw(st.integers(1, min(num_samples, 64)))
+    order = epoch_order(num_samples, seed=draw(st.integers(0, 99)), epoch=0)
+    return placement, order[:batch_size], np.array(draw(sizes_of(world_size, total=batch_size)))
+
+
+@given(step=steps())
+def test_local_reads_are_the_optimum_that_the_sizes_allow(
+    step: tuple[Placement, np.ndarray, np.ndarray],
+) -> None:
+    placement, batch, sizes = step
+    homes = placement.at(len(sizes))
+    assignment = assign(batch, sizes, homes)
+    slots = np.repeat(np.arange(len(sizes)), sizes)  # one column for each place of a rank
+    hits = homes.local.holders[homes.rows[batch]][:, slots]
+    rows, columns = linear_sum_assignment(hits, maximize=True)
+    assert assignment.local.sum() == hits[rows, columns].sum()
+    assert (np.bincount(assignment.owners, minlength=len(sizes)) == sizes).all()
+
+
+@given(step=steps())
+def test_counting_agrees_with_assigning(
+    step: tuple[Placement, np.ndarray, np.ndarray],
+) -> None:
+    placement, batch, sizes = step
+    homes = placement.at(len(sizes))
+    counts = np.bincount(homes.rows[batch], minlength=len(homes.local.holders))
+    local = count_local(np.stack([counts, counts]), sizes, homes)
+    expected = assign(batch, sizes, homes).local
+    assert (local == expected).all()
+
+
+def optimum_under_caps(
+    hits: np.ndarray, strata: np.ndarray, sizes: np.ndarray, caps: np.ndarray
+) -> int:
+    """Most local reads by linear programming: its matrix is totally unimodular."""
+    num_samples, world_size = hits.shape
+    equal, below, limits = [], [], []
+    for sample in range(num_samples):
+        row = np.zeros((num_samples, world_size))
+        row[sample] = 1
+        equal.append(row.ravel())
+    for rank in range(world_size):
+        row = np.zeros((num_samples, world_size))
+        row[:, rank] = 1
+        below.append(row.ravel())
+        limits.append(sizes[rank])
+        for stratum in range(len(caps)):
+            row = np.zeros((num_samples, world_size))
+            row[strata == stratum, rank] = 1
+            below.append(row.ravel())
+            limits.append(caps[stratum, rank])
+    found = linprog(
+        -hits.ravel().astype(float),
+        A_ub=np.array(below),
+        b_ub=np.array(limits),
+        A_eq=np.array(equal),
+        b_eq=np.ones(num_samples),
+        bounds=(0, 1),
+    )
+    assert found.success
+    return round(-float(found.fun))
+
+
+@given(step=steps(), num_strata=st.integers(1, 6), cap=st.sampled_from([1, 1.25, 1.5, 2, 100]))
+@settings(max_examples=150)
+def test_caps_on_strata_hold_at_the_least_cost_in_local_reads(
+    step: tuple[Placement, np.ndarray, np.ndarray], num_strata: int, cap: float
+) -> None:
+    placement, batch, sizes = step
+    labels = np.arange(len(placement)) * num_strata // len(placement)  # sorted by class
+    placement = placement.with_strata(labels, cap=cap)
+    homes = placement.at(len(sizes))
+    assignment = assign(batch, sizes, homes)
+    strata = labels[batch]
+    counts = np.bincount(strata, minlength=num_strata)
+    caps = strata_caps(counts, sizes, placement.strata_cap)
+    taken = np.zeros((num_strata, len(sizes)), int)
+    np.add.at(taken, (strata, assignment.owners), 1)
+    assert (taken <= caps).all()
+    assert (np.bincount(assignment.owners, minlength=len(sizes)) == sizes).all()
+    hits = homes.local.holders[homes.rows[batch]]
+    assert assignment.local.sum() == optimum_under_caps(hits, strata, sizes, caps)
+
+
+@given(
+    world_size=st.integers(2, 8),
+    num_steps=st.integers(2, 20),
+    share=st.integers(2, 12),
+    data=st.data(),
+)
+def test_relaxed_order_has_the_most_local_reads_that_an_epoch_allows(
+    world_size: int, num_steps: int, share: int, data: st.DataObject
+) -> None:
+    sizes = data.draw(sizes_of(world_size, total=share * world_size))
+    placement = Placement.sharded(num_steps * share * world_size, world_size)
+    case = Case(placement, FakePlans(sizes), seed=0, epoch=0, drop_last=False, relaxed=True)
+    local = sum(draw.assignment.local.sum() for draw in case.draws())
+    most = num_steps * sum(min(size, share) for size in sizes)
+    # each step may miss one sample of a shard, which comes one step sooner or later
+    assert most - num_steps * world_size <= local <= most

@@ -1,0 +1,38 @@
+"""Hypothesis strategies for placements, plans and sizes."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+from hypothesis import strategies as st
+
+from loft_hvd.data.placement import Placement
+
+
+@st.composite
+def sizes_of(draw: st.DrawFn, world_size: int, *, total: int) -> tuple[int, ...]:
+    """Any sizes >= 0 that add up to ``total``."""
+    cuts = sorted(draw(st.integers(0, total)) for _ in range(world_size - 1))
+    return tuple(b - a for a, b in itertools.pairwise([0, *cuts, total]))
+
+
+@st.composite
+def placements(draw: st.DrawFn, num_samples: int, world_size: int) -> Placement:
+    """Shards, nodes, replicas, shared sources, or random overlapping sets of ranks."""
+    kind = draw(st.sampled_from(["replicated", "sharded", "nodes", "sets"]))
+    if kind == "replicated":
+        return Placement.replicated(num_samples)
+    if kind == "sharded":
+        return Placement.sharded(num_samples, world_size)
+    if kind == "nodes":
+        nodes = [rank // 2 for rank in range(world_size)]
+        return Placement.sharded(num_samples, world_size, nodes=nodes)
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    sets: list[list[int | str]] = [["shared:nfs"], ["everywhere"]]
+    for _ in range(draw(st.integers(1, 6))):
+        width = int(rng.integers(1, world_size + 1))
+        sets.append(rng.choice(world_size, width, replace=False).tolist())
+    choice = rng.integers(0, len(sets), num_samples)
+    nodes = [rank // 2 for rank in range(world_size)]
+    return Placement.from_function(lambda i: sets[choice[i]], num_samples, nodes=nodes)

@@ -1,0 +1,131 @@
+"""Placement: homes as users write them, and where a rank reads a sample."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from loft_hvd.data import Placement, Source
+from loft_hvd.data.assign import assign
+from loft_hvd.data.placement import check_placement
+from loft_hvd.errors import ArgumentTypeError, DataError
+
+
+def holders(placement: Placement, world_size: int) -> list[list[int]]:
+    homes = placement.at(world_size)
+    return [np.flatnonzero(homes.local.holders[row]).tolist() for row in homes.rows]
+
+
+def test_sharded_gives_each_rank_an_equal_run_of_samples() -> None:
+    assert holders(Placement.sharded(7, 3), 3) == [[0], [0], [0], [1], [1], [2], [2]]
+
+
+def test_shards_of_nodes_are_local_to_all_ranks_of_the_node() -> None:
+    placement = Placement.sharded(4, 4, nodes=["a", "a", "b", "b"])
+    assert holders(placement, 4) == [[0, 1], [0, 1], [2, 3], [2, 3]]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_replicated_is_local_in_any_world(world_size: int) -> None:
+    assert holders(Placement.replicated(2), world_size) == [list(range(world_size))] * 2
+
+
+def test_from_function_takes_every_way_to_name_a_home() -> None:
+    where = [1, [0, 2], "node:b", "shared:nfs", "everywhere", [0, "shared:nfs"], np.int64(2)]
+    placement = Placement.from_function(lambda i: where[i], len(where), nodes=["a", "a", "b"])
+    assert holders(placement, 3) == [[1], [0, 2], [2], [], [0, 1, 2], [0], [2]]
+
+
+@pytest.mark.parametrize("where", [-1, [], "rack:3", [0, "nfs"], 1.5, None, [None]])
+def test_a_home_that_is_none_is_refused(where: object) -> None:
+    with pytest.raises(DataError, match="home"):
+        Placement.from_function(lambda i: where, 1)  # type: ignore[arg-type,return-value]
+
+
+def test_json_round_trip(tmp_path: Path) -> None:
+    where: list[int | str | list[int | str]] = [0, 0, [1, "shared:nfs"], "node:b", 0, "everywhere"]
+    placement = Placement.from_function(lambda i: where[i], len(where), nodes=["a", "b"])
+    placement.to_json(tmp_path / "placement.json")
+    read = Placement.from_json(tmp_path / "placement.json")
+    assert holders(read, 2) == holders(placement, 2)
+    assert read.nodes == placement.nodes
+    assert [read.source_of(i, rank=1) for i in range(6)] == [
+        placement.source_of(i, rank=1) for i in range(6)
+    ]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"runs": []}', '{"nodes": null, "runs": [{"count": 3}]}']
+)
+def test_json_of_another_form_is_an_error_that_shows_the_form(tmp_path: Path, text: str) -> None:
+    (tmp_path / "placement.json").write_text(text)
+    with pytest.raises(DataError, match='"runs"'):
+        Placement.from_json(tmp_path / "placement.json")
+
+
+def test_a_rank_reads_its_own_store_then_a_peer_of_its_node_then_a_peer_then_shared() -> None:
+    where: list[list[int | str]] = [[1], [0, 2, 3], [0], ["shared:nfs"], [0, "shared:nfs"]]
+    placement = Placement.from_function(lambda i: where[i], len(where), nodes=["a", "a", "b", "b"])
+    assert [placement.source_of(i, rank=1) for i in range(5)] == [
+        Source("local"),
+        Source("peer", "rank 0"),
+        Source("peer", "rank 0"),
+        Source("shared", "nfs"),
+        Source("peer", "rank 0"),
+    ]
+    assert placement.count_sources([0, 1, 1, 3], rank=1) == {
+        Source("local"): 1,
+        Source("peer", "rank 0"): 2,
+        Source("shared", "nfs"): 1,
+    }
+
+
+def test_reads_spread_over_the_peers_that_hold_a_sample() -> None:
+    placement = Placement.from_function(lambda i: [0, 1], 1)
+    assert {placement.source_of(0, rank=rank).name for rank in (2, 3)} == {"rank 0", "rank 1"}
+
+
+def test_what_is_not_local_goes_to_the_holders_node_first() -> None:
+    placement = Placement.from_function(lambda i: i // 4 * 2, 8, nodes=[0, 0, 1, 1])
+    owners = assign(np.arange(8), np.array([2, 2, 2, 2]), placement.at(4)).owners
+    assert (owners[:4] <= 1).all()
+    assert (owners[4:] >= 2).all()
+
+
+def test_subset_places_what_torch_subset_holds() -> None:
+    placement = Placement.sharded(6, 3).with_strata(list("aabbcc")).subset([5, 0, 3])
+    assert holders(placement, 3) == [[2], [0], [1]]
+    assert placement.strata is not None
+    assert placement.strata.tolist() == [2, 0, 1]
+
+
+def test_a_home_outside_the_world_is_an_error_with_both_numbers() -> None:
+    with pytest.raises(DataError, match="rank 3 holds samples, but world_size=3"):
+        Placement.sharded(8, 4).at(3)
+
+
+def test_nodes_of_another_world_are_an_error() -> None:
+    with pytest.raises(DataError, match="4 ranks, but world_size=3"):
+        Placement.sharded(8, 4, nodes=[0, 0, 1, 1]).at(3)
+
+
+def test_a_home_on_an_unknown_node_is_an_error() -> None:
+    with pytest.raises(DataError, match="give nodes="):
+        Placement.from_function(lambda i: "node:a", 1).at(2)
+
+
+@pytest.mark.parametrize(("num_labels", "cap"), [(3, 1.5), (4, 0.9), (4, float("inf"))])
+def test_strata_need_a_label_a_sample_and_a_finite_cap_of_at_least_one(
+    num_labels: int, cap: float
+) -> None:
+    with pytest.raises(DataError, match="with_strata"):
+        Placement.replicated(4).with_strata([0] * num_labels, cap=cap)
+
+
+def test_a_placement_must_have_the_length_of_the_data_set() -> None:
+    with pytest.raises(DataError, match="places 4 samples, but the data set has 5"):
+        check_placement(Placement.replicated(4), 5)
+    with pytest.raises(ArgumentTypeError, match="give a loft_hvd"):
+        check_placement([0, 1], 2)  # type: ignore[arg-type]

@@ -1,0 +1,230 @@
+"""The sampler's pure core and ``BatchSampler`` in a user's own torch loader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import Dataset, IterableDataset
+
+from loft_hvd.data.assign import assign, count_local, count_rows
+from loft_hvd.data.draws import EpochSettings, epoch_order, spread
+from loft_hvd.data.flow import Network
+from loft_hvd.data.placement import Placement
+from loft_hvd.data.sampler import BatchSampler, GlobalBatches
+from loft_hvd.errors import ArgumentTypeError, DataError
+from tests.support.plans import FakePlans
+
+
+class Numbers(Dataset[int]):
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Stream(IterableDataset[int]):
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([1, 2, 3])
+
+
+def plain_loader(sampler: BatchSampler, num_workers: int = 0) -> Any:
+    return TorchDataLoader(Numbers(53), batch_sampler=sampler, num_workers=num_workers)
+
+
+def test_the_permutation_is_the_documented_one() -> None:
+    # Written down once: ranks and restarts with other versions must draw the same order.
+    assert epoch_order(8, seed=7, epoch=3).tolist() == [2, 4, 7, 3, 5, 1, 0, 6]
+    assert epoch_order(4, seed=7, epoch=3, shuffle=False).tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("seed", "epoch"), [(8, 3), (7, 4), (3, 7)])
+def test_seed_and_epoch_change_the_permutation(seed: int, epoch: int) -> None:
+    assert (epoch_order(100, seed=7, epoch=3) != epoch_order(100, seed=seed, epoch=epoch)).any()
+
+
+def test_spread_holds_every_group_in_proportion_in_any_run() -> None:
+    rng = np.random.default_rng(0)
+    groups = np.sort(rng.integers(0, 5, 1000) ** 2 // 4).astype(np.int32)
+    order = spread(epoch_order(1000, seed=0, epoch=0), groups)
+    assert sorted(order.tolist()) == list(range(1000))
+    share = np.bincount(groups) / 1000
+    for batch in order.reshape(-1, 50):
+        assert (abs(np.bincount(groups[batch], minlength=5) - 50 * share) <= 2).all()
+
+
+def test_several_homes_go_to_the_least_loaded() -> None:
+    # Rank 0 has 6 samples of its own; the 6 that ranks 0 and 1 both hold should ease it.
+    placement = Placement.from_function(lambda i: 0 if i < 6 else [0, 1], 12)
+    assignment = assign(np.arange(12), np.array([8, 4]), placement.at(2))
+    assert assignment.owners[:6].tolist() == [0] * 6
+    assert assignment.local.tolist() == [8, 4]
+
+
+def test_replicas_are_read_evenly_by_ranks_of_equal_size() -> None:
+    placement = Placement.from_function(lambda i: [0, 1] if i < 4 else 2, 8)
+    assignment = assign(np.arange(8), np.array([3, 3, 2]), placement.at(3))
+    assert assignment.local.tolist() == [2, 2, 2]
+
+
+def test_overlapping_homes_are_rearranged_to_the_optimum() -> None:
+    # A ring: each rank shares samples with the next, and one rank takes no samples.
+    placement = Placement.from_function(lambda i: [i % 4, (i + 1) % 4], 40)
+    homes = placement.at(4)
+    assert not homes.local.is_nested
+    assignment = assign(np.arange(40), np.array([20, 0, 20, 0]), homes)
+    assert assignment.local.sum() == 40
+
+
+def test_flow_takes_a_cheap_detour_before_a_dear_arc() -> None:
+    network = Network(4)
+    network.add_arc(0, 1, 2)
+    dear = network.add_arc(1, 3, 2, cost=1)
+    network.add_arc(1, 2, 1)
+    cheap = network.add_arc(2, 3, 5)
+    network.maximise(0, 3)
+    assert (network.flow(cheap), network.flow(dear)) == (1, 1)
+
+
+def test_counting_many_steps_agrees_with_drawing_them() -> None:
+    placement = Placement.sharded(500, 4)
+    plans = FakePlans([20, 12, 6, 2])
+    settings = EpochSettings(placement, True, 3, True, False)
+    draws = list(GlobalBatches(settings, plans).start(first_step=0)[1])
+    homes = placement.at(4)
+    rows = homes.rows[settings.order(0)]
+    counts = count_rows(rows, len(homes.local.holders), batch_size=40)
+    local = count_local(counts, np.array(plans.sizes), homes)
+    assert local.tolist() == [draw.assignment.local.tolist() for draw in draws]
+
+
+def test_a_plan_set_later_applies_to_steps_not_yet_drawn() -> None:
+    plans = FakePlans([4, 4])
+    batches = GlobalBatches(EpochSettings(Placement.replicated(40), True, 0, False, False), plans)
+    draws = batches.start(first_step=0)[1]
+    next(draws)
+    next(draws)
+    assert batches.deepest_drawn_step == 1
+    assert plans.asked == [0, 1]
+    plans.later = {2: [7, 1]}
+    assert next(draws).step_sizes.sizes == (7, 1)
+
+
+def test_a_tail_too_small_for_the_rule_is_skipped_with_one_warning_that_counts_it() -> None:
+    plans = FakePlans([2, 2, 2], min_ranks=3)
+    sampler = BatchSampler(14, plans)
+    assert len(sampler) == 2
+    with pytest.warns(UserWarning, match="has 2 samples, fewer than the 3 ranks") as warned:
+        assert [len(batch) for _ in range(2) for batch in sampler] == [2, 2, 2, 2]
+    assert len(warned) == 1
+
+
+def test_only_rank_0_warns_of_a_skipped_tail() -> None:
+    assert len(list(BatchSampler(14, FakePlans([2, 2, 2], rank=1, min_ranks=3)))) == 2
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_sizes_reach_the_fifo_in_the_order_of_the_batches(num_workers: int) -> None:
+    plans = FakePlans([6, 4, 2, 0], later={2: [1, 3, 4, 4]})
+    sampler = BatchSampler(Numbers(53), plans, seed=1)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        num_batches = 0
+        for i, batch in enumerate(plain_loader(sampler, num_workers)):
+            step_sizes = plans.pending.pop(0)
+            assert step_sizes.step == epoch * 5 + i
+            assert len(batch) == (step_sizes.sizes[0] or plans.min_batch)
+            assert sampler.step_sizes_at(i) == step_sizes
+            num_batches += 1
+        assert num_batches == len(sampler) == 5
+        assert plans.pending == []
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("is_epoch_set", [True, False])
+def test_an_early_break_shifts_no_weights(num_workers: int, is_epoch_set: bool) -> None:
+    plans = FakePlans([6, 6], later={1: [3, 9], 6: [8, 4]})
+    sampler = BatchSampler(Numbers(53), plans)
+    loader = plain_loader(sampler, num_workers)
+    for _ in loader:
+        break
+    assert plans.pending  # drawn ahead, never trained
+    if is_epoch_set:
+        sampler.set_epoch(1)
+        assert plans.pending == []
+    for i, batch in enumerate(loader):
+        step_sizes = plans.pending.pop(0)
+        assert step_sizes.step == 5 + i  # the first iteration reserved steps 0 to 4
+        assert len(batch) == step_sizes.sizes[0]
+
+
+def test_resume_goes_on_after_the_batches_trained_with_another_world() -> None:
+    sampler = BatchSampler(Numbers(53), FakePlans([6, 6]), seed=5)
+    sampler.set_epoch(2)
+    lists = iter(sampler)
+    for _ in range(4):
+        next(lists)  # torch drew 4, the run trained 3
+    state = sampler.state_dict(num_trained=3)
+    rest: list[int] = []
+    for rank in range(3):
+        resumed = BatchSampler(Numbers(53), FakePlans([5, 4, 3], rank=rank), seed=5)
+        resumed.load_state_dict(state)
+        resumed.set_epoch(2)
+        batches = list(resumed)
+        assert resumed.step_sizes_at(0).step == 3
+        rest += [index for batch in batches for index in batch]
+    assert sorted(rest) == sorted(epoch_order(53, seed=5, epoch=2)[36:].tolist())
+
+
+def test_the_state_before_the_first_batch_is_the_start() -> None:
+    sampler = BatchSampler(20, FakePlans([2, 2]))
+    assert sampler.state_dict(num_trained=0)["position"] == 0
+    with pytest.raises(DataError, match="num_trained=1, but this iteration drew 0"):
+        sampler.state_dict(num_trained=1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("num_samples", {}), ("seed", {"seed": 1}), ("shuffle", {"shuffle": False})],
+)
+def test_a_state_of_another_order_is_refused_by_name(kind: str, options: dict[str, Any]) -> None:
+    state = BatchSampler(21 if kind == "num_samples" else 20, FakePlans([2, 2])).state_dict(
+        num_trained=0
+    )
+    with pytest.raises(DataError, match=f"{kind} is"):
+        BatchSampler(20, FakePlans([2, 2]), **options).load_state_dict(state)
+
+
+@pytest.mark.parametrize("dataset", [Stream(), iter([1]), -1, True])
+def test_data_without_a_fixed_length_is_refused(dataset: Any) -> None:
+    with pytest.raises(ArgumentTypeError, match="map-style"):
+        BatchSampler(dataset, FakePlans([2, 2]))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seed": -1}, "seed=-1"),
+        ({"seed": 0.5}, "seed=0.5"),
+        ({"relaxed": True, "shuffle": False}, "drop one of them"),
+        ({"placement": Placement.sharded(20, 3)}, "rank 2 holds samples"),
+    ],
+)
+def test_options_that_do_not_fit_are_errors(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        BatchSampler(20, FakePlans([2, 2]), **options)
+
+
+def test_a_negative_epoch_is_an_error() -> None:
+    with pytest.raises(DataError, match="epoch=-1"):
+        BatchSampler(20, FakePlans([2, 2])).set_epoch(-1)
