@@ -20,8 +20,9 @@ __all__ = ["build_app", "main"]
 
 def _doctor(*, run: bool, as_json: bool, timeout_s: float) -> int:
     """Print what is here; return the exit status."""
-    sections = doctor.inspect_all()
-    result = run_check(doctor.horovod_build(), timeout_s=timeout_s) if run else None
+    build = doctor.horovod_build()
+    sections = doctor.inspect_all(build)
+    result = run_check(build, timeout_s=timeout_s) if run else None
     if as_json:
         found: dict[str, object] = {
             section.title: [dataclasses.asdict(finding) for finding in section.findings]

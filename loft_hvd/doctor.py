@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from loft_hvd._native import explain_missing, extension
-from loft_hvd.config import config
+from loft_hvd.config import Config, config
 from loft_hvd.errors import ArgumentError
 
 __all__ = [
@@ -80,10 +80,13 @@ class HorovodBuild:
     trouble: str = ""
 
 
-def inspect_all(*, probe: Callable[[Sequence[str]], str] | None = None) -> tuple[Section, ...]:
+def inspect_all(
+    build: HorovodBuild | None = None, *, probe: Callable[[Sequence[str]], str] | None = None
+) -> tuple[Section, ...]:
     """Look at everything.
 
     Args:
+        build: what Horovod says of itself, if it was asked already.
         probe: runs a short command and returns what it prints; raises OSError or
             ``subprocess.SubprocessError`` when it cannot. By default a subprocess with a limit.
     """
@@ -92,7 +95,7 @@ def inspect_all(*, probe: Callable[[Sequence[str]], str] | None = None) -> tuple
         Section("Versions", _versions()),
         Section("Kernels", _kernels()),
         Section("CUDA", _cuda()),
-        Section("Horovod", _horovod(horovod_build(probe=ask))),
+        Section("Horovod", _horovod(build or horovod_build(probe=ask))),
         Section("Launchers", _launchers(ask)),
         Section("CPU", _cpu()),
         Section("Settings", _settings()),
@@ -146,7 +149,25 @@ def _kernels() -> tuple[Finding, ...]:
     module = extension()
     if module is None:
         return (Finding("extension", "not built; torch does its work", explain_missing()),)
-    return (Finding("extension", str(getattr(module, "__file__", "built in"))),)
+    levels = [str(level) for level in module.isa_levels()]  # the best last
+    asked = _usable_config().isa
+    advice = ""
+    if asked is not None and asked not in levels:
+        advice = f"LOFT_HVD_ISA={asked} does not run here; use one of {', '.join(levels)}"
+    return (
+        Finding("extension", str(module.__file__)),
+        Finding("instruction sets", ", ".join(levels)),
+        Finding("instruction set used", asked or levels[-1], advice),
+        Finding("CUDA kernels", "built" if module.has_cuda else "not built"),
+    )
+
+
+def _usable_config() -> Config:
+    """Return the settings, or the defaults where they are wrong, which ``_settings`` reports."""
+    try:
+        return config()
+    except ArgumentError:
+        return Config()
 
 
 def _cuda() -> tuple[Finding, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from scripts.setup.console import say, step
@@ -13,12 +14,14 @@ from scripts.setup.stamps import digest, read_stamp, write_stamp
 __all__ = ["install_extension", "source_files"]
 
 _STAMP = "extension"
+_OPTIONS = ("LOFT_HVD_CUDA", "LOFT_HVD_CUDA_ARCHS", "LOFT_HVD_WERROR")
 
 
 def source_files(root: Path) -> list[Path]:
     """Return the files that the built extension depends on."""
     names = ("setup.py", "pyproject.toml", "CMakeLists.txt")
     files = [root / name for name in names if (root / name).is_file()]
+    files += (root / "cmake").glob("*.cmake")
     for path in (root / "csrc").rglob("*"):
         if path.is_file() and not {"generated", "__pycache__"} & set(path.parts):
             files.append(path)
@@ -30,7 +33,9 @@ def install_extension(
 ) -> None:
     """Build and install loft_hvd unless this very source is built and installed already."""
     facts = ask(environment)
-    key = digest([compiler.identity, facts.abi, facts.platform], source_files(root))
+    options = [f"{name}={os.environ.get(name, '')}" for name in _OPTIONS]
+    parts = [compiler.identity, facts.abi, facts.platform, *options]
+    key = digest(parts, source_files(root))
     is_built = any((root / "loft_hvd").rglob("*.so")) or not (root / "CMakeLists.txt").is_file()
     stamp = environment.stamps / _STAMP
     if is_built and "loft-hvd" in facts.dists and read_stamp(stamp) == f"{root} {key}":

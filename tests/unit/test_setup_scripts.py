@@ -428,12 +428,12 @@ def test_environment_that_does_not_start_is_an_error(tmp_path: Path) -> None:
 
 
 def test_extension_depends_on_its_sources_and_not_on_what_is_generated(tmp_path: Path) -> None:
-    for name in ("setup.py", "csrc/kernels.cpp", "csrc/generated/networks.h", "loft_hvd/a.py"):
+    for name in ("setup.py", "csrc/kernels.cpp", "csrc/generated/networks.h", "cmake/a.cmake"):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("")
     found = {path.relative_to(tmp_path).as_posix() for path in source_files(tmp_path)}
-    assert found == {"setup.py", "csrc/kernels.cpp"}
+    assert found == {"setup.py", "csrc/kernels.cpp", "cmake/a.cmake"}
 
 
 def test_setup_that_is_asked_to_end_says_how_to_go_on() -> None:

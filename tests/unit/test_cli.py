@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from loft_hvd import cli, doctor
+from loft_hvd.doctor import Finding, HorovodBuild, Section
+from loft_hvd.doctor_run import RunResult
+from loft_hvd.errors import MissingDependencyError
+
+_SECTIONS = (
+    Section("Versions", (Finding("torch", "2.13.0"), Finding("pyarrow", "none", "pip install x"))),
+)
+
+
+@pytest.fixture
+def app(monkeypatch: pytest.MonkeyPatch) -> typer.Typer:
+    monkeypatch.setattr(doctor, "inspect_all", lambda build: _SECTIONS)
+    monkeypatch.setattr(doctor, "horovod_build", lambda: HorovodBuild("0.28.1"))
+    return cli.build_app()
+
+
+def _runs(monkeypatch: pytest.MonkeyPatch, *, is_right: bool) -> list[float]:
+    limits: list[float] = []
+
+    def run_check(build: HorovodBuild, *, timeout_s: float) -> RunResult:
+        limits.append(timeout_s)
+        return RunResult(is_right, ("horovodrun", "-np", "2"), 1.5, "the end of it")
+
+    monkeypatch.setattr(cli, "run_check", run_check)
+    return limits
+
+
+def test_doctor_prints_findings_and_advice_and_starts_nothing(
+    app: typer.Typer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = _runs(monkeypatch, is_right=True)
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 0
+    assert "2.13.0" in result.output
+    assert "-> pip install x" in result.output
+    assert limits == []
+
+
+def test_doctor_json_is_json_and_nothing_else(app: typer.Typer) -> None:
+    result = CliRunner().invoke(app, ["doctor", "--json"])
+    assert json.loads(result.stdout)["Versions"][1] == {
+        "name": "pyarrow",
+        "value": "none",
+        "advice": "pip install x",
+    }
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+@pytest.mark.parametrize("extra", [[], ["--json"]])
+def test_doctor_run_exits_0_only_when_the_result_is_right(
+    app: typer.Typer, monkeypatch: pytest.MonkeyPatch, is_right: bool, extra: list[str]
+) -> None:
+    limits = _runs(monkeypatch, is_right=is_right)
+    result = CliRunner().invoke(app, ["doctor", "--run", "--timeout-s", "7", *extra])
+    assert result.exit_code == (0 if is_right else 1)
+    assert limits == [7.0]
+    assert ("the end of it" in result.output) is (not is_right or bool(extra))
+
+
+def _main(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["loft-hvd", *words])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    return int(stop.value.code or 0)
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_without_its_extra_the_command_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], missing: str
+) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    assert _main(monkeypatch, "doctor") == 1
+    captured = capsys.readouterr()
+    assert "pip install 'loft-hvd[cli]'" in captured.err
+    assert captured.out == ""
+
+
+def test_error_on_purpose_is_one_line_and_no_traceback(
+    app: typer.Typer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_check(build: HorovodBuild, *, timeout_s: float) -> RunResult:
+        raise MissingDependencyError("doctor --run needs horovodrun: run `make setup`")
+
+    monkeypatch.setattr(cli, "run_check", run_check)
+    assert _main(monkeypatch, "doctor", "--run") == 1
+    assert capsys.readouterr().err == (
+        "loft-hvd: doctor --run needs horovodrun: run `make setup`\n"
+    )
+
+
+@pytest.mark.parametrize("words", [["frob"], ["doctor", "--timeout-s", "soon"]])
+def test_wrong_words_are_a_usage_error(app: typer.Typer, words: list[str]) -> None:
+    assert CliRunner().invoke(app, words).exit_code == 2

@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from loft_hvd import doctor, doctor_run
+from loft_hvd.config import Config
+from loft_hvd.doctor import HorovodBuild, Section, inspect_all, parse_check_build
+from loft_hvd.doctor_run import launch_command, run_check
+from loft_hvd.errors import ArgumentError, MissingDependencyError
+
+_CHECK_BUILD = """Horovod v0.28.1:
+
+Available Frameworks:
+    [ ] TensorFlow
+    [X] PyTorch
+    [ ] MXNet
+
+Available Controllers:
+    [X] MPI
+    [X] Gloo
+
+Available Tensor Operations:
+    [ ] NCCL
+    [ ] DDL
+    [ ] CCL
+    [X] MPI
+    [X] Gloo    """
+_BOTH = HorovodBuild("0.28.1", ("PyTorch",), ("MPI", "Gloo"), ("MPI", "Gloo"))
+
+
+def test_check_build_is_read_by_its_headings() -> None:
+    assert parse_check_build(_CHECK_BUILD) == _BOTH
+
+
+@pytest.mark.parametrize("text", ["", "horovodrun: command not found", "[X] Gloo"])
+def test_unknown_check_build_is_trouble_not_an_empty_build(text: str) -> None:
+    assert parse_check_build(text).trouble
+
+
+def _advice(sections: Sequence[Section]) -> dict[str, str]:
+    return {one.name: one.advice for section in sections for one in section.findings}
+
+
+def _inspect(
+    monkeypatch: pytest.MonkeyPatch, *, text: str, programs: Sequence[str]
+) -> dict[str, str]:
+    versions = {name: "1.0" for name in ("horovod", "torch", "loft-hvd", "numpy", "scipy")}
+    monkeypatch.setattr(doctor, "_installed", lambda name: versions.get(name, ""))
+    monkeypatch.setattr(doctor, "launcher", lambda name: name if name in programs else "")
+    return _advice(inspect_all(probe=lambda command: text))
+
+
+def test_complete_horovod_needs_no_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    advice = _inspect(monkeypatch, text=_CHECK_BUILD, programs=("horovodrun", "mpirun"))
+    names = ("horovod", "torch", "frameworks", "controllers", "horovodrun", "mpirun")
+    assert {name: advice[name] for name in names} == dict.fromkeys(names, "")
+
+
+@pytest.mark.parametrize(
+    ("missing", "name", "words"),
+    [
+        ("[X] PyTorch", "frameworks", "built without torch"),
+        ("Available", "Horovod", "make setup"),
+    ],
+)
+def test_each_missing_part_of_horovod_has_its_advice(
+    monkeypatch: pytest.MonkeyPatch, missing: str, name: str, words: str
+) -> None:
+    text = _CHECK_BUILD.replace(missing, "[ ]") if "X" in missing else ""
+    assert words in _inspect(monkeypatch, text=text, programs=("horovodrun",))[name]
+
+
+def test_horovod_without_the_mpi_that_is_here_has_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    text = _CHECK_BUILD.replace("[X] MPI", "[ ] MPI")
+    advice = _inspect(monkeypatch, text=text, programs=("horovodrun",))
+    assert "MPI is here but Horovod was built without it" in advice["controllers"]
+    assert "openmpi-bin" in advice["mpirun"]
+
+
+def test_nothing_installed_is_advice_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_installed", lambda name: "")
+    monkeypatch.setattr(doctor, "launcher", lambda name: "")
+    advice = _advice(inspect_all(probe=lambda command: pytest.fail(f"started {command}")))
+    assert all(advice[name] for name in ("torch", "horovod", "Horovod", "horovodrun", "mpirun"))
+
+
+def test_program_that_hangs_or_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(command: Sequence[str]) -> str:
+        raise subprocess.TimeoutExpired(list(command), 60.0)
+
+    monkeypatch.setattr(doctor, "_installed", lambda name: "1.0")
+    monkeypatch.setattr(doctor, "launcher", lambda name: name)
+    advice = _advice(inspect_all(probe=hang))
+    assert "timed out" in advice["mpirun"]
+    assert advice["Horovod"]
+
+
+def test_wrong_setting_is_a_finding_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong() -> None:
+        raise ArgumentError("LOFT_HVD_THREADS='many': it takes a whole number above 0")
+
+    monkeypatch.setattr(doctor, "config", wrong)
+    assert "LOFT_HVD_THREADS='many'" in _advice(inspect_all(probe=lambda _: ""))["LOFT_HVD_*"]
+
+
+class _Extension:
+    __file__ = "/x/_loft.so"
+    has_cuda = False
+
+    @staticmethod
+    def isa_levels() -> list[str]:
+        return ["baseline", "avx2"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "used", "has_advice"),
+    [(None, "avx2", False), ("baseline", "baseline", False), ("avx512", "avx512", True)],
+)
+def test_kernels_show_the_instruction_set_in_use(
+    monkeypatch: pytest.MonkeyPatch, asked: str | None, used: str, has_advice: bool
+) -> None:
+    monkeypatch.setattr(doctor, "extension", _Extension)
+    monkeypatch.setattr(doctor, "config", lambda: Config(isa=asked))
+    sections = inspect_all(probe=lambda _: "")
+    found = {one.name: one for section in sections for one in section.findings}
+    assert found["instruction set used"].value == used
+    assert bool(found["instruction set used"].advice) is has_advice
+    assert found["CUDA kernels"].value == "not built"
+
+
+def test_missing_extension_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "extension", lambda: None)
+    monkeypatch.setattr(doctor, "explain_missing", lambda: "build it with 'pip install .'")
+    assert "pip install ." in _advice(inspect_all(probe=lambda _: ""))["extension"]
+
+
+def test_inspection_never_imports_horovod_into_this_process() -> None:
+    script = (
+        "import sys\n"
+        "from loft_hvd.doctor import inspect_all\n"
+        "inspect_all(probe=lambda command: '')\n"
+        "assert not [name for name in sys.modules if name.split('.')[0] == 'horovod']\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=100)
+
+
+# --- the run
+
+_LAUNCHERS = {"horovodrun": "/bin/horovodrun", "mpirun": "/bin/mpirun"}
+
+
+@pytest.mark.parametrize(
+    ("controllers", "programs", "starts"),
+    [
+        (("MPI", "Gloo"), ("horovodrun", "mpirun"), "/bin/horovodrun -np 2 --gloo"),
+        (
+            ("MPI",),
+            ("horovodrun", "mpirun"),
+            "/bin/mpirun --allow-run-as-root --oversubscribe -np 2",
+        ),
+        (("MPI", "Gloo"), ("mpirun",), "/bin/mpirun --allow-run-as-root --oversubscribe -np 2"),
+    ],
+)
+def test_run_takes_the_launcher_that_horovod_was_built_for(
+    monkeypatch: pytest.MonkeyPatch,
+    controllers: tuple[str, ...],
+    programs: Sequence[str],
+    starts: str,
+) -> None:
+    monkeypatch.setattr(doctor_run, "launcher", lambda n: _LAUNCHERS[n] if n in programs else "")
+    build = HorovodBuild("0.28.1", ("PyTorch",), controllers)
+    assert " ".join(launch_command(build, is_root=True)).startswith(starts)
+    assert "--allow-run-as-root" not in launch_command(build, is_root=False)
+
+
+@pytest.mark.parametrize("controllers", [(), ("Gloo",)])
+def test_run_without_a_launcher_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, controllers: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(doctor_run, "launcher", lambda name: "")
+    with pytest.raises(MissingDependencyError, match="make setup"):
+        launch_command(HorovodBuild("0.28.1", ("PyTorch",), controllers), is_root=False)
+
+
+_SAYS = "loft_hvd: the robust all-reduce is right on rank"
+
+
+@pytest.mark.parametrize(
+    ("shell", "is_right"),
+    [
+        (f"echo '{_SAYS} 0 of 2'; echo '{_SAYS} 1 of 2'", True),
+        (f"echo '{_SAYS} 0 of 2'; echo '{_SAYS} 1 of 2'; exit 1", False),
+        (f"echo '{_SAYS} 0 of 2'", False),
+        ("echo 'wrong on rank 1 of 2'", False),
+        ("exit 0", False),
+    ],
+)
+def test_run_is_right_only_when_both_ranks_say_so_and_exit_well(
+    monkeypatch: pytest.MonkeyPatch, shell: str, is_right: bool
+) -> None:
+    monkeypatch.setattr(doctor_run, "launch_command", lambda build, is_root: ("sh", "-c", shell))
+    assert run_check(_BOTH).is_right is is_right
+
+
+def test_run_that_hangs_is_ended_and_not_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ("sh", "-c", "sleep 60 & sleep 60")
+    monkeypatch.setattr(doctor_run, "launch_command", lambda build, is_root: command)
+    start = time.monotonic()
+    result = run_check(_BOTH, timeout_s=0.2)
+    assert not result.is_right
+    assert "not done within 0.2 s" in result.output
+    assert time.monotonic() - start < 30
