@@ -6,11 +6,13 @@ import dataclasses
 import importlib
 import json
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from loft_hvd import doctor
 from loft_hvd.doctor_run import RunResult, run_check
-from loft_hvd.errors import LoftError, MissingDependencyError
+from loft_hvd.errors import DataError, LoftError, MissingDependencyError
 
 if TYPE_CHECKING:
     import typer
@@ -64,6 +66,35 @@ def _print_run(result: RunResult) -> None:
     print(f"  a robust all-reduce over 2 ranks is {verdict} ({result.seconds:.1f} s)")
 
 
+def _simulate(scenario: str, *, json_file: str | None) -> int:
+    """Run a scenario and print its policies; return the exit status."""
+    from loft_hvd.simulate.run import rows, run_file
+
+    try:
+        results = run_file(scenario)
+    except OSError as error:
+        raise DataError(f"scenario {scenario!r} cannot be read ({error}); name a file") from error
+    print(results.scenario.description or results.scenario.name)
+    _print_table(rows(results))
+    if json_file is not None:
+        Path(json_file).write_text(json.dumps(results.to_dict(), indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _print_table(rows: Sequence[Sequence[str]]) -> None:
+    """Print a header and rows; the first column holds names, the others numbers."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for place, name in enumerate(rows[0]):
+        table.add_column(name, justify="right" if place else "left", no_wrap=True)
+    for row in rows[1:]:
+        table.add_row(*(Text(cell) for cell in row))
+    Console().print(table)
+
+
 def build_app() -> typer.Typer:
     """Return the command line.
 
@@ -97,6 +128,14 @@ def build_app() -> typer.Typer:
     ) -> None:
         """Say what is installed, built and allowed here; inspects only, unless --run is given."""
         raise typer.Exit(_doctor(run=run, as_json=as_json, timeout_s=timeout_s))
+
+    @app.command("simulate")
+    def _simulate_command(
+        scenario: str = typer.Argument(help="A scenario, a TOML file."),
+        json_file: str = typer.Option(None, "--json", metavar="FILE", help="Write all of it."),
+    ) -> None:
+        """Run balancing policies on a made-up cluster, beside the best sizes there are."""
+        raise typer.Exit(_simulate(scenario, json_file=json_file))
 
     return app
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import typer
@@ -101,3 +102,44 @@ def test_error_on_purpose_is_one_line_and_no_traceback(
 @pytest.mark.parametrize("words", [["frob"], ["doctor", "--timeout-s", "soon"]])
 def test_wrong_words_are_a_usage_error(app: typer.Typer, words: list[str]) -> None:
     assert CliRunner().invoke(app, words).exit_code == 2
+
+
+_SCENARIO = """
+name = "one slow rank"
+world_size = 4
+global_batch_size = 64
+steps = 40
+policies = ["uniform", "loft"]
+[ranks]
+compute_s = [0.001, 0.001, 0.004, 0.001]
+"""
+
+
+def test_simulate_prints_every_policy_and_writes_its_json(app: typer.Typer, tmp_path: Path) -> None:
+    scenario, found = tmp_path / "slow.toml", tmp_path / "found.json"
+    scenario.write_text(_SCENARIO)
+    result = CliRunner().invoke(app, ["simulate", str(scenario), "--json", str(found)])
+    assert result.exit_code == 0, result.output
+    policies = json.loads(found.read_text())["policies"]
+    assert set(policies) == {"uniform", "loft", "oracle"}
+    for name, one in policies.items():
+        assert f"{one['mean_step_s']:.4f}" in result.output
+        assert name in result.output
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [(None, "cannot be read"), ("speed = 3", "['speed']"), ("name = ", "slow.toml")],
+)
+def test_simulate_says_what_is_wrong_with_a_scenario(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    text: str | None,
+    says: str,
+) -> None:
+    scenario = tmp_path / "slow.toml"
+    if text is not None:
+        scenario.write_text(text)
+    assert _main(monkeypatch, "simulate", str(scenario)) == 1
+    assert says in capsys.readouterr().err
