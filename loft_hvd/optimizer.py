@@ -129,7 +129,7 @@ class _DistributedOptimizer(_Delegate):
             self._transport,
             found.fields() | _option_fields(self._settings, self._balancer),
             what="DistributedOptimizer",
-            name=found.name,
+            name="loft.optimizer",  # not found.name: ranks may differ in what it comes from
             timeout_s=self._settings.timeout_s,
         )
         if world_size > 1:

@@ -1,0 +1,301 @@
+"""What a script does with an optimizer, it does with a wrapped one, on several ranks."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from typing import Any
+
+import horovod.torch as hvd
+import pytest
+import torch
+import torch.nn.functional as F
+
+import loft_hvd as loft
+from loft_hvd.errors import UsageError
+from tests.support.training import OPTIMIZERS, make_data, make_model, max_difference
+
+RULES = [loft.Mean(), loft.Median()]
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return this rank's own batch."""
+    x, y = make_data(8 * hvd.size()).tensors
+    return x[hvd.rank() :: hvd.size()], y[hvd.rank() :: hvd.size()]
+
+
+def backward(model: torch.nn.Module) -> None:
+    x, y = batch()
+    F.mse_loss(model(x), y).backward()
+
+
+def grads_of(model: torch.nn.Module) -> torch.Tensor:
+    """Return a copy of all gradients, [numel]."""
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def wrapped(model: torch.nn.Module, kind: str = "sgd", rule: loft.Rule | None = None) -> Any:
+    return loft.DistributedOptimizer(
+        OPTIMIZERS[kind](model.parameters()), model.named_parameters(), rule=rule
+    )
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_mean_equals_horovods_own_and_ranks_stay_equal(rule: loft.Rule, kind: str) -> None:
+    model, theirs = make_model(), make_model()
+    ours = wrapped(model, kind, rule)
+    horovods = hvd.DistributedOptimizer(
+        OPTIMIZERS[kind](theirs.parameters()), theirs.named_parameters()
+    )
+    for net, optimizer in ((model, ours), (theirs, horovods)):
+        for _ in range(10):
+            optimizer.zero_grad()
+            backward(net)
+            optimizer.step()
+    if isinstance(rule, loft.Mean):
+        assert max_difference(model, theirs) <= 1e-6
+    weights = torch.cat([value.detach().flatten() for value in model.parameters()])
+    everyone = hvd.allgather(weights.view(torch.int32).view(1, -1))
+    assert bool((everyone == everyone[0]).all())
+
+
+def test_scheduler_drives_the_learning_rate_without_a_warning() -> None:
+    model = make_model()
+    optimizer = wrapped(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+    for _ in range(4):
+        optimizer.zero_grad()
+        backward(model)
+        optimizer.step()
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05 / 4)
+
+
+def test_clipping_sees_the_reduced_gradients() -> None:
+    model = make_model()
+    optimizer = wrapped(model)
+    backward(model)
+    optimizer.synchronize()
+    before = grads_of(model)
+    assert bool((hvd.allgather(before.view(1, -1)) == before).all())
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=float(before.norm()) / 2)
+    weights = [p.detach().clone() for p in model.parameters()]
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    assert float(norm) == pytest.approx(float(before.norm()))
+    moved = torch.cat([(p - w).flatten() for p, w in zip(model.parameters(), weights, strict=True)])
+    assert float(moved.detach().norm()) < 0.05 * 1.95 * float(before.norm())
+
+
+def test_step_after_synchronize_without_skip_warns_and_does_not_reduce_twice() -> None:
+    model = make_model()
+    optimizer = wrapped(model)
+    backward(model)
+    optimizer.synchronize()
+    grads = grads_of(model)
+    with pytest.warns(UserWarning, match="skip_synchronize"):
+        optimizer.step()
+    assert torch.equal(grads_of(model), grads)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_state_dict_round_trip_goes_on_as_if_nothing_had_happened(kind: str) -> None:
+    straight, resumed = make_model(), make_model()
+    one, two = wrapped(straight, kind), wrapped(resumed, kind)
+    for step in range(6):
+        for net, optimizer in ((straight, one), (resumed, two)):
+            optimizer.zero_grad()
+            backward(net)
+            optimizer.step()
+        if step == 2:
+            file = io.BytesIO()
+            torch.save({"model": resumed.state_dict(), "optimizer": two.state_dict()}, file)
+            file.seek(0)
+            state = torch.load(file, weights_only=True)
+            resumed = make_model()
+            resumed.load_state_dict(state["model"])
+            two = wrapped(resumed, kind)
+            two.load_state_dict(state["optimizer"])
+    assert max_difference(straight, resumed) == 0.0
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_broadcast_optimizer_state_neither_moves_nor_hangs(kind: str) -> None:
+    model = make_model()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = wrapped(model, kind)
+    if hvd.rank() == 0:  # rank 0 has trained already: a late joiner has an empty state
+        plain = OPTIMIZERS[kind](model.parameters())
+        backward(make_model())
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        plain.step()
+        optimizer.load_state_dict(plain.state_dict())
+        with torch.no_grad():
+            for parameter, value in zip(model.parameters(), before, strict=True):
+                parameter.copy_(value)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    states = [value for entry in optimizer.state.values() for value in entry.values()]
+    flat = torch.cat([torch.as_tensor(value, dtype=torch.float32).flatten() for value in states])
+    assert float(flat.abs().sum()) > 0
+    assert bool((hvd.allgather(flat.view(1, -1)) == flat).all())
+
+
+def test_fresh_state_starts_as_an_unwrapped_optimizer_does() -> None:
+    model, alone = make_model(), make_model()
+    optimizer, plain = wrapped(model, "adamw"), OPTIMIZERS["adamw"](alone.parameters())
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    x, y = make_data(16).tensors
+    for net, stepper in ((model, optimizer), (alone, plain)):
+        stepper.zero_grad()
+        F.mse_loss(net(x), y).backward()
+        stepper.step()
+    assert max_difference(model, alone) <= 1e-6
+
+
+def test_step_hooks_fire_once_a_step() -> None:
+    model = make_model()
+    optimizer = wrapped(model)
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    for _ in range(2):
+        backward(model)
+        optimizer.step()
+    assert calls == ["pre", "post"] * 2
+
+
+def test_zero_grad_while_gradients_are_on_the_wire_is_refused() -> None:
+    if hvd.size() == 1:
+        pytest.skip("nothing is on the wire in a world of one")
+    model = make_model()
+    optimizer = wrapped(model)
+    backward(model)
+    with pytest.raises(UsageError, match="on the wire"):
+        optimizer.zero_grad()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_too_many_backward_passes_are_refused() -> None:
+    model = make_model()
+    optimizer = wrapped(model)
+    backward(model)
+    with pytest.raises(UsageError, match="backward_passes_per_step=1"):
+        backward(model)
+    optimizer.step()
+
+
+def test_unused_parameters_get_a_zero_gradient() -> None:
+    model = make_model()
+    extra = torch.nn.Parameter(torch.ones(3))
+    optimizer = loft.DistributedOptimizer(
+        torch.optim.SGD([*model.parameters(), extra], lr=0.1),
+        [*model.named_parameters(), ("extra", extra)],
+    )
+    backward(model)
+    optimizer.step()
+    assert torch.equal(extra.detach(), torch.ones(3))
+    assert extra.grad is not None
+
+
+def test_closure_is_reduced() -> None:
+    model, theirs = make_model(), make_model()
+    with_closure, without = wrapped(model), wrapped(theirs)
+
+    def closure() -> float:
+        with_closure.zero_grad()
+        x, y = batch()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        return loss.item()
+
+    for _ in range(3):
+        assert with_closure.step(closure) > 0
+        without.zero_grad()
+        backward(theirs)
+        without.step()
+    assert max_difference(model, theirs) == 0.0
+
+
+def test_parameter_groups_may_have_rules_of_their_own() -> None:
+    model = make_model()
+    first, last = model[0], model[2]  # type: ignore[index]  # a Sequential
+    groups = [{"params": first.parameters(), "rule": "median"}, {"params": last.parameters()}]
+    optimizer = loft.DistributedOptimizer(torch.optim.SGD(groups, lr=0.1), model.named_parameters())
+    backward(model)
+    local = {name: p.grad.clone() for name, p in model.named_parameters()}  # type: ignore[union-attr]
+    optimizer.synchronize()
+    for name, parameter in model.named_parameters():
+        rows = hvd.allgather(local[name].flatten().view(1, -1), name=f"rows.{name}")
+        expected = loft.median(rows) if name.startswith("0") else rows.mean(dim=0)
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad.flatten(), expected)
+    with optimizer.skip_synchronize():
+        optimizer.step()
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_fp16_on_the_wire_is_close_and_equal_on_every_rank(rule: loft.Rule) -> None:
+    model = make_model()
+    optimizer = loft.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model.named_parameters(),
+        compression=hvd.Compression.fp16,
+        rule=rule,
+    )
+    backward(model)
+    local = grads_of(model)
+    optimizer.step()
+    reduced = grads_of(model)
+    rows = hvd.allgather(local.view(1, -1))
+    expected = loft.aggregate(rows, rule)
+    torch.testing.assert_close(reduced, expected, rtol=2e-3, atol=1e-4)
+    assert bool((hvd.allgather(reduced.view(1, -1)) == reduced).all())
+
+
+def test_no_warning_in_a_plain_loop() -> None:
+    model = make_model()
+    optimizer = wrapped(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            optimizer.zero_grad()
+            backward(model)
+            optimizer.step()
+
+
+ATTACKS = [
+    loft.attacks.SignFlip(scale=10),
+    loft.attacks.Scaled(factor=1e4),
+    loft.attacks.Gaussian(sigma=1e3),
+    loft.attacks.Zero(),
+    loft.attacks.NaN(),
+    loft.attacks.HugeValue(),
+]
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: type(attack).__name__)
+def test_trimmed_mean_keeps_an_attacked_job_within_the_honest_range(
+    attack: loft.attacks.Attack,
+) -> None:
+    if hvd.size() < 3:
+        pytest.skip("a rule with f=1 needs three ranks")
+    model = make_model()
+    optimizer = loft.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model.named_parameters(),
+        rule=loft.TrimmedMean(f=1),
+    )
+    loft.attacks.attach(optimizer, attack, ranks=[1])
+    backward(model)
+    local = grads_of(model)
+    optimizer.step()
+    reduced = grads_of(model)
+    rows = hvd.allgather(local.view(1, -1))
+    honest = rows[[rank for rank in range(hvd.size()) if rank != 1]]
+    assert bool((reduced >= honest.amin(dim=0)).all())
+    assert bool((reduced <= honest.amax(dim=0)).all())

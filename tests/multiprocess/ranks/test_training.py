@@ -1,0 +1,110 @@
+"""Training over ranks with any legal sizes equals training in one process."""
+
+from __future__ import annotations
+
+import horovod.torch as hvd
+import pytest
+import torch
+
+import loft_hvd as loft
+from tests.support.training import OPTIMIZERS, make_data, make_model, max_difference, train_alone
+
+GLOBAL_BATCH_SIZE = 16
+NUM_SAMPLES = 103  # seven steps an epoch, the last one of 7 samples
+TOLERANCE = 1e-5
+NUM_STEPS = 50
+
+
+def sizes_for(kind: str) -> list[int]:
+    """Split the global batch over the ranks in one of several legal ways."""
+    size = hvd.size()
+    if kind == "uneven":
+        return [GLOBAL_BATCH_SIZE - sum(range(1, size)), *range(1, size)]
+    if kind == "one rank idle" and size > 1:
+        return [0, *[len(part) for part in torch.arange(GLOBAL_BATCH_SIZE).tensor_split(size - 1)]]
+    return [len(part) for part in torch.arange(GLOBAL_BATCH_SIZE).tensor_split(size)]
+
+
+def train_together(
+    make_optimizer: str, policy: list[int], rule: loft.Rule, *, num_steps: int, num_passes: int = 1
+) -> torch.nn.Module:
+    model = make_model()
+    balancer = loft.Balancer(GLOBAL_BATCH_SIZE, policy=policy)
+    loader = loft.DataLoader(make_data(NUM_SAMPLES), balancer, seed=3)
+    optimizer = loft.DistributedOptimizer(
+        OPTIMIZERS[make_optimizer](model.parameters()),
+        model.named_parameters(),
+        backward_passes_per_step=num_passes,
+        rule=rule,
+        balancer=balancer,
+        bucket_bytes=256,
+    )
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    done = passes = epoch = 0
+    while done < num_steps:
+        loader.set_epoch(epoch)
+        epoch += 1
+        for x, y in loader:
+            torch.nn.functional.mse_loss(model(x), y).backward()
+            passes += 1
+            if passes % num_passes == 0:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=done % 2 == 0)
+                done += 1
+                if done == num_steps:
+                    break
+    return model
+
+
+def check_equals_one_process(rule: loft.Rule, optimizer: str, kind: str, num_passes: int) -> None:
+    together = train_together(
+        optimizer, sizes_for(kind), rule, num_steps=NUM_STEPS, num_passes=num_passes
+    )
+    alone = train_alone(
+        make_data(NUM_SAMPLES),
+        OPTIMIZERS[optimizer],
+        global_batch_size=GLOBAL_BATCH_SIZE,
+        num_steps=NUM_STEPS,
+        num_passes=num_passes,
+    )
+    assert max_difference(together, alone) <= TOLERANCE
+
+
+@pytest.mark.parametrize("num_passes", [1, 2])
+@pytest.mark.parametrize("kind", ["equal", "uneven", "one rank idle"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_mean_equals_one_process(optimizer: str, kind: str, num_passes: int) -> None:
+    check_equals_one_process(loft.Mean(), optimizer, kind, num_passes)
+
+
+@pytest.mark.parametrize("num_passes", [1, 2])
+def test_reproducible_mean_equals_one_process(num_passes: int) -> None:
+    check_equals_one_process(loft.Mean(reproducible=True), "sgd", "one rank idle", num_passes)
+
+
+@pytest.mark.parametrize("num_passes", [1, 2])
+@pytest.mark.parametrize("kind", ["equal", "uneven"])
+def test_robust_rules_leave_the_same_bits_on_every_rank(kind: str, num_passes: int) -> None:
+    rule = loft.TrimmedMean(f=(hvd.size() - 1) // 2)
+    model = train_together("adamw", sizes_for(kind), rule, num_steps=20, num_passes=num_passes)
+    weights = torch.cat([value.detach().flatten() for value in model.parameters()])
+    everyone = hvd.allgather(weights.view(torch.int32).view(1, -1))
+    assert bool((everyone == everyone[0]).all())
+
+
+def test_rows_that_agree_train_as_one_process_under_every_rule() -> None:
+    """Every rank computes the same batch: then any rule must give what one process gets."""
+    alone = make_model()
+    model = make_model()
+    plain = OPTIMIZERS["adam"](alone.parameters())
+    optimizer = loft.DistributedOptimizer(
+        OPTIMIZERS["adam"](model.parameters()), model.named_parameters(), rule=loft.Median()
+    )
+    x, y = make_data(32).tensors
+    for _ in range(20):
+        for net, stepper in ((alone, plain), (model, optimizer)):
+            stepper.zero_grad()
+            torch.nn.functional.mse_loss(net(x), y).backward()
+            stepper.step()
+    assert max_difference(alone, model) <= TOLERANCE

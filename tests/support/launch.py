@@ -1,0 +1,87 @@
+"""Start a command on several ranks, with a limit, and never leave a process behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["LAUNCHERS", "Finished", "launch", "launcher_here"]
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCHERS = ("gloo", "mpi")
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a job ended.
+
+    Attributes:
+        returncode: the launcher's exit status; None when the limit was reached.
+        output: stdout and stderr of all ranks.
+    """
+
+    returncode: int | None
+    output: str
+
+
+def launcher_here(launcher: str) -> bool:
+    """Say whether this machine has the launcher."""
+    return launcher == "gloo" or shutil.which("mpirun") is not None
+
+
+def launch(
+    num_ranks: int,
+    arguments: Sequence[str],
+    *,
+    launcher: str = "gloo",
+    timeout_s: float = 60.0,
+    env: Mapping[str, str] | None = None,
+) -> Finished:
+    """Run ``python ARGUMENTS`` on every rank.
+
+    Args:
+        num_ranks: ranks on this machine.
+        arguments: what python is given.
+        launcher: "gloo" (horovodrun) or "mpi" (mpirun).
+        timeout_s: after so many seconds the whole job is ended.
+        env: variables on top of this process's.
+    """
+    python = [sys.executable, *arguments]
+    if launcher == "gloo":
+        runner = str(Path(sys.executable).with_name("horovodrun"))
+        command = [runner, "--gloo", "-np", str(num_ranks), *python]
+    else:
+        options = ["--oversubscribe", "--mca", "mpi_yield_when_idle", "1"]
+        root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+        command = ["mpirun", *root, *options, "-np", str(num_ranks), *python]
+    # A rank of a job that is itself started by a test must not see that test's own job.
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "OMPI_", "PMIX_"))}
+    paths = [str(ROOT), kept.get("PYTHONPATH", "")]
+    kept |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        cwd=ROOT,
+        env=kept | dict(env or {}),
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+        return Finished(process.returncode, output)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGTERM)  # the launcher ends its ranks
+        try:
+            output, _ = process.communicate(timeout=10)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+        return Finished(None, output)
