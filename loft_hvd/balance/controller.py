@@ -1,0 +1,315 @@
+"""The decisions of rank 0: observations in, numbered plans out. Pure: no ranks, no clock.
+
+The controller screens what ranks report, hands it to a policy, numbers the plans that come back,
+and can say and repeat what it did. Who exchanges the times and broadcasts the plan is the
+balancer's business; in the simulator it is the scenario's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from loft_hvd.balance.loft import Loft
+from loft_hvd.balance.observations import WAIT, Interval, screen
+from loft_hvd.balance.plan import Plan
+from loft_hvd.balance.policies import Fixed, LbBspCpu, LbBspGpu, Policy, Proposal, Task, Uniform
+from loft_hvd.balance.search import Bounds
+from loft_hvd.errors import ArgumentError, PlanError
+
+__all__ = ["POLICIES", "Controller", "Decision", "Replay", "make_policy"]
+
+POLICIES = (
+    "loft",
+    "uniform",
+    "report",
+    "lbbsp-cpu",
+    "lbbsp-cpu:last",
+    "lbbsp-cpu:ema",
+    "lbbsp-cpu:busy",
+    "lbbsp-gpu",
+)
+
+
+def make_policy(policy: str | Sequence[int] | Policy, *, dead_band: float = 0.03) -> Policy:
+    """Return the policy that a name, or a list of every rank's samples, stands for.
+
+    Raises:
+        ArgumentError: no policy has that name.
+    """
+    if isinstance(policy, str):
+        return _named_policy(policy, dead_band)
+    if isinstance(policy, Sequence):
+        return Fixed([int(size) for size in policy])
+    return policy
+
+
+def _named_policy(name: str, dead_band: float) -> Policy:
+    base, _, kind = name.partition(":")
+    if name not in POLICIES:
+        raise ArgumentError(
+            f"policy={name!r} is not known; it takes {', '.join(map(repr, POLICIES))}, or a list "
+            "with every rank's samples, such as [96, 96, 48, 16]"
+        )
+    if base in ("loft", "report"):
+        return Loft(dead_band=dead_band, acts=base == "loft")
+    if base == "uniform":
+        return Uniform()
+    if base == "lbbsp-gpu":
+        return LbBspGpu()
+    predictor: Literal["last", "ema", "narx"] = "narx"
+    if kind in ("last", "ema"):
+        predictor = "last" if kind == "last" else "ema"
+    return LbBspCpu(predictor, clock="busy" if kind == "busy" else "compute")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A plan and why it was made: one line of ``plans.jsonl``.
+
+    Attributes:
+        plan_id: number of the plan.
+        first_step: first step with it.
+        sizes: samples of each rank, [world_size].
+        reason: why, in plain words.
+        predicted_s: seconds of a step with it; None when not predicted.
+        predicted_gain: share of the step that it should save; None likewise.
+        measured_s: seconds of a step before it, by rank 0's clock; None when not measured.
+    """
+
+    plan_id: int
+    first_step: int
+    sizes: tuple[int, ...]
+    reason: str
+    predicted_s: float | None = None
+    predicted_gain: float | None = None
+    measured_s: float | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan itself."""
+        return Plan(self.plan_id, self.first_step, self.sizes)
+
+
+class Controller:
+    """Observes intervals and decides plans; lives on rank 0.
+
+    Args:
+        global_batch_size: samples of all ranks in one backward pass.
+        world_size: number of ranks.
+        policy: a name of ``POLICIES``, every rank's samples, or a policy object.
+        min_batch: least samples of a rank (the accuracy guard), >= 1.
+        max_batch: most samples of a rank (its memory): one number, one a rank (None for no
+            limit), or None.
+        grain: sizes are multiples of this, but for one rank when the global batch is not.
+        dead_band: for "loft": predicted gain below which sizes stay.
+        settle_steps: first steps of a plan that should not be counted (see ``is_settled``).
+        max_sizes: distinct sizes that a rank may have in a run; None for any number.
+
+    Raises:
+        PlanError: no sizes within the bounds add up to ``global_batch_size``.
+        ArgumentError: a value is outside its limits.
+    """
+
+    def __init__(
+        self,
+        global_batch_size: int,
+        world_size: int,
+        policy: str | Sequence[int] | Policy = "loft",
+        *,
+        min_batch: int = 2,
+        max_batch: int | Sequence[int | None] | None = None,
+        grain: int = 1,
+        dead_band: float = 0.03,
+        settle_steps: int = 3,
+        max_sizes: int | None = None,
+    ) -> None:
+        if min_batch < 1 or grain < 1 or settle_steps < 0 or (max_sizes or 1) < 1:
+            raise ArgumentError(
+                f"Controller: min_batch={min_batch}, grain={grain}, max_sizes={max_sizes} must be "
+                f">= 1 and settle_steps={settle_steps} >= 0"
+            )
+        caps = [max_batch] * world_size if isinstance(max_batch, int | None) else list(max_batch)
+        if len(caps) != world_size:
+            raise ArgumentError(
+                f"Controller: max_batch={caps} has {len(caps)} entries for {world_size} ranks"
+            )
+        highest = [
+            global_batch_size if cap is None else min(cap, global_batch_size) for cap in caps
+        ]
+        bounds = Bounds.of(world_size, floor=min_batch, cap=highest, grain=grain)
+        self.task = Task(global_batch_size, bounds)
+        self.policy = make_policy(policy, dead_band=dead_band)
+        self.settle_steps, self.max_sizes = settle_steps, max_sizes
+        self.history = [Decision(0, 0, self.policy.start(self.task), f"start: {self.policy.name}")]
+        self.discarded: Counter[tuple[int, str]] = Counter()
+        self._proposal: Proposal | None = None
+        self._interval: Interval | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """The newest plan."""
+        return self.history[-1].plan
+
+    def plan_at(self, step: int) -> Plan:
+        """Return the plan in force at a step, counted over epochs."""
+        return next(made.plan for made in reversed(self.history) if made.first_step <= step)
+
+    def is_settled(self, step: int) -> bool:
+        """Whether a step's times count: the first steps at new sizes are slower than the rest."""
+        plan = self.plan_at(step)
+        return plan.plan_id == 0 or step >= plan.first_step + self.settle_steps
+
+    def observe(self, rows: npt.ArrayLike, *, step: int, step_s: float = float("nan")) -> None:
+        """Take in what every rank measured in an interval.
+
+        Args:
+            rows: averages over the interval's settled steps, [world_size, 10], in the order of
+                ``observations.COLUMNS``.
+            step: the last of these steps; its plan is the one that was measured.
+            step_s: average seconds of such a step by rank 0's clock, wait and aggregation
+                included; without it the median of what ranks claim stands in.
+        """
+        plan = self.plan_at(step)
+        interval, discarded = screen(rows, step=step, sizes=plan.sizes, step_s=step_s)
+        for reason, ranks in discarded.items():
+            self.discarded.update((rank, reason) for rank in ranks)
+        if not step_s > 0 and interval.valid.any():
+            claimed = interval.busy_s + interval.rows[:, WAIT]
+            step_s = float(np.median(claimed[interval.valid]))
+        self._interval = Interval(step, interval.sizes, interval.rows, interval.valid, step_s)
+
+    def decide(self, step: int) -> Plan | None:
+        """Return a plan to come into force at ``step``, or None to keep the one that is.
+
+        Each interval is used once; while an older plan is still on its way into force, or nothing
+        was observed since the last call, nothing is decided.
+        """
+        interval, self._interval = self._interval, None
+        if interval is None or self.plan_at(interval.step) != self.plan:
+            return None
+        proposal = self.policy.propose(interval, first_step=step)
+        if proposal is None or proposal.sizes == self.plan.sizes:
+            return None
+        if self._would_exceed(proposal.sizes):
+            return None
+        plan = Plan(self.plan.plan_id + 1, step, proposal.sizes)
+        self.history.append(_decision(plan, proposal, interval.step_s))
+        return plan
+
+    def _would_exceed(self, sizes: tuple[int, ...]) -> bool:
+        if self.max_sizes is None:
+            return False
+        used = np.array([made.sizes for made in self.history])
+        return any(
+            size not in column and len(set(column)) >= self.max_sizes
+            for size, column in zip(sizes, used.T.tolist(), strict=True)
+        )
+
+    def explain(self) -> str:
+        """Say in plain words what is planned, why, and what was not believed."""
+        made = self.history[-1]
+        line = (
+            f"plan {made.plan_id} from step {made.first_step}: sizes {list(made.sizes)} of "
+            f"global_batch_size={self.task.global_batch_size} ({made.reason})"
+        )
+        if made.predicted_s is not None and made.predicted_gain is not None:
+            line += f"; a step should take {made.predicted_s:.3g} s, {made.predicted_gain:.1%} less"
+        lines = [line, *self.policy.explain()]
+        lines += [
+            f"rank {rank}: {count} reports discarded ({reason})"
+            for (rank, reason), count in sorted(self.discarded.items())
+        ]
+        return "\n".join(lines)
+
+    def write_plans(self, path: str | os.PathLike[str]) -> None:
+        """Write ``history``, one JSON object a line; ``Replay`` reads it."""
+        with open(path, "w", encoding="utf-8") as file:
+            file.writelines(json.dumps(asdict(made)) + "\n" for made in self.history)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return history, counts and what the policy learnt, JSON-able."""
+        return {
+            "world_size": self.task.world_size,
+            "policy": self.policy.name,
+            "history": [asdict(made) for made in self.history],
+            "discarded": [[rank, why, n] for (rank, why), n in sorted(self.discarded.items())],
+            "learnt": self.policy.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where ``state_dict`` was taken, in the same world and with the same policy.
+
+        Raises:
+            PlanError: the state is of another world size or policy.
+        """
+        here = (self.task.world_size, self.policy.name)
+        if (state["world_size"], state["policy"]) != here:
+            raise PlanError(
+                f"load_state_dict: the state is of world_size={state['world_size']} with policy "
+                f"{state['policy']!r}, but this controller has {here[0]} ranks and {here[1]!r}; "
+                "start it afresh"
+            )
+        self.history = [
+            Decision(**{**made, "sizes": tuple(made["sizes"])}) for made in state["history"]
+        ]
+        self.discarded = Counter({(rank, why): n for rank, why, n in state["discarded"]})
+        self.policy.load_state_dict(state["learnt"])
+
+
+def _decision(plan: Plan, proposal: Proposal, measured_s: float) -> Decision:
+    then_s, now_s = proposal.predicted_s, proposal.instead_of_s
+    is_predicted = then_s > 0 and now_s > 0
+    return Decision(
+        plan.plan_id,
+        plan.first_step,
+        plan.sizes,
+        proposal.reason,
+        predicted_s=then_s if is_predicted else None,
+        predicted_gain=1.0 - then_s / now_s if is_predicted else None,
+        measured_s=measured_s if measured_s > 0 else None,
+    )
+
+
+class Replay(Uniform):
+    """Repeats the plans of an earlier run, each from the step it had then.
+
+    Args:
+        path: what ``Controller.write_plans`` wrote.
+    """
+
+    name = "replay"
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        with open(path, encoding="utf-8") as file:
+            try:
+                lines = [json.loads(line) for line in file if line.strip()]
+                self._plans = [(int(row["first_step"]), tuple(row["sizes"])) for row in lines]
+            except (ValueError, KeyError, TypeError) as error:
+                raise PlanError(
+                    f"Replay {os.fspath(path)}: {error!r}; each line must be a JSON object with "
+                    "first_step and sizes, as Controller.write_plans writes them"
+                ) from error
+        if not self._plans:
+            raise PlanError(f"Replay {os.fspath(path)}: the file holds no plan")
+
+    def start(self, task: Task) -> tuple[int, ...]:
+        """Return the first sizes of the earlier run.
+
+        Raises:
+            PlanError: they are of another world or global batch.
+        """
+        return Fixed(self._plans[0][1]).start(task)
+
+    def propose(self, interval: Interval, *, first_step: int) -> Proposal | None:
+        """Return the sizes that the earlier run had at ``first_step``."""
+        del interval
+        sizes = [sizes for at, sizes in self._plans if at <= first_step][-1]
+        return Proposal(sizes, "as in the run that is replayed")

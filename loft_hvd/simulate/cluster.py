@@ -1,0 +1,157 @@
+"""The simulated cluster: true times of every rank and step, and what the ranks report of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from loft_hvd.balance.latency import StepModel
+from loft_hvd.balance.observations import COLUMNS
+
+__all__ = ["Block", "Cluster", "Disturbance"]
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """What multiplies the model's times, step by step.
+
+    Attributes:
+        fetch: factors, [steps, world_size].
+        compute: factors, [steps, world_size].
+        use: of the CPU by others as ranks report it, [steps, world_size].
+        report: what each rank multiplies the times it reports by, [steps, world_size]; NaN is
+            reported as such, and 0 stands for the rank's very first report, for ever.
+    """
+
+    fetch: Floats
+    compute: Floats
+    use: Floats
+    report: Floats
+
+
+@dataclass(frozen=True)
+class Block:
+    """Consecutive steps under one plan.
+
+    Attributes:
+        first: number of the first step.
+        sizes: the plan, [world_size].
+        local: local samples of each step, [num_steps, world_size].
+        fetch_s: true fetch seconds, same shape.
+        compute_s: true compute seconds, same shape.
+        busy_s: true seconds of each rank's own work, same shape.
+        step_s: seconds of each step, [num_steps].
+    """
+
+    first: int
+    sizes: Ints
+    local: Floats
+    fetch_s: Floats
+    compute_s: Floats
+    busy_s: Floats
+    step_s: Floats
+
+
+class Cluster:
+    """A latency model with noise and disturbances.
+
+    Args:
+        model: mean times of an undisturbed step.
+        disturbance: factors on them.
+        noise: relative standard deviation of each fetch and compute time.
+        seed: of the noise; the noise of a step is the same under every plan.
+        slow_start: steps at new sizes that are slower, and the factor on their compute time.
+    """
+
+    def __init__(
+        self,
+        model: StepModel,
+        disturbance: Disturbance,
+        *,
+        noise: float,
+        seed: int,
+        slow_start: tuple[int, float] = (0, 1.0),
+    ) -> None:
+        self.model = model
+        self._disturbance = disturbance
+        rng = np.random.default_rng([seed, 77])
+        spread = float(np.sqrt(np.log1p(noise**2)))  # log-normal with mean 1
+        shape = (2, *disturbance.fetch.shape)
+        self._noise: Floats = (
+            np.exp(rng.normal(-0.5 * spread**2, spread, shape)) if noise else (np.ones((2, 1, 1)))
+        )
+        self._slow_start = slow_start
+        self._first_report: Floats | None = None
+
+    def mean_model(self, first: int, last: int) -> StepModel:
+        """Return the true model of steps first..last-1, their disturbances averaged."""
+        fetch = self._disturbance.fetch[first:last].mean(axis=0)
+        compute = self._disturbance.compute[first:last].mean(axis=0)
+        model = self.model
+        return replace(
+            model,
+            fetch_fixed_s=model.fetch_fixed_s * fetch,
+            local_s=model.local_s * fetch,
+            remote_s=model.remote_s * fetch,
+            shared_s=model.shared_s * fetch,
+            compute_fixed_s=model.compute_fixed_s * compute,
+            compute_s=model.compute_s * compute,
+            plateau_s=model.plateau_s * compute,
+        )
+
+    def run(self, first: int, sizes: Ints, local: Floats, *, steps_at_sizes: int) -> Block:
+        """Take steps with one plan.
+
+        Args:
+            first: number of the first step.
+            sizes: the plan, [world_size].
+            local: local samples of each step, [num_steps, world_size].
+            steps_at_sizes: steps that these sizes have been in force for.
+        """
+        steps = slice(first, first + len(local))
+        noise = self._noise[:, steps] if self._noise.shape[1] > 1 else self._noise
+        batch = sizes.astype(np.float64)
+        fetch = self.model.fetch(local, batch - local) * self._disturbance.fetch[steps] * noise[0]
+        compute = self.model.compute(batch) * self._disturbance.compute[steps] * noise[1]
+        slow, factor = self._slow_start
+        compute[: max(slow - steps_at_sizes, 0)] *= factor
+        busy = self.model.combine(fetch, compute)
+        step_s = busy.max(axis=1) + self.model.aggregate_s
+        return Block(first, sizes, local, fetch, compute, busy, step_s)
+
+    def report(self, block: Block, counts: Callable[[int], bool]) -> tuple[Floats, float]:
+        """Return what the ranks report of a block, and rank 0's own time of a step.
+
+        Args:
+            block: the steps.
+            counts: whether a step's times count.
+
+        Returns:
+            Rows [world_size, len(COLUMNS)] and seconds; of all steps where none counts.
+        """
+        numbers = range(block.first, block.first + len(block.step_s))
+        chosen = np.array([counts(step) for step in numbers])
+        chosen = chosen if chosen.any() else ~chosen
+        last = block.first + len(block.step_s) - 1
+        step_s = float(block.step_s[chosen].mean())
+        local = block.local[chosen].mean(axis=0)
+        rows = np.zeros((len(block.sizes), len(COLUMNS)))
+        rows[:, 0], rows[:, 1], rows[:, 2] = block.sizes, local, block.sizes - local
+        rows[:, 3] = block.fetch_s[chosen].mean(axis=0)
+        rows[:, 4] = (block.busy_s - block.compute_s)[chosen].mean(axis=0)
+        rows[:, 5] = block.compute_s[chosen].mean(axis=0)
+        factor = self._disturbance.report[last]
+        if self._first_report is None:
+            self._first_report = rows[:, 3:6].copy()
+        rows[:, 3:6] = np.where(
+            (factor == 0)[:, None], self._first_report, rows[:, 3:6] * factor[:, None]
+        )
+        rows[:, 6] = np.maximum(step_s - rows[:, 4] - rows[:, 5], 0.0)
+        rows[:, 8] = self._disturbance.use[last]
+        return rows, step_s

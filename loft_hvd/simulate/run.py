@@ -1,0 +1,232 @@
+"""Run a scenario: the real controller, policies and sampler on a virtual clock."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from loft_hvd.balance.controller import Controller, Decision
+from loft_hvd.balance.latency import StepModel
+from loft_hvd.balance.loft import Loft
+from loft_hvd.balance.policies import Policy
+from loft_hvd.balance.search import exact
+from loft_hvd.simulate.build import Draws, build_cluster
+from loft_hvd.simulate.scenario import Scenario, read_scenario
+
+__all__ = ["PolicyRun", "Results", "rows", "run_file", "simulate"]
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+ORACLE = "oracle"
+
+
+@dataclass(frozen=True)
+class PolicyRun:
+    """One policy's run.
+
+    Attributes:
+        name: of the policy.
+        step_s: seconds of every step, [steps].
+        decisions: every plan.
+        realised_gain: for each plan the share of the step it saved, from its last interval before
+            to its first after; None for the first plan and one that saw no interval.
+        explanation: what the controller says at the end.
+    """
+
+    name: str
+    step_s: Floats
+    decisions: tuple[Decision, ...]
+    realised_gain: tuple[float | None, ...]
+    explanation: str = ""
+
+    @property
+    def mean_s(self) -> float:
+        """Mean seconds of a step over the whole run."""
+        return float(self.step_s.mean())
+
+    @property
+    def p95_s(self) -> float:
+        """95th percentile of the seconds of a step."""
+        return float(np.percentile(self.step_s, 95))
+
+    @property
+    def settled_s(self) -> float:
+        """Mean seconds of a step over the second half of the run."""
+        return float(self.step_s[len(self.step_s) // 2 :].mean())
+
+
+@dataclass(frozen=True)
+class Results:
+    """All policies of a scenario; the oracle, which knows the true times, is the last."""
+
+    scenario: Scenario
+    runs: tuple[PolicyRun, ...]
+
+    def run(self, name: str) -> PolicyRun:
+        """Return the run of a policy."""
+        return next(run for run in self.runs if run.name == name)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return step times in seconds and every plan of each policy, JSON-able."""
+        policies = {}
+        for run in self.runs:
+            plans = [
+                {**asdict(made), "realised_gain": gain}
+                for made, gain in zip(run.decisions, run.realised_gain, strict=True)
+            ]
+            policies[run.name] = {
+                "mean_step_s": run.mean_s,
+                "p95_step_s": run.p95_s,
+                "settled_step_s": run.settled_s,
+                "num_plans": len(plans),
+                "plans": plans,
+            }
+        return {
+            "scenario": self.scenario.name,
+            "description": self.scenario.description,
+            "seed": self.scenario.seed,
+            "steps": self.scenario.steps,
+            "world_size": self.scenario.world_size,
+            "global_batch_size": self.scenario.global_batch_size,
+            "policies": policies,
+        }
+
+
+class _Caches:
+    """Samples that ranks keep: a hit turns a remote sample into a local one."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self._capacity = np.minimum(scenario.values("cache_samples"), scenario.num_samples)
+        self._num_samples = scenario.num_samples
+        self._kept = np.zeros(scenario.world_size)
+
+    @property
+    def hit_share(self) -> Floats:
+        """Probability that a remote sample of a shuffled order is kept, [world_size]."""
+        share: Floats = self._kept / self._num_samples
+        return share
+
+    def serve(self, sizes: Ints, local: Floats) -> Floats:
+        """Return local samples with hits, [num_steps, world_size], and keep what was fetched."""
+        if not self._capacity.any():
+            return local
+        hits = (sizes - local) * self.hit_share
+        missed = (sizes - local - hits).sum(axis=0)
+        self._kept = np.minimum(self._kept + missed, self._capacity)
+        return local + hits
+
+    def model(self, model: StepModel) -> StepModel:
+        """Return the model with the average hits of now."""
+        share = self.hit_share
+        return replace(
+            model,
+            remote_s=(1.0 - share) * model.remote_s + share * model.local_s,
+            shared_s=(1.0 - share) * model.shared_s,
+        )
+
+
+def simulate(scenario: Scenario) -> Results:
+    """Run every policy of a scenario, and the oracle, on the same noise, events and samples."""
+    draws = Draws(scenario)
+    runs = [_run_policy(scenario, policy, draws) for policy in scenario.policies]
+    return Results(scenario, (*runs, _run_policy(scenario, ORACLE, draws)))
+
+
+def run_file(path: str | os.PathLike[str]) -> Results:
+    """Read, check and run a scenario file."""
+    return simulate(read_scenario(path))
+
+
+def _controller(scenario: Scenario, policy: str | Sequence[int]) -> Controller:
+    chosen: str | Sequence[int] | Policy = policy
+    if policy == "loft" and scenario.knows_sources and scenario.sources:
+        known = sorted(scenario.sources)
+        names = scenario.source_names()
+        chosen = Loft(source=[known.index(name) if name else -1 for name in names])
+    caps = scenario.max_batch
+    per_rank = [cap or None for cap in ([caps] if isinstance(caps, int) else caps)]
+    return Controller(
+        scenario.global_batch_size,
+        scenario.world_size,
+        "uniform" if policy == ORACLE else chosen,
+        min_batch=scenario.min_batch,
+        max_batch=per_rank[0] if len(per_rank) == 1 else per_rank,
+        grain=scenario.grain,
+    )
+
+
+def _run_policy(scenario: Scenario, policy: str | Sequence[int], draws: Draws) -> PolicyRun:
+    controller = _controller(scenario, policy)
+    cluster, caches = build_cluster(scenario, draws.average_hits), _Caches(scenario)
+    times: list[Floats] = []
+    means: list[float] = []
+    decisions: list[Decision] = []
+    sizes = np.array(controller.plan.sizes)
+    in_force = 0  # steps that these sizes have been in force for
+    for first in range(0, scenario.steps, scenario.interval):
+        last = min(first + scenario.interval, scenario.steps)
+        if policy == ORACLE:
+            best = _best_sizes(controller, caches.model(cluster.mean_model(first, last)))
+            if not decisions or best != decisions[-1].sizes:
+                decisions.append(Decision(len(decisions), first, best, "knows the true times"))
+            sizes = np.array(best)
+        local = caches.serve(sizes, draws.local(first, last, sizes))
+        block = cluster.run(first, sizes, local, steps_at_sizes=in_force)
+        times.append(block.step_s)
+        means.append(float(block.step_s.mean()))
+        in_force += last - first
+        if policy == ORACLE:
+            continue
+        rows_, step_s = cluster.report(block, controller.is_settled)
+        controller.observe(rows_, step=last - 1, step_s=step_s)
+        plan = controller.decide(last)
+        if plan is not None:
+            sizes, in_force = np.array(plan.sizes), 0
+    made = tuple(decisions) if policy == ORACLE else tuple(controller.history)
+    name = policy if isinstance(policy, str) else "fixed"
+    gains = _realised(made, means, scenario.interval)
+    explanation = "" if policy == ORACLE else controller.explain()
+    return PolicyRun(name, np.concatenate(times), made, gains, explanation)
+
+
+def _best_sizes(controller: Controller, model: StepModel) -> tuple[int, ...]:
+    return exact(model, controller.task.global_batch_size, controller.task.bounds)
+
+
+def _realised(
+    decisions: Sequence[Decision], means: Sequence[float], interval: int
+) -> tuple[float | None, ...]:
+    gains: list[float | None] = []
+    for made in decisions:
+        after = made.first_step // interval
+        seen = 0 < after < len(means)
+        gains.append(1.0 - means[after] / means[after - 1] if seen else None)
+    return tuple(gains)
+
+
+def rows(results: Results) -> list[list[str]]:
+    """Return a table: a header, then a row a policy, fastest settled step first."""
+    base = results.runs[0]
+    oracle_s = results.run(ORACLE).settled_s
+    table = [
+        ["policy", "mean s", "p95 s", "settled s", f"against {base.name}", "above oracle", "plans"]
+    ]
+    for run in sorted(results.runs, key=lambda run: run.settled_s):
+        table.append(
+            [
+                run.name,
+                f"{run.mean_s:.4f}",
+                f"{run.p95_s:.4f}",
+                f"{run.settled_s:.4f}",
+                f"{run.mean_s / base.mean_s - 1:+.1%}",
+                f"{run.settled_s / oracle_s - 1:+.1%}",
+                str(len(run.decisions)),
+            ]
+        )
+    return table
