@@ -17,6 +17,12 @@ from loft_hvd.errors import ArgumentError
 __all__ = ["Config", "config"]
 
 _T = TypeVar("_T")
+_LOCAL_RANKS = (  # horovodrun, Open MPI, MPICH and Intel MPI, torchrun
+    "HOROVOD_LOCAL_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+    "LOCAL_WORLD_SIZE",
+)
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,9 @@ class Config:
         timeout_s: longest wait for other ranks in seconds (``LOFT_HVD_TIMEOUT_S``).
         bucket_bytes: most bytes of gradients sent together (``LOFT_HVD_BUCKET_BYTES``).
         log_dir: folder of the run log, or None for no log (``LOFT_HVD_LOG_DIR``).
+        local_ranks: ranks on this node as the launcher tells, 1 where it does not
+            (``HOROVOD_LOCAL_SIZE``, ``OMPI_COMM_WORLD_LOCAL_SIZE``, ``MPI_LOCALNRANKS``,
+            ``LOCAL_WORLD_SIZE``).
     """
 
     threads: int | None = None
@@ -38,6 +47,7 @@ class Config:
     timeout_s: float = 300.0
     bucket_bytes: int = 32 * 1024 * 1024
     log_dir: str | None = None
+    local_ranks: int = 1
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Config:
@@ -76,7 +86,16 @@ class Config:
             timeout_s=read("TIMEOUT_S", float, cls.timeout_s, takes="seconds above 0"),
             bucket_bytes=read("BUCKET_BYTES", int, cls.bucket_bytes, takes=count),
             log_dir=read("LOG_DIR", str, log_dir, takes="a folder"),
+            local_ranks=_local_ranks(environ),
         )
+
+
+def _local_ranks(environ: Mapping[str, str]) -> int:
+    """Return how many ranks the launcher started on this node; 1 where it does not say."""
+    for name in _LOCAL_RANKS:
+        if (text := environ.get(name, "")).isdecimal() and int(text) > 0:
+            return int(text)
+    return 1
 
 
 @functools.cache

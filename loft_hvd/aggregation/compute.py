@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import warnings
 from collections.abc import Sequence
 
@@ -13,10 +14,30 @@ from torch import Tensor
 
 from loft_hvd._native import explain_missing, extension
 from loft_hvd.aggregation import fallback
-from loft_hvd.aggregation.inputs import Row
-from loft_hvd.aggregation.rules import Rule
+from loft_hvd.aggregation.inputs import Row, address
+from loft_hvd.aggregation.rules import (
+    Mean,
+    MeanAroundMedian,
+    Median,
+    Phocas,
+    Rule,
+    TrimmedMean,
+)
+from loft_hvd.config import config
+from loft_hvd.errors import ArgumentTypeError
 
-__all__ = ["aggregate_rows"]
+__all__ = ["aggregate_rows", "num_threads"]
+
+# The codes of csrc/rules.h.
+_DTYPES = {"float64": 0, "float32": 1, "float16": 2, "bfloat16": 3}
+_RULES: dict[type[Rule], int] = {
+    Median: 0,
+    TrimmedMean: 1,
+    Mean: 1,  # the trimmed mean with f = 0
+    MeanAroundMedian: 2,
+    Phocas: 3,
+}
+_KINDS = {"midpoint": 0, "lower": 1, "upper": 2}
 
 
 @functools.cache
@@ -26,6 +47,18 @@ def _warn_once() -> None:
         RuntimeWarning,
         stacklevel=2,
     )
+
+
+def num_threads() -> int:
+    """Return the CPU threads of one call: LOFT_HVD_THREADS, else this rank's share of the CPUs.
+
+    The share is the allowed CPUs divided by the ranks on this node, and no more than torch uses.
+    """
+    settings = config()
+    if settings.threads is not None:
+        return settings.threads
+    share = len(os.sched_getaffinity(0)) // settings.local_ranks
+    return max(1, min(share, torch.get_num_threads()))
 
 
 def aggregate_rows(
@@ -41,16 +74,57 @@ def aggregate_rows(
     """
     if out.shape[0] == 0:
         return
-    if weights is not None:
-        divisor = functools.reduce(math.gcd, weights)
-        weights = [weight // divisor for weight in weights]
-        if max(weights) == 1:
-            weights = None  # equal weights: the same bits, faster
-    if extension() is None:
+    weights = reduce_weights(weights)
+    if not _run_native(rows, rule, weights, out, diagnose_every=0)[0]:
+        fallback.aggregate_rows(
+            [_as_tensor(row) for row in rows], rule, weights=weights, out=_as_tensor(out)
+        )
+
+
+def reduce_weights(weights: Sequence[int] | None) -> list[int] | None:
+    """Divide weights by their common divisor; equal ones become None: same bits, faster."""
+    if weights is None:
+        return None
+    divisor = functools.reduce(math.gcd, weights)
+    reduced = [weight // divisor for weight in weights]
+    return None if max(reduced) == 1 else reduced
+
+
+def _run_native(
+    rows: Sequence[Row],
+    rule: Rule,
+    weights: list[int] | None,
+    out: Row,
+    *,
+    diagnose_every: int,
+) -> tuple[bool, object]:
+    """Run the extension where it can: whether it ran, and what it found out about the rows."""
+    module = extension()
+    if module is None:
         _warn_once()
-    fallback.aggregate_rows(
-        [_as_tensor(row) for row in rows], rule, weights=weights, out=_as_tensor(out)
+        return False, None
+    if type(rule) not in _RULES:
+        raise ArgumentTypeError(f"{rule} has no kernel; use Custom(fn) for rules from elsewhere")
+    kind = _KINDS[rule.kind] if isinstance(rule, Median) else 0
+    job = (
+        [address(row) for row in rows],
+        out.shape[0],
+        _DTYPES[str(out.dtype).removeprefix("torch.")],
+        _RULES[type(rule)],
+        kind,
+        rule.f,
+        weights or [],
+        address(out),
     )
+    if isinstance(out, Tensor) and out.device.type == "cuda":
+        if not module.has_cuda or diagnose_every:
+            return False, None
+        stream = torch.cuda.current_stream(out.device).cuda_stream
+        module.aggregate_cuda(*job, out.device.index, stream)
+        return True, None
+    if isinstance(out, Tensor) and out.device.type != "cpu":
+        return False, None
+    return True, module.aggregate_cpu(*job, num_threads(), config().isa or "", diagnose_every)
 
 
 def _as_tensor(row: Row) -> Tensor:

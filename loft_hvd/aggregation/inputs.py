@@ -17,7 +17,16 @@ from torch import Tensor
 from loft_hvd.aggregation.rules import MAX_TOTAL_WEIGHT
 from loft_hvd.errors import AggregationError, ArgumentError, ArgumentTypeError
 
-__all__ = ["Gradients", "Presence", "Row", "Rows", "Weights", "read_present", "read_weights"]
+__all__ = [
+    "Gradients",
+    "Presence",
+    "Row",
+    "Rows",
+    "Weights",
+    "address",
+    "read_present",
+    "read_weights",
+]
 
 Row: TypeAlias = "Tensor | npt.NDArray[Any]"
 Gradients: TypeAlias = "Tensor | npt.NDArray[Any] | Sequence[Tensor] | Sequence[npt.NDArray[Any]]"
@@ -93,9 +102,9 @@ class Rows:
             raise ArgumentError("out must be contiguous; aggregate into a new tensor and copy")
         if isinstance(out, np.ndarray) and not out.flags.writeable:
             raise ArgumentError("out is read-only; give a writable array")
-        begin, size = _address(out), self.numel * out.itemsize
+        begin, size = address(out), self.numel * out.itemsize
         for number, row in enumerate(self.rows):
-            if size and begin < _address(row) + size and _address(row) < begin + size:
+            if size and begin < address(row) + size and address(row) < begin + size:
                 raise ArgumentError(f"out overlaps row {number} of gradients; give separate memory")
 
 
@@ -119,7 +128,8 @@ def _with_unit_stride(row: Row) -> Row:
     return row if is_plain else row.copy()
 
 
-def _address(row: Row) -> int:
+def address(row: Row) -> int:
+    """Return where the row's first value lies."""
     return row.data_ptr() if isinstance(row, Tensor) else row.ctypes.data
 
 

@@ -1,0 +1,13 @@
+# The CUDA half, where it is wanted and there is an nvcc. Links the runtime statically.
+if(LOFT_CUDA STREQUAL "0")
+  return()
+endif()
+include(CheckLanguage)
+check_language(CUDA)
+if(NOT CMAKE_CUDA_COMPILER)
+  if(LOFT_CUDA STREQUAL "1")
+    message(FATAL_ERROR "LOFT_HVD_CUDA=1, but no nvcc was found; put it on PATH or set CUDACXX")
+  endif()
+  message(STATUS "loft_hvd: no nvcc, building the CPU half only")
+  return()
+endif()

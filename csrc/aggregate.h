@@ -1,0 +1,49 @@
+// Layer 2. The C++ API: aggregate rows of gradients that lie anywhere in memory.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "rules.h"
+
+namespace loft {
+
+// Rows of one worker each: numel values of dtype, next to each other, any alignment of the row.
+// weights: empty for equal ones, else one count > 0 a row. All rows given are present.
+struct Job {
+  std::vector<const void*> rows;
+  int64_t numel = 0;
+  DType dtype = DType::kFloat32;
+  RuleParams params;
+  std::vector<int32_t> weights;
+  void* out = nullptr;
+};
+
+// What a row did in this job, for finding out which rank was off.
+struct Diagnostics {
+  int64_t coordinates = 0;               // looked at
+  std::vector<int64_t> num_outside;      // [rows], strictly outside the kept window
+  std::vector<int64_t> num_non_finite;   // [rows]
+  std::vector<double> squared_distance;  // [rows], to the result; non-finite values left out
+};
+
+struct CpuOptions {
+  int threads = 1;
+  std::string isa;  // "baseline", "avx2", "avx512" or "" for the best here
+  Diagnostics* diagnostics = nullptr;
+  int diagnose_every = 16;  // one block of so many
+};
+
+// Throws std::invalid_argument with the values when the job breaks a limit of rules.h.
+void check(const Job& job);
+void aggregate_cpu(const Job& job, const CpuOptions& options);
+
+// The levels compiled in that this machine runs, best last.
+std::vector<std::string> isa_levels();
+
+// Sum of the rows, float32, in row order: the memory pass that kernels are measured against.
+// `in_bursts`: row by row over a tile, which reads many rows with fewer streams at a time.
+void pass_cpu(const Job& job, const CpuOptions& options, bool in_bursts);
+
+}  // namespace loft

@@ -1,0 +1,86 @@
+// Layer 4. Python names of the C++ API; releases the GIL, checks nothing that the API checks, and
+// does no arithmetic. Rows and results are addresses: Python keeps their owners alive.
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "aggregate.h"
+#if defined(LOFT_HAVE_CUDA)
+#include "aggregate_cuda.h"
+#endif
+
+namespace py = pybind11;
+
+namespace {
+
+loft::Job job_of(const std::vector<uintptr_t>& rows, int64_t numel, int dtype, int rule, int kind,
+                 int f, std::vector<int32_t> weights, uintptr_t out) {
+  if (dtype < 0 || dtype > 3 || rule < 0 || rule > 3 || kind < 0 || kind > 2) {
+    throw std::invalid_argument("dtype, rule or kind is not a code of rules.h");
+  }
+  loft::Job job;
+  for (uintptr_t row : rows) job.rows.push_back(reinterpret_cast<const void*>(row));
+  job.numel = numel;
+  job.dtype = static_cast<loft::DType>(dtype);
+  job.params = {static_cast<loft::Rule>(rule), static_cast<loft::MedianKind>(kind), f};
+  job.weights = std::move(weights);
+  job.out = reinterpret_cast<void*>(out);
+  return job;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_loft, module) {
+  module.doc() = "Coordinate-wise robust aggregation of rows given by their addresses.";
+#if defined(LOFT_HAVE_CUDA)
+  module.attr("has_cuda") = true;
+#else
+  module.attr("has_cuda") = false;
+#endif
+  module.def("isa_levels", &loft::isa_levels, "Instruction sets that run here, the best last.");
+  module.def(
+      "aggregate_cpu",
+      [](const std::vector<uintptr_t>& rows, int64_t numel, int dtype, int rule, int kind, int f,
+         std::vector<int32_t> weights, uintptr_t out, int threads, const std::string& isa,
+         int diagnose_every) -> py::object {
+        const loft::Job job = job_of(rows, numel, dtype, rule, kind, f, std::move(weights), out);
+        loft::Diagnostics diagnostics;
+        loft::CpuOptions options{threads, isa, nullptr, diagnose_every};
+        if (diagnose_every > 0) options.diagnostics = &diagnostics;
+        {
+          const py::gil_scoped_release release;
+          loft::aggregate_cpu(job, options);
+        }
+        if (diagnose_every <= 0) return py::none();
+        return py::make_tuple(diagnostics.coordinates, diagnostics.num_outside,
+                              diagnostics.num_non_finite, diagnostics.squared_distance);
+      },
+      py::arg("rows"), py::arg("numel"), py::arg("dtype"), py::arg("rule"), py::arg("kind"),
+      py::arg("f"), py::arg("weights"), py::arg("out"), py::arg("threads"), py::arg("isa"),
+      py::arg("diagnose_every"),
+      "Aggregate rows into out. With diagnose_every > 0, look at one block of so many and return "
+      "(coordinates, num_outside, num_non_finite, squared_distance), the last three one a row.");
+  module.def(
+      "pass_cpu",
+      [](const std::vector<uintptr_t>& rows, int64_t numel, uintptr_t out, int threads,
+         const std::string& isa, bool in_bursts) {
+        const loft::Job job = job_of(rows, numel, 1, 0, 0, 0, {}, out);
+        const py::gil_scoped_release release;
+        loft::pass_cpu(job, {threads, isa, nullptr, 0}, in_bursts);
+      },
+      py::arg("rows"), py::arg("numel"), py::arg("out"), py::arg("threads"), py::arg("isa"),
+      py::arg("in_bursts"), "Sum float32 rows in row order: the memory pass of the benchmarks.");
+#if defined(LOFT_HAVE_CUDA)
+  module.def(
+      "aggregate_cuda",
+      [](const std::vector<uintptr_t>& rows, int64_t numel, int dtype, int rule, int kind, int f,
+         std::vector<int32_t> weights, uintptr_t out, int device, uintptr_t stream) {
+        const loft::Job job = job_of(rows, numel, dtype, rule, kind, f, std::move(weights), out);
+        const py::gil_scoped_release release;
+        loft::aggregate_cuda(job, {device, reinterpret_cast<void*>(stream)});
+      },
+      py::arg("rows"), py::arg("numel"), py::arg("dtype"), py::arg("rule"), py::arg("kind"),
+      py::arg("f"), py::arg("weights"), py::arg("out"), py::arg("device"), py::arg("stream"),
+      "Queue the aggregation of rows on a CUDA device into out, on the caller's stream.");
+#endif
+}

@@ -1,0 +1,132 @@
+// Layer 1. One coordinate's ranked values in, one value out. Host and device; the value type V is a
+// float, a double, or a vector of them on the CPU, so every machine runs this one definition.
+//
+// `at(i)` gives the value of rank i. Sums add pairs from the middle outwards and the pairs by a
+// binary tree over the pairs' distance from the middle: the order depends on ranks alone. A tree
+// padded with zeros (device: all indices known at compile time) gives the same bits as one cut to
+// size (host), because adding zero is exact and the sign of a zero sum is normalised at the end.
+#pragma once
+
+#include "rules.h"
+
+namespace loft {
+
+// Largest power of two below kCount.
+constexpr int split_of(int count) {
+  int half = 1;
+  while (2 * half < count) half *= 2;
+  return half;
+}
+
+template <int kLeaves>
+struct Tree {
+  template <typename Leaf>
+  static LOFT_INLINE auto sum(const Leaf& leaf, int first) {
+    if constexpr (kLeaves == 1) {
+      return leaf(first);
+    } else {
+      constexpr int kLeft = split_of(kLeaves);
+      return Tree<kLeft>::sum(leaf, first) + Tree<kLeaves - kLeft>::sum(leaf, first + kLeft);
+    }
+  }
+};
+
+// Sum of `count` leaves, count >= 1, by groups of eight and a binary counter over the groups.
+template <typename V, typename Leaf>
+LOFT_INLINE V tree_sum(const Leaf& leaf, int count) {
+  constexpr int kMaxLevels = 8;  // 512 leaves are 64 groups
+  V partial[kMaxLevels];
+  const int groups = count / 8;
+  for (int group = 0; group < groups; ++group) {
+    V sum = Tree<8>::sum(leaf, 8 * group);
+    int level = 0;
+    for (; (group >> level) & 1; ++level) sum = partial[level] + sum;
+    partial[level] = sum;
+  }
+  V tail;
+  bool has_tail = true;
+  switch (const int first = 8 * groups; count % 8) {
+    case 1: tail = Tree<1>::sum(leaf, first); break;
+    case 2: tail = Tree<2>::sum(leaf, first); break;
+    case 3: tail = Tree<3>::sum(leaf, first); break;
+    case 4: tail = Tree<4>::sum(leaf, first); break;
+    case 5: tail = Tree<5>::sum(leaf, first); break;
+    case 6: tail = Tree<6>::sum(leaf, first); break;
+    case 7: tail = Tree<7>::sum(leaf, first); break;
+    default:
+      tail = V{};
+      has_tail = false;
+      break;
+  }
+  for (int level = 0; groups >> level; ++level) {
+    if (!((groups >> level) & 1)) continue;
+    tail = has_tail ? partial[level] + tail : partial[level];
+    has_tail = true;
+  }
+  return tail;
+}
+
+// Sum of at(first) .. at(first + count - 1) in the order described above; count >= 1.
+template <typename V, typename At>
+LOFT_INLINE V fold_sum(const At& at, int first, int count) {
+  const int middle = first + count / 2;
+  if (count % 2) {
+    const auto leaf = [&](int k) -> V {
+      return k == 0 ? at(middle) : at(middle - k) + at(middle + k);
+    };
+    return tree_sum<V>(leaf, count / 2 + 1);
+  }
+  const auto leaf = [&](int k) -> V { return at(middle - 1 - k) + at(middle + k); };
+  return tree_sum<V>(leaf, count / 2);
+}
+
+// The same bits, all indices known when the loops are unrolled: ranks first .. first + count - 1 of
+// kRows symmetric about the middle, so 2 * first + count == kRows.
+template <int kRows, typename V, typename At>
+LOFT_INLINE V fold_sum_static(const At& at, int first) {
+  constexpr int kMiddle = kRows / 2;
+  if constexpr (kRows % 2) {
+    const auto leaf = [&](int k) -> V {
+      if (k == 0) return at(kMiddle);
+      return kMiddle - k >= first ? at(kMiddle - k) + at(kMiddle + k) : V{};
+    };
+    return Tree<kMiddle + 1>::sum(leaf, 0);
+  } else {
+    const auto leaf = [&](int k) -> V {
+      return kMiddle - 1 - k >= first ? at(kMiddle - 1 - k) + at(kMiddle + k) : V{};
+    };
+    return Tree<kMiddle>::sum(leaf, 0);
+  }
+}
+
+// 0.5 a + 0.5 b: no overflow, and equal values give themselves. NaN and inf - inf give NaN.
+template <typename V>
+LOFT_INLINE V midpoint(V lower, V upper) {
+  return lower * 0.5f + upper * 0.5f;
+}
+
+template <typename V>
+LOFT_INLINE V pick_median(V lower, V upper, MedianKind kind) {
+  return kind == MedianKind::kLower   ? lower
+         : kind == MedianKind::kUpper ? upper
+                                      : midpoint(lower, upper);
+}
+
+// A mean never leaves its values' range, and the mean of equal values is that value.
+template <typename V>
+LOFT_INLINE V clamp_mean(V mean, V low, V high) {
+  mean = mean < low ? low : mean;  // false for NaN
+  return mean > high ? high : mean;
+}
+
+// The mean of finite values whose sum overflows: everything scaled by 2^-64, in double.
+// `at(i)` gives values as double, `weight(i)` counts as double; total is the sum of the counts.
+template <typename At, typename Weight>
+LOFT_HOST_DEVICE inline double scaled_mean(const At& at, const Weight& weight, int first, int count,
+                                           double total) {
+  constexpr double kScale = 1.0 / 18446744073709551616.0;  // 2^-64
+  const auto product = [&](int i) { return at(i) * kScale * weight(i); };
+  return fold_sum<double>(product, first, count) / total / kScale;
+}
+
+}  // namespace loft

@@ -1,0 +1,202 @@
+// Layer 2. From ranked entries to results: the coordinate rules on vectors.
+#pragma once
+
+#include "coordinate_rules.h"
+#include "kernels_cpu.h"
+#include "sort_cpu.h"
+
+namespace loft {
+namespace LOFT_ISA {
+
+template <typename V>
+using Lane = std::remove_cv_t<std::remove_reference_t<decltype(V{}[0])>>;
+
+// Results of one vector: the aggregate and the window of values that were kept.
+template <typename V>
+struct Outcome {
+  V result, low, high;
+};
+
+// Recompute the lanes whose sum overflowed although every kept value is finite.
+template <typename V, typename At, typename Weight>
+__attribute__((noinline)) V rescue(V mean, V sum, V low, V high, const At& at, const Weight& weight,
+                                   int first, int count) {
+  for (unsigned lane = 0; lane < sizeof(V) / sizeof(Lane<V>); ++lane) {
+    const bool is_bad = !(sum[lane] - sum[lane] == 0);
+    if (!is_bad || !(low[lane] - low[lane] == 0) || !(high[lane] - high[lane] == 0)) continue;
+    double total = 0;
+    for (int i = first; i < first + count; ++i) total += weight(i, lane);
+    const auto value = [&](int i) { return static_cast<double>(at(i)[lane]); };
+    const auto share = [&](int i) { return weight(i, lane); };
+    mean[lane] = static_cast<Lane<V>>(scaled_mean(value, share, first, count, total));
+  }
+  return mean;
+}
+
+// Mean of at(first) .. at(first + count - 1), which lie between low and high.
+template <typename V, typename At>
+LOFT_INLINE V mean_of(const At& at, int first, int count, V low, V high) {
+  const V sum = fold_sum<V>(at, first, count);
+  V mean = sum / static_cast<Lane<V>>(count);
+  if (__builtin_expect(any_lane((sum - sum) != 0), 0)) {
+    mean = rescue(mean, sum, low, high, at, [](int, unsigned) { return 1.0; }, first, count);
+  }
+  return clamp_mean(mean, low, high);
+}
+
+// The same by weight: weight(i) holds counts in integer lanes.
+template <typename V, typename At, typename Weight>
+LOFT_INLINE V weighted_mean_of(const At& at, const Weight& weight, int first, int count, V low,
+                               V high) {
+  auto total = weight(first);
+  for (int i = first + 1; i < first + count; ++i) total += weight(i);
+  const auto product = [&](int i) -> V { return at(i) * __builtin_convertvector(weight(i), V); };
+  const V sum = fold_sum<V>(product, first, count);
+  V mean = sum / __builtin_convertvector(total, V);
+  if (__builtin_expect(any_lane((sum - sum) != 0), 0)) {
+    const auto share = [&](int i, unsigned lane) { return static_cast<double>(weight(i)[lane]); };
+    mean = rescue(mean, sum, low, high, at, share, first, count);
+  }
+  return clamp_mean(mean, low, high);
+}
+
+// The ranked values of one part of one vector.
+template <typename F>
+struct Ranked {
+  const typename F::Entry* entries;
+  int part;
+  LOFT_INLINE typename F::V operator()(int rank) const { return F::value(entries[rank], part); }
+};
+
+template <typename F, typename At>
+LOFT_INLINE auto mean_by_count_or_weight(const At& at, const typename F::Entry* entries, int first,
+                                         int count, typename F::V low, typename F::V high) {
+  if constexpr (kIsWeighted<F>) {
+    const auto weight = [&](int i) { return F::weight(entries[i]); };
+    return weighted_mean_of<typename F::V>(at, weight, first, count, low, high);
+  } else {
+    return mean_of<typename F::V>(at, first, count, low, high);
+  }
+}
+
+template <typename F>
+struct MedianRule {
+  static LOFT_INLINE auto apply(const Work& work, const typename F::Entry* entries, int part)
+      -> Outcome<typename F::V> {
+    using V = typename F::V;
+    const Ranked<F> at{entries, part};
+    const int n = work.num_rows;
+    V lower = at((n - 1) / 2), upper = at(n / 2);
+    if constexpr (kIsWeighted<F>) {
+      const auto total = typename F::I{} + static_cast<Lane<typename F::I>>(work.total_weight);
+      typename F::I below{};  // twice the weight of the ranks before
+      lower = upper = at(0);
+      for (int rank = 0; rank < n; ++rank) {
+        lower = below < total ? at(rank) : lower;
+        upper = below <= total ? at(rank) : upper;
+        below += 2 * F::weight(entries[rank]);
+      }
+      const V middle = lower == upper ? lower : midpoint(lower, upper);
+      const V picked = work.params.kind == MedianKind::kMidpoint
+                           ? middle
+                           : pick_median(lower, upper, work.params.kind);
+      return {picked, lower, upper};
+    }
+    if (n % 2) return {lower, lower, lower};
+    return {pick_median(lower, upper, work.params.kind), lower, upper};
+  }
+};
+
+template <typename F>
+struct TrimmedMeanRule {
+  static LOFT_INLINE auto apply(const Work& work, const typename F::Entry* entries, int part)
+      -> Outcome<typename F::V> {
+    const Ranked<F> at{entries, part};
+    const int n = work.num_rows, f = work.params.f;
+    const typename F::V low = at(f), high = at(n - 1 - f);
+    return {mean_by_count_or_weight<F>(at, entries, f, n - 2 * f, low, high), low, high};
+  }
+};
+
+// Mean of the n - f values nearest to a centre. The window of kept ranks slides up while that
+// brings a nearer value; slot i % keep holds the value that leaves when it moves from i to i + 1.
+template <typename F>
+LOFT_INLINE auto mean_around(const Work& work, const typename F::Entry* entries, int part,
+                             typename F::V centre) -> Outcome<typename F::V> {
+  using V = typename F::V;
+  const Ranked<F> at{entries, part};
+  const int n = work.num_rows, f = work.params.f, keep = n - f;
+  V near[kMaxRows];
+  V low = at(0), high = at(keep - 1);
+  for (int i = 0; i < keep; ++i) near[i] = at(i);
+  const auto slide = [&](int i) {
+    const V leaving = at(i), entering = at(i + keep);
+    const auto moves = (centre - leaving) > (entering - centre);
+    low = moves ? at(i + 1) : low;
+    high = moves ? entering : high;
+    return moves;
+  };
+  V mean;
+  if constexpr (kIsWeighted<F>) {
+    typename F::I weights[kMaxRows];
+    for (int i = 0; i < keep; ++i) weights[i] = F::weight(entries[i]);
+    for (int i = 0, slot = 0; i < f; ++i, slot = slot + 1 == keep ? 0 : slot + 1) {
+      const auto moves = slide(i);
+      near[slot] = moves ? at(i + keep) : near[slot];
+      weights[slot] = moves ? F::weight(entries[i + keep]) : weights[slot];
+    }
+    mean = weighted_mean_of<V>([&](int i) { return near[i]; }, [&](int i) { return weights[i]; }, 0,
+                               keep, low, high);
+  } else {
+    for (int i = 0, slot = 0; i < f; ++i, slot = slot + 1 == keep ? 0 : slot + 1) {
+      near[slot] = slide(i) ? at(i + keep) : near[slot];
+    }
+    mean = mean_of<V>([&](int i) { return near[i]; }, 0, keep, low, high);
+  }
+  return {centre == centre ? mean : centre, low, high};
+}
+
+template <typename F>
+struct MeanAroundMedianRule {
+  static LOFT_INLINE auto apply(const Work& work, const typename F::Entry* entries, int part)
+      -> Outcome<typename F::V> {
+    const Ranked<F> at{entries, part};
+    const int n = work.num_rows;
+    const auto lower = at((n - 1) / 2);
+    return mean_around<F>(work, entries, part, n % 2 ? lower : midpoint(lower, at(n / 2)));
+  }
+};
+
+template <typename F>
+struct PhocasRule {
+  static LOFT_INLINE auto apply(const Work& work, const typename F::Entry* entries, int part)
+      -> Outcome<typename F::V> {
+    using V = typename F::V;
+    const Ranked<F> at{entries, part};
+    const int n = work.num_rows, f = work.params.f;
+    const V centre = mean_of<V>(at, f, n - 2 * f, at(f), at(n - 1 - f));
+    return mean_around<F>(work, entries, part, centre);
+  }
+};
+
+// Finish `vectors` neighbouring vectors from coordinate `at` on.
+template <typename F, typename RuleOf>
+void finish(const Work& work, const typename F::Entry* entries, int stride, int vectors, int64_t at,
+            int64_t begin) {
+  using V = typename F::V;
+  constexpr int kPartLanes = sizeof(V) / sizeof(Lane<V>);
+  for (int vector = 0; vector < vectors; ++vector, at += F::kLanes, entries += stride) {
+    for (int part = 0; part < F::kParts; ++part) {
+      const Outcome<V> outcome = RuleOf::apply(work, entries, part);
+      F::put(work.out + at * static_cast<int64_t>(sizeof(typename F::Bits)), outcome.result, part);
+      if (work.low) {
+        const int64_t place = at - begin + part * kPartLanes;
+        store(static_cast<Lane<V>*>(work.low) + place, outcome.low);
+        store(static_cast<Lane<V>*>(work.high) + place, outcome.high);
+      }
+    }
+  }
+}
+
+}  // namespace LOFT_ISA
+}  // namespace loft

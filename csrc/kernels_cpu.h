@@ -1,0 +1,43 @@
+// Layer 2. What one instruction set's kernels offer to aggregate_cpu.cpp.
+#pragma once
+
+#include <cstdint>
+
+#include "rules.h"
+
+namespace loft {
+
+// One job as the kernels see it; `low` and `high`, where not null, take the kept window of each
+// coordinate from `begin` on, in the arithmetic type (double for float64, else float).
+struct Work {
+  const char* const* rows;
+  const int32_t* weights;  // null for equal ones
+  int num_rows;
+  int64_t total_weight;
+  RuleParams params;
+  char* out;
+  void* low;
+  void* high;
+};
+
+// Aggregates coordinates [begin, end).
+using Kernel = void (*)(const Work& work, int64_t begin, int64_t end);
+
+// Indexed by [weighted][dtype]; a level that is not compiled in has no table.
+struct KernelTable {
+  Kernel kernels[2][4];
+  Kernel pass;   // row sums in row order, all rows line by line
+  Kernel burst;  // the same, row by row over a tile
+};
+
+namespace baseline {
+const KernelTable& kernels();
+}
+namespace avx2 {
+const KernelTable& kernels();
+}
+namespace avx512 {
+const KernelTable& kernels();
+}
+
+}  // namespace loft

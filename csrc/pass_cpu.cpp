@@ -1,0 +1,78 @@
+// Layer 2. The memory pass of one instruction set, and the table of its kernels.
+//
+// The pass adds the rows in row order: the same reads and writes as a rule with hardly any
+// arithmetic, so it is what a rule's time is measured against. Float32 only.
+
+#include "kernels_cpu.h"
+#include "vectors.h"
+
+namespace loft {
+namespace LOFT_ISA {
+namespace {
+
+using V = Vector<float>;
+constexpr int kLanes = kVectorBytes / 4;
+constexpr int kLineVectors = kLineBytes / kVectorBytes;
+
+void add_tail(const Work& work, int64_t at, int64_t end) {
+  for (; at < end; ++at) {
+    float sum = 0;
+    for (int row = 0; row < work.num_rows; ++row) {
+      sum += reinterpret_cast<const float*>(work.rows[row])[at];
+    }
+    reinterpret_cast<float*>(work.out)[at] = sum;
+  }
+}
+
+void pass(const Work& work, int64_t begin, int64_t end) {
+  int64_t at = begin;
+  for (; at + kLineVectors * kLanes <= end; at += kLineVectors * kLanes) {
+    V sum[kLineVectors] = {};
+    for (int row = 0; row < work.num_rows; ++row) {
+      const char* from = work.rows[row] + at * 4;
+      prefetch(from, kAhead);
+      for (int i = 0; i < kLineVectors; ++i) sum[i] += load<V>(from + i * kVectorBytes);
+    }
+    for (int i = 0; i < kLineVectors; ++i) store(work.out + at * 4 + i * kVectorBytes, sum[i]);
+  }
+  add_tail(work, at, end);
+}
+
+void burst(const Work& work, int64_t begin, int64_t end) {
+  constexpr int kTile = 512;
+  alignas(64) float sum[kTile];
+  int64_t at = begin;
+  for (; at + kTile <= end; at += kTile) {
+    std::memset(sum, 0, sizeof(sum));
+    for (int row = 0; row < work.num_rows; ++row) {
+      const char* from = work.rows[row] + at * 4;
+      for (int i = 0; i < kTile; i += kLanes)
+        store(sum + i, load<V>(sum + i) + load<V>(from + 4 * i));
+    }
+    std::memcpy(work.out + at * 4, sum, sizeof(sum));
+  }
+  add_tail(work, at, end);
+}
+
+}  // namespace
+
+void float64(const Work&, int64_t, int64_t);
+void float32(const Work&, int64_t, int64_t);
+void float16(const Work&, int64_t, int64_t);
+void bfloat16(const Work&, int64_t, int64_t);
+void weighted_float64(const Work&, int64_t, int64_t);
+void weighted_float32(const Work&, int64_t, int64_t);
+void weighted_float16(const Work&, int64_t, int64_t);
+void weighted_bfloat16(const Work&, int64_t, int64_t);
+
+const KernelTable& kernels() {
+  static const KernelTable table{
+      {{float64, float32, float16, bfloat16},
+       {weighted_float64, weighted_float32, weighted_float16, weighted_bfloat16}},
+      pass,
+      burst};
+  return table;
+}
+
+}  // namespace LOFT_ISA
+}  // namespace loft

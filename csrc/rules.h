@@ -1,0 +1,34 @@
+// Layer 0. Rules, their parameters and limits: the same as loft_hvd/aggregation/rules.py.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define LOFT_HOST_DEVICE __host__ __device__
+#define LOFT_INLINE __host__ __device__ __forceinline__
+#else
+#define LOFT_HOST_DEVICE
+#define LOFT_INLINE inline __attribute__((always_inline))
+#endif
+
+namespace loft {
+
+constexpr int kMaxRows = 1024;
+constexpr int64_t kMaxTotalWeight = (int64_t{1} << 30) - 1;  // twice the total fits an int32
+
+enum class DType : int { kFloat64 = 0, kFloat32 = 1, kFloat16 = 2, kBFloat16 = 3 };
+enum class Rule : int { kMedian = 0, kTrimmedMean = 1, kMeanAroundMedian = 2, kPhocas = 3 };
+enum class MedianKind : int { kMidpoint = 0, kLower = 1, kUpper = 2 };
+
+// The mean is the trimmed mean with f = 0.
+struct RuleParams {
+  Rule rule = Rule::kMedian;
+  MedianKind kind = MedianKind::kMidpoint;
+  int f = 0;  // rows dropped a side (trimmed mean), or left out in all (mean around median, Phocas)
+};
+
+inline int size_of(DType dtype) {
+  return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
+}
+
+}  // namespace loft

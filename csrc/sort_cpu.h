@@ -1,0 +1,161 @@
+// Layer 2. Ranks of many rows on the CPU: groups sorted in registers, merged through the L1 cache.
+#pragma once
+
+#include <limits>
+#include <type_traits>
+#include <utility>
+
+#include "entries.h"
+
+namespace loft {
+namespace LOFT_ISA {
+
+#include "networks.h"
+
+#if defined(__AVX512BW__)
+constexpr int kRegisters = 32;
+#else
+constexpr int kRegisters = 16;
+#endif
+#if defined(__AVX2__) || defined(__aarch64__)
+constexpr bool kHasCompare64 = true;
+#else
+constexpr bool kHasCompare64 = false;
+#endif
+
+// Where the rows of one call lie; `weights` is null without weights.
+struct Source {
+  const char* const* rows;
+  const int32_t* weights;
+};
+
+template <typename F>
+constexpr bool kIsWeighted = false;
+template <typename Plain>
+constexpr bool kIsWeighted<Weighted<Plain>> = true;
+
+template <typename F>
+constexpr int kStep = F::kLanes * static_cast<int>(sizeof(typename F::Bits));  // bytes a row
+
+// Rows that one straight-line network sorts. Entries that are dear to exchange get short networks,
+// which also keeps them quick to compile: weighted float64, and 64-bit keys where the machine
+// cannot compare them.
+template <typename F>
+constexpr int kGroup = std::is_same_v<typename F::Entry, Pair>                                ? 8
+                       : std::is_same_v<typename F::Entry, Vector<int64_t>> && !kHasCompare64 ? 8
+                       : kIsWeighted<F>                                                       ? 16
+                                                                                              : 32;
+
+// Entries that a merge finishes in registers.
+template <typename F>
+constexpr int kClean = kGroup<F> < kRegisters ? kGroup<F> : kRegisters;
+
+// Load `kRows` rows at byte `at`; on the first vector of a line, fetch a later line of each.
+template <typename F, int kRows>
+LOFT_INLINE void load_rows(Source source, int64_t at, int vector, typename F::Entry* entries) {
+  constexpr int kVectorsALine = kLineBytes / kStep<F> > 1 ? kLineBytes / kStep<F> : 1;
+  if (vector % kVectorsALine == 0) {
+    for (int row = 0; row < kRows; ++row) prefetch(source.rows[row] + at, kAhead);
+  }
+  for (int row = 0; row < kRows; ++row) {
+    if constexpr (kIsWeighted<F>) {
+      entries[row] = F::load(source.rows[row] + at, source.weights[row]);
+    } else {
+      entries[row] = F::load(source.rows[row] + at);
+    }
+  }
+}
+
+// Sort `vectors` neighbouring vectors of kRows rows, each into `to`, `stride` entries apart.
+template <typename F, int kRows>
+void sort_group(Source source, int64_t at, int vectors, typename F::Entry* to, int stride) {
+  for (int vector = 0; vector < vectors; ++vector, at += kStep<F>, to += stride) {
+    typename F::Entry entries[kRows];
+    load_rows<F, kRows>(source, at, vector, entries);
+    SortNetwork<kRows>::apply(entries);
+    for (int row = 0; row < kRows; ++row) to[row] = entries[row];
+  }
+}
+
+template <typename F>
+using SortGroup = void (*)(Source, int64_t, int, typename F::Entry*, int);
+
+template <typename F, int... kRows>
+constexpr SortGroup<F> sort_group_for(int rows, std::integer_sequence<int, kRows...>) {
+  constexpr SortGroup<F> table[] = {sort_group<F, kRows + 1>...};
+  return table[rows - 1];
+}
+
+template <typename F>
+SortGroup<F> sort_group_for(int rows) {
+  return sort_group_for<F>(rows, std::make_integer_sequence<int, kGroup<F>>{});
+}
+
+// Sort a bitonic run of kCount entries in registers.
+template <int kCount, typename Entry>
+LOFT_INLINE void clean(Entry* run) {
+  Entry v[kCount];
+  for (int i = 0; i < kCount; ++i) v[i] = run[i];
+#pragma GCC unroll 8
+  for (int distance = kCount / 2; distance > 0; distance /= 2) {
+#pragma GCC unroll 32
+    for (int i = 0; i < kCount; ++i) {
+      if (!(i & distance)) exchange(v[i], v[i + distance]);
+    }
+  }
+  for (int i = 0; i < kCount; ++i) run[i] = v[i];
+}
+
+// Merge two ascending runs, run[0, half) and run[half, length), half < length <= 2 * half; both are
+// multiples of kGroup<F>. What lies beyond `length` counts as +inf and never moves.
+template <typename F>
+void merge(typename F::Entry* run, int half, int length) {
+  for (int i = 2 * half - length; i < half; ++i) exchange(run[i], run[2 * half - 1 - i]);
+  for (int distance = half / 2; distance >= kClean<F>; distance /= 2) {
+    for (int base = 0; base < length; base += 2 * distance) {
+      const int end = base + 2 * distance < length ? base + distance : length - distance;
+      for (int i = base; i < end; ++i) exchange(run[i], run[i + distance]);
+    }
+  }
+  for (int base = 0; base < length; base += kClean<F>) clean<kClean<F>>(run + base);
+}
+
+template <typename Entry>
+LOFT_INLINE void set_last(Entry& entry) {
+  entry = Entry{} + std::numeric_limits<std::remove_reference_t<decltype(entry[0])>>::max();
+}
+LOFT_INLINE void set_last(Pair& entry) {
+  set_last(entry.key);
+  set_last(entry.weight);
+}
+
+// Entries that `rows` ranked rows take: above one group, whole groups.
+template <typename F>
+constexpr int padded(int rows) {
+  return rows <= kGroup<F> ? rows : (rows + kGroup<F> - 1) / kGroup<F> * kGroup<F>;
+}
+
+// Rank `rows` rows, any number, into `to`, `stride` >= padded<F>(rows) entries a vector.
+template <typename F>
+void rank_rows(Source source, int rows, int64_t at, int vectors, typename F::Entry* to,
+               int stride) {
+  const int padded_rows = padded<F>(rows);
+  for (int first = 0; first < rows; first += kGroup<F>) {
+    const int count = rows - first < kGroup<F> ? rows - first : kGroup<F>;
+    const Source part{source.rows + first, source.weights ? source.weights + first : nullptr};
+    sort_group_for<F>(count)(part, at, vectors, to + first, stride);
+  }
+  if (rows <= kGroup<F>) return;
+  for (int vector = 0; vector < vectors; ++vector, to += stride) {
+    for (int i = rows; i < padded_rows; ++i) set_last(to[i]);
+    for (int half = kGroup<F>; half < padded_rows; half *= 2) {
+      for (int base = 0; base + half < padded_rows; base += 2 * half) {
+        const int left = padded_rows - base;
+        merge<F>(to + base, half, left < 2 * half ? left : 2 * half);
+      }
+    }
+  }
+}
+
+}  // namespace LOFT_ISA
+}  // namespace loft

@@ -1,0 +1,83 @@
+"""Build the C++ extension with CMake; everything else is in pyproject.toml.
+
+Environment: ``LOFT_HVD_CUDA`` 0, 1 or auto (build the CUDA half where nvcc is found),
+``LOFT_HVD_CUDA_ARCHS`` (CMake's CUDA_ARCHITECTURES, such as "80-real;90"), ``LOFT_HVD_WERROR`` 1,
+``LOFT_HVD_JOBS`` (compile jobs, else the allowed CPUs). Objects are kept under ``build/`` and only
+what changed is compiled again.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup  # type: ignore[import-untyped]  # ships no types
+from setuptools.command.build_ext import (  # type: ignore[import-untyped]  # ships no types
+    build_ext,
+)
+
+ROOT = Path(__file__).resolve().parent
+
+
+def _tool(name: str) -> str | None:
+    """Return a build tool's path: the one beside this Python, of its package, or on PATH."""
+    beside = Path(sys.executable).parent / name
+    if beside.exists():
+        return str(beside)
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.origin is not None:
+        for folder in (Path(spec.origin).parent / "data" / "bin", Path(spec.origin).parent):
+            if (folder / name).is_file():
+                return str(folder / name)
+    return shutil.which(name)
+
+
+class CMakeBuild(build_ext):  # type: ignore[misc]  # its base is untyped
+    """Hand the extension to CMake and let the result land where setuptools wants it."""
+
+    def build_extension(self, ext: Extension) -> None:
+        """Configure and build in a folder that outlives this run."""
+        cmake = _tool("cmake")
+        if cmake is None:
+            raise SystemExit("building loft_hvd needs cmake: pip install 'cmake>=3.22' ninja")
+        target = Path(self.get_ext_fullpath(ext.name)).resolve()
+        tag = f"{sys.implementation.cache_tag}-{'debug' if self.debug else 'release'}"
+        folder = ROOT / "build" / tag
+        folder.mkdir(parents=True, exist_ok=True)
+        jobs = os.environ.get("LOFT_HVD_JOBS") or str(len(os.sched_getaffinity(0)))
+        configure = [
+            cmake,
+            "-S",
+            str(ROOT),
+            "-B",
+            str(folder),
+            f"-DPython_EXECUTABLE={sys.executable}",
+            f"-DCMAKE_BUILD_TYPE={'Debug' if self.debug else 'Release'}",
+            f"-DLOFT_CUDA={os.environ.get('LOFT_HVD_CUDA', 'auto') or 'auto'}",
+            f"-DLOFT_WERROR={os.environ.get('LOFT_HVD_WERROR', '0') or '0'}",
+        ]
+        if archs := os.environ.get("LOFT_HVD_CUDA_ARCHS"):
+            configure.append(f"-DLOFT_CUDA_ARCHS={archs}")
+        ninja = _tool("ninja")
+        if ninja is not None:
+            configure += ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
+        self._forget_another_environment(folder)
+        subprocess.run(configure, check=True)
+        subprocess.run([cmake, "--build", str(folder), "--parallel", jobs], check=True)
+        built = next(folder.glob("_loft*.so"))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(built, target)
+
+    @staticmethod
+    def _forget_another_environment(folder: Path) -> None:
+        """Drop a cache whose Python or tools are gone, as after an isolated build; keep objects."""
+        cache = folder / "CMakeCache.txt"
+        if cache.exists() and f"={sys.executable}\n" not in cache.read_text():
+            cache.unlink()
+
+
+setup(ext_modules=[Extension("loft_hvd._loft", sources=[])], cmdclass={"build_ext": CMakeBuild})
