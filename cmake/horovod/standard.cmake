@@ -5,3 +5,10 @@ foreach(standard 11 14 17)
   set(CMAKE_CXX${standard}_STANDARD_COMPILE_OPTION "-std=c++20")
   set(CMAKE_CXX${standard}_EXTENSION_COMPILE_OPTION "-std=gnu++20")
 endforeach()
+
+# Horovod enables CUDA wherever CMake finds a toolkit, also for a torch without it, and fails where
+# that toolkit does not work. The set-up asks for none where torch would use none.
+if("$ENV{LOFT_HVD_HOROVOD_CUDA}" STREQUAL "0")
+  set(CMAKE_CUDA_COMPILER "" CACHE FILEPATH "no CUDA wanted" FORCE)
+  set(CMAKE_DISABLE_FIND_PACKAGE_CUDAToolkit TRUE)
+endif()

@@ -25,6 +25,7 @@ _STAMP = "horovod"
 _LOCK_TIMEOUT_S = 3600.0
 # Of Horovod's variables those that decide how it is built; the others speak to a running one.
 _OPTIONS = re.compile(r"HOROVOD_(WITH|GPU|CUDA|NCCL|ROCM|CCL|BUILD|CMAKE|ALLOW_MIXED)\w*")
+_LIBRARY = re.compile(r"horovod/torch/mpi_lib_v2\.[^/]*so")
 _BUILD_BYTES = 2 * 2**30
 _JOB_BYTES = 2 * 2**30  # memory that one of torch's translation units takes, with room
 
@@ -68,11 +69,15 @@ def _torch_cxx_abi(site: Path) -> str:
 
 
 def _cuda(torch: str, environ: Mapping[str, str]) -> str:
-    """Return which CUDA toolkit Horovod would find; a torch for CPUs makes it use none."""
+    """Return the CUDA toolkit that torch's build tools would find, or "" for a build without.
+
+    A torch for CPUs takes none. torch looks at these variables, nvcc and this folder, in turn.
+    """
     if torch.endswith("+cpu"):
         return ""
-    homes = [environ.get(name, "") for name in ("CUDA_HOME", "CUDA_PATH")]
-    return " ".join([*homes, shutil.which("nvcc") or ""]).strip()
+    named = environ.get("CUDA_HOME") or environ.get("CUDA_PATH")
+    usual = "/usr/local/cuda"
+    return named or shutil.which("nvcc") or (usual if os.path.exists(usual) else "")
 
 
 def make_recipe(
@@ -93,6 +98,9 @@ def make_recipe(
         HOROVOD_WITH_GLOO="1",
         CMAKE_GENERATOR="Unix Makefiles",  # Horovod hands make's own options to the generator
     )
+    cuda = _cuda(torch, environ)
+    if not cuda:
+        variables["LOFT_HVD_HOROVOD_CUDA"] = "0"  # see standard.cmake
     variables["HOROVOD_WITH_MPI" if mpi else "HOROVOD_WITHOUT_MPI"] = "1"
     parts = {
         "horovod": version,
@@ -102,7 +110,7 @@ def make_recipe(
         "platform": facts.platform,
         "compiler": compiler.identity,
         "mpi": mpi,
-        "cuda": _cuda(torch, environ),
+        "cuda": cuda,
         "options": json.dumps(variables, sort_keys=True),
         "override": digest([], override.glob("*.cmake")),
     }
@@ -120,11 +128,12 @@ def build_jobs() -> int:
 
 
 def _whole_wheel(folder: Path) -> Path | None:
-    """Return the wheel in ``folder`` when it is there and reads to its end."""
+    """Return the wheel in ``folder`` when it reads to its end and has Horovod's half for torch."""
     for path in folder.glob("horovod-*.whl"):
         try:
             with zipfile.ZipFile(path) as archive:
-                if archive.testzip() is None:
+                has_torch = any(_LIBRARY.fullmatch(name) for name in archive.namelist())
+                if has_torch and archive.testzip() is None:
                     return path
         except (OSError, zipfile.BadZipFile):
             continue
@@ -144,33 +153,37 @@ def wheel_for(recipe: Recipe, environment: Environment, *, cache: Path, runner: 
         if wheel is not None:
             say(f"setup: Horovod's wheel is in the cache: {folder}")
             return wheel
-        for leftover in (folder, *folder.parent.glob(f".building-{recipe.key}-*")):
+        stage = folder.parent / f".building-{recipe.key.rsplit('-', 1)[-1]}"
+        for leftover in (folder, stage):
             shutil.rmtree(leftover, ignore_errors=True)
-        kinds = "Gloo and MPI" if recipe.has_mpi else "Gloo, no MPI (no mpicc here)"
+        kinds = "Gloo and MPI" if recipe.has_mpi else "Gloo, no MPI: no mpicc or not wanted"
         with step(f"build Horovod {recipe.version} ({kinds}); some minutes, once"):
             check_disk(folder.parent, needed_bytes=_BUILD_BYTES, what="building Horovod")
-            build = Path(tempfile.mkdtemp(prefix=f".building-{recipe.key}-", dir=folder.parent))
             try:
-                _build(recipe, environment, build=build, runner=runner)
-                os.replace(build / "wheel", folder)
+                _build(recipe, environment, stage=stage, runner=runner)
+                if _whole_wheel(stage / "wheel") is None:
+                    raise SetupError(f"the build made no wheel with torch in it; see {runner.log}")
+                os.replace(stage / "wheel", folder)
             finally:
-                shutil.rmtree(build, ignore_errors=True)
-        wheel = _whole_wheel(folder)
-    if wheel is None:
-        raise SetupError(f"the build left no wheel in {folder}; see {runner.log}")
-    return wheel
+                shutil.rmtree(stage, ignore_errors=True)
+    return next(folder.glob("horovod-*.whl"))
 
 
-def _build(recipe: Recipe, environment: Environment, *, build: Path, runner: Runner) -> None:
-    env = environment.environ()
-    env.update(recipe.variables)
-    env.update(MAKEFLAGS=f"-j{build_jobs()}", TMPDIR=str(build))
-    words = ["wheel", "-v", "--no-deps", "--no-build-isolation", "--no-cache-dir"]
-    words += ["--wheel-dir", str(build / "wheel"), f"horovod=={recipe.version}"]
-    command = environment.pip(*words)
-    runner.run(["nice", "-n", "5", *command], env=env, cwd=build, what="building Horovod")
+def _build(recipe: Recipe, environment: Environment, *, stage: Path, runner: Runner) -> None:
+    stage.mkdir()
+    # Horovod's CMake files take the path of its sources for a regular expression.
+    is_plain = re.fullmatch(r"[\w./-]+", str(stage)) is not None
+    parent = stage if is_plain else Path(tempfile.gettempdir())
+    with tempfile.TemporaryDirectory(prefix="horovod-", dir=parent) as place:
+        env = environment.environ()
+        env.update(recipe.variables)
+        env.update(MAKEFLAGS=f"-j{build_jobs()}", TMPDIR=place)
+        words = ["wheel", "-v", "--no-deps", "--no-build-isolation", "--no-cache-dir"]
+        words += ["--wheel-dir", str(stage / "wheel"), f"horovod=={recipe.version}"]
+        command = ["nice", "-n", "5", *environment.pip(*words)]
+        runner.run(command, env=env, cwd=stage, what="building Horovod")
     text = json.dumps(dict(recipe.parts), indent=1, sort_keys=True)
-    (build / "wheel" / "recipe.json").write_text(text + "\n", encoding="utf-8")
+    (stage / "wheel" / "recipe.json").write_text(text + "\n", encoding="utf-8")
 
 
 def _check_build(environment: Environment, *, needs_mpi: bool) -> str:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -351,6 +352,8 @@ class _Builder(Runner):
     def run(self, command: Sequence[str], *, env: Mapping[str, str], cwd: Path, what: str) -> None:
         folder = Path(command[command.index("--wheel-dir") + 1])
         folder.mkdir()
+        with self.log.with_name("places").open("a") as places:
+            places.write(env["TMPDIR"] + "\n")
         assert env["MAKEFLAGS"].startswith("-j")
         with self.log.open("a") as log:
             log.write("build\n")
@@ -359,7 +362,8 @@ class _Builder(Runner):
             wheel.write_bytes(b"half a wh")
             raise SetupError("killed")
         with zipfile.ZipFile(wheel, "w") as archive:
-            archive.writestr("horovod/__init__.py", "")
+            library = "no_lib.so" if "EMPTY" in env else "mpi_lib_v2.cpython-311.so"
+            archive.writestr(f"horovod/torch/{library}", "")
 
 
 @pytest.fixture
@@ -367,7 +371,7 @@ def build(tmp_path: Path) -> Callable[[], Path]:
     runner = _Builder(tmp_path / "log")
     environment = Environment(Path(sys.executable), True, tmp_path / "stamps")
     recipe = make_recipe(_FACTS, version="0.28.1", override=tmp_path, compiler=_GXX, environ={})
-    return lambda: wheel_for(recipe, environment, cache=tmp_path / "cache", runner=runner)
+    return lambda: wheel_for(recipe, environment, cache=tmp_path / "cache" / "c++", runner=runner)
 
 
 def test_wheel_is_built_once_and_then_taken_from_the_cache(
@@ -394,10 +398,27 @@ def test_damaged_wheel_in_the_cache_is_built_again(
 ) -> None:
     wheel = build()
     wheel.write_bytes(wheel.read_bytes()[:40])
-    left = wheel.parent.parent / f".building-{wheel.parent.name}-old"
+    left = wheel.parent.parent / f".building-{wheel.parent.name.rsplit('-', 1)[-1]}"
     left.mkdir()
     assert zipfile.is_zipfile(build())
     assert not left.exists()
+
+
+def test_wheel_without_horovods_half_for_torch_never_reaches_the_cache(
+    build: Callable[[], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EMPTY", "1")
+    with pytest.raises(SetupError, match="no wheel with torch"):
+        build()
+    assert list((tmp_path / "cache").rglob("*.whl")) == []
+
+
+def test_horovod_is_built_where_its_path_is_no_regular_expression(
+    build: Callable[[], Path], tmp_path: Path
+) -> None:
+    build()
+    (place,) = (tmp_path / "places").read_text().splitlines()
+    assert re.fullmatch(r"[\w./-]+", place)
 
 
 # --- the environment
