@@ -1,0 +1,164 @@
+"""The balancer on ranks that are threads and a clock of the test's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import loft_hvd as loft
+from loft_hvd.balance.plan import Plan, StepSizes
+from loft_hvd.errors import ArgumentError, ArgumentTypeError, LoftError, PlanError, UsageError
+from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
+
+
+def alone(*arguments: Any, **options: Any) -> loft.Balancer:
+    return loft.Balancer(*arguments, transport=LocalWorld(1).transport(0), **options)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def train(
+    balancer: loft.Balancer, clock: Clock, *, fetch_s: float, compute_s: float, num_steps: int
+) -> None:
+    """Go through steps whose parts take the given times."""
+    for step in range(num_steps):
+        clock.now += fetch_s
+        balancer.begin_batch(StepSizes(0, step, balancer.plan.sizes), fetch_s=fetch_s)
+        balancer.take_step()
+        clock.now += compute_s
+        balancer.gradient_arrived(blocked_s=0.0)
+        balancer.computing_ended()
+        balancer.step_ended(waited_s=0.0)
+
+
+@pytest.mark.parametrize(
+    ("compute_s", "fetch_s", "rank", "cause"),
+    [((1, 1, 3, 1), (1, 1, 1, 1), 2, "compute"), ((1, 1, 1, 1), (1, 4, 1, 1), 1, "fetch")],
+)
+def test_report_names_the_slow_rank_and_its_cause_on_every_rank(
+    compute_s: tuple[float, ...], fetch_s: tuple[float, ...], rank: int, cause: str
+) -> None:
+    def work(transport: LocalTransport) -> str:
+        clock = Clock()
+        balancer = loft.Balancer(64, "report", interval=3, transport=transport, clock=clock)
+        assert "no times yet" in balancer.explain()
+        train(
+            balancer,
+            clock,
+            fetch_s=fetch_s[transport.rank],
+            compute_s=compute_s[transport.rank],
+            num_steps=6,
+        )
+        return balancer.explain()
+
+    texts = run_ranks(4, work)
+    assert f"rank {rank} is slow: {cause}" in texts[0]
+    assert len(set(texts)) == 1
+
+
+def test_suggested_sizes_even_the_times_out() -> None:
+    def work(transport: LocalTransport) -> tuple[int, ...]:
+        clock = Clock()
+        balancer = loft.Balancer(80, "report", interval=2, transport=transport, clock=clock)
+        with pytest.raises(UsageError, match="no times yet"):
+            balancer.suggest_sizes()
+        seconds = 3.0 if transport.rank == 2 else 1.0
+        train(balancer, clock, fetch_s=0.0, compute_s=seconds, num_steps=4)
+        return balancer.suggest_sizes()
+
+    assert run_ranks(4, work) == [(24, 24, 8, 24)] * 4
+
+
+def test_an_epoch_shorter_than_an_interval_still_reports() -> None:
+    def work(transport: LocalTransport) -> int:
+        clock = Clock()
+        balancer = loft.Balancer(8, "report", interval=50, transport=transport, clock=clock)
+        train(balancer, clock, fetch_s=0.0, compute_s=1.0, num_steps=5)
+        balancer.end_epoch()
+        return balancer.times[1].steps
+
+    assert run_ranks(2, work) == [5, 5]
+
+
+def test_a_backward_pass_takes_the_sizes_of_its_own_batch() -> None:
+    balancer = alone(8)
+    first, second = StepSizes(0, 0, (8,)), StepSizes(0, 1, (3,))
+    balancer.begin_batch(first, fetch_s=0.0)
+    balancer.begin_batch(second, fetch_s=0.0)  # the first one was never trained on
+    assert balancer.take_step() == second
+    balancer.push_sizes(first)
+    balancer.push_sizes(second)
+    assert [balancer.take_step(), balancer.take_step()] == [first, second]
+
+
+def test_a_backward_pass_without_a_batch_is_an_error_with_the_way_out() -> None:
+    balancer = alone(8)
+    with pytest.raises(UsageError, match=r"loft\.DataLoader"):
+        balancer.take_step()
+    balancer.begin_batch(StepSizes(0, 0, (8,)), fetch_s=0.0)
+    balancer.end_epoch()
+    with pytest.raises(UsageError, match=r"loft\.DataLoader"):
+        balancer.take_step()
+
+
+def test_foreign_loaders_must_bring_the_planned_size() -> None:
+    balancer = alone(8)
+    with balancer.step(8):
+        assert balancer.take_step().sizes == (8,)
+    with pytest.raises(PlanError, match="a batch of 5 samples"), balancer.step(5):
+        pass
+
+
+def test_the_rule_must_find_enough_ranks_with_samples() -> None:
+    def work(transport: LocalTransport) -> None:
+        balancer = loft.Balancer(8, [8, 0, 0], transport=transport)
+        with pytest.raises(PlanError, match="needs 3 ranks"):
+            balancer.require_ranks(3)
+        balancer.require_ranks(1)
+        assert balancer.min_ranks == 1
+
+    run_ranks(3, work)
+
+
+def test_state_goes_on_with_the_plan_or_starts_equal_in_another_world() -> None:
+    balancer = alone(8)
+    state = balancer.state_dict() | {"num_steps": 12, "plans": [[0, 0, 8], [1, 5, 8]]}
+    balancer.load_state_dict(state)
+    assert balancer.plan == Plan(1, 5, (8,))
+    assert (balancer.plan_at(4).plan_id, balancer.plan_at(5).plan_id) == (0, 1)
+    balancer.load_state_dict({"num_steps": 3, "plans": [[4, 0, 4, 4]]})
+    assert balancer.plan.world_size == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((0,), ArgumentError, "global_batch_size=0 must be >= 1"),
+        ((1.5,), ArgumentTypeError, "must be a whole number"),
+        ((True,), ArgumentTypeError, "must be a whole number"),
+        ((8, "fastest"), ArgumentError, "policy='fastest' is not known"),
+        ((8, [4, 4]), PlanError, "has 2 sizes, but world_size=1"),
+        ((8, [9]), PlanError, "adds up to 9"),
+    ],
+)
+def test_arguments_are_checked(
+    arguments: tuple[Any, ...], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message) as caught:
+        alone(*arguments)
+    assert isinstance(caught.value, LoftError)
+
+
+def test_a_batch_smaller_than_the_world_is_refused() -> None:
+    def work(transport: LocalTransport) -> None:
+        with pytest.raises(PlanError, match="smaller than world_size=3"):
+            loft.Balancer(2, transport=transport)
+
+    run_ranks(3, work)

@@ -1,0 +1,71 @@
+"""Layout of parameters in buckets, and of buckets in shards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loft_hvd.errors import ArgumentError
+from loft_hvd.pipeline.buckets import ParameterSpec, lay_out, shard_numel
+
+
+def specs(numels: list[int], **options: object) -> list[ParameterSpec]:
+    return [
+        ParameterSpec(f"p{at}", (numel,), torch.float32, **options)  # type: ignore[arg-type]
+        for at, numel in enumerate(numels)
+    ]
+
+
+@given(
+    numels=st.lists(st.integers(0, 300), min_size=1, max_size=30), bucket_bytes=st.integers(1, 2000)
+)
+def test_every_parameter_has_one_slot_and_slots_touch(numels: list[int], bucket_bytes: int) -> None:
+    buckets = lay_out(specs(numels), bucket_bytes=bucket_bytes)
+    placed = [slot.parameter for bucket in buckets for slot in bucket.slots]
+    assert sorted(placed) == list(range(len(numels)))
+    for index, bucket in enumerate(buckets):
+        assert bucket.index == index
+        offset = 0
+        for slot in bucket.slots:
+            assert (slot.offset, slot.numel) == (offset, numels[slot.parameter])
+            offset += slot.numel
+        assert bucket.numel == offset
+        assert bucket.numel * 4 <= bucket_bytes or sum(s.numel > 0 for s in bucket.slots) == 1
+
+
+def test_the_last_parameters_come_first() -> None:
+    buckets = lay_out(specs([10, 10, 10]), bucket_bytes=80)
+    assert [[slot.name for slot in bucket.slots] for bucket in buckets] == [["p2", "p1"], ["p0"]]
+
+
+def test_rules_dtypes_and_groups_do_not_share_a_bucket() -> None:
+    parameters = [
+        ParameterSpec("a", (2,), torch.float32, rule=0),
+        ParameterSpec("b", (2,), torch.float32, rule=1),
+        ParameterSpec("c", (2,), torch.float64, rule=0),
+        ParameterSpec("d", (2,), torch.bfloat16, rule=0),
+        ParameterSpec("e", (2,), torch.float32, rule=0, group=0),
+    ]
+    names = [
+        {slot.name for slot in bucket.slots} for bucket in lay_out(parameters, bucket_bytes=99)
+    ]
+    assert sorted(map(sorted, names)) == [["a", "d"], ["b"], ["c"], ["e"]]
+
+
+def test_a_group_stays_together_whatever_its_size() -> None:
+    (bucket,) = lay_out(specs([500, 500], group=3), bucket_bytes=16)
+    assert bucket.numel == 1000
+
+
+def test_bucket_bytes_must_be_positive() -> None:
+    with pytest.raises(ArgumentError, match="bucket_bytes=0"):
+        lay_out(specs([1]), bucket_bytes=0)
+
+
+@given(numel=st.integers(0, 10**7), world_size=st.integers(1, 64))
+def test_shards_cover_a_bucket_with_little_padding(numel: int, world_size: int) -> None:
+    shard = shard_numel(numel, world_size)
+    assert numel <= shard * world_size
+    assert shard * world_size - numel < (16 + 1) * world_size

@@ -1,0 +1,107 @@
+"""Ranks as threads: collectives move the right bytes, and failures reach everybody."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from loft_hvd.errors import MismatchError, PeerError, TransportTimeoutError
+from loft_hvd.transport.agreement import check_agreement
+from loft_hvd.transport.base import allgather_rows, wait_for
+from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
+
+SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
+
+
+@SIZES
+def test_alltoall_brings_every_ranks_shard(world_size: int) -> None:
+    def work(transport: LocalTransport) -> torch.Tensor:
+        send = torch.arange(2 * world_size) + 100 * transport.rank
+        recv = torch.empty_like(send)
+        wait_for(transport.alltoall(send, recv, name="x"), what="x", timeout_s=10)
+        return recv.view(world_size, 2)
+
+    for rank, rows in enumerate(run_ranks(world_size, work)):
+        for peer in range(world_size):
+            assert rows[peer].tolist() == [100 * peer + 2 * rank, 100 * peer + 2 * rank + 1]
+
+
+@SIZES
+def test_allgather_sum_and_broadcast(world_size: int) -> None:
+    def work(transport: LocalTransport) -> tuple[list[int], float, float]:
+        rows = allgather_rows(transport, torch.tensor([transport.rank]), name="g", timeout_s=10)
+        total = torch.tensor([float(transport.rank)])
+        wait_for(transport.allreduce(total, name="s"), what="s", timeout_s=10)
+        first = torch.tensor([7.0 + transport.rank])
+        wait_for(transport.broadcast(first, name="b"), what="b", timeout_s=10)
+        return rows.flatten().tolist(), float(total), float(first)
+
+    everyone = list(range(world_size))
+    for gathered, total, first in run_ranks(world_size, work):
+        assert (gathered, total, first) == (everyone, sum(everyone), 7.0)
+
+
+def test_a_rank_that_raises_ends_the_others_with_its_error() -> None:
+    def work(transport: LocalTransport) -> None:
+        if transport.rank == 1:
+            raise ValueError("the first to fail")
+        allgather_rows(transport, torch.zeros(1), name="never", timeout_s=10)
+
+    with pytest.raises(ValueError, match="the first to fail"):
+        run_ranks(3, work)
+
+
+def test_a_failed_peer_is_named() -> None:
+    world = LocalWorld(2)
+    work = world.transport(0).allreduce(torch.zeros(1), name="x")
+    world.fail(1)
+    with pytest.raises(PeerError, match="rank 1 has failed"):
+        wait_for(work, what="x", timeout_s=10)
+
+
+def test_waiting_has_a_limit() -> None:
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += 1.0
+
+    work = LocalWorld(2).transport(0).allreduce(torch.zeros(1), name="alone")
+    with pytest.raises(TransportTimeoutError, match=r"the sum: no answer .* within 3 s"):
+        wait_for(work, what="the sum", timeout_s=3, clock=lambda: now[0], sleep=sleep)
+
+
+@pytest.mark.parametrize("other", [torch.zeros(3), torch.zeros(2, dtype=torch.float64)])
+def test_tensors_that_differ_are_refused(other: torch.Tensor) -> None:
+    def work(transport: LocalTransport) -> None:
+        tensor = other if transport.rank == 1 else torch.zeros(2)
+        wait_for(transport.allreduce(tensor.clone(), name="x"), what="x", timeout_s=10)
+
+    with pytest.raises(MismatchError, match="rank 1 brought"):
+        run_ranks(2, work)
+
+
+@SIZES
+def test_agreement_passes_in_silence(world_size: int) -> None:
+    def work(transport: LocalTransport) -> None:
+        check_agreement(transport, {"a": "1", "b": "2"}, what="it", name="n", timeout_s=10)
+
+    run_ranks(world_size, work)
+
+
+@pytest.mark.parametrize(
+    ("odd_fields", "message"),
+    [
+        ({"a": "1", "b": "3"}, r"it: b differs on ranks \[2\]"),
+        ({"a": "1"}, r"it: ranks \[2\] describe other things"),
+        ({"a": "1", "c": "2"}, r"it: ranks \[2\] describe other things"),
+    ],
+)
+def test_disagreement_names_rank_and_field_on_every_rank(
+    odd_fields: dict[str, str], message: str
+) -> None:
+    def work(transport: LocalTransport) -> None:
+        fields = odd_fields if transport.rank == 2 else {"a": "1", "b": "2"}
+        with pytest.raises(MismatchError, match=message):
+            check_agreement(transport, fields, what="it", name="n", timeout_s=10)
+
+    run_ranks(4, work)

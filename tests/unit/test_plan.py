@@ -1,0 +1,90 @@
+"""Plans and the arithmetic of sizes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loft_hvd.balance.plan import Plan, equal_sizes, proportional_sizes, scale_sizes
+from loft_hvd.errors import PlanError
+
+SIZES = st.lists(st.integers(0, 50), min_size=1, max_size=8).filter(lambda sizes: sum(sizes) > 0)
+
+
+@given(world_size=st.integers(1, 64), total=st.integers(0, 5000))
+def test_equal_sizes_add_up_and_differ_by_one_at_most(world_size: int, total: int) -> None:
+    sizes = equal_sizes(total, world_size)
+    assert (len(sizes), sum(sizes)) == (world_size, total)
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(sizes=SIZES, part=st.floats(0, 1))
+def test_scaled_sizes_add_up_and_stay_near_the_proportions(sizes: list[int], part: float) -> None:
+    num_samples = int(part * sum(sizes))
+    scaled = scale_sizes(sizes, num_samples, min_ranks=0)
+    assert scaled is not None
+    assert sum(scaled) == num_samples
+    for given_size, size in zip(scaled, sizes, strict=True):
+        assert abs(given_size - size * num_samples / sum(sizes)) < 1
+
+
+@given(sizes=SIZES, num_samples=st.integers(0, 50), min_ranks=st.integers(1, 8))
+def test_scaled_sizes_reach_min_ranks_or_say_that_they_cannot(
+    sizes: list[int], num_samples: int, min_ranks: int
+) -> None:
+    num_samples = min(num_samples, sum(sizes))
+    if min_ranks > len(sizes):
+        with pytest.raises(PlanError, match="min_ranks"):
+            scale_sizes(sizes, num_samples, min_ranks=min_ranks)
+        return
+    scaled = scale_sizes(sizes, num_samples, min_ranks=min_ranks)
+    assert (scaled is None) == (num_samples < min_ranks)
+    if scaled is not None:
+        assert sum(scaled) == num_samples
+        assert sum(size > 0 for size in scaled) >= min_ranks
+
+
+@given(
+    speeds=st.lists(st.floats(0.01, 1e6), min_size=1, max_size=8),
+    total=st.integers(8, 2000),
+    min_batch=st.integers(0, 1),
+)
+def test_proportional_sizes_add_up_and_keep_the_floor(
+    speeds: list[float], total: int, min_batch: int
+) -> None:
+    sizes = proportional_sizes(speeds, total, min_batch=min_batch)
+    assert sum(sizes) == total
+    assert min(sizes) >= min_batch
+    fastest = max(range(len(speeds)), key=lambda rank: speeds[rank])
+    assert sizes[fastest] >= max(sizes) - 1
+
+
+def test_proportional_sizes_of_a_3_to_1_cluster() -> None:
+    assert proportional_sizes([3.0, 3.0, 1.0, 3.0], 100) == (30, 30, 10, 30)
+
+
+@pytest.mark.parametrize("speeds", [[0.0, 0.0], [1.0, -1.0], [float("nan"), 1.0]])
+def test_speeds_that_are_none_are_refused(speeds: list[float]) -> None:
+    with pytest.raises(PlanError, match="speeds"):
+        proportional_sizes(speeds, 10)
+
+
+def test_plan_survives_the_wire() -> None:
+    plan = Plan(3, 40, (5, 0, 7))
+    assert Plan.from_wire(plan.to_wire(), world_size=3, global_batch_size=12) == plan
+
+
+@pytest.mark.parametrize(
+    ("wire", "message"),
+    [
+        ([1, 0, 4, 4], "has 5 numbers"),
+        ([1, 0, 4, 4, 5], "add up to 13"),
+        ([1, 0, 16, -4, 0], "must be one count >= 0"),
+        ([-1, 0, 4, 4, 4], "must be >= 0"),
+    ],
+)
+def test_a_wire_that_is_no_plan_is_refused(wire: list[int], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Plan.from_wire(np.array(wire), world_size=3, global_batch_size=12)

@@ -1,0 +1,268 @@
+"""Reduced gradients on ranks that are threads: every world size, rule and kind of parameter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import loft_hvd as loft
+from loft_hvd.aggregation.reference import reference
+from loft_hvd.balance.plan import StepSizes
+from loft_hvd.errors import ArgumentError, ArgumentTypeError, LoftError, TransportTimeoutError
+from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
+
+SHAPES = [(3, 5), (7,), (), (2, 3, 4), (0,)]
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
+
+
+def gradients(rank: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+
+
+def backward(params: list[torch.nn.Parameter], grads: list[Tensor]) -> None:
+    torch.autograd.backward([p.view_as(p) for p in params], grads)
+
+
+def wrap(params: list[torch.nn.Parameter], transport: LocalTransport, **options: Any) -> Any:
+    named = [(f"p{at}", p) for at, p in enumerate(params)]
+    sgd = torch.optim.SGD(params, lr=1.0)
+    make = loft.DistributedOptimizer
+    return make(sgd, named, transport=transport, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("rule", ["mean", "median", "trimmed_mean"])
+def test_reduced_gradients_equal_the_reference(
+    rule: str, world_size: int, dtype: torch.dtype
+) -> None:
+    f = (world_size - 1) // 2
+    made: loft.Rule = {"mean": loft.Mean(), "median": loft.Median()}.get(
+        rule, loft.TrimmedMean(f=f)
+    )
+
+    def work(transport: LocalTransport) -> list[Tensor]:
+        params = parameters(dtype)
+        optimizer = wrap(params, transport, rule=made, bucket_bytes=40)
+        for _ in range(2):  # buffers are used again
+            backward(params, gradients(transport.rank, dtype))
+            optimizer.synchronize()
+            reduced = [p.grad.clone() for p in params]  # type: ignore[union-attr]
+            optimizer.zero_grad()
+        return reduced
+
+    results = run_ranks(world_size, work)
+    for at in range(len(SHAPES)):
+        rows = torch.stack([gradients(rank, dtype)[at].flatten() for rank in range(world_size)])
+        expected = torch.from_numpy(reference(rows.double().numpy(), made))
+        for reduced in results:
+            assert reduced[at].dtype == dtype
+            got = reduced[at].double().flatten()
+            tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-6
+            torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+            assert torch.equal(reduced[at], results[0][at])
+
+
+class Sizes:
+    """A source of sizes for each backward pass."""
+
+    def __init__(self, passes: list[tuple[int, ...]]) -> None:
+        self.passes = list(passes)
+        self.global_batch_size = 1
+
+    def take_step(self) -> StepSizes:
+        return StepSizes(0, 0, self.passes.pop(0))
+
+    def gradient_arrived(self, *, blocked_s: float) -> None:
+        assert blocked_s >= 0
+
+    def computing_ended(self) -> None: ...
+
+    def require_ranks(self, min_ranks: int) -> None: ...
+
+    def step_ended(self, *, waited_s: float) -> None: ...
+
+
+@pytest.mark.parametrize("rule", [loft.Mean(), loft.Mean(reproducible=True)], ids=str)
+@pytest.mark.parametrize("passes", [[(5, 0, 3)], [(5, 0, 3), (0, 2, 2)]], ids=str)
+def test_mean_weighs_by_samples_and_ignores_what_an_idle_rank_computes(
+    rule: loft.Rule, passes: list[tuple[int, ...]]
+) -> None:
+    def work(transport: LocalTransport) -> list[Tensor]:
+        params = parameters()
+        optimizer = wrap(
+            params,
+            transport,
+            rule=rule,
+            balancer=Sizes(passes),
+            backward_passes_per_step=len(passes),
+        )
+        for sizes in passes:
+            grads = gradients(transport.rank)
+            if sizes[transport.rank] == 0:
+                grads = [torch.full_like(grad, float("nan")) for grad in grads]
+            backward(params, grads)
+        optimizer.synchronize()
+        return [p.grad for p in params]  # type: ignore[misc]  # all have one
+
+    for reduced in run_ranks(3, work):
+        for at, grad in enumerate(reduced):
+            expected = sum(
+                gradients(rank)[at] * (size / sum(sizes))
+                for sizes in passes
+                for rank, size in enumerate(sizes)
+            )
+            torch.testing.assert_close(grad, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_trimmed_mean_takes_present_rows_by_capped_weight() -> None:
+    sizes = (40, 1, 1, 0, 2)
+
+    def work(transport: LocalTransport) -> Tensor:
+        params = parameters()
+        optimizer = wrap(params, transport, rule=loft.TrimmedMean(f=1), balancer=Sizes([sizes]))
+        grads = gradients(transport.rank)
+        if sizes[transport.rank] == 0:
+            grads = [torch.full_like(grad, float("nan")) for grad in grads]
+        backward(params, grads)
+        optimizer.synchronize()
+        return params[0].grad.flatten()  # type: ignore[union-attr]  # it has one
+
+    rows = torch.stack([gradients(rank)[0].flatten() for rank in range(5)])
+    capped = [22, 1, 1, 0, 2]  # twice the mean of 44 samples on 4 ranks
+    expected = reference(rows.numpy(), loft.TrimmedMean(f=1), weights=capped)
+    for reduced in run_ranks(5, work):
+        np.testing.assert_allclose(reduced.numpy(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_an_outgoing_hook_changes_what_is_sent_until_it_is_removed() -> None:
+    def work(transport: LocalTransport) -> tuple[float, float]:
+        params = [torch.nn.Parameter(torch.zeros(4))]
+        optimizer = wrap(params, transport, rule=loft.Mean())
+        handle = loft.attacks.attach(optimizer, loft.attacks.Scaled(5.0), ranks=[1])
+        sent = []
+        for _ in range(2):
+            backward(params, [torch.ones(4)])
+            optimizer.synchronize()
+            sent.append(float(params[0].grad[0]))  # type: ignore[index]  # it has one
+            params[0].grad = None
+            if handle is not None:
+                handle.remove()
+        return sent[0], sent[1]
+
+    assert run_ranks(2, work) == [(3.0, 1.0), (3.0, 1.0)]
+
+
+def test_sum_and_predivide_scale_the_mean() -> None:
+    def work(transport: LocalTransport) -> tuple[float, float]:
+        results = []
+        for options in ({"op": "sum"}, {"gradient_predivide_factor": 4.0}):
+            params = [torch.nn.Parameter(torch.zeros(2))]
+            optimizer = wrap(params, transport, **options)
+            backward(params, [torch.full((2,), float(transport.rank + 1))])
+            optimizer.synchronize()
+            results.append(float(params[0].grad[0]))  # type: ignore[index]  # it has one
+        return results[0], results[1]
+
+    assert run_ranks(3, work) == [(6.0, 2.0)] * 3
+
+
+def test_sparse_gradients_are_refused_or_made_dense() -> None:
+    def work(transport: LocalTransport, dense: bool) -> Tensor:
+        table = torch.nn.Embedding(4, 2, sparse=True)
+        optimizer = loft.DistributedOptimizer(
+            torch.optim.SGD(table.parameters(), lr=1.0),
+            table.named_parameters(),
+            sparse_as_dense=dense,
+            transport=transport,
+        )
+        table(torch.tensor([transport.rank])).sum().backward()
+        optimizer.synchronize()
+        assert table.weight.grad is not None
+        return table.weight.grad
+
+    with pytest.raises(ArgumentTypeError, match=r"'weight'.*sparse_as_dense=True"):
+        run_ranks(2, lambda transport: work(transport, False))
+    for grad in run_ranks(2, lambda transport: work(transport, True)):
+        assert grad.tolist() == [[0.5, 0.5], [0.5, 0.5], [0, 0], [0, 0]]
+
+
+def test_parameters_added_later_are_reduced_too() -> None:
+    def work(transport: LocalTransport) -> list[float]:
+        params = [torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))]
+        optimizer = loft.DistributedOptimizer(
+            torch.optim.SGD(params[:1], lr=1.0), transport=transport
+        )
+        optimizer.add_param_group({"params": params[1:]})
+        backward(params, [torch.tensor([float(transport.rank)])] * 2)
+        optimizer.step()
+        return [float(p.grad) for p in params]  # type: ignore[arg-type]  # all have one
+
+    assert run_ranks(2, work) == [[0.5, 0.5]] * 2
+
+
+def test_a_rank_that_does_not_come_is_a_timeout_that_names_bucket_and_stage() -> None:
+    def work(transport: LocalTransport) -> str:
+        params = [torch.nn.Parameter(torch.zeros(3))]
+        optimizer = wrap(params, transport, rule=loft.Median())
+        if transport.rank == 1:
+            return ""  # it never comes to the step
+        optimizer._reducer.engine._timeout_s = 0.05
+        backward(params, [torch.ones(3)])
+        with pytest.raises(TransportTimeoutError) as caught:
+            optimizer.synchronize()
+        with pytest.raises(LoftError, match="has failed before"):
+            optimizer.synchronize()
+        return str(caught.value)
+
+    assert "rank 0 of 2 waited 0.05 s for bucket 0 (p0) in all-to-all" in run_ranks(2, work)[0]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ([("a", 0), ("a", 1)], "more than once"),
+        ([("a", 0)], "does not name parameter 1 of group 0"),
+        ([("a", 0), "b"], "tuples"),
+    ],
+)
+def test_names_are_checked(names: list[object], message: str) -> None:
+    params = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    named = [(n[0], params[n[1]]) if isinstance(n, tuple) else n for n in names]
+    with pytest.raises(ArgumentError, match=message):
+        loft.DistributedOptimizer(torch.optim.SGD(params, lr=1.0), named)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"backward_passes_per_step": 0}, ValueError, "backward_passes_per_step=0"),
+        ({"gradient_predivide_factor": 0.0}, ValueError, "must be > 0"),
+        ({"rule": loft.Median(), "op": "sum"}, ValueError, "takes neither op=Sum"),
+        ({"bucket_bytes": -1}, ValueError, "bucket_bytes=-1"),
+        ({"compression": 3}, TypeError, "compression=3"),
+        ({"groups": -1}, ValueError, "groups=-1"),
+    ],
+)
+def test_arguments_are_checked(
+    options: dict[str, object], error: type[Exception], message: str
+) -> None:
+    transport = LocalWorld(1).transport(0)
+    with pytest.raises(error, match=message) as caught:
+        wrap([torch.nn.Parameter(torch.zeros(2))], transport, **options)
+    assert isinstance(caught.value, LoftError)
+
+
+def test_only_optimizers_are_wrapped() -> None:
+    param = torch.nn.Parameter(torch.zeros(2))
+    for wrong in (torch.optim.LBFGS([param]), "sgd"):
+        with pytest.raises(ArgumentTypeError, match="cannot be wrapped"):
+            loft.DistributedOptimizer(wrong)  # type: ignore[arg-type]  # that is the point
