@@ -50,6 +50,11 @@ class Homes:
     strata: npt.NDArray[np.int32] | None = None
     strata_cap: Fraction = Fraction(1)
 
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that it was prepared for."""
+        return int(self.local.holders.shape[1])
+
 
 class HomeSets:
     """The distinct sets of ranks that hold samples.

@@ -14,7 +14,7 @@ from loft_hvd.balance.plan import Plan, StepSizes, equal_sizes
 from loft_hvd.data.draws import Draw, EpochSettings, PlanView
 from loft_hvd.data.fetch import FetchingDataset, Request, TimedCollate, WorkerInit
 from loft_hvd.data.placement import Placement, check_placement
-from loft_hvd.data.sampler import GlobalBatches, PlanSource, check_length
+from loft_hvd.data.sampler import GlobalBatches, PlanSource, check_balancer, check_length
 from loft_hvd.errors import DataError
 
 __all__ = ["DataLoader"]
@@ -103,6 +103,7 @@ class DataLoader:
         timeout: float = 0,
         multiprocessing_context: Any = None,
     ) -> None:
+        check_balancer(balancer)
         placement = check_placement(placement, check_length(dataset))
         settings = EpochSettings(
             placement, train if shuffle is None else shuffle, seed, drop_last, relaxed

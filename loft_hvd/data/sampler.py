@@ -16,19 +16,21 @@ from loft_hvd.data.homes import Homes
 from loft_hvd.data.placement import Placement, check_placement
 from loft_hvd.errors import ArgumentTypeError, DataError
 
-__all__ = ["BatchSampler", "GlobalBatches", "PlanSource", "check_length"]
+__all__ = ["BatchSampler", "GlobalBatches", "PlanSource", "check_balancer", "check_length"]
 
 
 class PlanSource(PlanView, Protocol):
-    """What loaders need of a balancer: the sizes in force, and where to say what they yielded.
+    """What loaders need of a balancer: the sizes in force, and where to say what they hand out.
 
-    The balancer keeps a FIFO of the batches yielded; each backward pass takes one from it.
+    ``loft.DataLoader`` calls ``begin_batch`` and ``end_epoch``, in the process that trains.
+    ``loft.BatchSampler`` does not see batches arrive: it queues sizes with ``push_sizes``, and each
+    backward pass takes the next. Neither calls anything for evaluation.
     """
 
     def begin_batch(
         self, step_sizes: StepSizes, *, fetch_s: float, local: int, remote: int
     ) -> None:
-        """Append a batch to the FIFO and mark its arrival; called right before it is yielded.
+        """Take the batch that the script gets now; called right before it is yielded.
 
         Args:
             step_sizes: plan, step and sizes of the batch.
@@ -38,13 +40,13 @@ class PlanSource(PlanView, Protocol):
         """
 
     def push_sizes(self, step_sizes: StepSizes) -> None:
-        """Append a batch to the FIFO when its indices are drawn, without times."""
+        """Queue the sizes of a batch whose indices were drawn; torch yields in that order."""
 
     def clear_pending(self) -> None:
-        """Forget batches that no backward pass took."""
+        """Forget batches that no backward pass took: an iteration begins, or an epoch is set."""
 
     def end_epoch(self) -> None:
-        """Mark that an iteration ran to its end: what follows until the next batch is no step."""
+        """Note that an iteration ran to its end, at the same step on every rank."""
 
 
 class GlobalBatches:
@@ -82,7 +84,8 @@ class GlobalBatches:
         if self._resume_position is None:
             self._done = None
         self._resume_position = None
-        self.homes = self.settings.placement.at(self.view.world_size)
+        if self.homes.world_size != self.view.world_size:
+            self.homes = self.settings.placement.at(self.view.world_size)
         self.deepest_drawn_step = first_step - 1
         return position, self._draw(position, first_step)
 
@@ -187,6 +190,7 @@ class BatchSampler(Sampler[list[int]]):
         drop_last: bool = False,
         relaxed: bool = False,
     ) -> None:
+        check_balancer(balancer)
         placement = check_placement(placement, check_length(dataset))
         settings = EpochSettings(placement, shuffle, seed, drop_last, relaxed)
         self._balancer = balancer
@@ -247,6 +251,18 @@ class BatchSampler(Sampler[list[int]]):
         """Let the next iteration go on where ``state`` was taken, with any number of ranks."""
         self._next_step = self._batches.load_state_dict(state)
         self._balancer.clear_pending()
+
+
+def check_balancer(balancer: object) -> None:
+    """Refuse what cannot say the sizes of a step.
+
+    Raises:
+        ArgumentTypeError: there is no ``plan_at``.
+    """
+    if not hasattr(balancer, "plan_at"):
+        raise ArgumentTypeError(
+            f"balancer={balancer!r} is a {type(balancer).__name__}; give a loft_hvd.Balancer"
+        )
 
 
 def check_length(dataset: object) -> int:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment, linprog
 
 from loft_hvd.data.assign import assign, count_local
 from loft_hvd.data.draws import Draw, EpochSettings, count_steps, epoch_order
+from loft_hvd.data.homes import Ints
 from loft_hvd.data.placement import Placement
 from loft_hvd.data.sampler import GlobalBatches
 from loft_hvd.data.strata import strata_caps
@@ -19,6 +21,10 @@ from tests.support.placements import placements, sizes_of
 from tests.support.plans import FakePlans
 
 pytestmark = pytest.mark.filterwarnings("ignore:the last batch of the epoch:UserWarning")
+# No deadline: the machine that runs the tests may be busy, and a law has no speed.
+laws = settings(
+    deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], max_examples=100
+)
 
 
 @dataclass
@@ -70,6 +76,7 @@ def samples_of(draws: list[Draw]) -> list[int]:
     return [int(index) for draw in draws for index in draw.batch]
 
 
+@laws
 @given(case=cases())
 def test_every_sample_is_computed_exactly_once(case: Case) -> None:
     computed: list[int] = []
@@ -91,6 +98,7 @@ def test_every_sample_is_computed_exactly_once(case: Case) -> None:
     assert len(computed) == len(case.placement) - (tail if is_left_out else 0)
 
 
+@laws
 @given(case=cases(), data=st.data())
 def test_global_batches_do_not_depend_on_the_plans(case: Case, data: st.DataObject) -> None:
     before = case.draws()
@@ -100,6 +108,7 @@ def test_global_batches_do_not_depend_on_the_plans(case: Case, data: st.DataObje
     assert [draw.batch.tolist() for draw in after] == [draw.batch.tolist() for draw in before]
 
 
+@laws
 @given(case=cases())
 def test_every_rank_makes_the_counted_steps_and_enough_ranks_work(case: Case) -> None:
     draws = case.draws()
@@ -111,6 +120,7 @@ def test_every_rank_makes_the_counted_steps_and_enough_ranks_work(case: Case) ->
         assert sum(size > 0 for size in draw.step_sizes.sizes) >= case.plans.min_ranks
 
 
+@laws
 @given(case=cases(), data=st.data())
 def test_resuming_with_any_world_finishes_the_epoch_exactly_once(
     case: Case, data: st.DataObject
@@ -143,7 +153,7 @@ def test_resuming_with_any_world_finishes_the_epoch_exactly_once(
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> tuple[Placement, np.ndarray, np.ndarray]:
+def steps(draw: st.DrawFn) -> tuple[Placement, Ints, Ints]:
     world_size = draw(st.integers(1, 8))
     num_samples = draw(st.integers(1, 200))
     placement = draw(placements(num_samples, world_size))
@@ -152,11 +162,20 @@ def steps(draw: st.DrawFn) -> tuple[Placement, np.ndarray, np.ndarray]:
     return placement, order[:batch_size], np.array(draw(sizes_of(world_size, total=batch_size)))
 
 
-@given(step=steps())
-def test_local_reads_are_the_optimum_that_the_sizes_allow(
-    step: tuple[Placement, np.ndarray, np.ndarray],
-) -> None:
-    placement, batch, sizes = step
+def overlapping_step(seed: int) -> tuple[Placement, Ints, Ints]:
+    """A step whose samples have homes that overlap and neither nest nor keep apart."""
+    rng = np.random.default_rng(seed)
+    world_size = int(rng.integers(3, 9))
+    width = int(rng.integers(2, 4))
+    sets = [rng.choice(world_size, width, replace=False).tolist() for _ in range(world_size)]
+    choice = rng.integers(0, world_size, 60)
+    placement = Placement.from_function(lambda i: sets[choice[i]], 60)
+    batch_size = int(rng.integers(4, 40))
+    sizes = rng.multinomial(batch_size, rng.dirichlet(np.ones(world_size)))
+    return placement, rng.permutation(60)[:batch_size], sizes
+
+
+def assert_local_reads_are_optimal(placement: Placement, batch: Ints, sizes: Ints) -> None:
     homes = placement.at(len(sizes))
     assignment = assign(batch, sizes, homes)
     slots = np.repeat(np.arange(len(sizes)), sizes)  # one column for each place of a rank
@@ -166,9 +185,23 @@ def test_local_reads_are_the_optimum_that_the_sizes_allow(
     assert (np.bincount(assignment.owners, minlength=len(sizes)) == sizes).all()
 
 
+@laws
+@given(step=steps())
+def test_local_reads_are_the_optimum_that_the_sizes_allow(
+    step: tuple[Placement, Ints, Ints],
+) -> None:
+    assert_local_reads_are_optimal(*step)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_local_reads_are_the_optimum_where_homes_overlap(seed: int) -> None:
+    assert_local_reads_are_optimal(*overlapping_step(seed))
+
+
+@laws
 @given(step=steps())
 def test_counting_agrees_with_assigning(
-    step: tuple[Placement, np.ndarray, np.ndarray],
+    step: tuple[Placement, Ints, Ints],
 ) -> None:
     placement, batch, sizes = step
     homes = placement.at(len(sizes))
@@ -178,9 +211,7 @@ def test_counting_agrees_with_assigning(
     assert (local == expected).all()
 
 
-def optimum_under_caps(
-    hits: np.ndarray, strata: np.ndarray, sizes: np.ndarray, caps: np.ndarray
-) -> int:
+def optimum_under_caps(hits: npt.NDArray[np.bool_], strata: Ints, sizes: Ints, caps: Ints) -> int:
     """Most local reads by linear programming: its matrix is totally unimodular."""
     num_samples, world_size = hits.shape
     equal, below, limits = [], [], []
@@ -210,12 +241,9 @@ def optimum_under_caps(
     return round(-float(found.fun))
 
 
-@given(step=steps(), num_strata=st.integers(1, 6), cap=st.sampled_from([1, 1.25, 1.5, 2, 100]))
-@settings(max_examples=150)
-def test_caps_on_strata_hold_at_the_least_cost_in_local_reads(
-    step: tuple[Placement, np.ndarray, np.ndarray], num_strata: int, cap: float
+def assert_caps_hold_at_the_optimum(
+    placement: Placement, batch: Ints, sizes: Ints, *, num_strata: int, cap: float
 ) -> None:
-    placement, batch, sizes = step
     labels = np.arange(len(placement)) * num_strata // len(placement)  # sorted by class
     placement = placement.with_strata(labels, cap=cap)
     homes = placement.at(len(sizes))
@@ -231,6 +259,21 @@ def test_caps_on_strata_hold_at_the_least_cost_in_local_reads(
     assert assignment.local.sum() == optimum_under_caps(hits, strata, sizes, caps)
 
 
+@laws
+@given(step=steps(), num_strata=st.integers(1, 6), cap=st.sampled_from([1, 1.25, 1.5, 2, 100]))
+def test_caps_on_strata_hold_at_the_least_cost_in_local_reads(
+    step: tuple[Placement, Ints, Ints], num_strata: int, cap: float
+) -> None:
+    assert_caps_hold_at_the_optimum(*step, num_strata=num_strata, cap=cap)
+
+
+@pytest.mark.parametrize("cap", [1, 1.25])
+@pytest.mark.parametrize("seed", range(40))
+def test_caps_on_strata_hold_where_homes_overlap(seed: int, cap: float) -> None:
+    assert_caps_hold_at_the_optimum(*overlapping_step(seed), num_strata=1 + seed % 6, cap=cap)
+
+
+@laws
 @given(
     world_size=st.integers(2, 8),
     num_steps=st.integers(2, 20),

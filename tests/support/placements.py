@@ -20,7 +20,7 @@ def sizes_of(draw: st.DrawFn, world_size: int, *, total: int) -> tuple[int, ...]
 @st.composite
 def placements(draw: st.DrawFn, num_samples: int, world_size: int) -> Placement:
     """Shards, nodes, replicas, shared sources, or random overlapping sets of ranks."""
-    kind = draw(st.sampled_from(["replicated", "sharded", "nodes", "sets"]))
+    kind = draw(st.sampled_from(["replicated", "sharded", "nodes", "sets", "sets"]))
     if kind == "replicated":
         return Placement.replicated(num_samples)
     if kind == "sharded":
@@ -30,8 +30,8 @@ def placements(draw: st.DrawFn, num_samples: int, world_size: int) -> Placement:
         return Placement.sharded(num_samples, world_size, nodes=nodes)
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     sets: list[list[int | str]] = [["shared:nfs"], ["everywhere"]]
-    for _ in range(draw(st.integers(1, 6))):
-        width = int(rng.integers(1, world_size + 1))
+    for _ in range(world_size):
+        width = min(int(rng.integers(1, 4)), world_size)
         sets.append(rng.choice(world_size, width, replace=False).tolist())
     choice = rng.integers(0, len(sets), num_samples)
     nodes = [rank // 2 for rank in range(world_size)]

@@ -318,6 +318,20 @@ def test_iterable_data_sets_are_refused_with_the_way_out() -> None:
         DataLoader(Stream(), FakePlans([4]))
 
 
+def test_a_balancer_that_is_none_is_refused() -> None:
+    with pytest.raises(ArgumentTypeError, match="give a loft_hvd"):
+        DataLoader(TensorDataset(NUMBERS), None)  # type: ignore[arg-type]
+
+
+def test_a_world_that_grows_between_epochs_is_followed() -> None:
+    plans = FakePlans([6, 4])
+    loader = DataLoader(TensorDataset(NUMBERS), plans)
+    assert len(trained(loader)) == 32
+    plans.sizes = [2, 2, 6]
+    plans.rank = 2
+    assert len(trained(loader)) == 32
+
+
 def test_asking_for_sizes_before_the_first_batch_is_an_error() -> None:
     loader = DataLoader(TensorDataset(NUMBERS), FakePlans([4]))
     with pytest.raises(DataError, match="no batch has been yielded"):

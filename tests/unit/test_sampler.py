@@ -77,13 +77,16 @@ def test_replicas_are_read_evenly_by_ranks_of_equal_size() -> None:
     assert assignment.local.tolist() == [2, 2, 2]
 
 
-def test_overlapping_homes_are_rearranged_to_the_optimum() -> None:
-    # A ring: each rank shares samples with the next, and one rank takes no samples.
-    placement = Placement.from_function(lambda i: [i % 4, (i + 1) % 4], 40)
-    homes = placement.at(4)
+@pytest.mark.parametrize("ranks", [[0, 1, 2], [2, 1, 0]])
+def test_overlapping_homes_are_rearranged_to_the_optimum(ranks: list[int]) -> None:
+    # Rank b may read all samples; those that only it can read must not find it taken.
+    a, b, c = ranks
+    placement = Placement.from_function(lambda i: [a, b] if i < 4 else [b, c], 8)
+    homes = placement.at(3)
     assert not homes.local.is_nested
-    assignment = assign(np.arange(40), np.array([20, 0, 20, 0]), homes)
-    assert assignment.local.sum() == 40
+    sizes = np.zeros(3, np.int64)
+    sizes[[a, b]] = 4
+    assert assign(np.arange(8), sizes, homes).owners.tolist() == [a] * 4 + [b] * 4
 
 
 def test_flow_takes_a_cheap_detour_before_a_dear_arc() -> None:
