@@ -77,6 +77,15 @@ def test_replicas_are_read_evenly_by_ranks_of_equal_size() -> None:
     assert assignment.local.tolist() == [2, 2, 2]
 
 
+def test_what_only_a_node_holds_comes_before_what_all_hold() -> None:
+    placement = Placement.from_function(
+        lambda i: "everywhere" if i < 4 else "node:a", 8, nodes=["a", "a", "b", "b"]
+    )
+    homes = placement.at(4)
+    assert homes.local.is_nested
+    assert assign(np.arange(8), np.array([2, 2, 2, 2]), homes).local.sum() == 8
+
+
 @pytest.mark.parametrize("ranks", [[0, 1, 2], [2, 1, 0]])
 def test_overlapping_homes_are_rearranged_to_the_optimum(ranks: list[int]) -> None:
     # Rank b may read all samples; those that only it can read must not find it taken.
@@ -109,6 +118,26 @@ def test_counting_many_steps_agrees_with_drawing_them() -> None:
     counts = count_rows(rows, len(homes.local.holders), batch_size=40)
     local = count_local(counts, np.array(plans.sizes), homes)
     assert local.tolist() == [draw.assignment.local.tolist() for draw in draws]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "relaxed", "share", "deviation"),
+    [
+        ([64] * 8, False, 0.954, 4.2),
+        ([64] * 8, True, 1.0, 0.0),
+        ([147, 26, 147, 26, 80, 24, 42, 20], False, 0.644, 7.1),
+        ([147, 26, 147, 26, 80, 24, 42, 20], True, 0.645, 0.0),
+    ],
+)
+def test_relaxed_order_takes_the_variation_out_of_local_reads(
+    sizes: list[int], relaxed: bool, share: float, deviation: float
+) -> None:
+    placement = Placement.sharded(50_000, 8)
+    homes = placement.at(8)
+    rows = homes.rows[EpochSettings(placement, True, 0, False, relaxed).order(0)]
+    local = count_local(count_rows(rows, 8, batch_size=512), np.array(sizes), homes)
+    assert local.sum() / (len(local) * 512) == pytest.approx(share, abs=1e-3)
+    assert local[:, [0, 2, 4]].std(axis=0) == pytest.approx([deviation] * 3, abs=0.8)
 
 
 def test_a_plan_set_later_applies_to_steps_not_yet_drawn() -> None:
