@@ -32,7 +32,7 @@ class Finished:
 
 def launcher_here(launcher: str) -> bool:
     """Say whether this machine has the launcher."""
-    return launcher == "gloo" or shutil.which("mpirun") is not None
+    return launcher != "mpi" or shutil.which("mpirun") is not None
 
 
 def launch(
@@ -48,12 +48,14 @@ def launch(
     Args:
         num_ranks: ranks on this machine.
         arguments: what python is given.
-        launcher: "gloo" (horovodrun) or "mpi" (mpirun).
+        launcher: "gloo" (horovodrun), "mpi" (mpirun) or "none" (python alone, one rank).
         timeout_s: after so many seconds the whole job is ended.
         env: variables on top of this process's.
     """
     python = [sys.executable, *arguments]
-    if launcher == "gloo":
+    if launcher == "none":
+        command = python
+    elif launcher == "gloo":
         runner = str(Path(sys.executable).with_name("horovodrun"))
         command = [runner, "--gloo", "-np", str(num_ranks), *python]
     else:
