@@ -1,10 +1,8 @@
 """From reported times to latency models: robust, forgetting, and open about what it cannot tell.
 
-Each interval adds one row a rank. Old rows fade by ``forgetting`` an interval; when a rank's fetch
-or compute leaves its own prediction twice in a row, its older rows are dropped at once and the
-model is rescaled, so that a machine that became three times slower is known after two intervals.
-Terms that the rows do not tell apart (a fixed and a per-sample part when all batches had one size)
-keep the last coefficients that explained the time, at first "all of it is per sample".
+Each interval adds one row a rank; ``terms`` fits fetch and compute, ``forms`` says what shape they
+have. Terms that the rows do not tell apart (a fixed and a per-sample part when all batches had one
+size) are named, and keep the last shape that the times showed.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import numpy.typing as npt
 
 from loft_hvd.balance import forms
 from loft_hvd.balance.latency import StepModel, queued_samples
-from loft_hvd.balance.least_squares import LinearFit, fit_times
+from loft_hvd.balance.least_squares import LinearFit
 from loft_hvd.balance.observations import (
     COMPUTE,
     FETCH,
@@ -28,6 +26,7 @@ from loft_hvd.balance.observations import (
     STALL,
     Interval,
 )
+from loft_hvd.balance.terms import TermFitter
 
 __all__ = ["Fit", "Fitter"]
 
@@ -35,11 +34,6 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 _NUM_ROWS = 48
-_FORGETTING, _FRESH_FORGETTING = 0.95, 0.5  # a changing rank may go on changing
-# What a prior term may be wrong by, as a share of the time: at first, later, after a change.
-_FIRST_SPREAD, _LATER_SPREAD, _CHANGED_SPREAD = 0.5, 0.2, 0.05
-_FRESH = 8  # rows after a change during which the old shape, rescaled, is trusted
-_CHANGE_SIGMAS, _LEAST_CHANGE = 3.0, 0.04
 _POOR_NOISE = 0.30
 _UNCLEAR = 0.10  # a term known no better than 10 % of the time cannot be told apart
 _FETCH_TERMS = ("fetch_fixed_s", "local_s", "remote_s", "shared_s")
@@ -100,47 +94,30 @@ class Fitter:
         self._rows: deque[Floats] = deque(maxlen=_NUM_ROWS)
         self._valid: deque[npt.NDArray[np.bool_]] = deque(maxlen=_NUM_ROWS)
         self._added = 0
-        self._since = np.zeros((2, world_size), np.int64)  # first row that counts: fetch, compute
-        self._streak = np.zeros((2, world_size))  # signed log ratio of the last surprising row
-        self._prior = [np.full((world_size, 4), np.nan), np.full((world_size, 2), np.nan)]
+        self._fetch, self._compute = TermFitter(world_size, 4), TermFitter(world_size, 2)
         self._knee = np.zeros(world_size)
-        self._noise = np.full((2, world_size), np.nan)  # slow averages, for finding changes
-        self._last: Fit | None = None
         self.num_changes = np.zeros(world_size, np.int64)
 
     def add(self, interval: Interval) -> npt.NDArray[np.bool_]:
         """Take in an interval; returns the ranks that changed for good, [world_size], bool."""
-        changed = self._find_changes(interval)
-        self._rows.append(interval.rows)
-        self._valid.append(interval.valid)
-        self._added += 1
-        return changed
-
-    def _find_changes(self, interval: Interval) -> npt.NDArray[np.bool_]:
-        changed = np.zeros(len(interval.valid), bool)
-        if self._last is None:
-            return changed
-        rows, fit = interval.rows, self._last
-        features = (
-            _fetch_features(rows[:, LOCAL], rows[:, REMOTE], self.source),
-            forms.compute_features(rows[:, SIZE], self._knee),
-        )
-        for part, (terms, column) in enumerate(((fit.fetch, FETCH), (fit.compute, COMPUTE))):
-            expected = np.maximum(terms.predict(features[part]), 1e-9)
-            ratio = np.log(np.maximum(rows[:, column], 1e-9) / expected)
-            noise = np.fmin(self._noise[part], terms.noise)
-            error = terms.stderr(features[part]) / expected * noise / terms.noise
-            limit = np.maximum(_CHANGE_SIGMAS * np.hypot(noise, error), _LEAST_CHANGE)
-            counts = interval.valid & (rows[:, column] > 1e-6) & (fit.num_rows > 1)
-            surprise = np.where(counts & (np.abs(ratio) > limit), ratio, 0.0)
-            twice = surprise * self._streak[part] > 0
-            self._since[part, twice] = self._added - 1  # keep the row before and this one
-            mean = 0.5 * (surprise + self._streak[part])
-            self._prior[part][twice] *= np.exp(mean[twice])[:, None]
-            self._streak[part] = np.where(
-                counts, np.where(twice, 0.0, surprise), self._streak[part]
+        rows, valid = interval.rows, interval.valid
+        is_slowest = interval.busy_s > 0.95 * interval.busy_s.max()
+        changed = np.zeros(len(valid), bool)
+        for fitter, features, column in (
+            (self._fetch, _fetch_features(rows[:, LOCAL], rows[:, REMOTE], self.source), FETCH),
+            (self._compute, forms.compute_features(rows[:, SIZE], self._knee), COMPUTE),
+        ):
+            changed |= fitter.watch(
+                features,
+                rows[:, column],
+                sizes=rows[:, SIZE],
+                valid=valid,
+                is_slowest=is_slowest,
+                row=self._added,
             )
-            changed |= twice
+        self._rows.append(rows)
+        self._valid.append(valid)
+        self._added += 1
         self.num_changes += changed
         return changed
 
@@ -150,13 +127,7 @@ class Fitter:
             return None
         rows: Floats = np.stack(self._rows)  # [num_rows, world_size, 10]
         valid = np.stack(self._valid)
-        index = np.arange(self._added - len(rows), self._added)
-        age = (self._added - 1 - index)[:, None]
-        weights: list[Floats] = []
-        for part, since in enumerate(self._since):
-            fade = np.where(self._is_fresh(part), _FRESH_FORGETTING, _FORGETTING)
-            counted = np.where(valid & (index[:, None] >= since), fade**age, 0.0)
-            weights.append(counted.astype(np.float64))
+        weights = [part.weights(valid, self._added) for part in (self._fetch, self._compute)]
         seen: npt.NDArray[np.bool_] = np.any(valid, axis=0)
         fetch = self._fit_fetch(rows, weights[0])
         compute = self._fit_compute(rows, weights[1])
@@ -167,14 +138,7 @@ class Fitter:
         )
         model = self._model(rows, weights, fetch, compute)
         unclear = self._unclear(rows[-1], fetch, compute, shares)
-        self._last = Fit(model, fetch, compute, self._knee.copy(), num_rows, is_poor, unclear)
-        for part, terms in enumerate((fetch, compute)):
-            self._prior[part] = np.where(seen[:, None], terms.coefficients, self._prior[part])
-        return self._last
-
-    def _is_fresh(self, part: int) -> npt.NDArray[np.bool_]:
-        since = self._since[part]
-        return (since > 0) & (self._added - since <= _FRESH)
+        return Fit(model, fetch, compute, self._knee.copy(), num_rows, is_poor, unclear)
 
     def _fit_fetch(self, rows: Floats, weights: Floats) -> LinearFit:
         features = _fetch_features(rows[..., LOCAL], rows[..., REMOTE], self.source)
@@ -187,34 +151,27 @@ class Fitter:
             waiting = per_sample * _mean(rows[..., REMOTE], weights) / np.maximum(queued, 1e-9)
             start[:, 3] = np.where(shared, waiting, 0.0)
             start[:, 2] = np.where(shared, 0.0, start[:, 2])
-        return self._solve(0, features, seconds, weights, start)
+        return self._fetch.fit(
+            features,
+            seconds,
+            sizes=rows[..., SIZE],
+            weights=weights,
+            start=start,
+            rows=self._added,
+        )
 
     def _fit_compute(self, rows: Floats, weights: Floats) -> LinearFit:
         size, seconds = rows[..., SIZE], rows[..., COMPUTE]
-        before = self._knee
-        self._knee = forms.choose_knee(size, seconds, weights, self._knee)
+        steady = np.where(self._compute.is_fresh(self._added), 0.0, weights)
+        knee = forms.choose_knee(size, seconds, steady, self._knee)  # a drift can look like a bend
+        self._compute.forget_shape((knee > 0) != (self._knee > 0))
+        self._knee = knee
         features = forms.compute_features(size, self._knee)
         per_sample = _mean(seconds, weights) / np.maximum(_mean(size, weights), 1.0)
         start = np.stack([np.zeros_like(per_sample), per_sample], axis=1)
-        changed = before != self._knee  # a new form: the old coefficients mean something else
-        fixed, slope = self._prior[1].T
-        moved = np.maximum(fixed + slope * (self._knee - before), 0.0)
-        self._prior[1] = np.where(
-            changed[:, None], np.stack([moved, slope], axis=1), self._prior[1]
+        return self._compute.fit(
+            features, seconds, sizes=size, weights=weights, start=start, rows=self._added
         )
-        return self._solve(1, features, seconds, weights, start)
-
-    def _solve(
-        self, part: int, features: Floats, seconds: Floats, weights: Floats, start: Floats
-    ) -> LinearFit:
-        is_new = np.isnan(self._prior[part][:, 0])
-        prior = np.where(is_new[:, None], start, self._prior[part])
-        spread = np.where(self._is_fresh(part), _CHANGED_SPREAD, _LATER_SPREAD)
-        spread = np.where(is_new, _FIRST_SPREAD, spread)
-        fitted = fit_times(features, seconds, weights=weights, prior=prior, prior_spread=spread)
-        slow = self._noise[part] + 0.1 * (np.fmin(fitted.noise, 0.2) - self._noise[part])
-        self._noise[part] = np.where(np.isnan(slow), fitted.noise, slow)
-        return fitted
 
     def _model(
         self, rows: Floats, weights: list[Floats], fetch: LinearFit, compute: LinearFit
@@ -259,11 +216,9 @@ class Fitter:
             "rows": [row.tolist() for row in self._rows],
             "valid": [valid.tolist() for valid in self._valid],
             "added": self._added,
-            "since": self._since.tolist(),
-            "streak": self._streak.tolist(),
-            "prior": [np.where(np.isnan(p), -1.0, p).tolist() for p in self._prior],
+            "fetch": self._fetch.state_dict(),
+            "compute": self._compute.state_dict(),
             "knee": self._knee.tolist(),
-            "noise": np.where(np.isnan(self._noise), -1.0, self._noise).tolist(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -271,13 +226,9 @@ class Fitter:
         self._rows = deque((np.array(row) for row in state["rows"]), maxlen=_NUM_ROWS)
         self._valid = deque((np.array(v, bool) for v in state["valid"]), maxlen=_NUM_ROWS)
         self._added = int(state["added"])
-        self._since, self._streak = np.array(state["since"]), np.array(state["streak"])
-        priors = [np.array(prior) for prior in state["prior"]]
-        self._prior = [np.where(prior < 0, np.nan, prior) for prior in priors]
+        self._fetch.load_state_dict(state["fetch"])
+        self._compute.load_state_dict(state["compute"])
         self._knee = np.array(state["knee"])
-        noise = np.array(state["noise"])
-        self._noise = np.where(noise < 0, np.nan, noise)
-        self._last = None
         self.fit()
 
 

@@ -84,13 +84,21 @@ def solve_nonnegative(gram: Floats, moment: Floats) -> Floats:
 
 
 def fit_times(
-    features: Floats, seconds: Floats, *, weights: Floats, prior: Floats, prior_spread: Floats
+    features: Floats,
+    seconds: Floats,
+    *,
+    sizes: Floats,
+    weights: Floats,
+    prior: Floats,
+    prior_spread: Floats,
 ) -> LinearFit:
     """Fit ``seconds = features @ coefficients`` for every rank.
 
     Args:
         features: >= 0, [num_rows, world_size, k].
         seconds: measured, [num_rows, world_size].
+        sizes: samples of the batch, [num_rows, world_size]; only rows of like size can show that
+            one of them stands alone.
         weights: how much each measurement counts, 0 to leave it out, [num_rows, world_size].
         prior: coefficients to stay near where the data say little, [world_size, k].
         prior_spread: standard deviation of what each prior term adds, as a share of the time,
@@ -117,7 +125,7 @@ def fit_times(
         moment = weighted.sum(axis=0) + pull * prior
         coefficients = solve_nonnegative(gram, moment)
         residuals = np.where(weights > 0, 1.0 - (relative * coefficients).sum(axis=-1), 0.0)
-        noise, alone = _scatter(residuals, weights, neighbours)
+        noise, alone = _scatter(residuals, sizes, weights, neighbours)
         trust = weights * np.minimum(1.0, _HUBER * noise / np.maximum(alone, 1e-12))
     covariance = np.square(noise)[:, None, None] * np.linalg.inv(gram)
     return LinearFit(
@@ -141,7 +149,10 @@ def _neighbours(counts: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.int64], .
 
 
 def _scatter(
-    residuals: Floats, weights: Floats, neighbours: tuple[npt.NDArray[np.int64], ...]
+    residuals: Floats,
+    sizes: Floats,
+    weights: Floats,
+    neighbours: tuple[npt.NDArray[np.int64], ...],
 ) -> tuple[Floats, Floats]:
     """Return the noise of each rank [world_size], and how far each row stands alone.
 
@@ -150,8 +161,10 @@ def _scatter(
     """
     gaps = []
     for neighbour in neighbours:
-        other = np.take_along_axis(residuals, np.maximum(neighbour, 0), axis=0)
-        known = (neighbour >= 0) & (weights > 0)
+        index = np.maximum(neighbour, 0)
+        other = np.take_along_axis(residuals, index, axis=0)
+        is_alike = np.abs(np.take_along_axis(sizes, index, axis=0) - sizes) <= 0.05 * sizes
+        known = (neighbour >= 0) & (weights > 0) & is_alike
         gaps.append(np.where(known, np.abs(residuals - other), np.nan))
     alone = np.fmin(*gaps)
     alone = np.where(np.isnan(alone), 0.0, alone)

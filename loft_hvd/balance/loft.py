@@ -16,17 +16,19 @@ from loft_hvd.balance.fit import Fit, Fitter
 from loft_hvd.balance.guard import Forecast, Guard
 from loft_hvd.balance.observations import Interval
 from loft_hvd.balance.policies import Proposal, Task
-from loft_hvd.balance.search import SOLVERS, Bounds
+from loft_hvd.balance.search import SOLVERS, Bounds, round_to_lattice
 from loft_hvd.balance.words import describe_fit
 from loft_hvd.errors import ArgumentError
 
 __all__ = ["Loft"]
 
 _EARLY = 3  # times the dead band: what the first interval alone must promise
-_GROWTH = 2  # a batch is at most this many times the largest one proven, at least now / this
+_GROWTH = 2  # a batch is at most this many times the largest one proven
+_SHRINKING = 4  # and at least the present one over this
 _SMALL = 0.25  # of the dead band: a smaller gain is taken when it has lasted
 _PATIENCE = 3  # intervals that a small gain must last
 _SIGMAS = 2.0
+_PROBE_AFTER = 4  # intervals that a rank must have been slowest without a remedy
 
 
 class Loft:
@@ -68,7 +70,7 @@ class Loft:
         self._aggregate_s = float("nan")
         self._forecast: Forecast | None = None
         self._equal_model_s = float("nan")  # predicted when equal sizes were measured
-        self._lasted = 0
+        self._lasted, self._stuck, self._probe_after = 0, 0, _PROBE_AFTER
         self._note = "no times yet"
         return self._guard.equal
 
@@ -137,7 +139,7 @@ class Loft:
         bounds = task.bounds
         cap = np.minimum(bounds.cap, np.maximum(_GROWTH * np.array(guard.proven), equal))
         grain = bounds.grain
-        floor = np.maximum(bounds.floor, np.minimum(now // _GROWTH, equal))
+        floor = np.maximum(bounds.floor, np.minimum(now // _SHRINKING, equal))
         low = np.where(held, equal // grain * grain, floor)
         high = np.where(held, np.minimum(-(-equal // grain) * grain, bounds.cap), cap)
         limits = Bounds(np.minimum(low, high), high, grain)
@@ -153,12 +155,37 @@ class Loft:
         self._lasted = self._lasted + 1 if lasts else 0
         needed = self._dead_band * (_EARLY if fit.num_rows.max() < 2 else 1)
         if is_clear and (gain > needed or self._lasted >= _PATIENCE):
+            self._probe_after = _PROBE_AFTER
             return Proposal(found, f"{gain:.1%} less predicted", then_s, now_s)
         self._note = (
             f"nothing to win: the best sizes known would save {max(gain, 0.0):.1%}, the dead band "
             f"is {self._dead_band:.0%}"
         )
-        return None
+        return self._probe(interval, fit, limits)
+
+    def _probe(self, interval: Interval, fit: Fit, limits: Bounds) -> Proposal | None:
+        """Relieve a rank that stays slowest although its batch is thought not to matter.
+
+        The belief may come from a time in which the rank was changing; an eighth less shows. When
+        nothing came of it, the next try waits twice as long.
+        """
+        busy, now = interval.busy_s, interval.sizes
+        slowest = int(np.argmax(busy))
+        others = np.delete(busy, slowest)[np.delete(interval.valid, slowest)]
+        is_stuck = len(others) and busy[slowest] > (1 + 2 * self._dead_band) * others.max()
+        self._stuck = self._stuck + 1 if is_stuck else 0
+        if self._stuck < self._probe_after:
+            return None
+        wanted = now.astype(np.float64)
+        wanted[slowest] *= 0.875
+        wanted *= now.sum() / wanted.sum()
+        cap = limits.cap.copy()
+        cap[slowest] = max(min(int(wanted[slowest]), cap[slowest]), limits.floor[slowest])
+        if int(cap.sum()) < now.sum() or cap[slowest] >= now[slowest]:
+            return None
+        sizes = round_to_lattice(wanted, int(now.sum()), replace(limits, cap=cap))
+        self._stuck, self._probe_after = 0, min(2 * self._probe_after, 64)
+        return Proposal(sizes, f"rank {slowest} stays slowest: does it depend on its batch?")
 
     def explain(self) -> list[str]:
         """Say what the models are, what they cannot tell, and what the last decision was."""
@@ -189,7 +216,7 @@ class Loft:
             "aggregate_s": self._aggregate_s if self._aggregate_s >= 0 else -1.0,
             "equal_model_s": self._equal_model_s if self._equal_model_s >= 0 else -1.0,
             "forecast": None if forecast is None else [forecast.sizes, forecast.times.tolist()],
-            "lasted": self._lasted,
+            "lasted": [self._lasted, self._stuck, self._probe_after],
             "note": self._note,
         }
 
@@ -204,4 +231,5 @@ class Loft:
         forecast = state["forecast"]
         if forecast is not None:
             self._forecast = Forecast(tuple(forecast[0]), np.array(forecast[1]))
-        self._lasted, self._note = int(state["lasted"]), str(state["note"])
+        self._lasted, self._stuck, self._probe_after = state["lasted"]
+        self._note = str(state["note"])
