@@ -10,7 +10,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -19,10 +19,12 @@ from scripts.setup.console import SetupError, say
 
 __all__ = ["Runner", "clean_environ", "output_of"]
 
-_TAIL_LINES = 30
+_TAIL_LINES = 20
 _GRACE_S = 5.0
 _PR_SET_PDEATHSIG = 1
 _PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # Linux only
+_ERROR = re.compile(r"CMake Error|\berror:|ERROR:|Error:")
+_SHOWN_ERRORS = 6
 _PERCENT = re.compile(r"\[ *\d+%\] .*")
 # A parent `make` hands its flags and job server down; a user's pip settings may point elsewhere.
 _UNWANTED = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT")
@@ -59,6 +61,7 @@ class _Output:
 
     def __init__(self, stream: IO[bytes], log: IO[bytes]) -> None:
         self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self.errors: list[str] = []  # the first ones: what follows is often only noise
         self.progress = ""
         self._stream = stream
         self._log = log
@@ -75,6 +78,8 @@ class _Output:
     def _remember(self, line: str) -> None:
         if line:
             self.tail.append(line)
+            if _ERROR.search(line) and len(self.errors) < _SHOWN_ERRORS:
+                self.errors.append(line)
             percent = _PERCENT.search(line)
             if percent:
                 self.progress = percent.group(0)
@@ -135,8 +140,10 @@ class Runner:
             finally:
                 output.close()
         if code != 0:
-            tail = "\n".join("    " + line[:300] for line in output.tail)
-            raise SetupError(f"{what} failed (exit {code}). The end of {self.log}:\n{tail}")
+            raise SetupError(
+                f"{what} failed (exit {code}). The first errors in {self.log}:\n"
+                f"{_indented(output.errors)}\nits end:\n{_indented(output.tail)}"
+            )
 
     def _wait(self, process: subprocess.Popen[bytes], output: _Output, what: str) -> int:
         start_s = time.monotonic()
@@ -151,6 +158,10 @@ class Runner:
                         f"see {self.log}, then run the same command again"
                     ) from None
                 say(f"setup:   {spent_s:4.0f} s  {output.latest()}")
+
+
+def _indented(lines: Iterable[str]) -> str:
+    return "\n".join("    " + line[:300] for line in lines)
 
 
 def _end_with_parent() -> None:

@@ -53,6 +53,8 @@ _LAYERS = {
     "balance/words.py": 1,
     "balance/loft.py": 2,
     "balance/controller.py": 3,
+    "balance/exchange.py": 2,
+    "balance/options.py": 3,
     "balance/balancer.py": 4,
     "data/flow.py": 1,
     "data/homes.py": 1,
