@@ -136,7 +136,10 @@ class _DistributedOptimizer(_Delegate):
             for rule in found.rules:
                 rule.check(world_size)
         if self._balancer is not None and world_size > 1:
-            self._balancer.require_ranks(max(rule.min_rows for rule in found.rules))
+            self._balancer.require(
+                min_ranks=max(rule.min_rows for rule in found.rules),
+                num_passes=self._settings.num_passes,
+            )
         return GradientReducer(
             found.parameters,
             found.specs,

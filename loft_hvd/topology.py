@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
-__all__ = ["allowed_cpus", "run_queue_s"]
+__all__ = ["LoadMeter", "allowed_cpus", "run_queue_s"]
 
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")  # cpu ns, ns runnable but not running, slices
+_STAT = Path("/proc/stat")  # first line: cpu user nice system idle iowait irq softirq steal ...
+_MEMINFO = Path("/proc/meminfo")
 
 
 def allowed_cpus() -> int:
@@ -26,3 +29,41 @@ def run_queue_s() -> float:
         return int(_SCHEDSTAT.read_text().split()[1]) * 1e-9
     except (OSError, IndexError, ValueError):
         return 0.0
+
+
+class LoadMeter:
+    """How much of this machine's CPUs others use, between two readings, and of its memory.
+
+    0 where the system does not tell (it is not Linux).
+    """
+
+    def __init__(self) -> None:
+        self._last = self._read()
+
+    @staticmethod
+    def _read() -> tuple[float, float, float]:
+        """Return seconds that all CPUs were busy, that they had in all, and this process's own."""
+        try:
+            ticks = [int(word) for word in _STAT.read_text().split("\n", 1)[0].split()[1:9]]
+        except (OSError, ValueError):
+            ticks = [0] * 8
+        total = sum(ticks) / os.sysconf("SC_CLK_TCK")
+        idle = (ticks[3] + ticks[4]) / os.sysconf("SC_CLK_TCK")
+        return total - idle, total, time.process_time()
+
+    def cpu_use(self) -> float:
+        """Return the share of all CPUs that others used since the last call, 0 to 1."""
+        now = self._read()
+        busy, total, own = (after - before for after, before in zip(now, self._last, strict=True))
+        self._last = now
+        return min(1.0, max(0.0, (busy - own) / total)) if total > 0 else 0.0
+
+    @staticmethod
+    def memory_use() -> float:
+        """Return the share of the machine's memory that is not available, 0 to 1."""
+        try:
+            lines = (line.split() for line in _MEMINFO.read_text().splitlines())
+            sizes = {line[0]: int(line[1]) for line in lines if len(line) > 1}
+            return min(1.0, max(0.0, 1.0 - sizes["MemAvailable:"] / sizes["MemTotal:"]))
+        except (OSError, ValueError, KeyError, ZeroDivisionError):
+            return 0.0

@@ -11,40 +11,59 @@ import numpy.typing as npt
 
 __all__ = ["TIME_FIELDS", "RankTimes", "SlowRank", "describe", "find_slow", "read_times"]
 
-TIME_FIELDS = ("steps", "samples", "fetch_s", "compute_s", "queued_s", "wait_s", "other_s")
+TIME_FIELDS = (
+    "steps",  # batches counted
+    "samples",
+    "local",  # samples from the rank's own node
+    "remote",  # samples from elsewhere
+    "fetch_s",
+    "stall_s",
+    "compute_s",
+    "queued_s",
+    "wait_s",
+    "other_s",
+    "wall_s",
+)
 _SLOW_RATIO = 1.10  # a rank is slow when its own work takes this many times the median rank's
 
 
 @dataclass(frozen=True)
 class RankTimes:
-    """What one rank spent on an average step of the last interval.
+    """What one rank spent on an average batch of the last interval.
 
     Attributes:
         rank: the rank.
-        steps: steps measured; steps in which the rank had no samples are left out.
-        samples: samples a step.
-        fetch_s: seconds a step to read and prepare the batch.
-        compute_s: seconds a step from the batch's arrival to its last gradient, without
-            ``queued_s``.
-        queued_s: seconds a step that the computing stood still because another process held the
-            CPU; measured where a node has more ranks than CPUs.
-        wait_s: seconds a step spent waiting for the other ranks and the wire.
-        other_s: seconds a step for everything else, the optimizer and the script's own code.
+        steps: batches measured; last ones of an epoch and the first with a new size are left out.
+        samples: samples a batch; 0 for a rank that computes dummy batches only.
+        local: of them from the rank's own node.
+        remote: of them from elsewhere.
+        fetch_s: seconds to read and prepare the batch, where that happens.
+        stall_s: seconds of it that the script waited for; the rest ran beside the computing.
+        compute_s: seconds from the batch's arrival to its last gradient, without ``queued_s``.
+        queued_s: seconds that the computing stood still because another process held the CPU;
+            measured where a node has more ranks than CPUs.
+        wait_s: seconds spent waiting for the other ranks and the wire.
+        other_s: seconds for everything else, the optimizer and the script's own code.
+        wall_s: seconds from the end of the step before to the end of this one.
     """
 
     rank: int
     steps: int
     samples: float
+    local: float
+    remote: float
     fetch_s: float
+    stall_s: float
     compute_s: float
     queued_s: float
     wait_s: float
     other_s: float
+    wall_s: float
 
     @property
     def busy_s(self) -> float:
-        """Seconds a step of work that depends on the batch: fetch and compute."""
-        return self.fetch_s + self.compute_s
+        """Seconds of the rank's own work: computing, and what of the fetch it waited for."""
+        return self.stall_s + self.compute_s
 
     @property
     def samples_per_s(self) -> float:
@@ -68,10 +87,10 @@ class SlowRank:
 
 
 def read_times(rows: npt.NDArray[np.float64]) -> tuple[RankTimes, ...]:
-    """Turn the sums that ranks exchanged into averages a step.
+    """Turn the sums that ranks exchanged into averages a batch.
 
     Args:
-        rows: sums over an interval in the order of ``TIME_FIELDS``, [world_size, 7].
+        rows: sums over an interval in the order of ``TIME_FIELDS``, [world_size, 11].
 
     Returns:
         One entry a rank. Sums that no clock can have measured (not finite, negative) count as 0.
@@ -86,17 +105,17 @@ def read_times(rows: npt.NDArray[np.float64]) -> tuple[RankTimes, ...]:
 
 def find_slow(times: Sequence[RankTimes]) -> tuple[SlowRank, ...]:
     """Return the ranks whose own work takes well over the median rank's, slowest first."""
-    measured = [time for time in times if time.steps > 0]
+    measured = [time for time in times if time.samples > 0]
     if len(measured) < 2:
         return ()
     busy = statistics.median(time.busy_s for time in measured)
-    fetch = statistics.median(time.fetch_s for time in measured)
+    stall = statistics.median(time.stall_s for time in measured)
     compute = statistics.median(time.compute_s for time in measured)
     slow = [
         SlowRank(
             time.rank,
             time.busy_s / busy if busy > 0 else 1.0,
-            "fetch" if time.fetch_s - fetch > time.compute_s - compute else "compute",
+            "fetch" if time.stall_s - stall > time.compute_s - compute else "compute",
         )
         for time in measured
         if busy > 0 and time.busy_s > _SLOW_RATIO * busy
@@ -105,14 +124,18 @@ def find_slow(times: Sequence[RankTimes]) -> tuple[SlowRank, ...]:
 
 
 def describe(times: Sequence[RankTimes]) -> str:
-    """Say in plain words what each rank spent its steps on, and which is slow and why."""
-    lines = ["rank  samples  fetch ms  compute ms  queued ms  wait ms  other ms  samples/s"]
-    lines += [
-        f"{time.rank:4d}  {time.samples:7.1f}  {time.fetch_s * 1e3:8.2f}  "
-        f"{time.compute_s * 1e3:10.2f}  {time.queued_s * 1e3:9.2f}  {time.wait_s * 1e3:7.2f}  {time.other_s * 1e3:8.2f}  "
-        f"{time.samples_per_s:9.0f}"
-        for time in times
-    ]
+    """Say what each rank spent its steps on, and in plain words which is slow and why.
+
+    ``stall`` is the part of ``fetch`` that the script waited for; a rank's own work is its stall
+    and its computing.
+    """
+    columns = ("fetch", "stall", "compute", "queued", "wait", "other")
+    titles = "".join(f"{column + ' ms':>12s}" for column in columns)
+    lines = [f"rank  samples{titles}   samples/s"]
+    for time in times:
+        values = (time.fetch_s, time.stall_s, time.compute_s, time.queued_s, time.wait_s)
+        cells = "".join(f"{1e3 * value:12.2f}" for value in (*values, time.other_s))
+        lines.append(f"{time.rank:4d}  {time.samples:7.1f}{cells}{time.samples_per_s:12.0f}")
     slow = find_slow(times)
     lines += [
         f"rank {entry.rank} is slow: {entry.cause} (its own work takes {entry.ratio:.2f}x the "

@@ -1,4 +1,4 @@
-"""Where a rank's step goes: a small stopwatch that the loader and the optimizer feed."""
+"""Where a rank's steps go: a small stopwatch that the loader and the optimizer feed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["StepTimer"]
 
 
 class StepTimer:
-    """Sums of this rank's times since the last ``take``.
+    """Sums of this rank's times, batch by batch, since the last ``take``.
 
     A step runs from the end of the step before to its own end. Time inside ``exclude`` (a user's
     own collectives, evaluation, checkpoints) belongs to no step. Where ranks share CPUs, the time
@@ -40,24 +40,32 @@ class StepTimer:
         self._clear_step()
 
     def _clear_step(self) -> None:
-        self._samples = 0
-        self._fetch_s = 0.0
-        self._compute_s = 0.0
+        self._step = np.zeros(len(TIME_FIELDS))  # this step's share of the sums
         self._batch_compute_s = 0.0
-        self._queued_s = 0.0
-        self._wait_s = 0.0
         self._arrived: float | None = None
         self._queue_at_arrival = 0.0
         self._excluded_at_arrival = 0.0
 
-    def batch_arrived(self, num_samples: int, *, fetch_s: float) -> None:
-        """Note that a batch is here, of 0 samples for padding, and how long its fetch took."""
+    def _add(self, **amounts: float) -> None:
+        for field, amount in amounts.items():
+            self._step[TIME_FIELDS.index(field)] += amount
+
+    def batch_arrived(self, *, local: int, remote: int, fetch_s: float, stall_s: float) -> None:
+        """Note that a batch is here, and what fetching it took.
+
+        Args:
+            local: its samples from this rank's own node; 0 for padding.
+            remote: its samples from elsewhere.
+            fetch_s: seconds to read and prepare it, wherever that happened.
+            stall_s: seconds of it that the script waited for.
+        """
         self.computing_ended()
         now = self._clock()
         if self._step_began is None:
-            self._step_began = now - fetch_s
-        self._samples += num_samples
-        self._fetch_s += fetch_s
+            self._step_began = now - stall_s
+        samples = local + remote
+        self._add(steps=1, samples=samples, local=local, remote=remote)
+        self._add(fetch_s=fetch_s, stall_s=stall_s)
         self._arrived = now
         self._queue_at_arrival = self._queue_clock()
         self._excluded_at_arrival = self._excluded_s
@@ -77,14 +85,9 @@ class StepTimer:
         """Note that no more gradients of the newest batch will come, before waiting for others."""
         if self._arrived is not None:
             queued = min(self._queue_clock() - self._queue_at_arrival, self._batch_compute_s)
-            self._compute_s += self._batch_compute_s - queued
-            self._queued_s += queued
+            self._add(compute_s=self._batch_compute_s - queued, queued_s=queued)
             self._batch_compute_s = 0.0
             self._arrived = None
-
-    def waited(self, seconds: float) -> None:
-        """Note time spent waiting for other ranks and the wire."""
-        self._wait_s += seconds
 
     @contextmanager
     def exclude(self) -> Iterator[None]:
@@ -95,14 +98,21 @@ class StepTimer:
         finally:
             self._excluded_s += self._clock() - began
 
-    def step_ended(self) -> None:
-        """Close a step and add it to the sums; a step without samples is left out."""
+    def step_ended(self, *, waited_s: float, counts: bool = True) -> None:
+        """Close a step and add it to the sums.
+
+        Args:
+            waited_s: seconds of it spent waiting for other ranks and the wire.
+            counts: False leaves it out: other sizes than the plan's, or the first steps with it.
+        """
         self.computing_ended()
         now = self._clock()
-        if self._step_began is not None and self._samples > 0:
-            total = now - self._step_began - self._excluded_s
-            spent = (self._fetch_s, self._compute_s, self._queued_s, self._wait_s)
-            self._sums += (1, self._samples, *spent, max(0.0, total - sum(spent)))
+        if self._step_began is not None and counts and self._step[TIME_FIELDS.index("steps")]:
+            wall_s = now - self._step_began - self._excluded_s
+            parts = ("stall_s", "compute_s", "queued_s")
+            spent = waited_s + sum(self._step[TIME_FIELDS.index(part)] for part in parts)
+            self._add(wait_s=waited_s, wall_s=wall_s, other_s=max(0.0, wall_s - spent))
+            self._sums += self._step
         self._step_began = now
         self._excluded_s = 0.0
         self._clear_step()
@@ -114,6 +124,6 @@ class StepTimer:
         self._clear_step()
 
     def take(self) -> npt.NDArray[np.float64]:
-        """Return the sums in the order of ``TIME_FIELDS``, [7], and start afresh."""
+        """Return the sums in the order of ``TIME_FIELDS``, [11], and start afresh."""
         taken, self._sums = self._sums, np.zeros(len(TIME_FIELDS))
         return taken

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -144,7 +145,13 @@ class DataLoader:
         return self._batches_of(iter(self._loader), self._feed.drawn)
 
     def _batches_of(self, fetched: Iterator[Any], drawn: deque[Draw]) -> Iterator[Any]:
-        for batch, step, fetch_s in fetched:
+        while True:
+            began = time.monotonic()
+            try:
+                batch, step, fetch_s = next(fetched)
+            except StopIteration:
+                break
+            stall_s = time.monotonic() - began
             if drawn is not self._feed.drawn:
                 raise DataError(
                     "this iteration over the loader ended when a newer one began; take batches "
@@ -155,18 +162,23 @@ class DataLoader:
             self._position, self._next_step = draw.position, step + 1
             self._yielded = draw.step_sizes
             if self._train:
-                self._begin(draw, fetch_s)
+                self._begin(draw, fetch_s, stall_s)
             yield batch
         if drawn is self._feed.drawn:
             self._position = self._batches.settings.num_samples
             if self._train:
                 self._balancer.end_epoch()
 
-    def _begin(self, draw: Draw, fetch_s: float) -> None:
+    def _begin(self, draw: Draw, fetch_s: float, stall_s: float) -> None:
         rank = self._view.rank
         local = int(draw.assignment.local[rank])
-        remote = draw.step_sizes.sizes[rank] - local
-        self._balancer.begin_batch(draw.step_sizes, fetch_s=fetch_s, local=local, remote=remote)
+        self._balancer.begin_batch(
+            draw.step_sizes,
+            fetch_s=fetch_s,
+            stall_s=stall_s,
+            local=local,
+            remote=draw.step_sizes.sizes[rank] - local,
+        )
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the permutation of the next iteration; call it on every rank."""

@@ -28,13 +28,14 @@ class PlanSource(PlanView, Protocol):
     """
 
     def begin_batch(
-        self, step_sizes: StepSizes, *, fetch_s: float, local: int, remote: int
+        self, step_sizes: StepSizes, *, fetch_s: float, stall_s: float, local: int, remote: int
     ) -> None:
         """Take the batch that the script gets now; called right before it is yielded.
 
         Args:
             step_sizes: plan, step and sizes of the batch.
             fetch_s: seconds its fetch took, where it took place.
+            stall_s: seconds of it that the script waited for.
             local: this rank's samples that it holds itself.
             remote: this rank's samples that it does not hold.
         """

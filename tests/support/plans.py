@@ -46,8 +46,9 @@ class FakePlans:
         return [plan for plan in plans if plan.first_step <= step][-1]
 
     def begin_batch(
-        self, step_sizes: StepSizes, *, fetch_s: float, local: int, remote: int
+        self, step_sizes: StepSizes, *, fetch_s: float, stall_s: float, local: int, remote: int
     ) -> None:
+        assert stall_s >= 0
         self.pending.append(step_sizes)
         self.fetches.append((step_sizes.step, fetch_s, local, remote))
 

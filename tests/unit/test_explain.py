@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from loft_hvd.balance.explain import RankTimes, describe, find_slow, read_times
+from loft_hvd.balance.explain import TIME_FIELDS, RankTimes, describe, find_slow, read_times
 
 
 def times(fetch_ms: list[float], compute_ms: list[float]) -> list[RankTimes]:
     return [
-        RankTimes(rank, 20, 32.0, fetch / 1e3, compute / 1e3, 0.0, 0.0, 0.0)
+        RankTimes(rank, 20, 32, 32, 0, fetch / 1e3, fetch / 1e3, compute / 1e3, 0, 0, 0, 0)
         for rank, (fetch, compute) in enumerate(zip(fetch_ms, compute_ms, strict=True))
     ]
 
@@ -41,16 +41,27 @@ def test_slow_ranks_come_slowest_first() -> None:
     assert [slow.rank for slow in find_slow(times([0] * 5, [10, 20, 10, 40, 10]))] == [3, 1]
 
 
+def row(**sums: float) -> list[float]:
+    return [sums.get(field, 0.0) for field in TIME_FIELDS]
+
+
 def test_sums_become_means_and_what_no_clock_measured_counts_as_nothing() -> None:
-    rows = np.array([[4, 64, 0.4, 0.8, 0, 0.2, 0.1], [2, 10, np.nan, -1, np.inf, 0.2, 0]])
-    first, second = read_times(rows)
-    assert (first.samples, first.fetch_s, first.compute_s) == (16, 0.1, 0.2)
+    good = row(steps=4, samples=64, local=64, fetch_s=0.8, stall_s=0.4, compute_s=0.8)
+    bad = row(steps=2, samples=10, fetch_s=np.nan, stall_s=-1, compute_s=np.inf)
+    first, second = read_times(np.array([good, bad]))
+    assert (first.samples, first.fetch_s, first.stall_s, first.compute_s) == (16, 0.2, 0.1, 0.2)
     assert first.samples_per_s == pytest.approx(16 / 0.3)
-    assert (second.fetch_s, second.compute_s, second.queued_s) == (0, 0, 0)
+    assert (second.fetch_s, second.stall_s, second.compute_s) == (0, 0, 0)
     assert second.samples_per_s == 0.0
 
 
-def test_a_rank_that_measured_nothing_is_not_judged() -> None:
-    rows = np.zeros((3, 7))
-    rows[1:] = [5, 50, 0.1, 0.5, 0, 0, 0]
-    assert find_slow(read_times(rows)) == ()
+def test_ranks_without_samples_are_not_judged() -> None:
+    idle = row(steps=5, compute_s=50)
+    busy = row(steps=5, samples=50, compute_s=0.5)
+    assert find_slow(read_times(np.array([idle, busy, busy]))) == ()
+
+
+def test_a_fetch_hidden_behind_the_computing_is_not_slow() -> None:
+    hidden = row(steps=5, samples=50, fetch_s=5, stall_s=0, compute_s=5)
+    plain = row(steps=5, samples=50, compute_s=5)
+    assert find_slow(read_times(np.array([hidden, plain, plain]))) == ()

@@ -53,6 +53,7 @@ _LAYERS = {
     "balance/words.py": 1,
     "balance/loft.py": 2,
     "balance/controller.py": 3,
+    "balance/batches.py": 2,
     "balance/exchange.py": 2,
     "balance/options.py": 3,
     "balance/balancer.py": 4,

@@ -1,0 +1,79 @@
+"""Which batch a backward pass belongs to, and how far loaders have drawn ahead of training."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from loft_hvd.balance.plan import StepSizes
+from loft_hvd.errors import UsageError
+
+__all__ = ["BatchQueue"]
+
+
+class BatchQueue:
+    """The sizes of batches between the loader that draws them and the backward pass they are for.
+
+    ``loft.DataLoader`` says when it yields a batch (``begin``), which then stands for every
+    backward pass until the next. A ``loft.BatchSampler`` runs ahead of its loader and queues sizes
+    (``push``); each backward pass takes one.
+    """
+
+    def __init__(self) -> None:
+        self._pending: deque[StepSizes] = deque()
+        self._current: StepSizes | None = None
+        self._last_trained: int | None = None  # step of the newest backward pass
+        self._lookahead = 0
+        self.trained: StepSizes | None = None
+
+    def push(self, step_sizes: StepSizes) -> None:
+        """Queue the sizes of a batch that will be trained on, in order."""
+        self._pending.append(step_sizes)
+
+    def begin(self, step_sizes: StepSizes) -> None:
+        """Note the batch that the script gets now, in place of any before it."""
+        self.clear()
+        self._current = step_sizes
+
+    def clear(self) -> None:
+        """Forget batches that will not be trained on."""
+        self._pending.clear()
+        self._current = None
+
+    def restart(self) -> None:
+        """Forget all batches: a run goes on from elsewhere."""
+        self.clear()
+        self._last_trained = self.trained = None
+        self._lookahead = 0
+
+    def take(self) -> StepSizes:
+        """Return the sizes of the batch that the next backward pass belongs to.
+
+        Raises:
+            UsageError: no batch was handed out for it.
+        """
+        taken = self._pending.popleft() if self._pending else self._current
+        if taken is None:
+            raise UsageError(
+                "a backward pass without a batch: the optimizer has a balancer, so each backward "
+                "pass needs a batch from loft.DataLoader, a loft.BatchSampler, or "
+                "`with balancer.step(n)`"
+            )
+        self.trained = taken
+        self._last_trained = taken.step
+        return taken
+
+    def drawn(self, step: int) -> None:
+        """Note that a batch of a step has been drawn, perhaps ahead of training."""
+        if self._last_trained is None:
+            self._last_trained = step - 1
+        self._lookahead = max(self._lookahead, step - self._last_trained)
+
+    @property
+    def next_step(self) -> int:
+        """The step after the newest one trained on."""
+        return 0 if self._last_trained is None else self._last_trained + 1
+
+    @property
+    def drawn_ahead(self) -> int:
+        """The deepest step that may be drawn by now, also across the end of an epoch."""
+        return self.next_step - 1 + self._lookahead

@@ -1,0 +1,140 @@
+"""One small exchange an interval: every rank's times to all, rank 0's plan to all.
+
+Nothing waits for it. With an interval of ``k`` steps, times leave at the end of step ``k - 1`` and
+are read at the end of step ``k``; rank 0 decides, and its plan, one int64 tensor, leaves there and
+is read at the end of step ``k + 1``. It comes into force at a step that no rank has drawn yet.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from loft_hvd.balance.explain import TIME_FIELDS
+from loft_hvd.balance.plan import Plan
+from loft_hvd.config import config
+from loft_hvd.errors import MismatchError
+from loft_hvd.transport.base import Transport, Work, wait_for
+
+__all__ = ["FEWEST_STEPS", "Exchange", "Report"]
+
+FEWEST_STEPS = 3  # steps of an interval that the three ends above need
+_HEADER = ("num_steps", "plan_id", "drawn_ahead")
+_SHARES = ("cpu_use", "memory_use")
+_SLACK_STEPS = 3  # between a rank's word on what it has drawn and the plan's arrival, and one more
+
+
+class Report:
+    """What all ranks said about an interval.
+
+    Args:
+        rows: float64, [world_size, 16].
+    """
+
+    def __init__(self, rows: npt.NDArray[np.float64]) -> None:
+        self._rows = rows
+
+    @property
+    def times(self) -> npt.NDArray[np.float64]:
+        """Sums in the order of ``explain.TIME_FIELDS``, [world_size, 11]."""
+        return self._rows[:, len(_HEADER) : len(_HEADER) + len(TIME_FIELDS)]
+
+    @property
+    def shares(self) -> npt.NDArray[np.float64]:
+        """CPU and memory use by others, [world_size, 2]."""
+        return self._rows[:, -len(_SHARES) :]
+
+    def first_free_step(self, num_passes: int) -> int:
+        """Return a step that no rank will have drawn when a plan made from this report arrives.
+
+        Args:
+            num_passes: backward passes of an optimizer step; a plan starts at its first.
+        """
+        drawn = int(self._rows[:, _HEADER.index("drawn_ahead")].max())
+        trained = int(self._rows[0, _HEADER.index("num_steps")]) * num_passes
+        first = drawn + 1 + _SLACK_STEPS * num_passes
+        return trained + -(-(first - trained) // num_passes) * num_passes
+
+    def check(self, *, world_size: int) -> None:
+        """Raise when ranks are at different steps or plans.
+
+        Raises:
+            MismatchError: names the rank and its step and plan.
+        """
+        steps, plan, _ = self._rows[0, : len(_HEADER)].tolist()
+        for rank in range(world_size):
+            rank_steps, rank_plan, _ = self._rows[rank, : len(_HEADER)].tolist()
+            if (rank_steps, rank_plan) != (steps, plan):
+                raise MismatchError(
+                    f"rank {rank} is at step {rank_steps:.0f} with plan {rank_plan:.0f}, but rank "
+                    f"0 at step {steps:.0f} with plan {plan:.0f}; every rank must take the same "
+                    "steps"
+                )
+
+
+class Exchange:
+    """The collectives behind a balancer.
+
+    Args:
+        transport: the ranks.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._times: tuple[Work | None, Tensor, Tensor] | None = None
+        self._plan: tuple[Work | None, Tensor] | None = None
+
+    def send_times(
+        self,
+        times: npt.NDArray[np.float64],
+        *,
+        num_steps: int,
+        plan_id: int,
+        drawn_ahead: int,
+        shares: tuple[float, float],
+    ) -> None:
+        """Start telling every rank what this one measured."""
+        row = torch.from_numpy(np.array([num_steps, plan_id, drawn_ahead, *times, *shares]))
+        rows = torch.zeros(self._transport.world_size, row.numel(), dtype=torch.float64)
+        work = None
+        if self._transport.world_size == 1:
+            rows.copy_(row.view(1, -1))
+        else:
+            work = self._transport.allgather(row, rows.view(-1), name="loft.times")
+        self._times = (work, row, rows)
+
+    def receive_times(self) -> Report | None:
+        """Return what all ranks sent, or None when nothing is under way."""
+        if self._times is None:
+            return None
+        (work, _, rows), self._times = self._times, None
+        if work is not None:
+            wait_for(work, what="exchange of times", timeout_s=config().timeout_s)
+        return Report(rows.numpy())
+
+    def send_plan(self, plan: Plan) -> None:
+        """Start telling every rank rank 0's plan; the others' argument only gives the shape."""
+        wire = torch.from_numpy(plan.to_wire())
+        work = None
+        if self._transport.world_size > 1:
+            work = self._transport.broadcast(wire, name="loft.plan")
+        self._plan = (work, wire)
+
+    def receive_plan(self, *, global_batch_size: int) -> Plan | None:
+        """Return rank 0's plan, validated, or None when none is under way.
+
+        Raises:
+            PlanError: what arrived is not a plan for this world and global batch.
+        """
+        if self._plan is None:
+            return None
+        (work, wire), self._plan = self._plan, None
+        if work is not None:
+            wait_for(work, what="broadcast of the plan", timeout_s=config().timeout_s)
+        return Plan.from_wire(
+            wire.numpy(),
+            world_size=self._transport.world_size,
+            global_batch_size=global_batch_size,
+        )
