@@ -13,6 +13,7 @@ _KNEES = 12
 _EVIDENCE = 6.0  # gain in -2 log likelihood that one more parameter must bring
 _SPAN = 1.2  # sizes must span this ratio before a form can be told
 _SNAP = 0.03
+_COUNTS_FADE = 0.65  # a row: counts are exact, so few rows will do
 
 
 def compute_features(size: Floats, knee: Floats) -> Floats:
@@ -77,10 +78,11 @@ def fit_hits(size: Floats, local: Floats, weights: Floats, known: Floats) -> tup
         ``hit_share`` and ``hits``, [world_size] each; ``hits`` is infinite where nothing was
         remote so far.
     """
-    ran_out = weights * (local < 0.995 * size)  # rows in which the local samples ran out
+    ran_out = np.where(local < 0.995 * size, weights, 0.0)  # rows whose local samples ran out
+    ran_out = ran_out * _COUNTS_FADE ** np.arange(len(size))[::-1, None]  # a cache may be filling
     rows = ran_out.sum(axis=0)
-    mean = (ran_out * local).sum(axis=0) / np.maximum(rows, 1e-12)
-    share = (ran_out * local).sum(axis=0) / np.maximum((ran_out * size).sum(axis=0), 1e-12)
+    mean = (ran_out * local).sum(axis=0) / np.maximum(rows, 1e-300)
+    share = (ran_out * local).sum(axis=0) / np.maximum((ran_out * size).sum(axis=0), 1e-300)
     miss_fixed = (ran_out * np.square(local - mean)).sum(axis=0)
     miss_share = (ran_out * np.square(local - share * size)).sum(axis=0)
     is_share = (rows > 0) & np.isnan(known) & (miss_share < 0.5 * miss_fixed)

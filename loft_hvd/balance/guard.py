@@ -3,9 +3,10 @@
 Ranks may report wrong times, by mistake or on purpose. Their reports choose a plan; whether it was
 any good is read off the step's own length. A plan that turns out worse than equal sizes is in
 force for one interval. Equal sizes are then measured anew: when they are no better, the cluster
-changed and the plan comes back; otherwise it was a miss. Each miss halves the next change and
-doubles the pause before it; from the second on, the rank that most likely misled the model is
-pinned at its equal share.
+changed and the plan comes back; otherwise it was a miss. A miss that no rank admits to in its
+report halves the next change and doubles the pause before it. From the second miss on, the rank
+that most likely misled the model is pinned at its equal share; misses that a rank did admit to are
+forgiven with time, since neighbours on a machine come and go.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ Floats = npt.NDArray[np.float64]
 _MARGIN = 0.02  # of the step: less is noise
 _UNEXPLAINED = 0.10  # of the step that no rank says it was busy for
 _LONGEST_PAUSE = 64
+_PINNING_STRIKES = 1.5
+_FADE = 0.9  # an interval
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ class Guard:
         suspicion: how much each rank's reports misled the model, [world_size].
         pinned: ranks held at their equal share.
         num_misses: plans that were worse than equal sizes.
+        strikes: misses that count; they fade with plans that pass if a rank admitted the last one.
+        is_admitted: some rank said that it was busy for as long as the step last undone.
         pause: intervals to let pass before the next change.
         scale: share of a wanted change that is carried out, in (0, 1].
         proven: largest batch of each rank that a passing plan had, [world_size].
@@ -64,6 +69,8 @@ class Guard:
     suspicion: list[float] = field(default_factory=list)
     pinned: list[int] = field(default_factory=list)
     num_misses: int = 0
+    strikes: float = 0.0
+    is_admitted: bool = False
     pause: int = 0
     scale: float = 1.0
     proven: list[int] = field(default_factory=list)
@@ -115,7 +122,8 @@ class Guard:
         misses = np.abs(interval.busy_s / np.maximum(forecast.times, 1e-9) - 1.0)
         misses = np.where(interval.valid, np.minimum(misses, 1.0), 0.0)
         explained_s = float(interval.busy_s.max()) + self.aggregate_s
-        if interval.step_s > explained_s * (1 + _UNEXPLAINED):
+        self.is_admitted = interval.step_s <= explained_s * (1 + _UNEXPLAINED)
+        if not self.is_admitted:
             # Nobody admits to the long step: suspect those who were given the most on their word.
             growth = np.array(forecast.sizes) / np.maximum(self.equal, 1) - 1.0
             misses = misses + np.maximum(growth, 0.0)
@@ -125,9 +133,13 @@ class Guard:
         suspicion = np.array(self.suspicion) + np.array(self.misled)
         self.on_trial = None
         self.num_misses += 1
-        self.scale *= 0.5
-        self.pause = min(2**self.num_misses, _LONGEST_PAUSE)
-        if self.num_misses >= 2:
+        self.strikes += 1.0
+        if self.is_admitted:
+            self.pause = 1  # a rank says that it was slow: the next fit knows
+        else:
+            self.scale *= 0.5
+            self.pause = min(2**self.num_misses, _LONGEST_PAUSE)
+        if self.strikes > _PINNING_STRIKES:
             free = suspicion.copy()
             free[self.pinned] = -1.0
             self.pinned = sorted({*self.pinned, int(np.argmax(free))})
@@ -140,6 +152,9 @@ class Guard:
         self.proven = np.maximum(self.proven, sizes).tolist()
         self.scale = min(1.0, 1.5 * self.scale)
         self.on_trial = None
+        if self.is_admitted:
+            self.strikes *= _FADE
+            self.suspicion = (_FADE * np.array(self.suspicion)).tolist()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the verdicts, JSON-able."""

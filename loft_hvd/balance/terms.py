@@ -43,6 +43,7 @@ class TermFitter:
     def __init__(self, world_size: int, num_terms: int) -> None:
         self._since = np.zeros(world_size, np.int64)  # first row that counts
         self._streak = np.zeros(world_size)  # log ratio of the last row, if it was surprising
+        self._missteps = np.zeros(world_size, np.int64)  # surprises in a row at a new size
         self._last_size = np.zeros(world_size)
         self._anchor = np.full((world_size, num_terms), np.nan)
         self._noise = np.full(world_size, np.nan)  # slow average, not disturbed by a change
@@ -81,8 +82,12 @@ class TermFitter:
             surprise = np.where(counts & (np.abs(ratio) > limit), ratio, 0.0)
             is_fresh = self.is_fresh(row)
             twice = (surprise * self._streak > 0) & is_same_size
+            # A step to another size that keeps missing says that the shape is wrong, not the level.
+            missed = np.where(surprise != 0, self._missteps + 1, 0)
+            self._missteps = np.where(counts & ~is_same_size, missed, self._missteps)
             at_once = (surprise > _OBVIOUS) & is_slowest & is_same_size
-            at_once = ~twice & (at_once | (is_fresh & (surprise != 0)))
+            at_once |= is_fresh & (surprise != 0) & (is_same_size | (self._missteps < 2))
+            at_once &= ~twice
             self._since = np.where(twice, row - 1, np.where(at_once, row, self._since))
             changed = twice | at_once
             watched = counts & is_same_size
@@ -139,6 +144,8 @@ class TermFitter:
         anchor = anchor * np.where(expected > 0, level / np.maximum(expected, 1e-12), 1.0)[:, None]
         spread = np.where(has_shape, _SPREAD[1], _SPREAD[0])
         fresh = np.where(has_shape, _FRESH_SPREAD[1], _FRESH_SPREAD[0])
+        is_doubted = self._missteps >= 2
+        spread, fresh = (np.where(is_doubted, _SPREAD[0], known) for known in (spread, fresh))
         fitted = fit_times(
             features,
             seconds,
@@ -152,7 +159,7 @@ class TermFitter:
         mean = (weights * sizes).sum(axis=0) / total
         variance = (weights * np.square(sizes - mean)).sum(axis=0) / total
         shows = (np.sqrt(variance) > _SHOWS_SHAPE * mean) & (fitted.num_rows >= 3)
-        shows &= ~self.is_fresh(rows)
+        shows &= ~self.is_fresh(rows) | is_doubted
         self._anchor = np.where(shows[:, None], fitted.coefficients, self._anchor)
         self._fitted = fitted
         return fitted
@@ -162,6 +169,7 @@ class TermFitter:
         return {
             "since": self._since.tolist(),
             "streak": self._streak.tolist(),
+            "missteps": self._missteps.tolist(),
             "last_size": self._last_size.tolist(),
             "anchor": np.where(np.isnan(self._anchor), _UNSET, self._anchor).tolist(),
             "noise": np.where(np.isnan(self._noise), _UNSET, self._noise).tolist(),
@@ -170,6 +178,7 @@ class TermFitter:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where ``state_dict`` was taken."""
         self._since, self._streak = np.array(state["since"]), np.array(state["streak"])
+        self._missteps = np.array(state["missteps"])
         self._last_size = np.array(state["last_size"])
         anchor, noise = np.array(state["anchor"]), np.array(state["noise"])
         self._anchor = np.where(anchor < 0, np.nan, anchor)
