@@ -1,9 +1,8 @@
 // Layer 1. What the networks order: vectors of ordered-integer keys, made from values on load.
 //
-// A key is the value's bits with all but the sign flipped where the sign is set; signed comparison
-// of keys then orders -inf < ... < -0 < +0 < ... < +inf < NaN, after every NaN has become the one
-// canonical positive NaN. With weights the key sits in the upper half of a 64-bit entry above the
-// row's weight, so that ties order by weight.
+// A key is the value's bits with all but the sign flipped where the sign is set, then moved so that
+// -inf is the smallest integer and the NaNs of both signs are the largest. Signed comparison of
+// keys orders -inf < ... < -0 < +0 < ... < +inf < NaN. Results make every NaN the canonical one.
 //
 // A format has: Bits (one stored value), Entry, kLanes (coordinates an entry), V (vector of the
 // arithmetic type), kParts (V's an entry), load, value, put.
@@ -17,20 +16,42 @@ namespace loft {
 namespace LOFT_ISA {
 
 template <typename I>
-LOFT_INLINE I flip(I bits) {  // its own inverse
-  using Scalar = std::remove_reference_t<decltype(bits[0])>;
-  constexpr int kShift = 8 * sizeof(Scalar) - 1;
-  constexpr Scalar kMagnitude = static_cast<Scalar>(~(Scalar{1} << kShift));
+using Lane = std::remove_cv_t<std::remove_reference_t<decltype(I{}[0])>>;
+
+// Flips all but the sign where the sign is set; its own inverse.
+template <typename I>
+LOFT_INLINE I flip(I bits) {
+  constexpr int kShift = 8 * sizeof(Lane<I>) - 1;
+  constexpr Lane<I> kMagnitude = static_cast<Lane<I>>(~(uint64_t{1} << kShift));
   return bits ^ ((bits >> kShift) & kMagnitude);
 }
 
-// NaN, of either sign and any payload, becomes the canonical NaN.
+// Added to a flipped value, wrapping around: -inf becomes the smallest integer and what lay below
+// it, the negative NaNs, goes round to the top, above the positive ones.
 template <typename I, typename Scalar>
-LOFT_INLINE I to_key(I bits, Scalar infinity, Scalar nan) {
-  constexpr int kShift = 8 * sizeof(Scalar) - 1;
-  constexpr Scalar kMagnitude = static_cast<Scalar>(~(Scalar{1} << kShift));
-  const I magnitude = bits & kMagnitude;
-  return magnitude > (I{} + infinity) ? I{} + nan : flip(bits);
+LOFT_INLINE I shift_keys(I keys, Scalar by) {
+  using U = Vector<std::make_unsigned_t<Lane<I>>, sizeof(I)>;
+  return bit_cast<I>(bit_cast<U>(keys) + static_cast<std::make_unsigned_t<Lane<I>>>(by));
+}
+
+// `room`: how many patterns of one sign are NaN.
+template <typename I, typename Scalar>
+LOFT_INLINE I to_key(I bits, Scalar room) {
+  return shift_keys(flip(bits), -room);
+}
+template <typename I, typename Scalar>
+LOFT_INLINE I from_key(I key, Scalar room) {
+  return flip(shift_keys(key, room));
+}
+
+// -0 becomes +0, every NaN the canonical one.
+template <typename V>
+LOFT_INLINE V normal(V result) {
+  using I = Vector<std::conditional_t<sizeof(Lane<V>) == 8, int64_t, int32_t>, sizeof(V)>;
+  constexpr Lane<I> kNaN =
+      static_cast<Lane<I>>(sizeof(Lane<V>) == 8 ? 0x7ff8000000000000 : 0x7fc00000);
+  const V sum = result + static_cast<Lane<V>>(0);
+  return sum == sum ? sum : bit_cast<V>(I{} + kNaN);
 }
 
 struct Float32 {
@@ -39,21 +60,18 @@ struct Float32 {
   using V = Vector<float>;
   static constexpr int kLanes = kVectorBytes / 4;
   static constexpr int kParts = 1;
-  template <typename I>
-  static LOFT_INLINE I key(I bits) {
-    return to_key<I, Bits>(bits, 0x7f800000, 0x7fc00000);
+  static constexpr Bits kRoom = 0x7fffff;
+  static LOFT_INLINE Entry load(const void* from) {
+    return to_key(LOFT_ISA::load<Entry>(from), kRoom);
   }
-  template <typename W, typename I>
-  static LOFT_INLINE W from_key(I wide_key) {
-    return bit_cast<W>(flip(wide_key));
+  static LOFT_INLINE V value(const Entry& entry, int) {
+    return bit_cast<V>(from_key(entry, kRoom));
   }
-  template <typename I, typename W>
-  static LOFT_INLINE void put_as(void* to, W result) {
-    store(to, result);
-  }
-  static LOFT_INLINE Entry load(const void* from) { return key(LOFT_ISA::load<Entry>(from)); }
-  static LOFT_INLINE V value(const Entry& entry, int) { return bit_cast<V>(flip(entry)); }
-  static LOFT_INLINE void put(void* to, V result, int) { store(to, result + 0.0f); }
+  static LOFT_INLINE void put(void* to, V result, int) { store(to, normal(result)); }
+  // For weights: keys of kVectorBytes / 4 values as 32-bit integers, and back.
+  static LOFT_INLINE Entry load_wide(const void* from) { return load(from); }
+  static LOFT_INLINE V wide_value(Entry key) { return value(key, 0); }
+  static LOFT_INLINE void put_wide(void* to, V result) { put(to, result, 0); }
 };
 
 struct Float64 {
@@ -62,11 +80,14 @@ struct Float64 {
   using V = Vector<double>;
   static constexpr int kLanes = kVectorBytes / 8;
   static constexpr int kParts = 1;
+  static constexpr Bits kRoom = 0xfffffffffffff;
   static LOFT_INLINE Entry load(const void* from) {
-    return to_key<Entry, Bits>(LOFT_ISA::load<Entry>(from), 0x7ff0000000000000, 0x7ff8000000000000);
+    return to_key(LOFT_ISA::load<Entry>(from), kRoom);
   }
-  static LOFT_INLINE V value(const Entry& entry, int) { return bit_cast<V>(flip(entry)); }
-  static LOFT_INLINE void put(void* to, V result, int) { store(to, result + 0.0); }
+  static LOFT_INLINE V value(const Entry& entry, int) {
+    return bit_cast<V>(from_key(entry, kRoom));
+  }
+  static LOFT_INLINE void put(void* to, V result, int) { store(to, normal(result)); }
 };
 
 // float16 <-> float32 on 32-bit lanes; exact up, to nearest even down.
@@ -110,60 +131,107 @@ struct Half {
   using Part = Vector<int16_t, kVectorBytes / 2>;
   static constexpr int kLanes = kVectorBytes / 2;
   static constexpr int kParts = 2;
-  template <typename K>
-  static LOFT_INLINE K key(K bits) {
-    return to_key<K, Bits>(bits, kIsBFloat ? 0x7f80 : 0x7c00, kIsBFloat ? 0x7fc0 : 0x7e00);
+  static constexpr Bits kRoom = kIsBFloat ? 0x7f : 0x3ff;
+  static LOFT_INLINE Entry load(const void* from) {
+    return to_key(LOFT_ISA::load<Entry>(from), kRoom);
   }
-  template <typename W, typename J>
-  static LOFT_INLINE W from_key(J wide_key) {  // sign-extended to 32 bits
-    const J bits = wide_key ^ ((wide_key >> 31) & 0x7fff);
-    if constexpr (kIsBFloat) return bit_cast<W>(bits << 16);
-    return widen_float16<J, W>(bits);
-  }
-  template <typename J, typename W>
-  static LOFT_INLINE void put_as(void* to, W result) {
-    J bits;
-    if constexpr (kIsBFloat) {
-      bits = narrow_bfloat16<J, W>(result);
-    } else {
-      bits = narrow_float16<J, W>(result);
-    }
-    store(to, __builtin_convertvector(bits, Vector<int16_t, sizeof(J) / 2>));
-  }
-  static LOFT_INLINE Entry load(const void* from) { return key(LOFT_ISA::load<Entry>(from)); }
   static LOFT_INLINE V value(const Entry& entry, int part) {
     const char* half = reinterpret_cast<const char*>(&entry) + part * sizeof(Part);
-    return from_key<V, I>(__builtin_convertvector(LOFT_ISA::load<Part>(half), I));
+    return widen(LOFT_ISA::load<Part>(half));
+  }
+  static LOFT_INLINE V widen(Part key) {
+    const I bits = __builtin_convertvector(from_key(key, kRoom), I);
+    if constexpr (kIsBFloat) return bit_cast<V>(bits << 16);
+    return widen_float16<I, V>(bits);
   }
   static LOFT_INLINE void put(void* to, V result, int part) {
-    put_as<I>(static_cast<char*>(to) + part * sizeof(Part), result + 0.0f);
+    put_wide(static_cast<char*>(to) + part * sizeof(Part), result);
+  }
+  static LOFT_INLINE I load_wide(const void* from) {
+    return __builtin_convertvector(to_key(LOFT_ISA::load<Part>(from), kRoom), I);
+  }
+  static LOFT_INLINE V wide_value(I key) { return widen(__builtin_convertvector(key, Part)); }
+  static LOFT_INLINE void put_wide(void* to, V result) {
+    const V sum = normal(result);
+    I bits;
+    if constexpr (kIsBFloat) {
+      bits = narrow_bfloat16<I, V>(sum);
+    } else {
+      bits = narrow_float16<I, V>(sum);
+    }
+    store(to, __builtin_convertvector(bits, Part));
   }
 };
 using Float16 = Half<false>;
 using BFloat16 = Half<true>;
 
-// A 32-bit or 16-bit format with weights: key above weight in 64 bits.
+#if defined(__clang__)
+#define LOFT_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define LOFT_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, I{__VA_ARGS__})
+#endif
+
+// A key above its row's weight in each 64-bit lane, so that ties order by weight. Interleaving two
+// registers of 32-bit lanes makes two of them; taking the odd or even lanes of both undoes it.
+struct Twin {
+  Vector<int64_t> first, second;
+};
+
+LOFT_INLINE void exchange(Twin& a, Twin& b) {
+  exchange(a.first, b.first);
+  exchange(a.second, b.second);
+}
+
 template <typename Plain>
 struct Weighted {
   using Bits = typename Plain::Bits;
-  using Entry = Vector<int64_t>;
-  using V = Vector<float, kVectorBytes / 2>;
-  using I = Vector<int32_t, kVectorBytes / 2>;
-  using Stored = Vector<Bits, kVectorBytes / 8 * sizeof(Bits)>;
-  static constexpr int kLanes = kVectorBytes / 8;
+  using Entry = Twin;
+  using V = Vector<float>;
+  using I = Vector<int32_t>;
+  static constexpr int kLanes = kVectorBytes / 4;
   static constexpr int kParts = 1;
   static LOFT_INLINE Entry load(const void* from, int32_t weight) {
-    const Stored key = Plain::key(LOFT_ISA::load<Stored>(from));
-    return (__builtin_convertvector(key, Entry) << 32) | static_cast<int64_t>(weight);
+    const I key = Plain::load_wide(from), weights = I{} + weight;
+    return {bit_cast<Vector<int64_t>>(interleave<0>(weights, key)),
+            bit_cast<Vector<int64_t>>(interleave<1>(weights, key))};
   }
   static LOFT_INLINE V value(const Entry& entry, int) {
-    return Plain::template from_key<V, I>(__builtin_convertvector(entry >> 32, I));
+    return Plain::wide_value(gather<1>(entry));
   }
-  static LOFT_INLINE I weight(const Entry& entry) {
-    return __builtin_convertvector(entry & 0xffffffff, I);
+  static LOFT_INLINE I weight(const Entry& entry) { return gather<0>(entry); }
+  static LOFT_INLINE void put(void* to, V result, int) { Plain::put_wide(to, result); }
+
+ private:
+  // The low (0) or high (1) half of every 16 bytes of two registers, lane by lane.
+  template <int kHalf>
+  static LOFT_INLINE I interleave(I a, I b) {
+    constexpr int n = kLanes;
+    constexpr int h = 2 * kHalf;
+    if constexpr (n == 4) return LOFT_SHUFFLE(a, b, h, n + h, h + 1, n + h + 1);
+    if constexpr (n == 8) {
+      return LOFT_SHUFFLE(a, b, h, n + h, h + 1, n + h + 1, h + 4, n + h + 4, h + 5, n + h + 5);
+    }
+    if constexpr (n == 16) {
+      return LOFT_SHUFFLE(a, b, h, n + h, h + 1, n + h + 1, h + 4, n + h + 4, h + 5, n + h + 5,
+                          h + 8, n + h + 8, h + 9, n + h + 9, h + 12, n + h + 12, h + 13,
+                          n + h + 13);
+    }
   }
-  static LOFT_INLINE void put(void* to, V result, int) {
-    Plain::template put_as<I>(to, result + 0.0f);
+  // The even (0) or odd (1) lanes of both registers, in the order before interleaving.
+  template <int kOdd>
+  static LOFT_INLINE I gather(const Entry& entry) {
+    constexpr int n = kLanes;
+    constexpr int o = kOdd;
+    const I a = bit_cast<I>(entry.first), b = bit_cast<I>(entry.second);
+    if constexpr (n == 4) return LOFT_SHUFFLE(a, b, o, 2 + o, n + o, n + 2 + o);
+    if constexpr (n == 8) {
+      return LOFT_SHUFFLE(a, b, o, 2 + o, n + o, n + 2 + o, 4 + o, 6 + o, n + 4 + o, n + 6 + o);
+    }
+    if constexpr (n == 16) {
+      return LOFT_SHUFFLE(a, b, o, 2 + o, n + o, n + 2 + o, 4 + o, 6 + o, n + 4 + o, n + 6 + o,
+                          8 + o, 10 + o, n + 8 + o, n + 10 + o, 12 + o, 14 + o, n + 12 + o,
+                          n + 14 + o);
+    }
   }
 };
 
@@ -191,9 +259,9 @@ struct Weighted<Float64> {
   static LOFT_INLINE Entry load(const void* from, int32_t weight) {
     return {Float64::load(from), I{} + weight};
   }
-  static LOFT_INLINE V value(const Entry& entry, int) { return bit_cast<V>(flip(entry.key)); }
+  static LOFT_INLINE V value(const Entry& entry, int) { return Float64::value(entry.key, 0); }
   static LOFT_INLINE I weight(const Entry& entry) { return entry.weight; }
-  static LOFT_INLINE void put(void* to, V result, int) { store(to, result + 0.0); }
+  static LOFT_INLINE void put(void* to, V result, int) { Float64::put(to, result, 0); }
 };
 
 }  // namespace LOFT_ISA

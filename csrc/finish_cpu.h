@@ -8,9 +8,6 @@
 namespace loft {
 namespace LOFT_ISA {
 
-template <typename V>
-using Lane = std::remove_cv_t<std::remove_reference_t<decltype(V{}[0])>>;
-
 // Results of one vector: the aggregate and the window of values that were kept.
 template <typename V>
 struct Outcome {
@@ -68,6 +65,16 @@ struct Ranked {
   LOFT_INLINE typename F::V operator()(int rank) const { return F::value(entries[rank], part); }
 };
 
+// Rows and f of a job: known when it runs, or when it is compiled.
+struct AnyShape {
+  int n, f;
+  static constexpr int kMost = kMaxRows;
+};
+template <int kRows, int kF>
+struct FixedShape {
+  static constexpr int n = kRows, f = kF, kMost = kRows;
+};
+
 template <typename F, typename At>
 LOFT_INLINE auto mean_by_count_or_weight(const At& at, const typename F::Entry* entries, int first,
                                          int count, typename F::V low, typename F::V high) {
@@ -81,11 +88,12 @@ LOFT_INLINE auto mean_by_count_or_weight(const At& at, const typename F::Entry* 
 
 template <typename F>
 struct MedianRule {
-  static LOFT_INLINE auto apply(const Work& work, const typename F::Entry* entries, int part)
-      -> Outcome<typename F::V> {
+  template <typename Shape>
+  static LOFT_INLINE auto apply(Shape shape, const Work& work, const typename F::Entry* entries,
+                                int part) -> Outcome<typename F::V> {
     using V = typename F::V;
     const Ranked<F> at{entries, part};
-    const int n = work.num_rows;
+    const int n = shape.n;
     V lower = at((n - 1) / 2), upper = at(n / 2);
     if constexpr (kIsWeighted<F>) {
       const auto total = typename F::I{} + static_cast<Lane<typename F::I>>(work.total_weight);
@@ -109,10 +117,11 @@ struct MedianRule {
 
 template <typename F>
 struct TrimmedMeanRule {
-  static LOFT_INLINE auto apply(const Work& work, const typename F::Entry* entries, int part)
-      -> Outcome<typename F::V> {
+  template <typename Shape>
+  static LOFT_INLINE auto apply(Shape shape, const Work&, const typename F::Entry* entries,
+                                int part) -> Outcome<typename F::V> {
     const Ranked<F> at{entries, part};
-    const int n = work.num_rows, f = work.params.f;
+    const int n = shape.n, f = shape.f;
     const typename F::V low = at(f), high = at(n - 1 - f);
     return {mean_by_count_or_weight<F>(at, entries, f, n - 2 * f, low, high), low, high};
   }
@@ -120,14 +129,15 @@ struct TrimmedMeanRule {
 
 // Mean of the n - f values nearest to a centre. The window of kept ranks slides up while that
 // brings a nearer value; slot i % keep holds the value that leaves when it moves from i to i + 1.
-template <typename F>
-LOFT_INLINE auto mean_around(const Work& work, const typename F::Entry* entries, int part,
+template <typename F, typename Shape>
+LOFT_INLINE auto mean_around(Shape shape, const typename F::Entry* entries, int part,
                              typename F::V centre) -> Outcome<typename F::V> {
   using V = typename F::V;
   const Ranked<F> at{entries, part};
-  const int n = work.num_rows, f = work.params.f, keep = n - f;
-  V near[kMaxRows];
+  const int n = shape.n, f = shape.f, keep = n - f;
+  V near[Shape::kMost];
   V low = at(0), high = at(keep - 1);
+#pragma GCC unroll 16
   for (int i = 0; i < keep; ++i) near[i] = at(i);
   const auto slide = [&](int i) {
     const V leaving = at(i), entering = at(i + keep);
@@ -138,7 +148,7 @@ LOFT_INLINE auto mean_around(const Work& work, const typename F::Entry* entries,
   };
   V mean;
   if constexpr (kIsWeighted<F>) {
-    typename F::I weights[kMaxRows];
+    typename F::I weights[Shape::kMost];
     for (int i = 0; i < keep; ++i) weights[i] = F::weight(entries[i]);
     for (int i = 0, slot = 0; i < f; ++i, slot = slot + 1 == keep ? 0 : slot + 1) {
       const auto moves = slide(i);
@@ -148,6 +158,7 @@ LOFT_INLINE auto mean_around(const Work& work, const typename F::Entry* entries,
     mean = weighted_mean_of<V>([&](int i) { return near[i]; }, [&](int i) { return weights[i]; }, 0,
                                keep, low, high);
   } else {
+#pragma GCC unroll 8
     for (int i = 0, slot = 0; i < f; ++i, slot = slot + 1 == keep ? 0 : slot + 1) {
       near[slot] = slide(i) ? at(i + keep) : near[slot];
     }
@@ -158,24 +169,26 @@ LOFT_INLINE auto mean_around(const Work& work, const typename F::Entry* entries,
 
 template <typename F>
 struct MeanAroundMedianRule {
-  static LOFT_INLINE auto apply(const Work& work, const typename F::Entry* entries, int part)
-      -> Outcome<typename F::V> {
+  template <typename Shape>
+  static LOFT_INLINE auto apply(Shape shape, const Work&, const typename F::Entry* entries,
+                                int part) -> Outcome<typename F::V> {
     const Ranked<F> at{entries, part};
-    const int n = work.num_rows;
+    const int n = shape.n;
     const auto lower = at((n - 1) / 2);
-    return mean_around<F>(work, entries, part, n % 2 ? lower : midpoint(lower, at(n / 2)));
+    return mean_around<F>(shape, entries, part, n % 2 ? lower : midpoint(lower, at(n / 2)));
   }
 };
 
 template <typename F>
 struct PhocasRule {
-  static LOFT_INLINE auto apply(const Work& work, const typename F::Entry* entries, int part)
-      -> Outcome<typename F::V> {
+  template <typename Shape>
+  static LOFT_INLINE auto apply(Shape shape, const Work&, const typename F::Entry* entries,
+                                int part) -> Outcome<typename F::V> {
     using V = typename F::V;
     const Ranked<F> at{entries, part};
-    const int n = work.num_rows, f = work.params.f;
+    const int n = shape.n, f = shape.f;
     const V centre = mean_of<V>(at, f, n - 2 * f, at(f), at(n - 1 - f));
-    return mean_around<F>(work, entries, part, centre);
+    return mean_around<F>(shape, entries, part, centre);
   }
 };
 
@@ -185,9 +198,10 @@ void finish(const Work& work, const typename F::Entry* entries, int stride, int 
             int64_t begin) {
   using V = typename F::V;
   constexpr int kPartLanes = sizeof(V) / sizeof(Lane<V>);
+  const AnyShape shape{work.num_rows, work.params.f};
   for (int vector = 0; vector < vectors; ++vector, at += F::kLanes, entries += stride) {
     for (int part = 0; part < F::kParts; ++part) {
-      const Outcome<V> outcome = RuleOf::apply(work, entries, part);
+      const Outcome<V> outcome = RuleOf::apply(shape, work, entries, part);
       F::put(work.out + at * static_cast<int64_t>(sizeof(typename F::Bits)), outcome.result, part);
       if (work.low) {
         const int64_t place = at - begin + part * kPartLanes;

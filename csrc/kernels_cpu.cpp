@@ -77,28 +77,121 @@ int64_t run_median(const Work& work, int64_t begin, int64_t end) {
   return at;
 }
 
+// The median of more rows: two ranked halves a and b, each in a buffer; of the pairs of a's i-th
+// smallest and b's i-th largest, the smaller ones are the lower half of all rows, so their largest
+// is the lower median. An odd count is made even by one row of +inf, whose lower median is the
+// same.
 template <typename F>
+int64_t run_median_of_halves(const Work& work, int64_t begin, int64_t end) {
+  using Entry = typename F::Entry;
+  alignas(64) Entry first[kMaxRows / 2 + kGroup<F>], second[kMaxRows / 2 + kGroup<F>];
+  const int rows = work.num_rows, half = (rows + 1) / 2;
+  const Source source{work.rows, nullptr}, rest{work.rows + half, nullptr};
+  constexpr int64_t kBytes = sizeof(typename F::Bits);
+  int64_t at = begin;
+  for (; at + F::kLanes <= end; at += F::kLanes) {
+    rank_rows<F>(source, half, at * kBytes, 1, first, 0);
+    rank_rows<F>(rest, rows - half, at * kBytes, 1, second, 0);
+    if (rows % 2) set_last(second[half - 1]);
+    Entry lower = first[0] < second[half - 1] ? first[0] : second[half - 1];
+    Entry upper = first[0] > second[half - 1] ? first[0] : second[half - 1];
+    for (int i = 1; i < half; ++i) {
+      Entry low = first[i], high = second[half - 1 - i];
+      exchange(low, high);
+      keep_max(low, lower);
+      keep_min(upper, high);
+    }
+    for (int part = 0; part < F::kParts; ++part) {
+      typename F::V result = F::value(lower, part);
+      if (rows % 2 == 0) result = pick_median(result, F::value(upper, part), work.params.kind);
+      F::put(work.out + at * kBytes, result, part);
+    }
+  }
+  return at;
+}
+
+// A rule whose rows and f are known when it is compiled: what the result does not need of the
+// network falls away, and nothing passes through memory.
+template <typename F, typename RuleOf, int kRows, int kF>
+int64_t run_fixed(const Work& work, int64_t begin, int64_t end) {
+  using V = typename F::V;
+  const Source source{work.rows, work.weights};
+  constexpr int64_t kBytes = sizeof(typename F::Bits);
+  int64_t at = begin;
+  for (int vector = 0; at + F::kLanes <= end; ++vector, at += F::kLanes) {
+    typename F::Entry entries[kRows];
+    load_rows<F, kRows>(source, at * kBytes, vector, entries);
+    SortNetwork<kRows>::apply(entries);
+    for (int part = 0; part < F::kParts; ++part) {
+      const Outcome<V> outcome = RuleOf::apply(FixedShape<kRows, kF>{}, work, entries, part);
+      F::put(work.out + at * kBytes, outcome.result, part);
+    }
+  }
+  return at;
+}
+
 using Run = int64_t (*)(const Work&, int64_t, int64_t);
 
+template <typename F, typename RuleOf, int kRows, int... kF>
+Run fixed_for(int f, std::integer_sequence<int, kF...>) {
+  constexpr Run table[] = {run_fixed<F, RuleOf, kRows, kF>...};
+  return table[f];
+}
+
+// Most rows for which a rule is compiled with every f.
+template <typename F>
+constexpr int kFixedRows = std::is_same_v<F, Float32>             ? 16
+                           : std::is_same_v<F, Weighted<Float32>> ? 8
+                                                                  : 0;
+
+template <typename F, typename RuleOf, int kRows = kFixedRows<F>>
+Run fixed_for(const Work& work) {
+  if constexpr (kRows < 1) {
+    return nullptr;
+  } else {
+    if (work.num_rows != kRows) return fixed_for<F, RuleOf, kRows - 1>(work);
+    return fixed_for<F, RuleOf, kRows>(work.params.f,
+                                       std::make_integer_sequence<int, (kRows + 1) / 2>{});
+  }
+}
+
+template <typename F>
+Run fixed_for_rule(const Work& work) {
+  if (work.num_rows > kFixedRows<F> || work.low) return nullptr;
+  switch (work.params.rule) {
+    case Rule::kTrimmedMean: return fixed_for<F, TrimmedMeanRule<F>>(work);
+    case Rule::kMeanAroundMedian:
+      if constexpr (!kIsWeighted<F>) return fixed_for<F, MeanAroundMedianRule<F>>(work);
+      break;
+    case Rule::kPhocas:
+      if constexpr (!kIsWeighted<F>) return fixed_for<F, PhocasRule<F>>(work);
+      break;
+    default: break;
+  }
+  return nullptr;
+}
+
 template <typename F, int... kRows>
-Run<F> median_for(int rows, std::integer_sequence<int, kRows...>) {
-  constexpr Run<F> table[] = {run_median<F, kRows + 1>...};
+Run median_for(int rows, std::integer_sequence<int, kRows...>) {
+  constexpr Run table[] = {run_median<F, kRows + 1>...};
   return table[rows - 1];
 }
 
 template <typename F>
-Run<F> run_for(const Work& work) {
+Run run_for(const Work& work) {
   if constexpr (!kIsWeighted<F>) {
-    if (work.params.rule == Rule::kMedian && work.num_rows <= kGroup<F> && !work.low) {
+    if (work.params.rule == Rule::kMedian && !work.low) {
+      if (work.num_rows > kGroup<F>) return run_median_of_halves<F>;
       return median_for<F>(work.num_rows, std::make_integer_sequence<int, kGroup<F>>{});
     }
   }
-  return run_ranked<F>;
+  const Run fixed = fixed_for_rule<F>(work);
+  return fixed ? fixed : run_ranked<F>;
 }
 
 // The last coordinates, fewer than a vector: a padded copy of them, then the same kernel.
 template <typename F>
-void run_tail(const Work& work, Run<F> run, int64_t at, int64_t begin, int64_t end) {
+void run_tail(const Work& work, Run run, int64_t at, int64_t begin, int64_t end) {
   using Bits = typename F::Bits;
   constexpr int kRowBytes = F::kLanes * sizeof(Bits);
   using L = Lane<typename F::V>;
@@ -127,7 +220,7 @@ void run_tail(const Work& work, Run<F> run, int64_t at, int64_t begin, int64_t e
 
 template <typename F>
 void run(const Work& work, int64_t begin, int64_t end) {
-  const Run<F> whole = run_for<F>(work);
+  const Run whole = run_for<F>(work);
   const int64_t at = whole(work, begin, end);
   if (at < end) run_tail<F>(work, whole, at, begin, end);
 }

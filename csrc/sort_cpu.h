@@ -41,10 +41,10 @@ constexpr int kStep = F::kLanes * static_cast<int>(sizeof(typename F::Bits));  /
 // which also keeps them quick to compile: weighted float64, and 64-bit keys where the machine
 // cannot compare them.
 template <typename F>
-constexpr int kGroup = std::is_same_v<typename F::Entry, Pair>                                ? 8
-                       : std::is_same_v<typename F::Entry, Vector<int64_t>> && !kHasCompare64 ? 8
-                       : kIsWeighted<F>                                                       ? 16
-                                                                                              : 32;
+constexpr int kGroup = std::is_same_v<typename F::Entry, Pair>                               ? 8
+                       : (kIsWeighted<F> || sizeof(typename F::Bits) == 8) && !kHasCompare64 ? 8
+                       : kIsWeighted<F>                                                      ? 16
+                                                                                             : 32;
 
 // Entries that a merge finishes in registers.
 template <typename F>
@@ -120,13 +120,17 @@ void merge(typename F::Entry* run, int half, int length) {
   for (int base = 0; base < length; base += kClean<F>) clean<kClean<F>>(run + base);
 }
 
-template <typename Entry>
-LOFT_INLINE void set_last(Entry& entry) {
-  entry = Entry{} + std::numeric_limits<std::remove_reference_t<decltype(entry[0])>>::max();
+template <typename I>
+LOFT_INLINE void set_last(I& entry) {
+  entry = I{} + std::numeric_limits<Lane<I>>::max();
 }
 LOFT_INLINE void set_last(Pair& entry) {
   set_last(entry.key);
   set_last(entry.weight);
+}
+LOFT_INLINE void set_last(Twin& entry) {
+  set_last(entry.first);
+  set_last(entry.second);
 }
 
 // Entries that `rows` ranked rows take: above one group, whole groups.
