@@ -298,12 +298,16 @@ def test_a_position_belongs_to_its_epoch() -> None:
     assert len(trained(loader)) == 53
 
 
-def test_a_finished_epoch_has_nothing_left_to_resume() -> None:
-    loader = DataLoader(TensorDataset(NUMBERS), FakePlans([10]))
-    assert len(trained(loader)) == 53
-    loader.load_state_dict(loader.state_dict())
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_finished_epoch_has_nothing_left_to_resume(drop_last: bool) -> None:
+    loader = DataLoader(TensorDataset(NUMBERS), FakePlans([10]), drop_last=drop_last)
+    num_trained = 50 if drop_last else 53
+    assert len(trained(loader)) == num_trained
+    state = loader.state_dict()
+    assert state["position"] == 53  # also where a smaller last batch was left out
+    loader.load_state_dict(state)
     assert trained(loader) == []
-    assert len(trained(loader)) == 53  # iterating again repeats the epoch
+    assert len(trained(loader)) == num_trained  # iterating again repeats the epoch
 
 
 def test_the_state_survives_torch_save(tmp_path: Any) -> None:
