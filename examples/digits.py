@@ -51,6 +51,8 @@ def make_model() -> torch.nn.Sequential:
         torch.nn.ReLU(),
         torch.nn.Conv2d(32, 64, 3, padding=1),
         torch.nn.ReLU(),
+        torch.nn.Conv2d(64, 64, 3, padding=1),
+        torch.nn.ReLU(),
         torch.nn.MaxPool2d(2),
         torch.nn.Conv2d(64, 64, 3, padding=1),
         torch.nn.ReLU(),
