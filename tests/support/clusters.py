@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
+from loft_hvd.balance.controller import Controller
 from loft_hvd.balance.latency import StepModel
+from loft_hvd.balance.observations import COLUMNS
 from loft_hvd.balance.search import Bounds
 
 OVERLAPS = {"serial": 0.0, "full": 1.0, "partial": None}
@@ -45,3 +49,52 @@ def least_step_s(model: StepModel, total: int, bounds: Bounds) -> float:
         after = np.where(then <= bounds.cap, table[np.minimum(then, total), ranks], np.inf)
         sizes[int(np.argmin(after))] += bounds.grain
     return float(table[sizes, ranks].max())
+
+
+def drive(
+    models: Callable[[int], StepModel],
+    controller: Controller,
+    *,
+    intervals: int,
+    seed: int,
+    noise: float = 0.05,
+    steps: int = 20,
+) -> list[tuple[int, ...]]:
+    """Let a controller plan for a cluster; returns the sizes in force in each interval.
+
+    Args:
+        models: the true model in each interval, by its number.
+        controller: decides at the end of each interval.
+        intervals: how many.
+        seed: of the noise.
+        noise: relative standard deviation of each fetch and compute time.
+        steps: steps in an interval.
+    """
+    sizes, in_force = controller.plan.sizes, []
+    for number in range(intervals):
+        in_force.append(sizes)
+        rows, step_s = measure(models(number), sizes, seed=[seed, number], noise=noise, steps=steps)
+        controller.observe(rows, step=(number + 1) * steps - 1, step_s=step_s)
+        plan = controller.decide((number + 1) * steps)
+        sizes = sizes if plan is None else plan.sizes
+    return [*in_force, sizes]
+
+
+def measure(
+    model: StepModel, sizes: tuple[int, ...], *, seed: list[int], noise: float, steps: int
+) -> tuple[npt.NDArray[np.float64], float]:
+    """Return what honest ranks report of an interval, and rank 0's time of a step."""
+    batch = np.array(sizes, dtype=np.float64)
+    rng = np.random.default_rng(seed)
+    spread = rng.normal(1.0, noise, (2, steps, len(batch))).clip(0.5, 1.5)
+    local = np.broadcast_to(model.local(batch), (steps, len(batch)))
+    fetch = model.fetch(local, batch - local) * spread[0]
+    compute = model.compute(batch) * spread[1]
+    busy = model.combine(fetch, compute)
+    step_s = float(busy.max(axis=1).mean()) + model.aggregate_s
+    rows = np.zeros((len(batch), len(COLUMNS)))
+    rows[:, 0], rows[:, 1], rows[:, 2] = batch, local[0], batch - local[0]
+    rows[:, 3], rows[:, 5] = fetch.mean(axis=0), compute.mean(axis=0)
+    rows[:, 4] = (busy - compute).mean(axis=0)
+    rows[:, 6] = np.maximum(step_s - rows[:, 4] - rows[:, 5], 0.0)
+    return rows, step_s
