@@ -21,6 +21,7 @@ from loft_hvd.aggregation import (
 )
 from loft_hvd.balance.balancer import Balancer
 from loft_hvd.data.loader import DataLoader
+from loft_hvd.data.placement import Placement
 from loft_hvd.data.sampler import BatchSampler
 from loft_hvd.errors import LoftError
 from loft_hvd.metrics import average
@@ -41,6 +42,7 @@ __all__ = [
     "MeanAroundMedian",
     "Median",
     "Phocas",
+    "Placement",
     "Rule",
     "TrimmedMean",
     "aggregate",

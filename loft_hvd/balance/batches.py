@@ -69,6 +69,11 @@ class BatchQueue:
         self._lookahead = max(self._lookahead, step - self._last_trained)
 
     @property
+    def queued(self) -> StepSizes | None:
+        """The sizes that a ``BatchSampler`` has queued for the next backward pass, if it has."""
+        return self._pending[0] if self._pending else None
+
+    @property
     def next_step(self) -> int:
         """The step after the newest one trained on."""
         return 0 if self._last_trained is None else self._last_trained + 1

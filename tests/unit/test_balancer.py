@@ -123,6 +123,21 @@ def test_foreign_loaders_must_bring_the_planned_size() -> None:
         pass
 
 
+def test_a_sampler_of_ours_behind_a_foreign_loader_is_measured_too() -> None:
+    clock = Clock()
+    balancer = alone(8, "report", interval=5, clock=clock)
+    for step in range(10):
+        balancer.push_sizes(StepSizes(0, step, (8,)))
+    for step in range(10):
+        with balancer.step(8, fetch_s=0.25):
+            assert balancer.take_step().step == step
+            clock.now += 2.0
+            balancer.gradient_arrived(blocked_s=0.0)
+            balancer.step_ended(waited_s=0.0)
+    assert balancer.times[0].compute_s == pytest.approx(2.0)
+    assert balancer.times[0].stall_s == pytest.approx(0.25)
+
+
 def test_the_rule_must_find_enough_ranks_with_samples() -> None:
     def work(transport: LocalTransport) -> None:
         balancer = loft.Balancer(8, [8, 0, 0], transport=transport)

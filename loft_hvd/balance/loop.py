@@ -1,0 +1,182 @@
+"""The loop from measured steps to plans: what ranks exchange and when, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from loft_hvd.balance.batches import BatchQueue
+from loft_hvd.balance.exchange import Exchange, Report
+from loft_hvd.balance.explain import RankTimes, describe, read_times
+from loft_hvd.balance.options import SETTLE_STEPS, BalancerOptions
+from loft_hvd.balance.plan import Plan
+from loft_hvd.balance.timing import StepTimer
+from loft_hvd.errors import PlanError
+from loft_hvd.topology import LoadMeter, allowed_cpus, run_queue_s
+from loft_hvd.transport.base import Transport
+
+__all__ = ["PlanLoop"]
+
+# What the controller sees of a rank's times, in the order of ``observations.COLUMNS``.
+_OBSERVED = (
+    "samples",
+    "local",
+    "remote",
+    "fetch_s",
+    "stall_s",
+    "compute_s",
+    "wait_s",
+    "other_s",
+)
+
+
+class PlanLoop:
+    """Times in, plans out, at the same step on every rank.
+
+    Args:
+        options: what the user asked for.
+        transport: the ranks.
+        batches: what is drawn and trained on.
+        clock: seconds that never go back.
+
+    Attributes:
+        history: every plan of the run, the newest last.
+        times: average times of every rank over the last interval, [world_size]; empty at first.
+        timer: this rank's stopwatch.
+        num_passes: backward passes of an optimizer step.
+    """
+
+    def __init__(
+        self,
+        options: BalancerOptions,
+        transport: Transport,
+        batches: BatchQueue,
+        clock: Callable[[], float],
+    ) -> None:
+        self._options = options
+        self._transport = transport
+        self._batches = batches
+        self._controller = options.make_controller()
+        self._exchange = Exchange(transport)
+        self._load = LoadMeter()
+        self._num_steps = 0
+        is_crowded = transport.local_size > allowed_cpus()
+        self.timer = StepTimer(clock, run_queue_s if is_crowded else None)
+        self.history = [Plan(0, 0, options.first_sizes(self._controller))]
+        self.times: tuple[RankTimes, ...] = ()
+        self.num_passes = 1
+
+    @property
+    def plan(self) -> Plan:
+        """The newest plan."""
+        return self.history[-1]
+
+    def step_ended(self, *, waited_s: float) -> None:
+        """Close an optimizer step; exchange times and plans when it is time for them."""
+        self.timer.step_ended(waited_s=waited_s, counts=self._counts())
+        self._num_steps += 1
+        interval = self._options.interval
+        phase = self._num_steps % interval
+        if phase == (interval - 1) % interval:
+            self._send_times()
+        if phase == 0:
+            plan = self._next_plan(self._read_report())
+            if self._options.is_adaptive:
+                self._exchange.send_plan(plan)
+        elif phase == 1:
+            self._take_plan()
+
+    def epoch_ended(self) -> None:
+        """Close an epoch; a run shorter than an interval still exchanges times once."""
+        self.timer.pause()
+        if not self.times:
+            self._read_report()
+            self._send_times()
+            self._read_report()
+
+    def _counts(self) -> bool:
+        """Say whether the step that ends now shows what the newest plan's steps take."""
+        trained = self._batches.trained
+        if trained is None or trained.sizes != self.plan.sizes:
+            return False
+        return trained.step >= self.plan.first_step + SETTLE_STEPS * self.num_passes
+
+    def _send_times(self) -> None:
+        self._exchange.send_times(
+            self.timer.take(),
+            num_steps=self._num_steps,
+            plan_id=self.plan.plan_id,
+            drawn_ahead=self._batches.drawn_ahead,
+            shares=(self._load.cpu_use(), self._load.memory_use()),
+        )
+
+    def _read_report(self) -> Report | None:
+        report = self._exchange.receive_times()
+        if report is not None:
+            report.check(world_size=self._transport.world_size)
+            times = read_times(report.times)
+            if any(entry.steps for entry in times):
+                self.times = times
+        return report
+
+    def _next_plan(self, report: Report | None) -> Plan:
+        """Return rank 0's new plan, or the one in force; other ranks' return does not count."""
+        if self._controller is None or report is None or self._transport.rank != 0:
+            return self.plan
+        times = read_times(report.times)
+        if times[0].steps == 0:
+            return self.plan
+        rows = [
+            [getattr(entry, field) for field in _OBSERVED] + shares
+            for entry, shares in zip(times, report.shares.tolist(), strict=True)
+        ]
+        step_s = times[0].wall_s
+        self._controller.observe(np.array(rows), step=self._batches.next_step - 1, step_s=step_s)
+        first_step = report.first_free_step(self.num_passes)
+        return self._controller.decide(first_step) or self.plan
+
+    def _take_plan(self) -> None:
+        total = self._options.global_batch_size
+        plan = self._exchange.receive_plan(global_batch_size=total)
+        if plan is None or plan.plan_id == self.plan.plan_id:
+            return
+        if plan.first_step <= self._batches.drawn_ahead:
+            raise PlanError(
+                f"rank {self._transport.rank}: plan {plan.plan_id} starts at step "
+                f"{plan.first_step}, but steps up to {self._batches.drawn_ahead} may be drawn "
+                "already"
+            )
+        self.timer.take()  # times at the old sizes
+        self.history.append(plan)
+
+    def explain(self) -> str:
+        """Say what is planned, why (on rank 0), what steps consist of, and which rank is slow."""
+        total = self._options.global_batch_size
+        head = (
+            f"plan {self.plan.plan_id}: sizes {list(self.plan.sizes)} of global_batch_size={total}"
+        )
+        if not self.times:
+            interval = self._options.interval
+            return f"{head}\nno times yet: ranks exchange them every {interval} steps"
+        if self._transport.rank == 0 and self._controller is not None:
+            head = self._controller.explain()
+        return f"{head}\n{describe(self.times)}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plans, steps taken and, on rank 0, what its controller has learnt; JSON-able."""
+        return {
+            "num_steps": self._num_steps,
+            "plans": [[plan.plan_id, plan.first_step, *plan.sizes] for plan in self.history],
+            "controller": None if self._controller is None else self._controller.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where ``state_dict`` was taken, on every rank; afresh if the world has changed."""
+        plans = [Plan(row[0], row[1], tuple(row[2:])) for row in state["plans"]]
+        if plans[-1].world_size == self._transport.world_size:
+            self.history = plans
+            if self._controller is not None and state["controller"] is not None:
+                self._controller.load_state_dict(state["controller"])
+        self._num_steps = int(state["num_steps"])
