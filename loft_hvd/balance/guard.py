@@ -115,7 +115,8 @@ class Guard:
         if step_s > explained_s * (1 + _UNEXPLAINED):
             return step_s > self.equal_s * (1 + _MARGIN)
         held_up = interval.valid & (interval.busy_s > 0.95 * interval.busy_s.max())
-        if (interval.sizes[held_up] <= np.array(self.equal)[held_up]).all():
+        has_less = (interval.sizes[held_up] <= np.array(self.equal)[held_up]).all()
+        if has_less and step_s <= explained_s * (1 + _MARGIN):
             return False  # with equal sizes those ranks would have had more to do, not less
         return is_new and step_s > self.equal_s * max(drift, 1.0) * (1 + _MARGIN)
 

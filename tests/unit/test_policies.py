@@ -12,7 +12,7 @@ from loft_hvd.errors import ArgumentError, PlanError
 from tests.support.clusters import drive
 
 
-def errors_of(predictor: Predictor, speeds: np.ndarray, use: np.ndarray) -> float:  # type: ignore[type-arg]
+def errors_of(predictor: Predictor, speeds: np.ndarray, use: np.ndarray) -> float:
     """Return the root mean square relative error of one-ahead predictions, first 100 left out."""
     misses = []
     for number, speed in enumerate(speeds):
@@ -22,7 +22,7 @@ def errors_of(predictor: Predictor, speeds: np.ndarray, use: np.ndarray) -> floa
     return float(np.sqrt(np.mean(np.square(misses))))
 
 
-def loaded_speeds(seed: int, *, is_informative: bool) -> tuple[np.ndarray, np.ndarray]:  # type: ignore[type-arg]
+def loaded_speeds(seed: int, *, is_informative: bool) -> tuple[np.ndarray, np.ndarray]:
     """Draw speeds under bursts of load; ``use`` shows the load of the next interval, or nothing."""
     rng = np.random.default_rng(seed)
     num, ranks = 400, 4

@@ -1,0 +1,1 @@
+"""The simulator: real controller, policies and sampler on a virtual clock."""

@@ -1,0 +1,205 @@
+"""Laws of the controller: what it believes, when it acts, what it takes back, what it repeats."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from loft_hvd.balance.controller import Controller, Replay
+from loft_hvd.balance.latency import StepModel
+from loft_hvd.balance.observations import COMPUTE, LOCAL, SIZE, STALL
+from loft_hvd.errors import ArgumentError, PlanError
+from tests.support.clusters import drive, measure, random_model
+
+UNEVEN = StepModel.build(4, compute_s=np.array([1, 1, 2, 4]) * 1e-3, aggregate_s=0.01)
+EVEN = StepModel.build(4, compute_fixed_s=0.01, compute_s=1e-3)
+
+
+def rows_of(
+    model: StepModel, controller: Controller, noise: float = 0.0
+) -> tuple[npt.NDArray[np.float64], float]:
+    return measure(model, controller.plan.sizes, seed=[0], noise=noise, steps=20)
+
+
+def test_it_starts_equal_and_acts_after_the_fit() -> None:
+    controller = Controller(256, 4)
+    assert controller.plan.sizes == (64, 64, 64, 64)
+    assert controller.decide(20) is None, "nothing was observed"
+    rows, step_s = rows_of(UNEVEN, controller)
+    controller.observe(rows, step=19, step_s=step_s)
+    plan = controller.decide(20)
+    assert plan is not None
+    assert plan.first_step == 20
+    assert UNEVEN.step_s(plan.sizes) < 0.6 * UNEVEN.step_s([64] * 4)
+
+
+def test_an_interval_is_used_once_and_an_old_plan_s_not_at_all() -> None:
+    controller = Controller(256, 4)
+    rows, step_s = rows_of(UNEVEN, controller)
+    controller.observe(rows, step=19, step_s=step_s)
+    assert controller.decide(40) is not None
+    assert controller.decide(41) is None
+    controller.observe(rows, step=39, step_s=step_s)  # measured before the plan came into force
+    assert controller.decide(60) is None
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "reason"),
+    [
+        (COMPUTE, np.nan, "not finite"),
+        (STALL, np.inf, "not finite"),
+        (COMPUTE, -1.0, "negative"),
+        (COMPUTE, 1e9, "out of range"),
+        (LOCAL, 1e6, "out of range"),
+    ],
+)
+def test_impossible_reports_are_discarded_and_counted(
+    column: int, value: float, reason: str
+) -> None:
+    controller = Controller(256, 4)
+    rows, step_s = rows_of(UNEVEN, controller)
+    rows[1, column] = value
+    controller.observe(rows, step=19, step_s=step_s)
+    plan = controller.decide(20)
+    assert controller.discarded == {(1, reason): 1}
+    assert f"rank 1: 1 reports discarded ({reason})" in controller.explain()
+    assert plan is not None
+    assert plan.sizes[1] == 64, "a rank without usable times keeps its equal share"
+
+
+def test_a_batch_of_another_size_is_not_believed() -> None:
+    controller = Controller(256, 4)
+    rows, step_s = rows_of(UNEVEN, controller)
+    rows[2, SIZE : SIZE + 2] = 32
+    rows[2, LOCAL + 1] = 0
+    controller.observe(rows, step=19, step_s=step_s)
+    assert controller.discarded == {(2, "not the planned size"): 1}
+
+
+def test_rows_of_a_wrong_shape_are_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"shape \(4, 10\).*cpu_use"):
+        Controller(256, 4).observe(np.zeros((4, 7)), step=19)
+
+
+def test_equal_ranks_keep_equal_sizes() -> None:
+    for seed in range(10):
+        plans = drive(lambda _: EVEN, Controller(256, 4), intervals=40, seed=seed)
+        times = [EVEN.step_s(sizes) for sizes in plans]
+        assert np.mean(times) <= 1.01 * EVEN.step_s([64] * 4), f"seed {seed}"
+
+
+def test_a_batch_at_most_doubles_what_was_proven() -> None:
+    model = StepModel.build(4, compute_s=np.array([1, 16, 16, 16]) * 1e-4)
+    plans = drive(lambda _: model, Controller(256, 4, min_batch=1), intervals=12, seed=0)
+    largest = 64
+    for sizes in plans:
+        assert max(sizes) <= 2 * largest
+        largest = max(largest, *sizes)
+    assert plans[-1][0] > 128, "in the end the fast rank has more than twice its share"
+
+
+def test_a_plan_that_is_worse_than_equal_sizes_lasts_one_interval() -> None:
+    controller = Controller(256, 4)
+    sizes, undone = controller.plan.sizes, 0
+    for number in range(20):
+        rows, step_s = measure(EVEN, sizes, seed=[number], noise=0.0, steps=20)
+        rows[2, [3, 4, 5]] *= 0.5  # it says that it is twice as fast as it is
+        was_worse = sizes != (64,) * 4 and step_s > 1.02 * EVEN.step_s([64] * 4)
+        controller.observe(rows, step=20 * number + 19, step_s=step_s)
+        plan = controller.decide(20 * number + 20)
+        if was_worse:
+            assert plan is not None
+            assert plan.sizes == (64,) * 4
+            undone += 1
+        sizes = sizes if plan is None else plan.sizes
+    assert undone == 2
+    assert sizes == (64,) * 4
+    assert "rank 2 is pinned at its equal share of 64" in controller.explain()
+
+
+def test_first_steps_of_a_plan_do_not_count() -> None:
+    controller = Controller(256, 4, settle_steps=3)
+    drive(lambda _: UNEVEN, controller, intervals=1, seed=0)
+    assert [controller.is_settled(step) for step in (0, 19, 20, 22, 23)] == [
+        True,
+        True,
+        False,
+        False,
+        True,
+    ]
+
+
+def test_sizes_are_few_where_they_are_costly() -> None:
+    rng = np.random.default_rng(0)
+    rates = rng.uniform(1e-3, 4e-3, (60, 4))
+    controller = Controller(256, 4, max_sizes=3)
+    plans = drive(
+        lambda number: StepModel.build(4, compute_s=rates[number // 6]),
+        controller,
+        intervals=60,
+        seed=0,
+    )
+    assert max(len(set(column)) for column in np.array(plans).T.tolist()) <= 3
+
+
+def test_a_state_is_json_and_goes_on_as_it_was() -> None:
+    model = random_model(7, 4, None)
+    first, second = Controller(256, 4), Controller(256, 4)
+    drive(lambda _: model, first, intervals=3, seed=0)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert second.history == first.history
+    for controller in (first, second):
+        for number in range(3, 12):
+            rows, step_s = measure(
+                model, controller.plan.sizes, seed=[number], noise=0.05, steps=20
+            )
+            controller.observe(rows, step=20 * number + 19, step_s=step_s)
+            controller.decide(20 * number + 20)
+    assert second.plan.sizes == first.plan.sizes
+
+
+def test_a_state_of_another_world_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"world_size=4 with policy 'loft'.*8 ranks and 'uniform'"):
+        Controller(256, 8, "uniform").load_state_dict(Controller(256, 4).state_dict())
+
+
+def test_a_replay_repeats_every_plan(tmp_path: Path) -> None:
+    first = Controller(256, 4)
+    plans = drive(lambda _: UNEVEN, first, intervals=15, seed=0)
+    assert len(set(plans)) > 1
+    first.write_plans(tmp_path / "plans.jsonl")
+    second = Controller(256, 4, Replay(tmp_path / "plans.jsonl"))
+    again = drive(lambda _: EVEN, second, intervals=15, seed=1)
+    assert again == plans
+    assert [made.plan for made in second.history] == [made.plan for made in first.history]
+
+
+def test_a_broken_replay_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "plans.jsonl").write_text('{"first_step": 0}\n')
+    with pytest.raises(PlanError, match=r"plans.jsonl.*first_step and sizes"):
+        Replay(tmp_path / "plans.jsonl")
+
+
+def test_report_explains_and_never_changes_a_size() -> None:
+    controller = Controller(256, 4, "report")
+    plans = drive(lambda _: UNEVEN, controller, intervals=8, seed=0)
+    assert set(plans) == {(64, 64, 64, 64)}
+    assert "rank 3: fetch 0.00 ms" in controller.explain()
+    assert "only reports" in controller.explain()
+
+
+def test_an_impossible_batch_fails_at_the_start() -> None:
+    with pytest.raises(PlanError, match="backward_passes_per_step=2"):
+        Controller(256, 4, max_batch=40)
+    with pytest.raises(ArgumentError, match="2 entries for 4 ranks"):
+        Controller(256, 4, max_batch=[64, 64])
+
+
+def test_nothing_to_win_is_said() -> None:
+    controller = Controller(256, 4)
+    drive(lambda _: EVEN, controller, intervals=6, seed=0)
+    assert "nothing to win" in controller.explain()

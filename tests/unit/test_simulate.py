@@ -1,0 +1,122 @@
+"""Laws of the simulator: scenarios are checked, runs repeat, the table of regimes comes out."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import loft_hvd.simulate
+from loft_hvd.errors import ArgumentError
+from loft_hvd.simulate.build import Draws
+from loft_hvd.simulate.draw import random_scenario
+from loft_hvd.simulate.run import rows, simulate
+from loft_hvd.simulate.scenario import Ranks, Scenario, read_scenario, scenario_from_dict
+
+SHIPPED = sorted((Path(loft_hvd.simulate.__file__).parent / "scenarios").glob("*.toml"))
+
+
+def shipped(name: str) -> Scenario:
+    return read_scenario(next(path for path in SHIPPED if path.stem == name))
+
+
+def test_loft_costs_nothing_on_equal_ranks() -> None:
+    results = simulate(replace(shipped("homogeneous"), policies=("uniform", "loft"), steps=800))
+    assert results.run("loft").mean_s <= 1.01 * results.run("uniform").mean_s
+
+
+def test_a_slow_link_with_a_serial_loader_is_loft_s_case() -> None:
+    scenario = replace(
+        shipped("link-325-serial"), policies=("lbbsp-cpu", "loft"), steps=300, draws="sampled"
+    )
+    results = simulate(scenario)
+    assert results.run("loft").settled_s <= 0.6 * results.run("lbbsp-cpu").settled_s
+    assert results.run("loft").settled_s <= 1.01 * results.run("oracle").settled_s
+
+
+def test_there_is_a_scenario_for_every_regime_and_control() -> None:
+    names = {path.stem for path in SHIPPED}
+    assert names >= {"link-325-serial", "local-copy", "homogeneous", "drifting", "nfs-8-ranks"}
+    assert names >= {"two-nodes", "cold-then-warm", "thousand-ranks", "gpus"}
+
+
+def test_a_run_repeats_to_the_bit_and_is_json() -> None:
+    scenario = random_scenario(3, steps=200)
+    first, second = (json.dumps(simulate(scenario).to_dict()) for _ in range(2))
+    assert first == second
+    content = json.loads(first)["policies"]["loft"]
+    assert {"mean_step_s", "p95_step_s", "settled_step_s", "plans"} <= set(content)
+    assert content["plans"][1]["predicted_gain"] > 0
+    assert content["plans"][1]["realised_gain"] is not None
+
+
+def test_the_table_has_a_row_a_policy_and_the_oracle() -> None:
+    table = rows(simulate(random_scenario(2, steps=100)))
+    assert table[0][0] == "policy"
+    assert {row[0] for row in table[1:]} == {"uniform", "lbbsp-cpu", "lbbsp-gpu", "loft", "oracle"}
+
+
+@pytest.mark.parametrize("sampler", ["locality", "blind"])
+def test_drawn_local_samples_average_to_the_expected_ones(sampler: str) -> None:
+    scenario = replace(shipped("link-325-serial"), sampler=sampler, draws="sampled")
+    sizes = np.array([126, 46, 126, 46, 69, 37, 36, 26])
+    drawn = Draws(scenario).local(0, 300, sizes)
+    expected = Draws(replace(scenario, draws="expected")).local(0, 300, sizes)
+    assert (drawn <= sizes).all()
+    assert drawn.mean(axis=0) == pytest.approx(expected[0], abs=2.0)
+
+
+BASE: dict[str, Any] = {"name": "x", "world_size": 2, "global_batch_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"step": 5}, r"\['step'\]; keys are"),
+        ({"ranks": {"speed": 1}}, r"\[ranks\]: \['speed'\]"),
+        ({"events": [{"kind": "change", "rank": 0}]}, r"\[\[events\]\]: \['rank'\]"),
+        ({"events": [{"kind": "melt", "ranks": [0]}]}, "kind='melt' is not one of"),
+        ({"events": [{"kind": "change", "ranks": [7]}]}, r"ranks \[7\] are not in 0..1"),
+        ({"events": [{"kind": "change"}]}, "needs kind and ranks"),
+        ({"sources": [{"name": "nfs"}]}, "a key is missing"),
+        ({"ranks": {"source": "nfs"}}, "reads from source 'nfs'"),
+        ({"policies": ["best"]}, "policy 'best' is not one of"),
+        ({"sampler": "random"}, "sampler='random' must be one of"),
+        ({"world_size": 0}, "world_size=0 must be >= 1"),
+        ({"noise": -1}, "noise=-1 must be >= 0"),
+    ],
+)
+def test_a_wrong_scenario_is_refused(change: dict[str, Any], match: str) -> None:
+    with pytest.raises(ArgumentError, match=match):
+        scenario_from_dict({**BASE, **change})
+
+
+def test_a_scenario_needs_its_basics() -> None:
+    with pytest.raises(ArgumentError, match=r"\['world_size', 'global_batch_size'\] must be given"):
+        scenario_from_dict({"name": "x"})
+
+
+@pytest.mark.parametrize("value", [[1.0], {"gauss": [1, 2]}, {"uniform": [1]}, -1.0])
+def test_a_wrong_rank_value_is_refused(value: Any) -> None:
+    scenario = scenario_from_dict({**BASE, "ranks": {"compute_s": value}})
+    with pytest.raises(ArgumentError, match=r"ranks.compute_s"):
+        scenario.values("compute_s")
+
+
+def test_rank_values_may_be_drawn_and_cycled() -> None:
+    scenario = Scenario("x", 5, 64, ranks=Ranks(compute_s={"cycle": [1.0, 2.0]}, overlap=0.5))
+    assert scenario.values("compute_s").tolist() == [1, 2, 1, 2, 1]
+    assert scenario.values("overlap").tolist() == [0.5] * 5
+    drawn = replace(scenario, ranks=Ranks(compute_s={"loguniform": [1.0, 9.0]}))
+    assert (drawn.values("compute_s") == drawn.values("compute_s")).all()
+    assert 1 <= drawn.values("compute_s").min() < drawn.values("compute_s").max() <= 9
+
+
+def test_text_that_is_not_toml_is_named(tmp_path: Path) -> None:
+    (tmp_path / "bad.toml").write_text("name =")
+    with pytest.raises(ArgumentError, match=r"bad.toml: not TOML"):
+        read_scenario(tmp_path / "bad.toml")
