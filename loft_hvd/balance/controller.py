@@ -11,7 +11,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Literal
 
 import numpy as np
@@ -21,6 +21,7 @@ from loft_hvd.balance.loft import Loft
 from loft_hvd.balance.observations import WAIT, Interval, screen
 from loft_hvd.balance.plan import Plan
 from loft_hvd.balance.policies import Fixed, LbBspCpu, LbBspGpu, Policy, Proposal, Task, Uniform
+from loft_hvd.balance.replay import Decision, Replay, record
 from loft_hvd.balance.search import Bounds
 from loft_hvd.errors import ArgumentError, PlanError
 
@@ -68,34 +69,6 @@ def _named_policy(name: str, dead_band: float) -> Policy:
     if kind in ("last", "ema"):
         predictor = "last" if kind == "last" else "ema"
     return LbBspCpu(predictor, clock="busy" if kind == "busy" else "compute")
-
-
-@dataclass(frozen=True)
-class Decision:
-    """A plan and why it was made: one line of ``plans.jsonl``.
-
-    Attributes:
-        plan_id: number of the plan.
-        first_step: first step with it.
-        sizes: samples of each rank, [world_size].
-        reason: why, in plain words.
-        predicted_s: seconds of a step with it; None when not predicted.
-        predicted_gain: share of the step that it should save; None likewise.
-        measured_s: seconds of a step before it, by rank 0's clock; None when not measured.
-    """
-
-    plan_id: int
-    first_step: int
-    sizes: tuple[int, ...]
-    reason: str
-    predicted_s: float | None = None
-    predicted_gain: float | None = None
-    measured_s: float | None = None
-
-    @property
-    def plan(self) -> Plan:
-        """The plan itself."""
-        return Plan(self.plan_id, self.first_step, self.sizes)
 
 
 class Controller:
@@ -201,7 +174,7 @@ class Controller:
         if self._would_exceed(proposal.sizes):
             return None
         plan = Plan(self.plan.plan_id + 1, step, proposal.sizes)
-        self.history.append(_decision(plan, proposal, interval.step_s))
+        self.history.append(record(plan, proposal, measured_s=interval.step_s))
         return plan
 
     def _would_exceed(self, sizes: tuple[int, ...]) -> bool:
@@ -262,54 +235,3 @@ class Controller:
         ]
         self.discarded = Counter({(rank, why): n for rank, why, n in state["discarded"]})
         self.policy.load_state_dict(state["learnt"])
-
-
-def _decision(plan: Plan, proposal: Proposal, measured_s: float) -> Decision:
-    then_s, now_s = proposal.predicted_s, proposal.instead_of_s
-    is_predicted = then_s > 0 and now_s > 0
-    return Decision(
-        plan.plan_id,
-        plan.first_step,
-        plan.sizes,
-        proposal.reason,
-        predicted_s=then_s if is_predicted else None,
-        predicted_gain=1.0 - then_s / now_s if is_predicted else None,
-        measured_s=measured_s if measured_s > 0 else None,
-    )
-
-
-class Replay(Uniform):
-    """Repeats the plans of an earlier run, each from the step it had then.
-
-    Args:
-        path: what ``Controller.write_plans`` wrote.
-    """
-
-    name = "replay"
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        with open(path, encoding="utf-8") as file:
-            try:
-                lines = [json.loads(line) for line in file if line.strip()]
-                self._plans = [(int(row["first_step"]), tuple(row["sizes"])) for row in lines]
-            except (ValueError, KeyError, TypeError) as error:
-                raise PlanError(
-                    f"Replay {os.fspath(path)}: {error!r}; each line must be a JSON object with "
-                    "first_step and sizes, as Controller.write_plans writes them"
-                ) from error
-        if not self._plans:
-            raise PlanError(f"Replay {os.fspath(path)}: the file holds no plan")
-
-    def start(self, task: Task) -> tuple[int, ...]:
-        """Return the first sizes of the earlier run.
-
-        Raises:
-            PlanError: they are of another world or global batch.
-        """
-        return Fixed(self._plans[0][1]).start(task)
-
-    def propose(self, interval: Interval, *, first_step: int) -> Proposal | None:
-        """Return the sizes that the earlier run had at ``first_step``."""
-        del interval
-        sizes = [sizes for at, sizes in self._plans if at <= first_step][-1]
-        return Proposal(sizes, "as in the run that is replayed")

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from loft_hvd.balance.bounds import Bounds
 from loft_hvd.balance.curves import Curves
 from loft_hvd.errors import ArgumentError, PlanError
 
@@ -53,71 +53,6 @@ class Model(Protocol):
 
     def without_sharing(self, sizes: npt.ArrayLike) -> Model:
         """Return the separable model that touches this one at ``sizes``."""
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """Limits of each rank's batch.
-
-    Attributes:
-        floor: least samples, [world_size], int64.
-        cap: most samples (device memory), [world_size], int64.
-        grain: sizes are multiples of this many samples.
-    """
-
-    floor: Ints
-    cap: Ints
-    grain: int = 1
-
-    @classmethod
-    def of(
-        cls, world_size: int, *, floor: npt.ArrayLike = 1, cap: npt.ArrayLike, grain: int = 1
-    ) -> Bounds:
-        """Make bounds from numbers or one number a rank."""
-        return cls(
-            np.broadcast_to(np.asarray(floor, dtype=np.int64), world_size).copy(),
-            np.broadcast_to(np.asarray(cap, dtype=np.int64), world_size).copy(),
-            grain,
-        )
-
-    def lattice(self, global_batch_size: int) -> tuple[Ints, Ints, int]:
-        """Return floor and cap in grains and the samples that one rank carries beside them.
-
-        Raises:
-            PlanError: no sizes within the bounds add up to ``global_batch_size``.
-        """
-        if self.grain < 1 or len(self.floor) != len(self.cap) or (self.floor > self.cap).any():
-            raise PlanError(
-                f"bounds need grain >= 1 and floor <= cap on every rank, but grain={self.grain}, "
-                f"floor={self.floor.tolist()}, cap={self.cap.tolist()}"
-            )
-        low = -(-self.floor // self.grain)
-        high = np.maximum(self.cap // self.grain, low)
-        grains, rest = divmod(global_batch_size, self.grain)
-        has_spare = int(high.sum()) > grains or (high * self.grain + rest <= self.cap).any()
-        rest_fits = rest == 0 or bool(has_spare)
-        if int(self.cap.sum()) < global_batch_size or high.sum() < grains or not rest_fits:
-            raise PlanError(_too_small(self, global_batch_size))
-        if low.sum() > grains:
-            raise PlanError(
-                f"global_batch_size={global_batch_size} is less than the {int(low.sum())} grains "
-                f"of {self.grain} that floors {self.floor.tolist()} ask for; lower min_batch or "
-                "grain, or raise global_batch_size"
-            )
-        return low, high, rest
-
-
-def _too_small(bounds: Bounds, global_batch_size: int) -> str:
-    room = int((bounds.cap // bounds.grain * bounds.grain).sum())
-    if room < 1:
-        return f"caps {bounds.cap.tolist()} leave no room for a grain of {bounds.grain}"
-    passes = -(-global_batch_size // room)
-    return (
-        f"global_batch_size={global_batch_size} does not fit: caps {bounds.cap.tolist()} with "
-        f"grain={bounds.grain} hold {room} samples; raise max_batch, or use "
-        f"backward_passes_per_step={passes} with "
-        f"global_batch_size={math.ceil(global_batch_size / passes)}"
-    )
 
 
 def exact(model: Model, global_batch_size: int, bounds: Bounds) -> tuple[int, ...]:
@@ -275,7 +210,7 @@ def _carry_rest(
     if rest:
         after = np.where(sizes + rest <= bounds.cap, times((sizes + rest).astype(float)), np.inf)
         if not np.isfinite(after).any():
-            raise PlanError(_too_small(bounds, int(sizes.sum()) + rest))
+            raise PlanError(bounds.describe_shortage(int(sizes.sum()) + rest))
         sizes[int(np.argmin(after))] += rest
     return tuple(int(size) for size in sizes)
 

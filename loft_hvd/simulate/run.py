@@ -16,7 +16,8 @@ from loft_hvd.balance.loft import Loft
 from loft_hvd.balance.policies import Policy
 from loft_hvd.balance.search import exact
 from loft_hvd.simulate.build import Draws, build_cluster
-from loft_hvd.simulate.scenario import Scenario, read_scenario
+from loft_hvd.simulate.parse import read_scenario
+from loft_hvd.simulate.scenario import Scenario
 
 __all__ = ["PolicyRun", "Results", "rows", "run_file", "simulate"]
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 import numpy.typing as npt
 
 from loft_hvd.balance.controller import POLICIES
-from loft_hvd.errors import ArgumentError, MissingDependencyError
+from loft_hvd.errors import ArgumentError
 
-__all__ = ["Event", "Ranks", "Scenario", "read_scenario", "scenario_from_dict"]
+__all__ = ["Event", "Ranks", "Scenario"]
 
 Floats = npt.NDArray[np.float64]
 Value = float | Sequence[float] | Mapping[str, Sequence[float]]
@@ -239,70 +236,3 @@ def _spread(value: Value, world_size: int, rng: np.random.Generator, where: str)
         raise ArgumentError(f"{where} has {array.size} values for world_size={world_size}")
     given: Floats = np.broadcast_to(array, world_size).copy()
     return given
-
-
-def read_scenario(path: str | os.PathLike[str]) -> Scenario:
-    """Read a scenario file.
-
-    Raises:
-        ArgumentError: the file is not TOML, or a key or value is not one of the schema.
-        MissingDependencyError: Python 3.10 without the tomli package.
-    """
-    toml = _toml_reader()
-    with open(path, "rb") as file:
-        try:
-            content = toml.load(file)
-        except ValueError as error:  # TOMLDecodeError is one
-            raise ArgumentError(f"scenario {os.fspath(path)}: not TOML: {error}") from error
-    return scenario_from_dict(content, where=os.fspath(path))
-
-
-def _toml_reader() -> Any:
-    for name in ("tomllib", "tomli"):  # in Python from 3.11 on; a package before
-        try:
-            return importlib.import_module(name)
-        except ImportError:
-            continue
-    raise MissingDependencyError(
-        "reading a scenario needs Python 3.11, or the tomli package: pip install tomli"
-    )
-
-
-def scenario_from_dict(content: Mapping[str, Any], *, where: str = "scenario") -> Scenario:
-    """Build a scenario from the tables of a scenario file; a wrong key is an error."""
-    values = dict(content)
-    sources = [dict(entry) for entry in values.pop("sources", [])]
-    for source in sources:
-        _check_keys(source, {"name", "bytes_per_s"}, f"{where}: [[sources]]", least=2)
-    ranks = values.pop("ranks", {})
-    _check_keys(ranks, {item.name for item in fields(Ranks)}, f"{where}: [ranks]")
-    events = [dict(entry) for entry in values.pop("events", [])]
-    for event in events:
-        _check_keys(event, {item.name for item in fields(Event)}, f"{where}: [[events]]")
-        if not {"kind", "ranks"} <= set(event):
-            raise ArgumentError(f"{where}: [[events]] {event} needs kind and ranks")
-        event["ranks"] = tuple(event["ranks"])
-    known = {item.name for item in fields(Scenario)} - {"ranks", "sources", "events"}
-    _check_keys(values, known, where)
-    needed = [
-        item.name for item in fields(Scenario) if item.default is item.default_factory is MISSING
-    ]
-    needed = [name for name in needed if name not in values and name in known]
-    if needed:
-        raise ArgumentError(f"{where}: {needed} must be given")
-    if "policies" in values:
-        values["policies"] = tuple(
-            item if isinstance(item, str) else tuple(item) for item in values["policies"]
-        )
-    return Scenario(
-        **values,
-        ranks=Ranks(**ranks),
-        sources={source["name"]: float(source["bytes_per_s"]) for source in sources},
-        events=tuple(Event(**event) for event in events),
-    )
-
-
-def _check_keys(table: Mapping[str, Any], known: set[str], where: str, *, least: int = 0) -> None:
-    unknown = sorted(set(table) - known)
-    if unknown or len(table) < least:
-        raise ArgumentError(f"{where}: {unknown or 'a key is missing'}; keys are {sorted(known)}")

@@ -16,8 +16,9 @@ from loft_hvd.balance.latency import StepModel
 from loft_hvd.balance.loft import Loft
 from loft_hvd.balance.search import SOLVERS, exact
 from loft_hvd.simulate.draw import random_scenario
+from loft_hvd.simulate.parse import read_scenario
 from loft_hvd.simulate.run import simulate
-from loft_hvd.simulate.scenario import Event, Ranks, Scenario, read_scenario
+from loft_hvd.simulate.scenario import Event, Ranks, Scenario
 from tests.support.clusters import OVERLAPS, drive, measure, random_model
 
 SHIPPED = {

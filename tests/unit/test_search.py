@@ -123,6 +123,7 @@ def test_falling_times_are_refused() -> None:
         (1, 15, 64, 8, "hold 32 samples.*backward_passes_per_step=2 with global_batch_size=32"),
         (8, 64, 16, 1, "less than the 32 grains of 1"),
         (9, 4, 16, 1, "floor <= cap on every rank"),
+        (9, 15, 48, 8, "rank 0 may have 9 to 15 samples.*multiple of grain=8"),
     ],
 )
 @solvers

@@ -14,8 +14,10 @@ import loft_hvd.simulate
 from loft_hvd.errors import ArgumentError
 from loft_hvd.simulate.build import Draws
 from loft_hvd.simulate.draw import random_scenario
+from loft_hvd.simulate.parse import read_scenario, scenario_from_dict
+from loft_hvd.simulate.plots import plot
 from loft_hvd.simulate.run import rows, simulate
-from loft_hvd.simulate.scenario import Ranks, Scenario, read_scenario, scenario_from_dict
+from loft_hvd.simulate.scenario import Ranks, Scenario
 
 SHIPPED = sorted((Path(loft_hvd.simulate.__file__).parent / "scenarios").glob("*.toml"))
 
@@ -120,3 +122,9 @@ def test_text_that_is_not_toml_is_named(tmp_path: Path) -> None:
     (tmp_path / "bad.toml").write_text("name =")
     with pytest.raises(ArgumentError, match=r"bad.toml: not TOML"):
         read_scenario(tmp_path / "bad.toml")
+
+
+def test_the_plot_shows_every_policy(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot(simulate(random_scenario(2, steps=100)), tmp_path / "run.svg")
+    assert "loft" in (tmp_path / "run.svg").read_text()
