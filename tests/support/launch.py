@@ -59,7 +59,8 @@ def launch(
         runner = str(Path(sys.executable).with_name("horovodrun"))
         command = [runner, "--gloo", "-np", str(num_ranks), *python]
     else:
-        options = ["--oversubscribe", "--mca", "mpi_yield_when_idle", "1"]
+        # Unbound, as Horovod advises: a rank bound to one core shares it with its loader processes.
+        options = ["--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
         root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
         command = ["mpirun", *root, *options, "-np", str(num_ranks), *python]
     # A rank of a job that is itself started by a test must not see that test's own job.
