@@ -168,7 +168,7 @@ def allreduce_async(
     exchange = _exchange(ends, tensor.detach(), rule, name)
     scale = _fill(exchange.reduction.bucket, tensor.detach(), ends.rank, alive, row_weights, rule)
     row = torch.tensor(
-        [tensor.numel(), digest(str(tensor.dtype)), digest(f"{rule!r} {row_weights} {alive}")]
+        [tensor.numel(), digest(str(tensor.dtype)), digest(f"{rule} {row_weights} {alive}")]
     )
     rows = torch.empty(world_size, row.numel(), dtype=row.dtype)
     agreement = (ends.allgather(row, rows.view(-1), name=f"{name}.agree"), row, rows)

@@ -125,6 +125,14 @@ def test_ranks_that_disagree_are_named_on_every_rank(what: str) -> None:
     )
 
 
+def test_a_rule_from_elsewhere_runs_on_shard_owners() -> None:
+    """Each rank has a function object of its own; its name is what must agree."""
+    rule = loft.Custom(lambda rows: rows.amax(dim=0))
+    tensor = row_of(hvd.rank(), 77, "none")
+    rows = torch.stack([row_of(rank, 77, "none") for rank in range(hvd.size())])
+    assert torch.equal(loft.allreduce(tensor, rule, name="custom"), rows.amax(dim=0))
+
+
 def test_average_weighs_by_samples() -> None:
     count = hvd.rank()  # rank 0 has none
     result = loft.average(float("nan") if count == 0 else float(count), count)
