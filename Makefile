@@ -20,7 +20,7 @@ BIN := .venv/bin
 endif
 PY := $(BIN)/python
 # Named, because ruff would also reformat the tables and sessions that Markdown shows as code.
-PY_CODE := benchmarks csrc examples loft_hvd scripts tests setup.py
+PY_CODE := $(wildcard benchmarks csrc examples loft_hvd scripts tests setup.py)
 CXX_FILES := $(shell find csrc -name generated -prune -o \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' \) -print 2> /dev/null)
 # Several ranks share the cores: one thread each, or they wait for each other.
 RANKS := OMP_NUM_THREADS=1
