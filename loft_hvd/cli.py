@@ -66,7 +66,7 @@ def _print_run(result: RunResult) -> None:
     print(f"  a robust all-reduce over 2 ranks is {verdict} ({result.seconds:.1f} s)")
 
 
-def _simulate(scenario: str, *, json_file: str | None) -> int:
+def _simulate(scenario: str, *, json_file: str | None, plot_file: str | None) -> int:
     """Run a scenario and print its policies; return the exit status."""
     from loft_hvd.simulate.run import rows, run_file
 
@@ -78,6 +78,8 @@ def _simulate(scenario: str, *, json_file: str | None) -> int:
     _print_table(rows(results))
     if json_file is not None:
         Path(json_file).write_text(json.dumps(results.to_dict(), indent=1) + "\n", encoding="utf-8")
+    if plot_file is not None:
+        importlib.import_module("loft_hvd.simulate.plots").plot(results, plot_file)
     return 0
 
 
@@ -133,9 +135,10 @@ def build_app() -> typer.Typer:
     def _simulate_command(
         scenario: str = typer.Argument(help="A scenario, a TOML file."),
         json_file: str = typer.Option(None, "--json", metavar="FILE", help="Write all of it."),
+        plot_file: str = typer.Option(None, "--plot", metavar="FILE", help="Draw it, as a PNG."),
     ) -> None:
         """Run balancing policies on a made-up cluster, beside the best sizes there are."""
-        raise typer.Exit(_simulate(scenario, json_file=json_file))
+        raise typer.Exit(_simulate(scenario, json_file=json_file, plot_file=plot_file))
 
     return app
 

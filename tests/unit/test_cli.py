@@ -115,16 +115,21 @@ compute_s = [0.001, 0.001, 0.004, 0.001]
 """
 
 
-def test_simulate_prints_every_policy_and_writes_its_json(app: typer.Typer, tmp_path: Path) -> None:
+def test_simulate_prints_every_policy_and_writes_json_and_plot(
+    app: typer.Typer, tmp_path: Path
+) -> None:
     scenario, found = tmp_path / "slow.toml", tmp_path / "found.json"
+    picture = tmp_path / "found.png"
     scenario.write_text(_SCENARIO)
-    result = CliRunner().invoke(app, ["simulate", str(scenario), "--json", str(found)])
+    options = ["--json", str(found), "--plot", str(picture)]
+    result = CliRunner().invoke(app, ["simulate", str(scenario), *options])
     assert result.exit_code == 0, result.output
     policies = json.loads(found.read_text())["policies"]
     assert set(policies) == {"uniform", "loft", "oracle"}
     for name, one in policies.items():
         assert f"{one['mean_step_s']:.4f}" in result.output
         assert name in result.output
+    assert picture.read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.parametrize(
