@@ -87,6 +87,7 @@ _LAYERS = {
     "simulate/build.py": 4,
     "simulate/run.py": 6,
     "simulate/plots.py": 6,
+    "delegate.py": 1,
     "parameters.py": 3,
     "metrics.py": 4,
     "optimizer.py": 6,
