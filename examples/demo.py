@@ -42,7 +42,7 @@ class Row:
         local_batch_sizes: samples of each rank in a step.
         test_accuracy: share of the test images named rightly by rank 0's model.
         step_s: median seconds a step.
-        wall_s: seconds of the whole run.
+        wall_s: seconds of training, all epochs together.
         identical: whether all ranks ended with the same bits.
     """
 
@@ -66,14 +66,9 @@ def fit_sizes(data: digits.Digits) -> list[int]:
     steps_per_epoch = -(-len(data.train) // GLOBAL_BATCH_SIZE)
     epochs = -(-2 * NUM_TIMED // steps_per_epoch)
     progress = Progress("timing at equal sizes", epochs * steps_per_epoch)
-    digits.train(
-        data,
-        rule=loft.Mean(),
-        balancer=balancer,
-        epochs=epochs,
-        slowdown=slowdown(),
-        on_step=progress.advance,
-    )
+    training = digits.Training(data, rule=loft.Mean(), balancer=balancer, slowdown=slowdown())
+    for epoch in range(epochs):
+        training.run_epoch(epoch, progress.advance)
     if hvd.rank() == 0:
         print(balancer.explain(), flush=True)
     return list(balancer.suggest_sizes())
@@ -86,44 +81,57 @@ def is_identical(model: torch.nn.Module) -> bool:
     return bool((everyone == everyone[0]).all())
 
 
-def run(
-    data: digits.Digits, rule: loft.Rule, sizes: str, policy: str | list[int], options: Options
-) -> tuple[Row, list[float]]:
-    """Train once with one rule and one choice of sizes; return the result and all step times."""
-    balancer = loft.Balancer(GLOBAL_BATCH_SIZE, policy=policy)
-    num_steps = options.epochs * -(-len(data.train) // GLOBAL_BATCH_SIZE)
-    progress = Progress(f"{rule.name}, {sizes} sizes", num_steps)
-    ends: list[float] = []
+class Run:
+    """One of the four training runs, with its times.
 
-    def on_step() -> None:
-        ends.append(time.monotonic())
-        progress.advance()
+    Args:
+        data: training and test images.
+        rule: how gradients are aggregated.
+        sizes: "equal" or "fitted".
+        policy: what the balancer is told.
+    """
 
-    hvd.barrier()
-    began = time.monotonic()
-    model = digits.train(
-        data,
-        rule=rule,
-        balancer=balancer,
-        epochs=options.epochs,
-        slowdown=slowdown(),
-        attack=FAULT if hvd.size() > FAULTY_RANK else None,
-        attackers=(FAULTY_RANK,),
-        on_step=on_step,
-    )
-    wall_s = time.monotonic() - began
-    step_s = [end - start for start, end in itertools.pairwise(ends)]
-    torch.save(model.state_dict(), options.out / f"{rule.name}-{sizes}-rank{hvd.rank()}.pt")
-    row = Row(
-        rule=rule.name,
-        sizes=sizes,
-        local_batch_sizes=list(balancer.plan.sizes),
-        test_accuracy=digits.accuracy(model, data.test),
-        step_s=statistics.median(step_s),
-        wall_s=wall_s,
-        identical=is_identical(model),
-    )
-    return row, step_s
+    def __init__(
+        self, data: digits.Digits, rule: loft.Rule, sizes: str, policy: str | list[int]
+    ) -> None:
+        self.label = f"{rule.name}, {sizes}"
+        self.step_s: list[float] = []
+        self._wall_s = 0.0
+        self._data, self._rule, self._sizes = data, rule, sizes
+        self._balancer = loft.Balancer(GLOBAL_BATCH_SIZE, policy=policy)
+        self._training = digits.Training(
+            data, rule=rule, balancer=self._balancer, slowdown=slowdown()
+        )
+        if hvd.size() > FAULTY_RANK:
+            loft.attacks.attach(self._training.optimizer, FAULT, ranks=[FAULTY_RANK])
+
+    def run_epoch(self, epoch: int, progress: Progress) -> None:
+        """Train for an epoch and keep its times."""
+        began = time.monotonic()
+        ends = [began]
+
+        def on_step() -> None:
+            ends.append(time.monotonic())
+            progress.advance()
+
+        self._training.run_epoch(epoch, on_step)
+        self._wall_s += time.monotonic() - began
+        self.step_s += [end - start for start, end in itertools.pairwise(ends)]
+
+    def finish(self, out: Path) -> Row:
+        """Save this rank's weights and return the result."""
+        model = self._training.model
+        file = f"{self._rule.name}-{self._sizes}-rank{hvd.rank()}.pt"
+        torch.save(model.state_dict(), out / file)
+        return Row(
+            rule=self._rule.name,
+            sizes=self._sizes,
+            local_batch_sizes=list(self._balancer.plan.sizes),
+            test_accuracy=digits.accuracy(model, self._data.test),
+            step_s=statistics.median(self.step_s),
+            wall_s=self._wall_s,
+            identical=is_identical(model),
+        )
 
 
 @dataclass(frozen=True)
@@ -150,12 +158,17 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     data = digits.Digits.load()
     fitted = fit_sizes(data)
-    rows, step_s = [], {}
+    steps_per_epoch = -(-len(data.train) // GLOBAL_BATCH_SIZE)
+    runs: list[Run] = []
     for rule in (loft.Mean(), loft.TrimmedMean(f=1)):
-        for sizes, policy in (("equal", "uniform"), ("fitted", fitted)):
-            row, times = run(data, rule, sizes, policy, options)
-            rows.append(row)
-            step_s[f"{rule.name}, {sizes}"] = times
+        pair = [Run(data, rule, "equal", "uniform"), Run(data, rule, "fitted", fitted)]
+        progress = Progress(f"{rule.name}, both sizes", 2 * options.epochs * steps_per_epoch)
+        for epoch in range(options.epochs):
+            for one in pair:  # in turn, so that other work on the machine slows both alike
+                one.run_epoch(epoch, progress)
+        runs += pair
+    rows = [one.finish(options.out) for one in runs]
+    step_s = {one.label: one.step_s for one in runs}
     if hvd.rank() == 0:
         summary = [asdict(row) for row in rows]
         (options.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")

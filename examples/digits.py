@@ -68,51 +68,43 @@ def accuracy(model: torch.nn.Module, data: TensorDataset) -> float:
         return float((model(images).argmax(dim=1) == labels).float().mean())
 
 
-def train(
-    data: Digits,
-    *,
-    rule: loft.Rule,
-    balancer: loft.Balancer,
-    epochs: int,
-    slowdown: int = 1,
-    attack: loft.attacks.Attack | None = None,
-    attackers: tuple[int, ...] = (),
-    on_step: Callable[[], None] = lambda: None,
-) -> torch.nn.Module:
-    """Train and return the model.
+class Training:
+    """A model in training, epoch by epoch.
 
     Args:
         data: training and test images.
         rule: how gradients are aggregated.
         balancer: how many samples each rank computes.
-        epochs: passes over the training images.
         slowdown: this rank does every forward and backward pass so many times.
-        attack: what the Byzantine ranks send, if there are any.
-        attackers: the Byzantine ranks.
-        on_step: called after each step.
     """
-    model = make_model()
-    loader = loft.DataLoader(data.train, balancer, seed=3)  # loft: was torch's, with its sampler
-    optimizer = loft.DistributedOptimizer(  # loft: was hvd.DistributedOptimizer
-        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
-        named_parameters=model.named_parameters(),
-        rule=rule,  # loft
-        balancer=balancer,  # loft
-    )
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    if attack is not None:
-        loft.attacks.attach(optimizer, attack, ranks=attackers)
-    for epoch in range(epochs):
-        loader.set_epoch(epoch)
-        for images, labels in loader:
-            for _ in range(slowdown - 1):  # a slower machine: the same work, done in vain
-                torch.autograd.grad(F.cross_entropy(model(images), labels), [*model.parameters()])
-            optimizer.zero_grad()
-            F.cross_entropy(model(images), labels).backward()
-            optimizer.step()
+
+    def __init__(
+        self, data: Digits, *, rule: loft.Rule, balancer: loft.Balancer, slowdown: int = 1
+    ) -> None:
+        self.model = make_model()
+        self.slowdown = slowdown
+        # loft: was torch's DataLoader with a DistributedSampler
+        self.loader = loft.DataLoader(data.train, balancer, seed=3)
+        self.optimizer = loft.DistributedOptimizer(  # loft: was hvd.DistributedOptimizer
+            torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9),
+            named_parameters=self.model.named_parameters(),
+            rule=rule,  # loft
+            balancer=balancer,  # loft
+        )
+        hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
+        hvd.broadcast_optimizer_state(self.optimizer, root_rank=0)
+
+    def run_epoch(self, epoch: int, on_step: Callable[[], None] = lambda: None) -> None:
+        """Train on every image once, and call ``on_step`` after each step."""
+        self.loader.set_epoch(epoch)
+        for images, labels in self.loader:
+            for _ in range(self.slowdown - 1):  # a slower machine: the same work, done in vain
+                loss = F.cross_entropy(self.model(images), labels)
+                torch.autograd.grad(loss, [*self.model.parameters()])
+            self.optimizer.zero_grad()
+            F.cross_entropy(self.model(images), labels).backward()
+            self.optimizer.step()
             on_step()
-    return model
 
 
 def main() -> None:
@@ -130,11 +122,11 @@ def main() -> None:
     sizes = options.sizes or "report"
     balancer = loft.Balancer(options.batch_size, policy=sizes)  # loft
     data = Digits.load()
-    model = train(
-        data, rule=loft.parse_rule(options.rule), balancer=balancer, epochs=options.epochs
-    )
+    training = Training(data, rule=loft.parse_rule(options.rule), balancer=balancer)
+    for epoch in range(options.epochs):
+        training.run_epoch(epoch)
     if hvd.rank() == 0:
-        print(f"test accuracy {accuracy(model, data.test):.3f}")
+        print(f"test accuracy {accuracy(training.model, data.test):.3f}")
         print(balancer.explain())  # loft
 
 

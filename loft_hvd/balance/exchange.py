@@ -79,10 +79,12 @@ class Exchange:
 
     Args:
         transport: the ranks.
+        name: stem of the operations' names, equal on every rank; tells balancers apart.
     """
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, *, name: str) -> None:
         self._transport = transport
+        self._name = name
         self._times: tuple[Work | None, Tensor, Tensor] | None = None
         self._plan: tuple[Work | None, Tensor] | None = None
 
@@ -102,7 +104,7 @@ class Exchange:
         if self._transport.world_size == 1:
             rows.copy_(row.view(1, -1))
         else:
-            work = self._transport.allgather(row, rows.view(-1), name="loft.times")
+            work = self._transport.allgather(row, rows.view(-1), name=f"{self._name}.times")
         self._times = (work, row, rows)
 
     def receive_times(self) -> Report | None:
@@ -119,7 +121,7 @@ class Exchange:
         wire = torch.from_numpy(plan.to_wire())
         work = None
         if self._transport.world_size > 1:
-            work = self._transport.broadcast(wire, name="loft.plan")
+            work = self._transport.broadcast(wire, name=f"{self._name}.plan")
         self._plan = (work, wire)
 
     def receive_plan(self, *, global_batch_size: int) -> Plan | None:

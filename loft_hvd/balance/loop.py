@@ -59,7 +59,7 @@ class PlanLoop:
         self._transport = transport
         self._batches = batches
         self._controller = options.make_controller()
-        self._exchange = Exchange(transport)
+        self._exchange = Exchange(transport, name=options.name)
         self._load = LoadMeter()
         self._num_steps = 0
         is_crowded = transport.local_size > allowed_cpus()

@@ -10,6 +10,7 @@ from loft_hvd.balance.exchange import FEWEST_STEPS
 from loft_hvd.balance.plan import equal_sizes
 from loft_hvd.balance.policies import Policy
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, PlanError
+from loft_hvd.transport.agreement import digest
 
 __all__ = ["SETTLE_STEPS", "BalancerOptions"]
 
@@ -121,6 +122,11 @@ class BalancerOptions:
         if controller is not None:
             return controller.plan.sizes
         return self.sizes or equal_sizes(self.global_batch_size, self.world_size)
+
+    @property
+    def name(self) -> str:
+        """Stem of the operations' names: equal where all options are."""
+        return f"loft.balancer.{digest(str(self.fields())) & 0xFFFFFF:06x}"
 
     def fields(self) -> dict[str, str]:
         """Return what must be equal on every rank, by name."""
