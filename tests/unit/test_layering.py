@@ -78,7 +78,6 @@ _LAYERS = {
     "pipeline/engine.py": 4,
     "pipeline/reducer.py": 5,
     "pipeline/allreduce.py": 5,
-    "bench/timing.py": 1,
     "simulate/__init__.py": 0,
     "simulate/cluster.py": 2,
     "simulate/scenario.py": 4,
