@@ -117,7 +117,8 @@ std::vector<std::string> isa_levels() {
   std::vector<std::string> levels{"baseline"};
 #if defined(LOFT_HAVE_X86_LEVELS)
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2")) {
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2") &&
+      __builtin_cpu_supports("f16c")) {
     levels.push_back("avx2");
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
@@ -162,7 +163,7 @@ void aggregate_cpu(const Job& job, const CpuOptions& options) {
   for_blocks(blocks, threads_for(job, options.threads), [&](int64_t block) {
     const int64_t begin = block * kBlock, end = std::min(job.numel, begin + kBlock);
     if (samples.wants(block)) {
-      samples.run(job, work, kernel, block, begin, end);
+      samples.run(job, work, kernel, table.compare, block, begin, end);
     } else {
       kernel(work, begin, end);
     }

@@ -20,18 +20,14 @@ class DiagnosticBlocks {
   // rows = 0 turns diagnostics off; every `every`-th block is looked at, the first one included.
   DiagnosticBlocks(size_t rows, int64_t blocks, int every);
   bool wants(int64_t block) const { return rows_ != 0 && block % every_ == 0; }
-  void run(const Job& job, const Work& work, Kernel kernel, int64_t block, int64_t begin,
-           int64_t end);
+  void run(const Job& job, const Work& work, Kernel kernel, Compare compare, int64_t block,
+           int64_t begin, int64_t end);
   void add_to(Diagnostics& diagnostics) const;
 
  private:
-  struct Tally {
-    int64_t coordinates = 0, num_outside = 0, num_non_finite = 0;
-    double squared_distance = 0;
-  };
   size_t rows_;
   int64_t every_;
-  std::vector<Tally> tallies_;  // [sampled blocks, rows]
+  std::vector<RowTally> tallies_;  // [sampled blocks, rows]
 };
 
 }  // namespace loft

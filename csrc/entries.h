@@ -90,6 +90,22 @@ struct Float64 {
   static LOFT_INLINE void put(void* to, V result, int) { store(to, normal(result)); }
 };
 
+// The halves of a register.
+template <typename Part, typename Whole>
+LOFT_INLINE Part half_of(Whole whole, int part) {
+#if defined(__AVX512BW__)
+  const __m512i bits = bit_cast<__m512i>(whole);
+  return bit_cast<Part>(part ? _mm512_extracti64x4_epi64(bits, 1) : _mm512_castsi512_si256(bits));
+#elif defined(__AVX2__)
+  const __m256i bits = bit_cast<__m256i>(whole);
+  return bit_cast<Part>(part ? _mm256_extracti128_si256(bits, 1) : _mm256_castsi256_si128(bits));
+#else
+  Part half;
+  std::memcpy(&half, reinterpret_cast<const char*>(&whole) + part * sizeof(Part), sizeof(Part));
+  return half;
+#endif
+}
+
 // float16 <-> float32 on 32-bit lanes; exact up, to nearest even down.
 template <typename I, typename V>
 LOFT_INLINE V widen_float16(I bits) {
@@ -136,11 +152,15 @@ struct Half {
     return to_key(LOFT_ISA::load<Entry>(from), kRoom);
   }
   static LOFT_INLINE V value(const Entry& entry, int part) {
-    const char* half = reinterpret_cast<const char*>(&entry) + part * sizeof(Part);
-    return widen(LOFT_ISA::load<Part>(half));
+    return widen(half_of<Part>(from_key(entry, kRoom), part));
   }
-  static LOFT_INLINE V widen(Part key) {
-    const I bits = __builtin_convertvector(from_key(key, kRoom), I);
+  static LOFT_INLINE V widen(Part stored) {
+#if defined(__AVX512BW__)
+    if constexpr (!kIsBFloat) return bit_cast<V>(_mm512_cvtph_ps(bit_cast<__m256i>(stored)));
+#elif defined(__F16C__)
+    if constexpr (!kIsBFloat) return bit_cast<V>(_mm256_cvtph_ps(bit_cast<__m128i>(stored)));
+#endif
+    const I bits = __builtin_convertvector(stored, I);
     if constexpr (kIsBFloat) return bit_cast<V>(bits << 16);
     return widen_float16<I, V>(bits);
   }
@@ -150,16 +170,22 @@ struct Half {
   static LOFT_INLINE I load_wide(const void* from) {
     return __builtin_convertvector(to_key(LOFT_ISA::load<Part>(from), kRoom), I);
   }
-  static LOFT_INLINE V wide_value(I key) { return widen(__builtin_convertvector(key, Part)); }
-  static LOFT_INLINE void put_wide(void* to, V result) {
-    const V sum = normal(result);
-    I bits;
+  static LOFT_INLINE V wide_value(I key) {
+    return widen(from_key(__builtin_convertvector(key, Part), kRoom));
+  }
+  static LOFT_INLINE void put_wide(void* to, V result) { store(to, narrow(result)); }
+  static LOFT_INLINE Part narrow(V result) {
     if constexpr (kIsBFloat) {
-      bits = narrow_bfloat16<I, V>(sum);
-    } else {
-      bits = narrow_float16<I, V>(sum);
+      return __builtin_convertvector((narrow_bfloat16<I, V>(result + 0.0f)), Part);
     }
-    store(to, __builtin_convertvector(bits, Part));
+    const V sum = normal(result);
+#if defined(__AVX512BW__)
+    return bit_cast<Part>(_mm512_cvtps_ph(bit_cast<__m512>(sum), _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__F16C__)
+    return bit_cast<Part>(_mm256_cvtps_ph(bit_cast<__m256>(sum), _MM_FROUND_TO_NEAREST_INT));
+#else
+    return __builtin_convertvector((narrow_float16<I, V>(sum)), Part);
+#endif
   }
 };
 using Float16 = Half<false>;

@@ -13,7 +13,8 @@ namespace loft {
 namespace LOFT_ISA {
 namespace {
 
-constexpr int kBatch = 4;  // vectors between loading and finishing
+constexpr int kBatch = 4;        // vectors between loading and finishing
+constexpr int kMedianRows = 32;  // most rows whose median has a network of its own
 
 template <typename F>
 using Finish = void (*)(const Work&, const typename F::Entry*, int, int, int64_t, int64_t);
@@ -181,8 +182,8 @@ template <typename F>
 Run run_for(const Work& work) {
   if constexpr (!kIsWeighted<F>) {
     if (work.params.rule == Rule::kMedian && !work.low) {
-      if (work.num_rows > kGroup<F>) return run_median_of_halves<F>;
-      return median_for<F>(work.num_rows, std::make_integer_sequence<int, kGroup<F>>{});
+      if (work.num_rows > kMedianRows) return run_median_of_halves<F>;
+      return median_for<F>(work.num_rows, std::make_integer_sequence<int, kMedianRows>{});
     }
   }
   const Run fixed = fixed_for_rule<F>(work);

@@ -23,11 +23,22 @@ struct Work {
 // Aggregates coordinates [begin, end).
 using Kernel = void (*)(const Work& work, int64_t begin, int64_t end);
 
+// What one row did in some coordinates; see Diagnostics in aggregate.h.
+struct RowTally {
+  int64_t coordinates = 0, num_outside = 0, num_non_finite = 0;
+  double squared_distance = 0;
+};
+
+// Compares `count` values of a row with the results and the kept window (arithmetic type).
+using Compare = void (*)(DType dtype, const void* row, const void* result, const void* low,
+                         const void* high, int64_t count, RowTally& tally);
+
 // Indexed by [weighted][dtype]; a level that is not compiled in has no table.
 struct KernelTable {
   Kernel kernels[2][4];
   Kernel pass;   // row sums in row order, all rows line by line
   Kernel burst;  // the same, row by row over a tile
+  Compare compare;
 };
 
 namespace baseline {

@@ -80,12 +80,15 @@ void weighted_float32(const Work&, int64_t, int64_t);
 void weighted_float16(const Work&, int64_t, int64_t);
 void weighted_bfloat16(const Work&, int64_t, int64_t);
 
+void compare_row(DType, const void*, const void*, const void*, const void*, int64_t, RowTally&);
+
 const KernelTable& kernels() {
   static const KernelTable table{
       {{float64, float32, float16, bfloat16},
        {weighted_float64, weighted_float32, weighted_float16, weighted_bfloat16}},
       pass,
-      burst};
+      burst,
+      compare_row};
   return table;
 }
 

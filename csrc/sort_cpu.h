@@ -43,20 +43,25 @@ constexpr int kStep = F::kLanes * static_cast<int>(sizeof(typename F::Bits));  /
 template <typename F>
 constexpr int kGroup = std::is_same_v<typename F::Entry, Pair>                               ? 8
                        : (kIsWeighted<F> || sizeof(typename F::Bits) == 8) && !kHasCompare64 ? 8
-                       : kIsWeighted<F>                                                      ? 16
+                       : kIsWeighted<F> || kRegisters == 16                                  ? 16
                                                                                              : 32;
 
 // Entries that a merge finishes in registers.
 template <typename F>
 constexpr int kClean = kGroup<F> < kRegisters ? kGroup<F> : kRegisters;
 
+// Loops over rows are unrolled by order: left to itself GCC stops at 16 and puts the entries in
+// memory.
+
 // Load `kRows` rows at byte `at`; on the first vector of a line, fetch a later line of each.
 template <typename F, int kRows>
 LOFT_INLINE void load_rows(Source source, int64_t at, int vector, typename F::Entry* entries) {
   constexpr int kVectorsALine = kLineBytes / kStep<F> > 1 ? kLineBytes / kStep<F> : 1;
   if (vector % kVectorsALine == 0) {
+#pragma GCC unroll 32
     for (int row = 0; row < kRows; ++row) prefetch(source.rows[row] + at, kAhead);
   }
+#pragma GCC unroll 32
   for (int row = 0; row < kRows; ++row) {
     if constexpr (kIsWeighted<F>) {
       entries[row] = F::load(source.rows[row] + at, source.weights[row]);
@@ -73,6 +78,7 @@ void sort_group(Source source, int64_t at, int vectors, typename F::Entry* to, i
     typename F::Entry entries[kRows];
     load_rows<F, kRows>(source, at, vector, entries);
     SortNetwork<kRows>::apply(entries);
+#pragma GCC unroll 32
     for (int row = 0; row < kRows; ++row) to[row] = entries[row];
   }
 }
@@ -93,9 +99,7 @@ SortGroup<F> sort_group_for(int rows) {
 
 // Sort a bitonic run of kCount entries in registers.
 template <int kCount, typename Entry>
-LOFT_INLINE void clean(Entry* run) {
-  Entry v[kCount];
-  for (int i = 0; i < kCount; ++i) v[i] = run[i];
+LOFT_INLINE void clean(Entry* v) {
 #pragma GCC unroll 8
   for (int distance = kCount / 2; distance > 0; distance /= 2) {
 #pragma GCC unroll 32
@@ -103,13 +107,44 @@ LOFT_INLINE void clean(Entry* run) {
       if (!(i & distance)) exchange(v[i], v[i + distance]);
     }
   }
+}
+
+template <int kCount, typename Entry>
+LOFT_INLINE void clean_in_place(Entry* run) {
+  Entry v[kCount];
+#pragma GCC unroll 32
+  for (int i = 0; i < kCount; ++i) v[i] = run[i];
+  clean<kCount>(v);
+#pragma GCC unroll 32
   for (int i = 0; i < kCount; ++i) run[i] = v[i];
+}
+
+// Merge two ascending runs of kCount entries each: one step makes two bitonic runs of them, of
+// which the first holds the smaller half; each is then finished in registers.
+template <int kCount, typename Entry>
+void merge_two(Entry* run) {
+  Entry low[kCount], high[kCount];
+#pragma GCC unroll 32
+  for (int i = 0; i < kCount; ++i) {
+    low[i] = run[i];
+    high[kCount - 1 - i] = run[2 * kCount - 1 - i];
+    exchange(low[i], high[kCount - 1 - i]);
+  }
+  clean<kCount>(low);
+#pragma GCC unroll 32
+  for (int i = 0; i < kCount; ++i) run[i] = low[i];
+  clean<kCount>(high);
+#pragma GCC unroll 32
+  for (int i = 0; i < kCount; ++i) run[kCount + i] = high[i];
 }
 
 // Merge two ascending runs, run[0, half) and run[half, length), half < length <= 2 * half; both are
 // multiples of kGroup<F>. What lies beyond `length` counts as +inf and never moves.
 template <typename F>
 void merge(typename F::Entry* run, int half, int length) {
+  if constexpr (kClean<F> == kGroup<F>) {
+    if (half == kGroup<F> && length == 2 * half) return merge_two<kGroup<F>>(run);
+  }
   for (int i = 2 * half - length; i < half; ++i) exchange(run[i], run[2 * half - 1 - i]);
   for (int distance = half / 2; distance >= kClean<F>; distance /= 2) {
     for (int base = 0; base < length; base += 2 * distance) {
@@ -117,7 +152,7 @@ void merge(typename F::Entry* run, int half, int length) {
       for (int i = base; i < end; ++i) exchange(run[i], run[i + distance]);
     }
   }
-  for (int base = 0; base < length; base += kClean<F>) clean<kClean<F>>(run + base);
+  for (int base = 0; base < length; base += kClean<F>) clean_in_place<kClean<F>>(run + base);
 }
 
 template <typename I>

@@ -2,12 +2,14 @@
 
 from loft_hvd.aggregation.aggregate import (
     aggregate,
+    diagnose,
     mean,
     mean_around_median,
     median,
     phocas,
     trimmed_mean,
 )
+from loft_hvd.aggregation.compute import Diagnostics
 from loft_hvd.aggregation.rules import (
     Custom,
     Mean,
@@ -22,6 +24,7 @@ from loft_hvd.aggregation.rules import (
 
 __all__ = [
     "Custom",
+    "Diagnostics",
     "Mean",
     "MeanAroundMedian",
     "Median",
@@ -30,6 +33,7 @@ __all__ = [
     "Tolerance",
     "TrimmedMean",
     "aggregate",
+    "diagnose",
     "mean",
     "mean_around_median",
     "median",

@@ -14,7 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from loft_hvd.aggregation.compute import aggregate_rows
+from loft_hvd.aggregation import ops
+from loft_hvd.aggregation.compute import Diagnostics, aggregate_rows, diagnose_rows
 from loft_hvd.aggregation.inputs import (
     Gradients,
     Presence,
@@ -33,9 +34,17 @@ from loft_hvd.aggregation.rules import (
     Rule,
     TrimmedMean,
 )
-from loft_hvd.errors import AggregationError, ArgumentTypeError
+from loft_hvd.errors import AggregationError, ArgumentError, ArgumentTypeError
 
-__all__ = ["aggregate", "mean", "mean_around_median", "median", "phocas", "trimmed_mean"]
+__all__ = [
+    "aggregate",
+    "diagnose",
+    "mean",
+    "mean_around_median",
+    "median",
+    "phocas",
+    "trimmed_mean",
+]
 
 
 def aggregate(
@@ -91,9 +100,50 @@ def aggregate(
         chosen_weights = None if counts is None else [counts[row] for row in chosen]
         if isinstance(rule, Custom):
             _call_custom(part, rule, chosen_weights, out[span])
+        elif torch.compiler.is_compiling():
+            ops.aggregate_out(cast("list[Tensor]", part), str(rule), chosen_weights, out[span])
         else:
             aggregate_rows(part, rule, weights=chosen_weights, out=out[span])
     return out
+
+
+def diagnose(
+    gradients: Gradients,
+    rule: Rule,
+    *,
+    weights: Weights | None = None,
+    out: Row | None = None,
+    every: int = 16,
+) -> tuple[Any, Diagnostics]:
+    """Aggregate, and in the same pass find out which row was off.
+
+    Args:
+        gradients: as in ``aggregate``, on the CPU; every row is present.
+        rule: any rule but ``Custom``.
+        weights: sample count of each row, [world_size]; all above 0.
+        out: where to put the result, [numel].
+        every: look at one block of 16,384 coordinates in so many; 1 looks at all.
+
+    Returns:
+        The result, the same bits as ``aggregate`` gives, and what each row did.
+
+    Raises:
+        AggregationError: the rule does not fit the rows.
+        ArgumentError: a row has weight 0, ``every`` is below 1, or the rows are not on the CPU.
+    """
+    rows = Rows.read(gradients)
+    counts = read_weights(weights, len(rows.rows))
+    rule.check(len(rows.rows), weights=counts)
+    if every < 1 or isinstance(rule, Custom) or (counts is not None and min(counts) == 0):
+        raise ArgumentError(
+            f"diagnose: needs every >= 1 (is {every}), a rule with a kernel (is {rule}) and "
+            f"weights above 0 (are {counts}); leave rows of weight 0 out"
+        )
+    if out is None:
+        out = rows.empty()
+    else:
+        rows.check_out(out)
+    return out, diagnose_rows(rows.rows, rule, weights=counts, out=out, every=every)
 
 
 def _spans(

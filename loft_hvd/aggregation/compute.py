@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
@@ -24,9 +25,12 @@ from loft_hvd.aggregation.rules import (
     TrimmedMean,
 )
 from loft_hvd.config import config
-from loft_hvd.errors import ArgumentTypeError
+from loft_hvd.errors import ArgumentError, ArgumentTypeError
+from loft_hvd.topology import allowed_cpus
 
-__all__ = ["aggregate_rows", "num_threads"]
+__all__ = ["Diagnostics", "aggregate_rows", "diagnose_rows", "num_threads"]
+
+_Found = tuple[int, list[int], list[int], list[float]]
 
 # The codes of csrc/rules.h.
 _DTYPES = {"float64": 0, "float32": 1, "float16": 2, "bfloat16": 3}
@@ -38,6 +42,25 @@ _RULES: dict[type[Rule], int] = {
     Phocas: 3,
 }
 _KINDS = {"midpoint": 0, "lower": 1, "upper": 2}
+
+
+@dataclass(frozen=True)
+class Diagnostics:
+    """What each row did in the coordinates that were looked at.
+
+    Attributes:
+        num_coordinates: how many coordinates were looked at.
+        num_outside: [rows], coordinates strictly outside the window of values that were kept;
+            NaN lies above +inf. For a median the window is its middle one or two values.
+        num_non_finite: [rows], coordinates that are NaN or infinite.
+        squared_distance: [rows], squared distance to the result, float64; coordinates where it is
+            not finite are left out.
+    """
+
+    num_coordinates: int
+    num_outside: tuple[int, ...]
+    num_non_finite: tuple[int, ...]
+    squared_distance: tuple[float, ...]
 
 
 @functools.cache
@@ -57,7 +80,7 @@ def num_threads() -> int:
     settings = config()
     if settings.threads is not None:
         return settings.threads
-    share = len(os.sched_getaffinity(0)) // settings.local_ranks
+    share = allowed_cpus() // settings.local_ranks
     return max(1, min(share, torch.get_num_threads()))
 
 
@@ -79,6 +102,23 @@ def aggregate_rows(
         fallback.aggregate_rows(
             [_as_tensor(row) for row in rows], rule, weights=weights, out=_as_tensor(out)
         )
+
+
+def diagnose_rows(
+    rows: Sequence[Row], rule: Rule, *, weights: Sequence[int] | None, out: Row, every: int
+) -> Diagnostics:
+    """Aggregate as ``aggregate_rows`` does and look at one block in ``every``.
+
+    Raises:
+        ArgumentError: the extension is missing or the rows are not on the CPU.
+    """
+    ran, found = _run_native(rows, rule, reduce_weights(weights), out, diagnose_every=every)
+    if not ran:
+        raise ArgumentError(
+            f"diagnose runs on CPU rows with the extension; {explain_missing() or 'move the rows'}"
+        )
+    coordinates, outside, non_finite, distance = cast("_Found", found)
+    return Diagnostics(coordinates, tuple(outside), tuple(non_finite), tuple(distance))
 
 
 def reduce_weights(weights: Sequence[int] | None) -> list[int] | None:

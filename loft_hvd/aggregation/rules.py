@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
+from loft_hvd.aggregation.rule import MAX_ROWS, MAX_TOTAL_WEIGHT, Rule, Tolerance
 from loft_hvd.errors import AggregationError, ArgumentError, ArgumentTypeError
 
 __all__ = [
@@ -30,143 +31,7 @@ __all__ = [
     "parse_rule",
 ]
 
-MAX_ROWS = 1024  # rows one call may aggregate; csrc/rules.h has the same limit
-MAX_TOTAL_WEIGHT = 2**30 - 1  # after division by the common divisor; csrc/rules.h likewise
-
 _KINDS = ("midpoint", "lower", "upper")
-
-
-@dataclass(frozen=True)
-class Tolerance:
-    """What a rule survives; both statements hold, the caller may use either.
-
-    Attributes:
-        rows: any set of at most this many rows may hold any values at all.
-        weight: any set of rows whose weights add up to at most this may hold any values at all.
-    """
-
-    rows: int
-    weight: int
-
-
-class Rule:
-    """Base class of the aggregation rules: frozen dataclasses, comparable, hashable, printable.
-
-    ``str(rule)`` is what ``parse_rule`` reads.
-
-    Attributes:
-        name: the rule's name in text.
-        f: Byzantine rows that the rule is told to expect, 0 where it takes no such number.
-    """
-
-    name: ClassVar[str] = "rule"
-    f: int
-
-    @property
-    def min_rows(self) -> int:
-        """Fewest rows, present and with weight > 0, that the rule can aggregate: 2f + 1."""
-        return 2 * self.f + 1
-
-    def check(
-        self,
-        world_size: int,
-        *,
-        weights: Sequence[int] | None = None,
-        present: Sequence[bool] | None = None,
-    ) -> int:
-        """Raise unless the rule fits the rows; f is never rescaled to make it fit.
-
-        Args:
-            world_size: number of rows.
-            weights: sample count of each row, [world_size]; rows of weight 0 do not count.
-            present: which rows are there, [world_size]; the others do not count.
-
-        Returns:
-            The number of rows that count.
-
-        Raises:
-            AggregationError: fewer than ``min_rows`` rows count, or more than 1024.
-        """
-        rows = _counting_rows(world_size, weights, present)
-        if len(rows) > MAX_ROWS:
-            raise AggregationError(
-                f"{self}: {len(rows)} rows, but one call takes at most {MAX_ROWS}; aggregate in "
-                "two levels (nodes, then ranks)"
-            )
-        if len(rows) < self.min_rows:
-            raise AggregationError(self._explain_too_few(world_size, len(rows), weights, present))
-        return len(rows)
-
-    def _explain_too_few(
-        self,
-        world_size: int,
-        num_rows: int,
-        weights: Sequence[int] | None,
-        present: Sequence[bool] | None,
-    ) -> str:
-        """Say what was asked, the limit, the values, and the way out."""
-        counted = [f"world_size={world_size}"]
-        if present is not None:
-            counted.append(f"{world_size - sum(map(bool, present))} absent")
-        if weights is not None:
-            counted.append(f"{sum(weight == 0 for weight in weights)} of weight 0")
-        values = ", ".join(counted)
-        if self.f == 0:
-            return f"{self} needs at least {self.min_rows} row, but {num_rows} count ({values})"
-        largest = max(0, (num_rows - 1) // 2)
-        return (
-            f"{self}: f={self.f} needs 0 <= 2*f < rows, so at least {self.min_rows} rows, but "
-            f"{num_rows} count ({values}); use f <= {largest} or add workers"
-        )
-
-    def tolerance(self, weights: Sequence[int] | int) -> Tolerance:
-        """State how many rows, and how much weight, the rule survives.
-
-        Args:
-            weights: sample count of each row, [world_size], or a plain number of equal rows.
-
-        Returns:
-            The largest numbers for which the result stays bounded by the other rows.
-
-        Raises:
-            AggregationError: the rule does not fit that many rows.
-        """
-        if isinstance(weights, int):
-            weights = [1] * weights
-        self.check(len(weights), weights=weights)
-        counting = sorted(int(weight) for weight in weights if weight > 0)
-        rows = self._rows_survived(counting)
-        lightest = sum(counting[: rows + 1])  # one row more than it survives weighs at least this
-        return Tolerance(rows=rows, weight=lightest - 1)
-
-    def _rows_survived(self, counting: list[int]) -> int:
-        """Return how many of the rows, weights ascending, may hold any values."""
-        return self.f
-
-    def __str__(self) -> str:
-        """Return the text that ``parse_rule`` turns back into this rule."""
-        options = [
-            f"{item.name}={getattr(self, item.name)}"
-            for item in fields(cast("Mean", self))  # every rule is a dataclass
-            if item.init and getattr(self, item.name) != item.default
-        ]
-        return self.name + (":" + ",".join(options) if options else "")
-
-
-def _counting_rows(
-    world_size: int, weights: Sequence[int] | None, present: Sequence[bool] | None
-) -> list[int]:
-    """Return the rows that are present and weigh something."""
-    for label, values in (("weights", weights), ("present", present)):
-        if values is not None and len(values) != world_size:
-            raise ArgumentError(
-                f"{label} has {len(values)} values, but there are {world_size} rows; give one a row"
-            )
-    return [
-        row
-        for row in range(world_size)
-        if (present is None or present[row]) and (weights is None or weights[row] > 0)
-    ]
 
 
 def _check_f(name: str, f: int) -> None:
@@ -194,6 +59,10 @@ class Mean(Rule):
         if not isinstance(self.reproducible, bool):
             raise ArgumentTypeError(f"mean: reproducible={self.reproducible!r} must be a bool")
 
+    def __str__(self) -> str:
+        """Return the text that ``parse_rule`` turns back into this rule."""
+        return "mean:reproducible=True" if self.reproducible else "mean"
+
 
 @dataclass(frozen=True)
 class Median(Rule):
@@ -211,6 +80,10 @@ class Median(Rule):
     def __post_init__(self) -> None:
         if self.kind not in _KINDS:
             raise ArgumentError(f"median: kind={self.kind!r} must be one of {', '.join(_KINDS)}")
+
+    def __str__(self) -> str:
+        """Return the text that ``parse_rule`` turns back into this rule."""
+        return "median" if self.kind == "midpoint" else f"median:kind={self.kind}"
 
     def _rows_survived(self, counting: list[int]) -> int:
         total, heaviest, rows = sum(counting), 0, 0
@@ -236,6 +109,10 @@ class _Trimming(Rule):
 
     def __post_init__(self) -> None:
         _check_f(self.name, self.f)
+
+    def __str__(self) -> str:
+        """Return the text that ``parse_rule`` turns back into this rule."""
+        return f"{self.name}:f={self.f}"
 
 
 @dataclass(frozen=True)

@@ -1,254 +1,221 @@
-"""The kernels and the plain torch path against the definition, and the definition by hand."""
+"""The public functions: every rule, dtype and form of input, bit for bit as the reference."""
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Sequence
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-import loft_hvd as loft
-from loft_hvd._native import extension
-from loft_hvd.aggregation import fallback
-from loft_hvd.aggregation.reference import reference
-from loft_hvd.errors import AggregationError, ArgumentTypeError, LoftError
-
-NAN, INF = math.nan, math.inf
-NUMELS = (0, 1, 15, 17, 31, 33, 1000)
-SIZES = (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 32, 33, 40, 64, 65, 130)
-# Relative to the largest kept value: one rounding of the result, and of the sums behind it.
-TOLERANCES = {
-    torch.float64: 1e-13,
-    torch.float32: 1e-6,
-    torch.float16: 2e-3,
-    torch.bfloat16: 1.6e-2,
-}
+from loft_hvd import aggregation as loft
+from loft_hvd.aggregation.rules import Rule
+from loft_hvd.errors import AggregationError, ArgumentError, ArgumentTypeError, LoftError
+from tests.support.gradients import (
+    DTYPES,
+    assert_same_bits,
+    expected,
+    hard_gradients,
+    rules_for,
+)
 
 
-def rules_for(num_rows: int) -> list[loft.Rule]:
-    f = (num_rows - 1) // 2
-    made: list[loft.Rule] = [loft.Mean(), loft.Median(), loft.Median(kind="lower")]
-    made += [loft.Median(kind="upper"), loft.TrimmedMean(f=f), loft.TrimmedMean(f=f // 2)]
-    return [*made, loft.MeanAroundMedian(f=f // 2), loft.Phocas(f=f // 2)]
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 9, 16, 17, 24, 31, 32, 33, 40, 64, 65, 130])
+def test_every_rule_gives_the_bits_of_the_reference(rows: int, dtype: torch.dtype) -> None:
+    gradients = hard_gradients(rows, 83, dtype, seed=rows)
+    for rule in rules_for(rows):
+        assert_same_bits(loft.aggregate(gradients, rule), expected(gradients, rule))
 
 
-def gradients(num_rows: int, numel: int, dtype: torch.dtype, *, special: bool = False) -> Tensor:
-    generator = torch.Generator().manual_seed(num_rows * 7919 + numel)
-    rows = torch.randn(num_rows, numel, generator=generator, dtype=torch.float64)
-    if special:
-        values = torch.tensor([NAN, -NAN, INF, -INF, 0.0, -0.0, 1e30, -1e30, 1e-42])
-        picks = torch.randint(0, len(values), rows.shape, generator=generator)
-        rows = torch.where(torch.rand(rows.shape, generator=generator) < 0.2, values[picks], rows)
-    return rows.to(dtype)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 8, 13, 16, 17, 33])
+def test_weighted_rules_give_the_bits_of_the_reference(rows: int, dtype: torch.dtype) -> None:
+    gradients = hard_gradients(rows, 83, dtype, seed=100 + rows)
+    weights = [1 + (7 * row) % 5 for row in range(rows)]
+    for rule in rules_for(rows):
+        assert_same_bits(
+            loft.aggregate(gradients, rule, weights=weights),
+            expected(gradients, rule, weights=weights),
+        )
 
 
-def assert_is_reference(out: Tensor, rows: Tensor, rule: loft.Rule, **options: object) -> None:
-    expected = reference(rows.double().numpy(), rule, **options)  # type: ignore[arg-type]
-    tolerance = TOLERANCES[rows.dtype]
-    with np.errstate(over="ignore", invalid="ignore"):
-        rounded = torch.from_numpy(expected).to(rows.dtype).double().numpy()
-    np.testing.assert_allclose(out.double().numpy(), rounded, rtol=tolerance, atol=tolerance)
+@pytest.mark.parametrize("rows", [200, 1024])
+def test_very_many_rows_give_the_bits_of_the_reference(rows: int) -> None:
+    gradients = hard_gradients(rows, 37, torch.float32, seed=rows)
+    for rule in (loft.Median(), loft.TrimmedMean(rows // 3), loft.MeanAroundMedian(rows // 4)):
+        assert_same_bits(loft.aggregate(gradients, rule), expected(gradients, rule))
 
 
-def test_the_extension_is_there() -> None:
-    assert extension() is not None, "build it: make setup"
+@pytest.mark.parametrize("numel", [0, 1, 7, 8, 15, 16, 17, 31, 33, 63, 65, 1000, 40_003])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_length_is_aggregated_to_its_last_value(numel: int, dtype: torch.dtype) -> None:
+    gradients = hard_gradients(5, numel, dtype, seed=numel)
+    for rule in (loft.Median(), loft.TrimmedMean(1), loft.Phocas(1)):
+        result = loft.aggregate(gradients, rule)
+        assert result.shape == (numel,)
+        assert result.dtype == dtype
+        assert_same_bits(result, expected(gradients, rule))
 
 
 @pytest.mark.parametrize(
-    ("rule", "column", "expected"),
+    "layout",
     [
-        (loft.Median(), [1, 2, 3, 4], 2.5),
-        (loft.Median(kind="lower"), [1, 2, 3, 4], 2),
-        (loft.Median(kind="upper"), [1, 2, 3, 4], 3),
-        (loft.Median(), [7], 7),
-        (loft.Median(), [1, 3], 2),
-        (loft.Median(), [1, 2, 3, 4, NAN], 3),
-        (loft.Median(), [1, 2, 3, NAN, NAN], 3),
-        (loft.Median(), [1, 2, 3, -INF, -INF], 1),
-        (loft.Median(), [-INF, 1, 2, INF], 1.5),
-        (loft.Median(), [1, 2, INF, INF], INF),
-        (loft.Median(), [-INF, -INF, INF, INF], NAN),
-        (loft.Median(), [3e38, 3e38, 3.2e38, 3.2e38], 3.1e38),
-        (loft.TrimmedMean(f=1), [1e-8, 1e-8, 1e-8, 1e-8, 1e30, -1e30], 1e-8),
-        (loft.TrimmedMean(f=2), [1e-8, 1e-8, 1e-8, 1e-8, 1e30, 2e30], 1e-8),
-        (loft.TrimmedMean(f=1), [1, 2, 3, INF, -INF], 2),
-        (loft.TrimmedMean(f=1), [1, 2, 3, 4, NAN], 3),
-        (loft.TrimmedMean(f=1), [1, 2, 3, NAN, NAN], NAN),
-        (loft.TrimmedMean(f=1), [3e38, 3e38, 3e38, 3.2e38, 1], 3e38),
-        (loft.MeanAroundMedian(f=1), [0, 1, 2, 10], 1),
-        (loft.Phocas(f=1), [0, 1, 2, 9], 1),
-        (loft.Mean(), [1, 2, 3, 6], 3),
+        lambda g: g.t().contiguous().t(),
+        lambda g: torch.stack([g, g], dim=2).reshape(len(g), -1)[:, ::2],
+        lambda g: torch.nn.functional.pad(g, (3, 5))[:, 3:-5],
+        lambda g: list(g),
+        lambda g: [row.clone() for row in g],
+        lambda g: g.numpy(),
+        lambda g: list(g.numpy()),
+        lambda g: np.asfortranarray(g.numpy()),
+        lambda g: g.numpy()[:, ::-1][:, ::-1],
+        lambda g: g.clone().requires_grad_(),
     ],
-    ids=str,
+    ids=[
+        "transposed",
+        "strided",
+        "padded",
+        "rows",
+        "apart",
+        "numpy",
+        "numpy rows",
+        "fortran",
+        "reversed twice",
+        "requires grad",
+    ],
 )
-@pytest.mark.parametrize("numel", [1, 19])
-def test_known_answers_in_every_order_of_rows(
-    rule: loft.Rule, column: list[float], expected: float, numel: int
-) -> None:
-    for order in itertools.islice(itertools.permutations(column), 24):
-        rows = torch.tensor(order, dtype=torch.float32).view(-1, 1).repeat(1, numel)
-        want = torch.full((numel,), expected, dtype=torch.float32)
-        torch.testing.assert_close(loft.aggregate(rows, rule), want, equal_nan=True)
-        by_hand = reference(np.array(order).reshape(-1, 1), rule)
-        np.testing.assert_allclose(by_hand, [expected], rtol=1e-6)
+def test_layout_of_the_rows_does_not_change_a_bit(layout: Callable[[Tensor], Any]) -> None:
+    gradients = hard_gradients(6, 131, torch.float32, seed=1)
+    rule = loft.TrimmedMean(2)
+    assert_same_bits(loft.aggregate(layout(gradients), rule), expected(gradients, rule))
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("num_rows", SIZES)
-def test_kernels_equal_the_reference(num_rows: int, dtype: torch.dtype) -> None:
-    for numel in NUMELS:
-        rows = gradients(num_rows, numel, dtype)
-        for rule in rules_for(num_rows):
-            assert_is_reference(loft.aggregate(rows, rule), rows, rule)
+def test_one_row_used_many_times_needs_no_memory_of_its_own() -> None:
+    row = hard_gradients(1, 77, torch.float32, seed=2)[0]
+    assert_same_bits(loft.median(row.expand(9, -1)), expected(row[None], loft.Median()))
 
 
-@pytest.mark.parametrize("num_rows", [2, 3, 5, 8, 16, 33])
-def test_special_values_equal_the_reference(num_rows: int) -> None:
-    rows = gradients(num_rows, 500, torch.float32, special=True)
-    for rule in [rule for rule in rules_for(num_rows) if not isinstance(rule, loft.Mean)]:
-        out = loft.aggregate(rows, rule)
-        expected = reference(rows.numpy(), rule, precision=np.float32)
-        np.testing.assert_array_equal(out.numpy(), expected, err_msg=str(rule))
+def test_read_only_arrays_are_read() -> None:
+    values = np.ones((3, 5), np.float32)
+    values.flags.writeable = False
+    np.testing.assert_array_equal(loft.median(values), np.ones(5))
 
 
-@pytest.mark.parametrize("weights", [[1, 2, 3, 4, 5], [97, 1, 1, 1, 1], [3, 0, 3, 1, 2]], ids=str)
-def test_weights_equal_the_reference(weights: list[int]) -> None:
-    rows = gradients(5, 333, torch.float32)
-    for rule in [loft.Mean(), loft.Median(), *rules_for(3)[4:]]:
-        out = loft.aggregate(rows, rule, weights=weights)
-        assert_is_reference(out, rows, rule, weights=weights)
-
-
-@pytest.mark.parametrize("num_rows", [3, 4, 9, 17])
-def test_equal_weights_give_the_bits_of_no_weights(num_rows: int) -> None:
-    rows = gradients(num_rows, 100, torch.float32)
-    for rule in rules_for(num_rows):
-        weighted = loft.aggregate(rows, rule, weights=[7] * num_rows)
-        assert torch.equal(weighted, loft.aggregate(rows, rule))
-
-
-@pytest.mark.parametrize("num_rows", [4, 8, 16])
-def test_an_absent_row_is_as_if_deleted_whatever_it_holds(num_rows: int) -> None:
-    rows = gradients(num_rows, 77, torch.float32)
-    present = [row != 2 for row in range(num_rows)]
-    kept = rows[torch.tensor(present)]
-    rows[2] = NAN
-    for rule in rules_for(num_rows - 1):
-        masked = loft.aggregate(rows, rule, present=present)
-        assert torch.equal(masked, loft.aggregate(kept, rule))
-
-
-@pytest.mark.parametrize("num_rows", [3, 6, 11, 24])
-def test_the_order_of_rows_changes_no_bit(num_rows: int) -> None:
-    rows = gradients(num_rows, 200, torch.float32, special=True)
-    weights = [row % 4 + 1 for row in range(num_rows)]
-    order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(1))
-    for rule in rules_for(num_rows):
-        one = loft.aggregate(rows, rule, weights=weights)
-        other = loft.aggregate(rows[order], rule, weights=[weights[i] for i in order.tolist()])
-        assert torch.equal(one.view(torch.int32), other.view(torch.int32)), str(rule)
-
-
-@pytest.mark.parametrize("num_rows", [3, 5, 12])
-def test_what_is_dropped_leaves_no_trace(num_rows: int) -> None:
-    f = (num_rows - 1) // 2
-    rows = gradients(num_rows, 64, torch.float32)
-    wild = rows.clone()
-    wild[rows.argsort(dim=0)[:f], torch.arange(64)] = -1e30
-    wild[rows.argsort(dim=0)[num_rows - f :], torch.arange(64)] = NAN
-    rule = loft.TrimmedMean(f=f)
-    assert torch.equal(loft.aggregate(rows, rule), loft.aggregate(wild, rule))
-
-
-@pytest.mark.parametrize("num_rows", [2, 5, 8, 20])
-def test_shift_scale_and_sign(num_rows: int) -> None:
-    rows = gradients(num_rows, 50, torch.float64)
-    for rule in rules_for(num_rows):
-        base = loft.aggregate(rows, rule)
-        torch.testing.assert_close(loft.aggregate(rows * 4, rule), base * 4)
-        torch.testing.assert_close(loft.aggregate(rows + 2, rule), base + 2)
-    lower = loft.aggregate(rows, loft.Median(kind="lower"))
-    assert torch.equal(lower, -loft.aggregate(-rows, loft.Median(kind="upper")))
-
-
-@pytest.mark.parametrize("num_rows", [2, 5, 9])
-def test_f_0_is_the_mean(num_rows: int) -> None:
-    rows = gradients(num_rows, 50, torch.float32)
-    assert torch.equal(loft.trimmed_mean(rows, f=0), loft.aggregate(rows, loft.Mean()))
-
-
-def inputs_of(rows: Tensor) -> dict[str, Tensor | Sequence[Tensor]]:
-    wide = torch.zeros(rows.shape[0], 2 * rows.shape[1] + 3)
-    wide[:, 3::2][:, : rows.shape[1]] = rows
-    return {
-        "separate tensors": list(rows.clone().unbind()),
-        "padded rows": torch.cat([rows, rows], dim=1)[:, : rows.shape[1]],
-        "transposed": rows.t().contiguous().t(),
-        "every other column": wide[:, 3::2][:, : rows.shape[1]],
-        "unaligned": torch.cat([torch.zeros(1), rows.flatten()])[1:].view_as(rows),
-    }
-
-
-@pytest.mark.parametrize("kind", inputs_of(torch.zeros(1, 1)))
-def test_memory_layout_changes_no_bit(kind: str) -> None:
-    rows = gradients(5, 101, torch.float32)
-    laid_out = inputs_of(rows)[kind]
+@pytest.mark.parametrize("weights", [[2, 2, 2, 2, 2], torch.full((5,), 7), np.full(5, 3.0)])
+def test_equal_weights_give_the_bits_of_no_weights(weights: Any) -> None:
+    gradients = hard_gradients(5, 99, torch.float32, seed=3)
     for rule in rules_for(5):
-        assert torch.equal(loft.aggregate(laid_out, rule), loft.aggregate(rows, rule))
+        weighted = loft.aggregate(gradients, rule, weights=weights)
+        assert_same_bits(weighted, loft.aggregate(gradients, rule))
 
 
-def test_numpy_in_numpy_out() -> None:
-    rows = gradients(5, 40, torch.float64)
-    out = loft.median(rows.numpy())
-    assert isinstance(out, np.ndarray)
-    np.testing.assert_array_equal(out, loft.median(rows).numpy())
+@pytest.mark.parametrize("rule", rules_for(4), ids=str)
+def test_absent_rows_and_rows_of_weight_zero_are_as_if_deleted(rule: Rule) -> None:
+    gradients = hard_gradients(6, 99, torch.float32, seed=4)
+    kept = gradients[[0, 2, 3, 5]]
+    present = [True, False, True, True, False, True]
+    assert_same_bits(loft.aggregate(gradients, rule, present=present), loft.aggregate(kept, rule))
+    weighted = loft.aggregate(gradients, rule, weights=[4, 0, 2, 6, 0, 2])
+    assert_same_bits(weighted, loft.aggregate(kept, rule, weights=[2, 1, 3, 1]))
+
+
+def test_presence_by_block_masks_a_range_of_coordinates() -> None:
+    gradients = hard_gradients(4, 103, torch.float32, seed=5)
+    present = torch.tensor([[1, 1, 1], [1, 0, 1], [1, 0, 1], [1, 1, 0]], dtype=torch.bool)
+    result = loft.median(gradients, present=present)
+    assert_same_bits(result, expected(gradients, loft.Median(), present=present.numpy()))
 
 
 def test_out_is_filled_and_returned() -> None:
-    rows = gradients(4, 40, torch.float32)
-    out = torch.full((40,), NAN)
-    assert loft.median(rows, out=out) is out
-    assert torch.equal(out, loft.median(rows))
+    gradients = hard_gradients(3, 50, torch.float32, seed=6)
+    out = torch.full((50,), float("nan"))
+    assert loft.median(gradients, out=out) is out
+    assert_same_bits(out, expected(gradients, loft.Median()))
 
 
-def test_stride_0_rows_reach_beyond_what_memory_holds() -> None:
-    rows = torch.ones(1).expand(6, 100_000)
-    assert torch.equal(loft.median(rows), torch.ones(100_000))
+def test_custom_rule_sees_the_rows_that_count_and_its_weights() -> None:
+    gradients = torch.arange(12.0).reshape(4, 3)
+    rule = loft.Custom(lambda rows, w: rows[w.index(max(w))], takes_weights=True)
+    result = loft.aggregate(gradients, rule, weights=[1, 0, 5, 2])
+    torch.testing.assert_close(result, gradients[2])
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 6, 9, 20])
-def test_plain_torch_path_equals_the_kernels(num_rows: int) -> None:
-    rows = gradients(num_rows, 300, torch.float32, special=True)
-    for rule in [rule for rule in rules_for(num_rows) if not isinstance(rule, loft.Mean)]:
-        out = torch.empty(300)
-        fallback.aggregate_rows(list(rows.unbind()), rule, weights=None, out=out)
-        np.testing.assert_array_equal(out.numpy(), loft.aggregate(rows, rule).numpy(), str(rule))
+def test_custom_rule_of_a_wrong_shape_is_named() -> None:
+    with pytest.raises(AggregationError, match=r"must return Tensor of shape \(3,\)"):
+        loft.aggregate(torch.ones(4, 3), loft.Custom(lambda rows: rows))
 
 
-def test_custom_rules_see_the_rows_that_count() -> None:
-    rule = loft.Custom(lambda rows: rows.amax(dim=0))
-    rows = torch.tensor([[1.0, 5.0], [9.0, 9.0], [3.0, 2.0]])
-    assert loft.aggregate(rows, rule, present=[True, False, True]).tolist() == [3.0, 5.0]
+_GOOD = torch.ones(5, 4)
+_UNTYPED: Any = loft  # wrong types are the test
 
 
 @pytest.mark.parametrize(
-    ("rows", "rule", "error"),
+    ("call", "error", "match"),
     [
-        (torch.zeros(3, 4, dtype=torch.int64), loft.Median(), ArgumentTypeError),
-        (torch.zeros(4, 2), loft.TrimmedMean(f=2), AggregationError),
-        (torch.zeros(0, 2), loft.Median(), AggregationError),
-        ([torch.zeros(2), torch.zeros(3)], loft.Median(), LoftError),
-        ([torch.zeros(2), torch.zeros(2).double()], loft.Median(), LoftError),
+        (lambda: _UNTYPED.trimmed_mean(_GOOD, f=3), AggregationError, "f=3 .* f <= 2"),
+        (
+            lambda: _UNTYPED.trimmed_mean(_GOOD, f=1, present=[1, 1, 0, 0, 0]),
+            AggregationError,
+            "absent",
+        ),
+        (lambda: _UNTYPED.median(_GOOD, weights=[0] * 5), AggregationError, "weight 0"),
+        (lambda: _UNTYPED.median(_GOOD.int()), ArgumentTypeError, "int32"),
+        (lambda: _UNTYPED.median(_GOOD.bool()), ArgumentTypeError, "bool"),
+        (lambda: _UNTYPED.median(torch.ones(3)), ArgumentError, "world_size, numel"),
+        (lambda: _UNTYPED.median([]), AggregationError, "no rows"),
+        (lambda: _UNTYPED.median([torch.ones(3), torch.ones(4)]), ArgumentError, "row 1"),
+        (
+            lambda: _UNTYPED.median([torch.ones(3), torch.ones(3).half()]),
+            ArgumentTypeError,
+            "row 1",
+        ),
+        (lambda: _UNTYPED.median([torch.ones(3), np.ones(3)]), ArgumentTypeError, "one kind"),
+        (lambda: _UNTYPED.median(_GOOD, weights=[1, 1]), ArgumentError, "5 rows"),
+        (lambda: _UNTYPED.median(_GOOD, weights=[1, 1, 1, 1, -1]), ArgumentError, "row 4"),
+        (lambda: _UNTYPED.median(_GOOD, weights=[1, 1, 1, 1, 0.5]), ArgumentTypeError, "row 4"),
+        (
+            lambda: _UNTYPED.median(_GOOD, weights=[1, 1, 1, 1, float("nan")]),
+            ArgumentTypeError,
+            "row",
+        ),
+        (lambda: _UNTYPED.median(_GOOD, weights=[2**30, 1, 1, 1, 1]), ArgumentError, "exact"),
+        (lambda: _UNTYPED.median(_GOOD, present=[1, 1, 1]), ArgumentError, "present has shape"),
+        (lambda: _UNTYPED.median(_GOOD, present=[0.5] * 5), ArgumentTypeError, "float64"),
+        (lambda: _UNTYPED.median(_GOOD, out=torch.ones(3)), ArgumentError, "out has shape"),
+        (lambda: _UNTYPED.median(_GOOD, out=torch.ones(4).double()), ArgumentTypeError, "out has"),
+        (lambda: _UNTYPED.median(_GOOD, out=_GOOD[2]), ArgumentError, "overlaps row 2"),
+        (lambda: _UNTYPED.median(_GOOD, out=torch.ones(4, 2)[:, 0]), ArgumentError, "contiguous"),
+        (lambda: _UNTYPED.aggregate(_GOOD, "median"), ArgumentTypeError, "parse_rule"),
+        (lambda: _UNTYPED.median("rows"), ArgumentTypeError, "str"),
     ],
 )
-def test_what_does_not_fit_is_refused(
-    rows: Tensor, rule: loft.Rule, error: type[Exception]
+def test_wrong_arguments_say_what_was_asked_and_the_way_out(
+    call: Callable[[], Any], error: type[LoftError], match: str
 ) -> None:
-    with pytest.raises(error) as caught:
-        loft.aggregate(rows, rule)
-    assert isinstance(caught.value, LoftError)
-    assert isinstance(caught.value, ValueError | TypeError)
+    with pytest.raises(error, match=match):
+        call()
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_diagnostics_count_what_each_row_did(every: int) -> None:
+    gradients = torch.randn(5, 60_000, generator=torch.Generator().manual_seed(7))
+    gradients[3] *= 100
+    gradients[1, :1000] = float("nan")
+    gradients[2, 5] = float("inf")
+    rule = loft.TrimmedMean(1)
+    result, found = loft.diagnose(gradients, rule, every=every)
+    assert_same_bits(result, loft.aggregate(gradients, rule))
+    blocks = [slice(at, at + 16384) for at in range(0, 60_000, 16384 * every)]
+    seen = torch.cat([gradients[:, block] for block in blocks], dim=1)
+    kept = torch.cat([result[block] for block in blocks])
+    order = seen.sort(dim=0).values
+    low, high = order[1], order[3]
+    outside = (seen < low) | (seen > high) | (seen.isnan() & ~high.isnan())
+    squares = ((seen.double() - kept.double()) ** 2).nan_to_num(0, posinf=0).sum(dim=1)
+    assert found.num_coordinates == seen.shape[1]
+    assert list(found.num_outside) == outside.sum(dim=1).tolist()
+    assert list(found.num_non_finite) == (~seen.isfinite()).sum(dim=1).tolist()
+    np.testing.assert_allclose(found.squared_distance, squares, rtol=1e-12)

@@ -1,0 +1,191 @@
+// Layer 1. What one CUDA thread does for its coordinates, as host and device code, so that it is
+// tested on machines without a GPU: keys in registers, a network, a rule; every index static.
+//
+// kWires registers hold the rows between as many -inf below as put the middle in its place: the
+// lower middle rank is always wire (kWires - 1) / 2. Rows are even in number when kWires is the row
+// count, or padded with the same parity; `kIsOdd` says which, because the sum's first pair differs.
+#pragma once
+
+#include <type_traits>
+
+#include "coordinate_rules.h"
+#include "keys.h"
+
+namespace loft {
+namespace device {
+
+template <typename E>
+LOFT_INLINE void exchange(E& a, E& b) {
+  const E low = a < b ? a : b;
+  b = a < b ? b : a;
+  a = low;
+}
+template <typename E>
+LOFT_INLINE void keep_min(E& a, E& b) {
+  a = a < b ? a : b;
+}
+template <typename E>
+LOFT_INLINE void keep_max(E& a, E& b) {
+  b = a < b ? b : a;
+}
+
+#include "networks.h"
+
+template <DType kDType>
+using Bits = typename Stored<kDType>::Bits;
+// 16-bit keys are compared as 32-bit integers: one register each, one instruction a minimum.
+template <DType kDType>
+using Key = std::conditional_t<kDType == DType::kFloat64, int64_t, int32_t>;
+
+template <DType kDType>
+constexpr Key<kDType> kLast =
+    static_cast<Key<kDType>>(kDType == DType::kFloat64 ? INT64_MAX : INT32_MAX);
+template <DType kDType>
+constexpr Key<kDType> kFirst =
+    static_cast<Key<kDType>>(kDType == DType::kFloat64 ? INT64_MIN : INT32_MIN);
+
+template <DType kDType>
+LOFT_INLINE typename Stored<kDType>::Value value_at(Key<kDType> key) {
+  return value_of<kDType>(flip_bits(static_cast<Bits<kDType>>(key)));
+}
+
+// Wires below the rows when `rows` rows lie on kWires wires.
+template <int kWires>
+LOFT_HOST_DEVICE constexpr int padding_below(int rows) {
+  return (kWires - 1) / 2 - (rows - 1) / 2;
+}
+
+// -0 becomes +0 and every NaN the canonical one.
+template <DType kDType>
+LOFT_INLINE Bits<kDType> result_bits(typename Stored<kDType>::Value result) {
+  return result == result ? bits_of<kDType>(result) : Stored<kDType>::kNaN;
+}
+
+template <DType kDType, int kWires, bool kIsOdd>
+LOFT_INLINE Bits<kDType> median_of(Key<kDType> (&keys)[kWires], MedianKind kind) {
+  MedianNetwork<kWires>::apply(keys);
+  const auto lower = value_at<kDType>(keys[(kWires - 1) / 2]);
+  if constexpr (kIsOdd) return result_bits<kDType>(lower);
+  return result_bits<kDType>(pick_median(lower, value_at<kDType>(keys[kWires / 2]), kind));
+}
+
+// The mean of ranked values by `value(i)`; `distance`-th pair from the middle by static indices.
+// num_pairs: leaves of the tree that count; the others are zero, which changes nothing.
+template <DType kDType, int kWires, bool kIsOdd>
+LOFT_INLINE Bits<kDType> trimmed_mean_of(Key<kDType> (&keys)[kWires], int rows, int f) {
+  using V = typename Stored<kDType>::Value;
+  SortNetwork<kWires>::apply(keys);
+  constexpr int kMiddle = (kWires - 1) / 2;  // wire of the lower middle
+  constexpr int kLeaves = kMiddle + 1;
+  const int num_leaves = (rows - 2 * f + 1) / 2;
+  const auto at = [&](int wire) -> V { return value_at<kDType>(keys[wire]); };
+  const auto leaf = [&](int k) -> V {
+    if (k >= num_leaves) return V{0};
+    if constexpr (kIsOdd) {
+      if (k == 0) return at(kMiddle);
+      return kMiddle + k < kWires ? at(kMiddle - k) + at(kMiddle + k) : V{0};
+    } else {
+      return kMiddle + 1 + k < kWires ? at(kMiddle - k) + at(kMiddle + 1 + k) : V{0};
+    }
+  };
+  const V sum = Tree<kLeaves>::sum(leaf, 0);
+  V low{}, high{};
+#pragma unroll
+  for (int k = 0; k < kLeaves; ++k) {
+    constexpr int kShift = kIsOdd ? 0 : 1;
+    if (k == num_leaves - 1) {
+      low = at(kMiddle - k);
+      high = kMiddle + kShift + k < kWires ? at(kMiddle + kShift + k) : low;
+    }
+  }
+  const int count = rows - 2 * f;
+  V mean = sum / static_cast<V>(count);
+  if (!(sum - sum == 0) && low - low == 0 && high - high == 0) {  // finite values, infinite sum
+    const auto scaled_leaf = [&](int k) -> double {
+      constexpr double kScale = 1.0 / 18446744073709551616.0;
+      if (k >= num_leaves) return 0.0;
+      if constexpr (kIsOdd) {
+        if (k == 0) return at(kMiddle) * kScale;
+        return kMiddle + k < kWires ? at(kMiddle - k) * kScale + at(kMiddle + k) * kScale : 0.0;
+      } else {
+        return kMiddle + 1 + k < kWires ? at(kMiddle - k) * kScale + at(kMiddle + 1 + k) * kScale
+                                        : 0.0;
+      }
+    };
+    mean = static_cast<V>(Tree<kLeaves>::sum(scaled_leaf, 0) / count * 18446744073709551616.0);
+  }
+  return result_bits<kDType>(clamp_mean(mean, low, high));
+}
+
+// Any rule on ranked entries in slow memory (shared on the device): `key(i)` and `weight(i)` give
+// references, `weight` only with weights. Overwrites entries. One definition for any shape.
+template <DType kDType, bool kIsWeighted, typename KeyAt, typename WeightAt>
+LOFT_HOST_DEVICE Bits<kDType> rule_of(const RuleParams& params, int rows, int64_t total_weight,
+                                      const KeyAt& key, const WeightAt& weight) {
+  using V = typename Stored<kDType>::Value;
+  const auto at = [&](int i) -> V { return value_at<kDType>(key(i)); };
+  const auto mean = [&](int first, int count, V low, V high, bool by_weight) -> V {
+    V sum, total = static_cast<V>(count);
+    double exact_total = count;
+    if (kIsWeighted && by_weight) {
+      int64_t counted = 0;
+      for (int i = first; i < first + count; ++i) counted += weight(i);
+      total = static_cast<V>(counted);
+      exact_total = static_cast<double>(counted);
+      sum =
+          fold_sum<V>([&](int i) -> V { return at(i) * static_cast<V>(weight(i)); }, first, count);
+    } else {
+      sum = fold_sum<V>(at, first, count);
+    }
+    V result = sum / total;
+    if (!(sum - sum == 0) && low - low == 0 && high - high == 0) {
+      const auto value = [&](int i) { return static_cast<double>(at(i)); };
+      const auto share = [&](int i) {
+        return kIsWeighted && by_weight ? static_cast<double>(weight(i)) : 1.0;
+      };
+      result = static_cast<V>(scaled_mean(value, share, first, count, exact_total));
+    }
+    return clamp_mean(result, low, high);
+  };
+  const int f = params.f;
+  const auto plain_median = [&]() -> V {
+    const V lower = at((rows - 1) / 2);
+    return rows % 2 ? lower : pick_median(lower, at(rows / 2), MedianKind::kMidpoint);
+  };
+  if (params.rule == Rule::kTrimmedMean) {
+    return result_bits<kDType>(mean(f, rows - 2 * f, at(f), at(rows - 1 - f), true));
+  }
+  if (params.rule == Rule::kMedian) {
+    V lower = at((rows - 1) / 2), upper = at(rows / 2);
+    if (kIsWeighted) {
+      int64_t below = 0;  // twice the weight of the ranks before
+      for (int i = 0; i < rows && below <= total_weight; ++i) {
+        if (below < total_weight) lower = at(i);
+        upper = at(i);
+        below += 2 * static_cast<int64_t>(weight(i));
+      }
+    }
+    const bool is_one = kIsWeighted ? lower == upper : rows % 2 == 1;
+    return result_bits<kDType>(is_one ? lower : pick_median(lower, upper, params.kind));
+  }
+  const V centre = params.rule == Rule::kPhocas
+                       ? mean(f, rows - 2 * f, at(f), at(rows - 1 - f), false)
+                       : plain_median();
+  const int keep = rows - f;
+  V low = at(0), high = at(keep - 1);
+  for (int i = 0, slot = 0; i < f; ++i, slot = slot + 1 == keep ? 0 : slot + 1) {
+    const V leaving = at(i), entering = at(i + keep);  // entries from `keep` on never change
+    const V next = at(i + 1);
+    if ((centre - leaving) > (entering - centre)) {
+      low = next;
+      high = entering;
+      key(slot) = key(i + keep);
+      if (kIsWeighted) weight(slot) = weight(i + keep);
+    }
+  }
+  const V result = mean(0, keep, low, high, true);
+  return result_bits<kDType>(centre == centre ? result : centre);
+}
+
+}  // namespace device
+}  // namespace loft

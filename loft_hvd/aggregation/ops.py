@@ -1,0 +1,54 @@
+"""The rules as ``torch.library`` operators, so that ``torch.compile`` can trace them.
+
+``torch.ops.loft_hvd.aggregate(rows, rule, weights)`` returns a new tensor;
+``torch.ops.loft_hvd.aggregate_out(rows, rule, weights, out)`` fills ``out`` and returns nothing. A
+rule travels as its text, ``str(rule)``; ``weights`` is None or one int > 0 a row. Users need
+neither: ``aggregate`` and its kin call them while a model is being compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from loft_hvd.aggregation.compute import aggregate_rows
+from loft_hvd.aggregation.inputs import Rows
+from loft_hvd.aggregation.rules import parse_rule
+
+__all__ = ["aggregate", "aggregate_out"]
+
+
+@torch.library.custom_op("loft_hvd::aggregate", mutates_args=())
+def aggregate(rows: Sequence[Tensor], rule: str, weights: Sequence[int] | None = None) -> Tensor:
+    """Aggregate rows [numel] with the rule of this text into a new tensor."""
+    out = rows[0].new_empty(rows[0].shape)
+    _fill(rows, rule, weights, out)
+    return out
+
+
+@aggregate.register_fake
+def _(rows: Sequence[Tensor], rule: str, weights: Sequence[int] | None = None) -> Tensor:
+    return rows[0].new_empty(rows[0].shape)
+
+
+@torch.library.custom_op("loft_hvd::aggregate_out", mutates_args=("out",))
+def aggregate_out(
+    rows: Sequence[Tensor], rule: str, weights: Sequence[int] | None, out: Tensor
+) -> None:
+    """Aggregate rows [numel] with the rule of this text into ``out``."""
+    _fill(rows, rule, weights, out)
+
+
+@aggregate_out.register_fake
+def _(rows: Sequence[Tensor], rule: str, weights: Sequence[int] | None, out: Tensor) -> None:
+    return None
+
+
+def _fill(rows: Sequence[Tensor], rule: str, weights: Sequence[int] | None, out: Tensor) -> None:
+    read = Rows.read(list(rows))
+    read.check_out(out)
+    parsed = parse_rule(rule)
+    parsed.check(len(rows), weights=weights)
+    aggregate_rows(read.rows, parsed, weights=weights, out=out)

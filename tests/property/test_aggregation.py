@@ -1,0 +1,169 @@
+"""Laws of the rules, for any gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from loft_hvd import aggregation as loft
+from loft_hvd.aggregation import fallback
+from loft_hvd.aggregation.reference import reference
+from loft_hvd.aggregation.rules import Rule
+from tests.support.gradients import assert_same_bits, expected
+
+Array = npt.NDArray[np.float32]
+Build = Callable[[int], Rule]
+
+RULES: list[Build] = [loft.TrimmedMean, loft.MeanAroundMedian, loft.Phocas, lambda f: loft.Median()]
+rules = st.sampled_from(RULES)
+sizes = st.integers(1, 40)
+any_float = st.floats(width=32)
+finite = st.floats(-1e6, 1e6, width=32)
+
+
+def matrices(
+    values: st.SearchStrategy[float], rows: st.SearchStrategy[int] = sizes
+) -> st.SearchStrategy[Array]:
+    """Gradients [rows, numel]."""
+    shapes = st.tuples(rows, st.integers(1, 9))
+    return shapes.flatmap(lambda shape: arrays(np.float32, shape, elements=values))
+
+
+def pick_f(data: st.DataObject, rows: int) -> int:
+    return data.draw(st.integers(0, (rows - 1) // 2), label="f")
+
+
+@settings(deadline=None)
+@given(gradients=matrices(any_float), build=rules, data=st.data())
+def test_kernels_and_fallback_give_the_bits_of_the_reference(
+    gradients: Array, build: Build, data: st.DataObject
+) -> None:
+    rule = build(pick_f(data, len(gradients)))
+    counts = st.lists(st.integers(1, 9), min_size=len(gradients), max_size=len(gradients))
+    weights = data.draw(st.none() | counts, label="weights")
+    rows = torch.from_numpy(gradients)
+    wanted = expected(rows, rule, weights=weights)
+    assert_same_bits(loft.aggregate(rows, rule, weights=weights), wanted)
+    if weights is None:
+        out = torch.empty(rows.shape[1])
+        fallback.aggregate_rows(list(rows), rule, weights=None, out=out)
+        assert_same_bits(out, wanted)
+
+
+@settings(deadline=None)
+@given(gradients=matrices(any_float), build=rules, data=st.data())
+def test_order_of_the_rows_does_not_change_a_bit(
+    gradients: Array, build: Build, data: st.DataObject
+) -> None:
+    rows = len(gradients)
+    rule = build(pick_f(data, rows))
+    order = data.draw(st.permutations(range(rows)), label="order")
+    weights = data.draw(st.lists(st.integers(1, 5), min_size=rows, max_size=rows), label="weights")
+    moved = loft.aggregate(gradients[order], rule, weights=[weights[row] for row in order])
+    wanted = torch.from_numpy(loft.aggregate(gradients, rule, weights=weights))
+    assert_same_bits(torch.from_numpy(moved), wanted)
+
+
+@settings(deadline=None)
+@given(honest=matrices(finite, st.integers(2, 12)), attack=matrices(any_float), data=st.data())
+def test_trimmed_mean_and_median_stay_within_the_honest_range(
+    honest: Array, attack: Array, data: st.DataObject
+) -> None:
+    f = data.draw(st.integers(0, len(honest) - 1), label="f")
+    assume(f <= len(attack) and attack.shape[1] >= honest.shape[1])
+    gradients = np.concatenate([honest, attack[:f, : honest.shape[1]]])
+    for rule in (loft.TrimmedMean(f), loft.Median()):
+        result = loft.aggregate(gradients, rule)
+        assert (result >= honest.min(axis=0)).all()
+        assert (result <= honest.max(axis=0)).all()
+
+
+@settings(deadline=None)
+@given(gradients=matrices(finite, st.integers(3, 20)), data=st.data())
+def test_a_dropped_value_never_changes_a_bit(gradients: Array, data: st.DataObject) -> None:
+    f = data.draw(st.integers(1, (len(gradients) - 1) // 2), label="f")
+    wanted = loft.trimmed_mean(gradients, f=f)
+    order = gradients.argsort(axis=0, kind="stable")
+    outliers = st.sampled_from([1e30, 3e38, float("inf"), float("nan")])
+    for rank in range(len(gradients) - f, len(gradients)):
+        np.put_along_axis(gradients, order[rank][None], data.draw(outliers), axis=0)
+    for rank in range(f):
+        low = st.sampled_from([-1e30, -3e38, -float("inf")])
+        np.put_along_axis(gradients, order[rank][None], data.draw(low), axis=0)
+    changed = torch.from_numpy(loft.trimmed_mean(gradients, f=f))
+    assert_same_bits(changed, torch.from_numpy(wanted))
+
+
+@settings(deadline=None)
+@given(gradients=matrices(any_float))
+def test_negation_turns_the_lower_median_into_the_upper(gradients: Array) -> None:
+    assume(not np.isnan(gradients).any())
+    lower = loft.median(-gradients, kind="lower")
+    np.testing.assert_array_equal(lower, -loft.median(gradients, kind="upper"))
+
+
+@settings(deadline=None)
+@given(gradients=matrices(finite), data=st.data())
+def test_negation_negates_a_trimmed_mean_exactly(gradients: Array, data: st.DataObject) -> None:
+    f = pick_f(data, len(gradients))
+    np.testing.assert_array_equal(
+        loft.trimmed_mean(-gradients, f=f), -loft.trimmed_mean(gradients, f=f)
+    )
+
+
+@settings(deadline=None)
+@given(gradients=matrices(finite), build=rules, power=st.integers(-8, 8), data=st.data())
+def test_scaling_by_a_power_of_two_scales_the_result(
+    gradients: Array, build: Build, power: int, data: st.DataObject
+) -> None:
+    rule = build(pick_f(data, len(gradients)))
+    assume((np.abs(gradients[gradients != 0]) > 1e-20).all())
+    scaled = loft.aggregate(np.ldexp(gradients, power), rule)
+    np.testing.assert_array_equal(scaled, np.ldexp(loft.aggregate(gradients, rule), power))
+
+
+@settings(deadline=None)
+@given(gradients=matrices(finite), weights=st.lists(st.integers(1, 3), min_size=40, max_size=40))
+def test_weight_of_two_is_a_row_given_twice(gradients: Array, weights: list[int]) -> None:
+    counts = weights[: len(gradients)]
+    repeated = np.repeat(gradients, counts, axis=0)
+    np.testing.assert_array_equal(loft.median(gradients, weights=counts), loft.median(repeated))
+
+
+@settings(deadline=None)
+@given(gradients=matrices(finite), data=st.data())
+def test_no_trim_is_the_mean_and_full_trim_the_median(
+    gradients: Array, data: st.DataObject
+) -> None:
+    del data
+    f = (len(gradients) - 1) // 2
+    np.testing.assert_array_equal(loft.trimmed_mean(gradients, f=0), loft.mean(gradients))
+    np.testing.assert_allclose(loft.trimmed_mean(gradients, f=f), loft.median(gradients), rtol=2e-7)
+
+
+@settings(deadline=None)
+@given(gradients=matrices(finite), build=rules, data=st.data())
+def test_means_err_by_no_more_than_the_depth_of_their_tree(
+    gradients: Array, build: Build, data: st.DataObject
+) -> None:
+    rule = build(pick_f(data, len(gradients)))
+    assume(not isinstance(rule, loft.MeanAroundMedian | loft.Phocas))  # they choose by rounding
+    exact = reference(gradients.astype(np.float64), rule)
+    depth = max(1, (len(gradients) - 1).bit_length()) + 1
+    size = np.abs(gradients.astype(np.float64)).max(axis=0)
+    error = np.abs(loft.aggregate(gradients, rule) - exact)
+    assert (error <= depth * 2.0**-24 * size + 2.0**-149).all()
+
+
+@pytest.mark.parametrize("rows", range(1, 131))
+def test_median_and_trimmed_mean_agree_with_the_oracle_at_every_row_count(rows: int) -> None:
+    gradients = torch.randn(rows, 67, generator=torch.Generator().manual_seed(rows))
+    for rule in (loft.Median(), loft.TrimmedMean((rows - 1) // 3), loft.Phocas((rows - 1) // 2)):
+        assert_same_bits(loft.aggregate(gradients, rule), expected(gradients, rule))

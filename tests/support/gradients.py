@@ -1,0 +1,77 @@
+"""Gradients that are hard on rules, and comparison by bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from loft_hvd.aggregation.reference import reference
+from loft_hvd.aggregation.rules import (
+    Mean,
+    MeanAroundMedian,
+    Median,
+    Phocas,
+    Rule,
+    TrimmedMean,
+)
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+_SPECIAL: tuple[float, ...] = (
+    float("nan"),
+    -float("nan"),
+    float("inf"),
+    -float("inf"),
+    0.0,
+    -0.0,
+    3e38,
+    -3e38,
+)
+_SPECIAL += (6e4, -6e4, 1e-42, 1e-7, 1.0, 1.0)
+
+
+def hard_gradients(rows: int, numel: int, dtype: torch.dtype, *, seed: int) -> Tensor:
+    """Return [rows, numel] with NaN, infinities, zeros of both signs, huge values and ties."""
+    source = np.random.default_rng(seed)
+    values = source.standard_normal((rows, numel))
+    picks = source.random((rows, numel))
+    for place, special in enumerate(_SPECIAL):
+        values[(picks > 0.02 * place) & (picks < 0.02 * (place + 1))] = special
+    return torch.from_numpy(values).to(dtype)
+
+
+def rules_for(rows: int) -> list[Rule]:
+    """Return every kind of rule that ``rows`` rows allow, with few and with most f."""
+    rules: list[Rule] = [Mean(), Median(), Median("lower"), Median("upper")]
+    for f in sorted({0, 1, (rows - 1) // 4, (rows - 1) // 2}):
+        if 2 * f < rows:
+            rules += [TrimmedMean(f), MeanAroundMedian(f), Phocas(f)]
+    return rules
+
+
+def expected(
+    gradients: Tensor, rule: Rule, *, weights: list[int] | None = None, present: Any = None
+) -> Tensor:
+    """Return the reference's result in the kernels' arithmetic, rounded to the dtype."""
+    precision = np.float64 if gradients.dtype == torch.float64 else np.float32
+    wide = gradients.double() if gradients.dtype == torch.float64 else gradients.float()
+    result = reference(wide.numpy(), rule, weights=weights, present=present, precision=precision)
+    return torch.from_numpy(result).to(gradients.dtype)
+
+
+def bits(values: Tensor | npt.NDArray[Any]) -> Tensor:
+    """Return the stored bits as integers, so that equality is bit for bit."""
+    tensor = values if isinstance(values, Tensor) else torch.from_numpy(values)
+    width = {8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.element_size()]
+    return tensor.contiguous().view(width)
+
+
+def assert_same_bits(actual: Tensor | npt.NDArray[Any], wanted: Tensor) -> None:
+    """Fail with the first coordinates that differ; a NaN equals any NaN."""
+    are_nan = torch.as_tensor(actual).isnan() & wanted.isnan()
+    places = ((bits(actual) != bits(wanted)) & ~are_nan).nonzero().flatten()[:3].tolist()
+    assert not places, [(i, float(actual[i]), float(wanted[i])) for i in places]
