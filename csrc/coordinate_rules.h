@@ -99,10 +99,11 @@ LOFT_INLINE V fold_sum_static(const At& at, int first) {
   }
 }
 
-// 0.5 a + 0.5 b: no overflow, and equal values give themselves. NaN and inf - inf give NaN.
+// 0.5 a + 0.5 b: no overflow. Equal values give themselves, which halving the smallest subnormal
+// would not. NaN and inf - inf give NaN.
 template <typename V>
 LOFT_INLINE V midpoint(V lower, V upper) {
-  return lower * 0.5f + upper * 0.5f;
+  return lower == upper ? lower : lower * 0.5f + upper * 0.5f;
 }
 
 template <typename V>

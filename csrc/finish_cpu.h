@@ -104,11 +104,7 @@ struct MedianRule {
         upper = below <= total ? at(rank) : upper;
         below += 2 * F::weight(entries[rank]);
       }
-      const V middle = lower == upper ? lower : midpoint(lower, upper);
-      const V picked = work.params.kind == MedianKind::kMidpoint
-                           ? middle
-                           : pick_median(lower, upper, work.params.kind);
-      return {picked, lower, upper};
+      return {pick_median(lower, upper, work.params.kind), lower, upper};
     }
     if (n % 2) return {lower, lower, lower};
     return {pick_median(lower, upper, work.params.kind), lower, upper};

@@ -129,17 +129,15 @@ def _median(ranked: list[Tensor], counts: list[Tensor] | None, kind: str) -> Ten
     """Return the middle value by weight."""
     if counts is None:
         lower, upper = ranked[(len(ranked) - 1) // 2], ranked[len(ranked) // 2]
-        is_one = torch.full_like(lower, len(ranked) % 2, dtype=torch.bool)
     else:
         below = torch.stack(counts).cumsum(0)
         first = (2 * below >= below[-1]).int().argmax(0, keepdim=True)
         last = (2 * below > below[-1]).int().argmax(0, keepdim=True)
         stacked = torch.stack(ranked)
         lower, upper = stacked.gather(0, first)[0], stacked.gather(0, last)[0]
-        is_one = (first == last)[0]
     if kind != "midpoint":
         return lower if kind == "lower" else upper
-    return torch.where(is_one, lower, 0.5 * lower + 0.5 * upper)
+    return torch.where(lower == upper, lower, 0.5 * lower + 0.5 * upper)
 
 
 def _mean(kept: list[Tensor], counts: list[Tensor] | None) -> Tensor:

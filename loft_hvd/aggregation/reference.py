@@ -123,7 +123,7 @@ def _median(ranked: Array, weights: Array, kind: str) -> Array:
     lower = np.take_along_axis(ranked, first, 0)[0]
     upper = np.take_along_axis(ranked, last, 0)[0]
     half = ranked.dtype.type(0.5)
-    middle = np.where(first[0] == last[0], lower, half * lower + half * upper)
+    middle = np.where(lower == upper, lower, half * lower + half * upper)
     picked: Array = {"lower": lower, "upper": upper, "midpoint": middle}[kind]
     return picked
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -131,6 +131,7 @@ def test_scaling_by_a_power_of_two_scales_the_result(
 
 @settings(deadline=None)
 @given(gradients=matrices(finite), weights=st.lists(st.integers(1, 3), min_size=40, max_size=40))
+@example(gradients=np.full((15, 1), 1e-45, np.float32), weights=[1] * 14 + [2] + [1] * 25)
 def test_weight_of_two_is_a_row_given_twice(gradients: Array, weights: list[int]) -> None:
     counts = weights[: len(gradients)]
     repeated = np.repeat(gradients, counts, axis=0)
