@@ -24,6 +24,8 @@ PY_CODE := $(wildcard benchmarks csrc examples loft_hvd scripts tests setup.py)
 CXX_FILES := $(shell find csrc -name generated -prune -o \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' \) -print 2> /dev/null)
 # Several ranks share the cores: one thread each, or they wait for each other.
 RANKS := OMP_NUM_THREADS=1
+# Unit tests spread over the cores, one thread each.
+SPREAD := -n auto --maxprocesses=8
 
 help:  ## say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 20
@@ -46,13 +48,13 @@ lint: setup  ## ruff, mypy --strict, clang-format
 	$(if $(CXX_FILES),$(BIN)/clang-format --dry-run -Werror $(CXX_FILES))
 
 unit: setup
-	$(PY) -m pytest tests --ignore=tests/multiprocess -m "not long and not multiprocess" $(TESTS)
+	$(RANKS) $(PY) -m pytest tests --ignore=tests/multiprocess -m "not long and not multiprocess" $(SPREAD) $(TESTS)
 
 multiprocess: setup
 	$(RANKS) $(PY) -m pytest tests/multiprocess -m "not long" $(TESTS)
 
 unit-all: setup
-	$(PY) -m pytest tests --ignore=tests/multiprocess -m "not multiprocess" $(TESTS)
+	$(RANKS) $(PY) -m pytest tests --ignore=tests/multiprocess -m "not multiprocess" $(SPREAD) $(TESTS)
 
 multiprocess-all: setup
 	$(RANKS) $(PY) -m pytest tests/multiprocess $(TESTS)
