@@ -37,6 +37,13 @@ class Config:
         timeout_s: longest wait for other ranks in seconds (``LOFT_HVD_TIMEOUT_S``).
         bucket_bytes: most bytes of gradients sent together (``LOFT_HVD_BUCKET_BYTES``).
         log_dir: folder of the run log, or None for no log (``LOFT_HVD_LOG_DIR``).
+        heartbeat_s: seconds between two heartbeats of a rank; 0 for none
+            (``LOFT_HVD_HEARTBEAT_S``).
+        heartbeat_timeout_s: silence in seconds that ends the waits of the others, for a rank whose
+            process none of them can look at (``LOFT_HVD_HEARTBEAT_TIMEOUT_S``).
+        leave_s: seconds after an error until a process is left whose engine does not come down
+            (``LOFT_HVD_LEAVE_S``).
+        is_elastic: whether Horovod runs elastically, as its launcher tells (``HOROVOD_ELASTIC``).
         local_ranks: ranks on this node as the launcher tells, 1 where it does not
             (``HOROVOD_LOCAL_SIZE``, ``OMPI_COMM_WORLD_LOCAL_SIZE``, ``MPI_LOCALNRANKS``,
             ``LOCAL_WORLD_SIZE``).
@@ -47,6 +54,10 @@ class Config:
     timeout_s: float = 300.0
     bucket_bytes: int = 32 * 1024 * 1024
     log_dir: str | None = None
+    heartbeat_s: float = 1.0
+    heartbeat_timeout_s: float = 10.0
+    leave_s: float = 5.0
+    is_elastic: bool = False
     local_ranks: int = 1
 
     @classmethod
@@ -76,6 +87,12 @@ class Config:
                 raise ValueError(text)
             return text
 
+        def seconds(text: str) -> float:
+            value = float(text)
+            if not 0 <= value < float("inf"):
+                raise ValueError(text)
+            return value
+
         threads: int | None = None
         level: str | None = None
         log_dir: str | None = None
@@ -86,6 +103,14 @@ class Config:
             timeout_s=read("TIMEOUT_S", float, cls.timeout_s, takes="seconds above 0"),
             bucket_bytes=read("BUCKET_BYTES", int, cls.bucket_bytes, takes=count),
             log_dir=read("LOG_DIR", str, log_dir, takes="a folder"),
+            heartbeat_s=read(
+                "HEARTBEAT_S", seconds, cls.heartbeat_s, takes="seconds, 0 for none", floor=-1
+            ),
+            heartbeat_timeout_s=read(
+                "HEARTBEAT_TIMEOUT_S", float, cls.heartbeat_timeout_s, takes="seconds above 0"
+            ),
+            leave_s=read("LEAVE_S", float, cls.leave_s, takes="seconds above 0"),
+            is_elastic=environ.get("HOROVOD_ELASTIC", "") == "1",
             local_ranks=_local_ranks(environ),
         )
 

@@ -28,7 +28,12 @@ from loft_hvd.pipeline.stages import Compressor
 from loft_hvd.transport.agreement import check_agreement
 from loft_hvd.transport.base import Transport
 from loft_hvd.transport.default import default_transport
-from loft_hvd.transport.horovod import is_member, known_compression, reduce_op_name
+from loft_hvd.transport.horovod import (
+    HorovodTransport,
+    is_member,
+    known_compression,
+    reduce_op_name,
+)
 
 __all__ = ["DistributedOptimizer"]
 
@@ -60,6 +65,8 @@ class _DistributedOptimizer(Delegate):
             return None
         found = self._collect()
         world_size = self._transport.world_size
+        if isinstance(self._transport, HorovodTransport):
+            self._transport.open_heartbeat()
         check_agreement(
             self._transport,
             found.fields() | _option_fields(self._settings, self._balancer),

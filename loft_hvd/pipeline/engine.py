@@ -17,7 +17,7 @@ from loft_hvd.errors import LoftError, TransportTimeoutError
 from loft_hvd.pipeline.buckets import Bucket
 from loft_hvd.pipeline.stages import Compressor, Reduction, ShardReduction, SumReduction
 from loft_hvd.pipeline.weights import PassWeights
-from loft_hvd.transport.base import Transport
+from loft_hvd.transport.base import Transport, locate, watch_of
 
 __all__ = ["Engine", "is_engine_sum"]
 
@@ -120,7 +120,16 @@ class Engine:
         return not self._open
 
     def _advance(self) -> None:
-        self._open = [index for index in self._open if not self._reductions[index].advance()]
+        self._open = [index for index in self._open if not self._advance_bucket(index)]
+
+    def _advance_bucket(self, index: int) -> bool:
+        try:
+            return self._reductions[index].advance()
+        except BaseException as error:
+            raise locate(error, self._place(index)) from error.__cause__
+
+    def _place(self, index: int) -> str:
+        return f"{self.buckets[index]} in {self._reductions[index].stage.value}"
 
     def finish(self) -> None:
         """Wait until every bucket is done, then be ready for the next step.
@@ -133,13 +142,14 @@ class Engine:
         start = self._clock()
         pause = _SHORTEST_SLEEP_S
         num_open = len(self._open)
-        while not self.advance():
-            if len(self._open) < num_open:
-                num_open, pause = len(self._open), _SHORTEST_SLEEP_S
-            if self._clock() - start > self._timeout_s:
-                self._fail(self._timeout())
-            self._sleep(pause)
-            pause = min(pause * 1.5, _LONGEST_SLEEP_S)
+        with watch_of(self._transport).waiting():
+            while not self.advance():
+                if len(self._open) < num_open:
+                    num_open, pause = len(self._open), _SHORTEST_SLEEP_S
+                if self._clock() - start > self._timeout_s:
+                    self._fail(self._timeout())
+                self._sleep(pause)
+                pause = min(pause * 1.5, _LONGEST_SLEEP_S)
         self._num_started = 0
 
     def memory_bytes(self) -> int:
@@ -147,14 +157,13 @@ class Engine:
         return sum(reduction.memory_bytes() for reduction in self._reductions)
 
     def _timeout(self) -> TransportTimeoutError:
-        waiting = ", ".join(
-            f"{self.buckets[index]} in {self._reductions[index].stage.value}"
-            for index in self._open[:3]
-        )
+        waiting = ", ".join(self._place(index) for index in self._open[:3])
+        late = watch_of(self._transport).late()
+        who = f"ranks {late} have not come to it" if late else "a rank has not come to it"
         return TransportTimeoutError(
             f"rank {self._transport.rank} of {self._transport.world_size} waited "
-            f"{self._timeout_s:g} s for {waiting}: a rank has stopped, is very slow, or did not "
-            "come to this step (look for an error above, or raise LOFT_HVD_TIMEOUT_S)"
+            f"{self._timeout_s:g} s for {waiting}: {who}; it has stopped, is very slow, or takes "
+            "other steps (look for an error above, or raise LOFT_HVD_TIMEOUT_S)"
         )
 
     def _check_usable(self) -> None:
@@ -172,4 +181,5 @@ class Engine:
 
     def _fail(self, error: BaseException) -> None:
         self._failure = error
+        watch_of(self._transport).report(error)
         raise error

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from loft_hvd.errors import TransportTimeoutError
+from loft_hvd.errors import MismatchError, TransportError, TransportTimeoutError
 
-__all__ = ["Transport", "Work", "allgather_rows", "wait_for"]
+__all__ = ["Transport", "Watch", "Work", "allgather_rows", "locate", "wait_for", "watch_of"]
 
 _SHORTEST_SLEEP_S = 50e-6
 _LONGEST_SLEEP_S = 200e-6
@@ -86,6 +87,61 @@ class Transport(Protocol):
         ...
 
 
+class Watch(Protocol):
+    """What knows why ranks do not come: a transport's or a work's ``watch``, where it has one."""
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Note that the calling thread waits for other ranks inside."""
+        ...
+
+    def late(self) -> list[int]:
+        """Return the ranks that have not come to what this rank waits for, as far as known."""
+        ...
+
+    def report(self, error: BaseException) -> None:
+        """Tell the other ranks that this one fails."""
+        ...
+
+
+class _NoWatch:
+    """For transports without a watch."""
+
+    def waiting(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def late(self) -> list[int]:
+        return []
+
+    def report(self, error: BaseException) -> None:
+        pass
+
+
+def watch_of(carrier: Any) -> Watch:
+    """Return the watch of a transport or work; one that does nothing where it has none."""
+    watch: Watch | None = getattr(carrier, "watch", None)
+    return _NoWatch() if watch is None else watch
+
+
+def locate(error: BaseException, place: str) -> BaseException:
+    """Say where an error met this rank, such as "bucket 0 (weight) in all-to-all".
+
+    Args:
+        error: what a collective raised.
+        place: what this rank was waiting for.
+
+    Returns:
+        Of our own transport errors a new one whose message names the place; any other, such as
+        Horovod's, the very same object with a note (from Python 3.11 on).
+    """
+    if isinstance(error, TransportError | MismatchError):
+        located = type(error)(f"{place}: {error}")
+        located.__cause__ = error.__cause__
+        return located
+    if hasattr(error, "add_note"):
+        error.add_note(f"loft_hvd: raised while waiting for {place}")
+    return error
+
+
 def wait_for(
     work: Work,
     *,
@@ -109,16 +165,23 @@ def wait_for(
     """
     start = clock()
     pause = _SHORTEST_SLEEP_S
-    while not work.done():
-        if clock() - start > timeout_s:
-            raise TransportTimeoutError(
-                f"{what}: no answer from all ranks within {timeout_s:g} s; a rank has stopped, is "
-                "very slow, or takes other steps than this one (look for an error above, or raise "
-                "LOFT_HVD_TIMEOUT_S)"
-            )
-        sleep(pause)
-        pause = min(pause * 1.5, _LONGEST_SLEEP_S)
-    work.finish()
+    watch = watch_of(work)
+    with watch.waiting():
+        while not work.done():
+            if clock() - start > timeout_s:
+                late = watch.late()
+                who = f"ranks {late} have not come to it;" if late else "no answer from all ranks;"
+                raise TransportTimeoutError(
+                    f"{what}: waited {timeout_s:g} s; {who} a rank has stopped, is very slow, or "
+                    "takes other steps than this one (look for an error above, or raise "
+                    "LOFT_HVD_TIMEOUT_S)"
+                )
+            sleep(pause)
+            pause = min(pause * 1.5, _LONGEST_SLEEP_S)
+    try:
+        work.finish()
+    except TransportError as error:
+        raise locate(error, what) from error.__cause__
 
 
 def allgather_rows(transport: Transport, row: Tensor, *, name: str, timeout_s: float) -> Tensor:

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, MissingDependencyError
 from loft_hvd.transport.base import Work
+from loft_hvd.transport.heartbeat import Heartbeat
+from loft_hvd.transport.watched import heartbeat_of, open_heartbeat, watched
 
 __all__ = [
     "HorovodTransport",
@@ -36,6 +38,7 @@ _ALLTOALL_PARAMETERS = [
     "process_set",
 ]
 _ALLGATHER_PARAMETERS = ["tensor", "output", "name", "process_set"]
+_ALL_RANKS = "horovod.0"
 _SUMMABLE = (torch.float16, torch.float32, torch.float64, torch.int32, torch.int64)
 
 
@@ -142,6 +145,7 @@ class HorovodTransport:
         self._hvd = horovod_module()
         self._ops = importlib.import_module("horovod.torch.mpi_ops")
         self._set = self._hvd.global_process_set if process_set is None else process_set
+        self._world = f"horovod.{self._set.process_set_id}"
         self._takes_outputs = _has_parameters(
             self._ops, "_alltoall_async", _ALLTOALL_PARAMETERS
         ) and _has_parameters(self._ops, "_allgather_async", _ALLGATHER_PARAMETERS)
@@ -162,24 +166,45 @@ class HorovodTransport:
         """Number of ranks on this node."""
         return int(self._hvd.local_size())
 
+    @property
+    def watch(self) -> Heartbeat | None:
+        """The heartbeat of these ranks, or else of all; None where none was opened."""
+        return heartbeat_of(self._world) or heartbeat_of(_ALL_RANKS)
+
+    def open_heartbeat(self) -> None:
+        """Open the heartbeat of these ranks, unless it is open; every one of them calls it."""
+        if self.world_size > 1:
+            open_heartbeat(self, self._world, engine_is_down=self._is_down)
+
+    def _is_down(self) -> bool:
+        """Say whether Horovod has shut down, so that its calls fail instead of waiting."""
+        try:
+            self._hvd.allreduce_async_(torch.zeros(1), op=self._hvd.Sum, name="loft.is.down")
+        except Exception:  # HorovodInternalError, or ValueError when it is not initialised
+            return True
+        return False
+
+    def _watched(self, handle: int, name: str, copy_to: Tensor | None = None) -> Work:
+        return watched(_HorovodWork(self._hvd, handle, copy_to=copy_to), name, self.watch)
+
     def alltoall(self, send: Tensor, recv: Tensor, *, name: str) -> Work:
         """Exchange shards; see ``Transport.alltoall``."""
         source, target = _wire_view(send), _wire_view(recv)
         if not self._takes_outputs:
             handle = self._hvd.alltoall_async(source, name=name, process_set=self._set)
-            return _HorovodWork(self._hvd, handle, copy_to=target)
+            return self._watched(handle, name, target)
         splits = torch.empty(self.world_size, dtype=torch.int32)
         handle = self._ops._alltoall_async(source, self._no_splits, target, splits, name, self._set)
-        return _HorovodWork(self._hvd, handle)
+        return self._watched(handle, name)
 
     def allgather(self, send: Tensor, recv: Tensor, *, name: str) -> Work:
         """Collect every rank's tensor; see ``Transport.allgather``."""
         source, target = _wire_view(send), _wire_view(recv)
         if not self._takes_outputs:
             handle = self._hvd.allgather_async(source, name=name, process_set=self._set)
-            return _HorovodWork(self._hvd, handle, copy_to=target)
+            return self._watched(handle, name, target)
         handle = self._ops._allgather_async(source, target, name, self._set)
-        return _HorovodWork(self._hvd, handle)
+        return self._watched(handle, name)
 
     def allreduce(self, buffer: Tensor, *, name: str) -> Work:
         """Sum in place; see ``Transport.allreduce``."""
@@ -191,7 +216,7 @@ class HorovodTransport:
         handle = self._hvd.allreduce_async_(
             buffer, op=self._hvd.Sum, name=name, process_set=self._set
         )
-        return _HorovodWork(self._hvd, handle)
+        return self._watched(handle, name)
 
     def broadcast(self, buffer: Tensor, *, name: str) -> Work:
         """Take the tensor of the set's first rank; see ``Transport.broadcast``."""
@@ -200,7 +225,7 @@ class HorovodTransport:
         handle = self._hvd.broadcast_async_(
             _wire_view(buffer), root, name=name, process_set=self._set
         )
-        return _HorovodWork(self._hvd, handle)
+        return self._watched(handle, name)
 
 
 def _has_parameters(module: Any, function: str, parameters: list[str]) -> bool:

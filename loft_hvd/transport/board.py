@@ -1,0 +1,62 @@
+"""What this rank has on the wire and since when it waits, as its heartbeat reports it."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from loft_hvd.transport.diagnosis import Progress
+
+__all__ = ["Board"]
+
+
+class Board:
+    """Operations in flight and waits of one rank; any thread may write.
+
+    Args:
+        clock: seconds that never go back.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._names: Counter[str] = Counter()
+        self._waits: dict[int, float] = {}
+        self._tickets = itertools.count()
+
+    def posted(self, name: str) -> None:
+        """Note an operation that has been started."""
+        with self._lock:
+            self._names[name] += 1
+
+    def ended(self, name: str) -> None:
+        """Note that it has ended, well or badly."""
+        with self._lock:
+            self._names[name] -= 1
+            if self._names[name] <= 0:
+                del self._names[name]
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Note that a thread waits for other ranks inside."""
+        ticket = next(self._tickets)
+        with self._lock:
+            self._waits[ticket] = self._clock()
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._waits[ticket]
+
+    def progress(self) -> Progress:
+        """Return how far this rank has come."""
+        with self._lock:
+            since = min(self._waits.values(), default=None)
+            names = frozenset(self._names)
+        # A wait that has only begun is a wait: 0 means none.
+        waited_s = 0.0 if since is None else max(self._clock() - since, 1e-3)
+        return Progress(waited_s, names)

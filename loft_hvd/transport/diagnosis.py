@@ -1,0 +1,263 @@
+"""What a rank concludes about the others from their heartbeats: who is silent, gone or astray.
+
+Pure: no sockets, no threads, the clock is given. ``heartbeat.py`` feeds it and acts on it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from loft_hvd.errors import LoftError, MismatchError, PeerError
+
+__all__ = ["Diagnosis", "Limits", "Place", "Progress", "Verdict"]
+
+_STOPPED = "T"
+_GONE = ("X", "Z")
+_UNKNOWN = "?"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank's process runs.
+
+    Attributes:
+        host_key: equal for processes that can see each other in /proc.
+        pid: process id on that host.
+        start: when the process started, in the kernel's ticks; tells it from a later one.
+        host: the host's name, for messages.
+    """
+
+    host_key: int
+    pid: int
+    start: int
+    host: str
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a rank has come.
+
+    Attributes:
+        waited_s: seconds that it has been waiting for other ranks; 0 where it does not wait.
+        names: its operations in flight.
+    """
+
+    waited_s: float = 0.0
+    names: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why ranks cannot go on.
+
+    Attributes:
+        rank: the rank at fault.
+        text: what happened to it, naming it.
+        is_mismatch: whether ranks disagree, instead of one having failed.
+    """
+
+    rank: int
+    text: str
+    is_mismatch: bool = False
+
+    def error(self) -> LoftError:
+        """Return what a waiting rank raises."""
+        return MismatchError(self.text) if self.is_mismatch else PeerError(self.text)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """After how many seconds what is concluded.
+
+    Attributes:
+        suspect_s: silence after which a peer's process is looked at.
+        silent_s: silence that ends the job where nobody can look at the process.
+        stall_s: how long all ranks wait for different operations before it is a mismatch.
+    """
+
+    suspect_s: float = 3.0
+    silent_s: float = 10.0
+    stall_s: float = 5.0
+
+
+@dataclass
+class _Peer:
+    place: Place
+    heard_at: float
+    progress: Progress = field(default_factory=Progress)
+    state: str = _UNKNOWN
+    has_left: bool = False
+    is_warned: bool = False
+
+
+class Diagnosis:
+    """What one rank knows of the peers that it has a link to.
+
+    Args:
+        rank: this rank.
+        places: where each peer runs, by rank.
+        limits: after how many seconds what is concluded.
+        clock: seconds that never go back.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        places: Mapping[int, Place],
+        *,
+        limits: Limits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._rank = rank
+        self._limits = Limits() if limits is None else limits
+        self._clock = clock
+        self._peers = {peer: _Peer(place, clock()) for peer, place in places.items()}
+
+    # What is heard.
+
+    def heard(self, rank: int, progress: Progress) -> None:
+        """Note a heartbeat."""
+        peer = self._peers[rank]
+        peer.heard_at, peer.progress = self._clock(), progress
+        peer.state, peer.is_warned = _UNKNOWN, False
+
+    def left(self, rank: int) -> None:
+        """Note that a peer has said good-bye."""
+        self._peers[rank].has_left = True
+
+    def closed(self, rank: int) -> Verdict | None:
+        """Note the end of a peer's connection; a verdict unless it had said good-bye."""
+        peer = self._peers[rank]
+        if peer.has_left:
+            return None
+        peer.has_left = True
+        return Verdict(
+            rank,
+            f"rank {rank} ({peer.place}) has ended without a word: it was killed, it crashed, or "
+            "it ran out of memory",
+        )
+
+    def saw(self, rank: int, state: str) -> None:
+        """Note the state letter of a silent peer's process, as ``/proc`` shows it."""
+        self._peers[rank].state = state
+
+    # What follows.
+
+    def place(self, rank: int) -> Place:
+        """Return where a peer runs."""
+        return self._peers[rank].place
+
+    def left_ranks(self) -> list[int]:
+        """Return the peers that have ended."""
+        return [rank for rank, peer in sorted(self._peers.items()) if peer.has_left]
+
+    def is_silent(self, rank: int) -> bool:
+        """Say whether a peer has been silent for long enough to be looked at."""
+        peer = self._peers[rank]
+        return not peer.has_left and self._clock() - peer.heard_at >= self._limits.suspect_s
+
+    def suspects(self) -> list[int]:
+        """Return the silent peers, whose processes should be looked at."""
+        return [rank for rank in self._peers if self.is_silent(rank)]
+
+    def judge(self, own: Progress) -> Verdict | None:
+        """Return why ranks cannot go on, or None when they can, as far as this rank knows.
+
+        Args:
+            own: this rank's progress.
+        """
+        live = {
+            rank: peer.progress
+            for rank, peer in self._peers.items()
+            if not peer.has_left and not self.is_silent(rank)
+        }
+        live[self._rank] = own
+        waited_s = max(progress.waited_s for progress in live.values())
+        if waited_s > 0:
+            for rank in self.suspects():
+                if (verdict := self._judge_silent(rank)) is not None:
+                    return verdict
+        if waited_s >= self._limits.stall_s:
+            for rank, peer in self._peers.items():
+                if peer.has_left:
+                    return Verdict(
+                        rank,
+                        f"rank {rank} ({peer.place}) has ended its script while others wait for "
+                        "it; every rank must take the same number of steps",
+                    )
+        if len(live) == len(self._peers) + 1:
+            return self._judge_stall(live)
+        return None
+
+    def _judge_silent(self, rank: int) -> Verdict | None:
+        peer = self._peers[rank]
+        silent_s = self._clock() - peer.heard_at
+        who = f"rank {rank} ({peer.place})"
+        if peer.state == _STOPPED:
+            return Verdict(
+                rank,
+                f"{who} is frozen: its process is stopped (SIGSTOP) and has been silent for "
+                f"{silent_s:.0f} s",
+            )
+        if peer.state in _GONE:
+            return Verdict(rank, f"{who} is gone: its process has ended")
+        if peer.state == _UNKNOWN and silent_s >= self._limits.silent_s:
+            return Verdict(
+                rank,
+                f"{who} has been silent for {silent_s:.0f} s: its host or link is down, or it is "
+                "frozen; where a script holds the interpreter for that long, raise "
+                "LOFT_HVD_HEARTBEAT_TIMEOUT_S",
+            )
+        return None
+
+    def _judge_stall(self, live: Mapping[int, Progress]) -> Verdict | None:
+        """Find ranks that all wait, but for operations that they do not share."""
+        if any(not p.names or p.waited_s < self._limits.stall_s for p in live.values()):
+            return None
+        if frozenset.intersection(*(progress.names for progress in live.values())):
+            return None
+        first = {rank: min(progress.names) for rank, progress in sorted(live.items())}
+        waits = list(first.values())
+        common = max(waits, key=lambda name: (waits.count(name), -waits.index(name)))
+        odd = [rank for rank, name in first.items() if name != common]
+        rest = [rank for rank in first if rank not in odd]
+        return Verdict(
+            odd[0],
+            f"ranks take other steps: ranks {odd} wait for {first[odd[0]]!r} while ranks {rest} "
+            f"wait for {common!r}; use optimizers, steps and collectives in the same order on "
+            "every rank",
+            is_mismatch=True,
+        )
+
+    def late_for(self, rank: int, own: Progress) -> list[int]:
+        """Return the ranks that have nothing in flight of what ``rank`` has, and so are awaited.
+
+        Args:
+            rank: a peer, or this rank.
+            own: this rank's progress.
+        """
+        every = {peer: known.progress for peer, known in self._peers.items()} | {self._rank: own}
+        wanted = every.pop(rank).names
+        return [
+            r for r, progress in sorted(every.items()) if wanted and not wanted & progress.names
+        ]
+
+    def held(self) -> list[str]:
+        """Return a warning for each peer that runs but has been silent for long, once each."""
+        warnings = []
+        for rank in self.suspects():
+            peer = self._peers[rank]
+            silent_s = self._clock() - peer.heard_at
+            is_held = peer.state not in (_UNKNOWN, _STOPPED, *_GONE)
+            if is_held and silent_s >= self._limits.silent_s and not peer.is_warned:
+                peer.is_warned = True
+                warnings.append(
+                    f"rank {rank} ({peer.place}) runs, but has been silent for {silent_s:.0f} s: "
+                    "something there holds the Python interpreter"
+                )
+        return warnings

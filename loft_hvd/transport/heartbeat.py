@@ -1,0 +1,314 @@
+"""Why a rank waits in vain: a heartbeat between rank 0 and every other rank.
+
+Once a second each rank tells rank 0 that it lives, what it has in flight and whether it waits, and
+rank 0 answers. That finds the rank that is killed, frozen, raises, leaves early or takes other
+steps; the waits of the others then end with an error that names it, instead of at their limit.
+No gradient and no setting travels here, and training never waits for it.
+
+In elastic mode nothing is raised: Horovod's own error must reach ``hvd.elastic.run``. A frozen
+process is killed there by a rank of the same host, so that the job recovers from its loss.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field
+
+from loft_hvd.errors import TransportError
+from loft_hvd.transport.board import Board
+from loft_hvd.transport.diagnosis import Diagnosis, Limits, Place, Progress, Verdict
+from loft_hvd.transport.exits import ProcessExit
+from loft_hvd.transport.star import Line, Link, process_state
+
+__all__ = ["Heartbeat", "HeartbeatSettings"]
+
+_logger = logging.getLogger(__name__)
+_GRACE_S = 0.5  # an engine's own error, or one that all ranks find, goes before the verdict
+_EXPLAIN_S = 1.0
+_MAX_NAMES = 1400
+_ENGINE_ERRORS = ("HorovodInternalError", "HostsUpdatedInterrupt")
+
+
+@dataclass(frozen=True)
+class HeartbeatSettings:
+    """How a heartbeat beats and acts.
+
+    Attributes:
+        period_s: seconds between two beats.
+        leave_s: seconds after an error until a process that hangs is left.
+        is_elastic: whether Horovod runs elastically.
+        limits: after how many seconds what is concluded.
+        owns_process: whether uncaught errors are reported and a hanging process is left.
+    """
+
+    period_s: float = 1.0
+    leave_s: float = 5.0
+    is_elastic: bool = False
+    limits: Limits = field(default_factory=Limits)
+    owns_process: bool = True
+
+
+class Heartbeat:
+    """One rank's part of the star; owns its thread and links.
+
+    Args:
+        rank: this rank.
+        links: to all other ranks on rank 0, to rank 0 elsewhere.
+        places: where those ranks run.
+        settings: how it beats and acts.
+        own_place: where this rank runs.
+        engine_is_down: says whether the engine has ended, so that its calls fail by themselves.
+        kill: ends a process of this host; by default SIGKILL.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        links: Mapping[int, Link],
+        places: Mapping[int, Place],
+        *,
+        settings: HeartbeatSettings,
+        own_place: Place,
+        engine_is_down: Callable[[], bool] = lambda: False,
+        kill: Callable[[int], None] | None = None,
+    ) -> None:
+        self.rank = rank
+        self.settings = settings
+        self.verdict: Verdict | None = None
+        self.board = Board()
+        self._links = dict(links)
+        self._places = dict(places)
+        self._place = own_place
+        self._engine_is_down = engine_is_down
+        self._kill = _kill_process if kill is None else kill
+        self._diagnosis = Diagnosis(rank, places, limits=settings.limits)
+        self._has_verdict = threading.Event()
+        self._verdict_at = 0.0
+        self._is_heard = self._has_failed = self._is_closed = False
+        self._late: list[int] = []
+        self._waker, self._sleeper = socket.socketpair()
+        self._exit: ProcessExit | None = None
+        if settings.owns_process:
+            leave_s = None if settings.is_elastic else settings.leave_s
+            self._exit = ProcessExit(self.report, self.close, leave_s=leave_s)
+        self._thread = threading.Thread(target=self._run, name="loft-heartbeat", daemon=True)
+        self._thread.start()
+
+    # What waits ask and tell; any thread.
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Note that the calling thread waits for other ranks inside."""
+        return self.board.waiting()
+
+    def late(self) -> list[int]:
+        """Return the ranks that have not come to what this rank waits for, as far as known."""
+        if self.rank == 0:
+            return self._diagnosis.late_for(0, self.board.progress())
+        return self._late
+
+    def final_verdict(self) -> Verdict | None:
+        """Return the verdict that ends waits: never in elastic mode, and not in its first moment.
+
+        A wait that ends by it calls ``heard``.
+        """
+        verdict = self.verdict
+        if verdict is None or self.settings.is_elastic:
+            return None
+        return verdict if time.monotonic() - self._verdict_at >= _GRACE_S else None
+
+    def heard(self) -> None:
+        """Note that a wait raises the verdict: from here on the script is in charge."""
+        self._is_heard = True
+
+    def report(self, error: BaseException) -> None:
+        """Tell the others that this rank fails; its first error only, and none that came to it."""
+        if self._has_failed:
+            return
+        self._has_failed = True
+        is_echo = isinstance(error, TransportError) or type(error).__name__ in _ENGINE_ERRORS
+        if self.verdict is not None or is_echo:
+            return
+        text = f"rank {self.rank} ({self._place}) has failed: {type(error).__name__}: {error}"
+        for link in self._links.values():
+            link.send(Line("failed", self.rank, 0.0, text))
+
+    def explain(self, error: BaseException) -> None:
+        """Add to an engine's own error which rank is behind it; waits up to a second for that."""
+        self._is_heard = True
+        left = self._diagnosis.left_ranks()
+        if not left:
+            self._has_verdict.wait(_EXPLAIN_S)
+        reason = f"ranks {left} have ended their scripts" if left else ""
+        reason = self.verdict.text if self.verdict is not None else reason
+        if reason and hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(f"loft_hvd: {reason}")
+
+    def close(self) -> None:
+        """Say good-bye and end the thread; can be called again.
+
+        After an error the thread stays until the process has ended, and leaves it when the engine
+        does not come down: a rank that hangs in its last breath would keep the job alive.
+        """
+        if self._is_closed:
+            return
+        for link in self._links.values():
+            link.send(Line("left", self.rank))
+        if self._exit is not None:
+            self._exit.remove()
+            if self._has_failed or self.verdict is not None:
+                self._exit.arm("an error has ended the script")
+            if self._exit.is_armed:
+                return
+        self._is_closed = True
+        self._waker.send(b"!")
+        self._thread.join(timeout=5.0)
+        for link in self._links.values():
+            link.close()
+        self._waker.close()
+        self._sleeper.close()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether ``close`` has ended the thread."""
+        return self._is_closed
+
+    # The thread.
+
+    def _run(self) -> None:
+        try:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._sleeper, selectors.EVENT_READ)
+                for rank, link in self._links.items():
+                    selector.register(link, selectors.EVENT_READ, data=rank)
+                self._loop(selector)
+        except Exception:
+            _logger.exception("rank %d: the heartbeat has ended by an error of its own", self.rank)
+
+    def _loop(self, selector: selectors.BaseSelector) -> None:
+        next_beat = time.monotonic()
+        while not self._is_closed:
+            for key, _ in selector.select(max(0.0, next_beat - time.monotonic())):
+                if key.data is not None:
+                    self._receive(key.data, selector)
+            if time.monotonic() >= next_beat:
+                next_beat = time.monotonic() + self.settings.period_s
+                self._beat()
+                self._look()
+                self._decide(self._diagnosis.judge(self.board.progress()))
+                self._leave_if_stuck()
+
+    def _receive(self, peer: int, selector: selectors.BaseSelector) -> None:
+        link = self._links[peer]
+        for line in link.receive():
+            self._handle(peer, line)
+        if link.is_closed:
+            selector.unregister(link)
+            self._decide(self._diagnosis.closed(peer))
+
+    def _handle(self, peer: int, line: Line) -> None:
+        words = list(filter(None, line.text.split("|")))
+        if line.kind == "beat" and peer == 0:
+            self._diagnosis.heard(0, Progress(line.seconds))
+            self._late = [int(word) for word in words if word.isdecimal()]
+        elif line.kind == "beat":
+            self._diagnosis.heard(peer, Progress(line.seconds, frozenset(words)))
+        elif line.kind == "left":
+            self._diagnosis.left(peer)
+        elif line.kind == "failed":
+            self._diagnosis.left(peer)
+            self._decide(Verdict(peer, line.text))
+        elif peer == 0 and line.kind == "verdict":
+            self._decide(Verdict(line.rank, line.text, is_mismatch=line.seconds > 0))
+        elif peer == 0 and line.kind == "look" and len(words) == 3 and "".join(words).isdecimal():
+            self._look_for_rank_0(line.rank, *(int(word) for word in words))
+        elif line.kind == "state" and line.rank in self._links:
+            self._saw(line.rank, line.text[:1])
+
+    def _beat(self) -> None:
+        progress = self.board.progress()
+        for rank, link in self._links.items():
+            if self.rank == 0:
+                words = [str(late) for late in self._diagnosis.late_for(rank, progress)]
+            else:
+                words = sorted(progress.names)
+            text = "|".join(words)
+            text = text if len(text) <= _MAX_NAMES else ""  # none rather than some
+            link.send(Line("beat", self.rank, progress.waited_s, text))
+
+    # Silent ranks.
+
+    def _look(self) -> None:
+        """Look at the processes of silent ranks, or ask a rank of their host to."""
+        for rank in self._diagnosis.suspects():
+            place = self._places[rank]
+            if place.host_key == self._place.host_key:
+                self._saw(rank, process_state(place.pid, place.start))
+                continue
+            for other, link in self._links.items():
+                is_near = self._places[other].host_key == place.host_key
+                if is_near and not self._diagnosis.is_silent(other):
+                    kill = int(self._should_kill(rank))
+                    link.send(Line("look", rank, 0.0, f"{place.pid}|{place.start}|{kill}"))
+                    break
+        for warning in self._diagnosis.held():
+            _logger.warning("%s", warning)
+
+    def _look_for_rank_0(self, rank: int, pid: int, start: int, kill: int) -> None:
+        state = process_state(pid, start)
+        self._links[0].send(Line("state", rank, 0.0, state))
+        if kill and state == "T" and self.settings.is_elastic:
+            self._kill(pid)
+
+    def _saw(self, rank: int, state: str) -> None:
+        if self._diagnosis.is_silent(rank):
+            self._diagnosis.saw(rank, state)
+            place = self._places[rank]
+            is_near = place.host_key == self._place.host_key
+            if state == "T" and is_near and self._should_kill(rank):
+                self._kill(place.pid)
+
+    def _should_kill(self, rank: int) -> bool:
+        """Say whether a rank found frozen is to be ended, so that an elastic job can go on."""
+        verdict = self.verdict
+        return self.settings.is_elastic and verdict is not None and verdict.rank == rank
+
+    # Verdicts.
+
+    def _decide(self, verdict: Verdict | None) -> None:
+        if verdict is None or self.verdict is not None:
+            return
+        self.verdict, self._verdict_at = verdict, time.monotonic()
+        self._has_verdict.set()
+        is_first_to_know = self.rank == 0 or verdict.rank == 0
+        _logger.log(logging.ERROR if is_first_to_know else logging.INFO, "%s", verdict.text)
+        if self.rank == 0:
+            for rank, link in self._links.items():
+                if rank != verdict.rank or verdict.is_mismatch:
+                    seconds = float(verdict.is_mismatch)
+                    link.send(Line("verdict", verdict.rank, seconds, verdict.text))
+
+    def _leave_if_stuck(self) -> None:
+        """Leave a process that an error has ended, or that hangs in a call that is not ours."""
+        if self._exit is None:
+            return
+        if self.verdict is not None and not self._is_heard and not self._exit.is_armed:
+            unheard_s = time.monotonic() - self._verdict_at
+            if unheard_s >= self.settings.leave_s and not self._engine_is_down():
+                self._exit.arm(self.verdict.text, since_s=unheard_s)
+        self._exit.leave_if_due()
+
+
+def _kill_process(pid: int) -> None:
+    _logger.error(
+        "killing process %d: it is frozen, and an elastic job recovers from its loss", pid
+    )
+    with suppress(OSError):  # it has ended, or is somebody else's
+        os.kill(pid, signal.SIGKILL)

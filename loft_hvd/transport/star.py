@@ -1,0 +1,274 @@
+"""The heartbeat's wire: lines of text between rank 0 and every other rank.
+
+Nothing is pickled: a line is a word, a rank, seconds and a short text, and whatever does not parse
+is dropped. Rank 0 listens once, while the star is opened; a connection that does not begin with
+the token, which travelled through the transport, is closed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import hmac
+import os
+import secrets
+import selectors
+import socket
+import struct
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from loft_hvd.transport.base import Transport, wait_for
+from loft_hvd.transport.diagnosis import Place
+
+__all__ = ["Line", "Link", "open_links", "own_place", "process_state"]
+
+_MAX_TEXT = 1500
+_MAX_LINE = 4096
+_MAX_ADDRESSES = 16
+_SIOCGIFADDR = 0x8915
+_CONNECT_S = 2.0
+_KINDS = ("hello", "welcome", "beat", "left", "failed", "verdict", "look", "state", "kill")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One message.
+
+    Attributes:
+        kind: one of a few words.
+        rank: the rank it is about.
+        seconds: a number of seconds.
+        text: at most 1500 characters.
+    """
+
+    kind: str
+    rank: int
+    seconds: float = 0.0
+    text: str = ""
+
+    def encode(self) -> bytes:
+        """Return the line's bytes, with its end."""
+        text = " ".join(self.text[:_MAX_TEXT].split("\n"))
+        return f"{self.kind} {self.rank} {self.seconds:.3f} {text}\n".encode(errors="replace")
+
+    @classmethod
+    def parse(cls, data: bytes) -> Line | None:
+        """Return the line that some bytes, without their end, hold; None when they hold none."""
+        parts = data.decode(errors="replace").split(" ", 3)
+        if len(parts) != 4 or parts[0] not in _KINDS:
+            return None
+        try:
+            return cls(parts[0], int(parts[1]), float(parts[2]), parts[3][:_MAX_TEXT])
+        except ValueError:
+            return None
+
+
+class Link:
+    """One end of a connection that never blocks; any thread may send, one thread receives."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self._socket = connection
+        self._lock = threading.Lock()
+        self._received = b""
+        self.is_closed = False
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self._socket.fileno()
+
+    def send(self, line: Line) -> None:
+        """Send a line, or lose it when the other side has not read for long."""
+        with self._lock, contextlib.suppress(OSError):
+            self._socket.send(line.encode(), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+
+    def receive(self) -> list[Line]:
+        """Return the lines that have come; sets ``is_closed`` at the connection's end."""
+        try:
+            while data := self._socket.recv(_MAX_LINE):
+                self._received += data
+                if len(self._received) > 16 * _MAX_LINE:
+                    break
+            else:
+                self.is_closed = True
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError:
+            self.is_closed = True
+        *lines, self._received = self._received.split(b"\n")
+        if len(self._received) > _MAX_LINE:
+            self.is_closed = True  # not one of ours
+        parsed = [Line.parse(line) for line in lines]
+        return [line for line in parsed if line is not None]
+
+    def wait_line(self, timeout_s: float) -> Line | None:
+        """Return the next line, or None when none has come in time."""
+        until = time.monotonic() + timeout_s
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._socket, selectors.EVENT_READ)
+            while not self.is_closed and (left_s := until - time.monotonic()) > 0:
+                if selector.select(left_s) and (lines := self.receive()):
+                    return lines[0]
+        return None
+
+    def close(self) -> None:
+        """Close the connection; can be called again."""
+        self._socket.close()
+
+
+# Who and where.
+
+
+def process_state(pid: int, start: int) -> str:
+    """Return a process's state letter as ``/proc`` shows it; X when it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "X"
+    return fields[0] if not start or int(fields[19]) == start else "X"
+
+
+def own_place() -> Place:
+    """Return where this process runs."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        boot += str(Path("/proc/self/ns/pid").readlink())
+        start = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:  # no /proc: nobody can look at this process
+        boot, start = secrets.token_hex(8), 0
+    digest = hashlib.sha256(boot.encode()).digest()
+    host = socket.gethostname()
+    return Place(int.from_bytes(digest[:8], "little") >> 1, os.getpid(), start, host)
+
+
+@functools.cache
+def _own_addresses() -> tuple[str, ...]:
+    """Return this host's IPv4 addresses, loopback last."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                request = struct.pack("256s", name.encode()[:15])
+                found.append(
+                    socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
+                )
+    return tuple(sorted(set(found), key=lambda address: (address.startswith("127."), address)))
+
+
+# Opening.
+
+
+def open_links(
+    transport: Transport, *, name: str, timeout_s: float
+) -> tuple[dict[int, Link], dict[int, Place]]:
+    """Connect every rank to rank 0; every rank calls it alike.
+
+    Args:
+        transport: the ranks; carries the address and a token.
+        name: stem of the operations' names.
+        timeout_s: longest wait in seconds, for each of the two exchanges and the connections.
+
+    Returns:
+        Links and places by rank: of all others on rank 0, of rank 0 elsewhere. Ranks that could
+        not be reached are missing.
+    """
+    token = secrets.randbits(63)
+    own = own_place()
+    header = torch.zeros(4 + _MAX_ADDRESSES, dtype=torch.int64)
+    if transport.rank == 0:
+        with socket.create_server(("", 0), backlog=max(16, transport.world_size)) as server:
+            numbers = [int.from_bytes(socket.inet_aton(a), "big") for a in _own_addresses()]
+            numbers = numbers[:_MAX_ADDRESSES]
+            row = [server.getsockname()[1], token, own.host_key, len(numbers), *numbers]
+            header[: len(row)] = torch.tensor(row)
+            _send_header(transport, header, name, timeout_s)
+            return _accept(server, transport.world_size, token, own, timeout_s)
+    _send_header(transport, header, name, timeout_s)
+    port, token, host_key, count, *numbers = header.tolist()
+    addresses = [socket.inet_ntoa(number.to_bytes(4, "big")) for number in numbers[:count]]
+    if host_key == own.host_key:
+        addresses.reverse()  # loopback first
+    else:
+        addresses = [address for address in addresses if not address.startswith("127.")]
+    until = time.monotonic() + timeout_s
+    for address in addresses:
+        if (left_s := until - time.monotonic()) > 0:
+            found = _connect((address, port), transport.rank, token, own, min(left_s, _CONNECT_S))
+            if found is not None:
+                return {0: found[0]}, {0: found[1]}
+    return {}, {}
+
+
+def _send_header(transport: Transport, header: torch.Tensor, name: str, timeout_s: float) -> None:
+    work = transport.broadcast(header, name=f"{name}.address")
+    wait_for(work, what="the heartbeat's address", timeout_s=timeout_s)
+
+
+def _describe(place: Place) -> str:
+    return f"{place.host_key} {place.pid} {place.start} {place.host}"
+
+
+def _place_of(text: str) -> Place | None:
+    parts = text.split(" ", 3)
+    try:
+        return Place(int(parts[0]), int(parts[1]), int(parts[2]), parts[3][:100])
+    except (ValueError, IndexError):
+        return None
+
+
+def _connect(
+    address: tuple[str, int], rank: int, token: int, own: Place, timeout_s: float
+) -> tuple[Link, Place] | None:
+    try:
+        link = Link(socket.create_connection(address, timeout=timeout_s))
+    except OSError:
+        return None
+    link.send(Line("hello", rank, 0.0, f"{token} {_describe(own)}"))
+    answer = link.wait_line(timeout_s)
+    place = _place_of(answer.text) if answer is not None and answer.kind == "welcome" else None
+    if place is None:
+        link.close()
+        return None
+    return link, place
+
+
+def _accept(
+    server: socket.socket, world_size: int, token: int, own: Place, timeout_s: float
+) -> tuple[dict[int, Link], dict[int, Place]]:
+    links: dict[int, Link] = {}
+    places: dict[int, Place] = {}
+    strangers: list[Link] = []
+    until = time.monotonic() + timeout_s
+    with selectors.DefaultSelector() as selector:
+        selector.register(server, selectors.EVENT_READ)
+        while len(links) < world_size - 1 and (left_s := until - time.monotonic()) > 0:
+            for key, _ in selector.select(left_s):
+                if key.fileobj is server:
+                    link = Link(server.accept()[0])
+                    strangers.append(link)
+                    selector.register(link, selectors.EVENT_READ)
+                    continue
+                assert isinstance(key.fileobj, Link)
+                link = key.fileobj
+                for line in link.receive()[:1]:
+                    secret, _, text = line.text.partition(" ")
+                    place = _place_of(text)
+                    is_ours = hmac.compare_digest(secret.encode(), str(token).encode())
+                    if is_ours and place and 0 < line.rank < world_size and line.kind == "hello":
+                        links[line.rank], places[line.rank] = link, place
+                        strangers.remove(link)
+                        link.send(Line("welcome", 0, 0.0, _describe(own)))
+                    selector.unregister(link)
+                if link.is_closed and link in strangers:
+                    with contextlib.suppress(KeyError):
+                        selector.unregister(link)
+    for link in strangers:
+        link.close()
+    return links, places

@@ -1,0 +1,138 @@
+"""Operations and waits under the eyes of a heartbeat; opens one for each world of processes."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+
+import torch
+
+from loft_hvd.config import config
+from loft_hvd.transport.base import Transport, Work, allgather_rows
+from loft_hvd.transport.diagnosis import Limits
+from loft_hvd.transport.heartbeat import Heartbeat, HeartbeatSettings
+from loft_hvd.transport.star import open_links, own_place
+
+__all__ = ["close_heartbeats", "heartbeat_of", "open_heartbeat", "watched"]
+
+_logger = logging.getLogger(__name__)
+_OPEN_S = 10.0
+
+
+class _WatchedWork:
+    """An operation that also ends when ranks cannot go on."""
+
+    def __init__(self, work: Work, name: str, heartbeat: Heartbeat) -> None:
+        self._work = work
+        self._name = name
+        self.watch = heartbeat
+        self._is_posted = True
+        heartbeat.board.posted(name)
+
+    def done(self) -> bool:
+        """Say whether the operation has ended, or never will."""
+        if self._work.done():
+            self._end()
+            return True
+        return self.watch.final_verdict() is not None
+
+    def finish(self) -> None:
+        """Release a done operation, or raise why it never will be."""
+        is_done = self._work.done()
+        self._end()
+        if not is_done and (verdict := self.watch.final_verdict()) is not None:
+            self.watch.heard()
+            raise verdict.error()
+        try:
+            self._work.finish()
+        except Exception as error:
+            self.watch.explain(error)
+            raise
+
+    def _end(self) -> None:
+        if self._is_posted:
+            self._is_posted = False
+            self.watch.board.ended(self._name)
+
+
+@functools.cache
+def _heartbeats() -> dict[str, Heartbeat]:
+    """Return the heartbeats of this process, by the name of their world."""
+    return {}
+
+
+def heartbeat_of(world: str) -> Heartbeat | None:
+    """Return the heartbeat that was opened for a world of ranks."""
+    return _heartbeats().get(world)
+
+
+def watched(work: Work, name: str, heartbeat: Heartbeat | None) -> Work:
+    """Return an operation that also ends when the heartbeat finds that ranks cannot go on."""
+    return work if heartbeat is None else _WatchedWork(work, name, heartbeat)
+
+
+def close_heartbeats() -> None:
+    """Close every heartbeat of this process, before its world ends."""
+    for heartbeat in _heartbeats().values():
+        heartbeat.close()
+    _heartbeats().clear()
+
+
+def open_heartbeat(
+    transport: Transport, world: str, *, engine_is_down: Callable[[], bool]
+) -> Heartbeat | None:
+    """Open the heartbeat of a world, unless it is open; every rank calls it alike.
+
+    Args:
+        transport: the ranks, two or more of them.
+        world: a name for these ranks in this process.
+        engine_is_down: says whether the engine has ended.
+
+    Returns:
+        The heartbeat; None where a rank has turned it off or cannot reach rank 0.
+    """
+    settings = config()
+    known = _heartbeats().get(world)
+    wants = int(settings.heartbeat_s > 0)
+    row = torch.tensor([wants, int(known is not None and not known.is_closed)])
+    name = f"loft.heartbeat.{world}"
+    rows = allgather_rows(transport, row, name=f"{name}.wants", timeout_s=settings.timeout_s)
+    wanted, is_open = rows.all(dim=0).tolist()
+    if wanted and is_open:
+        return known
+    if known is not None:
+        known.close()
+        del _heartbeats()[world]
+    if not wanted:
+        return None
+    links, places = open_links(transport, name=name, timeout_s=_OPEN_S)
+    num_links = transport.world_size - 1 if transport.rank == 0 else 1
+    reached = torch.tensor([int(len(links) == num_links)])
+    rows = allgather_rows(transport, reached, name=f"{name}.reached", timeout_s=settings.timeout_s)
+    if not bool(rows.all()):
+        for link in links.values():
+            link.close()
+        if transport.rank == 0:
+            away = [rank for rank, row in enumerate(rows.flatten().tolist()) if rank and not row]
+            _logger.warning(
+                "heartbeat off: ranks %s cannot reach rank 0 by TCP; a rank that stops is found "
+                "only after LOFT_HVD_TIMEOUT_S=%g s. LOFT_HVD_HEARTBEAT_S=0 turns it off in peace",
+                away,
+                settings.timeout_s,
+            )
+        return None
+    _heartbeats()[world] = heartbeat = Heartbeat(
+        transport.rank,
+        links,
+        places,
+        settings=HeartbeatSettings(
+            period_s=settings.heartbeat_s,
+            leave_s=settings.leave_s,
+            is_elastic=settings.is_elastic,
+            limits=Limits(silent_s=settings.heartbeat_timeout_s),
+        ),
+        own_place=own_place(),
+        engine_is_down=engine_is_down,
+    )
+    return heartbeat
