@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from loft_hvd.errors import LoftError, MismatchError, PeerError
 
-__all__ = ["Diagnosis", "Limits", "Place", "Progress", "Verdict"]
+__all__ = ["Diagnosis", "HeartbeatSettings", "Limits", "Place", "Progress", "Verdict"]
 
 _STOPPED = "T"
 _GONE = ("X", "Z")
@@ -77,12 +77,35 @@ class Limits:
     Attributes:
         suspect_s: silence after which a peer's process is looked at.
         silent_s: silence that ends the job where nobody can look at the process.
-        stall_s: how long all ranks wait for different operations before it is a mismatch.
+        stall_s: how long all ranks wait for different operations before it is a mismatch, and how
+            long a process is stopped before it counts while no rank is known to wait for it.
     """
 
     suspect_s: float = 3.0
     silent_s: float = 10.0
     stall_s: float = 5.0
+
+
+@dataclass(frozen=True)
+class HeartbeatSettings:
+    """How a heartbeat beats and acts.
+
+    Attributes:
+        period_s: seconds between two beats.
+        grace_s: seconds until a verdict ends waits, so that an engine's own error, or one that all
+            ranks find by themselves, goes before it.
+        leave_s: seconds after an error until a process that hangs is left.
+        is_elastic: whether Horovod runs elastically.
+        limits: after how many seconds what is concluded.
+        owns_process: whether uncaught errors are reported and a hanging process is left.
+    """
+
+    period_s: float = 1.0
+    grace_s: float = 0.5
+    leave_s: float = 5.0
+    is_elastic: bool = False
+    limits: Limits = field(default_factory=Limits)
+    owns_process: bool = True
 
 
 @dataclass
@@ -146,6 +169,11 @@ class Diagnosis:
         """Note the state letter of a silent peer's process, as ``/proc`` shows it."""
         self._peers[rank].state = state
 
+    def restarted(self) -> None:
+        """Note that this rank itself was out for a while: silence until now means nothing."""
+        for peer in self._peers.values():
+            peer.heard_at = self._clock()
+
     # What follows.
 
     def place(self, rank: int) -> Place:
@@ -178,10 +206,9 @@ class Diagnosis:
         }
         live[self._rank] = own
         waited_s = max(progress.waited_s for progress in live.values())
-        if waited_s > 0:
-            for rank in self.suspects():
-                if (verdict := self._judge_silent(rank)) is not None:
-                    return verdict
+        for rank in self.suspects():
+            if (verdict := self._judge_silent(rank, is_awaited=waited_s > 0)) is not None:
+                return verdict
         if waited_s >= self._limits.stall_s:
             for rank, peer in self._peers.items():
                 if peer.has_left:
@@ -194,11 +221,12 @@ class Diagnosis:
             return self._judge_stall(live)
         return None
 
-    def _judge_silent(self, rank: int) -> Verdict | None:
+    def _judge_silent(self, rank: int, *, is_awaited: bool) -> Verdict | None:
         peer = self._peers[rank]
         silent_s = self._clock() - peer.heard_at
         who = f"rank {rank} ({peer.place})"
-        if peer.state == _STOPPED:
+        # Others may wait for it in calls that are not ours, so it counts in the end all the same.
+        if peer.state == _STOPPED and (is_awaited or silent_s >= self._limits.stall_s):
             return Verdict(
                 rank,
                 f"{who} is frozen: its process is stopped (SIGSTOP) and has been silent for "
@@ -206,7 +234,7 @@ class Diagnosis:
             )
         if peer.state in _GONE:
             return Verdict(rank, f"{who} is gone: its process has ended")
-        if peer.state == _UNKNOWN and silent_s >= self._limits.silent_s:
+        if peer.state == _UNKNOWN and is_awaited and silent_s >= self._limits.silent_s:
             return Verdict(
                 rank,
                 f"{who} has been silent for {silent_s:.0f} s: its host or link is down, or it is "

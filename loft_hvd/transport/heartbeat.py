@@ -20,40 +20,25 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field
 
 from loft_hvd.errors import TransportError
 from loft_hvd.transport.board import Board
-from loft_hvd.transport.diagnosis import Diagnosis, Limits, Place, Progress, Verdict
+from loft_hvd.transport.diagnosis import (
+    Diagnosis,
+    HeartbeatSettings,
+    Place,
+    Progress,
+    Verdict,
+)
 from loft_hvd.transport.exits import ProcessExit
 from loft_hvd.transport.star import Line, Link, process_state
 
-__all__ = ["Heartbeat", "HeartbeatSettings"]
+__all__ = ["Heartbeat"]
 
 _logger = logging.getLogger(__name__)
-_GRACE_S = 0.5  # an engine's own error, or one that all ranks find, goes before the verdict
 _EXPLAIN_S = 1.0
 _MAX_NAMES = 1400
 _ENGINE_ERRORS = ("HorovodInternalError", "HostsUpdatedInterrupt")
-
-
-@dataclass(frozen=True)
-class HeartbeatSettings:
-    """How a heartbeat beats and acts.
-
-    Attributes:
-        period_s: seconds between two beats.
-        leave_s: seconds after an error until a process that hangs is left.
-        is_elastic: whether Horovod runs elastically.
-        limits: after how many seconds what is concluded.
-        owns_process: whether uncaught errors are reported and a hanging process is left.
-    """
-
-    period_s: float = 1.0
-    leave_s: float = 5.0
-    is_elastic: bool = False
-    limits: Limits = field(default_factory=Limits)
-    owns_process: bool = True
 
 
 class Heartbeat:
@@ -122,7 +107,8 @@ class Heartbeat:
         verdict = self.verdict
         if verdict is None or self.settings.is_elastic:
             return None
-        return verdict if time.monotonic() - self._verdict_at >= _GRACE_S else None
+        age_s = time.monotonic() - self._verdict_at
+        return verdict if age_s >= self.settings.grace_s else None
 
     def heard(self) -> None:
         """Note that a wait raises the verdict: from here on the script is in charge."""
@@ -188,6 +174,7 @@ class Heartbeat:
                 selector.register(self._sleeper, selectors.EVENT_READ)
                 for rank, link in self._links.items():
                     selector.register(link, selectors.EVENT_READ, data=rank)
+                    self._receive(rank, selector)  # what came with the welcome
                 self._loop(selector)
         except Exception:
             _logger.exception("rank %d: the heartbeat has ended by an error of its own", self.rank)
@@ -198,6 +185,8 @@ class Heartbeat:
             for key, _ in selector.select(max(0.0, next_beat - time.monotonic())):
                 if key.data is not None:
                     self._receive(key.data, selector)
+            if time.monotonic() - next_beat > self.settings.limits.suspect_s:
+                self._diagnosis.restarted()  # suspended, or kept from the interpreter
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + self.settings.period_s
                 self._beat()
@@ -285,7 +274,8 @@ class Heartbeat:
     def _decide(self, verdict: Verdict | None) -> None:
         if verdict is None or self.verdict is not None:
             return
-        self.verdict, self._verdict_at = verdict, time.monotonic()
+        self._verdict_at = time.monotonic()  # first: waits look at the verdict
+        self.verdict = verdict
         self._has_verdict.set()
         is_first_to_know = self.rank == 0 or verdict.rank == 0
         _logger.log(logging.ERROR if is_first_to_know else logging.INFO, "%s", verdict.text)

@@ -78,6 +78,7 @@ class Link:
         self._socket = connection
         self._lock = threading.Lock()
         self._received = b""
+        self._kept: list[Line] = []
         self.is_closed = False
 
     def fileno(self) -> int:
@@ -106,7 +107,8 @@ class Link:
         if len(self._received) > _MAX_LINE:
             self.is_closed = True  # not one of ours
         parsed = [Line.parse(line) for line in lines]
-        return [line for line in parsed if line is not None]
+        kept, self._kept = self._kept, []
+        return kept + [line for line in parsed if line is not None]
 
     def wait_line(self, timeout_s: float) -> Line | None:
         """Return the next line, or None when none has come in time."""
@@ -115,6 +117,7 @@ class Link:
             selector.register(self._socket, selectors.EVENT_READ)
             while not self.is_closed and (left_s := until - time.monotonic()) > 0:
                 if selector.select(left_s) and (lines := self.receive()):
+                    self._kept = lines[1:]
                     return lines[0]
         return None
 

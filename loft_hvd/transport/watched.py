@@ -10,8 +10,8 @@ import torch
 
 from loft_hvd.config import config
 from loft_hvd.transport.base import Transport, Work, allgather_rows
-from loft_hvd.transport.diagnosis import Limits
-from loft_hvd.transport.heartbeat import Heartbeat, HeartbeatSettings
+from loft_hvd.transport.diagnosis import HeartbeatSettings, Limits
+from loft_hvd.transport.heartbeat import Heartbeat
 from loft_hvd.transport.star import open_links, own_place
 
 __all__ = ["close_heartbeats", "heartbeat_of", "open_heartbeat", "watched"]

@@ -1,7 +1,9 @@
 """A small training job for tests that end it in a hurry: ``train.py WHAT RANK``.
 
-At step 5 rank RANK is killed ("kill"), stops answering ("freeze"), raises in its backward pass
-("raise"), or leaves without a word ("leave").
+At step 5 rank RANK is killed ("kill"), stops answering ("freeze", or "freeze-foreign" while the
+others wait in a call of Horovod's own), raises in its backward pass ("raise") or in a hook
+("raise-hook"), leaves without a word ("leave"), or steps two optimizers the other way round
+("order"). With "shape" its model differs from the start.
 """
 
 from __future__ import annotations
@@ -9,6 +11,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
+from collections.abc import Callable
 from typing import Any
 
 import horovod.torch as hvd
@@ -32,30 +36,62 @@ class RaiseInBackward(torch.autograd.Function):
         raise RuntimeError(f"rank {hvd.rank()} raises in its backward pass")
 
 
-def main(what: str, faulty_rank: int) -> None:
-    hvd.init()
-    torch.set_num_threads(1)
-    model = make_model()
+def raise_in_hook(*_: object) -> None:
+    raise RuntimeError(f"rank {hvd.rank()} raises in a hook")
+
+
+def at_once(what: str) -> None:
+    """Do what ends or stops this process in place."""
+    print(f"fault at {time.time()}", flush=True)
+    if what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what.startswith("freeze"):
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if what == "leave":
+        sys.exit(3)
+
+
+def trainer(what: str) -> tuple[Any, Callable[[bool], None]]:
+    """Return an optimizer and one of its steps, which raises if told to."""
+    model = make_model() if what != "shape" else torch.nn.Linear(6, 2)
     optimizer = loft.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.05),
-        model.named_parameters(),
+        [(f"{what}.{name}", value) for name, value in model.named_parameters()],
         rule=loft.Median(),
     )
     x, y = make_data(16).tensors
-    for step in range(20):
-        is_faulty = step == FAULT_STEP and hvd.rank() == faulty_rank
-        if is_faulty and what == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if is_faulty and what == "freeze":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        if is_faulty and what == "leave":
-            sys.exit(3)
-        hidden = model(x)
-        if is_faulty and what == "raise":
-            hidden = RaiseInBackward.apply(hidden)  # type: ignore[no-untyped-call]  # by torch
+
+    def step(should_raise: bool = False) -> None:
+        out = model(x)
+        if should_raise:
+            out = RaiseInBackward.apply(out)  # type: ignore[no-untyped-call]  # by torch
         optimizer.zero_grad()
-        torch.nn.functional.mse_loss(hidden, y).backward()
+        torch.nn.functional.mse_loss(out, y).backward()
         optimizer.step()
+
+    return optimizer, step
+
+
+def main(what: str, faulty_rank: int) -> None:
+    hvd.init()
+    torch.set_num_threads(1)
+    is_faulty_rank = hvd.rank() == faulty_rank
+    if what == "shape" and is_faulty_rank:
+        print(f"fault at {time.time()}", flush=True)
+    optimizer, step = trainer("shape" if what == "shape" and is_faulty_rank else "model")
+    steps = [step]
+    if what == "order":
+        steps.append(trainer("other")[1])
+    for number in range(20):
+        is_faulty = number == FAULT_STEP and is_faulty_rank
+        if is_faulty:
+            at_once(what)
+        if is_faulty and what == "raise-hook":
+            optimizer.register_outgoing_hook(raise_in_hook)
+        if number == FAULT_STEP and what == "freeze-foreign":
+            hvd.allreduce(torch.zeros(3), name="foreign")
+        for each in reversed(steps) if is_faulty else steps:
+            each(is_faulty and what == "raise")
     print(f"rank {hvd.rank()} has finished", flush=True)
 
 

@@ -1,0 +1,88 @@
+"""One rank fails, and all ranks end soon, with an error that names it."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass
+
+import pytest
+from _pytest.mark import ParameterSet
+
+from tests.support.launch import LAUNCHERS, launch, launcher_here
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(100)]
+
+JOB = "tests/multiprocess/jobs/train.py"
+LIMIT_S = 20.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fault, and what the others must say about it (one of these patterns)."""
+
+    what: str
+    rank: int
+    says: str
+
+
+CASES = [
+    Case("kill", 1, r"rank 1 \(process \d+ on \S+\) has ended without a word"),
+    Case("freeze", 1, r"rank 1 \(process \d+ on \S+\) is frozen"),
+    Case("freeze", 0, r"rank 0 \(process \d+ on \S+\) is frozen"),
+    Case("freeze-foreign", 1, r"rank 1 \(process \d+ on \S+\) is frozen"),
+    Case("raise", 1, r"rank 1 .* has failed: RuntimeError: rank 1 raises in its backward"),
+    Case("raise-hook", 1, r"rank 1 .* has failed: RuntimeError: rank 1 raises in a hook"),
+    Case("raise", 0, r"rank 0 .* has failed: RuntimeError: rank 0 raises in its backward"),
+    Case("leave", 1, r"ranks \[1\] have ended their scripts"),
+    Case("shape", 1, r"MismatchError: .*on(ly)? ranks? \[1\]|ranks \[1\] describe other things"),
+    Case("order", 1, r"ranks take other steps: ranks \[1\] wait for '[^']+' while ranks \[0, 2\]"),
+]
+# One of each kind in `make test`; all of them in `make test-all`.
+QUICK = {("kill", 1, "mpi"), ("freeze", 1, "gloo"), ("raise", 1, "gloo"), ("order", 1, "mpi")}
+# A job that mpirun ends by itself at once need not say more than mpirun does.
+BY_MPIRUN = {"kill": r"rank 1 with PID \d+ on node \S+ exited on signal 9"}
+
+
+def params() -> list[ParameterSet]:
+    made = []
+    for launcher in LAUNCHERS:
+        for case in CASES:
+            marks = [] if (case.what, case.rank, launcher) in QUICK else [pytest.mark.long]
+            if not launcher_here(launcher):
+                marks.append(pytest.mark.skip(reason="mpirun is not on PATH"))
+            made.append(
+                pytest.param(case, launcher, id=f"{case.what}{case.rank}-{launcher}", marks=marks)
+            )
+    return made
+
+
+@pytest.mark.parametrize(("case", "launcher"), params())
+def test_all_ranks_end_soon_and_name_the_one_at_fault(case: Case, launcher: str) -> None:
+    done = launch(3, [JOB, case.what, str(case.rank)], launcher=launcher, timeout_s=80)
+    ended_at = time.time()
+    assert done.returncode not in (0, None), done.output[-6000:]
+    assert "has finished" not in done.output
+    says = case.says
+    if launcher == "mpi" and case.what in BY_MPIRUN:
+        says = f"{says}|{BY_MPIRUN[case.what]}"
+    assert re.search(says, done.output), done.output[-9000:]
+    fault = re.search(r"fault at ([\d.]+)", done.output)
+    assert fault is not None
+    assert ended_at - float(fault[1]) <= LIMIT_S, done.output[-6000:]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_without_a_heartbeat_the_wait_ends_at_its_limit_and_names_the_bucket(launcher: str) -> None:
+    if not launcher_here(launcher):
+        pytest.skip("mpirun is not on PATH")
+    env = {"LOFT_HVD_TIMEOUT_S": "5", "LOFT_HVD_HEARTBEAT_S": "0"}
+    done = launch(3, [JOB, "freeze", "1"], launcher=launcher, timeout_s=40, env=env)
+    assert "waited 5 s for bucket 0 (" in done.output, done.output[-4000:]
+
+
+def test_the_same_job_finishes_when_nothing_fails() -> None:
+    done = launch(3, [JOB, "nothing", "1"], timeout_s=60)
+    assert done.returncode == 0, done.output[-4000:]
+    assert done.output.count("has finished") == 3

@@ -1,0 +1,350 @@
+"""Who is silent, gone or astray: conclusions on a fake clock, and two ends that beat for real."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from loft_hvd.errors import MismatchError, PeerError, TransportError
+from loft_hvd.transport.base import locate, wait_for
+from loft_hvd.transport.diagnosis import Diagnosis, HeartbeatSettings, Limits, Place, Progress
+from loft_hvd.transport.heartbeat import Heartbeat
+from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
+from loft_hvd.transport.star import Line, Link, open_links, own_place, process_state
+from loft_hvd.transport.watched import watched
+
+WAITING = Progress(1.0, frozenset({"a"}))
+
+
+class Clock:
+    """Seconds that pass only when told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def diagnosis(clock: Clock) -> Diagnosis:
+    """Return what rank 0 knows of ranks 1 and 2, who have just been heard."""
+    places = {rank: Place(rank, 1000 + rank, 5, f"host{rank}") for rank in (1, 2)}
+    return Diagnosis(0, places, limits=Limits(3.0, 10.0, 5.0), clock=clock)
+
+
+def hear(diagnosis: Diagnosis, *ranks: int, progress: Progress | None = None) -> None:
+    for rank in ranks:
+        diagnosis.heard(rank, Progress() if progress is None else progress)
+
+
+def test_ranks_that_beat_are_left_in_peace(diagnosis: Diagnosis, clock: Clock) -> None:
+    for _ in range(100):
+        clock.now += 1.0
+        hear(diagnosis, 1, 2, progress=WAITING)
+        assert diagnosis.suspects() == []
+        assert diagnosis.judge(Progress(50.0, frozenset({"a"}))) is None
+
+
+@pytest.mark.parametrize(
+    ("state", "silent_s", "own", "says"),
+    [
+        ("T", 3.0, WAITING, "rank 1 (process 1001 on host1) is frozen"),
+        ("T", 2.9, WAITING, None),
+        ("T", 4.9, Progress(), None),  # nobody is known to wait for it yet
+        ("T", 5.0, Progress(), "is frozen"),
+        ("X", 3.0, Progress(), "rank 1 (process 1001 on host1) is gone"),
+        ("Z", 3.0, WAITING, "is gone"),
+        ("R", 1e6, WAITING, None),  # it runs: its interpreter is held, as in a long call
+        ("S", 1e6, WAITING, None),
+        ("D", 1e6, WAITING, None),
+        ("t", 1e6, WAITING, None),  # in a debugger
+        ("?", 9.9, WAITING, None),
+        ("?", 10.0, WAITING, "has been silent for 10 s"),
+        ("?", 1e6, Progress(), None),
+    ],
+)
+def test_silence_counts_by_what_the_process_does(
+    state: str,
+    silent_s: float,
+    own: Progress,
+    says: str | None,
+    diagnosis: Diagnosis,
+    clock: Clock,
+) -> None:
+    clock.now += silent_s
+    hear(diagnosis, 2)
+    if diagnosis.is_silent(1):
+        diagnosis.saw(1, state)
+    verdict = diagnosis.judge(own)
+    assert (verdict is None) == (says is None)
+    if verdict is not None and says is not None:
+        assert verdict.rank == 1
+        assert says in verdict.text
+        assert isinstance(verdict.error(), PeerError)
+
+
+def test_a_peer_that_is_heard_again_is_no_suspect(diagnosis: Diagnosis, clock: Clock) -> None:
+    clock.now += 8.0
+    assert diagnosis.suspects() == [1, 2]
+    diagnosis.saw(1, "T")
+    hear(diagnosis, 1, 2)
+    assert diagnosis.suspects() == []
+    clock.now += 4.0
+    assert diagnosis.judge(WAITING) is None  # what was seen then does not count now
+
+
+def test_a_rank_that_was_out_itself_starts_anew(diagnosis: Diagnosis, clock: Clock) -> None:
+    clock.now += 1000.0
+    diagnosis.restarted()
+    assert diagnosis.suspects() == []
+
+
+def test_only_a_rank_that_runs_but_is_silent_is_warned_of_once(
+    diagnosis: Diagnosis, clock: Clock
+) -> None:
+    clock.now += 11.0
+    diagnosis.saw(1, "R")
+    diagnosis.saw(2, "T")
+    (warning,) = diagnosis.held()
+    assert "rank 1 (process 1001 on host1) runs, but has been silent for 11 s" in warning
+    assert diagnosis.held() == []
+
+
+def test_an_end_without_good_bye_is_a_verdict_and_with_it_is_none(diagnosis: Diagnosis) -> None:
+    diagnosis.left(1)
+    assert diagnosis.closed(1) is None
+    verdict = diagnosis.closed(2)
+    assert verdict is not None
+    assert "rank 2 (process 1002 on host2) has ended without a word" in verdict.text
+    assert diagnosis.left_ranks() == [1, 2]
+
+
+def test_a_rank_that_left_while_others_wait_is_named(diagnosis: Diagnosis) -> None:
+    diagnosis.left(2)
+    assert diagnosis.judge(Progress(4.9)) is None
+    verdict = diagnosis.judge(Progress(5.0))
+    assert verdict is not None
+    assert verdict.rank == 2
+    assert "has ended its script while others wait" in verdict.text
+
+
+@pytest.mark.parametrize(
+    ("names", "waited_s", "odd"),
+    [
+        (["a", "b", "a"], 5.0, [1]),
+        (["a", "b", "b"], 5.0, [0]),
+        (["a", "b", "a"], 4.9, None),
+        (["a", "a", "a"], 50.0, None),
+        (["ab", "bc", "b"], 50.0, None),  # b is in flight everywhere
+        (["ab", "bc", "ac"], 50.0, [1]),
+        (["a", "", "a"], 50.0, None),  # rank 1 still computes
+    ],
+)
+def test_all_waiting_for_different_operations_is_a_mismatch(
+    names: list[str], waited_s: float, odd: list[int] | None, diagnosis: Diagnosis
+) -> None:
+    progress = [Progress(waited_s if each else 0.0, frozenset(each)) for each in names]
+    for rank in (1, 2):
+        diagnosis.heard(rank, progress[rank])
+    verdict = diagnosis.judge(progress[0])
+    assert (verdict is None) == (odd is None)
+    if verdict is not None:
+        assert f"ranks {odd} wait for" in verdict.text
+        assert isinstance(verdict.error(), MismatchError)
+
+
+def test_late_ranks_have_nothing_of_what_is_waited_for(diagnosis: Diagnosis) -> None:
+    diagnosis.heard(1, Progress(0.0, frozenset({"z"})))
+    diagnosis.heard(2, Progress(2.0, frozenset({"a", "b"})))
+    assert diagnosis.late_for(0, WAITING) == [1]
+    assert diagnosis.late_for(2, WAITING) == [1]
+    assert diagnosis.late_for(0, Progress()) == []
+
+
+@pytest.mark.parametrize("text", ["", "a b  c", "line\nbreak", "ü" * 10, "x" * 5000])
+def test_lines_keep_their_words_and_their_limit(text: str) -> None:
+    data = Line("failed", 3, 1.5, text).encode()
+    assert data.count(b"\n") == 1
+    line = Line.parse(data[:-1])
+    assert line == Line("failed", 3, 1.5, text[:1500].replace("\n", " "))
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"beat", b"beat x 0 ", b"beat 1 y ", b"exec 1 0 x", b"\x80\x04\x95 1 2 3"]
+)
+def test_what_does_not_parse_is_dropped(data: bytes) -> None:
+    assert Line.parse(data) is None
+
+
+def test_a_stranger_that_sends_no_lines_is_cut_off() -> None:
+    ours, theirs = socket.socketpair()
+    link = Link(ours)
+    theirs.sendall(b"x" * 20_000)
+    assert link.receive() == []
+    assert link.is_closed
+    theirs.close()
+    link.close()
+
+
+def test_process_states() -> None:
+    own = own_place()
+    assert process_state(own.pid, own.start) in "RS"
+    assert process_state(own.pid, own.start + 1) == "X"  # another process had that id
+
+
+Pair = Callable[..., tuple[Heartbeat, Heartbeat]]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    """Return a maker of two ranks' heartbeats, which are closed in the end."""
+    made: list[Heartbeat] = []
+
+    def make(*, is_elastic: bool = False, pid: int | None = None, **more: object) -> object:
+        settings = HeartbeatSettings(
+            period_s=0.01,
+            grace_s=0.0,
+            is_elastic=is_elastic,
+            limits=Limits(suspect_s=0.05, silent_s=30.0, stall_s=30.0),
+            owns_process=False,
+        )
+        own = own_place()
+        place = own if pid is None else Place(own.host_key, pid, 0, "here")
+        ends = [Link(end) for end in socket.socketpair()]
+        for rank in (0, 1) if pid is None else (0,):
+            made.append(
+                Heartbeat(
+                    rank,
+                    {1 - rank: ends[rank]},
+                    {1 - rank: place},
+                    settings=settings,
+                    own_place=own,
+                    **more,  # type: ignore[arg-type]  # kill=
+                )
+            )
+        return (made[0], made[1]) if pid is None else (made[0], ends[1])
+
+    yield make  # type: ignore[misc]  # two results, told apart by pid
+    for heartbeat in made:
+        heartbeat.close()
+
+
+def test_a_rank_that_fails_ends_the_wait_of_the_other_with_its_error(pair: Pair) -> None:
+    first, second = pair()
+    work = LocalWorld(2).transport(0).allreduce(torch.zeros(1), name="x")
+    second.report(ValueError("what it was"))
+    with pytest.raises(PeerError, match=r"the sum: rank 1 .* has failed: ValueError: what it was"):
+        wait_for(watched(work, "x", first), what="the sum", timeout_s=10)
+    assert first.board.progress().names == frozenset()
+
+
+@pytest.mark.parametrize("error", [PeerError("of another"), TransportError("of the wire")])
+def test_an_error_that_came_from_others_is_not_passed_on(error: Exception, pair: Pair) -> None:
+    first, second = pair()
+    second.report(error)
+    second.report(ValueError("a consequence"))
+    second.close()
+    assert not first._has_verdict.wait(0.1)
+
+
+def test_good_bye_is_no_failure(pair: Pair) -> None:
+    first, second = pair()
+    second.close()
+    first._thread.join(0.1)
+    assert first.verdict is None
+
+
+def test_elastic_waits_are_left_to_the_engine(pair: Pair) -> None:
+    first, second = pair(is_elastic=True)
+    second.report(ValueError("x"))
+    assert first._has_verdict.wait(10)
+    assert first.final_verdict() is None
+
+
+@pytest.mark.parametrize("is_elastic", [False, True])
+def test_a_frozen_process_is_named_and_killed_only_where_the_job_recovers(
+    is_elastic: bool, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed: list[int] = []
+    monkeypatch.setattr("loft_hvd.transport.heartbeat.process_state", lambda pid, start: "T")
+    first, link = pair(is_elastic=is_elastic, pid=4242, kill=killed.append)
+    with first.waiting():
+        assert first._has_verdict.wait(10)
+        assert first.verdict is not None
+        assert "rank 1 (process 4242 on here) is frozen" in first.verdict.text
+        if is_elastic:
+            for _ in range(1000):
+                if killed:
+                    break
+                first._thread.join(0.01)
+    first.close()
+    assert set(killed) == ({4242} if is_elastic else set())
+    assert isinstance(link, Link)
+    link.close()
+
+
+def test_an_end_without_a_word_is_named(pair: Pair) -> None:
+    first, link = pair(pid=4242)
+    assert isinstance(link, Link)
+    link.close()
+    assert first._has_verdict.wait(10)
+    assert first.verdict is not None
+    assert "has ended without a word" in first.verdict.text
+
+
+def test_engine_errors_keep_their_identity_and_gain_a_note() -> None:
+    error = RuntimeError("of the engine")
+    assert locate(error, "bucket 0 (w)") is error
+    located = locate(PeerError("rank 1 is gone"), "bucket 0 (w)")
+    assert isinstance(located, PeerError)
+    assert str(located) == "bucket 0 (w): rank 1 is gone"
+
+
+@pytest.mark.parametrize("world_size", [2, 5])
+def test_a_star_connects_all_ranks_and_ignores_strangers(
+    world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = LocalTransport.broadcast
+
+    def broadcast(self: LocalTransport, buffer: torch.Tensor, *, name: str) -> object:
+        if self.rank == 0:  # someone else is there first, with a wrong token
+            self.stranger = socket.create_connection(  # type: ignore[attr-defined]
+                ("127.0.0.1", int(buffer[0]))
+            )
+            self.stranger.sendall(  # type: ignore[attr-defined]
+                Line("hello", 1, 0.0, "123 1 2 3 stranger").encode()
+            )
+        return real(self, buffer, name=name)
+
+    monkeypatch.setattr(LocalTransport, "broadcast", broadcast)
+
+    def work(transport: LocalTransport) -> list[int]:
+        links, places = open_links(transport, name="star", timeout_s=10)
+        assert {place.pid for place in places.values()} == {os.getpid()}
+        if transport.rank == 0:
+            for link in links.values():
+                link.send(Line("beat", 0, 0.0, "x"))
+        else:
+            line = links[0].wait_line(10)
+            assert line == Line("beat", 0, 0.0, "x")
+        found = sorted(links)
+        for link in links.values():
+            link.close()
+        if transport.rank == 0:
+            stranger = transport.stranger  # type: ignore[attr-defined]
+            assert stranger.recv(1) == b""  # cut off
+            stranger.close()
+        return found
+
+    found = run_ranks(world_size, work)
+    assert found == [list(range(1, world_size))] + [[0]] * (world_size - 1)
