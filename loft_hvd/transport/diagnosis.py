@@ -77,8 +77,7 @@ class Limits:
     Attributes:
         suspect_s: silence after which a peer's process is looked at.
         silent_s: silence that ends the job where nobody can look at the process.
-        stall_s: how long all ranks wait for different operations before it is a mismatch, and how
-            long a process is stopped before it counts while no rank is known to wait for it.
+        stall_s: how long all ranks wait for different operations before it is a mismatch.
     """
 
     suspect_s: float = 3.0
@@ -225,8 +224,7 @@ class Diagnosis:
         peer = self._peers[rank]
         silent_s = self._clock() - peer.heard_at
         who = f"rank {rank} ({peer.place})"
-        # Others may wait for it in calls that are not ours, so it counts in the end all the same.
-        if peer.state == _STOPPED and (is_awaited or silent_s >= self._limits.stall_s):
+        if peer.state == _STOPPED:  # awaited or not: others may wait in calls that are not ours
             return Verdict(
                 rank,
                 f"{who} is frozen: its process is stopped (SIGSTOP) and has been silent for "

@@ -115,11 +115,12 @@ class Link:
         until = time.monotonic() + timeout_s
         with selectors.DefaultSelector() as selector:
             selector.register(self._socket, selectors.EVENT_READ)
-            while not self.is_closed and (left_s := until - time.monotonic()) > 0:
-                if selector.select(left_s) and (lines := self.receive()):
-                    self._kept = lines[1:]
-                    return lines[0]
-        return None
+            lines = self.receive()
+            while not lines and not self.is_closed and (left_s := until - time.monotonic()) > 0:
+                selector.select(left_s)
+                lines = self.receive()
+        self._kept = lines[1:]
+        return lines[0] if lines else None
 
     def close(self) -> None:
         """Close the connection; can be called again."""

@@ -21,6 +21,10 @@ def test_empty_environment_gives_the_defaults() -> None:
         ("LOFT_HVD_TIMEOUT_S", " 2.5 ", "timeout_s", 2.5),
         ("LOFT_HVD_BUCKET_BYTES", "1048576", "bucket_bytes", 1048576),
         ("LOFT_HVD_LOG_DIR", "runs/a b", "log_dir", "runs/a b"),
+        ("LOFT_HVD_HEARTBEAT_S", "0", "heartbeat_s", 0.0),
+        ("LOFT_HVD_HEARTBEAT_TIMEOUT_S", "60", "heartbeat_timeout_s", 60.0),
+        ("LOFT_HVD_LEAVE_S", "1.5", "leave_s", 1.5),
+        ("HOROVOD_ELASTIC", "1", "is_elastic", True),
     ],
 )
 def test_variable_sets_its_field_and_no_other(
@@ -44,6 +48,10 @@ def test_variable_sets_its_field_and_no_other(
         ("LOFT_HVD_TIMEOUT_S", "nan"),
         ("LOFT_HVD_TIMEOUT_S", "-3"),
         ("LOFT_HVD_BUCKET_BYTES", "32MB"),
+        ("LOFT_HVD_HEARTBEAT_S", "-0.5"),
+        ("LOFT_HVD_HEARTBEAT_S", "inf"),
+        ("LOFT_HVD_HEARTBEAT_TIMEOUT_S", "0"),
+        ("LOFT_HVD_LEAVE_S", "never"),
     ],
 )
 def test_wrong_value_names_variable_value_and_what_it_takes(variable: str, text: str) -> None:
