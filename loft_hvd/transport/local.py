@@ -2,21 +2,39 @@
 
 ``LocalWorld(world_size)`` is the wire; ``world.transport(rank)`` is one rank's end of it;
 ``run_ranks(world_size, function)`` runs a function on every rank and returns what each returned.
+A world takes ``Faults``: delays, failures, reordering and ranks that stop, the same every time.
+
+::
+
+    def train(transport):
+        optimizer = loft.DistributedOptimizer(..., transport=transport)
+        ...
+
+    run_ranks(4, train, faults=Faults(max_delay_s=0.002, reorder=True, slow={3: 0.01}))
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from loft_hvd.errors import ArgumentError, MismatchError, PeerError, TransportTimeoutError
+from loft_hvd.errors import (
+    ArgumentError,
+    MismatchError,
+    PeerError,
+    TransportError,
+    TransportTimeoutError,
+)
+from loft_hvd.transport.faults import Faults
 
-__all__ = ["LocalTransport", "LocalWorld", "run_ranks"]
+__all__ = ["Faults", "LocalTransport", "LocalWorld", "run_ranks"]
 
 _T = TypeVar("_T")
 
@@ -30,6 +48,7 @@ class _Operation:
     recvs: dict[int, Tensor] = field(default_factory=dict)
     error: Exception | None = None
     is_done: bool = False
+    arrives_at: float = 0.0  # when what the slowest rank sent is there
 
     def complete(self, world_size: int) -> None:
         """Move the bytes; called once, by the last rank to arrive."""
@@ -57,15 +76,33 @@ class _Operation:
 
 
 class LocalWorld:
-    """The wire between ranks that are threads of this process."""
+    """The wire between ranks that are threads of this process.
 
-    def __init__(self, world_size: int) -> None:
+    Args:
+        world_size: number of ranks.
+        faults: what goes wrong; nothing by default.
+        clock: seconds that never go back.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        faults: Faults | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         if world_size < 1:
             raise ArgumentError(f"LocalWorld: world_size={world_size} must be >= 1")
         self.world_size = world_size
+        self.faults = Faults() if faults is None else faults
+        self.faults.check(world_size)
         self.failed_rank: int | None = None
+        self.clock = clock
+        self._failure = ""
         self._changed = threading.Condition()
         self._open: dict[str, _Operation] = {}
+        self._num_posted = [0] * world_size
+        self._is_over = threading.Event()
 
     def transport(self, rank: int) -> LocalTransport:
         """Return one rank's end of the wire."""
@@ -73,14 +110,37 @@ class LocalWorld:
             raise ArgumentError(f"LocalWorld: rank={rank} must be >= 0 and < {self.world_size}")
         return LocalTransport(self, rank)
 
-    def fail(self, rank: int) -> None:
+    def fail(self, rank: int, error: BaseException | None = None) -> None:
         """Record that a rank has failed, so that the others' waits end with an error."""
         with self._changed:
             if self.failed_rank is None:
+                self._failure = "" if error is None else f": {type(error).__name__}: {error}"
                 self.failed_rank = rank
-            self._changed.notify_all()
+
+    def end(self) -> None:
+        """Let ranks go that were told to stop: the others have ended."""
+        self._is_over.set()
+
+    def peer_error(self) -> PeerError:
+        """Return what ranks raise that wait for one that has failed."""
+        return PeerError(
+            f"rank {self.failed_rank} has failed{self._failure}; this rank stops with it"
+        )
+
+    def late(self, rank: int) -> list[int]:
+        """Return the ranks that a rank's oldest operation in flight still lacks."""
+        with self._changed:
+            for operation in self._open.values():
+                if rank in operation.sends:
+                    return [r for r in range(self.world_size) if r not in operation.sends]
+        return []
 
     def _post(self, kind: str, name: str, rank: int, send: Tensor, recv: Tensor) -> _LocalWork:
+        number = self._num_posted[rank]
+        self._num_posted[rank] += 1
+        if number >= self.faults.stop.get(rank, number + 1):
+            self._is_over.wait()  # ended by ``end``: the world's owner has a limit
+            raise PeerError(f"rank {rank} was told to stop at its operation {number}, {name!r}")
         with self._changed:
             operation = self._open.setdefault(name, _Operation(kind))
             if operation.kind != kind or rank in operation.sends:
@@ -90,39 +150,81 @@ class LocalWorld:
                 )
             operation.sends[rank] = send
             operation.recvs[rank] = recv
+            if rank in self.faults.slow:
+                arrives_at = self.clock() + self.faults.slow[rank]
+                operation.arrives_at = max(operation.arrives_at, arrives_at)
             if len(operation.sends) == self.world_size:
                 del self._open[name]
                 if kind == "allreduce":
                     operation.sends = {r: t.clone() for r, t in operation.sends.items()}
                 operation.complete(self.world_size)
                 operation.is_done = True
-                self._changed.notify_all()
-        return _LocalWork(self, operation)
+        return _LocalWork(self, operation, rank, number, name)
 
 
-@dataclass
 class _LocalWork:
     """One rank's view of an operation."""
 
-    world: LocalWorld
-    operation: _Operation
+    def __init__(
+        self, world: LocalWorld, operation: _Operation, rank: int, number: int, name: str
+    ) -> None:
+        self.watch = _LocalWatch(world, rank)
+        self._world = world
+        self._operation = operation
+        self._place = rank, number, name
+        self._fails = world.faults.fail.get(rank) == number
+        self._num_polls = world.faults.num_polls(rank, number)
+        self._delay_s = world.faults.delay_s(rank, number)
+        self._shown_at: float | None = None
 
     def done(self) -> bool:
         """Say whether the operation has ended, well or badly."""
-        return self.operation.is_done or self.world.failed_rank is not None
+        if not self._operation.is_done:
+            return self._fails or self._world.failed_rank is not None
+        if self._num_polls > 0:
+            self._num_polls -= 1
+            return False
+        if self._delay_s == 0 and self._operation.arrives_at == 0:
+            return True
+        now = self._world.clock()
+        if self._shown_at is None:
+            self._shown_at = max(now, self._operation.arrives_at) + self._delay_s
+        return now >= self._shown_at
 
     def finish(self) -> None:
         """Raise the operation's error, if it has one."""
-        if self.operation.error is not None:
-            raise self.operation.error
-        if not self.operation.is_done:
-            raise PeerError(f"rank {self.world.failed_rank} has failed; this rank stops with it")
+        if self._fails:
+            rank, number, name = self._place
+            raise TransportError(f"rank {rank}: its operation {number}, {name!r}, fails as told")
+        if self._operation.error is not None:
+            raise self._operation.error
+        if not self._operation.is_done:
+            raise self._world.peer_error()
+
+
+@dataclass(frozen=True)
+class _LocalWatch:
+    """What a rank knows of the others, and tells them."""
+
+    world: LocalWorld
+    rank: int
+
+    def waiting(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def late(self) -> list[int]:
+        return self.world.late(self.rank)
+
+    def report(self, error: BaseException) -> None:
+        if not isinstance(error, PeerError | TransportTimeoutError):
+            self.world.fail(self.rank, error)
 
 
 class LocalTransport:
     """One rank's end of a ``LocalWorld``."""
 
     def __init__(self, world: LocalWorld, rank: int) -> None:
+        self.watch = _LocalWatch(world, rank)
         self._world = world
         self._rank = rank
 
@@ -159,7 +261,11 @@ class LocalTransport:
 
 
 def run_ranks(
-    world_size: int, function: Callable[[LocalTransport], _T], *, timeout_s: float = 60.0
+    world_size: int,
+    function: Callable[[LocalTransport], _T],
+    *,
+    timeout_s: float = 60.0,
+    faults: Faults | None = None,
 ) -> list[_T]:
     """Run ``function(transport)`` on every rank of a new world, each in a thread of its own.
 
@@ -167,6 +273,7 @@ def run_ranks(
         world_size: number of ranks.
         function: what every rank does with its end of the wire.
         timeout_s: longest wait in seconds for all ranks together.
+        faults: what goes wrong; nothing by default.
 
     Returns:
         What each rank returned, in rank order.
@@ -175,7 +282,7 @@ def run_ranks(
         Exception: the error of the rank that failed first.
         TransportTimeoutError: a rank did not end in time.
     """
-    world = LocalWorld(world_size)
+    world = LocalWorld(world_size, faults)
     results: dict[int, _T] = {}
     errors: list[BaseException] = []
 
@@ -184,16 +291,20 @@ def run_ranks(
             results[rank] = function(world.transport(rank))
         except BaseException as error:
             errors.append(error)
-            world.fail(rank)
+            world.fail(rank, error)
 
     threads = [
         threading.Thread(target=work, args=(rank,), name=f"loft-rank-{rank}", daemon=True)
         for rank in range(world_size)
     ]
+    until = time.monotonic() + timeout_s
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join(timeout_s)
+    stopped = [rank for rank in range(world_size) if rank in world.faults.stop]
+    for rank in sorted(range(world_size), key=lambda rank: rank in stopped):  # those last
+        if rank in stopped:
+            world.end()
+        threads[rank].join(max(0.0, until - time.monotonic()))
     if errors:
         raise errors[0]
     late = [rank for rank, thread in enumerate(threads) if thread.is_alive()]

@@ -1,0 +1,221 @@
+"""What every transport must do: run it on all ranks of a new one.
+
+``for name, check in CHECKS.items(): check(transport)``, on every rank, in this order. A check
+raises a ``TransportError`` that says what was expected; it ends on every rank, or at its limit.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from loft_hvd.errors import TransportError
+from loft_hvd.transport.base import Transport, Work, wait_for
+
+__all__ = ["CHECKS"]
+
+_LIMIT_S = 30.0
+_MOVED = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+)
+_SUMMED = (torch.float64, torch.float32, torch.int64)
+_ODD_VALUES = (float("nan"), float("inf"), -float("inf"), -0.0, 1e-45, 3.4e38)
+
+
+def _expect(is_right: bool, transport: Transport, what: str) -> None:
+    if not is_right:
+        raise TransportError(
+            f"conformance: rank {transport.rank} of {transport.world_size}: {what}"
+        )
+
+
+def _wait(work: Work, what: str) -> None:
+    wait_for(work, what=f"conformance: {what}", timeout_s=_LIMIT_S)
+
+
+def _values(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """Return numbers that tell ranks and places apart, exact in every dtype."""
+    return ((torch.arange(numel) * 7 + rank * 31) % 120).to(dtype)
+
+
+def _has_bits_of(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+def check_world(transport: Transport) -> None:
+    """Ranks are numbered from 0, each once; a node has some of them."""
+    size = transport.world_size
+    _expect(0 <= transport.rank < size, transport, "rank is not >= 0 and < world_size")
+    _expect(1 <= transport.local_size <= size, transport, "local_size is not in 1..world_size")
+    ranks = torch.full((size,), -1)
+    _wait(transport.allgather(torch.tensor([transport.rank]), ranks, name="c.world"), "ranks")
+    _expect(ranks.tolist() == list(range(size)), transport, f"ranks are {ranks.tolist()}")
+
+
+def check_alltoall(transport: Transport) -> None:
+    """Shard i of what is received is rank i's shard for this rank, in every dtype."""
+    size, rank = transport.world_size, transport.rank
+    for dtype in _MOVED:
+        for shard in (1, 17, 1024):
+            send = _values(rank, size * shard, dtype)
+            sent, recv = send.clone(), torch.zeros_like(send)
+            place = recv.data_ptr()
+            what = f"all-to-all of {shard} x {dtype}"
+            _wait(transport.alltoall(send, recv, name=f"c.a2a.{dtype}.{shard}"), what)
+            rows = [
+                _values(peer, size * shard, dtype)[rank * shard : (rank + 1) * shard]
+                for peer in range(size)
+            ]
+            _expect(torch.equal(recv, torch.cat(rows)), transport, f"{what}: wrong values")
+            _expect(torch.equal(send, sent), transport, f"{what}: the input was written")
+            _expect(recv.data_ptr() == place, transport, f"{what}: the output was reallocated")
+
+
+def check_allgather(transport: Transport) -> None:
+    """What is received is every rank's tensor in rank order, in every dtype."""
+    size, rank = transport.world_size, transport.rank
+    for dtype in _MOVED:
+        for numel in (1, 17, 1024):
+            send = _values(rank, numel, dtype)
+            sent, recv = send.clone(), torch.zeros(size * numel, dtype=dtype)
+            place = recv.data_ptr()
+            what = f"all-gather of {numel} x {dtype}"
+            _wait(transport.allgather(send, recv, name=f"c.ag.{dtype}.{numel}"), what)
+            rows = [_values(peer, numel, dtype) for peer in range(size)]
+            _expect(torch.equal(recv, torch.cat(rows)), transport, f"{what}: wrong values")
+            _expect(torch.equal(send, sent), transport, f"{what}: the input was written")
+            _expect(recv.data_ptr() == place, transport, f"{what}: the output was reallocated")
+
+
+def check_allreduce(transport: Transport) -> None:
+    """Sums are right, in place, and have the same bits on every rank."""
+    size, rank = transport.world_size, transport.rank
+    for dtype in _SUMMED:
+        buffer = _values(rank, 100, dtype)
+        _wait(transport.allreduce(buffer, name=f"c.sum.{dtype}"), f"sum of {dtype}")
+        total = torch.stack([_values(peer, 100, dtype) for peer in range(size)]).sum(dim=0)
+        _expect(torch.equal(buffer, total), transport, f"sum of {dtype}: wrong values")
+    uneven = torch.rand(1000, generator=torch.Generator().manual_seed(rank))
+    _wait(transport.allreduce(uneven, name="c.sum.bits"), "sum of fractions")
+    rows = torch.zeros(size * 1000)
+    _wait(transport.allgather(uneven, rows, name="c.sum.rows"), "rows of sums")
+    for row in rows.view(size, 1000):
+        _expect(_has_bits_of(row, uneven), transport, "a sum has other bits on another rank")
+    large = torch.tensor([2**53 + 1 + rank])
+    _wait(transport.allreduce(large, name="c.sum.large"), "sum of large whole numbers")
+    exact = sum(2**53 + 1 + peer for peer in range(size))
+    _expect(int(large) == exact, transport, f"sum of int64: {int(large)} instead of {exact}")
+
+
+def check_broadcast(transport: Transport) -> None:
+    """Everyone ends with rank 0's values, in every dtype and shape."""
+    for dtype in _MOVED:
+        buffer = _values(transport.rank, 24, dtype).view(2, 3, 4)
+        _wait(transport.broadcast(buffer, name=f"c.bc.{dtype}"), f"broadcast of {dtype}")
+        is_right = torch.equal(buffer, _values(0, 24, dtype).view(2, 3, 4))
+        _expect(is_right, transport, f"broadcast of {dtype}: wrong values")
+
+
+def check_bits(transport: Transport) -> None:
+    """NaN, infinities, signed zero and subnormals travel unchanged."""
+    size = transport.world_size
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        odd = torch.tensor(_ODD_VALUES).to(dtype)
+        recv = torch.zeros(size * len(odd), dtype=dtype)
+        _wait(transport.allgather(odd, recv, name=f"c.bits.ag.{dtype}"), "odd values")
+        _expect(_has_bits_of(recv, odd.repeat(size)), transport, f"all-gather changed {dtype}")
+        recv.zero_()
+        _wait(transport.alltoall(odd.repeat(size), recv, name=f"c.bits.a2a.{dtype}"), "odd values")
+        _expect(_has_bits_of(recv, odd.repeat(size)), transport, f"all-to-all changed {dtype}")
+
+
+def check_many_in_flight(transport: Transport) -> None:
+    """Twenty operations at once, released last first, do not mix."""
+    size, rank = transport.world_size, transport.rank
+    flights: list[tuple[Work, Tensor, Tensor]] = []
+    for number in range(20):
+        send = torch.full((size * 3,), float(100 * number + rank))
+        recv = torch.zeros_like(send)
+        flights.append((transport.alltoall(send, recv, name=f"c.many.{number}"), recv, send))
+    for number, (work, recv, _) in reversed(list(enumerate(flights))):
+        _wait(work, f"operation {number} of 20 in flight")
+        expected = torch.arange(size).repeat_interleave(3) + 100.0 * number
+        _expect(torch.equal(recv, expected), transport, f"operation {number} of 20: wrong values")
+
+
+def check_names_again(transport: Transport) -> None:
+    """A name and its buffers serve again and again."""
+    size, rank = transport.world_size, transport.rank
+    send, recv = torch.zeros(size * 2), torch.zeros(size * 2)
+    for number in range(50):
+        send.fill_(float(number * size + rank))
+        _wait(transport.alltoall(send, recv, name="c.again"), f"round {number} of one name")
+        expected = torch.arange(size).repeat_interleave(2) + float(number * size)
+        _expect(torch.equal(recv, expected), transport, f"round {number} of one name: wrong values")
+
+
+def check_polling(transport: Transport) -> None:
+    """``done`` does not block while another rank is late."""
+    last = transport.world_size - 1
+    if transport.rank == last:
+        time.sleep(0.2)  # the one late rank that the check is about
+    buffer = torch.ones(8)
+    work = transport.allreduce(buffer, name="c.poll")
+    until = time.monotonic() + _LIMIT_S
+    longest_s = 0.0
+    while time.monotonic() < until:
+        began = time.monotonic()
+        is_done = work.done()
+        longest_s = max(longest_s, time.monotonic() - began)
+        if is_done:
+            break
+        time.sleep(0.001)
+    _wait(work, "an operation that was polled")
+    # All others wait for the late one; a blocking poll would take its 0.2 s.
+    _expect(transport.rank == last or longest_s < 0.15, transport, f"done() took {longest_s:.2f} s")
+
+
+def check_other_thread(transport: Transport) -> None:
+    """An operation that one thread starts may be watched and released by another."""
+    size = transport.world_size
+    recv = torch.zeros(size * 4)
+    send = torch.full((size * 4,), 5.0)
+    work = transport.alltoall(send, recv, name="c.thread")
+    errors: list[BaseException] = []
+
+    def release() -> None:
+        try:
+            _wait(work, "an operation that another thread releases")
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=release, name="loft-conformance", daemon=True)
+    thread.start()
+    thread.join(2 * _LIMIT_S)
+    if errors:
+        raise errors[0]
+    _expect(bool((recv == 5.0).all()), transport, "released by another thread: wrong values")
+
+
+CHECKS: dict[str, Callable[[Transport], None]] = {
+    "world": check_world,
+    "alltoall": check_alltoall,
+    "allgather": check_allgather,
+    "allreduce": check_allreduce,
+    "broadcast": check_broadcast,
+    "bits": check_bits,
+    "many in flight": check_many_in_flight,
+    "names again": check_names_again,
+    "polling": check_polling,
+    "other thread": check_other_thread,
+}
