@@ -38,6 +38,17 @@ def test_ranks_pass_together(launcher: str, num_ranks: int) -> None:
 
 
 @needs_mpirun
+@pytest.mark.long
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_mpi_ranks_conform_in_the_other_world_sizes_too(num_ranks: int) -> None:
+    suite = f"{RANKS}/test_conformance.py"
+    arguments = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=60", suite]
+    done = launch(num_ranks, arguments, launcher="mpi", timeout_s=300)
+    assert done.returncode == 0, done.output[-8000:]
+    assert done.output.count(" passed") == num_ranks, done.output[-8000:]
+
+
+@needs_mpirun
 def test_horovod_is_built_with_mpi_where_mpirun_exists() -> None:
     import horovod.torch as hvd
 

@@ -1,0 +1,32 @@
+"""Horovod's ranks pass the conformance suite, with the bits that local ranks give."""
+
+from __future__ import annotations
+
+import horovod.torch as hvd
+import pytest
+import torch
+
+from loft_hvd.transport.conformance import CHECKS
+from loft_hvd.transport.horovod import HorovodTransport
+from loft_hvd.transport.local import run_ranks
+from tests.support.fingerprint import RULES, fingerprint, train
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_horovod_conforms(check: str) -> None:
+    CHECKS[check](HorovodTransport())
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_horovod_conforms_where_outputs_are_copied(check: str) -> None:
+    transport = HorovodTransport()
+    transport._takes_outputs = False  # as with a Horovod whose private functions have changed
+    CHECKS[check](transport)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rules_on_shard_owners_give_the_bits_of_local_ranks(rule: str) -> None:
+    local = run_ranks(hvd.size(), lambda transport: train(transport, rule, num_steps=20))
+    mine = train(HorovodTransport(), rule, num_steps=20)
+    assert fingerprint(mine) == fingerprint(local[hvd.rank()])
+    assert torch.equal(mine, local[0])
