@@ -3,7 +3,7 @@
 Every rank gets the batch it can finish in time, and a few wrong gradients cannot spoil the update.
 """
 
-from loft_hvd import attacks
+from loft_hvd import attacks, elastic
 from loft_hvd.aggregation import (
     Custom,
     Mean,
@@ -50,6 +50,7 @@ __all__ = [
     "allreduce_async",
     "attacks",
     "average",
+    "elastic",
     "mean_around_median",
     "median",
     "parse_rule",

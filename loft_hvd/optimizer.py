@@ -55,25 +55,20 @@ class _DistributedOptimizer(Delegate):
         self._settings = settings
         self._transport = transport
         self._balancer = balancer
-        self._reducer = self._make_reducer()
+        # Elastic ranks start at different times: they agree in ``begin_world``, all together.
+        self._reducer = self._make_reducer(should_agree=not config().is_elastic)
         self._should_synchronize = True
         self._is_synchronized = False
         self._waited_s = 0.0
 
-    def _make_reducer(self) -> GradientReducer | None:
+    def _make_reducer(self, *, should_agree: bool = True) -> GradientReducer | None:
         if self._transport is None:  # this rank is not in the process set
             return None
         found = self._collect()
         world_size = self._transport.world_size
-        if isinstance(self._transport, HorovodTransport):
-            self._transport.open_heartbeat()
-        check_agreement(
-            self._transport,
-            found.fields() | _option_fields(self._settings, self._balancer),
-            what="DistributedOptimizer",
-            name="loft.optimizer",  # not found.name: ranks may differ in what it comes from
-            timeout_s=self._settings.timeout_s,
-        )
+        self._world_size = world_size
+        if should_agree:
+            self._agree(self._transport, found)
         if world_size > 1:
             for rule in found.rules:
                 rule.check(world_size)
@@ -92,9 +87,35 @@ class _DistributedOptimizer(Delegate):
             name=found.name,
         )
 
+    def _agree(self, transport: Transport, found: GradientSet) -> None:
+        if isinstance(transport, HorovodTransport):
+            transport.open_heartbeat()
+        check_agreement(
+            transport,
+            found.fields() | _option_fields(self._settings, self._balancer),
+            what="DistributedOptimizer",
+            name="loft.optimizer",  # not found.name: ranks may differ in what it comes from
+            timeout_s=self._settings.timeout_s,
+        )
+
+    def begin_world(self) -> None:
+        """Lay out buckets for the ranks there are now; ``loft.elastic.State`` calls it on each."""
+        if self._reducer is not None:
+            self._reducer.detach()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._reducer = self._make_reducer()
+        self._is_synchronized = False
+        self._waited_s = 0.0
+
     def synchronize(self) -> None:
         """Wait until every gradient is reduced; for clipping or unscaling before ``step``."""
-        if self._reducer is not None:
+        if self._reducer is not None and self._transport is not None:
+            if self._transport.world_size != self._world_size:
+                raise UsageError(
+                    f"the world has changed from {self._world_size} to "
+                    f"{self._transport.world_size} ranks under this optimizer; with "
+                    "hvd.elastic.run, give it to a loft.elastic.State, which makes it fit"
+                )
             if self._balancer is not None:
                 self._balancer.computing_ended()
             began = time.monotonic()

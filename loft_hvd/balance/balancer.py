@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -88,7 +89,12 @@ class Balancer:
         self.interval = interval
         self._min_ranks = 1
         self._batches = BatchQueue()
+        self._clock = clock
         self._loop = PlanLoop(self._options, self._transport, self._batches, clock)
+        if not config().is_elastic:  # elastic ranks start at different times: see begin_world
+            self._agree()
+
+    def _agree(self) -> None:
         check_agreement(
             self._transport,
             self._options.fields(),
@@ -96,6 +102,19 @@ class Balancer:
             name="loft.balancer",
             timeout_s=config().timeout_s,
         )
+
+    def begin_world(self) -> None:
+        """Plan afresh for the ranks there are now; ``loft.elastic.State`` calls it on each.
+
+        Raises:
+            PlanError: sizes that were given as a list do not fit the new number of ranks.
+        """
+        num_passes = self._loop.num_passes
+        self._options = replace(self._options, world_size=self._transport.world_size)
+        self._batches.restart()
+        self._loop = PlanLoop(self._options, self._transport, self._batches, self._clock)
+        self._loop.num_passes = num_passes
+        self._agree()
 
     # What a loader asks for and reports.
 

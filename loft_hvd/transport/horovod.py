@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import queue
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from loft_hvd.transport.heartbeat import Heartbeat
 from loft_hvd.transport.watched import heartbeat_of, open_heartbeat, watched
 
 __all__ = [
+    "ElasticNotices",
     "HorovodTransport",
     "horovod_if_initialized",
     "horovod_module",
@@ -66,6 +69,39 @@ def horovod_if_initialized() -> Any | None:
         return None
     hvd = horovod_module()
     return hvd if hvd.is_initialized() else None
+
+
+class ElasticNotices:
+    """The launcher's notices that hosts have come or gone, as ``hvd.elastic`` keeps them."""
+
+    def __init__(self) -> None:
+        self._module = importlib.import_module("horovod.common.elastic")
+        self._last = 0
+        self._messages: queue.Queue[tuple[int, int]] = queue.Queue()
+
+    def put(self, timestamp: int, update: int) -> None:
+        """Take a notice; from any thread."""
+        self._messages.put((timestamp, update))
+
+    def clear(self) -> None:
+        """Forget notices of an older world."""
+        self._messages = queue.Queue()
+
+    def check(self, broadcast_object: Callable[[Any], Any]) -> None:
+        """Raise ``HostsUpdatedInterrupt`` on every rank when rank 0 has a new notice.
+
+        Ranks always agree on the state afterwards: where only some skip that, as Horovod lets
+        them when hosts have only gone, the rest wait for ever (horovod#3494).
+        """
+        newest, changes = self._last, 0
+        while not self._messages.empty():
+            timestamp, update = self._messages.get()
+            if timestamp > newest:
+                newest = timestamp
+                changes |= update
+        last, self._last, changes = broadcast_object((self._last, newest, changes))
+        if self._last > last:
+            raise self._module.HostsUpdatedInterrupt(False)
 
 
 def reduce_op_name(op: Any) -> str:

@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,27 +42,32 @@ def launch(
     launcher: str = "gloo",
     timeout_s: float = 60.0,
     env: Mapping[str, str] | None = None,
+    options: Sequence[str] = (),
+    during: Callable[[], None] | None = None,
 ) -> Finished:
     """Run ``python ARGUMENTS`` on every rank.
 
     Args:
         num_ranks: ranks on this machine.
         arguments: what python is given.
-        launcher: "gloo" (horovodrun), "mpi" (mpirun) or "none" (python alone, one rank).
+        launcher: "gloo" (horovodrun), "mpi" (mpirun), "elastic" (horovodrun with discovery) or
+            "none" (python alone, one rank).
         timeout_s: after so many seconds the whole job is ended.
         env: variables on top of this process's.
+        options: more options of the launcher.
+        during: called once the job has been started.
     """
     python = [sys.executable, *arguments]
     if launcher == "none":
         command = python
-    elif launcher == "gloo":
+    elif launcher in ("gloo", "elastic"):
         runner = str(Path(sys.executable).with_name("horovodrun"))
-        command = [runner, "--gloo", "-np", str(num_ranks), *python]
+        command = [runner, "--gloo", "-np", str(num_ranks), *options, *python]
     else:
         # Unbound, as Horovod advises: a rank bound to one core shares it with its loader processes.
-        options = ["--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
+        share = ["--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
         root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-        command = ["mpirun", *root, *options, "-np", str(num_ranks), *python]
+        command = ["mpirun", *root, *share, *options, "-np", str(num_ranks), *python]
     # A rank of a job that is itself started by a test must not see that test's own job.
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "OMPI_", "PMIX_"))}
     paths = [str(ROOT), kept.get("PYTHONPATH", "")]
@@ -78,6 +83,8 @@ def launch(
         start_new_session=True,
     )
     try:
+        if during is not None:
+            during()
         output, _ = process.communicate(timeout=timeout_s)
         return Finished(process.returncode, output)
     except subprocess.TimeoutExpired:

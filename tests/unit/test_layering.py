@@ -100,6 +100,7 @@ _LAYERS = {
     "parameters.py": 3,
     "metrics.py": 4,
     "optimizer.py": 6,
+    "elastic.py": 6,
     "doctor.py": 7,
     "doctor_run.py": 7,
     "cli.py": 8,

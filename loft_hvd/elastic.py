@@ -1,0 +1,165 @@
+"""Training that survives ranks that are lost or join: the state of ``hvd.elastic.run``.
+
+::
+
+    state = loft.elastic.State(model, optimizer, balancer=balancer, loader=loader, epoch=0)
+
+    @hvd.elastic.run
+    def train(state):
+        while state.epoch < 10:
+            loader.set_epoch(state.epoch)
+            for x, y in loader:
+                ...
+                optimizer.step()
+                state.commit()
+            state.epoch += 1
+
+    train(state)
+
+After a loss or a join ranks go back to the last commit, and everything that depends on the number
+of ranks is made anew: plans, buckets, the heartbeat. Horovod gives a world of new ranks its own
+numbers, so the samples of the rest of the epoch are drawn for them; none is lost or doubled, but
+for those since the last commit, which are trained again.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from loft_hvd.errors import ArgumentError
+from loft_hvd.transport.horovod import ElasticNotices, horovod_module
+from loft_hvd.transport.watched import close_heartbeats
+
+__all__ = ["State"]
+
+
+class State:
+    """What a training run is, for ``hvd.elastic.run``: committed, restored, the same everywhere.
+
+    Make it on every rank, after ``hvd.init()``, and change the world only through it.
+
+    Args:
+        model: a ``torch.nn.Module``, or None.
+        optimizer: a ``loft.DistributedOptimizer`` (or any optimizer), or None.
+        balancer: the optimizer's balancer, or None.
+        loader: a ``loft.DataLoader``, or None.
+        fields: more models, optimizers or objects with ``state_dict``, and plain values such as
+            ``epoch=0``; each becomes an attribute.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        balancer: Any | None = None,
+        loader: Any | None = None,
+        **fields: Any,
+    ) -> None:
+        if taken := sorted(name for name in fields if hasattr(type(self), name)):
+            raise ArgumentError(f"elastic.State: {taken} are names of its own; choose others")
+        named = {"model": model, "balancer": balancer, "optimizer": optimizer, "loader": loader}
+        everything = {name: value for name, value in named.items() if value is not None} | fields
+        self._hvd = horovod_module()
+        self._notices = ElasticNotices()
+        self._callbacks: list[Callable[[], None]] = []
+        self._objects: dict[str, Any] = {n: v for n, v in everything.items() if _is_stateful(v)}
+        self._values = [name for name in everything if name not in self._objects]
+        self._saved: dict[str, Any] = {}
+        for name, value in everything.items():
+            setattr(self, name, value)
+        self.save()
+
+    # What a script calls.
+
+    def commit(self) -> None:
+        """Keep the state as it is now, and let ranks that wait to join do so.
+
+        Call it after ``optimizer.step()``; it costs a copy of the state and a small exchange.
+
+        Raises:
+            HostsUpdatedInterrupt: hosts have come or gone; ``hvd.elastic.run`` handles it.
+        """
+        self.save()
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Raise ``HostsUpdatedInterrupt`` on every rank when hosts have come or gone."""
+        self._notices.check(self._hvd.broadcast_object)
+
+    def register_reset_callbacks(self, callbacks: list[Callable[[], None]]) -> None:
+        """Call these functions whenever the world has changed, before ranks agree on the state."""
+        self._callbacks += callbacks
+
+    # What hvd.elastic.run calls.
+
+    def on_hosts_updated(self, timestamp: int, update_res: Any) -> None:
+        """Take the launcher's notice that hosts have come or gone; from a thread of Horovod's."""
+        self._notices.put(timestamp, update_res)
+
+    def on_reset(self) -> None:
+        """Forget what belonged to the old world; called in the new one."""
+        close_heartbeats()
+        self._notices.clear()
+        for callback in self._callbacks:
+            callback()
+
+    def save(self) -> None:
+        """Keep the state in this process's memory."""
+        states = {name: copy.deepcopy(each.state_dict()) for name, each in self._objects.items()}
+        values = {name: copy.deepcopy(getattr(self, name)) for name in self._values}
+        self._saved = states | values
+
+    def restore(self) -> None:
+        """Go back to the last ``commit``."""
+        for name, each in self._objects.items():
+            each.load_state_dict(copy.deepcopy(self._saved[name]))
+        for name in self._values:
+            setattr(self, name, copy.deepcopy(self._saved[name]))
+
+    def sync(self) -> None:
+        """Make everything anew for the ranks there are, and take rank 0's state.
+
+        The order is the same on every rank: what plans, then what reduces, then what they hold.
+        """
+        for name in self._by_kind():
+            begin_world = getattr(self._objects[name], "begin_world", None)
+            if begin_world is not None:
+                begin_world()
+        plain: dict[str, Any] = {name: getattr(self, name) for name in self._values}
+        for name in self._by_kind():
+            each = self._objects[name]
+            if isinstance(each, torch.nn.Module):
+                self._hvd.broadcast_parameters(each.state_dict(), root_rank=0)
+            elif isinstance(each, torch.optim.Optimizer):
+                self._hvd.broadcast_optimizer_state(each, root_rank=0)
+            else:
+                plain[name] = each.state_dict()
+        plain = self._hvd.broadcast_object(plain, root_rank=0, name="loft.elastic.state")
+        for name, value in plain.items():
+            if name in self._objects:
+                self._objects[name].load_state_dict(value)
+            else:
+                setattr(self, name, value)
+        self.save()
+
+    def _by_kind(self) -> list[str]:
+        """Return the names of all objects: plans first, as optimizers ask them for their limits."""
+
+        def place(name: str) -> tuple[int, str]:
+            each = self._objects[name]
+            if isinstance(each, torch.nn.Module):
+                return 1, name
+            return (2 if isinstance(each, torch.optim.Optimizer) else 0), name
+
+        return sorted(self._objects, key=place)
+
+
+def _is_stateful(value: Any) -> bool:
+    return callable(getattr(value, "state_dict", None)) and callable(
+        getattr(value, "load_state_dict", None)
+    )

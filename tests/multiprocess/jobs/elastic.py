@@ -1,0 +1,95 @@
+"""An elastic training job: ``elastic.py FOLDER WHAT``.
+
+At step 8 the rank on host 127.0.0.1 is killed ("kill"), frozen ("freeze") or raises ("raise"),
+once; with "mismatch" it has another model. With "join" ranks train until three are there.
+FOLDER takes the times of the fault and of the first step that the newest world has committed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from torch.utils.data import TensorDataset
+
+import loft_hvd as loft
+
+NUM_SAMPLES = 192
+EPOCHS = 3
+FAULT_STEP = 8
+
+
+def fail_once(folder: Path, what: str, state: Any) -> None:
+    """Fail at the fault step, on one host, and only there and then."""
+    mark = folder / "fault"
+    is_it = os.environ.get("HOROVOD_HOSTNAME") == "127.0.0.1" and state.step == FAULT_STEP
+    if not is_it or mark.exists():
+        return
+    mark.write_text(f"{time.time()} {hvd.rank()}")
+    if what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "freeze":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if what == "raise":
+        raise RuntimeError(f"rank {hvd.rank()} raises")
+
+
+def main(folder: Path, what: str) -> None:
+    hvd.init()
+    torch.set_num_threads(1)
+    torch.manual_seed(3)
+    is_odd = what == "mismatch" and os.environ.get("HOROVOD_HOSTNAME") == "127.0.0.1"
+    model = torch.nn.Linear(4 if is_odd else 3, 2)
+    balancer = loft.Balancer(12, policy="uniform")
+    x = torch.randn(NUM_SAMPLES, 3, generator=torch.Generator().manual_seed(1))
+    numbers = torch.arange(NUM_SAMPLES)
+    loader = loft.DataLoader(TensorDataset(x, numbers), balancer, seed=5)
+    optimizer = loft.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
+        model.named_parameters(),
+        rule=loft.Median(),
+        balancer=balancer,
+    )
+    state = loft.elastic.State(
+        model, optimizer, balancer=balancer, loader=loader, epoch=0, step=0, trained=[]
+    )
+
+    @hvd.elastic.run  # type: ignore[untyped-decorator]  # Horovod has no types
+    def train(state: Any) -> None:
+        print(f"rank {hvd.rank()} of {hvd.size()} goes on at step {state.step}", flush=True)
+        first = state.step
+        while state.epoch < EPOCHS or (what == "join" and hvd.size() < 3 and state.epoch < 500):
+            loader.set_epoch(state.epoch)
+            for inputs, which in loader:
+                if what != "join":
+                    fail_once(folder, what, state)
+                optimizer.zero_grad()
+                model(inputs).square().mean().backward()
+                optimizer.step()
+                rows = hvd.allgather_object(which[: loader.local_batch_size].tolist())
+                state.trained.append([number for row in rows for number in row])
+                state.step += 1
+                state.commit()
+                if hvd.rank() == 0 and state.step == first + 1:
+                    (folder / "recovered").write_text(str(time.time()))
+                if what == "join" and hvd.size() < 3:
+                    time.sleep(0.05)  # leave the launcher time to find the host
+            assert sorted(n for step in state.trained for n in step) == list(range(NUM_SAMPLES))
+            state.trained = []
+            state.epoch += 1
+
+    train(state)
+    values = torch.cat([p.detach().flatten() for p in model.parameters()])
+    rows = hvd.allgather(values.view(1, -1), name="final")
+    assert all(torch.equal(row, rows[0]) for row in rows), "ranks end with different weights"
+    print(f"rank {hvd.rank()} of {hvd.size()} has finished at step {state.step}", flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
