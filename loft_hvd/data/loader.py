@@ -14,6 +14,7 @@ from torch.utils.data import Dataset, default_collate
 from loft_hvd.balance.plan import Plan, StepSizes, equal_sizes
 from loft_hvd.data.draws import Draw, EpochSettings, PlanView
 from loft_hvd.data.fetch import FetchingDataset, Request, TimedCollate, WorkerInit
+from loft_hvd.data.forks import sure_fork
 from loft_hvd.data.placement import Placement, check_placement
 from loft_hvd.data.sampler import GlobalBatches, PlanSource, check_balancer, check_length
 from loft_hvd.errors import DataError
@@ -80,7 +81,8 @@ class DataLoader:
         worker_init_fn: called in each loader process with its number.
         generator: seeds the loader processes.
         timeout: seconds to wait for a batch from a loader process, 0 for no limit.
-        multiprocessing_context: start method of the loader processes.
+        multiprocessing_context: start method of the loader processes; forked ones are started again
+            when they do not come up.
     """
 
     def __init__(  # noqa: PLR0913 - torch's own arguments, by name
@@ -132,7 +134,7 @@ class DataLoader:
             worker_init_fn=WorkerInit(worker_init_fn),
             generator=generator,
             timeout=timeout,
-            multiprocessing_context=multiprocessing_context,
+            multiprocessing_context=sure_fork(multiprocessing_context, num_workers=num_workers),
         )
 
     def __len__(self) -> int:

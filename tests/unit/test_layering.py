@@ -77,6 +77,7 @@ _LAYERS = {
     "data/placement.py": 1,
     "data/assign.py": 1,
     "data/fetch.py": 1,
+    "data/forks.py": 1,
     "data/draws.py": 2,
     "data/sampler.py": 2,
     "data/loader.py": 5,
