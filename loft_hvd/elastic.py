@@ -147,6 +147,11 @@ class State:
                 setattr(self, name, value)
         self.save()
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"elastic.State has no field {name!r}; give it as State(..., {name}=...)"
+        )
+
     def _by_kind(self) -> list[str]:
         """Return the names of all objects: plans first, as optimizers ask them for their limits."""
 

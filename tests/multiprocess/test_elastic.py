@@ -37,12 +37,12 @@ def run(folder: Path, what: str, **options: object) -> Finished:
     [
         pytest.param(
             "kill",
-            r"rank 2 \(process \d+ on \S+\) has ended without a word",
+            r"rank \d \(process \d+ on \S+\) has ended without a word",
             marks=pytest.mark.long,
         ),
-        ("freeze", r"rank 2 \(process \d+ on \S+\) is frozen"),
+        ("freeze", r"rank \d \(process \d+ on \S+\) is frozen"),
         pytest.param(
-            "raise", r"rank 2 .* has failed: RuntimeError: rank 2 raises", marks=pytest.mark.long
+            "raise", r"rank \d .* has failed: RuntimeError: rank \d raises", marks=pytest.mark.long
         ),
     ],
 )
@@ -63,7 +63,7 @@ def test_a_model_that_differs_ends_the_job_instead_of_being_tried_again(tmp_path
     began = time.monotonic()
     done = run(tmp_path, "mismatch")
     assert done.returncode not in (0, None), done.output[-6000:]
-    assert "MismatchError: DistributedOptimizer: parameter weight differs on ranks [2]" in (
+    assert "MismatchError: DistributedOptimizer: parameter weight differs on ranks [" in (
         done.output
     )
     assert "has finished" not in done.output

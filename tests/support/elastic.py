@@ -36,6 +36,7 @@ def launch_elastic(
     script.write_text(f"#!/bin/sh\ncat {found}\n")
     script.chmod(0o755)
     options = ["--host-discovery-script", str(script), "--min-np", str(min_ranks)]
+    options += ["--network-interfaces", "lo"]  # else horovodrun waits for a second host
     return launch(
         num_ranks,
         arguments,
