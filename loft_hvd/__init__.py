@@ -6,6 +6,7 @@ Every rank gets the batch it can finish in time, and a few wrong gradients canno
 from loft_hvd import attacks, elastic
 from loft_hvd.aggregation import (
     Custom,
+    Diagnostics,
     Mean,
     MeanAroundMedian,
     Median,
@@ -13,6 +14,7 @@ from loft_hvd.aggregation import (
     Rule,
     TrimmedMean,
     aggregate,
+    diagnose,
     mean_around_median,
     median,
     parse_rule,
@@ -23,6 +25,7 @@ from loft_hvd.balance.balancer import Balancer
 from loft_hvd.data.loader import DataLoader
 from loft_hvd.data.placement import Placement
 from loft_hvd.data.sampler import BatchSampler
+from loft_hvd.ddp import ddp_hook
 from loft_hvd.errors import LoftError
 from loft_hvd.metrics import average
 from loft_hvd.optimizer import DistributedOptimizer
@@ -35,6 +38,7 @@ __all__ = [
     "BatchSampler",
     "Custom",
     "DataLoader",
+    "Diagnostics",
     "DistributedOptimizer",
     "Handle",
     "LoftError",
@@ -50,6 +54,8 @@ __all__ = [
     "allreduce_async",
     "attacks",
     "average",
+    "ddp_hook",
+    "diagnose",
     "elastic",
     "mean_around_median",
     "median",

@@ -2,14 +2,13 @@
 
 from loft_hvd.aggregation.aggregate import (
     aggregate,
-    diagnose,
     mean,
     mean_around_median,
     median,
     phocas,
     trimmed_mean,
 )
-from loft_hvd.aggregation.compute import Diagnostics
+from loft_hvd.aggregation.diagnostics import Diagnostics, diagnose
 from loft_hvd.aggregation.rules import (
     Custom,
     Mean,

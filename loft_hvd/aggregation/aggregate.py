@@ -6,7 +6,6 @@ equal length, and returns [numel] of the same dtype on the same device. Nothing 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, cast
 
 import numpy as np
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from loft_hvd.aggregation import ops
-from loft_hvd.aggregation.compute import Diagnostics, aggregate_rows, diagnose_rows
+from loft_hvd.aggregation.compute import aggregate_rows
 from loft_hvd.aggregation.inputs import (
     Gradients,
     Presence,
@@ -24,6 +23,7 @@ from loft_hvd.aggregation.inputs import (
     Weights,
     read_present,
     read_weights,
+    spans,
 )
 from loft_hvd.aggregation.rules import (
     Custom,
@@ -34,11 +34,11 @@ from loft_hvd.aggregation.rules import (
     Rule,
     TrimmedMean,
 )
-from loft_hvd.errors import AggregationError, ArgumentError, ArgumentTypeError
+from loft_hvd.errors import AggregationError, ArgumentTypeError
 
 __all__ = [
     "aggregate",
-    "diagnose",
+    "call_custom",
     "mean",
     "mean_around_median",
     "median",
@@ -89,7 +89,7 @@ def aggregate(
         out = rows.empty()
     else:
         rows.check_out(out)
-    for span, column in _spans(mask, rows.numel):
+    for span, column in spans(mask, rows.numel):
         rule.check(world_size, weights=counts, present=column)
         chosen = [
             row
@@ -99,7 +99,7 @@ def aggregate(
         part = [rows.rows[row][span] for row in chosen]
         chosen_weights = None if counts is None else [counts[row] for row in chosen]
         if isinstance(rule, Custom):
-            _call_custom(part, rule, chosen_weights, out[span])
+            call_custom(part, rule, chosen_weights, out[span])
         elif torch.compiler.is_compiling():
             ops.aggregate_out(cast("list[Tensor]", part), str(rule), chosen_weights, out[span])
         else:
@@ -107,63 +107,7 @@ def aggregate(
     return out
 
 
-def diagnose(
-    gradients: Gradients,
-    rule: Rule,
-    *,
-    weights: Weights | None = None,
-    out: Row | None = None,
-    every: int = 16,
-) -> tuple[Any, Diagnostics]:
-    """Aggregate, and in the same pass find out which row was off.
-
-    Args:
-        gradients: as in ``aggregate``, on the CPU; every row is present.
-        rule: any rule but ``Custom``.
-        weights: sample count of each row, [world_size]; all above 0.
-        out: where to put the result, [numel].
-        every: look at one block of 16,384 coordinates in so many; 1 looks at all.
-
-    Returns:
-        The result, the same bits as ``aggregate`` gives, and what each row did.
-
-    Raises:
-        AggregationError: the rule does not fit the rows.
-        ArgumentError: a row has weight 0, ``every`` is below 1, or the rows are not on the CPU.
-    """
-    rows = Rows.read(gradients)
-    counts = read_weights(weights, len(rows.rows))
-    rule.check(len(rows.rows), weights=counts)
-    if every < 1 or isinstance(rule, Custom) or (counts is not None and min(counts) == 0):
-        raise ArgumentError(
-            f"diagnose: needs every >= 1 (is {every}), a rule with a kernel (is {rule}) and "
-            f"weights above 0 (are {counts}); leave rows of weight 0 out"
-        )
-    if out is None:
-        out = rows.empty()
-    else:
-        rows.check_out(out)
-    return out, diagnose_rows(rows.rows, rule, weights=counts, out=out, every=every)
-
-
-def _spans(
-    mask: npt.NDArray[np.bool_] | None, numel: int
-) -> Iterator[tuple[slice, list[bool] | None]]:
-    """Yield neighbouring blocks with equal presence as one span, with its column of ``mask``."""
-    if mask is None:
-        yield slice(0, numel), None
-        return
-    block = max(1, -(-numel // mask.shape[1]))
-    begin = 0
-    for column in range(mask.shape[1]):
-        is_last = column + 1 == mask.shape[1]
-        if is_last or not np.array_equal(mask[:, column], mask[:, column + 1]):
-            end = numel if is_last else min(numel, (column + 1) * block)
-            yield slice(begin, end), mask[:, column].tolist()
-            begin = end
-
-
-def _call_custom(rows: list[Row], rule: Custom, weights: list[int] | None, out: Row) -> None:
+def call_custom(rows: list[Row], rule: Custom, weights: list[int] | None, out: Row) -> None:
     """Call the user's function on [rows, numel] and copy what it returns into ``out``."""
     stacked: Any
     if isinstance(out, Tensor):

@@ -6,8 +6,7 @@ import functools
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import cast
+from typing import TypeAlias, cast
 
 import numpy as np
 import torch
@@ -25,12 +24,12 @@ from loft_hvd.aggregation.rules import (
     TrimmedMean,
 )
 from loft_hvd.config import config
-from loft_hvd.errors import ArgumentError, ArgumentTypeError
+from loft_hvd.errors import ArgumentTypeError
 from loft_hvd.topology import allowed_cpus
 
-__all__ = ["Diagnostics", "aggregate_rows", "diagnose_rows", "num_threads"]
+__all__ = ["Found", "aggregate_rows", "as_tensor", "diagnose_rows", "num_threads"]
 
-_Found = tuple[int, list[int], list[int], list[float]]
+Found: TypeAlias = "tuple[int, list[int], list[int], list[float]]"
 
 # The codes of csrc/rules.h.
 _DTYPES = {"float64": 0, "float32": 1, "float16": 2, "bfloat16": 3}
@@ -42,25 +41,6 @@ _RULES: dict[type[Rule], int] = {
     Phocas: 3,
 }
 _KINDS = {"midpoint": 0, "lower": 1, "upper": 2}
-
-
-@dataclass(frozen=True)
-class Diagnostics:
-    """What each row did in the coordinates that were looked at.
-
-    Attributes:
-        num_coordinates: how many coordinates were looked at.
-        num_outside: [rows], coordinates strictly outside the window of values that were kept;
-            NaN lies above +inf. For a median the window is its middle one or two values.
-        num_non_finite: [rows], coordinates that are NaN or infinite.
-        squared_distance: [rows], squared distance to the result, float64; coordinates where it is
-            not finite are left out.
-    """
-
-    num_coordinates: int
-    num_outside: tuple[int, ...]
-    num_non_finite: tuple[int, ...]
-    squared_distance: tuple[float, ...]
 
 
 @functools.cache
@@ -100,25 +80,27 @@ def aggregate_rows(
     weights = reduce_weights(weights)
     if not _run_native(rows, rule, weights, out, diagnose_every=0)[0]:
         fallback.aggregate_rows(
-            [_as_tensor(row) for row in rows], rule, weights=weights, out=_as_tensor(out)
+            [as_tensor(row) for row in rows], rule, weights=weights, out=as_tensor(out)
         )
 
 
 def diagnose_rows(
     rows: Sequence[Row], rule: Rule, *, weights: Sequence[int] | None, out: Row, every: int
-) -> Diagnostics:
+) -> Found:
     """Aggregate as ``aggregate_rows`` does and look at one block in ``every``.
 
-    Raises:
-        ArgumentError: the extension is missing or the rows are not on the CPU.
+    Returns:
+        Coordinates looked at, then for each row: coordinates strictly outside the kept window,
+        coordinates that are not finite, squared distance to the result.
     """
     ran, found = _run_native(rows, rule, reduce_weights(weights), out, diagnose_every=every)
-    if not ran:
-        raise ArgumentError(
-            f"diagnose runs on CPU rows with the extension; {explain_missing() or 'move the rows'}"
-        )
-    coordinates, outside, non_finite, distance = cast("_Found", found)
-    return Diagnostics(coordinates, tuple(outside), tuple(non_finite), tuple(distance))
+    if ran:
+        return cast("Found", found)
+    aggregate_rows(rows, rule, weights=weights, out=out)
+    tensors = [as_tensor(row) for row in rows]
+    return fallback.diagnose_rows(
+        tensors, rule, weights=reduce_weights(weights), out=as_tensor(out), every=every
+    )
 
 
 def reduce_weights(weights: Sequence[int] | None) -> list[int] | None:
@@ -167,7 +149,8 @@ def _run_native(
     return True, module.aggregate_cpu(*job, num_threads(), config().isa or "", diagnose_every)
 
 
-def _as_tensor(row: Row) -> Tensor:
+def as_tensor(row: Row) -> Tensor:
+    """Return the row as a tensor over the same memory, or a copy where that is read-only."""
     if isinstance(row, Tensor):
         return row
     return torch.from_numpy(row if row.flags.writeable else np.array(row))

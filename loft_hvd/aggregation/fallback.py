@@ -9,13 +9,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from loft_hvd.aggregation.rules import MeanAroundMedian, Median, Phocas, Rule, TrimmedMean
+from loft_hvd.aggregation.rules import (
+    Custom,
+    MeanAroundMedian,
+    Median,
+    Phocas,
+    Rule,
+    TrimmedMean,
+)
 
-__all__ = ["aggregate_rows"]
+__all__ = ["BLOCK", "aggregate_rows", "diagnose_rows"]
+
+BLOCK = 16 * 1024  # coordinates that diagnostics look at or leave out together; the kernels' own
 
 _TILE = 32 * 1024  # coordinates; the tile of 16 float32 rows is 2 MiB, about a core's own cache
 _SCALE = 2.0**-64
@@ -25,6 +35,14 @@ _KEYS = {
     torch.float16: torch.int16,
     torch.bfloat16: torch.int16,
 }
+
+
+class _Window(NamedTuple):
+    """Results of one tile and the smallest and largest value that each coordinate kept."""
+
+    result: Tensor
+    low: Tensor
+    high: Tensor
 
 
 def aggregate_rows(
@@ -43,8 +61,60 @@ def aggregate_rows(
         out[span] = _aggregate_tile([row[span] for row in rows], rule, weights)
 
 
+def diagnose_rows(
+    rows: Sequence[Tensor],
+    rule: Rule,
+    *,
+    weights: Sequence[int] | None,
+    out: Tensor,
+    every: int,
+) -> tuple[int, list[int], list[int], list[float]]:
+    """Compare each row with the result, in one block of ``BLOCK`` coordinates in ``every``.
+
+    Args:
+        rows: as for ``aggregate_rows``.
+        rule: any rule; ``Custom`` has no window, so no value lies outside it.
+        weights: weight above 0 of each row, or None when they are equal.
+        out: the result, [numel].
+        every: the first block of so many is looked at.
+
+    Returns:
+        Coordinates looked at, then for each row: those strictly outside the kept window, those
+        not finite, the squared distance to the result. Waits for the device once, at the end.
+    """
+    blocks = range(0, out.numel(), BLOCK * every)
+    # [3, rows]; counts stay below 2**53, so float64 holds them
+    tally = torch.zeros(3, len(rows), dtype=torch.float64, device=out.device)
+    for begin in blocks:
+        span = slice(begin, begin + BLOCK)
+        part = [row[span] for row in rows]
+        window = None if isinstance(rule, Custom) else _window_of(part, rule, weights)
+        tally += torch.stack([_compare(row, out[span], window) for row in part], dim=1)
+    seen = sum(min(BLOCK, out.numel() - begin) for begin in blocks)
+    outside, non_finite, distance = tally.tolist()
+    return seen, [int(count) for count in outside], [int(count) for count in non_finite], distance
+
+
+def _compare(row: Tensor, result: Tensor, window: _Window | None) -> Tensor:
+    """Return what one row did in one block: outside, not finite, squared distance, [3]."""
+    outside = torch.zeros_like(row, dtype=torch.bool)
+    if window is not None:
+        value, low, high = row.to(window.low.dtype), window.low, window.high
+        is_nan = value.isnan()  # NaN orders above +inf
+        outside = (value < low) | (value > high) | (is_nan & ~high.isnan())
+        outside |= low.isnan() & ~is_nan
+    distance = row.double() - result.double()
+    squared = torch.where(distance.isfinite(), distance.square(), 0.0)
+    return torch.stack([outside.sum().double(), (~row.isfinite()).sum().double(), squared.sum()])
+
+
 def _aggregate_tile(rows: list[Tensor], rule: Rule, weights: Sequence[int] | None) -> Tensor:
     """Aggregate one tile of coordinates and return it."""
+    return (_window_of(rows, rule, weights).result + 0.0).to(rows[0].dtype)  # -0 becomes +0
+
+
+def _window_of(rows: list[Tensor], rule: Rule, weights: Sequence[int] | None) -> _Window:
+    """Rank one tile of coordinates and apply the rule to it."""
     dtype = rows[0].dtype
     precision = torch.float64 if dtype == torch.float64 else torch.float32
     keys = [_to_key(row) for row in rows]
@@ -58,9 +128,7 @@ def _aggregate_tile(rows: list[Tensor], rule: Rule, weights: Sequence[int] | Non
     else:
         counts = [torch.full_like(keys[0], weight, dtype=torch.int64) for weight in weights]
         _sort_weighted(keys, counts)
-    ranked = [_from_key(key, dtype).to(precision) for key in keys]
-    result = _apply(ranked, counts, rule)
-    return (result + 0.0).to(dtype)  # -0 becomes +0
+    return _apply([_from_key(key, dtype).to(precision) for key in keys], counts, rule)
 
 
 def _to_key(values: Tensor) -> Tensor:
@@ -103,7 +171,7 @@ def _sort_weighted(keys: list[Tensor], counts: list[Tensor]) -> None:
         counts[low], counts[high] = torch.where(swap, v, u), torch.where(swap, u, v)
 
 
-def _apply(ranked: list[Tensor], counts: list[Tensor] | None, rule: Rule) -> Tensor:
+def _apply(ranked: list[Tensor], counts: list[Tensor] | None, rule: Rule) -> _Window:
     """Apply ``rule`` to the ranked values of one tile."""
     rows = len(ranked)
     if isinstance(rule, Median):
@@ -112,20 +180,32 @@ def _apply(ranked: list[Tensor], counts: list[Tensor] | None, rule: Rule) -> Ten
         if isinstance(rule, Phocas):
             centre = _mean(ranked[rule.f : rows - rule.f], None)
         else:
-            centre = _median(ranked, None, "midpoint")
-        keep = rows - rule.f
-        near, near_counts = ranked[:keep], counts[:keep] if counts else None
-        for i in range(rule.f):
-            moves = (centre - ranked[i]) > (ranked[i + keep] - centre)
-            near[i % keep] = torch.where(moves, ranked[i + keep], near[i % keep])
-            if counts and near_counts:
-                near_counts[i % keep] = torch.where(moves, counts[i + keep], near_counts[i % keep])
-        return torch.where(centre.isnan(), centre, _mean(near, near_counts))
+            centre = _median(ranked, None, "midpoint").result
+        return _mean_around(ranked, counts, centre, rows - rule.f)
     trim = rule.f if isinstance(rule, TrimmedMean) else 0
-    return _mean(ranked[trim : rows - trim], counts[trim : rows - trim] if counts else None)
+    kept = ranked[trim : rows - trim]
+    mean = _mean(kept, counts[trim : rows - trim] if counts else None)
+    return _Window(mean, kept[0], kept[-1])
 
 
-def _median(ranked: list[Tensor], counts: list[Tensor] | None, kind: str) -> Tensor:
+def _mean_around(
+    ranked: list[Tensor], counts: list[Tensor] | None, centre: Tensor, keep: int
+) -> _Window:
+    """Average the ``keep`` values nearest to ``centre``; see ``reference._nearest``."""
+    near, near_counts = ranked[:keep], counts[:keep] if counts else None
+    low, high = ranked[0], ranked[keep - 1]
+    for i in range(len(ranked) - keep):
+        moves = (centre - ranked[i]) > (ranked[i + keep] - centre)
+        low = torch.where(moves, ranked[i + 1], low)
+        high = torch.where(moves, ranked[i + keep], high)
+        near[i % keep] = torch.where(moves, ranked[i + keep], near[i % keep])
+        if counts and near_counts:
+            near_counts[i % keep] = torch.where(moves, counts[i + keep], near_counts[i % keep])
+    mean = _mean(near, near_counts)
+    return _Window(torch.where(centre.isnan(), centre, mean), low, high)
+
+
+def _median(ranked: list[Tensor], counts: list[Tensor] | None, kind: str) -> _Window:
     """Return the middle value by weight."""
     if counts is None:
         lower, upper = ranked[(len(ranked) - 1) // 2], ranked[len(ranked) // 2]
@@ -136,8 +216,8 @@ def _median(ranked: list[Tensor], counts: list[Tensor] | None, kind: str) -> Ten
         stacked = torch.stack(ranked)
         lower, upper = stacked.gather(0, first)[0], stacked.gather(0, last)[0]
     if kind != "midpoint":
-        return lower if kind == "lower" else upper
-    return torch.where(lower == upper, lower, 0.5 * lower + 0.5 * upper)
+        return _Window(lower if kind == "lower" else upper, lower, upper)
+    return _Window(torch.where(lower == upper, lower, 0.5 * lower + 0.5 * upper), lower, upper)
 
 
 def _mean(kept: list[Tensor], counts: list[Tensor] | None) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -26,6 +26,7 @@ __all__ = [
     "address",
     "read_present",
     "read_weights",
+    "spans",
 ]
 
 Row: TypeAlias = "Tensor | npt.NDArray[Any]"
@@ -234,3 +235,20 @@ def read_present(present: Presence | None, world_size: int) -> npt.NDArray[np.bo
         )
     mask = mask.astype(bool).reshape(world_size, -1)
     return None if mask.all() else mask
+
+
+def spans(
+    mask: npt.NDArray[np.bool_] | None, numel: int
+) -> Iterator[tuple[slice, list[bool] | None]]:
+    """Yield neighbouring blocks with equal presence as one span, with its column of ``mask``."""
+    if mask is None:
+        yield slice(0, numel), None
+        return
+    block = max(1, -(-numel // mask.shape[1]))
+    begin = 0
+    for column in range(mask.shape[1]):
+        is_last = column + 1 == mask.shape[1]
+        if is_last or not np.array_equal(mask[:, column], mask[:, column + 1]):
+            end = numel if is_last else min(numel, (column + 1) * block)
+            yield slice(begin, end), mask[:, column].tolist()
+            begin = end

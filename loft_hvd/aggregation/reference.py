@@ -29,7 +29,7 @@ from loft_hvd.aggregation.rules import (
     TrimmedMean,
 )
 
-__all__ = ["reference"]
+__all__ = ["reference", "window"]
 
 Array = npt.NDArray[Any]
 
@@ -81,6 +81,34 @@ def reference(
     return result
 
 
+def window(
+    gradients: npt.ArrayLike,
+    rule: Rule,
+    *,
+    weights: Sequence[int] | None = None,
+    precision: npt.DTypeLike = np.float64,
+) -> tuple[Array, Array]:
+    """Return the smallest and the largest value that each coordinate keeps, [numel] each.
+
+    All rows are present with weight > 0. What lies strictly outside is what diagnostics count: the
+    middle one or two values of a median, ranks f to n - 1 - f of a trimmed mean, the n - f nearest
+    values of the rules around a centre.
+    """
+    values = np.asarray(gradients)
+    counts = np.ones(len(values), np.int64) if weights is None else np.asarray(weights, np.int64)
+    ranked, by_rank = _sort(values.astype(precision), counts // np.gcd.reduce(counts))
+    rows = len(ranked)
+    with np.errstate(all="ignore"):
+        if isinstance(rule, Median):
+            return _median(ranked, by_rank, "lower"), _median(ranked, by_rank, "upper")
+        if not isinstance(rule, MeanAroundMedian | Phocas):
+            return ranked[rule.f], ranked[rows - 1 - rule.f]
+        near, _ = _nearest(ranked, by_rank, _centre(ranked, rule), rows - rule.f)
+        order = near.argsort(axis=0, kind="stable")  # NaN last
+        picked = np.take_along_axis(near, order, 0)
+        return picked[0], picked[-1]
+
+
 def _is_zero(weights: Sequence[int] | None, row: int) -> bool:
     return weights is not None and weights[row] == 0
 
@@ -95,15 +123,20 @@ def _apply(values: Array, rule: Rule, counts: Array, precision: np.dtype[Any]) -
     if isinstance(rule, Median):
         return _median(ranked, weights, rule.kind)
     if isinstance(rule, MeanAroundMedian | Phocas):
-        if isinstance(rule, Phocas):
-            centre = _mean(ranked[rule.f : rows - rule.f], np.ones_like(weights[2 * rule.f :]))
-        else:
-            centre = _median(ranked, np.ones_like(weights), "midpoint")
+        centre = _centre(ranked, rule)
         near, near_weights = _nearest(ranked, weights, centre, rows - rule.f)
         mean = _mean(near, near_weights)
         return np.where(np.isnan(centre), centre, mean)
     trim = rule.f if isinstance(rule, TrimmedMean) else 0
     return _mean(ranked[trim : rows - trim], weights[trim : rows - trim])
+
+
+def _centre(ranked: Array, rule: MeanAroundMedian | Phocas) -> Array:
+    """Return what the kept values are nearest to, [numel]; weights do not move it."""
+    equal = np.ones(ranked.shape, np.int64)
+    if isinstance(rule, Phocas):
+        return _mean(ranked[rule.f : len(ranked) - rule.f], equal[2 * rule.f :])
+    return _median(ranked, equal, "midpoint")
 
 
 def _sort(values: Array, counts: Array) -> tuple[Array, Array]:

@@ -197,25 +197,3 @@ def test_wrong_arguments_say_what_was_asked_and_the_way_out(
 ) -> None:
     with pytest.raises(error, match=match):
         call()
-
-
-@pytest.mark.parametrize("every", [1, 2])
-def test_diagnostics_count_what_each_row_did(every: int) -> None:
-    gradients = torch.randn(5, 60_000, generator=torch.Generator().manual_seed(7))
-    gradients[3] *= 100
-    gradients[1, :1000] = float("nan")
-    gradients[2, 5] = float("inf")
-    rule = loft.TrimmedMean(1)
-    result, found = loft.diagnose(gradients, rule, every=every)
-    assert_same_bits(result, loft.aggregate(gradients, rule))
-    blocks = [slice(at, at + 16384) for at in range(0, 60_000, 16384 * every)]
-    seen = torch.cat([gradients[:, block] for block in blocks], dim=1)
-    kept = torch.cat([result[block] for block in blocks])
-    order = seen.sort(dim=0).values
-    low, high = order[1], order[3]
-    outside = (seen < low) | (seen > high) | (seen.isnan() & ~high.isnan())
-    squares = ((seen.double() - kept.double()) ** 2).nan_to_num(0, posinf=0).sum(dim=1)
-    assert found.num_coordinates == seen.shape[1]
-    assert list(found.num_outside) == outside.sum(dim=1).tolist()
-    assert list(found.num_non_finite) == (~seen.isfinite()).sum(dim=1).tolist()
-    np.testing.assert_allclose(found.squared_distance, squares, rtol=1e-12)

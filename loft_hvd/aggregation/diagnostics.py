@@ -1,0 +1,164 @@
+"""Which row was off: what each row did, found out in the pass that aggregates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from loft_hvd.aggregation import fallback
+from loft_hvd.aggregation.aggregate import call_custom
+from loft_hvd.aggregation.compute import Found, as_tensor, diagnose_rows
+from loft_hvd.aggregation.inputs import (
+    Gradients,
+    Presence,
+    Row,
+    Rows,
+    Weights,
+    read_present,
+    read_weights,
+    spans,
+)
+from loft_hvd.aggregation.rules import Custom, Rule
+from loft_hvd.errors import ArgumentError, ArgumentTypeError
+
+__all__ = ["Diagnostics", "diagnose"]
+
+
+@dataclass(frozen=True)
+class Diagnostics:
+    """What each row did in the coordinates that were looked at; one value a row, [world_size].
+
+    Adding two of them joins what was found in two buckets, blocks or steps of the same rows. A row
+    that was absent, or of weight 0, was not looked at: its ``num_seen`` is 0.
+
+    Attributes:
+        num_seen: coordinates of the row that were looked at.
+        num_outside: of these, coordinates strictly outside the window of values that were kept;
+            NaN lies above +inf. The window is the middle one or two values of a median, ranks f to
+            n - 1 - f of a trimmed mean, all values of a mean, the n - f nearest values of the rules
+            around a centre. A ``Custom`` rule has none: always 0.
+        num_non_finite: of these, coordinates that are NaN or infinite.
+        squared_distance: squared Euclidean distance of these coordinates to the result, float64;
+            coordinates where the difference is not finite are left out.
+    """
+
+    num_seen: tuple[int, ...]
+    num_outside: tuple[int, ...]
+    num_non_finite: tuple[int, ...]
+    squared_distance: tuple[float, ...]
+
+    @property
+    def share_outside(self) -> tuple[float, ...]:
+        """``num_outside`` over ``num_seen``, [world_size]; 0 for a row that was not looked at.
+
+        An honest row among n alike is outside in a share of 2 f / n of a trimmed mean, f / n of a
+        mean around a centre, 1 - 1 / n (odd n) or 1 - 2 / n of a median. So compare rows with each
+        other, never with 0.
+        """
+        pairs = zip(self.num_outside, self.num_seen, strict=True)
+        return tuple(outside / seen if seen else 0.0 for outside, seen in pairs)
+
+    @classmethod
+    def empty(cls, world_size: int) -> Diagnostics:
+        """Return what nothing looked at says: zeros, one a row."""
+        none = (0,) * world_size
+        return cls(none, none, none, (0.0,) * world_size)
+
+    def __add__(self, other: Diagnostics) -> Diagnostics:
+        """Join what was found in different coordinates, or steps, of the same rows."""
+        if len(self.num_seen) != len(other.num_seen):
+            raise ArgumentError(
+                f"diagnostics of {len(self.num_seen)} and of {len(other.num_seen)} rows do not "
+                "add up; both must be of the same rows"
+            )
+        return Diagnostics(
+            tuple(map(int.__add__, self.num_seen, other.num_seen)),
+            tuple(map(int.__add__, self.num_outside, other.num_outside)),
+            tuple(map(int.__add__, self.num_non_finite, other.num_non_finite)),
+            tuple(map(float.__add__, self.squared_distance, other.squared_distance)),
+        )
+
+
+def diagnose(
+    gradients: Gradients,
+    rule: Rule,
+    *,
+    weights: Weights | None = None,
+    present: Presence | None = None,
+    out: Row | None = None,
+    every: int = 16,
+) -> tuple[Any, Diagnostics]:
+    """Aggregate as ``aggregate`` does, and in the same pass find out what each row did.
+
+    Sampled (``every=16``) it costs a few percent more than ``aggregate``: the rows of a block that
+    is looked at are still in the cache. ``gradients`` that are one shard of a bucket give this
+    shard's view; add those of several buckets. On CUDA it waits for the device once, to read the
+    numbers; ``aggregate`` never does.
+
+    Args:
+        gradients: as in ``aggregate``: [world_size, numel], or a sequence of 1-D rows.
+        rule: any rule.
+        weights: as in ``aggregate``: sample count of each row, [world_size].
+        present: as in ``aggregate``: [world_size] or [world_size, num_blocks].
+        out: where to put the result, [numel].
+        every: look at one block of 16,384 coordinates in so many, the first one included; 1 looks
+            at all. With ``present`` by block, each run of blocks with the same rows counts afresh.
+
+    Returns:
+        The result, the same bits as ``aggregate`` gives, and what each of the ``world_size`` rows
+        did; the numbers depend neither on threads nor on the instruction set.
+
+    Raises:
+        AggregationError: the rule does not fit the rows that are present with weight > 0.
+        ArgumentError: a shape, device or value is out of its limits, or ``every`` is below 1.
+        ArgumentTypeError: as ``aggregate``, or ``every`` is no whole number.
+    """
+    if not isinstance(rule, Rule):
+        raise ArgumentTypeError(f"diagnose: rule={rule!r} must be a rule such as TrimmedMean(f=1)")
+    if isinstance(every, bool) or not isinstance(every, int):
+        raise ArgumentTypeError(f"diagnose: every={every!r} must be a whole number of blocks")
+    if not 1 <= every < 2**31:
+        raise ArgumentError(f"diagnose: every={every} must be from 1 (look at all) to 2**31 - 1")
+    rows = Rows.read(gradients)
+    world_size = len(rows.rows)
+    counts = read_weights(weights, world_size)
+    if out is None:
+        out = rows.empty()
+    else:
+        rows.check_out(out)
+    found = Diagnostics.empty(world_size)
+    for span, column in spans(read_present(present, world_size), rows.numel):
+        rule.check(world_size, weights=counts, present=column)
+        chosen = [
+            row
+            for row in range(world_size)
+            if (column is None or column[row]) and (counts is None or counts[row] > 0)
+        ]
+        part = [rows.rows[row][span] for row in chosen]
+        chosen_weights = None if counts is None else [counts[row] for row in chosen]
+        if isinstance(rule, Custom):
+            call_custom(part, rule, chosen_weights, out[span])
+            raw = _diagnose_custom(part, rule, out[span], every)
+        else:
+            raw = diagnose_rows(part, rule, weights=chosen_weights, out=out[span], every=every)
+        found += _spread(raw, chosen, world_size)
+    return out, found
+
+
+def _diagnose_custom(rows: Sequence[Row], rule: Custom, out: Row, every: int) -> Found:
+    tensors = [as_tensor(row) for row in rows]
+    return fallback.diagnose_rows(tensors, rule, weights=None, out=as_tensor(out), every=every)
+
+
+def _spread(found: Found, chosen: Sequence[int], world_size: int) -> Diagnostics:
+    """Bring the numbers of the rows that counted to the places of all rows."""
+    seen, outside, non_finite, distance = found
+    place = {row: index for index, row in enumerate(chosen)}
+    rows = range(world_size)
+    return Diagnostics(
+        tuple(seen if row in place else 0 for row in rows),
+        tuple(outside[place[row]] if row in place else 0 for row in rows),
+        tuple(non_finite[place[row]] if row in place else 0 for row in rows),
+        tuple(distance[place[row]] if row in place else 0.0 for row in rows),
+    )

@@ -1,0 +1,183 @@
+"""Who was off: every number against the definition, with and without the extension."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from loft_hvd import aggregation as loft
+from loft_hvd._native import extension
+from loft_hvd.aggregation import compute, fallback
+from loft_hvd.aggregation.reference import window
+from loft_hvd.aggregation.rules import Rule
+from loft_hvd.errors import AggregationError, ArgumentError, ArgumentTypeError
+from tests.support.gradients import DTYPES, assert_same_bits, hard_gradients, rules_for
+
+BLOCK = fallback.BLOCK
+
+
+@pytest.fixture(params=["extension", "plain torch"], autouse=True)
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "plain torch":
+        monkeypatch.setattr(compute, "extension", lambda: None)
+        monkeypatch.setattr(compute, "_warn_once", lambda: None)
+    elif extension() is None:
+        pytest.skip("the C++ extension is not built")
+
+
+def by_definition(
+    gradients: Tensor, result: Tensor, rule: Rule, weights: list[int] | None = None
+) -> loft.Diagnostics:
+    """Count in all coordinates what ``Diagnostics`` says that it counts."""
+    precision = np.float64 if gradients.dtype == torch.float64 else np.float32
+    rows, out = gradients.double().numpy(), result.double().numpy()
+    low, high = window(rows, rule, weights=weights, precision=precision)
+    is_nan = np.isnan(rows)
+    with np.errstate(all="ignore"):
+        above = (rows > high) | (is_nan & ~np.isnan(high))
+        below = (rows < low) | (np.isnan(low) & ~is_nan)
+        distance = rows - out
+        squared = np.where(np.isfinite(distance), distance**2, 0).sum(axis=1)
+    return loft.Diagnostics(
+        (rows.shape[1],) * len(rows),
+        tuple((above | below).sum(axis=1).tolist()),
+        tuple((~np.isfinite(rows)).sum(axis=1).tolist()),
+        tuple(squared.tolist()),
+    )
+
+
+def assert_alike(found: loft.Diagnostics, wanted: loft.Diagnostics) -> None:
+    assert found.num_seen == wanted.num_seen
+    assert found.num_outside == wanted.num_outside
+    assert found.num_non_finite == wanted.num_non_finite
+    np.testing.assert_allclose(found.squared_distance, wanted.squared_distance, rtol=1e-12)
+
+
+@pytest.mark.parametrize("weights", [None, "unequal"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 5, 8, 35])
+def test_every_number_is_that_of_the_definition(
+    rows: int, dtype: torch.dtype, weights: str | None
+) -> None:
+    gradients = hard_gradients(rows, 203, dtype, seed=rows)
+    counts = None if weights is None else [1 + (5 * row) % 3 for row in range(rows)]
+    for rule in rules_for(rows):
+        result, found = loft.diagnose(gradients, rule, weights=counts, every=1)
+        assert_same_bits(result, loft.aggregate(gradients, rule, weights=counts))
+        assert_alike(found, by_definition(gradients, result, rule, counts))
+
+
+@pytest.mark.parametrize("every", [1, 2, 16])
+def test_one_block_in_so_many_is_looked_at(every: int) -> None:
+    gradients = hard_gradients(5, 3 * BLOCK + 1_001, torch.float32, seed=7)
+    rule = loft.TrimmedMean(1)
+    result, found = loft.diagnose(gradients, rule, every=every)
+    assert_same_bits(result, loft.aggregate(gradients, rule))
+    blocks = range(0, gradients.shape[1], BLOCK * every)
+    seen = torch.cat([gradients[:, at : at + BLOCK] for at in blocks], dim=1)
+    assert_alike(
+        found, by_definition(seen, torch.cat([result[at : at + BLOCK] for at in blocks]), rule)
+    )
+
+
+def test_rows_that_do_not_count_are_not_looked_at() -> None:
+    gradients = hard_gradients(6, 500, torch.float32, seed=8)
+    present = [True, False, True, True, True, True]
+    rule = loft.TrimmedMean(1)
+    result, found = loft.diagnose(
+        gradients, rule, weights=[2, 9, 0, 4, 6, 2], present=present, every=1
+    )
+    kept, counts = gradients[[0, 3, 4, 5]], [1, 2, 3, 1]
+    assert_same_bits(result, loft.aggregate(kept, rule, weights=counts))
+    wanted = by_definition(kept, result, rule, counts)
+    assert found.num_seen == (500, 0, 0, 500, 500, 500)
+    assert [found.num_outside[row] for row in (0, 3, 4, 5)] == list(wanted.num_outside)
+    assert found.num_outside[1] == found.num_non_finite[2] == 0
+    assert found.share_outside[1] == 0.0
+
+
+def test_presence_by_block_counts_the_blocks_where_a_row_is_there() -> None:
+    gradients = hard_gradients(4, 400, torch.float32, seed=9)
+    present = np.array([[1, 1], [1, 0], [1, 1], [1, 1]], bool)
+    rule = loft.TrimmedMean(1)
+    result, found = loft.diagnose(gradients, rule, present=present, every=1)
+    assert_same_bits(result, loft.aggregate(gradients, rule, present=present))
+    first = loft.diagnose(gradients[:, :200], rule, every=1)[1]
+    second = loft.diagnose(gradients[:, 200:], rule, present=present[:, 1], every=1)[1]
+    assert found == first + second
+    assert found.num_seen == (400, 200, 400, 400)
+
+
+def test_a_wrong_row_stands_out() -> None:
+    gradients = torch.randn(8, 4_000, generator=torch.Generator().manual_seed(3))
+    gradients[5] *= -50
+    _, found = loft.diagnose(gradients, loft.TrimmedMean(2))
+    shares = found.share_outside
+    assert shares[5] > 0.95
+    assert max(share for row, share in enumerate(shares) if row != 5) < 0.6
+    assert found.squared_distance[5] > 100 * found.squared_distance[0]
+
+
+def test_custom_rule_has_no_window_but_distances() -> None:
+    gradients = torch.randn(4, 300, generator=torch.Generator().manual_seed(4))
+    gradients[2, 7] = float("inf")
+    rule = loft.Custom(lambda rows: rows[0].clone())
+    result, found = loft.diagnose(gradients, rule)
+    assert_same_bits(result, gradients[0])
+    assert found.num_outside == (0, 0, 0, 0)
+    assert found.num_non_finite == (0, 0, 1, 0)
+    assert found.squared_distance[0] == 0.0
+    squared = (gradients[1].double() - gradients[0].double()).square().sum()
+    assert found.squared_distance[1] == pytest.approx(float(squared), rel=1e-12)
+
+
+def test_numpy_rows_and_out_are_taken() -> None:
+    gradients = np.random.default_rng(5).standard_normal((5, 300)).astype(np.float32)
+    gradients.flags.writeable = False
+    out = np.empty(300, np.float32)
+    result, found = loft.diagnose(gradients, loft.Phocas(1), out=out)
+    assert result is out
+    np.testing.assert_array_equal(out, loft.phocas(gradients, f=1))
+    assert found.num_seen == (300,) * 5
+
+
+def test_nothing_to_look_at_is_nothing_seen() -> None:
+    _, found = loft.diagnose(torch.ones(3, 0), loft.Median())
+    assert found == loft.Diagnostics.empty(3)
+    assert found.share_outside == (0.0, 0.0, 0.0)
+
+
+_UNTYPED: Any = loft  # wrong types are the test
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        (lambda: loft.diagnose(torch.ones(3, 4), loft.Median(), every=0), ArgumentError, "every=0"),
+        (
+            lambda: _UNTYPED.diagnose(torch.ones(3, 4), loft.Median(), every=1.5),
+            ArgumentTypeError,
+            "every=1.5",
+        ),
+        (lambda: _UNTYPED.diagnose(torch.ones(3, 4), "median"), ArgumentTypeError, "rule='median'"),
+        (
+            lambda: loft.diagnose(
+                torch.ones(3, 4), loft.TrimmedMean(1), present=[True, True, False]
+            ),
+            AggregationError,
+            "1 absent",
+        ),
+        (
+            lambda: loft.Diagnostics.empty(2) + loft.Diagnostics.empty(3),
+            ArgumentError,
+            "2 and of 3 rows",
+        ),
+    ],
+)
+def test_a_wrong_call_says_what_to_do(call: Any, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        call()
