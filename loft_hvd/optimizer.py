@@ -34,6 +34,7 @@ from loft_hvd.transport.horovod import (
     known_compression,
     reduce_op_name,
 )
+from loft_hvd.transport.torch_distributed import TorchDistributedTransport
 
 __all__ = ["DistributedOptimizer"]
 
@@ -88,7 +89,7 @@ class _DistributedOptimizer(Delegate):
         )
 
     def _agree(self, transport: Transport, found: GradientSet) -> None:
-        if isinstance(transport, HorovodTransport):
+        if isinstance(transport, HorovodTransport | TorchDistributedTransport):
             transport.open_heartbeat()
         check_agreement(
             transport,

@@ -1,0 +1,190 @@
+"""``ddp_hook``: a rule instead of the mean under ``torch.nn.parallel.DistributedDataParallel``.
+
+::
+
+    model = DistributedDataParallel(model)
+    model.register_comm_hook(None, loft.ddp_hook(loft.TrimmedMean(f=1)))
+
+Each of DDP's buckets is one robust all-reduce, started in the backward pass as soon as DDP has
+filled it; the backward pass ends when all are there. Traffic and memory are those of
+``loft.allreduce``: 2 (n-1)/n of the bytes, one buffer more for each bucket.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from loft_hvd.aggregation.rules import Mean, Rule
+from loft_hvd.balance.balancer import Balancer
+from loft_hvd.balance.plan import StepSizes
+from loft_hvd.config import config
+from loft_hvd.errors import ArgumentTypeError
+from loft_hvd.pipeline.allreduce import Handle, allreduce_async
+from loft_hvd.pipeline.weights import combine_passes
+from loft_hvd.transport.base import Transport, locate, watch_of
+from loft_hvd.transport.torch_distributed import TorchDistributedTransport
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import GradBucket
+
+__all__ = ["ddp_hook"]
+
+CommHook = Callable[[Any, "GradBucket"], torch.futures.Future[Tensor]]
+
+
+def ddp_hook(
+    rule: Rule | None = None,
+    balancer: Balancer | None = None,
+    *,
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    transport: Transport | None = None,
+    timeout_s: float | None = None,
+) -> CommHook:
+    """Return a communication hook that aggregates gradients by a rule.
+
+    Make it on every rank alike, after ``torch.distributed.init_process_group()``, and register it:
+    ``model.register_comm_hook(None, hook)``. Gradients end with the same bits on every rank.
+
+    Args:
+        rule: how rows are aggregated, ``Mean()`` by default.
+        balancer: says how many samples each rank's gradient stands for; equal without one. Then
+            every backward pass is a step: use no ``no_sync()``.
+        named_parameters: ``model.named_parameters()``, so that errors name parameters.
+        transport: the ranks; the default process group by default.
+        timeout_s: longest wait in seconds; None takes ``LOFT_HVD_TIMEOUT_S``.
+
+    Returns:
+        A function of DDP's state, which it ignores, and a ``torch.distributed.GradBucket``.
+
+    Raises:
+        ArgumentTypeError: ``rule`` is not a rule.
+        AggregationError: the rule does not fit the number of ranks.
+        UsageError: ``torch.distributed`` is not initialised.
+    """
+    rule = Mean() if rule is None else rule
+    if not isinstance(rule, Rule):
+        raise ArgumentTypeError(
+            f"ddp_hook: rule={rule!r} is a {type(rule).__name__}; pass one such as "
+            "loft.TrimmedMean(f=1)"
+        )
+    ends = TorchDistributedTransport() if transport is None else transport
+    if ends.world_size > 1:
+        rule.check(ends.world_size)
+        if isinstance(ends, TorchDistributedTransport):
+            ends.open_heartbeat()
+        if balancer is not None:
+            balancer.require(min_ranks=rule.min_rows, num_passes=1)
+    names = {id(parameter): name for name, parameter in named_parameters or ()}
+    limit_s = config().timeout_s if timeout_s is None else timeout_s
+    hook = _Hook(rule, balancer, ends, names, limit_s)
+
+    def reduce_bucket(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        return hook.reduce(bucket)
+
+    # DDP compares annotations with the types themselves, not with their names.
+    reduce_bucket.__annotations__ = {
+        "state": Any,
+        "bucket": vars(dist)["GradBucket"],
+        "return": torch.futures.Future[Tensor],
+    }
+    return reduce_bucket
+
+
+@contextmanager
+def _located(place: str) -> Iterator[None]:
+    """Let errors say which bucket they met."""
+    try:
+        yield
+    except BaseException as error:
+        raise locate(error, place) from error.__cause__
+
+
+class _Hook:
+    """One model's buckets, backward pass by backward pass."""
+
+    def __init__(
+        self,
+        rule: Rule,
+        balancer: Balancer | None,
+        transport: Transport,
+        names: dict[int, str],
+        timeout_s: float,
+    ) -> None:
+        self._rule = rule
+        self._balancer = balancer
+        self._transport = transport
+        self._names = names
+        self._timeout_s = timeout_s
+        self._sizes: StepSizes | None = None
+        self._open: list[tuple[Handle, torch.futures.Future[Tensor], Tensor, str]] = []
+
+    def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Start a bucket, and with the last one of a pass wait for all."""
+        values = bucket.buffer()
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        if bucket.index() == 0:
+            self._sizes = None if self._balancer is None else self._balancer.take_step()
+        if self._balancer is not None:
+            self._balancer.gradient_arrived(blocked_s=0.0)
+        place = self._place(bucket)
+        try:
+            with _located(place):
+                handle = self._start(bucket.index(), values)
+            self._open.append((handle, future, values, place))
+            for handle, _, _, place in self._open:
+                with _located(place):
+                    handle.done()
+            if bucket.is_last():
+                self._finish()
+        except BaseException as error:
+            self._open.clear()
+            watch_of(self._transport).report(error)
+            raise
+        return future
+
+    def _start(self, index: int, values: Tensor) -> Handle:
+        name = f"loft.ddp.b{index:02d}.{values.numel()}"
+        weights: tuple[int, ...] | None = None
+        present: tuple[bool, ...] | None = None
+        if self._sizes is not None:
+            combined = combine_passes([self._sizes], rank=self._transport.rank)
+            present = combined.present
+            # The mean weighs by samples exactly; robust rules by capped counts.
+            is_mean = isinstance(self._rule, Mean)
+            weights = tuple(self._sizes.sizes) if is_mean else combined.weights
+        return allreduce_async(
+            values,
+            self._rule,
+            name=name,
+            weights=weights,
+            present=present,
+            transport=self._transport,
+        )
+
+    def _finish(self) -> None:
+        if self._balancer is not None:
+            self._balancer.computing_ended()
+        began = time.monotonic()
+        with watch_of(self._transport).waiting():
+            for handle, future, values, place in self._open:
+                left_s = max(0.0, self._timeout_s - (time.monotonic() - began))
+                with _located(place):
+                    values.copy_(handle.wait(left_s))
+                future.set_result(values)
+        self._open.clear()
+        if self._balancer is not None:
+            self._balancer.step_ended(waited_s=time.monotonic() - began)
+
+    def _place(self, bucket: GradBucket) -> str:
+        parameters = bucket.parameters()
+        known = [self._names.get(id(parameter), "") for parameter in parameters]
+        ends = [name or f"shape {list(p.shape)}" for name, p in zip(known, parameters, strict=True)]
+        inside = " .. ".join(dict.fromkeys((ends[0], ends[-1]))) if ends else "no parameters"
+        return f"bucket {bucket.index()} ({inside})"

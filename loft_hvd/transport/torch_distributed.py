@@ -1,0 +1,195 @@
+"""``torch.distributed`` as the engine, for scripts that use it instead of Horovod.
+
+Its collectives match by the order in which ranks issue them, but buckets finish in another order
+on every rank. So they are made here of sends and receives, which Gloo matches by a tag: the digest
+of the operation's name. Sums are added up in rank order, so they too have the same bits
+everywhere. Traffic per rank is that of a ring: 2 (n-1)/n of the bytes for a sum.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from loft_hvd.config import config
+from loft_hvd.errors import ArgumentTypeError, UsageError
+from loft_hvd.transport.agreement import digest
+from loft_hvd.transport.base import Work
+from loft_hvd.transport.heartbeat import Heartbeat
+from loft_hvd.transport.watched import heartbeat_of, open_heartbeat, watched
+
+__all__ = ["TorchDistributedTransport"]
+
+_TAGS = 2**30
+
+
+class _TorchWork:
+    """An operation whose sends and receives a thread waits for; the work joins it."""
+
+    def __init__(self, name: str, move: Callable[[], None]) -> None:
+        self._move = move
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=f"loft-{name}", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._move()
+        except BaseException as error:
+            self._error = error
+
+    def done(self) -> bool:
+        """Say whether the operation has ended, well or badly."""
+        return not self._thread.is_alive()
+
+    def finish(self) -> None:
+        """Raise the engine's own error if the operation failed."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+
+class TorchDistributedTransport:
+    """The ranks of a ``torch.distributed`` process group.
+
+    Make it on every rank of the group alike. Where the group's backend is not Gloo it makes a Gloo
+    group of the same ranks, and values on other devices travel by way of the CPU.
+
+    Args:
+        group: the process group; the default one if None.
+
+    Raises:
+        UsageError: ``torch.distributed`` is not initialised.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise UsageError(
+                "TorchDistributedTransport: torch.distributed is not initialised; call "
+                "torch.distributed.init_process_group() first"
+            )
+        self._ranks: list[int] = dist.get_process_group_ranks(group or dist.group.WORLD)
+        if dist.get_backend(group) != dist.Backend.GLOO:
+            group = dist.new_group(self._ranks, backend="gloo")
+        self._group = group
+        self._rank = dist.get_rank(group)
+        self._world = "torch." + ".".join(map(str, self._ranks))
+        self._timeout = timedelta(seconds=config().timeout_s)
+
+    @property
+    def rank(self) -> int:
+        """This rank within the group."""
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the group."""
+        return len(self._ranks)
+
+    @property
+    def local_size(self) -> int:
+        """Number of ranks on this node, as the launcher tells."""
+        return min(config().local_ranks, self.world_size)
+
+    @property
+    def watch(self) -> Heartbeat | None:
+        """The heartbeat of these ranks; None where none was opened."""
+        return heartbeat_of(self._world)
+
+    def open_heartbeat(self) -> None:
+        """Open the heartbeat of these ranks, unless it is open; every one of them calls it."""
+        if self.world_size > 1:
+            open_heartbeat(self, self._world, engine_is_down=lambda: False)
+
+    def alltoall(self, send: Tensor, recv: Tensor, *, name: str) -> Work:
+        """Exchange shards; see ``Transport.alltoall``."""
+        sent, received = _on_cpu(send), _on_cpu(recv)
+        sends, recvs = sent.chunk(self.world_size), received.chunk(self.world_size)
+        return self._post(name, self._exchange(sends, recvs, _tag(name)), received, recv)
+
+    def allgather(self, send: Tensor, recv: Tensor, *, name: str) -> Work:
+        """Collect every rank's tensor; see ``Transport.allgather``."""
+        sent, received = _on_cpu(send), _on_cpu(recv)
+        recvs = received.chunk(self.world_size)
+        waits = self._exchange([sent] * self.world_size, recvs, _tag(name))
+        return self._post(name, waits, received, recv)
+
+    def allreduce(self, buffer: Tensor, *, name: str) -> Work:
+        """Sum in place, in rank order; see ``Transport.allreduce``."""
+        if buffer.dtype in (torch.bool,):
+            raise ArgumentTypeError(f"allreduce {name!r}: {buffer.dtype} cannot be summed")
+        summed = _on_cpu(buffer).view(-1)
+        shards = summed.tensor_split(self.world_size)
+        own = shards[self._rank]
+        rows = torch.empty(self.world_size, own.numel(), dtype=own.dtype)
+        tag = _tag(name)
+        gather = self._exchange(shards, list(rows), tag)
+
+        def move() -> None:
+            gather()
+            total = rows[0]
+            for row in rows[1:]:  # one by one: torch.sum may add in another order
+                total += row
+            own.copy_(total)
+            self._exchange([own] * self.world_size, shards, tag + 1)()
+
+        return self._post(name, move, summed, buffer)
+
+    def broadcast(self, buffer: Tensor, *, name: str) -> Work:
+        """Take the tensor of the group's first rank; see ``Transport.broadcast``."""
+        values, tag = _on_cpu(buffer), _tag(name)
+        others = range(1, self.world_size)
+        started = (
+            [self._send(values, peer, tag) for peer in others]
+            if self._rank == 0
+            else [self._recv(values, 0, tag)]
+        )
+        return self._post(name, functools.partial(self._wait, started), values, buffer)
+
+    def _exchange(
+        self, sends: Sequence[Tensor], recvs: Sequence[Tensor], tag: int
+    ) -> Callable[[], None]:
+        """Start to send ``sends[j]`` to rank j and to fill ``recvs[i]`` from rank i, near first."""
+        started = []
+        for shift in range(1, self.world_size):
+            source = (self._rank - shift) % self.world_size
+            target = (self._rank + shift) % self.world_size
+            started.append(self._recv(recvs[source], source, tag))
+            started.append(self._send(sends[target], target, tag))
+        if recvs[self._rank].data_ptr() != sends[self._rank].data_ptr():
+            recvs[self._rank].copy_(sends[self._rank].view_as(recvs[self._rank]))
+        return functools.partial(self._wait, started)
+
+    def _send(self, values: Tensor, peer: int, tag: int) -> Any:
+        return dist.isend(values, self._ranks[peer], group=self._group, tag=tag)
+
+    def _recv(self, values: Tensor, peer: int, tag: int) -> Any:
+        return dist.irecv(values, self._ranks[peer], group=self._group, tag=tag)
+
+    def _wait(self, started: list[Any]) -> None:
+        for each in started:
+            each.wait(self._timeout)
+
+    def _post(self, name: str, move: Callable[[], None], result: Tensor, target: Tensor) -> Work:
+        def run() -> None:
+            move()
+            if result.data_ptr() != target.data_ptr():
+                target.copy_(result.view_as(target))
+
+        return watched(_TorchWork(name, run), name, self.watch)
+
+
+def _tag(name: str) -> int:
+    """Return an even tag, the same on every rank; the odd one after it is its second phase."""
+    return 2 * (digest(name) % (_TAGS // 2))
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    return tensor if tensor.device.type == "cpu" else tensor.cpu()

@@ -1,0 +1,153 @@
+"""Jobs on ``torch.distributed`` ranks: ``torch_ranks.py WHAT WORLD_SIZE FOLDER``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import start_processes
+from torch.nn.parallel import DistributedDataParallel
+
+import loft_hvd as loft
+from loft_hvd.aggregation.reference import reference
+from loft_hvd.transport.conformance import CHECKS
+from loft_hvd.transport.local import run_ranks
+from loft_hvd.transport.torch_distributed import TorchDistributedTransport
+from tests.support.fingerprint import RULES, fingerprint, train
+from tests.support.training import make_model
+
+SIZES = (5, 1, 2, 4)
+
+
+def conform(world_size: int) -> None:
+    """Pass the conformance suite, and give the bits of local ranks."""
+    for check in CHECKS.values():
+        check(TorchDistributedTransport())
+    for rule in RULES:
+        local = run_ranks(world_size, partial(train, rule=rule, num_steps=20))
+        mine = train(TorchDistributedTransport(), rule, num_steps=20)
+        assert fingerprint(mine) == fingerprint(local[0]), rule
+
+
+def own_batch(rank: int, step: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(size, 6, generator=generator), torch.randn(size, 2, generator=generator)
+
+
+def rows_of(
+    model: torch.nn.Module, world_size: int, step: int, sizes: tuple[int, ...]
+) -> np.ndarray:
+    """Return every rank's gradient, computed here, [world_size, numel]."""
+    rows = []
+    for rank in range(world_size):
+        model.zero_grad()
+        x, y = own_batch(rank, step, sizes[rank])
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        rows.append(torch.cat([p.grad.flatten() for p in model.parameters()]))  # type: ignore[union-attr]
+    return torch.stack(rows).double().numpy()
+
+
+def ddp(world_size: int) -> None:
+    """Train under DDP by each rule; its gradients equal the definition, step by step."""
+    most = (world_size - 1) // 2
+    for rule in (loft.Mean(), loft.Median(), loft.TrimmedMean(f=most), loft.Phocas(f=most)):
+        for is_balanced in (False, True):
+            check_ddp(world_size, rule, is_balanced)
+
+
+def check_ddp(world_size: int, rule: loft.Rule, is_balanced: bool) -> None:
+    rank, sizes = dist.get_rank(), SIZES[:world_size] if is_balanced else (3,) * world_size
+    ends = TorchDistributedTransport()
+    balancer = loft.Balancer(sum(sizes), policy=list(sizes), transport=ends)
+    # Small buckets, so that there are several.
+    model = DistributedDataParallel(make_model(), bucket_cap_mb=0.0003)
+    model.register_comm_hook(
+        None,
+        loft.ddp_hook(
+            rule, balancer if is_balanced else None, named_parameters=model.named_parameters()
+        ),
+    )
+    twin = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        twin.load_state_dict(model.module.state_dict())
+        expected = rows_of(twin, world_size, step, sizes)
+        total, present = sum(sizes), len(sizes)
+        if isinstance(rule, loft.Mean):
+            wanted = (expected * np.array(sizes)[:, None] / total).sum(axis=0)
+        else:
+            capped = [min(size * present, 2 * total) for size in sizes]
+            wanted = reference(expected, rule, weights=capped)
+        optimizer.zero_grad()
+        x, y = own_batch(rank, step, sizes[rank])
+        if is_balanced:
+            with balancer.step(sizes[rank]):
+                torch.nn.functional.mse_loss(model(x), y).backward()
+        else:
+            torch.nn.functional.mse_loss(model(x), y).backward()
+        got = torch.cat([p.grad.flatten() for p in model.parameters()])  # type: ignore[union-attr]
+        np.testing.assert_allclose(got.double().numpy(), wanted, rtol=1e-4, atol=1e-6)
+        everyone = [torch.empty_like(got) for _ in range(world_size)]
+        dist.all_gather(everyone, got)
+        assert all(torch.equal(each, got) for each in everyone), "other bits on another rank"
+        optimizer.step()
+
+
+def fail(what: str) -> Callable[[int], None]:
+    def run(world_size: int) -> None:
+        model = DistributedDataParallel(make_model())
+        names = list(model.named_parameters())
+        model.register_comm_hook(None, loft.ddp_hook(loft.Median(), named_parameters=names))
+        for step in range(10):
+            if step == 5 and dist.get_rank() == 1:
+                print(f"fault at {time.time()}", flush=True)
+                if what == "raise":
+                    raise RuntimeError("rank 1 raises")
+                os.kill(os.getpid(), signal.SIGKILL if what == "kill" else signal.SIGSTOP)
+            model.zero_grad()
+            model(own_batch(dist.get_rank(), step, 3)[0]).sum().backward()
+
+    return run
+
+
+JOBS: dict[str, Callable[[int], None]] = {
+    "conform": conform,
+    "ddp": ddp,
+    "raise": fail("raise"),
+    "kill": fail("kill"),
+    "freeze": fail("freeze"),
+}
+
+
+def work(rank: int, what: str, world_size: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    where = f"file://{Path(folder) / 'rendezvous'}"
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=world_size)
+    try:
+        JOBS[what](world_size)
+        print(f"rank {rank} has finished", flush=True)
+    except BaseException as error:  # said here, as a failing rank ends the others
+        print(f"rank {rank}: {type(error).__name__}: {error}", flush=True)
+        sys.excepthook(type(error), error, error.__traceback__)
+        os._exit(1)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    context = start_processes(
+        work,
+        args=(sys.argv[1], int(sys.argv[2]), sys.argv[3]),
+        nprocs=int(sys.argv[2]),
+        join=False,
+        start_method="spawn",
+    )
+    while not context.join(grace_period=2.0):  # then what is left is killed
+        pass

@@ -1,0 +1,51 @@
+"""``torch.distributed`` as the engine: conformance, ``ddp_hook``, and what a failing rank does."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.launch import launch
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(150)]
+
+JOB = "tests/multiprocess/jobs/torch_ranks.py"
+long = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    ("what", "num_ranks"),
+    [
+        pytest.param("conform", 1, marks=long),
+        pytest.param("conform", 2, marks=long),
+        ("conform", 3),
+        pytest.param("conform", 4, marks=long),
+        pytest.param("ddp", 2, marks=long),
+        ("ddp", 3),
+    ],
+)
+def test_torch_ranks(what: str, num_ranks: int, tmp_path: Path) -> None:
+    done = launch(1, [JOB, what, str(num_ranks), str(tmp_path)], launcher="none", timeout_s=120)
+    assert done.returncode == 0, done.output[-6000:]
+    assert done.output.count("has finished") == num_ranks
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        pytest.param("kill", r"bucket 0 \(.*0\.weight.*\).*rank 1 .*has ended without", marks=long),
+        ("freeze", r"PeerError: bucket 0 \(.*0\.weight.*\).*rank 1 .* is frozen"),
+        pytest.param("raise", r"bucket 0 .*rank 1 .*has failed: RuntimeError: rank 1", marks=long),
+    ],
+)
+def test_a_failing_rank_ends_all_and_is_named(what: str, says: str, tmp_path: Path) -> None:
+    done = launch(1, [JOB, what, "3", str(tmp_path)], launcher="none", timeout_s=60)
+    ended_at = time.time()
+    assert done.returncode not in (0, None), done.output[-6000:]
+    assert re.search(says, done.output), done.output[-6000:]
+    fault = re.search(r"fault at ([\d.]+)", done.output)
+    assert fault is not None
+    assert ended_at - float(fault[1]) <= 20.0
