@@ -25,13 +25,19 @@ for those since the last commit, which are trained again.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from loft_hvd.errors import ArgumentError
-from loft_hvd.transport.horovod import ElasticNotices, horovod_module
+from loft_hvd.pipeline.allreduce import forget_exchanges
+from loft_hvd.transport.horovod import (
+    ElasticNotices,
+    HorovodTransport,
+    horovod_module,
+    restore_process_set,
+)
 from loft_hvd.transport.watched import close_heartbeats
 
 __all__ = ["State"]
@@ -47,6 +53,8 @@ class State:
         optimizer: a ``loft.DistributedOptimizer`` (or any optimizer), or None.
         balancer: the optimizer's balancer, or None.
         loader: a ``loft.DataLoader``, or None.
+        process_sets: every ``hvd.ProcessSet`` in use, in one order on all ranks; each is made
+            again for a new world, by rank numbers. It takes HOROVOD_DYNAMIC_PROCESS_SETS=1.
         fields: more models, optimizers or objects with ``state_dict``, and plain values such as
             ``epoch=0``; each becomes an attribute.
     """
@@ -58,6 +66,7 @@ class State:
         *,
         balancer: Any | None = None,
         loader: Any | None = None,
+        process_sets: Sequence[Any] = (),
         **fields: Any,
     ) -> None:
         if taken := sorted(name for name in fields if hasattr(type(self), name)):
@@ -66,6 +75,8 @@ class State:
         everything = {name: value for name, value in named.items() if value is not None} | fields
         self._hvd = horovod_module()
         self._notices = ElasticNotices()
+        self._process_sets = list(process_sets)
+        self._has_new_world = False
         self._callbacks: list[Callable[[], None]] = []
         self._objects: dict[str, Any] = {n: v for n, v in everything.items() if _is_stateful(v)}
         self._values = [name for name in everything if name not in self._objects]
@@ -104,7 +115,9 @@ class State:
     def on_reset(self) -> None:
         """Forget what belonged to the old world; called in the new one."""
         close_heartbeats()
+        forget_exchanges()
         self._notices.clear()
+        self._has_new_world = True
         for callback in self._callbacks:
             callback()
 
@@ -126,6 +139,11 @@ class State:
 
         The order is the same on every rank: what plans, then what reduces, then what they hold.
         """
+        if self._has_new_world:  # a rank that joins has just made its sets in the script
+            for process_set in self._process_sets:
+                restore_process_set(process_set)
+        self._has_new_world = False
+        HorovodTransport().open_heartbeat()
         for name in self._by_kind():
             begin_world = getattr(self._objects[name], "begin_world", None)
             if begin_world is not None:

@@ -48,13 +48,14 @@ class _DistributedOptimizer(Delegate):
         collect: Callable[[], GradientSet],
         *,
         settings: ReducerSettings,
-        transport: Transport | None,
+        find_transport: Callable[[], Transport | None],
         balancer: Balancer | None,
     ) -> None:
         super().__init__(optimizer)
         self._collect = collect
         self._settings = settings
-        self._transport = transport
+        self._find_transport = find_transport
+        self._transport = find_transport()
         self._balancer = balancer
         # Elastic ranks start at different times: they agree in ``begin_world``, all together.
         self._reducer = self._make_reducer(should_agree=not config().is_elastic)
@@ -104,6 +105,7 @@ class _DistributedOptimizer(Delegate):
         if self._reducer is not None:
             self._reducer.detach()
         self._optimizer.zero_grad(set_to_none=True)
+        self._transport = self._find_transport()
         self._reducer = self._make_reducer()
         self._is_synchronized = False
         self._waited_s = 0.0
@@ -297,10 +299,13 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - the name and the arguments ar
         _check_rules(found.rules, settings)
         return found
 
-    if transport is None and is_member(process_set):
-        transport = default_transport(process_set)
+    def find_transport() -> Transport | None:
+        if transport is not None or not is_member(process_set):
+            return transport
+        return default_transport(process_set)
+
     return _DistributedOptimizer(
-        optimizer, collect, settings=settings, transport=transport, balancer=balancer
+        optimizer, collect, settings=settings, find_transport=find_transport, balancer=balancer
     )
 
 

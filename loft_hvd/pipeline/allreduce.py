@@ -32,7 +32,7 @@ from loft_hvd.transport.agreement import digest, odd_ones
 from loft_hvd.transport.base import Transport, Work
 from loft_hvd.transport.default import default_transport
 
-__all__ = ["Handle", "allreduce", "allreduce_async"]
+__all__ = ["Handle", "allreduce", "allreduce_async", "forget_exchanges"]
 
 _POLL_S = 100e-6
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -58,6 +58,12 @@ class _Exchange:
 @functools.cache
 def _exchanges() -> weakref.WeakKeyDictionary[Transport, dict[str, _Exchange]]:
     return weakref.WeakKeyDictionary()
+
+
+def forget_exchanges() -> None:
+    """Drop all buffers, also of operations in flight: their world has ended."""
+    _exchanges().clear()
+    _kept_end.cache_clear()
 
 
 class Handle:

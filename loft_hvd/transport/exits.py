@@ -9,12 +9,14 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 
-__all__ = ["ProcessExit"]
+__all__ = ["ProcessExit", "kill_process"]
 
 _logger = logging.getLogger(__name__)
 
@@ -90,3 +92,12 @@ class ProcessExit:
         atexit.unregister(self._on_exit)
         if sys.excepthook is self._hook:
             sys.excepthook = self._previous_hook
+
+
+def kill_process(pid: int) -> None:
+    """End a frozen process of this host."""
+    _logger.error(
+        "killing process %d: it is frozen, and an elastic job recovers from its loss", pid
+    )
+    with suppress(OSError):  # it has ended, or is somebody else's
+        os.kill(pid, signal.SIGKILL)

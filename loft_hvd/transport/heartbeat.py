@@ -12,14 +12,12 @@ process is killed there by a rank of the same host, so that the job recovers fro
 from __future__ import annotations
 
 import logging
-import os
 import selectors
-import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 
 from loft_hvd.errors import TransportError
 from loft_hvd.transport.board import Board
@@ -30,7 +28,7 @@ from loft_hvd.transport.diagnosis import (
     Progress,
     Verdict,
 )
-from loft_hvd.transport.exits import ProcessExit
+from loft_hvd.transport.exits import ProcessExit, kill_process
 from loft_hvd.transport.star import Line, Link, process_state
 
 __all__ = ["Heartbeat"]
@@ -73,7 +71,7 @@ class Heartbeat:
         self._places = dict(places)
         self._place = own_place
         self._engine_is_down = engine_is_down
-        self._kill = _kill_process if kill is None else kill
+        self._kill = kill_process if kill is None else kill
         self._diagnosis = Diagnosis(rank, places, limits=settings.limits)
         self._has_verdict = threading.Event()
         self._verdict_at = 0.0
@@ -99,16 +97,19 @@ class Heartbeat:
             return self._diagnosis.late_for(0, self.board.progress())
         return self._late
 
-    def final_verdict(self) -> Verdict | None:
+    def final_verdict(self, *, at_once: bool = False) -> Verdict | None:
         """Return the verdict that ends waits: never in elastic mode, and not in its first moment.
 
         A wait that ends by it calls ``heard``.
+
+        Args:
+            at_once: also in its first moment, where the engine has failed already.
         """
         verdict = self.verdict
         if verdict is None or self.settings.is_elastic:
             return None
         age_s = time.monotonic() - self._verdict_at
-        return verdict if age_s >= self.settings.grace_s else None
+        return verdict if at_once or age_s >= self.settings.grace_s else None
 
     def heard(self) -> None:
         """Note that a wait raises the verdict: from here on the script is in charge."""
@@ -294,11 +295,3 @@ class Heartbeat:
             if unheard_s >= self.settings.leave_s and not self._engine_is_down():
                 self._exit.arm(self.verdict.text, since_s=unheard_s)
         self._exit.leave_if_due()
-
-
-def _kill_process(pid: int) -> None:
-    _logger.error(
-        "killing process %d: it is frozen, and an elastic job recovers from its loss", pid
-    )
-    with suppress(OSError):  # it has ended, or is somebody else's
-        os.kill(pid, signal.SIGKILL)

@@ -30,6 +30,7 @@ __all__ = [
     "is_member",
     "known_compression",
     "reduce_op_name",
+    "restore_process_set",
 ]
 
 _ALLTOALL_PARAMETERS = [
@@ -144,6 +145,22 @@ def known_compression(compression: Any) -> Any | None:
 def is_member(process_set: Any | None) -> bool:
     """Say whether this rank belongs to a process set; to None, all ranks do."""
     return process_set is None or bool(process_set.included())
+
+
+def restore_process_set(process_set: Any) -> None:
+    """Make a process set again in a new world; every rank calls it, members or not.
+
+    Raises:
+        ArgumentError: the new world lacks one of its ranks.
+    """
+    hvd = horovod_module()
+    if process_set.ranks and max(process_set.ranks) >= hvd.size():
+        raise ArgumentError(
+            f"the process set of ranks {process_set.ranks} does not fit the new world of "
+            f"{hvd.size()} ranks; start with a --min-np that keeps its ranks"
+        )
+    process_set.process_set_id = None  # of the old world
+    hvd.add_process_set(process_set)
 
 
 def _wire_view(tensor: Tensor) -> Tensor:

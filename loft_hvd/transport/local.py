@@ -19,10 +19,9 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from loft_hvd.errors import (
@@ -33,46 +32,11 @@ from loft_hvd.errors import (
     TransportTimeoutError,
 )
 from loft_hvd.transport.faults import Faults
+from loft_hvd.transport.operation import Operation
 
 __all__ = ["Faults", "LocalTransport", "LocalWorld", "run_ranks"]
 
 _T = TypeVar("_T")
-
-
-@dataclass
-class _Operation:
-    """One collective: what each rank brought, and who has taken its result."""
-
-    kind: str
-    sends: dict[int, Tensor] = field(default_factory=dict)
-    recvs: dict[int, Tensor] = field(default_factory=dict)
-    error: Exception | None = None
-    is_done: bool = False
-    arrives_at: float = 0.0  # when what the slowest rank sent is there
-
-    def complete(self, world_size: int) -> None:
-        """Move the bytes; called once, by the last rank to arrive."""
-        first = self.sends[0]
-        for rank, send in self.sends.items():
-            if send.dtype != first.dtype or send.numel() != first.numel():
-                self.error = MismatchError(
-                    f"{self.kind}: rank {rank} brought {send.numel()} values of {send.dtype}, "
-                    f"rank 0 {first.numel()} of {first.dtype}; all must be equal"
-                )
-                return
-        for rank, recv in self.recvs.items():
-            if self.kind == "alltoall":
-                shard = first.numel() // world_size
-                for peer in range(world_size):
-                    part = self.sends[peer][rank * shard : (rank + 1) * shard]
-                    recv[peer * shard : (peer + 1) * shard].copy_(part)
-            elif self.kind == "allgather":
-                for peer in range(world_size):
-                    recv[peer * first.numel() : (peer + 1) * first.numel()].copy_(self.sends[peer])
-            elif self.kind == "allreduce":
-                recv.copy_(torch.stack([self.sends[peer] for peer in range(world_size)]).sum(dim=0))
-            else:  # broadcast
-                recv.copy_(first)
 
 
 class LocalWorld:
@@ -100,7 +64,7 @@ class LocalWorld:
         self.clock = clock
         self._failure = ""
         self._changed = threading.Condition()
-        self._open: dict[str, _Operation] = {}
+        self._open: dict[str, Operation] = {}
         self._num_posted = [0] * world_size
         self._is_over = threading.Event()
 
@@ -142,7 +106,7 @@ class LocalWorld:
             self._is_over.wait()  # ended by ``end``: the world's owner has a limit
             raise PeerError(f"rank {rank} was told to stop at its operation {number}, {name!r}")
         with self._changed:
-            operation = self._open.setdefault(name, _Operation(kind))
+            operation = self._open.setdefault(name, Operation(kind))
             if operation.kind != kind or rank in operation.sends:
                 raise MismatchError(
                     f"rank {rank}: {kind} {name!r} cannot start, since {operation.kind} of that "
@@ -166,7 +130,7 @@ class _LocalWork:
     """One rank's view of an operation."""
 
     def __init__(
-        self, world: LocalWorld, operation: _Operation, rank: int, number: int, name: str
+        self, world: LocalWorld, operation: Operation, rank: int, number: int, name: str
     ) -> None:
         self.watch = _LocalWatch(world, rank)
         self._world = world

@@ -248,31 +248,34 @@ def _accept(
 ) -> tuple[dict[int, Link], dict[int, Place]]:
     links: dict[int, Link] = {}
     places: dict[int, Place] = {}
-    strangers: list[Link] = []
+    unknown: list[Link] = []
     until = time.monotonic() + timeout_s
     with selectors.DefaultSelector() as selector:
         selector.register(server, selectors.EVENT_READ)
         while len(links) < world_size - 1 and (left_s := until - time.monotonic()) > 0:
             for key, _ in selector.select(left_s):
-                if key.fileobj is server:
-                    link = Link(server.accept()[0])
-                    strangers.append(link)
-                    selector.register(link, selectors.EVENT_READ)
+                if not isinstance(key.fileobj, Link):
+                    unknown.append(Link(server.accept()[0]))
+                    selector.register(unknown[-1], selectors.EVENT_READ)
                     continue
-                assert isinstance(key.fileobj, Link)
                 link = key.fileobj
-                for line in link.receive()[:1]:
-                    secret, _, text = line.text.partition(" ")
-                    place = _place_of(text)
-                    is_ours = hmac.compare_digest(secret.encode(), str(token).encode())
-                    if is_ours and place and 0 < line.rank < world_size and line.kind == "hello":
-                        links[line.rank], places[line.rank] = link, place
-                        strangers.remove(link)
-                        link.send(Line("welcome", 0, 0.0, _describe(own)))
-                    selector.unregister(link)
-                if link.is_closed and link in strangers:
-                    with contextlib.suppress(KeyError):
-                        selector.unregister(link)
-    for link in strangers:
+                lines = link.receive()
+                if not lines and not link.is_closed:
+                    continue
+                selector.unregister(link)  # its first line decides
+                if lines and (place := _greeted(lines[0], world_size, token)) is not None:
+                    unknown.remove(link)
+                    links[lines[0].rank], places[lines[0].rank] = link, place
+                    link.send(Line("welcome", 0, 0.0, _describe(own)))
+    for link in unknown:
         link.close()
     return links, places
+
+
+def _greeted(line: Line, world_size: int, token: int) -> Place | None:
+    """Return where a rank runs that has said hello with the token, or None for strangers."""
+    secret, _, text = line.text.partition(" ")
+    is_ours = hmac.compare_digest(secret.encode(), str(token).encode())
+    if line.kind == "hello" and is_ours and 0 < line.rank < world_size:
+        return _place_of(text)
+    return None

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from loft_hvd.config import config
-from loft_hvd.errors import ArgumentTypeError, UsageError
+from loft_hvd.errors import ArgumentTypeError, TransportError, UsageError
 from loft_hvd.transport.agreement import digest
 from loft_hvd.transport.base import Work
 from loft_hvd.transport.heartbeat import Heartbeat
@@ -50,10 +50,14 @@ class _TorchWork:
         return not self._thread.is_alive()
 
     def finish(self) -> None:
-        """Raise the engine's own error if the operation failed."""
+        """Join the thread.
+
+        Raises:
+            TransportError: the operation failed; torch's own error is its cause.
+        """
         self._thread.join()
         if self._error is not None:
-            raise self._error
+            raise TransportError(f"torch.distributed: {self._error}") from self._error
 
 
 class TorchDistributedTransport:
@@ -123,8 +127,8 @@ class TorchDistributedTransport:
 
     def allreduce(self, buffer: Tensor, *, name: str) -> Work:
         """Sum in place, in rank order; see ``Transport.allreduce``."""
-        if buffer.dtype in (torch.bool,):
-            raise ArgumentTypeError(f"allreduce {name!r}: {buffer.dtype} cannot be summed")
+        if buffer.dtype == torch.bool:
+            raise ArgumentTypeError(f"allreduce {name!r}: truth values have no sum; send int64")
         summed = _on_cpu(buffer).view(-1)
         shards = summed.tensor_split(self.world_size)
         own = shards[self._rank]

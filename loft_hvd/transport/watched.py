@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 
 from loft_hvd.config import config
+from loft_hvd.errors import TransportError
 from loft_hvd.transport.base import Transport, Work, allgather_rows
 from loft_hvd.transport.diagnosis import HeartbeatSettings, Limits
 from loft_hvd.transport.heartbeat import Heartbeat
@@ -48,6 +49,9 @@ class _WatchedWork:
             self._work.finish()
         except Exception as error:
             self.watch.explain(error)
+            verdict = self.watch.final_verdict(at_once=True)
+            if isinstance(error, TransportError) and verdict is not None:  # ours, not Horovod's
+                raise verdict.error() from error
             raise
 
     def _end(self) -> None:

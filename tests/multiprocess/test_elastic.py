@@ -40,6 +40,7 @@ def run(folder: Path, what: str, **options: object) -> Finished:
             r"rank \d \(process \d+ on \S+\) has ended without a word",
             marks=pytest.mark.long,
         ),
+        pytest.param("sets", r"rank \d .* has ended without a word", marks=pytest.mark.long),
         ("freeze", r"rank \d \(process \d+ on \S+\) is frozen"),
         pytest.param(
             "raise", r"rank \d .* has failed: RuntimeError: rank \d raises", marks=pytest.mark.long

@@ -82,6 +82,17 @@ def test_without_a_heartbeat_the_wait_ends_at_its_limit_and_names_the_bucket(lau
     assert "waited 5 s for bucket 0 (" in done.output, done.output[-4000:]
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_rank_that_holds_its_interpreter_is_waited_for(launcher: str) -> None:
+    if not launcher_here(launcher):
+        pytest.skip("mpirun is not on PATH")
+    done = launch(3, [JOB, "hold", "1"], launcher=launcher, timeout_s=80)
+    assert done.returncode == 0, done.output[-6000:]
+    assert done.output.count("has finished") == 3
+    assert re.search(r"rank 1 .* runs, but has been silent for 1\d s", done.output), done.output
+
+
 def test_the_same_job_finishes_when_nothing_fails() -> None:
     done = launch(3, [JOB, "nothing", "1"], timeout_s=60)
     assert done.returncode == 0, done.output[-4000:]

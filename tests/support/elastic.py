@@ -43,6 +43,6 @@ def launch_elastic(
         launcher="elastic",
         options=options,
         timeout_s=timeout_s,
-        env={"HOROVOD_GLOO_TIMEOUT_SECONDS": "10"},
+        env={"HOROVOD_GLOO_TIMEOUT_SECONDS": "10", "HOROVOD_DYNAMIC_PROCESS_SETS": "1"},
         during=None if during is None else lambda: during(found),
     )

@@ -1,7 +1,8 @@
 """An elastic training job: ``elastic.py FOLDER WHAT``.
 
 At step 8 the rank on host 127.0.0.1 is killed ("kill"), frozen ("freeze") or raises ("raise"),
-once; with "mismatch" it has another model. With "join" ranks train until three are there.
+once; with "mismatch" it has another model; with "sets" it is killed, and only ranks 0 and 1 reduce
+gradients. With "join" ranks train until three are there.
 FOLDER takes the times of the fault and of the first step that the newest world has committed.
 """
 
@@ -32,7 +33,7 @@ def fail_once(folder: Path, what: str, state: Any) -> None:
     if not is_it or mark.exists():
         return
     mark.write_text(f"{time.time()} {hvd.rank()}")
-    if what == "kill":
+    if what in ("kill", "sets"):
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "freeze":
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -50,14 +51,23 @@ def main(folder: Path, what: str) -> None:
     x = torch.randn(NUM_SAMPLES, 3, generator=torch.Generator().manual_seed(1))
     numbers = torch.arange(NUM_SAMPLES)
     loader = loft.DataLoader(TensorDataset(x, numbers), balancer, seed=5)
+    sets = [hvd.add_process_set([0, 1])] if what == "sets" else []
     optimizer = loft.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
         model.named_parameters(),
         rule=loft.Median(),
-        balancer=balancer,
+        balancer=None if sets else balancer,
+        process_set=sets[0] if sets else None,
     )
     state = loft.elastic.State(
-        model, optimizer, balancer=balancer, loader=loader, epoch=0, step=0, trained=[]
+        model,
+        optimizer,
+        balancer=balancer,
+        loader=loader,
+        process_sets=sets,
+        epoch=0,
+        step=0,
+        trained=[],
     )
 
     @hvd.elastic.run  # type: ignore[untyped-decorator]  # Horovod has no types
@@ -72,6 +82,8 @@ def main(folder: Path, what: str) -> None:
                 optimizer.zero_grad()
                 model(inputs).square().mean().backward()
                 optimizer.step()
+                if sets and optimizer.rank < 0:
+                    assert hvd.rank() == 2
                 rows = hvd.allgather_object(which[: loader.local_batch_size].tolist())
                 state.trained.append([number for row in rows for number in row])
                 state.step += 1

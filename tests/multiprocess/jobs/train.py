@@ -3,11 +3,13 @@
 At step 5 rank RANK is killed ("kill"), stops answering ("freeze", or "freeze-foreign" while the
 others wait in a call of Horovod's own), raises in its backward pass ("raise") or in a hook
 ("raise-hook"), leaves without a word ("leave"), or steps two optimizers the other way round
-("order"). With "shape" its model differs from the start.
+("order"). With "shape" its model differs from the start. With "hold" nothing is wrong: the rank
+holds the Python interpreter for long, as some calls do, and the others must wait for it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -49,6 +51,8 @@ def at_once(what: str) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     if what == "leave":
         sys.exit(3)
+    if what == "hold":
+        ctypes.PyDLL(None).sleep(13)  # unlike CDLL, PyDLL keeps the interpreter's lock
 
 
 def trainer(what: str) -> tuple[Any, Callable[[bool], None]]:
