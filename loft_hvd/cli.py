@@ -83,6 +83,21 @@ def _simulate(scenario: str, *, json_file: str | None, plot_file: str | None) ->
     return 0
 
 
+def _compare(num_clusters: int, *, seed: int, json_file: str | None) -> int:
+    """Run all policies on random clusters, print what LOFT gains; return the exit status."""
+    from rich.progress import track
+
+    from loft_hvd.simulate.compare import compare, summarise, summary_rows
+
+    seeds = range(seed, seed + num_clusters)
+    summary = summarise(list(track(compare(seeds), "random clusters", num_clusters)))
+    _print_table(summary_rows(summary))
+    print(f"worst against the best policy of a cluster: +{100 * summary['worst_excess']:.1f} %")
+    if json_file is not None:
+        Path(json_file).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
 def _print_table(rows: Sequence[Sequence[str]]) -> None:
     """Print a header and rows; the first column holds names, the others numbers."""
     from rich.console import Console
@@ -133,11 +148,17 @@ def build_app() -> typer.Typer:
 
     @app.command("simulate")
     def _simulate_command(
-        scenario: str = typer.Argument(help="A scenario, a TOML file."),
+        scenario: str = typer.Argument(None, help="A scenario, a TOML file."),
+        clusters: int = typer.Option(0, "--random", min=0, help="So many random clusters instead."),
+        seed: int = typer.Option(0, min=0, help="Of the first random cluster."),
         json_file: str = typer.Option(None, "--json", metavar="FILE", help="Write all of it."),
         plot_file: str = typer.Option(None, "--plot", metavar="FILE", help="Draw it, as a PNG."),
     ) -> None:
-        """Run balancing policies on a made-up cluster, beside the best sizes there are."""
+        """Run balancing policies on made-up clusters, beside the best sizes there are."""
+        if (scenario is None) == (clusters == 0) or (clusters and plot_file):
+            raise typer.BadParameter("name a scenario, or ask for --random N (which has no plot)")
+        if clusters:
+            raise typer.Exit(_compare(clusters, seed=seed, json_file=json_file))
         raise typer.Exit(_simulate(scenario, json_file=json_file, plot_file=plot_file))
 
     return app

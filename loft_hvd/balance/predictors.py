@@ -93,6 +93,7 @@ class Narx:
     ring = 64
     epochs = 12  # training steps on the whole ring for each new interval
     least_rows = 16
+    _with_gaps = ("window", "rows", "targets", "scale")  # arrays that may hold NaN
 
     def __init__(self, world_size: int, *, seed: int = 0) -> None:
         rng = np.random.default_rng(seed)
@@ -183,12 +184,37 @@ class Narx:
             weight -= rate * mean / (np.sqrt(square) + 1e-8)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the averages; the network learns anew from the intervals that follow."""
-        return self._plain.state_dict()
+        """Return averages, networks and the past they learn from, JSON-able: a few 1,000 a rank."""
+        return {
+            "plain": self._plain.state_dict(),
+            "weights": [weight.tolist() for weight in self._weights],
+            "moments": [[moment.tolist() for moment in pair] for pair in self._moments],
+            "num_updates": self._num_updates,
+            "usable": self._usable.tolist(),
+            "misses": self._misses.tolist(),
+            **{name: _listed(getattr(self, f"_{name}")) for name in self._with_gaps},
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken."""
-        self._plain.load_state_dict(state)
+        """Go on where ``state_dict`` was taken: the next predictions are the same."""
+        self._plain.load_state_dict(state["plain"])
+        self._weights = [np.array(weight) for weight in state["weights"]]
+        self._moments = [[np.array(moment) for moment in pair] for pair in state["moments"]]
+        self._num_updates = int(state["num_updates"])
+        self._misses = np.array(state["misses"])
+        num_ranks = len(self._scale)
+        self._usable = np.array(state["usable"], dtype=bool).reshape(-1, num_ranks)
+        for name in self._with_gaps:
+            shape = (-1, *getattr(self, f"_{name}").shape[1:])
+            setattr(self, f"_{name}", np.array(state[name], dtype=np.float64).reshape(shape))
+
+
+def _listed(values: Floats) -> list[Any]:
+    """Return nested lists with None for NaN, which JSON does not know."""
+    listed = values.astype(object)
+    listed[np.isnan(values)] = None
+    nested: list[Any] = listed.tolist()
+    return nested
 
 
 PREDICTORS: dict[str, type[ExponentialAverage] | type[Narx]] = {

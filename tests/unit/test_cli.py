@@ -132,6 +132,26 @@ def test_simulate_prints_every_policy_and_writes_json_and_plot(
     assert picture.read_bytes()[:4] == b"\x89PNG"
 
 
+def test_simulate_compares_policies_over_random_clusters(app: typer.Typer, tmp_path: Path) -> None:
+    found = tmp_path / "gains.json"
+    result = CliRunner().invoke(
+        app, ["simulate", "--random", "2", "--seed", "5", "--json", str(found)]
+    )
+    assert result.exit_code == 0, result.output
+    summary = json.loads(found.read_text())
+    assert [cluster["seed"] for cluster in summary["clusters"]] == [5, 6]
+    for rival, gains in summary["gain"].items():
+        assert gains == sorted(gains)
+        assert f"{100 * gains[0]:.1f}" in result.output, rival
+        means = [cluster["mean_step_s"] for cluster in summary["clusters"]]
+        assert gains[-1] == max(1 - mean["loft"] / mean[rival] for mean in means)
+
+
+def test_simulate_wants_a_scenario_or_random_clusters(app: typer.Typer) -> None:
+    assert CliRunner().invoke(app, ["simulate"]).exit_code == 2
+    assert CliRunner().invoke(app, ["simulate", "a.toml", "--random", "2"]).exit_code == 2
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [(None, "cannot be read"), ("speed = 3", "['speed']"), ("name = ", "slow.toml")],

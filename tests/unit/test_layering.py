@@ -99,6 +99,7 @@ _LAYERS = {
     "simulate/draw.py": 4,
     "simulate/build.py": 4,
     "simulate/run.py": 6,
+    "simulate/compare.py": 7,
     "simulate/plots.py": 6,
     "delegate.py": 1,
     "parameters.py": 3,

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
 from loft_hvd.balance.controller import POLICIES, Controller, make_policy
 from loft_hvd.balance.latency import StepModel
-from loft_hvd.balance.predictors import ExponentialAverage, Last, Narx, Predictor
+from loft_hvd.balance.predictors import (
+    PREDICTORS,
+    ExponentialAverage,
+    Last,
+    Narx,
+    Predictor,
+)
 from loft_hvd.errors import ArgumentError, PlanError
 from tests.support.clusters import drive
 
@@ -50,6 +58,20 @@ def test_narx_is_never_much_worse_than_the_average(seed: int, kind: str) -> None
         speeds = 1000 * np.random.default_rng(seed).normal(1, 0.05, speeds.shape)
     narx, plain = errors_of(Narx(4), speeds, use), errors_of(ExponentialAverage(4), speeds, use)
     assert narx <= 1.05 * plain, f"{narx:.4f} against {plain:.4f}"
+
+
+@pytest.mark.parametrize("kind", sorted(PREDICTORS))
+@pytest.mark.parametrize("stop", [0, 2, 10, 90])
+def test_a_resumed_predictor_predicts_the_same(kind: str, stop: int) -> None:
+    speeds, use = loaded_speeds(3, is_informative=True)
+    whole, first, second = (PREDICTORS[kind](speeds.shape[1]) for _ in range(3))
+    for row in range(110):
+        valid = np.arange(speeds.shape[1]) != row % 7
+        if row == stop:
+            second.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
+        whole.observe(speeds[row], use[row], valid)
+        (first if row < stop else second).observe(speeds[row], use[row], valid)
+    np.testing.assert_array_equal(second.predict(), whole.predict())
 
 
 def test_last_predicts_the_last_speed() -> None:
