@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from loft_hvd.transport.diagnosis import Progress
+from loft_hvd.transport.progress import Progress, key_of
 
 __all__ = ["Board"]
 
@@ -24,21 +24,23 @@ class Board:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._names: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
+        self._in_flight: set[tuple[str, int]] = set()
         self._waits: dict[int, float] = {}
         self._tickets = itertools.count()
 
-    def posted(self, name: str) -> None:
-        """Note an operation that has been started."""
+    def posted(self, name: str) -> tuple[str, int]:
+        """Note an operation that has been started; returns it, to be given to ``ended``."""
         with self._lock:
-            self._names[name] += 1
+            self._counts[name] += 1
+            operation = name, self._counts[name]
+            self._in_flight.add(operation)
+        return operation
 
-    def ended(self, name: str) -> None:
+    def ended(self, operation: tuple[str, int]) -> None:
         """Note that it has ended, well or badly."""
         with self._lock:
-            self._names[name] -= 1
-            if self._names[name] <= 0:
-                del self._names[name]
+            self._in_flight.discard(operation)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -56,7 +58,8 @@ class Board:
         """Return how far this rank has come."""
         with self._lock:
             since = min(self._waits.values(), default=None)
-            names = frozenset(self._names)
+            in_flight = frozenset(self._in_flight)
+            counts = {key_of(name): count for name, count in self._counts.items()}
         # A wait that has only begun is a wait: 0 means none.
         waited_s = 0.0 if since is None else max(self._clock() - since, 1e-3)
-        return Progress(waited_s, names)
+        return Progress(waited_s, in_flight, counts)

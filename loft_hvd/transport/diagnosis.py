@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from loft_hvd.errors import LoftError, MismatchError, PeerError
+from loft_hvd.transport.progress import Progress, blocked_by, find_stall
 
-__all__ = ["Diagnosis", "HeartbeatSettings", "Limits", "Place", "Progress", "Verdict"]
+__all__ = ["Diagnosis", "HeartbeatSettings", "Limits", "Place", "Verdict"]
 
 _STOPPED = "T"
 _GONE = ("X", "Z")
@@ -36,19 +37,6 @@ class Place:
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a rank has come.
-
-    Attributes:
-        waited_s: seconds that it has been waiting for other ranks; 0 where it does not wait.
-        names: its operations in flight.
-    """
-
-    waited_s: float = 0.0
-    names: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -78,11 +66,13 @@ class Limits:
         suspect_s: silence after which a peer's process is looked at.
         silent_s: silence that ends the job where nobody can look at the process.
         stall_s: how long all ranks wait for different operations before it is a mismatch.
+        confirm_s: how long that must stay as it is; more than two beats.
     """
 
     suspect_s: float = 3.0
     silent_s: float = 10.0
     stall_s: float = 5.0
+    confirm_s: float = 2.5
 
 
 @dataclass(frozen=True)
@@ -138,6 +128,8 @@ class Diagnosis:
         self._rank = rank
         self._limits = Limits() if limits is None else limits
         self._clock = clock
+        self._stalled: dict[int, frozenset[tuple[str, int]]] | None = None
+        self._stalled_at = clock()
         self._peers = {peer: _Peer(place, clock()) for peer, place in places.items()}
 
     # What is heard.
@@ -208,17 +200,9 @@ class Diagnosis:
         for rank in self.suspects():
             if (verdict := self._judge_silent(rank, is_awaited=waited_s > 0)) is not None:
                 return verdict
-        if waited_s >= self._limits.stall_s:
-            for rank, peer in self._peers.items():
-                if peer.has_left:
-                    return Verdict(
-                        rank,
-                        f"rank {rank} ({peer.place}) has ended its script while others wait for "
-                        "it; every rank must take the same number of steps",
-                    )
-        if len(live) == len(self._peers) + 1:
-            return self._judge_stall(live)
-        return None
+        if (verdict := self._judge_left(live)) is not None:
+            return verdict
+        return self._judge_stall(live) if len(live) == len(self._peers) + 1 else None
 
     def _judge_silent(self, rank: int, *, is_awaited: bool) -> Verdict | None:
         peer = self._peers[rank]
@@ -241,37 +225,53 @@ class Diagnosis:
             )
         return None
 
+    def _judge_left(self, live: Mapping[int, Progress]) -> Verdict | None:
+        """Find a rank that has ended before it started what another one waits for."""
+        gone = {rank: peer.progress for rank, peer in self._peers.items() if peer.has_left}
+        for progress in live.values():
+            if progress.waited_s < self._limits.stall_s:
+                continue
+            for operation in sorted(progress.in_flight):
+                for rank in blocked_by(operation, gone):
+                    return Verdict(
+                        rank,
+                        f"rank {rank} ({self._peers[rank].place}) has ended its script while "
+                        f"others wait for it in {operation[0]!r}; every rank must take the same "
+                        "number of steps",
+                    )
+        return None
+
     def _judge_stall(self, live: Mapping[int, Progress]) -> Verdict | None:
-        """Find ranks that all wait, but for operations that they do not share."""
-        if any(not p.names or p.waited_s < self._limits.stall_s for p in live.values()):
+        """Find ranks that all wait, for operations that others lack, and have done so for long."""
+        waits = find_stall(live, waited_s=self._limits.stall_s)
+        signature = {rank: progress.in_flight for rank, progress in live.items()}
+        if waits is None or signature != self._stalled:
+            self._stalled = None if waits is None else signature
+            self._stalled_at = self._clock()
+        if waits is None or self._clock() - self._stalled_at < self._limits.confirm_s:
             return None
-        if frozenset.intersection(*(progress.names for progress in live.values())):
-            return None
-        first = {rank: min(progress.names) for rank, progress in sorted(live.items())}
-        waits = list(first.values())
-        common = max(waits, key=lambda name: (waits.count(name), -waits.index(name)))
-        odd = [rank for rank, name in first.items() if name != common]
-        rest = [rank for rank in first if rank not in odd]
+        names = list(waits.values())
+        common = max(names, key=lambda name: (names.count(name), -names.index(name)))
+        odd = [rank for rank, name in waits.items() if name != common] or list(waits)[1:]
+        rest = [rank for rank in waits if rank not in odd]
         return Verdict(
             odd[0],
-            f"ranks take other steps: ranks {odd} wait for {first[odd[0]]!r} while ranks {rest} "
+            f"ranks take other steps: ranks {odd} wait for {waits[odd[0]]!r} while ranks {rest} "
             f"wait for {common!r}; use optimizers, steps and collectives in the same order on "
             "every rank",
             is_mismatch=True,
         )
 
     def late_for(self, rank: int, own: Progress) -> list[int]:
-        """Return the ranks that have nothing in flight of what ``rank`` has, and so are awaited.
+        """Return the ranks that have not started what a rank has in flight, and so are awaited.
 
         Args:
             rank: a peer, or this rank.
             own: this rank's progress.
         """
         every = {peer: known.progress for peer, known in self._peers.items()} | {self._rank: own}
-        wanted = every.pop(rank).names
-        return [
-            r for r, progress in sorted(every.items()) if wanted and not wanted & progress.names
-        ]
+        in_flight = every.pop(rank).in_flight
+        return sorted({late for operation in in_flight for late in blocked_by(operation, every)})
 
     def held(self) -> list[str]:
         """Return a warning for each peer that runs but has been silent for long, once each."""

@@ -25,17 +25,16 @@ from loft_hvd.transport.diagnosis import (
     Diagnosis,
     HeartbeatSettings,
     Place,
-    Progress,
     Verdict,
 )
 from loft_hvd.transport.exits import ProcessExit, kill_process
-from loft_hvd.transport.star import Line, Link, process_state
+from loft_hvd.transport.progress import Progress
+from loft_hvd.transport.star import MAX_TEXT, Line, Link, process_state
 
 __all__ = ["Heartbeat"]
 
 _logger = logging.getLogger(__name__)
 _EXPLAIN_S = 1.0
-_MAX_NAMES = 1400
 _ENGINE_ERRORS = ("HorovodInternalError", "HostsUpdatedInterrupt")
 
 
@@ -146,6 +145,7 @@ class Heartbeat:
         """
         if self._is_closed:
             return
+        self._beat()  # what this rank has done, for those who still wait
         for link in self._links.values():
             link.send(Line("left", self.rank))
         if self._exit is not None:
@@ -205,11 +205,10 @@ class Heartbeat:
 
     def _handle(self, peer: int, line: Line) -> None:
         words = list(filter(None, line.text.split("|")))
-        if line.kind == "beat" and peer == 0:
-            self._diagnosis.heard(0, Progress(line.seconds))
+        if line.kind == "beat":
+            self._diagnosis.heard(peer, Progress.decode(line.seconds, line.text))
+        elif line.kind == "late" and peer == 0:
             self._late = [int(word) for word in words if word.isdecimal()]
-        elif line.kind == "beat":
-            self._diagnosis.heard(peer, Progress(line.seconds, frozenset(words)))
         elif line.kind == "left":
             self._diagnosis.left(peer)
         elif line.kind == "failed":
@@ -224,14 +223,12 @@ class Heartbeat:
 
     def _beat(self) -> None:
         progress = self.board.progress()
+        text = progress.encode(MAX_TEXT)
         for rank, link in self._links.items():
-            if self.rank == 0:
-                words = [str(late) for late in self._diagnosis.late_for(rank, progress)]
-            else:
-                words = sorted(progress.names)
-            text = "|".join(words)
-            text = text if len(text) <= _MAX_NAMES else ""  # none rather than some
             link.send(Line("beat", self.rank, progress.waited_s, text))
+            if self.rank == 0:
+                late = self._diagnosis.late_for(rank, progress)
+                link.send(Line("late", 0, 0.0, "|".join(map(str, late))))
 
     # Silent ranks.
 

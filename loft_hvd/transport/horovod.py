@@ -238,6 +238,8 @@ class HorovodTransport:
         return False
 
     def _watched(self, handle: int, name: str, copy_to: Tensor | None = None) -> Work:
+        if heartbeat_of(self._world) is None:
+            name = f"*{name}"  # the heartbeat is of all ranks, the operation of some
         return watched(_HorovodWork(self._hvd, handle, copy_to=copy_to), name, self.watch)
 
     def alltoall(self, send: Tensor, recv: Tensor, *, name: str) -> Work:

@@ -27,14 +27,14 @@ import torch
 from loft_hvd.transport.base import Transport, wait_for
 from loft_hvd.transport.diagnosis import Place
 
-__all__ = ["Line", "Link", "open_links", "own_place", "process_state"]
+__all__ = ["MAX_TEXT", "Line", "Link", "open_links", "own_place", "process_state"]
 
-_MAX_TEXT = 1500
-_MAX_LINE = 4096
+MAX_TEXT = 12_000
+_MAX_LINE = 16_384
 _MAX_ADDRESSES = 16
 _SIOCGIFADDR = 0x8915
 _CONNECT_S = 2.0
-_KINDS = ("hello", "welcome", "beat", "left", "failed", "verdict", "look", "state", "kill")
+_KINDS = ("hello", "welcome", "beat", "late", "left", "failed", "verdict", "look", "state", "kill")
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Line:
         kind: one of a few words.
         rank: the rank it is about.
         seconds: a number of seconds.
-        text: at most 1500 characters.
+        text: at most 12,000 characters.
     """
 
     kind: str
@@ -55,7 +55,7 @@ class Line:
 
     def encode(self) -> bytes:
         """Return the line's bytes, with its end."""
-        text = " ".join(self.text[:_MAX_TEXT].split("\n"))
+        text = " ".join(self.text[:MAX_TEXT].split("\n"))
         return f"{self.kind} {self.rank} {self.seconds:.3f} {text}\n".encode(errors="replace")
 
     @classmethod
@@ -65,7 +65,7 @@ class Line:
         if len(parts) != 4 or parts[0] not in _KINDS:
             return None
         try:
-            return cls(parts[0], int(parts[1]), float(parts[2]), parts[3][:_MAX_TEXT])
+            return cls(parts[0], int(parts[1]), float(parts[2]), parts[3][:MAX_TEXT])
         except ValueError:
             return None
 
@@ -95,7 +95,7 @@ class Link:
         try:
             while data := self._socket.recv(_MAX_LINE):
                 self._received += data
-                if len(self._received) > 16 * _MAX_LINE:
+                if len(self._received) > 8 * _MAX_LINE:
                     break
             else:
                 self.is_closed = True

@@ -26,10 +26,9 @@ class _WatchedWork:
 
     def __init__(self, work: Work, name: str, heartbeat: Heartbeat) -> None:
         self._work = work
-        self._name = name
         self.watch = heartbeat
         self._is_posted = True
-        heartbeat.board.posted(name)
+        self._operation = heartbeat.board.posted(name)
 
     def done(self) -> bool:
         """Say whether the operation has ended, or never will."""
@@ -57,7 +56,7 @@ class _WatchedWork:
     def _end(self) -> None:
         if self._is_posted:
             self._is_posted = False
-            self.watch.board.ended(self._name)
+            self.watch.board.ended(self._operation)
 
 
 @functools.cache

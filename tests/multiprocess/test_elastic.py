@@ -40,7 +40,6 @@ def run(folder: Path, what: str, **options: object) -> Finished:
             r"rank \d \(process \d+ on \S+\) has ended without a word",
             marks=pytest.mark.long,
         ),
-        pytest.param("sets", r"rank \d .* has ended without a word", marks=pytest.mark.long),
         ("freeze", r"rank \d \(process \d+ on \S+\) is frozen"),
         pytest.param(
             "raise", r"rank \d .* has failed: RuntimeError: rank \d raises", marks=pytest.mark.long
@@ -72,16 +71,15 @@ def test_a_model_that_differs_ends_the_job_instead_of_being_tried_again(tmp_path
 
 
 @pytest.mark.long
-def test_a_rank_that_joins_late_takes_part(tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["join", "join-sets"])
+def test_a_rank_that_joins_late_takes_part(what: str, tmp_path: Path) -> None:
     def add_host(found: Path) -> None:
         until = time.monotonic() + 60
         while not (tmp_path / "recovered").exists() and time.monotonic() < until:
             time.sleep(0.2)  # until the two ranks train
         found.write_text("localhost:2\n127.0.0.1:1\n")
 
-    done = run(
-        tmp_path, "join", hosts=["localhost:2"], num_ranks=2, during=add_host, timeout_s=120.0
-    )
+    done = run(tmp_path, what, hosts=["localhost:2"], num_ranks=2, during=add_host, timeout_s=120.0)
     assert done.returncode == 0, done.output[-6000:]
     assert "rank 0 of 2 goes on at step 0" in done.output
     assert len(re.findall(r"rank \d of 3 goes on at step [1-9]\d*", done.output)) == 3

@@ -11,13 +11,22 @@ import torch
 
 from loft_hvd.errors import MismatchError, PeerError, TransportError
 from loft_hvd.transport.base import locate, wait_for
-from loft_hvd.transport.diagnosis import Diagnosis, HeartbeatSettings, Limits, Place, Progress
+from loft_hvd.transport.diagnosis import Diagnosis, HeartbeatSettings, Limits, Place
 from loft_hvd.transport.heartbeat import Heartbeat
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
+from loft_hvd.transport.progress import Progress, key_of
 from loft_hvd.transport.star import Line, Link, open_links, own_place, process_state
 from loft_hvd.transport.watched import watched
 
-WAITING = Progress(1.0, frozenset({"a"}))
+
+def at(waited_s: float, in_flight: str = "", started: str | None = None) -> Progress:
+    """Return a progress; each letter of in_flight is an operation, as often as in started."""
+    counts = {key_of(name): (started or in_flight).count(name) for name in started or in_flight}
+    flying = frozenset((name, counts[key_of(name)]) for name in in_flight)
+    return Progress(waited_s, flying, counts)
+
+
+WAITING = at(1.0, "a")
 
 
 class Clock:
@@ -52,7 +61,7 @@ def test_ranks_that_beat_are_left_in_peace(diagnosis: Diagnosis, clock: Clock) -
         clock.now += 1.0
         hear(diagnosis, 1, 2, progress=WAITING)
         assert diagnosis.suspects() == []
-        assert diagnosis.judge(Progress(50.0, frozenset({"a"}))) is None
+        assert diagnosis.judge(at(50.0, "a")) is None
 
 
 @pytest.mark.parametrize(
@@ -129,53 +138,86 @@ def test_an_end_without_good_bye_is_a_verdict_and_with_it_is_none(diagnosis: Dia
 
 
 def test_a_rank_that_left_while_others_wait_is_named(diagnosis: Diagnosis) -> None:
+    diagnosis.heard(2, at(0.0, "", "ab"))
     diagnosis.left(2)
-    assert diagnosis.judge(Progress(4.9)) is None
-    verdict = diagnosis.judge(Progress(5.0))
+    assert diagnosis.judge(at(4.9, "b", "abb")) is None
+    assert diagnosis.judge(at(50.0, "b", "ab")) is None  # it did its part; the link is slow
+    verdict = diagnosis.judge(at(5.0, "b", "abb"))
     assert verdict is not None
     assert verdict.rank == 2
-    assert "has ended its script while others wait" in verdict.text
+    assert "has ended its script while others wait for it in 'b'" in verdict.text
 
 
 @pytest.mark.parametrize(
-    ("names", "waited_s", "odd"),
+    ("ranks", "odd"),
     [
-        (["a", "b", "a"], 5.0, [1]),
-        (["a", "b", "b"], 5.0, [0]),
-        (["a", "b", "a"], 4.9, None),
-        (["a", "a", "a"], 50.0, None),
-        (["ab", "bc", "b"], 50.0, None),  # b is in flight everywhere
-        (["ab", "bc", "ac"], 50.0, [1]),
-        (["a", "", "a"], 50.0, None),  # rank 1 still computes
+        ([at(5.0, "a"), at(5.0, "b"), at(5.0, "a")], [1]),
+        ([at(5.0, "a"), at(5.0, "b"), at(5.0, "b")], [0]),
+        ([at(5.0, "a"), at(4.9, "b"), at(5.0, "a")], None),
+        ([at(50.0, "a")] * 3, None),
+        # Rank 1 has done its part of a and gone on to b: the others' link is slow.
+        ([at(50.0, "a"), at(50.0, "b", "ab"), at(50.0, "a")], None),
+        ([at(50.0, "ab"), at(50.0, "bc"), at(50.0, "b")], None),  # b is on its way
+        ([at(50.0, "ab"), at(50.0, "bc"), at(50.0, "ca")], [1]),
+        ([at(50.0, "a"), at(0.0), at(50.0, "a")], None),  # rank 1 still computes
+        # One rank is a step behind, in the same operation: not the same number of them.
+        ([at(50.0, "a", "aab"), at(50.0, "b", "abb"), at(50.0, "a", "aab")], [1]),
+        ([at(50.0, "*a"), at(50.0, "*b"), at(50.0, "*a")], None),  # of some ranks only
+        ([at(50.0, "a"), Progress(50.0, frozenset({("b", 1)})), at(50.0, "a")], None),
     ],
 )
-def test_all_waiting_for_different_operations_is_a_mismatch(
-    names: list[str], waited_s: float, odd: list[int] | None, diagnosis: Diagnosis
+def test_all_waiting_for_what_others_lack_is_a_mismatch(
+    ranks: list[Progress], odd: list[int] | None, diagnosis: Diagnosis, clock: Clock
 ) -> None:
-    progress = [Progress(waited_s if each else 0.0, frozenset(each)) for each in names]
     for rank in (1, 2):
-        diagnosis.heard(rank, progress[rank])
-    verdict = diagnosis.judge(progress[0])
+        diagnosis.heard(rank, ranks[rank])
+    assert diagnosis.judge(ranks[0]) is None  # it may pass
+    clock.now += 2.6
+    verdict = diagnosis.judge(ranks[0])
     assert (verdict is None) == (odd is None)
     if verdict is not None:
         assert f"ranks {odd} wait for" in verdict.text
         assert isinstance(verdict.error(), MismatchError)
 
 
-def test_late_ranks_have_nothing_of_what_is_waited_for(diagnosis: Diagnosis) -> None:
-    diagnosis.heard(1, Progress(0.0, frozenset({"z"})))
-    diagnosis.heard(2, Progress(2.0, frozenset({"a", "b"})))
+def test_a_stall_that_moves_is_none(diagnosis: Diagnosis, clock: Clock) -> None:
+    for step in range(1, 20):
+        mine, theirs = at(50.0, "a", "a" * step), at(50.0, "b", "b" * step)
+        hear(diagnosis, 1, 2, progress=theirs)
+        assert diagnosis.judge(mine) is None
+        clock.now += 2.0
+
+
+def test_late_ranks_have_not_started_what_is_waited_for(diagnosis: Diagnosis) -> None:
+    diagnosis.heard(1, at(0.0, "", "z"))
+    diagnosis.heard(2, at(2.0, "b", "ab"))
     assert diagnosis.late_for(0, WAITING) == [1]
-    assert diagnosis.late_for(2, WAITING) == [1]
+    assert diagnosis.late_for(2, WAITING) == [0, 1]
     assert diagnosis.late_for(0, Progress()) == []
 
 
-@pytest.mark.parametrize("text", ["", "a b  c", "line\nbreak", "ü" * 10, "x" * 5000])
+@pytest.mark.parametrize("progress", [Progress(2.0), at(2.0, "ab#c", "abb#c"), at(2.0, "", "x")])
+def test_progress_travels_as_text(progress: Progress) -> None:
+    back = Progress.decode(2.0, progress.encode(1000))
+    assert back.in_flight == progress.in_flight
+    assert back.counts == (progress.counts or {})
+
+
+@pytest.mark.parametrize("text", ["", "x", "a#b;", "a#1;k=v", ";;;="])
+def test_progress_that_does_not_parse_tells_nothing(text: str) -> None:
+    assert Progress.decode(2.0, text) == Progress(2.0)
+
+
+def test_progress_that_is_too_long_tells_nothing() -> None:
+    assert at(2.0, "abc").encode(5) == ""
+
+
+@pytest.mark.parametrize("text", ["", "a b  c", "line\nbreak", "ü" * 10, "x" * 20_000])
 def test_lines_keep_their_words_and_their_limit(text: str) -> None:
     data = Line("failed", 3, 1.5, text).encode()
     assert data.count(b"\n") == 1
     line = Line.parse(data[:-1])
-    assert line == Line("failed", 3, 1.5, text[:1500].replace("\n", " "))
+    assert line == Line("failed", 3, 1.5, text[:12_000].replace("\n", " "))
 
 
 @pytest.mark.parametrize(
@@ -188,7 +230,7 @@ def test_what_does_not_parse_is_dropped(data: bytes) -> None:
 def test_a_stranger_that_sends_no_lines_is_cut_off() -> None:
     ours, theirs = socket.socketpair()
     link = Link(ours)
-    theirs.sendall(b"x" * 20_000)
+    theirs.sendall(b"x" * 40_000)
     assert link.receive() == []
     assert link.is_closed
     theirs.close()
@@ -244,7 +286,7 @@ def test_a_rank_that_fails_ends_the_wait_of_the_other_with_its_error(pair: Pair)
     second.report(ValueError("what it was"))
     with pytest.raises(PeerError, match=r"the sum: rank 1 .* has failed: ValueError: what it was"):
         wait_for(watched(work, "x", first), what="the sum", timeout_s=10)
-    assert first.board.progress().names == frozenset()
+    assert first.board.progress().in_flight == frozenset()
 
 
 @pytest.mark.parametrize("error", [PeerError("of another"), TransportError("of the wire")])

@@ -44,6 +44,7 @@ _LAYERS = {
     "transport/horovod.py": 2,
     "transport/local.py": 2,
     "transport/operation.py": 1,
+    "transport/progress.py": 1,
     "transport/star.py": 2,
     "transport/torch_distributed.py": 2,
     "transport/watched.py": 2,

@@ -1,8 +1,8 @@
 """An elastic training job: ``elastic.py FOLDER WHAT``.
 
 At step 8 the rank on host 127.0.0.1 is killed ("kill"), frozen ("freeze") or raises ("raise"),
-once; with "mismatch" it has another model; with "sets" it is killed, and only ranks 0 and 1 reduce
-gradients. With "join" ranks train until three are there.
+once; with "mismatch" it has another model. With "join" ranks train until three are there; with
+"join-sets" too, and only ranks 0 and 1 reduce gradients.
 FOLDER takes the times of the fault and of the first step that the newest world has committed.
 """
 
@@ -33,7 +33,7 @@ def fail_once(folder: Path, what: str, state: Any) -> None:
     if not is_it or mark.exists():
         return
     mark.write_text(f"{time.time()} {hvd.rank()}")
-    if what in ("kill", "sets"):
+    if what == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "freeze":
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -45,13 +45,14 @@ def main(folder: Path, what: str) -> None:
     hvd.init()
     torch.set_num_threads(1)
     torch.manual_seed(3)
+    is_joined = what.startswith("join")
     is_odd = what == "mismatch" and os.environ.get("HOROVOD_HOSTNAME") == "127.0.0.1"
     model = torch.nn.Linear(4 if is_odd else 3, 2)
     balancer = loft.Balancer(12, policy="uniform")
     x = torch.randn(NUM_SAMPLES, 3, generator=torch.Generator().manual_seed(1))
     numbers = torch.arange(NUM_SAMPLES)
     loader = loft.DataLoader(TensorDataset(x, numbers), balancer, seed=5)
-    sets = [hvd.add_process_set([0, 1])] if what == "sets" else []
+    sets = [hvd.add_process_set([0, 1])] if what == "join-sets" else []
     optimizer = loft.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
         model.named_parameters(),
@@ -74,10 +75,10 @@ def main(folder: Path, what: str) -> None:
     def train(state: Any) -> None:
         print(f"rank {hvd.rank()} of {hvd.size()} goes on at step {state.step}", flush=True)
         first = state.step
-        while state.epoch < EPOCHS or (what == "join" and hvd.size() < 3 and state.epoch < 500):
+        while state.epoch < EPOCHS or (is_joined and hvd.size() < 3 and state.epoch < 500):
             loader.set_epoch(state.epoch)
             for inputs, which in loader:
-                if what != "join":
+                if not is_joined:
                     fail_once(folder, what, state)
                 optimizer.zero_grad()
                 model(inputs).square().mean().backward()
@@ -90,13 +91,17 @@ def main(folder: Path, what: str) -> None:
                 state.commit()
                 if hvd.rank() == 0 and state.step == first + 1:
                     (folder / "recovered").write_text(str(time.time()))
-                if what == "join" and hvd.size() < 3:
+                if is_joined and hvd.size() < 3:
                     time.sleep(0.05)  # leave the launcher time to find the host
             assert sorted(n for step in state.trained for n in step) == list(range(NUM_SAMPLES))
             state.trained = []
             state.epoch += 1
 
     train(state)
+    if sets and hvd.rank() == 2:  # it has stepped on its own gradients
+        model.load_state_dict(hvd.broadcast_object(None, root_rank=0))
+    elif sets:
+        hvd.broadcast_object(model.state_dict(), root_rank=0)
     values = torch.cat([p.detach().flatten() for p in model.parameters()])
     rows = hvd.allgather(values.view(1, -1), name="final")
     assert all(torch.equal(row, rows[0]) for row in rows), "ranks end with different weights"
