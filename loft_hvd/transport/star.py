@@ -78,6 +78,7 @@ class Link:
         self._socket = connection
         self._lock = threading.Lock()
         self._received = b""
+        self._is_cut = False
         self._kept: list[Line] = []
         self.is_closed = False
 
@@ -88,7 +89,9 @@ class Link:
     def send(self, line: Line) -> None:
         """Send a line, or lose it when the other side has not read for long."""
         with self._lock, contextlib.suppress(OSError):
-            self._socket.send(line.encode(), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            data = b"\n" + line.encode() if self._is_cut else line.encode()
+            sent = self._socket.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            self._is_cut = sent < len(data)  # the next line ends what is left of this one
 
     def receive(self) -> list[Line]:
         """Return the lines that have come; sets ``is_closed`` at the connection's end."""

@@ -237,6 +237,19 @@ def test_a_stranger_that_sends_no_lines_is_cut_off() -> None:
     link.close()
 
 
+def test_a_line_that_is_cut_off_does_not_spoil_the_next() -> None:
+    ours, theirs = socket.socketpair()
+    sender, receiver = Link(ours), Link(theirs)
+    for _ in range(1000):
+        sender.send(Line("beat", 1, 0.0, "x" * 9000))  # until the buffer is full
+    while receiver.receive():
+        pass
+    sender.send(Line("left", 1))
+    assert receiver.receive()[-1] == Line("left", 1)
+    sender.close()
+    receiver.close()
+
+
 def test_process_states() -> None:
     own = own_place()
     assert process_state(own.pid, own.start) in "RS"
