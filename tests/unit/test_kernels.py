@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 
@@ -73,44 +70,6 @@ def test_flushing_of_subnormals_is_not_inherited() -> None:
     finally:
         torch.set_flush_denormal(False)
     assert float(wanted[0]) == pytest.approx(1e-42, rel=1e-2)
-
-
-class _Guarded:
-    """Memory whose first and last bytes touch pages that may not be read or written."""
-
-    def __init__(self, num_bytes: int, *, at_end: bool) -> None:
-        page = mmap.PAGESIZE
-        inner = -(-max(num_bytes, 1) // page) * page
-        self._map = mmap.mmap(-1, inner + 2 * page)
-        start = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        protect = ctypes.CDLL(None, use_errno=True).mprotect
-        protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-        for address in (start, start + page + inner):
-            assert protect(address, page, 0) == 0
-        self.address = start + page + (inner - num_bytes if at_end else 0)
-
-    def array(self, numel: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """View the memory as [numel] of ``dtype``."""
-        size = numel * np.dtype(dtype).itemsize
-        view: Any = (ctypes.c_char * size).from_address(self.address)
-        return np.frombuffer(view, dtype)
-
-
-@pytest.mark.parametrize("at_end", [False, True], ids=["page start", "page end"])
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
-@pytest.mark.parametrize("numel", [1, 15, 17, 100, 1031])
-def test_no_byte_beyond_rows_and_result_is_touched(at_end: bool, dtype: str, numel: int) -> None:
-    size = numel * np.dtype(dtype).itemsize
-    guards = [_Guarded(size, at_end=at_end) for _ in range(10)]
-    *rows, out = [guard.array(numel, dtype) for guard in guards]
-    values = np.random.default_rng(numel).standard_normal((9, numel)).astype(dtype)
-    for row, value in zip(rows, values, strict=True):
-        row[:] = value
-    for rule in (loft.Median(), loft.TrimmedMean(2), loft.Phocas(2)):
-        out[:] = np.nan
-        loft.aggregate(rows, rule, out=out)
-        np.testing.assert_array_equal(out, loft.aggregate(values, rule))
-        loft.aggregate(rows, rule, weights=list(range(1, 10)), out=out)
 
 
 @pytest.mark.long
