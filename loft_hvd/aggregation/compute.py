@@ -40,13 +40,17 @@ _RULES: dict[type[Rule], int] = {
     MeanAroundMedian: 2,
     Phocas: 3,
 }
+_NO_CUDA = (
+    "gradients lie on a GPU, but loft_hvd._loft was built without CUDA kernels; build it again "
+    "with LOFT_HVD_CUDA=1 and nvcc 12.1 or newer on PATH"
+)
 _KINDS = {"midpoint": 0, "lower": 1, "upper": 2}
 
 
 @functools.cache
-def _warn_once() -> None:
+def _warn_once(reason: str = "") -> None:
     warnings.warn(
-        f"{explain_missing()}. Until then rules run in plain torch, several times slower",
+        f"{reason or explain_missing()}. Until then rules run in plain torch, several times slower",
         RuntimeWarning,
         stacklevel=2,
     )
@@ -139,6 +143,8 @@ def _run_native(
         address(out),
     )
     if isinstance(out, Tensor) and out.device.type == "cuda":
+        if not module.has_cuda:
+            _warn_once(_NO_CUDA)
         if not module.has_cuda or diagnose_every:
             return False, None
         stream = torch.cuda.current_stream(out.device).cuda_stream
