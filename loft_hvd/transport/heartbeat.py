@@ -12,6 +12,7 @@ process is killed there by a rank of the same host, so that the job recovers fro
 from __future__ import annotations
 
 import logging
+import os
 import selectors
 import socket
 import threading
@@ -116,7 +117,7 @@ class Heartbeat:
 
     def report(self, error: BaseException) -> None:
         """Tell the others that this rank fails; its first error only, and none that came to it."""
-        if self._has_failed:
+        if self._has_failed or self._is_in_child():
             return
         self._has_failed = True
         is_echo = isinstance(error, TransportError) or type(error).__name__ in _ENGINE_ERRORS
@@ -143,7 +144,7 @@ class Heartbeat:
         After an error the thread stays until the process has ended, and leaves it when the engine
         does not come down: a rank that hangs in its last breath would keep the job alive.
         """
-        if self._is_closed:
+        if self._is_closed or self._is_in_child():
             return
         self._beat()  # what this rank has done, for those who still wait
         for link in self._links.values():
@@ -161,6 +162,10 @@ class Heartbeat:
             link.close()
         self._waker.close()
         self._sleeper.close()
+
+    def _is_in_child(self) -> bool:
+        """Say whether this is a fork, such as a loader process: it must not speak for the rank."""
+        return os.getpid() != self._place.pid
 
     @property
     def is_closed(self) -> bool:

@@ -160,7 +160,10 @@ def restore_process_set(process_set: Any) -> None:
             f"{hvd.size()} ranks; start with a --min-np that keeps its ranks"
         )
     process_set.process_set_id = None  # of the old world
-    hvd.add_process_set(process_set)
+    if process_set.ranks == list(range(hvd.size())):
+        process_set.process_set_id = hvd.global_process_set.process_set_id
+    else:
+        hvd.add_process_set(process_set)
 
 
 def _wire_view(tensor: Tensor) -> Tensor:

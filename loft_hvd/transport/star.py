@@ -34,7 +34,7 @@ _MAX_LINE = 16_384
 _MAX_ADDRESSES = 16
 _SIOCGIFADDR = 0x8915
 _CONNECT_S = 2.0
-_KINDS = ("hello", "welcome", "beat", "late", "left", "failed", "verdict", "look", "state", "kill")
+_KINDS = ("hello", "welcome", "beat", "late", "left", "failed", "verdict", "look", "state")
 
 
 @dataclass(frozen=True)

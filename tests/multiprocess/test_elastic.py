@@ -71,16 +71,19 @@ def test_a_model_that_differs_ends_the_job_instead_of_being_tried_again(tmp_path
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("what", ["join", "join-sets"])
-def test_a_rank_that_joins_late_takes_part(what: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("what", "num_ranks"), [("join", 2), ("join-sets", 3)])
+def test_a_rank_that_joins_late_takes_part(what: str, num_ranks: int, tmp_path: Path) -> None:
+    hosts = [f"localhost:{num_ranks}"]
+
     def add_host(found: Path) -> None:
         until = time.monotonic() + 60
         while not (tmp_path / "recovered").exists() and time.monotonic() < until:
-            time.sleep(0.2)  # until the two ranks train
-        found.write_text("localhost:2\n127.0.0.1:1\n")
+            time.sleep(0.2)  # until the first ranks train
+        found.write_text("\n".join([*hosts, "127.0.0.1:1"]) + "\n")
 
-    done = run(tmp_path, what, hosts=["localhost:2"], num_ranks=2, during=add_host, timeout_s=120.0)
+    done = run(tmp_path, what, hosts=hosts, num_ranks=num_ranks, during=add_host)
     assert done.returncode == 0, done.output[-6000:]
-    assert "rank 0 of 2 goes on at step 0" in done.output
-    assert len(re.findall(r"rank \d of 3 goes on at step [1-9]\d*", done.output)) == 3
-    assert len(re.findall(r"rank \d of 3 has finished", done.output)) == 3
+    assert f"rank 0 of {num_ranks} goes on at step 0" in done.output
+    later = rf"rank \d of {num_ranks + 1} goes on at step [1-9]\d*"
+    assert len(re.findall(later, done.output)) == num_ranks + 1
+    assert len(re.findall(rf"of {num_ranks + 1} has finished", done.output)) == num_ranks + 1

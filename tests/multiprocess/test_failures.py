@@ -84,6 +84,18 @@ def test_without_a_heartbeat_the_wait_ends_at_its_limit_and_names_the_bucket(lau
 
 @pytest.mark.long
 @pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_rank_that_is_too_slow_is_named_at_the_limit(launcher: str) -> None:
+    if not launcher_here(launcher):
+        pytest.skip("mpirun is not on PATH")
+    env = {"LOFT_HVD_TIMEOUT_S": "6"}
+    done = launch(3, [JOB, "sleep", "1"], launcher=launcher, timeout_s=80, env=env)
+    assert done.returncode not in (0, None), done.output[-4000:]
+    says = r"waited 6 s for bucket 0 \(.*0\.weight\).*ranks \[1\] have not come to it"
+    assert re.search(says, done.output), done.output[-6000:]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_rank_that_holds_its_interpreter_is_waited_for(launcher: str) -> None:
     if not launcher_here(launcher):
         pytest.skip("mpirun is not on PATH")

@@ -318,6 +318,18 @@ def test_good_bye_is_no_failure(pair: Pair) -> None:
     assert first.verdict is None
 
 
+def test_a_forked_process_does_not_speak_for_its_rank(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = pair()
+    with monkeypatch.context() as child:
+        child.setattr("loft_hvd.transport.heartbeat.os.getpid", lambda: 1)
+        second.report(ValueError("of a loader process"))
+        second.close()
+    assert not second.is_closed
+    assert not first._has_verdict.wait(0.1)
+
+
 def test_elastic_waits_are_left_to_the_engine(pair: Pair) -> None:
     first, second = pair(is_elastic=True)
     second.report(ValueError("x"))

@@ -4,7 +4,8 @@ At step 5 rank RANK is killed ("kill"), stops answering ("freeze", or "freeze-fo
 others wait in a call of Horovod's own), raises in its backward pass ("raise") or in a hook
 ("raise-hook"), leaves without a word ("leave"), or steps two optimizers the other way round
 ("order"). With "shape" its model differs from the start. With "hold" nothing is wrong: the rank
-holds the Python interpreter for long, as some calls do, and the others must wait for it.
+holds the Python interpreter for long, as some calls do, and the others must wait for it. With
+"sleep" it takes a minute over its step.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ def at_once(what: str) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     if what == "leave":
         sys.exit(3)
+    if what == "sleep":
+        time.sleep(60)
     if what == "hold":
         ctypes.PyDLL(None).sleep(13)  # unlike CDLL, PyDLL keeps the interpreter's lock
 
