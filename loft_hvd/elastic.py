@@ -170,6 +170,17 @@ class State:
             f"elastic.State has no field {name!r}; give it as State(..., {name}=...)"
         )
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_"):
+            if name in self._objects:
+                self._objects[name] = value
+            elif name not in self._values:
+                raise AttributeError(
+                    f"elastic.State does not keep {name!r}: a commit or a joining rank would lose "
+                    f"it; give it as State(..., {name}=...)"
+                )
+        super().__setattr__(name, value)
+
     def _by_kind(self) -> list[str]:
         """Return the names of all objects: plans first, as optimizers ask them for their limits."""
 

@@ -39,7 +39,7 @@ CASES = [
     Case("order", 1, r"ranks take other steps: ranks \[1\] wait for '[^']+' while ranks \[0, 2\]"),
 ]
 # One of each kind in `make test`; all of them in `make test-all`.
-QUICK = {("kill", 1, "mpi"), ("freeze", 1, "gloo"), ("raise", 1, "gloo"), ("order", 1, "mpi")}
+QUICK = {("kill", 1, "mpi"), ("freeze", 1, "gloo"), ("raise", 1, "gloo"), ("shape", 1, "mpi")}
 # A job that mpirun ends by itself at once need not say more than mpirun does.
 BY_MPIRUN = {"kill": r"rank 1 with PID \d+ on node \S+ exited on signal 9"}
 
@@ -105,6 +105,7 @@ def test_a_rank_that_holds_its_interpreter_is_waited_for(launcher: str) -> None:
     assert re.search(r"rank 1 .* runs, but has been silent for 1\d s", done.output), done.output
 
 
+@pytest.mark.long
 def test_the_same_job_finishes_when_nothing_fails() -> None:
     done = launch(3, [JOB, "nothing", "1"], timeout_s=60)
     assert done.returncode == 0, done.output[-4000:]

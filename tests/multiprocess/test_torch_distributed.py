@@ -37,7 +37,7 @@ def test_torch_ranks(what: str, num_ranks: int, tmp_path: Path) -> None:
     ("what", "says"),
     [
         pytest.param("kill", r"bucket 0 \(.*0\.weight.*\).*rank 1 .*has ended without", marks=long),
-        ("freeze", r"PeerError: bucket 0 \(.*0\.weight.*\).*rank 1 .* is frozen"),
+        pytest.param("freeze", r"PeerError: bucket 0 \(.*0\.weight.*\).*rank 1 .* is", marks=long),
         pytest.param("raise", r"bucket 0 .*rank 1 .*has failed: RuntimeError: rank 1", marks=long),
     ],
 )

@@ -1,0 +1,207 @@
+"""Optimizer, balancer and elastic state when the number of ranks changes under them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import loft_hvd as loft
+from loft_hvd.errors import ArgumentError, ArgumentTypeError, MismatchError, PlanError, UsageError
+from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
+
+
+class Moving:
+    """A transport that can be moved to another world, as Horovod's is when it is elastic."""
+
+    def __init__(self, end: LocalTransport) -> None:
+        self.end = end
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.end, name)
+
+
+class Rank:
+    """What one rank holds: a parameter, its optimizer and balancer."""
+
+    def __init__(self, end: LocalTransport) -> None:
+        self.moving = Moving(end)
+        self.weight = torch.nn.Parameter(torch.zeros(5))
+        self.balancer = loft.Balancer(12, policy="uniform", transport=self.moving)
+        self.optimizer = loft.DistributedOptimizer(
+            torch.optim.SGD([self.weight], lr=1.0),
+            [("weight", self.weight)],
+            rule=loft.Mean(reproducible=True),
+            balancer=self.balancer,
+            transport=self.moving,
+        )
+
+    def step(self, value: float) -> Tensor:
+        self.optimizer.zero_grad()
+        with self.balancer.step(self.balancer.local_batch_size):
+            (self.weight * value).sum().backward()
+            self.optimizer.step()
+        return self.weight.detach().clone()
+
+
+def test_a_smaller_and_a_larger_world_reduce_over_the_ranks_there_are() -> None:
+    ranks: dict[int, Rank] = {}
+
+    def first(end: LocalTransport) -> Tensor:
+        ranks[end.rank] = Rank(end)
+        return ranks[end.rank].step(float(end.rank))
+
+    assert [row.tolist() for row in run_ranks(3, first)] == [[-1.0] * 5] * 3
+
+    def later(end: LocalTransport) -> Tensor:
+        rank = ranks.get(end.rank)
+        if rank is None:
+            rank = Rank(end)  # joins: it agrees with the others here
+        else:
+            rank.moving.end = end
+            rank.balancer.begin_world()
+            rank.optimizer.begin_world()
+        assert rank.balancer.local_batch_size == 12 // end.world_size
+        before = rank.weight.detach().clone()
+        return rank.step(float(end.rank)) - before
+
+    assert [row.tolist() for row in run_ranks(2, later)] == [[-0.5] * 5] * 2
+    assert [row.tolist() for row in run_ranks(4, later)] == [[-1.5] * 5] * 4
+
+
+def test_a_world_that_changes_unnoticed_is_refused() -> None:
+    ranks: dict[int, Rank] = {}
+
+    def first(end: LocalTransport) -> None:
+        ranks[end.rank] = Rank(end)
+
+    run_ranks(3, first)
+
+    def later(end: LocalTransport) -> None:
+        ranks[end.rank].moving.end = end
+        ranks[end.rank].step(1.0)
+
+    with pytest.raises(UsageError, match=r"from 3 to 2 ranks .* loft\.elastic\.State"):
+        run_ranks(2, later)
+
+
+def test_a_list_of_sizes_does_not_fit_another_world() -> None:
+    balancers: dict[int, tuple[Moving, loft.Balancer]] = {}
+
+    def first(end: LocalTransport) -> None:
+        moving = Moving(end)
+        balancers[end.rank] = moving, loft.Balancer(12, policy=[6, 3, 3], transport=moving)
+
+    run_ranks(3, first)
+
+    def later(end: LocalTransport) -> None:
+        moving, balancer = balancers[end.rank]
+        moving.end = end
+        balancer.begin_world()
+
+    with pytest.raises(PlanError, match="world_size=2"):
+        run_ranks(2, later)
+
+
+def test_ranks_that_join_with_other_options_are_named() -> None:
+    def work(end: LocalTransport) -> None:
+        rank = Rank(end)
+        if end.rank == 2:
+            rank.balancer.min_batch = 2
+            rank.balancer._options = loft.Balancer(
+                24, policy="uniform", transport=LocalWorld(1).transport(0)
+            )._options
+        rank.balancer.begin_world()
+
+    with pytest.raises(MismatchError, match=r"global_batch_size differs on ranks \[2\]"):
+        run_ranks(3, work)
+
+
+class Fake:
+    """An object with a state, that notes when it is made to fit a new world."""
+
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self.name, self.calls, self.value = name, calls, 0
+
+    def begin_world(self) -> None:
+        self.calls.append(self.name)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+
+
+@pytest.fixture
+def calls() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def state(calls: list[str]) -> loft.elastic.State:
+    pytest.importorskip("horovod.torch")
+    model = torch.nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+    return loft.elastic.State(
+        model, optimizer, balancer=Fake("balancer", calls), loader=Fake("loader", calls), epoch=3
+    )
+
+
+def test_restore_goes_back_to_the_last_commit(state: loft.elastic.State) -> None:
+    state.model.weight.data.fill_(2.0)
+    state.epoch, state.loader.value = 4, 40
+    state.save()
+    state.model.weight.data.fill_(9.0)
+    state.epoch, state.loader.value = 5, 50
+    state.restore()
+    assert (state.model.weight.item(), state.epoch, state.loader.value) == (2.0, 4, 40)
+    state.model.weight.data.fill_(9.0)
+    state.restore()  # what was kept is not changed by what was restored from it
+    assert state.model.weight.item() == 2.0
+
+
+def test_sync_takes_rank_0s_state_in_a_fixed_order(
+    state: loft.elastic.State, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Hvd:
+        """Rank 0 has epoch 7 and a loader at 70."""
+
+        def broadcast_parameters(self, params: dict[str, Tensor], root_rank: int) -> None:
+            params["weight"].fill_(7.0)
+
+        def broadcast_optimizer_state(self, optimizer: Any, root_rank: int) -> None:
+            calls.append("optimizer state")
+
+        def broadcast_object(self, value: dict[str, Any], root_rank: int, name: str) -> Any:
+            return value | {"epoch": 7, "loader": {"value": 70}}
+
+    class NoHeartbeat:
+        def open_heartbeat(self) -> None:
+            calls.append("heartbeat")
+
+    monkeypatch.setattr("loft_hvd.elastic.HorovodTransport", NoHeartbeat)
+    state._hvd = Hvd()
+    state.sync()
+    assert calls == ["heartbeat", "balancer", "loader", "optimizer state"]
+    assert (state.model.weight.item(), state.epoch, state.loader.value) == (7.0, 7, 70)
+    state.restore()
+    assert state.epoch == 7  # a sync is a commit too
+
+
+def test_fields_are_checked(state: loft.elastic.State) -> None:
+    with pytest.raises(AttributeError, match=r"no field 'epochs'; give it as State\("):
+        _ = state.epochs
+    with pytest.raises(AttributeError, match="does not keep 'best'"):
+        state.best = 1
+    with pytest.raises(ArgumentError, match=r"\['commit', 'sync'\] are names of its own"):
+        loft.elastic.State(sync=1, commit=2)
+
+
+def test_ddp_hook_checks_what_it_is_given() -> None:
+    with pytest.raises(UsageError, match="init_process_group"):
+        loft.ddp_hook(loft.Median())
+    with pytest.raises(ArgumentTypeError, match=r"rule='median' is a str; pass one such as"):
+        loft.ddp_hook("median")  # type: ignore[arg-type]  # that is the point
