@@ -1,12 +1,9 @@
 """Why a rank waits in vain: a heartbeat between rank 0 and every other rank.
 
-Once a second each rank tells rank 0 that it lives, what it has in flight and whether it waits, and
-rank 0 answers. That finds the rank that is killed, frozen, raises, leaves early or takes other
-steps; the waits of the others then end with an error that names it, instead of at their limit.
-No gradient and no setting travels here, and training never waits for it.
-
-In elastic mode nothing is raised: Horovod's own error must reach ``hvd.elastic.run``. A frozen
-process is killed there by a rank of the same host, so that the job recovers from its loss.
+Once a second each rank says that it lives, what it has started and whether it waits. That finds
+the rank that is killed, frozen, raises, leaves early or takes other steps; the others' waits then
+end with an error that names it. In elastic mode nothing is raised, as Horovod's own error must
+reach ``hvd.elastic.run``; there a frozen process is killed, so that the job recovers.
 """
 
 from __future__ import annotations
@@ -29,6 +26,7 @@ from loft_hvd.transport.diagnosis import (
     Verdict,
 )
 from loft_hvd.transport.exits import ProcessExit, kill_process
+from loft_hvd.transport.guard import Guard
 from loft_hvd.transport.progress import Progress
 from loft_hvd.transport.star import MAX_TEXT, Line, Link, process_state
 
@@ -49,7 +47,8 @@ class Heartbeat:
         settings: how it beats and acts.
         own_place: where this rank runs.
         engine_is_down: says whether the engine has ended, so that its calls fail by themselves.
-        kill: ends a process of this host; by default SIGKILL.
+        kill: ends a process of this host.
+        guard: watches this process from outside, or None.
     """
 
     def __init__(
@@ -61,7 +60,8 @@ class Heartbeat:
         settings: HeartbeatSettings,
         own_place: Place,
         engine_is_down: Callable[[], bool] = lambda: False,
-        kill: Callable[[int], None] | None = None,
+        kill: Callable[[int], None] = kill_process,
+        guard: Guard | None = None,
     ) -> None:
         self.rank = rank
         self.settings = settings
@@ -71,7 +71,8 @@ class Heartbeat:
         self._places = dict(places)
         self._place = own_place
         self._engine_is_down = engine_is_down
-        self._kill = kill_process if kill is None else kill
+        self._kill = kill
+        self._guard = guard
         self._diagnosis = Diagnosis(rank, places, limits=settings.limits)
         self._has_verdict = threading.Event()
         self._verdict_at = 0.0
@@ -156,6 +157,8 @@ class Heartbeat:
             if self._exit.is_armed:
                 return
         self._is_closed = True
+        if self._guard is not None:
+            self._guard.close()
         self._waker.send(b"!")
         self._thread.join(timeout=5.0)
         for link in self._links.values():

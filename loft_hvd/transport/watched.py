@@ -12,6 +12,7 @@ from loft_hvd.config import config
 from loft_hvd.errors import TransportError
 from loft_hvd.transport.base import Transport, Work, allgather_rows
 from loft_hvd.transport.diagnosis import HeartbeatSettings, Limits
+from loft_hvd.transport.guard import Guard
 from loft_hvd.transport.heartbeat import Heartbeat
 from loft_hvd.transport.star import open_links, own_place
 
@@ -125,6 +126,9 @@ def open_heartbeat(
                 settings.timeout_s,
             )
         return None
+    own = own_place()
+    limits = Limits(silent_s=settings.heartbeat_timeout_s)
+    is_alone = settings.is_elastic and transport.local_size == 1
     _heartbeats()[world] = heartbeat = Heartbeat(
         transport.rank,
         links,
@@ -133,9 +137,10 @@ def open_heartbeat(
             period_s=settings.heartbeat_s,
             leave_s=settings.leave_s,
             is_elastic=settings.is_elastic,
-            limits=Limits(silent_s=settings.heartbeat_timeout_s),
+            limits=limits,
         ),
-        own_place=own_place(),
+        own_place=own,
         engine_is_down=engine_is_down,
+        guard=Guard(own, limit_s=limits.suspect_s) if is_alone else None,
     )
     return heartbeat

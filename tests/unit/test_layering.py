@@ -40,6 +40,7 @@ _LAYERS = {
     "transport/diagnosis.py": 2,
     "transport/exits.py": 2,
     "transport/faults.py": 1,
+    "transport/guard.py": 2,
     "transport/heartbeat.py": 2,
     "transport/horovod.py": 2,
     "transport/local.py": 2,

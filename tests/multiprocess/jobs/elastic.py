@@ -100,9 +100,9 @@ def main(folder: Path, what: str) -> None:
 
     train(state)
     if sets and hvd.rank() >= 2:  # it has stepped on its own gradients
-        model.load_state_dict(hvd.broadcast_object(None, root_rank=0))
+        model.load_state_dict(hvd.broadcast_object(None, root_rank=0, name="model"))
     elif sets:
-        hvd.broadcast_object(model.state_dict(), root_rank=0)
+        hvd.broadcast_object(model.state_dict(), root_rank=0, name="model")
     values = torch.cat([p.detach().flatten() for p in model.parameters()])
     rows = hvd.allgather(values.view(1, -1), name="final")
     assert all(torch.equal(row, rows[0]) for row in rows), "ranks end with different weights"
