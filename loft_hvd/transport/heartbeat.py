@@ -94,9 +94,8 @@ class Heartbeat:
 
     def late(self) -> list[int]:
         """Return the ranks that have not come to what this rank waits for, as far as known."""
-        if self.rank == 0:
-            return self._diagnosis.late_for(0, self.board.progress())
-        return self._late
+        progress = self.board.progress()
+        return self._diagnosis.late_for(0, progress) if self.rank == 0 else self._late
 
     def final_verdict(self, *, at_once: bool = False) -> Verdict | None:
         """Return the verdict that ends waits: never in elastic mode, and not in its first moment.
@@ -104,13 +103,13 @@ class Heartbeat:
         A wait that ends by it calls ``heard``.
 
         Args:
-            at_once: also in its first moment, where the engine has failed already.
+            at_once: in its first moment too, as the engine has failed already.
         """
         verdict = self.verdict
         if verdict is None or self.settings.is_elastic:
             return None
-        age_s = time.monotonic() - self._verdict_at
-        return verdict if at_once or age_s >= self.settings.grace_s else None
+        is_due = time.monotonic() - self._verdict_at >= self.settings.grace_s
+        return verdict if at_once or is_due else None
 
     def heard(self) -> None:
         """Note that a wait raises the verdict: from here on the script is in charge."""
@@ -131,8 +130,7 @@ class Heartbeat:
     def explain(self, error: BaseException) -> None:
         """Add to an engine's own error which rank is behind it; waits up to a second for that."""
         self._is_heard = True
-        left = self._diagnosis.left_ranks()
-        if not left:
+        if not (left := self._diagnosis.left_ranks()):
             self._has_verdict.wait(_EXPLAIN_S)
         reason = f"ranks {left} have ended their scripts" if left else ""
         reason = self.verdict.text if self.verdict is not None else reason
@@ -283,8 +281,8 @@ class Heartbeat:
         self._verdict_at = time.monotonic()  # first: waits look at the verdict
         self.verdict = verdict
         self._has_verdict.set()
-        is_first_to_know = self.rank == 0 or verdict.rank == 0
-        _logger.log(logging.ERROR if is_first_to_know else logging.INFO, "%s", verdict.text)
+        level = logging.ERROR if 0 in (self.rank, verdict.rank) else logging.INFO
+        _logger.log(level, "%s", verdict.text)  # once: rank 0's verdicts reach the others
         if self.rank == 0:
             for rank, link in self._links.items():
                 if rank != verdict.rank or verdict.is_mismatch:
