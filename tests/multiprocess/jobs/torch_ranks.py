@@ -65,8 +65,8 @@ def ddp(world_size: int) -> None:
 
 def check_ddp(world_size: int, rule: loft.Rule, is_balanced: bool) -> None:
     rank, sizes = dist.get_rank(), SIZES[:world_size] if is_balanced else (3,) * world_size
-    ends = TorchDistributedTransport()
-    balancer = loft.Balancer(sum(sizes), policy=list(sizes), transport=ends)
+    balancer = loft.Balancer(sum(sizes), policy=list(sizes))
+    assert balancer.world_size == world_size  # found by itself
     # Small buckets, so that there are several.
     model = DistributedDataParallel(make_model(), bucket_cap_mb=0.0003)
     model.register_comm_hook(
