@@ -121,16 +121,19 @@ class Curves:
 
         Ranks that stand still at a plateau, or at an end of their curve, fill up in proportion.
         """
-        gain, rise = np.diff(self.knot_sizes, axis=1), np.diff(self.knot_times, axis=1)
-        pace = np.where(rise > 0, gain / np.where(rise > 0, rise, 1.0), 0.0)
+        sizes, times = self._by_knot
+        gain, rise = sizes[1:] - sizes[:-1], times[1:] - times[:-1]
+        climbs = rise > 0
+        pace = np.divide(gain, rise, out=np.zeros_like(gain), where=climbs)
         # At each knot the pace of the sum changes, and a plateau makes the sum jump.
-        change = np.diff(pace, axis=1, prepend=0.0, append=0.0)
-        jump = np.where(rise > 0, 0.0, gain)
-        order = np.argsort(self.knot_times, axis=None)
-        times = self.knot_times.ravel()[order]
-        jumps = np.append(jump, np.zeros((self.world_size, 1)), axis=1).ravel()[order]
-        grown = np.append(0.0, np.cumsum(change.ravel()[order])[:-1] * np.diff(times))
-        before = self.knot_sizes[:, 0].sum() + np.cumsum(grown + jumps) - jumps  # ahead of the jump
+        change, jump = np.zeros_like(times), np.zeros_like(times)
+        change[:-1], jump[:-1] = pace, np.where(climbs, 0.0, gain)
+        change[1:] -= pace
+        order = np.argsort(times, axis=None)
+        times, jumps = times.ravel()[order], jump.ravel()[order]
+        grown = np.zeros_like(times)
+        grown[1:] = np.cumsum(change.ravel()[order])[:-1] * (times[1:] - times[:-1])
+        before = sizes[0].sum() + np.cumsum(grown + jumps) - jumps  # ahead of the jump
         at = min(int(np.searchsorted(before + jumps, total)), len(times) - 1)
         short = max(before[at] - total, 0.0)
         step = times[at] - times[at - 1] if at else 0.0

@@ -32,6 +32,8 @@ __all__ = ["StepModel", "queued_samples"]
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
+_NO_TERMS = ("source", "aggregate_s", "is_coupled")
+
 
 def queued_samples(remote: Floats, source: Ints) -> tuple[Floats, Floats]:
     """Return how long the queue of a shared source is for each rank, and how fast it grows.
@@ -45,26 +47,26 @@ def queued_samples(remote: Floats, source: Ints) -> tuple[Floats, Floats]:
         ``sharing``, ranks that are still fetching when it is done (itself included), the slope of
         ``queued`` in the rank's own ``remote``.
     """
-    num_ranks = remote.shape[-1]
-    order = np.lexsort((remote, np.broadcast_to(source, remote.shape)), axis=-1)
-    ordered = np.take_along_axis(remote, order, axis=-1)
-    home = source[order]
+    shape, num_ranks = remote.shape, remote.shape[-1]
+    homes = np.broadcast_to(source, shape)
+    order = np.lexsort((remote, homes), axis=-1)
+    rows = np.arange(remote.size // max(num_ranks, 1)).reshape(*shape[:-1], 1)
+    order = order + num_ranks * rows  # of the flattened arrays
+    ordered, home = remote.ravel()[order], homes.ravel()[order]
     position = np.arange(num_ranks)
-    is_start = np.ones(remote.shape, dtype=bool)
+    is_start = np.ones(shape, dtype=bool)
     is_start[..., 1:] = home[..., 1:] != home[..., :-1]
     start = np.maximum.accumulate(np.where(is_start, position, 0), axis=-1)
     members = np.bincount(source + 1)[home + 1]  # ranks at the same source
     total = np.cumsum(ordered, axis=-1)
-    before = np.take_along_axis(total - ordered, start, axis=-1)
+    before = (total - ordered).ravel()[start + num_ranks * rows]
     queued = total - before + (members - (position - start) - 1) * ordered
-    is_new = is_start.copy()  # ties count as still fetching
-    is_new[..., 1:] |= ordered[..., 1:] != ordered[..., :-1]
-    run = np.maximum.accumulate(np.where(is_new, position, 0), axis=-1)
-    sharing = (members - (run - start)).astype(np.float64)
-    out_queued, out_sharing = np.zeros(remote.shape), np.ones(remote.shape)
-    np.put_along_axis(out_queued, order, np.where(home >= 0, queued, 0.0), axis=-1)
-    np.put_along_axis(out_sharing, order, sharing, axis=-1)
-    return out_queued, out_sharing
+    is_start[..., 1:] |= ordered[..., 1:] != ordered[..., :-1]  # ties count as still fetching
+    run = np.maximum.accumulate(np.where(is_start, position, 0), axis=-1)
+    flat_queued, flat_sharing = np.empty((2, remote.size))
+    flat_queued[order] = np.where(home >= 0, queued, 0.0)
+    flat_sharing[order] = members - (run - start)
+    return flat_queued.reshape(shape), flat_sharing.reshape(shape)
 
 
 @dataclass(frozen=True)
@@ -102,16 +104,20 @@ class StepModel:
 
     def __post_init__(self) -> None:
         num_ranks = len(self.source)
-        for item in fields(self):
-            if item.name in ("source", "aggregate_s", "is_coupled"):
-                continue
-            values = getattr(self, item.name)
-            free_sign = item.name == "compute_fixed_s"  # a saturated device may have any sign
-            if values.shape != (num_ranks,) or not (free_sign or (values >= 0).all()):
+        names = [item.name for item in fields(self) if item.name not in _NO_TERMS]
+        terms = [getattr(self, name) for name in names]
+        for name, values in zip(names, terms, strict=True):
+            if values.shape != (num_ranks,):
                 raise ArgumentError(
-                    f"StepModel.{item.name}: needs {num_ranks} numbers >= 0, one a rank, "
-                    f"but got {values}"
+                    f"StepModel.{name}: needs {num_ranks} numbers, one a rank, but got {values}"
                 )
+        is_wrong = ~(np.array(terms) >= 0)
+        is_wrong[names.index("compute_fixed_s")] = False  # a saturated device may have any sign
+        if is_wrong.any():
+            name, values = next(
+                (name, terms[k]) for k, name in enumerate(names) if is_wrong[k].any()
+            )
+            raise ArgumentError(f"StepModel.{name}: needs numbers >= 0, but got {values}")
         if (self.overlap > 1).any() or (self.hit_share > 1).any():
             raise ArgumentError(
                 f"StepModel: overlap {self.overlap} and hit_share {self.hit_share} must be <= 1"
@@ -128,7 +134,7 @@ class StepModel:
         Without ``hit_share`` and ``hits`` every sample is local.
         """
         source = np.broadcast_to(np.asarray(terms.pop("source", -1), dtype=np.int64), world_size)
-        names = {item.name for item in fields(cls)} - {"source", "aggregate_s", "is_coupled"}
+        names = {item.name for item in fields(cls)} - {*_NO_TERMS}
         unknown = sorted(set(terms) - names)
         if unknown:
             raise ArgumentError(f"StepModel.build: no term {unknown}; terms are {sorted(names)}")
@@ -206,18 +212,20 @@ class StepModel:
         with np.errstate(divide="ignore", invalid="ignore"):
             runs_out = np.where(self.hit_share > 0, self.hits / self.hit_share, np.inf)
             saturates = (self.plateau_s - self.compute_fixed_s) / self.compute_s
-        bends = np.sort(
-            [np.clip(np.nan_to_num(bend, nan=0.0), low, span) for bend in (runs_out, saturates)],
-            axis=0,
+        first, second = (
+            np.clip(np.nan_to_num(bend, nan=0.0), low, span) for bend in (runs_out, saturates)
         )
-        corners = np.stack([low, bends[0], bends[1], span], axis=1)  # [world_size, 4]
-        local = self.local(corners.T)
-        fetch = self.fetch(local, corners.T - local).T
-        lead = fetch - self.compute(corners.T).T  # [world_size, 4], straight between corners
-        first, second = lead[:, :-1], lead[:, 1:]
-        crosses = first * second < 0
-        ratio = np.where(crosses, first / np.where(crosses, first - second, 1.0), 0.0)
-        crossings = corners[:, :-1] + ratio * (corners[:, 1:] - corners[:, :-1])
-        knots = np.empty((self.world_size, 7))
-        knots[:, 0::2], knots[:, 1::2] = corners, crossings
-        return Curves(knots, self.times(knots.T).T)
+        corners = np.stack(
+            [low, np.minimum(first, second), np.maximum(first, second), span]
+        )  # [4, world_size], as are their times
+        local = self.local(corners)
+        fetch, compute = self.fetch(local, corners - local), self.compute(corners)
+        lead = fetch - compute  # straight between corners
+        crosses = lead[:-1] * lead[1:] < 0
+        ratio = np.where(crosses, lead[:-1] / np.where(crosses, lead[:-1] - lead[1:], 1.0), 0.0)
+        knots, times = np.empty((2, 7, self.world_size))
+        knots[0::2], times[0::2] = corners, self.combine(fetch, compute)
+        knots[1::2] = corners[:-1] + ratio * (corners[1:] - corners[:-1])
+        met = fetch[:-1] + ratio * (fetch[1:] - fetch[:-1])  # where the two cross they are equal
+        times[1::2] = np.where(crosses, (2.0 - self.overlap) * met, times[0:-1:2])
+        return Curves(knots.T, times.T)

@@ -7,14 +7,16 @@ target time, finished by transfers between the slowest and the fastest rank with
 Sizes are multiples of ``grain``; when the global batch is not, one rank carries the rest. Equal
 inputs give equal plans: ties go to the lower rank.
 
-A shared source couples the ranks. Both solvers then work on the model's tangent at the last plan,
-renew it a few times, and keep the plan whose true step is shortest.
+A shared source couples the ranks. Both solvers then work on the model's tangent at the last sizes,
+renew it a few times, keep the tangent whose true step is shortest, and end with transfers that
+look at the true times. ``exact`` tries what ``grid`` finds too, and is never above it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -29,8 +31,10 @@ __all__ = ["SOLVERS", "Bounds", "Model", "equal_within", "exact", "grid", "round
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-_RENEWALS = 5  # tangents of a shared source; the plan mostly stands still after 3 or 4
+_RENEWALS, _FEW_RENEWALS = 12, 5  # tangents of a shared source; few among a thousand ranks
+_SMALL_WORLD = 256
 _GRID_POINTS = 9
+_TRANSFERS = 64
 _FINE = 1e-12  # of the target time
 
 
@@ -69,7 +73,12 @@ def exact(model: Model, global_batch_size: int, bounds: Bounds) -> tuple[int, ..
     Raises:
         PlanError: the bounds do not admit ``global_batch_size``.
     """
-    return _solve(model, global_batch_size, bounds, _bisect)
+    task = _Separable.of(model, global_batch_size, bounds)
+    if not model.is_coupled:
+        return task.solve(_bisect)
+    starts = dict.fromkeys((task.solve(_bisect), task.solve(_refine_grid)))
+    ends = [_transfer(model, task.model, start, bounds) for start in starts]
+    return min(ends, key=lambda found: float(model.times(found).max()))
 
 
 def grid(model: Model, global_batch_size: int, bounds: Bounds) -> tuple[int, ...]:
@@ -77,8 +86,8 @@ def grid(model: Model, global_batch_size: int, bounds: Bounds) -> tuple[int, ...
 
     Takes, returns and raises what ``exact`` does.
     """
-    sizes = _solve(model, global_batch_size, bounds, _refine_grid)
-    return _transfer(model, np.array(sizes, dtype=np.int64), bounds)
+    task = _Separable.of(model, global_batch_size, bounds)
+    return _transfer(model, task.model, task.solve(_refine_grid), bounds)
 
 
 SOLVERS: dict[str, Callable[[Model, int, Bounds], tuple[int, ...]]] = {"grid": grid, "exact": exact}
@@ -108,35 +117,64 @@ def round_to_lattice(wanted: Floats, global_batch_size: int, bounds: Bounds) -> 
 _Narrow = Callable[[Callable[[Floats], Floats], float, float, float], tuple[float, float]]
 
 
-def _solve(model: Model, total: int, bounds: Bounds, narrow: _Narrow) -> tuple[int, ...]:
-    low, high, rest = bounds.lattice(total)
-    if model.world_size != len(low):
-        raise ArgumentError(
-            f"the model knows {model.world_size} ranks, the bounds {len(low)}; pass one for each"
-        )
-    grain, grains = bounds.grain, total // bounds.grain
-
-    def plan(separable: Model) -> tuple[int, ...]:
-        curves = separable.curves(np.float64(grain) * low, np.float64(grain) * high)
-        in_grains = Curves(curves.knot_sizes / grain, curves.knot_times)
-        found = _settle(in_grains, grains, low, high, narrow)
-        return _carry_rest(lambda sizes: separable.times(sizes), found, rest, bounds)
-
+def _touch(model: Model, total: int, bounds: Bounds) -> Model:
+    """Return the separable model to solve: the tangent near the best sizes of a coupled one."""
     if not model.is_coupled:
-        return plan(model)
-    level = np.array(equal_within(total, bounds), dtype=np.float64)
-    best, best_s = level, math.inf
-    for _ in range(_RENEWALS):
-        curves = model.without_sharing(level).curves(
-            np.float64(grain) * low, np.float64(grain) * high
-        )
-        before, level = level, curves.level(float(total))
-        step_s = float(model.times(level).max())
+        return model
+    low, high = bounds.floor.astype(np.float64), bounds.cap.astype(np.float64)
+    level = np.clip(total / model.world_size, low, high)
+    best, best_s, gone = model, math.inf, math.inf
+    for _ in range(_RENEWALS if model.world_size <= _SMALL_WORLD else _FEW_RENEWALS):
+        tangent = model.without_sharing(level)
+        step_s = float(tangent.times(level).max())  # the model's own: they touch here
         if step_s < best_s:
-            best, best_s = level, step_s
-        if np.abs(level - before).max() < 0.5:
+            best, best_s = tangent, step_s
+        if gone < 0.5:
             break
-    return plan(model.without_sharing(best))
+        before, level = level, tangent.curves(low, high).level(float(total))
+        gone = float(np.abs(level - before).max())
+    return best
+
+
+@dataclass(frozen=True)
+class _Separable:
+    """A problem in which each rank's time depends on its own batch only.
+
+    Attributes:
+        model: the model, or its tangent.
+        curves: its times against whole grains.
+        low: least grains, [world_size].
+        high: most grains, [world_size].
+        grains: to give out.
+        rest: samples that one rank carries beside them.
+        bounds: of the sizes.
+    """
+
+    model: Model
+    curves: Curves
+    low: Ints
+    high: Ints
+    grains: int
+    rest: int
+    bounds: Bounds
+
+    @classmethod
+    def of(cls, model: Model, total: int, bounds: Bounds) -> _Separable:
+        low, high, rest = bounds.lattice(total)
+        if model.world_size != len(low):
+            raise ArgumentError(
+                f"the model knows {model.world_size} ranks, the bounds {len(low)}; "
+                "pass one for each"
+            )
+        touching, grain = _touch(model, total, bounds), bounds.grain
+        curves = touching.curves(np.float64(grain) * low, np.float64(grain) * high)
+        if grain > 1:
+            curves = Curves(curves.knot_sizes / grain, curves.knot_times)
+        return cls(touching, curves, low, high, total // grain, rest, bounds)
+
+    def solve(self, narrow: _Narrow) -> tuple[int, ...]:
+        found = _settle(self.curves, self.grains, self.low, self.high, narrow)
+        return _carry_rest(self.model.times, found, self.rest, self.bounds)
 
 
 def _settle(curves: Curves, grains: int, low: Ints, high: Ints, narrow: _Narrow) -> Ints:
@@ -215,24 +253,32 @@ def _carry_rest(
     return tuple(int(size) for size in sizes)
 
 
-def _transfer(model: Model, sizes: Ints, bounds: Bounds) -> tuple[int, ...]:
-    """Move samples from the slowest rank to the one fastest with them, halving the step."""
+def _transfer(
+    model: Model, touching: Model, start: tuple[int, ...], bounds: Bounds
+) -> tuple[int, ...]:
+    """Move samples from the slowest rank to one that is faster with them, halving the step.
+
+    ``touching``, the model or its tangent, chooses who takes them; ``model`` judges the outcome.
+    """
+    sizes = np.array(start, dtype=np.int64)
     now = model.times(sizes)
     step = max(int(sizes.max()) // 8 // bounds.grain, 1) * bounds.grain
-    for _ in range(64):
+    for _ in range(_TRANSFERS):
         giver = int(np.argmax(now))
         tried = sizes + step
         fits = (tried <= bounds.cap) & (np.arange(len(sizes)) != giver)
-        after = np.where(fits, model.times(np.minimum(tried, bounds.cap)), np.inf)
+        after = np.where(fits, touching.times(np.minimum(tried, bounds.cap)), np.inf)
         taker = int(np.argmin(after))
-        moved = sizes.copy()
-        moved[giver] -= step
-        moved[taker] += step
-        then = model.times(moved) if np.isfinite(after[taker]) else now
-        if moved[giver] >= bounds.floor[giver] and then.max() < now.max() * (1 - 1e-12):
-            sizes, now = moved, then
-        elif step == bounds.grain:
+        if after[taker] < now[giver] and sizes[giver] - step >= bounds.floor[giver]:
+            moved = sizes.copy()
+            moved[giver] -= step
+            moved[taker] += step
+            then = model.times(moved)
+            if then.max() < now[giver] * (1 - 1e-12):
+                sizes, now = moved, then
+                touching = model.without_sharing(sizes) if step > bounds.grain else touching
+                continue
+        if step == bounds.grain:
             break
-        else:
-            step = max(step // 2 // bounds.grain, 1) * bounds.grain
+        step = max(step // 2 // bounds.grain, 1) * bounds.grain
     return tuple(int(size) for size in sizes)

@@ -16,6 +16,7 @@ from loft_hvd.errors import ArgumentError, PlanError
 from tests.support.clusters import OVERLAPS, least_step_s, random_model
 
 Solver = Callable[..., tuple[int, ...]]
+_LONGEST_S = 0.01  # a search over 1,024 ranks
 solvers = pytest.mark.parametrize("solve", SOLVERS.values(), ids=SOLVERS.keys())
 
 
@@ -52,28 +53,46 @@ def test_sizes_are_multiples_of_the_grain_but_for_one_rank(solve: Solver, grain:
             assert model.times(sizes).max() <= best * (1 + 1e-9), f"seed {seed}"
 
 
+def sharing_model(seed: int, world_size: int) -> StepModel:
+    """Draw ranks of which some share one of three sources."""
+    rng = np.random.default_rng(seed)
+    return StepModel.build(
+        world_size,
+        shared_s=rng.uniform(1e-4, 3e-3),
+        remote_s=rng.uniform(0, 2e-3, world_size) * (seed % 2),
+        hits=rng.uniform(0, 40, world_size),
+        compute_fixed_s=rng.uniform(0, 0.02, world_size),
+        compute_s=rng.uniform(1e-3, 4e-3, world_size),
+        overlap=float(rng.choice([0.0, 0.5, 1.0])),
+        source=rng.integers(-1, 3, world_size),
+    )
+
+
 @solvers
-def test_a_shared_source_leaves_at_most_one_percent(solve: Solver) -> None:
-    for seed in range(12):
-        rng = np.random.default_rng(seed)
-        model = StepModel.build(
-            3,
-            shared_s=rng.uniform(1e-3, 3e-3),
-            remote_s=2e-4,
-            hits=rng.uniform(0, 20, 3),
-            source=np.array([0, 0, 0 if seed % 2 else -1]),
-            compute_s=rng.uniform(5e-4, 5e-3, 3),
-            overlap=float(seed % 3) / 2,
-        )
-        total, bounds = 60, Bounds.of(3, floor=1, cap=60)
-        first, second = np.meshgrid(np.arange(1, 59), np.arange(1, 59))
-        third = total - first - second
-        every = np.stack([first, second, third], axis=-1)[third >= 1]
+def test_a_shared_source_leaves_little_to_the_best_of_all_plans(solve: Solver) -> None:
+    total, bounds = 60, Bounds.of(3, floor=1, cap=60)
+    first, second = np.meshgrid(np.arange(1, 59), np.arange(1, 59))
+    third = total - first - second
+    every = np.stack([first, second, third], axis=-1)[third >= 1]
+    excess = []
+    for seed in range(60):
+        model = sharing_model(seed, 3)
         best = model.times(every).max(axis=-1).min()
         found = model.times(solve(model, total, bounds)).max()
-        # One sample more or less is up to 1/20 of a batch here: integers, not tangents, cost this.
-        assert best <= found * (1 + 1e-12)
-        assert found <= best * 1.04, f"seed {seed}: {found} against {best}"
+        assert best <= found * (1 + 1e-12), f"seed {seed}"
+        excess.append(found / best - 1)
+    assert np.percentile(excess, 90) <= 0.005, np.sort(excess)[-8:]
+    assert max(excess) <= 0.04, f"seed {int(np.argmax(excess))}: {max(excess)}"
+
+
+def test_exact_is_never_above_grid() -> None:
+    for seed in range(60):
+        model = sharing_model(seed, 3 + seed % 9)
+        total, bounds = 40 * model.world_size, Bounds.of(model.world_size, floor=2, cap=200)
+        grid_s, exact_s = (
+            model.times(SOLVERS[name](model, total, bounds)).max() for name in ("grid", "exact")
+        )
+        assert exact_s <= grid_s * (1 + 1e-12), f"seed {seed}"
 
 
 @solvers
@@ -170,9 +189,9 @@ def test_a_thousand_ranks_take_milliseconds(solve: Solver, source: int | None) -
     bounds = Bounds.of(1024, floor=2, cap=512)
     taken = []
     for _ in range(7):
-        began = time.perf_counter()
+        began = time.process_time()  # of this process: others on the machine do not count
         sizes = solve(model, 64 * 1024, bounds)
-        taken.append(time.perf_counter() - began)
+        taken.append(time.process_time() - began)
     assert model.step_s(sizes) < model.step_s(equal_sizes(64 * 1024, 1024))
-    # A quiet machine takes 2 to 3 ms without a source (the bound is 10); a shared one gets 4x.
-    assert min(taken) < (0.01 if source == -1 else 0.04)
+    # A quiet machine takes 1 to 2 ms without a source, 7 to 10 with; a busy one gets twice that.
+    assert min(taken) < (_LONGEST_S if source == -1 else 2 * _LONGEST_S)
