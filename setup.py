@@ -1,7 +1,8 @@
 """Build the C++ extension with CMake; everything else is in pyproject.toml.
 
-Environment: ``LOFT_HVD_CUDA`` 0, 1 or auto (build the CUDA half where nvcc is found),
-``LOFT_HVD_CUDA_ARCHS`` (CMake's CUDA_ARCHITECTURES, such as "80-real;90"), ``LOFT_HVD_WERROR`` 1,
+Environment: ``LOFT_HVD_CUDA`` 0, 1 or auto (build the CUDA half where nvcc is found and the machine
+has an NVIDIA GPU), ``LOFT_HVD_CUDA_ARCHS`` (CMake's CUDA_ARCHITECTURES, the last one also as PTX;
+default "80-real;90", so sm_80, sm_90 and what comes after), ``LOFT_HVD_WERROR`` 1,
 ``LOFT_HVD_JOBS`` (compile jobs, else the allowed CPUs). Objects are kept under ``build/`` and only
 what changed is compiled again.
 """

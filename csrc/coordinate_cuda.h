@@ -11,6 +11,12 @@
 #include "coordinate_rules.h"
 #include "keys.h"
 
+#if defined(__CUDACC__)
+#define LOFT_UNROLL _Pragma("unroll")
+#else
+#define LOFT_UNROLL
+#endif
+
 namespace loft {
 namespace device {
 
@@ -90,7 +96,7 @@ LOFT_INLINE Bits<kDType> trimmed_mean_of(Key<kDType> (&keys)[kWires], int rows, 
   };
   const V sum = Tree<kLeaves>::sum(leaf, 0);
   V low{}, high{};
-#pragma unroll
+  LOFT_UNROLL
   for (int k = 0; k < kLeaves; ++k) {
     constexpr int kShift = kIsOdd ? 0 : 1;
     if (k == num_leaves - 1) {
@@ -115,6 +121,14 @@ LOFT_INLINE Bits<kDType> trimmed_mean_of(Key<kDType> (&keys)[kWires], int rows, 
     mean = static_cast<V>(Tree<kLeaves>::sum(scaled_leaf, 0) / count * 18446744073709551616.0);
   }
   return result_bits<kDType>(clamp_mean(mean, low, high));
+}
+
+// Whether step (p, k) of Batcher's odd-even merge sort compares wire `low` with wire low + k. The
+// steps run over p = 1, 2, 4 ... < rows and within each over k = p, p / 2 ... 1; any rows.
+LOFT_INLINE bool is_batcher_low(int low, int rows, int p, int k) {
+  const int high = low + k, skip = k % p;
+  return high < rows && low >= skip && (low - skip) % (2 * k) < k &&
+         low / (2 * p) == high / (2 * p);
 }
 
 // Any rule on ranked entries in slow memory (shared on the device): `key(i)` and `weight(i)` give
@@ -185,6 +199,34 @@ LOFT_HOST_DEVICE Bits<kDType> rule_of(const RuleParams& params, int rows, int64_
   }
   const V result = mean(0, keep, low, high, true);
   return result_bits<kDType>(centre == centre ? result : centre);
+}
+
+// Any rule on up to kWires rows of one coordinate in registers, in row order; `keys` beyond the
+// rows are kLast. Weights travel below their 32-bit keys, so that ties order by weight. After
+// sorting, `rule_of` indexes the ranked values, so the compiler moves them to the thread's local
+// memory.
+template <DType kDType, int kWires, bool kIsWeighted>
+LOFT_INLINE Bits<kDType> any_rule_of(Key<kDType> (&keys)[kWires], int32_t (&weights)[kWires],
+                                     int rows, int64_t total_weight, const RuleParams& params) {
+  static_assert(!kIsWeighted || sizeof(Key<kDType>) == 4, "a key and its weight share 64 bits");
+  if constexpr (kIsWeighted) {
+    int64_t entries[kWires];
+    LOFT_UNROLL
+    for (int i = 0; i < kWires; ++i) {
+      entries[i] = static_cast<int64_t>(keys[i]) * (int64_t{1} << 32) + weights[i];
+    }
+    SortNetwork<kWires>::apply(entries);
+    LOFT_UNROLL
+    for (int i = 0; i < kWires; ++i) {
+      keys[i] = static_cast<Key<kDType>>(entries[i] >> 32);  // weights are >= 0
+      weights[i] = static_cast<int32_t>(entries[i] & 0x7fffffff);
+    }
+  } else {
+    SortNetwork<kWires>::apply(keys);
+  }
+  const auto key = [&](int i) -> Key<kDType>& { return keys[i]; };
+  const auto weight = [&](int i) -> int32_t& { return weights[i]; };
+  return rule_of<kDType, kIsWeighted>(params, rows, total_weight, key, weight);
 }
 
 }  // namespace device

@@ -158,7 +158,7 @@ def _kernels() -> tuple[Finding, ...]:
         Finding("extension", str(module.__file__)),
         Finding("instruction sets", ", ".join(levels)),
         Finding("instruction set used", asked or levels[-1], advice),
-        Finding("CUDA kernels", "built" if module.has_cuda else "not built"),
+        Finding("CUDA kernels", *_cuda_kernels(bool(module.has_cuda), devices=_num_devices())),
     )
 
 
@@ -170,9 +170,24 @@ def _usable_config() -> Config:
         return Config()
 
 
+def _num_devices() -> int:
+    """Return how many NVIDIA GPUs are here."""
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
+def _cuda_kernels(is_built: bool, *, devices: int) -> tuple[str, str]:
+    """Say whether the CUDA half is in the extension, and what to do when a GPU waits for it."""
+    if is_built or not devices:
+        return "built" if is_built else "not built: no GPU here; LOFT_HVD_CUDA=1 builds them", ""
+    return (
+        "not built; gradients on a GPU are aggregated in plain torch",
+        "put nvcc (12.1 or newer) on PATH, or set CUDACXX, then LOFT_HVD_CUDA=1 make setup",
+    )
+
+
 def _cuda() -> tuple[Finding, ...]:
     built = torch.version.cuda
-    devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    devices = _num_devices()
     found = [
         Finding("torch built for", f"CUDA {built}" if built else "CPU only"),
         Finding("device files", f"{devices} NVIDIA" if devices else "none"),

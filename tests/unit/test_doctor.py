@@ -132,7 +132,20 @@ def test_kernels_show_the_instruction_set_in_use(
     found = {one.name: one for section in sections for one in section.findings}
     assert found["instruction set used"].value == used
     assert bool(found["instruction set used"].advice) is has_advice
-    assert found["CUDA kernels"].value == "not built"
+    assert found["CUDA kernels"].value.startswith("not built")
+
+
+@pytest.mark.parametrize(
+    ("is_built", "devices", "value", "advice"),
+    [(True, 0, "built", ""), (False, 0, "no GPU here", ""), (False, 2, "plain torch", "nvcc")],
+)
+def test_missing_cuda_kernels_are_a_fault_only_beside_a_gpu(
+    is_built: bool, devices: int, value: str, advice: str
+) -> None:
+    said, way_out = doctor._cuda_kernels(is_built, devices=devices)
+    assert value in said
+    assert advice in way_out
+    assert bool(advice) is bool(way_out)
 
 
 def test_missing_extension_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch) -> None:

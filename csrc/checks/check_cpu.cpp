@@ -1,0 +1,89 @@
+// Layer 4. Every CPU kernel of every instruction set that runs here against the plain form, over
+// dtypes, rules, weights, rows, lengths, alignments, threads and diagnostics. Built with sanitizers
+// it also shows that no path reads or writes out of its rows or computes what C++ leaves undefined.
+//
+//   check_cpu [LEVEL...]   default: all levels that run here
+
+#include "plain.h"
+
+namespace loft {
+namespace checks {
+namespace {
+
+int64_t failures = 0, compared = 0;
+
+template <DType kDType>
+void check_case(Case<kDType>& made, const std::string& level, int threads, bool diagnoses) {
+  const Job& job = made.job;
+  Diagnostics found;
+  CpuOptions options{threads, level, diagnoses ? &found : nullptr, 1};
+  made.poison();
+  aggregate_cpu(job, options);
+  if (diagnoses && found.coordinates != job.numel) ++failures;
+  for (int64_t i = 0; i < job.numel; ++i, ++compared) {
+    const auto wanted = plain_result<kDType>(made.column(i), job.weights, job.params);
+    if (made.result(i) == wanted) continue;
+    if (++failures > 20) continue;
+    std::printf("%s, %s, coordinate %lld: %llx, not %llx\n", level.c_str(), describe(job).c_str(),
+                static_cast<long long>(i), static_cast<unsigned long long>(made.result(i)),
+                static_cast<unsigned long long>(wanted));
+  }
+}
+
+template <DType kDType>
+void check_rows(const std::string& level, int rows, bool is_weighted) {
+  unsigned seed = static_cast<unsigned>(rows);
+  for (int64_t numel : {0, 1, 67}) {
+    for (int offset : {0, static_cast<int>(sizeof(typename Stored<kDType>::Bits))}) {
+      Case<kDType> made(rows, numel, offset, is_weighted, ++seed);
+      for (const RuleParams& rule : rules_for(rows)) {
+        made.job.params = rule;
+        check_case(made, level, 1, offset == 0);
+      }
+    }
+  }
+}
+
+template <DType kDType>
+void check_dtype(const std::string& level) {
+  std::vector<int> counts{48, 63, 64, 65, 96, 100, 128, 129};
+  for (int rows = 1; rows <= 34; ++rows) counts.push_back(rows);
+  for (bool is_weighted : {false, true}) {
+    for (int rows : counts) check_rows<kDType>(level, rows, is_weighted);
+  }
+  Case<kDType> many(1024, 35, 0, true, 7);  // the most rows
+  many.job.params = {Rule::kTrimmedMean, MedianKind::kMidpoint, 300};
+  check_case(many, level, 1, true);
+  Case<kDType> wide(3, 2'200'001, 0, false, 8);  // several blocks and threads
+  wide.job.params = {Rule::kMedian, MedianKind::kMidpoint, 0};
+  check_case(wide, level, 3, true);
+}
+
+void check_pass(const std::string& level) {
+  Case<DType::kFloat32> made(5, 1'037, 4, false, 9);
+  for (bool in_bursts : {false, true}) pass_cpu(made.job, {1, level, nullptr, 0}, in_bursts);
+}
+
+void check_level(const std::string& level) {
+  check_dtype<DType::kFloat64>(level);
+  check_dtype<DType::kFloat32>(level);
+  check_dtype<DType::kFloat16>(level);
+  check_dtype<DType::kBFloat16>(level);
+  check_pass(level);
+}
+
+}  // namespace
+}  // namespace checks
+}  // namespace loft
+
+int main(int argc, char** argv) {
+  std::vector<std::string> levels(argv + 1, argv + argc);
+  if (levels.empty()) levels = loft::isa_levels();
+  for (const std::string& level : levels) {
+    loft::checks::check_level(level);
+    std::printf("%s: %lld results so far, %lld differ\n", level.c_str(),
+                static_cast<long long>(loft::checks::compared),
+                static_cast<long long>(loft::checks::failures));
+  }
+  return loft::checks::failures == 0 ? 0 : 1;
+}

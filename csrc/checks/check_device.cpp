@@ -1,0 +1,195 @@
+// Layer 4. The code of the CUDA threads, compiled for the host, against the CPU kernels bit by bit:
+// exact and padded register kernels, two lanes, any rule, and the sort in shared memory. What is
+// not run here is what only a GPU has: indices of threads, shuffles, barriers.
+
+#include "plain.h"
+#include "two_lanes_cuda.h"
+
+namespace loft {
+namespace checks {
+namespace {
+
+int64_t failures = 0, compared = 0;
+
+template <DType kDType>
+void compare(const Case<kDType>& made, int64_t i, typename Stored<kDType>::Bits bits,
+             const char* kernel) {
+  ++compared;
+  if (bits == made.result(i) || ++failures > 20) return;
+  std::printf("%s, %s, coordinate %lld: %llx, not %llx\n", kernel, describe(made.job).c_str(),
+              static_cast<long long>(i), static_cast<unsigned long long>(bits),
+              static_cast<unsigned long long>(made.result(i)));
+}
+
+// One coordinate's keys on kWires wires with `below` of padding at the lower end.
+template <DType kDType, int kWires>
+void load_wires(const Case<kDType>& made, int64_t i, int below, device::Key<kDType> (&keys)[kWires],
+                int first_wire = 0) {
+  const int rows = static_cast<int>(made.job.rows.size());
+  for (int wire = 0; wire < kWires; ++wire) {
+    const int row = first_wire + wire - below;
+    keys[wire] = row < 0       ? device::kFirst<kDType>
+                 : row >= rows ? device::kLast<kDType>
+                               : static_cast<device::Key<kDType>>(key_of<kDType>(made.get(row, i)));
+  }
+}
+
+template <DType kDType, int kWires, bool kIsOdd>
+void check_registers(const Case<kDType>& made, int64_t i) {
+  const RuleParams& params = made.job.params;
+  const int rows = static_cast<int>(made.job.rows.size());
+  device::Key<kDType> keys[kWires];
+  load_wires(made, i, device::padding_below<kWires>(rows), keys);
+  compare(made, i,
+          params.rule == Rule::kMedian
+              ? device::median_of<kDType, kWires, kIsOdd>(keys, params.kind)
+              : device::trimmed_mean_of<kDType, kWires, kIsOdd>(keys, rows, params.f),
+          "register_kernel");
+}
+
+template <DType kDType>
+void check_two_lanes(const Case<kDType>& made, int64_t i) {
+  using device::kHalf;
+  const RuleParams& params = made.job.params;
+  const int rows = static_cast<int>(made.job.rows.size());
+  const int below = device::padding_below<2 * kHalf>(rows);
+  device::Key<kDType> keys[2][kHalf], other[2][kHalf];
+  for (int side : {0, 1}) {
+    load_wires(made, i, below, keys[side], side * kHalf);
+    device::SortNetwork<kHalf>::apply(keys[side]);
+  }
+  for (int side : {0, 1}) {  // the shuffle
+    for (int wire = 0; wire < kHalf; ++wire) other[side][wire] = keys[1 - side][kHalf - 1 - wire];
+  }
+  for (int side : {0, 1}) device::keep_half(keys[side], other[side], side);
+  if (params.rule == Rule::kMedian) {
+    const auto lower = device::edge_of(keys[0], 0), upper = device::edge_of(keys[1], 1);
+    return compare(made, i, device::median_of_edges<kDType>(lower, upper, rows, params.kind),
+                   "two_lane_kernel");
+  }
+  for (int side : {0, 1}) device::sort_half(keys[side]);
+  typename Stored<kDType>::Value above[kHalf];
+  for (int wire = 0; wire < kHalf; ++wire) above[wire] = device::value_at<kDType>(keys[1][wire]);
+  compare(made, i, device::trimmed_mean_of_halves<kDType>(keys[0], above, rows, params.f),
+          "two_lane_kernel");
+}
+
+template <DType kDType, int kWires, bool kIsWeighted>
+void check_any_rule(const Case<kDType>& made, int64_t i) {
+  const int rows = static_cast<int>(made.job.rows.size());
+  device::Key<kDType> keys[kWires];
+  int32_t weights[kWires] = {};
+  load_wires(made, i, 0, keys);
+  int64_t total = 0;
+  for (size_t row = 0; row < made.job.weights.size(); ++row) {
+    weights[row] = made.job.weights[row];
+    total += weights[row];
+  }
+  compare(
+      made, i,
+      device::any_rule_of<kDType, kWires, kIsWeighted>(keys, weights, rows, total, made.job.params),
+      "any_rule_kernel");
+}
+
+template <DType kDType, bool kIsWeighted>
+void check_shared(const Case<kDType>& made, int64_t i) {
+  const int rows = static_cast<int>(made.job.rows.size());
+  std::vector<device::Key<kDType>> keys;
+  for (auto bits : made.column(i)) keys.push_back(key_of<kDType>(bits));
+  std::vector<int32_t> weights = made.job.weights;
+  int64_t total = 0;
+  for (int32_t weight : weights) total += weight;
+  for (int p = 1; p < rows; p *= 2) {
+    for (int k = p; k >= 1; k /= 2) {
+      for (int low = 0; low < rows; ++low) {
+        if (!device::is_batcher_low(low, rows, p, k)) continue;
+        const bool is_tie = kIsWeighted && keys[low] == keys[low + k];
+        if (is_tie ? weights[low] <= weights[low + k] : keys[low] <= keys[low + k]) continue;
+        std::swap(keys[low], keys[low + k]);
+        if (kIsWeighted) std::swap(weights[low], weights[low + k]);
+      }
+    }
+  }
+  const auto key = [&](int rank) -> device::Key<kDType>& { return keys[rank]; };
+  const auto weight = [&](int rank) -> int32_t& { return weights[rank]; };
+  compare(made, i, device::rule_of<kDType, kIsWeighted>(made.job.params, rows, total, key, weight),
+          "shared_kernel");
+}
+
+// Calls check(made, i) for every rule of `rows` rows and every coordinate.
+template <DType kDType, typename Check>
+void for_results(int rows, bool is_weighted, bool is_ranked, const Check& check) {
+  Case<kDType> made(rows, 53, 0, is_weighted, static_cast<unsigned>(100 + rows));
+  for (const RuleParams& rule : rules_for(rows)) {
+    if (is_ranked && rule.rule != Rule::kMedian && rule.rule != Rule::kTrimmedMean) continue;
+    made.job.params = rule;
+    aggregate_cpu(made.job, CpuOptions{});
+    for (int64_t i = 0; i < made.job.numel; ++i) check(made, i);
+  }
+}
+
+template <DType kDType, int kWires>
+void check_exact() {
+  if constexpr (kWires >= 1) {
+    for_results<kDType>(kWires, false, true, check_registers<kDType, kWires, kWires % 2 == 1>);
+    check_exact<kDType, kWires - 1>();
+  }
+}
+
+template <DType kDType, int kWires>
+void check_padded(int least) {
+  for (int rows = least; rows <= kWires; ++rows) {
+    if (rows % 2) {
+      for_results<kDType>(rows, false, true, check_registers<kDType, kWires, true>);
+    } else {
+      for_results<kDType>(rows, false, true, check_registers<kDType, kWires, false>);
+    }
+  }
+}
+
+template <DType kDType, int kWires>
+void check_any_rules(int least) {
+  for (int rows = least; rows <= kWires; ++rows) {
+    for_results<kDType>(rows, false, false, check_any_rule<kDType, kWires, false>);
+    if constexpr (kDType != DType::kFloat64) {
+      for_results<kDType>(rows, true, false, check_any_rule<kDType, kWires, true>);
+    }
+  }
+}
+
+template <DType kDType>
+void check_dtype() {
+  check_exact<kDType, 16>();
+  check_any_rules<kDType, 4>(1);
+  check_any_rules<kDType, 8>(5);
+  check_any_rules<kDType, 16>(9);
+  if constexpr (kDType != DType::kFloat64) {
+    check_any_rules<kDType, 32>(17);
+    check_padded<kDType, 24>(17);
+    check_padded<kDType, 32>(25);
+    check_padded<kDType, 48>(33);
+    check_padded<kDType, 64>(49);
+    for (int rows = 65; rows <= 128; ++rows) {
+      for_results<kDType>(rows, false, true, check_two_lanes<kDType>);
+    }
+  }
+  for (int rows : {1, 2, 3, 7, 16, 33, 64, 100, 129, 200, 1024}) {
+    for_results<kDType>(rows, false, false, check_shared<kDType, false>);
+    for_results<kDType>(rows, true, false, check_shared<kDType, true>);
+  }
+}
+
+}  // namespace
+}  // namespace checks
+}  // namespace loft
+
+int main() {
+  loft::checks::check_dtype<loft::DType::kFloat64>();
+  loft::checks::check_dtype<loft::DType::kFloat32>();
+  loft::checks::check_dtype<loft::DType::kFloat16>();
+  loft::checks::check_dtype<loft::DType::kBFloat16>();
+  std::printf("device code on the host: %lld results, %lld differ\n",
+              static_cast<long long>(loft::checks::compared),
+              static_cast<long long>(loft::checks::failures));
+  return loft::checks::failures == 0 ? 0 : 1;
+}

@@ -1,0 +1,219 @@
+// Layer 4. The rules once more, one coordinate at a time and in the plainest form, and jobs with
+// hard values in exactly sized heap blocks: what the checks compare the kernels with. The same
+// definition as loft_hvd/aggregation/reference.py. Not part of the extension.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "aggregate.h"
+#include "keys.h"
+
+namespace loft {
+namespace checks {
+
+// Sum of pairs from the middle outwards, then a binary tree that carries an odd one up.
+template <typename V>
+V plain_sum(const std::vector<V>& values) {
+  const size_t half = values.size() / 2, odd = values.size() % 2;
+  std::vector<V> leaves;
+  if (odd) leaves.push_back(values[half]);
+  for (size_t k = 0; k < half; ++k) leaves.push_back(values[half - 1 - k] + values[half + odd + k]);
+  while (leaves.size() > 1) {
+    std::vector<V> next;
+    for (size_t i = 0; i + 1 < leaves.size(); i += 2) next.push_back(leaves[i] + leaves[i + 1]);
+    if (leaves.size() % 2) next.push_back(leaves.back());
+    leaves = next;
+  }
+  return leaves[0];
+}
+
+template <typename V>
+struct Ranked {
+  std::vector<V> values;
+  std::vector<int64_t> weights;
+};
+
+template <typename V>
+V plain_mean(const Ranked<V>& ranked, size_t first, size_t count, bool by_weight) {
+  std::vector<V> products;
+  std::vector<double> scaled;
+  int64_t total = 0;
+  V low = ranked.values[first], high = low;
+  for (size_t i = first; i < first + count; ++i) {
+    const int64_t weight = by_weight ? ranked.weights[i] : 1;
+    const V value = ranked.values[i];
+    total += weight;
+    products.push_back(value * static_cast<V>(weight));
+    scaled.push_back(std::ldexp(static_cast<double>(value), -64) * static_cast<double>(weight));
+    if (!(value >= low)) low = value;  // NaN stays
+    if (!(value <= high)) high = value;
+  }
+  const V sum = plain_sum(products);
+  V mean = sum / static_cast<V>(total);
+  if (!std::isfinite(sum) && std::isfinite(low) && std::isfinite(high)) {
+    mean = static_cast<V>(std::ldexp(plain_sum(scaled) / static_cast<double>(total), 64));
+  }
+  if (mean < low) mean = low;
+  return mean > high ? high : mean;
+}
+
+template <typename V>
+V plain_median(const Ranked<V>& ranked, MedianKind kind, bool by_weight) {
+  const size_t rows = ranked.values.size();
+  size_t first = (rows - 1) / 2, last = rows / 2;
+  if (by_weight) {
+    int64_t total = 0, below = 0;
+    for (int64_t weight : ranked.weights) total += weight;
+    first = last = rows;
+    for (size_t i = 0; i < rows; ++i) {
+      below += ranked.weights[i];
+      if (first == rows && 2 * below >= total) first = i;
+      if (last == rows && 2 * below > total) last = i;
+    }
+  }
+  const V lower = ranked.values[first], upper = ranked.values[last];
+  if (kind == MedianKind::kLower || lower == upper) return lower;
+  return kind == MedianKind::kUpper || first == last ? upper : lower / 2 + upper / 2;
+}
+
+template <typename V>
+V plain_rule(Ranked<V> ranked, const RuleParams& params) {
+  const size_t rows = ranked.values.size(), f = static_cast<size_t>(params.f), keep = rows - f;
+  if (params.rule == Rule::kMedian) return plain_median(ranked, params.kind, true);
+  if (params.rule == Rule::kTrimmedMean) return plain_mean(ranked, f, rows - 2 * f, true);
+  const V centre = params.rule == Rule::kPhocas
+                       ? plain_mean(ranked, f, rows - 2 * f, false)
+                       : plain_median(ranked, MedianKind::kMidpoint, false);
+  for (size_t i = 0; i < f; ++i) {
+    if ((centre - ranked.values[i]) > (ranked.values[i + keep] - centre)) {
+      ranked.values[i % keep] = ranked.values[i + keep];
+      ranked.weights[i % keep] = ranked.weights[i + keep];
+    }
+  }
+  const V mean = plain_mean(ranked, 0, keep, true);
+  return centre == centre ? mean : centre;
+}
+
+// The result's stored bits; `stored` are those of one coordinate, a value a row.
+template <DType kDType>
+typename Stored<kDType>::Bits plain_result(const std::vector<typename Stored<kDType>::Bits>& stored,
+                                           const std::vector<int32_t>& weights,
+                                           const RuleParams& params) {
+  using V = typename Stored<kDType>::Value;
+  using Bits = typename Stored<kDType>::Bits;
+  std::vector<std::pair<Bits, int64_t>> order;
+  for (size_t row = 0; row < stored.size(); ++row) {
+    order.emplace_back(key_of<kDType>(stored[row]), weights.empty() ? 1 : weights[row]);
+  }
+  std::sort(order.begin(), order.end());
+  Ranked<V> ranked;
+  for (const auto& [key, weight] : order) {
+    ranked.values.push_back(value_of<kDType>(flip_bits(key)));
+    ranked.weights.push_back(weight);
+  }
+  const V result = plain_rule(ranked, params);
+  return result == result ? bits_of<kDType>(result) : Stored<kDType>::kNaN;
+}
+
+// Rows and result of one job, each in a heap block of just its size, `offset` bytes in.
+template <DType kDType>
+class Case {
+ public:
+  using Bits = typename Stored<kDType>::Bits;
+
+  Case(int rows, int64_t numel, int offset, bool is_weighted, unsigned seed)
+      : bytes_(static_cast<size_t>(numel) * sizeof(Bits)), offset_(static_cast<size_t>(offset)) {
+    std::mt19937 random(seed);
+    job.numel = numel;
+    job.dtype = kDType;
+    for (int row = 0; row <= rows; ++row) {  // the last one takes the result
+      blocks_.emplace_back(static_cast<char*>(std::malloc(bytes_ + offset_ + (bytes_ == 0))));
+      for (int64_t i = 0; i < numel; ++i) put(row, i, hard_value(random));
+      if (row < rows) job.rows.push_back(blocks_.back().get() + offset_);
+    }
+    job.out = blocks_.back().get() + offset_;
+    for (int row = 0; is_weighted && row < rows; ++row) {
+      job.weights.push_back(1 + static_cast<int32_t>(random() % 5));
+    }
+  }
+
+  Bits get(int row, int64_t i) const {
+    Bits bits;
+    std::memcpy(&bits, blocks_[row].get() + offset_ + i * sizeof(Bits), sizeof(Bits));
+    return bits;
+  }
+  Bits result(int64_t i) const { return get(static_cast<int>(job.rows.size()), i); }
+  std::vector<Bits> column(int64_t i) const {
+    std::vector<Bits> column;
+    for (size_t row = 0; row < job.rows.size(); ++row) {
+      column.push_back(get(static_cast<int>(row), i));
+    }
+    return column;
+  }
+  void poison() { std::memset(job.out, 0x5a, bytes_); }
+
+  Job job;
+
+ private:
+  struct Free {
+    void operator()(char* block) const { std::free(block); }
+  };
+
+  static Bits hard_value(std::mt19937& random) {
+    const float value = std::ldexp(static_cast<float>(random() % 4096) - 2048.0f,
+                                   static_cast<int>(random() % 8) - 12);
+    const Bits bits = bits_of<kDType>(value), sign = std::numeric_limits<Bits>::min();
+    switch (random() % 32) {
+      case 0: return Stored<kDType>::kNaN;
+      case 1: return static_cast<Bits>(Stored<kDType>::kInfinity + 1) | sign;  // signalling
+      case 2: return Stored<kDType>::kInfinity;
+      case 3: return Stored<kDType>::kInfinity | sign;
+      case 4: return sign;                           // -0
+      case 5: return 1;                              // the smallest subnormal
+      case 6: return Stored<kDType>::kInfinity - 1;  // the largest finite value
+      case 7: return (Stored<kDType>::kInfinity - 1) | sign;
+      case 8: return bits_of<kDType>(1.0f);  // ties
+      default: return bits;
+    }
+  }
+  void put(int row, int64_t i, Bits bits) {
+    std::memcpy(blocks_[row].get() + offset_ + i * sizeof(Bits), &bits, sizeof(Bits));
+  }
+
+  size_t bytes_, offset_;
+  std::vector<std::unique_ptr<char, Free>> blocks_;
+};
+
+inline std::string describe(const Job& job) {
+  return "dtype " + std::to_string(static_cast<int>(job.dtype)) + ", rule " +
+         std::to_string(static_cast<int>(job.params.rule)) + ", kind " +
+         std::to_string(static_cast<int>(job.params.kind)) + ", f " + std::to_string(job.params.f) +
+         ", rows " + std::to_string(job.rows.size()) + ", numel " + std::to_string(job.numel) +
+         (job.weights.empty() ? "" : ", weighted");
+}
+
+// Every rule that `rows` rows allow, with no f, one, some and the most.
+inline std::vector<RuleParams> rules_for(int rows) {
+  std::vector<RuleParams> rules{{Rule::kMedian, MedianKind::kMidpoint, 0},
+                                {Rule::kMedian, MedianKind::kLower, 0},
+                                {Rule::kMedian, MedianKind::kUpper, 0}};
+  const int most = (rows - 1) / 2;
+  std::vector<int> trims{0, std::min(1, most), most / 2, most};
+  trims.erase(std::unique(trims.begin(), trims.end()), trims.end());
+  for (int f : trims) {
+    for (Rule rule : {Rule::kTrimmedMean, Rule::kMeanAroundMedian, Rule::kPhocas}) {
+      rules.push_back({rule, MedianKind::kMidpoint, f});
+    }
+  }
+  return rules;
+}
+
+}  // namespace checks
+}  // namespace loft

@@ -1,0 +1,229 @@
+// Layer 2. The CUDA kernels; launch_cuda.cu chooses among them. Only nvcc compiles this file.
+//
+// register_kernel  up to 64 rows, median, mean and trimmed mean: a few coordinates a thread
+// two_lane_kernel  65 to 128 rows, the same rules: two neighbouring lanes a coordinate
+// any_rule_kernel  up to 32 rows, weights and the rules around a centre: one coordinate a thread
+// shared_kernel    whatever is left: keys in shared memory
+//
+// Nothing here needs more than sm_70 offers.
+#pragma once
+
+#include "two_lanes_cuda.h"
+
+namespace loft {
+namespace device {
+namespace {  // one copy a dtype: each is compiled on its own
+
+constexpr int kBlockThreads = 128;
+constexpr int kSharedBytes = 48 * 1024;
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+template <int kMost>
+struct RowTable {
+  const void* rows[kMost];
+};
+template <int kMost>
+struct WeightTable {
+  int32_t weights[kMost];
+};
+
+template <typename B, int kWide>
+struct alignas(sizeof(B) * kWide) Pack {
+  B values[kWide];
+};
+
+// One thread for kWide neighbouring coordinates; a warp reads each row coalesced, up to 16 bytes a
+// lane. rows <= kWires; the rest of the wires are padding. Traffic (rows + 1) * numel *
+// sizeof(value) bytes; no shared memory; deterministic.
+template <DType kDType, int kWires, int kWide, bool kIsOdd, Rule kRule>
+__global__ void __launch_bounds__(kBlockThreads)
+    register_kernel(const __grid_constant__ RowTable<kWires> table, Bits<kDType>* __restrict__ out,
+                    int64_t numel, int rows, RuleParams params) {
+  using B = Bits<kDType>;
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x * kWide;
+  const int below = padding_below<kWires>(rows);
+  for (int64_t i = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * kWide; i < numel;
+       i += stride) {
+    const bool is_whole = i + kWide <= numel;
+    Key<kDType> keys[kWide][kWires];
+#pragma unroll
+    for (int wire = 0; wire < kWires; ++wire) {
+      const int row = wire - below;
+      const bool is_row = row >= 0 && row < rows;
+      const B* from = static_cast<const B*>(table.rows[is_row ? row : 0]) + i;
+      Pack<B, kWide> pack{};
+      if (is_row && is_whole) {
+        pack = *reinterpret_cast<const Pack<B, kWide>*>(from);
+      } else if (is_row) {
+#pragma unroll
+        for (int lane = 0; lane < kWide; ++lane) {
+          if (i + lane < numel) pack.values[lane] = from[lane];
+        }
+      }
+#pragma unroll
+      for (int lane = 0; lane < kWide; ++lane) {
+        keys[lane][wire] = is_row ? static_cast<Key<kDType>>(key_of<kDType>(pack.values[lane]))
+                                  : (row < 0 ? kFirst<kDType> : kLast<kDType>);
+      }
+    }
+    Pack<B, kWide> result;
+#pragma unroll
+    for (int lane = 0; lane < kWide; ++lane) {
+      if constexpr (kRule == Rule::kMedian) {
+        result.values[lane] = median_of<kDType, kWires, kIsOdd>(keys[lane], params.kind);
+      } else {
+        result.values[lane] = trimmed_mean_of<kDType, kWires, kIsOdd>(keys[lane], rows, params.f);
+      }
+    }
+    if (is_whole) {
+      *reinterpret_cast<Pack<B, kWide>*>(out + i) = result;
+    } else {
+#pragma unroll
+      for (int lane = 0; lane < kWide; ++lane) {
+        if (i + lane < numel) out[i + lane] = result.values[lane];
+      }
+    }
+  }
+}
+
+// Two neighbouring lanes for a coordinate with 65 to 128 rows: each sorts 64 wires in registers;
+// one exchange by shuffles leaves the smaller half in the even lane and the larger in the odd one.
+// Traffic as above; a warp reads 16 neighbouring values of two rows at a time.
+template <DType kDType, Rule kRule>
+__global__ void __launch_bounds__(kBlockThreads)
+    two_lane_kernel(const __grid_constant__ RowTable<128> table, Bits<kDType>* __restrict__ out,
+                    int64_t numel, int rows, RuleParams params) {
+  using B = Bits<kDType>;
+  using V = typename Stored<kDType>::Value;
+  const int side = threadIdx.x & 1;
+  const int below = padding_below<2 * kHalf>(rows);
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x / 2;
+  const int64_t first = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / 2;
+  // Every lane runs every round, so that all take part in the shuffles.
+  const int64_t rounds = (numel + stride - 1) / stride;
+  for (int64_t round = 0; round < rounds; ++round) {
+    const int64_t i = first + round * stride;
+    Key<kDType> keys[kHalf];
+#pragma unroll
+    for (int wire = 0; wire < kHalf; ++wire) {
+      const int row = side * kHalf + wire - below;
+      const bool is_row = row >= 0 && row < rows && i < numel;
+      keys[wire] =
+          is_row
+              ? static_cast<Key<kDType>>(key_of<kDType>(static_cast<const B*>(table.rows[row])[i]))
+              : (row < 0 ? kFirst<kDType> : kLast<kDType>);
+    }
+    SortNetwork<kHalf>::apply(keys);
+    Key<kDType> other[kHalf];
+#pragma unroll
+    for (int wire = 0; wire < kHalf; ++wire) {
+      other[wire] = __shfl_xor_sync(kAllLanes, keys[kHalf - 1 - wire], 1);
+    }
+    keep_half(keys, other, side);
+    if constexpr (kRule == Rule::kMedian) {
+      const Key<kDType> lower = edge_of(keys, side);
+      const Key<kDType> upper = __shfl_xor_sync(kAllLanes, lower, 1);
+      if (side == 0 && i < numel) {
+        out[i] = median_of_edges<kDType>(lower, upper, rows, params.kind);
+      }
+    } else {
+      sort_half(keys);
+      V above[kHalf];
+#pragma unroll
+      for (int wire = 0; wire < kHalf; ++wire) {
+        above[wire] = __shfl_xor_sync(kAllLanes, value_at<kDType>(keys[wire]), 1);
+      }
+      if (side == 0 && i < numel) {
+        out[i] = trimmed_mean_of_halves<kDType>(keys, above, rows, params.f);
+      }
+    }
+  }
+}
+
+// One thread a coordinate, any rule, weights or not; rows <= kWires. A warp reads each row
+// coalesced. Traffic (rows + 1) * numel * sizeof(value) bytes; local memory for the ranked values,
+// which stays in the first-level cache; no shared memory; deterministic.
+template <DType kDType, int kWires, bool kIsWeighted>
+__global__ void __launch_bounds__(kBlockThreads)
+    any_rule_kernel(const __grid_constant__ RowTable<kWires> table,
+                    const __grid_constant__ WeightTable<kWires> weight_table,
+                    Bits<kDType>* __restrict__ out, int64_t numel, int rows, int64_t total_weight,
+                    RuleParams params) {
+  using B = Bits<kDType>;
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < numel;
+       i += stride) {
+    Key<kDType> keys[kWires];
+    int32_t weights[kWires];
+#pragma unroll
+    for (int row = 0; row < kWires; ++row) {
+      const bool is_row = row < rows;
+      keys[row] =
+          is_row
+              ? static_cast<Key<kDType>>(key_of<kDType>(static_cast<const B*>(table.rows[row])[i]))
+              : kLast<kDType>;
+      weights[row] = kIsWeighted ? weight_table.weights[row] : 0;
+    }
+    out[i] = any_rule_of<kDType, kWires, kIsWeighted>(keys, weights, rows, total_weight, params);
+  }
+}
+
+// A block for `columns` neighbouring coordinates: keys [rows][columns] (and weights) in shared
+// memory, sorted there by Batcher's network, one comparator a thread and step; then one thread a
+// coordinate applies the rule. Any rows, rule and weights. Shared memory rows * columns * (key +
+// weight) bytes.
+template <DType kDType, bool kIsWeighted>
+__global__ void __launch_bounds__(kBlockThreads)
+    shared_kernel(const __grid_constant__ RowTable<kMaxRows> table,
+                  const __grid_constant__ WeightTable<kMaxRows> weight_table,
+                  Bits<kDType>* __restrict__ out, int64_t numel, int rows, int columns,
+                  int64_t total_weight, RuleParams params) {
+  using B = Bits<kDType>;
+  using K = Key<kDType>;
+  extern __shared__ char shared[];
+  K* keys = reinterpret_cast<K*>(shared);
+  int32_t* weights = reinterpret_cast<int32_t*>(keys + rows * columns);
+  const int cells = rows * columns;
+  for (int64_t base = static_cast<int64_t>(blockIdx.x) * columns; base < numel;
+       base += static_cast<int64_t>(gridDim.x) * columns) {
+    for (int cell = threadIdx.x; cell < cells; cell += blockDim.x) {
+      const int row = cell / columns;
+      const int64_t i = base + cell % columns;
+      const B stored = i < numel ? static_cast<const B*>(table.rows[row])[i] : B{0};
+      keys[cell] = static_cast<K>(key_of<kDType>(stored));
+      if (kIsWeighted) weights[cell] = weight_table.weights[row];
+    }
+    __syncthreads();
+    for (int p = 1; p < rows; p *= 2) {
+      for (int k = p; k >= 1; k /= 2) {
+        for (int cell = threadIdx.x; cell < cells; cell += blockDim.x) {
+          if (!is_batcher_low(cell / columns, rows, p, k)) continue;
+          const int to = cell + k * columns;
+          const K a = keys[cell], b = keys[to];
+          bool swaps = a > b;
+          if (kIsWeighted) swaps = swaps || (a == b && weights[cell] > weights[to]);
+          if (!swaps) continue;
+          keys[cell] = b;
+          keys[to] = a;
+          if (kIsWeighted) {
+            const int32_t weight = weights[cell];
+            weights[cell] = weights[to];
+            weights[to] = weight;
+          }
+        }
+        __syncthreads();
+      }
+    }
+    for (int column = threadIdx.x; column < columns; column += blockDim.x) {
+      if (base + column >= numel) continue;
+      const auto key = [&](int i) -> K& { return keys[i * columns + column]; };
+      const auto weight = [&](int i) -> int32_t& { return weights[i * columns + column]; };
+      out[base + column] = rule_of<kDType, kIsWeighted>(params, rows, total_weight, key, weight);
+    }
+    __syncthreads();
+  }
+}
+
+}  // namespace
+}  // namespace device
+}  // namespace loft

@@ -1,0 +1,167 @@
+"""The extension's own build: sanitizers, CUDA, size, time, and what a change compiles again.
+
+These need no Python inside: csrc/checks compares every kernel with a plain form of the rules.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from loft_hvd._native import extension
+
+ROOT = Path(__file__).resolve().parents[2]
+MOST_BYTES = 25_000_000
+MOST_BUILD_CPU_S = 2 * 6 * 60.0  # six minutes on two cores
+IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
+
+
+def tool(name: str) -> str:
+    """Return a build tool's path: beside this Python or on PATH."""
+    beside = Path(sys.executable).parent / name
+    found = str(beside) if beside.exists() else shutil.which(name)
+    if found is None:
+        pytest.skip(f"{name} is not installed; make setup brings it")
+    return found
+
+
+def run(*command: str | Path, limit_s: float = 1500.0) -> str:
+    """Run a command to its end and return what it prints; fail with that when it fails."""
+    environ = {
+        **os.environ,
+        "ASAN_OPTIONS": "detect_leaks=1",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+    }
+    done = subprocess.run(
+        list(map(str, command)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=limit_s,
+        env=environ,
+        check=False,
+    )
+    assert done.returncode == 0, f"{' '.join(map(str, command))}\n{done.stdout[-6000:]}"
+    return done.stdout
+
+
+def configure(folder: Path, *options: str, source: Path = ROOT) -> None:
+    """Configure a build of ``source`` with Ninja in ``folder``."""
+    chosen = [f"-DPython_EXECUTABLE={sys.executable}", f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}"]
+    run(tool("cmake"), "-S", source, "-B", folder, "-G", "Ninja", *chosen, *options)
+
+
+def build(folder: Path, *targets: str) -> str:
+    jobs = str(len(os.sched_getaffinity(0)))
+    return run(tool("ninja"), "-C", folder, "-j", jobs, *targets)
+
+
+def stripped_bytes(library: Path, folder: Path) -> int:
+    """Return the size of a library without its symbols."""
+    small = folder / "stripped.so"
+    run(tool("strip"), library, "-o", small)
+    return small.stat().st_size
+
+
+def test_extension_is_small(tmp_path: Path) -> None:
+    module = extension()
+    if module is None or module.__file__ is None:
+        pytest.skip("the C++ extension is not built")
+    assert stripped_bytes(Path(module.__file__), tmp_path) < MOST_BYTES
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_cpu_half_builds_in_time_and_every_kernel_is_right(tmp_path: Path) -> None:
+    configure(tmp_path, "-DLOFT_CUDA=0", "-DLOFT_WERROR=1")
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    build(tmp_path, "_loft")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    spent_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert spent_s < MOST_BUILD_CPU_S
+    assert "no work to do" in build(tmp_path, "_loft")
+    (library,) = tmp_path.glob("_loft*.so")
+    assert stripped_bytes(library, tmp_path) < MOST_BYTES
+    build(tmp_path, "check_cpu", "check_device")
+    assert " 0 differ" in run(tmp_path / "check_cpu")
+    assert " 0 differ" in run(tmp_path / "check_device")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_sanitizers_find_nothing(tmp_path: Path) -> None:
+    # Without optimisation: a sanitizer's checks in straight-line networks take long to optimise.
+    configure(
+        tmp_path,
+        "-DLOFT_CUDA=0",
+        "-DLOFT_SANITIZE=address,undefined",
+        "-DCMAKE_CXX_FLAGS_RELEASE=-O0",
+    )
+    build(tmp_path, "check_cpu", "check_device")
+    levels = ["baseline"]
+    if IS_X86 and "avx2" in Path("/proc/cpuinfo").read_text(encoding="utf-8"):
+        levels.append("avx2")
+    said = run(tmp_path / "check_cpu", *levels)
+    assert [line.split(":")[0] for line in said.splitlines()] == levels
+    assert " 0 differ" in run(tmp_path / "check_device")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_cuda_half_compiles_and_loads_without_a_gpu(tmp_path: Path) -> None:
+    if shutil.which("nvcc") is None:
+        pytest.skip("no nvcc here")
+    configure(tmp_path, "-DLOFT_CUDA=1")
+    build(tmp_path, "_loft")
+    (library,) = tmp_path.glob("_loft*.so")
+    assert stripped_bytes(library, tmp_path) < MOST_BYTES
+    code = (
+        "import importlib.util as u, sys\n"
+        "spec = u.spec_from_file_location('_loft', sys.argv[1])\n"
+        "module = u.module_from_spec(spec); spec.loader.exec_module(module)\n"
+        "print(module.has_cuda)\n"
+    )
+    assert run(sys.executable, "-c", code, library).strip() == "True"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_change_compiles_again_what_depends_on_it_only(tmp_path: Path) -> None:
+    source, folder = tmp_path / "source", tmp_path / "build"
+    source.mkdir()
+    for name in ("csrc", "cmake"):
+        shutil.copytree(ROOT / name, source / name)
+    shutil.copy(ROOT / "CMakeLists.txt", source)
+    configure(folder, "-DLOFT_CUDA=0", source=source)
+    targets = ("loft_core", "loft_baseline_pass", "loft_networks")
+    build(folder, *targets)
+
+    def compiled_after_touching(name: str) -> set[str]:
+        (source / "csrc" / name).touch()
+        said = build(folder, *targets)
+        return {
+            line.rsplit("/", 1)[-1].removesuffix(".o") for line in said.splitlines() if ".o" in line
+        }
+
+    assert "no work to do" in build(folder, *targets)
+    assert compiled_after_touching("diagnostics.h") == {"aggregate_cpu.cpp", "diagnostics.cpp"}
+    assert compiled_after_touching("pass_cpu.cpp") == {"pass_cpu.cpp"}
+    assert compiled_after_touching("finish_cpu.h") == set()
+    assert compiled_after_touching("networks/generate.py") == set()  # the same networks come out
+
+
+def test_guarded_pages_do_guard() -> None:
+    """The guard pages of the other tests end a process that touches them."""
+    code = (
+        "from tests.support.guarded import Guarded; import ctypes\n"
+        "ctypes.string_at(Guarded(8, at_end=True).address + 8, 1)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, timeout=60)
+    assert done.returncode < 0  # ended by a signal
