@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from loft_hvd.config import Config
 from loft_hvd.errors import MismatchError, PeerError, TransportError
 from loft_hvd.transport.base import locate, wait_for
 from loft_hvd.transport.diagnosis import Diagnosis, HeartbeatSettings, Limits, Place
@@ -16,7 +17,7 @@ from loft_hvd.transport.heartbeat import Heartbeat
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
 from loft_hvd.transport.progress import Progress, key_of
 from loft_hvd.transport.star import Line, Link, open_links, own_place, process_state
-from loft_hvd.transport.watched import watched
+from loft_hvd.transport.watched import open_heartbeat, watched
 
 
 def at(waited_s: float, in_flight: str = "", started: str | None = None) -> Progress:
@@ -414,3 +415,30 @@ def test_a_star_connects_all_ranks_and_ignores_strangers(
 
     found = run_ranks(world_size, work)
     assert found == [list(range(1, world_size))] + [[0]] * (world_size - 1)
+
+
+def test_no_heartbeat_where_a_rank_cannot_reach_rank_0(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = open_links
+
+    def without_rank_2(transport: LocalTransport, *, name: str, timeout_s: float) -> object:
+        links, places = real(transport, name=name, timeout_s=0.5)
+        if transport.rank != 2:
+            return links, places
+        for link in links.values():
+            link.close()
+        return {}, {}
+
+    monkeypatch.setattr("loft_hvd.transport.watched.open_links", without_rank_2)
+
+    def work(transport: LocalTransport) -> object:
+        return open_heartbeat(transport, "test", engine_is_down=lambda: False)
+
+    assert run_ranks(3, work) == [None] * 3
+    assert "heartbeat off: ranks [2] cannot reach rank 0 by TCP" in caplog.text
+
+
+def test_no_heartbeat_where_it_is_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loft_hvd.transport.watched.config", lambda: Config(heartbeat_s=0.0))
+    assert run_ranks(2, lambda t: open_heartbeat(t, "x", engine_is_down=bool)) == [None] * 2
