@@ -20,7 +20,8 @@ void check_case(Case<kDType>& made, const std::string& level, int threads, bool 
   made.poison();
   aggregate_cpu(job, options);
   if (diagnoses && found.coordinates != job.numel) ++failures;
-  for (int64_t i = 0; i < job.numel; ++i, ++compared) {
+  const int64_t step = job.numel > 10'000 ? 61 : 1;  // coprime to every vector's lanes
+  for (int64_t i = 0; i < job.numel; i += step, ++compared) {
     const auto wanted = plain_result<kDType>(made.column(i), job.weights, job.params);
     if (made.result(i) == wanted) continue;
     if (++failures > 20) continue;

@@ -16,7 +16,13 @@ from loft_hvd import aggregation as loft
 from loft_hvd.aggregation import fallback
 from loft_hvd.aggregation.reference import reference
 from loft_hvd.aggregation.rules import Rule
-from tests.support.gradients import assert_same_bits, expected
+from tests.support.gradients import (
+    DTYPES,
+    assert_same_bits,
+    expected,
+    hard_gradients,
+    rules_for,
+)
 
 Array = npt.NDArray[np.float32]
 Build = Callable[[int], Rule]
@@ -83,6 +89,24 @@ def test_trimmed_mean_and_median_stay_within_the_honest_range(
         result = loft.aggregate(gradients, rule)
         assert (result >= honest.min(axis=0)).all()
         assert (result <= honest.max(axis=0)).all()
+
+
+@settings(deadline=None)
+@given(honest=matrices(finite, st.integers(2, 12)), attack=matrices(any_float), data=st.data())
+def test_rules_around_a_centre_stay_within_one_range_of_the_honest(
+    honest: Array, attack: Array, data: st.DataObject
+) -> None:
+    f = data.draw(st.integers(0, len(honest) - 1), label="f")
+    assume(f <= len(attack) and attack.shape[1] >= honest.shape[1])
+    gradients = np.concatenate([honest, attack[:f, : honest.shape[1]]]).astype(np.float64)
+    low, high = gradients[: len(honest)].min(axis=0), gradients[: len(honest)].max(axis=0)
+    slack = 1e-12 * np.abs(gradients[: len(honest)]).max()
+    for rule in (loft.MeanAroundMedian(f), loft.Phocas(f)):
+        result = loft.aggregate(
+            gradients, rule, weights=[1 + row % 3 for row in range(len(gradients))]
+        )
+        assert (result >= low - (high - low) - slack).all()
+        assert (result <= high + (high - low) + slack).all()
 
 
 @settings(deadline=None)
@@ -168,3 +192,20 @@ def test_median_and_trimmed_mean_agree_with_the_oracle_at_every_row_count(rows: 
     gradients = torch.randn(rows, 67, generator=torch.Generator().manual_seed(rows))
     for rule in (loft.Median(), loft.TrimmedMean((rows - 1) // 3), loft.Phocas((rows - 1) // 2)):
         assert_same_bits(loft.aggregate(gradients, rule), expected(gradients, rule))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_rule_and_weight_agrees_with_the_oracle_at_every_row_count(
+    dtype: torch.dtype,
+) -> None:
+    for rows in (*range(1, 131), 257, 1024):
+        gradients = hard_gradients(rows, 37, dtype, seed=rows)
+        weights = [1 + (7 * row) % 5 for row in range(rows)]
+        for rule in rules_for(rows):
+            assert_same_bits(loft.aggregate(gradients, rule), expected(gradients, rule))
+            assert_same_bits(
+                loft.aggregate(gradients, rule, weights=weights),
+                expected(gradients, rule, weights=weights),
+            )
