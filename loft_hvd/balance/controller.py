@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from loft_hvd.balance.few_sizes import choose_used
 from loft_hvd.balance.loft import Loft
 from loft_hvd.balance.observations import WAIT, Interval, screen
 from loft_hvd.balance.plan import Plan
@@ -84,7 +85,8 @@ class Controller:
         grain: sizes are multiples of this, but for one rank when the global batch is not.
         dead_band: for "loft": predicted gain below which sizes stay.
         settle_steps: first steps of a plan that should not be counted (see ``is_settled``).
-        max_sizes: distinct sizes that a rank may have in a run; None for any number.
+        max_sizes: distinct sizes that a rank may have in a run, from then on the nearest of those
+            it has had; None for any number.
 
     Raises:
         PlanError: no sizes within the bounds add up to ``global_batch_size``.
@@ -171,20 +173,23 @@ class Controller:
         proposal = self.policy.propose(interval, first_step=step)
         if proposal is None or proposal.sizes == self.plan.sizes:
             return None
-        if self._would_exceed(proposal.sizes):
+        proposal = self._with_few_sizes(proposal)
+        if proposal.sizes == self.plan.sizes:
             return None
         plan = Plan(self.plan.plan_id + 1, step, proposal.sizes)
         self.history.append(record(plan, proposal, measured_s=interval.step_s))
         return plan
 
-    def _would_exceed(self, sizes: tuple[int, ...]) -> bool:
+    def _with_few_sizes(self, proposal: Proposal) -> Proposal:
+        """Replace sizes that would be too many for a rank by the nearest that it has had."""
         if self.max_sizes is None:
-            return False
-        used = np.array([made.sizes for made in self.history])
-        return any(
-            size not in column and len(set(column)) >= self.max_sizes
-            for size, column in zip(sizes, used.T.tolist(), strict=True)
-        )
+            return proposal
+        used = [made.sizes for made in self.history]
+        sizes = choose_used(proposal.sizes, used, max_sizes=self.max_sizes)
+        if sizes == proposal.sizes:
+            return proposal
+        reason = f"{proposal.reason}; no rank may have more than {self.max_sizes} sizes in a run"
+        return Proposal(sizes, reason)
 
     def explain(self) -> str:
         """Say in plain words what is planned, why, and what was not believed."""

@@ -69,6 +69,7 @@ class Loft:
         self._fit: Fit | None = None
         self._aggregate_s = float("nan")
         self._forecast: Forecast | None = None
+        self._before = self._guard.equal  # sizes in force when the forecast was made
         self._equal_model_s = float("nan")  # predicted when equal sizes were measured
         self._lasted, self._stuck, self._probe_after = 0, 0, _PROBE_AFTER
         self._note = "no times yet"
@@ -90,15 +91,17 @@ class Loft:
             self._note = "sizes are not changed: the policy only reports"
             return None
         verdict = self._judge(interval, self._fit)
+        now = tuple(interval.sizes.tolist())
         if verdict is not None:
-            return self._announce(verdict)
+            return self._announce(verdict, now)
         if self._guard.pause > 0:
             self._guard.pause = max(self._guard.pause - 1, 0)
             return None
-        return self._announce(self._search(interval, self._fit))
+        return self._announce(self._search(interval, self._fit), now)
 
-    def _announce(self, proposal: Proposal | None) -> Proposal | None:
+    def _announce(self, proposal: Proposal | None, now: tuple[int, ...]) -> Proposal | None:
         if proposal is not None and self._fit is not None:
+            self._before = now
             self._forecast = Forecast(proposal.sizes, self._fit.model.times(proposal.sizes))
             self._note, self._lasted = proposal.reason, 0
         return proposal
@@ -113,11 +116,14 @@ class Loft:
                 guard.passed(np.array(on_trial[0]))
                 return Proposal(on_trial[0], "equal sizes were no better: the cluster has changed")
             return None
-        is_new = self._forecast is not None and self._forecast.sizes == sizes
-        forecast = self._forecast or Forecast(sizes, fit.model.times(sizes))
+        # The controller may have put nearby sizes into force instead of those proposed.
+        is_new = self._forecast is not None and sizes != self._before
+        forecast = self._forecast
+        if forecast is None or forecast.sizes != sizes:
+            forecast = Forecast(sizes, fit.model.times(sizes))
         drift = equal_s / self._equal_model_s if self._equal_model_s > 0 else 1.0
         if guard.is_worse(interval, is_new=is_new, drift=min(drift, 4.0)):
-            guard.undo(interval, replace(forecast, sizes=sizes))
+            guard.undo(interval, forecast)
             reason = (
                 f"undone: a step took {interval.step_s:.3g} s, but {guard.equal_s:.3g} s with "
                 "equal sizes"
@@ -216,6 +222,7 @@ class Loft:
             "aggregate_s": self._aggregate_s if self._aggregate_s >= 0 else -1.0,
             "equal_model_s": self._equal_model_s if self._equal_model_s >= 0 else -1.0,
             "forecast": None if forecast is None else [forecast.sizes, forecast.times.tolist()],
+            "before": self._before,
             "lasted": [self._lasted, self._stuck, self._probe_after],
             "note": self._note,
         }
@@ -231,5 +238,6 @@ class Loft:
         forecast = state["forecast"]
         if forecast is not None:
             self._forecast = Forecast(tuple(forecast[0]), np.array(forecast[1]))
+        self._before = tuple(state["before"])
         self._lasted, self._stuck, self._probe_after = state["lasted"]
         self._note = str(state["note"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from loft_hvd.balance.controller import Controller, Replay
+from loft_hvd.balance.few_sizes import choose_used
 from loft_hvd.balance.latency import StepModel
 from loft_hvd.balance.observations import COMPUTE, LOCAL, SIZE, STALL
 from loft_hvd.errors import ArgumentError, PlanError
@@ -133,17 +135,53 @@ def test_first_steps_of_a_plan_do_not_count() -> None:
     ]
 
 
-def test_sizes_are_few_where_they_are_costly() -> None:
+def drifting_rates(number: int) -> StepModel:
+    rates = np.random.default_rng(number // 6).uniform(1e-3, 4e-3, 4)
+    return StepModel.build(4, compute_s=rates)
+
+
+@pytest.mark.parametrize("max_sizes", [1, 3, 8])
+def test_sizes_are_few_where_they_are_costly(max_sizes: int) -> None:
+    controller = Controller(256, 4, max_sizes=max_sizes)
+    plans = drive(drifting_rates, controller, intervals=60, seed=0)
+    assert {sum(sizes) for sizes in plans} == {256}
+    assert max(len(set(column)) for column in np.array(plans).T.tolist()) <= max_sizes
+
+
+def test_a_rank_whose_sizes_are_used_up_goes_on_with_those_it_has_had() -> None:
+    def come_and_go(number: int) -> StepModel:
+        slow = 1.0 + number // 10 % 2
+        return StepModel.build(4, compute_s=np.array([1, 1, 2, 2 * slow]) * 1e-3)
+
+    plans = drive(come_and_go, Controller(256, 4, max_sizes=3), intervals=160, seed=0)
+    assert [len(set(column)) for column in np.array(plans[:80]).T.tolist()] == [3] * 4
+    assert len(set(plans[80:])) == 2, "one for each state of the cluster"
+    later = range(80, 160)
+    taken = np.mean([come_and_go(number).step_s(plans[number]) for number in later])
+    free = drive(come_and_go, Controller(256, 4), intervals=160, seed=0)
+    assert taken <= 1.02 * np.mean([come_and_go(number).step_s(free[number]) for number in later])
+
+
+def test_the_nearest_sizes_used_are_the_best_of_all_combinations() -> None:
     rng = np.random.default_rng(0)
-    rates = rng.uniform(1e-3, 4e-3, (60, 4))
-    controller = Controller(256, 4, max_sizes=3)
-    plans = drive(
-        lambda number: StepModel.build(4, compute_s=rates[number // 6]),
-        controller,
-        intervals=60,
-        seed=0,
-    )
-    assert max(len(set(column)) for column in np.array(plans).T.tolist()) <= 3
+    for _ in range(50):
+        used = [tuple(rng.multinomial(60, [0.25] * 4).tolist()) for _ in range(4)]
+        wanted = tuple(rng.multinomial(60, rng.dirichlet([4.0] * 4)).tolist())
+        found = choose_used(wanted, used, max_sizes=3)
+        columns = [sorted(set(column)) for column in zip(*used, strict=True)]
+        options = [
+            {*had, want} if len(had) < 3 else {*had}
+            for had, want in zip(columns, wanted, strict=True)
+        ]
+        assert sum(found) == 60
+        assert all(size in had for size, had in zip(found, options, strict=True))
+        ratios = [
+            max(size / max(want, 1) for size, want in zip(sizes, wanted, strict=True))
+            for sizes in itertools.product(*options)
+            if sum(sizes) == 60
+        ]
+        excess = max(size / max(want, 1) for size, want in zip(found, wanted, strict=True))
+        assert excess == min(ratios)
 
 
 def test_a_state_is_json_and_goes_on_as_it_was() -> None:

@@ -54,6 +54,7 @@ _LAYERS = {
     "balance/plan.py": 1,
     "balance/bounds.py": 1,
     "balance/curves.py": 1,
+    "balance/few_sizes.py": 1,
     "balance/forms.py": 1,
     "balance/least_squares.py": 1,
     "balance/observations.py": 1,
