@@ -102,13 +102,19 @@ class _DistributedOptimizer(Delegate):
 
     def begin_world(self) -> None:
         """Lay out buckets for the ranks there are now; ``loft.elastic.State`` calls it on each."""
-        if self._reducer is not None:
-            self._reducer.detach()
         self._optimizer.zero_grad(set_to_none=True)
         self._transport = self._find_transport()
-        self._reducer = self._make_reducer()
+        self._lay_out_anew()
         self._is_synchronized = False
         self._waited_s = 0.0
+
+    def _lay_out_anew(self) -> None:
+        older = self._reducer
+        if older is not None:
+            older.detach()
+        self._reducer = self._make_reducer()
+        if older is not None and self._reducer is not None:
+            self._reducer.adopt_hooks(older)
 
     def synchronize(self) -> None:
         """Wait until every gradient is reduced; for clipping or unscaling before ``step``."""
@@ -204,8 +210,7 @@ class _DistributedOptimizer(Delegate):
         """Add parameters, on every rank alike; lays the buckets out anew."""
         self._optimizer.add_param_group(param_group)
         if self._reducer is not None:
-            self._reducer.detach()
-            self._reducer = self._make_reducer()
+            self._lay_out_anew()
 
     def register_outgoing_hook(self, hook: OutgoingHook) -> RemovableHandle:
         """Look at, or change, each bucket of this rank's gradients before it is sent."""

@@ -282,6 +282,10 @@ class GradientReducer:
         self._outgoing[handle.id] = hook
         return handle
 
+    def adopt_hooks(self, older: GradientReducer) -> None:
+        """Go on with the outgoing hooks of a reducer that this one replaces."""
+        self._outgoing = older._outgoing
+
     def detach(self) -> None:
         """Take all hooks off the parameters."""
         for handle in self._handles:

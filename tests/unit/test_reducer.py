@@ -13,6 +13,7 @@ import loft_hvd as loft
 from loft_hvd.aggregation.reference import reference
 from loft_hvd.balance.plan import StepSizes
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, LoftError, TransportTimeoutError
+from loft_hvd.pipeline.buckets import Bucket
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
 
 SHAPES = [(3, 5), (7,), (), (2, 3, 4), (0,)]
@@ -207,6 +208,30 @@ def test_parameters_added_later_are_reduced_too() -> None:
         return [float(p.grad) for p in params]  # type: ignore[arg-type]  # all have one
 
     assert run_ranks(2, work) == [[0.5, 0.5]] * 2
+
+
+def triple(bucket: Bucket, values: Tensor) -> None:
+    values.mul_(3)
+
+
+def test_outgoing_hooks_outlive_parameters_that_are_added() -> None:
+    def work(transport: LocalTransport) -> list[float]:
+        params = [torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))]
+        optimizer = loft.DistributedOptimizer(
+            torch.optim.SGD(params[:1], lr=1.0), transport=transport
+        )
+        handle = optimizer.register_outgoing_hook(triple)
+        optimizer.add_param_group({"params": params[1:]})
+        sent = []
+        for _ in range(2):
+            backward(params, [torch.ones(1)] * 2)
+            optimizer.synchronize()
+            sent += [float(p.grad) for p in params]  # type: ignore[arg-type]  # all have one
+            optimizer.zero_grad()
+            handle.remove()
+        return sent
+
+    assert run_ranks(2, work) == [[3.0, 3.0, 1.0, 1.0]] * 2
 
 
 def test_a_rank_that_does_not_come_is_a_timeout_that_names_bucket_and_stage() -> None:
