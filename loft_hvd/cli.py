@@ -17,7 +17,17 @@ from loft_hvd.errors import DataError, LoftError, MissingDependencyError
 if TYPE_CHECKING:
     import typer
 
+    from loft_hvd.bench.ranks import Job
+
 __all__ = ["build_app", "main"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ranks:
+    """Who takes part in a benchmark, and how many samples each contestant gives."""
+
+    job: Job
+    rounds: int
 
 
 def _doctor(*, run: bool, as_json: bool, timeout_s: float) -> int:
@@ -98,6 +108,44 @@ def _compare(num_clusters: int, *, seed: int, json_file: str | None) -> int:
     return 0
 
 
+def _bench_allreduce(
+    megabytes: Sequence[float], *, ranks: _Ranks, peer: bool, json_file: str | None
+) -> int:
+    """Time robust all-reduces against Horovod's; return the exit status."""
+    from loft_hvd.bench.ranks import allreduce_goal, judge, run_bench, table
+
+    options = {"megabytes": list(megabytes), "rounds": ranks.rounds, "has_peer": peer}
+    found = run_bench("allreduce", options, ranks.job)
+    judged = {}
+    for size, samples in found.items():
+        goals = {name: allreduce_goal(name, float(size), ranks.job) for name in samples}
+        judged[f"{size} MB"] = judge(samples, goals)
+        _print_table(table(f"{size} MB, {ranks.job}", judged[f"{size} MB"]))
+    return _finish_bench({"ranks": ranks.job.num_ranks, "allreduce": judged}, json_file)
+
+
+def _bench_step(model: str, batch: int, *, ranks: _Ranks, json_file: str | None) -> int:
+    """Time whole training steps against Horovod's optimizer; return the exit status."""
+    from loft_hvd.bench.ranks import judge, run_bench, step_goal, table
+    from loft_hvd.bench.steps import StepBench
+
+    bench = StepBench(model, batch, ranks.rounds)
+    found = run_bench("step", dataclasses.asdict(bench), ranks.job)
+    samples = found[model]
+    judged = judge(samples, {name: step_goal(name) for name in samples})
+    _print_table(table(f"{model}, {ranks.job}", judged))
+    results = {"ranks": ranks.job.num_ranks, "parameters": found["parameters"], model: judged}
+    return _finish_bench(results, json_file)
+
+
+def _finish_bench(results: dict[str, object], json_file: str | None) -> int:
+    from loft_hvd.bench.record import write_record
+
+    if json_file is not None:
+        write_record(json_file, results, command=["loft-hvd", *sys.argv[1:]])
+    return 0
+
+
 def _print_table(rows: Sequence[Sequence[str]]) -> None:
     """Print a header and rows; the first column holds names, the others numbers."""
     from rich.console import Console
@@ -160,6 +208,52 @@ def build_app() -> typer.Typer:
         if clusters:
             raise typer.Exit(_compare(clusters, seed=seed, json_file=json_file))
         raise typer.Exit(_simulate(scenario, json_file=json_file, plot_file=plot_file))
+
+    app.add_typer(_bench_app(), name="bench")
+    return app
+
+
+def _bench_app() -> typer.Typer:
+    """Return the benchmarks' commands."""
+    import typer
+
+    from loft_hvd.bench.ranks import Job
+
+    app = typer.Typer(no_args_is_help=True, help="Measure speed, contestants in turn.")
+    ranks_option = typer.Option(4, "--ranks", min=2, help="Ranks on this machine.")
+    controller_option = typer.Option("gloo", help="gloo (horovodrun) or mpi (mpirun).")
+    rounds_option = typer.Option(15, min=3, help="Samples of each contestant.")
+    json_option = typer.Option(None, "--json", metavar="FILE", help="Write all of it.")
+
+    @app.command("allreduce")
+    def _allreduce_command(
+        megabytes: str = typer.Option("1,4,25,100", "--mb", help="Sizes, float32."),
+        ranks: int = ranks_option,
+        controller: str = controller_option,
+        rounds: int = rounds_option,
+        peer: bool = typer.Option(False, "--peer", help="Also a blocking exchange as in research."),
+        json_file: str = json_option,
+    ) -> None:
+        """Time robust all-reduces against Horovod's own."""
+        try:
+            sizes = [float(size) for size in megabytes.split(",")]
+        except ValueError as error:
+            raise typer.BadParameter(f"--mb {megabytes!r}: give numbers like 1,25") from error
+        chosen = _Ranks(Job(ranks, controller), rounds)
+        raise typer.Exit(_bench_allreduce(sizes, ranks=chosen, peer=peer, json_file=json_file))
+
+    @app.command("step")
+    def _step_command(
+        model: str = typer.Option("resnet18", help="resnet18 or transformer."),
+        batch: int = typer.Option(4, min=1, help="Samples of a rank."),
+        ranks: int = ranks_option,
+        controller: str = controller_option,
+        rounds: int = rounds_option,
+        json_file: str = json_option,
+    ) -> None:
+        """Time training steps against hvd.DistributedOptimizer."""
+        chosen = _Ranks(Job(ranks, controller), rounds)
+        raise typer.Exit(_bench_step(model, batch, ranks=chosen, json_file=json_file))
 
     return app
 

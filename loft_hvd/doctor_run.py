@@ -5,24 +5,20 @@ The launched half is this module run by Python; the launching half counts what t
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import sys
-import time
 from dataclasses import dataclass
 
 import torch
 
 from loft_hvd.aggregation.reference import reference
 from loft_hvd.aggregation.rules import Median
-from loft_hvd.doctor import HorovodBuild, launcher
-from loft_hvd.errors import MissingDependencyError
+from loft_hvd.doctor import HorovodBuild
+from loft_hvd.launching import launch_command, run_limited
 from loft_hvd.pipeline.allreduce import allreduce
 from loft_hvd.transport.base import allgather_rows
 from loft_hvd.transport.horovod import HorovodTransport, horovod_module
 
-__all__ = ["RunResult", "launch_command", "run_check"]
+__all__ = ["RunResult", "run_check"]
 
 _RANKS = 2
 _NUMEL = 1003
@@ -46,25 +42,6 @@ class RunResult:
     output: str
 
 
-def launch_command(build: HorovodBuild, *, is_root: bool) -> tuple[str, ...]:
-    """Return the command that starts the ranks: horovodrun with Gloo, else mpirun.
-
-    Raises:
-        MissingDependencyError: Horovod has no controller that a launcher here can start.
-    """
-    script = (sys.executable, "-m", "loft_hvd.doctor_run")
-    horovodrun, mpirun = launcher("horovodrun"), launcher("mpirun")
-    if "Gloo" in build.controllers and horovodrun:
-        return (horovodrun, "-np", str(_RANKS), "--gloo", *script)
-    if "MPI" in build.controllers and mpirun:
-        root = ("--allow-run-as-root",) if is_root else ()
-        return (mpirun, *root, "--oversubscribe", "-np", str(_RANKS), *script)
-    raise MissingDependencyError(
-        f"doctor --run needs horovodrun with Gloo, or mpirun with MPI; Horovod here has "
-        f"{', '.join(build.controllers) or 'neither'} {build.trouble}: run `make setup`"
-    )
-
-
 def run_check(build: HorovodBuild, *, timeout_s: float = 120.0) -> RunResult:
     """Start two ranks and say whether both found the result right; never longer than the limit.
 
@@ -75,30 +52,13 @@ def run_check(build: HorovodBuild, *, timeout_s: float = 120.0) -> RunResult:
     Raises:
         MissingDependencyError: there is nothing to start them with.
     """
-    command = launch_command(build, is_root=os.geteuid() == 0)
-    start_s = time.monotonic()
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,  # a group of its own, so that all of it can be ended
+    command = launch_command(build, ("-m", "loft_hvd.doctor_run"), num_ranks=_RANKS)
+    done = run_limited(command, timeout_s=timeout_s)
+    is_right = done.is_over and all(
+        f"{_RIGHT} {rank} of {_RANKS}" in done.output for rank in range(_RANKS)
     )
-    try:
-        output, _ = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output = f"{process.communicate()[0]}\nnot done within {timeout_s:g} s; ended"
-    except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        raise
-    is_right = process.returncode == 0 and all(
-        f"{_RIGHT} {rank} of {_RANKS}" in output for rank in range(_RANKS)
-    )
-    spent_s = time.monotonic() - start_s
-    return RunResult(is_right, tuple(command), spent_s, "\n".join(output.splitlines()[-30:]))
+    last = "\n".join(done.output.splitlines()[-30:])
+    return RunResult(is_right, command, done.seconds, last)
 
 
 def _check_this_rank() -> str:

@@ -11,8 +11,8 @@ import pytest
 from loft_hvd import doctor, doctor_run
 from loft_hvd.config import Config
 from loft_hvd.doctor import HorovodBuild, Section, inspect_all, parse_check_build
-from loft_hvd.doctor_run import launch_command, run_check
-from loft_hvd.errors import ArgumentError, MissingDependencyError
+from loft_hvd.doctor_run import run_check
+from loft_hvd.errors import ArgumentError
 
 _CHECK_BUILD = """Horovod v0.28.1:
 
@@ -166,42 +166,6 @@ def test_inspection_never_imports_horovod_into_this_process() -> None:
 
 # --- the run
 
-_LAUNCHERS = {"horovodrun": "/bin/horovodrun", "mpirun": "/bin/mpirun"}
-
-
-@pytest.mark.parametrize(
-    ("controllers", "programs", "starts"),
-    [
-        (("MPI", "Gloo"), ("horovodrun", "mpirun"), "/bin/horovodrun -np 2 --gloo"),
-        (
-            ("MPI",),
-            ("horovodrun", "mpirun"),
-            "/bin/mpirun --allow-run-as-root --oversubscribe -np 2",
-        ),
-        (("MPI", "Gloo"), ("mpirun",), "/bin/mpirun --allow-run-as-root --oversubscribe -np 2"),
-    ],
-)
-def test_run_takes_the_launcher_that_horovod_was_built_for(
-    monkeypatch: pytest.MonkeyPatch,
-    controllers: tuple[str, ...],
-    programs: Sequence[str],
-    starts: str,
-) -> None:
-    monkeypatch.setattr(doctor_run, "launcher", lambda n: _LAUNCHERS[n] if n in programs else "")
-    build = HorovodBuild("0.28.1", ("PyTorch",), controllers)
-    assert " ".join(launch_command(build, is_root=True)).startswith(starts)
-    assert "--allow-run-as-root" not in launch_command(build, is_root=False)
-
-
-@pytest.mark.parametrize("controllers", [(), ("Gloo",)])
-def test_run_without_a_launcher_says_what_to_do(
-    monkeypatch: pytest.MonkeyPatch, controllers: tuple[str, ...]
-) -> None:
-    monkeypatch.setattr(doctor_run, "launcher", lambda name: "")
-    with pytest.raises(MissingDependencyError, match="make setup"):
-        launch_command(HorovodBuild("0.28.1", ("PyTorch",), controllers), is_root=False)
-
-
 _SAYS = "loft_hvd: the robust all-reduce is right on rank"
 
 
@@ -218,13 +182,13 @@ _SAYS = "loft_hvd: the robust all-reduce is right on rank"
 def test_run_is_right_only_when_both_ranks_say_so_and_exit_well(
     monkeypatch: pytest.MonkeyPatch, shell: str, is_right: bool
 ) -> None:
-    monkeypatch.setattr(doctor_run, "launch_command", lambda build, is_root: ("sh", "-c", shell))
+    monkeypatch.setattr(doctor_run, "launch_command", lambda *_, **__: ("sh", "-c", shell))
     assert run_check(_BOTH).is_right is is_right
 
 
 def test_run_that_hangs_is_ended_and_not_right(monkeypatch: pytest.MonkeyPatch) -> None:
     command = ("sh", "-c", "sleep 60 & sleep 60")
-    monkeypatch.setattr(doctor_run, "launch_command", lambda build, is_root: command)
+    monkeypatch.setattr(doctor_run, "launch_command", lambda *_, **__: command)
     start = time.monotonic()
     result = run_check(_BOTH, timeout_s=0.2)
     assert not result.is_right

@@ -1,0 +1,1 @@
+"""Benchmarks: kernels, all-reduces, training steps."""

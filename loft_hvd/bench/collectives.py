@@ -1,0 +1,151 @@
+"""``loft-hvd bench allreduce``, on every rank: robust all-reduces against Horovod's own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loft_hvd.aggregation.reference import reference
+from loft_hvd.aggregation.rules import Mean, Median, Rule, TrimmedMean
+from loft_hvd.errors import AggregationError
+from loft_hvd.pipeline.allreduce import allreduce
+from loft_hvd.transport.base import Transport, allgather_rows
+from loft_hvd.transport.horovod import HorovodTransport, horovod_module
+
+__all__ = ["BASELINE", "BASELINE_AGAIN", "AllreduceBench", "interleave", "measure_allreduce"]
+
+BASELINE, BASELINE_AGAIN = "horovod", "horovod again"
+_PEER = "blocking, torch.median"
+_CHECKED = 4096  # values of each result that are compared with the definition
+_SAMPLE_MB = 8.0  # smaller tensors are reduced several times in one sample
+
+Call = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class AllreduceBench:
+    """What is measured.
+
+    Attributes:
+        megabytes: sizes of the tensor, float32.
+        rounds: samples of each contestant, taken in turn.
+        has_peer: also time the way research codes do it: a blocking exchange, torch.median, gather.
+    """
+
+    megabytes: tuple[float, ...] = (1.0, 4.0, 25.0, 100.0)
+    rounds: int = 15
+    has_peer: bool = False
+
+
+def measure_allreduce(bench: AllreduceBench) -> dict[str, Any]:
+    """Time every contestant at every size; each rank calls it alike.
+
+    Returns:
+        For each size in megabytes the seconds of every round of each contestant, the slowest
+        rank's.
+
+    Raises:
+        AggregationError: a result is not what the rule's definition gives.
+    """
+    transport = HorovodTransport()
+    f = max((transport.world_size - 1) // 2, 0)
+    rules: dict[str, Rule] = {
+        "mean": Mean(),
+        "median": Median(),
+        f"trimmed_mean f={min(f, 1)}": TrimmedMean(min(f, 1)),
+    }
+    found = {}
+    for megabytes in bench.megabytes:
+        generator = torch.Generator().manual_seed(transport.rank)
+        tensor = torch.randn(int(megabytes * 1e6 / 4), generator=generator)
+        calls = _calls(tensor, rules, stem=f"bench.{megabytes:g}", has_peer=bench.has_peer)
+        for name, rule in rules.items():
+            _check(transport, tensor, calls[name](), rule)
+        inner = max(1, round(_SAMPLE_MB / megabytes))
+        found[f"{megabytes:g}"] = interleave(
+            transport, calls, rounds=bench.rounds, inner=inner, name=f"bench.{megabytes:g}.times"
+        )
+    return found
+
+
+def interleave(
+    transport: Transport,
+    calls: dict[str, Callable[[], Any]],
+    *,
+    rounds: int,
+    inner: int,
+    name: str,
+) -> dict[str, list[float]]:
+    """Time calls in turn, each round starting with another one.
+
+    Args:
+        transport: the ranks.
+        calls: what to time, by name; the same on every rank.
+        rounds: samples of each.
+        inner: calls in a sample.
+        name: of the exchange of times.
+
+    Returns:
+        Seconds of one call in every round, the slowest rank's, by name.
+    """
+    hvd = horovod_module()
+    order = list(calls)
+    own: dict[str, list[float]] = {key: [] for key in order}
+    for call in calls.values():
+        call()
+    for number in range(rounds):
+        first = number % len(order)
+        for key in order[first:] + order[:first]:
+            hvd.barrier()
+            began = time.perf_counter()
+            for _ in range(inner):
+                calls[key]()
+            own[key].append((time.perf_counter() - began) / inner)
+    row = torch.tensor([own[key] for key in order], dtype=torch.float64).view(-1)
+    slowest = allgather_rows(transport, row, name=name, timeout_s=300.0).amax(dim=0)
+    return dict(zip(order, slowest.view(len(order), rounds).tolist(), strict=True))
+
+
+def _calls(tensor: Tensor, rules: dict[str, Rule], *, stem: str, has_peer: bool) -> dict[str, Call]:
+    hvd = horovod_module()
+
+    def ours(name: str, rule: Rule) -> Call:
+        return lambda: allreduce(tensor, rule, name=f"{stem}.{name}")
+
+    calls: dict[str, Call] = {
+        BASELINE: lambda: hvd.allreduce(tensor, name=f"{stem}.h"),
+        BASELINE_AGAIN: lambda: hvd.allreduce(tensor, name=f"{stem}.h"),
+    }
+    calls |= {name: ours(name, rule) for name, rule in rules.items()}
+    if has_peer:
+        calls[_PEER] = lambda: _blocking_median(tensor, stem)
+    return calls
+
+
+def _blocking_median(tensor: Tensor, stem: str) -> Tensor:
+    """Exchange shards, sort, gather: each stage ends before the next begins."""
+    hvd = horovod_module()
+    world_size = hvd.size()
+    shard = -(-tensor.numel() // world_size)
+    padded = torch.zeros(world_size * shard)
+    padded[: tensor.numel()] = tensor
+    rows = hvd.alltoall(padded, name=f"{stem}.peer.a2a").view(world_size, shard)
+    result: Tensor = hvd.allgather(rows.median(dim=0).values, name=f"{stem}.peer.ag")
+    return result[: tensor.numel()]
+
+
+def _check(transport: Transport, tensor: Tensor, result: Tensor, rule: Rule) -> None:
+    """Compare a slice of a result with the rule's definition on everybody's rows."""
+    kept = min(_CHECKED, tensor.numel())
+    rows = allgather_rows(transport, tensor[:kept], name="bench.check", timeout_s=300.0)
+    wanted = torch.from_numpy(reference(rows.numpy(), rule))
+    worst = float((result[:kept].double() - wanted).abs().max()) if kept else 0.0
+    if not worst <= 1e-6:
+        raise AggregationError(
+            f"bench: {rule} of {tensor.numel()} values differs from its definition by {worst:g}"
+        )

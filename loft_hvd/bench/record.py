@@ -1,0 +1,71 @@
+"""What a benchmark's file says of the machine, the command and the code."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from loft_hvd.topology import allowed_cpus
+
+__all__ = ["describe_machine", "write_record"]
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return processor, cores, load, operating system, Python and torch."""
+    return {
+        "processor": _processor(),
+        "allowed_cpus": allowed_cpus(),
+        "load_1_min": round(os.getloadavg()[0], 2),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def write_record(
+    path: str | os.PathLike[str], results: Mapping[str, Any], *, command: Sequence[str]
+) -> None:
+    """Write results with machine, command, commit and date, as JSON."""
+    record = {
+        "command": " ".join(command),
+        "commit": _commit(),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "machine": describe_machine(),
+        **results,
+    }
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def _processor() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in text.splitlines() if "model name" in line]
+    return names[0] if names else platform.machine()
+
+
+def _commit() -> str:
+    """Return the commit of the source tree, "unknown" outside one; marked when it has changes."""
+    here = Path(__file__).resolve().parent
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--exclude", "*"],
+            cwd=here,
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return done.stdout.strip() if done.returncode == 0 else "unknown"

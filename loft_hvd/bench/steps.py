@@ -1,0 +1,138 @@
+"""``loft-hvd bench step``, on every rank: whole training steps against Horovod's optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from loft_hvd.aggregation.rules import Mean, Median, Rule, TrimmedMean
+from loft_hvd.bench.collectives import BASELINE, BASELINE_AGAIN, interleave
+from loft_hvd.errors import ArgumentError
+from loft_hvd.optimizer import DistributedOptimizer
+from loft_hvd.transport.horovod import HorovodTransport, horovod_module
+
+__all__ = ["MODELS", "StepBench", "measure_step"]
+
+_VOCABULARY, _TOKENS = 20_000, 32
+
+
+class _Block(nn.Module):
+    """A basic block of a residual network (He et al., CVPR 2016)."""
+
+    def __init__(self, before: int, after: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(before, after, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(after),
+            nn.ReLU(),
+            nn.Conv2d(after, after, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(after),
+        )
+        self.skip: nn.Module = nn.Identity()
+        if stride != 1 or before != after:
+            self.skip = nn.Conv2d(before, after, 1, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.body(x) + self.skip(x)
+        return out.relu()
+
+
+def _resnet18() -> nn.Module:
+    """Return a network with ResNet-18's blocks: 11.7 million parameters."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
+    before = 64
+    for width, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
+        layers += [_Block(before, width, stride), _Block(width, width, 1)]
+        before = width
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 1000)]
+    return nn.Sequential(*layers)
+
+
+class _Transformer(nn.Module):
+    """An encoder of 6 layers over tokens: 29.6 million parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(_VOCABULARY, 512)
+        layer = nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
+        self.head = nn.Linear(512, 1000)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        found: Tensor = self.head(self.encoder(self.embedding(tokens)).mean(dim=1))
+        return found
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"resnet18": _resnet18, "transformer": _Transformer}
+
+
+@dataclass(frozen=True)
+class StepBench:
+    """What is measured.
+
+    Attributes:
+        model: a name in ``MODELS``.
+        batch: samples of a rank.
+        rounds: steps of each contestant, taken in turn.
+    """
+
+    model: str = "resnet18"
+    batch: int = 4
+    rounds: int = 15
+
+    def __post_init__(self) -> None:
+        if self.model not in MODELS:
+            raise ArgumentError(
+                f"bench step: model={self.model!r} is not one of {', '.join(MODELS)}"
+            )
+
+
+def measure_step(bench: StepBench) -> dict[str, Any]:
+    """Time training steps of every contestant; each rank calls it alike.
+
+    Returns:
+        The model's parameters, and seconds of every round of each contestant, the slowest rank's.
+    """
+    transport = HorovodTransport()
+    hvd = horovod_module()
+    f = min((transport.world_size - 1) // 2, 1)
+    generator = torch.Generator().manual_seed(transport.rank)
+    if bench.model == "transformer":
+        inputs = torch.randint(0, _VOCABULARY, (bench.batch, _TOKENS), generator=generator)
+    else:
+        inputs = torch.randn(bench.batch, 3, 64, 64, generator=generator)
+    targets = torch.randint(0, 1000, (bench.batch,), generator=generator)
+
+    def contestant(wrap: Callable[[nn.Module, torch.optim.Optimizer], Any]) -> Callable[[], None]:
+        torch.manual_seed(0)
+        model = MODELS[bench.model]()
+        optimizer = wrap(model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9))
+
+        def step() -> None:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+
+        return step
+
+    def ours(rule: Rule) -> Callable[[], None]:
+        return contestant(
+            lambda model, optimizer: DistributedOptimizer(
+                optimizer, named_parameters=model.named_parameters(), rule=rule
+            )
+        )
+
+    plain = contestant(
+        lambda model, optimizer: hvd.DistributedOptimizer(
+            optimizer, named_parameters=model.named_parameters()
+        )
+    )
+    calls = {BASELINE: plain, BASELINE_AGAIN: plain, "mean": ours(Mean()), "median": ours(Median())}
+    calls[f"trimmed_mean f={f}"] = ours(TrimmedMean(f))
+    num_parameters = sum(p.numel() for p in MODELS[bench.model]().parameters())
+    samples = interleave(transport, calls, rounds=bench.rounds, inner=1, name="bench.step.times")
+    return {"parameters": num_parameters, bench.model: samples}

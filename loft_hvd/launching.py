@@ -1,0 +1,98 @@
+"""Start a module of this library on several ranks, wait no longer than a limit, leave nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from loft_hvd.doctor import HorovodBuild, launcher
+from loft_hvd.errors import MissingDependencyError
+
+__all__ = ["CONTROLLERS", "Finished", "launch_command", "run_limited"]
+
+CONTROLLERS = ("gloo", "mpi")
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a job ended.
+
+    Attributes:
+        is_over: whether it ended by itself, with status 0.
+        seconds: how long it took.
+        output: what all ranks printed.
+    """
+
+    is_over: bool
+    seconds: float
+    output: str
+
+
+def launch_command(
+    build: HorovodBuild,
+    script: Sequence[str],
+    *,
+    num_ranks: int,
+    controller: str | None = None,
+) -> tuple[str, ...]:
+    """Return the command that runs ``python SCRIPT`` on every rank of this machine.
+
+    Args:
+        build: what the installed Horovod was built with.
+        script: what Python is given.
+        num_ranks: number of ranks.
+        controller: "gloo" (horovodrun) or "mpi" (mpirun); None takes the first that is there.
+
+    Raises:
+        MissingDependencyError: Horovod has no such controller, or nothing here starts it.
+    """
+    horovodrun, mpirun = launcher("horovodrun"), launcher("mpirun")
+    python = (sys.executable, *script)
+    if controller != "mpi" and "Gloo" in build.controllers and horovodrun:
+        return (horovodrun, "-np", str(num_ranks), "--gloo", *python)
+    if controller != "gloo" and "MPI" in build.controllers and mpirun:
+        root = ("--allow-run-as-root",) if os.geteuid() == 0 else ()
+        # Unbound, and yielding: ranks share cores with each other and with their loader processes.
+        kept = ("--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1")
+        return (mpirun, *root, *kept, "-np", str(num_ranks), *python)
+    wanted = {"gloo": "horovodrun with Gloo", "mpi": "mpirun with MPI"}
+    needs = " or ".join(wanted.values()) if controller is None else wanted[controller]
+    raise MissingDependencyError(
+        f"this needs {needs}; Horovod here has {', '.join(build.controllers) or 'neither'} "
+        f"{build.trouble}: run `make setup`"
+    )
+
+
+def run_limited(command: Sequence[str], *, timeout_s: float, is_shown: bool = False) -> Finished:
+    """Run a command; everything that it started is ended when the limit is reached.
+
+    Args:
+        command: what to run.
+        timeout_s: longest wait in seconds.
+        is_shown: let its stderr through while it runs.
+    """
+    start_s = time.monotonic()
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=None if is_shown else subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # a group of its own, so that all of it can be ended
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output = f"{process.communicate()[0]}\nnot done within {timeout_s:g} s; ended"
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
+    return Finished(process.returncode == 0, time.monotonic() - start_s, output)

@@ -1,0 +1,38 @@
+"""Benchmarks over ranks run, check what they time, and write what they found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from loft_hvd.bench.ranks import Job, run_bench
+from loft_hvd.errors import LoftError
+from tests.support.launch import launch
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(150)]
+
+
+def test_bench_allreduce_writes_every_contestant(tmp_path: Path) -> None:
+    found = tmp_path / "found.json"
+    options = ["--ranks", "2", "--mb", "0.1,1", "--rounds", "3", "--peer", "--json", str(found)]
+    done = launch(1, ["-m", "loft_hvd.cli", "bench", "allreduce", *options], launcher="none")
+    assert done.returncode == 0, done.output[-4000:]
+    record = json.loads(found.read_text())
+    assert set(record["allreduce"]) == {"0.1 MB", "1 MB"}
+    for judged in record["allreduce"].values():
+        names = set(judged["contestants"])
+        assert {"horovod", "horovod again", "mean", "median"} < names
+        assert all(entry["seconds"] > 0 for entry in judged["contestants"].values())
+
+
+def test_bench_step_times_whole_steps() -> None:
+    found = run_bench("step", {"model": "resnet18", "batch": 2, "rounds": 3}, Job(2))
+    assert 11e6 < found["parameters"] < 12e6
+    assert len(found["resnet18"]["trimmed_mean f=0"]) == 3
+
+
+def test_bench_that_fails_shows_what_its_ranks_said() -> None:
+    with pytest.raises(LoftError, match="unexpected keyword argument 'speed'"):
+        run_bench("step", {"speed": 2}, Job(2))

@@ -1,0 +1,97 @@
+"""What benchmarks conclude from their samples."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from loft_hvd.bench.ranks import Job, allreduce_goal, judge, step_goal, table
+from loft_hvd.bench.record import write_record
+from loft_hvd.bench.timing import Clock, Judgement, interleaved_minimum, paired_ratios
+from loft_hvd.errors import ArgumentError
+
+
+def drifting(factor: float, seed: int, rounds: int = 41) -> list[float]:
+    """Return times on a machine that gets three times slower, with 1 % noise."""
+    drift = np.linspace(1, 3, rounds)
+    noise = np.random.default_rng(seed).normal(1, 0.01, rounds)
+    times: list[float] = (factor * drift * noise).tolist()
+    return times
+
+
+def test_ratios_hold_on_a_machine_that_slows_down() -> None:
+    samples = {"a": drifting(1, 0), "again": drifting(1, 1), "b": drifting(1.25, 2)}
+    ratios = paired_ratios(samples, baseline="a", again="again")
+    assert ratios["b"].ratio == pytest.approx(1.25, rel=0.01)
+    assert ratios["again"].ratio == pytest.approx(1, rel=0.01)
+    assert ratios["a"].ratio == 1
+    assert 0 < ratios["b"].spread < 0.1
+
+
+@pytest.mark.parametrize(
+    ("ratio", "noise", "verdict"),
+    [
+        (1.09, 0.0, "met"),
+        (1.12, 0.04, "met"),
+        (1.121, 0.04, "missed"),
+        (1.0, 0.051, "too noisy"),
+        (9.0, 0.06, "too noisy"),
+    ],
+)
+def test_goal_is_met_within_half_the_noise_or_not_judged(
+    ratio: float, noise: float, verdict: str
+) -> None:
+    assert Judgement(1.10, ratio, noise).verdict == verdict
+
+
+def test_judged_samples_carry_goals_noise_and_verdicts() -> None:
+    samples = {
+        "horovod": [1.0, 2.0, 3.0],
+        "horovod again": [1.0, 2.0, 3.0],
+        "mean": [2.0, 4.0, 6.0],
+    }
+    judged = judge(samples, {"mean": 1.03})
+    assert judged["noise"] == 0
+    assert judged["contestants"]["mean"]["ratio"] == 2
+    assert judged["contestants"]["mean"]["verdict"] == "missed"
+    assert "goal" not in judged["contestants"]["horovod"]
+    rows = table("here", judged)
+    assert ["mean", "4000.0", "2.00", "0.00", "1.03", "missed"] in rows
+
+
+def test_goals_are_those_of_the_ranks_and_rules_they_were_set_for() -> None:
+    four, two, two_mpi = Job(4), Job(2), Job(2, "mpi")
+    assert allreduce_goal("trimmed_mean f=1", 25.0, four) == 1.10
+    assert allreduce_goal("trimmed_mean f=1", 4.0, four) == 1.4
+    assert allreduce_goal("median", 100.0, two) == 1.10
+    assert allreduce_goal("median", 100.0, two_mpi) == 1.3
+    assert allreduce_goal("mean", 100.0, four) is None
+    assert allreduce_goal("trimmed_mean f=1", 1.0, four) is None
+    assert (step_goal("mean"), step_goal("trimmed_mean f=1")) == (1.03, 1.10)
+
+
+@pytest.mark.parametrize(("num_ranks", "controller"), [(1, "gloo"), (4, "nccl")])
+def test_a_job_that_cannot_be_is_refused(num_ranks: int, controller: str) -> None:
+    with pytest.raises(ArgumentError, match=f"num_ranks={num_ranks}"):
+        Job(num_ranks, controller)
+
+
+def test_fastest_round_of_each_call_counts_and_the_first_does_not() -> None:
+    ticks = iter([0.0, 5.0, 10.0, 11.0, 20.0, 22.0, 30.0, 39.0])
+    clock = Clock("fake", lambda: next(ticks))
+    best = interleaved_minimum({"a": list, "b": dict}, clock=clock, repeats=2)
+    assert best == {"a": 2.0, "b": 1.0}
+
+
+def test_record_says_machine_command_commit_and_date(tmp_path: Path) -> None:
+    target = tmp_path / "results" / "x.json"
+    write_record(target, {"found": 3}, command=["loft-hvd", "bench"])
+    record = json.loads(target.read_text())
+    assert record["found"] == 3
+    assert record["command"] == "loft-hvd bench"
+    assert record["machine"]["allowed_cpus"] >= 1
+    assert record["commit"]
+    assert record["date"].endswith("UTC")
