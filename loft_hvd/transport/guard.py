@@ -17,7 +17,7 @@ __all__ = ["Guard"]
 
 _SCRIPT = """
 import os, signal, sys, time
-pid, start, limit_s = int(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+pid, start, limit_s, who = int(sys.argv[1]), sys.argv[2], float(sys.argv[3]), sys.argv[4]
 stopped_s = 0.0
 while True:
     time.sleep(1.0)
@@ -30,8 +30,8 @@ while True:
         break
     stopped_s = stopped_s + 1.0 if fields[0] == "T" else 0.0
     if stopped_s >= limit_s:
-        print(f"loft_hvd: process {pid} is frozen (SIGSTOP): killing it, an elastic job can do "
-              "without it", file=sys.stderr, flush=True)
+        print(f"{who} is frozen (SIGSTOP): killing it, an elastic job can do without it",
+              file=sys.stderr, flush=True)
         os.kill(pid, signal.SIGKILL)
         break
 """
@@ -41,16 +41,17 @@ class Guard:
     """The guard of one process; owned by its heartbeat.
 
     Args:
+        rank: the process's rank, for the message.
         place: where the process runs.
         limit_s: how long it may be stopped, in seconds.
     """
 
-    def __init__(self, place: Place, *, limit_s: float) -> None:
+    def __init__(self, rank: int, place: Place, *, limit_s: float) -> None:
         self._process = subprocess.Popen(
             [
                 sys.executable,
                 *("-I", "-S", "-c", _SCRIPT),
-                *(str(place.pid), str(place.start), str(limit_s)),
+                *(str(place.pid), str(place.start), str(limit_s), f"rank {rank} ({place})"),
             ],
             stdin=subprocess.DEVNULL,
         )

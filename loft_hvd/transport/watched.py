@@ -20,6 +20,7 @@ __all__ = ["close_heartbeats", "heartbeat_of", "open_heartbeat", "watched"]
 
 _logger = logging.getLogger(__name__)
 _OPEN_S = 10.0
+_LAST_S = 3.0  # a guard acts after the ranks that might
 
 
 class _WatchedWork:
@@ -141,6 +142,6 @@ def open_heartbeat(
         ),
         own_place=own,
         engine_is_down=engine_is_down,
-        guard=Guard(own, limit_s=limits.suspect_s) if is_alone else None,
+        guard=Guard(transport.rank, own, limit_s=limits.suspect_s + _LAST_S) if is_alone else None,
     )
     return heartbeat

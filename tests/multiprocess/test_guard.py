@@ -32,15 +32,18 @@ def guarded() -> Iterator[subprocess.Popen[bytes]]:
 
 def guard_of(process: subprocess.Popen[bytes], limit_s: float) -> Guard:
     fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
-    return Guard(Place(0, process.pid, int(fields[19]), "here"), limit_s=limit_s)
+    return Guard(7, Place(0, process.pid, int(fields[19]), "here"), limit_s=limit_s)
 
 
-def test_a_process_that_stays_stopped_is_killed(guarded: subprocess.Popen[bytes]) -> None:
+def test_a_process_that_stays_stopped_is_killed(
+    guarded: subprocess.Popen[bytes], capfd: pytest.CaptureFixture[str]
+) -> None:
     guard = guard_of(guarded, limit_s=1.0)
     os.kill(guarded.pid, signal.SIGSTOP)
     assert guarded.wait(timeout=20) == -signal.SIGKILL
     assert guard._process.wait(timeout=20) == 0  # and the guard ends with it
     guard.close()
+    assert f"rank 7 (process {guarded.pid} on here) is frozen" in capfd.readouterr().err
 
 
 @pytest.mark.long
