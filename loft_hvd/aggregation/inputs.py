@@ -103,6 +103,8 @@ class Rows:
             raise ArgumentError("out must be contiguous; aggregate into a new tensor and copy")
         if isinstance(out, np.ndarray) and not out.flags.writeable:
             raise ArgumentError("out is read-only; give a writable array")
+        if torch.compiler.is_compiling():
+            return  # tensors have no addresses yet; the operator checks them when it runs
         begin, size = address(out), self.numel * out.itemsize
         for number, row in enumerate(self.rows):
             if size and begin < address(row) + size and address(row) < begin + size:
@@ -213,11 +215,12 @@ def _read_weight(row: int, weight: Any) -> int:
     return count
 
 
-def read_present(present: Presence | None, world_size: int) -> npt.NDArray[np.bool_] | None:
+def read_present(present: Presence | None, world_size: int) -> list[list[bool]] | None:
     """Check presence: one bool a row, [world_size], or one a row and block.
 
     Returns:
-        Shape [world_size, num_blocks]; None where every row is there everywhere.
+        One list a block of one bool a row, [num_blocks][world_size]; None where every row is there
+        everywhere. Plain lists, which torch.compile can follow.
 
     Raises:
         ArgumentTypeError: values that are neither bool nor 0 and 1.
@@ -225,30 +228,46 @@ def read_present(present: Presence | None, world_size: int) -> npt.NDArray[np.bo
     """
     if present is None:
         return None
-    mask = np.asarray(present.detach().cpu() if isinstance(present, Tensor) else present)
-    if mask.dtype.kind not in "biu" or (mask.dtype.kind != "b" and not np.isin(mask, (0, 1)).all()):
-        raise ArgumentTypeError(f"present holds {mask.dtype} values; give one bool a row")
-    if mask.ndim not in (1, 2) or mask.shape[0] != world_size or mask.size == 0:
+    values = present.tolist() if isinstance(present, Tensor | np.ndarray) else list(present)
+    rows = [_read_row(row) for row in values]
+    num_blocks = len(rows[0]) if rows else 0
+    if len(rows) != world_size or not num_blocks or any(len(row) != num_blocks for row in rows):
+        is_flat = all(not isinstance(row, list | tuple | Tensor | np.ndarray) for row in values)
+        lengths = sorted({len(row) for row in rows})
+        shape = (len(rows),) if is_flat else (len(rows), *lengths)
         raise ArgumentError(
-            f"present has shape {mask.shape}, but must be [{world_size}] (one a row) or "
+            f"present has shape {shape}, but must be [{world_size}] (one a row) or "
             f"[{world_size}, num_blocks]"
         )
-    mask = mask.astype(bool).reshape(world_size, -1)
-    return None if mask.all() else mask
+    if all(map(all, rows)):
+        return None
+    return [[row[block] for row in rows] for block in range(num_blocks)]
 
 
-def spans(
-    mask: npt.NDArray[np.bool_] | None, numel: int
-) -> Iterator[tuple[slice, list[bool] | None]]:
+def _read_row(row: Any) -> list[bool]:
+    """Read the presence of one row, a value or one a block."""
+    if isinstance(row, Tensor | np.ndarray):
+        row = row.tolist()
+    blocks = row if isinstance(row, list | tuple) else [row]
+    for value in blocks:
+        if not isinstance(value, bool | int | np.bool_ | np.integer) or value not in (0, 1):
+            raise ArgumentTypeError(
+                f"present holds {type(value).__name__} values such as {value!r}; give one bool a "
+                "row, or one a row and block"
+            )
+    return [bool(value) for value in blocks]
+
+
+def spans(mask: list[list[bool]] | None, numel: int) -> Iterator[tuple[slice, list[bool] | None]]:
     """Yield neighbouring blocks with equal presence as one span, with its column of ``mask``."""
     if mask is None:
         yield slice(0, numel), None
         return
-    block = max(1, -(-numel // mask.shape[1]))
+    block = max(1, -(-numel // len(mask)))
     begin = 0
-    for column in range(mask.shape[1]):
-        is_last = column + 1 == mask.shape[1]
-        if is_last or not np.array_equal(mask[:, column], mask[:, column + 1]):
+    for column, rows in enumerate(mask):
+        is_last = column + 1 == len(mask)
+        if is_last or rows != mask[column + 1]:
             end = numel if is_last else min(numel, (column + 1) * block)
-            yield slice(begin, end), mask[:, column].tolist()
+            yield slice(begin, end), rows
             begin = end

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from loft_hvd import aggregation as loft
 from loft_hvd.aggregation import compute, ops
@@ -12,11 +13,29 @@ from tests.support.gradients import assert_same_bits, expected, hard_gradients
 
 
 @pytest.mark.parametrize("weights", [None, [1, 2, 3]])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_opcheck_passes(weights: list[int] | None, dtype: torch.dtype) -> None:
-    rows = list(torch.randn(3, 20).to(dtype))
-    torch.library.opcheck(ops.aggregate, (rows, "median", weights))
-    torch.library.opcheck(ops.aggregate_out, (rows, "mean", weights, torch.empty_like(rows[0])))
+@pytest.mark.parametrize(
+    ("dtype", "rule"),
+    [
+        (torch.float32, "median"),
+        (torch.bfloat16, "trimmed_mean:f=1"),
+        (torch.float16, "phocas:f=1"),
+        (torch.float64, "mean"),
+    ],
+)
+def test_opcheck_passes(weights: list[int] | None, dtype: torch.dtype, rule: str) -> None:
+    rows = list(torch.randn(3, 20, generator=torch.Generator().manual_seed(1)).to(dtype))
+    torch.library.opcheck(ops.aggregate, (rows, rule, weights))
+    torch.library.opcheck(ops.aggregate_out, (rows, rule, weights, torch.empty_like(rows[0])))
+
+
+def test_fake_tensors_have_the_shape_and_dtype_of_the_result() -> None:
+    with FakeTensorMode():
+        rows = [torch.empty(7, dtype=torch.bfloat16, device="cuda") for _ in range(3)]
+        result = torch.ops.loft_hvd.aggregate(rows, "median", [1, 2, 3])
+        assert isinstance(result, FakeTensor)
+        assert (result.shape, result.dtype, result.device.type) == ((7,), torch.bfloat16, "cuda")
+        out = torch.empty(7, dtype=torch.bfloat16, device="cuda")
+        assert torch.ops.loft_hvd.aggregate_out(rows, "median", None, out) is None
 
 
 def test_operator_gives_the_bits_of_the_function() -> None:
@@ -33,6 +52,36 @@ def test_aggregate_compiles_into_one_graph() -> None:
     gradients = torch.randn(4, 64)
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(gradients), step(gradients), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "rule", [loft.Mean(), loft.Median(), loft.MeanAroundMedian(1), loft.Phocas(1)], ids=str
+)
+def test_every_rule_out_and_presence_compile_into_one_graph(rule: loft.Rule) -> None:
+    def step(gradients: Tensor, out: Tensor) -> Tensor:
+        loft.aggregate(gradients, rule, present=[True, False, True, True, True], out=out)
+        return out * 2
+
+    gradients = hard_gradients(5, 50, torch.float32, seed=3)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    out, wanted = torch.empty(50), torch.empty(50)
+    assert_same_bits(compiled(gradients, out), step(gradients, wanted))
+    assert_same_bits(out, wanted)
+
+
+def test_new_lengths_compile_without_a_graph_each() -> None:
+    graphs: list[object] = []
+
+    def count(module: torch.fx.GraphModule, inputs: object) -> object:
+        del inputs
+        graphs.append(module)
+        return module.forward
+
+    compiled = torch.compile(lambda g: loft.median(g) + 1, fullgraph=True, backend=count)
+    for numel in (16, 33, 70, 101):
+        gradients = hard_gradients(4, numel, torch.float32, seed=numel)
+        assert_same_bits(compiled(gradients), loft.median(gradients) + 1)
+    assert len(graphs) <= 2  # one of the first length, one of any
 
 
 def test_without_the_extension_plain_torch_runs_and_warns_once(
