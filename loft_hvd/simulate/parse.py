@@ -54,6 +54,10 @@ def scenario_from_dict(content: Mapping[str, Any], *, where: str = "scenario") -
         _check_keys(event, {item.name for item in fields(Event)}, f"{where}: [[events]]")
         if not {"kind", "ranks"} <= set(event):
             raise ArgumentError(f"{where}: [[events]] {event} needs kind and ranks")
+        if not isinstance(event["ranks"], list):
+            raise ArgumentError(
+                f"{where}: [[events]] ranks={event['ranks']!r} must be a list, such as [0, 3]"
+            )
         event["ranks"] = tuple(event["ranks"])
     known = {item.name for item in fields(Scenario)} - {"ranks", "sources", "events"}
     _check_keys(values, known, where)

@@ -32,7 +32,7 @@ class PolicyRun:
     """One policy's run.
 
     Attributes:
-        name: of the policy.
+        name: of the policy, or the list of sizes that it stands for, such as "[96, 32]".
         step_s: seconds of every step, [steps].
         decisions: every plan.
         realised_gain: for each plan the share of the step it saved, from its last interval before
@@ -190,7 +190,7 @@ def _run_policy(scenario: Scenario, policy: str | Sequence[int], draws: Draws) -
         if plan is not None:
             sizes, in_force = np.array(plan.sizes), 0
     made = tuple(decisions) if policy == ORACLE else tuple(controller.history)
-    name = policy if isinstance(policy, str) else "fixed"
+    name = policy if isinstance(policy, str) else str(list(policy))
     gains = _realised(made, means, scenario.interval)
     explanation = "" if policy == ORACLE else controller.explain()
     return PolicyRun(name, np.concatenate(times), made, gains, explanation)

@@ -150,9 +150,14 @@ class Scenario:
             ("noise", self.noise, 0),
             ("sample_bytes", self.sample_bytes, 0),
             ("aggregate_s", self.aggregate_s, 0),
+            ("min_batch", self.min_batch, 1),
+            ("grain", self.grain, 1),
+            ("first_steps", self.first_steps, 0),
         ):
-            if value < least:
-                raise ArgumentError(f"scenario {self.name!r}: {what}={value} must be >= {least}")
+            if not isinstance(value, int | float) or not least <= value < float("inf"):
+                raise ArgumentError(
+                    f"scenario {self.name!r}: {what}={value!r} must be a number >= {least}"
+                )
         _check_choice(self, "sampler", ("locality", "blind"))
         _check_choice(self, "draws", ("sampled", "expected"))
         for policy in self.policies:

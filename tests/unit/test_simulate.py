@@ -62,6 +62,14 @@ def test_the_table_has_a_row_a_policy_and_the_oracle() -> None:
     assert {row[0] for row in table[1:]} == {"uniform", "lbbsp-cpu", "lbbsp-gpu", "loft", "oracle"}
 
 
+def test_fixed_sizes_are_told_apart() -> None:
+    scenario = replace(random_scenario(2, steps=40), world_size=2, global_batch_size=64)
+    scenario = replace(scenario, ranks=Ranks(), events=(), max_batch=0, sources={})
+    found = simulate(replace(scenario, policies=((48, 16), (16, 48)))).to_dict()["policies"]
+    assert set(found) == {"[48, 16]", "[16, 48]", "oracle"}
+    assert found["[48, 16]"]["plans"][0]["sizes"] == (48, 16)
+
+
 @pytest.mark.parametrize("sampler", ["locality", "blind"])
 def test_drawn_local_samples_average_to_the_expected_ones(sampler: str) -> None:
     scenario = replace(shipped("link-325-serial"), sampler=sampler, draws="sampled")
@@ -88,8 +96,12 @@ BASE: dict[str, Any] = {"name": "x", "world_size": 2, "global_batch_size": 64}
         ({"ranks": {"source": "nfs"}}, "reads from source 'nfs'"),
         ({"policies": ["best"]}, "policy 'best' is not one of"),
         ({"sampler": "random"}, "sampler='random' must be one of"),
-        ({"world_size": 0}, "world_size=0 must be >= 1"),
-        ({"noise": -1}, "noise=-1 must be >= 0"),
+        ({"world_size": 0}, "world_size=0 must be a number >= 1"),
+        ({"noise": -1}, "noise=-1 must be a number >= 0"),
+        ({"steps": "many"}, "steps='many' must be a number >= 1"),
+        ({"grain": 0}, "grain=0 must be a number >= 1"),
+        ({"aggregate_s": float("nan")}, "aggregate_s=nan must be a number >= 0"),
+        ({"events": [{"kind": "change", "ranks": 1}]}, r"ranks=1 must be a list"),
     ],
 )
 def test_a_wrong_scenario_is_refused(change: dict[str, Any], match: str) -> None:
