@@ -10,6 +10,7 @@ namespace checks {
 namespace {
 
 int64_t failures = 0, compared = 0;
+CpuOptions cpu;
 
 template <DType kDType>
 void compare(const Case<kDType>& made, int64_t i, typename Stored<kDType>::Bits bits,
@@ -123,7 +124,7 @@ void for_results(int rows, bool is_weighted, bool is_ranked, const Check& check)
   for (const RuleParams& rule : rules_for(rows)) {
     if (is_ranked && rule.rule != Rule::kMedian && rule.rule != Rule::kTrimmedMean) continue;
     made.job.params = rule;
-    aggregate_cpu(made.job, CpuOptions{});
+    aggregate_cpu(made.job, cpu);
     for (int64_t i = 0; i < made.job.numel; ++i) check(made, i);
   }
 }
@@ -183,7 +184,8 @@ void check_dtype() {
 }  // namespace checks
 }  // namespace loft
 
-int main() {
+int main(int argc, char** argv) {
+  if (argc > 1) loft::checks::cpu.isa = argv[1];
   loft::checks::check_dtype<loft::DType::kFloat64>();
   loft::checks::check_dtype<loft::DType::kFloat32>();
   loft::checks::check_dtype<loft::DType::kFloat16>();
