@@ -1,6 +1,8 @@
 // Layer 4. The code of the CUDA threads, compiled for the host, against the CPU kernels bit by bit:
-// exact and padded register kernels, two lanes, any rule, and the sort in shared memory. What is
-// not run here is what only a GPU has: indices of threads, shuffles, barriers.
+// exact and padded register kernels, two lanes, any rule, and the sort in shared memory. Not run
+// here is what only a GPU has: indices of threads, shuffles, barriers.
+//
+//   check_device [LEVEL]   instruction set of the CPU kernels; default: the best that runs here
 
 #include "plain.h"
 #include "two_lanes_cuda.h"
