@@ -19,8 +19,8 @@ def sizes_of(draw: st.DrawFn, world_size: int, *, total: int) -> tuple[int, ...]
 
 @st.composite
 def placements(draw: st.DrawFn, num_samples: int, world_size: int) -> Placement:
-    """Shards, nodes, replicas, shared sources, or random overlapping sets of ranks."""
-    kind = draw(st.sampled_from(["replicated", "sharded", "nodes", "sets", "sets"]))
+    """Shards, nodes, replicas, nested homes, shared sources, or random overlapping sets."""
+    kind = draw(st.sampled_from(["replicated", "sharded", "nodes", "nested", "sets", "sets"]))
     if kind == "replicated":
         return Placement.replicated(num_samples)
     if kind == "sharded":
@@ -30,7 +30,9 @@ def placements(draw: st.DrawFn, num_samples: int, world_size: int) -> Placement:
         return Placement.sharded(num_samples, world_size, nodes=nodes)
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     sets: list[list[int | str]] = [["shared:nfs"], ["everywhere"]]
-    for _ in range(world_size):
+    if kind == "nested":
+        sets += [["node:0"], ["node:0"], ["everywhere"], [0]]
+    for _ in range(world_size if kind == "sets" else 0):
         width = min(int(rng.integers(1, 4)), world_size)
         sets.append(rng.choice(world_size, width, replace=False).tolist())
     choice = rng.integers(0, len(sets), num_samples)
