@@ -286,7 +286,11 @@ def test_relaxed_order_has_the_most_local_reads_that_an_epoch_allows(
     sizes = data.draw(sizes_of(world_size, total=share * world_size))
     placement = Placement.sharded(num_steps * share * world_size, world_size)
     case = Case(placement, FakePlans(sizes), seed=0, epoch=0, drop_last=False, relaxed=True)
-    local = sum(draw.assignment.local.sum() for draw in case.draws())
+    draws = case.draws()
+    for draw in draws:
+        held = np.bincount(placement.groups[draw.batch], minlength=world_size)
+        assert np.abs(held - share).max() <= 1, "every batch holds every shard in proportion"
+    local = sum(draw.assignment.local.sum() for draw in draws)
     most = num_steps * sum(min(size, share) for size in sizes)
     # each step may miss one sample of a shard, which comes one step sooner or later
     assert most - num_steps * world_size <= local <= most
