@@ -21,6 +21,7 @@ from loft_hvd.aggregation import (
     phocas,
     trimmed_mean,
 )
+from loft_hvd.attach import attach
 from loft_hvd.balance.balancer import Balancer
 from loft_hvd.data.loader import DataLoader
 from loft_hvd.data.placement import Placement
@@ -52,6 +53,7 @@ __all__ = [
     "aggregate",
     "allreduce",
     "allreduce_async",
+    "attach",
     "attacks",
     "average",
     "ddp_hook",

@@ -225,6 +225,14 @@ class Balancer:
         self._loop.timer.batch_arrived(local=planned, remote=0, fetch_s=fetch_s, stall_s=fetch_s)
         yield
 
+    def begin_own_batch(self) -> None:
+        """Note that training on a batch begins, if no loader of ours has said so."""
+        self._loop.begin_own_batch()
+
+    def leave_step_out(self) -> None:
+        """Leave the step that goes on out of all times: something else ran in front of it."""
+        self._loop.timer.leave_out()
+
     def exclude(self) -> AbstractContextManager[None]:
         """Leave what runs inside (evaluation, checkpoints, own collectives) out of all times."""
         return self._loop.timer.exclude()

@@ -69,6 +69,12 @@ class BatchQueue:
         self._lookahead = max(self._lookahead, step - self._last_trained)
 
     @property
+    def has_fresh(self) -> bool:
+        """Whether a loader has begun a batch that no backward pass has taken yet."""
+        current = self._current
+        return current is not None and current.step >= self.next_step
+
+    @property
     def queued(self) -> StepSizes | None:
         """The sizes that a ``BatchSampler`` has queued for the next backward pass, if it has."""
         return self._pending[0] if self._pending else None

@@ -11,7 +11,7 @@ from loft_hvd.balance.batches import BatchQueue
 from loft_hvd.balance.exchange import Exchange, Report
 from loft_hvd.balance.explain import RankTimes, describe, read_times
 from loft_hvd.balance.options import SETTLE_STEPS, BalancerOptions
-from loft_hvd.balance.plan import Plan
+from loft_hvd.balance.plan import Plan, StepSizes
 from loft_hvd.balance.timing import StepTimer
 from loft_hvd.errors import PlanError
 from loft_hvd.topology import LoadMeter, allowed_cpus, run_queue_s
@@ -72,6 +72,28 @@ class PlanLoop:
     def plan(self) -> Plan:
         """The newest plan."""
         return self.history[-1]
+
+    def begin_own_batch(self) -> None:
+        """Begin a batch of the planned size, unless a loader of ours has begun one.
+
+        All since the last step's end was its fetch. A step of which that is not known, the first
+        one or one after a pause, is left out of all times.
+        """
+        if self._batches.has_fresh:
+            return
+        sizes = self._batches.queued
+        if sizes is None:
+            step = self._batches.next_step
+            self._batches.drawn(step)
+            plan = next(plan for plan in reversed(self.history) if plan.first_step <= step)
+            sizes = StepSizes(plan.plan_id, step, plan.sizes)
+            self._batches.begin(sizes)
+        fetch_s = self.timer.since_step_s()
+        if fetch_s is None:
+            self.timer.leave_out()
+        fetch_s = fetch_s or 0.0
+        local = sizes.sizes[self._transport.rank]
+        self.timer.batch_arrived(local=local, remote=0, fetch_s=fetch_s, stall_s=fetch_s)
 
     def step_ended(self, *, waited_s: float) -> None:
         """Close an optimizer step; exchange times and plans when it is time for them."""

@@ -43,6 +43,7 @@ class StepTimer:
         self._step = np.zeros(len(TIME_FIELDS))  # this step's share of the sums
         self._batch_compute_s = 0.0
         self._arrived: float | None = None
+        self._is_left_out = False
         self._queue_at_arrival = 0.0
         self._excluded_at_arrival = 0.0
 
@@ -107,6 +108,7 @@ class StepTimer:
         """
         self.computing_ended()
         now = self._clock()
+        counts = counts and not self._is_left_out
         if self._step_began is not None and counts and self._step[TIME_FIELDS.index("steps")]:
             wall_s = now - self._step_began - self._excluded_s
             parts = ("stall_s", "compute_s", "queued_s")
@@ -116,6 +118,16 @@ class StepTimer:
         self._step_began = now
         self._excluded_s = 0.0
         self._clear_step()
+
+    def since_step_s(self) -> float | None:
+        """Return the seconds since the last step ended, less those excluded; None if unknown."""
+        if self._step_began is None:
+            return None
+        return max(0.0, self._clock() - self._step_began - self._excluded_s)
+
+    def leave_out(self) -> None:
+        """Leave the step that goes on out of the sums."""
+        self._is_left_out = True
 
     def pause(self) -> None:
         """Forget when the last step ended: what follows is not part of a step."""

@@ -107,6 +107,7 @@ _LAYERS = {
     "delegate.py": 1,
     "parameters.py": 3,
     "metrics.py": 4,
+    "attach.py": 6,
     "optimizer.py": 6,
     "ddp.py": 6,
     "elastic.py": 6,

@@ -1,0 +1,118 @@
+"""``attach`` on an optimizer shaped like Horovod's, with ranks that are threads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import loft_hvd as loft
+from loft_hvd.errors import ArgumentTypeError, UsageError
+from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class HorovodLike(torch.optim.SGD):
+    """As Horovod's optimizer: ``step`` synchronizes, then calls the user's class's ``step``."""
+
+    backward_passes_per_step = 1
+
+    def synchronize(self) -> None: ...
+
+    def step(self, closure: Any = None) -> Any:
+        self.synchronize()
+        return super().step(closure)
+
+
+class Model(torch.nn.Module):
+    def __init__(self, clock: Clock, compute_s: float) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.ones_(self.inner.weight)
+        self._clock, self._compute_s = clock, compute_s
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self._clock.now += self._compute_s
+        return self.inner(x)
+
+
+def train(
+    balancer: loft.Balancer, clock: Clock, *, fetch_s: float, compute_s: float, num_steps: int
+) -> None:
+    model = Model(clock, compute_s)
+    optimizer = HorovodLike(model.parameters(), lr=0.0)
+    attachment = loft.attach(optimizer, balancer)
+    for step in range(num_steps):
+        if step % 4 == 2:  # an evaluation, on one rank's clock as long as many steps
+            clock.now += 100.0 * balancer.rank
+            with torch.no_grad():
+                model(torch.ones(2, 1))
+        clock.now += fetch_s
+        optimizer.zero_grad()
+        model(torch.ones(2, 1)).mean().backward()
+        optimizer.step()
+    attachment.detach()
+
+
+@pytest.mark.parametrize(
+    ("rank", "fetch_s", "compute_s", "cause"), [(2, 4.0, 1.0, "fetch"), (1, 1.0, 4.0, "compute")]
+)
+def test_an_unchanged_script_learns_which_rank_is_slow_and_why(
+    rank: int, fetch_s: float, compute_s: float, cause: str
+) -> None:
+    def work(transport: LocalTransport) -> tuple[str, float, float]:
+        clock = Clock()
+        balancer = loft.Balancer(8, "report", interval=10, transport=transport, clock=clock)
+        is_slow = transport.rank == rank
+        mine = (fetch_s, compute_s) if is_slow else (1.0, 1.0)
+        train(balancer, clock, fetch_s=mine[0], compute_s=mine[1], num_steps=20)
+        entry = balancer.times[rank]
+        return balancer.explain(), entry.fetch_s, entry.compute_s + entry.queued_s
+
+    for text, fetched_s, computed_s in run_ranks(4, work):
+        assert f"rank {rank} is slow: {cause}" in text
+        assert (fetched_s, computed_s) == pytest.approx(
+            (fetch_s, compute_s)
+        )  # no evaluation in them
+
+
+def test_weights_make_an_average_over_ranks_exact() -> None:
+    def work(transport: LocalTransport) -> tuple[float, float]:
+        clock = Clock()
+        balancer = loft.Balancer(8, [5, 3, 0], transport=transport, clock=clock)
+        model = Model(clock, 0.0)
+        optimizer = HorovodLike(model.parameters(), lr=0.0)
+        attachment = loft.attach(optimizer, balancer)
+        value = float("nan") if transport.rank == 2 else transport.rank + 1.0
+        with balancer.step(2 if transport.rank == 2 else [5, 3][transport.rank]):
+            model(torch.full((2, 1), value)).mean().backward()
+            optimizer.step()
+        attachment.detach()
+        weighted = float(model.inner.weight.grad or 0.0)
+        optimizer.zero_grad()
+        model(torch.full((2, 1), 7.0)).mean().backward()
+        return weighted, float(model.inner.weight.grad or 0.0)
+
+    out = run_ranks(3, work)
+    assert sum(weighted for weighted, _ in out) / 3 == pytest.approx((5 * 1 + 3 * 2) / 8)
+    assert [plain for _, plain in out] == [7.0] * 3  # detached
+
+
+def test_attach_refuses_what_it_cannot_watch() -> None:
+    balancer = loft.Balancer(2, "report", transport=LocalWorld(1).transport(0))
+    parameter = torch.nn.Parameter(torch.ones(1))
+    with pytest.raises(ArgumentTypeError, match="synchronize"):
+        loft.attach(torch.optim.SGD([parameter], lr=0.1), balancer)
+    optimizer = HorovodLike([parameter], lr=0.1)
+    attachment = loft.attach(optimizer, balancer)
+    with pytest.raises(UsageError, match="closure"):
+        optimizer.step(lambda: 0.0)
+    attachment.detach()
