@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 from loft_hvd import doctor
 from loft_hvd.doctor_run import RunResult, run_check
 from loft_hvd.errors import DataError, LoftError, MissingDependencyError
+from loft_hvd.report.text import render_text
+from loft_hvd.runlog import read_run_log
 
 if TYPE_CHECKING:
     import typer
@@ -208,6 +210,11 @@ def build_app() -> typer.Typer:
         if clusters:
             raise typer.Exit(_compare(clusters, seed=seed, json_file=json_file))
         raise typer.Exit(_simulate(scenario, json_file=json_file, plot_file=plot_file))
+
+    @app.command("report")
+    def _report_command(log: str = typer.Argument(..., metavar="FILE", help="A run log.")) -> None:
+        """Say what a run log (LOFT_HVD_LOG_DIR) holds: plans, times, which rank is slow and why."""
+        print(render_text(read_run_log(log)))
 
     app.add_typer(_bench_app(), name="bench")
     return app

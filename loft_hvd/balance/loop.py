@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,9 @@ from loft_hvd.balance.explain import RankTimes, describe, read_times
 from loft_hvd.balance.options import SETTLE_STEPS, BalancerOptions
 from loft_hvd.balance.plan import Plan, StepSizes
 from loft_hvd.balance.timing import StepTimer
+from loft_hvd.config import config
 from loft_hvd.errors import PlanError
+from loft_hvd.runlog import RunLog
 from loft_hvd.topology import LoadMeter, allowed_cpus, run_queue_s
 from loft_hvd.transport.base import Transport
 
@@ -67,6 +70,18 @@ class PlanLoop:
         self.history = [Plan(0, 0, options.first_sizes(self._controller))]
         self.times: tuple[RankTimes, ...] = ()
         self.num_passes = 1
+        folder = config().log_dir
+        self._log = RunLog(folder) if folder is not None and transport.rank == 0 else None
+        total, policy = options.global_batch_size, options.policy_text
+        self._write("run", world_size=transport.world_size, global_batch_size=total, policy=policy)
+        self._write_plan()
+
+    def _write(self, kind: str, **fields: Any) -> None:
+        if self._log is not None:
+            self._log.write(kind, step=self._num_steps, **fields)
+
+    def _write_plan(self) -> None:
+        self._write("plan", **asdict(self.plan))
 
     @property
     def plan(self) -> Plan:
@@ -141,6 +156,7 @@ class PlanLoop:
             times = read_times(report.times)
             if any(entry.steps for entry in times):
                 self.times = times
+                self._write("times", ranks=[asdict(entry) for entry in times])
         return report
 
     def _next_plan(self, report: Report | None) -> Plan:
@@ -172,6 +188,9 @@ class PlanLoop:
             )
         self.timer.take()  # times at the old sizes
         self.history.append(plan)
+        self._write_plan()
+        if self._log is not None and self._controller is not None:
+            self._write("explain", text=self._controller.explain())
 
     def explain(self) -> str:
         """Say what is planned, why (on rank 0), what steps consist of, and which rank is slow."""

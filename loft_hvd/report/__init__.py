@@ -1,0 +1,1 @@
+"""From a run log to words."""
