@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -21,6 +22,8 @@ from loft_hvd.topology import LoadMeter, allowed_cpus, run_queue_s
 from loft_hvd.transport.base import Transport
 
 __all__ = ["PlanLoop"]
+
+_LOGGER = logging.getLogger(__name__)
 
 # What the controller sees of a rank's times, in the order of ``observations.COLUMNS``.
 _OBSERVED = (
@@ -188,6 +191,10 @@ class PlanLoop:
             )
         self.timer.take()  # times at the old sizes
         self.history.append(plan)
+        if self._transport.rank == 0:
+            _LOGGER.info(
+                "plan %d from step %d: sizes %s", plan.plan_id, plan.first_step, list(plan.sizes)
+            )
         self._write_plan()
         if self._log is not None and self._controller is not None:
             self._write("explain", text=self._controller.explain())
