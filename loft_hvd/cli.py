@@ -19,6 +19,7 @@ from loft_hvd.runlog import read_run_log
 if TYPE_CHECKING:
     import typer
 
+    from loft_hvd.bench.kernels import KernelBench
     from loft_hvd.bench.ranks import Job
 
 __all__ = ["build_app", "main"]
@@ -140,6 +141,30 @@ def _bench_step(model: str, batch: int, *, ranks: _Ranks, json_file: str | None)
     return _finish_bench(results, json_file)
 
 
+def _bench_kernels(bench: KernelBench, *, files: tuple[str | None, str | None], gate: bool) -> int:
+    """Time the kernels, print, judge; return 1 for a goal far missed, 2 for too much noise."""
+    from loft_hvd.bench.gate import goal_rows, judge_kernels, timing_rows
+    from loft_hvd.bench.kernels import measure_kernels, peers
+
+    timings, goals = [], []
+    for found in measure_kernels(bench):
+        _print_table(timing_rows(found))
+        timings += found
+        goals += judge_kernels(found)
+    _print_table(goal_rows(goals))
+    results: dict[str, object] = {
+        "peers": peers(),
+        "timings": [dataclasses.asdict(timing) for timing in timings],
+        "goals": [{**dataclasses.asdict(goal), "verdict": goal.verdict} for goal in goals],
+    }
+    if files[1] is not None:
+        importlib.import_module("loft_hvd.bench.plots").plot_kernels(timings, files[1])
+    _finish_bench(results, files[0])
+    if gate and any(goal.is_far for goal in goals):
+        return 1
+    return 2 if gate and not all(goal.is_judged for goal in goals) else 0
+
+
 def _finish_bench(results: dict[str, object], json_file: str | None) -> int:
     from loft_hvd.bench.record import write_record
 
@@ -220,10 +245,20 @@ def build_app() -> typer.Typer:
     return app
 
 
+def _numbers(text: str, option: str) -> list[float]:
+    import typer
+
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(f"{option} {text!r}: give numbers like 1,25") from error
+
+
 def _bench_app() -> typer.Typer:
     """Return the benchmarks' commands."""
     import typer
 
+    from loft_hvd.bench.kernels import KernelBench
     from loft_hvd.bench.ranks import Job
 
     app = typer.Typer(no_args_is_help=True, help="Measure speed, contestants in turn.")
@@ -231,6 +266,23 @@ def _bench_app() -> typer.Typer:
     controller_option = typer.Option("gloo", help="gloo (horovodrun) or mpi (mpirun).")
     rounds_option = typer.Option(15, min=3, help="Samples of each contestant.")
     json_option = typer.Option(None, "--json", metavar="FILE", help="Write all of it.")
+
+    @app.command("kernels")
+    def _kernels_command(
+        rows: str = typer.Option("3,4,8,16,32,33,64", help="Row counts."),
+        numel: int = typer.Option(10_000_000, min=1024, help="Coordinates of a row."),
+        threads: int = typer.Option(1, min=1, help="CPU threads."),
+        levels: str = typer.Option("", help="Instruction sets, as avx2,avx512; the best one."),
+        repeats: int = typer.Option(5, min=1, help="Rounds; the fastest counts."),
+        gate: bool = typer.Option(False, help="Exit 1 when a goal is missed by 15 %, 2 if noisy."),
+        json_file: str = json_option,
+        plot_file: str = typer.Option(None, "--plot", metavar="FILE", help="Draw it, as a PNG."),
+    ) -> None:
+        """Time the rules' CPU kernels against a pass over the same memory, and peers."""
+        chosen = tuple(level for level in levels.split(",") if level)
+        counts = tuple(int(count) for count in _numbers(rows, "--rows"))
+        bench = KernelBench(counts, numel, threads, repeats, chosen)
+        raise typer.Exit(_bench_kernels(bench, files=(json_file, plot_file), gate=gate))
 
     @app.command("allreduce")
     def _allreduce_command(
@@ -242,10 +294,7 @@ def _bench_app() -> typer.Typer:
         json_file: str = json_option,
     ) -> None:
         """Time robust all-reduces against Horovod's own."""
-        try:
-            sizes = [float(size) for size in megabytes.split(",")]
-        except ValueError as error:
-            raise typer.BadParameter(f"--mb {megabytes!r}: give numbers like 1,25") from error
+        sizes = _numbers(megabytes, "--mb")
         chosen = _Ranks(Job(ranks, controller), rounds)
         raise typer.Exit(_bench_allreduce(sizes, ranks=chosen, peer=peer, json_file=json_file))
 
