@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from loft_hvd.bench.kernels import Timing
 from loft_hvd.errors import MissingDependencyError
@@ -43,4 +44,5 @@ def plot_kernels(timings: Sequence[Timing], path: str | os.PathLike[str]) -> Non
     axes.set_xlabel("rows")
     axes.set_ylabel("time, passes over the same memory")
     axes.legend(fontsize="small")
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
