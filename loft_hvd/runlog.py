@@ -12,6 +12,7 @@ Every line has ``kind``, ``time_s`` (seconds since 1970) and ``step`` (optimizer
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,8 @@ from typing import Any
 from loft_hvd.errors import DataError
 
 __all__ = ["RunLog", "read_run_log"]
+
+_log = logging.getLogger(__name__)
 
 _MAX_BYTES = 64 * 1024 * 1024
 
@@ -59,7 +62,10 @@ class RunLog:
         self._is_full = False
 
     def write(self, kind: str, *, step: int, **fields: Any) -> None:
-        """Append a line; after the one that would not fit, a last one says so."""
+        """Append a line; after the one that would not fit, a last one says so.
+
+        Where the file cannot be written, one warning says so and nothing more is tried.
+        """
         if self._is_full:
             return
         line = json.dumps({"kind": kind, "time_s": self._clock(), "step": step, **fields}) + "\n"
@@ -67,8 +73,12 @@ class RunLog:
             self._is_full = True
             line = json.dumps({"kind": "full", "time_s": self._clock(), "step": step}) + "\n"
         self._num_bytes += len(line)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(line)
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(line)
+        except OSError as error:  # a full disk must not end the training
+            self._is_full = True
+            _log.warning("the run log %s ends here: %s", self.path, error)
 
 
 def read_run_log(path: str | Path) -> list[dict[str, Any]]:

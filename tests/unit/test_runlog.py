@@ -48,3 +48,14 @@ def test_a_cut_off_last_line_is_left_out_and_another_is_an_error(tmp_path: Path)
     path.write_text('{"kind": "ti\n{"kind": "full", "step": 3}\n')
     with pytest.raises(DataError, match="line 1"):
         read_run_log(path)
+
+
+def test_a_file_that_cannot_be_written_warns_once_and_lets_the_run_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = RunLog(tmp_path)
+    log.path.unlink()
+    log.path.mkdir()  # as a disk that takes nothing
+    log.write("times", step=1)
+    log.write("times", step=2)
+    assert caplog.text.count("ends here") == 1
