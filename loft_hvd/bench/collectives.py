@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -81,7 +82,7 @@ def interleave(
     inner: int,
     name: str,
 ) -> dict[str, list[float]]:
-    """Time calls in turn, each round starting with another one.
+    """Time calls in turn, in another order each round, which is the same on every rank.
 
     Args:
         transport: the ranks.
@@ -99,8 +100,7 @@ def interleave(
     for call in calls.values():
         call()
     for number in range(rounds):
-        first = number % len(order)
-        for key in order[first:] + order[:first]:
+        for key in random.Random(number).sample(order, len(order)):
             hvd.barrier()
             began = time.perf_counter()
             for _ in range(inner):
