@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from loft_hvd.balance.batches import BatchQueue
 from loft_hvd.balance.explain import RankTimes
 from loft_hvd.balance.loop import PlanLoop
 from loft_hvd.balance.options import BalancerOptions
-from loft_hvd.balance.plan import Plan, StepSizes, proportional_sizes
+from loft_hvd.balance.plan import StepSizes, proportional_sizes
 from loft_hvd.balance.policies import Policy
+from loft_hvd.balance.ports import BalancerPorts
 from loft_hvd.config import config
 from loft_hvd.errors import PlanError, UsageError
 from loft_hvd.transport.agreement import check_agreement
@@ -27,7 +27,7 @@ __all__ = ["Balancer"]
 _CUDA_GRAIN = 8
 
 
-class Balancer:
+class Balancer(BalancerPorts):
     """Gives each rank its share of the global batch, and says where each rank's time goes.
 
     Make it on every rank, after ``hvd.init()``. The loader draws batches of ``local_batch_size``
@@ -70,12 +70,12 @@ class Balancer:
         transport: Transport | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._transport = default_transport() if transport is None else transport
+        transport = default_transport() if transport is None else transport
         if grain is None:
             grain = _CUDA_GRAIN if torch.cuda.is_available() else 1
-        self._options = BalancerOptions(
+        options = BalancerOptions(
             global_batch_size,
-            self._transport.world_size,
+            transport.world_size,
             policy,
             min_batch=min_batch,
             max_batch=max_batch,
@@ -83,14 +83,9 @@ class Balancer:
             interval=interval,
             dead_band=dead_band,
         )
-        self.global_batch_size = global_batch_size
+        super().__init__(options, transport, clock)
         self.policy = policy
-        self.min_batch = min_batch
         self.interval = interval
-        self._min_ranks = 1
-        self._batches = BatchQueue()
-        self._clock = clock
-        self._loop = PlanLoop(self._options, self._transport, self._batches, clock)
         if not config().is_elastic:  # elastic ranks start at different times: see begin_world
             self._agree()
 
@@ -115,86 +110,6 @@ class Balancer:
         self._loop = PlanLoop(self._options, self._transport, self._batches, self._clock)
         self._loop.num_passes = num_passes
         self._agree()
-
-    # What a loader asks for and reports.
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self._transport.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self._transport.world_size
-
-    @property
-    def plan(self) -> Plan:
-        """The newest plan."""
-        return self._loop.plan
-
-    @property
-    def local_batch_size(self) -> int:
-        """Samples of this rank in a step of the newest plan."""
-        return self.plan.sizes[self.rank]
-
-    @property
-    def min_ranks(self) -> int:
-        """Ranks that must have samples in every step: 2f+1 of the optimizer's rule, or 1."""
-        return self._min_ranks
-
-    def require(self, *, min_ranks: int, num_passes: int) -> None:
-        """Take what an optimizer needs of every plan.
-
-        Args:
-            min_ranks: ranks that must have samples in every step.
-            num_passes: backward passes of a step; plans change at its first.
-
-        Raises:
-            PlanError: the plan itself has fewer.
-        """
-        num_present = sum(size > 0 for size in self.plan.sizes)
-        if num_present < min_ranks:
-            raise PlanError(
-                f"the rule needs {min_ranks} ranks with samples in every step, but sizes "
-                f"{list(self.plan.sizes)} give samples to {num_present}; lower f or give more "
-                "ranks samples"
-            )
-        self._min_ranks = max(self._min_ranks, min_ranks)
-        self._loop.num_passes = num_passes
-
-    def plan_at(self, step: int) -> Plan:
-        """Return the plan in force at a step, counted over epochs; asked when it is drawn."""
-        self._batches.drawn(step)
-        return next(plan for plan in reversed(self.history) if plan.first_step <= step)
-
-    def push_sizes(self, step_sizes: StepSizes) -> None:
-        """Queue the sizes of a batch that this rank will train on next, in order."""
-        self._batches.push(step_sizes)
-
-    def begin_batch(
-        self, step_sizes: StepSizes, *, fetch_s: float, stall_s: float, local: int, remote: int
-    ) -> None:
-        """Note the batch that the script gets now, in place of any before it; start its clock.
-
-        Args:
-            step_sizes: samples of every rank in this batch's step.
-            fetch_s: seconds that reading and preparing it took, where that happened.
-            stall_s: seconds of it that the script waited for.
-            local: samples of it that were on this rank's own node.
-            remote: samples of it that came from elsewhere.
-        """
-        self._batches.begin(step_sizes)
-        self._loop.timer.batch_arrived(local=local, remote=remote, fetch_s=fetch_s, stall_s=stall_s)
-
-    def clear_pending(self) -> None:
-        """Forget queued sizes and the current batch: they will not be trained on."""
-        self._batches.clear()
-
-    def end_epoch(self) -> None:
-        """Close an epoch; every rank calls it at the same step."""
-        self._loop.epoch_ended()
-        self._batches.clear()
 
     @contextmanager
     def step(self, num_samples: int, *, fetch_s: float = 0.0) -> Iterator[None]:
@@ -225,46 +140,11 @@ class Balancer:
         self._loop.timer.batch_arrived(local=planned, remote=0, fetch_s=fetch_s, stall_s=fetch_s)
         yield
 
-    def begin_own_batch(self) -> None:
-        """Note that training on a batch begins, if no loader of ours has said so."""
-        self._loop.begin_own_batch()
-
-    def leave_step_out(self) -> None:
-        """Leave the step that goes on out of all times: something else ran in front of it."""
-        self._loop.timer.leave_out()
-
     def exclude(self) -> AbstractContextManager[None]:
         """Leave what runs inside (evaluation, checkpoints, own collectives) out of all times."""
         return self._loop.timer.exclude()
 
-    # What an optimizer asks for and reports.
-
-    def take_step(self) -> StepSizes:
-        """Return the sizes of the batch that the next backward pass belongs to.
-
-        Raises:
-            UsageError: no batch was handed out for it.
-        """
-        return self._batches.take()
-
-    def gradient_arrived(self, *, blocked_s: float) -> None:
-        """Note a gradient; the last one of a batch ends its computing (``StepTimer``)."""
-        self._loop.timer.gradient_arrived(blocked_s=blocked_s)
-
-    def computing_ended(self) -> None:
-        """Note that all gradients of a step are there, before waiting for other ranks."""
-        self._loop.timer.computing_ended()
-
-    def step_ended(self, *, waited_s: float) -> None:
-        """Close an optimizer step; exchange times and plans when it is time for them."""
-        self._loop.step_ended(waited_s=waited_s)
-
     # What a user reads.
-
-    @property
-    def history(self) -> list[Plan]:
-        """Every plan of the run, the newest last."""
-        return self._loop.history
 
     @property
     def times(self) -> tuple[RankTimes, ...]:

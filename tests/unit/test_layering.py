@@ -75,6 +75,7 @@ _LAYERS = {
     "balance/exchange.py": 2,
     "balance/options.py": 3,
     "balance/loop.py": 4,
+    "balance/ports.py": 4,
     "balance/balancer.py": 4,
     "data/flow.py": 1,
     "data/homes.py": 1,

@@ -1,0 +1,151 @@
+"""What loaders and optimizers ask of a balancer, and what they tell it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from loft_hvd.balance.batches import BatchQueue
+from loft_hvd.balance.loop import PlanLoop
+from loft_hvd.balance.options import BalancerOptions
+from loft_hvd.balance.plan import Plan, StepSizes
+from loft_hvd.errors import PlanError
+from loft_hvd.transport.base import Transport
+
+__all__ = ["BalancerPorts"]
+
+
+class BalancerPorts:
+    """The side of a balancer that a loader and an optimizer are plugged into.
+
+    Args:
+        options: what the user asked for.
+        transport: the ranks.
+        clock: seconds that never go back.
+    """
+
+    def __init__(
+        self, options: BalancerOptions, transport: Transport, clock: Callable[[], float]
+    ) -> None:
+        self._options = options
+        self._transport = transport
+        self._clock = clock
+        self.global_batch_size = options.global_batch_size
+        self.min_batch = options.min_batch
+        self._min_ranks = 1
+        self._batches = BatchQueue()
+        self._loop = PlanLoop(options, transport, self._batches, clock)
+
+    # What a loader asks for and reports.
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._transport.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._transport.world_size
+
+    @property
+    def plan(self) -> Plan:
+        """The newest plan."""
+        return self._loop.plan
+
+    @property
+    def history(self) -> list[Plan]:
+        """Every plan of the run, the newest last."""
+        return self._loop.history
+
+    @property
+    def local_batch_size(self) -> int:
+        """Samples of this rank in a step of the newest plan."""
+        return self.plan.sizes[self.rank]
+
+    @property
+    def min_ranks(self) -> int:
+        """Ranks that must have samples in every step: 2f+1 of the optimizer's rule, or 1."""
+        return self._min_ranks
+
+    def require(self, *, min_ranks: int, num_passes: int) -> None:
+        """Take what an optimizer needs of every plan.
+
+        Args:
+            min_ranks: ranks that must have samples in every step.
+            num_passes: backward passes of a step; plans change at its first.
+
+        Raises:
+            PlanError: the plan itself has fewer.
+        """
+        num_present = sum(size > 0 for size in self.plan.sizes)
+        if num_present < min_ranks:
+            raise PlanError(
+                f"the rule needs {min_ranks} ranks with samples in every step, but sizes "
+                f"{list(self.plan.sizes)} give samples to {num_present}; lower f or give more "
+                "ranks samples"
+            )
+        self._min_ranks = max(self._min_ranks, min_ranks)
+        self._loop.num_passes = num_passes
+
+    def plan_at(self, step: int) -> Plan:
+        """Return the plan in force at a step, counted over epochs; asked when it is drawn."""
+        self._batches.drawn(step)
+        return next(plan for plan in reversed(self.history) if plan.first_step <= step)
+
+    def push_sizes(self, step_sizes: StepSizes) -> None:
+        """Queue the sizes of a batch that this rank will train on next, in order."""
+        self._batches.push(step_sizes)
+
+    def begin_batch(
+        self, step_sizes: StepSizes, *, fetch_s: float, stall_s: float, local: int, remote: int
+    ) -> None:
+        """Note the batch that the script gets now, in place of any before it; start its clock.
+
+        Args:
+            step_sizes: samples of every rank in this batch's step.
+            fetch_s: seconds that reading and preparing it took, where that happened.
+            stall_s: seconds of it that the script waited for.
+            local: samples of it that were on this rank's own node.
+            remote: samples of it that came from elsewhere.
+        """
+        self._batches.begin(step_sizes)
+        self._loop.timer.batch_arrived(local=local, remote=remote, fetch_s=fetch_s, stall_s=stall_s)
+
+    def clear_pending(self) -> None:
+        """Forget queued sizes and the current batch: they will not be trained on."""
+        self._batches.clear()
+
+    def end_epoch(self) -> None:
+        """Close an epoch; every rank calls it at the same step."""
+        self._loop.epoch_ended()
+        self._batches.clear()
+
+    def begin_own_batch(self) -> None:
+        """Note that training on a batch begins, if no loader of ours has said so."""
+        self._loop.begin_own_batch()
+
+    def leave_step_out(self) -> None:
+        """Leave the step that goes on out of all times: something else ran in front of it."""
+        self._loop.timer.leave_out()
+
+    # What an optimizer asks for and reports.
+
+    def take_step(self) -> StepSizes:
+        """Return the sizes of the batch that the next backward pass belongs to.
+
+        Raises:
+            UsageError: no batch was handed out for it.
+        """
+        return self._batches.take()
+
+    def gradient_arrived(self, *, blocked_s: float) -> None:
+        """Note a gradient; the last one of a batch ends its computing (``StepTimer``)."""
+        self._loop.timer.gradient_arrived(blocked_s=blocked_s)
+
+    def computing_ended(self) -> None:
+        """Note that all gradients of a step are there, before waiting for other ranks."""
+        self._loop.timer.computing_ended()
+
+    def step_ended(self, *, waited_s: float) -> None:
+        """Close an optimizer step; exchange times and plans when it is time for them."""
+        self._loop.step_ended(waited_s=waited_s)
