@@ -96,8 +96,6 @@ class ProcessExit:
 
 def kill_process(pid: int) -> None:
     """End a frozen process of this host."""
-    _logger.error(
-        "killing process %d: it is frozen, and an elastic job recovers from its loss", pid
-    )
+    _logger.error("killing process %d: it is frozen, and the job goes on or ends without it", pid)
     with suppress(OSError):  # it has ended, or is somebody else's
         os.kill(pid, signal.SIGKILL)

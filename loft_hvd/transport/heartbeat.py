@@ -3,7 +3,8 @@
 Once a second each rank says that it lives, what it has started and whether it waits. That finds
 the rank that is killed, frozen, raises, leaves early or takes other steps; the others' waits then
 end with an error that names it. In elastic mode nothing is raised, as Horovod's own error must
-reach ``hvd.elastic.run``; there a frozen process is killed, so that the job recovers.
+reach ``hvd.elastic.run``. A frozen process is killed: at once in elastic mode, so that the job
+recovers, and elsewhere when its verdict has ended the script, so that the job ends.
 """
 
 from __future__ import annotations
@@ -257,7 +258,7 @@ class Heartbeat:
     def _look_for_rank_0(self, rank: int, pid: int, start: int, kill: int) -> None:
         state = process_state(pid, start)
         self._links[0].send(Line("state", rank, 0.0, state))
-        if kill and state == "T" and self.settings.is_elastic:
+        if kill and state == "T":
             self._kill(pid)
 
     def _saw(self, rank: int, state: str) -> None:
@@ -269,9 +270,9 @@ class Heartbeat:
                 self._kill(place.pid)
 
     def _should_kill(self, rank: int) -> bool:
-        """Say whether a rank found frozen is to be ended, so that an elastic job can go on."""
-        verdict = self.verdict
-        return self.settings.is_elastic and verdict is not None and verdict.rank == rank
+        """Say whether to end a frozen rank: when the job goes on, or is over, without it."""
+        is_over = self.settings.is_elastic or (self._exit is not None and self._exit.is_armed)
+        return is_over and self.verdict is not None and self.verdict.rank == rank
 
     # Verdicts.
 

@@ -338,24 +338,38 @@ def test_elastic_waits_are_left_to_the_engine(pair: Pair) -> None:
     assert first.final_verdict() is None
 
 
-@pytest.mark.parametrize("is_elastic", [False, True])
-def test_a_frozen_process_is_named_and_killed_only_where_the_job_recovers(
-    is_elastic: bool, pair: Pair, monkeypatch: pytest.MonkeyPatch
+class _Armed:
+    """Stands for the end of a process whose script an error has ended."""
+
+    is_armed = True
+
+    def leave_if_due(self) -> None: ...
+
+    def remove(self) -> None: ...
+
+    def arm(self, reason: str) -> None: ...
+
+
+@pytest.mark.parametrize(("is_elastic", "is_over"), [(False, False), (True, False), (False, True)])
+def test_a_frozen_process_is_named_and_killed_only_where_the_job_recovers_or_is_over(
+    is_elastic: bool, is_over: bool, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed: list[int] = []
+    kills = is_elastic or is_over
     monkeypatch.setattr("loft_hvd.transport.heartbeat.process_state", lambda pid, start: "T")
     first, link = pair(is_elastic=is_elastic, pid=4242, kill=killed.append)
+    monkeypatch.setattr(first, "_exit", _Armed() if is_over else None)
     with first.waiting():
         assert first._has_verdict.wait(10)
         assert first.verdict is not None
         assert "rank 1 (process 4242 on here) is frozen" in first.verdict.text
-        if is_elastic:
-            for _ in range(1000):
-                if killed:
-                    break
-                first._thread.join(0.01)
+        for _ in range(1000 if kills else 10):
+            if killed:
+                break
+            first._thread.join(0.01)
+    monkeypatch.setattr(first, "_exit", None)  # a process that lives on
     first.close()
-    assert set(killed) == ({4242} if is_elastic else set())
+    assert set(killed) == ({4242} if kills else set())
     assert isinstance(link, Link)
     link.close()
 
