@@ -3,9 +3,18 @@
 Nothing waits for it. With an interval of ``k`` steps, times leave at the end of step ``k - 1`` and
 are read at the end of step ``k``; rank 0 decides, and its plan, one int64 tensor, leaves there and
 is read at the end of step ``k + 1``. It comes into force at a step that no rank has drawn yet.
+
+A script may end while one of these is under way. Horovod's shutdown on the first rank to end takes
+the engine away from all, so a rank that ends waits for what it has started: by then every other
+rank has come to it too.
 """
 
 from __future__ import annotations
+
+import atexit
+import logging
+import sys
+import weakref
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +32,8 @@ __all__ = ["FEWEST_STEPS", "Exchange", "Report"]
 FEWEST_STEPS = 3  # steps of an interval that the three ends above need
 _HEADER = ("num_steps", "plan_id", "drawn_ahead")
 _SHARES = ("cpu_use", "memory_use")
+_DRAIN_S = 10.0  # longest wait at the end of a process
+_logger = logging.getLogger(__name__)
 _SLACK_STEPS = 3  # between a rank's word on what it has drawn and the plan's arrival, and one more
 
 
@@ -87,6 +98,7 @@ class Exchange:
         self._name = name
         self._times: tuple[Work | None, Tensor, Tensor] | None = None
         self._plan: tuple[Work | None, Tensor] | None = None
+        self._is_drained_at_exit = False
 
     def send_times(
         self,
@@ -104,6 +116,7 @@ class Exchange:
         if self._transport.world_size == 1:
             rows.copy_(row.view(1, -1))
         else:
+            self._drain_at_exit()
             work = self._transport.allgather(row, rows.view(-1), name=f"{self._name}.times")
         self._times = (work, row, rows)
 
@@ -140,3 +153,27 @@ class Exchange:
             world_size=self._transport.world_size,
             global_batch_size=global_batch_size,
         )
+
+    def _drain_at_exit(self) -> None:
+        """Wait at the end of the process, before the engine ends: later hooks run first."""
+        if not self._is_drained_at_exit:
+            self._is_drained_at_exit = True
+            atexit.register(_drain, weakref.ref(self))
+
+    def drain(self) -> None:
+        """Wait for what is under way, ten seconds at most; its news come too late to be of use."""
+        works = [entry[0] for entry in (self._times, self._plan) if entry is not None]
+        self._times = self._plan = None
+        for work in works:
+            if work is not None:
+                wait_for(work, what="last exchange of times and plans", timeout_s=_DRAIN_S)
+
+
+def _drain(reference: weakref.ref[Exchange]) -> None:
+    exchange = reference()
+    if exchange is None or getattr(sys, "last_value", None) is not None:  # an error ends the script
+        return
+    try:
+        exchange.drain()
+    except Exception as error:
+        _logger.debug("the last exchange of times was not completed: %s", error)
