@@ -93,6 +93,7 @@ _LAYERS = {
     "pipeline/buckets.py": 1,
     "pipeline/weights.py": 2,
     "pipeline/stages.py": 3,
+    "pipeline/suspicion.py": 3,
     "pipeline/engine.py": 4,
     "pipeline/reducer.py": 5,
     "pipeline/allreduce.py": 5,

@@ -1,0 +1,300 @@
+"""Who was off: from what shard owners see of each worker's row to one suspicion a worker. Pure.
+
+In a step each owner scores the rows of its shard from 0 (as the others) to 1 (``score_rows``).
+Every few steps the owners' scores are joined by their median, so that one owner alone cannot frame
+a worker, and smoothed over steps. A worker stands out whose suspicion stays above the others'.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from loft_hvd.aggregation.diagnostics import Diagnostics, diagnose
+from loft_hvd.aggregation.rules import Custom, Median, Rule
+from loft_hvd.errors import ArgumentError, ArgumentTypeError
+
+__all__ = ["Evidence", "Suspicion", "SuspicionTracker", "WorkerState", "score_rows"]
+
+_FEWEST_ROWS = 3  # of two rows nobody can say which one is off
+_DISTANCE_DOUBLINGS = 4.0  # squared distance 16 times what it should be: score 1
+_MEMORY_STEPS = 20.0  # a step counts 1/20 in the smoothed numbers
+_COLUMNS = 5  # score, seen, outside, non-finite, squared distance
+_DRAWS = 2048
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Suspicion:
+    """How closely rows are watched; equal on every rank.
+
+    Attributes:
+        every: look at one block of 16,384 coordinates of a shard in so many; 1 looks at all.
+        interval: optimizer steps between two exchanges of what owners saw.
+        threshold: a worker stands out while its suspicion is so far above the median of the
+            others'; above 0, below 1.
+        patience: steps that a worker must stand out in a row before it is named; the next
+            warnings follow after twice, four times, ... as many.
+    """
+
+    every: int = 16
+    interval: int = 10
+    threshold: float = 0.6
+    patience: int = 20
+
+    def __post_init__(self) -> None:
+        for what in ("every", "interval", "patience"):
+            value = getattr(self, what)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise ArgumentTypeError(f"Suspicion: {what}={value!r} must be a whole number")
+            if value < 1:
+                raise ArgumentError(f"Suspicion: {what}={value} must be >= 1")
+        if not 0 < self.threshold < 1:
+            raise ArgumentError(f"Suspicion: threshold={self.threshold} must be > 0 and < 1")
+
+
+@functools.lru_cache(maxsize=64)
+def _expected(rule: Rule, weights: tuple[int, ...]) -> tuple[Floats, Floats]:
+    """Return what honest rows look like that differ in their batch sizes only.
+
+    A mean over fewer samples is noisier: its row is outside more often, and farther away.
+
+    Returns:
+        Share outside and log2 of the squared distance of each row.
+    """
+    noise = torch.randn(len(weights), _DRAWS, generator=torch.Generator().manual_seed(0))
+    used = None if isinstance(rule, Median) else weights  # in training it takes none
+    rows = noise * torch.tensor(weights).rsqrt().unsqueeze(1)
+    _, found = diagnose(rows, rule, weights=used, every=1)
+    return np.array(found.share_outside), _log2(np.array(found.squared_distance))
+
+
+@functools.lru_cache(maxsize=64)
+def _others(num_rows: int) -> npt.NDArray[np.int64]:
+    """Return for each row the indices of all other rows, [num_rows, num_rows - 1]."""
+    return np.array([[o for o in range(num_rows) if o != row] for row in range(num_rows)])
+
+
+def _log2(values: Floats) -> Floats:
+    logarithms: Floats = np.log2(np.maximum(values, 1e-300))
+    return logarithms
+
+
+def _medians(lines: Floats) -> Floats:
+    """Return the median of each line; np.median is several times slower on a few values."""
+    ordered = np.sort(lines, axis=1)
+    last = lines.shape[1] - 1
+    middle: Floats = (ordered[:, last // 2] + ordered[:, (last + 1) // 2]) / 2
+    return middle
+
+
+def score_rows(
+    found: Diagnostics, rule: Rule, *, weights: Sequence[int] | None = None
+) -> tuple[float, ...] | None:
+    """Score how far each row was off in one step of one shard, from 0 (as the others) to 1.
+
+    The score is the largest of three: the share outside the window, from the others' median (0) to
+    always (1); the squared distance to the result, from what the others reach (0) to 16 times that
+    (1); non-finite values (1). Rows that come from fewer samples may be off by what that explains.
+
+    Args:
+        found: what was seen of the rows; absent rows have ``num_seen`` 0.
+        rule: the rule that aggregated them.
+        weights: samples behind each row, where they differ, [world_size].
+
+    Returns:
+        One score a row, 0 for an absent one, [world_size]; None where nothing can be said: fewer
+        than 3 rows, rows that are equal everywhere, or as many as half of the rows non-finite (an
+        overflow, such as a loss scale that has grown too far, and nobody's fault).
+    """
+    seen = np.array(found.num_seen)
+    rows = np.flatnonzero(seen)
+    non_finite = np.array(found.num_non_finite)[rows] > 0
+    if len(rows) < _FEWEST_ROWS or 2 * non_finite.sum() >= len(rows):
+        return None
+    outside, distances = np.array(found.num_outside), np.array(found.squared_distance)
+    if not (non_finite.any() or outside.any() or distances.any()):
+        return None
+    others = _others(len(rows))  # [rows, rows - 1]
+    shares, log2 = outside[rows] / seen[rows], _log2(distances[rows])
+    base, explained = _medians(shares[others]), np.zeros(len(rows))
+    if weights is not None and not isinstance(rule, Custom):
+        usual_shares, usual_log2 = _expected(rule, tuple(weights[int(row)] for row in rows))
+        base = np.maximum(base, usual_shares)
+        explained = np.maximum(0.0, usual_log2 - _medians(usual_log2[others]))
+    outsides = (shares - base) / np.maximum(1 - base, 1e-12)
+    middle = _medians(log2[others])
+    # Of the others' spread the widest f - 1 are left out: they may be Byzantine as well.
+    spread = np.sort(np.abs(log2[others] - middle[:, None]))[:, -max(rule.f, 1)]
+    aways = (log2 - middle - spread - explained) / _DISTANCE_DOUBLINGS
+    scores = np.zeros(len(seen))
+    scores[rows] = np.where(non_finite, 1.0, np.clip(np.maximum(outsides, aways), 0.0, 1.0))
+    return tuple(scores.tolist())
+
+
+class Evidence:
+    """What one owner saw of every row since the last exchange.
+
+    Args:
+        num_rows: workers, [num_rows] in everything.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows = num_rows
+        self._step = Diagnostics.empty(num_rows)
+        self._clear()
+
+    def _clear(self) -> None:
+        self._num_steps = 0
+        self._scores = np.zeros(self._num_rows)
+        self._sum = Diagnostics.empty(self._num_rows)
+
+    def add(self, found: Diagnostics) -> None:
+        """Take what was found in a shard of one bucket in this step."""
+        self._step += found
+
+    def end_step(self, rule: Rule, *, weights: Sequence[int] | None = None) -> None:
+        """Score the step's rows over all buckets."""
+        found, self._step = self._step, Diagnostics.empty(self._num_rows)
+        scores = score_rows(found, rule, weights=weights)
+        if scores is not None:
+            self._num_steps += 1
+            self._scores += scores
+            self._sum += found
+
+    def take(self) -> Floats:
+        """Return what was seen since the last call, float64, [1 + num_rows * 5]."""
+        columns = (
+            self._scores,
+            self._sum.num_seen,
+            self._sum.num_outside,
+            self._sum.num_non_finite,
+            self._sum.squared_distance,
+        )
+        wire = np.concatenate([[self._num_steps], *columns]).astype(np.float64)
+        self._clear()
+        return wire
+
+
+@dataclass
+class WorkerState:
+    """What is known of one worker.
+
+    Attributes:
+        suspicion: 0 (as the others) to 1, smoothed over about 20 steps.
+        share_outside: share of its coordinates outside the rule's window, smoothed.
+        distance: its squared distance to the result over the median worker's, smoothed.
+        num_non_finite: NaN or infinite coordinates among those looked at, all steps together.
+        num_steps: steps in which something could be said of it.
+        steps_out: steps in a row, up to now, in which it stood out.
+    """
+
+    suspicion: float = 0.0
+    share_outside: float = 0.0
+    distance: float = 1.0
+    num_non_finite: int = 0
+    num_steps: int = 0
+    steps_out: int = 0
+    next_warning: int = field(default=0, repr=False)
+
+    def blend(self, score: float, share: float, distance: float, *, num_steps: int) -> None:
+        """Let the averages of some steps into the smoothed numbers."""
+        part = 1 - (1 - 1 / _MEMORY_STEPS) ** num_steps
+        self.suspicion += part * (score - self.suspicion)
+        part = max(part, num_steps / (self.num_steps + num_steps))  # a plain average at first
+        self.share_outside += part * (share - self.share_outside)
+        self.distance += part * (distance - self.distance)
+        self.num_steps += num_steps
+
+
+class SuspicionTracker:
+    """One suspicion a worker, from the owners' evidence; the same on every rank.
+
+    Args:
+        num_rows: workers.
+        settings: how closely they are watched.
+    """
+
+    def __init__(self, num_rows: int, settings: Suspicion) -> None:
+        self.workers = [WorkerState() for _ in range(num_rows)]
+        self._settings = settings
+
+    def observe(self, table: Floats) -> list[int]:
+        """Take the evidence of all owners.
+
+        Args:
+            table: what each owner's ``Evidence.take`` returned, [num_owners, 1 + num_rows * 5];
+                owners that saw nothing, or claim what cannot be, abstain.
+
+        Returns:
+            The workers to warn of now.
+        """
+        num_rows = len(self.workers)
+        rows = _believable(np.asarray(table, dtype=np.float64), num_rows)
+        if len(rows) == 0:
+            return []
+        cells = rows[:, 1:].reshape(len(rows), _COLUMNS, num_rows)
+        scores = np.minimum(1.0, cells[:, 0] / rows[:, :1])
+        seen, outside, non_finite, squared = (cells[:, column] for column in range(1, _COLUMNS))
+        shares = np.divide(outside, seen, out=np.zeros_like(seen), where=seen > 0)
+        usual = [_low_median(line[was > 0]) for line, was in zip(squared, seen, strict=True)]
+        distances = squared / np.maximum(np.array(usual), 1e-300)[:, None]
+        num_steps = int(_low_median(rows[:, 0]))
+        present = np.flatnonzero((seen > 0).any(axis=0)).tolist()
+        for row in present:
+            sees = seen[:, row] > 0
+            self.workers[row].num_non_finite += int(non_finite[:, row].sum())
+            self.workers[row].blend(
+                _low_median(scores[sees, row]),
+                _low_median(shares[sees, row]),
+                _low_median(distances[sees, row]),
+                num_steps=num_steps,
+            )
+        return [row for row in present if self._should_warn(row, num_steps)]
+
+    def excess(self, row: int) -> float:
+        """Return how far a worker's suspicion is above the median of the others'."""
+        others = [worker.suspicion for other, worker in enumerate(self.workers) if other != row]
+        return self.workers[row].suspicion - float(np.median(others)) if others else 0.0
+
+    def named(self) -> list[int]:
+        """Return the workers that have stood out for ``patience`` steps in a row."""
+        patience = self._settings.patience
+        return [row for row, worker in enumerate(self.workers) if worker.steps_out >= patience]
+
+    def forgive(self, row: int) -> None:
+        """Start a worker's suspicion afresh; its counts stay."""
+        self.workers[row].suspicion = 0.0
+        self.workers[row].steps_out = 0
+
+    def _should_warn(self, row: int, num_steps: int) -> bool:
+        worker = self.workers[row]
+        if self.excess(row) < self._settings.threshold:
+            worker.steps_out = 0
+            return False
+        worker.steps_out += num_steps
+        if worker.steps_out < max(self._settings.patience, worker.next_warning):
+            return False
+        worker.next_warning = 2 * max(self._settings.patience, worker.next_warning)
+        return True
+
+
+def _believable(rows: Floats, num_rows: int) -> Floats:
+    """Return the rows of owners that have something to say and claim nothing that cannot be."""
+    with np.errstate(invalid="ignore"):
+        fits = np.isfinite(rows).all(axis=1) & (rows >= 0).all(axis=1) & (rows[:, 0] > 0)
+        cells = rows[:, 1:].reshape(len(rows), _COLUMNS, num_rows)
+        fits &= (cells[:, 2:4] <= cells[:, 1:2]).all(axis=(1, 2))  # of what was seen
+    chosen: Floats = rows[fits]
+    return chosen
+
+
+def _low_median(values: Floats) -> float:
+    """Return the middle value, the lower one of two: half of the owners cannot accuse alone."""
+    return float(np.sort(values)[(len(values) - 1) // 2]) if len(values) else 0.0

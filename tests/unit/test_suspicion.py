@@ -1,0 +1,269 @@
+"""Who was off: honest workers are never named, and what each attack looks like to the owners."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from loft_hvd import attacks
+from loft_hvd.aggregation.diagnostics import diagnose
+from loft_hvd.aggregation.rules import MeanAroundMedian, Median, Phocas, Rule, TrimmedMean
+from loft_hvd.errors import ArgumentError, ArgumentTypeError
+from loft_hvd.pipeline.suspicion import Evidence, Suspicion, SuspicionTracker, score_rows
+
+NUMEL = 256  # of a shard
+SETTINGS = Suspicion()
+
+Draw = Callable[[int, torch.Generator], Tensor]  # step -> [world_size, world_size * NUMEL]
+
+
+def watch(
+    draw: Draw,
+    rule: Rule,
+    *,
+    world_size: int,
+    num_steps: int = 100,
+    weights: list[int] | None = None,
+    change: Callable[[int, np.ndarray], np.ndarray] = lambda owner, wire: wire,
+    seed: int = 0,
+) -> tuple[SuspicionTracker, list[tuple[int, int]]]:
+    """Let every rank own a shard and exchange evidence; return warnings as (step, worker)."""
+    generator = torch.Generator().manual_seed(seed)
+    owners = [Evidence(world_size) for _ in range(world_size)]
+    tracker = SuspicionTracker(world_size, SETTINGS)
+    warned = []
+    for step in range(1, num_steps + 1):
+        rows = draw(step, generator)
+        for owner, shard in zip(owners, rows.chunk(world_size, dim=1), strict=True):
+            used = None if isinstance(rule, Median) else weights
+            owner.add(diagnose(shard, rule, weights=used, every=1)[1])
+            owner.end_step(rule, weights=weights)
+        if step % SETTINGS.interval == 0:
+            table = np.stack([change(at, owner.take()) for at, owner in enumerate(owners)])
+            warned += [(step, row) for row in tracker.observe(table)]
+    return tracker, warned
+
+
+def honest(world_size: int, *, signal: float = 0.5, noise: Sequence[float] | float = 1.0) -> Draw:
+    """Rows that share a direction, each with noise of its own."""
+
+    def draw(step: int, generator: torch.Generator) -> Tensor:
+        common = torch.randn(world_size * NUMEL, generator=generator) * signal
+        own = torch.randn(world_size, world_size * NUMEL, generator=generator)
+        return common + own * torch.as_tensor(noise).reshape(-1, 1)
+
+    return draw
+
+
+def attacked(world_size: int, attack: attacks.Attack, *, num_rows: int = 1, signal: float) -> Draw:
+    """Let the last workers send what ``attack`` makes of a row of their own."""
+    draw_honest = honest(world_size, signal=signal)
+
+    def draw(step: int, generator: torch.Generator) -> Tensor:
+        rows = draw_honest(step, generator)
+        for row in range(world_size - num_rows, world_size):
+            rows[row] = attack(rows[row : row + 1].clone(), num_rows=1)[0]
+        return rows
+
+    return draw
+
+
+@pytest.mark.parametrize(
+    ("world_size", "rule"),
+    [
+        (4, TrimmedMean(f=1)),
+        pytest.param(3, Median(), marks=pytest.mark.long),
+        pytest.param(5, TrimmedMean(f=2), marks=pytest.mark.long),
+        pytest.param(5, MeanAroundMedian(f=1), marks=pytest.mark.long),
+        pytest.param(4, Phocas(f=1), marks=pytest.mark.long),
+    ],
+)
+def test_honest_workers_are_not_named_in_a_thousand_steps(world_size: int, rule: Rule) -> None:
+    tracker, warned = watch(honest(world_size), rule, world_size=world_size, num_steps=1000)
+    assert warned == []
+    assert max(worker.suspicion for worker in tracker.workers) < 0.2
+    assert [worker.num_steps for worker in tracker.workers] == [1000] * world_size
+
+
+@pytest.mark.long
+def test_honest_workers_of_wildly_changing_length_are_not_named() -> None:
+    # Close to a minimum one batch may give a gradient many times as long as the others'.
+    def draw(step: int, generator: torch.Generator) -> Tensor:
+        rows = honest(4, signal=0.0)(step, generator)
+        return rows * torch.exp(3 * torch.randn(4, 1, generator=generator))
+
+    assert watch(draw, TrimmedMean(f=1), world_size=4, num_steps=1000)[1] == []
+
+
+@pytest.mark.parametrize("rule", [TrimmedMean(f=1), Median()])
+def test_a_worker_with_a_small_batch_is_not_named(rule: Rule) -> None:
+    weights = [1, 8, 8, 8]
+    draw = honest(4, signal=0.2, noise=[weight**-0.5 for weight in weights])
+    tracker, warned = watch(draw, rule, world_size=4, weights=weights)
+    assert warned == []
+    assert tracker.workers[0].suspicion < 0.2
+
+
+def test_a_worker_twice_as_noisy_is_not_named() -> None:
+    draw = honest(4, noise=[1, 1, 1, 2])
+    assert watch(draw, TrimmedMean(f=1), world_size=4)[1] == []
+
+
+def test_equal_rows_accuse_nobody() -> None:
+    tracker, warned = watch(
+        lambda step, _: torch.full((4, 4 * NUMEL), float(step)), TrimmedMean(f=1), world_size=4
+    )
+    assert warned == []
+    assert all(worker.suspicion == 0 and worker.num_steps == 0 for worker in tracker.workers)
+
+
+SEEN = [
+    (attacks.NaN(), 0.0),
+    (attacks.Scaled(), 0.1),
+    (attacks.SignFlip(10), 0.1),
+    (attacks.Gaussian(10.0), 0.5),
+    (attacks.SignFlip(), 2.0),  # needs gradients that agree
+    (attacks.Zero(), 10.0),
+]
+
+
+@pytest.mark.parametrize(("attack", "signal"), SEEN, ids=lambda value: str(value))
+@pytest.mark.parametrize(
+    ("world_size", "rule", "num_rows"),
+    [
+        (4, TrimmedMean(f=1), 1),
+        pytest.param(3, Median(), 1, marks=pytest.mark.long),
+        pytest.param(5, TrimmedMean(f=2), 2, marks=pytest.mark.long),
+        (5, Phocas(f=2), 2),
+    ],
+    ids=str,
+)
+def test_a_wrong_worker_is_named_and_no_honest_one(
+    attack: attacks.Attack, signal: float, world_size: int, rule: Rule, num_rows: int
+) -> None:
+    draw = attacked(world_size, attack, num_rows=num_rows, signal=signal)
+    _, warned = watch(draw, rule, world_size=world_size, num_steps=60)
+    byzantine = set(range(world_size - num_rows, world_size))
+    assert {row for _, row in warned} == byzantine, warned
+
+
+@pytest.mark.parametrize(
+    ("attack", "signal"),
+    [
+        (attacks.HugeValue(), 0.5),  # one coordinate: one owner sees it, who might be lying
+        (attacks.SignFlip(), 0.1),  # among gradients that are nearly all noise
+        (attacks.Zero(), 0.5),  # nearer to the others than they are to each other
+    ],
+    ids=str,
+)
+def test_what_a_coordinate_wise_rule_cannot_see_names_nobody(
+    attack: attacks.Attack, signal: float
+) -> None:
+    draw = attacked(4, attack, signal=signal)
+    assert watch(draw, TrimmedMean(f=1), world_size=4)[1] == []
+
+
+def test_a_huge_value_is_counted_by_its_owner_all_the_same() -> None:
+    rows = attacked(4, attacks.HugeValue(float("inf")), signal=0.5)
+    tracker, warned = watch(rows, TrimmedMean(f=1), world_size=4)
+    assert warned == []
+    assert [worker.num_non_finite for worker in tracker.workers] == [0, 0, 0, 100]
+
+
+@pytest.mark.parametrize("world_size", [3, 4])
+@pytest.mark.parametrize("framed", [0, 1])
+def test_one_owner_alone_cannot_frame_a_worker(world_size: int, framed: int) -> None:
+    def lie(owner: int, wire: np.ndarray) -> np.ndarray:
+        if owner == world_size - 1:
+            wire = wire.copy()
+            wire[1 + framed] = wire[0]  # score 1 in every step
+        return wire
+
+    rule: Rule = TrimmedMean(f=1)
+    tracker, warned = watch(honest(world_size), rule, world_size=world_size, change=lie)
+    assert warned == []
+    assert tracker.workers[framed].suspicion < 0.3
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 1e300])
+def test_an_owner_that_claims_nonsense_abstains(value: float) -> None:
+    def spoil(owner: int, wire: np.ndarray) -> np.ndarray:
+        return np.full_like(wire, value) if owner == 0 else wire
+
+    draw = attacked(4, attacks.NaN(), signal=0.5)
+    _, warned = watch(draw, TrimmedMean(f=1), world_size=4, change=spoil)
+    assert {row for _, row in warned} == {3}
+
+
+def test_overflow_on_half_of_the_ranks_accuses_nobody() -> None:
+    def draw(step: int, generator: torch.Generator) -> Tensor:
+        rows = honest(4)(step, generator)
+        rows[[step % 4, (step + 1) % 4]] = float("inf")
+        return rows
+
+    tracker, warned = watch(draw, TrimmedMean(f=1), world_size=4)
+    assert warned == []
+    assert all(worker.suspicion == 0 for worker in tracker.workers)
+
+
+@pytest.mark.long
+def test_overflow_on_one_rank_after_the_other_names_nobody() -> None:
+    def draw(step: int, generator: torch.Generator) -> Tensor:
+        rows = honest(4)(step, generator)
+        rows[int(torch.randint(4, (1,), generator=generator))] = float("inf")
+        return rows
+
+    assert watch(draw, TrimmedMean(f=1), world_size=4, num_steps=1000)[1] == []
+
+
+def test_warnings_come_at_doubling_intervals() -> None:
+    draw = attacked(4, attacks.NaN(), signal=0.5)
+    tracker, warned = watch(draw, TrimmedMean(f=1), world_size=4, num_steps=400)
+    steps = [step for step, row in warned if row == 3]
+    assert len(steps) == len(warned) == 5
+    gaps = [later - earlier for earlier, later in itertools.pairwise(steps)]
+    assert gaps == [20, 40, 80, 160]
+    assert tracker.named() == [3]
+
+
+def test_a_worker_that_mends_its_ways_is_no_longer_named() -> None:
+    wrong, right = attacked(4, attacks.NaN(), signal=0.5), honest(4)
+
+    def draw(step: int, generator: torch.Generator) -> Tensor:
+        return (wrong if step <= 100 else right)(step, generator)
+
+    tracker, warned = watch(draw, TrimmedMean(f=1), world_size=4, num_steps=250)
+    assert {row for _, row in warned} == {3}
+    assert tracker.named() == []
+    assert tracker.workers[3].suspicion < 0.1
+
+
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_of_fewer_than_three_rows_nobody_is_accused(num_rows: int) -> None:
+    rows = torch.randn(num_rows, NUMEL)
+    rows[0] = float("nan")
+    found = diagnose(rows, Median(), every=1)[1]
+    assert score_rows(found, Median()) is None
+
+
+def test_absent_rows_get_no_score() -> None:
+    rows = torch.randn(5, NUMEL, generator=torch.Generator().manual_seed(1))
+    found = diagnose(rows, Median(), present=[True, True, True, True, False], every=1)[1]
+    scores = score_rows(found, Median())
+    assert scores is not None
+    assert scores[4] == 0.0
+
+
+@pytest.mark.parametrize("what", ["every", "interval", "patience"])
+def test_settings_are_checked(what: str) -> None:
+    with pytest.raises(ArgumentError, match=what):
+        Suspicion(**{what: 0})
+    with pytest.raises(ArgumentTypeError, match=what):
+        Suspicion(**{what: 1.5})  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="threshold"):
+        Suspicion(threshold=1.0)
