@@ -155,4 +155,7 @@ def attach(optimizer: torch.optim.Optimizer, balancer: Balancer) -> Attachment:
         )
     num_passes = int(getattr(optimizer, "backward_passes_per_step", 1))
     balancer.require(min_ranks=1, num_passes=num_passes)
+    devices = [p.device for group in optimizer.param_groups for p in group["params"]]
+    if devices:
+        balancer.compute_on(devices[0])
     return Attachment(optimizer, balancer)

@@ -124,6 +124,7 @@ class _Hook:
         self._timeout_s = timeout_s
         self._sizes: StepSizes | None = None
         self._open: list[tuple[Handle, torch.futures.Future[Tensor], Tensor, str]] = []
+        self._device: torch.device | None = None  # that the balancer knows of
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Start a bucket, and with the last one of a pass wait for all."""
@@ -132,6 +133,9 @@ class _Hook:
         if bucket.index() == 0:
             self._sizes = None if self._balancer is None else self._balancer.take_step()
         if self._balancer is not None:
+            if self._device != values.device:
+                self._device = values.device
+                self._balancer.compute_on(values.device)
             self._balancer.gradient_arrived(blocked_s=0.0)
         place = self._place(bucket)
         try:

@@ -74,6 +74,8 @@ class _DistributedOptimizer(Delegate):
         if world_size > 1:
             for rule in found.rules:
                 rule.check(world_size)
+        if self._balancer is not None and found.parameters:
+            self._balancer.compute_on(found.parameters[0].device)
         if self._balancer is not None and world_size > 1:
             self._balancer.require(
                 min_ranks=max(rule.min_rows for rule in found.rules),

@@ -31,7 +31,7 @@ class Balancer(BalancerPorts):
     """Gives each rank its share of the global batch, and says where each rank's time goes.
 
     Make it on every rank, after ``hvd.init()``. The loader draws batches of ``local_batch_size``
-    from it, the optimizer weighs gradients by it. Every ``interval`` steps ranks exchange a few
+    from it, the optimizer weighs gradients by it. Once an ``interval`` ranks exchange a few
     numbers each, in the background; rank 0 fits them and, with an adaptive policy, plans new sizes
     that come into force at the same step everywhere.
 
@@ -47,7 +47,8 @@ class Balancer(BalancerPorts):
             for each rank (None for no limit), or None.
         grain: adaptive sizes are multiples of this, but for one rank when the global batch is
             not; None takes 8 where torch sees a CUDA device, else 1.
-        interval: optimizer steps between two exchanges, >= 1, and >= 3 with an adaptive policy.
+        interval: optimizer steps between two exchanges, >= 1, and >= 3 with an adaptive policy;
+            None takes 20 at first, then at least 20 and as many as take 30 seconds.
         dead_band: predicted gain below which "loft" leaves the sizes as they are.
         transport: the ranks; Horovod's by default.
         clock: seconds that never go back.
@@ -65,7 +66,7 @@ class Balancer(BalancerPorts):
         min_batch: int = 2,
         max_batch: int | Sequence[int | None] | None = None,
         grain: int | None = None,
-        interval: int = 20,
+        interval: int | None = None,
         dead_band: float = 0.03,
         transport: Transport | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -104,11 +105,11 @@ class Balancer(BalancerPorts):
         Raises:
             PlanError: sizes that were given as a list do not fit the new number of ranks.
         """
-        num_passes = self._loop.num_passes
+        num_passes, device_clock = self._loop.num_passes, self._loop.timer.device_clock
         self._options = replace(self._options, world_size=self._transport.world_size)
         self._batches.restart()
         self._loop = PlanLoop(self._options, self._transport, self._batches, self._clock)
-        self._loop.num_passes = num_passes
+        self._loop.num_passes, self._loop.timer.device_clock = num_passes, device_clock
         self._agree()
 
     @contextmanager
@@ -166,7 +167,9 @@ class Balancer(BalancerPorts):
         """
         speeds = [entry.samples_per_s for entry in self.times]
         if not speeds or sum(speeds) <= 0:
-            raise UsageError(f"suggest_sizes: no times yet; train for {self.interval} steps first")
+            raise UsageError(
+                f"suggest_sizes: no times yet; train for {self._loop.interval} steps first"
+            )
         return proportional_sizes(speeds, self.global_batch_size, min_batch=self.min_batch)
 
     def state_dict(self) -> dict[str, Any]:

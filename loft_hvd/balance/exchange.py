@@ -2,7 +2,8 @@
 
 Nothing waits for it. With an interval of ``k`` steps, times leave at the end of step ``k - 1`` and
 are read at the end of step ``k``; rank 0 decides, and its plan, one int64 tensor, leaves there and
-is read at the end of step ``k + 1``. It comes into force at a step that no rank has drawn yet.
+is read at the end of step ``k + 1``. It comes into force at a step that no rank has drawn yet. The
+times bring along after how many steps the next exchange comes, so that agreeing costs nothing more.
 
 A script may end while one of these is under way. Horovod's shutdown on the first rank to end takes
 the engine away from all, so a rank that ends waits for what it has started: by then every other
@@ -30,7 +31,7 @@ from loft_hvd.transport.base import Transport, Work, wait_for
 __all__ = ["FEWEST_STEPS", "Exchange", "Report"]
 
 FEWEST_STEPS = 3  # steps of an interval that the three ends above need
-_HEADER = ("num_steps", "plan_id", "drawn_ahead")
+_HEADER = ("num_steps", "plan_id", "drawn_ahead", "next_interval")
 _SHARES = ("cpu_use", "memory_use")
 _DRAIN_S = 10.0  # longest wait at the end of a process
 _logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class Report:
     """What all ranks said about an interval.
 
     Args:
-        rows: float64, [world_size, 16].
+        rows: float64, [world_size, 20].
     """
 
     def __init__(self, rows: npt.NDArray[np.float64]) -> None:
@@ -49,7 +50,7 @@ class Report:
 
     @property
     def times(self) -> npt.NDArray[np.float64]:
-        """Sums in the order of ``explain.TIME_FIELDS``, [world_size, 11]."""
+        """Sums in the order of ``explain.TIME_FIELDS``, [world_size, 14]."""
         return self._rows[:, len(_HEADER) : len(_HEADER) + len(TIME_FIELDS)]
 
     @property
@@ -68,15 +69,20 @@ class Report:
         first = drawn + 1 + _SLACK_STEPS * num_passes
         return trained + -(-(first - trained) // num_passes) * num_passes
 
+    @property
+    def next_interval(self) -> int:
+        """Steps from this exchange to the next, as rank 0 says: its clock decides for all."""
+        return max(1, int(self._rows[0, _HEADER.index("next_interval")]))
+
     def check(self, *, world_size: int) -> None:
         """Raise when ranks are at different steps or plans.
 
         Raises:
             MismatchError: names the rank and its step and plan.
         """
-        steps, plan, _ = self._rows[0, : len(_HEADER)].tolist()
+        steps, plan = self._rows[0, :2].tolist()
         for rank in range(world_size):
-            rank_steps, rank_plan, _ = self._rows[rank, : len(_HEADER)].tolist()
+            rank_steps, rank_plan = self._rows[rank, :2].tolist()
             if (rank_steps, rank_plan) != (steps, plan):
                 raise MismatchError(
                     f"rank {rank} is at step {rank_steps:.0f} with plan {rank_plan:.0f}, but rank "
@@ -100,17 +106,26 @@ class Exchange:
         self._plan: tuple[Work | None, Tensor] | None = None
         self._is_drained_at_exit = False
 
+    @property
+    def is_sending(self) -> bool:
+        """Whether times are under way that nobody has received."""
+        return self._times is not None
+
     def send_times(
         self,
         times: npt.NDArray[np.float64],
         *,
-        num_steps: int,
-        plan_id: int,
-        drawn_ahead: int,
+        header: tuple[int, int, int, int],
         shares: tuple[float, float],
     ) -> None:
-        """Start telling every rank what this one measured."""
-        row = torch.from_numpy(np.array([num_steps, plan_id, drawn_ahead, *times, *shares]))
+        """Start telling every rank what this one measured.
+
+        Args:
+            times: sums in the order of ``explain.TIME_FIELDS``, [14].
+            header: steps taken, plan in force, deepest step drawn, steps to the next exchange.
+            shares: CPU and memory use by others.
+        """
+        row = torch.from_numpy(np.array([*header, *times, *shares], dtype=np.float64))
         rows = torch.zeros(self._transport.world_size, row.numel(), dtype=torch.float64)
         work = None
         if self._transport.world_size == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +10,15 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["TIME_FIELDS", "RankTimes", "SlowRank", "describe", "find_slow", "read_times"]
+__all__ = [
+    "TIME_FIELDS",
+    "RankTimes",
+    "SlowRank",
+    "describe",
+    "find_slow",
+    "read_times",
+    "unpaused_step_s",
+]
 
 TIME_FIELDS = (
     "steps",  # batches counted
@@ -23,8 +32,12 @@ TIME_FIELDS = (
     "wait_s",
     "other_s",
     "wall_s",
+    "cached",  # of the local samples, those that belong elsewhere
+    "paused_s",  # in steps that are left out: checkpoints, evaluation
+    "busy_s2",  # the square of a step's own work: how much it varies
 )
 _SLOW_RATIO = 1.10  # a rank is slow when its own work takes this many times the median rank's
+_SLOW_ERRORS = 3.0  # and when the difference is so many of its standard errors
 
 
 @dataclass(frozen=True)
@@ -45,6 +58,9 @@ class RankTimes:
         wait_s: seconds spent waiting for the other ranks and the wire.
         other_s: seconds for everything else, the optimizer and the script's own code.
         wall_s: seconds from the end of the step before to the end of this one.
+        cached: of ``local``, samples that belong elsewhere but were in a cache.
+        paused_s: seconds of pauses (checkpoints, evaluation), whose steps are left out of the rest.
+        busy_s2: mean square of ``busy_s`` over the batches.
     """
 
     rank: int
@@ -59,11 +75,27 @@ class RankTimes:
     wait_s: float
     other_s: float
     wall_s: float
+    cached: float = 0.0
+    paused_s: float = 0.0
+    busy_s2: float = 0.0
 
     @property
     def busy_s(self) -> float:
         """Seconds of the rank's own work: computing, and what of the fetch it waited for."""
         return self.stall_s + self.compute_s
+
+    @property
+    def busy_error_s(self) -> float:
+        """Standard error of ``busy_s``, from its variation over the batches."""
+        variance = max(0.0, self.busy_s2 - self.busy_s**2)
+        return math.sqrt(variance / (self.steps - 1)) if self.steps > 1 else 0.0
+
+    @property
+    def overlap(self) -> float:
+        """Share of the shorter of fetch and computing that ran beside the other, 0 to 1."""
+        shorter = min(self.fetch_s, self.compute_s)
+        hidden = max(0.0, self.fetch_s - self.stall_s)
+        return min(1.0, hidden / shorter) if shorter > 0 else 0.0
 
     @property
     def samples_per_s(self) -> float:
@@ -90,7 +122,7 @@ def read_times(rows: npt.NDArray[np.float64]) -> tuple[RankTimes, ...]:
     """Turn the sums that ranks exchanged into averages a batch.
 
     Args:
-        rows: sums over an interval in the order of ``TIME_FIELDS``, [world_size, 11].
+        rows: sums over an interval in the order of ``TIME_FIELDS``, [world_size, 14].
 
     Returns:
         One entry a rank. Sums that no clock can have measured (not finite, negative) count as 0.
@@ -103,14 +135,28 @@ def read_times(rows: npt.NDArray[np.float64]) -> tuple[RankTimes, ...]:
     return tuple(times)
 
 
+def unpaused_step_s(times: Sequence[RankTimes]) -> float:
+    """Return the seconds of a step by rank 0's clock, without its waiting for others' pauses."""
+    first = times[0]
+    if not first.steps:
+        return first.wall_s
+    longest = max(entry.paused_s * entry.steps for entry in times)
+    waited = max(0.0, longest - first.paused_s * first.steps)
+    return max(max(entry.busy_s for entry in times), first.wall_s - waited / first.steps)
+
+
 def find_slow(times: Sequence[RankTimes]) -> tuple[SlowRank, ...]:
-    """Return the ranks whose own work takes well over the median rank's, slowest first."""
+    """Return the ranks whose own work takes well over the median rank's, slowest first.
+
+    "Well over" is a tenth more, and more than the two ranks' own variation explains.
+    """
     measured = [time for time in times if time.samples > 0]
     if len(measured) < 2:
         return ()
     busy = statistics.median(time.busy_s for time in measured)
     stall = statistics.median(time.stall_s for time in measured)
     compute = statistics.median(time.compute_s for time in measured)
+    error = statistics.median(time.busy_error_s for time in measured)
     slow = [
         SlowRank(
             time.rank,
@@ -118,7 +164,9 @@ def find_slow(times: Sequence[RankTimes]) -> tuple[SlowRank, ...]:
             "fetch" if time.stall_s - stall > time.compute_s - compute else "compute",
         )
         for time in measured
-        if busy > 0 and time.busy_s > _SLOW_RATIO * busy
+        if busy > 0
+        and time.busy_s > _SLOW_RATIO * busy
+        and time.busy_s - busy > _SLOW_ERRORS * math.hypot(time.busy_error_s, error)
     ]
     return tuple(sorted(slow, key=lambda entry: -entry.ratio))
 
@@ -127,21 +175,28 @@ def describe(times: Sequence[RankTimes]) -> str:
     """Say what each rank spent its steps on, and in plain words which is slow and why.
 
     ``stall`` is the part of ``fetch`` that the script waited for; a rank's own work is its stall
-    and its computing.
+    and its computing. ``overlap`` is how much of the shorter of fetch and computing was hidden.
     """
     columns = ("fetch", "stall", "compute", "queued", "wait", "other")
     titles = "".join(f"{column + ' ms':>12s}" for column in columns)
-    lines = [f"rank  samples{titles}   samples/s"]
+    lines = [f"rank  samples{titles}   samples/s  overlap"]
     for time in times:
         values = (time.fetch_s, time.stall_s, time.compute_s, time.queued_s, time.wait_s)
         cells = "".join(f"{1e3 * value:12.2f}" for value in (*values, time.other_s))
-        lines.append(f"{time.rank:4d}  {time.samples:7.1f}{cells}{time.samples_per_s:12.0f}")
+        ends = f"{time.samples_per_s:12.0f}{time.overlap:9.0%}"
+        lines.append(f"{time.rank:4d}  {time.samples:7.1f}{cells}{ends}")
     slow = find_slow(times)
-    lines += [
-        f"rank {entry.rank} is slow: {entry.cause} (its own work takes {entry.ratio:.2f}x the "
-        "median rank's)"
-        for entry in slow
-    ]
+    by_rank = {time.rank: time for time in times}
+    for entry in slow:
+        why = f"its own work takes {entry.ratio:.2f}x the median rank's"
+        if entry.cause == "fetch" and by_rank[entry.rank].remote > 0:
+            why += f"; {by_rank[entry.rank].remote:.1f} samples a batch come from elsewhere"
+        lines.append(f"rank {entry.rank} is slow: {entry.cause} ({why})")
     if not slow:
         lines.append("no rank is slow")
+    lines += [
+        f"rank {time.rank}: {time.paused_s * time.steps:.2f} s of pauses are left out"
+        for time in times
+        if time.paused_s > 0
+    ]
     return "\n".join(lines)

@@ -11,9 +11,10 @@ import numpy as np
 
 from loft_hvd.balance.batches import BatchQueue
 from loft_hvd.balance.exchange import Exchange, Report
-from loft_hvd.balance.explain import RankTimes, describe, read_times
+from loft_hvd.balance.explain import RankTimes, describe, read_times, unpaused_step_s
 from loft_hvd.balance.options import SETTLE_STEPS, BalancerOptions
 from loft_hvd.balance.plan import Plan, StepSizes
+from loft_hvd.balance.schedule import Schedule
 from loft_hvd.balance.timing import StepTimer
 from loft_hvd.config import config
 from loft_hvd.errors import PlanError
@@ -68,6 +69,7 @@ class PlanLoop:
         self._exchange = Exchange(transport, name=options.name)
         self._load = LoadMeter()
         self._num_steps = 0
+        self._schedule = Schedule(options.interval)
         is_crowded = transport.local_size > allowed_cpus()
         self.timer = StepTimer(clock, run_queue_s if is_crowded else None)
         self.history = [Plan(0, 0, options.first_sizes(self._controller))]
@@ -90,6 +92,11 @@ class PlanLoop:
     def plan(self) -> Plan:
         """The newest plan."""
         return self.history[-1]
+
+    @property
+    def interval(self) -> int:
+        """Steps from the last exchange of times to the next."""
+        return self._schedule.interval
 
     def begin_own_batch(self) -> None:
         """Begin a batch of the planned size, unless a loader of ours has begun one.
@@ -117,16 +124,16 @@ class PlanLoop:
         """Close an optimizer step; exchange times and plans when it is time for them."""
         self.timer.step_ended(waited_s=waited_s, counts=self._counts())
         self._num_steps += 1
-        interval = self._options.interval
-        phase = self._num_steps % interval
-        if phase == (interval - 1) % interval:
+        self._take_plan()
+        if self._num_steps >= self._schedule.at - 1 and not self._exchange.is_sending:
             self._send_times()
-        if phase == 0:
-            plan = self._next_plan(self._read_report())
+        if self._num_steps >= self._schedule.at:
+            report = self._read_report()
+            plan = self._next_plan(report)
             if self._options.is_adaptive:
                 self._exchange.send_plan(plan)
-        elif phase == 1:
-            self._take_plan()
+            interval = self._schedule.interval if report is None else report.next_interval
+            self._schedule.follow(self._num_steps, interval)
 
     def epoch_ended(self) -> None:
         """Close an epoch; a run shorter than an interval still exchanges times once."""
@@ -144,11 +151,12 @@ class PlanLoop:
         return trained.step >= self.plan.first_step + SETTLE_STEPS * self.num_passes
 
     def _send_times(self) -> None:
+        sums = self.timer.take()
+        interval = self._schedule.propose(sums, num_passes=self.num_passes)
+        drawn_ahead = self._batches.drawn_ahead
         self._exchange.send_times(
-            self.timer.take(),
-            num_steps=self._num_steps,
-            plan_id=self.plan.plan_id,
-            drawn_ahead=self._batches.drawn_ahead,
+            sums,
+            header=(self._num_steps, self.plan.plan_id, drawn_ahead, interval),
             shares=(self._load.cpu_use(), self._load.memory_use()),
         )
 
@@ -173,7 +181,7 @@ class PlanLoop:
             [getattr(entry, field) for field in _OBSERVED] + shares
             for entry, shares in zip(times, report.shares.tolist(), strict=True)
         ]
-        step_s = times[0].wall_s
+        step_s = unpaused_step_s(times)
         self._controller.observe(np.array(rows), step=self._batches.next_step - 1, step_s=step_s)
         first_step = report.first_free_step(self.num_passes)
         return self._controller.decide(first_step) or self.plan
@@ -189,7 +197,7 @@ class PlanLoop:
                 f"{plan.first_step}, but steps up to {self._batches.drawn_ahead} may be drawn "
                 "already"
             )
-        self.timer.take()  # times at the old sizes
+        self.timer.discard()  # times at the old sizes
         self.history.append(plan)
         if self._transport.rank == 0:
             _LOGGER.info(
@@ -206,8 +214,7 @@ class PlanLoop:
             f"plan {self.plan.plan_id}: sizes {list(self.plan.sizes)} of global_batch_size={total}"
         )
         if not self.times:
-            interval = self._options.interval
-            return f"{head}\nno times yet: ranks exchange them every {interval} steps"
+            return f"{head}\nno times yet: ranks exchange them at step {self._schedule.at}"
         if self._transport.rank == 0 and self._controller is not None:
             head = self._controller.explain()
         return f"{head}\n{describe(self.times)}"
@@ -228,3 +235,4 @@ class PlanLoop:
             if self._controller is not None and state["controller"] is not None:
                 self._controller.load_state_dict(state["controller"])
         self._num_steps = int(state["num_steps"])
+        self._schedule.restart(self._num_steps)

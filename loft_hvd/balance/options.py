@@ -33,12 +33,14 @@ class BalancerOptions:
     min_batch: int
     max_batch: int | Sequence[int | None] | None
     grain: int
-    interval: int
+    interval: int | None
     dead_band: float
 
     def __post_init__(self) -> None:
         for what in ("global_batch_size", "min_batch", "grain", "interval"):
             value = getattr(self, what)
+            if what == "interval" and value is None:
+                continue
             if not isinstance(value, int) or isinstance(value, bool):
                 raise ArgumentTypeError(f"Balancer: {what}={value!r} must be a whole number")
             if value < 1:
@@ -49,7 +51,7 @@ class BalancerOptions:
                 f"{', '.join(map(repr, POLICIES))}, or a list with every rank's samples, such as "
                 "[96, 96, 48, 16]"
             )
-        if self.is_adaptive and self.interval < FEWEST_STEPS:
+        if self.is_adaptive and self.interval is not None and self.interval < FEWEST_STEPS:
             raise ArgumentError(
                 f"Balancer: interval={self.interval} is too short for policy="
                 f"{self.policy_text!r}; a plan takes {FEWEST_STEPS} steps to reach every rank, "

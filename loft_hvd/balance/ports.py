@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from loft_hvd.balance.batches import BatchQueue
+from loft_hvd.balance.device_clock import make_device_clock
 from loft_hvd.balance.loop import PlanLoop
 from loft_hvd.balance.options import BalancerOptions
 from loft_hvd.balance.plan import Plan, StepSizes
@@ -97,7 +100,14 @@ class BalancerPorts:
         self._batches.push(step_sizes)
 
     def begin_batch(
-        self, step_sizes: StepSizes, *, fetch_s: float, stall_s: float, local: int, remote: int
+        self,
+        step_sizes: StepSizes,
+        *,
+        fetch_s: float,
+        stall_s: float,
+        local: int,
+        remote: int,
+        cached: int = 0,
     ) -> None:
         """Note the batch that the script gets now, in place of any before it; start its clock.
 
@@ -105,11 +115,14 @@ class BalancerPorts:
             step_sizes: samples of every rank in this batch's step.
             fetch_s: seconds that reading and preparing it took, where that happened.
             stall_s: seconds of it that the script waited for.
-            local: samples of it that were on this rank's own node.
+            local: samples of it that were on this rank's own node or in its cache.
             remote: samples of it that came from elsewhere.
+            cached: of ``local``, those that only the cache had.
         """
         self._batches.begin(step_sizes)
-        self._loop.timer.batch_arrived(local=local, remote=remote, fetch_s=fetch_s, stall_s=stall_s)
+        self._loop.timer.batch_arrived(
+            local=local, remote=remote, cached=cached, fetch_s=fetch_s, stall_s=stall_s
+        )
 
     def clear_pending(self) -> None:
         """Forget queued sizes and the current batch: they will not be trained on."""
@@ -125,10 +138,15 @@ class BalancerPorts:
         self._loop.begin_own_batch()
 
     def leave_step_out(self) -> None:
-        """Leave the step that goes on out of all times: something else ran in front of it."""
-        self._loop.timer.leave_out()
+        """Leave the step that goes on, if one does, out of all times: it evaluates as well."""
+        if self._loop.timer.since_step_s() is not None:
+            self._loop.timer.leave_out()
 
     # What an optimizer asks for and reports.
+
+    def compute_on(self, device: torch.device) -> None:
+        """Take computing times by the clock of the parameters' device, where it has one."""
+        self._loop.timer.device_clock = make_device_clock(device)
 
     def take_step(self) -> StepSizes:
         """Return the sizes of the batch that the next backward pass belongs to.

@@ -3,24 +3,63 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
+from loft_hvd.balance.device_clock import DeviceClock, Span
 from loft_hvd.balance.explain import TIME_FIELDS
+from loft_hvd.balance.pauses import StepSums
 
 __all__ = ["StepTimer"]
+
+
+@dataclass
+class _Step:
+    """What is known of one step; amounts by the names of ``TIME_FIELDS``."""
+
+    amounts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(TIME_FIELDS, 0.0))
+    spans: list[Span] = field(default_factory=list)  # of its batches, on a device
+    host_s: float = 0.0  # from the batches' arrivals to the end of their backward passes
+    is_left_out: bool = False
+
+    def add(self, **amounts: float) -> None:
+        for name, amount in amounts.items():
+            self.amounts[name] += amount
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the device has finished what the host queued."""
+        return all(span.is_over for span in self.spans)
+
+    def row(self) -> npt.NDArray[np.float64]:
+        """Return the amounts in the order of ``TIME_FIELDS``."""
+        amounts = self.amounts
+        if self.spans:  # what the host waited for while its device computed is no waiting
+            amounts["compute_s"] = sum(span.seconds for span in self.spans)
+            beyond = max(0.0, amounts["compute_s"] - self.host_s)
+            amounts["wait_s"] = max(0.0, amounts["wait_s"] - beyond)
+            amounts["queued_s"] = 0.0
+        parts = ("stall_s", "compute_s", "queued_s", "wait_s")
+        spent = sum(amounts[part] for part in parts)
+        amounts["other_s"] = max(0.0, amounts["wall_s"] - spent)
+        own_s = amounts["stall_s"] + amounts["compute_s"]
+        amounts["busy_s2"] = own_s**2 / amounts["steps"]
+        return np.array([amounts[name] for name in TIME_FIELDS])
 
 
 class StepTimer:
     """Sums of this rank's times, batch by batch, since the last ``take``.
 
     A step runs from the end of the step before to its own end. Time inside ``exclude`` (a user's
-    own collectives, evaluation, checkpoints) belongs to no step. Where ranks share CPUs, the time
-    that a rank was ready to compute but another held the CPU says nothing of its own speed: it is
-    told apart from the computing.
+    own collectives, evaluation, checkpoints) belongs to no step, and a step with a pause that was
+    not announced is left out (``StepSums``). Where ranks share CPUs, the time that a rank was ready
+    to compute but another held the CPU says nothing of its own speed: it is told apart from the
+    computing. On a device that runs beside its host the computing is taken by the device's clock.
 
     Args:
         clock: seconds that never go back.
@@ -34,24 +73,23 @@ class StepTimer:
     ) -> None:
         self._clock = clock
         self._queue_clock = queue_clock or (lambda: 0.0)
-        self._sums = np.zeros(len(TIME_FIELDS))
+        self._sums = StepSums()
+        self._unknown: deque[_Step] = deque()  # steps that the device has not finished
         self._step_began: float | None = None
         self._excluded_s = 0.0
+        self.device_clock: DeviceClock | None = None
         self._clear_step()
 
     def _clear_step(self) -> None:
-        self._step = np.zeros(len(TIME_FIELDS))  # this step's share of the sums
+        self._step = _Step()
         self._batch_compute_s = 0.0
         self._arrived: float | None = None
-        self._is_left_out = False
         self._queue_at_arrival = 0.0
         self._excluded_at_arrival = 0.0
 
-    def _add(self, **amounts: float) -> None:
-        for field, amount in amounts.items():
-            self._step[TIME_FIELDS.index(field)] += amount
-
-    def batch_arrived(self, *, local: int, remote: int, fetch_s: float, stall_s: float) -> None:
+    def batch_arrived(
+        self, *, local: int, remote: int, fetch_s: float, stall_s: float, cached: int = 0
+    ) -> None:
         """Note that a batch is here, and what fetching it took.
 
         Args:
@@ -59,17 +97,20 @@ class StepTimer:
             remote: its samples from elsewhere.
             fetch_s: seconds to read and prepare it, wherever that happened.
             stall_s: seconds of it that the script waited for.
+            cached: how many of ``local`` belong elsewhere, but were in a cache.
         """
         self.computing_ended()
         now = self._clock()
         if self._step_began is None:
             self._step_began = now - stall_s
         samples = local + remote
-        self._add(steps=1, samples=samples, local=local, remote=remote)
-        self._add(fetch_s=fetch_s, stall_s=stall_s)
+        self._step.add(steps=1, samples=samples, local=local, remote=remote, cached=cached)
+        self._step.add(fetch_s=fetch_s, stall_s=stall_s)
         self._arrived = now
         self._queue_at_arrival = self._queue_clock()
         self._excluded_at_arrival = self._excluded_s
+        if self.device_clock is not None:
+            self.device_clock.arrived()
 
     def gradient_arrived(self, *, blocked_s: float = 0.0) -> None:
         """Note that a gradient of the newest batch is there; its last one ends the computing.
@@ -81,14 +122,23 @@ class StepTimer:
             excluded = self._excluded_s - self._excluded_at_arrival
             spent = self._clock() - self._arrived - blocked_s - excluded
             self._batch_compute_s = max(0.0, spent)
+            if self.device_clock is not None:
+                self.device_clock.gradient()
 
     def computing_ended(self) -> None:
         """Note that no more gradients of the newest batch will come, before waiting for others."""
-        if self._arrived is not None:
-            queued = min(self._queue_clock() - self._queue_at_arrival, self._batch_compute_s)
-            self._add(compute_s=self._batch_compute_s - queued, queued_s=queued)
-            self._batch_compute_s = 0.0
-            self._arrived = None
+        if self._arrived is None:
+            return
+        queued = min(self._queue_clock() - self._queue_at_arrival, self._batch_compute_s)
+        self._step.add(compute_s=self._batch_compute_s - queued, queued_s=queued)
+        if self.device_clock is not None:
+            excluded = self._excluded_s - self._excluded_at_arrival
+            self._step.host_s += max(0.0, self._clock() - self._arrived - excluded)
+            span = self.device_clock.take()
+            if span is not None:
+                self._step.spans.append(span)
+        self._batch_compute_s = 0.0
+        self._arrived = None
 
     @contextmanager
     def exclude(self) -> Iterator[None]:
@@ -108,16 +158,19 @@ class StepTimer:
         """
         self.computing_ended()
         now = self._clock()
-        counts = counts and not self._is_left_out
-        if self._step_began is not None and counts and self._step[TIME_FIELDS.index("steps")]:
-            wall_s = now - self._step_began - self._excluded_s
-            parts = ("stall_s", "compute_s", "queued_s")
-            spent = waited_s + sum(self._step[TIME_FIELDS.index(part)] for part in parts)
-            self._add(wait_s=waited_s, wall_s=wall_s, other_s=max(0.0, wall_s - spent))
-            self._sums += self._step
+        step = self._step
+        if self._step_began is not None and counts and not step.is_left_out:
+            step.add(wait_s=waited_s, wall_s=now - self._step_began - self._excluded_s)
+            if step.amounts["steps"]:
+                self._unknown.append(step)
         self._step_began = now
         self._excluded_s = 0.0
         self._clear_step()
+        self._add_known()
+
+    def _add_known(self) -> None:
+        while self._unknown and self._unknown[0].is_known:
+            self._sums.add(self._unknown.popleft().row())
 
     def since_step_s(self) -> float | None:
         """Return the seconds since the last step ended, less those excluded; None if unknown."""
@@ -127,7 +180,7 @@ class StepTimer:
 
     def leave_out(self) -> None:
         """Leave the step that goes on out of the sums."""
-        self._is_left_out = True
+        self._step.is_left_out = True
 
     def pause(self) -> None:
         """Forget when the last step ended: what follows is not part of a step."""
@@ -136,6 +189,11 @@ class StepTimer:
         self._clear_step()
 
     def take(self) -> npt.NDArray[np.float64]:
-        """Return the sums in the order of ``TIME_FIELDS``, [11], and start afresh."""
-        taken, self._sums = self._sums, np.zeros(len(TIME_FIELDS))
-        return taken
+        """Return the sums in the order of ``TIME_FIELDS``, [14], and start afresh."""
+        self._add_known()
+        return self._sums.take()
+
+    def discard(self) -> None:
+        """Forget all sums: what they measured is over."""
+        self._unknown.clear()
+        self._sums.take()

@@ -34,6 +34,7 @@ class Fetched:
     step: int
     started_s: float
     samples: Any
+    cached: int  # samples that the data set's own cache had
 
 
 class FetchingDataset(Dataset[Any]):
@@ -46,26 +47,28 @@ class FetchingDataset(Dataset[Any]):
     def __getitems__(self, request: Request) -> Fetched:
         """Fetch a batch the way torch's own loader would."""
         started_s = self.clock()
+        hits = getattr(self.dataset, "cache_hits", 0)
         get_items = getattr(self.dataset, "__getitems__", None)
         samples = (
             get_items(request.indices)
             if get_items
             else [self.dataset[index] for index in request.indices]
         )
-        return Fetched(request.step, started_s, samples)
+        cached = getattr(self.dataset, "cache_hits", 0) - hits
+        return Fetched(request.step, started_s, samples, cached)
 
 
 class TimedCollate:
-    """The user's collate function; adds the step and the seconds since the fetch began."""
+    """The user's collate function; adds step, seconds since the fetch began, and cache hits."""
 
     def __init__(self, collate: Callable[[Any], Any], clock: Clock = time.monotonic) -> None:
         self.collate = collate
         self.clock = clock
 
-    def __call__(self, fetched: Fetched) -> tuple[Any, int, float]:
+    def __call__(self, fetched: Fetched) -> tuple[Any, int, float, int]:
         batch = self.collate(fetched.samples)
         # A plain tuple, so that torch pins the batch inside it as it would pin the batch alone.
-        return batch, fetched.step, self.clock() - fetched.started_s
+        return batch, fetched.step, self.clock() - fetched.started_s, fetched.cached
 
 
 class WorkerInit:

@@ -64,7 +64,9 @@ class DataLoader:
     at its own step, and tells the balancer its sizes when it is yielded.
 
     Args:
-        dataset: map-style data set: anything with ``__len__`` and ``__getitem__``.
+        dataset: map-style data set: anything with ``__len__`` and ``__getitem__``. One that keeps
+            samples from elsewhere in a cache counts those it served from there in ``cache_hits``;
+            they are told apart in the times, and planned with as local ones.
         balancer: gives the sizes, and takes times and sizes of the batches yielded.
         placement: who holds which sample; None when every rank holds all.
         shuffle: permute the samples each epoch; None shuffles for training only.
@@ -143,6 +145,8 @@ class DataLoader:
     def __iter__(self) -> Iterator[Any]:
         if self._train:
             self._balancer.clear_pending()
+        else:
+            self._balancer.leave_step_out()
         self._position = self._feed.start(first_step=self._next_step)
         return self._batches_of(iter(self._loader), self._feed.drawn)
 
@@ -150,7 +154,7 @@ class DataLoader:
         while True:
             began = time.monotonic()
             try:
-                batch, step, fetch_s = next(fetched)
+                batch, step, fetch_s, cached = next(fetched)
             except StopIteration:
                 break
             stall_s = time.monotonic() - began
@@ -164,22 +168,25 @@ class DataLoader:
             self._position, self._next_step = draw.position, step + 1
             self._yielded = draw.step_sizes
             if self._train:
-                self._begin(draw, fetch_s, stall_s)
+                self._begin(draw, fetch_s, stall_s, cached)
             yield batch
         if drawn is self._feed.drawn:
             self._position = self._batches.settings.num_samples
             if self._train:
                 self._balancer.end_epoch()
 
-    def _begin(self, draw: Draw, fetch_s: float, stall_s: float) -> None:
+    def _begin(self, draw: Draw, fetch_s: float, stall_s: float, cached: int) -> None:
         rank = self._view.rank
         local = int(draw.assignment.local[rank])
+        remote = draw.step_sizes.sizes[rank] - local
+        cached = max(0, min(cached, remote))
         self._balancer.begin_batch(
             draw.step_sizes,
             fetch_s=fetch_s,
             stall_s=stall_s,
-            local=local,
-            remote=draw.step_sizes.sizes[rank] - local,
+            local=local + cached,
+            remote=remote - cached,
+            cached=cached,
         )
 
     def set_epoch(self, epoch: int) -> None:

@@ -24,11 +24,18 @@ class PlanSource(PlanView, Protocol):
 
     ``loft.DataLoader`` calls ``begin_batch`` and ``end_epoch``, in the process that trains.
     ``loft.BatchSampler`` does not see batches arrive: it queues sizes with ``push_sizes``, and each
-    backward pass takes the next. Neither calls anything for evaluation.
+    backward pass takes the next. A loader for evaluation calls ``leave_step_out`` alone.
     """
 
     def begin_batch(
-        self, step_sizes: StepSizes, *, fetch_s: float, stall_s: float, local: int, remote: int
+        self,
+        step_sizes: StepSizes,
+        *,
+        fetch_s: float,
+        stall_s: float,
+        local: int,
+        remote: int,
+        cached: int = 0,
     ) -> None:
         """Take the batch that the script gets now; called right before it is yielded.
 
@@ -36,8 +43,9 @@ class PlanSource(PlanView, Protocol):
             step_sizes: plan, step and sizes of the batch.
             fetch_s: seconds its fetch took, where it took place.
             stall_s: seconds of it that the script waited for.
-            local: this rank's samples that it holds itself.
-            remote: this rank's samples that it does not hold.
+            local: this rank's samples that it holds itself, or had in its cache.
+            remote: this rank's samples that it had to get from elsewhere.
+            cached: of ``local``, those that only the cache had.
         """
 
     def push_sizes(self, step_sizes: StepSizes) -> None:
@@ -48,6 +56,9 @@ class PlanSource(PlanView, Protocol):
 
     def end_epoch(self) -> None:
         """Note that an iteration ran to its end, at the same step on every rank."""
+
+    def leave_step_out(self) -> None:
+        """Leave the step that goes on out of all times: this rank evaluates in between."""
 
 
 class GlobalBatches:

@@ -29,6 +29,7 @@ class FakePlans:
     fetches: list[tuple[int, float, int, int]] = field(default_factory=list)
     asked: list[int] = field(default_factory=list)
     num_epochs_ended: int = 0
+    num_left_out: int = 0
 
     @property
     def world_size(self) -> int:
@@ -46,9 +47,17 @@ class FakePlans:
         return [plan for plan in plans if plan.first_step <= step][-1]
 
     def begin_batch(
-        self, step_sizes: StepSizes, *, fetch_s: float, stall_s: float, local: int, remote: int
+        self,
+        step_sizes: StepSizes,
+        *,
+        fetch_s: float,
+        stall_s: float,
+        local: int,
+        remote: int,
+        cached: int = 0,
     ) -> None:
         assert stall_s >= 0
+        assert 0 <= cached <= local
         self.pending.append(step_sizes)
         self.fetches.append((step_sizes.step, fetch_s, local, remote))
 
@@ -60,3 +69,6 @@ class FakePlans:
 
     def end_epoch(self) -> None:
         self.num_epochs_ended += 1
+
+    def leave_step_out(self) -> None:
+        self.num_left_out += 1

@@ -225,3 +225,33 @@ def test_an_adaptive_plan_evens_times_out_and_starts_at_one_step_everywhere(look
 def test_an_interval_too_short_for_a_plan_is_refused() -> None:
     with pytest.raises(ArgumentError, match="interval=2 is too short"):
         alone(8, "loft", interval=2)
+
+
+def exchanges_of(step_s: float, num_steps: int) -> list[int]:
+    """Return the steps after which times were exchanged, at the default interval."""
+
+    def work(transport: LocalTransport) -> list[int]:
+        clock = Clock()
+        balancer = loft.Balancer(8, "report", transport=transport, clock=clock)
+        found: list[int] = []
+        seen: object = ()
+        for step in range(num_steps):
+            clock.now += step_s * (1 + transport.rank)  # clocks differ: rank 0's decides
+            begin(balancer, StepSizes(0, step, balancer.plan.sizes))
+            balancer.take_step()
+            clock.now += 0.0
+            balancer.gradient_arrived(blocked_s=0.0)
+            balancer.step_ended(waited_s=0.0)
+            if balancer.times is not seen:
+                seen = balancer.times
+                found.append(step + 1)
+        return found
+
+    first, second = run_ranks(2, work)
+    assert first == second
+    return first
+
+
+def test_an_interval_is_20_steps_and_30_seconds_by_default() -> None:
+    assert exchanges_of(step_s=0.5, num_steps=200) == [20, 80, 140, 200]
+    assert exchanges_of(step_s=10.0, num_steps=70) == [20, 40, 60]

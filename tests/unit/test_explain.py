@@ -5,7 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from loft_hvd.balance.explain import TIME_FIELDS, RankTimes, describe, find_slow, read_times
+from loft_hvd.balance.explain import (
+    TIME_FIELDS,
+    RankTimes,
+    describe,
+    find_slow,
+    read_times,
+    unpaused_step_s,
+)
 
 
 def times(fetch_ms: list[float], compute_ms: list[float]) -> list[RankTimes]:
@@ -65,3 +72,36 @@ def test_a_fetch_hidden_behind_the_computing_is_not_slow() -> None:
     hidden = row(steps=5, samples=50, fetch_s=5, stall_s=0, compute_s=5)
     plain = row(steps=5, samples=50, compute_s=5)
     assert find_slow(read_times(np.array([hidden, plain, plain]))) == ()
+
+
+def test_a_difference_within_the_ranks_own_variation_is_not_slow() -> None:
+    steady = [row(steps=20, samples=200, compute_s=2.0, busy_s2=0.2)] * 2
+    slower = row(steps=20, samples=200, compute_s=2.6, busy_s2=0.34)
+    shaky = row(steps=20, samples=200, compute_s=2.6, busy_s2=2.6)
+    assert [entry.rank for entry in find_slow(read_times(np.array([*steady, slower])))] == [2]
+    assert find_slow(read_times(np.array([*steady, shaky]))) == ()
+
+
+def test_overlap_is_the_hidden_share_of_the_shorter_part() -> None:
+    half = row(steps=1, samples=8, fetch_s=4, stall_s=3, compute_s=2)
+    serial = row(steps=1, samples=8, fetch_s=4, stall_s=4, compute_s=2)
+    first, second = read_times(np.array([half, serial]))
+    assert (first.overlap, second.overlap) == (0.5, 0.0)
+    assert "50%" in describe([first, second])
+
+
+@pytest.mark.parametrize(("own_s", "others_s", "step_s"), [(0, 0, 5), (0, 20, 3), (20, 20, 5)])
+def test_rank_0s_step_does_not_hold_the_pauses_of_others(
+    own_s: float, others_s: float, step_s: float
+) -> None:
+    first = row(steps=10, samples=80, compute_s=20, wall_s=50, paused_s=own_s)
+    other = row(steps=10, samples=80, compute_s=20, wall_s=30, paused_s=others_s)
+    assert unpaused_step_s(read_times(np.array([first, other]))) == pytest.approx(step_s)
+
+
+def test_a_slow_fetch_says_how_much_comes_from_elsewhere() -> None:
+    far = row(steps=5, samples=50, remote=40, fetch_s=5, stall_s=5, compute_s=1)
+    near = row(steps=5, samples=50, local=50, compute_s=1)
+    text = describe(read_times(np.array([far, near, near])))
+    assert "rank 0 is slow: fetch" in text
+    assert "8.0 samples a batch come from elsewhere" in text

@@ -123,8 +123,9 @@ def test_fetch_time_runs_from_the_request_to_the_collated_batch() -> None:
         return next(now)
 
     fetched = FetchingDataset(TensorDataset(NUMBERS), clock).__getitems__(Request(4, [1, 2]))
-    batch, step, fetch_s = TimedCollate(torch.utils.data.default_collate, clock)(fetched)
-    assert (batch[0].tolist(), step, fetch_s) == ([1, 2], 4, 2.5)
+    timed = TimedCollate(torch.utils.data.default_collate, clock)(fetched)
+    (batch, *rest) = timed
+    assert (batch[0].tolist(), *rest) == ([1, 2], 4, 2.5, 0)
 
 
 def test_local_and_remote_counts_travel_with_each_batch() -> None:
@@ -356,3 +357,34 @@ def test_strata_limit_what_a_rank_takes_of_a_class() -> None:
             counts[name] = max(int(torch.bincount(y).max()) for (y,) in loader)
         assert counts["plain"] >= 8
         assert counts["capped"] <= 6  # at most ceil(1.25 * 1/4 * c), and c stays under 20
+
+
+class Cached(Dataset[torch.Tensor]):
+    """Finds every third of its samples in a cache."""
+
+    cache_hits = 0
+
+    def __len__(self) -> int:
+        return len(NUMBERS)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.cache_hits += index % 3 == 0
+        return NUMBERS[index]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_cache_hits_travel_with_each_batch_and_count_as_local(num_workers: int) -> None:
+    placement = Placement.from_function(lambda _: [1], 53)  # all samples are elsewhere
+    plans = FakePlans([8, 8])
+    loader = DataLoader(Cached(), plans, placement=placement, num_workers=num_workers)
+    hits = [sum(int(i) % 3 == 0 for i in x) for x in loader]
+    assert [local for _, _, local, _ in plans.fetches] == hits
+    assert sum(hits) > 0
+
+
+def test_evaluation_leaves_the_step_in_progress_out() -> None:
+    plans = FakePlans([20])
+    list(DataLoader(TensorDataset(NUMBERS), plans, train=False))
+    assert plans.num_left_out == 1
+    list(DataLoader(TensorDataset(NUMBERS), plans))
+    assert plans.num_left_out == 1

@@ -1,0 +1,58 @@
+"""Sums over an interval's steps, without the steps in which the script did something else."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from loft_hvd.balance.explain import TIME_FIELDS
+
+__all__ = ["StepSums"]
+
+Floats = npt.NDArray[np.float64]
+
+_OTHER, _WALL, _PAUSED = (TIME_FIELDS.index(name) for name in ("other_s", "wall_s", "paused_s"))
+_FEWEST = 5  # steps that say what is usual
+_MOST = 256  # steps kept one by one
+_USUAL = 3.0  # times the median of "other"
+_OF_STEP = 0.5  # and of the median step, that make a pause
+
+
+class StepSums:
+    """Adds steps up; a checkpoint or an evaluation between two of them is a pause, not a step.
+
+    A step has a pause in it when its time outside fetch, computing and waiting is more than three
+    times the usual one and half a usual step on top. It is left out whole; only the length of the
+    pause is kept, for rank 0 to take off its own steps, which waited for it.
+    """
+
+    def __init__(self) -> None:
+        self._sums: Floats = np.zeros(len(TIME_FIELDS))
+        self._rows: list[Floats] = []
+
+    def add(self, row: Floats) -> None:
+        """Add a step, in the order of ``TIME_FIELDS``."""
+        self._rows.append(row)
+        if len(self._rows) >= _MOST:
+            self._fold()
+
+    def take(self) -> Floats:
+        """Return the sums, [len(TIME_FIELDS)], and start afresh."""
+        self._fold()
+        taken, self._sums = self._sums, np.zeros(len(TIME_FIELDS))
+        return taken
+
+    def _fold(self) -> None:
+        if not self._rows:
+            return
+        rows = np.stack(self._rows)
+        self._rows.clear()
+        if len(rows) < _FEWEST:
+            self._sums += rows.sum(axis=0)
+            return
+        other = rows[:, _OTHER]
+        usual = float(np.median(other))
+        limit = _USUAL * usual + _OF_STEP * float(np.median(rows[:, _WALL]))
+        is_paused = other > limit
+        self._sums += rows[~is_paused].sum(axis=0)
+        self._sums[_PAUSED] += float((other[is_paused] - usual).sum())

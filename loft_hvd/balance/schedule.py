@@ -1,0 +1,59 @@
+"""When ranks exchange their times: counted in steps, so that all come to it together."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from loft_hvd.balance.explain import TIME_FIELDS
+
+__all__ = ["Schedule"]
+
+_LEAST_STEPS = 20
+_LEAST_S = 30.0
+_STEPS, _WALL = TIME_FIELDS.index("steps"), TIME_FIELDS.index("wall_s")
+
+
+class Schedule:
+    """The step of the next exchange.
+
+    Without a given interval the first one is 20 steps; each after it is at least 20 steps and 30
+    seconds, as steps took on rank 0 in the one before.
+
+    Args:
+        interval: steps between two exchanges, or None.
+
+    Attributes:
+        interval: steps from the last exchange to the next.
+        at: the next exchange's step, counted from the start of the run.
+    """
+
+    def __init__(self, interval: int | None) -> None:
+        self._given = interval
+        self.interval = interval or _LEAST_STEPS
+        self.at = self.interval
+
+    def restart(self, num_steps: int) -> None:
+        """Count from a step, on every rank."""
+        self.at = num_steps + self.interval
+
+    def follow(self, num_steps: int, interval: int) -> None:
+        """Take what was agreed at an exchange."""
+        self.interval = interval
+        self.at = num_steps + interval
+
+    def propose(self, sums: npt.NDArray[np.float64], *, num_passes: int) -> int:
+        """Return how many steps the next interval should have, from this rank's times.
+
+        Args:
+            sums: in the order of ``TIME_FIELDS``, [14].
+            num_passes: backward passes of an optimizer step.
+        """
+        if self._given is not None:
+            return self._given
+        step_s = float(sums[_WALL] / sums[_STEPS]) * num_passes if sums[_STEPS] > 0 else 0.0
+        if not step_s > 0:
+            return self.interval
+        return max(_LEAST_STEPS, math.ceil(_LEAST_S / step_s))
