@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
 
 from loft_hvd.balance.plan import StepSizes
@@ -16,6 +17,11 @@ class BatchQueue:
     ``loft.DataLoader`` says when it yields a batch (``begin``), which then stands for every
     backward pass until the next. A ``loft.BatchSampler`` runs ahead of its loader and queues sizes
     (``push``); each backward pass takes one.
+
+    Attributes:
+        trained: sizes of the newest batch that a backward pass has taken.
+        trail: 32 bits that depend on every batch taken: its plan, step, sizes and samples. Equal
+            on all ranks between the same two steps.
     """
 
     def __init__(self) -> None:
@@ -24,6 +30,7 @@ class BatchQueue:
         self._last_trained: int | None = None  # step of the newest backward pass
         self._lookahead = 0
         self.trained: StepSizes | None = None
+        self.trail = 0
 
     def push(self, step_sizes: StepSizes) -> None:
         """Queue the sizes of a batch that will be trained on, in order."""
@@ -43,7 +50,7 @@ class BatchQueue:
         """Forget all batches: a run goes on from elsewhere."""
         self.clear()
         self._last_trained = self.trained = None
-        self._lookahead = 0
+        self._lookahead = self.trail = 0
 
     def take(self) -> StepSizes:
         """Return the sizes of the batch that the next backward pass belongs to.
@@ -59,6 +66,8 @@ class BatchQueue:
                 "`with balancer.step(n)`"
             )
         self.trained = taken
+        mark = f"{taken.plan_id} {taken.step} {taken.sizes} {taken.digest}"
+        self.trail = zlib.crc32(mark.encode(), self.trail)
         self._last_trained = taken.step
         return taken
 

@@ -26,12 +26,13 @@ from loft_hvd.balance.explain import TIME_FIELDS
 from loft_hvd.balance.plan import Plan
 from loft_hvd.config import config
 from loft_hvd.errors import MismatchError
+from loft_hvd.transport.agreement import odd_ones
 from loft_hvd.transport.base import Transport, Work, wait_for
 
 __all__ = ["FEWEST_STEPS", "Exchange", "Report"]
 
 FEWEST_STEPS = 3  # steps of an interval that the three ends above need
-_HEADER = ("num_steps", "plan_id", "drawn_ahead", "next_interval")
+_HEADER = ("num_steps", "plan_id", "trail", "drawn_ahead", "next_interval")
 _SHARES = ("cpu_use", "memory_use")
 _DRAIN_S = 10.0  # longest wait at the end of a process
 _logger = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class Report:
     """What all ranks said about an interval.
 
     Args:
-        rows: float64, [world_size, 20].
+        rows: float64, [world_size, 21].
     """
 
     def __init__(self, rows: npt.NDArray[np.float64]) -> None:
@@ -75,7 +76,7 @@ class Report:
         return max(1, int(self._rows[0, _HEADER.index("next_interval")]))
 
     def check(self, *, world_size: int) -> None:
-        """Raise when ranks are at different steps or plans.
+        """Raise when ranks are at different steps or plans, or have trained on other batches.
 
         Raises:
             MismatchError: names the rank and its step and plan.
@@ -89,6 +90,14 @@ class Report:
                     f"0 at step {steps:.0f} with plan {plan:.0f}; every rank must take the same "
                     "steps"
                 )
+        trails = self._rows[:, _HEADER.index("trail")].tolist()
+        if any(trail != trails[0] for trail in trails):
+            raise MismatchError(
+                f"ranks {odd_ones(trails)} have trained on other batches than the rest since the "
+                f"last exchange (now at step {steps:.0f}): the samples, sizes or steps of their "
+                "global batches differ. Give every rank the same data set, seed, epoch and "
+                "loaded state, and let none skip a batch"
+            )
 
 
 class Exchange:
@@ -115,14 +124,15 @@ class Exchange:
         self,
         times: npt.NDArray[np.float64],
         *,
-        header: tuple[int, int, int, int],
+        header: tuple[int, int, int, int, int],
         shares: tuple[float, float],
     ) -> None:
         """Start telling every rank what this one measured.
 
         Args:
             times: sums in the order of ``explain.TIME_FIELDS``, [14].
-            header: steps taken, plan in force, deepest step drawn, steps to the next exchange.
+            header: steps taken, plan in force, trail of the batches trained, deepest step drawn,
+                steps to the next exchange.
             shares: CPU and memory use by others.
         """
         row = torch.from_numpy(np.array([*header, *times, *shares], dtype=np.float64))
@@ -176,19 +186,18 @@ class Exchange:
             atexit.register(_drain, weakref.ref(self))
 
     def drain(self) -> None:
-        """Wait for what is under way, ten seconds at most; its news come too late to be of use."""
+        """Wait for what is under way, ten seconds at most; nobody wants its news any more."""
         works = [entry[0] for entry in (self._times, self._plan) if entry is not None]
         self._times = self._plan = None
         for work in works:
-            if work is not None:
-                wait_for(work, what="last exchange of times and plans", timeout_s=_DRAIN_S)
+            try:
+                if work is not None:
+                    wait_for(work, what="last exchange", timeout_s=_DRAIN_S)
+            except Exception as error:
+                _logger.debug("the last exchange of times was not completed: %s", error)
 
 
 def _drain(reference: weakref.ref[Exchange]) -> None:
     exchange = reference()
-    if exchange is None or getattr(sys, "last_value", None) is not None:  # an error ends the script
-        return
-    try:
+    if exchange is not None and getattr(sys, "last_value", None) is None:  # no error ends us
         exchange.drain()
-    except Exception as error:
-        _logger.debug("the last exchange of times was not completed: %s", error)

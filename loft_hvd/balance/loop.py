@@ -20,6 +20,7 @@ from loft_hvd.config import config
 from loft_hvd.errors import PlanError
 from loft_hvd.runlog import RunLog
 from loft_hvd.topology import LoadMeter, allowed_cpus, run_queue_s
+from loft_hvd.transport.agreement import check_agreement
 from loft_hvd.transport.base import Transport
 
 __all__ = ["PlanLoop"]
@@ -70,6 +71,7 @@ class PlanLoop:
         self._load = LoadMeter()
         self._num_steps = 0
         self._schedule = Schedule(options.interval)
+        self._is_compared = False  # with the other ranks' state, at the first step
         is_crowded = transport.local_size > allowed_cpus()
         self.timer = StepTimer(clock, run_queue_s if is_crowded else None)
         self.history = [Plan(0, 0, options.first_sizes(self._controller))]
@@ -124,6 +126,8 @@ class PlanLoop:
         """Close an optimizer step; exchange times and plans when it is time for them."""
         self.timer.step_ended(waited_s=waited_s, counts=self._counts())
         self._num_steps += 1
+        if not self._is_compared:
+            self._compare()
         self._take_plan()
         if self._num_steps >= self._schedule.at - 1 and not self._exchange.is_sending:
             self._send_times()
@@ -134,6 +138,23 @@ class PlanLoop:
                 self._exchange.send_plan(plan)
             interval = self._schedule.interval if report is None else report.next_interval
             self._schedule.follow(self._num_steps, interval)
+
+    def _compare(self) -> None:
+        """Compare what ranks went on from: plans, steps taken, and the batch just trained."""
+        self._is_compared = True
+        if self._transport.world_size == 1:
+            return
+        check_agreement(
+            self._transport,
+            {
+                "number of steps taken": str(self._num_steps),
+                "plans": str(self.history),
+                "batch of the first step": str(self._batches.trained),
+            },
+            what="Balancer: the state after the first step",
+            name=f"{self._options.name}.state",
+            timeout_s=config().timeout_s,
+        )
 
     def epoch_ended(self) -> None:
         """Close an epoch; a run shorter than an interval still exchanges times once."""
@@ -156,7 +177,13 @@ class PlanLoop:
         drawn_ahead = self._batches.drawn_ahead
         self._exchange.send_times(
             sums,
-            header=(self._num_steps, self.plan.plan_id, drawn_ahead, interval),
+            header=(
+                self._num_steps,
+                self.plan.plan_id,
+                self._batches.trail,
+                drawn_ahead,
+                interval,
+            ),
             shares=(self._load.cpu_use(), self._load.memory_use()),
         )
 
@@ -229,6 +256,7 @@ class PlanLoop:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where ``state_dict`` was taken, on every rank; afresh if the world has changed."""
+        self._exchange.drain()
         plans = [Plan(row[0], row[1], tuple(row[2:])) for row in state["plans"]]
         if plans[-1].world_size == self._transport.world_size:
             self.history = plans
@@ -236,3 +264,4 @@ class PlanLoop:
                 self._controller.load_state_dict(state["controller"])
         self._num_steps = int(state["num_steps"])
         self._schedule.restart(self._num_steps)
+        self._is_compared = False

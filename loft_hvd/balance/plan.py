@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -24,11 +24,13 @@ class StepSizes:
         step: steps since the start of the run, over epochs.
         sizes: samples of each rank in this step, [world_size]; 0 marks a rank that computes a
             dummy batch and whose gradient must not count.
+        digest: of the samples that form the global batch, 32 bits; 0 where they are not known.
     """
 
     plan_id: int
     step: int
     sizes: tuple[int, ...]
+    digest: int = field(default=0, compare=False)
 
     @property
     def total(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -190,6 +191,7 @@ def draw_epoch(
         batch = order[begin : begin + view.global_batch_size]
         sizes = scale_sizes(plan.sizes, len(batch), min_ranks=view.min_ranks)
         assert sizes is not None  # count_steps left smaller batches out
-        step_sizes = StepSizes(plan.plan_id, first_step + i, sizes)
+        digest = zlib.crc32(batch.tobytes())
+        step_sizes = StepSizes(plan.plan_id, first_step + i, sizes, digest)
         assignment = assign(batch, np.array(sizes, np.int64), homes)
         yield Draw(step_sizes, batch, assignment, begin + len(batch))

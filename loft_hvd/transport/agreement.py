@@ -6,7 +6,7 @@ Only fixed-length digests travel: nothing that another rank sent is ever unpickl
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -66,7 +66,7 @@ def check_agreement(
     )
 
 
-def odd_ones(values: list[int]) -> list[int]:
+def odd_ones(values: Sequence[float]) -> list[int]:
     """Return the ranks whose value is not the most common one (the lowest rank's in a tie)."""
     common = max(values, key=lambda value: (values.count(value), -values.index(value)))
     return [rank for rank, value in enumerate(values) if value != common]

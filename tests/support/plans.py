@@ -1,11 +1,13 @@
-"""A balancer reduced to its plans: what the data room needs, in one process."""
+"""Plans for tests: a balancer reduced to them, and a policy that keeps changing them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from loft_hvd.balance.observations import Interval
 from loft_hvd.balance.plan import Plan, StepSizes
+from loft_hvd.balance.policies import Proposal, Uniform
 
 
 @dataclass
@@ -72,3 +74,30 @@ class FakePlans:
 
     def leave_step_out(self) -> None:
         self.num_left_out += 1
+
+
+class Wandering(Uniform):
+    """A policy that moves three samples from one rank to the next at every chance.
+
+    Args:
+        global_batch_size: samples of all ranks together.
+    """
+
+    name = "wandering"
+
+    def __init__(self, global_batch_size: int) -> None:
+        self.global_batch_size = global_batch_size
+        self.num_moves = 0
+
+    def propose(self, interval: Interval, *, first_step: int) -> Proposal | None:
+        """Take from the next rank in turn."""
+        world_size = len(interval.sizes)
+        if world_size == 1:
+            return None
+        self.num_moves += 1
+        giver = self.num_moves % world_size
+        sizes = [self.global_batch_size // world_size] * world_size
+        sizes[0] += self.global_batch_size - sum(sizes)
+        sizes[giver] -= 3
+        sizes[(giver + 1) % world_size] += 3
+        return Proposal(tuple(sizes), f"move {self.num_moves}")

@@ -75,7 +75,7 @@ _LAYERS = {
     "balance/replay.py": 2,
     "balance/controller.py": 3,
     "balance/batches.py": 2,
-    "balance/exchange.py": 2,
+    "balance/exchange.py": 3,
     "balance/options.py": 3,
     "balance/loop.py": 4,
     "balance/ports.py": 4,

@@ -7,33 +7,11 @@ import pytest
 import torch
 
 import loft_hvd as loft
-from loft_hvd.balance.observations import Interval
-from loft_hvd.balance.policies import Proposal, Uniform
+from tests.support.plans import Wandering
 from tests.support.training import OPTIMIZERS, make_data, make_model, max_difference, train_alone
 
 GLOBAL_BATCH_SIZE = 24
 NUM_SAMPLES = 230  # ten steps an epoch, the last one of 14 samples
-
-
-class Wandering(Uniform):
-    """Moves a few samples from one rank to the next at every chance."""
-
-    name = "wandering"
-
-    def __init__(self) -> None:
-        self.num_moves = 0
-
-    def propose(self, interval: Interval, *, first_step: int) -> Proposal | None:
-        world_size = len(interval.sizes)
-        if world_size == 1:
-            return None
-        self.num_moves += 1
-        giver = self.num_moves % world_size
-        sizes = [GLOBAL_BATCH_SIZE // world_size] * world_size
-        sizes[0] += GLOBAL_BATCH_SIZE - sum(sizes)
-        sizes[giver] -= 3
-        sizes[(giver + 1) % world_size] += 3
-        return Proposal(tuple(sizes), f"move {self.num_moves}")
 
 
 @pytest.mark.parametrize("num_passes", [1, 2])
@@ -45,7 +23,7 @@ def test_training_through_many_plans_equals_one_process(
 ) -> None:
     num_steps = 100
     model = make_model()
-    balancer = loft.Balancer(GLOBAL_BATCH_SIZE, policy=Wandering(), interval=4)
+    balancer = loft.Balancer(GLOBAL_BATCH_SIZE, policy=Wandering(GLOBAL_BATCH_SIZE), interval=4)
     loader = loft.DataLoader(make_data(NUM_SAMPLES), balancer, seed=3, **workers)  # type: ignore[arg-type]
     optimizer = loft.DistributedOptimizer(
         OPTIMIZERS["sgd"](model.parameters()),

@@ -1,0 +1,39 @@
+"""Plans come into force at one step on all ranks, however far loaders run ahead."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.support.launch import launch
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+
+JOB = "tests/multiprocess/jobs/plan_changes.py"
+QUICK = ["2:3:p"]
+ALL = ["0:", "0::m", "2:1", "2:2:p", "2:3:m", "2:4:pm", "4:1:p", "4:2", "4:3:pm", "4:4:p", "4:4:m"]
+SAMPLER = ["0::s", "2:2:s", "4:4:s"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_ranks"),
+    [
+        (QUICK, 3),
+        pytest.param(ALL, 3, marks=pytest.mark.long),
+        pytest.param(SAMPLER, 2, marks=pytest.mark.long),
+    ],
+)
+def test_20_plans_start_at_one_step_everywhere_and_train_as_one_process_does(
+    settings: list[str], num_ranks: int
+) -> None:
+    done = launch(num_ranks, [JOB, *settings], timeout_s=280)
+    assert done.returncode == 0, done.output[-6000:]
+    lines = [line for line in done.output.splitlines() if "found {" in line]
+    found = [json.loads(line.split("found ", 1)[1]) for line in lines]
+    assert [each["setting"] for each in found] == settings
+    for each in found:
+        assert each["changes"] >= 20, each
+        assert each["steps with different plans"] == 0, each
+        assert each["batches of another size"] == 0, each
+        assert each["difference"] <= 1e-5, each

@@ -1,0 +1,97 @@
+"""Ranks that do not train the same run find out at the first step or the next exchange."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+import loft_hvd as loft
+from loft_hvd.balance.exchange import Exchange
+from loft_hvd.balance.explain import TIME_FIELDS
+from loft_hvd.errors import MismatchError
+from loft_hvd.transport.local import LocalTransport, run_ranks
+
+INTERVAL = 5
+
+
+def make(transport: LocalTransport, *, seed: int = 0) -> tuple[loft.Balancer, loft.DataLoader]:
+    balancer = loft.Balancer(12, "report", interval=INTERVAL, transport=transport)
+    return balancer, loft.DataLoader(TensorDataset(torch.arange(240)), balancer, seed=seed)
+
+
+def train(balancer: loft.Balancer, batches: Any, *, skip: int | None = None) -> None:
+    """Train as an optimizer would; ``skip`` leaves one batch out."""
+    for number, _ in enumerate(batches):
+        if number != skip:
+            balancer.take_step()
+            balancer.step_ended(waited_s=0.0)
+
+
+def test_a_rank_with_other_samples_is_named_after_the_first_step() -> None:
+    def work(transport: LocalTransport) -> None:
+        balancer, loader = make(transport, seed=int(transport.rank == 2))
+        train(balancer, loader)
+
+    with pytest.raises(MismatchError, match=r"batch of the first step differs on ranks \[2\]"):
+        run_ranks(3, work)
+
+
+def test_a_rank_that_skips_a_batch_is_named_at_the_next_exchange() -> None:
+    def work(transport: LocalTransport) -> None:
+        balancer, loader = make(transport)
+        train(balancer, loader, skip=2 if transport.rank == 1 else None)
+
+    with pytest.raises(MismatchError, match=r"ranks \[1\] have trained on other batches .*step 4"):
+        run_ranks(3, work)
+
+
+def test_a_state_that_only_one_rank_has_loaded_is_found_at_the_first_step() -> None:
+    def work(transport: LocalTransport) -> None:
+        balancer, loader = make(transport)
+        if transport.rank == 0:
+            balancer.load_state_dict(balancer.state_dict() | {"num_steps": 7})
+        train(balancer, loader)
+
+    with pytest.raises(MismatchError, match=r"number of steps taken differs on ranks \[0\]"):
+        run_ranks(3, work)
+
+
+def test_ranks_that_train_the_same_run_agree_over_epochs_and_loaded_states() -> None:
+    def work(transport: LocalTransport) -> int:
+        balancer, loader = make(transport)
+        train(balancer, loader)
+        loader.set_epoch(1)
+        batches = iter(loader)
+        for _ in range(3):
+            next(batches)
+            balancer.take_step()
+            balancer.step_ended(waited_s=0.0)
+        states = loader.state_dict(), balancer.state_dict()
+        balancer, loader = make(transport)
+        loader.load_state_dict(states[0])
+        balancer.load_state_dict(states[1])
+        train(balancer, loader)
+        return loader.step_sizes.step
+
+    assert run_ranks(3, work) == [39, 39, 39]
+
+
+@pytest.mark.parametrize("field", ["num_steps", "plan_id"])
+def test_a_rank_at_another_step_or_plan_is_named(field: str) -> None:
+    def work(transport: LocalTransport) -> None:
+        exchange = Exchange(transport, name="test")
+        is_odd = int(transport.rank == 1)
+        steps, plan = (8 + is_odd, 3) if field == "num_steps" else (8, 3 + is_odd)
+        exchange.send_times(
+            np.zeros(len(TIME_FIELDS)), header=(steps, plan, 5, 9, 5), shares=(0.0, 0.0)
+        )
+        report = exchange.receive_times()
+        assert report is not None
+        report.check(world_size=3)
+
+    with pytest.raises(MismatchError, match=r"rank 1 is at step [89] with plan [34], but rank 0"):
+        run_ranks(3, work)
