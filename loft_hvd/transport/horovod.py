@@ -11,7 +11,7 @@ import functools
 import importlib
 import inspect
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, MissingDependencyError
 from loft_hvd.transport.base import Work
 from loft_hvd.transport.heartbeat import Heartbeat
+from loft_hvd.transport.process_sets import own_process_set
 from loft_hvd.transport.watched import heartbeat_of, open_heartbeat, watched
 
 __all__ = [
@@ -244,6 +245,12 @@ class HorovodTransport:
         if heartbeat_of(self._world) is None:
             name = f"*{name}"  # the heartbeat is of all ranks, the operation of some
         return watched(_HorovodWork(self._hvd, handle, copy_to=copy_to), name, self.watch)
+
+    def subset(self, parts: Sequence[tuple[int, ...]]) -> HorovodTransport:
+        """Return the ranks of this rank's part, as a process set; every rank calls it alike."""
+        ranks = self._set.ranks or range(self.world_size)
+        own = [[ranks[rank] for rank in part] for part in parts]
+        return HorovodTransport(own_process_set(self._hvd, self._ops, own))
 
     def alltoall(self, send: Tensor, recv: Tensor, *, name: str) -> Work:
         """Exchange shards; see ``Transport.alltoall``."""

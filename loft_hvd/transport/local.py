@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from torch import Tensor
@@ -32,7 +30,7 @@ from loft_hvd.errors import (
     TransportTimeoutError,
 )
 from loft_hvd.transport.faults import Faults
-from loft_hvd.transport.operation import Operation
+from loft_hvd.transport.operation import Operation, Witness
 
 __all__ = ["Faults", "LocalTransport", "LocalWorld", "run_ranks"]
 
@@ -45,6 +43,8 @@ class LocalWorld:
     Args:
         world_size: number of ranks.
         faults: what goes wrong; nothing by default.
+        ranks_per_node: ranks 0 to ranks_per_node - 1 are on one node, as many as follow on the
+            next, and so on; None for all on one.
         clock: seconds that never go back.
     """
 
@@ -53,18 +53,22 @@ class LocalWorld:
         world_size: int,
         faults: Faults | None = None,
         *,
+        ranks_per_node: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if world_size < 1:
             raise ArgumentError(f"LocalWorld: world_size={world_size} must be >= 1")
         self.world_size = world_size
+        self.ranks_per_node = world_size if ranks_per_node is None else ranks_per_node
+        if self.ranks_per_node < 1:
+            raise ArgumentError(f"LocalWorld: ranks_per_node={ranks_per_node} must be >= 1")
         self.faults = Faults() if faults is None else faults
         self.faults.check(world_size)
         self.failed_rank: int | None = None
         self.clock = clock
         self._failure = ""
         self._changed = threading.Condition()
-        self._open: dict[str, Operation] = {}
+        self._open: dict[tuple[tuple[int, ...], str], Operation] = {}
         self._num_posted = [0] * world_size
         self._is_over = threading.Event()
 
@@ -96,17 +100,26 @@ class LocalWorld:
         with self._changed:
             for operation in self._open.values():
                 if rank in operation.sends:
-                    return [r for r in range(self.world_size) if r not in operation.sends]
+                    return [r for r in operation.members if r not in operation.sends]
         return []
 
-    def _post(self, kind: str, name: str, rank: int, send: Tensor, recv: Tensor) -> _LocalWork:
+    def _post(
+        self,
+        kind: str,
+        name: str,
+        rank: int,
+        tensors: tuple[Tensor, Tensor],
+        members: tuple[int, ...],
+    ) -> _LocalWork:
+        send, recv = tensors
         number = self._num_posted[rank]
         self._num_posted[rank] += 1
         if number >= self.faults.stop.get(rank, number + 1):
             self._is_over.wait()  # ended by ``end``: the world's owner has a limit
             raise PeerError(f"rank {rank} was told to stop at its operation {number}, {name!r}")
         with self._changed:
-            operation = self._open.setdefault(name, Operation(kind))
+            key = (members, name)
+            operation = self._open.setdefault(key, Operation(kind, members))
             if operation.kind != kind or rank in operation.sends:
                 raise MismatchError(
                     f"rank {rank}: {kind} {name!r} cannot start, since {operation.kind} of that "
@@ -117,11 +130,11 @@ class LocalWorld:
             if rank in self.faults.slow:
                 arrives_at = self.clock() + self.faults.slow[rank]
                 operation.arrives_at = max(operation.arrives_at, arrives_at)
-            if len(operation.sends) == self.world_size:
-                del self._open[name]
+            if len(operation.sends) == len(members):
+                del self._open[key]
                 if kind == "allreduce":
                     operation.sends = {r: t.clone() for r, t in operation.sends.items()}
-                operation.complete(self.world_size)
+                operation.complete()
                 operation.is_done = True
         return _LocalWork(self, operation, rank, number, name)
 
@@ -132,7 +145,7 @@ class _LocalWork:
     def __init__(
         self, world: LocalWorld, operation: Operation, rank: int, number: int, name: str
     ) -> None:
-        self.watch = _LocalWatch(world, rank)
+        self.watch = Witness(world, rank)
         self._world = world
         self._operation = operation
         self._place = rank, number, name
@@ -166,62 +179,63 @@ class _LocalWork:
             raise self._world.peer_error()
 
 
-@dataclass(frozen=True)
-class _LocalWatch:
-    """What a rank knows of the others, and tells them."""
-
-    world: LocalWorld
-    rank: int
-
-    def waiting(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def late(self) -> list[int]:
-        return self.world.late(self.rank)
-
-    def report(self, error: BaseException) -> None:
-        if not isinstance(error, PeerError | TransportTimeoutError):
-            self.world.fail(self.rank, error)
-
-
 class LocalTransport:
-    """One rank's end of a ``LocalWorld``."""
+    """One rank's end of a ``LocalWorld``, among all of its ranks or some."""
 
-    def __init__(self, world: LocalWorld, rank: int) -> None:
-        self.watch = _LocalWatch(world, rank)
+    def __init__(
+        self, world: LocalWorld, rank: int, *, members: tuple[int, ...] | None = None
+    ) -> None:
+        self.watch = Witness(world, rank)
         self._world = world
-        self._rank = rank
+        self._world_rank = rank
+        self._members = tuple(range(world.world_size)) if members is None else members
 
     @property
     def rank(self) -> int:
         """This rank."""
-        return self._rank
+        return self._members.index(self._world_rank)
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self._world.world_size
+        return len(self._members)
+
+    @property
+    def node(self) -> str:
+        """Name of the node that this rank is on."""
+        return f"node{self._world_rank // self._world.ranks_per_node}"
 
     @property
     def local_size(self) -> int:
-        """Number of ranks on this node: all of them."""
-        return self._world.world_size
+        """Number of ranks on this node."""
+        per_node = self._world.ranks_per_node
+        first = self._world_rank // per_node * per_node
+        return min(per_node, self._world.world_size - first)
+
+    def subset(self, parts: Sequence[tuple[int, ...]]) -> LocalTransport:
+        """Return the ranks of this rank's part."""
+        own = next(part for part in parts if self.rank in part)
+        members = tuple(self._members[rank] for rank in own)
+        return LocalTransport(self._world, self._world_rank, members=members)
 
     def alltoall(self, send: Tensor, recv: Tensor, *, name: str) -> _LocalWork:
         """Exchange shards; see ``Transport.alltoall``."""
-        return self._world._post("alltoall", name, self._rank, send, recv)
+        return self._post("alltoall", name, send, recv)
 
     def allgather(self, send: Tensor, recv: Tensor, *, name: str) -> _LocalWork:
         """Collect every rank's tensor; see ``Transport.allgather``."""
-        return self._world._post("allgather", name, self._rank, send, recv)
+        return self._post("allgather", name, send, recv)
 
     def allreduce(self, buffer: Tensor, *, name: str) -> _LocalWork:
         """Sum in place; see ``Transport.allreduce``."""
-        return self._world._post("allreduce", name, self._rank, buffer, buffer)
+        return self._post("allreduce", name, buffer, buffer)
 
     def broadcast(self, buffer: Tensor, *, name: str) -> _LocalWork:
         """Take rank 0's tensor; see ``Transport.broadcast``."""
-        return self._world._post("broadcast", name, self._rank, buffer, buffer)
+        return self._post("broadcast", name, buffer, buffer)
+
+    def _post(self, kind: str, name: str, send: Tensor, recv: Tensor) -> _LocalWork:
+        return self._world._post(kind, name, self._world_rank, (send, recv), self._members)
 
 
 def run_ranks(
@@ -230,6 +244,7 @@ def run_ranks(
     *,
     timeout_s: float = 60.0,
     faults: Faults | None = None,
+    ranks_per_node: int | None = None,
 ) -> list[_T]:
     """Run ``function(transport)`` on every rank of a new world, each in a thread of its own.
 
@@ -238,6 +253,7 @@ def run_ranks(
         function: what every rank does with its end of the wire.
         timeout_s: longest wait in seconds for all ranks together.
         faults: what goes wrong; nothing by default.
+        ranks_per_node: see ``LocalWorld``; all on one node by default.
 
     Returns:
         What each rank returned, in rank order.
@@ -246,7 +262,7 @@ def run_ranks(
         Exception: the error of the rank that failed first.
         TransportTimeoutError: a rank did not end in time.
     """
-    world = LocalWorld(world_size, faults)
+    world = LocalWorld(world_size, faults, ranks_per_node=ranks_per_node)
     results: dict[int, _T] = {}
     errors: list[BaseException] = []
 

@@ -112,6 +112,13 @@ class TorchDistributedTransport:
         if self.world_size > 1:
             open_heartbeat(self, self._world, engine_is_down=lambda: False)
 
+    def subset(self, parts: Sequence[tuple[int, ...]]) -> TorchDistributedTransport:
+        """Return the ranks of this rank's part, as a group; every rank calls it alike."""
+        part = next(part for part in parts if self._rank in part)
+        ranks = [self._ranks[rank] for rank in part]
+        group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        return TorchDistributedTransport(group)
+
     def alltoall(self, send: Tensor, recv: Tensor, *, name: str) -> Work:
         """Exchange shards; see ``Transport.alltoall``."""
         sent, received = _on_cpu(send), _on_cpu(recv)

@@ -1,0 +1,156 @@
+"""Ranks in groups, such as the ranks of each node: who is with whom, and transports among some.
+
+A ``Groups`` lays ranks out in a table, one group a row. Its rows exchange among themselves, and so
+do its columns: the i-th rank of every group.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from loft_hvd.errors import ArgumentError, ArgumentTypeError, UsageError
+from loft_hvd.transport.agreement import digest
+from loft_hvd.transport.base import Transport, allgather_rows
+
+__all__ = ["Groups", "Over", "find_groups", "nodes_of", "subset"]
+
+Over = str | Sequence[Sequence[int]] | None
+"""``"nodes"``, or the ranks of every group; None for no groups."""
+
+
+@runtime_checkable
+class _Divisible(Protocol):
+    """A transport that can be cut into transports among some of its ranks."""
+
+    def subset(self, parts: Sequence[tuple[int, ...]]) -> Transport:
+        """Return the transport of the part that this rank is in; every rank calls it alike.
+
+        Args:
+            parts: every rank in exactly one of them, ranks ascending.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Every rank in one of some groups of one size.
+
+    Attributes:
+        members: the ranks of each group, ascending, [num_groups, group_size].
+    """
+
+    members: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, members: Sequence[Sequence[int]], *, world_size: int) -> Groups:
+        """Check groups and put them in order.
+
+        Raises:
+            ArgumentError: not every rank is in one group, or groups differ in size.
+        """
+        groups = tuple(sorted(tuple(sorted(group)) for group in members))
+        if sorted(rank for group in groups for rank in group) != list(range(world_size)):
+            raise ArgumentError(
+                f"over={[list(group) for group in groups]} must hold every rank from 0 to "
+                f"{world_size - 1} once"
+            )
+        if len({len(group) for group in groups}) > 1:
+            raise ArgumentError(
+                f"over: groups need one size, but theirs are {[len(group) for group in groups]} "
+                f"({[list(group) for group in groups]}); give groups of one size, start as many "
+                "ranks on every node, or leave over= away"
+            )
+        return cls(groups)
+
+    @property
+    def num_groups(self) -> int:
+        """Number of groups."""
+        return len(self.members)
+
+    @property
+    def group_size(self) -> int:
+        """Ranks of each group."""
+        return len(self.members[0])
+
+    @property
+    def across(self) -> tuple[tuple[int, ...], ...]:
+        """The i-th rank of every group, for each i, [group_size, num_groups]."""
+        return tuple(zip(*self.members, strict=True))
+
+    def index_of(self, rank: int) -> int:
+        """Return the group that a rank is in."""
+        return next(index for index, group in enumerate(self.members) if rank in group)
+
+    def sums(self, counts: Sequence[int]) -> tuple[int, ...]:
+        """Return the sum of every group's counts, given one a rank, [num_groups]."""
+        return tuple(sum(counts[rank] for rank in group) for group in self.members)
+
+
+def nodes_of(transport: Transport, *, timeout_s: float) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each node; every rank calls it alike.
+
+    A node is what has one host name; a transport may say otherwise with an attribute ``node``.
+    """
+    node = getattr(transport, "node", None) or socket.gethostname()
+    row = torch.tensor([digest(node)])
+    rows = allgather_rows(transport, row, name="loft.nodes", timeout_s=timeout_s)
+    ranks: dict[int, list[int]] = {}
+    for rank, key in enumerate(rows.flatten().tolist()):
+        ranks.setdefault(key, []).append(rank)
+    return tuple(sorted(tuple(group) for group in ranks.values()))
+
+
+def find_groups(transport: Transport, over: Over, *, timeout_s: float) -> Groups | None:
+    """Return the groups that a user asked for; every rank calls it alike.
+
+    Returns:
+        None for ``over=None``, and where each group has a single rank: that is no grouping.
+
+    Raises:
+        ArgumentTypeError: ``over`` is neither "nodes" nor lists of ranks.
+        ArgumentError: see ``Groups.of``.
+    """
+    if over is None:
+        return None
+    if isinstance(over, str):
+        if over != "nodes":
+            raise ArgumentError(
+                f'over={over!r} is not known; it takes "nodes", or the ranks of every group, such '
+                "as [[0, 1], [2, 3]]"
+            )
+        groups = Groups.of(
+            nodes_of(transport, timeout_s=timeout_s), world_size=transport.world_size
+        )
+    else:
+        try:
+            members = [[int(rank) for rank in group] for group in over]
+        except TypeError as error:
+            raise ArgumentTypeError(
+                f'over={over!r} must be "nodes", or the ranks of every group, such as '
+                "[[0, 1], [2, 3]]"
+            ) from error
+        groups = Groups.of(members, world_size=transport.world_size)
+    return groups if groups.group_size > 1 else None
+
+
+def subset(transport: Transport, parts: Sequence[tuple[int, ...]]) -> Transport:
+    """Return the transport among the ranks of the part that this rank is in.
+
+    Args:
+        transport: the ranks; every one of them calls this alike.
+        parts: every rank in exactly one of them, ranks ascending.
+
+    Raises:
+        UsageError: the transport cannot be cut into parts, or not any more.
+    """
+    if not isinstance(transport, _Divisible):
+        raise UsageError(
+            f"over=: a {type(transport).__name__} cannot exchange among some of its ranks; leave "
+            "over= away, or give the transport a method subset(parts)"
+        )
+    return transport.subset(parts)

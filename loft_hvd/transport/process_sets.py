@@ -1,0 +1,55 @@
+"""Horovod's process sets for parts of the ranks: found where they exist, else made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from loft_hvd.errors import UsageError
+
+__all__ = ["own_process_set"]
+
+_SHOWN_SETS = 8
+
+
+def own_process_set(hvd: Any, ops: Any, parts: Sequence[Sequence[int]]) -> Any:
+    """Return the process set of the part that this rank is in; every rank calls it alike.
+
+    Sets that were given to ``hvd.init`` are used as they are; the others are added, all of them on
+    every rank and in one order.
+
+    Args:
+        hvd: ``horovod.torch``.
+        ops: ``horovod.torch.mpi_ops``.
+        parts: Horovod's ranks of each part, ascending.
+
+    Raises:
+        UsageError: a set does not exist, and Horovod may not add any.
+    """
+    known = {
+        tuple(ranks): key for key, ranks in ops._basics._get_process_set_ids_and_ranks().items()
+    }
+    own = None
+    for part in parts:
+        process_set = hvd.ProcessSet(list(part))
+        if tuple(part) in known:
+            process_set.process_set_id = known[tuple(part)]
+        else:
+            _add(hvd, process_set, parts)
+        if hvd.rank() in part:
+            own = process_set
+    assert own is not None, parts
+    return own
+
+
+def _add(hvd: Any, process_set: Any, parts: Sequence[Sequence[int]]) -> None:
+    try:
+        hvd.add_process_set(process_set)
+    except ValueError as error:
+        sets = ", ".join(f"hvd.ProcessSet({list(part)})" for part in parts[:_SHOWN_SETS])
+        sets += ", ..." if len(parts) > _SHOWN_SETS else ""
+        raise UsageError(
+            f"over=: Horovod has no process set of ranks {process_set.ranks} and may not add one "
+            f'now ({error}); initialise it with hvd.init(process_sets="dynamic"), or start with '
+            f"HOROVOD_DYNAMIC_PROCESS_SETS=1, or list the sets: hvd.init(process_sets=[{sets}])"
+        ) from error
