@@ -92,7 +92,8 @@ class Attachment:
         self._balancer.computing_ended()
         began = time.monotonic()
         try:
-            self._synchronize()
+            with self._balancer.log.faults():
+                self._synchronize()
         finally:
             self._waited_s += time.monotonic() - began
 

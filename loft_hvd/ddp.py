@@ -150,6 +150,8 @@ class _Hook:
         except BaseException as error:
             self._open.clear()
             watch_of(self._transport).report(error)
+            if self._balancer is not None:
+                self._balancer.log.write_fault(error)
             raise
         return future
 

@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from loft_hvd.errors import ArgumentError, ArgumentTypeError, UsageError
 from loft_hvd.parameters import GradientSet, collect_parameters
 from loft_hvd.pipeline.reducer import GradientReducer, OutgoingHook, ReducerSettings
 from loft_hvd.pipeline.stages import Compressor
+from loft_hvd.runlog import RunLog, open_run_log
 from loft_hvd.transport.agreement import check_agreement
 from loft_hvd.transport.base import Transport
 from loft_hvd.transport.default import default_transport
@@ -50,6 +52,7 @@ class _DistributedOptimizer(Delegate):
         settings: ReducerSettings,
         find_transport: Callable[[], Transport | None],
         balancer: Balancer | None,
+        log_dir: str | Path | None,
     ) -> None:
         super().__init__(optimizer)
         self._collect = collect
@@ -57,11 +60,22 @@ class _DistributedOptimizer(Delegate):
         self._find_transport = find_transport
         self._transport = find_transport()
         self._balancer = balancer
+        self._log_dir = log_dir
+        self._log = self._open_log()
         # Elastic ranks start at different times: they agree in ``begin_world``, all together.
         self._reducer = self._make_reducer(should_agree=not config().is_elastic)
         self._should_synchronize = True
         self._is_synchronized = False
         self._waited_s = 0.0
+
+    def _open_log(self) -> RunLog:
+        if self._balancer is None:
+            log = open_run_log(self._log_dir, rank=self.rank)
+            log.write("run", world_size=self.world_size)
+            return log
+        if self._log_dir is not None:
+            self._balancer.log_to(self._log_dir)
+        return self._balancer.log
 
     def _make_reducer(self, *, should_agree: bool = True) -> GradientReducer | None:
         if self._transport is None:  # this rank is not in the process set
@@ -106,6 +120,8 @@ class _DistributedOptimizer(Delegate):
         """Lay out buckets for the ranks there are now; ``loft.elastic.State`` calls it on each."""
         self._optimizer.zero_grad(set_to_none=True)
         self._transport = self._find_transport()
+        if self._balancer is not None or self.rank != 0 or self._log.path is None:
+            self._log = self._open_log()  # ranks are numbered anew
         self._lay_out_anew()
         self._is_synchronized = False
         self._waited_s = 0.0
@@ -130,7 +146,8 @@ class _DistributedOptimizer(Delegate):
             if self._balancer is not None:
                 self._balancer.computing_ended()
             began = time.monotonic()
-            self._reducer.synchronize()
+            with self._log.faults():
+                self._reducer.synchronize()
             self._waited_s += time.monotonic() - began
         self._is_synchronized = True
 
@@ -188,7 +205,9 @@ class _DistributedOptimizer(Delegate):
 
             result = self._optimizer.step(reduced)
         self._is_synchronized = False
-        if self._balancer is not None and self._reducer is not None:
+        if self._balancer is None:
+            self._log.step += 1
+        elif self._reducer is not None:
             self._balancer.step_ended(waited_s=self._waited_s)
         self._waited_s = 0.0
         return result
@@ -249,6 +268,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - the name and the arguments ar
     rule: Rule | None = None,
     balancer: Balancer | None = None,
     bucket_bytes: int | None = None,
+    log_dir: str | Path | None = None,
     transport: Transport | None = None,
 ) -> _DistributedOptimizer:
     """Wrap an optimizer so that gradients are reduced over ranks before each of its steps.
@@ -273,6 +293,8 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - the name and the arguments ar
             entry goes before it.
         balancer: says how many samples each rank's gradient stands for; equal without one.
         bucket_bytes: most bytes sent together; None takes ``LOFT_HVD_BUCKET_BYTES``.
+        log_dir: folder in which rank 0 writes the run log, the balancer's own if it has one; None
+            takes ``LOFT_HVD_LOG_DIR``, and without it there is none.
         transport: the ranks; Horovod's by default.
 
     Returns:
@@ -312,7 +334,12 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - the name and the arguments ar
         return default_transport(process_set)
 
     return _DistributedOptimizer(
-        optimizer, collect, settings=settings, find_transport=find_transport, balancer=balancer
+        optimizer,
+        collect,
+        settings=settings,
+        find_transport=find_transport,
+        balancer=balancer,
+        log_dir=log_dir,
     )
 
 

@@ -2,25 +2,36 @@
 
 Every line has ``kind``, ``time_s`` (seconds since 1970) and ``step`` (optimizer steps taken):
 
-* ``run``: ``world_size``, ``global_batch_size``, ``policy``;
+* ``run``: ``world_size``, and with a balancer ``global_batch_size``, ``policy``;
 * ``plan``: ``plan_id``, ``first_step``, ``sizes`` [world_size];
 * ``times``: ``ranks``, averages a batch of each rank as in ``explain.RankTimes``;
+* ``fit``: ``ranks``, what the policy's models say of each rank, as in ``words.fit_record``;
 * ``explain``: ``text``, the policy's own words on its fit and its doubts;
+* ``spread``: ``ratios`` [world_size], ``usual``: how much ranks' gradients differ in the long run
+  (``spread.SpreadWatch``);
+* ``suspicion``: ``workers``, for each ``suspicion`` from 0 to 1 and what else is known, and
+  ``named``, the workers that stand out;
+* ``fault``: ``error`` and ``text``, written before the error is raised;
 * ``full``: nothing more follows, the file has reached its limit.
+
+A number that is not finite is null.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from loft_hvd.errors import DataError
+from loft_hvd.config import config
+from loft_hvd.errors import ArgumentError, DataError
 
-__all__ = ["RunLog", "read_run_log"]
+__all__ = ["RunLog", "open_run_log", "read_run_log"]
 
 _log = logging.getLogger(__name__)
 
@@ -28,50 +39,75 @@ _MAX_BYTES = 64 * 1024 * 1024
 
 
 class RunLog:
-    """Appends to one file until it is full.
+    """Appends to one file until it is full; writes nothing where there is no folder.
 
     Args:
-        folder: where the file is made, and the folder itself if need be.
+        folder: where the file is made, and the folder itself if need be; None for no log.
         max_bytes: most bytes of the file.
         clock: seconds since 1970.
 
     Attributes:
-        path: the file.
+        path: the file, or None.
+        step: optimizer steps taken so far, set by whoever counts them.
+
+    Raises:
+        ArgumentError: the folder or a file in it cannot be made.
     """
 
     def __init__(
         self,
-        folder: str | Path,
+        folder: str | Path | None,
         *,
         max_bytes: int = _MAX_BYTES,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._clock = clock
         self._max_bytes = max_bytes
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(clock()))
-        stem, count = Path(folder) / f"loft-{stamp}", 0
-        while True:  # a name that no other run has taken
-            self.path = stem.with_name(f"{stem.name}-{count}.jsonl")
-            try:
-                self.path.touch(exist_ok=False)
-                break
-            except FileExistsError:
-                count += 1
         self._num_bytes = 0
         self._is_full = False
+        self._last_fault: BaseException | None = None
+        self.step = 0
+        self.path: Path | None = None
+        if folder is not None:
+            self.open(folder)
 
-    def write(self, kind: str, *, step: int, **fields: Any) -> None:
+    def open(self, folder: str | Path) -> None:
+        """Make a file in a folder, and write there from now on."""
+        try:
+            self.path = self._make(Path(folder))
+        except OSError as error:
+            raise ArgumentError(
+                f"log_dir={str(folder)!r}: no run log can be made there ({error}); name a folder "
+                "that rank 0 may write to"
+            ) from error
+
+    def _make(self, folder: Path) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        stamp, count = time.strftime("%Y%m%d-%H%M%S", time.gmtime(self._clock())), 0
+        while True:  # a name that no other run has taken
+            path = folder / f"loft-{stamp}-{count}.jsonl"
+            try:
+                path.touch(exist_ok=False)
+                return path
+            except FileExistsError:
+                count += 1
+
+    def write(self, kind: str, **fields: Any) -> None:
         """Append a line; after the one that would not fit, a last one says so.
 
         Where the file cannot be written, one warning says so and nothing more is tried.
+
+        Args:
+            kind: one of those that the head of this file lists.
+            fields: what JSON takes; numbers that are not finite become null.
         """
-        if self._is_full:
+        if self.path is None or self._is_full:
             return
-        line = json.dumps({"kind": kind, "time_s": self._clock(), "step": step, **fields}) + "\n"
+        head = {"time_s": self._clock(), "step": self.step}
+        line = json.dumps({"kind": kind, **head, **_plain(fields)}, allow_nan=False) + "\n"
         if self._num_bytes + len(line) > self._max_bytes:
             self._is_full = True
-            line = json.dumps({"kind": "full", "time_s": self._clock(), "step": step}) + "\n"
+            line = json.dumps({"kind": "full", **head}) + "\n"
         self._num_bytes += len(line)
         try:
             with self.path.open("a", encoding="utf-8") as file:
@@ -79,6 +115,42 @@ class RunLog:
         except OSError as error:  # a full disk must not end the training
             self._is_full = True
             _log.warning("the run log %s ends here: %s", self.path, error)
+
+    @contextmanager
+    def faults(self) -> Iterator[None]:
+        """Write an error that comes out of the block before it goes on; each one once."""
+        try:
+            yield
+        except Exception as error:
+            self.write_fault(error)
+            raise
+
+    def write_fault(self, error: BaseException) -> None:
+        """Write an error, unless it was the last one written too."""
+        if error is not self._last_fault:
+            self._last_fault = error
+            self.write("fault", error=type(error).__name__, text=str(error))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def open_run_log(log_dir: str | Path | None, *, rank: int) -> RunLog:
+    """Return the log of this rank: a file on rank 0, if one was asked for; else one that is off.
+
+    Args:
+        log_dir: the folder; None takes ``LOFT_HVD_LOG_DIR``, and without it there is no log.
+        rank: this rank.
+    """
+    folder = config().log_dir if log_dir is None else log_dir
+    return RunLog(folder if rank == 0 else None)
 
 
 def read_run_log(path: str | Path) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from loft_hvd.balance.policies import Policy
 from loft_hvd.balance.ports import BalancerPorts
 from loft_hvd.config import config
 from loft_hvd.errors import PlanError, UsageError
+from loft_hvd.runlog import open_run_log
 from loft_hvd.transport.agreement import check_agreement
 from loft_hvd.transport.base import Transport
 from loft_hvd.transport.default import default_transport
@@ -50,6 +52,8 @@ class Balancer(BalancerPorts):
         interval: optimizer steps between two exchanges, >= 1, and >= 3 with an adaptive policy;
             None takes 20 at first, then at least 20 and as many as take 30 seconds.
         dead_band: predicted gain below which "loft" leaves the sizes as they are.
+        log_dir: folder in which rank 0 writes the run log (``loft-hvd report`` reads it); None
+            takes ``LOFT_HVD_LOG_DIR``, and without it there is none.
         transport: the ranks; Horovod's by default.
         clock: seconds that never go back.
 
@@ -68,6 +72,7 @@ class Balancer(BalancerPorts):
         grain: int | None = None,
         interval: int | None = None,
         dead_band: float = 0.03,
+        log_dir: str | Path | None = None,
         transport: Transport | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -84,7 +89,9 @@ class Balancer(BalancerPorts):
             interval=interval,
             dead_band=dead_band,
         )
-        super().__init__(options, transport, clock)
+        self._log_dir = log_dir
+        log = open_run_log(log_dir, rank=transport.rank)
+        super().__init__(options, transport, clock, log)
         self.policy = policy
         self.interval = interval
         if not config().is_elastic:  # elastic ranks start at different times: see begin_world
@@ -108,7 +115,9 @@ class Balancer(BalancerPorts):
         num_passes, device_clock = self._loop.num_passes, self._loop.timer.device_clock
         self._options = replace(self._options, world_size=self._transport.world_size)
         self._batches.restart()
-        self._loop = PlanLoop(self._options, self._transport, self._batches, self._clock)
+        if self.log.path is None or self.rank != 0:  # ranks are numbered anew
+            self.log = open_run_log(self._log_dir, rank=self.rank)
+        self._loop = PlanLoop(self._options, self._transport, self._batches, self._clock, self.log)
         self._loop.num_passes, self._loop.timer.device_clock = num_passes, device_clock
         self._agree()
 

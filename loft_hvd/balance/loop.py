@@ -16,7 +16,7 @@ from loft_hvd.balance.options import SETTLE_STEPS, BalancerOptions
 from loft_hvd.balance.plan import Plan, StepSizes
 from loft_hvd.balance.schedule import Schedule
 from loft_hvd.balance.timing import StepTimer
-from loft_hvd.config import config
+from loft_hvd.balance.words import fit_record
 from loft_hvd.errors import PlanError
 from loft_hvd.runlog import RunLog
 from loft_hvd.topology import LoadMeter, allowed_cpus, run_queue_s
@@ -48,6 +48,7 @@ class PlanLoop:
         transport: the ranks.
         batches: what is drawn and trained on.
         clock: seconds that never go back.
+        log: where what happens is written.
 
     Attributes:
         history: every plan of the run, the newest last.
@@ -62,8 +63,10 @@ class PlanLoop:
         transport: Transport,
         batches: BatchQueue,
         clock: Callable[[], float],
+        log: RunLog,
     ) -> None:
         self._options = options
+        self._log = log
         self._transport = transport
         self._batches = batches
         self._controller = options.make_controller()
@@ -77,18 +80,19 @@ class PlanLoop:
         self.history = [Plan(0, 0, options.first_sizes(self._controller))]
         self.times: tuple[RankTimes, ...] = ()
         self.num_passes = 1
-        folder = config().log_dir
-        self._log = RunLog(folder) if folder is not None and transport.rank == 0 else None
-        total, policy = options.global_batch_size, options.policy_text
-        self._write("run", world_size=transport.world_size, global_batch_size=total, policy=policy)
-        self._write_plan()
+        self.write_head()
 
-    def _write(self, kind: str, **fields: Any) -> None:
-        if self._log is not None:
-            self._log.write(kind, step=self._num_steps, **fields)
-
-    def _write_plan(self) -> None:
-        self._write("plan", **asdict(self.plan))
+    def write_head(self) -> None:
+        """Begin the log with what is trained, and how."""
+        options = self._options
+        self._log.step = self._num_steps
+        self._log.write(
+            "run",
+            world_size=self._transport.world_size,
+            global_batch_size=options.global_batch_size,
+            policy=options.policy_text,
+        )
+        self._log.write("plan", **asdict(self.plan))
 
     @property
     def plan(self) -> Plan:
@@ -126,6 +130,7 @@ class PlanLoop:
         """Close an optimizer step; exchange times and plans when it is time for them."""
         self.timer.step_ended(waited_s=waited_s, counts=self._counts())
         self._num_steps += 1
+        self._log.step = self._num_steps
         if not self._is_compared:
             self._compare()
         self._take_plan()
@@ -194,7 +199,7 @@ class PlanLoop:
             times = read_times(report.times)
             if any(entry.steps for entry in times):
                 self.times = times
-                self._write("times", ranks=[asdict(entry) for entry in times])
+                self._log.write("times", ranks=[asdict(entry) for entry in times])
         return report
 
     def _next_plan(self, report: Report | None) -> Plan:
@@ -211,7 +216,13 @@ class PlanLoop:
         step_s = unpaused_step_s(times)
         self._controller.observe(np.array(rows), step=self._batches.next_step - 1, step_s=step_s)
         first_step = report.first_free_step(self.num_passes)
-        return self._controller.decide(first_step) or self.plan
+        plan = self._controller.decide(first_step) or self.plan
+        if self._log.path is not None:
+            fit = getattr(self._controller.policy, "fit", None)  # a policy without models has none
+            if fit is not None:
+                self._log.write("fit", ranks=fit_record(fit))
+            self._log.write("explain", text=self._controller.explain())
+        return plan
 
     def _take_plan(self) -> None:
         total = self._options.global_batch_size
@@ -230,9 +241,7 @@ class PlanLoop:
             _LOGGER.info(
                 "plan %d from step %d: sizes %s", plan.plan_id, plan.first_step, list(plan.sizes)
             )
-        self._write_plan()
-        if self._log is not None and self._controller is not None:
-            self._write("explain", text=self._controller.explain())
+        self._log.write("plan", **asdict(plan))
 
     def explain(self) -> str:
         """Say what is planned, why (on rank 0), what steps consist of, and which rank is slow."""
@@ -262,6 +271,6 @@ class PlanLoop:
             self.history = plans
             if self._controller is not None and state["controller"] is not None:
                 self._controller.load_state_dict(state["controller"])
-        self._num_steps = int(state["num_steps"])
+        self._num_steps = self._log.step = int(state["num_steps"])
         self._schedule.restart(self._num_steps)
         self._is_compared = False

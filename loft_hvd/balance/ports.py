@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -12,6 +13,7 @@ from loft_hvd.balance.loop import PlanLoop
 from loft_hvd.balance.options import BalancerOptions
 from loft_hvd.balance.plan import Plan, StepSizes
 from loft_hvd.errors import PlanError
+from loft_hvd.runlog import RunLog
 from loft_hvd.transport.base import Transport
 
 __all__ = ["BalancerPorts"]
@@ -24,10 +26,18 @@ class BalancerPorts:
         options: what the user asked for.
         transport: the ranks.
         clock: seconds that never go back.
+        log: where what happens is written.
+
+    Attributes:
+        log: the same; off unless it was asked for, and on ranks other than 0.
     """
 
     def __init__(
-        self, options: BalancerOptions, transport: Transport, clock: Callable[[], float]
+        self,
+        options: BalancerOptions,
+        transport: Transport,
+        clock: Callable[[], float],
+        log: RunLog,
     ) -> None:
         self._options = options
         self._transport = transport
@@ -36,7 +46,8 @@ class BalancerPorts:
         self.min_batch = options.min_batch
         self._min_ranks = 1
         self._batches = BatchQueue()
-        self._loop = PlanLoop(options, transport, self._batches, clock)
+        self.log = log
+        self._loop = PlanLoop(options, transport, self._batches, clock, log)
 
     # What a loader asks for and reports.
 
@@ -130,7 +141,8 @@ class BalancerPorts:
 
     def end_epoch(self) -> None:
         """Close an epoch; every rank calls it at the same step."""
-        self._loop.epoch_ended()
+        with self.log.faults():
+            self._loop.epoch_ended()
         self._batches.clear()
 
     def begin_own_batch(self) -> None:
@@ -143,6 +155,12 @@ class BalancerPorts:
             self._loop.timer.leave_out()
 
     # What an optimizer asks for and reports.
+
+    def log_to(self, log_dir: str | Path) -> None:
+        """Write the run log there, unless it is being written already."""
+        if self.rank == 0 and self.log.path is None:
+            self.log.open(log_dir)
+            self._loop.write_head()
 
     def compute_on(self, device: torch.device) -> None:
         """Take computing times by the clock of the parameters' device, where it has one."""
@@ -166,4 +184,5 @@ class BalancerPorts:
 
     def step_ended(self, *, waited_s: float) -> None:
         """Close an optimizer step; exchange times and plans when it is time for them."""
-        self._loop.step_ended(waited_s=waited_s)
+        with self.log.faults():
+            self._loop.step_ended(waited_s=waited_s)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from loft_hvd.balance.fit import Fit
 
-__all__ = ["describe_fit"]
+__all__ = ["describe_fit", "fit_record"]
 
 _NAMES = {
     "fetch_fixed_s": "fetch: fixed",
@@ -45,3 +47,20 @@ def describe_fit(fit: Fit) -> list[str]:
             line += f"; cannot be told apart yet: {terms}"
         lines.append(line)
     return lines
+
+
+def fit_record(fit: Fit) -> list[dict[str, Any]]:
+    """Return what a fit says of each rank, JSON-able: terms in seconds, [world_size] entries."""
+    model = fit.model
+    terms = ("fetch_fixed_s", "local_s", "remote_s", "shared_s", "compute_fixed_s", "compute_s")
+    return [
+        {
+            **{term: float(getattr(model, term)[rank]) for term in terms},
+            "knee": float(fit.knee[rank]),
+            "overlap": float(model.overlap[rank]),
+            "hits": float(model.hits[rank]),
+            "is_poor": bool(fit.is_poor[rank]),
+            "unclear": list(fit.unclear[rank]),
+        }
+        for rank in range(model.world_size)
+    ]

@@ -1,8 +1,8 @@
-"""A run log in plain text: its plans, and which rank was slow and why."""
+"""A run log in plain text: plans, which rank was slow and why, who was off, what went wrong."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from loft_hvd.balance.explain import RankTimes, describe
@@ -10,8 +10,10 @@ from loft_hvd.errors import DataError
 
 __all__ = ["render_text"]
 
+Entry = dict[str, Any]
 
-def render_text(entries: Sequence[dict[str, Any]]) -> str:
+
+def render_text(entries: Sequence[Entry]) -> str:
     """Say what a run log holds.
 
     Args:
@@ -20,33 +22,64 @@ def render_text(entries: Sequence[dict[str, Any]]) -> str:
     Raises:
         DataError: a line lacks one of its fields.
     """
-    lines = []
-    last: dict[str, dict[str, Any]] = {}
     try:
-        for entry in entries:
-            kind = entry["kind"]
-            last[kind] = entry
-            if kind == "run":
-                lines.append(
-                    f"{entry['world_size']} ranks, global_batch_size="
-                    f"{entry['global_batch_size']}, policy {entry['policy']}"
-                )
-            elif kind == "plan":
-                lines.append(
-                    f"plan {entry['plan_id']} from step {entry['first_step']}: "
-                    f"sizes {entry['sizes']}"
-                )
-        if "times" in last:
-            lines.append(f"times up to step {last['times']['step']}:")
-            lines.append(describe([RankTimes(**rank) for rank in last["times"]["ranks"]]))
-        else:
-            lines.append("no times yet")
-        if "explain" in last:
-            lines.append(last["explain"]["text"])
-        if "full" in last:
-            lines.append(f"the log was full at step {last['full']['step']}")
-    except (KeyError, TypeError) as error:
+        return "\n".join([*_history(entries), *_newest(entries)])
+    except (KeyError, TypeError, ValueError) as error:
         raise DataError(
-            f"report: a {kind!r} line lacks or has too many fields ({error})"
+            f"report: a line lacks or has too many fields ({error}); was the log written by "
+            "another version of loft_hvd?"
         ) from error
-    return "\n".join(lines)
+
+
+def _history(entries: Sequence[Entry]) -> Iterator[str]:
+    """Say what happened, in the order in which it did."""
+    for entry in entries:
+        kind = entry["kind"]
+        if kind == "run":
+            line = f"{entry['world_size']} ranks"
+            if "policy" in entry:
+                line += (
+                    f", global_batch_size={entry['global_batch_size']}, policy {entry['policy']}"
+                )
+            yield line
+        elif kind == "plan":
+            yield (
+                f"plan {entry['plan_id']} from step {entry['first_step']}: sizes {entry['sizes']}"
+            )
+        elif kind == "fault":
+            yield f"{entry['error']} at step {entry['step']}: {entry['text']}"
+        elif kind == "full":
+            yield f"the log was full at step {entry['step']}"
+
+
+def _newest(entries: Sequence[Entry]) -> Iterator[str]:
+    """Say what was known last of times, models, gradients and workers."""
+    last = {entry["kind"]: entry for entry in entries}
+    if "times" in last:
+        yield f"times up to step {last['times']['step']}:"
+        yield describe([RankTimes(**rank) for rank in last["times"]["ranks"]])
+    else:
+        yield "no times yet"
+    if "explain" in last:
+        yield last["explain"]["text"]
+    if "spread" in last:
+        yield spread_line(last["spread"])
+    if "suspicion" in last:
+        yield from suspicion_lines(last["suspicion"])
+
+
+def spread_line(entry: Entry) -> str:
+    """Say how much ranks' gradients differ, from a ``spread`` line."""
+    ratios = ", ".join("unknown" if r is None else f"{r:.1f}" for r in entry["ratios"])
+    return (
+        f"gradients' lasting difference from the other ranks', up to step {entry['step']}, 1 for "
+        f"what chance explains: {ratios}"
+    )
+
+
+def suspicion_lines(entry: Entry) -> Iterator[str]:
+    """Say who stands out, from a ``suspicion`` line."""
+    values = ", ".join(f"{worker['suspicion']:.2f}" for worker in entry["workers"])
+    yield f"suspicion of each worker at step {entry['step']}, 0 to 1: {values}"
+    for worker in entry["named"]:
+        yield f"worker {worker} stands out: its gradients are off in most steps"
