@@ -17,6 +17,7 @@ from loft_hvd.balance.plan import Plan, StepSizes
 from loft_hvd.balance.schedule import Schedule
 from loft_hvd.balance.timing import StepTimer
 from loft_hvd.balance.words import fit_record
+from loft_hvd.config import config
 from loft_hvd.errors import PlanError
 from loft_hvd.runlog import RunLog
 from loft_hvd.topology import LoadMeter, allowed_cpus, run_queue_s
