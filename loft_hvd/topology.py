@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import platform
 import time
+from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["LoadMeter", "allowed_cpus", "run_queue_s"]
+__all__ = ["LoadMeter", "allowed_cpus", "cpu_name", "run_queue_s"]
 
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")  # cpu ns, ns runnable but not running, slices
 _STAT = Path("/proc/stat")  # first line: cpu user nice system idle iowait irq softirq steal ...
 _MEMINFO = Path("/proc/meminfo")
+_CPUINFO = Path("/proc/cpuinfo")
 
 
 def allowed_cpus() -> int:
@@ -18,6 +21,15 @@ def allowed_cpus() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def cpu_name() -> str:
+    """Return the model of this machine's CPU; empty where the system does not tell."""
+    with suppress(OSError):
+        for line in _CPUINFO.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()
 
 
 def run_queue_s() -> float:

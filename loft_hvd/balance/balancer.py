@@ -5,28 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from loft_hvd.balance.explain import RankTimes
-from loft_hvd.balance.loop import PlanLoop
-from loft_hvd.balance.options import BalancerOptions
+from loft_hvd.balance.options import BalancerOptions, MaxBatch
 from loft_hvd.balance.plan import StepSizes, proportional_sizes
 from loft_hvd.balance.policies import Policy
 from loft_hvd.balance.ports import BalancerPorts
-from loft_hvd.config import config
 from loft_hvd.errors import PlanError, UsageError
 from loft_hvd.runlog import open_run_log
-from loft_hvd.transport.agreement import check_agreement
 from loft_hvd.transport.base import Transport
 from loft_hvd.transport.default import default_transport
 
 __all__ = ["Balancer"]
-
-_CUDA_GRAIN = 8
 
 
 class Balancer(BalancerPorts):
@@ -45,15 +37,22 @@ class Balancer(BalancerPorts):
             list of every rank's samples, [world_size], adding up to ``global_batch_size``.
         min_batch: fewest samples an adaptive policy gives a rank, and the samples of the dummy
             batch of a rank that has none, >= 1.
-        max_batch: most samples of a rank under an adaptive policy (its memory): one number, one
-            for each rank (None for no limit), or None.
+        max_batch: most samples of a rank (its memory), unless sizes are given as a list: one
+            number, one for each rank, or a dict by device name, such as ``{"A100": 256, "T4": 64}``
+            ("CPU" names any CPU); None for no limit. Ranks without one keep at most their first
+            size until two intervals have been measured, and grow by at most 2x at a time.
         grain: adaptive sizes are multiples of this, but for one rank when the global batch is
-            not; None takes 8 where torch sees a CUDA device, else 1.
+            not; None takes 8 where any rank has a CUDA device, else 1.
+        max_sizes: distinct sizes that a rank may have in a run, beside those of an epoch's last
+            batch, since each may cost a recompilation; None takes 8 where any rank has a CUDA
+            device, else any number.
         interval: optimizer steps between two exchanges, >= 1, and >= 3 with an adaptive policy;
             None takes 20 at first, then at least 20 and as many as take 30 seconds.
         dead_band: predicted gain below which "loft" leaves the sizes as they are.
         log_dir: folder in which rank 0 writes the run log (``loft-hvd report`` reads it); None
             takes ``LOFT_HVD_LOG_DIR``, and without it there is none.
+        on_resize: what an elastic world of another size keeps: "keep_global", the global batch,
+            or "keep_per_rank", its share a rank, so that the global batch grows with the world.
         transport: the ranks; Horovod's by default.
         clock: seconds that never go back.
 
@@ -62,23 +61,23 @@ class Balancer(BalancerPorts):
         MismatchError: ranks were given different values.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a script sets few of them, by name
         self,
         global_batch_size: int,
         policy: str | Sequence[int] | Policy = "loft",
         *,
         min_batch: int = 2,
-        max_batch: int | Sequence[int | None] | None = None,
+        max_batch: MaxBatch = None,
         grain: int | None = None,
+        max_sizes: int | None = None,
         interval: int | None = None,
         dead_band: float = 0.03,
         log_dir: str | Path | None = None,
+        on_resize: str = "keep_global",
         transport: Transport | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         transport = default_transport() if transport is None else transport
-        if grain is None:
-            grain = _CUDA_GRAIN if torch.cuda.is_available() else 1
         options = BalancerOptions(
             global_batch_size,
             transport.world_size,
@@ -88,23 +87,14 @@ class Balancer(BalancerPorts):
             grain=grain,
             interval=interval,
             dead_band=dead_band,
+            max_sizes=max_sizes,
+            on_resize=on_resize,
         )
         self._log_dir = log_dir
         log = open_run_log(log_dir, rank=transport.rank)
         super().__init__(options, transport, clock, log)
         self.policy = policy
         self.interval = interval
-        if not config().is_elastic:  # elastic ranks start at different times: see begin_world
-            self._agree()
-
-    def _agree(self) -> None:
-        check_agreement(
-            self._transport,
-            self._options.fields(),
-            what="Balancer",
-            name="loft.balancer",
-            timeout_s=config().timeout_s,
-        )
 
     def begin_world(self) -> None:
         """Plan afresh for the ranks there are now; ``loft.elastic.State`` calls it on each.
@@ -112,14 +102,9 @@ class Balancer(BalancerPorts):
         Raises:
             PlanError: sizes that were given as a list do not fit the new number of ranks.
         """
-        num_passes, device_clock = self._loop.num_passes, self._loop.timer.device_clock
-        self._options = replace(self._options, world_size=self._transport.world_size)
-        self._batches.restart()
         if self.log.path is None or self.rank != 0:  # ranks are numbered anew
             self.log = open_run_log(self._log_dir, rank=self.rank)
-        self._loop = PlanLoop(self._options, self._transport, self._batches, self._clock, self.log)
-        self._loop.num_passes, self._loop.timer.device_clock = num_passes, device_clock
-        self._agree()
+        self._start_anew()
 
     @contextmanager
     def step(self, num_samples: int, *, fetch_s: float = 0.0) -> Iterator[None]:

@@ -23,10 +23,12 @@ from loft_hvd.balance.observations import WAIT, Interval, screen
 from loft_hvd.balance.plan import Plan
 from loft_hvd.balance.policies import Fixed, LbBspCpu, LbBspGpu, Policy, Proposal, Task, Uniform
 from loft_hvd.balance.replay import Decision, Replay, record
-from loft_hvd.balance.search import Bounds
+from loft_hvd.balance.search import Bounds, round_to_lattice
 from loft_hvd.errors import ArgumentError, PlanError
 
 __all__ = ["POLICIES", "Controller", "Decision", "Replay", "make_policy"]
+
+_WARM_UP_INTERVALS = 2
 
 POLICIES = (
     "loft",
@@ -125,7 +127,8 @@ class Controller:
         self.settle_steps, self.max_sizes = settle_steps, max_sizes
         self.history = [Decision(0, 0, self.policy.start(self.task), f"start: {self.policy.name}")]
         self.discarded: Counter[tuple[int, str]] = Counter()
-        self._proposal: Proposal | None = None
+        self._is_capped = [True] * world_size
+        self._num_intervals = 0
         self._interval: Interval | None = None
 
     @property
@@ -136,6 +139,15 @@ class Controller:
     def plan_at(self, step: int) -> Plan:
         """Return the plan in force at a step, counted over epochs."""
         return next(made.plan for made in reversed(self.history) if made.first_step <= step)
+
+    def warm_up(self, is_capped: Sequence[bool]) -> None:
+        """Keep ranks at their first size, or below, until two intervals have been seen.
+
+        Args:
+            is_capped: ranks that may grow at once, since what their memory holds is known,
+                [world_size].
+        """
+        self._is_capped = list(is_capped)
 
     def is_settled(self, step: int) -> bool:
         """Whether a step's times count: the first steps at new sizes are slower than the rest."""
@@ -159,6 +171,7 @@ class Controller:
         if not step_s > 0 and interval.valid.any():
             claimed = interval.busy_s + interval.rows[:, WAIT]
             step_s = float(np.median(claimed[interval.valid]))
+        self._num_intervals += 1
         self._interval = Interval(step, interval.sizes, interval.rows, interval.valid, step_s)
 
     def decide(self, step: int) -> Plan | None:
@@ -173,12 +186,25 @@ class Controller:
         proposal = self.policy.propose(interval, first_step=step)
         if proposal is None or proposal.sizes == self.plan.sizes:
             return None
-        proposal = self._with_few_sizes(proposal)
+        proposal = self._with_few_sizes(self._while_warm(proposal))
         if proposal.sizes == self.plan.sizes:
             return None
         plan = Plan(self.plan.plan_id + 1, step, proposal.sizes)
         self.history.append(record(plan, proposal, measured_s=interval.step_s))
         return plan
+
+    def _while_warm(self, proposal: Proposal) -> Proposal:
+        """Hold ranks whose memory is unknown at their first size in the first intervals."""
+        if self._num_intervals >= _WARM_UP_INTERVALS:
+            return proposal
+        first, bounds = np.array(self.history[0].sizes), self.task.bounds
+        cap = np.where(self._is_capped, bounds.cap, first)
+        if (np.array(proposal.sizes) <= cap).all():
+            return proposal
+        held = Bounds(np.minimum(bounds.floor, cap), cap, bounds.grain)
+        wanted = np.array(proposal.sizes, dtype=np.float64)
+        sizes = round_to_lattice(wanted, self.task.global_batch_size, held)
+        return Proposal(sizes, f"{proposal.reason}; warm-up: no rank above its first size")
 
     def _with_few_sizes(self, proposal: Proposal) -> Proposal:
         """Replace sizes that would be too many for a rank by the nearest that it has had."""
@@ -218,6 +244,7 @@ class Controller:
             "world_size": self.task.world_size,
             "policy": self.policy.name,
             "history": [asdict(made) for made in self.history],
+            "num_intervals": self._num_intervals,
             "discarded": [[rank, why, n] for (rank, why), n in sorted(self.discarded.items())],
             "learnt": self.policy.state_dict(),
         }
@@ -239,4 +266,5 @@ class Controller:
             Decision(**{**made, "sizes": tuple(made["sizes"])}) for made in state["history"]
         ]
         self.discarded = Counter({(rank, why): n for rank, why, n in state["discarded"]})
+        self._num_intervals = int(state.get("num_intervals", _WARM_UP_INTERVALS))
         self.policy.load_state_dict(state["learnt"])

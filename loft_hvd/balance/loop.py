@@ -17,6 +17,7 @@ from loft_hvd.balance.plan import Plan, StepSizes
 from loft_hvd.balance.schedule import Schedule
 from loft_hvd.balance.timing import StepTimer
 from loft_hvd.balance.words import fit_record
+from loft_hvd.balance.world import World
 from loft_hvd.config import config
 from loft_hvd.errors import PlanError
 from loft_hvd.runlog import RunLog
@@ -46,6 +47,7 @@ class PlanLoop:
 
     Args:
         options: what the user asked for.
+        world: the ranks' devices and limits.
         transport: the ranks.
         batches: what is drawn and trained on.
         clock: seconds that never go back.
@@ -61,6 +63,7 @@ class PlanLoop:
     def __init__(
         self,
         options: BalancerOptions,
+        world: World,
         transport: Transport,
         batches: BatchQueue,
         clock: Callable[[], float],
@@ -68,9 +71,10 @@ class PlanLoop:
     ) -> None:
         self._options = options
         self._log = log
+        self._world = world
         self._transport = transport
         self._batches = batches
-        self._controller = options.make_controller()
+        self._controller = world.make_controller(options)
         self._exchange = Exchange(transport, name=options.name)
         self._load = LoadMeter()
         self._num_steps = 0
@@ -78,7 +82,7 @@ class PlanLoop:
         self._is_compared = False  # with the other ranks' state, at the first step
         is_crowded = transport.local_size > allowed_cpus()
         self.timer = StepTimer(clock, run_queue_s if is_crowded else None)
-        self.history = [Plan(0, 0, options.first_sizes(self._controller))]
+        self.history = [Plan(0, 0, world.first_sizes(options, self._controller))]
         self.times: tuple[RankTimes, ...] = ()
         self.num_passes = 1
         self.write_head()
@@ -92,6 +96,8 @@ class PlanLoop:
             world_size=self._transport.world_size,
             global_batch_size=options.global_batch_size,
             policy=options.policy_text,
+            devices=[f"{device.key} {device.name}" for device in self._world.devices],
+            caps=list(self._world.caps),
         )
         self._log.write("plan", **asdict(self.plan))
 
@@ -230,6 +236,7 @@ class PlanLoop:
         plan = self._exchange.receive_plan(global_batch_size=total)
         if plan is None or plan.plan_id == self.plan.plan_id:
             return
+        self._world.check_plan(plan, after=self.plan, rank=self._transport.rank)
         if plan.first_step <= self._batches.drawn_ahead:
             raise PlanError(
                 f"rank {self._transport.rank}: plan {plan.plan_id} starts at step "

@@ -1,20 +1,25 @@
-"""What a user asks of a balancer, checked, and the controller that it takes."""
+"""What a user asks of a balancer, checked."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from loft_hvd.balance.controller import POLICIES, Controller
+from loft_hvd.balance.controller import POLICIES
 from loft_hvd.balance.exchange import FEWEST_STEPS
-from loft_hvd.balance.plan import equal_sizes
 from loft_hvd.balance.policies import Policy
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, PlanError
 from loft_hvd.transport.agreement import digest
 
-__all__ = ["SETTLE_STEPS", "BalancerOptions"]
+__all__ = ["ON_RESIZE", "SETTLE_STEPS", "BalancerOptions", "Caps", "MaxBatch"]
 
 SETTLE_STEPS = 3  # the first steps of a run, and of a plan, are slower than the rest
+
+
+ON_RESIZE = ("keep_global", "keep_per_rank")
+
+Caps = tuple[int | None, ...]  # most samples of each rank; None for no limit
+MaxBatch = int | Sequence[int | None] | Mapping[str, int | None] | None
 
 
 @dataclass(frozen=True)
@@ -31,20 +36,29 @@ class BalancerOptions:
     world_size: int
     policy: str | Sequence[int] | Policy
     min_batch: int
-    max_batch: int | Sequence[int | None] | None
-    grain: int
+    max_batch: MaxBatch
+    grain: int | None
     interval: int | None
     dead_band: float
+    max_sizes: int | None = None
+    on_resize: str = "keep_global"
 
     def __post_init__(self) -> None:
-        for what in ("global_batch_size", "min_batch", "grain", "interval"):
-            value = getattr(self, what)
-            if what == "interval" and value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise ArgumentTypeError(f"Balancer: {what}={value!r} must be a whole number")
-            if value < 1:
-                raise ArgumentError(f"Balancer: {what}={value} must be >= 1")
+        for what in ("global_batch_size", "min_batch"):
+            _check_count(what, getattr(self, what))
+        for what in ("grain", "interval", "max_sizes"):
+            if getattr(self, what) is not None:
+                _check_count(what, getattr(self, what))
+        limit = self.max_batch
+        limits = limit.values() if isinstance(limit, Mapping) else limit
+        for value in [limits] if isinstance(limits, int | None) else limits:
+            if value is not None:
+                _check_count("max_batch", value)
+        if self.on_resize not in ON_RESIZE:
+            raise ArgumentError(
+                f"Balancer: on_resize={self.on_resize!r} is not known; it takes "
+                f"{' or '.join(map(repr, ON_RESIZE))}"
+            )
         if isinstance(self.policy, str) and self.policy not in POLICIES:
             raise ArgumentError(
                 f"Balancer: policy={self.policy!r} is not known; it takes "
@@ -97,34 +111,6 @@ class BalancerOptions:
             return self.policy
         return str(list(self.policy)) if isinstance(self.policy, Sequence) else self.policy.name
 
-    def make_controller(self) -> Controller | None:
-        """Return the policy's controller, or None where sizes are given or nothing is fitted.
-
-        Raises:
-            PlanError: no sizes within the limits add up to the global batch.
-        """
-        is_too_small = self.global_batch_size < self.world_size * self.min_batch
-        if self.sizes is not None or self.policy == "uniform":
-            return None
-        if self.policy == "report" and is_too_small:
-            return None
-        return Controller(
-            self.global_batch_size,
-            self.world_size,
-            self.policy,
-            min_batch=self.min_batch,
-            max_batch=self.max_batch,
-            grain=self.grain,
-            dead_band=self.dead_band,
-            settle_steps=SETTLE_STEPS,
-        )
-
-    def first_sizes(self, controller: Controller | None) -> tuple[int, ...]:
-        """Return the sizes of the first plan, [world_size]."""
-        if controller is not None:
-            return controller.plan.sizes
-        return self.sizes or equal_sizes(self.global_batch_size, self.world_size)
-
     @property
     def name(self) -> str:
         """Stem of the operations' names: equal where all options are."""
@@ -132,5 +118,16 @@ class BalancerOptions:
 
     def fields(self) -> dict[str, str]:
         """Return what must be equal on every rank, by name."""
-        names = ("global_batch_size", "min_batch", "max_batch", "grain", "interval", "dead_band")
-        return {name: str(getattr(self, name)) for name in names} | {"policy": self.policy_text}
+        names = ["global_batch_size", "min_batch", "grain", "interval", "dead_band"]
+        names += ["max_sizes", "on_resize"]
+        limit = self.max_batch
+        shown = sorted(limit.items()) if isinstance(limit, Mapping) else limit
+        fields = {name: str(getattr(self, name)) for name in names}
+        return fields | {"max_batch": str(shown), "policy": self.policy_text}
+
+
+def _check_count(what: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ArgumentTypeError(f"Balancer: {what}={value!r} must be a whole number")
+    if value < 1:
+        raise ArgumentError(f"Balancer: {what}={value} must be >= 1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,9 +13,12 @@ from loft_hvd.balance.device_clock import make_device_clock
 from loft_hvd.balance.loop import PlanLoop
 from loft_hvd.balance.options import BalancerOptions
 from loft_hvd.balance.plan import Plan, StepSizes
+from loft_hvd.balance.world import World, assume, meet
+from loft_hvd.config import config
 from loft_hvd.errors import PlanError
 from loft_hvd.runlog import RunLog
-from loft_hvd.transport.base import Transport
+from loft_hvd.transport.agreement import check_agreement
+from loft_hvd.transport.base import Transport, wait_for
 
 __all__ = ["BalancerPorts"]
 
@@ -45,9 +49,55 @@ class BalancerPorts:
         self.global_batch_size = options.global_batch_size
         self.min_batch = options.min_batch
         self._min_ranks = 1
+        self._has_met = False
+        self._base = options.global_batch_size, options.world_size  # what a resize starts from
+        self._found_caps: dict[str, int] = {}  # by trying, by device
         self._batches = BatchQueue()
         self.log = log
-        self._loop = PlanLoop(options, transport, self._batches, clock, log)
+        self._world = self._meet()
+        self._loop = PlanLoop(options, self._world, transport, self._batches, clock, log)
+
+    def _meet(self) -> World:
+        """Compare what ranks were given, and learn their devices; in elastic mode later."""
+        if config().is_elastic and not self._has_met:
+            return assume(self._options)  # ranks start at different times: see begin_world
+        check_agreement(
+            self._transport,
+            self._options.fields(),
+            what="Balancer",
+            name="loft.balancer",
+            timeout_s=config().timeout_s,
+        )
+        return meet(self._transport, self._options, found=self._found_caps)
+
+    def _start_anew(self) -> None:
+        """Go on with another world or other limits, on every rank, between two steps."""
+        self._batches.restart()
+        self._has_met = True
+        self._resize()
+        self._world = self._meet()
+        self._found_caps = dict(self._world.found)
+        older = self._loop
+        self._loop = PlanLoop(
+            self._options, self._world, self._transport, self._batches, self._clock, self.log
+        )
+        self._loop.num_passes = older.num_passes
+        self._loop.timer.device_clock = older.timer.device_clock
+
+    def _resize(self) -> None:
+        """Work out the global batch of the ranks there are now, by rank 0's first world."""
+        world_size = self._transport.world_size
+        total, first_size = self._base
+        if self._options.on_resize == "keep_per_rank":
+            base = torch.tensor([first_size])
+            if world_size > 1:
+                work = self._transport.broadcast(base, name="loft.balancer.base")
+                wait_for(work, what="size of the first world", timeout_s=config().timeout_s)
+            first_size = int(base)
+            self._base = total, first_size
+            total = max(1, round(total * world_size / first_size))
+        self._options = replace(self._options, world_size=world_size, global_batch_size=total)
+        self.global_batch_size = total
 
     # What a loader asks for and reports.
 

@@ -79,6 +79,7 @@ _LAYERS = {
     "balance/batches.py": 2,
     "balance/exchange.py": 3,
     "balance/options.py": 3,
+    "balance/world.py": 4,
     "balance/loop.py": 4,
     "balance/ports.py": 4,
     "balance/balancer.py": 4,

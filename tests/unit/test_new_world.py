@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 import loft_hvd as loft
+from loft_hvd.config import Config
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, MismatchError, PlanError, UsageError
-from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
+from loft_hvd.transport.local import LocalTransport, run_ranks
 
 
 class Moving:
@@ -109,14 +110,36 @@ def test_ranks_that_join_with_other_options_are_named() -> None:
     def work(end: LocalTransport) -> None:
         rank = Rank(end)
         if end.rank == 2:
-            rank.balancer.min_batch = 2
-            rank.balancer._options = loft.Balancer(
-                24, policy="uniform", transport=LocalWorld(1).transport(0)
-            )._options
+            rank.balancer._base = 24, end.world_size
         rank.balancer.begin_world()
 
     with pytest.raises(MismatchError, match=r"global_batch_size differs on ranks \[2\]"):
         run_ranks(3, work)
+
+
+@pytest.mark.parametrize(
+    ("on_resize", "totals"), [("keep_global", [12, 12, 12]), ("keep_per_rank", [12, 8, 20])]
+)
+def test_a_resize_keeps_the_global_batch_or_each_ranks_share(
+    on_resize: str, totals: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From 3 ranks to 2 to 5; those that join are given the same arguments."""
+    monkeypatch.setattr("loft_hvd.balance.ports.config", lambda: Config(is_elastic=True))
+    balancers: dict[int, tuple[Moving, loft.Balancer]] = {}
+
+    def begin(end: LocalTransport) -> tuple[int, int]:
+        if end.rank not in balancers:
+            moving = Moving(end)
+            made = loft.Balancer(12, policy="uniform", on_resize=on_resize, transport=moving)
+            balancers[end.rank] = moving, made
+        else:
+            balancers[end.rank][0].end = end
+        balancer = balancers[end.rank][1]
+        balancer.begin_world()
+        return balancer.global_batch_size, sum(balancer.plan.sizes)
+
+    found = [run_ranks(world_size, begin) for world_size in (3, 2, 5)]
+    assert found == [[(total, total)] * n for total, n in zip(totals, (3, 2, 5), strict=True)]
 
 
 class Fake:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import horovod.torch as hvd
@@ -55,9 +56,10 @@ def train(setting: str) -> dict[str, Any]:
     used: list[tuple[int, ...]] = []
     num_odd = 0
     for (x, y), sizes in batches(balancer, setting):
-        optimizer.zero_grad()
-        torch.nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
+        with balancer.step(len(x)) if "s" in setting else nullcontext():
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
         used.append((sizes.step, sizes.plan_id, *sizes.sizes))
         planned = balancer.plan_at(sizes.step)
         is_full = sizes.total == GLOBAL_BATCH

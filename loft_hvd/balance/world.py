@@ -1,0 +1,253 @@
+"""What a world of ranks is to a balancer: their devices, and the limits that follow from them.
+
+Every rank tells the others its device once a world. Limits are worked out from that alike on all
+ranks; what only rank 0 knows, caps that an earlier run found, it broadcasts.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from loft_hvd.balance.bounds import Bounds
+from loft_hvd.balance.controller import Controller
+from loft_hvd.balance.options import SETTLE_STEPS, BalancerOptions, Caps
+from loft_hvd.balance.plan import Plan, equal_sizes
+from loft_hvd.balance.search import equal_within
+from loft_hvd.config import config
+from loft_hvd.errors import ArgumentError, PlanError
+from loft_hvd.topology import cpu_name
+from loft_hvd.transport.base import Transport, allgather_rows, wait_for
+
+__all__ = ["Device", "World", "assume", "meet"]
+
+
+_CUDA_GRAIN = 8
+_CUDA_SIZES = 8  # distinct sizes of a rank in a run: each may cost a recompilation or autotuning
+_TEXT = 96  # bytes of a name
+_NO_CAP = -1
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a rank computes on.
+
+    Attributes:
+        host: the machine's name.
+        number: counts the ranks of that machine, from 0.
+        name: such as "Tesla T4" or "CPU AMD EPYC 7B13".
+        is_cuda: whether torch sees a CUDA device.
+    """
+
+    host: str
+    number: int
+    name: str
+    is_cuda: bool
+
+    @property
+    def key(self) -> str:
+        """Tells a device that comes back from any other."""
+        return f"{self.host}/{self.number}"
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks there are now.
+
+    Attributes:
+        devices: of each rank, [world_size].
+        caps: most samples of each rank, [world_size]; None where no limit is known.
+        grain: adaptive sizes are multiples of it.
+        max_sizes: distinct sizes that a rank may have in a run; None for any number.
+        found: caps that were found by trying, by device key.
+    """
+
+    devices: tuple[Device, ...]
+    caps: tuple[int | None, ...]
+    grain: int
+    max_sizes: int | None
+    found: Mapping[str, int]
+
+    def __len__(self) -> int:
+        return len(self.devices)
+
+    def make_controller(self, options: BalancerOptions) -> Controller | None:
+        """Return the policy's controller, or None where sizes are given or nothing is fitted.
+
+        Raises:
+            PlanError: no sizes within the limits add up to the global batch.
+        """
+        is_too_small = options.global_batch_size < len(self) * options.min_batch
+        if options.sizes is not None or options.policy == "uniform":
+            return None
+        if options.policy == "report" and is_too_small:
+            return None
+        controller = Controller(
+            options.global_batch_size,
+            len(self),
+            options.policy,
+            min_batch=options.min_batch,
+            max_batch=self.caps,
+            grain=self.grain,
+            dead_band=options.dead_band,
+            settle_steps=SETTLE_STEPS,
+            max_sizes=self.max_sizes,
+        )
+        controller.warm_up([cap is not None for cap in self.caps])
+        return controller
+
+    def first_sizes(
+        self, options: BalancerOptions, controller: Controller | None
+    ) -> tuple[int, ...]:
+        """Return the sizes of the first plan, [world_size].
+
+        Raises:
+            PlanError: the caps leave no room for the global batch.
+        """
+        if controller is not None:
+            return controller.plan.sizes
+        total = options.global_batch_size
+        if options.sizes is not None or not any(self.caps):
+            return options.sizes or equal_sizes(total, len(self))
+        highest = [total if cap is None else min(cap, total) for cap in self.caps]
+        return equal_within(total, Bounds.of(len(self), cap=highest))
+
+    def check_plan(self, plan: Plan, *, after: Plan, rank: int) -> None:
+        """Raise on a plan that this rank must not follow.
+
+        Args:
+            plan: what rank 0 has sent.
+            after: the newest plan here.
+            rank: this rank, for the message.
+
+        Raises:
+            PlanError: it is not the next plan, or gives a rank more than its cap.
+        """
+        if plan.plan_id != after.plan_id + 1:
+            raise PlanError(
+                f"plan {plan.plan_id} from rank 0 does not follow plan {after.plan_id} of rank "
+                f"{rank}; load the same state on every rank"
+            )
+        for taker, (size, cap) in enumerate(zip(plan.sizes, self.caps, strict=True)):
+            if cap is not None and size > cap:
+                raise PlanError(
+                    f"plan {plan.plan_id}: rank {taker} should compute {size} samples, but its cap "
+                    f"is {cap}; the policy must keep within max_batch"
+                )
+
+    @classmethod
+    def of(
+        cls, options: BalancerOptions, devices: tuple[Device, ...], found: Mapping[str, int]
+    ) -> World:
+        """Work out limits.
+
+        Args:
+            options: what the user asked for.
+            devices: of each rank, [world_size].
+            found: caps that were found by trying, by device key.
+
+        Raises:
+            PlanError: ``max_batch`` names other devices than there are.
+            ArgumentError: ``max_batch`` is a list for another number of ranks.
+        """
+        has_cuda = any(device.is_cuda for device in devices)
+        grain = options.grain
+        if grain is None:
+            grain = _CUDA_GRAIN if has_cuda else 1
+            while grain * len(devices) > options.global_batch_size:
+                grain //= 2  # a small global batch: every rank takes a grain at least
+            grain = max(grain, 1)
+        max_sizes = options.max_sizes
+        if max_sizes is None and has_cuda:
+            max_sizes = _CUDA_SIZES
+        caps = [
+            min(
+                (limit for limit in (cap, found.get(device.key)) if limit is not None), default=None
+            )
+            for cap, device in zip(_given_caps(options, devices), devices, strict=True)
+        ]
+        return cls(devices, tuple(caps), grain, max_sizes, found)
+
+
+def _given_caps(options: BalancerOptions, devices: tuple[Device, ...]) -> Caps:
+    limit = options.max_batch
+    if limit is None or isinstance(limit, int):
+        return (limit,) * len(devices)
+    if not isinstance(limit, Mapping):
+        if len(limit) != len(devices):
+            raise ArgumentError(
+                f"Balancer: max_batch={list(limit)} has {len(limit)} entries for {len(devices)} "
+                "ranks; give one for each, one number for all, or numbers by device name"
+            )
+        return tuple(limit)
+    return tuple(_by_name(limit, device, rank) for rank, device in enumerate(devices))
+
+
+def _by_name(limits: Mapping[str, int | None], device: Device, rank: int) -> int | None:
+    """Return the limit of the longest name that the device's own name contains."""
+    fitting = [name for name in limits if name.lower() in device.name.lower()]
+    if not fitting:
+        raise PlanError(
+            f"Balancer: rank {rank} on {device.host} has the device {device.name!r}, which "
+            f"max_batch={dict(limits)} does not name; add it, or a part of its name (None for no "
+            "limit)"
+        )
+    return limits[max(fitting, key=len)]
+
+
+def own_device() -> tuple[str, str, bool]:
+    """Return this process's host, its device's name, and whether it is a CUDA device."""
+    host = socket.gethostname()
+    if torch.cuda.is_available():
+        return host, torch.cuda.get_device_name(), True
+    return host, f"CPU {cpu_name()}".strip(), False
+
+
+def assume(options: BalancerOptions) -> World:
+    """Return a world of devices like this one, until ranks have met."""
+    host, name, is_cuda = own_device()
+    devices = tuple(Device(host, number, name, is_cuda) for number in range(options.world_size))
+    return World.of(options, devices, {})
+
+
+def meet(transport: Transport, options: BalancerOptions, *, found: Mapping[str, int]) -> World:
+    """Tell all ranks this one's device, and learn theirs; every rank calls it.
+
+    Args:
+        transport: the ranks.
+        options: what the user asked for, equal on all ranks.
+        found: caps that were found by trying, by ``Device.key``; rank 0's count.
+    """
+    timeout_s = config().timeout_s
+    row = torch.tensor(_encode(*own_device()), dtype=torch.int64)
+    rows = allgather_rows(transport, row, name="loft.balancer.devices", timeout_s=timeout_s)
+    numbers: Counter[str] = Counter()
+    devices = []
+    for values in rows.tolist():
+        host, name, is_cuda = _decode(values)
+        devices.append(Device(host, numbers[host], name, is_cuda))
+        numbers[host] += 1
+    caps = torch.tensor([found.get(device.key, _NO_CAP) for device in devices], dtype=torch.int64)
+    if transport.world_size > 1:
+        work = transport.broadcast(caps, name="loft.balancer.caps")
+        wait_for(work, what="broadcast of caps", timeout_s=timeout_s)
+    pairs = zip(devices, caps.tolist(), strict=True)
+    known = {device.key: cap for device, cap in pairs if cap > 0}
+    return World.of(options, tuple(devices), {**found, **known})
+
+
+def _encode(host: str, name: str, is_cuda: bool) -> list[int]:
+    texts = [text.encode()[:_TEXT].ljust(_TEXT, b"\0") for text in (host, name)]
+    return [int(is_cuda), *texts[0], *texts[1]]
+
+
+def _decode(values: list[int]) -> tuple[str, str, bool]:
+    host, name = (
+        bytes(value & 0xFF for value in values[at : at + _TEXT]).rstrip(b"\0")
+        for at in (1, 1 + _TEXT)
+    )
+    return host.decode(errors="replace"), name.decode(errors="replace"), bool(values[0])
