@@ -1,0 +1,38 @@
+"""The report names the slow rank and its cause, and nobody where nothing is wrong."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from loft_hvd.report.text import render_text
+from loft_hvd.runlog import read_run_log
+from tests.support.launch import launch
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(120)]
+
+JOB = "tests/multiprocess/jobs/report_mode.py"
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        ("disk", [("2", "fetch")]),
+        pytest.param("nothing", [], marks=pytest.mark.long),
+        pytest.param("cpu", [("2", "compute")], marks=pytest.mark.long),
+        pytest.param("link", [("2", "fetch")], marks=pytest.mark.long),
+    ],
+)
+def test_report_names_the_slow_rank_and_its_cause(
+    kind: str, named: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    done = launch(3, [JOB, kind], timeout_s=100, env={"LOFT_HVD_LOG_DIR": str(tmp_path)})
+    assert done.returncode == 0, done.output[-4000:]
+    assert re.findall(r"rank (\d) is slow: (\w+)", done.output) == named, done.output[-4000:]
+    assert ("no rank is slow" in done.output) == (not named)
+    (log,) = tmp_path.iterdir()
+    report = render_text(read_run_log(log))
+    assert re.findall(r"rank (\d) is slow: (\w+)", report) == named, report
+    assert ("samples a batch come from elsewhere" in report) == (kind == "link")
