@@ -31,12 +31,14 @@ from loft_hvd.errors import LoftError
 from loft_hvd.metrics import average
 from loft_hvd.optimizer import DistributedOptimizer
 from loft_hvd.pipeline.allreduce import Handle, allreduce, allreduce_async
+from loft_hvd.pipeline.wire import Compression
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Balancer",
     "BatchSampler",
+    "Compression",
     "Custom",
     "DataLoader",
     "Diagnostics",

@@ -37,6 +37,8 @@ class Config:
         timeout_s: longest wait for other ranks in seconds (``LOFT_HVD_TIMEOUT_S``).
         bucket_bytes: most bytes of gradients sent together (``LOFT_HVD_BUCKET_BYTES``).
         log_dir: folder of the run log, or None for no log (``LOFT_HVD_LOG_DIR``).
+        trace_file: file of a Chrome trace of every bucket's stages, or None for no trace; the
+            rank's number goes before its suffix (``LOFT_HVD_TRACE``).
         heartbeat_s: seconds between two heartbeats of a rank; 0 for none
             (``LOFT_HVD_HEARTBEAT_S``).
         heartbeat_timeout_s: silence in seconds that ends the waits of the others, for a rank whose
@@ -54,6 +56,7 @@ class Config:
     timeout_s: float = 300.0
     bucket_bytes: int = 32 * 1024 * 1024
     log_dir: str | None = None
+    trace_file: str | None = None
     heartbeat_s: float = 1.0
     heartbeat_timeout_s: float = 10.0
     leave_s: float = 5.0
@@ -95,14 +98,15 @@ class Config:
 
         threads: int | None = None
         level: str | None = None
-        log_dir: str | None = None
+        no_file: str | None = None
         count = "a whole number above 0"
         return cls(
             threads=read("THREADS", int, threads, takes=count),
             isa=read("ISA", isa, level, takes="baseline, avx2 or avx512"),
             timeout_s=read("TIMEOUT_S", float, cls.timeout_s, takes="seconds above 0"),
             bucket_bytes=read("BUCKET_BYTES", int, cls.bucket_bytes, takes=count),
-            log_dir=read("LOG_DIR", str, log_dir, takes="a folder"),
+            log_dir=read("LOG_DIR", str, no_file, takes="a folder"),
+            trace_file=read("TRACE", str, no_file, takes="a file name"),
             heartbeat_s=read(
                 "HEARTBEAT_S", seconds, cls.heartbeat_s, takes="seconds, 0 for none", floor=-1
             ),

@@ -1,263 +1,34 @@
-"""``DistributedOptimizer``: the user's optimizer, with gradients reduced by a rule before it steps.
-
-The wrapper is a genuine ``torch.optim.Optimizer`` that owns nothing: state, parameter groups and
-hooks are the user's optimizer's own. Its class says it lives in Horovod's optimizer module, which
-is how ``hvd.broadcast_optimizer_state`` tells optimizers whose ``step`` communicates.
-"""
+"""``DistributedOptimizer``: the optimizer with gradients reduced by a rule before it steps."""
 
 from __future__ import annotations
 
-import time
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from loft_hvd.aggregation.rules import Mean, Rule
 from loft_hvd.balance.balancer import Balancer
 from loft_hvd.config import config
-from loft_hvd.delegate import Delegate
-from loft_hvd.errors import ArgumentError, ArgumentTypeError, UsageError
+from loft_hvd.errors import ArgumentTypeError
+from loft_hvd.options import at_least_one, check_rules
 from loft_hvd.parameters import GradientSet, collect_parameters
-from loft_hvd.pipeline.reducer import GradientReducer, OutgoingHook, ReducerSettings
-from loft_hvd.pipeline.stages import Compressor
-from loft_hvd.runlog import RunLog, open_run_log
-from loft_hvd.transport.agreement import check_agreement
+from loft_hvd.pipeline.settings import ReducerSettings
+from loft_hvd.pipeline.wire import Wire, read_compression
+from loft_hvd.reducing import ReducingOptimizer
 from loft_hvd.transport.base import Transport
 from loft_hvd.transport.default import default_transport
-from loft_hvd.transport.horovod import (
-    HorovodTransport,
-    is_member,
-    known_compression,
-    reduce_op_name,
-)
-from loft_hvd.transport.torch_distributed import TorchDistributedTransport
+from loft_hvd.transport.horovod import is_member, reduce_op_name
 
 __all__ = ["DistributedOptimizer"]
-
-
-class _DistributedOptimizer(Delegate):
-    """The user's optimizer with reduced gradients; made by ``DistributedOptimizer``."""
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        collect: Callable[[], GradientSet],
-        *,
-        settings: ReducerSettings,
-        find_transport: Callable[[], Transport | None],
-        balancer: Balancer | None,
-        log_dir: str | Path | None,
-    ) -> None:
-        super().__init__(optimizer)
-        self._collect = collect
-        self._settings = settings
-        self._find_transport = find_transport
-        self._transport = find_transport()
-        self._balancer = balancer
-        self._log_dir = log_dir
-        self._log = self._open_log()
-        # Elastic ranks start at different times: they agree in ``begin_world``, all together.
-        self._reducer = self._make_reducer(should_agree=not config().is_elastic)
-        self._should_synchronize = True
-        self._is_synchronized = False
-        self._waited_s = 0.0
-
-    def _open_log(self) -> RunLog:
-        if self._balancer is None:
-            log = open_run_log(self._log_dir, rank=self.rank)
-            log.write("run", world_size=self.world_size)
-            return log
-        if self._log_dir is not None:
-            self._balancer.log_to(self._log_dir)
-        return self._balancer.log
-
-    def _make_reducer(self, *, should_agree: bool = True) -> GradientReducer | None:
-        if self._transport is None:  # this rank is not in the process set
-            return None
-        found = self._collect()
-        world_size = self._transport.world_size
-        self._world_size = world_size
-        if should_agree:
-            self._agree(self._transport, found)
-        if world_size > 1:
-            for rule in found.rules:
-                rule.check(world_size)
-        if self._balancer is not None and found.parameters:
-            self._balancer.compute_on(found.parameters[0].device)
-        if self._balancer is not None and world_size > 1:
-            self._balancer.require(
-                min_ranks=max(rule.min_rows for rule in found.rules),
-                num_passes=self._settings.num_passes,
-            )
-        return GradientReducer(
-            found.parameters,
-            found.specs,
-            found.rules,
-            settings=self._settings,
-            transport=self._transport,
-            source=self._balancer,
-            name=found.name,
-        )
-
-    def _agree(self, transport: Transport, found: GradientSet) -> None:
-        if isinstance(transport, HorovodTransport | TorchDistributedTransport):
-            transport.open_heartbeat()
-        check_agreement(
-            transport,
-            found.fields() | _option_fields(self._settings, self._balancer),
-            what="DistributedOptimizer",
-            name="loft.optimizer",  # not found.name: ranks may differ in what it comes from
-            timeout_s=self._settings.timeout_s,
-        )
-
-    def begin_world(self) -> None:
-        """Lay out buckets for the ranks there are now; ``loft.elastic.State`` calls it on each."""
-        self._optimizer.zero_grad(set_to_none=True)
-        self._transport = self._find_transport()
-        if self._balancer is not None or self.rank != 0 or self._log.path is None:
-            self._log = self._open_log()  # ranks are numbered anew
-        self._lay_out_anew()
-        self._is_synchronized = False
-        self._waited_s = 0.0
-
-    def _lay_out_anew(self) -> None:
-        older = self._reducer
-        if older is not None:
-            older.detach()
-        self._reducer = self._make_reducer()
-        if older is not None and self._reducer is not None:
-            self._reducer.adopt_hooks(older)
-
-    def synchronize(self) -> None:
-        """Wait until every gradient is reduced; for clipping or unscaling before ``step``."""
-        if self._reducer is not None and self._transport is not None:
-            if self._transport.world_size != self._world_size:
-                raise UsageError(
-                    f"the world has changed from {self._world_size} to "
-                    f"{self._transport.world_size} ranks under this optimizer; with "
-                    "hvd.elastic.run, give it to a loft.elastic.State, which makes it fit"
-                )
-            if self._balancer is not None:
-                self._balancer.computing_ended()
-            began = time.monotonic()
-            with self._log.faults():
-                self._reducer.synchronize()
-            self._waited_s += time.monotonic() - began
-        self._is_synchronized = True
-
-    @contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
-        """Let ``step`` take the gradients as they are, after a ``synchronize`` of the script's.
-
-        ::
-
-            optimizer.synchronize()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-            with optimizer.skip_synchronize():
-                optimizer.step()
-        """
-        self._should_synchronize = False
-        try:
-            yield
-        finally:
-            self._should_synchronize = True
-
-    def _prepare_step(self) -> None:
-        if not self._should_synchronize:
-            if not self._is_synchronized:
-                self.synchronize()
-            return
-        if self._is_synchronized:
-            warnings.warn(
-                "optimizer.step() called after optimizer.synchronize() without "
-                "optimizer.skip_synchronize(); the gradients are taken as they are, wrap step() "
-                "in `with optimizer.skip_synchronize()` to say so",
-                stacklevel=3,
-            )
-            if self._reducer is None or not self._reducer.has_gradients:
-                return
-        self.synchronize()
-
-    def step(  # type: ignore[override]  # one signature for both of the base's overloads
-        self, closure: Callable[[], float] | None = None
-    ) -> float | None:
-        """Reduce the gradients, then take the user's optimizer's step.
-
-        Args:
-            closure: computes the loss and its gradients; they are reduced each time it is called.
-        """
-        if closure is None:
-            self._prepare_step()
-            result = self._optimizer.step()
-        else:
-            evaluate = closure
-
-            def reduced() -> float:
-                loss = evaluate()
-                self._prepare_step()
-                return loss
-
-            result = self._optimizer.step(reduced)
-        self._is_synchronized = False
-        if self._balancer is None:
-            self._log.step += 1
-        elif self._reducer is not None:
-            self._balancer.step_ended(waited_s=self._waited_s)
-        self._waited_s = 0.0
-        return result
-
-    step.hooked = True  # type: ignore[attr-defined]  # the user's own step runs the step hooks
-
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Zero the gradients; takes what the user's optimizer takes.
-
-        Raises:
-            UsageError: gradients are on the wire.
-        """
-        if self._reducer is not None and self._reducer.is_in_flight:
-            raise UsageError(
-                "optimizer.zero_grad() was called after loss.backward() but before "
-                "optimizer.step() or optimizer.synchronize(): gradients are on the wire"
-            )
-        self._optimizer.zero_grad(*args, **kwargs)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, on every rank alike; lays the buckets out anew."""
-        self._optimizer.add_param_group(param_group)
-        if self._reducer is not None:
-            self._lay_out_anew()
-
-    def register_outgoing_hook(self, hook: OutgoingHook) -> RemovableHandle:
-        """Look at, or change, each bucket of this rank's gradients before it is sent."""
-        if self._reducer is None:
-            raise UsageError("this rank is not in the optimizer's process set: it sends nothing")
-        return self._reducer.register_outgoing_hook(hook)
-
-    @property
-    def rank(self) -> int:
-        """This rank, or -1 outside the process set."""
-        return -1 if self._transport is None else self._transport.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks that reduce gradients together."""
-        return 0 if self._transport is None else self._transport.world_size
-
-
-# hvd.broadcast_optimizer_state compares this name, and then calls the base class's step.
-_DistributedOptimizer.__module__ = "horovod.torch.optimizer"
 
 
 def DistributedOptimizer(  # noqa: N802, PLR0913 - the name and the arguments are Horovod's
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
-    compression: Compressor | None = None,
+    compression: Wire | None = None,
     backward_passes_per_step: int = 1,
     op: Any = None,
     gradient_predivide_factor: float = 1.0,
@@ -270,7 +41,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - the name and the arguments ar
     bucket_bytes: int | None = None,
     log_dir: str | Path | None = None,
     transport: Transport | None = None,
-) -> _DistributedOptimizer:
+) -> ReducingOptimizer:
     """Wrap an optimizer so that gradients are reduced over ranks before each of its steps.
 
     A superset of ``hvd.DistributedOptimizer``; make it on every rank alike, after ``hvd.init()``.
@@ -280,8 +51,8 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - the name and the arguments ar
         optimizer: any optimizer that steps once per gradient (not L-BFGS).
         named_parameters: ``model.named_parameters()``; names appear in errors and must be equal
             on every rank. None names parameters by their place in the optimizer.
-        compression: ``hvd.Compression.none``, ``hvd.Compression.fp16``, or an object with
-            ``compress`` and ``decompress``; what travels, not what is computed with.
+        compression: ``loft.Compression.none``, ``.fp16`` or ``.bf16``, one of Horovod's, or an
+            object with ``compress`` and ``decompress``; what travels, not what is computed with.
         backward_passes_per_step: backward passes summed into one step, >= 1.
         op: ``hvd.Average`` (the default) or ``hvd.Sum``; ``Sum`` only with ``Mean``.
         gradient_predivide_factor: with ``Average`` and ``Mean``, what gradients are divided by
@@ -315,17 +86,17 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - the name and the arguments ar
     settings = ReducerSettings(
         bucket_bytes=config().bucket_bytes if bucket_bytes is None else bucket_bytes,
         timeout_s=config().timeout_s,
-        num_passes=_at_least_one(backward_passes_per_step),
+        num_passes=at_least_one(backward_passes_per_step),
         is_sum=reduce_op_name(op) == "sum",
         predivide=float(gradient_predivide_factor),
         sparse_as_dense=sparse_as_dense,
-        compression=known_compression(compression),
+        wire=read_compression(compression),
     )
     names = None if named_parameters is None else list(named_parameters)
 
     def collect() -> GradientSet:
         found = collect_parameters(optimizer.param_groups, names, rule=rule, groups=groups)
-        _check_rules(found.rules, settings)
+        check_rules(found.rules, settings)
         return found
 
     def find_transport() -> Transport | None:
@@ -333,7 +104,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - the name and the arguments ar
             return transport
         return default_transport(process_set)
 
-    return _DistributedOptimizer(
+    return ReducingOptimizer(
         optimizer,
         collect,
         settings=settings,
@@ -341,34 +112,3 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - the name and the arguments ar
         balancer=balancer,
         log_dir=log_dir,
     )
-
-
-def _at_least_one(passes: int) -> int:
-    if not isinstance(passes, int) or passes < 1:
-        raise ArgumentError(f"backward_passes_per_step={passes!r} must be a whole number >= 1")
-    return passes
-
-
-def _check_rules(rules: Sequence[Rule], settings: ReducerSettings) -> None:
-    if settings.predivide <= 0 or (settings.is_sum and settings.predivide != 1.0):
-        raise ArgumentError(
-            f"gradient_predivide_factor={settings.predivide} must be > 0, and 1 with op=Sum"
-        )
-    robust = [rule for rule in rules if not isinstance(rule, Mean)]
-    if robust and (settings.is_sum or settings.predivide != 1.0):
-        raise ArgumentError(
-            f"rule={robust[0]} takes neither op=Sum nor gradient_predivide_factor="
-            f"{settings.predivide}: it does not add the ranks' gradients up; leave both away"
-        )
-
-
-def _option_fields(settings: ReducerSettings, balancer: Balancer | None) -> dict[str, str]:
-    return {
-        "option backward_passes_per_step": str(settings.num_passes),
-        "option op": "sum" if settings.is_sum else "average",
-        "option gradient_predivide_factor": str(settings.predivide),
-        "option bucket_bytes": str(settings.bucket_bytes),
-        "option compression": str(settings.compression),
-        "option sparse_as_dense": str(settings.sparse_as_dense),
-        "option balancer": "none" if balancer is None else str(balancer.global_batch_size),
-    }

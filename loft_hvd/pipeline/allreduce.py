@@ -25,8 +25,8 @@ from loft_hvd.errors import (
     TransportTimeoutError,
 )
 from loft_hvd.pipeline.buckets import accumulation_dtype
-from loft_hvd.pipeline.engine import is_engine_sum
-from loft_hvd.pipeline.stages import Reduction, ShardReduction, SumReduction
+from loft_hvd.pipeline.reduction import Reduction
+from loft_hvd.pipeline.stages import is_engine_sum
 from loft_hvd.pipeline.weights import PassWeights
 from loft_hvd.transport.agreement import digest, odd_ones
 from loft_hvd.transport.base import Transport, Work
@@ -35,6 +35,7 @@ from loft_hvd.transport.default import default_transport
 __all__ = ["Handle", "allreduce", "allreduce_async", "forget_exchanges"]
 
 _POLL_S = 100e-6
+_PART_BYTES = 16 * 1024 * 1024
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -46,12 +47,14 @@ class _Exchange:
         device = str(tensor.device)
         self.key = (tensor.shape, tensor.dtype, device, rule, transport.world_size)
         self.is_busy = False
-        self.reduction: Reduction = (
-            SumReduction(transport, numel=tensor.numel(), dtype=dtype, device=device, name=name)
-            if is_engine_sum(rule)
-            else ShardReduction(
-                transport, numel=tensor.numel(), dtype=dtype, device=device, rule=rule, name=name
-            )
+        self.reduction = Reduction(
+            transport,
+            numel=tensor.numel(),
+            dtype=dtype,
+            device=device,
+            rule=rule,
+            name=name,
+            part_bytes=_PART_BYTES,
         )
 
 
@@ -172,13 +175,14 @@ def allreduce_async(
     ]
     rule.check(sum(alive))
     exchange = _exchange(ends, tensor.detach(), rule, name)
-    scale = _fill(exchange.reduction.bucket, tensor.detach(), ends.rank, alive, row_weights, rule)
     row = torch.tensor(
         [tensor.numel(), digest(str(tensor.dtype)), digest(f"{rule} {row_weights} {alive}")]
     )
     rows = torch.empty(world_size, row.numel(), dtype=row.dtype)
     agreement = (ends.allgather(row, rows.view(-1), name=f"{name}.agree"), row, rows)
-    exchange.reduction.start(scale)
+    exchange.reduction.start(
+        lambda bucket: _fill(bucket, tensor.detach(), ends.rank, alive, row_weights, rule)
+    )
     exchange.is_busy = True
     return Handle(ends, tensor, exchange, name=name, agreement=agreement)
 

@@ -9,7 +9,15 @@ import torch
 
 from loft_hvd.errors import ArgumentError
 
-__all__ = ["Bucket", "ParameterSpec", "Slot", "accumulation_dtype", "lay_out", "shard_numel"]
+__all__ = [
+    "Bucket",
+    "ParameterSpec",
+    "Slot",
+    "accumulation_dtype",
+    "lay_out",
+    "part_bounds",
+    "shard_numel",
+]
 
 _SHARD_ALIGNMENT = 16  # values; a shard of float32 then starts on a cache line
 
@@ -88,16 +96,43 @@ def shard_numel(numel: int, world_size: int) -> int:
     return -(-shard // _SHARD_ALIGNMENT) * _SHARD_ALIGNMENT
 
 
-def lay_out(parameters: Sequence[ParameterSpec], *, bucket_bytes: int) -> tuple[Bucket, ...]:
-    """Lay parameters out in buckets of at most ``bucket_bytes``, last parameter first.
+def part_bounds(
+    numel: int, world_size: int, *, itemsize: int, part_bytes: int | None
+) -> tuple[int, ...]:
+    """Cut a bucket into parts that are exchanged by themselves, each with shards of its own.
 
-    Gradients become ready roughly in the reverse order of the parameters, so the first bucket is
-    full first. A parameter larger than ``bucket_bytes`` gets a bucket of its own; a bucket holds
-    one accumulation dtype, device and rule; a user's group is one bucket for each of these.
+    Args:
+        numel: values of the bucket.
+        world_size: shards of each part.
+        itemsize: bytes of a value.
+        part_bytes: a part has at least so many, so smaller buckets are one part; None for one.
+
+    Returns:
+        Where parts begin, and where the last one ends: all but the last are whole shards without
+        padding, the last one is padded to whole shards.
+    """
+    num_parts = 1 if part_bytes is None else max(1, numel * itemsize // part_bytes)
+    unit = 1 if world_size == 1 else world_size * _SHARD_ALIGNMENT
+    part = -(-numel // (num_parts * unit)) * unit
+    begins = range(0, max(numel, 1), max(part, 1))
+    rest = numel - begins[-1]
+    return (*begins, begins[-1] + world_size * shard_numel(rest, world_size))
+
+
+def lay_out(
+    parameters: Sequence[ParameterSpec], *, bucket_bytes: int, order: Sequence[int] | None = None
+) -> tuple[Bucket, ...]:
+    """Lay parameters out in buckets of at most ``bucket_bytes``, in the order they become ready.
+
+    A parameter larger than ``bucket_bytes`` gets a bucket of its own; a bucket holds one
+    accumulation dtype, device and rule; a user's group is one bucket for each of these. Buckets
+    are numbered by when their last parameter is ready.
 
     Args:
         parameters: all parameters in an order equal on every rank.
         bucket_bytes: most bytes of a bucket, > 0.
+        order: the parameters' indices as their gradients become ready, equal on every rank; None
+            for last parameter first, which is roughly what a backward pass does.
 
     Returns:
         The buckets, in the order in which their exchange starts.
@@ -110,7 +145,8 @@ def lay_out(parameters: Sequence[ParameterSpec], *, bucket_bytes: int) -> tuple[
     gathered: list[list[int]] = []  # parameter indices of each bucket
     filling: dict[tuple[object, ...], int] = {}  # kind -> the bucket that still takes parameters
     num_bytes: list[int] = []
-    for index in reversed(range(len(parameters))):
+    in_order = list(reversed(range(len(parameters)))) if order is None else list(order)
+    for index in in_order:
         spec = parameters[index]
         dtype = accumulation_dtype(spec.dtype)
         kind = (dtype, spec.device, spec.rule, spec.group)
@@ -122,6 +158,8 @@ def lay_out(parameters: Sequence[ParameterSpec], *, bucket_bytes: int) -> tuple[
             num_bytes.append(0)
         gathered[at].append(index)
         num_bytes[at] += size
+    ready_at = {parameter: at for at, parameter in enumerate(in_order)}
+    gathered.sort(key=lambda members: ready_at[members[-1]])
     return tuple(_bucket(index, members, parameters) for index, members in enumerate(gathered))
 
 

@@ -1,33 +1,54 @@
 """Drives the buckets of one optimizer: which one starts when, and until all are done.
 
-Buckets start in the order of their index on every rank, as soon as they and all before them are
-full. Whatever can go on without waiting goes on at every call, so communication overlaps with
-the rest of the backward pass; ``finish`` waits for what is left, never without a limit.
+Hooks only queue buckets. A thread of the engine's own packs them, puts them on the wire in the
+order of their index, which is the same on every rank, and moves every bucket in flight on; so
+communication and rules overlap with the rest of the backward pass. ``finish`` waits for what is
+left, never without a limit. An error in that thread is raised in the user's at its next call.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from loft_hvd.aggregation.rules import Mean, Rule
+from loft_hvd.aggregation.rules import Rule
 from loft_hvd.errors import LoftError, TransportTimeoutError
 from loft_hvd.pipeline.buckets import Bucket
-from loft_hvd.pipeline.stages import Compressor, Reduction, ShardReduction, SumReduction
+from loft_hvd.pipeline.driver import ProgressThread
+from loft_hvd.pipeline.fence import Fence
+from loft_hvd.pipeline.reduction import Reduction
+from loft_hvd.pipeline.stages import MakeExchange, flat_exchange
+from loft_hvd.pipeline.trace import Lane, trace_of
 from loft_hvd.pipeline.weights import PassWeights
+from loft_hvd.pipeline.wire import Compression, Wire
 from loft_hvd.transport.base import Transport, locate, watch_of
 
-__all__ = ["Engine", "is_engine_sum"]
+__all__ = ["Engine", "Job"]
 
 _SHORTEST_SLEEP_S = 50e-6
 _LONGEST_SLEEP_S = 200e-6
+_PART_BYTES = 16 * 1024 * 1024
 
 
-def is_engine_sum(rule: Rule) -> bool:
-    """Say whether a rule is the engine's own all-reduce instead of a rule on shard owners."""
-    return isinstance(rule, Mean) and not rule.reproducible
+@dataclass(frozen=True)
+class Job:
+    """What is done with every bucket of a step, in the engine's thread.
+
+    Attributes:
+        pack: fills a bucket's values, [numel], and returns the weights of the step.
+        unpack: takes its aggregated values, [numel], which it may change in place.
+    """
+
+    pack: Callable[[Bucket, Tensor], PassWeights | None]
+    unpack: Callable[[Bucket, Tensor], None]
 
 
 class Engine:
@@ -39,9 +60,10 @@ class Engine:
         rules: the rules that buckets refer to by index.
         timeout_s: longest wait for other ranks in seconds.
         name: stem of the operations' names, equal on every rank.
-        compression: wire format, or None.
+        wire: the format in which values travel.
+        make_exchange: how a part of a bucket goes over the wire, equal on every rank.
+        part_bytes: a bucket of at least twice as many bytes is exchanged in parts.
         clock: seconds that never go back.
-        sleep: how to let other threads run.
     """
 
     def __init__(
@@ -52,84 +74,71 @@ class Engine:
         *,
         timeout_s: float,
         name: str = "loft",
-        compression: Compressor | None = None,
+        wire: Wire = Compression.none,
+        make_exchange: MakeExchange = flat_exchange,
+        part_bytes: int = _PART_BYTES,
         clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.buckets = tuple(buckets)
         self._transport = transport
         self._timeout_s = timeout_s
         self._clock = clock
-        self._sleep = sleep
+        self._trace = trace_of(transport.rank)
         self._reductions = [
-            self._make(bucket, rules[bucket.rule], f"{name}.b{bucket.index:02d}", compression)
-            for bucket in self.buckets
-        ]
-        self._num_started = 0
-        self._open: list[int] = []
-        self._failure: BaseException | None = None
-
-    def _make(
-        self, bucket: Bucket, rule: Rule, name: str, compression: Compressor | None
-    ) -> Reduction:
-        if is_engine_sum(rule):
-            return SumReduction(
-                self._transport,
+            Reduction(
+                transport,
                 numel=bucket.numel,
                 dtype=bucket.dtype,
                 device=bucket.device,
-                name=name,
-                compression=compression,
+                rule=rules[bucket.rule],
+                name=f"{name}.b{bucket.index:02d}",
+                wire=wire,
+                lane=Lane(self._trace, str(bucket)),
+                make_exchange=make_exchange,
+                part_bytes=part_bytes,
             )
-        return ShardReduction(
-            self._transport,
-            numel=bucket.numel,
-            dtype=bucket.dtype,
-            device=bucket.device,
-            rule=rule,
-            name=name,
-            compression=compression,
-        )
+            for bucket in self.buckets
+        ]
+        self._changed = threading.Condition()  # of the two that follow
+        self._num_done = 0
+        self._failure: BaseException | None = None
+        self._is_raised = False
+        # Filled by the user's thread, emptied by the engine's.
+        self._num_queued = 0
+        self._queue: deque[tuple[int, Job, Fence]] = deque()
+        self._done: dict[int, Fence] = {}
+        # Of the engine's thread alone.
+        self._open: list[tuple[int, Job]] = []
+        self._pause = _SHORTEST_SLEEP_S
+        self._thread = ProgressThread(self._advance, name=f"{name}.progress")
+        weakref.finalize(self, self._thread.close, should_join=False)
+
+    # In the user's thread.
 
     def values(self, index: int) -> Tensor:
-        """Return a bucket's flat values, [numel]: to fill before ``start``, to read when done."""
+        """Return a bucket's flat values, [numel]; not to be touched while it is in flight."""
         return self._reductions[index].bucket
 
     @property
     def next_bucket(self) -> int:
         """Index of the next bucket to start; the number of buckets when all are on their way."""
-        return self._num_started
+        return self._num_queued
 
-    def start(self, index: int, weights: PassWeights | None) -> None:
-        """Put the next bucket, filled by now, on its way.
+    def start(self, index: int, job: Job) -> None:
+        """Put the next bucket on its way; only queues it, so it returns at once.
 
         Args:
             index: must be ``next_bucket``, so that every rank starts buckets in one order.
-            weights: of this step, or None when all ranks weigh the same.
+            job: what fills the bucket, and takes its values in the end.
+
+        Raises:
+            Exception: what has failed since the last call.
         """
-        assert index == self._num_started, (index, self._num_started)
-        self._check_usable()
-        self._num_started += 1
-        self._guard(lambda: self._reductions[index].start(weights))
-        self._open.append(index)
-        self.advance()
-
-    def advance(self) -> bool:
-        """Do what can be done without waiting, and say whether no started bucket is open."""
-        self._guard(self._advance)
-        return not self._open
-
-    def _advance(self) -> None:
-        self._open = [index for index in self._open if not self._advance_bucket(index)]
-
-    def _advance_bucket(self, index: int) -> bool:
-        try:
-            return self._reductions[index].advance()
-        except BaseException as error:
-            raise locate(error, self._place(index)) from error.__cause__
-
-    def _place(self, index: int) -> str:
-        return f"{self.buckets[index]} in {self._reductions[index].stage.value}"
+        assert index == self._num_queued, (index, self._num_queued)
+        self._raise_failure()
+        self._num_queued += 1
+        self._queue.append((index, job, Fence.after(self.buckets[index].device)))
+        self._thread.wake()
 
     def finish(self) -> None:
         """Wait until every bucket is done, then be ready for the next step.
@@ -138,26 +147,49 @@ class Engine:
             TransportTimeoutError: the limit was reached; names the bucket and its stage.
             Exception: the engine's own error if a collective failed.
         """
-        self._check_usable()
-        start = self._clock()
-        pause = _SHORTEST_SLEEP_S
-        num_open = len(self._open)
-        with watch_of(self._transport).waiting():
-            while not self.advance():
-                if len(self._open) < num_open:
-                    num_open, pause = len(self._open), _SHORTEST_SLEEP_S
-                if self._clock() - start > self._timeout_s:
-                    self._fail(self._timeout())
-                self._sleep(pause)
-                pause = min(pause * 1.5, _LONGEST_SLEEP_S)
-        self._num_started = 0
+        self._raise_failure()
+        lane = Lane(self._trace, "step")
+        lane.enter("wait")
+        until = self._clock() + self._timeout_s
+        try:
+            with watch_of(self._transport).waiting(), self._changed:
+                while self._num_done < self._num_queued and self._failure is None:
+                    if (left_s := until - self._clock()) <= 0:
+                        raise self._timeout()
+                    self._changed.wait(left_s)
+        except BaseException as error:  # also an interrupt: buckets are in flight
+            self._is_raised = True
+            self._fail(error)
+            raise
+        lane.leave()
+        self._raise_failure()
+        for fence in self._done.values():
+            fence.wait()
+        self._num_queued = self._num_done = 0
 
     def memory_bytes(self) -> int:
-        """Return the bytes of all buffers that the engine holds."""
+        """Return the bytes of all buffers that the engine holds, the buckets included."""
         return sum(reduction.memory_bytes() for reduction in self._reductions)
 
+    def close(self) -> None:
+        """End the engine's thread; what is in flight is given up."""
+        self._thread.close()
+
+    def _raise_failure(self) -> None:
+        """Raise what has failed: first the error itself, then that nothing works any more."""
+        if self._failure is None:
+            return
+        if not self._is_raised:
+            self._is_raised = True
+            raise self._failure
+        raise LoftError(
+            "this optimizer's exchange has failed before and ranks are no longer in step: "
+            f"{self._failure}; restart from a checkpoint"
+        ) from self._failure
+
     def _timeout(self) -> TransportTimeoutError:
-        waiting = ", ".join(self._place(index) for index in self._open[:3])
+        begun = [index for index, _ in self._open] or [index for index, _, _ in self._queue]
+        waiting = ", ".join(self._place(index) for index in begun[:3])
         late = watch_of(self._transport).late()
         who = f"ranks {late} have not come to it" if late else "a rank has not come to it"
         return TransportTimeoutError(
@@ -166,20 +198,60 @@ class Engine:
             "other steps (look for an error above, or raise LOFT_HVD_TIMEOUT_S)"
         )
 
-    def _check_usable(self) -> None:
-        if self._failure is not None:
-            raise LoftError(
-                "this optimizer's exchange has failed before and ranks are no longer in step: "
-                f"{self._failure}; restart from a checkpoint"
-            )
-
-    def _guard(self, action: Callable[[], None]) -> None:
-        try:
-            action()
-        except BaseException as error:
-            self._fail(error)
+    def _place(self, index: int) -> str:
+        return f"{self.buckets[index]} in {self._reductions[index].stage.value}"
 
     def _fail(self, error: BaseException) -> None:
-        self._failure = error
+        """Keep the first error, wake who waits, and tell the other ranks; from either thread."""
+        with self._changed:
+            if self._failure is not None:
+                return
+            self._failure = error
+            self._changed.notify_all()
         watch_of(self._transport).report(error)
-        raise error
+
+    # In the engine's thread.
+
+    def _advance(self) -> float | None:
+        """Do what can be done without waiting; return when to come again, None when all is done."""
+        num_open, num_before = len(self._open), self._num_done
+        try:
+            with torch.no_grad():
+                while self._queue and self._failure is None:
+                    self._begin(*self._queue.popleft())
+                if self._failure is None:
+                    self._open = [each for each in self._open if not self._advance_bucket(*each)]
+        except BaseException as error:
+            self._fail(error)
+        if self._failure is not None or not (self._open or self._queue):
+            return None
+        has_moved = num_open != len(self._open) or num_before != self._num_done
+        self._pause = _SHORTEST_SLEEP_S if has_moved else min(self._pause * 1.5, _LONGEST_SLEEP_S)
+        return self._pause
+
+    def _begin(self, index: int, job: Job, fence: Fence) -> None:
+        bucket = self.buckets[index]
+        self._open.append((index, job))
+        with self._located(index):
+            fence.wait()
+            self._reductions[index].start(
+                lambda values: job.pack(bucket, values), lambda values: job.unpack(bucket, values)
+            )
+
+    def _advance_bucket(self, index: int, job: Job) -> bool:
+        with self._located(index):
+            if not self._reductions[index].advance():
+                return False
+        self._done[index] = Fence.after(self.buckets[index].device)
+        with self._changed:
+            self._num_done += 1
+            self._changed.notify_all()
+        return True
+
+    @contextmanager
+    def _located(self, index: int) -> Iterator[None]:
+        """Let errors say which bucket they met."""
+        try:
+            yield
+        except BaseException as error:
+            raise locate(error, self._place(index)) from error.__cause__

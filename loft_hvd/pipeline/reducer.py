@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,51 +13,18 @@ from torch.utils.hooks import RemovableHandle
 
 from loft_hvd.aggregation.rules import Mean, Rule
 from loft_hvd.balance.plan import StepSizes
-from loft_hvd.errors import ArgumentTypeError, UsageError
-from loft_hvd.pipeline.buckets import Bucket, ParameterSpec, Slot, lay_out
-from loft_hvd.pipeline.engine import Engine, is_engine_sum
-from loft_hvd.pipeline.stages import Compressor
+from loft_hvd.errors import UsageError
+from loft_hvd.pipeline.buckets import Bucket, ParameterSpec, lay_out
+from loft_hvd.pipeline.engine import Engine, Job
+from loft_hvd.pipeline.gradients import Gradients
+from loft_hvd.pipeline.order import agree_on_order
+from loft_hvd.pipeline.settings import OutgoingHook, ReducerSettings, StepSource
+from loft_hvd.pipeline.stages import is_engine_sum
 from loft_hvd.pipeline.weights import PassWeights, combine_passes
+from loft_hvd.pipeline.wire import Compression
 from loft_hvd.transport.base import Transport
 
-__all__ = ["GradientReducer", "OutgoingHook", "ReducerSettings", "StepSource"]
-
-OutgoingHook = Callable[[Bucket, Tensor], None]
-
-
-class StepSource(Protocol):
-    """What the reducer asks of a balancer, and tells it."""
-
-    def take_step(self) -> StepSizes:
-        """Return the sizes of the batch that the next backward pass belongs to."""
-        ...
-
-    def gradient_arrived(self, *, blocked_s: float) -> None:
-        """Hear of each gradient, and what its hook and those before it spent on the wire."""
-        ...
-
-
-@dataclass(frozen=True)
-class ReducerSettings:
-    """How gradients are reduced; equal on every rank.
-
-    Attributes:
-        bucket_bytes: most bytes of a bucket.
-        num_passes: backward passes that are summed into one step.
-        is_sum: whether the result is a sum over ranks instead of an average.
-        predivide: what the plain mean divides by before the sum, and multiplies by after it.
-        sparse_as_dense: whether sparse gradients are made dense.
-        compression: wire format, or None.
-        timeout_s: longest wait for other ranks in seconds.
-    """
-
-    bucket_bytes: int
-    timeout_s: float
-    num_passes: int = 1
-    is_sum: bool = False
-    predivide: float = 1.0
-    sparse_as_dense: bool = False
-    compression: Compressor | None = None
+__all__ = ["GradientReducer"]
 
 
 class GradientReducer:
@@ -86,24 +52,33 @@ class GradientReducer:
         name: str,
     ) -> None:
         self._parameters = list(parameters)
+        self._specs = list(specs)
         self._rules = list(rules)
         self._settings = settings
         self._transport = transport
         self._source = source
-        self.buckets = lay_out(specs, bucket_bytes=settings.bucket_bytes)
-        self._bucket_of = {s.parameter: b.index for b in self.buckets for s in b.slots}
+        self._name = name
         self._spec_rules = [rules[spec.rule] for spec in specs]
-        self.engine = Engine(
-            transport,
-            self.buckets,
-            rules,
-            timeout_s=settings.timeout_s,
-            name=name,
-            compression=settings.compression,
-        )
+        self._gradients = Gradients(parameters, sparse_as_dense=settings.sparse_as_dense)
         self._outgoing: OrderedDict[int, OutgoingHook] = OrderedDict()
+        self._job = Job(pack=self._pack, unpack=self._unpack)
+        # Parameters in the order in which their gradients come, until that has become the layout.
+        self._arrivals: list[int] | None = []
+        self._take_layout(lay_out(specs, bucket_bytes=settings.bucket_bytes), name=name)
         self._clear_step()
         self._handles = [handle for i in range(len(parameters)) for handle in self._hook(i)]
+
+    def _take_layout(self, buckets: tuple[Bucket, ...], *, name: str) -> None:
+        self.buckets = buckets
+        self._bucket_of = {s.parameter: b.index for b in buckets for s in b.slots}
+        self.engine = Engine(
+            self._transport,
+            buckets,
+            self._rules,
+            timeout_s=self._settings.timeout_s,
+            name=name,
+            wire=self._settings.wire,
+        )
 
     # One step's bookkeeping.
 
@@ -143,10 +118,20 @@ class GradientReducer:
 
     def _hook(self, index: int) -> list[RemovableHandle]:
         parameter = self._parameters[index]
-        handles = [parameter.register_post_accumulate_grad_hook(lambda _: self._arrived(index))]
+        # Weak: torch never frees a parameter whose hooks lead back to it.
+        reducer = weakref.ref(self)
+
+        def arrived(_: Tensor) -> None:
+            if (alive := reducer()) is not None:
+                alive._arrived(index)
+
+        def weigh(grad: Tensor) -> Tensor | None:
+            return None if (alive := reducer()) is None else alive._weigh_pass(index, grad)
+
+        handles = [parameter.register_post_accumulate_grad_hook(arrived)]
         if self._settings.num_passes > 1 and self._source is not None:
             # Passes are summed in .grad, so each must be weighed before it is added.
-            handles.append(parameter.register_hook(lambda grad: self._weigh_pass(index, grad)))
+            handles.append(parameter.register_hook(weigh))
         return handles
 
     def _weigh_pass(self, index: int, grad: Tensor) -> Tensor | None:
@@ -168,6 +153,8 @@ class GradientReducer:
         if self._source is not None:
             self._source.gradient_arrived(blocked_s=self._blocked_s)
         if self._counts[index] == self._settings.num_passes:
+            if self._arrivals is not None:
+                self._arrivals.append(index)
             self._unready[self._bucket_of[index]] -= 1
             began = time.monotonic()
             self._start_full_buckets()
@@ -177,56 +164,41 @@ class GradientReducer:
         if self._transport.world_size == 1:
             return
         while (at := self.engine.next_bucket) < len(self.buckets) and self._unready[at] == 0:
-            self._start_bucket(at)
-        self.engine.advance()
+            self.engine.start(at, self._job)
 
-    # From .grad to the wire and back.
+    # In the engine's thread.
 
-    def _start_bucket(self, index: int) -> None:
-        bucket, rule = self.buckets[index], self._rules[self.buckets[index].rule]
-        values = self.engine.values(index)
-        weights = self._weights()
-        self._pack(bucket, values)
+    def _pack(self, bucket: Bucket, values: Tensor) -> PassWeights:
+        """Fill a bucket with what this rank sends, and say what the rows weigh in this step."""
+        rule, weights = self._rules[bucket.rule], self._weights()
+        self._gradients.pack(bucket, values)
         if not weights.present[self._transport.rank]:
             values.zero_()
-        elif isinstance(rule, Mean):
-            scale = 1 / self._settings.predivide
-            if self._passes and self._settings.num_passes == 1:
-                scale *= self._share(self._passes[0])
-            if is_engine_sum(rule):
-                scale /= self._transport.world_size
+        elif (scale := self._scale(rule, weights)) != 1.0:
             values.mul_(scale)
-        elif weights.row_scale != 1.0:
-            values.mul_(weights.row_scale)
         self._call_outgoing(bucket, values)
+        if self._settings.wire is Compression.fp16:
+            self._gradients.warn_of_overflow(bucket, values, torch.float16)
         if isinstance(rule, Mean):  # its weights are in the values
             present = (True,) * self._transport.world_size
             weights = PassWeights(weights=None, present=present, row_scale=1.0)
-        self.engine.start(index, weights)
+        return weights
+
+    def _scale(self, rule: Rule, weights: PassWeights) -> float:
+        """Return what this rank's gradients are multiplied by before they are sent."""
+        if not isinstance(rule, Mean):
+            return weights.row_scale
+        scale = 1 / self._settings.predivide
+        if self._passes and self._settings.num_passes == 1:
+            scale *= self._share(self._passes[0])
+        if is_engine_sum(rule, self._settings.wire):
+            scale /= self._transport.world_size
+        return scale
 
     def _weights(self) -> PassWeights:
         if self._passes:
             return combine_passes(self._passes, rank=self._transport.rank)
         return PassWeights(None, (True,) * self._transport.world_size, 1.0)
-
-    def _pack(self, bucket: Bucket, values: Tensor) -> None:
-        for slot in bucket.slots:
-            grad = self._parameters[slot.parameter].grad
-            target = values[slot.offset : slot.offset + slot.numel]
-            if grad is None:
-                target.zero_()  # as Horovod does, so that ranks stay in step
-            else:
-                target.view(slot.shape).copy_(self._dense(slot, grad))
-
-    def _dense(self, slot: Slot, grad: Tensor) -> Tensor:
-        if grad.layout == torch.strided:
-            return grad
-        if not self._settings.sparse_as_dense:
-            raise ArgumentTypeError(
-                f"parameter {slot.name!r} has a {grad.layout} gradient; a rule aggregates dense "
-                "ones: pass sparse_as_dense=True, or use a layer with sparse=False"
-            )
-        return grad.to_dense()
 
     def _unpack(self, bucket: Bucket, values: Tensor) -> None:
         if isinstance(self._rules[bucket.rule], Mean):
@@ -234,12 +206,6 @@ class GradientReducer:
             factor *= self._transport.world_size if self._settings.is_sum else 1
             if factor != 1.0:
                 values.mul_(factor)
-        for slot in bucket.slots:
-            parameter = self._parameters[slot.parameter]
-            if parameter.grad is None or parameter.grad.layout != torch.strided:
-                parameter.grad = torch.empty_like(parameter)
-            source = values[slot.offset : slot.offset + slot.numel]
-            parameter.grad.copy_(source.view(slot.shape))
 
     def _call_outgoing(self, bucket: Bucket, values: Tensor) -> None:
         for hook in self._outgoing.values():
@@ -256,17 +222,39 @@ class GradientReducer:
         """
         if self._transport.world_size > 1:
             for index in range(self.engine.next_bucket, len(self.buckets)):
-                self._start_bucket(index)
+                self.engine.start(index, self._job)
             self.engine.finish()
-            for bucket in self.buckets:
-                self._unpack(bucket, self.engine.values(bucket.index))
+            self._hand_out()
+            if self._arrivals is not None:
+                self._lay_out_as_ready(self._arrivals)
         elif self._outgoing:
-            for bucket in self.buckets:
-                values = self.engine.values(bucket.index)
-                self._pack(bucket, values)
-                self._call_outgoing(bucket, values)
-                self._unpack(bucket, values)
+            with torch.no_grad():
+                for bucket in self.buckets:
+                    values = self.engine.values(bucket.index)
+                    self._gradients.pack(bucket, values)
+                    self._call_outgoing(bucket, values)
+            self._hand_out()
         self._clear_step()
+
+    def _hand_out(self) -> None:
+        for bucket in self.buckets:
+            self._gradients.hand_out(bucket, self.engine.values(bucket.index))
+
+    def _lay_out_as_ready(self, arrivals: list[int]) -> None:
+        """Lay the buckets out by the order in which gradients came in rank 0's first step."""
+        self._arrivals = None
+        settings = self._settings
+        order = agree_on_order(
+            self._transport,
+            arrivals,
+            len(self._parameters),
+            name=self._name,
+            timeout_s=settings.timeout_s,
+        )
+        buckets = lay_out(self._specs, bucket_bytes=settings.bucket_bytes, order=order)
+        if buckets != self.buckets:
+            self.engine.close()
+            self._take_layout(buckets, name=f"{self._name}.ready")
 
     def register_outgoing_hook(self, hook: OutgoingHook) -> RemovableHandle:
         """Call ``hook(bucket, values)`` before a bucket is sent; it may change values in place.
@@ -287,6 +275,7 @@ class GradientReducer:
         self._outgoing = older._outgoing
 
     def detach(self) -> None:
-        """Take all hooks off the parameters."""
+        """Take all hooks off the parameters, and end the engine's thread."""
         for handle in self._handles:
             handle.remove()
+        self.engine.close()

@@ -1,230 +1,218 @@
-"""One bucket's way over the wire, as a small state machine that never blocks.
+"""How values of all ranks become one result, stage by stage.
 
-``SumReduction`` is the engine's own all-reduce. ``ShardReduction`` runs a rule on shard owners:
+``shard_exchange`` applies a rule on shard owners:
 
+    PACK        values are put into the wire's format
     ALL_TO_ALL  shard j of every rank travels to rank j
-    ALL_GATHER  rank j has applied the rule to its rows, and its result travels to every rank
-    DONE        the bucket holds the result, with the same bits on every rank
+    AGGREGATE   rank j applies the rule to its rows, one of every rank
+    ALL_GATHER  rank j's result travels to every rank
+    UNPACK      values are taken out of the wire's format: the same bits on every rank
 
-Both send 2 (n-1)/n of the bucket's bytes per rank, which is a ring all-reduce's traffic.
+``sum_exchange`` is the engine's own all-reduce instead. Both send 2 (n-1)/n of the values' bytes
+per rank, which is a ring all-reduce's traffic.
 """
 
 from __future__ import annotations
 
-import enum
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from loft_hvd.aggregation.aggregate import aggregate
-from loft_hvd.aggregation.rules import Rule
-from loft_hvd.pipeline.buckets import shard_numel
+from loft_hvd.aggregation.rules import Mean, Rule
+from loft_hvd.pipeline.exchange import Exchange, Stage, Step
+from loft_hvd.pipeline.trace import Lane
 from loft_hvd.pipeline.weights import PassWeights
+from loft_hvd.pipeline.wire import Compression, Compressor, Wire
 from loft_hvd.transport.base import Transport, Work
 
-__all__ = ["Compressor", "Reduction", "ShardReduction", "Stage", "SumReduction"]
+__all__ = [
+    "Aggregate",
+    "MakeExchange",
+    "flat_exchange",
+    "is_engine_sum",
+    "run_rule",
+    "shard_exchange",
+    "sum_exchange",
+]
 
 
-class Compressor(Protocol):
-    """A wire format: Horovod's ``Compression.none``, ``Compression.fp16`` or a user's own."""
+MakeExchange = Callable[..., Exchange]
+"""``(transport, values, *, rule, name, wire, lane)``: see ``flat_exchange``."""
 
-    def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
-        """Return the tensor to send, of the same numel, and what ``decompress`` needs."""
-        ...
-
-    def decompress(self, tensor: Tensor, ctx: Any) -> Tensor:
-        """Undo ``compress`` on any number of values."""
-        ...
+Aggregate = Callable[[Tensor, Rule, PassWeights | None, Tensor], None]
+"""``(rows, rule, weights, out)``: rows is [world_size, shard], out is [shard], of one dtype."""
 
 
-class Stage(enum.Enum):
-    """Where a bucket is."""
-
-    IDLE = "idle"
-    ALL_REDUCE = "all-reduce"
-    ALL_TO_ALL = "all-to-all"
-    ALL_GATHER = "all-gather"
-    DONE = "done"
-
-
-class Reduction(Protocol):
-    """What the engine drives: one bucket, again and again."""
-
-    stage: Stage
-
-    @property
-    def bucket(self) -> Tensor:
-        """The flat values: this rank's before ``start``, the aggregated ones when DONE, [numel]."""
-        ...
-
-    def start(self, weights: PassWeights | None) -> None:
-        """Put the bucket on the wire."""
-        ...
-
-    def advance(self) -> bool:
-        """Do what can be done without waiting, and say whether the bucket is DONE."""
-        ...
-
-    def memory_bytes(self) -> int:
-        """Bytes of the buffers held, the bucket itself included."""
-        ...
+def run_rule(rows: Tensor, rule: Rule, weights: PassWeights | None, out: Tensor) -> None:
+    """Apply a rule to rows [world_size, shard]; ``out`` is [shard]."""
+    aggregate(
+        rows,
+        rule,
+        weights=None if weights is None else weights.weights,
+        present=None if weights is None else weights.present,
+        out=out,
+    )
 
 
-class SumReduction:
-    """The engine's all-reduce (sum) of one bucket.
+def is_engine_sum(rule: Rule, wire: Wire = Compression.none) -> bool:
+    """Say whether a rule is the engine's own all-reduce instead of a rule on shard owners.
 
-    Args:
-        transport: the ranks.
-        numel: values of the bucket.
-        dtype: dtype of the bucket.
-        device: where it lives.
-        name: name of the operation, equal on every rank.
-        compression: wire format, or None for the bucket's own dtype.
+    Engines add 16-bit values up in 16 bits, or not at all; shard owners do it in float32.
     """
-
-    def __init__(
-        self,
-        transport: Transport,
-        *,
-        numel: int,
-        dtype: torch.dtype,
-        device: str,
-        name: str,
-        compression: Compressor | None = None,
-    ) -> None:
-        self.stage = Stage.IDLE
-        self._bucket = torch.zeros(numel, dtype=dtype, device=device)
-        self._transport = transport
-        self._name = name
-        self._compression = compression
-        self._wire = self._bucket
-        self._context: Any = None
-        self._work: Work | None = None
-
-    @property
-    def bucket(self) -> Tensor:
-        """See ``Reduction.bucket``."""
-        return self._bucket
-
-    def start(self, weights: PassWeights | None) -> None:
-        """Sum the bucket over ranks; its values are already scaled by the rank's share."""
-        if self._compression is not None:
-            wire, self._context = self._compression.compress(self._bucket)
-            self._wire = wire.contiguous()
-        self._work = self._transport.allreduce(self._wire, name=self._name)
-        self.stage = Stage.ALL_REDUCE
-
-    def advance(self) -> bool:
-        """See ``Reduction.advance``."""
-        if self._work is not None and self._work.done():
-            work, self._work = self._work, None
-            work.finish()
-            if self._compression is not None:
-                self._bucket.copy_(self._compression.decompress(self._wire, self._context))
-            self.stage = Stage.DONE
-        return self.stage is Stage.DONE
-
-    def memory_bytes(self) -> int:
-        """See ``Reduction.memory_bytes``."""
-        return self._bucket.nbytes + (self._wire.nbytes if self._wire is not self._bucket else 0)
+    is_plain_mean = isinstance(rule, Mean) and not rule.reproducible
+    return is_plain_mean and wire not in (Compression.fp16, Compression.bf16)
 
 
-class ShardReduction:
-    """A rule over one bucket, applied by shard owners.
+def flat_exchange(
+    transport: Transport, values: Tensor, *, rule: Rule, name: str, wire: Wire, lane: Lane
+) -> Exchange:
+    """Make the exchange of some values over all ranks of a transport, in place.
 
     Args:
         transport: the ranks.
-        numel: values of the bucket.
-        dtype: dtype of the bucket.
-        device: where it lives.
-        rule: what rank j applies to everybody's shard j.
+        values: a multiple of world_size of them, [world_size * shard]: this rank's before, the
+            aggregated ones after.
+        rule: how rows are aggregated.
         name: stem of the operations' names, equal on every rank.
-        compression: wire format, or None for the bucket's own dtype.
+        wire: the format in which they travel.
+        lane: where the stages show in a trace.
     """
+    if values.numel() == 0:
+        return Exchange([], held=[], lane=lane)
+    if is_engine_sum(rule, wire):
+        return sum_exchange(transport, values, name=name, wire=wire, lane=lane)
+    return shard_exchange(transport, values, rule=rule, name=name, wire=wire, lane=lane)
 
-    def __init__(
-        self,
-        transport: Transport,
-        *,
-        numel: int,
-        dtype: torch.dtype,
-        device: str,
-        rule: Rule,
-        name: str,
-        compression: Compressor | None = None,
-    ) -> None:
-        world_size = transport.world_size
-        shard = shard_numel(numel, world_size)
-        self.stage = Stage.IDLE
-        self._transport = transport
-        self._rule = rule
-        self._name = name
-        self._compression = compression
-        self._numel = numel
-        self._padded = torch.zeros(world_size * shard, dtype=dtype, device=device)
-        self._rows = torch.zeros(world_size, shard, dtype=dtype, device=device)
-        self._reduced = torch.zeros(shard, dtype=dtype, device=device)
-        self._wire: Tensor | None = None
+
+def sum_exchange(
+    transport: Transport, values: Tensor, *, name: str, wire: Wire, lane: Lane
+) -> Exchange:
+    """Sum values by the engine's own all-reduce; each rank's are already scaled by its share."""
+    if isinstance(wire, Compression):
+        reduce = Step(Stage.ALL_REDUCE, lambda _: transport.allreduce(values, name=name))
+        return Exchange([reduce], held=[], lane=lane)
+    custom = _Custom(wire)
+
+    def unpack(_: PassWeights | None) -> None:
+        values.copy_(custom.take_out())
+
+    return Exchange(
+        [
+            Step(Stage.PACK, lambda _: custom.put_in(values)),
+            Step(Stage.ALL_REDUCE, lambda _: transport.allreduce(custom.sent, name=name)),
+            Step(Stage.UNPACK, unpack),
+        ],
+        held=[],
+        lane=lane,
+    )
+
+
+def shard_exchange(
+    transport: Transport,
+    values: Tensor,
+    *,
+    rule: Rule,
+    name: str,
+    wire: Wire,
+    lane: Lane,
+    run: Aggregate = run_rule,
+) -> Exchange:
+    """Apply a rule on shard owners; see the module's head, and ``flat_exchange`` for the arguments.
+
+    Args:
+        transport: the ranks; they may be some of all, such as one of each node.
+        values: [world_size * shard].
+        rule: what rank j applies to everybody's shard j.
+        name: stem of the operations' names.
+        wire: the format in which values travel.
+        lane: where the stages show in a trace.
+        run: applies the rule, and may look at the rows on the way.
+    """
+    if not isinstance(wire, Compression):
+        return _compressed_exchange(transport, values, rule, name, wire, lane, run)
+    dtype = values.dtype if wire.dtype is None else wire.dtype
+    sent = values if dtype == values.dtype else torch.empty_like(values, dtype=dtype)
+    rows = torch.zeros(transport.world_size, values.numel() // transport.world_size).to(sent)
+    reduced = torch.zeros_like(rows[0])
+    steps = [
+        Step(
+            Stage.ALL_TO_ALL,
+            lambda _: transport.alltoall(sent, rows.view(-1), name=f"{name}.a2a"),
+        ),
+        Step(Stage.AGGREGATE, lambda weights: run(rows, rule, weights, reduced)),
+        Step(Stage.ALL_GATHER, lambda _: transport.allgather(reduced, sent, name=f"{name}.ag")),
+    ]
+    if sent is values:
+        return Exchange(steps, held=[rows, reduced], lane=lane)
+
+    def pack(_: PassWeights | None) -> None:
+        sent.copy_(values)
+
+    def unpack(_: PassWeights | None) -> None:
+        values.copy_(sent)
+
+    steps = [Step(Stage.PACK, pack), *steps, Step(Stage.UNPACK, unpack)]
+    return Exchange(steps, held=[sent, rows, reduced], lane=lane)
+
+
+class _Custom:
+    """What travels in a user's own wire format; the compressor makes its tensors each time."""
+
+    def __init__(self, compressor: Compressor) -> None:
+        self._compressor = compressor
         self._context: Any = None
-        self._weights: PassWeights | None = None
-        self._work: Work | None = None
+        self.sent = torch.empty(0)
+        self.received = torch.empty(0)
 
-    @property
-    def bucket(self) -> Tensor:
-        """See ``Reduction.bucket``."""
-        return self._padded[: self._numel]
+    def put_in(self, values: Tensor) -> None:
+        wire, self._context = self._compressor.compress(values)
+        self.sent = self.received = wire.contiguous()
 
-    def start(self, weights: PassWeights | None) -> None:
-        """Send every rank its shard of this rank's row."""
-        self._weights = weights
-        if self._numel == 0:
-            self.stage = Stage.DONE
-            return
-        send, recv = self._padded, self._rows.view(-1)
-        if self._compression is not None:
-            wire, self._context = self._compression.compress(self._padded)
-            send = wire.contiguous()
-            recv = self._wire = torch.empty_like(send)
-        self._work = self._transport.alltoall(send, recv, name=f"{self._name}.a2a")
-        self.stage = Stage.ALL_TO_ALL
+    def take_out(self) -> Tensor:
+        return self._compressor.decompress(self.received, self._context)
 
-    def advance(self) -> bool:
-        """See ``Reduction.advance``."""
-        if self._work is not None and self._work.done():
-            work, self._work = self._work, None
-            work.finish()
-            if self.stage is Stage.ALL_TO_ALL:
-                self._aggregate()
-                self._gather()
-            else:
-                if self._wire is not None and self._compression is not None:
-                    self._padded.copy_(self._compression.decompress(self._wire, self._context))
-                self.stage = Stage.DONE
-        return self.stage is Stage.DONE
 
-    def _aggregate(self) -> None:
-        rows = self._rows  # [world_size, shard]
-        if self._wire is not None and self._compression is not None:
-            rows.view(-1).copy_(self._compression.decompress(self._wire, self._context))
-        weights = self._weights
-        aggregate(
-            rows,
-            self._rule,
-            weights=None if weights is None else weights.weights,
-            present=None if weights is None else weights.present,
-            out=self._reduced,
-        )
+def _compressed_exchange(
+    transport: Transport,
+    values: Tensor,
+    rule: Rule,
+    name: str,
+    compressor: Compressor,
+    lane: Lane,
+    run: Aggregate,
+) -> Exchange:
+    """Apply a rule on shard owners; values and results travel in a user's own format."""
+    rows = torch.zeros_like(values).view(transport.world_size, -1)
+    reduced = torch.zeros_like(rows[0])
+    there, back = _Custom(compressor), _Custom(compressor)
 
-    def _gather(self) -> None:
-        send, recv = self._reduced, self._padded
-        if self._compression is not None and self._wire is not None:
-            wire, self._context = self._compression.compress(self._reduced)
-            send, recv = wire.contiguous(), self._wire
-        self._work = self._transport.allgather(send, recv, name=f"{self._name}.ag")
-        self.stage = Stage.ALL_GATHER
+    def all_to_all(_: PassWeights | None) -> Work:
+        there.received = torch.empty_like(there.sent)
+        return transport.alltoall(there.sent, there.received, name=f"{name}.a2a")
 
-    def memory_bytes(self) -> int:
-        """See ``Reduction.memory_bytes``."""
-        held = (self._padded, self._rows, self._reduced, self._wire)
-        return sum(tensor.nbytes for tensor in held if tensor is not None)
+    def apply(weights: PassWeights | None) -> None:
+        rows.view(-1).copy_(there.take_out())
+        run(rows, rule, weights, reduced)
+        back.put_in(reduced)
+
+    def all_gather(_: PassWeights | None) -> Work:
+        back.received = there.received  # of the size of all shards
+        return transport.allgather(back.sent, back.received, name=f"{name}.ag")
+
+    def unpack(_: PassWeights | None) -> None:
+        values.copy_(back.take_out())
+
+    return Exchange(
+        [
+            Step(Stage.PACK, lambda _: there.put_in(values)),
+            Step(Stage.ALL_TO_ALL, all_to_all),
+            Step(Stage.AGGREGATE, apply),
+            Step(Stage.ALL_GATHER, all_gather),
+            Step(Stage.UNPACK, unpack),
+        ],
+        held=[rows, reduced],
+        lane=lane,
+    )

@@ -25,8 +25,8 @@ class Faults:
         slow: seconds by which everything that a rank sends arrives late, by rank.
         reorder: whether operations in flight end in another order than they were started in.
         fail: the operation that raises, by the rank it raises on.
-        stop: the operation from which on a rank sends nothing and answers nothing, by rank; its
-            thread stays in that call until the others have ended.
+        stop: the operation from which on a rank sends nothing and answers nothing, by rank; the
+            thread that starts it stays in that call until the others have ended.
     """
 
     seed: int = 0

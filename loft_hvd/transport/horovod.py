@@ -29,7 +29,6 @@ __all__ = [
     "horovod_if_initialized",
     "horovod_module",
     "is_member",
-    "known_compression",
     "reduce_op_name",
     "restore_process_set",
 ]
@@ -123,24 +122,6 @@ def reduce_op_name(op: Any) -> str:
         f"op={op!r} is not supported; it takes hvd.Average or hvd.Sum (for anything sturdier "
         "than a sum, pass rule=)"
     )
-
-
-def known_compression(compression: Any) -> Any | None:
-    """Return a compression object, or None for ``hvd.Compression.none``, which changes nothing.
-
-    Raises:
-        ArgumentTypeError: the object cannot compress and decompress.
-    """
-    if compression is None or getattr(compression, "__name__", "") == "NoneCompressor":
-        return None
-    if not (
-        callable(getattr(compression, "compress", None)) and hasattr(compression, "decompress")
-    ):
-        raise ArgumentTypeError(
-            f"compression={compression!r} has no compress and decompress; pass "
-            "hvd.Compression.none, hvd.Compression.fp16 or an object with both"
-        )
-    return compression
 
 
 def is_member(process_set: Any | None) -> bool:

@@ -1,0 +1,78 @@
+"""The options of ``DistributedOptimizer``: checked, and as what ranks must agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from loft_hvd.aggregation.rules import Mean, Rule
+from loft_hvd.balance.balancer import Balancer
+from loft_hvd.errors import ArgumentError
+from loft_hvd.parameters import GradientSet
+from loft_hvd.pipeline.settings import ReducerSettings
+from loft_hvd.pipeline.wire import wire_name
+from loft_hvd.transport.agreement import check_agreement
+from loft_hvd.transport.base import Transport
+from loft_hvd.transport.horovod import HorovodTransport
+from loft_hvd.transport.torch_distributed import TorchDistributedTransport
+
+__all__ = ["agree", "at_least_one", "check_rules"]
+
+
+def at_least_one(passes: int) -> int:
+    """Return ``backward_passes_per_step``.
+
+    Raises:
+        ArgumentError: it is not a whole number >= 1.
+    """
+    if not isinstance(passes, int) or passes < 1:
+        raise ArgumentError(f"backward_passes_per_step={passes!r} must be a whole number >= 1")
+    return passes
+
+
+def check_rules(rules: Sequence[Rule], settings: ReducerSettings) -> None:
+    """Raise unless every rule goes with the other options.
+
+    Raises:
+        ArgumentError: a scale outside its limits, or one for a rule that does not add rows up.
+    """
+    if settings.predivide <= 0 or (settings.is_sum and settings.predivide != 1.0):
+        raise ArgumentError(
+            f"gradient_predivide_factor={settings.predivide} must be > 0, and 1 with op=Sum"
+        )
+    robust = [rule for rule in rules if not isinstance(rule, Mean)]
+    if robust and (settings.is_sum or settings.predivide != 1.0):
+        raise ArgumentError(
+            f"rule={robust[0]} takes neither op=Sum nor gradient_predivide_factor="
+            f"{settings.predivide}: it does not add the ranks' gradients up; leave both away"
+        )
+
+
+def agree(
+    transport: Transport, found: GradientSet, settings: ReducerSettings, balancer: Balancer | None
+) -> None:
+    """Open the heartbeat, and compare parameters and options over ranks.
+
+    Raises:
+        MismatchError: ranks differ; names the ranks and the field.
+    """
+    if isinstance(transport, HorovodTransport | TorchDistributedTransport):
+        transport.open_heartbeat()
+    check_agreement(
+        transport,
+        found.fields() | _option_fields(settings, balancer),
+        what="DistributedOptimizer",
+        name="loft.optimizer",  # not found.name: ranks may differ in what it comes from
+        timeout_s=settings.timeout_s,
+    )
+
+
+def _option_fields(settings: ReducerSettings, balancer: Balancer | None) -> dict[str, str]:
+    return {
+        "option backward_passes_per_step": str(settings.num_passes),
+        "option op": "sum" if settings.is_sum else "average",
+        "option gradient_predivide_factor": str(settings.predivide),
+        "option bucket_bytes": str(settings.bucket_bytes),
+        "option compression": wire_name(settings.wire),
+        "option sparse_as_dense": str(settings.sparse_as_dense),
+        "option balancer": "none" if balancer is None else str(balancer.global_batch_size),
+    }

@@ -1,0 +1,113 @@
+"""Between ``.grad`` and buckets: gradients live in their bucket where they can.
+
+A gradient that is a view of its bucket is packed and unpacked without a copy. It becomes one when
+it is handed out after an exchange, and stays one while ``zero_grad(set_to_none=False)`` zeroes it
+in place; after ``set_to_none=True`` autograd makes a new tensor, which is copied once. Gradients
+of another dtype or memory layout than their bucket's are copied there and back.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from loft_hvd.errors import ArgumentTypeError
+from loft_hvd.pipeline.buckets import Bucket, Slot
+
+__all__ = ["Gradients"]
+
+_logger = logging.getLogger(__name__)
+
+
+class Gradients:
+    """The gradients of some parameters.
+
+    Args:
+        parameters: what buckets' slots refer to by index.
+        sparse_as_dense: whether sparse gradients are made dense instead of refused.
+    """
+
+    def __init__(
+        self, parameters: Sequence[torch.nn.Parameter], *, sparse_as_dense: bool = False
+    ) -> None:
+        self._parameters = list(parameters)
+        self._sparse_as_dense = sparse_as_dense
+        self._overflown: set[int] = set()
+
+    def pack(self, bucket: Bucket, values: Tensor) -> None:
+        """Copy the gradients that do not live in the bucket into its ``values``, [numel].
+
+        Raises:
+            ArgumentTypeError: a gradient is sparse and may not be made dense.
+        """
+        for slot in bucket.slots:
+            grad = self._parameters[slot.parameter].grad
+            target = _view(values, slot)
+            if grad is None:
+                target.zero_()  # as Horovod does, so that ranks stay in step
+            elif not _is_same(grad, target):
+                target.copy_(self._dense(slot, grad))
+
+    def hand_out(self, bucket: Bucket, values: Tensor) -> None:
+        """Let the parameters have the bucket's values as gradients; in the user's thread."""
+        for slot in bucket.slots:
+            parameter = self._parameters[slot.parameter]
+            source, grad = _view(values, slot), parameter.grad
+            if parameter.dtype == values.dtype and parameter.is_contiguous():
+                if grad is None or not _is_same(grad, source):
+                    parameter.grad = source
+                continue
+            if grad is None or grad.layout != torch.strided:
+                parameter.grad = grad = torch.empty_like(parameter)
+            with torch.no_grad():
+                grad.copy_(source)
+
+    def _dense(self, slot: Slot, grad: Tensor) -> Tensor:
+        if grad.layout == torch.strided:
+            return grad
+        if not self._sparse_as_dense:
+            raise ArgumentTypeError(
+                f"parameter {slot.name!r} has a {grad.layout} gradient; a rule aggregates dense "
+                "ones: pass sparse_as_dense=True, or use a layer with sparse=False"
+            )
+        return grad.to_dense()
+
+    def warn_of_overflow(self, bucket: Bucket, values: Tensor, dtype: torch.dtype) -> None:
+        """Warn once for each parameter with finite values that ``dtype`` cannot hold."""
+        most = torch.finfo(dtype).max
+        low, high = torch.aminmax(values) if values.numel() else (values.sum(), values.sum())
+        if -most <= float(low) and float(high) <= most:
+            return
+        for slot in bucket.slots:
+            if slot.parameter in self._overflown:
+                continue
+            target = _view(values, slot)
+            num_beyond = int(((target.abs() > most) & target.isfinite()).sum())
+            if num_beyond:
+                self._overflown.add(slot.parameter)
+                _logger.warning(
+                    "parameter %r: %d gradient values are beyond what %s holds (%g) and travel as "
+                    "infinity; scale the loss down, or use loft.Compression.bf16",
+                    slot.name,
+                    num_beyond,
+                    dtype,
+                    most,
+                )
+
+
+def _view(values: Tensor, slot: Slot) -> Tensor:
+    return values[slot.offset : slot.offset + slot.numel].view(slot.shape)
+
+
+def _is_same(grad: Tensor, target: Tensor) -> bool:
+    """Say whether a gradient is its place in the bucket; both are of one shape."""
+    return (
+        grad.layout == torch.strided
+        and grad.dtype == target.dtype
+        and grad.data_ptr() == target.data_ptr()
+        and grad.stride() == target.stride()
+        and not grad.requires_grad
+    )

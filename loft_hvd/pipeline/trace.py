@@ -1,0 +1,142 @@
+"""Where a step's time goes, as a Chrome trace: one lane for each bucket, or part of one.
+
+Open the file in https://ui.perfetto.dev or chrome://tracing. Times are microseconds of the
+machine's monotonic clock, so that files of ranks on one machine can be laid over each other.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from loft_hvd.config import config
+
+__all__ = ["Lane", "Trace", "trace_of"]
+
+_logger = logging.getLogger(__name__)
+_MOST_SPANS = 200_000  # some 30 MB of JSON
+
+
+class Trace:
+    """The spans of one rank; any thread may add to it.
+
+    Args:
+        path: the file that ``write`` makes.
+        rank: this rank, the process of its lanes.
+        most_spans: spans kept; later ones are counted but left out.
+        clock: seconds that never go back.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        rank: int,
+        *,
+        most_spans: int = _MOST_SPANS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.path = path
+        self.clock = clock
+        self.num_left_out = 0
+        self._rank = rank
+        self._most_spans = most_spans
+        self._lock = threading.Lock()
+        self._lanes: dict[str, int] = {}
+        self._spans: list[tuple[str, int, float, float]] = []
+
+    def add(self, lane: str, name: str, began_s: float, ended_s: float) -> None:
+        """Add a span to a lane."""
+        with self._lock:
+            at = self._lanes.setdefault(lane, len(self._lanes))
+            if len(self._spans) < self._most_spans:
+                self._spans.append((name, at, began_s, ended_s))
+            else:
+                self.num_left_out += 1
+
+    def write(self) -> None:
+        """Write the file anew, with all spans so far."""
+        with self._lock:
+            spans, lanes = list(self._spans), dict(self._lanes)
+        events: list[dict[str, object]] = [_named("process_name", self._rank, 0, self._process)]
+        events += [_named("thread_name", self._rank, at, lane) for lane, at in lanes.items()]
+        events += [
+            {
+                "name": name,
+                "ph": "X",
+                "pid": self._rank,
+                "tid": at,
+                "ts": round(1e6 * began_s, 1),
+                "dur": round(1e6 * (ended_s - began_s), 1),
+            }
+            for name, at, began_s, ended_s in spans
+        ]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps({"traceEvents": events}) + "\n", encoding="utf-8")
+        if self.num_left_out:
+            _logger.warning(
+                "%s holds the first %d spans; %d later ones are left out",
+                self.path,
+                len(spans),
+                self.num_left_out,
+            )
+
+    @property
+    def _process(self) -> str:
+        return f"rank {self._rank}"
+
+
+def _named(kind: str, rank: int, lane: int, name: str) -> dict[str, object]:
+    return {"name": kind, "ph": "M", "pid": rank, "tid": lane, "args": {"name": name}}
+
+
+class Lane:
+    """One row of the picture: spans that follow each other, written as each ends.
+
+    Args:
+        trace: where spans go; None for nowhere.
+        name: the row's name.
+    """
+
+    def __init__(self, trace: Trace | None, name: str) -> None:
+        self.name = name
+        self._trace = trace
+        self._span = ""
+        self._began_s = 0.0
+
+    def enter(self, span: str) -> None:
+        """End the open span, if any, and begin another."""
+        if self._trace is not None:
+            now = self._trace.clock()
+            if self._span:
+                self._trace.add(self.name, self._span, self._began_s, now)
+            self._span, self._began_s = span, now
+
+    def leave(self) -> None:
+        """End the open span."""
+        self.enter("")
+
+    def row(self, name: str) -> Lane:
+        """Return another lane of the same trace."""
+        return Lane(self._trace, name)
+
+
+@functools.cache
+def trace_of(rank: int) -> Trace | None:
+    """Return this process's trace, written when it ends; None without ``LOFT_HVD_TRACE``.
+
+    Each rank writes a file of its own: ``LOFT_HVD_TRACE=runs/trace.json`` makes
+    ``runs/trace.0.json``, ``runs/trace.1.json`` and so on.
+    """
+    name = config().trace_file
+    if name is None:
+        return None
+    path = Path(name)
+    trace = Trace(path.with_name(f"{path.stem}.{rank}{path.suffix or '.json'}"), rank)
+    atexit.register(trace.write)
+    return trace

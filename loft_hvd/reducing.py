@@ -1,0 +1,233 @@
+"""The optimizer that ``DistributedOptimizer`` returns: the user's, which reduces before it steps.
+
+It is a genuine ``torch.optim.Optimizer`` that owns nothing: state, parameter groups and hooks are
+the user's optimizer's own. Its class says it lives in Horovod's optimizer module, which is how
+``hvd.broadcast_optimizer_state`` tells optimizers whose ``step`` communicates.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from loft_hvd.balance.balancer import Balancer
+from loft_hvd.config import config
+from loft_hvd.delegate import Delegate
+from loft_hvd.errors import UsageError
+from loft_hvd.options import agree
+from loft_hvd.parameters import GradientSet
+from loft_hvd.pipeline.reducer import GradientReducer
+from loft_hvd.pipeline.settings import OutgoingHook, ReducerSettings
+from loft_hvd.runlog import RunLog, open_run_log
+from loft_hvd.transport.base import Transport
+
+__all__ = ["ReducingOptimizer"]
+
+
+class ReducingOptimizer(Delegate):
+    """The user's optimizer with reduced gradients; made by ``DistributedOptimizer``."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        collect: Callable[[], GradientSet],
+        *,
+        settings: ReducerSettings,
+        find_transport: Callable[[], Transport | None],
+        balancer: Balancer | None,
+        log_dir: str | Path | None,
+    ) -> None:
+        super().__init__(optimizer)
+        self._collect = collect
+        self._settings = settings
+        self._find_transport = find_transport
+        self._transport = find_transport()
+        self._balancer = balancer
+        self._log_dir = log_dir
+        self._log = self._open_log()
+        # Elastic ranks start at different times: they agree in ``begin_world``, all together.
+        self._reducer = self._make_reducer(should_agree=not config().is_elastic)
+        self._should_synchronize = True
+        self._is_synchronized = False
+        self._waited_s = 0.0
+
+    def _open_log(self) -> RunLog:
+        if self._balancer is None:
+            log = open_run_log(self._log_dir, rank=self.rank)
+            log.write("run", world_size=self.world_size)
+            return log
+        if self._log_dir is not None:
+            self._balancer.log_to(self._log_dir)
+        return self._balancer.log
+
+    def _make_reducer(self, *, should_agree: bool = True) -> GradientReducer | None:
+        if self._transport is None:  # this rank is not in the process set
+            return None
+        found = self._collect()
+        world_size = self._transport.world_size
+        self._world_size = world_size
+        if should_agree:
+            agree(self._transport, found, self._settings, self._balancer)
+        if world_size > 1:
+            for rule in found.rules:
+                rule.check(world_size)
+        if self._balancer is not None and found.parameters:
+            self._balancer.compute_on(found.parameters[0].device)
+        if self._balancer is not None and world_size > 1:
+            self._balancer.require(
+                min_ranks=max(rule.min_rows for rule in found.rules),
+                num_passes=self._settings.num_passes,
+            )
+        return GradientReducer(
+            found.parameters,
+            found.specs,
+            found.rules,
+            settings=self._settings,
+            transport=self._transport,
+            source=self._balancer,
+            name=found.name,
+        )
+
+    def begin_world(self) -> None:
+        """Lay out buckets for the ranks there are now; ``loft.elastic.State`` calls it on each."""
+        self._optimizer.zero_grad(set_to_none=True)
+        self._transport = self._find_transport()
+        if self._balancer is not None or self.rank != 0 or self._log.path is None:
+            self._log = self._open_log()  # ranks are numbered anew
+        self._lay_out_anew()
+        self._is_synchronized = False
+        self._waited_s = 0.0
+
+    def _lay_out_anew(self) -> None:
+        older = self._reducer
+        if older is not None:
+            older.detach()
+        self._reducer = self._make_reducer()
+        if older is not None and self._reducer is not None:
+            self._reducer.adopt_hooks(older)
+
+    def synchronize(self) -> None:
+        """Wait until every gradient is reduced; for clipping or unscaling before ``step``."""
+        if self._reducer is not None and self._transport is not None:
+            if self._transport.world_size != self._world_size:
+                raise UsageError(
+                    f"the world has changed from {self._world_size} to "
+                    f"{self._transport.world_size} ranks under this optimizer; with "
+                    "hvd.elastic.run, give it to a loft.elastic.State, which makes it fit"
+                )
+            if self._balancer is not None:
+                self._balancer.computing_ended()
+            began = time.monotonic()
+            with self._log.faults():
+                self._reducer.synchronize()
+            self._waited_s += time.monotonic() - began
+        self._is_synchronized = True
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Let ``step`` take the gradients as they are, after a ``synchronize`` of the script's.
+
+        ::
+
+            optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        """
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def _prepare_step(self) -> None:
+        if not self._should_synchronize:
+            if not self._is_synchronized:
+                self.synchronize()
+            return
+        if self._is_synchronized:
+            warnings.warn(
+                "optimizer.step() called after optimizer.synchronize() without "
+                "optimizer.skip_synchronize(); the gradients are taken as they are, wrap step() "
+                "in `with optimizer.skip_synchronize()` to say so",
+                stacklevel=3,
+            )
+            if self._reducer is None or not self._reducer.has_gradients:
+                return
+        self.synchronize()
+
+    def step(  # type: ignore[override]  # one signature for both of the base's overloads
+        self, closure: Callable[[], float] | None = None
+    ) -> float | None:
+        """Reduce the gradients, then take the user's optimizer's step.
+
+        Args:
+            closure: computes the loss and its gradients; they are reduced each time it is called.
+        """
+        if closure is None:
+            self._prepare_step()
+            result = self._optimizer.step()
+        else:
+            evaluate = closure
+
+            def reduced() -> float:
+                loss = evaluate()
+                self._prepare_step()
+                return loss
+
+            result = self._optimizer.step(reduced)
+        self._is_synchronized = False
+        if self._balancer is None:
+            self._log.step += 1
+        elif self._reducer is not None:
+            self._balancer.step_ended(waited_s=self._waited_s)
+        self._waited_s = 0.0
+        return result
+
+    step.hooked = True  # type: ignore[attr-defined]  # the user's own step runs the step hooks
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Zero the gradients; takes what the user's optimizer takes.
+
+        Raises:
+            UsageError: gradients are on the wire.
+        """
+        if self._reducer is not None and self._reducer.is_in_flight:
+            raise UsageError(
+                "optimizer.zero_grad() was called after loss.backward() but before "
+                "optimizer.step() or optimizer.synchronize(): gradients are on the wire"
+            )
+        self._optimizer.zero_grad(*args, **kwargs)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, on every rank alike; lays the buckets out anew."""
+        self._optimizer.add_param_group(param_group)
+        if self._reducer is not None:
+            self._lay_out_anew()
+
+    def register_outgoing_hook(self, hook: OutgoingHook) -> RemovableHandle:
+        """Look at, or change, each bucket of this rank's gradients before it is sent."""
+        if self._reducer is None:
+            raise UsageError("this rank is not in the optimizer's process set: it sends nothing")
+        return self._reducer.register_outgoing_hook(hook)
+
+    @property
+    def rank(self) -> int:
+        """This rank, or -1 outside the process set."""
+        return -1 if self._transport is None else self._transport.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that reduce gradients together."""
+        return 0 if self._transport is None else self._transport.world_size
+
+
+# hvd.broadcast_optimizer_state compares this name, and then calls the base class's step.
+ReducingOptimizer.__module__ = "horovod.torch.optimizer"
