@@ -2,7 +2,10 @@
 
 Every line has ``kind``, ``time_s`` (seconds since 1970) and ``step`` (optimizer steps taken):
 
-* ``run``: ``world_size``, and with a balancer ``global_batch_size``, ``policy``;
+* ``run``: ``world_size``, and with a balancer ``global_batch_size``, ``policy``, ``devices`` and
+  ``caps`` [world_size];
+* ``cap``: ``rank``, ``device`` (host/number), ``cap``: its samples at most from now on; ``size``
+  that did not fit, ``source``; a run that writes to the same folder honours the newest;
 * ``plan``: ``plan_id``, ``first_step``, ``sizes`` [world_size];
 * ``times``: ``ranks``, averages a batch of each rank as in ``explain.RankTimes``;
 * ``fit``: ``ranks``, what the policy's models say of each rank, as in ``words.fit_record``;
@@ -24,14 +27,14 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from loft_hvd.config import config
 from loft_hvd.errors import ArgumentError, DataError
 
-__all__ = ["RunLog", "open_run_log", "read_run_log"]
+__all__ = ["RunLog", "find_entries", "open_run_log", "read_run_log"]
 
 _log = logging.getLogger(__name__)
 
@@ -175,3 +178,18 @@ def read_run_log(path: str | Path) -> list[dict[str, Any]]:
             raise DataError(f"report {path}: line {number} has no kind and step: not a run log")
         entries.append(entry)
     return entries
+
+
+def find_entries(folder: str | Path, kind: str) -> Iterator[dict[str, Any]]:
+    """Yield the lines of one kind in all run logs of a folder, oldest first."""
+    mark = json.dumps({"kind": kind})[:-1]
+    for path in sorted(Path(folder).glob("loft-*.jsonl"), key=lambda path: path.stat().st_mtime_ns):
+        try:
+            with path.open(encoding="utf-8") as file:
+                lines = [line for line in file if line.startswith(mark)]
+        except (OSError, UnicodeDecodeError) as error:
+            _log.warning("the run log %s is not read: %s", path, error)
+            continue
+        for line in lines:
+            with suppress(ValueError):  # cut off by a crash
+                yield json.loads(line)

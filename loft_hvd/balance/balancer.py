@@ -106,6 +106,40 @@ class Balancer(BalancerPorts):
             self.log = open_run_log(self._log_dir, rank=self.rank)
         self._start_anew()
 
+    def probe(
+        self,
+        step_fn: Callable[[int], object],
+        *,
+        limit: int | None = None,
+        headroom: float = 0.1,
+    ) -> tuple[int, ...]:
+        """Find how many samples each rank's memory holds; call it on every rank before training.
+
+        Each rank calls ``step_fn`` on its own with ever larger batches until memory is full, then
+        in between; all other ranks wait for ``LOFT_HVD_TIMEOUT_S`` at most. What was found limits
+        this run and goes to the run log. It must come before ``DistributedOptimizer`` is made,
+        whose hooks would wait for other ranks.
+
+        Args:
+            step_fn: computes a batch of so many samples as training does, with its backward pass
+                and without an optimizer's step; called at most ``2 * log2(limit / grain) + 2``
+                times.
+            limit: most samples to try; None takes what a rank can be given at most.
+            headroom: share of what fits that is left free, for an optimizer's state and for
+                fragments.
+
+        Returns:
+            Every rank's cap, [world_size]; ``limit`` where all of it fits. In elastic mode, where
+            ranks start at different times, this rank's alone; the others learn it with the world.
+
+        Raises:
+            UsageError: training has begun, or an optimizer is plugged in.
+            PlanError: a rank's memory does not hold the smallest batch, or all caps together do
+                not hold the global batch.
+            PeerError: ``step_fn`` has failed on another rank.
+        """
+        return self._probe(step_fn, limit=limit, headroom=headroom)
+
     @contextmanager
     def step(self, num_samples: int, *, fetch_s: float = 0.0) -> Iterator[None]:
         """Wrap one batch of a loader of the script's own, and measure what follows.

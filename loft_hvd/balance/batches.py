@@ -20,6 +20,7 @@ class BatchQueue:
 
     Attributes:
         trained: sizes of the newest batch that a backward pass has taken.
+        in_work: sizes of the batch that is being computed; None between two steps.
         trail: 32 bits that depend on every batch taken: its plan, step, sizes and samples. Equal
             on all ranks between the same two steps.
     """
@@ -30,7 +31,10 @@ class BatchQueue:
         self._last_trained: int | None = None  # step of the newest backward pass
         self._lookahead = 0
         self.trained: StepSizes | None = None
+        self.in_work: StepSizes | None = None
         self.trail = 0
+        self._taken: list[StepSizes] = []  # since the last step's end
+        self._largest: list[int] = []
 
     def push(self, step_sizes: StepSizes) -> None:
         """Queue the sizes of a batch that will be trained on, in order."""
@@ -39,18 +43,20 @@ class BatchQueue:
     def begin(self, step_sizes: StepSizes) -> None:
         """Note the batch that the script gets now, in place of any before it."""
         self.clear()
-        self._current = step_sizes
+        self._current = self.in_work = step_sizes
 
     def clear(self) -> None:
         """Forget batches that will not be trained on."""
         self._pending.clear()
-        self._current = None
+        self._current = self.in_work = None
 
     def restart(self) -> None:
         """Forget all batches: a run goes on from elsewhere."""
         self.clear()
         self._last_trained = self.trained = None
         self._lookahead = self.trail = 0
+        self._taken.clear()
+        self._largest.clear()
 
     def take(self) -> StepSizes:
         """Return the sizes of the batch that the next backward pass belongs to.
@@ -65,11 +71,24 @@ class BatchQueue:
                 "pass needs a batch from loft.DataLoader, a loft.BatchSampler, or "
                 "`with balancer.step(n)`"
             )
-        self.trained = taken
+        self.trained = self.in_work = taken
+        self._taken.append(taken)
         mark = f"{taken.plan_id} {taken.step} {taken.sizes} {taken.digest}"
         self.trail = zlib.crc32(mark.encode(), self.trail)
         self._last_trained = taken.step
         return taken
+
+    def step_ended(self) -> None:
+        """Note that all batches taken so far have been computed, on every rank."""
+        for taken in self._taken:
+            sizes = taken.sizes
+            self._largest = [max(pair) for pair in zip(self._largest or sizes, sizes, strict=True)]
+        self._taken.clear()
+        self.in_work = None
+
+    def largest_done(self, rank: int) -> int:
+        """Return the most samples that a rank has computed in a step, 0 at first."""
+        return self._largest[rank] if self._largest else 0
 
     def drawn(self, step: int) -> None:
         """Note that a batch of a step has been drawn, perhaps ahead of training."""

@@ -107,6 +107,11 @@ class PlanLoop:
         return self.history[-1]
 
     @property
+    def num_steps(self) -> int:
+        """Optimizer steps taken."""
+        return self._num_steps
+
+    @property
     def interval(self) -> int:
         """Steps from the last exchange of times to the next."""
         return self._schedule.interval
@@ -136,6 +141,7 @@ class PlanLoop:
     def step_ended(self, *, waited_s: float) -> None:
         """Close an optimizer step; exchange times and plans when it is time for them."""
         self.timer.step_ended(waited_s=waited_s, counts=self._counts())
+        self._batches.step_ended()
         self._num_steps += 1
         self._log.step = self._num_steps
         if not self._is_compared:

@@ -11,14 +11,17 @@ import torch
 from loft_hvd.balance.batches import BatchQueue
 from loft_hvd.balance.device_clock import make_device_clock
 from loft_hvd.balance.loop import PlanLoop
+from loft_hvd.balance.memory import MemoryWatch, logged_caps
 from loft_hvd.balance.options import BalancerOptions
 from loft_hvd.balance.plan import Plan, StepSizes
+from loft_hvd.balance.probe import agree_on_probes, try_batches
 from loft_hvd.balance.world import World, assume, meet
 from loft_hvd.config import config
-from loft_hvd.errors import PlanError
+from loft_hvd.errors import ArgumentError, PlanError, UsageError
 from loft_hvd.runlog import RunLog
 from loft_hvd.transport.agreement import check_agreement
 from loft_hvd.transport.base import Transport, wait_for
+from loft_hvd.transport.local import LocalWorld
 
 __all__ = ["BalancerPorts"]
 
@@ -49,11 +52,16 @@ class BalancerPorts:
         self.global_batch_size = options.global_batch_size
         self.min_batch = options.min_batch
         self._min_ranks = 1
-        self._has_met = False
+        self._own_cap: int | None = None  # as probed
+        self._has_met = self._is_plugged = False
         self._base = options.global_batch_size, options.world_size  # what a resize starts from
-        self._found_caps: dict[str, int] = {}  # by trying, by device
         self._batches = BatchQueue()
         self.log = log
+        self._memory = MemoryWatch(
+            lambda: transport.rank, lambda: self._world, self._batches, lambda: self.log
+        )
+        if log.path is not None:
+            self._memory.caps = logged_caps(log.path.parent)
         self._world = self._meet()
         self._loop = PlanLoop(options, self._world, transport, self._batches, clock, log)
 
@@ -68,7 +76,7 @@ class BalancerPorts:
             name="loft.balancer",
             timeout_s=config().timeout_s,
         )
-        return meet(self._transport, self._options, found=self._found_caps)
+        return meet(self._transport, self._options, found=self._memory.caps, own_cap=self._own_cap)
 
     def _start_anew(self) -> None:
         """Go on with another world or other limits, on every rank, between two steps."""
@@ -76,7 +84,7 @@ class BalancerPorts:
         self._has_met = True
         self._resize()
         self._world = self._meet()
-        self._found_caps = dict(self._world.found)
+        self._memory.caps = dict(self._world.found)
         older = self._loop
         self._loop = PlanLoop(
             self._options, self._world, self._transport, self._batches, self._clock, self.log
@@ -98,6 +106,29 @@ class BalancerPorts:
             total = max(1, round(total * world_size / first_size))
         self._options = replace(self._options, world_size=world_size, global_batch_size=total)
         self.global_batch_size = total
+
+    def _probe(
+        self, step_fn: Callable[[int], object], *, limit: int | None, headroom: float
+    ) -> tuple[int, ...]:
+        if self._is_plugged or self._loop.num_steps or self._batches.next_step:
+            raise UsageError(
+                "probe: it must come before DistributedOptimizer (or attach) and before training: "
+                "their hooks would wait for other ranks, which try other sizes"
+            )
+        if not 0 <= headroom < 1:
+            raise ArgumentError(f"probe: headroom={headroom} must be in [0, 1)")
+        grain = self._world.grain
+        if limit is None:
+            limit = self.global_batch_size - (self.world_size - 1) * self.min_batch
+        own = try_batches(step_fn, limit=max(limit, 1), grain=grain, headroom=headroom)
+        self._own_cap = own.cap
+        if config().is_elastic:  # ranks start at different times, and meet in ``begin_world``
+            return agree_on_probes(LocalWorld(1).transport(0), own, grain=grain)
+        caps = agree_on_probes(self._transport, own, grain=grain)
+        for rank, cap in enumerate(caps):
+            self._memory.found(rank, cap, size=None, source="probe")
+        self._start_anew()
+        return caps
 
     # What a loader asks for and reports.
 
@@ -141,6 +172,7 @@ class BalancerPorts:
         Raises:
             PlanError: the plan itself has fewer.
         """
+        self._is_plugged = True
         num_present = sum(size > 0 for size in self.plan.sizes)
         if num_present < min_ranks:
             raise PlanError(

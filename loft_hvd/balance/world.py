@@ -75,6 +75,11 @@ class World:
     def __len__(self) -> int:
         return len(self.devices)
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys of all devices, [world_size]."""
+        return tuple(device.key for device in self.devices)
+
     def make_controller(self, options: BalancerOptions) -> Controller | None:
         """Return the policy's controller, or None where sizes are given or nothing is fitted.
 
@@ -214,20 +219,28 @@ def assume(options: BalancerOptions) -> World:
     return World.of(options, devices, {})
 
 
-def meet(transport: Transport, options: BalancerOptions, *, found: Mapping[str, int]) -> World:
+def meet(
+    transport: Transport,
+    options: BalancerOptions,
+    *,
+    found: Mapping[str, int],
+    own_cap: int | None = None,
+) -> World:
     """Tell all ranks this one's device, and learn theirs; every rank calls it.
 
     Args:
         transport: the ranks.
         options: what the user asked for, equal on all ranks.
         found: caps that were found by trying, by ``Device.key``; rank 0's count.
+        own_cap: what this rank has just found for its own device; goes before all others.
     """
     timeout_s = config().timeout_s
-    row = torch.tensor(_encode(*own_device()), dtype=torch.int64)
+    cap = _NO_CAP if own_cap is None else own_cap
+    row = torch.tensor([cap, *_encode(*own_device())], dtype=torch.int64)
     rows = allgather_rows(transport, row, name="loft.balancer.devices", timeout_s=timeout_s)
     numbers: Counter[str] = Counter()
     devices = []
-    for values in rows.tolist():
+    for values in rows[:, 1:].tolist():
         host, name, is_cuda = _decode(values)
         devices.append(Device(host, numbers[host], name, is_cuda))
         numbers[host] += 1
@@ -237,7 +250,9 @@ def meet(transport: Transport, options: BalancerOptions, *, found: Mapping[str, 
         wait_for(work, what="broadcast of caps", timeout_s=timeout_s)
     pairs = zip(devices, caps.tolist(), strict=True)
     known = {device.key: cap for device, cap in pairs if cap > 0}
-    return World.of(options, tuple(devices), {**found, **known})
+    pairs = zip(devices, rows[:, 0].tolist(), strict=True)
+    fresh = {device.key: cap for device, cap in pairs if cap > 0}
+    return World.of(options, tuple(devices), {**found, **known, **fresh})
 
 
 def _encode(host: str, name: str, is_cuda: bool) -> list[int]:

@@ -20,13 +20,9 @@ from contextlib import AbstractContextManager
 
 from loft_hvd.errors import TransportError
 from loft_hvd.transport.board import Board
-from loft_hvd.transport.diagnosis import (
-    Diagnosis,
-    HeartbeatSettings,
-    Place,
-    Verdict,
-)
+from loft_hvd.transport.diagnosis import Diagnosis, HeartbeatSettings, Place, Verdict
 from loft_hvd.transport.exits import ProcessExit, kill_process
+from loft_hvd.transport.failures import describe_failure, tell_failure
 from loft_hvd.transport.guard import Guard
 from loft_hvd.transport.progress import Progress
 from loft_hvd.transport.star import MAX_TEXT, Line, Link, process_state
@@ -124,9 +120,9 @@ class Heartbeat:
         is_echo = isinstance(error, TransportError) or type(error).__name__ in _ENGINE_ERRORS
         if self.verdict is not None or is_echo:
             return
-        text = f"rank {self.rank} ({self._place}) has failed: {type(error).__name__}: {error}"
+        note = describe_failure(f"rank {self.rank} ({self._place})", error)
         for link in self._links.values():
-            link.send(Line("failed", self.rank, 0.0, text))
+            link.send(Line("failed", self.rank, float(note.num_samples), note.text))
 
     def explain(self, error: BaseException) -> None:
         """Add to an engine's own error which rank is behind it; waits up to a second for that."""
@@ -220,6 +216,7 @@ class Heartbeat:
             self._diagnosis.left(peer)
         elif line.kind == "failed":
             self._diagnosis.left(peer)
+            tell_failure(peer, line.seconds)
             self._decide(Verdict(peer, line.text))
         elif peer == 0 and line.kind == "verdict":
             self._decide(Verdict(line.rank, line.text, is_mismatch=line.seconds > 0))
