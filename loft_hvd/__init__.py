@@ -31,6 +31,8 @@ from loft_hvd.errors import LoftError
 from loft_hvd.metrics import average
 from loft_hvd.optimizer import DistributedOptimizer
 from loft_hvd.pipeline.allreduce import Handle, allreduce, allreduce_async
+from loft_hvd.pipeline.lookout import Quarantine
+from loft_hvd.pipeline.suspicion import Suspicion
 from loft_hvd.pipeline.wire import Compression
 
 __version__ = "0.1.0"
@@ -50,7 +52,9 @@ __all__ = [
     "Median",
     "Phocas",
     "Placement",
+    "Quarantine",
     "Rule",
+    "Suspicion",
     "TrimmedMean",
     "aggregate",
     "allreduce",

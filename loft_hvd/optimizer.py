@@ -15,11 +15,15 @@ from loft_hvd.config import config
 from loft_hvd.errors import ArgumentTypeError
 from loft_hvd.options import at_least_one, check_rules
 from loft_hvd.parameters import GradientSet, collect_parameters
+from loft_hvd.pipeline.lookout import Quarantine
 from loft_hvd.pipeline.settings import ReducerSettings
+from loft_hvd.pipeline.suspicion import Suspicion
 from loft_hvd.pipeline.wire import Wire, read_compression
 from loft_hvd.reducing import ReducingOptimizer
+from loft_hvd.team import TeamOptions
 from loft_hvd.transport.base import Transport
 from loft_hvd.transport.default import default_transport
+from loft_hvd.transport.groups import Over
 from loft_hvd.transport.horovod import is_member, reduce_op_name
 
 __all__ = ["DistributedOptimizer"]
@@ -39,6 +43,9 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - the name and the arguments ar
     rule: Rule | None = None,
     balancer: Balancer | None = None,
     bucket_bytes: int | None = None,
+    over: Over = None,
+    diagnostics: bool | Suspicion | None = None,
+    quarantine: bool | Quarantine = False,
     log_dir: str | Path | None = None,
     transport: Transport | None = None,
 ) -> ReducingOptimizer:
@@ -64,12 +71,18 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - the name and the arguments ar
             entry goes before it.
         balancer: says how many samples each rank's gradient stands for; equal without one.
         bucket_bytes: most bytes sent together; None takes ``LOFT_HVD_BUCKET_BYTES``.
+        over: None for a rule over ranks; "nodes", or the ranks of every group, for a plain mean
+            inside each group and the rule over groups, which f then counts.
+        diagnostics: watch which worker is off, for ``report()`` and warnings; None where that is
+            cheap (on a CPU), or a ``loft.Suspicion`` with the details.
+        quarantine: leave a worker out that stands out for long; True, or a ``loft.Quarantine``.
         log_dir: folder in which rank 0 writes the run log, the balancer's own if it has one; None
             takes ``LOFT_HVD_LOG_DIR``, and without it there is none.
         transport: the ranks; Horovod's by default.
 
     Returns:
-        An optimizer with ``synchronize``, ``skip_synchronize`` and ``register_outgoing_hook``.
+        An optimizer with ``synchronize``, ``skip_synchronize``, ``register_outgoing_hook`` and
+        ``report``.
 
     Raises:
         ArgumentError: an argument outside its limits, such as duplicate names.
@@ -92,11 +105,13 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - the name and the arguments ar
         sparse_as_dense=sparse_as_dense,
         wire=read_compression(compression),
     )
+    team_options = TeamOptions(over, diagnostics, quarantine)
     names = None if named_parameters is None else list(named_parameters)
 
     def collect() -> GradientSet:
         found = collect_parameters(optimizer.param_groups, names, rule=rule, groups=groups)
         check_rules(found.rules, settings)
+        team_options.check(found.rules)
         return found
 
     def find_transport() -> Transport | None:
@@ -111,4 +126,5 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - the name and the arguments ar
         find_transport=find_transport,
         balancer=balancer,
         log_dir=log_dir,
+        team_options=team_options,
     )

@@ -10,6 +10,7 @@ from loft_hvd.errors import ArgumentError
 from loft_hvd.parameters import GradientSet
 from loft_hvd.pipeline.settings import ReducerSettings
 from loft_hvd.pipeline.wire import wire_name
+from loft_hvd.team import TeamOptions
 from loft_hvd.transport.agreement import check_agreement
 from loft_hvd.transport.base import Transport
 from loft_hvd.transport.horovod import HorovodTransport
@@ -48,7 +49,11 @@ def check_rules(rules: Sequence[Rule], settings: ReducerSettings) -> None:
 
 
 def agree(
-    transport: Transport, found: GradientSet, settings: ReducerSettings, balancer: Balancer | None
+    transport: Transport,
+    found: GradientSet,
+    settings: ReducerSettings,
+    balancer: Balancer | None,
+    team_options: TeamOptions,
 ) -> None:
     """Open the heartbeat, and compare parameters and options over ranks.
 
@@ -59,7 +64,7 @@ def agree(
         transport.open_heartbeat()
     check_agreement(
         transport,
-        found.fields() | _option_fields(settings, balancer),
+        found.fields() | _option_fields(settings, balancer) | team_options.fields(),
         what="DistributedOptimizer",
         name="loft.optimizer",  # not found.name: ranks may differ in what it comes from
         timeout_s=settings.timeout_s,

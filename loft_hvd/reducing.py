@@ -25,7 +25,10 @@ from loft_hvd.options import agree
 from loft_hvd.parameters import GradientSet
 from loft_hvd.pipeline.reducer import GradientReducer
 from loft_hvd.pipeline.settings import OutgoingHook, ReducerSettings
+from loft_hvd.pipeline.stages import flat_exchange
+from loft_hvd.pipeline.workers import SuspicionReport
 from loft_hvd.runlog import RunLog, open_run_log
+from loft_hvd.team import Team, TeamOptions
 from loft_hvd.transport.base import Transport
 
 __all__ = ["ReducingOptimizer"]
@@ -43,6 +46,7 @@ class ReducingOptimizer(Delegate):
         find_transport: Callable[[], Transport | None],
         balancer: Balancer | None,
         log_dir: str | Path | None,
+        team_options: TeamOptions,
     ) -> None:
         super().__init__(optimizer)
         self._collect = collect
@@ -51,6 +55,8 @@ class ReducingOptimizer(Delegate):
         self._transport = find_transport()
         self._balancer = balancer
         self._log_dir = log_dir
+        self._team_options = team_options
+        self._team: Team | None = None
         self._log = self._open_log()
         # Elastic ranks start at different times: they agree in ``begin_world``, all together.
         self._reducer = self._make_reducer(should_agree=not config().is_elastic)
@@ -74,17 +80,13 @@ class ReducingOptimizer(Delegate):
         world_size = self._transport.world_size
         self._world_size = world_size
         if should_agree:
-            agree(self._transport, found, self._settings, self._balancer)
-        if world_size > 1:
-            for rule in found.rules:
-                rule.check(world_size)
+            agree(self._transport, found, self._settings, self._balancer, self._team_options)
+        team = self._find_team(self._transport, found)
         if self._balancer is not None and found.parameters:
             self._balancer.compute_on(found.parameters[0].device)
-        if self._balancer is not None and world_size > 1:
-            self._balancer.require(
-                min_ranks=max(rule.min_rows for rule in found.rules),
-                num_passes=self._settings.num_passes,
-            )
+        if self._balancer is not None and team is not None:
+            min_ranks = team.min_ranks(found.rules)
+            self._balancer.require(min_ranks=min_ranks, num_passes=self._settings.num_passes)
         return GradientReducer(
             found.parameters,
             found.specs,
@@ -93,12 +95,31 @@ class ReducingOptimizer(Delegate):
             transport=self._transport,
             source=self._balancer,
             name=found.name,
+            make_exchange=flat_exchange if team is None else team.make_exchange,
+            lookout=None if team is None else team.lookout,
         )
+
+    def _find_team(self, transport: Transport, found: GradientSet) -> Team | None:
+        """Return the workers of this world, made at the first call in it; None where none are."""
+        if transport.world_size == 1:
+            return None
+        if self._team is None:
+            self._team = Team(
+                transport,
+                found.rules,
+                self._team_options,
+                on_cpu=all(parameter.device.type == "cpu" for parameter in found.parameters),
+                name=found.name,
+                timeout_s=self._settings.timeout_s,
+            )
+        self._team.check(found.rules)
+        return self._team
 
     def begin_world(self) -> None:
         """Lay out buckets for the ranks there are now; ``loft.elastic.State`` calls it on each."""
         self._optimizer.zero_grad(set_to_none=True)
         self._transport = self._find_transport()
+        self._team = None
         if self._balancer is not None or self.rank != 0 or self._log.path is None:
             self._log = self._open_log()  # ranks are numbered anew
         self._lay_out_anew()
@@ -217,6 +238,12 @@ class ReducingOptimizer(Delegate):
         if self._reducer is None:
             raise UsageError("this rank is not in the optimizer's process set: it sends nothing")
         return self._reducer.register_outgoing_hook(hook)
+
+    def report(self) -> SuspicionReport:
+        """Return what is known of every worker: who was off, and how far; print it for a table."""
+        if self._team is None:
+            return SuspicionReport(0, (), note="nobody is watched: this rank reduces alone")
+        return self._team.report()
 
     @property
     def rank(self) -> int:

@@ -17,9 +17,10 @@ from loft_hvd.errors import UsageError
 from loft_hvd.pipeline.buckets import Bucket, ParameterSpec, lay_out
 from loft_hvd.pipeline.engine import Engine, Job
 from loft_hvd.pipeline.gradients import Gradients
+from loft_hvd.pipeline.lookout import Lookout
 from loft_hvd.pipeline.order import agree_on_order
 from loft_hvd.pipeline.settings import OutgoingHook, ReducerSettings, StepSource
-from loft_hvd.pipeline.stages import is_engine_sum
+from loft_hvd.pipeline.stages import MakeExchange, flat_exchange, is_engine_sum
 from loft_hvd.pipeline.weights import PassWeights, combine_passes
 from loft_hvd.pipeline.wire import Compression
 from loft_hvd.transport.base import Transport
@@ -38,6 +39,8 @@ class GradientReducer:
         transport: the ranks.
         source: tells which batch a backward pass belongs to; None for equal weights.
         name: stem of the operations' names, equal on every rank.
+        make_exchange: how values go over the wire.
+        lookout: watches the workers; its ``run`` is in ``make_exchange``.
     """
 
     def __init__(
@@ -50,6 +53,8 @@ class GradientReducer:
         transport: Transport,
         source: StepSource | None,
         name: str,
+        make_exchange: MakeExchange = flat_exchange,
+        lookout: Lookout | None = None,
     ) -> None:
         self._parameters = list(parameters)
         self._specs = list(specs)
@@ -58,6 +63,8 @@ class GradientReducer:
         self._transport = transport
         self._source = source
         self._name = name
+        self._make_exchange = make_exchange
+        self.lookout = lookout
         self._spec_rules = [rules[spec.rule] for spec in specs]
         self._gradients = Gradients(parameters, sparse_as_dense=settings.sparse_as_dense)
         self._outgoing: OrderedDict[int, OutgoingHook] = OrderedDict()
@@ -78,6 +85,7 @@ class GradientReducer:
             timeout_s=self._settings.timeout_s,
             name=name,
             wire=self._settings.wire,
+            make_exchange=self._make_exchange,
         )
 
     # One step's bookkeeping.
@@ -197,8 +205,10 @@ class GradientReducer:
 
     def _weights(self) -> PassWeights:
         if self._passes:
-            return combine_passes(self._passes, rank=self._transport.rank)
-        return PassWeights(None, (True,) * self._transport.world_size, 1.0)
+            weights = combine_passes(self._passes, rank=self._transport.rank)
+        else:
+            weights = PassWeights(None, (True,) * self._transport.world_size, 1.0)
+        return weights if self.lookout is None else self.lookout.mask(weights)
 
     def _unpack(self, bucket: Bucket, values: Tensor) -> None:
         if isinstance(self._rules[bucket.rule], Mean):
@@ -223,7 +233,11 @@ class GradientReducer:
         if self._transport.world_size > 1:
             for index in range(self.engine.next_bucket, len(self.buckets)):
                 self.engine.start(index, self._job)
+            if self.lookout is not None:
+                self.lookout.step_waits()
             self.engine.finish()
+            if self.lookout is not None:
+                self.lookout.step_ended(self._weights())
             self._hand_out()
             if self._arrivals is not None:
                 self._lay_out_as_ready(self._arrivals)

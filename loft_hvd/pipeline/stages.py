@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from loft_hvd.aggregation.aggregate import aggregate
-from loft_hvd.aggregation.rules import Mean, Rule
+from loft_hvd.aggregation.rules import Mean, Median, Rule
 from loft_hvd.pipeline.exchange import Exchange, Stage, Step
 from loft_hvd.pipeline.trace import Lane
 from loft_hvd.pipeline.weights import PassWeights
@@ -33,6 +33,7 @@ __all__ = [
     "MakeExchange",
     "flat_exchange",
     "is_engine_sum",
+    "row_weights",
     "run_rule",
     "shard_exchange",
     "sum_exchange",
@@ -46,12 +47,20 @@ Aggregate = Callable[[Tensor, Rule, PassWeights | None, Tensor], None]
 """``(rows, rule, weights, out)``: rows is [world_size, shard], out is [shard], of one dtype."""
 
 
+def row_weights(rule: Rule, weights: PassWeights | None) -> tuple[int, ...] | None:
+    """Return what rows weigh under a rule: a median in training takes no weights.
+
+    With unequal batches the largest few would hold half of the weight, and own the result.
+    """
+    return None if weights is None or isinstance(rule, Median) else weights.weights
+
+
 def run_rule(rows: Tensor, rule: Rule, weights: PassWeights | None, out: Tensor) -> None:
     """Apply a rule to rows [world_size, shard]; ``out`` is [shard]."""
     aggregate(
         rows,
         rule,
-        weights=None if weights is None else weights.weights,
+        weights=row_weights(rule, weights),
         present=None if weights is None else weights.present,
         out=out,
     )
@@ -67,7 +76,14 @@ def is_engine_sum(rule: Rule, wire: Wire = Compression.none) -> bool:
 
 
 def flat_exchange(
-    transport: Transport, values: Tensor, *, rule: Rule, name: str, wire: Wire, lane: Lane
+    transport: Transport,
+    values: Tensor,
+    *,
+    rule: Rule,
+    name: str,
+    wire: Wire,
+    lane: Lane,
+    run: Aggregate = run_rule,
 ) -> Exchange:
     """Make the exchange of some values over all ranks of a transport, in place.
 
@@ -79,12 +95,13 @@ def flat_exchange(
         name: stem of the operations' names, equal on every rank.
         wire: the format in which they travel.
         lane: where the stages show in a trace.
+        run: applies the rule, and may look at the rows on the way.
     """
     if values.numel() == 0:
         return Exchange([], held=[], lane=lane)
     if is_engine_sum(rule, wire):
         return sum_exchange(transport, values, name=name, wire=wire, lane=lane)
-    return shard_exchange(transport, values, rule=rule, name=name, wire=wire, lane=lane)
+    return shard_exchange(transport, values, rule=rule, name=name, wire=wire, lane=lane, run=run)
 
 
 def sum_exchange(

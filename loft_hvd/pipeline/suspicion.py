@@ -205,7 +205,10 @@ class WorkerState:
 
     def blend(self, score: float, share: float, distance: float, *, num_steps: int) -> None:
         """Let the averages of some steps into the smoothed numbers."""
-        part = 1 - (1 - 1 / _MEMORY_STEPS) ** num_steps
+        kept = 1.0
+        for _ in range(num_steps):  # not a power: libraries differ in the last bit of one
+            kept *= 1 - 1 / _MEMORY_STEPS
+        part = 1 - kept
         self.suspicion += part * (score - self.suspicion)
         part = max(part, num_steps / (self.num_steps + num_steps))  # a plain average at first
         self.share_outside += part * (share - self.share_outside)

@@ -26,11 +26,13 @@ class PassWeights:
         present: which ranks computed at least one real batch, [world_size].
         row_scale: what this rank's summed gradients are multiplied by to be its row in a robust
             rule: the passes of the step over the passes in which it had samples.
+        counts: samples of each rank in the step, [world_size], or None where all are equal.
     """
 
     weights: tuple[int, ...] | None
     present: tuple[bool, ...]
     row_scale: float
+    counts: tuple[int, ...] | None = None
 
 
 def capped_weights(sizes: Sequence[int]) -> tuple[int, ...] | None:
@@ -65,4 +67,5 @@ def combine_passes(passes: Sequence[StepSizes], *, rank: int) -> PassWeights:
         weights=capped_weights(totals),
         present=tuple(total > 0 for total in totals),
         row_scale=len(passes) / num_real if num_real else 0.0,
+        counts=tuple(totals),
     )

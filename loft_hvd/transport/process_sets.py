@@ -51,5 +51,6 @@ def _add(hvd: Any, process_set: Any, parts: Sequence[Sequence[int]]) -> None:
         raise UsageError(
             f"over=: Horovod has no process set of ranks {process_set.ranks} and may not add one "
             f'now ({error}); initialise it with hvd.init(process_sets="dynamic"), or start with '
-            f"HOROVOD_DYNAMIC_PROCESS_SETS=1, or list the sets: hvd.init(process_sets=[{sets}])"
+            f"HOROVOD_DYNAMIC_PROCESS_SETS=1, or list all sets, of each group and "
+            f"of the i-th ranks of all groups: hvd.init(process_sets=[{sets}])"
         ) from error

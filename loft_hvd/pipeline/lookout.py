@@ -1,0 +1,247 @@
+"""Watches the workers of one optimizer: looks at rows, exchanges evidence, warns, quarantines.
+
+Looking happens in the engine's thread, in the pass that aggregates. Every ``interval`` steps one
+small all-gather (8 (2 + 5 n) bytes a rank) travels beside the step's last buckets: it is there when
+they are, and never in flight between steps. Every rank reads the same numbers at the same step,
+and so comes to the same decisions without another message.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from loft_hvd.aggregation.diagnostics import diagnose
+from loft_hvd.aggregation.rules import Mean, Rule
+from loft_hvd.errors import ArgumentError, ArgumentTypeError, MismatchError
+from loft_hvd.pipeline.levels import group_weights
+from loft_hvd.pipeline.stages import row_weights, run_rule
+from loft_hvd.pipeline.suspicion import Evidence, Suspicion, SuspicionTracker
+from loft_hvd.pipeline.weights import PassWeights
+from loft_hvd.pipeline.workers import SuspicionReport, WorkerReport
+from loft_hvd.transport.base import Transport, Work, wait_for
+from loft_hvd.transport.groups import Groups
+
+__all__ = ["Lookout", "Quarantine"]
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Quarantine:
+    """How long a named worker's gradients are left out; equal on every rank.
+
+    A worker is left out only while 2f+1 others remain. After ``probation`` steps it is let in
+    again, with a clean sheet; each further quarantine of the same worker lasts twice as long.
+
+    Attributes:
+        probation: optimizer steps of a worker's first quarantine, >= 1.
+    """
+
+    probation: int = 500
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.probation, int) or isinstance(self.probation, bool):
+            raise ArgumentTypeError(
+                f"Quarantine: probation={self.probation!r} must be a whole number of steps"
+            )
+        if self.probation < 1:
+            raise ArgumentError(f"Quarantine: probation={self.probation} must be >= 1")
+
+
+class Lookout:
+    """What one optimizer knows of its workers; ranks, or groups of them.
+
+    Args:
+        transport: all ranks.
+        rule: the rule that most parameters are aggregated by; its ``min_rows`` bound quarantines.
+        groups: the groups that are the workers, or None where ranks are.
+        settings: how closely rows are watched.
+        quarantine: whether and how long named workers are left out.
+        name: stem of the exchange's name, equal on every rank.
+        timeout_s: longest wait for other ranks in seconds.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        rule: Rule,
+        *,
+        groups: Groups | None,
+        settings: Suspicion,
+        quarantine: Quarantine | None,
+        name: str,
+        timeout_s: float,
+    ) -> None:
+        self._transport = transport
+        self._rule = rule
+        self._groups = groups
+        self._settings = settings
+        self._quarantine = quarantine
+        self._name = f"{name}.evidence"
+        self._timeout_s = timeout_s
+        members = groups.members if groups else [(rank,) for rank in range(transport.world_size)]
+        self._members = tuple(members)
+        self._evidence = Evidence(len(self._members))
+        self._tracker = SuspicionTracker(len(self._members), settings)
+        self._num_steps = 0
+        self._exchange: tuple[Work, Tensor, Tensor] | None = None
+        self._until: dict[int, int] = {}  # worker in quarantine -> the step that ends it
+        self._refused: set[int] = set()
+        self._num_quarantines = [0] * len(self._members)
+
+    # In the engine's thread.
+
+    def run(self, rows: Tensor, rule: Rule, weights: PassWeights | None, out: Tensor) -> None:
+        """Apply a rule to rows, as ``run_rule``, and look at them on the way."""
+        if isinstance(rule, Mean):
+            run_rule(rows, rule, weights, out)
+            return
+        _, found = diagnose(
+            rows,
+            rule,
+            weights=row_weights(rule, weights),
+            present=None if weights is None else weights.present,
+            out=out,
+            every=self._settings.every,
+        )
+        self._evidence.add(found)
+
+    # In the user's thread.
+
+    @property
+    def absent_ranks(self) -> tuple[int, ...]:
+        """The ranks that are in quarantine, ascending; the same on every rank."""
+        return tuple(sorted(rank for worker in self._until for rank in self._members[worker]))
+
+    def mask(self, weights: PassWeights) -> PassWeights:
+        """Return the weights of a step without the ranks that are in quarantine."""
+        absent = self.absent_ranks
+        if not absent:
+            return weights
+        present = tuple(
+            is_there and rank not in absent for rank, is_there in enumerate(weights.present)
+        )
+        return replace(weights, present=present)
+
+    def step_waits(self) -> None:
+        """Send evidence when it is time to, beside buckets in flight; every rank calls it alike."""
+        if self._num_steps == 0 or self._num_steps % self._settings.interval:
+            return
+        held = float(sum(1 << worker % 52 for worker in self._until))
+        row = torch.cat(
+            [torch.tensor([held], dtype=torch.float64), torch.from_numpy(self._evidence.take())]
+        )
+        rows = torch.zeros(self._transport.world_size, row.numel(), dtype=torch.float64)
+        work = self._transport.allgather(row, rows.view(-1), name=self._name)
+        self._exchange = (work, row, rows)
+
+    def step_ended(self, weights: PassWeights) -> None:
+        """Close a step, in which no bucket is in flight any more; every rank calls it alike.
+
+        Args:
+            weights: of the step, one a rank.
+
+        Raises:
+            MismatchError: ranks differ about who is in quarantine.
+        """
+        by_worker = weights if self._groups is None else group_weights(weights, self._groups)
+        counts = None if by_worker is None else by_worker.counts
+        self._evidence.end_step(self._rule, weights=counts)
+        self._num_steps += 1
+        self._read()
+        self._release()
+
+    def _read(self) -> None:
+        if self._exchange is None:
+            return
+        (work, _, rows), self._exchange = self._exchange, None
+        wait_for(work, what="exchange of evidence", timeout_s=self._timeout_s)
+        if not bool((rows[:, 0] == rows[0, 0]).all()):
+            raise MismatchError(
+                f"ranks differ about who is in quarantine (marks by rank: {rows[:, 0].tolist()}); "
+                "every rank must run the same code on the same settings"
+            )
+        warned = self._tracker.observe(rows[:, 1:].numpy())
+        for worker in warned:
+            self._warn(worker)
+        if self._quarantine is not None:
+            self._hold(self._quarantine)
+
+    def _warn(self, worker: int) -> None:
+        if self._transport.rank == 0:
+            known = self._tracker.workers[worker]
+            _logger.warning(
+                "%s stands out for %d steps: suspicion %.2f; %.0f %% of its values are outside the "
+                "rule's window, %d were not finite, and the finite ones are %.3g times as far from "
+                "the result as usual; see optimizer.report()",
+                self._label(worker),
+                known.steps_out,
+                known.suspicion,
+                100 * known.share_outside,
+                known.num_non_finite,
+                known.distance**0.5,
+            )
+
+    def _hold(self, quarantine: Quarantine) -> None:
+        """Leave named workers out, the most suspicious first, while 2f+1 remain."""
+        named = [worker for worker in self._tracker.named() if worker not in self._until]
+        for worker in sorted(named, key=lambda worker: (-self._tracker.excess(worker), worker)):
+            num_left = len(self._members) - len(self._until) - 1
+            if num_left < self._rule.min_rows:
+                self._refuse(worker, num_left)
+                return
+            num_steps = quarantine.probation * 2 ** self._num_quarantines[worker]
+            self._num_quarantines[worker] += 1
+            self._until[worker] = self._num_steps + num_steps
+            if self._transport.rank == 0:
+                _logger.warning(
+                    "%s is in quarantine for %d steps: its gradients are left out",
+                    self._label(worker),
+                    num_steps,
+                )
+
+    def _refuse(self, worker: int, num_left: int) -> None:
+        if self._transport.rank == 0 and worker not in self._refused:
+            _logger.warning(
+                "%s is not put in quarantine: %d workers would remain, but %s needs %d",
+                self._label(worker),
+                num_left,
+                self._rule,
+                self._rule.min_rows,
+            )
+        self._refused.add(worker)
+
+    def _release(self) -> None:
+        for worker in [w for w, until in self._until.items() if until <= self._num_steps]:
+            del self._until[worker]
+            self._tracker.forgive(worker)
+            if self._transport.rank == 0:
+                _logger.info("%s is let in again, on probation", self._label(worker))
+
+    def _label(self, worker: int) -> str:
+        members = self._members[worker]
+        return f"rank {members[0]}" if len(members) == 1 else f"group of ranks {list(members)}"
+
+    def report(self) -> SuspicionReport:
+        """Return what is known of every worker; the same on every rank."""
+        named = self._tracker.named()
+        return SuspicionReport(
+            num_steps=self._num_steps,
+            workers=tuple(
+                WorkerReport(
+                    ranks=self._members[worker],
+                    suspicion=known.suspicion,
+                    share_outside=known.share_outside,
+                    distance=known.distance,
+                    num_non_finite=known.num_non_finite,
+                    num_steps=known.num_steps,
+                    is_named=worker in named,
+                    in_quarantine_until=self._until.get(worker),
+                )
+                for worker, known in enumerate(self._tracker.workers)
+            ),
+        )

@@ -1,0 +1,75 @@
+"""What ``optimizer.report()`` returns: each worker, and how far it was off."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["SuspicionReport", "WorkerReport"]
+
+_HEAD = (
+    f"{'ranks':>12} {'suspicion':>9} {'outside':>8} {'distance':>9} {'non-finite':>10} {'steps':>7}"
+)
+
+
+@dataclass(frozen=True)
+class WorkerReport:
+    """What is known of one worker: a rank, or a group of ranks with ``over=``.
+
+    Attributes:
+        ranks: the rank, or the group's ranks.
+        suspicion: 0 (as the others) to 1, smoothed over about 20 steps.
+        share_outside: share of its values outside the rule's window, 0 to 1; an honest worker's is
+            above 0 too (see ``Diagnostics.share_outside``), so compare workers with each other.
+        distance: its squared distance to the result, over the median worker's.
+        num_non_finite: NaN or infinite values among those looked at, in all steps.
+        num_steps: steps in which something could be said of it.
+        is_named: whether it has stood out for so long that it is warned of.
+        in_quarantine_until: the step that ends its quarantine, or None.
+    """
+
+    ranks: tuple[int, ...]
+    suspicion: float
+    share_outside: float
+    distance: float
+    num_non_finite: int
+    num_steps: int
+    is_named: bool
+    in_quarantine_until: int | None = None
+
+    def __str__(self) -> str:
+        """Return one line of the report."""
+        ranks = " ".join(map(str, self.ranks))
+        text = (
+            f"{ranks:>12} {self.suspicion:>9.2f} {self.share_outside:>8.1%} {self.distance:>9.3g} "
+            f"{self.num_non_finite:>10} {self.num_steps:>7}"
+        )
+        if self.in_quarantine_until is not None:
+            return f"{text}  in quarantine until step {self.in_quarantine_until}"
+        return f"{text}  STANDS OUT" if self.is_named else text
+
+
+@dataclass(frozen=True)
+class SuspicionReport:
+    """What is known of every worker; ``print`` it for a table.
+
+    Attributes:
+        num_steps: optimizer steps so far.
+        workers: one entry a rank, or a group with ``over=``; empty where nobody is watched.
+        note: why nobody is watched, or empty.
+    """
+
+    num_steps: int
+    workers: tuple[WorkerReport, ...]
+    note: str = ""
+
+    @property
+    def named(self) -> tuple[WorkerReport, ...]:
+        """The workers that stand out."""
+        return tuple(worker for worker in self.workers if worker.is_named)
+
+    def __str__(self) -> str:
+        """Return a table, one line a worker."""
+        if self.note:
+            return self.note
+        lines = [f"after {self.num_steps} steps:", _HEAD, *map(str, self.workers)]
+        return "\n".join(lines)
