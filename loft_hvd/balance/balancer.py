@@ -10,7 +10,7 @@ from typing import Any
 
 from loft_hvd.balance.explain import RankTimes
 from loft_hvd.balance.options import BalancerOptions, MaxBatch
-from loft_hvd.balance.plan import StepSizes, proportional_sizes
+from loft_hvd.balance.plan import proportional_sizes
 from loft_hvd.balance.policies import Policy
 from loft_hvd.balance.ports import BalancerPorts
 from loft_hvd.errors import PlanError, UsageError
@@ -154,11 +154,7 @@ class Balancer(BalancerPorts):
         Raises:
             PlanError: the batch is not of the planned size, so its weight would be wrong.
         """
-        sizes = self._batches.queued
-        if sizes is None:
-            plan = self.plan_at(self._batches.next_step)
-            sizes = StepSizes(plan.plan_id, self._batches.next_step, plan.sizes)
-            self._batches.begin(sizes)
+        sizes = self._batches.begin_next(self.history)
         planned = sizes.sizes[self.rank]
         if num_samples != (planned or self.min_batch):  # a dummy batch where none is planned
             raise PlanError(
@@ -201,10 +197,17 @@ class Balancer(BalancerPorts):
         return proportional_sizes(speeds, self.global_batch_size, min_batch=self.min_batch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plans, steps taken and, on rank 0, what its controller has learnt; JSON-able."""
+        """Return plans, steps, times by device and, on rank 0, what was learnt; JSON-able.
+
+        Save rank 0's: it knows the most. The loader has a state of its own.
+        """
         return self._loop.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken, on every rank; afresh if the world has changed."""
+        """Go on where ``state_dict`` was taken; call it with the same state on every rank.
+
+        In a world of other devices, or of another number of them, sizes start equal, and the
+        policy knows from the start what each returning device (host and number on it) takes.
+        """
         self._loop.load_state_dict(state)
         self._batches.restart()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
+from collections.abc import Sequence
 
-from loft_hvd.balance.plan import StepSizes
+from loft_hvd.balance.plan import Plan, StepSizes
 from loft_hvd.errors import UsageError
 
 __all__ = ["BatchQueue"]
@@ -44,6 +45,17 @@ class BatchQueue:
         """Note the batch that the script gets now, in place of any before it."""
         self.clear()
         self._current = self.in_work = step_sizes
+
+    def begin_next(self, plans: Sequence[Plan]) -> StepSizes:
+        """Return the sizes queued for the next backward pass, or begin a batch of the plan's."""
+        if self._pending:
+            return self._pending[0]
+        step = self.next_step
+        self.drawn(step)
+        plan = next(plan for plan in reversed(plans) if plan.first_step <= step)
+        self.begin(StepSizes(plan.plan_id, step, plan.sizes))
+        assert self._current is not None  # just begun
+        return self._current
 
     def clear(self) -> None:
         """Forget batches that will not be trained on."""
@@ -101,11 +113,6 @@ class BatchQueue:
         """Whether a loader has begun a batch that no backward pass has taken yet."""
         current = self._current
         return current is not None and current.step >= self.next_step
-
-    @property
-    def queued(self) -> StepSizes | None:
-        """The sizes that a ``BatchSampler`` has queued for the next backward pass, if it has."""
-        return self._pending[0] if self._pending else None
 
     @property
     def next_step(self) -> int:

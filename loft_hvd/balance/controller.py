@@ -149,6 +149,18 @@ class Controller:
         """
         self._is_capped = list(is_capped)
 
+    def recall(self, intervals: Sequence[Interval]) -> None:
+        """Show the policy what was measured of these ranks' devices before, if it can use it.
+
+        A rank of which two intervals are known does not need to warm up.
+        """
+        learn = getattr(self.policy, "recall", None)
+        if learn is not None and intervals:
+            learn(intervals)
+            num_known = np.sum([interval.valid for interval in intervals], axis=0)
+            known = (num_known >= _WARM_UP_INTERVALS).tolist()
+            self._is_capped = [a or b for a, b in zip(self._is_capped, known, strict=True)]
+
     def is_settled(self, step: int) -> bool:
         """Whether a step's times count: the first steps at new sizes are slower than the rest."""
         plan = self.plan_at(step)

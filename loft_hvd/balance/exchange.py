@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from loft_hvd.balance.explain import TIME_FIELDS
+from loft_hvd.balance.explain import TIME_FIELDS, read_times
 from loft_hvd.balance.plan import Plan
 from loft_hvd.config import config
 from loft_hvd.errors import MismatchError
@@ -34,6 +34,17 @@ __all__ = ["FEWEST_STEPS", "Exchange", "Report"]
 FEWEST_STEPS = 3  # steps of an interval that the three ends above need
 _HEADER = ("num_steps", "plan_id", "trail", "drawn_ahead", "next_interval")
 _SHARES = ("cpu_use", "memory_use")
+# What policies see of a rank's times, in the order of ``observations.COLUMNS``.
+_OBSERVED = (
+    "samples",
+    "local",
+    "remote",
+    "fetch_s",
+    "stall_s",
+    "compute_s",
+    "wait_s",
+    "other_s",
+)
 _DRAIN_S = 10.0  # longest wait at the end of a process
 _logger = logging.getLogger(__name__)
 _SLACK_STEPS = 3  # between a rank's word on what it has drawn and the plan's arrival, and one more
@@ -58,6 +69,12 @@ class Report:
     def shares(self) -> npt.NDArray[np.float64]:
         """CPU and memory use by others, [world_size, 2]."""
         return self._rows[:, -len(_SHARES) :]
+
+    @property
+    def observed(self) -> npt.NDArray[np.float64]:
+        """Averages a step in the order of ``observations.COLUMNS``, [world_size, 10]."""
+        rows = [[getattr(entry, field) for field in _OBSERVED] for entry in read_times(self.times)]
+        return np.concatenate([np.array(rows), self.shares], axis=1)
 
     def first_free_step(self, num_passes: int) -> int:
         """Return a step that no rank will have drawn when a plan made from this report arrives.

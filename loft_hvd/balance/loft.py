@@ -6,6 +6,7 @@ the rules for accepting a plan are this library's own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -74,6 +75,15 @@ class Loft:
         self._lasted, self._stuck, self._probe_after = 0, 0, _PROBE_AFTER
         self._note = "no times yet"
         return self._guard.equal
+
+    def recall(self, intervals: Sequence[Interval]) -> None:
+        """Learn from what was measured of these ranks' devices before, in other worlds.
+
+        Sizes that a device has computed count as proven.
+        """
+        for interval in intervals:
+            self._fitter.add(interval)
+            self._guard.proven = np.maximum(self._guard.proven, interval.sizes).tolist()
 
     def propose(self, interval: Interval, *, first_step: int) -> Proposal | None:
         """Fit, judge the plan in force, and search for a better one."""

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
-
+from loft_hvd.balance.archive import Archive
 from loft_hvd.balance.batches import BatchQueue
 from loft_hvd.balance.exchange import Exchange, Report
 from loft_hvd.balance.explain import RankTimes, describe, read_times, unpaused_step_s
+from loft_hvd.balance.observations import screen
 from loft_hvd.balance.options import SETTLE_STEPS, BalancerOptions
-from loft_hvd.balance.plan import Plan, StepSizes
+from loft_hvd.balance.plan import Plan
 from loft_hvd.balance.schedule import Schedule
 from loft_hvd.balance.timing import StepTimer
 from loft_hvd.balance.words import fit_record
@@ -28,18 +28,6 @@ from loft_hvd.transport.base import Transport
 __all__ = ["PlanLoop"]
 
 _LOGGER = logging.getLogger(__name__)
-
-# What the controller sees of a rank's times, in the order of ``observations.COLUMNS``.
-_OBSERVED = (
-    "samples",
-    "local",
-    "remote",
-    "fetch_s",
-    "stall_s",
-    "compute_s",
-    "wait_s",
-    "other_s",
-)
 
 
 class PlanLoop:
@@ -83,6 +71,7 @@ class PlanLoop:
         is_crowded = transport.local_size > allowed_cpus()
         self.timer = StepTimer(clock, run_queue_s if is_crowded else None)
         self.history = [Plan(0, 0, world.first_sizes(options, self._controller))]
+        self._archive = Archive()
         self.times: tuple[RankTimes, ...] = ()
         self.num_passes = 1
         self.write_head()
@@ -100,6 +89,16 @@ class PlanLoop:
             caps=list(self._world.caps),
         )
         self._log.write("plan", **asdict(self.plan))
+
+    def go_on_from(self, older: PlanLoop) -> None:
+        """Take over what outlives a world: what devices took, and what was plugged in."""
+        self.num_passes, self.timer.device_clock = older.num_passes, older.timer.device_clock
+        self._archive = older._archive
+        self._recall()
+
+    def _recall(self) -> None:
+        if self._controller is not None:
+            self._controller.recall(self._archive.recall(self._world.keys))
 
     @property
     def plan(self) -> Plan:
@@ -124,13 +123,7 @@ class PlanLoop:
         """
         if self._batches.has_fresh:
             return
-        sizes = self._batches.queued
-        if sizes is None:
-            step = self._batches.next_step
-            self._batches.drawn(step)
-            plan = next(plan for plan in reversed(self.history) if plan.first_step <= step)
-            sizes = StepSizes(plan.plan_id, step, plan.sizes)
-            self._batches.begin(sizes)
+        sizes = self._batches.begin_next(self.history)
         fetch_s = self.timer.since_step_s()
         if fetch_s is None:
             self.timer.leave_out()
@@ -213,6 +206,11 @@ class PlanLoop:
             if any(entry.steps for entry in times):
                 self.times = times
                 self._log.write("times", ranks=[asdict(entry) for entry in times])
+            if times[0].steps:
+                step, step_s = self._batches.next_step - 1, unpaused_step_s(times)
+                sizes = self.plan.sizes
+                interval, _ = screen(report.observed, step=step, sizes=sizes, step_s=step_s)
+                self._archive.add(self._world.keys, interval)
         return report
 
     def _next_plan(self, report: Report | None) -> Plan:
@@ -222,12 +220,9 @@ class PlanLoop:
         times = read_times(report.times)
         if times[0].steps == 0:
             return self.plan
-        rows = [
-            [getattr(entry, field) for field in _OBSERVED] + shares
-            for entry, shares in zip(times, report.shares.tolist(), strict=True)
-        ]
         step_s = unpaused_step_s(times)
-        self._controller.observe(np.array(rows), step=self._batches.next_step - 1, step_s=step_s)
+        step = self._batches.next_step - 1
+        self._controller.observe(report.observed, step=step, step_s=step_s)
         first_step = report.first_free_step(self.num_passes)
         plan = self._controller.decide(first_step) or self.plan
         if self._log.path is not None:
@@ -265,26 +260,40 @@ class PlanLoop:
         )
         if not self.times:
             return f"{head}\nno times yet: ranks exchange them at step {self._schedule.at}"
-        if self._transport.rank == 0 and self._controller is not None:
-            head = self._controller.explain()
+        if self._controller is not None:
+            own = "models and reasons are rank 0's: call explain() there, or read the run log"
+            head = self._controller.explain() if self._transport.rank == 0 else f"{head}\n{own}"
         return f"{head}\n{describe(self.times)}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plans, steps taken and, on rank 0, what its controller has learnt; JSON-able."""
+        """Return plans, steps, times by device and, on rank 0, what was learnt; JSON-able."""
         return {
             "num_steps": self._num_steps,
             "plans": [[plan.plan_id, plan.first_step, *plan.sizes] for plan in self.history],
             "controller": None if self._controller is None else self._controller.state_dict(),
+            "devices": list(self._world.keys),
+            "measured": self._archive.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken, on every rank; afresh if the world has changed."""
+        """Go on where ``state_dict`` was taken, on every rank.
+
+        With other devices, or the same ones in another order, plans start afresh, from what is
+        known of each device.
+        """
         self._exchange.drain()
         plans = [Plan(row[0], row[1], tuple(row[2:])) for row in state["plans"]]
-        if plans[-1].world_size == self._transport.world_size:
+        keys = list(self._world.keys)
+        self._archive.load_state_dict(state.get("measured", {}))
+        is_same = plans[-1].world_size == len(keys) and state.get("devices", keys) == keys
+        if is_same:
             self.history = plans
             if self._controller is not None and state["controller"] is not None:
                 self._controller.load_state_dict(state["controller"])
+        else:
+            self._controller = self._world.make_controller(self._options)
+            self.history = [Plan(0, 0, self._world.first_sizes(self._options, self._controller))]
+            self._recall()
         self._num_steps = self._log.step = int(state["num_steps"])
         self._schedule.restart(self._num_steps)
         self._is_compared = False

@@ -170,13 +170,18 @@ class LbBspCpu:
         self._predictor: Predictor = PREDICTORS[self._kind](task.world_size)
         return task.equal()
 
+    def recall(self, intervals: Sequence[Interval]) -> None:
+        """Learn the speeds of intervals, also from before this world."""
+        for interval in intervals:
+            seconds = interval.rows[:, COMPUTE] if self._clock == "compute" else interval.busy_s
+            valid = interval.valid & (seconds > 0)
+            speed = interval.rows[:, SIZE] / np.where(valid, seconds, 1.0)
+            self._predictor.observe(speed, interval.rows[:, [CPU, MEMORY]], valid)
+
     def propose(self, interval: Interval, *, first_step: int) -> Proposal | None:
         """Divide the batch by predicted speeds."""
         del first_step
-        seconds = interval.rows[:, COMPUTE] if self._clock == "compute" else interval.busy_s
-        valid = interval.valid & (seconds > 0)
-        speed = interval.rows[:, SIZE] / np.where(valid, seconds, 1.0)
-        self._predictor.observe(speed, interval.rows[:, [CPU, MEMORY]], valid)
+        self.recall([interval])
         speeds = self._predictor.predict()
         if np.isnan(speeds).all():
             return None

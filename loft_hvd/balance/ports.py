@@ -89,8 +89,7 @@ class BalancerPorts:
         self._loop = PlanLoop(
             self._options, self._world, self._transport, self._batches, self._clock, self.log
         )
-        self._loop.num_passes = older.num_passes
-        self._loop.timer.device_clock = older.timer.device_clock
+        self._loop.go_on_from(older)
 
     def _resize(self) -> None:
         """Work out the global batch of the ranks there are now, by rank 0's first world."""

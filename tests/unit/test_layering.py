@@ -56,6 +56,7 @@ _LAYERS = {
     "balance/__init__.py": 0,
     "balance/plan.py": 1,
     "balance/bounds.py": 1,
+    "balance/archive.py": 2,
     "balance/curves.py": 1,
     "balance/few_sizes.py": 1,
     "balance/forms.py": 1,
