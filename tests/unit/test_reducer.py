@@ -14,6 +14,7 @@ from loft_hvd.aggregation.reference import reference
 from loft_hvd.balance.plan import StepSizes
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, LoftError, TransportTimeoutError
 from loft_hvd.pipeline.buckets import Bucket
+from loft_hvd.runlog import RunLog
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
 
 SHAPES = [(3, 5), (7,), (), (2, 3, 4), (0,)]
@@ -75,6 +76,8 @@ def test_reduced_gradients_equal_the_reference(
 class Sizes:
     """A source of sizes for each backward pass."""
 
+    log = RunLog(None)
+
     def __init__(self, passes: list[tuple[int, ...]]) -> None:
         self.passes = list(passes)
         self.global_batch_size = 1
@@ -86,6 +89,8 @@ class Sizes:
         assert blocked_s >= 0
 
     def computing_ended(self) -> None: ...
+
+    def compute_on(self, device: torch.device) -> None: ...
 
     def require(self, *, min_ranks: int, num_passes: int) -> None: ...
 
