@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from loft_hvd.bench.kernels import KernelBench
     from loft_hvd.bench.ranks import Job
+    from loft_hvd.bench.steps import StepBench
 
 __all__ = ["build_app", "main"]
 
@@ -115,7 +116,7 @@ def _bench_allreduce(
     megabytes: Sequence[float], *, ranks: _Ranks, peer: bool, json_file: str | None
 ) -> int:
     """Time robust all-reduces against Horovod's; return the exit status."""
-    from loft_hvd.bench.ranks import allreduce_goal, judge, run_bench, table
+    from loft_hvd.bench.ranks import allreduce_goal, judge, judge_peer, run_bench, table
 
     options = {"megabytes": list(megabytes), "rounds": ranks.rounds, "has_peer": peer}
     found = run_bench("allreduce", options, ranks.job)
@@ -124,21 +125,27 @@ def _bench_allreduce(
         goals = {name: allreduce_goal(name, float(size), ranks.job) for name in samples}
         judged[f"{size} MB"] = judge(samples, goals)
         _print_table(table(f"{size} MB, {ranks.job}", judged[f"{size} MB"]))
+        if peer:
+            found_peer = judged[f"{size} MB"]["against_peer"] = judge_peer(samples, ranks.job)
+            print(
+                f"Median: {found_peer['ratio']:.1f} times as fast as a blocking exchange with "
+                f"torch.median, goal {found_peer['goal']}: {found_peer['verdict']}"
+            )
     return _finish_bench({"ranks": ranks.job.num_ranks, "allreduce": judged}, json_file)
 
 
-def _bench_step(model: str, batch: int, *, ranks: _Ranks, json_file: str | None) -> int:
+def _bench_step(bench: StepBench, *, job: Job, json_file: str | None) -> int:
     """Time whole training steps against Horovod's optimizer; return the exit status."""
     from loft_hvd.bench.ranks import judge, run_bench, step_goal, table
-    from loft_hvd.bench.steps import StepBench
 
-    bench = StepBench(model, batch, ranks.rounds)
-    found = run_bench("step", dataclasses.asdict(bench), ranks.job)
-    samples = found[model]
+    found = run_bench("step", dataclasses.asdict(bench), job)
+    samples = found.pop(bench.model)
     judged = judge(samples, {name: step_goal(name) for name in samples})
-    _print_table(table(f"{model}, {ranks.job}", judged))
-    results = {"ranks": ranks.job.num_ranks, "parameters": found["parameters"], model: judged}
-    return _finish_bench(results, json_file)
+    _print_table(table(f"{bench.model}, {job}", judged))
+    if "stages" in found:
+        stages = [[name, f"{1e3 * spent:.2f}"] for name, spent in found["stages"].items()]
+        _print_table([["stage, TrimmedMean, rank 0", "ms a step"], *stages])
+    return _finish_bench({"ranks": job.num_ranks, **found, bench.model: judged}, json_file)
 
 
 def _bench_kernels(bench: KernelBench, *, files: tuple[str | None, str | None], gate: bool) -> int:
@@ -260,6 +267,7 @@ def _bench_app() -> typer.Typer:
 
     from loft_hvd.bench.kernels import KernelBench
     from loft_hvd.bench.ranks import Job
+    from loft_hvd.bench.steps import StepBench
 
     app = typer.Typer(no_args_is_help=True, help="Measure speed, contestants in turn.")
     ranks_option = typer.Option(4, "--ranks", min=2, help="Ranks on this machine.")
@@ -305,11 +313,12 @@ def _bench_app() -> typer.Typer:
         ranks: int = ranks_option,
         controller: str = controller_option,
         rounds: int = rounds_option,
+        trace: str = typer.Option(None, "--trace", metavar="FILE", help="Also a Chrome trace."),
         json_file: str = json_option,
     ) -> None:
         """Time training steps against hvd.DistributedOptimizer."""
-        chosen = _Ranks(Job(ranks, controller), rounds)
-        raise typer.Exit(_bench_step(model, batch, ranks=chosen, json_file=json_file))
+        bench = StepBench(model, batch, rounds, trace)
+        raise typer.Exit(_bench_step(bench, job=Job(ranks, controller), json_file=json_file))
 
     return app
 

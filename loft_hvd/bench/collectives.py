@@ -18,11 +18,19 @@ from loft_hvd.pipeline.allreduce import allreduce
 from loft_hvd.transport.base import Transport, allgather_rows
 from loft_hvd.transport.horovod import HorovodTransport, horovod_module
 
-__all__ = ["BASELINE", "BASELINE_AGAIN", "AllreduceBench", "interleave", "measure_allreduce"]
+__all__ = [
+    "BASELINE",
+    "BASELINE_AGAIN",
+    "PEER",
+    "AllreduceBench",
+    "interleave",
+    "measure_allreduce",
+]
 
 BASELINE, BASELINE_AGAIN = "horovod", "horovod again"
-_PEER = "blocking, torch.median"
+PEER = "blocking, torch.median"
 _CHECKED = 4096  # values of each result that are compared with the definition
+_WARM_UPS = 2  # buffers, and the layout of an optimizer's buckets
 _SAMPLE_MB = 8.0  # smaller tensors are reduced several times in one sample
 
 Call = Callable[[], Tensor]
@@ -97,8 +105,9 @@ def interleave(
     hvd = horovod_module()
     order = list(calls)
     own: dict[str, list[float]] = {key: [] for key in order}
-    for call in calls.values():
-        call()
+    for _ in range(_WARM_UPS):
+        for call in calls.values():
+            call()
     for number in range(rounds):
         for key in random.Random(number).sample(order, len(order)):
             hvd.barrier()
@@ -123,7 +132,7 @@ def _calls(tensor: Tensor, rules: dict[str, Rule], *, stem: str, has_peer: bool)
     }
     calls |= {name: ours(name, rule) for name, rule in rules.items()}
     if has_peer:
-        calls[_PEER] = lambda: _blocking_median(tensor, stem)
+        calls[PEER] = lambda: _blocking_median(tensor, stem)
     return calls
 
 

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import json
+import statistics
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from loft_hvd.bench.collectives import BASELINE, BASELINE_AGAIN
+from loft_hvd.bench.collectives import BASELINE, BASELINE_AGAIN, PEER
 from loft_hvd.bench.timing import Judgement, paired_ratios
 from loft_hvd.bench.worker import MARK
 from loft_hvd.doctor import horovod_build
 from loft_hvd.errors import ArgumentError, LoftError
 from loft_hvd.launching import CONTROLLERS, launch_command, run_limited
 
-__all__ = ["Job", "allreduce_goal", "judge", "run_bench", "step_goal", "table"]
+__all__ = [
+    "Job",
+    "allreduce_goal",
+    "judge",
+    "judge_peer",
+    "run_bench",
+    "step_goal",
+    "table",
+]
+
+_PEER_GOALS = {"gloo": 2.5, "mpi": 5.0}  # times as fast as a blocking exchange
 
 Samples = dict[str, list[float]]
 
@@ -103,6 +114,19 @@ def judge(samples: Samples, goals: dict[str, float | None]) -> dict[str, Any]:
             entry |= {"goal": goal, "verdict": Judgement(goal, ratio.ratio, noise).verdict}
         judged["contestants"][name] = entry
     return judged
+
+
+def judge_peer(samples: Samples, job: Job) -> dict[str, Any]:
+    """Return how many times faster than a blocking exchange ours is, with the same rule.
+
+    Args:
+        samples: seconds of every round of each contestant, the blocking exchange among them.
+        job: who took part; it says what is wanted.
+    """
+    rounds = zip(samples[PEER], samples["median"], strict=True)
+    ratio = statistics.median(peer / ours for peer, ours in rounds)
+    goal = _PEER_GOALS[job.controller]
+    return {"ratio": ratio, "goal": goal, "verdict": "met" if ratio >= goal else "missed"}
 
 
 def table(title: str, judged: dict[str, Any]) -> list[list[str]]:

@@ -13,11 +13,14 @@ from loft_hvd.aggregation.rules import Mean, Median, Rule, TrimmedMean
 from loft_hvd.bench.collectives import BASELINE, BASELINE_AGAIN, interleave
 from loft_hvd.errors import ArgumentError
 from loft_hvd.optimizer import DistributedOptimizer
+from loft_hvd.pipeline.exchange import Stage
+from loft_hvd.pipeline.trace import trace_of, trace_to
 from loft_hvd.transport.horovod import HorovodTransport, horovod_module
 
 __all__ = ["MODELS", "StepBench", "measure_step"]
 
 _VOCABULARY, _TOKENS = 20_000, 32
+_TRACED_STEPS = 5
 
 
 class _Block(nn.Module):
@@ -78,11 +81,14 @@ class StepBench:
         model: a name in ``MODELS``.
         batch: samples of a rank.
         rounds: steps of each contestant, taken in turn.
+        trace: file of a Chrome trace of a few more steps with ``TrimmedMean``, or None; every
+            rank writes its own.
     """
 
     model: str = "resnet18"
     batch: int = 4
     rounds: int = 15
+    trace: str | None = None
 
     def __post_init__(self) -> None:
         if self.model not in MODELS:
@@ -95,7 +101,8 @@ def measure_step(bench: StepBench) -> dict[str, Any]:
     """Time training steps of every contestant; each rank calls it alike.
 
     Returns:
-        The model's parameters, and seconds of every round of each contestant, the slowest rank's.
+        The model's parameters, and seconds of every round of each contestant, the slowest rank's;
+        with a trace also rank 0's seconds in each stage of a step.
     """
     transport = HorovodTransport()
     hvd = horovod_module()
@@ -135,4 +142,22 @@ def measure_step(bench: StepBench) -> dict[str, Any]:
     calls[f"trimmed_mean f={f}"] = ours(TrimmedMean(f))
     num_parameters = sum(p.numel() for p in MODELS[bench.model]().parameters())
     samples = interleave(transport, calls, rounds=bench.rounds, inner=1, name="bench.step.times")
-    return {"parameters": num_parameters, bench.model: samples}
+    found = {"parameters": num_parameters, bench.model: samples}
+    if bench.trace is not None:
+        found["stages"] = _trace(lambda: ours(TrimmedMean(f)), bench.trace, transport.rank)
+    return found
+
+
+def _trace(make: Callable[[], Callable[[], None]], file: str, rank: int) -> dict[str, float]:
+    """Trace some steps after a first one, which lays buckets out; return seconds by stage."""
+    trace_to(file)
+    step = make()
+    for _ in range(_TRACED_STEPS + 1):
+        step()
+    trace = trace_of(rank)
+    assert trace is not None
+    trace.write()
+    trace_to(None)
+    stages = {stage.value for stage in Stage} | {"wait"}
+    every = _TRACED_STEPS + 1
+    return {name: spent / every for name, spent in trace.seconds().items() if name in stages}

@@ -13,11 +13,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from loft_hvd.config import config
 
-__all__ = ["Lane", "Trace", "trace_of"]
+__all__ = ["Lane", "Trace", "trace_of", "trace_to"]
 
 _logger = logging.getLogger(__name__)
 _MOST_SPANS = 200_000  # some 30 MB of JSON
@@ -86,6 +87,14 @@ class Trace:
                 self.num_left_out,
             )
 
+    def seconds(self) -> dict[str, float]:
+        """Return how long the spans of each name have taken together."""
+        totals: dict[str, float] = {}
+        with self._lock:
+            for name, _, began_s, ended_s in self._spans:
+                totals[name] = totals.get(name, 0.0) + ended_s - began_s
+        return totals
+
     @property
     def _process(self) -> str:
         return f"rank {self._rank}"
@@ -126,17 +135,37 @@ class Lane:
         return Lane(self._trace, name)
 
 
+@dataclass
+class _Chosen:
+    """What this process traces to: the environment's file, unless a script has named another."""
+
+    file: str | Path | None
+    traces: dict[int, Trace] = field(default_factory=dict)
+
+
 @functools.cache
+def _chosen() -> _Chosen:
+    return _Chosen(config().trace_file)
+
+
+def trace_to(file: str | Path | None) -> None:
+    """Let engines that are made from now on trace to a file; None for no trace."""
+    _chosen().file = file
+    _chosen().traces.clear()
+
+
 def trace_of(rank: int) -> Trace | None:
-    """Return this process's trace, written when it ends; None without ``LOFT_HVD_TRACE``.
+    """Return this process's trace, written when it ends; None where there is none.
 
     Each rank writes a file of its own: ``LOFT_HVD_TRACE=runs/trace.json`` makes
     ``runs/trace.0.json``, ``runs/trace.1.json`` and so on.
     """
-    name = config().trace_file
-    if name is None:
+    chosen = _chosen()
+    if chosen.file is None:
         return None
-    path = Path(name)
-    trace = Trace(path.with_name(f"{path.stem}.{rank}{path.suffix or '.json'}"), rank)
-    atexit.register(trace.write)
-    return trace
+    if rank not in chosen.traces:
+        path = Path(chosen.file)
+        place = path.with_name(f"{path.stem}.{rank}{path.suffix or '.json'}")
+        chosen.traces[rank] = Trace(place, rank)
+        atexit.register(chosen.traces[rank].write)
+    return chosen.traces[rank]

@@ -25,12 +25,19 @@ def test_bench_allreduce_writes_every_contestant(tmp_path: Path) -> None:
         names = set(judged["contestants"])
         assert {"horovod", "horovod again", "mean", "median"} < names
         assert all(entry["seconds"] > 0 for entry in judged["contestants"].values())
+        assert judged["against_peer"]["ratio"] > 0
 
 
-def test_bench_step_times_whole_steps() -> None:
-    found = run_bench("step", {"model": "resnet18", "batch": 2, "rounds": 3}, Job(2))
+def test_bench_step_times_whole_steps_and_traces_their_stages(tmp_path: Path) -> None:
+    options = {"model": "resnet18", "batch": 2, "rounds": 3, "trace": str(tmp_path / "t.json")}
+    found = run_bench("step", options, Job(2))
     assert 11e6 < found["parameters"] < 12e6
     assert len(found["resnet18"]["trimmed_mean f=0"]) == 3
+    assert {"pack", "all-to-all", "aggregate", "all-gather", "unpack"} < set(found["stages"])
+    assert all(spent > 0 for spent in found["stages"].values())
+    for rank in range(2):
+        events = json.loads((tmp_path / f"t.{rank}.json").read_text())["traceEvents"]
+        assert sum(each["name"] == "aggregate" for each in events) >= 6
 
 
 def test_bench_that_fails_shows_what_its_ranks_said() -> None:

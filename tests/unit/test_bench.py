@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from loft_hvd.bench.ranks import Job, allreduce_goal, judge, step_goal, table
+from loft_hvd.bench.collectives import PEER
+from loft_hvd.bench.ranks import Job, allreduce_goal, judge, judge_peer, step_goal, table
 from loft_hvd.bench.record import write_record
 from loft_hvd.bench.timing import Clock, Judgement, interleaved_minimum, paired_ratios
 from loft_hvd.errors import ArgumentError
@@ -95,3 +96,14 @@ def test_record_says_machine_command_commit_and_date(tmp_path: Path) -> None:
     assert record["machine"]["allowed_cpus"] >= 1
     assert record["commit"]
     assert record["date"].endswith("UTC")
+
+
+@pytest.mark.parametrize(
+    ("controller", "goal", "verdict"), [("gloo", 2.5, "met"), ("mpi", 5.0, "missed")]
+)
+def test_a_blocking_exchange_is_compared_round_by_round(
+    controller: str, goal: float, verdict: str
+) -> None:
+    samples = {"median": [1.0, 2.0, 1.0], PEER: [3.0, 6.0, 100.0]}
+    found = judge_peer(samples, Job(2, controller))
+    assert found == {"ratio": 3.0, "goal": goal, "verdict": verdict}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from loft_hvd.errors import ArgumentError
-from loft_hvd.pipeline.buckets import ParameterSpec, lay_out, shard_numel
+from loft_hvd.pipeline.buckets import ParameterSpec, lay_out, part_bounds, shard_numel
 
 
 def specs(numels: list[int], **options: object) -> list[ParameterSpec]:
@@ -40,6 +42,17 @@ def test_the_last_parameters_come_first() -> None:
     assert [[slot.name for slot in bucket.slots] for bucket in buckets] == [["p2", "p1"], ["p0"]]
 
 
+def test_parameters_come_in_the_order_that_is_given() -> None:
+    buckets = lay_out(specs([10, 10, 10]), bucket_bytes=80, order=[1, 2, 0])
+    assert [[slot.name for slot in bucket.slots] for bucket in buckets] == [["p1", "p2"], ["p0"]]
+
+
+def test_buckets_are_numbered_by_when_they_are_full() -> None:
+    parameters = [*specs([4, 4]), ParameterSpec("other", (4,), torch.float64)]
+    buckets = lay_out(parameters, bucket_bytes=80, order=[0, 2, 1])
+    assert [[slot.name for slot in bucket.slots] for bucket in buckets] == [["other"], ["p0", "p1"]]
+
+
 def test_rules_dtypes_and_groups_do_not_share_a_bucket() -> None:
     parameters = [
         ParameterSpec("a", (2,), torch.float32, rule=0),
@@ -69,3 +82,23 @@ def test_shards_cover_a_bucket_with_little_padding(numel: int, world_size: int) 
     shard = shard_numel(numel, world_size)
     assert numel <= shard * world_size
     assert shard * world_size - numel < (16 + 1) * world_size
+
+
+@given(
+    numel=st.integers(0, 10**6),
+    world_size=st.integers(1, 16),
+    part_bytes=st.one_of(st.none(), st.integers(1, 10**6)),
+)
+def test_parts_touch_and_only_the_last_one_is_padded(
+    numel: int, world_size: int, part_bytes: int | None
+) -> None:
+    bounds = part_bounds(numel, world_size, itemsize=4, part_bytes=part_bytes)
+    assert bounds[0] == 0
+    assert bounds[-2] <= numel <= bounds[-1]
+    for begin, end in itertools.pairwise(bounds):
+        assert (end - begin) % world_size == 0
+        assert begin < end or numel == 0
+        if part_bytes is None or numel * 4 < 2 * part_bytes:
+            assert (begin, end) == (0, world_size * shard_numel(numel, world_size))
+    for begin, end in itertools.pairwise(bounds[:-1]):
+        assert (end - begin) * 4 >= (part_bytes or 0)
