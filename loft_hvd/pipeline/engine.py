@@ -35,6 +35,7 @@ __all__ = ["Engine", "Job"]
 
 _SHORTEST_SLEEP_S = 50e-6
 _LONGEST_SLEEP_S = 200e-6
+_UNAWAITED_SLEEP_S = 2e-3  # while the user's thread computes: polling takes time from it
 _PART_BYTES = 16 * 1024 * 1024
 
 
@@ -103,6 +104,7 @@ class Engine:
         self._num_done = 0
         self._failure: BaseException | None = None
         self._is_raised = False
+        self._is_awaited = False
         # Filled by the user's thread, emptied by the engine's.
         self._num_queued = 0
         self._queue: deque[tuple[int, Job, Fence]] = deque()
@@ -151,6 +153,9 @@ class Engine:
         lane = Lane(self._trace, "step")
         lane.enter("wait")
         until = self._clock() + self._timeout_s
+        self._is_awaited = True
+        if self._num_done < self._num_queued:
+            self._thread.wake()
         try:
             with watch_of(self._transport).waiting(), self._changed:
                 while self._num_done < self._num_queued and self._failure is None:
@@ -161,6 +166,7 @@ class Engine:
             self._is_raised = True
             self._fail(error)
             raise
+        self._is_awaited = False
         lane.leave()
         self._raise_failure()
         for fence in self._done.values():
@@ -225,6 +231,8 @@ class Engine:
             self._fail(error)
         if self._failure is not None or not (self._open or self._queue):
             return None
+        if not self._is_awaited:
+            return _UNAWAITED_SLEEP_S
         has_moved = num_open != len(self._open) or num_before != self._num_done
         self._pause = _SHORTEST_SLEEP_S if has_moved else min(self._pause * 1.5, _LONGEST_SLEEP_S)
         return self._pause
