@@ -202,6 +202,12 @@ class Exchange:
             self._is_drained_at_exit = True
             atexit.register(_drain, weakref.ref(self))
 
+    def forget(self) -> None:
+        """Leave what is under way to itself: the run goes on from elsewhere."""
+        if config().is_elastic:  # the engine has failed, and all of it with it
+            self._times = self._plan = None
+        self.drain()
+
     def drain(self) -> None:
         """Wait for what is under way, ten seconds at most; nobody wants its news any more."""
         works = [entry[0] for entry in (self._times, self._plan) if entry is not None]

@@ -278,15 +278,16 @@ class PlanLoop:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where ``state_dict`` was taken, on every rank.
 
-        With other devices, or the same ones in another order, plans start afresh, from what is
-        known of each device.
+        With other devices, or the same in another order, another global batch, or caps found
+        since, plans start afresh, from what is known of each device.
         """
-        self._exchange.drain()
+        self._exchange.forget()
         plans = [Plan(row[0], row[1], tuple(row[2:])) for row in state["plans"]]
         keys = list(self._world.keys)
         self._archive.load_state_dict(state.get("measured", {}))
-        is_same = plans[-1].world_size == len(keys) and state.get("devices", keys) == keys
-        if is_same:
+        total = self._options.global_batch_size
+        fits = self._world.can_go_on(plans[-1], global_batch_size=total)
+        if fits and state.get("devices", keys) == keys:
             self.history = plans
             if self._controller is not None and state["controller"] is not None:
                 self._controller.load_state_dict(state["controller"])

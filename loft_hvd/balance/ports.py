@@ -84,7 +84,7 @@ class BalancerPorts:
         self._has_met = True
         self._resize()
         self._world = self._meet()
-        self._memory.caps = dict(self._world.found)
+        self._memory.caps, self._own_cap = dict(self._world.found), None
         older = self._loop
         self._loop = PlanLoop(
             self._options, self._world, self._transport, self._batches, self._clock, self.log

@@ -6,52 +6,27 @@ ranks; what only rank 0 knows, caps that an earlier run found, it broadcasts.
 
 from __future__ import annotations
 
-import socket
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from loft_hvd.balance.bounds import Bounds
 from loft_hvd.balance.controller import Controller
+from loft_hvd.balance.devices import NO_CAP, Device, own_device, tell_devices
 from loft_hvd.balance.options import SETTLE_STEPS, BalancerOptions, Caps
 from loft_hvd.balance.plan import Plan, equal_sizes
 from loft_hvd.balance.search import equal_within
 from loft_hvd.config import config
 from loft_hvd.errors import ArgumentError, PlanError
-from loft_hvd.topology import cpu_name
-from loft_hvd.transport.base import Transport, allgather_rows, wait_for
+from loft_hvd.transport.base import Transport, wait_for
 
-__all__ = ["Device", "World", "assume", "meet"]
+__all__ = ["World", "assume", "meet"]
 
 
 _CUDA_GRAIN = 8
 _CUDA_SIZES = 8  # distinct sizes of a rank in a run: each may cost a recompilation or autotuning
-_TEXT = 96  # bytes of a name
-_NO_CAP = -1
-
-
-@dataclass(frozen=True)
-class Device:
-    """What a rank computes on.
-
-    Attributes:
-        host: the machine's name.
-        number: counts the ranks of that machine, from 0.
-        name: such as "Tesla T4" or "CPU AMD EPYC 7B13".
-        is_cuda: whether torch sees a CUDA device.
-    """
-
-    host: str
-    number: int
-    name: str
-    is_cuda: bool
-
-    @property
-    def key(self) -> str:
-        """Tells a device that comes back from any other."""
-        return f"{self.host}/{self.number}"
 
 
 @dataclass(frozen=True)
@@ -91,17 +66,18 @@ class World:
             return None
         if options.policy == "report" and is_too_small:
             return None
-        controller = Controller(
-            options.global_batch_size,
-            len(self),
-            options.policy,
-            min_batch=options.min_batch,
-            max_batch=self.caps,
-            grain=self.grain,
-            dead_band=options.dead_band,
-            settle_steps=SETTLE_STEPS,
-            max_sizes=self.max_sizes,
-        )
+        with self._blaming_caps():
+            controller = Controller(
+                options.global_batch_size,
+                len(self),
+                options.policy,
+                min_batch=options.min_batch,
+                max_batch=self.caps,
+                grain=self.grain,
+                dead_band=options.dead_band,
+                settle_steps=SETTLE_STEPS,
+                max_sizes=self.max_sizes,
+            )
         controller.warm_up([cap is not None for cap in self.caps])
         return controller
 
@@ -111,15 +87,53 @@ class World:
         """Return the sizes of the first plan, [world_size].
 
         Raises:
-            PlanError: the caps leave no room for the global batch.
+            PlanError: the caps leave no room for the global batch, or for the sizes given.
         """
         if controller is not None:
             return controller.plan.sizes
         total = options.global_batch_size
-        if options.sizes is not None or not any(self.caps):
+        if not any(self.caps):
             return options.sizes or equal_sizes(total, len(self))
-        highest = [total if cap is None else min(cap, total) for cap in self.caps]
-        return equal_within(total, Bounds.of(len(self), cap=highest))
+        with self._blaming_caps():
+            if options.sizes is not None:
+                self.check_sizes(options.sizes, what="policy")
+                return options.sizes
+            highest = [total if cap is None else min(cap, total) for cap in self.caps]
+            return equal_within(total, Bounds.of(len(self), cap=highest))
+
+    @contextmanager
+    def _blaming_caps(self) -> Iterator[None]:
+        """Say of an error within that some caps come from earlier runs."""
+        try:
+            yield
+        except PlanError as error:
+            found = {key: self.found[key] for key in self.keys if key in self.found}
+            if not found:
+                raise
+            raise PlanError(
+                f"{error} (caps found when memory was full, by a probe or earlier runs in log_dir: "
+                f"{found}; another log_dir forgets them)"
+            ) from error
+
+    def can_go_on(self, plan: Plan, *, global_batch_size: int) -> bool:
+        """Say whether a plan of an earlier run fits these ranks and their caps."""
+        if plan.world_size != len(self) or plan.global_batch_size != global_batch_size:
+            return False
+        pairs = zip(plan.sizes, self.caps, strict=True)
+        return all(cap is None or size <= cap for size, cap in pairs)
+
+    def check_sizes(self, sizes: Sequence[int], *, what: str) -> None:
+        """Raise when a rank's size is above its cap.
+
+        Raises:
+            PlanError: names the rank, its size and its cap.
+        """
+        for rank, (size, cap) in enumerate(zip(sizes, self.caps, strict=True)):
+            if cap is not None and size > cap:
+                raise PlanError(
+                    f"{what}: rank {rank} should compute {size} samples, but its cap is {cap}; "
+                    "sizes must keep within max_batch"
+                )
 
     def check_plan(self, plan: Plan, *, after: Plan, rank: int) -> None:
         """Raise on a plan that this rank must not follow.
@@ -137,12 +151,7 @@ class World:
                 f"plan {plan.plan_id} from rank 0 does not follow plan {after.plan_id} of rank "
                 f"{rank}; load the same state on every rank"
             )
-        for taker, (size, cap) in enumerate(zip(plan.sizes, self.caps, strict=True)):
-            if cap is not None and size > cap:
-                raise PlanError(
-                    f"plan {plan.plan_id}: rank {taker} should compute {size} samples, but its cap "
-                    f"is {cap}; the policy must keep within max_batch"
-                )
+        self.check_sizes(plan.sizes, what=f"plan {plan.plan_id}")
 
     @classmethod
     def of(
@@ -204,14 +213,6 @@ def _by_name(limits: Mapping[str, int | None], device: Device, rank: int) -> int
     return limits[max(fitting, key=len)]
 
 
-def own_device() -> tuple[str, str, bool]:
-    """Return this process's host, its device's name, and whether it is a CUDA device."""
-    host = socket.gethostname()
-    if torch.cuda.is_available():
-        return host, torch.cuda.get_device_name(), True
-    return host, f"CPU {cpu_name()}".strip(), False
-
-
 def assume(options: BalancerOptions) -> World:
     """Return a world of devices like this one, until ranks have met."""
     host, name, is_cuda = own_device()
@@ -235,34 +236,13 @@ def meet(
         own_cap: what this rank has just found for its own device; goes before all others.
     """
     timeout_s = config().timeout_s
-    cap = _NO_CAP if own_cap is None else own_cap
-    row = torch.tensor([cap, *_encode(*own_device())], dtype=torch.int64)
-    rows = allgather_rows(transport, row, name="loft.balancer.devices", timeout_s=timeout_s)
-    numbers: Counter[str] = Counter()
-    devices = []
-    for values in rows[:, 1:].tolist():
-        host, name, is_cuda = _decode(values)
-        devices.append(Device(host, numbers[host], name, is_cuda))
-        numbers[host] += 1
-    caps = torch.tensor([found.get(device.key, _NO_CAP) for device in devices], dtype=torch.int64)
+    devices, fresh = tell_devices(transport, own_cap=own_cap, timeout_s=timeout_s)
+    caps = torch.tensor([found.get(device.key, NO_CAP) for device in devices], dtype=torch.int64)
     if transport.world_size > 1:
         work = transport.broadcast(caps, name="loft.balancer.caps")
         wait_for(work, what="broadcast of caps", timeout_s=timeout_s)
     pairs = zip(devices, caps.tolist(), strict=True)
     known = {device.key: cap for device, cap in pairs if cap > 0}
-    pairs = zip(devices, rows[:, 0].tolist(), strict=True)
-    fresh = {device.key: cap for device, cap in pairs if cap > 0}
-    return World.of(options, tuple(devices), {**found, **known, **fresh})
-
-
-def _encode(host: str, name: str, is_cuda: bool) -> list[int]:
-    texts = [text.encode()[:_TEXT].ljust(_TEXT, b"\0") for text in (host, name)]
-    return [int(is_cuda), *texts[0], *texts[1]]
-
-
-def _decode(values: list[int]) -> tuple[str, str, bool]:
-    host, name = (
-        bytes(value & 0xFF for value in values[at : at + _TEXT]).rstrip(b"\0")
-        for at in (1, 1 + _TEXT)
-    )
-    return host.decode(errors="replace"), name.decode(errors="replace"), bool(values[0])
+    here = {device.key for device in devices}
+    away = {key: cap for key, cap in found.items() if key not in here}
+    return World.of(options, devices, {**away, **known, **fresh})

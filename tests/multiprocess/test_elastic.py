@@ -40,6 +40,11 @@ def run(folder: Path, what: str, **options: object) -> Finished:
             r"rank \d \(process \d+ on \S+\) has ended without a word",
             marks=pytest.mark.long,
         ),
+        pytest.param(
+            "kill:loft",
+            r"rank \d \(process \d+ on \S+\) has ended without a word",
+            marks=pytest.mark.long,
+        ),
         ("freeze", r"rank \d \(process \d+ on \S+\) is frozen"),
         pytest.param(
             "raise", r"rank \d .* has failed: RuntimeError: rank \d raises", marks=pytest.mark.long
@@ -71,7 +76,7 @@ def test_a_model_that_differs_ends_the_job_instead_of_being_tried_again(tmp_path
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("what", "num_ranks"), [("join", 2), ("join-sets", 3)])
+@pytest.mark.parametrize(("what", "num_ranks"), [("join", 2), ("join-sets", 3), ("join:loft", 2)])
 def test_a_rank_that_joins_late_takes_part(what: str, num_ranks: int, tmp_path: Path) -> None:
     hosts = [f"localhost:{num_ranks}"]
 

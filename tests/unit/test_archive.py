@@ -82,7 +82,7 @@ class Hosts:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.names: list[str] = []
-        monkeypatch.setattr("loft_hvd.balance.world.own_device", self._own_device)
+        monkeypatch.setattr("loft_hvd.balance.devices.own_device", self._own_device)
 
     def _own_device(self) -> tuple[str, str, bool]:
         import threading
@@ -98,8 +98,9 @@ class Hosts:
         def work(transport: LocalTransport) -> loft.Balancer:
             now = [0.0]
             balancer = loft.Balancer(
-                96,
+                options.get("total", 96),
                 options.get("policy", "loft"),
+                max_batch=options.get("max_batch"),
                 interval=10,
                 transport=transport,
                 clock=lambda: now[0],
@@ -140,6 +141,18 @@ def test_in_the_same_world_a_run_goes_on_with_its_plan(hosts: Hosts) -> None:
     assert again[0].history == first[0].history
     moved = hosts.run(["slow", "one", "two"], 1, first[0].state_dict())
     assert moved[0].plan.sizes == (32, 32, 32)  # sizes belong to devices, not to rank numbers
+
+
+def test_a_plan_beyond_a_cap_found_since_does_not_come_back(hosts: Hosts) -> None:
+    names = ["one", "slow", "two"]
+    first = hosts.run(names, 60, None)
+    most = max(first[0].plan.sizes)
+    state = first[0].state_dict()
+    again = hosts.run(names, 20, state, max_batch=most - 1)
+    assert again[0].history[0].sizes == (32, 32, 32)
+    assert max(max(plan.sizes) for plan in again[0].history) < most
+    other = hosts.run(names, 1, state, total=48)
+    assert other[0].plan.sizes == (16, 16, 16)
 
 
 def test_only_rank_0_explains_and_the_others_say_so(hosts: Hosts) -> None:

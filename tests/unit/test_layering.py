@@ -81,6 +81,7 @@ _LAYERS = {
     "balance/batches.py": 2,
     "balance/exchange.py": 3,
     "balance/options.py": 3,
+    "balance/devices.py": 2,
     "balance/world.py": 4,
     "balance/memory.py": 4,
     "balance/probe.py": 4,

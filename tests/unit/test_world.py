@@ -9,10 +9,11 @@ import pytest
 
 import loft_hvd as loft
 from loft_hvd.balance.controller import Controller
+from loft_hvd.balance.devices import Device
 from loft_hvd.balance.observations import COLUMNS
 from loft_hvd.balance.options import BalancerOptions
 from loft_hvd.balance.plan import StepSizes
-from loft_hvd.balance.world import Device, World, meet
+from loft_hvd.balance.world import World, meet
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, PlanError
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
 from tests.support.plans import Wandering
@@ -101,7 +102,7 @@ def test_ranks_tell_each_other_their_devices_and_take_caps_from_rank_0() -> None
         found = {keys[1]: 40} if transport.rank == 0 else {keys[1]: 50, keys[2]: 60}
         return meet(transport, options(), found=found)
 
-    assert [world.caps[:2] for world in run_ranks(3, work)] == [(None, 40)] * 3
+    assert [world.caps for world in run_ranks(3, work)] == [(None, 40, None)] * 3
 
 
 def test_equal_sizes_keep_within_caps() -> None:
@@ -109,6 +110,13 @@ def test_equal_sizes_keep_within_caps() -> None:
     assert balancer.plan.sizes == (8,)
     world = World.of(options(100, policy="uniform", max_batch=[10, None, None]), (T4, T4, T4), {})
     assert world.first_sizes(options(100, policy="uniform"), None) == (10, 45, 45)
+
+
+def test_sizes_that_a_rank_could_not_hold_before_are_refused() -> None:
+    sizes = [50, 25, 25]
+    world = World.of(options(100, policy=sizes), (T4, A100, EPYC), {"node1/0": 40})
+    with pytest.raises(PlanError, match=r"50 samples, but its cap is 40.*runs in log_dir"):
+        world.first_sizes(options(100, policy=sizes), None)
 
 
 def test_a_global_batch_beyond_all_caps_says_how_many_passes_would_do() -> None:

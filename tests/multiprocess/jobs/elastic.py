@@ -1,13 +1,16 @@
-"""An elastic training job: ``elastic.py FOLDER WHAT``.
+"""An elastic training job: ``elastic.py FOLDER WHAT[:POLICY]``.
 
 At step 8 the rank on host 127.0.0.1 is killed ("kill"), frozen ("freeze") or raises ("raise"),
 once; with "mismatch" it has another model. With "join" ranks train until three are there; with
 "join-sets" until four are, and only ranks 0 and 1 reduce gradients.
-FOLDER takes the times of the fault and of the first step that the newest world has committed.
+At the end ranks compare the states of their loaders and balancers. FOLDER takes the times of the
+fault and of the first step that the newest world has committed.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import signal
 import sys
@@ -45,11 +48,12 @@ def main(folder: Path, what: str) -> None:
     hvd.init()
     torch.set_num_threads(1)
     torch.manual_seed(3)
-    is_joined = what.startswith("join")
-    wanted = 4 if what == "join-sets" else 3
     is_odd = what == "mismatch" and os.environ.get("HOROVOD_HOSTNAME") == "127.0.0.1"
     model = torch.nn.Linear(4 if is_odd else 3, 2)
-    balancer = loft.Balancer(12, policy="uniform")
+    what, _, policy = what.partition(":")
+    is_joined = what.startswith("join")
+    wanted = 4 if what == "join-sets" else 3
+    balancer = loft.Balancer(12, policy=policy or "uniform", interval=3)
     x = torch.randn(NUM_SAMPLES, 3, generator=torch.Generator().manual_seed(1))
     numbers = torch.arange(NUM_SAMPLES)
     loader = loft.DataLoader(TensorDataset(x, numbers), balancer, seed=5)
@@ -103,6 +107,11 @@ def main(folder: Path, what: str) -> None:
         model.load_state_dict(hvd.broadcast_object(None, root_rank=0, name="model"))
     elif sets:
         hvd.broadcast_object(model.state_dict(), root_rank=0, name="model")
+    states = [loader.state_dict(), {**balancer.state_dict(), "controller": None}]
+    digests = hvd.allgather_object(hashlib.sha256(json.dumps(states).encode()).hexdigest())
+    assert len(set(digests)) == 1, "loaders or balancers differ"
+    if balancer.rank == 0:
+        print(f"plans {[plan.sizes for plan in balancer.history]} of {balancer.policy}", flush=True)
     values = torch.cat([p.detach().flatten() for p in model.parameters()])
     rows = hvd.allgather(values.view(1, -1), name="final")
     assert all(torch.equal(row, rows[0]) for row in rows), "ranks end with different weights"
