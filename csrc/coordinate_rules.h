@@ -80,6 +80,20 @@ LOFT_INLINE V fold_sum(const At& at, int first, int count) {
   return tree_sum<V>(leaf, count / 2);
 }
 
+// The same bits, the number of ranks known when it is compiled.
+template <int kCount, typename V, typename At>
+LOFT_INLINE V fold_sum_fixed(const At& at, int first) {
+  const int middle = first + kCount / 2;
+  const auto leaf = [&](int k) -> V {
+    if constexpr (kCount % 2) {
+      return k == 0 ? at(middle) : at(middle - k) + at(middle + k);
+    } else {
+      return at(middle - 1 - k) + at(middle + k);
+    }
+  };
+  return Tree<(kCount + 1) / 2>::sum(leaf, 0);
+}
+
 // The same bits, all indices known when the loops are unrolled: ranks first .. first + count - 1 of
 // kRows symmetric about the middle, so 2 * first + count == kRows.
 template <int kRows, typename V, typename At>

@@ -8,11 +8,36 @@
 namespace loft {
 namespace LOFT_ISA {
 
-// Results of one vector: the aggregate and the window of values that were kept.
+// Results of one vector: the aggregate and the window of values that were kept. `doubt` is 0, or NaN
+// in lanes with a sum that is not finite: such a vector is done again with AnyShape.
 template <typename V>
 struct Outcome {
-  V result, low, high;
+  V result, low, high, doubt;
 };
+
+// Rows and f of a job: known when it runs, or when it is compiled. With the latter the entries stay
+// in registers, which a rescue that reads them would not allow: it is left to the former.
+struct AnyShape {
+  int n, f;
+  static constexpr bool kIsFixed = false;
+  static constexpr int kMost = kMaxRows, kInner = 0, kNear = 0;
+};
+template <int kRows, int kF>
+struct FixedShape {
+  static constexpr bool kIsFixed = true;
+  static constexpr int n = kRows, f = kF;
+  static constexpr int kMost = kRows, kInner = kRows - 2 * kF, kNear = kRows - kF;
+};
+
+// Sum of `count` ranks; kCount is the same where it is known, else 0.
+template <int kCount, typename V, typename At>
+LOFT_INLINE V sum_of(const At& at, int first, int count) {
+  if constexpr (kCount > 0) {
+    return fold_sum_fixed<kCount, V>(at, first);
+  } else {
+    return fold_sum<V>(at, first, count);
+  }
+}
 
 // Recompute the lanes whose sum overflowed although every kept value is finite.
 template <typename V, typename At, typename Weight>
@@ -31,26 +56,31 @@ __attribute__((noinline)) V rescue(V mean, V sum, V low, V high, const At& at, c
 }
 
 // Mean of at(first) .. at(first + count - 1), which lie between low and high.
-template <typename V, typename At>
-LOFT_INLINE V mean_of(const At& at, int first, int count, V low, V high) {
-  const V sum = fold_sum<V>(at, first, count);
+template <int kCount, typename V, typename At>
+LOFT_INLINE V mean_of(const At& at, int first, int count, V low, V high, V& doubt) {
+  const V sum = sum_of<kCount, V>(at, first, count);
   V mean = sum / static_cast<Lane<V>>(count);
-  if (__builtin_expect(any_lane((sum - sum) != 0), 0)) {
+  if constexpr (kCount > 0) {
+    doubt += sum - sum;
+  } else if (__builtin_expect(any_lane((sum - sum) != 0), 0)) {
     mean = rescue(mean, sum, low, high, at, [](int, unsigned) { return 1.0; }, first, count);
   }
   return clamp_mean(mean, low, high);
 }
 
 // The same by weight: weight(i) holds counts in integer lanes.
-template <typename V, typename At, typename Weight>
+template <int kCount, typename V, typename At, typename Weight>
 LOFT_INLINE V weighted_mean_of(const At& at, const Weight& weight, int first, int count, V low,
-                               V high) {
+                               V high, V& doubt) {
   auto total = weight(first);
+#pragma GCC unroll 16
   for (int i = first + 1; i < first + count; ++i) total += weight(i);
   const auto product = [&](int i) -> V { return at(i) * __builtin_convertvector(weight(i), V); };
-  const V sum = fold_sum<V>(product, first, count);
+  const V sum = sum_of<kCount, V>(product, first, count);
   V mean = sum / __builtin_convertvector(total, V);
-  if (__builtin_expect(any_lane((sum - sum) != 0), 0)) {
+  if constexpr (kCount > 0) {
+    doubt += sum - sum;
+  } else if (__builtin_expect(any_lane((sum - sum) != 0), 0)) {
     const auto share = [&](int i, unsigned lane) { return static_cast<double>(weight(i)[lane]); };
     mean = rescue(mean, sum, low, high, at, share, first, count);
   }
@@ -65,26 +95,6 @@ struct Ranked {
   LOFT_INLINE typename F::V operator()(int rank) const { return F::value(entries[rank], part); }
 };
 
-// Rows and f of a job: known when it runs, or when it is compiled.
-struct AnyShape {
-  int n, f;
-  static constexpr int kMost = kMaxRows;
-};
-template <int kRows, int kF>
-struct FixedShape {
-  static constexpr int n = kRows, f = kF, kMost = kRows;
-};
-
-template <typename F, typename At>
-LOFT_INLINE auto mean_by_count_or_weight(const At& at, const typename F::Entry* entries, int first,
-                                         int count, typename F::V low, typename F::V high) {
-  if constexpr (kIsWeighted<F>) {
-    const auto weight = [&](int i) { return F::weight(entries[i]); };
-    return weighted_mean_of<typename F::V>(at, weight, first, count, low, high);
-  } else {
-    return mean_of<typename F::V>(at, first, count, low, high);
-  }
-}
 
 template <typename F>
 struct MedianRule {
@@ -104,10 +114,10 @@ struct MedianRule {
         upper = below <= total ? at(rank) : upper;
         below += 2 * F::weight(entries[rank]);
       }
-      return {pick_median(lower, upper, work.params.kind), lower, upper};
+      return {pick_median(lower, upper, work.params.kind), lower, upper, V{}};
     }
-    if (n % 2) return {lower, lower, lower};
-    return {pick_median(lower, upper, work.params.kind), lower, upper};
+    if (n % 2) return {lower, lower, lower, V{}};
+    return {pick_median(lower, upper, work.params.kind), lower, upper, V{}};
   }
 };
 
@@ -116,10 +126,18 @@ struct TrimmedMeanRule {
   template <typename Shape>
   static LOFT_INLINE auto apply(Shape shape, const Work&, const typename F::Entry* entries,
                                 int part) -> Outcome<typename F::V> {
+    using V = typename F::V;
     const Ranked<F> at{entries, part};
-    const int n = shape.n, f = shape.f;
-    const typename F::V low = at(f), high = at(n - 1 - f);
-    return {mean_by_count_or_weight<F>(at, entries, f, n - 2 * f, low, high), low, high};
+    const int f = shape.f, count = shape.n - 2 * f;
+    const V low = at(f), high = at(f + count - 1);
+    V mean, doubt{};
+    if constexpr (kIsWeighted<F>) {
+      const auto weight = [&](int i) { return F::weight(entries[i]); };
+      mean = weighted_mean_of<Shape::kInner>(at, weight, f, count, low, high, doubt);
+    } else {
+      mean = mean_of<Shape::kInner>(at, f, count, low, high, doubt);
+    }
+    return {mean, low, high, doubt};
   }
 };
 
@@ -127,13 +145,13 @@ struct TrimmedMeanRule {
 // brings a nearer value; slot i % keep holds the value that leaves when it moves from i to i + 1.
 template <typename F, typename Shape>
 LOFT_INLINE auto mean_around(Shape shape, const typename F::Entry* entries, int part,
-                             typename F::V centre) -> Outcome<typename F::V> {
+                             typename F::V centre, typename F::V doubt) -> Outcome<typename F::V> {
   using V = typename F::V;
   const Ranked<F> at{entries, part};
   const int n = shape.n, f = shape.f, keep = n - f;
   V near[Shape::kMost];
   V low = at(0), high = at(keep - 1);
-#pragma GCC unroll 16
+#pragma GCC unroll 32
   for (int i = 0; i < keep; ++i) near[i] = at(i);
   const auto slide = [&](int i) {
     const V leaving = at(i), entering = at(i + keep);
@@ -151,16 +169,17 @@ LOFT_INLINE auto mean_around(Shape shape, const typename F::Entry* entries, int 
       near[slot] = moves ? at(i + keep) : near[slot];
       weights[slot] = moves ? F::weight(entries[i + keep]) : weights[slot];
     }
-    mean = weighted_mean_of<V>([&](int i) { return near[i]; }, [&](int i) { return weights[i]; }, 0,
-                               keep, low, high);
+    mean =
+        weighted_mean_of<Shape::kNear>([&](int i) { return near[i]; },
+                                       [&](int i) { return weights[i]; }, 0, keep, low, high, doubt);
   } else {
 #pragma GCC unroll 8
     for (int i = 0, slot = 0; i < f; ++i, slot = slot + 1 == keep ? 0 : slot + 1) {
       near[slot] = slide(i) ? at(i + keep) : near[slot];
     }
-    mean = mean_of<V>([&](int i) { return near[i]; }, 0, keep, low, high);
+    mean = mean_of<Shape::kNear>([&](int i) { return near[i]; }, 0, keep, low, high, doubt);
   }
-  return {centre == centre ? mean : centre, low, high};
+  return {centre == centre ? mean : centre, low, high, doubt};
 }
 
 template <typename F>
@@ -171,7 +190,8 @@ struct MeanAroundMedianRule {
     const Ranked<F> at{entries, part};
     const int n = shape.n;
     const auto lower = at((n - 1) / 2);
-    return mean_around<F>(shape, entries, part, n % 2 ? lower : midpoint(lower, at(n / 2)));
+    const auto centre = n % 2 ? lower : midpoint(lower, at(n / 2));
+    return mean_around<F>(shape, entries, part, centre, typename F::V{});
   }
 };
 
@@ -182,28 +202,35 @@ struct PhocasRule {
                                 int part) -> Outcome<typename F::V> {
     using V = typename F::V;
     const Ranked<F> at{entries, part};
-    const int n = shape.n, f = shape.f;
-    const V centre = mean_of<V>(at, f, n - 2 * f, at(f), at(n - 1 - f));
-    return mean_around<F>(shape, entries, part, centre);
+    const int f = shape.f, count = shape.n - 2 * f;
+    V doubt{};
+    const V centre = mean_of<Shape::kInner>(at, f, count, at(f), at(f + count - 1), doubt);
+    return mean_around<F>(shape, entries, part, centre, doubt);
   }
 };
+
+// Write a result, and where one asks for it the window, at coordinate `at`.
+template <typename F>
+LOFT_INLINE void put(const Work& work, const Outcome<typename F::V>& outcome, int part, int64_t at,
+                     int64_t begin) {
+  using V = typename F::V;
+  F::put(work.out + at * static_cast<int64_t>(sizeof(typename F::Bits)), outcome.result, part);
+  if (work.low) {
+    constexpr int kPartLanes = sizeof(V) / sizeof(Lane<V>);
+    const int64_t place = at - begin + part * kPartLanes;
+    store(static_cast<Lane<V>*>(work.low) + place, outcome.low);
+    store(static_cast<Lane<V>*>(work.high) + place, outcome.high);
+  }
+}
 
 // Finish `vectors` neighbouring vectors from coordinate `at` on.
 template <typename F, typename RuleOf>
 void finish(const Work& work, const typename F::Entry* entries, int stride, int vectors, int64_t at,
             int64_t begin) {
-  using V = typename F::V;
-  constexpr int kPartLanes = sizeof(V) / sizeof(Lane<V>);
   const AnyShape shape{work.num_rows, work.params.f};
   for (int vector = 0; vector < vectors; ++vector, at += F::kLanes, entries += stride) {
     for (int part = 0; part < F::kParts; ++part) {
-      const Outcome<V> outcome = RuleOf::apply(shape, work, entries, part);
-      F::put(work.out + at * static_cast<int64_t>(sizeof(typename F::Bits)), outcome.result, part);
-      if (work.low) {
-        const int64_t place = at - begin + part * kPartLanes;
-        store(static_cast<Lane<V>*>(work.low) + place, outcome.low);
-        store(static_cast<Lane<V>*>(work.high) + place, outcome.high);
-      }
+      put<F>(work, RuleOf::apply(shape, work, entries, part), part, at, begin);
     }
   }
 }

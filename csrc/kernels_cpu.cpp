@@ -3,76 +3,43 @@
 // Compiled once for every pair of LOFT_ISA (a namespace: baseline, avx2, avx512) and LOFT_PART (a
 // key width), so that builds run in parallel and repeat only what changed.
 //
-// Up to 32 rows: all rows of a vector are loaded, ordered in registers by a straight-line network
-// and reduced. Above: groups of 32 are sorted into a buffer in the L1 cache and merged there.
+// Up to 32 rows, with float32 and for every median 64: the rows of a vector are ordered in registers
+// by a straight-line network and reduced. Above, and for what has no network of its own: groups of
+// up to 32 are sorted into a buffer in the L1 cache and merged there.
 // Traffic (rows + 1) * numel * sizeof(value); every row is read once, fetched ahead by software.
 
-#include "finish_cpu.h"
+#include "ranked_cpu.h"
+#include "window_cpu.h"
 
 namespace loft {
 namespace LOFT_ISA {
 namespace {
 
-constexpr int kBatch = 4;        // vectors between loading and finishing
-constexpr int kMedianRows = 32;  // most rows whose median has a network of its own
-
+// Most rows whose median has a network of its own, and whose trimmed mean has windows.
 template <typename F>
-using Finish = void (*)(const Work&, const typename F::Entry*, int, int, int64_t, int64_t);
-
+constexpr int kMedianRows = kGroup<F> < 16 || kVectorBytes == 16 ? 32 : 64;
 template <typename F>
-Finish<F> finish_for(Rule rule) {
-  switch (rule) {
-    case Rule::kMedian: return finish<F, MedianRule<F>>;
-    case Rule::kTrimmedMean: return finish<F, TrimmedMeanRule<F>>;
-    case Rule::kMeanAroundMedian: return finish<F, MeanAroundMedianRule<F>>;
-    case Rule::kPhocas: return finish<F, PhocasRule<F>>;
-  }
-  return nullptr;
-}
+constexpr int kWindowRows = std::is_same_v<F, Float32> ? kMedianRows<F> : 0;
 
-// Rank the rows of whole vectors from `begin` on, then finish them; returns where it stopped.
-template <typename F>
-int64_t run_ranked(const Work& work, int64_t begin, int64_t end) {
-  alignas(64) typename F::Entry entries[kMaxRows + kGroup<F>];
-  const Source source{work.rows, work.weights};
-  const int stride = padded<F>(work.num_rows);
-  const int most = work.num_rows <= kGroup<F> ? kBatch : 1;
-  const Finish<F> finish_vectors = finish_for<F>(work.params.rule);
-  const SortGroup<F> sort =
-      sort_group_for<F>(work.num_rows <= kGroup<F> ? work.num_rows : kGroup<F>);
-  int64_t at = begin;
-  while (at + F::kLanes <= end) {
-    const int64_t left = (end - at) / F::kLanes;
-    const int vectors = left < most ? static_cast<int>(left) : most;
-    const int64_t byte = at * static_cast<int64_t>(sizeof(typename F::Bits));
-    if (work.num_rows <= kGroup<F>) {
-      sort(source, byte, vectors, entries, stride);
-    } else {
-      rank_rows<F>(source, work.num_rows, byte, vectors, entries, stride);
-    }
-    finish_vectors(work, entries, stride, vectors, at, begin);
-    at += vectors * F::kLanes;
-  }
-  return at;
-}
-
-// The median of up to 32 rows by its own, shorter network.
+// The median of few rows by its own, shorter network.
 template <typename F, int kRows>
 int64_t run_median(const Work& work, int64_t begin, int64_t end) {
+  using V = typename F::V;
   const Source source{work.rows, work.weights};
-  constexpr int64_t kBytes = sizeof(typename F::Bits);
   int64_t at = begin;
   for (int vector = 0; at + F::kLanes <= end; ++vector, at += F::kLanes) {
     typename F::Entry entries[kRows];
-    load_rows<F, kRows>(source, at * kBytes, vector, entries);
-    MedianNetwork<kRows>::apply(entries);
-    const typename F::Entry middle[2] = {entries[(kRows - 1) / 2], entries[kRows / 2]};
+    const RowLoad<F> load{source, at * static_cast<int64_t>(sizeof(typename F::Bits))};
+    load.template fetch<kRows>(vector);
+    MedianNetwork<kRows>::apply(entries, load);
     for (int part = 0; part < F::kParts; ++part) {
-      typename F::V result = F::value(middle[0], part);
-      if (kRows % 2 == 0) {
-        result = pick_median(result, F::value(middle[1], part), work.params.kind);
+      const V lower = F::value(entries[(kRows - 1) / 2], part);
+      V result = lower, upper = lower;
+      if constexpr (kRows % 2 == 0) {
+        upper = F::value(entries[kRows / 2], part);
+        result = pick_median(lower, upper, work.params.kind);
       }
-      F::put(work.out + at * kBytes, result, part);
+      put<F>(work, Outcome<V>{result, lower, upper, V{}}, part, at, begin);
     }
   }
   return at;
@@ -117,21 +84,22 @@ template <typename F, typename RuleOf, int kRows, int kF>
 int64_t run_fixed(const Work& work, int64_t begin, int64_t end) {
   using V = typename F::V;
   const Source source{work.rows, work.weights};
-  constexpr int64_t kBytes = sizeof(typename F::Bits);
   int64_t at = begin;
   for (int vector = 0; at + F::kLanes <= end; ++vector, at += F::kLanes) {
     typename F::Entry entries[kRows];
-    load_rows<F, kRows>(source, at * kBytes, vector, entries);
-    SortNetwork<kRows>::apply(entries);
+    const RowLoad<F> load{source, at * static_cast<int64_t>(sizeof(typename F::Bits))};
+    load.template fetch<kRows>(vector);
+    SortNetwork<kRows>::apply(entries, load);
+    V doubt{};
     for (int part = 0; part < F::kParts; ++part) {
       const Outcome<V> outcome = RuleOf::apply(FixedShape<kRows, kF>{}, work, entries, part);
-      F::put(work.out + at * kBytes, outcome.result, part);
+      put<F>(work, outcome, part, at, begin);
+      doubt += outcome.doubt;
     }
+    if (__builtin_expect(any_lane(doubt != 0), 0)) redo<F>(work, at, begin);
   }
   return at;
 }
-
-using Run = int64_t (*)(const Work&, int64_t, int64_t);
 
 template <typename F, typename RuleOf, int kRows, int... kF>
 Run fixed_for(int f, std::integer_sequence<int, kF...>) {
@@ -139,7 +107,7 @@ Run fixed_for(int f, std::integer_sequence<int, kF...>) {
   return table[f];
 }
 
-// Most rows for which a rule is compiled with every f.
+// Most rows for which a rule is compiled with every f; up to twice as many with f = rows / 4.
 template <typename F>
 constexpr int kFixedRows = std::is_same_v<F, Float32>             ? 16
                            : std::is_same_v<F, Weighted<Float32>> ? 8
@@ -156,18 +124,32 @@ Run fixed_for(const Work& work) {
   }
 }
 
+template <typename F, typename RuleOf, int... kMore>
+Run quarter_for(const Work& work, std::integer_sequence<int, kMore...>) {
+  constexpr int kFirst = kFixedRows<F> + 1;
+  constexpr Run table[] = {
+      run_fixed<F, RuleOf, kFirst + kMore, (kFirst + kMore) / 4>...};
+  return work.params.f == work.num_rows / 4 ? table[work.num_rows - kFirst] : nullptr;
+}
+
+// A rule around a centre, which needs every rank.
+template <typename F, typename RuleOf>
+Run around_for(const Work& work) {
+  if constexpr (kFixedRows<F> == 0 || kIsWeighted<F>) return nullptr;
+  if (work.num_rows <= kFixedRows<F>) return fixed_for<F, RuleOf>(work);
+  if (work.num_rows > 2 * kFixedRows<F>) return nullptr;
+  return quarter_for<F, RuleOf>(work, std::make_integer_sequence<int, kFixedRows<F>>{});
+}
+
 template <typename F>
-Run fixed_for_rule(const Work& work) {
-  if (work.num_rows > kFixedRows<F> || work.low) return nullptr;
-  switch (work.params.rule) {
-    case Rule::kTrimmedMean: return fixed_for<F, TrimmedMeanRule<F>>(work);
-    case Rule::kMeanAroundMedian:
-      if constexpr (!kIsWeighted<F>) return fixed_for<F, MeanAroundMedianRule<F>>(work);
-      break;
-    case Rule::kPhocas:
-      if constexpr (!kIsWeighted<F>) return fixed_for<F, PhocasRule<F>>(work);
-      break;
-    default: break;
+Run trimmed_for(const Work& work) {
+  if (work.num_rows <= kFixedRows<F>) return fixed_for<F, TrimmedMeanRule<F>>(work);
+  if constexpr (kWindowRows<F> > 0) {
+    constexpr int kFirst = kFixedRows<F> + 1;
+    if (work.num_rows <= kWindowRows<F>) {
+      using More = std::make_integer_sequence<int, kWindowRows<F> - kFixedRows<F>>;
+      return window_for<F, kFirst>(work, More{});
+    }
   }
   return nullptr;
 }
@@ -179,15 +161,27 @@ Run median_for(int rows, std::integer_sequence<int, kRows...>) {
 }
 
 template <typename F>
-Run run_for(const Work& work) {
-  if constexpr (!kIsWeighted<F>) {
-    if (work.params.rule == Rule::kMedian && !work.low) {
-      if (work.num_rows > kMedianRows) return run_median_of_halves<F>;
-      return median_for<F>(work.num_rows, std::make_integer_sequence<int, kMedianRows>{});
-    }
+Run special_for(const Work& work) {
+  switch (work.params.rule) {
+    case Rule::kMedian:
+      if constexpr (!kIsWeighted<F>) {
+        if (work.num_rows <= kMedianRows<F>) {
+          return median_for<F>(work.num_rows, std::make_integer_sequence<int, kMedianRows<F>>{});
+        }
+        if (!work.low) return run_median_of_halves<F>;
+      }
+      return nullptr;
+    case Rule::kTrimmedMean: return trimmed_for<F>(work);
+    case Rule::kMeanAroundMedian: return around_for<F, MeanAroundMedianRule<F>>(work);
+    case Rule::kPhocas: return around_for<F, PhocasRule<F>>(work);
   }
-  const Run fixed = fixed_for_rule<F>(work);
-  return fixed ? fixed : run_ranked<F>;
+  return nullptr;
+}
+
+template <typename F>
+Run run_for(const Work& work) {
+  const Run special = special_for<F>(work);
+  return special ? special : run_ranked<F>;
 }
 
 // The last coordinates, fewer than a vector: a padded copy of them, then the same kernel.

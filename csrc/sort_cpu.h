@@ -53,31 +53,40 @@ constexpr int kClean = kGroup<F> < kRegisters ? kGroup<F> : kRegisters;
 // Loops over rows are unrolled by order: left to itself GCC stops at 16 and puts the entries in
 // memory.
 
-// Load `kRows` rows at byte `at`; on the first vector of a line, fetch a later line of each.
-template <typename F, int kRows>
-LOFT_INLINE void load_rows(Source source, int64_t at, int vector, typename F::Entry* entries) {
-  constexpr int kVectorsALine = kLineBytes / kStep<F> > 1 ? kLineBytes / kStep<F> : 1;
-  if (vector % kVectorsALine == 0) {
-#pragma GCC unroll 32
+// Rows of one vector at byte `at`. Networks ask for a row where they first need it, so that few
+// entries are alive at a time. Each line is fetched ahead once: with the load of its row where a
+// vector is a line, else with the first vector of the line, all rows together.
+template <typename F>
+struct RowLoad {
+  static constexpr int kVectorsALine = kLineBytes / kStep<F> > 1 ? kLineBytes / kStep<F> : 1;
+  Source source;
+  int64_t at;
+
+  template <int kRows>
+  LOFT_INLINE void fetch(int vector) const {
+    if (kVectorsALine == 1 || vector % kVectorsALine != 0) return;
+#pragma GCC unroll 64
     for (int row = 0; row < kRows; ++row) prefetch(source.rows[row] + at, kAhead);
   }
-#pragma GCC unroll 32
-  for (int row = 0; row < kRows; ++row) {
+  LOFT_INLINE typename F::Entry operator()(int row) const {
+    const char* from = source.rows[row] + at;
+    if (kVectorsALine == 1) prefetch(from, kAhead);
     if constexpr (kIsWeighted<F>) {
-      entries[row] = F::load(source.rows[row] + at, source.weights[row]);
+      return F::load(from, source.weights[row]);
     } else {
-      entries[row] = F::load(source.rows[row] + at);
+      return F::load(from);
     }
   }
-}
+};
 
 // Sort `vectors` neighbouring vectors of kRows rows, each into `to`, `stride` entries apart.
 template <typename F, int kRows>
 void sort_group(Source source, int64_t at, int vectors, typename F::Entry* to, int stride) {
   for (int vector = 0; vector < vectors; ++vector, at += kStep<F>, to += stride) {
     typename F::Entry entries[kRows];
-    load_rows<F, kRows>(source, at, vector, entries);
-    SortNetwork<kRows>::apply(entries);
+    const RowLoad<F> load{source, at};
+    load.template fetch<kRows>(vector);
+    SortNetwork<kRows>::apply(entries, load);
 #pragma GCC unroll 32
     for (int row = 0; row < kRows; ++row) to[row] = entries[row];
   }

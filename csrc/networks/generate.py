@@ -1,13 +1,13 @@
 """Emit straight-line compare-exchange networks as C++ and prove every one of them.
 
-Run at build time: ``python generate.py OUTPUT.h``; standard library only. For each number of rows
-it emits a sorting network and a median network (only the middle two ranks come out right).
+Run at build time: ``python generate.py FOLDER``; standard library only. It writes networks.h, for
+each number of rows a sorting network and a median network (only the middle two ranks come out
+right), and windows.h, networks in which the ranks from one to its mirror image come out right.
 
-Every network is made here, from two published constructions: Batcher's odd-even merge sort (1968)
-and Parberry's pairwise sorting network (1992). Sizes that are no power of two are cut from the
-next one by fixing wires to -inf and +inf and removing what then cannot exchange. What no wanted
-output depends on is removed by liveness, backwards. For an odd number of rows the median may also
-be the median of three of the last row and the middle two of the others. The cheapest wins.
+constructions.py makes them and cuts away what no wanted rank depends on. For an odd number of rows
+the median may also be the median of three of the last row and the middle two of the others. The
+cheapest wins. Its steps are ordered so that few values leave the registers, and rows are loaded
+where they are first needed.
 
 Proof: the 0-1 principle, exhaustively up to 20 rows, on 200,000 random vectors per network above.
 """
@@ -15,109 +15,34 @@ Proof: the 0-1 principle, exhaustively up to 20 rows, on 200,000 random vectors 
 from __future__ import annotations
 
 import argparse
+import functools
 import random
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from csrc.networks.constructions import (  # found from anywhere by the line above
+    Network,
+    Step,
+    cost,
+    cut,
+    in_few_registers,
+    odd_even_pairs,
+    pairwise_pairs,
+    prune,
+)
 
 SORT_SIZES = (*range(1, 33), 48, 64)
-MEDIAN_SIZES = SORT_SIZES
+MEDIAN_SIZES = range(1, 65)
+WINDOW_SIZES = range(17, 65)
 EXHAUSTIVE_UP_TO = 20
 RANDOM_VECTORS = 200_000
+REGISTERS = 13  # of AVX2's 16; for AVX-512 GCC spills no less with an order for its 32
 
 
-class Step(NamedTuple):
-    """One step on registers a and b: "exchange" (a gets the minimum), "min" or "max"."""
-
-    kind: str
-    a: int
-    b: int
-
-    @property
-    def cost(self) -> int:
-        """Number of minimum and maximum operations."""
-        return 2 if self.kind == "exchange" else 1
-
-
-Network = tuple[Step, ...]
-
-
-def cost(network: Iterable[Step]) -> int:
-    """Return the number of minimum and maximum operations."""
-    return sum(step.cost for step in network)
-
-
-def odd_even_pairs(size: int) -> list[tuple[int, int]]:
-    """Return Batcher's odd-even merge sort for a power of two."""
-    pairs = []
-    p = 1
-    while p < size:
-        k = p
-        while k >= 1:
-            for j in range(k % p, size - k, 2 * k):
-                for i in range(min(k, size - j - k)):
-                    if (i + j) // (2 * p) == (i + j + k) // (2 * p):
-                        pairs.append((i + j, i + j + k))
-            k //= 2
-        p *= 2
-    return pairs
-
-
-def pairwise_pairs(size: int) -> list[tuple[int, int]]:
-    """Return Parberry's pairwise sorting network for a power of two."""
-    pairs: list[tuple[int, int]] = []
-
-    def sort(wires: range) -> None:
-        if len(wires) < 2:
-            return
-        pairs.extend((wires[i], wires[i + 1]) for i in range(0, len(wires) - 1, 2))
-        sort(wires[0::2])
-        sort(wires[1::2])
-        for i in range(1, len(wires) - 1, 2):
-            reach = len(wires) // 2  # a power of two
-            while reach > 1:
-                if i + reach - 1 < len(wires):
-                    pairs.append((wires[i], wires[i + reach - 1]))
-                reach //= 2
-
-    sort(range(size))
-    return pairs
-
-
-def cut(pairs: Sequence[tuple[int, int]], size: int, rows: int, num_low: int) -> Network:
-    """Fix ``num_low`` wires of ``size`` to -inf and the surplus others to +inf, leaving ``rows``.
-
-    Returns:
-        A network on ``rows`` registers that leaves rank r in register r.
-    """
-    low, high = -1, -2
-    wires = [low] * num_low + list(range(rows)) + [high] * (size - rows - num_low)
-    steps = []
-    for i, j in pairs:
-        a, b = wires[i], wires[j]
-        if a == low or b == high:
-            continue
-        if b == low or a == high:
-            wires[i], wires[j] = b, a
-        else:
-            steps.append(Step("exchange", a, b))
-    rank = {register: place for place, register in enumerate(wires[num_low : num_low + rows])}
-    return tuple(Step(step.kind, rank[step.a], rank[step.b]) for step in steps)
-
-
-def prune(network: Network, wanted: Iterable[int]) -> Network:
-    """Remove what no wanted register depends on."""
-    live = set(wanted)
-    kept = []
-    for step in reversed(network):
-        is_low, is_high = step.a in live, step.b in live
-        if is_low or is_high:
-            kind = "exchange" if is_low and is_high else "min" if is_low else "max"
-            kept.append(Step(kind, step.a, step.b))
-            live |= {step.a, step.b}
-    return tuple(reversed(kept))
-
-
+@functools.cache
 def candidates(rows: int) -> list[Network]:
     """Return every sorting network we know how to make for ``rows``."""
     size = 1
@@ -142,6 +67,17 @@ def is_plausible(network: Network, rows: int) -> bool:
 def sorting_network(rows: int) -> Network:
     """Return the cheapest sorting network."""
     return min(candidates(rows), key=cost)
+
+
+def window_starts(rows: int) -> tuple[int, ...]:
+    """Return the first ranks of the windows that have a network, ascending."""
+    return tuple(sorted({0, rows // 8, rows // 4}))
+
+
+def window_network(rows: int, start: int) -> Network:
+    """Return the cheapest network that brings ranks start .. rows - 1 - start to their places."""
+    wanted = range(start, rows - start)
+    return min((prune(network, wanted) for network in candidates(rows)), key=cost)
 
 
 def middle(rows: int) -> tuple[int, int]:
@@ -210,15 +146,26 @@ def proves(
     network: Network, rows: int, wanted: Iterable[int], columns: Sequence[int] | None = None
 ) -> bool:
     """Say whether the wanted registers end with their ranks, by the 0-1 principle."""
-    if columns is None:
-        few = rows <= EXHAUSTIVE_UP_TO
-        columns = all_columns(rows) if few else random_columns_fast(rows, RANDOM_VECTORS)
-    at_least = [-1] + [0] * rows  # at_least[k]: the vectors with k ones or more; -1 is all
+    columns, at_least = ranked_columns(rows) if columns is None else ranked(columns)
+    result = run(network, columns)
+    return all(result[rank] == at_least[rows - rank] for rank in wanted)
+
+
+@functools.lru_cache(maxsize=1)
+def ranked_columns(rows: int) -> tuple[Sequence[int], list[int]]:
+    """Return the test vectors of the full proof, with what ``ranked`` adds."""
+    few = rows <= EXHAUSTIVE_UP_TO
+    return ranked(all_columns(rows) if few else random_columns_fast(rows, RANDOM_VECTORS))
+
+
+def ranked(columns: Sequence[int]) -> tuple[Sequence[int], list[int]]:
+    """Return the columns and, for k = 0, 1, ..., the set of vectors with k ones or more."""
+    rows = len(columns)
+    at_least = [-1] + [0] * rows  # -1 is all
     for column in columns:
         for k in range(rows, 0, -1):
             at_least[k] |= at_least[k - 1] & column
-    result = run(network, columns)
-    return all(result[rank] == at_least[rows - rank] for rank in wanted)
+    return columns, at_least
 
 
 def random_columns_fast(rows: int, vectors: int) -> list[int]:
@@ -244,62 +191,91 @@ def random_columns_fast(rows: int, vectors: int) -> list[int]:
     return columns
 
 
-def emit(name: str, rows: int, network: Network) -> str:
+def emit(name: str, arguments: str, network: Network) -> str:
     """Return one struct with the network as straight-line code."""
     call = {"exchange": "exchange", "min": "keep_min", "max": "keep_max"}
-    lines = [f"    {call[kind]}(v[{a}], v[{b}]);" for kind, a, b in network]
+    ordered = in_few_registers(network, REGISTERS)
+    lines = []
+    loaded: set[int] = set()
+    for kind, a, b in ordered:
+        lines += [f"    v[{row}] = load({row});" for row in (a, b) if row not in loaded]
+        loaded |= {a, b}
+        lines.append(f"    {call[kind]}(v[{a}], v[{b}]);")
     return "\n".join(
         [
             f"// {len(network)} steps, {cost(network)} operations",
             "template <>",
-            f"struct {name}<{rows}> {{",
-            "  template <typename Entry>",
-            "  static LOFT_INLINE void apply(Entry* v) {",
-            *(lines or ["    (void)v;"]),
+            f"struct {name}<{arguments}> {{",
+            "  template <typename Entry, typename Load>",
+            "  static LOFT_INLINE void apply(Entry* v, const Load& load) {",
+            *(lines or ["    v[0] = load(0);"]),
             "  }",
+            "  template <typename Entry>",
+            "  static LOFT_INLINE void apply(Entry* v) { apply(v, InPlace<Entry>{v}); }",
             "};",
             "",
         ]
     )
 
 
-def generate() -> str:
-    """Return the whole header; raise if a network fails its proof."""
+def proved(network: Network, rows: int, wanted: Iterable[int], what: str) -> Network:
+    """Return the network; raise if a wanted register may end with another rank."""
+    if not proves(network, rows, wanted):
+        raise AssertionError(f"the {what} network for {rows} rows is wrong")
+    return network
+
+
+def generate_networks() -> str:
+    """Return networks.h; raise if a network fails its proof."""
     parts = [
         "// Made by csrc/networks/generate.py at build time, proved by the 0-1 principle.",
         "// Include it inside a namespace that declares exchange, keep_min and keep_max.",
+        "// load(i) gives row i, asked for once and when it is first needed.",
+        "template <typename Entry>",
+        "struct InPlace {",
+        "  Entry* v;",
+        "  LOFT_INLINE Entry operator()(int row) const { return v[row]; }",
+        "};",
         "template <int kRows> struct SortNetwork;",
         "template <int kRows> struct MedianNetwork;",
         "",
     ]
-    for rows in SORT_SIZES:
-        network = sorting_network(rows)
-        if not proves(network, rows, range(rows)):
-            raise AssertionError(f"the sorting network for {rows} rows does not sort")
-        parts.append(emit("SortNetwork", rows, network))
     for rows in MEDIAN_SIZES:
-        network = median_network(rows)
-        if not proves(network, rows, wanted_registers(rows, network)):
-            raise AssertionError(f"the median network for {rows} rows finds another value")
-        parts.append(emit("MedianNetwork", rows, network))
+        if rows in SORT_SIZES:
+            network = proved(sorting_network(rows), rows, range(rows), "sorting")
+            parts.append(emit("SortNetwork", f"{rows}", network))
+        network = proved(median_network(rows), rows, middle(rows), "median")
+        parts.append(emit("MedianNetwork", f"{rows}", network))
     return "\n".join(parts)
 
 
-def wanted_registers(rows: int, network: Network) -> tuple[int, ...]:
-    """Return the registers that must hold the middle ranks."""
-    del network
-    return middle(rows)
+def generate_windows() -> str:
+    """Return windows.h; raise if a network fails its proof."""
+    parts = [
+        "// Made by csrc/networks/generate.py at build time, proved by the 0-1 principle.",
+        "// Include it after networks.h. Ranks kFrom .. kRows - 1 - kFrom end in their places.",
+        "template <int kRows, int kFrom> struct WindowNetwork;",
+        "",
+    ]
+    for rows in WINDOW_SIZES:
+        for start in window_starts(rows):
+            wanted = range(start, rows - start)
+            network = proved(window_network(rows, start), rows, wanted, "window")
+            parts.append(emit("WindowNetwork", f"{rows}, {start}", network))
+    return "\n".join(parts)
 
 
 def main() -> None:
-    """Write the header, leaving the file alone when nothing changed."""
+    """Write both headers, leaving alone what has not changed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("output", type=Path)
-    path = parser.parse_args().output
-    text = generate()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not path.exists() or path.read_text() != text:
-        path.write_text(text)
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
+    folder.mkdir(parents=True, exist_ok=True)
+    made = {"networks.h": generate_networks(), "windows.h": generate_windows()}
+    for name, text in made.items():
+        path = folder / name
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
 
 
 if __name__ == "__main__":

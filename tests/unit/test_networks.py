@@ -38,6 +38,23 @@ def test_median_networks_find_the_middle(rows: int) -> None:
     assert generate.proves(generate.median_network(rows), rows, generate.middle(rows))
 
 
+@pytest.mark.parametrize("rows", [17, 20, 33, 64])
+def test_window_networks_bring_their_ranks_to_their_places(rows: int) -> None:
+    for start in generate.window_starts(rows):
+        network = generate.window_network(rows, start)
+        assert generate.proves(network, rows, range(start, rows - start))
+        assert start == 0 or not generate.proves(network, rows, range(rows))
+
+
+@pytest.mark.parametrize("rows", [8, 16, 20])
+def test_another_order_of_independent_steps_does_the_same(rows: int) -> None:
+    network = generate.sorting_network(rows)
+    ordered = generate.in_few_registers(network, 4)
+    assert ordered != network
+    assert sorted(ordered) == sorted(network)
+    assert generate.proves(ordered, rows, range(rows))
+
+
 @pytest.mark.parametrize("rows", [3, 7, 16, 24])
 def test_a_network_without_one_of_its_steps_fails_the_proof(rows: int) -> None:
     network = generate.sorting_network(rows)
