@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,9 @@ from loft_hvd.transport.base import Transport, wait_for
 from loft_hvd.transport.local import LocalWorld
 
 __all__ = ["BalancerPorts"]
+
+_logger = logging.getLogger(__name__)
+_UNTIMED = 2  # intervals without times that are worth a warning
 
 
 class BalancerPorts:
@@ -267,3 +271,11 @@ class BalancerPorts:
         """Close an optimizer step; exchange times and plans when it is time for them."""
         with self.log.faults():
             self._loop.step_ended(waited_s=waited_s)
+        loop = self._loop
+        is_late = loop.num_steps == _UNTIMED * loop.interval and not loop.times
+        if is_late and self._options.is_adaptive and self.rank == 0:
+            _logger.warning(
+                "no step has been timed in the first %d, so sizes stay as they are; behind a "
+                "loader of your own, wrap each step in `with balancer.step(num_samples)`",
+                loop.num_steps,
+            )

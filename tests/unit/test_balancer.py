@@ -255,3 +255,15 @@ def exchanges_of(step_s: float, num_steps: int) -> list[int]:
 def test_an_interval_is_20_steps_and_30_seconds_by_default() -> None:
     assert exchanges_of(step_s=0.5, num_steps=200) == [20, 80, 140, 200]
     assert exchanges_of(step_s=10.0, num_steps=70) == [20, 40, 60]
+
+
+def test_steps_that_nobody_times_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A sampler of ours behind a foreign loader, without ``balancer.step``."""
+    balancer = alone(8, "loft", interval=4)
+    for step in range(40):
+        balancer.push_sizes(StepSizes(0, step, (8,)))
+        balancer.take_step()
+        balancer.step_ended(waited_s=0.0)
+    said = [record.getMessage() for record in caplog.records]
+    assert [text[:44] for text in said] == ["no step has been timed in the first 8, so si"]
+    assert "with balancer.step(num_samples)" in said[0]
