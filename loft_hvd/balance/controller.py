@@ -229,6 +229,10 @@ class Controller:
         reason = f"{proposal.reason}; no rank may have more than {self.max_sizes} sizes in a run"
         return Proposal(sizes, reason)
 
+    def forget_after(self, plan_id: int) -> None:
+        """Drop plans that never reached the ranks: a state was saved while one was on its way."""
+        self.history = [made for made in self.history if made.plan_id <= plan_id]
+
     def explain(self) -> str:
         """Say in plain words what is planned, why, and what was not believed."""
         made = self.history[-1]

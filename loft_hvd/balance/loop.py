@@ -285,12 +285,12 @@ class PlanLoop:
         plans = [Plan(row[0], row[1], tuple(row[2:])) for row in state["plans"]]
         keys = list(self._world.keys)
         self._archive.load_state_dict(state.get("measured", {}))
-        total = self._options.global_batch_size
-        fits = self._world.can_go_on(plans[-1], global_batch_size=total)
+        fits = self._world.can_go_on(plans[-1], self._options)
         if fits and state.get("devices", keys) == keys:
             self.history = plans
             if self._controller is not None and state["controller"] is not None:
                 self._controller.load_state_dict(state["controller"])
+                self._controller.forget_after(self.plan.plan_id)
         else:
             self._controller = self._world.make_controller(self._options)
             self.history = [Plan(0, 0, self._world.first_sizes(self._options, self._controller))]

@@ -115,9 +115,9 @@ class World:
                 f"{found}; another log_dir forgets them)"
             ) from error
 
-    def can_go_on(self, plan: Plan, *, global_batch_size: int) -> bool:
+    def can_go_on(self, plan: Plan, options: BalancerOptions) -> bool:
         """Say whether a plan of an earlier run fits these ranks and their caps."""
-        if plan.world_size != len(self) or plan.global_batch_size != global_batch_size:
+        if plan.world_size != len(self) or plan.global_batch_size != options.global_batch_size:
             return False
         pairs = zip(plan.sizes, self.caps, strict=True)
         return all(cap is None or size <= cap for size, cap in pairs)

@@ -143,6 +143,16 @@ def test_in_the_same_world_a_run_goes_on_with_its_plan(hosts: Hosts) -> None:
     assert moved[0].plan.sizes == (32, 32, 32)  # sizes belong to devices, not to rank numbers
 
 
+@pytest.mark.parametrize("num_steps", range(16, 26))
+def test_a_state_saved_while_a_plan_is_on_its_way_goes_on(hosts: Hosts, num_steps: int) -> None:
+    """With an interval of 10 steps, plans are decided at the end of steps 10 and 20."""
+    names = ["one", "slow", "two"]
+    first = hosts.run(names, num_steps, None, policy="lbbsp-cpu:last")
+    again = hosts.run(names, 60, first[0].state_dict(), policy="lbbsp-cpu:last")
+    assert all(balancer.history == again[0].history for balancer in again)
+    assert again[0].plan.sizes[1] < 20
+
+
 def test_a_plan_beyond_a_cap_found_since_does_not_come_back(hosts: Hosts) -> None:
     names = ["one", "slow", "two"]
     first = hosts.run(names, 60, None)
