@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import TensorDataset
 
 import loft_hvd as loft
 from loft_hvd.config import Config
@@ -228,3 +230,47 @@ def test_ddp_hook_checks_what_it_is_given() -> None:
         loft.ddp_hook(loft.Median())
     with pytest.raises(ArgumentTypeError, match=r"rule='median' is a str; pass one such as"):
         loft.ddp_hook("median")  # type: ignore[arg-type]  # that is the point
+
+
+@pytest.mark.parametrize("on_resize", ["keep_global", "keep_per_rank"])
+def test_every_sample_is_trained_once_though_the_world_changes_twice_in_an_epoch(
+    on_resize: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three ranks take 4 steps, two go on for 5, five end the epoch."""
+    monkeypatch.setattr("loft_hvd.balance.ports.config", lambda: Config(is_elastic=True))
+    ranks: dict[int, tuple[Moving, loft.Balancer, loft.DataLoader]] = {}
+    states: list[Any] = []
+    held: list[int] = []
+    totals: list[int] = []
+
+    def go_on(end: LocalTransport, num_steps: int) -> tuple[list[int], Any]:
+        if end.rank not in ranks:
+            moving = Moving(end)
+            made = loft.Balancer(12, "uniform", on_resize=on_resize, transport=moving)
+            loader = loft.DataLoader(TensorDataset(torch.arange(203)), made, seed=4)
+            ranks[end.rank] = moving, made, loader
+        moving, balancer, loader = ranks[end.rank]
+        moving.end = end
+        balancer.begin_world()
+        loader.set_epoch(2)
+        if states:
+            loader.load_state_dict(states[-1])
+        mine: list[int] = []
+        for number, (x,) in enumerate(loader, start=1):
+            balancer.take_step()
+            balancer.step_ended(waited_s=0.0)
+            mine += [] if loader.is_padding else x.tolist()
+            if number == num_steps:
+                break
+        if end.rank == 0:
+            totals.append(balancer.global_batch_size)
+        return mine, loader.state_dict()
+
+    for world_size, num_steps in ((3, 4), (2, 5), (5, 999)):
+        found = run_ranks(world_size, partial(go_on, num_steps=num_steps))
+        after = [state for _, state in found]
+        assert all(state == after[0] for state in after)
+        states.append(after[0])
+        held += [sample for mine, _ in found for sample in mine]
+    assert sorted(held) == list(range(203))
+    assert totals == ([12, 12, 12] if on_resize == "keep_global" else [12, 8, 20])
