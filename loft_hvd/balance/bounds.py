@@ -73,6 +73,14 @@ class Bounds:
             )
         return low, high, rest
 
+    def admits(self, global_batch_size: int) -> bool:
+        """Say whether any sizes within the bounds add up to ``global_batch_size``."""
+        try:
+            self.lattice(global_batch_size)
+        except PlanError:
+            return False
+        return True
+
     def describe_shortage(self, global_batch_size: int) -> str:
         """Say how many samples fit, and how many backward passes would do."""
         room = int((self.cap // self.grain * self.grain).sum())

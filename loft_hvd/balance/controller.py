@@ -8,6 +8,7 @@ balancer's business; in the simulator it is the scenario's.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ from loft_hvd.errors import ArgumentError, PlanError
 
 __all__ = ["POLICIES", "Controller", "Decision", "Replay", "make_policy"]
 
+_LOGGER = logging.getLogger(__name__)
 _WARM_UP_INTERVALS = 2
 
 POLICIES = (
@@ -129,6 +131,7 @@ class Controller:
         self.discarded: Counter[tuple[int, str]] = Counter()
         self._is_capped = [True] * world_size
         self._num_intervals = 0
+        self._failure: str | None = None  # why the newest interval led to no plan
         self._interval: Interval | None = None
 
     @property
@@ -195,7 +198,7 @@ class Controller:
         interval, self._interval = self._interval, None
         if interval is None or self.plan_at(interval.step) != self.plan:
             return None
-        proposal = self.policy.propose(interval, first_step=step)
+        proposal = self._propose(interval, step)
         if proposal is None or proposal.sizes == self.plan.sizes:
             return None
         proposal = self._with_few_sizes(self._while_warm(proposal))
@@ -204,6 +207,16 @@ class Controller:
         plan = Plan(self.plan.plan_id + 1, step, proposal.sizes)
         self.history.append(record(plan, proposal, measured_s=interval.step_s))
         return plan
+
+    def _propose(self, interval: Interval, step: int) -> Proposal | None:
+        """Ask the policy; one that finds no legal sizes must not end training: sizes stay."""
+        self._failure = None
+        try:
+            return self.policy.propose(interval, first_step=step)
+        except PlanError as error:
+            self._failure = f"no new plan at step {step}, sizes stay: {error}"
+            _LOGGER.warning("policy %s: %s", self.policy.name, self._failure)
+            return None
 
     def _while_warm(self, proposal: Proposal) -> Proposal:
         """Hold ranks whose memory is unknown at their first size in the first intervals."""
@@ -243,6 +256,7 @@ class Controller:
         if made.predicted_s is not None and made.predicted_gain is not None:
             line += f"; a step should take {made.predicted_s:.3g} s, {made.predicted_gain:.1%} less"
         lines = [line, *self.policy.explain()]
+        lines += [] if self._failure is None else [self._failure]
         lines += [
             f"rank {rank}: {count} reports discarded ({reason})"
             for (rank, reason), count in sorted(self.discarded.items())

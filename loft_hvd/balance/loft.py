@@ -155,7 +155,8 @@ class Loft:
         bounds = task.bounds
         cap = np.minimum(bounds.cap, np.maximum(_GROWTH * np.array(guard.proven), equal))
         grain = bounds.grain
-        floor = np.maximum(bounds.floor, np.minimum(now // _SHRINKING, equal))
+        shrunk = np.minimum(now // _SHRINKING, equal) // grain * grain
+        floor = np.maximum(bounds.floor, shrunk)
         low = np.where(held, equal // grain * grain, floor)
         high = np.where(held, np.minimum(-(-equal // grain) * grain, bounds.cap), cap)
         limits = Bounds(np.minimum(low, high), high, grain)
@@ -196,10 +197,12 @@ class Loft:
         wanted[slowest] *= 0.875
         wanted *= now.sum() / wanted.sum()
         cap = limits.cap.copy()
-        cap[slowest] = max(min(int(wanted[slowest]), cap[slowest]), limits.floor[slowest])
-        if int(cap.sum()) < now.sum() or cap[slowest] >= now[slowest]:
+        eased = min(int(wanted[slowest]), cap[slowest])
+        cap[slowest] = eased // limits.grain * limits.grain
+        lowered, total = replace(limits, cap=cap), int(now.sum())
+        if cap[slowest] >= now[slowest] or not lowered.admits(total):
             return None
-        sizes = round_to_lattice(wanted, int(now.sum()), replace(limits, cap=cap))
+        sizes = round_to_lattice(wanted, total, lowered)
         self._stuck, self._probe_after = 0, min(2 * self._probe_after, 64)
         return Proposal(sizes, f"rank {slowest} stays slowest: does it depend on its batch?")
 
