@@ -21,6 +21,7 @@ from loft_hvd.balance.balancer import Balancer
 from loft_hvd.config import config
 from loft_hvd.delegate import Delegate
 from loft_hvd.errors import UsageError
+from loft_hvd.gradient_log import GradientLog
 from loft_hvd.options import agree
 from loft_hvd.parameters import GradientSet
 from loft_hvd.pipeline.reducer import GradientReducer
@@ -58,6 +59,7 @@ class ReducingOptimizer(Delegate):
         self._team_options = team_options
         self._team: Team | None = None
         self._log = self._open_log()
+        self._gradient_log: GradientLog | None = None
         # Elastic ranks start at different times: they agree in ``begin_world``, all together.
         self._reducer = self._make_reducer(should_agree=not config().is_elastic)
         self._should_synchronize = True
@@ -87,6 +89,10 @@ class ReducingOptimizer(Delegate):
         if self._balancer is not None and team is not None:
             min_ranks = team.min_ranks(found.rules)
             self._balancer.require(min_ranks=min_ranks, num_passes=self._settings.num_passes)
+        if self._gradient_log is not None:
+            self._gradient_log.stop()
+        timeout_s = self._settings.timeout_s
+        self._gradient_log = GradientLog(found, self._transport, timeout_s=timeout_s)
         return GradientReducer(
             found.parameters,
             found.specs,
@@ -148,6 +154,8 @@ class ReducingOptimizer(Delegate):
             began = time.monotonic()
             with self._log.faults():
                 self._reducer.synchronize()
+                if self._gradient_log is not None:
+                    self._gradient_log.step_reduced(self._log, self._team)
             self._waited_s += time.monotonic() - began
         self._is_synchronized = True
 

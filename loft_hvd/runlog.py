@@ -10,10 +10,10 @@ Every line has ``kind``, ``time_s`` (seconds since 1970) and ``step`` (optimizer
 * ``times``: ``ranks``, averages a batch of each rank as in ``explain.RankTimes``;
 * ``fit``: ``ranks``, what the policy's models say of each rank, as in ``words.fit_record``;
 * ``explain``: ``text``, the policy's own words on its fit and its doubts;
-* ``spread``: ``ratios`` [world_size], ``usual``: how much ranks' gradients differ in the long run
-  (``spread.SpreadWatch``);
-* ``suspicion``: ``workers``, for each ``suspicion`` from 0 to 1 and what else is known, and
-  ``named``, the workers that stand out;
+* ``spread``: ``ratios`` [world_size] and ``usual``, how far ranks' gradients lie apart for good, as
+  in ``pipeline.spread.Spread``;
+* ``suspicion``: ``num_steps`` and ``workers``, what is known of each as in
+  ``pipeline.workers.WorkerReport``;
 * ``fault``: ``error`` and ``text``, written before the error is raised;
 * ``full``: nothing more follows, the file has reached its limit.
 

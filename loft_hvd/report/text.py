@@ -7,6 +7,7 @@ from typing import Any
 
 from loft_hvd.balance.explain import RankTimes, describe
 from loft_hvd.errors import DataError
+from loft_hvd.pipeline.workers import SuspicionReport, WorkerReport
 
 __all__ = ["render_text"]
 
@@ -65,21 +66,21 @@ def _newest(entries: Sequence[Entry]) -> Iterator[str]:
     if "spread" in last:
         yield spread_line(last["spread"])
     if "suspicion" in last:
-        yield from suspicion_lines(last["suspicion"])
+        yield f"workers {read_suspicion(last['suspicion'])}"
 
 
 def spread_line(entry: Entry) -> str:
     """Say how much ranks' gradients differ, from a ``spread`` line."""
-    ratios = ", ".join("unknown" if r is None else f"{r:.1f}" for r in entry["ratios"])
+    ratios = ", ".join("unknown" if r is None else f"{r:.2f}" for r in entry["ratios"])
     return (
-        f"gradients' lasting difference from the other ranks', up to step {entry['step']}, 1 for "
-        f"what chance explains: {ratios}"
+        f"lasting difference of each rank's gradients in the first {entry['step']} steps, over "
+        f"their noise from step to step, 0 for ranks alike: {ratios}"
     )
 
 
-def suspicion_lines(entry: Entry) -> Iterator[str]:
-    """Say who stands out, from a ``suspicion`` line."""
-    values = ", ".join(f"{worker['suspicion']:.2f}" for worker in entry["workers"])
-    yield f"suspicion of each worker at step {entry['step']}, 0 to 1: {values}"
-    for worker in entry["named"]:
-        yield f"worker {worker} stands out: its gradients are off in most steps"
+def read_suspicion(entry: Entry) -> SuspicionReport:
+    """Turn a ``suspicion`` line back into the report it was made of."""
+    workers = (
+        WorkerReport(**{**worker, "ranks": tuple(worker["ranks"])}) for worker in entry["workers"]
+    )
+    return SuspicionReport(entry["num_steps"], tuple(workers))

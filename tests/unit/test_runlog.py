@@ -3,6 +3,8 @@ from __future__ import annotations
 import ast
 import json
 import logging
+import re
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from loft_hvd import runlog
 from loft_hvd.balance.plan import Plan
 from loft_hvd.config import Config
 from loft_hvd.errors import ArgumentError, DataError, TransportError
+from loft_hvd.pipeline.workers import WorkerReport
 from loft_hvd.report.text import render_text
 from loft_hvd.runlog import RunLog, read_run_log
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
@@ -114,12 +117,14 @@ def test_ranks_that_part_ways_leave_a_fault_in_the_log(tmp_path: Path) -> None:
 
 def test_suspicion_and_spread_are_reported(tmp_path: Path) -> None:
     log = RunLog(tmp_path)
-    log.write("suspicion", workers=[{"suspicion": 0.03}, {"suspicion": 0.97}], named=[1])
-    log.write("spread", ratios=[1.1, float("nan")], usual=1.0)
+    honest = WorkerReport((0,), 0.03, 0.5, 1.0, 0, 20, is_named=False)
+    workers = [asdict(honest), asdict(replace(honest, ranks=(1,), suspicion=0.97, is_named=True))]
+    log.write("suspicion", num_steps=20, workers=workers)
+    log.write("spread", ratios=[1.1, float("nan")], usual=1.1)
     text = render_text(read_run_log(only_file(tmp_path)))
-    assert "0.03, 0.97" in text
-    assert "worker 1 stands out" in text
-    assert "1.1, unknown" in text
+    assert re.search(r"^ +0 +0.03 [^A-Z]*$", text, re.MULTILINE)
+    assert re.search(r"^ +1 +0.97 .*STANDS OUT$", text, re.MULTILINE)
+    assert "1.10, unknown" in text
 
 
 def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
@@ -190,3 +195,26 @@ def _touches_root(call: ast.Call) -> bool:
 def test_no_code_touches_the_root_logger(path: Path) -> None:
     calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
     assert [call.lineno for call in calls if _touches_root(call)] == []
+
+
+def test_a_worker_that_stands_out_is_logged_while_training(tmp_path: Path) -> None:
+    def work(transport: LocalTransport) -> None:
+        random = torch.Generator().manual_seed(transport.rank)
+        layer = torch.nn.Linear(64, 1, bias=False)
+        optimizer = loft.DistributedOptimizer(
+            torch.optim.SGD(layer.parameters(), lr=0.0),
+            layer.named_parameters(),
+            rule=loft.TrimmedMean(f=1),
+            transport=transport,
+            log_dir=tmp_path,
+        )
+        loft.attacks.attach(optimizer, loft.attacks.SignFlip(scale=10), ranks=[3])
+        for _ in range(60):
+            optimizer.zero_grad()
+            (1 + layer(torch.randn(1, 64, generator=random))).square().sum().backward()
+            optimizer.step()
+
+    run_ranks(4, work)
+    text = render_text(read_run_log(only_file(tmp_path)))
+    assert re.search(r"^ +3 +\d\.\d\d .*STANDS OUT$", text, re.MULTILINE), text
+    assert text.count("STANDS OUT") == 1

@@ -1,7 +1,10 @@
 """A job whose devices are emulated: a sample takes a fixed time, on one rank three times as long.
 
-``python emulated.py RUNS``: each run trains under ``policy="loft"`` and slows rank 2 half-way; then
-fixed splits are tried, interleaved, on the slowed ranks. Rank 0 prints one line of JSON.
+``python emulated.py slowdown RUNS``: each run trains under ``policy="loft"`` and slows rank 2
+half-way; then fixed splits are tried, interleaved, on the slowed ranks. ``contended RUNS``: the
+same with real computing, for which the ranks compete. ``equal ROUNDS``: "loft" against "uniform"
+on ranks that are alike, in turn, and the share of a step that timing and planning take. Rank 0
+prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from typing import Any
 
 import horovod.torch as hvd
 import torch
@@ -20,6 +25,8 @@ import loft_hvd as loft
 
 SAMPLE_S, SLOW_RANK, FACTOR = 1.5e-3, 2, 3.0
 GLOBAL_BATCH, INTERVAL, CHANGE_STEP, REPLANS, MEASURED = 96, 10, 50, 5, 20
+EQUAL_STEPS = 60  # of a round
+PORTS = ("plan_at", "begin_batch", "take_step", "gradient_arrived", "computing_ended", "step_ended")
 
 
 class Device(nn.Module):
@@ -28,22 +35,43 @@ class Device(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(16, 4)
-        self.sample_s = SAMPLE_S
+        self.factor = 1.0
 
     def forward(self, x: Tensor) -> Tensor:
-        time.sleep(self.sample_s * len(x))
+        time.sleep(self.factor * SAMPLE_S * len(x))
         out: Tensor = self.layer(x)
+        return out
+
+
+class Processor(Device):
+    """A layer with real work: about half a millisecond of one core for a sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.work = torch.randn(256, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.work
+        for _ in range(int(self.factor * len(x))):
+            rows = rows @ self.work / 16
+        out: Tensor = self.layer(x) + 0.0 * rows[0, 0]
         return out
 
 
 class Run:
     """One balancer with model, optimizer and loader; ``step`` trains one batch."""
 
-    def __init__(self, policy: str | list[int]) -> None:
+    def __init__(
+        self,
+        policy: str | list[int],
+        device: Callable[[], Device] = Device,
+        *,
+        interval: int | None = INTERVAL,
+    ) -> None:
         torch.manual_seed(0)
-        self.model = Device()
-        self.balancer = loft.Balancer(GLOBAL_BATCH, policy, interval=INTERVAL)
-        dataset = TensorDataset(torch.randn(14_400, 16), torch.randint(0, 4, (14_400,)))
+        self.model = device()
+        self.balancer = loft.Balancer(GLOBAL_BATCH, policy, interval=interval)
+        dataset = TensorDataset(torch.randn(192_000, 16), torch.randint(0, 4, (192_000,)))
         self.loader = loft.DataLoader(dataset, self.balancer, num_workers=0)
         self.optimizer = loft.DistributedOptimizer(
             torch.optim.SGD(self.model.parameters(), lr=0.01),
@@ -51,6 +79,10 @@ class Run:
             balancer=self.balancer,
         )
         self.batches = iter(self.loader)
+
+    def slow_down(self) -> None:
+        """Make one rank slow."""
+        self.model.factor = FACTOR if hvd.rank() == SLOW_RANK else 1.0
 
     def step(self) -> float:
         """Train one batch and return the seconds it took, the optimizer's step included."""
@@ -62,16 +94,12 @@ class Run:
         return time.perf_counter() - began
 
 
-def sample_s(*, is_slowed: bool) -> float:
-    return SAMPLE_S * (FACTOR if is_slowed and hvd.rank() == SLOW_RANK else 1.0)
-
-
-def adapt() -> tuple[float, list[int]]:
+def adapt(device: Callable[[], Device]) -> tuple[float, list[int]]:
     """Return the median step after the change and five re-plans, and the sizes there."""
-    run = Run("loft")
+    run = Run("loft", device)
     for _ in range(CHANGE_STEP):
         run.step()
-    run.model.sample_s = sample_s(is_slowed=True)
+    run.slow_down()
     for _ in range(REPLANS * INTERVAL):
         run.step()
     taken = [run.step() for _ in range(MEASURED)]
@@ -88,22 +116,75 @@ def splits() -> list[list[int]]:
     return found
 
 
-def main() -> None:
-    hvd.init()
-    torch.set_num_threads(1)
-    runs = [adapt() for _ in range(int(sys.argv[1]))]
-    tried = {str(sizes): Run(sizes) for sizes in splits()}
+def slowdown(num_runs: int, device: Callable[[], Device]) -> dict[str, Any]:
+    """Compare what LOFT arrives at with the best of the fixed splits."""
+    runs = [adapt(device) for _ in range(num_runs)]
+    tried = {str(sizes): Run(sizes, device) for sizes in splits()}
     taken: dict[str, list[float]] = {name: [] for name in tried}
     for run in tried.values():
-        run.model.sample_s = sample_s(is_slowed=True)
+        run.slow_down()
         run.step()
     for _ in range(8):  # interleaved: a slow moment of the machine falls on all
         for name, run in tried.items():
             taken[name].append(run.step())
     fixed = {name: statistics.median(times) for name, times in taken.items()}
+    best = min(fixed, key=lambda name: fixed[name])
+    equal = str([GLOBAL_BATCH // 4] * 4)
+    return {"runs": runs, "best": best, "best_s": fixed[best], "equal_s": fixed[equal]}
+
+
+class Meter:
+    """Adds up what a balancer's own calls take."""
+
+    def __init__(self, balancer: loft.Balancer) -> None:
+        self.seconds = 0.0
+        for name in PORTS:
+            setattr(balancer, name, self._timed(getattr(balancer, name)))
+
+    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any, **options: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return function(*arguments, **options)
+            finally:
+                self.seconds += time.perf_counter() - began
+
+        return timed
+
+
+def equal(num_rounds: int) -> dict[str, Any]:
+    """Compare "loft" with "uniform", both at the default interval, some steps of each in turn."""
+    runs = {name: Run(name, interval=None) for name in ("uniform", "loft")}
+    meter = Meter(runs["loft"].balancer)
+    blocks: dict[str, list[float]] = {name: [] for name in runs}
+    for run in runs.values():
+        for _ in range(25):
+            run.step()
+    meter.seconds = 0.0
+    for number in range(num_rounds):
+        for name in sorted(runs, reverse=number % 2 == 1):
+            blocks[name].append(sum(runs[name].step() for _ in range(EQUAL_STEPS)))
+    ratios = [b / a for a, b in zip(blocks["uniform"], blocks["loft"], strict=True)]
+    medians = {name: statistics.median(times) / EQUAL_STEPS for name, times in blocks.items()}
+    return {
+        "step_s": medians,
+        "ratio": medians["loft"] / medians["uniform"],
+        "ratios": [round(ratio, 4) for ratio in ratios],
+        "own_share": meter.seconds / sum(blocks["loft"]),
+        "plans": [list(plan.sizes) for plan in runs["loft"].balancer.history],
+    }
+
+
+def main() -> None:
+    hvd.init()
+    torch.set_num_threads(1)
+    mode, count = sys.argv[1], int(sys.argv[2])
+    if mode == "equal":
+        found = equal(count)
+    else:
+        found = slowdown(count, Processor if mode == "contended" else Device)
     if hvd.rank() == 0:
-        best = min(fixed, key=lambda name: fixed[name])
-        print("found " + json.dumps({"runs": runs, "best": best, "best_s": fixed[best]}))
+        print("found " + json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

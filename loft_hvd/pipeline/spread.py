@@ -1,0 +1,173 @@
+"""How much ranks' gradients differ in the long run: what a robust rule would take for faults.
+
+Where each rank reads samples of its own kind (shards sorted by class, say), its gradients differ
+from the others' in the same way step after step. A mean over ranks does not mind; a robust rule
+drops such gradients and loses real signal. In the first steps of a run each rank notes how a few
+coordinates of its gradient differ from the aggregate, and one small exchange compares the averages.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from loft_hvd.transport.base import Transport, wait_for
+
+__all__ = ["WARN_ABOVE", "Spread", "SpreadWatch", "lasting_differences"]
+
+WARN_ABOVE = 0.8  # class-sorted shards give 1 to 1.5, shuffled ones below 0.2 (docs/rules.md)
+_NUM_STEPS = 50
+_NUM_VALUES = 512
+_MEDIAN_EFFICIENCY = np.pi / 2  # a median's variance over a mean's, for normal values
+_logger = logging.getLogger(__name__)
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """What the first steps showed.
+
+    Attributes:
+        ratios: for each rank, its gradients' lasting difference from the other ranks' over their
+            own noise from step to step, [world_size]; 0 for ranks alike, NaN where unknown.
+        usual: the median rank's, which one faulty rank cannot move.
+    """
+
+    ratios: tuple[float, ...]
+    usual: float
+
+
+def lasting_differences(counts: Floats, sums: Floats, squares: Floats) -> Spread:
+    """Compare what ranks noted, coordinate by coordinate.
+
+    Args:
+        counts: steps that each rank noted, [world_size].
+        sums: of the differences from the aggregate, [world_size, num_values].
+        squares: sums of their squares, [world_size, num_values].
+    """
+    with np.errstate(all="ignore"):
+        steps = counts[:, None]
+        means = sums / steps
+        noise = ((squares / steps - means**2) * steps / (steps - 1)).sum(axis=1)  # of one step
+        usable = np.isfinite(noise) & (noise > 0) & (counts > 1)
+        if usable.sum() < 2:
+            return Spread((float("nan"),) * len(counts), float("nan"))
+        # From the median rank: the aggregate itself may lean towards a faulty one.
+        apart = ((means - np.median(means[usable], axis=0)) ** 2).sum(axis=1)
+        error = noise / counts
+        by_chance = error + _MEDIAN_EFFICIENCY * error[usable].mean() / usable.sum()
+        ratios = np.sqrt(np.maximum(apart - by_chance, 0.0) / noise)
+    ratios = np.where(usable, ratios, np.nan)
+    return Spread(tuple(ratios.tolist()), float(np.median(ratios[usable])))
+
+
+class SpreadWatch:
+    """Notes some coordinates of this rank's gradients for 50 steps, then compares ranks once.
+
+    Make it before what else changes gradients in its hooks, on every rank alike.
+
+    Args:
+        parameters: those that a robust rule aggregates, in an order equal on every rank.
+        transport: the ranks.
+        name: stem of the operation's name, equal on every rank.
+        timeout_s: longest wait for other ranks in seconds.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        transport: Transport,
+        *,
+        name: str,
+        timeout_s: float,
+    ) -> None:
+        self._transport = transport
+        self._name = f"{name}.spread"
+        self._timeout_s = timeout_s
+        self._parameters = list(parameters)
+        self._own: list[Tensor | None] = [None] * len(self._parameters)
+        total = max(1, sum(p.numel() for p in self._parameters))
+        self._places = [_places(p.numel(), total) for p in self._parameters]
+        num_values = sum(len(places) for places in self._places)
+        self._sums, self._squares = np.zeros((2, num_values))
+        self._num_steps = self._num_noted = 0
+        self._handles: list[RemovableHandle] = []
+        if transport.world_size > 2 and num_values:  # of two ranks nobody can say which is apart
+            self._handles = [self._watch(at) for at in range(len(self._parameters))]
+
+    def _watch(self, at: int) -> RemovableHandle:
+        def note(parameter: Tensor) -> None:
+            self._own[at] = self._values(at, parameter.grad)
+
+        handle: RemovableHandle = self._parameters[at].register_post_accumulate_grad_hook(note)
+        return handle
+
+    def _values(self, at: int, gradient: Tensor | None) -> Tensor | None:
+        if gradient is None or gradient.layout != torch.strided:
+            return None
+        places = self._places[at].to(gradient.device)
+        return gradient.detach().reshape(-1)[places].to(torch.float64)
+
+    def step(self) -> Spread | None:
+        """Note a step whose gradients are reduced by now; after the last one, compare ranks."""
+        if not self._handles:
+            return None
+        self._note()
+        self._num_steps += 1
+        if self._num_steps < _NUM_STEPS:
+            return None
+        self.stop()
+        return self._compare()
+
+    def _note(self) -> None:
+        own, self._own = self._own, [None] * len(self._parameters)
+        reduced = [self._values(at, p.grad) for at, p in enumerate(self._parameters)]
+        pairs = [(a, b) for a, b in zip(own, reduced, strict=True) if a is not None]
+        if len(pairs) < len(own) or any(b is None for _, b in pairs):
+            return  # a parameter that took no part, or a sparse gradient
+        apart = torch.cat([(a - b).cpu() for a, b in pairs if b is not None]).numpy()
+        if np.isfinite(apart).all():
+            self._sums += apart
+            self._squares += apart**2
+            self._num_noted += 1
+
+    def _compare(self) -> Spread:
+        row = torch.from_numpy(np.array([self._num_noted, *self._sums, *self._squares]))
+        rows = torch.zeros(self._transport.world_size * row.numel(), dtype=torch.float64)
+        work = self._transport.allgather(row, rows, name=self._name)
+        wait_for(work, what="exchange of gradients' spread", timeout_s=self._timeout_s)
+        table = rows.numpy().reshape(self._transport.world_size, row.numel())
+        half = (row.numel() - 1) // 2
+        found = lasting_differences(table[:, 0], table[:, 1 : 1 + half], table[:, 1 + half :])
+        if found.usual > WARN_ABOVE and self._transport.rank == 0:
+            _logger.warning(
+                "in the first %d steps ranks' gradients differ lastingly, by %.2f times their "
+                "noise from step to step (0 for ranks that draw from the same data; by rank %s): "
+                "a robust rule takes that for faults and loses real signal. Give the placement "
+                "strata (Placement.with_strata(labels)) or a lower cap, shuffle the shards, or "
+                "use Mean()",
+                _NUM_STEPS,
+                found.usual,
+                ", ".join(f"{ratio:.2f}" for ratio in found.ratios),
+            )
+        return found
+
+    def stop(self) -> None:
+        """Take the hooks off the parameters."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def _places(numel: int, total: int) -> Tensor:
+    """Return the coordinates of a parameter that are looked at, spread evenly over it."""
+    count = min(numel, -(-_NUM_VALUES * numel // total))
+    return torch.linspace(0, max(numel - 1, 0), count).round().to(torch.int64)

@@ -1,0 +1,98 @@
+"""Gradients that differ for good are told apart from noise, from batch sizes and from one liar."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import loft_hvd as loft
+from loft_hvd.pipeline.spread import WARN_ABOVE, Spread, lasting_differences
+from loft_hvd.runlog import read_run_log
+from loft_hvd.transport.local import LocalTransport, run_ranks
+
+NUM_STEPS, NUM_VALUES = 50, 512
+
+
+def noted(offsets: list[float], noises: list[float]) -> Spread:
+    """Return the verdict on ranks whose gradients have such offsets, in units of noise 1."""
+    random = np.random.default_rng(0)
+    world_size = len(offsets)
+    drawn = random.standard_normal((world_size, NUM_STEPS, NUM_VALUES))
+    signs = random.choice([-1.0, 1.0], (world_size, NUM_VALUES))
+    gradients = drawn * np.array(noises)[:, None, None]
+    gradients += (signs * np.array(offsets)[:, None])[:, None]
+    apart = gradients - np.median(gradients, axis=0)
+    counts = np.full(world_size, float(NUM_STEPS))
+    return lasting_differences(counts, apart.sum(axis=1), (apart**2).sum(axis=1))
+
+
+@pytest.mark.parametrize("noises", [[1.0] * 4, [1.0] * 8, [1.0, 3.0, 3.0, 3.0], [1.0, 1.0, 3.0]])
+def test_ranks_alike_differ_by_nothing_whatever_their_batches(noises: list[float]) -> None:
+    assert max(noted([0.0] * len(noises), noises).ratios) < 0.15
+
+
+def test_a_lasting_difference_is_measured_in_units_of_noise() -> None:
+    found = noted([2.0] * 8, [1.0] * 8)
+    assert found.usual > 1.5
+    assert noted([0.5] * 8, [1.0] * 8).usual < WARN_ABOVE
+
+
+def test_one_rank_apart_does_not_move_the_usual() -> None:
+    found = noted([0.0, 0.0, 0.0, 50.0], [1.0] * 4)
+    assert found.usual < 0.2
+    assert found.ratios[3] > 10
+
+
+def test_what_is_not_known_is_nan() -> None:
+    nothing = np.zeros((3, 4))
+    assert np.isnan(lasting_differences(np.zeros(3), nothing, nothing).usual)
+
+
+def train(transport: LocalTransport, *, rule: loft.Rule, own: float, log_dir: Path) -> None:
+    """Train on gradients of noise, and of a sign for each rank and coordinate times ``own``."""
+    random = torch.Generator().manual_seed(100 + transport.rank)
+    sign = torch.randn(600, generator=random).sign() * own
+    layer = torch.nn.Linear(600, 1, bias=False)
+    optimizer = loft.DistributedOptimizer(
+        torch.optim.SGD(layer.parameters(), lr=0.0),
+        layer.named_parameters(),
+        rule=rule,
+        transport=transport,
+        log_dir=log_dir,
+    )
+    for _ in range(NUM_STEPS + 2):
+        optimizer.zero_grad()
+        layer(torch.randn(1, 600, generator=random) + sign).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("rule", "own", "warns", "is_measured"),
+    [
+        (loft.TrimmedMean(f=1), 2.0, True, True),
+        (loft.TrimmedMean(f=1), 0.0, False, True),
+        (loft.Mean(), 2.0, False, False),
+    ],
+    ids=["apart", "alike", "mean"],
+)
+def test_a_robust_rule_over_ranks_apart_warns_once_with_the_figure(
+    rule: loft.Rule,
+    own: float,
+    warns: bool,
+    is_measured: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        run_ranks(4, lambda transport: train(transport, rule=rule, own=own, log_dir=tmp_path))
+    assert caplog.text.count("differ lastingly") == warns
+    (path,) = tmp_path.iterdir()
+    found = [entry for entry in read_run_log(path) if entry["kind"] == "spread"]
+    assert len(found) == is_measured
+    if warns:
+        assert f"by {found[0]['usual']:.2f} times" in caplog.text
+        assert "with_strata" in caplog.text
