@@ -16,7 +16,7 @@ from loft_hvd.balance.memory import MemoryWatch, logged_caps
 from loft_hvd.balance.options import BalancerOptions
 from loft_hvd.balance.plan import Plan, StepSizes
 from loft_hvd.balance.probe import agree_on_probes, try_batches
-from loft_hvd.balance.world import World, assume, meet
+from loft_hvd.balance.world import assume, meet
 from loft_hvd.config import config
 from loft_hvd.errors import ArgumentError, PlanError, UsageError
 from loft_hvd.runlog import RunLog
@@ -57,7 +57,7 @@ class BalancerPorts:
         self.min_batch = options.min_batch
         self._min_ranks = 1
         self._own_cap: int | None = None  # as probed
-        self._has_met = self._is_plugged = False
+        self._is_plugged = False
         self._base = options.global_batch_size, options.world_size  # what a resize starts from
         self._batches = BatchQueue()
         self.log = log
@@ -66,28 +66,30 @@ class BalancerPorts:
         )
         if log.path is not None:
             self._memory.caps = logged_caps(log.path.parent)
-        self._world = self._meet()
+        if config().is_elastic:  # ranks start at different times: they meet in begin_world
+            self._world = assume(options)
+        else:
+            self._agree()
+            self._world = meet(transport, options, found=self._memory.caps)
         self._loop = PlanLoop(options, self._world, transport, self._batches, clock, log)
 
-    def _meet(self) -> World:
-        """Compare what ranks were given, and learn their devices; in elastic mode later."""
-        if config().is_elastic and not self._has_met:
-            return assume(self._options)  # ranks start at different times: see begin_world
+    def _agree(self) -> None:
+        """Compare what ranks were given."""
         check_agreement(
             self._transport,
-            self._options.fields(),
+            self._options.fields() | {"global_batch_size": str(self._base[0])},
             what="Balancer",
             name="loft.balancer",
             timeout_s=config().timeout_s,
         )
-        return meet(self._transport, self._options, found=self._memory.caps, own_cap=self._own_cap)
 
     def _start_anew(self) -> None:
         """Go on with another world or other limits, on every rank, between two steps."""
         self._batches.restart()
-        self._has_met = True
+        self._agree()
         self._resize()
-        self._world = self._meet()
+        known, fresh = self._memory.caps, self._own_cap
+        self._world = meet(self._transport, self._options, found=known, own_cap=fresh)
         self._memory.caps, self._own_cap = dict(self._world.found), None
         older = self._loop
         self._loop = PlanLoop(
@@ -125,7 +127,7 @@ class BalancerPorts:
             limit = self.global_batch_size - (self.world_size - 1) * self.min_batch
         own = try_batches(step_fn, limit=max(limit, 1), grain=grain, headroom=headroom)
         self._own_cap = own.cap
-        if config().is_elastic:  # ranks start at different times, and meet in ``begin_world``
+        if config().is_elastic:  # the others learn it in begin_world
             return agree_on_probes(LocalWorld(1).transport(0), own, grain=grain)
         caps = agree_on_probes(self._transport, own, grain=grain)
         for rank, cap in enumerate(caps):

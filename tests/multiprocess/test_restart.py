@@ -10,7 +10,7 @@ import pytest
 from tests.multiprocess.jobs.restart import NUM_SAMPLES, SAVE_EVERY
 from tests.support.launch import launch
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(330)]
 
 JOB = "tests/multiprocess/jobs/restart.py"
 
@@ -32,10 +32,10 @@ def held(folder: Path, num_ranks: int) -> dict[int, list[int]]:
 def test_every_sample_is_computed_once_in_an_epoch_begun_by_4_ranks_and_ended_by_3(
     kill_at: int, tmp_path: Path
 ) -> None:
-    killed = launch(4, [JOB, str(tmp_path), str(kill_at)], timeout_s=90)
+    killed = launch(4, [JOB, str(tmp_path), str(kill_at)], timeout_s=150)
     assert killed.returncode not in (0, None), killed.output[-3000:]
     assert "has finished" not in killed.output
-    resumed = launch(3, [JOB, str(tmp_path), "-1"], timeout_s=90)
+    resumed = launch(3, [JOB, str(tmp_path), "-1"], timeout_s=150)
     assert resumed.returncode == 0, resumed.output[-3000:]
     assert resumed.output.count("has finished the epoch") == 3
     before, after = held(tmp_path, 4), held(tmp_path, 3)
