@@ -45,10 +45,23 @@ def formula(kind: str, num_nodes: int, per_node: int) -> float:
     return 2 * (num_nodes - 1) / num_nodes
 
 
+def finish(handle: int) -> torch.Tensor:
+    """Wait for Horovod without spinning: many ranks may share few cores."""
+    while not hvd.poll(handle):
+        time.sleep(200e-6)
+    result: torch.Tensor = hvd.synchronize(handle)
+    return result
+
+
+def meet() -> None:
+    """Wait until every rank is here."""
+    finish(hvd.allreduce_async(torch.zeros(1), name="meet"))
+
+
 def horovod_step(numel: int) -> Step:
     """Return what sums a tensor by Horovod's own all-reduce."""
     values = torch.randn(numel)
-    return lambda: hvd.allreduce_(values, op=hvd.Average, name="horovod")
+    return lambda: finish(hvd.allreduce_async_(values, op=hvd.Average, name="horovod"))
 
 
 def loft_step(numel: int, rule: loft.Rule, name: str, wire: str, over: str | None) -> Step:
@@ -80,13 +93,13 @@ def measure(steps: dict[str, Step], rounds: int) -> dict[str, dict[str, list[flo
     }
     for at in range(-2, rounds):  # two rounds to warm up
         for name, step in steps.items():
-            hvd.barrier()
+            meet()
             before, began = sent_bytes(), time.perf_counter()
             step()
             took = time.perf_counter() - began
-            hvd.barrier()
+            meet()
             mine = torch.tensor([float(sent_bytes() - before), took], dtype=torch.float64)
-            rows = hvd.allgather(mine.view(1, -1), name="measured")
+            rows = finish(hvd.allgather_async(mine.view(1, -1), name="measured"))
             if at >= 0:
                 found[name]["seconds"].append(float(rows[:, 1].max()))
                 found[name]["host_bytes"].append(float(rows[:, 0].max()))

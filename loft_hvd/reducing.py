@@ -216,6 +216,8 @@ class ReducingOptimizer(Delegate):
         if self._balancer is None:
             self._log.step += 1
         elif self._reducer is not None:
+            if self._reducer.lookout is not None:
+                self._balancer.hold(self._reducer.lookout.absent_ranks)
             self._balancer.step_ended(waited_s=self._waited_s)
         self._waited_s = 0.0
         return result

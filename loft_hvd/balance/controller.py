@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loft_hvd.balance.few_sizes import choose_used
+from loft_hvd.balance.holding import Holding
 from loft_hvd.balance.loft import Loft
 from loft_hvd.balance.observations import WAIT, Interval, screen
 from loft_hvd.balance.plan import Plan
@@ -130,6 +131,7 @@ class Controller:
         self.history = [Decision(0, 0, self.policy.start(self.task), f"start: {self.policy.name}")]
         self.discarded: Counter[tuple[int, str]] = Counter()
         self._is_capped = [True] * world_size
+        self.holding = Holding()
         self._num_intervals = 0
         self._failure: str | None = None  # why the newest interval led to no plan
         self._interval: Interval | None = None
@@ -198,6 +200,8 @@ class Controller:
         interval, self._interval = self._interval, None
         if interval is None or self.plan_at(interval.step) != self.plan:
             return None
+        if self.holding.is_active:  # the policy waits: it knows nothing of quarantines
+            return self._hold(step)
         proposal = self._propose(interval, step)
         if proposal is None or proposal.sizes == self.plan.sizes:
             return None
@@ -217,6 +221,14 @@ class Controller:
             self._failure = f"no new plan at step {step}, sizes stay: {error}"
             _LOGGER.warning("policy %s: %s", self.policy.name, self._failure)
             return None
+
+    def _hold(self, step: int) -> Plan | None:
+        sizes = self.holding.next_sizes(self.plan.sizes, self.task.bounds)
+        if sizes is None:
+            return None
+        reason = "no samples for ranks in quarantine" if 0 in sizes else "as before the quarantine"
+        self.history.append(Decision(self.plan.plan_id + 1, step, sizes, reason))
+        return self.plan
 
     def _while_warm(self, proposal: Proposal) -> Proposal:
         """Hold ranks whose memory is unknown at their first size in the first intervals."""
@@ -275,6 +287,7 @@ class Controller:
             "policy": self.policy.name,
             "history": [asdict(made) for made in self.history],
             "num_intervals": self._num_intervals,
+            "holding": self.holding.state_dict(),
             "discarded": [[rank, why, n] for (rank, why), n in sorted(self.discarded.items())],
             "learnt": self.policy.state_dict(),
         }
@@ -297,4 +310,5 @@ class Controller:
         ]
         self.discarded = Counter({(rank, why): n for rank, why, n in state["discarded"]})
         self._num_intervals = int(state.get("num_intervals", _WARM_UP_INTERVALS))
+        self.holding.load_state_dict(state.get("holding", {}))
         self.policy.load_state_dict(state["learnt"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -89,6 +89,11 @@ class PlanLoop:
             caps=list(self._world.caps),
         )
         self._log.write("plan", **asdict(self.plan))
+
+    def hold(self, ranks: Sequence[int]) -> None:
+        """Give ranks that are in quarantine no samples from the next plan on."""
+        if self._controller is not None and self._options.is_adaptive:
+            self._controller.holding.hold(ranks)
 
     def go_on_from(self, older: PlanLoop) -> None:
         """Take over what outlives a world: what devices took, and what was plugged in."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -264,6 +264,10 @@ class BalancerPorts:
     def gradient_arrived(self, *, blocked_s: float) -> None:
         """Note a gradient; the last one of a batch ends its computing (``StepTimer``)."""
         self._loop.timer.gradient_arrived(blocked_s=blocked_s)
+
+    def hold(self, ranks: Sequence[int]) -> None:
+        """Give ranks that are in quarantine no samples from the next adaptive plan on."""
+        self._loop.hold(ranks)
 
     def computing_ended(self) -> None:
         """Note that all gradients of a step are there, before waiting for other ranks."""

@@ -59,6 +59,7 @@ _LAYERS = {
     "balance/archive.py": 2,
     "balance/curves.py": 1,
     "balance/few_sizes.py": 1,
+    "balance/holding.py": 1,
     "balance/forms.py": 1,
     "balance/least_squares.py": 1,
     "balance/observations.py": 1,

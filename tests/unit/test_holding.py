@@ -1,0 +1,124 @@
+"""Sizes while ranks are in quarantine, and their way back."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import loft_hvd as loft
+from loft_hvd.balance.bounds import Bounds
+from loft_hvd.balance.controller import Controller
+from loft_hvd.balance.holding import Holding
+from loft_hvd.transport.local import LocalTransport, run_ranks
+
+SIZES = (16, 24, 8, 16)
+
+
+def bounds(cap: int = 64, grain: int = 1) -> Bounds:
+    return Bounds.of(4, floor=2, cap=cap, grain=grain)
+
+
+@pytest.mark.parametrize("grain", [1, 4])
+@pytest.mark.parametrize("held", [(1,), (2, 3), (1, 2, 3)])
+def test_held_ranks_get_nothing_and_the_others_all_of_it(held: tuple[int, ...], grain: int) -> None:
+    holding = Holding()
+    holding.hold(held)
+    sizes = holding.next_sizes(SIZES, bounds(grain=grain))
+    assert sizes is not None
+    assert sum(sizes) == sum(SIZES)
+    assert [rank for rank, size in enumerate(sizes) if size == 0] == list(held)
+    assert all(size % grain == 0 for size in sizes)
+
+
+def test_sizes_go_back_when_nobody_is_held_any_more() -> None:
+    holding = Holding()
+    holding.hold([1])
+    held = holding.next_sizes(SIZES, bounds())
+    assert held is not None
+    assert holding.next_sizes(held, bounds()) is None  # nothing to change
+    holding.hold([])
+    assert holding.is_active
+    assert holding.next_sizes(held, bounds()) == SIZES
+    assert not holding.is_active
+
+
+def test_sizes_stay_where_the_others_cannot_take_more() -> None:
+    holding = Holding()
+    holding.hold([1])
+    assert holding.next_sizes(SIZES, bounds(cap=24)) is None
+    holding.hold([])
+    assert holding.next_sizes(SIZES, bounds(cap=24)) is None
+    assert not holding.is_active
+
+
+def test_rank_0_keeps_its_samples() -> None:
+    holding = Holding()
+    holding.hold([0])
+    assert not holding.is_active
+
+
+def test_a_run_that_goes_on_gives_samples_back() -> None:
+    holding, later = Holding(), Holding()
+    holding.hold([1])
+    held = holding.next_sizes(SIZES, bounds())
+    assert held is not None
+    later.load_state_dict(holding.state_dict())
+    assert later.next_sizes(held, bounds()) == SIZES
+
+
+def test_a_controller_plans_by_policy_again_after_a_quarantine() -> None:
+    controller = Controller(64, 4, "loft")
+    rows = np.zeros((4, 10))
+    rows[:, 0] = 16
+    rows[:, 5] = 0.1
+    planned = []
+    for interval in range(6):
+        step = 20 * (interval + 1)
+        if interval == 1:
+            controller.holding.hold([3])
+        if interval == 3:
+            controller.holding.hold([])
+        rows[:, 0] = controller.plan.sizes
+        controller.observe(rows, step=step - 1, step_s=0.1)
+        controller.decide(step)
+        planned.append(controller.plan.sizes)
+    assert planned[1][3] == planned[2][3] == 0
+    assert planned[3] == planned[0]
+    assert all(sum(sizes) == 64 for sizes in planned)
+    assert [made.plan_id for made in controller.history] == list(range(len(controller.history)))
+
+
+def test_a_rank_in_quarantine_trains_on_nothing_until_it_is_let_in_again() -> None:
+    def train(end: LocalTransport) -> list[tuple[int, ...]]:
+        balancer = loft.Balancer(64, "loft", interval=5, transport=end)
+        data = torch.utils.data.TensorDataset(torch.randn(4096, 3))
+        loader = loft.DataLoader(data, balancer)
+        weight = torch.nn.Parameter(torch.zeros(64))
+        optimizer = loft.DistributedOptimizer(
+            torch.optim.SGD([weight], lr=0.1),
+            rule=loft.TrimmedMean(f=1),
+            balancer=balancer,
+            diagnostics=loft.Suspicion(interval=2, patience=4),
+            quarantine=loft.Quarantine(probation=25),
+            transport=end,
+        )
+        handle = loft.attacks.attach(optimizer, loft.attacks.NaN(), ranks=[2])
+        sizes = []
+        for step, (_x,) in enumerate(loader):
+            if handle is not None and optimizer.report().workers[2].in_quarantine_until:
+                handle.remove()  # mended while it was away
+                handle = None
+            optimizer.zero_grad()
+            row = torch.randn(64, generator=torch.Generator().manual_seed(10 * step + end.rank))
+            (weight * row).sum().backward()
+            optimizer.step()
+            sizes.append(balancer.plan.sizes)
+        return sizes
+
+    found = run_ranks(4, train)
+    assert all(sizes == found[0] for sizes in found)
+    held = [sizes[2] == 0 for sizes in found[0]]
+    assert any(held)
+    assert not held[-1]
+    assert all(sum(sizes) == 64 for sizes in found[0])
