@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from loft_hvd import doctor
 from loft_hvd.doctor_run import RunResult, run_check
 from loft_hvd.errors import DataError, LoftError, MissingDependencyError
+from loft_hvd.report.page import render_page
 from loft_hvd.report.text import render_text
 from loft_hvd.runlog import read_run_log
 
@@ -180,6 +181,14 @@ def _finish_bench(results: dict[str, object], json_file: str | None) -> int:
     return 0
 
 
+def _write_page(path: str, page: str) -> None:
+    try:
+        Path(path).write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"report --html {path!r}: cannot be written ({error})") from error
+    print(f"written to {path}")
+
+
 def _print_table(rows: Sequence[Sequence[str]]) -> None:
     """Print a header and rows; the first column holds names, the others numbers."""
     from rich.console import Console
@@ -244,9 +253,16 @@ def build_app() -> typer.Typer:
         raise typer.Exit(_simulate(scenario, json_file=json_file, plot_file=plot_file))
 
     @app.command("report")
-    def _report_command(log: str = typer.Argument(..., metavar="FILE", help="A run log.")) -> None:
-        """Say what a run log (LOFT_HVD_LOG_DIR) holds: plans, times, which rank is slow and why."""
-        print(render_text(read_run_log(log)))
+    def _report_command(
+        log: str = typer.Argument(..., metavar="FILE", help="A run log."),
+        html_file: str = typer.Option(None, "--html", metavar="OUT", help="Write a page instead."),
+    ) -> None:
+        """Say what a run log (log_dir=, LOFT_HVD_LOG_DIR) holds: who is slow, who is off."""
+        entries = read_run_log(log)
+        if html_file is None:
+            print(render_text(entries))
+        else:
+            _write_page(html_file, render_page(entries, title=Path(log).name))
 
     app.add_typer(_bench_app(), name="bench")
     return app

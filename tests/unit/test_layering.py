@@ -138,6 +138,8 @@ _LAYERS = {
     "gradient_log.py": 6,
     "runlog.py": 1,
     "report/__init__.py": 0,
+    "report/svg.py": 0,
+    "report/page.py": 7,
     "report/text.py": 7,
     "optimizer.py": 6,
     "options.py": 6,

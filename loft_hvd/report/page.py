@@ -1,0 +1,160 @@
+"""A run log as one self-contained page: HTML with its style and pictures inside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+from typing import Any
+
+from loft_hvd.balance.explain import RankTimes, find_slow
+from loft_hvd.errors import DataError
+from loft_hvd.report.svg import bars, lines
+from loft_hvd.report.text import read_suspicion, render_text, spread_line
+
+__all__ = ["render_page"]
+
+Entry = dict[str, Any]
+
+_PARTS = ("stall", "compute", "queued", "wait", "other")
+_STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; max-width: 820px; margin: 2em auto; padding: 0 1em;
+  color: #222; background: #fff }
+svg { width: 100%; font-size: 12px } .axis { fill: none; stroke: #999 }
+.line { fill: none; stroke-width: 2 } .legend span { margin-right: 1.2em }
+.legend i { display: inline-block; width: .8em; height: .8em; margin-right: .4em }
+table { border-collapse: collapse; width: 100% }
+th, td { text-align: right; padding: .15em .6em; border-bottom: 1px solid #ddd }
+th:first-child, td:first-child { text-align: left }
+.bad { background: #fde8e8; padding: .6em 1em; border-left: 4px solid #c33 }
+.none { color: #777 } pre { white-space: pre-wrap; background: #f6f6f6; padding: .8em }
+"""
+
+
+def render_page(entries: Sequence[Entry], *, title: str) -> str:
+    """Return a page that says and shows what a run log holds.
+
+    Args:
+        entries: what ``read_run_log`` returned.
+        title: of the page, such as the log's name.
+
+    Raises:
+        DataError: a line lacks one of its fields.
+    """
+    try:
+        text = render_text(entries)
+        by_kind: dict[str, list[Entry]] = {}
+        for entry in entries:
+            by_kind.setdefault(entry["kind"], []).append(entry)
+        body = "\n".join(_sections(by_kind))
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"report: a line lacks or has too many fields ({error})") from error
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>\n"
+        f"<h1>{escape(title)}</h1>\n{body}\n"
+        f"<h2>In words</h2><pre>{escape(text)}</pre>\n</body></html>\n"
+    )
+
+
+def _sections(by_kind: dict[str, list[Entry]]) -> Iterator[str]:
+    for run in by_kind.get("run", [])[-1:]:
+        facts = [f"{run['world_size']} ranks"]
+        if "policy" in run:
+            facts += [f"global batch of {run['global_batch_size']}", f"policy {run['policy']}"]
+        yield f"<p>{escape(', '.join(facts))}.</p>"
+    for fault in by_kind.get("fault", []):
+        line = f"{fault['error']} at step {fault['step']}: {fault['text']}"
+        yield f'<p class="bad">{escape(line)}</p>'
+    for full in by_kind.get("full", []):
+        yield f'<p class="bad">The log was full at step {full["step"]}.</p>'
+    yield from _times(by_kind.get("times", []))
+    last_step = max((entry["step"] for entries in by_kind.values() for entry in entries), default=0)
+    yield from _plans(by_kind.get("plan", []), last_step=float(last_step))
+    yield from _workers(by_kind.get("suspicion", []))
+    for spread in by_kind.get("spread", [])[-1:]:
+        yield f"<h2>Do ranks draw from the same data?</h2><p>{escape(spread_line(spread))}</p>"
+
+
+def _times(entries: Sequence[Entry]) -> Iterator[str]:
+    yield "<h2>Where a step goes</h2>"
+    if not entries:
+        yield '<p class="none">no times yet</p>'
+        return
+    times = [[RankTimes(**rank) for rank in entry["ranks"]] for entry in entries]
+    for entry in find_slow(times[-1]):
+        line = f"rank {entry.rank} is slow: {entry.cause} ({entry.ratio:.2f}x the median rank)"
+        yield f'<p class="bad">{escape(line)}</p>'
+    rows = [
+        (f"rank {t.rank}", [1e3 * getattr(t, f"{part}_s") for part in _PARTS]) for t in times[-1]
+    ]
+    yield f"<p>Last interval, up to step {entries[-1]['step']}, an average batch:</p>"
+    yield bars(rows, _PARTS, unit="ms")
+    yield "<h2>Each rank's own work</h2>"
+    steps = [float(entry["step"]) for entry in entries]
+    num_ranks = max(len(ranks) for ranks in times)
+    series = [
+        (
+            f"rank {rank}",
+            [
+                (step, 1e3 * ranks[rank].busy_s)
+                for step, ranks in zip(steps, times, strict=True)
+                if rank < len(ranks)
+            ],
+        )
+        for rank in range(num_ranks)
+    ]
+    yield lines(series, label="fetch waited for and computing, ms a batch")
+
+
+def _plans(entries: Sequence[Entry], *, last_step: float) -> Iterator[str]:
+    if not entries:
+        return
+    yield "<h2>Plans</h2>"
+    num_ranks = max(len(entry["sizes"]) for entry in entries)
+    series = []
+    for rank in range(num_ranks):
+        points = [
+            (float(entry["first_step"]), float(entry["sizes"][rank]))
+            for entry in entries
+            if rank < len(entry["sizes"])
+        ]
+        points.append((max(last_step, points[-1][0]), points[-1][1]))
+        series.append((f"rank {rank}", points))
+    yield lines(series, label="samples of a step", is_stepped=True)
+
+
+def _workers(entries: Sequence[Entry]) -> Iterator[str]:
+    if not entries:
+        return
+    yield "<h2>Workers</h2>"
+    reports = [(float(entry["step"]), read_suspicion(entry)) for entry in entries]
+    _, newest = reports[-1]
+    series = [
+        (
+            f"ranks {' '.join(map(str, worker.ranks))}",
+            [
+                (step, report.workers[place].suspicion)
+                for step, report in reports
+                if place < len(report.workers)
+            ],
+        )
+        for place, worker in enumerate(newest.workers)
+    ]
+    yield lines(series, label="suspicion, 0 as the others to 1")
+    yield "<table><tr><th>ranks</th><th>suspicion</th><th>outside</th><th>distance</th>"
+    yield "<th>not finite</th><th></th></tr>"
+    for worker in newest.workers:
+        state = "in quarantine" if worker.in_quarantine_until is not None else ""
+        state = state or ("stands out" if worker.is_named else "")
+        cells = (
+            " ".join(map(str, worker.ranks)),
+            f"{worker.suspicion:.2f}",
+            f"{worker.share_outside:.1%}",
+            f"{worker.distance:.3g}",
+            str(worker.num_non_finite),
+            state,
+        )
+        yield f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
+    yield "</table>"
