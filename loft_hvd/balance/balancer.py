@@ -156,7 +156,7 @@ class Balancer(BalancerPorts):
         """
         sizes = self._batches.begin_next(self.history)
         planned = sizes.sizes[self.rank]
-        if num_samples != (planned or self.min_batch):  # a dummy batch where none is planned
+        if num_samples != (planned or min(self.min_batch, sizes.total)):  # none: a dummy batch
             raise PlanError(
                 f"rank {self.rank}: a batch of {num_samples} samples, but the sizes of step "
                 f"{sizes.step} are {list(sizes.sizes)}; load as many as planned, or use "
@@ -210,4 +210,4 @@ class Balancer(BalancerPorts):
         policy knows from the start what each returning device (host and number on it) takes.
         """
         self._loop.load_state_dict(state)
-        self._batches.restart()
+        self._batches.restart(next_step=int(state.get("next_step", state["num_steps"])))

@@ -30,6 +30,7 @@ class BatchQueue:
         self._pending: deque[StepSizes] = deque()
         self._current: StepSizes | None = None
         self._last_trained: int | None = None  # step of the newest backward pass
+        self._first_step = 0  # where the run goes on
         self._lookahead = 0
         self.trained: StepSizes | None = None
         self.in_work: StepSizes | None = None
@@ -46,25 +47,31 @@ class BatchQueue:
         self.clear()
         self._current = self.in_work = step_sizes
 
-    def begin_next(self, plans: Sequence[Plan]) -> StepSizes:
-        """Return the sizes queued for the next backward pass, or begin a batch of the plan's."""
+    def upcoming(self, plans: Sequence[Plan]) -> StepSizes:
+        """Return the sizes queued for the next backward pass, or those of the plan in force."""
         if self._pending:
             return self._pending[0]
         step = self.next_step
-        self.drawn(step)
         plan = next(plan for plan in reversed(plans) if plan.first_step <= step)
-        self.begin(StepSizes(plan.plan_id, step, plan.sizes))
-        assert self._current is not None  # just begun
-        return self._current
+        return StepSizes(plan.plan_id, step, plan.sizes)
+
+    def begin_next(self, plans: Sequence[Plan]) -> StepSizes:
+        """Return what ``upcoming`` does, and begin that batch unless it is queued."""
+        sizes = self.upcoming(plans)
+        if not self._pending:
+            self.drawn(sizes.step)
+            self.begin(sizes)
+        return sizes
 
     def clear(self) -> None:
         """Forget batches that will not be trained on."""
         self._pending.clear()
         self._current = self.in_work = None
 
-    def restart(self) -> None:
-        """Forget all batches: a run goes on from elsewhere."""
+    def restart(self, *, next_step: int = 0) -> None:
+        """Forget all batches: a run goes on from elsewhere, at a step counted over epochs."""
         self.clear()
+        self._first_step = next_step
         self._last_trained = self.trained = None
         self._lookahead = self.trail = 0
         self._taken.clear()
@@ -117,7 +124,7 @@ class BatchQueue:
     @property
     def next_step(self) -> int:
         """The step after the newest one trained on."""
-        return 0 if self._last_trained is None else self._last_trained + 1
+        return self._first_step if self._last_trained is None else self._last_trained + 1
 
     @property
     def drawn_ahead(self) -> int:

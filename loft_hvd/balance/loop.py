@@ -274,6 +274,7 @@ class PlanLoop:
         """Return plans, steps, times by device and, on rank 0, what was learnt; JSON-able."""
         return {
             "num_steps": self._num_steps,
+            "next_step": self._batches.next_step,
             "plans": [[plan.plan_id, plan.first_step, *plan.sizes] for plan in self.history],
             "controller": None if self._controller is None else self._controller.state_dict(),
             "devices": list(self._world.keys),

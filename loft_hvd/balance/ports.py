@@ -159,8 +159,13 @@ class BalancerPorts:
 
     @property
     def local_batch_size(self) -> int:
-        """Samples of this rank in a step of the newest plan."""
-        return self.plan.sizes[self.rank]
+        """Samples of this rank in the next batch to train on: those ``step`` expects."""
+        return self._batches.upcoming(self.history).sizes[self.rank]
+
+    @property
+    def next_step(self) -> int:
+        """Number of the next step to train on, counted over epochs."""
+        return self._batches.next_step
 
     @property
     def min_ranks(self) -> int:

@@ -145,6 +145,7 @@ class DataLoader:
     def __iter__(self) -> Iterator[Any]:
         if self._train:
             self._balancer.clear_pending()
+            self._next_step = max(self._next_step, self._balancer.next_step)
         else:
             self._balancer.leave_step_out()
         self._position = self._feed.start(first_step=self._next_step)

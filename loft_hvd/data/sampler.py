@@ -22,10 +22,15 @@ __all__ = ["BatchSampler", "GlobalBatches", "PlanSource", "check_balancer", "che
 class PlanSource(PlanView, Protocol):
     """What loaders need of a balancer: the sizes in force, and where to say what they hand out.
 
+    ``next_step`` is the next step to train on, counted over epochs.
+
     ``loft.DataLoader`` calls ``begin_batch`` and ``end_epoch``, in the process that trains.
     ``loft.BatchSampler`` does not see batches arrive: it queues sizes with ``push_sizes``, and each
     backward pass takes the next. A loader for evaluation calls ``leave_step_out`` alone.
     """
+
+    @property
+    def next_step(self) -> int: ...
 
     def begin_batch(
         self,
@@ -177,8 +182,8 @@ class BatchSampler(Sampler[list[int]]):
     Torch draws index lists ahead of the batches it yields, and yields them in that order. So each
     list's sizes join the balancer's FIFO when the list is drawn, and every backward pass takes
     those of its own batch. What an early ``break`` leaves in the FIFO is cleared by ``set_epoch``
-    or by the next iteration, whichever comes first. An iteration reserves the step numbers of the
-    whole epoch, because how far torch drew ahead may differ between ranks.
+    or by the next iteration, whichever comes first. An iteration begins at the step after the
+    newest one trained, which all ranks know, however far torch drew ahead on each.
 
     Args:
         dataset: the data set, or its number of samples.
@@ -207,7 +212,7 @@ class BatchSampler(Sampler[list[int]]):
         settings = EpochSettings(placement, shuffle, seed, drop_last, relaxed)
         self._balancer = balancer
         self._batches = GlobalBatches(settings, balancer)
-        self._next_step = 0
+        self._resume_step: int | None = None
         self._start = (0, 0)  # position and step at which the iteration began
         self._drawn: list[tuple[StepSizes, int]] = []  # sizes, and position once trained
 
@@ -218,9 +223,10 @@ class BatchSampler(Sampler[list[int]]):
         # A generator, so that nothing starts before the first list: torch makes two iterators of
         # a batch sampler when it has loader processes, and drops the first.
         self._balancer.clear_pending()
-        first_step = self._next_step
+        resumed, self._resume_step = self._resume_step, None
+        first_step = self._balancer.next_step if resumed is None else resumed
         position, draws = self._batches.start(first_step=first_step)
-        self._start, self._next_step = (position, first_step), first_step + len(self)
+        self._start = position, first_step
         drawn: list[tuple[StepSizes, int]] = []
         self._drawn = drawn
         view, homes = self._balancer, self._batches.homes
@@ -261,7 +267,7 @@ class BatchSampler(Sampler[list[int]]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next iteration go on where ``state`` was taken, with any number of ranks."""
-        self._next_step = self._batches.load_state_dict(state)
+        self._resume_step = self._batches.load_state_dict(state)
         self._balancer.clear_pending()
 
 

@@ -20,6 +20,7 @@ class FakePlans:
         pending: the FIFO that backward passes would pop.
         fetches: (step, fetch_s, local, remote) of each batch yielded.
         asked: steps whose plan was asked for, in order.
+        next_step: the next step to train on; counts where the test does.
     """
 
     sizes: Sequence[int]
@@ -30,6 +31,7 @@ class FakePlans:
     pending: list[StepSizes] = field(default_factory=list)
     fetches: list[tuple[int, float, int, int]] = field(default_factory=list)
     asked: list[int] = field(default_factory=list)
+    next_step: int = 0
     num_epochs_ended: int = 0
     num_left_out: int = 0
 

@@ -1,0 +1,207 @@
+"""Plans that change while ranks train, with each way of loading, across breaks and restarts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import TensorDataset
+
+import loft_hvd as loft
+from loft_hvd.transport.local import LocalTransport, run_ranks
+
+SECONDS = (1e-2, 3e-2)  # a sample, on each of two ranks
+NUM_SAMPLES = 64 * 30
+DATA = TensorDataset(torch.arange(NUM_SAMPLES))
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Run:
+    """One rank of a training run in which rank 1 takes three times as long a sample."""
+
+    def __init__(self, transport: LocalTransport, state: dict[str, Any] | None = None) -> None:
+        self.clock = Clock()
+        self.balancer = loft.Balancer(
+            64, "loft", interval=20, transport=transport, clock=self.clock
+        )
+        if state is not None:
+            self.balancer.load_state_dict(state)
+        self.sizes: list[tuple[int, ...]] = []  # of each step trained
+
+    def compute(self, num_samples: int) -> None:
+        """Take the batch that was begun through an optimizer's step."""
+        balancer, clock = self.balancer, self.clock
+        taken = balancer.take_step()
+        assert num_samples == taken.sizes[balancer.rank]
+        seconds = [size * each for size, each in zip(taken.sizes, SECONDS, strict=True)]
+        clock.now += seconds[balancer.rank]
+        balancer.gradient_arrived(blocked_s=0.0)
+        balancer.computing_ended()
+        waited_s = max(seconds) - seconds[balancer.rank]
+        clock.now += waited_s
+        balancer.step_ended(waited_s=waited_s)
+        self.sizes.append(taken.sizes)
+
+    def step(self, num_samples: int | None = None) -> None:
+        """Train on a batch of a loader that is not loft's."""
+        num_samples = num_samples or self.balancer.local_batch_size
+        with self.balancer.step(num_samples):
+            self.compute(num_samples)
+
+
+def batches(kind: str, balancer: loft.Balancer, num_workers: int) -> tuple[Any, Any]:
+    if kind == "loader":
+        loader: Any = loft.DataLoader(DATA, balancer, num_workers=num_workers)
+        return loader, loader
+    sampler = loft.BatchSampler(DATA, balancer)
+    return TorchDataLoader(DATA, batch_sampler=sampler, num_workers=num_workers), sampler
+
+
+def first_uneven(sizes: list[tuple[int, ...]]) -> int:
+    return next(step for step, of_step in enumerate(sizes) if of_step != (32, 32))
+
+
+@pytest.mark.parametrize("kind", ["loader", "sampler"])
+@pytest.mark.parametrize("after", [10, 20, 30])
+def test_plans_come_when_they_should_and_samples_once_whatever_the_breaks(
+    kind: str, after: int
+) -> None:
+    def work(transport: LocalTransport) -> tuple[list[tuple[int, ...]], list[list[int]]]:
+        run = Run(transport)
+        loader, batch_sampler = batches(kind, run.balancer, 0)
+        epochs = []
+        for epoch in range(90 // after):
+            batch_sampler.set_epoch(epoch)
+            seen: list[int] = []
+            for (samples,) in loader:
+                train = run.compute if kind == "loader" else run.step
+                train(len(samples))
+                seen += samples.tolist()
+                if len(run.sizes) % after == 0:
+                    break
+            epochs.append(seen)
+        return run.sizes, epochs
+
+    (sizes, mine), (others_sizes, theirs) = run_ranks(2, work)
+    assert sizes == others_sizes
+    assert sizes[-1] == (48, 16)
+    assert first_uneven(sizes) < 2 * 20 + 10, "plans wait for two intervals and their own arrival"
+    for epoch in zip(mine, theirs, strict=True):
+        assert len(set().union(*epoch)) == sum(map(len, epoch)) == 64 * after
+
+
+def test_plans_change_in_order_although_loader_processes_draw_ahead() -> None:
+    def work(transport: LocalTransport) -> list[tuple[int, ...]]:
+        run = Run(transport)
+        loader, _ = batches("sampler", run.balancer, 2)
+        for _ in range(4):
+            for i, (samples,) in enumerate(loader):
+                run.step(len(samples))
+                if i == 19:
+                    break
+        return run.sizes
+
+    sizes, others_sizes = run_ranks(2, work)
+    assert sizes == others_sizes
+    assert sizes[-1] == (48, 16)
+
+
+def test_a_loader_of_the_script_s_own_follows_the_plan_in_force() -> None:
+    def work(transport: LocalTransport) -> list[tuple[int, ...]]:
+        run = Run(transport)
+        for _ in range(80):
+            run.step()
+        assert run.balancer.plan.sizes == (48, 16)
+        return run.sizes
+
+    sizes, others_sizes = run_ranks(2, work)
+    assert sizes == others_sizes
+    assert (first_uneven(sizes), sizes[-1]) == (43, (48, 16))
+
+
+@pytest.mark.parametrize("saved_at", [19, 20, 21, 39, 40, 41, 42, 43, 50])
+def test_a_run_that_was_saved_at_any_step_goes_on_planning(saved_at: int) -> None:
+    def begin(transport: LocalTransport) -> str:
+        run = Run(transport)
+        for _ in range(saved_at):
+            run.step()
+        return json.dumps(run.balancer.state_dict())
+
+    def go_on(transport: LocalTransport) -> list[tuple[int, ...]]:
+        run = Run(transport, json.loads(state))
+        assert run.balancer.next_step == saved_at
+        for _ in range(70):
+            run.step()
+        assert run.balancer.next_step == saved_at + 70
+        assert "not the planned size" not in run.balancer.explain()
+        return run.sizes
+
+    state = run_ranks(2, begin)[0]
+    sizes, others_sizes = run_ranks(2, go_on)
+    assert sizes == others_sizes
+    assert sizes[-1] == (48, 16)
+    assert sizes[0] == ((48, 16) if saved_at >= 43 else (32, 32))
+
+
+@pytest.mark.parametrize("kind", ["loader", "sampler"])
+def test_a_resumed_loader_goes_on_at_the_step_of_its_plan(kind: str) -> None:
+    def work(transport: LocalTransport) -> list[int]:
+        seen: list[int] = []
+        state: dict[str, Any] | None = None
+        for until in (45, 90):  # the plan comes into force at 43
+            run = Run(transport, None if state is None else state["balancer"])
+            loader, batch_sampler = batches(kind, run.balancer, 0)
+            if state is not None:
+                batch_sampler.load_state_dict(state["data"])
+            for i, (samples,) in epochs(loader, batch_sampler):
+                train = run.compute if kind == "loader" else run.step
+                train(len(samples))
+                seen += samples.tolist()
+                num_trained = i
+                if run.balancer.next_step == until:
+                    break
+            own = {} if kind == "loader" else {"num_trained": num_trained}
+            state = {
+                "balancer": json.loads(json.dumps(run.balancer.state_dict())),
+                "data": batch_sampler.state_dict(**own),
+            }
+            assert run.sizes[-1] == (48, 16)
+        assert set(run.sizes) == {(48, 16)}
+        return seen
+
+    mine, theirs = run_ranks(2, work)
+    assert sorted(mine + theirs) == sorted(3 * list(range(NUM_SAMPLES)))
+
+
+def epochs(loader: Any, batch_sampler: Any) -> Iterator[tuple[int, Any]]:
+    """Yield batches with their number in the iteration, from 1, epoch after epoch."""
+    epoch = batch_sampler._batches.epoch
+    while True:
+        batch_sampler.set_epoch(epoch)
+        yield from enumerate(loader, 1)
+        epoch += 1
+
+
+def test_the_dummy_batch_of_a_small_last_batch_is_as_large_as_can_be() -> None:
+    def work(transport: LocalTransport) -> list[int]:
+        balancer = loft.Balancer(16, [16, 0], min_batch=8, transport=transport)
+        sampler = loft.BatchSampler(17, balancer)
+        lengths = []
+        for indices in sampler:
+            with balancer.step(len(indices)):
+                balancer.take_step()
+            balancer.step_ended(waited_s=0.0)
+            lengths.append(len(indices))
+        return lengths
+
+    assert run_ranks(2, work) == [[16, 1], [8, 1]]
