@@ -267,8 +267,11 @@ def _launchers(ask: Callable[[Sequence[str]], str]) -> tuple[Finding, ...]:
 def _cpu() -> tuple[Finding, ...]:
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     levels = [name for name in ("avx2", "avx512f") if name in _cpu_flags()]
+    ranks = _usable_config().local_ranks
+    hint = '; with several nodes, over="nodes" sends fewer bytes between them (docs/levels.md)'
     return (
         Finding("cores", f"{allowed} allowed of {os.cpu_count()}"),
+        Finding("ranks here, says the launcher", f"{ranks}{hint if ranks > 1 else ''}"),
         Finding("vector instructions", ", ".join(levels) or "baseline"),
         Finding("threads of torch", str(torch.get_num_threads())),
     )

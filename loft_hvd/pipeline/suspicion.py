@@ -43,7 +43,7 @@ class Suspicion:
             warnings follow after twice, four times, ... as many.
     """
 
-    every: int = 16
+    every: int = 32
     interval: int = 10
     threshold: float = 0.6
     patience: int = 20

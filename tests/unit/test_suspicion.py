@@ -74,20 +74,23 @@ def attacked(world_size: int, attack: attacks.Attack, *, num_rows: int = 1, sign
 
 
 @pytest.mark.parametrize(
-    ("world_size", "rule"),
+    ("world_size", "rule", "num_steps"),
     [
-        (4, TrimmedMean(f=1)),
-        pytest.param(3, Median(), marks=pytest.mark.long),
-        pytest.param(5, TrimmedMean(f=2), marks=pytest.mark.long),
-        pytest.param(5, MeanAroundMedian(f=1), marks=pytest.mark.long),
-        pytest.param(4, Phocas(f=1), marks=pytest.mark.long),
+        (4, TrimmedMean(f=1), 200),
+        pytest.param(4, TrimmedMean(f=1), 1000, marks=pytest.mark.long),
+        pytest.param(3, Median(), 1000, marks=pytest.mark.long),
+        pytest.param(5, TrimmedMean(f=2), 1000, marks=pytest.mark.long),
+        pytest.param(5, MeanAroundMedian(f=1), 1000, marks=pytest.mark.long),
+        pytest.param(4, Phocas(f=1), 1000, marks=pytest.mark.long),
     ],
 )
-def test_honest_workers_are_not_named_in_a_thousand_steps(world_size: int, rule: Rule) -> None:
-    tracker, warned = watch(honest(world_size), rule, world_size=world_size, num_steps=1000)
+def test_honest_workers_are_not_named_in_a_thousand_steps(
+    world_size: int, rule: Rule, num_steps: int
+) -> None:
+    tracker, warned = watch(honest(world_size), rule, world_size=world_size, num_steps=num_steps)
     assert warned == []
     assert max(worker.suspicion for worker in tracker.workers) < 0.2
-    assert [worker.num_steps for worker in tracker.workers] == [1000] * world_size
+    assert [worker.num_steps for worker in tracker.workers] == [num_steps] * world_size
 
 
 @pytest.mark.long
@@ -139,7 +142,7 @@ SEEN = [
         (4, TrimmedMean(f=1), 1),
         pytest.param(3, Median(), 1, marks=pytest.mark.long),
         pytest.param(5, TrimmedMean(f=2), 2, marks=pytest.mark.long),
-        (5, Phocas(f=2), 2),
+        pytest.param(5, Phocas(f=2), 2, marks=pytest.mark.long),
     ],
     ids=str,
 )
