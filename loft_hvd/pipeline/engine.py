@@ -100,19 +100,20 @@ class Engine:
             )
             for bucket in self.buckets
         ]
-        self._changed = threading.Condition()  # of the two that follow
-        self._num_done = 0
+        self._failing = threading.Lock()
         self._failure: BaseException | None = None
         self._is_raised = False
         self._is_awaited = False
-        # Filled by the user's thread, emptied by the engine's.
+        # Filled by the user's thread, emptied by the one that has the turn.
         self._num_queued = 0
         self._queue: deque[tuple[int, Job, Fence]] = deque()
+        # Of the thread that has the turn.
+        self._turn = threading.Lock()
+        self._num_done = 0
         self._done: dict[int, Fence] = {}
-        # Of the engine's thread alone.
         self._open: list[tuple[int, Job]] = []
         self._pause = _SHORTEST_SLEEP_S
-        self._thread = ProgressThread(self._advance, name=f"{name}.progress")
+        self._thread = ProgressThread(self._take_turn, name=f"{name}.progress")
         weakref.finalize(self, self._thread.close, should_join=False)
 
     # In the user's thread.
@@ -152,26 +153,35 @@ class Engine:
         self._raise_failure()
         lane = Lane(self._trace, "step")
         lane.enter("wait")
-        until = self._clock() + self._timeout_s
-        self._is_awaited = True
-        if self._num_done < self._num_queued:
-            self._thread.wake()
         try:
-            with watch_of(self._transport).waiting(), self._changed:
-                while self._num_done < self._num_queued and self._failure is None:
-                    if (left_s := until - self._clock()) <= 0:
-                        raise self._timeout()
-                    self._changed.wait(left_s)
+            with watch_of(self._transport).waiting():
+                self._drive()
         except BaseException as error:  # also an interrupt: buckets are in flight
             self._is_raised = True
             self._fail(error)
             raise
-        self._is_awaited = False
+        finally:
+            self._is_awaited = False
         lane.leave()
         self._raise_failure()
         for fence in self._done.values():
             fence.wait()
         self._num_queued = self._num_done = 0
+
+    def _drive(self) -> None:
+        """Move buckets on in the thread that waits for them: waking another one costs time."""
+        until = self._clock() + self._timeout_s
+        self._is_awaited = True  # the engine's thread now leaves its turns to this one
+        pause: float | None = 0.0
+        while pause is not None and self._failure is None:
+            if (left_s := until - self._clock()) <= 0:
+                raise self._timeout()
+            if self._turn.acquire(timeout=left_s):
+                try:
+                    pause = self._advance()
+                finally:
+                    self._turn.release()
+                time.sleep(pause or 0.0)
 
     def memory_bytes(self) -> int:
         """Return the bytes of all buffers that the engine holds, the buckets included."""
@@ -208,15 +218,18 @@ class Engine:
         return f"{self.buckets[index]} in {self._reductions[index].stage.value}"
 
     def _fail(self, error: BaseException) -> None:
-        """Keep the first error, wake who waits, and tell the other ranks; from either thread."""
-        with self._changed:
+        """Keep the first error, and tell the other ranks; from either thread."""
+        with self._failing:
             if self._failure is not None:
                 return
             self._failure = error
-            self._changed.notify_all()
         watch_of(self._transport).report(error)
 
-    # In the engine's thread.
+    # In the thread that has the turn: the engine's, or the user's while that waits.
+
+    def _take_turn(self) -> float | None:
+        with self._turn:
+            return None if self._is_awaited else self._advance()
 
     def _advance(self) -> float | None:
         """Do what can be done without waiting; return when to come again, None when all is done."""
@@ -251,9 +264,7 @@ class Engine:
             if not self._reductions[index].advance():
                 return False
         self._done[index] = Fence.after(self.buckets[index].device)
-        with self._changed:
-            self._num_done += 1
-            self._changed.notify_all()
+        self._num_done += 1
         return True
 
     @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -153,8 +155,12 @@ def test_a_rank_that_stops_is_named_when_the_others_have_waited_long_enough(
     finally:
         monkeypatch.undo()
         config.cache_clear()
-    assert isinstance(stopped, Late)  # its engine's thread has stopped, its own waits like others
-    assert "rank 1 of 3 waited 0.3 s for bucket" in str(stopped)
+    # Its engine's thread was the one to stop, and its own waited for that; or else its own stopped.
+    assert isinstance(stopped, Late | PeerError)
+    assert re.search(
+        r"rank 1 of 3 waited 0.3 s for bucket|rank 1 was told to stop at its operation 500",
+        str(stopped),
+    )
     for error in (first, third):
         assert isinstance(error, Late)
         assert "ranks [1] have not come to it" in str(error)
