@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from loft_hvd.balance.explain import TIME_FIELDS, read_times
+from loft_hvd.balance.explain import TIME_FIELDS, means
 from loft_hvd.balance.plan import Plan
 from loft_hvd.config import config
 from loft_hvd.errors import MismatchError
@@ -54,7 +54,7 @@ class Report:
     """What all ranks said about an interval.
 
     Args:
-        rows: float64, [world_size, 21].
+        rows: float64, [world_size, 22].
     """
 
     def __init__(self, rows: npt.NDArray[np.float64]) -> None:
@@ -62,7 +62,7 @@ class Report:
 
     @property
     def times(self) -> npt.NDArray[np.float64]:
-        """Sums in the order of ``explain.TIME_FIELDS``, [world_size, 14]."""
+        """Sums in the order of ``explain.TIME_FIELDS``, [world_size, 15]."""
         return self._rows[:, len(_HEADER) : len(_HEADER) + len(TIME_FIELDS)]
 
     @property
@@ -72,9 +72,12 @@ class Report:
 
     @property
     def observed(self) -> npt.NDArray[np.float64]:
-        """Averages a step in the order of ``observations.COLUMNS``, [world_size, 10]."""
-        rows = [[getattr(entry, field) for field in _OBSERVED] for entry in read_times(self.times)]
-        return np.concatenate([np.array(rows), self.shares], axis=1)
+        """Averages a step in the order of ``observations.COLUMNS``, [world_size, 10].
+
+        As they were sent, so that ``screen`` sees what no clock can have measured.
+        """
+        columns = [TIME_FIELDS.index(name) for name in _OBSERVED]
+        return np.concatenate([means(self.times)[:, columns], self.shares], axis=1)
 
     def first_free_step(self, num_passes: int) -> int:
         """Return a step that no rank will have drawn when a plan made from this report arrives.
@@ -147,7 +150,7 @@ class Exchange:
         """Start telling every rank what this one measured.
 
         Args:
-            times: sums in the order of ``explain.TIME_FIELDS``, [14].
+            times: sums in the order of ``explain.TIME_FIELDS``, [15].
             header: steps taken, plan in force, trail of the batches trained, deepest step drawn,
                 steps to the next exchange.
             shares: CPU and memory use by others.

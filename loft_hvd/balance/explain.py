@@ -16,6 +16,7 @@ __all__ = [
     "SlowRank",
     "describe",
     "find_slow",
+    "means",
     "read_times",
     "unpaused_step_s",
 ]
@@ -35,6 +36,7 @@ TIME_FIELDS = (
     "cached",  # of the local samples, those that belong elsewhere
     "paused_s",  # in steps that are left out: checkpoints, evaluation
     "busy_s2",  # the square of a step's own work: how much it varies
+    "held_s",  # of wait_s, what is far beyond the usual: others may have paused
 )
 _SLOW_RATIO = 1.10  # a rank is slow when its own work takes this many times the median rank's
 _SLOW_ERRORS = 3.0  # and when the difference is so many of its standard errors
@@ -61,6 +63,7 @@ class RankTimes:
         cached: of ``local``, samples that belong elsewhere but were in a cache.
         paused_s: seconds of pauses (checkpoints, evaluation), whose steps are left out of the rest.
         busy_s2: mean square of ``busy_s`` over the batches.
+        held_s: seconds of ``wait_s`` far beyond what is usual: other ranks may have paused.
     """
 
     rank: int
@@ -78,6 +81,7 @@ class RankTimes:
     cached: float = 0.0
     paused_s: float = 0.0
     busy_s2: float = 0.0
+    held_s: float = 0.0
 
     @property
     def busy_s(self) -> float:
@@ -118,31 +122,49 @@ class SlowRank:
     cause: str
 
 
+def means(rows: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Turn the sums that ranks exchanged into averages a batch, as they are: not all are times.
+
+    Args:
+        rows: sums over an interval in the order of ``TIME_FIELDS``, [world_size, 15].
+
+    Returns:
+        The same shape, with the number of batches in front; 0 for a rank without batches, NaN for
+        one whose number of batches is none.
+    """
+    steps = rows[:, :1]
+    is_count = np.isfinite(steps) & (steps >= 0) & (steps == np.floor(steps))
+    averages = np.where(steps > 0, rows, 0.0) / np.where(is_count & (steps > 0), steps, 1.0)
+    averages[:, :1] = steps
+    return np.where(is_count, averages, np.nan)
+
+
 def read_times(rows: npt.NDArray[np.float64]) -> tuple[RankTimes, ...]:
     """Turn the sums that ranks exchanged into averages a batch.
 
     Args:
-        rows: sums over an interval in the order of ``TIME_FIELDS``, [world_size, 14].
+        rows: sums over an interval in the order of ``TIME_FIELDS``, [world_size, 15].
 
     Returns:
         One entry a rank. Sums that no clock can have measured (not finite, negative) count as 0.
     """
-    times = []
-    for rank, row in enumerate(np.where(np.isfinite(rows) & (rows >= 0), rows, 0.0)):
-        steps = int(row[0])
-        means = [float(value) / steps if steps else 0.0 for value in row[1:]]
-        times.append(RankTimes(rank, steps, *means))
-    return tuple(times)
+    known = means(rows)
+    known = np.where(np.isfinite(known) & (known >= 0), known, 0.0)
+    return tuple(RankTimes(rank, int(row[0]), *row[1:]) for rank, row in enumerate(known.tolist()))
 
 
 def unpaused_step_s(times: Sequence[RankTimes]) -> float:
-    """Return the seconds of a step by rank 0's clock, without its waiting for others' pauses."""
+    """Return the seconds of a step by rank 0's clock, without its waiting for others' pauses.
+
+    What others say only tells pauses from slow steps: no more is taken off than rank 0 has waited
+    beyond the usual, so that nobody can talk a bad plan's steps short.
+    """
     first = times[0]
     if not first.steps:
         return first.wall_s
     longest = max(entry.paused_s * entry.steps for entry in times)
-    waited = max(0.0, longest - first.paused_s * first.steps)
-    return max(max(entry.busy_s for entry in times), first.wall_s - waited / first.steps)
+    held_s = min(longest / first.steps, first.held_s)
+    return max(first.busy_s, first.wall_s - held_s)
 
 
 def find_slow(times: Sequence[RankTimes]) -> tuple[SlowRank, ...]:

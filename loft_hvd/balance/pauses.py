@@ -11,10 +11,12 @@ __all__ = ["StepSums"]
 
 Floats = npt.NDArray[np.float64]
 
-_OTHER, _WALL, _PAUSED = (TIME_FIELDS.index(name) for name in ("other_s", "wall_s", "paused_s"))
+_OTHER, _WAIT, _WALL, _PAUSED, _HELD = (
+    TIME_FIELDS.index(name) for name in ("other_s", "wait_s", "wall_s", "paused_s", "held_s")
+)
 _FEWEST = 5  # steps that say what is usual
 _MOST = 256  # steps kept one by one
-_USUAL = 3.0  # times the median of "other"
+_USUAL = 3.0  # times the median of "other", or of waiting,
 _OF_STEP = 0.5  # and of the median step, that make a pause
 
 
@@ -23,7 +25,8 @@ class StepSums:
 
     A step has a pause in it when its time outside fetch, computing and waiting is more than three
     times the usual one and half a usual step on top. It is left out whole; only the length of the
-    pause is kept, for rank 0 to take off its own steps, which waited for it.
+    pause is kept. By the same measure, waiting beyond the usual is counted (``held_s``): rank 0
+    takes others' pauses off its own steps, but no more than its own clock has seen.
     """
 
     def __init__(self) -> None:
@@ -54,5 +57,10 @@ class StepSums:
         usual = float(np.median(other))
         limit = _USUAL * usual + _OF_STEP * float(np.median(rows[:, _WALL]))
         is_paused = other > limit
-        self._sums += rows[~is_paused].sum(axis=0)
+        kept = rows[~is_paused]
+        self._sums += kept.sum(axis=0)
+        wait = kept[:, _WAIT]
+        beyond = wait - float(np.median(wait))
+        limit = (_USUAL - 1) * float(np.median(wait)) + _OF_STEP * float(np.median(kept[:, _WALL]))
+        self._sums[_HELD] += float(beyond[beyond > limit].sum())
         self._sums[_PAUSED] += float((other[is_paused] - usual).sum())

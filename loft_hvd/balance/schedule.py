@@ -48,7 +48,7 @@ class Schedule:
         """Return how many steps the next interval should have, from this rank's times.
 
         Args:
-            sums: in the order of ``TIME_FIELDS``, [14].
+            sums: in the order of ``TIME_FIELDS``, [15].
             num_passes: backward passes of an optimizer step.
         """
         if self._given is not None:

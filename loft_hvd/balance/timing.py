@@ -189,7 +189,7 @@ class StepTimer:
         self._clear_step()
 
     def take(self) -> npt.NDArray[np.float64]:
-        """Return the sums in the order of ``TIME_FIELDS``, [14], and start afresh."""
+        """Return the sums in the order of ``TIME_FIELDS``, [15], and start afresh."""
         self._add_known()
         return self._sums.take()
 

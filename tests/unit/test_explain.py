@@ -90,11 +90,14 @@ def test_overlap_is_the_hidden_share_of_the_shorter_part() -> None:
     assert "50%" in describe([first, second])
 
 
-@pytest.mark.parametrize(("own_s", "others_s", "step_s"), [(0, 0, 5), (0, 20, 3), (20, 20, 5)])
-def test_rank_0s_step_does_not_hold_the_pauses_of_others(
-    own_s: float, others_s: float, step_s: float
+@pytest.mark.parametrize(
+    ("held_s", "others_s", "step_s"),
+    [(0, 0, 5), (20, 20, 3), (0, 20, 5), (20, 0, 5), (20, 10, 4), (10, 1e9, 4)],
+)
+def test_rank_0s_step_does_not_hold_the_pauses_of_others_that_it_saw_itself(
+    held_s: float, others_s: float, step_s: float
 ) -> None:
-    first = row(steps=10, samples=80, compute_s=20, wall_s=50, paused_s=own_s)
+    first = row(steps=10, samples=80, compute_s=20, wall_s=50, held_s=held_s)
     other = row(steps=10, samples=80, compute_s=20, wall_s=30, paused_s=others_s)
     assert unpaused_step_s(read_times(np.array([first, other]))) == pytest.approx(step_s)
 
