@@ -132,7 +132,10 @@ class RunLog:
         """Write an error, unless it was the last one written too."""
         if error is not self._last_fault:
             self._last_fault = error
-            self.write("fault", error=type(error).__name__, text=str(error))
+            # An engine's own errors say little; notes on them name the rank.
+            notes = [str(note) for note in getattr(error, "__notes__", ())]
+            text = "\n".join([str(error), *notes])
+            self.write("fault", error=type(error).__name__, text=text)
 
 
 def _plain(value: Any) -> Any:

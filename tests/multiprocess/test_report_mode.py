@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,3 +37,18 @@ def test_report_names_the_slow_rank_and_its_cause(
     report = render_text(read_run_log(log))
     assert re.findall(r"rank (\d) is slow: (\w+)", report) == named, report
     assert ("samples a batch come from elsewhere" in report) == (kind == "link")
+
+
+@pytest.mark.long
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors take no notes before Python 3.11")
+@pytest.mark.parametrize("what", ["raise", "freeze"])
+def test_a_fault_of_another_rank_is_in_the_log_when_the_job_is_gone(
+    what: str, tmp_path: Path
+) -> None:
+    job = ["tests/multiprocess/jobs/train.py", what, "1"]
+    done = launch(3, job, timeout_s=80, env={"LOFT_HVD_LOG_DIR": str(tmp_path)})
+    assert done.returncode != 0
+    (log,) = tmp_path.iterdir()
+    report = render_text(read_run_log(log))
+    assert re.search(r"Error at step \d+: ", report), report
+    assert re.search(r"rank 1 .*(has failed|is frozen)", report), report
