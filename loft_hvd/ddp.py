@@ -27,7 +27,7 @@ from loft_hvd.balance.plan import StepSizes
 from loft_hvd.config import config
 from loft_hvd.errors import ArgumentTypeError
 from loft_hvd.pipeline.allreduce import Handle, allreduce_async
-from loft_hvd.pipeline.weights import combine_passes
+from loft_hvd.pipeline.weights import combine_passes, in_training
 from loft_hvd.transport.base import Transport, locate, watch_of
 from loft_hvd.transport.torch_distributed import TorchDistributedTransport
 
@@ -164,7 +164,9 @@ class _Hook:
             present = combined.present
             # The mean weighs by samples exactly; robust rules by capped counts.
             is_mean = isinstance(self._rule, Mean)
-            weights = tuple(self._sizes.sizes) if is_mean else combined.weights
+            weights = (
+                tuple(self._sizes.sizes) if is_mean else in_training(self._rule, combined).weights
+            )
         return allreduce_async(
             values,
             self._rule,

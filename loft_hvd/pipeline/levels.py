@@ -35,7 +35,7 @@ from loft_hvd.pipeline.stages import (
     run_rule,
 )
 from loft_hvd.pipeline.trace import Lane
-from loft_hvd.pipeline.weights import PassWeights, capped_weights
+from loft_hvd.pipeline.weights import PassWeights, capped_weights, in_training
 from loft_hvd.pipeline.wire import Compression, Wire
 from loft_hvd.transport.base import Transport
 from loft_hvd.transport.groups import Groups, subset
@@ -144,7 +144,8 @@ def two_level_exchange(
         _average(ours, members, weights, mean)
 
     def apply(weights: PassWeights | None) -> None:
-        run(rows, rule, group_weights(weights, groups), reduced)
+        by_group = group_weights(weights, groups)
+        run(rows, rule, None if by_group is None else in_training(rule, by_group), reduced)
 
     steps = [
         Step(

@@ -18,7 +18,7 @@ from loft_hvd.aggregation.diagnostics import diagnose
 from loft_hvd.aggregation.rules import Mean, Rule
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, MismatchError
 from loft_hvd.pipeline.levels import group_weights
-from loft_hvd.pipeline.stages import row_weights, run_rule
+from loft_hvd.pipeline.stages import run_rule
 from loft_hvd.pipeline.suspicion import Evidence, Suspicion, SuspicionTracker
 from loft_hvd.pipeline.weights import PassWeights
 from loft_hvd.pipeline.workers import SuspicionReport, WorkerReport
@@ -103,7 +103,7 @@ class Lookout:
         _, found = diagnose(
             rows,
             rule,
-            weights=row_weights(rule, weights),
+            weights=None if weights is None else weights.weights,
             present=None if weights is None else weights.present,
             out=out,
             every=self._settings.every,

@@ -21,7 +21,7 @@ from loft_hvd.pipeline.lookout import Lookout
 from loft_hvd.pipeline.order import agree_on_order
 from loft_hvd.pipeline.settings import OutgoingHook, ReducerSettings, StepSource
 from loft_hvd.pipeline.stages import MakeExchange, flat_exchange, is_engine_sum
-from loft_hvd.pipeline.weights import PassWeights, combine_passes
+from loft_hvd.pipeline.weights import PassWeights, combine_passes, in_training
 from loft_hvd.pipeline.wire import Compression
 from loft_hvd.transport.base import Transport
 
@@ -190,7 +190,7 @@ class GradientReducer:
         if isinstance(rule, Mean):  # its weights are in the values
             present = (True,) * self._transport.world_size
             weights = PassWeights(weights=None, present=present, row_scale=1.0)
-        return weights
+        return in_training(rule, weights)
 
     def _scale(self, rule: Rule, weights: PassWeights) -> float:
         """Return what this rank's gradients are multiplied by before they are sent."""

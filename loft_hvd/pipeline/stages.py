@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from loft_hvd.aggregation.aggregate import aggregate
-from loft_hvd.aggregation.rules import Mean, Median, Rule
+from loft_hvd.aggregation.rules import Mean, Rule
 from loft_hvd.pipeline.exchange import Exchange, Stage, Step
 from loft_hvd.pipeline.trace import Lane
 from loft_hvd.pipeline.weights import PassWeights
@@ -33,7 +33,6 @@ __all__ = [
     "MakeExchange",
     "flat_exchange",
     "is_engine_sum",
-    "row_weights",
     "run_rule",
     "shard_exchange",
     "sum_exchange",
@@ -47,20 +46,12 @@ Aggregate = Callable[[Tensor, Rule, PassWeights | None, Tensor], None]
 """``(rows, rule, weights, out)``: rows is [world_size, shard], out is [shard], of one dtype."""
 
 
-def row_weights(rule: Rule, weights: PassWeights | None) -> tuple[int, ...] | None:
-    """Return what rows weigh under a rule: a median in training takes no weights.
-
-    With unequal batches the largest few would hold half of the weight, and own the result.
-    """
-    return None if weights is None or isinstance(rule, Median) else weights.weights
-
-
 def run_rule(rows: Tensor, rule: Rule, weights: PassWeights | None, out: Tensor) -> None:
     """Apply a rule to rows [world_size, shard]; ``out`` is [shard]."""
     aggregate(
         rows,
         rule,
-        weights=row_weights(rule, weights),
+        weights=None if weights is None else weights.weights,
         present=None if weights is None else weights.present,
         out=out,
     )

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from loft_hvd.aggregation.rules import Median, Rule
 from loft_hvd.balance.plan import StepSizes
 
-__all__ = ["PassWeights", "capped_weights", "combine_passes"]
+__all__ = ["PassWeights", "capped_weights", "combine_passes", "in_training"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,14 @@ def capped_weights(sizes: Sequence[int]) -> tuple[int, ...] | None:
     if divisor == 0 or len({weight for weight in weights if weight > 0}) == 1:
         return None
     return tuple(weight // divisor for weight in weights)
+
+
+def in_training(rule: Rule, weights: PassWeights) -> PassWeights:
+    """Return what rows weigh under a rule in training: a median takes no weights there.
+
+    With unequal batches the largest few would hold half of the weight, and own the result.
+    """
+    return replace(weights, weights=None) if isinstance(rule, Median) else weights
 
 
 def combine_passes(passes: Sequence[StepSizes], *, rank: int) -> PassWeights:

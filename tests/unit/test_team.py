@@ -109,6 +109,17 @@ def test_a_median_over_unequal_batches_takes_no_weights() -> None:
     assert torch.equal(found[0], loft.median(rows_of(4)))
 
 
+def test_a_median_of_a_users_own_weights_takes_them() -> None:
+    rows, weights = rows_of(4), [1, 1, 1, 9]
+
+    def reduce(end: LocalTransport) -> Tensor:
+        return loft.allreduce(
+            rows[end.rank], loft.Median(), name="x", weights=weights, transport=end
+        )
+
+    assert torch.equal(run_ranks(4, reduce)[0], loft.median(rows, weights=weights))
+
+
 def test_over_nodes_takes_the_ranks_of_each_node() -> None:
     def reduce(end: LocalTransport) -> Tensor:
         return reduce_once(end, rule=loft.Median(), over="nodes")

@@ -85,7 +85,9 @@ def check_ddp(world_size: int, rule: loft.Rule, is_balanced: bool) -> None:
             wanted = (expected * np.array(sizes)[:, None] / total).sum(axis=0)
         else:
             capped = [min(size * present, 2 * total) for size in sizes]
-            wanted = reference(expected, rule, weights=capped)
+            # In training a median takes no weights.
+            used = None if isinstance(rule, loft.Median) else capped
+            wanted = reference(expected, rule, weights=used)
         optimizer.zero_grad()
         x, y = own_batch(rank, step, sizes[rank])
         if is_balanced:
