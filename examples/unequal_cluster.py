@@ -28,7 +28,7 @@ from torch.utils.data import TensorDataset
 import loft_hvd as loft
 
 GLOBAL_BATCH_SIZE = 96
-DEVICE_S = 5e-4  # of a sample, on an emulated device
+DEVICE_S = 1e-3  # of a sample, on an emulated device
 
 
 def load() -> tuple[TensorDataset, np.ndarray]:
@@ -72,7 +72,7 @@ def main() -> None:
     hvd.init()
     torch.set_num_threads(1)  # the ranks share this machine's cores
     dataset, classes = load()
-    placement = loft.Placement.sharded(len(dataset), hvd.size()).with_strata(classes)
+    placement = loft.Placement.sharded(len(dataset), hvd.size()).with_strata(classes, cap=1.2)
     model = make_model()
     balancer = loft.Balancer(
         GLOBAL_BATCH_SIZE, policy="loft", interval=options.interval, log_dir=options.log_dir

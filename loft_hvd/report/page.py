@@ -142,7 +142,7 @@ def _workers(entries: Sequence[Entry]) -> Iterator[str]:
         )
         for place, worker in enumerate(newest.workers)
     ]
-    yield lines(series, label="suspicion, 0 as the others to 1")
+    yield lines(series, label="suspicion, 0 as the others to 1", least_top=1.0)
     yield "<table><tr><th>ranks</th><th>suspicion</th><th>outside</th><th>distance</th>"
     yield "<th>not finite</th><th></th></tr>"
     for worker in newest.workers:

@@ -67,7 +67,11 @@ def bars(rows: Sequence[tuple[str, Sequence[float]]], parts: Sequence[str], *, u
 
 
 def lines(
-    series: Sequence[tuple[str, Sequence[Point]]], *, label: str, is_stepped: bool = False
+    series: Sequence[tuple[str, Sequence[Point]]],
+    *,
+    label: str,
+    is_stepped: bool = False,
+    least_top: float = 0.0,
 ) -> str:
     """Draw lines over the optimizer's steps.
 
@@ -75,12 +79,13 @@ def lines(
         series: a name and its points (step, value), values >= 0.
         label: what the values are.
         is_stepped: whether a value holds until the next one.
+        least_top: a value that the picture reaches up to at least.
     """
     points = [point for _, line in series for point in line]
     if not points:
         return '<p class="none">nothing was logged</p>'
     first, last = min(x for x, _ in points), max(x for x, _ in points)
-    highest = max(y for _, y in points) or 1.0
+    highest = max(least_top, *(y for _, y in points)) or 1.0
     across = (_WIDTH - _LEFT - 10) / ((last - first) or 1.0)
     up = (_HEIGHT - _BOTTOM - _TOP) / highest
     base = _HEIGHT - _BOTTOM
