@@ -149,16 +149,21 @@ def _bench_step(bench: StepBench, *, job: Job, json_file: str | None) -> int:
     return _finish_bench({"ranks": job.num_ranks, **found, bench.model: judged}, json_file)
 
 
-def _bench_kernels(bench: KernelBench, *, files: tuple[str | None, str | None], gate: bool) -> int:
+def _bench_kernels(
+    bench: KernelBench, device: str, *, files: tuple[str | None, str | None], gate: bool
+) -> int:
     """Time the kernels, print, judge; return 1 for a goal far missed, 2 for too much noise."""
+    from loft_hvd.bench.cuda import judge_cuda, measure_cuda, require_cuda
     from loft_hvd.bench.gate import goal_rows, judge_kernels, timing_rows
     from loft_hvd.bench.kernels import measure_kernels, peers
 
+    on_cuda = device == "cuda"
+    judge = judge_cuda if on_cuda else judge_kernels
     timings, goals = [], []
-    for found in measure_kernels(bench):
+    for found in measure_cuda(bench, require_cuda()) if on_cuda else measure_kernels(bench):
         _print_table(timing_rows(found))
         timings += found
-        goals += judge_kernels(found)
+        goals += judge(found)
     _print_table(goal_rows(goals))
     results: dict[str, object] = {
         "peers": peers(),
@@ -298,15 +303,18 @@ def _bench_app() -> typer.Typer:
         threads: int = typer.Option(1, min=1, help="CPU threads."),
         levels: str = typer.Option("", help="Instruction sets, as avx2,avx512; the best one."),
         repeats: int = typer.Option(5, min=1, help="Rounds; the fastest counts."),
+        device: str = typer.Option("cpu", help="cpu, or cuda against a copy on the GPU."),
         gate: bool = typer.Option(False, help="Exit 1 when a goal is missed by 15 %, 2 if noisy."),
         json_file: str = json_option,
         plot_file: str = typer.Option(None, "--plot", metavar="FILE", help="Draw it, as a PNG."),
     ) -> None:
-        """Time the rules' CPU kernels against a pass over the same memory, and peers."""
+        """Time the rules' kernels against a pass over the same memory, and peers."""
+        if device not in ("cpu", "cuda"):
+            raise typer.BadParameter(f"--device {device!r}: cpu or cuda")
         chosen = tuple(level for level in levels.split(",") if level)
         counts = tuple(int(count) for count in _numbers(rows, "--rows"))
         bench = KernelBench(counts, numel, threads, repeats, chosen)
-        raise typer.Exit(_bench_kernels(bench, files=(json_file, plot_file), gate=gate))
+        raise typer.Exit(_bench_kernels(bench, device, files=(json_file, plot_file), gate=gate))
 
     @app.command("allreduce")
     def _allreduce_command(

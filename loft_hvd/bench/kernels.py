@@ -25,7 +25,7 @@ from loft_hvd.aggregation.rules import MeanAroundMedian, Median, Phocas, Rule, T
 from loft_hvd.bench.timing import Clock, choose_clock, interleaved_minimum
 from loft_hvd.errors import AggregationError, MissingDependencyError
 
-__all__ = ["KernelBench", "Timing", "check_rules", "measure_kernels", "peers"]
+__all__ = ["KernelBench", "Timing", "check_rules", "measure_kernels", "peers", "rules_of"]
 
 PASS, PASS_AGAIN, PASS_BURSTS = "pass", "pass again", "pass in bursts"
 _PEER_NUMEL = 200_000  # peers take 50 passes and more
@@ -99,7 +99,7 @@ def peers() -> dict[str, str]:
     return found
 
 
-def check_rules(rows: int) -> None:
+def check_rules(rows: int, *, device: torch.device | None = None) -> None:
     """Compare every rule with its definition on rows with NaN, infinities and 1e30.
 
     Raises:
@@ -108,12 +108,12 @@ def check_rules(rows: int) -> None:
     values = np.random.default_rng(rows).standard_normal((rows, 4099)).astype(np.float32)
     if rows >= 3:  # fewer tolerate none
         values[-1, ::3], values[-1, 1::3], values[-1, 2::3] = np.nan, np.inf, 1e30
-    gradients = torch.from_numpy(values)
-    for name, rule in _rules(rows).items():
+    gradients = torch.from_numpy(values).to(device or "cpu")
+    for name, rule in rules_of(rows).items():
         wanted = torch.from_numpy(reference(values.astype(np.float64), rule))
-        out = torch.full((4099,), torch.nan)
+        out = torch.full((4099,), torch.nan, device=gradients.device)
         aggregate(gradients, rule, out=out)
-        error = (out.double() - wanted).abs() / wanted.abs().clamp(min=1.0)
+        error = (out.cpu().double() - wanted).abs() / wanted.abs().clamp(min=1.0)
         worst = float(error.nan_to_num(nan=torch.inf).max())
         if not worst <= 1e-5:
             raise AggregationError(
@@ -154,7 +154,8 @@ def _noise(count: int) -> Tensor:
     return values
 
 
-def _rules(rows: int) -> dict[str, Rule]:
+def rules_of(rows: int) -> dict[str, Rule]:
+    """Return the rules that are timed, by name; f is a quarter of the rows, at least 1."""
     f = max(1, rows // 4) if rows >= 3 else 0
     return {
         "median": Median(),
@@ -206,7 +207,7 @@ def _kernel_calls(
         job = (kept, numel, _DTYPE_CODES[dtype], code, 0, f, weights or [], out.data_ptr())
         return lambda: module.aggregate_cpu(*job, bench.threads, level, every)
 
-    rules = _rules(rows)
+    rules = rules_of(rows)
     trimmed = next(rule for rule in rules.values() if isinstance(rule, TrimmedMean))
     yield PASS, sweep
     yield PASS_BURSTS, functools.partial(sweep, in_bursts=True)

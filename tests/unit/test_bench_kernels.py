@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from loft_hvd._native import extension
 from loft_hvd.aggregation.rules import Median
 from loft_hvd.bench import kernels
+from loft_hvd.bench.cuda import COPY, judge_cuda, measure_cuda
 from loft_hvd.bench.gate import Goal, judge_kernels
 from loft_hvd.bench.kernels import KernelBench, Timing, check_rules, measure_kernels
 from loft_hvd.cli import build_app
@@ -109,3 +110,32 @@ def test_command_writes_json_and_plot(tmp_path: Path) -> None:
     assert {timing["rows"] for timing in record["timings"]} == {3, 4}
     assert {goal["verdict"] for goal in record["goals"]} <= {"met", "missed", "too noisy"}
     assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_device_bench_times_rules_against_a_copy() -> None:
+    small = KernelBench(rows=(4,), numel=20_000, repeats=1)
+    (timings,) = measure_cuda(small, torch.device("cpu"))  # timed by the CPU
+    names = [timing.contestant for timing in timings]
+    assert {COPY, "median", "trimmed_mean f=1", "median bfloat16", "torch.median"} <= set(names)
+    copy = timings[names.index(COPY)]
+    assert copy.passes == pytest.approx(1.0)
+    for timing in timings:
+        assert timing.passes == pytest.approx(copy.gb_per_s / timing.gb_per_s)
+
+
+def test_device_goals_are_shares_of_the_copy() -> None:
+    named = {COPY: 1.0, "median": 1.1, "trimmed_mean f=4": 1.2, "torch.median": 60.0}
+    timings = [Timing(name, "", 16, 1000, ratio, ratio, 1) for name, ratio in named.items()]
+    verdicts = {goal.what: goal.verdict for goal in judge_cuda(timings)}
+    assert verdicts == {
+        "median by a copy's bandwidth, 16 rows": "met",
+        "trimmed_mean f=4 by a copy's bandwidth, 16 rows": "missed",
+        "torch.median / median, 16 rows": "met",
+    }
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_bench_says_that_there_is_no_cuda_device() -> None:
+    result = CliRunner().invoke(build_app(), ["bench", "kernels", "--device", "cuda"])
+    assert result.exit_code != 0
+    assert "needs a CUDA device" in f"{result.output} {result.exception}"

@@ -153,6 +153,7 @@ _LAYERS = {
     "bench/__init__.py": 0,
     "bench/timing.py": 1,
     "bench/record.py": 1,
+    "bench/cuda.py": 7,
     "bench/kernels.py": 7,
     "bench/gate.py": 7,
     "bench/plots.py": 7,

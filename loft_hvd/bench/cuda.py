@@ -1,0 +1,142 @@
+"""``bench kernels --device cuda``: every rule against a copy in the same device memory."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from loft_hvd._native import extension
+from loft_hvd.aggregation.aggregate import aggregate
+from loft_hvd.aggregation.rules import Median
+from loft_hvd.bench.gate import Goal
+from loft_hvd.bench.kernels import KernelBench, Timing, check_rules, rules_of
+from loft_hvd.errors import MissingDependencyError
+
+__all__ = ["COPY", "judge_cuda", "measure_cuda", "require_cuda"]
+
+COPY = "device copy"
+_PEER_NUMEL = 1_000_000
+# Least share of the copy's bandwidth that median and trimmed mean reach, by row count.
+_SHARES = ((16, 0.90), (32, 0.85), (64, 0.75))
+_TIMES_TORCH = 50.0
+
+
+def require_cuda() -> torch.device:
+    """Return the current CUDA device.
+
+    Raises:
+        MissingDependencyError: there is none, or no CUDA kernels to time.
+    """
+    if not torch.cuda.is_available():
+        raise MissingDependencyError(
+            "bench kernels --device cuda needs a CUDA device, but torch finds none here; "
+            "run it on a machine with a GPU, or without --device for the CPU kernels"
+        )
+    module = extension()
+    if module is None or not module.has_cuda:
+        raise MissingDependencyError(
+            "bench kernels --device cuda times the CUDA kernels, which this extension lacks: "
+            "build it with LOFT_HVD_CUDA=1 and nvcc"
+        )
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def measure_cuda(bench: KernelBench, device: torch.device) -> Iterator[list[Timing]]:
+    """Check and time every rule on a device, one row count after the other.
+
+    Args:
+        bench: row counts, coordinates, repeats and memory; threads and levels do not apply.
+        device: where the rows lie; times are taken by its events where it is a CUDA device.
+
+    Yields:
+        The timings of a row count. ``passes`` are times over what a copy of as many bytes takes.
+    """
+    for rows in bench.rows:
+        check_rules(rows, device=device)
+        numel = min(bench.numel, bench.most_bytes // (4 * rows)) // 16 * 16
+        pool = torch.randn(rows, numel, device=device)
+        calls = list(_calls(pool))
+        best = {call.name: _seconds(call.run, device) for call in calls}
+        for _ in range(bench.repeats):
+            for call in calls:
+                best[call.name] = min(best[call.name], _seconds(call.run, device))
+        yield _timings(calls, best, rows)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What is timed: its name, the call, coordinates of the result and bytes moved."""
+
+    name: str
+    run: Callable[[], object]
+    numel: int
+    moved: int
+
+
+def _calls(pool: Tensor) -> Iterator[_Call]:
+    rows, numel = pool.shape
+    few = pool[:, : min(numel, _PEER_NUMEL)].contiguous()
+    target = torch.empty_like(pool)
+    out = torch.empty(numel, device=pool.device)
+    yield _Call(COPY, functools.partial(target.copy_, pool), rows * numel, 8 * rows * numel)
+    for name, rule in rules_of(rows).items():
+        run = functools.partial(aggregate, pool, rule, out=out)
+        yield _Call(name, run, numel, 4 * numel * (rows + 1))
+    for dtype in (torch.bfloat16, torch.float16):
+        name = f"median {str(dtype).removeprefix('torch.')}"
+        run = functools.partial(aggregate, pool.to(dtype), Median(), out=out.to(dtype))
+        yield _Call(name, run, numel, 2 * numel * (rows + 1))
+    torch_median = functools.partial(torch.median, few, dim=0)
+    yield _Call("torch.median", torch_median, few.shape[1], 4 * few.shape[1] * (rows + 1))
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    if device.type != "cuda":
+        begin = time.perf_counter()
+        run()
+        return time.perf_counter() - begin
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first.record()
+    run()
+    last.record()
+    last.synchronize()
+    return 1e-3 * float(first.elapsed_time(last))
+
+
+def _timings(calls: Sequence[_Call], best: dict[str, float], rows: int) -> list[Timing]:
+    copy = next(call for call in calls if call.name == COPY)
+    seconds_a_byte = best[COPY] / copy.moved
+    return [
+        Timing(
+            call.name,
+            "",
+            rows,
+            call.numel,
+            best[call.name],
+            best[call.name] / (seconds_a_byte * call.moved),
+            call.moved,
+        )
+        for call in calls
+    ]
+
+
+def judge_cuda(timings: Sequence[Timing]) -> list[Goal]:
+    """Return every goal that these timings, of one row count, speak of."""
+    by_name = {timing.contestant: timing for timing in timings}
+    rows = timings[0].rows
+    share = next((share for most, share in _SHARES if rows <= most), None)
+    goals = []
+    for name, timing in by_name.items():
+        if share is not None and (name == "median" or name.startswith("trimmed_mean")):
+            text = f"{name} by a copy's bandwidth, {rows} rows"
+            goals.append(Goal(text, share, 1 / timing.passes, is_floor=True))
+    if rows >= 3:
+        speedup = by_name["torch.median"].ns_a_coordinate / by_name["median"].ns_a_coordinate
+        text = f"torch.median / median, {rows} rows"
+        goals.append(Goal(text, _TIMES_TORCH, speedup, is_floor=True))
+    return goals
