@@ -25,6 +25,7 @@ long = pytest.mark.long
         pytest.param("conform", 4, marks=long),
         pytest.param("ddp", 2, marks=long),
         ("ddp", 3),
+        pytest.param("levels", 4, marks=long),
     ],
 )
 def test_torch_ranks(what: str, num_ranks: int, tmp_path: Path) -> None:

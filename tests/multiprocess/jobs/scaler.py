@@ -18,7 +18,9 @@ def main(num_steps: int, attacked: int | None) -> None:
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
     optimizer = loft.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), rule=loft.TrimmedMean(f=1)
+        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+        rule=loft.TrimmedMean(f=1),
+        quarantine=True,
     )
     if attacked is not None:
         loft.attacks.attach(optimizer, loft.attacks.NaN(), ranks=[attacked])
@@ -42,13 +44,16 @@ def main(num_steps: int, attacked: int | None) -> None:
             scaler.step(optimizer)
         scaler.update()
         num_skipped += scaler.get_scale() < before
+    workers = optimizer.report().workers
+    until = torch.tensor([worker.in_quarantine_until or 0 for worker in workers])
+    everyone = hvd.allgather(until.view(1, -1), name="until")
+    assert bool((everyone == until).all()), "ranks differ about who is in quarantine"
     if hvd.rank() == 0:
         named = [list(worker.ranks) for worker in optimizer.report().named]
         print(optimizer.report(), flush=True)
-        print(
-            f"named {named}, skipped {num_skipped} of {num_steps} steps, loss {loss:.3f}",
-            flush=True,
-        )
+        held = [list(worker.ranks) for worker in workers if worker.in_quarantine_until]
+        end = f"skipped {num_skipped} of {num_steps} steps, loss {loss:.3f}"
+        print(f"named {named}, held {held}, {end}", flush=True)
     hvd.shutdown()
 
 

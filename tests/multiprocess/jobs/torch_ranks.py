@@ -120,9 +120,28 @@ def fail(what: str) -> Callable[[int], None]:
     return run
 
 
+def levels(world_size: int) -> None:
+    """Reduce by a mean inside pairs of ranks and a median over the pairs, on groups of torch's."""
+    rank = dist.get_rank()
+    pairs = [[first, first + 1] for first in range(0, world_size, 2)]
+    rows = torch.randn(world_size, 1003, generator=torch.Generator().manual_seed(5))
+    weight = torch.nn.Parameter(torch.zeros(1003))
+    optimizer = loft.DistributedOptimizer(
+        torch.optim.SGD([weight], lr=0.1), rule=loft.Median(), over=pairs
+    )
+    for _ in range(3):
+        optimizer.zero_grad()
+        (weight * rows[rank]).sum().backward()
+        optimizer.step()
+        means = [loft.aggregate(rows[pair], loft.Mean(reproducible=True)) for pair in pairs]
+        assert weight.grad is not None
+        assert torch.equal(weight.grad, loft.median(torch.stack(means)))
+
+
 JOBS: dict[str, Callable[[int], None]] = {
     "conform": conform,
     "ddp": ddp,
+    "levels": levels,
     "raise": fail("raise"),
     "kill": fail("kill"),
     "freeze": fail("freeze"),
