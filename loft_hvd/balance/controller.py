@@ -13,17 +13,17 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from loft_hvd.balance.few_sizes import choose_used
 from loft_hvd.balance.holding import Holding
-from loft_hvd.balance.loft import Loft
+from loft_hvd.balance.named import POLICIES, make_policy
 from loft_hvd.balance.observations import WAIT, Interval, screen
 from loft_hvd.balance.plan import Plan
-from loft_hvd.balance.policies import Fixed, LbBspCpu, LbBspGpu, Policy, Proposal, Task, Uniform
+from loft_hvd.balance.policies import Policy, Proposal, Task
 from loft_hvd.balance.replay import Decision, Replay, record
 from loft_hvd.balance.search import Bounds, round_to_lattice
 from loft_hvd.errors import ArgumentError, PlanError
@@ -32,49 +32,6 @@ __all__ = ["POLICIES", "Controller", "Decision", "Replay", "make_policy"]
 
 _LOGGER = logging.getLogger(__name__)
 _WARM_UP_INTERVALS = 2
-
-POLICIES = (
-    "loft",
-    "uniform",
-    "report",
-    "lbbsp-cpu",
-    "lbbsp-cpu:last",
-    "lbbsp-cpu:ema",
-    "lbbsp-cpu:busy",
-    "lbbsp-gpu",
-)
-
-
-def make_policy(policy: str | Sequence[int] | Policy, *, dead_band: float = 0.03) -> Policy:
-    """Return the policy that a name, or a list of every rank's samples, stands for.
-
-    Raises:
-        ArgumentError: no policy has that name.
-    """
-    if isinstance(policy, str):
-        return _named_policy(policy, dead_band)
-    if isinstance(policy, Sequence):
-        return Fixed([int(size) for size in policy])
-    return policy
-
-
-def _named_policy(name: str, dead_band: float) -> Policy:
-    base, _, kind = name.partition(":")
-    if name not in POLICIES:
-        raise ArgumentError(
-            f"policy={name!r} is not known; it takes {', '.join(map(repr, POLICIES))}, or a list "
-            "with every rank's samples, such as [96, 96, 48, 16]"
-        )
-    if base in ("loft", "report"):
-        return Loft(dead_band=dead_band, acts=base == "loft")
-    if base == "uniform":
-        return Uniform()
-    if base == "lbbsp-gpu":
-        return LbBspGpu()
-    predictor: Literal["last", "ema", "narx"] = "narx"
-    if kind in ("last", "ema"):
-        predictor = "last" if kind == "last" else "ema"
-    return LbBspCpu(predictor, clock="busy" if kind == "busy" else "compute")
 
 
 class Controller:
@@ -284,6 +241,7 @@ class Controller:
         """Return history, counts and what the policy learnt, JSON-able."""
         return {
             "world_size": self.task.world_size,
+            "global_batch_size": self.task.global_batch_size,
             "policy": self.policy.name,
             "history": [asdict(made) for made in self.history],
             "num_intervals": self._num_intervals,
@@ -296,14 +254,22 @@ class Controller:
         """Go on where ``state_dict`` was taken, in the same world and with the same policy.
 
         Raises:
-            PlanError: the state is of another world size or policy.
+            PlanError: the state is of another world size, global batch or policy.
         """
-        here = (self.task.world_size, self.policy.name)
-        if (state["world_size"], state["policy"]) != here:
+        here = {
+            "world_size": self.task.world_size,
+            "global_batch_size": self.task.global_batch_size,
+            "policy": self.policy.name,
+        }
+        wrong = [
+            f"{name}={state[name]!r} instead of {value!r}"
+            for name, value in here.items()
+            if state.get(name, value) != value
+        ]
+        if wrong:
             raise PlanError(
-                f"load_state_dict: the state is of world_size={state['world_size']} with policy "
-                f"{state['policy']!r}, but this controller has {here[0]} ranks and {here[1]!r}; "
-                "start it afresh"
+                f"load_state_dict: the state is of a controller with {', '.join(wrong)}; make "
+                "this one with the same, or start it afresh"
             )
         self.history = [
             Decision(**{**made, "sizes": tuple(made["sizes"])}) for made in state["history"]

@@ -14,15 +14,14 @@ from loft_hvd.balance.explain import RankTimes, describe, read_times, unpaused_s
 from loft_hvd.balance.observations import screen
 from loft_hvd.balance.options import SETTLE_STEPS, BalancerOptions
 from loft_hvd.balance.plan import Plan
+from loft_hvd.balance.resume import can_go_on, compare_starts, plans_of
 from loft_hvd.balance.schedule import Schedule
 from loft_hvd.balance.timing import StepTimer
 from loft_hvd.balance.words import fit_record
 from loft_hvd.balance.world import World
-from loft_hvd.config import config
 from loft_hvd.errors import PlanError
 from loft_hvd.runlog import RunLog
 from loft_hvd.topology import LoadMeter, allowed_cpus, run_queue_s
-from loft_hvd.transport.agreement import check_agreement
 from loft_hvd.transport.base import Transport
 
 __all__ = ["PlanLoop"]
@@ -160,17 +159,12 @@ class PlanLoop:
         self._is_compared = True
         if self._transport.world_size == 1:
             return
-        check_agreement(
-            self._transport,
-            {
-                "number of steps taken": str(self._num_steps),
-                "plans": str(self.history),
-                "batch of the first step": str(self._batches.trained),
-            },
-            what="Balancer: the state after the first step",
-            name=f"{self._options.name}.state",
-            timeout_s=config().timeout_s,
-        )
+        fields = {
+            "number of steps taken": str(self._num_steps),
+            "plans": str(self.history),
+            "batch of the first step": str(self._batches.trained),
+        }
+        compare_starts(self._transport, fields, name=self._options.name)
 
     def epoch_ended(self) -> None:
         """Close an epoch; a run shorter than an interval still exchanges times once."""
@@ -277,6 +271,7 @@ class PlanLoop:
             "next_step": self._batches.next_step,
             "plans": [[plan.plan_id, plan.first_step, *plan.sizes] for plan in self.history],
             "controller": None if self._controller is None else self._controller.state_dict(),
+            "policy": self._options.policy_text,
             "devices": list(self._world.keys),
             "measured": self._archive.state_dict(),
         }
@@ -284,16 +279,13 @@ class PlanLoop:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where ``state_dict`` was taken, on every rank.
 
-        With other devices, or the same in another order, another global batch, or caps found
-        since, plans start afresh, from what is known of each device.
+        With other devices, or the same in another order, another policy or global batch, or caps
+        found since, plans start afresh, from what is known of each device.
         """
         self._exchange.forget()
-        plans = [Plan(row[0], row[1], tuple(row[2:])) for row in state["plans"]]
-        keys = list(self._world.keys)
         self._archive.load_state_dict(state.get("measured", {}))
-        fits = self._world.can_go_on(plans[-1], self._options)
-        if fits and state.get("devices", keys) == keys:
-            self.history = plans
+        if can_go_on(state, self._world, self._options, warns=self._transport.rank == 0):
+            self.history = plans_of(state)
             if self._controller is not None and state["controller"] is not None:
                 self._controller.load_state_dict(state["controller"])
                 self._controller.forget_after(self.plan.plan_id)

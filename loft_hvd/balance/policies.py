@@ -161,7 +161,8 @@ class LbBspCpu:
         *,
         clock: Literal["compute", "busy"] = "compute",
     ) -> None:
-        self.name = "lbbsp-cpu" + (":busy" if clock == "busy" else "")
+        self.name = "lbbsp-cpu" + (f":{predictor}" if predictor != "narx" else "")
+        self.name += ":busy" if clock == "busy" else ""
         self._kind, self._clock = predictor, clock
 
     def start(self, task: Task) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ ranks; what only rank 0 knows, caps that an earlier run found, it broadcasts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,7 +74,7 @@ class World:
                 options.policy,
                 min_batch=options.min_batch,
                 max_batch=self.caps,
-                grain=self.grain,
+                grain=self.grain if options.is_adaptive else 1,
                 dead_band=options.dead_band,
                 settle_steps=SETTLE_STEPS,
                 max_sizes=self.max_sizes,
@@ -114,13 +115,6 @@ class World:
                 f"{error} (caps found when memory was full, by a probe or earlier runs in log_dir: "
                 f"{found}; another log_dir forgets them)"
             ) from error
-
-    def can_go_on(self, plan: Plan, options: BalancerOptions) -> bool:
-        """Say whether a plan of an earlier run fits these ranks and their caps."""
-        if plan.world_size != len(self) or plan.global_batch_size != options.global_batch_size:
-            return False
-        pairs = zip(plan.sizes, self.caps, strict=True)
-        return all(cap is None or size <= cap for size, cap in pairs)
 
     def check_sizes(self, sizes: Sequence[int], *, what: str) -> None:
         """Raise when a rank's size is above its cap.
@@ -171,10 +165,8 @@ class World:
         has_cuda = any(device.is_cuda for device in devices)
         grain = options.grain
         if grain is None:
-            grain = _CUDA_GRAIN if has_cuda else 1
-            while grain * len(devices) > options.global_batch_size:
-                grain //= 2  # a small global batch: every rank takes a grain at least
-            grain = max(grain, 1)
+            share = options.global_batch_size // len(devices)
+            grain = math.gcd(_CUDA_GRAIN, share) if has_cuda else 1  # equal shares stay equal
         max_sizes = options.max_sizes
         if max_sizes is None and has_cuda:
             max_sizes = _CUDA_SIZES

@@ -40,7 +40,10 @@ def options(total: int = 256, world_size: int = 3, **given: Any) -> BalancerOpti
     [
         ((EPYC, EPYC), 256, {}, 1, None),
         ((T4, EPYC), 256, {}, 8, 8),
-        ((T4, A100), 12, {}, 4, 8),  # every rank takes a grain at least
+        ((T4, A100), 12, {}, 2, 8),  # equal shares of 6 stay equal
+        ((T4, A100), 6, {}, 1, 8),
+        ((T4,) * 8, 32, {}, 4, 8),
+        ((T4,) * 4, 100, {}, 1, 8),
         ((T4, A100), 256, {"grain": 2, "max_sizes": 99}, 2, 99),
         ((EPYC, EPYC), 256, {"grain": 16, "max_sizes": 3}, 16, 3),
     ],
