@@ -23,6 +23,7 @@ _LOCAL_RANKS = (  # horovodrun, Open MPI, MPICH and Intel MPI, torchrun
     "MPI_LOCALNRANKS",
     "LOCAL_WORLD_SIZE",
 )
+_RANKS = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE")  # of the same
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class Config:
         local_ranks: ranks on this node as the launcher tells, 1 where it does not
             (``HOROVOD_LOCAL_SIZE``, ``OMPI_COMM_WORLD_LOCAL_SIZE``, ``MPI_LOCALNRANKS``,
             ``LOCAL_WORLD_SIZE``).
+        ranks: ranks of the whole job as the launcher tells, 1 where it does not
+            (``HOROVOD_SIZE``, ``OMPI_COMM_WORLD_SIZE``, ``PMI_SIZE``, ``WORLD_SIZE``).
     """
 
     threads: int | None = None
@@ -62,6 +65,7 @@ class Config:
     leave_s: float = 5.0
     is_elastic: bool = False
     local_ranks: int = 1
+    ranks: int = 1
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Config:
@@ -115,13 +119,14 @@ class Config:
             ),
             leave_s=read("LEAVE_S", float, cls.leave_s, takes="seconds above 0"),
             is_elastic=environ.get("HOROVOD_ELASTIC", "") == "1",
-            local_ranks=_local_ranks(environ),
+            local_ranks=_first_count(environ, _LOCAL_RANKS),
+            ranks=_first_count(environ, _RANKS),
         )
 
 
-def _local_ranks(environ: Mapping[str, str]) -> int:
-    """Return how many ranks the launcher started on this node; 1 where it does not say."""
-    for name in _LOCAL_RANKS:
+def _first_count(environ: Mapping[str, str], names: tuple[str, ...]) -> int:
+    """Return how many ranks the launcher says it started; 1 where it does not say."""
+    for name in names:
         if (text := environ.get(name, "")).isdecimal() and int(text) > 0:
             return int(text)
     return 1

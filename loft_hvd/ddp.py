@@ -71,7 +71,7 @@ def ddp_hook(
     rule = Mean() if rule is None else rule
     if not isinstance(rule, Rule):
         raise ArgumentTypeError(
-            f"ddp_hook: rule={rule!r} is a {type(rule).__name__}; pass one such as "
+            f"ddp_hook: rule={rule!r} is of type {type(rule).__name__}; pass one such as "
             "loft.TrimmedMean(f=1)"
         )
     ends = TorchDistributedTransport() if transport is None else transport

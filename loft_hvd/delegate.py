@@ -10,6 +10,9 @@ import torch
 __all__ = ["Delegate"]
 
 
+_OF_GRAD_SCALER = ("grad_scale", "found_inf")  # which it sets for a fused optimizer's step
+
+
 class Delegate(torch.optim.Optimizer):
     """Everything a ``torch.optim.Optimizer`` has, taken from the user's own."""
 
@@ -21,6 +24,18 @@ class Delegate(torch.optim.Optimizer):
         if name == "_optimizer":  # not there yet, while being copied or unpickled
             raise AttributeError(name)
         return getattr(self._optimizer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OF_GRAD_SCALER:
+            setattr(self._optimizer, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in _OF_GRAD_SCALER:
+            delattr(self._optimizer, name)
+        else:
+            super().__delattr__(name)
 
     @property
     def state(self) -> Any:  # type: ignore[override]  # an attribute in the base class

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from loft_hvd.config import config
+from loft_hvd.errors import ArgumentError, ArgumentTypeError
 from loft_hvd.transport.base import Transport, wait_for
 from loft_hvd.transport.default import default_transport
 
@@ -24,7 +25,18 @@ def average(
 
     Returns:
         ``sum(value * count) / sum(count)``, equal on every rank; NaN when no rank has a sample.
+
+    Raises:
+        ArgumentTypeError: ``count`` is not a whole number.
+        ArgumentError: ``count`` is negative.
     """
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise ArgumentTypeError(
+            f"average: count={count!r} is of type {type(count).__name__}; give the samples behind "
+            "the value as a whole number, such as loader.local_batch_size"
+        )
+    if count < 0:
+        raise ArgumentError(f"average: count={count} must be >= 0")
     ends = default_transport() if transport is None else transport
     sums = torch.tensor([float(value) * count if count else 0.0, float(count)], dtype=torch.float64)
     if ends.world_size > 1:

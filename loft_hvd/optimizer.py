@@ -90,11 +90,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - the name and the arguments ar
         AggregationError: a rule whose f is too large for the world.
         MismatchError: ranks disagree; names the rank and the field.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
-        raise ArgumentTypeError(
-            f"DistributedOptimizer: {type(optimizer).__name__} cannot be wrapped; it takes a "
-            "torch.optim.Optimizer other than LBFGS (which steps by the local loss)"
-        )
+    _check_kinds(optimizer, named_parameters, balancer)
     rule = Mean() if rule is None else rule
     settings = ReducerSettings(
         bucket_bytes=config().bucket_bytes if bucket_bytes is None else bucket_bytes,
@@ -107,9 +103,12 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - the name and the arguments ar
     )
     team_options = TeamOptions(over, diagnostics, quarantine)
     names = None if named_parameters is None else list(named_parameters)
+    num_groups = len(optimizer.param_groups)
 
     def collect() -> GradientSet:
-        found = collect_parameters(optimizer.param_groups, names, rule=rule, groups=groups)
+        found = collect_parameters(
+            optimizer.param_groups, names, rule=rule, groups=groups, num_named_groups=num_groups
+        )
         check_rules(found.rules, settings)
         team_options.check(found.rules)
         return found
@@ -128,3 +127,28 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - the name and the arguments ar
         log_dir=log_dir,
         team_options=team_options,
     )
+
+
+def _check_kinds(optimizer: object, named_parameters: object, balancer: object) -> None:
+    """Refuse what is no optimizer to wrap, no names, or no balancer."""
+    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
+        raise ArgumentTypeError(
+            f"DistributedOptimizer: {type(optimizer).__name__} cannot be wrapped; it takes a "
+            "torch.optim.Optimizer other than LBFGS (which steps by the local loss)"
+        )
+    if type(optimizer).__module__ == ReducingOptimizer.__module__:
+        raise ArgumentTypeError(
+            "DistributedOptimizer: the optimizer is distributed already, by hvd or loft; gradients "
+            "would be averaged before the rule sees them. Give the torch optimizer itself, or keep "
+            "hvd.DistributedOptimizer and call loft.attach(optimizer, balancer)"
+        )
+    if balancer is not None and not hasattr(balancer, "take_step"):
+        raise ArgumentTypeError(
+            f"DistributedOptimizer: balancer={balancer!r} is of type {type(balancer).__name__}; "
+            "give a loft.Balancer, or none for equal batches"
+        )
+    if callable(named_parameters):
+        raise ArgumentTypeError(
+            "DistributedOptimizer: named_parameters is a function; call it: "
+            "named_parameters=model.named_parameters()"
+        )

@@ -42,9 +42,10 @@ def check_rules(rules: Sequence[Rule], settings: ReducerSettings) -> None:
         )
     robust = [rule for rule in rules if not isinstance(rule, Mean)]
     if robust and (settings.is_sum or settings.predivide != 1.0):
+        given = "op=Sum" if settings.is_sum else f"gradient_predivide_factor={settings.predivide}"
         raise ArgumentError(
-            f"rule={robust[0]} takes neither op=Sum nor gradient_predivide_factor="
-            f"{settings.predivide}: it does not add the ranks' gradients up; leave both away"
+            f"rule={robust[0]} does not take {given}: it does not add the ranks' gradients up; "
+            f"leave it away, or use Mean()"
         )
 
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from loft_hvd.aggregation.rules import Rule, parse_rule
-from loft_hvd.errors import ArgumentError, ArgumentTypeError
+from loft_hvd.errors import ArgumentError, ArgumentTypeError, UsageError
 from loft_hvd.pipeline.buckets import ParameterSpec
 from loft_hvd.transport.agreement import digest
 
-__all__ = ["GradientSet", "collect_parameters"]
+__all__ = ["GradientSet", "check_none_thawed", "collect_parameters"]
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,12 @@ class GradientSet:
 
     def fields(self) -> dict[str, str]:
         """Return what must be equal on every rank, by name."""
-        fields = {
-            f"parameter {spec.name}": f"shape {list(spec.shape)}, {spec.dtype}, "
-            f"rule {self.rules[spec.rule]}, group {spec.group}"
-            for spec in self.specs
-        }
-        order = " ".join(spec.name for spec in self.specs)
-        return fields | {"order of the parameters": order}
+        fields = {"order of the parameters": " ".join(spec.name for spec in self.specs)}
+        for spec in self.specs:
+            fields[f"parameter {spec.name}"] = f"shape {list(spec.shape)}, {spec.dtype}"
+            fields[f"rule= of parameter {spec.name}"] = str(self.rules[spec.rule])
+            fields[f"groups= of parameter {spec.name}"] = str(spec.group)
+        return fields
 
 
 def collect_parameters(
@@ -54,6 +53,7 @@ def collect_parameters(
     *,
     rule: Rule,
     groups: int | Sequence[Sequence[Tensor]] | None = None,
+    num_named_groups: int | None = None,
 ) -> GradientSet:
     """Find the parameters that take gradients, and say of each what it is called and ruled by.
 
@@ -63,18 +63,25 @@ def collect_parameters(
         named_parameters: names for the parameters, or None for names by place.
         rule: the rule of groups that name none.
         groups: a number of groups or lists of parameters that stay together.
+        num_named_groups: parameter groups from this one on were added later, and may hold
+            parameters that ``named_parameters`` does not name; None for no such groups.
 
     Raises:
         ArgumentError: names that are missing, doubled or not (name, parameter) pairs.
         ArgumentTypeError: a parameter that is not floating point.
     """
-    names = _names(param_groups, named_parameters)
+    names = _names(param_groups, named_parameters, num_named_groups)
     parameters: list[torch.nn.Parameter] = []
     rules: list[Rule] = []
     rule_of: list[int] = []
     for group in param_groups:
         own = group.get("rule", rule)
         own = parse_rule(own) if isinstance(own, str) else own
+        if not isinstance(own, Rule):
+            raise ArgumentTypeError(
+                f"rule={own!r} is not a rule; give one such as loft.Median(), "
+                "loft.TrimmedMean(f=1), or loft.Custom(fn) for a function of yours"
+            )
         if own not in rules:
             rules.append(own)
         taken = [p for p in group["params"] if p.requires_grad]
@@ -103,9 +110,33 @@ def collect_parameters(
     return GradientSet(tuple(parameters), tuple(specs), tuple(rules))
 
 
+def check_none_thawed(
+    param_groups: Sequence[dict[str, Any]], reduced: Sequence[torch.nn.Parameter]
+) -> None:
+    """Refuse a step with a gradient that is not reduced: it would part the ranks' models.
+
+    Raises:
+        UsageError: a parameter was frozen when the optimizer was made, and is not any more.
+    """
+    known = {id(parameter) for parameter in reduced}
+    for i, group in enumerate(param_groups):
+        for j, parameter in enumerate(group["params"]):
+            if (
+                parameter.requires_grad
+                and parameter.grad is not None
+                and id(parameter) not in known
+            ):
+                raise UsageError(
+                    f"parameter {j} of group {i}, of shape {list(parameter.shape)}, has a "
+                    "gradient, but was frozen when DistributedOptimizer was made, so ranks do not "
+                    "share it; make the optimizer anew after requires_grad_(True), on every rank"
+                )
+
+
 def _names(
     param_groups: Sequence[dict[str, Any]],
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None,
+    num_named_groups: int | None,
 ) -> dict[int, str]:
     """Map each parameter's id to its name."""
     if named_parameters is None:
@@ -115,6 +146,11 @@ def _names(
             for j, parameter in enumerate(group["params"])
         }
     pairs = list(named_parameters)
+    if not pairs:
+        raise ArgumentError(
+            "named_parameters is empty; a generator gives its items only once, so call "
+            "model.named_parameters() anew for each optimizer"
+        )
     if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
         raise ArgumentError(
             "named_parameters must be a sequence of (name, parameter) tuples, such as "
@@ -131,7 +167,11 @@ def _names(
     names = {id(parameter): name for name, parameter in pairs}
     for i, group in enumerate(param_groups):
         for j, parameter in enumerate(group["params"]):
-            if id(parameter) not in names:
+            if id(parameter) in names:
+                continue
+            if num_named_groups is not None and i >= num_named_groups:
+                names[id(parameter)] = f"added.{i}.{j}"
+            else:
                 raise ArgumentError(
                     f"named_parameters does not name parameter {j} of group {i}, of shape "
                     f"{list(parameter.shape)}; name every parameter of the optimizer, or pass none"

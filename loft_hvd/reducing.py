@@ -20,10 +20,10 @@ from torch.utils.hooks import RemovableHandle
 from loft_hvd.balance.balancer import Balancer
 from loft_hvd.config import config
 from loft_hvd.delegate import Delegate
-from loft_hvd.errors import UsageError
+from loft_hvd.errors import LoftError, UsageError
 from loft_hvd.gradient_log import GradientLog
 from loft_hvd.options import agree
-from loft_hvd.parameters import GradientSet
+from loft_hvd.parameters import GradientSet, check_none_thawed
 from loft_hvd.pipeline.reducer import GradientReducer
 from loft_hvd.pipeline.settings import OutgoingHook, ReducerSettings
 from loft_hvd.pipeline.stages import flat_exchange
@@ -149,6 +149,8 @@ class ReducingOptimizer(Delegate):
                     f"{self._transport.world_size} ranks under this optimizer; with "
                     "hvd.elastic.run, give it to a loft.elastic.State, which makes it fit"
                 )
+            if self._transport.world_size > 1:
+                check_none_thawed(self._optimizer.param_groups, self._reducer.parameters)
             if self._balancer is not None:
                 self._balancer.computing_ended()
             began = time.monotonic()
@@ -209,6 +211,7 @@ class ReducingOptimizer(Delegate):
             def reduced() -> float:
                 loss = evaluate()
                 self._prepare_step()
+                self._is_synchronized = False  # the next evaluation has gradients of its own
                 return loss
 
             result = self._optimizer.step(reduced)
@@ -238,8 +241,19 @@ class ReducingOptimizer(Delegate):
         self._optimizer.zero_grad(*args, **kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, on every rank alike; lays the buckets out anew."""
+        """Add parameters, on every rank alike; lays the buckets out anew.
+
+        Parameters that ``named_parameters`` did not name are named by their place.
+
+        Raises:
+            LoftError: they cannot be reduced; the group is not added.
+        """
         self._optimizer.add_param_group(param_group)
+        try:
+            self._collect()
+        except LoftError:
+            self._optimizer.param_groups.pop()
+            raise
         if self._reducer is not None:
             self._lay_out_anew()
 

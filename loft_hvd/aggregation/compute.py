@@ -125,12 +125,12 @@ def _run_native(
     diagnose_every: int,
 ) -> tuple[bool, object]:
     """Run the extension where it can: whether it ran, and what it found out about the rows."""
+    if type(rule) not in _RULES:
+        raise ArgumentTypeError(f"{rule} has no kernel; use Custom(fn) for rules from elsewhere")
     module = extension()
     if module is None:
         _warn_once()
         return False, None
-    if type(rule) not in _RULES:
-        raise ArgumentTypeError(f"{rule} has no kernel; use Custom(fn) for rules from elsewhere")
     kind = _KINDS[rule.kind] if isinstance(rule, Median) else 0
     job = (
         [address(row) for row in rows],

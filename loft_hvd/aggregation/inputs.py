@@ -139,8 +139,8 @@ def address(row: Row) -> int:
 def _check_first(first: Row) -> None:
     if not isinstance(first, Tensor | np.ndarray):
         raise ArgumentTypeError(
-            "gradients must be a tensor, a NumPy array or a sequence of those, one a worker, not "
-            f"{type(first).__name__}"
+            "gradients must be a 2-D tensor or NumPy array, or a sequence of 1-D ones, one a "
+            f"worker; the first of these is of type {type(first).__name__}"
         )
     is_known = first.dtype in (_TORCH_DTYPES if isinstance(first, Tensor) else _NUMPY_DTYPES)
     if not is_known or (isinstance(first, Tensor) and first.layout != torch.strided):

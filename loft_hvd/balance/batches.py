@@ -12,6 +12,9 @@ from loft_hvd.errors import UsageError
 __all__ = ["BatchQueue"]
 
 
+_MANY_BATCHES = 10
+
+
 class BatchQueue:
     """The sizes of batches between the loader that draws them and the backward pass they are for.
 
@@ -37,6 +40,7 @@ class BatchQueue:
         self.trail = 0
         self._taken: list[StepSizes] = []  # since the last step's end
         self._largest: list[int] = []
+        self._num_begun = 0  # before any backward pass took one
 
     def push(self, step_sizes: StepSizes) -> None:
         """Queue the sizes of a batch that will be trained on, in order."""
@@ -46,6 +50,8 @@ class BatchQueue:
         """Note the batch that the script gets now, in place of any before it."""
         self.clear()
         self._current = self.in_work = step_sizes
+        if self.trained is None:
+            self._num_begun += 1
 
     def upcoming(self, plans: Sequence[Plan]) -> StepSizes:
         """Return the sizes queued for the next backward pass, or those of the plan in force."""
@@ -114,6 +120,11 @@ class BatchQueue:
         if self._last_trained is None:
             self._last_trained = step - 1
         self._lookahead = max(self._lookahead, step - self._last_trained)
+
+    @property
+    def seems_forgotten(self) -> bool:
+        """Whether many batches went out by now and no backward pass has taken any; true once."""
+        return self.trained is None and self._num_begun == _MANY_BATCHES
 
     @property
     def has_fresh(self) -> bool:

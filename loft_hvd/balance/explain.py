@@ -39,6 +39,7 @@ TIME_FIELDS = (
     "held_s",  # of wait_s, what is far beyond the usual: others may have paused
 )
 _SLOW_RATIO = 1.10  # a rank is slow when its own work takes this many times the median rank's
+_SLOW_SHARE = 0.03  # and when a step would be shorter by this share without the difference
 _SLOW_ERRORS = 3.0  # and when the difference is so many of its standard errors
 
 
@@ -170,7 +171,8 @@ def unpaused_step_s(times: Sequence[RankTimes]) -> float:
 def find_slow(times: Sequence[RankTimes]) -> tuple[SlowRank, ...]:
     """Return the ranks whose own work takes well over the median rank's, slowest first.
 
-    "Well over" is a tenth more, and more than the two ranks' own variation explains.
+    "Well over" is a tenth more, a share of the step worth speaking of, and more than the two
+    ranks' own variation explains.
     """
     measured = [time for time in times if time.samples > 0]
     if len(measured) < 2:
@@ -179,6 +181,7 @@ def find_slow(times: Sequence[RankTimes]) -> tuple[SlowRank, ...]:
     stall = statistics.median(time.stall_s for time in measured)
     compute = statistics.median(time.compute_s for time in measured)
     error = statistics.median(time.busy_error_s for time in measured)
+    step_s = max(time.wall_s for time in measured)
     slow = [
         SlowRank(
             time.rank,
@@ -187,7 +190,7 @@ def find_slow(times: Sequence[RankTimes]) -> tuple[SlowRank, ...]:
         )
         for time in measured
         if busy > 0
-        and time.busy_s > _SLOW_RATIO * busy
+        and time.busy_s - busy > max((_SLOW_RATIO - 1.0) * busy, _SLOW_SHARE * step_s)
         and time.busy_s - busy > _SLOW_ERRORS * math.hypot(time.busy_error_s, error)
     ]
     return tuple(sorted(slow, key=lambda entry: -entry.ratio))

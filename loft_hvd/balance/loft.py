@@ -211,7 +211,7 @@ class Loft:
         guard = self._guard
         lines = [f"policy {self.name}: {self._note}"]
         if self._fit is not None:
-            lines += describe_fit(self._fit)
+            lines += describe_fit(self._fit, acts=self._acts)
         if guard.num_misses:
             lines.append(f"{guard.num_misses} plans were worse than equal sizes and undone")
         lines += [

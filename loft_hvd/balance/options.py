@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 from loft_hvd.balance.controller import POLICIES
 from loft_hvd.balance.exchange import FEWEST_STEPS
@@ -59,6 +60,12 @@ class BalancerOptions:
                 f"Balancer: on_resize={self.on_resize!r} is not known; it takes "
                 f"{' or '.join(map(repr, ON_RESIZE))}"
             )
+        if not (isinstance(self.policy, str | Sequence) or hasattr(self.policy, "propose")):
+            raise ArgumentTypeError(
+                f"Balancer: policy={self.policy!r} is of type {type(self.policy).__name__}; it "
+                f"takes {', '.join(map(repr, POLICIES))}, a policy object, or a list with every "
+                "rank's samples, such as [96, 96, 48, 16]"
+            )
         if isinstance(self.policy, str) and self.policy not in POLICIES:
             raise ArgumentError(
                 f"Balancer: policy={self.policy!r} is not known; it takes "
@@ -71,8 +78,8 @@ class BalancerOptions:
                 f"{self.policy_text!r}; a plan takes {FEWEST_STEPS} steps to reach every rank, "
                 "and about 20 make good averages"
             )
-        if self.sizes is not None:
-            self._check_sizes(self.sizes)
+        if isinstance(self.policy, Sequence) and not isinstance(self.policy, str):
+            self._check_sizes(self.policy)
         elif self.global_batch_size < self.world_size:
             raise PlanError(
                 f"global_batch_size={self.global_batch_size} is smaller than "
@@ -80,16 +87,26 @@ class BalancerOptions:
                 "fewer ranks"
             )
 
-    def _check_sizes(self, sizes: tuple[int, ...]) -> None:
+    def _check_sizes(self, sizes: Sequence[int]) -> None:
+        if wrong := [size for size in sizes if not isinstance(size, Integral)]:
+            raise ArgumentTypeError(
+                f"policy={list(sizes)}: {wrong[0]!r} is of type {type(wrong[0]).__name__}; "
+                "sizes are whole numbers of samples"
+            )
+        if min(sizes, default=0) < 0:
+            raise PlanError(
+                f"policy={list(sizes)}: {min(sizes)} is negative; sizes must be >= 0 and add up to "
+                f"global_batch_size={self.global_batch_size}"
+            )
         if len(sizes) != self.world_size:
             raise PlanError(
                 f"policy={list(sizes)} has {len(sizes)} sizes, but world_size={self.world_size}; "
                 "give one size for every rank"
             )
-        if sum(sizes) != self.global_batch_size or min(sizes) < 0:
+        if sum(sizes) != self.global_batch_size:
             raise PlanError(
                 f"policy={list(sizes)} adds up to {sum(sizes)}, but "
-                f"global_batch_size={self.global_batch_size}; sizes must be >= 0 and add up to it"
+                f"global_batch_size={self.global_batch_size}; make them equal"
             )
 
     @property

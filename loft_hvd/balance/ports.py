@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -223,6 +224,13 @@ class BalancerPorts:
             cached: of ``local``, those that only the cache had.
         """
         self._batches.begin(step_sizes)
+        if self._batches.seems_forgotten and self.rank == 0 and self.world_size > 1:
+            warnings.warn(
+                "batches go out, but no backward pass takes their sizes, so nothing is timed and "
+                "gradients of unequal batches are not weighted: give the optimizer balancer=, or "
+                "call loft.attach(optimizer, balancer); to evaluate, use a loader with train=False",
+                stacklevel=3,
+            )
         self._loop.timer.batch_arrived(
             local=local, remote=remote, cached=cached, fetch_s=fetch_s, stall_s=stall_s
         )

@@ -20,13 +20,19 @@ _NAMES = {
 }
 
 
-def describe_fit(fit: Fit) -> list[str]:
-    """Return a line a rank: what its time is made of, what hides what, and what is not known."""
+def describe_fit(fit: Fit, *, acts: bool = True) -> list[str]:
+    """Return a line a rank: what its time is made of, what hides what, and what is not known.
+
+    Args:
+        fit: the newest models.
+        acts: whether sizes follow from it.
+    """
+    held = "; it is kept at its equal share" if acts else ""
     model, lines = fit.model, []
     for rank in range(model.world_size):
         if fit.is_poor[rank]:
             reason = "no usable times" if fit.num_rows[rank] == 0 else "times that fit no model"
-            lines.append(f"rank {rank}: {reason}; it is kept at its equal share")
+            lines.append(f"rank {rank}: {reason}{held}")
             continue
         overlap = float(model.overlap[rank])
         hides = {0.0: "one after the other", 1.0: "fully overlapped"}.get(

@@ -17,10 +17,15 @@ from loft_hvd.data.fetch import FetchingDataset, Request, TimedCollate, WorkerIn
 from loft_hvd.data.forks import sure_fork
 from loft_hvd.data.placement import Placement, check_placement
 from loft_hvd.data.sampler import GlobalBatches, PlanSource, check_balancer, check_length
-from loft_hvd.errors import DataError
+from loft_hvd.errors import ArgumentTypeError, DataError
 
 __all__ = ["DataLoader"]
 
+_INSTEAD = {
+    "batch_size": "leave it away: the balancer gives each rank its share of global_batch_size",
+    "sampler": "leave it away: seed= and set_epoch choose the order, placement= the owners",
+    "batch_sampler": "leave it away, or give torch's own loader a loft.BatchSampler",
+}
 NO_PLAN = -1  # plan_id of evaluation batches
 
 
@@ -85,6 +90,10 @@ class DataLoader:
         timeout: seconds to wait for a batch from a loader process, 0 for no limit.
         multiprocessing_context: start method of the loader processes; forked ones are started again
             when they do not come up.
+
+    Raises:
+        ArgumentTypeError: torch's ``batch_size``, ``sampler`` or ``batch_sampler``, which the
+            balancer stands for, or an argument nobody knows.
     """
 
     def __init__(  # noqa: PLR0913 - torch's own arguments, by name
@@ -107,7 +116,9 @@ class DataLoader:
         generator: torch.Generator | None = None,
         timeout: float = 0,
         multiprocessing_context: Any = None,
+        **others: Any,
     ) -> None:
+        _refuse(others)
         check_balancer(balancer)
         placement = check_placement(placement, check_length(dataset))
         settings = EpochSettings(
@@ -237,6 +248,13 @@ class DataLoader:
         self._position = int(state["position"])
         if self._train:
             self._balancer.clear_pending()
+
+
+def _refuse(others: Mapping[str, Any]) -> None:
+    """Say what stands for the arguments of torch's loader that have no place here."""
+    for name in others:
+        advice = _INSTEAD.get(name, f"it takes those of torch's own but {', '.join(_INSTEAD)}")
+        raise ArgumentTypeError(f"DataLoader: unexpected argument {name!r}; {advice}")
 
 
 class _Feed:

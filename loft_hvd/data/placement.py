@@ -242,7 +242,8 @@ def check_placement(placement: Placement | None, num_samples: int) -> Placement:
         return Placement.replicated(num_samples)
     if not isinstance(placement, Placement):
         raise ArgumentTypeError(
-            f"placement={placement!r} is a {type(placement).__name__}; give a loft_hvd.Placement"
+            f"placement={placement!r} is of type {type(placement).__name__}; give a "
+            "loft_hvd.Placement"
         )
     if len(placement) != num_samples:
         raise DataError(

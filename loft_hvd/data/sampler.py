@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sized
+from numbers import Integral
 from typing import Any, Protocol
 
 import numpy as np
@@ -89,6 +90,8 @@ class GlobalBatches:
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the permutation; a position loaded for another epoch is dropped."""
+        if not isinstance(epoch, Integral):
+            raise ArgumentTypeError(f"set_epoch: epoch={epoch!r}; give a whole number")
         if epoch < 0:
             raise DataError(f"set_epoch: epoch={epoch} must be >= 0")
         if epoch != self.epoch:
@@ -122,12 +125,18 @@ class GlobalBatches:
             yield draw
 
     def _warn_of_skipped(self, num_left: int) -> None:
+        if self._has_warned or self.view.rank != 0:
+            return
         tail = num_left % self.view.global_batch_size
-        if (
-            0 < tail < self.view.min_ranks
-            and not (self.settings.drop_last or self._has_warned)
-            and self.view.rank == 0
-        ):
+        if num_left == self.settings.num_samples and len(self) == 0:
+            self._has_warned = True
+            warnings.warn(
+                f"an epoch has no step: {num_left} samples, global_batch_size="
+                f"{self.view.global_batch_size}, drop_last={self.settings.drop_last}, and every "
+                f"step needs samples for {self.view.min_ranks} ranks; nothing is trained",
+                stacklevel=2,
+            )
+        elif 0 < tail < self.view.min_ranks and not self.settings.drop_last:
             self._has_warned = True
             warnings.warn(
                 f"the last batch of the epoch has {tail} samples, fewer than the "
@@ -279,7 +288,7 @@ def check_balancer(balancer: object) -> None:
     """
     if not hasattr(balancer, "plan_at"):
         raise ArgumentTypeError(
-            f"balancer={balancer!r} is a {type(balancer).__name__}; give a loft_hvd.Balancer"
+            f"balancer={balancer!r} is of type {type(balancer).__name__}; give a loft_hvd.Balancer"
         )
 
 
@@ -293,7 +302,8 @@ def check_length(dataset: object) -> int:
         return dataset
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise ArgumentTypeError(
-            f"the data set is a {type(dataset).__name__}: exactly-once batches of unequal sizes "
-            "need a map-style data set, with __len__ and __getitem__; wrap or index the stream"
+            f"the data set is of type {type(dataset).__name__}: exactly-once batches of unequal "
+            "sizes need a map-style data set, with __len__ and __getitem__; wrap or index the "
+            "stream"
         )
     return len(dataset)

@@ -157,6 +157,10 @@ def allreduce_async(
 ) -> Handle:
     """Start a robust all-reduce; see ``allreduce``."""
     rule = Mean() if rule is None else rule
+    if not isinstance(tensor, Tensor):
+        raise ArgumentTypeError(
+            f"allreduce {name!r}: the value is of type {type(tensor).__name__}; give a torch.Tensor"
+        )
     if tensor.dtype not in _DTYPES:
         raise ArgumentTypeError(
             f"allreduce {name!r}: a rule aggregates floating point values, but the tensor is "

@@ -56,7 +56,7 @@ class GradientReducer:
         make_exchange: MakeExchange = flat_exchange,
         lookout: Lookout | None = None,
     ) -> None:
-        self._parameters = list(parameters)
+        self.parameters = list(parameters)
         self._specs = list(specs)
         self._rules = list(rules)
         self._settings = settings
@@ -91,7 +91,7 @@ class GradientReducer:
     # One step's bookkeeping.
 
     def _clear_step(self) -> None:
-        self._counts = [0] * len(self._parameters)
+        self._counts = [0] * len(self.parameters)
         self._unready = [len(bucket.slots) for bucket in self.buckets]
         self._passes: list[StepSizes] = []
         self._num_passes_begun = 0
@@ -125,7 +125,7 @@ class GradientReducer:
     # Hooks.
 
     def _hook(self, index: int) -> list[RemovableHandle]:
-        parameter = self._parameters[index]
+        parameter = self.parameters[index]
         # Weak: torch never frees a parameter whose hooks lead back to it.
         reducer = weakref.ref(self)
 
@@ -261,7 +261,7 @@ class GradientReducer:
         order = agree_on_order(
             self._transport,
             arrivals,
-            len(self._parameters),
+            len(self.parameters),
             name=self._name,
             timeout_s=settings.timeout_s,
         )

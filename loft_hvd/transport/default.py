@@ -7,7 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from loft_hvd.errors import LoftError
+from loft_hvd.config import config
+from loft_hvd.errors import UsageError
 from loft_hvd.transport.base import Transport
 from loft_hvd.transport.horovod import HorovodTransport, horovod_if_initialized
 from loft_hvd.transport.local import LocalWorld
@@ -19,20 +20,29 @@ __all__ = ["default_transport"]
 def default_transport(process_set: Any | None = None) -> Transport:
     """Return the ranks of Horovod, else of ``torch.distributed``, else this process alone.
 
-    An engine counts once it is initialised.
+    An engine counts once it is initialised. A process that a launcher started as one of several
+    is never taken for one that is alone: it would train without the others.
 
     Args:
         process_set: a ``hvd.ProcessSet``, for some of Horovod's ranks only.
 
     Raises:
-        LoftError: a process set was given but Horovod is not initialised.
+        UsageError: Horovod is not initialised, but a process set was given or a launcher has
+            started several ranks.
     """
     if horovod_if_initialized() is not None:
         return HorovodTransport(process_set)
     if process_set is not None:
-        raise LoftError("process_set needs Horovod: call hvd.init() first")
+        raise UsageError("process_set needs Horovod: call hvd.init() first")
     if dist.is_available() and dist.is_initialized():
         return _torch_ranks(dist.group.WORLD)
+    if config().ranks > 1 or config().is_elastic:
+        started = f"one of {config().ranks} ranks" if config().ranks > 1 else "an elastic rank"
+        raise UsageError(
+            f"a launcher has started this process as {started}, but neither hvd.init() nor "
+            "torch.distributed.init_process_group() has been called; call hvd.init() before "
+            "anything of loft_hvd (for this process alone: transport=LocalWorld(1).transport(0))"
+        )
     return LocalWorld(1).transport(0)
 
 

@@ -38,7 +38,10 @@ def install_extension(
     if has_gpu():  # the CUDA half is then built by default
         parts.append("gpu")
     key = digest(parts, source_files(root))
-    is_built = any((root / "loft_hvd").rglob("*.so")) or not (root / "CMakeLists.txt").is_file()
+    is_built = (
+        any((root / "loft_hvd").glob(f"_loft*{facts.abi}*"))
+        or not (root / "CMakeLists.txt").is_file()
+    )
     stamp = environment.stamps / _STAMP
     if is_built and "loft-hvd" in facts.dists and read_stamp(stamp) == f"{root} {key}":
         say("setup: loft_hvd and its extension are built")

@@ -20,7 +20,10 @@ from loft_hvd.data.strata import strata_caps
 from tests.support.placements import placements, sizes_of
 from tests.support.plans import FakePlans
 
-pytestmark = pytest.mark.filterwarnings("ignore:the last batch of the epoch:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{what}:UserWarning")
+    for what in ("the last batch of the epoch", "an epoch has no step")
+]
 # No deadline: the machine that runs the tests may be busy, and a law has no speed.
 laws = settings(
     deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], max_examples=100

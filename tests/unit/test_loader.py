@@ -215,6 +215,7 @@ def test_a_dummy_takes_local_samples_first() -> None:
     assert [x.tolist() for (x,) in loader] == [[4, 5]]
 
 
+@pytest.mark.filterwarnings("ignore:an epoch has no step:UserWarning")
 @pytest.mark.parametrize("num_samples", [0, 1, 3, 8, 53])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_evaluation_counts_every_sample_once_and_tells_the_balancer_nothing(

@@ -228,7 +228,7 @@ def test_fields_are_checked(state: loft.elastic.State) -> None:
 def test_ddp_hook_checks_what_it_is_given() -> None:
     with pytest.raises(UsageError, match="init_process_group"):
         loft.ddp_hook(loft.Median())
-    with pytest.raises(ArgumentTypeError, match=r"rule='median' is a str; pass one such as"):
+    with pytest.raises(ArgumentTypeError, match=r"rule='median' is of type str; pass one such as"):
         loft.ddp_hook("median")  # type: ignore[arg-type]  # that is the point
 
 

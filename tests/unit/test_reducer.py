@@ -276,7 +276,7 @@ def test_names_are_checked(names: list[object], message: str) -> None:
     [
         ({"backward_passes_per_step": 0}, ValueError, "backward_passes_per_step=0"),
         ({"gradient_predivide_factor": 0.0}, ValueError, "must be > 0"),
-        ({"rule": loft.Median(), "op": "sum"}, ValueError, "takes neither op=Sum"),
+        ({"rule": loft.Median(), "op": "sum"}, ValueError, "does not take op=Sum"),
         ({"bucket_bytes": -1}, ValueError, "bucket_bytes=-1"),
         ({"compression": 3}, TypeError, "compression=3"),
         ({"groups": -1}, ValueError, "groups=-1"),
