@@ -113,8 +113,9 @@ class SpreadWatch:
     def _values(self, at: int, gradient: Tensor | None) -> Tensor | None:
         if gradient is None or gradient.layout != torch.strided:
             return None
-        places = self._places[at].to(gradient.device)
-        return gradient.detach().reshape(-1)[places].to(torch.float64)
+        if self._places[at].device != gradient.device:  # once: parameters stay where they are
+            self._places[at] = self._places[at].to(gradient.device)
+        return gradient.detach().reshape(-1)[self._places[at]].to(torch.float64)
 
     def step(self) -> Spread | None:
         """Note a step whose gradients are reduced by now; after the last one, compare ranks."""

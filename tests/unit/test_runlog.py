@@ -209,7 +209,7 @@ def test_a_worker_that_stands_out_is_logged_while_training(tmp_path: Path) -> No
             log_dir=tmp_path,
         )
         loft.attacks.attach(optimizer, loft.attacks.SignFlip(scale=10), ranks=[3])
-        for _ in range(60):
+        for _ in range(61):
             optimizer.zero_grad()
             (1 + layer(torch.randn(1, 64, generator=random))).square().sum().backward()
             optimizer.step()
