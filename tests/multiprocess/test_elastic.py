@@ -86,7 +86,8 @@ def test_a_rank_that_joins_late_takes_part(what: str, num_ranks: int, tmp_path: 
             time.sleep(0.2)  # until the first ranks train
         found.write_text("\n".join([*hosts, "127.0.0.1:1"]) + "\n")
 
-    done = run(tmp_path, what, hosts=hosts, num_ranks=num_ranks, during=add_host)
+    # A rank that joins imports torch while the others wait for it.
+    done = run(tmp_path, what, hosts=hosts, num_ranks=num_ranks, during=add_host, gloo_timeout_s=40)
     assert done.returncode == 0, done.output[-6000:]
     assert f"rank 0 of {num_ranks} goes on at step 0" in done.output
     later = rf"rank \d of {num_ranks + 1} goes on at step [1-9]\d*"

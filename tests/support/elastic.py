@@ -18,6 +18,7 @@ def launch_elastic(
     num_ranks: int,
     min_ranks: int,
     timeout_s: float,
+    gloo_timeout_s: int = 10,
     during: Callable[[Path], None] | None = None,
 ) -> Finished:
     """Run ``python ARGUMENTS`` under ``horovodrun`` with a discovery script.
@@ -29,6 +30,7 @@ def launch_elastic(
         num_ranks: ranks at first.
         min_ranks: fewest ranks that go on.
         timeout_s: after so many seconds the whole job is ended.
+        gloo_timeout_s: how long Horovod waits for ranks of a broken or a new world.
         during: called with the file of hosts while the job runs; may write it anew.
     """
     found, script = folder / "hosts", folder / "discover.sh"
@@ -43,6 +45,9 @@ def launch_elastic(
         launcher="elastic",
         options=options,
         timeout_s=timeout_s,
-        env={"HOROVOD_GLOO_TIMEOUT_SECONDS": "10", "HOROVOD_DYNAMIC_PROCESS_SETS": "1"},
+        env={
+            "HOROVOD_GLOO_TIMEOUT_SECONDS": str(gloo_timeout_s),
+            "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
+        },
         during=None if during is None else lambda: during(found),
     )
