@@ -229,7 +229,6 @@ class Fitter:
         self._fetch.load_state_dict(state["fetch"])
         self._compute.load_state_dict(state["compute"])
         self._knee = np.array(state["knee"])
-        self.fit()
 
 
 def _fetch_features(local: Floats, remote: Floats, source: Ints) -> Floats:

@@ -8,7 +8,8 @@ open.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +53,15 @@ class LinearFit:
         variance = np.einsum("ni,nij,nj->n", features, self.covariance, features)
         error: Floats = np.sqrt(np.maximum(variance, 0.0))
         return error
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the coefficients and how well they are known, JSON-able."""
+        return {item.name: getattr(self, item.name).tolist() for item in fields(self)}
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> LinearFit:
+        """Return the fit that ``state_dict`` was taken of."""
+        return cls(**{name: np.array(values) for name, values in state.items()})
 
 
 def solve_nonnegative(gram: Floats, moment: Floats) -> Floats:

@@ -13,6 +13,7 @@ __all__ = ["Schedule"]
 
 _LEAST_STEPS = 20
 _LEAST_S = 30.0
+_GROWTH = 4  # an interval has at most this many times the steps of the one before
 _STEPS, _WALL = TIME_FIELDS.index("steps"), TIME_FIELDS.index("wall_s")
 
 
@@ -20,7 +21,7 @@ class Schedule:
     """The step of the next exchange.
 
     Without a given interval the first one is 20 steps; each after it is at least 20 steps and 30
-    seconds, as steps took on rank 0 in the one before.
+    seconds, as steps took on rank 0 in the one before, and at most four times as many steps.
 
     Args:
         interval: steps between two exchanges, or None.
@@ -56,4 +57,5 @@ class Schedule:
         step_s = float(sums[_WALL] / sums[_STEPS]) * num_passes if sums[_STEPS] > 0 else 0.0
         if not step_s > 0:
             return self.interval
-        return max(_LEAST_STEPS, math.ceil(_LEAST_S / step_s))
+        wanted = max(_LEAST_STEPS, math.ceil(_LEAST_S / step_s))
+        return min(wanted, _GROWTH * self.interval)  # a few fast steps must not put off the next

@@ -173,6 +173,7 @@ class TermFitter:
             "last_size": self._last_size.tolist(),
             "anchor": np.where(np.isnan(self._anchor), _UNSET, self._anchor).tolist(),
             "noise": np.where(np.isnan(self._noise), _UNSET, self._noise).tolist(),
+            "fitted": None if self._fitted is None else self._fitted.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -183,4 +184,5 @@ class TermFitter:
         anchor, noise = np.array(state["anchor"]), np.array(state["noise"])
         self._anchor = np.where(anchor < 0, np.nan, anchor)
         self._noise = np.where(noise < 0, np.nan, noise)
-        self._fitted = None
+        fitted = state.get("fitted")
+        self._fitted = None if fitted is None else LinearFit.from_state_dict(fitted)

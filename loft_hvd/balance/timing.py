@@ -77,6 +77,7 @@ class StepTimer:
         self._unknown: deque[_Step] = deque()  # steps that the device has not finished
         self._step_began: float | None = None
         self._excluded_s = 0.0
+        self._num_excluding = 0  # blocks of ``exclude`` that are open
         self.device_clock: DeviceClock | None = None
         self._clear_step()
 
@@ -142,12 +143,15 @@ class StepTimer:
 
     @contextmanager
     def exclude(self) -> Iterator[None]:
-        """Leave the time inside out of every step."""
+        """Leave the time inside out of every step; a block within another changes nothing."""
         began = self._clock()
+        self._num_excluding += 1
         try:
             yield
         finally:
-            self._excluded_s += self._clock() - began
+            self._num_excluding -= 1
+            if not self._num_excluding and self._step_began is not None:  # else it is in no step
+                self._excluded_s += self._clock() - began
 
     def step_ended(self, *, waited_s: float, counts: bool = True) -> None:
         """Close a step and add it to the sums.

@@ -205,6 +205,24 @@ def test_a_state_of_another_world_is_refused() -> None:
         Controller(256, 8, "uniform").load_state_dict(Controller(256, 4).state_dict())
 
 
+@pytest.mark.parametrize("at", [1, 4, 11])
+def test_a_loaded_state_is_the_one_saved_and_goes_on_alike(at: int) -> None:
+    model = StepModel.build(2, compute_s=np.array([1e-2, 3e-2]))
+    first = Controller(64, 2)
+    drive(lambda _: model, first, intervals=at, seed=0)
+    state = json.dumps(first.state_dict())
+    second = Controller(64, 2)
+    second.load_state_dict(json.loads(state))
+    assert json.dumps(second.state_dict()) == state
+    for number in range(5):
+        rows, step_s = measure(model, first.plan.sizes, seed=[number], noise=0.05, steps=20)
+        for controller in (first, second):
+            step = 20 * (at + number) + 19
+            controller.observe(rows, step=step, step_s=step_s)
+            controller.decide(step + 1)
+    assert second.state_dict() == first.state_dict()
+
+
 def test_a_replay_repeats_every_plan(tmp_path: Path) -> None:
     first = Controller(256, 4)
     plans = drive(lambda _: UNEVEN, first, intervals=15, seed=0)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from loft_hvd.balance.device_clock import DeviceClock
 from loft_hvd.balance.explain import TIME_FIELDS
+from loft_hvd.balance.schedule import Schedule
 from loft_hvd.balance.timing import StepTimer
 
 
@@ -162,6 +164,34 @@ def test_a_checkpoint_that_nobody_announced_is_a_pause_and_no_step(clock: FakeCl
         wall_s=108,
         paused_s=600,
     )
+
+
+def test_a_block_left_out_within_another_is_left_out_once(clock: FakeClock) -> None:
+    timer = StepTimer(clock)
+    for _ in range(2):
+        with timer.exclude():
+            clock.now += 1
+            with timer.exclude():
+                clock.now += 2
+        one_step(timer, clock)
+    plain = StepTimer(clock)
+    for _ in range(2):
+        one_step(plain, clock)
+    assert timer.take().tolist() == plain.take().tolist()
+
+
+@pytest.mark.parametrize(
+    ("before", "step_s", "interval"),
+    [(20, 1e-3, 80), (80, 1e-3, 320), (20_000, 1e-3, 30_000), (20, 1.0, 30), (400, 1.0, 30)],
+)
+def test_an_interval_has_at_most_four_times_the_steps_of_the_one_before(
+    before: int, step_s: float, interval: int
+) -> None:
+    schedule = Schedule(None)
+    schedule.follow(0, before)
+    sums = np.zeros(len(TIME_FIELDS))
+    sums[[TIME_FIELDS.index("steps"), TIME_FIELDS.index("wall_s")]] = 17, 17 * step_s
+    assert schedule.propose(sums, num_passes=1) == interval
 
 
 def test_slow_steps_are_no_pauses(clock: FakeClock) -> None:
