@@ -7,7 +7,7 @@ With m ranks in each of g groups, such as nodes, and d values:
     AGGREGATE   the mean over the group's ranks, by their samples: one row of the group
     ALL_TO_ALL  across groups, among the ranks j of all groups: shard k of d/(m g) values to group k
     AGGREGATE   the rule over the groups' rows
-    ALL_GATHER  across groups, then ALL_GATHER inside: the result travels to every rank
+    ALL_GATHER  across groups, then inside: the result travels to every rank
     UNPACK      values are taken out of the wire's format: the same bits on every rank
 
 2 (g-1)/g d values leave a group, however many ranks it has; a ring over all ranks sends
@@ -37,7 +37,7 @@ from loft_hvd.pipeline.stages import (
 from loft_hvd.pipeline.trace import Lane
 from loft_hvd.pipeline.weights import PassWeights, capped_weights, in_training
 from loft_hvd.pipeline.wire import Compression, Wire
-from loft_hvd.transport.base import Transport
+from loft_hvd.transport.base import Transport, Work
 from loft_hvd.transport.groups import Groups, subset
 
 __all__ = ["Levels", "exchange_maker", "group_weights", "two_level_exchange"]
@@ -96,13 +96,30 @@ def exchange_maker(levels: Levels | None, *, run: Aggregate = run_rule) -> MakeE
         if values.numel() == 0 or is_engine_sum(rule, wire):
             return flat_exchange(transport, values, rule=rule, name=name, wire=wire, lane=lane)
         return two_level_exchange(
-            levels, values, rule=rule, name=name, wire=wire, lane=lane, run=run
+            transport, levels, values, rule=rule, name=name, wire=wire, lane=lane, run=run
         )
 
     return make
 
 
+class _Together:
+    """Two collectives that are waited for as one."""
+
+    def __init__(self, *works: Work) -> None:
+        self._works = works
+
+    def done(self) -> bool:
+        """Say whether both have ended."""
+        return all([work.done() for work in self._works])  # a list: each moves on
+
+    def finish(self) -> None:
+        """Release both."""
+        for work in self._works:
+            work.finish()
+
+
 def two_level_exchange(
+    transport: Transport,
     levels: Levels,
     values: Tensor,
     *,
@@ -115,7 +132,8 @@ def two_level_exchange(
     """Make the exchange of some values inside and across groups, in place.
 
     Args:
-        levels: the transports.
+        transport: all ranks.
+        levels: inside and across their groups.
         values: [num_ranks * shard]: this rank's before, the aggregated ones after.
         rule: how the groups' rows are aggregated.
         name: stem of the operations' names, equal on every rank.
@@ -147,6 +165,14 @@ def two_level_exchange(
         by_group = group_weights(weights, groups)
         run(rows, rule, None if by_group is None else in_training(rule, by_group), reduced)
 
+    mark = torch.zeros(1)
+
+    def give(_: PassWeights | None) -> Work:
+        work = inside.allgather(mean, sent, name=f"{name}.in.ag")
+        # All ranks meet at the end: one that went on to shut Horovod down while another group is
+        # not done would take the engine away from it.
+        return _Together(work, transport.allreduce(mark, name=f"{name}.end"))
+
     steps = [
         Step(
             Stage.ALL_TO_ALL,
@@ -156,7 +182,7 @@ def two_level_exchange(
         Step(Stage.ALL_TO_ALL, lambda _: across.alltoall(mean, rows.view(-1), name=f"{name}.a2a")),
         Step(Stage.AGGREGATE, apply),
         Step(Stage.ALL_GATHER, lambda _: across.allgather(reduced, mean, name=f"{name}.ag")),
-        Step(Stage.ALL_GATHER, lambda _: inside.allgather(mean, sent, name=f"{name}.in.ag")),
+        Step(Stage.ALL_GATHER, give),
     ]
     if sent is values:
         return Exchange(steps, held=[ours, mean, rows, reduced], lane=lane)

@@ -24,7 +24,7 @@ __all__ = ["Evidence", "Suspicion", "SuspicionTracker", "WorkerState", "score_ro
 _FEWEST_ROWS = 3  # of two rows nobody can say which one is off
 _DISTANCE_DOUBLINGS = 4.0  # squared distance 16 times what it should be: score 1
 _MEMORY_STEPS = 20.0  # a step counts 1/20 in the smoothed numbers
-_COLUMNS = 5  # score, seen, outside, non-finite, squared distance
+_COLUMNS = 6  # score, steps, seen, outside, non-finite, squared distance
 _DRAWS = 2048
 
 Floats = npt.NDArray[np.float64]
@@ -63,14 +63,12 @@ class Suspicion:
 def _expected(rule: Rule, weights: tuple[int, ...]) -> tuple[Floats, Floats]:
     """Return what honest rows look like that differ in their batch sizes only.
 
-    A mean over fewer samples is noisier: its row is outside more often, and farther away.
-
-    Returns:
-        Share outside and log2 of the squared distance of each row.
+    A mean over fewer samples is noisier: its row is outside more often, and farther away. Returns
+    the share outside and log2 of the squared distance of each row.
     """
-    noise = torch.randn(len(weights), _DRAWS, generator=torch.Generator().manual_seed(0))
+    rows = torch.randn(len(weights), _DRAWS, generator=torch.Generator().manual_seed(0))
+    rows *= torch.tensor(weights).rsqrt().unsqueeze(1)
     used = None if isinstance(rule, Median) else weights  # in training it takes none
-    rows = noise * torch.tensor(weights).rsqrt().unsqueeze(1)
     _, found = diagnose(rows, rule, weights=used, every=1)
     return np.array(found.share_outside), _log2(np.array(found.squared_distance))
 
@@ -151,7 +149,7 @@ class Evidence:
         self._clear()
 
     def _clear(self) -> None:
-        self._num_steps = 0
+        self._num_steps = np.zeros(self._num_rows)  # in which a row was there
         self._scores = np.zeros(self._num_rows)
         self._sum = Diagnostics.empty(self._num_rows)
 
@@ -164,20 +162,21 @@ class Evidence:
         found, self._step = self._step, Diagnostics.empty(self._num_rows)
         scores = score_rows(found, rule, weights=weights)
         if scores is not None:
-            self._num_steps += 1
+            self._num_steps += np.array(found.num_seen) > 0
             self._scores += scores
             self._sum += found
 
     def take(self) -> Floats:
-        """Return what was seen since the last call, float64, [1 + num_rows * 5]."""
+        """Return what was seen since the last call, float64, [num_rows * 6]."""
         columns = (
             self._scores,
+            self._num_steps,
             self._sum.num_seen,
             self._sum.num_outside,
             self._sum.num_non_finite,
             self._sum.squared_distance,
         )
-        wire = np.concatenate([[self._num_steps], *columns]).astype(np.float64)
+        wire = np.concatenate(columns).astype(np.float64)
         self._clear()
         return wire
 
@@ -232,24 +231,24 @@ class SuspicionTracker:
         """Take the evidence of all owners.
 
         Args:
-            table: what each owner's ``Evidence.take`` returned, [num_owners, 1 + num_rows * 5];
+            table: what each owner's ``Evidence.take`` returned, [num_owners, num_rows * 6];
                 owners that saw nothing, or claim what cannot be, abstain.
 
         Returns:
             The workers to warn of now.
         """
         num_rows = len(self.workers)
-        rows = _believable(np.asarray(table, dtype=np.float64), num_rows)
-        if len(rows) == 0:
+        cells = np.asarray(table, dtype=np.float64).reshape(len(table), _COLUMNS, num_rows)
+        cells = _believable(cells)
+        if len(cells) == 0:
             return []
-        cells = rows[:, 1:].reshape(len(rows), _COLUMNS, num_rows)
-        scores = np.minimum(1.0, cells[:, 0] / rows[:, :1])
-        seen, outside, non_finite, squared = (cells[:, column] for column in range(1, _COLUMNS))
+        steps, seen, outside, non_finite, squared = (cells[:, at] for at in range(1, _COLUMNS))
+        scores = np.minimum(1.0, cells[:, 0] / np.maximum(steps, 1.0))
         shares = np.divide(outside, seen, out=np.zeros_like(seen), where=seen > 0)
         usual = [_low_median(line[was > 0]) for line, was in zip(squared, seen, strict=True)]
         distances = squared / np.maximum(np.array(usual), 1e-300)[:, None]
-        num_steps = int(_low_median(rows[:, 0]))
         present = np.flatnonzero((seen > 0).any(axis=0)).tolist()
+        num_steps = {row: int(_low_median(steps[seen[:, row] > 0, row])) for row in present}
         for row in present:
             sees = seen[:, row] > 0
             self.workers[row].num_non_finite += int(non_finite[:, row].sum())
@@ -257,9 +256,9 @@ class SuspicionTracker:
                 _low_median(scores[sees, row]),
                 _low_median(shares[sees, row]),
                 _low_median(distances[sees, row]),
-                num_steps=num_steps,
+                num_steps=num_steps[row],
             )
-        return [row for row in present if self._should_warn(row, num_steps)]
+        return [row for row in present if self._should_warn(row, num_steps[row])]
 
     def excess(self, row: int) -> float:
         """Return how far a worker's suspicion is above the median of the others'."""
@@ -288,13 +287,13 @@ class SuspicionTracker:
         return True
 
 
-def _believable(rows: Floats, num_rows: int) -> Floats:
-    """Return the rows of owners that have something to say and claim nothing that cannot be."""
+def _believable(cells: Floats) -> Floats:
+    """Return the cells of owners that have something to say and claim nothing that cannot be."""
+    steps, seen = cells[:, 1], cells[:, 2:3]
     with np.errstate(invalid="ignore"):
-        fits = np.isfinite(rows).all(axis=1) & (rows >= 0).all(axis=1) & (rows[:, 0] > 0)
-        cells = rows[:, 1:].reshape(len(rows), _COLUMNS, num_rows)
-        fits &= (cells[:, 2:4] <= cells[:, 1:2]).all(axis=(1, 2))  # of what was seen
-    chosen: Floats = rows[fits]
+        fits = np.isfinite(cells).all(axis=(1, 2)) & (cells >= 0).all(axis=(1, 2))
+        fits &= (cells[:, 3:5] <= seen).all(axis=(1, 2)) & (steps > 0).any(axis=1)
+    chosen: Floats = cells[fits]
     return chosen
 
 

@@ -184,7 +184,7 @@ def test_one_owner_alone_cannot_frame_a_worker(world_size: int, framed: int) -> 
     def lie(owner: int, wire: np.ndarray) -> np.ndarray:
         if owner == world_size - 1:
             wire = wire.copy()
-            wire[1 + framed] = wire[0]  # score 1 in every step
+            wire[framed] = wire[world_size + framed]  # score 1 in every step
         return wire
 
     rule: Rule = TrimmedMean(f=1)
@@ -270,3 +270,19 @@ def test_settings_are_checked(what: str) -> None:
         Suspicion(**{what: 1.5})  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="threshold"):
         Suspicion(threshold=1.0)
+
+
+def test_steps_in_which_a_worker_was_left_out_say_nothing_of_it() -> None:
+    evidence, rule = Evidence(5), TrimmedMean(f=1)
+    tracker = SuspicionTracker(5, SETTINGS)
+    rows = honest(5)(0, torch.Generator().manual_seed(3))
+    rows[4] = float("nan")
+    for interval in range(8):
+        for step in range(10):
+            present = [True] * 4 + [interval < 5 or step == 0]
+            evidence.add(diagnose(rows, rule, present=present, every=1)[1])
+            evidence.end_step(rule)
+        tracker.observe(evidence.take()[None, :])
+    assert tracker.named() == [4]
+    assert tracker.workers[4].num_steps == 53
+    assert tracker.workers[4].suspicion > 0.9
