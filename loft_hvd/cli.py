@@ -245,8 +245,8 @@ def build_app() -> typer.Typer:
     @app.command("simulate")
     def _simulate_command(
         scenario: str = typer.Argument(None, help="A scenario, a TOML file."),
-        clusters: int = typer.Option(0, "--random", min=0, help="So many random clusters instead."),
-        seed: int = typer.Option(0, min=0, help="Of the first random cluster."),
+        clusters: int = typer.Option(0, "--random", min=0, help="Compare on N made-up clusters."),
+        seed: int = typer.Option(0, min=0, help="Of the first made-up cluster."),
         json_file: str = typer.Option(None, "--json", metavar="FILE", help="Write all of it."),
         plot_file: str = typer.Option(None, "--plot", metavar="FILE", help="Draw it, as a PNG."),
     ) -> None:
@@ -301,7 +301,7 @@ def _bench_app() -> typer.Typer:
         rows: str = typer.Option("3,4,8,16,32,33,64", help="Row counts."),
         numel: int = typer.Option(10_000_000, min=1024, help="Coordinates of a row."),
         threads: int = typer.Option(1, min=1, help="CPU threads."),
-        levels: str = typer.Option("", help="Instruction sets, as avx2,avx512; the best one."),
+        levels: str = typer.Option("", help="Of baseline,avx2,avx512; the best here."),
         repeats: int = typer.Option(5, min=1, help="Rounds; the fastest counts."),
         device: str = typer.Option("cpu", help="cpu, or cuda against a copy on the GPU."),
         gate: bool = typer.Option(False, help="Exit 1 when a goal is missed by 15 %, 2 if noisy."),

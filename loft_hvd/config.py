@@ -1,7 +1,8 @@
 """Settings from the environment: the only reader of ``os.environ``.
 
-Every variable is called ``LOFT_HVD_*``, is read once a process, and has a default that suits most
-users. A wrong value is an error that names the variable, its value and what it takes.
+Every variable of ours is called ``LOFT_HVD_*``, is read once a process, and has a default that
+suits most users. A wrong value is an error that names the variable, its value and what it takes.
+Launchers set a few more for their ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +15,19 @@ from typing import TypeVar
 
 from loft_hvd.errors import ArgumentError
 
-__all__ = ["Config", "config"]
+__all__ = ["VARIABLES", "Config", "config"]
+
+VARIABLES = {  # of each field that a user sets
+    "threads": "LOFT_HVD_THREADS",
+    "isa": "LOFT_HVD_ISA",
+    "timeout_s": "LOFT_HVD_TIMEOUT_S",
+    "bucket_bytes": "LOFT_HVD_BUCKET_BYTES",
+    "log_dir": "LOFT_HVD_LOG_DIR",
+    "trace_file": "LOFT_HVD_TRACE",
+    "heartbeat_s": "LOFT_HVD_HEARTBEAT_S",
+    "heartbeat_timeout_s": "LOFT_HVD_HEARTBEAT_TIMEOUT_S",
+    "leave_s": "LOFT_HVD_LEAVE_S",
+}
 
 _T = TypeVar("_T")
 _LOCAL_RANKS = (  # horovodrun, Open MPI, MPICH and Intel MPI, torchrun

@@ -14,13 +14,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from loft_hvd._native import explain_missing, extension
-from loft_hvd.config import Config, config
+from loft_hvd.config import VARIABLES, Config, config
 from loft_hvd.errors import ArgumentError
 
 __all__ = [
@@ -293,10 +293,8 @@ def _settings() -> tuple[Finding, ...]:
     except ArgumentError as error:
         return (Finding("LOFT_HVD_*", "not usable", str(error)),)
     findings = []
-    for field in fields(settings):
-        value = getattr(settings, field.name)
-        is_set = value != field.default
+    for name, variable in VARIABLES.items():
+        value = getattr(settings, name)
         text = "not set" if value is None else str(value)
-        name = f"LOFT_HVD_{field.name.upper()}"
-        findings.append(Finding(name, text if is_set else f"{text} (default)"))
+        findings.append(Finding(variable, text + " (default)" * (value == getattr(Config, name))))
     return tuple(findings)
