@@ -23,6 +23,7 @@ from loft_hvd.aggregation import (
 )
 from loft_hvd.attach import attach
 from loft_hvd.balance.balancer import Balancer
+from loft_hvd.balance.replay import Replay
 from loft_hvd.data.loader import DataLoader
 from loft_hvd.data.placement import Placement
 from loft_hvd.data.sampler import BatchSampler
@@ -53,6 +54,7 @@ __all__ = [
     "Phocas",
     "Placement",
     "Quarantine",
+    "Replay",
     "Rule",
     "Suspicion",
     "TrimmedMean",

@@ -13,6 +13,7 @@ from loft_hvd.balance.options import BalancerOptions, MaxBatch
 from loft_hvd.balance.plan import proportional_sizes
 from loft_hvd.balance.policies import Policy
 from loft_hvd.balance.ports import BalancerPorts
+from loft_hvd.balance.replay import write_decisions
 from loft_hvd.errors import PlanError, UsageError
 from loft_hvd.runlog import open_run_log
 from loft_hvd.transport.base import Transport
@@ -182,6 +183,14 @@ class Balancer(BalancerPorts):
         On rank 0 also what the policy makes of it: its models, its plan and the reason.
         """
         return self._loop.explain()
+
+    def write_plans(self, path: str | Path) -> None:
+        """Write every plan so far and why it was made, one JSON object a line, on rank 0 alone.
+
+        ``Replay(path)`` as the policy of a later run repeats them, each from the step it had.
+        """
+        if self.rank == 0:
+            write_decisions(path, self._loop.decisions())
 
     def suggest_sizes(self) -> tuple[int, ...]:
         """Return the sizes that would take every rank the same time, by its measured speed.

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from loft_hvd.balance.plan import Plan, StepSizes
-from loft_hvd.errors import UsageError
+from loft_hvd.errors import PlanError, UsageError
 
 __all__ = ["BatchQueue"]
 
@@ -125,6 +125,18 @@ class BatchQueue:
     def seems_forgotten(self) -> bool:
         """Whether many batches went out by now and no backward pass has taken any; true once."""
         return self.trained is None and self._num_begun == _MANY_BATCHES
+
+    def check_start(self, plan: Plan, *, rank: int) -> None:
+        """Raise when a plan starts at a step that loaders may have drawn by an older one.
+
+        Raises:
+            PlanError: names this rank, the plan, and the deepest step.
+        """
+        if plan.first_step <= self.drawn_ahead:
+            raise PlanError(
+                f"rank {rank}: plan {plan.plan_id} starts at step {plan.first_step}, but steps up "
+                f"to {self.drawn_ahead} may be drawn already"
+            )
 
     @property
     def has_fresh(self) -> bool:

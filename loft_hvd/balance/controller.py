@@ -7,7 +7,6 @@ balancer's business; in the simulator it is the scenario's.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections import Counter
@@ -24,7 +23,7 @@ from loft_hvd.balance.named import POLICIES, make_policy
 from loft_hvd.balance.observations import WAIT, Interval, screen
 from loft_hvd.balance.plan import Plan
 from loft_hvd.balance.policies import Policy, Proposal, Task
-from loft_hvd.balance.replay import Decision, Replay, record
+from loft_hvd.balance.replay import Decision, Replay, record, write_decisions
 from loft_hvd.balance.search import Bounds, round_to_lattice
 from loft_hvd.errors import ArgumentError, PlanError
 
@@ -234,8 +233,7 @@ class Controller:
 
     def write_plans(self, path: str | os.PathLike[str]) -> None:
         """Write ``history``, one JSON object a line; ``Replay`` reads it."""
-        with open(path, "w", encoding="utf-8") as file:
-            file.writelines(json.dumps(asdict(made)) + "\n" for made in self.history)
+        write_decisions(path, self.history)
 
     def state_dict(self) -> dict[str, Any]:
         """Return history, counts and what the policy learnt, JSON-able."""

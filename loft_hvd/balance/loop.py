@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -14,12 +15,12 @@ from loft_hvd.balance.explain import RankTimes, describe, read_times, unpaused_s
 from loft_hvd.balance.observations import screen
 from loft_hvd.balance.options import SETTLE_STEPS, BalancerOptions
 from loft_hvd.balance.plan import Plan
+from loft_hvd.balance.replay import Decision
 from loft_hvd.balance.resume import can_go_on, compare_starts, plans_of
 from loft_hvd.balance.schedule import Schedule
 from loft_hvd.balance.timing import StepTimer
 from loft_hvd.balance.words import fit_record
 from loft_hvd.balance.world import World
-from loft_hvd.errors import PlanError
 from loft_hvd.runlog import RunLog
 from loft_hvd.topology import LoadMeter, allowed_cpus, run_queue_s
 from loft_hvd.transport.base import Transport
@@ -69,7 +70,7 @@ class PlanLoop:
         self._is_compared = False  # with the other ranks' state, at the first step
         is_crowded = transport.local_size > allowed_cpus()
         self.timer = StepTimer(clock, run_queue_s if is_crowded else None)
-        self.history = [Plan(0, 0, world.first_sizes(options, self._controller))]
+        self.history = world.first_plans(options, self._controller)
         self._archive = Archive()
         self.times: tuple[RankTimes, ...] = ()
         self.num_passes = 1
@@ -77,17 +78,13 @@ class PlanLoop:
 
     def write_head(self) -> None:
         """Begin the log with what is trained, and how."""
-        options = self._options
         self._log.step = self._num_steps
-        self._log.write(
-            "run",
-            world_size=self._transport.world_size,
-            global_batch_size=options.global_batch_size,
-            policy=options.policy_text,
-            devices=[f"{device.key} {device.name}" for device in self._world.devices],
-            caps=list(self._world.caps),
-        )
-        self._log.write("plan", **asdict(self.plan))
+        self._log.write("run", **self._world.head(self._options))
+        self._write_plans()
+
+    def _write_plans(self) -> None:
+        for plan in self.history:
+            self._log.write("plan", **asdict(plan))
 
     def hold(self, ranks: Sequence[int]) -> None:
         """Give ranks that are in quarantine no samples from the next plan on."""
@@ -106,8 +103,9 @@ class PlanLoop:
 
     @property
     def plan(self) -> Plan:
-        """The newest plan."""
-        return self.history[-1]
+        """The newest plan; of those repeated from an earlier run, the one in force."""
+        newest = self._batches.next_step if self._options.replayed else math.inf
+        return next(plan for plan in reversed(self.history) if plan.first_step <= newest)
 
     @property
     def num_steps(self) -> int:
@@ -237,12 +235,7 @@ class PlanLoop:
         if plan is None or plan.plan_id == self.plan.plan_id:
             return
         self._world.check_plan(plan, after=self.plan, rank=self._transport.rank)
-        if plan.first_step <= self._batches.drawn_ahead:
-            raise PlanError(
-                f"rank {self._transport.rank}: plan {plan.plan_id} starts at step "
-                f"{plan.first_step}, but steps up to {self._batches.drawn_ahead} may be drawn "
-                "already"
-            )
+        self._batches.check_start(plan, rank=self._transport.rank)
         self.timer.discard()  # times at the old sizes
         self.history.append(plan)
         if self._transport.rank == 0:
@@ -263,6 +256,13 @@ class PlanLoop:
             own = "models and reasons are rank 0's: call explain() there, or read the run log"
             head = self._controller.explain() if self._transport.rank == 0 else f"{head}\n{own}"
         return f"{head}\n{describe(self.times)}"
+
+    def decisions(self) -> list[Decision]:
+        """Return every plan and why it was made, which rank 0 alone knows."""
+        if self._controller is not None:
+            made = self._controller.history
+            return [each for each in made if each.plan_id <= self.plan.plan_id]
+        return [Decision(**asdict(plan), reason="given") for plan in self.history]
 
     def state_dict(self) -> dict[str, Any]:
         """Return plans, steps, times by device and, on rank 0, what was learnt; JSON-able."""
@@ -291,8 +291,9 @@ class PlanLoop:
                 self._controller.forget_after(self.plan.plan_id)
         else:
             self._controller = self._world.make_controller(self._options)
-            self.history = [Plan(0, 0, self._world.first_sizes(self._options, self._controller))]
+            self.history = self._world.first_plans(self._options, self._controller)
             self._recall()
         self._num_steps = self._log.step = int(state["num_steps"])
+        self._write_plans()
         self._schedule.restart(self._num_steps)
         self._is_compared = False

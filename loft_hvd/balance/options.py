@@ -8,7 +8,9 @@ from numbers import Integral
 
 from loft_hvd.balance.controller import POLICIES
 from loft_hvd.balance.exchange import FEWEST_STEPS
+from loft_hvd.balance.plan import Plan
 from loft_hvd.balance.policies import Policy
+from loft_hvd.balance.replay import Replay
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, PlanError
 from loft_hvd.transport.agreement import digest
 
@@ -78,14 +80,20 @@ class BalancerOptions:
                 f"{self.policy_text!r}; a plan takes {FEWEST_STEPS} steps to reach every rank, "
                 "and about 20 make good averages"
             )
-        if isinstance(self.policy, Sequence) and not isinstance(self.policy, str):
-            self._check_sizes(self.policy)
-        elif self.global_batch_size < self.world_size:
+        given = self._given_sizes()
+        for sizes in given:
+            self._check_sizes(sizes)
+        if not given and self.global_batch_size < self.world_size:
             raise PlanError(
                 f"global_batch_size={self.global_batch_size} is smaller than "
                 f"world_size={self.world_size}; every rank needs a sample, so raise it or start "
                 "fewer ranks"
             )
+
+    def _given_sizes(self) -> list[Sequence[int]]:
+        if isinstance(self.policy, Sequence) and not isinstance(self.policy, str):
+            return [self.policy]
+        return [plan.sizes for plan in self.replayed]
 
     def _check_sizes(self, sizes: Sequence[int]) -> None:
         if wrong := [size for size in sizes if not isinstance(size, Integral)]:
@@ -117,9 +125,15 @@ class BalancerOptions:
         return None
 
     @property
+    def replayed(self) -> tuple[Plan, ...]:
+        """The plans of an earlier run that are repeated, or none."""
+        return self.policy.plans if isinstance(self.policy, Replay) else ()
+
+    @property
     def is_adaptive(self) -> bool:
         """Whether the policy makes new plans while training runs."""
-        return self.sizes is None and self.policy not in ("uniform", "report")
+        is_given = self.sizes is not None or bool(self.replayed)
+        return not is_given and self.policy not in ("uniform", "report")
 
     @property
     def policy_text(self) -> str:
@@ -140,7 +154,8 @@ class BalancerOptions:
         limit = self.max_batch
         shown = sorted(limit.items()) if isinstance(limit, Mapping) else limit
         fields = {name: str(getattr(self, name)) for name in names}
-        return fields | {"max_batch": str(shown), "policy": self.policy_text}
+        fields |= {"max_batch": str(shown), "policy": self.policy_text}
+        return fields | {"plans to repeat": str(self.replayed)} if self.replayed else fields
 
 
 def _check_count(what: str, value: object) -> None:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -51,6 +52,16 @@ class World:
     def __len__(self) -> int:
         return len(self.devices)
 
+    def head(self, options: BalancerOptions) -> dict[str, Any]:
+        """Return what a run log begins with."""
+        return {
+            "world_size": len(self),
+            "global_batch_size": options.global_batch_size,
+            "policy": options.policy_text,
+            "devices": [f"{device.key} {device.name}" for device in self.devices],
+            "caps": list(self.caps),
+        }
+
     @property
     def keys(self) -> tuple[str, ...]:
         """The keys of all devices, [world_size]."""
@@ -63,7 +74,7 @@ class World:
             PlanError: no sizes within the limits add up to the global batch.
         """
         is_too_small = options.global_batch_size < len(self) * options.min_batch
-        if options.sizes is not None or options.policy == "uniform":
+        if options.sizes is not None or options.replayed or options.policy == "uniform":
             return None
         if options.policy == "report" and is_too_small:
             return None
@@ -81,6 +92,18 @@ class World:
             )
         controller.warm_up([cap is not None for cap in self.caps])
         return controller
+
+    def first_plans(self, options: BalancerOptions, controller: Controller | None) -> list[Plan]:
+        """Return the plan that a run starts with, or all plans that it repeats.
+
+        Raises:
+            PlanError: the caps leave no room for the global batch, or for the sizes given.
+        """
+        if not options.replayed:
+            return [Plan(0, 0, self.first_sizes(options, controller))]
+        for plan in options.replayed:
+            self.check_sizes(plan.sizes, what=f"Replay, step {plan.first_step}")
+        return list(options.replayed)
 
     def first_sizes(
         self, options: BalancerOptions, controller: Controller | None

@@ -108,7 +108,9 @@ class Placement:
             content = json.loads(text)
             nodes, runs = content["nodes"], content["runs"]
             homes = [HomeSet.parse(run["homes"]) for run in runs]
-            counts = [int(run["count"]) for run in runs]
+            counts = [_count(run["count"]) for run in runs]
+            if not isinstance(nodes, list | None):
+                raise TypeError(f"nodes={nodes!r}")
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f'placement {os.fspath(path)}: {error!r}; it must be {{"nodes": [...] or null, '
@@ -226,6 +228,12 @@ class Placement:
             )
         on_nodes = [r for r, node in enumerate(self.nodes or ()) if node in home.nodes]
         return sorted({*home.ranks, *on_nodes})
+
+
+def _count(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"count={value!r} is no whole number >= 0")
+    return value
 
 
 def _groups(values: npt.ArrayLike) -> npt.NDArray[np.int32]:

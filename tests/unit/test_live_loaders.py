@@ -13,50 +13,10 @@ from torch.utils.data import TensorDataset
 
 import loft_hvd as loft
 from loft_hvd.transport.local import LocalTransport, run_ranks
+from tests.support.live import Run
 
-SECONDS = (1e-2, 3e-2)  # a sample, on each of two ranks
 NUM_SAMPLES = 64 * 30
 DATA = TensorDataset(torch.arange(NUM_SAMPLES))
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Run:
-    """One rank of a training run in which rank 1 takes three times as long a sample."""
-
-    def __init__(self, transport: LocalTransport, state: dict[str, Any] | None = None) -> None:
-        self.clock = Clock()
-        self.balancer = loft.Balancer(
-            64, "loft", interval=20, transport=transport, clock=self.clock
-        )
-        if state is not None:
-            self.balancer.load_state_dict(state)
-        self.sizes: list[tuple[int, ...]] = []  # of each step trained
-
-    def compute(self, num_samples: int) -> None:
-        """Take the batch that was begun through an optimizer's step."""
-        balancer, clock = self.balancer, self.clock
-        taken = balancer.take_step()
-        assert num_samples == taken.sizes[balancer.rank]
-        seconds = [size * each for size, each in zip(taken.sizes, SECONDS, strict=True)]
-        clock.now += seconds[balancer.rank]
-        balancer.gradient_arrived(blocked_s=0.0)
-        balancer.computing_ended()
-        waited_s = max(seconds) - seconds[balancer.rank]
-        clock.now += waited_s
-        balancer.step_ended(waited_s=waited_s)
-        self.sizes.append(taken.sizes)
-
-    def step(self, num_samples: int | None = None) -> None:
-        """Train on a batch of a loader that is not loft's."""
-        num_samples = num_samples or self.balancer.local_batch_size
-        with self.balancer.step(num_samples):
-            self.compute(num_samples)
 
 
 def batches(kind: str, balancer: loft.Balancer, num_workers: int) -> tuple[Any, Any]:

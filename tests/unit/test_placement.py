@@ -57,7 +57,16 @@ def test_json_round_trip(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", '{"runs": []}', '{"nodes": null, "runs": [{"count": 3}]}']
+    "text",
+    [
+        "",
+        "[]",
+        '{"runs": []}',
+        '{"nodes": null, "runs": [{"count": 3}]}',
+        '{"nodes": null, "runs": [{"count": -3, "homes": [0]}]}',
+        '{"nodes": null, "runs": [{"count": 2.7, "homes": [0]}]}',
+        '{"nodes": 5, "runs": []}',
+    ],
 )
 def test_json_of_another_form_is_an_error_that_shows_the_form(tmp_path: Path, text: str) -> None:
     (tmp_path / "placement.json").write_text(text)
