@@ -82,7 +82,8 @@ class ReducingOptimizer(Delegate):
         world_size = self._transport.world_size
         self._world_size = world_size
         if should_agree:
-            agree(self._transport, found, self._settings, self._balancer, self._team_options)
+            with self._log.faults():
+                agree(self._transport, found, self._settings, self._balancer, self._team_options)
         team = self._find_team(self._transport, found)
         if self._balancer is not None and found.parameters:
             self._balancer.compute_on(found.parameters[0].device)

@@ -76,13 +76,12 @@ class BalancerPorts:
 
     def _agree(self) -> None:
         """Compare what ranks were given."""
-        check_agreement(
-            self._transport,
-            self._options.fields() | {"global_batch_size": str(self._base[0])},
-            what="Balancer",
-            name="loft.balancer",
-            timeout_s=config().timeout_s,
-        )
+        fields = self._options.fields() | {"global_batch_size": str(self._base[0])}
+        limit_s = config().timeout_s
+        with self.log.faults():
+            check_agreement(
+                self._transport, fields, what="Balancer", name="loft.balancer", timeout_s=limit_s
+            )
 
     def _start_anew(self) -> None:
         """Go on with another world or other limits, on every rank, between two steps."""

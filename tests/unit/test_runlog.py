@@ -4,6 +4,7 @@ import ast
 import json
 import logging
 import re
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import loft_hvd as loft
 from loft_hvd import runlog
 from loft_hvd.balance.plan import Plan
 from loft_hvd.config import Config
-from loft_hvd.errors import ArgumentError, DataError, TransportError
+from loft_hvd.errors import ArgumentError, DataError, MismatchError, TransportError
 from loft_hvd.pipeline.workers import WorkerReport
 from loft_hvd.report.text import render_text
 from loft_hvd.runlog import RunLog, read_run_log
@@ -218,3 +219,24 @@ def test_a_worker_that_stands_out_is_logged_while_training(tmp_path: Path) -> No
     text = render_text(read_run_log(only_file(tmp_path)))
     assert re.search(r"^ +3 +\d\.\d\d .*STANDS OUT$", text, re.MULTILINE), text
     assert text.count("STANDS OUT") == 1
+
+
+def make_balancer(transport: LocalTransport, log_dir: Path) -> None:
+    loft.Balancer(8 + 2 * transport.rank, transport=transport, log_dir=log_dir)
+
+
+def make_optimizer(transport: LocalTransport, log_dir: Path) -> None:
+    sgd = torch.optim.SGD(torch.nn.Linear(2 + transport.rank, 1).parameters(), lr=0.1)
+    loft.DistributedOptimizer(sgd, transport=transport, log_dir=log_dir)
+
+
+@pytest.mark.parametrize("make", [make_balancer, make_optimizer])
+def test_ranks_that_were_given_different_things_leave_a_fault_in_the_log(
+    make: Callable[[LocalTransport, Path], None], tmp_path: Path
+) -> None:
+    def work(transport: LocalTransport) -> None:
+        with pytest.raises(MismatchError):
+            make(transport, tmp_path)
+
+    run_ranks(2, work)
+    assert "MismatchError at step 0: " in render_text(read_run_log(only_file(tmp_path)))
