@@ -6,7 +6,7 @@ import dataclasses
 import importlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -92,9 +92,12 @@ def _simulate(scenario: str, *, json_file: str | None, plot_file: str | None) ->
     print(results.scenario.description or results.scenario.name)
     _print_table(rows(results))
     if json_file is not None:
-        Path(json_file).write_text(json.dumps(results.to_dict(), indent=1) + "\n", encoding="utf-8")
+        _write_json(json_file, results.to_dict())
     if plot_file is not None:
-        importlib.import_module("loft_hvd.simulate.plots").plot(results, plot_file)
+        try:
+            importlib.import_module("loft_hvd.simulate.plots").plot(results, plot_file)
+        except (OSError, ValueError) as error:  # ValueError: no format of that name
+            raise DataError(f"--plot {plot_file!r} cannot be written ({error})") from error
     return 0
 
 
@@ -109,8 +112,15 @@ def _compare(num_clusters: int, *, seed: int, json_file: str | None) -> int:
     _print_table(summary_rows(summary))
     print(f"worst against the best policy of a cluster: +{100 * summary['worst_excess']:.1f} %")
     if json_file is not None:
-        Path(json_file).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        _write_json(json_file, summary)
     return 0
+
+
+def _write_json(path: str, content: Mapping[str, object]) -> None:
+    try:
+        Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"--json {path!r} cannot be written ({error})") from error
 
 
 def _bench_allreduce(

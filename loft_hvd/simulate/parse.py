@@ -44,12 +44,14 @@ def _toml_reader() -> Any:
 def scenario_from_dict(content: Mapping[str, Any], *, where: str = "scenario") -> Scenario:
     """Build a scenario from the tables of a scenario file; a wrong key is an error."""
     values = dict(content)
-    sources = [dict(entry) for entry in values.pop("sources", [])]
+    sources = _tables(values, "sources", where)
     for source in sources:
         _check_keys(source, {"name", "bytes_per_s"}, f"{where}: [[sources]]", least=2)
     ranks = values.pop("ranks", {})
+    if not isinstance(ranks, Mapping):
+        raise ArgumentError(f"{where}: ranks={ranks!r} must be a table, [ranks]")
     _check_keys(ranks, {item.name for item in fields(Ranks)}, f"{where}: [ranks]")
-    events = [dict(entry) for entry in values.pop("events", [])]
+    events = _tables(values, "events", where)
     for event in events:
         _check_keys(event, {item.name for item in fields(Event)}, f"{where}: [[events]]")
         if not {"kind", "ranks"} <= set(event):
@@ -68,15 +70,35 @@ def scenario_from_dict(content: Mapping[str, Any], *, where: str = "scenario") -
     if needed:
         raise ArgumentError(f"{where}: {needed} must be given")
     if "policies" in values:
-        values["policies"] = tuple(
-            item if isinstance(item, str) else tuple(item) for item in values["policies"]
-        )
+        values["policies"] = _policies(values["policies"], where)
     return Scenario(
         **values,
         ranks=Ranks(**ranks),
-        sources={source["name"]: float(source["bytes_per_s"]) for source in sources},
+        sources={source["name"]: source["bytes_per_s"] for source in sources},
         events=tuple(Event(**event) for event in events),
     )
+
+
+def _tables(values: dict[str, Any], key: str, where: str) -> list[dict[str, Any]]:
+    tables = values.pop(key, [])
+    if not isinstance(tables, list) or not all(isinstance(entry, Mapping) for entry in tables):
+        raise ArgumentError(f"{where}: {key}={tables!r} must be tables, [[{key}]]")
+    return [dict(entry) for entry in tables]
+
+
+def _policies(given: object, where: str) -> tuple[str | tuple[int, ...], ...]:
+    found: list[str | tuple[int, ...]] = []
+    for item in given if isinstance(given, list) else [None]:
+        if isinstance(item, str):
+            found.append(item)
+        elif isinstance(item, list) and all(type(size) is int for size in item):
+            found.append(tuple(item))
+        else:
+            raise ArgumentError(
+                f"{where}: policies={given!r} must be a list of names and of lists with every "
+                'rank\'s samples, such as ["loft", [32, 16]]'
+            )
+    return tuple(found)
 
 
 def _check_keys(table: Mapping[str, Any], known: set[str], where: str, *, least: int = 0) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
 
 import numpy as np
 import numpy.typing as npt
@@ -141,23 +143,24 @@ class Scenario:
     events: tuple[Event, ...] = ()
 
     def __post_init__(self) -> None:
-        for what, value, least in (
-            ("world_size", self.world_size, 1),
-            ("global_batch_size", self.global_batch_size, self.world_size),
-            ("steps", self.steps, 1),
-            ("interval", self.interval, 1),
-            ("num_samples", self.num_samples, self.global_batch_size),
-            ("noise", self.noise, 0),
-            ("sample_bytes", self.sample_bytes, 0),
-            ("aggregate_s", self.aggregate_s, 0),
-            ("min_batch", self.min_batch, 1),
-            ("grain", self.grain, 1),
-            ("first_steps", self.first_steps, 0),
+        for what, least in (
+            ("world_size", 1),
+            ("global_batch_size", self.world_size),
+            ("seed", 0),
+            ("steps", 1),
+            ("interval", 1),
+            ("num_samples", self.global_batch_size),
+            ("min_batch", 1),
+            ("grain", 1),
+            ("first_steps", 0),
         ):
-            if not isinstance(value, int | float) or not least <= value < float("inf"):
-                raise ArgumentError(
-                    f"scenario {self.name!r}: {what}={value!r} must be a number >= {least}"
-                )
+            self._check_number(what, getattr(self, what), least, kind=Integral)
+        for what in ("noise", "sample_bytes", "aggregate_s", "first_steps_factor"):
+            self._check_number(what, getattr(self, what), 0)
+        limits = self.max_batch if isinstance(self.max_batch, list | tuple) else [self.max_batch]
+        for limit in limits:
+            self._check_number("max_batch", limit, 0, kind=Integral)
+        self._check_ranks()
         _check_choice(self, "sampler", ("locality", "blind"))
         _check_choice(self, "draws", ("sampled", "expected"))
         for policy in self.policies:
@@ -167,7 +170,38 @@ class Scenario:
                 )
         for event in self.events:
             self._check_event(event)
-        for rank, name in enumerate(self.source_names()):
+
+    def _check_number(
+        self, what: str, value: object, least: float, *, kind: type = Real, is_open: bool = False
+    ) -> None:
+        is_number = isinstance(value, kind) and not isinstance(value, bool)
+        if not is_number or not least <= value < math.inf or (is_open and value == least):  # type: ignore[operator] # a number by now
+            noun = "whole number" if kind is Integral else "number"
+            sign = ">" if is_open else ">="
+            raise ArgumentError(
+                f"scenario {self.name!r}: {what}={value!r} must be a {noun} {sign} {least}"
+            )
+
+    def _check_ranks(self) -> None:
+        where = f"scenario {self.name!r}: ranks"
+        for item in fields(Ranks):
+            if item.name == "source":
+                continue
+            values = self.values(item.name)
+            if item.name.endswith("_bytes_per_s") and not (values > 0).all():
+                raise ArgumentError(f"{where}.{item.name} must be > 0, but is {values}")
+            if item.name == "overlap" and not (values <= 1).all():
+                raise ArgumentError(f"{where}.overlap must be in [0, 1], but is {values}")
+        for name, rate in self.sources.items():
+            self._check_number(f"bytes_per_s of source {name!r}", rate, 0, is_open=True)
+        if not isinstance(self.ranks.source, Sequence):
+            raise ArgumentError(f"{where}.source={self.ranks.source!r} must be a name or names")
+        names = self.source_names()
+        if len(names) != self.world_size:
+            raise ArgumentError(
+                f"{where}.source has {len(names)} names for world_size={self.world_size}"
+            )
+        for rank, name in enumerate(names):
             if name and name not in self.sources:
                 raise ArgumentError(
                     f"scenario {self.name!r}: rank {rank} reads from source {name!r}, but "
@@ -175,6 +209,13 @@ class Scenario:
                 )
 
     def _check_event(self, event: Event) -> None:
+        for rank in event.ranks:
+            self._check_number("event ranks: rank", rank, 0, kind=Integral)
+        for item in fields(Event):
+            if item.name.endswith("_step") or item.name.endswith("_steps"):
+                what = f"event {item.name}"
+                self._check_number(what, getattr(event, item.name), 0, kind=Integral)
+        self._check_number("event factor", event.factor, 0)
         outside = [rank for rank in event.ranks if not 0 <= rank < self.world_size]
         wrong = [
             f"{what}={value!r} is not one of {list(known)}"
@@ -204,7 +245,14 @@ class Scenario:
             return np.full(self.world_size, 1.0 / self.world_size)
         place = [item.name for item in fields(Ranks)].index(what)
         rng = np.random.default_rng([self.seed, place])
-        drawn = _spread(value, self.world_size, rng, f"scenario {self.name!r}: ranks.{what}")
+        where = f"scenario {self.name!r}: ranks.{what}"
+        try:
+            with np.errstate(all="ignore"):
+                drawn = _spread(value, self.world_size, rng, where)
+        except ArgumentError:
+            raise
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ArgumentError(f"{where}={value!r}: {error}; give numbers") from error
         if not np.isfinite(drawn).all() or (drawn < 0).any():
             raise ArgumentError(
                 f"scenario {self.name!r}: ranks.{what} must be finite and >= 0, but is {drawn}"

@@ -168,3 +168,20 @@ def test_simulate_says_what_is_wrong_with_a_scenario(
         scenario.write_text(text)
     assert _main(monkeypatch, "simulate", str(scenario)) == 1
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "file"), [("--json", "none/found.json"), ("--plot", "none/a.png"), ("--plot", "a.x")]
+)
+def test_simulate_names_a_file_that_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    option: str,
+    file: str,
+) -> None:
+    scenario = tmp_path / "slow.toml"
+    scenario.write_text(_SCENARIO)
+    path = str(tmp_path / file)
+    assert _main(monkeypatch, "simulate", str(scenario), option, path) == 1
+    assert f"{option} {path!r} cannot be written" in capsys.readouterr().err

@@ -63,9 +63,8 @@ def test_the_table_has_a_row_a_policy_and_the_oracle() -> None:
 
 
 def test_fixed_sizes_are_told_apart() -> None:
-    scenario = replace(random_scenario(2, steps=40), world_size=2, global_batch_size=64)
-    scenario = replace(scenario, ranks=Ranks(), events=(), max_batch=0, sources={})
-    found = simulate(replace(scenario, policies=((48, 16), (16, 48)))).to_dict()["policies"]
+    scenario = Scenario("fixed", 2, 64, steps=40, policies=((48, 16), (16, 48)))
+    found = simulate(scenario).to_dict()["policies"]
     assert set(found) == {"[48, 16]", "[16, 48]", "oracle"}
     assert found["[48, 16]"]["plans"][0]["sizes"] == (48, 16)
 
@@ -96,12 +95,35 @@ BASE: dict[str, Any] = {"name": "x", "world_size": 2, "global_batch_size": 64}
         ({"ranks": {"source": "nfs"}}, "reads from source 'nfs'"),
         ({"policies": ["best"]}, "policy 'best' is not one of"),
         ({"sampler": "random"}, "sampler='random' must be one of"),
-        ({"world_size": 0}, "world_size=0 must be a number >= 1"),
+        ({"world_size": 0}, "world_size=0 must be a whole number >= 1"),
         ({"noise": -1}, "noise=-1 must be a number >= 0"),
-        ({"steps": "many"}, "steps='many' must be a number >= 1"),
-        ({"grain": 0}, "grain=0 must be a number >= 1"),
+        ({"steps": "many"}, "steps='many' must be a whole number >= 1"),
+        ({"grain": 0}, "grain=0 must be a whole number >= 1"),
         ({"aggregate_s": float("nan")}, "aggregate_s=nan must be a number >= 0"),
         ({"events": [{"kind": "change", "ranks": 1}]}, r"ranks=1 must be a list"),
+        ({"interval": 20.5}, "interval=20.5 must be a whole number"),
+        ({"grain": 1.5}, "grain=1.5 must be a whole number"),
+        ({"num_samples": 1000.5}, "num_samples=1000.5 must be a whole number"),
+        ({"seed": -1}, "seed=-1 must be a whole number >= 0"),
+        ({"noise": True}, "noise=True must be a number"),
+        ({"max_batch": 3.5}, "max_batch=3.5 must be"),
+        ({"max_batch": [40, "x"]}, "max_batch='x' must be a whole number"),
+        ({"max_batch": "x"}, "max_batch='x' must be"),
+        ({"first_steps_factor": -3}, "first_steps_factor=-3 must be a number >= 0"),
+        ({"ranks": 3}, r"ranks=3 must be a table"),
+        ({"sources": 3}, r"sources=3 must be tables"),
+        ({"events": [3]}, r"events=\[3\] must be tables"),
+        ({"policies": "loft"}, "policies='loft' must be a list"),
+        ({"policies": [["loft"]]}, r"policies=\[\['loft'\]\] must be a list"),
+        ({"sources": [{"name": "nfs", "bytes_per_s": 0}]}, "source 'nfs'=0 must be a number > 0"),
+        ({"sources": [{"name": "nfs", "bytes_per_s": "x"}]}, "source 'nfs'='x' must be a number"),
+        ({"ranks": {"source": ["", "", ""]}}, "ranks.source has 3 names for world_size=2"),
+        ({"ranks": {"source": 3}}, "ranks.source=3"),
+        ({"ranks": {"local_bytes_per_s": 0}}, "ranks.local_bytes_per_s must be > 0"),
+        ({"ranks": {"overlap": 2}}, r"ranks.overlap must be in \[0, 1\]"),
+        ({"events": [{"kind": "change", "ranks": ["x"]}]}, "rank='x' must be a whole number"),
+        ({"events": [{"kind": "change", "ranks": [0], "factor": "a"}]}, "factor='a' must be"),
+        ({"events": [{"kind": "wave", "ranks": [0], "period_steps": 9.5}]}, "period_steps=9.5"),
     ],
 )
 def test_a_wrong_scenario_is_refused(change: dict[str, Any], match: str) -> None:
@@ -114,11 +136,24 @@ def test_a_scenario_needs_its_basics() -> None:
         scenario_from_dict({"name": "x"})
 
 
-@pytest.mark.parametrize("value", [[1.0], {"gauss": [1, 2]}, {"uniform": [1]}, -1.0])
+@pytest.mark.parametrize(
+    "value",
+    [
+        [1.0],
+        {"gauss": [1, 2]},
+        {"uniform": [1]},
+        -1.0,
+        "x",
+        ["x", 1.0],
+        {"cycle": [1e-3, "x"]},
+        {"uniform": ["x", 1]},
+        {"loguniform": [-1, 1]},
+        {"uniform": 3},
+    ],
+)
 def test_a_wrong_rank_value_is_refused(value: Any) -> None:
-    scenario = scenario_from_dict({**BASE, "ranks": {"compute_s": value}})
     with pytest.raises(ArgumentError, match=r"ranks.compute_s"):
-        scenario.values("compute_s")
+        scenario_from_dict({**BASE, "ranks": {"compute_s": value}})
 
 
 def test_rank_values_may_be_drawn_and_cycled() -> None:
