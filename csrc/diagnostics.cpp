@@ -5,12 +5,6 @@
 #include <algorithm>
 
 namespace loft {
-namespace {
-
-constexpr int64_t kPart =
-    1024;  // coordinates aggregated before they are compared: rows stay cached
-
-}  // namespace
 
 void start(Diagnostics& diagnostics, size_t rows) {
   diagnostics.coordinates = 0;
@@ -26,19 +20,20 @@ DiagnosticBlocks::DiagnosticBlocks(size_t rows, int64_t blocks, int every)
 
 void DiagnosticBlocks::run(const Job& job, const Work& work, Kernel kernel, Compare compare,
                            int64_t block, int64_t begin, int64_t end) {
-  alignas(64) double low[kPart], high[kPart];  // wide enough for either arithmetic type
+  alignas(64) double low[kCompared], high[kCompared];  // wide enough for either arithmetic type
   RowTally* tallies = tallies_.data() + static_cast<size_t>(block / every_) * rows_;
   const int64_t bytes = size_of(job.dtype);
   Work part = work;
   part.low = low;
   part.high = high;
-  for (int64_t at = begin; at < end; at += kPart) {
-    const int64_t count = std::min(kPart, end - at);
+  for (int64_t at = begin; at < end; at += kCompared) {
+    const int64_t count = std::min(kCompared, end - at);
     kernel(part, at, at + count);
-    for (size_t row = 0; row < rows_; ++row) {
-      compare(job.dtype, work.rows[row] + at * bytes, work.out + at * bytes, low, high, count,
-              tallies[row]);
-    }
+    // at once, while the rows are in the cache
+    compare(job.dtype,
+            {work.rows, work.num_rows, at, count, work.out + at * bytes,
+             reinterpret_cast<const char*>(low), reinterpret_cast<const char*>(high)},
+            tallies);
   }
 }
 

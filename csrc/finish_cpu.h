@@ -8,8 +8,8 @@
 namespace loft {
 namespace LOFT_ISA {
 
-// Results of one vector: the aggregate and the window of values that were kept. `doubt` is 0, or NaN
-// in lanes with a sum that is not finite: such a vector is done again with AnyShape.
+// Results of one vector: the aggregate and the window of values that were kept. `doubt` is 0, or
+// NaN in lanes with a sum that is not finite: such a vector is done again with AnyShape.
 template <typename V>
 struct Outcome {
   V result, low, high, doubt;
@@ -95,7 +95,6 @@ struct Ranked {
   LOFT_INLINE typename F::V operator()(int rank) const { return F::value(entries[rank], part); }
 };
 
-
 template <typename F>
 struct MedianRule {
   template <typename Shape>
@@ -169,9 +168,9 @@ LOFT_INLINE auto mean_around(Shape shape, const typename F::Entry* entries, int 
       near[slot] = moves ? at(i + keep) : near[slot];
       weights[slot] = moves ? F::weight(entries[i + keep]) : weights[slot];
     }
-    mean =
-        weighted_mean_of<Shape::kNear>([&](int i) { return near[i]; },
-                                       [&](int i) { return weights[i]; }, 0, keep, low, high, doubt);
+    mean = weighted_mean_of<Shape::kNear>([&](int i) { return near[i]; },
+                                          [&](int i) { return weights[i]; }, 0, keep, low, high,
+                                          doubt);
   } else {
 #pragma GCC unroll 8
     for (int i = 0, slot = 0; i < f; ++i, slot = slot + 1 == keep ? 0 : slot + 1) {

@@ -3,11 +3,12 @@
 // Compiled once for every pair of LOFT_ISA (a namespace: baseline, avx2, avx512) and LOFT_PART (a
 // key width), so that builds run in parallel and repeat only what changed.
 //
-// Up to 32 rows, with float32 and for every median 64: the rows of a vector are ordered in registers
-// by a straight-line network and reduced. Above, and for what has no network of its own: groups of
-// up to 32 are sorted into a buffer in the L1 cache and merged there.
-// Traffic (rows + 1) * numel * sizeof(value); every row is read once, fetched ahead by software.
+// Up to 32 rows, with float32 and for every median 64: the rows of a vector are ordered in
+// registers by a straight-line network and reduced. Above, and for what has no network of its own:
+// groups of up to 32 are sorted into a buffer in the L1 cache and merged there. Traffic (rows + 1)
+// * numel * sizeof(value); every row is read once, fetched ahead by software.
 
+#include "few_cpu.h"
 #include "ranked_cpu.h"
 #include "window_cpu.h"
 
@@ -19,7 +20,27 @@ namespace {
 template <typename F>
 constexpr int kMedianRows = kGroup<F> < 16 || kVectorBytes == 16 ? 32 : 64;
 template <typename F>
-constexpr int kWindowRows = std::is_same_v<F, Float32> ? kMedianRows<F> : 0;
+constexpr int kWindowRows = std::is_same_v<F, Float32> && kVectorBytes > 16 ? 64 : 0;
+
+// Puts the median of 16-bit values without widening more than it must; false where there is no such
+// way.
+template <typename F>
+LOFT_INLINE bool put_median(const Work& work, int64_t at, const typename F::Entry& lower,
+                            const typename F::Entry& upper, int rows) {
+  if constexpr (F::kParts == 2) {
+    char* to = work.out + at * static_cast<int64_t>(sizeof(typename F::Bits));
+    const bool is_one = rows % 2 == 1 || work.params.kind != MedianKind::kMidpoint;
+    if (is_one) {
+      F::put_key(to, work.params.kind == MedianKind::kUpper ? upper : lower);
+      return true;
+    }
+    if constexpr (std::is_same_v<F, BFloat16>) {
+      F::put_midpoint(to, lower, upper);
+      return true;
+    }
+  }
+  return false;
+}
 
 // The median of few rows by its own, shorter network.
 template <typename F, int kRows>
@@ -29,9 +50,12 @@ int64_t run_median(const Work& work, int64_t begin, int64_t end) {
   int64_t at = begin;
   for (int vector = 0; at + F::kLanes <= end; ++vector, at += F::kLanes) {
     typename F::Entry entries[kRows];
-    const RowLoad<F> load{source, at * static_cast<int64_t>(sizeof(typename F::Bits))};
-    load.template fetch<kRows>(vector);
+    const RowLoad<F, kRows> load{source, at * static_cast<int64_t>(sizeof(typename F::Bits))};
+    load.fetch(vector);
     MedianNetwork<kRows>::apply(entries, load);
+    if (!work.low && put_median<F>(work, at, entries[(kRows - 1) / 2], entries[kRows / 2], kRows)) {
+      continue;
+    }
     for (int part = 0; part < F::kParts; ++part) {
       const V lower = F::value(entries[(kRows - 1) / 2], part);
       V result = lower, upper = lower;
@@ -87,8 +111,8 @@ int64_t run_fixed(const Work& work, int64_t begin, int64_t end) {
   int64_t at = begin;
   for (int vector = 0; at + F::kLanes <= end; ++vector, at += F::kLanes) {
     typename F::Entry entries[kRows];
-    const RowLoad<F> load{source, at * static_cast<int64_t>(sizeof(typename F::Bits))};
-    load.template fetch<kRows>(vector);
+    const RowLoad<F, kRows> load{source, at * static_cast<int64_t>(sizeof(typename F::Bits))};
+    load.fetch(vector);
     SortNetwork<kRows>::apply(entries, load);
     V doubt{};
     for (int part = 0; part < F::kParts; ++part) {
@@ -127,22 +151,41 @@ Run fixed_for(const Work& work) {
 template <typename F, typename RuleOf, int... kMore>
 Run quarter_for(const Work& work, std::integer_sequence<int, kMore...>) {
   constexpr int kFirst = kFixedRows<F> + 1;
-  constexpr Run table[] = {
-      run_fixed<F, RuleOf, kFirst + kMore, (kFirst + kMore) / 4>...};
+  constexpr Run table[] = {run_fixed<F, RuleOf, kFirst + kMore, (kFirst + kMore) / 4>...};
   return work.params.f == work.num_rows / 4 ? table[work.num_rows - kFirst] : nullptr;
+}
+
+template <typename F, typename RuleOf>
+Run quarter_or_none(const Work& work) {
+  if constexpr (kFixedRows<F> > 0 && kVectorBytes > 16) {
+    if (work.num_rows <= kFixedRows<F> || work.num_rows > 2 * kFixedRows<F>) return nullptr;
+    return quarter_for<F, RuleOf>(work, std::make_integer_sequence<int, kFixedRows<F>>{});
+  }
+  return nullptr;
 }
 
 // A rule around a centre, which needs every rank.
 template <typename F, typename RuleOf>
 Run around_for(const Work& work) {
-  if constexpr (kFixedRows<F> == 0 || kIsWeighted<F>) return nullptr;
+  if constexpr (kIsWeighted<F>) return nullptr;
   if (work.num_rows <= kFixedRows<F>) return fixed_for<F, RuleOf>(work);
-  if (work.num_rows > 2 * kFixedRows<F>) return nullptr;
-  return quarter_for<F, RuleOf>(work, std::make_integer_sequence<int, kFixedRows<F>>{});
+  return quarter_or_none<F, RuleOf>(work);
+}
+
+template <int kRows, int... kF>
+Run few_for(int f, std::integer_sequence<int, kF...>) {
+  constexpr Run table[] = {run_few<kRows, kF>...};
+  return table[f];
 }
 
 template <typename F>
 Run trimmed_for(const Work& work) {
+  if constexpr (std::is_same_v<F, Weighted<Float32>>) {
+    const int f = work.params.f;
+    if (work.num_rows == 3) return few_for<3>(f, std::make_integer_sequence<int, 2>{});
+    if (work.num_rows == 4) return few_for<4>(f, std::make_integer_sequence<int, 2>{});
+    if (work.num_rows == 5) return few_for<5>(f, std::make_integer_sequence<int, 3>{});
+  }
   if (work.num_rows <= kFixedRows<F>) return fixed_for<F, TrimmedMeanRule<F>>(work);
   if constexpr (kWindowRows<F> > 0) {
     constexpr int kFirst = kFixedRows<F> + 1;
@@ -151,7 +194,7 @@ Run trimmed_for(const Work& work) {
       return window_for<F, kFirst>(work, More{});
     }
   }
-  return nullptr;
+  return quarter_or_none<F, TrimmedMeanRule<F>>(work);
 }
 
 template <typename F, int... kRows>

@@ -29,9 +29,20 @@ struct RowTally {
   double squared_distance = 0;
 };
 
-// Compares `count` values of a row with the results and the kept window (arithmetic type).
-using Compare = void (*)(DType dtype, const void* row, const void* result, const void* low,
-                         const void* high, int64_t count, RowTally& tally);
+// `count` <= kCompared coordinates from `at` on: all rows from coordinate 0 on, and the results and
+// the kept window (arithmetic type) of these coordinates.
+constexpr int64_t kCompared = 1024;
+struct Compared {
+  const char* const* rows;
+  int num_rows;
+  int64_t at, count;
+  const char* result;
+  const char* low;
+  const char* high;
+};
+
+// Adds to one tally a row.
+using Compare = void (*)(DType dtype, const Compared& what, RowTally* tallies);
 
 // Indexed by [weighted][dtype]; a level that is not compiled in has no table.
 struct KernelTable {

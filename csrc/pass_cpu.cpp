@@ -35,7 +35,7 @@ void pass_rows(const Work& work, int64_t begin, int64_t end) {
 #pragma GCC unroll 32
     for (int row = 0; row < rows; ++row) {
       const char* from = work.rows[row] + at * 4;
-      prefetch(from, kAhead);
+      prefetch<kRows>(from);
       for (int i = 0; i < kLineVectors; ++i) sum[i] += load<V>(from + i * kVectorBytes);
     }
     for (int i = 0; i < kLineVectors; ++i) store(work.out + at * 4 + i * kVectorBytes, sum[i]);
@@ -80,7 +80,7 @@ void weighted_float32(const Work&, int64_t, int64_t);
 void weighted_float16(const Work&, int64_t, int64_t);
 void weighted_bfloat16(const Work&, int64_t, int64_t);
 
-void compare_row(DType, const void*, const void*, const void*, const void*, int64_t, RowTally&);
+void compare_rows(DType, const Compared&, RowTally*);
 
 const KernelTable& kernels() {
   static const KernelTable table{
@@ -88,7 +88,7 @@ const KernelTable& kernels() {
        {weighted_float64, weighted_float32, weighted_float16, weighted_bfloat16}},
       pass,
       burst,
-      compare_row};
+      compare_rows};
   return table;
 }
 

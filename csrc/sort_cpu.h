@@ -5,7 +5,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "entries.h"
+#include "weighted_entries.h"
 
 namespace loft {
 namespace LOFT_ISA {
@@ -56,21 +56,20 @@ constexpr int kClean = kGroup<F> < kRegisters ? kGroup<F> : kRegisters;
 // Rows of one vector at byte `at`. Networks ask for a row where they first need it, so that few
 // entries are alive at a time. Each line is fetched ahead once: with the load of its row where a
 // vector is a line, else with the first vector of the line, all rows together.
-template <typename F>
+template <typename F, int kRows>
 struct RowLoad {
   static constexpr int kVectorsALine = kLineBytes / kStep<F> > 1 ? kLineBytes / kStep<F> : 1;
   Source source;
   int64_t at;
 
-  template <int kRows>
   LOFT_INLINE void fetch(int vector) const {
     if (kVectorsALine == 1 || vector % kVectorsALine != 0) return;
 #pragma GCC unroll 64
-    for (int row = 0; row < kRows; ++row) prefetch(source.rows[row] + at, kAhead);
+    for (int row = 0; row < kRows; ++row) prefetch<kRows>(source.rows[row] + at);
   }
   LOFT_INLINE typename F::Entry operator()(int row) const {
     const char* from = source.rows[row] + at;
-    if (kVectorsALine == 1) prefetch(from, kAhead);
+    if (kVectorsALine == 1) prefetch<kRows>(from);
     if constexpr (kIsWeighted<F>) {
       return F::load(from, source.weights[row]);
     } else {
@@ -84,8 +83,8 @@ template <typename F, int kRows>
 void sort_group(Source source, int64_t at, int vectors, typename F::Entry* to, int stride) {
   for (int vector = 0; vector < vectors; ++vector, at += kStep<F>, to += stride) {
     typename F::Entry entries[kRows];
-    const RowLoad<F> load{source, at};
-    load.template fetch<kRows>(vector);
+    const RowLoad<F, kRows> load{source, at};
+    load.fetch(vector);
     SortNetwork<kRows>::apply(entries, load);
 #pragma GCC unroll 32
     for (int row = 0; row < kRows; ++row) to[row] = entries[row];

@@ -30,7 +30,7 @@ constexpr int kVectorBytes = 32;
 constexpr int kVectorBytes = 16;
 #endif
 constexpr int kLineBytes = 64;
-constexpr int64_t kAhead = 1024;  // bytes of each row fetched ahead of their use
+constexpr int64_t kAhead = 512;  // bytes of each row fetched ahead of their use
 
 template <typename T, int kBytes>
 struct VectorOf {
@@ -96,12 +96,12 @@ LOFT_INLINE bool any_lane(M mask) {
   return all != 0;
 }
 
-// Fetch the line that lies `ahead` bytes beyond `from` into the second-level cache; never faults.
-// The first level has too few ways for the lines of 24 rows and more: fetching into it costs 60 %
-// there.
-LOFT_INLINE void prefetch(const char* from, int64_t ahead) {
-  __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(from) + ahead), 0,
-                     2);
+// Fetch the line that lies kAhead bytes beyond `from`; never faults. Up to 16 rows into the first
+// level: it has too few ways for the lines of many more, which the second takes.
+template <int kRows>
+LOFT_INLINE void prefetch(const char* from) {
+  const void* line = reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(from) + kAhead);
+  __builtin_prefetch(line, 0, kRows > 0 && kRows <= 16 ? 3 : 2);
 }
 
 }  // namespace LOFT_ISA

@@ -63,8 +63,8 @@ int64_t run_window(const Work& work, int64_t begin, int64_t end) {
   int64_t at = begin;
   for (int vector = 0; at + F::kLanes <= end; ++vector, at += F::kLanes) {
     typename F::Entry entries[kRows];
-    const RowLoad<F> load{source, at * static_cast<int64_t>(sizeof(typename F::Bits))};
-    load.template fetch<kRows>(vector);
+    const RowLoad<F, kRows> load{source, at * static_cast<int64_t>(sizeof(typename F::Bits))};
+    load.fetch(vector);
     WindowNetwork<kRows, kFrom>::apply(entries, load);
     typename F::V doubt{};
     for (int part = 0; part < F::kParts; ++part) {
