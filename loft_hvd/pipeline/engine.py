@@ -2,8 +2,9 @@
 
 Hooks only queue buckets. A thread of the engine's own packs them, puts them on the wire in the
 order of their index, which is the same on every rank, and moves every bucket in flight on; so
-communication and rules overlap with the rest of the backward pass. ``finish`` waits for what is
-left, never without a limit. An error in that thread is raised in the user's at its next call.
+communication and rules overlap with the rest of the backward pass. In ``finish`` the user's thread
+does the same for what is left, and never waits without a limit. An error in the engine's thread
+is raised in the user's at its next call.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -441,3 +443,28 @@ def test_a_thousand_steps_do_not_grow() -> None:
     traced_bytes, resident_kib = run_ranks(2, steps, timeout_s=250)[0]
     assert traced_bytes < 50_000
     assert resident_kib < 8 * 1024
+
+
+_LEAVES = """
+import threading, torch, loft_hvd as loft
+from loft_hvd.transport.local import LocalWorld
+world = LocalWorld(2)
+ends = [world.transport(rank) for rank in range(2)]
+params = [[torch.nn.Parameter(torch.zeros(1000))] for _ in ends]
+made = []
+def make(rank):
+    sgd = torch.optim.SGD(params[rank], lr=1.0)
+    made.append(loft.DistributedOptimizer(sgd, rule=loft.Median(), transport=ends[rank]))
+threads = [threading.Thread(target=make, args=(rank,)) for rank in range(2)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+params[0][0].sum().backward()  # rank 1 never comes, and the script ends meanwhile
+print("left", flush=True)
+"""
+
+
+@pytest.mark.long
+def test_a_script_may_end_while_buckets_are_in_flight() -> None:
+    command = [sys.executable, "-c", _LEAVES]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "left\n", "")
