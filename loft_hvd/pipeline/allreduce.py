@@ -1,7 +1,8 @@
 """The robust all-reduce on one tensor, as ``hvd.allreduce`` for a rule.
 
 Every rank ends with the same bits. Cost per rank: 2 (n-1)/n of the tensor's bytes sent (float16
-and bfloat16 travel as float32), one tensor-sized receive buffer kept per name, and one exchange
+and bfloat16 travel as float32), one tensor-sized receive buffer kept per name (two where numel is
+no multiple of the number of ranks, or of 16 bits: such tensors are copied), and one exchange
 of three numbers that finds ranks which disagree about shape, dtype or rule.
 """
 
@@ -24,8 +25,7 @@ from loft_hvd.errors import (
     MismatchError,
     TransportTimeoutError,
 )
-from loft_hvd.pipeline.buckets import accumulation_dtype
-from loft_hvd.pipeline.reduction import Reduction
+from loft_hvd.pipeline.named import NamedExchange, share_of
 from loft_hvd.pipeline.stages import is_engine_sum
 from loft_hvd.pipeline.weights import PassWeights
 from loft_hvd.transport.agreement import digest, odd_ones
@@ -35,31 +35,11 @@ from loft_hvd.transport.default import default_transport
 __all__ = ["Handle", "allreduce", "allreduce_async", "forget_exchanges"]
 
 _POLL_S = 100e-6
-_PART_BYTES = 16 * 1024 * 1024
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-class _Exchange:
-    """The buffers of one name, kept from call to call."""
-
-    def __init__(self, transport: Transport, tensor: Tensor, rule: Rule, name: str) -> None:
-        dtype = accumulation_dtype(tensor.dtype)
-        device = str(tensor.device)
-        self.key = (tensor.shape, tensor.dtype, device, rule, transport.world_size)
-        self.is_busy = False
-        self.reduction = Reduction(
-            transport,
-            numel=tensor.numel(),
-            dtype=dtype,
-            device=device,
-            rule=rule,
-            name=name,
-            part_bytes=_PART_BYTES,
-        )
-
-
 @functools.cache
-def _exchanges() -> weakref.WeakKeyDictionary[Transport, dict[str, _Exchange]]:
+def _exchanges() -> weakref.WeakKeyDictionary[Transport, dict[str, NamedExchange]]:
     return weakref.WeakKeyDictionary()
 
 
@@ -76,7 +56,7 @@ class Handle:
         self,
         transport: Transport,
         tensor: Tensor,
-        exchange: _Exchange | None,
+        exchange: NamedExchange | None,
         *,
         name: str,
         agreement: tuple[Work, Tensor, Tensor] | None,
@@ -99,7 +79,7 @@ class Handle:
             work.finish()
             self._agreement = None
             self._check_agreement(rows)
-        return self._exchange.reduction.advance()
+        return self._exchange.advance()
 
     def wait(self, timeout_s: float | None = None) -> Tensor:
         """Return the aggregated tensor.
@@ -127,8 +107,7 @@ class Handle:
             if self._exchange is None:
                 self._result = self._tensor.clone()
             else:
-                values = self._exchange.reduction.bucket.view(self._tensor.shape)
-                self._result = torch.empty_like(self._tensor).copy_(values)
+                self._result = self._exchange.take(self._tensor)
                 self._exchange.is_busy = False
         return self._result
 
@@ -155,7 +134,7 @@ def allreduce_async(
     present: Sequence[bool] | None = None,
     transport: Transport | None = None,
 ) -> Handle:
-    """Start a robust all-reduce; see ``allreduce``."""
+    """Start a robust all-reduce; see ``allreduce``. Leave the tensor as it is until it is done."""
     rule = Mean() if rule is None else rule
     if not isinstance(tensor, Tensor):
         raise ArgumentTypeError(
@@ -184,8 +163,12 @@ def allreduce_async(
     )
     rows = torch.empty(world_size, row.numel(), dtype=row.dtype)
     agreement = (ends.allgather(row, rows.view(-1), name=f"{name}.agree"), row, rows)
-    exchange.reduction.start(
-        lambda bucket: _fill(bucket, tensor.detach(), ends.rank, alive, row_weights, rule)
+    is_present = alive[ends.rank]
+    share = share_of(ends.rank, alive, row_weights) if is_engine_sum(rule) else float(is_present)
+    exchange.start(
+        tensor.detach(),
+        PassWeights(weights=row_weights, present=tuple(alive), row_scale=1.0),
+        share=share,
     )
     exchange.is_busy = True
     return Handle(ends, tensor, exchange, name=name, agreement=agreement)
@@ -253,7 +236,7 @@ def _checked(
     return numbers
 
 
-def _exchange(transport: Transport, tensor: Tensor, rule: Rule, name: str) -> _Exchange:
+def _exchange(transport: Transport, tensor: Tensor, rule: Rule, name: str) -> NamedExchange:
     by_name = _exchanges().setdefault(transport, {})
     exchange = by_name.get(name)
     if exchange is not None and exchange.is_busy:
@@ -263,25 +246,5 @@ def _exchange(transport: Transport, tensor: Tensor, rule: Rule, name: str) -> _E
         )
     key = (tensor.shape, tensor.dtype, str(tensor.device), rule, transport.world_size)
     if exchange is None or exchange.key != key:
-        exchange = by_name[name] = _Exchange(transport, tensor, rule, name)
+        exchange = by_name[name] = NamedExchange(transport, tensor, rule, name)
     return exchange
-
-
-def _fill(
-    bucket: Tensor,
-    tensor: Tensor,
-    rank: int,
-    alive: list[bool],
-    weights: tuple[int, ...] | None,
-    rule: Rule,
-) -> PassWeights:
-    """Copy this rank's row into its bucket; the engine's sum also needs its share applied."""
-    if alive[rank]:
-        bucket.view(tensor.shape).copy_(tensor)
-        if is_engine_sum(rule):
-            counts = [1] * len(alive) if weights is None else weights
-            total = sum(count for count, is_alive in zip(counts, alive, strict=True) if is_alive)
-            bucket.mul_(counts[rank] / total)
-    else:
-        bucket.zero_()
-    return PassWeights(weights=weights, present=tuple(alive), row_scale=1.0)

@@ -120,6 +120,8 @@ _LAYERS = {
     "pipeline/lookout.py": 4,
     "pipeline/suspicion.py": 3,
     "pipeline/reduction.py": 3,
+    "pipeline/direct.py": 4,
+    "pipeline/named.py": 4,
     "pipeline/engine.py": 4,
     "pipeline/reducer.py": 5,
     "pipeline/spread.py": 2,

@@ -1,0 +1,99 @@
+"""``loft.allreduce`` on ranks that are threads: with and without a bucket in between."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import loft_hvd as loft
+from loft_hvd.aggregation.reference import reference
+from loft_hvd.pipeline import named
+from loft_hvd.pipeline.direct import DirectReduction
+from loft_hvd.transport.local import LocalTransport, run_ranks
+
+WORLD_SIZE = 4
+RULES = [loft.Mean(), loft.Mean(reproducible=True), loft.Median(), loft.TrimmedMean(f=1)]
+
+
+def row_of(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+@pytest.mark.parametrize("part_bytes", [None, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("numel", [1, 4, 2004, 2005])
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_the_result_is_the_definitions_on_every_rank(
+    rule: loft.Rule,
+    numel: int,
+    dtype: torch.dtype,
+    part_bytes: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if part_bytes is not None:
+        monkeypatch.setattr(named, "_PART_BYTES", part_bytes)
+
+    def work(transport: LocalTransport) -> Tensor:
+        row = row_of(transport.rank, numel, dtype)
+        for _ in range(2):  # buffers serve again
+            result = loft.allreduce(row, rule, name="x", transport=transport)
+        assert torch.equal(row, row_of(transport.rank, numel, dtype))
+        return result
+
+    rows = torch.stack([row_of(rank, numel, dtype) for rank in range(WORLD_SIZE)])
+    expected = torch.from_numpy(reference(rows.double().numpy(), rule))
+    results = run_ranks(WORLD_SIZE, work)
+    tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-6
+    for result in results:
+        assert result.dtype == dtype
+        assert torch.equal(result, results[0])
+        torch.testing.assert_close(result.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("numel", [400, 401])
+@pytest.mark.parametrize("rule", [RULES[0], RULES[3]], ids=str)
+def test_an_absent_rank_may_hold_anything(rule: loft.Rule, numel: int) -> None:
+    present, weights = [True, True, False, True], [1, 2, 5, 3]
+
+    def work(transport: LocalTransport) -> Tensor:
+        row = row_of(transport.rank, numel, torch.float32)
+        if transport.rank == 2:
+            row.fill_(float("nan"))
+        options = {"weights": weights, "present": present}
+        return loft.allreduce(row, rule, name="x", transport=transport, **options)  # type: ignore[arg-type]
+
+    rows = np.stack([row_of(rank, numel, torch.float32).numpy() for rank in (0, 1, 3)])
+    expected = reference(rows, rule, weights=[1, 2, 3])
+    for result in run_ranks(WORLD_SIZE, work):
+        np.testing.assert_allclose(result.numpy(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_results_are_tensors_of_their_own() -> None:
+    def work(transport: LocalTransport) -> list[float]:
+        results = [
+            loft.allreduce(torch.full((8,), value), loft.Median(), name="x", transport=transport)
+            for value in (1.0, 2.0)
+        ]
+        return [float(result[0]) for result in results]
+
+    assert run_ranks(WORLD_SIZE, work) == [[1.0, 2.0]] * WORLD_SIZE
+
+
+@pytest.mark.parametrize(("numel", "is_direct"), [(400, True), (401, False)])
+def test_even_tensors_take_no_bucket(numel: int, is_direct: bool) -> None:
+    def work(transport: LocalTransport) -> bool:
+        exchange = named.NamedExchange(transport, torch.zeros(numel), loft.Median(), "x")
+        return isinstance(exchange._reduction, DirectReduction)
+
+    assert run_ranks(WORLD_SIZE, work) == [is_direct] * WORLD_SIZE
+
+
+def test_tensors_of_other_layouts_keep_shape_and_values() -> None:
+    def work(transport: LocalTransport) -> Tensor:
+        tensor = torch.arange(24.0).view(2, 3, 4).permute(2, 0, 1)
+        return loft.allreduce(tensor, loft.Median(), name="x", transport=transport)
+
+    for result in run_ranks(2, work):
+        assert torch.equal(result, torch.arange(24.0).view(2, 3, 4).permute(2, 0, 1))
