@@ -8,11 +8,11 @@ import pytest
 
 from tests.support.launch import ROOT, launch
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
 
 
 def run(num_ranks: int, *arguments: str) -> str:
-    done = launch(num_ranks, ["-W", "error", *arguments], timeout_s=100)
+    done = launch(num_ranks, ["-W", "error", *arguments], timeout_s=180)
     assert done.returncode == 0, done.output[-6000:]
     return done.output
 

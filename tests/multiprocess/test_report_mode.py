@@ -12,7 +12,7 @@ from loft_hvd.report.text import render_text
 from loft_hvd.runlog import read_run_log
 from tests.support.launch import launch
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
 
 JOB = "tests/multiprocess/jobs/report_mode.py"
 
@@ -29,7 +29,7 @@ JOB = "tests/multiprocess/jobs/report_mode.py"
 def test_report_names_the_slow_rank_and_its_cause(
     kind: str, named: list[tuple[str, str]], tmp_path: Path
 ) -> None:
-    done = launch(3, [JOB, kind], timeout_s=100, env={"LOFT_HVD_LOG_DIR": str(tmp_path)})
+    done = launch(3, [JOB, kind], timeout_s=180, env={"LOFT_HVD_LOG_DIR": str(tmp_path)})
     assert done.returncode == 0, done.output[-4000:]
     assert re.findall(r"rank (\d) is slow: (\w+)", done.output) == named, done.output[-4000:]
     assert ("no rank is slow" in done.output) == (not named)
