@@ -75,6 +75,7 @@ class Heartbeat:
         self._verdict_at = 0.0
         self._is_heard = self._has_failed = self._is_closed = False
         self._late: list[int] = []
+        self._gone: set[int] = set()  # ranks that have said good-bye, to whomever
         self._waker, self._sleeper = socket.socketpair()
         self._exit: ProcessExit | None = None
         if settings.owns_process:
@@ -127,8 +128,9 @@ class Heartbeat:
     def explain(self, error: BaseException) -> None:
         """Add to an engine's own error which rank is behind it; waits up to a second for that."""
         self._is_heard = True
-        if not (left := self._diagnosis.left_ranks()):
+        if not (left := sorted({*self._diagnosis.left_ranks(), *self._gone})):
             self._has_verdict.wait(_EXPLAIN_S)
+            left = sorted(self._gone)
         reason = f"ranks {left} have ended their scripts" if left else ""
         reason = self.verdict.text if self.verdict is not None else reason
         if reason and hasattr(error, "add_note"):  # Python 3.11
@@ -213,7 +215,7 @@ class Heartbeat:
         elif line.kind == "late" and peer == 0:
             self._late = [int(word) for word in words if word.isdecimal()]
         elif line.kind == "left":
-            self._diagnosis.left(peer)
+            self._hear_good_bye(peer, line)
         elif line.kind == "failed":
             self._diagnosis.left(peer)
             tell_failure(peer, line.seconds)
@@ -224,6 +226,15 @@ class Heartbeat:
             self._look_for_rank_0(line.rank, *(int(word) for word in words))
         elif line.kind == "state" and line.rank in self._links:
             self._saw(line.rank, line.text[:1])
+
+    def _hear_good_bye(self, peer: int, line: Line) -> None:
+        """Note who has left; rank 0 passes it on, as the others have no link to that rank."""
+        self._gone.add(line.rank if peer == 0 else peer)
+        if line.rank == peer:
+            self._diagnosis.left(peer)
+        for rank, link in self._links.items():
+            if self.rank == 0 and rank != peer:
+                link.send(line)
 
     def _beat(self) -> None:
         progress = self.board.progress()

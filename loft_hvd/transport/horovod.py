@@ -12,12 +12,12 @@ import importlib
 import inspect
 import queue
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from loft_hvd.errors import ArgumentError, ArgumentTypeError, MissingDependencyError
+from loft_hvd.errors import ArgumentError, ArgumentTypeError, LoftError, MissingDependencyError
 from loft_hvd.transport.base import Work
 from loft_hvd.transport.heartbeat import Heartbeat
 from loft_hvd.transport.process_sets import own_process_set
@@ -172,6 +172,24 @@ class _HorovodWork:
             self._copy_to.copy_(output[0] if isinstance(output, tuple) else output)
 
 
+_Post = TypeVar("_Post", bound=Callable[..., Work])
+
+
+def _explained(post: _Post) -> _Post:
+    """Let errors of starting an operation say which rank is behind them, as those of waiting do."""
+
+    @functools.wraps(post)
+    def posted(self: HorovodTransport, *args: Any, **options: Any) -> Work:
+        try:
+            return post(self, *args, **options)
+        except Exception as error:
+            if self.watch is not None and not isinstance(error, LoftError):
+                self.watch.explain(error)
+            raise
+
+    return cast(_Post, posted)
+
+
 class HorovodTransport:
     """The ranks of a Horovod process set, all of them by default.
 
@@ -233,6 +251,7 @@ class HorovodTransport:
         own = [[ranks[rank] for rank in part] for part in parts]
         return HorovodTransport(own_process_set(self._hvd, self._ops, own))
 
+    @_explained
     def alltoall(self, send: Tensor, recv: Tensor, *, name: str) -> Work:
         """Exchange shards; see ``Transport.alltoall``."""
         source, target = _wire_view(send), _wire_view(recv)
@@ -243,6 +262,7 @@ class HorovodTransport:
         handle = self._ops._alltoall_async(source, self._no_splits, target, splits, name, self._set)
         return self._watched(handle, name)
 
+    @_explained
     def allgather(self, send: Tensor, recv: Tensor, *, name: str) -> Work:
         """Collect every rank's tensor; see ``Transport.allgather``."""
         source, target = _wire_view(send), _wire_view(recv)
@@ -252,6 +272,7 @@ class HorovodTransport:
         handle = self._ops._allgather_async(source, target, name, self._set)
         return self._watched(handle, name)
 
+    @_explained
     def allreduce(self, buffer: Tensor, *, name: str) -> Work:
         """Sum in place; see ``Transport.allreduce``."""
         if buffer.dtype not in _SUMMABLE:
@@ -264,6 +285,7 @@ class HorovodTransport:
         )
         return self._watched(handle, name)
 
+    @_explained
     def broadcast(self, buffer: Tensor, *, name: str) -> Work:
         """Take the tensor of the set's first rank; see ``Transport.broadcast``."""
         ranks = self._set.ranks
