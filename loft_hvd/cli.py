@@ -20,19 +20,7 @@ from loft_hvd.runlog import read_run_log
 if TYPE_CHECKING:
     import typer
 
-    from loft_hvd.bench.kernels import KernelBench
-    from loft_hvd.bench.ranks import Job
-    from loft_hvd.bench.steps import StepBench
-
 __all__ = ["build_app", "main"]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Ranks:
-    """Who takes part in a benchmark, and how many samples each contestant gives."""
-
-    job: Job
-    rounds: int
 
 
 def _doctor(*, run: bool, as_json: bool, timeout_s: float) -> int:
@@ -121,79 +109,6 @@ def _write_json(path: str, content: Mapping[str, object]) -> None:
         Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise DataError(f"--json {path!r} cannot be written ({error})") from error
-
-
-def _bench_allreduce(
-    megabytes: Sequence[float], *, ranks: _Ranks, peer: bool, json_file: str | None
-) -> int:
-    """Time robust all-reduces against Horovod's; return the exit status."""
-    from loft_hvd.bench.ranks import allreduce_goal, judge, judge_peer, run_bench, table
-
-    options = {"megabytes": list(megabytes), "rounds": ranks.rounds, "has_peer": peer}
-    found = run_bench("allreduce", options, ranks.job)
-    judged = {}
-    for size, samples in found.items():
-        goals = {name: allreduce_goal(name, float(size), ranks.job) for name in samples}
-        judged[f"{size} MB"] = judge(samples, goals)
-        _print_table(table(f"{size} MB, {ranks.job}", judged[f"{size} MB"]))
-        if peer:
-            found_peer = judged[f"{size} MB"]["against_peer"] = judge_peer(samples, ranks.job)
-            print(
-                f"Median: {found_peer['ratio']:.1f} times as fast as a blocking exchange with "
-                f"torch.median, goal {found_peer['goal']}: {found_peer['verdict']}"
-            )
-    return _finish_bench({"ranks": ranks.job.num_ranks, "allreduce": judged}, json_file)
-
-
-def _bench_step(bench: StepBench, *, job: Job, json_file: str | None) -> int:
-    """Time whole training steps against Horovod's optimizer; return the exit status."""
-    from loft_hvd.bench.ranks import judge, run_bench, step_goal, table
-
-    found = run_bench("step", dataclasses.asdict(bench), job)
-    samples = found.pop(bench.model)
-    judged = judge(samples, {name: step_goal(name) for name in samples})
-    _print_table(table(f"{bench.model}, {job}", judged))
-    if "stages" in found:
-        stages = [[name, f"{1e3 * spent:.2f}"] for name, spent in found["stages"].items()]
-        _print_table([["stage, TrimmedMean, rank 0", "ms a step"], *stages])
-    return _finish_bench({"ranks": job.num_ranks, **found, bench.model: judged}, json_file)
-
-
-def _bench_kernels(
-    bench: KernelBench, device: str, *, files: tuple[str | None, str | None], gate: bool
-) -> int:
-    """Time the kernels, print, judge; return 1 for a goal far missed, 2 for too much noise."""
-    from loft_hvd.bench.cuda import judge_cuda, measure_cuda, require_cuda
-    from loft_hvd.bench.gate import goal_rows, judge_kernels, timing_rows
-    from loft_hvd.bench.kernels import measure_kernels, peers
-
-    on_cuda = device == "cuda"
-    judge = judge_cuda if on_cuda else judge_kernels
-    timings, goals = [], []
-    for found in measure_cuda(bench, require_cuda()) if on_cuda else measure_kernels(bench):
-        _print_table(timing_rows(found))
-        timings += found
-        goals += judge(found)
-    _print_table(goal_rows(goals))
-    results: dict[str, object] = {
-        "peers": peers(),
-        "timings": [dataclasses.asdict(timing) for timing in timings],
-        "goals": [{**dataclasses.asdict(goal), "verdict": goal.verdict} for goal in goals],
-    }
-    if files[1] is not None:
-        importlib.import_module("loft_hvd.bench.plots").plot_kernels(timings, files[1])
-    _finish_bench(results, files[0])
-    if gate and any(goal.is_far for goal in goals):
-        return 1
-    return 2 if gate and not all(goal.is_judged for goal in goals) else 0
-
-
-def _finish_bench(results: dict[str, object], json_file: str | None) -> int:
-    from loft_hvd.bench.record import write_record
-
-    if json_file is not None:
-        write_record(json_file, results, command=["loft-hvd", *sys.argv[1:]])
-    return 0
 
 
 def _write_page(path: str, page: str) -> None:
@@ -296,6 +211,7 @@ def _bench_app() -> typer.Typer:
     """Return the benchmarks' commands."""
     import typer
 
+    from loft_hvd.bench import commands
     from loft_hvd.bench.kernels import KernelBench
     from loft_hvd.bench.ranks import Job
     from loft_hvd.bench.steps import StepBench
@@ -324,7 +240,11 @@ def _bench_app() -> typer.Typer:
         chosen = tuple(level for level in levels.split(",") if level)
         counts = tuple(int(count) for count in _numbers(rows, "--rows"))
         bench = KernelBench(counts, numel, threads, repeats, chosen)
-        raise typer.Exit(_bench_kernels(bench, device, files=(json_file, plot_file), gate=gate))
+        raise typer.Exit(
+            commands.bench_kernels(
+                bench, device, files=(json_file, plot_file), gate=gate, show=_print_table
+            )
+        )
 
     @app.command("allreduce")
     def _allreduce_command(
@@ -337,8 +257,12 @@ def _bench_app() -> typer.Typer:
     ) -> None:
         """Time robust all-reduces against Horovod's own."""
         sizes = _numbers(megabytes, "--mb")
-        chosen = _Ranks(Job(ranks, controller), rounds)
-        raise typer.Exit(_bench_allreduce(sizes, ranks=chosen, peer=peer, json_file=json_file))
+        chosen = commands.Ranks(Job(ranks, controller), rounds)
+        raise typer.Exit(
+            commands.bench_allreduce(
+                sizes, ranks=chosen, peer=peer, json_file=json_file, show=_print_table
+            )
+        )
 
     @app.command("step")
     def _step_command(
@@ -352,7 +276,10 @@ def _bench_app() -> typer.Typer:
     ) -> None:
         """Time training steps against hvd.DistributedOptimizer."""
         bench = StepBench(model, batch, rounds, trace)
-        raise typer.Exit(_bench_step(bench, job=Job(ranks, controller), json_file=json_file))
+        job = Job(ranks, controller)
+        raise typer.Exit(
+            commands.bench_step(bench, job=job, json_file=json_file, show=_print_table)
+        )
 
     return app
 

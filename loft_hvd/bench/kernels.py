@@ -23,7 +23,7 @@ from loft_hvd.aggregation.aggregate import aggregate
 from loft_hvd.aggregation.reference import reference
 from loft_hvd.aggregation.rules import MeanAroundMedian, Median, Phocas, Rule, TrimmedMean
 from loft_hvd.bench.timing import Clock, choose_clock, interleaved_minimum
-from loft_hvd.errors import AggregationError, MissingDependencyError
+from loft_hvd.errors import AggregationError, ArgumentError, MissingDependencyError
 
 __all__ = ["KernelBench", "Timing", "check_rules", "measure_kernels", "peers", "rules_of"]
 
@@ -129,12 +129,18 @@ def measure_kernels(bench: KernelBench) -> Iterator[list[Timing]]:
 
     Raises:
         MissingDependencyError: the extension is not built.
+        ArgumentError: a level that this CPU does not run, or no rows.
         AggregationError: a result is wrong.
     """
     module = extension()
     if module is None:
         raise MissingDependencyError("bench kernels times the extension: run `make setup` first")
-    levels = bench.levels or (module.isa_levels()[-1],)
+    here = module.isa_levels()
+    if unknown := [level for level in bench.levels if level not in here]:
+        raise ArgumentError(f"bench kernels: level {unknown[0]!r}; this CPU runs {', '.join(here)}")
+    if min(bench.rows) < 1:
+        raise ArgumentError(f"bench kernels: {min(bench.rows)} rows; row counts are >= 1")
+    levels = bench.levels or (here[-1],)
     most = max(bench.rows)
     numel = min(bench.numel, bench.most_bytes // (4 * most)) // 16 * 16
     pool = _noise(most * numel).view(most, numel)

@@ -165,6 +165,7 @@ _LAYERS = {
     "bench/steps.py": 7,
     "bench/worker.py": 7,
     "bench/ranks.py": 7,
+    "bench/commands.py": 7,
     "cli.py": 8,
     "__init__.py": 9,
 }
