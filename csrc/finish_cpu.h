@@ -208,12 +208,18 @@ struct PhocasRule {
   }
 };
 
-// Write a result, and where one asks for it the window, at coordinate `at`.
-template <typename F>
+// Write a result, and where one asks for it the window, at coordinate `at`. kIsNormal: the result
+// is no -0 and no NaN.
+template <typename F, bool kIsNormal = false>
 LOFT_INLINE void put(const Work& work, const Outcome<typename F::V>& outcome, int part, int64_t at,
                      int64_t begin) {
   using V = typename F::V;
-  F::put(work.out + at * static_cast<int64_t>(sizeof(typename F::Bits)), outcome.result, part);
+  char* to = work.out + at * static_cast<int64_t>(sizeof(typename F::Bits));
+  if constexpr (kIsNormal) {
+    store(to, outcome.result);
+  } else {
+    F::put(to, outcome.result, part);
+  }
   if (work.low) {
     constexpr int kPartLanes = sizeof(V) / sizeof(Lane<V>);
     const int64_t place = at - begin + part * kPartLanes;

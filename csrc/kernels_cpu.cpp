@@ -8,6 +8,7 @@
 // groups of up to 32 are sorted into a buffer in the L1 cache and merged there. Traffic (rows + 1)
 // * numel * sizeof(value); every row is read once, fetched ahead by software.
 
+#include "around_cpu.h"
 #include "few_cpu.h"
 #include "ranked_cpu.h"
 #include "window_cpu.h"
@@ -164,12 +165,25 @@ Run quarter_or_none(const Work& work) {
   return nullptr;
 }
 
+// Most rows whose floats rules around a centre sort: more do not fit the registers, and keys, whose
+// minimum and maximum take half as long, are faster.
+constexpr int kValueRows = kVectorBytes == 64 ? 32 : kVectorBytes == 32 ? 24 : 16;
+
 // A rule around a centre, which needs every rank.
-template <typename F, typename RuleOf>
+template <typename F, typename RuleOf, bool kIsPhocas>
 Run around_for(const Work& work) {
-  if constexpr (kIsWeighted<F>) return nullptr;
-  if (work.num_rows <= kFixedRows<F>) return fixed_for<F, RuleOf>(work);
-  return quarter_or_none<F, RuleOf>(work);
+  if constexpr (std::is_same_v<F, Float32>) {
+    constexpr int kFew = kFixedRows<F>;
+    if (work.num_rows <= kFew) {
+      return around_few<kIsPhocas>(work, std::make_integer_sequence<int, kFew>{});
+    }
+    if constexpr (kValueRows > kFew) {
+      using More = std::make_integer_sequence<int, kValueRows - kFew>;
+      if (work.num_rows <= kValueRows) return around_quarter<kIsPhocas, kFew + 1>(work, More{});
+    }
+    if constexpr (kValueRows < 2 * kFew) return quarter_or_none<F, RuleOf>(work);
+  }
+  return nullptr;
 }
 
 template <int kRows, int... kF>
@@ -215,8 +229,8 @@ Run special_for(const Work& work) {
       }
       return nullptr;
     case Rule::kTrimmedMean: return trimmed_for<F>(work);
-    case Rule::kMeanAroundMedian: return around_for<F, MeanAroundMedianRule<F>>(work);
-    case Rule::kPhocas: return around_for<F, PhocasRule<F>>(work);
+    case Rule::kMeanAroundMedian: return around_for<F, MeanAroundMedianRule<F>, false>(work);
+    case Rule::kPhocas: return around_for<F, PhocasRule<F>, true>(work);
   }
   return nullptr;
 }

@@ -34,7 +34,7 @@ void check_case(Case<kDType>& made, const std::string& level, int threads, bool 
 template <DType kDType>
 void check_rows(const std::string& level, int rows, bool is_weighted) {
   unsigned seed = static_cast<unsigned>(rows);
-  for (int64_t numel : {0, 1, 67}) {
+  for (int64_t numel : {0, 1, 99}) {
     for (int offset : {0, static_cast<int>(sizeof(typename Stored<kDType>::Bits))}) {
       Case<kDType> made(rows, numel, offset, is_weighted, ++seed);
       for (const RuleParams& rule : rules_for(rows)) {
