@@ -37,19 +37,27 @@ class Gradients:
         self._sparse_as_dense = sparse_as_dense
         self._overflown: set[int] = set()
 
-    def pack(self, bucket: Bucket, values: Tensor) -> None:
-        """Copy the gradients that do not live in the bucket into its ``values``, [numel].
+    def pack(self, bucket: Bucket, values: Tensor, *, scale: float = 1.0) -> None:
+        """Put the gradients, times ``scale``, into their bucket's ``values``, [numel].
+
+        Those that live there are not copied.
 
         Raises:
             ArgumentTypeError: a gradient is sparse and may not be made dense.
         """
+        at_home = []  # gradients that live in the bucket
         for slot in bucket.slots:
             grad = self._parameters[slot.parameter].grad
             target = _view(values, slot)
             if grad is None:
                 target.zero_()  # as Horovod does, so that ranks stay in step
-            elif not _is_same(grad, target):
-                target.copy_(self._dense(slot, grad))
+            elif _is_same(grad, target):
+                at_home.append(target)
+            else:
+                _copy_scaled(self._dense(slot, grad), target, scale)
+        if scale != 1.0:
+            for target in at_home if len(at_home) < len(bucket.slots) else [values]:
+                target.mul_(scale)
 
     def hand_out(self, bucket: Bucket, values: Tensor) -> None:
         """Let the parameters have the bucket's values as gradients; in the user's thread."""
@@ -96,6 +104,16 @@ class Gradients:
                     dtype,
                     most,
                 )
+
+
+def _copy_scaled(source: Tensor, target: Tensor, scale: float) -> None:
+    """Put ``source * scale`` into ``target`` in one pass, rounded once."""
+    if scale == 1.0:
+        target.copy_(source)
+    elif source.dtype == target.dtype:
+        torch.mul(source, scale, out=target)
+    else:
+        target.copy_(source).mul_(scale)
 
 
 def _view(values: Tensor, slot: Slot) -> Tensor:

@@ -179,11 +179,10 @@ class GradientReducer:
     def _pack(self, bucket: Bucket, values: Tensor) -> PassWeights:
         """Fill a bucket with what this rank sends, and say what the rows weigh in this step."""
         rule, weights = self._rules[bucket.rule], self._weights()
-        self._gradients.pack(bucket, values)
-        if not weights.present[self._transport.rank]:
-            values.zero_()
-        elif (scale := self._scale(rule, weights)) != 1.0:
-            values.mul_(scale)
+        if weights.present[self._transport.rank]:
+            self._gradients.pack(bucket, values, scale=self._scale(rule, weights))
+        else:
+            values.zero_()  # never 0 times what an absent rank has
         self._call_outgoing(bucket, values)
         if self._settings.wire is Compression.fp16:
             self._gradients.warn_of_overflow(bucket, values, torch.float16)
