@@ -1,9 +1,9 @@
 """Between ``.grad`` and buckets: gradients live in their bucket where they can.
 
-A gradient that is a view of its bucket is packed and unpacked without a copy. It becomes one when
-it is handed out after an exchange, and stays one while ``zero_grad(set_to_none=False)`` zeroes it
-in place; after ``set_to_none=True`` autograd makes a new tensor, which is copied once. Gradients
-of another dtype or memory layout than their bucket's are copied there and back.
+A gradient that is a view of its bucket is packed and unpacked without a copy. It becomes one as
+soon as it has been computed, while it is still in the cache: autograd's new tensor is copied once
+and freed, and stays a view while ``zero_grad(set_to_none=False)`` zeroes it in place. Gradients of
+another dtype or memory layout than their bucket's are copied there and back.
 """
 
 from __future__ import annotations
@@ -36,6 +36,29 @@ class Gradients:
         self._parameters = list(parameters)
         self._sparse_as_dense = sparse_as_dense
         self._overflown: set[int] = set()
+        self._taken: set[int] = set()
+
+    def take(self, slot: Slot, values: Tensor, *, scale: float) -> None:
+        """Move a gradient that is complete into its bucket, times ``scale``, where it can live.
+
+        Until ``begin_step``, ``pack`` finds it there. Not while the bucket is in flight.
+        """
+        parameter = self._parameters[slot.parameter]
+        grad = parameter.grad
+        if grad is None or grad.layout != torch.strided or not _can_live_in(parameter, values):
+            return
+        with torch.no_grad():
+            target = _view(values, slot)
+            if not _is_same(grad, target):
+                _copy_scaled(grad, target, scale)
+                parameter.grad = target
+            elif scale != 1.0:
+                target.mul_(scale)
+        self._taken.add(slot.parameter)
+
+    def begin_step(self) -> None:
+        """Forget what was taken: gradients are new from here on."""
+        self._taken.clear()
 
     def pack(self, bucket: Bucket, values: Tensor, *, scale: float = 1.0) -> None:
         """Put the gradients, times ``scale``, into their bucket's ``values``, [numel].
@@ -51,10 +74,10 @@ class Gradients:
             target = _view(values, slot)
             if grad is None:
                 target.zero_()  # as Horovod does, so that ranks stay in step
-            elif _is_same(grad, target):
-                at_home.append(target)
-            else:
+            elif not _is_same(grad, target):
                 _copy_scaled(self._dense(slot, grad), target, scale)
+            elif slot.parameter not in self._taken:
+                at_home.append(target)
         if scale != 1.0:
             for target in at_home if len(at_home) < len(bucket.slots) else [values]:
                 target.mul_(scale)
@@ -64,7 +87,7 @@ class Gradients:
         for slot in bucket.slots:
             parameter = self._parameters[slot.parameter]
             source, grad = _view(values, slot), parameter.grad
-            if parameter.dtype == values.dtype and parameter.is_contiguous():
+            if _can_live_in(parameter, values):
                 if grad is None or not _is_same(grad, source):
                     parameter.grad = source
                 continue
@@ -104,6 +127,11 @@ class Gradients:
                     dtype,
                     most,
                 )
+
+
+def _can_live_in(parameter: Tensor, values: Tensor) -> bool:
+    """Say whether a parameter's gradient can be a view of its bucket."""
+    return parameter.dtype == values.dtype and parameter.is_contiguous()
 
 
 def _copy_scaled(source: Tensor, target: Tensor, scale: float) -> None:

@@ -69,15 +69,14 @@ class GradientReducer:
         self._gradients = Gradients(parameters, sparse_as_dense=settings.sparse_as_dense)
         self._outgoing: OrderedDict[int, OutgoingHook] = OrderedDict()
         self._job = Job(pack=self._pack, unpack=self._unpack)
-        # Parameters in the order in which their gradients come, until that has become the layout.
-        self._arrivals: list[int] | None = []
+        self._arrivals: list[int] | None = []  # by parameter, until they have become the layout
         self._take_layout(lay_out(specs, bucket_bytes=settings.bucket_bytes), name=name)
         self._clear_step()
         self._handles = [handle for i in range(len(parameters)) for handle in self._hook(i)]
 
     def _take_layout(self, buckets: tuple[Bucket, ...], *, name: str) -> None:
         self.buckets = buckets
-        self._bucket_of = {s.parameter: b.index for b in buckets for s in b.slots}
+        self._places = {s.parameter: (b, s) for b in buckets for s in b.slots}
         self.engine = Engine(
             self._transport,
             buckets,
@@ -88,14 +87,14 @@ class GradientReducer:
             make_exchange=self._make_exchange,
         )
 
-    # One step's bookkeeping.
-
     def _clear_step(self) -> None:
         self._counts = [0] * len(self.parameters)
         self._unready = [len(bucket.slots) for bucket in self.buckets]
         self._passes: list[StepSizes] = []
         self._num_passes_begun = 0
         self._blocked_s = 0.0
+        self._step_weights: PassWeights | None = None
+        self._gradients.begin_step()
 
     @property
     def has_gradients(self) -> bool:
@@ -163,14 +162,21 @@ class GradientReducer:
         if self._counts[index] == self._settings.num_passes:
             if self._arrivals is not None:
                 self._arrivals.append(index)
-            self._unready[self._bucket_of[index]] -= 1
-            began = time.monotonic()
-            self._start_full_buckets()
-            self._blocked_s += time.monotonic() - began
+            if self._transport.world_size > 1:
+                began = time.monotonic()
+                self._take(index)
+                self._start_full_buckets()
+                self._blocked_s += time.monotonic() - began
+
+    def _take(self, index: int) -> None:
+        bucket, slot = self._places[index]
+        self._unready[bucket.index] -= 1
+        weights = self._step_weights = self._weights()  # every pass of the step has begun
+        if weights.present[self._transport.rank]:
+            scale = self._scale(self._rules[bucket.rule], weights)
+            self._gradients.take(slot, self.engine.values(bucket.index), scale=scale)
 
     def _start_full_buckets(self) -> None:
-        if self._transport.world_size == 1:
-            return
         while (at := self.engine.next_bucket) < len(self.buckets) and self._unready[at] == 0:
             self.engine.start(at, self._job)
 
@@ -183,7 +189,8 @@ class GradientReducer:
             self._gradients.pack(bucket, values, scale=self._scale(rule, weights))
         else:
             values.zero_()  # never 0 times what an absent rank has
-        self._call_outgoing(bucket, values)
+        for hook in self._outgoing.values():
+            hook(bucket, values)
         if self._settings.wire is Compression.fp16:
             self._gradients.warn_of_overflow(bucket, values, torch.float16)
         if isinstance(rule, Mean):  # its weights are in the values
@@ -203,6 +210,8 @@ class GradientReducer:
         return scale
 
     def _weights(self) -> PassWeights:
+        if self._step_weights is not None:
+            return self._step_weights
         if self._passes:
             weights = combine_passes(self._passes, rank=self._transport.rank)
         else:
@@ -211,14 +220,9 @@ class GradientReducer:
 
     def _unpack(self, bucket: Bucket, values: Tensor) -> None:
         if isinstance(self._rules[bucket.rule], Mean):
-            factor = self._settings.predivide
-            factor *= self._transport.world_size if self._settings.is_sum else 1
-            if factor != 1.0:
+            num_summed = self._transport.world_size if self._settings.is_sum else 1
+            if (factor := self._settings.predivide * num_summed) != 1.0:
                 values.mul_(factor)
-
-    def _call_outgoing(self, bucket: Bucket, values: Tensor) -> None:
-        for hook in self._outgoing.values():
-            hook(bucket, values)
 
     # What the optimizer calls.
 
@@ -245,7 +249,8 @@ class GradientReducer:
                 for bucket in self.buckets:
                     values = self.engine.values(bucket.index)
                     self._gradients.pack(bucket, values)
-                    self._call_outgoing(bucket, values)
+                    for hook in self._outgoing.values():
+                        hook(bucket, values)
             self._hand_out()
         self._clear_step()
 

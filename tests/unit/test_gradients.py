@@ -43,4 +43,43 @@ def test_a_missing_gradient_counts_as_zeros() -> None:
     parameters[0].grad = torch.ones(3)
     Gradients(parameters).pack(bucket, values, scale=2.0)
     by_parameter = {s.parameter: values[s.offset : s.offset + s.numel] for s in bucket.slots}
-    assert by_parameter[0].tolist() == [2.0] * 3 and by_parameter[1].tolist() == [0.0] * 2
+    assert by_parameter[0].tolist() == [2.0] * 3
+    assert by_parameter[1].tolist() == [0.0] * 2
+
+
+def test_a_taken_gradient_lives_in_the_bucket_and_is_scaled_once() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2))]
+    (bucket,) = lay_out(
+        [ParameterSpec(str(i), tuple(p.shape), p.dtype) for i, p in enumerate(parameters)],
+        bucket_bytes=1 << 20,
+    )
+    values = torch.full((bucket.numel,), float("nan"))
+    slots = {slot.parameter: slot for slot in bucket.slots}
+    gradients = Gradients(parameters)
+    for step in (1, 2):  # in the second step gradients have stayed in the bucket
+        for number, parameter in enumerate(parameters):
+            if parameter.grad is None:
+                parameter.grad = torch.full_like(parameter, number + 1.0)
+            else:
+                parameter.grad.fill_(number + 1.0)
+        gradients.take(slots[0], values, scale=0.5)
+        parameter = parameters[0]
+        assert parameter.grad is not None
+        assert parameter.grad.data_ptr() == values[slots[0].offset :].data_ptr()
+        gradients.pack(bucket, values, scale=0.5)
+        assert values[slots[0].offset :][:3].tolist() == [0.5] * 3, step
+        assert values[slots[1].offset :][:2].tolist() == [1.0] * 2, step
+        gradients.hand_out(bucket, values)
+        gradients.begin_step()
+
+
+def test_a_gradient_replaced_after_it_was_taken_counts() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    (bucket,) = lay_out([ParameterSpec("p", (3,), parameter.dtype)], bucket_bytes=1 << 20)
+    values = torch.zeros(bucket.numel)
+    gradients = Gradients([parameter])
+    parameter.grad = torch.ones(3)
+    gradients.take(bucket.slots[0], values, scale=0.5)
+    parameter.grad = torch.full((3,), 8.0)
+    gradients.pack(bucket, values, scale=0.5)
+    assert values[:3].tolist() == [4.0] * 3
