@@ -9,6 +9,7 @@ from loft_hvd.aggregation.rules import Rule
 from loft_hvd.pipeline.buckets import accumulation_dtype
 from loft_hvd.pipeline.direct import DirectReduction
 from loft_hvd.pipeline.reduction import Reduction
+from loft_hvd.pipeline.swap import SwapReduction, can_swap
 from loft_hvd.pipeline.weights import PassWeights
 from loft_hvd.transport.base import Transport
 
@@ -26,9 +27,13 @@ class NamedExchange:
         self.key = (tensor.shape, tensor.dtype, device, rule, transport.world_size)
         self.is_busy = False
         numel = tensor.numel()
-        is_even = numel > 0 and numel % transport.world_size == 0
-        make = DirectReduction if is_even and dtype == tensor.dtype else Reduction
-        self._reduction: DirectReduction | Reduction = make(
+        make: type[DirectReduction | SwapReduction | Reduction] = Reduction
+        if dtype == tensor.dtype and numel > 0:
+            if can_swap(transport, rule):
+                make = SwapReduction
+            elif numel % transport.world_size == 0:
+                make = DirectReduction
+        self._reduction = make(
             transport,
             numel=numel,
             dtype=dtype,
@@ -40,7 +45,7 @@ class NamedExchange:
 
     def start(self, row: Tensor, weights: PassWeights, *, share: float) -> None:
         """Put a rank's row on the wire; ``share`` is what the engine's sum multiplies it by."""
-        if isinstance(self._reduction, DirectReduction):
+        if not isinstance(self._reduction, Reduction):
             self._reduction.start(row.contiguous().view(-1), weights, share=share)
         else:
             self._reduction.start(lambda bucket: _fill(bucket, row, weights, share))
@@ -51,7 +56,7 @@ class NamedExchange:
 
     def take(self, like: Tensor) -> Tensor:
         """Return the result as a tensor of its own, with shape and dtype of ``like``."""
-        if isinstance(self._reduction, DirectReduction):
+        if not isinstance(self._reduction, Reduction):
             result = self._reduction.take().view(like.shape)
             is_plain = like.is_contiguous()
             return result if is_plain else torch.empty_like(like).copy_(result)

@@ -11,14 +11,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from loft_hvd.errors import MismatchError, TransportError, TransportTimeoutError
 
-__all__ = ["Transport", "Watch", "Work", "allgather_rows", "locate", "wait_for", "watch_of"]
+__all__ = [
+    "Swaps",
+    "Transport",
+    "Watch",
+    "Work",
+    "allgather_rows",
+    "locate",
+    "wait_for",
+    "watch_of",
+]
 
 _SHORTEST_SLEEP_S = 50e-6
 _LONGEST_SLEEP_S = 200e-6
@@ -84,6 +93,21 @@ class Transport(Protocol):
 
     def broadcast(self, buffer: Tensor, *, name: str) -> Work:
         """Replace ``buffer``, any contiguous tensor, by rank 0's."""
+        ...
+
+
+@runtime_checkable
+class Swaps(Protocol):
+    """What a transport may offer besides: an exchange of whole tensors between two ranks."""
+
+    def swap(self, send: Tensor, recv: Tensor, *, name: str) -> Work:
+        """Receive the other rank's ``send``, in a world of two ranks.
+
+        Args:
+            send: contiguous, shape [numel].
+            recv: contiguous, shape and dtype of ``send``.
+            name: equal on both ranks.
+        """
         ...
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from loft_hvd.errors import TransportError
-from loft_hvd.transport.base import Transport, Work, wait_for
+from loft_hvd.transport.base import Swaps, Transport, Work, wait_for
 
 __all__ = ["CHECKS"]
 
@@ -93,6 +93,23 @@ def check_allgather(transport: Transport) -> None:
             _wait(transport.allgather(send, recv, name=f"c.ag.{dtype}.{numel}"), what)
             rows = [_values(peer, numel, dtype) for peer in range(size)]
             _expect(torch.equal(recv, torch.cat(rows)), transport, f"{what}: wrong values")
+            _expect(torch.equal(send, sent), transport, f"{what}: the input was written")
+            _expect(recv.data_ptr() == place, transport, f"{what}: the output was reallocated")
+
+
+def check_swap(transport: Transport) -> None:
+    """Two ranks receive each other's tensor, whole; other worlds and transports have no swap."""
+    if transport.world_size != 2 or not isinstance(transport, Swaps):
+        return
+    rank = transport.rank
+    for dtype in _MOVED:
+        for numel in (1, 17, 1024):
+            sent, recv = _values(rank, numel, dtype), torch.zeros(numel, dtype=dtype)
+            place, what = recv.data_ptr(), f"swap of {numel} x {dtype}"
+            send = sent.clone()
+            _wait(transport.swap(send, recv, name=f"c.swap.{dtype}.{numel}"), what)
+            other = _values(1 - rank, numel, dtype)
+            _expect(torch.equal(recv, other), transport, f"{what}: wrong values")
             _expect(torch.equal(send, sent), transport, f"{what}: the input was written")
             _expect(recv.data_ptr() == place, transport, f"{what}: the output was reallocated")
 
@@ -211,6 +228,7 @@ CHECKS: dict[str, Callable[[Transport], None]] = {
     "world": check_world,
     "alltoall": check_alltoall,
     "allgather": check_allgather,
+    "swap": check_swap,
     "allreduce": check_allreduce,
     "broadcast": check_broadcast,
     "bits": check_bits,

@@ -263,6 +263,19 @@ class HorovodTransport:
         return self._watched(handle, name)
 
     @_explained
+    def swap(self, send: Tensor, recv: Tensor, *, name: str) -> Work:
+        """Receive the other rank's tensor; see ``Swaps.swap``."""
+        source, target = _wire_view(send), _wire_view(recv)
+        splits = torch.zeros(2, dtype=torch.int32)
+        splits[1 - self.rank] = send.numel()
+        if not self._takes_outputs:
+            handle = self._hvd.alltoall_async(source, splits, name=name, process_set=self._set)
+            return self._watched(handle, name, target)
+        received = torch.empty(2, dtype=torch.int32)
+        handle = self._ops._alltoall_async(source, splits, target, received, name, self._set)
+        return self._watched(handle, name)
+
+    @_explained
     def allgather(self, send: Tensor, recv: Tensor, *, name: str) -> Work:
         """Collect every rank's tensor; see ``Transport.allgather``."""
         source, target = _wire_view(send), _wire_view(recv)

@@ -222,6 +222,10 @@ class LocalTransport:
         """Exchange shards; see ``Transport.alltoall``."""
         return self._post("alltoall", name, send, recv)
 
+    def swap(self, send: Tensor, recv: Tensor, *, name: str) -> _LocalWork:
+        """Receive the other rank's tensor; see ``Swaps.swap``."""
+        return self._post("swap", name, send, recv)
+
     def allgather(self, send: Tensor, recv: Tensor, *, name: str) -> _LocalWork:
         """Collect every rank's tensor; see ``Transport.allgather``."""
         return self._post("allgather", name, send, recv)

@@ -44,6 +44,8 @@ class Operation:
                 if self.kind == "alltoall":
                     part = self.sends[peer][at * shard : (at + 1) * shard]
                     recv[place * shard : (place + 1) * shard].copy_(part)
+                elif self.kind == "swap" and peer != rank:
+                    recv.copy_(self.sends[peer])
                 elif self.kind == "allgather":
                     recv[place * numel : (place + 1) * numel].copy_(self.sends[peer])
             if self.kind == "allreduce":

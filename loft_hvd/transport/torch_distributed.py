@@ -125,6 +125,12 @@ class TorchDistributedTransport:
         sends, recvs = sent.chunk(self.world_size), received.chunk(self.world_size)
         return self._post(name, self._exchange(sends, recvs, _tag(name)), received, recv)
 
+    def swap(self, send: Tensor, recv: Tensor, *, name: str) -> Work:
+        """Receive the other rank's tensor; see ``Swaps.swap``."""
+        sent, received, tag, other = _on_cpu(send), _on_cpu(recv), _tag(name), 1 - self._rank
+        started = [self._recv(received, other, tag), self._send(sent, other, tag)]
+        return self._post(name, functools.partial(self._wait, started), received, recv)
+
     def allgather(self, send: Tensor, recv: Tensor, *, name: str) -> Work:
         """Collect every rank's tensor; see ``Transport.allgather``."""
         sent, received = _on_cpu(send), _on_cpu(recv)

@@ -37,6 +37,10 @@ class RecordingTransport(LocalTransport):
         self._note(name, send.nbytes * (self.world_size - 1) // self.world_size)
         return super().alltoall(send, recv, name=name)
 
+    def swap(self, send: Tensor, recv: Tensor, *, name: str) -> Any:
+        self._note(name, send.nbytes)
+        return super().swap(send, recv, name=name)
+
     def allgather(self, send: Tensor, recv: Tensor, *, name: str) -> Any:
         self._note(name, send.nbytes * (self.world_size - 1))
         return super().allgather(send, recv, name=name)
