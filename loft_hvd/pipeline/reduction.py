@@ -17,7 +17,7 @@ from torch import Tensor
 from loft_hvd.aggregation.rules import Custom, Rule
 from loft_hvd.pipeline.buckets import part_bounds
 from loft_hvd.pipeline.exchange import Stage
-from loft_hvd.pipeline.stages import MakeExchange, flat_exchange
+from loft_hvd.pipeline.stages import MakeExchange, flat_exchange, is_engine_sum
 from loft_hvd.pipeline.trace import Lane
 from loft_hvd.pipeline.weights import PassWeights
 from loft_hvd.pipeline.wire import Compression, Wire
@@ -62,7 +62,9 @@ class Reduction:
         make_exchange: MakeExchange = flat_exchange,
         part_bytes: int | None = None,
     ) -> None:
-        is_whole = isinstance(rule, Custom)  # it may look at more than one coordinate
+        # A custom rule may look at more than one coordinate; an engine copies parts of a sum
+        # together again.
+        is_whole = isinstance(rule, Custom) or is_engine_sum(rule, wire)
         bounds = part_bounds(
             numel,
             transport.world_size,
