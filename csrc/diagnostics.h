@@ -1,8 +1,8 @@
 // Layer 2. Which row was off: what each row did in the blocks that are looked at.
 //
 // A sampled block is aggregated by the same kernel, which then also leaves each coordinate's kept
-// window; while the block's rows are still in the cache they are compared with it. Sums of a block
-// run over eight fixed lanes and blocks are added in order, so that no thread count shows.
+// window; while the rows are still in the cache they are compared with it. Sums of a block run over
+// sixteen fixed lanes and blocks are added in order, so that no thread count shows.
 #pragma once
 
 #include <cstdint>
@@ -14,6 +14,12 @@
 namespace loft {
 
 void start(Diagnostics& diagnostics, size_t rows);
+
+// What one row did in one block; see Diagnostics in aggregate.h.
+struct RowTally {
+  int64_t coordinates = 0, num_outside = 0, num_non_finite = 0;
+  double squared_distance = 0;
+};
 
 class DiagnosticBlocks {
  public:

@@ -23,15 +23,16 @@ struct Work {
 // Aggregates coordinates [begin, end).
 using Kernel = void (*)(const Work& work, int64_t begin, int64_t end);
 
-// What one row did in some coordinates; see Diagnostics in aggregate.h.
-struct RowTally {
-  int64_t coordinates = 0, num_outside = 0, num_non_finite = 0;
-  double squared_distance = 0;
+// What one row did in some coordinates, lane by lane: lane k has coordinates k, k + 16, ...
+struct RowLanes {
+  static constexpr int kLanes = 16;
+  alignas(64) double squared[kLanes] = {};  // distance to the result, of finite values
+  alignas(64) int32_t outside[kLanes] = {}, non_finite[kLanes] = {};
 };
 
 // `count` <= kCompared coordinates from `at` on: all rows from coordinate 0 on, and the results and
 // the kept window (arithmetic type) of these coordinates.
-constexpr int64_t kCompared = 1024;
+constexpr int64_t kCompared = 512;
 struct Compared {
   const char* const* rows;
   int num_rows;
@@ -41,8 +42,8 @@ struct Compared {
   const char* high;
 };
 
-// Adds to one tally a row.
-using Compare = void (*)(DType dtype, const Compared& what, RowTally* tallies);
+// Adds to the lanes of every row.
+using Compare = void (*)(DType dtype, const Compared& what, RowLanes* rows);
 
 // Indexed by [weighted][dtype]; a level that is not compiled in has no table.
 struct KernelTable {

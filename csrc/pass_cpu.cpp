@@ -80,7 +80,7 @@ void weighted_float32(const Work&, int64_t, int64_t);
 void weighted_float16(const Work&, int64_t, int64_t);
 void weighted_bfloat16(const Work&, int64_t, int64_t);
 
-void compare_rows(DType, const Compared&, RowTally*);
+void compare_rows(DType, const Compared&, RowLanes*);
 
 const KernelTable& kernels() {
   static const KernelTable table{
