@@ -32,12 +32,8 @@ import torch
 
 from loft_hvd.errors import ArgumentError
 from loft_hvd.pipeline.allreduce import forget_exchanges
-from loft_hvd.transport.horovod import (
-    ElasticNotices,
-    HorovodTransport,
-    horovod_module,
-    restore_process_set,
-)
+from loft_hvd.transport.horovod import ElasticNotices, HorovodTransport, horovod_module
+from loft_hvd.transport.process_sets import restore_process_set
 from loft_hvd.transport.watched import close_heartbeats
 
 __all__ = ["State"]
@@ -141,7 +137,7 @@ class State:
         """
         if self._has_new_world:  # a rank that joins has just made its sets in the script
             for process_set in self._process_sets:
-                restore_process_set(process_set)
+                restore_process_set(self._hvd, process_set)
         self._has_new_world = False
         HorovodTransport().open_heartbeat()
         for name in self._by_kind():

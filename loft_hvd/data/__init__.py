@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from loft_hvd.data.loader import DataLoader
 from loft_hvd.data.placement import Placement
-from loft_hvd.data.sampler import BatchSampler, PlanSource
+from loft_hvd.data.plan_source import PlanSource
+from loft_hvd.data.sampler import BatchSampler
 from loft_hvd.data.sources import Source
 
 __all__ = ["BatchSampler", "DataLoader", "Placement", "PlanSource", "Source"]

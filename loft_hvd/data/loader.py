@@ -16,7 +16,8 @@ from loft_hvd.data.draws import Draw, EpochSettings, PlanView
 from loft_hvd.data.fetch import FetchingDataset, Request, TimedCollate, WorkerInit
 from loft_hvd.data.forks import sure_fork
 from loft_hvd.data.placement import Placement, check_placement
-from loft_hvd.data.sampler import GlobalBatches, PlanSource, check_balancer, check_length
+from loft_hvd.data.plan_source import PlanSource, check_balancer
+from loft_hvd.data.sampler import GlobalBatches, check_length
 from loft_hvd.errors import ArgumentTypeError, DataError
 
 __all__ = ["DataLoader"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sized
 from numbers import Integral
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,56 +15,10 @@ from loft_hvd.balance.plan import StepSizes
 from loft_hvd.data.draws import Draw, EpochSettings, PlanView, count_steps, draw_epoch
 from loft_hvd.data.homes import Homes
 from loft_hvd.data.placement import Placement, check_placement
+from loft_hvd.data.plan_source import PlanSource, check_balancer
 from loft_hvd.errors import ArgumentTypeError, DataError
 
-__all__ = ["BatchSampler", "GlobalBatches", "PlanSource", "check_balancer", "check_length"]
-
-
-class PlanSource(PlanView, Protocol):
-    """What loaders need of a balancer: the sizes in force, and where to say what they hand out.
-
-    ``next_step`` is the next step to train on, counted over epochs.
-
-    ``loft.DataLoader`` calls ``begin_batch`` and ``end_epoch``, in the process that trains.
-    ``loft.BatchSampler`` does not see batches arrive: it queues sizes with ``push_sizes``, and each
-    backward pass takes the next. A loader for evaluation calls ``leave_step_out`` alone.
-    """
-
-    @property
-    def next_step(self) -> int: ...
-
-    def begin_batch(
-        self,
-        step_sizes: StepSizes,
-        *,
-        fetch_s: float,
-        stall_s: float,
-        local: int,
-        remote: int,
-        cached: int = 0,
-    ) -> None:
-        """Take the batch that the script gets now; called right before it is yielded.
-
-        Args:
-            step_sizes: plan, step and sizes of the batch.
-            fetch_s: seconds its fetch took, where it took place.
-            stall_s: seconds of it that the script waited for.
-            local: this rank's samples that it holds itself, or had in its cache.
-            remote: this rank's samples that it had to get from elsewhere.
-            cached: of ``local``, those that only the cache had.
-        """
-
-    def push_sizes(self, step_sizes: StepSizes) -> None:
-        """Queue the sizes of a batch whose indices were drawn; torch yields in that order."""
-
-    def clear_pending(self) -> None:
-        """Forget batches that no backward pass took: an iteration begins, or an epoch is set."""
-
-    def end_epoch(self) -> None:
-        """Note that an iteration ran to its end, at the same step on every rank."""
-
-    def leave_step_out(self) -> None:
-        """Leave the step that goes on out of all times: this rank evaluates in between."""
+__all__ = ["BatchSampler", "GlobalBatches", "check_length"]
 
 
 class GlobalBatches:
@@ -278,18 +232,6 @@ class BatchSampler(Sampler[list[int]]):
         """Let the next iteration go on where ``state`` was taken, with any number of ranks."""
         self._resume_step = self._batches.load_state_dict(state)
         self._balancer.clear_pending()
-
-
-def check_balancer(balancer: object) -> None:
-    """Refuse what cannot say the sizes of a step.
-
-    Raises:
-        ArgumentTypeError: there is no ``plan_at``.
-    """
-    if not hasattr(balancer, "plan_at"):
-        raise ArgumentTypeError(
-            f"balancer={balancer!r} is of type {type(balancer).__name__}; give a loft_hvd.Balancer"
-        )
 
 
 def check_length(dataset: object) -> int:

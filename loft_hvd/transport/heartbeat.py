@@ -25,7 +25,8 @@ from loft_hvd.transport.exits import ProcessExit, kill_process
 from loft_hvd.transport.failures import describe_failure, tell_failure
 from loft_hvd.transport.guard import Guard
 from loft_hvd.transport.progress import Progress
-from loft_hvd.transport.star import MAX_TEXT, Line, Link, process_state
+from loft_hvd.transport.silent import SilentRanks
+from loft_hvd.transport.star import MAX_TEXT, Line, Link
 
 __all__ = ["Heartbeat"]
 
@@ -65,12 +66,13 @@ class Heartbeat:
         self.verdict: Verdict | None = None
         self.board = Board()
         self._links = dict(links)
-        self._places = dict(places)
         self._place = own_place
         self._engine_is_down = engine_is_down
-        self._kill = kill
         self._guard = guard
         self._diagnosis = Diagnosis(rank, places, limits=settings.limits)
+        self._silent = SilentRanks(
+            self._diagnosis, self._links, places, own_place, kill=kill, dooms=self._dooms
+        )
         self._has_verdict = threading.Event()
         self._verdict_at = 0.0
         self._is_heard = self._has_failed = self._is_closed = False
@@ -196,7 +198,7 @@ class Heartbeat:
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + self.settings.period_s
                 self._beat()
-                self._look()
+                self._silent.look()
                 self._decide(self._diagnosis.judge(self.board.progress()))
                 self._leave_if_stuck()
 
@@ -223,9 +225,9 @@ class Heartbeat:
         elif peer == 0 and line.kind == "verdict":
             self._decide(Verdict(line.rank, line.text, is_mismatch=line.seconds > 0))
         elif peer == 0 and line.kind == "look" and len(words) == 3 and "".join(words).isdecimal():
-            self._look_for_rank_0(line.rank, *(int(word) for word in words))
+            self._silent.look_for_rank_0(line.rank, *(int(word) for word in words))
         elif line.kind == "state" and line.rank in self._links:
-            self._saw(line.rank, line.text[:1])
+            self._silent.saw(line.rank, line.text[:1])
 
     def _hear_good_bye(self, peer: int, line: Line) -> None:
         """Note who has left; rank 0 passes it on, as the others have no link to that rank."""
@@ -245,44 +247,12 @@ class Heartbeat:
                 late = self._diagnosis.late_for(rank, progress)
                 link.send(Line("late", 0, 0.0, "|".join(map(str, late))))
 
-    # Silent ranks.
+    # Verdicts.
 
-    def _look(self) -> None:
-        """Look at the processes of silent ranks, or ask a rank of their host to."""
-        for rank in self._diagnosis.suspects():
-            place = self._places[rank]
-            if place.host_key == self._place.host_key:
-                self._saw(rank, process_state(place.pid, place.start))
-                continue
-            for other, link in self._links.items():
-                is_near = self._places[other].host_key == place.host_key
-                if is_near and not self._diagnosis.is_silent(other):
-                    kill = int(self._should_kill(rank))
-                    link.send(Line("look", rank, 0.0, f"{place.pid}|{place.start}|{kill}"))
-                    break
-        for warning in self._diagnosis.held():
-            _logger.warning("%s", warning)
-
-    def _look_for_rank_0(self, rank: int, pid: int, start: int, kill: int) -> None:
-        state = process_state(pid, start)
-        self._links[0].send(Line("state", rank, 0.0, state))
-        if kill and state == "T":
-            self._kill(pid)
-
-    def _saw(self, rank: int, state: str) -> None:
-        if self._diagnosis.is_silent(rank):
-            self._diagnosis.saw(rank, state)
-            place = self._places[rank]
-            is_near = place.host_key == self._place.host_key
-            if state == "T" and is_near and self._should_kill(rank):
-                self._kill(place.pid)
-
-    def _should_kill(self, rank: int) -> bool:
+    def _dooms(self, rank: int) -> bool:
         """Say whether to end a frozen rank: when the job goes on, or is over, without it."""
         is_over = self.settings.is_elastic or (self._exit is not None and self._exit.is_armed)
         return is_over and self.verdict is not None and self.verdict.rank == rank
-
-    # Verdicts.
 
     def _decide(self, verdict: Verdict | None) -> None:
         if verdict is None or self.verdict is not None:

@@ -28,9 +28,7 @@ __all__ = [
     "HorovodTransport",
     "horovod_if_initialized",
     "horovod_module",
-    "is_member",
     "reduce_op_name",
-    "restore_process_set",
 ]
 
 _ALLTOALL_PARAMETERS = [
@@ -122,30 +120,6 @@ def reduce_op_name(op: Any) -> str:
         f"op={op!r} is not supported; it takes hvd.Average or hvd.Sum (for anything sturdier "
         "than a sum, pass rule=)"
     )
-
-
-def is_member(process_set: Any | None) -> bool:
-    """Say whether this rank belongs to a process set; to None, all ranks do."""
-    return process_set is None or bool(process_set.included())
-
-
-def restore_process_set(process_set: Any) -> None:
-    """Make a process set again in a new world; every rank calls it, members or not.
-
-    Raises:
-        ArgumentError: the new world lacks one of its ranks.
-    """
-    hvd = horovod_module()
-    if process_set.ranks and max(process_set.ranks) >= hvd.size():
-        raise ArgumentError(
-            f"the process set of ranks {process_set.ranks} does not fit the new world of "
-            f"{hvd.size()} ranks; start with a --min-np that keeps its ranks"
-        )
-    process_set.process_set_id = None  # of the old world
-    if process_set.ranks == list(range(hvd.size())):
-        process_set.process_set_id = hvd.global_process_set.process_set_id
-    else:
-        hvd.add_process_set(process_set)
 
 
 def _wire_view(tensor: Tensor) -> Tensor:

@@ -1,15 +1,20 @@
-"""Horovod's process sets for parts of the ranks: found where they exist, else made."""
+"""Horovod's process sets: found where they exist, else made, and made again in a new world."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from loft_hvd.errors import UsageError
+from loft_hvd.errors import ArgumentError, UsageError
 
-__all__ = ["own_process_set"]
+__all__ = ["is_member", "own_process_set", "restore_process_set"]
 
 _SHOWN_SETS = 8
+
+
+def is_member(process_set: Any | None) -> bool:
+    """Say whether this rank belongs to a process set; to None, all ranks do."""
+    return process_set is None or bool(process_set.included())
 
 
 def own_process_set(hvd: Any, ops: Any, parts: Sequence[Sequence[int]]) -> Any:
@@ -54,3 +59,25 @@ def _add(hvd: Any, process_set: Any, parts: Sequence[Sequence[int]]) -> None:
             f"HOROVOD_DYNAMIC_PROCESS_SETS=1, or list all sets, of each group and "
             f"of the i-th ranks of all groups: hvd.init(process_sets=[{sets}])"
         ) from error
+
+
+def restore_process_set(hvd: Any, process_set: Any) -> None:
+    """Make a process set again in a new world; every rank calls it, members or not.
+
+    Args:
+        hvd: ``horovod.torch``.
+        process_set: a ``hvd.ProcessSet`` of the old world.
+
+    Raises:
+        ArgumentError: the new world lacks one of its ranks.
+    """
+    if process_set.ranks and max(process_set.ranks) >= hvd.size():
+        raise ArgumentError(
+            f"the process set of ranks {process_set.ranks} does not fit the new world of "
+            f"{hvd.size()} ranks; start with a --min-np that keeps its ranks"
+        )
+    process_set.process_set_id = None  # of the old world
+    if process_set.ranks == list(range(hvd.size())):
+        process_set.process_set_id = hvd.global_process_set.process_set_id
+    else:
+        hvd.add_process_set(process_set)
