@@ -107,6 +107,23 @@ LOFT_INLINE Part half_of(Whole whole, int part) {
 #endif
 }
 
+// A register of two halves.
+template <typename Whole, typename Part>
+LOFT_INLINE Whole join(Part low, Part high) {
+#if defined(__AVX512BW__)
+  const __m512i first = _mm512_castsi256_si512(bit_cast<__m256i>(low));
+  return bit_cast<Whole>(_mm512_inserti64x4(first, bit_cast<__m256i>(high), 1));
+#elif defined(__AVX2__)
+  const __m256i first = _mm256_castsi128_si256(bit_cast<__m128i>(low));
+  return bit_cast<Whole>(_mm256_inserti128_si256(first, bit_cast<__m128i>(high), 1));
+#else
+  Whole whole;
+  std::memcpy(&whole, &low, sizeof(Part));
+  std::memcpy(reinterpret_cast<char*>(&whole) + sizeof(Part), &high, sizeof(Part));
+  return whole;
+#endif
+}
+
 // float16 <-> float32 on 32-bit lanes; exact up, to nearest even down.
 template <typename I, typename V>
 LOFT_INLINE V widen_float16(I bits) {
@@ -183,33 +200,50 @@ struct Half {
     bits = bits == Entry{} + std::numeric_limits<Bits>::min() ? Entry{} : bits;  // -0
     store(to, key > Entry{} + kInfinity ? Entry{} + kNaN : bits);
   }
-  // The midpoint of two keys. Halves of 16-bit values are exact in float32, so equal values give
-  // themselves. Odd and even bfloat16 lanes widen and narrow in place.
-  static LOFT_INLINE void put_midpoint(void* to, Entry lower, Entry upper) {
-    static_assert(kIsBFloat, "float16 lanes do not widen in place");
-    const I low = bit_cast<I>(from_key(lower, kRoom)), high = bit_cast<I>(from_key(upper, kRoom));
+  // Puts the midpoint of two keys; false where a lane is to be done again: it is not finite, which
+  // a sum that overflowed also is. Else halving is exact, so equal values give themselves.
+  static LOFT_INLINE bool put_midpoint(void* to, Entry lower, Entry upper) {
+    const Entry low = from_key(lower, kRoom), high = from_key(upper, kRoom);
+    if constexpr (kIsBFloat) {
+      const Entry middle = middle_in_place(bit_cast<I>(low), bit_cast<I>(high));
+      constexpr Bits kInfinity = 0x7f80;
+      store(to, middle);
+      return !any_lane((middle & kInfinity) == kInfinity);
+    } else {
+      const auto half = [&](int part) -> Part {
+        const V sum = widen(half_of<Part>(low, part)) + widen(half_of<Part>(high, part));
+        return narrow_ordered(sum * 0.5f + 0.0f);  // float32 has room for every sum
+      };
+      const Entry middle = join<Entry>(half(0), half(1));
+      store(to, (middle & 0x7fff) > Entry{} + 0x7c00 ? Entry{} + 0x7e00 : middle);
+      return true;
+    }
+  }
+  // Odd and even bfloat16 lanes widen and narrow in place.
+  static LOFT_INLINE Entry middle_in_place(I low, I high) {
     constexpr int32_t kOdd = static_cast<int32_t>(0xffff0000);
-    const auto middle = [](I a, I b) -> I {
-      const V sum = bit_cast<V>(a) * 0.5f + bit_cast<V>(b) * 0.5f + 0.0f;
-      const I bits = bit_cast<I>(sum);
-      const I rounded = bits + 0x7fff + ((bits >> 16) & 1);
-      return sum == sum ? rounded : I{} + 0x7fc00000;
+    const auto rounded = [](I a, I b) -> I {
+      const I bits = bit_cast<I>((bit_cast<V>(a) + bit_cast<V>(b)) * 0.5f + 0.0f);
+      return bits + ((bits >> 16) & 1) + 0x7fff;
     };
     using U = Vector<uint32_t>;
-    const U even = bit_cast<U>(middle(low << 16, high << 16)) >> 16;
-    store(to, bit_cast<Entry>(bit_cast<I>(even) | (middle(low & kOdd, high & kOdd) & kOdd)));
+    const U even = bit_cast<U>(rounded(low << 16, high << 16)) >> 16;
+    return bit_cast<Entry>(bit_cast<I>(even) | (rounded(low & kOdd, high & kOdd) & kOdd));
   }
   static LOFT_INLINE Part narrow(V result) {
     if constexpr (kIsBFloat) {
       return __builtin_convertvector((narrow_bfloat16<I, V>(result + 0.0f)), Part);
     }
-    const V sum = normal(result);
+    return narrow_ordered(normal(result));
+  }
+  // To float16; any NaN may become any NaN.
+  static LOFT_INLINE Part narrow_ordered(V value) {
 #if defined(__AVX512BW__)
-    return bit_cast<Part>(_mm512_cvtps_ph(bit_cast<__m512>(sum), _MM_FROUND_TO_NEAREST_INT));
+    return bit_cast<Part>(_mm512_cvtps_ph(bit_cast<__m512>(value), _MM_FROUND_TO_NEAREST_INT));
 #elif defined(__F16C__)
-    return bit_cast<Part>(_mm256_cvtps_ph(bit_cast<__m256>(sum), _MM_FROUND_TO_NEAREST_INT));
+    return bit_cast<Part>(_mm256_cvtps_ph(bit_cast<__m256>(value), _MM_FROUND_TO_NEAREST_INT));
 #else
-    return __builtin_convertvector((narrow_float16<I, V>(sum)), Part);
+    return __builtin_convertvector((narrow_float16<I, V>(value)), Part);
 #endif
   }
 };

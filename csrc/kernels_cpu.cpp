@@ -10,6 +10,7 @@
 
 #include "around_cpu.h"
 #include "few_cpu.h"
+#include "median_cpu.h"
 #include "ranked_cpu.h"
 #include "window_cpu.h"
 
@@ -17,91 +18,9 @@ namespace loft {
 namespace LOFT_ISA {
 namespace {
 
-// Most rows whose median has a network of its own, and whose trimmed mean has windows.
-template <typename F>
-constexpr int kMedianRows = kGroup<F> < 16 || kVectorBytes == 16 ? 32 : 64;
+// Most rows whose trimmed mean has windows.
 template <typename F>
 constexpr int kWindowRows = std::is_same_v<F, Float32> && kVectorBytes > 16 ? 64 : 0;
-
-// Puts the median of 16-bit values without widening more than it must; false where there is no such
-// way.
-template <typename F>
-LOFT_INLINE bool put_median(const Work& work, int64_t at, const typename F::Entry& lower,
-                            const typename F::Entry& upper, int rows) {
-  if constexpr (F::kParts == 2) {
-    char* to = work.out + at * static_cast<int64_t>(sizeof(typename F::Bits));
-    const bool is_one = rows % 2 == 1 || work.params.kind != MedianKind::kMidpoint;
-    if (is_one) {
-      F::put_key(to, work.params.kind == MedianKind::kUpper ? upper : lower);
-      return true;
-    }
-    if constexpr (std::is_same_v<F, BFloat16>) {
-      F::put_midpoint(to, lower, upper);
-      return true;
-    }
-  }
-  return false;
-}
-
-// The median of few rows by its own, shorter network.
-template <typename F, int kRows>
-int64_t run_median(const Work& work, int64_t begin, int64_t end) {
-  using V = typename F::V;
-  const Source source{work.rows, work.weights};
-  int64_t at = begin;
-  for (int vector = 0; at + F::kLanes <= end; ++vector, at += F::kLanes) {
-    typename F::Entry entries[kRows];
-    const RowLoad<F, kRows> load{source, at * static_cast<int64_t>(sizeof(typename F::Bits))};
-    load.fetch(vector);
-    MedianNetwork<kRows>::apply(entries, load);
-    if (!work.low && put_median<F>(work, at, entries[(kRows - 1) / 2], entries[kRows / 2], kRows)) {
-      continue;
-    }
-    for (int part = 0; part < F::kParts; ++part) {
-      const V lower = F::value(entries[(kRows - 1) / 2], part);
-      V result = lower, upper = lower;
-      if constexpr (kRows % 2 == 0) {
-        upper = F::value(entries[kRows / 2], part);
-        result = pick_median(lower, upper, work.params.kind);
-      }
-      put<F>(work, Outcome<V>{result, lower, upper, V{}}, part, at, begin);
-    }
-  }
-  return at;
-}
-
-// The median of more rows: two ranked halves a and b, each in a buffer; of the pairs of a's i-th
-// smallest and b's i-th largest, the smaller ones are the lower half of all rows, so their largest
-// is the lower median. An odd count is made even by one row of +inf, whose lower median is the
-// same.
-template <typename F>
-int64_t run_median_of_halves(const Work& work, int64_t begin, int64_t end) {
-  using Entry = typename F::Entry;
-  alignas(64) Entry first[kMaxRows / 2 + kGroup<F>], second[kMaxRows / 2 + kGroup<F>];
-  const int rows = work.num_rows, half = (rows + 1) / 2;
-  const Source source{work.rows, nullptr}, rest{work.rows + half, nullptr};
-  constexpr int64_t kBytes = sizeof(typename F::Bits);
-  int64_t at = begin;
-  for (; at + F::kLanes <= end; at += F::kLanes) {
-    rank_rows<F>(source, half, at * kBytes, 1, first, 0);
-    rank_rows<F>(rest, rows - half, at * kBytes, 1, second, 0);
-    if (rows % 2) set_last(second[half - 1]);
-    Entry lower = first[0] < second[half - 1] ? first[0] : second[half - 1];
-    Entry upper = first[0] > second[half - 1] ? first[0] : second[half - 1];
-    for (int i = 1; i < half; ++i) {
-      Entry low = first[i], high = second[half - 1 - i];
-      exchange(low, high);
-      keep_max(low, lower);
-      keep_min(upper, high);
-    }
-    for (int part = 0; part < F::kParts; ++part) {
-      typename F::V result = F::value(lower, part);
-      if (rows % 2 == 0) result = pick_median(result, F::value(upper, part), work.params.kind);
-      F::put(work.out + at * kBytes, result, part);
-    }
-  }
-  return at;
-}
 
 // A rule whose rows and f are known when it is compiled: what the result does not need of the
 // network falls away, and nothing passes through memory.
@@ -211,21 +130,12 @@ Run trimmed_for(const Work& work) {
   return quarter_or_none<F, TrimmedMeanRule<F>>(work);
 }
 
-template <typename F, int... kRows>
-Run median_for(int rows, std::integer_sequence<int, kRows...>) {
-  constexpr Run table[] = {run_median<F, kRows + 1>...};
-  return table[rows - 1];
-}
-
 template <typename F>
 Run special_for(const Work& work) {
   switch (work.params.rule) {
     case Rule::kMedian:
       if constexpr (!kIsWeighted<F>) {
-        if (work.num_rows <= kMedianRows<F>) {
-          return median_for<F>(work.num_rows, std::make_integer_sequence<int, kMedianRows<F>>{});
-        }
-        if (!work.low) return run_median_of_halves<F>;
+        return median_for<F>(work);
       }
       return nullptr;
     case Rule::kTrimmedMean: return trimmed_for<F>(work);
