@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from loft_hvd.bench.kernels import PASS, PASS_AGAIN, Timing
+from loft_hvd.bench.kernels import ONE_THREAD, PASS, PASS_AGAIN, TWO_THREADS, Timing
 
 __all__ = ["Goal", "goal_rows", "judge_kernels", "timing_rows"]
 
@@ -65,7 +65,7 @@ def judge_kernels(timings: Sequence[Timing]) -> list[Goal]:
             rows = by_name[PASS].rows
             text = f"{what}, {rows} rows, {level}"
             goals.append(Goal(text, limit, found, is_judged=noise <= _NOISE_LIMIT))
-    return goals + list(_against_torch(timings))
+    return goals + list(_by_two_threads(timings)) + list(_against_torch(timings))
 
 
 def _limits(by_name: dict[str, Timing], level: str) -> Iterator[tuple[str, float, float]]:
@@ -88,6 +88,31 @@ def _limits(by_name: dict[str, Timing], level: str) -> Iterator[tuple[str, float
         yield f"{name} / float32", 0.6, by_name[name].seconds / median.seconds
     diagnosed = by_name["trimmed_mean diagnosed 1/16"].seconds
     yield "sampled diagnostics", 1.10, diagnosed / trimmed.seconds
+
+
+def _by_two_threads(timings: Sequence[Timing]) -> Iterator[Goal]:
+    """Yield how many times faster two threads are; the pass says what the machine allows.
+
+    Nothing is judged where one thread's pass took another time than it did before.
+    """
+    by_name = {
+        t.contestant: t for t in timings if t.contestant.startswith((ONE_THREAD, TWO_THREADS))
+    }
+    if not by_name:
+        return
+    alone = by_name[f"{ONE_THREAD} {PASS}"]
+    before = next(t for t in timings if t.contestant == PASS and t.level == alone.level)
+    noise = abs(alone.seconds / before.seconds - 1)
+    scaling = {
+        name.removeprefix(f"{ONE_THREAD} "): one.seconds
+        / by_name[name.replace(ONE_THREAD, TWO_THREADS)].seconds
+        for name, one in by_name.items()
+        if name.startswith(ONE_THREAD)
+    }
+    limit = min(1.7, 0.9 * scaling.pop(PASS))
+    for name, found in scaling.items():
+        text = f"two threads / one, {name}, {alone.rows} rows, {alone.level}"
+        yield Goal(text, limit, found, is_floor=True, is_judged=noise <= _NOISE_LIMIT)
 
 
 def _starting(by_name: dict[str, Timing], start: str) -> Timing:

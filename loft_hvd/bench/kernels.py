@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,12 +22,14 @@ from loft_hvd._native import extension
 from loft_hvd.aggregation.aggregate import aggregate
 from loft_hvd.aggregation.reference import reference
 from loft_hvd.aggregation.rules import MeanAroundMedian, Median, Phocas, Rule, TrimmedMean
-from loft_hvd.bench.timing import Clock, choose_clock, interleaved_minimum
+from loft_hvd.bench.timing import WALL, Clock, choose_clock, interleaved_minimum
 from loft_hvd.errors import AggregationError, ArgumentError, MissingDependencyError
+from loft_hvd.topology import allowed_cpus
 
 __all__ = ["KernelBench", "Timing", "check_rules", "measure_kernels", "peers", "rules_of"]
 
 PASS, PASS_AGAIN, PASS_BURSTS = "pass", "pass again", "pass in bursts"
+ONE_THREAD, TWO_THREADS = "one thread:", "two threads:"
 _PEER_NUMEL = 200_000  # peers take 50 passes and more
 _PEERS = ("byzfl", "krum", "flwr")
 _RULE_CODES = {Median: 0, TrimmedMean: 1, MeanAroundMedian: 2, Phocas: 3}
@@ -181,6 +183,10 @@ def _measure_rows(
         calls = dict(_kernel_calls(module, bench, pool, out, level))
         timings += _time(calls, clock, bench.repeats, shape=(rows, numel), level=level)
     base = min(t.ns_a_coordinate for t in timings if t.contestant.startswith(PASS))
+    if bench.threads == 1 and allowed_cpus() > 1:
+        best = levels[-1]  # in wall time: CPU time is that of both threads together
+        calls = _thread_calls(module, bench, pool, out, best)
+        timings += _time(calls, WALL, bench.repeats, shape=(rows, numel), level=best, base=base)
     few = pool[:, : min(numel, _PEER_NUMEL)].contiguous()
     for calls, shape in (
         (_memory_calls(pool, out), (rows, numel)),
@@ -188,6 +194,18 @@ def _measure_rows(
     ):
         timings += _time(calls, clock, bench.repeats, shape=shape, base=base)
     return timings
+
+
+def _thread_calls(
+    module: Any, bench: KernelBench, pool: Tensor, out: Tensor, level: str
+) -> dict[str, Callable[[], object]]:
+    """Return the pass and the rules that are most used, by one thread and by two."""
+    calls = {}
+    for threads, words in ((1, ONE_THREAD), (2, TWO_THREADS)):
+        for name, call in _kernel_calls(module, replace(bench, threads=threads), pool, out, level):
+            if name in (PASS, "median") or name.startswith("trimmed_mean f="):
+                calls[f"{words} {name}"] = call
+    return calls
 
 
 def _kernel_calls(
@@ -219,7 +237,7 @@ def _kernel_calls(
     yield PASS_BURSTS, functools.partial(sweep, in_bursts=True)
     for name, rule in rules.items():
         yield name, kernel(rule)
-    # The first halves of the float32 rows, read as 16-bit values: noise of every exponent but NaN.
+    # The first halves of the float32 rows, read as 16-bit values: noise of every exponent.
     for dtype in (torch.bfloat16, torch.float16):
         yield f"median {str(dtype).removeprefix('torch.')}", kernel(Median(), dtype=dtype)
     weights = [1 + place % 3 for place in range(rows)]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 __all__ = [
     "NOISE_LIMIT",
+    "WALL",
     "Clock",
     "Judgement",
     "Ratio",
@@ -34,6 +35,9 @@ class Clock:
     read_s: Callable[[], float]
 
 
+WALL = Clock("wall", time.perf_counter)
+
+
 def choose_clock(*, threads: int = 1) -> Clock:
     """Return wall time, or the process's CPU time where other work keeps the machine busy.
 
@@ -43,7 +47,7 @@ def choose_clock(*, threads: int = 1) -> Clock:
     is_busy = os.getloadavg()[0] + threads > cpus * 0.75
     if is_busy and threads == 1:
         return Clock("process CPU", time.process_time)
-    return Clock("wall", time.perf_counter)
+    return WALL
 
 
 def interleaved_minimum(

@@ -92,6 +92,22 @@ def test_a_pass_that_differs_from_itself_judges_nothing() -> None:
     assert {g.verdict for g in judge_kernels(made_up(**{"pass again": 1.2}))} == {"too noisy"}
 
 
+@pytest.mark.parametrize(
+    ("two_passes", "two_medians", "verdict"),
+    [(0.5, 0.57, "met"), (0.5, 0.6, "missed"), (0.8, 0.85, "met"), (0.8, 0.95, "missed")],
+)
+def test_two_threads_are_judged_by_the_scaling_of_the_pass(
+    two_passes: float, two_medians: float, verdict: str
+) -> None:
+    named = {"one thread: pass": 1.0, "one thread: median": 1.0}
+    named |= {"two threads: pass": two_passes, "two threads: median": two_medians}
+    (goal,) = (g for g in judge_kernels(made_up(**named)) if g.what.startswith("two threads"))
+    assert goal.verdict == verdict
+    named["one thread: pass"] = 1.2  # not the pass's time a moment ago
+    (goal,) = (g for g in judge_kernels(made_up(**named)) if g.what.startswith("two threads"))
+    assert goal.verdict == "too noisy"
+
+
 def test_gate_is_for_goals_missed_by_more_than_15_percent() -> None:
     assert not Goal("", 1.0, 1.14).is_far
     assert Goal("", 1.0, 1.16).is_far
