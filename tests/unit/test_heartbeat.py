@@ -319,6 +319,46 @@ def test_good_bye_is_no_failure(pair: Pair) -> None:
     assert first.verdict is None
 
 
+@pytest.fixture
+def star() -> Iterator[list[Heartbeat]]:
+    """Return three ranks' heartbeats, closed in the end; ranks 1 and 2 are linked to rank 0."""
+    settings = HeartbeatSettings(period_s=0.01, grace_s=0.0, owns_process=False)
+    own = own_place()
+    ends = {rank: [Link(end) for end in socket.socketpair()] for rank in (1, 2)}
+    links = [{rank: pair[0] for rank, pair in ends.items()}, {0: ends[1][1]}, {0: ends[2][1]}]
+    made = [
+        Heartbeat(rank, each, dict.fromkeys(each, own), settings=settings, own_place=own)
+        for rank, each in enumerate(links)
+    ]
+    yield made
+    for heartbeat in made:
+        heartbeat.close()
+
+
+class _NotedError(RuntimeError):
+    """An engine's error that keeps its notes, also before Python 3.11."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def add_note(self, note: str) -> None:
+        self.notes.append(note)
+
+
+def test_a_good_bye_reaches_ranks_that_have_no_link_to_who_left(star: list[Heartbeat]) -> None:
+    star[2].close()
+    for heartbeat in star[:2]:
+        for _ in range(200):  # 2 s at most
+            if heartbeat._gone:
+                break
+            heartbeat._thread.join(0.01)
+        error = _NotedError()
+        heartbeat.explain(error)
+        assert error.notes == ["loft_hvd: ranks [2] have ended their scripts"]
+        assert heartbeat.verdict is None
+    assert star[1]._diagnosis.left_ranks() == []  # rank 0 has passed it on, and is still there
+
+
 def test_a_forked_process_does_not_speak_for_its_rank(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -356,7 +396,7 @@ def test_a_frozen_process_is_named_and_killed_only_where_the_job_recovers_or_is_
 ) -> None:
     killed: list[int] = []
     kills = is_elastic or is_over
-    monkeypatch.setattr("loft_hvd.transport.heartbeat.process_state", lambda pid, start: "T")
+    monkeypatch.setattr("loft_hvd.transport.silent.process_state", lambda pid, start: "T")
     first, link = pair(is_elastic=is_elastic, pid=4242, kill=killed.append)
     monkeypatch.setattr(first, "_exit", _Armed() if is_over else None)
     with first.waiting():
