@@ -47,6 +47,7 @@ _OBSERVED = (
 )
 _DRAIN_S = 10.0  # longest wait at the end of a process
 _logger = logging.getLogger(__name__)
+_FARTHEST_STEPS = 1_000_000  # that a rank can have drawn beyond rank 0; it would be epochs ahead
 _SLACK_STEPS = 3  # between a rank's word on what it has drawn and the plan's arrival, and one more
 
 
@@ -74,18 +75,39 @@ class Report:
     def observed(self) -> npt.NDArray[np.float64]:
         """Averages a step in the order of ``observations.COLUMNS``, [world_size, 10].
 
-        As they were sent, so that ``screen`` sees what no clock can have measured.
+        As they were sent, so that ``screen`` sees what no clock can have measured. Where the head
+        of a report cannot be, the number that cannot be stands for all of it.
         """
         columns = [TIME_FIELDS.index(name) for name in _OBSERVED]
-        return np.concatenate([means(self.times)[:, columns], self.shares], axis=1)
+        sent = np.concatenate([means(self.times)[:, columns], self.shares], axis=1)
+        head = self._rows[:, : len(_HEADER)]
+        wrong = np.where(np.isfinite(head).all(axis=1), self._drawn_ahead, np.nan)[:, None]
+        observed: npt.NDArray[np.float64] = np.where(self._has_head[:, None], sent, wrong)
+        return observed
+
+    @property
+    def _drawn_ahead(self) -> npt.NDArray[np.float64]:
+        """Deepest step that each rank says it has drawn, [world_size]."""
+        return self._rows[:, _HEADER.index("drawn_ahead")]
+
+    @property
+    def _has_head(self) -> npt.NDArray[np.bool_]:
+        """Which reports begin with numbers that can be, [world_size]; rank 0's always does."""
+        drawn = self._drawn_ahead
+        fits: npt.NDArray[np.bool_] = (drawn >= -1) & (drawn <= drawn[0] + _FARTHEST_STEPS)
+        fits &= np.isfinite(self._rows[:, : len(_HEADER)]).all(axis=1)
+        fits[0] = True
+        return fits
 
     def first_free_step(self, num_passes: int) -> int:
         """Return a step that no rank will have drawn when a plan made from this report arrives.
 
+        What a rank cannot have drawn does not count: nobody can put a plan off for ever.
+
         Args:
             num_passes: backward passes of an optimizer step; a plan starts at its first.
         """
-        drawn = int(self._rows[:, _HEADER.index("drawn_ahead")].max())
+        drawn = int(self._drawn_ahead[self._has_head].max())
         trained = int(self._rows[0, _HEADER.index("num_steps")]) * num_passes
         first = drawn + 1 + _SLACK_STEPS * num_passes
         return trained + -(-(first - trained) // num_passes) * num_passes

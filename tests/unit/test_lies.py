@@ -9,8 +9,10 @@ import numpy.typing as npt
 import pytest
 
 import loft_hvd as loft
+from loft_hvd.balance.exchange import _HEADER, Exchange
 from loft_hvd.balance.explain import TIME_FIELDS
-from loft_hvd.balance.plan import StepSizes
+from loft_hvd.balance.plan import Plan, StepSizes
+from loft_hvd.errors import MismatchError
 from loft_hvd.transport.local import LocalTransport, run_ranks
 
 Sums = npt.NDArray[np.float64]
@@ -65,16 +67,55 @@ IMPOSSIBLE = {
 }
 
 
-def train(lie: Lie) -> tuple[Sums, str]:
-    """Let rank 1 of four equal ranks lie; returns the step of each interval, in seconds."""
+HEADS: dict[str, tuple[str, float]] = {  # a field of a report's head, and what is said
+    "drawn_ahead nan": ("drawn_ahead", float("nan")),
+    "drawn_ahead inf": ("drawn_ahead", float("inf")),
+    "drawn_ahead -inf": ("drawn_ahead", float("-inf")),
+    "drawn_ahead 1e300": ("drawn_ahead", 1e300),
+    "drawn_ahead 1e7": ("drawn_ahead", 1e7),
+    "drawn_ahead -7": ("drawn_ahead", -7.0),
+    "next_interval nan": ("next_interval", float("nan")),
+}
 
-    def work(transport: LocalTransport) -> tuple[Sums, str]:
+
+def honest(sums: Sums, number: int) -> Sums:
+    return sums
+
+
+def lie_in_head(exchange: Exchange, field: str, value: float) -> None:
+    send, at = exchange.send_times, _HEADER.index(field)
+
+    def send_lie(times: Sums, *, header: tuple[float, ...], shares: tuple[float, float]) -> None:
+        told = (*header[:at], value, *header[at + 1 :])
+        send(times, header=told, shares=shares)  # type: ignore[arg-type] # the lie
+
+    exchange.send_times = send_lie  # type: ignore[method-assign] # the lie
+
+
+def train(
+    lie: Lie, *, head: tuple[str, float] | None = None, slow: int | None = None
+) -> tuple[Sums, str, Plan]:
+    """Let rank 1 of four equal ranks lie.
+
+    Args:
+        lie: what rank 1 makes of its sums.
+        head: field and value in the head of rank 1's reports, or None for the true ones.
+        slow: a rank that takes twice as long for a sample.
+
+    Returns:
+        Seconds of a step in each interval, rank 0's words, and the newest plan.
+    """
+
+    def work(transport: LocalTransport) -> tuple[Sums, str, Plan]:
         clock = Clock()
+        sample_s = np.array([0.02 if rank == slow else 0.01 for rank in range(4)])
         balancer = loft.Balancer(256, "loft", interval=INTERVAL, transport=transport, clock=clock)
         if transport.rank == 1:
             timer = balancer._loop.timer
-            honest = timer.take
-            timer.take = lambda: lie(honest(), balancer._loop.num_steps // INTERVAL)  # type: ignore[method-assign] # the lie
+            true = timer.take
+            timer.take = lambda: lie(true(), balancer._loop.num_steps // INTERVAL)  # type: ignore[method-assign] # the lie
+            if head is not None:
+                lie_in_head(balancer._loop._exchange, *head)
         steps = []
         for step in range(NUM_INTERVALS * INTERVAL):
             plan = balancer.plan_at(step)
@@ -82,20 +123,22 @@ def train(lie: Lie) -> tuple[Sums, str]:
             sizes = StepSizes(plan.plan_id, step, plan.sizes)
             balancer.begin_batch(sizes, fetch_s=0.0, stall_s=0.0, local=mine, remote=0)
             balancer.take_step()
-            clock.now += 0.01 * mine
+            own_s = float(sample_s[transport.rank] * mine)
+            clock.now += own_s
             balancer.gradient_arrived(blocked_s=0.0)
             balancer.computing_ended()
-            steps.append(0.01 * max(plan.sizes))
-            clock.now += steps[-1] - 0.01 * mine
-            balancer.step_ended(waited_s=steps[-1] - 0.01 * mine)
-        return np.array(steps).reshape(NUM_INTERVALS, INTERVAL).mean(axis=1), balancer.explain()
+            steps.append(float(np.max(sample_s * plan.sizes)))
+            clock.now += steps[-1] - own_s
+            balancer.step_ended(waited_s=steps[-1] - own_s)
+        step_s = np.array(steps).reshape(NUM_INTERVALS, INTERVAL).mean(axis=1)
+        return step_s, balancer.explain(), balancer.plan
 
     return run_ranks(4, work)[0]
 
 
 @pytest.mark.parametrize("name", LIES)
 def test_a_lie_costs_an_interval_a_try_and_tries_become_rare(name: str) -> None:
-    step_s, text = train(LIES[name])
+    step_s, text, _ = train(LIES[name])
     is_worse = step_s > 1.02 * EQUAL_S
     assert step_s.max() <= 2 * EQUAL_S + 1e-9
     assert is_worse.sum() <= 6, step_s
@@ -103,3 +146,21 @@ def test_a_lie_costs_an_interval_a_try_and_tries_become_rare(name: str) -> None:
     if name in IMPOSSIBLE:
         assert not is_worse.any()
         assert f"reports discarded ({IMPOSSIBLE[name]})" in text
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_lie_in_the_head_of_a_report_discards_it_and_the_others_are_planned_for(
+    name: str,
+) -> None:
+    step_s, text, plan = train(honest, head=HEADS[name], slow=3)
+    assert "rank 1: " in text
+    assert "reports discarded (" in text
+    assert 0 < plan.first_step < NUM_INTERVALS * INTERVAL
+    assert plan.sizes[3] < 0.75 * plan.sizes[0]
+    assert step_s[-4:].max() < 0.85 * step_s[0]
+
+
+@pytest.mark.parametrize("field", ["num_steps", "plan_id"])
+def test_a_step_or_plan_that_is_no_number_ends_training_and_names_the_rank(field: str) -> None:
+    with pytest.raises(MismatchError, match=r"rank 1 is at step .*nan"):
+        train(honest, head=(field, float("nan")))
