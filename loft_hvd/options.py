@@ -10,6 +10,7 @@ from loft_hvd.errors import ArgumentError
 from loft_hvd.parameters import GradientSet
 from loft_hvd.pipeline.settings import ReducerSettings
 from loft_hvd.pipeline.wire import wire_name
+from loft_hvd.runlog import RunLog
 from loft_hvd.team import TeamOptions
 from loft_hvd.transport.agreement import check_agreement
 from loft_hvd.transport.base import Transport
@@ -55,10 +56,12 @@ def agree(
     settings: ReducerSettings,
     balancer: Balancer | None,
     team_options: TeamOptions,
+    log: RunLog,
 ) -> None:
     """Open the heartbeat, and compare parameters and options over ranks.
 
     Raises:
+        ArgumentError: rank 0 cannot write the log it was asked for.
         MismatchError: ranks differ; names the ranks and the field.
     """
     if isinstance(transport, HorovodTransport | TorchDistributedTransport):
@@ -69,6 +72,7 @@ def agree(
         what="DistributedOptimizer",
         name="loft.optimizer",  # not found.name: ranks may differ in what it comes from
         timeout_s=settings.timeout_s,
+        refusal=log.refusal,
     )
 
 

@@ -83,7 +83,14 @@ class ReducingOptimizer(Delegate):
         self._world_size = world_size
         if should_agree:
             with self._log.faults():
-                agree(self._transport, found, self._settings, self._balancer, self._team_options)
+                agree(
+                    self._transport,
+                    found,
+                    self._settings,
+                    self._balancer,
+                    self._team_options,
+                    self._log,
+                )
         team = self._find_team(self._transport, found)
         if self._balancer is not None and found.parameters:
             self._balancer.compute_on(found.parameters[0].device)

@@ -52,6 +52,7 @@ class RunLog:
     Attributes:
         path: the file, or None.
         step: optimizer steps taken so far, set by whoever counts them.
+        refusal: why there is no file though one was asked for, or empty.
 
     Raises:
         ArgumentError: the folder or a file in it cannot be made.
@@ -70,6 +71,7 @@ class RunLog:
         self._is_full = False
         self._last_fault: BaseException | None = None
         self.step = 0
+        self.refusal = ""
         self.path: Path | None = None
         if folder is not None:
             self.open(folder)
@@ -83,6 +85,13 @@ class RunLog:
                 f"log_dir={str(folder)!r}: no run log can be made there ({error}); name a folder "
                 "that rank 0 may write to"
             ) from error
+
+    def try_open(self, folder: str | Path) -> None:
+        """Do as ``open``, but keep its error as ``refusal``, for all ranks to raise together."""
+        try:
+            self.open(folder)
+        except ArgumentError as error:
+            self.refusal = str(error)
 
     def _make(self, folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
@@ -151,12 +160,17 @@ def _plain(value: Any) -> Any:
 def open_run_log(log_dir: str | Path | None, *, rank: int) -> RunLog:
     """Return the log of this rank: a file on rank 0, if one was asked for; else one that is off.
 
+    Where the file cannot be made, ``refusal`` says why: rank 0 must not end alone.
+
     Args:
         log_dir: the folder; None takes ``LOFT_HVD_LOG_DIR``, and without it there is no log.
         rank: this rank.
     """
     folder = config().log_dir if log_dir is None else log_dir
-    return RunLog(folder if rank == 0 else None)
+    log = RunLog(None)
+    if folder is not None and rank == 0:
+        log.try_open(folder)
+    return log
 
 
 def read_run_log(path: str | Path) -> list[dict[str, Any]]:

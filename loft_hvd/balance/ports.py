@@ -19,7 +19,7 @@ from loft_hvd.balance.plan import Plan, StepSizes
 from loft_hvd.balance.probe import agree_on_probes, try_batches
 from loft_hvd.balance.world import assume, meet
 from loft_hvd.config import config
-from loft_hvd.errors import ArgumentError, PlanError, UsageError
+from loft_hvd.errors import PlanError, UsageError
 from loft_hvd.runlog import RunLog
 from loft_hvd.transport.agreement import check_agreement
 from loft_hvd.transport.base import Transport, wait_for
@@ -62,25 +62,28 @@ class BalancerPorts:
         self._base = options.global_batch_size, options.world_size  # what a resize starts from
         self._batches = BatchQueue()
         self.log = log
-        self._memory = MemoryWatch(
-            lambda: transport.rank, lambda: self._world, self._batches, lambda: self.log
-        )
-        if log.path is not None:
-            self._memory.caps = logged_caps(log.path.parent)
+        caps = {} if log.path is None else logged_caps(log.path.parent)
         if config().is_elastic:  # ranks start at different times: they meet in begin_world
             self._world = assume(options)
         else:
             self._agree()
-            self._world = meet(transport, options, found=self._memory.caps)
+            self._world = meet(transport, options, found=caps)
+        self._memory = MemoryWatch(  # last: a balancer that is refused observes nothing
+            lambda: transport.rank, lambda: self._world, self._batches, lambda: self.log
+        )
+        self._memory.caps = caps
         self._loop = PlanLoop(options, self._world, transport, self._batches, clock, log)
 
     def _agree(self) -> None:
         """Compare what ranks were given."""
-        fields = self._options.fields() | {"global_batch_size": str(self._base[0])}
-        limit_s = config().timeout_s
         with self.log.faults():
             check_agreement(
-                self._transport, fields, what="Balancer", name="loft.balancer", timeout_s=limit_s
+                self._transport,
+                self._options.fields() | {"global_batch_size": str(self._base[0])},
+                what="Balancer",
+                name="loft.balancer",
+                timeout_s=config().timeout_s,
+                refusal=self.log.refusal,
             )
 
     def _start_anew(self) -> None:
@@ -120,8 +123,6 @@ class BalancerPorts:
                 "probe: it must come before DistributedOptimizer (or attach) and before training: "
                 "their hooks would wait for other ranks, which try other sizes"
             )
-        if not 0 <= headroom < 1:
-            raise ArgumentError(f"probe: headroom={headroom} must be in [0, 1)")
         grain = self._world.grain
         if limit is None:
             limit = self.global_batch_size - (self.world_size - 1) * self.min_batch
@@ -258,7 +259,7 @@ class BalancerPorts:
     def log_to(self, log_dir: str | Path) -> None:
         """Write the run log there, unless it is being written already."""
         if self.rank == 0 and self.log.path is None:
-            self.log.open(log_dir)
+            self.log.try_open(log_dir)
             self._loop.write_head()
 
     def compute_on(self, device: torch.device) -> None:

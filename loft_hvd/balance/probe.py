@@ -10,7 +10,7 @@ import torch
 
 from loft_hvd.balance.memory import is_out_of_memory
 from loft_hvd.config import config
-from loft_hvd.errors import PeerError, PlanError
+from loft_hvd.errors import ArgumentError, PeerError, PlanError
 from loft_hvd.transport.base import Transport, allgather_rows
 
 __all__ = ["Probed", "agree_on_probes", "largest_that_fits", "try_batches"]
@@ -69,7 +69,12 @@ def try_batches(
         limit: most samples to try.
         grain: the cap is a multiple of it.
         headroom: share of what fits that is left free, where memory was full at all.
+
+    Raises:
+        ArgumentError: ``headroom`` is outside its limits.
     """
+    if not 0 <= headroom < 1:
+        raise ArgumentError(f"probe: headroom={headroom} must be in [0, 1)")
 
     def fits(num_samples: int) -> bool:
         try:

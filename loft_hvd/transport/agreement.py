@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from loft_hvd.errors import MismatchError
+from loft_hvd.errors import ArgumentError, MismatchError
 from loft_hvd.transport.base import Transport, allgather_rows
 
 __all__ = ["check_agreement", "digest", "odd_ones"]
 
 _SHOWN = 200
+_REFUSAL_BYTES = 1000
 
 
 def digest(text: str) -> int:
@@ -24,9 +25,15 @@ def digest(text: str) -> int:
 
 
 def check_agreement(
-    transport: Transport, fields: Mapping[str, str], *, what: str, name: str, timeout_s: float
+    transport: Transport,
+    fields: Mapping[str, str],
+    *,
+    what: str,
+    name: str,
+    timeout_s: float,
+    refusal: str = "",
 ) -> None:
-    """Raise on every rank when ranks disagree about a field.
+    """Raise on every rank when ranks disagree about a field, or one of them cannot go on.
 
     Args:
         transport: the ranks.
@@ -34,14 +41,19 @@ def check_agreement(
         what: what the fields describe, for the message.
         name: stem of the operation's name, equal on every rank.
         timeout_s: longest wait in seconds.
+        refusal: why this rank cannot do what it was asked for, or empty.
 
     Raises:
+        ArgumentError: a rank cannot; every rank says why, in that rank's words.
         MismatchError: ranks differ; names the ranks, the first differing field and this rank's
             value of it.
     """
     keys = sorted(fields)
     head = [len(keys), digest("\n".join(keys)), digest("\n".join(fields[key] for key in keys))]
+    head += [int(refusal != "")]
     heads = allgather_rows(transport, torch.tensor(head), name=f"{name}.agree", timeout_s=timeout_s)
+    if bool(heads[:, 3].any()):
+        _raise_refusal(transport, refusal, name=name, timeout_s=timeout_s)
     if bool((heads == heads[0]).all()):
         return
     if not bool((heads[:, :2] == heads[0, :2]).all()):
@@ -64,6 +76,20 @@ def check_agreement(
         f"{what}: {key} differs on ranks {odd_ones(details[:, column].tolist())}; here on rank "
         f"{transport.rank} it is {_short(fields[key])}. It must be equal on every rank"
     )
+
+
+def _raise_refusal(transport: Transport, refusal: str, *, name: str, timeout_s: float) -> None:
+    """Raise what the first rank that cannot go on has to say."""
+    own = refusal.encode()[:_REFUSAL_BYTES].ljust(_REFUSAL_BYTES, b"\0")
+    texts = allgather_rows(
+        transport,
+        torch.tensor(list(own), dtype=torch.uint8),
+        name=f"{name}.agree.refusal",
+        timeout_s=timeout_s,
+    )
+    told = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in texts.tolist()]
+    rank, text = next((rank, text) for rank, text in enumerate(told) if text)
+    raise ArgumentError(text if rank == transport.rank else f"on rank {rank}: {text}")
 
 
 def odd_ones(values: Sequence[float]) -> list[int]:

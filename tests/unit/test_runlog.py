@@ -72,6 +72,33 @@ def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
         RunLog(tmp_path / "file")
 
 
+@pytest.mark.parametrize("who", ["balancer", "optimizer", "optimizer with a balancer"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_rank_ends_with_the_reason_why_rank_0_cannot_write_its_log(
+    world_size: int, who: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file"
+
+    def work(transport: LocalTransport) -> str:
+        def make() -> None:
+            if who == "balancer":
+                loft.Balancer(6, transport=transport, log_dir=folder)
+            sgd = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1)
+            has_one = who == "optimizer with a balancer"
+            balancer = loft.Balancer(6, transport=transport) if has_one else None
+            loft.DistributedOptimizer(sgd, transport=transport, log_dir=folder, balancer=balancer)
+
+        with pytest.raises(ArgumentError) as caught:
+            make()
+        return str(caught.value)
+
+    for rank, text in enumerate(run_ranks(world_size, work)):
+        assert text.startswith("on rank 0: log_dir=" if rank else "log_dir=")
+        assert str(folder) in text
+        assert "name a folder that rank 0 may write to" in text
+
+
 def test_an_optimizer_logs_with_its_balancer_or_alone(tmp_path: Path) -> None:
     transport = LocalWorld(1).transport(0)
     sgd = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1)
