@@ -24,12 +24,18 @@ class Attachment:
     A step's fetch runs from the end of the step before to the first forward pass of a module in
     training mode, its computing from there to the last gradient. A step with an evaluation in
     front of it (a forward pass without gradients) is left out of all times.
+
+    As Horovod counts, each parameter's k-th gradient in a step is of the step's k-th batch: passes
+    for losses that share no parameter are one pass, whatever their order.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, balancer: Balancer) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, balancer: Balancer, *, num_passes: int
+    ) -> None:
         self._balancer = balancer
-        self._seen: set[int] = set()  # parameters whose gradient of this backward pass is there
-        self._scale: float | None = None
+        self._num_passes = num_passes
+        self._num_seen: dict[int, int] = {}  # gradients of each parameter in this step
+        self._scales: list[float] = []  # of the step's batches
         self._depth = 0  # Horovod's step calls the user's step: both run the step hooks
         self._waited_s = 0.0
         self._synchronize: Callable[[], None] = optimizer.synchronize  # type: ignore[attr-defined]  # checked by ``attach``
@@ -58,17 +64,27 @@ class Attachment:
 
     def _weigh(self, key: int, gradient: Tensor) -> Tensor | None:
         """Scale a gradient so that Horovod's average over ranks weighs every sample the same."""
-        if not self._seen or key in self._seen:  # the first gradient of a backward pass
-            self._seen.clear()
-            self._depth = 0
-            self._begin_batch()
-            sizes = self._balancer.take_step()
-            mine = sizes.sizes[self._balancer.rank]
-            self._scale = mine * self._balancer.world_size / sizes.total
-        self._seen.add(key)
-        if self._scale == 1.0:
+        if self._num_seen.get(key, 0) >= self._num_passes:  # the step before was never taken
+            self._forget_gradients()
+        at = self._num_seen.get(key, 0)
+        if at == len(self._scales):
+            self._begin_pass()
+        self._num_seen[key] = at + 1
+        scale = self._scales[at]
+        if scale == 1.0:
             return None
-        return gradient * self._scale if self._scale else torch.zeros_like(gradient)
+        return gradient * scale if scale else torch.zeros_like(gradient)
+
+    def _begin_pass(self) -> None:
+        self._depth = 0
+        self._begin_batch()
+        sizes = self._balancer.take_step()
+        mine = sizes.sizes[self._balancer.rank]
+        self._scales.append(mine * self._balancer.world_size / sizes.total)
+
+    def _forget_gradients(self) -> None:
+        self._num_seen.clear()
+        self._scales.clear()
 
     def _await_forward(self) -> None:
         if self._forward is None:
@@ -90,6 +106,7 @@ class Attachment:
 
     def _synchronized(self) -> None:
         self._balancer.computing_ended()
+        self._forget_gradients()  # a step may be skipped from here on
         began = time.monotonic()
         try:
             with self._balancer.log.faults():
@@ -109,7 +126,7 @@ class Attachment:
         self._depth -= 1
         if self._depth > 0:
             return
-        self._seen.clear()
+        self._forget_gradients()
         waited_s, self._waited_s = self._waited_s, 0.0
         self._balancer.step_ended(waited_s=waited_s)
         self._await_forward()
@@ -138,6 +155,9 @@ def attach(optimizer: torch.optim.Optimizer, balancer: Balancer) -> Attachment:
     loader of the script's own a batch is taken to have the planned size, and the fetch of later
     backward passes of one step counts as computing.
 
+    Several backward passes for one batch (two losses, each with parameters of its own) count as
+    one batch, computed from its arrival to the last gradient of them all.
+
     Args:
         optimizer: what ``hvd.DistributedOptimizer`` returned, averaging (its default).
         balancer: made on every rank, for the same ranks.
@@ -159,4 +179,4 @@ def attach(optimizer: torch.optim.Optimizer, balancer: Balancer) -> Attachment:
     devices = [p.device for group in optimizer.param_groups for p in group["params"]]
     if devices:
         balancer.compute_on(devices[0])
-    return Attachment(optimizer, balancer)
+    return Attachment(optimizer, balancer, num_passes=num_passes)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import loft_hvd as loft
+from loft_hvd.balance.plan import StepSizes
 from loft_hvd.errors import ArgumentTypeError, UsageError
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
 
@@ -104,6 +105,54 @@ def test_weights_make_an_average_over_ranks_exact() -> None:
     out = run_ranks(3, work)
     assert sum(weighted for weighted, _ in out) / 3 == pytest.approx((5 * 1 + 3 * 2) / 8)
     assert [plain for _, plain in out] == [7.0] * 3  # detached
+
+
+def test_losses_without_a_common_parameter_are_one_batch_computed_to_the_last_gradient() -> None:
+    def work(transport: LocalTransport) -> tuple[float, float]:
+        clock = Clock()
+        balancer = loft.Balancer(8, "report", interval=3, transport=transport, clock=clock)
+        models = [Model(clock, 1.0), Model(clock, 2.0)]
+        optimizer = HorovodLike([p for model in models for p in model.parameters()], lr=0.0)
+        attachment = loft.attach(optimizer, balancer)
+        for _ in range(8):
+            clock.now += 0.5
+            for model in models:
+                model(torch.ones(2, 1)).mean().backward()
+            optimizer.step()
+        attachment.detach()
+        entry = balancer.times[0]
+        return entry.samples, entry.compute_s + entry.queued_s
+
+    for samples, computed_s in run_ranks(2, work):
+        assert (samples, computed_s) == pytest.approx((4.0, 3.0))
+
+
+@pytest.mark.parametrize("order", ["aabb", "abab", "abba"])
+def test_a_parameters_kth_gradient_is_of_the_steps_kth_batch(order: str) -> None:
+    sizes = [(5, 3), (3, 5), (8, 0), (6, 2)]
+
+    def work(transport: LocalTransport) -> list[dict[str, float]]:
+        balancer = loft.Balancer(8, [4, 4], transport=transport)
+        models = {name: Model(Clock(), 0.0) for name in "ab"}
+        optimizer = HorovodLike([p for m in models.values() for p in m.parameters()], lr=0.0)
+        optimizer.backward_passes_per_step = 2
+        attachment = loft.attach(optimizer, balancer)
+        for step, each in enumerate(sizes):  # as a batch sampler queues them
+            balancer.push_sizes(StepSizes(0, step, each))
+        sums = []
+        for _ in range(2):
+            optimizer.zero_grad()
+            for name in order:
+                models[name](torch.ones(2, 1)).mean().backward()
+            optimizer.step()
+            sums.append({name: float(m.inner.weight.grad or 0.0) for name, m in models.items()})
+        attachment.detach()
+        return sums
+
+    for rank, sums in enumerate(run_ranks(2, work)):
+        for step, each in enumerate(sums):
+            expected = sum(2 * size[rank] / 8 for size in sizes[2 * step : 2 * step + 2])
+            assert each == pytest.approx({"a": expected, "b": expected})
 
 
 def test_attach_refuses_what_it_cannot_watch() -> None:
