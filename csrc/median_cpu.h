@@ -70,8 +70,8 @@ int64_t run_median_of_halves(const Work& work, int64_t begin, int64_t end) {
   constexpr int64_t kBytes = sizeof(typename F::Bits);
   int64_t at = begin;
   for (; at + F::kLanes <= end; at += F::kLanes) {
-    rank_rows<F>(source, half, at * kBytes, 1, first, 0);
-    rank_rows<F>(rest, rows - half, at * kBytes, 1, second, 0);
+    rank_rows<F>(source, half, at * kBytes, 1, first, 0, {0, half});
+    rank_rows<F>(rest, rows - half, at * kBytes, 1, second, 0, {0, half});
     if (rows % 2) set_last(second[half - 1]);
     Entry lower = first[0] < second[half - 1] ? first[0] : second[half - 1];
     Entry upper = first[0] > second[half - 1] ? first[0] : second[half - 1];

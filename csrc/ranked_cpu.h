@@ -35,6 +35,9 @@ int64_t run_ranked(const Work& work, int64_t begin, int64_t end) {
   const Finish<F> finish_vectors = finish_for<F>(work.params.rule);
   const SortGroup<F> sort =
       sort_group_for<F>(work.num_rows <= kGroup<F> ? work.num_rows : kGroup<F>);
+  const bool is_trimmed = work.params.rule == Rule::kTrimmedMean;
+  const int outer = is_trimmed ? work.params.f : 0;
+  const Wanted wanted{outer, work.num_rows - outer};
   int64_t at = begin;
   while (at + F::kLanes <= end) {
     const int64_t left = (end - at) / F::kLanes;
@@ -43,7 +46,7 @@ int64_t run_ranked(const Work& work, int64_t begin, int64_t end) {
     if (work.num_rows <= kGroup<F>) {
       sort(source, byte, vectors, entries, stride);
     } else {
-      rank_rows<F>(source, work.num_rows, byte, vectors, entries, stride);
+      rank_rows<F>(source, work.num_rows, byte, vectors, entries, stride, wanted);
     }
     finish_vectors(work, entries, stride, vectors, at, begin);
     at += vectors * F::kLanes;

@@ -146,21 +146,53 @@ void merge_two(Entry* run) {
   for (int i = 0; i < kCount; ++i) run[kCount + i] = high[i];
 }
 
+// Ranks that are wanted of a merge, [begin, end): the others need not be put in order.
+struct Wanted {
+  int begin, end;
+  bool touches(int from, int to) const { return begin < to && from < end; }
+};
+
+// The first two steps of a merge of two runs of `half` entries each, where only ranks of the middle
+// half are wanted: run[half / 2, half) and run[half, half + half / 2) become bitonic runs of them.
+template <typename Entry>
+void merge_middle(Entry* run, int half) {
+  const int quarter = half / 2;
+  for (int i = 0; i < quarter; ++i) {
+    Entry a = run[i], b = run[quarter + i], c = run[3 * quarter - 1 - i], d = run[2 * half - 1 - i];
+    exchange(a, d);
+    exchange(b, c);
+    exchange(a, b);  // the outer ones of all four are not wanted
+    exchange(c, d);
+    run[quarter + i] = b;
+    run[3 * quarter - 1 - i] = c;
+  }
+}
+
 // Merge two ascending runs, run[0, half) and run[half, length), half < length <= 2 * half; both are
 // multiples of kGroup<F>. What lies beyond `length` counts as +inf and never moves.
 template <typename F>
-void merge(typename F::Entry* run, int half, int length) {
+void merge(typename F::Entry* run, int half, int length, Wanted wanted) {
   if constexpr (kClean<F> == kGroup<F>) {
     if (half == kGroup<F> && length == 2 * half) return merge_two<kGroup<F>>(run);
   }
-  for (int i = 2 * half - length; i < half; ++i) exchange(run[i], run[2 * half - 1 - i]);
-  for (int distance = half / 2; distance >= kClean<F>; distance /= 2) {
+  int distance = half / 2;
+  const bool is_middle = wanted.begin >= distance && wanted.end <= half + distance;
+  if (is_middle && length == 2 * half && distance >= kClean<F>) {
+    merge_middle(run, half);
+    distance /= 2;
+  } else {
+    for (int i = 2 * half - length; i < half; ++i) exchange(run[i], run[2 * half - 1 - i]);
+  }
+  for (; distance >= kClean<F>; distance /= 2) {
     for (int base = 0; base < length; base += 2 * distance) {
+      if (!wanted.touches(base, base + 2 * distance)) continue;
       const int end = base + 2 * distance < length ? base + distance : length - distance;
       for (int i = base; i < end; ++i) exchange(run[i], run[i + distance]);
     }
   }
-  for (int base = 0; base < length; base += kClean<F>) clean_in_place<kClean<F>>(run + base);
+  for (int base = 0; base < length; base += kClean<F>) {
+    if (wanted.touches(base, base + kClean<F>)) clean_in_place<kClean<F>>(run + base);
+  }
 }
 
 template <typename I>
@@ -182,10 +214,11 @@ constexpr int padded(int rows) {
   return rows <= kGroup<F> ? rows : (rows + kGroup<F> - 1) / kGroup<F> * kGroup<F>;
 }
 
-// Rank `rows` rows, any number, into `to`, `stride` >= padded<F>(rows) entries a vector.
+// Rank `rows` rows, any number, into `to`, `stride` >= padded<F>(rows) entries a vector. Above one
+// group only wanted ranks are where they belong.
 template <typename F>
-void rank_rows(Source source, int rows, int64_t at, int vectors, typename F::Entry* to,
-               int stride) {
+void rank_rows(Source source, int rows, int64_t at, int vectors, typename F::Entry* to, int stride,
+               Wanted wanted) {
   const int padded_rows = padded<F>(rows);
   for (int first = 0; first < rows; first += kGroup<F>) {
     const int count = rows - first < kGroup<F> ? rows - first : kGroup<F>;
@@ -196,9 +229,10 @@ void rank_rows(Source source, int rows, int64_t at, int vectors, typename F::Ent
   for (int vector = 0; vector < vectors; ++vector, to += stride) {
     for (int i = rows; i < padded_rows; ++i) set_last(to[i]);
     for (int half = kGroup<F>; half < padded_rows; half *= 2) {
+      const Wanted ranks = 2 * half < padded_rows ? Wanted{0, padded_rows} : wanted;
       for (int base = 0; base + half < padded_rows; base += 2 * half) {
         const int left = padded_rows - base;
-        merge<F>(to + base, half, left < 2 * half ? left : 2 * half);
+        merge<F>(to + base, half, left < 2 * half ? left : 2 * half, ranks);
       }
     }
   }
