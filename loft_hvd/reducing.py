@@ -254,8 +254,13 @@ class ReducingOptimizer(Delegate):
         Parameters that ``named_parameters`` did not name are named by their place.
 
         Raises:
-            LoftError: they cannot be reduced; the group is not added.
+            LoftError: they cannot be reduced, or a step is under way; the group is not added.
         """
+        if self._reducer is not None and self.world_size > 1 and self._reducer.has_gradients:
+            raise UsageError(
+                "optimizer.add_param_group() was called after loss.backward() but before "
+                "optimizer.step(): gradients are on their way; call it between steps"
+            )
         self._optimizer.add_param_group(param_group)
         try:
             self._collect()

@@ -88,6 +88,7 @@ class RunLog:
 
     def try_open(self, folder: str | Path) -> None:
         """Do as ``open``, but keep its error as ``refusal``, for all ranks to raise together."""
+        self.refusal = ""
         try:
             self.open(folder)
         except ArgumentError as error:

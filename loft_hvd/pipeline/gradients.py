@@ -8,18 +8,26 @@ another dtype or memory layout than their bucket's are copied there and back.
 
 from __future__ import annotations
 
+import functools
 import logging
+import weakref
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from loft_hvd.errors import ArgumentTypeError
+from loft_hvd.errors import ArgumentTypeError, UsageError
 from loft_hvd.pipeline.buckets import Bucket, Slot
 
 __all__ = ["Gradients"]
 
 _logger = logging.getLogger(__name__)
+
+
+@functools.cache
+def _holders() -> dict[int, weakref.WeakSet[Gradients]]:
+    """Return who reduces a parameter's gradient, by the parameter's id."""
+    return {}
 
 
 class Gradients:
@@ -37,13 +45,23 @@ class Gradients:
         self._sparse_as_dense = sparse_as_dense
         self._overflown: set[int] = set()
         self._taken: set[int] = set()
+        for parameter in self._parameters:
+            _holders().setdefault(id(parameter), weakref.WeakSet()).add(self)
+
+    def release(self) -> None:
+        """Leave the parameters to others."""
+        for parameter in self._parameters:
+            _holders()[id(parameter)].discard(self)
 
     def take(self, slot: Slot, values: Tensor, *, scale: float) -> None:
         """Move a gradient that is complete into its bucket, times ``scale``, where it can live.
 
-        Until ``begin_step``, ``pack`` finds it there. Not while the bucket is in flight.
+        Until ``begin_step``, ``pack`` finds it there. Not while the bucket is in flight. Where
+        several optimizers have the parameter, each packs its gradient later.
         """
         parameter = self._parameters[slot.parameter]
+        if len(_holders()[id(parameter)]) > 1:
+            return
         grad = parameter.grad
         if grad is None or grad.layout != torch.strided or not _can_live_in(parameter, values):
             return
@@ -67,6 +85,7 @@ class Gradients:
 
         Raises:
             ArgumentTypeError: a gradient is sparse and may not be made dense.
+            UsageError: a gradient that was taken, and scaled, has been replaced.
         """
         at_home = []  # gradients that live in the bucket
         for slot in bucket.slots:
@@ -75,6 +94,13 @@ class Gradients:
             if grad is None:
                 target.zero_()  # as Horovod does, so that ranks stay in step
             elif not _is_same(grad, target):
+                if slot.parameter in self._taken and scale != 1.0:
+                    raise UsageError(
+                        f"the gradient of parameter {slot.name!r} was replaced after its hook: it "
+                        "is on its way, times this rank's share of the batch; call "
+                        "optimizer.synchronize() first, then change it and step() inside "
+                        "optimizer.skip_synchronize()"
+                    )
                 _copy_scaled(self._dense(slot, grad), target, scale)
             elif slot.parameter not in self._taken:
                 at_home.append(target)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections import OrderedDict
@@ -68,6 +69,7 @@ class GradientReducer:
         self._spec_rules = [rules[spec.rule] for spec in specs]
         self._gradients = Gradients(parameters, sparse_as_dense=settings.sparse_as_dense)
         self._outgoing: OrderedDict[int, OutgoingHook] = OrderedDict()
+        self._starting = threading.Lock()
         self._job = Job(pack=self._pack, unpack=self._unpack)
         self._arrivals: list[int] | None = []  # by parameter, until they have become the layout
         self._take_layout(lay_out(specs, bucket_bytes=settings.bucket_bytes), name=name)
@@ -165,20 +167,18 @@ class GradientReducer:
             if self._transport.world_size > 1:
                 began = time.monotonic()
                 self._take(index)
-                self._start_full_buckets()
                 self._blocked_s += time.monotonic() - began
 
     def _take(self, index: int) -> None:
         bucket, slot = self._places[index]
-        self._unready[bucket.index] -= 1
         weights = self._step_weights = self._weights()  # every pass of the step has begun
         if weights.present[self._transport.rank]:
             scale = self._scale(self._rules[bucket.rule], weights)
             self._gradients.take(slot, self.engine.values(bucket.index), scale=scale)
-
-    def _start_full_buckets(self) -> None:
-        while (at := self.engine.next_bucket) < len(self.buckets) and self._unready[at] == 0:
-            self.engine.start(at, self._job)
+        with self._starting:  # autograd has a thread for each device
+            self._unready[bucket.index] -= 1
+            while (at := self.engine.next_bucket) < len(self.buckets) and self._unready[at] == 0:
+                self.engine.start(at, self._job)
 
     # In the engine's thread.
 
@@ -296,4 +296,5 @@ class GradientReducer:
         """Take all hooks off the parameters, and end the engine's thread."""
         for handle in self._handles:
             handle.remove()
+        self._gradients.release()
         self.engine.close()

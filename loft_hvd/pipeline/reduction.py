@@ -32,6 +32,10 @@ Unpack = Callable[[Tensor], None]
 """Takes a bucket's aggregated values, [numel], which it may change in place."""
 
 
+# Engines copy smaller parts of a sum together again; larger ones are more values than MPI counts.
+_SUM_BYTES = 2**31
+
+
 class Reduction:
     """What the engine drives: one bucket, again and again.
 
@@ -62,9 +66,9 @@ class Reduction:
         make_exchange: MakeExchange = flat_exchange,
         part_bytes: int | None = None,
     ) -> None:
-        # A custom rule may look at more than one coordinate; an engine copies parts of a sum
-        # together again.
-        is_whole = isinstance(rule, Custom) or is_engine_sum(rule, wire)
+        is_whole = isinstance(rule, Custom)  # it may look at more than one coordinate
+        if part_bytes is not None and is_engine_sum(rule, wire):
+            part_bytes = max(part_bytes, _SUM_BYTES)
         bounds = part_bounds(
             numel,
             transport.world_size,

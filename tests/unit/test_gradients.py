@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from loft_hvd.errors import UsageError
 from loft_hvd.pipeline.buckets import ParameterSpec, lay_out
 from loft_hvd.pipeline.gradients import Gradients
 
@@ -73,13 +74,35 @@ def test_a_taken_gradient_lives_in_the_bucket_and_is_scaled_once() -> None:
         gradients.begin_step()
 
 
-def test_a_gradient_replaced_after_it_was_taken_counts() -> None:
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_a_gradient_replaced_after_it_was_taken_counts_or_is_refused(scale: float) -> None:
     parameter = torch.nn.Parameter(torch.zeros(3))
     (bucket,) = lay_out([ParameterSpec("p", (3,), parameter.dtype)], bucket_bytes=1 << 20)
     values = torch.zeros(bucket.numel)
     gradients = Gradients([parameter])
     parameter.grad = torch.ones(3)
-    gradients.take(bucket.slots[0], values, scale=0.5)
-    parameter.grad = torch.full((3,), 8.0)
-    gradients.pack(bucket, values, scale=0.5)
-    assert values[:3].tolist() == [4.0] * 3
+    gradients.take(bucket.slots[0], values, scale=scale)
+    parameter.grad = parameter.grad.clone()
+    if scale == 1.0:
+        gradients.pack(bucket, values, scale=scale)
+        assert values[:3].tolist() == [1.0] * 3
+    else:
+        with pytest.raises(UsageError, match=r"'p' was replaced .*synchronize\(\)"):
+            gradients.pack(bucket, values, scale=scale)
+
+
+def test_a_parameter_of_two_optimizers_is_scaled_once_by_each() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    (bucket,) = lay_out([ParameterSpec("p", (3,), parameter.dtype)], bucket_bytes=1 << 20)
+    both = [Gradients([parameter]) for _ in range(2)]
+    parameter.grad = torch.ones(3)
+    for gradients in both:
+        gradients.take(bucket.slots[0], torch.zeros(3), scale=0.5)
+    for gradients in both:
+        values = torch.zeros(3)
+        gradients.pack(bucket, values, scale=0.5)
+        assert values.tolist() == [0.5] * 3
+    both.pop().release()
+    values = torch.zeros(3)
+    both[0].take(bucket.slots[0], values, scale=0.5)
+    assert parameter.grad.data_ptr() == values.data_ptr()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 import loft_hvd as loft
 from loft_hvd.config import Config
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, LoftError, PlanError, UsageError
+from loft_hvd.runlog import RunLog
 from loft_hvd.transport import default
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
 
@@ -230,3 +232,31 @@ def test_noise_is_new_at_every_step() -> None:
     first, second = torch.zeros(1, 50), torch.ones(1, 50)
     assert torch.equal(attack(first, num_rows=1), attack(first, num_rows=1))
     assert not torch.equal(attack(first, num_rows=1), attack(second, num_rows=1))
+
+
+def test_parameters_are_not_added_while_a_step_is_under_way() -> None:
+    def work(transport: LocalTransport) -> list[float]:
+        parameter, late = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
+        sgd = torch.optim.SGD([parameter], lr=1.0)
+        optimizer = loft.DistributedOptimizer(sgd, [("p", parameter)], transport=transport)
+        (4 * parameter).sum().backward()
+        with pytest.raises(UsageError, match="between steps"):
+            optimizer.add_param_group({"params": [late]})
+        optimizer.step()
+        optimizer.add_param_group({"params": [late]})
+        optimizer.zero_grad()
+        (2 * parameter + 3 * late).sum().backward()
+        optimizer.step()
+        return [*parameter.tolist(), *late.tolist()]
+
+    assert run_ranks(2, work) == [[-6.0, -3.0]] * 2
+
+
+def test_a_log_folder_that_works_is_taken_after_one_that_did_not(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    log = RunLog(None)
+    log.try_open(tmp_path / "file" / "below")
+    assert "no run log can be made there" in log.refusal
+    log.try_open(tmp_path / "good")
+    assert log.refusal == ""
+    assert log.path is not None
