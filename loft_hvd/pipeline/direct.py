@@ -2,6 +2,11 @@
 
 Where shards need no padding, each rank sends from the tensor and receives into the result: no
 value is copied before or after.
+
+Two ranks receive each other's whole tensor instead. A ring's two collectives send numel values per
+rank in a world of two, and so does this single one; it saves a cycle of the engine, and both ranks
+apply the rule to both rows. Kernels give the same bits for the same rows wherever they run, so the
+ranks' results agree.
 """
 
 from __future__ import annotations
@@ -11,15 +16,25 @@ import itertools
 import torch
 from torch import Tensor
 
+from loft_hvd.aggregation.aggregate import aggregate
 from loft_hvd.aggregation.rules import Custom, Rule
 from loft_hvd.pipeline.buckets import part_bounds
 from loft_hvd.pipeline.exchange import Exchange, Stage, Step
 from loft_hvd.pipeline.stages import is_engine_sum, run_rule
 from loft_hvd.pipeline.trace import Lane
 from loft_hvd.pipeline.weights import PassWeights
-from loft_hvd.transport.base import Transport
+from loft_hvd.transport.base import Swaps, Transport
 
-__all__ = ["DirectReduction"]
+__all__ = ["DirectReduction", "can_swap"]
+
+
+def can_swap(transport: Transport, rule: Rule) -> bool:
+    """Say whether a rule may be applied on both of two ranks instead of on shard owners.
+
+    A ``Custom`` rule may not: it need not give the same values twice.
+    """
+    is_pair = transport.world_size == 2 and isinstance(transport, Swaps)
+    return is_pair and not is_engine_sum(rule) and not isinstance(rule, Custom)
 
 
 class DirectReduction:
@@ -27,7 +42,7 @@ class DirectReduction:
 
     Args:
         transport: the ranks.
-        numel: values of the tensor, a multiple of world_size above 0.
+        numel: values of the tensor, above 0; a multiple of world_size unless ``can_swap`` holds.
         dtype: dtype of the tensor, float32 or float64.
         device: where it lives.
         rule: how rows are aggregated.
@@ -55,18 +70,19 @@ class DirectReduction:
         if is_engine_sum(rule):
             self._exchanges = [self._sum(name)]
             return
+        is_swap = can_swap(transport, rule)
         whole = isinstance(rule, Custom)  # it may look at more than one coordinate
         parts = part_bounds(
             numel,
-            transport.world_size,
+            1 if is_swap else transport.world_size,
             itemsize=dtype.itemsize,
             part_bytes=None if whole else part_bytes,
         )
         spans = list(itertools.pairwise((*parts[:-1], numel)))
         names = [name] if len(spans) == 1 else [f"{name}.p{at}" for at in range(len(spans))]
+        make = self._swap if is_swap else self._part
         self._exchanges = [
-            self._part(part, slice(begin, end))
-            for part, (begin, end) in zip(names, spans, strict=True)
+            make(part, slice(begin, end)) for part, (begin, end) in zip(names, spans, strict=True)
         ]
 
     def start(self, source: Tensor, weights: PassWeights, *, share: float) -> None:
@@ -134,5 +150,37 @@ class DirectReduction:
                 ),
             ],
             held=[rows, reduced],
+            lane=Lane(None, name),
+        )
+
+    def _swap(self, name: str, span: slice) -> Exchange:
+        transport = self._transport
+        assert isinstance(transport, Swaps)
+        other, rank, swap = (
+            self._like.new_zeros(span.stop - span.start),
+            transport.rank,
+            transport.swap,
+        )
+
+        def apply(weights: PassWeights | None) -> None:
+            assert weights is not None
+            rows = [self._source[span], other]
+            aggregate(
+                rows if rank == 0 else rows[::-1],
+                self._rule,
+                weights=weights.weights,
+                present=weights.present,
+                out=self._result[span],
+            )
+
+        return Exchange(
+            [
+                Step(
+                    Stage.ALL_TO_ALL,
+                    lambda _: swap(self._source[span], other, name=f"{name}.swap"),
+                ),
+                Step(Stage.AGGREGATE, apply),
+            ],
+            held=[other],
             lane=Lane(None, name),
         )

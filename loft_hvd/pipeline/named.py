@@ -7,9 +7,8 @@ from torch import Tensor
 
 from loft_hvd.aggregation.rules import Rule
 from loft_hvd.pipeline.buckets import accumulation_dtype
-from loft_hvd.pipeline.direct import DirectReduction
+from loft_hvd.pipeline.direct import DirectReduction, can_swap
 from loft_hvd.pipeline.reduction import Reduction
-from loft_hvd.pipeline.swap import SwapReduction, can_swap
 from loft_hvd.pipeline.weights import PassWeights
 from loft_hvd.transport.base import Transport
 
@@ -27,13 +26,10 @@ class NamedExchange:
         self.key = (tensor.shape, tensor.dtype, device, rule, transport.world_size)
         self.is_busy = False
         numel = tensor.numel()
-        make: type[DirectReduction | SwapReduction | Reduction] = Reduction
-        if dtype == tensor.dtype and numel > 0:
-            if can_swap(transport, rule):
-                make = SwapReduction
-            elif numel % transport.world_size == 0:
-                make = DirectReduction
-        self._reduction = make(
+        is_even = numel % transport.world_size == 0 or can_swap(transport, rule)
+        is_direct = dtype == tensor.dtype and numel > 0 and is_even
+        make = DirectReduction if is_direct else Reduction
+        self._reduction: DirectReduction | Reduction = make(
             transport,
             numel=numel,
             dtype=dtype,
@@ -45,7 +41,7 @@ class NamedExchange:
 
     def start(self, row: Tensor, weights: PassWeights, *, share: float) -> None:
         """Put a rank's row on the wire; ``share`` is what the engine's sum multiplies it by."""
-        if not isinstance(self._reduction, Reduction):
+        if isinstance(self._reduction, DirectReduction):
             self._reduction.start(row.contiguous().view(-1), weights, share=share)
         else:
             self._reduction.start(lambda bucket: _fill(bucket, row, weights, share))
@@ -56,7 +52,7 @@ class NamedExchange:
 
     def take(self, like: Tensor) -> Tensor:
         """Return the result as a tensor of its own, with shape and dtype of ``like``."""
-        if not isinstance(self._reduction, Reduction):
+        if isinstance(self._reduction, DirectReduction):
             result = self._reduction.take().view(like.shape)
             is_plain = like.is_contiguous()
             return result if is_plain else torch.empty_like(like).copy_(result)

@@ -124,7 +124,6 @@ _LAYERS = {
     "pipeline/suspicion.py": 3,
     "pipeline/reduction.py": 3,
     "pipeline/direct.py": 4,
-    "pipeline/swap.py": 4,
     "pipeline/named.py": 4,
     "pipeline/engine.py": 4,
     "pipeline/reducer.py": 5,

@@ -11,7 +11,7 @@ from torch import Tensor
 import loft_hvd as loft
 from loft_hvd.aggregation import fallback
 from loft_hvd.pipeline import named
-from loft_hvd.pipeline.swap import can_swap
+from loft_hvd.pipeline.direct import can_swap
 from loft_hvd.transport.local import LocalTransport, run_ranks
 from tests.support.recording import RecordingTransport
 
