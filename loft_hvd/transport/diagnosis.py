@@ -202,7 +202,8 @@ class Diagnosis:
                 return verdict
         if (verdict := self._judge_left(live)) is not None:
             return verdict
-        return self._judge_stall(live) if len(live) == len(self._peers) + 1 else None
+        sees_all = self._rank == 0 and len(live) == len(self._peers) + 1
+        return self._judge_stall(live) if sees_all else None
 
     def _judge_silent(self, rank: int, *, is_awaited: bool) -> Verdict | None:
         peer = self._peers[rank]
@@ -242,7 +243,11 @@ class Diagnosis:
         return None
 
     def _judge_stall(self, live: Mapping[int, Progress]) -> Verdict | None:
-        """Find ranks that all wait, for operations that others lack, and have done so for long."""
+        """Find ranks that all wait, for operations that others lack, and have done so for long.
+
+        Rank 0 alone says so, to all: another rank sees rank 0 and itself, so it cannot tell which
+        of the two is astray, and its end would take the engine from ranks that still compare.
+        """
         waits = find_stall(live, waited_s=self._limits.stall_s)
         signature = {rank: progress.in_flight for rank, progress in live.items()}
         if waits is None or signature != self._stalled:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -181,6 +182,18 @@ def test_all_waiting_for_what_others_lack_is_a_mismatch(
         assert isinstance(verdict.error(), MismatchError)
 
 
+@pytest.mark.parametrize("rank", [1, 2])
+def test_only_rank_0_finds_a_mismatch_as_others_do_not_see_all_ranks(
+    rank: int, clock: Clock
+) -> None:
+    places = {0: Place(0, 1000, 5, "host0")}
+    diagnosis = Diagnosis(rank, places, limits=Limits(3.0, 10.0, 5.0), clock=clock)
+    for _ in range(10):
+        diagnosis.heard(0, at(50.0, "a"))
+        assert diagnosis.judge(at(50.0, "b")) is None
+        clock.now += 2.6
+
+
 def test_a_stall_that_moves_is_none(diagnosis: Diagnosis, clock: Clock) -> None:
     for step in range(1, 20):
         mine, theirs = at(50.0, "a", "a" * step), at(50.0, "b", "b" * step)
@@ -333,6 +346,28 @@ def star() -> Iterator[list[Heartbeat]]:
     yield made
     for heartbeat in made:
         heartbeat.close()
+
+
+@pytest.mark.parametrize("astray", [0, 1, 2])
+def test_all_ranks_hear_the_same_of_a_mismatch_whoever_compares_first(
+    astray: int, star: list[Heartbeat]
+) -> None:
+    hasty = Limits(stall_s=0.0, confirm_s=0.0)
+    for rank, heartbeat in enumerate(star):
+        heartbeat.board.posted("b" if rank == astray else "a")
+    with ExitStack() as waits:
+        for heartbeat in star:
+            waits.enter_context(heartbeat.waiting())
+        for heartbeat in star[1:]:  # they would compare at once, rank 0 only later
+            heartbeat._diagnosis._limits = hasty
+        for heartbeat in star[1:]:
+            assert not heartbeat._has_verdict.wait(0.05)
+        star[0]._diagnosis._limits = hasty
+        verdicts = [h.verdict for h in star if h._has_verdict.wait(10)]
+    others = [rank for rank in range(3) if rank != astray]
+    says = f"ranks [{astray}] wait for 'b' while ranks {others} wait for 'a'"
+    assert len(verdicts) == 3
+    assert all(v is not None and v.is_mismatch and says in v.text for v in verdicts), verdicts
 
 
 class _NotedError(RuntimeError):
