@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,7 @@ from loft_hvd.balance.plan import StepSizes
 from loft_hvd.config import config
 from loft_hvd.errors import ArgumentTypeError
 from loft_hvd.pipeline.allreduce import Handle, allreduce_async
+from loft_hvd.pipeline.spread import BucketSpread
 from loft_hvd.pipeline.weights import combine_passes, in_training
 from loft_hvd.transport.base import Transport, locate, watch_of
 from loft_hvd.transport.torch_distributed import TorchDistributedTransport
@@ -125,6 +127,9 @@ class _Hook:
         self._sizes: StepSizes | None = None
         self._open: list[tuple[Handle, torch.futures.Future[Tensor], Tensor, str]] = []
         self._device: torch.device | None = None  # that the balancer knows of
+        self._spread: BucketSpread | None = None
+        if not isinstance(rule, Mean):
+            self._spread = BucketSpread(transport, name="loft.ddp", timeout_s=timeout_s)
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Start a bucket, and with the last one of a pass wait for all."""
@@ -139,6 +144,8 @@ class _Hook:
             self._balancer.gradient_arrived(blocked_s=0.0)
         place = self._place(bucket)
         try:
+            if self._spread is not None:
+                self._spread.sent(values)
             with _located(place):
                 handle = self._start(bucket.index(), values)
             self._open.append((handle, future, values, place))
@@ -149,6 +156,8 @@ class _Hook:
                 self._finish()
         except BaseException as error:
             self._open.clear()
+            if self._spread is not None:
+                self._spread.drop_pass()
             watch_of(self._transport).report(error)
             if self._balancer is not None:
                 self._balancer.log.write_fault(error)
@@ -186,9 +195,16 @@ class _Hook:
                 with _located(place):
                     values.copy_(handle.wait(left_s))
                 future.set_result(values)
+            self._compare([values for _, _, values, _ in self._open])
         self._open.clear()
         if self._balancer is not None:
             self._balancer.step_ended(waited_s=time.monotonic() - began)
+
+    def _compare(self, reduced: list[Tensor]) -> None:
+        """Look at how far ranks' gradients lie apart, as ``DistributedOptimizer`` does."""
+        found = None if self._spread is None else self._spread.step(reduced)
+        if found is not None and self._balancer is not None:
+            self._balancer.log.write("spread", **asdict(found))
 
     def _place(self, bucket: GradBucket) -> str:
         parameters = bucket.parameters()

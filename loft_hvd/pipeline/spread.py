@@ -20,11 +20,12 @@ from torch.utils.hooks import RemovableHandle
 
 from loft_hvd.transport.base import Transport, wait_for
 
-__all__ = ["WARN_ABOVE", "Spread", "SpreadWatch", "lasting_differences"]
+__all__ = ["WARN_ABOVE", "BucketSpread", "Spread", "SpreadWatch", "lasting_differences"]
 
 WARN_ABOVE = 0.8  # class-sorted shards give 1 to 1.5, shuffled ones below 0.2 (docs/rules.md)
 _NUM_STEPS = 50
 _NUM_VALUES = 512
+_MOST_UNWATCHED = 2  # of two ranks nobody can say which is apart
 _MEDIAN_EFFICIENCY = np.pi / 2  # a median's variance over a mean's, for normal values
 _logger = logging.getLogger(__name__)
 
@@ -69,72 +70,31 @@ def lasting_differences(counts: Floats, sums: Floats, squares: Floats) -> Spread
     return Spread(tuple(ratios.tolist()), float(np.median(ratios[usable])))
 
 
-class SpreadWatch:
-    """Notes some coordinates of this rank's gradients for 50 steps, then compares ranks once.
-
-    Make it before what else changes gradients in its hooks, on every rank alike.
-
-    Args:
-        parameters: those that a robust rule aggregates, in an order equal on every rank.
-        transport: the ranks.
-        name: stem of the operation's name, equal on every rank.
-        timeout_s: longest wait for other ranks in seconds.
-    """
+class _Notes:
+    """What this rank notes of some coordinates for 50 steps, and the comparison in the end."""
 
     def __init__(
-        self,
-        parameters: Sequence[torch.nn.Parameter],
-        transport: Transport,
-        *,
-        name: str,
-        timeout_s: float,
+        self, num_values: int, transport: Transport, *, name: str, timeout_s: float
     ) -> None:
         self._transport = transport
         self._name = f"{name}.spread"
         self._timeout_s = timeout_s
-        self._parameters = list(parameters)
-        self._own: list[Tensor | None] = [None] * len(self._parameters)
-        total = max(1, sum(p.numel() for p in self._parameters))
-        self._places = [_places(p.numel(), total) for p in self._parameters]
-        num_values = sum(len(places) for places in self._places)
         self._sums, self._squares = np.zeros((2, num_values))
         self._num_steps = self._num_noted = 0
-        self._handles: list[RemovableHandle] = []
-        if transport.world_size > 2 and num_values:  # of two ranks nobody can say which is apart
-            self._handles = [self._watch(at) for at in range(len(self._parameters))]
 
-    def _watch(self, at: int) -> RemovableHandle:
-        def note(parameter: Tensor) -> None:
-            self._own[at] = self._values(at, parameter.grad)
+    def add(self, own: Sequence[Tensor | None], reduced: Sequence[Tensor | None]) -> Spread | None:
+        """Note a step's values before and after; after the last step, compare ranks.
 
-        handle: RemovableHandle = self._parameters[at].register_post_accumulate_grad_hook(note)
-        return handle
-
-    def _values(self, at: int, gradient: Tensor | None) -> Tensor | None:
-        if gradient is None or gradient.layout != torch.strided:
-            return None
-        if self._places[at].device != gradient.device:  # once: parameters stay where they are
-            self._places[at] = self._places[at].to(gradient.device)
-        return gradient.detach().reshape(-1)[self._places[at]].to(torch.float64)
-
-    def step(self) -> Spread | None:
-        """Note a step whose gradients are reduced by now; after the last one, compare ranks."""
-        if not self._handles:
-            return None
-        self._note()
-        self._num_steps += 1
-        if self._num_steps < _NUM_STEPS:
-            return None
-        self.stop()
-        return self._compare()
-
-    def _note(self) -> None:
-        own, self._own = self._own, [None] * len(self._parameters)
-        reduced = [self._values(at, p.grad) for at, p in enumerate(self._parameters)]
+        A step that lacks some is counted, but not noted: a parameter took no part, or its gradient
+        is sparse.
+        """
         pairs = [(a, b) for a, b in zip(own, reduced, strict=True) if a is not None]
-        if len(pairs) < len(own) or any(b is None for _, b in pairs):
-            return  # a parameter that took no part, or a sparse gradient
-        apart = torch.cat([(a - b).cpu() for a, b in pairs if b is not None]).numpy()
+        if len(pairs) == len(own) and all(b is not None for _, b in pairs):
+            self._note(torch.cat([(a - b).cpu() for a, b in pairs if b is not None]).numpy())
+        self._num_steps += 1
+        return None if self._num_steps < _NUM_STEPS else self._compare()
+
+    def _note(self, apart: Floats) -> None:
         if np.isfinite(apart).all():
             self._sums += apart
             self._squares += apart**2
@@ -161,11 +121,131 @@ class SpreadWatch:
             )
         return found
 
+
+class SpreadWatch:
+    """Notes some coordinates of this rank's gradients for 50 steps, then compares ranks once.
+
+    Make it before what else changes gradients in its hooks, on every rank alike.
+
+    Args:
+        parameters: those that a robust rule aggregates, in an order equal on every rank.
+        transport: the ranks.
+        name: stem of the operation's name, equal on every rank.
+        timeout_s: longest wait for other ranks in seconds.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        transport: Transport,
+        *,
+        name: str,
+        timeout_s: float,
+    ) -> None:
+        self._parameters = list(parameters)
+        self._own: list[Tensor | None] = [None] * len(self._parameters)
+        total = max(1, sum(p.numel() for p in self._parameters))
+        self._places = [_places(p.numel(), total) for p in self._parameters]
+        num_values = sum(len(places) for places in self._places)
+        self._notes = _Notes(num_values, transport, name=name, timeout_s=timeout_s)
+        self._handles: list[RemovableHandle] = []
+        if transport.world_size > _MOST_UNWATCHED and num_values:
+            self._handles = [self._watch(at) for at in range(len(self._parameters))]
+
+    def _watch(self, at: int) -> RemovableHandle:
+        def note(parameter: Tensor) -> None:
+            self._own[at] = self._values(at, parameter.grad)
+
+        handle: RemovableHandle = self._parameters[at].register_post_accumulate_grad_hook(note)
+        return handle
+
+    def _values(self, at: int, gradient: Tensor | None) -> Tensor | None:
+        if gradient is None or gradient.layout != torch.strided:
+            return None
+        return _look(self._places, at, gradient.detach().reshape(-1))
+
+    def step(self) -> Spread | None:
+        """Note a step whose gradients are reduced by now; after the last one, compare ranks."""
+        if not self._handles:
+            return None
+        own, self._own = self._own, [None] * len(self._parameters)
+        reduced = [self._values(at, p.grad) for at, p in enumerate(self._parameters)]
+        found = self._notes.add(own, reduced)
+        if found is not None:
+            self.stop()
+        return found
+
     def stop(self) -> None:
         """Take the hooks off the parameters."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+class BucketSpread:
+    """The same for gradients that come in flat buckets, whose layout may change at first, as DDP's.
+
+    A pass calls ``sent`` for each of its buckets, in order, and ``step`` in the end; a pass with
+    another layout than the one before is not noted, and the count begins anew. Equal on every rank.
+
+    Args:
+        transport: the ranks.
+        name: stem of the operation's name, equal on every rank.
+        timeout_s: longest wait for other ranks in seconds.
+    """
+
+    def __init__(self, transport: Transport, *, name: str, timeout_s: float) -> None:
+        self._transport = transport
+        self._name = name
+        self._timeout_s = timeout_s
+        self._layout: list[int] = []  # numel of each bucket, in the last pass
+        self._places: list[Tensor] = []
+        self._own: list[Tensor | None] = []
+        self._notes: _Notes | None = None
+        self._is_over = transport.world_size <= _MOST_UNWATCHED
+
+    def sent(self, values: Tensor) -> None:
+        """Note what this rank sends of the pass's next bucket, [numel]."""
+        if self._is_over:
+            return
+        at = len(self._own)
+        is_known = at < len(self._layout) and self._layout[at] == values.numel()
+        self._own.append(_look(self._places, at, values) if is_known else None)
+
+    def step(self, reduced: Sequence[Tensor]) -> Spread | None:
+        """Note a pass whose buckets are reduced by now; after the last one, compare ranks.
+
+        Args:
+            reduced: the aggregate of every bucket, each [numel].
+        """
+        if self._is_over:
+            return None
+        own, self._own = self._own, []
+        layout = [values.numel() for values in reduced]
+        if layout != self._layout:
+            self._layout = layout
+            self._places = [_places(numel, max(1, sum(layout))) for numel in layout]
+            num_values = sum(len(places) for places in self._places)
+            self._notes = _Notes(
+                num_values, self._transport, name=self._name, timeout_s=self._timeout_s
+            )
+            return None
+        assert self._notes is not None
+        looked = [_look(self._places, at, values) for at, values in enumerate(reduced)]
+        found = self._notes.add(own, looked)
+        self._is_over = found is not None
+        return found
+
+    def drop_pass(self) -> None:
+        """Forget a pass that has failed."""
+        self._own.clear()
+
+
+def _look(places: list[Tensor], at: int, values: Tensor) -> Tensor:
+    """Return the coordinates that are looked at of flat values, float64, on their device."""
+    if places[at].device != values.device:  # once: parameters stay where they are
+        places[at] = places[at].to(values.device)
+    return values[places[at]].to(torch.float64)
 
 
 def _places(numel: int, total: int) -> Tensor:

@@ -34,6 +34,13 @@ def test_torch_ranks(what: str, num_ranks: int, tmp_path: Path) -> None:
     assert done.output.count("has finished") == num_ranks
 
 
+@pytest.mark.long
+def test_a_ddp_hook_says_once_that_ranks_lie_apart_for_good(tmp_path: Path) -> None:
+    done = launch(1, [JOB, "spread", "3", str(tmp_path)], launcher="none", timeout_s=120)
+    assert done.returncode == 0, done.output[-6000:]
+    assert done.output.count("differ lastingly, by") == 1, done.output[-6000:]
+
+
 @pytest.mark.parametrize(
     ("what", "says"),
     [

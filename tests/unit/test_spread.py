@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -96,3 +97,92 @@ def test_a_robust_rule_over_ranks_apart_warns_once_with_the_figure(
     if warns:
         assert f"by {found[0]['usual']:.2f} times" in caplog.text
         assert "with_strata" in caplog.text
+
+
+@dataclass
+class Bucket:
+    """What DDP gives its hook."""
+
+    values: torch.Tensor
+    at: int
+    of: int
+
+    def buffer(self) -> torch.Tensor:
+        return self.values
+
+    def index(self) -> int:
+        return self.at
+
+    def is_last(self) -> bool:
+        return self.at == self.of - 1
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [self.values]
+
+
+def train_buckets(
+    transport: LocalTransport, *, rule: loft.Rule, own: float, log_dir: Path, cuts: list[list[int]]
+) -> None:
+    """Reduce the gradients of ``train`` by a ``ddp_hook``, the first passes in other buckets."""
+    random = torch.Generator().manual_seed(100 + transport.rank)
+    sign = torch.randn(600, generator=random).sign() * own
+    world_size = transport.world_size
+    balancer = loft.Balancer(world_size, [1] * world_size, transport=transport, log_dir=log_dir)
+    hook = loft.ddp_hook(rule, balancer, transport=transport)
+    for sizes in [*cuts, *[[600]] * (NUM_STEPS + 2)]:
+        gradient = torch.randn(1, 600, generator=random).view(-1) + sign
+        with balancer.step(1):
+            for at, values in enumerate(gradient.split(sizes)):
+                hook(None, Bucket(values, at, len(sizes)))  # type: ignore[arg-type]  # no GradBucket
+
+
+@pytest.mark.parametrize("cuts", [[], [[200, 400]], [[600], [400, 200], [200, 400]]])
+@pytest.mark.parametrize(
+    ("rule", "own", "warns", "is_measured"),
+    [
+        (loft.TrimmedMean(f=1), 2.0, True, True),
+        (loft.TrimmedMean(f=1), 0.0, False, True),
+        (loft.Mean(), 2.0, False, False),
+    ],
+    ids=["apart", "alike", "mean"],
+)
+def test_a_ddp_hook_warns_once_too_however_its_buckets_change_at_first(
+    rule: loft.Rule,
+    own: float,
+    warns: bool,
+    is_measured: bool,
+    cuts: list[list[int]],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        run_ranks(
+            4,
+            lambda transport: train_buckets(
+                transport, rule=rule, own=own, log_dir=tmp_path, cuts=cuts
+            ),
+        )
+    assert caplog.text.count("differ lastingly") == warns
+    (path,) = tmp_path.iterdir()
+    found = [entry for entry in read_run_log(path) if entry["kind"] == "spread"]
+    assert len(found) == is_measured
+    if is_measured:
+        assert all(ratio > 1.5 if warns else ratio < 0.15 for ratio in found[0]["ratios"])
+    if warns:
+        assert f"by {found[0]['usual']:.2f} times" in caplog.text
+
+
+def test_a_ddp_hook_and_an_optimizer_find_the_same_figure_for_the_same_gradients(
+    tmp_path: Path,
+) -> None:
+    def found(folder: Path) -> list[float]:
+        (path,) = folder.iterdir()
+        (entry,) = [entry for entry in read_run_log(path) if entry["kind"] == "spread"]
+        return list(entry["ratios"])
+
+    hooked, stepped = tmp_path / "hook", tmp_path / "optimizer"
+    rule = loft.TrimmedMean(f=1)
+    run_ranks(4, lambda t: train(t, rule=rule, own=1.0, log_dir=stepped))
+    run_ranks(4, lambda t: train_buckets(t, rule=rule, own=1.0, log_dir=hooked, cuts=[]))
+    # The optimizer notes steps 1 to 50, the hook 2 to 51: its first pass tells it the layout.
+    np.testing.assert_allclose(found(hooked), found(stepped), rtol=0.05)

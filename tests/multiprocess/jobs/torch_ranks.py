@@ -103,6 +103,17 @@ def check_ddp(world_size: int, rule: loft.Rule, is_balanced: bool) -> None:
         optimizer.step()
 
 
+def spread(world_size: int) -> None:
+    """Train ranks whose samples lie apart for good under a robust rule, which says so once."""
+    model = DistributedDataParallel(make_model(), bucket_cap_mb=0.0003)
+    model.register_comm_hook(None, loft.ddp_hook(loft.Median()))
+    apart = 10.0 * (dist.get_rank() - 1)
+    for step in range(54):  # DDP lays its buckets out anew after the first
+        model.zero_grad()
+        x, y = own_batch(dist.get_rank(), step, 3)
+        torch.nn.functional.mse_loss(model(x), y + apart).backward()
+
+
 def fail(what: str) -> Callable[[int], None]:
     def run(world_size: int) -> None:
         model = DistributedDataParallel(make_model())
@@ -142,6 +153,7 @@ JOBS: dict[str, Callable[[int], None]] = {
     "conform": conform,
     "ddp": ddp,
     "levels": levels,
+    "spread": spread,
     "raise": fail("raise"),
     "kill": fail("kill"),
     "freeze": fail("freeze"),
