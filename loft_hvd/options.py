@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from loft_hvd.aggregation.rules import Mean, Rule
 from loft_hvd.balance.balancer import Balancer
-from loft_hvd.errors import ArgumentError
+from loft_hvd.errors import ArgumentError, UsageError
 from loft_hvd.parameters import GradientSet
 from loft_hvd.pipeline.settings import ReducerSettings
 from loft_hvd.pipeline.wire import wire_name
@@ -17,7 +17,7 @@ from loft_hvd.transport.base import Transport
 from loft_hvd.transport.horovod import HorovodTransport
 from loft_hvd.transport.torch_distributed import TorchDistributedTransport
 
-__all__ = ["agree", "at_least_one", "check_rules"]
+__all__ = ["agree", "at_least_one", "check_rules", "check_world"]
 
 
 def at_least_one(passes: int) -> int:
@@ -47,6 +47,29 @@ def check_rules(rules: Sequence[Rule], settings: ReducerSettings) -> None:
         raise ArgumentError(
             f"rule={robust[0]} does not take {given}: it does not add the ranks' gradients up; "
             f"leave it away, or use Mean()"
+        )
+
+
+def check_world(before: int | None, now: int) -> None:
+    """Raise unless an optimizer's buckets and groups are those of the ranks that there are.
+
+    Args:
+        before: ranks that they were made for, or None before that.
+        now: ranks that there are.
+
+    Raises:
+        UsageError: they are not; says how otherwise.
+    """
+    if before is None:
+        raise UsageError(
+            "over= in an elastic job: ranks make groups together when hvd.elastic.run begins a "
+            "world, so that one that joins can take part; give this optimizer to a "
+            "loft.elastic.State, and use it inside the function that hvd.elastic.run calls"
+        )
+    if before != now:
+        raise UsageError(
+            f"the world has changed from {before} to {now} ranks under this optimizer; with "
+            "hvd.elastic.run, give it to a loft.elastic.State, which makes it fit"
         )
 
 

@@ -22,7 +22,7 @@ from loft_hvd.config import config
 from loft_hvd.delegate import Delegate
 from loft_hvd.errors import LoftError, UsageError
 from loft_hvd.gradient_log import GradientLog
-from loft_hvd.options import agree
+from loft_hvd.options import agree, check_world
 from loft_hvd.parameters import GradientSet, check_none_thawed
 from loft_hvd.pipeline.reducer import GradientReducer
 from loft_hvd.pipeline.settings import OutgoingHook, ReducerSettings
@@ -60,8 +60,12 @@ class ReducingOptimizer(Delegate):
         self._team: Team | None = None
         self._log = self._open_log()
         self._gradient_log: GradientLog | None = None
-        # Elastic ranks start at different times: they agree in ``begin_world``, all together.
-        self._reducer = self._make_reducer(should_agree=not config().is_elastic)
+        self._world_size: int | None = None  # that the reducer is made for
+        # Elastic ranks start at different times: they agree, and make groups, in ``begin_world``.
+        if is_elastic := config().is_elastic:
+            self._collect()  # says what is wrong with the arguments
+        waits = is_elastic and team_options.over is not None
+        self._reducer = None if waits else self._make_reducer(should_agree=not is_elastic)
         self._should_synchronize = True
         self._is_synchronized = False
         self._waited_s = 0.0
@@ -79,8 +83,7 @@ class ReducingOptimizer(Delegate):
         if self._transport is None:  # this rank is not in the process set
             return None
         found = self._collect()
-        world_size = self._transport.world_size
-        self._world_size = world_size
+        self._world_size = self._transport.world_size
         if should_agree:
             with self._log.faults():
                 agree(
@@ -150,13 +153,9 @@ class ReducingOptimizer(Delegate):
 
     def synchronize(self) -> None:
         """Wait until every gradient is reduced; for clipping or unscaling before ``step``."""
+        if self._transport is not None:
+            check_world(self._world_size, self._transport.world_size)
         if self._reducer is not None and self._transport is not None:
-            if self._transport.world_size != self._world_size:
-                raise UsageError(
-                    f"the world has changed from {self._world_size} to "
-                    f"{self._transport.world_size} ranks under this optimizer; with "
-                    "hvd.elastic.run, give it to a loft.elastic.State, which makes it fit"
-                )
             if self._transport.world_size > 1:
                 check_none_thawed(self._optimizer.param_groups, self._reducer.parameters)
             if self._balancer is not None:
@@ -272,6 +271,8 @@ class ReducingOptimizer(Delegate):
 
     def register_outgoing_hook(self, hook: OutgoingHook) -> RemovableHandle:
         """Look at, or change, each bucket of this rank's gradients before it is sent."""
+        if self._transport is not None:
+            check_world(self._world_size, self._transport.world_size)
         if self._reducer is None:
             raise UsageError("this rank is not in the optimizer's process set: it sends nothing")
         return self._reducer.register_outgoing_hook(hook)

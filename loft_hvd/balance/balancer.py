@@ -105,6 +105,7 @@ class Balancer(BalancerPorts):
         """
         if self.log.path is None or self.rank != 0:  # ranks are numbered anew
             self.log = open_run_log(self._log_dir, rank=self.rank)
+        self._min_ranks = 1  # optimizers say what they need of the new world
         self._start_anew()
 
     def probe(

@@ -57,13 +57,15 @@ class Groups:
         if sorted(rank for group in groups for rank in group) != list(range(world_size)):
             raise ArgumentError(
                 f"over={[list(group) for group in groups]} must hold every rank from 0 to "
-                f"{world_size - 1} once"
+                f'{world_size - 1} once; over="nodes" follows the ranks there are, also in elastic '
+                "training"
             )
         if len({len(group) for group in groups}) > 1:
             raise ArgumentError(
                 f"over: groups need one size, but theirs are {[len(group) for group in groups]} "
                 f"({[list(group) for group in groups]}); give groups of one size, start as many "
-                "ranks on every node, or leave over= away"
+                "ranks on every node (elastic training: on every host that may come), or leave "
+                "over= away"
             )
         return cls(groups)
 

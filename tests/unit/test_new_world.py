@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,9 @@ class Moving:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.end, name)
+
+    def subset(self, parts: Sequence[tuple[int, ...]]) -> LocalTransport:
+        return self.end.subset(parts)
 
 
 class Rank:
@@ -88,6 +92,105 @@ def test_a_world_that_changes_unnoticed_is_refused() -> None:
 
     with pytest.raises(UsageError, match=r"from 3 to 2 ranks .* loft\.elastic\.State"):
         run_ranks(2, later)
+
+
+@pytest.fixture
+def elastic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make this an elastic job, whose waits are short."""
+    settings = Config(is_elastic=True, timeout_s=3.0)
+    for module in ("reducing", "optimizer", "balance.ports"):
+        monkeypatch.setattr(f"loft_hvd.{module}.config", lambda: settings)
+
+
+class Paired:
+    """What one rank of a job holds that reduces by a median over pairs."""
+
+    def __init__(self, end: LocalTransport, over: Any = "nodes") -> None:
+        self.moving = Moving(end)
+        self.weight = torch.nn.Parameter(torch.zeros(5))
+        self.balancer = loft.Balancer(30, policy="uniform", transport=self.moving)
+        self.optimizer = loft.DistributedOptimizer(
+            torch.optim.SGD([self.weight], lr=1.0),
+            [("weight", self.weight)],
+            rule=loft.TrimmedMean(f=1),
+            over=over,
+            balancer=self.balancer,
+            transport=self.moving,
+        )
+
+    def begin_world(self, end: LocalTransport) -> None:
+        self.moving.end = end
+        self.balancer.begin_world()
+        self.optimizer.begin_world()
+
+    def gradient(self, value: float) -> float:
+        self.optimizer.zero_grad()
+        with self.balancer.step(self.balancer.local_batch_size):
+            (self.weight * value).sum().backward()
+            self.optimizer.step()
+        assert self.weight.grad is not None
+        return float(self.weight.grad[3])
+
+
+@pytest.mark.usefixtures("elastic")
+def test_nodes_are_found_anew_while_a_rank_that_joins_still_makes_its_optimizer() -> None:
+    """Three nodes of 2 ranks, five of 2, three of 1: TrimmedMean(f=1) over nodes' means."""
+    ranks: dict[int, Paired] = {}
+
+    def train(end: LocalTransport) -> tuple[float, int]:
+        rank = ranks.get(end.rank) or ranks.setdefault(end.rank, Paired(end))
+        rank.begin_world(end)
+        return rank.gradient(4.0 * end.rank**2), rank.balancer.min_ranks
+
+    # The means of pairs are 2, 26, 82, 170, 290.
+    assert run_ranks(6, train, ranks_per_node=2) == [(26.0, 5)] * 6
+    found = [
+        (round(gradient, 4), least) for gradient, least in run_ranks(10, train, ranks_per_node=2)
+    ]
+    assert found == [(round((26 + 82 + 170) / 3, 4), 5)] * 10
+    assert run_ranks(3, train, ranks_per_node=1) == [(4.0, 3)] * 3
+
+
+@pytest.mark.usefixtures("elastic")
+@pytest.mark.parametrize(
+    ("over", "world_size", "per_node", "says"),
+    [
+        ("nodes", 4, 2, r"f counts groups, and there are 2 of 2 ranks each"),
+        ([[0, 1], [2, 3], [4, 5]], 5, 1, r'from 0 to 4 once; over="nodes" follows the ranks there'),
+        ("nodes", 5, 2, r"\[2, 2, 1\].* start as many ranks on every node \(elastic"),
+    ],
+)
+def test_groups_that_do_not_fit_the_new_world_are_refused_on_every_rank(
+    over: Any, world_size: int, per_node: int, says: str
+) -> None:
+    ranks: dict[int, Paired] = {}
+
+    def first(end: LocalTransport) -> None:
+        ranks[end.rank] = Paired(end, over)
+        ranks[end.rank].begin_world(end)
+
+    run_ranks(6, first, ranks_per_node=2)
+    refused: list[int] = []
+
+    def later(end: LocalTransport) -> None:
+        with pytest.raises(ArgumentError, match=says):
+            ranks[end.rank].begin_world(end)
+        refused.append(end.rank)
+
+    run_ranks(world_size, later, ranks_per_node=per_node)
+    assert sorted(refused) == list(range(world_size))
+
+
+@pytest.mark.usefixtures("elastic")
+def test_groups_of_an_elastic_job_take_a_state_that_begins_its_worlds() -> None:
+    def work(end: LocalTransport) -> None:
+        rank = Paired(end)
+        with pytest.raises(UsageError, match=r"over= in an elastic job: .* loft\.elastic\.State"):
+            rank.optimizer.register_outgoing_hook(lambda bucket, values: None)
+        with pytest.raises(UsageError, match=r"over= in an elastic job: .* loft\.elastic\.State"):
+            rank.gradient(1.0)
+
+    run_ranks(6, work, ranks_per_node=2)
 
 
 def test_a_list_of_sizes_does_not_fit_another_world() -> None:
