@@ -29,7 +29,7 @@ from loft_hvd.pipeline.named import NamedExchange, share_of
 from loft_hvd.pipeline.stages import is_engine_sum
 from loft_hvd.pipeline.weights import PassWeights
 from loft_hvd.transport.agreement import digest, odd_ones
-from loft_hvd.transport.base import Transport, Work
+from loft_hvd.transport.base import Transport, Work, watch_of
 from loft_hvd.transport.default import default_transport
 
 __all__ = ["Handle", "allreduce", "allreduce_async", "forget_exchanges"]
@@ -95,14 +95,8 @@ class Handle:
             MismatchError: ranks brought different shapes, dtypes, rules or weights.
         """
         limit = config().timeout_s if timeout_s is None else timeout_s
-        start = time.monotonic()
-        while not self.done():
-            if time.monotonic() - start > limit:
-                raise TransportTimeoutError(
-                    f"allreduce {self._name!r}: no answer from all {self._transport.world_size} "
-                    f"ranks within {limit:g} s; every rank must call it, in time"
-                )
-            time.sleep(_POLL_S)
+        with watch_of(self._transport).waiting():
+            self._wait(limit)
         if self._result is None:
             if self._exchange is None:
                 self._result = self._tensor.clone()
@@ -110,6 +104,18 @@ class Handle:
                 self._result = self._exchange.take(self._tensor)
                 self._exchange.is_busy = False
         return self._result
+
+    def _wait(self, limit_s: float) -> None:
+        start = time.monotonic()
+        while not self.done():
+            if time.monotonic() - start > limit_s:
+                late = watch_of(self._transport).late()
+                who = f"; ranks {late} have not come to it" if late else ""
+                raise TransportTimeoutError(
+                    f"allreduce {self._name!r}: no answer from all {self._transport.world_size} "
+                    f"ranks within {limit_s:g} s{who}; every rank must call it, in time"
+                )
+            time.sleep(_POLL_S)
 
     def _check_agreement(self, rows: Tensor) -> None:
         for field, column in (("numel", 0), ("dtype", 1), ("rule, weights or present", 2)):

@@ -98,15 +98,16 @@ class Heartbeat:
         return self._diagnosis.late_for(0, progress) if self.rank == 0 else self._late
 
     def final_verdict(self, *, at_once: bool = False) -> Verdict | None:
-        """Return the verdict that ends waits: never in elastic mode, and not in its first moment.
+        """Return the verdict that ends waits, not in its first moment.
 
-        A wait that ends by it calls ``heard``.
+        In elastic mode that is only a mismatch, which a new world would meet again; from all else
+        the engine recovers. A wait that ends by it calls ``heard``.
 
         Args:
             at_once: in its first moment too, as the engine has failed already.
         """
         verdict = self.verdict
-        if verdict is None or self.settings.is_elastic:
+        if verdict is None or (self.settings.is_elastic and not verdict.is_mismatch):
             return None
         is_due = time.monotonic() - self._verdict_at >= self.settings.grace_s
         return verdict if at_once or is_due else None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -30,7 +32,8 @@ class _WatchedWork:
         self._work = work
         self.watch = heartbeat
         self._is_posted = True
-        self._operation = heartbeat.board.posted(name)
+        self._releasing = threading.Lock()
+        self._operation = heartbeat.board.posted(name, _is_over(weakref.ref(self)))
 
     def done(self) -> bool:
         """Say whether the operation has ended, or never will."""
@@ -42,7 +45,8 @@ class _WatchedWork:
     def finish(self) -> None:
         """Release a done operation, or raise why it never will be."""
         is_done = self._work.done()
-        self._end()
+        with self._releasing:  # whoever asks from now on must not touch it
+            self._end()
         if not is_done and (verdict := self.watch.final_verdict()) is not None:
             self.watch.heard()
             raise verdict.error()
@@ -51,14 +55,32 @@ class _WatchedWork:
         except Exception as error:
             self.watch.explain(error)
             verdict = self.watch.final_verdict(at_once=True)
-            if isinstance(error, TransportError) and verdict is not None:  # ours, not Horovod's
+            # Horovod's own error stays, but for a mismatch: trying again cannot mend a script.
+            if verdict is not None and (isinstance(error, TransportError) or verdict.is_mismatch):
                 raise verdict.error() from error
             raise
+
+    def is_over(self) -> bool:
+        """Say whether the engine is done with it; for the heartbeat's thread."""
+        with self._releasing:
+            try:
+                return not self._is_posted or self._work.done()
+            except ValueError:  # Horovod forgets its handles when a world ends
+                return False
 
     def _end(self) -> None:
         if self._is_posted:
             self._is_posted = False
             self.watch.board.ended(self._operation)
+
+
+def _is_over(work: weakref.ref[_WatchedWork]) -> Callable[[], bool]:
+    """Return what asks an operation without keeping its tensors; False where it was given up."""
+
+    def ask() -> bool:
+        return (alive := work()) is not None and alive.is_over()
+
+    return ask
 
 
 @functools.cache

@@ -80,6 +80,17 @@ def test_a_model_that_differs_ends_the_job_instead_of_being_tried_again(tmp_path
 
 
 @pytest.mark.long
+def test_other_steps_end_the_job_instead_of_being_tried_again(tmp_path: Path) -> None:
+    done = run(tmp_path, "astray")
+    ended_at = time.time()
+    assert done.returncode not in (0, None), done.output[-6000:]
+    says = r"MismatchError: .*take other steps: ranks \[\d\] wait for 'astray' while ranks"
+    assert len(re.findall(says, done.output)) == 3, done.output[-6000:]
+    assert "has finished" not in done.output
+    assert ended_at - float((tmp_path / "fault").read_text().split()[0]) <= LIMIT_S
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(("what", "num_ranks"), [("join", 2), ("join-sets", 3), ("join:loft", 2)])
 def test_a_rank_that_joins_late_takes_part(what: str, num_ranks: int, tmp_path: Path) -> None:
     hosts = [f"localhost:{num_ranks}"]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 import torch
@@ -9,9 +12,11 @@ from torch import Tensor
 
 import loft_hvd as loft
 from loft_hvd.aggregation.reference import reference
+from loft_hvd.errors import TransportTimeoutError
 from loft_hvd.pipeline import named
 from loft_hvd.pipeline.direct import DirectReduction
-from loft_hvd.transport.local import LocalTransport, run_ranks
+from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
+from loft_hvd.transport.operation import Witness
 
 WORLD_SIZE = 4
 RULES = [loft.Mean(), loft.Mean(reproducible=True), loft.Median(), loft.TrimmedMean(f=1)]
@@ -50,6 +55,23 @@ def test_the_result_is_the_definitions_on_every_rank(
         assert result.dtype == dtype
         assert torch.equal(result, results[0])
         torch.testing.assert_close(result.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_a_wait_is_known_to_the_watch_and_names_who_is_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits: list[int] = []
+
+    @contextmanager
+    def waiting(self: Witness) -> Iterator[None]:
+        waits.append(self.rank)  # else ranks that take other steps are not found
+        yield
+
+    monkeypatch.setattr(Witness, "waiting", waiting)
+    alone = LocalWorld(2).transport(0)
+    with pytest.raises(TransportTimeoutError, match=r"'x': .* ranks \[1\] have not come to it"):
+        loft.allreduce(torch.zeros(4), name="x", transport=alone, timeout_s=0.01)
+    assert waits == [0]
 
 
 @pytest.mark.parametrize("numel", [400, 401])

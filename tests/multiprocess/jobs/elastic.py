@@ -1,8 +1,9 @@
 """An elastic training job: ``elastic.py FOLDER WHAT[:POLICY]``.
 
 At step 8 the rank on host 127.0.0.1 is killed ("kill"), frozen ("freeze") or raises ("raise"),
-once; with "mismatch" it has another model. With "join" ranks train until three are there; with
-"join-sets" until four are, and only ranks 0 and 1 reduce gradients.
+once, or reduces something of its own ("astray"); with "mismatch" it has another model. With "join"
+ranks train until three are there; with "join-sets" until four are, and only ranks 0 and 1 reduce
+gradients.
 At the end ranks compare the states of their loaders and balancers. FOLDER takes the times of the
 fault and of the first step that the newest world has committed.
 """
@@ -40,6 +41,8 @@ def fail_once(folder: Path, what: str, state: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "freeze":
         os.kill(os.getpid(), signal.SIGSTOP)
+    if what == "astray":
+        loft.allreduce(torch.zeros(3), name="astray")
     if what == "raise":
         raise RuntimeError(f"rank {hvd.rank()} raises")
 
