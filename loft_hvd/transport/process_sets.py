@@ -29,7 +29,7 @@ def own_process_set(hvd: Any, ops: Any, parts: Sequence[Sequence[int]]) -> Any:
         parts: Horovod's ranks of each part, ascending.
 
     Raises:
-        UsageError: a set does not exist, and Horovod may not add any.
+        UsageError: a set does not exist, and Horovod may not add any, or not among these ranks.
     """
     known = {
         tuple(ranks): key for key, ranks in ops._basics._get_process_set_ids_and_ranks().items()
@@ -40,6 +40,13 @@ def own_process_set(hvd: Any, ops: Any, parts: Sequence[Sequence[int]]) -> Any:
         if tuple(part) in known:
             process_set.process_set_id = known[tuple(part)]
         else:
+            if sum(map(len, parts)) < hvd.size():  # Horovod would wait for the rest for ever
+                raise UsageError(
+                    f"over= with process_set=: Horovod has no process set of ranks {list(part)}, "
+                    "and adds one only together with ranks outside of process_set=, which take no "
+                    "part; list all sets at the start, of each group, of the i-th ranks of all "
+                    f"groups and that of process_set=: {_init_with(parts)}"
+                )
             _add(hvd, process_set, parts)
         if hvd.rank() in part:
             own = process_set
@@ -51,14 +58,18 @@ def _add(hvd: Any, process_set: Any, parts: Sequence[Sequence[int]]) -> None:
     try:
         hvd.add_process_set(process_set)
     except ValueError as error:
-        sets = ", ".join(f"hvd.ProcessSet({list(part)})" for part in parts[:_SHOWN_SETS])
-        sets += ", ..." if len(parts) > _SHOWN_SETS else ""
         raise UsageError(
             f"over=: Horovod has no process set of ranks {process_set.ranks} and may not add one "
             f'now ({error}); initialise it with hvd.init(process_sets="dynamic"), or start with '
             f"HOROVOD_DYNAMIC_PROCESS_SETS=1, or list all sets, of each group and "
-            f"of the i-th ranks of all groups: hvd.init(process_sets=[{sets}])"
+            f"of the i-th ranks of all groups: {_init_with(parts)}"
         ) from error
+
+
+def _init_with(parts: Sequence[Sequence[int]]) -> str:
+    sets = ", ".join(f"hvd.ProcessSet({list(part)})" for part in parts[:_SHOWN_SETS])
+    sets += ", ..." if len(parts) > _SHOWN_SETS else ""
+    return f"hvd.init(process_sets=[{sets}])"
 
 
 def restore_process_set(hvd: Any, process_set: Any) -> None:

@@ -130,6 +130,10 @@ class _FakeHorovod:
         return 2
 
     @staticmethod
+    def size() -> int:
+        return 4
+
+    @staticmethod
     def add_process_set(_: object) -> None:
         raise ValueError("Set HOROVOD_DYNAMIC_PROCESS_SETS=1")
 
@@ -149,3 +153,23 @@ def test_process_sets_that_may_not_be_added_are_an_error_with_ways_out() -> None
     assert "hvd.init(process_sets=[hvd.ProcessSet([0, 2]), hvd.ProcessSet([1, 3])])" in str(
         raised.value
     )
+
+
+class _LargerHorovod(_FakeHorovod):
+    """A fifth rank does not call: adding a set would wait for it for ever."""
+
+    @staticmethod
+    def size() -> int:
+        return 5
+
+    @staticmethod
+    def add_process_set(_: object) -> None:
+        pytest.fail("waits for ranks that do not call")
+
+
+def test_process_sets_among_some_ranks_are_found_but_never_added() -> None:
+    fake = _LargerHorovod()
+    assert own_process_set(fake, fake, [(0, 1), (2, 3)]).process_set_id == 4
+    says = r"over= with process_set=: .*\[0, 2\].*list all sets at the start, .*: hvd\.init\("
+    with pytest.raises(UsageError, match=says):
+        own_process_set(fake, fake, [(0, 2), (1, 3)])
