@@ -57,35 +57,49 @@ int64_t run_median_of_16_bits(const Work& work, int64_t begin, int64_t end) {
   return at;
 }
 
-// The median of more rows: two ranked halves a and b, each in a buffer; of the pairs of a's i-th
-// smallest and b's i-th largest, the smaller ones are the lower half of all rows, so their largest
-// is the lower median. An odd count is made even by one row of +inf, whose lower median is the
-// same.
+// Write the median of two ranked halves a and b: of the pairs of a's i-th smallest and b's i-th
+// largest, the smaller ones are the lower half of all rows, so their largest is the lower median.
+template <typename F>
+LOFT_INLINE void put_median_of_halves(const Work& work, const typename F::Entry* first,
+                                      const typename F::Entry* second, char* to) {
+  const int rows = work.num_rows, half = (rows + 1) / 2;
+  typename F::Entry lower = first[0], upper = second[half - 1];
+  exchange(lower, upper);
+  for (int i = 1; i < half; ++i) {
+    typename F::Entry low = first[i], high = second[half - 1 - i];
+    exchange(low, high);
+    keep_max(low, lower);
+    keep_min(upper, high);
+  }
+  for (int part = 0; part < F::kParts; ++part) {
+    typename F::V result = F::value(lower, part);
+    if (rows % 2 == 0) result = pick_median(result, F::value(upper, part), work.params.kind);
+    F::put(to, result, part);
+  }
+}
+
+// The median of more rows: two halves, each ranked in a buffer. An odd count is made even by one
+// row of +inf, whose lower median is the same.
 template <typename F>
 int64_t run_median_of_halves(const Work& work, int64_t begin, int64_t end) {
-  using Entry = typename F::Entry;
-  alignas(64) Entry first[kMaxRows / 2 + kGroup<F>], second[kMaxRows / 2 + kGroup<F>];
-  const int rows = work.num_rows, half = (rows + 1) / 2;
+  constexpr int kHalf = kManyBatch<F> * (kMaxRows / 2 + kGroup<F>);
+  alignas(64) typename F::Entry first[kHalf], second[kHalf];
+  const int rows = work.num_rows, half = (rows + 1) / 2, stride = padded<F>(half);
   const Source source{work.rows, nullptr}, rest{work.rows + half, nullptr};
-  constexpr int64_t kBytes = sizeof(typename F::Bits);
   int64_t at = begin;
-  for (; at + F::kLanes <= end; at += F::kLanes) {
-    rank_rows<F>(source, half, at * kBytes, 1, first, 0, {0, half});
-    rank_rows<F>(rest, rows - half, at * kBytes, 1, second, 0, {0, half});
-    if (rows % 2) set_last(second[half - 1]);
-    Entry lower = first[0] < second[half - 1] ? first[0] : second[half - 1];
-    Entry upper = first[0] > second[half - 1] ? first[0] : second[half - 1];
-    for (int i = 1; i < half; ++i) {
-      Entry low = first[i], high = second[half - 1 - i];
-      exchange(low, high);
-      keep_max(low, lower);
-      keep_min(upper, high);
+  while (at + F::kLanes <= end) {
+    const int64_t left = (end - at) / F::kLanes;
+    const int vectors = left < kManyBatch<F> ? static_cast<int>(left) : kManyBatch<F>;
+    const int64_t byte = at * static_cast<int64_t>(sizeof(typename F::Bits));
+    rank_rows<F>(source, half, byte, vectors, first, stride, {0, half});
+    rank_rows<F>(rest, rows - half, byte, vectors, second, stride, {0, half});
+    for (int vector = 0; vector < vectors; ++vector) {
+      const int place = vector * stride;
+      if (rows % 2) set_last(second[place + half - 1]);
+      put_median_of_halves<F>(work, first + place, second + place,
+                              work.out + byte + vector * kStep<F>);
     }
-    for (int part = 0; part < F::kParts; ++part) {
-      typename F::V result = F::value(lower, part);
-      if (rows % 2 == 0) result = pick_median(result, F::value(upper, part), work.params.kind);
-      F::put(work.out + at * kBytes, result, part);
-    }
+    at += vectors * F::kLanes;
   }
   return at;
 }

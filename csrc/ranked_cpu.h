@@ -6,7 +6,12 @@
 namespace loft {
 namespace LOFT_ISA {
 
-constexpr int kBatch = 4;  // vectors between loading and finishing
+constexpr int kBatch = 4;  // vectors between loading and finishing, of rows that are one group
+
+// The same of more rows, whose pages are more than the first address buffer holds: two lines a
+// visit where a vector is a line, else (measured) one vector, which spreads the fetching best.
+template <typename F>
+constexpr int kManyBatch = RowLoad<F, 0>::kVectorsALine == 1 && !kIsWeighted<F> ? 2 : 1;
 
 // Aggregates whole vectors of coordinates [begin, end) and returns where it stopped.
 using Run = int64_t (*)(const Work&, int64_t, int64_t);
@@ -28,10 +33,10 @@ Finish<F> finish_for(Rule rule) {
 // Rank the rows of whole vectors from `begin` on, then finish them; returns where it stopped.
 template <typename F>
 int64_t run_ranked(const Work& work, int64_t begin, int64_t end) {
-  alignas(64) typename F::Entry entries[kMaxRows + kGroup<F>];
+  alignas(64) typename F::Entry entries[kManyBatch<F> * (kMaxRows + kGroup<F>)];
   const Source source{work.rows, work.weights};
   const int stride = padded<F>(work.num_rows);
-  const int most = work.num_rows <= kGroup<F> ? kBatch : 1;
+  const int most = work.num_rows <= kGroup<F> ? kBatch : kManyBatch<F>;
   const Finish<F> finish_vectors = finish_for<F>(work.params.rule);
   const SortGroup<F> sort =
       sort_group_for<F>(work.num_rows <= kGroup<F> ? work.num_rows : kGroup<F>);
