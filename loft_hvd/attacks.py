@@ -133,18 +133,20 @@ class AttackableOptimizer(Protocol):
 
 def attach(
     optimizer: AttackableOptimizer, attack: Attack, *, ranks: Sequence[int]
-) -> RemovableHandle | None:
+) -> RemovableHandle:
     """Make some ranks of a running job Byzantine: they send what ``attack`` makes of their rows.
 
-    Call it on every rank alike. The attacker sees its own gradients only.
+    Call it on every rank alike; in an elastic job once, before ``hvd.elastic.run``. The attacker
+    sees its own gradients only.
 
     Args:
         optimizer: a ``loft_hvd.DistributedOptimizer``.
         attack: what the ranks send.
-        ranks: the Byzantine ranks, each 0 <= rank < world_size.
+        ranks: the Byzantine ranks, each 0 <= rank < world_size; in later worlds of an elastic job
+            whoever has these numbers.
 
     Returns:
-        On a Byzantine rank a handle whose ``remove()`` makes it honest again, else None.
+        A handle whose ``remove()`` makes this rank honest again.
 
     Raises:
         ArgumentError: a rank that does not exist.
@@ -155,10 +157,9 @@ def attach(
             f"attach: ranks {outside} do not exist; a world of {optimizer.world_size} has ranks "
             f"0 to {optimizer.world_size - 1}"
         )
-    if optimizer.rank not in ranks:
-        return None
 
     def send_wrong(_: Any, values: Tensor) -> None:
-        values.copy_(attack(values.unsqueeze(0), num_rows=1)[0])
+        if optimizer.rank in ranks:
+            values.copy_(attack(values.unsqueeze(0), num_rows=1)[0])
 
     return optimizer.register_outgoing_hook(send_wrong)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from loft_hvd.aggregation.rules import Mean, Rule
 from loft_hvd.balance.balancer import Balancer
@@ -10,14 +12,14 @@ from loft_hvd.errors import ArgumentError, UsageError
 from loft_hvd.parameters import GradientSet
 from loft_hvd.pipeline.settings import ReducerSettings
 from loft_hvd.pipeline.wire import wire_name
-from loft_hvd.runlog import RunLog
+from loft_hvd.runlog import RunLog, open_run_log
 from loft_hvd.team import TeamOptions
 from loft_hvd.transport.agreement import check_agreement
 from loft_hvd.transport.base import Transport
 from loft_hvd.transport.horovod import HorovodTransport
 from loft_hvd.transport.torch_distributed import TorchDistributedTransport
 
-__all__ = ["agree", "at_least_one", "check_rules", "check_world"]
+__all__ = ["World", "agree", "at_least_one", "check_rules", "check_world", "open_log"]
 
 
 def at_least_one(passes: int) -> int:
@@ -50,12 +52,30 @@ def check_rules(rules: Sequence[Rule], settings: ReducerSettings) -> None:
         )
 
 
-def check_world(before: int | None, now: int) -> None:
+@dataclass(frozen=True)
+class World:
+    """The ranks an optimizer's buckets and groups are made for, as far as it can tell them apart.
+
+    Attributes:
+        size: number of ranks.
+        number: how many worlds its balancer had begun by then; 0 without a balancer.
+    """
+
+    size: int
+    number: int
+
+    @classmethod
+    def now(cls, transport: Transport, balancer: Balancer | None) -> World:
+        """Return the present world."""
+        return cls(transport.world_size, 0 if balancer is None else balancer.num_worlds)
+
+
+def check_world(before: World | None, now: World) -> None:
     """Raise unless an optimizer's buckets and groups are those of the ranks that there are.
 
     Args:
-        before: ranks that they were made for, or None before that.
-        now: ranks that there are.
+        before: the world that they were made for, or None before that.
+        now: the world that there is.
 
     Raises:
         UsageError: they are not; says how otherwise.
@@ -66,11 +86,30 @@ def check_world(before: int | None, now: int) -> None:
             "world, so that one that joins can take part; give this optimizer to a "
             "loft.elastic.State, and use it inside the function that hvd.elastic.run calls"
         )
-    if before != now:
+    if before.size != now.size:
         raise UsageError(
-            f"the world has changed from {before} to {now} ranks under this optimizer; with "
-            "hvd.elastic.run, give it to a loft.elastic.State, which makes it fit"
+            f"the world has changed from {before.size} to {now.size} ranks under this optimizer; "
+            "with hvd.elastic.run, give it to a loft.elastic.State, which makes it fit"
         )
+    if before.number != now.number:
+        raise UsageError(
+            f"the balancer has begun world {now.number}, and this optimizer is still that of world "
+            f"{before.number}: plans may leave fewer ranks with samples than its rule needs; with "
+            "hvd.elastic.run, give both to the loft.elastic.State"
+        )
+
+
+def open_log(
+    log_dir: str | Path | None, balancer: Balancer | None, *, rank: int, world_size: int
+) -> RunLog:
+    """Return the run log of an optimizer: its balancer's, or one of its own."""
+    if balancer is None:
+        log = open_run_log(log_dir, rank=rank)
+        log.write("run", world_size=world_size)
+        return log
+    if log_dir is not None:
+        balancer.log_to(log_dir)
+    return balancer.log
 
 
 def agree(
@@ -87,16 +126,17 @@ def agree(
         ArgumentError: rank 0 cannot write the log it was asked for.
         MismatchError: ranks differ; names the ranks and the field.
     """
-    if isinstance(transport, HorovodTransport | TorchDistributedTransport):
-        transport.open_heartbeat()
-    check_agreement(
-        transport,
-        found.fields() | _option_fields(settings, balancer) | team_options.fields(),
-        what="DistributedOptimizer",
-        name="loft.optimizer",  # not found.name: ranks may differ in what it comes from
-        timeout_s=settings.timeout_s,
-        refusal=log.refusal,
-    )
+    with log.faults():
+        if isinstance(transport, HorovodTransport | TorchDistributedTransport):
+            transport.open_heartbeat()
+        check_agreement(
+            transport,
+            found.fields() | _option_fields(settings, balancer) | team_options.fields(),
+            what="DistributedOptimizer",
+            name="loft.optimizer",  # not found.name: ranks may differ in what it comes from
+            timeout_s=settings.timeout_s,
+            refusal=log.refusal,
+        )
 
 
 def _option_fields(settings: ReducerSettings, balancer: Balancer | None) -> dict[str, str]:

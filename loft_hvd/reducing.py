@@ -22,13 +22,14 @@ from loft_hvd.config import config
 from loft_hvd.delegate import Delegate
 from loft_hvd.errors import LoftError, UsageError
 from loft_hvd.gradient_log import GradientLog
-from loft_hvd.options import agree, check_world
+from loft_hvd.options import World, agree, check_world, open_log
 from loft_hvd.parameters import GradientSet, check_none_thawed
+from loft_hvd.pipeline.outgoing import OutgoingHooks
 from loft_hvd.pipeline.reducer import GradientReducer
 from loft_hvd.pipeline.settings import OutgoingHook, ReducerSettings
 from loft_hvd.pipeline.stages import flat_exchange
 from loft_hvd.pipeline.workers import SuspicionReport
-from loft_hvd.runlog import RunLog, open_run_log
+from loft_hvd.runlog import RunLog
 from loft_hvd.team import Team, TeamOptions
 from loft_hvd.transport.base import Transport
 
@@ -60,7 +61,8 @@ class ReducingOptimizer(Delegate):
         self._team: Team | None = None
         self._log = self._open_log()
         self._gradient_log: GradientLog | None = None
-        self._world_size: int | None = None  # that the reducer is made for
+        self._outgoing = OutgoingHooks()
+        self._made_for: World | None = None  # as the reducer is
         # Elastic ranks start at different times: they agree, and make groups, in ``begin_world``.
         if is_elastic := config().is_elastic:
             self._collect()  # says what is wrong with the arguments
@@ -71,46 +73,36 @@ class ReducingOptimizer(Delegate):
         self._waited_s = 0.0
 
     def _open_log(self) -> RunLog:
-        if self._balancer is None:
-            log = open_run_log(self._log_dir, rank=self.rank)
-            log.write("run", world_size=self.world_size)
-            return log
-        if self._log_dir is not None:
-            self._balancer.log_to(self._log_dir)
-        return self._balancer.log
+        return open_log(self._log_dir, self._balancer, rank=self.rank, world_size=self.world_size)
 
     def _make_reducer(self, *, should_agree: bool = True) -> GradientReducer | None:
-        if self._transport is None:  # this rank is not in the process set
+        transport = self._transport
+        if transport is None:  # this rank is not in the process set
             return None
         found = self._collect()
-        self._world_size = self._transport.world_size
+        self._made_for = World.now(transport, self._balancer)
         if should_agree:
-            with self._log.faults():
-                agree(
-                    self._transport,
-                    found,
-                    self._settings,
-                    self._balancer,
-                    self._team_options,
-                    self._log,
-                )
-        team = self._find_team(self._transport, found)
-        if self._balancer is not None and found.parameters:
-            self._balancer.compute_on(found.parameters[0].device)
+            agree(transport, found, self._settings, self._balancer, self._team_options, self._log)
+        team = self._find_team(transport, found)
+        if self._balancer is not None:
+            self._balancer.check_world(transport.world_size)
+            if found.parameters:
+                self._balancer.compute_on(found.parameters[0].device)
         if self._balancer is not None and team is not None:
             min_ranks = team.min_ranks(found.rules)
             self._balancer.require(min_ranks=min_ranks, num_passes=self._settings.num_passes)
         if self._gradient_log is not None:
             self._gradient_log.stop()
         timeout_s = self._settings.timeout_s
-        self._gradient_log = GradientLog(found, self._transport, timeout_s=timeout_s)
+        self._gradient_log = GradientLog(found, transport, timeout_s=timeout_s)
         return GradientReducer(
             found.parameters,
             found.specs,
             found.rules,
             settings=self._settings,
-            transport=self._transport,
+            transport=transport,
             source=self._balancer,
+            outgoing=self._outgoing,
             name=found.name,
             make_exchange=flat_exchange if team is None else team.make_exchange,
             lookout=None if team is None else team.lookout,
@@ -137,6 +129,7 @@ class ReducingOptimizer(Delegate):
         self._optimizer.zero_grad(set_to_none=True)
         self._transport = self._find_transport()
         self._team = None
+        self._outgoing.begin_world()
         if self._balancer is not None or self.rank != 0 or self._log.path is None:
             self._log = self._open_log()  # ranks are numbered anew
         self._lay_out_anew()
@@ -144,17 +137,14 @@ class ReducingOptimizer(Delegate):
         self._waited_s = 0.0
 
     def _lay_out_anew(self) -> None:
-        older = self._reducer
-        if older is not None:
-            older.detach()
+        if self._reducer is not None:
+            self._reducer.detach()
         self._reducer = self._make_reducer()
-        if older is not None and self._reducer is not None:
-            self._reducer.adopt_hooks(older)
 
     def synchronize(self) -> None:
         """Wait until every gradient is reduced; for clipping or unscaling before ``step``."""
         if self._transport is not None:
-            check_world(self._world_size, self._transport.world_size)
+            check_world(self._made_for, World.now(self._transport, self._balancer))
         if self._reducer is not None and self._transport is not None:
             if self._transport.world_size > 1:
                 check_none_thawed(self._optimizer.param_groups, self._reducer.parameters)
@@ -270,12 +260,24 @@ class ReducingOptimizer(Delegate):
             self._lay_out_anew()
 
     def register_outgoing_hook(self, hook: OutgoingHook) -> RemovableHandle:
-        """Look at, or change, each bucket of this rank's gradients before it is sent."""
-        if self._transport is not None:
-            check_world(self._world_size, self._transport.world_size)
-        if self._reducer is None:
+        """Call ``hook(bucket, values)`` before a bucket is sent; it may change values in place.
+
+        In an elastic job register it before ``hvd.elastic.run``: it stays for all worlds. One that
+        the function run there registers ends with its world, as the next one calls it again.
+
+        Args:
+            hook: gets the bucket and this rank's flat values of it, [numel]: the gradient it
+                would send, scaled by its share of the batch under ``Mean``.
+
+        Returns:
+            A handle whose ``remove()`` takes the hook away, in later worlds too.
+
+        Raises:
+            UsageError: this rank is not in the process set, and no elastic world changes that.
+        """
+        if self._transport is None and not config().is_elastic:
             raise UsageError("this rank is not in the optimizer's process set: it sends nothing")
-        return self._reducer.register_outgoing_hook(hook)
+        return self._outgoing.add(hook)
 
     def report(self) -> SuspicionReport:
         """Return what is known of every worker: who was off, and how far; print it for a table."""

@@ -96,6 +96,25 @@ class Balancer(BalancerPorts):
         super().__init__(options, transport, clock, log)
         self.policy = policy
         self.interval = interval
+        self._num_worlds = 0
+
+    @property
+    def num_worlds(self) -> int:
+        """Worlds begun; what optimizers asked for in the one before is forgotten with it."""
+        return self._num_worlds
+
+    def check_world(self, world_size: int) -> None:
+        """Raise unless the plan is for so many ranks, those of an optimizer.
+
+        Raises:
+            UsageError: it is not.
+        """
+        if len(self.plan.sizes) != world_size:
+            raise UsageError(
+                f"the balancer plans for {len(self.plan.sizes)} ranks, and this optimizer reduces "
+                f"over {world_size}: both take the same ranks (transport=, no process_set= of "
+                "some); with hvd.elastic.run, give both to the loft.elastic.State"
+            )
 
     def begin_world(self) -> None:
         """Plan afresh for the ranks there are now; ``loft.elastic.State`` calls it on each.
@@ -105,6 +124,7 @@ class Balancer(BalancerPorts):
         """
         if self.log.path is None or self.rank != 0:  # ranks are numbered anew
             self.log = open_run_log(self._log_dir, rank=self.rank)
+        self._num_worlds += 1
         self._min_ranks = 1  # optimizers say what they need of the new world
         self._start_anew()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections import OrderedDict
 from collections.abc import Sequence
 
 import torch
@@ -20,7 +19,8 @@ from loft_hvd.pipeline.engine import Engine, Job
 from loft_hvd.pipeline.gradients import Gradients
 from loft_hvd.pipeline.lookout import Lookout
 from loft_hvd.pipeline.order import agree_on_order
-from loft_hvd.pipeline.settings import OutgoingHook, ReducerSettings, StepSource
+from loft_hvd.pipeline.outgoing import OutgoingHooks
+from loft_hvd.pipeline.settings import ReducerSettings, StepSource
 from loft_hvd.pipeline.stages import MakeExchange, flat_exchange, is_engine_sum
 from loft_hvd.pipeline.weights import PassWeights, combine_passes, in_training
 from loft_hvd.pipeline.wire import Compression
@@ -39,6 +39,7 @@ class GradientReducer:
         settings: how gradients are reduced.
         transport: the ranks.
         source: tells which batch a backward pass belongs to; None for equal weights.
+        outgoing: called with each bucket before it is sent.
         name: stem of the operations' names, equal on every rank.
         make_exchange: how values go over the wire.
         lookout: watches the workers; its ``run`` is in ``make_exchange``.
@@ -53,6 +54,7 @@ class GradientReducer:
         settings: ReducerSettings,
         transport: Transport,
         source: StepSource | None,
+        outgoing: OutgoingHooks,
         name: str,
         make_exchange: MakeExchange = flat_exchange,
         lookout: Lookout | None = None,
@@ -68,7 +70,7 @@ class GradientReducer:
         self.lookout = lookout
         self._spec_rules = [rules[spec.rule] for spec in specs]
         self._gradients = Gradients(parameters, sparse_as_dense=settings.sparse_as_dense)
-        self._outgoing: OrderedDict[int, OutgoingHook] = OrderedDict()
+        self._outgoing = outgoing
         self._starting = threading.Lock()
         self._job = Job(pack=self._pack, unpack=self._unpack)
         self._arrivals: list[int] | None = []  # by parameter, until they have become the layout
@@ -189,8 +191,7 @@ class GradientReducer:
             self._gradients.pack(bucket, values, scale=self._scale(rule, weights))
         else:
             values.zero_()  # never 0 times what an absent rank has
-        for hook in self._outgoing.values():
-            hook(bucket, values)
+        self._outgoing.call(bucket, values)
         if self._settings.wire is Compression.fp16:
             self._gradients.warn_of_overflow(bucket, values, torch.float16)
         if isinstance(rule, Mean):  # its weights are in the values
@@ -249,8 +250,7 @@ class GradientReducer:
                 for bucket in self.buckets:
                     values = self.engine.values(bucket.index)
                     self._gradients.pack(bucket, values)
-                    for hook in self._outgoing.values():
-                        hook(bucket, values)
+                    self._outgoing.call(bucket, values)
             self._hand_out()
         self._clear_step()
 
@@ -273,24 +273,6 @@ class GradientReducer:
         if buckets != self.buckets:
             self.engine.close()
             self._take_layout(buckets, name=f"{self._name}.ready")
-
-    def register_outgoing_hook(self, hook: OutgoingHook) -> RemovableHandle:
-        """Call ``hook(bucket, values)`` before a bucket is sent; it may change values in place.
-
-        Args:
-            hook: gets the bucket and this rank's flat values of it, [numel]: the gradient it
-                would send, scaled by its share of the batch under ``Mean``.
-
-        Returns:
-            A handle whose ``remove()`` takes the hook away.
-        """
-        handle = RemovableHandle(self._outgoing)
-        self._outgoing[handle.id] = hook
-        return handle
-
-    def adopt_hooks(self, older: GradientReducer) -> None:
-        """Go on with the outgoing hooks of a reducer that this one replaces."""
-        self._outgoing = older._outgoing
 
     def detach(self) -> None:
         """Take all hooks off the parameters, and end the engine's thread."""

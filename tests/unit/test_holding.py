@@ -106,9 +106,8 @@ def test_a_rank_in_quarantine_trains_on_nothing_until_it_is_let_in_again() -> No
         handle = loft.attacks.attach(optimizer, loft.attacks.NaN(), ranks=[2])
         sizes = []
         for step, (_x,) in enumerate(loader):
-            if handle is not None and optimizer.report().workers[2].in_quarantine_until:
+            if optimizer.report().workers[2].in_quarantine_until:
                 handle.remove()  # mended while it was away
-                handle = None
             optimizer.zero_grad()
             row = torch.randn(64, generator=torch.Generator().manual_seed(10 * step + end.rank))
             (weight * row).sum().backward()

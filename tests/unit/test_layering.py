@@ -116,6 +116,7 @@ _LAYERS = {
     "pipeline/gradients.py": 2,
     "pipeline/exchange.py": 3,
     "pipeline/settings.py": 2,
+    "pipeline/outgoing.py": 3,
     "pipeline/stages.py": 3,
     "pipeline/workers.py": 1,
     "pipeline/levels.py": 4,

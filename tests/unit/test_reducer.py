@@ -77,6 +77,7 @@ class Sizes:
     """A source of sizes for each backward pass."""
 
     log = RunLog(None)
+    num_worlds = 0
 
     def __init__(self, passes: list[tuple[int, ...]]) -> None:
         self.passes = list(passes)
@@ -89,6 +90,8 @@ class Sizes:
         assert blocked_s >= 0
 
     def computing_ended(self) -> None: ...
+
+    def check_world(self, world_size: int) -> None: ...
 
     def compute_on(self, device: torch.device) -> None: ...
 
@@ -160,8 +163,7 @@ def test_an_outgoing_hook_changes_what_is_sent_until_it_is_removed() -> None:
             optimizer.synchronize()
             sent.append(float(params[0].grad[0]))  # type: ignore[index]  # it has one
             params[0].grad = None
-            if handle is not None:
-                handle.remove()
+            handle.remove()
         return sent[0], sent[1]
 
     assert run_ranks(2, work) == [(3.0, 1.0), (3.0, 1.0)]
