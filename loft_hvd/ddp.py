@@ -145,7 +145,7 @@ class _Hook:
         place = self._place(bucket)
         try:
             if self._spread is not None:
-                self._spread.sent(values)
+                self._spread.sent(bucket.index(), values)
             with _located(place):
                 handle = self._start(bucket.index(), values)
             self._open.append((handle, future, values, place))
@@ -156,8 +156,6 @@ class _Hook:
                 self._finish()
         except BaseException as error:
             self._open.clear()
-            if self._spread is not None:
-                self._spread.drop_pass()
             watch_of(self._transport).report(error)
             if self._balancer is not None:
                 self._balancer.log.write_fault(error)

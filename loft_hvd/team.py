@@ -12,14 +12,13 @@ from loft_hvd.pipeline.levels import Levels, exchange_maker
 from loft_hvd.pipeline.lookout import Lookout, Quarantine
 from loft_hvd.pipeline.stages import MakeExchange, run_rule
 from loft_hvd.pipeline.suspicion import Suspicion
-from loft_hvd.pipeline.workers import SuspicionReport
+from loft_hvd.pipeline.workers import FEWEST_WATCHED, SuspicionReport
 from loft_hvd.transport.base import Transport
 from loft_hvd.transport.groups import Over, find_groups
 
 __all__ = ["Team", "TeamOptions", "advise_levels"]
 
 _logger = logging.getLogger(__name__)
-_FEWEST_WATCHED = 3  # of two rows nobody can say which one is off
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ class Team:
             advise_levels(transport)
         watches = on_cpu if options.diagnostics is None else bool(options.diagnostics)
         self.lookout: Lookout | None = None
-        if robust and self._num_workers >= _FEWEST_WATCHED and (watches or options.quarantine):
+        if robust and self._num_workers >= FEWEST_WATCHED and (watches or options.quarantine):
             given, held = options.diagnostics, options.quarantine
             self.lookout = Lookout(
                 transport,
@@ -160,7 +159,7 @@ class Team:
 
 
 def _why_nobody(num_workers: int) -> str:
-    if num_workers < _FEWEST_WATCHED:
+    if num_workers < FEWEST_WATCHED:
         return f"nobody is watched: of {num_workers} workers nobody can say which one is off"
     return (
         "nobody is watched: that takes a robust rule, and diagnostics=True where gradients are on "

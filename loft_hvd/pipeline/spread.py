@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from loft_hvd.pipeline.workers import FEWEST_WATCHED
 from loft_hvd.transport.base import Transport, wait_for
 
 __all__ = ["WARN_ABOVE", "BucketSpread", "Spread", "SpreadWatch", "lasting_differences"]
@@ -25,7 +26,6 @@ __all__ = ["WARN_ABOVE", "BucketSpread", "Spread", "SpreadWatch", "lasting_diffe
 WARN_ABOVE = 0.8  # class-sorted shards give 1 to 1.5, shuffled ones below 0.2 (docs/rules.md)
 _NUM_STEPS = 50
 _NUM_VALUES = 512
-_MOST_UNWATCHED = 2  # of two ranks nobody can say which is apart
 _MEDIAN_EFFICIENCY = np.pi / 2  # a median's variance over a mean's, for normal values
 _logger = logging.getLogger(__name__)
 
@@ -149,7 +149,7 @@ class SpreadWatch:
         num_values = sum(len(places) for places in self._places)
         self._notes = _Notes(num_values, transport, name=name, timeout_s=timeout_s)
         self._handles: list[RemovableHandle] = []
-        if transport.world_size > _MOST_UNWATCHED and num_values:
+        if transport.world_size >= FEWEST_WATCHED and num_values:
             self._handles = [self._watch(at) for at in range(len(self._parameters))]
 
     def _watch(self, at: int) -> RemovableHandle:
@@ -202,13 +202,13 @@ class BucketSpread:
         self._places: list[Tensor] = []
         self._own: list[Tensor | None] = []
         self._notes: _Notes | None = None
-        self._is_over = transport.world_size <= _MOST_UNWATCHED
+        self._has_ended = transport.world_size < FEWEST_WATCHED
 
-    def sent(self, values: Tensor) -> None:
-        """Note what this rank sends of the pass's next bucket, [numel]."""
-        if self._is_over:
+    def sent(self, at: int, values: Tensor) -> None:
+        """Note what this rank sends of a pass's bucket ``at``, [numel]; 0 begins a pass."""
+        if self._has_ended:
             return
-        at = len(self._own)
+        del self._own[at:]  # of a pass that failed
         is_known = at < len(self._layout) and self._layout[at] == values.numel()
         self._own.append(_look(self._places, at, values) if is_known else None)
 
@@ -218,7 +218,7 @@ class BucketSpread:
         Args:
             reduced: the aggregate of every bucket, each [numel].
         """
-        if self._is_over:
+        if self._has_ended:
             return None
         own, self._own = self._own, []
         layout = [values.numel() for values in reduced]
@@ -233,12 +233,8 @@ class BucketSpread:
         assert self._notes is not None
         looked = [_look(self._places, at, values) for at, values in enumerate(reduced)]
         found = self._notes.add(own, looked)
-        self._is_over = found is not None
+        self._has_ended = found is not None
         return found
-
-    def drop_pass(self) -> None:
-        """Forget a pass that has failed."""
-        self._own.clear()
 
 
 def _look(places: list[Tensor], at: int, values: Tensor) -> Tensor:

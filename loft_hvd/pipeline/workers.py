@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["SuspicionReport", "WorkerReport"]
+__all__ = ["FEWEST_WATCHED", "SuspicionReport", "WorkerReport"]
 
+FEWEST_WATCHED = 3  # of two workers nobody can say which one is off
 _HEAD = (
     f"{'ranks':>12} {'suspicion':>9} {'outside':>8} {'distance':>9} {'non-finite':>10} {'steps':>7}"
 )

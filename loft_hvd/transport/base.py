@@ -37,7 +37,7 @@ class Work(Protocol):
     """A collective in flight."""
 
     def done(self) -> bool:
-        """Say whether the operation has ended, well or badly; never blocks."""
+        """Say whether the operation has ended, well or badly; never blocks, on any thread."""
         ...
 
     def finish(self) -> None:

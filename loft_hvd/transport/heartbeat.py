@@ -2,8 +2,8 @@
 
 Once a second each rank says that it lives, what it has started and whether it waits. That finds
 the rank that is killed, frozen, raises, leaves early or takes other steps; the others' waits then
-end with an error that names it. In elastic mode nothing is raised, as Horovod's own error must
-reach ``hvd.elastic.run``. A frozen process is killed: at once in elastic mode, so that the job
+end with an error that names it. In elastic mode only a mismatch is raised, as Horovod's own error
+must reach ``hvd.elastic.run``. A frozen process is killed: at once in elastic mode, so that the job
 recovers, and elsewhere when its verdict has ended the script, so that the job ends.
 """
 

@@ -44,8 +44,10 @@ def own_process_set(hvd: Any, ops: Any, parts: Sequence[Sequence[int]]) -> Any:
                 raise UsageError(
                     f"over= with process_set=: Horovod has no process set of ranks {list(part)}, "
                     "and adds one only together with ranks outside of process_set=, which take no "
-                    "part; list all sets at the start, of each group, of the i-th ranks of all "
-                    f"groups and that of process_set=: {_init_with(parts)}"
+                    "part here; before this, let every rank make all sets, of each group, of the "
+                    "i-th ranks of all groups and that of process_set=, by hvd.add_process_set, or "
+                    f"at the start: {_init_with(parts)}; in an elastic job give them to "
+                    "loft.elastic.State(process_sets=[...])"
                 )
             _add(hvd, process_set, parts)
         if hvd.rank() in part:

@@ -33,7 +33,7 @@ class _WatchedWork:
         self.watch = heartbeat
         self._is_posted = True
         self._releasing = threading.Lock()
-        self._operation = heartbeat.board.posted(name, _is_over(weakref.ref(self)))
+        self._operation = heartbeat.board.posted(name, _question_to(weakref.ref(self)))
 
     def done(self) -> bool:
         """Say whether the operation has ended, or never will."""
@@ -65,7 +65,7 @@ class _WatchedWork:
         with self._releasing:
             try:
                 return not self._is_posted or self._work.done()
-            except ValueError:  # Horovod forgets its handles when a world ends
+            except Exception:  # as when Horovod forgets handles; the heartbeat has to go on
                 return False
 
     def _end(self) -> None:
@@ -74,8 +74,8 @@ class _WatchedWork:
             self.watch.board.ended(self._operation)
 
 
-def _is_over(work: weakref.ref[_WatchedWork]) -> Callable[[], bool]:
-    """Return what asks an operation without keeping its tensors; False where it was given up."""
+def _question_to(work: weakref.ref[_WatchedWork]) -> Callable[[], bool]:
+    """Return what asks whether a work is over, keeping no tensors: False if it was given up."""
 
     def ask() -> bool:
         return (alive := work()) is not None and alive.is_over()

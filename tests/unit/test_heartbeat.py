@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import socket
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
@@ -15,7 +13,7 @@ import torch
 from loft_hvd.config import Config
 from loft_hvd.errors import MismatchError, PeerError, TransportError
 from loft_hvd.transport.base import locate, wait_for
-from loft_hvd.transport.diagnosis import Diagnosis, HeartbeatSettings, Limits, Place, Verdict
+from loft_hvd.transport.diagnosis import Diagnosis, HeartbeatSettings, Limits, Place
 from loft_hvd.transport.heartbeat import Heartbeat
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
 from loft_hvd.transport.progress import Progress, key_of
@@ -413,86 +411,6 @@ def test_elastic_waits_are_left_to_the_engine(pair: Pair) -> None:
     second.report(ValueError("x"))
     assert first._has_verdict.wait(10)
     assert first.final_verdict() is None
-
-
-class _Engine:
-    """An operation that an engine may have done, though nobody has asked."""
-
-    def __init__(self) -> None:
-        self.is_done = self.is_released = False
-
-    def done(self) -> bool:
-        if self.is_released:
-            raise ValueError("handle was not created or has been cleared")  # as Horovod says it
-        return self.is_done
-
-    def finish(self) -> None:
-        self.is_released = True
-
-
-def test_what_the_engine_has_done_is_not_in_flight_though_nobody_has_asked(pair: Pair) -> None:
-    """Times travel now and are taken up steps later: else they hide that ranks are astray."""
-    first, _ = pair()
-    engine = _Engine()
-    work = watched(engine, "times", first)
-    assert first.board.progress().in_flight == {("times", 1)}
-    engine.is_done = True
-    assert first.board.progress().in_flight == frozenset()
-    assert (first.board.progress().counts or {})[key_of("times")] == 1
-    wait_for(work, what="times", timeout_s=10)
-    assert engine.is_released
-    assert first.board.progress().in_flight == frozenset()
-
-
-def test_what_the_engine_has_forgotten_is_asked_for_in_peace(pair: Pair) -> None:
-    first, _ = pair()
-    engine = _Engine()
-    work = watched(engine, "x", first)
-    engine.is_released = True  # with its world, by Horovod itself
-    assert first.board.progress().in_flight == {("x", 1)}
-    with pytest.raises(ValueError, match="cleared"):  # a wait must not take it for done
-        work.done()
-
-
-def test_releases_and_questions_do_not_meet(pair: Pair) -> None:
-    first, _ = pair()
-    engine = _Engine()
-    engine.is_done = True
-    work = watched(engine, "x", first)
-    work.finish()
-    assert first.board.progress().in_flight == frozenset()
-
-
-def test_an_operation_that_was_given_up_stays_in_flight_without_its_tensors(pair: Pair) -> None:
-    first, _ = pair()
-    engine = _Engine()
-    held = weakref.ref(engine)
-    work: object = watched(engine, "x", first)
-    del engine, work
-    gc.collect()
-    assert held() is None
-    assert first.board.progress().in_flight == {("x", 1)}
-
-
-class _Failed:
-    """An operation that the engine has given up."""
-
-    def done(self) -> bool:
-        return True
-
-    def finish(self) -> None:
-        raise RuntimeError("of the engine")
-
-
-@pytest.mark.parametrize("is_elastic", [False, True])
-def test_a_mismatch_ends_every_wait_and_is_not_tried_again(is_elastic: bool, pair: Pair) -> None:
-    first, _ = pair(is_elastic=is_elastic)
-    work = LocalWorld(2).transport(0).allreduce(torch.zeros(1), name="x")
-    open_work, failed = watched(work, "x", first), watched(_Failed(), "y", first)
-    first._decide(Verdict(1, "ranks take other steps", is_mismatch=True))
-    for each in (open_work, failed):
-        with pytest.raises(MismatchError, match="take other steps"):
-            wait_for(each, what="the sum", timeout_s=10)
 
 
 class _Armed:

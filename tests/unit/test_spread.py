@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import loft_hvd as loft
-from loft_hvd.pipeline.spread import WARN_ABOVE, Spread, lasting_differences
+from loft_hvd.pipeline.spread import WARN_ABOVE, BucketSpread, Spread, lasting_differences
 from loft_hvd.runlog import read_run_log
 from loft_hvd.transport.local import LocalTransport, run_ranks
 
@@ -170,6 +170,25 @@ def test_a_ddp_hook_warns_once_too_however_its_buckets_change_at_first(
         assert all(ratio > 1.5 if warns else ratio < 0.15 for ratio in found[0]["ratios"])
     if warns:
         assert f"by {found[0]['usual']:.2f} times" in caplog.text
+
+
+def test_a_pass_that_failed_leaves_nothing_behind() -> None:
+    def watch(transport: LocalTransport) -> Spread | None:
+        spread = BucketSpread(transport, name="spread", timeout_s=10)
+        random = torch.Generator().manual_seed(transport.rank)
+        own = torch.randn(600, generator=random)
+        found = None
+        for step in range(NUM_STEPS + 1):
+            values = torch.randn(600, generator=random) + own
+            if step == 5:
+                spread.sent(0, 1e9 * values)  # and then an error
+            spread.sent(0, values)
+            found = spread.step([torch.zeros(600)])
+        return found
+
+    for found in run_ranks(4, watch):
+        assert found is not None
+        assert 0.8 < found.usual < 1.3
 
 
 def test_a_ddp_hook_and_an_optimizer_find_the_same_figure_for_the_same_gradients(
