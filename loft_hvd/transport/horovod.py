@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from loft_hvd.config import config
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, LoftError, MissingDependencyError
 from loft_hvd.transport.base import Work
 from loft_hvd.transport.heartbeat import Heartbeat
@@ -184,12 +185,21 @@ class HorovodTransport:
     @property
     def rank(self) -> int:
         """This rank within the process set."""
-        return int(self._set.rank())
+        return self._ask(self._set.rank)
 
     @property
     def world_size(self) -> int:
         """Number of ranks in the process set."""
-        return int(self._set.size())
+        return self._ask(self._set.size)
+
+    def _ask(self, question: Callable[[], Any]) -> int:
+        """Ask the process set; that it is gone means in an elastic job that its world is lost."""
+        try:
+            return int(question())
+        except ValueError as error:
+            if config().is_elastic and "does not exist" in str(error):
+                raise self._ops.HorovodInternalError(str(error)) from error
+            raise
 
     @property
     def local_size(self) -> int:
