@@ -16,6 +16,15 @@ from loft_hvd.runlog import read_run_log
 from loft_hvd.transport.local import LocalTransport, run_ranks
 
 NUM_STEPS, NUM_VALUES = 50, 512
+CASES = pytest.mark.parametrize(
+    ("rule", "own", "warns", "is_measured"),
+    [
+        (loft.TrimmedMean(f=1), 2.0, True, True),
+        (loft.TrimmedMean(f=1), 0.0, False, True),
+        (loft.Mean(), 2.0, False, False),
+    ],
+    ids=["apart", "alike", "mean"],
+)
 
 
 def noted(offsets: list[float], noises: list[float]) -> Spread:
@@ -71,15 +80,7 @@ def train(transport: LocalTransport, *, rule: loft.Rule, own: float, log_dir: Pa
         optimizer.step()
 
 
-@pytest.mark.parametrize(
-    ("rule", "own", "warns", "is_measured"),
-    [
-        (loft.TrimmedMean(f=1), 2.0, True, True),
-        (loft.TrimmedMean(f=1), 0.0, False, True),
-        (loft.Mean(), 2.0, False, False),
-    ],
-    ids=["apart", "alike", "mean"],
-)
+@CASES
 def test_a_robust_rule_over_ranks_apart_warns_once_with_the_figure(
     rule: loft.Rule,
     own: float,
@@ -137,15 +138,7 @@ def train_buckets(
 
 
 @pytest.mark.parametrize("cuts", [[], [[200, 400]], [[600], [400, 200], [200, 400]]])
-@pytest.mark.parametrize(
-    ("rule", "own", "warns", "is_measured"),
-    [
-        (loft.TrimmedMean(f=1), 2.0, True, True),
-        (loft.TrimmedMean(f=1), 0.0, False, True),
-        (loft.Mean(), 2.0, False, False),
-    ],
-    ids=["apart", "alike", "mean"],
-)
+@CASES
 def test_a_ddp_hook_warns_once_too_however_its_buckets_change_at_first(
     rule: loft.Rule,
     own: float,
