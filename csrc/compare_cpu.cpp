@@ -14,8 +14,10 @@ namespace LOFT_ISA {
 namespace {
 
 constexpr int kLanes = RowLanes::kLanes;
-using Doubles = Vector<double>;
-constexpr int kDoubles = kVectorBytes / 8;
+// No wider than 32 bytes: floats that a wide register takes would be moved and then converted.
+constexpr int kDoubleBytes = kVectorBytes < 32 ? kVectorBytes : 32;
+using Doubles = Vector<double, kDoubleBytes>;
+constexpr int kDoubles = kDoubleBytes / 8;
 
 template <DType kDType>
 constexpr int64_t kBytes = kDType == DType::kFloat64   ? 8
@@ -42,32 +44,41 @@ using MaskOf = decltype(ValueOf<kDType>{} < ValueOf<kDType>{});
 template <DType kDType>
 constexpr int kValues = static_cast<int>(sizeof(ValueOf<kDType>) / sizeof(Lane<ValueOf<kDType>>));
 
-// One of a register's parts as doubles; `from` is where the register was read. GCC 12 makes six
-// instructions of a wide conversion.
+template <DType kDType>
+constexpr int kParts = kValues<kDType> / kDoubles;
+
+// Rows that are compared in one loop, where registers suffice for what they are compared with.
+template <DType kDType>
+constexpr int kTogether = kVectorBytes == 64 && kDType != DType::kFloat64 ? 4 : 1;
+
+// One of a register's parts as doubles; `from` is where the register was read.
 template <DType kDType>
 LOFT_INLINE Doubles part_of(ValueOf<kDType> values, int part, [[maybe_unused]] const char* from) {
   if constexpr (kDType == DType::kFloat64) {
     return values;
   } else {
-    using Part = Vector<float, kVectorBytes / 2>;
-    const Part half = kDType == DType::kFloat32 ? load<Part>(from + part * sizeof(Part))
-                                                : half_of<Part>(values, part);
-#if defined(__AVX512BW__)
-    return _mm512_cvtps_pd(half);
-#elif defined(__AVX2__)
-    return _mm256_cvtps_pd(half);
+    using Part = Vector<float, kDoubleBytes / 2>;
+    Part some;
+    if constexpr (kDType == DType::kFloat32) {
+      some = load<Part>(from + part * sizeof(Part));
+    } else if constexpr (kParts<kDType> == 2) {
+      some = half_of<Part>(values, part);
+    } else {
+      some = half_of<Part>(half_of<Vector<float, kDoubleBytes>>(values, part / 2), part % 2);
+    }
+#if defined(__AVX2__)
+    return _mm256_cvtps_pd(some);
 #else
-    return __builtin_convertvector(half, Doubles);
+    return __builtin_convertvector(some, Doubles);
 #endif
   }
 }
 
-// a - b, by the unit that is free where the machine surely has it: the product is exact.
-LOFT_INLINE Doubles difference(Doubles a, Doubles b) {
+// Holds a value in its register: GCC would load it again for every row.
+template <typename V>
+LOFT_INLINE void hold([[maybe_unused]] V& value) {
 #if defined(__AVX512BW__)
-  return _mm512_fmsub_pd(a, Doubles{} + 1.0, b);
-#else
-  return a - b;
+  asm("" : "+v"(value));
 #endif
 }
 
@@ -101,64 +112,87 @@ struct Sums {
   }
 };
 
-// Adds 1 to the lanes of `count` where a finite value lies outside its window.
+// Whether values inside their window are counted, which takes an instruction less.
+template <typename V>
+constexpr bool kCountsInside = kVectorBytes == 64 && sizeof(V) == 64;
+
+// Counts finite values in the lanes of `count`: outside their window, or inside. A window that ends
+// in NaN has no value above it; where it begins with NaN the result is NaN, and this is not asked.
 template <typename V, typename M>
-LOFT_INLINE void count_outside(M& count, V value, V low, V high) {
+LOFT_INLINE void count_window(M& count, V value, V low, V high) {
 #if defined(__AVX512BW__)
-  if constexpr (sizeof(Lane<V>) == 4) {
-    const __mmask16 above = _mm512_cmp_ps_mask(value, low, _CMP_GE_OQ);
-    const __mmask16 inside = _mm512_mask_cmp_ps_mask(above, value, high, _CMP_LE_OQ);
+  if constexpr (kCountsInside<V>) {
+    const __mmask16 above = _mm512_cmp_ps_mask(value, low, _CMP_NLT_UQ);
+    const __mmask16 inside = _mm512_mask_cmp_ps_mask(above, value, high, _CMP_NGT_UQ);
     const __m512i counts = bit_cast<__m512i>(count);
-    count = bit_cast<M>(
-        _mm512_mask_add_epi32(counts, _knot_mask16(inside), counts, _mm512_set1_epi32(1)));
+    count = bit_cast<M>(_mm512_mask_add_epi32(counts, inside, counts, _mm512_set1_epi32(1)));
     return;
   }
 #endif
   count -= (value < low) | (value > high);  // a set lane of a mask is -1
 }
 
-// Adds kLanes coordinates from `i` on; `row` points at the row's coordinate 0.
-template <DType kDType, bool kIsFinite>
-LOFT_INLINE void add(const char* row, const Tile& tile, int64_t i, Sums<kDType>& sums) {
+// Adds kLanes coordinates from `i` on, of kRows rows; `rows` point at their coordinate 0.
+template <DType kDType, bool kIsFinite, int kRows>
+LOFT_INLINE void add(const char* const* rows, const Tile& tile, int64_t i, Sums<kDType>* sums) {
   using V = ValueOf<kDType>;
 #pragma GCC unroll 8
   for (int at = 0; at < kLanes; at += kValues<kDType>, i += kValues<kDType>) {
-    const char* from = row + i * kBytes<kDType>;
-    const V value = read<kDType>(from);
-    const V low = load<V>(tile.low + i * sizeof(Lane<V>));
-    const V high = load<V>(tile.high + i * sizeof(Lane<V>));
-    MaskOf<kDType>& outside = sums.outside[at / kValues<kDType>];
-    if constexpr (kIsFinite) {
-      count_outside(outside, value, low, high);
-    } else {  // NaN orders above +inf
-      const auto is_nan = value != value;
-      outside -= (value < low) | (value > high);
-      outside -= ((low != low) & ~is_nan) | (is_nan & (high == high));
-      sums.non_finite[at / kValues<kDType>] -= (value - value) != 0;
+    V low = load<V>(tile.low + i * sizeof(Lane<V>));
+    V high = load<V>(tile.high + i * sizeof(Lane<V>));
+    Doubles results[kParts<kDType>];
+#pragma GCC unroll 4
+    for (int part = 0; part < kParts<kDType>; ++part) {
+      results[part] = load<Doubles>(tile.results + i + part * kDoubles);
+      if constexpr (kRows > 1) hold(results[part]);
     }
-#pragma GCC unroll 2
-    for (int part = 0; part < kValues<kDType> / kDoubles; ++part) {
-      const auto results = load<Doubles>(tile.results + i + part * kDoubles);
-      const Doubles distance = difference(part_of<kDType>(value, part, from), results);
-      Doubles square = distance * distance;
-      if constexpr (!kIsFinite) square = distance - distance == 0 ? square : Doubles{};
-      sums.squared[at / kDoubles + part] += square;
+    if constexpr (kRows > 1) hold(low), hold(high);
+#pragma GCC unroll 4
+    for (int row = 0; row < kRows; ++row) {
+      const char* from = rows[row] + i * kBytes<kDType>;
+      const V value = read<kDType>(from);
+      MaskOf<kDType>& outside = sums[row].outside[at / kValues<kDType>];
+      if constexpr (kIsFinite) {
+        count_window(outside, value, low, high);
+      } else {  // NaN orders above +inf
+        const auto is_nan = value != value;
+        outside -= (value < low) | (value > high);
+        outside -= ((low != low) & ~is_nan) | (is_nan & (high == high));
+        sums[row].non_finite[at / kValues<kDType>] -= (value - value) != 0;
+      }
+#pragma GCC unroll 4
+      for (int part = 0; part < kParts<kDType>; ++part) {
+        const Doubles distance = part_of<kDType>(value, part, from) - results[part];
+        Doubles square = distance * distance;
+        if constexpr (!kIsFinite) square = distance - distance == 0 ? square : Doubles{};
+        sums[row].squared[at / kDoubles + part] += square;
+      }
     }
   }
 }
 
-// Adds coordinates [0, count), whole steps of kLanes.
-template <DType kDType>
-void add_to(RowLanes& lanes, const char* row, const Tile& tile, int64_t count) {
-  Sums<kDType> sums;
-  for (int64_t i = 0; i < count; i += kLanes) add<kDType, true>(row, tile, i, sums);
-  if (__builtin_expect(!sums.is_finite(), 0)) {
-    sums = {};
-    for (int64_t i = 0; i < count; i += kLanes) add<kDType, false>(row, tile, i, sums);
-    add_lanes(lanes.non_finite, sums.non_finite);
+// Adds coordinates [0, count), whole steps of kLanes, of kRows rows from the coordinate that
+// `rows` point at.
+template <DType kDType, int kRows>
+void add_to(RowLanes* lanes, const char* const* rows, const Tile& tile, int64_t count) {
+  Sums<kDType> sums[kRows];
+  const char* from[kRows];
+  for (int row = 0; row < kRows; ++row) from[row] = rows[row];
+  for (int64_t i = 0; i < count; i += kLanes) add<kDType, true, kRows>(from, tile, i, sums);
+#pragma GCC unroll 4
+  for (int row = 0; row < kRows; ++row) {
+    if (__builtin_expect(!sums[row].is_finite(), 0)) {
+      sums[row] = {};
+      for (int64_t i = 0; i < count; i += kLanes) {
+        add<kDType, false, 1>(from + row, tile, i, sums + row);
+      }
+      add_lanes(lanes[row].non_finite, sums[row].non_finite);
+    } else if constexpr (kCountsInside<ValueOf<kDType>>) {
+      for (auto& counted : sums[row].outside) counted = static_cast<int>(count / kLanes) - counted;
+    }
+    add_lanes(lanes[row].outside, sums[row].outside);
+    add_lanes(lanes[row].squared, sums[row].squared);
   }
-  add_lanes(lanes.outside, sums.outside);
-  add_lanes(lanes.squared, sums.squared);
 }
 
 // Results of kLanes coordinates as doubles.
@@ -166,35 +200,50 @@ template <DType kDType>
 LOFT_INLINE void widen(const char* from, double* to) {
   for (int at = 0; at < kLanes; at += kValues<kDType>) {
     const auto values = read<kDType>(from + at * kBytes<kDType>);
-    for (int part = 0; part < kValues<kDType> / kDoubles; ++part) {
+    for (int part = 0; part < kParts<kDType>; ++part) {
       store(to + at + part * kDoubles, part_of<kDType>(values, part, from + at * kBytes<kDType>));
     }
   }
 }
 
+// The last lanes, fewer than kLanes: copies padded with zeros, which are nowhere off.
+template <DType kDType>
+__attribute__((noinline)) void compare_end(const Compared& what, int64_t at, RowLanes* rows) {
+  constexpr int64_t kRow = kBytes<kDType>, kValue = sizeof(Lane<ValueOf<kDType>>);
+  constexpr int64_t kEnd = kLanes * sizeof(double);
+  alignas(64) char row[kEnd] = {}, low[kEnd] = {}, high[kEnd] = {}, result[kEnd] = {};
+  alignas(64) double results[kLanes];
+  const int64_t left = what.count - at;
+  std::memcpy(low, what.low + at * kValue, left * kValue);
+  std::memcpy(high, what.high + at * kValue, left * kValue);
+  std::memcpy(result, what.result + at * kRow, left * kRow);
+  widen<kDType>(result, results);
+  for (int number = 0; number < what.num_rows; ++number) {
+    std::memcpy(row, what.rows[number] + (what.at + at) * kRow, left * kRow);
+    const char* from = row;
+    add_to<kDType, 1>(rows + number, &from, {results, low, high}, kLanes);
+  }
+}
+
 template <DType kDType>
 void compare(const Compared& what, RowLanes* rows) {
-  constexpr int64_t kRow = kBytes<kDType>, kValue = sizeof(Lane<ValueOf<kDType>>);
+  constexpr int64_t kRow = kBytes<kDType>;
   alignas(64) double results[kCompared];
-  // the last lanes, fewer than kLanes: copies padded with zeros, which are nowhere off
-  constexpr int64_t kEnd = kLanes * sizeof(double);
-  alignas(64) char row_end[kEnd], low_end[kEnd] = {}, high_end[kEnd] = {}, result_end[kEnd] = {};
-  alignas(64) double results_end[kLanes];
-  const int64_t whole = what.count / kLanes * kLanes, left = what.count - whole;
+  const int64_t whole = what.count / kLanes * kLanes;
   for (int64_t i = 0; i < whole; i += kLanes) widen<kDType>(what.result + i * kRow, results + i);
-  std::memcpy(low_end, what.low + whole * kValue, left * kValue);
-  std::memcpy(high_end, what.high + whole * kValue, left * kValue);
-  std::memcpy(result_end, what.result + whole * kRow, left * kRow);
-  widen<kDType>(result_end, results_end);
-  const Tile tile{results, what.low, what.high}, rest{results_end, low_end, high_end};
-  for (int number = 0; number < what.num_rows; ++number) {
-    const char* row = what.rows[number] + what.at * kRow;
-    add_to<kDType>(rows[number], row, tile, whole);
-    if (left == 0) continue;
-    std::memset(row_end, 0, sizeof(row_end));
-    std::memcpy(row_end, row + whole * kRow, left * kRow);
-    add_to<kDType>(rows[number], row_end, rest, kLanes);
+  const Tile tile{results, what.low, what.high};
+  constexpr int kRows = kTogether<kDType>;
+  const char* from[kRows];
+  int number = 0;
+  for (; number + kRows <= what.num_rows; number += kRows) {
+    for (int i = 0; i < kRows; ++i) from[i] = what.rows[number + i] + what.at * kRow;
+    add_to<kDType, kRows>(rows + number, from, tile, whole);
   }
+  for (; number < what.num_rows; ++number) {
+    from[0] = what.rows[number] + what.at * kRow;
+    add_to<kDType, 1>(rows + number, from, tile, whole);
+  }
+  if (whole < what.count) compare_end<kDType>(what, whole, rows);
 }
 
 }  // namespace

@@ -95,16 +95,20 @@ struct Float64 {
 template <typename Part, typename Whole>
 LOFT_INLINE Part half_of(Whole whole, int part) {
 #if defined(__AVX512BW__)
-  const __m512i bits = bit_cast<__m512i>(whole);
-  return bit_cast<Part>(part ? _mm512_extracti64x4_epi64(bits, 1) : _mm512_castsi512_si256(bits));
-#elif defined(__AVX2__)
-  const __m256i bits = bit_cast<__m256i>(whole);
-  return bit_cast<Part>(part ? _mm256_extracti128_si256(bits, 1) : _mm256_castsi256_si128(bits));
-#else
+  if constexpr (sizeof(Whole) == 64) {
+    const __m512i bits = bit_cast<__m512i>(whole);
+    return bit_cast<Part>(part ? _mm512_extracti64x4_epi64(bits, 1) : _mm512_castsi512_si256(bits));
+  }
+#endif
+#if defined(__AVX2__)
+  if constexpr (sizeof(Whole) == 32) {
+    const __m256i bits = bit_cast<__m256i>(whole);
+    return bit_cast<Part>(part ? _mm256_extracti128_si256(bits, 1) : _mm256_castsi256_si128(bits));
+  }
+#endif
   Part half;
   std::memcpy(&half, reinterpret_cast<const char*>(&whole) + part * sizeof(Part), sizeof(Part));
   return half;
-#endif
 }
 
 // A register of two halves.

@@ -84,6 +84,16 @@ def test_one_block_in_so_many_is_looked_at(every: int) -> None:
     )
 
 
+def test_a_finite_row_lies_inside_a_window_that_ends_in_nan() -> None:
+    gradients = torch.randn(4, 700, generator=torch.Generator().manual_seed(2))
+    gradients[2:] = torch.nan
+    rule = loft.Median(kind="lower")
+    result, found = loft.diagnose(gradients, rule, every=1)
+    assert_same_bits(result, torch.maximum(gradients[0], gradients[1]))
+    assert found.num_outside[0] + found.num_outside[1] == 700  # the lower one of the two
+    assert_alike(found, by_definition(gradients, result, rule))
+
+
 def test_rows_that_do_not_count_are_not_looked_at() -> None:
     gradients = hard_gradients(6, 500, torch.float32, seed=8)
     present = [True, False, True, True, True, True]
