@@ -24,8 +24,8 @@ PY_CODE := $(wildcard benchmarks csrc examples loft_hvd scripts tests setup.py)
 CXX_FILES := $(shell find csrc -name generated -prune -o \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' \) -print 2> /dev/null)
 # Several ranks share the cores: one thread each, or they wait for each other.
 RANKS := OMP_NUM_THREADS=1
-# Unit tests spread over the cores, one thread each.
-SPREAD := -n auto --maxprocesses=8
+# Unit tests spread over the cores, one thread each; a process without work takes half of another's.
+SPREAD := -n auto --maxprocesses=8 --dist worksteal
 
 help:  ## say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 20
