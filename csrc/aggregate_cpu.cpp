@@ -118,7 +118,7 @@ std::vector<std::string> isa_levels() {
 #if defined(LOFT_HAVE_X86_LEVELS)
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2") &&
-      __builtin_cpu_supports("f16c")) {
+      __builtin_cpu_supports("f16c") && __builtin_cpu_supports("fma")) {
     levels.push_back("avx2");
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
