@@ -108,12 +108,11 @@ def diagnose_rows(
 
 
 def reduce_weights(weights: Sequence[int] | None) -> list[int] | None:
-    """Divide weights by their common divisor; equal ones become None: same bits, faster."""
-    if weights is None:
+    """Divide weights, all above 0, by their common divisor; equal ones are None: same bits."""
+    if weights is None or min(weights) == max(weights):
         return None
     divisor = functools.reduce(math.gcd, weights)
-    reduced = [weight // divisor for weight in weights]
-    return None if max(reduced) == 1 else reduced
+    return [weight // divisor for weight in weights]
 
 
 def _run_native(

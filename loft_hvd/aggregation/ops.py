@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from loft_hvd.aggregation.compute import aggregate_rows
-from loft_hvd.aggregation.inputs import Rows
+from loft_hvd.aggregation.inputs import Rows, read_weights
 from loft_hvd.aggregation.rules import parse_rule
+from loft_hvd.errors import ArgumentError
 
 __all__ = ["aggregate", "aggregate_out"]
 
@@ -50,5 +51,18 @@ def _fill(rows: Sequence[Tensor], rule: str, weights: Sequence[int] | None, out:
     read = Rows.read(list(rows))
     read.check_out(out)
     parsed = parse_rule(rule)
+    if weights is not None:
+        _check_weights(weights)
+        weights = read_weights(weights, len(rows))
     parsed.check(len(rows), weights=weights)
     aggregate_rows(read.rows, parsed, weights=weights, out=out)
+
+
+def _check_weights(weights: Sequence[int]) -> None:
+    """Raise unless every weight counts: an operator leaves no row out."""
+    for row, weight in enumerate(weights):
+        if weight < 1:
+            raise ArgumentError(
+                f"weight {weight} of row {row} must be >= 1, for an operator leaves no row out; "
+                "give it the rows that count, or call loft_hvd.aggregate, which takes weight 0"
+            )

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from loft_hvd import aggregation as loft
 from loft_hvd.aggregation import compute, ops
+from loft_hvd.errors import ArgumentError
 from tests.support.gradients import assert_same_bits, expected, hard_gradients
 
 
@@ -42,6 +43,39 @@ def test_operator_gives_the_bits_of_the_function() -> None:
     gradients = hard_gradients(5, 50, torch.float32, seed=1)
     result = torch.ops.loft_hvd.aggregate(list(gradients), "trimmed_mean:f=1")
     assert_same_bits(result, loft.trimmed_mean(gradients, f=1))
+
+
+@pytest.mark.parametrize("rule", ["mean", "median", "trimmed_mean:f=1"])
+@pytest.mark.parametrize(
+    ("weights", "match"),
+    [
+        ([1, 0, 1], "weight 0 of row 1 must be >= 1.*the rows that count"),
+        ([1, 0, 2], "weight 0 of row 1"),
+        ([2, -2, 2], "weight -2 of row 1"),
+        ([0, 0, 0], "weight 0 of row 0"),
+        ([1, 1], "weights has 2 values, but there are 3 rows"),
+        ([2**31, 1, 1], "exact"),
+    ],
+)
+def test_operator_refuses_weights_that_do_not_count(
+    rule: str, weights: list[int], match: str
+) -> None:
+    rows = [torch.full((2,), value) for value in (1.0, 100.0, 3.0)]
+    with pytest.raises(ArgumentError, match=match):
+        torch.ops.loft_hvd.aggregate(rows, rule, weights)
+    out = torch.full((2,), 7.0)
+    with pytest.raises(ArgumentError, match=match):
+        torch.ops.loft_hvd.aggregate_out(rows, rule, weights, out)
+    assert out.tolist() == [7.0, 7.0]
+
+
+@pytest.mark.parametrize("weights", [[1, 1, 1], [4, 4, 4], [1]])
+def test_weights_are_dropped_where_all_are_equal(weights: list[int]) -> None:
+    assert compute.reduce_weights(weights) is None
+
+
+def test_weights_are_divided_by_what_divides_them_all() -> None:
+    assert compute.reduce_weights([4, 6, 2]) == [2, 3, 1]
 
 
 def test_aggregate_compiles_into_one_graph() -> None:
