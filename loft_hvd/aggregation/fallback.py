@@ -35,6 +35,13 @@ _KEYS = {
     torch.float16: torch.int16,
     torch.bfloat16: torch.int16,
 }
+# The canonical quiet NaN; torch's own, and what conversions make of it, differ between paths.
+_NAN = {
+    torch.float64: 0x7FF8 << 48,
+    torch.float32: 0x7FC0 << 16,
+    torch.float16: 0x7E00,
+    torch.bfloat16: 0x7FC0,
+}
 
 
 class _Window(NamedTuple):
@@ -110,7 +117,8 @@ def _compare(row: Tensor, result: Tensor, window: _Window | None) -> Tensor:
 
 def _aggregate_tile(rows: list[Tensor], rule: Rule, weights: Sequence[int] | None) -> Tensor:
     """Aggregate one tile of coordinates and return it."""
-    return (_window_of(rows, rule, weights).result + 0.0).to(rows[0].dtype)  # -0 becomes +0
+    result = (_window_of(rows, rule, weights).result + 0.0).to(rows[0].dtype)  # -0 becomes +0
+    return _to_bits(result).view(result.dtype)
 
 
 def _window_of(rows: list[Tensor], rule: Rule, weights: Sequence[int] | None) -> _Window:
@@ -133,10 +141,14 @@ def _window_of(rows: list[Tensor], rule: Rule, weights: Sequence[int] | None) ->
 
 def _to_key(values: Tensor) -> Tensor:
     """Return integers that order as the values do, every NaN last."""
-    values = torch.where(values.isnan(), torch.full_like(values, float("nan")), values)
-    bits = values.view(_KEYS[values.dtype])
+    bits = _to_bits(values)
     info = torch.iinfo(bits.dtype)
     return bits ^ ((bits >> (info.bits - 1)) & info.max)
+
+
+def _to_bits(values: Tensor) -> Tensor:
+    """Return the stored bits as integers, every NaN the canonical quiet one."""
+    return values.view(_KEYS[values.dtype]).masked_fill(values.isnan(), _NAN[values.dtype])
 
 
 def _from_key(keys: Tensor, dtype: torch.dtype) -> Tensor:

@@ -21,6 +21,14 @@ from loft_hvd.aggregation.rules import (
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
+# What docs/rules.md promises for every NaN of a result, as stored bits.
+CANONICAL_NAN = {
+    torch.float32: 0x7FC00000,
+    torch.float64: 0x7FF8000000000000,
+    torch.float16: 0x7E00,
+    torch.bfloat16: 0x7FC0,
+}
+
 _SPECIAL: tuple[float, ...] = (
     float("nan"),
     -float("nan"),
@@ -56,11 +64,16 @@ def rules_for(rows: int) -> list[Rule]:
 def expected(
     gradients: Tensor, rule: Rule, *, weights: list[int] | None = None, present: Any = None
 ) -> Tensor:
-    """Return the reference's result in the kernels' arithmetic, rounded to the dtype."""
+    """Return the reference's result in the kernels' arithmetic, rounded to the dtype.
+
+    NumPy leaves open which NaN comes out of ``inf - inf``; here every NaN is the canonical one.
+    """
     precision = np.float64 if gradients.dtype == torch.float64 else np.float32
     wide = gradients.double() if gradients.dtype == torch.float64 else gradients.float()
     result = reference(wide.numpy(), rule, weights=weights, present=present, precision=precision)
-    return torch.from_numpy(result).to(gradients.dtype)
+    rounded = torch.from_numpy(result).to(gradients.dtype)
+    rounded = bits(rounded).masked_fill(rounded.isnan(), CANONICAL_NAN[rounded.dtype])
+    return rounded.view(gradients.dtype)
 
 
 def bits(values: Tensor | npt.NDArray[Any]) -> Tensor:
@@ -71,7 +84,9 @@ def bits(values: Tensor | npt.NDArray[Any]) -> Tensor:
 
 
 def assert_same_bits(actual: Tensor | npt.NDArray[Any], wanted: Tensor) -> None:
-    """Fail with the first coordinates that differ; a NaN equals any NaN."""
-    are_nan = torch.as_tensor(actual).isnan() & wanted.isnan()
-    places = ((bits(actual) != bits(wanted)) & ~are_nan).nonzero().flatten()[:3].tolist()
-    assert not places, [(i, float(actual[i]), float(wanted[i])) for i in places]
+    """Fail with the first coordinates whose stored bits differ, those of NaN included."""
+    has, should = bits(actual), bits(wanted)
+    places = (has != should).nonzero().flatten()[:3].tolist()
+    assert not places, [
+        (i, float(actual[i]), hex(has[i]), float(wanted[i]), hex(should[i])) for i in places
+    ]

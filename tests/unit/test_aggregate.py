@@ -11,11 +11,15 @@ import torch
 from torch import Tensor
 
 from loft_hvd import aggregation as loft
+from loft_hvd._native import extension
+from loft_hvd.aggregation import compute
 from loft_hvd.aggregation.rules import Rule
 from loft_hvd.errors import AggregationError, ArgumentError, ArgumentTypeError, LoftError
 from tests.support.gradients import (
+    CANONICAL_NAN,
     DTYPES,
     assert_same_bits,
+    bits,
     expected,
     hard_gradients,
     rules_for,
@@ -47,6 +51,51 @@ def test_very_many_rows_give_the_bits_of_the_reference(rows: int) -> None:
     gradients = hard_gradients(rows, 37, torch.float32, seed=rows)
     for rule in (loft.Median(), loft.TrimmedMean(rows // 3), loft.MeanAroundMedian(rows // 4)):
         assert_same_bits(loft.aggregate(gradients, rule), expected(gradients, rule))
+
+
+@pytest.fixture(params=["extension", "plain torch"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "plain torch":
+        monkeypatch.setattr(compute, "extension", lambda: None)
+        monkeypatch.setattr(compute, "_warn_once", lambda: None)
+    elif extension() is None:
+        pytest.skip("the C++ extension is not built")
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("weights", [None, [1, 2, 1, 3]])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "values",
+    [
+        [-float("inf"), -float("inf"), float("inf"), float("inf")],
+        [float("nan")] * 4,
+        [-float("nan")] * 4,
+        [-float("nan"), float("nan"), float("inf"), -float("inf")],
+    ],
+    ids=str,
+)
+def test_every_nan_of_a_result_is_the_canonical_one(
+    values: list[float], dtype: torch.dtype, weights: list[int] | None
+) -> None:
+    gradients = torch.tensor(values)[:, None].expand(-1, 83).to(dtype)  # vectors and a rest
+    canonical = bits(torch.empty(1, dtype=dtype)).fill_(CANONICAL_NAN[dtype]).view(dtype)
+    found = 0
+    for rule in rules_for(4):
+        result = loft.aggregate(gradients, rule, weights=weights)
+        is_nan = result.isnan()
+        assert_same_bits(result[is_nan], canonical.expand(int(is_nan.sum())))
+        found += int(is_nan.sum())
+    assert found >= 83
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_payloads_and_signs_of_nan_do_not_reach_the_result(dtype: torch.dtype) -> None:
+    ones = torch.full((3, 83), -1, dtype=bits(torch.empty(0, dtype=dtype)).dtype)
+    quiet = expected(torch.full((1, 83), float("nan"), dtype=dtype), loft.Mean())
+    for rule in rules_for(3):
+        assert_same_bits(loft.aggregate(ones.view(dtype), rule), quiet)
 
 
 @pytest.mark.parametrize("numel", [0, 1, 7, 8, 15, 16, 17, 31, 33, 63, 65, 1000, 40_003])
