@@ -71,6 +71,21 @@ def test_every_number_is_that_of_the_definition(
         assert_alike(found, by_definition(gradients, result, rule, counts))
 
 
+@pytest.mark.parametrize("weights", [None, "unequal"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 4, 5, 8, 35])
+def test_every_number_of_finite_rows_is_that_of_the_definition(
+    rows: int, dtype: torch.dtype, weights: str | None
+) -> None:
+    # What is not finite sends a whole tile of the kernels the slow way; here none goes it.
+    gradients = torch.randn(rows, 1_201, generator=torch.Generator().manual_seed(rows)).to(dtype)
+    counts = None if weights is None else [1 + (5 * row) % 3 for row in range(rows)]
+    for rule in rules_for(rows):
+        result, found = loft.diagnose(gradients, rule, weights=counts, every=1)
+        assert_same_bits(result, loft.aggregate(gradients, rule, weights=counts))
+        assert_alike(found, by_definition(gradients, result, rule, counts))
+
+
 @pytest.mark.parametrize("every", [1, 2, 16])
 def test_one_block_in_so_many_is_looked_at(every: int) -> None:
     gradients = hard_gradients(5, 3 * BLOCK + 1_001, torch.float32, seed=7)
