@@ -15,16 +15,8 @@ from torch import Tensor
 
 from loft_hvd.aggregation import ops
 from loft_hvd.aggregation.compute import aggregate_rows
-from loft_hvd.aggregation.inputs import (
-    Gradients,
-    Presence,
-    Row,
-    Rows,
-    Weights,
-    read_present,
-    read_weights,
-    spans,
-)
+from loft_hvd.aggregation.counts import Presence, Weights, read_present, read_weights, spans
+from loft_hvd.aggregation.inputs import Gradients, Row, Rows
 from loft_hvd.aggregation.rules import (
     Custom,
     Mean,
@@ -65,14 +57,17 @@ def aggregate(
         weights: sample count of each row, [world_size], whole numbers on the CPU; a row of weight
             0 does not count. Trimming rules drop by count and average by weight.
         present: which rows are there, bool on the CPU, [world_size], or [world_size, num_blocks]
-            for blocks of ceil(numel / num_blocks) coordinates each. An absent row is never read.
-        out: where to put the result, [numel], contiguous, overlapping no row.
+            for blocks of ceil(numel / num_blocks) coordinates each; the last ones may hold fewer,
+            or none, and then need no rows. An absent row is never read.
+        out: where to put the result, [numel], contiguous, overlapping no row, and not requiring
+            grad. A backward pass that saved ``out`` raises, as after any write in place.
 
     Returns:
         ``out``, or a new tensor or array of shape [numel], dtype and device of ``gradients``.
 
     Raises:
-        AggregationError: the rule does not fit the rows that are present with weight > 0.
+        AggregationError: the rule does not fit the rows that are present with weight > 0; of
+            presence by block it names the block.
         ArgumentError: a shape, device or value is out of its limits.
         ArgumentTypeError: gradients of an integer or other dtype, or weights that are no counts.
     """
@@ -83,14 +78,14 @@ def aggregate(
         )
     rows = Rows.read(gradients)
     world_size = len(rows.rows)
-    counts = read_weights(weights, world_size)
+    counts = None if weights is None else read_weights(weights, world_size)
     mask = read_present(present, world_size)
     if out is None:
         out = rows.empty()
     else:
         rows.check_out(out)
-    for span, column in spans(mask, rows.numel):
-        rule.check(world_size, weights=counts, present=column)
+    for span, column, block in spans(mask, rows.numel):
+        rule.check(world_size, weights=counts, present=column, block=block)
         chosen = [
             row
             for row in range(world_size)

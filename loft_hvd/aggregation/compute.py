@@ -148,10 +148,19 @@ def _run_native(
             return False, None
         stream = torch.cuda.current_stream(out.device).cuda_stream
         module.aggregate_cuda(*job, out.device.index, stream)
+        _tell_autograd(out)
         return True, None
     if isinstance(out, Tensor) and out.device.type != "cpu":
         return False, None
-    return True, module.aggregate_cpu(*job, num_threads(), config().isa or "", diagnose_every)
+    found = module.aggregate_cpu(*job, num_threads(), config().isa or "", diagnose_every)
+    _tell_autograd(out)
+    return True, found
+
+
+def _tell_autograd(out: Row) -> None:
+    """Say that ``out`` was written, so that a backward pass that saved it raises."""
+    if isinstance(out, Tensor) and not out.is_inference():
+        torch.autograd.graph.increment_version(out)
 
 
 def as_tensor(row: Row) -> Tensor:

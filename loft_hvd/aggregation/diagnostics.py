@@ -9,16 +9,15 @@ from typing import Any
 from loft_hvd.aggregation import fallback
 from loft_hvd.aggregation.aggregate import call_custom
 from loft_hvd.aggregation.compute import Found, as_tensor, diagnose_rows
-from loft_hvd.aggregation.inputs import (
-    Gradients,
+from loft_hvd.aggregation.counts import (
     Presence,
-    Row,
-    Rows,
     Weights,
+    read_count,
     read_present,
     read_weights,
     spans,
 )
+from loft_hvd.aggregation.inputs import Gradients, Row, Rows
 from loft_hvd.aggregation.rules import Custom, Rule
 from loft_hvd.errors import ArgumentError, ArgumentTypeError
 
@@ -116,20 +115,19 @@ def diagnose(
     """
     if not isinstance(rule, Rule):
         raise ArgumentTypeError(f"diagnose: rule={rule!r} must be a rule such as TrimmedMean(f=1)")
-    if isinstance(every, bool) or not isinstance(every, int):
-        raise ArgumentTypeError(f"diagnose: every={every!r} must be a whole number of blocks")
+    every = read_count("diagnose: every", every, "one block in how many to look at")
     if not 1 <= every < 2**31:
         raise ArgumentError(f"diagnose: every={every} must be from 1 (look at all) to 2**31 - 1")
     rows = Rows.read(gradients)
     world_size = len(rows.rows)
-    counts = read_weights(weights, world_size)
+    counts = None if weights is None else read_weights(weights, world_size)
     if out is None:
         out = rows.empty()
     else:
         rows.check_out(out)
     found = Diagnostics.empty(world_size)
-    for span, column in spans(read_present(present, world_size), rows.numel):
-        rule.check(world_size, weights=counts, present=column)
+    for span, column, block in spans(read_present(present, world_size), rows.numel):
+        rule.check(world_size, weights=counts, present=column, block=block)
         chosen = [
             row
             for row in range(world_size)

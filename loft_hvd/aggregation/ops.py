@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from loft_hvd.aggregation.compute import aggregate_rows
-from loft_hvd.aggregation.inputs import Rows, read_weights
+from loft_hvd.aggregation.counts import read_weights
+from loft_hvd.aggregation.inputs import Rows
 from loft_hvd.aggregation.rules import parse_rule
-from loft_hvd.errors import ArgumentError
+from loft_hvd.errors import AggregationError, ArgumentError
 
 __all__ = ["aggregate", "aggregate_out"]
 
@@ -24,14 +25,14 @@ __all__ = ["aggregate", "aggregate_out"]
 @torch.library.custom_op("loft_hvd::aggregate", mutates_args=())
 def aggregate(rows: Sequence[Tensor], rule: str, weights: Sequence[int] | None = None) -> Tensor:
     """Aggregate rows [numel] with the rule of this text into a new tensor."""
-    out = rows[0].new_empty(rows[0].shape)
+    out = _new(rows)
     _fill(rows, rule, weights, out)
     return out
 
 
 @aggregate.register_fake
 def _(rows: Sequence[Tensor], rule: str, weights: Sequence[int] | None = None) -> Tensor:
-    return rows[0].new_empty(rows[0].shape)
+    return _new(rows)
 
 
 @torch.library.custom_op("loft_hvd::aggregate_out", mutates_args=("out",))
@@ -45,6 +46,12 @@ def aggregate_out(
 @aggregate_out.register_fake
 def _(rows: Sequence[Tensor], rule: str, weights: Sequence[int] | None, out: Tensor) -> None:
     return None
+
+
+def _new(rows: Sequence[Tensor]) -> Tensor:
+    if not rows:
+        raise AggregationError("gradients have no rows; give one row a worker")
+    return rows[0].new_empty(rows[0].shape)
 
 
 def _fill(rows: Sequence[Tensor], rule: str, weights: Sequence[int] | None, out: Tensor) -> None:

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
+
+from loft_hvd.aggregation.counts import Weights, read_count, read_weights
 from loft_hvd.errors import AggregationError, ArgumentError
 
-__all__ = ["MAX_ROWS", "MAX_TOTAL_WEIGHT", "Rule", "Tolerance"]
+__all__ = ["MAX_ROWS", "Rule", "Tolerance"]
 
 MAX_ROWS = 1024  # rows one call may aggregate; csrc/rules.h has the same limit
-MAX_TOTAL_WEIGHT = 2**30 - 1  # after division by the common divisor; csrc/rules.h likewise
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Rule:
         *,
         weights: Sequence[int] | None = None,
         present: Sequence[bool] | None = None,
+        block: int | None = None,
     ) -> int:
         """Raise unless the rule fits the rows; f is never rescaled to make it fit.
 
@@ -58,6 +61,7 @@ class Rule:
             world_size: number of rows.
             weights: sample count of each row, [world_size]; rows of weight 0 do not count.
             present: which rows are there, [world_size]; the others do not count.
+            block: the block of coordinates that ``present`` is of, for the error.
 
         Returns:
             The number of rows that count.
@@ -72,32 +76,28 @@ class Rule:
                 "two levels (nodes, then ranks)"
             )
         if len(rows) < self.min_rows:
-            raise AggregationError(self._explain_too_few(world_size, len(rows), weights, present))
+            counted = [f"world_size={world_size}"]
+            if present is not None:
+                counted.append(f"{world_size - sum(map(bool, present))} absent")
+            if weights is not None:
+                counted.append(f"{sum(weight == 0 for weight in weights)} of weight 0")
+            where = "" if block is None else f" in block {block} of present"
+            raise AggregationError(self._explain_too_few(len(rows), where, ", ".join(counted)))
         return len(rows)
 
-    def _explain_too_few(
-        self,
-        world_size: int,
-        num_rows: int,
-        weights: Sequence[int] | None,
-        present: Sequence[bool] | None,
-    ) -> str:
+    def _explain_too_few(self, num_rows: int, where: str, values: str) -> str:
         """Say what was asked, the limit, the values, and the way out."""
-        counted = [f"world_size={world_size}"]
-        if present is not None:
-            counted.append(f"{world_size - sum(map(bool, present))} absent")
-        if weights is not None:
-            counted.append(f"{sum(weight == 0 for weight in weights)} of weight 0")
-        values = ", ".join(counted)
         if self.f == 0:
-            return f"{self} needs at least {self.min_rows} row, but {num_rows} count ({values})"
+            return (
+                f"{self} needs at least {self.min_rows} row, but {num_rows} count{where} ({values})"
+            )
         largest = max(0, (num_rows - 1) // 2)
         return (
             f"{self}: f={self.f} needs 0 <= 2*f < rows, so at least {self.min_rows} rows, but "
-            f"{num_rows} count ({values}); use f <= {largest} or add workers"
+            f"{num_rows} count{where} ({values}); use f <= {largest} or add workers"
         )
 
-    def tolerance(self, weights: Sequence[int] | int) -> Tolerance:
+    def tolerance(self, weights: Weights | int) -> Tolerance:
         """State how many rows, and how much weight, the rule survives.
 
         Args:
@@ -108,18 +108,28 @@ class Rule:
 
         Raises:
             AggregationError: the rule does not fit that many rows.
+            ArgumentError: a weight is negative, or their sum is too large.
+            ArgumentTypeError: weights, or the number of rows, are no whole numbers.
         """
-        if isinstance(weights, int):
-            weights = [1] * weights
-        self.check(len(weights), weights=weights)
-        counting = sorted(int(weight) for weight in weights if weight > 0)
+        if isinstance(weights, int | np.integer):
+            rows = read_count("tolerance: weights", weights, "the number of equal rows")
+            if rows < 0:
+                raise ArgumentError(f"tolerance: {rows} equal rows must be >= 0; or list weights")
+            counts = [1] * rows
+        else:
+            counts = read_weights(weights)
+        self.check(len(counts), weights=counts)
+        counting = sorted(weight for weight in counts if weight > 0)
         rows = self._rows_survived(counting)
-        lightest = sum(counting[: rows + 1])  # one row more than it survives weighs at least this
-        return Tolerance(rows=rows, weight=lightest - 1)
+        return Tolerance(rows=rows, weight=self._weight_survived(counting, rows))
 
     def _rows_survived(self, counting: list[int]) -> int:
         """Return how many of the rows, weights ascending, may hold any values."""
         return self.f
+
+    def _weight_survived(self, counting: list[int], rows: int) -> int:
+        """Return how much weight may hold any values, where ``rows`` of any weight may."""
+        return sum(counting[: rows + 1]) - 1  # one row more weighs at least this sum
 
     def __str__(self) -> str:
         """Return the text that ``parse_rule`` turns back into this rule."""

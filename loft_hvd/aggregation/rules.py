@@ -10,16 +10,16 @@ Byzantine-resilient stochastic gradient descent).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-from loft_hvd.aggregation.rule import MAX_ROWS, MAX_TOTAL_WEIGHT, Rule, Tolerance
+from loft_hvd.aggregation.counts import read_count
+from loft_hvd.aggregation.rule import MAX_ROWS, Rule, Tolerance
 from loft_hvd.errors import AggregationError, ArgumentError, ArgumentTypeError
 
 __all__ = [
     "MAX_ROWS",
-    "MAX_TOTAL_WEIGHT",
     "Custom",
     "Mean",
     "MeanAroundMedian",
@@ -34,12 +34,12 @@ __all__ = [
 _KINDS = ("midpoint", "lower", "upper")
 
 
-def _check_f(name: str, f: int) -> None:
-    """Raise unless ``f`` is a count of rows."""
-    if isinstance(f, bool) or not isinstance(f, int):
-        raise ArgumentTypeError(f"{name}: f={f!r} must be an int, the Byzantine rows to expect")
-    if f < 0:
-        raise AggregationError(f"{name}: f={f} must be >= 0")
+def _read_f(name: str, f: int) -> int:
+    """Return ``f`` as an int; raise unless it is a count of rows."""
+    count = read_count(f"{name}: f", f, "the Byzantine rows to expect")
+    if count < 0:
+        raise AggregationError(f"{name}: f={count} must be >= 0")
+    return count
 
 
 @dataclass(frozen=True)
@@ -94,11 +94,8 @@ class Median(Rule):
             rows += 1
         return rows
 
-    def tolerance(self, weights: Sequence[int] | int) -> Tolerance:
-        """State how many rows, and how much weight, survive: less than half of the weight."""
-        survived = super().tolerance(weights)
-        total = weights if isinstance(weights, int) else sum(int(weight) for weight in weights)
-        return Tolerance(rows=survived.rows, weight=(total - 1) // 2)
+    def _weight_survived(self, counting: list[int], rows: int) -> int:
+        return (sum(counting) - 1) // 2  # less than half
 
 
 @dataclass(frozen=True)
@@ -108,7 +105,7 @@ class _Trimming(Rule):
     f: int
 
     def __post_init__(self) -> None:
-        _check_f(self.name, self.f)
+        object.__setattr__(self, "f", _read_f(self.name, self.f))  # frozen from here on
 
     def __str__(self) -> str:
         """Return the text that ``parse_rule`` turns back into this rule."""
@@ -157,7 +154,7 @@ class Custom(Rule):
     def __post_init__(self) -> None:
         if not callable(self.fn):
             raise ArgumentTypeError(f"custom: fn={self.fn!r} must be callable")
-        _check_f(self.name, self.f)
+        object.__setattr__(self, "f", _read_f(self.name, self.f))  # frozen from here on
 
     def __str__(self) -> str:
         """Return a name for messages; a function cannot be read back by ``parse_rule``."""

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from loft_hvd import aggregation as loft
-from loft_hvd._native import extension
-from loft_hvd.aggregation import compute, fallback
+from loft_hvd.aggregation import fallback
 from loft_hvd.aggregation.reference import window
 from loft_hvd.aggregation.rules import Rule
 from loft_hvd.errors import AggregationError, ArgumentError, ArgumentTypeError
@@ -20,13 +19,7 @@ from tests.support.gradients import DTYPES, assert_same_bits, hard_gradients, ru
 BLOCK = fallback.BLOCK
 
 
-@pytest.fixture(params=["extension", "plain torch"], autouse=True)
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "plain torch":
-        monkeypatch.setattr(compute, "extension", lambda: None)
-        monkeypatch.setattr(compute, "_warn_once", lambda: None)
-    elif extension() is None:
-        pytest.skip("the C++ extension is not built")
+pytestmark = pytest.mark.usefixtures("both_paths")
 
 
 def by_definition(

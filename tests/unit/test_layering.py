@@ -22,6 +22,7 @@ _LAYERS = {
     "topology.py": 0,
     "_native.py": 1,
     "attacks.py": 1,
+    "aggregation/counts.py": 1,
     "aggregation/rule.py": 1,
     "aggregation/rules.py": 1,
     "aggregation/inputs.py": 2,

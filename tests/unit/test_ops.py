@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from loft_hvd import aggregation as loft
 from loft_hvd.aggregation import compute, ops
-from loft_hvd.errors import ArgumentError
+from loft_hvd.errors import AggregationError, ArgumentError
 from tests.support.gradients import assert_same_bits, expected, hard_gradients
 
 
@@ -67,6 +67,13 @@ def test_operator_refuses_weights_that_do_not_count(
     with pytest.raises(ArgumentError, match=match):
         torch.ops.loft_hvd.aggregate_out(rows, rule, weights, out)
     assert out.tolist() == [7.0, 7.0]
+
+
+def test_operator_without_rows_says_so() -> None:
+    with pytest.raises(AggregationError, match="no rows"):
+        torch.ops.loft_hvd.aggregate([], "mean")
+    with pytest.raises(AggregationError, match="no rows"):
+        torch.ops.loft_hvd.aggregate_out([], "mean", None, torch.ones(3))
 
 
 @pytest.mark.parametrize("weights", [[1, 1, 1], [4, 4, 4], [1]])

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
+import torch
 
 from loft_hvd.aggregation.rules import (
     Custom,
@@ -99,6 +103,30 @@ def test_tolerance_of_a_trimmed_mean_counts_rows_whatever_they_weigh() -> None:
 def test_tolerance_of_a_weighted_median_counts_weight() -> None:
     assert Median().tolerance([1, 1, 1, 97]).rows == 0
     assert Median().tolerance([1, 1, 1, 97]).weight == 49
+
+
+@pytest.mark.parametrize("rows", [np.int64(5), np.uint8(5), [1] * 5, np.ones(5), torch.ones(5)])
+def test_tolerance_takes_any_whole_numbers(rows: Any) -> None:
+    assert Median().tolerance(rows) == Median().tolerance(5)
+    assert TrimmedMean(np.int64(1)).tolerance(rows) == TrimmedMean(1).tolerance(5)
+
+
+@pytest.mark.parametrize(
+    ("weights", "error", "match"),
+    [
+        ([1.5, 1, 2, 3], ArgumentTypeError, "weight 1.5 of row 0 is no whole number"),
+        ([5, -3, 2], ArgumentError, "weight -3 of row 1 must be >= 0"),
+        (5.0, ArgumentTypeError, "weights=5.0 .* a list"),
+        (True, ArgumentTypeError, "weights=True"),
+        (None, ArgumentTypeError, "weights=None"),
+        (-2, ArgumentError, "-2 equal rows"),
+    ],
+)
+def test_tolerance_of_no_counts_is_refused(
+    weights: Any, error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        Median().tolerance(weights)
 
 
 def test_mean_survives_nothing() -> None:

@@ -1,0 +1,18 @@
+"""Fixtures that several unit tests share."""
+
+from __future__ import annotations
+
+import pytest
+
+from loft_hvd._native import extension
+from loft_hvd.aggregation import compute
+
+
+@pytest.fixture(params=["extension", "plain torch"])
+def both_paths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the test with the extension, and once more in plain torch."""
+    if request.param == "plain torch":
+        monkeypatch.setattr(compute, "extension", lambda: None)
+        monkeypatch.setattr(compute, "_warn_once", lambda: None)
+    elif extension() is None:
+        pytest.skip("the C++ extension is not built")
