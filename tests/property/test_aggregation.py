@@ -109,19 +109,61 @@ def test_rules_around_a_centre_stay_within_one_range_of_the_honest(
         assert (result <= high + (high - low) + slack).all()
 
 
+def kept_ranks(rule: Rule, rows: int) -> tuple[int, int]:
+    """Return the first and the last rank that a median or trimmed mean of ``rows`` rows keeps."""
+    if isinstance(rule, loft.Median):
+        lower, upper = (rows - 1) // 2, rows // 2
+        return (upper if rule.kind == "upper" else lower, lower if rule.kind == "lower" else upper)
+    return rule.f, rows - 1 - rule.f
+
+
+highest = st.sampled_from([1e30, 3e38, float("inf"), float("nan")])
+lowest = st.sampled_from([-1e30, -3e38, -float("inf")])
+kinds = st.sampled_from(["midpoint", "lower", "upper"]).map(loft.Median)
+
+
 @settings(deadline=None)
-@given(gradients=matrices(finite, st.integers(3, 20)), data=st.data())
-def test_a_dropped_value_never_changes_a_bit(gradients: Array, data: st.DataObject) -> None:
-    f = data.draw(st.integers(1, (len(gradients) - 1) // 2), label="f")
-    wanted = loft.trimmed_mean(gradients, f=f)
+@given(gradients=matrices(finite, st.integers(3, 20)), is_median=st.booleans(), data=st.data())
+def test_a_value_dropped_by_rank_never_changes_a_bit(
+    gradients: Array, is_median: bool, data: st.DataObject
+) -> None:
+    most = (len(gradients) - 1) // 2
+    rule = data.draw(kinds if is_median else st.integers(1, most).map(loft.TrimmedMean))
+    wanted = loft.aggregate(gradients, rule)
     order = gradients.argsort(axis=0, kind="stable")
-    outliers = st.sampled_from([1e30, 3e38, float("inf"), float("nan")])
-    for rank in range(len(gradients) - f, len(gradients)):
-        np.put_along_axis(gradients, order[rank][None], data.draw(outliers), axis=0)
-    for rank in range(f):
-        low = st.sampled_from([-1e30, -3e38, -float("inf")])
-        np.put_along_axis(gradients, order[rank][None], data.draw(low), axis=0)
-    changed = torch.from_numpy(loft.trimmed_mean(gradients, f=f))
+    first, last = kept_ranks(rule, len(gradients))
+    for rank in range(last + 1, len(gradients)):
+        np.put_along_axis(gradients, order[rank][None], data.draw(highest), axis=0)
+    for rank in range(first):
+        np.put_along_axis(gradients, order[rank][None], data.draw(lowest), axis=0)
+    assert_same_bits(loft.aggregate(gradients, rule), torch.from_numpy(wanted))
+
+
+@settings(deadline=None)
+@given(
+    gradients=matrices(finite, st.integers(3, 20)),
+    build=st.sampled_from([loft.MeanAroundMedian, loft.Phocas]),
+    is_weighted=st.booleans(),
+    data=st.data(),
+)
+def test_the_value_farthest_from_the_centre_never_changes_a_bit(
+    gradients: Array, build: Build, is_weighted: bool, data: st.DataObject
+) -> None:
+    rows = len(gradients)
+    rule = build(data.draw(st.integers(1, (rows - 1) // 2), label="f"))
+    weights = data.draw(st.lists(st.integers(1, 5), min_size=rows, max_size=rows), label="weights")
+    given_weights = weights if is_weighted else None
+    gradients += np.float32(0)  # no -0, which NumPy does not order below +0
+    wanted = loft.aggregate(gradients, rule, weights=given_weights)
+    is_around_median = isinstance(rule, loft.MeanAroundMedian)
+    centre = loft.median(gradients) if is_around_median else loft.trimmed_mean(gradients, f=rule.f)
+    # Rows that tie are ordered by weight; of two values equally near the upper one is dropped.
+    order = np.lexsort((np.repeat(np.array(weights)[:, None], len(centre), 1), gradients), axis=0)
+    is_low = centre - gradients.min(axis=0) > gradients.max(axis=0) - centre
+    pushed = np.where(is_low, data.draw(lowest), data.draw(highest)).astype(np.float32)
+    dropped = np.where(is_low, order[0], order[-1])
+    np.put_along_axis(gradients, dropped[None], pushed[None], axis=0)
+    changed = loft.aggregate(gradients, rule, weights=given_weights)
     assert_same_bits(changed, torch.from_numpy(wanted))
 
 
@@ -163,11 +205,8 @@ def test_weight_of_two_is_a_row_given_twice(gradients: Array, weights: list[int]
 
 
 @settings(deadline=None)
-@given(gradients=matrices(finite), data=st.data())
-def test_no_trim_is_the_mean_and_full_trim_the_median(
-    gradients: Array, data: st.DataObject
-) -> None:
-    del data
+@given(gradients=matrices(finite))
+def test_no_trim_is_the_mean_and_full_trim_the_median(gradients: Array) -> None:
     f = (len(gradients) - 1) // 2
     np.testing.assert_array_equal(loft.trimmed_mean(gradients, f=0), loft.mean(gradients))
     np.testing.assert_allclose(loft.trimmed_mean(gradients, f=f), loft.median(gradients), rtol=2e-7)
