@@ -22,6 +22,7 @@ import torch
 from loft_hvd._native import explain_missing, extension
 from loft_hvd.config import VARIABLES, Config, config
 from loft_hvd.errors import ArgumentError
+from loft_hvd.topology import cpu_flags, vector_levels
 
 __all__ = [
     "Finding",
@@ -266,25 +267,14 @@ def _launchers(ask: Callable[[Sequence[str]], str]) -> tuple[Finding, ...]:
 
 def _cpu() -> tuple[Finding, ...]:
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    levels = [name for name in ("avx2", "avx512f") if name in _cpu_flags()]
     ranks = _usable_config().local_ranks
     hint = '; with several nodes, over="nodes" sends fewer bytes between them (docs/levels.md)'
     return (
         Finding("cores", f"{allowed} allowed of {os.cpu_count()}"),
         Finding("ranks here, says the launcher", f"{ranks}{hint if ranks > 1 else ''}"),
-        Finding("vector instructions", ", ".join(levels) or "baseline"),
+        Finding("vector instructions", ", ".join(vector_levels(cpu_flags()))),
         Finding("threads of torch", str(torch.get_num_threads())),
     )
-
-
-def _cpu_flags() -> frozenset[str]:
-    """Return the processor's features as Linux names them; empty elsewhere."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return frozenset()
-    found = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
-    return frozenset(found.group(1).split()) if found else frozenset()
 
 
 def _settings() -> tuple[Finding, ...]:

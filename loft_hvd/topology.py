@@ -8,12 +8,18 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["LoadMeter", "allowed_cpus", "cpu_name", "run_queue_s"]
+__all__ = ["LoadMeter", "allowed_cpus", "cpu_flags", "cpu_name", "run_queue_s", "vector_levels"]
 
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")  # cpu ns, ns runnable but not running, slices
 _STAT = Path("/proc/stat")  # first line: cpu user nice system idle iowait irq softirq steal ...
 _MEMINFO = Path("/proc/meminfo")
 _CPUINFO = Path("/proc/cpuinfo")
+# What each level of the CPU kernels needs beside the level before; csrc/aggregate_cpu.cpp has the
+# same.
+_LEVELS = {
+    "avx2": {"avx2", "bmi2", "f16c", "fma"},
+    "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
+}
 
 
 def allowed_cpus() -> int:
@@ -30,6 +36,26 @@ def cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor()
+
+
+def cpu_flags() -> frozenset[str]:
+    """Return the CPU's features as Linux names them; empty elsewhere."""
+    with suppress(OSError):
+        for line in _CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines():
+            label, _, names = line.partition(":")
+            if label.strip() in ("flags", "Features"):
+                return frozenset(names.split())
+    return frozenset()
+
+
+def vector_levels(flags: frozenset[str]) -> list[str]:
+    """Return the levels of the CPU kernels that run with these features, the best last."""
+    levels = ["baseline"]
+    for level, needs in _LEVELS.items():
+        if not needs <= flags:
+            break
+        levels.append(level)
+    return levels
 
 
 def run_queue_s() -> float:

@@ -9,10 +9,12 @@ from collections.abc import Sequence
 import pytest
 
 from loft_hvd import doctor, doctor_run
+from loft_hvd._native import extension
 from loft_hvd.config import Config
 from loft_hvd.doctor import HorovodBuild, Section, inspect_all, parse_check_build
 from loft_hvd.doctor_run import run_check
 from loft_hvd.errors import ArgumentError
+from loft_hvd.topology import cpu_flags, vector_levels
 
 _CHECK_BUILD = """Horovod v0.28.1:
 
@@ -133,6 +135,33 @@ def test_kernels_show_the_instruction_set_in_use(
     assert found["instruction set used"].value == used
     assert bool(found["instruction set used"].advice) is has_advice
     assert found["CUDA kernels"].value.startswith("not built")
+
+
+_AVX2 = frozenset({"sse2", "avx2", "bmi2", "f16c", "fma"})
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "levels"),
+    [
+        (frozenset(), ["baseline"]),
+        (_AVX2, ["baseline", "avx2"]),
+        *((_AVX2 - {name}, ["baseline"]) for name in ("avx2", "bmi2", "f16c", "fma")),
+        (_AVX512, ["baseline", "avx2", "avx512"]),
+        (_AVX512 - {"avx512vl"}, ["baseline", "avx2"]),
+        (_AVX512 - {"fma"}, ["baseline"]),
+    ],
+)
+def test_a_level_needs_all_of_its_instructions(flags: frozenset[str], levels: list[str]) -> None:
+    assert vector_levels(flags) == levels
+
+
+def test_levels_are_those_of_the_extension() -> None:
+    module = extension()
+    flags = cpu_flags()
+    if module is None or not flags:
+        pytest.skip("needs the C++ extension, and Linux to name the processor's features")
+    assert vector_levels(flags) == list(module.isa_levels())
 
 
 @pytest.mark.parametrize(
