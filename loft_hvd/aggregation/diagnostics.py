@@ -1,4 +1,4 @@
-"""Which row was off: what each row did, found out in the pass that aggregates."""
+"""Which row was off: what each row did; on the CPU found out in the pass that aggregates."""
 
 from __future__ import annotations
 
@@ -88,12 +88,14 @@ def diagnose(
     out: Row | None = None,
     every: int = 16,
 ) -> tuple[Any, Diagnostics]:
-    """Aggregate as ``aggregate`` does, and in the same pass find out what each row did.
+    """Aggregate as ``aggregate`` does, and find out what each row did.
 
-    Sampled (``every=16``) it costs a few percent more than ``aggregate``: the rows of a block that
-    is looked at are still in the cache. ``gradients`` that are one shard of a bucket give this
-    shard's view; add those of several buckets. On CUDA it waits for the device once, to read the
-    numbers; ``aggregate`` never does.
+    On the CPU, with the extension, both are one pass, and sampled (``every=16``) it costs a few
+    percent more than ``aggregate``: the rows of a block that is looked at are still in the cache.
+    On CUDA, and without the extension, the blocks that are looked at are read and ranked a second
+    time in plain torch; on CUDA it also waits for the device once, to read the numbers, which
+    ``aggregate`` never does. ``gradients`` that are one shard of a bucket give this shard's view;
+    add those of several buckets.
 
     Args:
         gradients: as in ``aggregate``: [world_size, numel], or a sequence of 1-D rows.

@@ -1,6 +1,6 @@
 """Watches the workers of one optimizer: looks at rows, exchanges evidence, warns, quarantines.
 
-Looking happens in the engine's thread, in the pass that aggregates. Every ``interval`` steps one
+Looking happens in the engine's thread, where it aggregates. Every ``interval`` steps one
 small all-gather (8 (1 + 6 n) bytes a rank) travels beside the step's last buckets: it is there when
 they are, and never in flight between steps. Every rank reads the same numbers at the same step,
 and so comes to the same decisions without another message.
