@@ -20,7 +20,7 @@ Gradients: TypeAlias = "Tensor | npt.NDArray[Any] | Sequence[Tensor] | Sequence[
 
 _TORCH_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _NUMPY_DTYPES = tuple(np.dtype(name) for name in ("float64", "float32", "float16"))
-_GIVE = "give a 2-D tensor or NumPy array, or a sequence of 1-D ones, one a worker"
+_GIVE = "gradients must be a 2-D tensor or NumPy array, or a sequence of 1-D ones, one a worker"
 _TAKES = "float64, float32, float16 or (torch) bfloat16"
 
 
@@ -60,7 +60,7 @@ class Rows:
         elif isinstance(gradients, Iterable):
             rows = tuple(gradients)
         else:
-            raise ArgumentTypeError(f"gradients are of type {type(gradients).__name__}; {_GIVE}")
+            raise ArgumentTypeError(f"{_GIVE}; these are of type {type(gradients).__name__}")
         if not rows:
             raise AggregationError("gradients have no rows; give one row a worker")
         first = rows[0]
@@ -137,7 +137,7 @@ def _check_dense(label: str, values: Row) -> None:
 
 def _check_first(first: Row) -> None:
     if not isinstance(first, Tensor | np.ndarray):
-        raise ArgumentTypeError(f"gradients hold values of type {type(first).__name__}; {_GIVE}")
+        raise ArgumentTypeError(f"{_GIVE}; the first of these is of type {type(first).__name__}")
     is_known = first.dtype in (_TORCH_DTYPES if isinstance(first, Tensor) else _NUMPY_DTYPES)
     if not is_known:
         raise ArgumentTypeError(
@@ -152,9 +152,15 @@ def _check_row(number: int | str, row: Row, first: Row) -> None:
         row, Tensor | np.ndarray
     ):
         raise ArgumentTypeError(
-            f"{label} is a {type(row).__name__}, row 0 a {type(first).__name__}; use one kind"
+            f"{label} is of type {type(row).__name__}, row 0 of type {type(first).__name__}; "
+            "use one kind"
         )
     _check_dense(label, row)
+    if isinstance(row, np.ma.MaskedArray):
+        raise ArgumentTypeError(
+            f"{label} is a masked array, whose mask no rule reads; give row.filled(...), and leave "
+            "rows out by present="
+        )
     if row.ndim != 1 or row.shape != first.shape:
         raise ArgumentError(
             f"{label} has shape {tuple(row.shape)}, row 0 {tuple(first.shape)}; all must be equal "

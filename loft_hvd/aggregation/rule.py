@@ -68,7 +68,9 @@ class Rule:
 
         Raises:
             AggregationError: fewer than ``min_rows`` rows count, or more than 1024.
+            ArgumentTypeError: ``world_size`` is no whole number.
         """
+        world_size = read_count(f"{self}: world_size", world_size, "the number of rows")
         rows = _counting_rows(world_size, weights, present)
         if len(rows) > MAX_ROWS:
             raise AggregationError(
@@ -76,13 +78,9 @@ class Rule:
                 "two levels (nodes, then ranks)"
             )
         if len(rows) < self.min_rows:
-            counted = [f"world_size={world_size}"]
-            if present is not None:
-                counted.append(f"{world_size - sum(map(bool, present))} absent")
-            if weights is not None:
-                counted.append(f"{sum(weight == 0 for weight in weights)} of weight 0")
             where = "" if block is None else f" in block {block} of present"
-            raise AggregationError(self._explain_too_few(len(rows), where, ", ".join(counted)))
+            values = _describe(world_size, weights, present)
+            raise AggregationError(self._explain_too_few(len(rows), where, values))
         return len(rows)
 
     def _explain_too_few(self, num_rows: int, where: str, values: str) -> str:
@@ -134,6 +132,18 @@ class Rule:
     def __str__(self) -> str:
         """Return the text that ``parse_rule`` turns back into this rule."""
         return self.name
+
+
+def _describe(
+    world_size: int, weights: Sequence[int] | None, present: Sequence[bool] | None
+) -> str:
+    """Return how many rows there are, and why some do not count."""
+    counted = [f"world_size={world_size}"]
+    if present is not None:
+        counted.append(f"{world_size - sum(map(bool, present))} absent")
+    if weights is not None:
+        counted.append(f"{sum(weight == 0 for weight in weights)} of weight 0")
+    return ", ".join(counted)
 
 
 def _counting_rows(
