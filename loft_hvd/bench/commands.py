@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 
 from loft_hvd.bench.cuda import judge_cuda, measure_cuda, require_cuda
 from loft_hvd.bench.gate import goal_rows, judge_kernels, timing_rows
-from loft_hvd.bench.kernels import KernelBench, measure_kernels, peers
+from loft_hvd.bench.kernels import KernelBench, measure_kernels
+from loft_hvd.bench.peers import Untimed, peer_rows, peers
 from loft_hvd.bench.ranks import (
     Job,
     allreduce_goal,
@@ -79,13 +80,22 @@ def bench_kernels(
     on_cuda = device == "cuda"
     judge_all = judge_cuda if on_cuda else judge_kernels
     timings, goals = [], []
-    for found in measure_cuda(bench, require_cuda()) if on_cuda else measure_kernels(bench):
+    untimed: list[Untimed] = []
+    if on_cuda:
+        steps = measure_cuda(bench, require_cuda())
+        reason = "takes rows in host memory here; timed without --device cuda"
+        untimed += [Untimed(f"{name} {version}", None, reason) for name, version in peers().items()]
+    else:
+        steps = measure_kernels(bench, report=untimed.append)
+    for found in steps:
         show(timing_rows(found))
         timings += found
         goals += judge_all(found)
+    show(peer_rows(untimed))
     show(goal_rows(goals))
     results: dict[str, object] = {
         "peers": peers(),
+        "untimed": [dataclasses.asdict(one) for one in untimed],
         "timings": [dataclasses.asdict(timing) for timing in timings],
         "goals": [{**dataclasses.asdict(goal), "verdict": goal.verdict} for goal in goals],
     }

@@ -3,37 +3,37 @@
 "pass" is our own vertical sum over the same rows at the same instruction set, row after row or in
 the bursts in which the kernels read, whichever is faster: what reading the memory costs. All
 contestants of a row count run in turn in one process, and each one's fastest round counts. Every
-rule is compared with its definition on poisoned rows first.
+one of them is compared with its definition first.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from loft_hvd._native import extension
-from loft_hvd.aggregation.aggregate import aggregate
-from loft_hvd.aggregation.reference import reference
-from loft_hvd.aggregation.rules import MeanAroundMedian, Median, Phocas, Rule, TrimmedMean
+from loft_hvd.bench.checks import check_contestants, check_threads
+from loft_hvd.bench.contestants import (
+    PASS,
+    PASS_AGAIN,
+    PASS_BURSTS,
+    Place,
+    called_level,
+    contestants,
+    pass_calls,
+)
+from loft_hvd.bench.peers import Untimed, find_ways, peer_calls
 from loft_hvd.bench.timing import WALL, Clock, choose_clock, interleaved_minimum
-from loft_hvd.errors import AggregationError, ArgumentError, MissingDependencyError
+from loft_hvd.errors import ArgumentError, MissingDependencyError
 from loft_hvd.topology import allowed_cpus
 
-__all__ = ["KernelBench", "Timing", "check_rules", "measure_kernels", "peers", "rules_of"]
+__all__ = ["ONE_THREAD", "TWO_THREADS", "KernelBench", "Timing", "measure_kernels"]
 
-PASS, PASS_AGAIN, PASS_BURSTS = "pass", "pass again", "pass in bursts"
 ONE_THREAD, TWO_THREADS = "one thread:", "two threads:"
-_PEER_NUMEL = 200_000  # peers take 50 passes and more
-_PEERS = ("byzfl", "krum", "flwr")
-_RULE_CODES = {Median: 0, TrimmedMean: 1, MeanAroundMedian: 2, Phocas: 3}
-_DTYPE_CODES = {torch.float64: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class KernelBench:
         numel: coordinates of a row; fewer where all rows together would take over ``most_bytes``.
         threads: CPU threads.
         repeats: rounds; the fastest counts.
-        levels: instruction sets; empty for the best one here.
+        levels: instruction sets; empty for all that this CPU runs.
         most_bytes: memory for rows.
     """
 
@@ -90,41 +90,14 @@ class Timing:
         return 1e-9 * self.bytes_moved / self.seconds
 
 
-def peers() -> dict[str, str]:
-    """Return the installed packages with robust aggregation of their own, and their versions."""
-    found = {}
-    for name in _PEERS:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def check_rules(rows: int, *, device: torch.device | None = None) -> None:
-    """Compare every rule with its definition on rows with NaN, infinities and 1e30.
-
-    Raises:
-        AggregationError: a result differs by more than its rounding.
-    """
-    values = np.random.default_rng(rows).standard_normal((rows, 4099)).astype(np.float32)
-    if rows >= 3:  # fewer tolerate none
-        values[-1, ::3], values[-1, 1::3], values[-1, 2::3] = np.nan, np.inf, 1e30
-    gradients = torch.from_numpy(values).to(device or "cpu")
-    for name, rule in rules_of(rows).items():
-        wanted = torch.from_numpy(reference(values.astype(np.float64), rule))
-        out = torch.full((4099,), torch.nan, device=gradients.device)
-        aggregate(gradients, rule, out=out)
-        error = (out.cpu().double() - wanted).abs() / wanted.abs().clamp(min=1.0)
-        worst = float(error.nan_to_num(nan=torch.inf).max())
-        if not worst <= 1e-5:
-            raise AggregationError(
-                f"bench kernels: {name} of {rows} rows differs from its definition by {worst:g}"
-            )
-
-
-def measure_kernels(bench: KernelBench) -> Iterator[list[Timing]]:
+def measure_kernels(
+    bench: KernelBench, *, report: Callable[[Untimed], None]
+) -> Iterator[list[Timing]]:
     """Check and time everything, one row count after the other.
+
+    Args:
+        bench: what is measured.
+        report: takes peers that are not timed, with the reason.
 
     Yields:
         The timings of a row count.
@@ -142,14 +115,19 @@ def measure_kernels(bench: KernelBench) -> Iterator[list[Timing]]:
         raise ArgumentError(f"bench kernels: level {unknown[0]!r}; this CPU runs {', '.join(here)}")
     if min(bench.rows) < 1:
         raise ArgumentError(f"bench kernels: {min(bench.rows)} rows; row counts are >= 1")
-    levels = bench.levels or (here[-1],)
+    levels = bench.levels or tuple(here)
+    ways = find_ways(report)
     most = max(bench.rows)
     numel = min(bench.numel, bench.most_bytes // (4 * most)) // 16 * 16
     pool = _noise(most * numel).view(most, numel)
     wide = torch.empty(numel)
     for rows in bench.rows:
-        check_rules(rows)
-        yield _measure_rows(module, bench, pool[:rows], wide, levels)
+        check_contestants(module, rows, levels)
+        places = [Place(module, pool[:rows], wide, level, bench.threads) for level in levels]
+        with _torch_threads(bench.threads):
+            peer, few = peer_calls(ways, pool[:rows], report)
+            timings = _measure_rows(places, bench.repeats, peer, few)
+        yield timings
 
 
 def _noise(count: int) -> Tensor:
@@ -162,118 +140,65 @@ def _noise(count: int) -> Tensor:
     return values
 
 
-def rules_of(rows: int) -> dict[str, Rule]:
-    """Return the rules that are timed, by name; f is a quarter of the rows, at least 1."""
-    f = max(1, rows // 4) if rows >= 3 else 0
-    return {
-        "median": Median(),
-        f"trimmed_mean f={f}": TrimmedMean(f),
-        f"mean_around_median f={f}": MeanAroundMedian(f),
-        f"phocas f={f}": Phocas(f),
-    }
+@contextlib.contextmanager
+def _torch_threads(threads: int) -> Iterator[None]:
+    """Let torch, and what asks it, use as many threads as the kernels do."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _measure_rows(
-    module: Any, bench: KernelBench, pool: Tensor, out: Tensor, levels: tuple[str, ...]
+    places: Sequence[Place], repeats: int, peer: Mapping[str, Callable[[], object]], few: int
 ) -> list[Timing]:
-    rows, numel = pool.shape
-    clock = choose_clock(threads=bench.threads)
+    """Time all contestants of a row count; places differ in their level, the best one last."""
+    best = places[-1]
+    rows, numel = best.pool.shape
+    clock = choose_clock(threads=best.threads)
     timings = []
-    for level in levels:
-        calls = dict(_kernel_calls(module, bench, pool, out, level))
-        timings += _time(calls, clock, bench.repeats, shape=(rows, numel), level=level)
+    for place in places:
+        if place.threads > 1:
+            check_threads(replace(place, threads=1), place)
+        calls = _kernel_calls(place)
+        timings += _time(calls, clock, repeats, shape=(rows, numel), level=place.level)
     base = min(t.ns_a_coordinate for t in timings if t.contestant.startswith(PASS))
-    if bench.threads == 1 and allowed_cpus() > 1:
-        best = levels[-1]  # in wall time: CPU time is that of both threads together
-        calls = _thread_calls(module, bench, pool, out, best)
-        timings += _time(calls, WALL, bench.repeats, shape=(rows, numel), level=best, base=base)
-    few = pool[:, : min(numel, _PEER_NUMEL)].contiguous()
-    for calls, shape in (
-        (_memory_calls(pool, out), (rows, numel)),
-        (_peer_calls(few), (rows, few.shape[1])),
-    ):
-        timings += _time(calls, clock, bench.repeats, shape=shape, base=base)
-    return timings
+    if best.threads == 1 and allowed_cpus() > 1:
+        check_threads(best, replace(best, threads=2))
+        calls = _thread_calls(best)  # in wall time: CPU time is that of both threads together
+        timings += _time(calls, WALL, repeats, shape=(rows, numel), level=best.level, base=base)
+    memory = {
+        "memcpy of one row": lambda: best.out.copy_(best.pool[0]),
+        "torch.sum": lambda: torch.sum(best.pool, dim=0, out=best.out),
+    }
+    timings += _time(memory, clock, repeats, shape=(rows, numel), base=base)
+    return timings + _time(peer, clock, repeats, shape=(rows, few), base=base)
 
 
-def _thread_calls(
-    module: Any, bench: KernelBench, pool: Tensor, out: Tensor, level: str
-) -> dict[str, Callable[[], object]]:
+def _kernel_calls(place: Place) -> dict[str, Callable[[], object]]:
+    """Return what of ours is timed at this place, with the pass first and last."""
+    calls = pass_calls(place)
+    is_called = place.level == called_level(place.module)
+    for contestant in contestants(len(place.pool), is_called=is_called):
+        calls[contestant.name] = contestant.call(place)
+    calls[PASS_AGAIN] = calls[PASS]
+    return calls
+
+
+def _thread_calls(place: Place) -> dict[str, Callable[[], object]]:
     """Return the pass and the rules that are most used, by one thread and by two."""
     calls = {}
     for threads, words in ((1, ONE_THREAD), (2, TWO_THREADS)):
-        for name, call in _kernel_calls(module, replace(bench, threads=threads), pool, out, level):
+        for name, call in _kernel_calls(replace(place, threads=threads)).items():
             if name in (PASS, "median") or name.startswith("trimmed_mean f="):
                 calls[f"{words} {name}"] = call
     return calls
 
 
-def _kernel_calls(
-    module: Any, bench: KernelBench, pool: Tensor, out: Tensor, level: str
-) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield what runs in the extension, with the pass first and last."""
-    rows, numel = pool.shape
-    pointers = [row.data_ptr() for row in pool]
-
-    def sweep(*, in_bursts: bool = False) -> object:
-        return module.pass_cpu(pointers, numel, out.data_ptr(), bench.threads, level, in_bursts)
-
-    def kernel(
-        rule: Rule,
-        *,
-        dtype: torch.dtype = torch.float32,
-        weights: list[int] | None = None,
-        chosen: list[int] | None = None,
-        every: int = 0,
-    ) -> Callable[[], object]:
-        kept = pointers if chosen is None else chosen
-        code, f = _RULE_CODES[type(rule)], getattr(rule, "f", 0)
-        job = (kept, numel, _DTYPE_CODES[dtype], code, 0, f, weights or [], out.data_ptr())
-        return lambda: module.aggregate_cpu(*job, bench.threads, level, every)
-
-    rules = rules_of(rows)
-    trimmed = next(rule for rule in rules.values() if isinstance(rule, TrimmedMean))
-    yield PASS, sweep
-    yield PASS_BURSTS, functools.partial(sweep, in_bursts=True)
-    for name, rule in rules.items():
-        yield name, kernel(rule)
-    # The first halves of the float32 rows, read as 16-bit values: noise of every exponent.
-    for dtype in (torch.bfloat16, torch.float16):
-        yield f"median {str(dtype).removeprefix('torch.')}", kernel(Median(), dtype=dtype)
-    weights = [1 + place % 3 for place in range(rows)]
-    yield "trimmed_mean weighted", kernel(trimmed, weights=weights)
-    yield "trimmed_mean diagnosed 1/16", kernel(trimmed, every=16)
-    if rows > 4:  # the fewest rows that stay are as many as another kernel has
-        yield "median, one row masked", kernel(Median(), chosen=pointers[:-1])
-    yield PASS_AGAIN, sweep
-
-
-def _memory_calls(pool: Tensor, out: Tensor) -> dict[str, Callable[[], object]]:
-    return {
-        "memcpy of one row": lambda: out.copy_(pool[0]),
-        "torch.sum": lambda: torch.sum(pool, dim=0, out=out),
-    }
-
-
-def _peer_calls(few: Tensor) -> dict[str, Callable[[], object]]:
-    """Return other ways to a median, on fewer coordinates."""
-    as_array = few.numpy()
-    calls: dict[str, Callable[[], object]] = {
-        "torch.median": lambda: few.median(dim=0),
-        "torch.sort": lambda: few.sort(dim=0),
-        "numpy.median": lambda: np.median(as_array, axis=0),
-    }
-    found = peers()
-    if "byzfl" in found:
-        from importlib import import_module
-
-        median = import_module("byzfl").Median()
-        calls[f"byzfl {found['byzfl']} Median"] = lambda: median(few)
-    return calls
-
-
 def _time(
-    calls: dict[str, Callable[[], object]],
+    calls: Mapping[str, Callable[[], object]],
     clock: Clock,
     repeats: int,
     *,

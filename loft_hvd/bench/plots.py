@@ -7,15 +7,33 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from loft_hvd.bench.kernels import Timing
+from loft_hvd.bench.peers import PEER_PACKAGES
 from loft_hvd.errors import MissingDependencyError
 
-__all__ = ["plot_kernels"]
+__all__ = ["lines_of", "plot_kernels"]
 
-_SHOWN = ("median", "trimmed_mean f=", "mean_around", "phocas", "torch.median", "numpy.median")
+_RULES = ("mean", "median", "trimmed_mean", "mean_around_median", "phocas")
+_STYLES = {"avx512": "-", "avx2": "--", "baseline": ":", "": "-."}
+
+
+def lines_of(timings: Sequence[Timing]) -> dict[tuple[str, str], list[tuple[int, float]]]:
+    """Return what is drawn: row counts and passes of every line, by contestant and level.
+
+    A line is one of our rules in float32 without weights, or another way to a rule, at level "".
+    """
+    theirs = ("torch.median", "numpy.median", *(f"{package} " for package in PEER_PACKAGES))
+    lines: dict[tuple[str, str], list[tuple[int, float]]] = {}
+    for timing in timings:
+        name = timing.contestant.partition(" f=")[0]
+        if name in _RULES or (name.startswith(theirs) and not name.endswith(" again")):
+            lines.setdefault((name, timing.level), []).append((timing.rows, timing.passes))
+    return lines
 
 
 def plot_kernels(timings: Sequence[Timing], path: str | os.PathLike[str]) -> None:
     """Draw passes over row counts, one line a contestant, and write a PNG.
+
+    A colour is a contestant, and a way of dashing an instruction set.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
@@ -26,23 +44,20 @@ def plot_kernels(timings: Sequence[Timing], path: str | os.PathLike[str]) -> Non
         raise MissingDependencyError(
             "plots need matplotlib: pip install 'loft-hvd[plots]'"
         ) from error
-    lines: dict[str, list[tuple[int, float]]] = {}
-    for timing in timings:
-        if not timing.contestant.startswith(_SHOWN) or timing.contestant.endswith("float16"):
-            continue
-        rule = timing.contestant.split(" f=")[0].split(",")[0]
-        if "weighted" in rule or "diagnosed" in rule or "masked" in timing.contestant:
-            continue
-        lines.setdefault(f"{rule} {timing.level}", []).append((timing.rows, timing.passes))
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    lines = lines_of(timings)
+    colours = {name: f"C{i % 10}" for i, name in enumerate(dict.fromkeys(n for n, _ in lines))}
+    figure = Figure(figsize=(10, 6), layout="constrained")
     axes = figure.subplots()
-    for name, points in lines.items():
-        style = "--" if name.endswith(" ") else "-"
-        axes.plot(*zip(*sorted(points), strict=True), style, marker=".", label=name)
+    for (name, level), points in lines.items():
+        style, colour = _STYLES.get(level, "-"), colours[name]
+        label = f"{name} {level}".strip()
+        marker = "." if level or name in _RULES else "x"
+        rows, passes = zip(*sorted(points), strict=True)
+        axes.plot(rows, passes, style, color=colour, marker=marker, label=label)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xlabel("rows")
     axes.set_ylabel("time, passes over the same memory")
-    axes.legend(fontsize="small")
+    figure.legend(loc="outside right upper", fontsize="small")
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,47 +12,47 @@ import torch
 from typer.testing import CliRunner
 
 from loft_hvd._native import extension
-from loft_hvd.aggregation.rules import Median
-from loft_hvd.bench import kernels
-from loft_hvd.bench.cuda import COPY, judge_cuda, measure_cuda
+from loft_hvd.bench import commands
+from loft_hvd.bench.contestants import CALLED, EQUAL, KEPT, MASKED
+from loft_hvd.bench.cuda import COPY, COPY_AGAIN, judge_cuda, measure_cuda
 from loft_hvd.bench.gate import Goal, judge_kernels
-from loft_hvd.bench.kernels import KernelBench, Timing, check_rules, measure_kernels
+from loft_hvd.bench.kernels import KernelBench, Timing, measure_kernels
+from loft_hvd.bench.peers import Untimed
 from loft_hvd.cli import build_app
-from loft_hvd.errors import AggregationError
 
 pytestmark = pytest.mark.skipif(extension() is None, reason="the extension is not built here")
 
 SMALL = KernelBench(rows=(4,), numel=50_000, repeats=2)
 
 
-def test_every_contestant_of_a_row_count_is_timed() -> None:
-    (timings,) = measure_kernels(SMALL)
-    names = [timing.contestant for timing in timings]
-    assert {"pass", "pass again", "median", "trimmed_mean f=1", "torch.median"} <= set(names)
+def test_every_contestant_of_a_row_count_is_timed_at_every_level() -> None:
+    threads = torch.get_num_threads()
+    untimed: list[Untimed] = []
+    (timings,) = measure_kernels(SMALL, report=untimed.append)
+    assert torch.get_num_threads() == threads
+    names = [(timing.contestant, timing.level) for timing in timings]
+    module = extension()
+    assert module is not None
+    for level in module.isa_levels():
+        of_level = {name for name, other in names if other == level}
+        assert {"pass", "pass again", "mean", "median", "trimmed_mean f=1"} <= of_level
+        assert {"median bfloat16", "trimmed_mean weighted"} <= of_level
+    assert {"torch.median", "torch.median again", "numpy.median"} <= {name for name, _ in names}
+    called = {name for name, level in names if name.startswith("called") and level}
+    assert called == {CALLED, EQUAL, KEPT, MASKED}
     assert len(names) == len(set(names))
     assert all(timing.seconds > 0 for timing in timings)
-    best = min(t.seconds for t in timings if t.contestant.startswith("pass"))
-    for timing in timings:
-        if timing.level:
+    for level in module.isa_levels():
+        own = [
+            t for t in timings if t.level == level and not t.contestant.startswith(("one", "two"))
+        ]
+        best = min(t.seconds for t in own if t.contestant.startswith("pass"))
+        for timing in own:
             assert timing.passes == pytest.approx(timing.seconds / best)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 8, 33])
-def test_rules_pass_the_check_on_poisoned_rows(rows: int) -> None:
-    check_rules(rows)
-
-
-def test_a_wrong_rule_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(gradients: torch.Tensor, rule: object, *, out: torch.Tensor) -> None:
-        torch.mean(gradients[:-1], dim=0, out=out)
-
-    monkeypatch.setattr(kernels, "aggregate", wrong)
-    with pytest.raises(AggregationError, match=f"{Median()} of 8 rows differs"):
-        check_rules(8)
-
-
-def made_up(**passes: float) -> list[Timing]:
-    """Return timings at 16 rows and AVX-512 with these passes, all others on their goals."""
+def made_up(passes: Mapping[str, float] | None = None, level: str = "avx512") -> list[Timing]:
+    """Return timings at 16 rows with these passes, all others on AVX-512's goals."""
     named = {
         "pass": 1.0,
         "pass again": 1.0,
@@ -63,19 +64,29 @@ def made_up(**passes: float) -> list[Timing]:
         "median float16": 0.69,
         "trimmed_mean weighted": 3.0,
         "trimmed_mean diagnosed 1/16": 1.26,
-    } | passes
-    return [Timing(name, "avx512", 16, 1000, ratio, ratio, 1) for name, ratio in named.items()]
+        CALLED: 1.2,
+        EQUAL: 1.25,
+        KEPT: 1.2,
+        MASKED: 1.25,
+    } | dict(passes or {})
+    return [Timing(name, level, 16, 1000, ratio, ratio, 1) for name, ratio in named.items()]
 
 
 def test_timings_on_their_goals_meet_them() -> None:
     goals = judge_kernels(made_up())
-    assert len(goals) == 8
+    assert len(goals) == 10
     assert {goal.verdict for goal in goals} == {"met"}
 
 
 @pytest.mark.parametrize(
     ("name", "factor"),
-    [("median", 1.2), ("trimmed_mean weighted", 1.01), ("phocas f=4", 1.1)],
+    [
+        ("median", 1.2),
+        ("trimmed_mean weighted", 1.01),
+        ("phocas f=4", 1.1),
+        (EQUAL, 1.02),
+        (MASKED, 1.02),
+    ],
 )
 def test_a_goal_that_is_missed_is_said(name: str, factor: float) -> None:
     timings = made_up()
@@ -89,7 +100,34 @@ def test_a_goal_that_is_missed_is_said(name: str, factor: float) -> None:
 
 
 def test_a_pass_that_differs_from_itself_judges_nothing() -> None:
-    assert {g.verdict for g in judge_kernels(made_up(**{"pass again": 1.2}))} == {"too noisy"}
+    assert {g.verdict for g in judge_kernels(made_up({"pass again": 1.2}))} == {"too noisy"}
+
+
+def test_baseline_is_timed_and_not_judged() -> None:
+    assert judge_kernels(made_up({"median": 9.0}, "baseline")) == []
+
+
+@pytest.mark.parametrize("level", ["avx2", "avx512"])
+@pytest.mark.parametrize(("passes", "verdict"), [(2.5, "met"), (2.51, "missed")])
+def test_128_rows_are_judged_at_both_levels(level: str, passes: float, verdict: str) -> None:
+    timings = [replace(t, rows=128) for t in made_up({"median": passes}, level)]
+    goals = {goal.what: goal for goal in judge_kernels(timings)}
+    goal = goals[f"median / pass, 128 rows, {level}"]
+    assert (goal.limit, goal.verdict) == (2.5, verdict)
+
+
+@pytest.mark.parametrize(
+    ("again", "found", "verdict"),
+    [(60.0, 1.0, "met"), (60.0, 1.3, "missed"), (70.0, 1.0, "too noisy"), (50.0, 9.0, "too noisy")],
+)
+def test_torch_is_no_measure_where_it_differs_from_itself(
+    again: float, found: float, verdict: str
+) -> None:
+    named = {"torch.median": 60.0, "torch.median again": again}
+    timings = made_up({"median": found})
+    timings += [Timing(name, "", 16, 1000, ratio, ratio, 1) for name, ratio in named.items()]
+    (goal,) = (g for g in judge_kernels(timings) if g.what.startswith("torch.median"))
+    assert goal.verdict == verdict
 
 
 @pytest.mark.parametrize(
@@ -101,10 +139,10 @@ def test_two_threads_are_judged_by_the_scaling_of_the_pass(
 ) -> None:
     named = {"one thread: pass": 1.0, "one thread: median": 1.0}
     named |= {"two threads: pass": two_passes, "two threads: median": two_medians}
-    (goal,) = (g for g in judge_kernels(made_up(**named)) if g.what.startswith("two threads"))
+    (goal,) = (g for g in judge_kernels(made_up(named)) if g.what.startswith("two threads"))
     assert goal.verdict == verdict
     named["one thread: pass"] = 1.2  # not the pass's time a moment ago
-    (goal,) = (g for g in judge_kernels(made_up(**named)) if g.what.startswith("two threads"))
+    (goal,) = (g for g in judge_kernels(made_up(named)) if g.what.startswith("two threads"))
     assert goal.verdict == "too noisy"
 
 
@@ -132,22 +170,56 @@ def test_device_bench_times_rules_against_a_copy() -> None:
     small = KernelBench(rows=(4,), numel=20_000, repeats=1)
     (timings,) = measure_cuda(small, torch.device("cpu"))  # timed by the CPU
     names = [timing.contestant for timing in timings]
-    assert {COPY, "median", "trimmed_mean f=1", "median bfloat16", "torch.median"} <= set(names)
+    assert {COPY, "mean", "median", "trimmed_mean f=1", "median bfloat16"} <= set(names)
+    assert {COPY_AGAIN, "torch.median", "torch.median again"} <= set(names)
     copy = timings[names.index(COPY)]
     assert copy.passes == pytest.approx(1.0)
     for timing in timings:
         assert timing.passes == pytest.approx(copy.gb_per_s / timing.gb_per_s)
 
 
-def test_device_goals_are_shares_of_the_copy() -> None:
-    named = {COPY: 1.0, "median": 1.1, "trimmed_mean f=4": 1.2, "torch.median": 60.0}
+def on_device(**seconds: float) -> dict[str, str]:
+    """Return the verdicts of a device's timings at 16 rows, some of them as given."""
+    named = {COPY: 1.0, COPY_AGAIN: 1.0, "median": 1.1, "trimmed_mean f=4": 1.2}
+    named |= {"torch.median": 60.0, "torch.median again": 60.0} | seconds
     timings = [Timing(name, "", 16, 1000, ratio, ratio, 1) for name, ratio in named.items()]
-    verdicts = {goal.what: goal.verdict for goal in judge_cuda(timings)}
-    assert verdicts == {
+    return {goal.what: goal.verdict for goal in judge_cuda(timings)}
+
+
+def test_device_goals_are_shares_of_the_copy() -> None:
+    assert on_device() == {
         "median by a copy's bandwidth, 16 rows": "met",
         "trimmed_mean f=4 by a copy's bandwidth, 16 rows": "missed",
         "torch.median / median, 16 rows": "met",
     }
+
+
+def test_device_goals_are_not_judged_where_a_reference_differs_from_itself() -> None:
+    assert on_device(**{COPY_AGAIN: 1.1}) == {
+        "median by a copy's bandwidth, 16 rows": "too noisy",
+        "trimmed_mean f=4 by a copy's bandwidth, 16 rows": "too noisy",
+        "torch.median / median, 16 rows": "met",
+    }
+    assert (
+        on_device(**{"torch.median again": 50.0})["torch.median / median, 16 rows"] == "too noisy"
+    )
+
+
+@pytest.mark.parametrize(
+    ("again", "far", "status"), [(1.0, False, 0), (1.2, False, 2), (1.2, True, 1)]
+)
+def test_device_gate_ends_with_2_where_a_reference_is_noisy(
+    again: float, far: bool, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = {COPY: 1.0, COPY_AGAIN: again, "median": 1.0, "trimmed_mean f=4": 1.0}
+    named |= {"torch.median": 10.0 if far else 60.0, "torch.median again": 10.0 if far else 60.0}
+    timings = [Timing(name, "", 16, 1000, ratio, ratio, 1) for name, ratio in named.items()]
+    monkeypatch.setattr(commands, "require_cuda", lambda: torch.device("cpu"))
+    monkeypatch.setattr(commands, "measure_cuda", lambda bench, device: iter([timings]))
+    found = commands.bench_kernels(
+        SMALL, "cuda", files=(None, None), gate=True, show=lambda rows: None
+    )
+    assert found == status
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
