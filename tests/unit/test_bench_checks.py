@@ -12,9 +12,10 @@ import torch
 
 from loft_hvd._native import extension
 from loft_hvd.aggregation.aggregate import aggregate
-from loft_hvd.bench import checks, contestants
+from loft_hvd.bench import checks, contestants, kernels
 from loft_hvd.bench.checks import check_contestants, check_rules, check_threads, hard_rows
 from loft_hvd.bench.contestants import Place
+from loft_hvd.bench.kernels import KernelBench
 from loft_hvd.errors import AggregationError
 
 pytestmark = pytest.mark.skipif(extension() is None, reason="the extension is not built here")
@@ -37,8 +38,11 @@ class Job(NamedTuple):
 class Broken:
     """The extension, but where ``when`` says so the last value of a result is another."""
 
-    def __init__(self, when: Callable[[Job], bool], *, diagnosis: bool = False) -> None:
+    def __init__(
+        self, when: Callable[[Job], bool], *, diagnosis: bool = False, byte: int = 1
+    ) -> None:
         self._when = when
+        self._byte = byte
         self._diagnosis = diagnosis
         self._real: Any = extension()
 
@@ -53,7 +57,7 @@ class Broken:
             return (seen, [outside[0] + 1, *outside[1:]], *others)
         if self._when(job):
             width = {1: 4, 2: 2, 3: 2}[job.dtype]
-            ctypes.memset(job.out + width * (job.numel - 1), 1, width)
+            ctypes.memset(job.out + width * (job.numel - 1), self._byte, width)
         return found
 
 
@@ -85,6 +89,12 @@ def test_a_wrong_contestant_of_any_form_is_named(name: str) -> None:
     levels = [levels[0], levels[-1]]
     with pytest.raises(AggregationError, match=name.replace("LAST", levels[-1])):
         check_contestants(module, 8, levels)
+
+
+def test_nan_is_right_only_where_the_definition_has_it() -> None:
+    module: Any = Broken(lambda job: job.rule == 0, byte=0xFF)
+    with pytest.raises(AggregationError, match=r"median, baseline, of 8 rows.* 4098: nan instead"):
+        check_contestants(module, 8, ["baseline"])
 
 
 def test_a_kernel_that_writes_nothing_is_found() -> None:
@@ -158,3 +168,23 @@ def test_threads_must_give_the_same_bits() -> None:
     one = replace(one, module=module)
     with pytest.raises(AggregationError, match="phocas f=2 of 8 rows differs with 2 threads"):
         check_threads(one, replace(one, threads=2))
+
+
+@pytest.mark.parametrize(
+    ("when", "name"),
+    [
+        (lambda job: bool(job.weights), "trimmed_mean weighted, baseline,"),
+        (lambda job: job.threads == 2 and job.dtype == 3, "median bfloat16 of 4 rows differs with"),
+    ],
+)
+def test_nothing_is_timed_before_it_is_checked(
+    when: Callable[[Job], bool], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise AssertionError("timed first")
+
+    monkeypatch.setattr(kernels, "extension", lambda: Broken(when))
+    monkeypatch.setattr(kernels, "interleaved_minimum", refuse)
+    bench = KernelBench(rows=(4,), numel=1024, threads=2, levels=("baseline",))
+    with pytest.raises(AggregationError, match=name):
+        list(kernels.measure_kernels(bench, report=print))

@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,7 +16,8 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from loft_hvd._native import extension
-from loft_hvd.bench.kernels import Timing
+from loft_hvd.bench import kernels
+from loft_hvd.bench.kernels import KernelBench, Timing
 from loft_hvd.bench.peers import Untimed, Way, find_ways, peer_calls, peer_rows
 from loft_hvd.bench.plots import lines_of
 from loft_hvd.cli import build_app
@@ -105,6 +106,14 @@ def test_each_is_given_the_definitions_f(rows: int) -> None:
     assert (len(names), untimed) == (len(OWN | THEIRS), [])
 
 
+@pytest.mark.usefixtures("installed")
+def test_a_share_that_rounds_down_still_trims_f() -> None:
+    rows = torch.randn(100, 50, generator=torch.Generator().manual_seed(1))
+    way = next(way for way in find_ways(print) if way.name == "flwr 0.3 aggregate_trimmed_avg")
+    (found,) = cast("list[Any]", way.prepare(rows, 29)())  # int(0.29 * 100) is 28
+    assert found == pytest.approx(way.wanted(rows.double().numpy(), 29), abs=1e-6)
+
+
 def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     def version(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
@@ -168,6 +177,26 @@ def test_peers_get_no_more_values_than_a_quantile_takes() -> None:
     _, numel = peer_calls([way], pool, list.clear)  # type: ignore[arg-type]  # never called
     assert numel == 125_000
     assert max(seen) == 16_000_000
+
+
+@pytest.mark.skipif(extension() is None, reason="the extension is not built here")
+@pytest.mark.parametrize("threads", [1, 3])
+def test_torch_has_as_many_threads_as_the_kernels(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    def look(rows: Tensor) -> Tensor:
+        seen.append(torch.get_num_threads())
+        return rows[0]
+
+    way = Way("seen", lambda rows, f: lambda: look(rows), lambda values, f: values[0])
+    monkeypatch.setattr(kernels, "find_ways", lambda report: [way])
+    before = torch.get_num_threads()
+    bench = KernelBench(rows=(2,), numel=1024, threads=threads, repeats=1, levels=("baseline",))
+    list(kernels.measure_kernels(bench, report=print))
+    assert set(seen) == {threads}
+    assert torch.get_num_threads() == before
 
 
 @pytest.mark.skipif(extension() is None, reason="the extension is not built here")
