@@ -70,6 +70,10 @@ LOFT_INLINE void exchange(Value& a, Value& b) {
   a.v = low;
 }
 
+// Most rows whose floats are sorted: more do not fit the registers, and keys, whose minimum and
+// maximum take half as long, are faster.
+constexpr int kValueRows = kVectorBytes == 64 ? 32 : kVectorBytes == 32 ? 24 : 16;
+
 template <int kRows>
 struct ValueLoad : RowLoad<Float32, kRows> {
   LOFT_INLINE Value operator()(int row) const {
@@ -134,9 +138,56 @@ int64_t run_around(const Work& work, int64_t begin, int64_t end) {
   return at;
 }
 
+// Rank `vectors` neighbouring vectors of kRows rows, each into kRows values of `to`. What passes
+// through memory anyway is ordered by keys. NaN comes out as it is, after +inf: it never enters a
+// window, because no comparison with it holds.
+template <int kRows>
+__attribute__((noinline)) void rank_values(Source source, int64_t at, int vectors, Value* to) {
+  for (int vector = 0; vector < vectors; ++vector, at += kStep<Float32>, to += kRows) {
+    Float32::Entry ranked[kRows];
+    const RowLoad<Float32, kRows> load{source, at};
+    load.fetch(vector);
+    SortNetwork<kRows>::apply(ranked, load);
+#pragma GCC unroll 32
+    for (int row = 0; row < kRows; ++row) to[row].v = Float32::value(ranked[row], 0);
+  }
+}
+
+// The same where code for every f would be too much: what does not depend on f is compiled once a
+// row count, and a few vectors at a time pass through the first cache.
+template <int kRows, int kF, bool kIsPhocas>
+int64_t run_around_ranked(const Work& work, int64_t begin, int64_t end) {
+  alignas(64) Value ranked[kBatch * kRows];
+  int64_t at = begin;
+  while (at + Float32::kLanes <= end) {
+    const int64_t left = (end - at) / Float32::kLanes;
+    const int vectors = left < kBatch ? static_cast<int>(left) : kBatch;
+    rank_values<kRows>({work.rows, nullptr}, at * 4, vectors, ranked);
+    for (int vector = 0; vector < vectors; ++vector, at += Float32::kLanes) {
+      bool is_finite;
+      const auto outcome = values_around<kRows, kF, kIsPhocas>(ranked + vector * kRows, is_finite);
+      put<Float32, true>(work, outcome, 0, at, begin);
+      if (__builtin_expect(!is_finite, 0)) redo<Float32>(work, at, begin);
+    }
+  }
+  return at;
+}
+
+// Most rows for which a rule is compiled as a whole with every f; up to kValueRows with rows / 4.
+constexpr int kAroundRows = kVectorBytes == 64 ? 32 : 16;
+
+template <int kRows, int kF, bool kIsPhocas>
+constexpr Run around() {
+  if constexpr (kRows <= kAroundRows || (kRows <= kValueRows && kF == kRows / 4)) {
+    return run_around<kRows, kF, kIsPhocas>;
+  } else {
+    return run_around_ranked<kRows, kF, kIsPhocas>;
+  }
+}
+
 template <int kRows, bool kIsPhocas, int... kF>
 Run around_of(int f, std::integer_sequence<int, kF...>) {
-  constexpr Run table[] = {run_around<kRows, kF, kIsPhocas>...};
+  constexpr Run table[] = {around<kRows, kF, kIsPhocas>()...};
   return table[f];
 }
 template <int kRows, bool kIsPhocas>
@@ -146,17 +197,10 @@ Run around_with(int f) {
 
 // Any f of up to `sizeof...(kLess)` rows.
 template <bool kIsPhocas, int... kLess>
-Run around_few(const Work& work, std::integer_sequence<int, kLess...>) {
+Run around_up_to(const Work& work, std::integer_sequence<int, kLess...>) {
   using Choose = Run (*)(int);
   constexpr Choose table[] = {around_with<kLess + 1, kIsPhocas>...};
   return table[work.num_rows - 1](work.params.f);
-}
-
-// f = rows / 4 of kFirst rows and more.
-template <bool kIsPhocas, int kFirst, int... kMore>
-Run around_quarter(const Work& work, std::integer_sequence<int, kMore...>) {
-  constexpr Run table[] = {run_around<kFirst + kMore, (kFirst + kMore) / 4, kIsPhocas>...};
-  return work.params.f == work.num_rows / 4 ? table[work.num_rows - kFirst] : nullptr;
 }
 
 }  // namespace LOFT_ISA

@@ -84,23 +84,14 @@ Run quarter_or_none(const Work& work) {
   return nullptr;
 }
 
-// Most rows whose floats rules around a centre sort: more do not fit the registers, and keys, whose
-// minimum and maximum take half as long, are faster.
-constexpr int kValueRows = kVectorBytes == 64 ? 32 : kVectorBytes == 32 ? 24 : 16;
-
 // A rule around a centre, which needs every rank.
-template <typename F, typename RuleOf, bool kIsPhocas>
+template <typename F, bool kIsPhocas>
 Run around_for(const Work& work) {
   if constexpr (std::is_same_v<F, Float32>) {
-    constexpr int kFew = kFixedRows<F>;
-    if (work.num_rows <= kFew) {
-      return around_few<kIsPhocas>(work, std::make_integer_sequence<int, kFew>{});
+    constexpr int kMost = kVectorBytes > 16 ? 32 : kAroundRows;
+    if (work.num_rows <= kMost) {
+      return around_up_to<kIsPhocas>(work, std::make_integer_sequence<int, kMost>{});
     }
-    if constexpr (kValueRows > kFew) {
-      using More = std::make_integer_sequence<int, kValueRows - kFew>;
-      if (work.num_rows <= kValueRows) return around_quarter<kIsPhocas, kFew + 1>(work, More{});
-    }
-    if constexpr (kValueRows < 2 * kFew) return quarter_or_none<F, RuleOf>(work);
   }
   return nullptr;
 }
@@ -139,8 +130,8 @@ Run special_for(const Work& work) {
       }
       return nullptr;
     case Rule::kTrimmedMean: return trimmed_for<F>(work);
-    case Rule::kMeanAroundMedian: return around_for<F, MeanAroundMedianRule<F>, false>(work);
-    case Rule::kPhocas: return around_for<F, PhocasRule<F>, true>(work);
+    case Rule::kMeanAroundMedian: return around_for<F, false>(work);
+    case Rule::kPhocas: return around_for<F, true>(work);
   }
   return nullptr;
 }

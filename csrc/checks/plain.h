@@ -64,8 +64,9 @@ V plain_mean(const Ranked<V>& ranked, size_t first, size_t count, bool by_weight
   return mean > high ? high : mean;
 }
 
+// The middle two ranks, which may be one.
 template <typename V>
-V plain_median(const Ranked<V>& ranked, MedianKind kind, bool by_weight) {
+std::pair<size_t, size_t> plain_middle(const Ranked<V>& ranked, bool by_weight) {
   const size_t rows = ranked.values.size();
   size_t first = (rows - 1) / 2, last = rows / 2;
   if (by_weight) {
@@ -78,57 +79,105 @@ V plain_median(const Ranked<V>& ranked, MedianKind kind, bool by_weight) {
       if (last == rows && 2 * below > total) last = i;
     }
   }
+  return {first, last};
+}
+
+// A result and the window of values that were kept for it.
+template <typename V>
+struct Kept {
+  V result, low, high;
+};
+
+template <typename V>
+Kept<V> plain_median(const Ranked<V>& ranked, MedianKind kind, bool by_weight) {
+  const auto [first, last] = plain_middle(ranked, by_weight);
   const V lower = ranked.values[first], upper = ranked.values[last];
-  if (kind == MedianKind::kLower || lower == upper) return lower;
-  return kind == MedianKind::kUpper || first == last ? upper : lower / 2 + upper / 2;
+  if (kind == MedianKind::kLower || lower == upper) return {lower, lower, upper};
+  const bool is_upper = kind == MedianKind::kUpper || first == last;
+  return {is_upper ? upper : lower / 2 + upper / 2, lower, upper};
 }
 
 template <typename V>
-V plain_rule(Ranked<V> ranked, const RuleParams& params) {
+Kept<V> plain_rule(Ranked<V> ranked, const RuleParams& params) {
   const size_t rows = ranked.values.size(), f = static_cast<size_t>(params.f), keep = rows - f;
   if (params.rule == Rule::kMedian) return plain_median(ranked, params.kind, true);
-  if (params.rule == Rule::kTrimmedMean) return plain_mean(ranked, f, rows - 2 * f, true);
+  if (params.rule == Rule::kTrimmedMean) {
+    const V mean = plain_mean(ranked, f, rows - 2 * f, true);
+    return {mean, ranked.values[f], ranked.values[keep - 1]};
+  }
   const V centre = params.rule == Rule::kPhocas
                        ? plain_mean(ranked, f, rows - 2 * f, false)
-                       : plain_median(ranked, MedianKind::kMidpoint, false);
+                       : plain_median(ranked, MedianKind::kMidpoint, false).result;
+  const Ranked<V> all = ranked;
+  size_t first = 0;
   for (size_t i = 0; i < f; ++i) {
-    if ((centre - ranked.values[i]) > (ranked.values[i + keep] - centre)) {
-      ranked.values[i % keep] = ranked.values[i + keep];
-      ranked.weights[i % keep] = ranked.weights[i + keep];
+    if ((centre - all.values[i]) > (all.values[i + keep] - centre)) {
+      ranked.values[i % keep] = all.values[i + keep];
+      ranked.weights[i % keep] = all.weights[i + keep];
+      first = i + 1;
     }
   }
   const V mean = plain_mean(ranked, 0, keep, true);
-  return centre == centre ? mean : centre;
+  return {centre == centre ? mean : centre, all.values[first], all.values[first + keep - 1]};
 }
 
-// The result's stored bits; `stored` are those of one coordinate, a value a row.
+// `stored` are the bits of one coordinate, a value a row.
 template <DType kDType>
-typename Stored<kDType>::Bits plain_result(const std::vector<typename Stored<kDType>::Bits>& stored,
-                                           const std::vector<int32_t>& weights,
-                                           const RuleParams& params) {
-  using V = typename Stored<kDType>::Value;
-  using Bits = typename Stored<kDType>::Bits;
-  std::vector<std::pair<Bits, int64_t>> order;
+Kept<typename Stored<kDType>::Value> plain_kept(
+    const std::vector<typename Stored<kDType>::Bits>& stored, const std::vector<int32_t>& weights,
+    const RuleParams& params) {
+  std::vector<std::pair<typename Stored<kDType>::Bits, int64_t>> order;
   for (size_t row = 0; row < stored.size(); ++row) {
     order.emplace_back(key_of<kDType>(stored[row]), weights.empty() ? 1 : weights[row]);
   }
   std::sort(order.begin(), order.end());
-  Ranked<V> ranked;
+  Ranked<typename Stored<kDType>::Value> ranked;
   for (const auto& [key, weight] : order) {
     ranked.values.push_back(value_of<kDType>(flip_bits(key)));
     ranked.weights.push_back(weight);
   }
-  const V result = plain_rule(ranked, params);
+  return plain_rule(ranked, params);
+}
+
+// The bits that a result is stored with.
+template <DType kDType>
+typename Stored<kDType>::Bits result_bits(typename Stored<kDType>::Value result) {
   return result == result ? bits_of<kDType>(result) : Stored<kDType>::kNaN;
 }
 
-// Rows and result of one job, each in a heap block of just its size, `offset` bytes in.
+template <DType kDType>
+typename Stored<kDType>::Bits plain_result(const std::vector<typename Stored<kDType>::Bits>& stored,
+                                           const std::vector<int32_t>& weights,
+                                           const RuleParams& params) {
+  return result_bits<kDType>(plain_kept<kDType>(stored, weights, params).result);
+}
+
+// Adds what every row did in one coordinate.
+template <DType kDType>
+void plain_diagnose(const std::vector<typename Stored<kDType>::Bits>& stored,
+                    const Kept<typename Stored<kDType>::Value>& kept, double result,
+                    Diagnostics& sums) {
+  ++sums.coordinates;
+  for (size_t row = 0; row < stored.size(); ++row) {
+    const auto value = value_of<kDType>(stored[row]);
+    const bool is_nan = std::isnan(value);  // orders above +inf
+    const bool is_below = value < kept.low || (std::isnan(kept.low) && !is_nan);
+    const bool is_above = value > kept.high || (is_nan && !std::isnan(kept.high));
+    const double distance = static_cast<double>(value) - result;
+    sums.num_outside[row] += is_below || is_above;
+    sums.num_non_finite[row] += !std::isfinite(value);
+    if (std::isfinite(distance)) sums.squared_distance[row] += distance * distance;
+  }
+}
+
+// Rows and result of one job, each in a heap block of just its size, `offset` bytes in. Behind the
+// first vectors only row 0 is not finite everywhere; in a tame case that is NaN, nothing else.
 template <DType kDType>
 class Case {
  public:
   using Bits = typename Stored<kDType>::Bits;
 
-  Case(int rows, int64_t numel, int offset, bool is_weighted, unsigned seed)
+  Case(int rows, int64_t numel, int offset, bool is_weighted, unsigned seed, bool is_tame = false)
       : bytes_(static_cast<size_t>(numel) * sizeof(Bits)), offset_(static_cast<size_t>(offset)) {
     std::mt19937 random(seed);
     job.numel = numel;
@@ -136,8 +185,9 @@ class Case {
     for (int row = 0; row <= rows; ++row) {  // the last one takes the result
       blocks_.emplace_back(static_cast<char*>(std::malloc(bytes_ + offset_ + (bytes_ == 0))));
       for (int64_t i = 0; i < numel; ++i) {
-        // behind the first vectors only row 0 is not finite
-        put(row, i, row == 0 || i < kHard ? hard_value(random) : tame_value(random));
+        const bool is_hard = row == 0 || (i < kHard && !is_tame);
+        const Bits bits = is_hard ? hard_value(random) : tame_value(random);
+        put(row, i, is_tame && !is_finite(bits) ? Stored<kDType>::kNaN : bits);
       }
       if (row < rows) job.rows.push_back(blocks_.back().get() + offset_);
     }
@@ -171,6 +221,9 @@ class Case {
 
   static constexpr int64_t kHard = 32;
 
+  static bool is_finite(Bits bits) {
+    return (bits & std::numeric_limits<Bits>::max()) < Stored<kDType>::kInfinity;
+  }
   static Bits tame_value(std::mt19937& random) {
     const float value = std::ldexp(static_cast<float>(random() % 4096) - 2048.0f,
                                    static_cast<int>(random() % 8) - 12);

@@ -194,10 +194,9 @@ def random_columns_fast(rows: int, vectors: int) -> list[int]:
 def emit(name: str, arguments: str, network: Network) -> str:
     """Return one struct with the network as straight-line code."""
     call = {"exchange": "exchange", "min": "keep_min", "max": "keep_max"}
-    ordered = in_few_registers(network, REGISTERS)
     lines = []
     loaded: set[int] = set()
-    for kind, a, b in ordered:
+    for kind, a, b in network:
         lines += [f"    v[{row}] = load({row});" for row in (a, b) if row not in loaded]
         loaded |= {a, b}
         lines.append(f"    {call[kind]}(v[{a}], v[{b}]);")
@@ -219,10 +218,11 @@ def emit(name: str, arguments: str, network: Network) -> str:
 
 
 def proved(network: Network, rows: int, wanted: Iterable[int], what: str) -> Network:
-    """Return the network; raise if a wanted register may end with another rank."""
-    if not proves(network, rows, wanted):
+    """Return the network, its steps ordered; raise if a wanted register may end wrong."""
+    ordered = in_few_registers(network, REGISTERS)
+    if not proves(ordered, rows, wanted):
         raise AssertionError(f"the {what} network for {rows} rows is wrong")
-    return network
+    return ordered
 
 
 def generate_networks() -> str:
