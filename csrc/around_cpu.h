@@ -139,8 +139,8 @@ int64_t run_around(const Work& work, int64_t begin, int64_t end) {
 }
 
 // Rank `vectors` neighbouring vectors of kRows rows, each into kRows values of `to`. What passes
-// through memory anyway is ordered by keys. NaN comes out as it is, after +inf: it never enters a
-// window, because no comparison with it holds.
+// through memory anyway is ordered by keys. NaN comes out as it is, after +inf: no comparison with
+// it holds, so it never enters a window, and where it is in one from the start the sum shows it.
 template <int kRows>
 __attribute__((noinline)) void rank_values(Source source, int64_t at, int vectors, Value* to) {
   for (int vector = 0; vector < vectors; ++vector, at += kStep<Float32>, to += kRows) {
