@@ -78,7 +78,7 @@ template <int kRows>
 struct ValueLoad : RowLoad<Float32, kRows> {
   LOFT_INLINE Value operator()(int row) const {
     const char* from = this->source.rows[row] + this->at;
-    if (this->kVectorsALine == 1) prefetch<kRows>(from);
+    if (kVectorsALine<Float32> == 1) prefetch<kRows <= kNearRows>(from);
     return {limit(load<Floats>(from))};
   }
 };
@@ -153,8 +153,8 @@ __attribute__((noinline)) void rank_values(Source source, int64_t at, int vector
   }
 }
 
-// The same where code for every f would be too much: what does not depend on f is compiled once a
-// row count, and a few vectors at a time pass through the first cache.
+// The same of more rows, for any f: what does not depend on f is compiled once a row count, and a
+// few vectors at a time pass through the first cache.
 template <int kRows, int kF, bool kIsPhocas>
 int64_t run_around_ranked(const Work& work, int64_t begin, int64_t end) {
   alignas(64) Value ranked[kBatch * kRows];
@@ -173,12 +173,9 @@ int64_t run_around_ranked(const Work& work, int64_t begin, int64_t end) {
   return at;
 }
 
-// Most rows for which a rule is compiled as a whole with every f; up to kValueRows with rows / 4.
-constexpr int kAroundRows = kVectorBytes == 64 ? 32 : 16;
-
 template <int kRows, int kF, bool kIsPhocas>
 constexpr Run around() {
-  if constexpr (kRows <= kAroundRows || (kRows <= kValueRows && kF == kRows / 4)) {
+  if constexpr (kRows <= kValueRows) {
     return run_around<kRows, kF, kIsPhocas>;
   } else {
     return run_around_ranked<kRows, kF, kIsPhocas>;

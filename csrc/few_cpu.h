@@ -38,7 +38,7 @@ int64_t run_few(const Work& work, int64_t begin, int64_t end) {
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row) {
       const char* from = rows[row].second + at * 4;
-      if (vector % (kLineBytes / kVectorBytes) == 0) prefetch<kRows>(from);
+      if (vector % kVectorsALine<F> == 0) prefetch<true>(from);
       v[row] = {Float32::load(from), Vector<int32_t>{} + rows[row].first};
     }
 #pragma GCC unroll 8

@@ -88,7 +88,7 @@ Run quarter_or_none(const Work& work) {
 template <typename F, bool kIsPhocas>
 Run around_for(const Work& work) {
   if constexpr (std::is_same_v<F, Float32>) {
-    constexpr int kMost = kVectorBytes > 16 ? 32 : kAroundRows;
+    constexpr int kMost = kVectorBytes > 16 ? 32 : kValueRows;
     if (work.num_rows <= kMost) {
       return around_up_to<kIsPhocas>(work, std::make_integer_sequence<int, kMost>{});
     }

@@ -35,7 +35,7 @@ void pass_rows(const Work& work, int64_t begin, int64_t end) {
 #pragma GCC unroll 32
     for (int row = 0; row < rows; ++row) {
       const char* from = work.rows[row] + at * 4;
-      prefetch<kRows>(from);
+      prefetch<(kRows > 0 && kRows <= kNearRows)>(from);
       for (int i = 0; i < kLineVectors; ++i) sum[i] += load<V>(from + i * kVectorBytes);
     }
     for (int i = 0; i < kLineVectors; ++i) store(work.out + at * 4 + i * kVectorBytes, sum[i]);

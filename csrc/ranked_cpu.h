@@ -8,10 +8,10 @@ namespace LOFT_ISA {
 
 constexpr int kBatch = 4;  // vectors between loading and finishing, of rows that are one group
 
-// The same of more rows, whose pages are more than the first address buffer holds: two lines a
-// visit where a vector is a line, else (measured) one vector, which spreads the fetching best.
+// The same of more rows, whose pages are more than the first address buffer holds: at least a line
+// a visit.
 template <typename F>
-constexpr int kManyBatch = RowLoad<F, 0>::kVectorsALine == 1 && !kIsWeighted<F> ? 2 : 1;
+constexpr int kManyBatch = kVectorsALine<F> > 2 ? kVectorsALine<F> : 2;
 
 // Aggregates whole vectors of coordinates [begin, end) and returns where it stopped.
 using Run = int64_t (*)(const Work&, int64_t, int64_t);

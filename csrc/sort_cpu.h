@@ -23,10 +23,12 @@ constexpr bool kHasCompare64 = true;
 constexpr bool kHasCompare64 = false;
 #endif
 
-// Where the rows of one call lie; `weights` is null without weights.
+// Where the rows of one call lie; `weights` is null without weights. `is_part`: they are a group of
+// more rows, for whose fetched lines together the first cache has no room.
 struct Source {
   const char* const* rows;
   const int32_t* weights;
+  bool is_part = false;
 };
 
 template <typename F>
@@ -53,23 +55,33 @@ constexpr int kClean = kGroup<F> < kRegisters ? kGroup<F> : kRegisters;
 // Loops over rows are unrolled by order: left to itself GCC stops at 16 and puts the entries in
 // memory.
 
+template <typename F>
+constexpr int kVectorsALine = kLineBytes / kStep<F> > 1 ? kLineBytes / kStep<F> : 1;
+
 // Rows of one vector at byte `at`. Networks ask for a row where they first need it, so that few
-// entries are alive at a time. Each line is fetched ahead once: with the load of its row where a
-// vector is a line, else with the first vector of the line, all rows together.
-template <typename F, int kRows>
+// entries are alive at a time. Each line is fetched ahead once: kByRow, with the load of its row,
+// else with the first vector of the line, all rows together.
+template <typename F, int kRows, bool kByRow = kVectorsALine<F> == 1>
 struct RowLoad {
-  static constexpr int kVectorsALine = kLineBytes / kStep<F> > 1 ? kLineBytes / kStep<F> : 1;
   Source source;
   int64_t at;
 
   LOFT_INLINE void fetch(int vector) const {
-    if (kVectorsALine == 1 || vector % kVectorsALine != 0) return;
+    if (kByRow || vector % kVectorsALine<F> != 0) return;
+    if (kRows > kNearRows || source.is_part) {
+      fetch_rows<false>();
+    } else {
+      fetch_rows<true>();
+    }
+  }
+  template <bool kNear>
+  LOFT_INLINE void fetch_rows() const {
 #pragma GCC unroll 64
-    for (int row = 0; row < kRows; ++row) prefetch<kRows>(source.rows[row] + at);
+    for (int row = 0; row < kRows; ++row) prefetch<kNear>(source.rows[row] + at);
   }
   LOFT_INLINE typename F::Entry operator()(int row) const {
     const char* from = source.rows[row] + at;
-    if (kVectorsALine == 1) prefetch<kRows>(from);
+    if (kByRow) prefetch<kRows <= kNearRows>(from);
     if constexpr (kIsWeighted<F>) {
       return F::load(from, source.weights[row]);
     } else {
@@ -81,9 +93,10 @@ struct RowLoad {
 // Sort `vectors` neighbouring vectors of kRows rows, each into `to`, `stride` entries apart.
 template <typename F, int kRows>
 void sort_group(Source source, int64_t at, int vectors, typename F::Entry* to, int stride) {
+  constexpr bool kIsByRow = kVectorsALine<F> == 1 && kGroup<F> > kNearRows;  // is_part is not asked
   for (int vector = 0; vector < vectors; ++vector, at += kStep<F>, to += stride) {
     typename F::Entry entries[kRows];
-    const RowLoad<F, kRows> load{source, at};
+    const RowLoad<F, kRows, kIsByRow> load{source, at};
     load.fetch(vector);
     SortNetwork<kRows>::apply(entries, load);
 #pragma GCC unroll 32
@@ -152,19 +165,21 @@ struct Wanted {
   bool touches(int from, int to) const { return begin < to && from < end; }
 };
 
-// The first two steps of a merge of two runs of `half` entries each, where only ranks of the middle
-// half are wanted: run[half / 2, half) and run[half, half + half / 2) become bitonic runs of them.
-template <typename Entry>
-void merge_middle(Entry* run, int half) {
+// The first two steps of a merge of two runs of `half` entries each, in one go. kIsMiddle: only the
+// middle half of the ranks is wanted, so the outer ones of every four are not written.
+template <bool kIsMiddle, typename Entry>
+void merge_quarters(Entry* run, int half) {
   const int quarter = half / 2;
   for (int i = 0; i < quarter; ++i) {
-    Entry a = run[i], b = run[quarter + i], c = run[3 * quarter - 1 - i], d = run[2 * half - 1 - i];
+    Entry *low = run + i, *high = run + 2 * half - 1 - i;
+    Entry a = *low, b = low[quarter], c = *(high - quarter), d = *high;
     exchange(a, d);
     exchange(b, c);
-    exchange(a, b);  // the outer ones of all four are not wanted
+    exchange(a, b);
     exchange(c, d);
-    run[quarter + i] = b;
-    run[3 * quarter - 1 - i] = c;
+    low[quarter] = b;
+    *(high - quarter) = c;
+    if constexpr (!kIsMiddle) *low = a, *high = d;
   }
 }
 
@@ -177,8 +192,8 @@ void merge(typename F::Entry* run, int half, int length, Wanted wanted) {
   }
   int distance = half / 2;
   const bool is_middle = wanted.begin >= distance && wanted.end <= half + distance;
-  if (is_middle && length == 2 * half && distance >= kClean<F>) {
-    merge_middle(run, half);
+  if (length == 2 * half && distance >= kClean<F>) {
+    is_middle ? merge_quarters<true>(run, half) : merge_quarters<false>(run, half);
     distance /= 2;
   } else {
     for (int i = 2 * half - length; i < half; ++i) exchange(run[i], run[2 * half - 1 - i]);
@@ -222,7 +237,8 @@ void rank_rows(Source source, int rows, int64_t at, int vectors, typename F::Ent
   const int padded_rows = padded<F>(rows);
   for (int first = 0; first < rows; first += kGroup<F>) {
     const int count = rows - first < kGroup<F> ? rows - first : kGroup<F>;
-    const Source part{source.rows + first, source.weights ? source.weights + first : nullptr};
+    const Source part{source.rows + first, source.weights ? source.weights + first : nullptr,
+                      rows > kNearRows};
     sort_group_for<F>(count)(part, at, vectors, to + first, stride);
   }
   if (rows <= kGroup<F>) return;

@@ -96,12 +96,15 @@ LOFT_INLINE bool any_lane(M mask) {
   return all != 0;
 }
 
-// Fetch the line that lies kAhead bytes beyond `from`; never faults. Up to 16 rows into the first
-// level: it has too few ways for the lines of many more, which the second takes.
-template <int kRows>
+// Rows whose fetched lines the first cache has room for.
+constexpr int kNearRows = 16;
+
+// Fetch the line that lies kAhead bytes beyond `from`, into the first cache or the second; never
+// faults.
+template <bool kNear>
 LOFT_INLINE void prefetch(const char* from) {
   const void* line = reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(from) + kAhead);
-  __builtin_prefetch(line, 0, kRows > 0 && kRows <= 16 ? 3 : 2);
+  __builtin_prefetch(line, 0, kNear ? 3 : 2);
 }
 
 }  // namespace LOFT_ISA
