@@ -170,11 +170,32 @@ struct Half {
   static constexpr int kLanes = kVectorBytes / 2;
   static constexpr int kParts = 2;
   static constexpr Bits kRoom = kIsBFloat ? 0x7f : 0x3ff;
+#if defined(__AVX2__) && !defined(__AVX512BW__)
+  // One instruction negates by the sign of another value, so a flipped value is here the magnitude
+  // with its sign: -0 is +0, which no result tells apart.
+  static constexpr bool kHasMinusZero = false;
+  static constexpr Bits kShift = kRoom + 1;
+  static LOFT_INLINE Entry load(const void* from) {
+    const Entry bits = LOFT_ISA::load<Entry>(from);
+    const __m256i magnitude = bit_cast<__m256i>(bits & std::numeric_limits<Bits>::max());
+    const __m256i flipped = _mm256_sign_epi16(magnitude, bit_cast<__m256i>(bits));
+    return shift_keys(bit_cast<Entry>(flipped), -kShift);
+  }
+  static LOFT_INLINE Entry bits_of(Entry key) {
+    const Entry flipped = shift_keys(key, kShift);
+    const Entry magnitude = bit_cast<Entry>(_mm256_abs_epi16(bit_cast<__m256i>(flipped)));
+    return magnitude | (flipped & std::numeric_limits<Bits>::min());
+  }
+#else
+  static constexpr bool kHasMinusZero = true;
+  static constexpr Bits kShift = kRoom;
   static LOFT_INLINE Entry load(const void* from) {
     return to_key(LOFT_ISA::load<Entry>(from), kRoom);
   }
+  static LOFT_INLINE Entry bits_of(Entry key) { return from_key(key, kRoom); }
+#endif
   static LOFT_INLINE V value(const Entry& entry, int part) {
-    return widen(half_of<Part>(from_key(entry, kRoom), part));
+    return widen(half_of<Part>(bits_of(entry), part));
   }
   static LOFT_INLINE V widen(Part stored) {
 #if defined(__AVX512BW__)
@@ -199,15 +220,17 @@ struct Half {
   // What value and put would make of one key: no value is rounded.
   static LOFT_INLINE void put_key(void* to, Entry key) {
     constexpr Bits kNaN = kIsBFloat ? 0x7fc0 : 0x7e00;
-    constexpr Bits kInfinity = (kIsBFloat ? 0x7f80 : 0x7c00) - kRoom;  // its key
-    Entry bits = from_key(key, kRoom);
-    bits = bits == Entry{} + std::numeric_limits<Bits>::min() ? Entry{} : bits;  // -0
+    constexpr Bits kInfinity = (kIsBFloat ? 0x7f80 : 0x7c00) - kShift;  // its key
+    Entry bits = bits_of(key);
+    if constexpr (kHasMinusZero) {
+      bits = bits == Entry{} + std::numeric_limits<Bits>::min() ? Entry{} : bits;
+    }
     store(to, key > Entry{} + kInfinity ? Entry{} + kNaN : bits);
   }
   // Puts the midpoint of two keys; false where a lane is to be done again: it is not finite, which
   // a sum that overflowed also is. Else halving is exact, so equal values give themselves.
   static LOFT_INLINE bool put_midpoint(void* to, Entry lower, Entry upper) {
-    const Entry low = from_key(lower, kRoom), high = from_key(upper, kRoom);
+    const Entry low = bits_of(lower), high = bits_of(upper);
     if constexpr (kIsBFloat) {
       const Entry middle = middle_in_place(bit_cast<I>(low), bit_cast<I>(high));
       constexpr Bits kInfinity = 0x7f80;
@@ -216,23 +239,31 @@ struct Half {
     } else {
       const auto half = [&](int part) -> Part {
         const V sum = widen(half_of<Part>(low, part)) + widen(half_of<Part>(high, part));
-        return narrow_ordered(sum * 0.5f + 0.0f);  // float32 has room for every sum
+        return narrow_ordered(halved(sum));  // float32 has room for every sum
       };
       const Entry middle = join<Entry>(half(0), half(1));
       store(to, (middle & 0x7fff) > Entry{} + 0x7c00 ? Entry{} + 0x7e00 : middle);
       return true;
     }
   }
+  // Never -0.
+  static LOFT_INLINE V halved(V sum) { return kHasMinusZero ? sum * 0.5f + 0.0f : sum * 0.5f; }
   // Odd and even bfloat16 lanes widen and narrow in place.
   static LOFT_INLINE Entry middle_in_place(I low, I high) {
+    using U = Vector<uint32_t>;
     constexpr int32_t kOdd = static_cast<int32_t>(0xffff0000);
     const auto rounded = [](I a, I b) -> I {
-      const I bits = bit_cast<I>((bit_cast<V>(a) + bit_cast<V>(b)) * 0.5f + 0.0f);
-      return bits + ((bits >> 16) & 1) + 0x7fff;
+      const I bits = bit_cast<I>(halved(bit_cast<V>(a) + bit_cast<V>(b)));
+      return bits + bit_cast<I>(bit_cast<U>(bits << 15) >> 31) + 0x7fff;  // to even
     };
-    using U = Vector<uint32_t>;
-    const U even = bit_cast<U>(rounded(low << 16, high << 16)) >> 16;
-    return bit_cast<Entry>(bit_cast<I>(even) | (rounded(low & kOdd, high & kOdd) & kOdd));
+    const I even = bit_cast<I>(bit_cast<U>(rounded(low << 16, high << 16)) >> 16);
+    const I odd = rounded(low & kOdd, high & kOdd);
+#if defined(__AVX2__) && !defined(__AVX512BW__)
+    return bit_cast<Entry>(
+        _mm256_blend_epi16(bit_cast<__m256i>(even), bit_cast<__m256i>(odd), 0xaa));
+#else
+    return bit_cast<Entry>(even | (odd & kOdd));
+#endif
   }
   static LOFT_INLINE Part narrow(V result) {
     if constexpr (kIsBFloat) {
