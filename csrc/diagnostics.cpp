@@ -6,12 +6,23 @@
 
 namespace loft {
 
-// Coordinates that are aggregated and at once compared: their rows stay in the first cache. Fixed
-// by the job, because the order of the sums depends on it.
+// A kernel and a comparison that take turns lose the fetching ahead at every turn. So a run of
+// coordinates is aggregated while its rows stay in the second cache, then compared tile by tile.
+constexpr int64_t kWindowBytes = 64 * 1024;  // of one edge of the window
+
+// Coordinates that are compared at once: their rows stay in the first cache. Fixed by the job,
+// because the order of the sums depends on it.
 static int64_t tile_of(size_t rows, int64_t bytes) {
   constexpr int64_t kRowBytes = 16 * 1024, kLeast = 128;
   const int64_t fitting = kRowBytes / (static_cast<int64_t>(rows) * bytes) / kLeast * kLeast;
   return std::max(kLeast, std::min(kCompared, fitting));
+}
+
+// Coordinates of a run, whole tiles; `width` bytes an edge of their window.
+static int64_t run_of(size_t rows, int64_t bytes, int64_t tile, int64_t width) {
+  constexpr int64_t kRowBytes = 256 * 1024;
+  const int64_t fitting = kRowBytes / (static_cast<int64_t>(rows) * bytes);
+  return std::max(tile, std::min(kWindowBytes / width, fitting) / tile * tile);
 }
 
 void start(Diagnostics& diagnostics, size_t rows) {
@@ -28,19 +39,23 @@ DiagnosticBlocks::DiagnosticBlocks(size_t rows, int64_t blocks, int every)
 
 void DiagnosticBlocks::run(const Job& job, const Work& work, Kernel kernel, Compare compare,
                            int64_t block, int64_t begin, int64_t end) {
-  alignas(64) double low[kCompared], high[kCompared];  // wide enough for either arithmetic type
+  alignas(64) char low[kWindowBytes], high[kWindowBytes];
   std::vector<RowLanes> rows(rows_);
-  const int64_t bytes = size_of(job.dtype), step = tile_of(rows_, bytes);
+  const int64_t bytes = size_of(job.dtype), width = job.dtype == DType::kFloat64 ? 8 : 4;
+  const int64_t tile = tile_of(rows_, bytes), run = run_of(rows_, bytes, tile, width);
   Work part = work;
   part.low = low;
   part.high = high;
-  for (int64_t at = begin; at < end; at += step) {
-    const int64_t count = std::min(step, end - at);
-    kernel(part, at, at + count);
-    compare(job.dtype,
-            {work.rows, work.num_rows, at, count, work.out + at * bytes,
-             reinterpret_cast<const char*>(low), reinterpret_cast<const char*>(high)},
-            rows.data());
+  for (int64_t from = begin; from < end; from += run) {
+    const int64_t to = std::min(end, from + run);
+    kernel(part, from, to);
+    for (int64_t at = from; at < to; at += tile) {
+      const int64_t place = (at - from) * width;
+      compare(job.dtype,
+              {work.rows, work.num_rows, at, std::min(tile, to - at), work.out + at * bytes,
+               low + place, high + place},
+              rows.data());
+    }
   }
   RowTally* tallies = tallies_.data() + static_cast<size_t>(block / every_) * rows_;
   for (size_t row = 0; row < rows_; ++row) {
