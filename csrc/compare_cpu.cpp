@@ -241,24 +241,24 @@ __attribute__((noinline)) void compare_end(const Compared& what, int64_t at, Row
   }
 }
 
+// Compares rows from `number` on, kRows at a time, then what is left by fewer.
+template <DType kDType, int kRows>
+void add_all(const Compared& what, const Tile& tile, int64_t count, int number, RowLanes* rows) {
+  const char* from[kRows];
+  for (; number + kRows <= what.num_rows; number += kRows) {
+    for (int i = 0; i < kRows; ++i) from[i] = what.rows[number + i] + what.at * kBytes<kDType>;
+    add_to<kDType, kRows>(rows + number, from, tile, count);
+  }
+  if constexpr (kRows > 1) add_all<kDType, kRows - 1>(what, tile, count, number, rows);
+}
+
 template <DType kDType>
 void compare(const Compared& what, RowLanes* rows) {
   constexpr int64_t kRow = kBytes<kDType>;
   alignas(64) double results[kCompared];
   const int64_t whole = what.count / kLanes * kLanes;
   for (int64_t i = 0; i < whole; i += kLanes) widen<kDType>(what.result + i * kRow, results + i);
-  const Tile tile{results, what.low, what.high};
-  constexpr int kRows = kTogether<kDType>;
-  const char* from[kRows];
-  int number = 0;
-  for (; number + kRows <= what.num_rows; number += kRows) {
-    for (int i = 0; i < kRows; ++i) from[i] = what.rows[number + i] + what.at * kRow;
-    add_to<kDType, kRows>(rows + number, from, tile, whole);
-  }
-  for (; number < what.num_rows; ++number) {
-    from[0] = what.rows[number] + what.at * kRow;
-    add_to<kDType, 1>(rows + number, from, tile, whole);
-  }
+  add_all<kDType, kTogether<kDType>>(what, {results, what.low, what.high}, whole, 0, rows);
   if (whole < what.count) compare_end<kDType>(what, whole, rows);
 }
 
