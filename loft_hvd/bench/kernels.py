@@ -27,7 +27,7 @@ from loft_hvd.bench.contestants import (
     pass_calls,
 )
 from loft_hvd.bench.peers import Untimed, find_ways, peer_calls
-from loft_hvd.bench.timing import WALL, Clock, choose_clock, interleaved_minimum
+from loft_hvd.bench.timing import WALL, Clock, Rounds, choose_clock, interleaved_minimum
 from loft_hvd.errors import ArgumentError, MissingDependencyError
 from loft_hvd.topology import allowed_cpus
 
@@ -44,7 +44,9 @@ class KernelBench:
         rows: row counts.
         numel: coordinates of a row; fewer where all rows together would take over ``most_bytes``.
         threads: CPU threads.
-        repeats: rounds; the fastest counts.
+        repeats: rounds at least; the fastest counts.
+        least_s: rounds of our own contestants go on for so many seconds (a row count, level and
+            number of threads each); one of few rows is over in a tenth.
         levels: instruction sets; empty for all that this CPU runs.
         most_bytes: memory for rows.
     """
@@ -53,6 +55,7 @@ class KernelBench:
     numel: int = 10_000_000
     threads: int = 1
     repeats: int = 5
+    least_s: float = 0.0
     levels: tuple[str, ...] = ()
     most_bytes: int = 6_000_000_000
 
@@ -126,7 +129,7 @@ def measure_kernels(
         places = [Place(module, pool[:rows], wide, level, bench.threads) for level in levels]
         with _torch_threads(bench.threads):
             peer, few = peer_calls(ways, pool[:rows], report)
-            timings = _measure_rows(places, bench.repeats, peer, few)
+            timings = _measure_rows(places, bench, peer, few)
         yield timings
 
 
@@ -152,29 +155,30 @@ def _torch_threads(threads: int) -> Iterator[None]:
 
 
 def _measure_rows(
-    places: Sequence[Place], repeats: int, peer: Mapping[str, Callable[[], object]], few: int
+    places: Sequence[Place], bench: KernelBench, peer: Mapping[str, Callable[[], object]], few: int
 ) -> list[Timing]:
     """Time all contestants of a row count; places differ in their level, the best one last."""
     best = places[-1]
     rows, numel = best.pool.shape
     clock = choose_clock(threads=best.threads)
+    few_rounds, rounds = Rounds(bench.repeats), Rounds(bench.repeats, bench.least_s)
     timings = []
     for place in places:
         if place.threads > 1:
             check_threads(replace(place, threads=1), place)
         calls = _kernel_calls(place)
-        timings += _time(calls, clock, repeats, shape=(rows, numel), level=place.level)
+        timings += _time(calls, clock, rounds, shape=(rows, numel), level=place.level)
     base = min(t.ns_a_coordinate for t in timings if t.contestant.startswith(PASS))
     if best.threads == 1 and allowed_cpus() > 1:
         check_threads(best, replace(best, threads=2))
         calls = _thread_calls(best)  # in wall time: CPU time is that of both threads together
-        timings += _time(calls, WALL, repeats, shape=(rows, numel), level=best.level, base=base)
+        timings += _time(calls, WALL, rounds, shape=(rows, numel), level=best.level, base=base)
     memory = {
         "memcpy of one row": lambda: best.out.copy_(best.pool[0]),
         "torch.sum": lambda: torch.sum(best.pool, dim=0, out=best.out),
     }
-    timings += _time(memory, clock, repeats, shape=(rows, numel), base=base)
-    return timings + _time(peer, clock, repeats, shape=(rows, few), base=base)
+    timings += _time(memory, clock, few_rounds, shape=(rows, numel), base=base)
+    return timings + _time(peer, clock, few_rounds, shape=(rows, few), base=base)
 
 
 def _kernel_calls(place: Place) -> dict[str, Callable[[], object]]:
@@ -200,7 +204,7 @@ def _thread_calls(place: Place) -> dict[str, Callable[[], object]]:
 def _time(
     calls: Mapping[str, Callable[[], object]],
     clock: Clock,
-    repeats: int,
+    rounds: Rounds,
     *,
     shape: tuple[int, int],
     level: str = "",
@@ -208,7 +212,7 @@ def _time(
 ) -> list[Timing]:
     """Time contestants in turn; ``base`` is the pass's nanoseconds, None to find it among them."""
     rows, numel = shape
-    best = interleaved_minimum(calls, clock=clock, repeats=repeats)
+    best = interleaved_minimum(calls, clock=clock, rounds=rounds)
     if base is None:
         base = 1e9 * min(best[PASS], best[PASS_AGAIN], best[PASS_BURSTS]) / numel
     timings = []

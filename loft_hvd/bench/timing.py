@@ -14,6 +14,7 @@ __all__ = [
     "Clock",
     "Judgement",
     "Ratio",
+    "Rounds",
     "choose_clock",
     "interleaved_minimum",
     "paired_ratios",
@@ -50,17 +51,30 @@ def choose_clock(*, threads: int = 1) -> Clock:
     return WALL
 
 
+@dataclass(frozen=True)
+class Rounds:
+    """How often contestants take their turns.
+
+    Attributes:
+        least: rounds at least.
+        least_s: rounds go on until all calls together have taken so many seconds.
+    """
+
+    least: int = 5
+    least_s: float = 0.0
+
+
 def interleaved_minimum(
-    calls: Mapping[str, Callable[[], object]], *, clock: Clock, repeats: int = 5
+    calls: Mapping[str, Callable[[], object]], *, clock: Clock, rounds: Rounds
 ) -> dict[str, float]:
-    """Time every call once a repeat, in turn, and keep each one's smallest time.
+    """Time every call once a round, in turn, and keep each one's smallest time.
 
     Slow and fast moments of the machine then fall on all calls alike, and their ratios hold.
 
     Args:
         calls: what to time, by name.
         clock: what to read.
-        repeats: rounds over all calls, after one that is not counted.
+        rounds: over all calls, after one that is not counted.
 
     Returns:
         Seconds of the fastest round of each call.
@@ -68,11 +82,15 @@ def interleaved_minimum(
     best = dict.fromkeys(calls, float("inf"))
     for call in calls.values():
         call()
-    for _ in range(repeats):
+    done, spent_s = 0, 0.0
+    while done < rounds.least or spent_s < rounds.least_s:
         for name, call in calls.items():
             begin = clock.read_s()
             call()
-            best[name] = min(best[name], clock.read_s() - begin)
+            seconds = clock.read_s() - begin
+            best[name] = min(best[name], seconds)
+            spent_s += seconds
+        done += 1
     return best
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from loft_hvd.bench.collectives import PEER
 from loft_hvd.bench.ranks import Job, allreduce_goal, judge, judge_peer, step_goal, table
 from loft_hvd.bench.record import write_record
-from loft_hvd.bench.timing import Clock, Judgement, interleaved_minimum, paired_ratios
+from loft_hvd.bench.timing import Clock, Judgement, Rounds, interleaved_minimum, paired_ratios
 from loft_hvd.errors import ArgumentError
 
 
@@ -83,8 +84,19 @@ def test_a_job_that_cannot_be_is_refused(num_ranks: int, controller: str) -> Non
 def test_fastest_round_of_each_call_counts_and_the_first_does_not() -> None:
     ticks = iter([0.0, 5.0, 10.0, 11.0, 20.0, 22.0, 30.0, 39.0])
     clock = Clock("fake", lambda: next(ticks))
-    best = interleaved_minimum({"a": list, "b": dict}, clock=clock, repeats=2)
+    best = interleaved_minimum({"a": list, "b": dict}, clock=clock, rounds=Rounds(2))
     assert best == {"a": 2.0, "b": 1.0}
+
+
+@pytest.mark.parametrize(("rounds", "timed"), [(Rounds(1, 5.0), 3), (Rounds(4, 5.0), 4)])
+def test_rounds_go_on_until_they_are_enough_and_have_taken_long_enough(
+    rounds: Rounds, timed: int
+) -> None:
+    ticks = itertools.count(0.0, 1.0)  # a call takes one second
+    done = []
+    calls = {name: lambda: done.append(1) for name in "ab"}
+    interleaved_minimum(calls, clock=Clock("fake", lambda: next(ticks)), rounds=rounds)
+    assert len(done) == 2 * (1 + timed)
 
 
 def test_record_says_machine_command_commit_and_date(tmp_path: Path) -> None:
