@@ -38,7 +38,7 @@ void aggregate_cuda(const Job& job, const CudaOptions& options) {
   check(job);
   if (job.numel == 0) return;
   const DeviceGuard guard(options.device);
-  device::Launch launch{static_cast<cudaStream_t>(options.stream), 0};
+  device::Launch launch{static_cast<cudaStream_t>(options.stream), 0, options.diagnostics};
   check_call(cudaDeviceGetAttribute(&launch.multiprocessors, cudaDevAttrMultiProcessorCount,
                                     options.device),
              "cudaDeviceGetAttribute");

@@ -74,13 +74,21 @@ PYBIND11_MODULE(_loft, module) {
   module.def(
       "aggregate_cuda",
       [](const std::vector<uintptr_t>& rows, int64_t numel, int dtype, int rule, int kind, int f,
-         std::vector<int32_t> weights, uintptr_t out, int device, uintptr_t stream) {
+         std::vector<int32_t> weights, uintptr_t out, int device, uintptr_t stream,
+         int diagnose_every, uintptr_t low, uintptr_t high, uintptr_t sums) {
         const loft::Job job = job_of(rows, numel, dtype, rule, kind, f, std::move(weights), out);
+        loft::CudaOptions options{device, reinterpret_cast<void*>(stream), {}};
+        if (diagnose_every > 0) {
+          options.diagnostics = {reinterpret_cast<void*>(low), reinterpret_cast<void*>(high),
+                                 reinterpret_cast<double*>(sums), diagnose_every};
+        }
         const py::gil_scoped_release release;
-        loft::aggregate_cuda(job, {device, reinterpret_cast<void*>(stream)});
+        loft::aggregate_cuda(job, options);
       },
       py::arg("rows"), py::arg("numel"), py::arg("dtype"), py::arg("rule"), py::arg("kind"),
       py::arg("f"), py::arg("weights"), py::arg("out"), py::arg("device"), py::arg("stream"),
-      "Queue the aggregation of rows on a CUDA device into out, on the caller's stream.");
+      py::arg("diagnose_every"), py::arg("low"), py::arg("high"), py::arg("sums"),
+      "Queue the aggregation of rows on a CUDA device into out, on the caller's stream. With "
+      "diagnose_every > 0 also the sums of CudaDiagnostics, in aggregate_cuda.h.");
 #endif
 }

@@ -67,18 +67,26 @@ LOFT_INLINE Bits<kDType> result_bits(typename Stored<kDType>::Value result) {
   return result == result ? bits_of<kDType>(result) : Stored<kDType>::kNaN;
 }
 
+// What is stored for one coordinate, and the smallest and largest value that were kept for it.
+template <DType kDType>
+struct Outcome {
+  Bits<kDType> result;
+  typename Stored<kDType>::Value low, high;
+};
+
 template <DType kDType, int kWires, bool kIsOdd>
-LOFT_INLINE Bits<kDType> median_of(Key<kDType> (&keys)[kWires], MedianKind kind) {
+LOFT_INLINE Outcome<kDType> median_of(Key<kDType> (&keys)[kWires], MedianKind kind) {
   MedianNetwork<kWires>::apply(keys);
   const auto lower = value_at<kDType>(keys[(kWires - 1) / 2]);
-  if constexpr (kIsOdd) return result_bits<kDType>(lower);
-  return result_bits<kDType>(pick_median(lower, value_at<kDType>(keys[kWires / 2]), kind));
+  if constexpr (kIsOdd) return {result_bits<kDType>(lower), lower, lower};
+  const auto upper = value_at<kDType>(keys[kWires / 2]);
+  return {result_bits<kDType>(pick_median(lower, upper, kind)), lower, upper};
 }
 
 // The mean of ranked values by `value(i)`; `distance`-th pair from the middle by static indices.
 // num_pairs: leaves of the tree that count; the others are zero, which changes nothing.
 template <DType kDType, int kWires, bool kIsOdd>
-LOFT_INLINE Bits<kDType> trimmed_mean_of(Key<kDType> (&keys)[kWires], int rows, int f) {
+LOFT_INLINE Outcome<kDType> trimmed_mean_of(Key<kDType> (&keys)[kWires], int rows, int f) {
   using V = typename Stored<kDType>::Value;
   SortNetwork<kWires>::apply(keys);
   constexpr int kMiddle = (kWires - 1) / 2;  // wire of the lower middle
@@ -120,7 +128,7 @@ LOFT_INLINE Bits<kDType> trimmed_mean_of(Key<kDType> (&keys)[kWires], int rows, 
     };
     mean = static_cast<V>(Tree<kLeaves>::sum(scaled_leaf, 0) / count * 18446744073709551616.0);
   }
-  return result_bits<kDType>(clamp_mean(mean, low, high));
+  return {result_bits<kDType>(clamp_mean(mean, low, high)), low, high};
 }
 
 // Whether step (p, k) of Batcher's odd-even merge sort compares wire `low` with wire low + k. The
@@ -131,45 +139,39 @@ LOFT_INLINE bool is_batcher_low(int low, int rows, int p, int k) {
          low / (2 * p) == high / (2 * p);
 }
 
-// Any rule on ranked entries in slow memory (shared on the device): `key(i)` and `weight(i)` give
-// references, `weight` only with weights. Overwrites entries. One definition for any shape.
+// Ranked entries of one coordinate in slow memory (shared on the device): `key(i)` and `weight(i)`
+// give references, `weight` only with weights. One definition for any shape.
 template <DType kDType, bool kIsWeighted, typename KeyAt, typename WeightAt>
-LOFT_HOST_DEVICE Bits<kDType> rule_of(const RuleParams& params, int rows, int64_t total_weight,
-                                      const KeyAt& key, const WeightAt& weight) {
+struct RankedEntries {
   using V = typename Stored<kDType>::Value;
-  const auto at = [&](int i) -> V { return value_at<kDType>(key(i)); };
-  const auto mean = [&](int first, int count, V low, V high, bool by_weight) -> V {
-    V sum, total = static_cast<V>(count);
-    double exact_total = count;
-    if (kIsWeighted && by_weight) {
-      int64_t counted = 0;
-      for (int i = first; i < first + count; ++i) counted += weight(i);
-      total = static_cast<V>(counted);
-      exact_total = static_cast<double>(counted);
-      sum =
-          fold_sum<V>([&](int i) -> V { return at(i) * static_cast<V>(weight(i)); }, first, count);
-    } else {
-      sum = fold_sum<V>(at, first, count);
+  int rows;
+  const KeyAt& key;
+  const WeightAt& weight;
+
+  LOFT_HOST_DEVICE V at(int i) const { return value_at<kDType>(key(i)); }
+
+  // Of ranks first .. first + count - 1, which lie between low and high.
+  LOFT_HOST_DEVICE V mean(int first, int count, V low, V high, bool by_weight) const {
+    const bool counts = kIsWeighted && by_weight;
+    int64_t total = count;
+    if (counts) {
+      total = 0;
+      for (int i = first; i < first + count; ++i) total += weight(i);
     }
-    V result = sum / total;
-    if (!(sum - sum == 0) && low - low == 0 && high - high == 0) {
+    const auto product = [&](int i) -> V {
+      return counts ? at(i) * static_cast<V>(weight(i)) : at(i);
+    };
+    const V sum = fold_sum<V>(product, first, count);
+    V result = sum / static_cast<V>(total);
+    if (!(sum - sum == 0) && low - low == 0 && high - high == 0) {  // finite values, infinite sum
       const auto value = [&](int i) { return static_cast<double>(at(i)); };
-      const auto share = [&](int i) {
-        return kIsWeighted && by_weight ? static_cast<double>(weight(i)) : 1.0;
-      };
-      result = static_cast<V>(scaled_mean(value, share, first, count, exact_total));
+      const auto share = [&](int i) { return counts ? static_cast<double>(weight(i)) : 1.0; };
+      result = static_cast<V>(scaled_mean(value, share, first, count, static_cast<double>(total)));
     }
     return clamp_mean(result, low, high);
-  };
-  const int f = params.f;
-  const auto plain_median = [&]() -> V {
-    const V lower = at((rows - 1) / 2);
-    return rows % 2 ? lower : pick_median(lower, at(rows / 2), MedianKind::kMidpoint);
-  };
-  if (params.rule == Rule::kTrimmedMean) {
-    return result_bits<kDType>(mean(f, rows - 2 * f, at(f), at(rows - 1 - f), true));
   }
-  if (params.rule == Rule::kMedian) {
+
+  LOFT_HOST_DEVICE Outcome<kDType> median(int64_t total_weight, MedianKind kind) const {
     V lower = at((rows - 1) / 2), upper = at(rows / 2);
     if (kIsWeighted) {
       int64_t below = 0;  // twice the weight of the ranks before
@@ -180,25 +182,47 @@ LOFT_HOST_DEVICE Bits<kDType> rule_of(const RuleParams& params, int rows, int64_
       }
     }
     const bool is_one = kIsWeighted ? lower == upper : rows % 2 == 1;
-    return result_bits<kDType>(is_one ? lower : pick_median(lower, upper, params.kind));
+    return {result_bits<kDType>(is_one ? lower : pick_median(lower, upper, kind)), lower, upper};
   }
-  const V centre = params.rule == Rule::kPhocas
-                       ? mean(f, rows - 2 * f, at(f), at(rows - 1 - f), false)
-                       : plain_median();
-  const int keep = rows - f;
-  V low = at(0), high = at(keep - 1);
-  for (int i = 0, slot = 0; i < f; ++i, slot = slot + 1 == keep ? 0 : slot + 1) {
-    const V leaving = at(i), entering = at(i + keep);  // entries from `keep` on never change
-    const V next = at(i + 1);
-    if ((centre - leaving) > (entering - centre)) {
-      low = next;
-      high = entering;
-      key(slot) = key(i + keep);
-      if (kIsWeighted) weight(slot) = weight(i + keep);
+
+  // The mean of the rows - f nearest to a centre; overwrites entries.
+  LOFT_HOST_DEVICE Outcome<kDType> mean_around(V centre, int f) const {
+    const int keep = rows - f;
+    V low = at(0), high = at(keep - 1);
+    for (int i = 0, slot = 0; i < f; ++i, slot = slot + 1 == keep ? 0 : slot + 1) {
+      const V leaving = at(i), entering = at(i + keep);  // entries from `keep` on never change
+      const V next = at(i + 1);
+      if ((centre - leaving) > (entering - centre)) {
+        low = next;
+        high = entering;
+        key(slot) = key(i + keep);
+        if (kIsWeighted) weight(slot) = weight(i + keep);
+      }
     }
+    const V result = mean(0, keep, low, high, true);
+    return {result_bits<kDType>(centre == centre ? result : centre), low, high};
   }
-  const V result = mean(0, keep, low, high, true);
-  return result_bits<kDType>(centre == centre ? result : centre);
+};
+
+// Any rule on ranked entries, which it overwrites.
+template <DType kDType, bool kIsWeighted, typename KeyAt, typename WeightAt>
+LOFT_HOST_DEVICE Outcome<kDType> rule_of(const RuleParams& params, int rows, int64_t total_weight,
+                                         const KeyAt& key, const WeightAt& weight) {
+  using V = typename Stored<kDType>::Value;
+  const RankedEntries<kDType, kIsWeighted, KeyAt, WeightAt> ranked{rows, key, weight};
+  if (params.rule == Rule::kMedian) return ranked.median(total_weight, params.kind);
+  const int f = params.f;
+  const V low = ranked.at(f), high = ranked.at(rows - 1 - f);
+  if (params.rule == Rule::kTrimmedMean) {
+    return {result_bits<kDType>(ranked.mean(f, rows - 2 * f, low, high, true)), low, high};
+  }
+  V centre = ranked.at((rows - 1) / 2);
+  if (params.rule == Rule::kPhocas) {
+    centre = ranked.mean(f, rows - 2 * f, low, high, false);
+  } else if (rows % 2 == 0) {
+    centre = pick_median(centre, ranked.at(rows / 2), MedianKind::kMidpoint);
+  }
+  return ranked.mean_around(centre, f);
 }
 
 // Any rule on up to kWires rows of one coordinate in registers, in row order; `keys` beyond the
@@ -206,8 +230,8 @@ LOFT_HOST_DEVICE Bits<kDType> rule_of(const RuleParams& params, int rows, int64_
 // sorting, `rule_of` indexes the ranked values, so the compiler moves them to the thread's local
 // memory.
 template <DType kDType, int kWires, bool kIsWeighted>
-LOFT_INLINE Bits<kDType> any_rule_of(Key<kDType> (&keys)[kWires], int32_t (&weights)[kWires],
-                                     int rows, int64_t total_weight, const RuleParams& params) {
+LOFT_INLINE Outcome<kDType> any_rule_of(Key<kDType> (&keys)[kWires], int32_t (&weights)[kWires],
+                                        int rows, int64_t total_weight, const RuleParams& params) {
   static_assert(!kIsWeighted || sizeof(Key<kDType>) == 4, "a key and its weight share 64 bits");
   if constexpr (kIsWeighted) {
     int64_t entries[kWires];

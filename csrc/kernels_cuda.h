@@ -4,10 +4,12 @@
 // two_lane_kernel  65 to 128 rows, the same rules: two neighbouring lanes a coordinate
 // any_rule_kernel  up to 32 rows, weights and the rules around a centre: one coordinate a thread
 // shared_kernel    whatever is left: keys in shared memory
+// compare_kernel   diagnostics: rows against the window that the others left
 //
 // Nothing here needs more than sm_70 offers.
 #pragma once
 
+#include "diagnose_cuda.h"
 #include "two_lanes_cuda.h"
 
 namespace loft {
@@ -15,6 +17,7 @@ namespace device {
 namespace {  // one copy a dtype: each is compiled on its own
 
 constexpr int kBlockThreads = 128;
+constexpr int kCompareThreads = 512;
 constexpr int kSharedBytes = 48 * 1024;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
@@ -38,7 +41,7 @@ struct alignas(sizeof(B) * kWide) Pack {
 template <DType kDType, int kWires, int kWide, bool kIsOdd, Rule kRule>
 __global__ void __launch_bounds__(kBlockThreads)
     register_kernel(const __grid_constant__ RowTable<kWires> table, Bits<kDType>* __restrict__ out,
-                    int64_t numel, int rows, RuleParams params) {
+                    int64_t numel, int rows, RuleParams params, Windows<kDType> windows) {
   using B = Bits<kDType>;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x * kWide;
   const int below = padding_below<kWires>(rows);
@@ -67,13 +70,17 @@ __global__ void __launch_bounds__(kBlockThreads)
       }
     }
     Pack<B, kWide> result;
+    const int64_t place = windows.place(i);
 #pragma unroll
     for (int lane = 0; lane < kWide; ++lane) {
+      Outcome<kDType> outcome;
       if constexpr (kRule == Rule::kMedian) {
-        result.values[lane] = median_of<kDType, kWires, kIsOdd>(keys[lane], params.kind);
+        outcome = median_of<kDType, kWires, kIsOdd>(keys[lane], params.kind);
       } else {
-        result.values[lane] = trimmed_mean_of<kDType, kWires, kIsOdd>(keys[lane], rows, params.f);
+        outcome = trimmed_mean_of<kDType, kWires, kIsOdd>(keys[lane], rows, params.f);
       }
+      result.values[lane] = outcome.result;
+      if (place >= 0) windows.put(place + lane, outcome);  // has room for whole blocks
     }
     if (is_whole) {
       *reinterpret_cast<Pack<B, kWide>*>(out + i) = result;
@@ -92,7 +99,7 @@ __global__ void __launch_bounds__(kBlockThreads)
 template <DType kDType, Rule kRule>
 __global__ void __launch_bounds__(kBlockThreads)
     two_lane_kernel(const __grid_constant__ RowTable<128> table, Bits<kDType>* __restrict__ out,
-                    int64_t numel, int rows, RuleParams params) {
+                    int64_t numel, int rows, RuleParams params, Windows<kDType> windows) {
   using B = Bits<kDType>;
   using V = typename Stored<kDType>::Value;
   const int side = threadIdx.x & 1;
@@ -124,7 +131,9 @@ __global__ void __launch_bounds__(kBlockThreads)
       const Key<kDType> lower = edge_of(keys, side);
       const Key<kDType> upper = __shfl_xor_sync(kAllLanes, lower, 1);
       if (side == 0 && i < numel) {
-        out[i] = median_of_edges<kDType>(lower, upper, rows, params.kind);
+        const auto outcome = median_of_edges<kDType>(lower, upper, rows, params.kind);
+        out[i] = outcome.result;
+        windows.put(windows.place(i), outcome);
       }
     } else {
       sort_half(keys);
@@ -134,7 +143,9 @@ __global__ void __launch_bounds__(kBlockThreads)
         above[wire] = __shfl_xor_sync(kAllLanes, value_at<kDType>(keys[wire]), 1);
       }
       if (side == 0 && i < numel) {
-        out[i] = trimmed_mean_of_halves<kDType>(keys, above, rows, params.f);
+        const auto outcome = trimmed_mean_of_halves<kDType>(keys, above, rows, params.f);
+        out[i] = outcome.result;
+        windows.put(windows.place(i), outcome);
       }
     }
   }
@@ -148,7 +159,7 @@ __global__ void __launch_bounds__(kBlockThreads)
     any_rule_kernel(const __grid_constant__ RowTable<kWires> table,
                     const __grid_constant__ WeightTable<kWires> weight_table,
                     Bits<kDType>* __restrict__ out, int64_t numel, int rows, int64_t total_weight,
-                    RuleParams params) {
+                    RuleParams params, Windows<kDType> windows) {
   using B = Bits<kDType>;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < numel;
@@ -164,7 +175,10 @@ __global__ void __launch_bounds__(kBlockThreads)
               : kLast<kDType>;
       weights[row] = kIsWeighted ? weight_table.weights[row] : 0;
     }
-    out[i] = any_rule_of<kDType, kWires, kIsWeighted>(keys, weights, rows, total_weight, params);
+    const auto outcome =
+        any_rule_of<kDType, kWires, kIsWeighted>(keys, weights, rows, total_weight, params);
+    out[i] = outcome.result;
+    windows.put(windows.place(i), outcome);
   }
 }
 
@@ -177,7 +191,7 @@ __global__ void __launch_bounds__(kBlockThreads)
     shared_kernel(const __grid_constant__ RowTable<kMaxRows> table,
                   const __grid_constant__ WeightTable<kMaxRows> weight_table,
                   Bits<kDType>* __restrict__ out, int64_t numel, int rows, int columns,
-                  int64_t total_weight, RuleParams params) {
+                  int64_t total_weight, RuleParams params, Windows<kDType> windows) {
   using B = Bits<kDType>;
   using K = Key<kDType>;
   extern __shared__ char shared[];
@@ -215,13 +229,48 @@ __global__ void __launch_bounds__(kBlockThreads)
       }
     }
     for (int column = threadIdx.x; column < columns; column += blockDim.x) {
-      if (base + column >= numel) continue;
-      const auto key = [&](int i) -> K& { return keys[i * columns + column]; };
-      const auto weight = [&](int i) -> int32_t& { return weights[i * columns + column]; };
-      out[base + column] = rule_of<kDType, kIsWeighted>(params, rows, total_weight, key, weight);
+      const int64_t i = base + column;
+      if (i >= numel) continue;
+      const auto key = [&](int rank) -> K& { return keys[rank * columns + column]; };
+      const auto weight = [&](int rank) -> int32_t& { return weights[rank * columns + column]; };
+      const auto outcome = rule_of<kDType, kIsWeighted>(params, rows, total_weight, key, weight);
+      out[i] = outcome.result;
+      windows.put(windows.place(i), outcome);
     }
     __syncthreads();
   }
+}
+
+// A block of threads for one row (blockIdx.y) in one block of coordinates that is looked at
+// (blockIdx.x): sums[s][row][blockIdx.x], s in the order of RowSums' members. Reads the row, the
+// results and their windows there, coalesced; static shared memory; the sums' order is fixed.
+template <DType kDType>
+__global__ void __launch_bounds__(kCompareThreads)
+    compare_kernel(const __grid_constant__ RowTable<kMaxRows> table,
+                   const Bits<kDType>* __restrict__ out, int64_t numel, Windows<kDType> windows,
+                   double* __restrict__ sums) {
+  __shared__ RowSums shared[kCompareThreads];
+  const auto* row = static_cast<const Bits<kDType>*>(table.rows[blockIdx.y]);
+  const int64_t begin = static_cast<int64_t>(blockIdx.x) * windows.every * kLookedAt;
+  const int64_t place = static_cast<int64_t>(blockIdx.x) * kLookedAt;
+  const int count = static_cast<int>(numel - begin < kLookedAt ? numel - begin : kLookedAt);
+  RowSums mine{};
+#pragma unroll 4
+  for (int i = threadIdx.x; i < count; i += kCompareThreads) {
+    mine.add(value_of<kDType>(row[begin + i]), value_of<kDType>(out[begin + i]),
+             windows.low[place + i], windows.high[place + i]);
+  }
+  shared[threadIdx.x] = mine;
+  for (int half = kCompareThreads / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (threadIdx.x < half) shared[threadIdx.x].add(shared[threadIdx.x + half]);
+  }
+  if (threadIdx.x != 0) return;
+  const int64_t cells = static_cast<int64_t>(gridDim.x) * gridDim.y;
+  double* cell = sums + static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x;
+  cell[0] = shared[0].outside;
+  cell[cells] = shared[0].non_finite;
+  cell[2 * cells] = shared[0].squared;
 }
 
 }  // namespace

@@ -38,6 +38,13 @@ bool is_aligned(const Job& job, size_t bytes) {
   return all % bytes == 0;
 }
 
+template <DType kDType>
+Windows<kDType> windows_of(const Launch& launch) {
+  using V = typename Stored<kDType>::Value;
+  const CudaDiagnostics& to = launch.diagnostics;
+  return {static_cast<V*>(to.low), static_cast<V*>(to.high), to.every};
+}
+
 template <DType kDType, int kWires, int kWide, bool kIsOdd>
 void launch_width(const Job& job, const Launch& launch) {
   const RowTable<kWires> table = table_of<kWires>(job);
@@ -45,12 +52,15 @@ void launch_width(const Job& job, const Launch& launch) {
   const int64_t threads = (job.numel + kWide - 1) / kWide;
   const unsigned grid = grid_for((threads + kBlockThreads - 1) / kBlockThreads, launch);
   const int rows = static_cast<int>(job.rows.size());
+  const Windows<kDType> windows = windows_of<kDType>(launch);
   if (job.params.rule == Rule::kMedian) {
     register_kernel<kDType, kWires, kWide, kIsOdd, Rule::kMedian>
-        <<<grid, kBlockThreads, 0, launch.stream>>>(table, out, job.numel, rows, job.params);
+        <<<grid, kBlockThreads, 0, launch.stream>>>(table, out, job.numel, rows, job.params,
+                                                    windows);
   } else {
     register_kernel<kDType, kWires, kWide, kIsOdd, Rule::kTrimmedMean>
-        <<<grid, kBlockThreads, 0, launch.stream>>>(table, out, job.numel, rows, job.params);
+        <<<grid, kBlockThreads, 0, launch.stream>>>(table, out, job.numel, rows, job.params,
+                                                    windows);
   }
   check_launch("register_kernel", job);
 }
@@ -95,12 +105,13 @@ void launch_two_lanes(const Job& job, const Launch& launch) {
   auto* out = static_cast<Bits<kDType>*>(job.out);
   const unsigned grid = grid_for((2 * job.numel + kBlockThreads - 1) / kBlockThreads, launch);
   const int rows = static_cast<int>(job.rows.size());
+  const Windows<kDType> windows = windows_of<kDType>(launch);
   if (job.params.rule == Rule::kMedian) {
-    two_lane_kernel<kDType, Rule::kMedian>
-        <<<grid, kBlockThreads, 0, launch.stream>>>(table, out, job.numel, rows, job.params);
+    two_lane_kernel<kDType, Rule::kMedian><<<grid, kBlockThreads, 0, launch.stream>>>(
+        table, out, job.numel, rows, job.params, windows);
   } else {
-    two_lane_kernel<kDType, Rule::kTrimmedMean>
-        <<<grid, kBlockThreads, 0, launch.stream>>>(table, out, job.numel, rows, job.params);
+    two_lane_kernel<kDType, Rule::kTrimmedMean><<<grid, kBlockThreads, 0, launch.stream>>>(
+        table, out, job.numel, rows, job.params, windows);
   }
   check_launch("two_lane_kernel", job);
 }
@@ -124,7 +135,7 @@ void launch_any_rule(const Job& job, const Launch& launch) {
   const unsigned grid = grid_for((job.numel + kBlockThreads - 1) / kBlockThreads, launch);
   any_rule_kernel<kDType, kWires, kIsWeighted><<<grid, kBlockThreads, 0, launch.stream>>>(
       table_of<kWires>(job), weights_of<kWires>(job), out, job.numel,
-      static_cast<int>(job.rows.size()), total_of(job), job.params);
+      static_cast<int>(job.rows.size()), total_of(job), job.params, windows_of<kDType>(launch));
   check_launch("any_rule_kernel", job);
 }
 
@@ -157,18 +168,19 @@ void launch_shared(const Job& job, const Launch& launch) {
   const int columns = std::max(1, std::min(32, kSharedBytes / (rows * cell)));
   const size_t bytes = static_cast<size_t>(rows) * columns * cell;
   const unsigned grid = grid_for((job.numel + columns - 1) / columns, launch);
+  const Windows<kDType> windows = windows_of<kDType>(launch);
   if (job.weights.empty()) {
     shared_kernel<kDType, false><<<grid, kBlockThreads, bytes, launch.stream>>>(
-        table, weights, out, job.numel, rows, columns, total, job.params);
+        table, weights, out, job.numel, rows, columns, total, job.params, windows);
   } else {
     shared_kernel<kDType, true><<<grid, kBlockThreads, bytes, launch.stream>>>(
-        table, weights, out, job.numel, rows, columns, total, job.params);
+        table, weights, out, job.numel, rows, columns, total, job.params, windows);
   }
   check_launch("shared_kernel", job);
 }
 
 template <DType kDType>
-void launch(const Job& job, const Launch& launch) {
+void launch_rule(const Job& job, const Launch& launch) {
   const size_t rows = job.rows.size();
   const bool is_ranked = job.params.rule == Rule::kMedian || job.params.rule == Rule::kTrimmedMean;
   const bool is_small = job.weights.empty() && is_ranked;
@@ -183,6 +195,19 @@ void launch(const Job& job, const Launch& launch) {
   const bool is_taken = job.weights.empty() ? take_any_rule<kDType, false>(job, launch)
                                             : take_any_rule<kDType, true>(job, launch);
   if (!is_taken) launch_shared<kDType>(job, launch);
+}
+
+template <DType kDType>
+void launch(const Job& job, const Launch& launch) {
+  launch_rule<kDType>(job, launch);
+  const Windows<kDType> windows = windows_of<kDType>(launch);
+  if (!windows.low) return;
+  const dim3 grid(static_cast<unsigned>(blocks_looked_at(job.numel, windows.every)),
+                  static_cast<unsigned>(job.rows.size()));
+  compare_kernel<kDType><<<grid, kCompareThreads, 0, launch.stream>>>(
+      table_of<kMaxRows>(job), static_cast<const Bits<kDType>*>(job.out), job.numel, windows,
+      launch.diagnostics.sums);
+  check_launch("compare_kernel", job);
 }
 
 }  // namespace

@@ -3,7 +3,7 @@
 
 #include <cuda_runtime.h>
 
-#include "aggregate.h"
+#include "aggregate_cuda.h"
 
 namespace loft {
 namespace device {
@@ -11,6 +11,7 @@ namespace device {
 struct Launch {
   cudaStream_t stream;
   int multiprocessors;
+  CudaDiagnostics diagnostics;
 };
 
 // Each queues one job of its dtype; a job has numel > 0 and has passed `check`.

@@ -36,10 +36,10 @@ LOFT_INLINE K edge_of(const K (&keys)[kHalf], int side) {
 
 // On the even lane: `lower` is its own edge, `upper` the odd lane's.
 template <DType kDType>
-LOFT_INLINE Bits<kDType> median_of_edges(Key<kDType> lower, Key<kDType> upper, int rows,
-                                         MedianKind kind) {
-  const auto low = value_at<kDType>(lower);
-  return result_bits<kDType>(rows % 2 ? low : pick_median(low, value_at<kDType>(upper), kind));
+LOFT_INLINE Outcome<kDType> median_of_edges(Key<kDType> lower, Key<kDType> upper, int rows,
+                                            MedianKind kind) {
+  const auto low = value_at<kDType>(lower), high = rows % 2 ? low : value_at<kDType>(upper);
+  return {result_bits<kDType>(rows % 2 ? low : pick_median(low, high, kind)), low, high};
 }
 
 // Sorts what `keep_half` left, which is bitonic.
@@ -56,7 +56,7 @@ LOFT_INLINE void sort_half(K (&keys)[kHalf]) {
 
 // On the even lane: `keys` and `above`, the odd lane's values, both ascending.
 template <DType kDType>
-LOFT_INLINE Bits<kDType> trimmed_mean_of_halves(
+LOFT_INLINE Outcome<kDType> trimmed_mean_of_halves(
     const Key<kDType> (&keys)[kHalf], const typename Stored<kDType>::Value (&above)[kHalf],
     int rows, int f) {
   using V = typename Stored<kDType>::Value;
@@ -85,7 +85,7 @@ LOFT_INLINE Bits<kDType> trimmed_mean_of_halves(
     const auto scaled = [&](int k) -> double { return k < num_leaves ? pair(k, kScale) : 0.0; };
     mean = static_cast<V>(Tree<kHalf>::sum(scaled, 0) / count / kScale);
   }
-  return result_bits<kDType>(clamp_mean(mean, low, high));
+  return {result_bits<kDType>(clamp_mean(mean, low, high)), low, high};
 }
 
 }  // namespace device

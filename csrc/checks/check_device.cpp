@@ -4,6 +4,7 @@
 //
 //   check_device [LEVEL]   instruction set of the CPU kernels; default: the best that runs here
 
+#include "diagnose_cuda.h"
 #include "plain.h"
 #include "two_lanes_cuda.h"
 
@@ -14,14 +15,80 @@ namespace {
 int64_t failures = 0, compared = 0;
 CpuOptions cpu;
 
+template <typename V>
+bool is_same(V a, V b) {
+  return a == b || (a != a && b != b);
+}
+
+// The result against the CPU kernel's, its window against the plain form's.
 template <DType kDType>
-void compare(const Case<kDType>& made, int64_t i, typename Stored<kDType>::Bits bits,
+void compare(const Case<kDType>& made, int64_t i, const device::Outcome<kDType>& found,
              const char* kernel) {
   ++compared;
-  if (bits == made.result(i) || ++failures > 20) return;
-  std::printf("%s, %s, coordinate %lld: %llx, not %llx\n", kernel, describe(made.job).c_str(),
-              static_cast<long long>(i), static_cast<unsigned long long>(bits),
-              static_cast<unsigned long long>(made.result(i)));
+  const auto kept = plain_kept<kDType>(made.column(i), made.job.weights, made.job.params);
+  const bool has_window = is_same(found.low, kept.low) && is_same(found.high, kept.high);
+  if ((found.result == made.result(i) && has_window) || ++failures > 20) return;
+  std::printf("%s, %s, coordinate %lld: %llx of %g to %g, not %llx of %g to %g\n", kernel,
+              describe(made.job).c_str(), static_cast<long long>(i),
+              static_cast<unsigned long long>(found.result), static_cast<double>(found.low),
+              static_cast<double>(found.high), static_cast<unsigned long long>(made.result(i)),
+              static_cast<double>(kept.low), static_cast<double>(kept.high));
+}
+
+// What a row's values add up to, against the plain form: one job of every rule.
+template <DType kDType>
+void check_sums(int rows, bool is_weighted) {
+  Case<kDType> made(rows, 211, 0, is_weighted, static_cast<unsigned>(300 + rows));
+  for (const RuleParams& rule : rules_for(rows)) {
+    made.job.params = rule;
+    aggregate_cpu(made.job, cpu);
+    Diagnostics wanted;
+    wanted.num_outside.resize(rows), wanted.num_non_finite.resize(rows);
+    wanted.squared_distance.resize(rows);
+    std::vector<device::RowSums> found(rows, device::RowSums{});
+    for (int64_t i = 0; i < made.job.numel; ++i) {
+      const auto kept = plain_kept<kDType>(made.column(i), made.job.weights, rule);
+      const auto result = value_of<kDType>(made.result(i));
+      plain_diagnose<kDType>(made.column(i), kept, static_cast<double>(result), wanted);
+      for (int row = 0; row < rows; ++row) {
+        device::RowSums one{};
+        one.add(value_of<kDType>(made.get(row, i)), result, kept.low, kept.high);
+        found[row].add(one);
+      }
+    }
+    for (int row = 0; row < rows; ++row) {
+      ++compared;
+      if (found[row].outside == static_cast<double>(wanted.num_outside[row]) &&
+          found[row].non_finite == static_cast<double>(wanted.num_non_finite[row]) &&
+          found[row].squared == wanted.squared_distance[row]) {
+        continue;
+      }
+      if (++failures > 20) continue;
+      std::printf("compare_kernel, %s, row %d: %g outside, %g not finite, distance %g\n",
+                  describe(made.job).c_str(), row, found[row].outside, found[row].non_finite,
+                  found[row].squared);
+    }
+  }
+}
+
+// Every coordinate that is looked at has one place of its own, and they fill the room.
+void check_places() {
+  float low = 0;
+  for (const int64_t numel : {int64_t{1}, 3 * device::kLookedAt, 7 * device::kLookedAt + 5}) {
+    for (const int every : {1, 2, 16}) {
+      const device::Windows<DType::kFloat32> windows{&low, nullptr, every};
+      int64_t next = 0;
+      for (int64_t i = 0; i < numel; ++i) {
+        const bool is_looked_at = i / device::kLookedAt % every == 0;
+        ++compared;
+        failures += windows.place(i) != (is_looked_at ? next : -1);
+        next += is_looked_at;
+      }
+      const int64_t room = device::blocks_looked_at(numel, every) * device::kLookedAt;
+      failures += next > room || next + device::kLookedAt <= room;
+      failures += device::Windows<DType::kFloat32>{nullptr, nullptr, every}.place(0) != -1;
+    }
+  }
 }
 
 // One coordinate's keys on kWires wires with `below` of padding at the lower end.
@@ -176,6 +243,10 @@ void check_dtype() {
       for_results<kDType>(rows, false, true, check_two_lanes<kDType>);
     }
   }
+  for (int rows : {1, 2, 5, 40}) {
+    check_sums<kDType>(rows, false);
+    check_sums<kDType>(rows, true);
+  }
   for (int rows : {1, 2, 3, 7, 16, 33, 64, 100, 129, 200, 1024}) {
     for_results<kDType>(rows, false, false, check_shared<kDType, false>);
     for_results<kDType>(rows, true, false, check_shared<kDType, true>);
@@ -188,6 +259,7 @@ void check_dtype() {
 
 int main(int argc, char** argv) {
   if (argc > 1) loft::checks::cpu.isa = argv[1];
+  loft::checks::check_places();
   loft::checks::check_dtype<loft::DType::kFloat64>();
   loft::checks::check_dtype<loft::DType::kFloat32>();
   loft::checks::check_dtype<loft::DType::kFloat16>();

@@ -6,7 +6,8 @@ import functools
 import math
 import warnings
 from collections.abc import Sequence
-from typing import TypeAlias, cast
+from types import ModuleType
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -144,17 +145,36 @@ def _run_native(
     if isinstance(out, Tensor) and out.device.type == "cuda":
         if not module.has_cuda:
             _warn_once(_NO_CUDA)
-        if not module.has_cuda or diagnose_every:
+        if not module.has_cuda:
             return False, None
-        stream = torch.cuda.current_stream(out.device).cuda_stream
-        module.aggregate_cuda(*job, out.device.index, stream)
+        found = _run_cuda(module, job, out, diagnose_every)
         _tell_autograd(out)
-        return True, None
+        return True, found
     if isinstance(out, Tensor) and out.device.type != "cpu":
         return False, None
     found = module.aggregate_cpu(*job, num_threads(), config().isa or "", diagnose_every)
     _tell_autograd(out)
     return True, found
+
+
+def _run_cuda(
+    module: ModuleType, job: tuple[Any, ...], out: Tensor, diagnose_every: int
+) -> Found | None:
+    """Queue a job on the current stream; with diagnostics, wait for them once, at the end."""
+    place = (out.device.index, torch.cuda.current_stream(out.device).cuda_stream)
+    if not diagnose_every:
+        module.aggregate_cuda(*job, *place, 0, 0, 0, 0)
+        return None
+    numel, num_rows = out.numel(), len(job[0])
+    begins = range(0, numel, fallback.BLOCK * diagnose_every)
+    precision = torch.float64 if out.dtype == torch.float64 else torch.float32
+    windows = torch.empty(2, len(begins) * fallback.BLOCK, dtype=precision, device=out.device)
+    sums = torch.empty(3, num_rows, len(begins), dtype=torch.float64, device=out.device)
+    low, high = (edge.data_ptr() for edge in windows)
+    module.aggregate_cuda(*job, *place, diagnose_every, low, high, sums.data_ptr())
+    seen = sum(min(fallback.BLOCK, numel - begin) for begin in begins)
+    outside, non_finite, distance = sums.sum(dim=2).tolist()
+    return seen, [int(count) for count in outside], [int(count) for count in non_finite], distance
 
 
 def _tell_autograd(out: Row) -> None:

@@ -92,10 +92,11 @@ def diagnose(
 
     On the CPU, with the extension, both are one pass, and sampled (``every=16``) it costs a few
     percent more than ``aggregate``: the rows of a block that is looked at are still in the cache.
-    On CUDA, and without the extension, the blocks that are looked at are read and ranked a second
-    time in plain torch; on CUDA it also waits for the device once, to read the numbers, which
-    ``aggregate`` never does. ``gradients`` that are one shard of a bucket give this shard's view;
-    add those of several buckets.
+    On CUDA the kernels leave the kept window of these blocks behind, and a second one reads the
+    blocks once more; it then waits for the device, to read the numbers, which ``aggregate`` never
+    does. Without the extension the blocks are ranked a second time in plain torch.
+    ``gradients`` that are one shard of a bucket give this shard's view; add those of several
+    buckets.
 
     Args:
         gradients: as in ``aggregate``: [world_size, numel], or a sequence of 1-D rows.

@@ -124,17 +124,26 @@ def test_plain_torch_gives_the_same_bits(device: str, dtype: torch.dtype) -> Non
         assert_same_bits(out.cpu(), expected(gradients, rule))
 
 
-@pytest.mark.parametrize("weights", [None, [1, 2, 3, 4, 5]])
-def test_diagnostics_say_the_same_on_every_device(device: str, weights: list[int] | None) -> None:
-    gradients = hard_gradients(5, 40_000, torch.float32, seed=7)
-    rule = loft.TrimmedMean(1)
-    result, found = loft.diagnose(gradients.to(device), rule, weights=weights, every=2)
-    wanted_result, wanted = loft.diagnose(gradients, rule, weights=weights, every=2)
-    assert_same_bits(result.cpu(), wanted_result)
-    assert found.num_seen == wanted.num_seen
-    assert found.num_outside == wanted.num_outside
-    assert found.num_non_finite == wanted.num_non_finite
-    assert found.squared_distance == pytest.approx(wanted.squared_distance, rel=1e-10)
+@pytest.mark.parametrize("is_weighted", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 5, 16, 40, 65, 128, 200])  # a number of every kernel
+def test_diagnostics_say_the_same_on_every_device(
+    device: str, rows: int, dtype: torch.dtype, is_weighted: bool
+) -> None:
+    if device == "cpu" and rows not in (5, 65):
+        pytest.skip("tests/unit has the CPU's every row count")
+    gradients = hard_gradients(rows, 2 * fallback.BLOCK + 7233, dtype, seed=7)
+    weights = [1 + row % 3 for row in range(rows)] if is_weighted else None
+    for rule in (loft.Median(), loft.TrimmedMean((rows - 1) // 3), loft.Phocas((rows - 1) // 4)):
+        result, found = loft.diagnose(gradients.to(device), rule, weights=weights, every=2)
+        assert_same_bits(result.cpu(), loft.aggregate(gradients, rule, weights=weights))
+        seen, outside, non_finite, squared = fallback.diagnose_rows(
+            list(gradients), rule, weights=weights, out=result.cpu(), every=2
+        )
+        assert list(found.num_seen) == [seen] * rows
+        assert list(found.num_outside) == outside
+        assert list(found.num_non_finite) == non_finite
+        assert list(found.squared_distance) == pytest.approx(squared, rel=1e-10)
 
 
 @pytest.mark.parametrize("weights", [None, [1, 2, 3]])
