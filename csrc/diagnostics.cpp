@@ -3,12 +3,17 @@
 #include "diagnostics.h"
 
 #include <algorithm>
+#include <memory>
 
 namespace loft {
 
 // A kernel and a comparison that take turns lose the fetching ahead at every turn. So a run of
 // coordinates is aggregated while its rows stay in the second cache, then compared tile by tile.
-constexpr int64_t kWindowBytes = 64 * 1024;  // of one edge of the window
+constexpr int64_t kEdgeBytes = 64 * 1024;  // of one edge of the window
+static_assert(kEdgeBytes / 8 >= kCompared, "a run is at least a tile");
+struct alignas(64) Window {
+  char low[kEdgeBytes], high[kEdgeBytes];
+};
 
 // Coordinates that are compared at once: their rows stay in the first cache. Fixed by the job,
 // because the order of the sums depends on it.
@@ -22,7 +27,7 @@ static int64_t tile_of(size_t rows, int64_t bytes) {
 static int64_t run_of(size_t rows, int64_t bytes, int64_t tile, int64_t width) {
   constexpr int64_t kRowBytes = 256 * 1024;
   const int64_t fitting = kRowBytes / (static_cast<int64_t>(rows) * bytes);
-  return std::max(tile, std::min(kWindowBytes / width, fitting) / tile * tile);
+  return std::max(tile, std::min(kEdgeBytes / width, fitting) / tile * tile);
 }
 
 void start(Diagnostics& diagnostics, size_t rows) {
@@ -39,21 +44,21 @@ DiagnosticBlocks::DiagnosticBlocks(size_t rows, int64_t blocks, int every)
 
 void DiagnosticBlocks::run(const Job& job, const Work& work, Kernel kernel, Compare compare,
                            int64_t block, int64_t begin, int64_t end) {
-  alignas(64) char low[kWindowBytes], high[kWindowBytes];
+  const std::unique_ptr<Window> window(new Window);  // not filled; threads may have small stacks
   std::vector<RowLanes> rows(rows_);
   const int64_t bytes = size_of(job.dtype), width = job.dtype == DType::kFloat64 ? 8 : 4;
-  const int64_t tile = tile_of(rows_, bytes), run = run_of(rows_, bytes, tile, width);
+  const int64_t tile = tile_of(rows_, bytes), length = run_of(rows_, bytes, tile, width);
   Work part = work;
-  part.low = low;
-  part.high = high;
-  for (int64_t from = begin; from < end; from += run) {
-    const int64_t to = std::min(end, from + run);
+  part.low = window->low;
+  part.high = window->high;
+  for (int64_t from = begin; from < end; from += length) {
+    const int64_t to = std::min(end, from + length);
     kernel(part, from, to);
     for (int64_t at = from; at < to; at += tile) {
       const int64_t place = (at - from) * width;
       compare(job.dtype,
               {work.rows, work.num_rows, at, std::min(tile, to - at), work.out + at * bytes,
-               low + place, high + place},
+               window->low + place, window->high + place},
               rows.data());
     }
   }

@@ -2,7 +2,8 @@
 //
 // A key is the value's bits with all but the sign flipped where the sign is set, then moved so that
 // -inf is the smallest integer and the NaNs of both signs are the largest. Signed comparison of
-// keys orders -inf < ... < -0 < +0 < ... < +inf < NaN. Results make every NaN the canonical one.
+// keys orders -inf < ... < -0 < +0 < ... < +inf < NaN; in 16-bit keys on AVX2 -0 is +0. Results
+// make every NaN the canonical one.
 //
 // A format has: Bits (one stored value), Entry, kLanes (coordinates an entry), V (vector of the
 // arithmetic type), kParts (V's an entry), load, value, put.
@@ -174,21 +175,21 @@ struct Half {
   // One instruction negates by the sign of another value, so a flipped value is here the magnitude
   // with its sign: -0 is +0, which no result tells apart.
   static constexpr bool kHasMinusZero = false;
-  static constexpr Bits kShift = kRoom + 1;
+  static constexpr Bits kMove = kRoom + 1;
   static LOFT_INLINE Entry load(const void* from) {
     const Entry bits = LOFT_ISA::load<Entry>(from);
     const __m256i magnitude = bit_cast<__m256i>(bits & std::numeric_limits<Bits>::max());
     const __m256i flipped = _mm256_sign_epi16(magnitude, bit_cast<__m256i>(bits));
-    return shift_keys(bit_cast<Entry>(flipped), -kShift);
+    return shift_keys(bit_cast<Entry>(flipped), -kMove);
   }
   static LOFT_INLINE Entry bits_of(Entry key) {
-    const Entry flipped = shift_keys(key, kShift);
+    const Entry flipped = shift_keys(key, kMove);
     const Entry magnitude = bit_cast<Entry>(_mm256_abs_epi16(bit_cast<__m256i>(flipped)));
     return magnitude | (flipped & std::numeric_limits<Bits>::min());
   }
 #else
   static constexpr bool kHasMinusZero = true;
-  static constexpr Bits kShift = kRoom;
+  static constexpr Bits kMove = kRoom;
   static LOFT_INLINE Entry load(const void* from) {
     return to_key(LOFT_ISA::load<Entry>(from), kRoom);
   }
@@ -210,6 +211,7 @@ struct Half {
   static LOFT_INLINE void put(void* to, V result, int part) {
     put_wide(static_cast<char*>(to) + part * sizeof(Part), result);
   }
+  // For weights: keys that order -0 below +0 at every level, because weights order ties.
   static LOFT_INLINE I load_wide(const void* from) {
     return __builtin_convertvector(to_key(LOFT_ISA::load<Part>(from), kRoom), I);
   }
@@ -220,7 +222,7 @@ struct Half {
   // What value and put would make of one key: no value is rounded.
   static LOFT_INLINE void put_key(void* to, Entry key) {
     constexpr Bits kNaN = kIsBFloat ? 0x7fc0 : 0x7e00;
-    constexpr Bits kInfinity = (kIsBFloat ? 0x7f80 : 0x7c00) - kShift;  // its key
+    constexpr Bits kInfinity = (kIsBFloat ? 0x7f80 : 0x7c00) - kMove;  // its key
     Entry bits = bits_of(key);
     if constexpr (kHasMinusZero) {
       bits = bits == Entry{} + std::numeric_limits<Bits>::min() ? Entry{} : bits;
@@ -246,7 +248,7 @@ struct Half {
       return true;
     }
   }
-  // Never -0.
+  // Never -0, before it is rounded.
   static LOFT_INLINE V halved(V sum) { return kHasMinusZero ? sum * 0.5f + 0.0f : sum * 0.5f; }
   // Odd and even bfloat16 lanes widen and narrow in place.
   static LOFT_INLINE Entry middle_in_place(I low, I high) {

@@ -1,12 +1,15 @@
 // Layer 2. The kernel for any rule, number of rows and f: rank all rows into a buffer, then finish.
 #pragma once
 
+#include <algorithm>
+
 #include "finish_cpu.h"
 
 namespace loft {
 namespace LOFT_ISA {
 
-constexpr int kBatch = 4;  // vectors between loading and finishing, of rows that are one group
+// Vectors between loading and finishing, of rows that are one group.
+constexpr int kBatch = 4;
 
 // The same of more rows, whose pages are more than the first address buffer holds: at least a line
 // a visit.
@@ -36,7 +39,7 @@ int64_t run_ranked(const Work& work, int64_t begin, int64_t end) {
   alignas(64) typename F::Entry entries[kManyBatch<F> * (kMaxRows + kGroup<F>)];
   const Source source{work.rows, work.weights};
   const int stride = padded<F>(work.num_rows);
-  const int most = work.num_rows <= kGroup<F> ? kBatch : kManyBatch<F>;
+  const int most = work.num_rows <= kGroup<F> ? std::max(kBatch, kVectorsALine<F>) : kManyBatch<F>;
   const Finish<F> finish_vectors = finish_for<F>(work.params.rule);
   const SortGroup<F> sort =
       sort_group_for<F>(work.num_rows <= kGroup<F> ? work.num_rows : kGroup<F>);

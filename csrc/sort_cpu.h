@@ -90,10 +90,12 @@ struct RowLoad {
   }
 };
 
-// Sort `vectors` neighbouring vectors of kRows rows, each into `to`, `stride` entries apart.
+// Sort `vectors` neighbouring vectors of kRows rows, each into `to`, `stride` entries apart. By row
+// only whole groups know that they are parts; the last rows, up to kNearRows, go to the first
+// cache.
 template <typename F, int kRows>
 void sort_group(Source source, int64_t at, int vectors, typename F::Entry* to, int stride) {
-  constexpr bool kIsByRow = kVectorsALine<F> == 1 && kGroup<F> > kNearRows;  // is_part is not asked
+  constexpr bool kIsByRow = kVectorsALine<F> == 1 && kGroup<F> > kNearRows;
   for (int vector = 0; vector < vectors; ++vector, at += kStep<F>, to += stride) {
     typename F::Entry entries[kRows];
     const RowLoad<F, kRows, kIsByRow> load{source, at};

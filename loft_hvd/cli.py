@@ -229,7 +229,7 @@ def _bench_app() -> typer.Typer:
         threads: int = typer.Option(1, min=1, help="CPU threads."),
         levels: str = typer.Option("", help="Of baseline,avx2,avx512; all that run here."),
         repeats: int = typer.Option(5, min=1, help="Rounds at least; the fastest counts."),
-        seconds: float = typer.Option(0.0, min=0.0, help="Go on with rounds for so long."),
+        seconds: float = typer.Option(0, max=3600, help="CPU: rounds of a set go on so long."),
         device: str = typer.Option("cpu", help="cpu, or cuda against a copy on the GPU."),
         gate: bool = typer.Option(False, help="Exit 1 when a goal is missed by 15 %, 2 if noisy."),
         json_file: str = json_option,
@@ -243,7 +243,7 @@ def _bench_app() -> typer.Typer:
             raise typer.BadParameter(f"--device {device!r}: cpu or cuda")
         chosen = tuple(level for level in levels.split(",") if level)
         counts = tuple(int(count) for count in _numbers(rows, "--rows"))
-        bench = KernelBench(counts, numel, threads, repeats, seconds, chosen)
+        bench = KernelBench(counts, numel, threads, repeats, seconds, levels=chosen)
         files = (json_file, plot_file)
         code = commands.bench_kernels(bench, device, files=files, gate=gate, show=_print_table)
         raise typer.Exit(code)

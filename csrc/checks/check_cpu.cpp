@@ -44,7 +44,7 @@ void check_case(Case<kDType>& made, const std::string& level, int threads, bool 
   CpuOptions options{threads, level, diagnoses ? &found : nullptr, 1};
   made.poison();
   aggregate_cpu(job, options);
-  const int64_t step = job.numel > 10'000 ? 61 : 1;  // coprime to every vector's lanes
+  const int64_t step = job.numel > 100'000 ? 61 : 1;  // coprime to every vector's lanes
   for (int64_t i = 0; i < job.numel; i += step, ++compared) {
     const auto kept = plain_kept<kDType>(made.column(i), job.weights, job.params);
     plain_diagnose<kDType>(made.column(i), kept, value_of<kDType>(made.result(i)), wanted);
@@ -84,6 +84,11 @@ void check_dtype(const std::string& level) {
   Case<kDType> many(1024, 35, 0, true, 7);  // the most rows
   many.job.params = {Rule::kTrimmedMean, MedianKind::kMidpoint, 300};
   check_case(many, level, 1, true);
+  for (int rows : {3, 9}) {  // more than one block; in a block several runs, each of several tiles
+    Case<kDType> runs(rows, 17'001, 0, false, static_cast<unsigned>(rows), true);
+    runs.job.params = {Rule::kTrimmedMean, MedianKind::kMidpoint, 1};
+    check_case(runs, level, 1, true);
+  }
   Case<kDType> wide(3, 2'200'001, 0, false, 8);  // several blocks and threads
   wide.job.params = {Rule::kMedian, MedianKind::kMidpoint, 0};
   check_case(wide, level, 3, true);

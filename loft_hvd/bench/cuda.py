@@ -53,7 +53,7 @@ def measure_cuda(bench: KernelBench, device: torch.device) -> Iterator[list[Timi
     """Check and time every rule on a device, one row count after the other.
 
     Args:
-        bench: row counts, coordinates, repeats and memory; threads and levels do not apply.
+        bench: row counts, coordinates, repeats and memory; the others do not apply.
         device: where the rows lie; times are taken by its events where it is a CUDA device.
 
     Yields:

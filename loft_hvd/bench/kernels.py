@@ -45,8 +45,8 @@ class KernelBench:
         numel: coordinates of a row; fewer where all rows together would take over ``most_bytes``.
         threads: CPU threads.
         repeats: rounds at least; the fastest counts.
-        least_s: rounds of our own contestants go on for so many seconds (a row count, level and
-            number of threads each); one of few rows is over in a tenth.
+        least_s: rounds go on for so many seconds, for each row count and level, two threads, the
+            memory and peers; a round of few rows is over in a tenth of one.
         levels: instruction sets; empty for all that this CPU runs.
         most_bytes: memory for rows.
     """
@@ -161,7 +161,7 @@ def _measure_rows(
     best = places[-1]
     rows, numel = best.pool.shape
     clock = choose_clock(threads=best.threads)
-    few_rounds, rounds = Rounds(bench.repeats), Rounds(bench.repeats, bench.least_s)
+    rounds = Rounds(bench.repeats, bench.least_s)
     timings = []
     for place in places:
         if place.threads > 1:
@@ -177,8 +177,8 @@ def _measure_rows(
         "memcpy of one row": lambda: best.out.copy_(best.pool[0]),
         "torch.sum": lambda: torch.sum(best.pool, dim=0, out=best.out),
     }
-    timings += _time(memory, clock, few_rounds, shape=(rows, numel), base=base)
-    return timings + _time(peer, clock, few_rounds, shape=(rows, few), base=base)
+    timings += _time(memory, clock, rounds, shape=(rows, numel), base=base)
+    return timings + _time(peer, clock, rounds, shape=(rows, few), base=base)
 
 
 def _kernel_calls(place: Place) -> dict[str, Callable[[], object]]:

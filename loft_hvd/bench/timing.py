@@ -80,6 +80,8 @@ def interleaved_minimum(
         Seconds of the fastest round of each call.
     """
     best = dict.fromkeys(calls, float("inf"))
+    if not calls:
+        return best
     for call in calls.values():
         call()
     done, spent_s = 0, 0.0

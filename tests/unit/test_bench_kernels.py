@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,12 +12,13 @@ import torch
 from typer.testing import CliRunner
 
 from loft_hvd._native import extension
-from loft_hvd.bench import commands
+from loft_hvd.bench import commands, kernels
 from loft_hvd.bench.contestants import CALLED, EQUAL, KEPT, MASKED
 from loft_hvd.bench.cuda import COPY, COPY_AGAIN, judge_cuda, measure_cuda
 from loft_hvd.bench.gate import Goal, judge_kernels
 from loft_hvd.bench.kernels import KernelBench, Timing, measure_kernels
 from loft_hvd.bench.peers import Untimed
+from loft_hvd.bench.timing import Clock, Rounds, interleaved_minimum
 from loft_hvd.cli import build_app
 
 pytestmark = pytest.mark.skipif(extension() is None, reason="the extension is not built here")
@@ -164,6 +165,39 @@ def test_command_writes_json_and_plot(tmp_path: Path) -> None:
     assert {timing["rows"] for timing in record["timings"]} == {3, 4}
     assert {goal["verdict"] for goal in record["goals"]} <= {"met", "missed", "too noisy"}
     assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_command_measures_what_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[KernelBench] = []
+
+    def record(bench: KernelBench, device: str, **options: object) -> int:
+        asked.append(bench)
+        return 0
+
+    monkeypatch.setattr(commands, "bench_kernels", record)
+    what = ["--rows", "3,5", "--numel", "2048", "--threads", "2", "--levels", "baseline"]
+    often = ["--repeats", "4", "--seconds", "7"]
+    result = CliRunner().invoke(build_app(), ["bench", "kernels", *what, *often])
+    assert result.exit_code == 0, result.output
+    assert asked == [KernelBench((3, 5), 2048, 2, 4, 7.0, ("baseline",))]
+    endless = CliRunner().invoke(build_app(), ["bench", "kernels", "--seconds", "inf"])
+    assert endless.exit_code == 2
+
+
+def test_all_contestants_have_the_same_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Rounds] = []
+
+    def record(
+        calls: Mapping[str, Callable[[], object]], *, clock: Clock, rounds: Rounds
+    ) -> dict[str, float]:
+        found.append(rounds)
+        return interleaved_minimum(calls, clock=clock, rounds=Rounds(1))
+
+    monkeypatch.setattr(kernels, "interleaved_minimum", record)
+    bench = KernelBench(rows=(3,), numel=2048, repeats=6, least_s=0.5, levels=("baseline",))
+    list(measure_kernels(bench, report=lambda _: None))
+    assert found
+    assert set(found) == {Rounds(6, 0.5)}
 
 
 def test_device_bench_times_rules_against_a_copy() -> None:
