@@ -24,7 +24,6 @@
 namespace loft {
 namespace {
 
-constexpr int64_t kBlock = 16 * 1024;               // coordinates a thread takes at a time
 constexpr int64_t kBytesAThread = 2 * 1024 * 1024;  // less input than this is not worth a thread
 
 // Rounding to nearest, no flushing of subnormals, no traps, whatever the caller has set.

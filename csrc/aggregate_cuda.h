@@ -6,9 +6,9 @@
 namespace loft {
 
 // Device memory for diagnostics. low, high: float64 for float64 rows, else float32,
-// [blocks_looked_at * 16384]; sums: [3, rows, blocks_looked_at], of the coordinates outside their
-// window, not finite, and the squared distance, where every `every`-th block of 16384 coordinates
-// is looked at, the first one included. Null: none.
+// [blocks_looked_at * kBlock]; sums: [3, rows, blocks_looked_at], of the coordinates outside their
+// window, not finite, and the squared distance, where every `every`-th block is looked at, the
+// first one included. Null: none.
 struct CudaDiagnostics {
   void* low = nullptr;
   void* high = nullptr;

@@ -37,6 +37,7 @@ PYBIND11_MODULE(_loft, module) {
 #else
   module.attr("has_cuda") = false;
 #endif
+  module.attr("block") = loft::kBlock;
   module.def("isa_levels", &loft::isa_levels, "Instruction sets that run here, the best last.");
   module.def(
       "aggregate_cpu",

@@ -7,11 +7,9 @@
 namespace loft {
 namespace device {
 
-// Coordinates that are looked at or left out together: the first block of every so many.
-constexpr int64_t kLookedAt = 16 * 1024;
-
+// Of every so many blocks the first one is looked at.
 LOFT_HOST_DEVICE constexpr int64_t blocks_looked_at(int64_t numel, int every) {
-  return ((numel + kLookedAt - 1) / kLookedAt + every - 1) / every;
+  return ((numel + kBlock - 1) / kBlock + every - 1) / every;
 }
 
 // The kept windows of the coordinates that are looked at, one such block after the other; `low` is
@@ -23,14 +21,14 @@ struct Windows {
   V* high;
   int every;
 
-  // Where coordinate i has its window, and those up to the next multiple of kLookedAt behind it;
+  // Where coordinate i has its window, and those up to the next multiple of kBlock behind it;
   // negative where it is not looked at.
   LOFT_HOST_DEVICE int64_t place(int64_t i) const {
     if (!low) return -1;
-    const uint32_t block = static_cast<uint32_t>(i / kLookedAt);
+    const uint32_t block = static_cast<uint32_t>(i / kBlock);
     const uint32_t in_turn = static_cast<uint32_t>(every);
     if (block % in_turn) return -1;
-    return static_cast<int64_t>(block / in_turn) * kLookedAt + i % kLookedAt;
+    return static_cast<int64_t>(block / in_turn) * kBlock + i % kBlock;
   }
   LOFT_HOST_DEVICE void put(int64_t place, const Outcome<kDType>& outcome) const {
     if (place < 0) return;

@@ -251,9 +251,9 @@ __global__ void __launch_bounds__(kCompareThreads)
                    double* __restrict__ sums) {
   __shared__ RowSums shared[kCompareThreads];
   const auto* row = static_cast<const Bits<kDType>*>(table.rows[blockIdx.y]);
-  const int64_t begin = static_cast<int64_t>(blockIdx.x) * windows.every * kLookedAt;
-  const int64_t place = static_cast<int64_t>(blockIdx.x) * kLookedAt;
-  const int count = static_cast<int>(numel - begin < kLookedAt ? numel - begin : kLookedAt);
+  const int64_t begin = static_cast<int64_t>(blockIdx.x) * windows.every * kBlock;
+  const int64_t place = static_cast<int64_t>(blockIdx.x) * kBlock;
+  const int count = static_cast<int>(numel - begin < kBlock ? numel - begin : kBlock);
   RowSums mine{};
 #pragma unroll 4
   for (int i = threadIdx.x; i < count; i += kCompareThreads) {

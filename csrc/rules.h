@@ -14,6 +14,8 @@
 namespace loft {
 
 constexpr int kMaxRows = 1024;
+// Coordinates that diagnostics look at or leave out together; a CPU thread takes as many at a time.
+constexpr int64_t kBlock = 16 * 1024;
 constexpr int64_t kMaxTotalWeight = (int64_t{1} << 30) - 1;  // twice the total fits an int32
 
 enum class DType : int { kFloat64 = 0, kFloat32 = 1, kFloat16 = 2, kBFloat16 = 3 };

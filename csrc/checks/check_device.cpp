@@ -74,18 +74,18 @@ void check_sums(int rows, bool is_weighted) {
 // Every coordinate that is looked at has one place of its own, and they fill the room.
 void check_places() {
   float low = 0;
-  for (const int64_t numel : {int64_t{1}, 3 * device::kLookedAt, 7 * device::kLookedAt + 5}) {
+  for (const int64_t numel : {int64_t{1}, 3 * kBlock, 7 * kBlock + 5}) {
     for (const int every : {1, 2, 16}) {
       const device::Windows<DType::kFloat32> windows{&low, nullptr, every};
       int64_t next = 0;
       for (int64_t i = 0; i < numel; ++i) {
-        const bool is_looked_at = i / device::kLookedAt % every == 0;
+        const bool is_looked_at = i / kBlock % every == 0;
         ++compared;
         failures += windows.place(i) != (is_looked_at ? next : -1);
         next += is_looked_at;
       }
-      const int64_t room = device::blocks_looked_at(numel, every) * device::kLookedAt;
-      failures += next > room || next + device::kLookedAt <= room;
+      const int64_t room = device::blocks_looked_at(numel, every) * kBlock;
+      failures += next > room || next + kBlock <= room;
       failures += device::Windows<DType::kFloat32>{nullptr, nullptr, every}.place(0) != -1;
     }
   }

@@ -145,13 +145,6 @@ typename Stored<kDType>::Bits result_bits(typename Stored<kDType>::Value result)
   return result == result ? bits_of<kDType>(result) : Stored<kDType>::kNaN;
 }
 
-template <DType kDType>
-typename Stored<kDType>::Bits plain_result(const std::vector<typename Stored<kDType>::Bits>& stored,
-                                           const std::vector<int32_t>& weights,
-                                           const RuleParams& params) {
-  return result_bits<kDType>(plain_kept<kDType>(stored, weights, params).result);
-}
-
 // Adds what every row did in one coordinate.
 template <DType kDType>
 void plain_diagnose(const std::vector<typename Stored<kDType>::Bits>& stored,

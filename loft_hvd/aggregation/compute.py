@@ -165,16 +165,13 @@ def _run_cuda(
     if not diagnose_every:
         module.aggregate_cuda(*job, *place, 0, 0, 0, 0)
         return None
-    numel, num_rows = out.numel(), len(job[0])
-    begins = range(0, numel, fallback.BLOCK * diagnose_every)
+    blocks = -(-out.numel() // (module.block * diagnose_every))
     precision = torch.float64 if out.dtype == torch.float64 else torch.float32
-    windows = torch.empty(2, len(begins) * fallback.BLOCK, dtype=precision, device=out.device)
-    sums = torch.empty(3, num_rows, len(begins), dtype=torch.float64, device=out.device)
+    windows = torch.empty(2, blocks * module.block, dtype=precision, device=out.device)
+    sums = torch.empty(3, len(job[0]), blocks, dtype=torch.float64, device=out.device)
     low, high = (edge.data_ptr() for edge in windows)
     module.aggregate_cuda(*job, *place, diagnose_every, low, high, sums.data_ptr())
-    seen = sum(min(fallback.BLOCK, numel - begin) for begin in begins)
-    outside, non_finite, distance = sums.sum(dim=2).tolist()
-    return seen, [int(count) for count in outside], [int(count) for count in non_finite], distance
+    return fallback.read_tally(sums.sum(dim=2), out.numel(), diagnose_every)
 
 
 def _tell_autograd(out: Row) -> None:

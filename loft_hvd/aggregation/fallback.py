@@ -23,7 +23,7 @@ from loft_hvd.aggregation.rules import (
     TrimmedMean,
 )
 
-__all__ = ["BLOCK", "aggregate_rows", "diagnose_rows"]
+__all__ = ["BLOCK", "aggregate_rows", "diagnose_rows", "read_tally"]
 
 BLOCK = 16 * 1024  # coordinates that diagnostics look at or leave out together; the kernels' own
 
@@ -97,7 +97,14 @@ def diagnose_rows(
         part = [row[span] for row in rows]
         window = None if isinstance(rule, Custom) else _window_of(part, rule, weights)
         tally += torch.stack([_compare(row, out[span], window) for row in part], dim=1)
-    seen = sum(min(BLOCK, out.numel() - begin) for begin in blocks)
+    return read_tally(tally, out.numel(), every)
+
+
+def read_tally(
+    tally: Tensor, numel: int, every: int
+) -> tuple[int, list[int], list[int], list[float]]:
+    """Return what ``diagnose_rows`` does, from its sums, [3, rows]; waits for the device."""
+    seen = sum(min(BLOCK, numel - begin) for begin in range(0, numel, BLOCK * every))
     outside, non_finite, distance = tally.tolist()
     return seen, [int(count) for count in outside], [int(count) for count in non_finite], distance
 

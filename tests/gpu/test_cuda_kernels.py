@@ -131,7 +131,7 @@ def test_diagnostics_say_the_same_on_every_device(
     device: str, rows: int, dtype: torch.dtype, is_weighted: bool
 ) -> None:
     if device == "cpu" and rows not in (5, 65):
-        pytest.skip("tests/unit has the CPU's every row count")
+        pytest.skip("csrc/checks has the CPU's every row count")
     gradients = hard_gradients(rows, 2 * fallback.BLOCK + 7233, dtype, seed=7)
     weights = [1 + row % 3 for row in range(rows)] if is_weighted else None
     for rule in (loft.Median(), loft.TrimmedMean((rows - 1) // 3), loft.Phocas((rows - 1) // 4)):

@@ -10,7 +10,7 @@ import torch
 
 from loft_hvd import aggregation as loft
 from loft_hvd._native import extension
-from loft_hvd.aggregation import compute
+from loft_hvd.aggregation import compute, fallback
 from loft_hvd.config import Config
 from tests.support.gradients import DTYPES, assert_same_bits, hard_gradients, rules_for
 
@@ -22,6 +22,11 @@ LEVELS = MODULE.isa_levels()[1:] if MODULE is not None else []
 
 def _configure(patch: pytest.MonkeyPatch, **settings: Any) -> None:
     patch.setattr(compute, "config", lambda: Config(**settings))
+
+
+def test_plain_torch_looks_at_the_kernels_blocks() -> None:
+    assert MODULE is not None
+    assert MODULE.block == fallback.BLOCK
 
 
 @pytest.mark.parametrize("level", LEVELS)
