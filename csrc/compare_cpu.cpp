@@ -47,9 +47,9 @@ constexpr int kValues = static_cast<int>(sizeof(ValueOf<kDType>) / sizeof(Lane<V
 template <DType kDType>
 constexpr int kParts = kValues<kDType> / kDoubles;
 
-// Rows that are compared in one loop, where registers suffice for what they are compared with.
+// Rows that are compared in one loop: they share what is loaded to compare them with.
 template <DType kDType>
-constexpr int kTogether = kVectorBytes == 64 && kDType != DType::kFloat64 ? 4 : 1;
+constexpr int kTogether = kDType == DType::kFloat64 ? 1 : kVectorBytes / 16;
 
 // One of a register's parts as doubles; `from` is where the register was read.
 template <DType kDType>
@@ -74,20 +74,20 @@ LOFT_INLINE Doubles part_of(ValueOf<kDType> values, int part, [[maybe_unused]] c
   }
 }
 
-// a - b. With AVX2 the unit that adds, compares and converts is short: the one that multiplies
-// subtracts, too, as its product is exact.
+// a - b. The units that add, compare and convert are short: those that multiply subtract, too, as
+// their product is exact.
 LOFT_INLINE Doubles difference(Doubles a, Doubles b) {
-#if defined(__FMA__) && !defined(__AVX512BW__)
+#if defined(__FMA__)
   return _mm256_fmsub_pd(a, Doubles{} + 1.0, b);
 #else
   return a - b;
 #endif
 }
 
-// Holds a value in its register: GCC would load it again for every row.
+// Holds a value in its register: GCC would load it again for every row or comparison.
 template <typename V>
 LOFT_INLINE void hold([[maybe_unused]] V& value) {
-#if defined(__AVX512BW__)
+#if defined(__AVX2__)
   asm("" : "+v"(value));
 #endif
 }
@@ -99,20 +99,40 @@ struct Tile {
   const char* high;
 };
 
-template <typename V, typename T, size_t kCount>
-LOFT_INLINE void add_lanes(T* lanes, const V (&values)[kCount]) {
-  using Stored = Vector<T, sizeof(V) / sizeof(Lane<V>) * sizeof(T)>;
-  for (const V& value : values) {
-    store(lanes, load<Stored>(lanes) + __builtin_convertvector(value, Stored));
-    lanes += sizeof(V) / sizeof(Lane<V>);
-  }
-}
+// How many lanes a mask sets, of one row: lane by lane, as a set lane is -1. With AVX2 one number
+// for all floats, which the vector units have no part in.
+template <DType kDType>
+struct Count {
+  MaskOf<kDType> lanes = {};
 
-// Sums of one row, lane by lane.
+  LOFT_INLINE void operator+=(MaskOf<kDType> mask) { lanes -= mask; }
+  LOFT_INLINE void add_to(int32_t* sums) const {
+    using Stored = Vector<int32_t, kValues<kDType> * sizeof(int32_t)>;
+    store(sums, load<Stored>(sums) + __builtin_convertvector(lanes, Stored));
+  }
+};
+
+#if defined(__AVX2__) && !defined(__AVX512BW__)
+struct CountedFloats {
+  int sum = 0;
+
+  LOFT_INLINE void operator+=(MaskOf<DType::kFloat32> mask) {
+    sum += __builtin_popcount(_mm256_movemask_ps(bit_cast<__m256>(mask)));
+  }
+  LOFT_INLINE void add_to(int32_t* sums) const { *sums += sum; }
+};
+template <>
+struct Count<DType::kFloat32> : CountedFloats {};
+template <>
+struct Count<DType::kFloat16> : CountedFloats {};
+template <>
+struct Count<DType::kBFloat16> : CountedFloats {};
+#endif
+
+// Sums of one row.
 template <DType kDType>
 struct Sums {
-  MaskOf<kDType> outside[kLanes / kValues<kDType>] = {};
-  MaskOf<kDType> non_finite[kLanes / kValues<kDType>] = {};
+  Count<kDType> outside, non_finite;
   Doubles squared[kLanes / kDoubles] = {};
 
   bool is_finite() const {
@@ -126,26 +146,21 @@ struct Sums {
 template <typename V>
 constexpr bool kCountsInside = kVectorBytes == 64 && sizeof(V) == 64;
 
-// Counts finite values in the lanes of `count`: outside their window, or inside. A window that ends
-// in NaN has no value above it; where it begins with NaN the result is NaN, and this is not asked.
-template <typename V, typename M>
-LOFT_INLINE void count_window(M& count, V value, V low, V high) {
+// Counts finite values: outside their window, or inside. A window that ends in NaN has no value
+// above it; where it begins with NaN the result is NaN, and this is not asked.
+template <DType kDType, typename V>
+LOFT_INLINE void count_window(Count<kDType>& count, V value, V low, V high) {
 #if defined(__AVX512BW__)
   if constexpr (kCountsInside<V>) {
     const __mmask16 above = _mm512_cmp_ps_mask(value, low, _CMP_NLT_UQ);
     const __mmask16 inside = _mm512_mask_cmp_ps_mask(above, value, high, _CMP_NGT_UQ);
-    const __m512i counts = bit_cast<__m512i>(count);
-    count = bit_cast<M>(_mm512_mask_add_epi32(counts, inside, counts, _mm512_set1_epi32(1)));
-    return;
-  }
-#elif defined(__AVX2__)
-  if constexpr (sizeof(Lane<V>) == 4) {  // GCC would load the value again to compare it with `high`
-    const __m256 below = _mm256_cmp_ps(value, low, _CMP_LT_OQ);
-    count -= bit_cast<M>(_mm256_or_ps(below, _mm256_cmp_ps(value, high, _CMP_GT_OQ)));
+    const __m512i counts = bit_cast<__m512i>(count.lanes);
+    const __m512i more = _mm512_mask_add_epi32(counts, inside, counts, _mm512_set1_epi32(1));
+    count.lanes = bit_cast<MaskOf<kDType>>(more);
     return;
   }
 #endif
-  count -= (value < low) | (value > high);  // a set lane of a mask is -1
+  count += (value < low) | (value > high);
 }
 
 // Adds kLanes coordinates from `i` on, of kRows rows; `rows` point at their coordinate 0.
@@ -160,21 +175,21 @@ LOFT_INLINE void add(const char* const* rows, const Tile& tile, int64_t i, Sums<
 #pragma GCC unroll 4
     for (int part = 0; part < kParts<kDType>; ++part) {
       results[part] = load<Doubles>(tile.results + i + part * kDoubles);
-      if constexpr (kRows > 1) hold(results[part]);
+      if constexpr (kRows > 2) hold(results[part]);
     }
     if constexpr (kRows > 1) hold(low), hold(high);
 #pragma GCC unroll 4
     for (int row = 0; row < kRows; ++row) {
       const char* from = rows[row] + i * kBytes<kDType>;
-      const V value = read<kDType>(from);
-      MaskOf<kDType>& outside = sums[row].outside[at / kValues<kDType>];
+      V value = read<kDType>(from);
+      hold(value);
       if constexpr (kIsFinite) {
-        count_window(outside, value, low, high);
+        count_window(sums[row].outside, value, low, high);
       } else {  // NaN orders above +inf
         const auto is_nan = value != value;
-        outside -= (value < low) | (value > high);
-        outside -= ((low != low) & ~is_nan) | (is_nan & (high == high));
-        sums[row].non_finite[at / kValues<kDType>] -= (value - value) != 0;
+        sums[row].outside += (value < low) | (value > high);
+        sums[row].outside += ((low != low) & ~is_nan) | (is_nan & (high == high));
+        sums[row].non_finite += (value - value) != 0;
       }
 #pragma GCC unroll 4
       for (int part = 0; part < kParts<kDType>; ++part) {
@@ -202,12 +217,17 @@ void add_to(RowLanes* lanes, const char* const* rows, const Tile& tile, int64_t 
       for (int64_t i = 0; i < count; i += kLanes) {
         add<kDType, false, 1>(from + row, tile, i, sums + row);
       }
-      add_lanes(lanes[row].non_finite, sums[row].non_finite);
+      sums[row].non_finite.add_to(lanes[row].non_finite);
     } else if constexpr (kCountsInside<ValueOf<kDType>>) {
-      for (auto& counted : sums[row].outside) counted = static_cast<int>(count / kLanes) - counted;
+      auto& counted = sums[row].outside.lanes;
+      counted = static_cast<int>(count / kLanes) - counted;
     }
-    add_lanes(lanes[row].outside, sums[row].outside);
-    add_lanes(lanes[row].squared, sums[row].squared);
+    sums[row].outside.add_to(lanes[row].outside);
+    double* squared = lanes[row].squared;
+    for (const Doubles& sum : sums[row].squared) {
+      store(squared, load<Doubles>(squared) + sum);
+      squared += kDoubles;
+    }
   }
 }
 

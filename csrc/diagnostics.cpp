@@ -15,19 +15,21 @@ struct alignas(64) Window {
   char low[kEdgeBytes], high[kEdgeBytes];
 };
 
-// Coordinates that are compared at once: their rows stay in the first cache. Fixed by the job,
-// because the order of the sums depends on it.
+// Coordinates whose rows take 256 KB: they stay in the second cache.
+static int64_t fitting(size_t rows, int64_t bytes) {
+  return 256 * 1024 / (static_cast<int64_t>(rows) * bytes);
+}
+
+// Coordinates that are compared at once: what rows are compared with stays in the first cache.
+// Fixed by the job, because the order of the sums depends on it.
 static int64_t tile_of(size_t rows, int64_t bytes) {
-  constexpr int64_t kRowBytes = 16 * 1024, kLeast = 128;
-  const int64_t fitting = kRowBytes / (static_cast<int64_t>(rows) * bytes) / kLeast * kLeast;
-  return std::max(kLeast, std::min(kCompared, fitting));
+  constexpr int64_t kLeast = 128;
+  return std::max(kLeast, std::min(kCompared, fitting(rows, bytes) / kLeast * kLeast));
 }
 
 // Coordinates of a run, whole tiles; `width` bytes an edge of their window.
 static int64_t run_of(size_t rows, int64_t bytes, int64_t tile, int64_t width) {
-  constexpr int64_t kRowBytes = 256 * 1024;
-  const int64_t fitting = kRowBytes / (static_cast<int64_t>(rows) * bytes);
-  return std::max(tile, std::min(kEdgeBytes / width, fitting) / tile * tile);
+  return std::max(tile, std::min(kEdgeBytes / width, fitting(rows, bytes)) / tile * tile);
 }
 
 void start(Diagnostics& diagnostics, size_t rows) {

@@ -32,7 +32,7 @@ struct RowLanes {
 
 // `count` <= kCompared coordinates from `at` on: all rows from coordinate 0 on, and the results and
 // the kept window (arithmetic type) of these coordinates.
-constexpr int64_t kCompared = 512;
+constexpr int64_t kCompared = 1024;
 struct Compared {
   const char* const* rows;
   int num_rows;
