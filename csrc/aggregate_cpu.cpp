@@ -116,8 +116,9 @@ std::vector<std::string> isa_levels() {
   std::vector<std::string> levels{"baseline"};
 #if defined(LOFT_HAVE_X86_LEVELS)
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2") &&
-      __builtin_cpu_supports("f16c") && __builtin_cpu_supports("fma")) {
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("popcnt") &&
+      __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("f16c") &&
+      __builtin_cpu_supports("fma")) {
     levels.push_back("avx2");
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {

@@ -47,7 +47,8 @@ constexpr int kValues = static_cast<int>(sizeof(ValueOf<kDType>) / sizeof(Lane<V
 template <DType kDType>
 constexpr int kParts = kValues<kDType> / kDoubles;
 
-// Rows that are compared in one loop: they share what is loaded to compare them with.
+// Rows that are compared in one loop: they share what is loaded to compare them with. Float64 and
+// the narrowest vectors have no registers left for a second row's sums.
 template <DType kDType>
 constexpr int kTogether = kDType == DType::kFloat64 ? 1 : kVectorBytes / 16;
 
@@ -74,10 +75,10 @@ LOFT_INLINE Doubles part_of(ValueOf<kDType> values, int part, [[maybe_unused]] c
   }
 }
 
-// a - b. The units that add, compare and convert are short: those that multiply subtract, too, as
-// their product is exact.
+// a - b. With AVX2 the units that add, compare and convert are short: those that multiply subtract,
+// too, as their product is exact.
 LOFT_INLINE Doubles difference(Doubles a, Doubles b) {
-#if defined(__FMA__)
+#if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512BW__)
   return _mm256_fmsub_pd(a, Doubles{} + 1.0, b);
 #else
   return a - b;
@@ -99,27 +100,28 @@ struct Tile {
   const char* high;
 };
 
-// How many lanes a mask sets, of one row: lane by lane, as a set lane is -1. With AVX2 one number
-// for all floats, which the vector units have no part in.
+// How many lanes are set in masks: lane by lane, as a set lane is -1. With AVX2 one number for all
+// lanes of floats, which leaves the registers to the squares of two rows.
 template <DType kDType>
 struct Count {
   MaskOf<kDType> lanes = {};
 
   LOFT_INLINE void operator+=(MaskOf<kDType> mask) { lanes -= mask; }
-  LOFT_INLINE void add_to(int32_t* sums) const {
-    using Stored = Vector<int32_t, kValues<kDType> * sizeof(int32_t)>;
-    store(sums, load<Stored>(sums) + __builtin_convertvector(lanes, Stored));
+  LOFT_INLINE int32_t sum() const {
+    int32_t sum = 0;
+    for (int lane = 0; lane < kValues<kDType>; ++lane) sum += static_cast<int32_t>(lanes[lane]);
+    return sum;
   }
 };
 
 #if defined(__AVX2__) && !defined(__AVX512BW__)
 struct CountedFloats {
-  int sum = 0;
+  int32_t counted = 0;
 
   LOFT_INLINE void operator+=(MaskOf<DType::kFloat32> mask) {
-    sum += __builtin_popcount(_mm256_movemask_ps(bit_cast<__m256>(mask)));
+    counted += __builtin_popcount(_mm256_movemask_ps(bit_cast<__m256>(mask)));
   }
-  LOFT_INLINE void add_to(int32_t* sums) const { *sums += sum; }
+  LOFT_INLINE int32_t sum() const { return counted; }
 };
 template <>
 struct Count<DType::kFloat32> : CountedFloats {};
@@ -175,7 +177,7 @@ LOFT_INLINE void add(const char* const* rows, const Tile& tile, int64_t i, Sums<
 #pragma GCC unroll 4
     for (int part = 0; part < kParts<kDType>; ++part) {
       results[part] = load<Doubles>(tile.results + i + part * kDoubles);
-      if constexpr (kRows > 2) hold(results[part]);
+      if constexpr (kRows > 2) hold(results[part]);  // for two there are no registers left
     }
     if constexpr (kRows > 1) hold(low), hold(high);
 #pragma GCC unroll 4
@@ -217,12 +219,12 @@ void add_to(RowLanes* lanes, const char* const* rows, const Tile& tile, int64_t 
       for (int64_t i = 0; i < count; i += kLanes) {
         add<kDType, false, 1>(from + row, tile, i, sums + row);
       }
-      sums[row].non_finite.add_to(lanes[row].non_finite);
+      lanes[row].non_finite += sums[row].non_finite.sum();
     } else if constexpr (kCountsInside<ValueOf<kDType>>) {
       auto& counted = sums[row].outside.lanes;
       counted = static_cast<int>(count / kLanes) - counted;
     }
-    sums[row].outside.add_to(lanes[row].outside);
+    lanes[row].outside += sums[row].outside.sum();
     double* squared = lanes[row].squared;
     for (const Doubles& sum : sums[row].squared) {
       store(squared, load<Doubles>(squared) + sum);

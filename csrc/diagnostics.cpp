@@ -10,26 +10,16 @@ namespace loft {
 // A kernel and a comparison that take turns lose the fetching ahead at every turn. So a run of
 // coordinates is aggregated while its rows stay in the second cache, then compared tile by tile.
 constexpr int64_t kEdgeBytes = 64 * 1024;  // of one edge of the window
-static_assert(kEdgeBytes / 8 >= kCompared, "a run is at least a tile");
 struct alignas(64) Window {
   char low[kEdgeBytes], high[kEdgeBytes];
 };
 
-// Coordinates whose rows take 256 KB: they stay in the second cache.
-static int64_t fitting(size_t rows, int64_t bytes) {
-  return 256 * 1024 / (static_cast<int64_t>(rows) * bytes);
-}
-
-// Coordinates that are compared at once: what rows are compared with stays in the first cache.
-// Fixed by the job, because the order of the sums depends on it.
-static int64_t tile_of(size_t rows, int64_t bytes) {
-  constexpr int64_t kLeast = 128;
-  return std::max(kLeast, std::min(kCompared, fitting(rows, bytes) / kLeast * kLeast));
-}
-
-// Coordinates of a run, whole tiles; `width` bytes an edge of their window.
-static int64_t run_of(size_t rows, int64_t bytes, int64_t tile, int64_t width) {
-  return std::max(tile, std::min(kEdgeBytes / width, fitting(rows, bytes)) / tile * tile);
+// Coordinates of a run; `width` bytes an edge of their window. Fixed by the job, as tiles are,
+// because the order of the sums depends on both.
+static int64_t run_of(size_t rows, int64_t bytes, int64_t width) {
+  constexpr int64_t kRowBytes = 256 * 1024, kLeast = 128;
+  const int64_t fitting = kRowBytes / (static_cast<int64_t>(rows) * bytes) / kLeast * kLeast;
+  return std::max(kLeast, std::min(kEdgeBytes / width, fitting));
 }
 
 void start(Diagnostics& diagnostics, size_t rows) {
@@ -49,17 +39,17 @@ void DiagnosticBlocks::run(const Job& job, const Work& work, Kernel kernel, Comp
   const std::unique_ptr<Window> window(new Window);  // not filled; threads may have small stacks
   std::vector<RowLanes> rows(rows_);
   const int64_t bytes = size_of(job.dtype), width = job.dtype == DType::kFloat64 ? 8 : 4;
-  const int64_t tile = tile_of(rows_, bytes), length = run_of(rows_, bytes, tile, width);
+  const int64_t length = run_of(rows_, bytes, width);
   Work part = work;
   part.low = window->low;
   part.high = window->high;
   for (int64_t from = begin; from < end; from += length) {
     const int64_t to = std::min(end, from + length);
     kernel(part, from, to);
-    for (int64_t at = from; at < to; at += tile) {
+    for (int64_t at = from; at < to; at += kCompared) {
       const int64_t place = (at - from) * width;
       compare(job.dtype,
-              {work.rows, work.num_rows, at, std::min(tile, to - at), work.out + at * bytes,
+              {work.rows, work.num_rows, at, std::min(kCompared, to - at), work.out + at * bytes,
                window->low + place, window->high + place},
               rows.data());
     }
@@ -67,11 +57,9 @@ void DiagnosticBlocks::run(const Job& job, const Work& work, Kernel kernel, Comp
   RowTally* tallies = tallies_.data() + static_cast<size_t>(block / every_) * rows_;
   for (size_t row = 0; row < rows_; ++row) {
     tallies[row].coordinates = end - begin;
-    for (int lane = 0; lane < RowLanes::kLanes; ++lane) {
-      tallies[row].num_outside += rows[row].outside[lane];
-      tallies[row].num_non_finite += rows[row].non_finite[lane];
-      tallies[row].squared_distance += rows[row].squared[lane];
-    }
+    tallies[row].num_outside = rows[row].outside;
+    tallies[row].num_non_finite = rows[row].non_finite;
+    for (double squared : rows[row].squared) tallies[row].squared_distance += squared;
   }
 }
 

@@ -23,11 +23,12 @@ struct Work {
 // Aggregates coordinates [begin, end).
 using Kernel = void (*)(const Work& work, int64_t begin, int64_t end);
 
-// What one row did in some coordinates, lane by lane: lane k has coordinates k, k + 16, ...
+// What one row did in some coordinates, at most a block. Its distance to the result, of finite
+// values, is summed lane by lane: lane k has coordinates k, k + 16, ...
 struct RowLanes {
   static constexpr int kLanes = 16;
-  alignas(64) double squared[kLanes] = {};  // distance to the result, of finite values
-  alignas(64) int32_t outside[kLanes] = {}, non_finite[kLanes] = {};
+  alignas(64) double squared[kLanes] = {};
+  int32_t outside = 0, non_finite = 0;
 };
 
 // `count` <= kCompared coordinates from `at` on: all rows from coordinate 0 on, and the results and

@@ -1,4 +1,5 @@
-// Layer 0. Rules, their parameters and limits: the same as loft_hvd/aggregation/rules.py.
+// Layer 0. Rules, their parameters and limits: the same as loft_hvd/aggregation/rules.py, but for
+// the block, which is BLOCK in fallback.py.
 #pragma once
 
 #include <cstdint>

@@ -17,7 +17,7 @@ _CPUINFO = Path("/proc/cpuinfo")
 # What each level of the CPU kernels needs beside the level before; csrc/aggregate_cpu.cpp has the
 # same.
 _LEVELS = {
-    "avx2": {"avx2", "bmi2", "f16c", "fma"},
+    "avx2": {"avx2", "popcnt", "bmi2", "f16c", "fma"},
     "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
 }
 

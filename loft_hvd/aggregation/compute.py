@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from loft_hvd._native import explain_missing, extension
 from loft_hvd.aggregation import fallback
+from loft_hvd.aggregation.fallback import BLOCK, Found
 from loft_hvd.aggregation.inputs import Row, address
 from loft_hvd.aggregation.rules import (
     Mean,
@@ -28,9 +29,7 @@ from loft_hvd.config import config
 from loft_hvd.errors import ArgumentTypeError
 from loft_hvd.topology import allowed_cpus
 
-__all__ = ["Found", "aggregate_rows", "as_tensor", "diagnose_rows", "num_threads"]
-
-Found: TypeAlias = "tuple[int, list[int], list[int], list[float]]"
+__all__ = ["aggregate_rows", "as_tensor", "diagnose_rows", "num_threads"]
 
 # The codes of csrc/rules.h.
 _DTYPES = {"float64": 0, "float32": 1, "float16": 2, "bfloat16": 3}
@@ -165,10 +164,10 @@ def _run_cuda(
     if not diagnose_every:
         module.aggregate_cuda(*job, *place, 0, 0, 0, 0)
         return None
-    blocks = -(-out.numel() // (module.block * diagnose_every))
+    num_blocks = -(-out.numel() // (BLOCK * diagnose_every))
     precision = torch.float64 if out.dtype == torch.float64 else torch.float32
-    windows = torch.empty(2, blocks * module.block, dtype=precision, device=out.device)
-    sums = torch.empty(3, len(job[0]), blocks, dtype=torch.float64, device=out.device)
+    windows = torch.empty(2, num_blocks * BLOCK, dtype=precision, device=out.device)
+    sums = torch.empty(3, len(job[0]), num_blocks, dtype=torch.float64, device=out.device)
     low, high = (edge.data_ptr() for edge in windows)
     module.aggregate_cuda(*job, *place, diagnose_every, low, high, sums.data_ptr())
     return fallback.read_tally(sums.sum(dim=2), out.numel(), diagnose_every)

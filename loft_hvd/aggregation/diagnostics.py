@@ -8,7 +8,7 @@ from typing import Any
 
 from loft_hvd.aggregation import fallback
 from loft_hvd.aggregation.aggregate import call_custom
-from loft_hvd.aggregation.compute import Found, as_tensor, diagnose_rows
+from loft_hvd.aggregation.compute import as_tensor, diagnose_rows
 from loft_hvd.aggregation.counts import (
     Presence,
     Weights,
@@ -17,6 +17,7 @@ from loft_hvd.aggregation.counts import (
     read_weights,
     spans,
 )
+from loft_hvd.aggregation.fallback import Found
 from loft_hvd.aggregation.inputs import Gradients, Row, Rows
 from loft_hvd.aggregation.rules import Custom, Rule
 from loft_hvd.errors import ArgumentError, ArgumentTypeError

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,7 +23,9 @@ from loft_hvd.aggregation.rules import (
     TrimmedMean,
 )
 
-__all__ = ["BLOCK", "aggregate_rows", "diagnose_rows", "read_tally"]
+__all__ = ["BLOCK", "Found", "aggregate_rows", "diagnose_rows", "read_tally"]
+
+Found: TypeAlias = "tuple[int, list[int], list[int], list[float]]"  # see diagnose_rows
 
 BLOCK = 16 * 1024  # coordinates that diagnostics look at or leave out together; the kernels' own
 
@@ -75,7 +77,7 @@ def diagnose_rows(
     weights: Sequence[int] | None,
     out: Tensor,
     every: int,
-) -> tuple[int, list[int], list[int], list[float]]:
+) -> Found:
     """Compare each row with the result, in one block of ``BLOCK`` coordinates in ``every``.
 
     Args:
@@ -100,9 +102,7 @@ def diagnose_rows(
     return read_tally(tally, out.numel(), every)
 
 
-def read_tally(
-    tally: Tensor, numel: int, every: int
-) -> tuple[int, list[int], list[int], list[float]]:
+def read_tally(tally: Tensor, numel: int, every: int) -> Found:
     """Return what ``diagnose_rows`` does, from its sums, [3, rows]; waits for the device."""
     seen = sum(min(BLOCK, numel - begin) for begin in range(0, numel, BLOCK * every))
     outside, non_finite, distance = tally.tolist()

@@ -137,7 +137,7 @@ def test_kernels_show_the_instruction_set_in_use(
     assert found["CUDA kernels"].value.startswith("not built")
 
 
-_AVX2 = frozenset({"sse2", "avx2", "bmi2", "f16c", "fma"})
+_AVX2 = frozenset({"sse2", "avx2", "popcnt", "bmi2", "f16c", "fma"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 
 
@@ -146,7 +146,7 @@ _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
     [
         (frozenset(), ["baseline"]),
         (_AVX2, ["baseline", "avx2"]),
-        *((_AVX2 - {name}, ["baseline"]) for name in ("avx2", "bmi2", "f16c", "fma")),
+        *((_AVX2 - {name}, ["baseline"]) for name in ("avx2", "popcnt", "bmi2", "f16c", "fma")),
         (_AVX512, ["baseline", "avx2", "avx512"]),
         (_AVX512 - {"avx512vl"}, ["baseline", "avx2"]),
         (_AVX512 - {"fma"}, ["baseline"]),
