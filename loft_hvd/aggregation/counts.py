@@ -94,7 +94,8 @@ def _read_weight(row: int, weight: Any) -> int:
         count = operator.index(weight)
     except TypeError:
         raise ArgumentTypeError(
-            f"weight {weight!r} of row {row} is no whole number; weights are sample counts"
+            f"weight {weight!r} of row {row} is no whole number; weights are sample "
+            "counts: scale shares up"
         ) from None
     if count < 0:
         raise ArgumentError(f"weight {count} of row {row} must be >= 0")
@@ -117,10 +118,12 @@ def read_present(present: Presence | None, world_size: int) -> list[list[bool]] 
     values = _as_list("present", present, "one bool a row, or one a row and block")
     rows = [_read_row(row) for row in values]
     num_blocks = len(rows[0]) if rows else 0
-    if len(rows) != world_size or not num_blocks or any(len(row) != num_blocks for row in rows):
+    if any(len(row) != num_blocks for row in rows):
+        lengths = ", ".join(str(len(row)) for row in rows)
+        raise ArgumentError(f"present has {lengths} blocks of its rows; give every row as many")
+    if len(rows) != world_size or not num_blocks:
         is_flat = all(not isinstance(row, list | tuple | Tensor | np.ndarray) for row in values)
-        lengths = sorted({len(row) for row in rows})
-        shape = (len(rows),) if is_flat else (len(rows), *lengths)
+        shape = (len(rows),) if is_flat else (len(rows), num_blocks)
         raise ArgumentError(
             f"present has shape {shape}, but must be [{world_size}] (one a row) or "
             f"[{world_size}, num_blocks]"

@@ -65,8 +65,14 @@ class Diagnostics:
         none = (0,) * world_size
         return cls(none, none, none, (0.0,) * world_size)
 
+    def __radd__(self, other: object) -> Diagnostics:
+        """Let ``sum`` begin with its 0."""
+        return self if isinstance(other, int) and other == 0 else NotImplemented
+
     def __add__(self, other: Diagnostics) -> Diagnostics:
         """Join what was found in different coordinates, or steps, of the same rows."""
+        if not isinstance(other, Diagnostics):
+            return NotImplemented
         if len(self.num_seen) != len(other.num_seen):
             raise ArgumentError(
                 f"diagnostics of {len(self.num_seen)} and of {len(other.num_seen)} rows do not "

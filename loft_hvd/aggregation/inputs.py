@@ -51,9 +51,10 @@ class Rows:
         """
         if isinstance(gradients, Tensor | np.ndarray):
             if gradients.ndim != 2:
+                world_size = gradients.shape[0] if gradients.ndim > 2 else 1
                 raise ArgumentError(
-                    f"gradients of shape {tuple(gradients.shape)} must be [world_size, numel]; for "
-                    "other shapes pass a sequence of 1-D tensors"
+                    f"gradients of shape {tuple(gradients.shape)} must be [world_size, numel]; "
+                    f"give their reshape({world_size}, -1)"
                 )
             _check_dense("gradients", gradients)
             rows = _cut(gradients)
@@ -161,10 +162,14 @@ def _check_row(number: int | str, row: Row, first: Row) -> None:
             f"{label} is a masked array, whose mask no rule reads; give row.filled(...), and leave "
             "rows out by present="
         )
-    if row.ndim != 1 or row.shape != first.shape:
+    if row.ndim != 1:
         raise ArgumentError(
-            f"{label} has shape {tuple(row.shape)}, row 0 {tuple(first.shape)}; all must be equal "
-            "and 1-D"
+            f"{label} has shape {tuple(row.shape)}, but must be 1-D; give its reshape(-1)"
+        )
+    if row.shape != first.shape:
+        raise ArgumentError(
+            f"{label} has shape {tuple(row.shape)}, row 0 {tuple(first.shape)}; give all as many "
+            "coordinates"
         )
     if row.dtype != first.dtype:
         raise ArgumentTypeError(

@@ -75,7 +75,7 @@ class Rule:
         if len(rows) > MAX_ROWS:
             raise AggregationError(
                 f"{self}: {len(rows)} rows, but one call takes at most {MAX_ROWS}; aggregate in "
-                "two levels (nodes, then ranks)"
+                "two levels (ranks of a node, then nodes)"
             )
         if len(rows) < self.min_rows:
             where = "" if block is None else f" in block {block} of present"
@@ -87,7 +87,8 @@ class Rule:
         """Say what was asked, the limit, the values, and the way out."""
         if self.f == 0:
             return (
-                f"{self} needs at least {self.min_rows} row, but {num_rows} count{where} ({values})"
+                f"{self} needs at least {self.min_rows} row, but {num_rows} count{where} "
+                f"({values}); give one that is present, with a weight above 0"
             )
         largest = max(0, (num_rows - 1) // 2)
         return (

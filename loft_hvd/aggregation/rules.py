@@ -154,6 +154,8 @@ class Custom(Rule):
     def __post_init__(self) -> None:
         if not callable(self.fn):
             raise ArgumentTypeError(f"custom: fn={self.fn!r} must be callable")
+        if not isinstance(self.takes_weights, bool):
+            raise ArgumentTypeError(f"custom: takes_weights={self.takes_weights!r} must be a bool")
         object.__setattr__(self, "f", _read_f(self.name, self.f))  # frozen from here on
 
     def __str__(self) -> str:

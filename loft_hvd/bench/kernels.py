@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from loft_hvd._native import extension
+from loft_hvd.aggregation.rule import MAX_ROWS
 from loft_hvd.bench.checks import check_contestants, check_threads
 from loft_hvd.bench.contestants import (
     PASS,
@@ -116,8 +117,8 @@ def measure_kernels(
     here = module.isa_levels()
     if unknown := [level for level in bench.levels if level not in here]:
         raise ArgumentError(f"bench kernels: level {unknown[0]!r}; this CPU runs {', '.join(here)}")
-    if min(bench.rows) < 1:
-        raise ArgumentError(f"bench kernels: {min(bench.rows)} rows; row counts are >= 1")
+    if wrong := [rows for rows in bench.rows if not 1 <= rows <= MAX_ROWS]:
+        raise ArgumentError(f"bench kernels: {wrong[0]} rows; row counts are from 1 to {MAX_ROWS}")
     levels = bench.levels or tuple(here)
     ways = find_ways(report)
     most = max(bench.rows)

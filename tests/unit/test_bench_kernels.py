@@ -20,6 +20,7 @@ from loft_hvd.bench.kernels import KernelBench, Timing, measure_kernels
 from loft_hvd.bench.peers import Untimed
 from loft_hvd.bench.timing import Clock, Rounds, interleaved_minimum
 from loft_hvd.cli import build_app
+from loft_hvd.errors import ArgumentError
 
 pytestmark = pytest.mark.skipif(extension() is None, reason="the extension is not built here")
 
@@ -261,3 +262,9 @@ def test_bench_says_that_there_is_no_cuda_device() -> None:
     result = CliRunner().invoke(build_app(), ["bench", "kernels", "--device", "cuda"])
     assert result.exit_code != 0
     assert "needs a CUDA device" in f"{result.output} {result.exception}"
+
+
+@pytest.mark.parametrize("rows", [0, 1025])
+def test_row_counts_that_no_call_takes_are_refused(rows: int) -> None:
+    with pytest.raises(ArgumentError, match=f"{rows} rows; row counts are from 1 to 1024"):
+        measure_kernels(replace(SMALL, rows=(4, rows)), report=lambda _: None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -138,3 +140,12 @@ def test_custom_rule_sets_its_own_minimum() -> None:
     assert rule.min_rows == 3
     with pytest.raises(ArgumentTypeError, match="callable"):
         Custom(3)  # type: ignore[arg-type]  # the wrong type is the test
+
+
+def test_code_of_the_rules_page_runs() -> None:
+    page = Path(__file__).parents[2] / "docs" / "rules.md"
+    _, code, *_ = re.split(r"^```(?:python)?\n", page.read_text(), flags=re.MULTILINE)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert names["out"].shape == (1000,)
+    assert f"# {TrimmedMean(f=1).tolerance([64, 64, 32, 32, 64])}" in code
