@@ -108,7 +108,7 @@ def measure_kernels(
 
     Raises:
         MissingDependencyError: the extension is not built.
-        ArgumentError: a level that this CPU does not run, or no rows.
+        ArgumentError: a level that this CPU does not run, or rows that no call takes.
         AggregationError: a result is wrong.
     """
     module = extension()

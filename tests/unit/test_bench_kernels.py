@@ -267,4 +267,4 @@ def test_bench_says_that_there_is_no_cuda_device() -> None:
 @pytest.mark.parametrize("rows", [0, 1025])
 def test_row_counts_that_no_call_takes_are_refused(rows: int) -> None:
     with pytest.raises(ArgumentError, match=f"{rows} rows; row counts are from 1 to 1024"):
-        measure_kernels(replace(SMALL, rows=(4, rows)), report=lambda _: None)
+        list(measure_kernels(replace(SMALL, rows=(4, rows)), report=lambda _: None))
