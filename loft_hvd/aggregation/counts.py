@@ -118,9 +118,12 @@ def read_present(present: Presence | None, world_size: int) -> list[list[bool]] 
     values = _as_list("present", present, "one bool a row, or one a row and block")
     rows = [_read_row(row) for row in values]
     num_blocks = len(rows[0]) if rows else 0
-    if any(len(row) != num_blocks for row in rows):
-        lengths = ", ".join(str(len(row)) for row in rows)
-        raise ArgumentError(f"present has {lengths} blocks of its rows; give every row as many")
+    for number, row in enumerate(rows):
+        if len(row) != num_blocks:
+            raise ArgumentError(
+                f"row {number} of present has {len(row)} blocks, row 0 {num_blocks}; give all as "
+                "many"
+            )
     if len(rows) != world_size or not num_blocks:
         is_flat = all(not isinstance(row, list | tuple | Tensor | np.ndarray) for row in values)
         shape = (len(rows),) if is_flat else (len(rows), num_blocks)

@@ -204,6 +204,7 @@ def test_a_wrong_call_says_what_to_do(call: Any, error: type[Exception], match: 
 def test_sum_joins_diagnostics_and_nothing_else() -> None:
     _, found = loft.diagnose(torch.ones(3, 5), loft.Median(), every=1)
     assert sum([found, found]) == found + found
-    for other in (3, 0.5, None):
+    wrong: list[Any] = [3, 0.5, None]
+    for other in wrong:
         with pytest.raises(TypeError, match="unsupported operand"):
-            found + other  # type: ignore[operator]
+            found + other

@@ -176,7 +176,7 @@ _UNTYPED: Any = loft  # wrong types are the test
         (
             lambda: _UNTYPED.median(_GOOD, present=[[1, 1]] * 4 + [[1]]),
             ArgumentError,
-            "2, 2, 2, 2, 1 blocks",
+            "row 4 of present has 1 blocks, row 0 2",
         ),
         (lambda: _UNTYPED.median(_GOOD, present=[]), ArgumentError, r"shape \(0,\)"),
         (lambda: _UNTYPED.median(_GOOD, present=[2] * 5), ArgumentTypeError, "such as 2"),
