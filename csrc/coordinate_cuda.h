@@ -192,7 +192,7 @@ struct RankedEntries {
     for (int i = 0, slot = 0; i < f; ++i, slot = slot + 1 == keep ? 0 : slot + 1) {
       const V leaving = at(i), entering = at(i + keep);  // entries from `keep` on never change
       const V next = at(i + 1);
-      if ((centre - leaving) > (entering - centre)) {
+      if (slides(centre, leaving, entering)) {
         low = next;
         high = entering;
         key(slot) = key(i + keep);

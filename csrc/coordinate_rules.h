@@ -134,6 +134,15 @@ LOFT_INLINE V clamp_mean(V mean, V low, V high) {
   return mean > high ? high : mean;
 }
 
+// Whether a window around a centre slides up: `entering` is nearer than `leaving`. Of two equally
+// near the lower one stays, but -inf gives way to any finite value, though both distances overflow.
+template <typename V>
+LOFT_INLINE auto slides(V centre, V leaving, V entering) {
+  const V below = centre - leaving, above = entering - centre;
+  return (below > above) |
+         ((below == above) & (leaving - leaving != 0) & (entering - entering == 0));
+}
+
 // The mean of finite values whose sum overflows: everything scaled by 2^-64, in double.
 // `at(i)` gives values as double, `weight(i)` counts as double; total is the sum of the counts.
 template <typename At, typename Weight>

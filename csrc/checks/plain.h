@@ -111,7 +111,10 @@ Kept<V> plain_rule(Ranked<V> ranked, const RuleParams& params) {
   const Ranked<V> all = ranked;
   size_t first = 0;
   for (size_t i = 0; i < f; ++i) {
-    if ((centre - all.values[i]) > (all.values[i + keep] - centre)) {
+    const V leaving = all.values[i], entering = all.values[i + keep];
+    const bool is_tie = centre - leaving == entering - centre;  // of finite values and infinities
+    const bool gives_way = is_tie && std::isinf(leaving) && std::isfinite(entering);
+    if (gives_way || centre - leaving > entering - centre) {
       ranked.values[i % keep] = all.values[i + keep];
       ranked.weights[i % keep] = all.weights[i + keep];
       first = i + 1;
@@ -179,7 +182,7 @@ class Case {
       blocks_.emplace_back(static_cast<char*>(std::malloc(bytes_ + offset_ + (bytes_ == 0))));
       for (int64_t i = 0; i < numel; ++i) {
         const bool is_hard = row == 0 || (i < kHard && !is_tame);
-        const Bits bits = is_hard ? hard_value(random) : tame_value(random);
+        const Bits bits = is_hard ? hard_value(random, i % 4 ? 32 : 8) : tame_value(random);
         put(row, i, is_tame && !is_finite(bits) ? Stored<kDType>::kNaN : bits);
       }
       if (row < rows) job.rows.push_back(blocks_.back().get() + offset_);
@@ -227,9 +230,9 @@ class Case {
       default: return bits_of<kDType>(value);
     }
   }
-  static Bits hard_value(std::mt19937& random) {
+  static Bits hard_value(std::mt19937& random, unsigned kinds) {
     const Bits sign = std::numeric_limits<Bits>::min();
-    switch (random() % 32) {
+    switch (random() % kinds) {
       case 0: return Stored<kDType>::kNaN;
       case 1: return static_cast<Bits>(Stored<kDType>::kInfinity + 1) | sign;  // signalling
       case 2: return Stored<kDType>::kInfinity;

@@ -214,7 +214,10 @@ def _mean_around(
     near, near_counts = ranked[:keep], counts[:keep] if counts else None
     low, high = ranked[0], ranked[keep - 1]
     for i in range(len(ranked) - keep):
-        moves = (centre - ranked[i]) > (ranked[i + keep] - centre)
+        leaving, entering = ranked[i], ranked[i + keep]
+        below, above = centre - leaving, entering - centre
+        overflows = (below == above) & leaving.isinf() & entering.isfinite()
+        moves = (below > above) | overflows
         low = torch.where(moves, ranked[i + 1], low)
         high = torch.where(moves, ranked[i + keep], high)
         near[i % keep] = torch.where(moves, ranked[i + keep], near[i % keep])

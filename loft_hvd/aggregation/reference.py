@@ -166,12 +166,17 @@ def _median(ranked: Array, weights: Array, kind: str) -> Array:
 def _nearest(ranked: Array, weights: Array, centre: Array, keep: int) -> tuple[Array, Array]:
     """Keep the ``keep`` values nearest to ``centre``, [numel]; of two equally near, the lower.
 
+    -inf is farther than any finite value, though both distances may overflow.
+
     The nearest values are neighbours in rank, so a window slides up while that helps. Slot
     ``i % keep`` holds the value that leaves when the window moves from i to i + 1.
     """
     near, near_weights = ranked[:keep].copy(), weights[:keep].copy()
     for i in range(len(ranked) - keep):
-        moves = (centre - ranked[i]) > (ranked[i + keep] - centre)
+        leaving, entering = ranked[i], ranked[i + keep]
+        below, above = centre - leaving, entering - centre
+        overflows = (below == above) & np.isinf(leaving) & np.isfinite(entering)
+        moves = (below > above) | overflows
         near[i % keep] = np.where(moves, ranked[i + keep], near[i % keep])
         near_weights[i % keep] = np.where(moves, weights[i + keep], near_weights[i % keep])
     return near, near_weights

@@ -81,6 +81,9 @@ def test_the_extension_is_there() -> None:
         (loft.TrimmedMean(f=1), [3e38, 3e38, 3e38, 3.2e38, 1], 3e38),
         (loft.MeanAroundMedian(f=1), [0, 1, 2, 10], 1),
         (loft.Phocas(f=1), [0, 1, 2, 9], 1),
+        (loft.MeanAroundMedian(f=1), [-INF, -2e38, 2e38], 0),
+        (loft.MeanAroundMedian(f=1), [-2e38, 2e38, INF], 0),
+        (loft.Phocas(f=1), [-INF, -2e38, -2e38, -1e38, 2e38], -0.75e38),
         (loft.Mean(), [1, 2, 3, 6], 3),
     ],
     ids=str,
@@ -227,6 +230,27 @@ def test_plain_torch_path_equals_the_kernels(num_rows: int) -> None:
         out = torch.empty(300)
         fallback.aggregate_rows(list(rows.unbind()), rule, weights=None, out=out)
         np.testing.assert_array_equal(out.numpy(), loft.aggregate(rows, rule).numpy(), str(rule))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("num_rows", [3, 6, 20, 33, 70, 130])
+def test_an_infinity_goes_though_every_distance_overflows(
+    num_rows: int, dtype: torch.dtype
+) -> None:
+    """Farther from the centre than any value is one that the type cannot even subtract."""
+    for sign in (1, -1):
+        rows = torch.full((num_rows, 19), sign * -0.6 * torch.finfo(dtype).max, dtype=dtype)
+        rows[0], rows[-1] = sign * -INF, -rows[1]
+        for rule in (loft.MeanAroundMedian(f=1), loft.Phocas(f=1)):
+            for weights in (None, [2] + [1] * (num_rows - 1)):
+                out = loft.aggregate(rows, rule, weights=weights)
+                plain = torch.empty_like(out)
+                fallback.aggregate_rows(list(rows.unbind()), rule, weights=weights, out=plain)
+                assert torch.equal(out, plain)
+                expected = (3 - num_rows) / (num_rows - 1) * rows[-1].double()
+                torch.testing.assert_close(
+                    out.double(), expected, rtol=TOLERANCES[dtype] * 4, atol=0.0
+                )
 
 
 def test_custom_rules_see_the_rows_that_count() -> None:
