@@ -4,132 +4,27 @@
 // at every level, and its order depends on the coordinates alone. A row's coordinates are first
 // taken for finite, which their sums show; else they are gone through again, value by value.
 
-#include <type_traits>
-
-#include "entries.h"
-#include "kernels_cpu.h"
+#include "compare_cpu.h"
 
 namespace loft {
 namespace LOFT_ISA {
 namespace {
 
-constexpr int kLanes = RowLanes::kLanes;
-// No wider than 32 bytes: floats that a wide register takes would be moved and then converted.
-constexpr int kDoubleBytes = kVectorBytes < 32 ? kVectorBytes : 32;
-using Doubles = Vector<double, kDoubleBytes>;
-constexpr int kDoubles = kDoubleBytes / 8;
-
-template <DType kDType>
-constexpr int64_t kBytes = kDType == DType::kFloat64   ? 8
-                           : kDType == DType::kFloat32 ? 4
-                                                       : 2;
-
-// A register of neighbours in the arithmetic type.
-template <DType kDType>
-LOFT_INLINE auto read(const char* from) {
-  if constexpr (kDType == DType::kFloat64) {
-    return load<Doubles>(from);
-  } else if constexpr (kDType == DType::kFloat32) {
-    return load<Vector<float>>(from);
-  } else {
-    using F = Half<kDType == DType::kBFloat16>;
-    return F::widen(load<typename F::Part>(from));
-  }
-}
-
-template <DType kDType>
-using ValueOf = decltype(read<kDType>(nullptr));
-template <DType kDType>
-using MaskOf = decltype(ValueOf<kDType>{} < ValueOf<kDType>{});
-template <DType kDType>
-constexpr int kValues = static_cast<int>(sizeof(ValueOf<kDType>) / sizeof(Lane<ValueOf<kDType>>));
-
-template <DType kDType>
-constexpr int kParts = kValues<kDType> / kDoubles;
-
-// Rows that are compared in one loop: they share what is loaded to compare them with. Float64 and
-// the narrowest vectors have no registers left for a second row's sums.
-template <DType kDType>
-constexpr int kTogether = kDType == DType::kFloat64 ? 1 : kVectorBytes / 16;
-
-// One of a register's parts as doubles; `from` is where the register was read.
-template <DType kDType>
-LOFT_INLINE Doubles part_of(ValueOf<kDType> values, int part, [[maybe_unused]] const char* from) {
-  if constexpr (kDType == DType::kFloat64) {
-    return values;
-  } else {
-    using Part = Vector<float, kDoubleBytes / 2>;
-    Part some;
-    if constexpr (kDType == DType::kFloat32) {
-      some = load<Part>(from + part * sizeof(Part));
-    } else if constexpr (kParts<kDType> == 2) {
-      some = half_of<Part>(values, part);
-    } else {
-      some = half_of<Part>(half_of<Vector<float, kDoubleBytes>>(values, part / 2), part % 2);
-    }
-#if defined(__AVX2__)
-    return _mm256_cvtps_pd(some);
-#else
-    return __builtin_convertvector(some, Doubles);
-#endif
-  }
-}
-
-// a - b. With AVX2 the units that add, compare and convert are short: those that multiply subtract,
-// too, as their product is exact.
-LOFT_INLINE Doubles difference(Doubles a, Doubles b) {
-#if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512BW__)
-  return _mm256_fmsub_pd(a, Doubles{} + 1.0, b);
-#else
-  return a - b;
-#endif
-}
-
-// Holds a value in its register: GCC would load it again for every row or comparison.
-template <typename V>
-LOFT_INLINE void hold([[maybe_unused]] V& value) {
-#if defined(__AVX2__)
-  asm("" : "+v"(value));
-#endif
-}
-
-// The results of one tile and the window that was kept there.
+// The results of one tile and the window that was kept there, and how many bytes ahead of what is
+// read its row is fetched.
 struct Tile {
   const double* results;
   const char* low;
   const char* high;
+  int64_t ahead;
 };
 
-// How many lanes are set in masks: lane by lane, as a set lane is -1. With AVX2 one number for all
-// lanes of floats, which leaves the registers to the squares of two rows.
-template <DType kDType>
-struct Count {
-  MaskOf<kDType> lanes = {};
-
-  LOFT_INLINE void operator+=(MaskOf<kDType> mask) { lanes -= mask; }
-  LOFT_INLINE int32_t sum() const {
-    int32_t sum = 0;
-    for (int lane = 0; lane < kValues<kDType>; ++lane) sum += static_cast<int32_t>(lanes[lane]);
-    return sum;
-  }
+// What a loop takes for granted.
+enum class Given {
+  kNothing,
+  kFinite,     // values are finite
+  kOneIsKept,  // and each coordinate's window is one value
 };
-
-#if defined(__AVX2__) && !defined(__AVX512BW__)
-struct CountedFloats {
-  int32_t counted = 0;
-
-  LOFT_INLINE void operator+=(MaskOf<DType::kFloat32> mask) {
-    counted += __builtin_popcount(_mm256_movemask_ps(bit_cast<__m256>(mask)));
-  }
-  LOFT_INLINE int32_t sum() const { return counted; }
-};
-template <>
-struct Count<DType::kFloat32> : CountedFloats {};
-template <>
-struct Count<DType::kFloat16> : CountedFloats {};
-template <>
-struct Count<DType::kBFloat16> : CountedFloats {};
-#endif
 
 // Sums of one row.
 template <DType kDType>
@@ -144,49 +39,31 @@ struct Sums {
   }
 };
 
-// Whether values inside their window are counted, which takes an instruction less.
-template <typename V>
-constexpr bool kCountsInside = kVectorBytes == 64 && sizeof(V) == 64;
-
-// Counts finite values: outside their window, or inside. A window that ends in NaN has no value
-// above it; where it begins with NaN the result is NaN, and this is not asked.
-template <DType kDType, typename V>
-LOFT_INLINE void count_window(Count<kDType>& count, V value, V low, V high) {
-#if defined(__AVX512BW__)
-  if constexpr (kCountsInside<V>) {
-    const __mmask16 above = _mm512_cmp_ps_mask(value, low, _CMP_NLT_UQ);
-    const __mmask16 inside = _mm512_mask_cmp_ps_mask(above, value, high, _CMP_NGT_UQ);
-    const __m512i counts = bit_cast<__m512i>(count.lanes);
-    const __m512i more = _mm512_mask_add_epi32(counts, inside, counts, _mm512_set1_epi32(1));
-    count.lanes = bit_cast<MaskOf<kDType>>(more);
-    return;
-  }
-#endif
-  count += (value < low) | (value > high);
-}
-
 // Adds kLanes coordinates from `i` on, of kRows rows; `rows` point at their coordinate 0.
-template <DType kDType, bool kIsFinite, int kRows>
+template <DType kDType, Given kGiven, int kRows>
 LOFT_INLINE void add(const char* const* rows, const Tile& tile, int64_t i, Sums<kDType>* sums) {
   using V = ValueOf<kDType>;
+  constexpr bool kIsOne = kGiven == Given::kOneIsKept;
 #pragma GCC unroll 8
   for (int at = 0; at < kLanes; at += kValues<kDType>, i += kValues<kDType>) {
     V low = load<V>(tile.low + i * sizeof(Lane<V>));
-    V high = load<V>(tile.high + i * sizeof(Lane<V>));
+    V high = kIsOne ? low : load<V>(tile.high + i * sizeof(Lane<V>));
     Doubles results[kParts<kDType>];
 #pragma GCC unroll 4
     for (int part = 0; part < kParts<kDType>; ++part) {
       results[part] = load<Doubles>(tile.results + i + part * kDoubles);
       if constexpr (kRows > 2) hold(results[part]);  // for two there are no registers left
     }
-    if constexpr (kRows > 1) hold(low), hold(high);
+    if constexpr (kRows > 1) hold(low);
+    if constexpr (kRows > 1 && !kIsOne) hold(high);
 #pragma GCC unroll 4
     for (int row = 0; row < kRows; ++row) {
       const char* from = rows[row] + i * kBytes<kDType>;
+      if (at * kBytes<kDType> % kLineBytes == 0) prefetch<true>(from, tile.ahead);
       V value = read<kDType>(from);
       hold(value);
-      if constexpr (kIsFinite) {
-        count_window(sums[row].outside, value, low, high);
+      if constexpr (kGiven != Given::kNothing) {
+        count_window<kDType, kIsOne>(sums[row].outside, value, low, high);
       } else {  // NaN orders above +inf
         const auto is_nan = value != value;
         sums[row].outside += (value < low) | (value > high);
@@ -197,7 +74,8 @@ LOFT_INLINE void add(const char* const* rows, const Tile& tile, int64_t i, Sums<
       for (int part = 0; part < kParts<kDType>; ++part) {
         const Doubles distance = difference(part_of<kDType>(value, part, from), results[part]);
         Doubles square = distance * distance;
-        if constexpr (!kIsFinite) square = distance - distance == 0 ? square : Doubles{};
+        if constexpr (kGiven == Given::kNothing)
+          square = distance - distance == 0 ? square : Doubles{};
         sums[row].squared[at / kDoubles + part] += square;
       }
     }
@@ -206,18 +84,18 @@ LOFT_INLINE void add(const char* const* rows, const Tile& tile, int64_t i, Sums<
 
 // Adds coordinates [0, count), whole steps of kLanes, of kRows rows from the coordinate that
 // `rows` point at.
-template <DType kDType, int kRows>
+template <DType kDType, Given kGiven, int kRows>
 void add_to(RowLanes* lanes, const char* const* rows, const Tile& tile, int64_t count) {
   Sums<kDType> sums[kRows];
   const char* from[kRows];
   for (int row = 0; row < kRows; ++row) from[row] = rows[row];
-  for (int64_t i = 0; i < count; i += kLanes) add<kDType, true, kRows>(from, tile, i, sums);
+  for (int64_t i = 0; i < count; i += kLanes) add<kDType, kGiven, kRows>(from, tile, i, sums);
 #pragma GCC unroll 4
   for (int row = 0; row < kRows; ++row) {
     if (__builtin_expect(!sums[row].is_finite(), 0)) {
       sums[row] = {};
       for (int64_t i = 0; i < count; i += kLanes) {
-        add<kDType, false, 1>(from + row, tile, i, sums + row);
+        add<kDType, Given::kNothing, 1>(from + row, tile, i, sums + row);
       }
       lanes[row].non_finite += sums[row].non_finite.sum();
     } else if constexpr (kCountsInside<ValueOf<kDType>>) {
@@ -259,19 +137,19 @@ __attribute__((noinline)) void compare_end(const Compared& what, int64_t at, Row
   for (int number = 0; number < what.num_rows; ++number) {
     std::memcpy(row, what.rows[number] + (what.at + at) * kRow, left * kRow);
     const char* from = row;
-    add_to<kDType, 1>(rows + number, &from, {results, low, high}, kLanes);
+    add_to<kDType, Given::kFinite, 1>(rows + number, &from, {results, low, high, 0}, kLanes);
   }
 }
 
 // Compares rows from `number` on, kRows at a time, then what is left by fewer.
-template <DType kDType, int kRows>
+template <DType kDType, Given kGiven, int kRows>
 void add_all(const Compared& what, const Tile& tile, int64_t count, int number, RowLanes* rows) {
   const char* from[kRows];
   for (; number + kRows <= what.num_rows; number += kRows) {
     for (int i = 0; i < kRows; ++i) from[i] = what.rows[number + i] + what.at * kBytes<kDType>;
-    add_to<kDType, kRows>(rows + number, from, tile, count);
+    add_to<kDType, kGiven, kRows>(rows + number, from, tile, count);
   }
-  if constexpr (kRows > 1) add_all<kDType, kRows - 1>(what, tile, count, number, rows);
+  if constexpr (kRows > 1) add_all<kDType, kGiven, kRows - 1>(what, tile, count, number, rows);
 }
 
 template <DType kDType>
@@ -280,7 +158,13 @@ void compare(const Compared& what, RowLanes* rows) {
   alignas(64) double results[kCompared];
   const int64_t whole = what.count / kLanes * kLanes;
   for (int64_t i = 0; i < whole; i += kLanes) widen<kDType>(what.result + i * kRow, results + i);
-  add_all<kDType, kTogether<kDType>>(what, {results, what.low, what.high}, whole, 0, rows);
+  constexpr int kMost = kTogether<kDType>;
+  const Tile tile{results, what.low, what.high, what.ahead};
+  if (what.low == what.high) {
+    add_all<kDType, Given::kOneIsKept, kMost>(what, tile, whole, 0, rows);
+  } else {
+    add_all<kDType, Given::kFinite, kMost>(what, tile, whole, 0, rows);
+  }
   if (whole < what.count) compare_end<kDType>(what, whole, rows);
 }
 

@@ -3,23 +3,19 @@
 #include "diagnostics.h"
 
 #include <algorithm>
-#include <memory>
 
 namespace loft {
 
-// A kernel and a comparison that take turns lose the fetching ahead at every turn. So a run of
-// coordinates is aggregated while its rows stay in the second cache, then compared tile by tile.
-constexpr int64_t kEdgeBytes = 64 * 1024;  // of one edge of the window
-struct alignas(64) Window {
-  char low[kEdgeBytes], high[kEdgeBytes];
-};
+// The kernel and the comparison take turns every kCompared coordinates, which the first cache has
+// room for. Of up to so many rows the next turn's are fetched while these are compared; more take
+// the kernel so long that nothing is gained.
+constexpr size_t kFetchedRows = 8;
 
-// Coordinates of a run; `width` bytes an edge of their window. Fixed by the job, as tiles are,
-// because the order of the sums depends on both.
-static int64_t run_of(size_t rows, int64_t bytes, int64_t width) {
-  constexpr int64_t kRowBytes = 256 * 1024, kLeast = 128;
-  const int64_t fitting = kRowBytes / (static_cast<int64_t>(rows) * bytes) / kLeast * kLeast;
-  return std::max(kLeast, std::min(kEdgeBytes / width, fitting));
+// Whether what is kept of a coordinate is the value of one row.
+static bool keeps_one(const Job& job) {
+  const int rows = static_cast<int>(job.rows.size());
+  if (job.params.rule == Rule::kMedian) return rows % 2 && job.weights.empty();
+  return job.params.rule == Rule::kTrimmedMean && 2 * job.params.f + 1 == rows;
 }
 
 void start(Diagnostics& diagnostics, size_t rows) {
@@ -36,23 +32,19 @@ DiagnosticBlocks::DiagnosticBlocks(size_t rows, int64_t blocks, int every)
 
 void DiagnosticBlocks::run(const Job& job, const Work& work, Kernel kernel, Compare compare,
                            int64_t block, int64_t begin, int64_t end) {
-  const std::unique_ptr<Window> window(new Window);  // not filled; threads may have small stacks
+  alignas(64) char low[kCompared * sizeof(double)], high[kCompared * sizeof(double)];
   std::vector<RowLanes> rows(rows_);
-  const int64_t bytes = size_of(job.dtype), width = job.dtype == DType::kFloat64 ? 8 : 4;
-  const int64_t length = run_of(rows_, bytes, width);
+  const int64_t bytes = size_of(job.dtype), ahead = rows_ <= kFetchedRows ? kCompared * bytes : 0;
   Work part = work;
-  part.low = window->low;
-  part.high = window->high;
-  for (int64_t from = begin; from < end; from += length) {
-    const int64_t to = std::min(end, from + length);
+  part.low = low;
+  part.high = keeps_one(job) ? low : high;
+  for (int64_t from = begin; from < end; from += kCompared) {
+    const int64_t to = std::min(end, from + kCompared);
     kernel(part, from, to);
-    for (int64_t at = from; at < to; at += kCompared) {
-      const int64_t place = (at - from) * width;
-      compare(job.dtype,
-              {work.rows, work.num_rows, at, std::min(kCompared, to - at), work.out + at * bytes,
-               window->low + place, window->high + place},
-              rows.data());
-    }
+    compare(job.dtype,
+            {work.rows, work.num_rows, from, to - from, work.out + from * bytes, low,
+             static_cast<const char*>(part.high), ahead},
+            rows.data());
   }
   RowTally* tallies = tallies_.data() + static_cast<size_t>(block / every_) * rows_;
   for (size_t row = 0; row < rows_; ++row) {

@@ -32,8 +32,8 @@ struct RowLanes {
 };
 
 // `count` <= kCompared coordinates from `at` on: all rows from coordinate 0 on, and the results and
-// the kept window (arithmetic type) of these coordinates.
-constexpr int64_t kCompared = 1024;
+// the kept window (arithmetic type) of these coordinates; `high` is `low` where it is one value.
+constexpr int64_t kCompared = 384;
 struct Compared {
   const char* const* rows;
   int num_rows;
@@ -41,6 +41,7 @@ struct Compared {
   const char* result;
   const char* low;
   const char* high;
+  int64_t ahead;  // how far ahead each row is fetched, in bytes
 };
 
 // Adds to the lanes of every row.

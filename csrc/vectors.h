@@ -99,11 +99,11 @@ LOFT_INLINE bool any_lane(M mask) {
 // Rows whose fetched lines the first cache has room for.
 constexpr int kNearRows = 16;
 
-// Fetch the line that lies kAhead bytes beyond `from`, into the first cache or the second; never
+// Fetch the line that lies `ahead` bytes beyond `from`, into the first cache or the second; never
 // faults.
 template <bool kNear>
-LOFT_INLINE void prefetch(const char* from) {
-  const void* line = reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(from) + kAhead);
+LOFT_INLINE void prefetch(const char* from, int64_t ahead = kAhead) {
+  const void* line = reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(from) + ahead);
   __builtin_prefetch(line, 0, kNear ? 3 : 2);
 }
 
