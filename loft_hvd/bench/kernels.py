@@ -197,7 +197,7 @@ def _thread_calls(place: Place) -> dict[str, Callable[[], object]]:
     calls = {}
     for threads, words in ((1, ONE_THREAD), (2, TWO_THREADS)):
         for name, call in _kernel_calls(replace(place, threads=threads)).items():
-            if name in (PASS, "median") or name.startswith("trimmed_mean f="):
+            if name in (PASS, PASS_AGAIN, "median") or name.startswith("trimmed_mean f="):
                 calls[f"{words} {name}"] = call
     return calls
 
