@@ -95,7 +95,8 @@ LOFT_INLINE Floats mean_of_values(const Value* ranked, int first, Floats low, Fl
   return high < raised ? high : raised;
 }
 
-// See mean_around: slot i takes the value that enters where the one of rank i leaves.
+// See mean_around: slot i takes the value that enters where the one of rank i leaves. Where -inf
+// should leave and both distances overflow it stays, so that the sum is not finite.
 template <int kRows, int kF, bool kIsPhocas>
 LOFT_INLINE Outcome<Floats> values_around(Value* ranked, bool& is_finite) {
   constexpr int kKeep = kRows - kF, kInner = kRows - 2 * kF, kLower = (kRows - 1) / 2;

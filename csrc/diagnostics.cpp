@@ -6,8 +6,16 @@
 
 namespace loft {
 
-// The kernel and the comparison take turns every kCompared coordinates, which the first cache has
-// room for. Of up to so many rows the next turn's are fetched while these are compared; more take
+// The kernel and the comparison take turns. Up to about 16 rows of floats then stay in the first
+// cache, and as many as there can be in the second. Fixed by the job, because the order of the sums
+// depends on it.
+static int64_t turn_of(size_t rows, int64_t bytes) {
+  constexpr int64_t kBytes = 256 * 1024, kLeast = 128;
+  const int64_t fitting = kBytes / (static_cast<int64_t>(rows) * bytes) / kLeast * kLeast;
+  return std::max(kLeast, std::min(kCompared, fitting));
+}
+
+// Of up to so many rows the next turn's coordinates are fetched while these are compared. More take
 // the kernel so long that nothing is gained.
 constexpr size_t kFetchedRows = 8;
 
@@ -34,12 +42,13 @@ void DiagnosticBlocks::run(const Job& job, const Work& work, Kernel kernel, Comp
                            int64_t block, int64_t begin, int64_t end) {
   alignas(64) char low[kCompared * sizeof(double)], high[kCompared * sizeof(double)];
   std::vector<RowLanes> rows(rows_);
-  const int64_t bytes = size_of(job.dtype), ahead = rows_ <= kFetchedRows ? kCompared * bytes : 0;
+  const int64_t bytes = size_of(job.dtype), turn = turn_of(rows_, bytes);
+  const int64_t ahead = rows_ <= kFetchedRows ? turn * bytes : 0;
   Work part = work;
   part.low = low;
   part.high = keeps_one(job) ? low : high;
-  for (int64_t from = begin; from < end; from += kCompared) {
-    const int64_t to = std::min(end, from + kCompared);
+  for (int64_t from = begin; from < end; from += turn) {
+    const int64_t to = std::min(end, from + turn);
     kernel(part, from, to);
     compare(job.dtype,
             {work.rows, work.num_rows, from, to - from, work.out + from * bytes, low,

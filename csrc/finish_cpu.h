@@ -140,14 +140,6 @@ struct TrimmedMeanRule {
   }
 };
 
-// Where the sum of what was kept decides whether a vector is done again, an infinite value that
-// should have left shows in it.
-template <typename Shape, typename V>
-LOFT_INLINE auto moves_up(V centre, V leaving, V entering) {
-  if constexpr (Shape::kIsFixed) return (centre - leaving) > (entering - centre);
-  return slides(centre, leaving, entering);
-}
-
 // Mean of the n - f values nearest to a centre. The window of kept ranks slides up while that
 // brings a nearer value; slot i % keep holds the value that leaves when it moves from i to i + 1.
 template <typename F, typename Shape>
@@ -162,7 +154,7 @@ LOFT_INLINE auto mean_around(Shape shape, const typename F::Entry* entries, int 
   for (int i = 0; i < keep; ++i) near[i] = at(i);
   const auto slide = [&](int i) {
     const V leaving = at(i), entering = at(i + keep);
-    const auto moves = moves_up<Shape>(centre, leaving, entering);
+    const auto moves = slides(centre, leaving, entering);
     low = moves ? at(i + 1) : low;
     high = moves ? entering : high;
     return moves;

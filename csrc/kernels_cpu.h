@@ -8,7 +8,8 @@
 namespace loft {
 
 // One job as the kernels see it; `low` and `high`, where not null, take the kept window of each
-// coordinate from `begin` on, in the arithmetic type (double for float64, else float).
+// coordinate from `begin` on, in the arithmetic type (double for float64, else float). They are one
+// buffer where a window is one value.
 struct Work {
   const char* const* rows;
   const int32_t* weights;  // null for equal ones
@@ -32,7 +33,7 @@ struct RowLanes {
 };
 
 // `count` <= kCompared coordinates from `at` on: all rows from coordinate 0 on, and the results and
-// the kept window (arithmetic type) of these coordinates; `high` is `low` where it is one value.
+// the kept window (arithmetic type) of these coordinates.
 constexpr int64_t kCompared = 384;
 struct Compared {
   const char* const* rows;
@@ -41,7 +42,7 @@ struct Compared {
   const char* result;
   const char* low;
   const char* high;
-  int64_t ahead;  // how far ahead each row is fetched, in bytes
+  int64_t ahead;  // how far ahead each row is fetched, in bytes; 0 for nothing
 };
 
 // Adds to the lanes of every row.

@@ -96,17 +96,17 @@ void check_dtype(const std::string& level) {
   for (bool is_weighted : {false, true}) {
     for (int rows : counts) check_rows<kDType>(level, rows, is_weighted);
   }
-  Case<kDType> many(1024, 300, 0, true, 7);  // the most rows; the shortest runs, three
+  Case<kDType> many(1024, 300, 0, true, 7);  // the most rows; the shortest turns, three
   many.job.params = {Rule::kTrimmedMean, MedianKind::kMidpoint, 300};
   check_case(many, level, 1, true);
-  // Tiles and, of 9 rows and more, runs of which the last is shorter. Without f, rows are compared
-  // value by value where a row is not finite, else vector by vector.
+  // Turns of which the last is shorter. Without f, rows are compared value by value where a row is
+  // not finite, else vector by vector.
   for (int rows : {3, 6, 9, 66}) {
-    Case<kDType> tiles(rows, rows > 9 ? 2'600 : 18'901, 0, false, static_cast<unsigned>(rows),
+    Case<kDType> turns(rows, rows > 9 ? 2'600 : 18'901, 0, false, static_cast<unsigned>(rows),
                        true);
     for (int f : {0, 1}) {
-      tiles.job.params = {Rule::kTrimmedMean, MedianKind::kMidpoint, f};
-      check_case(tiles, level, 1, true);
+      turns.job.params = {Rule::kTrimmedMean, MedianKind::kMidpoint, f};
+      check_case(turns, level, 1, true);
     }
   }
   Case<kDType> wide(3, 2'200'001, 0, false, 8);  // several blocks and threads

@@ -112,7 +112,7 @@ Kept<V> plain_rule(Ranked<V> ranked, const RuleParams& params) {
   size_t first = 0;
   for (size_t i = 0; i < f; ++i) {
     const V leaving = all.values[i], entering = all.values[i + keep];
-    const bool is_tie = centre - leaving == entering - centre;  // of finite values and infinities
+    const bool is_tie = centre - leaving == entering - centre;  // also of two infinite distances
     const bool gives_way = is_tie && std::isinf(leaving) && std::isfinite(entering);
     if (gives_way || centre - leaving > entering - centre) {
       ranked.values[i % keep] = all.values[i + keep];

@@ -219,8 +219,8 @@ def _mean_around(
         overflows = (below == above) & leaving.isinf() & entering.isfinite()
         moves = (below > above) | overflows
         low = torch.where(moves, ranked[i + 1], low)
-        high = torch.where(moves, ranked[i + keep], high)
-        near[i % keep] = torch.where(moves, ranked[i + keep], near[i % keep])
+        high = torch.where(moves, entering, high)
+        near[i % keep] = torch.where(moves, entering, near[i % keep])
         if counts and near_counts:
             near_counts[i % keep] = torch.where(moves, counts[i + keep], near_counts[i % keep])
     mean = _mean(near, near_counts)
