@@ -145,7 +145,7 @@ def build_app() -> typer.Typer:
         importlib.import_module("rich")
     except ImportError as error:
         raise MissingDependencyError(
-            f"loft-hvd needs typer and rich ({error}): pip install 'loft-hvd[cli]'"
+            f"loft-hvd needs typer and rich ({error}): pip install '.[cli]' in its checkout"
         ) from error
     app = typer.Typer(
         help="Train with Horovod across unequal machines and unreliable workers.",

@@ -141,7 +141,7 @@ def _versions() -> tuple[Finding, ...]:
             if name == "horovod":
                 advice = _BUILD_ADVICE
             elif name in _EXTRAS:
-                advice = f"optional: pip install 'loft-hvd[{_EXTRAS[name]}]'"
+                advice = f"optional: pip install '.[{_EXTRAS[name]}]' in the checkout"
         findings.append(Finding(name, version or "not installed", advice))
     return tuple(findings)
 

@@ -93,9 +93,15 @@ def _read_weight(row: int, weight: Any) -> int:
     try:
         count = operator.index(weight)
     except TypeError:
+        if isinstance(weight, list | tuple):
+            way_out = "give one number a row, [world_size]"
+        elif isinstance(weight, float) and math.isfinite(weight):
+            way_out = "scale shares up"
+        else:
+            way_out = "give a whole number >= 0"
         raise ArgumentTypeError(
             f"weight {weight!r} of row {row} is no whole number; weights are sample "
-            "counts: scale shares up"
+            f"counts: {way_out}"
         ) from None
     if count < 0:
         raise ArgumentError(f"weight {count} of row {row} must be >= 0")

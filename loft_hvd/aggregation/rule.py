@@ -80,20 +80,29 @@ class Rule:
         if len(rows) < self.min_rows:
             where = "" if block is None else f" in block {block} of present"
             values = _describe(world_size, weights, present)
-            raise AggregationError(self._explain_too_few(len(rows), where, values))
+            absent = world_size - len(rows)
+            raise AggregationError(self._explain_too_few(len(rows), absent, where, values))
         return len(rows)
 
-    def _explain_too_few(self, num_rows: int, where: str, values: str) -> str:
+    def _explain_too_few(self, num_rows: int, absent: int, where: str, values: str) -> str:
         """Say what was asked, the limit, the values, and the way out."""
         if self.f == 0:
             return (
                 f"{self} needs at least {self.min_rows} row, but {num_rows} count{where} "
                 f"({values}); give one that is present, with a weight above 0"
             )
-        largest = max(0, (num_rows - 1) // 2)
+        if num_rows == 0:
+            way_out = "give rows that are present, with a weight above 0"
+        elif absent:
+            way_out = (
+                f"use f <= {(num_rows - 1) // 2}, add workers, or let more of the other {absent} "
+                "count: present, with a weight above 0"
+            )
+        else:
+            way_out = f"use f <= {(num_rows - 1) // 2} or add workers"
         return (
             f"{self}: f={self.f} needs 0 <= 2*f < rows, so at least {self.min_rows} rows, but "
-            f"{num_rows} count{where} ({values}); use f <= {largest} or add workers"
+            f"{num_rows} count{where} ({values}); {way_out}"
         )
 
     def tolerance(self, weights: Weights | int) -> Tolerance:

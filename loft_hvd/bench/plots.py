@@ -42,7 +42,7 @@ def plot_kernels(timings: Sequence[Timing], path: str | os.PathLike[str]) -> Non
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingDependencyError(
-            "plots need matplotlib: pip install 'loft-hvd[plots]'"
+            "plots need matplotlib: pip install '.[plots]' in its checkout"
         ) from error
     lines = lines_of(timings)
     colours = {name: f"C{i % 10}" for i, name in enumerate(dict.fromkeys(n for n, _ in lines))}

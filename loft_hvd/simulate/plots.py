@@ -27,7 +27,7 @@ def plot(results: Results, path: str | os.PathLike[str]) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingDependencyError(
-            "plots need matplotlib: pip install 'loft-hvd[plots]'"
+            "plots need matplotlib: pip install '.[plots]' in its checkout"
         ) from error
     scenario = results.scenario
     figure = Figure(figsize=(9, 6), layout="constrained")

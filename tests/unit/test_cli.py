@@ -82,7 +82,7 @@ def test_without_its_extra_the_command_says_how_to_install_it(
     monkeypatch.setitem(sys.modules, missing, None)
     assert _main(monkeypatch, "doctor") == 1
     captured = capsys.readouterr()
-    assert "pip install 'loft-hvd[cli]'" in captured.err
+    assert "pip install '.[cli]'" in captured.err
     assert captured.out == ""
 
 

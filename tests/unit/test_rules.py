@@ -118,6 +118,9 @@ def test_tolerance_takes_any_whole_numbers(rows: Any) -> None:
     ("weights", "error", "match"),
     [
         ([1.5, 1, 2, 3], ArgumentTypeError, "weight 1.5 of row 0 is no whole number"),
+        ([0.5, 0.5], ArgumentTypeError, "scale shares up"),
+        ([1, np.nan], ArgumentTypeError, "weight nan of row 1 .* give a whole number >= 0"),
+        (np.ones((5, 1)), ArgumentTypeError, "give one number a row"),
         ([5, -3, 2], ArgumentError, "weight -3 of row 1 must be >= 0"),
         (5.0, ArgumentTypeError, "weights=5.0 .* a list"),
         (True, ArgumentTypeError, "weights=True"),
@@ -130,6 +133,20 @@ def test_tolerance_of_no_counts_is_refused(
 ) -> None:
     with pytest.raises(error, match=match):
         Median().tolerance(weights)
+
+
+@pytest.mark.parametrize(
+    ("present", "way_out"),
+    [
+        ([False] * 5, "give rows that are present"),
+        ([True] * 2 + [False] * 3, "use f <= 0, add workers, or let more of the other 3 count"),
+        ([True] * 5, "use f <= 2 or add workers"),
+    ],
+    ids=["none", "some", "all"],
+)
+def test_too_few_rows_say_what_helps(present: list[bool], way_out: str) -> None:
+    with pytest.raises(AggregationError, match=way_out):
+        TrimmedMean(3).check(5, present=present)
 
 
 def test_mean_survives_nothing() -> None:
