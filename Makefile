@@ -19,8 +19,6 @@ else
 BIN := .venv/bin
 endif
 PY := $(BIN)/python
-# Named, because ruff would also reformat the tables and sessions that Markdown shows as code.
-PY_CODE := $(wildcard benchmarks csrc examples loft_hvd scripts tests setup.py)
 CXX_FILES := $(shell find csrc -name generated -prune -o \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' \) -print 2> /dev/null)
 # Several ranks share the cores: one thread each, or they wait for each other.
 RANKS := OMP_NUM_THREADS=1
@@ -42,8 +40,8 @@ test: lint unit multiprocess  ## linters, unit and multi-process tests
 test-all: lint unit-all multiprocess-all  ## the same with the long tests
 
 lint: setup  ## ruff, mypy --strict, clang-format
-	$(BIN)/ruff check $(PY_CODE)
-	$(BIN)/ruff format --check $(PY_CODE)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(if $(CXX_FILES),$(BIN)/clang-format --dry-run -Werror $(CXX_FILES))
 
@@ -60,8 +58,8 @@ multiprocess-all: setup
 	$(RANKS) $(PY) -m pytest tests/multiprocess $(TESTS)
 
 format: setup  ## put the code into its standard form
-	$(BIN)/ruff check --fix $(PY_CODE)
-	$(BIN)/ruff format $(PY_CODE)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
 	$(if $(CXX_FILES),$(BIN)/clang-format -i $(CXX_FILES))
 
 clean:  ## remove what was built; .venv, runs/ and the cache of Horovod's wheel stay

@@ -177,7 +177,7 @@ def _nearest(ranked: Array, weights: Array, centre: Array, keep: int) -> tuple[A
         below, above = centre - leaving, entering - centre
         overflows = (below == above) & np.isinf(leaving) & np.isfinite(entering)
         moves = (below > above) | overflows
-        near[i % keep] = np.where(moves, ranked[i + keep], near[i % keep])
+        near[i % keep] = np.where(moves, entering, near[i % keep])
         near_weights[i % keep] = np.where(moves, weights[i + keep], near_weights[i % keep])
     return near, near_weights
 
