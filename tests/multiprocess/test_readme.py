@@ -1,8 +1,7 @@
-"""The README's code runs: both sides of its diff under horovodrun, and every line of its table."""
+"""The README's code runs: both sides of its diff under horovodrun."""
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
 
@@ -36,12 +35,6 @@ def side_of_diff(sign: str) -> str:
     return "\n".join(line[1:] for line in lines if line[:1] in ("", " ", sign))
 
 
-def code_in_tables() -> list[str]:
-    cells = [line.split("|")[2] for line in README.splitlines() if line.startswith("| ")]
-    found = [code for cell in cells for code in re.findall(r"`([^`]+)`", cell)]
-    return [code for code in found if "(" in code or "=" in code]
-
-
 @pytest.mark.parametrize("sign", ["-", "+"], ids=["plain Horovod", "loft_hvd"])
 def test_script_of_the_diff_trains_on_three_ranks(sign: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
@@ -50,14 +43,3 @@ def test_script_of_the_diff_trains_on_three_ranks(sign: str, tmp_path: Path) -> 
     assert done.returncode == 0, done.output[-6000:]
     assert done.output.count("has finished") == 3
     assert done.output.count("of global_batch_size=192") == (1 if sign == "+" else 0), done.output
-
-
-@pytest.mark.parametrize("code", code_in_tables())
-def test_code_in_the_tables_is_python_with_names_that_exist(code: str) -> None:
-    tree = ast.parse(code if not code.startswith("with ") else code.replace("...", "pass"))
-    import loft_hvd as loft
-
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            owner = {"loft": loft, "balancer": loft.Balancer}.get(node.value.id)
-            assert owner is None or hasattr(owner, node.attr), code
