@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
+import importlib.metadata
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -80,7 +80,7 @@ def _simulate(scenario: str, *, json_file: str | None, plot_file: str | None) ->
     print(results.scenario.description or results.scenario.name)
     _print_table(rows(results))
     if json_file is not None:
-        _write_json(json_file, results.to_dict())
+        _write("--json", json_file, json.dumps(results.to_dict(), indent=1) + "\n")
     if plot_file is not None:
         try:
             importlib.import_module("loft_hvd.simulate.plots").plot(results, plot_file)
@@ -100,23 +100,15 @@ def _compare(num_clusters: int, *, seed: int, json_file: str | None) -> int:
     _print_table(summary_rows(summary))
     print(f"worst against the best policy of a cluster: +{100 * summary['worst_excess']:.1f} %")
     if json_file is not None:
-        _write_json(json_file, summary)
+        _write("--json", json_file, json.dumps(summary, indent=1) + "\n")
     return 0
 
 
-def _write_json(path: str, content: Mapping[str, object]) -> None:
+def _write(option: str, path: str, text: str) -> None:
     try:
-        Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise DataError(f"--json {path!r} cannot be written ({error})") from error
-
-
-def _write_page(path: str, page: str) -> None:
-    try:
-        Path(path).write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"report --html {path!r}: cannot be written ({error})") from error
-    print(f"written to {path}")
+        raise DataError(f"{option} {path!r} cannot be written ({error})") from error
 
 
 def _print_table(rows: Sequence[Sequence[str]]) -> None:
@@ -154,8 +146,15 @@ def build_app() -> typer.Typer:
         pretty_exceptions_enable=False,
     )
 
+    def _show(asked: bool) -> None:
+        if asked:
+            print(f"loft-hvd {importlib.metadata.version('loft-hvd')}")
+            raise typer.Exit
+
     @app.callback()
-    def _root() -> None:
+    def _root(
+        version: bool = typer.Option(False, "--version", callback=_show, help="Print the version."),
+    ) -> None:
         """Keep subcommands subcommands, however many there are."""
 
     @app.command("doctor")
@@ -192,7 +191,8 @@ def build_app() -> typer.Typer:
         if html_file is None:
             print(render_text(entries))
         else:
-            _write_page(html_file, render_page(entries, title=Path(log).name))
+            _write("--html", html_file, render_page(entries, title=Path(log).name))
+            print(f"written to {html_file}")
 
     app.add_typer(_bench_app(), name="bench")
     return app

@@ -7,6 +7,7 @@ Launchers set a few more for their ranks.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import os
 from collections.abc import Callable, Mapping
@@ -15,7 +16,7 @@ from typing import TypeVar
 
 from loft_hvd.errors import ArgumentError
 
-__all__ = ["VARIABLES", "Config", "config"]
+__all__ = ["VARIABLES", "Config", "config", "unknown_variables"]
 
 VARIABLES = {  # of each field that a user sets
     "threads": "LOFT_HVD_THREADS",
@@ -29,6 +30,14 @@ VARIABLES = {  # of each field that a user sets
     "leave_s": "LOFT_HVD_LEAVE_S",
 }
 
+_OF_THE_BUILD = (  # what setup.py and `make setup` read
+    "LOFT_HVD_CACHE",
+    "LOFT_HVD_CUDA",
+    "LOFT_HVD_CUDA_ARCHS",
+    "LOFT_HVD_HOROVOD_CUDA",
+    "LOFT_HVD_JOBS",
+    "LOFT_HVD_WERROR",
+)
 _T = TypeVar("_T")
 _LOCAL_RANKS = (  # horovodrun, Open MPI, MPICH and Intel MPI, torchrun
     "HOROVOD_LOCAL_SIZE",
@@ -149,3 +158,17 @@ def _first_count(environ: Mapping[str, str], names: tuple[str, ...]) -> int:
 def config() -> Config:
     """Return the settings of this process, read from the environment at the first call."""
     return Config.from_environ(os.environ)
+
+
+def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return what is called ``LOFT_HVD_*`` and nothing reads, each with its nearest real name.
+
+    The nearest name is "" where none is near.
+    """
+    known = (*VARIABLES.values(), *_OF_THE_BUILD)
+    unknown = sorted(name for name in environ if name.startswith("LOFT_HVD_"))
+    return {
+        name: "".join(difflib.get_close_matches(name, known, n=1, cutoff=0.8))
+        for name in unknown
+        if name not in known
+    }

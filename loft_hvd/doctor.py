@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 
 from loft_hvd._native import explain_missing, extension
-from loft_hvd.config import VARIABLES, Config, config
+from loft_hvd.aggregation.compute import num_threads
+from loft_hvd.config import VARIABLES, Config, config, unknown_variables
 from loft_hvd.errors import ArgumentError
 from loft_hvd.topology import cpu_flags, vector_levels
 
@@ -278,13 +279,16 @@ def _cpu() -> tuple[Finding, ...]:
 
 
 def _settings() -> tuple[Finding, ...]:
+    findings = []
+    for name, nearest in unknown_variables().items():
+        advice = f"is {nearest} meant?" if nearest else "nothing reads it; unset it"
+        findings.append(Finding(name, "no setting of this name", advice))
     try:
         settings = config()
     except ArgumentError as error:
-        return (Finding("LOFT_HVD_*", "not usable", str(error)),)
-    findings = []
+        return (*findings, Finding("LOFT_HVD_*", "not usable", str(error)))
     for name, variable in VARIABLES.items():
         value = getattr(settings, name)
         text = "not set" if value is None else str(value)
         findings.append(Finding(variable, text + " (default)" * (value == getattr(Config, name))))
-    return tuple(findings)
+    return (*findings, Finding("threads of an aggregation", str(num_threads())))

@@ -8,6 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+import loft_hvd
 from loft_hvd import cli, doctor
 from loft_hvd.doctor import Finding, HorovodBuild, Section
 from loft_hvd.doctor_run import RunResult
@@ -97,6 +98,11 @@ def test_error_on_purpose_is_one_line_and_no_traceback(
     assert capsys.readouterr().err == (
         "loft-hvd: doctor --run needs horovodrun: run `make setup`\n"
     )
+
+
+def test_version_is_the_package_s(app: typer.Typer) -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.output) == (0, f"loft-hvd {loft_hvd.__version__}\n")
 
 
 @pytest.mark.parametrize("words", [["frob"], ["doctor", "--timeout-s", "soon"]])

@@ -10,6 +10,7 @@ import pytest
 
 from loft_hvd import doctor, doctor_run
 from loft_hvd._native import extension
+from loft_hvd.aggregation.compute import num_threads
 from loft_hvd.config import Config
 from loft_hvd.doctor import HorovodBuild, Section, inspect_all, parse_check_build
 from loft_hvd.doctor_run import run_check
@@ -110,6 +111,20 @@ def test_wrong_setting_is_a_finding_and_no_error(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(doctor, "config", wrong)
     assert "LOFT_HVD_THREADS='many'" in _advice(inspect_all(probe=lambda _: ""))["LOFT_HVD_*"]
+
+
+def test_misspelt_setting_is_a_finding_with_the_right_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOFT_HVD_THREAD", "LOFT_HVD_COLOUR", "LOFT_HVD_CUDA_ARCHS"):
+        monkeypatch.setenv(name, "1")
+    advice = _advice(inspect_all(probe=lambda _: ""))
+    assert advice["LOFT_HVD_THREAD"] == "is LOFT_HVD_THREADS meant?"
+    assert "unset" in advice["LOFT_HVD_COLOUR"]
+    assert "LOFT_HVD_CUDA_ARCHS" not in advice
+
+
+def test_settings_end_with_the_threads_that_come_of_them() -> None:
+    (settings,) = (one for one in inspect_all(probe=lambda _: "") if one.title == "Settings")
+    assert settings.findings[-1].value == str(num_threads())
 
 
 class _Extension:
