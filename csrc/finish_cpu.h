@@ -19,14 +19,12 @@ struct Outcome {
 // in registers, which a rescue that reads them would not allow: it is left to the former.
 struct AnyShape {
   int n, f;
-  static constexpr bool kIsFixed = false;
-  static constexpr int kMost = kMaxRows, kInner = 0, kNear = 0;
+  static constexpr int kInner = 0;
 };
 template <int kRows, int kF>
 struct FixedShape {
-  static constexpr bool kIsFixed = true;
   static constexpr int n = kRows, f = kF;
-  static constexpr int kMost = kRows, kInner = kRows - 2 * kF, kNear = kRows - kF;
+  static constexpr int kInner = kRows - 2 * kF;
 };
 
 // Sum of `count` ranks; kCount is the same where it is known, else 0.
@@ -142,13 +140,13 @@ struct TrimmedMeanRule {
 
 // Mean of the n - f values nearest to a centre. The window of kept ranks slides up while that
 // brings a nearer value; slot i % keep holds the value that leaves when it moves from i to i + 1.
-template <typename F, typename Shape>
-LOFT_INLINE auto mean_around(Shape shape, const typename F::Entry* entries, int part,
-                             typename F::V centre, typename F::V doubt) -> Outcome<typename F::V> {
+template <typename F>
+LOFT_INLINE auto mean_around(AnyShape shape, const typename F::Entry* entries, int part,
+                             typename F::V centre) -> Outcome<typename F::V> {
   using V = typename F::V;
   const Ranked<F> at{entries, part};
   const int n = shape.n, f = shape.f, keep = n - f;
-  V near[Shape::kMost];
+  V near[kMaxRows];
   V low = at(0), high = at(keep - 1);
 #pragma GCC unroll 32
   for (int i = 0; i < keep; ++i) near[i] = at(i);
@@ -159,52 +157,49 @@ LOFT_INLINE auto mean_around(Shape shape, const typename F::Entry* entries, int 
     high = moves ? entering : high;
     return moves;
   };
-  V mean;
+  V mean, doubt{};
   if constexpr (kIsWeighted<F>) {
-    typename F::I weights[Shape::kMost];
+    typename F::I weights[kMaxRows];
     for (int i = 0; i < keep; ++i) weights[i] = F::weight(entries[i]);
     for (int i = 0, slot = 0; i < f; ++i, slot = slot + 1 == keep ? 0 : slot + 1) {
       const auto moves = slide(i);
       near[slot] = moves ? at(i + keep) : near[slot];
       weights[slot] = moves ? F::weight(entries[i + keep]) : weights[slot];
     }
-    mean = weighted_mean_of<Shape::kNear>([&](int i) { return near[i]; },
-                                          [&](int i) { return weights[i]; }, 0, keep, low, high,
-                                          doubt);
+    mean = weighted_mean_of<0>([&](int i) { return near[i]; }, [&](int i) { return weights[i]; }, 0,
+                               keep, low, high, doubt);
   } else {
 #pragma GCC unroll 8
     for (int i = 0, slot = 0; i < f; ++i, slot = slot + 1 == keep ? 0 : slot + 1) {
       near[slot] = slide(i) ? at(i + keep) : near[slot];
     }
-    mean = mean_of<Shape::kNear>([&](int i) { return near[i]; }, 0, keep, low, high, doubt);
+    mean = mean_of<0>([&](int i) { return near[i]; }, 0, keep, low, high, doubt);
   }
   return {centre == centre ? mean : centre, low, high, doubt};
 }
 
 template <typename F>
 struct MeanAroundMedianRule {
-  template <typename Shape>
-  static LOFT_INLINE auto apply(Shape shape, const Work&, const typename F::Entry* entries,
+  static LOFT_INLINE auto apply(AnyShape shape, const Work&, const typename F::Entry* entries,
                                 int part) -> Outcome<typename F::V> {
     const Ranked<F> at{entries, part};
     const int n = shape.n;
     const auto lower = at((n - 1) / 2);
     const auto centre = n % 2 ? lower : midpoint(lower, at(n / 2));
-    return mean_around<F>(shape, entries, part, centre, typename F::V{});
+    return mean_around<F>(shape, entries, part, centre);
   }
 };
 
 template <typename F>
 struct PhocasRule {
-  template <typename Shape>
-  static LOFT_INLINE auto apply(Shape shape, const Work&, const typename F::Entry* entries,
+  static LOFT_INLINE auto apply(AnyShape shape, const Work&, const typename F::Entry* entries,
                                 int part) -> Outcome<typename F::V> {
     using V = typename F::V;
     const Ranked<F> at{entries, part};
     const int f = shape.f, count = shape.n - 2 * f;
     V doubt{};
-    const V centre = mean_of<Shape::kInner>(at, f, count, at(f), at(f + count - 1), doubt);
-    return mean_around<F>(shape, entries, part, centre, doubt);
+    const V centre = mean_of<0>(at, f, count, at(f), at(f + count - 1), doubt);
+    return mean_around<F>(shape, entries, part, centre);
   }
 };
 
