@@ -100,7 +100,7 @@ def test_error_on_purpose_is_one_line_and_no_traceback(
     )
 
 
-def test_version_is_the_package_s(app: typer.Typer) -> None:
+def test_version_is_that_of_the_package(app: typer.Typer) -> None:
     result = CliRunner().invoke(app, ["--version"])
     assert (result.exit_code, result.output) == (0, f"loft-hvd {loft_hvd.__version__}\n")
 

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 
-from loft_hvd.config import VARIABLES, Config
+from loft_hvd.config import VARIABLES, Config, unknown_variables
 from loft_hvd.errors import ArgumentError
 
 
@@ -13,6 +15,22 @@ def test_every_variable_of_ours_sets_its_field() -> None:
         assert Config.from_environ({variable: "avx2" if field == "isa" else "7"}) != Config()
     told = {"is_elastic", "local_ranks", "ranks"}  # by launchers
     assert {field.name for field in dataclasses.fields(Config)} == VARIABLES.keys() | told
+
+
+def test_only_what_nothing_reads_is_unknown() -> None:
+    root = Path(__file__).parents[2]
+    files = [
+        root / "setup.py",
+        root / "cmake/horovod/standard.cmake",
+        *root.glob("scripts/**/*.py"),
+    ]
+    read = {name for file in files for name in re.findall(r"LOFT_HVD_[A-Z_]+", file.read_text())}
+    assert "LOFT_HVD_JOBS" in read
+    assert unknown_variables(dict.fromkeys((*read, *VARIABLES.values()), "1")) == {}
+    assert unknown_variables({"LOFT_HVD_ISO": "avx2", "LOFT_HVD_COLOUR": "red", "HOME": "/"}) == {
+        "LOFT_HVD_COLOUR": "",
+        "LOFT_HVD_ISO": "LOFT_HVD_ISA",
+    }
 
 
 def test_empty_environment_gives_the_defaults() -> None:
