@@ -22,19 +22,19 @@ from loft_hvd.aggregation import (
     phocas,
     trimmed_mean,
 )
-from loft_hvd.attach import attach
 from loft_hvd.balance.balancer import Balancer
 from loft_hvd.balance.replay import Replay
 from loft_hvd.data.loader import DataLoader
 from loft_hvd.data.placement import Placement
 from loft_hvd.data.sampler import BatchSampler
-from loft_hvd.ddp import ddp_hook
 from loft_hvd.errors import LoftError
 from loft_hvd.metrics import average
-from loft_hvd.optimizer import DistributedOptimizer
+from loft_hvd.optimizer.attach import attach
+from loft_hvd.optimizer.ddp import ddp_hook
+from loft_hvd.optimizer.distributed import DistributedOptimizer
 from loft_hvd.pipeline.allreduce import Handle, allreduce, allreduce_async
-from loft_hvd.pipeline.lookout import Quarantine
-from loft_hvd.pipeline.suspicion import Suspicion
+from loft_hvd.pipeline.suspicion.tracker import Suspicion
+from loft_hvd.pipeline.suspicion.watch import Quarantine
 from loft_hvd.pipeline.wire import Compression
 
 __version__ = "0.1.0"

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from loft_hvd import doctor
-from loft_hvd.doctor_run import RunResult, run_check
+from loft_hvd.doctor import inspect as doctor
+from loft_hvd.doctor.run import RunResult, run_check
 from loft_hvd.errors import DataError, LoftError, MissingDependencyError
 from loft_hvd.report.page import render_page
 from loft_hvd.report.text import render_text

@@ -14,7 +14,7 @@ import torch
 
 from loft_hvd.balance.batches import BatchQueue
 from loft_hvd.runlog import RunLog, find_entries
-from loft_hvd.transport.failures import Note, observe_failures
+from loft_hvd.transport.heartbeat.failures import Note, observe_failures
 
 __all__ = ["MemoryWatch", "cap_after", "is_out_of_memory", "logged_caps"]
 

@@ -10,9 +10,9 @@ from typing import Any
 from loft_hvd.bench.collectives import BASELINE, BASELINE_AGAIN, PEER
 from loft_hvd.bench.timing import Judgement, paired_ratios
 from loft_hvd.bench.worker import MARK
-from loft_hvd.doctor import horovod_build
+from loft_hvd.doctor.inspect import horovod_build
+from loft_hvd.doctor.launch import CONTROLLERS, launch_command, run_limited
 from loft_hvd.errors import ArgumentError, LoftError
-from loft_hvd.launching import CONTROLLERS, launch_command, run_limited
 
 __all__ = [
     "Job",

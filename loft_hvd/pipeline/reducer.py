@@ -17,11 +17,11 @@ from loft_hvd.errors import UsageError
 from loft_hvd.pipeline.buckets import Bucket, ParameterSpec, lay_out
 from loft_hvd.pipeline.engine import Engine, Job
 from loft_hvd.pipeline.gradients import Gradients
-from loft_hvd.pipeline.lookout import Lookout
 from loft_hvd.pipeline.order import agree_on_order
 from loft_hvd.pipeline.outgoing import OutgoingHooks
 from loft_hvd.pipeline.settings import ReducerSettings, StepSource
 from loft_hvd.pipeline.stages import MakeExchange, flat_exchange, is_engine_sum
+from loft_hvd.pipeline.suspicion.watch import Lookout
 from loft_hvd.pipeline.weights import PassWeights, combine_passes, in_training
 from loft_hvd.pipeline.wire import Compression
 from loft_hvd.transport.base import Transport

@@ -7,7 +7,7 @@ from typing import Any
 
 from loft_hvd.balance.explain import RankTimes, describe
 from loft_hvd.errors import DataError
-from loft_hvd.pipeline.workers import SuspicionReport, WorkerReport
+from loft_hvd.pipeline.suspicion.report import SuspicionReport, WorkerReport
 
 __all__ = ["render_text"]
 

@@ -20,9 +20,9 @@ from torch import Tensor
 from loft_hvd.config import config
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, LoftError, MissingDependencyError
 from loft_hvd.transport.base import Work
-from loft_hvd.transport.heartbeat import Heartbeat
+from loft_hvd.transport.heartbeat.heartbeat import Heartbeat
+from loft_hvd.transport.heartbeat.watched import heartbeat_of, open_heartbeat, watched
 from loft_hvd.transport.process_sets import own_process_set
-from loft_hvd.transport.watched import heartbeat_of, open_heartbeat, watched
 
 __all__ = [
     "ElasticNotices",

@@ -22,8 +22,8 @@ from loft_hvd.config import config
 from loft_hvd.errors import ArgumentTypeError, TransportError, UsageError
 from loft_hvd.transport.agreement import digest
 from loft_hvd.transport.base import Work
-from loft_hvd.transport.heartbeat import Heartbeat
-from loft_hvd.transport.watched import heartbeat_of, open_heartbeat, watched
+from loft_hvd.transport.heartbeat.heartbeat import Heartbeat
+from loft_hvd.transport.heartbeat.watched import heartbeat_of, open_heartbeat, watched
 
 __all__ = ["TorchDistributedTransport"]
 

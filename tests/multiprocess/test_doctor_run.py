@@ -35,6 +35,6 @@ def test_doctor_run_is_right_and_exits_0() -> None:
 def test_ranks_of_either_launcher_find_the_result_right(launcher: str, num_ranks: int) -> None:
     if not launcher_here(launcher):
         pytest.skip(f"no launcher for {launcher} on this machine")
-    done = launch(num_ranks, ["-m", "loft_hvd.doctor_run"], launcher=launcher)
+    done = launch(num_ranks, ["-m", "loft_hvd.doctor.run"], launcher=launcher)
     assert done.returncode == 0, done.output
     assert done.output.count(_SAYS) == num_ranks

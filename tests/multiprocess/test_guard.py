@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from loft_hvd.transport.diagnosis import Place
-from loft_hvd.transport.guard import Guard
+from loft_hvd.transport.heartbeat.diagnosis import Place
+from loft_hvd.transport.heartbeat.guard import Guard
 
 pytestmark = [
     pytest.mark.multiprocess,

@@ -9,9 +9,10 @@ import typer
 from typer.testing import CliRunner
 
 import loft_hvd
-from loft_hvd import cli, doctor
-from loft_hvd.doctor import Finding, HorovodBuild, Section
-from loft_hvd.doctor_run import RunResult
+from loft_hvd import cli
+from loft_hvd.doctor import inspect as doctor
+from loft_hvd.doctor.inspect import Finding, HorovodBuild, Section
+from loft_hvd.doctor.run import RunResult
 from loft_hvd.errors import MissingDependencyError
 
 _SECTIONS = (

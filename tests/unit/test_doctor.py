@@ -8,12 +8,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from loft_hvd import doctor, doctor_run
 from loft_hvd._native import extension
 from loft_hvd.aggregation.compute import num_threads
 from loft_hvd.config import Config
-from loft_hvd.doctor import HorovodBuild, Section, inspect_all, parse_check_build
-from loft_hvd.doctor_run import run_check
+from loft_hvd.doctor import inspect as doctor
+from loft_hvd.doctor import run as doctor_run
+from loft_hvd.doctor.inspect import HorovodBuild, Section, inspect_all, parse_check_build
+from loft_hvd.doctor.run import run_check
 from loft_hvd.errors import ArgumentError
 from loft_hvd.topology import cpu_flags, vector_levels
 
@@ -201,7 +202,7 @@ def test_missing_extension_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch)
 def test_inspection_never_imports_horovod_into_this_process() -> None:
     script = (
         "import sys\n"
-        "from loft_hvd.doctor import inspect_all\n"
+        "from loft_hvd.doctor.inspect import inspect_all\n"
         "inspect_all(probe=lambda command: '')\n"
         "assert not [name for name in sys.modules if name.split('.')[0] == 'horovod']\n"
     )

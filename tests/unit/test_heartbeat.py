@@ -13,12 +13,12 @@ import torch
 from loft_hvd.config import Config
 from loft_hvd.errors import MismatchError, PeerError, TransportError
 from loft_hvd.transport.base import locate, wait_for
-from loft_hvd.transport.diagnosis import Diagnosis, HeartbeatSettings, Limits, Place
-from loft_hvd.transport.heartbeat import Heartbeat
+from loft_hvd.transport.heartbeat.diagnosis import Diagnosis, HeartbeatSettings, Limits, Place
+from loft_hvd.transport.heartbeat.heartbeat import Heartbeat
+from loft_hvd.transport.heartbeat.links import Line, Link, open_links, own_place, process_state
+from loft_hvd.transport.heartbeat.progress import Progress, key_of
+from loft_hvd.transport.heartbeat.watched import open_heartbeat, watched
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
-from loft_hvd.transport.progress import Progress, key_of
-from loft_hvd.transport.star import Line, Link, open_links, own_place, process_state
-from loft_hvd.transport.watched import open_heartbeat, watched
 
 
 def at(waited_s: float, in_flight: str = "", started: str | None = None) -> Progress:
@@ -399,7 +399,7 @@ def test_a_forked_process_does_not_speak_for_its_rank(
 ) -> None:
     first, second = pair()
     with monkeypatch.context() as child:
-        child.setattr("loft_hvd.transport.heartbeat.os.getpid", lambda: 1)
+        child.setattr("loft_hvd.transport.heartbeat.heartbeat.os.getpid", lambda: 1)
         second.report(ValueError("of a loader process"))
         second.close()
     assert not second.is_closed
@@ -431,7 +431,7 @@ def test_a_frozen_process_is_named_and_killed_only_where_the_job_recovers_or_is_
 ) -> None:
     killed: list[int] = []
     kills = is_elastic or is_over
-    monkeypatch.setattr("loft_hvd.transport.silent.process_state", lambda pid, start: "T")
+    monkeypatch.setattr("loft_hvd.transport.heartbeat.silent.process_state", lambda pid, start: "T")
     first, link = pair(is_elastic=is_elastic, pid=4242, kill=killed.append)
     monkeypatch.setattr(first, "_exit", _Armed() if is_over else None)
     with first.waiting():
@@ -451,7 +451,7 @@ def test_a_frozen_process_is_named_and_killed_only_where_the_job_recovers_or_is_
 
 def test_an_end_without_a_word_is_named(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     # On a busy machine the rank is silent for long before its end is seen: then it runs.
-    monkeypatch.setattr("loft_hvd.transport.silent.process_state", lambda pid, start: "R")
+    monkeypatch.setattr("loft_hvd.transport.heartbeat.silent.process_state", lambda pid, start: "R")
     first, link = pair(pid=4242)
     assert isinstance(link, Link)
     link.close()
@@ -521,7 +521,7 @@ def test_no_heartbeat_where_a_rank_cannot_reach_rank_0(
             link.close()
         return {}, {}
 
-    monkeypatch.setattr("loft_hvd.transport.watched.open_links", without_rank_2)
+    monkeypatch.setattr("loft_hvd.transport.heartbeat.watched.open_links", without_rank_2)
 
     def work(transport: LocalTransport) -> object:
         return open_heartbeat(transport, "test", engine_is_down=lambda: False)
@@ -531,5 +531,7 @@ def test_no_heartbeat_where_a_rank_cannot_reach_rank_0(
 
 
 def test_no_heartbeat_where_it_is_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loft_hvd.transport.watched.config", lambda: Config(heartbeat_s=0.0))
+    monkeypatch.setattr(
+        "loft_hvd.transport.heartbeat.watched.config", lambda: Config(heartbeat_s=0.0)
+    )
     assert run_ranks(2, lambda t: open_heartbeat(t, "x", engine_is_down=bool)) == [None] * 2

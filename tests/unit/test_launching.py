@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from loft_hvd import launching
-from loft_hvd.doctor import HorovodBuild
+from loft_hvd.doctor import launch as launching
+from loft_hvd.doctor.inspect import HorovodBuild
+from loft_hvd.doctor.launch import launch_command, run_limited
 from loft_hvd.errors import MissingDependencyError
-from loft_hvd.launching import launch_command, run_limited
 
 _LAUNCHERS = {"horovodrun": "/bin/horovodrun", "mpirun": "/bin/mpirun"}
 _SCRIPT = ("train.py",)

@@ -12,7 +12,7 @@ import pytest
 
 from loft_hvd.balance.explain import RankTimes
 from loft_hvd.errors import DataError
-from loft_hvd.pipeline.workers import WorkerReport
+from loft_hvd.pipeline.suspicion.report import WorkerReport
 from loft_hvd.report.page import render_page
 from loft_hvd.report.svg import bars, lines
 from loft_hvd.runlog import RunLog, read_run_log

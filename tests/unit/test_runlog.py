@@ -17,7 +17,7 @@ from loft_hvd import runlog
 from loft_hvd.balance.plan import Plan
 from loft_hvd.config import Config
 from loft_hvd.errors import ArgumentError, DataError, MismatchError, TransportError
-from loft_hvd.pipeline.workers import WorkerReport
+from loft_hvd.pipeline.suspicion.report import WorkerReport
 from loft_hvd.report.text import render_text
 from loft_hvd.runlog import RunLog, read_run_log
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks

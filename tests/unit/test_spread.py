@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import loft_hvd as loft
-from loft_hvd.pipeline.spread import WARN_ABOVE, BucketSpread, Spread, lasting_differences
+from loft_hvd.pipeline.suspicion.spread import WARN_ABOVE, BucketSpread, Spread, lasting_differences
 from loft_hvd.runlog import read_run_log
 from loft_hvd.transport.local import LocalTransport, run_ranks
 

@@ -14,8 +14,8 @@ from loft_hvd import attacks
 from loft_hvd.aggregation.diagnostics import diagnose
 from loft_hvd.aggregation.rules import MeanAroundMedian, Median, Phocas, Rule, TrimmedMean
 from loft_hvd.errors import ArgumentError, ArgumentTypeError
-from loft_hvd.pipeline.scores import score_rows
-from loft_hvd.pipeline.suspicion import Evidence, Suspicion, SuspicionTracker
+from loft_hvd.pipeline.suspicion.scores import score_rows
+from loft_hvd.pipeline.suspicion.tracker import Evidence, Suspicion, SuspicionTracker
 
 NUMEL = 256  # of a shard
 SETTINGS = Suspicion()

@@ -13,9 +13,9 @@ from torch import Tensor
 import loft_hvd as loft
 from loft_hvd.aggregation.aggregate import aggregate
 from loft_hvd.errors import AggregationError, ArgumentError, ArgumentTypeError, MismatchError
+from loft_hvd.optimizer.wrapper import ReducingOptimizer
+from loft_hvd.pipeline.suspicion.report import SuspicionReport
 from loft_hvd.pipeline.weights import capped_weights
-from loft_hvd.pipeline.workers import SuspicionReport
-from loft_hvd.reducing import ReducingOptimizer
 from loft_hvd.transport.groups import Over
 from loft_hvd.transport.local import Faults, LocalTransport, run_ranks
 
@@ -187,7 +187,7 @@ def test_options_are_checked(options: dict[str, Any], error: type[Exception], me
 def test_two_levels_are_advised_where_nodes_have_several_ranks(
     ranks_per_node: int, over: Over, is_advised: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO, logger="loft_hvd.team"):
+    with caplog.at_level(logging.INFO, logger="loft_hvd.optimizer.workers"):
         run_ranks(
             4, lambda end: make(end, rule=loft.Median(), over=over), ranks_per_node=ranks_per_node
         )

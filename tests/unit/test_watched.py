@@ -13,12 +13,12 @@ import torch
 
 from loft_hvd.errors import MismatchError
 from loft_hvd.transport.base import wait_for
-from loft_hvd.transport.diagnosis import HeartbeatSettings, Limits, Verdict
-from loft_hvd.transport.heartbeat import Heartbeat
+from loft_hvd.transport.heartbeat.diagnosis import HeartbeatSettings, Limits, Verdict
+from loft_hvd.transport.heartbeat.heartbeat import Heartbeat
+from loft_hvd.transport.heartbeat.links import Link, own_place
+from loft_hvd.transport.heartbeat.progress import key_of
+from loft_hvd.transport.heartbeat.watched import watched
 from loft_hvd.transport.local import LocalWorld
-from loft_hvd.transport.progress import key_of
-from loft_hvd.transport.star import Link, own_place
-from loft_hvd.transport.watched import watched
 
 Maker = Callable[..., Heartbeat]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 
-from loft_hvd.transport.diagnosis import Diagnosis, Place
-from loft_hvd.transport.star import Line, Link, process_state
+from loft_hvd.transport.heartbeat.diagnosis import Diagnosis, Place
+from loft_hvd.transport.heartbeat.links import Line, Link, process_state
 
 __all__ = ["SilentRanks"]
 

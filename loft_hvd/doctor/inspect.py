@@ -1,7 +1,7 @@
 """What is installed, built and allowed here: inspection only, safe on a login node.
 
 Nothing here starts Horovod, opens a socket or makes a CUDA context. ``horovodrun --check-build``
-and ``--version`` commands run with a time limit. ``loft_hvd.doctor_run`` is the one that does work.
+and ``--version`` commands run with a time limit. ``loft_hvd.doctor.run`` is the one that does work.
 """
 
 from __future__ import annotations

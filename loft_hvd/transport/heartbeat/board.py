@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from loft_hvd.transport.progress import Progress, key_of
+from loft_hvd.transport.heartbeat.progress import Progress, key_of
 
 __all__ = ["Board"]
 

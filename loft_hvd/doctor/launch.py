@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from loft_hvd.doctor import HorovodBuild, launcher
+from loft_hvd.doctor.inspect import HorovodBuild, launcher
 from loft_hvd.errors import MissingDependencyError
 
 __all__ = ["CONTROLLERS", "Finished", "launch_command", "run_limited"]

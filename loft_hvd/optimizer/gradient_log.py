@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from loft_hvd.aggregation.rules import Mean
-from loft_hvd.parameters import GradientSet
-from loft_hvd.pipeline.spread import SpreadWatch
-from loft_hvd.pipeline.workers import SuspicionReport
+from loft_hvd.optimizer.parameters import GradientSet
+from loft_hvd.optimizer.workers import Team
+from loft_hvd.pipeline.suspicion.report import SuspicionReport
+from loft_hvd.pipeline.suspicion.spread import SpreadWatch
 from loft_hvd.runlog import RunLog
-from loft_hvd.team import Team
 from loft_hvd.transport.base import Transport
 
 __all__ = ["GradientLog"]

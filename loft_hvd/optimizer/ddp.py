@@ -28,7 +28,7 @@ from loft_hvd.balance.plan import StepSizes
 from loft_hvd.config import config
 from loft_hvd.errors import ArgumentTypeError
 from loft_hvd.pipeline.allreduce import Handle, allreduce_async
-from loft_hvd.pipeline.spread import BucketSpread
+from loft_hvd.pipeline.suspicion.spread import BucketSpread
 from loft_hvd.pipeline.weights import combine_passes, in_training
 from loft_hvd.transport.base import Transport, locate, watch_of
 from loft_hvd.transport.torch_distributed import TorchDistributedTransport

@@ -9,11 +9,11 @@ from pathlib import Path
 from loft_hvd.aggregation.rules import Mean, Rule
 from loft_hvd.balance.balancer import Balancer
 from loft_hvd.errors import ArgumentError, UsageError
-from loft_hvd.parameters import GradientSet
+from loft_hvd.optimizer.parameters import GradientSet
+from loft_hvd.optimizer.workers import TeamOptions
 from loft_hvd.pipeline.settings import ReducerSettings
 from loft_hvd.pipeline.wire import wire_name
 from loft_hvd.runlog import RunLog, open_run_log
-from loft_hvd.team import TeamOptions
 from loft_hvd.transport.agreement import check_agreement
 from loft_hvd.transport.base import Transport
 from loft_hvd.transport.horovod import HorovodTransport

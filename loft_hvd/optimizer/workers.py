@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from loft_hvd.aggregation.rules import Mean, Rule
 from loft_hvd.errors import AggregationError, ArgumentError, ArgumentTypeError
 from loft_hvd.pipeline.levels import Levels, exchange_maker
-from loft_hvd.pipeline.lookout import Lookout, Quarantine
 from loft_hvd.pipeline.stages import MakeExchange, run_rule
-from loft_hvd.pipeline.suspicion import Suspicion
-from loft_hvd.pipeline.workers import FEWEST_WATCHED, SuspicionReport
+from loft_hvd.pipeline.suspicion.report import FEWEST_WATCHED, SuspicionReport
+from loft_hvd.pipeline.suspicion.tracker import Suspicion
+from loft_hvd.pipeline.suspicion.watch import Lookout, Quarantine
 from loft_hvd.transport.base import Transport
 from loft_hvd.transport.groups import Over, find_groups
 

@@ -13,14 +13,14 @@ from loft_hvd.aggregation.rules import Mean, Rule
 from loft_hvd.balance.balancer import Balancer
 from loft_hvd.config import config
 from loft_hvd.errors import ArgumentTypeError
-from loft_hvd.options import at_least_one, check_rules
-from loft_hvd.parameters import GradientSet, collect_parameters
-from loft_hvd.pipeline.lookout import Quarantine
+from loft_hvd.optimizer.options import at_least_one, check_rules
+from loft_hvd.optimizer.parameters import GradientSet, collect_parameters
+from loft_hvd.optimizer.workers import TeamOptions
+from loft_hvd.optimizer.wrapper import ReducingOptimizer
 from loft_hvd.pipeline.settings import ReducerSettings
-from loft_hvd.pipeline.suspicion import Suspicion
+from loft_hvd.pipeline.suspicion.tracker import Suspicion
+from loft_hvd.pipeline.suspicion.watch import Quarantine
 from loft_hvd.pipeline.wire import Wire, read_compression
-from loft_hvd.reducing import ReducingOptimizer
-from loft_hvd.team import TeamOptions
 from loft_hvd.transport.base import Transport
 from loft_hvd.transport.default import default_transport
 from loft_hvd.transport.groups import Over

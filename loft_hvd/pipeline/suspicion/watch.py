@@ -19,9 +19,9 @@ from loft_hvd.aggregation.rules import Mean, Rule
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, MismatchError
 from loft_hvd.pipeline.levels import group_weights
 from loft_hvd.pipeline.stages import run_rule
-from loft_hvd.pipeline.suspicion import Evidence, Suspicion, SuspicionTracker
+from loft_hvd.pipeline.suspicion.report import SuspicionReport, WorkerReport
+from loft_hvd.pipeline.suspicion.tracker import Evidence, Suspicion, SuspicionTracker
 from loft_hvd.pipeline.weights import PassWeights
-from loft_hvd.pipeline.workers import SuspicionReport, WorkerReport
 from loft_hvd.transport.base import Transport, Work, wait_for
 from loft_hvd.transport.groups import Groups
 

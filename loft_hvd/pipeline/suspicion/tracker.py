@@ -15,7 +15,7 @@ import numpy as np
 from loft_hvd.aggregation.diagnostics import Diagnostics
 from loft_hvd.aggregation.rules import Rule
 from loft_hvd.errors import ArgumentError, ArgumentTypeError
-from loft_hvd.pipeline.scores import Floats, score_rows
+from loft_hvd.pipeline.suspicion.scores import Floats, score_rows
 
 __all__ = ["Evidence", "Suspicion", "SuspicionTracker", "WorkerState"]
 

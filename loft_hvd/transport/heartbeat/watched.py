@@ -13,10 +13,10 @@ import torch
 from loft_hvd.config import config
 from loft_hvd.errors import TransportError
 from loft_hvd.transport.base import Transport, Work, allgather_rows
-from loft_hvd.transport.diagnosis import HeartbeatSettings, Limits
-from loft_hvd.transport.guard import Guard
-from loft_hvd.transport.heartbeat import Heartbeat
-from loft_hvd.transport.star import open_links, own_place
+from loft_hvd.transport.heartbeat.diagnosis import HeartbeatSettings, Limits
+from loft_hvd.transport.heartbeat.guard import Guard
+from loft_hvd.transport.heartbeat.heartbeat import Heartbeat
+from loft_hvd.transport.heartbeat.links import open_links, own_place
 
 __all__ = ["close_heartbeats", "heartbeat_of", "open_heartbeat", "watched"]
 

@@ -12,8 +12,8 @@ import torch
 
 from loft_hvd.aggregation.reference import reference
 from loft_hvd.aggregation.rules import Median
-from loft_hvd.doctor import HorovodBuild
-from loft_hvd.launching import launch_command, run_limited
+from loft_hvd.doctor.inspect import HorovodBuild
+from loft_hvd.doctor.launch import launch_command, run_limited
 from loft_hvd.pipeline.allreduce import allreduce
 from loft_hvd.transport.base import allgather_rows
 from loft_hvd.transport.horovod import HorovodTransport, horovod_module
@@ -52,7 +52,7 @@ def run_check(build: HorovodBuild, *, timeout_s: float = 120.0) -> RunResult:
     Raises:
         MissingDependencyError: there is nothing to start them with.
     """
-    command = launch_command(build, ("-m", "loft_hvd.doctor_run"), num_ranks=_RANKS)
+    command = launch_command(build, ("-m", "loft_hvd.doctor.run"), num_ranks=_RANKS)
     done = run_limited(command, timeout_s=timeout_s)
     is_right = done.is_over and all(
         f"{_RIGHT} {rank} of {_RANKS}" in done.output for rank in range(_RANKS)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from contextlib import suppress
 
-from loft_hvd.transport.diagnosis import Place
+from loft_hvd.transport.heartbeat.diagnosis import Place
 
 __all__ = ["Guard"]
 

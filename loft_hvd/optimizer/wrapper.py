@@ -19,18 +19,18 @@ from torch.utils.hooks import RemovableHandle
 
 from loft_hvd.balance.balancer import Balancer
 from loft_hvd.config import config
-from loft_hvd.delegate import Delegate
 from loft_hvd.errors import LoftError, UsageError
-from loft_hvd.gradient_log import GradientLog
-from loft_hvd.options import World, agree, check_world, open_log
-from loft_hvd.parameters import GradientSet, check_none_thawed
+from loft_hvd.optimizer.delegate import Delegate
+from loft_hvd.optimizer.gradient_log import GradientLog
+from loft_hvd.optimizer.options import World, agree, check_world, open_log
+from loft_hvd.optimizer.parameters import GradientSet, check_none_thawed
+from loft_hvd.optimizer.workers import Team, TeamOptions
 from loft_hvd.pipeline.outgoing import OutgoingHooks
 from loft_hvd.pipeline.reducer import GradientReducer
 from loft_hvd.pipeline.settings import OutgoingHook, ReducerSettings
 from loft_hvd.pipeline.stages import flat_exchange
-from loft_hvd.pipeline.workers import SuspicionReport
+from loft_hvd.pipeline.suspicion.report import SuspicionReport
 from loft_hvd.runlog import RunLog
-from loft_hvd.team import Team, TeamOptions
 from loft_hvd.transport.base import Transport
 
 __all__ = ["ReducingOptimizer"]

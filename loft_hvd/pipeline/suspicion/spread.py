@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from loft_hvd.pipeline.workers import FEWEST_WATCHED
+from loft_hvd.pipeline.suspicion.report import FEWEST_WATCHED
 from loft_hvd.transport.base import Transport, wait_for
 
 __all__ = ["WARN_ABOVE", "BucketSpread", "Spread", "SpreadWatch", "lasting_differences"]

@@ -19,14 +19,14 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 
 from loft_hvd.errors import TransportError
-from loft_hvd.transport.board import Board
-from loft_hvd.transport.diagnosis import Diagnosis, HeartbeatSettings, Place, Verdict
-from loft_hvd.transport.exits import ProcessExit, kill_process
-from loft_hvd.transport.failures import describe_failure, tell_failure
-from loft_hvd.transport.guard import Guard
-from loft_hvd.transport.progress import Progress
-from loft_hvd.transport.silent import SilentRanks
-from loft_hvd.transport.star import MAX_TEXT, Line, Link
+from loft_hvd.transport.heartbeat.board import Board
+from loft_hvd.transport.heartbeat.diagnosis import Diagnosis, HeartbeatSettings, Place, Verdict
+from loft_hvd.transport.heartbeat.exits import ProcessExit, kill_process
+from loft_hvd.transport.heartbeat.failures import describe_failure, tell_failure
+from loft_hvd.transport.heartbeat.guard import Guard
+from loft_hvd.transport.heartbeat.links import MAX_TEXT, Line, Link
+from loft_hvd.transport.heartbeat.progress import Progress
+from loft_hvd.transport.heartbeat.silent import SilentRanks
 
 __all__ = ["Heartbeat"]
 

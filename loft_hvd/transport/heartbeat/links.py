@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from loft_hvd.transport.base import Transport, wait_for
-from loft_hvd.transport.diagnosis import Place
+from loft_hvd.transport.heartbeat.diagnosis import Place
 
 __all__ = ["MAX_TEXT", "Line", "Link", "open_links", "own_place", "process_state"]
 

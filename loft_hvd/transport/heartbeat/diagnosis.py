@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from loft_hvd.errors import LoftError, MismatchError, PeerError
-from loft_hvd.transport.progress import Progress, blocked_by, find_stall
+from loft_hvd.transport.heartbeat.progress import Progress, blocked_by, find_stall
 
 __all__ = ["Diagnosis", "HeartbeatSettings", "Limits", "Place", "Verdict"]
 

@@ -1,0 +1,1 @@
+"""What is installed here, what is missing, and whether ranks can talk: ``loft-hvd doctor``."""

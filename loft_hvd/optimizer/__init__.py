@@ -1,0 +1,1 @@
+"""The optimizer a script steps: reduced gradients, exact weights, watched workers."""
