@@ -17,6 +17,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 _PACKAGE = _ROOT / "loft_hvd"
 
 _LAYERS = {
+    "codec.py": 0,
     "config.py": 0,
     "errors.py": 0,
     "topology.py": 0,
