@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from loft_hvd.topology import cpu_name
-from loft_hvd.transport.base import Transport, allgather_rows
+from loft_hvd.transport.base import Channel
 
 __all__ = ["NO_CAP", "Device", "own_device", "tell_devices"]
 
@@ -48,21 +48,20 @@ def own_device() -> tuple[str, str, bool]:
 
 
 def tell_devices(
-    transport: Transport, *, own_cap: int | None, timeout_s: float
+    channel: Channel, *, own_cap: int | None
 ) -> tuple[tuple[Device, ...], dict[str, int]]:
     """Tell all ranks this one's device, and learn theirs; every rank calls it.
 
     Args:
-        transport: the ranks.
+        channel: the ranks.
         own_cap: what this rank has just found for its own device, if it has.
-        timeout_s: longest wait in seconds.
 
     Returns:
         The devices, [world_size], and the caps just found, by ``Device.key``.
     """
     cap = NO_CAP if own_cap is None else own_cap
     row = torch.tensor([cap, *_encode(*own_device())], dtype=torch.int64)
-    rows = allgather_rows(transport, row, name="loft.balancer.devices", timeout_s=timeout_s)
+    rows = channel.sub("devices").allgather_rows(row)
     numbers: Counter[str] = Counter()
     devices, caps = [], {}
     for cap, *values in rows.tolist():

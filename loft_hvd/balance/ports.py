@@ -22,7 +22,7 @@ from loft_hvd.config import config
 from loft_hvd.errors import PlanError, UsageError
 from loft_hvd.runlog import RunLog
 from loft_hvd.transport.agreement import check_agreement
-from loft_hvd.transport.base import Transport, wait_for
+from loft_hvd.transport.base import Channel, Transport
 from loft_hvd.transport.local import LocalWorld
 
 __all__ = ["BalancerPorts"]
@@ -78,11 +78,9 @@ class BalancerPorts:
         """Compare what ranks were given."""
         with self.log.faults():
             check_agreement(
-                self._transport,
+                Channel(self._transport, "loft.balancer"),
                 self._options.fields() | {"global_batch_size": str(self._base[0])},
                 what="Balancer",
-                name="loft.balancer",
-                timeout_s=config().timeout_s,
                 refusal=self.log.refusal,
             )
 
@@ -106,9 +104,8 @@ class BalancerPorts:
         total, first_size = self._base
         if self._options.on_resize == "keep_per_rank":
             base = torch.tensor([first_size])
-            if world_size > 1:
-                work = self._transport.broadcast(base, name="loft.balancer.base")
-                wait_for(work, what="size of the first world", timeout_s=config().timeout_s)
+            channel = Channel(self._transport, "loft.balancer.base")
+            channel.broadcast(base, what="size of the first world")
             first_size = int(base)
             self._base = total, first_size
             total = max(1, round(total * world_size / first_size))

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from loft_hvd.balance.memory import is_out_of_memory
-from loft_hvd.config import config
 from loft_hvd.errors import ArgumentError, PeerError, PlanError
-from loft_hvd.transport.base import Transport, allgather_rows
+from loft_hvd.transport.base import Channel, Transport
 
 __all__ = ["Probed", "agree_on_probes", "largest_that_fits", "try_batches"]
 
@@ -111,8 +110,7 @@ def agree_on_probes(transport: Transport, own: Probed, *, grain: int) -> tuple[i
         PeerError: ``step_fn`` has failed on another rank; here it raises what it raised.
     """
     row = torch.tensor([own.cap, int(own.error is not None)])
-    timeout_s = config().timeout_s
-    rows = allgather_rows(transport, row, name="loft.balancer.probe", timeout_s=timeout_s)
+    rows = Channel(transport, "loft.balancer.probe").allgather_rows(row)
     if own.error is not None:
         raise own.error
     failed = torch.nonzero(rows[:, 1]).flatten().tolist()

@@ -9,9 +9,8 @@ from typing import Any
 from loft_hvd.balance.options import BalancerOptions
 from loft_hvd.balance.plan import Plan
 from loft_hvd.balance.world import World
-from loft_hvd.config import config
 from loft_hvd.transport.agreement import check_agreement
-from loft_hvd.transport.base import Transport
+from loft_hvd.transport.base import Channel, Transport
 
 __all__ = ["can_go_on", "compare_starts", "plans_of"]
 
@@ -62,9 +61,7 @@ def compare_starts(transport: Transport, fields: Mapping[str, str], *, name: str
         MismatchError: names the ranks and the field that differ.
     """
     check_agreement(
-        transport,
+        Channel(transport, f"{name}.state"),
         dict(fields),
         what="Balancer: the state after the first step",
-        name=f"{name}.state",
-        timeout_s=config().timeout_s,
     )

@@ -20,9 +20,8 @@ from loft_hvd.balance.devices import NO_CAP, Device, own_device, tell_devices
 from loft_hvd.balance.options import SETTLE_STEPS, BalancerOptions, Caps
 from loft_hvd.balance.plan import Plan, equal_sizes
 from loft_hvd.balance.search import equal_within
-from loft_hvd.config import config
 from loft_hvd.errors import ArgumentError, PlanError
-from loft_hvd.transport.base import Transport, wait_for
+from loft_hvd.transport.base import Channel, Transport
 
 __all__ = ["World", "assume", "meet"]
 
@@ -250,12 +249,10 @@ def meet(
         found: caps that were found by trying, by ``Device.key``; rank 0's count.
         own_cap: what this rank has just found for its own device; goes before all others.
     """
-    timeout_s = config().timeout_s
-    devices, fresh = tell_devices(transport, own_cap=own_cap, timeout_s=timeout_s)
+    channel = Channel(transport, "loft.balancer")
+    devices, fresh = tell_devices(channel, own_cap=own_cap)
     caps = torch.tensor([found.get(device.key, NO_CAP) for device in devices], dtype=torch.int64)
-    if transport.world_size > 1:
-        work = transport.broadcast(caps, name="loft.balancer.caps")
-        wait_for(work, what="broadcast of caps", timeout_s=timeout_s)
+    channel.sub("caps").broadcast(caps, what="broadcast of caps")
     pairs = zip(devices, caps.tolist(), strict=True)
     known = {device.key: cap for device, cap in pairs if cap > 0}
     here = {device.key for device in devices}

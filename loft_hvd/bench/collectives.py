@@ -15,7 +15,7 @@ from loft_hvd.aggregation.reference import reference
 from loft_hvd.aggregation.rules import Mean, Median, Rule, TrimmedMean
 from loft_hvd.errors import AggregationError
 from loft_hvd.pipeline.allreduce import allreduce
-from loft_hvd.transport.base import Transport, allgather_rows
+from loft_hvd.transport.base import Channel, Transport
 from loft_hvd.transport.horovod import HorovodTransport, horovod_module
 
 __all__ = [
@@ -116,7 +116,7 @@ def interleave(
                 calls[key]()
             own[key].append((time.perf_counter() - began) / inner)
     row = torch.tensor([own[key] for key in order], dtype=torch.float64).view(-1)
-    slowest = allgather_rows(transport, row, name=name, timeout_s=300.0).amax(dim=0)
+    slowest = Channel(transport, name, 300.0).allgather_rows(row).amax(dim=0)
     return dict(zip(order, slowest.view(len(order), rounds).tolist(), strict=True))
 
 
@@ -151,7 +151,7 @@ def _blocking_median(tensor: Tensor, stem: str) -> Tensor:
 def _check(transport: Transport, tensor: Tensor, result: Tensor, rule: Rule) -> None:
     """Compare a slice of a result with the rule's definition on everybody's rows."""
     kept = min(_CHECKED, tensor.numel())
-    rows = allgather_rows(transport, tensor[:kept], name="bench.check", timeout_s=300.0)
+    rows = Channel(transport, "bench.check", 300.0).allgather_rows(tensor[:kept])
     wanted = torch.from_numpy(reference(rows.numpy(), rule))
     worst = float((result[:kept].double() - wanted).abs().max()) if kept else 0.0
     if not worst <= 1e-6:

@@ -15,7 +15,7 @@ from loft_hvd.aggregation.rules import Median
 from loft_hvd.doctor.inspect import HorovodBuild
 from loft_hvd.doctor.launch import launch_command, run_limited
 from loft_hvd.pipeline.allreduce import allreduce
-from loft_hvd.transport.base import allgather_rows
+from loft_hvd.transport.base import Channel
 from loft_hvd.transport.horovod import HorovodTransport, horovod_module
 
 __all__ = ["RunResult", "run_check"]
@@ -72,7 +72,7 @@ def _check_this_rank() -> str:
     if not worst <= 1e-6:
         return f"it differs from the reference by {worst:g}, more than 1e-6"
     bits = result.view(torch.int32)
-    everyone = allgather_rows(transport, bits, name="loft_hvd.doctor.bits", timeout_s=30.0)
+    everyone = Channel(transport, "loft_hvd.doctor.bits", 30.0).allgather_rows(bits)
     return "" if bool((everyone == bits).all()) else "ranks do not hold the same bits"
 
 

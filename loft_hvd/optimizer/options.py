@@ -15,7 +15,7 @@ from loft_hvd.pipeline.settings import ReducerSettings
 from loft_hvd.pipeline.wire import wire_name
 from loft_hvd.runlog import RunLog, open_run_log
 from loft_hvd.transport.agreement import check_agreement
-from loft_hvd.transport.base import Transport
+from loft_hvd.transport.base import Channel, Transport
 from loft_hvd.transport.horovod import HorovodTransport
 from loft_hvd.transport.torch_distributed import TorchDistributedTransport
 
@@ -130,11 +130,10 @@ def agree(
         if isinstance(transport, HorovodTransport | TorchDistributedTransport):
             transport.open_heartbeat()
         check_agreement(
-            transport,
+            # Not found.name: ranks may differ in what it comes from.
+            Channel(transport, "loft.optimizer", settings.timeout_s),
             found.fields() | _option_fields(settings, balancer) | team_options.fields(),
             what="DistributedOptimizer",
-            name="loft.optimizer",  # not found.name: ranks may differ in what it comes from
-            timeout_s=settings.timeout_s,
             refusal=log.refusal,
         )
 

@@ -13,7 +13,7 @@ from loft_hvd.pipeline.stages import MakeExchange, run_rule
 from loft_hvd.pipeline.suspicion.report import FEWEST_WATCHED, SuspicionReport
 from loft_hvd.pipeline.suspicion.tracker import Suspicion
 from loft_hvd.pipeline.suspicion.watch import Lookout, Quarantine
-from loft_hvd.transport.base import Transport
+from loft_hvd.transport.base import Channel, Transport
 from loft_hvd.transport.groups import Over, find_groups
 
 __all__ = ["Team", "TeamOptions", "advise_levels"]
@@ -104,7 +104,7 @@ class Team:
         timeout_s: float,
     ) -> None:
         robust = [rule for rule in rules if not isinstance(rule, Mean)]
-        groups = find_groups(transport, options.over, timeout_s=timeout_s)
+        groups = find_groups(Channel(transport, "loft", timeout_s), options.over)
         self._groups = groups
         self._num_workers = groups.num_groups if groups else transport.world_size
         self.check(rules)

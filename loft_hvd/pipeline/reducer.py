@@ -24,7 +24,7 @@ from loft_hvd.pipeline.stages import MakeExchange, flat_exchange, is_engine_sum
 from loft_hvd.pipeline.suspicion.watch import Lookout
 from loft_hvd.pipeline.weights import PassWeights, combine_passes, in_training
 from loft_hvd.pipeline.wire import Compression
-from loft_hvd.transport.base import Transport
+from loft_hvd.transport.base import Channel, Transport
 
 __all__ = ["GradientReducer"]
 
@@ -262,13 +262,8 @@ class GradientReducer:
         """Lay the buckets out by the order in which gradients came in rank 0's first step."""
         self._arrivals = None
         settings = self._settings
-        order = agree_on_order(
-            self._transport,
-            arrivals,
-            len(self.parameters),
-            name=self._name,
-            timeout_s=settings.timeout_s,
-        )
+        channel = Channel(self._transport, self._name, settings.timeout_s)
+        order = agree_on_order(channel, arrivals, len(self.parameters))
         buckets = lay_out(self._specs, bucket_bytes=settings.bucket_bytes, order=order)
         if buckets != self.buckets:
             self.engine.close()

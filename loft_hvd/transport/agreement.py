@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from loft_hvd.errors import ArgumentError, MismatchError
-from loft_hvd.transport.base import Transport, allgather_rows
+from loft_hvd.transport.base import Channel
 
 __all__ = ["check_agreement", "digest", "odd_ones"]
 
@@ -25,22 +25,14 @@ def digest(text: str) -> int:
 
 
 def check_agreement(
-    transport: Transport,
-    fields: Mapping[str, str],
-    *,
-    what: str,
-    name: str,
-    timeout_s: float,
-    refusal: str = "",
+    channel: Channel, fields: Mapping[str, str], *, what: str, refusal: str = ""
 ) -> None:
     """Raise on every rank when ranks disagree about a field, or one of them cannot go on.
 
     Args:
-        transport: the ranks.
+        channel: the ranks that compare.
         fields: what must be equal, by name, as text.
         what: what the fields describe, for the message.
-        name: stem of the operation's name, equal on every rank.
-        timeout_s: longest wait in seconds.
         refusal: why this rank cannot do what it was asked for, or empty.
 
     Raises:
@@ -51,45 +43,38 @@ def check_agreement(
     keys = sorted(fields)
     head = [len(keys), digest("\n".join(keys)), digest("\n".join(fields[key] for key in keys))]
     head += [int(refusal != "")]
-    heads = allgather_rows(transport, torch.tensor(head), name=f"{name}.agree", timeout_s=timeout_s)
+    channel = channel.sub("agree")
+    heads = channel.allgather_rows(torch.tensor(head))
     if bool(heads[:, 3].any()):
-        _raise_refusal(transport, refusal, name=name, timeout_s=timeout_s)
+        _raise_refusal(channel, refusal)
     if bool((heads == heads[0]).all()):
         return
     if not bool((heads[:, :2] == heads[0, :2]).all()):
         values = heads[:, 1].tolist()
         raise MismatchError(
             f"{what}: ranks {odd_ones(values)} describe other things than the rest (number of "
-            f"entries by rank: {heads[:, 0].tolist()}); here on rank {transport.rank}: "
+            f"entries by rank: {heads[:, 0].tolist()}); here on rank {channel.rank}: "
             f"{_short(', '.join(keys))}. Build the same model and options on every rank"
         )
-    details = allgather_rows(
-        transport,
-        torch.tensor([digest(fields[key]) for key in keys]),
-        name=f"{name}.agree.fields",
-        timeout_s=timeout_s,
-    )
+    digests = torch.tensor([digest(fields[key]) for key in keys])
+    details = channel.sub("fields").allgather_rows(digests)
     differs = (details != details[0]).any(dim=0).tolist()
     column = differs.index(True)
     key = keys[column]
     raise MismatchError(
         f"{what}: {key} differs on ranks {odd_ones(details[:, column].tolist())}; here on rank "
-        f"{transport.rank} it is {_short(fields[key])}. It must be equal on every rank"
+        f"{channel.rank} it is {_short(fields[key])}. It must be equal on every rank"
     )
 
 
-def _raise_refusal(transport: Transport, refusal: str, *, name: str, timeout_s: float) -> None:
+def _raise_refusal(channel: Channel, refusal: str) -> None:
     """Raise what the first rank that cannot go on has to say."""
     own = refusal.encode()[:_REFUSAL_BYTES].ljust(_REFUSAL_BYTES, b"\0")
-    texts = allgather_rows(
-        transport,
-        torch.tensor(list(own), dtype=torch.uint8),
-        name=f"{name}.agree.refusal",
-        timeout_s=timeout_s,
-    )
+    letters = torch.tensor(list(own), dtype=torch.uint8)
+    texts = channel.sub("refusal").allgather_rows(letters)
     told = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in texts.tolist()]
     rank, text = next((rank, text) for rank, text in enumerate(told) if text)
-    raise ArgumentError(text if rank == transport.rank else f"on rank {rank}: {text}")
+    raise ArgumentError(text if rank == channel.rank else f"on rank {rank}: {text}")
 
 
 def odd_ones(values: Sequence[float]) -> list[int]:

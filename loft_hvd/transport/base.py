@@ -11,19 +11,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from loft_hvd.config import config
 from loft_hvd.errors import MismatchError, TransportError, TransportTimeoutError
 
 __all__ = [
+    "Channel",
     "Swaps",
     "Transport",
     "Watch",
     "Work",
-    "allgather_rows",
     "locate",
     "wait_for",
     "watch_of",
@@ -208,11 +210,51 @@ def wait_for(
         raise locate(error, what) from error.__cause__
 
 
-def allgather_rows(transport: Transport, row: Tensor, *, name: str, timeout_s: float) -> Tensor:
-    """Return every rank's ``row``, shape [numel], as rows of a matrix [world_size, numel]."""
-    rows = torch.empty(transport.world_size, row.numel(), dtype=row.dtype)
-    if transport.world_size == 1:
-        return rows.copy_(row.view(1, -1))
-    work = transport.allgather(row.contiguous(), rows.view(-1), name=name)
-    wait_for(work, what=f"exchange {name!r}", timeout_s=timeout_s)
-    return rows
+@dataclass(frozen=True)
+class Channel:
+    """The ranks, a stem of names and a time limit: what every small exchange between ranks needs.
+
+    Attributes:
+        transport: the ranks.
+        name: stem of the operations' names, equal on every rank.
+        timeout_s: longest wait for other ranks in seconds; ``LOFT_HVD_TIMEOUT_S`` unless given.
+    """
+
+    transport: Transport
+    name: str
+    timeout_s: float = field(default_factory=lambda: config().timeout_s)
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.transport.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.transport.world_size
+
+    def sub(self, part: str) -> Channel:
+        """Return the channel of a part, whose names cannot meet those of other parts.
+
+        ``Channel(transport, "loft").sub("order")`` has the name "loft.order".
+        """
+        return replace(self, name=f"{self.name}.{part}")
+
+    def wait(self, work: Work, *, what: str) -> None:
+        """Wait for a collective, then release it; raises what ``wait_for`` does."""
+        wait_for(work, what=what, timeout_s=self.timeout_s)
+
+    def broadcast(self, buffer: Tensor, *, what: str) -> None:
+        """Replace ``buffer``, any contiguous tensor, by rank 0's."""
+        if self.world_size > 1:
+            self.wait(self.transport.broadcast(buffer, name=self.name), what=what)
+
+    def allgather_rows(self, row: Tensor) -> Tensor:
+        """Return every rank's ``row``, shape [numel], as rows of a matrix [world_size, numel]."""
+        rows = torch.empty(self.world_size, row.numel(), dtype=row.dtype)
+        if self.world_size == 1:  # nobody else: no engine is asked
+            return rows.copy_(row.view(1, -1))
+        work = self.transport.allgather(row.contiguous(), rows.view(-1), name=self.name)
+        self.wait(work, what=f"exchange {self.name!r}")
+        return rows

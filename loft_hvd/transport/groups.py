@@ -15,7 +15,7 @@ import torch
 
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, UsageError
 from loft_hvd.transport.agreement import digest
-from loft_hvd.transport.base import Transport, allgather_rows
+from loft_hvd.transport.base import Channel, Transport
 
 __all__ = ["Groups", "Over", "find_groups", "nodes_of", "subset"]
 
@@ -93,21 +93,20 @@ class Groups:
         return tuple(sum(counts[rank] for rank in group) for group in self.members)
 
 
-def nodes_of(transport: Transport, *, timeout_s: float) -> tuple[tuple[int, ...], ...]:
+def nodes_of(channel: Channel) -> tuple[tuple[int, ...], ...]:
     """Return the ranks of each node; every rank calls it alike.
 
     A node is what has one host name; a transport may say otherwise with an attribute ``node``.
     """
-    node = getattr(transport, "node", None) or socket.gethostname()
-    row = torch.tensor([digest(node)])
-    rows = allgather_rows(transport, row, name="loft.nodes", timeout_s=timeout_s)
+    node = getattr(channel.transport, "node", None) or socket.gethostname()
+    rows = channel.sub("nodes").allgather_rows(torch.tensor([digest(node)]))
     ranks: dict[int, list[int]] = {}
     for rank, key in enumerate(rows.flatten().tolist()):
         ranks.setdefault(key, []).append(rank)
     return tuple(sorted(tuple(group) for group in ranks.values()))
 
 
-def find_groups(transport: Transport, over: Over, *, timeout_s: float) -> Groups | None:
+def find_groups(channel: Channel, over: Over) -> Groups | None:
     """Return the groups that a user asked for; every rank calls it alike.
 
     Returns:
@@ -125,9 +124,7 @@ def find_groups(transport: Transport, over: Over, *, timeout_s: float) -> Groups
                 f'over={over!r} is not known; it takes "nodes", or the ranks of every group, such '
                 "as [[0, 1], [2, 3]]"
             )
-        groups = Groups.of(
-            nodes_of(transport, timeout_s=timeout_s), world_size=transport.world_size
-        )
+        groups = Groups.of(nodes_of(channel), world_size=channel.world_size)
     else:
         try:
             members = [[int(rank) for rank in group] for group in over]
@@ -136,7 +133,7 @@ def find_groups(transport: Transport, over: Over, *, timeout_s: float) -> Groups
                 f'over={over!r} must be "nodes", or the ranks of every group, such as '
                 "[[0, 1], [2, 3]]"
             ) from error
-        groups = Groups.of(members, world_size=transport.world_size)
+        groups = Groups.of(members, world_size=channel.world_size)
     return groups if groups.group_size > 1 else None
 
 

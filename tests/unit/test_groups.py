@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, UsageError
-from loft_hvd.transport.base import Transport, wait_for
+from loft_hvd.transport.base import Channel, Transport, wait_for
 from loft_hvd.transport.groups import Groups, Over, find_groups, nodes_of, subset
 from loft_hvd.transport.local import Faults, LocalTransport, LocalWorld, run_ranks
 from loft_hvd.transport.process_sets import own_process_set
@@ -42,7 +42,7 @@ def test_nodes_are_found_alike_on_every_rank(
     ranks_per_node: int, expected: tuple[tuple[int, ...], ...]
 ) -> None:
     def find(transport: LocalTransport) -> tuple[tuple[tuple[int, ...], ...], int]:
-        return nodes_of(transport, timeout_s=10), transport.local_size
+        return nodes_of(Channel(transport, "x", 10)), transport.local_size
 
     found = run_ranks(6, find, ranks_per_node=ranks_per_node)
     sizes = [len(node) for node in expected for _ in node]
@@ -51,7 +51,7 @@ def test_nodes_are_found_alike_on_every_rank(
 
 def test_one_rank_a_node_is_no_grouping() -> None:
     def find(transport: LocalTransport) -> Groups | None:
-        return find_groups(transport, "nodes", timeout_s=10)
+        return find_groups(Channel(transport, "x", 10), "nodes")
 
     assert run_ranks(3, find, ranks_per_node=1) == [None] * 3
 
@@ -62,7 +62,7 @@ def test_one_rank_a_node_is_no_grouping() -> None:
 )
 def test_over_is_checked(over: Over, error: type[Exception]) -> None:
     with pytest.raises(error, match="over="):
-        find_groups(LocalWorld(2).transport(0), over, timeout_s=1)
+        find_groups(Channel(LocalWorld(2).transport(0), "x", 1), over)
 
 
 def test_parts_of_a_world_exchange_at_the_same_time() -> None:

@@ -6,13 +6,14 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 import torch
 
 from loft_hvd.config import Config
 from loft_hvd.errors import MismatchError, PeerError, TransportError
-from loft_hvd.transport.base import locate, wait_for
+from loft_hvd.transport.base import Channel, locate, wait_for
 from loft_hvd.transport.heartbeat.diagnosis import Diagnosis, HeartbeatSettings, Limits, Place
 from loft_hvd.transport.heartbeat.heartbeat import Heartbeat
 from loft_hvd.transport.heartbeat.links import Line, Link, open_links, own_place, process_state
@@ -487,7 +488,7 @@ def test_a_star_connects_all_ranks_and_ignores_strangers(
     monkeypatch.setattr(LocalTransport, "broadcast", broadcast)
 
     def work(transport: LocalTransport) -> list[int]:
-        links, places = open_links(transport, name="star", timeout_s=10)
+        links, places = open_links(Channel(transport, "star", 10))
         assert {place.pid for place in places.values()} == {os.getpid()}
         if transport.rank == 0:
             for link in links.values():
@@ -513,9 +514,9 @@ def test_no_heartbeat_where_a_rank_cannot_reach_rank_0(
 ) -> None:
     real = open_links
 
-    def without_rank_2(transport: LocalTransport, *, name: str, timeout_s: float) -> object:
-        links, places = real(transport, name=name, timeout_s=0.5)
-        if transport.rank != 2:
+    def without_rank_2(channel: Channel) -> object:
+        links, places = real(replace(channel, timeout_s=0.5))
+        if channel.rank != 2:
             return links, places
         for link in links.values():
             link.close()

@@ -7,7 +7,7 @@ import torch
 
 from loft_hvd.errors import MismatchError, PeerError, TransportTimeoutError
 from loft_hvd.transport.agreement import check_agreement
-from loft_hvd.transport.base import allgather_rows, wait_for
+from loft_hvd.transport.base import Channel, wait_for
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
 
 SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
@@ -29,7 +29,7 @@ def test_alltoall_brings_every_ranks_shard(world_size: int) -> None:
 @SIZES
 def test_allgather_sum_and_broadcast(world_size: int) -> None:
     def work(transport: LocalTransport) -> tuple[list[int], float, float]:
-        rows = allgather_rows(transport, torch.tensor([transport.rank]), name="g", timeout_s=10)
+        rows = Channel(transport, "g", 10).allgather_rows(torch.tensor([transport.rank]))
         total = torch.tensor([float(transport.rank)])
         wait_for(transport.allreduce(total, name="s"), what="s", timeout_s=10)
         first = torch.tensor([7.0 + transport.rank])
@@ -45,7 +45,7 @@ def test_a_rank_that_raises_ends_the_others_with_its_error() -> None:
     def work(transport: LocalTransport) -> None:
         if transport.rank == 1:
             raise ValueError("the first to fail")
-        allgather_rows(transport, torch.zeros(1), name="never", timeout_s=10)
+        Channel(transport, "never", 10).allgather_rows(torch.zeros(1))
 
     with pytest.raises(ValueError, match="the first to fail"):
         run_ranks(3, work)
@@ -85,7 +85,7 @@ def test_tensors_that_differ_are_refused(other: torch.Tensor) -> None:
 @SIZES
 def test_agreement_passes_in_silence(world_size: int) -> None:
     def work(transport: LocalTransport) -> None:
-        check_agreement(transport, {"a": "1", "b": "2"}, what="it", name="n", timeout_s=10)
+        check_agreement(Channel(transport, "n", 10), {"a": "1", "b": "2"}, what="it")
 
     run_ranks(world_size, work)
 
@@ -104,6 +104,6 @@ def test_disagreement_names_rank_and_field_on_every_rank(
     def work(transport: LocalTransport) -> None:
         fields = odd_fields if transport.rank == 2 else {"a": "1", "b": "2"}
         with pytest.raises(MismatchError, match=message):
-            check_agreement(transport, fields, what="it", name="n", timeout_s=10)
+            check_agreement(Channel(transport, "n", 10), fields, what="it")
 
     run_ranks(4, work)

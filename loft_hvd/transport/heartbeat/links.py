@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from loft_hvd.transport.base import Transport, wait_for
+from loft_hvd.transport.base import Channel
 from loft_hvd.transport.heartbeat.diagnosis import Place
 
 __all__ = ["MAX_TEXT", "Line", "Link", "open_links", "own_place", "process_state"]
@@ -172,15 +172,11 @@ def _own_addresses() -> tuple[str, ...]:
 # Opening.
 
 
-def open_links(
-    transport: Transport, *, name: str, timeout_s: float
-) -> tuple[dict[int, Link], dict[int, Place]]:
+def open_links(channel: Channel) -> tuple[dict[int, Link], dict[int, Place]]:
     """Connect every rank to rank 0; every rank calls it alike.
 
     Args:
-        transport: the ranks; carries the address and a token.
-        name: stem of the operations' names.
-        timeout_s: longest wait in seconds, for each of the two exchanges and the connections.
+        channel: carries the address and a token; its limit holds for that and for connecting.
 
     Returns:
         Links and places by rank: of all others on rank 0, of rank 0 elsewhere. Ranks that could
@@ -189,33 +185,28 @@ def open_links(
     token = secrets.randbits(63)
     own = own_place()
     header = torch.zeros(4 + _MAX_ADDRESSES, dtype=torch.int64)
-    if transport.rank == 0:
-        with socket.create_server(("", 0), backlog=max(16, transport.world_size)) as server:
+    if channel.rank == 0:
+        with socket.create_server(("", 0), backlog=max(16, channel.world_size)) as server:
             numbers = [int.from_bytes(socket.inet_aton(a), "big") for a in _own_addresses()]
             numbers = numbers[:_MAX_ADDRESSES]
             row = [server.getsockname()[1], token, own.host_key, len(numbers), *numbers]
             header[: len(row)] = torch.tensor(row)
-            _send_header(transport, header, name, timeout_s)
-            return _accept(server, transport.world_size, token, own, timeout_s)
-    _send_header(transport, header, name, timeout_s)
+            channel.sub("address").broadcast(header, what="the heartbeat's address")
+            return _accept(server, channel.world_size, token, own, channel.timeout_s)
+    channel.sub("address").broadcast(header, what="the heartbeat's address")
     port, token, host_key, count, *numbers = header.tolist()
     addresses = [socket.inet_ntoa(number.to_bytes(4, "big")) for number in numbers[:count]]
     if host_key == own.host_key:
         addresses.reverse()  # loopback first
     else:
         addresses = [address for address in addresses if not address.startswith("127.")]
-    until = time.monotonic() + timeout_s
+    until = time.monotonic() + channel.timeout_s
     for address in addresses:
         if (left_s := until - time.monotonic()) > 0:
-            found = _connect((address, port), transport.rank, token, own, min(left_s, _CONNECT_S))
+            found = _connect((address, port), channel.rank, token, own, min(left_s, _CONNECT_S))
             if found is not None:
                 return {0: found[0]}, {0: found[1]}
     return {}, {}
-
-
-def _send_header(transport: Transport, header: torch.Tensor, name: str, timeout_s: float) -> None:
-    work = transport.broadcast(header, name=f"{name}.address")
-    wait_for(work, what="the heartbeat's address", timeout_s=timeout_s)
 
 
 def _describe(place: Place) -> str:

@@ -7,12 +7,13 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from loft_hvd.config import config
 from loft_hvd.errors import TransportError
-from loft_hvd.transport.base import Transport, Work, allgather_rows
+from loft_hvd.transport.base import Channel, Transport, Work
 from loft_hvd.transport.heartbeat.diagnosis import HeartbeatSettings, Limits
 from loft_hvd.transport.heartbeat.guard import Guard
 from loft_hvd.transport.heartbeat.heartbeat import Heartbeat
@@ -123,8 +124,8 @@ def open_heartbeat(
     known = _heartbeats().get(world)
     wants = int(settings.heartbeat_s > 0)
     row = torch.tensor([wants, int(known is not None and not known.is_closed)])
-    name = f"loft.heartbeat.{world}"
-    rows = allgather_rows(transport, row, name=f"{name}.wants", timeout_s=settings.timeout_s)
+    channel = Channel(transport, f"loft.heartbeat.{world}", settings.timeout_s)
+    rows = channel.sub("wants").allgather_rows(row)
     wanted, is_open = rows.all(dim=0).tolist()
     if wanted and is_open:
         return known
@@ -133,10 +134,10 @@ def open_heartbeat(
         del _heartbeats()[world]
     if not wanted:
         return None
-    links, places = open_links(transport, name=name, timeout_s=_OPEN_S)
+    links, places = open_links(replace(channel, timeout_s=_OPEN_S))
     num_links = transport.world_size - 1 if transport.rank == 0 else 1
     reached = torch.tensor([int(len(links) == num_links)])
-    rows = allgather_rows(transport, reached, name=f"{name}.reached", timeout_s=settings.timeout_s)
+    rows = channel.sub("reached").allgather_rows(reached)
     if not bool(rows.all()):
         for link in links.values():
             link.close()
