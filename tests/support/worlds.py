@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
 import loft_hvd as loft
-from loft_hvd.config import Config
+from loft_hvd.config import config
 from loft_hvd.transport.local import LocalTransport
 
-__all__ = ["Moving", "Paired", "make_elastic"]
+__all__ = ["Moving", "Paired", "elastic_job"]
 
 
-def make_elastic(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make this an elastic job, whose waits are short."""
-    settings = Config(is_elastic=True, timeout_s=3.0)
-    for module in ("reducing", "optimizer", "balance.ports"):
-        monkeypatch.setattr(f"loft_hvd.{module}.config", lambda: settings)
+@contextmanager
+def elastic_job() -> Iterator[None]:
+    """Let this be an elastic job inside, whose waits are short."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOROVOD_ELASTIC", "1")
+        patch.setenv("LOFT_HVD_TIMEOUT_S", "10")
+        config.cache_clear()
+        try:
+            yield
+        finally:
+            config.cache_clear()
 
 
 class Moving:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
@@ -11,14 +13,15 @@ from loft_hvd.balance.plan import scale_sizes
 from loft_hvd.errors import UsageError
 from loft_hvd.pipeline.buckets import Bucket
 from loft_hvd.transport.local import LocalTransport, run_ranks
-from tests.support.worlds import Paired, make_elastic
+from tests.support.worlds import Paired, elastic_job
 
 OVER = [None, "nodes"]
 
 
 @pytest.fixture(autouse=True)
-def elastic(monkeypatch: pytest.MonkeyPatch) -> None:
-    make_elastic(monkeypatch)
+def elastic() -> Iterator[None]:
+    with elastic_job():
+        yield
 
 
 def halve(bucket: Bucket, values: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -11,10 +12,9 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import loft_hvd as loft
-from loft_hvd.config import Config
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, MismatchError, PlanError, UsageError
 from loft_hvd.transport.local import LocalTransport, run_ranks
-from tests.support.worlds import Moving, Paired, make_elastic
+from tests.support.worlds import Moving, Paired, elastic_job
 
 
 class Rank:
@@ -82,9 +82,9 @@ def test_a_world_that_changes_unnoticed_is_refused() -> None:
 
 
 @pytest.fixture
-def elastic(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make this an elastic job, whose waits are short."""
-    make_elastic(monkeypatch)
+def elastic() -> Iterator[None]:
+    with elastic_job():
+        yield
 
 
 @pytest.mark.usefixtures("elastic")
@@ -175,14 +175,14 @@ def test_ranks_that_join_with_other_options_are_named() -> None:
         run_ranks(3, work)
 
 
+@pytest.mark.usefixtures("elastic")
 @pytest.mark.parametrize(
     ("on_resize", "totals"), [("keep_global", [12, 12, 12]), ("keep_per_rank", [12, 8, 20])]
 )
 def test_a_resize_keeps_the_global_batch_or_each_ranks_share(
-    on_resize: str, totals: list[int], monkeypatch: pytest.MonkeyPatch
+    on_resize: str, totals: list[int]
 ) -> None:
     """From 3 ranks to 2 to 5; those that join are given the same arguments."""
-    monkeypatch.setattr("loft_hvd.balance.ports.config", lambda: Config(is_elastic=True))
     balancers: dict[int, tuple[Moving, loft.Balancer]] = {}
 
     def begin(end: LocalTransport) -> tuple[int, int]:
@@ -288,12 +288,12 @@ def test_ddp_hook_checks_what_it_is_given() -> None:
         loft.ddp_hook("median")  # type: ignore[arg-type]  # that is the point
 
 
+@pytest.mark.usefixtures("elastic")
 @pytest.mark.parametrize("on_resize", ["keep_global", "keep_per_rank"])
 def test_every_sample_is_trained_once_though_the_world_changes_twice_in_an_epoch(
-    on_resize: str, monkeypatch: pytest.MonkeyPatch
+    on_resize: str,
 ) -> None:
     """Three ranks take 4 steps, two go on for 5, five end the epoch."""
-    monkeypatch.setattr("loft_hvd.balance.ports.config", lambda: Config(is_elastic=True))
     ranks: dict[int, tuple[Moving, loft.Balancer, loft.DataLoader]] = {}
     states: list[Any] = []
     held: list[int] = []
