@@ -1,4 +1,4 @@
-"""The README's tables hold Python that parses, with names that exist."""
+"""What readers see: the README is short, links lead somewhere, tables hold Python that parses."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ import pytest
 
 import loft_hvd as loft
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+HOME = Path(__file__).parents[2]
+README = (HOME / "README.md").read_text(encoding="utf-8")
+USAGE = (HOME / "docs/usage.md").read_text(encoding="utf-8")
+PAGES = sorted([HOME / "README.md", HOME / "CONTRIBUTING.md", *(HOME / "docs").glob("*.md")])
 ROOTS = {"loft": loft, "balancer": loft.Balancer}
 
 
 def code_in_tables() -> list[str]:
-    cells = [line.split("|")[2] for line in README.splitlines() if line.startswith("| ")]
+    lines = README.splitlines() + USAGE.splitlines()
+    cells = [line.split("|")[2] for line in lines if line.startswith("| ")]
     found = [code for cell in cells for code in re.findall(r"`([^`]+)`", cell)]
     return [code for code in found if "(" in code or "=" in code]
 
@@ -43,7 +47,7 @@ def missing(code: str) -> list[str]:
     return faults
 
 
-@pytest.mark.parametrize("code", code_in_tables())
+@pytest.mark.parametrize("code", sorted(set(code_in_tables())))
 def test_code_in_the_tables_is_python_with_names_that_exist(code: str) -> None:
     assert missing(code) == []
 
@@ -51,3 +55,21 @@ def test_code_in_the_tables_is_python_with_names_that_exist(code: str) -> None:
 def test_a_wrong_name_is_found() -> None:
     assert missing("loft.attacks.SignFlop(scale=10)") == ["loft.attacks.SignFlop"]
     assert missing("with balancer.stepp(n): ...") == ["balancer.stepp"]
+
+
+def test_readme_is_short() -> None:
+    lines = README.splitlines()
+    assert len(lines) <= 110
+    assert [line for line in lines if len(line) > 120] == []
+
+
+def test_index_lists_every_page_of_the_docs() -> None:
+    listed = set(re.findall(r"\]\((\w+\.md)\)", (HOME / "docs/index.md").read_text("utf-8")))
+    assert listed == {path.name for path in (HOME / "docs").glob("*.md")} - {"index.md"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_files_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
+    inside = [link for link in links if "://" not in link]
+    assert [link for link in inside if not (page.parent / link).exists()] == []
