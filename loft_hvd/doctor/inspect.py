@@ -26,6 +26,7 @@ from loft_hvd.errors import ArgumentError
 from loft_hvd.topology import cpu_flags, vector_levels
 
 __all__ = [
+    "EXTRAS",
     "Finding",
     "HorovodBuild",
     "Section",
@@ -37,7 +38,8 @@ __all__ = [
 
 _PROBE_TIMEOUT_S = 60.0
 _BUILD_ADVICE = "`make setup` builds it; VENV=active does so in an environment of your own"
-_EXTRAS = {"horovod": "horovod", "pyarrow": "data", "matplotlib": "plots", "typer": "cli"}
+# Package -> the extra of pyproject.toml that installs it.
+EXTRAS = {"horovod": "horovod", "matplotlib": "plots", "typer": "cli", "rich": "cli"}
 
 
 @dataclass(frozen=True)
@@ -134,15 +136,15 @@ def _versions() -> tuple[Finding, ...]:
         Finding("Python", f"{platform.python_version()} ({sys.executable})"),
         Finding("platform", f"{platform.platform()}, {' '.join(platform.libc_ver())}"),
     ]
-    for name in ("loft-hvd", "torch", "numpy", "scipy", *_EXTRAS):
+    for name in ("loft-hvd", "torch", "numpy", *EXTRAS):
         version = _installed(name)
         advice = ""
         if not version:
             advice = f"pip install {name}"
             if name == "horovod":
                 advice = _BUILD_ADVICE
-            elif name in _EXTRAS:
-                advice = f"optional: pip install '.[{_EXTRAS[name]}]' in the checkout"
+            elif name in EXTRAS:
+                advice = f"optional: pip install '.[{EXTRAS[name]}]' in the checkout"
         findings.append(Finding(name, version or "not installed", advice))
     return tuple(findings)
 

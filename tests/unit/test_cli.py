@@ -16,7 +16,9 @@ from loft_hvd.doctor.run import RunResult
 from loft_hvd.errors import MissingDependencyError
 
 _SECTIONS = (
-    Section("Versions", (Finding("torch", "2.13.0"), Finding("pyarrow", "none", "pip install x"))),
+    Section(
+        "Versions", (Finding("torch", "2.13.0"), Finding("matplotlib", "none", "pip install x"))
+    ),
 )
 
 
@@ -52,7 +54,7 @@ def test_doctor_prints_findings_and_advice_and_starts_nothing(
 def test_doctor_json_is_json_and_nothing_else(app: typer.Typer) -> None:
     result = CliRunner().invoke(app, ["doctor", "--json"])
     assert json.loads(result.stdout)["Versions"][1] == {
-        "name": "pyarrow",
+        "name": "matplotlib",
         "value": "none",
         "advice": "pip install x",
     }

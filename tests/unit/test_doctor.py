@@ -54,7 +54,7 @@ def _advice(sections: Sequence[Section]) -> dict[str, str]:
 def _inspect(
     monkeypatch: pytest.MonkeyPatch, *, text: str, programs: Sequence[str]
 ) -> dict[str, str]:
-    versions = {name: "1.0" for name in ("horovod", "torch", "loft-hvd", "numpy", "scipy")}
+    versions = {name: "1.0" for name in ("horovod", "torch", "loft-hvd", "numpy")}
     monkeypatch.setattr(doctor, "_installed", lambda name: versions.get(name, ""))
     monkeypatch.setattr(doctor, "launcher", lambda name: name if name in programs else "")
     return _advice(inspect_all(probe=lambda command: text))

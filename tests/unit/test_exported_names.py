@@ -16,7 +16,7 @@ _MODULES = sorted(
     for path in _ROOT.rglob("*.py")
 )
 # Heavy or optional: `import loft_hvd` must work without them and not pay for them.
-_OPTIONAL = ("horovod", "matplotlib", "pyarrow", "typer", "rich", "sklearn", "tensorboard")
+_OPTIONAL = ("horovod", "matplotlib", "typer", "rich", "scipy", "sklearn", "tensorboard")
 
 
 @pytest.mark.parametrize("name", _MODULES)

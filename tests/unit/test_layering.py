@@ -187,7 +187,6 @@ _SINGLE_IMPORTERS = {
     "loft_hvd._loft": "_native.py",
     "horovod": "transport/horovod.py",
     "matplotlib": "bench/plots.py or simulate/plots.py",
-    "pyarrow": "data/peers.py",
     "typer": "cli.py",
     "rich": "cli.py",
 }
@@ -296,6 +295,16 @@ def test_outside_parts_have_one_importer_and_come_late(name: str) -> None:
     text = _FILES[name]
     assert _single_importer_faults(name, text) == []
     assert _late_faults(name, text) == []
+
+
+@pytest.mark.parametrize(("module", "importers"), sorted(_SINGLE_IMPORTERS.items()))
+def test_a_single_importer_is_there_and_imports(module: str, importers: str) -> None:
+    for name in importers.split(" or "):
+        imported = {
+            each.split(".")[: module.count(".") + 1] == module.split(".")
+            for each in _modules(ast.parse(_FILES[name]))
+        }
+        assert any(imported), f"{name} does not import {module}: take it out of the rule"
 
 
 @pytest.mark.parametrize("name", sorted(_FILES))
