@@ -3,7 +3,7 @@
 #   cmake --build build --target check_cpu check_device
 foreach(check IN ITEMS cpu device)
   add_executable(check_${check} EXCLUDE_FROM_ALL csrc/checks/check_${check}.cpp ${objects})
-  target_include_directories(check_${check} PRIVATE csrc ${networks_dir})
+  target_include_directories(check_${check} PRIVATE ${networks_dir})
   target_link_libraries(check_${check} PRIVATE loft_core loft_options)
   add_dependencies(check_${check} loft_networks)
 endforeach()

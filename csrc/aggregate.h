@@ -46,4 +46,28 @@ std::vector<std::string> isa_levels();
 // `in_bursts`: row by row over a tile, which reads many rows with fewer streams at a time.
 void pass_cpu(const Job& job, const CpuOptions& options, bool in_bursts);
 
+// --- the CUDA half, where it was built
+
+// Device memory for diagnostics. low, high: float64 for float64 rows, else float32,
+// [blocks_looked_at * kBlock]; sums: [3, rows, blocks_looked_at], of the coordinates outside their
+// window, not finite, and the squared distance, where every `every`-th block is looked at, the
+// first one included. Null: none.
+struct CudaDiagnostics {
+  void* low = nullptr;
+  void* high = nullptr;
+  double* sums = nullptr;
+  int every = 16;
+};
+
+// stream: the caller's cudaStream_t. Rows and out lie on `device`; weights on the host.
+struct CudaOptions {
+  int device = 0;
+  void* stream = nullptr;
+  CudaDiagnostics diagnostics;
+};
+
+// Queues the work and returns, diagnostics too; throws std::invalid_argument as `check` does and
+// std::runtime_error with CUDA's own words when a launch fails.
+void aggregate_cuda(const Job& job, const CudaOptions& options);
+
 }  // namespace loft

@@ -5,9 +5,6 @@
 #include <pybind11/stl.h>
 
 #include "aggregate.h"
-#if defined(LOFT_HAVE_CUDA)
-#include "aggregate_cuda.h"
-#endif
 
 namespace py = pybind11;
 
@@ -90,6 +87,6 @@ PYBIND11_MODULE(_loft, module) {
       py::arg("f"), py::arg("weights"), py::arg("out"), py::arg("device"), py::arg("stream"),
       py::arg("diagnose_every"), py::arg("low"), py::arg("high"), py::arg("sums"),
       "Queue the aggregation of rows on a CUDA device into out, on the caller's stream. With "
-      "diagnose_every > 0 also the sums of CudaDiagnostics, in aggregate_cuda.h.");
+      "diagnose_every > 0 also the sums of CudaDiagnostics, in aggregate.h.");
 #endif
 }

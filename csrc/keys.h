@@ -1,7 +1,7 @@
 // Layer 0. Stored bits <-> values and ordered integer keys, one value at a time; host and device.
 //
 // A key orders as the value does: -inf < ... < -0 < +0 < ... < +inf < NaN, every NaN being the one
-// canonical NaN. entries.h has the same arithmetic on vectors.
+// canonical NaN. cpu/formats.h has the same arithmetic on vectors.
 #pragma once
 
 #include <cstdint>

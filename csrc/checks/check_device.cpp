@@ -4,9 +4,9 @@
 //
 //   check_device [LEVEL]   instruction set of the CPU kernels; default: the best that runs here
 
-#include "diagnose_cuda.h"
+#include "cuda/diagnose.h"
+#include "cuda/two_lanes.h"
 #include "plain.h"
-#include "two_lanes_cuda.h"
 
 namespace loft {
 namespace checks {

@@ -2,7 +2,7 @@
 
 #include <stdexcept>
 
-#include "kernels_cpu.h"
+#include "cpu/dispatch.h"
 
 namespace loft {
 namespace avx512 {

@@ -148,9 +148,9 @@ def test_a_change_compiles_again_what_depends_on_it_only(tmp_path: Path) -> None
         }
 
     assert "no work to do" in build(folder, *targets)
-    assert compiled_after_touching("diagnostics.h") == {"aggregate_cpu.cpp", "diagnostics.cpp"}
-    assert compiled_after_touching("pass_cpu.cpp") == {"pass_cpu.cpp"}
-    assert compiled_after_touching("finish_cpu.h") == set()
+    assert compiled_after_touching("cpu/diagnostics.h") == {"aggregate.cpp", "diagnostics.cpp"}
+    assert compiled_after_touching("cpu/pass.cpp") == {"pass.cpp"}
+    assert compiled_after_touching("cpu/finish.h") == set()
     assert compiled_after_touching("networks/generate.py") == set()  # the same networks come out
 
 

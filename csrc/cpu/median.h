@@ -1,7 +1,7 @@
 // Layer 2. The median without weights: few rows by a network of their own, more by two halves.
 #pragma once
 
-#include "ranked_cpu.h"
+#include "cpu/general.h"
 
 namespace loft {
 namespace LOFT_ISA {

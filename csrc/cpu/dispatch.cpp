@@ -8,11 +8,11 @@
 // groups of up to 32 are sorted into a buffer in the L1 cache and merged there. Traffic (rows + 1)
 // * numel * sizeof(value); every row is read once, fetched ahead by software.
 
-#include "around_cpu.h"
-#include "few_cpu.h"
-#include "median_cpu.h"
-#include "ranked_cpu.h"
-#include "window_cpu.h"
+#include "cpu/around.h"
+#include "cpu/few.h"
+#include "cpu/general.h"
+#include "cpu/median.h"
+#include "cpu/trimmed.h"
 
 namespace loft {
 namespace LOFT_ISA {

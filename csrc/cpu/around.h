@@ -6,7 +6,7 @@
 // the sign of a zero sum is normalised.
 #pragma once
 
-#include "ranked_cpu.h"
+#include "cpu/general.h"
 
 namespace loft {
 namespace LOFT_ISA {

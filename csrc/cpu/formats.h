@@ -12,7 +12,7 @@
 #include <limits>
 #include <type_traits>
 
-#include "vectors.h"
+#include "cpu/vectors.h"
 
 namespace loft {
 namespace LOFT_ISA {

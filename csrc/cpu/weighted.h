@@ -1,7 +1,7 @@
 // Layer 1. What the networks order where rows have weights: a key with its row's weight.
 #pragma once
 
-#include "entries.h"
+#include "cpu/formats.h"
 
 namespace loft {
 namespace LOFT_ISA {

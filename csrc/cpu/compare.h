@@ -4,8 +4,8 @@
 
 #include <type_traits>
 
-#include "entries.h"
-#include "kernels_cpu.h"
+#include "cpu/dispatch.h"
+#include "cpu/formats.h"
 
 namespace loft {
 namespace LOFT_ISA {

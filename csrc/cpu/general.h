@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "finish_cpu.h"
+#include "cpu/finish.h"
 
 namespace loft {
 namespace LOFT_ISA {

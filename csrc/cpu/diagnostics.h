@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "aggregate.h"
-#include "kernels_cpu.h"
+#include "cpu/dispatch.h"
 
 namespace loft {
 

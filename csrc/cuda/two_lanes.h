@@ -2,11 +2,11 @@
 // code: what a lane does between the shuffles, so that a machine without a GPU tests it.
 //
 // The even lane (side 0) holds the first 64 of 128 wires, the odd lane (side 1) the others; wires
-// without a row are padded as in coordinate_cuda.h. After `keep_half` the even lane has the 64
+// without a row are padded as in cuda/coordinate.h. After `keep_half` the even lane has the 64
 // smallest, so the lower middle is its largest, and the odd lane's smallest is the upper middle.
 #pragma once
 
-#include "coordinate_cuda.h"
+#include "cuda/coordinate.h"
 
 namespace loft {
 namespace device {

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "coordinate_rules.h"
-#include "kernels_cpu.h"
-#include "sort_cpu.h"
+#include "cpu/dispatch.h"
+#include "cpu/sort.h"
 
 namespace loft {
 namespace LOFT_ISA {

@@ -1,11 +1,11 @@
 // Layer 3. One job on a CUDA device: checks, the device guard, the dtype's launcher. No host sync.
 
-#include "aggregate_cuda.h"
+#include "aggregate.h"
 
 #include <stdexcept>
 #include <string>
 
-#include "launch_cuda.h"
+#include "cuda/launch.h"
 
 namespace loft {
 namespace {

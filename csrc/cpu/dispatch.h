@@ -1,4 +1,4 @@
-// Layer 2. What one instruction set's kernels offer to aggregate_cpu.cpp.
+// Layer 2. What one instruction set's kernels offer to cpu/aggregate.cpp.
 #pragma once
 
 #include <cstdint>

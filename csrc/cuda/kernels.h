@@ -1,4 +1,4 @@
-// Layer 2. The CUDA kernels; launch_cuda.cu chooses among them. Only nvcc compiles this file.
+// Layer 2. The CUDA kernels; cuda/launch.cu chooses among them. Only nvcc compiles this file.
 //
 // register_kernel  up to 64 rows, median, mean and trimmed mean: a few coordinates a thread
 // two_lane_kernel  65 to 128 rows, the same rules: two neighbouring lanes a coordinate
@@ -9,8 +9,8 @@
 // Nothing here needs more than sm_70 offers.
 #pragma once
 
-#include "diagnose_cuda.h"
-#include "two_lanes_cuda.h"
+#include "cuda/diagnose.h"
+#include "cuda/two_lanes.h"
 
 namespace loft {
 namespace device {

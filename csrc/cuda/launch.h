@@ -1,9 +1,9 @@
-// Layer 2. What aggregate_cuda.cu asks of the kernels of one dtype.
+// Layer 2. What cuda/aggregate.cu asks of the kernels of one dtype.
 #pragma once
 
 #include <cuda_runtime.h>
 
-#include "aggregate_cuda.h"
+#include "aggregate.h"
 
 namespace loft {
 namespace device {

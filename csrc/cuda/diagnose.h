@@ -2,7 +2,7 @@
 // what one value of a row adds. Host and device code, so that a machine without a GPU tests it.
 #pragma once
 
-#include "coordinate_cuda.h"
+#include "cuda/coordinate.h"
 
 namespace loft {
 namespace device {

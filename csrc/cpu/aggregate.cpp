@@ -18,8 +18,8 @@
 #include <xmmintrin.h>
 #endif
 
-#include "diagnostics.h"
-#include "kernels_cpu.h"
+#include "cpu/diagnostics.h"
+#include "cpu/dispatch.h"
 
 namespace loft {
 namespace {

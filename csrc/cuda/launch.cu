@@ -1,12 +1,12 @@
 // Layer 3. Launchers of one dtype (LOFT_PART: the code of DType): which kernel, which grid.
 
-#include "launch_cuda.h"
+#include "cuda/launch.h"
 
 #include <algorithm>
 #include <stdexcept>
 #include <string>
 
-#include "kernels_cuda.h"
+#include "cuda/kernels.h"
 
 namespace loft {
 namespace device {

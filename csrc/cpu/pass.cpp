@@ -5,8 +5,8 @@
 
 #include <utility>
 
-#include "kernels_cpu.h"
-#include "vectors.h"
+#include "cpu/dispatch.h"
+#include "cpu/vectors.h"
 
 namespace loft {
 namespace LOFT_ISA {

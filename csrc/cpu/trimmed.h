@@ -5,7 +5,7 @@
 // that is masked counts as zero, which leaves the bits as they are (coordinate_rules.h).
 #pragma once
 
-#include "finish_cpu.h"
+#include "cpu/finish.h"
 
 namespace loft {
 namespace LOFT_ISA {

@@ -4,7 +4,7 @@
 // at every level, and its order depends on the coordinates alone. A row's coordinates are first
 // taken for finite, which their sums show; else they are gone through again, value by value.
 
-#include "compare_cpu.h"
+#include "cpu/compare.h"
 
 namespace loft {
 namespace LOFT_ISA {

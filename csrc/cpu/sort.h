@@ -5,7 +5,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "weighted_entries.h"
+#include "cpu/weighted.h"
 
 namespace loft {
 namespace LOFT_ISA {

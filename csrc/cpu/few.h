@@ -7,7 +7,7 @@
 
 #include <algorithm>
 
-#include "ranked_cpu.h"
+#include "cpu/general.h"
 
 namespace loft {
 namespace LOFT_ISA {

@@ -1,6 +1,6 @@
 // Layer 2. Which row was off.
 
-#include "diagnostics.h"
+#include "cpu/diagnostics.h"
 
 #include <algorithm>
 
