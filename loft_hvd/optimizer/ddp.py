@@ -28,9 +28,9 @@ from loft_hvd.balance.plan import StepSizes
 from loft_hvd.config import config
 from loft_hvd.errors import ArgumentTypeError
 from loft_hvd.pipeline.allreduce import Handle, allreduce_async
-from loft_hvd.pipeline.suspicion.spread import BucketSpread
+from loft_hvd.pipeline.suspicion.spread import SpreadWatch
 from loft_hvd.pipeline.weights import combine_passes, in_training
-from loft_hvd.transport.base import Transport, locate, watch_of
+from loft_hvd.transport.base import Channel, Transport, locate, watch_of
 from loft_hvd.transport.torch_distributed import TorchDistributedTransport
 
 if TYPE_CHECKING:
@@ -127,9 +127,9 @@ class _Hook:
         self._sizes: StepSizes | None = None
         self._open: list[tuple[Handle, torch.futures.Future[Tensor], Tensor, str]] = []
         self._device: torch.device | None = None  # that the balancer knows of
-        self._spread: BucketSpread | None = None
+        self._spread: SpreadWatch | None = None
         if not isinstance(rule, Mean):
-            self._spread = BucketSpread(transport, name="loft.ddp", timeout_s=timeout_s)
+            self._spread = SpreadWatch(Channel(transport, "loft.ddp", timeout_s))
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Start a bucket, and with the last one of a pass wait for all."""
@@ -200,7 +200,7 @@ class _Hook:
 
     def _compare(self, reduced: list[Tensor]) -> None:
         """Look at how far ranks' gradients lie apart, as ``DistributedOptimizer`` does."""
-        found = None if self._spread is None else self._spread.step(reduced)
+        found = None if self._spread is None else self._spread.step_reduced(reduced)
         if found is not None and self._balancer is not None:
             self._balancer.log.write("spread", **asdict(found))
 

@@ -6,11 +6,11 @@ from dataclasses import asdict
 
 from loft_hvd.aggregation.rules import Mean
 from loft_hvd.optimizer.parameters import GradientSet
-from loft_hvd.optimizer.workers import Team
 from loft_hvd.pipeline.suspicion.report import SuspicionReport
-from loft_hvd.pipeline.suspicion.spread import SpreadWatch
+from loft_hvd.pipeline.suspicion.spread import ParameterSpread
+from loft_hvd.pipeline.suspicion.watch import Unwatched, WorkerWatch
 from loft_hvd.runlog import RunLog
-from loft_hvd.transport.base import Transport
+from loft_hvd.transport.base import Channel
 
 __all__ = ["GradientLog"]
 
@@ -25,37 +25,36 @@ class GradientLog:
 
     Args:
         found: the parameters and their rules.
-        transport: the ranks.
-        timeout_s: longest wait for other ranks in seconds.
+        channel: the ranks.
     """
 
-    def __init__(self, found: GradientSet, transport: Transport, *, timeout_s: float) -> None:
+    def __init__(self, found: GradientSet, channel: Channel) -> None:
         robust = [
             parameter
             for parameter, spec in zip(found.parameters, found.specs, strict=True)
             if not isinstance(found.rules[spec.rule], Mean)
         ]
-        self._spread = SpreadWatch(robust, transport, name=found.name, timeout_s=timeout_s)
+        self._spread = ParameterSpread(robust, channel)
         self._num_steps = 0
         self._seen: tuple[object, ...] = ()
 
-    def step_reduced(self, log: RunLog, team: Team | None) -> None:
+    def step_reduced(self, log: RunLog, watch: WorkerWatch | Unwatched) -> None:
         """Compare ranks when enough steps were seen; write what is new."""
         self._num_steps += 1
-        spread = self._spread.step()
+        spread = self._spread.step_reduced()
         if spread is not None:
             log.write("spread", **asdict(spread))
-        if log.path is None or team is None or self._num_steps % _LOOK_EVERY:
+        if log.path is None or self._num_steps % _LOOK_EVERY:
             return
-        report = team.report()
+        report = watch.report()
         standing = tuple((worker.is_named, worker.in_quarantine_until) for worker in report.workers)
         if report.workers and (standing != self._seen or self._num_steps % _WRITE_EVERY == 0):
             self._seen = standing
             log.write("suspicion", **_record(report))
 
-    def stop(self) -> None:
+    def detach(self) -> None:
         """Take the hooks off the parameters."""
-        self._spread.stop()
+        self._spread.detach()
 
 
 def _record(report: SuspicionReport) -> dict[str, object]:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from loft_hvd.aggregation.rules import Mean, Rule
 from loft_hvd.errors import AggregationError, ArgumentError, ArgumentTypeError
 from loft_hvd.pipeline.levels import Levels, exchange_maker
-from loft_hvd.pipeline.stages import MakeExchange, run_rule
-from loft_hvd.pipeline.suspicion.report import FEWEST_WATCHED, SuspicionReport
+from loft_hvd.pipeline.stages import MakeExchange
+from loft_hvd.pipeline.suspicion.report import FEWEST_WATCHED
 from loft_hvd.pipeline.suspicion.tracker import Suspicion
-from loft_hvd.pipeline.suspicion.watch import Lookout, Quarantine
+from loft_hvd.pipeline.suspicion.watch import Quarantine, Unwatched, WorkerWatch
 from loft_hvd.transport.base import Channel, Transport
 from loft_hvd.transport.groups import Over, find_groups
 
@@ -111,23 +111,20 @@ class Team:
         if options.over is None and robust:
             advise_levels(transport)
         watches = on_cpu if options.diagnostics is None else bool(options.diagnostics)
-        self.lookout: Lookout | None = None
+        self.watch: WorkerWatch | Unwatched = Unwatched(_why_nobody(self._num_workers))
         if robust and self._num_workers >= FEWEST_WATCHED and (watches or options.quarantine):
             given, held = options.diagnostics, options.quarantine
-            self.lookout = Lookout(
-                transport,
+            self.watch = WorkerWatch(
+                Channel(transport, name, timeout_s),
                 max(robust, key=lambda rule: rule.min_rows),
                 groups=groups,
                 settings=given if isinstance(given, Suspicion) else Suspicion(),
                 quarantine=(held if isinstance(held, Quarantine) else Quarantine())
                 if held
                 else None,
-                name=name,
-                timeout_s=timeout_s,
             )
         levels = Levels.of(transport, groups) if groups else None
-        run = run_rule if self.lookout is None else self.lookout.run
-        self.make_exchange: MakeExchange = exchange_maker(levels, run=run)
+        self.make_exchange: MakeExchange = exchange_maker(levels, run=self.watch.run)
 
     def check(self, rules: Sequence[Rule]) -> None:
         """Raise unless every rule fits the number of workers.
@@ -150,12 +147,6 @@ class Team:
         """Return so many ranks that any of them are in enough groups for every rule."""
         most = max(rule.min_rows for rule in rules)
         return (most - 1) * (self._groups.group_size if self._groups else 1) + 1
-
-    def report(self) -> SuspicionReport:
-        """Return what is known of every worker."""
-        if self.lookout is not None:
-            return self.lookout.report()
-        return SuspicionReport(0, (), note=_why_nobody(self._num_workers))
 
 
 def _why_nobody(num_workers: int) -> str:

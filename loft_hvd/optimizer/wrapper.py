@@ -30,10 +30,13 @@ from loft_hvd.pipeline.reducer import GradientReducer
 from loft_hvd.pipeline.settings import OutgoingHook, ReducerSettings
 from loft_hvd.pipeline.stages import flat_exchange
 from loft_hvd.pipeline.suspicion.report import SuspicionReport
+from loft_hvd.pipeline.suspicion.watch import Unwatched, WorkerWatch
 from loft_hvd.runlog import RunLog
-from loft_hvd.transport.base import Transport
+from loft_hvd.transport.base import Channel, Transport
 
 __all__ = ["ReducingOptimizer"]
+
+_ALONE = Unwatched("nobody is watched: this rank reduces alone")
 
 
 class ReducingOptimizer(Delegate):
@@ -59,6 +62,7 @@ class ReducingOptimizer(Delegate):
         self._log_dir = log_dir
         self._team_options = team_options
         self._team: Team | None = None
+        self._watch: WorkerWatch | Unwatched = _ALONE
         self._log = self._open_log()
         self._gradient_log: GradientLog | None = None
         self._outgoing = OutgoingHooks()
@@ -92,9 +96,10 @@ class ReducingOptimizer(Delegate):
             min_ranks = team.min_ranks(found.rules)
             self._balancer.require(min_ranks=min_ranks, num_passes=self._settings.num_passes)
         if self._gradient_log is not None:
-            self._gradient_log.stop()
-        timeout_s = self._settings.timeout_s
-        self._gradient_log = GradientLog(found, transport, timeout_s=timeout_s)
+            self._gradient_log.detach()
+        self._watch = _ALONE if team is None else team.watch
+        channel = Channel(transport, found.name, self._settings.timeout_s)
+        self._gradient_log = GradientLog(found, channel)
         return GradientReducer(
             found.parameters,
             found.specs,
@@ -105,7 +110,7 @@ class ReducingOptimizer(Delegate):
             outgoing=self._outgoing,
             name=found.name,
             make_exchange=flat_exchange if team is None else team.make_exchange,
-            lookout=None if team is None else team.lookout,
+            watch=self._watch,
         )
 
     def _find_team(self, transport: Transport, found: GradientSet) -> Team | None:
@@ -128,7 +133,7 @@ class ReducingOptimizer(Delegate):
         """Lay out buckets for the ranks there are now; ``loft.elastic.State`` calls it on each."""
         self._optimizer.zero_grad(set_to_none=True)
         self._transport = self._find_transport()
-        self._team = None
+        self._team, self._watch = None, _ALONE
         self._outgoing.begin_world()
         if self._balancer is not None or self.rank != 0 or self._log.path is None:
             self._log = self._open_log()  # ranks are numbered anew
@@ -154,7 +159,7 @@ class ReducingOptimizer(Delegate):
             with self._log.faults():
                 self._reducer.synchronize()
                 if self._gradient_log is not None:
-                    self._gradient_log.step_reduced(self._log, self._team)
+                    self._gradient_log.step_reduced(self._log, self._watch)
             self._waited_s += time.monotonic() - began
         self._is_synchronized = True
 
@@ -216,8 +221,7 @@ class ReducingOptimizer(Delegate):
         if self._balancer is None:
             self._log.step += 1
         elif self._reducer is not None:
-            if self._reducer.lookout is not None:
-                self._balancer.hold(self._reducer.lookout.absent_ranks)
+            self._balancer.hold(self._watch.absent_ranks)
             self._balancer.step_ended(waited_s=self._waited_s)
         self._waited_s = 0.0
         return result
@@ -281,9 +285,7 @@ class ReducingOptimizer(Delegate):
 
     def report(self) -> SuspicionReport:
         """Return what is known of every worker: who was off, and how far; print it for a table."""
-        if self._team is None:
-            return SuspicionReport(0, (), note="nobody is watched: this rank reduces alone")
-        return self._team.report()
+        return self._watch.report()
 
     @property
     def rank(self) -> int:

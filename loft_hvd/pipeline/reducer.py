@@ -21,7 +21,7 @@ from loft_hvd.pipeline.order import agree_on_order
 from loft_hvd.pipeline.outgoing import OutgoingHooks
 from loft_hvd.pipeline.settings import ReducerSettings, StepSource
 from loft_hvd.pipeline.stages import MakeExchange, flat_exchange, is_engine_sum
-from loft_hvd.pipeline.suspicion.watch import Lookout
+from loft_hvd.pipeline.suspicion.watch import Unwatched, WorkerWatch
 from loft_hvd.pipeline.weights import PassWeights, combine_passes, in_training
 from loft_hvd.pipeline.wire import Compression
 from loft_hvd.transport.base import Channel, Transport
@@ -42,7 +42,7 @@ class GradientReducer:
         outgoing: called with each bucket before it is sent.
         name: stem of the operations' names, equal on every rank.
         make_exchange: how values go over the wire.
-        lookout: watches the workers; its ``run`` is in ``make_exchange``.
+        watch: looks at the workers; its ``run`` is in ``make_exchange``.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class GradientReducer:
         outgoing: OutgoingHooks,
         name: str,
         make_exchange: MakeExchange = flat_exchange,
-        lookout: Lookout | None = None,
+        watch: WorkerWatch | Unwatched,
     ) -> None:
         self.parameters = list(parameters)
         self._specs = list(specs)
@@ -67,7 +67,7 @@ class GradientReducer:
         self._source = source
         self._name = name
         self._make_exchange = make_exchange
-        self.lookout = lookout
+        self._watch = watch
         self._spec_rules = [rules[spec.rule] for spec in specs]
         self._gradients = Gradients(parameters, sparse_as_dense=settings.sparse_as_dense)
         self._outgoing = outgoing
@@ -217,7 +217,7 @@ class GradientReducer:
             weights = combine_passes(self._passes, rank=self._transport.rank)
         else:
             weights = PassWeights(None, (True,) * self._transport.world_size, 1.0)
-        return weights if self.lookout is None else self.lookout.mask(weights)
+        return self._watch.mask(weights)
 
     def _unpack(self, bucket: Bucket, values: Tensor) -> None:
         if isinstance(self._rules[bucket.rule], Mean):
@@ -237,11 +237,9 @@ class GradientReducer:
         if self._transport.world_size > 1:
             for index in range(self.engine.next_bucket, len(self.buckets)):
                 self.engine.start(index, self._job)
-            if self.lookout is not None:
-                self.lookout.step_waits()
+            self._watch.computing_ended()
             self.engine.finish()
-            if self.lookout is not None:
-                self.lookout.step_ended(self._weights())
+            self._watch.step_reduced(self._weights())
             self._hand_out()
             if self._arrivals is not None:
                 self._lay_out_as_ready(self._arrivals)

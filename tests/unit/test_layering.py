@@ -135,7 +135,6 @@ _LAYERS = {
     "pipeline/reducer.py": 6,
     "pipeline/suspicion/__init__.py": 0,
     "pipeline/suspicion/report.py": 5,
-    "pipeline/suspicion/scores.py": 5,
     "pipeline/suspicion/spread.py": 5,
     "pipeline/suspicion/tracker.py": 5,
     "pipeline/suspicion/watch.py": 5,

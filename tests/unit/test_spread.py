@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import loft_hvd as loft
-from loft_hvd.pipeline.suspicion.spread import WARN_ABOVE, BucketSpread, Spread, lasting_differences
+from loft_hvd.pipeline.suspicion.spread import WARN_ABOVE, Spread, SpreadWatch, lasting_differences
 from loft_hvd.runlog import read_run_log
+from loft_hvd.transport.base import Channel
 from loft_hvd.transport.local import LocalTransport, run_ranks
 
 NUM_STEPS, NUM_VALUES = 50, 512
@@ -167,7 +168,7 @@ def test_a_ddp_hook_warns_once_too_however_its_buckets_change_at_first(
 
 def test_a_pass_that_failed_leaves_nothing_behind() -> None:
     def watch(transport: LocalTransport) -> Spread | None:
-        spread = BucketSpread(transport, name="spread", timeout_s=10)
+        spread = SpreadWatch(Channel(transport, "test", 10))
         random = torch.Generator().manual_seed(transport.rank)
         own = torch.randn(600, generator=random)
         found = None
@@ -176,7 +177,7 @@ def test_a_pass_that_failed_leaves_nothing_behind() -> None:
             if step == 5:
                 spread.sent(0, 1e9 * values)  # and then an error
             spread.sent(0, values)
-            found = spread.step([torch.zeros(600)])
+            found = spread.step_reduced([torch.zeros(600)])
         return found
 
     for found in run_ranks(4, watch):

@@ -1,26 +1,43 @@
 """Who was off: from what shard owners see of each worker's row to one suspicion a worker. Pure.
 
-In a step each owner scores the rows of its shard from 0 (as the others) to 1 (``score_rows``).
-Every few steps the owners' scores are joined by their median, so that one owner alone cannot frame
-a worker, and smoothed over steps. A worker stands out whose suspicion stays above the others'.
+In a step each owner scores the rows of its shard from 0 (as the others) to 1 (``score_rows``) and
+adds the scores up (``Evidence``). Every few steps the owners' scores are joined by their median, so
+that one owner alone cannot frame a worker, and smoothed over steps (``SuspicionTracker``). A worker
+stands out whose suspicion stays above the others'.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
+import torch
 
-from loft_hvd.aggregation.diagnostics import Diagnostics
-from loft_hvd.aggregation.rules import Rule
+from loft_hvd.aggregation.diagnostics import Diagnostics, diagnose
+from loft_hvd.aggregation.rules import Custom, Median, Rule
 from loft_hvd.errors import ArgumentError, ArgumentTypeError
-from loft_hvd.pipeline.suspicion.scores import Floats, score_rows
+from loft_hvd.pipeline.suspicion.report import FEWEST_WATCHED
 
-__all__ = ["Evidence", "Suspicion", "SuspicionTracker", "WorkerState"]
+__all__ = ["Evidence", "Floats", "Suspicion", "SuspicionTracker", "WorkerState", "score_rows"]
 
-_MEMORY_STEPS = 20.0  # a step counts 1/20 in the smoothed numbers
-_COLUMNS = 6  # score, steps, seen, outside, non-finite, squared distance
+# A step counts 1/20 in the smoothed numbers. A worker that is wrong in every step from now on has
+# a suspicion of 0.6, the default threshold, after 18 steps: 1 - (1 - 1/20)**18 = 0.603.
+_MEMORY_STEPS = 20.0
+# Doublings of the squared distance that make a score of 1. Bound from the default threshold: a
+# worker twice as noisy as the rest is 2 doublings away, which must stay below 0.6 (it is 2/4).
+_DISTANCE_DOUBLINGS = 4.0
+# Coordinates that honest rows are drawn with; a share of them is right within 0.5/sqrt(2048) = 1 %.
+_DRAWS = 2048
+# In place of a distance of 0, below anything that a gradient's square can be: log2 stays finite.
+_TINY = 1e-300
+# The columns in which evidence travels, each [num_rows].
+_SCORE, _STEPS, _SEEN, _OUTSIDE, _NON_FINITE, _SQUARED = range(6)
+_NUM_COLUMNS = 6
+
+Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -52,6 +69,84 @@ class Suspicion:
             raise ArgumentError(f"Suspicion: threshold={self.threshold} must be > 0 and < 1")
 
 
+def score_rows(
+    found: Diagnostics, rule: Rule, *, weights: Sequence[int] | None = None
+) -> tuple[float, ...] | None:
+    """Score how far each row was off in one step of one shard, from 0 (as the others) to 1.
+
+    The score is the largest of three: the share outside the window, from the others' median (0) to
+    always (1); the squared distance to the result, from what the others reach (0) to 16 times that
+    (1); non-finite values (1). Rows that come from fewer samples may be off by what that explains.
+
+    Args:
+        found: what was seen of the rows; absent rows have ``num_seen`` 0.
+        rule: the rule that aggregated them.
+        weights: samples behind each row, where they differ, [world_size].
+
+    Returns:
+        One score a row, 0 for an absent one, [world_size]; None where nothing can be said: fewer
+        than 3 rows, rows that are equal everywhere, or as many as half of the rows non-finite (an
+        overflow, such as a loss scale that has grown too far, and nobody's fault).
+    """
+    seen = np.array(found.num_seen)
+    rows = np.flatnonzero(seen)  # the present ones; what follows is [rows] but for ``others``
+    non_finite = np.array(found.num_non_finite)[rows] > 0
+    if len(rows) < FEWEST_WATCHED or 2 * non_finite.sum() >= len(rows):
+        return None
+    outside, distances = np.array(found.num_outside), np.array(found.squared_distance)
+    if not (non_finite.any() or outside.any() or distances.any()):
+        return None
+    others = _others(len(rows))  # [rows, rows - 1]
+    shares, log2 = outside[rows] / seen[rows], _log2(distances[rows])
+    base, explained = _medians(shares[others]), np.zeros(len(rows))
+    if weights is not None and not isinstance(rule, Custom):
+        usual_shares, usual_log2 = _expected(rule, tuple(weights[int(row)] for row in rows))
+        base = np.maximum(base, usual_shares)
+        explained = np.maximum(0.0, usual_log2 - _medians(usual_log2[others]))
+    outsides = (shares - base) / np.maximum(1 - base, 1e-12)
+    middle = _medians(log2[others])
+    # Of the others' spread the widest f - 1 are left out: they may be Byzantine as well.
+    spread = np.sort(np.abs(log2[others] - middle[:, None]))[:, -max(rule.f, 1)]
+    aways = (log2 - middle - spread - explained) / _DISTANCE_DOUBLINGS
+    scores = np.zeros(len(seen))
+    scores[rows] = np.where(non_finite, 1.0, np.clip(np.maximum(outsides, aways), 0.0, 1.0))
+    return tuple(scores.tolist())
+
+
+@functools.lru_cache(maxsize=64)
+def _expected(rule: Rule, weights: tuple[int, ...]) -> tuple[Floats, Floats]:
+    """Return what honest rows look like that differ in their batch sizes only.
+
+    A mean over fewer samples is noisier: its row is outside more often, and farther away. Returns
+    the share outside and log2 of the squared distance of each row.
+    """
+    rows = torch.randn(len(weights), _DRAWS, generator=torch.Generator().manual_seed(0))
+    # The mean of k samples has 1/sqrt(k) of one sample's noise.
+    rows *= torch.tensor(weights).rsqrt().unsqueeze(1)
+    used = None if isinstance(rule, Median) else weights  # in training it takes none
+    _, found = diagnose(rows, rule, weights=used, every=1)
+    return np.array(found.share_outside), _log2(np.array(found.squared_distance))
+
+
+@functools.lru_cache(maxsize=64)
+def _others(num_rows: int) -> npt.NDArray[np.int64]:
+    """Return for each row the indices of all other rows, [num_rows, num_rows - 1]."""
+    return np.array([[o for o in range(num_rows) if o != row] for row in range(num_rows)])
+
+
+def _log2(values: Floats) -> Floats:
+    logarithms: Floats = np.log2(np.maximum(values, _TINY))
+    return logarithms
+
+
+def _medians(lines: Floats) -> Floats:
+    """Return the median of each line; np.median is several times slower on a few values."""
+    ordered = np.sort(lines, axis=1)
+    last = lines.shape[1] - 1
+    middle: Floats = (ordered[:, last // 2] + ordered[:, (last + 1) // 2]) / 2
+    return middle
+
+
 class Evidence:
     """What one owner saw of every row since the last exchange.
 
@@ -73,7 +168,7 @@ class Evidence:
         """Take what was found in a shard of one bucket in this step."""
         self._step += found
 
-    def end_step(self, rule: Rule, *, weights: Sequence[int] | None = None) -> None:
+    def step_reduced(self, rule: Rule, *, weights: Sequence[int] | None = None) -> None:
         """Score the step's rows over all buckets."""
         found, self._step = self._step, Diagnostics.empty(self._num_rows)
         scores = score_rows(found, rule, weights=weights)
@@ -83,15 +178,12 @@ class Evidence:
             self._sum += found
 
     def take(self) -> Floats:
-        """Return what was seen since the last call, float64, [num_rows * 6]."""
-        columns = (
-            self._scores,
-            self._num_steps,
-            self._sum.num_seen,
-            self._sum.num_outside,
-            self._sum.num_non_finite,
-            self._sum.squared_distance,
-        )
+        """Return what was seen since the last call, float64, [num_columns * num_rows]."""
+        columns: list[npt.ArrayLike] = [()] * _NUM_COLUMNS
+        columns[_SCORE], columns[_STEPS] = self._scores, self._num_steps
+        columns[_SEEN], columns[_OUTSIDE] = self._sum.num_seen, self._sum.num_outside
+        columns[_NON_FINITE] = self._sum.num_non_finite
+        columns[_SQUARED] = self._sum.squared_distance
         wire = np.concatenate(columns).astype(np.float64)
         self._clear()
         return wire
@@ -124,8 +216,10 @@ class WorkerState:
         for _ in range(num_steps):  # not a power: libraries differ in the last bit of one
             kept *= 1 - 1 / _MEMORY_STEPS
         part = 1 - kept
+        # From 0, so that a worker is not named by its first steps alone.
         self.suspicion += part * (score - self.suspicion)
-        part = max(part, num_steps / (self.num_steps + num_steps))  # a plain average at first
+        # The other two are shown, not judged by: a plain average at first.
+        part = max(part, num_steps / (self.num_steps + num_steps))
         self.share_outside += part * (share - self.share_outside)
         self.distance += part * (distance - self.distance)
         self.num_steps += num_steps
@@ -147,27 +241,28 @@ class SuspicionTracker:
         """Take the evidence of all owners.
 
         Args:
-            table: what each owner's ``Evidence.take`` returned, [num_owners, num_rows * 6];
-                owners that saw nothing, or claim what cannot be, abstain.
+            table: what each owner's ``Evidence.take`` returned, [num_owners, num_columns *
+                num_rows]; owners that saw nothing, or claim what cannot be, abstain.
 
         Returns:
             The workers to warn of now.
         """
         num_rows = len(self.workers)
-        cells = np.asarray(table, dtype=np.float64).reshape(len(table), _COLUMNS, num_rows)
+        cells = np.asarray(table, dtype=np.float64).reshape(len(table), _NUM_COLUMNS, num_rows)
         cells = _believable(cells)
         if len(cells) == 0:
             return []
-        steps, seen, outside, non_finite, squared = (cells[:, at] for at in range(1, _COLUMNS))
-        scores = np.minimum(1.0, cells[:, 0] / np.maximum(steps, 1.0))
-        shares = np.divide(outside, seen, out=np.zeros_like(seen), where=seen > 0)
+        # Each of these is [num_owners, num_rows].
+        steps, seen, squared = cells[:, _STEPS], cells[:, _SEEN], cells[:, _SQUARED]
+        scores = np.minimum(1.0, cells[:, _SCORE] / np.maximum(steps, 1.0))
+        shares = np.divide(cells[:, _OUTSIDE], seen, out=np.zeros_like(seen), where=seen > 0)
         usual = [_low_median(line[was > 0]) for line, was in zip(squared, seen, strict=True)]
-        distances = squared / np.maximum(np.array(usual), 1e-300)[:, None]
+        distances = squared / np.maximum(np.array(usual), _TINY)[:, None]
         present = np.flatnonzero((seen > 0).any(axis=0)).tolist()
         num_steps = {row: int(_low_median(steps[seen[:, row] > 0, row])) for row in present}
         for row in present:
-            sees = seen[:, row] > 0
-            self.workers[row].num_non_finite += int(non_finite[:, row].sum())
+            sees = seen[:, row] > 0  # the owners that have met the row, [num_owners]
+            self.workers[row].num_non_finite += int(cells[:, _NON_FINITE, row].sum())
             self.workers[row].blend(
                 _low_median(scores[sees, row]),
                 _low_median(shares[sees, row]),
@@ -205,10 +300,11 @@ class SuspicionTracker:
 
 def _believable(cells: Floats) -> Floats:
     """Return the cells of owners that have something to say and claim nothing that cannot be."""
-    steps, seen = cells[:, 1], cells[:, 2:3]
     with np.errstate(invalid="ignore"):
         fits = np.isfinite(cells).all(axis=(1, 2)) & (cells >= 0).all(axis=(1, 2))
-        fits &= (cells[:, 3:5] <= seen).all(axis=(1, 2)) & (steps > 0).any(axis=1)
+        # No more coordinates are outside, or non-finite, than were looked at.
+        fits &= (cells[:, [_OUTSIDE, _NON_FINITE]] <= cells[:, [_SEEN]]).all(axis=(1, 2))
+        fits &= (cells[:, _STEPS] > 0).any(axis=1)
     chosen: Floats = cells[fits]
     return chosen
 

@@ -22,12 +22,15 @@ from loft_hvd.pipeline.stages import run_rule
 from loft_hvd.pipeline.suspicion.report import SuspicionReport, WorkerReport
 from loft_hvd.pipeline.suspicion.tracker import Evidence, Suspicion, SuspicionTracker
 from loft_hvd.pipeline.weights import PassWeights
-from loft_hvd.transport.base import Transport, Work, wait_for
+from loft_hvd.transport.base import Channel, Work
 from loft_hvd.transport.groups import Groups
 
-__all__ = ["Lookout", "Quarantine"]
+__all__ = ["Quarantine", "Unwatched", "WorkerWatch"]
 
 _logger = logging.getLogger(__name__)
+
+# Bits that a float64 holds exactly, as a whole number below 2**52: one for each worker, in turn.
+_MARK_BITS = 52
 
 
 @dataclass(frozen=True)
@@ -52,42 +55,68 @@ class Quarantine:
             raise ArgumentError(f"Quarantine: probation={self.probation} must be >= 1")
 
 
-class Lookout:
+class Unwatched:
+    """In place of a ``WorkerWatch`` where nobody is watched: rules run, nothing is looked at.
+
+    Args:
+        why: what the report says in place of workers.
+    """
+
+    absent_ranks: tuple[int, ...] = ()
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def run(self, rows: Tensor, rule: Rule, weights: PassWeights | None, out: Tensor) -> None:
+        """Apply a rule to rows; see ``WorkerWatch`` for this and the rest."""
+        run_rule(rows, rule, weights, out)
+
+    def mask(self, weights: PassWeights) -> PassWeights:
+        """Return the weights as they are: nobody is in quarantine."""
+        return weights
+
+    def computing_ended(self) -> None:
+        """Send nothing."""
+
+    def step_reduced(self, weights: PassWeights) -> None:
+        """Read nothing."""
+
+    def report(self) -> SuspicionReport:
+        """Return why nobody is watched."""
+        return SuspicionReport(0, (), note=self._why)
+
+
+class WorkerWatch:
     """What one optimizer knows of its workers; ranks, or groups of them.
 
     Args:
-        transport: all ranks.
+        channel: all ranks.
         rule: the rule that most parameters are aggregated by; its ``min_rows`` bound quarantines.
         groups: the groups that are the workers, or None where ranks are.
         settings: how closely rows are watched.
         quarantine: whether and how long named workers are left out.
-        name: stem of the exchange's name, equal on every rank.
-        timeout_s: longest wait for other ranks in seconds.
     """
 
     def __init__(
         self,
-        transport: Transport,
+        channel: Channel,
         rule: Rule,
         *,
         groups: Groups | None,
         settings: Suspicion,
         quarantine: Quarantine | None,
-        name: str,
-        timeout_s: float,
     ) -> None:
-        self._transport = transport
+        self._channel = channel.sub("evidence")
         self._rule = rule
         self._groups = groups
         self._settings = settings
         self._quarantine = quarantine
-        self._name = f"{name}.evidence"
-        self._timeout_s = timeout_s
-        members = groups.members if groups else [(rank,) for rank in range(transport.world_size)]
-        self._members = tuple(members)
+        members = groups.members if groups else [(rank,) for rank in range(channel.world_size)]
+        self._members = tuple(members)  # [num_workers, group_size]
         self._evidence = Evidence(len(self._members))
         self._tracker = SuspicionTracker(len(self._members), settings)
         self._num_steps = 0
+        # In flight between ``computing_ended`` and ``step_reduced``: what is sent, what arrives.
         self._exchange: tuple[Work, Tensor, Tensor] | None = None
         self._until: dict[int, int] = {}  # worker in quarantine -> the step that ends it
         self._refused: set[int] = set()
@@ -97,7 +126,7 @@ class Lookout:
 
     def run(self, rows: Tensor, rule: Rule, weights: PassWeights | None, out: Tensor) -> None:
         """Apply a rule to rows, as ``run_rule``, and look at them on the way."""
-        if isinstance(rule, Mean):
+        if isinstance(rule, Mean):  # it keeps every value: no row could be outside
             run_rule(rows, rule, weights, out)
             return
         _, found = diagnose(
@@ -127,19 +156,20 @@ class Lookout:
         )
         return replace(weights, present=present)
 
-    def step_waits(self) -> None:
+    def computing_ended(self) -> None:
         """Send evidence when it is time to, beside buckets in flight; every rank calls it alike."""
         if self._num_steps == 0 or self._num_steps % self._settings.interval:
             return
-        held = float(sum(1 << worker % 52 for worker in self._until))
+        # Who is held by this rank's count goes in front: ranks that differ must not go on.
+        held = float(sum(1 << worker % _MARK_BITS for worker in self._until))
         row = torch.cat(
             [torch.tensor([held], dtype=torch.float64), torch.from_numpy(self._evidence.take())]
         )
-        rows = torch.zeros(self._transport.world_size, row.numel(), dtype=torch.float64)
-        work = self._transport.allgather(row, rows.view(-1), name=self._name)
+        rows = torch.zeros(self._channel.world_size, row.numel(), dtype=torch.float64)
+        work = self._channel.transport.allgather(row, rows.view(-1), name=self._channel.name)
         self._exchange = (work, row, rows)
 
-    def step_ended(self, weights: PassWeights) -> None:
+    def step_reduced(self, weights: PassWeights) -> None:
         """Close a step, in which no bucket is in flight any more; every rank calls it alike.
 
         Args:
@@ -150,7 +180,7 @@ class Lookout:
         """
         by_worker = weights if self._groups is None else group_weights(weights, self._groups)
         counts = None if by_worker is None else by_worker.counts
-        self._evidence.end_step(self._rule, weights=counts)
+        self._evidence.step_reduced(self._rule, weights=counts)
         self._num_steps += 1
         self._read()
         self._release()
@@ -159,22 +189,16 @@ class Lookout:
         if self._exchange is None:
             return
         (work, _, rows), self._exchange = self._exchange, None
-        wait_for(work, what="exchange of evidence", timeout_s=self._timeout_s)
+        self._channel.wait(work, what="exchange of evidence")
         if not bool((rows[:, 0] == rows[0, 0]).all()):
             raise MismatchError(
                 f"ranks differ about who is in quarantine (marks by rank: {rows[:, 0].tolist()}); "
                 "every rank must run the same code on the same settings"
             )
-        warned = self._tracker.observe(rows[:, 1:].numpy())
-        for worker in warned:
-            self._warn(worker)
-        if self._quarantine is not None:
-            self._hold(self._quarantine)
-
-    def _warn(self, worker: int) -> None:
-        if self._transport.rank == 0:
+        for worker in self._tracker.observe(rows[:, 1:].numpy()):
             known = self._tracker.workers[worker]
-            _logger.warning(
+            self._say(
+                logging.WARNING,
                 "%s stands out for %d steps: suspicion %.2f; %.0f %% of its values are outside the "
                 "rule's window, %d were not finite, and the finite ones are %.3g times as far from "
                 "the result as usual; see optimizer.report()",
@@ -185,10 +209,13 @@ class Lookout:
                 known.num_non_finite,
                 known.distance**0.5,
             )
+        if self._quarantine is not None:
+            self._hold(self._quarantine)
 
     def _hold(self, quarantine: Quarantine) -> None:
         """Leave named workers out, the most suspicious first, while 2f+1 remain."""
         named = [worker for worker in self._tracker.named() if worker not in self._until]
+        # Equally suspicious ones by number: the order must be the same on every rank.
         for worker in sorted(named, key=lambda worker: (-self._tracker.excess(worker), worker)):
             num_left = len(self._members) - len(self._until) - 1
             if num_left < self._rule.min_rows:
@@ -197,16 +224,17 @@ class Lookout:
             num_steps = quarantine.probation * 2 ** self._num_quarantines[worker]
             self._num_quarantines[worker] += 1
             self._until[worker] = self._num_steps + num_steps
-            if self._transport.rank == 0:
-                _logger.warning(
-                    "%s is in quarantine for %d steps: its gradients are left out",
-                    self._label(worker),
-                    num_steps,
-                )
+            self._say(
+                logging.WARNING,
+                "%s is in quarantine for %d steps: its gradients are left out",
+                self._label(worker),
+                num_steps,
+            )
 
     def _refuse(self, worker: int, num_left: int) -> None:
-        if self._transport.rank == 0 and worker not in self._refused:
-            _logger.warning(
+        if worker not in self._refused:  # said once a worker
+            self._say(
+                logging.WARNING,
                 "%s is not put in quarantine: %d workers would remain, but %s needs %d",
                 self._label(worker),
                 num_left,
@@ -219,8 +247,12 @@ class Lookout:
         for worker in [w for w, until in self._until.items() if until <= self._num_steps]:
             del self._until[worker]
             self._tracker.forgive(worker)
-            if self._transport.rank == 0:
-                _logger.info("%s is let in again, on probation", self._label(worker))
+            self._say(logging.INFO, "%s is let in again, on probation", self._label(worker))
+
+    def _say(self, level: int, text: str, *values: object) -> None:
+        """Log it once for all ranks: they come to the same decisions."""
+        if self._channel.rank == 0:
+            _logger.log(level, text, *values)
 
     def _label(self, worker: int) -> str:
         members = self._members[worker]

@@ -14,8 +14,7 @@ from loft_hvd import attacks
 from loft_hvd.aggregation.diagnostics import diagnose
 from loft_hvd.aggregation.rules import MeanAroundMedian, Median, Phocas, Rule, TrimmedMean
 from loft_hvd.errors import ArgumentError, ArgumentTypeError
-from loft_hvd.pipeline.suspicion.scores import score_rows
-from loft_hvd.pipeline.suspicion.tracker import Evidence, Suspicion, SuspicionTracker
+from loft_hvd.pipeline.suspicion.tracker import Evidence, Suspicion, SuspicionTracker, score_rows
 
 NUMEL = 256  # of a shard
 SETTINGS = Suspicion()
@@ -43,7 +42,7 @@ def watch(
         for owner, shard in zip(owners, rows.chunk(world_size, dim=1), strict=True):
             used = None if isinstance(rule, Median) else weights
             owner.add(diagnose(shard, rule, weights=used, every=1)[1])
-            owner.end_step(rule, weights=weights)
+            owner.step_reduced(rule, weights=weights)
         if step % SETTINGS.interval == 0:
             table = np.stack([change(at, owner.take()) for at, owner in enumerate(owners)])
             warned += [(step, row) for row in tracker.observe(table)]
@@ -282,7 +281,7 @@ def test_steps_in_which_a_worker_was_left_out_say_nothing_of_it() -> None:
         for step in range(10):
             present = [True] * 4 + [interval < 5 or step == 0]
             evidence.add(diagnose(rows, rule, present=present, every=1)[1])
-            evidence.end_step(rule)
+            evidence.step_reduced(rule)
         tracker.observe(evidence.take()[None, :])
     assert tracker.named() == [4]
     assert tracker.workers[4].num_steps == 53
