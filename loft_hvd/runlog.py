@@ -7,8 +7,8 @@ Every line has ``kind``, ``time_s`` (seconds since 1970) and ``step`` (optimizer
 * ``cap``: ``rank``, ``device`` (host/number), ``cap``: its samples at most from now on; ``size``
   that did not fit, ``source``; a run that writes to the same folder honours the newest;
 * ``plan``: ``plan_id``, ``first_step``, ``sizes`` [world_size];
-* ``times``: ``ranks``, averages a batch of each rank as in ``explain.RankTimes``;
-* ``fit``: ``ranks``, what the policy's models say of each rank, as in ``words.fit_record``;
+* ``times``: ``ranks``, averages a batch of each rank as in ``interval.RankTimes``;
+* ``fit``: ``ranks``, what the policy's models say of each rank, as in ``explain.fit_record``;
 * ``explain``: ``text``, the policy's own words on its fit and its doubts;
 * ``spread``: ``ratios`` [world_size] and ``usual``, how far ranks' gradients lie apart for good, as
   in ``pipeline.spread.Spread``;

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from loft_hvd.balance.observations import COLUMNS, SIZE, Floats, Interval
+from loft_hvd.balance.interval import COLUMNS, SIZE, Floats, Interval
 
 __all__ = ["Archive"]
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from loft_hvd.balance.explain import RankTimes
+from loft_hvd.balance.interval import RankTimes
 from loft_hvd.balance.options import BalancerOptions, MaxBatch
 from loft_hvd.balance.plan import proportional_sizes
 from loft_hvd.balance.policies import Policy

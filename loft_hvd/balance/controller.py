@@ -1,7 +1,7 @@
 """The decisions of rank 0: observations in, numbered plans out. Pure: no ranks, no clock.
 
-The controller screens what ranks report, hands it to a policy, numbers the plans that come back,
-and can say and repeat what it did. Who exchanges the times and broadcasts the plan is the
+The controller hands what ranks report to a policy, numbers the plans that come back, and can say
+and repeat what it did. Who exchanges and screens the times and broadcasts the plan is the
 balancer's business; in the simulator it is the scenario's.
 """
 
@@ -15,12 +15,11 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from loft_hvd.balance.few_sizes import choose_used
 from loft_hvd.balance.holding import Holding
+from loft_hvd.balance.interval import Interval
 from loft_hvd.balance.named import POLICIES, make_policy
-from loft_hvd.balance.observations import WAIT, Interval, screen
 from loft_hvd.balance.plan import Plan
 from loft_hvd.balance.policies import Policy, Proposal, Task
 from loft_hvd.balance.replay import Decision, Replay, record, write_decisions
@@ -127,25 +126,12 @@ class Controller:
         plan = self.plan_at(step)
         return plan.plan_id == 0 or step >= plan.first_step + self.settle_steps
 
-    def observe(self, rows: npt.ArrayLike, *, step: int, step_s: float = float("nan")) -> None:
-        """Take in what every rank measured in an interval.
-
-        Args:
-            rows: averages over the interval's settled steps, [world_size, 10], in the order of
-                ``observations.COLUMNS``.
-            step: the last of these steps; its plan is the one that was measured.
-            step_s: average seconds of such a step by rank 0's clock, wait and aggregation
-                included; without it the median of what ranks claim stands in.
-        """
-        plan = self.plan_at(step)
-        interval, discarded = screen(rows, step=step, sizes=plan.sizes, step_s=step_s)
-        for reason, ranks in discarded.items():
+    def observe(self, interval: Interval) -> None:
+        """Take in what every rank measured in an interval, as screened."""
+        for reason, ranks in interval.discarded.items():
             self.discarded.update((rank, reason) for rank in ranks)
-        if not step_s > 0 and interval.valid.any():
-            claimed = interval.busy_s + interval.rows[:, WAIT]
-            step_s = float(np.median(claimed[interval.valid]))
         self._num_intervals += 1
-        self._interval = Interval(step, interval.sizes, interval.rows, interval.valid, step_s)
+        self._interval = interval
 
     def decide(self, step: int) -> Plan | None:
         """Return a plan to come into force at ``step``, or None to keep the one that is.

@@ -1,4 +1,4 @@
-"""From what every rank measured to who is slow and why: pure arithmetic and plain words."""
+"""Plain words for what ranks measured and what models say: who is slow, why, what is not known."""
 
 from __future__ import annotations
 
@@ -6,106 +6,18 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-__all__ = [
-    "TIME_FIELDS",
-    "RankTimes",
-    "SlowRank",
-    "describe",
-    "find_slow",
-    "means",
-    "read_times",
-    "unpaused_step_s",
-]
+from loft_hvd.balance.fit import Fit
+from loft_hvd.balance.interval import RankTimes
 
-TIME_FIELDS = (
-    "steps",  # batches counted
-    "samples",
-    "local",  # samples from the rank's own node
-    "remote",  # samples from elsewhere
-    "fetch_s",
-    "stall_s",
-    "compute_s",
-    "queued_s",
-    "wait_s",
-    "other_s",
-    "wall_s",
-    "cached",  # of the local samples, those that belong elsewhere
-    "paused_s",  # in steps that are left out: checkpoints, evaluation
-    "busy_s2",  # the square of a step's own work: how much it varies
-    "held_s",  # of wait_s, what is far beyond the usual: others may have paused
-)
+__all__ = ["SlowRank", "describe", "describe_fit", "find_slow", "fit_record"]
+
 _SLOW_RATIO = 1.10  # a rank is slow when its own work takes this many times the median rank's
 _SLOW_SHARE = 0.03  # and when a step would be shorter by this share without the difference
 _SLOW_ERRORS = 3.0  # and when the difference is so many of its standard errors
-
-
-@dataclass(frozen=True)
-class RankTimes:
-    """What one rank spent on an average batch of the last interval.
-
-    Attributes:
-        rank: the rank.
-        steps: batches measured; last ones of an epoch and the first with a new size are left out.
-        samples: samples a batch; 0 for a rank that computes dummy batches only.
-        local: of them from the rank's own node.
-        remote: of them from elsewhere.
-        fetch_s: seconds to read and prepare the batch, where that happens.
-        stall_s: seconds of it that the script waited for; the rest ran beside the computing.
-        compute_s: seconds from the batch's arrival to its last gradient, without ``queued_s``.
-        queued_s: seconds that the computing stood still because another process held the CPU;
-            measured where a node has more ranks than CPUs.
-        wait_s: seconds spent waiting for the other ranks and the wire.
-        other_s: seconds for everything else, the optimizer and the script's own code.
-        wall_s: seconds from the end of the step before to the end of this one.
-        cached: of ``local``, samples that belong elsewhere but were in a cache.
-        paused_s: seconds of pauses (checkpoints, evaluation), whose steps are left out of the rest.
-        busy_s2: mean square of ``busy_s`` over the batches.
-        held_s: seconds of ``wait_s`` far beyond what is usual: other ranks may have paused.
-    """
-
-    rank: int
-    steps: int
-    samples: float
-    local: float
-    remote: float
-    fetch_s: float
-    stall_s: float
-    compute_s: float
-    queued_s: float
-    wait_s: float
-    other_s: float
-    wall_s: float
-    cached: float = 0.0
-    paused_s: float = 0.0
-    busy_s2: float = 0.0
-    held_s: float = 0.0
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds of the rank's own work: computing, and what of the fetch it waited for."""
-        return self.stall_s + self.compute_s
-
-    @property
-    def busy_error_s(self) -> float:
-        """Standard error of ``busy_s``, from its variation over the batches."""
-        variance = max(0.0, self.busy_s2 - self.busy_s**2)
-        return math.sqrt(variance / (self.steps - 1)) if self.steps > 1 else 0.0
-
-    @property
-    def overlap(self) -> float:
-        """Share of the shorter of fetch and computing that ran beside the other, 0 to 1."""
-        shorter = min(self.fetch_s, self.compute_s)
-        hidden = max(0.0, self.fetch_s - self.stall_s)
-        return min(1.0, hidden / shorter) if shorter > 0 else 0.0
-
-    @property
-    def samples_per_s(self) -> float:
-        """Samples that the rank could do in a second without waiting for others."""
-        return self.samples / self.busy_s if self.busy_s > 0 else 0.0
 
 
 @dataclass(frozen=True)
@@ -121,51 +33,6 @@ class SlowRank:
     rank: int
     ratio: float
     cause: str
-
-
-def means(rows: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Turn the sums that ranks exchanged into averages a batch, as they are: not all are times.
-
-    Args:
-        rows: sums over an interval in the order of ``TIME_FIELDS``, [world_size, 15].
-
-    Returns:
-        The same shape, with the number of batches in front; 0 for a rank without batches, NaN for
-        one whose number of batches is none.
-    """
-    steps = rows[:, :1]
-    is_count = np.isfinite(steps) & (steps >= 0) & (steps == np.floor(steps))
-    averages = np.where(steps > 0, rows, 0.0) / np.where(is_count & (steps > 0), steps, 1.0)
-    averages[:, :1] = steps
-    return np.where(is_count, averages, np.nan)
-
-
-def read_times(rows: npt.NDArray[np.float64]) -> tuple[RankTimes, ...]:
-    """Turn the sums that ranks exchanged into averages a batch.
-
-    Args:
-        rows: sums over an interval in the order of ``TIME_FIELDS``, [world_size, 15].
-
-    Returns:
-        One entry a rank. Sums that no clock can have measured (not finite, negative) count as 0.
-    """
-    known = means(rows)
-    known = np.where(np.isfinite(known) & (known >= 0), known, 0.0)
-    return tuple(RankTimes(rank, int(row[0]), *row[1:]) for rank, row in enumerate(known.tolist()))
-
-
-def unpaused_step_s(times: Sequence[RankTimes]) -> float:
-    """Return the seconds of a step by rank 0's clock, without its waiting for others' pauses.
-
-    What others say only tells pauses from slow steps: no more is taken off than rank 0 has waited
-    beyond the usual, so that nobody can talk a bad plan's steps short.
-    """
-    first = times[0]
-    if not first.steps:
-        return first.wall_s
-    longest = max(entry.paused_s * entry.steps for entry in times)
-    held_s = min(longest / first.steps, first.held_s)
-    return max(first.busy_s, first.wall_s - held_s)
 
 
 def find_slow(times: Sequence[RankTimes]) -> tuple[SlowRank, ...]:
@@ -225,3 +92,65 @@ def describe(times: Sequence[RankTimes]) -> str:
         if time.paused_s > 0
     ]
     return "\n".join(lines)
+
+
+_NAMES = {
+    "fetch_fixed_s": "fetch: fixed",
+    "local_s": "fetch: a local sample",
+    "remote_s": "fetch: a remote sample",
+    "shared_s": "fetch: the shared source",
+    "compute_fixed_s": "compute: fixed",
+    "compute_s": "compute: a sample",
+}
+
+
+def describe_fit(fit: Fit, *, acts: bool = True) -> list[str]:
+    """Return a line a rank: what its time is made of, what hides what, and what is not known.
+
+    Args:
+        fit: the newest models.
+        acts: whether sizes follow from it.
+    """
+    held = "; it is kept at its equal share" if acts else ""
+    model, lines = fit.model, []
+    for rank in range(model.world_size):
+        if fit.is_poor[rank]:
+            reason = "no usable times" if fit.num_rows[rank] == 0 else "times that fit no model"
+            lines.append(f"rank {rank}: {reason}{held}")
+            continue
+        overlap = float(model.overlap[rank])
+        hides = {0.0: "one after the other", 1.0: "fully overlapped"}.get(
+            overlap, f"{overlap:.0%} overlapped"
+        )
+        per_local, per_remote = model.local_s[rank], model.remote_s[rank] + model.shared_s[rank]
+        saturates = f", no cheaper below {fit.knee[rank]:.0f} samples" if fit.knee[rank] > 0 else ""
+        line = (
+            f"rank {rank}: fetch {1e3 * model.fetch_fixed_s[rank]:.2f} ms + "
+            f"{1e3 * per_local:.3f} ms a local and {1e3 * per_remote:.3f} ms a remote sample; "
+            f"compute {1e3 * max(model.compute_fixed_s[rank], 0.0):.2f} ms + "
+            f"{1e3 * model.compute_s[rank]:.3f} ms a sample{saturates}; {hides}"
+        )
+        if np.isfinite(model.hits[rank]):
+            line += f"; {model.hits[rank]:.0f} samples of a global batch are local"
+        if fit.unclear[rank]:
+            terms = ", ".join(_NAMES[name] for name in fit.unclear[rank])
+            line += f"; cannot be told apart yet: {terms}"
+        lines.append(line)
+    return lines
+
+
+def fit_record(fit: Fit) -> list[dict[str, Any]]:
+    """Return what a fit says of each rank, JSON-able: terms in seconds, [world_size] entries."""
+    model = fit.model
+    terms = ("fetch_fixed_s", "local_s", "remote_s", "shared_s", "compute_fixed_s", "compute_s")
+    return [
+        {
+            **{term: float(getattr(model, term)[rank]) for term in terms},
+            "knee": float(fit.knee[rank]),
+            "overlap": float(model.overlap[rank]),
+            "hits": float(model.hits[rank]),
+            "is_poor": bool(fit.is_poor[rank]),
+            "unclear": list(fit.unclear[rank]),
+        }
+        for rank in range(model.world_size)
+    ]

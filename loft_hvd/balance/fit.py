@@ -15,9 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loft_hvd.balance import forms
-from loft_hvd.balance.latency import StepModel, queued_samples
-from loft_hvd.balance.least_squares import LinearFit
-from loft_hvd.balance.observations import (
+from loft_hvd.balance.interval import (
     COMPUTE,
     FETCH,
     LOCAL,
@@ -26,6 +24,8 @@ from loft_hvd.balance.observations import (
     STALL,
     Interval,
 )
+from loft_hvd.balance.latency import StepModel, queued_samples
+from loft_hvd.balance.least_squares import LinearFit
 from loft_hvd.balance.terms import TermFitter
 
 __all__ = ["Fit", "Fitter"]

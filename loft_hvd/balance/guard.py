@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loft_hvd.balance.observations import Interval
+from loft_hvd.balance.interval import Interval
 
 __all__ = ["Forecast", "Guard"]
 

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from loft_hvd.balance.explain import describe_fit
 from loft_hvd.balance.fit import Fit, Fitter
 from loft_hvd.balance.guard import Forecast, Guard
-from loft_hvd.balance.observations import Interval
+from loft_hvd.balance.interval import Interval
 from loft_hvd.balance.policies import Proposal, Task
 from loft_hvd.balance.search import SOLVERS, Bounds, round_to_lattice
-from loft_hvd.balance.words import describe_fit
 from loft_hvd.errors import ArgumentError
 
 __all__ = ["Loft"]

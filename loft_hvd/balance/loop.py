@@ -10,22 +10,23 @@ from typing import Any
 
 from loft_hvd.balance.archive import Archive
 from loft_hvd.balance.batches import BatchQueue
-from loft_hvd.balance.exchange import Exchange, Report
-from loft_hvd.balance.explain import RankTimes, describe, read_times, unpaused_step_s
-from loft_hvd.balance.observations import screen
+from loft_hvd.balance.exchange import Exchange
+from loft_hvd.balance.explain import describe, fit_record
+from loft_hvd.balance.interval import Head, Interval, RankTimes, Report
 from loft_hvd.balance.options import SETTLE_STEPS, BalancerOptions
 from loft_hvd.balance.plan import Plan
 from loft_hvd.balance.replay import Decision
 from loft_hvd.balance.resume import can_go_on, compare_starts, plans_of
 from loft_hvd.balance.schedule import Schedule
 from loft_hvd.balance.timing import StepTimer
-from loft_hvd.balance.words import fit_record
 from loft_hvd.balance.world import World
+from loft_hvd.errors import MismatchError
 from loft_hvd.runlog import RunLog
 from loft_hvd.topology import LoadMeter, allowed_cpus, run_queue_s
+from loft_hvd.transport.agreement import odd_ones
 from loft_hvd.transport.base import Transport
 
-__all__ = ["PlanLoop"]
+__all__ = ["PlanLoop", "check_same_run"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -145,12 +146,12 @@ class PlanLoop:
         if self._num_steps >= self._schedule.at - 1 and not self._exchange.is_sending:
             self._send_times()
         if self._num_steps >= self._schedule.at:
-            report = self._read_report()
-            plan = self._next_plan(report)
+            report, interval = self._read_report()
+            plan = self._next_plan(report, interval)
             if self._options.is_adaptive:
                 self._exchange.send_plan(plan)
-            interval = self._schedule.interval if report is None else report.next_interval
-            self._schedule.follow(self._num_steps, interval)
+            wanted = self._schedule.interval if report is None else report.next_interval
+            self._schedule.follow(self._num_steps, wanted)
 
     def _compare(self) -> None:
         """Compare what ranks went on from: plans, steps taken, and the batch just trained."""
@@ -185,43 +186,38 @@ class PlanLoop:
         drawn_ahead = self._batches.drawn_ahead
         self._exchange.send_times(
             sums,
-            header=(
+            head=Head(
                 self._num_steps,
                 self.plan.plan_id,
                 self._batches.trail,
                 drawn_ahead,
                 interval,
             ),
-            shares=(self._load.cpu_use(), self._load.memory_use()),
+            uses=(self._load.cpu_use(), self._load.memory_use()),
         )
 
-    def _read_report(self) -> Report | None:
+    def _read_report(self) -> tuple[Report | None, Interval | None]:
+        """Return what ranks sent, and what may be believed of it; screened once for all."""
         report = self._exchange.receive_times()
-        if report is not None:
-            report.check(world_size=self._transport.world_size)
-            times = read_times(report.times)
-            if any(entry.steps for entry in times):
-                self.times = times
-                self._log.write("times", ranks=[asdict(entry) for entry in times])
-            if times[0].steps:
-                step, step_s = self._batches.next_step - 1, unpaused_step_s(times)
-                sizes = self.plan.sizes
-                interval, _ = screen(report.observed, step=step, sizes=sizes, step_s=step_s)
-                self._archive.add(self._world.keys, interval)
-        return report
+        if report is None:
+            return None, None
+        check_same_run(report)
+        if any(entry.steps for entry in report.times):
+            self.times = report.times
+            self._log.write("times", ranks=[asdict(entry) for entry in report.times])
+        interval = report.screened(step=self._batches.next_step - 1, sizes=self.plan.sizes)
+        if interval is not None:
+            self._archive.add(self._world.keys, interval)
+        return report, interval
 
-    def _next_plan(self, report: Report | None) -> Plan:
+    def _next_plan(self, report: Report | None, interval: Interval | None) -> Plan:
         """Return rank 0's new plan, or the one in force; other ranks' return does not count."""
-        if self._controller is None or report is None or self._transport.rank != 0:
+        is_deciding = self._controller is not None and self._transport.rank == 0
+        if not is_deciding or report is None or interval is None:
             return self.plan
-        times = read_times(report.times)
-        if times[0].steps == 0:
-            return self.plan
-        step_s = unpaused_step_s(times)
-        step = self._batches.next_step - 1
-        self._controller.observe(report.observed, step=step, step_s=step_s)
-        first_step = report.first_free_step(self.num_passes)
-        plan = self._controller.decide(first_step) or self.plan
+        assert self._controller is not None
+        self._controller.observe(interval)
+        plan = self._controller.decide(report.first_free_step(self.num_passes)) or self.plan
         if self._log.path is not None:
             fit = getattr(self._controller.policy, "fit", None)  # a policy without models has none
             if fit is not None:
@@ -297,3 +293,26 @@ class PlanLoop:
         self._write_plans()
         self._schedule.restart(self._num_steps)
         self._is_compared = False
+
+
+def check_same_run(report: Report) -> None:
+    """Raise when ranks are at different steps or plans, or have trained on other batches.
+
+    Raises:
+        MismatchError: names the rank and its step and plan.
+    """
+    steps, plans = report.column("num_steps").tolist(), report.column("plan_id").tolist()
+    for rank, (step, plan) in enumerate(zip(steps, plans, strict=True)):
+        if (step, plan) != (steps[0], plans[0]):
+            raise MismatchError(
+                f"rank {rank} is at step {step:.0f} with plan {plan:.0f}, but rank 0 at step "
+                f"{steps[0]:.0f} with plan {plans[0]:.0f}; every rank must take the same steps"
+            )
+    trails = report.column("trail").tolist()
+    if any(trail != trails[0] for trail in trails):
+        raise MismatchError(
+            f"ranks {odd_ones(trails)} have trained on other batches than the rest since the "
+            f"last exchange (now at step {steps[0]:.0f}): the samples, sizes or steps of their "
+            "global batches differ. Give every rank the same data set, seed, epoch and "
+            "loaded state, and let none skip a batch"
+        )

@@ -5,15 +5,12 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from loft_hvd.balance.explain import TIME_FIELDS
+from loft_hvd.balance.interval import SUM, SUMS
 
 __all__ = ["StepSums"]
 
 Floats = npt.NDArray[np.float64]
 
-_OTHER, _WAIT, _WALL, _PAUSED, _HELD = (
-    TIME_FIELDS.index(name) for name in ("other_s", "wait_s", "wall_s", "paused_s", "held_s")
-)
 _FEWEST = 5  # steps that say what is usual
 _MOST = 256  # steps kept one by one
 _USUAL = 3.0  # times the median of "other", or of waiting,
@@ -30,19 +27,19 @@ class StepSums:
     """
 
     def __init__(self) -> None:
-        self._sums: Floats = np.zeros(len(TIME_FIELDS))
+        self._sums: Floats = np.zeros(len(SUMS))
         self._rows: list[Floats] = []
 
     def add(self, row: Floats) -> None:
-        """Add a step, in the order of ``TIME_FIELDS``."""
+        """Add a step, in the order of ``SUMS``."""
         self._rows.append(row)
         if len(self._rows) >= _MOST:
             self._fold()
 
     def take(self) -> Floats:
-        """Return the sums, [len(TIME_FIELDS)], and start afresh."""
+        """Return the sums, [len(SUMS)], and start afresh."""
         self._fold()
-        taken, self._sums = self._sums, np.zeros(len(TIME_FIELDS))
+        taken, self._sums = self._sums, np.zeros(len(SUMS))
         return taken
 
     def _fold(self) -> None:
@@ -53,14 +50,15 @@ class StepSums:
         if len(rows) < _FEWEST:
             self._sums += rows.sum(axis=0)
             return
-        other = rows[:, _OTHER]
+        other = rows[:, SUM["other_s"]]
         usual = float(np.median(other))
-        limit = _USUAL * usual + _OF_STEP * float(np.median(rows[:, _WALL]))
+        limit = _USUAL * usual + _OF_STEP * float(np.median(rows[:, SUM["wall_s"]]))
         is_paused = other > limit
         kept = rows[~is_paused]
         self._sums += kept.sum(axis=0)
-        wait = kept[:, _WAIT]
+        wait = kept[:, SUM["wait_s"]]
         beyond = wait - float(np.median(wait))
-        limit = (_USUAL - 1) * float(np.median(wait)) + _OF_STEP * float(np.median(kept[:, _WALL]))
-        self._sums[_HELD] += float(beyond[beyond > limit].sum())
-        self._sums[_PAUSED] += float((other[is_paused] - usual).sum())
+        step_s = float(np.median(kept[:, SUM["wall_s"]]))
+        limit = (_USUAL - 1) * float(np.median(wait)) + _OF_STEP * step_s
+        self._sums[SUM["held_s"]] += float(beyond[beyond > limit].sum())
+        self._sums[SUM["paused_s"]] += float((other[is_paused] - usual).sum())

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from loft_hvd.balance.observations import COMPUTE, CPU, MEMORY, SIZE, Interval
+from loft_hvd.balance.interval import COMPUTE, CPU, MEMORY, SIZE, Interval
 from loft_hvd.balance.predictors import PREDICTORS, Predictor
 from loft_hvd.balance.search import Bounds, equal_within, round_to_lattice
 from loft_hvd.errors import PlanError

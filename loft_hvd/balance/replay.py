@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from loft_hvd.balance.observations import Interval
+from loft_hvd.balance.interval import Interval
 from loft_hvd.balance.plan import Plan
 from loft_hvd.balance.policies import Fixed, Proposal, Task, Uniform
 from loft_hvd.errors import PlanError

@@ -7,14 +7,13 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from loft_hvd.balance.explain import TIME_FIELDS
+from loft_hvd.balance.interval import SUM
 
 __all__ = ["Schedule"]
 
 _LEAST_STEPS = 20
 _LEAST_S = 30.0
 _GROWTH = 4  # an interval has at most this many times the steps of the one before
-_STEPS, _WALL = TIME_FIELDS.index("steps"), TIME_FIELDS.index("wall_s")
 
 
 class Schedule:
@@ -49,12 +48,13 @@ class Schedule:
         """Return how many steps the next interval should have, from this rank's times.
 
         Args:
-            sums: in the order of ``TIME_FIELDS``, [15].
+            sums: in the order of ``interval.SUMS``, [15].
             num_passes: backward passes of an optimizer step.
         """
         if self._given is not None:
             return self._given
-        step_s = float(sums[_WALL] / sums[_STEPS]) * num_passes if sums[_STEPS] > 0 else 0.0
+        steps, wall_s = float(sums[SUM["steps"]]), float(sums[SUM["wall_s"]])
+        step_s = wall_s / steps * num_passes if steps > 0 else 0.0
         if not step_s > 0:
             return self.interval
         wanted = max(_LEAST_STEPS, math.ceil(_LEAST_S / step_s))

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loft_hvd.balance.device_clock import DeviceClock, Span
-from loft_hvd.balance.explain import TIME_FIELDS
+from loft_hvd.balance.interval import SUMS
 from loft_hvd.balance.pauses import StepSums
 
 __all__ = ["StepTimer"]
@@ -20,9 +20,9 @@ __all__ = ["StepTimer"]
 
 @dataclass
 class _Step:
-    """What is known of one step; amounts by the names of ``TIME_FIELDS``."""
+    """What is known of one step; amounts by the names of ``SUMS``."""
 
-    amounts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(TIME_FIELDS, 0.0))
+    amounts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SUMS, 0.0))
     spans: list[Span] = field(default_factory=list)  # of its batches, on a device
     host_s: float = 0.0  # from the batches' arrivals to the end of their backward passes
     is_left_out: bool = False
@@ -37,7 +37,7 @@ class _Step:
         return all(span.is_over for span in self.spans)
 
     def row(self) -> npt.NDArray[np.float64]:
-        """Return the amounts in the order of ``TIME_FIELDS``."""
+        """Return the amounts in the order of ``SUMS``."""
         amounts = self.amounts
         if self.spans:  # what the host waited for while its device computed is no waiting
             amounts["compute_s"] = sum(span.seconds for span in self.spans)
@@ -49,7 +49,7 @@ class _Step:
         amounts["other_s"] = max(0.0, amounts["wall_s"] - spent)
         own_s = amounts["stall_s"] + amounts["compute_s"]
         amounts["busy_s2"] = own_s**2 / amounts["steps"]
-        return np.array([amounts[name] for name in TIME_FIELDS])
+        return np.array([amounts[name] for name in SUMS])
 
 
 class StepTimer:
@@ -193,7 +193,7 @@ class StepTimer:
         self._clear_step()
 
     def take(self) -> npt.NDArray[np.float64]:
-        """Return the sums in the order of ``TIME_FIELDS``, [15], and start afresh."""
+        """Return the sums in the order of ``SUMS``, [15], and start afresh."""
         self._add_known()
         return self._sums.take()
 

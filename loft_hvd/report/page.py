@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any
 
-from loft_hvd.balance.explain import RankTimes, find_slow
+from loft_hvd.balance.explain import find_slow
+from loft_hvd.balance.interval import RankTimes
 from loft_hvd.errors import DataError
 from loft_hvd.report.svg import bars, lines
 from loft_hvd.report.text import read_suspicion, render_text, spread_line

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from loft_hvd.balance.explain import RankTimes, describe
+from loft_hvd.balance.explain import describe
+from loft_hvd.balance.interval import RankTimes
 from loft_hvd.errors import DataError
 from loft_hvd.pipeline.suspicion.report import SuspicionReport, WorkerReport
 

@@ -8,13 +8,25 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from loft_hvd.balance.interval import (
+    COLUMNS,
+    COMPUTE,
+    CPU,
+    FETCH,
+    LOCAL,
+    REMOTE,
+    SIZE,
+    STALL,
+    WAIT,
+)
 from loft_hvd.balance.latency import StepModel
-from loft_hvd.balance.observations import COLUMNS
 
 __all__ = ["Block", "Cluster", "Disturbance"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+
+_OWN = [FETCH, STALL, COMPUTE]  # what a rank may report wrongly: its own times
 
 
 @dataclass(frozen=True)
@@ -142,16 +154,16 @@ class Cluster:
         step_s = float(block.step_s[chosen].mean())
         local = block.local[chosen].mean(axis=0)
         rows = np.zeros((len(block.sizes), len(COLUMNS)))
-        rows[:, 0], rows[:, 1], rows[:, 2] = block.sizes, local, block.sizes - local
-        rows[:, 3] = block.fetch_s[chosen].mean(axis=0)
-        rows[:, 4] = (block.busy_s - block.compute_s)[chosen].mean(axis=0)
-        rows[:, 5] = block.compute_s[chosen].mean(axis=0)
+        rows[:, SIZE], rows[:, LOCAL], rows[:, REMOTE] = block.sizes, local, block.sizes - local
+        rows[:, FETCH] = block.fetch_s[chosen].mean(axis=0)
+        rows[:, STALL] = (block.busy_s - block.compute_s)[chosen].mean(axis=0)
+        rows[:, COMPUTE] = block.compute_s[chosen].mean(axis=0)
         factor = self._disturbance.report[last]
         if self._first_report is None:
-            self._first_report = rows[:, 3:6].copy()
-        rows[:, 3:6] = np.where(
-            (factor == 0)[:, None], self._first_report, rows[:, 3:6] * factor[:, None]
+            self._first_report = rows[:, _OWN].copy()
+        rows[:, _OWN] = np.where(
+            (factor == 0)[:, None], self._first_report, rows[:, _OWN] * factor[:, None]
         )
-        rows[:, 6] = np.maximum(step_s - rows[:, 4] - rows[:, 5], 0.0)
-        rows[:, 8] = self._disturbance.use[last]
+        rows[:, WAIT] = np.maximum(step_s - rows[:, STALL] - rows[:, COMPUTE], 0.0)
+        rows[:, CPU] = self._disturbance.use[last]
         return rows, step_s

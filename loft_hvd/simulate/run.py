@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loft_hvd.balance.controller import Controller, Decision
+from loft_hvd.balance.interval import screen
 from loft_hvd.balance.latency import StepModel
 from loft_hvd.balance.loft import Loft
 from loft_hvd.balance.policies import Policy
@@ -185,7 +186,7 @@ def _run_policy(scenario: Scenario, policy: str | Sequence[int], draws: Draws) -
         if policy == ORACLE:
             continue
         rows_, step_s = cluster.report(block, controller.is_settled)
-        controller.observe(rows_, step=last - 1, step_s=step_s)
+        controller.observe(screen(rows_, step=last - 1, sizes=sizes.tolist(), step_s=step_s))
         plan = controller.decide(last)
         if plan is not None:
             sizes, in_force = np.array(plan.sizes), 0

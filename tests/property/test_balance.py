@@ -19,7 +19,7 @@ from loft_hvd.simulate.draw import random_scenario
 from loft_hvd.simulate.parse import read_scenario
 from loft_hvd.simulate.run import simulate
 from loft_hvd.simulate.scenario import Event, Ranks, Scenario
-from tests.support.clusters import OVERLAPS, drive, measure, random_model
+from tests.support.clusters import OVERLAPS, drive, measure, observe, random_model
 
 SHIPPED = {
     path.stem: path
@@ -177,7 +177,7 @@ def test_planning_takes_less_than_a_hundredth_of_the_steps_it_plans() -> None:
     for number in range(30):
         rows, step_s = measure(model, controller.plan.sizes, seed=[number], noise=0.05, steps=20)
         began = time.thread_time()  # not the clock: other work may share the machine
-        controller.observe(rows, step=20 * number + 19, step_s=step_s)
+        observe(controller, rows, step=20 * number + 19, step_s=step_s)
         controller.decide(20 * number + 20)
         taken += time.thread_time() - began
         trained += 20 * step_s

@@ -8,8 +8,18 @@ import numpy as np
 import numpy.typing as npt
 
 from loft_hvd.balance.controller import Controller
+from loft_hvd.balance.interval import (
+    COLUMNS,
+    COMPUTE,
+    FETCH,
+    LOCAL,
+    REMOTE,
+    SIZE,
+    STALL,
+    WAIT,
+    screen,
+)
 from loft_hvd.balance.latency import StepModel
-from loft_hvd.balance.observations import COLUMNS
 from loft_hvd.balance.search import Bounds
 
 OVERLAPS = {"serial": 0.0, "full": 1.0, "partial": None}
@@ -74,10 +84,18 @@ def drive(
     for number in range(intervals):
         in_force.append(sizes)
         rows, step_s = measure(models(number), sizes, seed=[seed, number], noise=noise, steps=steps)
-        controller.observe(rows, step=(number + 1) * steps - 1, step_s=step_s)
+        observe(controller, rows, step=(number + 1) * steps - 1, step_s=step_s)
         plan = controller.decide((number + 1) * steps)
         sizes = sizes if plan is None else plan.sizes
     return [*in_force, sizes]
+
+
+def observe(
+    controller: Controller, rows: npt.ArrayLike, *, step: int, step_s: float = float("nan")
+) -> None:
+    """Screen what ranks report of the plan in force at ``step``, and let a controller see it."""
+    sizes = controller.plan_at(step).sizes
+    controller.observe(screen(rows, step=step, sizes=sizes, step_s=step_s))
 
 
 def measure(
@@ -93,8 +111,8 @@ def measure(
     busy = model.combine(fetch, compute)
     step_s = float(busy.max(axis=1).mean()) + model.aggregate_s
     rows = np.zeros((len(batch), len(COLUMNS)))
-    rows[:, 0], rows[:, 1], rows[:, 2] = batch, local[0], batch - local[0]
-    rows[:, 3], rows[:, 5] = fetch.mean(axis=0), compute.mean(axis=0)
-    rows[:, 4] = (busy - compute).mean(axis=0)
-    rows[:, 6] = np.maximum(step_s - rows[:, 4] - rows[:, 5], 0.0)
+    rows[:, SIZE], rows[:, LOCAL], rows[:, REMOTE] = batch, local[0], batch - local[0]
+    rows[:, FETCH], rows[:, COMPUTE] = fetch.mean(axis=0), compute.mean(axis=0)
+    rows[:, STALL] = (busy - compute).mean(axis=0)
+    rows[:, WAIT] = np.maximum(step_s - rows[:, STALL] - rows[:, COMPUTE], 0.0)
     return rows, step_s

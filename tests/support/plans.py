@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from loft_hvd.balance.observations import Interval
+from loft_hvd.balance.interval import Interval
 from loft_hvd.balance.plan import Plan, StepSizes
 from loft_hvd.balance.policies import Proposal, Uniform
 

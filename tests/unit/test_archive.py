@@ -10,24 +10,23 @@ import pytest
 
 import loft_hvd as loft
 from loft_hvd.balance.archive import Archive
-from loft_hvd.balance.observations import COLUMNS, Interval
+from loft_hvd.balance.interval import COLUMNS, COMPUTE, SIZE, Interval
 from loft_hvd.balance.plan import StepSizes
 from loft_hvd.transport.local import LocalTransport, run_ranks
 
 
 def interval(seconds: list[float], *, valid: list[bool] | None = None) -> Interval:
     rows = np.zeros((len(seconds), len(COLUMNS)))
-    rows[:, COLUMNS.index("size")] = 8
-    rows[:, COLUMNS.index("compute_s")] = seconds
+    rows[:, SIZE] = 8
+    rows[:, COMPUTE] = seconds
     is_valid = np.array(valid or [True] * len(seconds))
     return Interval(3, np.full(len(seconds), 8), rows, is_valid, max(seconds))
 
 
 def compute_s(archive: Archive, keys: list[str]) -> list[list[float | None]]:
     """Return what is recalled of each device's computing, oldest first."""
-    column = COLUMNS.index("compute_s")
     return [
-        [float(each.rows[rank, column]) if each.valid[rank] else None for each in recalled]
+        [float(each.rows[rank, COMPUTE]) if each.valid[rank] else None for each in recalled]
         for recalled in [archive.recall(keys)]
         for rank in range(len(keys))
     ]

@@ -12,10 +12,10 @@ import pytest
 
 from loft_hvd.balance.controller import Controller, Replay
 from loft_hvd.balance.few_sizes import choose_used
+from loft_hvd.balance.interval import COMPUTE, LOCAL, SIZE, STALL
 from loft_hvd.balance.latency import StepModel
-from loft_hvd.balance.observations import COMPUTE, LOCAL, SIZE, STALL
 from loft_hvd.errors import ArgumentError, PlanError
-from tests.support.clusters import drive, measure, random_model
+from tests.support.clusters import drive, measure, observe, random_model
 
 UNEVEN = StepModel.build(4, compute_s=np.array([1, 1, 2, 4]) * 1e-3, aggregate_s=0.01)
 EVEN = StepModel.build(4, compute_fixed_s=0.01, compute_s=1e-3)
@@ -32,7 +32,7 @@ def test_it_starts_equal_and_acts_after_the_fit() -> None:
     assert controller.plan.sizes == (64, 64, 64, 64)
     assert controller.decide(20) is None, "nothing was observed"
     rows, step_s = rows_of(UNEVEN, controller)
-    controller.observe(rows, step=19, step_s=step_s)
+    observe(controller, rows, step=19, step_s=step_s)
     plan = controller.decide(20)
     assert plan is not None
     assert plan.first_step == 20
@@ -42,10 +42,10 @@ def test_it_starts_equal_and_acts_after_the_fit() -> None:
 def test_an_interval_is_used_once_and_an_old_plan_s_not_at_all() -> None:
     controller = Controller(256, 4)
     rows, step_s = rows_of(UNEVEN, controller)
-    controller.observe(rows, step=19, step_s=step_s)
+    observe(controller, rows, step=19, step_s=step_s)
     assert controller.decide(40) is not None
     assert controller.decide(41) is None
-    controller.observe(rows, step=39, step_s=step_s)  # measured before the plan came into force
+    observe(controller, rows, step=39, step_s=step_s)  # measured before the plan came into force
     assert controller.decide(60) is None
 
 
@@ -65,7 +65,7 @@ def test_impossible_reports_are_discarded_and_counted(
     controller = Controller(256, 4)
     rows, step_s = rows_of(UNEVEN, controller)
     rows[1, column] = value
-    controller.observe(rows, step=19, step_s=step_s)
+    observe(controller, rows, step=19, step_s=step_s)
     plan = controller.decide(20)
     assert controller.discarded == {(1, reason): 1}
     assert f"rank 1: 1 reports discarded ({reason})" in controller.explain()
@@ -78,13 +78,13 @@ def test_a_batch_of_another_size_is_not_believed() -> None:
     rows, step_s = rows_of(UNEVEN, controller)
     rows[2, SIZE : SIZE + 2] = 32
     rows[2, LOCAL + 1] = 0
-    controller.observe(rows, step=19, step_s=step_s)
+    observe(controller, rows, step=19, step_s=step_s)
     assert controller.discarded == {(2, "not the planned size"): 1}
 
 
 def test_rows_of_a_wrong_shape_are_refused() -> None:
     with pytest.raises(ArgumentError, match=r"shape \(4, 10\).*cpu_use"):
-        Controller(256, 4).observe(np.zeros((4, 7)), step=19)
+        observe(Controller(256, 4), np.zeros((4, 7)), step=19)
 
 
 def test_equal_ranks_keep_equal_sizes() -> None:
@@ -111,7 +111,7 @@ def test_a_plan_that_is_worse_than_equal_sizes_lasts_one_interval() -> None:
         rows, step_s = measure(EVEN, sizes, seed=[number], noise=0.0, steps=20)
         rows[2, [3, 4, 5]] *= 0.5  # it says that it is twice as fast as it is
         was_worse = sizes != (64,) * 4 and step_s > 1.02 * EVEN.step_s([64] * 4)
-        controller.observe(rows, step=20 * number + 19, step_s=step_s)
+        observe(controller, rows, step=20 * number + 19, step_s=step_s)
         plan = controller.decide(20 * number + 20)
         if was_worse:
             assert plan is not None
@@ -195,7 +195,7 @@ def test_a_state_is_json_and_goes_on_as_it_was() -> None:
             rows, step_s = measure(
                 model, controller.plan.sizes, seed=[number], noise=0.05, steps=20
             )
-            controller.observe(rows, step=20 * number + 19, step_s=step_s)
+            observe(controller, rows, step=20 * number + 19, step_s=step_s)
             controller.decide(20 * number + 20)
     assert second.plan.sizes == first.plan.sizes
 
@@ -218,7 +218,7 @@ def test_a_loaded_state_is_the_one_saved_and_goes_on_alike(at: int) -> None:
         rows, step_s = measure(model, first.plan.sizes, seed=[number], noise=0.05, steps=20)
         for controller in (first, second):
             step = 20 * (at + number) + 19
-            controller.observe(rows, step=step, step_s=step_s)
+            observe(controller, rows, step=step, step_s=step_s)
             controller.decide(step + 1)
     assert second.state_dict() == first.state_dict()
 

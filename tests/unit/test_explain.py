@@ -5,14 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from loft_hvd.balance.explain import (
-    TIME_FIELDS,
-    RankTimes,
-    describe,
-    find_slow,
-    read_times,
-    unpaused_step_s,
-)
+from loft_hvd.balance.explain import describe, find_slow
+from loft_hvd.balance.interval import SUMS, RankTimes, read_times, unpaused_step_s
 
 
 def times(fetch_ms: list[float], compute_ms: list[float]) -> list[RankTimes]:
@@ -49,7 +43,7 @@ def test_slow_ranks_come_slowest_first() -> None:
 
 
 def row(**sums: float) -> list[float]:
-    return [sums.get(field, 0.0) for field in TIME_FIELDS]
+    return [sums.get(field, 0.0) for field in SUMS]
 
 
 def test_sums_become_means_and_what_no_clock_measured_counts_as_nothing() -> None:

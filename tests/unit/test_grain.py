@@ -7,9 +7,10 @@ import numpy.typing as npt
 import pytest
 
 from loft_hvd.balance.controller import Controller
-from loft_hvd.balance.observations import COMPUTE, LOCAL, SIZE, Interval
+from loft_hvd.balance.interval import COMPUTE, LOCAL, SIZE, Interval
 from loft_hvd.balance.policies import Proposal, Uniform
 from loft_hvd.errors import PlanError
+from tests.support.clusters import observe
 
 
 def go_through(
@@ -27,7 +28,7 @@ def go_through(
         rows = np.zeros((len(sizes), 10))
         rows[:, SIZE] = rows[:, LOCAL] = sizes
         rows[:, COMPUTE] = sizes * seconds_per_sample * rng.normal(1, 0.03, len(sizes))
-        controller.observe(rows, step=20 * number + 19, step_s=float(rows[:, COMPUTE].max()))
+        observe(controller, rows, step=20 * number + 19, step_s=float(rows[:, COMPUTE].max()))
         controller.decide(20 * number + 20)
         assert "no new plan" not in controller.explain(), controller.explain()
 
@@ -74,7 +75,7 @@ def test_a_policy_that_finds_no_sizes_leaves_the_plan_and_says_so() -> None:
     rows = np.zeros((2, 10))
     rows[:, [SIZE, LOCAL]] = 4.0
     rows[:, COMPUTE] = 1.0
-    controller.observe(rows, step=19, step_s=1.0)
+    observe(controller, rows, step=19, step_s=1.0)
     assert controller.decide(20) is None
     assert controller.plan.sizes == (4, 4)
     assert "no new plan at step 20, sizes stay: caps [3, 3]" in controller.explain()

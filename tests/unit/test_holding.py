@@ -11,6 +11,7 @@ from loft_hvd.balance.bounds import Bounds
 from loft_hvd.balance.controller import Controller
 from loft_hvd.balance.holding import Holding
 from loft_hvd.transport.local import LocalTransport, run_ranks
+from tests.support.clusters import observe
 
 SIZES = (16, 24, 8, 16)
 
@@ -80,7 +81,7 @@ def test_a_controller_plans_by_policy_again_after_a_quarantine() -> None:
         if interval == 3:
             controller.holding.hold([])
         rows[:, 0] = controller.plan.sizes
-        controller.observe(rows, step=step - 1, step_s=0.1)
+        observe(controller, rows, step=step - 1, step_s=0.1)
         controller.decide(step)
         planned.append(controller.plan.sizes)
     assert planned[1][3] == planned[2][3] == 0

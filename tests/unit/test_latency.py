@@ -9,8 +9,8 @@ import numpy.typing as npt
 import pytest
 
 from loft_hvd.balance.fit import Fitter
+from loft_hvd.balance.interval import COLUMNS, COMPUTE, FETCH, Interval
 from loft_hvd.balance.latency import StepModel, queued_samples
-from loft_hvd.balance.observations import COLUMNS, COMPUTE, FETCH, Interval
 from loft_hvd.errors import ArgumentError
 from tests.support.clusters import OVERLAPS, measure, random_model
 

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
+from torch import Tensor
 
 import loft_hvd as loft
-from loft_hvd.balance.exchange import _HEADER, Exchange
-from loft_hvd.balance.explain import TIME_FIELDS
+from loft_hvd.balance.interval import SUM, SUMS, Head
 from loft_hvd.balance.plan import Plan, StepSizes
 from loft_hvd.errors import MismatchError
+from loft_hvd.transport.base import Work
 from loft_hvd.transport.local import LocalTransport, run_ranks
 
 Sums = npt.NDArray[np.float64]
-Lie = Callable[[Sums, int], Sums]  # sums in the order of TIME_FIELDS, number of the interval
+Lie = Callable[[Sums, int], Sums]  # sums in the order of SUMS, number of the interval
 
-COMPUTE, SQUARES, PAUSED, STEPS = (
-    TIME_FIELDS.index(name) for name in ("compute_s", "busy_s2", "paused_s", "steps")
-)
 NUM_INTERVALS, INTERVAL = 24, 6
 EQUAL_S = 0.64
 
@@ -34,17 +34,17 @@ class Clock:
 
 def scaled(factor: Callable[[int], float], **more: float) -> Lie:
     def lie(sums: Sums, number: int) -> Sums:
-        sums[COMPUTE] *= factor(number)
-        sums[SQUARES] *= factor(number) ** 2
+        sums[SUM["compute_s"]] *= factor(number)
+        sums[SUM["busy_s2"]] *= factor(number) ** 2
         for name, value in more.items():
-            sums[TIME_FIELDS.index(name)] = value
+            sums[SUM[name]] = value
         return sums
 
     return lie
 
 
 def constant(sums: Sums, number: int) -> Sums:
-    sums[COMPUTE] = 0.05 * sums[STEPS]
+    sums[SUM["compute_s"]] = 0.05 * sums[SUM["steps"]]
     return sums
 
 
@@ -82,14 +82,34 @@ def honest(sums: Sums, number: int) -> Sums:
     return sums
 
 
-def lie_in_head(exchange: Exchange, field: str, value: float) -> None:
-    send, at = exchange.send_times, _HEADER.index(field)
+class Lying:
+    """One rank's end of a world, which alters the reports that the rank sends.
 
-    def send_lie(times: Sums, *, header: tuple[float, ...], shares: tuple[float, float]) -> None:
-        told = (*header[:at], value, *header[at + 1 :])
-        send(times, header=told, shares=shares)  # type: ignore[arg-type] # the lie
+    Args:
+        end: the true one.
+        lie: what it makes of the rank's sums.
+        head: field and value in the head of its reports, or None for the true ones.
+    """
 
-    exchange.send_times = send_lie  # type: ignore[method-assign] # the lie
+    def __init__(self, end: LocalTransport, lie: Lie, head: tuple[str, float] | None) -> None:
+        self._end, self._lie, self._head = end, lie, head
+        self._num_told = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._end, name)
+
+    def allgather(self, send: Tensor, recv: Tensor, *, name: str) -> Work:
+        return self._end.allgather(self._told(send, name), recv, name=name)
+
+    def _told(self, send: Tensor, name: str) -> Tensor:
+        if not name.endswith(".times"):
+            return send
+        row, first = send.numpy().copy(), len(Head._fields)
+        row[first : first + len(SUMS)] = self._lie(row[first : first + len(SUMS)], self._num_told)
+        if self._head is not None:
+            row[Head._fields.index(self._head[0])] = self._head[1]
+        self._num_told += 1
+        return torch.from_numpy(row)
 
 
 def train(
@@ -109,13 +129,8 @@ def train(
     def work(transport: LocalTransport) -> tuple[Sums, str, Plan]:
         clock = Clock()
         sample_s = np.array([0.02 if rank == slow else 0.01 for rank in range(4)])
-        balancer = loft.Balancer(256, "loft", interval=INTERVAL, transport=transport, clock=clock)
-        if transport.rank == 1:
-            timer = balancer._loop.timer
-            true = timer.take
-            timer.take = lambda: lie(true(), balancer._loop.num_steps // INTERVAL)  # type: ignore[method-assign] # the lie
-            if head is not None:
-                lie_in_head(balancer._loop._exchange, *head)
+        end: Any = Lying(transport, lie, head) if transport.rank == 1 else transport
+        balancer = loft.Balancer(256, "loft", interval=INTERVAL, transport=end, clock=clock)
         steps = []
         for step in range(NUM_INTERVALS * INTERVAL):
             plan = balancer.plan_at(step)

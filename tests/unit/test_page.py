@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from loft_hvd.balance.explain import RankTimes
+from loft_hvd.balance.interval import RankTimes
 from loft_hvd.errors import DataError
 from loft_hvd.pipeline.suspicion.report import WorkerReport
 from loft_hvd.report.page import render_page

@@ -11,7 +11,8 @@ from torch.utils.data import TensorDataset
 
 import loft_hvd as loft
 from loft_hvd.balance.exchange import Exchange
-from loft_hvd.balance.explain import TIME_FIELDS
+from loft_hvd.balance.interval import SUMS, Head
+from loft_hvd.balance.loop import check_same_run
 from loft_hvd.errors import MismatchError
 from loft_hvd.transport.local import LocalTransport, run_ranks
 
@@ -86,12 +87,10 @@ def test_a_rank_at_another_step_or_plan_is_named(field: str) -> None:
         exchange = Exchange(transport, name="test")
         is_odd = int(transport.rank == 1)
         steps, plan = (8 + is_odd, 3) if field == "num_steps" else (8, 3 + is_odd)
-        exchange.send_times(
-            np.zeros(len(TIME_FIELDS)), header=(steps, plan, 5, 9, 5), shares=(0.0, 0.0)
-        )
+        exchange.send_times(np.zeros(len(SUMS)), head=Head(steps, plan, 5, 9, 5), uses=(0.0, 0.0))
         report = exchange.receive_times()
         assert report is not None
-        report.check(world_size=3)
+        check_same_run(report)
 
     with pytest.raises(MismatchError, match=r"rank 1 is at step [89] with plan [34], but rank 0"):
         run_ranks(3, work)

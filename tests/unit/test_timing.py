@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from loft_hvd.balance.device_clock import DeviceClock
-from loft_hvd.balance.explain import TIME_FIELDS
+from loft_hvd.balance.interval import SUM, SUMS
 from loft_hvd.balance.schedule import Schedule
 from loft_hvd.balance.timing import StepTimer
 
@@ -21,7 +21,7 @@ class FakeClock:
 
 def assert_sums(timer: StepTimer, **expected: float) -> None:
     """Compare the sums; ``busy_s2`` follows from the steps, so it is left to its own test."""
-    found = dict(zip(TIME_FIELDS, timer.take(), strict=True))
+    found = dict(zip(SUMS, timer.take(), strict=True))
     found.pop("busy_s2")
     wanted = {field: expected.get(field, 0.0) for field in found}
     assert found == pytest.approx(wanted, abs=1e-12)
@@ -189,8 +189,8 @@ def test_an_interval_has_at_most_four_times_the_steps_of_the_one_before(
 ) -> None:
     schedule = Schedule(None)
     schedule.follow(0, before)
-    sums = np.zeros(len(TIME_FIELDS))
-    sums[[TIME_FIELDS.index("steps"), TIME_FIELDS.index("wall_s")]] = 17, 17 * step_s
+    sums = np.zeros(len(SUMS))
+    sums[[SUM["steps"], SUM["wall_s"]]] = 17, 17 * step_s
     assert schedule.propose(sums, num_passes=1) == interval
 
 
@@ -203,7 +203,7 @@ def test_slow_steps_are_no_pauses(clock: FakeClock) -> None:
         clock.now += 5
         timer.gradient_arrived()
         timer.step_ended(waited_s=0.0)
-    sums = dict(zip(TIME_FIELDS, timer.take(), strict=True))
+    sums = dict(zip(SUMS, timer.take(), strict=True))
     assert (sums["steps"], sums["stall_s"], sums["paused_s"]) == (10, 518, 0)
 
 
@@ -215,7 +215,7 @@ def test_the_square_of_the_work_gives_its_variation(clock: FakeClock) -> None:
         clock.now += seconds
         timer.gradient_arrived()
         timer.step_ended(waited_s=0.0)
-    assert timer.take()[TIME_FIELDS.index("busy_s2")] == pytest.approx(4**2 + 6**2)
+    assert timer.take()[SUM["busy_s2"]] == pytest.approx(4**2 + 6**2)
 
 
 def test_samples_from_a_cache_are_local_and_told_apart(clock: FakeClock) -> None:

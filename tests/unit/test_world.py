@@ -10,7 +10,7 @@ import pytest
 import loft_hvd as loft
 from loft_hvd.balance.controller import Controller
 from loft_hvd.balance.devices import Device
-from loft_hvd.balance.observations import COLUMNS
+from loft_hvd.balance.interval import COLUMNS, COMPUTE, LOCAL, SIZE, screen
 from loft_hvd.balance.options import BalancerOptions
 from loft_hvd.balance.plan import StepSizes
 from loft_hvd.balance.world import World, meet
@@ -131,9 +131,10 @@ def observe(controller: Controller, seconds: list[float], step: int) -> None:
     """Let a controller see an interval in which ranks took so long for a sample."""
     sizes = controller.plan.sizes
     rows = np.zeros((len(sizes), len(COLUMNS)))
-    rows[:, COLUMNS.index("size")] = rows[:, COLUMNS.index("local")] = sizes
-    rows[:, COLUMNS.index("compute_s")] = np.array(seconds) * sizes
-    controller.observe(rows, step=step, step_s=float(max(np.array(seconds) * sizes)))
+    rows[:, SIZE] = rows[:, LOCAL] = sizes
+    rows[:, COMPUTE] = np.array(seconds) * sizes
+    step_s = float(rows[:, COMPUTE].max())
+    controller.observe(screen(rows, step=step, sizes=sizes, step_s=step_s))
 
 
 @pytest.mark.parametrize("policy", ["loft", "lbbsp-cpu", "lbbsp-gpu"])

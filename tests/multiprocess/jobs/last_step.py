@@ -12,7 +12,7 @@ import horovod.torch as hvd
 import torch
 
 import loft_hvd as loft
-from loft_hvd.balance.observations import Interval
+from loft_hvd.balance.interval import Interval
 from loft_hvd.balance.policies import Proposal, Uniform
 
 GLOBAL_BATCH, INTERVAL, NUM_STEPS = 12, 5, 10  # a plan is due at the end of step 10

@@ -1,0 +1,354 @@
+"""What ranks report of an interval: its columns, its sums and its screening, defined once.
+
+A report is one row of float64 a rank: where the rank is (``Head``), what it spent (``SUMS``, added
+up over the interval's batches) and how much of its machine others use (``USES``). The live plan,
+the policies, ``explain``, the run log and the simulator all read rows through this file. Nothing
+that a rank sends is trusted to be a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from loft_hvd.errors import ArgumentError
+
+__all__ = [
+    "COLUMNS",
+    "SUM",
+    "SUMS",
+    "USES",
+    "Head",
+    "Interval",
+    "RankTimes",
+    "Report",
+    "read_times",
+    "screen",
+    "unpaused_step_s",
+]
+
+Floats = npt.NDArray[np.float64]
+
+_LONGEST_S = 3600.0  # nobody trains with steps of an hour: a longer time is a broken clock
+_SLACK = 1.25  # a rank cannot have been busy for longer than the step took on rank 0's clock
+_FARTHEST_STEPS = 1_000_000  # that a rank can have drawn beyond rank 0; it would be epochs ahead
+_SLACK_STEPS = 3  # between a rank's word on what it has drawn and the plan's arrival, and one more
+
+
+# The columns of a report.
+
+
+class Head(NamedTuple):
+    """Where a rank is when it reports.
+
+    Attributes:
+        num_steps: optimizer steps taken.
+        plan_id: of the newest plan.
+        trail: depends on every batch trained; equal on all ranks (``BatchQueue.trail``).
+        drawn_ahead: deepest step that its loaders may have drawn.
+        next_interval: steps to the next exchange, as this rank would have it.
+    """
+
+    num_steps: int
+    plan_id: int
+    trail: int
+    drawn_ahead: int
+    next_interval: int
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """What one rank spent on an average batch of the last interval.
+
+    Attributes:
+        rank: the rank.
+        steps: batches measured; last ones of an epoch and the first with a new size are left out.
+        samples: samples a batch; 0 for a rank that computes dummy batches only.
+        local: of them from the rank's own node.
+        remote: of them from elsewhere.
+        fetch_s: seconds to read and prepare the batch, where that happens.
+        stall_s: seconds of it that the script waited for; the rest ran beside the computing.
+        compute_s: seconds from the batch's arrival to its last gradient, without ``queued_s``.
+        queued_s: seconds that the computing stood still because another process held the CPU;
+            measured where a node has more ranks than CPUs.
+        wait_s: seconds spent waiting for the other ranks and the wire.
+        other_s: seconds for everything else, the optimizer and the script's own code.
+        wall_s: seconds from the end of the step before to the end of this one.
+        cached: of ``local``, samples that belong elsewhere but were in a cache.
+        paused_s: seconds of pauses (checkpoints, evaluation), whose steps are left out of the rest.
+        busy_s2: mean square of ``busy_s`` over the batches.
+        held_s: seconds of ``wait_s`` far beyond what is usual: other ranks may have paused.
+    """
+
+    rank: int
+    steps: int
+    samples: float
+    local: float
+    remote: float
+    fetch_s: float
+    stall_s: float
+    compute_s: float
+    queued_s: float
+    wait_s: float
+    other_s: float
+    wall_s: float
+    cached: float = 0.0
+    paused_s: float = 0.0
+    busy_s2: float = 0.0
+    held_s: float = 0.0
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of the rank's own work: computing, and what of the fetch it waited for."""
+        return self.stall_s + self.compute_s
+
+    @property
+    def busy_error_s(self) -> float:
+        """Standard error of ``busy_s``, from its variation over the batches."""
+        variance = max(0.0, self.busy_s2 - self.busy_s**2)
+        return math.sqrt(variance / (self.steps - 1)) if self.steps > 1 else 0.0
+
+    @property
+    def overlap(self) -> float:
+        """Share of the shorter of fetch and computing that ran beside the other, 0 to 1."""
+        shorter = min(self.fetch_s, self.compute_s)
+        hidden = max(0.0, self.fetch_s - self.stall_s)
+        return min(1.0, hidden / shorter) if shorter > 0 else 0.0
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples that the rank could do in a second without waiting for others."""
+        return self.samples / self.busy_s if self.busy_s > 0 else 0.0
+
+
+SUMS = tuple(each.name for each in fields(RankTimes))[1:]  # [15]: all but the rank's number
+SUM = {name: at for at, name in enumerate(SUMS)}  # column by name, of a row of sums alone
+USES = ("cpu_use", "memory_use")  # by others, as a share of what the rank could use, 0 to 1
+_AT = {name: at for at, name in enumerate((*Head._fields, *SUMS, *USES))}  # of a whole row, [22]
+
+# What policies see of it, as averages a step.
+COLUMNS = (
+    "samples",
+    "local",
+    "remote",
+    "fetch_s",
+    "stall_s",
+    "compute_s",
+    "wait_s",
+    "other_s",  # never fitted
+    "cpu_use",  # 0 when unknown, as memory_use
+    "memory_use",
+)
+SIZE, LOCAL, REMOTE, FETCH, STALL, COMPUTE, WAIT, OTHER, CPU, MEMORY = range(len(COLUMNS))
+
+
+# From sums to averages.
+
+
+def _means(sums: Floats) -> Floats:
+    """Turn sums into averages a batch, as they are: not all are times.
+
+    Args:
+        sums: over an interval, in the order of ``SUMS``, [world_size, 15].
+
+    Returns:
+        The same shape, with the number of batches in front; 0 for a rank without batches, NaN for
+        one whose number of batches is none.
+    """
+    steps = sums[:, :1]
+    is_count = np.isfinite(steps) & (steps >= 0) & (steps == np.floor(steps))
+    averages = np.where(steps > 0, sums, 0.0) / np.where(is_count & (steps > 0), steps, 1.0)
+    averages[:, :1] = steps
+    return np.where(is_count, averages, np.nan)
+
+
+def read_times(sums: Floats) -> tuple[RankTimes, ...]:
+    """Turn the sums that ranks exchanged into averages a batch.
+
+    Args:
+        sums: over an interval, in the order of ``SUMS``, [world_size, 15].
+
+    Returns:
+        One entry a rank. Sums that no clock can have measured (not finite, negative) count as 0.
+    """
+    known = _means(sums)
+    known = np.where(np.isfinite(known) & (known >= 0), known, 0.0)
+    return tuple(RankTimes(rank, int(row[0]), *row[1:]) for rank, row in enumerate(known.tolist()))
+
+
+def unpaused_step_s(times: Sequence[RankTimes]) -> float:
+    """Return the seconds of a step by rank 0's clock, without its waiting for others' pauses.
+
+    What others say only tells pauses from slow steps: no more is taken off than rank 0 has waited
+    beyond the usual, so that nobody can talk a bad plan's steps short.
+    """
+    first = times[0]
+    if not first.steps:
+        return first.wall_s
+    longest = max(entry.paused_s * entry.steps for entry in times)
+    held_s = min(longest / first.steps, first.held_s)
+    return max(first.busy_s, first.wall_s - held_s)
+
+
+# What may be believed.
+
+
+@dataclass(frozen=True)
+class Interval:
+    """What one interval showed: averages over its counted steps.
+
+    Attributes:
+        step: its last step; its plan is the one that was measured.
+        sizes: that plan's, [world_size].
+        rows: what each rank reported, [world_size, len(COLUMNS)], 0 where it was discarded.
+        valid: which rows may be used, [world_size], bool.
+        step_s: seconds of a step by rank 0's own clock, wait and aggregation included; NaN when
+            not known.
+        discarded: ranks whose report is not believed, by reason.
+    """
+
+    step: int
+    sizes: npt.NDArray[np.int64]
+    rows: Floats
+    valid: npt.NDArray[np.bool_]
+    step_s: float
+    discarded: Mapping[str, list[int]] = field(default_factory=dict)
+
+    @property
+    def busy_s(self) -> Floats:
+        """Seconds each rank says it was busy, [world_size]."""
+        busy: Floats = self.rows[:, STALL] + self.rows[:, COMPUTE]
+        return busy
+
+
+def screen(
+    rows: npt.ArrayLike, *, step: int, sizes: Sequence[int], step_s: float = float("nan")
+) -> Interval:
+    """Check what ranks reported.
+
+    Args:
+        rows: averages a step in the order of ``COLUMNS``, [world_size, 10]; a rank that computed
+            no samples sends size 0 and is left out without being counted.
+        step: the interval's last step.
+        sizes: the plan in force, [world_size].
+        step_s: seconds of a step by rank 0's clock; without it the median of what ranks claim
+            stands in, and only the longest possible time is checked.
+
+    Raises:
+        ArgumentError: the array is not of that shape.
+    """
+    given: Floats = np.array(rows, dtype=np.float64)
+    if given.shape != (len(sizes), len(COLUMNS)):
+        raise ArgumentError(
+            f"observe: rows must have shape ({len(sizes)}, {len(COLUMNS)}), one row a rank with "
+            f"{', '.join(COLUMNS)}, but it is {given.shape}"
+        )
+    finite = np.all(np.isfinite(given), axis=1)  # [world_size], as all masks below
+    known = np.where(finite[:, None], given, 0.0)
+    positive = np.all(known >= 0, axis=1)
+    idle = finite & (known[:, SIZE] == 0)
+    planned = np.array(sizes, dtype=np.float64)
+    counts = np.abs(known[:, LOCAL] + known[:, REMOTE] - known[:, SIZE]) > 0.01 * planned + 0.01
+    limit_s = min(_LONGEST_S, step_s * _SLACK) if step_s > 0 else _LONGEST_S
+    busy = known[:, STALL] + known[:, COMPUTE]
+    # A fetch that runs beside the computing may take longer than the step, so it has its own limit.
+    hidden = known[:, FETCH] > 10 * _LONGEST_S
+    shares = (known[:, CPU] > 1.01) | (known[:, MEMORY] > 1.01)
+    out_of_range = counts | (busy > limit_s) | hidden | shares
+    wrong_size = np.abs(known[:, SIZE] - planned) > 0.1 * planned + 0.5
+    # A rank has one reason at most: each one looks only at ranks that passed those before it.
+    reasons = {
+        "not finite": ~finite,
+        "negative": finite & ~positive,
+        "out of range": finite & positive & ~idle & out_of_range,
+        "not the planned size": finite & positive & ~idle & ~out_of_range & wrong_size,
+    }
+    valid = ~np.any(list(reasons.values()), axis=0) & ~idle
+    if not step_s > 0 and valid.any():
+        step_s = float(np.median((busy + known[:, WAIT])[valid]))
+    return Interval(
+        step,
+        np.array(sizes),
+        np.where(valid[:, None], known, 0.0),
+        valid,
+        float(step_s),
+        {why: np.flatnonzero(which).tolist() for why, which in reasons.items() if which.any()},
+    )
+
+
+class Report:
+    """What all ranks sent at an exchange.
+
+    Args:
+        rows: float64, [world_size, 22]: ``Head``, ``SUMS``, ``USES``.
+    """
+
+    def __init__(self, rows: Floats) -> None:
+        self._rows = rows
+
+    def column(self, name: str) -> Floats:
+        """Return what every rank sent under a name, as it was sent, [world_size]."""
+        return self._rows[:, _AT[name]]
+
+    @property
+    def _heads(self) -> Floats:
+        return self._rows[:, : len(Head._fields)]
+
+    @property
+    def _sums(self) -> Floats:
+        return self._rows[:, len(Head._fields) : -len(USES)]
+
+    @cached_property
+    def times(self) -> tuple[RankTimes, ...]:
+        """Average times of every rank, [world_size]."""
+        return read_times(self._sums)
+
+    def screened(self, *, step: int, sizes: Sequence[int]) -> Interval | None:
+        """Return what may be believed of it; None where rank 0 has counted no step.
+
+        Rows are screened as they were sent, so that ``screen`` sees what no clock can have
+        measured. Where the head of a report cannot be, the number that cannot be stands for all.
+        """
+        if self.times[0].steps == 0:
+            return None
+        uses = self._rows[:, -len(USES) :]
+        averages = np.concatenate([self._heads, _means(self._sums), uses], axis=1)
+        observed = averages[:, [_AT[name] for name in COLUMNS]]  # [world_size, 10]
+        is_finite = np.isfinite(self._heads).all(axis=1)
+        wrong = np.where(is_finite, self.column("drawn_ahead"), np.nan)[:, None]
+        observed = np.where(self._has_head[:, None], observed, wrong)
+        return screen(observed, step=step, sizes=sizes, step_s=unpaused_step_s(self.times))
+
+    @property
+    def _has_head(self) -> npt.NDArray[np.bool_]:
+        """Which reports begin with numbers that can be, [world_size]; rank 0's always does."""
+        drawn = self.column("drawn_ahead")
+        fits: npt.NDArray[np.bool_] = (drawn >= -1) & (drawn <= drawn[0] + _FARTHEST_STEPS)
+        fits &= np.isfinite(self._heads).all(axis=1)
+        fits[0] = True
+        return fits
+
+    def first_free_step(self, num_passes: int) -> int:
+        """Return a step that no rank will have drawn when a plan made from this report arrives.
+
+        What a rank cannot have drawn does not count: nobody can put a plan off for ever.
+
+        Args:
+            num_passes: backward passes of an optimizer step; a plan starts at its first.
+        """
+        drawn = int(self.column("drawn_ahead")[self._has_head].max())
+        trained = int(self.column("num_steps")[0]) * num_passes
+        first = drawn + 1 + _SLACK_STEPS * num_passes
+        # Up to the next first pass: trained=40 of 4 passes a step, first=57 starts at 60.
+        return trained + -(-(first - trained) // num_passes) * num_passes
+
+    @property
+    def next_interval(self) -> int:
+        """Steps from this exchange to the next, as rank 0 says: its clock decides for all."""
+        return max(1, int(self.column("next_interval")[0]))
