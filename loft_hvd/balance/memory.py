@@ -14,7 +14,7 @@ import torch
 
 from loft_hvd.balance.batches import BatchQueue
 from loft_hvd.runlog import RunLog, find_entries
-from loft_hvd.transport.heartbeat.failures import Note, observe_failures
+from loft_hvd.transport.heartbeat.process import FailureNote, observe_failures
 
 __all__ = ["MemoryWatch", "cap_after", "is_out_of_memory", "logged_caps"]
 
@@ -83,11 +83,11 @@ class MemoryWatch:
         log: Callable[[], RunLog],
     ) -> None:
         self._rank, self._limits, self._batches, self._log = rank, limits, batches, log
-        self._last: tuple[BaseException, Note] | None = None
+        self._last: tuple[BaseException, FailureNote] | None = None
         self.caps: dict[str, int] = {}
         observe_failures(self)
 
-    def describe_failure(self, error: BaseException) -> Note | None:
+    def describe_failure(self, error: BaseException) -> FailureNote | None:
         """Say with which batch this rank ran out of memory; None for any other error."""
         if self._last is not None and self._last[0] is error:
             return self._last[1]
@@ -98,7 +98,7 @@ class MemoryWatch:
         if size == 0:
             return None  # a dummy batch: the sizes are not at fault
         cap = self._cap(rank, size)
-        note = Note(
+        note = FailureNote(
             f"rank {rank} ran out of memory with a batch of {size} samples (step {sizes.step}, "
             f"plan {sizes.plan_id}, sizes {list(sizes.sizes)}); give it at most {cap} by "
             "max_batch (a run log remembers that for runs with the same log_dir)",

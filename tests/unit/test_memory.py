@@ -17,7 +17,7 @@ from loft_hvd.balance.plan import StepSizes
 from loft_hvd.balance.probe import largest_that_fits
 from loft_hvd.errors import ArgumentError, PeerError, PlanError, UsageError
 from loft_hvd.runlog import RunLog
-from loft_hvd.transport.heartbeat.failures import describe_failure, tell_failure
+from loft_hvd.transport.heartbeat.process import describe_failure, tell_failure
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
 
 

@@ -7,58 +7,58 @@ import socket
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
 
+from loft_hvd.config import config
 from loft_hvd.errors import MismatchError
-from loft_hvd.transport.base import wait_for
-from loft_hvd.transport.heartbeat.diagnosis import HeartbeatSettings, Limits, Verdict
-from loft_hvd.transport.heartbeat.heartbeat import Heartbeat
-from loft_hvd.transport.heartbeat.links import Link, own_place
-from loft_hvd.transport.heartbeat.progress import key_of
-from loft_hvd.transport.heartbeat.watched import watched
-from loft_hvd.transport.local import LocalWorld
+from loft_hvd.transport.base import Channel, wait_for
+from loft_hvd.transport.heartbeat.diagnosis import Diagnosis, DiagnosisLimits, key_of
+from loft_hvd.transport.heartbeat.heartbeat import Heartbeat, HeartbeatSettings, ProcessControl
+from loft_hvd.transport.heartbeat.links import Line, Link, open_links
+from loft_hvd.transport.heartbeat.process import own_process
+from loft_hvd.transport.heartbeat.watched import open_heartbeat, watched
+from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
 
-Maker = Callable[..., Heartbeat]
+
+@dataclass
+class Watching:
+    """Makes heartbeats of rank 1, whose only peer is rank 0, silent but where a test speaks."""
+
+    made: list[Heartbeat] = field(default_factory=list)
+    peers: list[Link] = field(default_factory=list)
+
+    def make(self, *, is_elastic: bool = False) -> Heartbeat:
+        own_end, peer = socket.socketpair()
+        self.peers.append(Link(peer))
+        limits = DiagnosisLimits(suspect_s=30.0, silent_s=30.0, stall_s=30.0)
+        heartbeat = Heartbeat(
+            {0: Link(own_end)},
+            Diagnosis(1, {0: own_process()}, limits=limits),
+            settings=HeartbeatSettings(grace_s=0.0, is_elastic=is_elastic),
+            control=ProcessControl(),
+        )
+        self.made.append(heartbeat)
+        return heartbeat
 
 
 @pytest.fixture
-def make_heartbeat() -> Iterator[Maker]:
-    """Return a maker of rank 0's heartbeat, whose only peer is silent; closed in the end."""
-    made: list[Heartbeat] = []
-    peers: list[socket.socket] = []
-
-    def make(*, is_elastic: bool = False) -> Heartbeat:
-        own_end, peer = socket.socketpair()
-        peers.append(peer)
-        made.append(
-            Heartbeat(
-                0,
-                {1: Link(own_end)},
-                {1: own_place()},
-                settings=HeartbeatSettings(
-                    grace_s=0.0,
-                    is_elastic=is_elastic,
-                    limits=Limits(suspect_s=30.0, silent_s=30.0, stall_s=30.0),
-                    owns_process=False,
-                ),
-                own_place=own_place(),
-            )
-        )
-        return made[-1]
-
-    yield make
-    for heartbeat in made:
+def watching() -> Iterator[Watching]:
+    """Return a maker of heartbeats, which are closed in the end."""
+    maker = Watching()
+    yield maker
+    for heartbeat in maker.made:
         heartbeat.close()
-    for peer in peers:
+    for peer in maker.peers:
         peer.close()
 
 
 @pytest.fixture
-def heartbeat(make_heartbeat: Maker) -> Heartbeat:
+def heartbeat(watching: Watching) -> Heartbeat:
     """Return one such heartbeat."""
-    return make_heartbeat()
+    return watching.make()
 
 
 class _Engine:
@@ -82,32 +82,42 @@ def test_what_the_engine_has_done_is_not_in_flight_though_nobody_has_asked(
     """Times travel now and are taken up steps later: else they hide that ranks are astray."""
     engine = _Engine()
     work = watched(engine, "times", heartbeat)
-    assert heartbeat.board.progress().in_flight == {("times", 1)}
+    assert heartbeat.meter.progress().in_flight == {("times", 1)}
     engine.is_done = True
-    assert heartbeat.board.progress().in_flight == frozenset()
-    assert (heartbeat.board.progress().counts or {})[key_of("times")] == 1
+    assert heartbeat.meter.progress().in_flight == frozenset()
+    assert (heartbeat.meter.progress().counts or {})[key_of("times")] == 1
     wait_for(work, what="times", timeout_s=10)
     assert engine.is_released
-    assert heartbeat.board.progress().in_flight == frozenset()
+    assert heartbeat.meter.progress().in_flight == frozenset()
 
 
 def test_what_the_engine_has_forgotten_is_asked_for_in_peace(heartbeat: Heartbeat) -> None:
     engine = _Engine()
     work = watched(engine, "x", heartbeat)
     engine.is_released = True  # with its world, by Horovod itself
-    assert heartbeat.board.progress().in_flight == {("x", 1)}
+    assert heartbeat.meter.progress().in_flight == {("x", 1)}
     with pytest.raises(ValueError, match="cleared"):  # a wait must not take it for done
         work.done()
 
 
-def test_nobody_asks_the_engine_for_what_has_been_released(heartbeat: Heartbeat) -> None:
+def test_nobody_asks_the_engine_for_what_has_been_released(
+    heartbeat: Heartbeat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Callable[[], bool]] = []  # what a beat has just copied
+    posted = heartbeat.meter.posted
+
+    def note(name: str, is_over: Callable[[], bool]) -> tuple[str, int]:
+        asked.append(is_over)
+        return posted(name, is_over)
+
+    monkeypatch.setattr(heartbeat.meter, "posted", note)
     engine = _Engine()
     engine.is_done = True
     work = watched(engine, "x", heartbeat)
-    (asks,) = heartbeat.board._in_flight.values()  # what a beat has just copied
     work.finish()
     assert engine.is_released
-    assert asks()  # an engine that was asked now would raise
+    (is_over,) = asked
+    assert is_over()  # an engine that was asked now would raise
 
 
 class _SlowEngine(_Engine):
@@ -132,7 +142,7 @@ class _SlowEngine(_Engine):
 def test_what_is_being_asked_for_is_not_released_meanwhile(heartbeat: Heartbeat) -> None:
     engine = _SlowEngine()
     work = watched(engine, "x", heartbeat)
-    asking = threading.Thread(target=heartbeat.board.progress)
+    asking = threading.Thread(target=heartbeat.meter.progress)
     releasing = threading.Thread(target=work.finish)
     asking.start()
     assert engine.entered.wait(10)
@@ -155,7 +165,7 @@ def test_an_engine_that_fails_when_asked_does_not_end_the_heartbeat(
             raise error
 
     work = watched(Failing(), "x", heartbeat)
-    assert heartbeat.board.progress().in_flight == {("x", 1)}
+    assert heartbeat.meter.progress().in_flight == {("x", 1)}
     with pytest.raises(type(error), match=str(error)):
         work.done()
 
@@ -169,7 +179,7 @@ def test_an_operation_that_was_given_up_stays_in_flight_without_its_tensors(
     del engine, work
     gc.collect()
     assert held() is None
-    assert heartbeat.board.progress().in_flight == {("x", 1)}
+    assert heartbeat.meter.progress().in_flight == {("x", 1)}
 
 
 class _Failed:
@@ -184,12 +194,44 @@ class _Failed:
 
 @pytest.mark.parametrize("is_elastic", [False, True])
 def test_a_mismatch_ends_every_wait_and_is_not_tried_again(
-    is_elastic: bool, make_heartbeat: Maker
+    is_elastic: bool, watching: Watching
 ) -> None:
-    heartbeat = make_heartbeat(is_elastic=is_elastic)
+    heartbeat = watching.make(is_elastic=is_elastic)
     work = LocalWorld(2).transport(0).allreduce(torch.zeros(1), name="x")
     open_work, failed = watched(work, "x", heartbeat), watched(_Failed(), "y", heartbeat)
-    heartbeat._decide(Verdict(1, "ranks take other steps", is_mismatch=True))
+    watching.peers[0].send(Line("verdict", 1, 1.0, "ranks take other steps"))  # 1.0: a mismatch
+    assert heartbeat.wait_verdict(10) is not None
     for each in (open_work, failed):
         with pytest.raises(MismatchError, match="take other steps"):
             wait_for(each, what="the sum", timeout_s=10)
+
+
+def test_no_heartbeat_where_a_rank_cannot_reach_rank_0(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = open_links
+
+    def without_rank_2(channel: Channel) -> object:
+        links, processes = real(replace(channel, timeout_s=0.5))
+        if channel.rank != 2:
+            return links, processes
+        for link in links.values():
+            link.close()
+        return {}, {}
+
+    monkeypatch.setattr("loft_hvd.transport.heartbeat.watched.open_links", without_rank_2)
+
+    def work(transport: LocalTransport) -> object:
+        return open_heartbeat(transport, "test", engine_is_down=lambda: False)
+
+    assert run_ranks(3, work) == [None] * 3
+    assert "heartbeat off: ranks [2] cannot reach rank 0 by TCP" in caplog.text
+
+
+def test_no_heartbeat_where_it_is_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOFT_HVD_HEARTBEAT_S", "0")
+    config.cache_clear()
+    try:
+        assert run_ranks(2, lambda t: open_heartbeat(t, "x", engine_is_down=bool)) == [None] * 2
+    finally:
+        config.cache_clear()

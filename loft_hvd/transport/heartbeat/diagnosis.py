@@ -1,42 +1,186 @@
 """What a rank concludes about the others from their heartbeats: who is silent, gone or astray.
 
-Pure: no sockets, no threads, the clock is given. ``heartbeat.py`` feeds it and acts on it.
+Pure: no sockets, no threads but a lock, the clock is given. ``heartbeat.py`` feeds it and acts on
+it. From bottom to top: how far ranks have come (``Progress``, and ``ProgressMeter`` for this rank's
+own), whether they block each other, and the ``Diagnosis`` that keeps what was heard of each peer.
 """
 
 from __future__ import annotations
 
+import itertools
+import threading
 import time
-from collections.abc import Callable, Mapping
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from loft_hvd.errors import LoftError, MismatchError, PeerError
-from loft_hvd.transport.heartbeat.progress import Progress, blocked_by, find_stall
+from loft_hvd.transport.heartbeat.process import FROZEN, RankProcess
 
-__all__ = ["Diagnosis", "HeartbeatSettings", "Limits", "Place", "Verdict"]
+__all__ = [
+    "Diagnosis",
+    "DiagnosisLimits",
+    "Progress",
+    "ProgressMeter",
+    "Verdict",
+    "key_of",
+]
 
-_STOPPED = "T"
-_GONE = ("X", "Z")
-_UNKNOWN = "?"
+_GONE = ("X", "Z")  # the kernel's letters: has ended; has ended, but its parent has not asked
+_UNKNOWN = "?"  # nobody has looked yet, or nobody can
+_IN_PART = "*"  # begins the names of operations over some of the ranks only
+_LEAST_WAIT_S = 1e-3  # a wait that has only begun: the wire has three decimals, and 0 means none
+
+
+def key_of(name: str) -> str:
+    """Return the short key under which a name's operations are counted."""
+    return f"{zlib.crc32(name.encode()):x}"
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a rank's process runs.
+class Progress:
+    """How far a rank has come.
 
     Attributes:
-        host_key: equal for processes that can see each other in /proc.
-        pid: process id on that host.
-        start: when the process started, in the kernel's ticks; tells it from a later one.
-        host: the host's name, for messages.
+        waited_s: seconds that it has been waiting for other ranks; 0 where it does not wait.
+        in_flight: its operations in flight, as (name, number): the number-th of that name, from 1.
+            Names that begin with a star are of some ranks only.
+        counts: how many operations of each name it has started, by ``key_of(name)``; None where
+            that is not known.
     """
 
-    host_key: int
-    pid: int
-    start: int
-    host: str
+    waited_s: float = 0.0
+    in_flight: frozenset[tuple[str, int]] = frozenset()
+    counts: Mapping[str, int] | None = field(default=None, hash=False)
 
-    def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}"
+    def encode(self, max_chars: int) -> str:
+        """Return in_flight and counts as text; "" when it would be too long.
+
+        The second "sum" in flight, of two begun, is ``sum#2;c8bd9f4d=2``.
+        """
+        flying = "|".join(f"{name}#{number}" for name, number in sorted(self.in_flight))
+        counted = "|".join(f"{key}={count}" for key, count in sorted((self.counts or {}).items()))
+        text = f"{flying};{counted}"
+        return text if len(text) <= max_chars else ""
+
+    @classmethod
+    def decode(cls, waited_s: float, text: str) -> Progress:
+        """Return the progress that a text tells; nothing in flight where it does not parse."""
+        flying, separator, counted = text.rpartition(";")  # the last one: names may hold some
+        if not separator:
+            return cls(waited_s)
+        pairs = [item.rpartition("#") for item in flying.split("|") if item]
+        totals = [item.partition("=") for item in counted.split("|") if item]
+        try:
+            in_flight = frozenset((name, int(number)) for name, _, number in pairs)
+            return cls(waited_s, in_flight, {key: int(count) for key, _, count in totals})
+        except ValueError:
+            return cls(waited_s)
+
+
+class ProgressMeter:
+    """Keeps what this rank has on the wire and since when it waits; any thread may write.
+
+    Args:
+        clock: seconds that never go back.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._in_flight: dict[tuple[str, int], Callable[[], bool]] = {}
+        self._waits: dict[int, float] = {}
+        self._tickets = itertools.count()
+
+    def posted(self, name: str, is_over: Callable[[], bool] = lambda: False) -> tuple[str, int]:
+        """Note an operation that has been started; returns it, to be given to ``ended``.
+
+        Args:
+            name: its name.
+            is_over: says whether the engine is done with it, though nobody may have asked: what
+                a rank starts now and takes up much later keeps no rank from going on.
+        """
+        with self._lock:
+            self._counts[name] += 1
+            operation = name, self._counts[name]
+            self._in_flight[operation] = is_over
+        return operation
+
+    def ended(self, operation: tuple[str, int]) -> None:
+        """Note that it has ended, well or badly."""
+        with self._lock:
+            self._in_flight.pop(operation, None)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Note that a thread waits for other ranks inside."""
+        ticket = next(self._tickets)
+        with self._lock:
+            self._waits[ticket] = self._clock()
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._waits[ticket]
+
+    def progress(self) -> Progress:
+        """Return how far this rank has come."""
+        with self._lock:
+            since = min(self._waits.values(), default=None)
+            posted = list(self._in_flight.items())
+            counts = {key_of(name): count for name, count in self._counts.items()}
+        # Outside of the lock: an engine that is asked may take its time, or start operations.
+        in_flight = frozenset(operation for operation, is_over in posted if not is_over())
+        waited_s = 0.0 if since is None else max(self._clock() - since, _LEAST_WAIT_S)
+        return Progress(waited_s, in_flight, counts)
+
+
+def blocked_by(operation: tuple[str, int], others: Mapping[int, Progress]) -> list[int]:
+    """Return the ranks that have not started an operation yet, as far as is known.
+
+    ``("sum", 3)`` is blocked by a rank that has started "sum" twice, whether or not it is still
+    in flight there. Comparing names alone would miss a rank that is one step behind.
+    """
+    name, number = operation
+    if name.startswith(_IN_PART):  # who takes part is not known here
+        return []
+    key = key_of(name)
+    return [
+        rank
+        for rank, progress in sorted(others.items())
+        if progress.counts is not None and progress.counts.get(key, 0) < number
+    ]
+
+
+def find_stall(ranks: Mapping[int, Progress], *, waited_s: float) -> dict[int, str] | None:
+    """Find out whether no rank can go on: all wait, each for operations that others lack.
+
+    An operation that all have started may still be on a slow link, so a rank with one of those
+    can go on::
+
+        rank 0 waits for a; has started a          nobody else has started a
+        rank 1 waits for b; has started b          nobody else has started b: a stall
+        rank 1 waits for b; has started a and b    a is on every rank: rank 0 can go on
+
+    Args:
+        ranks: the progress of every rank.
+        waited_s: how long every rank must have been waiting.
+
+    Returns:
+        The operation that each rank waits for, by rank; None where some rank can go on.
+    """
+    waits: dict[int, str] = {}
+    for rank, progress in sorted(ranks.items()):
+        others = {other: each for other, each in ranks.items() if other != rank}
+        if progress.waited_s < waited_s or not progress.in_flight:
+            return None
+        if not all(blocked_by(operation, others) for operation in progress.in_flight):
+            return None
+        waits[rank] = min(progress.in_flight)[0]
+    return waits
 
 
 @dataclass(frozen=True)
@@ -59,7 +203,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Limits:
+class DiagnosisLimits:
     """After how many seconds what is concluded.
 
     Attributes:
@@ -69,42 +213,20 @@ class Limits:
         confirm_s: how long that must stay as it is; more than two beats.
     """
 
-    suspect_s: float = 3.0
-    silent_s: float = 10.0
-    stall_s: float = 5.0
-    confirm_s: float = 2.5
-
-
-@dataclass(frozen=True)
-class HeartbeatSettings:
-    """How a heartbeat beats and acts.
-
-    Attributes:
-        period_s: seconds between two beats.
-        grace_s: seconds until a verdict ends waits, so that an engine's own error, or one that all
-            ranks find by themselves, goes before it.
-        leave_s: seconds after an error until a process that hangs is left.
-        is_elastic: whether Horovod runs elastically.
-        limits: after how many seconds what is concluded.
-        owns_process: whether uncaught errors are reported and a hanging process is left.
-    """
-
-    period_s: float = 1.0
-    grace_s: float = 0.5
-    leave_s: float = 5.0
-    is_elastic: bool = False
-    limits: Limits = field(default_factory=Limits)
-    owns_process: bool = True
+    suspect_s: float = 3.0  # bound from the beats: three in a row are missing
+    silent_s: float = 10.0  # LOFT_HVD_HEARTBEAT_TIMEOUT_S unless given
+    stall_s: float = 5.0  # a choice: ranks that compute differently long wait for less
+    confirm_s: float = 2.5  # bound from the beats: what was on the way has come, twice
 
 
 @dataclass
 class _Peer:
-    place: Place
+    process: RankProcess
     heard_at: float
     progress: Progress = field(default_factory=Progress)
-    state: str = _UNKNOWN
-    has_left: bool = False
-    is_warned: bool = False
+    state: str = _UNKNOWN  # as seen since it was heard last
+    has_left: bool = False  # has said good-bye or failed, or its connection has ended
+    is_warned: bool = False  # that something there holds the interpreter
 
 
 class Diagnosis:
@@ -112,7 +234,7 @@ class Diagnosis:
 
     Args:
         rank: this rank.
-        places: where each peer runs, by rank.
+        processes: where each peer runs, by rank.
         limits: after how many seconds what is concluded.
         clock: seconds that never go back.
     """
@@ -120,17 +242,17 @@ class Diagnosis:
     def __init__(
         self,
         rank: int,
-        places: Mapping[int, Place],
+        processes: Mapping[int, RankProcess],
         *,
-        limits: Limits | None = None,
+        limits: DiagnosisLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._rank = rank
-        self._limits = Limits() if limits is None else limits
+        self.rank = rank
+        self.limits = DiagnosisLimits() if limits is None else limits
         self._clock = clock
         self._stalled: dict[int, frozenset[tuple[str, int]]] | None = None
         self._stalled_at = clock()
-        self._peers = {peer: _Peer(place, clock()) for peer, place in places.items()}
+        self._peers = {peer: _Peer(process, clock()) for peer, process in processes.items()}
 
     # What is heard.
 
@@ -152,7 +274,7 @@ class Diagnosis:
         peer.has_left = True
         return Verdict(
             rank,
-            f"rank {rank} ({peer.place}) has ended without a word: it was killed, it crashed, or "
+            f"rank {rank} ({peer.process}) has ended without a word: it was killed, it crashed, or "
             "it ran out of memory",
         )
 
@@ -167,9 +289,9 @@ class Diagnosis:
 
     # What follows.
 
-    def place(self, rank: int) -> Place:
+    def process(self, rank: int) -> RankProcess:
         """Return where a peer runs."""
-        return self._peers[rank].place
+        return self._peers[rank].process
 
     def left_ranks(self) -> list[int]:
         """Return the peers that have ended."""
@@ -178,7 +300,7 @@ class Diagnosis:
     def is_silent(self, rank: int) -> bool:
         """Say whether a peer has been silent for long enough to be looked at."""
         peer = self._peers[rank]
-        return not peer.has_left and self._clock() - peer.heard_at >= self._limits.suspect_s
+        return not peer.has_left and self._clock() - peer.heard_at >= self.limits.suspect_s
 
     def suspects(self) -> list[int]:
         """Return the silent peers, whose processes should be looked at."""
@@ -190,34 +312,35 @@ class Diagnosis:
         Args:
             own: this rank's progress.
         """
+        # Of a silent or gone rank the last progress is old; it is judged by its process instead.
         live = {
             rank: peer.progress
             for rank, peer in self._peers.items()
             if not peer.has_left and not self.is_silent(rank)
         }
-        live[self._rank] = own
+        live[self.rank] = own
         waited_s = max(progress.waited_s for progress in live.values())
         for rank in self.suspects():
             if (verdict := self._judge_silent(rank, is_awaited=waited_s > 0)) is not None:
                 return verdict
         if (verdict := self._judge_left(live)) is not None:
             return verdict
-        sees_all = self._rank == 0 and len(live) == len(self._peers) + 1
+        sees_all = self.rank == 0 and len(live) == len(self._peers) + 1
         return self._judge_stall(live) if sees_all else None
 
     def _judge_silent(self, rank: int, *, is_awaited: bool) -> Verdict | None:
         peer = self._peers[rank]
         silent_s = self._clock() - peer.heard_at
-        who = f"rank {rank} ({peer.place})"
-        if peer.state == _STOPPED:  # awaited or not: others may wait in calls that are not ours
+        who = f"rank {rank} ({peer.process})"
+        if peer.state == FROZEN:  # awaited or not: others may wait in calls that are not ours
             return Verdict(
                 rank,
                 f"{who} is frozen: its process is stopped (SIGSTOP) and has been silent for "
                 f"{silent_s:.0f} s",
             )
-        if peer.state in _GONE:
+        if peer.state in _GONE:  # its connection would have ended, but for a host that hangs
             return Verdict(rank, f"{who} is gone: its process has ended")
-        if peer.state == _UNKNOWN and is_awaited and silent_s >= self._limits.silent_s:
+        if peer.state == _UNKNOWN and is_awaited and silent_s >= self.limits.silent_s:
             return Verdict(
                 rank,
                 f"{who} has been silent for {silent_s:.0f} s: its host or link is down, or it is "
@@ -230,13 +353,13 @@ class Diagnosis:
         """Find a rank that has ended before it started what another one waits for."""
         gone = {rank: peer.progress for rank, peer in self._peers.items() if peer.has_left}
         for progress in live.values():
-            if progress.waited_s < self._limits.stall_s:
+            if progress.waited_s < self.limits.stall_s:
                 continue
             for operation in sorted(progress.in_flight):
                 for rank in blocked_by(operation, gone):
                     return Verdict(
                         rank,
-                        f"rank {rank} ({self._peers[rank].place}) has ended its script while "
+                        f"rank {rank} ({self._peers[rank].process}) has ended its script while "
                         f"others wait for it in {operation[0]!r}; every rank must take the same "
                         "number of steps",
                     )
@@ -248,14 +371,15 @@ class Diagnosis:
         Rank 0 alone says so, to all: another rank sees rank 0 and itself, so it cannot tell which
         of the two is astray, and its end would take the engine from ranks that still compare.
         """
-        waits = find_stall(live, waited_s=self._limits.stall_s)
+        waits = find_stall(live, waited_s=self.limits.stall_s)
+        # Beats of different ranks are of different moments: believe only what stays the same.
         signature = {rank: progress.in_flight for rank, progress in live.items()}
         if waits is None or signature != self._stalled:
             self._stalled = None if waits is None else signature
             self._stalled_at = self._clock()
-        if waits is None or self._clock() - self._stalled_at < self._limits.confirm_s:
+        if waits is None or self._clock() - self._stalled_at < self.limits.confirm_s:
             return None
-        names = list(waits.values())
+        names = list(waits.values())  # by ascending rank, so a tie is the lowest rank's
         common = max(names, key=lambda name: (names.count(name), -names.index(name)))
         odd = [rank for rank, name in waits.items() if name != common] or list(waits)[1:]
         rest = [rank for rank in waits if rank not in odd]
@@ -274,7 +398,7 @@ class Diagnosis:
             rank: a peer, or this rank.
             own: this rank's progress.
         """
-        every = {peer: known.progress for peer, known in self._peers.items()} | {self._rank: own}
+        every = {peer: known.progress for peer, known in self._peers.items()} | {self.rank: own}
         in_flight = every.pop(rank).in_flight
         return sorted({late for operation in in_flight for late in blocked_by(operation, every)})
 
@@ -284,11 +408,11 @@ class Diagnosis:
         for rank in self.suspects():
             peer = self._peers[rank]
             silent_s = self._clock() - peer.heard_at
-            is_held = peer.state not in (_UNKNOWN, _STOPPED, *_GONE)
-            if is_held and silent_s >= self._limits.silent_s and not peer.is_warned:
+            is_held = peer.state not in (_UNKNOWN, FROZEN, *_GONE)
+            if is_held and silent_s >= self.limits.silent_s and not peer.is_warned:
                 peer.is_warned = True
                 warnings.append(
-                    f"rank {rank} ({peer.place}) runs, but has been silent for {silent_s:.0f} s: "
+                    f"rank {rank} ({peer.process}) runs, but has been silent for {silent_s:.0f} s: "
                     "something there holds the Python interpreter"
                 )
         return warnings

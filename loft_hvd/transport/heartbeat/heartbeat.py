@@ -17,72 +17,170 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 
 from loft_hvd.errors import TransportError
-from loft_hvd.transport.heartbeat.board import Board
-from loft_hvd.transport.heartbeat.diagnosis import Diagnosis, HeartbeatSettings, Place, Verdict
-from loft_hvd.transport.heartbeat.exits import ProcessExit, kill_process
-from loft_hvd.transport.heartbeat.failures import describe_failure, tell_failure
-from loft_hvd.transport.heartbeat.guard import Guard
+from loft_hvd.transport.heartbeat.diagnosis import Diagnosis, Progress, ProgressMeter, Verdict
 from loft_hvd.transport.heartbeat.links import MAX_TEXT, Line, Link
-from loft_hvd.transport.heartbeat.progress import Progress
-from loft_hvd.transport.heartbeat.silent import SilentRanks
+from loft_hvd.transport.heartbeat.process import (
+    FROZEN,
+    ProcessExit,
+    ProcessGuard,
+    RankProcess,
+    describe_failure,
+    kill_process,
+    own_process,
+    process_state,
+    tell_failure,
+)
 
-__all__ = ["Heartbeat"]
+__all__ = ["Heartbeat", "HeartbeatSettings", "ProcessControl"]
 
 _logger = logging.getLogger(__name__)
-_EXPLAIN_S = 1.0
+_EXPLAIN_S = 1.0  # bound from the beats: what others have seen by now comes with their next one
 _ENGINE_ERRORS = ("HorovodInternalError", "HostsUpdatedInterrupt")
 
 
-class Heartbeat:
-    """One rank's part of the star; owns its thread and links.
+@dataclass(frozen=True)
+class HeartbeatSettings:
+    """How a heartbeat beats and acts.
+
+    Attributes:
+        period_s: seconds between two beats.
+        grace_s: seconds until a verdict ends waits, so that an engine's own error, or one that all
+            ranks find by themselves, goes before it.
+        leave_s: seconds after an error until a process that hangs is left.
+        is_elastic: whether Horovod runs elastically.
+    """
+
+    period_s: float = 1.0
+    grace_s: float = 0.5  # a choice
+    leave_s: float = 5.0
+    is_elastic: bool = False
+
+
+@dataclass(frozen=True)
+class ProcessControl:
+    """What a heartbeat can do with processes of its host.
+
+    Attributes:
+        own: where this process runs.
+        exit: reports uncaught errors and leaves this process if it hangs; None leaves it alone.
+        guard: watches this process from outside, or None.
+        look: returns the state letter of the process with an id and a start, as ``/proc`` does.
+        kill: ends the process with an id.
+    """
+
+    own: RankProcess = field(default_factory=own_process)
+    exit: ProcessExit | None = None
+    guard: ProcessGuard | None = None
+    look: Callable[[int, int], str] = process_state
+    kill: Callable[[int], None] = kill_process
+
+
+class SilentRanks:
+    """Looks at processes of ranks that are not heard; used by the heartbeat's thread alone.
 
     Args:
-        rank: this rank.
+        diagnosis: knows who is silent, and learns what was seen.
         links: to all other ranks on rank 0, to rank 0 elsewhere.
-        places: where those ranks run.
-        settings: how it beats and acts.
-        own_place: where this rank runs.
-        engine_is_down: says whether the engine has ended, so that its calls fail by themselves.
-        kill: ends a process of this host.
-        guard: watches this process from outside, or None.
+        control: what can be done with processes of this host.
+        dooms: says whether a rank is to be ended if it is frozen.
     """
 
     def __init__(
         self,
-        rank: int,
+        diagnosis: Diagnosis,
         links: Mapping[int, Link],
-        places: Mapping[int, Place],
+        control: ProcessControl,
+        *,
+        dooms: Callable[[int], bool],
+    ) -> None:
+        self._diagnosis = diagnosis
+        self._links = links
+        self._control = control
+        self._dooms = dooms
+
+    def look(self) -> None:
+        """Look at the processes of silent ranks, or ask a rank of their host to."""
+        for rank in self._diagnosis.suspects():
+            process = self._diagnosis.process(rank)
+            if process.host_key == self._control.own.host_key:
+                self.saw(rank, self._control.look(process.pid, process.start))
+                continue
+            # One that is heard, and sees the silent one's process; only rank 0 has such links.
+            for other, link in self._links.items():
+                is_near = self._diagnosis.process(other).host_key == process.host_key
+                if is_near and not self._diagnosis.is_silent(other):
+                    kill = int(self._dooms(rank))
+                    link.send(Line("look", rank, 0.0, f"{process.pid}|{process.start}|{kill}"))
+                    break
+        for warning in self._diagnosis.held():
+            _logger.warning("%s", warning)
+
+    def look_for_rank_0(self, rank: int, pid: int, start: int, kill: int) -> None:
+        """Look at a process of this host and tell rank 0; end it if rank 0 says so.
+
+        Args:
+            rank: whose process it is.
+            pid: its process id.
+            start: when it started, in the kernel's ticks.
+            kill: 1 to end it if it is frozen, else 0.
+        """
+        state = self._control.look(pid, start)
+        self._links[0].send(Line("state", rank, 0.0, state))
+        if kill and state == FROZEN:
+            self._control.kill(pid)
+
+    def saw(self, rank: int, state: str) -> None:
+        """Take the state of a rank's process, and end it here if it is frozen and doomed."""
+        if self._diagnosis.is_silent(rank):  # else it was heard while the answer came
+            self._diagnosis.saw(rank, state)
+            process = self._diagnosis.process(rank)
+            is_near = process.host_key == self._control.own.host_key
+            if state == FROZEN and is_near and self._dooms(rank):
+                self._control.kill(process.pid)
+
+
+class Heartbeat:
+    """One rank's part: rank 0 has a link to every other rank, these have one to rank 0.
+
+    Owns its thread and its links.
+
+    Args:
+        links: to all other ranks on rank 0, to rank 0 elsewhere.
+        diagnosis: this rank's, of the ranks it has links to.
+        settings: how it beats and acts.
+        control: what it can do with processes of its host.
+        engine_is_down: says whether the engine has ended, so that its calls fail by themselves.
+    """
+
+    def __init__(
+        self,
+        links: Mapping[int, Link],
+        diagnosis: Diagnosis,
         *,
         settings: HeartbeatSettings,
-        own_place: Place,
+        control: ProcessControl,
         engine_is_down: Callable[[], bool] = lambda: False,
-        kill: Callable[[int], None] = kill_process,
-        guard: Guard | None = None,
     ) -> None:
-        self.rank = rank
+        self.rank = diagnosis.rank
         self.settings = settings
         self.verdict: Verdict | None = None
-        self.board = Board()
+        self.meter = ProgressMeter()
         self._links = dict(links)
-        self._place = own_place
+        self._diagnosis = diagnosis
+        self._control = control
         self._engine_is_down = engine_is_down
-        self._guard = guard
-        self._diagnosis = Diagnosis(rank, places, limits=settings.limits)
-        self._silent = SilentRanks(
-            self._diagnosis, self._links, places, own_place, kill=kill, dooms=self._dooms
-        )
+        self._silent = SilentRanks(diagnosis, self._links, control, dooms=self._dooms)
         self._has_verdict = threading.Event()
         self._verdict_at = 0.0
         self._is_heard = self._has_failed = self._is_closed = False
         self._late: list[int] = []
         self._gone: set[int] = set()  # ranks that have said good-bye, to whomever
-        self._waker, self._sleeper = socket.socketpair()
-        self._exit: ProcessExit | None = None
-        if settings.owns_process:
-            leave_s = None if settings.is_elastic else settings.leave_s
-            self._exit = ProcessExit(self.report, self.close, leave_s=leave_s)
+        self._waker, self._sleeper = socket.socketpair()  # what is written here ends a select
+        if control.exit is not None:
+            control.exit.install(self.report, self.close)
         self._thread = threading.Thread(target=self._run, name="loft-heartbeat", daemon=True)
         self._thread.start()
 
@@ -90,11 +188,11 @@ class Heartbeat:
 
     def waiting(self) -> AbstractContextManager[None]:
         """Note that the calling thread waits for other ranks inside."""
-        return self.board.waiting()
+        return self.meter.waiting()
 
     def late(self) -> list[int]:
         """Return the ranks that have not come to what this rank waits for, as far as known."""
-        progress = self.board.progress()
+        progress = self.meter.progress()
         return self._diagnosis.late_for(0, progress) if self.rank == 0 else self._late
 
     def final_verdict(self, *, at_once: bool = False) -> Verdict | None:
@@ -112,6 +210,15 @@ class Heartbeat:
         is_due = time.monotonic() - self._verdict_at >= self.settings.grace_s
         return verdict if at_once or is_due else None
 
+    def wait_verdict(self, timeout_s: float) -> Verdict | None:
+        """Return the verdict, in its first moment too, or None when none has come in time."""
+        self._has_verdict.wait(timeout_s)
+        return self.verdict
+
+    def left_ranks(self) -> list[int]:
+        """Return the ranks that have ended, as far as this one has heard."""
+        return sorted({*self._diagnosis.left_ranks(), *self._gone})
+
     def heard(self) -> None:
         """Note that a wait raises the verdict: from here on the script is in charge."""
         self._is_heard = True
@@ -124,16 +231,16 @@ class Heartbeat:
         is_echo = isinstance(error, TransportError) or type(error).__name__ in _ENGINE_ERRORS
         if self.verdict is not None or is_echo:
             return
-        note = describe_failure(f"rank {self.rank} ({self._place})", error)
+        note = describe_failure(f"rank {self.rank} ({self._control.own})", error)
         for link in self._links.values():
             link.send(Line("failed", self.rank, float(note.num_samples), note.text))
 
     def explain(self, error: BaseException) -> None:
         """Add to an engine's own error which rank is behind it; waits up to a second for that."""
         self._is_heard = True
-        if not (left := sorted({*self._diagnosis.left_ranks(), *self._gone})):
+        if not (left := self.left_ranks()):
             self._has_verdict.wait(_EXPLAIN_S)
-            left = sorted(self._gone)
+            left = sorted(self._gone)  # not who ended without a word: of that comes a verdict
         reason = f"ranks {left} have ended their scripts" if left else ""
         reason = self.verdict.text if self.verdict is not None else reason
         if reason and hasattr(error, "add_note"):  # Python 3.11
@@ -150,15 +257,15 @@ class Heartbeat:
         self._beat()  # what this rank has done, for those who still wait
         for link in self._links.values():
             link.send(Line("left", self.rank))
-        if self._exit is not None:
-            self._exit.remove()
+        if self._control.exit is not None:
+            self._control.exit.remove()
             if self._has_failed or self.verdict is not None:
-                self._exit.arm("an error has ended the script")
-            if self._exit.is_armed:
-                return
+                self._control.exit.arm("an error has ended the script")
+            if self._control.exit.is_armed:
+                return  # the thread leaves the process if its end takes too long
         self._is_closed = True
-        if self._guard is not None:
-            self._guard.close()
+        if self._control.guard is not None:
+            self._control.guard.close()
         self._waker.send(b"!")
         self._thread.join(timeout=5.0)
         for link in self._links.values():
@@ -168,7 +275,7 @@ class Heartbeat:
 
     def _is_in_child(self) -> bool:
         """Say whether this is a fork, such as a loader process: it must not speak for the rank."""
-        return os.getpid() != self._place.pid
+        return os.getpid() != self._control.own.pid
 
     @property
     def is_closed(self) -> bool:
@@ -194,13 +301,13 @@ class Heartbeat:
             for key, _ in selector.select(max(0.0, next_beat - time.monotonic())):
                 if key.data is not None:
                     self._receive(key.data, selector)
-            if time.monotonic() - next_beat > self.settings.limits.suspect_s:
+            if time.monotonic() - next_beat > self._diagnosis.limits.suspect_s:
                 self._diagnosis.restarted()  # suspended, or kept from the interpreter
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + self.settings.period_s
                 self._beat()
                 self._silent.look()
-                self._decide(self._diagnosis.judge(self.board.progress()))
+                self._decide(self._diagnosis.judge(self.meter.progress()))
                 self._leave_if_stuck()
 
     def _receive(self, peer: int, selector: selectors.BaseSelector) -> None:
@@ -212,6 +319,8 @@ class Heartbeat:
             self._decide(self._diagnosis.closed(peer))
 
     def _handle(self, peer: int, line: Line) -> None:
+        # Rank 0 is trusted with all; from others count only words about themselves, and what they
+        # were asked to look at.
         words = list(filter(None, line.text.split("|")))
         if line.kind == "beat":
             self._diagnosis.heard(peer, Progress.decode(line.seconds, line.text))
@@ -240,11 +349,11 @@ class Heartbeat:
                 link.send(line)
 
     def _beat(self) -> None:
-        progress = self.board.progress()
+        progress = self.meter.progress()
         text = progress.encode(MAX_TEXT)
         for rank, link in self._links.items():
             link.send(Line("beat", self.rank, progress.waited_s, text))
-            if self.rank == 0:
+            if self.rank == 0:  # the others cannot see who keeps them waiting
                 late = self._diagnosis.late_for(rank, progress)
                 link.send(Line("late", 0, 0.0, "|".join(map(str, late))))
 
@@ -252,7 +361,8 @@ class Heartbeat:
 
     def _dooms(self, rank: int) -> bool:
         """Say whether to end a frozen rank: when the job goes on, or is over, without it."""
-        is_over = self.settings.is_elastic or (self._exit is not None and self._exit.is_armed)
+        end = self._control.exit
+        is_over = self.settings.is_elastic or (end is not None and end.is_armed)
         return is_over and self.verdict is not None and self.verdict.rank == rank
 
     def _decide(self, verdict: Verdict | None) -> None:
@@ -271,10 +381,11 @@ class Heartbeat:
 
     def _leave_if_stuck(self) -> None:
         """Leave a process that an error has ended, or that hangs in a call that is not ours."""
-        if self._exit is None:
+        if self._control.exit is None:
             return
-        if self.verdict is not None and not self._is_heard and not self._exit.is_armed:
+        if self.verdict is not None and not self._is_heard and not self._control.exit.is_armed:
             unheard_s = time.monotonic() - self._verdict_at
+            # Where the engine is down its calls fail, so the script goes on by itself.
             if unheard_s >= self.settings.leave_s and not self._engine_is_down():
-                self._exit.arm(self.verdict.text, since_s=unheard_s)
-        self._exit.leave_if_due()
+                self._control.exit.arm(self.verdict.text, since_s=unheard_s)
+        self._control.exit.leave_if_due()

@@ -1,7 +1,7 @@
 """The heartbeat's wire: lines of text between rank 0 and every other rank.
 
 Nothing is pickled: a line is a word, a rank, seconds and a short text, and whatever does not parse
-is dropped. Rank 0 listens once, while the star is opened; a connection that does not begin with
+is dropped. Rank 0 listens only while the links are opened; a connection that does not begin with
 the token, which travelled through the transport, is closed.
 """
 
@@ -10,9 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
-import hashlib
 import hmac
-import os
 import secrets
 import selectors
 import socket
@@ -20,20 +18,19 @@ import struct
 import threading
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from loft_hvd.transport.base import Channel
-from loft_hvd.transport.heartbeat.diagnosis import Place
+from loft_hvd.transport.heartbeat.process import RankProcess, own_process
 
-__all__ = ["MAX_TEXT", "Line", "Link", "open_links", "own_place", "process_state"]
+__all__ = ["MAX_TEXT", "Line", "Link", "open_links"]
 
-MAX_TEXT = 12_000
-_MAX_LINE = 16_384
-_MAX_ADDRESSES = 16
-_SIOCGIFADDR = 0x8915
-_CONNECT_S = 2.0
+MAX_TEXT = 12_000  # characters; a choice: what is in flight on a rank takes a few hundred
+_MAX_LINE = 16_384  # bytes; bound from MAX_TEXT, with room for the words before it
+_MAX_ADDRESSES = 16  # bound from the header's fixed length: more interfaces go unused
+_SIOCGIFADDR = 0x8915  # from the kernel's sockios.h: ask for an interface's address
+_CONNECT_S = 2.0  # a choice: an address behind a firewall must not use up the time of the next
 _KINDS = ("hello", "welcome", "beat", "late", "left", "failed", "verdict", "look", "state")
 
 
@@ -42,7 +39,7 @@ class Line:
     """One message.
 
     Attributes:
-        kind: one of a few words.
+        kind: one of ``_KINDS``.
         rank: the rank it is about.
         seconds: a number of seconds.
         text: at most 12,000 characters.
@@ -91,16 +88,18 @@ class Link:
         with self._lock, contextlib.suppress(OSError):
             data = b"\n" + line.encode() if self._is_cut else line.encode()
             sent = self._socket.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-            self._is_cut = sent < len(data)  # the next line ends what is left of this one
+            # A full buffer takes part of a line: the receiver drops that once the next line ends
+            # it: "beat 1 0.0 a" + "\n" + "left 1 0.0 \n".
+            self._is_cut = sent < len(data)
 
     def receive(self) -> list[Line]:
         """Return the lines that have come; sets ``is_closed`` at the connection's end."""
         try:
             while data := self._socket.recv(_MAX_LINE):
                 self._received += data
-                if len(self._received) > 8 * _MAX_LINE:
+                if len(self._received) > 8 * _MAX_LINE:  # let others have a turn
                     break
-            else:
+            else:  # no bytes: the other side has closed
                 self.is_closed = True
         except (BlockingIOError, InterruptedError):
             pass
@@ -130,31 +129,6 @@ class Link:
         self._socket.close()
 
 
-# Who and where.
-
-
-def process_state(pid: int, start: int) -> str:
-    """Return a process's state letter as ``/proc`` shows it; X when it has ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return "X"
-    return fields[0] if not start or int(fields[19]) == start else "X"
-
-
-def own_place() -> Place:
-    """Return where this process runs."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-        boot += str(Path("/proc/self/ns/pid").readlink())
-        start = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    except OSError:  # no /proc: nobody can look at this process
-        boot, start = secrets.token_hex(8), 0
-    digest = hashlib.sha256(boot.encode()).digest()
-    host = socket.gethostname()
-    return Place(int.from_bytes(digest[:8], "little") >> 1, os.getpid(), start, host)
-
-
 @functools.cache
 def _own_addresses() -> tuple[str, ...]:
     """Return this host's IPv4 addresses, loopback last."""
@@ -162,6 +136,8 @@ def _own_addresses() -> tuple[str, ...]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
+                # In: a name of at most 15 bytes. Out: the address is in bytes 20 to 24, behind
+                # the name (16), its family (2) and its port (2).
                 request = struct.pack("256s", name.encode()[:15])
                 found.append(
                     socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
@@ -172,18 +148,19 @@ def _own_addresses() -> tuple[str, ...]:
 # Opening.
 
 
-def open_links(channel: Channel) -> tuple[dict[int, Link], dict[int, Place]]:
+def open_links(channel: Channel) -> tuple[dict[int, Link], dict[int, RankProcess]]:
     """Connect every rank to rank 0; every rank calls it alike.
 
     Args:
         channel: carries the address and a token; its limit holds for that and for connecting.
 
     Returns:
-        Links and places by rank: of all others on rank 0, of rank 0 elsewhere. Ranks that could
-        not be reached are missing.
+        Links and processes by rank: of all others on rank 0, of rank 0 elsewhere. Ranks that
+        could not be reached are missing.
     """
-    token = secrets.randbits(63)
-    own = own_place()
+    token = secrets.randbits(63)  # as int64 holds it
+    own = own_process()
+    # [port, token, key of rank 0's host, number of addresses, addresses.., zeros]
     header = torch.zeros(4 + _MAX_ADDRESSES, dtype=torch.int64)
     if channel.rank == 0:
         with socket.create_server(("", 0), backlog=max(16, channel.world_size)) as server:
@@ -209,39 +186,41 @@ def open_links(channel: Channel) -> tuple[dict[int, Link], dict[int, Place]]:
     return {}, {}
 
 
-def _describe(place: Place) -> str:
-    return f"{place.host_key} {place.pid} {place.start} {place.host}"
+def _describe(process: RankProcess) -> str:
+    return f"{process.host_key} {process.pid} {process.start} {process.host}"
 
 
-def _place_of(text: str) -> Place | None:
+def _parse_process(text: str) -> RankProcess | None:
     parts = text.split(" ", 3)
     try:
-        return Place(int(parts[0]), int(parts[1]), int(parts[2]), parts[3][:100])
+        return RankProcess(int(parts[0]), int(parts[1]), int(parts[2]), parts[3][:100])
     except (ValueError, IndexError):
         return None
 
 
 def _connect(
-    address: tuple[str, int], rank: int, token: int, own: Place, timeout_s: float
-) -> tuple[Link, Place] | None:
+    address: tuple[str, int], rank: int, token: int, own: RankProcess, timeout_s: float
+) -> tuple[Link, RankProcess] | None:
     try:
         link = Link(socket.create_connection(address, timeout=timeout_s))
     except OSError:
         return None
     link.send(Line("hello", rank, 0.0, f"{token} {_describe(own)}"))
     answer = link.wait_line(timeout_s)
-    place = _place_of(answer.text) if answer is not None and answer.kind == "welcome" else None
-    if place is None:
+    process = None
+    if answer is not None and answer.kind == "welcome":
+        process = _parse_process(answer.text)
+    if process is None:
         link.close()
         return None
-    return link, place
+    return link, process
 
 
 def _accept(
-    server: socket.socket, world_size: int, token: int, own: Place, timeout_s: float
-) -> tuple[dict[int, Link], dict[int, Place]]:
+    server: socket.socket, world_size: int, token: int, own: RankProcess, timeout_s: float
+) -> tuple[dict[int, Link], dict[int, RankProcess]]:
     links: dict[int, Link] = {}
-    places: dict[int, Place] = {}
+    processes: dict[int, RankProcess] = {}
     unknown: list[Link] = []
     until = time.monotonic() + timeout_s
     with selectors.DefaultSelector() as selector:
@@ -256,20 +235,21 @@ def _accept(
                 lines = link.receive()
                 if not lines and not link.is_closed:
                     continue
-                selector.unregister(link)  # its first line decides
-                if lines and (place := _greeted(lines[0], world_size, token)) is not None:
+                selector.unregister(link)  # its first line decides, and nothing else is read
+                if lines and (process := _greeted(lines[0], world_size, token)) is not None:
                     unknown.remove(link)
-                    links[lines[0].rank], places[lines[0].rank] = link, place
+                    links[lines[0].rank], processes[lines[0].rank] = link, process
                     link.send(Line("welcome", 0, 0.0, _describe(own)))
     for link in unknown:
         link.close()
-    return links, places
+    return links, processes
 
 
-def _greeted(line: Line, world_size: int, token: int) -> Place | None:
+def _greeted(line: Line, world_size: int, token: int) -> RankProcess | None:
     """Return where a rank runs that has said hello with the token, or None for strangers."""
     secret, _, text = line.text.partition(" ")
+    # In constant time: how long it takes must not tell a stranger how much of it was right.
     is_ours = hmac.compare_digest(secret.encode(), str(token).encode())
     if line.kind == "hello" and is_ours and 0 < line.rank < world_size:
-        return _place_of(text)
+        return _parse_process(text)
     return None

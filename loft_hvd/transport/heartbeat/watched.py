@@ -14,16 +14,16 @@ import torch
 from loft_hvd.config import config
 from loft_hvd.errors import TransportError
 from loft_hvd.transport.base import Channel, Transport, Work
-from loft_hvd.transport.heartbeat.diagnosis import HeartbeatSettings, Limits
-from loft_hvd.transport.heartbeat.guard import Guard
-from loft_hvd.transport.heartbeat.heartbeat import Heartbeat
-from loft_hvd.transport.heartbeat.links import open_links, own_place
+from loft_hvd.transport.heartbeat.diagnosis import Diagnosis, DiagnosisLimits
+from loft_hvd.transport.heartbeat.heartbeat import Heartbeat, HeartbeatSettings, ProcessControl
+from loft_hvd.transport.heartbeat.links import open_links
+from loft_hvd.transport.heartbeat.process import ProcessExit, ProcessGuard, own_process
 
 __all__ = ["close_heartbeats", "heartbeat_of", "open_heartbeat", "watched"]
 
 _logger = logging.getLogger(__name__)
-_OPEN_S = 10.0
-_LAST_S = 3.0  # a guard acts after the ranks that might
+_OPEN_S = 10.0  # a choice: ranks that are not there by then are behind a firewall
+_LAST_S = 3.0  # a choice: a guard acts after ranks that might, which look once a second
 
 
 class _WatchedWork:
@@ -34,7 +34,7 @@ class _WatchedWork:
         self.watch = heartbeat
         self._is_posted = True
         self._releasing = threading.Lock()
-        self._operation = heartbeat.board.posted(name, _question_to(weakref.ref(self)))
+        self._operation = heartbeat.meter.posted(name, _question_to(weakref.ref(self)))
 
     def done(self) -> bool:
         """Say whether the operation has ended, or never will."""
@@ -72,7 +72,7 @@ class _WatchedWork:
     def _end(self) -> None:
         if self._is_posted:
             self._is_posted = False
-            self.watch.board.ended(self._operation)
+            self.watch.meter.ended(self._operation)
 
 
 def _question_to(work: weakref.ref[_WatchedWork]) -> Callable[[], bool]:
@@ -134,7 +134,7 @@ def open_heartbeat(
         del _heartbeats()[world]
     if not wanted:
         return None
-    links, places = open_links(replace(channel, timeout_s=_OPEN_S))
+    links, processes = open_links(replace(channel, timeout_s=_OPEN_S))
     num_links = transport.world_size - 1 if transport.rank == 0 else 1
     reached = torch.tensor([int(len(links) == num_links)])
     rows = channel.sub("reached").allgather_rows(reached)
@@ -150,21 +150,25 @@ def open_heartbeat(
                 settings.timeout_s,
             )
         return None
-    own = own_place()
-    limits = Limits(silent_s=settings.heartbeat_timeout_s)
+    own = own_process()
+    limits = DiagnosisLimits(silent_s=settings.heartbeat_timeout_s)
     is_alone = settings.is_elastic and transport.local_size == 1
     _heartbeats()[world] = heartbeat = Heartbeat(
-        transport.rank,
         links,
-        places,
+        Diagnosis(transport.rank, processes, limits=limits),
         settings=HeartbeatSettings(
             period_s=settings.heartbeat_s,
             leave_s=settings.leave_s,
             is_elastic=settings.is_elastic,
-            limits=limits,
         ),
-        own_place=own,
+        control=ProcessControl(
+            own,
+            # An elastic process is never left: the launcher's new world needs it.
+            exit=ProcessExit(leave_s=None if settings.is_elastic else settings.leave_s),
+            guard=ProcessGuard(transport.rank, own, limit_s=limits.suspect_s + _LAST_S)
+            if is_alone
+            else None,
+        ),
         engine_is_down=engine_is_down,
-        guard=Guard(transport.rank, own, limit_s=limits.suspect_s + _LAST_S) if is_alone else None,
     )
     return heartbeat

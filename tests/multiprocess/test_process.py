@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from loft_hvd.transport.heartbeat.diagnosis import Place
-from loft_hvd.transport.heartbeat.guard import Guard
+from loft_hvd.transport.heartbeat.process import ProcessGuard, RankProcess
 
 pytestmark = [
     pytest.mark.multiprocess,
@@ -30,9 +29,9 @@ def guarded() -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
-def guard_of(process: subprocess.Popen[bytes], limit_s: float) -> Guard:
+def guard_of(process: subprocess.Popen[bytes], limit_s: float) -> ProcessGuard:
     fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
-    return Guard(7, Place(0, process.pid, int(fields[19]), "here"), limit_s=limit_s)
+    return ProcessGuard(7, RankProcess(0, process.pid, int(fields[19]), "here"), limit_s=limit_s)
 
 
 def test_a_process_that_stays_stopped_is_killed(
@@ -41,7 +40,7 @@ def test_a_process_that_stays_stopped_is_killed(
     guard = guard_of(guarded, limit_s=1.0)
     os.kill(guarded.pid, signal.SIGSTOP)
     assert guarded.wait(timeout=20) == -signal.SIGKILL
-    assert guard._process.wait(timeout=20) == 0  # and the guard ends with it
+    assert guard.process.wait(timeout=20) == 0  # and the guard ends with it
     guard.close()
     assert f"rank 7 (process {guarded.pid} on here) is frozen" in capfd.readouterr().err
 
@@ -54,7 +53,7 @@ def test_a_process_that_runs_or_goes_on_is_left_alone(guarded: subprocess.Popen[
     os.kill(guarded.pid, signal.SIGCONT)
     time.sleep(4.0)
     assert guarded.poll() is None
-    assert guard._process.poll() is None
+    assert guard.process.poll() is None
     guarded.kill()
-    assert guard._process.wait(timeout=20) == 0
+    assert guard.process.wait(timeout=20) == 0
     guard.close()

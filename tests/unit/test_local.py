@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from loft_hvd.errors import MismatchError, PeerError, TransportTimeoutError
-from loft_hvd.transport.agreement import check_agreement
+from loft_hvd.errors import MismatchError, PeerError
 from loft_hvd.transport.base import Channel, wait_for
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
 
@@ -59,19 +58,6 @@ def test_a_failed_peer_is_named() -> None:
         wait_for(work, what="x", timeout_s=10)
 
 
-def test_waiting_has_a_limit() -> None:
-    now = [0.0]
-
-    def sleep(seconds: float) -> None:
-        now[0] += 1.0
-
-    work = LocalWorld(2).transport(0).allreduce(torch.zeros(1), name="alone")
-    with pytest.raises(
-        TransportTimeoutError, match=r"the sum: waited 3 s; ranks \[1\] have not come to it"
-    ):
-        wait_for(work, what="the sum", timeout_s=3, clock=lambda: now[0], sleep=sleep)
-
-
 @pytest.mark.parametrize("other", [torch.zeros(3), torch.zeros(2, dtype=torch.float64)])
 def test_tensors_that_differ_are_refused(other: torch.Tensor) -> None:
     def work(transport: LocalTransport) -> None:
@@ -80,30 +66,3 @@ def test_tensors_that_differ_are_refused(other: torch.Tensor) -> None:
 
     with pytest.raises(MismatchError, match="rank 1 brought"):
         run_ranks(2, work)
-
-
-@SIZES
-def test_agreement_passes_in_silence(world_size: int) -> None:
-    def work(transport: LocalTransport) -> None:
-        check_agreement(Channel(transport, "n", 10), {"a": "1", "b": "2"}, what="it")
-
-    run_ranks(world_size, work)
-
-
-@pytest.mark.parametrize(
-    ("odd_fields", "message"),
-    [
-        ({"a": "1", "b": "3"}, r"it: b differs on ranks \[2\]"),
-        ({"a": "1"}, r"it: ranks \[2\] describe other things"),
-        ({"a": "1", "c": "2"}, r"it: ranks \[2\] describe other things"),
-    ],
-)
-def test_disagreement_names_rank_and_field_on_every_rank(
-    odd_fields: dict[str, str], message: str
-) -> None:
-    def work(transport: LocalTransport) -> None:
-        fields = odd_fields if transport.rank == 2 else {"a": "1", "b": "2"}
-        with pytest.raises(MismatchError, match=message):
-            check_agreement(Channel(transport, "n", 10), fields, what="it")
-
-    run_ranks(4, work)

@@ -1,0 +1,220 @@
+"""Who is silent, gone or astray: conclusions on a fake clock."""
+
+from __future__ import annotations
+
+import pytest
+
+from loft_hvd.errors import MismatchError, PeerError
+from loft_hvd.transport.heartbeat.diagnosis import Diagnosis, DiagnosisLimits, Progress, key_of
+from loft_hvd.transport.heartbeat.process import RankProcess
+
+
+def at(waited_s: float, in_flight: str = "", started: str | None = None) -> Progress:
+    """Return a progress; each letter of in_flight is an operation, as often as in started."""
+    counts = {key_of(name): (started or in_flight).count(name) for name in started or in_flight}
+    flying = frozenset((name, counts[key_of(name)]) for name in in_flight)
+    return Progress(waited_s, flying, counts)
+
+
+LIMITS = DiagnosisLimits(suspect_s=3.0, silent_s=10.0, stall_s=5.0)
+WAITING = at(1.0, "a")
+
+
+class Clock:
+    """Seconds that pass only when told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def diagnosis(clock: Clock) -> Diagnosis:
+    """Return what rank 0 knows of ranks 1 and 2, who have just been heard."""
+    processes = {rank: RankProcess(rank, 1000 + rank, 5, f"host{rank}") for rank in (1, 2)}
+    return Diagnosis(0, processes, limits=LIMITS, clock=clock)
+
+
+def hear(diagnosis: Diagnosis, *ranks: int, progress: Progress | None = None) -> None:
+    for rank in ranks:
+        diagnosis.heard(rank, Progress() if progress is None else progress)
+
+
+def test_ranks_that_beat_are_left_in_peace(diagnosis: Diagnosis, clock: Clock) -> None:
+    for _ in range(100):
+        clock.now += 1.0
+        hear(diagnosis, 1, 2, progress=WAITING)
+        assert diagnosis.suspects() == []
+        assert diagnosis.judge(at(50.0, "a")) is None
+
+
+@pytest.mark.parametrize(
+    ("state", "silent_s", "own", "says"),
+    [
+        ("T", 3.0, WAITING, "rank 1 (process 1001 on host1) is frozen"),
+        ("T", 2.9, WAITING, None),
+        ("T", 3.0, Progress(), "is frozen"),  # others may wait in calls that are not ours
+        ("X", 3.0, Progress(), "rank 1 (process 1001 on host1) is gone"),
+        ("Z", 3.0, WAITING, "is gone"),
+        ("R", 1e6, WAITING, None),  # it runs: its interpreter is held, as in a long call
+        ("S", 1e6, WAITING, None),
+        ("D", 1e6, WAITING, None),
+        ("t", 1e6, WAITING, None),  # in a debugger
+        ("?", 9.9, WAITING, None),
+        ("?", 10.0, WAITING, "has been silent for 10 s"),
+        ("?", 1e6, Progress(), None),
+    ],
+)
+def test_silence_counts_by_what_the_process_does(
+    state: str,
+    silent_s: float,
+    own: Progress,
+    says: str | None,
+    diagnosis: Diagnosis,
+    clock: Clock,
+) -> None:
+    clock.now += silent_s
+    hear(diagnosis, 2)
+    if diagnosis.is_silent(1):
+        diagnosis.saw(1, state)
+    verdict = diagnosis.judge(own)
+    assert (verdict is None) == (says is None)
+    if verdict is not None and says is not None:
+        assert verdict.rank == 1
+        assert says in verdict.text
+        assert isinstance(verdict.error(), PeerError)
+
+
+def test_a_peer_that_is_heard_again_is_no_suspect(diagnosis: Diagnosis, clock: Clock) -> None:
+    clock.now += 8.0
+    assert diagnosis.suspects() == [1, 2]
+    diagnosis.saw(1, "T")
+    hear(diagnosis, 1, 2)
+    assert diagnosis.suspects() == []
+    clock.now += 4.0
+    assert diagnosis.judge(WAITING) is None  # what was seen then does not count now
+
+
+def test_a_rank_that_was_out_itself_starts_anew(diagnosis: Diagnosis, clock: Clock) -> None:
+    clock.now += 1000.0
+    diagnosis.restarted()
+    assert diagnosis.suspects() == []
+
+
+def test_only_a_rank_that_runs_but_is_silent_is_warned_of_once(
+    diagnosis: Diagnosis, clock: Clock
+) -> None:
+    clock.now += 11.0
+    diagnosis.saw(1, "R")
+    diagnosis.saw(2, "T")
+    (warning,) = diagnosis.held()
+    assert "rank 1 (process 1001 on host1) runs, but has been silent for 11 s" in warning
+    assert diagnosis.held() == []
+
+
+def test_an_end_without_good_bye_is_a_verdict_and_with_it_is_none(diagnosis: Diagnosis) -> None:
+    diagnosis.left(1)
+    assert diagnosis.closed(1) is None
+    verdict = diagnosis.closed(2)
+    assert verdict is not None
+    assert "rank 2 (process 1002 on host2) has ended without a word" in verdict.text
+    assert diagnosis.left_ranks() == [1, 2]
+
+
+def test_a_rank_that_left_while_others_wait_is_named(diagnosis: Diagnosis) -> None:
+    diagnosis.heard(2, at(0.0, "", "ab"))
+    diagnosis.left(2)
+    assert diagnosis.judge(at(4.9, "b", "abb")) is None
+    assert diagnosis.judge(at(50.0, "b", "ab")) is None  # it did its part; the link is slow
+    verdict = diagnosis.judge(at(5.0, "b", "abb"))
+    assert verdict is not None
+    assert verdict.rank == 2
+    assert "has ended its script while others wait for it in 'b'" in verdict.text
+
+
+@pytest.mark.parametrize(
+    ("ranks", "odd"),
+    [
+        ([at(5.0, "a"), at(5.0, "b"), at(5.0, "a")], [1]),
+        ([at(5.0, "a"), at(5.0, "b"), at(5.0, "b")], [0]),
+        ([at(5.0, "a"), at(4.9, "b"), at(5.0, "a")], None),
+        ([at(50.0, "a")] * 3, None),
+        # Rank 1 has done its part of a and gone on to b: the others' link is slow.
+        ([at(50.0, "a"), at(50.0, "b", "ab"), at(50.0, "a")], None),
+        ([at(50.0, "ab"), at(50.0, "bc"), at(50.0, "b")], None),  # b is on its way
+        ([at(50.0, "ab"), at(50.0, "bc"), at(50.0, "ca")], [1]),
+        ([at(50.0, "a"), at(0.0), at(50.0, "a")], None),  # rank 1 still computes
+        # One rank is a step behind, in the same operation: not the same number of them.
+        ([at(50.0, "a", "aab"), at(50.0, "b", "abb"), at(50.0, "a", "aab")], [1]),
+        ([at(50.0, "*a"), at(50.0, "*b"), at(50.0, "*a")], None),  # of some ranks only
+        ([at(50.0, "a"), Progress(50.0, frozenset({("b", 1)})), at(50.0, "a")], None),
+    ],
+)
+def test_all_waiting_for_what_others_lack_is_a_mismatch(
+    ranks: list[Progress], odd: list[int] | None, diagnosis: Diagnosis, clock: Clock
+) -> None:
+    for rank in (1, 2):
+        diagnosis.heard(rank, ranks[rank])
+    assert diagnosis.judge(ranks[0]) is None  # it may pass
+    clock.now += 2.6
+    verdict = diagnosis.judge(ranks[0])
+    assert (verdict is None) == (odd is None)
+    if verdict is not None:
+        assert f"ranks {odd} wait for" in verdict.text
+        assert isinstance(verdict.error(), MismatchError)
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_only_rank_0_finds_a_mismatch_as_others_do_not_see_all_ranks(
+    rank: int, clock: Clock
+) -> None:
+    processes = {0: RankProcess(0, 1000, 5, "host0")}
+    diagnosis = Diagnosis(
+        rank,
+        processes,
+        limits=LIMITS,
+        clock=clock,
+    )
+    for _ in range(10):
+        diagnosis.heard(0, at(50.0, "a"))
+        assert diagnosis.judge(at(50.0, "b")) is None
+        clock.now += 2.6
+
+
+def test_a_stall_that_moves_is_none(diagnosis: Diagnosis, clock: Clock) -> None:
+    for step in range(1, 20):
+        mine, theirs = at(50.0, "a", "a" * step), at(50.0, "b", "b" * step)
+        hear(diagnosis, 1, 2, progress=theirs)
+        assert diagnosis.judge(mine) is None
+        clock.now += 2.0
+
+
+def test_late_ranks_have_not_started_what_is_waited_for(diagnosis: Diagnosis) -> None:
+    diagnosis.heard(1, at(0.0, "", "z"))
+    diagnosis.heard(2, at(2.0, "b", "ab"))
+    assert diagnosis.late_for(0, WAITING) == [1]
+    assert diagnosis.late_for(2, WAITING) == [0, 1]
+    assert diagnosis.late_for(0, Progress()) == []
+
+
+@pytest.mark.parametrize("progress", [Progress(2.0), at(2.0, "ab#c", "abb#c"), at(2.0, "", "x")])
+def test_progress_travels_as_text(progress: Progress) -> None:
+    back = Progress.decode(2.0, progress.encode(1000))
+    assert back.in_flight == progress.in_flight
+    assert back.counts == (progress.counts or {})
+
+
+@pytest.mark.parametrize("text", ["", "x", "a#b;", "a#1;k=v", ";;;="])
+def test_progress_that_does_not_parse_tells_nothing(text: str) -> None:
+    assert Progress.decode(2.0, text) == Progress(2.0)
+
+
+def test_progress_that_is_too_long_tells_nothing() -> None:
+    assert at(2.0, "abc").encode(5) == ""
