@@ -33,8 +33,12 @@ import torch
 from loft_hvd.errors import ArgumentError
 from loft_hvd.pipeline.allreduce import forget_exchanges
 from loft_hvd.transport.heartbeat.watched import close_heartbeats
-from loft_hvd.transport.horovod import ElasticNotices, HorovodTransport, horovod_module
-from loft_hvd.transport.process_sets import restore_process_set
+from loft_hvd.transport.horovod import (
+    ElasticNotices,
+    HorovodTransport,
+    horovod_module,
+    restore_process_set,
+)
 
 __all__ = ["State"]
 

@@ -24,8 +24,7 @@ from loft_hvd.pipeline.wire import Wire, read_compression
 from loft_hvd.transport.base import Transport
 from loft_hvd.transport.default import default_transport
 from loft_hvd.transport.groups import Over
-from loft_hvd.transport.horovod import reduce_op_name
-from loft_hvd.transport.process_sets import is_member
+from loft_hvd.transport.horovod import is_member, reduce_op_name
 
 __all__ = ["DistributedOptimizer"]
 

@@ -15,11 +15,15 @@ A world takes ``Faults``: delays, failures, reordering and ranks that stop, the 
 
 from __future__ import annotations
 
+import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from loft_hvd.errors import (
@@ -29,12 +33,106 @@ from loft_hvd.errors import (
     TransportError,
     TransportTimeoutError,
 )
-from loft_hvd.transport.faults import Faults
-from loft_hvd.transport.operation import Operation, Witness
 
-__all__ = ["Faults", "LocalTransport", "LocalWorld", "run_ranks"]
+__all__ = ["Faults", "LocalTransport", "LocalWatch", "LocalWorld", "run_ranks"]
 
 _T = TypeVar("_T")
+_MOST_POLLS = 20
+
+
+@dataclass(frozen=True)
+class Faults:
+    """Delays, failures and reordering of a local world's operations.
+
+    A rank's operations count from 0 in the order in which it starts them.
+
+    Attributes:
+        seed: of every draw.
+        max_delay_s: each rank sees each operation end up to so many seconds late, drawn anew.
+        slow: seconds by which everything that a rank sends arrives late, by rank.
+        reorder: whether operations in flight end in another order than they were started in.
+        fail: the operation that raises, by the rank it raises on.
+        stop: the operation from which on a rank sends nothing and answers nothing, by rank; the
+            thread that starts it stays in that call until the others have ended.
+    """
+
+    seed: int = 0
+    max_delay_s: float = 0.0
+    slow: Mapping[int, float] = field(default_factory=dict)
+    reorder: bool = False
+    fail: Mapping[int, int] = field(default_factory=dict)
+    stop: Mapping[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        seconds = [self.max_delay_s, *self.slow.values()]
+        numbers = [*self.fail.values(), *self.stop.values()]
+        if not all(0 <= value < float("inf") for value in seconds) or min(numbers, default=0) < 0:
+            raise ArgumentError(
+                f"Faults: max_delay_s={self.max_delay_s}, slow={dict(self.slow)}, "
+                f"fail={dict(self.fail)} and stop={dict(self.stop)} hold seconds and operation "
+                "numbers, all >= 0"
+            )
+
+    def check(self, world_size: int) -> None:
+        """Raise unless every rank that is named is one of the world.
+
+        Raises:
+            ArgumentError: a rank outside the world.
+        """
+        named = {*self.slow, *self.fail, *self.stop}
+        if wrong := sorted(rank for rank in named if not 0 <= rank < world_size):
+            raise ArgumentError(f"Faults: ranks {wrong} are not >= 0 and < {world_size}")
+
+    def delay_s(self, rank: int, number: int) -> float:
+        """Return how late a rank sees the end of one of its operations, in seconds."""
+        return self.max_delay_s * self._draw("delay", rank, number)
+
+    def num_polls(self, rank: int, number: int) -> int:
+        """Return how often a rank asks in vain whether an operation that has ended has ended."""
+        return int((_MOST_POLLS + 1) * self._draw("polls", rank, number)) if self.reorder else 0
+
+    def _draw(self, what: str, rank: int, number: int) -> float:
+        return random.Random(f"{self.seed} {what} {rank} {number}").random()
+
+
+@dataclass
+class _Operation:
+    """One collective: what each rank brought, and who has taken its result."""
+
+    kind: str
+    members: tuple[int, ...]  # the ranks that take part, ascending
+    sends: dict[int, Tensor] = field(default_factory=dict)
+    recvs: dict[int, Tensor] = field(default_factory=dict)
+    error: Exception | None = None
+    is_done: bool = False
+    arrives_at: float = 0.0  # when what the slowest rank sent is there
+
+    def complete(self) -> None:
+        """Move the bytes; called once, by the last rank to arrive."""
+        first = self.sends[self.members[0]]
+        for rank, send in self.sends.items():
+            if send.dtype != first.dtype or send.numel() != first.numel():
+                self.error = MismatchError(
+                    f"{self.kind}: rank {rank} brought {send.numel()} values of {send.dtype}, "
+                    f"rank {self.members[0]} {first.numel()} of {first.dtype}; all must be equal"
+                )
+                return
+        numel = first.numel()
+        shard = numel // len(self.members)
+        for at, rank in enumerate(self.members):
+            recv = self.recvs[rank]
+            for place, peer in enumerate(self.members):
+                if self.kind == "alltoall":
+                    part = self.sends[peer][at * shard : (at + 1) * shard]
+                    recv[place * shard : (place + 1) * shard].copy_(part)
+                elif self.kind == "swap" and peer != rank:
+                    recv.copy_(self.sends[peer])
+                elif self.kind == "allgather":
+                    recv[place * numel : (place + 1) * numel].copy_(self.sends[peer])
+            if self.kind == "allreduce":
+                recv.copy_(torch.stack([self.sends[peer] for peer in self.members]).sum(dim=0))
+            elif self.kind == "broadcast":
+                recv.copy_(first)
 
 
 class LocalWorld:
@@ -68,7 +166,7 @@ class LocalWorld:
         self.clock = clock
         self._failure = ""
         self._changed = threading.Condition()
-        self._open: dict[tuple[tuple[int, ...], str], Operation] = {}
+        self._open: dict[tuple[tuple[int, ...], str], _Operation] = {}
         self._num_posted = [0] * world_size
         self._is_over = threading.Event()
 
@@ -119,7 +217,7 @@ class LocalWorld:
             raise PeerError(f"rank {rank} was told to stop at its operation {number}, {name!r}")
         with self._changed:
             key = (members, name)
-            operation = self._open.setdefault(key, Operation(kind, members))
+            operation = self._open.setdefault(key, _Operation(kind, members))
             if operation.kind != kind or rank in operation.sends:
                 raise MismatchError(
                     f"rank {rank}: {kind} {name!r} cannot start, since {operation.kind} of that "
@@ -139,13 +237,34 @@ class LocalWorld:
         return _LocalWork(self, operation, rank, number, name)
 
 
+@dataclass(frozen=True)
+class LocalWatch:
+    """What a rank knows of the others, and tells them: the ``Watch`` of a local world."""
+
+    world: LocalWorld
+    rank: int
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """See ``Watch.waiting``."""
+        return nullcontext()
+
+    def late(self) -> list[int]:
+        """See ``Watch.late``."""
+        return self.world.late(self.rank)
+
+    def report(self, error: BaseException) -> None:
+        """See ``Watch.report``."""
+        if not isinstance(error, PeerError | TransportTimeoutError):
+            self.world.fail(self.rank, error)
+
+
 class _LocalWork:
     """One rank's view of an operation."""
 
     def __init__(
-        self, world: LocalWorld, operation: Operation, rank: int, number: int, name: str
+        self, world: LocalWorld, operation: _Operation, rank: int, number: int, name: str
     ) -> None:
-        self.watch = Witness(world, rank)
+        self.watch = LocalWatch(world, rank)
         self._world = world
         self._operation = operation
         self._place = rank, number, name
@@ -185,7 +304,7 @@ class LocalTransport:
     def __init__(
         self, world: LocalWorld, rank: int, *, members: tuple[int, ...] | None = None
     ) -> None:
-        self.watch = Witness(world, rank)
+        self.watch = LocalWatch(world, rank)
         self._world = world
         self._world_rank = rank
         self._members = tuple(range(world.world_size)) if members is None else members

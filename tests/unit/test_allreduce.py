@@ -15,8 +15,7 @@ from loft_hvd.aggregation.reference import reference
 from loft_hvd.errors import TransportTimeoutError
 from loft_hvd.pipeline import named
 from loft_hvd.pipeline.direct import DirectReduction
-from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
-from loft_hvd.transport.operation import Witness
+from loft_hvd.transport.local import LocalTransport, LocalWatch, LocalWorld, run_ranks
 
 WORLD_SIZE = 4
 RULES = [loft.Mean(), loft.Mean(reproducible=True), loft.Median(), loft.TrimmedMean(f=1)]
@@ -63,11 +62,11 @@ def test_a_wait_is_known_to_the_watch_and_names_who_is_late(
     waits: list[int] = []
 
     @contextmanager
-    def waiting(self: Witness) -> Iterator[None]:
+    def waiting(self: LocalWatch) -> Iterator[None]:
         waits.append(self.rank)  # else ranks that take other steps are not found
         yield
 
-    monkeypatch.setattr(Witness, "waiting", waiting)
+    monkeypatch.setattr(LocalWatch, "waiting", waiting)
     alone = LocalWorld(2).transport(0)
     with pytest.raises(TransportTimeoutError, match=r"'x': .* ranks \[1\] have not come to it"):
         loft.allreduce(torch.zeros(4), name="x", transport=alone, timeout_s=0.01)

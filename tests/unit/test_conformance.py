@@ -10,8 +10,7 @@ import torch
 from loft_hvd.errors import ArgumentError, LoftError, PeerError, TransportError
 from loft_hvd.errors import TransportTimeoutError as Late
 from loft_hvd.transport.conformance import CHECKS
-from loft_hvd.transport.faults import Faults
-from loft_hvd.transport.local import LocalTransport, LocalWorld, _LocalWork, run_ranks
+from loft_hvd.transport.local import Faults, LocalTransport, LocalWorld, _LocalWork, run_ranks
 from tests.support.fingerprint import RULES, train
 
 HARMLESS = {

@@ -20,8 +20,7 @@ from loft_hvd.errors import LoftError, TransportError
 from loft_hvd.pipeline.buckets import Bucket, ParameterSpec, lay_out
 from loft_hvd.pipeline.engine import Engine, Job
 from loft_hvd.pipeline.weights import PassWeights
-from loft_hvd.transport.faults import Faults
-from loft_hvd.transport.local import LocalTransport, run_ranks
+from loft_hvd.transport.local import Faults, LocalTransport, run_ranks
 from tests.support.recording import RecordingTransport
 
 SHAPES = [(40,), (3, 5), (), (64, 2)]

@@ -8,8 +8,8 @@ import torch
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, UsageError
 from loft_hvd.transport.base import Channel, Transport, wait_for
 from loft_hvd.transport.groups import Groups, Over, find_groups, nodes_of, subset
+from loft_hvd.transport.horovod import own_process_set
 from loft_hvd.transport.local import Faults, LocalTransport, LocalWorld, run_ranks
-from loft_hvd.transport.process_sets import own_process_set
 
 
 def test_groups_are_rows_of_a_table_and_across_are_its_columns() -> None:
