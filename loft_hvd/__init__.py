@@ -4,23 +4,24 @@ Every rank gets the batch it can finish in time, and a few wrong gradients canno
 """
 
 from loft_hvd import attacks, elastic
-from loft_hvd.aggregation import (
+from loft_hvd.aggregation.aggregate import (
+    aggregate,
+    mean,
+    mean_around_median,
+    median,
+    phocas,
+    trimmed_mean,
+)
+from loft_hvd.aggregation.diagnostics import Diagnostics, diagnose
+from loft_hvd.aggregation.rules import (
     Custom,
-    Diagnostics,
     Mean,
     MeanAroundMedian,
     Median,
     Phocas,
     Rule,
     TrimmedMean,
-    aggregate,
-    diagnose,
-    mean,
-    mean_around_median,
-    median,
     parse_rule,
-    phocas,
-    trimmed_mean,
 )
 from loft_hvd.balance.balancer import Balancer
 from loft_hvd.balance.replay import Replay

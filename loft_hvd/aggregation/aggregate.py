@@ -6,7 +6,7 @@ equal length, and returns [numel] of the same dtype on the same device. Nothing 
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +15,17 @@ from torch import Tensor
 
 from loft_hvd.aggregation import ops
 from loft_hvd.aggregation.compute import aggregate_rows
-from loft_hvd.aggregation.counts import Presence, Weights, read_present, read_weights, spans
-from loft_hvd.aggregation.inputs import Gradients, Row, Rows
+from loft_hvd.aggregation.inputs import (
+    Gradients,
+    Presence,
+    Row,
+    Rows,
+    Weights,
+    counting_rows,
+    read_present,
+    read_weights,
+    spans,
+)
 from loft_hvd.aggregation.rules import (
     Custom,
     Mean,
@@ -29,14 +38,64 @@ from loft_hvd.aggregation.rules import (
 from loft_hvd.errors import AggregationError, ArgumentTypeError
 
 __all__ = [
+    "Part",
     "aggregate",
     "call_custom",
     "mean",
     "mean_around_median",
     "median",
     "phocas",
+    "read_call",
     "trimmed_mean",
 ]
+
+
+class Part(NamedTuple):
+    """Neighbouring coordinates in which the same rows count.
+
+    Attributes:
+        numbers: which of all rows these are, [rows].
+        rows: their values, each [coordinates].
+        weights: their weights, [rows], or None.
+        out: where the result goes, [coordinates].
+    """
+
+    numbers: list[int]
+    rows: list[Row]
+    weights: list[int] | None
+    out: Row
+
+
+def read_call(
+    gradients: Gradients,
+    rule: Rule,
+    *,
+    weights: Weights | None,
+    present: Presence | None,
+    out: Row | None,
+) -> tuple[Row, int, list[Part]]:
+    """Check the arguments of ``aggregate`` or ``diagnose``: result, number of rows, what to do."""
+    if not isinstance(rule, Rule):
+        raise ArgumentTypeError(
+            f"rule={rule!r} must be a rule such as Median() or TrimmedMean(f=1); text is read by "
+            "parse_rule"
+        )
+    rows = Rows.read(gradients)
+    world_size = len(rows.rows)
+    counts = None if weights is None else read_weights(weights, world_size)
+    mask = read_present(present, world_size)
+    if out is None:
+        out = rows.empty()
+    else:
+        rows.check_out(out)
+    parts = []
+    for span, column, block in spans(mask, rows.numel):
+        rule.check(world_size, weights=counts, present=column, block=block)
+        chosen = counting_rows(world_size, counts, column)
+        part = [rows.rows[row][span] for row in chosen]
+        chosen_weights = None if counts is None else [counts[row] for row in chosen]
+        parts.append(Part(chosen, part, chosen_weights, out[span]))
+    return out, world_size, parts
 
 
 def aggregate(
@@ -71,45 +130,27 @@ def aggregate(
         ArgumentError: a shape, device or value is out of its limits.
         ArgumentTypeError: gradients of an integer or other dtype, or weights that are no counts.
     """
-    if not isinstance(rule, Rule):
-        raise ArgumentTypeError(
-            f"rule={rule!r} must be a rule such as Median() or TrimmedMean(f=1); text is read by "
-            "parse_rule"
-        )
-    rows = Rows.read(gradients)
-    world_size = len(rows.rows)
-    counts = None if weights is None else read_weights(weights, world_size)
-    mask = read_present(present, world_size)
-    if out is None:
-        out = rows.empty()
-    else:
-        rows.check_out(out)
-    for span, column, block in spans(mask, rows.numel):
-        rule.check(world_size, weights=counts, present=column, block=block)
-        chosen = [
-            row
-            for row in range(world_size)
-            if (column is None or column[row]) and (counts is None or counts[row] > 0)
-        ]
-        part = [rows.rows[row][span] for row in chosen]
-        chosen_weights = None if counts is None else [counts[row] for row in chosen]
+    out, _, parts = read_call(gradients, rule, weights=weights, present=present, out=out)
+    for part in parts:
         if isinstance(rule, Custom):
-            call_custom(part, rule, chosen_weights, out[span])
+            call_custom(part, rule)
         elif torch.compiler.is_compiling():
-            ops.aggregate_out(cast("list[Tensor]", part), str(rule), chosen_weights, out[span])
+            rows = cast("list[Tensor]", part.rows)
+            ops.aggregate_out(rows, str(rule), part.weights, cast("Tensor", part.out))
         else:
-            aggregate_rows(part, rule, weights=chosen_weights, out=out[span])
+            aggregate_rows(part.rows, rule, weights=part.weights, out=part.out)
     return out
 
 
-def call_custom(rows: list[Row], rule: Custom, weights: list[int] | None, out: Row) -> None:
-    """Call the user's function on [rows, numel] and copy what it returns into ``out``."""
+def call_custom(part: Part, rule: Custom) -> None:
+    """Call the user's function on [rows, numel] and copy what it returns into ``part.out``."""
+    rows, out = part.rows, part.out
     stacked: Any
     if isinstance(out, Tensor):
         stacked = torch.stack(cast("list[Tensor]", rows))
     else:
         stacked = np.stack(cast("list[npt.NDArray[Any]]", rows))
-    counts = weights if weights is not None else [1] * len(rows)
+    counts = part.weights if part.weights is not None else [1] * len(rows)
     result = rule.fn(stacked, counts) if rule.takes_weights else rule.fn(stacked)
     if not isinstance(result, type(stacked)) or tuple(result.shape) != tuple(out.shape):
         shape = tuple(getattr(result, "shape", ()))

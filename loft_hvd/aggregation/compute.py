@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,34 +17,18 @@ from loft_hvd._native import explain_missing, extension
 from loft_hvd.aggregation import fallback
 from loft_hvd.aggregation.fallback import BLOCK, Found
 from loft_hvd.aggregation.inputs import Row, address
-from loft_hvd.aggregation.rules import (
-    Mean,
-    MeanAroundMedian,
-    Median,
-    Phocas,
-    Rule,
-    TrimmedMean,
-)
+from loft_hvd.aggregation.rules import RULES, Rule
 from loft_hvd.config import config
 from loft_hvd.errors import ArgumentTypeError
 from loft_hvd.topology import allowed_cpus
 
-__all__ = ["aggregate_rows", "as_tensor", "diagnose_rows", "num_threads"]
+__all__ = ["aggregate_rows", "as_tensor", "num_threads", "reduce_weights"]
 
-# The codes of csrc/rules.h.
-_DTYPES = {"float64": 0, "float32": 1, "float16": 2, "bfloat16": 3}
-_RULES: dict[type[Rule], int] = {
-    Median: 0,
-    TrimmedMean: 1,
-    Mean: 1,  # the trimmed mean with f = 0
-    MeanAroundMedian: 2,
-    Phocas: 3,
-}
+_DTYPES = {"float64": 0, "float32": 1, "float16": 2, "bfloat16": 3}  # as in csrc/rules.h
 _NO_CUDA = (
     "gradients lie on a GPU, but loft_hvd._loft was built without CUDA kernels; build it again "
     "with LOFT_HVD_CUDA=1 and nvcc 12.1 or newer on PATH"
 )
-_KINDS = {"midpoint": 0, "lower": 1, "upper": 2}
 
 
 @functools.cache
@@ -69,8 +53,13 @@ def num_threads() -> int:
 
 
 def aggregate_rows(
-    rows: Sequence[Row], rule: Rule, *, weights: Sequence[int] | None, out: Row
-) -> None:
+    rows: Sequence[Row],
+    rule: Rule,
+    *,
+    weights: Sequence[int] | None,
+    out: Row,
+    diagnose_every: int = 0,
+) -> Found | None:
     """Aggregate into ``out`` the rows that count.
 
     Args:
@@ -78,33 +67,41 @@ def aggregate_rows(
         rule: any rule but ``Custom``, already checked against the rows.
         weights: a weight above 0 for each row, or None.
         out: like a row, overlapping none.
-    """
-    if out.shape[0] == 0:
-        return
-    weights = reduce_weights(weights)
-    if not _run_native(rows, rule, weights, out, diagnose_every=0)[0]:
-        fallback.aggregate_rows(
-            [as_tensor(row) for row in rows], rule, weights=weights, out=as_tensor(out)
-        )
-
-
-def diagnose_rows(
-    rows: Sequence[Row], rule: Rule, *, weights: Sequence[int] | None, out: Row, every: int
-) -> Found:
-    """Aggregate as ``aggregate_rows`` does and look at one block in ``every``.
+        diagnose_every: look at one block in so many; 0 looks at none.
 
     Returns:
-        Coordinates looked at, then for each row: coordinates strictly outside the kept window,
-        coordinates that are not finite, squared distance to the result.
+        None, or, with ``diagnose_every``, what ``fallback.diagnose_rows`` returns.
     """
-    ran, found = _run_native(rows, rule, reduce_weights(weights), out, diagnose_every=every)
-    if ran:
-        return cast("Found", found)
-    aggregate_rows(rows, rule, weights=weights, out=out)
-    tensors = [as_tensor(row) for row in rows]
-    return fallback.diagnose_rows(
-        tensors, rule, weights=reduce_weights(weights), out=as_tensor(out), every=every
+    if out.shape[0] == 0 and not diagnose_every:
+        return None
+    weights = reduce_weights(weights)
+    module = _extension_for(rule, out)
+    if module is None:
+        tensors, target = [as_tensor(row) for row in rows], as_tensor(out)
+        fallback.aggregate_rows(tensors, rule, weights=weights, out=target)
+        if not diagnose_every:
+            return None
+        return fallback.diagnose_rows(
+            tensors, rule, weights=weights, out=target, every=diagnose_every
+        )
+    # csrc/bindings.cpp takes addresses: `rows` and `out` keep the memory alive during the call.
+    job = (
+        [address(row) for row in rows],
+        out.shape[0],
+        _DTYPES[str(out.dtype).removeprefix("torch.")],
+        rule.code,
+        rule.kind_code,
+        rule.f,
+        weights or [],
+        address(out),
     )
+    found: Found | None
+    if isinstance(out, Tensor) and out.is_cuda:
+        found = _run_cuda(module, job, out, diagnose_every)
+    else:
+        found = module.aggregate_cpu(*job, num_threads(), config().isa or "", diagnose_every)
+    _tell_autograd(out)
+    return found
 
 
 def reduce_weights(weights: Sequence[int] | None) -> list[int] | None:
@@ -115,45 +112,20 @@ def reduce_weights(weights: Sequence[int] | None) -> list[int] | None:
     return [weight // divisor for weight in weights]
 
 
-def _run_native(
-    rows: Sequence[Row],
-    rule: Rule,
-    weights: list[int] | None,
-    out: Row,
-    *,
-    diagnose_every: int,
-) -> tuple[bool, object]:
-    """Run the extension where it can: whether it ran, and what it found out about the rows."""
-    if type(rule) not in _RULES:
+def _extension_for(rule: Rule, out: Row) -> ModuleType | None:
+    """Return the extension where it has kernels for the device of ``out``; else say why not."""
+    # A subclass of ours from elsewhere may mean something else than the kernels compute.
+    if RULES.get(rule.name) is not type(rule):
         raise ArgumentTypeError(f"{rule} has no kernel; use Custom(fn) for rules from elsewhere")
     module = extension()
     if module is None:
         _warn_once()
-        return False, None
-    kind = _KINDS[rule.kind] if isinstance(rule, Median) else 0
-    job = (
-        [address(row) for row in rows],
-        out.shape[0],
-        _DTYPES[str(out.dtype).removeprefix("torch.")],
-        _RULES[type(rule)],
-        kind,
-        rule.f,
-        weights or [],
-        address(out),
-    )
-    if isinstance(out, Tensor) and out.device.type == "cuda":
-        if not module.has_cuda:
-            _warn_once(_NO_CUDA)
-        if not module.has_cuda:
-            return False, None
-        found = _run_cuda(module, job, out, diagnose_every)
-        _tell_autograd(out)
-        return True, found
-    if isinstance(out, Tensor) and out.device.type != "cpu":
-        return False, None
-    found = module.aggregate_cpu(*job, num_threads(), config().isa or "", diagnose_every)
-    _tell_autograd(out)
-    return True, found
+        return None
+    if isinstance(out, Tensor) and out.is_cuda and not module.has_cuda:
+        _warn_once(_NO_CUDA)
+        return None
+    is_known = not isinstance(out, Tensor) or out.device.type in ("cpu", "cuda")
+    return module if is_known else None
 
 
 def _run_cuda(
@@ -164,6 +136,8 @@ def _run_cuda(
     if not diagnose_every:
         module.aggregate_cuda(*job, *place, 0, 0, 0, 0)
         return None
+    # The kernels leave low and high of each sampled block behind, in the precision of their
+    # arithmetic; a short kernel compares the rows with them and adds up once a block and row.
     num_blocks = -(-out.numel() // (BLOCK * diagnose_every))
     precision = torch.float64 if out.dtype == torch.float64 else torch.float32
     windows = torch.empty(2, num_blocks * BLOCK, dtype=precision, device=out.device)

@@ -4,23 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from loft_hvd.aggregation import fallback
-from loft_hvd.aggregation.aggregate import call_custom
-from loft_hvd.aggregation.compute import as_tensor, diagnose_rows
-from loft_hvd.aggregation.counts import (
-    Presence,
-    Weights,
-    read_count,
-    read_present,
-    read_weights,
-    spans,
-)
+from loft_hvd.aggregation.aggregate import call_custom, read_call
+from loft_hvd.aggregation.compute import aggregate_rows, as_tensor
 from loft_hvd.aggregation.fallback import Found
-from loft_hvd.aggregation.inputs import Gradients, Row, Rows
+from loft_hvd.aggregation.inputs import Gradients, Presence, Row, Weights, read_count
 from loft_hvd.aggregation.rules import Custom, Rule
-from loft_hvd.errors import ArgumentError, ArgumentTypeError
+from loft_hvd.errors import ArgumentError
 
 __all__ = ["Diagnostics", "diagnose"]
 
@@ -123,40 +115,30 @@ def diagnose(
         ArgumentError: a shape, device or value is out of its limits, or ``every`` is below 1.
         ArgumentTypeError: as ``aggregate``, or ``every`` is no whole number.
     """
-    if not isinstance(rule, Rule):
-        raise ArgumentTypeError(f"diagnose: rule={rule!r} must be a rule such as TrimmedMean(f=1)")
     every = read_count("diagnose: every", every, "one block in how many to look at")
     if not 1 <= every < 2**31:
         raise ArgumentError(f"diagnose: every={every} must be from 1 (look at all) to 2**31 - 1")
-    rows = Rows.read(gradients)
-    world_size = len(rows.rows)
-    counts = None if weights is None else read_weights(weights, world_size)
-    if out is None:
-        out = rows.empty()
-    else:
-        rows.check_out(out)
+    out, world_size, parts = read_call(gradients, rule, weights=weights, present=present, out=out)
     found = Diagnostics.empty(world_size)
-    for span, column, block in spans(read_present(present, world_size), rows.numel):
-        rule.check(world_size, weights=counts, present=column, block=block)
-        chosen = [
-            row
-            for row in range(world_size)
-            if (column is None or column[row]) and (counts is None or counts[row] > 0)
-        ]
-        part = [rows.rows[row][span] for row in chosen]
-        chosen_weights = None if counts is None else [counts[row] for row in chosen]
+    for part in parts:
         if isinstance(rule, Custom):
-            call_custom(part, rule, chosen_weights, out[span])
-            raw = _diagnose_custom(part, rule, out[span], every)
+            call_custom(part, rule)
+            raw = fallback.diagnose_rows(
+                [as_tensor(row) for row in part.rows],
+                rule,
+                weights=None,
+                out=as_tensor(part.out),
+                every=every,
+            )
         else:
-            raw = diagnose_rows(part, rule, weights=chosen_weights, out=out[span], every=every)
-        found += _spread(raw, chosen, world_size)
+            raw = cast(
+                "Found",
+                aggregate_rows(
+                    part.rows, rule, weights=part.weights, out=part.out, diagnose_every=every
+                ),
+            )
+        found += _spread(raw, part.numbers, world_size)
     return out, found
-
-
-def _diagnose_custom(rows: Sequence[Row], rule: Custom, out: Row, every: int) -> Found:
-    tensors = [as_tensor(row) for row in rows]
-    return fallback.diagnose_rows(tensors, rule, weights=None, out=as_tensor(out), every=every)
 
 
 def _spread(found: Found, chosen: Sequence[int], world_size: int) -> Diagnostics:

@@ -1,27 +1,22 @@
 """The rules in plain torch, for where the extension is not built: same semantics, any device.
 
-Rows are ordered by a network of ``minimum`` and ``maximum`` over ordered-integer keys, one tile
-of coordinates at a time, so that no [world_size, numel] copy is made. Four to eighteen times the
-time of a memory pass, still several times faster than ``torch.sort`` or ``torch.median``.
+The law is ``reference.apply``; this page puts rows in order faster than the reference does: by a
+network of ``minimum`` and ``maximum`` over ordered-integer keys, one tile of coordinates at a time,
+so that no [world_size, numel] copy is made. Four to eighteen times the time of a memory pass, still
+several times faster than ``torch.sort`` or ``torch.median``.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from loft_hvd.aggregation.rules import (
-    Custom,
-    MeanAroundMedian,
-    Median,
-    Phocas,
-    Rule,
-    TrimmedMean,
-)
+from loft_hvd.aggregation.reference import Kept, apply
+from loft_hvd.aggregation.rules import Custom, Rule
 
 __all__ = ["BLOCK", "Found", "aggregate_rows", "diagnose_rows", "read_tally"]
 
@@ -30,7 +25,6 @@ Found: TypeAlias = "tuple[int, list[int], list[int], list[float]]"  # see diagno
 BLOCK = 16 * 1024  # coordinates that diagnostics look at or leave out together; the kernels' own
 
 _TILE = 32 * 1024  # coordinates; the tile of 16 float32 rows is 2 MiB, about a core's own cache
-_SCALE = 2.0**-64
 _KEYS = {
     torch.float64: torch.int64,
     torch.float32: torch.int32,
@@ -44,14 +38,6 @@ _NAN = {
     torch.float16: 0x7E00,
     torch.bfloat16: 0x7FC0,
 }
-
-
-class _Window(NamedTuple):
-    """Results of one tile and the smallest and largest value that each coordinate kept."""
-
-    result: Tensor
-    low: Tensor
-    high: Tensor
 
 
 def aggregate_rows(
@@ -109,7 +95,7 @@ def read_tally(tally: Tensor, numel: int, every: int) -> Found:
     return seen, [int(count) for count in outside], [int(count) for count in non_finite], distance
 
 
-def _compare(row: Tensor, result: Tensor, window: _Window | None) -> Tensor:
+def _compare(row: Tensor, result: Tensor, window: Kept | None) -> Tensor:
     """Return what one row did in one block: outside, not finite, squared distance, [3]."""
     outside = torch.zeros_like(row, dtype=torch.bool)
     if window is not None:
@@ -128,26 +114,35 @@ def _aggregate_tile(rows: list[Tensor], rule: Rule, weights: Sequence[int] | Non
     return _to_bits(result).view(result.dtype)
 
 
-def _window_of(rows: list[Tensor], rule: Rule, weights: Sequence[int] | None) -> _Window:
+def _window_of(rows: list[Tensor], rule: Rule, weights: Sequence[int] | None) -> Kept:
     """Rank one tile of coordinates and apply the rule to it."""
-    dtype = rows[0].dtype
+    dtype, device = rows[0].dtype, rows[0].device
     precision = torch.float64 if dtype == torch.float64 else torch.float32
     keys = [_to_key(row) for row in rows]
-    counts: list[Tensor] | None = None
     if weights is None:
         for low, high in _network(len(keys)):
             keys[low], keys[high] = (
                 torch.minimum(keys[low], keys[high]),
                 torch.maximum(keys[low], keys[high]),
             )
+        by_rank = torch.ones(len(rows), 1, dtype=torch.int64, device=device)  # [rows, 1]
     else:
         counts = [torch.full_like(keys[0], weight, dtype=torch.int64) for weight in weights]
         _sort_weighted(keys, counts)
-    return _apply([_from_key(key, dtype).to(precision) for key in keys], counts, rule)
+        by_rank = torch.stack(counts)  # [rows, tile]
+    ranked = torch.stack([_from_key(key, dtype).to(precision) for key in keys])  # [rows, tile]
+    return apply(rule, ranked, by_rank)
 
 
 def _to_key(values: Tensor) -> Tensor:
-    """Return integers that order as the values do, every NaN last."""
+    """Return integers that order as the values do, every NaN last.
+
+    The bits of floats above 0 order as integers do, those below 0 the other way round. So where the
+    sign bit is set (the shift spreads it over all bits) the other bits are flipped. In 8 bits:
+
+        -inf 1111_1000 -> 1000_0111    -0 1000_0000 -> 1111_1111
+        +0   0000_0000 -> 0000_0000    NaN 0111_1100 -> 0111_1100, above +inf 0111_1000
+    """
     bits = _to_bits(values)
     info = torch.iinfo(bits.dtype)
     return bits ^ ((bits >> (info.bits - 1)) & info.max)
@@ -159,14 +154,18 @@ def _to_bits(values: Tensor) -> Tensor:
 
 
 def _from_key(keys: Tensor, dtype: torch.dtype) -> Tensor:
-    """Undo ``_to_key``."""
+    """Undo ``_to_key``, which keeps the sign bit and so flips the same bits back."""
     info = torch.iinfo(keys.dtype)
     return (keys ^ ((keys >> (info.bits - 1)) & info.max)).view(dtype)
 
 
 @functools.cache
 def _network(rows: int) -> tuple[tuple[int, int], ...]:
-    """Return Batcher's odd-even merge sort as (low, high) pairs."""
+    """Return Batcher's odd-even merge sort as (low, high) pairs of ranks to put in order.
+
+    Round p merges sorted runs of p rows into runs of 2 p; step k of it compares rows k apart, and
+    only inside one run of 2 p. For four rows: (0, 1) (2, 3), then (0, 2) (1, 3), then (1, 2).
+    """
     pairs = []
     p = 1
     while p < rows:
@@ -188,91 +187,3 @@ def _sort_weighted(keys: list[Tensor], counts: list[Tensor]) -> None:
         swap = (a > b) | ((a == b) & (u > v))
         keys[low], keys[high] = torch.where(swap, b, a), torch.where(swap, a, b)
         counts[low], counts[high] = torch.where(swap, v, u), torch.where(swap, u, v)
-
-
-def _apply(ranked: list[Tensor], counts: list[Tensor] | None, rule: Rule) -> _Window:
-    """Apply ``rule`` to the ranked values of one tile."""
-    rows = len(ranked)
-    if isinstance(rule, Median):
-        return _median(ranked, counts, rule.kind)
-    if isinstance(rule, MeanAroundMedian | Phocas):
-        if isinstance(rule, Phocas):
-            centre = _mean(ranked[rule.f : rows - rule.f], None)
-        else:
-            centre = _median(ranked, None, "midpoint").result
-        return _mean_around(ranked, counts, centre, rows - rule.f)
-    trim = rule.f if isinstance(rule, TrimmedMean) else 0
-    kept = ranked[trim : rows - trim]
-    mean = _mean(kept, counts[trim : rows - trim] if counts else None)
-    return _Window(mean, kept[0], kept[-1])
-
-
-def _mean_around(
-    ranked: list[Tensor], counts: list[Tensor] | None, centre: Tensor, keep: int
-) -> _Window:
-    """Average the ``keep`` values nearest to ``centre``; see ``reference._nearest``."""
-    near, near_counts = ranked[:keep], counts[:keep] if counts else None
-    low, high = ranked[0], ranked[keep - 1]
-    for i in range(len(ranked) - keep):
-        leaving, entering = ranked[i], ranked[i + keep]
-        below, above = centre - leaving, entering - centre
-        overflows = (below == above) & leaving.isinf() & entering.isfinite()
-        moves = (below > above) | overflows
-        low = torch.where(moves, ranked[i + 1], low)
-        high = torch.where(moves, entering, high)
-        near[i % keep] = torch.where(moves, entering, near[i % keep])
-        if counts and near_counts:
-            near_counts[i % keep] = torch.where(moves, counts[i + keep], near_counts[i % keep])
-    mean = _mean(near, near_counts)
-    return _Window(torch.where(centre.isnan(), centre, mean), low, high)
-
-
-def _median(ranked: list[Tensor], counts: list[Tensor] | None, kind: str) -> _Window:
-    """Return the middle value by weight."""
-    if counts is None:
-        lower, upper = ranked[(len(ranked) - 1) // 2], ranked[len(ranked) // 2]
-    else:
-        below = torch.stack(counts).cumsum(0)
-        first = (2 * below >= below[-1]).int().argmax(0, keepdim=True)
-        last = (2 * below > below[-1]).int().argmax(0, keepdim=True)
-        stacked = torch.stack(ranked)
-        lower, upper = stacked.gather(0, first)[0], stacked.gather(0, last)[0]
-    if kind != "midpoint":
-        return _Window(lower if kind == "lower" else upper, lower, upper)
-    return _Window(torch.where(lower == upper, lower, 0.5 * lower + 0.5 * upper), lower, upper)
-
-
-def _mean(kept: list[Tensor], counts: list[Tensor] | None) -> Tensor:
-    """Average by weight; a mean of finite values is finite and lies between them."""
-    low = functools.reduce(torch.minimum, kept)
-    high = functools.reduce(torch.maximum, kept)
-    precision = low.dtype
-    if counts is None:
-        total = torch.full_like(low[:1], len(kept))  # by a number, CUDA multiplies by 1/number
-        mean = _fold_sum(kept) / total
-    else:
-        total = functools.reduce(torch.add, counts)
-        mean = _fold_sum(
-            [value * count.to(precision) for value, count in zip(kept, counts, strict=True)]
-        ) / total.to(precision)
-    overflowed = ~mean.isfinite() & low.isfinite() & high.isfinite()
-    if bool(overflowed.any()):
-        scaled = [value.double() * _SCALE for value in kept]
-        if counts is not None:
-            scaled = [value * count for value, count in zip(scaled, counts, strict=True)]
-        mean = torch.where(overflowed, (_fold_sum(scaled) / total / _SCALE).to(precision), mean)
-    mean = torch.where(mean < low, low, mean)  # false for NaN
-    return torch.where(mean > high, high, mean)
-
-
-def _fold_sum(values: list[Tensor]) -> Tensor:
-    """Sum by pairs from the middle outwards, then by a binary tree, as ``reference`` does."""
-    half = len(values) // 2
-    if len(values) % 2:
-        leaves = [values[half]] + [values[half - k] + values[half + k] for k in range(1, half + 1)]
-    else:
-        leaves = [values[half - 1 - k] + values[half + k] for k in range(half)]
-    while len(leaves) > 1:
-        pairs = [leaves[i] + leaves[i + 1] for i in range(0, len(leaves) - 1, 2)]
-        leaves = pairs + leaves[len(leaves) - len(leaves) % 2 :]
-    return leaves[0]

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from loft_hvd.aggregation.compute import aggregate_rows
-from loft_hvd.aggregation.counts import read_weights
-from loft_hvd.aggregation.inputs import Rows
+from loft_hvd.aggregation.inputs import Rows, read_weights
 from loft_hvd.aggregation.rules import parse_rule
 from loft_hvd.errors import AggregationError, ArgumentError
 

@@ -1,4 +1,4 @@
-"""The definition of every rule, in plain NumPy; the kernels are tested against this page.
+"""The definition of every rule; the kernels are tested against this page.
 
 Order. The values of one coordinate are ordered -inf < ... < -0 < +0 < ... < +inf < NaN; every NaN,
 of either sign and any payload, is the same last value. Rows that tie are ordered by weight. A NaN
@@ -10,18 +10,24 @@ and negating every value negates it exactly.
 
 Results. A selected NaN gives NaN, -0 becomes +0, and a mean of finite values is finite and lies
 between the smallest and the largest kept value.
+
+``apply`` is the law: what a rule makes of values in order. ``reference`` puts whole rows in
+order by the book and applies it; ``fallback.py`` orders them faster and applies the same law.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from loft_hvd.aggregation.rules import (
     Custom,
+    Mean,
     MeanAroundMedian,
     Median,
     Phocas,
@@ -29,11 +35,152 @@ from loft_hvd.aggregation.rules import (
     TrimmedMean,
 )
 
-__all__ = ["reference", "window"]
+__all__ = ["Kept", "apply", "reference", "window"]
 
 Array = npt.NDArray[Any]
 
-_SCALE = 2.0**-64  # no sum of 2**10 values with weights below 2**30, scaled by this, overflows
+# No sum of 2**10 rows with weights that add up to less than 2**30, scaled by this, overflows.
+_SCALE = 2.0**-64
+
+
+class Kept(NamedTuple):
+    """What a rule makes of each coordinate, [numel] each.
+
+    Attributes:
+        result: the aggregate.
+        low: the smallest value that the rule kept.
+        high: the largest one; NaN is larger than +inf.
+    """
+
+    result: Tensor
+    low: Tensor
+    high: Tensor
+
+
+def apply(rule: Rule, ranked: Tensor, weights: Tensor) -> Kept:
+    """Apply ``rule`` to values in order.
+
+    Args:
+        rule: any rule but ``Custom``, already checked against the rows.
+        ranked: the values of each coordinate in ascending order, [rows, numel], in the precision
+            of the arithmetic.
+        weights: the weight of each value, int64, [rows, numel], or [rows, 1] where all are equal.
+    """
+    return _LAWS[type(rule)](rule, ranked, weights)
+
+
+def _apply_mean(rule: Rule, ranked: Tensor, weights: Tensor) -> Kept:
+    """Average what is left without the f smallest and f largest values; f is 0 for ``Mean``."""
+    last = len(ranked) - rule.f
+    return Kept(
+        _mean(ranked[rule.f : last], weights[rule.f : last]), ranked[rule.f], ranked[last - 1]
+    )
+
+
+def _apply_median(rule: Rule, ranked: Tensor, weights: Tensor) -> Kept:
+    """Take the middle value by weight, or what lies between two of them."""
+    lower, upper = _middle(ranked, weights)
+    kind = rule.kind if isinstance(rule, Median) else "midpoint"
+    picked = {"lower": lower, "upper": upper, "midpoint": _midpoint(lower, upper)}
+    return Kept(picked[kind], lower, upper)
+
+
+def _apply_around_median(rule: Rule, ranked: Tensor, weights: Tensor) -> Kept:
+    """Average the rows - f values nearest to the median; weights do not move the centre."""
+    centre = _midpoint(*_middle(ranked, torch.ones_like(weights)))
+    return _around(centre, rule, ranked, weights)
+
+
+def _apply_phocas(rule: Rule, ranked: Tensor, weights: Tensor) -> Kept:
+    """Average the rows - f values nearest to the trimmed mean; weights do not move the centre."""
+    trimmed = slice(rule.f, len(ranked) - rule.f)
+    centre = _mean(ranked[trimmed], torch.ones_like(weights[trimmed]))
+    return _around(centre, rule, ranked, weights)
+
+
+_LAWS: dict[type[Rule], Callable[[Rule, Tensor, Tensor], Kept]] = {
+    Mean: _apply_mean,
+    Median: _apply_median,
+    TrimmedMean: _apply_mean,
+    MeanAroundMedian: _apply_around_median,
+    Phocas: _apply_phocas,
+}
+
+
+def _middle(ranked: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first value with at least half of the weight up to it, and with more than half.
+
+    Weights 1 1 2 2 add up to 1 2 4 6 of 6: half, 3, is reached and passed by the third value, which
+    is both. With 1 1 1 1 the second value reaches half, and only the third passes it.
+    """
+    up_to = weights.cumsum(0)  # [rows, numel] or [rows, 1], exact: int64
+    first = (2 * up_to >= up_to[-1]).int().argmax(0, keepdim=True)  # argmax: the first True
+    last = (2 * up_to > up_to[-1]).int().argmax(0, keepdim=True)
+    return ranked.take_along_dim(first, 0)[0], ranked.take_along_dim(last, 0)[0]
+
+
+def _midpoint(lower: Tensor, upper: Tensor) -> Tensor:
+    """Return the middle of two values; halving before adding cannot overflow."""
+    # Half of the smallest subnormal is 0, so equal values are taken as they are.
+    return torch.where(lower == upper, lower, 0.5 * lower + 0.5 * upper)
+
+
+def _around(centre: Tensor, rule: Rule, ranked: Tensor, weights: Tensor) -> Kept:
+    """Average the rows - f values nearest to ``centre``, [numel]; of two equally near, the lower.
+
+    -inf is farther than any finite value, though both distances may overflow.
+
+    The nearest values are neighbours in rank, so a window of them slides up while that helps. Slot
+    ``i % keep`` holds the value that leaves when the window moves from i to i + 1. With keep = 3:
+
+        window 0: ranks 0 1 2   slots 0 1 2
+        window 1: ranks 1 2 3   slots 3 1 2     0 leaves slot 0, 3 enters it
+        window 2: ranks 2 3 4   slots 3 4 2     1 leaves slot 1, 4 enters it
+    """
+    keep = len(ranked) - rule.f
+    weights = weights.expand_as(ranked)
+    near, near_weights = ranked[:keep].clone(), weights[:keep].clone()
+    low, high = ranked[0], ranked[keep - 1]
+    for i in range(rule.f):
+        leaving, entering = ranked[i], ranked[i + keep]
+        below, above = centre - leaving, entering - centre
+        overflows = (below == above) & leaving.isinf() & entering.isfinite()
+        moves = (below > above) | overflows
+        near[i % keep] = torch.where(moves, entering, near[i % keep])
+        near_weights[i % keep] = torch.where(moves, weights[i + keep], near_weights[i % keep])
+        low, high = torch.where(moves, ranked[i + 1], low), torch.where(moves, entering, high)
+    return Kept(torch.where(centre.isnan(), centre, _mean(near, near_weights)), low, high)
+
+
+def _mean(kept: Tensor, weights: Tensor) -> Tensor:
+    """Average ``kept``, [m, numel], by weight; finite values have a finite mean."""
+    low, high = kept.amin(0), kept.amax(0)  # NaN if one is NaN
+    total = weights.sum(0)  # a tensor: by a number CUDA would multiply with its reciprocal
+    mean = _fold_sum(kept * weights.to(kept.dtype)) / total.to(kept.dtype)
+    overflowed = ~mean.isfinite() & low.isfinite() & high.isfinite()
+    if bool(overflowed.any()):
+        scaled = _fold_sum(kept.double() * _SCALE * weights) / total / _SCALE
+        mean = torch.where(overflowed, scaled.to(kept.dtype), mean)
+    # Roundings may carry a mean past its values. Comparing with NaN is false, so NaN stays.
+    mean = torch.where(mean < low, low, mean)
+    return torch.where(mean > high, high, mean)
+
+
+def _fold_sum(values: Tensor) -> Tensor:
+    """Sum [m, numel] over the first axis: pairs from the middle outwards, then a binary tree.
+
+    Five values a b c d e are the leaves c, b + d, a + e, and their sum (c + (b + d)) + (a + e).
+    Six, a to f, are c + d, b + e, a + f, summed likewise.
+    """
+    half = len(values) // 2
+    if len(values) % 2:
+        leaves = [values[half]] + [values[half - k] + values[half + k] for k in range(1, half + 1)]
+    else:
+        leaves = [values[half - 1 - k] + values[half + k] for k in range(half)]
+    while len(leaves) > 1:
+        pairs = [leaves[i] + leaves[i + 1] for i in range(0, len(leaves) - 1, 2)]
+        leaves = pairs + leaves[len(leaves) - len(leaves) % 2 :]  # an odd one goes up as it is
+    return leaves[0]
 
 
 def reference(
@@ -63,8 +210,9 @@ def reference(
     """
     values = np.asarray(gradients)
     world_size, numel = values.shape
+    counts = np.ones(world_size, np.int64) if weights is None else np.asarray(weights, np.int64)
     mask = np.ones((world_size, 1), bool) if present is None else np.asarray(present, bool)
-    mask = mask.reshape(world_size, -1)
+    mask = mask.reshape(world_size, -1)  # [world_size, num_blocks]
     block = max(1, -(-numel // mask.shape[1]))
     result = np.empty(numel, precision)
     for column in range(mask.shape[1]):
@@ -72,14 +220,13 @@ def reference(
         if span.start == span.stop and mask.shape[1] > 1:
             continue  # a block without coordinates asks for no rows
         rule.check(world_size, weights=weights, present=list(mask[:, column]))
-        rows = [
-            row for row in range(world_size) if mask[row, column] and not _is_zero(weights, row)
-        ]
-        counts = np.array([1 if weights is None else int(weights[row]) for row in rows], np.int64)
-        counts //= np.gcd.reduce(counts)  # so that equal weights are the unweighted rule
-        with np.errstate(all="ignore"):
-            part = _apply(values[rows, span], rule, counts, np.dtype(precision))
-            result[span] = part + np.dtype(precision).type(0)  # -0 becomes +0
+        rows = mask[:, column] & (counts > 0)
+        if isinstance(rule, Custom):
+            extra = (_reduced(counts[rows]).tolist(),) if rule.takes_weights else ()
+            result[span] = np.asarray(rule.fn(values[rows, span], *extra), precision)
+        else:
+            result[span] = _ranked_and_applied(values[rows, span], rule, counts[rows], precision)[0]
+        result[span] += np.dtype(precision).type(0)  # -0 becomes +0
     return result
 
 
@@ -98,112 +245,23 @@ def window(
     """
     values = np.asarray(gradients)
     counts = np.ones(len(values), np.int64) if weights is None else np.asarray(weights, np.int64)
-    ranked, by_rank = _sort(values.astype(precision), counts // np.gcd.reduce(counts))
-    rows = len(ranked)
-    with np.errstate(all="ignore"):
-        if isinstance(rule, Median):
-            return _median(ranked, by_rank, "lower"), _median(ranked, by_rank, "upper")
-        if not isinstance(rule, MeanAroundMedian | Phocas):
-            return ranked[rule.f], ranked[rows - 1 - rule.f]
-        near, _ = _nearest(ranked, by_rank, _centre(ranked, rule), rows - rule.f)
-        order = near.argsort(axis=0, kind="stable")  # NaN last
-        picked = np.take_along_axis(near, order, 0)
-        return picked[0], picked[-1]
+    return _ranked_and_applied(values, rule, counts, precision)[1:]
 
 
-def _is_zero(weights: Sequence[int] | None, row: int) -> bool:
-    return weights is not None and weights[row] == 0
+def _reduced(counts: Array) -> Array:
+    """Divide weights by their common divisor, so that equal weights are the unweighted rule."""
+    reduced: Array = counts // np.gcd.reduce(counts)
+    return reduced
 
 
-def _apply(values: Array, rule: Rule, counts: Array, precision: np.dtype[Any]) -> Array:
-    """Apply ``rule`` to the rows that count: values [rows, numel], counts [rows]."""
-    if isinstance(rule, Custom):
-        called = rule.fn(values, counts.tolist()) if rule.takes_weights else rule.fn(values)
-        return np.asarray(called, precision)
-    ranked, weights = _sort(values.astype(precision), counts)
-    rows = len(ranked)
-    if isinstance(rule, Median):
-        return _median(ranked, weights, rule.kind)
-    if isinstance(rule, MeanAroundMedian | Phocas):
-        centre = _centre(ranked, rule)
-        near, near_weights = _nearest(ranked, weights, centre, rows - rule.f)
-        mean = _mean(near, near_weights)
-        return np.where(np.isnan(centre), centre, mean)
-    trim = rule.f if isinstance(rule, TrimmedMean) else 0
-    return _mean(ranked[trim : rows - trim], weights[trim : rows - trim])
-
-
-def _centre(ranked: Array, rule: MeanAroundMedian | Phocas) -> Array:
-    """Return what the kept values are nearest to, [numel]; weights do not move it."""
-    equal = np.ones(ranked.shape, np.int64)
-    if isinstance(rule, Phocas):
-        return _mean(ranked[rule.f : len(ranked) - rule.f], equal[2 * rule.f :])
-    return _median(ranked, equal, "midpoint")
-
-
-def _sort(values: Array, counts: Array) -> tuple[Array, Array]:
-    """Order every coordinate by (value, weight): values and weights, [rows, numel] each."""
-    weights = np.broadcast_to(counts[:, None], values.shape)
+def _ranked_and_applied(
+    values: Array, rule: Rule, counts: Array, precision: npt.DTypeLike
+) -> tuple[Array, Array, Array]:
+    """Order every coordinate of [rows, numel] by (value, weight) and apply the rule."""
+    values = values.astype(precision)
+    weights = np.broadcast_to(_reduced(counts)[:, None], values.shape)
     is_positive = ~np.signbit(values) & (values == 0)  # -0 before +0
     order = np.lexsort((weights, is_positive, values), axis=0)  # NaN, of either sign, comes last
-    return np.take_along_axis(values, order, 0), np.take_along_axis(weights, order, 0)
-
-
-def _median(ranked: Array, weights: Array, kind: str) -> Array:
-    """Return the smallest value with at least half of the weight at or below it, or the next."""
-    below = np.cumsum(weights, axis=0)  # exact: int64
-    total = below[-1]
-    first = np.argmax(2 * below >= total, axis=0)[None]
-    last = np.argmax(2 * below > total, axis=0)[None]
-    lower = np.take_along_axis(ranked, first, 0)[0]
-    upper = np.take_along_axis(ranked, last, 0)[0]
-    half = ranked.dtype.type(0.5)
-    middle = np.where(lower == upper, lower, half * lower + half * upper)
-    picked: Array = {"lower": lower, "upper": upper, "midpoint": middle}[kind]
-    return picked
-
-
-def _nearest(ranked: Array, weights: Array, centre: Array, keep: int) -> tuple[Array, Array]:
-    """Keep the ``keep`` values nearest to ``centre``, [numel]; of two equally near, the lower.
-
-    -inf is farther than any finite value, though both distances may overflow.
-
-    The nearest values are neighbours in rank, so a window slides up while that helps. Slot
-    ``i % keep`` holds the value that leaves when the window moves from i to i + 1.
-    """
-    near, near_weights = ranked[:keep].copy(), weights[:keep].copy()
-    for i in range(len(ranked) - keep):
-        leaving, entering = ranked[i], ranked[i + keep]
-        below, above = centre - leaving, entering - centre
-        overflows = (below == above) & np.isinf(leaving) & np.isfinite(entering)
-        moves = (below > above) | overflows
-        near[i % keep] = np.where(moves, entering, near[i % keep])
-        near_weights[i % keep] = np.where(moves, weights[i + keep], near_weights[i % keep])
-    return near, near_weights
-
-
-def _mean(kept: Array, weights: Array) -> Array:
-    """Average ``kept`` [m, numel] by ``weights`` [m, numel]; finite values have a finite mean."""
-    precision = kept.dtype.type
-    low, high = kept.min(axis=0), kept.max(axis=0)  # NaN if one is NaN
-    total = weights.sum(axis=0)
-    mean = _fold_sum(kept * weights.astype(precision)) / total.astype(precision)
-    scaled = _fold_sum((kept * np.float64(_SCALE)) * weights) / total / _SCALE
-    overflowed = ~np.isfinite(mean) & np.isfinite(low) & np.isfinite(high)
-    mean = np.where(overflowed, scaled.astype(precision), mean)
-    mean = np.where(mean < low, low, mean)  # false for NaN
-    bounded: Array = np.where(mean > high, high, mean).astype(precision)
-    return bounded
-
-
-def _fold_sum(values: Array) -> Array:
-    """Sum [m, numel] over the first axis: pairs from the middle outwards, then a binary tree."""
-    half = len(values) // 2
-    if len(values) % 2:
-        leaves = [values[half]] + [values[half - k] + values[half + k] for k in range(1, half + 1)]
-    else:
-        leaves = [values[half - 1 - k] + values[half + k] for k in range(half)]
-    while len(leaves) > 1:
-        pairs = [leaves[i] + leaves[i + 1] for i in range(0, len(leaves) - 1, 2)]
-        leaves = pairs + leaves[len(leaves) - len(leaves) % 2 :]
-    return np.asarray(leaves[0])
+    ranked, by_rank = (np.take_along_axis(part, order, 0) for part in (values, weights))
+    kept = apply(rule, torch.from_numpy(ranked), torch.from_numpy(by_rank))
+    return kept.result.numpy(), kept.low.numpy(), kept.high.numpy()

@@ -10,16 +10,18 @@ Byzantine-resilient stochastic gradient descent).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-from loft_hvd.aggregation.counts import read_count
-from loft_hvd.aggregation.rule import MAX_ROWS, Rule, Tolerance
+import numpy as np
+
+from loft_hvd.aggregation.inputs import Weights, counting_rows, read_count, read_weights
 from loft_hvd.errors import AggregationError, ArgumentError, ArgumentTypeError
 
 __all__ = [
     "MAX_ROWS",
+    "RULES",
     "Custom",
     "Mean",
     "MeanAroundMedian",
@@ -31,7 +33,8 @@ __all__ = [
     "parse_rule",
 ]
 
-_KINDS = ("midpoint", "lower", "upper")
+MAX_ROWS = 1024  # rows one call may aggregate; csrc/rules.h has the same limit
+_KINDS = ("midpoint", "lower", "upper")  # in the order of csrc/rules.h
 
 
 def _read_f(name: str, f: int) -> int:
@@ -40,6 +43,154 @@ def _read_f(name: str, f: int) -> int:
     if count < 0:
         raise AggregationError(f"{name}: f={count} must be >= 0")
     return count
+
+
+def _describe(
+    world_size: int, weights: Sequence[int] | None, present: Sequence[bool] | None
+) -> str:
+    """Return how many rows there are, and why some do not count."""
+    counted = [f"world_size={world_size}"]
+    if present is not None:
+        counted.append(f"{world_size - sum(map(bool, present))} absent")
+    if weights is not None:
+        counted.append(f"{sum(weight == 0 for weight in weights)} of weight 0")
+    return ", ".join(counted)
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What a rule survives; both statements hold, the caller may use either.
+
+    Attributes:
+        rows: any set of at most this many rows may hold any values at all.
+        weight: any set of rows whose weights add up to at most this may hold any values at all.
+    """
+
+    rows: int
+    weight: int
+
+
+class Rule:
+    """Base class of the aggregation rules: frozen dataclasses, comparable, hashable, printable.
+
+    ``str(rule)`` is what ``parse_rule`` reads.
+
+    Attributes:
+        name: the rule's name in text.
+        code: the rule's number in csrc/rules.h, by which the kernels know it.
+        f: Byzantine rows that the rule is told to expect, 0 where it takes no such number.
+    """
+
+    name: ClassVar[str] = "rule"
+    code: ClassVar[int]
+    f: int
+
+    @property
+    def kind_code(self) -> int:
+        """The number in csrc/rules.h of a choice that the rule offers; 0 where it offers none."""
+        return 0
+
+    @property
+    def min_rows(self) -> int:
+        """Fewest rows, present and with weight > 0, that the rule can aggregate: 2f + 1."""
+        return 2 * self.f + 1
+
+    def check(
+        self,
+        world_size: int,
+        *,
+        weights: Sequence[int] | None = None,
+        present: Sequence[bool] | None = None,
+        block: int | None = None,
+    ) -> int:
+        """Raise unless the rule fits the rows; f is never rescaled to make it fit.
+
+        Args:
+            world_size: number of rows.
+            weights: sample count of each row, [world_size]; rows of weight 0 do not count.
+            present: which rows are there, [world_size]; the others do not count.
+            block: the block of coordinates that ``present`` is of, for the error.
+
+        Returns:
+            The number of rows that count.
+
+        Raises:
+            AggregationError: fewer than ``min_rows`` rows count, or more than 1024.
+            ArgumentTypeError: ``world_size`` is no whole number.
+        """
+        world_size = read_count(f"{self}: world_size", world_size, "the number of rows")
+        rows = counting_rows(world_size, weights, present)
+        if len(rows) > MAX_ROWS:
+            raise AggregationError(
+                f"{self}: {len(rows)} rows, but one call takes at most {MAX_ROWS}; aggregate in "
+                "two levels (ranks of a node, then nodes)"
+            )
+        if len(rows) < self.min_rows:
+            where = "" if block is None else f" in block {block} of present"
+            values = _describe(world_size, weights, present)
+            absent = world_size - len(rows)
+            raise AggregationError(self._explain_too_few(len(rows), absent, where, values))
+        return len(rows)
+
+    def _explain_too_few(self, num_rows: int, absent: int, where: str, values: str) -> str:
+        """Say what was asked, the limit, the values, and the way out."""
+        if self.f == 0:
+            return (
+                f"{self} needs at least {self.min_rows} row, but {num_rows} count{where} "
+                f"({values}); give one that is present, with a weight above 0"
+            )
+        if num_rows == 0:
+            way_out = "give rows that are present, with a weight above 0"
+        elif absent:
+            way_out = (
+                f"use f <= {(num_rows - 1) // 2}, add workers, or let more of the other {absent} "
+                "count: present, with a weight above 0"
+            )
+        else:
+            way_out = f"use f <= {(num_rows - 1) // 2} or add workers"
+        return (
+            f"{self}: f={self.f} needs 0 <= 2*f < rows, so at least {self.min_rows} rows, but "
+            f"{num_rows} count{where} ({values}); {way_out}"
+        )
+
+    def tolerance(self, weights: Weights | int) -> Tolerance:
+        """State how many rows, and how much weight, the rule survives.
+
+        Args:
+            weights: sample count of each row, [world_size], or a plain number of equal rows.
+
+        Returns:
+            The largest numbers for which the result stays bounded by the other rows.
+
+        Raises:
+            AggregationError: the rule does not fit that many rows.
+            ArgumentError: a weight is negative, or their sum is too large.
+            ArgumentTypeError: weights, or the number of rows, are no whole numbers.
+        """
+        if isinstance(weights, int | np.integer):
+            rows = read_count("tolerance: weights", weights, "the number of equal rows")
+            if rows < 0:
+                raise ArgumentError(f"tolerance: {rows} equal rows must be >= 0; or list weights")
+            counts = [1] * rows
+        else:
+            counts = read_weights(weights)
+        self.check(len(counts), weights=counts)
+        counting = sorted(weight for weight in counts if weight > 0)
+        rows = self._rows_survived(counting)
+        return Tolerance(rows=rows, weight=self._weight_survived(counting, rows))
+
+    def _rows_survived(self, counting: list[int]) -> int:
+        """Return how many of the rows, weights ascending, may hold any values."""
+        return self.f
+
+    def _weight_survived(self, counting: list[int], rows: int) -> int:
+        """Return how much weight may hold any values, where ``rows`` of any weight may."""
+        # More than `rows` rows weigh at least as much as the `rows + 1` lightest ones.
+        return sum(counting[: rows + 1]) - 1
+
+    def __str__(self) -> str:
+        """Return the text that ``parse_rule`` turns back into this rule."""
+        return self.name
 
 
 @dataclass(frozen=True)
@@ -52,6 +203,7 @@ class Mean(Rule):
     """
 
     name: ClassVar[str] = "mean"
+    code: ClassVar[int] = 1  # the kernels see a trimmed mean with f = 0
     reproducible: bool = False
     f: int = field(default=0, init=False, repr=False)
 
@@ -74,8 +226,14 @@ class Median(Rule):
     """
 
     name: ClassVar[str] = "median"
+    code: ClassVar[int] = 0
     kind: str = "midpoint"
     f: int = field(default=0, init=False, repr=False)
+
+    @property
+    def kind_code(self) -> int:
+        """The number of ``kind`` in csrc/rules.h."""
+        return _KINDS.index(self.kind)
 
     def __post_init__(self) -> None:
         if self.kind not in _KINDS:
@@ -86,6 +244,9 @@ class Median(Rule):
         return "median" if self.kind == "midpoint" else f"median:kind={self.kind}"
 
     def _rows_survived(self, counting: list[int]) -> int:
+        # Wrong rows that weigh half of the total together can move the middle value anywhere. The
+        # fewest rows that weigh so much are the heaviest: weights 1 1 2 3 survive one row, as 3 is
+        # less than half of 7 and 3 + 2 is more.
         total, heaviest, rows = sum(counting), 0, 0
         for weight in reversed(counting):
             heaviest += weight
@@ -117,6 +278,7 @@ class TrimmedMean(_Trimming):
     """Average what is left after dropping the f smallest and f largest values of a coordinate."""
 
     name: ClassVar[str] = "trimmed_mean"
+    code: ClassVar[int] = 1
 
 
 @dataclass(frozen=True)
@@ -124,6 +286,7 @@ class MeanAroundMedian(_Trimming):
     """Average the rows - f values nearest to the median; of two equally near the lower stays."""
 
     name: ClassVar[str] = "mean_around_median"
+    code: ClassVar[int] = 2
 
 
 @dataclass(frozen=True)
@@ -131,6 +294,7 @@ class Phocas(_Trimming):
     """Average the rows - f values nearest to the f-trimmed mean; ties keep the lower."""
 
     name: ClassVar[str] = "phocas"
+    code: ClassVar[int] = 3
 
 
 @dataclass(frozen=True)
@@ -163,12 +327,9 @@ class Custom(Rule):
         return f"custom:{getattr(self.fn, '__qualname__', type(self.fn).__name__)}"
 
 
-_RULES: dict[str, type[Mean | Median | TrimmedMean | MeanAroundMedian | Phocas]] = {
-    "mean": Mean,
-    "median": Median,
-    "trimmed_mean": TrimmedMean,
-    "mean_around_median": MeanAroundMedian,
-    "phocas": Phocas,
+# Every rule with kernels, by its name in text. A new rule is added here; its law to reference.py.
+RULES: dict[str, type[Mean | Median | TrimmedMean | MeanAroundMedian | Phocas]] = {
+    rule.name: rule for rule in (Mean, Median, TrimmedMean, MeanAroundMedian, Phocas)
 }
 
 
@@ -201,9 +362,9 @@ def parse_rule(text: str) -> Rule:
     if not isinstance(text, str):
         raise ArgumentTypeError(f"parse_rule takes text such as 'trimmed_mean:f=1', not {text!r}")
     name, _, tail = text.strip().partition(":")
-    rule = _RULES.get(name.strip())
+    rule = RULES.get(name.strip())
     if rule is None:
-        raise ArgumentError(f"rule {text!r} is unknown; the names are {', '.join(sorted(_RULES))}")
+        raise ArgumentError(f"rule {text!r} is unknown; the names are {', '.join(sorted(RULES))}")
     known = [item.name for item in fields(rule) if item.init]
     options: dict[str, Any] = {}
     for part in filter(None, (piece.strip() for piece in tail.split(","))):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from loft_hvd._native import extension
-from loft_hvd.aggregation.rule import MAX_ROWS
+from loft_hvd.aggregation.rules import MAX_ROWS
 from loft_hvd.bench.checks import check_contestants, check_threads
 from loft_hvd.bench.contestants import (
     PASS,

@@ -12,7 +12,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from loft_hvd import aggregation as loft
+import loft_hvd as loft
 from loft_hvd.aggregation import fallback
 from loft_hvd.aggregation.reference import reference
 from loft_hvd.aggregation.rules import Rule

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from loft_hvd import aggregation as loft
+import loft_hvd as loft
 from loft_hvd.aggregation.rules import Rule
 from loft_hvd.errors import AggregationError
 from tests.support.gradients import (

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from loft_hvd import aggregation as loft
+import loft_hvd as loft
 from loft_hvd.aggregation import fallback
 from loft_hvd.aggregation.reference import window
 from loft_hvd.aggregation.rules import Rule

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from loft_hvd import aggregation as loft
+import loft_hvd as loft
 from loft_hvd._native import extension
 from loft_hvd.aggregation import compute
 from loft_hvd.config import Config

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from loft_hvd import aggregation as loft
+import loft_hvd as loft
 from loft_hvd.errors import AggregationError, ArgumentError, ArgumentTypeError, LoftError
 from tests.support.gradients import assert_same_bits, expected, hard_gradients
 

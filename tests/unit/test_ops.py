@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from loft_hvd import aggregation as loft
+import loft_hvd as loft
 from loft_hvd.aggregation import compute, ops
 from loft_hvd.errors import AggregationError, ArgumentError
 from tests.support.gradients import assert_same_bits, expected, hard_gradients
