@@ -12,19 +12,16 @@ from torch import Tensor
 from loft_hvd.aggregation.rules import Mean, Rule
 from loft_hvd.balance.balancer import Balancer
 from loft_hvd.config import config
-from loft_hvd.errors import ArgumentTypeError
-from loft_hvd.optimizer.options import at_least_one, check_rules
-from loft_hvd.optimizer.parameters import GradientSet, collect_parameters
-from loft_hvd.optimizer.workers import TeamOptions
-from loft_hvd.optimizer.wrapper import ReducingOptimizer
-from loft_hvd.pipeline.settings import ReducerSettings
+from loft_hvd.errors import ArgumentError, ArgumentTypeError
+from loft_hvd.optimizer.options import OptimizerOptions
+from loft_hvd.optimizer.wrapper import OptimizerWrapper
+from loft_hvd.pipeline.settings import ReducerSettings, StepSource
 from loft_hvd.pipeline.suspicion.tracker import Suspicion
 from loft_hvd.pipeline.suspicion.watch import Quarantine
 from loft_hvd.pipeline.wire import Wire, read_compression
 from loft_hvd.transport.base import Transport
-from loft_hvd.transport.default import default_transport
 from loft_hvd.transport.groups import Over
-from loft_hvd.transport.horovod import is_member, reduce_op_name
+from loft_hvd.transport.horovod import reduce_op_name
 
 __all__ = ["DistributedOptimizer"]
 
@@ -48,7 +45,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - the name and the arguments ar
     quarantine: bool | Quarantine = False,
     log_dir: str | Path | None = None,
     transport: Transport | None = None,
-) -> ReducingOptimizer:
+) -> OptimizerWrapper:
     """Wrap an optimizer so that gradients are reduced over ranks before each of its steps.
 
     A superset of ``hvd.DistributedOptimizer``; make it on every rank alike, after ``hvd.init()``.
@@ -91,42 +88,38 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - the name and the arguments ar
         MismatchError: ranks disagree; names the rank and the field.
     """
     _check_kinds(optimizer, named_parameters, balancer)
-    rule = Mean() if rule is None else rule
     settings = ReducerSettings(
         bucket_bytes=config().bucket_bytes if bucket_bytes is None else bucket_bytes,
         timeout_s=config().timeout_s,
-        num_passes=at_least_one(backward_passes_per_step),
+        num_passes=_at_least_one(backward_passes_per_step),
         is_sum=reduce_op_name(op) == "sum",
         predivide=float(gradient_predivide_factor),
         sparse_as_dense=sparse_as_dense,
         wire=read_compression(compression),
     )
-    team_options = TeamOptions(over, diagnostics, quarantine)
-    names = None if named_parameters is None else list(named_parameters)
-    num_groups = len(optimizer.param_groups)
-
-    def collect() -> GradientSet:
-        found = collect_parameters(
-            optimizer.param_groups, names, rule=rule, groups=groups, num_named_groups=num_groups
-        )
-        check_rules(found.rules, settings)
-        team_options.check(found.rules)
-        return found
-
-    def find_transport() -> Transport | None:
-        if transport is not None or not is_member(process_set):
-            return transport
-        return default_transport(process_set)
-
-    return ReducingOptimizer(
-        optimizer,
-        collect,
+    options = OptimizerOptions(
+        optimizer=optimizer,
+        # A generator gives its items once, and groups may be added later: kept as a list.
+        names=None if named_parameters is None else list(named_parameters),
+        num_named_groups=len(optimizer.param_groups),
+        groups=groups,
+        rule=Mean() if rule is None else rule,
         settings=settings,
-        find_transport=find_transport,
+        over=over,
+        diagnostics=diagnostics,
+        quarantine=quarantine,
         balancer=balancer,
         log_dir=log_dir,
-        team_options=team_options,
+        process_set=process_set,
+        transport=transport,
     )
+    return OptimizerWrapper(options)
+
+
+def _at_least_one(passes: int) -> int:
+    if not isinstance(passes, int) or passes < 1:
+        raise ArgumentError(f"backward_passes_per_step={passes!r} must be a whole number >= 1")
+    return passes
 
 
 def _check_kinds(optimizer: object, named_parameters: object, balancer: object) -> None:
@@ -136,13 +129,13 @@ def _check_kinds(optimizer: object, named_parameters: object, balancer: object) 
             f"DistributedOptimizer: {type(optimizer).__name__} cannot be wrapped; it takes a "
             "torch.optim.Optimizer other than LBFGS (which steps by the local loss)"
         )
-    if type(optimizer).__module__ == ReducingOptimizer.__module__:
+    if type(optimizer).__module__ == OptimizerWrapper.__module__:
         raise ArgumentTypeError(
             "DistributedOptimizer: the optimizer is distributed already, by hvd or loft; gradients "
             "would be averaged before the rule sees them. Give the torch optimizer itself, or keep "
             "hvd.DistributedOptimizer and call loft.attach(optimizer, balancer)"
         )
-    if balancer is not None and not hasattr(balancer, "take_step"):
+    if balancer is not None and not isinstance(balancer, StepSource):
         raise ArgumentTypeError(
             f"DistributedOptimizer: balancer={balancer!r} is of type {type(balancer).__name__}; "
             "give a loft.Balancer, or none for equal batches"

@@ -1,150 +1,191 @@
-"""The options of ``DistributedOptimizer``: checked, and as what ranks must agree on."""
+"""What a user asks ``DistributedOptimizer`` for: checked, and as what ranks must agree on."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from loft_hvd.aggregation.rules import Mean, Rule
 from loft_hvd.balance.balancer import Balancer
-from loft_hvd.errors import ArgumentError, UsageError
-from loft_hvd.optimizer.parameters import GradientSet
-from loft_hvd.optimizer.workers import TeamOptions
+from loft_hvd.balance.plan import StepSizes
+from loft_hvd.errors import ArgumentError, ArgumentTypeError
+from loft_hvd.optimizer.parameters import ReducedParameters, collect_parameters
 from loft_hvd.pipeline.settings import ReducerSettings
+from loft_hvd.pipeline.suspicion.tracker import Suspicion
+from loft_hvd.pipeline.suspicion.watch import Quarantine
 from loft_hvd.pipeline.wire import wire_name
 from loft_hvd.runlog import RunLog, open_run_log
-from loft_hvd.transport.agreement import check_agreement
-from loft_hvd.transport.base import Channel, Transport
-from loft_hvd.transport.horovod import HorovodTransport
-from loft_hvd.transport.torch_distributed import TorchDistributedTransport
+from loft_hvd.transport.base import Transport
+from loft_hvd.transport.default import default_transport
+from loft_hvd.transport.groups import Over
+from loft_hvd.transport.horovod import is_member
 
-__all__ = ["World", "agree", "at_least_one", "check_rules", "check_world", "open_log"]
-
-
-def at_least_one(passes: int) -> int:
-    """Return ``backward_passes_per_step``.
-
-    Raises:
-        ArgumentError: it is not a whole number >= 1.
-    """
-    if not isinstance(passes, int) or passes < 1:
-        raise ArgumentError(f"backward_passes_per_step={passes!r} must be a whole number >= 1")
-    return passes
+__all__ = ["EqualBatches", "OptimizerOptions"]
 
 
-def check_rules(rules: Sequence[Rule], settings: ReducerSettings) -> None:
-    """Raise unless every rule goes with the other options.
+@dataclass(frozen=True, eq=False)
+class OptimizerOptions:
+    """The arguments of ``DistributedOptimizer``, which says what each of them means.
 
-    Raises:
-        ArgumentError: a scale outside its limits, or one for a rule that does not add rows up.
-    """
-    if settings.predivide <= 0 or (settings.is_sum and settings.predivide != 1.0):
-        raise ArgumentError(
-            f"gradient_predivide_factor={settings.predivide} must be > 0, and 1 with op=Sum"
-        )
-    robust = [rule for rule in rules if not isinstance(rule, Mean)]
-    if robust and (settings.is_sum or settings.predivide != 1.0):
-        given = "op=Sum" if settings.is_sum else f"gradient_predivide_factor={settings.predivide}"
-        raise ArgumentError(
-            f"rule={robust[0]} does not take {given}: it does not add the ranks' gradients up; "
-            f"leave it away, or use Mean()"
-        )
-
-
-@dataclass(frozen=True)
-class World:
-    """The ranks an optimizer's buckets and groups are made for, as far as it can tell them apart.
+    They are the same in all worlds of an elastic job; what follows from them and from the ranks
+    there are is worked out anew in each (``find_transport``, ``collect``).
 
     Attributes:
-        size: number of ranks.
-        number: how many worlds its balancer had begun by then; 0 without a balancer.
+        num_named_groups: parameter groups that the optimizer had when it was wrapped.
+        settings: how gradients are reduced, as far as the arguments say it.
+
+    Raises:
+        ArgumentTypeError: a value of another kind.
+        ArgumentError: a quarantine without diagnostics.
     """
 
-    size: int
-    number: int
+    optimizer: torch.optim.Optimizer
+    names: Sequence[tuple[str, torch.nn.Parameter]] | None
+    num_named_groups: int
+    groups: int | Sequence[Sequence[Tensor]] | None
+    rule: Rule
+    settings: ReducerSettings
+    over: Over
+    diagnostics: bool | Suspicion | None
+    quarantine: bool | Quarantine
+    balancer: Balancer | None
+    log_dir: str | Path | None
+    process_set: Any
+    transport: Transport | None
 
-    @classmethod
-    def now(cls, transport: Transport, balancer: Balancer | None) -> World:
-        """Return the present world."""
-        return cls(transport.world_size, 0 if balancer is None else balancer.num_worlds)
+    def __post_init__(self) -> None:
+        if not isinstance(self.diagnostics, bool | Suspicion | None):
+            raise ArgumentTypeError(
+                f"diagnostics={self.diagnostics!r} must be True, False or a loft.Suspicion"
+            )
+        if not isinstance(self.quarantine, bool | Quarantine):
+            raise ArgumentTypeError(
+                f"quarantine={self.quarantine!r} must be True, False or a loft.Quarantine"
+            )
+        if self.quarantine and self.diagnostics is False:
+            raise ArgumentError(
+                "quarantine= needs diagnostics: without them nobody is named; leave "
+                "diagnostics=False away"
+            )
+
+    def find_transport(self) -> Transport | None:
+        """Return the ranks there are now; None where this rank is not in the process set."""
+        # A process set says who is in it only in a world that it was made for: asked each time.
+        if self.transport is not None or not is_member(self.process_set):
+            return self.transport
+        return default_transport(self.process_set)
+
+    def collect(self) -> ReducedParameters:
+        """Return the parameters that the optimizer has now, with rules that fit the options.
+
+        Raises:
+            ArgumentError: names, groups, rules or scales do not fit.
+            ArgumentTypeError: a parameter or rule of another kind.
+        """
+        found = collect_parameters(
+            self.optimizer.param_groups,
+            self.names,
+            rule=self.rule,
+            groups=self.groups,
+            num_named_groups=self.num_named_groups,
+        )
+        self._check_scales(found.rules)
+        if self.quarantine and any(isinstance(rule, Mean) for rule in found.rules):
+            raise ArgumentError(
+                "quarantine= needs a robust rule for every parameter group, but one has a mean, "
+                "which a single worker spoils before it is named; pass rule=, such as "
+                "loft.TrimmedMean(f=1)"
+            )
+        return found
+
+    def _check_scales(self, rules: Sequence[Rule]) -> None:
+        """Refuse a scale outside its limits, or one for a rule that does not add rows up."""
+        is_sum, predivide = self.settings.is_sum, self.settings.predivide
+        if predivide <= 0 or (is_sum and predivide != 1.0):
+            raise ArgumentError(
+                f"gradient_predivide_factor={predivide} must be > 0, and 1 with op=Sum"
+            )
+        robust = [rule for rule in rules if not isinstance(rule, Mean)]
+        if robust and (is_sum or predivide != 1.0):
+            given = "op=Sum" if is_sum else f"gradient_predivide_factor={predivide}"
+            raise ArgumentError(
+                f"rule={robust[0]} does not take {given}: it does not add the ranks' gradients up; "
+                f"leave it away, or use Mean()"
+            )
+
+    def fields(self) -> dict[str, str]:
+        """Return what must be equal on every rank, by name."""
+        settings, balancer = self.settings, self.balancer
+        return {
+            "option backward_passes_per_step": str(settings.num_passes),
+            "option op": "sum" if settings.is_sum else "average",
+            "option gradient_predivide_factor": str(settings.predivide),
+            "option bucket_bytes": str(settings.bucket_bytes),
+            "option compression": wire_name(settings.wire),
+            "option sparse_as_dense": str(settings.sparse_as_dense),
+            "option balancer": "none" if balancer is None else str(balancer.global_batch_size),
+            "option over": str(self.over),
+            "option diagnostics": str(self.diagnostics),
+            "option quarantine": str(self.quarantine),
+        }
+
+    def batches(self, before: RunLog, *, rank: int, world_size: int) -> Balancer | EqualBatches:
+        """Return whom to tell of steps in a world, with a log that rank 0 writes.
+
+        Args:
+            before: the log of the world before; without a balancer rank 0 goes on with it.
+            rank: this rank, as it is numbered now.
+            world_size: number of ranks.
+        """
+        if self.balancer is not None:
+            if self.log_dir is not None:
+                self.balancer.log_to(self.log_dir)
+            return self.balancer
+        if rank == 0 and before.path is not None:
+            return EqualBatches(before)
+        log = open_run_log(self.log_dir, rank=rank)
+        log.write("run", world_size=world_size)
+        return EqualBatches(log)
 
 
-def check_world(before: World | None, now: World) -> None:
-    """Raise unless an optimizer's buckets and groups are those of the ranks that there are.
+class EqualBatches:
+    """In place of a ``Balancer`` where there is none: every rank's gradient weighs the same.
 
     Args:
-        before: the world that they were made for, or None before that.
-        now: the world that there is.
-
-    Raises:
-        UsageError: they are not; says how otherwise.
+        log: where what happens is written; it counts the steps.
     """
-    if before is None:
-        raise UsageError(
-            "over= in an elastic job: ranks make groups together when hvd.elastic.run begins a "
-            "world, so that one that joins can take part; give this optimizer to a "
-            "loft.elastic.State, and use it inside the function that hvd.elastic.run calls"
-        )
-    if before.size != now.size:
-        raise UsageError(
-            f"the world has changed from {before.size} to {now.size} ranks under this optimizer; "
-            "with hvd.elastic.run, give it to a loft.elastic.State, which makes it fit"
-        )
-    if before.number != now.number:
-        raise UsageError(
-            f"the balancer has begun world {now.number}, and this optimizer is still that of world "
-            f"{before.number}: plans may leave fewer ranks with samples than its rule needs; with "
-            "hvd.elastic.run, give both to the loft.elastic.State"
-        )
 
+    num_worlds = 0
 
-def open_log(
-    log_dir: str | Path | None, balancer: Balancer | None, *, rank: int, world_size: int
-) -> RunLog:
-    """Return the run log of an optimizer: its balancer's, or one of its own."""
-    if balancer is None:
-        log = open_run_log(log_dir, rank=rank)
-        log.write("run", world_size=world_size)
-        return log
-    if log_dir is not None:
-        balancer.log_to(log_dir)
-    return balancer.log
+    def __init__(self, log: RunLog) -> None:
+        self.log = log
 
+    def check_world(self, world_size: int) -> None:
+        """Let any world be right; the rest is as in ``Balancer``."""
 
-def agree(
-    transport: Transport,
-    found: GradientSet,
-    settings: ReducerSettings,
-    balancer: Balancer | None,
-    team_options: TeamOptions,
-    log: RunLog,
-) -> None:
-    """Open the heartbeat, and compare parameters and options over ranks.
+    def require(self, *, min_ranks: int, num_passes: int) -> None:
+        """Every rank has samples."""
 
-    Raises:
-        ArgumentError: rank 0 cannot write the log it was asked for.
-        MismatchError: ranks differ; names the ranks and the field.
-    """
-    with log.faults():
-        if isinstance(transport, HorovodTransport | TorchDistributedTransport):
-            transport.open_heartbeat()
-        check_agreement(
-            # Not found.name: ranks may differ in what it comes from.
-            Channel(transport, "loft.optimizer", settings.timeout_s),
-            found.fields() | _option_fields(settings, balancer) | team_options.fields(),
-            what="DistributedOptimizer",
-            refusal=log.refusal,
-        )
+    def compute_on(self, device: torch.device) -> None:
+        """Time nothing."""
 
+    def take_step(self) -> StepSizes | None:
+        """Return None: sizes are equal."""
 
-def _option_fields(settings: ReducerSettings, balancer: Balancer | None) -> dict[str, str]:
-    return {
-        "option backward_passes_per_step": str(settings.num_passes),
-        "option op": "sum" if settings.is_sum else "average",
-        "option gradient_predivide_factor": str(settings.predivide),
-        "option bucket_bytes": str(settings.bucket_bytes),
-        "option compression": wire_name(settings.wire),
-        "option sparse_as_dense": str(settings.sparse_as_dense),
-        "option balancer": "none" if balancer is None else str(balancer.global_batch_size),
-    }
+    def gradient_arrived(self, *, blocked_s: float) -> None:
+        """Time nothing."""
+
+    def computing_ended(self) -> None:
+        """Time nothing."""
+
+    def hold(self, ranks: Sequence[int]) -> None:
+        """Plan nothing."""
+
+    def step_ended(self, *, waited_s: float) -> None:
+        """Count the step."""
+        self.log.step += 1

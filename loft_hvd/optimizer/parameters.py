@@ -15,11 +15,11 @@ from loft_hvd.errors import ArgumentError, ArgumentTypeError, UsageError
 from loft_hvd.pipeline.buckets import ParameterSpec
 from loft_hvd.transport.agreement import digest
 
-__all__ = ["GradientSet", "check_none_thawed", "collect_parameters"]
+__all__ = ["ReducedParameters", "check_none_thawed", "collect_parameters"]
 
 
 @dataclass(frozen=True)
-class GradientSet:
+class ReducedParameters:
     """The parameters of an optimizer that take gradients, in the order of its groups.
 
     Attributes:
@@ -31,6 +31,11 @@ class GradientSet:
     parameters: tuple[torch.nn.Parameter, ...]
     specs: tuple[ParameterSpec, ...]
     rules: tuple[Rule, ...]
+
+    @property
+    def are_on_cpu(self) -> bool:
+        """Whether all parameters are on a CPU."""
+        return all(parameter.device.type == "cpu" for parameter in self.parameters)
 
     @property
     def name(self) -> str:
@@ -54,7 +59,7 @@ def collect_parameters(
     rule: Rule,
     groups: int | Sequence[Sequence[Tensor]] | None = None,
     num_named_groups: int | None = None,
-) -> GradientSet:
+) -> ReducedParameters:
     """Find the parameters that take gradients, and say of each what it is called and ruled by.
 
     Args:
@@ -107,7 +112,7 @@ def collect_parameters(
         )
     if not specs:
         raise ArgumentError("DistributedOptimizer: no parameter requires a gradient")
-    return GradientSet(tuple(parameters), tuple(specs), tuple(rules))
+    return ReducedParameters(tuple(parameters), tuple(specs), tuple(rules))
 
 
 def check_none_thawed(

@@ -1,91 +1,57 @@
-"""Who an optimizer's workers are, ranks or groups of them, and who watches them."""
+"""One optimizer in one world of ranks: its workers, who watches them, and what reduces gradients.
+
+Whatever is made anew when an elastic world changes is here, and nothing that outlives a world. It
+has three shapes: ranks that reduce together (``OptimizerWorld``), one alone (its workers are a
+``LoneWorker``), and a rank that takes no part (``IdleWorld``).
+"""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 
 from loft_hvd.aggregation.rules import Mean, Rule
-from loft_hvd.errors import AggregationError, ArgumentError, ArgumentTypeError
+from loft_hvd.errors import AggregationError, UsageError
+from loft_hvd.optimizer.options import OptimizerOptions
+from loft_hvd.optimizer.parameters import ReducedParameters, check_none_thawed
 from loft_hvd.pipeline.levels import Levels, exchange_maker
-from loft_hvd.pipeline.stages import MakeExchange
-from loft_hvd.pipeline.suspicion.report import FEWEST_WATCHED
+from loft_hvd.pipeline.outgoing import OutgoingHooks
+from loft_hvd.pipeline.reducer import GradientReducer
+from loft_hvd.pipeline.stages import MakeExchange, flat_exchange
+from loft_hvd.pipeline.suspicion.report import FEWEST_WATCHED, SuspicionReport
+from loft_hvd.pipeline.suspicion.spread import ParameterSpread
 from loft_hvd.pipeline.suspicion.tracker import Suspicion
 from loft_hvd.pipeline.suspicion.watch import Quarantine, Unwatched, WorkerWatch
+from loft_hvd.runlog import RunLog
+from loft_hvd.transport.agreement import check_agreement
 from loft_hvd.transport.base import Channel, Transport
-from loft_hvd.transport.groups import Over, find_groups
+from loft_hvd.transport.groups import find_groups
+from loft_hvd.transport.horovod import HorovodTransport
+from loft_hvd.transport.torch_distributed import TorchDistributedTransport
 
-__all__ = ["Team", "TeamOptions", "advise_levels"]
+__all__ = ["IdleWorld", "OptimizerWorld", "Workers", "advise_levels"]
 
 _logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class TeamOptions:
-    """What a user asked for; equal on every rank.
-
-    Attributes:
-        over: what f counts: None for ranks, "nodes", or the ranks of every group.
-        diagnostics: whether workers are watched, or how; None where that is cheap: on a CPU.
-        quarantine: whether named workers are left out, or for how long.
-
-    Raises:
-        ArgumentTypeError: a value of another kind.
-        ArgumentError: a quarantine without diagnostics.
-    """
-
-    over: Over = None
-    diagnostics: bool | Suspicion | None = None
-    quarantine: bool | Quarantine = False
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.diagnostics, bool | Suspicion | None):
-            raise ArgumentTypeError(
-                f"diagnostics={self.diagnostics!r} must be True, False or a loft.Suspicion"
-            )
-        if not isinstance(self.quarantine, bool | Quarantine):
-            raise ArgumentTypeError(
-                f"quarantine={self.quarantine!r} must be True, False or a loft.Quarantine"
-            )
-        if self.quarantine and self.diagnostics is False:
-            raise ArgumentError(
-                "quarantine= needs diagnostics: without them nobody is named; leave "
-                "diagnostics=False away"
-            )
-
-    def check(self, rules: Sequence[Rule]) -> None:
-        """Raise unless the rules can do without a worker that is in quarantine.
-
-        Raises:
-            ArgumentError: a rule that tolerates nobody.
-        """
-        if self.quarantine and any(isinstance(rule, Mean) for rule in rules):
-            raise ArgumentError(
-                "quarantine= needs a robust rule for every parameter group, but one has a mean, "
-                "which a single worker spoils before it is named; pass rule=, such as "
-                "loft.TrimmedMean(f=1)"
-            )
-
-    def fields(self) -> dict[str, str]:
-        """Return what must be equal on every rank, by name."""
-        return {
-            "option over": str(self.over),
-            "option diagnostics": str(self.diagnostics),
-            "option quarantine": str(self.quarantine),
-        }
+# Steps between two looks at who is off: evidence is not exchanged more often by default.
+_LOOK_EVERY = 10
+# Steps after which the run log has who is off even though nothing has changed.
+_WRITE_EVERY = 100
 
 
-class Team:
-    """The workers of one optimizer in one world; every rank makes it alike.
+class Workers:
+    """Who an optimizer's workers are, ranks or groups of them; every rank makes it alike.
 
     Args:
-        transport: all ranks, two or more.
-        rules: the rules of the optimizer's parameters.
+        channel: all ranks, two or more.
+        found: the parameters and their rules.
         options: what the user asked for.
-        on_cpu: whether all parameters are on a CPU.
-        name: stem of the operations' names, equal on every rank.
-        timeout_s: longest wait for other ranks in seconds.
+
+    Attributes:
+        watch: looks at the workers.
+        make_exchange: how values go over the wire, in one level or two.
 
     Raises:
         AggregationError: a rule does not fit the number of workers.
@@ -94,35 +60,32 @@ class Team:
     """
 
     def __init__(
-        self,
-        transport: Transport,
-        rules: Sequence[Rule],
-        options: TeamOptions,
-        *,
-        on_cpu: bool,
-        name: str,
-        timeout_s: float,
+        self, channel: Channel, found: ReducedParameters, options: OptimizerOptions
     ) -> None:
-        robust = [rule for rule in rules if not isinstance(rule, Mean)]
-        groups = find_groups(Channel(transport, "loft", timeout_s), options.over)
+        transport = channel.transport
+        # By a fixed name: ranks whose parameters differ must still meet here.
+        groups = find_groups(Channel(transport, "loft", channel.timeout_s), options.over)
         self._groups = groups
         self._num_workers = groups.num_groups if groups else transport.world_size
-        self.check(rules)
+        self.check(found.rules)
+        robust = [rule for rule in found.rules if not isinstance(rule, Mean)]
         if options.over is None and robust:
             advise_levels(transport)
-        watches = on_cpu if options.diagnostics is None else bool(options.diagnostics)
-        self.watch: WorkerWatch | Unwatched = Unwatched(_why_nobody(self._num_workers))
-        if robust and self._num_workers >= FEWEST_WATCHED and (watches or options.quarantine):
-            given, held = options.diagnostics, options.quarantine
+        given, held = options.diagnostics, options.quarantine
+        # On a GPU every look waits for the device: only where it was asked for.
+        watches = found.are_on_cpu if given is None else bool(given)
+        self.watch: WorkerWatch | Unwatched
+        if robust and self._num_workers >= FEWEST_WATCHED and (watches or held):
+            quarantine = (held if isinstance(held, Quarantine) else Quarantine()) if held else None
             self.watch = WorkerWatch(
-                Channel(transport, name, timeout_s),
+                channel,
                 max(robust, key=lambda rule: rule.min_rows),
                 groups=groups,
                 settings=given if isinstance(given, Suspicion) else Suspicion(),
-                quarantine=(held if isinstance(held, Quarantine) else Quarantine())
-                if held
-                else None,
+                quarantine=quarantine,
             )
+        else:
+            self.watch = Unwatched(_why_nobody(self._num_workers))
         levels = Levels.of(transport, groups) if groups else None
         self.make_exchange: MakeExchange = exchange_maker(levels, run=self.watch.run)
 
@@ -144,9 +107,27 @@ class Team:
                 ) from error
 
     def min_ranks(self, rules: Sequence[Rule]) -> int:
-        """Return so many ranks that any of them are in enough groups for every rule."""
+        """Return so many ranks that any of them are in enough groups for every rule.
+
+        Groups of 2, three of them needed: any 4 ranks may be two whole groups, any 5 are in three.
+        """
         most = max(rule.min_rows for rule in rules)
         return (most - 1) * (self._groups.group_size if self._groups else 1) + 1
+
+
+class LoneWorker:
+    """In place of ``Workers`` in a world of one, which is the identity: any rule fits."""
+
+    def __init__(self) -> None:
+        self.watch = Unwatched("nobody is watched: this rank reduces alone")
+        self.make_exchange: MakeExchange = flat_exchange
+
+    def check(self, rules: Sequence[Rule]) -> None:
+        """Let any rule fit."""
+
+    def min_ranks(self, rules: Sequence[Rule]) -> int:
+        """Return 1: this rank."""
+        return 1
 
 
 def _why_nobody(num_workers: int) -> str:
@@ -164,6 +145,8 @@ def advise_levels(transport: Transport) -> None:
     if transport.rank != 0 or per_node < 2 or num_ranks <= per_node or num_ranks % per_node:
         return
     num_nodes = num_ranks // per_node
+    # Times the gradients' bytes that leave a node (docs/levels.md). Flat: each of its ranks sends
+    # a shard to every rank elsewhere, then the ring of the all-gather leaves the node once.
     flat = per_node * (num_ranks - per_node) / num_ranks + (num_ranks - 1) / num_ranks
     two_level = 2 * (num_nodes - 1) / num_nodes
     _logger.info(
@@ -174,3 +157,232 @@ def advise_levels(transport: Transport) -> None:
         two_level,
         flat,
     )
+
+
+class GradientLog:
+    """Writes of each step's gradients how far ranks lie apart for good, and who was off.
+
+    Make it on every rank alike, before what else hooks into the gradients.
+
+    Args:
+        channel: the ranks.
+        found: the parameters and their rules.
+    """
+
+    def __init__(self, channel: Channel, found: ReducedParameters) -> None:
+        robust = [
+            parameter
+            for parameter, spec in zip(found.parameters, found.specs, strict=True)
+            if not isinstance(found.rules[spec.rule], Mean)
+        ]
+        self._spread = ParameterSpread(robust, channel)
+        self._num_steps = 0
+        self._seen: tuple[object, ...] = ()  # each worker's standing in the newest line
+
+    def step_reduced(self, log: RunLog, watch: WorkerWatch | Unwatched) -> None:
+        """Compare ranks when enough steps were seen; write what is new."""
+        self._num_steps += 1
+        if (spread := self._spread.step_reduced()) is not None:
+            log.write("spread", **asdict(spread))
+        if log.path is None or self._num_steps % _LOOK_EVERY:
+            return
+        report = watch.report()
+        standing = tuple((worker.is_named, worker.in_quarantine_until) for worker in report.workers)
+        if report.workers and (standing != self._seen or self._num_steps % _WRITE_EVERY == 0):
+            self._seen = standing
+            workers = [asdict(worker) for worker in report.workers]
+            log.write("suspicion", num_steps=report.num_steps, workers=workers)
+
+    def detach(self) -> None:
+        """Take the hooks off the parameters."""
+        self._spread.detach()
+
+
+class OptimizerWorld:
+    """Some ranks, from one change of them to the next, and an optimizer that reduces over them.
+
+    Args:
+        transport: the ranks.
+        options: what the user asked for.
+        outgoing: called with each bucket before it is sent.
+        before: the run log of the world before.
+        should_agree: whether ranks compare what they were given. Elastic ones start at different
+            times, so the first world of a process is made without; the next one catches up.
+
+    Attributes:
+        log: the run log.
+
+    Raises:
+        LoftError: the ranks, their balancer and the rules do not go together, or ranks disagree.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        options: OptimizerOptions,
+        outgoing: OutgoingHooks,
+        before: RunLog,
+        *,
+        should_agree: bool,
+    ) -> None:
+        self._transport = transport
+        self._options = options
+        self._outgoing = outgoing
+        # An elastic transport is renumbered under this object: these are what it was made for.
+        self._made_for = transport.world_size
+        self._batches = options.batches(before, rank=self.rank, world_size=self.world_size)
+        self._number = self._batches.num_worlds
+        self.log = self._batches.log
+        self._waited_s = 0.0
+        found = options.collect()
+        if should_agree:
+            self._agree(found)
+        channel = Channel(transport, found.name, options.settings.timeout_s)
+        self._workers = (
+            LoneWorker() if transport.world_size == 1 else Workers(channel, found, options)
+        )
+        self._lay_out(found)
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._transport.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that reduce gradients together."""
+        return self._transport.world_size
+
+    def _agree(self, found: ReducedParameters) -> None:
+        """Open the heartbeat, and compare parameters and options over ranks."""
+        with self.log.faults():
+            if isinstance(self._transport, HorovodTransport | TorchDistributedTransport):
+                self._transport.open_heartbeat()
+            # Not found.name: ranks may differ in what it comes from.
+            channel = Channel(self._transport, "loft.optimizer", self._options.settings.timeout_s)
+            fields = found.fields() | self._options.fields()
+            check_agreement(channel, fields, what="DistributedOptimizer", refusal=self.log.refusal)
+
+    def lay_out_anew(self) -> None:
+        """Take the parameters that there are now; every rank calls it alike, between two steps."""
+        self.detach()
+        found = self._options.collect()
+        self._agree(found)
+        self._workers.check(found.rules)
+        self._lay_out(found)
+
+    def _lay_out(self, found: ReducedParameters) -> None:
+        options, workers = self._options, self._workers
+        self._batches.check_world(self.world_size)
+        self._batches.compute_on(found.parameters[0].device)
+        self._batches.require(
+            min_ranks=workers.min_ranks(found.rules), num_passes=options.settings.num_passes
+        )
+        # Hooks run in the order in which they are made: the log sees gradients before they move
+        # into their bucket.
+        channel = Channel(self._transport, found.name, options.settings.timeout_s)
+        self._gradient_log = GradientLog(channel, found)
+        self._reducer = GradientReducer(
+            found.parameters,
+            found.specs,
+            found.rules,
+            settings=options.settings,
+            transport=self._transport,
+            source=options.balancer,
+            outgoing=self._outgoing,
+            name=found.name,
+            make_exchange=workers.make_exchange,
+            watch=workers.watch,
+        )
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a gradient has arrived that is not reduced."""
+        return self._reducer.has_gradients
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether a bucket is on the wire."""
+        return self._reducer.is_in_flight
+
+    def synchronize(self) -> None:
+        """Reduce every gradient, and wait until all are there."""
+        self._check_unchanged()
+        if self.world_size > 1:
+            groups = self._options.optimizer.param_groups
+            check_none_thawed(groups, self._reducer.parameters)
+        self._batches.computing_ended()
+        began = time.monotonic()
+        with self.log.faults():
+            self._reducer.synchronize()
+            self._gradient_log.step_reduced(self.log, self._workers.watch)
+        self._waited_s += time.monotonic() - began
+
+    def _check_unchanged(self) -> None:
+        """Raise unless buckets and groups are those of the ranks that there are."""
+        if self._made_for != self.world_size:
+            raise UsageError(
+                f"the world has changed from {self._made_for} to {self.world_size} ranks under "
+                "this optimizer; with hvd.elastic.run, give it to a loft.elastic.State, which "
+                "makes it fit"
+            )
+        if self._number != self._batches.num_worlds:
+            raise UsageError(
+                f"the balancer has begun world {self._batches.num_worlds}, and this optimizer is "
+                f"still that of world {self._number}: plans may leave fewer ranks with samples "
+                "than its rule needs; with hvd.elastic.run, give both to the loft.elastic.State"
+            )
+
+    def step_ended(self) -> None:
+        """Note that the optimizer has taken its step."""
+        self._batches.hold(self._workers.watch.absent_ranks)
+        self._batches.step_ended(waited_s=self._waited_s)
+        self._waited_s = 0.0
+
+    def report(self) -> SuspicionReport:
+        """Return what is known of every worker."""
+        return self._workers.watch.report()
+
+    def detach(self) -> None:
+        """Take all hooks off the parameters."""
+        self._gradient_log.detach()
+        self._reducer.detach()
+
+
+class IdleWorld:
+    """In place of an ``OptimizerWorld`` on a rank that reduces nothing.
+
+    Args:
+        transport: the ranks; None where this one is outside the process set.
+        error: what it means to wait for gradients here, or empty where they are this rank's own.
+    """
+
+    has_gradients = is_in_flight = False
+
+    def __init__(self, transport: Transport | None = None, *, error: str = "") -> None:
+        self.rank = -1 if transport is None else transport.rank
+        self.world_size = 0 if transport is None else transport.world_size
+        self.log = RunLog(None)
+        self._error = error
+
+    def lay_out_anew(self) -> None:
+        """Lay out nothing."""
+
+    def synchronize(self) -> None:
+        """Leave gradients as they are.
+
+        Raises:
+            UsageError: they would be reduced in a world that has not begun.
+        """
+        if self._error:
+            raise UsageError(self._error)
+
+    def step_ended(self) -> None:
+        """Tell nobody."""
+
+    def report(self) -> SuspicionReport:
+        """Return why nobody is watched."""
+        return SuspicionReport(0, (), note="nobody is watched: this rank reduces alone")
+
+    def detach(self) -> None:
+        """Take no hooks off."""

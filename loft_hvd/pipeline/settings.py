@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -17,6 +17,7 @@ __all__ = ["OutgoingHook", "ReducerSettings", "StepSource"]
 OutgoingHook = Callable[[Bucket, Tensor], None]
 
 
+@runtime_checkable
 class StepSource(Protocol):
     """What the reducer asks of a balancer, and tells it."""
 

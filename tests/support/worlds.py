@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
@@ -13,20 +13,25 @@ import loft_hvd as loft
 from loft_hvd.config import config
 from loft_hvd.transport.local import LocalTransport
 
-__all__ = ["Moving", "Paired", "elastic_job"]
+__all__ = ["Moving", "Paired", "elastic_job", "environment"]
 
 
 @contextmanager
-def elastic_job() -> Iterator[None]:
-    """Let this be an elastic job inside, whose waits are short."""
+def environment(**variables: str) -> Iterator[None]:
+    """Give this process other variables inside, as a launcher would."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOROVOD_ELASTIC", "1")
-        patch.setenv("LOFT_HVD_TIMEOUT_S", "10")
+        for name, value in variables.items():
+            patch.setenv(name, value)
         config.cache_clear()
         try:
             yield
         finally:
             config.cache_clear()
+
+
+def elastic_job() -> AbstractContextManager[None]:
+    """Let this be an elastic job inside, whose waits are short."""
+    return environment(HOROVOD_ELASTIC="1", LOFT_HVD_TIMEOUT_S="10")
 
 
 class Moving:

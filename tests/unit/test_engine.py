@@ -22,6 +22,7 @@ from loft_hvd.pipeline.engine import Engine, Job
 from loft_hvd.pipeline.weights import PassWeights
 from loft_hvd.transport.local import Faults, LocalTransport, run_ranks
 from tests.support.recording import RecordingTransport
+from tests.support.wrapped import engine_of
 
 SHAPES = [(40,), (3, 5), (), (64, 2)]
 
@@ -67,7 +68,6 @@ def test_a_backward_pass_queues_buckets_and_never_waits_for_the_wire() -> None:
         assert transport.names == []
         transport.gate.set()
         optimizer.synchronize()
-        optimizer._reducer.detach()
         return transport.names
 
     for names in run_ranks(2, work):
@@ -89,31 +89,38 @@ def test_buckets_go_out_by_index_whatever_the_order_of_gradients() -> None:
         assert [name.split(".")[-2] for name in names] == ["b00", "b01", "b02"]
 
 
-def test_detaching_ends_the_thread() -> None:
-    def work(transport: LocalTransport) -> None:
+def test_a_new_world_ends_the_thread_of_the_one_before() -> None:
+    before = set(progress_threads())
+    meet = threading.Barrier(2, timeout=20)
+
+    def work(transport: LocalTransport) -> tuple[Any, int]:
         params = parameters()
         optimizer = wrap(params, transport, rule=loft.Median())
         backward(params)
         optimizer.step()
-        thread = optimizer._reducer.engine._thread
-        assert thread.is_alive
-        optimizer._reducer.detach()
-        assert not thread.is_alive
+        meet.wait()
+        num_running = len(set(progress_threads()) - before)
+        meet.wait()
+        optimizer.begin_world()
+        return optimizer, num_running
 
-    run_ranks(2, work)
+    assert [num_running for _, num_running in run_ranks(2, work)] == [2, 2]
+    assert not set(progress_threads()) - before
 
 
 def test_a_dropped_optimizer_ends_its_thread() -> None:
-    def work(transport: LocalTransport) -> Any:
+    before = set(progress_threads())
+
+    def work(transport: LocalTransport) -> int:
         params = parameters()
         optimizer = wrap(params, transport, rule=loft.Median())
         backward(params)
         optimizer.step()
-        return optimizer._reducer.engine._thread
+        return len(set(progress_threads()) - before)
 
-    threads = run_ranks(2, work)
+    assert max(run_ranks(2, work)) > 0
     gc.collect()
-    wait_until(lambda: not any(thread.is_alive for thread in threads))
+    wait_until(lambda: not set(progress_threads()) - before)
 
 
 def test_an_optimizer_that_never_steps_has_no_thread() -> None:
@@ -150,7 +157,7 @@ def test_an_error_in_the_thread_is_raised_in_the_next_backward_pass() -> None:
         params = parameters()
         optimizer = wrap(params, transport, rule=loft.Median(), bucket_bytes=100)
         backward(params[3:])
-        engine = optimizer._reducer.engine
+        engine = engine_of(optimizer)
         wait_until(lambda: engine._failure is not None)
         with pytest.raises(TransportError) as caught:
             backward(params[:3])
@@ -177,7 +184,7 @@ def test_the_layout_is_the_order_in_which_rank_0s_gradients_came() -> None:
             optimizer.synchronize()
             grads = [p.grad.clone() for p in params]  # type: ignore[union-attr]  # all have one
             optimizer.zero_grad()
-        buckets = optimizer._reducer.buckets
+        buckets = engine_of(optimizer).buckets
         return [[slot.name for slot in bucket.slots] for bucket in buckets], grads
 
     for layout, grads in run_ranks(3, work):
@@ -193,7 +200,7 @@ def test_a_gradient_that_rank_0_lacks_goes_last() -> None:
         backward(params[:3] if transport.rank == 0 else params)
         optimizer.synchronize()
         assert float(params[3].grad[0, 0]) == 0.5  # type: ignore[index]  # it has one
-        return [slot.name for bucket in optimizer._reducer.buckets for slot in bucket.slots]
+        return [slot.name for bucket in engine_of(optimizer).buckets for slot in bucket.slots]
 
     assert run_ranks(2, work) == [["p2", "p1", "p0", "p3"]] * 2
 
@@ -206,7 +213,7 @@ def test_gradients_live_in_their_bucket() -> None:
         for step in range(4):
             backward(params, value=float(step))
             optimizer.step()
-            engine = optimizer._reducer.engine
+            engine = engine_of(optimizer)
             begin = engine.values(0).data_ptr()
             end = begin + engine.values(0).nbytes
             places.append([p.grad.data_ptr() for p in params])  # type: ignore[union-attr]

@@ -13,9 +13,11 @@ import loft_hvd as loft
 from loft_hvd.aggregation.reference import reference
 from loft_hvd.balance.plan import StepSizes
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, LoftError, TransportTimeoutError
+from loft_hvd.optimizer.options import EqualBatches
 from loft_hvd.pipeline.buckets import Bucket
 from loft_hvd.runlog import RunLog
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
+from tests.support.worlds import environment
 
 SHAPES = [(3, 5), (7,), (), (2, 3, 4), (0,)]
 
@@ -73,31 +75,20 @@ def test_reduced_gradients_equal_the_reference(
             assert torch.equal(reduced[at], results[0][at])
 
 
-class Sizes:
-    """A source of sizes for each backward pass."""
+class Sizes(EqualBatches):
+    """A balancer that has sizes for each backward pass, and nothing else."""
 
-    log = RunLog(None)
-    num_worlds = 0
+    global_batch_size = 1
 
     def __init__(self, passes: list[tuple[int, ...]]) -> None:
+        super().__init__(RunLog(None))
         self.passes = list(passes)
-        self.global_batch_size = 1
 
     def take_step(self) -> StepSizes:
         return StepSizes(0, 0, self.passes.pop(0))
 
     def gradient_arrived(self, *, blocked_s: float) -> None:
         assert blocked_s >= 0
-
-    def computing_ended(self) -> None: ...
-
-    def check_world(self, world_size: int) -> None: ...
-
-    def compute_on(self, device: torch.device) -> None: ...
-
-    def require(self, *, min_ranks: int, num_passes: int) -> None: ...
-
-    def step_ended(self, *, waited_s: float) -> None: ...
 
 
 @pytest.mark.parametrize("rule", [loft.Mean(), loft.Mean(reproducible=True)], ids=str)
@@ -247,7 +238,6 @@ def test_a_rank_that_does_not_come_is_a_timeout_that_names_bucket_and_stage() ->
         optimizer = wrap(params, transport, rule=loft.Median())
         if transport.rank == 1:
             return ""  # it never comes to the step
-        optimizer._reducer.engine._timeout_s = 0.05
         backward(params, [torch.ones(3)])
         with pytest.raises(TransportTimeoutError) as caught:
             optimizer.synchronize()
@@ -255,7 +245,9 @@ def test_a_rank_that_does_not_come_is_a_timeout_that_names_bucket_and_stage() ->
             optimizer.synchronize()
         return str(caught.value)
 
-    assert "rank 0 of 2 waited 0.05 s for bucket 0 (p0) in all-to-all" in run_ranks(2, work)[0]
+    with environment(LOFT_HVD_TIMEOUT_S="2"):
+        said = run_ranks(2, work)[0]
+    assert "rank 0 of 2 waited 2 s for bucket 0 (p0) in all-to-all" in said
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch import Tensor
 import loft_hvd as loft
 from loft_hvd.aggregation.aggregate import aggregate
 from loft_hvd.errors import AggregationError, ArgumentError, ArgumentTypeError, MismatchError
-from loft_hvd.optimizer.wrapper import ReducingOptimizer
+from loft_hvd.optimizer.wrapper import OptimizerWrapper
 from loft_hvd.pipeline.suspicion.report import SuspicionReport
 from loft_hvd.pipeline.weights import capped_weights
 from loft_hvd.transport.groups import Over
@@ -28,7 +28,7 @@ def rows_of(world_size: int, step: int = 0) -> Tensor:
     return torch.randn(world_size, NUMEL, generator=generator)
 
 
-def make(transport: LocalTransport, **options: Any) -> tuple[torch.nn.Parameter, ReducingOptimizer]:
+def make(transport: LocalTransport, **options: Any) -> tuple[torch.nn.Parameter, OptimizerWrapper]:
     weight = torch.nn.Parameter(torch.zeros(NUMEL))
     inner = torch.optim.SGD([weight], lr=1.0)
     return weight, loft.DistributedOptimizer(inner, transport=transport, **options)
@@ -211,7 +211,7 @@ def train(
     rows: Callable[[int], Tensor] | None = None,
     attack: loft.attacks.Attack | None = None,
     **options: Any,
-) -> tuple[ReducingOptimizer, list[Tensor]]:
+) -> tuple[OptimizerWrapper, list[Tensor]]:
     """Take steps on honest rows that agree by halves; return the reduced gradients too."""
     options = {"rule": loft.TrimmedMean(f=1), "diagnostics": QUICK} | options
     weight, optimizer = make(end, **options)
