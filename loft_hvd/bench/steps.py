@@ -13,7 +13,7 @@ from loft_hvd.aggregation.rules import Mean, Median, Rule, TrimmedMean
 from loft_hvd.bench.collectives import BASELINE, BASELINE_AGAIN, interleave
 from loft_hvd.errors import ArgumentError
 from loft_hvd.optimizer.distributed import DistributedOptimizer
-from loft_hvd.pipeline.exchange import Stage
+from loft_hvd.pipeline.ring import Stage
 from loft_hvd.pipeline.trace import trace_of, trace_to
 from loft_hvd.transport.horovod import HorovodTransport, horovod_module
 

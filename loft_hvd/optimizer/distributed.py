@@ -15,7 +15,7 @@ from loft_hvd.config import config
 from loft_hvd.errors import ArgumentError, ArgumentTypeError
 from loft_hvd.optimizer.options import OptimizerOptions
 from loft_hvd.optimizer.wrapper import OptimizerWrapper
-from loft_hvd.pipeline.settings import ReducerSettings, StepSource
+from loft_hvd.pipeline.gradients import ReducerSettings, StepSource
 from loft_hvd.pipeline.suspicion.tracker import Suspicion
 from loft_hvd.pipeline.suspicion.watch import Quarantine
 from loft_hvd.pipeline.wire import Wire, read_compression

@@ -15,7 +15,7 @@ from loft_hvd.balance.balancer import Balancer
 from loft_hvd.balance.plan import StepSizes
 from loft_hvd.errors import ArgumentError, ArgumentTypeError
 from loft_hvd.optimizer.parameters import ReducedParameters, collect_parameters
-from loft_hvd.pipeline.settings import ReducerSettings
+from loft_hvd.pipeline.gradients import ReducerSettings
 from loft_hvd.pipeline.suspicion.tracker import Suspicion
 from loft_hvd.pipeline.suspicion.watch import Quarantine
 from loft_hvd.pipeline.wire import wire_name

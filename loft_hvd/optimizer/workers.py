@@ -16,10 +16,10 @@ from loft_hvd.aggregation.rules import Mean, Rule
 from loft_hvd.errors import AggregationError, UsageError
 from loft_hvd.optimizer.options import OptimizerOptions
 from loft_hvd.optimizer.parameters import ReducedParameters, check_none_thawed
+from loft_hvd.pipeline.gradients import OutgoingHooks
 from loft_hvd.pipeline.levels import Levels, exchange_maker
-from loft_hvd.pipeline.outgoing import OutgoingHooks
 from loft_hvd.pipeline.reducer import GradientReducer
-from loft_hvd.pipeline.stages import MakeExchange, flat_exchange
+from loft_hvd.pipeline.ring import MakeExchange, flat_exchange
 from loft_hvd.pipeline.suspicion.report import FEWEST_WATCHED, SuspicionReport
 from loft_hvd.pipeline.suspicion.spread import ParameterSpread
 from loft_hvd.pipeline.suspicion.tracker import Suspicion
@@ -287,10 +287,9 @@ class OptimizerWorld:
             found.specs,
             found.rules,
             settings=options.settings,
-            transport=self._transport,
+            channel=channel,
             source=options.balancer,
             outgoing=self._outgoing,
-            name=found.name,
             make_exchange=workers.make_exchange,
             watch=workers.watch,
         )

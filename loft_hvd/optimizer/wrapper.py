@@ -20,8 +20,7 @@ from loft_hvd.config import config
 from loft_hvd.errors import LoftError, UsageError
 from loft_hvd.optimizer.options import OptimizerOptions
 from loft_hvd.optimizer.workers import IdleWorld, OptimizerWorld
-from loft_hvd.pipeline.outgoing import OutgoingHooks
-from loft_hvd.pipeline.settings import OutgoingHook
+from loft_hvd.pipeline.gradients import OutgoingHook, OutgoingHooks
 from loft_hvd.pipeline.suspicion.report import SuspicionReport
 
 __all__ = ["OptimizerProxy", "OptimizerWrapper"]

@@ -12,6 +12,7 @@ import functools
 import time
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,8 +26,10 @@ from loft_hvd.errors import (
     MismatchError,
     TransportTimeoutError,
 )
-from loft_hvd.pipeline.named import NamedExchange, share_of
-from loft_hvd.pipeline.stages import is_engine_sum
+from loft_hvd.pipeline.buckets import accumulation_dtype
+from loft_hvd.pipeline.gradients import copy_scaled
+from loft_hvd.pipeline.reduction import PART_BYTES, BucketReduction, needs_no_bucket
+from loft_hvd.pipeline.ring import ExchangeSpec, is_engine_sum
 from loft_hvd.pipeline.weights import PassWeights
 from loft_hvd.transport.agreement import digest, odd_ones
 from loft_hvd.transport.base import Transport, Work, watch_of
@@ -38,14 +41,94 @@ _POLL_S = 100e-6
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
+@dataclass
+class _Row:
+    """This rank's row on its way into a bucket."""
+
+    values: Tensor | None = None
+    weights: PassWeights | None = None
+    share: float = 1.0
+
+    def pack(self, bucket: Tensor) -> PassWeights | None:
+        """Fill the bucket, [numel]."""
+        assert self.values is not None
+        _fill(bucket.view(self.values.shape), self.values, self.share)
+        self.values = None
+        return self.weights
+
+
+class NamedReduction:
+    """What ``allreduce`` keeps of one name from call to call, and a row's way there and back.
+
+    A row goes from the tensor itself into the new one that is returned, where shards need no
+    padding and it is sent in its own dtype; else through a bucket, with a copy before and after.
+    """
+
+    def __init__(self, transport: Transport, tensor: Tensor, rule: Rule, name: str) -> None:
+        dtype = accumulation_dtype(tensor.dtype)
+        spec = ExchangeSpec(transport, name, tensor.numel(), dtype, str(tensor.device), rule)
+        self.key = _key_of(transport, tensor, rule)
+        self.is_busy = False
+        self.is_direct = dtype == tensor.dtype and needs_no_bucket(transport, rule, spec.numel)
+        self._is_engine_sum = is_engine_sum(rule)
+        self._result: Tensor | None = None
+        self._row = _Row()  # not self: buffers are to be freed as soon as nobody keeps them
+        pack = None if self.is_direct else self._row.pack
+        self._reduction = BucketReduction(spec, pack=pack, part_bytes=PART_BYTES)
+
+    def start(self, row: Tensor, weights: PassWeights, *, share: float) -> None:
+        """Put a rank's row on the wire.
+
+        Args:
+            row: any shape; not to be touched until the result is there.
+            weights: of all rows.
+            share: what this rank's row is multiplied by before engines sum; 0 for an absent one.
+        """
+        if not self.is_direct:
+            self._row.values, self._row.weights, self._row.share = row, weights, share
+            self._reduction.start()
+            return
+        source = row.contiguous().view(-1)
+        self._result = torch.empty_like(source)
+        if self._is_engine_sum:  # works in place, where the result will be
+            _fill(self._result, source, share)
+            source = self._result
+        self._reduction.start_from(source, self._result, weights)
+
+    def advance(self) -> bool:
+        """Do what can be done without waiting, and say whether the result is there."""
+        return self._reduction.advance()
+
+    def take(self, like: Tensor) -> Tensor:
+        """Return the result as a tensor of its own, with shape and dtype of ``like``."""
+        if self._result is not None and like.is_contiguous():
+            result, self._result = self._result, None
+            return result.view(like.shape)
+        values = self._reduction.values if self._result is None else self._result
+        self._result = None
+        return torch.empty_like(like).copy_(values.view(like.shape))
+
+
+def _fill(values: Tensor, row: Tensor, share: float) -> None:
+    if share:
+        copy_scaled(row, values, share)
+    else:
+        values.zero_()  # never 0 times what an absent rank has
+
+
+def _key_of(transport: Transport, tensor: Tensor, rule: Rule) -> tuple[object, ...]:
+    """Return what calls of one name must share to share buffers."""
+    return (tensor.shape, tensor.dtype, str(tensor.device), rule, transport.world_size)
+
+
 @functools.cache
-def _exchanges() -> weakref.WeakKeyDictionary[Transport, dict[str, NamedExchange]]:
+def _reductions() -> weakref.WeakKeyDictionary[Transport, dict[str, NamedReduction]]:
     return weakref.WeakKeyDictionary()
 
 
 def forget_exchanges() -> None:
     """Drop all buffers, also of operations in flight: their world has ended."""
-    _exchanges().clear()
+    _reductions().clear()
     _kept_end.cache_clear()
 
 
@@ -56,21 +139,21 @@ class Handle:
         self,
         transport: Transport,
         tensor: Tensor,
-        exchange: NamedExchange | None,
+        reduction: NamedReduction | None,
         *,
         name: str,
         agreement: tuple[Work, Tensor, Tensor] | None,
     ) -> None:
         self._transport = transport
         self._tensor = tensor
-        self._exchange = exchange
+        self._reduction = reduction
         self._name = name
         self._agreement = agreement
         self._result: Tensor | None = None
 
     def done(self) -> bool:
         """Say whether ``wait`` would return at once; moves the work on, never blocks."""
-        if self._result is not None or self._exchange is None:
+        if self._result is not None or self._reduction is None:
             return True
         if self._agreement is not None:
             work, _, rows = self._agreement
@@ -79,7 +162,7 @@ class Handle:
             work.finish()
             self._agreement = None
             self._check_agreement(rows)
-        return self._exchange.advance()
+        return self._reduction.advance()
 
     def wait(self, timeout_s: float | None = None) -> Tensor:
         """Return the aggregated tensor.
@@ -98,11 +181,11 @@ class Handle:
         with watch_of(self._transport).waiting():
             self._wait(limit)
         if self._result is None:
-            if self._exchange is None:
+            if self._reduction is None:
                 self._result = self._tensor.clone()
             else:
-                self._result = self._exchange.take(self._tensor)
-                self._exchange.is_busy = False
+                self._result = self._reduction.take(self._tensor)
+                self._reduction.is_busy = False
         return self._result
 
     def _wait(self, limit_s: float) -> None:
@@ -122,7 +205,7 @@ class Handle:
             values = rows[:, column].tolist()
             if len(set(values)) == 1:
                 continue
-            _exchanges()[self._transport].pop(self._name, None)
+            _reductions()[self._transport].pop(self._name, None)
             by_rank = f" (by rank: {values})" if field == "numel" else ""
             raise MismatchError(
                 f"allreduce {self._name!r}: {field} differs on ranks {odd_ones(values)}{by_rank}; "
@@ -163,21 +246,21 @@ def allreduce_async(
         for rank in range(world_size)
     ]
     rule.check(sum(alive))
-    exchange = _exchange(ends, tensor.detach(), rule, name)
+    reduction = _reduction_of(ends, tensor.detach(), rule, name)
     row = torch.tensor(
         [tensor.numel(), digest(str(tensor.dtype)), digest(f"{rule} {row_weights} {alive}")]
     )
     rows = torch.empty(world_size, row.numel(), dtype=row.dtype)
     agreement = (ends.allgather(row, rows.view(-1), name=f"{name}.agree"), row, rows)
     is_present = alive[ends.rank]
-    share = share_of(ends.rank, alive, row_weights) if is_engine_sum(rule) else float(is_present)
-    exchange.start(
+    share = _share_of(ends.rank, alive, row_weights) if is_engine_sum(rule) else float(is_present)
+    reduction.start(
         tensor.detach(),
         PassWeights(weights=row_weights, present=tuple(alive), row_scale=1.0),
         share=share,
     )
-    exchange.is_busy = True
-    return Handle(ends, tensor, exchange, name=name, agreement=agreement)
+    reduction.is_busy = True
+    return Handle(ends, tensor, reduction, name=name, agreement=agreement)
 
 
 def allreduce(
@@ -242,15 +325,22 @@ def _checked(
     return numbers
 
 
-def _exchange(transport: Transport, tensor: Tensor, rule: Rule, name: str) -> NamedExchange:
-    by_name = _exchanges().setdefault(transport, {})
-    exchange = by_name.get(name)
-    if exchange is not None and exchange.is_busy:
+def _reduction_of(transport: Transport, tensor: Tensor, rule: Rule, name: str) -> NamedReduction:
+    """Return the buffers of a name: those of its last call, unless they do not fit."""
+    by_name = _reductions().setdefault(transport, {})
+    kept = by_name.get(name)
+    if kept is not None and kept.is_busy:
         raise ArgumentError(
             f"allreduce {name!r}: an all-reduce of that name is in flight; wait for its handle "
             "first, or use another name"
         )
-    key = (tensor.shape, tensor.dtype, str(tensor.device), rule, transport.world_size)
-    if exchange is None or exchange.key != key:
-        exchange = by_name[name] = NamedExchange(transport, tensor, rule, name)
-    return exchange
+    if kept is None or kept.key != _key_of(transport, tensor, rule):
+        kept = by_name[name] = NamedReduction(transport, tensor, rule, name)
+    return kept
+
+
+def _share_of(rank: int, alive: list[bool], weights: tuple[int, ...] | None) -> float:
+    """Return what a rank's row is multiplied by where the engine sums; 0 for an absent one."""
+    counts = [1] * len(alive) if weights is None else weights
+    total = sum(count for count, is_alive in zip(counts, alive, strict=True) if is_alive)
+    return counts[rank] / total if alive[rank] else 0.0

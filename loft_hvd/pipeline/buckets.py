@@ -1,4 +1,8 @@
-"""How parameters are laid out in buckets, and buckets in shards: pure arithmetic."""
+"""How parameters are laid out in buckets, and buckets in parts and shards.
+
+Pure arithmetic on what is equal on every rank, but for ``agree_on_order``: the order in which
+rank 0's gradients became ready, by which buckets are laid out after the first step.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,16 @@ from dataclasses import dataclass
 
 import torch
 
-from loft_hvd.errors import ArgumentError
+from loft_hvd.errors import ArgumentError, MismatchError
+from loft_hvd.transport.agreement import check_agreement
+from loft_hvd.transport.base import Channel
 
 __all__ = [
     "Bucket",
     "ParameterSpec",
     "Slot",
     "accumulation_dtype",
+    "agree_on_order",
     "lay_out",
     "part_bounds",
     "shard_numel",
@@ -172,3 +179,34 @@ def _bucket(index: int, members: list[int], parameters: Sequence[ParameterSpec])
         offset += spec.numel
     first = parameters[members[0]]
     return Bucket(index, accumulation_dtype(first.dtype), first.device, first.rule, tuple(slots))
+
+
+def agree_on_order(
+    channel: Channel, arrived: Sequence[int], num_parameters: int
+) -> tuple[int, ...]:
+    """Return the order of rank 0's gradients; every rank calls it alike.
+
+    Args:
+        channel: the ranks.
+        arrived: indices of the parameters whose gradients came on this rank, in that order.
+        num_parameters: of the optimizer; those that did not come on rank 0 go last, the last
+            parameter first.
+
+    Raises:
+        MismatchError: ranks end with different orders, or with one that is none.
+        TransportTimeoutError: other ranks did not answer in time.
+    """
+    came = set(arrived)
+    missing = [index for index in reversed(range(num_parameters)) if index not in came]
+    row = torch.tensor([*arrived, *missing], dtype=torch.int64)
+    channel = channel.sub("order")
+    channel.broadcast(row, what="the order of gradients")
+    order = tuple(row.tolist())
+    if sorted(order) != list(range(num_parameters)):
+        raise MismatchError(
+            f"rank {channel.rank}: rank 0's order of gradients is no order of this rank's "
+            f"{num_parameters} parameters; build the same model on every rank"
+        )
+    fields = {"order of gradients": " ".join(map(str, order))}
+    check_agreement(channel, fields, what="DistributedOptimizer")
+    return order

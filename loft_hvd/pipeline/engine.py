@@ -9,59 +9,147 @@ is raised in the user's at its next call.
 
 from __future__ import annotations
 
+import atexit
+import functools
+import logging
+import os
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from loft_hvd.aggregation.rules import Rule
+from loft_hvd.aggregation.rules import Mean, Rule
 from loft_hvd.errors import LoftError, TransportTimeoutError
 from loft_hvd.pipeline.buckets import Bucket
-from loft_hvd.pipeline.driver import ProgressThread
-from loft_hvd.pipeline.fence import Fence
-from loft_hvd.pipeline.reduction import Reduction
-from loft_hvd.pipeline.stages import MakeExchange, flat_exchange
+from loft_hvd.pipeline.reduction import PART_BYTES, BucketReduction
+from loft_hvd.pipeline.ring import ExchangeSpec, MakeExchange, flat_exchange
 from loft_hvd.pipeline.trace import Lane, trace_of
 from loft_hvd.pipeline.weights import PassWeights
 from loft_hvd.pipeline.wire import Compression, Wire
-from loft_hvd.transport.base import Transport, locate, watch_of
+from loft_hvd.transport.base import Channel, locate, watch_of
 
-__all__ = ["Engine", "Job"]
+__all__ = ["Engine", "Fence", "ProgressThread"]
 
-_SHORTEST_SLEEP_S = 50e-6
-_LONGEST_SLEEP_S = 200e-6
+_logger = logging.getLogger(__name__)
+_SHORTEST_SLEEP_S = 50e-6  # bound from Linux: its timer slack, below which no sleep ends
+_LONGEST_SLEEP_S = 200e-6  # bound from Horovod: a fifth of its cycle of 1 ms
 _UNAWAITED_SLEEP_S = 2e-3  # while the user's thread computes: polling takes time from it
-_PART_BYTES = 16 * 1024 * 1024
+_JOIN_S = 5.0  # longest that ending a thread may hold the user's up
 
 
-@dataclass(frozen=True)
-class Job:
-    """What is done with every bucket of a step, in the engine's thread.
+class Fence:
+    """A point in the work that a thread has queued on a device."""
 
-    Attributes:
-        pack: fills a bucket's values, [numel], and returns the weights of the step.
-        unpack: takes its aggregated values, [numel], which it may change in place.
+    def __init__(self, device: str, event: Any) -> None:
+        self._device = device
+        self._event = event
+
+    @classmethod
+    def after(cls, device: str) -> Fence:
+        """Return the point that this thread has reached."""
+        if not device.startswith("cuda"):
+            return cls(device, None)
+        event: Any = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(torch.device(device)))
+        return cls(device, event)
+
+    def wait(self) -> None:
+        """Let what this thread queues from now on come after that point; does not block."""
+        if self._event is not None:
+            torch.cuda.current_stream(torch.device(self._device)).wait_event(self._event)
+
+
+class ProgressThread:
+    """Calls a method again and again while there is work; started by the first ``wake``.
+
+    The thread keeps the method's object alive only while there is work, so that it can be
+    dropped like any other; whoever owns the thread calls ``close``.
+
+    Args:
+        advance: a bound method that does what can be done without waiting, never raises, and
+            returns after how many seconds it wants to be called again; None when all is done.
+        name: the thread's name.
     """
 
-    pack: Callable[[Bucket, Tensor], PassWeights | None]
-    unpack: Callable[[Bucket, Tensor], None]
+    def __init__(self, advance: Callable[[], float | None], *, name: str) -> None:
+        self._advance = weakref.WeakMethod(advance)
+        self._name = name
+        self._changed = threading.Condition()
+        self._has_news = False
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+        self._process = os.getpid()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def wake(self) -> None:
+        """Say that there is work; returns at once."""
+        with self._changed:
+            self._has_news = True
+            self._changed.notify()
+        if self._thread is None and not self._is_closed:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+            atexit.register(self.close)  # a daemon thread must not meet the interpreter's end
+
+    def close(self, *, should_join: bool = True) -> None:
+        """End the thread, whatever is in flight; can be called again, and from any thread.
+
+        Args:
+            should_join: wait until it has ended, a few seconds at most.
+        """
+        if self._process != os.getpid():
+            return  # a forked copy: its thread, and who holds its lock, stayed behind
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        atexit.unregister(self.close)
+        thread = self._thread
+        if should_join and thread is not None and thread is not threading.current_thread():
+            thread.join(_JOIN_S)
+            if thread.is_alive():
+                _logger.warning("%s does not end: it hangs in a call of the engine", self._name)
+
+    def _run(self) -> None:
+        pause: float | None = None
+        while self._wait(pause):
+            advance = self._advance()
+            if advance is None:
+                return
+            pause = advance()
+            del advance  # its object may be dropped while this thread sleeps
+
+    def _wait(self, pause: float | None) -> bool:
+        """Sleep until there are news, or for ``pause`` seconds; False when closed."""
+        with self._changed:
+            if pause is None:
+                while not self._has_news and not self._is_closed:
+                    self._changed.wait()
+            elif not self._has_news and not self._is_closed:
+                self._changed.wait(pause)
+            self._has_news = False
+            return not self._is_closed
 
 
 class Engine:
     """All buckets of one optimizer.
 
     Args:
-        transport: the ranks.
+        channel: the ranks, the stem of the operations' names, and the longest wait.
         buckets: the layout, equal on every rank.
         rules: the rules that buckets refer to by index.
-        timeout_s: longest wait for other ranks in seconds.
-        name: stem of the operations' names, equal on every rank.
+        pack: fills a bucket's values, [numel], in the engine's thread, and returns the weights of
+            the step.
+        mean_factor: what the result of a ``Mean`` is multiplied by at last.
         wire: the format in which values travel.
         make_exchange: how a part of a bucket goes over the wire, equal on every rank.
         part_bytes: a bucket of at least twice as many bytes is exchanged in parts.
@@ -70,70 +158,78 @@ class Engine:
 
     def __init__(
         self,
-        transport: Transport,
+        channel: Channel,
         buckets: Sequence[Bucket],
         rules: Sequence[Rule],
         *,
-        timeout_s: float,
-        name: str = "loft",
+        pack: Callable[[Bucket, Tensor], PassWeights | None],
+        mean_factor: float = 1.0,
         wire: Wire = Compression.none,
         make_exchange: MakeExchange = flat_exchange,
-        part_bytes: int = _PART_BYTES,
+        part_bytes: int = PART_BYTES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.buckets = tuple(buckets)
-        self._transport = transport
-        self._timeout_s = timeout_s
+        self._transport = transport = channel.transport
+        self._timeout_s = channel.timeout_s
         self._clock = clock
         self._trace = trace_of(transport.rank)
-        self._reductions = [
-            Reduction(
-                transport,
-                numel=bucket.numel,
-                dtype=bucket.dtype,
-                device=bucket.device,
-                rule=rules[bucket.rule],
-                name=f"{name}.b{bucket.index:02d}",
-                wire=wire,
-                lane=Lane(self._trace, str(bucket)),
+        self.reductions = tuple(
+            BucketReduction(
+                ExchangeSpec(
+                    transport,
+                    name=channel.sub(f"b{bucket.index:02d}").name,
+                    numel=bucket.numel,
+                    dtype=bucket.dtype,
+                    device=bucket.device,
+                    rule=(rule := rules[bucket.rule]),
+                    wire=wire,
+                    lane=Lane(self._trace, str(bucket)),
+                ),
+                pack=functools.partial(pack, bucket),
+                factor=mean_factor if isinstance(rule, Mean) else 1.0,
                 make_exchange=make_exchange,
                 part_bytes=part_bytes,
             )
             for bucket in self.buckets
-        ]
+        )
         self._failing = threading.Lock()
         self._failure: BaseException | None = None
         self._is_raised = False
         self._is_awaited = False
         # Filled by the user's thread, emptied by the one that has the turn.
         self._num_queued = 0
-        self._queue: deque[tuple[int, Job, Fence]] = deque()
+        self._queue: deque[tuple[int, Fence]] = deque()
         # Of the thread that has the turn.
         self._turn = threading.Lock()
         self._num_done = 0
         self._done: dict[int, Fence] = {}
-        self._open: list[tuple[int, Job]] = []
+        self._open: list[int] = []
         self._pause = _SHORTEST_SLEEP_S
-        self._thread = ProgressThread(self._take_turn, name=f"{name}.progress")
+        self._thread = ProgressThread(self._take_turn, name=f"{channel.name}.progress")
         weakref.finalize(self, self._thread.close, should_join=False)
 
     # In the user's thread.
 
     def values(self, index: int) -> Tensor:
         """Return a bucket's flat values, [numel]; not to be touched while it is in flight."""
-        return self._reductions[index].bucket
+        return self.reductions[index].values
 
     @property
     def next_bucket(self) -> int:
         """Index of the next bucket to start; the number of buckets when all are on their way."""
         return self._num_queued
 
-    def start(self, index: int, job: Job) -> None:
+    @property
+    def has_failed(self) -> bool:
+        """Whether an error waits to be raised, or has been."""
+        return self._failure is not None
+
+    def start(self, index: int) -> None:
         """Put the next bucket on its way; only queues it, so it returns at once.
 
         Args:
             index: must be ``next_bucket``, so that every rank starts buckets in one order.
-            job: what fills the bucket, and takes its values in the end.
 
         Raises:
             Exception: what has failed since the last call.
@@ -141,7 +237,7 @@ class Engine:
         assert index == self._num_queued, (index, self._num_queued)
         self._raise_failure()
         self._num_queued += 1
-        self._queue.append((index, job, Fence.after(self.buckets[index].device)))
+        self._queue.append((index, Fence.after(self.buckets[index].device)))
         self._thread.wake()
 
     def finish(self) -> None:
@@ -186,7 +282,7 @@ class Engine:
 
     def memory_bytes(self) -> int:
         """Return the bytes of all buffers that the engine holds, the buckets included."""
-        return sum(reduction.memory_bytes() for reduction in self._reductions)
+        return sum(reduction.memory_bytes() for reduction in self.reductions)
 
     def close(self) -> None:
         """End the engine's thread; what is in flight is given up."""
@@ -205,7 +301,7 @@ class Engine:
         ) from self._failure
 
     def _timeout(self) -> TransportTimeoutError:
-        begun = [index for index, _ in self._open] or [index for index, _, _ in self._queue]
+        begun = self._open or [index for index, _ in self._queue]
         waiting = ", ".join(self._place(index) for index in begun[:3])
         late = watch_of(self._transport).late()
         who = f"ranks {late} have not come to it" if late else "a rank has not come to it"
@@ -216,7 +312,7 @@ class Engine:
         )
 
     def _place(self, index: int) -> str:
-        return f"{self.buckets[index]} in {self._reductions[index].stage.value}"
+        return f"{self.buckets[index]} in {self.reductions[index].stage.value}"
 
     def _fail(self, error: BaseException) -> None:
         """Keep the first error, and tell the other ranks; from either thread."""
@@ -240,7 +336,7 @@ class Engine:
                 while self._queue and self._failure is None:
                     self._begin(*self._queue.popleft())
                 if self._failure is None:
-                    self._open = [each for each in self._open if not self._advance_bucket(*each)]
+                    self._open = [at for at in self._open if not self._advance_bucket(at)]
         except BaseException as error:
             self._fail(error)
         if self._failure is not None or not (self._open or self._queue):
@@ -251,18 +347,15 @@ class Engine:
         self._pause = _SHORTEST_SLEEP_S if has_moved else min(self._pause * 1.5, _LONGEST_SLEEP_S)
         return self._pause
 
-    def _begin(self, index: int, job: Job, fence: Fence) -> None:
-        bucket = self.buckets[index]
-        self._open.append((index, job))
+    def _begin(self, index: int, fence: Fence) -> None:
+        self._open.append(index)
         with self._located(index):
             fence.wait()
-            self._reductions[index].start(
-                lambda values: job.pack(bucket, values), lambda values: job.unpack(bucket, values)
-            )
+            self.reductions[index].start()
 
-    def _advance_bucket(self, index: int, job: Job) -> bool:
+    def _advance_bucket(self, index: int) -> bool:
         with self._located(index):
-            if not self._reductions[index].advance():
+            if not self.reductions[index].advance():
                 return False
         self._done[index] = Fence.after(self.buckets[index].device)
         self._num_done += 1

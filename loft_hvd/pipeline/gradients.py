@@ -11,17 +11,69 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
+from loft_hvd.balance.plan import StepSizes
 from loft_hvd.errors import ArgumentTypeError, UsageError
 from loft_hvd.pipeline.buckets import Bucket, Slot
+from loft_hvd.pipeline.wire import Compression, Wire
 
-__all__ = ["Gradients"]
+__all__ = [
+    "Gradients",
+    "OutgoingHook",
+    "OutgoingHooks",
+    "ReducerSettings",
+    "StepSource",
+    "copy_scaled",
+]
 
 _logger = logging.getLogger(__name__)
+
+OutgoingHook = Callable[[Bucket, Tensor], None]
+"""``(bucket, values)``: looks at, or changes, what a rank is about to send, [numel]."""
+
+
+@runtime_checkable
+class StepSource(Protocol):
+    """What the reducer asks of a balancer, and tells it."""
+
+    def take_step(self) -> StepSizes:
+        """Return the sizes of the batch that the next backward pass belongs to."""
+        ...
+
+    def gradient_arrived(self, *, blocked_s: float) -> None:
+        """Hear of each gradient, and what its hook and those before it spent on the wire."""
+        ...
+
+
+@dataclass(frozen=True)
+class ReducerSettings:
+    """How gradients are reduced; equal on every rank.
+
+    Attributes:
+        bucket_bytes: most bytes of a bucket.
+        num_passes: backward passes that are summed into one step.
+        is_sum: whether the result is a sum over ranks instead of an average.
+        predivide: what the plain mean divides by before the sum, and multiplies by after it.
+        sparse_as_dense: whether sparse gradients are made dense.
+        wire: the format in which values travel.
+        timeout_s: longest wait for other ranks in seconds.
+    """
+
+    bucket_bytes: int
+    timeout_s: float
+    num_passes: int = 1
+    is_sum: bool = False
+    predivide: float = 1.0
+    sparse_as_dense: bool = False
+    wire: Wire = Compression.none
 
 
 @functools.cache
@@ -68,7 +120,7 @@ class Gradients:
         with torch.no_grad():
             target = _view(values, slot)
             if not _is_same(grad, target):
-                _copy_scaled(grad, target, scale)
+                copy_scaled(grad, target, scale)
                 parameter.grad = target
             elif scale != 1.0:
                 target.mul_(scale)
@@ -101,7 +153,7 @@ class Gradients:
                         "optimizer.synchronize() first, then change it and step() inside "
                         "optimizer.skip_synchronize()"
                     )
-                _copy_scaled(self._dense(slot, grad), target, scale)
+                copy_scaled(self._dense(slot, grad), target, scale)
             elif slot.parameter not in self._taken:
                 at_home.append(target)
         if scale != 1.0:
@@ -160,7 +212,7 @@ def _can_live_in(parameter: Tensor, values: Tensor) -> bool:
     return parameter.dtype == values.dtype and parameter.is_contiguous()
 
 
-def _copy_scaled(source: Tensor, target: Tensor, scale: float) -> None:
+def copy_scaled(source: Tensor, target: Tensor, scale: float) -> None:
     """Put ``source * scale`` into ``target`` in one pass, rounded once."""
     if scale == 1.0:
         target.copy_(source)
@@ -183,3 +235,37 @@ def _is_same(grad: Tensor, target: Tensor) -> bool:
         and grad.stride() == target.stride()
         and not grad.requires_grad
     )
+
+
+class OutgoingHooks:
+    """An optimizer's outgoing hooks; they outlive its reducers.
+
+    Horovod calls the function of ``hvd.elastic.run`` anew in every world, so a hook that it
+    registers would run once more in each, and on ranks that join only once. Those end with the
+    world they were added in; those from before the first world stay.
+    """
+
+    def __init__(self) -> None:
+        self._hooks: OrderedDict[int, OutgoingHook] = OrderedDict()
+        self._lasting: frozenset[int] | None = None  # those from before the first world
+
+    def add(self, hook: OutgoingHook) -> RemovableHandle:
+        """Call a hook from now on, after those there are; ``remove()`` of the handle ends that."""
+        handle = RemovableHandle(self._hooks)
+        self._hooks[handle.id] = hook
+        return handle
+
+    def begin_world(self) -> None:
+        """Drop the hooks that were added in the world before."""
+        if self._lasting is None:
+            self._lasting = frozenset(self._hooks)
+        for key in self._hooks.keys() - self._lasting:
+            del self._hooks[key]
+
+    def __bool__(self) -> bool:
+        return bool(self._hooks)
+
+    def call(self, bucket: Bucket, values: Tensor) -> None:
+        """Let every hook look at, or change, the values of a bucket, [numel]."""
+        for hook in list(self._hooks.values()):  # one may take itself away
+            hook(bucket, values)

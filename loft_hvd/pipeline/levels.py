@@ -16,27 +16,28 @@ With m ranks in each of g groups, such as nodes, and d values:
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from loft_hvd.aggregation.aggregate import aggregate
-from loft_hvd.aggregation.rules import Mean, Rule
+from loft_hvd.aggregation.rules import Mean
 from loft_hvd.errors import ArgumentError
-from loft_hvd.pipeline.exchange import Exchange, Stage, Step
-from loft_hvd.pipeline.stages import (
-    Aggregate,
+from loft_hvd.pipeline.ring import (
+    Enter,
+    Exchange,
+    ExchangeSpec,
     MakeExchange,
+    RunRule,
+    Stage,
     flat_exchange,
     is_engine_sum,
     run_rule,
 )
-from loft_hvd.pipeline.trace import Lane
 from loft_hvd.pipeline.weights import PassWeights, capped_weights, in_training
-from loft_hvd.pipeline.wire import Compression, Wire
+from loft_hvd.pipeline.wire import Compression
 from loft_hvd.transport.base import Transport, Work
 from loft_hvd.transport.groups import Groups, subset
 
@@ -65,10 +66,8 @@ class Levels:
         return cls(groups, subset(transport, groups.members), subset(transport, groups.across))
 
 
-def group_weights(weights: PassWeights | None, groups: Groups) -> PassWeights | None:
+def group_weights(weights: PassWeights, groups: Groups) -> PassWeights:
     """Return the weights of the groups' rows: sums over ranks, capped as those of ranks are."""
-    if weights is None:
-        return None
     counts = weights.counts
     sums = None if counts is None else groups.sums(counts)
     present = tuple(any(weights.present[rank] for rank in group) for group in groups.members)
@@ -80,24 +79,18 @@ def group_weights(weights: PassWeights | None, groups: Groups) -> PassWeights | 
     )
 
 
-def exchange_maker(levels: Levels | None, *, run: Aggregate = run_rule) -> MakeExchange:
+def exchange_maker(levels: Levels | None, *, run: RunRule = run_rule) -> MakeExchange:
     """Return what makes exchanges: over all ranks at once without levels.
 
     Args:
         levels: inside and across groups, or None.
         run: applies the rule, and may look at the rows on the way.
     """
-    if levels is None:
-        return functools.partial(flat_exchange, run=run)
 
-    def make(
-        transport: Transport, values: Tensor, *, rule: Rule, name: str, wire: Wire, lane: Lane
-    ) -> Exchange:
-        if values.numel() == 0 or is_engine_sum(rule, wire):
-            return flat_exchange(transport, values, rule=rule, name=name, wire=wire, lane=lane)
-        return two_level_exchange(
-            transport, levels, values, rule=rule, name=name, wire=wire, lane=lane, run=run
-        )
+    def make(spec: ExchangeSpec) -> Exchange:
+        if levels is None or spec.numel == 0 or is_engine_sum(spec.rule, spec.wire):
+            return flat_exchange(spec, run=run)
+        return two_level_exchange(spec, levels, run)
 
     return make
 
@@ -118,88 +111,66 @@ class _Together:
             work.finish()
 
 
-def two_level_exchange(
-    transport: Transport,
-    levels: Levels,
-    values: Tensor,
-    *,
-    rule: Rule,
-    name: str,
-    wire: Wire,
-    lane: Lane,
-    run: Aggregate = run_rule,
-) -> Exchange:
-    """Make the exchange of some values inside and across groups, in place.
+def two_level_exchange(spec: ExchangeSpec, levels: Levels, run: RunRule) -> Exchange:
+    """Make the exchange of some values inside and across groups.
 
     Args:
-        transport: all ranks.
-        levels: inside and across their groups.
-        values: [num_ranks * shard]: this rank's before, the aggregated ones after.
-        rule: how the groups' rows are aggregated.
-        name: stem of the operations' names, equal on every rank.
-        wire: the format in which values travel; a 16-bit one rounds the group's mean as well.
-        lane: where the stages show in a trace.
+        spec: what is exchanged among all ranks; its values are a multiple of their number. A wire
+            of 16 bits rounds the group's mean as well.
+        levels: inside and across the ranks' groups.
         run: applies the rule, and may look at the rows on the way.
 
     Raises:
         ArgumentError: a wire format of the user's own.
     """
-    if not isinstance(wire, Compression):
+    if not isinstance(spec.wire, Compression):
         raise ArgumentError(
-            f"over= takes Compression.none, .fp16 and .bf16, not {wire!r}: a group's mean is "
+            f"over= takes Compression.none, .fp16 and .bf16, not {spec.wire!r}: a group's mean is "
             "computed with what has travelled; use one of these, or leave over= away"
         )
-    groups, inside, across = levels.groups, levels.inside, levels.across
-    dtype = values.dtype if wire.dtype is None else wire.dtype
-    sent = values if dtype == values.dtype else torch.empty_like(values, dtype=dtype)
-    ours = torch.zeros(groups.group_size, values.numel() // groups.group_size).to(sent)
-    mean = torch.zeros_like(ours[0])
-    rows = torch.zeros(groups.num_groups, mean.numel() // groups.num_groups).to(sent)
-    reduced = torch.zeros_like(rows[0])
-    members = groups.members[groups.index_of(_world_rank(levels))]
-
-    def average(weights: PassWeights | None) -> None:
-        _average(ours, members, weights, mean)
-
-    def apply(weights: PassWeights | None) -> None:
-        by_group = group_weights(weights, groups)
-        run(rows, rule, None if by_group is None else in_training(rule, by_group), reduced)
-
+    name, groups, inside, across = spec.name, levels.groups, levels.inside, levels.across
+    dtype, size, num_groups = spec.wire.dtype, groups.group_size, groups.num_groups
+    # With 2 groups of 4 ranks and 800 values: 4 rows of 200 become a mean of 200, of which 2 rows
+    # of 100 become a result of 100. 2 results are a group's 200 values, and 4 of these all 800.
+    narrow = None if dtype is None else spec.zeros(spec.numel, dtype=dtype)
+    ours = spec.zeros(size, spec.numel // size, dtype=dtype)  # [m, d/m]
+    mean = torch.zeros_like(ours[0])  # [d/m]
+    rows = spec.zeros(num_groups, mean.numel() // num_groups, dtype=dtype)  # [g, d/(m g)]
+    reduced = torch.zeros_like(rows[0])  # [d/(m g)]
     mark = torch.zeros(1)
+    members = groups.members[across.rank]  # of this rank's group: one rank of each is across
 
-    def give(_: PassWeights | None) -> Work:
-        work = inside.allgather(mean, sent, name=f"{name}.in.ag")
+    def steps(
+        enter: Enter, source: Tensor, result: Tensor, weights: PassWeights | None
+    ) -> Iterator[Work]:
+        sent, received = source, result
+        if narrow is not None:
+            enter(Stage.PACK)
+            sent = received = narrow.copy_(source)
+        enter(Stage.ALL_TO_ALL)
+        yield inside.alltoall(sent, ours.view(-1), name=f"{name}.in.a2a")
+        enter(Stage.AGGREGATE)
+        _average(ours, members, weights, mean)
+        enter(Stage.ALL_TO_ALL)
+        yield across.alltoall(mean, rows.view(-1), name=f"{name}.a2a")
+        enter(Stage.AGGREGATE)
+        by_group = None if weights is None else group_weights(weights, groups)
+        run(
+            rows, spec.rule, None if by_group is None else in_training(spec.rule, by_group), reduced
+        )
+        enter(Stage.ALL_GATHER)
+        yield across.allgather(reduced, mean, name=f"{name}.ag")
+        enter(Stage.ALL_GATHER)
+        work = inside.allgather(mean, received, name=f"{name}.in.ag")
         # All ranks meet at the end: one that went on to shut Horovod down while another group is
         # not done would take the engine away from it.
-        return _Together(work, transport.allreduce(mark, name=f"{name}.end"))
+        yield _Together(work, spec.transport.allreduce(mark, name=f"{name}.end"))
+        if narrow is not None:
+            enter(Stage.UNPACK)
+            result.copy_(narrow)
 
-    steps = [
-        Step(
-            Stage.ALL_TO_ALL,
-            lambda _: inside.alltoall(sent, ours.view(-1), name=f"{name}.in.a2a"),
-        ),
-        Step(Stage.AGGREGATE, average),
-        Step(Stage.ALL_TO_ALL, lambda _: across.alltoall(mean, rows.view(-1), name=f"{name}.a2a")),
-        Step(Stage.AGGREGATE, apply),
-        Step(Stage.ALL_GATHER, lambda _: across.allgather(reduced, mean, name=f"{name}.ag")),
-        Step(Stage.ALL_GATHER, give),
-    ]
-    if sent is values:
-        return Exchange(steps, held=[ours, mean, rows, reduced], lane=lane)
-
-    def pack(_: PassWeights | None) -> None:
-        sent.copy_(values)
-
-    def unpack(_: PassWeights | None) -> None:
-        values.copy_(sent)
-
-    steps = [Step(Stage.PACK, pack), *steps, Step(Stage.UNPACK, unpack)]
-    return Exchange(steps, held=[sent, ours, mean, rows, reduced], lane=lane)
-
-
-def _world_rank(levels: Levels) -> int:
-    """Return this rank's number among all: its group's place in ``across``, its own inside."""
-    return levels.groups.members[levels.across.rank][levels.inside.rank]
+    held = [ours, mean, rows, reduced] if narrow is None else [narrow, ours, mean, rows, reduced]
+    return Exchange(steps, lane=spec.lane, held=held)
 
 
 def _average(

@@ -14,17 +14,14 @@ from torch.utils.hooks import RemovableHandle
 from loft_hvd.aggregation.rules import Mean, Rule
 from loft_hvd.balance.plan import StepSizes
 from loft_hvd.errors import UsageError
-from loft_hvd.pipeline.buckets import Bucket, ParameterSpec, lay_out
-from loft_hvd.pipeline.engine import Engine, Job
-from loft_hvd.pipeline.gradients import Gradients
-from loft_hvd.pipeline.order import agree_on_order
-from loft_hvd.pipeline.outgoing import OutgoingHooks
-from loft_hvd.pipeline.settings import ReducerSettings, StepSource
-from loft_hvd.pipeline.stages import MakeExchange, flat_exchange, is_engine_sum
+from loft_hvd.pipeline.buckets import Bucket, ParameterSpec, agree_on_order, lay_out
+from loft_hvd.pipeline.engine import Engine
+from loft_hvd.pipeline.gradients import Gradients, OutgoingHooks, ReducerSettings, StepSource
+from loft_hvd.pipeline.ring import MakeExchange, flat_exchange, is_engine_sum
 from loft_hvd.pipeline.suspicion.watch import Unwatched, WorkerWatch
 from loft_hvd.pipeline.weights import PassWeights, combine_passes, in_training
 from loft_hvd.pipeline.wire import Compression
-from loft_hvd.transport.base import Channel, Transport
+from loft_hvd.transport.base import Channel
 
 __all__ = ["GradientReducer"]
 
@@ -37,10 +34,9 @@ class GradientReducer:
         specs: what each of them is, [len(parameters)].
         rules: the rules that ``specs`` refer to by index.
         settings: how gradients are reduced.
-        transport: the ranks.
+        channel: the ranks, the stem of the operations' names, and the longest wait.
         source: tells which batch a backward pass belongs to; None for equal weights.
         outgoing: called with each bucket before it is sent.
-        name: stem of the operations' names, equal on every rank.
         make_exchange: how values go over the wire.
         watch: looks at the workers; its ``run`` is in ``make_exchange``.
     """
@@ -52,10 +48,9 @@ class GradientReducer:
         rules: Sequence[Rule],
         *,
         settings: ReducerSettings,
-        transport: Transport,
+        channel: Channel,
         source: StepSource | None,
         outgoing: OutgoingHooks,
-        name: str,
         make_exchange: MakeExchange = flat_exchange,
         watch: WorkerWatch | Unwatched,
     ) -> None:
@@ -63,31 +58,32 @@ class GradientReducer:
         self._specs = list(specs)
         self._rules = list(rules)
         self._settings = settings
-        self._transport = transport
+        self._channel = channel
+        self._transport = channel.transport
         self._source = source
-        self._name = name
         self._make_exchange = make_exchange
         self._watch = watch
         self._spec_rules = [rules[spec.rule] for spec in specs]
         self._gradients = Gradients(parameters, sparse_as_dense=settings.sparse_as_dense)
         self._outgoing = outgoing
         self._starting = threading.Lock()
-        self._job = Job(pack=self._pack, unpack=self._unpack)
         self._arrivals: list[int] | None = []  # by parameter, until they have become the layout
-        self._take_layout(lay_out(specs, bucket_bytes=settings.bucket_bytes), name=name)
+        self._take_layout(lay_out(specs, bucket_bytes=settings.bucket_bytes), channel)
         self._clear_step()
         self._handles = [handle for i in range(len(parameters)) for handle in self._hook(i)]
 
-    def _take_layout(self, buckets: tuple[Bucket, ...], *, name: str) -> None:
+    def _take_layout(self, buckets: tuple[Bucket, ...], channel: Channel) -> None:
+        settings = self._settings
         self.buckets = buckets
-        self._places = {s.parameter: (b, s) for b in buckets for s in b.slots}
+        self._places = {slot.parameter: (each, slot) for each in buckets for slot in each.slots}
+        num_summed = channel.world_size if settings.is_sum else 1
         self.engine = Engine(
-            self._transport,
+            channel,
             buckets,
             self._rules,
-            timeout_s=self._settings.timeout_s,
-            name=name,
-            wire=self._settings.wire,
+            pack=self._pack,
+            mean_factor=settings.predivide * num_summed,
+            wire=settings.wire,
             make_exchange=self._make_exchange,
         )
 
@@ -180,7 +176,7 @@ class GradientReducer:
         with self._starting:  # autograd has a thread for each device
             self._unready[bucket.index] -= 1
             while (at := self.engine.next_bucket) < len(self.buckets) and self._unready[at] == 0:
-                self.engine.start(at, self._job)
+                self.engine.start(at)
 
     # In the engine's thread.
 
@@ -219,12 +215,6 @@ class GradientReducer:
             weights = PassWeights(None, (True,) * self._transport.world_size, 1.0)
         return self._watch.mask(weights)
 
-    def _unpack(self, bucket: Bucket, values: Tensor) -> None:
-        if isinstance(self._rules[bucket.rule], Mean):
-            num_summed = self._transport.world_size if self._settings.is_sum else 1
-            if (factor := self._settings.predivide * num_summed) != 1.0:
-                values.mul_(factor)
-
     # What the optimizer calls.
 
     def synchronize(self) -> None:
@@ -236,7 +226,7 @@ class GradientReducer:
         """
         if self._transport.world_size > 1:
             for index in range(self.engine.next_bucket, len(self.buckets)):
-                self.engine.start(index, self._job)
+                self.engine.start(index)
             self._watch.computing_ended()
             self.engine.finish()
             self._watch.step_reduced(self._weights())
@@ -260,12 +250,11 @@ class GradientReducer:
         """Lay the buckets out by the order in which gradients came in rank 0's first step."""
         self._arrivals = None
         settings = self._settings
-        channel = Channel(self._transport, self._name, settings.timeout_s)
-        order = agree_on_order(channel, arrivals, len(self.parameters))
+        order = agree_on_order(self._channel, arrivals, len(self.parameters))
         buckets = lay_out(self._specs, bucket_bytes=settings.bucket_bytes, order=order)
         if buckets != self.buckets:
             self.engine.close()
-            self._take_layout(buckets, name=f"{self._name}.ready")
+            self._take_layout(buckets, self._channel.sub("ready"))
 
     def detach(self) -> None:
         """Take all hooks off the parameters, and end the engine's thread."""

@@ -1,6 +1,6 @@
-"""One bucket's way: PACK, the exchange of each of its parts, UNPACK.
+"""One bucket's, or one tensor's, way: PACK, the exchange of each of its parts, UNPACK.
 
-A large bucket is cut into parts, each with shards of its own: the rule of one part runs while the
+A large one is cut into parts, each with shards of its own: the rule of one part runs while the
 next is on the wire. Rules that work on single coordinates give the same bits however it is cut.
 """
 
@@ -10,143 +10,168 @@ import contextlib
 import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from loft_hvd.aggregation.rules import Custom, Rule
 from loft_hvd.pipeline.buckets import part_bounds
-from loft_hvd.pipeline.exchange import Stage
-from loft_hvd.pipeline.stages import MakeExchange, flat_exchange, is_engine_sum
-from loft_hvd.pipeline.trace import Lane
+from loft_hvd.pipeline.ring import (
+    ExchangeSpec,
+    MakeExchange,
+    Stage,
+    between_two,
+    flat_exchange,
+    is_engine_sum,
+    suits_two,
+)
 from loft_hvd.pipeline.weights import PassWeights
-from loft_hvd.pipeline.wire import Compression, Wire
 from loft_hvd.transport.base import Transport
 
-__all__ = ["Pack", "Reduction", "Unpack"]
+__all__ = ["PART_BYTES", "BucketReduction", "Pack", "needs_no_bucket"]
 
 Pack = Callable[[Tensor], PassWeights | None]
 """Fills a bucket's values, [numel], and returns the weights of this time."""
 
-Unpack = Callable[[Tensor], None]
-"""Takes a bucket's aggregated values, [numel], which it may change in place."""
+# Bound from Horovod's cycle of 1 ms, which each part waits for once more: 16 MiB take 13 ms on a
+# link of 10 Gb/s.
+PART_BYTES = 16 * 1024 * 1024
+# Horovod's fusion would copy smaller parts of a sum together again. Parts are below twice this, so
+# at most 2**30 values of 4 bytes: MPI counts values in 31 bits.
+_SUM_PART_BYTES = 2**31
 
 
-# Engines copy smaller parts of a sum together again; larger ones are more values than MPI counts.
-_SUM_BYTES = 2**31
+def needs_no_bucket(transport: Transport, rule: Rule, numel: int) -> bool:
+    """Say whether values can travel from the caller's tensor into another, without any padding."""
+    return numel > 0 and (numel % transport.world_size == 0 or suits_two(transport, rule))
 
 
-class Reduction:
-    """What the engine drives: one bucket, again and again.
+class BucketReduction:
+    """Reduces the values of one bucket, again and again.
+
+    With ``pack`` it has a bucket: padded to whole shards, this rank's values before and the
+    aggregated ones after. Without, values go from the caller's tensors into the caller's tensors,
+    for which ``needs_no_bucket`` must hold.
 
     Args:
-        transport: the ranks.
-        numel: values of the bucket.
-        dtype: dtype of the bucket.
-        device: where it lives.
-        rule: how rows are aggregated.
-        name: stem of the operations' names, equal on every rank.
-        wire: the format in which values travel.
-        lane: where its stages show in a trace.
-        make_exchange: how values go over the wire.
-        part_bytes: a bucket of at least twice as many is cut into parts.
+        spec: what is exchanged, and how.
+        pack: fills the bucket whenever it starts.
+        factor: what aggregated values are multiplied by at last.
+        make_exchange: how a part goes over the wire; ignored where two ranks need no bucket.
+        part_bytes: values of at least twice as many bytes are cut into parts; None for never.
     """
 
     def __init__(
         self,
-        transport: Transport,
+        spec: ExchangeSpec,
         *,
-        numel: int,
-        dtype: torch.dtype,
-        device: str,
-        rule: Rule,
-        name: str,
-        wire: Wire = Compression.none,
-        lane: Lane | None = None,
+        pack: Pack | None = None,
+        factor: float = 1.0,
         make_exchange: MakeExchange = flat_exchange,
-        part_bytes: int | None = None,
+        part_bytes: int | None = PART_BYTES,
     ) -> None:
-        is_whole = isinstance(rule, Custom)  # it may look at more than one coordinate
-        if part_bytes is not None and is_engine_sum(rule, wire):
-            part_bytes = max(part_bytes, _SUM_BYTES)
-        bounds = part_bounds(
-            numel,
-            transport.world_size,
-            itemsize=dtype.itemsize,
-            part_bytes=None if is_whole else part_bytes,
-        )
-        self._lane = Lane(None, "") if lane is None else lane
-        self._inside = self._lane.row(self._lane.name)
-        self._padded = torch.zeros(bounds[-1], dtype=dtype, device=device)
-        self._numel = numel
-        self._device = torch.device(device)
+        num_shards = spec.transport.world_size
+        if pack is None and suits_two(spec.transport, spec.rule):
+            make_exchange, num_shards = between_two, 1
+        bounds = _bounds(spec, num_shards, part_bytes)
+        if pack is None:
+            bounds = (*bounds[:-1], spec.numel)  # no padding at the end
+        self._pack = pack
+        self._factor = factor
+        self._lane = spec.lane
+        self._bucket_stages = spec.lane.row(spec.lane.name)  # within the bucket's own span
+        self._device = torch.device(spec.device)
         self._stage = Stage.IDLE
-        self._unpack: Unpack | None = None
-        spans = list(itertools.pairwise(bounds))
-        names = [name] if len(spans) == 1 else [f"{name}.p{at}" for at in range(len(spans))]
-        self._exchanges = [
-            make_exchange(
-                transport,
-                self._padded[begin:end],
-                rule=rule,
-                name=part,
-                wire=wire,
-                lane=self._lane.row(f"{self._lane.name}{part.removeprefix(name)}"),
+        self._padded = spec.zeros(bounds[-1] if pack else 0)
+        self.values = self._padded[: spec.numel]
+        spans = [slice(begin, end) for begin, end in itertools.pairwise(bounds)]
+        suffixes = [""] if len(spans) == 1 else [f".p{at}" for at in range(len(spans))]
+        self._parts = [
+            (
+                span,
+                make_exchange(
+                    replace(
+                        spec,
+                        name=f"{spec.name}{suffix}",
+                        numel=span.stop - span.start,
+                        lane=spec.lane.row(f"{spec.lane.name}{suffix}"),
+                    )
+                ),
             )
-            for part, (begin, end) in zip(names, spans, strict=True)
+            for span, suffix in zip(spans, suffixes, strict=True)
         ]
 
     @property
-    def bucket(self) -> Tensor:
-        """The flat values, [numel]: this rank's, or the aggregated ones when DONE."""
-        return self._padded[: self._numel]
+    def num_parts(self) -> int:
+        """In how many parts values are exchanged."""
+        return len(self._parts)
 
     @property
     def stage(self) -> Stage:
-        """Where the bucket is; where its first part is that is not done, while on the wire."""
+        """Where values are; where the first part is that is not done, while on the wire."""
         if self._stage is not Stage.ALL_TO_ALL:
             return self._stage
-        return next((e.stage for e in self._exchanges if e.stage is not Stage.DONE), Stage.UNPACK)
+        parts = (exchange.stage for _, exchange in self._parts)
+        return next((stage for stage in parts if stage is not Stage.DONE), Stage.UNPACK)
 
-    def start(self, pack: Pack, unpack: Unpack | None = None) -> None:
-        """Fill the bucket and put it on the wire.
+    def start(self) -> None:
+        """Fill the bucket and put it on the wire."""
+        assert self._pack is not None
+        with self._on_device():
+            self._stage = Stage.PACK
+            self._lane.enter(self._lane.name)
+            self._bucket_stages.enter(Stage.PACK.value)
+            weights = self._pack(self.values)
+            self._bucket_stages.leave()
+            self._send(self._padded, self._padded, weights)
+
+    def start_from(self, source: Tensor, result: Tensor, weights: PassWeights | None) -> None:
+        """Put the caller's own values on the wire, without a copy.
 
         Args:
-            pack: fills the values; its weights hold for this time.
-            unpack: takes the aggregated values before the bucket is DONE.
+            source: this rank's, [numel]; not to be touched until the end.
+            result: where the aggregated ones go, [numel]; ``source`` itself for an engine's sum.
+            weights: what the rows weigh this time.
         """
         with self._on_device():
-            self._stage, self._unpack = Stage.PACK, unpack
-            self._lane.enter(self._lane.name)
-            self._inside.enter(Stage.PACK.value)
-            weights = pack(self.bucket)
-            self._inside.leave()
-            self._stage = Stage.ALL_TO_ALL
-            for exchange in self._exchanges:
-                exchange.start(weights)
+            self._send(source, result, weights)
+
+    def _send(self, source: Tensor, result: Tensor, weights: PassWeights | None) -> None:
+        self._stage = Stage.ALL_TO_ALL
+        for span, exchange in self._parts:
+            part = source[span]
+            exchange.start(part, part if result is source else result[span], weights)
 
     def advance(self) -> bool:
-        """Do what can be done without waiting, and say whether the bucket is DONE."""
+        """Do what can be done without waiting, and say whether the result is there."""
         with self._on_device():
             if self._stage is Stage.ALL_TO_ALL:
                 # A list: every part moves on, also behind one that waits.
-                if not all([exchange.advance() for exchange in self._exchanges]):
+                if not all([exchange.advance() for _, exchange in self._parts]):
                     return False
                 self._stage = Stage.UNPACK
-                self._inside.enter(Stage.UNPACK.value)
-                if self._unpack is not None:
-                    unpack, self._unpack = self._unpack, None
-                    unpack(self.bucket)
-                self._inside.leave()
+                self._bucket_stages.enter(Stage.UNPACK.value)
+                if self._factor != 1.0:
+                    self.values.mul_(self._factor)
+                self._bucket_stages.leave()
                 self._stage = Stage.DONE
                 self._lane.leave()
         return self._stage is Stage.DONE
 
     def memory_bytes(self) -> int:
-        """Return the bytes of the bucket and of what its exchanges hold."""
-        return self._padded.nbytes + sum(each.memory_bytes() for each in self._exchanges)
+        """Return the bytes of the bucket, and of what its exchanges hold."""
+        return self._padded.nbytes + sum(each.memory_bytes() for _, each in self._parts)
 
     def _on_device(self) -> AbstractContextManager[object]:
         if self._device.type == "cuda":
             return torch.cuda.device(self._device)
         return contextlib.nullcontext()
+
+
+def _bounds(spec: ExchangeSpec, num_shards: int, part_bytes: int | None) -> tuple[int, ...]:
+    if isinstance(spec.rule, Custom):
+        part_bytes = None  # it may look at more than one coordinate, so it sees whole shards
+    elif part_bytes is not None and is_engine_sum(spec.rule, spec.wire):
+        part_bytes = max(part_bytes, _SUM_PART_BYTES)
+    return part_bounds(spec.numel, num_shards, itemsize=spec.dtype.itemsize, part_bytes=part_bytes)

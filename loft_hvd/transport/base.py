@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from loft_hvd.errors import MismatchError, TransportError, TransportTimeoutError
 
 __all__ = [
     "Channel",
-    "Swaps",
     "Transport",
     "Watch",
     "Work",
@@ -69,13 +68,15 @@ class Transport(Protocol):
         """Number of ranks on this node."""
         ...
 
-    def alltoall(self, send: Tensor, recv: Tensor, *, name: str) -> Work:
+    def alltoall(self, send: Tensor, recv: Tensor, *, name: str, skips_own: bool = False) -> Work:
         """Send shard j of ``send`` to rank j and receive rank i's shard as shard i of ``recv``.
 
         Args:
             send: contiguous, shape [world_size * shard].
             recv: contiguous, shape and dtype of ``send``.
             name: equal on every rank.
+            skips_own: whether both hold the other ranks' shards only, in rank order, and thus
+                [(world_size - 1) * shard]; equal on every rank.
         """
         ...
 
@@ -95,21 +96,6 @@ class Transport(Protocol):
 
     def broadcast(self, buffer: Tensor, *, name: str) -> Work:
         """Replace ``buffer``, any contiguous tensor, by rank 0's."""
-        ...
-
-
-@runtime_checkable
-class Swaps(Protocol):
-    """What a transport may offer besides: an exchange of whole tensors between two ranks."""
-
-    def swap(self, send: Tensor, recv: Tensor, *, name: str) -> Work:
-        """Receive the other rank's ``send``, in a world of two ranks.
-
-        Args:
-            send: contiguous, shape [numel].
-            recv: contiguous, shape and dtype of ``send``.
-            name: equal on both ranks.
-        """
         ...
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from loft_hvd.errors import TransportError
-from loft_hvd.transport.base import Swaps, Transport, Work, wait_for
+from loft_hvd.transport.base import Transport, Work, wait_for
 
 __all__ = ["CHECKS"]
 
@@ -97,19 +97,23 @@ def check_allgather(transport: Transport) -> None:
             _expect(recv.data_ptr() == place, transport, f"{what}: the output was reallocated")
 
 
-def check_swap(transport: Transport) -> None:
-    """Two ranks receive each other's tensor, whole; other worlds and transports have no swap."""
-    if transport.world_size != 2 or not isinstance(transport, Swaps):
+def check_alltoall_of_others(transport: Transport) -> None:
+    """Without the own shard, what is received are the other ranks' for this one, in rank order."""
+    size, rank = transport.world_size, transport.rank
+    if size == 1:
         return
-    rank = transport.rank
     for dtype in _MOVED:
-        for numel in (1, 17, 1024):
-            sent, recv = _values(rank, numel, dtype), torch.zeros(numel, dtype=dtype)
-            place, what = recv.data_ptr(), f"swap of {numel} x {dtype}"
-            send = sent.clone()
-            _wait(transport.swap(send, recv, name=f"c.swap.{dtype}.{numel}"), what)
-            other = _values(1 - rank, numel, dtype)
-            _expect(torch.equal(recv, other), transport, f"{what}: wrong values")
+        for shard in (1, 17, 1024):
+            whole = _values(rank, size * shard, dtype)
+            own = slice(rank * shard, (rank + 1) * shard)
+            send = torch.cat([whole[: own.start], whole[own.stop :]])
+            sent, recv = send.clone(), torch.zeros_like(send)
+            place, what = recv.data_ptr(), f"all-to-all of others' {shard} x {dtype}"
+            work = transport.alltoall(send, recv, name=f"c.others.{dtype}.{shard}", skips_own=True)
+            _wait(work, what)
+            others = [peer for peer in range(size) if peer != rank]
+            rows = [_values(peer, size * shard, dtype)[own] for peer in others]
+            _expect(torch.equal(recv, torch.cat(rows)), transport, f"{what}: wrong values")
             _expect(torch.equal(send, sent), transport, f"{what}: the input was written")
             _expect(recv.data_ptr() == place, transport, f"{what}: the output was reallocated")
 
@@ -228,7 +232,7 @@ CHECKS: dict[str, Callable[[Transport], None]] = {
     "world": check_world,
     "alltoall": check_alltoall,
     "allgather": check_allgather,
-    "swap": check_swap,
+    "alltoall_of_others": check_alltoall_of_others,
     "allreduce": check_allreduce,
     "broadcast": check_broadcast,
     "bits": check_bits,

@@ -245,26 +245,19 @@ class HorovodTransport:
         return HorovodTransport(own_process_set(self._hvd, self._ops, own))
 
     @_explained
-    def alltoall(self, send: Tensor, recv: Tensor, *, name: str) -> Work:
+    def alltoall(self, send: Tensor, recv: Tensor, *, name: str, skips_own: bool = False) -> Work:
         """Exchange shards; see ``Transport.alltoall``."""
         source, target = _wire_view(send), _wire_view(recv)
+        splits = self._no_splits  # none: Horovod then cuts into equal shards
+        num_ranks = self.world_size
+        if skips_own:
+            splits = torch.full((num_ranks,), send.numel() // (num_ranks - 1), dtype=torch.int32)
+            splits[self.rank] = 0
         if not self._takes_outputs:
-            handle = self._hvd.alltoall_async(source, name=name, process_set=self._set)
+            given = splits if skips_own else None
+            handle = self._hvd.alltoall_async(source, given, name=name, process_set=self._set)
             return self._watched(handle, name, target)
-        splits = torch.empty(self.world_size, dtype=torch.int32)
-        handle = self._ops._alltoall_async(source, self._no_splits, target, splits, name, self._set)
-        return self._watched(handle, name)
-
-    @_explained
-    def swap(self, send: Tensor, recv: Tensor, *, name: str) -> Work:
-        """Receive the other rank's tensor; see ``Swaps.swap``."""
-        source, target = _wire_view(send), _wire_view(recv)
-        splits = torch.zeros(2, dtype=torch.int32)
-        splits[1 - self.rank] = send.numel()
-        if not self._takes_outputs:
-            handle = self._hvd.alltoall_async(source, splits, name=name, process_set=self._set)
-            return self._watched(handle, name, target)
-        received = torch.empty(2, dtype=torch.int32)
+        received = torch.empty(num_ranks, dtype=torch.int32)
         handle = self._ops._alltoall_async(source, splits, target, received, name, self._set)
         return self._watched(handle, name)
 

@@ -125,8 +125,12 @@ class _Operation:
                 if self.kind == "alltoall":
                     part = self.sends[peer][at * shard : (at + 1) * shard]
                     recv[place * shard : (place + 1) * shard].copy_(part)
-                elif self.kind == "swap" and peer != rank:
-                    recv.copy_(self.sends[peer])
+                elif self.kind == "alltoall of others" and peer != rank:
+                    # Of 3 ranks, rank 1 has 2 shards: rank 0's at 0, rank 2's at 1.
+                    sent, got = at - (at > place), place - (place > at)
+                    width = numel // (len(self.members) - 1)
+                    part = self.sends[peer][sent * width : (sent + 1) * width]
+                    recv[got * width : (got + 1) * width].copy_(part)
                 elif self.kind == "allgather":
                     recv[place * numel : (place + 1) * numel].copy_(self.sends[peer])
             if self.kind == "allreduce":
@@ -337,13 +341,11 @@ class LocalTransport:
         members = tuple(self._members[rank] for rank in own)
         return LocalTransport(self._world, self._world_rank, members=members)
 
-    def alltoall(self, send: Tensor, recv: Tensor, *, name: str) -> _LocalWork:
+    def alltoall(
+        self, send: Tensor, recv: Tensor, *, name: str, skips_own: bool = False
+    ) -> _LocalWork:
         """Exchange shards; see ``Transport.alltoall``."""
-        return self._post("alltoall", name, send, recv)
-
-    def swap(self, send: Tensor, recv: Tensor, *, name: str) -> _LocalWork:
-        """Receive the other rank's tensor; see ``Swaps.swap``."""
-        return self._post("swap", name, send, recv)
+        return self._post("alltoall of others" if skips_own else "alltoall", name, send, recv)
 
     def allgather(self, send: Tensor, recv: Tensor, *, name: str) -> _LocalWork:
         """Collect every rank's tensor; see ``Transport.allgather``."""

@@ -119,17 +119,15 @@ class TorchDistributedTransport:
         group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
         return TorchDistributedTransport(group)
 
-    def alltoall(self, send: Tensor, recv: Tensor, *, name: str) -> Work:
+    def alltoall(self, send: Tensor, recv: Tensor, *, name: str, skips_own: bool = False) -> Work:
         """Exchange shards; see ``Transport.alltoall``."""
         sent, received = _on_cpu(send), _on_cpu(recv)
-        sends, recvs = sent.chunk(self.world_size), received.chunk(self.world_size)
+        num_shards = self.world_size - skips_own
+        sends, recvs = list(sent.chunk(num_shards)), list(received.chunk(num_shards))
+        if skips_own:
+            sends.insert(self._rank, sent[:0])
+            recvs.insert(self._rank, received[:0])
         return self._post(name, self._exchange(sends, recvs, _tag(name)), received, recv)
-
-    def swap(self, send: Tensor, recv: Tensor, *, name: str) -> Work:
-        """Receive the other rank's tensor; see ``Swaps.swap``."""
-        sent, received, tag, other = _on_cpu(send), _on_cpu(recv), _tag(name), 1 - self._rank
-        started = [self._recv(received, other, tag), self._send(sent, other, tag)]
-        return self._post(name, functools.partial(self._wait, started), received, recv)
 
     def allgather(self, send: Tensor, recv: Tensor, *, name: str) -> Work:
         """Collect every rank's tensor; see ``Transport.allgather``."""

@@ -33,13 +33,10 @@ class RecordingTransport(LocalTransport):
         self.names.append(name)
         self.sent_bytes += num_bytes
 
-    def alltoall(self, send: Tensor, recv: Tensor, *, name: str) -> Any:
-        self._note(name, send.nbytes * (self.world_size - 1) // self.world_size)
-        return super().alltoall(send, recv, name=name)
-
-    def swap(self, send: Tensor, recv: Tensor, *, name: str) -> Any:
-        self._note(name, send.nbytes)
-        return super().swap(send, recv, name=name)
+    def alltoall(self, send: Tensor, recv: Tensor, *, name: str, skips_own: bool = False) -> Any:
+        share = 1 if skips_own else (self.world_size - 1) / self.world_size
+        self._note(name, int(send.nbytes * share))
+        return super().alltoall(send, recv, name=name, skips_own=skips_own)
 
     def allgather(self, send: Tensor, recv: Tensor, *, name: str) -> Any:
         self._note(name, send.nbytes * (self.world_size - 1))

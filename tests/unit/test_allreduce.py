@@ -13,8 +13,7 @@ from torch import Tensor
 import loft_hvd as loft
 from loft_hvd.aggregation.reference import reference
 from loft_hvd.errors import TransportTimeoutError
-from loft_hvd.pipeline import named
-from loft_hvd.pipeline.direct import DirectReduction
+from loft_hvd.pipeline import allreduce as allreduce_module
 from loft_hvd.transport.local import LocalTransport, LocalWatch, LocalWorld, run_ranks
 
 WORLD_SIZE = 4
@@ -37,7 +36,7 @@ def test_the_result_is_the_definitions_on_every_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if part_bytes is not None:
-        monkeypatch.setattr(named, "_PART_BYTES", part_bytes)
+        monkeypatch.setattr(allreduce_module, "PART_BYTES", part_bytes)
 
     def work(transport: LocalTransport) -> Tensor:
         row = row_of(transport.rank, numel, dtype)
@@ -105,8 +104,8 @@ def test_results_are_tensors_of_their_own() -> None:
 @pytest.mark.parametrize(("numel", "is_direct"), [(400, True), (401, False)])
 def test_even_tensors_take_no_bucket(numel: int, is_direct: bool) -> None:
     def work(transport: LocalTransport) -> bool:
-        exchange = named.NamedExchange(transport, torch.zeros(numel), loft.Median(), "x")
-        return isinstance(exchange._reduction, DirectReduction)
+        tensor = torch.zeros(numel)
+        return allreduce_module.NamedReduction(transport, tensor, loft.Median(), "x").is_direct
 
     assert run_ranks(WORLD_SIZE, work) == [is_direct] * WORLD_SIZE
 

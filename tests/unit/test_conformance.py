@@ -53,14 +53,16 @@ class Broken(LocalTransport):
 
     fault = ""
 
-    def alltoall(self, send: torch.Tensor, recv: torch.Tensor, *, name: str) -> _LocalWork:
+    def alltoall(
+        self, send: torch.Tensor, recv: torch.Tensor, *, name: str, skips_own: bool = False
+    ) -> _LocalWork:
         if self.fault == "bfloat16 by way of float16" and send.dtype == torch.bfloat16:
             send = send.half().bfloat16()
         if self.fault == "shards reversed":
             send = send.view(self.world_size, -1).flip(0).reshape(-1)
         if self.fault == "output elsewhere":
             recv = recv.clone()
-        work = super().alltoall(send, recv, name=name)
+        work = super().alltoall(send, recv, name=name, skips_own=skips_own)
         if self.fault == "input written":
             send.add_(1)
         return work

@@ -14,6 +14,8 @@ import torch
 
 import loft_hvd as loft
 from loft_hvd.pipeline import engine as engine_module
+from loft_hvd.pipeline.reduction import BucketReduction
+from loft_hvd.pipeline.ring import ExchangeSpec
 from loft_hvd.pipeline.trace import Lane, Trace, trace_of, trace_to
 from loft_hvd.transport.local import LocalTransport, run_ranks
 
@@ -109,23 +111,20 @@ def test_stages_lie_in_order_inside_their_bucket(
 
 
 def test_the_parts_of_a_large_bucket_have_lanes_of_their_own(tmp_path: Path) -> None:
-    from loft_hvd.aggregation.rules import Median
-    from loft_hvd.pipeline.reduction import Reduction
-
     traces = [Trace(tmp_path / f"t.{rank}.json", rank) for rank in range(2)]
 
     def work(transport: LocalTransport) -> None:
-        reduction = Reduction(
+        spec = ExchangeSpec(
             transport,
+            name="n",
             numel=3200,
             dtype=torch.float32,
             device="cpu",
-            rule=Median(),
-            name="n",
+            rule=loft.Median(),
             lane=Lane(traces[transport.rank], "bucket 0"),
-            part_bytes=6400,
         )
-        reduction.start(lambda values: None)
+        reduction = BucketReduction(spec, pack=lambda values: None, part_bytes=6400)
+        reduction.start()
         while not reduction.advance():
             pass
 

@@ -18,7 +18,7 @@ from loft_hvd.aggregation.diagnostics import diagnose
 from loft_hvd.aggregation.rules import Mean, Rule
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, MismatchError
 from loft_hvd.pipeline.levels import group_weights
-from loft_hvd.pipeline.stages import run_rule
+from loft_hvd.pipeline.ring import run_rule
 from loft_hvd.pipeline.suspicion.report import SuspicionReport, WorkerReport
 from loft_hvd.pipeline.suspicion.tracker import Evidence, Suspicion, SuspicionTracker
 from loft_hvd.pipeline.weights import PassWeights

@@ -1,8 +1,8 @@
-"""Between two ranks: one exchange of whole rows, with the bits of shard owners."""
+"""Ways over the wire: between two ranks whole rows are exchanged, with the bits of shard owners."""
 
 from __future__ import annotations
 
-from typing import Any
+import time
 
 import pytest
 import torch
@@ -10,22 +10,14 @@ from torch import Tensor
 
 import loft_hvd as loft
 from loft_hvd.aggregation import fallback
-from loft_hvd.pipeline import named
-from loft_hvd.pipeline.direct import can_swap
+from loft_hvd.pipeline.reduction import BucketReduction
+from loft_hvd.pipeline.ring import ExchangeSpec, suits_two
+from loft_hvd.pipeline.weights import PassWeights
 from loft_hvd.transport.local import LocalTransport, run_ranks
 from tests.support.recording import RecordingTransport
 
 RULES = [loft.Mean(reproducible=True), loft.Median(), loft.Median("lower"), loft.TrimmedMean(f=0)]
 ODD = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 0.0, 1e-45, 3.4e38, -3.4e38])
-
-
-class Plain:
-    """A transport that offers no swap."""
-
-    def __init__(self, end: LocalTransport) -> None:
-        self.rank, self.world_size, self.local_size = end.rank, end.world_size, end.local_size
-        self.alltoall, self.allgather = end.alltoall, end.allgather
-        self.allreduce, self.broadcast = end.allreduce, end.broadcast
 
 
 def row_of(rank: int, numel: int) -> Tensor:
@@ -40,30 +32,61 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.view(torch.int32)
 
 
+def finish(reduction: BucketReduction) -> None:
+    while not reduction.advance():
+        time.sleep(1e-4)
+
+
+def on_shard_owners(
+    spec: ExchangeSpec, row: Tensor, weights: PassWeights, part_bytes: int | None
+) -> Tensor:
+    """Reduce a row in a bucket, which never goes the way of two ranks."""
+
+    def pack(values: Tensor) -> PassWeights:
+        values.copy_(row)
+        return weights
+
+    reduction = BucketReduction(spec, pack=pack, part_bytes=part_bytes)
+    reduction.start()
+    finish(reduction)
+    return reduction.values.clone()
+
+
+def between_two(
+    spec: ExchangeSpec, row: Tensor, weights: PassWeights, part_bytes: int | None
+) -> Tensor:
+    """Reduce a row from tensor to tensor."""
+    assert suits_two(spec.transport, spec.rule)
+    reduction, result = BucketReduction(spec, part_bytes=part_bytes), torch.empty_like(row)
+    reduction.start_from(row, result, weights)
+    finish(reduction)
+    return result
+
+
 @pytest.mark.parametrize("part_bytes", [None, 1000])
 @pytest.mark.parametrize("numel", [1, 2004, 2005])
 @pytest.mark.parametrize("counts", [None, (3, 1)])
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_a_swap_gives_the_bits_of_shard_owners(
-    rule: loft.Rule,
-    counts: tuple[int, int] | None,
-    numel: int,
-    part_bytes: int | None,
-    monkeypatch: pytest.MonkeyPatch,
+    rule: loft.Rule, counts: tuple[int, int] | None, numel: int, part_bytes: int | None
 ) -> None:
-    if part_bytes is not None:
-        monkeypatch.setattr(named, "_PART_BYTES", part_bytes)
+    weights = PassWeights(counts, (True, True), 1.0)
 
-    def work(end: LocalTransport) -> tuple[Tensor, Tensor]:
-        row = row_of(end.rank, numel)
-        kinds: list[Any] = [end, Plain(end)]
-        assert [can_swap(kind, rule) for kind in kinds] == [True, False]
-        swapped, owned = [
-            loft.allreduce(row, rule, name=f"x{at}", weights=counts, transport=kind)
-            for at, kind in enumerate(kinds)
+    def work(end: LocalTransport) -> list[Tensor]:
+        row, transport = row_of(end.rank, numel), RecordingTransport(end)
+        results = [
+            reduce(
+                ExchangeSpec(transport, reduce.__name__, numel, torch.float32, "cpu", rule),
+                row,
+                weights,
+                part_bytes,
+            )
+            for reduce in (between_two, on_shard_owners)
         ]
         assert torch.equal(bits(row), bits(row_of(end.rank, numel)))
-        return swapped, owned
+        ways = {name.split(".")[0]: name.split(".")[-1] for name in transport.names}
+        assert ways == {"between_two": "swap", "on_shard_owners": "ag"}
+        return results
 
     results = [result for pair in run_ranks(2, work) for result in pair]
     assert all(torch.equal(bits(result), bits(results[0])) for result in results)

@@ -1,0 +1,320 @@
+"""The robust ring all-reduce: how one bucket, or a part of it, becomes the same result everywhere.
+
+``on_shard_owners`` is the way of every rule:
+
+    PACK        values are put into the wire's format
+    ALL_TO_ALL  shard j of every rank travels to rank j
+    AGGREGATE   rank j applies the rule to its rows, one of every rank
+    ALL_GATHER  rank j's result travels to every rank
+    UNPACK      values are taken out of the wire's format: the same bits on every rank
+
+``as_engine_sum`` is the engine's own all-reduce instead, for a plain mean. ``between_two`` serves
+worlds of two ranks, and ``levels.py`` groups of ranks. Each sends 2 (n-1)/n of the values' bytes
+per rank, which is a ring all-reduce's traffic, or less.
+
+A way is a generator: it yields each collective that it has put in flight, and goes on when that is
+done. An ``Exchange`` moves it on, and never blocks.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loft_hvd.aggregation.aggregate import aggregate
+from loft_hvd.aggregation.rules import Custom, Mean, Rule
+from loft_hvd.pipeline.trace import Lane
+from loft_hvd.pipeline.weights import PassWeights
+from loft_hvd.pipeline.wire import Compression, Compressor, Wire
+from loft_hvd.transport.base import Transport, Work
+
+__all__ = [
+    "Enter",
+    "Exchange",
+    "ExchangeSpec",
+    "MakeExchange",
+    "RunRule",
+    "Stage",
+    "between_two",
+    "flat_exchange",
+    "is_engine_sum",
+    "run_rule",
+    "suits_two",
+]
+
+
+class Stage(enum.Enum):
+    """Where values are."""
+
+    IDLE = "idle"
+    PACK = "pack"
+    ALL_REDUCE = "all-reduce"
+    ALL_TO_ALL = "all-to-all"
+    AGGREGATE = "aggregate"
+    ALL_GATHER = "all-gather"
+    UNPACK = "unpack"
+    DONE = "done"
+
+
+@dataclass(frozen=True)
+class ExchangeSpec:
+    """What is exchanged among whom, and how; equal on every rank.
+
+    Attributes:
+        transport: the ranks.
+        name: stem of the operations' names.
+        numel: values of a rank.
+        dtype: their dtype, float32 or float64.
+        device: where they live.
+        rule: how the ranks' rows are aggregated.
+        wire: the format in which values travel.
+        lane: where the stages show in a trace.
+    """
+
+    transport: Transport
+    name: str
+    numel: int
+    dtype: torch.dtype
+    device: str
+    rule: Rule
+    wire: Wire = Compression.none
+    lane: Lane = field(default_factory=lambda: Lane(None, ""))
+
+    def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a buffer; written once, so that no page of it is faulted in during a step."""
+        return torch.zeros(shape, dtype=dtype or self.dtype, device=self.device)
+
+
+RunRule = Callable[[Tensor, Rule, PassWeights | None, Tensor], None]
+"""``(rows, rule, weights, out)``: rows is [num_rows, numel], out is [numel], of one dtype."""
+
+Enter = Callable[[Stage], None]
+Steps = Callable[[Enter, Tensor, Tensor, PassWeights | None], Iterator[Work]]
+"""``(enter, source, result, weights)``: says which stage begins, yields what is in flight."""
+
+
+def run_rule(
+    rows: Tensor | Sequence[Tensor], rule: Rule, weights: PassWeights | None, out: Tensor
+) -> None:
+    """Apply a rule to rows [num_rows, numel]; ``out`` is [numel]."""
+    aggregate(
+        rows,
+        rule,
+        weights=None if weights is None else weights.weights,
+        present=None if weights is None else weights.present,
+        out=out,
+    )
+
+
+class Exchange:
+    """Goes one way over the wire, again and again.
+
+    Args:
+        steps: the way; called anew by each ``start``.
+        lane: where the stages show in a trace.
+        held: the buffers that the way owns, for ``memory_bytes``.
+    """
+
+    def __init__(self, steps: Steps, *, lane: Lane, held: Sequence[Tensor] = ()) -> None:
+        self.stage = Stage.IDLE
+        self._way = steps
+        self._lane = lane
+        self._held = tuple(held)
+        self._steps: Iterator[Work] = iter(())
+        self._work: Work | None = None  # in flight; None when all steps are done
+
+    def start(self, source: Tensor, result: Tensor, weights: PassWeights | None) -> None:
+        """Begin, and go on until the first collective is in flight.
+
+        Args:
+            source: this rank's values, [numel]; untouched, and not to be touched, until the end.
+            result: where the aggregated ones go, [numel]; may be ``source`` itself.
+            weights: what the rows weigh this time.
+        """
+        self._steps = self._way(self._enter, source, result, weights)
+        self._next()
+
+    def advance(self) -> bool:
+        """Go as far as is possible without waiting, and say whether all steps are done."""
+        while self._work is not None:
+            if not self._work.done():
+                return False
+            self._work.finish()
+            self._next()
+        return True
+
+    def _next(self) -> None:
+        self._work = next(self._steps, None)
+        if self._work is None:
+            self._enter(Stage.DONE)
+
+    def _enter(self, stage: Stage) -> None:
+        self.stage = stage
+        self._lane.enter("" if stage is Stage.DONE else stage.value)
+
+    def memory_bytes(self) -> int:
+        """Return the bytes of its own buffers; source and result are not among them."""
+        return sum(tensor.nbytes for tensor in self._held)
+
+
+MakeExchange = Callable[[ExchangeSpec], Exchange]
+
+
+def is_engine_sum(rule: Rule, wire: Wire = Compression.none) -> bool:
+    """Say whether a rule is the engine's own all-reduce instead of a rule on shard owners.
+
+    Engines add 16-bit values up in 16 bits, or not at all; shard owners do it in float32.
+    """
+    is_plain_mean = isinstance(rule, Mean) and not rule.reproducible
+    return is_plain_mean and wire not in (Compression.fp16, Compression.bf16)
+
+
+def suits_two(transport: Transport, rule: Rule) -> bool:
+    """Say whether a rule may be applied on both of two ranks instead of on shard owners.
+
+    A ``Custom`` rule may not: it need not give the same values twice.
+    """
+    return transport.world_size == 2 and not is_engine_sum(rule) and not isinstance(rule, Custom)
+
+
+def flat_exchange(spec: ExchangeSpec, *, run: RunRule = run_rule) -> Exchange:
+    """Make the exchange over all ranks of a transport at once.
+
+    Args:
+        spec: what is exchanged; its values are a multiple of world_size.
+        run: applies the rule, and may look at the rows on the way.
+    """
+    if spec.numel == 0:
+        return Exchange(lambda *_: iter(()), lane=spec.lane)
+    if is_engine_sum(spec.rule, spec.wire):
+        return as_engine_sum(spec)
+    if isinstance(spec.wire, Compression):
+        return on_shard_owners(spec, spec.wire, run)
+    return on_shard_owners_compressed(spec, spec.wire, run)
+
+
+def on_shard_owners(spec: ExchangeSpec, wire: Compression, run: RunRule) -> Exchange:
+    """Apply a rule on shard owners; see the module's head."""
+    transport, name, num_ranks = spec.transport, spec.name, spec.transport.world_size
+    # A wire of 16 bits needs a copy to send from, and to receive into; others need none.
+    narrow = None if wire.dtype is None else spec.zeros(spec.numel, dtype=wire.dtype)
+    rows = spec.zeros(num_ranks, spec.numel // num_ranks, dtype=wire.dtype)  # [n, shard]
+    reduced = torch.zeros_like(rows[0])  # [shard]
+
+    def steps(
+        enter: Enter, source: Tensor, result: Tensor, weights: PassWeights | None
+    ) -> Iterator[Work]:
+        sent, received = source, result
+        if narrow is not None:
+            enter(Stage.PACK)
+            sent = received = narrow.copy_(source)
+        enter(Stage.ALL_TO_ALL)
+        yield transport.alltoall(sent, rows.view(-1), name=f"{name}.a2a")
+        enter(Stage.AGGREGATE)
+        run(rows, spec.rule, weights, reduced)
+        # What was sent may be overwritten from here on: its collective is done.
+        enter(Stage.ALL_GATHER)
+        yield transport.allgather(reduced, received, name=f"{name}.ag")
+        if narrow is not None:
+            enter(Stage.UNPACK)
+            result.copy_(narrow)
+
+    held = [rows, reduced] if narrow is None else [narrow, rows, reduced]
+    return Exchange(steps, lane=spec.lane, held=held)
+
+
+def as_engine_sum(spec: ExchangeSpec) -> Exchange:
+    """Sum by the engine's own all-reduce, in place; each rank's are already scaled by its share."""
+    transport, name = spec.transport, spec.name
+    custom = None if isinstance(spec.wire, Compression) else _Compressed(spec.wire)
+
+    def steps(
+        enter: Enter, source: Tensor, result: Tensor, weights: PassWeights | None
+    ) -> Iterator[Work]:
+        assert source is result or custom is not None
+        if custom is None:
+            enter(Stage.ALL_REDUCE)
+            yield transport.allreduce(result, name=name)
+            return
+        enter(Stage.PACK)
+        sent = custom.put_in(source)
+        enter(Stage.ALL_REDUCE)
+        yield transport.allreduce(sent, name=name)
+        enter(Stage.UNPACK)
+        result.copy_(custom.take_out(sent))
+
+    return Exchange(steps, lane=spec.lane)
+
+
+def between_two(spec: ExchangeSpec) -> Exchange:
+    """Exchange the whole rows of two ranks, each of which then applies the rule to both.
+
+    A ring sends numel values per rank in a world of two, in two collectives; so does this, in one.
+    Kernels give the same bits for the same rows wherever they run, so the two results agree.
+    """
+    # One collective saves a cycle of the engine, which is most of a small tensor's time: 4 MB on 2
+    # MPI ranks took 1.72 times hvd.allreduce's time on shard owners, 1.20 times so (`loft-hvd bench
+    # collectives`, 2 shared cores, 2026-11-21). An all-gather of the rows would also copy a rank's
+    # own row: 1.15 times as long from 25 MB on (2 Gloo ranks, 2 shared cores, 2026-11-22).
+    transport, name, rank = spec.transport, spec.name, spec.transport.rank
+    other = spec.zeros(spec.numel)
+
+    def steps(
+        enter: Enter, source: Tensor, result: Tensor, weights: PassWeights | None
+    ) -> Iterator[Work]:
+        enter(Stage.ALL_TO_ALL)
+        yield transport.alltoall(source, other, name=f"{name}.swap", skips_own=True)
+        enter(Stage.AGGREGATE)
+        # Rows are in rank order, so that weights belong to them.
+        run_rule([source, other] if rank == 0 else [other, source], spec.rule, weights, result)
+
+    return Exchange(steps, lane=spec.lane, held=[other])
+
+
+class _Compressed:
+    """What travels in a user's own wire format; the compressor makes its tensors each time."""
+
+    def __init__(self, compressor: Compressor) -> None:
+        self._compressor = compressor
+        self._context: Any = None
+
+    def put_in(self, values: Tensor) -> Tensor:
+        sent, self._context = self._compressor.compress(values)
+        return sent.contiguous()
+
+    def take_out(self, received: Tensor) -> Tensor:
+        return self._compressor.decompress(received, self._context)
+
+
+def on_shard_owners_compressed(
+    spec: ExchangeSpec, compressor: Compressor, run: RunRule
+) -> Exchange:
+    """Apply a rule on shard owners; values and results travel in a user's own format."""
+    transport, name, num_ranks = spec.transport, spec.name, spec.transport.world_size
+    rows = spec.zeros(num_ranks, spec.numel // num_ranks)  # [n, shard]
+    reduced = torch.zeros_like(rows[0])  # [shard]
+    there, back = _Compressed(compressor), _Compressed(compressor)
+
+    def steps(
+        enter: Enter, source: Tensor, result: Tensor, weights: PassWeights | None
+    ) -> Iterator[Work]:
+        enter(Stage.PACK)
+        sent = there.put_in(source)
+        enter(Stage.ALL_TO_ALL)
+        received = torch.empty_like(sent)
+        yield transport.alltoall(sent, received, name=f"{name}.a2a")
+        enter(Stage.AGGREGATE)
+        rows.view(-1).copy_(there.take_out(received))
+        run(rows, spec.rule, weights, reduced)
+        own = back.put_in(reduced)
+        enter(Stage.ALL_GATHER)
+        yield transport.allgather(own, received, name=f"{name}.ag")  # of the size of all shards
+        enter(Stage.UNPACK)
+        result.copy_(back.take_out(received))
+
+    return Exchange(steps, lane=spec.lane, held=[rows, reduced])
