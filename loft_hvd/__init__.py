@@ -24,7 +24,7 @@ from loft_hvd.aggregation.rules import (
     parse_rule,
 )
 from loft_hvd.balance.balancer import Balancer
-from loft_hvd.balance.replay import Replay
+from loft_hvd.balance.policies import Replay
 from loft_hvd.data.loader import DataLoader
 from loft_hvd.data.placement import Placement
 from loft_hvd.data.sampler import BatchSampler

@@ -8,12 +8,14 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+from loft_hvd.balance.controller import write_decisions
 from loft_hvd.balance.interval import RankTimes
+from loft_hvd.balance.loft import DEAD_BAND
 from loft_hvd.balance.options import BalancerOptions, MaxBatch
 from loft_hvd.balance.plan import proportional_sizes
-from loft_hvd.balance.policies import Policy
+from loft_hvd.balance.policies import make_policy
+from loft_hvd.balance.policy import Policy
 from loft_hvd.balance.ports import BalancerPorts
-from loft_hvd.balance.replay import write_decisions
 from loft_hvd.errors import PlanError, UsageError
 from loft_hvd.runlog import open_run_log
 from loft_hvd.transport.base import Transport
@@ -72,7 +74,7 @@ class Balancer(BalancerPorts):
         grain: int | None = None,
         max_sizes: int | None = None,
         interval: int | None = None,
-        dead_band: float = 0.03,
+        dead_band: float = DEAD_BAND,
         log_dir: str | Path | None = None,
         on_resize: str = "keep_global",
         transport: Transport | None = None,
@@ -82,7 +84,7 @@ class Balancer(BalancerPorts):
         options = BalancerOptions(
             global_batch_size,
             transport.world_size,
-            policy,
+            make_policy(policy, dead_band=dead_band),
             min_batch=min_batch,
             max_batch=max_batch,
             grain=grain,

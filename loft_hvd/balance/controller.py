@@ -1,4 +1,4 @@
-"""The decisions of rank 0: observations in, numbered plans out. Pure: no ranks, no clock.
+"""The decisions of rank 0: intervals in, numbered plans out. Pure: no ranks, no clock.
 
 The controller hands what ranks report to a policy, numbers the plans that come back, and can say
 and repeat what it did. Who exchanges and screens the times and broadcasts the plan is the
@@ -7,29 +7,84 @@ balancer's business; in the simulator it is the scenario's.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
-from loft_hvd.balance.few_sizes import choose_used
-from loft_hvd.balance.holding import Holding
 from loft_hvd.balance.interval import Interval
-from loft_hvd.balance.named import POLICIES, make_policy
-from loft_hvd.balance.plan import Plan
-from loft_hvd.balance.policies import Policy, Proposal, Task
-from loft_hvd.balance.replay import Decision, Replay, record, write_decisions
-from loft_hvd.balance.search import Bounds, round_to_lattice
+from loft_hvd.balance.plan import Bounds, Plan, QuarantineSizes, Sizes, choose_used
+from loft_hvd.balance.policies import make_policy
+from loft_hvd.balance.policy import Policy, Proposal, Task
+from loft_hvd.balance.search import round_to_lattice
+from loft_hvd.codec import decode, encode
 from loft_hvd.errors import ArgumentError, PlanError
 
-__all__ = ["POLICIES", "Controller", "Decision", "Replay", "make_policy"]
+__all__ = ["Controller", "Decision", "write_decisions"]
 
 _LOGGER = logging.getLogger(__name__)
+
+# A rank whose memory is unknown stays at its first size so long: a batch that has been computed
+# twice fits, while the largest one that fits is known only once it was too large.
 _WARM_UP_INTERVALS = 2
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A plan and why it was made: one line of ``plans.jsonl``.
+
+    Attributes:
+        plan_id: number of the plan.
+        first_step: first step with it.
+        sizes: samples of each rank, [world_size].
+        reason: why, in plain words.
+        predicted_s: seconds of a step with it; None when not predicted.
+        predicted_gain: share of the step that it should save; None likewise.
+        measured_s: seconds of a step before it, by rank 0's clock; None when not measured.
+    """
+
+    plan_id: int
+    first_step: int
+    sizes: Sizes
+    reason: str
+    predicted_s: float | None = None
+    predicted_gain: float | None = None
+    measured_s: float | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan itself."""
+        return Plan(self.plan_id, self.first_step, self.sizes)
+
+
+def write_decisions(path: str | os.PathLike[str], decisions: Iterable[Decision]) -> None:
+    """Write decisions, one JSON object a line; ``Replay`` reads them."""
+    with open(path, "w", encoding="utf-8") as file:
+        file.writelines(json.dumps(asdict(made)) + "\n" for made in decisions)
+
+
+@dataclass
+class _State:
+    """What a run goes on from: ``Controller`` and ``Decision`` explain it.
+
+    Attributes:
+        discarded: (rank, reason, number) of the reports that were not believed.
+        learnt: the policy's state.
+    """
+
+    world_size: int
+    global_batch_size: int
+    policy: str
+    history: list[Decision]
+    num_intervals: int
+    quarantine: QuarantineSizes
+    discarded: list[tuple[int, str, int]]
+    learnt: dict[str, Any]
 
 
 class Controller:
@@ -43,7 +98,6 @@ class Controller:
         max_batch: most samples of a rank (its memory): one number, one a rank (None for no
             limit), or None.
         grain: sizes are multiples of this, but for one rank when the global batch is not.
-        dead_band: for "loft": predicted gain below which sizes stay.
         settle_steps: first steps of a plan that should not be counted (see ``is_settled``).
         max_sizes: distinct sizes that a rank may have in a run, from then on the nearest of those
             it has had; None for any number.
@@ -62,7 +116,6 @@ class Controller:
         min_batch: int = 2,
         max_batch: int | Sequence[int | None] | None = None,
         grain: int = 1,
-        dead_band: float = 0.03,
         settle_steps: int = 3,
         max_sizes: int | None = None,
     ) -> None:
@@ -81,12 +134,12 @@ class Controller:
         ]
         bounds = Bounds.of(world_size, floor=min_batch, cap=highest, grain=grain)
         self.task = Task(global_batch_size, bounds)
-        self.policy = make_policy(policy, dead_band=dead_band)
+        self.policy = make_policy(policy)
         self.settle_steps, self.max_sizes = settle_steps, max_sizes
         self.history = [Decision(0, 0, self.policy.start(self.task), f"start: {self.policy.name}")]
         self.discarded: Counter[tuple[int, str]] = Counter()
         self._is_capped = [True] * world_size
-        self.holding = Holding()
+        self.quarantine = QuarantineSizes()
         self._num_intervals = 0
         self._failure: str | None = None  # why the newest interval led to no plan
         self._interval: Interval | None = None
@@ -114,12 +167,9 @@ class Controller:
 
         A rank of which two intervals are known does not need to warm up.
         """
-        learn = getattr(self.policy, "recall", None)
-        if learn is not None and intervals:
-            learn(intervals)
+        if intervals and self.policy.recall(intervals):
             num_known = np.sum([interval.valid for interval in intervals], axis=0)
-            known = (num_known >= _WARM_UP_INTERVALS).tolist()
-            self._is_capped = [a or b for a, b in zip(self._is_capped, known, strict=True)]
+            self._is_capped = ((num_known >= _WARM_UP_INTERVALS) | self._is_capped).tolist()
 
     def is_settled(self, step: int) -> bool:
         """Whether a step's times count: the first steps at new sizes are slower than the rest."""
@@ -142,17 +192,31 @@ class Controller:
         interval, self._interval = self._interval, None
         if interval is None or self.plan_at(interval.step) != self.plan:
             return None
-        if self.holding.is_active:  # the policy waits: it knows nothing of quarantines
-            return self._hold(step)
+        if self.quarantine.is_active:  # the policy waits: it knows nothing of quarantines
+            return self._plan_quarantine(step)
         proposal = self._propose(interval, step)
         if proposal is None or proposal.sizes == self.plan.sizes:
             return None
         proposal = self._with_few_sizes(self._while_warm(proposal))
         if proposal.sizes == self.plan.sizes:
             return None
-        plan = Plan(self.plan.plan_id + 1, step, proposal.sizes)
-        self.history.append(record(plan, proposal, measured_s=interval.step_s))
-        return plan
+        then_s, now_s = proposal.predicted_s, proposal.instead_of_s
+        is_predicted = then_s > 0 and now_s > 0
+        return self._add(
+            Decision(
+                self.plan.plan_id + 1,
+                step,
+                proposal.sizes,
+                proposal.reason,
+                predicted_s=then_s if is_predicted else None,
+                predicted_gain=1.0 - then_s / now_s if is_predicted else None,
+                measured_s=interval.step_s if interval.step_s > 0 else None,
+            )
+        )
+
+    def _add(self, made: Decision) -> Plan:
+        self.history.append(made)
+        return made.plan
 
     def _propose(self, interval: Interval, step: int) -> Proposal | None:
         """Ask the policy; one that finds no legal sizes must not end training: sizes stay."""
@@ -164,13 +228,12 @@ class Controller:
             _LOGGER.warning("policy %s: %s", self.policy.name, self._failure)
             return None
 
-    def _hold(self, step: int) -> Plan | None:
-        sizes = self.holding.next_sizes(self.plan.sizes, self.task.bounds)
+    def _plan_quarantine(self, step: int) -> Plan | None:
+        sizes = self.quarantine.next_sizes(self.plan.sizes, self.task.bounds)
         if sizes is None:
             return None
         reason = "no samples for ranks in quarantine" if 0 in sizes else "as before the quarantine"
-        self.history.append(Decision(self.plan.plan_id + 1, step, sizes, reason))
-        return self.plan
+        return self._add(Decision(self.plan.plan_id + 1, step, sizes, reason))
 
     def _while_warm(self, proposal: Proposal) -> Proposal:
         """Hold ranks whose memory is unknown at their first size in the first intervals."""
@@ -223,42 +286,42 @@ class Controller:
 
     def state_dict(self) -> dict[str, Any]:
         """Return history, counts and what the policy learnt, JSON-able."""
-        return {
-            "world_size": self.task.world_size,
-            "global_batch_size": self.task.global_batch_size,
-            "policy": self.policy.name,
-            "history": [asdict(made) for made in self.history],
-            "num_intervals": self._num_intervals,
-            "holding": self.holding.state_dict(),
-            "discarded": [[rank, why, n] for (rank, why), n in sorted(self.discarded.items())],
-            "learnt": self.policy.state_dict(),
-        }
+        return encode(
+            _State(
+                world_size=self.task.world_size,
+                global_batch_size=self.task.global_batch_size,
+                policy=self.policy.name,
+                history=self.history,
+                num_intervals=self._num_intervals,
+                quarantine=self.quarantine,
+                discarded=[(rank, why, n) for (rank, why), n in sorted(self.discarded.items())],
+                learnt=self.policy.state_dict(),
+            )
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where ``state_dict`` was taken, in the same world and with the same policy.
 
         Raises:
+            ArgumentError: it is not what ``state_dict`` returned.
             PlanError: the state is of another world size, global batch or policy.
         """
-        here = {
-            "world_size": self.task.world_size,
-            "global_batch_size": self.task.global_batch_size,
-            "policy": self.policy.name,
-        }
+        saved = decode(_State, state, what="controller")
         wrong = [
-            f"{name}={state[name]!r} instead of {value!r}"
-            for name, value in here.items()
-            if state.get(name, value) != value
+            f"{name}={was!r} instead of {here!r}"
+            for name, was, here in (
+                ("world_size", saved.world_size, self.task.world_size),
+                ("global_batch_size", saved.global_batch_size, self.task.global_batch_size),
+                ("policy", saved.policy, self.policy.name),
+            )
+            if was != here
         ]
         if wrong:
             raise PlanError(
                 f"load_state_dict: the state is of a controller with {', '.join(wrong)}; make "
                 "this one with the same, or start it afresh"
             )
-        self.history = [
-            Decision(**{**made, "sizes": tuple(made["sizes"])}) for made in state["history"]
-        ]
-        self.discarded = Counter({(rank, why): n for rank, why, n in state["discarded"]})
-        self._num_intervals = int(state.get("num_intervals", _WARM_UP_INTERVALS))
-        self.holding.load_state_dict(state.get("holding", {}))
-        self.policy.load_state_dict(state["learnt"])
+        self.policy.load_state_dict(saved.learnt)  # first: it refuses what it cannot read
+        self.history, self._num_intervals = saved.history, saved.num_intervals
+        self.quarantine = saved.quarantine
+        self.discarded = Counter({(rank, why): n for rank, why, n in saved.discarded})

@@ -1,43 +1,40 @@
 """From reported times to latency models: robust, forgetting, and open about what it cannot tell.
 
-Each interval adds one row a rank; ``terms`` fits fetch and compute, ``forms`` says what shape they
-have. Terms that the rows do not tell apart (a fixed and a per-sample part when all batches had one
-size) are named, and keep the last shape that the times showed.
+Each interval adds one row a rank. Evidence chooses the form of a rank's times: does its device
+saturate, do its local samples run out or make up a share of any batch, how much does overlap hide?
+``regression`` fits fetch and compute in that form. Terms that the rows do not tell apart (a fixed
+and a per-sample part when all batches had one size) are named, and keep the last shape that the
+times showed.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from loft_hvd.balance import forms
-from loft_hvd.balance.interval import (
-    COMPUTE,
-    FETCH,
-    LOCAL,
-    REMOTE,
-    SIZE,
-    STALL,
-    Interval,
-)
+from loft_hvd.balance.interval import COMPUTE, FETCH, LOCAL, REMOTE, SIZE, STALL, Interval
 from loft_hvd.balance.latency import StepModel, queued_samples
-from loft_hvd.balance.least_squares import LinearFit
-from loft_hvd.balance.terms import TermFitter
+from loft_hvd.balance.regression import LinearFit, TermFitter
 
-__all__ = ["Fit", "Fitter"]
+__all__ = ["Fit", "Fitter", "Past"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 _NUM_ROWS = 48
 _POOR_NOISE = 0.30
 _UNCLEAR = 0.10  # a term known no better than 10 % of the time cannot be told apart
 _FETCH_TERMS = ("fetch_fixed_s", "local_s", "remote_s", "shared_s")
 _COMPUTE_TERMS = ("compute_fixed_s", "compute_s")
+
+_KNEES = 12
+_EVIDENCE = 6.0  # gain in -2 log likelihood that one more parameter must bring
+_SPAN = 1.2  # sizes must span this ratio before a form can be told
+_SNAP = 0.03
+_COUNTS_FADE = 0.65  # a row: counts are exact, so few rows will do
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,7 @@ class Fit:
     compute: LinearFit
     knee: Floats
     num_rows: Ints
-    is_poor: npt.NDArray[np.bool_]
+    is_poor: Bools
     unclear: tuple[tuple[str, ...], ...]
 
     def stderr(self, sizes: npt.ArrayLike) -> Floats:
@@ -67,7 +64,7 @@ class Fit:
         batch = np.asarray(sizes, dtype=np.float64)
         local = self.model.local(batch)
         fetch = self.fetch.stderr(_fetch_features(local, batch - local, self.model.source))
-        compute = self.compute.stderr(forms.compute_features(batch, self.knee))
+        compute = self.compute.stderr(_compute_features(batch, self.knee))
         is_hidden = self.model.fetch(local, batch - local) < self.model.compute(batch)
         overlap = self.model.overlap
         error: Floats = np.hypot(
@@ -77,35 +74,69 @@ class Fit:
         return error
 
 
+@dataclass
+class Past:
+    """What a fitter knows: the rows of the last intervals, and what was learnt from those before.
+
+    Attributes:
+        fetch: of the fetch terms.
+        compute: of the compute terms.
+        knee: samples below which compute does not get cheaper, 0 for a linear rank, [world_size].
+        num_changes: how often each rank has changed for good, [world_size].
+        rows: of the last intervals, each [world_size, len(COLUMNS)].
+        valid: which of them may be used, each [world_size].
+        added: number of rows added so far.
+    """
+
+    fetch: TermFitter
+    compute: TermFitter
+    knee: Floats
+    num_changes: Ints
+    rows: list[Floats] = field(default_factory=list)
+    valid: list[Bools] = field(default_factory=list)
+    added: int = 0
+
+    @classmethod
+    def of(cls, world_size: int) -> Past:
+        """Return the past of a run that begins."""
+        return cls(
+            TermFitter.of(world_size, len(_FETCH_TERMS)),
+            TermFitter.of(world_size, len(_COMPUTE_TERMS)),
+            np.zeros(world_size),
+            np.zeros(world_size, np.int64),
+        )
+
+
 class Fitter:
-    """Rows of the last intervals and what was learnt from those before.
+    """Fits the models of all ranks to what it has seen.
 
     Args:
         world_size: number of ranks.
         source: number of the shared source each rank fetches from, -1 for none, [world_size].
         hits: samples of a global batch that each rank is known to hold; NaN to learn them.
+        past: to go on from; None for none.
     """
 
     def __init__(
-        self, world_size: int, *, source: npt.ArrayLike = -1, hits: npt.ArrayLike = np.nan
+        self,
+        world_size: int,
+        *,
+        source: npt.ArrayLike = -1,
+        hits: npt.ArrayLike = np.nan,
+        past: Past | None = None,
     ) -> None:
         self.source: Ints = np.broadcast_to(np.asarray(source, np.int64), world_size).copy()
         self._hits: Floats = np.broadcast_to(np.asarray(hits, np.float64), world_size).copy()
-        self._rows: deque[Floats] = deque(maxlen=_NUM_ROWS)
-        self._valid: deque[npt.NDArray[np.bool_]] = deque(maxlen=_NUM_ROWS)
-        self._added = 0
-        self._fetch, self._compute = TermFitter(world_size, 4), TermFitter(world_size, 2)
-        self._knee = np.zeros(world_size)
-        self.num_changes = np.zeros(world_size, np.int64)
+        self.past = Past.of(world_size) if past is None else past
 
-    def add(self, interval: Interval) -> npt.NDArray[np.bool_]:
+    def add(self, interval: Interval) -> Bools:
         """Take in an interval; returns the ranks that changed for good, [world_size], bool."""
-        rows, valid = interval.rows, interval.valid
+        past, rows, valid = self.past, interval.rows, interval.valid
         is_slowest = interval.busy_s > 0.95 * interval.busy_s.max()
         changed = np.zeros(len(valid), bool)
         for fitter, features, column in (
-            (self._fetch, _fetch_features(rows[:, LOCAL], rows[:, REMOTE], self.source), FETCH),
-            (self._compute, forms.compute_features(rows[:, SIZE], self._knee), COMPUTE),
+            (past.fetch, _fetch_features(rows[:, LOCAL], rows[:, REMOTE], self.source), FETCH),
+            (past.compute, _compute_features(rows[:, SIZE], past.knee), COMPUTE),
         ):
             changed |= fitter.watch(
                 features,
@@ -113,22 +144,23 @@ class Fitter:
                 sizes=rows[:, SIZE],
                 valid=valid,
                 is_slowest=is_slowest,
-                row=self._added,
+                row=past.added,
             )
-        self._rows.append(rows)
-        self._valid.append(valid)
-        self._added += 1
-        self.num_changes += changed
+        past.rows = [*past.rows, rows][-_NUM_ROWS:]
+        past.valid = [*past.valid, valid][-_NUM_ROWS:]
+        past.added += 1
+        past.num_changes += changed
         return changed
 
     def fit(self) -> Fit | None:
         """Return the models, or None before any row."""
-        if not self._rows:
+        past = self.past
+        if not past.rows:
             return None
-        rows: Floats = np.stack(self._rows)  # [num_rows, world_size, 10]
-        valid = np.stack(self._valid)
-        weights = [part.weights(valid, self._added) for part in (self._fetch, self._compute)]
-        seen: npt.NDArray[np.bool_] = np.any(valid, axis=0)
+        rows: Floats = np.stack(past.rows)  # [num_rows, world_size, len(COLUMNS)]
+        valid = np.stack(past.valid)  # [num_rows, world_size], as the weights of either part
+        weights = [part.weights(valid, past.added) for part in (past.fetch, past.compute)]
+        seen: Bools = np.any(valid, axis=0)
         fetch = self._fit_fetch(rows, weights[0])
         compute = self._fit_compute(rows, weights[1])
         num_rows = np.minimum(fetch.num_rows, compute.num_rows)
@@ -138,7 +170,7 @@ class Fitter:
         )
         model = self._model(rows, weights, fetch, compute)
         unclear = self._unclear(rows[-1], fetch, compute, shares)
-        return Fit(model, fetch, compute, self._knee.copy(), num_rows, is_poor, unclear)
+        return Fit(model, fetch, compute, past.knee.copy(), num_rows, is_poor, unclear)
 
     def _fit_fetch(self, rows: Floats, weights: Floats) -> LinearFit:
         features = _fetch_features(rows[..., LOCAL], rows[..., REMOTE], self.source)
@@ -151,42 +183,39 @@ class Fitter:
             waiting = per_sample * _mean(rows[..., REMOTE], weights) / np.maximum(queued, 1e-9)
             start[:, 3] = np.where(shared, waiting, 0.0)
             start[:, 2] = np.where(shared, 0.0, start[:, 2])
-        return self._fetch.fit(
-            features,
-            seconds,
-            sizes=rows[..., SIZE],
-            weights=weights,
-            start=start,
-            rows=self._added,
+        sizes, added = rows[..., SIZE], self.past.added
+        return self.past.fetch.fit(
+            features, seconds, sizes=sizes, weights=weights, start=start, rows=added
         )
 
     def _fit_compute(self, rows: Floats, weights: Floats) -> LinearFit:
-        size, seconds = rows[..., SIZE], rows[..., COMPUTE]
-        steady = np.where(self._compute.is_fresh(self._added), 0.0, weights)
-        knee = forms.choose_knee(size, seconds, steady, self._knee)  # a drift can look like a bend
-        self._compute.forget_shape((knee > 0) != (self._knee > 0))
-        self._knee = knee
-        features = forms.compute_features(size, self._knee)
+        past, size, seconds = self.past, rows[..., SIZE], rows[..., COMPUTE]
+        steady = np.where(past.compute.is_fresh(past.added), 0.0, weights)
+        knee = _choose_knee(size, seconds, steady, past.knee)  # a drift can look like a bend
+        past.compute.forget_shape((knee > 0) != (past.knee > 0))
+        past.knee = knee
+        features = _compute_features(size, knee)
         per_sample = _mean(seconds, weights) / np.maximum(_mean(size, weights), 1.0)
         start = np.stack([np.zeros_like(per_sample), per_sample], axis=1)
-        return self._compute.fit(
-            features, seconds, sizes=size, weights=weights, start=start, rows=self._added
+        return past.compute.fit(
+            features, seconds, sizes=size, weights=weights, start=start, rows=past.added
         )
 
     def _model(
         self, rows: Floats, weights: list[Floats], fetch: LinearFit, compute: LinearFit
     ) -> StepModel:
-        share, hits = forms.fit_hits(rows[..., SIZE], rows[..., LOCAL], weights[0], self._hits)
+        knee = self.past.knee
+        share, hits = _fit_hits(rows[..., SIZE], rows[..., LOCAL], weights[0], self._hits)
         fixed, slope = compute.coefficients.T
         terms = dict(zip(_FETCH_TERMS, fetch.coefficients.T, strict=True))
         return StepModel(
             **terms,
             hit_share=share,
             hits=hits,
-            compute_fixed_s=fixed - slope * self._knee,
+            compute_fixed_s=fixed - slope * knee,  # of the straight line: fitted above the knee
             compute_s=slope,
-            plateau_s=np.where(self._knee > 0, fixed, 0.0),
-            overlap=forms.fit_overlap(
+            plateau_s=np.where(knee > 0, fixed, 0.0),
+            overlap=_fit_overlap(
                 rows[..., FETCH], rows[..., STALL], rows[..., COMPUTE], np.minimum(*weights)
             ),
             source=self.source,
@@ -198,7 +227,7 @@ class Fitter:
         """Name the terms whose standard error is a tenth of the rank's time or more."""
         features = (
             _fetch_features(row[:, LOCAL], row[:, REMOTE], self.source),
-            forms.compute_features(row[:, SIZE], self._knee),
+            _compute_features(row[:, SIZE], self.past.knee),
         )
         names: list[list[str]] = [[] for _ in self.source]
         parts = ((fetch, _FETCH_TERMS), (compute, _COMPUTE_TERMS))
@@ -210,25 +239,92 @@ class Fitter:
                     names[rank].append(label)
         return tuple(tuple(of_rank) for of_rank in names)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the rows and what was learnt from older ones, JSON-able."""
-        return {
-            "rows": [row.tolist() for row in self._rows],
-            "valid": [valid.tolist() for valid in self._valid],
-            "added": self._added,
-            "fetch": self._fetch.state_dict(),
-            "compute": self._compute.state_dict(),
-            "knee": self._knee.tolist(),
-        }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken."""
-        self._rows = deque((np.array(row) for row in state["rows"]), maxlen=_NUM_ROWS)
-        self._valid = deque((np.array(v, bool) for v in state["valid"]), maxlen=_NUM_ROWS)
-        self._added = int(state["added"])
-        self._fetch.load_state_dict(state["fetch"])
-        self._compute.load_state_dict(state["compute"])
-        self._knee = np.array(state["knee"])
+def _compute_features(size: Floats, knee: Floats) -> Floats:
+    """Return (1, samples above the knee) on a new last axis; a knee of 0 is the linear form."""
+    return np.stack([np.ones_like(size), np.maximum(size - knee, 0.0)], axis=-1)
+
+
+def _choose_knee(size: Floats, seconds: Floats, weights: Floats, now: Floats) -> Floats:
+    """Choose where each rank's device saturates, or 0 where a straight line explains as much.
+
+    Args:
+        size: samples, [num_rows, world_size].
+        seconds: compute time, same shape.
+        weights: how much each row counts, same shape.
+        now: the knees chosen before; kept where the sizes do not span enough to tell.
+
+    Returns:
+        Knees, [world_size].
+    """
+    counts = weights > 0
+    most = np.where(counts, size, 0.0).max(axis=0)
+    least = np.where(counts, size, np.inf).min(axis=0)
+    can_tell = (counts.sum(axis=0) >= 4) & (most > _SPAN * least)
+    if not can_tell.any():
+        return now
+    low = np.where(can_tell, least, 1.0)
+    ratio = np.where(can_tell, most / low, 1.0)
+    steps = np.linspace(0.0, 1.0, _KNEES + 2)[1:-1, None]
+    knees = np.concatenate([np.zeros((1, len(now))), low * ratio**steps])  # [1 + knees, world_size]
+    loss = np.stack([_line_loss(np.maximum(size - knee, 0.0), seconds, weights) for knee in knees])
+    best = loss.argmin(axis=0)
+    rows = np.maximum(weights.sum(axis=0), 1.0)
+    floor = 1e-6 * rows  # what no measurement resolves is no evidence
+    # Twice the log likelihood ratio of two forms with normal noise: rows * log(loss / loss).
+    gain = rows * np.log((loss[0] + floor) / (loss.min(axis=0) + floor))
+    bends = gain > np.where(now > 0, 0.5, 1.0) * _EVIDENCE  # leaving a form takes evidence too
+    chosen = np.where(bends, knees[best, np.arange(len(now))], 0.0)
+    return np.where(can_tell, chosen, now)
+
+
+def _line_loss(feature: Floats, seconds: Floats, weights: Floats) -> Floats:
+    """Return the weighted squared relative residuals of a line with slope >= 0, [world_size]."""
+    scale = weights / np.square(np.maximum(seconds, 1e-9))
+    total = np.maximum(scale.sum(axis=0), 1e-300)
+    mean_x, mean_y = (scale * feature).sum(axis=0) / total, (scale * seconds).sum(axis=0) / total
+    dx, dy = feature - mean_x, seconds - mean_y
+    variance = (scale * dx * dx).sum(axis=0)
+    slope = np.maximum((scale * dx * dy).sum(axis=0) / np.maximum(variance, 1e-300), 0.0)
+    loss: Floats = (scale * np.square(dy - slope * dx)).sum(axis=0)
+    return loss
+
+
+def _fit_hits(size: Floats, local: Floats, weights: Floats, known: Floats) -> tuple[Floats, Floats]:
+    """Fit ``local = min(hit_share * size, hits)``: home-first reading, or a share of any batch.
+
+    Args:
+        size: samples, [num_rows, world_size].
+        local: of them local, same shape.
+        weights: how much each row counts, same shape.
+        known: local samples of a global batch where they are known, else NaN, [world_size].
+
+    Returns:
+        ``hit_share`` and ``hits``, [world_size] each; ``hits`` is infinite where nothing was
+        remote so far.
+    """
+    ran_out = np.where(local < 0.995 * size, weights, 0.0)  # rows whose local samples ran out
+    ran_out = ran_out * _COUNTS_FADE ** np.arange(len(size))[::-1, None]  # a cache may be filling
+    rows = ran_out.sum(axis=0)
+    mean = (ran_out * local).sum(axis=0) / np.maximum(rows, 1e-300)
+    share = (ran_out * local).sum(axis=0) / np.maximum((ran_out * size).sum(axis=0), 1e-300)
+    miss_fixed = (ran_out * np.square(local - mean)).sum(axis=0)
+    miss_share = (ran_out * np.square(local - share * size)).sum(axis=0)
+    is_share = (rows > 0) & np.isnan(known) & (miss_share < 0.5 * miss_fixed)
+    hits = np.where(rows > 0, mean, np.where(np.isnan(known), np.inf, known))
+    return np.where(is_share, share, 1.0), np.where(is_share, np.inf, hits)
+
+
+def _fit_overlap(fetch: Floats, stall: Floats, compute: Floats, weights: Floats) -> Floats:
+    """Return the share of the shorter of fetch and compute that was hidden, [world_size].
+
+    ``fetch - stall`` is what overlap hid; a rank with nothing to hide counts as serial.
+    """
+    shorter = (weights * np.minimum(fetch, compute)).sum(axis=0)
+    hidden = (weights * np.clip(fetch - stall, 0.0, None)).sum(axis=0)
+    overlap = np.clip(hidden / np.maximum(shorter, 1e-9), 0.0, 1.0)
+    overlap = np.where(overlap < _SNAP, 0.0, overlap)
+    return np.where(overlap > 1.0 - _SNAP, 1.0, overlap)
 
 
 def _fetch_features(local: Floats, remote: Floats, source: Ints) -> Floats:

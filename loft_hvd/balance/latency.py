@@ -13,21 +13,22 @@ is a CPU; above 0 it is a device that costs the same until it is saturated.
 ``queued`` is the queue at a source that several ranks share (one NFS server, a node's NIC). Served
 fairly, a request for r samples is finished when every sharing rank has got min(r, its own)
 samples, so ``queued_i = sum_j min(remote_i, remote_j)``. It couples the ranks: a plan that fetches
-less on one of them is faster for all. Everything else is separable and piecewise linear, which is
-what the search lives on.
+less on one of them is faster for all. Everything else is separable and piecewise linear. ``Curves``
+holds that as straight pieces, which the search inverts: how many samples fit under a target time?
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from loft_hvd.balance.curves import Curves
 from loft_hvd.errors import ArgumentError
 
-__all__ = ["StepModel", "queued_samples"]
+__all__ = ["Curves", "StepModel", "queued_samples"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -37,6 +38,14 @@ _NO_TERMS = ("source", "aggregate_s", "is_coupled")
 
 def queued_samples(remote: Floats, source: Ints) -> tuple[Floats, Floats]:
     """Return how long the queue of a shared source is for each rank, and how fast it grows.
+
+    Sorted by what they fetch, the ranks of a source are done one after the other, so one running
+    sum serves them all. Three ranks at one source that fetch 3, 5 and 2 samples::
+
+        sorted     2  3  5     ranks 2, 0, 1
+        running    2  5 10     what those done so far have fetched
+        queued     6  8 10     and as much as this rank for each one still fetching: 2 + 2 * 2, ...
+        sharing    3  2  1     ranks still fetching, this one included
 
     Args:
         remote: samples each rank fetches, [..., world_size].
@@ -49,24 +58,163 @@ def queued_samples(remote: Floats, source: Ints) -> tuple[Floats, Floats]:
     """
     shape, num_ranks = remote.shape, remote.shape[-1]
     homes = np.broadcast_to(source, shape)
-    order = np.lexsort((remote, homes), axis=-1)
-    rows = np.arange(remote.size // max(num_ranks, 1)).reshape(*shape[:-1], 1)
-    order = order + num_ranks * rows  # of the flattened arrays
+    order = np.lexsort((remote, homes), axis=-1)  # by source, then by samples
+    # Indices into the flattened arrays: the search comes here often, and take_along_axis is slow.
+    rows = np.arange(remote.size // max(num_ranks, 1)).reshape(*shape[:-1], 1)  # [..., 1]
+    order = order + num_ranks * rows  # [..., world_size], as all that follows
     ordered, home = remote.ravel()[order], homes.ravel()[order]
-    position = np.arange(num_ranks)
-    is_start = np.ones(shape, dtype=bool)
+    position = np.arange(num_ranks)  # [world_size]
+    is_start = np.ones(shape, dtype=bool)  # the first rank of its source
     is_start[..., 1:] = home[..., 1:] != home[..., :-1]
-    start = np.maximum.accumulate(np.where(is_start, position, 0), axis=-1)
+    start = np.maximum.accumulate(np.where(is_start, position, 0), axis=-1)  # its position
     members = np.bincount(source + 1)[home + 1]  # ranks at the same source
     total = np.cumsum(ordered, axis=-1)
-    before = (total - ordered).ravel()[start + num_ranks * rows]
+    before = (total - ordered).ravel()[start + num_ranks * rows]  # fetched from other sources
     queued = total - before + (members - (position - start) - 1) * ordered
-    is_start[..., 1:] |= ordered[..., 1:] != ordered[..., :-1]  # ties count as still fetching
+    # Ranks that fetch alike end together: each of them counts as still fetching when one is done.
+    is_start[..., 1:] |= ordered[..., 1:] != ordered[..., :-1]
     run = np.maximum.accumulate(np.where(is_start, position, 0), axis=-1)
-    flat_queued, flat_sharing = np.empty((2, remote.size))
+    flat_queued, flat_sharing = np.empty((2, remote.size))  # back in the order of the ranks
     flat_queued[order] = np.where(home >= 0, queued, 0.0)
     flat_sharing[order] = members - (run - start)
     return flat_queued.reshape(shape), flat_sharing.reshape(shape)
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Time against batch size for each rank: a nondecreasing curve made of straight pieces.
+
+    Attributes:
+        knot_sizes: batch sizes of the knots, [world_size, num_knots], nondecreasing along a row.
+        knot_times: seconds at the knots, same shape, nondecreasing along a row.
+    """
+
+    knot_sizes: Floats
+    knot_times: Floats
+
+    def __post_init__(self) -> None:
+        if (
+            self.knot_sizes.ndim != 2
+            or self.knot_sizes.shape != self.knot_times.shape
+            or not self.knot_sizes.size
+        ):
+            raise ArgumentError(
+                f"curves need knot_sizes and knot_times of one shape [world_size, num_knots], but "
+                f"got {self.knot_sizes.shape} and {self.knot_times.shape}"
+            )
+        # Rounding may make a plateau fall by some bits: flattened below, it is no mistake.
+        falling = np.diff(self.knot_times, axis=1) < -1e-9 * np.abs(self.knot_times[:, 1:])
+        if not np.isfinite(self.knot_times).all() or falling.any():
+            rank = int(np.argmax(falling.any(axis=1) | ~np.isfinite(self.knot_times).all(axis=1)))
+            raise ArgumentError(
+                f"the time of rank {rank} must be finite and must not fall as its batch grows, "
+                f"but it is {self.knot_times[rank].tolist()} s at {self.knot_sizes[rank].tolist()}"
+            )
+        object.__setattr__(self, "knot_times", np.maximum.accumulate(self.knot_times, axis=1))
+
+    @classmethod
+    def from_functions(
+        cls, functions: Sequence[Callable[[int], float]], *, low: int, high: int, grain: int = 1
+    ) -> Curves:
+        """Tabulate any nondecreasing functions of the batch size at low, low + grain, ..., high."""
+        sizes = np.arange(low, high + 1, grain)
+        times = [[function(int(size)) for size in sizes] for function in functions]
+        return cls(np.broadcast_to(sizes.astype(float), (len(times), len(sizes))), np.array(times))
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.knot_sizes)
+
+    @property
+    def is_coupled(self) -> bool:
+        """False: the time of a rank depends on its own batch only."""
+        return False
+
+    def curves(self, low: Floats, high: Floats) -> Curves:
+        """Return the curves themselves, which must reach over [low, high]."""
+        if (self.knot_sizes[:, 0] > low).any() or (self.knot_sizes[:, -1] < high).any():
+            raise ArgumentError(
+                f"curves known from {self.knot_sizes[:, 0].max():g} to "
+                f"{self.knot_sizes[:, -1].min():g} samples do not reach from {low.min():g} to "
+                f"{high.max():g}"
+            )
+        return self
+
+    def without_sharing(self, sizes: npt.ArrayLike) -> Curves:
+        """Return the curves themselves."""
+        del sizes
+        return self
+
+    def times(self, sizes: npt.ArrayLike) -> Floats:
+        """Return seconds of each rank at ``sizes`` [world_size], by straight interpolation."""
+        batch = np.asarray(sizes, dtype=np.float64)
+        return np.array(
+            [
+                np.interp(size, knots, times)
+                for size, knots, times in zip(batch, self.knot_sizes, self.knot_times, strict=True)
+            ]
+        )
+
+    def largest_within(self, limit_s: Floats) -> Floats:
+        """Return the largest batches that take at most ``limit_s`` seconds.
+
+        Args:
+            limit_s: target times, [num_targets].
+
+        Returns:
+            Sizes, [num_targets, world_size]; a rank that is too slow even for its first knot gets
+            that knot's size.
+        """
+        sizes, times = self._by_knot  # [num_knots, world_size]
+        last, num_ranks = sizes.shape[0] - 1, sizes.shape[1]
+        limit = limit_s[:, None]  # [num_targets, 1]
+        index = np.zeros((len(limit_s), num_ranks), dtype=np.int64)  # [num_targets, world_size]
+        for knot in times[1:]:  # few knots, many ranks: ends at the last knot within the limit
+            index += knot <= limit
+        flat = index * num_ranks + np.arange(num_ranks)  # of that knot, in the flattened arrays
+        later = np.where(index == last, flat, flat + num_ranks)  # and of the next one, if any
+        left = times.take(flat)
+        rise = times.take(later) - left
+        share = np.clip((limit - left) / np.where(rise > 0, rise, np.inf), 0.0, 1.0)
+        size = sizes.take(flat)
+        largest: Floats = size + share * (sizes.take(later) - size)
+        return largest
+
+    def level(self, total: float) -> Floats:
+        """Return fractional sizes that add up to ``total`` samples and take the same time.
+
+        Ranks that stand still at a plateau, or at an end of their curve, fill up in proportion.
+        """
+        sizes, times = self._by_knot  # [num_knots, world_size]
+        gain, rise = sizes[1:] - sizes[:-1], times[1:] - times[:-1]
+        climbs = rise > 0
+        pace = np.divide(gain, rise, out=np.zeros_like(gain), where=climbs)  # samples a second
+        # The sum of all sizes, as a function of the target time, is made of straight pieces too.
+        # At each knot of a rank its pace changes by that rank's; a rank's plateau makes it jump.
+        change, jump = np.zeros_like(times), np.zeros_like(times)
+        change[:-1], jump[:-1] = pace, np.where(climbs, 0.0, gain)
+        change[1:] -= pace
+        order = np.argsort(times, axis=None)  # from here on [num_knots * world_size], by time
+        times, jumps = times.ravel()[order], jump.ravel()[order]
+        grown = np.zeros_like(times)
+        grown[1:] = np.cumsum(change.ravel()[order])[:-1] * (times[1:] - times[:-1])
+        before = sizes[0].sum() + np.cumsum(grown + jumps) - jumps  # the sum ahead of each jump
+        at = min(int(np.searchsorted(before + jumps, total)), len(times) - 1)
+        short = max(before[at] - total, 0.0)
+        step = times[at] - times[at - 1] if at else 0.0
+        target = times[at] - (short / grown[at] * step if grown[at] > 0 else 0.0)
+        # Just under and just over the target: the difference is what plateaus hold.
+        under, over = self.largest_within(np.array([target * (1 - 1e-9), target * (1 + 1e-12)]))
+        room = float((over - under).sum())
+        missing = np.clip(total - under.sum(), 0.0, room)
+        filled: Floats = under + (over - under) * (missing / room if room > 0 else 0.0)
+        return filled
+
+    @functools.cached_property
+    def _by_knot(self) -> tuple[Floats, Floats]:
+        """Sizes and times, [num_knots, world_size]: a knot of all ranks lies together."""
+        return np.ascontiguousarray(self.knot_sizes.T), np.ascontiguousarray(self.knot_times.T)
 
 
 @dataclass(frozen=True)
@@ -215,14 +363,15 @@ class StepModel:
         first, second = (
             np.clip(np.nan_to_num(bend, nan=0.0), low, span) for bend in (runs_out, saturates)
         )
-        corners = np.stack(
-            [low, np.minimum(first, second), np.maximum(first, second), span]
-        )  # [4, world_size], as are their times
+        # [4, world_size], as are their times
+        corners = np.stack([low, np.minimum(first, second), np.maximum(first, second), span])
         local = self.local(corners)
         fetch, compute = self.fetch(local, corners - local), self.compute(corners)
         lead = fetch - compute  # straight between corners
         crosses = lead[:-1] * lead[1:] < 0
         ratio = np.where(crosses, lead[:-1] / np.where(crosses, lead[:-1] - lead[1:], 1.0), 0.0)
+        # Even knots are the corners, odd ones the crossings between them; where two corners have
+        # no crossing, the odd knot repeats the corner before it.
         knots, times = np.empty((2, 7, self.world_size))
         knots[0::2], times[0::2] = corners, self.combine(fetch, compute)
         knots[1::2] = corners[:-1] + ratio * (corners[1:] - corners[:-1])

@@ -1,28 +1,39 @@
-"""The LOFT policy: observe, fit, search, accept past a dead band, plan.
+"""The LOFT policy: observe, fit, search, accept past a dead band, judge by rank 0's clock.
 
 After LOFT (IEEE TCC 12(2):370-387, 2024), whose formulas are not public: the model, the search and
 the rules for accepting a plan are this library's own.
+
+``Verdicts`` judges the plans that came of it. Ranks may report wrong times, by mistake or on
+purpose. Their reports choose a plan; whether it was any good is read off the step's own length. A
+plan that turns out worse than equal sizes is in force for one interval. Equal sizes are then
+measured anew: when they are no better, the cluster changed and the plan comes back; otherwise it
+was a miss. A miss that no rank admits to in its report halves the next change and doubles the pause
+before it. From the second miss on, the rank that most likely misled the model is pinned at its
+equal share; misses that a rank did admit to are forgiven with time, since neighbours on a machine
+come and go.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from loft_hvd.balance.explain import describe_fit
-from loft_hvd.balance.fit import Fit, Fitter
-from loft_hvd.balance.guard import Forecast, Guard
+from loft_hvd.balance.fit import Fit, Fitter, Past
 from loft_hvd.balance.interval import Interval
-from loft_hvd.balance.policies import Proposal, Task
-from loft_hvd.balance.search import SOLVERS, Bounds, round_to_lattice
+from loft_hvd.balance.plan import Bounds, Sizes
+from loft_hvd.balance.policy import Policy, Proposal, Task
+from loft_hvd.balance.search import SOLVERS, round_to_lattice
 from loft_hvd.errors import ArgumentError
 
-__all__ = ["Loft"]
+__all__ = ["DEAD_BAND", "Forecast", "Loft", "Verdicts"]
 
+Floats = npt.NDArray[np.float64]
+
+DEAD_BAND = 0.03
 _EARLY = 3  # times the dead band: what the first interval alone must promise
 _GROWTH = 2  # a batch is at most this many times the largest one proven
 _SHRINKING = 4  # and at least the present one over this
@@ -31,8 +42,182 @@ _PATIENCE = 3  # intervals that a small gain must last
 _SIGMAS = 2.0
 _PROBE_AFTER = 4  # intervals that a rank must have been slowest without a remedy
 
+_MARGIN = 0.02  # of the step: less is noise
+_UNEXPLAINED = 0.10  # of the step that no rank says it was busy for
+_LONGEST_PAUSE = 64
+_PINNING_STRIKES = 1.5
+_FADE = 0.9  # an interval
 
-class Loft:
+
+@dataclass(frozen=True)
+class Forecast:
+    """What the model said before a plan came into force.
+
+    Attributes:
+        sizes: the plan.
+        times: predicted seconds of each rank with it, [world_size].
+    """
+
+    sizes: Sizes
+    times: Floats
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A plan that was undone, and the seconds that a step with it took."""
+
+    sizes: Sizes
+    step_s: float
+
+
+@dataclass
+class Verdicts:
+    """The verdicts so far.
+
+    Attributes:
+        equal: the equal sizes of the run.
+        equal_s: seconds of a step with equal sizes, as last measured; NaN before.
+        aggregate_s: seconds of such a step that the slowest report left over.
+        suspicion: how much each rank's reports misled the model, [world_size].
+        pinned: ranks held at their equal share.
+        num_misses: plans that were worse than equal sizes.
+        strikes: misses that count; they fade with plans that pass if a rank admitted the last one.
+        is_admitted: some rank said that it was busy for as long as the step last undone.
+        pause: intervals to let pass before the next change.
+        scale: share of a wanted change that is carried out, in (0, 1].
+        proven: largest batch of each rank that a passing plan had, [world_size].
+        on_trial: a plan that was undone, until equal sizes are measured.
+        misled: how much each rank may have misled the plan on trial, [world_size].
+    """
+
+    equal: Sizes
+    equal_s: float = float("nan")
+    aggregate_s: float = 0.0
+    suspicion: list[float] = field(default_factory=list)
+    pinned: list[int] = field(default_factory=list)
+    num_misses: int = 0
+    strikes: float = 0.0
+    is_admitted: bool = False
+    pause: int = 0
+    scale: float = 1.0
+    proven: list[int] = field(default_factory=list)
+    on_trial: Trial | None = None
+    misled: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.proven = self.proven or list(self.equal)
+        self.suspicion = self.suspicion or [0.0] * len(self.equal)
+
+    def measure_equal(self, interval: Interval) -> bool:
+        """Take in an interval with equal sizes; returns whether the plan on trial comes back."""
+        step_s = interval.step_s
+        if self.on_trial is None:
+            known = self.equal_s > 0
+            self.equal_s = 0.5 * (self.equal_s + step_s) if known else step_s
+        else:
+            self.equal_s = step_s
+        left_over = max(step_s - float(interval.busy_s.max()), 0.0)
+        self.aggregate_s = left_over if self.num_misses == 0 else min(self.aggregate_s, left_over)
+        if self.on_trial is None:
+            return False
+        if step_s >= self.on_trial.step_s * (1 - 0.5 * _MARGIN):
+            return True
+        self._count_miss()
+        return False
+
+    def is_worse(self, interval: Interval, *, is_new: bool, drift: float) -> bool:
+        """Judge the plan in force by the step it took.
+
+        A new plan is judged whatever the reason; one that passed before only when no rank says it
+        was busy that long, since a slow rank that says so is the model's business.
+
+        Args:
+            interval: what was measured with it.
+            is_new: it is the plan's first interval.
+            drift: how much longer equal sizes should take now than when they were measured, by
+                what the ranks report; believed only while their reports explain the step.
+        """
+        step_s = interval.step_s
+        explained_s = float(interval.busy_s.max()) + self.aggregate_s
+        if step_s > explained_s * (1 + _UNEXPLAINED):
+            return step_s > self.equal_s * (1 + _MARGIN)
+        held_up = interval.valid & (interval.busy_s > 0.95 * interval.busy_s.max())
+        has_less = (interval.sizes[held_up] <= np.array(self.equal)[held_up]).all()
+        if has_less and step_s <= explained_s * (1 + _MARGIN):
+            return False  # with equal sizes those ranks would have had more to do, not less
+        return is_new and step_s > self.equal_s * max(drift, 1.0) * (1 + _MARGIN)
+
+    def undo(self, interval: Interval, forecast: Forecast) -> None:
+        """Put the plan on trial, and note which rank's reports may have misled the model."""
+        self.on_trial = Trial(forecast.sizes, interval.step_s)
+        misses = np.abs(interval.busy_s / np.maximum(forecast.times, 1e-9) - 1.0)
+        misses = np.where(interval.valid, np.minimum(misses, 1.0), 0.0)
+        explained_s = float(interval.busy_s.max()) + self.aggregate_s
+        self.is_admitted = interval.step_s <= explained_s * (1 + _UNEXPLAINED)
+        if not self.is_admitted:
+            # Nobody admits to the long step: suspect those who were given the most on their word.
+            growth = np.array(forecast.sizes) / np.maximum(self.equal, 1) - 1.0
+            misses = misses + np.maximum(growth, 0.0)
+        self.misled = misses.tolist()
+
+    def _count_miss(self) -> None:
+        suspicion = np.array(self.suspicion) + np.array(self.misled)
+        self.on_trial = None
+        self.num_misses += 1
+        self.strikes += 1.0
+        if self.is_admitted:
+            self.pause = 1  # a rank says that it was slow: the next fit knows
+        else:
+            self.scale *= 0.5
+            self.pause = min(2**self.num_misses, _LONGEST_PAUSE)
+        if self.strikes > _PINNING_STRIKES:
+            free = suspicion.copy()
+            free[self.pinned] = -1.0
+            self.pinned = sorted({*self.pinned, int(np.argmax(free))})
+            suspicion[self.pinned] = 0.0
+            self.scale = 1.0
+        self.suspicion = suspicion.tolist()
+
+    def passed(self, sizes: npt.NDArray[np.int64]) -> None:
+        """Note that a plan was no worse than equal sizes: its batches are proven."""
+        self.proven = np.maximum(self.proven, sizes).tolist()
+        self.scale = min(1.0, 1.5 * self.scale)
+        self.on_trial = None
+        if self.is_admitted:
+            self.strikes *= _FADE
+            self.suspicion = (_FADE * np.array(self.suspicion)).tolist()
+
+
+@dataclass
+class LoftState:
+    """What LOFT has learnt.
+
+    Attributes:
+        past: of the fit.
+        verdicts: on its plans.
+        before: sizes in force when the forecast was made, [world_size].
+        forecast: of the plan under watch; None once it was judged.
+        aggregate_s: what steps lately took beyond the slowest rank, seconds; NaN before.
+        equal_model_s: predicted seconds of a step when equal sizes were measured; NaN before.
+        lasted: intervals that a small gain has lasted.
+        stuck: intervals that a rank has been slowest without a remedy.
+        probe_after: after so many of these a probe.
+        note: what the last decision was.
+    """
+
+    past: Past
+    verdicts: Verdicts
+    before: Sizes
+    forecast: Forecast | None = None
+    aggregate_s: float = float("nan")
+    equal_model_s: float = float("nan")
+    lasted: int = 0
+    stuck: int = 0
+    probe_after: int = _PROBE_AFTER
+    note: str = "no times yet"
+
+
+class Loft(Policy):
     """Sizes that even out fetch and compute together.
 
     Args:
@@ -44,10 +229,12 @@ class Loft:
         acts: False only fits and explains, and never changes a size (policy "report").
     """
 
+    state: LoftState
+
     def __init__(
         self,
         *,
-        dead_band: float = 0.03,
+        dead_band: float = DEAD_BAND,
         solver: str = "grid",
         source: npt.ArrayLike = -1,
         hits: npt.ArrayLike = np.nan,
@@ -58,140 +245,159 @@ class Loft:
                 f"Loft: solver={solver!r} must be one of {sorted(SOLVERS)}, and "
                 f"dead_band={dead_band} in [0, 1)"
             )
-        self.name = "loft" if acts else "report"
-        self._dead_band, self._solver, self._acts = dead_band, solver, acts
+        self.name, self.is_adaptive = "loft" if acts else "report", acts
+        self._dead_band, self._solver = dead_band, solver
         self._source, self._hits = source, hits
 
-    def start(self, task: Task) -> tuple[int, ...]:
+    def start(self, task: Task) -> Sizes:
         """Return equal sizes: LOFT acts after the first fit."""
-        self._task = task
-        self._fitter = Fitter(task.world_size, source=self._source, hits=self._hits)
-        self._guard = Guard(task.equal())
+        self._task, equal = task, task.equal()
         self._fit: Fit | None = None
-        self._aggregate_s = float("nan")
-        self._forecast: Forecast | None = None
-        self._before = self._guard.equal  # sizes in force when the forecast was made
-        self._equal_model_s = float("nan")  # predicted when equal sizes were measured
-        self._lasted, self._stuck, self._probe_after = 0, 0, _PROBE_AFTER
-        self._note = "no times yet"
-        return self._guard.equal
+        self.state = LoftState(Past.of(task.world_size), Verdicts(equal), before=equal)
+        return equal
 
-    def recall(self, intervals: Sequence[Interval]) -> None:
-        """Learn from what was measured of these ranks' devices before, in other worlds.
+    @property
+    def _fitter(self) -> Fitter:
+        return Fitter(
+            self._task.world_size, source=self._source, hits=self._hits, past=self.state.past
+        )
 
-        Sizes that a device has computed count as proven.
-        """
+    @property
+    def fit(self) -> Fit | None:
+        """The newest models, or None before the first interval."""
+        return self._fit
+
+    def recall(self, intervals: Sequence[Interval]) -> bool:
+        """Learn from other worlds; sizes that a device has computed there count as proven."""
+        verdicts = self.state.verdicts
         for interval in intervals:
             self._fitter.add(interval)
-            self._guard.proven = np.maximum(self._guard.proven, interval.sizes).tolist()
+            verdicts.proven = np.maximum(verdicts.proven, interval.sizes).tolist()
+        return True
 
     def propose(self, interval: Interval, *, first_step: int) -> Proposal | None:
         """Fit, judge the plan in force, and search for a better one."""
         del first_step
-        self._fitter.add(interval)
-        fit = self._fitter.fit()
+        state, fitter = self.state, self._fitter
+        fitter.add(interval)
+        fit = fitter.fit()
         if fit is None or not interval.valid.any():
             return None
         left_over = max(interval.step_s - float(interval.busy_s.max()), 0.0)
-        first = np.isnan(self._aggregate_s)
-        self._aggregate_s += 0.0 if first else 0.3 * (left_over - self._aggregate_s)
-        self._aggregate_s = left_over if first else self._aggregate_s
-        self._fit = replace(fit, model=replace(fit.model, aggregate_s=self._aggregate_s))
-        if not self._acts:
-            self._note = "sizes are not changed: the policy only reports"
+        first = np.isnan(state.aggregate_s)
+        state.aggregate_s += 0.0 if first else 0.3 * (left_over - state.aggregate_s)
+        state.aggregate_s = left_over if first else state.aggregate_s
+        fit = replace(fit, model=replace(fit.model, aggregate_s=state.aggregate_s))
+        self._fit = fit
+        if not self.is_adaptive:
+            state.note = "sizes are not changed: the policy only reports"
             return None
-        verdict = self._judge(interval, self._fit)
-        now = tuple(interval.sizes.tolist())
+        verdict = self._judge(interval, fit)
         if verdict is not None:
-            return self._announce(verdict, now)
-        if self._guard.pause > 0:
-            self._guard.pause = max(self._guard.pause - 1, 0)
+            return self._announce(verdict, interval, fit)
+        if state.verdicts.pause > 0:
+            state.verdicts.pause -= 1
             return None
-        return self._announce(self._search(interval, self._fit), now)
+        found = self._search(interval, fit)
+        return None if found is None else self._announce(found, interval, fit)
 
-    def _announce(self, proposal: Proposal | None, now: tuple[int, ...]) -> Proposal | None:
-        if proposal is not None and self._fit is not None:
-            self._before = now
-            self._forecast = Forecast(proposal.sizes, self._fit.model.times(proposal.sizes))
-            self._note, self._lasted = proposal.reason, 0
+    def _announce(self, proposal: Proposal, interval: Interval, fit: Fit) -> Proposal:
+        """Remember what is expected of a proposal, so that it can be judged."""
+        state = self.state
+        state.before = tuple(interval.sizes.tolist())
+        state.forecast = Forecast(proposal.sizes, fit.model.times(proposal.sizes))
+        state.note, state.lasted = proposal.reason, 0
         return proposal
 
     def _judge(self, interval: Interval, fit: Fit) -> Proposal | None:
-        guard, sizes = self._guard, tuple(interval.sizes.tolist())
-        equal_s = fit.model.step_s(guard.equal)
-        if sizes == guard.equal:
-            on_trial = guard.on_trial
-            self._equal_model_s = equal_s
-            if guard.measure_equal(interval) and on_trial is not None:
-                guard.passed(np.array(on_trial[0]))
-                return Proposal(on_trial[0], "equal sizes were no better: the cluster has changed")
+        """Return what undoes the plan in force, or brings one back; None where it may stay."""
+        state, verdicts, sizes = self.state, self.state.verdicts, tuple(interval.sizes.tolist())
+        equal_s = fit.model.step_s(verdicts.equal)
+        if sizes == verdicts.equal:
+            on_trial = verdicts.on_trial
+            state.equal_model_s = equal_s
+            if verdicts.measure_equal(interval) and on_trial is not None:
+                verdicts.passed(np.array(on_trial.sizes))
+                reason = "equal sizes were no better: the cluster has changed"
+                return Proposal(on_trial.sizes, reason)
             return None
         # The controller may have put nearby sizes into force instead of those proposed.
-        is_new = self._forecast is not None and sizes != self._before
-        forecast = self._forecast
+        forecast = state.forecast
+        is_new = forecast is not None and sizes != state.before
         if forecast is None or forecast.sizes != sizes:
             forecast = Forecast(sizes, fit.model.times(sizes))
-        drift = equal_s / self._equal_model_s if self._equal_model_s > 0 else 1.0
-        if guard.is_worse(interval, is_new=is_new, drift=min(drift, 4.0)):
-            guard.undo(interval, forecast)
+        drift = equal_s / state.equal_model_s if state.equal_model_s > 0 else 1.0
+        if verdicts.is_worse(interval, is_new=is_new, drift=min(drift, 4.0)):
+            verdicts.undo(interval, forecast)
             reason = (
-                f"undone: a step took {interval.step_s:.3g} s, but {guard.equal_s:.3g} s with "
+                f"undone: a step took {interval.step_s:.3g} s, but {verdicts.equal_s:.3g} s with "
                 "equal sizes"
             )
-            return Proposal(guard.equal, reason)
-        guard.passed(interval.sizes)
-        self._forecast = None
+            return Proposal(verdicts.equal, reason)
+        verdicts.passed(interval.sizes)
+        state.forecast = None
         return None
 
     def _search(self, interval: Interval, fit: Fit) -> Proposal | None:
-        guard, task = self._guard, self._task
-        equal, now = np.array(guard.equal), interval.sizes
+        """Return the best sizes known if they are worth a change, or a probe."""
+        state, verdicts, task, now = self.state, self.state.verdicts, self._task, interval.sizes
         held = fit.is_poor.copy()
-        held[guard.pinned] = True
+        held[verdicts.pinned] = True
         if held.sum() > len(held) // 2:
-            self._note = "equal sizes: the times of most ranks fit no model"
-            is_equal = tuple(now.tolist()) == guard.equal
-            return None if is_equal else Proposal(guard.equal, self._note)
-        bounds = task.bounds
-        cap = np.minimum(bounds.cap, np.maximum(_GROWTH * np.array(guard.proven), equal))
-        grain = bounds.grain
-        shrunk = np.minimum(now // _SHRINKING, equal) // grain * grain
-        floor = np.maximum(bounds.floor, shrunk)
-        low = np.where(held, equal // grain * grain, floor)
-        high = np.where(held, np.minimum(-(-equal // grain) * grain, bounds.cap), cap)
-        limits = Bounds(np.minimum(low, high), high, grain)
+            state.note = "equal sizes: the times of most ranks fit no model"
+            is_equal = tuple(now.tolist()) == verdicts.equal
+            return None if is_equal else Proposal(verdicts.equal, state.note)
+        limits = self._limits(now, held)
         found = SOLVERS[self._solver](fit.model, task.global_batch_size, limits)
-        if guard.scale < 1.0:
-            found = task.rounded(now + guard.scale * (np.array(found) - now))
+        if verdicts.scale < 1.0:
+            found = task.rounded(now + verdicts.scale * (np.array(found) - now))
         now_s, then_s = fit.model.step_s(now), fit.model.step_s(found)
         slowest = int(np.argmax(fit.model.times(now)))
         error_s = float(fit.stderr(now)[slowest])
         gain = 1.0 - then_s / now_s
         is_clear = now_s - then_s > _SIGMAS * error_s
         lasts = is_clear and gain > _SMALL * self._dead_band
-        self._lasted = self._lasted + 1 if lasts else 0
+        state.lasted = state.lasted + 1 if lasts else 0
         needed = self._dead_band * (_EARLY if fit.num_rows.max() < 2 else 1)
-        if is_clear and (gain > needed or self._lasted >= _PATIENCE):
-            self._probe_after = _PROBE_AFTER
+        if is_clear and (gain > needed or state.lasted >= _PATIENCE):
+            state.probe_after = _PROBE_AFTER
             return Proposal(found, f"{gain:.1%} less predicted", then_s, now_s)
-        self._note = (
+        state.note = (
             f"nothing to win: the best sizes known would save {max(gain, 0.0):.1%}, the dead band "
             f"is {self._dead_band:.0%}"
         )
-        return self._probe(interval, fit, limits)
+        return self._probe(interval, limits)
 
-    def _probe(self, interval: Interval, fit: Fit, limits: Bounds) -> Proposal | None:
+    def _limits(self, now: npt.NDArray[np.int64], held: npt.NDArray[np.bool_]) -> Bounds:
+        """Return the bounds of the next sizes: no rank far from what it has proven.
+
+        Args:
+            now: sizes in force, [world_size].
+            held: ranks that stay at their equal share, rounded to the grain, [world_size].
+        """
+        bounds, equal = self._task.bounds, np.array(self.state.verdicts.equal)
+        grain = bounds.grain
+        cap = np.minimum(
+            bounds.cap, np.maximum(_GROWTH * np.array(self.state.verdicts.proven), equal)
+        )
+        shrunk = np.minimum(now // _SHRINKING, equal) // grain * grain
+        floor = np.maximum(bounds.floor, shrunk)
+        low = np.where(held, equal // grain * grain, floor)
+        high = np.where(held, np.minimum(-(-equal // grain) * grain, bounds.cap), cap)
+        return Bounds(np.minimum(low, high), high, grain)
+
+    def _probe(self, interval: Interval, limits: Bounds) -> Proposal | None:
         """Relieve a rank that stays slowest although its batch is thought not to matter.
 
         The belief may come from a time in which the rank was changing; an eighth less shows. When
         nothing came of it, the next try waits twice as long.
         """
-        busy, now = interval.busy_s, interval.sizes
+        state, busy, now = self.state, interval.busy_s, interval.sizes
         slowest = int(np.argmax(busy))
         others = np.delete(busy, slowest)[np.delete(interval.valid, slowest)]
         is_stuck = len(others) and busy[slowest] > (1 + 2 * self._dead_band) * others.max()
-        self._stuck = self._stuck + 1 if is_stuck else 0
-        if self._stuck < self._probe_after:
+        state.stuck = state.stuck + 1 if is_stuck else 0
+        if state.stuck < state.probe_after:
             return None
         wanted = now.astype(np.float64)
         wanted[slowest] *= 0.875
@@ -203,54 +409,20 @@ class Loft:
         if cap[slowest] >= now[slowest] or not lowered.admits(total):
             return None
         sizes = round_to_lattice(wanted, total, lowered)
-        self._stuck, self._probe_after = 0, min(2 * self._probe_after, 64)
+        state.stuck, state.probe_after = 0, min(2 * state.probe_after, 64)
         return Proposal(sizes, f"rank {slowest} stays slowest: does it depend on its batch?")
 
     def explain(self) -> list[str]:
         """Say what the models are, what they cannot tell, and what the last decision was."""
-        guard = self._guard
-        lines = [f"policy {self.name}: {self._note}"]
+        verdicts = self.state.verdicts
+        lines = [f"policy {self.name}: {self.state.note}"]
         if self._fit is not None:
-            lines += describe_fit(self._fit, acts=self._acts)
-        if guard.num_misses:
-            lines.append(f"{guard.num_misses} plans were worse than equal sizes and undone")
+            lines += describe_fit(self._fit, acts=self.is_adaptive)
+        if verdicts.num_misses:
+            lines.append(f"{verdicts.num_misses} plans were worse than equal sizes and undone")
         lines += [
-            f"rank {rank} is pinned at its equal share of {guard.equal[rank]}: plans that trusted "
-            "its times were worse than equal sizes"
-            for rank in guard.pinned
+            f"rank {rank} is pinned at its equal share of {verdicts.equal[rank]}: plans that "
+            "trusted its times were worse than equal sizes"
+            for rank in verdicts.pinned
         ]
         return lines
-
-    @property
-    def fit(self) -> Fit | None:
-        """The newest models, or None before the first interval."""
-        return self._fit
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return rows, verdicts and the plan under watch, JSON-able."""
-        forecast = self._forecast
-        return {
-            "fitter": self._fitter.state_dict(),
-            "guard": self._guard.state_dict(),
-            "aggregate_s": self._aggregate_s if self._aggregate_s >= 0 else -1.0,
-            "equal_model_s": self._equal_model_s if self._equal_model_s >= 0 else -1.0,
-            "forecast": None if forecast is None else [forecast.sizes, forecast.times.tolist()],
-            "before": self._before,
-            "lasted": [self._lasted, self._stuck, self._probe_after],
-            "note": self._note,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken."""
-        self._fitter.load_state_dict(state["fitter"])
-        self._guard = Guard.from_state_dict(state["guard"])
-        self._aggregate_s, self._equal_model_s = (
-            state[name] if state[name] >= 0 else float("nan")
-            for name in ("aggregate_s", "equal_model_s")
-        )
-        forecast = state["forecast"]
-        if forecast is not None:
-            self._forecast = Forecast(tuple(forecast[0]), np.array(forecast[1]))
-        self._before = tuple(state["before"])
-        self._lasted, self._stuck, self._probe_after = state["lasted"]
-        self._note = str(state["note"])

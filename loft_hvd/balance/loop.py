@@ -10,12 +10,12 @@ from typing import Any
 
 from loft_hvd.balance.archive import Archive
 from loft_hvd.balance.batches import BatchQueue
+from loft_hvd.balance.controller import Decision
 from loft_hvd.balance.exchange import Exchange
 from loft_hvd.balance.explain import describe, fit_record
 from loft_hvd.balance.interval import Head, Interval, RankTimes, Report
 from loft_hvd.balance.options import SETTLE_STEPS, BalancerOptions
 from loft_hvd.balance.plan import Plan
-from loft_hvd.balance.replay import Decision
 from loft_hvd.balance.resume import can_go_on, compare_starts, plans_of
 from loft_hvd.balance.schedule import Schedule
 from loft_hvd.balance.timing import StepTimer
@@ -90,7 +90,7 @@ class PlanLoop:
     def hold(self, ranks: Sequence[int]) -> None:
         """Give ranks that are in quarantine no samples from the next plan on."""
         if self._controller is not None and self._options.is_adaptive:
-            self._controller.holding.hold(ranks)
+            self._controller.quarantine.hold(ranks)
 
     def go_on_from(self, older: PlanLoop) -> None:
         """Take over what outlives a world: what devices took, and what was plugged in."""
@@ -105,7 +105,7 @@ class PlanLoop:
     @property
     def plan(self) -> Plan:
         """The newest plan; of those repeated from an earlier run, the one in force."""
-        newest = self._batches.next_step if self._options.replayed else math.inf
+        newest = self._batches.next_step if self._options.policy.given_plans else math.inf
         return next(plan for plan in reversed(self.history) if plan.first_step <= newest)
 
     @property
@@ -219,7 +219,7 @@ class PlanLoop:
         self._controller.observe(interval)
         plan = self._controller.decide(report.first_free_step(self.num_passes)) or self.plan
         if self._log.path is not None:
-            fit = getattr(self._controller.policy, "fit", None)  # a policy without models has none
+            fit = self._controller.policy.fit
             if fit is not None:
                 self._log.write("fit", ranks=fit_record(fit))
             self._log.write("explain", text=self._controller.explain())

@@ -1,16 +1,37 @@
-"""Plans: how many samples of each global batch every rank computes, and from which step on."""
+"""Plans: how many samples of each global batch every rank computes, and from which step on.
+
+``Plan`` and ``StepSizes`` are what ranks train by. The rest makes sizes that can be a plan: within
+``Bounds``, in proportion to speeds, for a last batch that is smaller, without the ranks that are in
+quarantine, or from the few sizes that a device may have.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 
 import numpy as np
 import numpy.typing as npt
 
-from loft_hvd.errors import PlanError
+from loft_hvd.errors import ArgumentTypeError, PlanError
 
-__all__ = ["Plan", "StepSizes", "equal_sizes", "proportional_sizes", "scale_sizes"]
+__all__ = [
+    "Bounds",
+    "Plan",
+    "QuarantineSizes",
+    "StepSizes",
+    "check_sizes",
+    "choose_used",
+    "equal_sizes",
+    "proportional_sizes",
+    "scale_sizes",
+    "whole_sizes",
+]
+
+Ints = npt.NDArray[np.int64]
+Sizes = tuple[int, ...]  # samples of each rank, [world_size]
 
 _HEADER = 2  # plan_id, first_step
 
@@ -29,7 +50,7 @@ class StepSizes:
 
     plan_id: int
     step: int
-    sizes: tuple[int, ...]
+    sizes: Sizes
     digest: int = field(default=0, compare=False)
 
     @property
@@ -50,7 +71,7 @@ class Plan:
 
     plan_id: int
     first_step: int
-    sizes: tuple[int, ...]
+    sizes: Sizes
 
     def __post_init__(self) -> None:
         if not self.sizes or min(self.sizes) < 0 or sum(self.sizes) == 0:
@@ -71,14 +92,12 @@ class Plan:
         """Samples of all ranks in one step."""
         return sum(self.sizes)
 
-    def to_wire(self) -> npt.NDArray[np.int64]:
+    def to_wire(self) -> Ints:
         """Return the plan as one int64 array, shape [2 + world_size]."""
         return np.array([self.plan_id, self.first_step, *self.sizes], dtype=np.int64)
 
     @classmethod
-    def from_wire(
-        cls, wire: npt.NDArray[np.int64], *, world_size: int, global_batch_size: int
-    ) -> Plan:
+    def from_wire(cls, wire: Ints, *, world_size: int, global_batch_size: int) -> Plan:
         """Read and validate what ``to_wire`` wrote on another rank.
 
         Raises:
@@ -99,7 +118,128 @@ class Plan:
         return plan
 
 
-def equal_sizes(global_batch_size: int, world_size: int) -> tuple[int, ...]:
+def whole_sizes(sizes: Sequence[object], *, what: str = "policy") -> Sizes:
+    """Return the sizes that a user gave as whole numbers.
+
+    Raises:
+        ArgumentTypeError: one is not a whole number.
+        PlanError: one is negative.
+    """
+    whole = []
+    for size in sizes:
+        if not isinstance(size, Integral):
+            raise ArgumentTypeError(
+                f"{what}={list(sizes)}: {size!r} is of type {type(size).__name__}; sizes are "
+                "whole numbers of samples"
+            )
+        whole.append(int(size))
+    if min(whole, default=0) < 0:
+        raise PlanError(f"{what}={whole}: {min(whole)} is negative; sizes are counts >= 0")
+    return tuple(whole)
+
+
+def check_sizes(
+    sizes: Sizes, *, world_size: int, global_batch_size: int, what: str = "policy"
+) -> None:
+    """Raise unless there is one size a rank and they add up.
+
+    Raises:
+        PlanError: says what is wrong.
+    """
+    if len(sizes) == world_size and sum(sizes) == global_batch_size:
+        return
+    is_count = len(sizes) != world_size
+    wrong = f"has {len(sizes)} sizes" if is_count else f"adds up to {sum(sizes)}"
+    limit = f"world_size={world_size}" if is_count else f"global_batch_size={global_batch_size}"
+    raise PlanError(
+        f"{what}={list(sizes)} {wrong}, but {limit}; give one size a rank, adding up to "
+        f"global_batch_size={global_batch_size}"
+    )
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Limits of each rank's batch.
+
+    Attributes:
+        floor: least samples, [world_size], int64.
+        cap: most samples (device memory), [world_size], int64.
+        grain: sizes are multiples of this many samples.
+    """
+
+    floor: Ints
+    cap: Ints
+    grain: int = 1
+
+    @classmethod
+    def of(
+        cls, world_size: int, *, floor: npt.ArrayLike = 1, cap: npt.ArrayLike, grain: int = 1
+    ) -> Bounds:
+        """Make bounds from numbers or one number a rank."""
+        return cls(
+            np.broadcast_to(np.asarray(floor, dtype=np.int64), world_size).copy(),
+            np.broadcast_to(np.asarray(cap, dtype=np.int64), world_size).copy(),
+            grain,
+        )
+
+    def lattice(self, global_batch_size: int) -> tuple[Ints, Ints, int]:
+        """Return floor and cap in grains and the samples that one rank carries beside them.
+
+        Raises:
+            PlanError: no sizes within the bounds add up to ``global_batch_size``.
+        """
+        if self.grain < 1 or len(self.floor) != len(self.cap) or (self.floor > self.cap).any():
+            raise PlanError(
+                f"bounds need grain >= 1 and floor <= cap on every rank, but grain={self.grain}, "
+                f"floor={self.floor.tolist()}, cap={self.cap.tolist()}"
+            )
+        low = -(-self.floor // self.grain)  # rounded up, as the cap is rounded down
+        high = self.cap // self.grain
+        if (low > high).any():
+            rank = int(np.argmax(low > high))
+            raise PlanError(
+                f"rank {rank} may have {self.floor[rank]} to {self.cap[rank]} samples, but none of "
+                f"these is a multiple of grain={self.grain}; lower grain or min_batch, or raise "
+                "max_batch"
+            )
+        grains, rest = divmod(global_batch_size, self.grain)
+        # One rank carries the rest: a rank with a grain to spare, since a rest is less than a
+        # grain, or one whose cap has room above its last whole grain.
+        has_spare = int(high.sum()) > grains or (high * self.grain + rest <= self.cap).any()
+        rest_fits = rest == 0 or bool(has_spare)
+        if int(self.cap.sum()) < global_batch_size or high.sum() < grains or not rest_fits:
+            raise PlanError(self.describe_shortage(global_batch_size))
+        if low.sum() > grains:
+            raise PlanError(
+                f"global_batch_size={global_batch_size} is less than the {int(low.sum())} grains "
+                f"of {self.grain} that floors {self.floor.tolist()} ask for; lower min_batch or "
+                "grain, or raise global_batch_size"
+            )
+        return low, high, rest
+
+    def admits(self, global_batch_size: int) -> bool:
+        """Say whether any sizes within the bounds add up to ``global_batch_size``."""
+        try:
+            self.lattice(global_batch_size)
+        except PlanError:
+            return False
+        return True
+
+    def describe_shortage(self, global_batch_size: int) -> str:
+        """Say how many samples fit, and how many backward passes would do."""
+        room = int((self.cap // self.grain * self.grain).sum())
+        if room < 1:
+            return f"caps {self.cap.tolist()} leave no room for a grain of {self.grain}"
+        passes = -(-global_batch_size // room)
+        return (
+            f"global_batch_size={global_batch_size} does not fit: caps {self.cap.tolist()} with "
+            f"grain={self.grain} hold {room} samples; raise max_batch, or use "
+            f"backward_passes_per_step={passes} with "
+            f"global_batch_size={math.ceil(global_batch_size / passes)}"
+        )
+
+
+def equal_sizes(global_batch_size: int, world_size: int) -> Sizes:
     """Split a global batch as evenly as whole samples allow, the first ranks taking the rest."""
     share, rest = divmod(global_batch_size, world_size)
     return tuple(share + (rank < rest) for rank in range(world_size))
@@ -107,7 +247,7 @@ def equal_sizes(global_batch_size: int, world_size: int) -> tuple[int, ...]:
 
 def proportional_sizes(
     speeds: Sequence[float], global_batch_size: int, *, min_batch: int = 1
-) -> tuple[int, ...]:
+) -> Sizes:
     """Split a global batch in proportion to speeds, by largest remainders, ties to lower ranks.
 
     Args:
@@ -129,7 +269,9 @@ def proportional_sizes(
             f"min_batch={min_batch}: speeds must be >= 0 with a positive sum, and the batch at "
             f"least {floor}"
         )
-    fixed: dict[int, int] = {}  # ranks whose share is below the floor
+    # A rank below the floor is raised to it, which leaves less for the others and may bring more
+    # of them below: each round fixes at least one, so there are at most world_size rounds.
+    fixed: dict[int, int] = {}
     while True:
         rest = global_batch_size - sum(fixed.values())
         open_ranks = [rank for rank in range(len(speeds)) if rank not in fixed]
@@ -146,9 +288,7 @@ def proportional_sizes(
     return tuple(given[rank] for rank in range(len(speeds)))
 
 
-def scale_sizes(
-    sizes: Sequence[int], num_samples: int, *, min_ranks: int = 1
-) -> tuple[int, ...] | None:
+def scale_sizes(sizes: Sequence[int], num_samples: int, *, min_ranks: int = 1) -> Sizes | None:
     """Give ``num_samples``, a last batch smaller than the plan's, out in the plan's proportions.
 
     Largest remainders decide, ties go to the lower rank. When the proportions leave fewer than
@@ -188,3 +328,131 @@ def scale_sizes(
         given[donor] -= 1
         given[taker] += 1
     return tuple(given)
+
+
+@dataclass
+class QuarantineSizes:
+    """Sizes while ranks are in quarantine: none for them, theirs shared out among the others.
+
+    Rank 0 keeps its samples, since its clock is what plans are judged by: its gradients are left
+    out of the aggregation all the same.
+
+    Attributes:
+        before: what sizes go back to in the end; None while nobody is held.
+        ranks: who gets no samples. It is no part of a state: a run that goes on looks anew.
+    """
+
+    before: Sizes | None = None
+    ranks: Sizes = field(init=False, default=())
+
+    @property
+    def is_active(self) -> bool:
+        """Whether a policy has to wait: ranks are held, or have not got their samples back."""
+        return bool(self.ranks) or self.before is not None
+
+    def hold(self, ranks: Sequence[int]) -> None:
+        """Say which ranks get no samples from the next plan on, in place of those before."""
+        self.ranks = tuple(rank for rank in ranks if rank != 0)
+
+    def next_sizes(self, sizes: Sequence[int], bounds: Bounds) -> Sizes | None:
+        """Return the sizes that should come into force next.
+
+        Args:
+            sizes: of the newest plan, [world_size].
+            bounds: of each rank's batch.
+
+        Returns:
+            The sizes; None where there is nothing to change, or the others' caps do not hold what
+            they would have to take.
+        """
+        if not self.ranks:
+            before, self.before = self.before, None
+            return None if before == tuple(sizes) else before
+        before = tuple(sizes) if self.before is None else self.before
+        others = [rank for rank in range(len(before)) if rank not in self.ranks]
+        grains, rest = divmod(sum(before), bounds.grain)
+        speeds = [before[rank] for rank in others]
+        if sum(speeds) == 0 or grains < len(others):
+            return None
+        wanted = [0] * len(before)
+        for rank, share in zip(others, proportional_sizes(speeds, grains), strict=True):
+            wanted[rank] = share * bounds.grain
+        wanted[others[0]] += rest
+        if wanted == list(sizes) or any(wanted[rank] > bounds.cap[rank] for rank in others):
+            return None
+        self.before = before
+        return tuple(wanted)
+
+
+def choose_used(wanted: Sizes, used: Sequence[Sizes], *, max_sizes: int) -> Sizes:
+    """Return the sizes nearest to ``wanted`` that give no rank more than ``max_sizes`` of them.
+
+    On some devices every new batch size costs a recompilation or a round of autotuning. So each
+    rank takes a size it has had, or the one wanted if it has had fewer than ``max_sizes``. Near is
+    the rank with the largest share above what is wanted for it: with the wanted sizes all ranks
+    take about the same time, so that rank would set the step. Where a past plan is as near as
+    anything else, the result may be that plan.
+
+    Args:
+        wanted: samples of each rank, [world_size].
+        used: the plans of the run, the first at least, each [world_size] with the same sum.
+        max_sizes: distinct sizes that a rank may have, >= 1.
+    """
+    options = [set(column) for column in zip(*used, strict=True)]  # one set of sizes a rank
+    for had, size in zip(options, wanted, strict=True):
+        if len(had) < max_sizes:
+            had.add(size)
+    if all(size in had for size, had in zip(wanted, options, strict=True)):
+        return wanted
+    excess = [
+        {size: size / max(want, 1) for size in had}
+        for had, want in zip(options, wanted, strict=True)
+    ]
+
+    def within(limit: float) -> list[list[int]]:
+        return [[size for size, ratio in of_rank.items() if ratio <= limit] for of_rank in excess]
+
+    # Bisect for the least limit at which sizes still add up. With none the past plans do.
+    limits = sorted({ratio for of_rank in excess for ratio in of_rank.values()})
+    low, high = 0, len(limits) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if _sums(within(limits[middle]), sum(wanted))[-1] >> sum(wanted) & 1:
+            high = middle
+        else:
+            low = middle + 1
+    return _pick(within(limits[low]), wanted)
+
+
+def _sums(options: list[list[int]], total: int) -> list[int]:
+    """Return the sums that the first k ranks can have, for each k, as the bits of a number.
+
+    With sizes {2, 3} for rank 0 and {1} for rank 1, and a total of 4::
+
+        no rank:   0b00001   only 0
+        rank 0:    0b01100   2 and 3: the bits before, shifted by 2 and by 3
+        and 1:     0b11000   3 and 4: shifted by 1
+    """
+    mask = (1 << (total + 1)) - 1
+    reached = [1]
+    for sizes in options:
+        bits = 0
+        for size in sizes:
+            bits |= reached[-1] << size
+        reached.append(bits & mask)
+    return reached
+
+
+def _pick(options: list[list[int]], wanted: Sizes) -> Sizes:
+    """Walk back from the sum, each rank taking the option nearest to what is wanted for it."""
+    left = sum(wanted)
+    reached = _sums(options, left)
+    picked = []
+    for rank in reversed(range(len(wanted))):
+        # A size fits if the ranks before this one can reach what it leaves.
+        fitting = [
+            size for size in options[rank] if size <= left and reached[rank] >> (left - size) & 1
+        ]
+        picked.append(min(fitting, key=lambda size: (abs(size - wanted[rank]), size)))
+        left -= picked[-1]
+    return tuple(reversed(picked))

@@ -22,11 +22,11 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from loft_hvd.balance.bounds import Bounds
-from loft_hvd.balance.curves import Curves
+from loft_hvd.balance.latency import Curves
+from loft_hvd.balance.plan import Bounds, Sizes
 from loft_hvd.errors import ArgumentError, PlanError
 
-__all__ = ["SOLVERS", "Bounds", "Model", "equal_within", "exact", "grid", "round_to_lattice"]
+__all__ = ["SOLVERS", "Model", "equal_within", "exact", "grid", "round_to_lattice"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -59,7 +59,7 @@ class Model(Protocol):
         """Return the separable model that touches this one at ``sizes``."""
 
 
-def exact(model: Model, global_batch_size: int, bounds: Bounds) -> tuple[int, ...]:
+def exact(model: Model, global_batch_size: int, bounds: Bounds) -> Sizes:
     """Return the sizes whose slowest rank is fastest, by bisection of the target time.
 
     Args:
@@ -81,7 +81,7 @@ def exact(model: Model, global_batch_size: int, bounds: Bounds) -> tuple[int, ..
     return min(ends, key=lambda found: float(model.times(found).max()))
 
 
-def grid(model: Model, global_batch_size: int, bounds: Bounds) -> tuple[int, ...]:
+def grid(model: Model, global_batch_size: int, bounds: Bounds) -> Sizes:
     """Return sizes by an adaptive coarse-to-fine grid search, then transfers between ranks.
 
     Takes, returns and raises what ``exact`` does.
@@ -90,16 +90,16 @@ def grid(model: Model, global_batch_size: int, bounds: Bounds) -> tuple[int, ...
     return _transfer(model, task.model, task.solve(_refine_grid), bounds)
 
 
-SOLVERS: dict[str, Callable[[Model, int, Bounds], tuple[int, ...]]] = {"grid": grid, "exact": exact}
+SOLVERS: dict[str, Callable[[Model, int, Bounds], Sizes]] = {"grid": grid, "exact": exact}
 
 
-def equal_within(global_batch_size: int, bounds: Bounds) -> tuple[int, ...]:
+def equal_within(global_batch_size: int, bounds: Bounds) -> Sizes:
     """Return sizes as equal as the bounds allow: all alike, but for caps, floors and grain."""
     reach = np.stack([np.zeros(len(bounds.cap)), bounds.cap + 2.0 * bounds.grain], axis=1)
     return exact(Curves(reach, reach), global_batch_size, bounds)
 
 
-def round_to_lattice(wanted: Floats, global_batch_size: int, bounds: Bounds) -> tuple[int, ...]:
+def round_to_lattice(wanted: Floats, global_batch_size: int, bounds: Bounds) -> Sizes:
     """Return the sizes within the bounds that follow ``wanted`` [world_size] most closely.
 
     Raises:
@@ -172,7 +172,7 @@ class _Separable:
             curves = Curves(curves.knot_sizes / grain, curves.knot_times)
         return cls(touching, curves, low, high, total // grain, rest, bounds)
 
-    def solve(self, narrow: _Narrow) -> tuple[int, ...]:
+    def solve(self, narrow: _Narrow) -> Sizes:
         found = _settle(self.curves, self.grains, self.low, self.high, narrow)
         return _carry_rest(self.model.times, found, self.rest, self.bounds)
 
@@ -242,7 +242,7 @@ def _refine_grid(
 
 def _carry_rest(
     times: Callable[[Floats], Floats], grains: Ints, rest: int, bounds: Bounds
-) -> tuple[int, ...]:
+) -> Sizes:
     """Turn grains into samples and let the rank that is then fastest carry the rest."""
     sizes = grains * bounds.grain
     if rest:
@@ -253,9 +253,7 @@ def _carry_rest(
     return tuple(int(size) for size in sizes)
 
 
-def _transfer(
-    model: Model, touching: Model, start: tuple[int, ...], bounds: Bounds
-) -> tuple[int, ...]:
+def _transfer(model: Model, touching: Model, start: Sizes, bounds: Bounds) -> Sizes:
     """Move samples from the slowest rank to one that is faster with them, halving the step.
 
     ``touching``, the model or its tangent, chooses who takes them; ``model`` judges the outcome.

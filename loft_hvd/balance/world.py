@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 
-from loft_hvd.balance.bounds import Bounds
 from loft_hvd.balance.controller import Controller
 from loft_hvd.balance.devices import NO_CAP, Device, own_device, tell_devices
 from loft_hvd.balance.options import SETTLE_STEPS, BalancerOptions, Caps
-from loft_hvd.balance.plan import Plan, equal_sizes
+from loft_hvd.balance.plan import Bounds, Plan, Sizes, equal_sizes
 from loft_hvd.balance.search import equal_within
 from loft_hvd.errors import ArgumentError, PlanError
 from loft_hvd.transport.base import Channel, Transport
@@ -73,9 +72,7 @@ class World:
             PlanError: no sizes within the limits add up to the global batch.
         """
         is_too_small = options.global_batch_size < len(self) * options.min_batch
-        if options.sizes is not None or options.replayed or options.policy == "uniform":
-            return None
-        if options.policy == "report" and is_too_small:
+        if not options.policy.uses_times or (is_too_small and not options.is_adaptive):
             return None
         with self._blaming_caps():
             controller = Controller(
@@ -85,7 +82,6 @@ class World:
                 min_batch=options.min_batch,
                 max_batch=self.caps,
                 grain=self.grain if options.is_adaptive else 1,
-                dead_band=options.dead_band,
                 settle_steps=SETTLE_STEPS,
                 max_sizes=self.max_sizes,
             )
@@ -98,15 +94,10 @@ class World:
         Raises:
             PlanError: the caps leave no room for the global batch, or for the sizes given.
         """
-        if not options.replayed:
-            return [Plan(0, 0, self.first_sizes(options, controller))]
-        for plan in options.replayed:
-            self.check_sizes(plan.sizes, what=f"Replay, step {plan.first_step}")
-        return list(options.replayed)
+        first = Plan(0, 0, self.first_sizes(options, controller))
+        return list(options.policy.given_plans) or [first]
 
-    def first_sizes(
-        self, options: BalancerOptions, controller: Controller | None
-    ) -> tuple[int, ...]:
+    def first_sizes(self, options: BalancerOptions, controller: Controller | None) -> Sizes:
         """Return the sizes of the first plan, [world_size].
 
         Raises:
@@ -114,13 +105,15 @@ class World:
         """
         if controller is not None:
             return controller.plan.sizes
-        total = options.global_batch_size
-        if not any(self.caps):
-            return options.sizes or equal_sizes(total, len(self))
+        given, total = options.policy.given_plans, options.global_batch_size
         with self._blaming_caps():
-            if options.sizes is not None:
-                self.check_sizes(options.sizes, what="policy")
-                return options.sizes
+            for plan in given:
+                what = f"policy {options.policy_text}, step {plan.first_step}"
+                self.check_sizes(plan.sizes, what=what)
+            if given:
+                return given[0].sizes
+            if not any(self.caps):
+                return equal_sizes(total, len(self))
             highest = [total if cap is None else min(cap, total) for cap in self.caps]
             return equal_within(total, Bounds.of(len(self), cap=highest))
 

@@ -14,7 +14,7 @@ from loft_hvd.balance.controller import Controller, Decision
 from loft_hvd.balance.interval import screen
 from loft_hvd.balance.latency import StepModel
 from loft_hvd.balance.loft import Loft
-from loft_hvd.balance.policies import Policy
+from loft_hvd.balance.policy import Policy
 from loft_hvd.balance.search import exact
 from loft_hvd.simulate.build import Draws, build_cluster
 from loft_hvd.simulate.parse import read_scenario

@@ -10,7 +10,7 @@ from numbers import Integral, Real
 import numpy as np
 import numpy.typing as npt
 
-from loft_hvd.balance.controller import POLICIES
+from loft_hvd.balance.policies import POLICIES
 from loft_hvd.errors import ArgumentError
 
 __all__ = ["Event", "Ranks", "Scenario"]

@@ -20,7 +20,7 @@ from loft_hvd.balance.interval import (
     screen,
 )
 from loft_hvd.balance.latency import StepModel
-from loft_hvd.balance.search import Bounds
+from loft_hvd.balance.plan import Bounds
 
 OVERLAPS = {"serial": 0.0, "full": 1.0, "partial": None}
 

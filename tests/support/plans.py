@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from loft_hvd.balance.interval import Interval
 from loft_hvd.balance.plan import Plan, StepSizes
-from loft_hvd.balance.policies import Proposal, Uniform
+from loft_hvd.balance.policy import Policy, Proposal
 
 
 @dataclass
@@ -78,7 +78,7 @@ class FakePlans:
         self.num_left_out += 1
 
 
-class Wandering(Uniform):
+class Wandering(Policy):
     """A policy that moves three samples from one rank to the next at every chance.
 
     Args:

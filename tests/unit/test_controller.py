@@ -10,10 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from loft_hvd.balance.controller import Controller, Replay
-from loft_hvd.balance.few_sizes import choose_used
+from loft_hvd.balance.controller import Controller
 from loft_hvd.balance.interval import COMPUTE, LOCAL, SIZE, STALL
 from loft_hvd.balance.latency import StepModel
+from loft_hvd.balance.plan import choose_used
+from loft_hvd.balance.policies import Replay
 from loft_hvd.errors import ArgumentError, PlanError
 from tests.support.clusters import drive, measure, observe, random_model
 

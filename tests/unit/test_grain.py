@@ -8,7 +8,7 @@ import pytest
 
 from loft_hvd.balance.controller import Controller
 from loft_hvd.balance.interval import COMPUTE, LOCAL, SIZE, Interval
-from loft_hvd.balance.policies import Proposal, Uniform
+from loft_hvd.balance.policy import Policy, Proposal
 from loft_hvd.errors import PlanError
 from tests.support.clusters import observe
 
@@ -61,7 +61,7 @@ def test_plans_are_legal_with_any_grain_and_caps(seed: int) -> None:
     go_through(controller, rng.uniform(1e-3, 6e-3, world_size), seed=seed)
 
 
-class Helpless(Uniform):
+class Helpless(Policy):
     """A policy that finds no legal sizes."""
 
     name = "helpless"

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import loft_hvd as loft
-from loft_hvd.balance.bounds import Bounds
 from loft_hvd.balance.controller import Controller
-from loft_hvd.balance.holding import Holding
+from loft_hvd.balance.plan import Bounds, QuarantineSizes
+from loft_hvd.codec import decode, encode
 from loft_hvd.transport.local import LocalTransport, run_ranks
 from tests.support.clusters import observe
 
@@ -23,9 +23,9 @@ def bounds(cap: int = 64, grain: int = 1) -> Bounds:
 @pytest.mark.parametrize("grain", [1, 4])
 @pytest.mark.parametrize("held", [(1,), (2, 3), (1, 2, 3)])
 def test_held_ranks_get_nothing_and_the_others_all_of_it(held: tuple[int, ...], grain: int) -> None:
-    holding = Holding()
-    holding.hold(held)
-    sizes = holding.next_sizes(SIZES, bounds(grain=grain))
+    quarantine = QuarantineSizes()
+    quarantine.hold(held)
+    sizes = quarantine.next_sizes(SIZES, bounds(grain=grain))
     assert sizes is not None
     assert sum(sizes) == sum(SIZES)
     assert [rank for rank, size in enumerate(sizes) if size == 0] == list(held)
@@ -33,38 +33,38 @@ def test_held_ranks_get_nothing_and_the_others_all_of_it(held: tuple[int, ...], 
 
 
 def test_sizes_go_back_when_nobody_is_held_any_more() -> None:
-    holding = Holding()
-    holding.hold([1])
-    held = holding.next_sizes(SIZES, bounds())
+    quarantine = QuarantineSizes()
+    quarantine.hold([1])
+    held = quarantine.next_sizes(SIZES, bounds())
     assert held is not None
-    assert holding.next_sizes(held, bounds()) is None  # nothing to change
-    holding.hold([])
-    assert holding.is_active
-    assert holding.next_sizes(held, bounds()) == SIZES
-    assert not holding.is_active
+    assert quarantine.next_sizes(held, bounds()) is None  # nothing to change
+    quarantine.hold([])
+    assert quarantine.is_active
+    assert quarantine.next_sizes(held, bounds()) == SIZES
+    assert not quarantine.is_active
 
 
 def test_sizes_stay_where_the_others_cannot_take_more() -> None:
-    holding = Holding()
-    holding.hold([1])
-    assert holding.next_sizes(SIZES, bounds(cap=24)) is None
-    holding.hold([])
-    assert holding.next_sizes(SIZES, bounds(cap=24)) is None
-    assert not holding.is_active
+    quarantine = QuarantineSizes()
+    quarantine.hold([1])
+    assert quarantine.next_sizes(SIZES, bounds(cap=24)) is None
+    quarantine.hold([])
+    assert quarantine.next_sizes(SIZES, bounds(cap=24)) is None
+    assert not quarantine.is_active
 
 
 def test_rank_0_keeps_its_samples() -> None:
-    holding = Holding()
-    holding.hold([0])
-    assert not holding.is_active
+    quarantine = QuarantineSizes()
+    quarantine.hold([0])
+    assert not quarantine.is_active
 
 
 def test_a_run_that_goes_on_gives_samples_back() -> None:
-    holding, later = Holding(), Holding()
-    holding.hold([1])
-    held = holding.next_sizes(SIZES, bounds())
+    quarantine = QuarantineSizes()
+    quarantine.hold([1])
+    held = quarantine.next_sizes(SIZES, bounds())
     assert held is not None
-    later.load_state_dict(holding.state_dict())
+    later = decode(QuarantineSizes, encode(quarantine), what="quarantine")
     assert later.next_sizes(held, bounds()) == SIZES
 
 
@@ -77,9 +77,9 @@ def test_a_controller_plans_by_policy_again_after_a_quarantine() -> None:
     for interval in range(6):
         step = 20 * (interval + 1)
         if interval == 1:
-            controller.holding.hold([3])
+            controller.quarantine.hold([3])
         if interval == 3:
-            controller.holding.hold([])
+            controller.quarantine.hold([])
         rows[:, 0] = controller.plan.sizes
         observe(controller, rows, step=step - 1, step_s=0.1)
         controller.decide(step)

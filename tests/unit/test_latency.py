@@ -8,9 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from loft_hvd.balance.fit import Fitter
+from loft_hvd.balance.fit import Fitter, Past
 from loft_hvd.balance.interval import COLUMNS, COMPUTE, FETCH, Interval
 from loft_hvd.balance.latency import StepModel, queued_samples
+from loft_hvd.codec import decode, encode
 from loft_hvd.errors import ArgumentError
 from tests.support.clusters import OVERLAPS, measure, random_model
 
@@ -139,7 +140,7 @@ def test_a_changed_rank_is_known_after_two_intervals(factor: float) -> None:
     feed(fitter, changed, [[64, 64, 64]] * 2, noise=0.02, seed=1)
     fit = fitter.fit()
     assert fit is not None
-    assert fitter.num_changes[1] >= 1
+    assert fitter.past.num_changes[1] >= 1
     assert fit.model.times([64, 32, 64])[1] == pytest.approx(
         changed.times([64, 32, 64])[1], rel=0.1
     )
@@ -197,7 +198,7 @@ def test_a_state_goes_on_as_the_fit_did() -> None:
     model = random_model(5, 4, None)
     first, second = Fitter(4), Fitter(4)
     feed(first, model, [[64] * 4, [90, 38, 90, 38], [40, 88, 40, 88]], noise=0.03)
-    second.load_state_dict(first.state_dict())
+    second.past = decode(Past, encode(first.past), what="past")
     for fitter in (first, second):
         feed(fitter, model, [[60, 70, 60, 66]] * 3, noise=0.03, seed=1)
     one, two = first.fit(), second.fit()

@@ -7,15 +7,11 @@ import json
 import numpy as np
 import pytest
 
-from loft_hvd.balance.controller import POLICIES, Controller, make_policy
+from loft_hvd.balance.controller import Controller
 from loft_hvd.balance.latency import StepModel
-from loft_hvd.balance.predictors import (
-    PREDICTORS,
-    ExponentialAverage,
-    Last,
-    Narx,
-    Predictor,
-)
+from loft_hvd.balance.lbbsp import PREDICTORS, ExponentialAverage, Narx, Predictor
+from loft_hvd.balance.policies import POLICIES, make_policy
+from loft_hvd.codec import decode, encode
 from loft_hvd.errors import ArgumentError, PlanError
 from tests.support.clusters import drive
 
@@ -46,7 +42,10 @@ def loaded_speeds(seed: int, *, is_informative: bool) -> tuple[np.ndarray, np.nd
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_narx_beats_the_average_where_load_tells(seed: int) -> None:
     speeds, use = loaded_speeds(seed, is_informative=True)
-    narx, plain = errors_of(Narx(4), speeds, use), errors_of(ExponentialAverage(4), speeds, use)
+    narx, plain = (
+        errors_of(Narx.of(4), speeds, use),
+        errors_of(ExponentialAverage.of(4), speeds, use),
+    )
     assert narx <= 0.95 * plain, f"{narx:.4f} against {plain:.4f}"
 
 
@@ -56,7 +55,10 @@ def test_narx_is_never_much_worse_than_the_average(seed: int, kind: str) -> None
     speeds, use = loaded_speeds(seed, is_informative=False)
     if kind == "steady":
         speeds = 1000 * np.random.default_rng(seed).normal(1, 0.05, speeds.shape)
-    narx, plain = errors_of(Narx(4), speeds, use), errors_of(ExponentialAverage(4), speeds, use)
+    narx, plain = (
+        errors_of(Narx.of(4), speeds, use),
+        errors_of(ExponentialAverage.of(4), speeds, use),
+    )
     assert narx <= 1.05 * plain, f"{narx:.4f} against {plain:.4f}"
 
 
@@ -68,14 +70,15 @@ def test_a_resumed_predictor_predicts_the_same(kind: str, stop: int) -> None:
     for row in range(110):
         valid = np.arange(speeds.shape[1]) != row % 7
         if row == stop:
-            second.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
+            state = json.loads(json.dumps(encode(first), allow_nan=False))
+            second = decode(type(first), state, what=kind)
         whole.observe(speeds[row], use[row], valid)
         (first if row < stop else second).observe(speeds[row], use[row], valid)
     np.testing.assert_array_equal(second.predict(), whole.predict())
 
 
 def test_last_predicts_the_last_speed() -> None:
-    predictor = Last(2)
+    predictor = PREDICTORS["last"](2)
     for speed in ([1.0, 2.0], [3.0, 5.0]):
         predictor.observe(np.array(speed), np.zeros((2, 2)), np.ones(2, bool))
     assert predictor.predict().tolist() == [3.0, 5.0]

@@ -8,10 +8,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from loft_hvd.balance.curves import Curves
-from loft_hvd.balance.latency import StepModel
-from loft_hvd.balance.plan import equal_sizes
-from loft_hvd.balance.search import SOLVERS, Bounds, equal_within, exact, round_to_lattice
+from loft_hvd.balance.latency import Curves, StepModel
+from loft_hvd.balance.plan import Bounds, equal_sizes
+from loft_hvd.balance.search import SOLVERS, equal_within, exact, round_to_lattice
 from loft_hvd.errors import ArgumentError, PlanError
 from tests.support.clusters import OVERLAPS, least_step_s, random_model
 

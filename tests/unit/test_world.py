@@ -13,6 +13,7 @@ from loft_hvd.balance.devices import Device
 from loft_hvd.balance.interval import COLUMNS, COMPUTE, LOCAL, SIZE, screen
 from loft_hvd.balance.options import BalancerOptions
 from loft_hvd.balance.plan import StepSizes
+from loft_hvd.balance.policies import make_policy
 from loft_hvd.balance.world import World, meet
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, PlanError
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
@@ -32,7 +33,10 @@ def options(total: int = 256, world_size: int = 3, **given: Any) -> BalancerOpti
         "interval": 5,
         "dead_band": 0.03,
     }
-    return BalancerOptions(total, world_size, **(defaults | given))
+    arguments = defaults | given
+    return BalancerOptions(
+        total, world_size, **(arguments | {"policy": make_policy(arguments["policy"])})
+    )
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,12 @@ import torch
 
 import loft_hvd as loft
 from loft_hvd.balance.interval import Interval
-from loft_hvd.balance.policies import Proposal, Uniform
+from loft_hvd.balance.policy import Policy, Proposal
 
 GLOBAL_BATCH, INTERVAL, NUM_STEPS = 12, 5, 10  # a plan is due at the end of step 10
 
 
-class Slow(Uniform):
+class Slow(Policy):
     """Thinks long and changes nothing."""
 
     name = "slow"

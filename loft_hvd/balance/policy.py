@@ -1,0 +1,130 @@
+"""What a policy is: it is shown intervals and proposes sizes; the controller numbers its plans."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from loft_hvd.balance.fit import Fit
+from loft_hvd.balance.interval import Interval
+from loft_hvd.balance.plan import Bounds, Plan, Sizes
+from loft_hvd.balance.search import equal_within, round_to_lattice
+from loft_hvd.codec import decode, encode
+
+__all__ = ["Policy", "Proposal", "Task"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What must be divided.
+
+    Attributes:
+        global_batch_size: samples of all ranks in one backward pass.
+        bounds: each rank's limits.
+    """
+
+    global_batch_size: int
+    bounds: Bounds
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.bounds.floor)
+
+    def equal(self) -> Sizes:
+        """Return sizes as equal as the bounds allow."""
+        return equal_within(self.global_batch_size, self.bounds)
+
+    def rounded(self, wanted: npt.NDArray[np.float64]) -> Sizes:
+        """Return legal sizes near ``wanted`` [world_size]."""
+        return round_to_lattice(wanted, self.global_batch_size, self.bounds)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Sizes that a policy wants from the next plan on.
+
+    Attributes:
+        sizes: samples of each rank, [world_size].
+        reason: why, in plain words.
+        predicted_s: seconds of a step with them; NaN when the policy does not predict.
+        instead_of_s: predicted seconds of a step without the change; NaN likewise.
+    """
+
+    sizes: Sizes
+    reason: str
+    predicted_s: float = float("nan")
+    instead_of_s: float = float("nan")
+
+
+@dataclass
+class _Nothing:
+    """The state of a policy that learns nothing."""
+
+
+class Policy(ABC):
+    """Decides sizes for one task at a time.
+
+    A subclass gives a name and ``propose``, and overrides what else is not so for it.
+
+    Attributes:
+        name: what explanations, run logs and saved states call it.
+        uses_times: whether it looks at times; one that does not needs no controller to train by.
+        is_adaptive: whether it makes new plans while training runs.
+        state: what it has learnt, a dataclass that ``loft_hvd.codec`` can write.
+    """
+
+    name: str
+    uses_times: bool = True
+    is_adaptive: bool = True
+    state: Any = _Nothing()
+
+    @property
+    def text(self) -> str:
+        """How a user would ask for it."""
+        return self.name
+
+    @property
+    def given_plans(self) -> tuple[Plan, ...]:
+        """The plans that are known before training: a user's sizes, or an earlier run's plans."""
+        return ()
+
+    @property
+    def fit(self) -> Fit | None:
+        """The newest models of the ranks' times; None without any."""
+        return None
+
+    def start(self, task: Task) -> Sizes:
+        """Begin a run; returns its first sizes, as equal as the bounds allow."""
+        return task.equal()
+
+    @abstractmethod
+    def propose(self, interval: Interval, *, first_step: int) -> Proposal | None:
+        """Take in an interval and return new sizes, or None to keep those in force.
+
+        Args:
+            interval: what the ranks reported, under the sizes in force.
+            first_step: the step from which new sizes would hold.
+        """
+
+    def recall(self, intervals: Sequence[Interval]) -> bool:
+        """Learn from what these ranks' devices did in other worlds; returns whether it can."""
+        del intervals
+        return False
+
+    def explain(self) -> list[str]:
+        """Say what the policy knows, a sentence a line."""
+        return [f"policy {self.name}: sizes stay as they are"]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was learnt, JSON-able."""
+        return encode(self.state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where ``state_dict`` was taken."""
+        self.state = decode(type(self.state), state, what=f"policy {self.name}")

@@ -1,0 +1,365 @@
+"""The terms of one part of a rank's time (its fetch, or its compute), for every rank at once.
+
+``fit_times`` is one fit: non-negative least squares on relative residuals (noise on a time grows
+with the time). Huber's weights keep rows that stand alone from bending it, and a weak pull towards
+prior coefficients decides what the data leave open.
+
+``TermFitter`` is the fits of a run. A fit looks at recent rows only. What older rows taught about
+the *shape* of the time (how much of it is fixed, how much comes with each sample) is kept as an
+anchor, taken whenever the sizes varied enough to show it; the recent rows set the level. Before any
+such evidence the anchor is "all of it comes with the samples". Two rows in a row that leave the
+prediction on the same side, at an unchanged size, mean that the rank has changed: older rows are
+dropped, and the shape is trusted while the level follows, until no row has been a surprise for a
+while.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["LinearFit", "TermFitter", "fit_times", "solve_nonnegative"]
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+_HUBER = 2.5  # standard deviations from both neighbours beyond which a row counts less
+_ROUNDS = 3
+_LEAST_NOISE = 0.002
+_GUESSED_NOISE = 0.02  # before any rank has three rows
+_TINY_S = 1e-7
+_ALIKE = 0.05  # sizes that differ by at most this share count as one size
+
+_FORGETTING, _FRESH_FORGETTING = 0.95, 0.5  # a rank that changes may go on changing
+_FRESH = 8  # rows after a change
+# What a term of the anchor may be wrong by, as a share of the time: [seen no evidence, seen some]
+_SPREAD, _FRESH_SPREAD = (0.5, 0.2), (0.2, 0.05)
+_SHOWS_SHAPE = 0.05  # relative standard deviation of the sizes
+_CHANGE_SIGMAS, _LEAST_CHANGE = 3.0, 0.04
+_OBVIOUS = 0.22  # log ratio at which the step's slowest rank has changed without a second row
+
+
+@dataclass(frozen=True)
+class LinearFit:
+    """Coefficients of every rank.
+
+    Attributes:
+        coefficients: seconds for one of each feature, [world_size, num_features], >= 0.
+        covariance: of the coefficients, [world_size, num_features, num_features].
+        noise: relative scatter of the times about the fit, [world_size].
+        loss: weighted sum of squared relative residuals, [world_size].
+        num_rows: rows the fit could use, [world_size].
+    """
+
+    coefficients: Floats
+    covariance: Floats
+    noise: Floats
+    loss: Floats
+    num_rows: Ints
+
+    def predict(self, features: Floats) -> Floats:
+        """Return seconds for features [..., world_size, num_features]."""
+        seconds: Floats = (features * self.coefficients).sum(axis=-1)
+        return seconds
+
+    def stderr(self, features: Floats) -> Floats:
+        """Return the standard error of ``predict`` for features [world_size, num_features]."""
+        variance = np.einsum("ni,nij,nj->n", features, self.covariance, features)
+        error: Floats = np.sqrt(np.maximum(variance, 0.0))
+        return error
+
+
+def solve_nonnegative(gram: Floats, moment: Floats) -> Floats:
+    """Minimise ``c' gram c / 2 - moment' c`` over c >= 0 for every rank, by trying all supports.
+
+    Args:
+        gram: positive definite, [world_size, k, k].
+        moment: [world_size, k].
+
+    Returns:
+        c, [world_size, k].
+    """
+    k = moment.shape[1]  # at most 4, so at most 15 supports
+    best, least = np.zeros_like(moment), np.zeros(len(moment))
+    used = np.abs(moment).max(axis=0, initial=0.0) > 0
+    for size in range(k, 0, -1):
+        for support in itertools.combinations(np.flatnonzero(used), size):
+            chosen = np.array(support)
+            # Indexing by a column and a row of the support cuts its block out of each rank's gram:
+            # [world_size, size, size] x [world_size, size, 1].
+            part = np.linalg.solve(gram[:, chosen[:, None], chosen], moment[:, chosen, None])
+            value = -0.5 * (part[..., 0] * moment[:, chosen]).sum(axis=1)
+            better = (part[..., 0] >= 0).all(axis=1) & (value < least)
+            if better.any():
+                full = np.zeros_like(moment)
+                full[:, chosen] = part[..., 0]
+                best = np.where(better[:, None], full, best)
+                least = np.where(better, value, least)
+        if (best[:, used] > 0).all():
+            break  # the free optimum is inside everywhere
+    return best
+
+
+def fit_times(
+    features: Floats,
+    seconds: Floats,
+    *,
+    sizes: Floats,
+    weights: Floats,
+    prior: Floats,
+    prior_spread: Floats,
+) -> LinearFit:
+    """Fit ``seconds = features @ coefficients`` for every rank.
+
+    Args:
+        features: >= 0, [num_rows, world_size, k].
+        seconds: measured, [num_rows, world_size].
+        sizes: samples of the batch, [num_rows, world_size]; only rows of like size can show that
+            one of them stands alone.
+        weights: how much each measurement counts, 0 to leave it out, [num_rows, world_size].
+        prior: coefficients to stay near where the data say little, [world_size, k].
+        prior_spread: standard deviation of what each prior term adds, as a share of the time,
+            [world_size].
+
+    Returns:
+        The fit; ranks without a row get the prior.
+    """
+    scale = np.maximum(seconds, _TINY_S)
+    relative = features / scale[..., None]
+    total = np.maximum(weights.sum(axis=0), 1e-12)
+    # What one unit of a coefficient is worth in relative time: the metric of the prior.
+    metric = np.square(np.einsum("wn,wnk->nk", weights, relative) / total[:, None])
+    metric = np.maximum(metric, 1e-18)
+    noise = np.full(len(total), _GUESSED_NOISE)
+    trust = weights
+    neighbours = _neighbours(weights > 0)
+    coefficients, residuals, gram = prior, np.zeros_like(seconds), np.zeros(0)
+    for _ in range(_ROUNDS):
+        # A ridge towards the prior: as a Bayesian would weigh a prior of that spread against rows
+        # of that noise. [world_size, k]
+        pull = np.square(noise / prior_spread)[:, None] * metric
+        weighted = trust[..., None] * relative
+        gram = np.einsum("wni,wnj->nij", weighted, relative)
+        gram[:, np.arange(prior.shape[1]), np.arange(prior.shape[1])] += pull
+        moment = weighted.sum(axis=0) + pull * prior
+        coefficients = solve_nonnegative(gram, moment)
+        residuals = np.where(weights > 0, 1.0 - (relative * coefficients).sum(axis=-1), 0.0)
+        noise, alone = _scatter(residuals, sizes, weights, neighbours)
+        trust = weights * np.minimum(1.0, _HUBER * noise / np.maximum(alone, 1e-12))
+    return LinearFit(
+        coefficients=coefficients,
+        covariance=np.square(noise)[:, None, None] * np.linalg.inv(gram),
+        noise=noise,
+        loss=(trust * np.square(residuals)).sum(axis=0),
+        num_rows=(weights > 0).sum(axis=0),
+    )
+
+
+def _neighbours(counts: Bools) -> tuple[Ints, Ints]:
+    """Return the last counting row before each row and the first after it; -1 for none.
+
+    For one rank, with rows 0 and 3 that do not count::
+
+        counts   0  1  1  0  1
+        upto    -1  1  2  2  4     the last counting row, this one included
+        before  -1 -1  1  2  2     so for each row the one above
+        after    1  2  4  4 -1     the same from the other end
+    """
+    row = np.arange(len(counts))[:, None]
+    upto = np.maximum.accumulate(np.where(counts, row, -1), axis=0)
+    beyond = np.minimum.accumulate(np.where(counts, row, len(counts))[::-1], axis=0)[::-1]
+    edge = np.full((1, counts.shape[1]), -1)
+    before = np.concatenate([edge, upto[:-1]])
+    after = np.concatenate([beyond[1:], edge])
+    return before, np.where(after == len(counts), -1, after)
+
+
+def _scatter(
+    residuals: Floats, sizes: Floats, weights: Floats, neighbours: tuple[Ints, Ints]
+) -> tuple[Floats, Floats]:
+    """Return the noise of each rank [world_size], and how far each row stands alone.
+
+    Both come from differences between neighbouring rows, so that a drift is not taken for noise
+    and the first rows after a change are not taken for outliers.
+    """
+    gaps = []  # to the row before and to the row after, each [num_rows, world_size]
+    for neighbour in neighbours:
+        index = np.maximum(neighbour, 0)
+        other = np.take_along_axis(residuals, index, axis=0)
+        is_alike = np.abs(np.take_along_axis(sizes, index, axis=0) - sizes) <= _ALIKE * sizes
+        known = (neighbour >= 0) & (weights > 0) & is_alike
+        gaps.append(np.where(known, np.abs(residuals - other), np.nan))
+    alone = np.fmin(*gaps)
+    alone = np.where(np.isnan(alone), 0.0, alone)
+    before = gaps[0]
+    # The weighted median of the gaps: the first at which the running weight reaches half.
+    order = np.argsort(before, axis=0)  # NaN last
+    ordered = np.take_along_axis(before, order, axis=0)
+    mass = np.where(np.isnan(before), 0.0, weights)
+    reached = np.cumsum(np.take_along_axis(mass, order, axis=0), axis=0)
+    middle = np.minimum((reached < 0.5 * reached[-1]).sum(axis=0), len(before) - 1)
+    num_gaps = (mass > 0).sum(axis=0)
+    median = np.where(num_gaps > 0, ordered[middle, np.arange(before.shape[1])], 0.0)
+    # 1.4826 median absolute deviations are a standard deviation of normal noise; a difference of
+    # two rows has twice the variance of one.
+    own = np.square(1.4826 * median) / 2.0
+    told = num_gaps >= 2
+    common = float(np.median(own[told])) if told.any() else _GUESSED_NOISE**2
+    noise = np.sqrt((num_gaps * own + 2.0 * common) / (num_gaps + 2.0))  # two gaps' worth of others
+    return np.maximum(noise, _LEAST_NOISE), alone
+
+
+@dataclass
+class TermFitter:
+    """Fits one part for all ranks and watches for changes.
+
+    Attributes:
+        since: first row that counts, [world_size].
+        streak: log ratio of the last row to what was expected, 0 unless surprising, [world_size].
+        missteps: surprises in a row at a new size, [world_size].
+        last_size: of each rank, samples, [world_size].
+        anchor: terms as last shown by the sizes, NaN before, [world_size, num_terms].
+        noise: slow average of the relative noise, not disturbed by a change, [world_size].
+        fitted: the newest fit, or None.
+    """
+
+    since: Ints
+    streak: Floats
+    missteps: Ints
+    last_size: Floats
+    anchor: Floats
+    noise: Floats
+    fitted: LinearFit | None = None
+
+    @classmethod
+    def of(cls, world_size: int, num_terms: int) -> TermFitter:
+        """Return one that knows nothing of ``num_terms`` features."""
+        return cls(
+            since=np.zeros(world_size, np.int64),
+            streak=np.zeros(world_size),
+            missteps=np.zeros(world_size, np.int64),
+            last_size=np.zeros(world_size),
+            anchor=np.full((world_size, num_terms), np.nan),
+            noise=np.full(world_size, np.nan),
+        )
+
+    def watch(
+        self,
+        features: Floats,
+        seconds: Floats,
+        *,
+        sizes: Floats,
+        valid: Bools,
+        is_slowest: Bools,
+        row: int,
+    ) -> Bools:
+        """Compare a new row with what was expected of it; returns the ranks that have changed.
+
+        Args:
+            features: of the row, [world_size, num_terms].
+            seconds: measured, [world_size].
+            sizes: samples, [world_size].
+            valid: ranks with a measurement, [world_size].
+            is_slowest: ranks that held the step up, [world_size].
+            row: number of the row.
+        """
+        changed = np.zeros(len(seconds), bool)
+        if self.fitted is not None:
+            fitted = self.fitted
+            expected = np.maximum(fitted.predict(features), 1e-9)
+            ratio = np.log(np.maximum(seconds, 1e-9) / expected)
+            noise = np.fmin(self.noise, fitted.noise)
+            error = fitted.stderr(features) / expected * noise / fitted.noise
+            limit = np.maximum(_CHANGE_SIGMAS * np.hypot(noise, error), _LEAST_CHANGE)
+            is_same_size = np.abs(sizes - self.last_size) <= _ALIKE * sizes
+            counts = valid & (seconds > 1e-6)
+            surprise = np.where(counts & (np.abs(ratio) > limit), ratio, 0.0)
+            is_fresh = self.is_fresh(row)
+            twice = (surprise * self.streak > 0) & is_same_size
+            # A step to another size that keeps missing says that the shape is wrong, not the level.
+            missed = np.where(surprise != 0, self.missteps + 1, 0)
+            self.missteps = np.where(counts & ~is_same_size, missed, self.missteps)
+            at_once = (surprise > _OBVIOUS) & is_slowest & is_same_size
+            at_once |= is_fresh & (surprise != 0) & (is_same_size | (self.missteps < 2))
+            at_once &= ~twice
+            self.since = np.where(twice, row - 1, np.where(at_once, row, self.since))
+            changed = twice | at_once
+            watched = counts & is_same_size
+            self.streak = np.where(watched, np.where(changed, 0.0, surprise), self.streak)
+        self.last_size = np.where(valid, sizes, self.last_size)
+        return changed
+
+    def is_fresh(self, rows: int) -> Bools:
+        """Return the ranks that changed within the last rows; ``rows`` were added so far."""
+        fresh: Bools = (self.since > 0) & (rows - self.since <= _FRESH)
+        return fresh
+
+    def weights(self, valid: Bools, rows: int) -> Floats:
+        """Return how much each row counts, [num_rows, world_size], as ``valid``.
+
+        Args:
+            valid: rows with a measurement.
+            rows: number of rows added so far; the last of ``valid`` is the newest.
+        """
+        index = np.arange(rows - len(valid), rows)[:, None]
+        fade = np.where(self.is_fresh(rows), _FRESH_FORGETTING, _FORGETTING)
+        weights: Floats = np.where(valid & (index >= self.since), fade ** (rows - 1 - index), 0.0)
+        return weights
+
+    def forget_shape(self, ranks: Bools) -> None:
+        """Drop the anchor of ranks whose form has changed."""
+        self.anchor[ranks] = np.nan
+
+    def fit(
+        self,
+        features: Floats,
+        seconds: Floats,
+        *,
+        sizes: Floats,
+        weights: Floats,
+        start: Floats,
+        rows: int,
+    ) -> LinearFit:
+        """Fit the terms of every rank.
+
+        Args:
+            features: [num_rows, world_size, num_terms].
+            seconds: [num_rows, world_size].
+            sizes: samples, [num_rows, world_size].
+            weights: as from ``weights``.
+            start: anchor of ranks without evidence, [world_size, num_terms].
+            rows: number of rows added so far.
+        """
+        has_shape = ~np.isnan(self.anchor[:, 0])
+        anchor = np.where(has_shape[:, None], self.anchor, start)
+        total = np.maximum(weights.sum(axis=0), 1e-12)
+        # The recent rows set the level: the anchor's terms, all multiplied alike.
+        level = (weights * seconds).sum(axis=0)
+        expected = (weights * (features * anchor).sum(axis=-1)).sum(axis=0)
+        anchor = anchor * np.where(expected > 0, level / np.maximum(expected, 1e-12), 1.0)[:, None]
+        spread = np.where(has_shape, _SPREAD[1], _SPREAD[0])
+        fresh = np.where(has_shape, _FRESH_SPREAD[1], _FRESH_SPREAD[0])
+        is_doubted = self.missteps >= 2
+        spread, fresh = (np.where(is_doubted, _SPREAD[0], known) for known in (spread, fresh))
+        fitted = fit_times(
+            features,
+            seconds,
+            sizes=sizes,
+            weights=weights,
+            prior=anchor,
+            prior_spread=np.where(self.is_fresh(rows), fresh, spread),
+        )
+        slow = self.noise + 0.1 * (np.fmin(fitted.noise, 0.2) - self.noise)
+        self.noise = np.where(np.isnan(slow), fitted.noise, slow)
+        mean = (weights * sizes).sum(axis=0) / total
+        variance = (weights * np.square(sizes - mean)).sum(axis=0) / total
+        shows = (np.sqrt(variance) > _SHOWS_SHAPE * mean) & (fitted.num_rows >= 3)
+        # While a rank is changing, a drift of its level can look like a shape.
+        shows &= ~self.is_fresh(rows) | is_doubted
+        self.anchor = np.where(shows[:, None], fitted.coefficients, self.anchor)
+        self.fitted = fitted
+        return fitted
