@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from loft_hvd.data.loader import DataLoader
-from loft_hvd.data.placement import Placement
-from loft_hvd.data.plan_source import PlanSource
-from loft_hvd.data.sampler import BatchSampler
-from loft_hvd.data.sources import Source
+from loft_hvd.data.placement import Placement, Source
+from loft_hvd.data.sampler import BatchSampler, PlanSource
 
 __all__ = ["BatchSampler", "DataLoader", "Placement", "PlanSource", "Source"]

@@ -11,12 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from loft_hvd.balance.plan import Plan, StepSizes, scale_sizes
-from loft_hvd.data.assign import Assignment, assign
-from loft_hvd.data.homes import Homes, Ints
+from loft_hvd.data.assign import Assignment, Homes, Ints, assign
 from loft_hvd.data.placement import Placement
 from loft_hvd.errors import DataError
 
 __all__ = ["Draw", "EpochSettings", "PlanView", "count_steps", "draw_epoch", "epoch_order"]
+
+_GOLDEN = 0.618033988749895  # the golden ratio less 1: its multiples fill [0, 1) most evenly
 
 
 class PlanView(Protocol):
@@ -139,8 +140,9 @@ def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool = True
     if not shuffle:
         return np.arange(num_samples)
     words = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(num_samples)
+    # Six samples, the largest is 5: low = 0b111, and the word ..10110 of sample 2 becomes ..10010.
     low = np.uint64((1 << max(num_samples - 1, 0).bit_length()) - 1)
-    keys = np.sort((words & ~low) | np.arange(num_samples, dtype=np.uint64))
+    keys = np.sort((words & ~low) | np.arange(num_samples, dtype=np.uint64))  # [num_samples]
     order: Ints = (keys & low).astype(np.int64)
     return order
 
@@ -150,14 +152,19 @@ def spread(order: Ints, groups: npt.NDArray[np.int32]) -> Ints:
 
     The k-th of a group's m samples moves to the place ``(k + offset) / m`` of the epoch; offsets
     step by the golden ratio so that groups do not arrive in lockstep. Within a group the order
-    stays random.
+    stays random. Four samples of group 0 and two of group 1, with offsets 0.5 and 0.118::
+
+        group 0     0.125  0.375  0.625  0.875
+        group 1     0.059  0.559
+        result      1  0  0  1  0  0
     """
-    by_group = np.argsort(groups[order], kind="stable")
-    sizes = np.bincount(groups)
-    group = groups[order[by_group]]
-    start = np.cumsum(sizes) - sizes
-    place = np.arange(len(order)) - start[group] + (0.5 + 0.618033988749895 * group) % 1.0
-    spread_order: Ints = order[by_group[np.argsort(place / sizes[group], kind="stable")]]
+    by_group = np.argsort(groups[order], kind="stable")  # [num_samples], places in ``order``
+    sizes = np.bincount(groups)  # [num_groups]
+    group = groups[order[by_group]]  # [num_samples], ascending
+    start = np.cumsum(sizes) - sizes  # [num_groups]
+    offset = (0.5 + _GOLDEN * group) % 1.0
+    place = (np.arange(len(order)) - start[group] + offset) / sizes[group]  # in [0, 1)
+    spread_order: Ints = order[by_group[np.argsort(place, kind="stable")]]
     return spread_order
 
 
@@ -191,7 +198,7 @@ def draw_epoch(
         batch = order[begin : begin + view.global_batch_size]
         sizes = scale_sizes(plan.sizes, len(batch), min_ranks=view.min_ranks)
         assert sizes is not None  # count_steps left smaller batches out
-        digest = zlib.crc32(batch.tobytes())
+        digest = zlib.crc32(batch.tobytes())  # ranks compare it: they drew the same samples
         step_sizes = StepSizes(plan.plan_id, first_step + i, sizes, digest)
         assignment = assign(batch, np.array(sizes, np.int64), homes)
         yield Draw(step_sizes, batch, assignment, begin + len(batch))

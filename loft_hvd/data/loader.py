@@ -1,33 +1,117 @@
-"""``DataLoader``: torch's loader, with the batch size of each step and rank chosen by the plan."""
+"""``DataLoader``: torch's loader, with the batch size of each step and rank chosen by the plan.
+
+What travels between the loader and its processes: requests out, timed batches back. At the end,
+how these processes are started, so that they really start.
+"""
 
 from __future__ import annotations
 
+import functools
+import logging
+import multiprocessing
+import os
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from multiprocessing import context, popen_fork, process
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from loft_hvd.balance.plan import Plan, StepSizes, equal_sizes
 from loft_hvd.data.draws import Draw, EpochSettings, PlanView
-from loft_hvd.data.fetch import FetchingDataset, Request, TimedCollate, WorkerInit
-from loft_hvd.data.forks import sure_fork
 from loft_hvd.data.placement import Placement, check_placement
-from loft_hvd.data.plan_source import PlanSource, check_balancer
-from loft_hvd.data.sampler import GlobalBatches, check_length
+from loft_hvd.data.sampler import GlobalBatches, PlanSource, check_balancer, check_length
 from loft_hvd.errors import ArgumentTypeError, DataError
 
-__all__ = ["DataLoader"]
+__all__ = ["DataLoader", "FetchingDataset", "Request", "TimedCollate", "WorkerInit", "sure_fork"]
 
+_logger = logging.getLogger(__name__)
 _INSTEAD = {
     "batch_size": "leave it away: the balancer gives each rank its share of global_batch_size",
     "sampler": "leave it away: seed= and set_epoch choose the order, placement= the owners",
     "batch_sampler": "leave it away, or give torch's own loader a loft.BatchSampler",
 }
-NO_PLAN = -1  # plan_id of evaluation batches
+START_LIMIT_S = 10.0  # a child takes milliseconds, on a crowded machine a second
+_TRIES = 4  # 1 fork in 600 is stuck, measured by a script that forks beside Horovod
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One batch to fetch.
+
+    Attributes:
+        step: step of the batch, to match it with its draw when it arrives.
+        indices: samples of this rank.
+    """
+
+    step: int
+    indices: list[int]
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """Samples on their way from the data set to the collate function."""
+
+    step: int
+    started_s: float
+    samples: Any
+    cached: int  # samples that the data set's own cache had
+
+
+class FetchingDataset(Dataset[Any]):
+    """The user's data set, asked for whole batches and on the clock."""
+
+    def __init__(self, dataset: Dataset[Any], clock: Clock = time.monotonic) -> None:
+        self.dataset = dataset
+        self.clock = clock
+
+    def __getitems__(self, request: Request) -> Fetched:
+        """Fetch a batch the way torch's own loader would."""
+        started_s = self.clock()
+        hits = getattr(self.dataset, "cache_hits", 0)
+        get_items = getattr(self.dataset, "__getitems__", None)
+        samples = (
+            get_items(request.indices)
+            if get_items
+            else [self.dataset[index] for index in request.indices]
+        )
+        cached = getattr(self.dataset, "cache_hits", 0) - hits
+        return Fetched(request.step, started_s, samples, cached)
+
+
+class TimedCollate:
+    """The user's collate function; adds step, seconds since the fetch began, and cache hits."""
+
+    def __init__(self, collate: Callable[[Any], Any], clock: Clock = time.monotonic) -> None:
+        self.collate = collate
+        self.clock = clock
+
+    def __call__(self, fetched: Fetched) -> tuple[Any, int, float, int]:
+        batch = self.collate(fetched.samples)
+        # A plain tuple, so that torch pins the batch inside it as it would pin the batch alone.
+        return batch, fetched.step, self.clock() - fetched.started_s, fetched.cached
+
+
+class WorkerInit:
+    """Shows a loader process the user's own data set, then runs the user's function there."""
+
+    def __init__(self, user_init: Callable[[int], None] | None) -> None:
+        self.user_init = user_init
+
+    def __call__(self, worker_id: int) -> None:
+        info = get_worker_info()
+        if info is not None and isinstance(info.dataset, FetchingDataset):
+            # torch freezes this record; users read and change ``get_worker_info().dataset``.
+            object.__setattr__(info, "dataset", info.dataset.dataset)
+        if self.user_init is not None:
+            self.user_init(worker_id)
 
 
 class EvaluationView:
@@ -245,8 +329,8 @@ class DataLoader:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next iteration go on where ``state`` was taken, with any number of ranks."""
-        self._next_step = self._batches.load_state_dict(state)
-        self._position = int(state["position"])
+        loaded = self._batches.load_state_dict(state)
+        self._next_step, self._position = loaded.step, loaded.position
         if self._train:
             self._balancer.clear_pending()
 
@@ -288,3 +372,69 @@ class _Feed:
             drawn.append(draw)
             indices = draw.indices(view.rank, min_batch=view.min_batch, homes=homes)
             yield Request(draw.step_sizes.step, indices)
+
+
+# Before Python 3.12 a forked child waits for ever when, at the moment of the fork, a native thread
+# was making or dropping its Python thread state: the child needs a lock that nobody will release.
+# Horovod's background thread does so whenever it lets go of a tensor. Here the child says that it
+# runs, and one that does not is ended and forked again.
+
+
+class _Popen(popen_fork.Popen):
+    """A forked child that has told its parent that it runs."""
+
+    def _launch(self, process_obj: Any) -> None:
+        for tries in range(1, _TRIES + 1):
+            said, says = multiprocessing.Pipe(duplex=False)
+            process_obj._bootstrap = functools.partial(_tell_and_run, says, process_obj._bootstrap)
+            try:
+                super()._launch(process_obj)  # type: ignore[misc]  # not in typeshed
+            finally:
+                del process_obj._bootstrap
+                says.close()
+            is_running = said.poll(START_LIMIT_S)  # true also when the child has already ended
+            said.close()
+            if is_running:
+                return
+            _logger.warning("loader process %d did not start (try %d); again", self.pid, tries)
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+            finalizer: Any = self.finalizer
+            finalizer()  # closes this child's pipes
+        raise DataError(
+            f"a loader process did not start within {START_LIMIT_S:g} s, {_TRIES} times; use "
+            'num_workers=0, or multiprocessing_context="forkserver" with a script that keeps its '
+            'work under if __name__ == "__main__"'
+        )
+
+
+def _tell_and_run(says: Any, run: Callable[..., int], **arguments: Any) -> int:
+    says.send_bytes(b"runs")
+    says.close()
+    return run(**arguments)
+
+
+class _ForkProcess(process.BaseProcess):
+    _start_method = "fork"
+
+    @staticmethod
+    def _Popen(process_obj: Any) -> _Popen:  # noqa: N802 - multiprocessing's own name
+        return _Popen(process_obj)
+
+
+class _ForkContext(context.ForkContext):
+    Process = _ForkProcess  # type: ignore[assignment]
+
+
+def sure_fork(wanted: Any, *, num_workers: int) -> Any:
+    """Return the start method for loader processes: ``wanted``, made sure where it forks.
+
+    Args:
+        wanted: a name, a context, or None for the platform's default.
+        num_workers: loader processes; without any there is nothing to start.
+    """
+    if num_workers == 0 or not (wanted is None or wanted == "fork"):
+        return wanted
+    default = multiprocessing.get_start_method(allow_none=True)  # asking must not settle it
+    method = wanted or default or multiprocessing.get_all_start_methods()[0]
+    return _ForkContext() if method == "fork" else wanted

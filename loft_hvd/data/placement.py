@@ -7,15 +7,79 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from loft_hvd.data.homes import Homes, HomeSets
-from loft_hvd.data.sources import HomeSet, Source, Where
+from loft_hvd.data.assign import HolderSets, Homes
 from loft_hvd.errors import ArgumentTypeError, DataError
 
-__all__ = ["Placement", "check_placement"]
+__all__ = ["HomeSet", "Placement", "Source", "Where", "check_placement"]
+
+Where = int | str | Iterable[int | str]
+
+
+@dataclass(frozen=True, order=True)
+class Source:
+    """Where a rank reads a sample: its own store, another rank, or something all ranks share.
+
+    Attributes:
+        kind: "local", "peer" or "shared".
+        name: the rank that serves a peer read ("rank 3"), the shared source ("nfs"), or "".
+    """
+
+    kind: Literal["local", "peer", "shared"]
+    name: str = ""
+
+
+@dataclass(frozen=True, order=True)
+class HomeSet:
+    """The homes of a sample: ranks, nodes and shared sources; no rank means every read is remote.
+
+    Attributes:
+        ranks: ranks that hold the sample.
+        nodes: nodes that hold it, so all of their ranks do.
+        shared: sources that serve it to any rank, local to none.
+        is_everywhere: every rank holds it, however many there are.
+    """
+
+    ranks: tuple[int, ...] = ()
+    nodes: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
+    is_everywhere: bool = False
+
+    @classmethod
+    def parse(cls, where: Where) -> HomeSet:
+        """Read what a user writes: 3, "node:a", "shared:nfs", "everywhere", or several of them."""
+        items = (
+            list(where) if isinstance(where, Iterable) and not isinstance(where, str) else [where]
+        )
+        ranks, names = set[int](), set[str]()
+        for item in items:
+            if isinstance(item, str):
+                names.add(item)
+            elif isinstance(item, int | np.integer) and item >= 0:
+                ranks.add(int(item))
+            else:
+                raise DataError(
+                    f"home {item!r} of {where!r} is no rank: ranks are whole numbers >= 0"
+                )
+        nodes = {name[5:] for name in names if name.startswith("node:")}
+        shared = {name[7:] for name in names if name.startswith("shared:")}
+        everywhere = "everywhere" in names
+        if not items or len(nodes) + len(shared) + everywhere != len(names):
+            raise DataError(
+                f"homes {where!r} of a sample must be at least one of: a rank number, "
+                '"node:NAME", "shared:NAME", "everywhere"'
+            )
+        ordered = (tuple(sorted(ranks)), tuple(sorted(nodes)), tuple(sorted(shared)))
+        return cls(*ordered, is_everywhere=everywhere)
+
+    def to_list(self) -> list[int | str]:
+        """Return the homes as ``parse`` reads them."""
+        names = [f"node:{name}" for name in self.nodes] + [f"shared:{name}" for name in self.shared]
+        return [*self.ranks, *names, *(["everywhere"] if self.is_everywhere else [])]
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +132,7 @@ class Placement:
             if names is None
             else tuple(HomeSet(nodes=(name,)) for name in dict.fromkeys(names))
         )
+        # 10 samples, 3 shards: 0 0 0 0 1 1 1 2 2 2; sizes differ by one at most.
         shard = np.arange(num_samples) * len(homes) // max(num_samples, 1)
         return cls(_groups(shard), homes, names)
 
@@ -123,6 +188,7 @@ class Placement:
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write the placement as ``from_json`` reads it; strata are not part of the file."""
+        # Groups 0 0 1 1 1 0 begin runs at 0, 2 and 5; each ends where the next begins.
         starts = np.flatnonzero(np.diff(self.groups, prepend=-1))
         ends = np.append(starts[1:], len(self))
         runs = [
@@ -206,14 +272,15 @@ class Placement:
                     "build the placement for this world"
                 )
             holders[group, list(holding)] = True
+        # Groups with the same holders become one row: 0, and [0, "shared:nfs"], are both rank 0's.
         rows, row_of_group = np.unique(holders, axis=0, return_inverse=True)
         near = None
         if self.nodes is not None:
             same_node = np.array([[a == b for b in self.nodes] for a in self.nodes])
-            near = HomeSets(rows @ same_node)
+            near = HolderSets(rows @ same_node)  # [num_rows, world_size]: some holder is near
         return Homes(
             rows=row_of_group.reshape(-1).astype(np.int32)[self.groups],
-            local=HomeSets(rows),
+            local=HolderSets(rows),
             near=near,
             strata=self.strata,
             strata_cap=self.strata_cap,

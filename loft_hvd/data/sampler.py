@@ -4,21 +4,111 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sized
+from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 from torch.utils.data import IterableDataset, Sampler
 
 from loft_hvd.balance.plan import StepSizes
+from loft_hvd.codec import decode, encode
+from loft_hvd.data.assign import Homes
 from loft_hvd.data.draws import Draw, EpochSettings, PlanView, count_steps, draw_epoch
-from loft_hvd.data.homes import Homes
 from loft_hvd.data.placement import Placement, check_placement
-from loft_hvd.data.plan_source import PlanSource, check_balancer
 from loft_hvd.errors import ArgumentTypeError, DataError
 
-__all__ = ["BatchSampler", "GlobalBatches", "check_length"]
+__all__ = [
+    "BatchSampler",
+    "EpochState",
+    "GlobalBatches",
+    "PlanSource",
+    "check_balancer",
+    "check_length",
+]
+
+
+class PlanSource(PlanView, Protocol):
+    """What loaders need of a balancer: the sizes in force, and where to say what they hand out.
+
+    ``next_step`` is the next step to train on, counted over epochs.
+
+    ``loft.DataLoader`` calls ``begin_batch`` and ``end_epoch``, in the process that trains.
+    ``loft.BatchSampler`` does not see batches arrive: it queues sizes with ``push_sizes``, and each
+    backward pass takes the next. A loader for evaluation calls ``leave_step_out`` alone.
+    """
+
+    @property
+    def next_step(self) -> int: ...
+
+    def begin_batch(
+        self,
+        step_sizes: StepSizes,
+        *,
+        fetch_s: float,
+        stall_s: float,
+        local: int,
+        remote: int,
+        cached: int = 0,
+    ) -> None:
+        """Take the batch that the script gets now; called right before it is yielded.
+
+        Args:
+            step_sizes: plan, step and sizes of the batch.
+            fetch_s: seconds its fetch took, where it took place.
+            stall_s: seconds of it that the script waited for.
+            local: this rank's samples that it holds itself, or had in its cache.
+            remote: this rank's samples that it had to get from elsewhere.
+            cached: of ``local``, those that only the cache had.
+        """
+
+    def push_sizes(self, step_sizes: StepSizes) -> None:
+        """Queue the sizes of a batch whose indices were drawn; torch yields in that order."""
+
+    def clear_pending(self) -> None:
+        """Forget batches that no backward pass took: an iteration begins, or an epoch is set."""
+
+    def end_epoch(self) -> None:
+        """Note that an iteration ran to its end, at the same step on every rank."""
+
+    def leave_step_out(self) -> None:
+        """Leave the step that goes on out of all times: this rank evaluates in between."""
+
+
+def check_balancer(balancer: object) -> None:
+    """Refuse what cannot say the sizes of a step.
+
+    Raises:
+        ArgumentTypeError: there is no ``plan_at``.
+    """
+    if not hasattr(balancer, "plan_at"):
+        raise ArgumentTypeError(
+            f"balancer={balancer!r} is of type {type(balancer).__name__}; give a loft_hvd.Balancer"
+        )
+
+
+@dataclass(frozen=True)
+class EpochState:
+    """Where a run stands, in samples of all ranks, so that any number of them can go on.
+
+    Attributes:
+        epoch: number of the epoch.
+        position: samples of its order that are consumed.
+        step: the next step to train on, counted over epochs.
+        done: the samples consumed, one bit each in hexadecimal; None where epoch and position
+            say it.
+        num_samples, seed, shuffle, relaxed: see ``EpochSettings``; equal where a run goes on.
+    """
+
+    epoch: int
+    position: int
+    step: int
+    done: str | None
+    num_samples: int
+    seed: int
+    shuffle: bool
+    relaxed: bool
 
 
 class GlobalBatches:
@@ -64,7 +154,6 @@ class GlobalBatches:
         return position, self._draw(position, first_step)
 
     def _draw(self, position: int, first_step: int) -> Iterator[Draw]:
-        drop_last = self.settings.drop_last
         order = self.settings.order(self.epoch, done=self._done)
         self._warn_of_skipped(len(order) - position)
         for draw in draw_epoch(
@@ -73,70 +162,74 @@ class GlobalBatches:
             self.view,
             first_step=first_step,
             position=position,
-            drop_last=drop_last,
+            drop_last=self.settings.drop_last,
         ):
             self.deepest_drawn_step = draw.step_sizes.step
             yield draw
 
     def _warn_of_skipped(self, num_left: int) -> None:
-        if self._has_warned or self.view.rank != 0:
-            return
-        tail = num_left % self.view.global_batch_size
+        """Say on rank 0, once, that samples are left out of every epoch."""
+        view, drop_last, text = self.view, self.settings.drop_last, ""
+        tail = num_left % view.global_batch_size
         if num_left == self.settings.num_samples and len(self) == 0:
-            self._has_warned = True
-            warnings.warn(
+            text = (
                 f"an epoch has no step: {num_left} samples, global_batch_size="
-                f"{self.view.global_batch_size}, drop_last={self.settings.drop_last}, and every "
-                f"step needs samples for {self.view.min_ranks} ranks; nothing is trained",
-                stacklevel=2,
+                f"{view.global_batch_size}, drop_last={drop_last}, and every step needs samples "
+                f"for {view.min_ranks} ranks; nothing is trained"
             )
-        elif 0 < tail < self.view.min_ranks and not self.settings.drop_last:
-            self._has_warned = True
-            warnings.warn(
+        elif 0 < tail < view.min_ranks and not drop_last:
+            text = (
                 f"the last batch of the epoch has {tail} samples, fewer than the "
-                f"{self.view.min_ranks} ranks that the rule needs: it is skipped on all ranks, in "
-                "every epoch; another global_batch_size, a smaller f, or drop_last=True avoids it",
-                stacklevel=2,
+                f"{view.min_ranks} ranks that the rule needs: it is skipped on all ranks, in "
+                "every epoch; another global_batch_size, a smaller f, or drop_last=True avoids it"
             )
+        if text and not self._has_warned and view.rank == 0:
+            self._has_warned = True
+            warnings.warn(text, stacklevel=2)
 
     def state_dict(self, *, position: int, step: int) -> dict[str, Any]:
         """Describe a run that has consumed ``position`` samples of the epoch in all ranks."""
         settings = self.settings
         done = None
+        # A relaxed order depends on the placement, and an order with a past on that past: a new
+        # world has neither, so the state holds the samples themselves, one bit each.
         if settings.relaxed or self._done is not None:
             mask = np.zeros(settings.num_samples, bool)
             mask[settings.order(self.epoch, done=self._done)[:position]] = True
             done = np.packbits(mask).tobytes().hex()
+        state = EpochState(self.epoch, position, step, done, *self._fixed().values())
+        return encode(state)
+
+    def _fixed(self) -> dict[str, Any]:
+        """Return what a state shares with the run that goes on from it, by name."""
+        settings = self.settings
         return {
-            "epoch": self.epoch,
-            "position": position,
-            "step": step,
-            "done": done,
             "num_samples": settings.num_samples,
             "seed": settings.seed,
             "shuffle": settings.shuffle,
             "relaxed": settings.relaxed,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> int:
-        """Go on where ``state`` was taken; returns the number of the next step.
+    def load_state_dict(self, state: Mapping[str, Any]) -> EpochState:
+        """Go on where ``state`` was taken; returns it.
 
         Raises:
-            DataError: the state is of another data set, seed or order.
+            ArgumentError: it is not what ``state_dict`` returned.
+            DataError: it is of another data set, seed or order.
         """
-        for name in ("num_samples", "seed", "shuffle", "relaxed"):
-            here = getattr(self.settings, name)
-            if state.get(name) != here:
+        loaded = decode(EpochState, state, what="data")
+        for name, here in self._fixed().items():
+            if state[name] != here:
                 raise DataError(
-                    f"load_state_dict: {name} is {here!r} here but {state.get(name)!r} in the "
+                    f"load_state_dict: {name} is {here!r} here but {state[name]!r} in the "
                     "state; the rest of the epoch would not be what was left"
                 )
-        self.epoch, self._resume_position = int(state["epoch"]), int(state["position"])
-        self._done = None
-        if state["done"] is not None:
-            packed = np.frombuffer(bytes.fromhex(state["done"]), np.uint8)
+        self.epoch, self._resume_position, self._done = loaded.epoch, loaded.position, None
+        if loaded.done is not None:
+            packed = np.frombuffer(bytes.fromhex(loaded.done), np.uint8)
+            # The last byte is padded with zeros: without count they would be samples.
             self._done = np.unpackbits(packed, count=self.settings.num_samples).astype(bool)
-        return int(state["step"])
+        return loaded
 
 
 class BatchSampler(Sampler[list[int]]):
@@ -151,12 +244,7 @@ class BatchSampler(Sampler[list[int]]):
     Args:
         dataset: the data set, or its number of samples.
         balancer: gives the sizes and takes what was drawn.
-        placement: who holds which sample; None when every rank holds all.
-        shuffle: permute the samples each epoch.
-        seed: of the permutations, equal on all ranks.
-        drop_last: leave out the samples that do not fill a global batch.
-        relaxed: spread each holder's samples evenly over the epoch (more local reads, another
-            order of samples).
+        placement, shuffle, seed, drop_last, relaxed: see ``loft.DataLoader``.
     """
 
     def __init__(
@@ -230,7 +318,7 @@ class BatchSampler(Sampler[list[int]]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next iteration go on where ``state`` was taken, with any number of ranks."""
-        self._resume_step = self._batches.load_state_dict(state)
+        self._resume_step = self._batches.load_state_dict(state).step
         self._balancer.clear_pending()
 
 

@@ -10,8 +10,7 @@ import numpy.typing as npt
 from loft_hvd.balance.latency import StepModel
 from loft_hvd.data.assign import count_local, count_rows
 from loft_hvd.data.draws import EpochSettings
-from loft_hvd.data.placement import Placement
-from loft_hvd.data.sources import HomeSet
+from loft_hvd.data.placement import HomeSet, Placement
 from loft_hvd.simulate.cluster import Cluster, Disturbance
 from loft_hvd.simulate.scenario import Event, Scenario
 

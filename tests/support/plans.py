@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from loft_hvd.balance.interval import Interval
 from loft_hvd.balance.plan import Plan, StepSizes
 from loft_hvd.balance.policy import Policy, Proposal
+
+
+class Fetch(NamedTuple):
+    """What a loader said of one batch that it yielded."""
+
+    step: int
+    fetch_s: float
+    local: int
+    remote: int
 
 
 @dataclass
@@ -18,7 +28,7 @@ class FakePlans:
         sizes: of the plan in force from step 0.
         later: first step -> sizes of the plans that follow.
         pending: the FIFO that backward passes would pop.
-        fetches: (step, fetch_s, local, remote) of each batch yielded.
+        fetches: what was said of each batch yielded.
         asked: steps whose plan was asked for, in order.
         next_step: the next step to train on; counts where the test does.
     """
@@ -29,7 +39,7 @@ class FakePlans:
     min_ranks: int = 1
     later: Mapping[int, Sequence[int]] = field(default_factory=dict)
     pending: list[StepSizes] = field(default_factory=list)
-    fetches: list[tuple[int, float, int, int]] = field(default_factory=list)
+    fetches: list[Fetch] = field(default_factory=list)
     asked: list[int] = field(default_factory=list)
     next_step: int = 0
     num_epochs_ended: int = 0
@@ -63,7 +73,7 @@ class FakePlans:
         assert stall_s >= 0
         assert 0 <= cached <= local
         self.pending.append(step_sizes)
-        self.fetches.append((step_sizes.step, fetch_s, local, remote))
+        self.fetches.append(Fetch(step_sizes.step, fetch_s, local, remote))
 
     def push_sizes(self, step_sizes: StepSizes) -> None:
         self.pending.append(step_sizes)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,8 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
 
 from loft_hvd.data import DataLoader, Placement
-from loft_hvd.data.fetch import FetchingDataset, Request, TimedCollate
+from loft_hvd.data import loader as loader_module
+from loft_hvd.data.loader import FetchingDataset, Request, TimedCollate, sure_fork
 from loft_hvd.errors import ArgumentTypeError, DataError
 from tests.support.plans import FakePlans
 
@@ -133,9 +136,9 @@ def test_local_and_remote_counts_travel_with_each_batch() -> None:
     plans = FakePlans([6, 2], rank=1)
     loader = DataLoader(TensorDataset(NUMBERS), plans, placement=placement)
     held = [sum(int(i) >= 27 for i in x) for (x,) in loader]
-    assert [local for _, _, local, _ in plans.fetches] == held
-    assert all(local + remote == 2 for _, _, local, remote in plans.fetches[:-1])
-    assert all(fetch_s > 0 for _, fetch_s, _, _ in plans.fetches)
+    assert [fetch.local for fetch in plans.fetches] == held
+    assert all(fetch.local + fetch.remote == 2 for fetch in plans.fetches[:-1])
+    assert all(fetch.fetch_s > 0 for fetch in plans.fetches)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -202,7 +205,7 @@ def test_a_rank_without_samples_gets_a_dummy_of_the_same_global_batch() -> None:
         assert loader.local_batch_size == 0
         assert len(x) == min(3, 53 - 8 * i)
         assert set(x.tolist()) <= set(range(8 * i, 8 * i + 8))
-    assert all((local, remote) == (0, 0) for _, _, local, remote in plans.fetches)
+    assert all((fetch.local, fetch.remote) == (0, 0) for fetch in plans.fetches)
 
 
 def test_a_dummy_takes_local_samples_first() -> None:
@@ -379,7 +382,7 @@ def test_cache_hits_travel_with_each_batch_and_count_as_local(num_workers: int) 
     plans = FakePlans([8, 8])
     loader = DataLoader(Cached(), plans, placement=placement, num_workers=num_workers)
     hits = [sum(int(i) % 3 == 0 for i in x) for x in loader]
-    assert [local for _, _, local, _ in plans.fetches] == hits
+    assert [fetch.local for fetch in plans.fetches] == hits
     assert sum(hits) > 0
 
 
@@ -389,3 +392,59 @@ def test_evaluation_leaves_the_step_in_progress_out() -> None:
     assert plans.num_left_out == 1
     list(DataLoader(TensorDataset(NUMBERS), plans))
     assert plans.num_left_out == 1
+
+
+# Loader processes start, or are started again.
+
+
+class StuckForks:
+    """``os.fork`` whose first children never get anywhere."""
+
+    def __init__(self, num_stuck: int) -> None:
+        self.num_stuck = num_stuck
+        self.pids: list[int] = []
+        self._fork: Callable[[], int] = os.fork
+
+    def __call__(self) -> int:
+        pid = self._fork()
+        if pid == 0 and len(self.pids) < self.num_stuck:
+            while True:
+                signal.pause()
+        self.pids.append(pid)
+        return pid
+
+
+def read_by(context: Any) -> list[int]:
+    data = TensorDataset(torch.arange(12))
+    loader = TorchDataLoader(data, batch_size=4, num_workers=1, multiprocessing_context=context)
+    return [int(value) for (batch,) in loader for value in batch]
+
+
+@pytest.mark.parametrize("num_stuck", [0, 1, 2])
+def test_a_loader_process_that_does_not_start_is_started_again(
+    num_stuck: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stuck = StuckForks(num_stuck)
+    monkeypatch.setattr(os, "fork", stuck)
+    monkeypatch.setattr(loader_module, "START_LIMIT_S", 1.0)
+    assert read_by(sure_fork(None, num_workers=1)) == list(range(12))
+    assert len(stuck.pids) == num_stuck + 1
+    assert caplog.text.count("did not start") == num_stuck
+    for pid in stuck.pids[:num_stuck]:
+        with pytest.raises(ProcessLookupError):  # ended and waited for
+            os.kill(pid, 0)
+
+
+def test_too_many_that_do_not_start_are_an_error_with_the_way_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "fork", StuckForks(99))
+    monkeypatch.setattr(loader_module, "START_LIMIT_S", 0.05)
+    process = sure_fork("fork", num_workers=1).Process(target=print)
+    with pytest.raises(DataError, match="num_workers=0"):
+        process.start()
+
+
+@pytest.mark.parametrize(("wanted", "num_workers"), [("spawn", 2), ("forkserver", 1), ("fork", 0)])
+def test_other_start_methods_are_left_alone(wanted: str, num_workers: int) -> None:
+    assert sure_fork(wanted, num_workers=num_workers) is wanted

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from loft_hvd.data import Placement, Source
-from loft_hvd.data.assign import assign
 from loft_hvd.data.placement import check_placement
 from loft_hvd.errors import ArgumentTypeError, DataError
 
@@ -94,12 +93,6 @@ def test_a_rank_reads_its_own_store_then_a_peer_of_its_node_then_a_peer_then_sha
 def test_reads_spread_over_the_peers_that_hold_a_sample() -> None:
     placement = Placement.from_function(lambda i: [0, 1], 1)
     assert {placement.source_of(0, rank=rank).name for rank in (2, 3)} == {"rank 0", "rank 1"}
-
-
-def test_what_is_not_local_goes_to_the_holders_node_first() -> None:
-    placement = Placement.from_function(lambda i: 2 - i // 4 * 2, 8, nodes=[0, 0, 1, 1])
-    owners = assign(np.arange(8), np.array([2, 2, 2, 2]), placement.at(4)).owners
-    assert owners.tolist() == [2, 2, 3, 3, 0, 0, 1, 1]
 
 
 def test_subset_places_what_torch_subset_holds() -> None:
