@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -41,6 +42,8 @@ class Attachment:
         self._synchronize: Callable[[], None] = optimizer.synchronize  # type: ignore[attr-defined]  # checked by ``attach``
         self._optimizer = optimizer
         self._thread = threading.get_ident()  # forward passes of other threads are not ours
+        # Waits for the step's first forward pass; gone as soon as that has come, because a hook
+        # on all modules costs every forward pass of the process.
         self._forward: RemovableHandle | None = None
         self._handles: list[RemovableHandle] = [
             optimizer.register_step_pre_hook(self._step_begins),
@@ -49,18 +52,15 @@ class Attachment:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.requires_grad:
-                    self._watch(parameter)
+                    weigh = functools.partial(self._weigh, id(parameter))
+                    self._handles.append(parameter.register_hook(weigh))
+                    arrived = parameter.register_post_accumulate_grad_hook(self._arrived)
+                    self._handles.append(arrived)
         optimizer.synchronize = self._synchronized  # type: ignore[attr-defined]  # Horovod's step calls it
         self._await_forward()
 
-    def _watch(self, parameter: Tensor) -> None:
-        key = id(parameter)
-        self._handles.append(parameter.register_hook(lambda gradient: self._weigh(key, gradient)))
-        self._handles.append(
-            parameter.register_post_accumulate_grad_hook(
-                lambda _: self._balancer.gradient_arrived(blocked_s=0.0)
-            )
-        )
+    def _arrived(self, _: Tensor) -> None:
+        self._balancer.gradient_arrived(blocked_s=0.0)  # Horovod's own hooks do not wait
 
     def _weigh(self, key: int, gradient: Tensor) -> Tensor | None:
         """Scale a gradient so that Horovod's average over ranks weighs every sample the same."""
@@ -72,13 +72,15 @@ class Attachment:
         self._num_seen[key] = at + 1
         scale = self._scales[at]
         if scale == 1.0:
-            return None
+            return None  # equal sizes keep a gradient's bits
+        # An idle rank's may be NaN, and 0 * NaN is NaN.
         return gradient * scale if scale else torch.zeros_like(gradient)
 
     def _begin_pass(self) -> None:
         self._depth = 0
         self._begin_batch()
         sizes = self._balancer.take_step()
+        # Horovod divides the sum by world_size: this makes it sum_i size_i / total * gradient_i.
         mine = sizes.sizes[self._balancer.rank]
         self._scales.append(mine * self._balancer.world_size / sizes.total)
 
@@ -95,7 +97,7 @@ class Attachment:
             return
         if module.training and torch.is_grad_enabled():
             self._begin_batch()
-        else:
+        else:  # an evaluation
             self._balancer.leave_step_out()
 
     def _begin_batch(self) -> None:
@@ -106,7 +108,7 @@ class Attachment:
 
     def _synchronized(self) -> None:
         self._balancer.computing_ended()
-        self._forget_gradients()  # a step may be skipped from here on
+        self._forget_gradients()  # a GradScaler may skip the step from here on
         began = time.monotonic()
         try:
             with self._balancer.log.faults():

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,9 +27,11 @@ from loft_hvd.balance.balancer import Balancer
 from loft_hvd.balance.plan import StepSizes
 from loft_hvd.config import config
 from loft_hvd.errors import ArgumentTypeError
+from loft_hvd.optimizer.options import EqualBatches
 from loft_hvd.pipeline.allreduce import Handle, allreduce_async
 from loft_hvd.pipeline.suspicion.spread import SpreadWatch
 from loft_hvd.pipeline.weights import combine_passes, in_training
+from loft_hvd.runlog import RunLog
 from loft_hvd.transport.base import Channel, Transport, locate, watch_of
 from loft_hvd.transport.torch_distributed import TorchDistributedTransport
 
@@ -81,11 +83,11 @@ def ddp_hook(
         rule.check(ends.world_size)
         if isinstance(ends, TorchDistributedTransport):
             ends.open_heartbeat()
-        if balancer is not None:
+        if balancer is not None:  # in a world of one any plan will do
             balancer.require(min_ranks=rule.min_rows, num_passes=1)
     names = {id(parameter): name for name, parameter in named_parameters or ()}
-    limit_s = config().timeout_s if timeout_s is None else timeout_s
-    hook = _Hook(rule, balancer, ends, names, limit_s)
+    channel = Channel(ends, "loft.ddp", config().timeout_s if timeout_s is None else timeout_s)
+    hook = _BucketReducer(rule, balancer or EqualBatches(RunLog(None)), channel, names)
 
     def reduce_bucket(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         return hook.reduce(bucket)
@@ -108,66 +110,70 @@ def _located(place: str) -> Iterator[None]:
         raise locate(error, place) from error.__cause__
 
 
-class _Hook:
+@dataclass(frozen=True)
+class _Flight:
+    """A bucket on its way: what DDP waits for, its values, [numel], and its name in errors."""
+
+    handle: Handle
+    future: torch.futures.Future[Tensor]
+    values: Tensor
+    place: str
+
+
+class _BucketReducer:
     """One model's buckets, backward pass by backward pass."""
 
     def __init__(
         self,
         rule: Rule,
-        balancer: Balancer | None,
-        transport: Transport,
+        batches: Balancer | EqualBatches,
+        channel: Channel,
         names: dict[int, str],
-        timeout_s: float,
     ) -> None:
         self._rule = rule
-        self._balancer = balancer
-        self._transport = transport
-        self._names = names
-        self._timeout_s = timeout_s
-        self._sizes: StepSizes | None = None
-        self._open: list[tuple[Handle, torch.futures.Future[Tensor], Tensor, str]] = []
+        self._batches = batches
+        self._channel = channel
+        self._names = names  # of parameters, by id
+        self._sizes: StepSizes | None = None  # of this pass; None for equal ones
+        self._flights: list[_Flight] = []
         self._device: torch.device | None = None  # that the balancer knows of
-        self._spread: SpreadWatch | None = None
-        if not isinstance(rule, Mean):
-            self._spread = SpreadWatch(Channel(transport, "loft.ddp", timeout_s))
+        # A mean over ranks does not mind that they draw from different data.
+        self._spread = None if isinstance(rule, Mean) else SpreadWatch(channel)
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Start a bucket, and with the last one of a pass wait for all."""
-        values = bucket.buffer()
+        values, place = bucket.buffer(), self._place(bucket)
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         if bucket.index() == 0:
-            self._sizes = None if self._balancer is None else self._balancer.take_step()
-        if self._balancer is not None:
-            if self._device != values.device:
-                self._device = values.device
-                self._balancer.compute_on(values.device)
-            self._balancer.gradient_arrived(blocked_s=0.0)
-        place = self._place(bucket)
+            self._sizes = self._batches.take_step()
+        if self._device != values.device:
+            self._device = values.device
+            self._batches.compute_on(values.device)
+        self._batches.gradient_arrived(blocked_s=0.0)
         try:
             if self._spread is not None:
                 self._spread.sent(bucket.index(), values)
             with _located(place):
                 handle = self._start(bucket.index(), values)
-            self._open.append((handle, future, values, place))
-            for handle, _, _, place in self._open:
-                with _located(place):
-                    handle.done()
+            self._flights.append(_Flight(handle, future, values, place))
+            # No thread moves these on: every new bucket gives the others a push.
+            for flight in self._flights:
+                with _located(flight.place):
+                    flight.handle.done()
             if bucket.is_last():
                 self._finish()
         except BaseException as error:
-            self._open.clear()
-            watch_of(self._transport).report(error)
-            if self._balancer is not None:
-                self._balancer.log.write_fault(error)
+            self._flights.clear()
+            watch_of(self._channel.transport).report(error)
+            self._batches.log.write_fault(error)
             raise
         return future
 
     def _start(self, index: int, values: Tensor) -> Handle:
-        name = f"loft.ddp.b{index:02d}.{values.numel()}"
         weights: tuple[int, ...] | None = None
         present: tuple[bool, ...] | None = None
         if self._sizes is not None:
-            combined = combine_passes([self._sizes], rank=self._transport.rank)
+            combined = combine_passes([self._sizes], rank=self._channel.rank)
             present = combined.present
             # The mean weighs by samples exactly; robust rules by capped counts.
             is_mean = isinstance(self._rule, Mean)
@@ -177,32 +183,32 @@ class _Hook:
         return allreduce_async(
             values,
             self._rule,
-            name=name,
+            # DDP lays its buckets out anew after the first pass: a size of its own, a name.
+            name=f"{self._channel.name}.b{index:02d}.{values.numel()}",
             weights=weights,
             present=present,
-            transport=self._transport,
+            transport=self._channel.transport,
         )
 
     def _finish(self) -> None:
-        if self._balancer is not None:
-            self._balancer.computing_ended()
+        self._batches.computing_ended()
         began = time.monotonic()
-        with watch_of(self._transport).waiting():
-            for handle, future, values, place in self._open:
-                left_s = max(0.0, self._timeout_s - (time.monotonic() - began))
-                with _located(place):
-                    values.copy_(handle.wait(left_s))
-                future.set_result(values)
-            self._compare([values for _, _, values, _ in self._open])
-        self._open.clear()
-        if self._balancer is not None:
-            self._balancer.step_ended(waited_s=time.monotonic() - began)
+        with watch_of(self._channel.transport).waiting():
+            for flight in self._flights:
+                # One limit for all of them, as ranks come to all of them together.
+                left_s = max(0.0, self._channel.timeout_s - (time.monotonic() - began))
+                with _located(flight.place):
+                    flight.values.copy_(flight.handle.wait(left_s))
+                flight.future.set_result(flight.values)
+            self._compare([flight.values for flight in self._flights])
+        self._flights.clear()
+        self._batches.step_ended(waited_s=time.monotonic() - began)
 
     def _compare(self, reduced: list[Tensor]) -> None:
         """Look at how far ranks' gradients lie apart, as ``DistributedOptimizer`` does."""
         found = None if self._spread is None else self._spread.step_reduced(reduced)
-        if found is not None and self._balancer is not None:
-            self._balancer.log.write("spread", **asdict(found))
+        if found is not None:
+            self._batches.log.write("spread", **asdict(found))
 
     def _place(self, bucket: GradBucket) -> str:
         parameters = bucket.parameters()

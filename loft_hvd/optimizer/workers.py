@@ -31,7 +31,7 @@ from loft_hvd.transport.groups import find_groups
 from loft_hvd.transport.horovod import HorovodTransport
 from loft_hvd.transport.torch_distributed import TorchDistributedTransport
 
-__all__ = ["IdleWorld", "OptimizerWorld", "Workers", "advise_levels"]
+__all__ = ["IdleWorld", "OptimizerWorld", "Workers"]
 
 _logger = logging.getLogger(__name__)
 
@@ -42,21 +42,11 @@ _WRITE_EVERY = 100
 
 
 class Workers:
-    """Who an optimizer's workers are, ranks or groups of them; every rank makes it alike.
-
-    Args:
-        channel: all ranks, two or more.
-        found: the parameters and their rules.
-        options: what the user asked for.
+    """Who an optimizer's workers are, two ranks or more, or groups of them; the same everywhere.
 
     Attributes:
         watch: looks at the workers.
         make_exchange: how values go over the wire, in one level or two.
-
-    Raises:
-        AggregationError: a rule does not fit the number of workers.
-        ArgumentError: groups that do not fit the ranks.
-        UsageError: the transport cannot exchange inside groups.
     """
 
     def __init__(
@@ -70,31 +60,33 @@ class Workers:
         self.check(found.rules)
         robust = [rule for rule in found.rules if not isinstance(rule, Mean)]
         if options.over is None and robust:
-            advise_levels(transport)
+            _advise_levels(transport)
         given, held = options.diagnostics, options.quarantine
         # On a GPU every look waits for the device: only where it was asked for.
         watches = found.are_on_cpu if given is None else bool(given)
         self.watch: WorkerWatch | Unwatched
-        if robust and self._num_workers >= FEWEST_WATCHED and (watches or held):
-            quarantine = (held if isinstance(held, Quarantine) else Quarantine()) if held else None
+        if self._num_workers < FEWEST_WATCHED:
+            self.watch = Unwatched(
+                f"nobody is watched: of {self._num_workers} workers nobody can say which one is off"
+            )
+        elif robust and (watches or held):
             self.watch = WorkerWatch(
                 channel,
                 max(robust, key=lambda rule: rule.min_rows),
                 groups=groups,
                 settings=given if isinstance(given, Suspicion) else Suspicion(),
-                quarantine=quarantine,
+                quarantine=Quarantine() if held is True else held or None,
             )
         else:
-            self.watch = Unwatched(_why_nobody(self._num_workers))
+            self.watch = Unwatched(
+                "nobody is watched: that takes a robust rule, and diagnostics=True where gradients "
+                "are on a GPU"
+            )
         levels = Levels.of(transport, groups) if groups else None
         self.make_exchange: MakeExchange = exchange_maker(levels, run=self.watch.run)
 
     def check(self, rules: Sequence[Rule]) -> None:
-        """Raise unless every rule fits the number of workers.
-
-        Raises:
-            AggregationError: a rule does not.
-        """
+        """Raise ``AggregationError`` unless every rule fits the number of workers."""
         for rule in rules:
             try:
                 rule.check(self._num_workers)
@@ -130,16 +122,7 @@ class LoneWorker:
         return 1
 
 
-def _why_nobody(num_workers: int) -> str:
-    if num_workers < FEWEST_WATCHED:
-        return f"nobody is watched: of {num_workers} workers nobody can say which one is off"
-    return (
-        "nobody is watched: that takes a robust rule, and diagnostics=True where gradients are on "
-        "a GPU"
-    )
-
-
-def advise_levels(transport: Transport) -> None:
+def _advise_levels(transport: Transport) -> None:
     """Say once, on rank 0, when two levels would send fewer bytes between nodes."""
     per_node, num_ranks = transport.local_size, transport.world_size
     if transport.rank != 0 or per_node < 2 or num_ranks <= per_node or num_ranks % per_node:
@@ -163,18 +146,12 @@ class GradientLog:
     """Writes of each step's gradients how far ranks lie apart for good, and who was off.
 
     Make it on every rank alike, before what else hooks into the gradients.
-
-    Args:
-        channel: the ranks.
-        found: the parameters and their rules.
     """
 
     def __init__(self, channel: Channel, found: ReducedParameters) -> None:
-        robust = [
-            parameter
-            for parameter, spec in zip(found.parameters, found.specs, strict=True)
-            if not isinstance(found.rules[spec.rule], Mean)
-        ]
+        pairs = zip(found.parameters, found.specs, strict=True)
+        # A mean over ranks does not mind that they draw from different data.
+        robust = [p for p, spec in pairs if not isinstance(found.rules[spec.rule], Mean)]
         self._spread = ParameterSpread(robust, channel)
         self._num_steps = 0
         self._seen: tuple[object, ...] = ()  # each worker's standing in the newest line
@@ -204,16 +181,10 @@ class OptimizerWorld:
     Args:
         transport: the ranks.
         options: what the user asked for.
-        outgoing: called with each bucket before it is sent.
+        outgoing: called with each bucket before it is sent; they outlive this world.
         before: the run log of the world before.
         should_agree: whether ranks compare what they were given. Elastic ones start at different
             times, so the first world of a process is made without; the next one catches up.
-
-    Attributes:
-        log: the run log.
-
-    Raises:
-        LoftError: the ranks, their balancer and the rules do not go together, or ranks disagree.
     """
 
     def __init__(
@@ -237,11 +208,12 @@ class OptimizerWorld:
         found = options.collect()
         if should_agree:
             self._agree(found)
-        channel = Channel(transport, found.name, options.settings.timeout_s)
-        self._workers = (
-            LoneWorker() if transport.world_size == 1 else Workers(channel, found, options)
-        )
+        is_alone = transport.world_size == 1
+        self._workers = LoneWorker() if is_alone else Workers(self._channel(found), found, options)
         self._lay_out(found)
+
+    def _channel(self, found: ReducedParameters) -> Channel:
+        return Channel(self._transport, found.name, self._options.settings.timeout_s)
 
     @property
     def rank(self) -> int:
@@ -278,9 +250,9 @@ class OptimizerWorld:
         self._batches.require(
             min_ranks=workers.min_ranks(found.rules), num_passes=options.settings.num_passes
         )
+        channel = self._channel(found)
         # Hooks run in the order in which they are made: the log sees gradients before they move
         # into their bucket.
-        channel = Channel(self._transport, found.name, options.settings.timeout_s)
         self._gradient_log = GradientLog(channel, found)
         self._reducer = GradientReducer(
             found.parameters,
@@ -308,8 +280,7 @@ class OptimizerWorld:
         """Reduce every gradient, and wait until all are there."""
         self._check_unchanged()
         if self.world_size > 1:
-            groups = self._options.optimizer.param_groups
-            check_none_thawed(groups, self._reducer.parameters)
+            check_none_thawed(self._options.optimizer.param_groups, self._reducer.parameters)
         self._batches.computing_ended()
         began = time.monotonic()
         with self.log.faults():
@@ -353,7 +324,7 @@ class IdleWorld:
 
     Args:
         transport: the ranks; None where this one is outside the process set.
-        error: what it means to wait for gradients here, or empty where they are this rank's own.
+        error: why gradients cannot be waited for, or empty where they are this rank's own.
     """
 
     has_gradients = is_in_flight = False
@@ -368,11 +339,7 @@ class IdleWorld:
         """Lay out nothing."""
 
     def synchronize(self) -> None:
-        """Leave gradients as they are.
-
-        Raises:
-            UsageError: they would be reduced in a world that has not begun.
-        """
+        """Leave gradients as they are, or raise that they cannot be reduced yet."""
         if self._error:
             raise UsageError(self._error)
 
