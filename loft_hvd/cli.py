@@ -71,7 +71,7 @@ def _print_run(result: RunResult) -> None:
 
 def _simulate(scenario: str, *, json_file: str | None, plot_file: str | None) -> int:
     """Run a scenario and print its policies; return the exit status."""
-    from loft_hvd.simulate.run import rows, run_file
+    from loft_hvd.simulate.simulation import rows, run_file
 
     try:
         results = run_file(scenario)

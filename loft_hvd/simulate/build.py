@@ -22,7 +22,8 @@ Ints = npt.NDArray[np.int64]
 
 def build_placement(scenario: Scenario) -> Placement:
     """Cut the data set by ``local_share``; what is left of it is on no rank."""
-    edges = np.cumsum(scenario.values("local_share")) * scenario.num_samples
+    # Rank 0 holds samples 0..edges[0]-1, rank 1 those up to edges[1]-1, the store what is left.
+    edges = np.cumsum(scenario.values("local_share")) * scenario.num_samples  # [world_size]
     if edges[-1] > scenario.num_samples * (1 + 1e-9):  # replicated shares: every rank holds all
         return Placement.replicated(scenario.num_samples)
     edges = np.rint(edges).astype(np.int64)
@@ -50,7 +51,7 @@ class Draws:
         self.average_hits = self._average_hits()
 
     def _average_hits(self) -> Floats:
-        holders = self._homes.local.holders
+        holders = self._homes.local.holders  # [kinds of homes, world_size]: who holds their samples
         if holders.all():
             return np.full(self._scenario.world_size, np.inf)
         share = np.bincount(self._homes.rows, minlength=len(holders)) / len(self._homes.rows)
@@ -79,7 +80,7 @@ class Draws:
             home = np.minimum(sizes, self.average_hits)
             expected = home if self._scenario.sampler == "locality" else blind
             return np.broadcast_to(expected, (last - first, len(sizes)))
-        parts = []
+        parts = []  # a part an epoch: each has an order of samples of its own
         step = first
         while step < last:
             epoch, at = divmod(step, self._per_epoch)
@@ -95,10 +96,12 @@ class Draws:
     def _count_blind(self, rows: Ints, at: int, until: int, sizes: Ints) -> Ints:
         """Count what happens to be local when ranks take slices of the global batch."""
         total = self._scenario.global_batch_size
-        batches = rows[at * total : until * total].reshape(until - at, total)
-        owners = np.repeat(np.arange(len(sizes)), sizes)
-        is_local = self._homes.local.holders[batches, owners]
-        starts = np.minimum(np.cumsum(sizes) - sizes, total - 1)
+        batches = rows[at * total : until * total].reshape(until - at, total)  # [steps, samples]
+        # Sizes (2, 0, 3) make owners (0, 0, 2, 2, 2) and slices that start at (0, 2, 2). Between
+        # equal starts reduceat gives one value instead of an empty sum: those are set to 0.
+        owners = np.repeat(np.arange(len(sizes)), sizes)  # [samples]
+        is_local = self._homes.local.holders[batches, owners]  # [steps, samples]
+        starts = np.minimum(np.cumsum(sizes) - sizes, total - 1)  # [world_size]
         counts: Ints = np.add.reduceat(is_local.astype(np.int64), starts, axis=1)
         return np.where(sizes > 0, counts, 0)
 
@@ -113,6 +116,7 @@ def build_cluster(scenario: Scenario, average_hits: Floats) -> Cluster:
     is_blind = scenario.sampler == "blind"
     share = np.minimum(average_hits / scenario.global_batch_size, 1.0)
     fixed, per_sample = value("compute_fixed_s"), value("compute_s")
+    # A shared source's rate takes the place of the rank's own link.
     own_s = size_bytes / value("remote_bytes_per_s")
     model = StepModel.build(
         scenario.world_size,
@@ -142,6 +146,7 @@ def _disturb(scenario: Scenario) -> Disturbance:
     shape = (scenario.steps, scenario.world_size)
     plain = Disturbance(np.ones(shape), np.ones(shape), np.zeros(shape), np.ones(shape))
     for number, event in enumerate(scenario.events):
+        # A generator an event: one more at the end leaves the others as they were.
         rng = np.random.default_rng([scenario.seed, 1000 + number])
         plain = _lie(plain, event) if event.kind == "lie" else _slow(plain, event, rng)
     return plain
@@ -167,6 +172,7 @@ def _course(event: Event, num_steps: int, rng: np.random.Generator) -> Floats:
         swing = 0.5 - 0.5 * np.cos(2 * np.pi * (step - event.from_step) / event.period_steps)
         course = event.factor**swing
     elif event.kind == "interference":
+        # Quiet and busy spells in turn, more than enough: busy after an odd number of switches.
         lengths = rng.exponential(np.resize([event.quiet_steps, event.busy_steps], 2 * num_steps))
         switches = np.cumsum(np.maximum(lengths, 1.0))
         busy = np.searchsorted(switches, step - event.from_step, side="right") % 2 == 1
@@ -182,6 +188,7 @@ def _course(event: Event, num_steps: int, rng: np.random.Generator) -> Floats:
 def _lie(plain: Disturbance, event: Event) -> Disturbance:
     step = np.arange(len(plain.report), dtype=np.float64)
     length = max((event.to_step or len(step)) - event.from_step, 1)
+    # What reported times are multiplied by; 0 stands for the very first report, repeated.
     drifting: Floats = 0.25 ** np.clip((step - event.from_step) / length, 0.0, 1.0)
     fixed = {"half": 0.5, "double": 2.0, "constant": 0.0, "nan": np.nan}
     told = np.full_like(step, fixed[event.report]) if event.report in fixed else drifting

@@ -31,43 +31,25 @@ _OWN = [FETCH, STALL, COMPUTE]  # what a rank may report wrongly: its own times
 
 @dataclass(frozen=True)
 class Disturbance:
-    """What multiplies the model's times, step by step.
-
-    Attributes:
-        fetch: factors, [steps, world_size].
-        compute: factors, [steps, world_size].
-        use: of the CPU by others as ranks report it, [steps, world_size].
-        report: what each rank multiplies the times it reports by, [steps, world_size]; NaN is
-            reported as such, and 0 stands for the rank's very first report, for ever.
-    """
+    """What multiplies the model's times, step by step; each [steps, world_size]."""
 
     fetch: Floats
     compute: Floats
-    use: Floats
-    report: Floats
+    use: Floats  # of the CPU by others, as ranks report it
+    report: Floats  # of the times a rank reports; 0 for its very first report, for ever; or NaN
 
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive steps under one plan.
+    """Consecutive steps under one plan; arrays but for sizes are [num_steps, world_size]."""
 
-    Attributes:
-        first: number of the first step.
-        sizes: the plan, [world_size].
-        local: local samples of each step, [num_steps, world_size].
-        fetch_s: true fetch seconds, same shape.
-        compute_s: true compute seconds, same shape.
-        busy_s: true seconds of each rank's own work, same shape.
-        step_s: seconds of each step, [num_steps].
-    """
-
-    first: int
-    sizes: Ints
-    local: Floats
-    fetch_s: Floats
+    first: int  # number of the first step
+    sizes: Ints  # the plan, [world_size]
+    local: Floats  # local samples
+    fetch_s: Floats  # the true times
     compute_s: Floats
-    busy_s: Floats
-    step_s: Floats
+    busy_s: Floats  # of each rank's own work
+    step_s: Floats  # of each step, [num_steps]
 
 
 class Cluster:
@@ -92,7 +74,7 @@ class Cluster:
     ) -> None:
         self.model = model
         self._disturbance = disturbance
-        rng = np.random.default_rng([seed, 77])
+        rng = np.random.default_rng([seed, 77])  # 77 keeps it apart from other draws of the seed
         spread = float(np.sqrt(np.log1p(noise**2)))  # log-normal with mean 1
         shape = (2, *disturbance.fetch.shape)
         self._noise: Floats = (
@@ -105,17 +87,10 @@ class Cluster:
         """Return the true model of steps first..last-1, their disturbances averaged."""
         fetch = self._disturbance.fetch[first:last].mean(axis=0)
         compute = self._disturbance.compute[first:last].mean(axis=0)
-        model = self.model
-        return replace(
-            model,
-            fetch_fixed_s=model.fetch_fixed_s * fetch,
-            local_s=model.local_s * fetch,
-            remote_s=model.remote_s * fetch,
-            shared_s=model.shared_s * fetch,
-            compute_fixed_s=model.compute_fixed_s * compute,
-            compute_s=model.compute_s * compute,
-            plateau_s=model.plateau_s * compute,
-        )
+        factors = dict.fromkeys(("fetch_fixed_s", "local_s", "remote_s", "shared_s"), fetch)
+        factors |= dict.fromkeys(("compute_fixed_s", "compute_s", "plateau_s"), compute)
+        terms = {name: getattr(self.model, name) * factor for name, factor in factors.items()}
+        return replace(self.model, **terms)
 
     def run(self, first: int, sizes: Ints, local: Floats, *, steps_at_sizes: int) -> Block:
         """Take steps with one plan.
@@ -128,6 +103,7 @@ class Cluster:
         """
         steps = slice(first, first + len(local))
         noise = self._noise[:, steps] if self._noise.shape[1] > 1 else self._noise
+        # [num_steps, world_size] from here on: the mean times, disturbed, with noise.
         batch = sizes.astype(np.float64)
         fetch = self.model.fetch(local, batch - local) * self._disturbance.fetch[steps] * noise[0]
         compute = self.model.compute(batch) * self._disturbance.compute[steps] * noise[1]
@@ -158,7 +134,7 @@ class Cluster:
         rows[:, FETCH] = block.fetch_s[chosen].mean(axis=0)
         rows[:, STALL] = (block.busy_s - block.compute_s)[chosen].mean(axis=0)
         rows[:, COMPUTE] = block.compute_s[chosen].mean(axis=0)
-        factor = self._disturbance.report[last]
+        factor = self._disturbance.report[last]  # [world_size]; NaN makes the report NaN
         if self._first_report is None:
             self._first_report = rows[:, _OWN].copy()
         rows[:, _OWN] = np.where(

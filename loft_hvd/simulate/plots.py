@@ -7,7 +7,7 @@ import os
 import numpy as np
 
 from loft_hvd.errors import MissingDependencyError
-from loft_hvd.simulate.run import ORACLE, Results
+from loft_hvd.simulate.simulation import ORACLE, Results
 
 __all__ = ["plot"]
 

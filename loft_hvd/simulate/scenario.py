@@ -1,145 +1,104 @@
-"""Scenarios: a cluster, a data set and what happens to them, read from TOML and checked."""
+"""Scenarios: a cluster, a data set and what happens to them, read from TOML and checked.
+
+docs/simulate.md has the schema for users; a wrong key, a missing one or a value outside its limits
+is an error that names it.
+"""
 
 from __future__ import annotations
 
+import importlib
 import math
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from numbers import Integral, Real
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from loft_hvd.balance.policies import POLICIES
-from loft_hvd.errors import ArgumentError
+from loft_hvd.errors import ArgumentError, MissingDependencyError
 
-__all__ = ["Event", "Ranks", "Scenario"]
+__all__ = ["Event", "RankTraits", "Scenario", "read_scenario", "scenario_from_dict"]
 
 Floats = npt.NDArray[np.float64]
 Value = float | Sequence[float] | Mapping[str, Sequence[float]]
 
-_PARTS = ("fetch", "compute", "both")
-_REPORTS = ("half", "double", "constant", "nan", "drift")
-_KINDS = ("change", "wave", "interference", "lie")
+# What words may stand in a scenario.
+_CHOICES = {"sampler": ("locality", "blind"), "draws": ("sampled", "expected")}
+_EVENT_CHOICES = {
+    "kind": ("change", "wave", "interference", "lie"),
+    "part": ("fetch", "compute", "both"),
+    "report": ("half", "double", "constant", "nan", "drift"),
+}
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """What each rank is like: a number for all, a list, or {cycle, uniform, loguniform = [...]}.
+class RankTraits:
+    """What each rank is like: a number for all, a list, or {cycle, uniform, loguniform = [...]}."""
 
-    Attributes:
-        compute_s: seconds of compute a sample.
-        compute_fixed_s: seconds of compute a step beside it.
-        saturation: samples below which compute gets no cheaper; 0 for a CPU.
-        fetch_fixed_s: seconds of fetch a step that do not depend on the batch.
-        local_bytes_per_s: rate of the rank's own store.
-        remote_bytes_per_s: rate of the rank's own link.
-        remote_latency_s: seconds a remote sample takes beside its bytes.
-        overlap: share of the shorter of fetch and compute that is hidden, 0 serial, 1 prefetched.
-        local_share: share of the data set that the rank holds; the rest of 1 is on no rank.
-        cache_samples: samples that the rank keeps once it has fetched them.
-        source: name of the shared source behind the rank's remote samples, "" for none.
-    """
-
-    compute_s: Value = 1e-3
-    compute_fixed_s: Value = 0.0
-    saturation: Value = 0.0
-    fetch_fixed_s: Value = 0.0
-    local_bytes_per_s: Value = 500e6
-    remote_bytes_per_s: Value = 125e6
-    remote_latency_s: Value = 0.0
-    overlap: Value = 0.0
-    local_share: Value | None = None
-    cache_samples: Value = 0.0
-    source: str | Sequence[str] = ""
+    compute_s: Value = 1e-3  # of compute, a sample
+    compute_fixed_s: Value = 0.0  # and a step
+    saturation: Value = 0.0  # samples below which compute gets no cheaper; 0 for a CPU
+    fetch_fixed_s: Value = 0.0  # of fetch, a step
+    local_bytes_per_s: Value = 500e6  # of the rank's own store
+    remote_bytes_per_s: Value = 125e6  # of the rank's own link, a gigabit
+    remote_latency_s: Value = 0.0  # a remote sample, beside its bytes
+    overlap: Value = 0.0  # share of the shorter of fetch and compute that is hidden
+    local_share: Value | None = None  # of the data set; the rest of 1 is on no rank
+    cache_samples: Value = 0.0  # that the rank keeps once it has fetched them
+    source: str | Sequence[str] = ""  # shared, behind the rank's remote samples; "" for none
 
 
 @dataclass(frozen=True)
 class Event:
     """Something that happens to some ranks.
 
-    Attributes:
-        kind: "change" (for good or until ``to_step``), "wave" (a sine), "interference" (random
-            bursts), or "lie" (wrong reports, right work).
-        ranks: which ranks.
-        part: "fetch", "compute" or "both".
-        factor: time is multiplied by this; a wave swings between 1 and it.
-        from_step: first step of it.
-        to_step: step after the last one; 0 for the end of the run.
-        ramp_steps: steps over which a change sets in.
-        period_steps: length of a wave.
-        busy_steps: average length of a burst.
-        quiet_steps: average length of the pause between bursts.
-        is_visible: bursts show in the CPU use that ranks report.
-        report: what a liar reports: "half", "double", "constant", "nan", or "drift" (ever less).
+    "change" is for good or until ``to_step``, "wave" a sine, "interference" random bursts, and
+    "lie" wrong reports of right work.
     """
 
     kind: str
     ranks: tuple[int, ...]
-    part: str = "both"
-    factor: float = 2.0
+    part: str = "both"  # of the work: fetch, compute or both
+    factor: float = 2.0  # on the time; a wave swings between 1 and it
     from_step: int = 0
-    to_step: int = 0
-    ramp_steps: int = 0
-    period_steps: int = 400
-    busy_steps: int = 40
-    quiet_steps: int = 80
-    is_visible: bool = True
-    report: str = "half"
+    to_step: int = 0  # the step after the last one; 0 for the end of the run
+    ramp_steps: int = 0  # over which a change sets in
+    period_steps: int = 400  # of a wave
+    busy_steps: int = 40  # average length of a burst
+    quiet_steps: int = 80  # and of the pause between two
+    is_visible: bool = True  # bursts show in the CPU use that ranks report
+    report: str = "half"  # what a liar reports of its times; "drift" is ever less
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A run to simulate.
-
-    Attributes:
-        name: of the scenario.
-        world_size: number of ranks.
-        global_batch_size: samples of all ranks in a step.
-        description: what it shows.
-        seed: of noise, events, drawn values and the sampler.
-        steps: steps to run.
-        interval: steps between two exchanges of times.
-        num_samples: samples of the data set.
-        sample_bytes: bytes of a sample.
-        aggregate_s: seconds that aggregation adds to the slowest rank.
-        min_batch: least samples of a rank.
-        max_batch: most samples of a rank, a number or one a rank; 0 for no limit.
-        grain: sizes are multiples of it.
-        noise: relative standard deviation of each fetch and compute time.
-        sampler: "locality" (home first) or "blind" (slices of the global batch).
-        draws: "sampled" (the real sampler's counts) or "expected" (each rank's average share).
-        policies: names, or lists of every rank's samples.
-        knows_sources: LOFT is told which ranks share a source.
-        first_steps: steps at new sizes that are slower.
-        first_steps_factor: compute time of those steps is multiplied by this.
-        ranks: what each rank is like.
-        sources: bytes a second of each shared source.
-        events: what happens.
-    """
+    """A run to simulate."""
 
     name: str
     world_size: int
     global_batch_size: int
     description: str = ""
-    seed: int = 0
+    seed: int = 0  # of noise, events, drawn values and the sampler
     steps: int = 1000
-    interval: int = 20
+    interval: int = 20  # steps between two exchanges of times
     num_samples: int = 51_200
-    sample_bytes: float = 110e3
-    aggregate_s: float = 0.0
+    sample_bytes: float = 110e3  # an ImageNet photograph
+    aggregate_s: float = 0.0  # added to the slowest rank
     min_batch: int = 2
-    max_batch: int | Sequence[int] = 0
+    max_batch: int | Sequence[int] = 0  # one number or one a rank; 0 for no limit
     grain: int = 1
-    noise: float = 0.0
-    sampler: str = "locality"
-    draws: str = "sampled"
+    noise: float = 0.0  # relative standard deviation of each fetch and compute time
+    sampler: str = "locality"  # home first; "blind" takes slices of the global batch
+    draws: str = "sampled"  # the real sampler's counts; "expected" is each rank's average
     policies: tuple[str | tuple[int, ...], ...] = ("uniform", "lbbsp-cpu", "lbbsp-gpu", "loft")
-    knows_sources: bool = True
-    first_steps: int = 0
-    first_steps_factor: float = 1.0
-    ranks: Ranks = field(default_factory=Ranks)
-    sources: Mapping[str, float] = field(default_factory=dict)
+    knows_sources: bool = True  # LOFT is told which ranks share a source
+    first_steps: int = 0  # at new sizes that are slower
+    first_steps_factor: float = 1.0  # and by how much: on their compute time
+    ranks: RankTraits = field(default_factory=RankTraits)
+    sources: Mapping[str, float] = field(default_factory=dict)  # bytes a second of each
     events: tuple[Event, ...] = ()
 
     def __post_init__(self) -> None:
@@ -161,8 +120,12 @@ class Scenario:
         for limit in limits:
             self._check_number("max_batch", limit, 0, kind=Integral)
         self._check_ranks()
-        _check_choice(self, "sampler", ("locality", "blind"))
-        _check_choice(self, "draws", ("sampled", "expected"))
+        for what, known in _CHOICES.items():
+            if getattr(self, what) not in known:
+                raise ArgumentError(
+                    f"scenario {self.name!r}: {what}={getattr(self, what)!r} must be one of "
+                    f"{list(known)}"
+                )
         for policy in self.policies:
             if isinstance(policy, str) and policy not in POLICIES:
                 raise ArgumentError(
@@ -184,7 +147,7 @@ class Scenario:
 
     def _check_ranks(self) -> None:
         where = f"scenario {self.name!r}: ranks"
-        for item in fields(Ranks):
+        for item in fields(RankTraits):
             if item.name == "source":
                 continue
             values = self.values(item.name)
@@ -218,13 +181,9 @@ class Scenario:
         self._check_number("event factor", event.factor, 0)
         outside = [rank for rank in event.ranks if not 0 <= rank < self.world_size]
         wrong = [
-            f"{what}={value!r} is not one of {list(known)}"
-            for what, value, known in (
-                ("kind", event.kind, _KINDS),
-                ("part", event.part, _PARTS),
-                ("report", event.report, _REPORTS),
-            )
-            if value not in known
+            f"{what}={getattr(event, what)!r} is not one of {list(known)}"
+            for what, known in _EVENT_CHOICES.items()
+            if getattr(event, what) not in known
         ]
         if outside:
             wrong.append(f"ranks {outside} are not in 0..{self.world_size - 1}")
@@ -243,7 +202,7 @@ class Scenario:
         value = getattr(self.ranks, what)
         if value is None:
             return np.full(self.world_size, 1.0 / self.world_size)
-        place = [item.name for item in fields(Ranks)].index(what)
+        place = [item.name for item in fields(RankTraits)].index(what)
         rng = np.random.default_rng([self.seed, place])
         where = f"scenario {self.name!r}: ranks.{what}"
         try:
@@ -258,14 +217,6 @@ class Scenario:
                 f"scenario {self.name!r}: ranks.{what} must be finite and >= 0, but is {drawn}"
             )
         return drawn
-
-
-def _check_choice(scenario: Scenario, what: str, known: tuple[str, ...]) -> None:
-    if getattr(scenario, what) not in known:
-        raise ArgumentError(
-            f"scenario {scenario.name!r}: {what}={getattr(scenario, what)!r} must be one of "
-            f"{list(known)}"
-        )
 
 
 def _spread(value: Value, world_size: int, rng: np.random.Generator, where: str) -> Floats:
@@ -289,3 +240,96 @@ def _spread(value: Value, world_size: int, rng: np.random.Generator, where: str)
         raise ArgumentError(f"{where} has {array.size} values for world_size={world_size}")
     given: Floats = np.broadcast_to(array, world_size).copy()
     return given
+
+
+def read_scenario(path: str | os.PathLike[str]) -> Scenario:
+    """Read a scenario file.
+
+    Raises:
+        ArgumentError: the file is not TOML, or a key or value is not one of the schema.
+        MissingDependencyError: Python 3.10 without the tomli package.
+    """
+    toml = _toml_reader()
+    with open(path, "rb") as file:
+        try:
+            content = toml.load(file)
+        except ValueError as error:  # TOMLDecodeError is one
+            raise ArgumentError(f"scenario {os.fspath(path)}: not TOML: {error}") from error
+    return scenario_from_dict(content, where=os.fspath(path))
+
+
+def _toml_reader() -> Any:
+    for name in ("tomllib", "tomli"):  # in Python from 3.11 on; a package before
+        try:
+            return importlib.import_module(name)
+        except ImportError:
+            continue
+    raise MissingDependencyError(
+        "reading a scenario needs Python 3.11, or the tomli package: pip install tomli"
+    )
+
+
+def scenario_from_dict(content: Mapping[str, Any], *, where: str = "scenario") -> Scenario:
+    """Build a scenario from the tables of a scenario file; a wrong key is an error."""
+    values = dict(content)
+    sources = _tables(values, "sources", where)
+    for source in sources:
+        _check_keys(source, {"name", "bytes_per_s"}, f"{where}: [[sources]]", least=2)
+    ranks = values.pop("ranks", {})
+    if not isinstance(ranks, Mapping):
+        raise ArgumentError(f"{where}: ranks={ranks!r} must be a table, [ranks]")
+    _check_keys(ranks, {item.name for item in fields(RankTraits)}, f"{where}: [ranks]")
+    events = _tables(values, "events", where)
+    for event in events:
+        _check_keys(event, {item.name for item in fields(Event)}, f"{where}: [[events]]")
+        if not {"kind", "ranks"} <= set(event):
+            raise ArgumentError(f"{where}: [[events]] {event} needs kind and ranks")
+        if not isinstance(event["ranks"], list):
+            raise ArgumentError(
+                f"{where}: [[events]] ranks={event['ranks']!r} must be a list, such as [0, 3]"
+            )
+        event["ranks"] = tuple(event["ranks"])
+    known = {item.name for item in fields(Scenario)} - {"ranks", "sources", "events"}
+    _check_keys(values, known, where)
+    needed = [
+        item.name for item in fields(Scenario) if item.default is item.default_factory is MISSING
+    ]
+    needed = [name for name in needed if name not in values and name in known]
+    if needed:
+        raise ArgumentError(f"{where}: {needed} must be given")
+    if "policies" in values:
+        values["policies"] = _policies(values["policies"], where)
+    return Scenario(
+        **values,
+        ranks=RankTraits(**ranks),
+        sources={source["name"]: source["bytes_per_s"] for source in sources},
+        events=tuple(Event(**event) for event in events),
+    )
+
+
+def _tables(values: dict[str, Any], key: str, where: str) -> list[dict[str, Any]]:
+    tables = values.pop(key, [])
+    if not isinstance(tables, list) or not all(isinstance(entry, Mapping) for entry in tables):
+        raise ArgumentError(f"{where}: {key}={tables!r} must be tables, [[{key}]]")
+    return [dict(entry) for entry in tables]
+
+
+def _policies(given: object, where: str) -> tuple[str | tuple[int, ...], ...]:
+    found: list[str | tuple[int, ...]] = []
+    for item in given if isinstance(given, list) else [None]:
+        if isinstance(item, str):
+            found.append(item)
+        elif isinstance(item, list) and all(type(size) is int for size in item):
+            found.append(tuple(item))
+        else:
+            raise ArgumentError(
+                f"{where}: policies={given!r} must be a list of names and of lists with every "
+                'rank\'s samples, such as ["loft", [32, 16]]'
+            )
+    return tuple(found)
+
+
+def _check_keys(table: Mapping[str, Any], known: set[str], where: str, *, least: int = 0) -> None:
+    unknown = sorted(set(table) - known)
+    if unknown or len(table) < least:
+        raise ArgumentError(f"{where}: {unknown or 'a key is missing'}; keys are {sorted(known)}")

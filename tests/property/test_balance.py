@@ -15,10 +15,9 @@ from loft_hvd.balance.controller import Controller
 from loft_hvd.balance.latency import StepModel
 from loft_hvd.balance.loft import Loft
 from loft_hvd.balance.search import SOLVERS, exact
-from loft_hvd.simulate.draw import random_scenario
-from loft_hvd.simulate.parse import read_scenario
-from loft_hvd.simulate.run import simulate
-from loft_hvd.simulate.scenario import Event, Ranks, Scenario
+from loft_hvd.simulate.compare import random_scenario
+from loft_hvd.simulate.scenario import Event, RankTraits, Scenario, read_scenario
+from loft_hvd.simulate.simulation import simulate
 from tests.support.clusters import OVERLAPS, drive, measure, observe, random_model
 
 SHIPPED = {
@@ -147,7 +146,7 @@ def test_a_lying_rank_costs_at_most_an_interval_a_try(report: str, is_even: bool
         noise=0.05,
         aggregate_s=0.02,
         policies=("uniform", "loft"),
-        ranks=Ranks(compute_s=rates, compute_fixed_s=0.01),
+        ranks=RankTraits(compute_s=rates, compute_fixed_s=0.01),
         events=(Event("lie", (2,), report=report),),
     )
     results = simulate(scenario)

@@ -17,8 +17,7 @@ from loft_hvd.balance.loft import Loft
 from loft_hvd.balance.policy import Policy
 from loft_hvd.balance.search import exact
 from loft_hvd.simulate.build import Draws, build_cluster
-from loft_hvd.simulate.parse import read_scenario
-from loft_hvd.simulate.scenario import Scenario
+from loft_hvd.simulate.scenario import Scenario, read_scenario
 
 __all__ = ["PolicyRun", "Results", "rows", "run_file", "simulate"]
 
@@ -36,8 +35,8 @@ class PolicyRun:
         name: of the policy, or the list of sizes that it stands for, such as "[96, 32]".
         step_s: seconds of every step, [steps].
         decisions: every plan.
-        realised_gain: for each plan the share of the step it saved, from its last interval before
-            to its first after; None for the first plan and one that saw no interval.
+        realised_gain: for each plan the share of the step it saved, from the last interval before
+            it to its first; None for the first plan and one that saw no interval.
         explanation: what the controller says at the end.
     """
 
@@ -76,27 +75,23 @@ class Results:
 
     def to_dict(self) -> dict[str, Any]:
         """Return step times in seconds and every plan of each policy, JSON-able."""
-        policies = {}
-        for run in self.runs:
-            plans = [
-                {**asdict(made), "realised_gain": gain}
-                for made, gain in zip(run.decisions, run.realised_gain, strict=True)
-            ]
-            policies[run.name] = {
-                "mean_step_s": run.mean_s,
-                "p95_step_s": run.p95_s,
-                "settled_step_s": run.settled_s,
-                "num_plans": len(plans),
-                "plans": plans,
-            }
+        told = ("description", "seed", "steps", "world_size", "global_batch_size")
         return {
             "scenario": self.scenario.name,
-            "description": self.scenario.description,
-            "seed": self.scenario.seed,
-            "steps": self.scenario.steps,
-            "world_size": self.scenario.world_size,
-            "global_batch_size": self.scenario.global_batch_size,
-            "policies": policies,
+            **{name: getattr(self.scenario, name) for name in told},
+            "policies": {
+                run.name: {
+                    "mean_step_s": run.mean_s,
+                    "p95_step_s": run.p95_s,
+                    "settled_step_s": run.settled_s,
+                    "num_plans": len(run.decisions),
+                    "plans": [
+                        {**asdict(made), "realised_gain": gain}
+                        for made, gain in zip(run.decisions, run.realised_gain, strict=True)
+                    ],
+                }
+                for run in self.runs
+            },
         }
 
 
@@ -110,7 +105,7 @@ class _Caches:
 
     @property
     def hit_share(self) -> Floats:
-        """Probability that a remote sample of a shuffled order is kept, [world_size]."""
+        """Probability that a remote sample is kept, [world_size]: all are as likely to come."""
         share: Floats = self._kept / self._num_samples
         return share
 
@@ -171,10 +166,13 @@ def _run_policy(scenario: Scenario, policy: str | Sequence[int], draws: Draws) -
     decisions: list[Decision] = []
     sizes = np.array(controller.plan.sizes)
     in_force = 0  # steps that these sizes have been in force for
+    # One block of steps an interval, as in training: the times of a block lead to a plan that
+    # comes into force with the next one. Only the oracle plans for the block that it is in.
     for first in range(0, scenario.steps, scenario.interval):
         last = min(first + scenario.interval, scenario.steps)
         if policy == ORACLE:
-            best = _best_sizes(controller, caches.model(cluster.mean_model(first, last)))
+            model = caches.model(cluster.mean_model(first, last))
+            best = exact(model, controller.task.global_batch_size, controller.task.bounds)
             if not decisions or best != decisions[-1].sizes:
                 decisions.append(Decision(len(decisions), first, best, "knows the true times"))
             sizes = np.array(best)
@@ -185,8 +183,8 @@ def _run_policy(scenario: Scenario, policy: str | Sequence[int], draws: Draws) -
         in_force += last - first
         if policy == ORACLE:
             continue
-        rows_, step_s = cluster.report(block, controller.is_settled)
-        controller.observe(screen(rows_, step=last - 1, sizes=sizes.tolist(), step_s=step_s))
+        reports, step_s = cluster.report(block, controller.is_settled)
+        controller.observe(screen(reports, step=last - 1, sizes=sizes.tolist(), step_s=step_s))
         plan = controller.decide(last)
         if plan is not None:
             sizes, in_force = np.array(plan.sizes), 0
@@ -197,16 +195,13 @@ def _run_policy(scenario: Scenario, policy: str | Sequence[int], draws: Draws) -
     return PolicyRun(name, np.concatenate(times), made, gains, explanation)
 
 
-def _best_sizes(controller: Controller, model: StepModel) -> tuple[int, ...]:
-    return exact(model, controller.task.global_batch_size, controller.task.bounds)
-
-
 def _realised(
     decisions: Sequence[Decision], means: Sequence[float], interval: int
 ) -> tuple[float | None, ...]:
+    """Return what each plan saved, from the mean step seconds of all intervals."""
     gains: list[float | None] = []
     for made in decisions:
-        after = made.first_step // interval
+        after = made.first_step // interval  # its first interval
         seen = 0 < after < len(means)
         gains.append(1.0 - means[after] / means[after - 1] if seen else None)
     return tuple(gains)
