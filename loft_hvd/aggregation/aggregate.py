@@ -88,6 +88,7 @@ def read_call(
         out = rows.empty()
     else:
         rows.check_out(out)
+    # Every span is checked before the first one is computed: an error leaves `out` as it was.
     parts = []
     for span, column, block in spans(mask, rows.numel):
         rule.check(world_size, weights=counts, present=column, block=block)
@@ -135,6 +136,7 @@ def aggregate(
         if isinstance(rule, Custom):
             call_custom(part, rule)
         elif torch.compiler.is_compiling():
+            # A graph cannot hold a call that takes addresses; it can hold an operator.
             rows = cast("list[Tensor]", part.rows)
             ops.aggregate_out(rows, str(rule), part.weights, cast("Tensor", part.out))
         else:
@@ -158,7 +160,7 @@ def call_custom(part: Part, rule: Custom) -> None:
             f"{rule}: fn returned {type(result).__name__} of shape {shape} for {len(rows)} rows of "
             f"{out.shape[0]}; it must return {type(stacked).__name__} of shape {tuple(out.shape)}"
         )
-    out[:] = result
+    out[:] = result  # becomes the rows' dtype here
 
 
 def mean(
@@ -182,14 +184,8 @@ def median(
 ) -> Any:
     """Take the middle value of each coordinate; see ``aggregate``.
 
-    With weights, the smallest value with at least half of the weight at or below it.
-
-    Args:
-        gradients: one row per worker, shape [world_size, numel], floating point.
-        weights: sample count of each row, [world_size].
-        present: which rows are there, [world_size] or [world_size, num_blocks].
-        out: where to put the result, [numel].
-        kind: between two middle values their "midpoint", the "lower" or the "upper".
+    With weights, the smallest value with at least half of the weight at or below it. Of two middle
+    values ``kind`` takes their "midpoint", the "lower" or the "upper" one.
     """
     return aggregate(gradients, Median(kind), weights=weights, present=present, out=out)
 
@@ -206,12 +202,7 @@ def trimmed_mean(
 
     NaN orders above +inf, so up to f rows of any values cannot leave the range of the others.
 
-    Args:
-        gradients: one row per worker, shape [world_size, numel], floating point.
-        f: Byzantine workers tolerated, 0 <= 2 * f < rows that count.
-        weights: sample count of each row, [world_size]; drops by count, averages by weight.
-        present: which rows are there, [world_size] or [world_size, num_blocks].
-        out: where to put the result, [numel].
+    ``f`` Byzantine workers are tolerated, 0 <= 2 * f < rows that count; see ``aggregate``.
     """
     return aggregate(gradients, TrimmedMean(f), weights=weights, present=present, out=out)
 

@@ -51,6 +51,7 @@ def aggregate_rows(
         weights: weight above 0 of each row, or None when they are equal.
         out: 1-D, [numel], dtype and device of the rows; may overlap no row.
     """
+    # A tile's rows, keys and products stay in the cache while the network passes over them often.
     for begin in range(0, out.numel(), _TILE):
         span = slice(begin, begin + _TILE)
         out[span] = _aggregate_tile([row[span] for row in rows], rule, weights)
@@ -66,12 +67,8 @@ def diagnose_rows(
 ) -> Found:
     """Compare each row with the result, in one block of ``BLOCK`` coordinates in ``every``.
 
-    Args:
-        rows: as for ``aggregate_rows``.
-        rule: any rule; ``Custom`` has no window, so no value lies outside it.
-        weights: weight above 0 of each row, or None when they are equal.
-        out: the result, [numel].
-        every: the first block of so many is looked at.
+    Arguments are those of ``aggregate_rows``, with ``out`` filled. The first of ``every`` blocks is
+    looked at. ``Custom`` has no window, so no value lies outside it.
 
     Returns:
         Coordinates looked at, then for each row: those strictly outside the kept window, those
@@ -98,9 +95,11 @@ def read_tally(tally: Tensor, numel: int, every: int) -> Found:
 def _compare(row: Tensor, result: Tensor, window: Kept | None) -> Tensor:
     """Return what one row did in one block: outside, not finite, squared distance, [3]."""
     outside = torch.zeros_like(row, dtype=torch.bool)
+    # Comparisons with NaN are false, but NaN orders above +inf: a NaN is outside unless the window
+    # reaches up to NaN, and every number is outside where the window begins at NaN.
     if window is not None:
         value, low, high = row.to(window.low.dtype), window.low, window.high
-        is_nan = value.isnan()  # NaN orders above +inf
+        is_nan = value.isnan()
         outside = (value < low) | (value > high) | (is_nan & ~high.isnan())
         outside |= low.isnan() & ~is_nan
     distance = row.double() - result.double()
@@ -116,33 +115,27 @@ def _aggregate_tile(rows: list[Tensor], rule: Rule, weights: Sequence[int] | Non
 
 def _window_of(rows: list[Tensor], rule: Rule, weights: Sequence[int] | None) -> Kept:
     """Rank one tile of coordinates and apply the rule to it."""
-    dtype, device = rows[0].dtype, rows[0].device
+    dtype = rows[0].dtype
     precision = torch.float64 if dtype == torch.float64 else torch.float32
-    keys = [_to_key(row) for row in rows]
+    keys, counts = [_to_key(row) for row in rows], None
     if weights is None:
         for low, high in _network(len(keys)):
             keys[low], keys[high] = (
                 torch.minimum(keys[low], keys[high]),
                 torch.maximum(keys[low], keys[high]),
             )
-        by_rank = torch.ones(len(rows), 1, dtype=torch.int64, device=device)  # [rows, 1]
     else:
         counts = [torch.full_like(keys[0], weight, dtype=torch.int64) for weight in weights]
         _sort_weighted(keys, counts)
-        by_rank = torch.stack(counts)  # [rows, tile]
-    ranked = torch.stack([_from_key(key, dtype).to(precision) for key in keys])  # [rows, tile]
-    return apply(rule, ranked, by_rank)
+    return apply(rule, [_from_key(key, dtype).to(precision) for key in keys], counts)
 
 
 def _to_key(values: Tensor) -> Tensor:
-    """Return integers that order as the values do, every NaN last.
-
-    The bits of floats above 0 order as integers do, those below 0 the other way round. So where the
-    sign bit is set (the shift spreads it over all bits) the other bits are flipped. In 8 bits:
-
-        -inf 1111_1000 -> 1000_0111    -0 1000_0000 -> 1111_1111
-        +0   0000_0000 -> 0000_0000    NaN 0111_1100 -> 0111_1100, above +inf 0111_1000
-    """
+    """Return integers that order as the values do, every NaN last."""
+    # Bits of floats above 0 order as integers do, those below 0 the other way round. So where the
+    # sign bit is set (the shift spreads it over all bits) the other bits are flipped. In 8 bits:
+    #     -inf 1111_1000 -> 1000_0111    -0 1000_0000 -> 1111_1111, which is -1
+    #     +0   0000_0000 -> 0000_0000    NaN 0111_1100 -> the same, above +inf, 0111_1000
     bits = _to_bits(values)
     info = torch.iinfo(bits.dtype)
     return bits ^ ((bits >> (info.bits - 1)) & info.max)
@@ -161,11 +154,9 @@ def _from_key(keys: Tensor, dtype: torch.dtype) -> Tensor:
 
 @functools.cache
 def _network(rows: int) -> tuple[tuple[int, int], ...]:
-    """Return Batcher's odd-even merge sort as (low, high) pairs of ranks to put in order.
-
-    Round p merges sorted runs of p rows into runs of 2 p; step k of it compares rows k apart, and
-    only inside one run of 2 p. For four rows: (0, 1) (2, 3), then (0, 2) (1, 3), then (1, 2).
-    """
+    """Return Batcher's odd-even merge sort as (low, high) pairs of ranks to put in order."""
+    # Round p merges sorted runs of p rows into runs of 2 p. Step k of it compares rows k apart, and
+    # only inside one run of 2 p. For four rows: (0, 1) (2, 3), then (0, 2) (1, 3), then (1, 2).
     pairs = []
     p = 1
     while p < rows:
@@ -182,6 +173,7 @@ def _network(rows: int) -> tuple[tuple[int, int], ...]:
 
 def _sort_weighted(keys: list[Tensor], counts: list[Tensor]) -> None:
     """Order by (key, weight) in place; the weight travels with its key."""
+    # Equal values in any order give the same sums only if their weights are in order, too.
     for low, high in _network(len(keys)):
         a, b, u, v = keys[low], keys[high], counts[low], counts[high]
         swap = (a > b) | ((a == b) & (u > v))

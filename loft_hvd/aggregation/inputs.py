@@ -116,6 +116,8 @@ class Rows:
             raise ArgumentError(
                 "out is a view that negates, such as x.conj().imag; give a tensor of its own"
             )
+        # Kernels read a tile of all rows and then write its result, so a shared byte may be read
+        # after it was written. Two ranges overlap when each begins before the other one ends.
         begin, size = address(out), self.numel * out.itemsize
         for number, row in enumerate(self.rows):
             if size and begin < address(row) + size and address(row) < begin + size:
@@ -130,6 +132,7 @@ def _cut(matrix: Tensor | npt.NDArray[Any]) -> tuple[Row, ...]:
 
 def _unit(row: Row) -> int:
     """Return the distance between neighbours in values."""
+    # NumPy's strides are bytes, and need not be whole values (a field of a record): 0 is no unit.
     if isinstance(row, Tensor):
         return row.stride(0)
     return row.strides[0] // row.itemsize if row.strides[0] % row.itemsize == 0 else 0
@@ -139,6 +142,7 @@ def _with_unit_stride(row: Row) -> Row:
     if isinstance(row, Tensor):
         row = row.detach().resolve_neg()  # where a view negates, memory holds the other sign
         return row if row.shape[0] <= 1 or _unit(row) == 1 else row.contiguous()
+    # An array that is not aligned may begin in the middle of a value, where C++ must not read it.
     is_plain = (row.shape[0] <= 1 or _unit(row) == 1) and row.flags.aligned
     return row if is_plain else row.copy()
 
@@ -212,6 +216,7 @@ def read_count(label: str, value: Any, meaning: str) -> int:
     Raises:
         ArgumentTypeError: it is no whole number.
     """
+    # bool is a subclass of int: f=True would pass for 1.
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
         raise ArgumentTypeError(f"{label}={value!r} must be an int, {meaning}")
     return int(value)
@@ -237,6 +242,7 @@ def read_weights(weights: Weights, world_size: int | None = None) -> list[int]:
         raise ArgumentError(
             f"weights has {len(counts)} values, but there are {world_size} rows; give one a row"
         )
+    # Only ratios count: 256 256 128 is 2 2 1. The kernels add weights up in int32, twice the total.
     divisor = functools.reduce(math.gcd, counts, 0) or 1
     if sum(counts) // divisor > MAX_TOTAL_WEIGHT:
         raise ArgumentError(
@@ -259,6 +265,7 @@ def _as_list(label: str, values: Any, wanted: str) -> list[Any]:
 
 
 def _read_weight(row: int, weight: Any) -> int:
+    # Counts that went through float64, as NumPy and JSON do it, are still counts.
     if isinstance(weight, float) and weight.is_integer():
         weight = int(weight)
     try:
@@ -309,7 +316,7 @@ def read_present(present: Presence | None, world_size: int) -> list[list[bool]] 
             f"[{world_size}, num_blocks]"
         )
     if all(map(all, rows)):
-        return None
+        return None  # as if no mask had been given: one span, one call
     return [[row[block] for row in rows] for block in range(num_blocks)]
 
 
@@ -359,6 +366,8 @@ def spans(
     if mask is None or len(mask) == 1:
         yield slice(0, numel), None if mask is None else mask[0], None
         return
+    # 10 coordinates in 4 blocks: ceil(10 / 4) = 3 each, so 0-2, 3-5, 6-8 and 9 alone. If blocks 1
+    # and 2 have the same rows, the spans are 0-2, 3-8 and 9: one kernel call less.
     block = max(1, -(-numel // len(mask)))
     begin = first = 0
     for column, rows in enumerate(mask):

@@ -29,11 +29,13 @@ def aggregate(rows: Sequence[Tensor], rule: str, weights: Sequence[int] | None =
     return out
 
 
+# A fake kernel tells shape and dtype while torch traces, when tensors have no memory.
 @aggregate.register_fake
 def _(rows: Sequence[Tensor], rule: str, weights: Sequence[int] | None = None) -> Tensor:
     return _new(rows)
 
 
+# An operator may not return what it fills: hence two of them.
 @torch.library.custom_op("loft_hvd::aggregate_out", mutates_args=("out",))
 def aggregate_out(
     rows: Sequence[Tensor], rule: str, weights: Sequence[int] | None, out: Tensor
@@ -54,6 +56,7 @@ def _new(rows: Sequence[Tensor]) -> Tensor:
 
 
 def _fill(rows: Sequence[Tensor], rule: str, weights: Sequence[int] | None, out: Tensor) -> None:
+    # A graph may run long after it was traced, on other rows: everything is checked anew.
     read = Rows.read(list(rows))
     read.check_out(out)
     parsed = parse_rule(rule)

@@ -17,8 +17,9 @@ order by the book and applies it; ``fallback.py`` orders them faster and applies
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +39,7 @@ from loft_hvd.aggregation.rules import (
 __all__ = ["Kept", "apply", "reference", "window"]
 
 Array = npt.NDArray[Any]
+RankedRows: TypeAlias = "list[Tensor]"  # [numel] each, one a rank
 
 # No sum of 2**10 rows with weights that add up to less than 2**30, scaled by this, overflows.
 _SCALE = 2.0**-64
@@ -57,48 +59,46 @@ class Kept(NamedTuple):
     high: Tensor
 
 
-def apply(rule: Rule, ranked: Tensor, weights: Tensor) -> Kept:
+def apply(rule: Rule, ranked: RankedRows, weights: RankedRows | None) -> Kept:
     """Apply ``rule`` to values in order.
 
     Args:
         rule: any rule but ``Custom``, already checked against the rows.
-        ranked: the values of each coordinate in ascending order, [rows, numel], in the precision
-            of the arithmetic.
-        weights: the weight of each value, int64, [rows, numel], or [rows, 1] where all are equal.
+        ranked: the values of each coordinate in ascending order, one [numel] a rank, in the
+            precision of the arithmetic.
+        weights: int64, the weight of each of these values, or None where all are equal.
     """
     return _LAWS[type(rule)](rule, ranked, weights)
 
 
-def _apply_mean(rule: Rule, ranked: Tensor, weights: Tensor) -> Kept:
+def _apply_mean(rule: Rule, ranked: RankedRows, weights: RankedRows | None) -> Kept:
     """Average what is left without the f smallest and f largest values; f is 0 for ``Mean``."""
-    last = len(ranked) - rule.f
-    return Kept(
-        _mean(ranked[rule.f : last], weights[rule.f : last]), ranked[rule.f], ranked[last - 1]
-    )
+    inner = slice(rule.f, len(ranked) - rule.f)
+    kept = ranked[inner]
+    return Kept(_mean(kept, weights[inner] if weights else None), kept[0], kept[-1])
 
 
-def _apply_median(rule: Rule, ranked: Tensor, weights: Tensor) -> Kept:
+def _apply_median(rule: Rule, ranked: RankedRows, weights: RankedRows | None) -> Kept:
     """Take the middle value by weight, or what lies between two of them."""
     lower, upper = _middle(ranked, weights)
     kind = rule.kind if isinstance(rule, Median) else "midpoint"
-    picked = {"lower": lower, "upper": upper, "midpoint": _midpoint(lower, upper)}
-    return Kept(picked[kind], lower, upper)
+    if kind != "midpoint":
+        return Kept(lower if kind == "lower" else upper, lower, upper)
+    return Kept(_midpoint(lower, upper), lower, upper)
 
 
-def _apply_around_median(rule: Rule, ranked: Tensor, weights: Tensor) -> Kept:
+def _apply_around_median(rule: Rule, ranked: RankedRows, weights: RankedRows | None) -> Kept:
     """Average the rows - f values nearest to the median; weights do not move the centre."""
-    centre = _midpoint(*_middle(ranked, torch.ones_like(weights)))
-    return _around(centre, rule, ranked, weights)
+    return _around(_midpoint(*_middle(ranked, None)), rule, ranked, weights)
 
 
-def _apply_phocas(rule: Rule, ranked: Tensor, weights: Tensor) -> Kept:
+def _apply_phocas(rule: Rule, ranked: RankedRows, weights: RankedRows | None) -> Kept:
     """Average the rows - f values nearest to the trimmed mean; weights do not move the centre."""
-    trimmed = slice(rule.f, len(ranked) - rule.f)
-    centre = _mean(ranked[trimmed], torch.ones_like(weights[trimmed]))
+    centre = _mean(ranked[rule.f : len(ranked) - rule.f], None)
     return _around(centre, rule, ranked, weights)
 
 
-_LAWS: dict[type[Rule], Callable[[Rule, Tensor, Tensor], Kept]] = {
+_LAWS: dict[type[Rule], Callable[[Rule, RankedRows, RankedRows | None], Kept]] = {
     Mean: _apply_mean,
     Median: _apply_median,
     TrimmedMean: _apply_mean,
@@ -107,16 +107,17 @@ _LAWS: dict[type[Rule], Callable[[Rule, Tensor, Tensor], Kept]] = {
 }
 
 
-def _middle(ranked: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first value with at least half of the weight up to it, and with more than half.
-
-    Weights 1 1 2 2 add up to 1 2 4 6 of 6: half, 3, is reached and passed by the third value, which
-    is both. With 1 1 1 1 the second value reaches half, and only the third passes it.
-    """
-    up_to = weights.cumsum(0)  # [rows, numel] or [rows, 1], exact: int64
+def _middle(ranked: RankedRows, weights: RankedRows | None) -> tuple[Tensor, Tensor]:
+    """Return the first value with at least half of the weight up to it, and with more than half."""
+    # Weights 1 1 2 2 add up to 1 2 4 6: the third value reaches half, 3, and passes it: it is both.
+    # With 1 1 1 1 the second value reaches half, 2, and only the third passes it.
+    if weights is None:
+        return ranked[(len(ranked) - 1) // 2], ranked[len(ranked) // 2]
+    values = torch.stack(ranked)  # [rows, numel]
+    up_to = torch.stack(weights).cumsum(0)  # [rows, numel], exact: int64
     first = (2 * up_to >= up_to[-1]).int().argmax(0, keepdim=True)  # argmax: the first True
     last = (2 * up_to > up_to[-1]).int().argmax(0, keepdim=True)
-    return ranked.take_along_dim(first, 0)[0], ranked.take_along_dim(last, 0)[0]
+    return values.gather(0, first)[0], values.gather(0, last)[0]
 
 
 def _midpoint(lower: Tensor, upper: Tensor) -> Tensor:
@@ -125,21 +126,18 @@ def _midpoint(lower: Tensor, upper: Tensor) -> Tensor:
     return torch.where(lower == upper, lower, 0.5 * lower + 0.5 * upper)
 
 
-def _around(centre: Tensor, rule: Rule, ranked: Tensor, weights: Tensor) -> Kept:
+def _around(centre: Tensor, rule: Rule, ranked: RankedRows, weights: RankedRows | None) -> Kept:
     """Average the rows - f values nearest to ``centre``, [numel]; of two equally near, the lower.
 
     -inf is farther than any finite value, though both distances may overflow.
-
-    The nearest values are neighbours in rank, so a window of them slides up while that helps. Slot
-    ``i % keep`` holds the value that leaves when the window moves from i to i + 1. With keep = 3:
-
-        window 0: ranks 0 1 2   slots 0 1 2
-        window 1: ranks 1 2 3   slots 3 1 2     0 leaves slot 0, 3 enters it
-        window 2: ranks 2 3 4   slots 3 4 2     1 leaves slot 1, 4 enters it
     """
+    # The nearest values are neighbours in rank, so a window of them slides up while that helps.
+    # Slot i % keep holds the value that leaves when the window moves from i to i + 1. With keep 3:
+    #     window 0: ranks 0 1 2   slots 0 1 2
+    #     window 1: ranks 1 2 3   slots 3 1 2     0 leaves slot 0, 3 enters it
+    #     window 2: ranks 2 3 4   slots 3 4 2     1 leaves slot 1, 4 enters it
     keep = len(ranked) - rule.f
-    weights = weights.expand_as(ranked)
-    near, near_weights = ranked[:keep].clone(), weights[:keep].clone()
+    near, near_weights = list(ranked[:keep]), list(weights[:keep]) if weights else None
     low, high = ranked[0], ranked[keep - 1]
     for i in range(rule.f):
         leaving, entering = ranked[i], ranked[i + keep]
@@ -147,31 +145,38 @@ def _around(centre: Tensor, rule: Rule, ranked: Tensor, weights: Tensor) -> Kept
         overflows = (below == above) & leaving.isinf() & entering.isfinite()
         moves = (below > above) | overflows
         near[i % keep] = torch.where(moves, entering, near[i % keep])
-        near_weights[i % keep] = torch.where(moves, weights[i + keep], near_weights[i % keep])
+        if weights and near_weights:
+            near_weights[i % keep] = torch.where(moves, weights[i + keep], near_weights[i % keep])
         low, high = torch.where(moves, ranked[i + 1], low), torch.where(moves, entering, high)
     return Kept(torch.where(centre.isnan(), centre, _mean(near, near_weights)), low, high)
 
 
-def _mean(kept: Tensor, weights: Tensor) -> Tensor:
-    """Average ``kept``, [m, numel], by weight; finite values have a finite mean."""
-    low, high = kept.amin(0), kept.amax(0)  # NaN if one is NaN
-    total = weights.sum(0)  # a tensor: by a number CUDA would multiply with its reciprocal
-    mean = _fold_sum(kept * weights.to(kept.dtype)) / total.to(kept.dtype)
-    overflowed = ~mean.isfinite() & low.isfinite() & high.isfinite()
+def _mean(kept: RankedRows, weights: RankedRows | None) -> Tensor:
+    """Average by weight; a mean of finite values is finite and lies between them."""
+    low, high = functools.reduce(torch.minimum, kept), functools.reduce(torch.maximum, kept)
+    if weights is None:
+        # A tensor: by a plain number CUDA would multiply with its reciprocal, which rounds twice.
+        total = torch.full_like(low[:1], len(kept), dtype=torch.int64)
+        mean = _fold_sum(kept) / total.to(low.dtype)
+    else:
+        total = functools.reduce(torch.add, weights)
+        products = [value * by.to(low.dtype) for value, by in zip(kept, weights, strict=True)]
+        mean = _fold_sum(products) / total.to(low.dtype)
+    overflowed = ~mean.isfinite() & low.isfinite() & high.isfinite()  # NaN if one is NaN
     if bool(overflowed.any()):
-        scaled = _fold_sum(kept.double() * _SCALE * weights) / total / _SCALE
-        mean = torch.where(overflowed, scaled.to(kept.dtype), mean)
+        scaled = [value.double() * _SCALE for value in kept]
+        if weights is not None:
+            scaled = [value * by for value, by in zip(scaled, weights, strict=True)]
+        mean = torch.where(overflowed, (_fold_sum(scaled) / total / _SCALE).to(low.dtype), mean)
     # Roundings may carry a mean past its values. Comparing with NaN is false, so NaN stays.
     mean = torch.where(mean < low, low, mean)
     return torch.where(mean > high, high, mean)
 
 
-def _fold_sum(values: Tensor) -> Tensor:
-    """Sum [m, numel] over the first axis: pairs from the middle outwards, then a binary tree.
-
-    Five values a b c d e are the leaves c, b + d, a + e, and their sum (c + (b + d)) + (a + e).
-    Six, a to f, are c + d, b + e, a + f, summed likewise.
-    """
+def _fold_sum(values: RankedRows) -> Tensor:
+    """Sum over ranks: pairs from the middle outwards, then a binary tree."""
+    # Five values a b c d e: the leaves c, b + d, a + e are summed as (c + (b + d)) + (a + e).
+    # Six values a to f: the leaves are c + d, b + e, a + f.
     half = len(values) // 2
     if len(values) % 2:
         leaves = [values[half]] + [values[half - k] + values[half + k] for k in range(1, half + 1)]
@@ -263,5 +268,5 @@ def _ranked_and_applied(
     is_positive = ~np.signbit(values) & (values == 0)  # -0 before +0
     order = np.lexsort((weights, is_positive, values), axis=0)  # NaN, of either sign, comes last
     ranked, by_rank = (np.take_along_axis(part, order, 0) for part in (values, weights))
-    kept = apply(rule, torch.from_numpy(ranked), torch.from_numpy(by_rank))
+    kept = apply(rule, *(list(torch.from_numpy(part).unbind()) for part in (ranked, by_rank)))
     return kept.result.numpy(), kept.low.numpy(), kept.high.numpy()

@@ -33,7 +33,9 @@ __all__ = [
     "parse_rule",
 ]
 
-MAX_ROWS = 1024  # rows one call may aggregate; csrc/rules.h has the same limit
+# Rows that one call may aggregate, as in csrc/rules.h. Bound from the kernels' buffers: the fixed
+# tree of sums in csrc/coordinate_rules.h has room for 512 pairs.
+MAX_ROWS = 1024
 _KINDS = ("midpoint", "lower", "upper")  # in the order of csrc/rules.h
 
 
@@ -164,8 +166,7 @@ class Rule:
 
         Raises:
             AggregationError: the rule does not fit that many rows.
-            ArgumentError: a weight is negative, or their sum is too large.
-            ArgumentTypeError: weights, or the number of rows, are no whole numbers.
+            ArgumentError: weights, or the number of rows, are not what ``check`` takes.
         """
         if isinstance(weights, int | np.integer):
             rows = read_count("tolerance: weights", weights, "the number of equal rows")
@@ -212,7 +213,6 @@ class Mean(Rule):
             raise ArgumentTypeError(f"mean: reproducible={self.reproducible!r} must be a bool")
 
     def __str__(self) -> str:
-        """Return the text that ``parse_rule`` turns back into this rule."""
         return "mean:reproducible=True" if self.reproducible else "mean"
 
 
@@ -240,7 +240,6 @@ class Median(Rule):
             raise ArgumentError(f"median: kind={self.kind!r} must be one of {', '.join(_KINDS)}")
 
     def __str__(self) -> str:
-        """Return the text that ``parse_rule`` turns back into this rule."""
         return "median" if self.kind == "midpoint" else f"median:kind={self.kind}"
 
     def _rows_survived(self, counting: list[int]) -> int:
@@ -269,7 +268,6 @@ class _Trimming(Rule):
         object.__setattr__(self, "f", _read_f(self.name, self.f))  # frozen from here on
 
     def __str__(self) -> str:
-        """Return the text that ``parse_rule`` turns back into this rule."""
         return f"{self.name}:f={self.f}"
 
 
@@ -365,6 +363,7 @@ def parse_rule(text: str) -> Rule:
     rule = RULES.get(name.strip())
     if rule is None:
         raise ArgumentError(f"rule {text!r} is unknown; the names are {', '.join(sorted(RULES))}")
+    # A rule's options are the fields that its constructor takes: f, kind or reproducible.
     known = [item.name for item in fields(rule) if item.init]
     options: dict[str, Any] = {}
     for part in filter(None, (piece.strip() for piece in tail.split(","))):
