@@ -98,6 +98,8 @@ def exchange_maker(levels: Levels | None, *, run: RunRule = run_rule) -> MakeExc
 class _Together:
     """Two collectives that are waited for as one."""
 
+    watch = None
+
     def __init__(self, *works: Work) -> None:
         self._works = works
 

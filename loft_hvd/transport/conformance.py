@@ -6,6 +6,7 @@ raises a ``TransportError`` that says what was expected; it ends on every rank, 
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -18,17 +19,12 @@ from loft_hvd.transport.base import Transport, Work, wait_for
 
 __all__ = ["CHECKS"]
 
-_LIMIT_S = 30.0
-_MOVED = (
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.uint8,
-)
+_LIMIT_S = 30.0  # a choice: a crowded machine takes a second
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_MOVED = (*_FLOATS, torch.int64, torch.int32, torch.uint8)
 _SUMMED = (torch.float64, torch.float32, torch.int64)
+# What a conversion on the way would lose: NaN, infinities, the sign of zero, a subnormal of
+# float32, and nearly its largest value.
 _ODD_VALUES = (float("nan"), float("inf"), -float("inf"), -0.0, 1e-45, 3.4e38)
 
 
@@ -45,6 +41,7 @@ def _wait(work: Work, what: str) -> None:
 
 def _values(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
     """Return numbers that tell ranks and places apart, exact in every dtype."""
+    # Below 120 all are exact in bfloat16 and uint8; 7 and 31 share no factor with it.
     return ((torch.arange(numel) * 7 + rank * 31) % 120).to(dtype)
 
 
@@ -62,39 +59,34 @@ def check_world(transport: Transport) -> None:
     _expect(ranks.tolist() == list(range(size)), transport, f"ranks are {ranks.tolist()}")
 
 
+def _check_moved(
+    transport: Transport,
+    start: Callable[[Tensor, Tensor], Work],
+    send: Tensor,
+    expected: list[Tensor],
+    what: str,
+) -> None:
+    """Start an operation, and compare what is received; nothing else may be written or moved."""
+    recv = torch.zeros(sum(part.numel() for part in expected), dtype=send.dtype)
+    sent, place = send.clone(), recv.data_ptr()
+    _wait(start(send, recv), what)
+    _expect(torch.equal(recv, torch.cat(expected)), transport, f"{what}: wrong values")
+    _expect(torch.equal(send, sent), transport, f"{what}: the input was written")
+    _expect(recv.data_ptr() == place, transport, f"{what}: the output was reallocated")
+
+
+_EVERY_DTYPE_AND_SIZE = [(dtype, numel) for dtype in _MOVED for numel in (1, 17, 1024)]
+
+
 def check_alltoall(transport: Transport) -> None:
     """Shard i of what is received is rank i's shard for this rank, in every dtype."""
     size, rank = transport.world_size, transport.rank
-    for dtype in _MOVED:
-        for shard in (1, 17, 1024):
-            send = _values(rank, size * shard, dtype)
-            sent, recv = send.clone(), torch.zeros_like(send)
-            place = recv.data_ptr()
-            what = f"all-to-all of {shard} x {dtype}"
-            _wait(transport.alltoall(send, recv, name=f"c.a2a.{dtype}.{shard}"), what)
-            rows = [
-                _values(peer, size * shard, dtype)[rank * shard : (rank + 1) * shard]
-                for peer in range(size)
-            ]
-            _expect(torch.equal(recv, torch.cat(rows)), transport, f"{what}: wrong values")
-            _expect(torch.equal(send, sent), transport, f"{what}: the input was written")
-            _expect(recv.data_ptr() == place, transport, f"{what}: the output was reallocated")
-
-
-def check_allgather(transport: Transport) -> None:
-    """What is received is every rank's tensor in rank order, in every dtype."""
-    size, rank = transport.world_size, transport.rank
-    for dtype in _MOVED:
-        for numel in (1, 17, 1024):
-            send = _values(rank, numel, dtype)
-            sent, recv = send.clone(), torch.zeros(size * numel, dtype=dtype)
-            place = recv.data_ptr()
-            what = f"all-gather of {numel} x {dtype}"
-            _wait(transport.allgather(send, recv, name=f"c.ag.{dtype}.{numel}"), what)
-            rows = [_values(peer, numel, dtype) for peer in range(size)]
-            _expect(torch.equal(recv, torch.cat(rows)), transport, f"{what}: wrong values")
-            _expect(torch.equal(send, sent), transport, f"{what}: the input was written")
-            _expect(recv.data_ptr() == place, transport, f"{what}: the output was reallocated")
+    for dtype, shard in _EVERY_DTYPE_AND_SIZE:
+        own = slice(rank * shard, (rank + 1) * shard)
+        start = functools.partial(transport.alltoall, name=f"c.a2a.{dtype}.{shard}")
+        rows = [_values(peer, size * shard, dtype) for peer in range(size)]  # what each rank sends
+        what = f"all-to-all of {shard} x {dtype}"
+        _check_moved(transport, start, rows[rank].clone(), [row[own] for row in rows], what)
 
 
 def check_alltoall_of_others(transport: Transport) -> None:
@@ -102,20 +94,24 @@ def check_alltoall_of_others(transport: Transport) -> None:
     size, rank = transport.world_size, transport.rank
     if size == 1:
         return
-    for dtype in _MOVED:
-        for shard in (1, 17, 1024):
-            whole = _values(rank, size * shard, dtype)
-            own = slice(rank * shard, (rank + 1) * shard)
-            send = torch.cat([whole[: own.start], whole[own.stop :]])
-            sent, recv = send.clone(), torch.zeros_like(send)
-            place, what = recv.data_ptr(), f"all-to-all of others' {shard} x {dtype}"
-            work = transport.alltoall(send, recv, name=f"c.others.{dtype}.{shard}", skips_own=True)
-            _wait(work, what)
-            others = [peer for peer in range(size) if peer != rank]
-            rows = [_values(peer, size * shard, dtype)[own] for peer in others]
-            _expect(torch.equal(recv, torch.cat(rows)), transport, f"{what}: wrong values")
-            _expect(torch.equal(send, sent), transport, f"{what}: the input was written")
-            _expect(recv.data_ptr() == place, transport, f"{what}: the output was reallocated")
+    for dtype, shard in _EVERY_DTYPE_AND_SIZE:
+        own = slice(rank * shard, (rank + 1) * shard)
+        start = functools.partial(
+            transport.alltoall, name=f"c.others.{dtype}.{shard}", skips_own=True
+        )
+        rows = [_values(peer, size * shard, dtype) for peer in range(size)]
+        send = torch.cat([rows[rank][: own.start], rows[rank][own.stop :]])
+        others = [row[own] for peer, row in enumerate(rows) if peer != rank]
+        _check_moved(transport, start, send, others, f"all-to-all of others' {shard} x {dtype}")
+
+
+def check_allgather(transport: Transport) -> None:
+    """What is received is every rank's tensor in rank order, in every dtype."""
+    for dtype, numel in _EVERY_DTYPE_AND_SIZE:
+        start = functools.partial(transport.allgather, name=f"c.ag.{dtype}.{numel}")
+        rows = [_values(peer, numel, dtype) for peer in range(transport.world_size)]
+        send, what = rows[transport.rank].clone(), f"all-gather of {numel} x {dtype}"
+        _check_moved(transport, start, send, rows, what)
 
 
 def check_allreduce(transport: Transport) -> None:
@@ -132,7 +128,7 @@ def check_allreduce(transport: Transport) -> None:
     _wait(transport.allgather(uneven, rows, name="c.sum.rows"), "rows of sums")
     for row in rows.view(size, 1000):
         _expect(_has_bits_of(row, uneven), transport, "a sum has other bits on another rank")
-    large = torch.tensor([2**53 + 1 + rank])
+    large = torch.tensor([2**53 + 1 + rank])  # float64 would round it
     _wait(transport.allreduce(large, name="c.sum.large"), "sum of large whole numbers")
     exact = sum(2**53 + 1 + peer for peer in range(size))
     _expect(int(large) == exact, transport, f"sum of int64: {int(large)} instead of {exact}")
@@ -150,7 +146,7 @@ def check_broadcast(transport: Transport) -> None:
 def check_bits(transport: Transport) -> None:
     """NaN, infinities, signed zero and subnormals travel unchanged."""
     size = transport.world_size
-    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+    for dtype in _FLOATS:
         odd = torch.tensor(_ODD_VALUES).to(dtype)
         recv = torch.zeros(size * len(odd), dtype=dtype)
         _wait(transport.allgather(odd, recv, name=f"c.bits.ag.{dtype}"), "odd values")

@@ -6,7 +6,6 @@ do its columns: the i-th rank of every group.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -94,12 +93,8 @@ class Groups:
 
 
 def nodes_of(channel: Channel) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of each node; every rank calls it alike.
-
-    A node is what has one host name; a transport may say otherwise with an attribute ``node``.
-    """
-    node = getattr(channel.transport, "node", None) or socket.gethostname()
-    rows = channel.sub("nodes").allgather_rows(torch.tensor([digest(node)]))
+    """Return the ranks of each node; every rank calls it alike."""
+    rows = channel.sub("nodes").allgather_rows(torch.tensor([digest(channel.transport.node)]))
     ranks: dict[int, list[int]] = {}
     for rank, key in enumerate(rows.flatten().tolist()):
         ranks.setdefault(key, []).append(rank)

@@ -11,8 +11,9 @@ import functools
 import importlib
 import inspect
 import queue
+import socket
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,15 +41,11 @@ __all__ = [
     "restore_process_set",
 ]
 
-_ALLTOALL_PARAMETERS = [
-    "tensor",
-    "splits",
-    "output",
-    "output_received_splits",
-    "name",
-    "process_set",
-]
-_ALLGATHER_PARAMETERS = ["tensor", "output", "name", "process_set"]
+# The parameters of the private functions that take the output, in Horovod 0.28.1 and its main.
+_TAKES_OUTPUT = {
+    "_alltoall_async": "tensor, splits, output, output_received_splits, name, process_set",
+    "_allgather_async": "tensor, output, name, process_set",
+}
 _ALL_RANKS = "horovod.0"
 _SHOWN_SETS = 8  # a choice: an error names no more of them
 _SUMMABLE = (torch.float16, torch.float32, torch.float64, torch.int32, torch.int64)
@@ -140,6 +137,8 @@ def _wire_view(tensor: Tensor) -> Tensor:
 class _HorovodWork:
     """A Horovod handle, with the tensors that must live until it is done."""
 
+    watch = None
+
     def __init__(self, hvd: Any, handle: int, *, copy_to: Tensor | None = None) -> None:
         self._hvd = hvd
         self._handle = handle
@@ -156,26 +155,8 @@ class _HorovodWork:
             self._copy_to.copy_(output[0] if isinstance(output, tuple) else output)
 
 
-_Post = TypeVar("_Post", bound=Callable[..., Work])
-
-
-def _explained(post: _Post) -> _Post:
-    """Let errors of starting an operation say which rank is behind them, as those of waiting do."""
-
-    @functools.wraps(post)
-    def posted(self: HorovodTransport, *args: Any, **options: Any) -> Work:
-        try:
-            return post(self, *args, **options)
-        except Exception as error:
-            if self.watch is not None and not isinstance(error, LoftError):
-                self.watch.explain(error)
-            raise
-
-    return cast(_Post, posted)
-
-
 class HorovodTransport:
-    """The ranks of a Horovod process set, all of them by default.
+    """The ranks of a Horovod process set, all of them by default; see ``Transport``.
 
     Args:
         process_set: a ``hvd.ProcessSet`` that includes this rank, or None for all ranks.
@@ -186,19 +167,16 @@ class HorovodTransport:
         self._ops = importlib.import_module("horovod.torch.mpi_ops")
         self._set = self._hvd.global_process_set if process_set is None else process_set
         self._world = f"horovod.{self._set.process_set_id}"
-        self._takes_outputs = _has_parameters(
-            self._ops, "_alltoall_async", _ALLTOALL_PARAMETERS
-        ) and _has_parameters(self._ops, "_allgather_async", _ALLGATHER_PARAMETERS)
+        self._takes_outputs = _takes_outputs(self._ops)
         self._no_splits = torch.empty(0, dtype=torch.int32)
+        self._sum = functools.partial(self._hvd.allreduce_async_, op=self._hvd.Sum)
 
-    @property
+    @property  # asked each time: in an elastic job the world changes
     def rank(self) -> int:
-        """This rank within the process set."""
         return self._ask(self._set.rank)
 
     @property
     def world_size(self) -> int:
-        """Number of ranks in the process set."""
         return self._ask(self._set.size)
 
     def _ask(self, question: Callable[[], Any]) -> int:
@@ -211,8 +189,11 @@ class HorovodTransport:
             raise
 
     @property
+    def node(self) -> str:
+        return socket.gethostname()
+
+    @property
     def local_size(self) -> int:
-        """Number of ranks on this node."""
         return int(self._hvd.local_size())
 
     @property
@@ -233,7 +214,16 @@ class HorovodTransport:
             return True
         return False
 
-    def _watched(self, handle: int, name: str, copy_to: Tensor | None = None) -> Work:
+    def _start(
+        self, name: str, call: Callable[..., int], *args: Any, copy_to: Tensor | None = None
+    ) -> Work:
+        """Start an operation by a call of Horovod's, under the eyes of the heartbeat."""
+        try:
+            handle = call(*args, name=name, process_set=self._set)
+        except Exception as error:  # it says which rank is behind it, as errors of waiting do
+            if self.watch is not None and not isinstance(error, LoftError):
+                self.watch.explain(error)
+            raise
         if heartbeat_of(self._world) is None:
             name = f"*{name}"  # the heartbeat is of all ranks, the operation of some
         return watched(_HorovodWork(self._hvd, handle, copy_to=copy_to), name, self.watch)
@@ -244,9 +234,7 @@ class HorovodTransport:
         own = [[ranks[rank] for rank in part] for part in parts]
         return HorovodTransport(own_process_set(self._hvd, self._ops, own))
 
-    @_explained
     def alltoall(self, send: Tensor, recv: Tensor, *, name: str, skips_own: bool = False) -> Work:
-        """Exchange shards; see ``Transport.alltoall``."""
         source, target = _wire_view(send), _wire_view(recv)
         splits = self._no_splits  # none: Horovod then cuts into equal shards
         num_ranks = self.world_size
@@ -255,49 +243,35 @@ class HorovodTransport:
             splits[self.rank] = 0
         if not self._takes_outputs:
             given = splits if skips_own else None
-            handle = self._hvd.alltoall_async(source, given, name=name, process_set=self._set)
-            return self._watched(handle, name, target)
+            return self._start(name, self._hvd.alltoall_async, source, given, copy_to=target)
         received = torch.empty(num_ranks, dtype=torch.int32)
-        handle = self._ops._alltoall_async(source, splits, target, received, name, self._set)
-        return self._watched(handle, name)
+        return self._start(name, self._ops._alltoall_async, source, splits, target, received)
 
-    @_explained
     def allgather(self, send: Tensor, recv: Tensor, *, name: str) -> Work:
-        """Collect every rank's tensor; see ``Transport.allgather``."""
         source, target = _wire_view(send), _wire_view(recv)
         if not self._takes_outputs:
-            handle = self._hvd.allgather_async(source, name=name, process_set=self._set)
-            return self._watched(handle, name, target)
-        handle = self._ops._allgather_async(source, target, name, self._set)
-        return self._watched(handle, name)
+            return self._start(name, self._hvd.allgather_async, source, copy_to=target)
+        return self._start(name, self._ops._allgather_async, source, target)
 
-    @_explained
     def allreduce(self, buffer: Tensor, *, name: str) -> Work:
-        """Sum in place; see ``Transport.allreduce``."""
         if buffer.dtype not in _SUMMABLE:
             raise ArgumentTypeError(
                 f"allreduce {name!r}: Horovod cannot sum {buffer.dtype}; it sums "
                 f"{', '.join(str(dtype) for dtype in _SUMMABLE)}"
             )
-        handle = self._hvd.allreduce_async_(
-            buffer, op=self._hvd.Sum, name=name, process_set=self._set
-        )
-        return self._watched(handle, name)
+        return self._start(name, self._sum, buffer)
 
-    @_explained
     def broadcast(self, buffer: Tensor, *, name: str) -> Work:
-        """Take the tensor of the set's first rank; see ``Transport.broadcast``."""
         ranks = self._set.ranks
-        root = ranks[0] if ranks else 0
-        handle = self._hvd.broadcast_async_(
-            _wire_view(buffer), root, name=name, process_set=self._set
-        )
-        return self._watched(handle, name)
+        root = ranks[0] if ranks else 0  # Horovod counts roots by its own ranks
+        return self._start(name, self._hvd.broadcast_async_, _wire_view(buffer), root)
 
 
-def _has_parameters(module: Any, function: str, parameters: list[str]) -> bool:
-    candidate = getattr(module, function, None)
-    return candidate is not None and list(inspect.signature(candidate).parameters) == parameters
+def _takes_outputs(ops: Any) -> bool:
+    """Say whether Horovod's private functions are the known ones."""
+    functions = {name: getattr(ops, name, None) for name in _TAKES_OUTPUT}
+    found = {n: ", ".join(inspect.signature(f).parameters) for n, f in functions.items() if f}
+    return found == _TAKES_OUTPUT
 
 
 # Process sets: found where they exist, else made, and made again in a new world.

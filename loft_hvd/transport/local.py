@@ -37,7 +37,7 @@ from loft_hvd.errors import (
 __all__ = ["Faults", "LocalTransport", "LocalWatch", "LocalWorld", "run_ranks"]
 
 _T = TypeVar("_T")
-_MOST_POLLS = 20
+_MOST_POLLS = 20  # a choice: enough to change the order in which operations in flight end
 
 
 @dataclass(frozen=True)
@@ -117,26 +117,25 @@ class _Operation:
                     f"rank {self.members[0]} {first.numel()} of {first.dtype}; all must be equal"
                 )
                 return
-        numel = first.numel()
-        shard = numel // len(self.members)
         for at, rank in enumerate(self.members):
-            recv = self.recvs[rank]
-            for place, peer in enumerate(self.members):
-                if self.kind == "alltoall":
-                    part = self.sends[peer][at * shard : (at + 1) * shard]
-                    recv[place * shard : (place + 1) * shard].copy_(part)
-                elif self.kind == "alltoall of others" and peer != rank:
-                    # Of 3 ranks, rank 1 has 2 shards: rank 0's at 0, rank 2's at 1.
-                    sent, got = at - (at > place), place - (place > at)
-                    width = numel // (len(self.members) - 1)
-                    part = self.sends[peer][sent * width : (sent + 1) * width]
-                    recv[got * width : (got + 1) * width].copy_(part)
-                elif self.kind == "allgather":
-                    recv[place * numel : (place + 1) * numel].copy_(self.sends[peer])
-            if self.kind == "allreduce":
-                recv.copy_(torch.stack([self.sends[peer] for peer in self.members]).sum(dim=0))
-            elif self.kind == "broadcast":
-                recv.copy_(first)
+            self.recvs[rank].copy_(self._received(at))
+
+    def _received(self, at: int) -> Tensor:
+        """Return what the rank at a place among the members receives."""
+        rows = [self.sends[peer] for peer in self.members]
+        if self.kind == "allgather":
+            return torch.cat(rows)
+        if self.kind == "allreduce":
+            return torch.stack(rows).sum(dim=0)
+        if self.kind == "broadcast":
+            return rows[0]
+        if self.kind == "alltoall":
+            return torch.cat([row.tensor_split(len(rows))[at] for row in rows])
+        # Without the own shard: of 3 ranks, rank 1 has sent 2, rank 0's at 0 and rank 2's at 1.
+        num_shards = len(rows) - 1
+        others = [(place, row) for place, row in enumerate(rows) if place != at]
+        parts = [row.tensor_split(num_shards)[at - (at > place)] for place, row in others]
+        return torch.cat([rows[0][:0], *parts])
 
 
 class LocalWorld:
@@ -243,21 +242,18 @@ class LocalWorld:
 
 @dataclass(frozen=True)
 class LocalWatch:
-    """What a rank knows of the others, and tells them: the ``Watch`` of a local world."""
+    """The ``Watch`` of a local world: what a rank knows of the others, and tells them."""
 
     world: LocalWorld
     rank: int
 
     def waiting(self) -> AbstractContextManager[None]:
-        """See ``Watch.waiting``."""
         return nullcontext()
 
     def late(self) -> list[int]:
-        """See ``Watch.late``."""
         return self.world.late(self.rank)
 
     def report(self, error: BaseException) -> None:
-        """See ``Watch.report``."""
         if not isinstance(error, PeerError | TransportTimeoutError):
             self.world.fail(self.rank, error)
 
@@ -303,7 +299,7 @@ class _LocalWork:
 
 
 class LocalTransport:
-    """One rank's end of a ``LocalWorld``, among all of its ranks or some."""
+    """One rank's end of a ``LocalWorld``, among all of its ranks or some; see ``Transport``."""
 
     def __init__(
         self, world: LocalWorld, rank: int, *, members: tuple[int, ...] | None = None
@@ -312,28 +308,12 @@ class LocalTransport:
         self._world = world
         self._world_rank = rank
         self._members = tuple(range(world.world_size)) if members is None else members
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self._members.index(self._world_rank)
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return len(self._members)
-
-    @property
-    def node(self) -> str:
-        """Name of the node that this rank is on."""
-        return f"node{self._world_rank // self._world.ranks_per_node}"
-
-    @property
-    def local_size(self) -> int:
-        """Number of ranks on this node."""
-        per_node = self._world.ranks_per_node
-        first = self._world_rank // per_node * per_node
-        return min(per_node, self._world.world_size - first)
+        self.rank = self._members.index(rank)
+        self.world_size = len(self._members)
+        node = rank // world.ranks_per_node
+        self.node = f"node{node}"
+        first = node * world.ranks_per_node
+        self.local_size = min(world.ranks_per_node, world.world_size - first)  # the last has less
 
     def subset(self, parts: Sequence[tuple[int, ...]]) -> LocalTransport:
         """Return the ranks of this rank's part."""
@@ -344,19 +324,15 @@ class LocalTransport:
     def alltoall(
         self, send: Tensor, recv: Tensor, *, name: str, skips_own: bool = False
     ) -> _LocalWork:
-        """Exchange shards; see ``Transport.alltoall``."""
         return self._post("alltoall of others" if skips_own else "alltoall", name, send, recv)
 
     def allgather(self, send: Tensor, recv: Tensor, *, name: str) -> _LocalWork:
-        """Collect every rank's tensor; see ``Transport.allgather``."""
         return self._post("allgather", name, send, recv)
 
     def allreduce(self, buffer: Tensor, *, name: str) -> _LocalWork:
-        """Sum in place; see ``Transport.allreduce``."""
         return self._post("allreduce", name, buffer, buffer)
 
     def broadcast(self, buffer: Tensor, *, name: str) -> _LocalWork:
-        """Take rank 0's tensor; see ``Transport.broadcast``."""
         return self._post("broadcast", name, buffer, buffer)
 
     def _post(self, kind: str, name: str, send: Tensor, recv: Tensor) -> _LocalWork:

@@ -9,6 +9,7 @@ everywhere. Traffic per rank is that of a ring: 2 (n-1)/n of the bytes for a sum
 from __future__ import annotations
 
 import functools
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -27,11 +28,13 @@ from loft_hvd.transport.heartbeat.watched import heartbeat_of, open_heartbeat, w
 
 __all__ = ["TorchDistributedTransport"]
 
-_TAGS = 2**30
+_TAGS = 2**30  # bound from Gloo, whose tags are 32 bits with a sign; each name takes two
 
 
 class _TorchWork:
     """An operation whose sends and receives a thread waits for; the work joins it."""
+
+    watch = None
 
     def __init__(self, name: str, move: Callable[[], None]) -> None:
         self._move = move
@@ -61,7 +64,7 @@ class _TorchWork:
 
 
 class TorchDistributedTransport:
-    """The ranks of a ``torch.distributed`` process group.
+    """The ranks of a ``torch.distributed`` process group; see ``Transport``.
 
     Make it on every rank of the group alike. Where the group's backend is not Gloo it makes a Gloo
     group of the same ranks, and values on other devices travel by way of the CPU.
@@ -83,24 +86,12 @@ class TorchDistributedTransport:
         if dist.get_backend(group) != dist.Backend.GLOO:
             group = dist.new_group(self._ranks, backend="gloo")
         self._group = group
-        self._rank = dist.get_rank(group)
+        self.rank = dist.get_rank(group)
+        self.world_size = len(self._ranks)
+        self.node = socket.gethostname()
+        self.local_size = min(config().local_ranks, self.world_size)  # as the launcher tells
         self._world = "torch." + ".".join(map(str, self._ranks))
         self._timeout = timedelta(seconds=config().timeout_s)
-
-    @property
-    def rank(self) -> int:
-        """This rank within the group."""
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks in the group."""
-        return len(self._ranks)
-
-    @property
-    def local_size(self) -> int:
-        """Number of ranks on this node, as the launcher tells."""
-        return min(config().local_ranks, self.world_size)
 
     @property
     def watch(self) -> Heartbeat | None:
@@ -114,35 +105,32 @@ class TorchDistributedTransport:
 
     def subset(self, parts: Sequence[tuple[int, ...]]) -> TorchDistributedTransport:
         """Return the ranks of this rank's part, as a group; every rank calls it alike."""
-        part = next(part for part in parts if self._rank in part)
+        part = next(part for part in parts if self.rank in part)
         ranks = [self._ranks[rank] for rank in part]
         group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
         return TorchDistributedTransport(group)
 
     def alltoall(self, send: Tensor, recv: Tensor, *, name: str, skips_own: bool = False) -> Work:
-        """Exchange shards; see ``Transport.alltoall``."""
         sent, received = _on_cpu(send), _on_cpu(recv)
         num_shards = self.world_size - skips_own
         sends, recvs = list(sent.chunk(num_shards)), list(received.chunk(num_shards))
         if skips_own:
-            sends.insert(self._rank, sent[:0])
-            recvs.insert(self._rank, received[:0])
+            sends.insert(self.rank, sent[:0])
+            recvs.insert(self.rank, received[:0])
         return self._post(name, self._exchange(sends, recvs, _tag(name)), received, recv)
 
     def allgather(self, send: Tensor, recv: Tensor, *, name: str) -> Work:
-        """Collect every rank's tensor; see ``Transport.allgather``."""
         sent, received = _on_cpu(send), _on_cpu(recv)
         recvs = received.chunk(self.world_size)
         waits = self._exchange([sent] * self.world_size, recvs, _tag(name))
         return self._post(name, waits, received, recv)
 
     def allreduce(self, buffer: Tensor, *, name: str) -> Work:
-        """Sum in place, in rank order; see ``Transport.allreduce``."""
         if buffer.dtype == torch.bool:
             raise ArgumentTypeError(f"allreduce {name!r}: truth values have no sum; send int64")
         summed = _on_cpu(buffer).view(-1)
         shards = summed.tensor_split(self.world_size)
-        own = shards[self._rank]
+        own = shards[self.rank]
         rows = torch.empty(self.world_size, own.numel(), dtype=own.dtype)
         tag = _tag(name)
         gather = self._exchange(shards, list(rows), tag)
@@ -158,12 +146,11 @@ class TorchDistributedTransport:
         return self._post(name, move, summed, buffer)
 
     def broadcast(self, buffer: Tensor, *, name: str) -> Work:
-        """Take the tensor of the group's first rank; see ``Transport.broadcast``."""
         values, tag = _on_cpu(buffer), _tag(name)
         others = range(1, self.world_size)
         started = (
             [self._send(values, peer, tag) for peer in others]
-            if self._rank == 0
+            if self.rank == 0
             else [self._recv(values, 0, tag)]
         )
         return self._post(name, functools.partial(self._wait, started), values, buffer)
@@ -174,12 +161,12 @@ class TorchDistributedTransport:
         """Start to send ``sends[j]`` to rank j and to fill ``recvs[i]`` from rank i, near first."""
         started = []
         for shift in range(1, self.world_size):
-            source = (self._rank - shift) % self.world_size
-            target = (self._rank + shift) % self.world_size
+            source = (self.rank - shift) % self.world_size
+            target = (self.rank + shift) % self.world_size
             started.append(self._recv(recvs[source], source, tag))
             started.append(self._send(sends[target], target, tag))
-        if recvs[self._rank].data_ptr() != sends[self._rank].data_ptr():
-            recvs[self._rank].copy_(sends[self._rank].view_as(recvs[self._rank]))
+        if recvs[self.rank].data_ptr() != sends[self.rank].data_ptr():
+            recvs[self.rank].copy_(sends[self.rank].view_as(recvs[self.rank]))
         return functools.partial(self._wait, started)
 
     def _send(self, values: Tensor, peer: int, tag: int) -> Any:

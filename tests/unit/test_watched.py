@@ -64,6 +64,8 @@ def heartbeat(watching: Watching) -> Heartbeat:
 class _Engine:
     """An operation that an engine may have done, though nobody has asked."""
 
+    watch = None
+
     def __init__(self) -> None:
         self.is_done = self.is_released = False
 
@@ -184,6 +186,8 @@ def test_an_operation_that_was_given_up_stays_in_flight_without_its_tensors(
 
 class _Failed:
     """An operation that the engine has given up."""
+
+    watch = None
 
     def done(self) -> bool:
         return True

@@ -78,70 +78,6 @@ class ProcessControl:
     kill: Callable[[int], None] = kill_process
 
 
-class SilentRanks:
-    """Looks at processes of ranks that are not heard; used by the heartbeat's thread alone.
-
-    Args:
-        diagnosis: knows who is silent, and learns what was seen.
-        links: to all other ranks on rank 0, to rank 0 elsewhere.
-        control: what can be done with processes of this host.
-        dooms: says whether a rank is to be ended if it is frozen.
-    """
-
-    def __init__(
-        self,
-        diagnosis: Diagnosis,
-        links: Mapping[int, Link],
-        control: ProcessControl,
-        *,
-        dooms: Callable[[int], bool],
-    ) -> None:
-        self._diagnosis = diagnosis
-        self._links = links
-        self._control = control
-        self._dooms = dooms
-
-    def look(self) -> None:
-        """Look at the processes of silent ranks, or ask a rank of their host to."""
-        for rank in self._diagnosis.suspects():
-            process = self._diagnosis.process(rank)
-            if process.host_key == self._control.own.host_key:
-                self.saw(rank, self._control.look(process.pid, process.start))
-                continue
-            # One that is heard, and sees the silent one's process; only rank 0 has such links.
-            for other, link in self._links.items():
-                is_near = self._diagnosis.process(other).host_key == process.host_key
-                if is_near and not self._diagnosis.is_silent(other):
-                    kill = int(self._dooms(rank))
-                    link.send(Line("look", rank, 0.0, f"{process.pid}|{process.start}|{kill}"))
-                    break
-        for warning in self._diagnosis.held():
-            _logger.warning("%s", warning)
-
-    def look_for_rank_0(self, rank: int, pid: int, start: int, kill: int) -> None:
-        """Look at a process of this host and tell rank 0; end it if rank 0 says so.
-
-        Args:
-            rank: whose process it is.
-            pid: its process id.
-            start: when it started, in the kernel's ticks.
-            kill: 1 to end it if it is frozen, else 0.
-        """
-        state = self._control.look(pid, start)
-        self._links[0].send(Line("state", rank, 0.0, state))
-        if kill and state == FROZEN:
-            self._control.kill(pid)
-
-    def saw(self, rank: int, state: str) -> None:
-        """Take the state of a rank's process, and end it here if it is frozen and doomed."""
-        if self._diagnosis.is_silent(rank):  # else it was heard while the answer came
-            self._diagnosis.saw(rank, state)
-            process = self._diagnosis.process(rank)
-            is_near = process.host_key == self._control.own.host_key
-            if state == FROZEN and is_near and self._dooms(rank):
-                self._control.kill(process.pid)
-
-
 class Heartbeat:
     """One rank's part: rank 0 has a link to every other rank, these have one to rank 0.
 
@@ -172,7 +108,6 @@ class Heartbeat:
         self._diagnosis = diagnosis
         self._control = control
         self._engine_is_down = engine_is_down
-        self._silent = SilentRanks(diagnosis, self._links, control, dooms=self._dooms)
         self._has_verdict = threading.Event()
         self._verdict_at = 0.0
         self._is_heard = self._has_failed = self._is_closed = False
@@ -306,7 +241,7 @@ class Heartbeat:
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + self.settings.period_s
                 self._beat()
-                self._silent.look()
+                self._look_at_silent()
                 self._decide(self._diagnosis.judge(self.meter.progress()))
                 self._leave_if_stuck()
 
@@ -335,9 +270,9 @@ class Heartbeat:
         elif peer == 0 and line.kind == "verdict":
             self._decide(Verdict(line.rank, line.text, is_mismatch=line.seconds > 0))
         elif peer == 0 and line.kind == "look" and len(words) == 3 and "".join(words).isdecimal():
-            self._silent.look_for_rank_0(line.rank, *(int(word) for word in words))
+            self._look_for_rank_0(line.rank, *(int(word) for word in words))
         elif line.kind == "state" and line.rank in self._links:
-            self._silent.saw(line.rank, line.text[:1])
+            self._saw(line.rank, line.text[:1])
 
     def _hear_good_bye(self, peer: int, line: Line) -> None:
         """Note who has left; rank 0 passes it on, as the others have no link to that rank."""
@@ -356,6 +291,41 @@ class Heartbeat:
             if self.rank == 0:  # the others cannot see who keeps them waiting
                 late = self._diagnosis.late_for(rank, progress)
                 link.send(Line("late", 0, 0.0, "|".join(map(str, late))))
+
+    # Silent ranks: what keeps them so, seen by this rank or by one of their host.
+
+    def _look_at_silent(self) -> None:
+        """Look at the processes of silent ranks, or ask a rank of their host to."""
+        for rank in self._diagnosis.suspects():
+            process = self._diagnosis.process(rank)
+            if process.host_key == self._control.own.host_key:
+                self._saw(rank, self._control.look(process.pid, process.start))
+                continue
+            # Ask one that is heard and sees that process; only rank 0 has links to such ranks.
+            for other, link in self._links.items():
+                is_near = self._diagnosis.process(other).host_key == process.host_key
+                if is_near and not self._diagnosis.is_silent(other):
+                    kill = int(self._dooms(rank))
+                    link.send(Line("look", rank, 0.0, f"{process.pid}|{process.start}|{kill}"))
+                    break
+        for warning in self._diagnosis.held():
+            _logger.warning("%s", warning)
+
+    def _look_for_rank_0(self, rank: int, pid: int, start: int, kill: int) -> None:
+        """Look at a rank's process on this host and tell rank 0; end it if frozen and ``kill``."""
+        state = self._control.look(pid, start)
+        self._links[0].send(Line("state", rank, 0.0, state))
+        if kill and state == FROZEN:
+            self._control.kill(pid)
+
+    def _saw(self, rank: int, state: str) -> None:
+        """Take the state of a rank's process, and end it here if it is frozen and doomed."""
+        if self._diagnosis.is_silent(rank):  # else it was heard while the answer came
+            self._diagnosis.saw(rank, state)
+            process = self._diagnosis.process(rank)
+            is_near = process.host_key == self._control.own.host_key
+            if state == FROZEN and is_near and self._dooms(rank):
+                self._control.kill(process.pid)
 
     # Verdicts.
 
