@@ -17,7 +17,7 @@ from loft_hvd.errors import AggregationError, UsageError
 from loft_hvd.optimizer.options import OptimizerOptions
 from loft_hvd.optimizer.parameters import ReducedParameters, check_none_thawed
 from loft_hvd.pipeline.gradients import OutgoingHooks
-from loft_hvd.pipeline.levels import Levels, exchange_maker
+from loft_hvd.pipeline.levels import exchange_maker
 from loft_hvd.pipeline.reducer import GradientReducer
 from loft_hvd.pipeline.ring import MakeExchange, flat_exchange
 from loft_hvd.pipeline.suspicion.report import FEWEST_WATCHED, SuspicionReport
@@ -82,8 +82,7 @@ class Workers:
                 "nobody is watched: that takes a robust rule, and diagnostics=True where gradients "
                 "are on a GPU"
             )
-        levels = Levels.of(transport, groups) if groups else None
-        self.make_exchange: MakeExchange = exchange_maker(levels, run=self.watch.run)
+        self.make_exchange: MakeExchange = exchange_maker(transport, groups, run=self.watch.run)
 
     def check(self, rules: Sequence[Rule]) -> None:
         """Raise ``AggregationError`` unless every rule fits the number of workers."""

@@ -12,7 +12,6 @@ import functools
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -37,24 +36,8 @@ from loft_hvd.transport.default import default_transport
 
 __all__ = ["Handle", "allreduce", "allreduce_async", "forget_exchanges"]
 
-_POLL_S = 100e-6
+_POLL_S = 100e-6  # bound from Horovod: a tenth of its cycle of 1 ms
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
-
-@dataclass
-class _Row:
-    """This rank's row on its way into a bucket."""
-
-    values: Tensor | None = None
-    weights: PassWeights | None = None
-    share: float = 1.0
-
-    def pack(self, bucket: Tensor) -> PassWeights | None:
-        """Fill the bucket, [numel]."""
-        assert self.values is not None
-        _fill(bucket.view(self.values.shape), self.values, self.share)
-        self.values = None
-        return self.weights
 
 
 class NamedReduction:
@@ -67,33 +50,32 @@ class NamedReduction:
     def __init__(self, transport: Transport, tensor: Tensor, rule: Rule, name: str) -> None:
         dtype = accumulation_dtype(tensor.dtype)
         spec = ExchangeSpec(transport, name, tensor.numel(), dtype, str(tensor.device), rule)
-        self.key = _key_of(transport, tensor, rule)
+        self.kind = _kind_of(transport, tensor, rule)
         self.is_busy = False
         self.is_direct = dtype == tensor.dtype and needs_no_bucket(transport, rule, spec.numel)
         self._is_engine_sum = is_engine_sum(rule)
-        self._result: Tensor | None = None
-        self._row = _Row()  # not self: buffers are to be freed as soon as nobody keeps them
-        pack = None if self.is_direct else self._row.pack
-        self._reduction = BucketReduction(spec, pack=pack, part_bytes=PART_BYTES)
+        self._result: Tensor | None = None  # of a direct one; else it is in the bucket
+        self._reduction = BucketReduction(
+            spec, has_bucket=not self.is_direct, part_bytes=PART_BYTES
+        )
 
     def start(self, row: Tensor, weights: PassWeights, *, share: float) -> None:
-        """Put a rank's row on the wire.
+        """Put a rank's row, of any shape, on the wire; leave it as it is until the end.
 
-        Args:
-            row: any shape; not to be touched until the result is there.
-            weights: of all rows.
-            share: what this rank's row is multiplied by before engines sum; 0 for an absent one.
+        ``share`` is what it is multiplied by before engines sum, and 0 for an absent rank's.
         """
-        if not self.is_direct:
-            self._row.values, self._row.weights, self._row.share = row, weights, share
-            self._reduction.start()
-            return
-        source = row.contiguous().view(-1)
-        self._result = torch.empty_like(source)
-        if self._is_engine_sum:  # works in place, where the result will be
-            _fill(self._result, source, share)
-            source = self._result
-        self._reduction.start_from(source, self._result, weights)
+        source = result = self._reduction.padded
+        if self.is_direct:
+            source = row.contiguous().view(-1)
+            self._result = result = torch.empty_like(source)
+        if not self.is_direct or self._is_engine_sum:  # both work in place
+            source = result
+            values = result[: row.numel()].view(row.shape)
+            if share:
+                copy_scaled(row, values, share)
+            else:
+                values.zero_()  # never 0 times what an absent rank has
+        self._reduction.start_from(source, result, weights)
 
     def advance(self) -> bool:
         """Do what can be done without waiting, and say whether the result is there."""
@@ -101,23 +83,15 @@ class NamedReduction:
 
     def take(self, like: Tensor) -> Tensor:
         """Return the result as a tensor of its own, with shape and dtype of ``like``."""
-        if self._result is not None and like.is_contiguous():
-            result, self._result = self._result, None
+        result, self._result = self._result, None
+        if result is not None and like.is_contiguous():
             return result.view(like.shape)
-        values = self._reduction.values if self._result is None else self._result
-        self._result = None
+        values = self._reduction.values if result is None else result
         return torch.empty_like(like).copy_(values.view(like.shape))
 
 
-def _fill(values: Tensor, row: Tensor, share: float) -> None:
-    if share:
-        copy_scaled(row, values, share)
-    else:
-        values.zero_()  # never 0 times what an absent rank has
-
-
-def _key_of(transport: Transport, tensor: Tensor, rule: Rule) -> tuple[object, ...]:
-    """Return what calls of one name must share to share buffers."""
+def _kind_of(transport: Transport, tensor: Tensor, rule: Rule) -> tuple[object, ...]:
+    # What calls of one name must share to use its buffers again.
     return (tensor.shape, tensor.dtype, str(tensor.device), rule, transport.world_size)
 
 
@@ -148,12 +122,12 @@ class Handle:
         self._tensor = tensor
         self._reduction = reduction
         self._name = name
-        self._agreement = agreement
-        self._result: Tensor | None = None
+        self._agreement = agreement  # its row is kept with it: it is being sent
+        self._result = tensor.clone() if reduction is None else None
 
     def done(self) -> bool:
         """Say whether ``wait`` would return at once; moves the work on, never blocks."""
-        if self._result is not None or self._reduction is None:
+        if self._reduction is None or self._result is not None:
             return True
         if self._agreement is not None:
             work, _, rows = self._agreement
@@ -177,28 +151,23 @@ class Handle:
             TransportTimeoutError: other ranks did not answer in time.
             MismatchError: ranks brought different shapes, dtypes, rules or weights.
         """
-        limit = config().timeout_s if timeout_s is None else timeout_s
-        with watch_of(self._transport).waiting():
-            self._wait(limit)
+        limit_s = config().timeout_s if timeout_s is None else timeout_s
+        began, watch = time.monotonic(), watch_of(self._transport)
+        with watch.waiting():
+            while not self.done():
+                if time.monotonic() - began > limit_s:
+                    who = f"; ranks {late} have not come to it" if (late := watch.late()) else ""
+                    raise TransportTimeoutError(
+                        f"allreduce {self._name!r}: no answer from all "
+                        f"{self._transport.world_size} ranks within {limit_s:g} s{who}; every rank "
+                        "must call it, in time"
+                    )
+                time.sleep(_POLL_S)
         if self._result is None:
-            if self._reduction is None:
-                self._result = self._tensor.clone()
-            else:
-                self._result = self._reduction.take(self._tensor)
-                self._reduction.is_busy = False
+            assert self._reduction is not None
+            self._result = self._reduction.take(self._tensor)
+            self._reduction.is_busy = False
         return self._result
-
-    def _wait(self, limit_s: float) -> None:
-        start = time.monotonic()
-        while not self.done():
-            if time.monotonic() - start > limit_s:
-                late = watch_of(self._transport).late()
-                who = f"; ranks {late} have not come to it" if late else ""
-                raise TransportTimeoutError(
-                    f"allreduce {self._name!r}: no answer from all {self._transport.world_size} "
-                    f"ranks within {limit_s:g} s{who}; every rank must call it, in time"
-                )
-            time.sleep(_POLL_S)
 
     def _check_agreement(self, rows: Tensor) -> None:
         for field, column in (("numel", 0), ("dtype", 1), ("rule, weights or present", 2)):
@@ -239,26 +208,25 @@ def allreduce_async(
     row_weights = _checked(weights, "weights", name, world_size)
     row_present = _checked(present, "present", name, world_size)
     if world_size == 1:
-        return Handle(ends, tensor.detach().clone(), None, name=name, agreement=None)
-    alive = [
-        (row_present is None or bool(row_present[rank]))
-        and (row_weights is None or row_weights[rank] > 0)
-        for rank in range(world_size)
-    ]
+        return Handle(ends, tensor.detach(), None, name=name, agreement=None)
+    counts = (1,) * world_size if row_weights is None else row_weights
+    if row_present is not None:
+        counts = tuple(
+            count if is_there else 0 for count, is_there in zip(counts, row_present, strict=True)
+        )
+    alive = tuple(count > 0 for count in counts)
     rule.check(sum(alive))
     reduction = _reduction_of(ends, tensor.detach(), rule, name)
+    # Beside the row, not before it: to find ranks that differ costs no waiting.
     row = torch.tensor(
         [tensor.numel(), digest(str(tensor.dtype)), digest(f"{rule} {row_weights} {alive}")]
     )
     rows = torch.empty(world_size, row.numel(), dtype=row.dtype)
     agreement = (ends.allgather(row, rows.view(-1), name=f"{name}.agree"), row, rows)
-    is_present = alive[ends.rank]
-    share = _share_of(ends.rank, alive, row_weights) if is_engine_sum(rule) else float(is_present)
-    reduction.start(
-        tensor.detach(),
-        PassWeights(weights=row_weights, present=tuple(alive), row_scale=1.0),
-        share=share,
-    )
+    # Engines only sum, so their rows are weighed here; a rule weighs the rows that it gets.
+    share = counts[ends.rank] / sum(counts) if is_engine_sum(rule) else float(alive[ends.rank])
+    weighed = PassWeights(weights=row_weights, present=alive, row_scale=1.0)
+    reduction.start(tensor.detach(), weighed, share=share)
     reduction.is_busy = True
     return Handle(ends, tensor, reduction, name=name, agreement=agreement)
 
@@ -334,13 +302,6 @@ def _reduction_of(transport: Transport, tensor: Tensor, rule: Rule, name: str) -
             f"allreduce {name!r}: an all-reduce of that name is in flight; wait for its handle "
             "first, or use another name"
         )
-    if kept is None or kept.key != _key_of(transport, tensor, rule):
+    if kept is None or kept.kind != _kind_of(transport, tensor, rule):
         kept = by_name[name] = NamedReduction(transport, tensor, rule, name)
     return kept
-
-
-def _share_of(rank: int, alive: list[bool], weights: tuple[int, ...] | None) -> float:
-    """Return what a rank's row is multiplied by where the engine sums; 0 for an absent one."""
-    counts = [1] * len(alive) if weights is None else weights
-    total = sum(count for count, is_alive in zip(counts, alive, strict=True) if is_alive)
-    return counts[rank] / total if alive[rank] else 0.0

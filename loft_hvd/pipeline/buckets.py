@@ -26,7 +26,9 @@ __all__ = [
     "shard_numel",
 ]
 
-_SHARD_ALIGNMENT = 16  # values; a shard of float32 then starts on a cache line
+# Values, so that a shard of float32 starts on a cache line of 64 bytes. It is fixed for every
+# dtype: what travels must have the same layout whatever the wire's format.
+_SHARD_ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,9 @@ def part_bounds(
         Where parts begin, and where the last one ends: all but the last are whole shards without
         padding, the last one is padded to whole shards.
     """
+    # 1000 values of 4 bytes, 2 ranks, parts of 1500 bytes: 2 parts of whole units of 2 * 16 values.
+    # The first ends at 512 = 2 shards of 256; the second has 488 values in 2 shards of 256, so it
+    # ends at 1024, and the last 24 values are padding: (0, 512, 1024).
     num_parts = 1 if part_bytes is None else max(1, numel * itemsize // part_bytes)
     unit = 1 if world_size == 1 else world_size * _SHARD_ALIGNMENT
     part = -(-numel // (num_parts * unit)) * unit
@@ -149,6 +154,8 @@ def lay_out(
     """
     if bucket_bytes <= 0:
         raise ArgumentError(f"bucket_bytes={bucket_bytes} must be > 0; a good start is 33554432")
+    # One open bucket a kind: kinds may alternate along a model (weights of one rule, biases of
+    # another) without leaving a trail of small buckets behind.
     gathered: list[list[int]] = []  # parameter indices of each bucket
     filling: dict[tuple[object, ...], int] = {}  # kind -> the bucket that still takes parameters
     num_bytes: list[int] = []
@@ -165,6 +172,8 @@ def lay_out(
             num_bytes.append(0)
         gathered[at].append(index)
         num_bytes[at] += size
+    # A bucket can start when its last member is ready; a kind that is rare fills late, though its
+    # bucket was opened early.
     ready_at = {parameter: at for at, parameter in enumerate(in_order)}
     gathered.sort(key=lambda members: ready_at[members[-1]])
     return tuple(_bucket(index, members, parameters) for index, members in enumerate(gathered))
@@ -187,15 +196,15 @@ def agree_on_order(
     """Return the order of rank 0's gradients; every rank calls it alike.
 
     Args:
-        channel: the ranks.
-        arrived: indices of the parameters whose gradients came on this rank, in that order.
-        num_parameters: of the optimizer; those that did not come on rank 0 go last, the last
-            parameter first.
+        channel: the ranks that must agree.
+        arrived: parameters whose gradients came on this rank, in that order; the others go last.
+        num_parameters: of the optimizer.
 
     Raises:
         MismatchError: ranks end with different orders, or with one that is none.
         TransportTimeoutError: other ranks did not answer in time.
     """
+    # Ranks may see other orders, where a branch of the model runs on some of them only.
     came = set(arrived)
     missing = [index for index in reversed(range(num_parameters)) if index not in came]
     row = torch.tensor([*arrived, *missing], dtype=torch.int64)
@@ -207,6 +216,7 @@ def agree_on_order(
             f"rank {channel.rank}: rank 0's order of gradients is no order of this rank's "
             f"{num_parameters} parameters; build the same model on every rank"
         )
+    # A rank with another order would send one parameter's values where others send another's.
     fields = {"order of gradients": " ".join(map(str, order))}
     check_agreement(channel, fields, what="DistributedOptimizer")
     return order

@@ -34,35 +34,13 @@ from loft_hvd.pipeline.weights import PassWeights
 from loft_hvd.pipeline.wire import Compression, Wire
 from loft_hvd.transport.base import Channel, locate, watch_of
 
-__all__ = ["Engine", "Fence", "ProgressThread"]
+__all__ = ["Engine", "ProgressThread"]
 
 _logger = logging.getLogger(__name__)
 _SHORTEST_SLEEP_S = 50e-6  # bound from Linux: its timer slack, below which no sleep ends
 _LONGEST_SLEEP_S = 200e-6  # bound from Horovod: a fifth of its cycle of 1 ms
 _UNAWAITED_SLEEP_S = 2e-3  # while the user's thread computes: polling takes time from it
 _JOIN_S = 5.0  # longest that ending a thread may hold the user's up
-
-
-class Fence:
-    """A point in the work that a thread has queued on a device."""
-
-    def __init__(self, device: str, event: Any) -> None:
-        self._device = device
-        self._event = event
-
-    @classmethod
-    def after(cls, device: str) -> Fence:
-        """Return the point that this thread has reached."""
-        if not device.startswith("cuda"):
-            return cls(device, None)
-        event: Any = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(torch.device(device)))
-        return cls(device, event)
-
-    def wait(self) -> None:
-        """Let what this thread queues from now on come after that point; does not block."""
-        if self._event is not None:
-            torch.cuda.current_stream(torch.device(self._device)).wait_event(self._event)
 
 
 class ProgressThread:
@@ -86,11 +64,6 @@ class ProgressThread:
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether the thread runs."""
-        return self._thread is not None and self._thread.is_alive()
-
     def wake(self) -> None:
         """Say that there is work; returns at once."""
         with self._changed:
@@ -102,11 +75,7 @@ class ProgressThread:
             atexit.register(self.close)  # a daemon thread must not meet the interpreter's end
 
     def close(self, *, should_join: bool = True) -> None:
-        """End the thread, whatever is in flight; can be called again, and from any thread.
-
-        Args:
-            should_join: wait until it has ended, a few seconds at most.
-        """
+        """End the thread, whatever is in flight; can be called again, and from any thread."""
         if self._process != os.getpid():
             return  # a forked copy: its thread, and who holds its lock, stayed behind
         with self._changed:
@@ -151,7 +120,7 @@ class Engine:
             the step.
         mean_factor: what the result of a ``Mean`` is multiplied by at last.
         wire: the format in which values travel.
-        make_exchange: how a part of a bucket goes over the wire, equal on every rank.
+        make_exchange: how a part of a bucket goes over the wire.
         part_bytes: a bucket of at least twice as many bytes is exchanged in parts.
         clock: seconds that never go back.
     """
@@ -182,28 +151,31 @@ class Engine:
                     numel=bucket.numel,
                     dtype=bucket.dtype,
                     device=bucket.device,
-                    rule=(rule := rules[bucket.rule]),
+                    rule=rules[bucket.rule],
                     wire=wire,
                     lane=Lane(self._trace, str(bucket)),
                 ),
                 pack=functools.partial(pack, bucket),
-                factor=mean_factor if isinstance(rule, Mean) else 1.0,
+                factor=mean_factor if isinstance(rules[bucket.rule], Mean) else 1.0,
                 make_exchange=make_exchange,
                 part_bytes=part_bytes,
             )
             for bucket in self.buckets
         )
+        # An error may meet either thread. The first one counts, and is raised once in the user's.
         self._failing = threading.Lock()
         self._failure: BaseException | None = None
         self._is_raised = False
         self._is_awaited = False
-        # Filled by the user's thread, emptied by the one that has the turn.
+        # Filled by the user's thread, emptied by the one that has the turn. A deque needs no lock:
+        # hooks must not wait for the turn, which lasts as long as a rule.
         self._num_queued = 0
-        self._queue: deque[tuple[int, Fence]] = deque()
-        # Of the thread that has the turn.
+        self._queue: deque[tuple[int, Any]] = deque()
+        # Of the thread that has the turn: only it touches what follows, and only it starts
+        # operations. That keeps them in one order on every rank.
         self._turn = threading.Lock()
         self._num_done = 0
-        self._done: dict[int, Fence] = {}
+        self._done: dict[int, Any] = {}
         self._open: list[int] = []
         self._pause = _SHORTEST_SLEEP_S
         self._thread = ProgressThread(self._take_turn, name=f"{channel.name}.progress")
@@ -237,7 +209,7 @@ class Engine:
         assert index == self._num_queued, (index, self._num_queued)
         self._raise_failure()
         self._num_queued += 1
-        self._queue.append((index, Fence.after(self.buckets[index].device)))
+        self._queue.append((index, _mark(self.buckets[index].device)))
         self._thread.wake()
 
     def finish(self) -> None:
@@ -261,14 +233,16 @@ class Engine:
             self._is_awaited = False
         lane.leave()
         self._raise_failure()
-        for fence in self._done.values():
-            fence.wait()
+        for index, mark in self._done.items():
+            _follow(self.buckets[index].device, mark)
         self._num_queued = self._num_done = 0
 
     def _drive(self) -> None:
-        """Move buckets on in the thread that waits for them: waking another one costs time."""
+        """Move buckets on in the thread that waits for them."""
         until = self._clock() + self._timeout_s
-        self._is_awaited = True  # the engine's thread now leaves its turns to this one
+        # From here the engine's thread leaves its turns to this one: two threads that poll would
+        # fight for the interpreter's lock, and waking one takes as long as a small exchange.
+        self._is_awaited = True
         pause: float | None = 0.0
         while pause is not None and self._failure is None:
             if (left_s := until - self._clock()) <= 0:
@@ -278,7 +252,7 @@ class Engine:
                     pause = self._advance()
                 finally:
                     self._turn.release()
-                time.sleep(pause or 0.0)
+                time.sleep(pause or 0.0)  # at least lets the other thread have the lock
 
     def memory_bytes(self) -> int:
         """Return the bytes of all buffers that the engine holds, the buckets included."""
@@ -330,6 +304,8 @@ class Engine:
 
     def _advance(self) -> float | None:
         """Do what can be done without waiting; return when to come again, None when all is done."""
+        # All that is queued is packed before anything is polled: what is not on the wire yet is
+        # what others wait for.
         num_open, num_before = len(self._open), self._num_done
         try:
             with torch.no_grad():
@@ -343,21 +319,22 @@ class Engine:
             return None
         if not self._is_awaited:
             return _UNAWAITED_SLEEP_S
+        # Short sleeps right after something has moved, as the next step is then often close.
         has_moved = num_open != len(self._open) or num_before != self._num_done
         self._pause = _SHORTEST_SLEEP_S if has_moved else min(self._pause * 1.5, _LONGEST_SLEEP_S)
         return self._pause
 
-    def _begin(self, index: int, fence: Fence) -> None:
+    def _begin(self, index: int, mark: Any) -> None:
         self._open.append(index)
         with self._located(index):
-            fence.wait()
+            _follow(self.buckets[index].device, mark)
             self.reductions[index].start()
 
     def _advance_bucket(self, index: int) -> bool:
         with self._located(index):
             if not self.reductions[index].advance():
                 return False
-        self._done[index] = Fence.after(self.buckets[index].device)
+        self._done[index] = _mark(self.buckets[index].device)
         self._num_done += 1
         return True
 
@@ -368,3 +345,20 @@ class Engine:
             yield
         except BaseException as error:
             raise locate(error, self._place(index)) from error.__cause__
+
+
+def _mark(device: str) -> Any:
+    """Return the point that this thread's work on a GPU has reached; None on a CPU."""
+    if not device.startswith("cuda"):
+        return None
+    event: Any = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(torch.device(device)))
+    return event
+
+
+def _follow(device: str, mark: Any) -> None:
+    """Let what this thread queues on a GPU from now on come after a mark; does not block."""
+    # Each thread has a current stream of its own: without, the engine's thread could send a bucket
+    # before the backward pass has filled it, or step() read it before the rule has.
+    if mark is not None:
+        torch.cuda.current_stream(torch.device(device)).wait_event(mark)

@@ -55,40 +55,26 @@ class StepSource(Protocol):
 
 @dataclass(frozen=True)
 class ReducerSettings:
-    """How gradients are reduced; equal on every rank.
+    """How gradients are reduced; equal on every rank. It follows from the optimizer's options."""
 
-    Attributes:
-        bucket_bytes: most bytes of a bucket.
-        num_passes: backward passes that are summed into one step.
-        is_sum: whether the result is a sum over ranks instead of an average.
-        predivide: what the plain mean divides by before the sum, and multiplies by after it.
-        sparse_as_dense: whether sparse gradients are made dense.
-        wire: the format in which values travel.
-        timeout_s: longest wait for other ranks in seconds.
-    """
-
-    bucket_bytes: int
-    timeout_s: float
-    num_passes: int = 1
-    is_sum: bool = False
-    predivide: float = 1.0
-    sparse_as_dense: bool = False
-    wire: Wire = Compression.none
+    bucket_bytes: int  # most bytes of a bucket
+    timeout_s: float  # longest wait for other ranks
+    num_passes: int = 1  # backward passes that are summed into one step
+    is_sum: bool = False  # whether the result is a sum over ranks instead of an average
+    predivide: float = 1.0  # what a mean divides by before the sum, and multiplies by after it
+    sparse_as_dense: bool = False  # sparse gradients are refused otherwise
+    wire: Wire = Compression.none  # the format in which values travel
 
 
 @functools.cache
 def _holders() -> dict[int, weakref.WeakSet[Gradients]]:
     """Return who reduces a parameter's gradient, by the parameter's id."""
+    # By id: a tensor's == compares values. Weak: an optimizer that is dropped holds nothing.
     return {}
 
 
 class Gradients:
-    """The gradients of some parameters.
-
-    Args:
-        parameters: what buckets' slots refer to by index.
-        sparse_as_dense: whether sparse gradients are made dense instead of refused.
-    """
+    """The gradients of some parameters, to which buckets' slots refer by index."""
 
     def __init__(
         self, parameters: Sequence[torch.nn.Parameter], *, sparse_as_dense: bool = False
@@ -117,6 +103,9 @@ class Gradients:
         grad = parameter.grad
         if grad is None or grad.layout != torch.strided or not _can_live_in(parameter, values):
             return
+        # Here the gradient is still in the cache. When whole buckets were copied later, a step of
+        # 30 M parameters took 1.12 to 1.15 times Horovod's time, 1.01 to 1.05 times so (4 MPI ranks
+        # on 2 cores, docs/allreduce.md).
         with torch.no_grad():
             target = _view(values, slot)
             if not _is_same(grad, target):
@@ -156,6 +145,7 @@ class Gradients:
                 copy_scaled(self._dense(slot, grad), target, scale)
             elif slot.parameter not in self._taken:
                 at_home.append(target)
+        # In one pass over the bucket where all live there: a loop over many small slots is slower.
         if scale != 1.0:
             for target in at_home if len(at_home) < len(bucket.slots) else [values]:
                 target.mul_(scale)
@@ -186,6 +176,7 @@ class Gradients:
 
     def warn_of_overflow(self, bucket: Bucket, values: Tensor, dtype: torch.dtype) -> None:
         """Warn once for each parameter with finite values that ``dtype`` cannot hold."""
+        # One pass over all values first: it is the usual case that none is beyond.
         most = torch.finfo(dtype).max
         low, high = torch.aminmax(values) if values.numel() else (values.sum(), values.sum())
         if -most <= float(low) and float(high) <= most:

@@ -16,8 +16,9 @@ With m ranks in each of g groups, such as nodes, and d values:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -41,29 +42,9 @@ from loft_hvd.pipeline.wire import Compression
 from loft_hvd.transport.base import Transport, Work
 from loft_hvd.transport.groups import Groups, subset
 
-__all__ = ["Levels", "exchange_maker", "group_weights", "two_level_exchange"]
+__all__ = ["exchange_maker", "group_weights", "two_level_exchange"]
 
 _MEAN = Mean(reproducible=True)
-
-
-@dataclass(frozen=True)
-class Levels:
-    """The two levels of exchange of one rank.
-
-    Attributes:
-        groups: which ranks are together.
-        inside: the ranks of this rank's group.
-        across: the ranks that have this rank's place in their groups, one a group.
-    """
-
-    groups: Groups
-    inside: Transport
-    across: Transport
-
-    @classmethod
-    def of(cls, transport: Transport, groups: Groups) -> Levels:
-        """Divide a transport; every rank calls it alike."""
-        return cls(groups, subset(transport, groups.members), subset(transport, groups.across))
 
 
 def group_weights(weights: PassWeights, groups: Groups) -> PassWeights:
@@ -79,18 +60,21 @@ def group_weights(weights: PassWeights, groups: Groups) -> PassWeights:
     )
 
 
-def exchange_maker(levels: Levels | None, *, run: RunRule = run_rule) -> MakeExchange:
-    """Return what makes exchanges: over all ranks at once without levels.
+def exchange_maker(
+    transport: Transport, groups: Groups | None, *, run: RunRule = run_rule
+) -> MakeExchange:
+    """Return what makes exchanges, over all ranks at once without groups; every rank alike.
 
-    Args:
-        levels: inside and across groups, or None.
-        run: applies the rule, and may look at the rows on the way.
+    ``run`` applies the rule, and may look at the rows on the way.
     """
+    if groups is None:
+        return functools.partial(flat_exchange, run=run)
+    inside, across = subset(transport, groups.members), subset(transport, groups.across)
 
     def make(spec: ExchangeSpec) -> Exchange:
-        if levels is None or spec.numel == 0 or is_engine_sum(spec.rule, spec.wire):
+        if spec.numel == 0 or is_engine_sum(spec.rule, spec.wire):
             return flat_exchange(spec, run=run)
-        return two_level_exchange(spec, levels, run)
+        return two_level_exchange(spec, groups, inside, across, run=run)
 
     return make
 
@@ -113,14 +97,12 @@ class _Together:
             work.finish()
 
 
-def two_level_exchange(spec: ExchangeSpec, levels: Levels, run: RunRule) -> Exchange:
-    """Make the exchange of some values inside and across groups.
+def two_level_exchange(
+    spec: ExchangeSpec, groups: Groups, inside: Transport, across: Transport, *, run: RunRule
+) -> Exchange:
+    """Make the exchange of some values among the ranks of this rank's group, and across groups.
 
-    Args:
-        spec: what is exchanged among all ranks; its values are a multiple of their number. A wire
-            of 16 bits rounds the group's mean as well.
-        levels: inside and across the ranks' groups.
-        run: applies the rule, and may look at the rows on the way.
+    A wire of 16 bits rounds the group's mean as well.
 
     Raises:
         ArgumentError: a wire format of the user's own.
@@ -130,8 +112,8 @@ def two_level_exchange(spec: ExchangeSpec, levels: Levels, run: RunRule) -> Exch
             f"over= takes Compression.none, .fp16 and .bf16, not {spec.wire!r}: a group's mean is "
             "computed with what has travelled; use one of these, or leave over= away"
         )
-    name, groups, inside, across = spec.name, levels.groups, levels.inside, levels.across
-    dtype, size, num_groups = spec.wire.dtype, groups.group_size, groups.num_groups
+    name, dtype = spec.name, spec.wire.dtype
+    size, num_groups = groups.group_size, groups.num_groups
     # With 2 groups of 4 ranks and 800 values: 4 rows of 200 become a mean of 200, of which 2 rows
     # of 100 become a result of 100. 2 results are a group's 200 values, and 4 of these all 800.
     narrow = None if dtype is None else spec.zeros(spec.numel, dtype=dtype)

@@ -66,7 +66,7 @@ class GradientReducer:
         self._spec_rules = [rules[spec.rule] for spec in specs]
         self._gradients = Gradients(parameters, sparse_as_dense=settings.sparse_as_dense)
         self._outgoing = outgoing
-        self._starting = threading.Lock()
+        self._starting = threading.Lock()  # a bucket becomes ready once, whichever thread sees it
         self._arrivals: list[int] | None = []  # by parameter, until they have become the layout
         self._take_layout(lay_out(specs, bucket_bytes=settings.bucket_bytes), channel)
         self._clear_step()
@@ -88,9 +88,9 @@ class GradientReducer:
         )
 
     def _clear_step(self) -> None:
-        self._counts = [0] * len(self.parameters)
+        self._counts = [0] * len(self.parameters)  # backward passes that have reached each
         self._unready = [len(bucket.slots) for bucket in self.buckets]
-        self._passes: list[StepSizes] = []
+        self._passes: list[StepSizes] = []  # that have begun, with a source
         self._num_passes_begun = 0
         self._blocked_s = 0.0
         self._step_weights: PassWeights | None = None
@@ -116,6 +116,8 @@ class GradientReducer:
                 f"backward_passes_per_step={self._settings.num_passes}; call step() in between "
                 "or raise backward_passes_per_step"
             )
+        # The first gradient of a pass takes the pass's batch off the source's queue; the others
+        # of the pass find it here.
         self._num_passes_begun = number + 1
         self._blocked_s = 0.0
         if self._source is not None:
@@ -163,6 +165,7 @@ class GradientReducer:
             if self._arrivals is not None:
                 self._arrivals.append(index)
             if self._transport.world_size > 1:
+                # What a hook spends is no computing: the balancer subtracts it.
                 began = time.monotonic()
                 self._take(index)
                 self._blocked_s += time.monotonic() - began
@@ -173,8 +176,11 @@ class GradientReducer:
         if weights.present[self._transport.rank]:
             scale = self._scale(self._rules[bucket.rule], weights)
             self._gradients.take(slot, self.engine.values(bucket.index), scale=scale)
-        with self._starting:  # autograd has a thread for each device
+        # Counted only now that it is in its bucket: autograd has a thread for each device, and
+        # another one's last gradient must not start the bucket before.
+        with self._starting:
             self._unready[bucket.index] -= 1
+            # By index, not as they fill: a full bucket waits for those before it on every rank.
             while (at := self.engine.next_bucket) < len(self.buckets) and self._unready[at] == 0:
                 self.engine.start(at)
 
@@ -190,7 +196,8 @@ class GradientReducer:
         self._outgoing.call(bucket, values)
         if self._settings.wire is Compression.fp16:
             self._gradients.warn_of_overflow(bucket, values, torch.float16)
-        if isinstance(rule, Mean):  # its weights are in the values
+        if isinstance(rule, Mean):
+            # Its weights are in the values already, zeros for an absent rank: rows count alike.
             present = (True,) * self._transport.world_size
             weights = PassWeights(weights=None, present=present, row_scale=1.0)
         return in_training(rule, weights)
@@ -199,6 +206,9 @@ class GradientReducer:
         """Return what this rank's gradients are multiplied by before they are sent."""
         if not isinstance(rule, Mean):
             return weights.row_scale
+        # Rank i has x_i of the step's X samples, and n ranks: a mean of rows on shard owners gives
+        # sum(n x_i / X * g_i) / n, so a row is scaled by n x_i / X, and by 1/n more where an
+        # engine only sums. With several passes each was weighed as it came (_weigh_pass).
         scale = 1 / self._settings.predivide
         if self._passes and self._settings.num_passes == 1:
             scale *= self._share(self._passes[0])
@@ -227,13 +237,14 @@ class GradientReducer:
         if self._transport.world_size > 1:
             for index in range(self.engine.next_bucket, len(self.buckets)):
                 self.engine.start(index)
+            # Evidence goes out once all buckets are queued, so at one place in every rank's order.
             self._watch.computing_ended()
             self.engine.finish()
             self._watch.step_reduced(self._weights())
             self._hand_out()
             if self._arrivals is not None:
                 self._lay_out_as_ready(self._arrivals)
-        elif self._outgoing:
+        elif self._outgoing:  # a world of one sends nothing, but its hooks see the same buckets
             with torch.no_grad():
                 for bucket in self.buckets:
                     values = self.engine.values(bucket.index)
@@ -249,11 +260,11 @@ class GradientReducer:
     def _lay_out_as_ready(self, arrivals: list[int]) -> None:
         """Lay the buckets out by the order in which gradients came in rank 0's first step."""
         self._arrivals = None
-        settings = self._settings
         order = agree_on_order(self._channel, arrivals, len(self.parameters))
-        buckets = lay_out(self._specs, bucket_bytes=settings.bucket_bytes, order=order)
+        buckets = lay_out(self._specs, bucket_bytes=self._settings.bucket_bytes, order=order)
         if buckets != self.buckets:
             self.engine.close()
+            # New names: of the old ones Horovod remembers other sizes.
             self._take_layout(buckets, self._channel.sub("ready"))
 
     def detach(self) -> None:

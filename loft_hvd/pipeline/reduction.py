@@ -50,13 +50,13 @@ def needs_no_bucket(transport: Transport, rule: Rule, numel: int) -> bool:
 class BucketReduction:
     """Reduces the values of one bucket, again and again.
 
-    With ``pack`` it has a bucket: padded to whole shards, this rank's values before and the
-    aggregated ones after. Without, values go from the caller's tensors into the caller's tensors,
-    for which ``needs_no_bucket`` must hold.
+    Its bucket holds this rank's values before and the aggregated ones after. Without a bucket
+    values go from one tensor of the caller's into another; ``needs_no_bucket`` must hold for them.
 
     Args:
         spec: what is exchanged, and how.
-        pack: fills the bucket whenever it starts.
+        has_bucket: whether there is one.
+        pack: fills the bucket whenever ``start`` is called.
         factor: what aggregated values are multiplied by at last.
         make_exchange: how a part goes over the wire; ignored where two ranks need no bucket.
         part_bytes: values of at least twice as many bytes are cut into parts; None for never.
@@ -66,16 +66,17 @@ class BucketReduction:
         self,
         spec: ExchangeSpec,
         *,
+        has_bucket: bool = True,
         pack: Pack | None = None,
         factor: float = 1.0,
         make_exchange: MakeExchange = flat_exchange,
         part_bytes: int | None = PART_BYTES,
     ) -> None:
         num_shards = spec.transport.world_size
-        if pack is None and suits_two(spec.transport, spec.rule):
+        if not has_bucket and suits_two(spec.transport, spec.rule):
             make_exchange, num_shards = between_two, 1
         bounds = _bounds(spec, num_shards, part_bytes)
-        if pack is None:
+        if not has_bucket:
             bounds = (*bounds[:-1], spec.numel)  # no padding at the end
         self._pack = pack
         self._factor = factor
@@ -83,8 +84,8 @@ class BucketReduction:
         self._bucket_stages = spec.lane.row(spec.lane.name)  # within the bucket's own span
         self._device = torch.device(spec.device)
         self._stage = Stage.IDLE
-        self._padded = spec.zeros(bounds[-1] if pack else 0)
-        self.values = self._padded[: spec.numel]
+        self.padded = spec.zeros(bounds[-1] if has_bucket else 0)  # to whole shards
+        self.values = self.padded[: spec.numel]
         spans = [slice(begin, end) for begin, end in itertools.pairwise(bounds)]
         suffixes = [""] if len(spans) == 1 else [f".p{at}" for at in range(len(spans))]
         self._parts = [
@@ -124,15 +125,13 @@ class BucketReduction:
             self._bucket_stages.enter(Stage.PACK.value)
             weights = self._pack(self.values)
             self._bucket_stages.leave()
-            self._send(self._padded, self._padded, weights)
+            self._send(self.padded, self.padded, weights)
 
     def start_from(self, source: Tensor, result: Tensor, weights: PassWeights | None) -> None:
-        """Put the caller's own values on the wire, without a copy.
+        """Put values on the wire as they are, from one tensor into another, both [numel].
 
-        Args:
-            source: this rank's, [numel]; not to be touched until the end.
-            result: where the aggregated ones go, [numel]; ``source`` itself for an engine's sum.
-            weights: what the rows weigh this time.
+        With a bucket both are ``padded``; for an engine's sum they are one, too. Leave ``source``
+        as it is until the end.
         """
         with self._on_device():
             self._send(source, result, weights)
@@ -161,7 +160,7 @@ class BucketReduction:
 
     def memory_bytes(self) -> int:
         """Return the bytes of the bucket, and of what its exchanges hold."""
-        return self._padded.nbytes + sum(each.memory_bytes() for _, each in self._parts)
+        return self.padded.nbytes + sum(each.memory_bytes() for _, each in self._parts)
 
     def _on_device(self) -> AbstractContextManager[object]:
         if self._device.type == "cuda":

@@ -63,27 +63,16 @@ class Stage(enum.Enum):
 
 @dataclass(frozen=True)
 class ExchangeSpec:
-    """What is exchanged among whom, and how; equal on every rank.
-
-    Attributes:
-        transport: the ranks.
-        name: stem of the operations' names.
-        numel: values of a rank.
-        dtype: their dtype, float32 or float64.
-        device: where they live.
-        rule: how the ranks' rows are aggregated.
-        wire: the format in which values travel.
-        lane: where the stages show in a trace.
-    """
+    """What is exchanged among whom, and how; equal on every rank."""
 
     transport: Transport
-    name: str
-    numel: int
-    dtype: torch.dtype
+    name: str  # stem of the operations' names
+    numel: int  # values of each rank
+    dtype: torch.dtype  # float32 or float64
     device: str
-    rule: Rule
-    wire: Wire = Compression.none
-    lane: Lane = field(default_factory=lambda: Lane(None, ""))
+    rule: Rule  # aggregates the ranks' rows
+    wire: Wire = Compression.none  # the format in which values travel
+    lane: Lane = field(default_factory=lambda: Lane(None, ""))  # where stages show in a trace
 
     def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return a buffer; written once, so that no page of it is faulted in during a step."""
@@ -112,13 +101,7 @@ def run_rule(
 
 
 class Exchange:
-    """Goes one way over the wire, again and again.
-
-    Args:
-        steps: the way; called anew by each ``start``.
-        lane: where the stages show in a trace.
-        held: the buffers that the way owns, for ``memory_bytes``.
-    """
+    """Goes one way over the wire, again and again; ``held`` are the buffers that the way owns."""
 
     def __init__(self, steps: Steps, *, lane: Lane, held: Sequence[Tensor] = ()) -> None:
         self.stage = Stage.IDLE
@@ -183,11 +166,9 @@ def suits_two(transport: Transport, rule: Rule) -> bool:
 
 
 def flat_exchange(spec: ExchangeSpec, *, run: RunRule = run_rule) -> Exchange:
-    """Make the exchange over all ranks of a transport at once.
+    """Make the exchange over all ranks at once, of a multiple of world_size values.
 
-    Args:
-        spec: what is exchanged; its values are a multiple of world_size.
-        run: applies the rule, and may look at the rows on the way.
+    ``run`` applies the rule, and may look at the rows on the way.
     """
     if spec.numel == 0:
         return Exchange(lambda *_: iter(()), lane=spec.lane)
@@ -230,23 +211,21 @@ def on_shard_owners(spec: ExchangeSpec, wire: Compression, run: RunRule) -> Exch
 
 def as_engine_sum(spec: ExchangeSpec) -> Exchange:
     """Sum by the engine's own all-reduce, in place; each rank's are already scaled by its share."""
-    transport, name = spec.transport, spec.name
-    custom = None if isinstance(spec.wire, Compression) else _Compressed(spec.wire)
 
     def steps(
         enter: Enter, source: Tensor, result: Tensor, weights: PassWeights | None
     ) -> Iterator[Work]:
-        assert source is result or custom is not None
-        if custom is None:
+        assert source is result
+        if isinstance(spec.wire, Compression):
             enter(Stage.ALL_REDUCE)
-            yield transport.allreduce(result, name=name)
+            yield spec.transport.allreduce(result, name=spec.name)
             return
         enter(Stage.PACK)
-        sent = custom.put_in(source)
+        sent, context = _compressed(spec.wire, source)
         enter(Stage.ALL_REDUCE)
-        yield transport.allreduce(sent, name=name)
+        yield spec.transport.allreduce(sent, name=spec.name)
         enter(Stage.UNPACK)
-        result.copy_(custom.take_out(sent))
+        result.copy_(spec.wire.decompress(sent, context))
 
     return Exchange(steps, lane=spec.lane)
 
@@ -276,21 +255,6 @@ def between_two(spec: ExchangeSpec) -> Exchange:
     return Exchange(steps, lane=spec.lane, held=[other])
 
 
-class _Compressed:
-    """What travels in a user's own wire format; the compressor makes its tensors each time."""
-
-    def __init__(self, compressor: Compressor) -> None:
-        self._compressor = compressor
-        self._context: Any = None
-
-    def put_in(self, values: Tensor) -> Tensor:
-        sent, self._context = self._compressor.compress(values)
-        return sent.contiguous()
-
-    def take_out(self, received: Tensor) -> Tensor:
-        return self._compressor.decompress(received, self._context)
-
-
 def on_shard_owners_compressed(
     spec: ExchangeSpec, compressor: Compressor, run: RunRule
 ) -> Exchange:
@@ -298,23 +262,27 @@ def on_shard_owners_compressed(
     transport, name, num_ranks = spec.transport, spec.name, spec.transport.world_size
     rows = spec.zeros(num_ranks, spec.numel // num_ranks)  # [n, shard]
     reduced = torch.zeros_like(rows[0])  # [shard]
-    there, back = _Compressed(compressor), _Compressed(compressor)
 
     def steps(
         enter: Enter, source: Tensor, result: Tensor, weights: PassWeights | None
     ) -> Iterator[Work]:
         enter(Stage.PACK)
-        sent = there.put_in(source)
+        sent, context = _compressed(compressor, source)
         enter(Stage.ALL_TO_ALL)
         received = torch.empty_like(sent)
         yield transport.alltoall(sent, received, name=f"{name}.a2a")
         enter(Stage.AGGREGATE)
-        rows.view(-1).copy_(there.take_out(received))
+        rows.view(-1).copy_(compressor.decompress(received, context))
         run(rows, spec.rule, weights, reduced)
-        own = back.put_in(reduced)
+        own, context = _compressed(compressor, reduced)
         enter(Stage.ALL_GATHER)
         yield transport.allgather(own, received, name=f"{name}.ag")  # of the size of all shards
         enter(Stage.UNPACK)
-        result.copy_(back.take_out(received))
+        result.copy_(compressor.decompress(received, context))
 
     return Exchange(steps, lane=spec.lane, held=[rows, reduced])
+
+
+def _compressed(compressor: Compressor, values: Tensor) -> tuple[Tensor, Any]:
+    sent, context = compressor.compress(values)
+    return sent.contiguous(), context

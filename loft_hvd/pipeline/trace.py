@@ -29,7 +29,7 @@ class Trace:
 
     Args:
         path: the file that ``write`` makes.
-        rank: this rank, the process of its lanes.
+        rank: shown as the process of its lanes.
         most_spans: spans kept; later ones are counted but left out.
         clock: seconds that never go back.
     """
@@ -62,9 +62,11 @@ class Trace:
 
     def write(self) -> None:
         """Write the file anew, with all spans so far."""
-        with self._lock:
+        with self._lock:  # a copy: writing takes a second, in which hooks must not wait
             spans, lanes = list(self._spans), dict(self._lanes)
-        events: list[dict[str, object]] = [_named("process_name", self._rank, 0, self._process)]
+        events: list[dict[str, object]] = [
+            _named("process_name", self._rank, 0, f"rank {self._rank}")
+        ]
         events += [_named("thread_name", self._rank, at, lane) for lane, at in lanes.items()]
         events += [
             {
@@ -72,7 +74,7 @@ class Trace:
                 "ph": "X",
                 "pid": self._rank,
                 "tid": at,
-                "ts": round(1e6 * began_s, 1),
+                "ts": round(1e6 * began_s, 1),  # microseconds, as the format wants them
                 "dur": round(1e6 * (ended_s - began_s), 1),
             }
             for name, at, began_s, ended_s in spans
@@ -95,10 +97,6 @@ class Trace:
                 totals[name] = totals.get(name, 0.0) + ended_s - began_s
         return totals
 
-    @property
-    def _process(self) -> str:
-        return f"rank {self._rank}"
-
 
 def _named(kind: str, rank: int, lane: int, name: str) -> dict[str, object]:
     return {"name": kind, "ph": "M", "pid": rank, "tid": lane, "args": {"name": name}}
@@ -107,9 +105,7 @@ def _named(kind: str, rank: int, lane: int, name: str) -> dict[str, object]:
 class Lane:
     """One row of the picture: spans that follow each other, written as each ends.
 
-    Args:
-        trace: where spans go; None for nowhere.
-        name: the row's name.
+    Without a trace they go nowhere.
     """
 
     def __init__(self, trace: Trace | None, name: str) -> None:
@@ -120,7 +116,7 @@ class Lane:
 
     def enter(self, span: str) -> None:
         """End the open span, if any, and begin another."""
-        if self._trace is not None:
+        if self._trace is not None:  # else two comparisons are all that a lane costs
             now = self._trace.clock()
             if self._span:
                 self._trace.add(self.name, self._span, self._began_s, now)

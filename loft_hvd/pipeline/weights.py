@@ -46,9 +46,12 @@ def capped_weights(sizes: Sequence[int]) -> tuple[int, ...] | None:
         Weights in the proportions of min(size, twice the mean of the present sizes), or None when
         all present ranks weigh the same.
     """
+    # All times num_present, so that twice the mean is a whole number. Sizes 40, 1, 1, 0 and 2:
+    # 44 samples on 4 ranks, so min(4 * size, 88) = 88, 4, 4, 0 and 8; by their divisor 4
+    # that is 22, 1, 1, 0 and 2, and the largest is twice the mean of the samples, 11.
     num_present = sum(size > 0 for size in sizes)
     total = sum(sizes)
-    weights = [min(size * num_present, 2 * total) for size in sizes]
+    weights = [min(size * num_present, 2 * total) for size in sizes]  # [world_size]
     divisor = math.gcd(*weights)
     if divisor == 0 or len({weight for weight in weights if weight > 0}) == 1:
         return None
@@ -60,6 +63,8 @@ def in_training(rule: Rule, weights: PassWeights) -> PassWeights:
 
     With unequal batches the largest few would hold half of the weight, and own the result.
     """
+    # A trimming rule drops rows by count before it weighs them, and the weight is capped above; a
+    # weighted median picks the row where half of the weight is reached.
     return replace(weights, weights=None) if isinstance(rule, Median) else weights
 
 
@@ -70,7 +75,10 @@ def combine_passes(passes: Sequence[StepSizes], *, rank: int) -> PassWeights:
         passes: the sizes of each backward pass of the step, at least one.
         rank: this rank.
     """
+    # [num_passes, world_size] -> [world_size]
     totals = [sum(counts) for counts in zip(*(step.sizes for step in passes), strict=True)]
+    # A rank that had samples in 1 of 2 passes summed 1 mean gradient, the others 2: twice its sum
+    # is a row of their size. Without, it would pull the result towards 0.
     num_real = sum(step.sizes[rank] > 0 for step in passes)
     return PassWeights(
         weights=capped_weights(totals),

@@ -46,14 +46,10 @@ class Compression(enum.Enum):
     @property
     def dtype(self) -> torch.dtype | None:
         """The dtype on the wire; None for the bucket's own."""
-        return _DTYPES[self]
+        return {"fp16": torch.float16, "bf16": torch.bfloat16}.get(self.value)
 
 
-_DTYPES = {
-    Compression.none: None,
-    Compression.fp16: torch.float16,
-    Compression.bf16: torch.bfloat16,
-}
+# Horovod's classes by name: Horovod may not be installed, and is imported in one place only.
 _HOROVODS = {"NoneCompressor": Compression.none, "FP16Compressor": Compression.fp16}
 
 Wire = Compression | Compressor
@@ -69,6 +65,8 @@ def read_compression(compression: Any) -> Wire:
         return Compression.none
     if isinstance(compression, Compression):
         return compression
+    # Horovod's fp16 does what ours does, but would be called like an object of the user's, which
+    # makes its tensors anew each time and sums in 16 bits.
     is_horovods = str(getattr(compression, "__module__", "")).startswith("horovod.")
     if is_horovods and getattr(compression, "__name__", "") in _HOROVODS:
         return _HOROVODS[compression.__name__]

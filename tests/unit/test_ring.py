@@ -57,7 +57,8 @@ def between_two(
 ) -> Tensor:
     """Reduce a row from tensor to tensor."""
     assert suits_two(spec.transport, spec.rule)
-    reduction, result = BucketReduction(spec, part_bytes=part_bytes), torch.empty_like(row)
+    reduction = BucketReduction(spec, has_bucket=False, part_bytes=part_bytes)
+    result = torch.empty_like(row)
     reduction.start_from(row, result, weights)
     finish(reduction)
     return result
