@@ -74,6 +74,8 @@ class Gaussian:
 
     def __call__(self, honest: Tensor, *, num_rows: int) -> Tensor:
         """See ``Attack``."""
+        # Seeded by what is attacked, too: noise is new in each step, bucket and rank, and the same
+        # again in a second run.
         told = zlib.crc32(honest.detach().double().cpu().numpy().tobytes())
         generator = torch.Generator().manual_seed(self.seed << 32 | told)
         noise = torch.randn(num_rows, honest.shape[1], generator=generator, dtype=torch.float64)
@@ -108,7 +110,7 @@ class HugeValue:
     def __call__(self, honest: Tensor, *, num_rows: int) -> Tensor:
         """See ``Attack``."""
         rows = _repeat(honest.mean(dim=0), num_rows)
-        if honest.shape[1]:
+        if honest.shape[1]:  # a bucket may be shorter than the coordinate, or empty
             rows[:, self.coordinate % honest.shape[1]] = self.value
         return rows
 
@@ -159,6 +161,7 @@ def attach(
         )
 
     def send_wrong(_: Any, values: Tensor) -> None:
+        # Asked each time: an elastic world may give this process another number.
         if optimizer.rank in ranks:
             values.copy_(attack(values.unsqueeze(0), num_rows=1)[0])
 

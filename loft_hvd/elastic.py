@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -41,6 +41,21 @@ from loft_hvd.transport.horovod import (
 )
 
 __all__ = ["State"]
+
+
+@runtime_checkable
+class _Stateful(Protocol):
+    """What is committed, restored and sent by its own state."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state: Any) -> Any: ...
+
+
+@runtime_checkable
+class _ForOneWorld(Protocol):
+    """What is made for the ranks there are, such as an optimizer of ours or a balancer."""
+
+    def begin_world(self) -> None: ...
 
 
 class State:
@@ -78,7 +93,9 @@ class State:
         self._process_sets = list(process_sets)
         self._has_new_world = False
         self._callbacks: list[Callable[[], None]] = []
-        self._objects: dict[str, Any] = {n: v for n, v in everything.items() if _is_stateful(v)}
+        self._objects: dict[str, Any] = {
+            name: value for name, value in everything.items() if isinstance(value, _Stateful)
+        }
         self._values = [name for name in everything if name not in self._objects]
         self._saved: dict[str, Any] = {}
         for name, value in everything.items():
@@ -114,6 +131,7 @@ class State:
 
     def on_reset(self) -> None:
         """Forget what belonged to the old world; called in the new one."""
+        # Buffers and connections of ranks that may be gone.
         close_heartbeats()
         forget_exchanges()
         self._notices.clear()
@@ -123,12 +141,14 @@ class State:
 
     def save(self) -> None:
         """Keep the state in this process's memory."""
+        # A state_dict shares its tensors with the object, and the next step changes them.
         states = {name: copy.deepcopy(each.state_dict()) for name, each in self._objects.items()}
         values = {name: copy.deepcopy(getattr(self, name)) for name in self._values}
         self._saved = states | values
 
     def restore(self) -> None:
         """Go back to the last ``commit``."""
+        # Copied again: what is restored is trained on, and may be restored a second time.
         for name, each in self._objects.items():
             each.load_state_dict(copy.deepcopy(self._saved[name]))
         for name in self._values:
@@ -145,9 +165,10 @@ class State:
         self._has_new_world = False
         HorovodTransport().open_heartbeat()
         for name in self._by_kind():
-            begin_world = getattr(self._objects[name], "begin_world", None)
-            if begin_world is not None:
-                begin_world()
+            each = self._objects[name]
+            if isinstance(each, _ForOneWorld):
+                each.begin_world()
+        # Horovod's own functions send tensors as tensors; the rest goes as one pickled object.
         plain: dict[str, Any] = {name: getattr(self, name) for name in self._values}
         for name in self._by_kind():
             each = self._objects[name]
@@ -165,13 +186,14 @@ class State:
                 setattr(self, name, value)
         self.save()
 
+    # Called for names that are not there: the error says what to do.
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
             f"elastic.State has no field {name!r}; give it as State(..., {name}=...)"
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not name.startswith("_"):
+        if not name.startswith("_"):  # a field of the user's
             if name in self._objects:
                 self._objects[name] = value
             elif name not in self._values:
@@ -191,9 +213,3 @@ class State:
             return (2 if isinstance(each, torch.optim.Optimizer) else 0), name
 
         return sorted(self._objects, key=place)
-
-
-def _is_stateful(value: Any) -> bool:
-    return callable(getattr(value, "state_dict", None)) and callable(
-        getattr(value, "load_state_dict", None)
-    )

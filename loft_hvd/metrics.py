@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from loft_hvd.config import config
 from loft_hvd.errors import ArgumentError, ArgumentTypeError
-from loft_hvd.transport.base import Transport, wait_for
+from loft_hvd.transport.base import Channel, Transport
 from loft_hvd.transport.default import default_transport
 
 __all__ = ["average"]
@@ -38,9 +37,10 @@ def average(
     if count < 0:
         raise ArgumentError(f"average: count={count} must be >= 0")
     ends = default_transport() if transport is None else transport
+    # Where there is no sample the value may be NaN, which 0 would not take away.
     sums = torch.tensor([float(value) * count if count else 0.0, float(count)], dtype=torch.float64)
     if ends.world_size > 1:
-        work = ends.allreduce(sums, name=f"loft.average.{name}")
-        wait_for(work, what=f"average of {name!r}", timeout_s=config().timeout_s)
+        channel = Channel(ends, f"loft.average.{name}")
+        channel.wait(ends.allreduce(sums, name=channel.name), what=f"average of {name!r}")
     total, samples = sums.tolist()
     return total / samples if samples else float("nan")

@@ -7,13 +7,12 @@ Every line has ``kind``, ``time_s`` (seconds since 1970) and ``step`` (optimizer
 * ``cap``: ``rank``, ``device`` (host/number), ``cap``: its samples at most from now on; ``size``
   that did not fit, ``source``; a run that writes to the same folder honours the newest;
 * ``plan``: ``plan_id``, ``first_step``, ``sizes`` [world_size];
-* ``times``: ``ranks``, averages a batch of each rank as in ``interval.RankTimes``;
-* ``fit``: ``ranks``, what the policy's models say of each rank, as in ``explain.fit_record``;
+* ``times``: ``ranks``, averages a batch of each rank as in ``RankTimes``;
+* ``fit``: ``ranks``, what the policy's models say of each rank, as in ``fit_record``;
 * ``explain``: ``text``, the policy's own words on its fit and its doubts;
 * ``spread``: ``ratios`` [world_size] and ``usual``, how far ranks' gradients lie apart for good, as
-  in ``pipeline.spread.Spread``;
-* ``suspicion``: ``num_steps`` and ``workers``, what is known of each as in
-  ``pipeline.workers.WorkerReport``;
+  in ``Spread``;
+* ``suspicion``: ``num_steps`` and ``workers``, what is known of each as in ``WorkerReport``;
 * ``fault``: ``error`` and ``text``, written before the error is raised;
 * ``full``: nothing more follows, the file has reached its limit.
 
@@ -38,6 +37,7 @@ __all__ = ["RunLog", "find_entries", "open_run_log", "read_run_log"]
 
 _log = logging.getLogger(__name__)
 
+# Bounds a file: a run of weeks must not fill a disk.
 _MAX_BYTES = 64 * 1024 * 1024
 
 
@@ -71,6 +71,7 @@ class RunLog:
         self._is_full = False
         self._last_fault: BaseException | None = None
         self.step = 0
+        # Rank 0 must not end alone: ranks tell each other why it cannot write, then all raise.
         self.refusal = ""
         self.path: Path | None = None
         if folder is not None:
@@ -97,7 +98,8 @@ class RunLog:
     def _make(self, folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         stamp, count = time.strftime("%Y%m%d-%H%M%S", time.gmtime(self._clock())), 0
-        while True:  # a name that no other run has taken
+        # A name that no other run has taken: ``touch`` makes the file or fails, in one call.
+        while True:
             path = folder / f"loft-{stamp}-{count}.jsonl"
             try:
                 path.touch(exist_ok=False)
@@ -116,6 +118,7 @@ class RunLog:
         """
         if self.path is None or self._is_full:
             return
+        # ``kind`` comes first in every line: ``find_entries`` looks no further.
         head = {"time_s": self._clock(), "step": self.step}
         line = json.dumps({"kind": kind, **head, **_plain(fields)}, allow_nan=False) + "\n"
         if self._num_bytes + len(line) > self._max_bytes:
@@ -123,6 +126,7 @@ class RunLog:
             line = json.dumps({"kind": "full", **head}) + "\n"
         self._num_bytes += len(line)
         try:
+            # Opened for each line: what was written is there when the process is killed.
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(line)
         except OSError as error:  # a full disk must not end the training
@@ -189,7 +193,7 @@ def read_run_log(path: str | Path) -> list[dict[str, Any]]:
         try:
             entry = json.loads(line)
         except ValueError as error:
-            if number == len(lines):
+            if number == len(lines):  # the process was killed while it wrote
                 break
             raise DataError(f"report {path}: line {number} is not JSON ({error})") from error
         if not isinstance(entry, dict) or not {"kind", "step"} <= entry.keys():

@@ -13,14 +13,13 @@ import pytest
 import torch
 
 import loft_hvd as loft
-from loft_hvd import runlog
 from loft_hvd.balance.plan import Plan
-from loft_hvd.config import Config
 from loft_hvd.errors import ArgumentError, DataError, MismatchError, TransportError
 from loft_hvd.pipeline.suspicion.report import WorkerReport
 from loft_hvd.report.text import render_text
 from loft_hvd.runlog import RunLog, read_run_log
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
+from tests.support.worlds import environment
 from tests.unit.test_balancer import Clock, train
 
 
@@ -43,13 +42,12 @@ def kinds(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("by_argument", [True, False])
-def test_rank_0_logs_what_the_report_then_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_argument: bool
-) -> None:
-    options = {"log_dir": tmp_path} if by_argument else {}
-    if not by_argument:
-        monkeypatch.setattr(runlog, "config", lambda: Config(log_dir=str(tmp_path)))
-    run_ranks(4, lambda transport: train_some(transport, **options))
+def test_rank_0_logs_what_the_report_then_says(tmp_path: Path, by_argument: bool) -> None:
+    if by_argument:
+        run_ranks(4, lambda transport: train_some(transport, log_dir=tmp_path))
+    else:
+        with environment(LOFT_HVD_LOG_DIR=str(tmp_path)):
+            run_ranks(4, train_some)
     entries = read_run_log(only_file(tmp_path))
     assert [entry["step"] for entry in entries if entry["kind"] == "times"] == [5, 10]
     assert len(entries[-2]["ranks"]) == 4  # the fit
@@ -229,6 +227,7 @@ def test_a_worker_that_stands_out_is_logged_while_training(tmp_path: Path) -> No
     def work(transport: LocalTransport) -> None:
         random = torch.Generator().manual_seed(transport.rank)
         layer = torch.nn.Linear(64, 1, bias=False)
+        torch.nn.init.constant_(layer.weight, 0.1)  # the same on every rank, in any order of tests
         optimizer = loft.DistributedOptimizer(
             torch.optim.SGD(layer.parameters(), lr=0.0),
             layer.named_parameters(),
@@ -237,7 +236,7 @@ def test_a_worker_that_stands_out_is_logged_while_training(tmp_path: Path) -> No
             log_dir=tmp_path,
         )
         loft.attacks.attach(optimizer, loft.attacks.SignFlip(scale=10), ranks=[3])
-        for _ in range(61):
+        for _ in range(81):
             optimizer.zero_grad()
             (1 + layer(torch.randn(1, 64, generator=random))).square().sum().backward()
             optimizer.step()
