@@ -212,8 +212,9 @@ def _bench_app() -> typer.Typer:
     import typer
 
     from loft_hvd.bench import commands
+    from loft_hvd.bench.collectives import AllreduceBench
     from loft_hvd.bench.kernels import KernelBench
-    from loft_hvd.bench.ranks import Job
+    from loft_hvd.bench.ranks import BenchJob
     from loft_hvd.bench.steps import StepBench
 
     app = typer.Typer(no_args_is_help=True, help="Measure speed, contestants in turn.")
@@ -259,11 +260,10 @@ def _bench_app() -> typer.Typer:
     ) -> None:
         """Time robust all-reduces against Horovod's own."""
         sizes = _numbers(megabytes, "--mb")
-        chosen = commands.Ranks(Job(ranks, controller), rounds)
+        bench = AllreduceBench(tuple(sizes), rounds, peer)
+        job = BenchJob(ranks, controller)
         raise typer.Exit(
-            commands.bench_allreduce(
-                sizes, ranks=chosen, peer=peer, json_file=json_file, show=_print_table
-            )
+            commands.bench_allreduce(bench, job=job, json_file=json_file, show=_print_table)
         )
 
     @app.command("step")
@@ -278,7 +278,7 @@ def _bench_app() -> typer.Typer:
     ) -> None:
         """Time training steps against hvd.DistributedOptimizer."""
         bench = StepBench(model, batch, rounds, trace)
-        job = Job(ranks, controller)
+        job = BenchJob(ranks, controller)
         raise typer.Exit(
             commands.bench_step(bench, job=job, json_file=json_file, show=_print_table)
         )

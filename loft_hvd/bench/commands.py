@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
+from loft_hvd.bench.collectives import AllreduceBench
 from loft_hvd.bench.cuda import judge_cuda, measure_cuda, require_cuda
 from loft_hvd.bench.gate import goal_rows, judge_kernels, timing_rows
-from loft_hvd.bench.kernels import KernelBench, measure_kernels
-from loft_hvd.bench.peers import Untimed, peer_rows, peers
+from loft_hvd.bench.kernels import KernelBench, Timing, measure_kernels
+from loft_hvd.bench.peers import PEER_PACKAGES, Untimed, peer_rows, peers
 from loft_hvd.bench.ranks import (
-    Job,
+    BenchJob,
     allreduce_goal,
     judge,
     judge_peer,
@@ -22,41 +24,42 @@ from loft_hvd.bench.ranks import (
 )
 from loft_hvd.bench.record import write_record
 from loft_hvd.bench.steps import StepBench
+from loft_hvd.errors import MissingDependencyError
 
-__all__ = ["Ranks", "Show", "bench_allreduce", "bench_kernels", "bench_step"]
+__all__ = [
+    "Show",
+    "bench_allreduce",
+    "bench_kernels",
+    "bench_step",
+    "lines_of",
+    "plot_kernels",
+]
 
 Show = Callable[[Sequence[Sequence[str]]], None]  # takes a header and rows
-
-
-@dataclasses.dataclass(frozen=True)
-class Ranks:
-    """Who takes part in a benchmark, and how many samples each contestant gives."""
-
-    job: Job
-    rounds: int
+_RULES = ("mean", "median", "trimmed_mean", "mean_around_median", "phocas")
+_STYLES = {"avx512": "-", "avx2": "--", "baseline": ":", "": "-."}
 
 
 def bench_allreduce(
-    megabytes: Sequence[float], *, ranks: Ranks, peer: bool, json_file: str | None, show: Show
+    bench: AllreduceBench, *, job: BenchJob, json_file: str | None, show: Show
 ) -> int:
     """Time robust all-reduces against Horovod's; return the exit status."""
-    options = {"megabytes": list(megabytes), "rounds": ranks.rounds, "has_peer": peer}
-    found = run_bench("allreduce", options, ranks.job)
+    found = run_bench("allreduce", dataclasses.asdict(bench), job)
     judged = {}
     for size, samples in found.items():
-        goals = {name: allreduce_goal(name, float(size), ranks.job) for name in samples}
+        goals = {name: allreduce_goal(name, float(size), job) for name in samples}
         judged[f"{size} MB"] = judge(samples, goals)
-        show(table(f"{size} MB, {ranks.job}", judged[f"{size} MB"]))
-        if peer:
-            found_peer = judged[f"{size} MB"]["against_peer"] = judge_peer(samples, ranks.job)
+        show(table(f"{size} MB, {job}", judged[f"{size} MB"]))
+        if bench.has_peer:
+            found_peer = judged[f"{size} MB"]["against_peer"] = judge_peer(samples, job)
             cells = [f"{found_peer['ratio']:.1f}", str(found_peer["goal"]), found_peer["verdict"]]
             show(
                 [["Median against a blocking exchange", "times as fast", "goal", ""], ["", *cells]]
             )
-    return _write({"ranks": ranks.job.num_ranks, "allreduce": judged}, json_file)
+    return _write({"ranks": job.num_ranks, "allreduce": judged}, json_file)
 
 
-def bench_step(bench: StepBench, *, job: Job, json_file: str | None, show: Show) -> int:
+def bench_step(bench: StepBench, *, job: BenchJob, json_file: str | None, show: Show) -> int:
     """Time whole training steps against Horovod's optimizer; return the exit status."""
     found = run_bench("step", dataclasses.asdict(bench), job)
     samples = found.pop(bench.model)
@@ -101,7 +104,7 @@ def bench_kernels(
     }
     _write(results, files[0])  # first: a picture in the repository would make its commit "dirty"
     if files[1] is not None:
-        importlib.import_module("loft_hvd.bench.plots").plot_kernels(timings, files[1])
+        plot_kernels(timings, files[1])
     if gate and any(goal.is_far for goal in goals):
         return 1
     return 2 if gate and not all(goal.is_judged for goal in goals) else 0
@@ -111,3 +114,50 @@ def _write(results: dict[str, object], json_file: str | None) -> int:
     if json_file is not None:
         write_record(json_file, results, command=["loft-hvd", *sys.argv[1:]])
     return 0
+
+
+def lines_of(timings: Sequence[Timing]) -> dict[tuple[str, str], list[tuple[int, float]]]:
+    """Return what is drawn: row counts and passes of every line, by contestant and level.
+
+    A line is one of our rules in float32 without weights, or another way to a rule, at level "".
+    """
+    theirs = ("torch.median", "numpy.median", *(f"{package} " for package in PEER_PACKAGES))
+    lines: dict[tuple[str, str], list[tuple[int, float]]] = {}
+    for timing in timings:
+        name = timing.contestant.partition(" f=")[0]
+        if name in _RULES or (name.startswith(theirs) and not name.endswith(" again")):
+            lines.setdefault((name, timing.level), []).append((timing.rows, timing.passes))
+    return lines
+
+
+def plot_kernels(timings: Sequence[Timing], path: str | os.PathLike[str]) -> None:
+    """Draw passes over row counts, one line a contestant, and write a PNG.
+
+    A colour is a contestant, and a way of dashing an instruction set.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingDependencyError(
+            "plots need matplotlib: pip install '.[plots]' in its checkout"
+        ) from error
+    lines = lines_of(timings)
+    colours = {name: f"C{i % 10}" for i, name in enumerate(dict.fromkeys(n for n, _ in lines))}
+    figure = Figure(figsize=(10, 6), layout="constrained")
+    axes = figure.subplots()
+    for (name, level), points in lines.items():
+        style, colour = _STYLES.get(level, "-"), colours[name]
+        label = f"{name} {level}".strip()
+        marker = "." if level or name in _RULES else "x"
+        rows, passes = zip(*sorted(points), strict=True)
+        axes.plot(rows, passes, style, color=colour, marker=marker, label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("rows")
+    axes.set_ylabel("time, passes over the same memory")
+    figure.legend(loc="outside right upper", fontsize="small")
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)

@@ -1,18 +1,25 @@
-"""What of ours is timed: every rule in every form, as kernels and as users call them."""
+"""What of ours is timed: every rule in every form, as kernels and as users call them.
+
+Before anything is timed, every contestant is checked against the definition, on rows made to break
+it: ties, zeros of both signs, NaN, infinities and 1e30.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from loft_hvd.aggregation.aggregate import aggregate
+from loft_hvd.aggregation.reference import reference, window
 from loft_hvd.aggregation.rules import Mean, MeanAroundMedian, Median, Phocas, Rule, TrimmedMean
 from loft_hvd.config import config
+from loft_hvd.errors import AggregationError
 
 __all__ = [
     "CALLED",
@@ -25,19 +32,24 @@ __all__ = [
     "PASS_BURSTS",
     "WEIGHTED",
     "Contestant",
-    "Place",
+    "KernelRun",
     "called_level",
+    "check_contestants",
+    "check_rules",
+    "check_threads",
     "contestants",
+    "hard_rows",
     "pass_calls",
     "rules_of",
 ]
 
+_NUMEL = 4099  # vectors of every width, and a rest
+_POISON = -3e33  # what no result is: outputs hold it before a call
 PASS, PASS_AGAIN, PASS_BURSTS = "pass", "pass again", "pass in bursts"
 WEIGHTED, DIAGNOSED = "trimmed_mean weighted", "trimmed_mean diagnosed 1/16"
 # Through `aggregate`, which divides weights by their divisor and leaves out absent rows.
 CALLED, EQUAL = "called: trimmed_mean", "called: trimmed_mean, equal weights"
 KEPT, MASKED = "called: median of all rows but one", "called: median, one row masked"
-_RULE_CODES = {Median: 0, TrimmedMean: 1, Mean: 1, MeanAroundMedian: 2, Phocas: 3}
 _DTYPE_CODES = {torch.float64: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 
 
@@ -54,8 +66,8 @@ def rules_of(rows: int) -> dict[str, Rule]:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where contestants run.
+class KernelRun:
+    """What contestants work on, and how.
 
     Attributes:
         module: the extension.
@@ -100,27 +112,27 @@ class Contestant:
         """Return the rows [num_rows, numel] that this contestant aggregates."""
         return pool[: self.num_rows].view(self.dtype)[:, : pool.shape[1]]
 
-    def call(self, place: Place) -> Callable[[], object]:
-        """Return the call; it fills the first bytes of ``place.out``."""
+    def call(self, run: KernelRun) -> Callable[[], object]:
+        """Return the call; it fills the first bytes of ``run.out``."""
         if self.is_called:
-            given = place.pool if self.is_masked else self.values(place.pool)
+            given = run.pool if self.is_masked else self.values(run.pool)
             absent = len(given) - self.num_rows
             present = [True] * self.num_rows + [False] * absent if self.is_masked else None
             return functools.partial(
-                aggregate, given, self.rule, weights=self.weights, present=present, out=place.out
+                aggregate, given, self.rule, weights=self.weights, present=present, out=run.out
             )
         job = (
-            [row.data_ptr() for row in place.pool[: self.num_rows]],
-            place.pool.shape[1],
+            [row.data_ptr() for row in run.pool[: self.num_rows]],
+            run.pool.shape[1],
             _DTYPE_CODES[self.dtype],
-            _RULE_CODES[type(self.rule)],
-            0,  # of medians the midpoint
-            getattr(self.rule, "f", 0),
+            self.rule.code,
+            self.rule.kind_code,
+            self.rule.f,
             list(self.weights or ()),
-            place.out.data_ptr(),
+            run.out.data_ptr(),
         )
-        call = place.module.aggregate_cpu
-        return functools.partial(call, *job, place.threads, place.level, self.every)
+        call = run.module.aggregate_cpu
+        return functools.partial(call, *job, run.threads, run.level, self.every)
 
 
 def contestants(rows: int, *, is_called: bool) -> list[Contestant]:
@@ -136,7 +148,7 @@ def contestants(rows: int, *, is_called: bool) -> list[Contestant]:
     for dtype in (torch.bfloat16, torch.float16):
         name = f"median {str(dtype).removeprefix('torch.')}"
         found.append(Contestant(name, Median(), rows, dtype=dtype))
-    weights = tuple(1 + place % 3 for place in range(rows))
+    weights = tuple(1 + row % 3 for row in range(rows))
     found.append(Contestant(WEIGHTED, trimmed, rows, weights=weights))
     found.append(Contestant(DIAGNOSED, trimmed, rows, every=16))
     if is_called:
@@ -148,16 +160,162 @@ def contestants(rows: int, *, is_called: bool) -> list[Contestant]:
     return found
 
 
-def pass_calls(place: Place) -> dict[str, Callable[[], object]]:
+def pass_calls(run: KernelRun) -> dict[str, Callable[[], object]]:
     """Return the two ways of reading the memory once, by name."""
-    pointers = [row.data_ptr() for row in place.pool]
-    job = (pointers, place.pool.shape[1], place.out.data_ptr(), place.threads, place.level)
+    pointers = [row.data_ptr() for row in run.pool]
+    job = (pointers, run.pool.shape[1], run.out.data_ptr(), run.threads, run.level)
     return {
-        PASS: functools.partial(place.module.pass_cpu, *job, False),
-        PASS_BURSTS: functools.partial(place.module.pass_cpu, *job, True),
+        PASS: functools.partial(run.module.pass_cpu, *job, False),
+        PASS_BURSTS: functools.partial(run.module.pass_cpu, *job, True),
     }
 
 
 def called_level(module: Any) -> str:
     """Return the instruction set that ``aggregate`` runs: LOFT_HVD_ISA, else the best one here."""
     return config().isa or str(module.isa_levels()[-1])
+
+
+def hard_rows(rows: int) -> Tensor:
+    """Return float32 [rows, 4099] with ties, zeros of both signs, NaN, infinities and 1e30.
+
+    From three rows on the last one is all NaN, infinite or 1e30, which one wrong row may be. In a
+    stretch more rows are so than any rule tolerates.
+    """
+    random = np.random.default_rng(rows)
+    values = random.standard_normal((rows, _NUMEL)).astype(np.float32)
+    values[:, 1000:2000] = np.round(2 * values[:, 1000:2000]) / 2  # ties and zeros of both signs
+    values[:, 2000:2100] = values[0, 2000:2100]  # all alike
+    if rows >= 3:  # fewer tolerate none
+        values[-1, ::3], values[-1, 1::3], values[-1, 2::3] = np.nan, np.inf, 1e30
+    special = np.array([np.nan, np.inf, -np.inf, 1e30, -1e30, 0.0], np.float32)
+    values[:, 3000:3200] = random.choice(special, (rows, 200))
+    return torch.from_numpy(values)
+
+
+def check_rules(rows: int, *, device: torch.device | None = None) -> None:
+    """Compare every rule, as ``aggregate`` runs it on a device, with its definition.
+
+    Raises:
+        AggregationError: a result differs in a bit.
+    """
+    pool = hard_rows(rows)
+    gradients = pool.to(device or "cpu")
+    for name, rule in rules_of(rows).items():
+        out = torch.full((_NUMEL,), _POISON, device=gradients.device)
+        aggregate(gradients, rule, out=out)
+        _compare(name, rows, out.cpu(), _wanted(Contestant(name, rule, rows), pool))
+
+
+def check_contestants(module: Any, rows: int, levels: Sequence[str]) -> None:
+    """Compare every contestant of a row count with the definition, at every level, and the passes.
+
+    Args:
+        module: the extension.
+        rows: row count.
+        levels: instruction sets. The first one's bits are compared with the definition's, in the
+            precision of the kernels; every other one's with the first one's.
+
+    Raises:
+        AggregationError: a result differs in a bit, or a row's diagnosis is wrong.
+    """
+    pool = hard_rows(rows)
+    total = torch.zeros(_NUMEL)
+    for row in pool:
+        total += row
+    kept: dict[str, tuple[Tensor, object]] = {}
+    for level in levels:
+        run = KernelRun(module, pool, torch.empty(_NUMEL), level)
+        for name, call in pass_calls(run).items():
+            run.out.fill_(_POISON)
+            call()
+            _compare(f"{name}, {level},", rows, run.out, total)
+        for contestant in contestants(rows, is_called=level == called_level(module)):
+            found = _run(contestant, run)
+            name = f"{contestant.name}, {level},"
+            if contestant.name in kept:
+                first, first_diagnosis = kept[contestant.name]
+                _compare(name, rows, found[0], first)
+                if found[1] != first_diagnosis:
+                    raise AggregationError(f"bench kernels: {name} of {rows} rows diagnoses others")
+                continue
+            _compare(name, rows, found[0], _wanted(contestant, pool))
+            if contestant.every:
+                _check_diagnosis(name, contestant, pool, found[1])
+            kept[contestant.name] = found
+
+
+def check_threads(one: KernelRun, many: KernelRun) -> None:
+    """Compare what all contestants give by one thread and by several, bit by bit.
+
+    Args:
+        one: a run by one thread.
+        many: the same rows, result and level with more; with enough bytes a thread, which the
+            rows of ``check_contestants`` are too few for.
+
+    Raises:
+        AggregationError: a result differs.
+    """
+    rows = len(one.pool)
+    pairs = [(name, call, pass_calls(many)[name]) for name, call in pass_calls(one).items()]
+    for contestant in contestants(rows, is_called=False):
+        pairs.append((contestant.name, contestant.call(one), contestant.call(many)))
+    for name, call, other in pairs:
+        one.out.fill_(_POISON)
+        call()
+        wanted = one.out.clone()
+        many.out.fill_(_POISON)
+        other()
+        if not torch.equal(wanted.view(torch.int32), many.out.view(torch.int32)):
+            raise AggregationError(
+                f"bench kernels: {name} of {rows} rows differs with {many.threads} threads"
+            )
+
+
+def _run(contestant: Contestant, run: KernelRun) -> tuple[Tensor, object]:
+    """Return the result on poisoned output, and the diagnosis or None."""
+    run.out.fill_(_POISON)
+    found = contestant.call(run)()
+    result = contestant.values(run.out[None])[0].clone()
+    return result, found if contestant.every else None
+
+
+def _wanted(contestant: Contestant, pool: Tensor) -> Tensor:
+    """Return what the definition gives in the kernels' precision, as the contestant's dtype."""
+    values = contestant.values(pool).float().numpy()
+    wanted = reference(
+        values, contestant.rule, weights=contestant.weights, precision=np.dtype(np.float32)
+    )
+    return torch.from_numpy(wanted).to(contestant.dtype)
+
+
+def _compare(name: str, rows: int, found: Tensor, wanted: Tensor) -> None:
+    """Raise unless every value is the same, zeros in their sign too; NaN is NaN."""
+    is_number = (found == wanted) & (found.signbit() == wanted.signbit())
+    is_same = is_number | (found.isnan() & wanted.isnan())
+    if not bool(is_same.all()):
+        at = int((~is_same).nonzero()[0])
+        raise AggregationError(
+            f"bench kernels: {name} of {rows} rows differs from its definition in "
+            f"{int((~is_same).sum())} of {len(is_same)} coordinates, the first of them {at}: "
+            f"{float(found[at]):g} instead of {float(wanted[at]):g}"
+        )
+
+
+def _check_diagnosis(name: str, contestant: Contestant, pool: Tensor, diagnosis: Any) -> None:
+    """Raise unless the counts of each row are those of the definition's window."""
+    values = contestant.values(pool).numpy()
+    low, high = window(values, contestant.rule, precision=np.dtype(np.float32))
+    is_nan = np.isnan(values)  # above +inf
+    is_below = (values < low) | (~is_nan & np.isnan(low))
+    is_above = (values > high) | (is_nan & ~np.isnan(high))
+    wanted = (
+        values.shape[1],
+        (is_below | is_above).sum(axis=1).tolist(),
+        (~np.isfinite(values)).sum(axis=1).tolist(),
+    )
+    seen, outside, non_finite, _ = diagnosis
+    if (seen, list(outside), list(non_finite)) != wanted:
+        raise AggregationError(
+            f"bench kernels: {name} of {pool.shape[0]} rows finds (coordinates, outside, not "
+            f"finite) = {(seen, outside, non_finite)}; by its definition it is {wanted}"
+        )

@@ -13,8 +13,7 @@ from torch import Tensor
 from loft_hvd._native import extension
 from loft_hvd.aggregation.aggregate import aggregate
 from loft_hvd.aggregation.rules import Median
-from loft_hvd.bench.checks import check_rules
-from loft_hvd.bench.contestants import rules_of
+from loft_hvd.bench.contestants import check_rules, rules_of
 from loft_hvd.bench.gate import Goal, is_quiet
 from loft_hvd.bench.kernels import KernelBench, Timing
 from loft_hvd.bench.peers import TORCH_MEDIAN, TORCH_MEDIAN_AGAIN

@@ -9,6 +9,8 @@ one of them is compared with its definition first.
 from __future__ import annotations
 
 import contextlib
+import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,24 +19,108 @@ from torch import Tensor
 
 from loft_hvd._native import extension
 from loft_hvd.aggregation.rules import MAX_ROWS
-from loft_hvd.bench.checks import check_contestants, check_threads
 from loft_hvd.bench.contestants import (
     PASS,
     PASS_AGAIN,
     PASS_BURSTS,
-    Place,
+    KernelRun,
     called_level,
+    check_contestants,
+    check_threads,
     contestants,
     pass_calls,
 )
-from loft_hvd.bench.peers import Untimed, find_ways, peer_calls
-from loft_hvd.bench.timing import WALL, Clock, Rounds, choose_clock, interleaved_minimum
+from loft_hvd.bench.peers import Call, Untimed, find_ways, peer_calls
 from loft_hvd.errors import ArgumentError, MissingDependencyError
 from loft_hvd.topology import allowed_cpus
 
-__all__ = ["ONE_THREAD", "TWO_THREADS", "KernelBench", "Timing", "measure_kernels"]
+__all__ = [
+    "ONE_THREAD",
+    "TWO_THREADS",
+    "WALL",
+    "Clock",
+    "KernelBench",
+    "Rounds",
+    "Timing",
+    "choose_clock",
+    "interleaved_minimum",
+    "measure_kernels",
+]
 
 ONE_THREAD, TWO_THREADS = "one thread:", "two threads:"
+
+
+@dataclass(frozen=True)
+class Clock:
+    """A way to read time.
+
+    Attributes:
+        name: "wall" or "process CPU".
+        read_s: returns seconds since some start.
+    """
+
+    name: str
+    read_s: Callable[[], float]
+
+
+WALL = Clock("wall", time.perf_counter)
+
+
+def choose_clock(*, threads: int = 1) -> Clock:
+    """Return wall time, or the process's CPU time where other work keeps the machine busy.
+
+    CPU time counts all threads together, so it serves only for one thread.
+    """
+    cpus = os.cpu_count() or 1
+    is_busy = os.getloadavg()[0] + threads > cpus * 0.75
+    if is_busy and threads == 1:
+        return Clock("process CPU", time.process_time)
+    return WALL
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """How often contestants take their turns.
+
+    Attributes:
+        least: rounds at least.
+        least_s: rounds go on until all calls together have taken so many seconds.
+    """
+
+    least: int = 5
+    least_s: float = 0.0
+
+
+def interleaved_minimum(
+    calls: Mapping[str, Call], *, clock: Clock, rounds: Rounds
+) -> dict[str, float]:
+    """Time every call once a round, in turn, and keep each one's smallest time.
+
+    Slow and fast moments of the machine then fall on all calls alike, and their ratios hold.
+
+    Args:
+        calls: what to time, by name.
+        clock: what to read.
+        rounds: over all calls, after one that is not counted.
+
+    Returns:
+        Seconds of the fastest round of each call.
+    """
+    best = dict.fromkeys(calls, float("inf"))
+    if not calls:
+        return best
+    for call in calls.values():
+        call()
+    done, spent_s = 0, 0.0
+    while done < rounds.least or spent_s < rounds.least_s:
+        for name, call in calls.items():
+            begin = clock.read_s()
+            call()
+            seconds = clock.read_s() - begin
+            best[name] = min(best[name], seconds)
+            spent_s += seconds
+        done += 1
+    return best
 
 
 @dataclass(frozen=True)
@@ -127,10 +213,10 @@ def measure_kernels(
     wide = torch.empty(numel)
     for rows in bench.rows:
         check_contestants(module, rows, levels)
-        places = [Place(module, pool[:rows], wide, level, bench.threads) for level in levels]
+        runs = [KernelRun(module, pool[:rows], wide, level, bench.threads) for level in levels]
         with _torch_threads(bench.threads):
             peer, few = peer_calls(ways, pool[:rows], report)
-            timings = _measure_rows(places, bench, peer, few)
+            timings = _measure_rows(runs, bench, peer, few)
         yield timings
 
 
@@ -156,19 +242,22 @@ def _torch_threads(threads: int) -> Iterator[None]:
 
 
 def _measure_rows(
-    places: Sequence[Place], bench: KernelBench, peer: Mapping[str, Callable[[], object]], few: int
+    runs: Sequence[KernelRun],
+    bench: KernelBench,
+    peer: Mapping[str, Call],
+    few: int,
 ) -> list[Timing]:
-    """Time all contestants of a row count; places differ in their level, the best one last."""
-    best = places[-1]
+    """Time all contestants of a row count; runs differ in their level, the best one last."""
+    best = runs[-1]
     rows, numel = best.pool.shape
     clock = choose_clock(threads=best.threads)
     rounds = Rounds(bench.repeats, bench.least_s)
     timings = []
-    for place in places:
-        if place.threads > 1:
-            check_threads(replace(place, threads=1), place)
-        calls = _kernel_calls(place)
-        timings += _time(calls, clock, rounds, shape=(rows, numel), level=place.level)
+    for run in runs:
+        if run.threads > 1:
+            check_threads(replace(run, threads=1), run)
+        calls = _kernel_calls(run)
+        timings += _time(calls, clock, rounds, shape=(rows, numel), level=run.level)
     base = min(t.ns_a_coordinate for t in timings if t.contestant.startswith(PASS))
     if best.threads == 1 and allowed_cpus() > 1:
         check_threads(best, replace(best, threads=2))
@@ -182,28 +271,28 @@ def _measure_rows(
     return timings + _time(peer, clock, rounds, shape=(rows, few), base=base)
 
 
-def _kernel_calls(place: Place) -> dict[str, Callable[[], object]]:
-    """Return what of ours is timed at this place, with the pass first and last."""
-    calls = pass_calls(place)
-    is_called = place.level == called_level(place.module)
-    for contestant in contestants(len(place.pool), is_called=is_called):
-        calls[contestant.name] = contestant.call(place)
+def _kernel_calls(run: KernelRun) -> dict[str, Call]:
+    """Return what of ours is timed at this run, with the pass first and last."""
+    calls = pass_calls(run)
+    is_called = run.level == called_level(run.module)
+    for contestant in contestants(len(run.pool), is_called=is_called):
+        calls[contestant.name] = contestant.call(run)
     calls[PASS_AGAIN] = calls[PASS]
     return calls
 
 
-def _thread_calls(place: Place) -> dict[str, Callable[[], object]]:
+def _thread_calls(run: KernelRun) -> dict[str, Call]:
     """Return the pass and the rules that are most used, by one thread and by two."""
     calls = {}
     for threads, words in ((1, ONE_THREAD), (2, TWO_THREADS)):
-        for name, call in _kernel_calls(replace(place, threads=threads)).items():
+        for name, call in _kernel_calls(replace(run, threads=threads)).items():
             if name in (PASS, PASS_AGAIN, "median") or name.startswith("trimmed_mean f="):
                 calls[f"{words} {name}"] = call
     return calls
 
 
 def _time(
-    calls: Mapping[str, Callable[[], object]],
+    calls: Mapping[str, Call],
     clock: Clock,
     rounds: Rounds,
     *,

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from loft_hvd.aggregation.reference import reference
 from loft_hvd.aggregation.rules import Median, TrimmedMean
-from loft_hvd.bench.checks import hard_rows
-from loft_hvd.bench.contestants import rules_of
+from loft_hvd.bench.contestants import hard_rows, rules_of
 
 __all__ = [
     "PEER_PACKAGES",

@@ -1,36 +1,57 @@
-"""Benchmarks over several ranks of this machine: start them, judge what they say."""
+"""Benchmarks over several ranks of this machine: start them, measure on each, judge the times.
+
+``run_bench`` starts this module on every rank; its arguments are then WHAT and JSON options.
+"""
 
 from __future__ import annotations
 
 import json
 import statistics
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from loft_hvd.bench.collectives import BASELINE, BASELINE_AGAIN, PEER
-from loft_hvd.bench.timing import Judgement, paired_ratios
-from loft_hvd.bench.worker import MARK
+import torch
+
+from loft_hvd.bench.collectives import (
+    BASELINE,
+    BASELINE_AGAIN,
+    PEER,
+    AllreduceBench,
+    measure_allreduce,
+)
+from loft_hvd.bench.steps import StepBench, measure_step
 from loft_hvd.doctor.inspect import horovod_build
 from loft_hvd.doctor.launch import CONTROLLERS, launch_command, run_limited
 from loft_hvd.errors import ArgumentError, LoftError
+from loft_hvd.transport.horovod import horovod_module
 
 __all__ = [
-    "Job",
+    "MARK",
+    "NOISE_LIMIT",
+    "BenchJob",
+    "Judgement",
+    "Ratio",
     "allreduce_goal",
     "judge",
     "judge_peer",
+    "main",
+    "paired_ratios",
     "run_bench",
     "step_goal",
     "table",
 ]
 
+MARK = "loft_hvd bench: "  # before the line of results, among what launchers print
+NOISE_LIMIT = 0.05
 _PEER_GOALS = {"gloo": 2.5, "mpi": 5.0}  # times as fast as a blocking exchange
 
 Samples = dict[str, list[float]]
 
 
 @dataclass(frozen=True)
-class Job:
+class BenchJob:
     """Who takes part.
 
     Attributes:
@@ -54,7 +75,7 @@ class Job:
         return f"{self.num_ranks} ranks, {self.controller}"
 
 
-def allreduce_goal(contestant: str, megabytes: float, job: Job) -> float | None:
+def allreduce_goal(contestant: str, megabytes: float, job: BenchJob) -> float | None:
     """Return the largest ratio to Horovod's all-reduce that we accept, or None without a goal."""
     rule = contestant.split()[0]
     if (rule, job.num_ranks) not in (("trimmed_mean", 4), ("median", 2)):
@@ -71,7 +92,7 @@ def step_goal(contestant: str) -> float | None:
     return {"mean": 1.03, "trimmed_mean": 1.10}.get(contestant.split()[0])
 
 
-def run_bench(what: str, options: dict[str, Any], job: Job) -> dict[str, Any]:
+def run_bench(what: str, options: dict[str, Any], job: BenchJob) -> dict[str, Any]:
     """Start the ranks and return what they measured.
 
     Args:
@@ -82,7 +103,7 @@ def run_bench(what: str, options: dict[str, Any], job: Job) -> dict[str, Any]:
     Raises:
         LoftError: the job did not end well; carries the end of its output.
     """
-    script = ("-m", "loft_hvd.bench.worker", what, json.dumps(options))
+    script = ("-m", "loft_hvd.bench.ranks", what, json.dumps(options))
     command = launch_command(
         horovod_build(), script, num_ranks=job.num_ranks, controller=job.controller
     )
@@ -95,6 +116,87 @@ def run_bench(what: str, options: dict[str, Any], job: Job) -> dict[str, Any]:
         raise LoftError(f"bench {what}: the job of {job} did not end well:\n{last}")
     found: dict[str, Any] = json.loads(lines[0])
     return found
+
+
+def main(arguments: list[str]) -> int:
+    """Measure what the arguments ask for; rank 0 prints one line of JSON."""
+    torch.set_num_threads(1)
+    hvd = horovod_module()
+    hvd.init()
+    what, options = arguments[0], json.loads(arguments[1])
+    if what == "allreduce":
+        sizes = tuple(float(size) for size in options.pop("megabytes"))
+        found = measure_allreduce(AllreduceBench(megabytes=sizes, **options))
+    else:
+        found = measure_step(StepBench(**options))
+    if hvd.rank() == 0:
+        sys.stdout.write(f"{MARK}{json.dumps(found)}\n")
+        sys.stdout.flush()
+    hvd.shutdown()
+    return 0
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """One contestant against the baseline of the same rounds.
+
+    Attributes:
+        seconds: its median.
+        ratio: median over rounds of its time by the baseline's.
+        spread: interquartile range of these ratios.
+    """
+
+    seconds: float
+    ratio: float
+    spread: float
+
+
+def paired_ratios(
+    samples: Mapping[str, Sequence[float]], *, baseline: str, again: str
+) -> dict[str, Ratio]:
+    """Compare contestants round by round, so that a slow moment of the machine falls on all alike.
+
+    Args:
+        samples: seconds of every round of each contestant, all of one length.
+        baseline: name of the contestant that the others are divided by.
+        again: name of the same thing, timed once more in every round; the baseline of a round is
+            the mean of both, and ``again`` itself is divided by ``baseline`` alone.
+    """
+    first, second = samples[baseline], samples[again]
+    found = {}
+    for name, seconds in samples.items():
+        divisors = first if name in (baseline, again) else _means(first, second)
+        ratios = sorted(value / by for value, by in zip(seconds, divisors, strict=True))
+        quarter = len(ratios) // 4
+        spread = ratios[-1 - quarter] - ratios[quarter]
+        found[name] = Ratio(statistics.median(seconds), statistics.median(ratios), spread)
+    return found
+
+
+def _means(first: Sequence[float], second: Sequence[float]) -> list[float]:
+    return [0.5 * (one + two) for one, two in zip(first, second, strict=True)]
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Whether a goal is met: the ratio is at most the goal and half the noise.
+
+    Attributes:
+        goal: largest ratio wanted.
+        ratio: the one found.
+        noise: by how much the baseline differs from itself; above ``NOISE_LIMIT`` nothing is shown.
+    """
+
+    goal: float
+    ratio: float
+    noise: float
+
+    @property
+    def verdict(self) -> str:
+        """Return "met", "missed", or "too noisy" when the machine was not quiet enough to say."""
+        if self.noise > NOISE_LIMIT:
+            return "too noisy"
+        return "met" if self.ratio <= self.goal + 0.5 * self.noise else "missed"
 
 
 def judge(samples: Samples, goals: dict[str, float | None]) -> dict[str, Any]:
@@ -116,7 +218,7 @@ def judge(samples: Samples, goals: dict[str, float | None]) -> dict[str, Any]:
     return judged
 
 
-def judge_peer(samples: Samples, job: Job) -> dict[str, Any]:
+def judge_peer(samples: Samples, job: BenchJob) -> dict[str, Any]:
     """Return how many times faster than a blocking exchange ours is, with the same rule.
 
     Args:
@@ -145,3 +247,7 @@ def table(title: str, judged: dict[str, Any]) -> list[list[str]]:
             ]
         )
     return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from loft_hvd.bench.ranks import Job, run_bench
+from loft_hvd.bench.ranks import BenchJob, run_bench
 from loft_hvd.errors import LoftError
 from tests.support.launch import launch
 
@@ -30,7 +30,7 @@ def test_bench_allreduce_writes_every_contestant(tmp_path: Path) -> None:
 
 def test_bench_step_times_whole_steps_and_traces_their_stages(tmp_path: Path) -> None:
     options = {"model": "resnet18", "batch": 2, "rounds": 3, "trace": str(tmp_path / "t.json")}
-    found = run_bench("step", options, Job(2))
+    found = run_bench("step", options, BenchJob(2))
     assert 11e6 < found["parameters"] < 12e6
     assert len(found["resnet18"]["trimmed_mean f=0"]) == 3
     assert {"pack", "all-to-all", "aggregate", "all-gather", "unpack"} < set(found["stages"])
@@ -42,4 +42,4 @@ def test_bench_step_times_whole_steps_and_traces_their_stages(tmp_path: Path) ->
 
 def test_bench_that_fails_shows_what_its_ranks_said() -> None:
     with pytest.raises(LoftError, match="unexpected keyword argument 'speed'"):
-        run_bench("step", {"speed": 2}, Job(2))
+        run_bench("step", {"speed": 2}, BenchJob(2))

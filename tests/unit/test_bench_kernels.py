@@ -16,9 +16,15 @@ from loft_hvd.bench import commands, kernels
 from loft_hvd.bench.contestants import CALLED, EQUAL, KEPT, MASKED
 from loft_hvd.bench.cuda import COPY, COPY_AGAIN, judge_cuda, measure_cuda
 from loft_hvd.bench.gate import Goal, judge_kernels
-from loft_hvd.bench.kernels import KernelBench, Timing, measure_kernels
+from loft_hvd.bench.kernels import (
+    Clock,
+    KernelBench,
+    Rounds,
+    Timing,
+    interleaved_minimum,
+    measure_kernels,
+)
 from loft_hvd.bench.peers import Untimed
-from loft_hvd.bench.timing import Clock, Rounds, interleaved_minimum
 from loft_hvd.cli import build_app
 from loft_hvd.errors import ArgumentError
 

@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 
 from loft_hvd._native import extension
 from loft_hvd.bench import kernels
+from loft_hvd.bench.commands import lines_of
 from loft_hvd.bench.kernels import KernelBench, Timing
 from loft_hvd.bench.peers import Untimed, Way, find_ways, peer_calls, peer_rows
-from loft_hvd.bench.plots import lines_of
 from loft_hvd.cli import build_app
 
 

@@ -129,8 +129,6 @@ _LAYERS = {
     "doctor/run.py": 7,
     "bench/__init__.py": 0,
     "bench/record.py": 1,
-    "bench/timing.py": 1,
-    "bench/checks.py": 8,
     "bench/collectives.py": 8,
     "bench/commands.py": 8,
     "bench/contestants.py": 8,
@@ -138,16 +136,14 @@ _LAYERS = {
     "bench/gate.py": 8,
     "bench/kernels.py": 8,
     "bench/peers.py": 8,
-    "bench/plots.py": 8,
     "bench/ranks.py": 8,
     "bench/steps.py": 8,
-    "bench/worker.py": 8,
 }
 # The only file that may import a module or what is inside it.
 _SINGLE_IMPORTERS = {
     "loft_hvd._loft": "_native.py",
     "horovod": "transport/horovod.py",
-    "matplotlib": "bench/plots.py or simulate/plots.py",
+    "matplotlib": "bench/commands.py or simulate/plots.py",
     "typer": "cli.py",
     "rich": "cli.py",
 }

@@ -12,9 +12,14 @@ import torch
 
 from loft_hvd._native import extension
 from loft_hvd.aggregation.aggregate import aggregate
-from loft_hvd.bench import checks, contestants, kernels
-from loft_hvd.bench.checks import check_contestants, check_rules, check_threads, hard_rows
-from loft_hvd.bench.contestants import Place
+from loft_hvd.bench import contestants, kernels
+from loft_hvd.bench.contestants import (
+    KernelRun,
+    check_contestants,
+    check_rules,
+    check_threads,
+    hard_rows,
+)
 from loft_hvd.bench.kernels import KernelBench
 from loft_hvd.errors import AggregationError
 
@@ -154,7 +159,7 @@ def test_a_wrong_rule_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(gradients: torch.Tensor, rule: object, *, out: torch.Tensor) -> None:
         torch.mean(gradients[:-1], dim=0, out=out)
 
-    monkeypatch.setattr(checks, "aggregate", wrong)
+    monkeypatch.setattr(contestants, "aggregate", wrong)
     with pytest.raises(AggregationError, match="mean of 8 rows differs"):
         check_rules(8)
 
@@ -162,7 +167,7 @@ def test_a_wrong_rule_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_threads_must_give_the_same_bits() -> None:
     pool = hard_rows(8)
     module: Any = extension()
-    one = Place(module, pool, torch.empty(pool.shape[1]), "baseline")
+    one = KernelRun(module, pool, torch.empty(pool.shape[1]), "baseline")
     check_threads(one, replace(one, threads=2))
     module = Broken(lambda job: job.threads == 2 and job.rule == 3)
     one = replace(one, module=module)

@@ -10,9 +10,18 @@ import numpy as np
 import pytest
 
 from loft_hvd.bench.collectives import PEER
-from loft_hvd.bench.ranks import Job, allreduce_goal, judge, judge_peer, step_goal, table
+from loft_hvd.bench.kernels import Clock, Rounds, interleaved_minimum
+from loft_hvd.bench.ranks import (
+    BenchJob,
+    Judgement,
+    allreduce_goal,
+    judge,
+    judge_peer,
+    paired_ratios,
+    step_goal,
+    table,
+)
 from loft_hvd.bench.record import write_record
-from loft_hvd.bench.timing import Clock, Judgement, Rounds, interleaved_minimum, paired_ratios
 from loft_hvd.errors import ArgumentError
 
 
@@ -65,7 +74,7 @@ def test_judged_samples_carry_goals_noise_and_verdicts() -> None:
 
 
 def test_goals_are_those_of_the_ranks_and_rules_they_were_set_for() -> None:
-    four, two, two_mpi = Job(4), Job(2), Job(2, "mpi")
+    four, two, two_mpi = BenchJob(4), BenchJob(2), BenchJob(2, "mpi")
     assert allreduce_goal("trimmed_mean f=1", 25.0, four) == 1.10
     assert allreduce_goal("trimmed_mean f=1", 4.0, four) == 1.4
     assert allreduce_goal("median", 100.0, two) == 1.10
@@ -78,7 +87,7 @@ def test_goals_are_those_of_the_ranks_and_rules_they_were_set_for() -> None:
 @pytest.mark.parametrize(("num_ranks", "controller"), [(1, "gloo"), (4, "nccl")])
 def test_a_job_that_cannot_be_is_refused(num_ranks: int, controller: str) -> None:
     with pytest.raises(ArgumentError, match=f"num_ranks={num_ranks}"):
-        Job(num_ranks, controller)
+        BenchJob(num_ranks, controller)
 
 
 def test_fastest_round_of_each_call_counts_and_the_first_does_not() -> None:
@@ -117,5 +126,5 @@ def test_a_blocking_exchange_is_compared_round_by_round(
     controller: str, goal: float, verdict: str
 ) -> None:
     samples = {"median": [1.0, 2.0, 1.0], PEER: [3.0, 6.0, 100.0]}
-    found = judge_peer(samples, Job(2, controller))
+    found = judge_peer(samples, BenchJob(2, controller))
     assert found == {"ratio": 3.0, "goal": goal, "verdict": verdict}
