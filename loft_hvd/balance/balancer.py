@@ -3,28 +3,41 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from loft_hvd.balance.balancer_options import BalancerOptions, MaxBatch
+from loft_hvd.balance.batches import BatchQueue
 from loft_hvd.balance.controller import write_decisions
 from loft_hvd.balance.interval import RankTimes
+from loft_hvd.balance.limits import assume_limits, meet
+from loft_hvd.balance.live import LivePlan
 from loft_hvd.balance.loft import DEAD_BAND
-from loft_hvd.balance.options import BalancerOptions, MaxBatch
-from loft_hvd.balance.plan import proportional_sizes
+from loft_hvd.balance.memory import MemoryWatch, agree_on_probes, logged_caps, try_batches
+from loft_hvd.balance.plan import Plan, StepSizes, proportional_sizes
 from loft_hvd.balance.policies import make_policy
 from loft_hvd.balance.policy import Policy
-from loft_hvd.balance.ports import BalancerPorts
+from loft_hvd.balance.resume import SavedRun
+from loft_hvd.balance.stopwatch import make_device_clock
+from loft_hvd.codec import decode
+from loft_hvd.config import config
 from loft_hvd.errors import PlanError, UsageError
 from loft_hvd.runlog import open_run_log
-from loft_hvd.transport.base import Transport
+from loft_hvd.transport.agreement import check_agreement
+from loft_hvd.transport.base import Channel, Transport
 from loft_hvd.transport.default import default_transport
+from loft_hvd.transport.local import LocalWorld
 
 __all__ = ["Balancer"]
 
 
-class Balancer(BalancerPorts):
+class Balancer:
     """Gives each rank its share of the global batch, and says where each rank's time goes.
 
     Make it on every rank, after ``hvd.init()``. The loader draws batches of ``local_batch_size``
@@ -59,6 +72,13 @@ class Balancer(BalancerPorts):
         transport: the ranks; Horovod's by default.
         clock: seconds that never go back.
 
+    Attributes:
+        global_batch_size: of the ranks there are now.
+        limits: their devices, caps and grain.
+        min_ranks: ranks that must have samples in every step: 2f+1 of the optimizer's rule, or 1.
+        num_worlds: worlds begun; what optimizers asked for in the one before is forgotten with it.
+        log: the run log; off unless it was asked for, and on ranks other than 0.
+
     Raises:
         PlanError: sizes are of the wrong number or sum, or the limits leave none.
         MismatchError: ranks were given different values.
@@ -80,10 +100,10 @@ class Balancer(BalancerPorts):
         transport: Transport | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        transport = default_transport() if transport is None else transport
-        options = BalancerOptions(
+        self._transport = default_transport() if transport is None else transport
+        self._options = BalancerOptions(
             global_batch_size,
-            transport.world_size,
+            self._transport.world_size,
             make_policy(policy, dead_band=dead_band),
             min_batch=min_batch,
             max_batch=max_batch,
@@ -93,17 +113,52 @@ class Balancer(BalancerPorts):
             max_sizes=max_sizes,
             on_resize=on_resize,
         )
-        self._log_dir = log_dir
-        log = open_run_log(log_dir, rank=transport.rank)
-        super().__init__(options, transport, clock, log)
-        self.policy = policy
-        self.interval = interval
-        self._num_worlds = 0
+        self._base = global_batch_size, self._transport.world_size  # what a resize starts from
+        self._clock, self._log_dir = clock, log_dir
+        self.policy, self.interval, self.min_batch = policy, interval, min_batch
+        self.global_batch_size = global_batch_size
+        self.min_ranks, self.num_worlds = 1, 0
+        self._own_cap: int | None = None  # as probed
+        self._is_plugged = False  # into an optimizer
+        self._batches = BatchQueue()
+        self.log = open_run_log(log_dir, rank=self._transport.rank)
+        caps = {} if self.log.path is None else logged_caps(self.log.path.parent)
+        if config().is_elastic:  # ranks start at different times: they meet in begin_world
+            self.limits = assume_limits(self._options)
+        else:
+            self._agree()
+            self.limits = meet(self._transport, self._options, found=caps)
+        # Behind all that refuses: a balancer that was never made observes no failures.
+        self._memory = MemoryWatch(self._transport, self.limits, self._batches, self.log)
+        self._memory.caps = caps
+        self._live = self._make_live()
+
+    def _make_live(self) -> LivePlan:
+        return LivePlan(
+            self._options, self.limits, self._transport, self._batches, self._clock, self.log
+        )
+
+    def _agree(self) -> None:
+        """Compare what ranks were given."""
+        with self.log.faults():
+            check_agreement(
+                Channel(self._transport, "loft.balancer"),
+                self._options.fields() | {"global_batch_size": str(self._base[0])},
+                what="Balancer",
+                refusal=self.log.refusal,
+            )
+
+    # Worlds: the ranks there are, and what they can take.
 
     @property
-    def num_worlds(self) -> int:
-        """Worlds begun; what optimizers asked for in the one before is forgotten with it."""
-        return self._num_worlds
+    def rank(self) -> int:
+        """This rank."""
+        return self._transport.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._transport.world_size
 
     def check_world(self, world_size: int) -> None:
         """Raise unless the plan is for so many ranks, those of an optimizer.
@@ -125,10 +180,36 @@ class Balancer(BalancerPorts):
             PlanError: sizes that were given as a list do not fit the new number of ranks.
         """
         if self.log.path is None or self.rank != 0:  # ranks are numbered anew
-            self.log = open_run_log(self._log_dir, rank=self.rank)
-        self._num_worlds += 1
-        self._min_ranks = 1  # optimizers say what they need of the new world
+            self.log = self._memory.log = open_run_log(self._log_dir, rank=self.rank)
+        self.num_worlds += 1
+        self.min_ranks = 1  # optimizers say what they need of the new world
         self._start_anew()
+
+    def _start_anew(self) -> None:
+        """Go on with another world or other limits, on every rank, between two steps."""
+        self._batches.restart()
+        self._agree()
+        self._resize()
+        known, fresh = self._memory.caps, self._own_cap
+        self.limits = meet(self._transport, self._options, found=known, own_cap=fresh)
+        self._memory.limits, self._memory.caps = self.limits, dict(self.limits.found)
+        self._own_cap = None
+        older, self._live = self._live, self._make_live()
+        self._live.go_on_from(older)
+
+    def _resize(self) -> None:
+        """Work out the global batch of the ranks there are now, by rank 0's first world."""
+        world_size = self._transport.world_size
+        total, first_size = self._base
+        if self._options.on_resize == "keep_per_rank":
+            base = torch.tensor([first_size])
+            channel = Channel(self._transport, "loft.balancer.base")
+            channel.broadcast(base, what="size of the first world")
+            first_size = int(base)
+            self._base = total, first_size
+            total = max(1, round(total * world_size / first_size))
+        self._options = replace(self._options, world_size=world_size, global_batch_size=total)
+        self.global_batch_size = total
 
     def probe(
         self,
@@ -162,7 +243,45 @@ class Balancer(BalancerPorts):
                 not hold the global batch.
             PeerError: ``step_fn`` has failed on another rank.
         """
-        return self._probe(step_fn, limit=limit, headroom=headroom)
+        if self._is_plugged or self._live.num_steps or self._batches.next_step:
+            raise UsageError(
+                "probe: it must come before DistributedOptimizer (or attach) and before training: "
+                "their hooks would wait for other ranks, which try other sizes"
+            )
+        grain = self.limits.grain
+        if limit is None:
+            limit = self.global_batch_size - (self.world_size - 1) * self.min_batch
+        own = try_batches(step_fn, limit=max(limit, 1), grain=grain, headroom=headroom)
+        self._own_cap = own.cap
+        if config().is_elastic:  # the others learn it in begin_world
+            return agree_on_probes(LocalWorld(1).transport(0), own, grain=grain)
+        caps = agree_on_probes(self._transport, own, grain=grain)
+        for rank, cap in enumerate(caps):
+            self._memory.found(rank, cap, size=None, source="probe")
+        self._start_anew()
+        return caps
+
+    # What a script reads and does.
+
+    @property
+    def plan(self) -> Plan:
+        """The newest plan."""
+        return self._live.plan
+
+    @property
+    def history(self) -> list[Plan]:
+        """Every plan of the run, the newest last."""
+        return self._live.history
+
+    @property
+    def local_batch_size(self) -> int:
+        """Samples of this rank in the next batch to train on: those ``step`` expects."""
+        return self._batches.upcoming(self.history).sizes[self.rank]
+
+    @property
+    def times(self) -> tuple[RankTimes, ...]:
+        """Average times of every rank over the last interval, [world_size]; empty at first."""
+        return self._live.times
 
     @contextmanager
     def step(self, num_samples: int, *, fetch_s: float = 0.0) -> Iterator[None]:
@@ -186,26 +305,19 @@ class Balancer(BalancerPorts):
                 f"{sizes.step} are {list(sizes.sizes)}; load as many as planned, or use "
                 "loft.DataLoader, which also plans the last batch of an epoch"
             )
-        self._loop.timer.batch_arrived(local=planned, remote=0, fetch_s=fetch_s, stall_s=fetch_s)
+        self._live.timer.batch_arrived(local=planned, remote=0, fetch_s=fetch_s, stall_s=fetch_s)
         yield
 
     def exclude(self) -> AbstractContextManager[None]:
         """Leave what runs inside (evaluation, checkpoints, own collectives) out of all times."""
-        return self._loop.timer.exclude()
-
-    # What a user reads.
-
-    @property
-    def times(self) -> tuple[RankTimes, ...]:
-        """Average times of every rank over the last interval, [world_size]; empty at first."""
-        return self._loop.times
+        return self._live.timer.exclude()
 
     def explain(self) -> str:
         """Say in plain words what each rank's steps consist of, and which rank is slow and why.
 
         On rank 0 also what the policy makes of it: its models, its plan and the reason.
         """
-        return self._loop.explain()
+        return self._live.explain()
 
     def write_plans(self, path: str | Path) -> None:
         """Write every plan so far and why it was made, one JSON object a line, on rank 0 alone.
@@ -213,7 +325,7 @@ class Balancer(BalancerPorts):
         ``Replay(path)`` as the policy of a later run repeats them, each from the step it had.
         """
         if self.rank == 0:
-            write_decisions(path, self._loop.decisions())
+            write_decisions(path, self._live.decisions())
 
     def suggest_sizes(self) -> tuple[int, ...]:
         """Return the sizes that would take every rank the same time, by its measured speed.
@@ -223,9 +335,8 @@ class Balancer(BalancerPorts):
         """
         speeds = [entry.samples_per_s for entry in self.times]
         if not speeds or sum(speeds) <= 0:
-            raise UsageError(
-                f"suggest_sizes: no times yet; train for {self._loop.interval} steps first"
-            )
+            steps = self._live.schedule.interval
+            raise UsageError(f"suggest_sizes: no times yet; train for {steps} steps first")
         return proportional_sizes(speeds, self.global_batch_size, min_batch=self.min_batch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -233,13 +344,143 @@ class Balancer(BalancerPorts):
 
         Save rank 0's: it knows the most. The loader has a state of its own.
         """
-        return self._loop.state_dict()
+        return self._live.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where ``state_dict`` was taken; call it with the same state on every rank.
 
         In a world of other devices, or of another number of them, sizes start equal, and the
         policy knows from the start what each returning device (host and number on it) takes.
+
+        Raises:
+            ArgumentError: it is no state of a balancer.
         """
-        self._loop.load_state_dict(state)
-        self._batches.restart(next_step=int(state.get("next_step", state["num_steps"])))
+        saved = decode(SavedRun, state, what="Balancer")
+        self._live.go_on(saved)
+        next_step = saved.num_steps if saved.next_step is None else saved.next_step
+        self._batches.restart(next_step=next_step)
+
+    # What a loader asks for and reports (``data.sampler.PlanSource``).
+
+    @property
+    def next_step(self) -> int:
+        """Number of the next step to train on, counted over epochs."""
+        return self._batches.next_step
+
+    def plan_at(self, step: int) -> Plan:
+        """Return the plan in force at a step, counted over epochs; asked when it is drawn."""
+        self._batches.drawn(step)
+        return next(plan for plan in reversed(self.history) if plan.first_step <= step)
+
+    def push_sizes(self, step_sizes: StepSizes) -> None:
+        """Queue the sizes of a batch that this rank will train on next, in order."""
+        self._batches.push(step_sizes)
+
+    def begin_batch(
+        self,
+        step_sizes: StepSizes,
+        *,
+        fetch_s: float,
+        stall_s: float,
+        local: int,
+        remote: int,
+        cached: int = 0,
+    ) -> None:
+        """Note the batch that the script gets now, in place of any before it; start its clock.
+
+        Args:
+            step_sizes: samples of every rank in this batch's step.
+            fetch_s: seconds that reading and preparing it took, where that happened.
+            stall_s: seconds of it that the script waited for.
+            local: samples of it that were on this rank's own node or in its cache.
+            remote: samples of it that came from elsewhere.
+            cached: of ``local``, those that only the cache had.
+        """
+        self._batches.begin(step_sizes)
+        if self._batches.seems_forgotten and self.rank == 0 and self.world_size > 1:
+            warnings.warn(
+                "batches go out, but no backward pass takes their sizes, so nothing is timed and "
+                "gradients of unequal batches are not weighted: give the optimizer balancer=, or "
+                "call loft.attach(optimizer, balancer); to evaluate, use a loader with train=False",
+                stacklevel=3,
+            )
+        self._live.timer.batch_arrived(
+            local=local, remote=remote, cached=cached, fetch_s=fetch_s, stall_s=stall_s
+        )
+
+    def clear_pending(self) -> None:
+        """Forget queued sizes and the current batch: they will not be trained on."""
+        self._batches.clear()
+
+    def end_epoch(self) -> None:
+        """Close an epoch; every rank calls it at the same step."""
+        with self.log.faults():
+            self._live.epoch_ended()
+        self._batches.clear()
+
+    def leave_step_out(self) -> None:
+        """Leave the step that goes on, if one does, out of all times: it evaluates as well."""
+        if self._live.timer.since_step_s() is not None:
+            self._live.timer.leave_out()
+
+    # What an optimizer asks for and reports.
+
+    def require(self, *, min_ranks: int, num_passes: int) -> None:
+        """Take what an optimizer needs of every plan.
+
+        Args:
+            min_ranks: ranks that must have samples in every step.
+            num_passes: backward passes of a step; plans change at its first.
+
+        Raises:
+            PlanError: the plan itself has fewer.
+        """
+        self._is_plugged = True
+        num_present = sum(size > 0 for size in self.plan.sizes)
+        if num_present < min_ranks:
+            raise PlanError(
+                f"the rule needs {min_ranks} ranks with samples in every step, but sizes "
+                f"{list(self.plan.sizes)} give samples to {num_present}; lower f or give more "
+                "ranks samples"
+            )
+        self.min_ranks = max(self.min_ranks, min_ranks)
+        self._live.num_passes = num_passes
+
+    def log_to(self, log_dir: str | Path) -> None:
+        """Write the run log there, unless it is being written already."""
+        if self.rank == 0 and self.log.path is None:
+            self.log.try_open(log_dir)
+            self._live.write_head()
+
+    def compute_on(self, device: torch.device) -> None:
+        """Take computing times by the clock of the parameters' device, where it has one."""
+        self._live.timer.device_clock = make_device_clock(device)
+
+    def begin_own_batch(self) -> None:
+        """Note that training on a batch begins, if no loader of ours has said so."""
+        self._live.begin_own_batch()
+
+    def take_step(self) -> StepSizes:
+        """Return the sizes of the batch that the next backward pass belongs to.
+
+        Raises:
+            UsageError: no batch was handed out for it.
+        """
+        return self._batches.take()
+
+    def gradient_arrived(self, *, blocked_s: float) -> None:
+        """Note a gradient; the last one of a batch ends its computing (``StepTimer``)."""
+        self._live.timer.gradient_arrived(blocked_s=blocked_s)
+
+    def computing_ended(self) -> None:
+        """Note that all gradients of a step are there, before waiting for other ranks."""
+        self._live.timer.computing_ended()
+
+    def hold(self, ranks: Sequence[int]) -> None:
+        """Give ranks that are in quarantine no samples from the next adaptive plan on."""
+        self._live.hold(ranks)
+
+    def step_ended(self, *, waited_s: float) -> None:
+        """Close an optimizer step; exchange times and plans when it is time for them."""
+        with self.log.faults():
+            self._live.step_ended(waited_s=waited_s)

@@ -1,23 +1,38 @@
-"""Out of memory: which batch it was, and what the rank gets from then on.
+"""How many samples a rank's memory holds: found by trying, or when it was full in training.
 
-The error ends the job, as any does; the other ranks' errors name the rank and the batch. Rank 0
-writes the rank's cap to the run log, and a run that writes to the same folder honours it.
+An error for want of memory ends the job, as any does; the other ranks' errors name the rank and the
+batch. Rank 0 writes the rank's cap to the run log, and a run that writes to the same folder honours
+it.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
 from loft_hvd.balance.batches import BatchQueue
+from loft_hvd.balance.limits import RankLimits
+from loft_hvd.errors import ArgumentError, PeerError, PlanError
 from loft_hvd.runlog import RunLog, find_entries
+from loft_hvd.transport.base import Channel, Transport
 from loft_hvd.transport.heartbeat.process import FailureNote, observe_failures
 
-__all__ = ["MemoryWatch", "cap_after", "is_out_of_memory", "logged_caps"]
+__all__ = [
+    "MemoryWatch",
+    "Probed",
+    "agree_on_probes",
+    "cap_after",
+    "is_out_of_memory",
+    "largest_that_fits",
+    "logged_caps",
+    "try_batches",
+]
 
+# What CUDA, ROCm, cuBLAS and the host's allocator say in errors of no class of their own.
 _TEXTS = ("out of memory", "not enough memory", "can't allocate memory", "ALLOC_FAILED")
 
 
@@ -26,6 +41,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS)
+
+
+# Full in training.
 
 
 def cap_after(size: int, *, largest_done: int, grain: int) -> int:
@@ -50,41 +68,26 @@ def logged_caps(folder: str | Path) -> dict[str, int]:
     return caps
 
 
-class Limits(Protocol):
-    """What a watch needs of its world of ranks."""
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """A name of each rank's device."""
-
-    @property
-    def grain(self) -> int:
-        """Sizes are multiples of it."""
-
-
 class MemoryWatch:
     """Knows which batch is being computed, and remembers what did not fit.
 
     Args:
-        rank: this rank's number now.
-        limits: its world now.
+        transport: the ranks.
+        limits: theirs; set anew in each world.
         batches: what is drawn and trained on.
-        log: where caps are written.
+        log: where caps are written; set anew where another file is begun.
 
     Attributes:
         caps: most samples by device, as found so far.
     """
 
     def __init__(
-        self,
-        rank: Callable[[], int],
-        limits: Callable[[], Limits],
-        batches: BatchQueue,
-        log: Callable[[], RunLog],
+        self, transport: Transport, limits: RankLimits, batches: BatchQueue, log: RunLog
     ) -> None:
-        self._rank, self._limits, self._batches, self._log = rank, limits, batches, log
-        self._last: tuple[BaseException, FailureNote] | None = None
+        self._transport, self._batches = transport, batches
+        self.limits, self.log = limits, log
         self.caps: dict[str, int] = {}
+        self._last: tuple[BaseException, FailureNote] | None = None
         observe_failures(self)
 
     def describe_failure(self, error: BaseException) -> FailureNote | None:
@@ -94,7 +97,8 @@ class MemoryWatch:
         sizes = self._batches.in_work
         if sizes is None or not is_out_of_memory(error):
             return None
-        rank, size = self._rank(), sizes.sizes[self._rank()]
+        rank = self._transport.rank
+        size = sizes.sizes[rank]
         if size == 0:
             return None  # a dummy batch: the sizes are not at fault
         cap = self._cap(rank, size)
@@ -105,14 +109,12 @@ class MemoryWatch:
             size,
         )
         self._last = error, note
-        if rank == 0:
-            self.rank_failed(rank, size)
+        self.rank_failed(rank, size)
         return note
 
     def rank_failed(self, rank: int, num_samples: int) -> None:
         """Write the cap of a rank whose memory did not hold a batch; on rank 0."""
-        keys = self._limits().keys
-        if self._rank() == 0 and rank < len(keys):
+        if self._transport.rank == 0 and rank < len(self.limits):
             self.found(rank, self._cap(rank, num_samples), size=num_samples, source="out of memory")
 
     def found(self, rank: int, cap: int, *, size: int | None, source: str) -> None:
@@ -124,10 +126,118 @@ class MemoryWatch:
             size: the samples that did not fit, if any were tried.
             source: how it was found.
         """
-        device = self._limits().keys[rank]
+        device = self.limits.keys[rank]
         self.caps[device] = cap
-        self._log().write("cap", rank=rank, device=device, size=size, cap=cap, source=source)
+        self.log.write("cap", rank=rank, device=device, size=size, cap=cap, source=source)
 
     def _cap(self, rank: int, size: int) -> int:
         done = self._batches.largest_done(rank)
-        return cap_after(size, largest_done=done, grain=self._limits().grain)
+        return cap_after(size, largest_done=done, grain=self.limits.grain)
+
+
+# Tried before training.
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What a rank has found.
+
+    Attributes:
+        cap: most samples of a batch, 0 where not even the smallest fits.
+        error: what ended the trying, other than full memory, or None.
+    """
+
+    cap: int
+    error: Exception | None = None
+
+
+def largest_that_fits(fits: Callable[[int], bool], *, limit: int, grain: int) -> int:
+    """Return the largest multiple of ``grain`` that fits, at most ``limit``; 0 if none does.
+
+    Doubles until something does not fit, then bisects: at most ``2 * log2(limit / grain) + 2``
+    tries, and none beyond twice what fits.
+
+    Args:
+        fits: says whether that many samples fit; whatever fits, less does too.
+        limit: nobody needs more.
+        grain: smallest number of samples tried.
+    """
+    most = max(limit // grain, 1)  # in grains, as all that follows
+    good, bad = 0, most + 1  # good fits, bad does not or is not wanted
+    size = 1
+    while good < most:
+        if fits(size * grain):
+            good = size
+        else:
+            bad = size
+            break
+        size = min(2 * size, most)
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        if fits(middle * grain):
+            good = middle
+        else:
+            bad = middle
+    return good * grain
+
+
+def try_batches(
+    step_fn: Callable[[int], object], *, limit: int, grain: int, headroom: float
+) -> Probed:
+    """Find this rank's cap; touches no other rank.
+
+    Args:
+        step_fn: computes a batch of so many samples as training does.
+        limit: most samples to try.
+        grain: the cap is a multiple of it.
+        headroom: share of what fits that is left free, where memory was full at all.
+
+    Raises:
+        ArgumentError: ``headroom`` is outside its limits.
+    """
+    if not 0 <= headroom < 1:
+        raise ArgumentError(f"probe: headroom={headroom} must be in [0, 1)")
+
+    def fits(num_samples: int) -> bool:
+        try:
+            step_fn(num_samples)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return False
+        finally:  # what this try has left behind would be in the way of the next
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+        return True
+
+    try:
+        found = largest_that_fits(fits, limit=limit, grain=grain)
+    except Exception as error:  # the other ranks wait: they are told in agree_on_probes
+        return Probed(0, error)
+    if 0 < found < limit // grain * grain:
+        found = max(int(found * (1.0 - headroom)) // grain * grain, grain)
+    return Probed(found)
+
+
+def agree_on_probes(transport: Transport, own: Probed, *, grain: int) -> tuple[int, ...]:
+    """Return every rank's cap, or raise on every rank when one has none.
+
+    Raises:
+        PlanError: a rank's memory does not hold the smallest batch.
+        PeerError: ``step_fn`` has failed on another rank; here it raises what it raised.
+    """
+    row = torch.tensor([own.cap, int(own.error is not None)])
+    rows = Channel(transport, "loft.balancer.probe").allgather_rows(row)
+    if own.error is not None:
+        raise own.error
+    failed = torch.nonzero(rows[:, 1]).flatten().tolist()
+    if failed:
+        raise PeerError(f"probe: step_fn has failed on ranks {failed}; see their own errors")
+    caps: list[int] = rows[:, 0].tolist()
+    if 0 in caps:
+        raise PlanError(
+            f"probe: rank {caps.index(0)} cannot compute even {grain} samples (caps found: "
+            f"{caps}); lower grain, make the model or the sample smaller, or leave that rank out"
+        )
+    return tuple(caps)

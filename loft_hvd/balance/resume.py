@@ -1,52 +1,203 @@
-"""Whether a saved run can go on among the ranks there are now."""
+"""What a run begins with: in a new world, from a saved state, or among devices that come back.
+
+Every rank keeps what was measured of each device (``Archive``), from the exchange that all of them
+read, so that it outlives any rank. In a new world, or when a state is loaded into one, policies are
+shown what was measured of the devices that are here, as if they had been here all the time.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from loft_hvd.balance.options import BalancerOptions
-from loft_hvd.balance.plan import Plan
-from loft_hvd.balance.world import World
+import numpy as np
+
+from loft_hvd.balance.balancer_options import BalancerOptions
+from loft_hvd.balance.controller import Controller
+from loft_hvd.balance.interval import COLUMNS, SIZE, Floats, Interval
+from loft_hvd.balance.limits import RankLimits
+from loft_hvd.balance.plan import Bounds, Plan, equal_sizes
+from loft_hvd.balance.search import equal_within
 from loft_hvd.transport.agreement import check_agreement
 from loft_hvd.transport.base import Channel, Transport
 
-__all__ = ["can_go_on", "compare_starts", "plans_of"]
+__all__ = [
+    "SETTLE_STEPS",
+    "Archive",
+    "SavedRun",
+    "can_go_on",
+    "compare_starts",
+    "first_plans",
+    "make_controller",
+]
 
 _LOGGER = logging.getLogger(__name__)
+SETTLE_STEPS = 3  # the first steps of a run, and of a plan, are slower than the rest
+_KEPT = 16  # intervals of a device
+_DEVICES = 4  # times the present number, that are remembered
 
 
-def plans_of(state: dict[str, Any]) -> list[Plan]:
-    """Return the plans of a balancer's state, the newest last."""
-    return [Plan(row[0], row[1], tuple(row[2:])) for row in state["plans"]]
+class Archive:
+    """Rows of the last intervals by device."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, deque[list[float]]] = {}  # the longest unheard device first
+
+    def add(self, keys: Sequence[str], interval: Interval) -> None:
+        """Take in an interval of the devices that are here, by rank."""
+        for key, row, is_valid in zip(keys, interval.rows.tolist(), interval.valid, strict=True):
+            if is_valid:
+                rows = self._rows.pop(key, deque(maxlen=_KEPT))
+                rows.append(row)
+                self._rows[key] = rows
+        while len(self._rows) > _DEVICES * len(keys):
+            del self._rows[next(iter(self._rows))]
+
+    def num_rows(self, key: str) -> int:
+        """Return how many intervals of a device are kept."""
+        return len(self._rows.get(key, ()))
+
+    def recall(self, keys: Sequence[str]) -> list[Interval]:
+        """Return what is known of these devices, oldest first; each one's newest come last.
+
+        Args:
+            keys: the devices by rank, [world_size]; one that is not known has no valid rows.
+        """
+        known = [list(self._rows.get(key, ())) for key in keys]
+        intervals = []
+        # Rows are aligned at their newest: of ranks with 3 and 1 rows, the second is valid in the
+        # last interval alone.
+        for back in range(max(map(len, known), default=0), 0, -1):
+            rows: Floats = np.zeros((len(keys), len(COLUMNS)))
+            valid = np.array([len(of_rank) >= back for of_rank in known])
+            for rank in np.flatnonzero(valid):
+                rows[rank] = known[rank][-back]
+            sizes = rows[:, SIZE].round().astype(np.int64)
+            intervals.append(Interval(-back, sizes, rows, valid, float("nan")))
+        return intervals
+
+    def rows(self) -> dict[str, list[list[float]]]:
+        """Return all rows, by device."""
+        return {key: list(rows) for key, rows in self._rows.items()}
+
+    def take(self, rows: Mapping[str, Sequence[list[float]]]) -> None:
+        """Take rows that were kept anywhere; those of other devices stay."""
+        for key, of_device in rows.items():
+            self._rows.pop(key, None)
+            self._rows[key] = deque(of_device, maxlen=_KEPT)
+
+
+# In a new world.
+
+
+def make_controller(options: BalancerOptions, limits: RankLimits) -> Controller | None:
+    """Return the policy's controller, or None where sizes are given or nothing is fitted.
+
+    Raises:
+        PlanError: no sizes within the limits add up to the global batch.
+    """
+    is_adaptive = options.policy.is_adaptive
+    is_too_small = options.global_batch_size < len(limits) * options.min_batch
+    # Only who changes sizes needs room to do so: "report" may run with a sample a rank.
+    if not options.policy.uses_times or (is_too_small and not is_adaptive):
+        return None
+    with limits.blaming_caps():
+        controller = Controller(
+            options.global_batch_size,
+            len(limits),
+            options.policy,
+            min_batch=options.min_batch,
+            max_batch=limits.caps,
+            grain=limits.grain if is_adaptive else 1,
+            settle_steps=SETTLE_STEPS,
+            max_sizes=limits.max_sizes,
+        )
+    controller.warm_up([cap is not None for cap in limits.caps])
+    return controller
+
+
+def first_plans(
+    options: BalancerOptions, limits: RankLimits, controller: Controller | None
+) -> list[Plan]:
+    """Return the plan that a run starts with, or all plans that are given.
+
+    Raises:
+        PlanError: the caps leave no room for the global batch, or for the sizes given.
+    """
+    if controller is not None:
+        return [controller.plan]
+    given, total = list(options.policy.given_plans), options.global_batch_size
+    with limits.blaming_caps():
+        for plan in given:
+            what = f"policy {options.policy.text}, step {plan.first_step}"
+            limits.check_sizes(plan.sizes, what=what)
+        if given:
+            return given
+        if not any(limits.caps):
+            return [Plan(0, 0, equal_sizes(total, len(limits)))]
+        highest = [total if cap is None else min(cap, total) for cap in limits.caps]
+        return [Plan(0, 0, equal_within(total, Bounds.of(len(limits), cap=highest)))]
+
+
+# From a saved state.
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """What a balancer's ``state_dict`` holds.
+
+    Attributes:
+        num_steps: optimizer steps taken.
+        plans: ``plan_id``, ``first_step`` and sizes of every plan, the newest last.
+        controller: what rank 0's has learnt; None where there was none.
+        next_step: the next step to train on, counted over epochs; None for ``num_steps``.
+        policy: its name or sizes; None where any will do, as for the devices.
+        devices: keys by rank, [world_size].
+        measured: rows of the ``Archive``.
+    """
+
+    num_steps: int
+    plans: list[list[int]]
+    controller: dict[str, Any] | None
+    next_step: int | None = None
+    policy: str | None = None
+    devices: list[str] | None = None
+    measured: dict[str, list[list[float]]] = field(default_factory=dict)
+
+    @property
+    def history(self) -> list[Plan]:
+        """The plans."""
+        return [Plan(row[0], row[1], tuple(row[2:])) for row in self.plans]
 
 
 def can_go_on(
-    state: dict[str, Any], world: World, options: BalancerOptions, *, warns: bool
+    saved: SavedRun, limits: RankLimits, options: BalancerOptions, *, warns: bool
 ) -> bool:
     """Say whether the plans of a state go on here.
 
     Args:
-        state: of a balancer.
-        world: the ranks there are now.
+        saved: the state.
+        limits: of the ranks there are now.
         options: what the user asks for now.
         warns: log what has changed although the devices have not.
     """
-    newest, keys = plans_of(state)[-1], list(world.keys)
-    if newest.world_size != len(keys) or state.get("devices", keys) != keys:
+    newest, keys = saved.history[-1], list(limits.keys)
+    if newest.world_size != len(keys) or saved.devices not in (None, keys):
         return False
     changes = [
         f"{name} was {before!r} and is {now!r}"
         for name, before, now in (
-            ("policy", state.get("policy", options.policy_text), options.policy_text),
+            ("policy", saved.policy or options.policy.text, options.policy.text),
             ("global_batch_size", newest.global_batch_size, options.global_batch_size),
         )
         if before != now
     ]
     changes += [
         f"rank {rank} had {size} samples, but its cap is {cap}"
-        for rank, (size, cap) in enumerate(zip(newest.sizes, world.caps, strict=True))
+        for rank, (size, cap) in enumerate(zip(newest.sizes, limits.caps, strict=True))
         if cap is not None and size > cap
     ]
     if changes and warns:
@@ -62,6 +213,6 @@ def compare_starts(transport: Transport, fields: Mapping[str, str], *, name: str
     """
     check_agreement(
         Channel(transport, f"{name}.state"),
-        dict(fields),
+        fields,
         what="Balancer: the state after the first step",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from loft_hvd.balance.probe import try_batches
+from loft_hvd.balance.memory import try_batches
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from loft_hvd.balance.balancer_options import BalancerOptions
 from loft_hvd.balance.interval import Interval
 from loft_hvd.balance.plan import Plan, StepSizes
+from loft_hvd.balance.policies import make_policy
 from loft_hvd.balance.policy import Policy, Proposal
 
 
@@ -113,3 +115,20 @@ class Wandering(Policy):
         sizes[giver] -= 3
         sizes[(giver + 1) % world_size] += 3
         return Proposal(tuple(sizes), f"move {self.num_moves}")
+
+
+def make_options(total: int = 256, world_size: int = 3, **given: Any) -> BalancerOptions:
+    """Return what a balancer is asked for; ``given`` are arguments by name, as of ``Balancer``."""
+    defaults: dict[str, Any] = {
+        "policy": "loft",
+        "min_batch": 2,
+        "max_batch": None,
+        "grain": None,
+        "max_sizes": None,
+        "interval": 5,
+        "dead_band": 0.03,
+        "on_resize": "keep_global",
+    }
+    arguments = defaults | given
+    policy = make_policy(arguments.pop("policy"))
+    return BalancerOptions(total, world_size, policy, **arguments)

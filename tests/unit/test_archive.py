@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import loft_hvd as loft
-from loft_hvd.balance.archive import Archive
 from loft_hvd.balance.interval import COLUMNS, COMPUTE, SIZE, Interval
 from loft_hvd.balance.plan import StepSizes
+from loft_hvd.balance.resume import Archive
 from loft_hvd.transport.local import LocalTransport, run_ranks
 
 
@@ -44,7 +44,7 @@ def test_rows_follow_their_device_to_another_rank_and_world() -> None:
         [1.0, 1.1],
     ]
     copy = Archive()
-    copy.load_state_dict(json.loads(json.dumps(archive.state_dict())))
+    copy.take(json.loads(json.dumps(archive.rows())))
     assert compute_s(copy, ["a/0"]) == [[1.0, 1.1]]
 
 
@@ -53,7 +53,7 @@ def test_what_is_kept_is_bounded() -> None:
     for host in range(50):
         for _ in range(40):
             archive.add([f"{host}/0", "here/0"], interval([1.0, 2.0]))
-    assert len(archive.state_dict()) <= 9
+    assert len(archive.rows()) <= 9
     assert archive.num_rows("here/0") == archive.num_rows("49/0") == 16
     assert archive.num_rows("0/0") == 0
 
@@ -81,7 +81,7 @@ class Hosts:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.names: list[str] = []
-        monkeypatch.setattr("loft_hvd.balance.devices.own_device", self._own_device)
+        monkeypatch.setattr("loft_hvd.balance.limits.own_device", self._own_device)
 
     def _own_device(self) -> tuple[str, str, bool]:
         import threading

@@ -12,9 +12,15 @@ import torch
 
 import loft_hvd as loft
 from loft_hvd.balance.batches import BatchQueue
-from loft_hvd.balance.memory import MemoryWatch, cap_after, is_out_of_memory, logged_caps
+from loft_hvd.balance.limits import Device, RankLimits
+from loft_hvd.balance.memory import (
+    MemoryWatch,
+    cap_after,
+    is_out_of_memory,
+    largest_that_fits,
+    logged_caps,
+)
 from loft_hvd.balance.plan import StepSizes
-from loft_hvd.balance.probe import largest_that_fits
 from loft_hvd.errors import ArgumentError, PeerError, PlanError, UsageError
 from loft_hvd.runlog import RunLog
 from loft_hvd.transport.heartbeat.process import describe_failure, tell_failure
@@ -47,15 +53,12 @@ def test_the_cap_after_full_memory_is_below_what_failed(
     assert cap_after(size, largest_done=done, grain=grain) == cap
 
 
-class Node:
-    """A world of three devices."""
-
-    keys = ("a/0", "a/1", "b/0")
-    grain = 1
+DEVICES = (Device("a", 0, "CPU", False), Device("a", 1, "CPU", False), Device("b", 0, "CPU", False))
 
 
 def watch(rank: int, batches: BatchQueue, log: RunLog) -> MemoryWatch:
-    return MemoryWatch(lambda: rank, Node, batches, lambda: log)
+    limits = RankLimits(DEVICES, (None, None, None), 1, None, {})
+    return MemoryWatch(LocalWorld(3).transport(rank), limits, batches, log)
 
 
 def test_only_an_error_during_a_batch_is_blamed_on_its_size(tmp_path: Path) -> None:
@@ -122,7 +125,7 @@ def probe(transport: LocalTransport, holds: list[int], **options: Any) -> list[A
             raise MemoryError(f"{num_samples} samples do not fit")
 
     caps = balancer.probe(step, **options)
-    return [caps, balancer._world.caps, balancer.plan.sizes]
+    return [caps, balancer.limits.caps, balancer.plan.sizes]
 
 
 def test_probing_limits_every_rank_by_its_own_memory() -> None:

@@ -164,12 +164,11 @@ def test_a_list_of_sizes_does_not_fit_another_world() -> None:
         run_ranks(2, later)
 
 
+@pytest.mark.usefixtures("elastic")
 def test_ranks_that_join_with_other_options_are_named() -> None:
     def work(end: LocalTransport) -> None:
-        rank = Rank(end)
-        if end.rank == 2:
-            rank.balancer._base = 24, end.world_size
-        rank.balancer.begin_world()
+        balancer = loft.Balancer(24 if end.rank == 2 else 12, policy="uniform", transport=end)
+        balancer.begin_world()
 
     with pytest.raises(MismatchError, match=r"global_batch_size differs on ranks \[2\]"):
         run_ranks(3, work)

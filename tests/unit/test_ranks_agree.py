@@ -10,10 +10,10 @@ import torch
 from torch.utils.data import TensorDataset
 
 import loft_hvd as loft
-from loft_hvd.balance.exchange import Exchange
 from loft_hvd.balance.interval import SUMS, Head
-from loft_hvd.balance.loop import check_same_run
+from loft_hvd.balance.live import TimesExchange, check_same_run
 from loft_hvd.errors import MismatchError
+from loft_hvd.transport.base import Channel
 from loft_hvd.transport.local import LocalTransport, run_ranks
 
 INTERVAL = 5
@@ -84,7 +84,7 @@ def test_ranks_that_train_the_same_run_agree_over_epochs_and_loaded_states() -> 
 @pytest.mark.parametrize("field", ["num_steps", "plan_id"])
 def test_a_rank_at_another_step_or_plan_is_named(field: str) -> None:
     def work(transport: LocalTransport) -> None:
-        exchange = Exchange(transport, name="test")
+        exchange = TimesExchange(Channel(transport, "test"))
         is_odd = int(transport.rank == 1)
         steps, plan = (8 + is_odd, 3) if field == "num_steps" else (8, 3 + is_odd)
         exchange.send_times(np.zeros(len(SUMS)), head=Head(steps, plan, 5, 9, 5), uses=(0.0, 0.0))

@@ -10,12 +10,11 @@ import pytest
 
 import loft_hvd as loft
 from loft_hvd.balance.controller import Controller
-from loft_hvd.balance.devices import Device
-from loft_hvd.balance.options import BalancerOptions
-from loft_hvd.balance.policies import make_policy
-from loft_hvd.balance.world import World
+from loft_hvd.balance.limits import Device, RankLimits
+from loft_hvd.balance.resume import first_plans, make_controller
 from loft_hvd.errors import PlanError
 from loft_hvd.transport.local import LocalTransport, run_ranks
+from tests.support.plans import make_options
 
 STATE: dict[str, Any] = {
     "num_steps": 500,
@@ -81,6 +80,7 @@ def test_a_controller_refuses_the_state_of_another(total: int, policy: str, wron
 
 @pytest.mark.parametrize(("policy", "sizes"), [("report", (10,) * 4), ("loft", (16, 8, 8, 8))])
 def test_only_adaptive_policies_look_at_the_grain(policy: str, sizes: tuple[int, ...]) -> None:
-    options = BalancerOptions(40, 4, make_policy(policy), 2, None, 8, None, 0.03)
-    world = World.of(options, (Device("node", 0, "Tesla T4", True),) * 4, {})
-    assert world.first_sizes(options, world.make_controller(options)) == sizes
+    options = make_options(40, 4, policy=policy, grain=8)
+    limits = RankLimits.of(options, (Device("node", 0, "Tesla T4", True),) * 4, {})
+    (plan,) = first_plans(options, limits, make_controller(options, limits))
+    assert plan.sizes == sizes

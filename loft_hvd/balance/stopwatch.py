@@ -1,4 +1,8 @@
-"""Where a rank's steps go: a small stopwatch that the loader and the optimizer feed."""
+"""Where a rank's steps go: a small stopwatch that the loader and the optimizer feed.
+
+``StepTimer`` takes a step apart, ``DeviceClock`` times the computing of a device that runs beside
+its host, and ``StepSums`` adds steps up without those in which the script did something else.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,138 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from loft_hvd.balance.device_clock import DeviceClock, Span
-from loft_hvd.balance.interval import SUMS
-from loft_hvd.balance.pauses import StepSums
+from loft_hvd.balance.interval import SUM, SUMS
 
-__all__ = ["StepTimer"]
+__all__ = ["DeviceClock", "StepTimer", "make_device_clock"]
+
+Floats = npt.NDArray[np.float64]
+
+_FEWEST = 5  # steps that say what is usual
+_MOST = 256  # steps kept one by one; bounds the memory of a long interval
+_USUAL = 3.0  # times the median of "other", or of waiting,
+_OF_STEP = 0.5  # and of the median step, that make a pause
+
+
+class Span:
+    """The device's time between a batch's arrival and its last gradient.
+
+    Args:
+        start: an event on the device's stream, recorded when the batch arrived.
+        end: one that each gradient records anew.
+    """
+
+    def __init__(self, start: Any, end: Any) -> None:
+        self._start = start
+        self._end = end
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the device has come to the last gradient."""
+        return bool(self._end.query())
+
+    @property
+    def seconds(self) -> float:
+        """Seconds on the device; only once it is over."""
+        return float(self._start.elapsed_time(self._end)) * 1e-3
+
+
+class DeviceClock:
+    """Marks batches and gradients on the stream that computes them; never waits for the device.
+
+    Args:
+        make_event: returns an event with ``record``, ``query`` and ``elapsed_time`` (milliseconds),
+            as ``torch.cuda.Event(enable_timing=True)``.
+        stream: returns the stream to mark, or None for the current one.
+    """
+
+    def __init__(
+        self, make_event: Callable[[], Any], stream: Callable[[], Any] = lambda: None
+    ) -> None:
+        self._make_event = make_event
+        self._stream = stream
+        self._start: Any = None
+        self._end: Any = None
+
+    def arrived(self) -> None:
+        """Mark the arrival of a batch."""
+        self._start, self._end = self._make_event(), None
+        self._start.record(self._stream())
+
+    def gradient(self) -> None:
+        """Mark a gradient; the last one counts."""
+        if self._start is not None:
+            if self._end is None:
+                self._end = self._make_event()
+            self._end.record(self._stream())
+
+    def take(self) -> Span | None:
+        """Return the span of the batch that arrived last, or None when it had no gradient."""
+        start, end = self._start, self._end
+        self._start = self._end = None
+        return None if start is None or end is None else Span(start, end)
+
+
+def make_device_clock(device: torch.device) -> DeviceClock | None:
+    """Return a clock for a device that runs beside its host; None for a CPU, which does not."""
+    if device.type != "cuda":
+        return None
+    return DeviceClock(
+        lambda: torch.cuda.Event(enable_timing=True), lambda: torch.cuda.current_stream(device)
+    )
+
+
+class StepSums:
+    """Adds steps up; a checkpoint or an evaluation between two of them is a pause, not a step.
+
+    A step has a pause in it when its time outside fetch, computing and waiting is more than three
+    times the usual one and half a usual step on top. It is left out whole; only the length of the
+    pause is kept. By the same measure, waiting beyond the usual is counted (``held_s``): rank 0
+    takes others' pauses off its own steps, but no more than its own clock has seen.
+    """
+
+    def __init__(self) -> None:
+        self._sums: Floats = np.zeros(len(SUMS))
+        self._rows: list[Floats] = []
+
+    def add(self, row: Floats) -> None:
+        """Add a step, in the order of ``SUMS``."""
+        self._rows.append(row)
+        if len(self._rows) >= _MOST:
+            self._fold()
+
+    def take(self) -> Floats:
+        """Return the sums, [len(SUMS)], and start afresh."""
+        self._fold()
+        taken, self._sums = self._sums, np.zeros(len(SUMS))
+        return taken
+
+    def _fold(self) -> None:
+        """Add the rows kept so far to the sums, less those with a pause in them."""
+        if not self._rows:
+            return
+        rows = np.stack(self._rows)  # [num_steps, 15]
+        self._rows.clear()
+        if len(rows) < _FEWEST:
+            self._sums += rows.sum(axis=0)
+            return
+        other = rows[:, SUM["other_s"]]
+        usual = float(np.median(other))
+        # Medians, since a pause is in the very rows that should say what is usual.
+        limit = _USUAL * usual + _OF_STEP * float(np.median(rows[:, SUM["wall_s"]]))
+        is_paused = other > limit
+        kept = rows[~is_paused]  # [num_kept, 15]
+        self._sums += kept.sum(axis=0)
+        wait, step_s = kept[:, SUM["wait_s"]], float(np.median(kept[:, SUM["wall_s"]]))
+        beyond = wait - float(np.median(wait))
+        limit = (_USUAL - 1) * float(np.median(wait)) + _OF_STEP * step_s
+        self._sums[SUM["held_s"]] += float(beyond[beyond > limit].sum())
+        self._sums[SUM["paused_s"]] += float((other[is_paused] - usual).sum())
 
 
 @dataclass
@@ -36,18 +163,21 @@ class _Step:
         """Whether the device has finished what the host queued."""
         return all(span.is_over for span in self.spans)
 
-    def row(self) -> npt.NDArray[np.float64]:
-        """Return the amounts in the order of ``SUMS``."""
+    def row(self) -> Floats:
+        """Return the amounts in the order of ``SUMS``, [15]."""
         amounts = self.amounts
-        if self.spans:  # what the host waited for while its device computed is no waiting
+        if self.spans:
+            # The host queued 10 s of work in 1 s and then waited 12 s: 9 of them its own device
+            # still computed (beyond = 10 - 1), so only 3 were waiting for other ranks.
             amounts["compute_s"] = sum(span.seconds for span in self.spans)
             beyond = max(0.0, amounts["compute_s"] - self.host_s)
             amounts["wait_s"] = max(0.0, amounts["wait_s"] - beyond)
-            amounts["queued_s"] = 0.0
+            amounts["queued_s"] = 0.0  # the host's queue for a CPU does not slow its device
         parts = ("stall_s", "compute_s", "queued_s", "wait_s")
         spent = sum(amounts[part] for part in parts)
         amounts["other_s"] = max(0.0, amounts["wall_s"] - spent)
         own_s = amounts["stall_s"] + amounts["compute_s"]
+        # A step of several passes counts as that many batches, each of own_s / steps seconds.
         amounts["busy_s2"] = own_s**2 / amounts["steps"]
         return np.array([amounts[name] for name in SUMS])
 
@@ -173,6 +303,7 @@ class StepTimer:
         self._add_known()
 
     def _add_known(self) -> None:
+        # In order: behind a step that the device has not finished, none is finished either.
         while self._unknown and self._unknown[0].is_known:
             self._sums.add(self._unknown.popleft().row())
 
@@ -192,7 +323,7 @@ class StepTimer:
         self._excluded_s = 0.0
         self._clear_step()
 
-    def take(self) -> npt.NDArray[np.float64]:
+    def take(self) -> Floats:
         """Return the sums in the order of ``SUMS``, [15], and start afresh."""
         self._add_known()
         return self._sums.take()

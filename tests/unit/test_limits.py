@@ -9,34 +9,17 @@ import pytest
 
 import loft_hvd as loft
 from loft_hvd.balance.controller import Controller
-from loft_hvd.balance.devices import Device
 from loft_hvd.balance.interval import COLUMNS, COMPUTE, LOCAL, SIZE, screen
-from loft_hvd.balance.options import BalancerOptions
+from loft_hvd.balance.limits import Device, RankLimits, meet
 from loft_hvd.balance.plan import StepSizes
-from loft_hvd.balance.policies import make_policy
-from loft_hvd.balance.world import World, meet
+from loft_hvd.balance.resume import first_plans
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, PlanError
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
-from tests.support.plans import Wandering
+from tests.support.plans import Wandering, make_options
 
 T4 = Device("node1", 0, "Tesla T4", True)
 A100 = Device("node2", 0, "NVIDIA A100-SXM4-40GB", True)
 EPYC = Device("node3", 0, "CPU AMD EPYC 7B13", False)
-
-
-def options(total: int = 256, world_size: int = 3, **given: Any) -> BalancerOptions:
-    defaults: dict[str, Any] = {
-        "policy": "loft",
-        "min_batch": 2,
-        "max_batch": None,
-        "grain": None,
-        "interval": 5,
-        "dead_band": 0.03,
-    }
-    arguments = defaults | given
-    return BalancerOptions(
-        total, world_size, **(arguments | {"policy": make_policy(arguments["policy"])})
-    )
 
 
 @pytest.mark.parametrize(
@@ -55,8 +38,8 @@ def options(total: int = 256, world_size: int = 3, **given: Any) -> BalancerOpti
 def test_grain_and_number_of_sizes_follow_the_devices_unless_asked(
     devices: tuple[Device, ...], total: int, given: Any, grain: int, max_sizes: int | None
 ) -> None:
-    world = World.of(options(total, len(devices), **given), devices, {})
-    assert (world.grain, world.max_sizes) == (grain, max_sizes)
+    limits = RankLimits.of(make_options(total, len(devices), **given), devices, {})
+    assert (limits.grain, limits.max_sizes) == (grain, max_sizes)
 
 
 @pytest.mark.parametrize(
@@ -73,17 +56,17 @@ def test_grain_and_number_of_sizes_follow_the_devices_unless_asked(
 def test_caps_are_the_least_of_what_was_given_and_found(
     max_batch: Any, found: dict[str, int], caps: tuple[int | None, ...]
 ) -> None:
-    assert World.of(options(max_batch=max_batch), (T4, A100, EPYC), found).caps == caps
+    assert RankLimits.of(make_options(max_batch=max_batch), (T4, A100, EPYC), found).caps == caps
 
 
 def test_a_device_without_a_name_in_max_batch_is_named_with_its_rank() -> None:
     with pytest.raises(PlanError, match=r"rank 2 on node3 has the device 'CPU AMD EPYC 7B13'"):
-        World.of(options(max_batch={"T4": 64, "A100": 128}), (T4, A100, EPYC), {})
+        RankLimits.of(make_options(max_batch={"T4": 64, "A100": 128}), (T4, A100, EPYC), {})
 
 
 def test_a_list_of_caps_for_another_number_of_ranks_is_refused() -> None:
     with pytest.raises(ArgumentError, match="2 entries for 3 ranks"):
-        World.of(options(max_batch=[64, 64]), (T4, A100, EPYC), {})
+        RankLimits.of(make_options(max_batch=[64, 64]), (T4, A100, EPYC), {})
 
 
 @pytest.mark.parametrize(
@@ -98,32 +81,33 @@ def test_a_list_of_caps_for_another_number_of_ranks_is_refused() -> None:
 )
 def test_limits_are_checked(given: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error, match=next(iter(given))):
-        options(**given)
+        make_options(**given)
 
 
 def test_ranks_tell_each_other_their_devices_and_take_caps_from_rank_0() -> None:
-    def work(transport: LocalTransport) -> World:
-        mine = meet(transport, options(), found={})
+    def work(transport: LocalTransport) -> RankLimits:
+        mine = meet(transport, make_options(), found={})
         keys = [device.key for device in mine.devices]
         assert len(set(keys)) == 3
         found = {keys[1]: 40} if transport.rank == 0 else {keys[1]: 50, keys[2]: 60}
-        return meet(transport, options(), found=found)
+        return meet(transport, make_options(), found=found)
 
-    assert [world.caps for world in run_ranks(3, work)] == [(None, 40, None)] * 3
+    assert [limits.caps for limits in run_ranks(3, work)] == [(None, 40, None)] * 3
 
 
 def test_equal_sizes_keep_within_caps() -> None:
     balancer = loft.Balancer(8, "uniform", max_batch=8, transport=LocalWorld(1).transport(0))
     assert balancer.plan.sizes == (8,)
-    world = World.of(options(100, policy="uniform", max_batch=[10, None, None]), (T4, T4, T4), {})
-    assert world.first_sizes(options(100, policy="uniform"), None) == (10, 45, 45)
+    given = make_options(100, policy="uniform", max_batch=[10, None, None])
+    limits = RankLimits.of(given, (T4, T4, T4), {})
+    assert first_plans(given, limits, None)[0].sizes == (10, 45, 45)
 
 
 def test_sizes_that_a_rank_could_not_hold_before_are_refused() -> None:
-    sizes = [50, 25, 25]
-    world = World.of(options(100, policy=sizes), (T4, A100, EPYC), {"node1/0": 40})
+    given = make_options(100, policy=[50, 25, 25])
+    limits = RankLimits.of(given, (T4, A100, EPYC), {"node1/0": 40})
     with pytest.raises(PlanError, match=r"50 samples, but its cap is 40.*runs in log_dir"):
-        world.first_sizes(options(100, policy=sizes), None)
+        first_plans(given, limits, None)
 
 
 def test_a_global_batch_beyond_all_caps_says_how_many_passes_would_do() -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from loft_hvd.balance.device_clock import DeviceClock
 from loft_hvd.balance.interval import SUM, SUMS
-from loft_hvd.balance.schedule import Schedule
-from loft_hvd.balance.timing import StepTimer
+from loft_hvd.balance.live import Schedule
+from loft_hvd.balance.stopwatch import DeviceClock, StepTimer
 
 
 class FakeClock:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from loft_hvd.balance.device_clock import make_device_clock
+from loft_hvd.balance.stopwatch import make_device_clock
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 

@@ -1,0 +1,109 @@
+"""What a user asks of a balancer, checked once; defaults are at the face, in ``Balancer``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+
+from loft_hvd.balance.plan import check_sizes
+from loft_hvd.balance.policy import Policy
+from loft_hvd.errors import ArgumentError, ArgumentTypeError, PlanError
+from loft_hvd.transport.agreement import digest
+
+__all__ = ["BalancerOptions", "MaxBatch"]
+
+ON_RESIZE = ("keep_global", "keep_per_rank")
+_FEWEST_STEPS = 3  # of an adaptive interval: times leave, times are read, the plan is read
+
+MaxBatch = int | Sequence[int | None] | Mapping[str, int | None] | None
+
+
+@dataclass(frozen=True)
+class BalancerOptions:
+    """The arguments of ``Balancer``, which explains them; equal on every rank.
+
+    Raises:
+        ArgumentTypeError: a count is not a whole number.
+        ArgumentError: a value is outside its limits.
+        PlanError: given sizes are of the wrong number or sum.
+    """
+
+    global_batch_size: int
+    world_size: int
+    policy: Policy
+    _: KW_ONLY
+    min_batch: int
+    max_batch: MaxBatch
+    grain: int | None
+    max_sizes: int | None
+    interval: int | None
+    dead_band: float  # the policy has it; kept to compare it between ranks
+    on_resize: str
+
+    def __post_init__(self) -> None:
+        limit = self.max_batch
+        limits = limit.values() if isinstance(limit, Mapping) else limit
+        given: list[tuple[str, object]] = [
+            ("grain", self.grain),
+            ("interval", self.interval),
+            ("max_sizes", self.max_sizes),
+        ]
+        given += [
+            ("max_batch", each) for each in ([limits] if isinstance(limits, int | None) else limits)
+        ]
+        counts: list[tuple[str, object]] = [
+            ("global_batch_size", self.global_batch_size),
+            ("min_batch", self.min_batch),
+            *(pair for pair in given if pair[1] is not None),
+        ]
+        for what, value in counts:
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise ArgumentTypeError(f"Balancer: {what}={value!r} must be a whole number")
+            if value < 1:
+                raise ArgumentError(f"Balancer: {what}={value} must be >= 1")
+        if self.on_resize not in ON_RESIZE:
+            raise ArgumentError(
+                f"Balancer: on_resize={self.on_resize!r} is not known; it takes "
+                f"{' or '.join(map(repr, ON_RESIZE))}"
+            )
+        is_short = self.interval is not None and self.interval < _FEWEST_STEPS
+        if self.policy.is_adaptive and is_short:
+            raise ArgumentError(
+                f"Balancer: interval={self.interval} is too short for policy={self.policy.text!r}; "
+                f"a plan takes {_FEWEST_STEPS} steps to reach every rank, and about 20 make good "
+                "averages"
+            )
+        plans = self.policy.given_plans
+        for plan in plans:
+            check_sizes(
+                plan.sizes, world_size=self.world_size, global_batch_size=self.global_batch_size
+            )
+        if not plans and self.global_batch_size < self.world_size:
+            raise PlanError(
+                f"global_batch_size={self.global_batch_size} is smaller than "
+                f"world_size={self.world_size}; every rank needs a sample, so raise it or start "
+                "fewer ranks"
+            )
+
+    @property
+    def name(self) -> str:
+        """Stem of the operations' names: equal where all options are."""
+        return f"loft.balancer.{digest(str(self.fields())) & 0xFFFFFF:06x}"
+
+    def fields(self) -> dict[str, str]:
+        """Return what must be equal on every rank, by name."""
+        limit = self.max_batch
+        shown = sorted(limit.items()) if isinstance(limit, Mapping) else limit
+        fields = {
+            "global_batch_size": self.global_batch_size,
+            "min_batch": self.min_batch,
+            "grain": self.grain,
+            "interval": self.interval,
+            "dead_band": self.dead_band,
+            "max_sizes": self.max_sizes,
+            "on_resize": self.on_resize,
+            "max_batch": shown,
+            "policy": self.policy.text,
+            "plans to repeat": self.policy.given_plans,
+        }
+        return {name: str(value) for name, value in fields.items()}

@@ -1,0 +1,230 @@
+"""What limits ranks' batches: the devices that they tell each other, and what follows from them.
+
+Every rank tells the others its device once a world. Limits are worked out from that alike on all
+ranks; what only rank 0 knows, caps that an earlier run found, it broadcasts.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from loft_hvd.balance.balancer_options import BalancerOptions
+from loft_hvd.errors import ArgumentError, PlanError
+from loft_hvd.topology import cpu_name
+from loft_hvd.transport.base import Channel, Transport
+
+__all__ = ["Device", "RankLimits", "assume_limits", "meet"]
+
+Caps = tuple[int | None, ...]  # most samples of each rank; None for no limit
+
+_CUDA_GRAIN = 8
+_CUDA_SIZES = 8  # distinct sizes of a rank in a run: each may cost a recompilation or autotuning
+_NO_CAP = -1  # on the wire
+_NAME_BYTES = 96  # of a host's or a device's name on the wire; longer ones are cut
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a rank computes on.
+
+    Attributes:
+        host: the machine's name.
+        number: counts the ranks of that machine, from 0.
+        name: such as "Tesla T4" or "CPU AMD EPYC 7B13".
+        is_cuda: whether torch sees a CUDA device.
+    """
+
+    host: str
+    number: int
+    name: str
+    is_cuda: bool
+
+    @property
+    def key(self) -> str:
+        """Tells a device that comes back from any other."""
+        return f"{self.host}/{self.number}"
+
+
+@dataclass(frozen=True)
+class RankLimits:
+    """The limits of the ranks there are now.
+
+    Attributes:
+        devices: of each rank, [world_size].
+        caps: most samples of each rank, [world_size]; None where no limit is known.
+        grain: adaptive sizes are multiples of it.
+        max_sizes: distinct sizes that a rank may have in a run; None for any number.
+        found: caps that were found by trying, by device key.
+    """
+
+    devices: tuple[Device, ...]
+    caps: Caps
+    grain: int
+    max_sizes: int | None
+    found: Mapping[str, int]
+
+    def __len__(self) -> int:
+        return len(self.devices)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys of all devices, [world_size]."""
+        return tuple(device.key for device in self.devices)
+
+    @classmethod
+    def of(
+        cls, options: BalancerOptions, devices: tuple[Device, ...], found: Mapping[str, int]
+    ) -> RankLimits:
+        """Work out limits.
+
+        Args:
+            options: what the user asked for.
+            devices: of each rank, [world_size].
+            found: caps that were found by trying, by device key.
+
+        Raises:
+            PlanError: ``max_batch`` names other devices than there are.
+            ArgumentError: ``max_batch`` is a list for another number of ranks.
+        """
+        has_cuda = any(device.is_cuda for device in devices)
+        grain, max_sizes = options.grain, options.max_sizes
+        if grain is None:
+            share = options.global_batch_size // len(devices)
+            # Equal shares stay equal: ranks with 12 samples each get a grain of 4, not of 8.
+            grain = math.gcd(_CUDA_GRAIN, share) if has_cuda else 1
+        if max_sizes is None and has_cuda:
+            max_sizes = _CUDA_SIZES
+        caps = []
+        for cap, device in zip(_given_caps(options, devices), devices, strict=True):
+            known = [each for each in (cap, found.get(device.key)) if each is not None]
+            caps.append(min(known, default=None))
+        return cls(devices, tuple(caps), grain, max_sizes, found)
+
+    def check_sizes(self, sizes: Sequence[int], *, what: str) -> None:
+        """Raise when a rank's size is above its cap.
+
+        Raises:
+            PlanError: names the rank, its size and its cap.
+        """
+        for rank, (size, cap) in enumerate(zip(sizes, self.caps, strict=True)):
+            if cap is not None and size > cap:
+                raise PlanError(
+                    f"{what}: rank {rank} should compute {size} samples, but its cap is {cap}; "
+                    "sizes must keep within max_batch"
+                )
+
+    @contextmanager
+    def blaming_caps(self) -> Iterator[None]:
+        """Say of an error within that some caps come from earlier runs."""
+        try:
+            yield
+        except PlanError as error:
+            found = {key: self.found[key] for key in self.keys if key in self.found}
+            if not found:
+                raise
+            raise PlanError(
+                f"{error} (caps found when memory was full, by a probe or earlier runs in log_dir: "
+                f"{found}; another log_dir forgets them)"
+            ) from error
+
+
+def _given_caps(options: BalancerOptions, devices: tuple[Device, ...]) -> Caps:
+    limit = options.max_batch
+    if limit is None or isinstance(limit, int):
+        return (limit,) * len(devices)
+    if not isinstance(limit, Mapping):
+        if len(limit) != len(devices):
+            raise ArgumentError(
+                f"Balancer: max_batch={list(limit)} has {len(limit)} entries for {len(devices)} "
+                "ranks; give one for each, one number for all, or numbers by device name"
+            )
+        return tuple(limit)
+    return tuple(_by_name(limit, device, rank) for rank, device in enumerate(devices))
+
+
+def _by_name(limits: Mapping[str, int | None], device: Device, rank: int) -> int | None:
+    """Return the limit of the longest name that the device's own name contains."""
+    fitting = [name for name in limits if name.lower() in device.name.lower()]
+    if not fitting:
+        raise PlanError(
+            f"Balancer: rank {rank} on {device.host} has the device {device.name!r}, which "
+            f"max_batch={dict(limits)} does not name; add it, or a part of its name (None for no "
+            "limit)"
+        )
+    return limits[max(fitting, key=len)]
+
+
+# What ranks tell each other.
+
+
+def own_device() -> tuple[str, str, bool]:
+    """Return this process's host, its device's name, and whether it is a CUDA device."""
+    host = socket.gethostname()
+    if torch.cuda.is_available():
+        return host, torch.cuda.get_device_name(), True
+    return host, f"CPU {cpu_name()}".strip(), False
+
+
+def assume_limits(options: BalancerOptions) -> RankLimits:
+    """Return the limits of a world of devices like this one, until ranks have met."""
+    host, name, is_cuda = own_device()
+    devices = tuple(Device(host, number, name, is_cuda) for number in range(options.world_size))
+    return RankLimits.of(options, devices, {})
+
+
+def meet(
+    transport: Transport,
+    options: BalancerOptions,
+    *,
+    found: Mapping[str, int],
+    own_cap: int | None = None,
+) -> RankLimits:
+    """Tell all ranks this one's device, and learn theirs; every rank calls it.
+
+    Args:
+        transport: the ranks.
+        options: what the user asked for, equal on all ranks.
+        found: caps that were found by trying, by ``Device.key``; rank 0's count.
+        own_cap: what this rank has just found for its own device; goes before all others.
+    """
+    channel = Channel(transport, "loft.balancer")
+    devices, fresh = _tell_devices(channel, own_cap=own_cap)
+    caps = torch.tensor([found.get(device.key, _NO_CAP) for device in devices], dtype=torch.int64)
+    channel.sub("caps").broadcast(caps, what="broadcast of caps")
+    pairs = zip(devices, caps.tolist(), strict=True)
+    known = {device.key: cap for device, cap in pairs if cap > 0}
+    here = {device.key for device in devices}
+    away = {key: cap for key, cap in found.items() if key not in here}
+    return RankLimits.of(options, devices, {**away, **known, **fresh})
+
+
+def _tell_devices(
+    channel: Channel, *, own_cap: int | None
+) -> tuple[tuple[Device, ...], dict[str, int]]:
+    """Return all ranks' devices, [world_size], and the caps just found, by ``Device.key``."""
+    host, name, is_cuda = own_device()
+    cap = _NO_CAP if own_cap is None else own_cap
+    texts = [text.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0") for text in (host, name)]
+    # [194]: the cap, whether the device is a CUDA device, 96 bytes of the host, 96 of the device.
+    row = torch.tensor([cap, int(is_cuda), *texts[0], *texts[1]], dtype=torch.int64)
+    rows = channel.sub("devices").allgather_rows(row)
+    numbers: Counter[str] = Counter()
+    devices, caps = [], {}
+    for cap, is_cuda, *letters in rows.tolist():
+        host, name = _text(letters[:_NAME_BYTES]), _text(letters[_NAME_BYTES:])
+        devices.append(Device(host, numbers[host], name, bool(is_cuda)))
+        numbers[host] += 1
+        if cap > 0:
+            caps[devices[-1].key] = cap
+    return tuple(devices), caps
+
+
+def _text(letters: list[int]) -> str:
+    return bytes(each & 0xFF for each in letters).rstrip(b"\0").decode(errors="replace")

@@ -1,0 +1,507 @@
+"""The live plan: times out, plans in, at the same step on every rank.
+
+Nothing waits for the exchange. With an interval of ``k`` steps, times leave at the end of step
+``k - 1`` and are read at the end of step ``k``; rank 0 decides, and its plan, one int64 tensor,
+leaves there and is read at the end of step ``k + 1``. It comes into force at a step that no rank
+has drawn yet. The times bring along after how many steps the next exchange comes, so that agreeing
+costs nothing more.
+
+A script may end while one of these is under way. Horovod's shutdown on the first rank to end takes
+the engine away from all, so a rank that ends waits for what it has started: by then every other
+rank has come to it too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import math
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from loft_hvd.balance.balancer_options import BalancerOptions
+from loft_hvd.balance.batches import BatchQueue
+from loft_hvd.balance.controller import Decision
+from loft_hvd.balance.explain import describe, fit_record
+from loft_hvd.balance.interval import SUM, Head, Interval, RankTimes, Report
+from loft_hvd.balance.limits import RankLimits
+from loft_hvd.balance.plan import Plan
+from loft_hvd.balance.resume import (
+    SETTLE_STEPS,
+    Archive,
+    SavedRun,
+    can_go_on,
+    compare_starts,
+    first_plans,
+    make_controller,
+)
+from loft_hvd.balance.stopwatch import StepTimer
+from loft_hvd.codec import encode
+from loft_hvd.config import config
+from loft_hvd.errors import MismatchError, PlanError
+from loft_hvd.runlog import RunLog
+from loft_hvd.topology import LoadMeter, allowed_cpus, run_queue_s
+from loft_hvd.transport.agreement import odd_ones
+from loft_hvd.transport.base import Channel, Transport, Work, wait_for
+
+__all__ = ["LivePlan", "Schedule", "TimesExchange", "check_same_run"]
+
+Floats = npt.NDArray[np.float64]
+
+_LOGGER = logging.getLogger(__name__)
+# An interval has at least 20 steps, which make good averages, and 30 seconds, which make the cost
+# of planning small (0.02 to 0.07 % of the time, docs/balance.md).
+_LEAST_STEPS = 20
+_LEAST_S = 30.0
+_GROWTH = 4  # and at most this many times the steps of the one before
+_DRAIN_S = 10.0  # longest wait at the end of a process
+_UNTIMED = 2  # intervals without times that are worth a warning
+
+
+class Schedule:
+    """The step of the next exchange: counted in steps, so that all ranks come to it together.
+
+    Args:
+        interval: steps between two exchanges, or None: 20 at first, then as rank 0's clock says.
+
+    Attributes:
+        interval: steps from the last exchange to the next.
+        at: the next exchange's step, counted from the start of the run.
+    """
+
+    def __init__(self, interval: int | None) -> None:
+        self._given = interval
+        self.interval = interval or _LEAST_STEPS
+        self.at = self.interval
+
+    def follow(self, num_steps: int, interval: int) -> None:
+        """Count from a step, on every rank, by what was agreed at an exchange."""
+        self.interval = interval
+        self.at = num_steps + interval
+
+    def propose(self, sums: Floats, *, num_passes: int) -> int:
+        """Return how many steps the next interval should have, from this rank's times.
+
+        Args:
+            sums: in the order of ``interval.SUMS``, [15].
+            num_passes: backward passes of an optimizer step.
+        """
+        if self._given is not None:
+            return self._given
+        steps, wall_s = float(sums[SUM["steps"]]), float(sums[SUM["wall_s"]])
+        step_s = wall_s / steps * num_passes if steps > 0 else 0.0
+        if not step_s > 0:
+            return self.interval
+        wanted = max(_LEAST_STEPS, math.ceil(_LEAST_S / step_s))
+        return min(wanted, _GROWTH * self.interval)  # a few fast steps must not put off the next
+
+
+class TimesExchange:
+    """The collectives behind a live plan: every rank's times to all, rank 0's plan to all.
+
+    Args:
+        channel: the ranks; the name tells live plans apart.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        # Tensors are kept with the work: the engine reads and writes them until it is done.
+        self._times: tuple[Work | None, Tensor, Tensor] | None = None
+        self._plan: tuple[Work | None, Tensor] | None = None
+        self._is_drained_at_exit = False
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether times are under way that nobody has received."""
+        return self._times is not None
+
+    def send_times(self, times: Floats, *, head: Head, uses: tuple[float, float]) -> None:
+        """Start telling every rank what this one measured.
+
+        Args:
+            times: sums in the order of ``interval.SUMS``, [15].
+            head: where this rank is.
+            uses: of CPU and memory by others.
+        """
+        channel = self._channel.sub("times")
+        row = torch.from_numpy(np.array([*head, *times, *uses], dtype=np.float64))  # [22]
+        rows = torch.zeros(channel.world_size, row.numel(), dtype=torch.float64)
+        work = None
+        if channel.world_size == 1:
+            rows.copy_(row.view(1, -1))
+        else:
+            self._drain_at_exit()
+            work = channel.transport.allgather(row, rows.view(-1), name=channel.name)
+        self._times = (work, row, rows)
+
+    def receive_times(self) -> Report | None:
+        """Return what all ranks sent, or None when nothing is under way."""
+        if self._times is None:
+            return None
+        (work, _, rows), self._times = self._times, None
+        if work is not None:
+            self._channel.wait(work, what="exchange of times")
+        return Report(rows.numpy())
+
+    def send_plan(self, plan: Plan) -> None:
+        """Start telling every rank rank 0's plan; the others' argument only gives the shape."""
+        channel = self._channel.sub("plan")
+        wire = torch.from_numpy(plan.to_wire())
+        work = None
+        if channel.world_size > 1:
+            work = channel.transport.broadcast(wire, name=channel.name)
+        self._plan = (work, wire)
+
+    def receive_plan(self, *, global_batch_size: int) -> Plan | None:
+        """Return rank 0's plan, validated, or None when none is under way.
+
+        Raises:
+            PlanError: what arrived is not a plan for this world and global batch.
+        """
+        if self._plan is None:
+            return None
+        (work, wire), self._plan = self._plan, None
+        if work is not None:
+            self._channel.wait(work, what="broadcast of the plan")
+        world_size = self._channel.world_size
+        return Plan.from_wire(
+            wire.numpy(), world_size=world_size, global_batch_size=global_batch_size
+        )
+
+    def _drain_at_exit(self) -> None:
+        """Wait at the end of the process, before the engine ends: later hooks run first."""
+        if not self._is_drained_at_exit:
+            self._is_drained_at_exit = True
+            atexit.register(_drain, weakref.ref(self))
+
+    def forget(self) -> None:
+        """Leave what is under way to itself: the run goes on from elsewhere."""
+        if config().is_elastic:  # the engine has failed, and all of it with it
+            self._times = self._plan = None
+        self.drain()
+
+    def drain(self) -> None:
+        """Wait for what is under way, ten seconds at most; nobody wants its news any more."""
+        works = [entry[0] for entry in (self._times, self._plan) if entry is not None]
+        self._times = self._plan = None
+        for work in works:
+            try:
+                if work is not None:
+                    wait_for(work, what="last exchange", timeout_s=_DRAIN_S)
+            except Exception as error:
+                _LOGGER.debug("the last exchange of times was not completed: %s", error)
+
+
+def _drain(reference: weakref.ref[TimesExchange]) -> None:
+    exchange = reference()
+    if exchange is not None and getattr(sys, "last_value", None) is None:  # no error ends us
+        exchange.drain()
+
+
+def check_same_run(report: Report) -> None:
+    """Raise when ranks are at different steps or plans, or have trained on other batches.
+
+    Raises:
+        MismatchError: names the rank and its step and plan.
+    """
+    steps, plans = report.column("num_steps").tolist(), report.column("plan_id").tolist()
+    for rank, (step, plan) in enumerate(zip(steps, plans, strict=True)):
+        if (step, plan) != (steps[0], plans[0]):
+            raise MismatchError(
+                f"rank {rank} is at step {step:.0f} with plan {plan:.0f}, but rank 0 at step "
+                f"{steps[0]:.0f} with plan {plans[0]:.0f}; every rank must take the same steps"
+            )
+    trails = report.column("trail").tolist()
+    if any(trail != trails[0] for trail in trails):
+        raise MismatchError(
+            f"ranks {odd_ones(trails)} have trained on other batches than the rest since the "
+            f"last exchange (now at step {steps[0]:.0f}): the samples, sizes or steps of their "
+            "global batches differ. Give every rank the same data set, seed, epoch and "
+            "loaded state, and let none skip a batch"
+        )
+
+
+class LivePlan:
+    """The plan in force in one world of ranks, and the loop from measured steps to the next.
+
+    Args:
+        options: what the user asked for.
+        limits: of the ranks.
+        transport: the ranks.
+        batches: what is drawn and trained on.
+        clock: seconds that never go back.
+        log: where what happens is written.
+
+    Attributes:
+        history: every plan of the run, the newest last.
+        times: average times of every rank over the last interval, [world_size]; empty at first.
+        timer: this rank's stopwatch.
+        schedule: when ranks exchange their times.
+        num_passes: backward passes of an optimizer step.
+        num_steps: optimizer steps taken.
+    """
+
+    def __init__(
+        self,
+        options: BalancerOptions,
+        limits: RankLimits,
+        transport: Transport,
+        batches: BatchQueue,
+        clock: Callable[[], float],
+        log: RunLog,
+    ) -> None:
+        self._options, self._limits, self._log = options, limits, log
+        self._transport, self._batches = transport, batches
+        self._controller = make_controller(options, limits)
+        self._exchange = TimesExchange(Channel(transport, options.name))
+        self._archive = Archive()
+        self._load = LoadMeter()
+        self._is_compared = False  # with the other ranks' state, at the first step
+        is_crowded = transport.local_size > allowed_cpus()
+        self.timer = StepTimer(clock, run_queue_s if is_crowded else None)
+        self.schedule = Schedule(options.interval)
+        self.history = first_plans(options, limits, self._controller)
+        self.times: tuple[RankTimes, ...] = ()
+        self.num_passes, self.num_steps = 1, 0
+        self.write_head()
+
+    def write_head(self) -> None:
+        """Begin the log with what is trained, and how."""
+        self._log.step = self.num_steps
+        self._log.write(
+            "run",
+            world_size=len(self._limits),
+            global_batch_size=self._options.global_batch_size,
+            policy=self._options.policy.text,
+            devices=[f"{device.key} {device.name}" for device in self._limits.devices],
+            caps=list(self._limits.caps),
+        )
+        self._write_plans()
+
+    def _write_plans(self) -> None:
+        for plan in self.history:
+            self._log.write("plan", **asdict(plan))
+
+    def go_on_from(self, older: LivePlan) -> None:
+        """Take over what outlives a world: what devices took, and what was plugged in."""
+        self.num_passes, self.timer.device_clock = older.num_passes, older.timer.device_clock
+        self._archive = older._archive
+        self._recall()
+
+    def _recall(self) -> None:
+        if self._controller is not None:
+            self._controller.recall(self._archive.recall(self._limits.keys))
+
+    @property
+    def plan(self) -> Plan:
+        """The newest plan; of those repeated from an earlier run, the one in force."""
+        newest = self._batches.next_step if self._options.policy.given_plans else math.inf
+        return next(plan for plan in reversed(self.history) if plan.first_step <= newest)
+
+    def hold(self, ranks: Sequence[int]) -> None:
+        """Give ranks that are in quarantine no samples from the next plan on."""
+        if self._controller is not None and self._options.policy.is_adaptive:
+            self._controller.quarantine.hold(ranks)
+
+    # Step by step.
+
+    def begin_own_batch(self) -> None:
+        """Begin a batch of the planned size, unless a loader of ours has begun one.
+
+        All since the last step's end was its fetch. A step of which that is not known, the first
+        one or one after a pause, is left out of all times.
+        """
+        if self._batches.has_fresh:
+            return
+        sizes = self._batches.begin_next(self.history)
+        fetch_s = self.timer.since_step_s()
+        if fetch_s is None:
+            self.timer.leave_out()
+        fetch_s = fetch_s or 0.0
+        local = sizes.sizes[self._transport.rank]
+        self.timer.batch_arrived(local=local, remote=0, fetch_s=fetch_s, stall_s=fetch_s)
+
+    def step_ended(self, *, waited_s: float) -> None:
+        """Close an optimizer step; exchange times and plans when it is time for them."""
+        self.timer.step_ended(waited_s=waited_s, counts=self._counts())
+        self._batches.step_ended()
+        self.num_steps += 1
+        self._log.step = self.num_steps
+        if not self._is_compared:
+            self._compare()
+        self._take_plan()
+        # From here on everything depends on numbers that are equal on all ranks.
+        if self.num_steps >= self.schedule.at - 1 and not self._exchange.is_sending:
+            self._send_times()
+        if self.num_steps >= self.schedule.at:
+            report, interval = self._read_times()
+            plan = self._next_plan(report, interval)
+            if self._options.policy.is_adaptive:
+                self._exchange.send_plan(plan)
+            wanted = self.schedule.interval if report is None else report.next_interval
+            self.schedule.follow(self.num_steps, wanted)
+        self._warn_untimed()
+
+    def epoch_ended(self) -> None:
+        """Close an epoch; a run shorter than an interval still exchanges times once."""
+        self.timer.pause()
+        if not self.times:
+            self._read_times()
+            self._send_times()
+            self._read_times()
+
+    def _counts(self) -> bool:
+        """Say whether the step that ends now shows what the newest plan's steps take."""
+        trained = self._batches.trained
+        if trained is None or trained.sizes != self.plan.sizes:
+            return False
+        return trained.step >= self.plan.first_step + SETTLE_STEPS * self.num_passes
+
+    def _compare(self) -> None:
+        """Compare what ranks went on from: plans, steps taken, and the batch just trained."""
+        self._is_compared = True
+        if self._transport.world_size > 1:
+            fields = {
+                "number of steps taken": str(self.num_steps),
+                "plans": str(self.history),
+                "batch of the first step": str(self._batches.trained),
+            }
+            compare_starts(self._transport, fields, name=self._options.name)
+
+    def _warn_untimed(self) -> None:
+        is_late = self.num_steps == _UNTIMED * self.schedule.interval and not self.times
+        if is_late and self._options.policy.is_adaptive and self._transport.rank == 0:
+            _LOGGER.warning(
+                "no step has been timed in the first %d, so sizes stay as they are; behind a "
+                "loader of your own, wrap each step in `with balancer.step(num_samples)`",
+                self.num_steps,
+            )
+
+    # Interval by interval.
+
+    def _send_times(self) -> None:
+        sums = self.timer.take()
+        head = Head(
+            num_steps=self.num_steps,
+            plan_id=self.plan.plan_id,
+            trail=self._batches.trail,
+            drawn_ahead=self._batches.drawn_ahead,
+            next_interval=self.schedule.propose(sums, num_passes=self.num_passes),
+        )
+        uses = self._load.cpu_use(), self._load.memory_use()
+        self._exchange.send_times(sums, head=head, uses=uses)
+
+    def _read_times(self) -> tuple[Report | None, Interval | None]:
+        """Return what ranks sent, and what may be believed of it; screened once for all."""
+        report = self._exchange.receive_times()
+        if report is None:
+            return None, None
+        check_same_run(report)
+        if any(entry.steps for entry in report.times):
+            self.times = report.times
+            self._log.write("times", ranks=[asdict(entry) for entry in report.times])
+        interval = report.screened(step=self._batches.next_step - 1, sizes=self.plan.sizes)
+        if interval is not None:
+            self._archive.add(self._limits.keys, interval)
+        return report, interval
+
+    def _next_plan(self, report: Report | None, interval: Interval | None) -> Plan:
+        """Return rank 0's new plan, or the one in force; other ranks' return does not count."""
+        controller = self._controller if self._transport.rank == 0 else None
+        if controller is None or report is None or interval is None:
+            return self.plan
+        controller.observe(interval)
+        plan = controller.decide(report.first_free_step(self.num_passes)) or self.plan
+        if self._log.path is not None:
+            fit = controller.policy.fit
+            if fit is not None:
+                self._log.write("fit", ranks=fit_record(fit))
+            self._log.write("explain", text=controller.explain())
+        return plan
+
+    def _take_plan(self) -> None:
+        """Take what rank 0 has planned, if it is under way; refuse what must not be followed."""
+        rank, total = self._transport.rank, self._options.global_batch_size
+        plan = self._exchange.receive_plan(global_batch_size=total)
+        if plan is None or plan.plan_id == self.plan.plan_id:
+            return
+        if plan.plan_id != self.plan.plan_id + 1:
+            raise PlanError(
+                f"plan {plan.plan_id} from rank 0 does not follow plan {self.plan.plan_id} of rank "
+                f"{rank}; load the same state on every rank"
+            )
+        self._limits.check_sizes(plan.sizes, what=f"plan {plan.plan_id}")
+        self._batches.check_start(plan, rank=rank)
+        self.timer.discard()  # times at the old sizes
+        self.history.append(plan)
+        if rank == 0:
+            _LOGGER.info(
+                "plan %d from step %d: sizes %s", plan.plan_id, plan.first_step, list(plan.sizes)
+            )
+        self._log.write("plan", **asdict(plan))
+
+    # What it says, and what goes on.
+
+    def explain(self) -> str:
+        """Say what is planned, why (on rank 0), what steps consist of, and which rank is slow."""
+        total = self._options.global_batch_size
+        head = (
+            f"plan {self.plan.plan_id}: sizes {list(self.plan.sizes)} of global_batch_size={total}"
+        )
+        if not self.times:
+            return f"{head}\nno times yet: ranks exchange them at step {self.schedule.at}"
+        if self._controller is not None:
+            own = "models and reasons are rank 0's: call explain() there, or read the run log"
+            head = self._controller.explain() if self._transport.rank == 0 else f"{head}\n{own}"
+        return f"{head}\n{describe(self.times)}"
+
+    def decisions(self) -> list[Decision]:
+        """Return every plan and why it was made, which rank 0 alone knows."""
+        if self._controller is not None:
+            made = self._controller.history
+            return [each for each in made if each.plan_id <= self.plan.plan_id]
+        return [Decision(**asdict(plan), reason="given") for plan in self.history]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plans, steps, times by device and, on rank 0, what was learnt; JSON-able."""
+        return encode(
+            SavedRun(
+                num_steps=self.num_steps,
+                next_step=self._batches.next_step,
+                plans=[[plan.plan_id, plan.first_step, *plan.sizes] for plan in self.history],
+                controller=None if self._controller is None else self._controller.state_dict(),
+                policy=self._options.policy.text,
+                devices=list(self._limits.keys),
+                measured=self._archive.rows(),
+            )
+        )
+
+    def go_on(self, saved: SavedRun) -> None:
+        """Go on where a state was saved, on every rank.
+
+        With other devices, or the same in another order, another policy or global batch, or caps
+        found since, plans start afresh, from what is known of each device.
+        """
+        self._exchange.forget()
+        self._archive.take(saved.measured)
+        if can_go_on(saved, self._limits, self._options, warns=self._transport.rank == 0):
+            self.history = saved.history
+            if self._controller is not None and saved.controller is not None:
+                self._controller.load_state_dict(saved.controller)
+                self._controller.forget_after(self.plan.plan_id)
+        else:
+            self._controller = make_controller(self._options, self._limits)
+            self.history = first_plans(self._options, self._limits, self._controller)
+            self._recall()
+        self.num_steps = self._log.step = saved.num_steps
+        self._write_plans()
+        self.schedule.follow(self.num_steps, self.schedule.interval)
+        self._is_compared = False
