@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -18,6 +16,7 @@ from loft_hvd.pipeline.buckets import Bucket
 from loft_hvd.runlog import RunLog
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
 from tests.support.worlds import environment
+from tests.support.wrapped import give_gradients, make_parameters, make_reducer, wrap
 
 SHAPES = [(3, 5), (7,), (), (2, 3, 4), (0,)]
 
@@ -33,13 +32,6 @@ def gradients(rank: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
 
 def backward(params: list[torch.nn.Parameter], grads: list[Tensor]) -> None:
     torch.autograd.backward([p.view_as(p) for p in params], grads)
-
-
-def wrap(params: list[torch.nn.Parameter], transport: LocalTransport, **options: Any) -> Any:
-    named = [(f"p{at}", p) for at, p in enumerate(params)]
-    sgd = torch.optim.SGD(params, lr=1.0)
-    make = loft.DistributedOptimizer
-    return make(sgd, named, transport=transport, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -230,6 +222,74 @@ def test_outgoing_hooks_outlive_parameters_that_are_added() -> None:
         return sent
 
     assert run_ranks(2, work) == [[3.0, 3.0, 1.0, 1.0]] * 2
+
+
+def test_the_layout_is_the_order_in_which_rank_0s_gradients_came() -> None:
+    order = [2, 0, 3, 1]
+
+    def work(transport: LocalTransport) -> tuple[list[list[str]], list[Tensor]]:
+        params = make_parameters()
+        reducer = make_reducer(params, transport, loft.Median(), bucket_bytes=300)
+        for step in range(3):
+            for at in order if transport.rank == 0 else reversed(range(4)):
+                give_gradients([params[at]], value=float(transport.rank + step))
+            reducer.synchronize()
+            grads = [p.grad.clone() for p in params]  # type: ignore[union-attr]  # all have one
+            torch.optim.SGD(params).zero_grad()
+        buckets = reducer.buckets
+        return [[slot.name for slot in bucket.slots] for bucket in buckets], grads
+
+    for layout, grads in run_ranks(3, work):
+        assert layout == [["p2", "p0"], ["p3"], ["p1"]] or layout == [["p2", "p0", "p1"], ["p3"]]
+        for grad in grads:
+            assert bool((grad == 3.0).all())  # the median of 2, 3 and 4
+
+
+def test_a_gradient_that_rank_0_lacks_goes_last() -> None:
+    def work(transport: LocalTransport) -> list[str]:
+        params = make_parameters()
+        reducer = make_reducer(params, transport, loft.Mean())
+        give_gradients(params[:3] if transport.rank == 0 else params)
+        reducer.synchronize()
+        assert float(params[3].grad[0, 0]) == 0.5  # type: ignore[index]  # it has one
+        return [slot.name for bucket in reducer.buckets for slot in bucket.slots]
+
+    assert run_ranks(2, work) == [["p2", "p1", "p0", "p3"]] * 2
+
+
+def test_gradients_live_in_their_bucket() -> None:
+    def work(transport: LocalTransport) -> None:
+        params = make_parameters()
+        reducer = make_reducer(params, transport, loft.Median())
+        places = []
+        for step in range(4):
+            give_gradients(params, value=float(step))
+            reducer.synchronize()
+            values = reducer.engine.values(0)
+            begin, end = values.data_ptr(), values.data_ptr() + values.nbytes
+            places.append([p.grad.data_ptr() for p in params])  # type: ignore[union-attr]
+            assert all(begin <= place < end for place in places[-1])
+            assert all(bool((p.grad == step).all()) for p in params)  # type: ignore[union-attr]
+            torch.optim.SGD(params).zero_grad(set_to_none=step == 2)
+        assert places[1] == places[2] == places[3]
+
+    run_ranks(2, work)
+
+
+def test_transposed_parameters_and_their_gradients_keep_their_values() -> None:
+    def work(transport: LocalTransport) -> Tensor:
+        param = torch.nn.Parameter(torch.zeros(3, 4).t())
+        optimizer = wrap([param], transport, rule=loft.Median())
+        grad = torch.arange(12.0).view(4, 3)
+        for _ in range(2):
+            optimizer.zero_grad(set_to_none=False)
+            torch.autograd.backward([param.view_as(param)], [grad])
+            optimizer.synchronize()
+        assert param.grad is not None
+        return param.grad
+
+    for grad in run_ranks(2, work):
+        assert torch.equal(grad, torch.arange(12.0).view(4, 3))
 
 
 def test_a_rank_that_does_not_come_is_a_timeout_that_names_bucket_and_stage() -> None:
