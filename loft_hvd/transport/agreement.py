@@ -15,12 +15,13 @@ from loft_hvd.transport.base import Channel
 
 __all__ = ["check_agreement", "digest", "odd_ones"]
 
-_SHOWN = 200
-_REFUSAL_BYTES = 1000
+_SHOWN = 200  # characters of a value; a choice: a line or two of an error
+_REFUSAL_BYTES = 1000  # a choice
 
 
 def digest(text: str) -> int:
     """Return 63 bits that differ, for all practical purposes, when texts do."""
+    # 63: they travel as int64. SHA-256, as ``hash`` is salted anew in every process.
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
@@ -41,6 +42,8 @@ def check_agreement(
             value of it.
     """
     keys = sorted(fields)
+    # [number of entries, digest of names, digest of values, refused]: one exchange where all agree,
+    # a second one, of a digest for each value, only where they do not.
     head = [len(keys), digest("\n".join(keys)), digest("\n".join(fields[key] for key in keys))]
     head += [int(refusal != "")]
     channel = channel.sub("agree")
@@ -58,6 +61,7 @@ def check_agreement(
         )
     digests = torch.tensor([digest(fields[key]) for key in keys])
     details = channel.sub("fields").allgather_rows(digests)
+    # [world_size, num_fields]: a column where some row differs from rank 0's
     differs = (details != details[0]).any(dim=0).tolist()
     column = differs.index(True)
     key = keys[column]
@@ -69,6 +73,7 @@ def check_agreement(
 
 def _raise_refusal(channel: Channel, refusal: str) -> None:
     """Raise what the first rank that cannot go on has to say."""
+    # Plain text in a tensor of fixed length; ranks that refuse nothing send zeros.
     own = refusal.encode()[:_REFUSAL_BYTES].ljust(_REFUSAL_BYTES, b"\0")
     letters = torch.tensor(list(own), dtype=torch.uint8)
     texts = channel.sub("refusal").allgather_rows(letters)

@@ -161,6 +161,7 @@ def locate(error: BaseException, place: str) -> BaseException:
         Of our own transport errors a new one whose message names the place; any other, such as
         Horovod's, the very same object with a note (from Python 3.11 on).
     """
+    # A new one: threads that are ranks may hold the same error, each at a place of its own.
     if isinstance(error, TransportError | MismatchError):
         located = type(error)(f"{place}: {error}")
         located.__cause__ = error.__cause__
@@ -237,10 +238,7 @@ class Channel:
         return self.transport.world_size
 
     def sub(self, part: str) -> Channel:
-        """Return the channel of a part, whose names cannot meet those of other parts.
-
-        ``Channel(transport, "loft").sub("order")`` has the name "loft.order".
-        """
+        """Return the channel of a part: "loft" and "order" make "loft.order"."""
         return replace(self, name=f"{self.name}.{part}")
 
     def wait(self, work: Work, *, what: str) -> None:

@@ -122,6 +122,7 @@ def check_allreduce(transport: Transport) -> None:
         _wait(transport.allreduce(buffer, name=f"c.sum.{dtype}"), f"sum of {dtype}")
         total = torch.stack([_values(peer, 100, dtype) for peer in range(size)]).sum(dim=0)
         _expect(torch.equal(buffer, total), transport, f"sum of {dtype}: wrong values")
+    # Fractions, whose sum depends on the order in which they are added.
     uneven = torch.rand(1000, generator=torch.Generator().manual_seed(rank))
     _wait(transport.allreduce(uneven, name="c.sum.bits"), "sum of fractions")
     rows = torch.zeros(size * 1000)
@@ -161,7 +162,7 @@ def check_many_in_flight(transport: Transport) -> None:
     size, rank = transport.world_size, transport.rank
     flights: list[tuple[Work, Tensor, Tensor]] = []
     for number in range(20):
-        send = torch.full((size * 3,), float(100 * number + rank))
+        send = torch.full((size * 3,), float(100 * number + rank))  # tells operation and rank
         recv = torch.zeros_like(send)
         flights.append((transport.alltoall(send, recv, name=f"c.many.{number}"), recv, send))
     for number, (work, recv, _) in reversed(list(enumerate(flights))):
@@ -174,7 +175,7 @@ def check_names_again(transport: Transport) -> None:
     """A name and its buffers serve again and again."""
     size, rank = transport.world_size, transport.rank
     send, recv = torch.zeros(size * 2), torch.zeros(size * 2)
-    for number in range(50):
+    for number in range(50):  # Horovod caches what it has agreed on for a name
         send.fill_(float(number * size + rank))
         _wait(transport.alltoall(send, recv, name="c.again"), f"round {number} of one name")
         expected = torch.arange(size).repeat_interleave(2) + float(number * size)

@@ -30,6 +30,7 @@ def default_transport(process_set: Any | None = None) -> Transport:
         UsageError: Horovod is not initialised, but a process set was given or a launcher has
             started several ranks.
     """
+    # Horovod first: a script may use torch.distributed beside it, as for its data.
     if horovod_if_initialized() is not None:
         return HorovodTransport(process_set)
     if process_set is not None:

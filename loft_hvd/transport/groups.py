@@ -26,6 +26,8 @@ Over = str | Sequence[Sequence[int]] | None
 class _Divisible(Protocol):
     """A transport that can be cut into transports among some of its ranks."""
 
+    # Apart from Transport: one of a user's own need not have it, where nobody asks for over=.
+
     def subset(self, parts: Sequence[tuple[int, ...]]) -> Transport:
         """Return the transport of the part that this rank is in; every rank calls it alike.
 
@@ -52,6 +54,7 @@ class Groups:
         Raises:
             ArgumentError: not every rank is in one group, or groups differ in size.
         """
+        # In one order, however a user wrote them: every rank makes its parts in this order.
         groups = tuple(sorted(tuple(sorted(group)) for group in members))
         if sorted(rank for group in groups for rank in group) != list(range(world_size)):
             raise ArgumentError(
@@ -81,6 +84,7 @@ class Groups:
     @property
     def across(self) -> tuple[tuple[int, ...], ...]:
         """The i-th rank of every group, for each i, [group_size, num_groups]."""
+        # ((0, 1), (2, 3), (4, 5)) gives ((0, 2, 4), (1, 3, 5)).
         return tuple(zip(*self.members, strict=True))
 
     def index_of(self, rank: int) -> int:
@@ -95,6 +99,7 @@ class Groups:
 def nodes_of(channel: Channel) -> tuple[tuple[int, ...], ...]:
     """Return the ranks of each node; every rank calls it alike."""
     rows = channel.sub("nodes").allgather_rows(torch.tensor([digest(channel.transport.node)]))
+    # [world_size, 1]: a digest instead of the name, so that every row has the same length
     ranks: dict[int, list[int]] = {}
     for rank, key in enumerate(rows.flatten().tolist()):
         ranks.setdefault(key, []).append(rank)

@@ -12,6 +12,7 @@ import importlib
 import inspect
 import queue
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -69,8 +70,7 @@ def horovod_module() -> Any:
 
 def horovod_if_initialized() -> Any | None:
     """Return ``horovod.torch`` if a script has imported and initialised it, else None."""
-    import sys
-
+    # Asked of a script that may not use Horovod: importing it loads its library, and MPI.
     if "horovod.torch" not in sys.modules:
         return None
     hvd = horovod_module()
@@ -105,6 +105,7 @@ class ElasticNotices:
             if timestamp > newest:
                 newest = timestamp
                 changes |= update
+        # Rank 0's count, so that every rank raises at the same commit, whichever notices came here.
         last, self._last, changes = broadcast_object((self._last, newest, changes))
         if self._last > last:
             raise self._module.HostsUpdatedInterrupt(False)
@@ -131,6 +132,7 @@ def reduce_op_name(op: Any) -> str:
 
 def _wire_view(tensor: Tensor) -> Tensor:
     """Show a dtype that Horovod does not know as one of the same width that it does."""
+    # Right for what is only moved; a sum of such bits would be nonsense (``_SUMMABLE``).
     return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
 
 
@@ -145,11 +147,10 @@ class _HorovodWork:
         self._copy_to = copy_to
 
     def done(self) -> bool:
-        """Say whether the operation has ended, well or badly."""
         return bool(self._hvd.poll(self._handle))
 
     def finish(self) -> None:
-        """Release the handle; raises ``HorovodInternalError`` if the operation failed."""
+        # Only of a done operation: on an unfinished one it spins on the interpreter's lock.
         output = self._hvd.synchronize(self._handle)
         if self._copy_to is not None:
             self._copy_to.copy_(output[0] if isinstance(output, tuple) else output)
@@ -166,6 +167,7 @@ class HorovodTransport:
         self._hvd = horovod_module()
         self._ops = importlib.import_module("horovod.torch.mpi_ops")
         self._set = self._hvd.global_process_set if process_set is None else process_set
+        # In elastic training a set keeps its number in a new world: heartbeats are closed before.
         self._world = f"horovod.{self._set.process_set_id}"
         self._takes_outputs = _takes_outputs(self._ops)
         self._no_splits = torch.empty(0, dtype=torch.int32)
@@ -208,6 +210,7 @@ class HorovodTransport:
 
     def _is_down(self) -> bool:
         """Say whether Horovod has shut down, so that its calls fail instead of waiting."""
+        # Where it lives the operation only queues, on this rank alone, and ends with the process.
         try:
             self._hvd.allreduce_async_(torch.zeros(1), op=self._hvd.Sum, name="loft.is.down")
         except Exception:  # HorovodInternalError, or ValueError when it is not initialised
@@ -296,6 +299,7 @@ def own_process_set(hvd: Any, ops: Any, parts: Sequence[Sequence[int]]) -> Any:
     Raises:
         UsageError: a set does not exist, and Horovod may not add any, or not among these ranks.
     """
+    # The same walk on every rank, also over sets that it is not in: adding one takes all of them.
     known = {
         tuple(ranks): key for key, ranks in ops._basics._get_process_set_ids_and_ranks().items()
     }
@@ -354,7 +358,7 @@ def restore_process_set(hvd: Any, process_set: Any) -> None:
             f"the process set of ranks {process_set.ranks} does not fit the new world of "
             f"{hvd.size()} ranks; start with a --min-np that keeps its ranks"
         )
-    process_set.process_set_id = None  # of the old world
+    process_set.process_set_id = None  # the old world's, should adding it fail
     if process_set.ranks == list(range(hvd.size())):
         process_set.process_set_id = hvd.global_process_set.process_set_id
     else:

@@ -92,12 +92,13 @@ class Faults:
         return int((_MOST_POLLS + 1) * self._draw("polls", rank, number)) if self.reorder else 0
 
     def _draw(self, what: str, rank: int, number: int) -> float:
+        # Drawn by what it is for, not one after another: ranks are threads that draw at once.
         return random.Random(f"{self.seed} {what} {rank} {number}").random()
 
 
 @dataclass
 class _Operation:
-    """One collective: what each rank brought, and who has taken its result."""
+    """One collective: what each rank brought."""
 
     kind: str
     members: tuple[int, ...]  # the ranks that take part, ascending
@@ -108,7 +109,7 @@ class _Operation:
     arrives_at: float = 0.0  # when what the slowest rank sent is there
 
     def complete(self) -> None:
-        """Move the bytes; called once, by the last rank to arrive."""
+        """Move the bytes; called once, by the last rank to arrive, so no thread is needed."""
         first = self.sends[self.members[0]]
         for rank, send in self.sends.items():
             if send.dtype != first.dtype or send.numel() != first.numel():
@@ -131,7 +132,10 @@ class _Operation:
             return rows[0]
         if self.kind == "alltoall":
             return torch.cat([row.tensor_split(len(rows))[at] for row in rows])
-        # Without the own shard: of 3 ranks, rank 1 has sent 2, rank 0's at 0 and rank 2's at 1.
+        # Without the own shard. Of three ranks, which leave out their own of shards 0 1 2:
+        #   rank 0 sends  1 2    the shard of the rank at place ``at`` is one place earlier
+        #   rank 1 sends  0 2    where the sender comes before it,
+        #   rank 2 sends  0 1    and in its own place where the sender comes after it.
         num_shards = len(rows) - 1
         others = [(place, row) for place, row in enumerate(rows) if place != at]
         parts = [row.tensor_split(num_shards)[at - (at > place)] for place, row in others]
@@ -169,6 +173,7 @@ class LocalWorld:
         self.clock = clock
         self._failure = ""
         self._changed = threading.Condition()
+        # By members too: groups of ranks use the same names at the same time.
         self._open: dict[tuple[tuple[int, ...], str], _Operation] = {}
         self._num_posted = [0] * world_size
         self._is_over = threading.Event()
@@ -199,24 +204,20 @@ class LocalWorld:
     def late(self, rank: int) -> list[int]:
         """Return the ranks that a rank's oldest operation in flight still lacks."""
         with self._changed:
-            for operation in self._open.values():
+            for operation in self._open.values():  # a dict keeps the order in which they began
                 if rank in operation.sends:
                     return [r for r in operation.members if r not in operation.sends]
         return []
 
-    def _post(
-        self,
-        kind: str,
-        name: str,
-        rank: int,
-        tensors: tuple[Tensor, Tensor],
-        members: tuple[int, ...],
+    def start(
+        self, kind: str, name: str, send: Tensor, recv: Tensor, *, end: LocalTransport
     ) -> _LocalWork:
-        send, recv = tensors
+        """Start a collective at one end of the wire."""
+        rank, members = end.world_rank, end.members
         number = self._num_posted[rank]
         self._num_posted[rank] += 1
         if number >= self.faults.stop.get(rank, number + 1):
-            self._is_over.wait()  # ended by ``end``: the world's owner has a limit
+            self._is_over.wait()  # until ``end``: the world's owner has a limit
             raise PeerError(f"rank {rank} was told to stop at its operation {number}, {name!r}")
         with self._changed:
             key = (members, name)
@@ -233,7 +234,7 @@ class LocalWorld:
                 operation.arrives_at = max(operation.arrives_at, arrives_at)
             if len(operation.sends) == len(members):
                 del self._open[key]
-                if kind == "allreduce":
+                if kind == "allreduce":  # in place: what one rank receives, another still adds
                     operation.sends = {r: t.clone() for r, t in operation.sends.items()}
                 operation.complete()
                 operation.is_done = True
@@ -254,12 +255,13 @@ class LocalWatch:
         return self.world.late(self.rank)
 
     def report(self, error: BaseException) -> None:
+        # Those errors came from another rank's failure: the first one is the one to tell.
         if not isinstance(error, PeerError | TransportTimeoutError):
             self.world.fail(self.rank, error)
 
 
 class _LocalWork:
-    """One rank's view of an operation."""
+    """One rank's view of an operation, which it may see end late, or fail."""
 
     def __init__(
         self, world: LocalWorld, operation: _Operation, rank: int, number: int, name: str
@@ -274,7 +276,6 @@ class _LocalWork:
         self._shown_at: float | None = None
 
     def done(self) -> bool:
-        """Say whether the operation has ended, well or badly."""
         if not self._operation.is_done:
             return self._fails or self._world.failed_rank is not None
         if self._num_polls > 0:
@@ -283,12 +284,11 @@ class _LocalWork:
         if self._delay_s == 0 and self._operation.arrives_at == 0:
             return True
         now = self._world.clock()
-        if self._shown_at is None:
+        if self._shown_at is None:  # the delay counts from when this rank could first see it
             self._shown_at = max(now, self._operation.arrives_at) + self._delay_s
         return now >= self._shown_at
 
     def finish(self) -> None:
-        """Raise the operation's error, if it has one."""
         if self._fails:
             rank, number, name = self._place
             raise TransportError(f"rank {rank}: its operation {number}, {name!r}, fails as told")
@@ -306,10 +306,10 @@ class LocalTransport:
     ) -> None:
         self.watch = LocalWatch(world, rank)
         self._world = world
-        self._world_rank = rank
-        self._members = tuple(range(world.world_size)) if members is None else members
-        self.rank = self._members.index(rank)
-        self.world_size = len(self._members)
+        self.world_rank = rank  # in the whole world, where ``rank`` counts within the members
+        self.members = tuple(range(world.world_size)) if members is None else members
+        self.rank = self.members.index(rank)
+        self.world_size = len(self.members)
         node = rank // world.ranks_per_node
         self.node = f"node{node}"
         first = node * world.ranks_per_node
@@ -318,8 +318,8 @@ class LocalTransport:
     def subset(self, parts: Sequence[tuple[int, ...]]) -> LocalTransport:
         """Return the ranks of this rank's part."""
         own = next(part for part in parts if self.rank in part)
-        members = tuple(self._members[rank] for rank in own)
-        return LocalTransport(self._world, self._world_rank, members=members)
+        members = tuple(self.members[rank] for rank in own)
+        return LocalTransport(self._world, self.world_rank, members=members)
 
     def alltoall(
         self, send: Tensor, recv: Tensor, *, name: str, skips_own: bool = False
@@ -336,7 +336,7 @@ class LocalTransport:
         return self._post("broadcast", name, buffer, buffer)
 
     def _post(self, kind: str, name: str, send: Tensor, recv: Tensor) -> _LocalWork:
-        return self._world._post(kind, name, self._world_rank, (send, recv), self._members)
+        return self._world.start(kind, name, send, recv, end=self)
 
 
 def run_ranks(
@@ -382,7 +382,8 @@ def run_ranks(
     for thread in threads:
         thread.start()
     stopped = [rank for rank in range(world_size) if rank in world.faults.stop]
-    for rank in sorted(range(world_size), key=lambda rank: rank in stopped):  # those last
+    # Ranks that were told to stop come last: they stay in their call until all others have ended.
+    for rank in sorted(range(world_size), key=lambda rank: rank in stopped):
         if rank in stopped:
             world.end()
         threads[rank].join(max(0.0, until - time.monotonic()))

@@ -34,6 +34,8 @@ _TAGS = 2**30  # bound from Gloo, whose tags are 32 bits with a sign; each name 
 class _TorchWork:
     """An operation whose sends and receives a thread waits for; the work joins it."""
 
+    # A thread each, as Gloo's receives say that they are done only to who waits for them.
+
     watch = None
 
     def __init__(self, name: str, move: Callable[[], None]) -> None:
@@ -49,15 +51,9 @@ class _TorchWork:
             self._error = error
 
     def done(self) -> bool:
-        """Say whether the operation has ended, well or badly."""
         return not self._thread.is_alive()
 
     def finish(self) -> None:
-        """Join the thread.
-
-        Raises:
-            TransportError: the operation failed; torch's own error is its cause.
-        """
         self._thread.join()
         if self._error is not None:
             raise TransportError(f"torch.distributed: {self._error}") from self._error
@@ -114,7 +110,7 @@ class TorchDistributedTransport:
         sent, received = _on_cpu(send), _on_cpu(recv)
         num_shards = self.world_size - skips_own
         sends, recvs = list(sent.chunk(num_shards)), list(received.chunk(num_shards))
-        if skips_own:
+        if skips_own:  # an empty shard in its place, so that shard j is rank j's again
             sends.insert(self.rank, sent[:0])
             recvs.insert(self.rank, received[:0])
         return self._post(name, self._exchange(sends, recvs, _tag(name)), received, recv)
@@ -131,6 +127,7 @@ class TorchDistributedTransport:
         summed = _on_cpu(buffer).view(-1)
         shards = summed.tensor_split(self.world_size)
         own = shards[self.rank]
+        # Each rank adds up one shard of all, then tells everyone its sum.
         rows = torch.empty(self.world_size, own.numel(), dtype=own.dtype)
         tag = _tag(name)
         gather = self._exchange(shards, list(rows), tag)
@@ -159,12 +156,14 @@ class TorchDistributedTransport:
         self, sends: Sequence[Tensor], recvs: Sequence[Tensor], tag: int
     ) -> Callable[[], None]:
         """Start to send ``sends[j]`` to rank j and to fill ``recvs[i]`` from rank i, near first."""
+        # Of 4 ranks rank 1 sends to 2, 3, 0 in turn: at no time do all send to the same rank.
         started = []
         for shift in range(1, self.world_size):
             source = (self.rank - shift) % self.world_size
             target = (self.rank + shift) % self.world_size
             started.append(self._recv(recvs[source], source, tag))
             started.append(self._send(sends[target], target, tag))
+        # The own part is copied, unless it is the same memory, as in the second phase of a sum.
         if recvs[self.rank].data_ptr() != sends[self.rank].data_ptr():
             recvs[self.rank].copy_(sends[self.rank].view_as(recvs[self.rank]))
         return functools.partial(self._wait, started)

@@ -37,14 +37,12 @@ class _WatchedWork:
         self._operation = heartbeat.meter.posted(name, _question_to(weakref.ref(self)))
 
     def done(self) -> bool:
-        """Say whether the operation has ended, or never will."""
         if self._work.done():
             self._end()
             return True
         return self.watch.final_verdict() is not None
 
     def finish(self) -> None:
-        """Release a done operation, or raise why it never will be."""
         is_done = self._work.done()
         with self._releasing:  # whoever asks from now on must not touch it
             self._end()
