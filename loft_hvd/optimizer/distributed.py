@@ -124,17 +124,20 @@ def _at_least_one(passes: int) -> int:
 
 def _check_kinds(optimizer: object, named_parameters: object, balancer: object) -> None:
     """Refuse what is no optimizer to wrap, no names, or no balancer."""
+    # An optimizer that evaluates its closure on its own compares losses that differ by rank.
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
         raise ArgumentTypeError(
             f"DistributedOptimizer: {type(optimizer).__name__} cannot be wrapped; it takes a "
             "torch.optim.Optimizer other than LBFGS (which steps by the local loss)"
         )
+    # Horovod makes a class of its own for each optimizer; its module is all they have in common.
     if type(optimizer).__module__ == OptimizerWrapper.__module__:
         raise ArgumentTypeError(
             "DistributedOptimizer: the optimizer is distributed already, by hvd or loft; gradients "
             "would be averaged before the rule sees them. Give the torch optimizer itself, or keep "
             "hvd.DistributedOptimizer and call loft.attach(optimizer, balancer)"
         )
+    # Mixed up arguments: found here, before hooks raise in the middle of a backward pass.
     if balancer is not None and not isinstance(balancer, StepSource):
         raise ArgumentTypeError(
             f"DistributedOptimizer: balancer={balancer!r} is of type {type(balancer).__name__}; "

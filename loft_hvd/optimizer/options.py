@@ -38,21 +38,21 @@ class OptimizerOptions:
     Attributes:
         num_named_groups: parameter groups that the optimizer had when it was wrapped.
         settings: how gradients are reduced, as far as the arguments say it.
-
-    Raises:
-        ArgumentTypeError: a value of another kind.
-        ArgumentError: a quarantine without diagnostics.
     """
 
+    # What is wrapped, and what ranks call its parameters.
     optimizer: torch.optim.Optimizer
     names: Sequence[tuple[str, torch.nn.Parameter]] | None
     num_named_groups: int
+    # How gradients are reduced.
     groups: int | Sequence[Sequence[Tensor]] | None
     rule: Rule
     settings: ReducerSettings
+    # Who the workers are, and who watches them.
     over: Over
     diagnostics: bool | Suspicion | None
     quarantine: bool | Quarantine
+    # Over which ranks, and who is told of it.
     balancer: Balancer | None
     log_dir: str | Path | None
     process_set: Any
@@ -81,12 +81,7 @@ class OptimizerOptions:
         return default_transport(self.process_set)
 
     def collect(self) -> ReducedParameters:
-        """Return the parameters that the optimizer has now, with rules that fit the options.
-
-        Raises:
-            ArgumentError: names, groups, rules or scales do not fit.
-            ArgumentTypeError: a parameter or rule of another kind.
-        """
+        """Return the parameters that the optimizer has now, with rules that fit the options."""
         found = collect_parameters(
             self.optimizer.param_groups,
             self.names,
@@ -120,6 +115,7 @@ class OptimizerOptions:
 
     def fields(self) -> dict[str, str]:
         """Return what must be equal on every rank, by name."""
+        # The texts of values: two ranks' objects are never the same one.
         settings, balancer = self.settings, self.balancer
         return {
             "option backward_passes_per_step": str(settings.num_passes),
@@ -137,10 +133,7 @@ class OptimizerOptions:
     def batches(self, before: RunLog, *, rank: int, world_size: int) -> Balancer | EqualBatches:
         """Return whom to tell of steps in a world, with a log that rank 0 writes.
 
-        Args:
-            before: the log of the world before; without a balancer rank 0 goes on with it.
-            rank: this rank, as it is numbered now.
-            world_size: number of ranks.
+        Without a balancer rank 0 goes on with the log of the world before.
         """
         if self.balancer is not None:
             if self.log_dir is not None:

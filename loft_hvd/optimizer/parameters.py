@@ -45,6 +45,7 @@ class ReducedParameters:
 
     def fields(self) -> dict[str, str]:
         """Return what must be equal on every rank, by name."""
+        # A field for each property of each parameter, so that an error names the one that differs.
         fields = {"order of the parameters": " ".join(spec.name for spec in self.specs)}
         for spec in self.specs:
             fields[f"parameter {spec.name}"] = f"shape {list(spec.shape)}, {spec.dtype}"
@@ -122,6 +123,7 @@ def check_none_thawed(
     Raises:
         UsageError: a parameter was frozen when the optimizer was made, and is not any more.
     """
+    # By id: tensors compare by value, and are not hashed by it.
     known = {id(parameter) for parameter in reduced}
     for i, j, parameter in _places(param_groups):
         has_gradient = parameter.requires_grad and parameter.grad is not None
@@ -160,6 +162,7 @@ def _names(
             "named_parameters must be a sequence of (name, parameter) tuples, such as "
             "model.named_parameters()"
         )
+    # One name twice would be one operation in flight twice.
     counts = Counter(name for name, _ in pairs)
     if doubled := sorted(name for name, count in counts.items() if count > 1):
         raise ArgumentError(
@@ -175,6 +178,7 @@ def _names(
                 f"named_parameters does not name parameter {j} of group {i}, of shape "
                 f"{list(parameter.shape)}; name every parameter of the optimizer, or pass none"
             )
+        # Nobody could name it when the optimizer was wrapped.
         names[id(parameter)] = f"added.{i}.{j}"
     return names
 

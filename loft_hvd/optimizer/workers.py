@@ -58,6 +58,7 @@ class Workers:
         self._groups = groups
         self._num_workers = groups.num_groups if groups else transport.world_size
         self.check(found.rules)
+        # A mean keeps every row: nobody can be outside, and nobody is looked at.
         robust = [rule for rule in found.rules if not isinstance(rule, Mean)]
         if options.over is None and robust:
             _advise_levels(transport)
@@ -72,6 +73,7 @@ class Workers:
         elif robust and (watches or held):
             self.watch = WorkerWatch(
                 channel,
+                # The rule that needs most rows says whom it can spare.
                 max(robust, key=lambda rule: rule.min_rows),
                 groups=groups,
                 settings=given if isinstance(given, Suspicion) else Suspicion(),
@@ -98,10 +100,8 @@ class Workers:
                 ) from error
 
     def min_ranks(self, rules: Sequence[Rule]) -> int:
-        """Return so many ranks that any of them are in enough groups for every rule.
-
-        Groups of 2, three of them needed: any 4 ranks may be two whole groups, any 5 are in three.
-        """
+        """Return so many ranks that any of them are in enough groups for every rule."""
+        # Three groups of 2 needed: any 4 ranks may be two whole groups, any 5 are in three.
         most = max(rule.min_rows for rule in rules)
         return (most - 1) * (self._groups.group_size if self._groups else 1) + 1
 
@@ -198,7 +198,8 @@ class OptimizerWorld:
         self._transport = transport
         self._options = options
         self._outgoing = outgoing
-        # An elastic transport is renumbered under this object: these are what it was made for.
+        # Horovod renumbers an elastic transport under this object, and its balancer may begin a
+        # world without it: these two are what it was made for.
         self._made_for = transport.world_size
         self._batches = options.batches(before, rank=self.rank, world_size=self.world_size)
         self._number = self._batches.num_worlds
@@ -239,6 +240,7 @@ class OptimizerWorld:
         self.detach()
         found = self._options.collect()
         self._agree(found)
+        # The workers stay, with what is known of them; the parameters' rules may be new.
         self._workers.check(found.rules)
         self._lay_out(found)
 
@@ -278,7 +280,7 @@ class OptimizerWorld:
     def synchronize(self) -> None:
         """Reduce every gradient, and wait until all are there."""
         self._check_unchanged()
-        if self.world_size > 1:
+        if self.world_size > 1:  # alone, a gradient that is not reduced parts no models
             check_none_thawed(self._options.optimizer.param_groups, self._reducer.parameters)
         self._batches.computing_ended()
         began = time.monotonic()
@@ -304,6 +306,7 @@ class OptimizerWorld:
 
     def step_ended(self) -> None:
         """Note that the optimizer has taken its step."""
+        # Before the step ends: a plan may be made at its end.
         self._batches.hold(self._workers.watch.absent_ranks)
         self._batches.step_ended(waited_s=self._waited_s)
         self._waited_s = 0.0

@@ -119,6 +119,7 @@ class SpreadWatch:
         if self.has_ended:
             return None
         own, self._own = self._own, [None] * len(self._layout)
+        # Every rank sees the same layout, so all of them begin anew, and compare, at one step.
         if not self._is_fixed:
             layout = [0 if values is None else values.numel() for values in reduced]
             if layout != self._layout:
@@ -141,7 +142,7 @@ class SpreadWatch:
         return values.detach().reshape(-1)[places].to(torch.float64)
 
     def _note(self, apart: Floats) -> None:
-        if np.isfinite(apart).all():
+        if np.isfinite(apart).all():  # a step that overflows says nothing of lasting differences
             self._sums += apart
             self._squares += apart**2
             self._num_noted += 1

@@ -148,11 +148,7 @@ def _medians(lines: Floats) -> Floats:
 
 
 class Evidence:
-    """What one owner saw of every row since the last exchange.
-
-    Args:
-        num_rows: workers, [num_rows] in everything.
-    """
+    """What one owner saw of every row, of ``num_rows``, since the last exchange."""
 
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
@@ -191,15 +187,11 @@ class Evidence:
 
 @dataclass
 class WorkerState:
-    """What is known of one worker.
+    """What is known of one worker, as in ``WorkerReport``, and for how long it has stood out.
 
     Attributes:
-        suspicion: 0 (as the others) to 1, smoothed over about 20 steps.
-        share_outside: share of its coordinates outside the rule's window, smoothed.
-        distance: its squared distance to the result over the median worker's, smoothed.
-        num_non_finite: NaN or infinite coordinates among those looked at, all steps together.
-        num_steps: steps in which something could be said of it.
         steps_out: steps in a row, up to now, in which it stood out.
+        next_warning: as many of them as bring the next warning.
     """
 
     suspicion: float = 0.0
@@ -226,12 +218,7 @@ class WorkerState:
 
 
 class SuspicionTracker:
-    """One suspicion a worker, from the owners' evidence; the same on every rank.
-
-    Args:
-        num_rows: workers.
-        settings: how closely they are watched.
-    """
+    """One suspicion a worker, of ``num_rows``, from the owners' evidence; equal on every rank."""
 
     def __init__(self, num_rows: int, settings: Suspicion) -> None:
         self.workers = [WorkerState() for _ in range(num_rows)]
@@ -292,9 +279,10 @@ class SuspicionTracker:
             worker.steps_out = 0
             return False
         worker.steps_out += num_steps
-        if worker.steps_out < max(self._settings.patience, worker.next_warning):
+        due = max(self._settings.patience, worker.next_warning)
+        if worker.steps_out < due:
             return False
-        worker.next_warning = 2 * max(self._settings.patience, worker.next_warning)
+        worker.next_warning = 2 * due
         return True
 
 

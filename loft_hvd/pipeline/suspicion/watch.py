@@ -56,11 +56,7 @@ class Quarantine:
 
 
 class Unwatched:
-    """In place of a ``WorkerWatch`` where nobody is watched: rules run, nothing is looked at.
-
-    Args:
-        why: what the report says in place of workers.
-    """
+    """In place of a ``WorkerWatch`` where nobody is watched; ``why`` is what the report says."""
 
     absent_ranks: tuple[int, ...] = ()
 
@@ -172,9 +168,6 @@ class WorkerWatch:
     def step_reduced(self, weights: PassWeights) -> None:
         """Close a step, in which no bucket is in flight any more; every rank calls it alike.
 
-        Args:
-            weights: of the step, one a rank.
-
         Raises:
             MismatchError: ranks differ about who is in quarantine.
         """
@@ -182,6 +175,7 @@ class WorkerWatch:
         counts = None if by_worker is None else by_worker.counts
         self._evidence.step_reduced(self._rule, weights=counts)
         self._num_steps += 1
+        # What was sent before this step's last buckets is read now: decisions hold from the next.
         self._read()
         self._release()
 
@@ -218,6 +212,7 @@ class WorkerWatch:
         # Equally suspicious ones by number: the order must be the same on every rank.
         for worker in sorted(named, key=lambda worker: (-self._tracker.excess(worker), worker)):
             num_left = len(self._members) - len(self._until) - 1
+            # 2f+1 rows bound f wrong ones; f stays what it is, whoever is left out.
             if num_left < self._rule.min_rows:
                 self._refuse(worker, num_left)
                 return
