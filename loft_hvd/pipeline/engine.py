@@ -119,10 +119,8 @@ class Engine:
         pack: fills a bucket's values, [numel], in the engine's thread, and returns the weights of
             the step.
         mean_factor: what the result of a ``Mean`` is multiplied by at last.
-        wire: the format in which values travel.
         make_exchange: how a part of a bucket goes over the wire.
         part_bytes: a bucket of at least twice as many bytes is exchanged in parts.
-        clock: seconds that never go back.
     """
 
     def __init__(

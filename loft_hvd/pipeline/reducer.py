@@ -30,7 +30,7 @@ class GradientReducer:
     """Reduces the gradients of some parameters over ranks, starting within the backward pass.
 
     Args:
-        parameters: the parameters, in an order equal on every rank.
+        parameters: in an order equal on every rank.
         specs: what each of them is, [len(parameters)].
         rules: the rules that ``specs`` refer to by index.
         settings: how gradients are reduced.

@@ -7,6 +7,7 @@ next is on the wire. Rules that work on single coordinates give the same bits ho
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -82,7 +83,10 @@ class BucketReduction:
         self._factor = factor
         self._lane = spec.lane
         self._bucket_stages = spec.lane.row(spec.lane.name)  # within the bucket's own span
-        self._device = torch.device(spec.device)
+        device = torch.device(spec.device)
+        self._on_device: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+        if device.type == "cuda":
+            self._on_device = functools.partial(torch.cuda.device, device)
         self._stage = Stage.IDLE
         self.padded = spec.zeros(bounds[-1] if has_bucket else 0)  # to whole shards
         self.values = self.padded[: spec.numel]
@@ -124,7 +128,7 @@ class BucketReduction:
             self._lane.enter(self._lane.name)
             self._bucket_stages.enter(Stage.PACK.value)
             weights = self._pack(self.values)
-            self._bucket_stages.leave()
+            self._bucket_stages.enter("")
             self._send(self.padded, self.padded, weights)
 
     def start_from(self, source: Tensor, result: Tensor, weights: PassWeights | None) -> None:
@@ -153,19 +157,14 @@ class BucketReduction:
                 self._bucket_stages.enter(Stage.UNPACK.value)
                 if self._factor != 1.0:
                     self.values.mul_(self._factor)
-                self._bucket_stages.leave()
+                self._bucket_stages.enter("")
                 self._stage = Stage.DONE
-                self._lane.leave()
+                self._lane.enter("")
         return self._stage is Stage.DONE
 
     def memory_bytes(self) -> int:
         """Return the bytes of the bucket, and of what its exchanges hold."""
         return self.padded.nbytes + sum(each.memory_bytes() for _, each in self._parts)
-
-    def _on_device(self) -> AbstractContextManager[object]:
-        if self._device.type == "cuda":
-            return torch.cuda.device(self._device)
-        return contextlib.nullcontext()
 
 
 def _bounds(spec: ExchangeSpec, num_shards: int, part_bytes: int | None) -> tuple[int, ...]:

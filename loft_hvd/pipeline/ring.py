@@ -114,10 +114,7 @@ class Exchange:
     def start(self, source: Tensor, result: Tensor, weights: PassWeights | None) -> None:
         """Begin, and go on until the first collective is in flight.
 
-        Args:
-            source: this rank's values, [numel]; untouched, and not to be touched, until the end.
-            result: where the aggregated ones go, [numel]; may be ``source`` itself.
-            weights: what the rows weigh this time.
+        ``source`` and ``result`` are [numel], and may be one tensor. Leave ``source`` as it is.
         """
         self._steps = self._way(self._enter, source, result, weights)
         self._next()
@@ -209,6 +206,34 @@ def on_shard_owners(spec: ExchangeSpec, wire: Compression, run: RunRule) -> Exch
     return Exchange(steps, lane=spec.lane, held=held)
 
 
+def on_shard_owners_compressed(
+    spec: ExchangeSpec, compressor: Compressor, run: RunRule
+) -> Exchange:
+    """Apply a rule on shard owners; values and results travel in a user's own format."""
+    transport, name, num_ranks = spec.transport, spec.name, spec.transport.world_size
+    rows = spec.zeros(num_ranks, spec.numel // num_ranks)  # [n, shard]
+    reduced = torch.zeros_like(rows[0])  # [shard]
+
+    def steps(
+        enter: Enter, source: Tensor, result: Tensor, weights: PassWeights | None
+    ) -> Iterator[Work]:
+        enter(Stage.PACK)
+        sent, context = _compressed(compressor, source)
+        enter(Stage.ALL_TO_ALL)
+        received = torch.empty_like(sent)
+        yield transport.alltoall(sent, received, name=f"{name}.a2a")
+        enter(Stage.AGGREGATE)
+        rows.view(-1).copy_(compressor.decompress(received, context))
+        run(rows, spec.rule, weights, reduced)
+        own, context = _compressed(compressor, reduced)
+        enter(Stage.ALL_GATHER)
+        yield transport.allgather(own, received, name=f"{name}.ag")  # of the size of all shards
+        enter(Stage.UNPACK)
+        result.copy_(compressor.decompress(received, context))
+
+    return Exchange(steps, lane=spec.lane, held=[rows, reduced])
+
+
 def as_engine_sum(spec: ExchangeSpec) -> Exchange:
     """Sum by the engine's own all-reduce, in place; each rank's are already scaled by its share."""
 
@@ -253,34 +278,6 @@ def between_two(spec: ExchangeSpec) -> Exchange:
         run_rule([source, other] if rank == 0 else [other, source], spec.rule, weights, result)
 
     return Exchange(steps, lane=spec.lane, held=[other])
-
-
-def on_shard_owners_compressed(
-    spec: ExchangeSpec, compressor: Compressor, run: RunRule
-) -> Exchange:
-    """Apply a rule on shard owners; values and results travel in a user's own format."""
-    transport, name, num_ranks = spec.transport, spec.name, spec.transport.world_size
-    rows = spec.zeros(num_ranks, spec.numel // num_ranks)  # [n, shard]
-    reduced = torch.zeros_like(rows[0])  # [shard]
-
-    def steps(
-        enter: Enter, source: Tensor, result: Tensor, weights: PassWeights | None
-    ) -> Iterator[Work]:
-        enter(Stage.PACK)
-        sent, context = _compressed(compressor, source)
-        enter(Stage.ALL_TO_ALL)
-        received = torch.empty_like(sent)
-        yield transport.alltoall(sent, received, name=f"{name}.a2a")
-        enter(Stage.AGGREGATE)
-        rows.view(-1).copy_(compressor.decompress(received, context))
-        run(rows, spec.rule, weights, reduced)
-        own, context = _compressed(compressor, reduced)
-        enter(Stage.ALL_GATHER)
-        yield transport.allgather(own, received, name=f"{name}.ag")  # of the size of all shards
-        enter(Stage.UNPACK)
-        result.copy_(compressor.decompress(received, context))
-
-    return Exchange(steps, lane=spec.lane, held=[rows, reduced])
 
 
 def _compressed(compressor: Compressor, values: Tensor) -> tuple[Tensor, Any]:

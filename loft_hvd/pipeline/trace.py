@@ -115,7 +115,7 @@ class Lane:
         self._began_s = 0.0
 
     def enter(self, span: str) -> None:
-        """End the open span, if any, and begin another."""
+        """End the open span, if any, and begin another; "" begins none."""
         if self._trace is not None:  # else two comparisons are all that a lane costs
             now = self._trace.clock()
             if self._span:
