@@ -29,7 +29,7 @@ __all__ = [
 
 BASELINE, BASELINE_AGAIN = "horovod", "horovod again"
 PEER = "blocking, torch.median"
-_CHECKED = 4096  # values of each result that are compared with the definition
+_CHECKED = 4096  # values of each result that are compared; the definition takes seconds for all
 _WARM_UPS = 2  # buffers, and the layout of an optimizer's buckets
 _SAMPLE_MB = 8.0  # smaller tensors are reduced several times in one sample
 
@@ -62,6 +62,7 @@ def measure_allreduce(bench: AllreduceBench) -> dict[str, Any]:
         AggregationError: a result is not what the rule's definition gives.
     """
     transport = HorovodTransport()
+    # Two ranks bear no wrong row, so their trimmed mean has f = 0: a mean by the robust way.
     f = max((transport.world_size - 1) // 2, 0)
     rules: dict[str, Rule] = {
         "mean": Mean(),
@@ -75,6 +76,7 @@ def measure_allreduce(bench: AllreduceBench) -> dict[str, Any]:
         calls = _calls(tensor, rules, stem=f"bench.{megabytes:g}", has_peer=bench.has_peer)
         for name, rule in rules.items():
             _check(transport, tensor, calls[name](), rule)
+        # Below 8 MB a sample would be a few cycles of Horovod (1 ms each), and mostly their phase.
         inner = max(1, round(_SAMPLE_MB / megabytes))
         found[f"{megabytes:g}"] = interleave(
             transport, calls, rounds=bench.rounds, inner=inner, name=f"bench.{megabytes:g}.times"
@@ -110,11 +112,12 @@ def interleave(
             call()
     for number in range(rounds):
         for key in random.Random(number).sample(order, len(order)):
-            hvd.barrier()
+            hvd.barrier()  # else a rank that is ahead would time its wait for the others
             began = time.perf_counter()
             for _ in range(inner):
                 calls[key]()
             own[key].append((time.perf_counter() - began) / inner)
+    # One row a rank, [contestants * rounds]. A collective takes as long as its slowest rank.
     row = torch.tensor([own[key] for key in order], dtype=torch.float64).view(-1)
     slowest = Channel(transport, name, 300.0).allgather_rows(row).amax(dim=0)
     return dict(zip(order, slowest.view(len(order), rounds).tolist(), strict=True))
@@ -140,7 +143,7 @@ def _blocking_median(tensor: Tensor, stem: str) -> Tensor:
     """Exchange shards, sort, gather: each stage ends before the next begins."""
     hvd = horovod_module()
     world_size = hvd.size()
-    shard = -(-tensor.numel() // world_size)
+    shard = -(-tensor.numel() // world_size)  # equal shards: the last one is padded with zeros
     padded = torch.zeros(world_size * shard)
     padded[: tensor.numel()] = tensor
     rows = hvd.alltoall(padded, name=f"{stem}.peer.a2a").view(world_size, shard)

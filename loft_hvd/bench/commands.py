@@ -85,6 +85,7 @@ def bench_kernels(
     timings, goals = [], []
     untimed: list[Untimed] = []
     if on_cuda:
+        # Packages in host memory, and rows in device memory: their times have nothing in common.
         steps = measure_cuda(bench, require_cuda())
         reason = "takes rows in host memory here; timed without --device cuda"
         untimed += [Untimed(f"{name} {version}", None, reason) for name, version in peers().items()]
@@ -154,6 +155,7 @@ def plot_kernels(timings: Sequence[Timing], path: str | os.PathLike[str]) -> Non
         marker = "." if level or name in _RULES else "x"
         rows, passes = zip(*sorted(points), strict=True)
         axes.plot(rows, passes, style, color=colour, marker=marker, label=label)
+    # Row counts double and passes span two decades: both axes are logarithmic.
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xlabel("rows")

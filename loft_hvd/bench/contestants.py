@@ -43,7 +43,7 @@ __all__ = [
     "rules_of",
 ]
 
-_NUMEL = 4099  # vectors of every width, and a rest
+_NUMEL = 4099  # vectors of every width, and a tail: a prime
 _POISON = -3e33  # what no result is: outputs hold it before a call
 PASS, PASS_AGAIN, PASS_BURSTS = "pass", "pass again", "pass in bursts"
 WEIGHTED, DIAGNOSED = "trimmed_mean weighted", "trimmed_mean diagnosed 1/16"
@@ -55,6 +55,7 @@ _DTYPE_CODES = {torch.float64: 0, torch.float32: 1, torch.float16: 2, torch.bflo
 
 def rules_of(rows: int) -> dict[str, Rule]:
     """Return the rules that are timed, by name; f is a quarter of the rows, at least 1."""
+    # One f of many: docs/benchmarks.md says what others take.
     f = max(1, rows // 4) if rows >= 3 else 0
     return {
         "mean": Mean(),
@@ -110,6 +111,7 @@ class Contestant:
 
     def values(self, pool: Tensor) -> Tensor:
         """Return the rows [num_rows, numel] that this contestant aggregates."""
+        # [num_rows, numel] float32 seen as 16 bits is [num_rows, 2 numel]; the first half is kept.
         return pool[: self.num_rows].view(self.dtype)[:, : pool.shape[1]]
 
     def call(self, run: KernelRun) -> Callable[[], object]:
@@ -121,6 +123,7 @@ class Contestant:
             return functools.partial(
                 aggregate, given, self.rule, weights=self.weights, present=present, out=run.out
             )
+        # Straight to the extension, with the addresses ready: what is timed is the kernel alone.
         job = (
             [row.data_ptr() for row in run.pool[: self.num_rows]],
             run.pool.shape[1],
@@ -148,6 +151,7 @@ def contestants(rows: int, *, is_called: bool) -> list[Contestant]:
     for dtype in (torch.bfloat16, torch.float16):
         name = f"median {str(dtype).removeprefix('torch.')}"
         found.append(Contestant(name, Median(), rows, dtype=dtype))
+    # 1 2 3 1 2 3 ...: no two of three rows weigh the same, so nothing is left out as equal.
     weights = tuple(1 + row % 3 for row in range(rows))
     found.append(Contestant(WEIGHTED, trimmed, rows, weights=weights))
     found.append(Contestant(DIAGNOSED, trimmed, rows, every=16))
@@ -155,6 +159,7 @@ def contestants(rows: int, *, is_called: bool) -> list[Contestant]:
         found.append(Contestant(CALLED, trimmed, rows, is_called=True))
         found.append(Contestant(EQUAL, trimmed, rows, weights=(3,) * rows, is_called=True))
     if is_called and rows > 1:
+        # The same n - 1 rows, given alone and beside a masked one: a mask is to cost nothing.
         found.append(Contestant(KEPT, Median(), rows - 1, is_called=True))
         found.append(Contestant(MASKED, Median(), rows - 1, is_called=True, is_masked=True))
     return found
@@ -219,6 +224,7 @@ def check_contestants(module: Any, rows: int, levels: Sequence[str]) -> None:
         AggregationError: a result differs in a bit, or a row's diagnosis is wrong.
     """
     pool = hard_rows(rows)
+    # The pass adds in row order, as this loop does: the same bits.
     total = torch.zeros(_NUMEL)
     for row in pool:
         total += row
@@ -232,6 +238,7 @@ def check_contestants(module: Any, rows: int, levels: Sequence[str]) -> None:
         for contestant in contestants(rows, is_called=level == called_level(module)):
             found = _run(contestant, run)
             name = f"{contestant.name}, {level},"
+            # The definition is slow and is asked once; other levels must have the first one's bits.
             if contestant.name in kept:
                 first, first_diagnosis = kept[contestant.name]
                 _compare(name, rows, found[0], first)
@@ -256,6 +263,7 @@ def check_threads(one: KernelRun, many: KernelRun) -> None:
         AggregationError: a result differs.
     """
     rows = len(one.pool)
+    # An error at the seam of two threads shows only where each has enough bytes to be started.
     pairs = [(name, call, pass_calls(many)[name]) for name, call in pass_calls(one).items()]
     for contestant in contestants(rows, is_called=False):
         pairs.append((contestant.name, contestant.call(one), contestant.call(many)))
@@ -290,6 +298,7 @@ def _wanted(contestant: Contestant, pool: Tensor) -> Tensor:
 
 def _compare(name: str, rows: int, found: Tensor, wanted: Tensor) -> None:
     """Raise unless every value is the same, zeros in their sign too; NaN is NaN."""
+    # +0 == -0, so the signs are compared too; which NaN it is, unit tests compare.
     is_number = (found == wanted) & (found.signbit() == wanted.signbit())
     is_same = is_number | (found.isnan() & wanted.isnan())
     if not bool(is_same.all()):

@@ -22,7 +22,7 @@ from loft_hvd.errors import MissingDependencyError
 __all__ = ["COPY", "COPY_AGAIN", "judge_cuda", "measure_cuda", "require_cuda"]
 
 COPY, COPY_AGAIN = "device copy", "device copy again"
-_PEER_NUMEL = 1_000_000
+_PEER_NUMEL = 1_000_000  # torch.median takes many passes, and copies
 # Least share of the copy's bandwidth that median and trimmed mean reach, by row count.
 _SHARES = ((16, 0.90), (32, 0.85), (64, 0.75))
 _TIMES_TORCH = 50.0
@@ -60,9 +60,11 @@ def measure_cuda(bench: KernelBench, device: torch.device) -> Iterator[list[Timi
     """
     for rows in bench.rows:
         check_rules(rows, device=device)
+        # Rows of whole 64 bytes: each begins where a load of 16 bytes may.
         numel = min(bench.numel, bench.most_bytes // (4 * rows)) // 16 * 16
         pool = torch.randn(rows, numel, device=device)
         calls = list(_calls(pool))
+        # The least of repeats + 1 rounds: the first one loads kernels, so it is rarely the least.
         best = {call.name: _seconds(call.run, device) for call in calls}
         for _ in range(bench.repeats):
             for call in calls:
@@ -105,6 +107,7 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
         begin = time.perf_counter()
         run()
         return time.perf_counter() - begin
+    # The device's own clock: the host only queues, and would time the queue.
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     first.record()
     run()

@@ -20,7 +20,10 @@ from loft_hvd.bench.peers import TORCH_MEDIAN, TORCH_MEDIAN_AGAIN
 
 __all__ = ["Goal", "goal_rows", "is_quiet", "judge_kernels", "timing_rows"]
 
-_SLACK = 1.15  # a goal missed by less than this is within what the machine adds
+# Measured: in noisy hours the same ratio of one build came out at 0.86 and at 1.14
+# (docs/benchmarks.md). A goal missed by less than this may be the machine's fault.
+_SLACK = 1.15
+# A choice: with a pass that is 8 % off itself, chance would decide on goals of 1.10 and 1.15.
 _NOISE_LIMIT = 0.08
 # Most passes for median and trimmed mean in float32, by row count: [AVX-512, AVX2].
 _PASSES = ((16, 1.15, 1.25), (32, 1.35, 2.0), (64, 1.9, 3.0), (128, 2.5, 2.5))
@@ -78,7 +81,7 @@ def judge_kernels(timings: Sequence[Timing]) -> list[Goal]:
     goals = []
     for level in dict.fromkeys(timing.level for timing in timings if timing.level):
         if level not in _JUDGED:
-            continue
+            continue  # the baseline has no goals
         by_name = {t.contestant: t for t in timings if t.level == level}
         is_judged = is_quiet(by_name[PASS].seconds, by_name[PASS_AGAIN].seconds)
         for what, limit, found in _limits(by_name, level):
@@ -130,6 +133,7 @@ def _by_two_threads(timings: Sequence[Timing]) -> Iterator[Goal]:
         for threads in (ONE_THREAD, TWO_THREADS)
     }
     is_judged = all(is_quiet(first, again) for first, again in passes.values())
+    # One core may take most of the memory's bandwidth: then no code gains more than the pass does.
     limit = min(1.7, 0.9 * min(passes[ONE_THREAD]) / min(passes[TWO_THREADS]))
     scaling = {
         name.removeprefix(f"{ONE_THREAD} "): one.seconds
@@ -156,6 +160,8 @@ def _against_torch(timings: Sequence[Timing]) -> Iterator[Goal]:
     ours = [t for t in timings if t.contestant == "median"]
     if torch_median is None or not ours or not 3 <= torch_median.rows <= 64:
         return
+    # Measured: torch.median takes 101 passes of 33 rows and 81 of 64, the median 1.04 and 1.13
+    # (docs/benchmarks.md), so that less is to be wanted there.
     best = min(ours, key=lambda timing: timing.seconds)
     limit = 50.0 if best.rows <= 33 else 30.0
     speedup = torch_median.ns_a_coordinate / best.ns_a_coordinate

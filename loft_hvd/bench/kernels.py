@@ -71,6 +71,8 @@ def choose_clock(*, threads: int = 1) -> Clock:
 
     CPU time counts all threads together, so it serves only for one thread.
     """
+    # Measured wall times then hold other work's turns on the core; CPU time does not. A quarter of
+    # the machine free, beside what we add, is what we take for quiet: a rule of thumb.
     cpus = os.cpu_count() or 1
     is_busy = os.getloadavg()[0] + threads > cpus * 0.75
     if is_busy and threads == 1:
@@ -109,6 +111,7 @@ def interleaved_minimum(
     best = dict.fromkeys(calls, float("inf"))
     if not calls:
         return best
+    # The first call of each faults in the pages of its output: not counted.
     for call in calls.values():
         call()
     done, spent_s = 0, 0.0
@@ -197,6 +200,7 @@ def measure_kernels(
         ArgumentError: a level that this CPU does not run, or rows that no call takes.
         AggregationError: a result is wrong.
     """
+    # Everything is refused before the rows are made, which takes seconds and gigabytes.
     module = extension()
     if module is None:
         raise MissingDependencyError("bench kernels times the extension: run `make setup` first")
@@ -208,6 +212,8 @@ def measure_kernels(
     levels = bench.levels or tuple(here)
     ways = find_ways(report)
     most = max(bench.rows)
+    # Whole AVX-512 vectors of float32, so that no tail is timed; the same for all row counts, which
+    # share one block of memory.
     numel = min(bench.numel, bench.most_bytes // (4 * most)) // 16 * 16
     pool = _noise(most * numel).view(most, numel)
     wide = torch.empty(numel)
@@ -223,6 +229,7 @@ def measure_kernels(
 def _noise(count: int) -> Tensor:
     """Return normal values; a short stretch is repeated, because speed depends on order alone."""
     stretch = torch.randn(min(count, 5_000_011), generator=torch.Generator().manual_seed(0))
+    # The stretch is no multiple of a power of two, so that rows, which have such lengths, differ.
     values = torch.empty(count)
     for first in range(0, count, len(stretch)):
         part = values[first : first + len(stretch)]
@@ -250,6 +257,7 @@ def _measure_rows(
     """Time all contestants of a row count; runs differ in their level, the best one last."""
     best = runs[-1]
     rows, numel = best.pool.shape
+    # One clock for all contestants of a row count: ratios of two clocks mean nothing.
     clock = choose_clock(threads=best.threads)
     rounds = Rounds(bench.repeats, bench.least_s)
     timings = []
@@ -258,6 +266,7 @@ def _measure_rows(
             check_threads(replace(run, threads=1), run)
         calls = _kernel_calls(run)
         timings += _time(calls, clock, rounds, shape=(rows, numel), level=run.level)
+    # Peers, which have no level, are compared with the fastest pass of any level.
     base = min(t.ns_a_coordinate for t in timings if t.contestant.startswith(PASS))
     if best.threads == 1 and allowed_cpus() > 1:
         check_threads(best, replace(best, threads=2))
@@ -277,7 +286,7 @@ def _kernel_calls(run: KernelRun) -> dict[str, Call]:
     is_called = run.level == called_level(run.module)
     for contestant in contestants(len(run.pool), is_called=is_called):
         calls[contestant.name] = contestant.call(run)
-    calls[PASS_AGAIN] = calls[PASS]
+    calls[PASS_AGAIN] = calls[PASS]  # how far it is from the first says how noisy the rounds were
     return calls
 
 
@@ -307,6 +316,7 @@ def _time(
         base = 1e9 * min(best[PASS], best[PASS_AGAIN], best[PASS_BURSTS]) / numel
     timings = []
     for name, seconds in best.items():
+        # n rows read and one result written; a copy reads and writes one row.
         width = 2 if name.endswith("float16") else 4
         moved = width * numel * (2 if name.startswith("memcpy") else rows + 1)
         passes = 1e9 * seconds / numel / base

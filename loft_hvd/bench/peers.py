@@ -106,6 +106,7 @@ def _as_results(rows: Tensor) -> list[tuple[list[Array], int]]:
 
 
 # Package, module, name, how to call it, the rule's definition.
+# (f + 0.25) / n below: Flower takes a share and rounds share * n down, so f / n might give f - 1.
 _THEIRS: tuple[tuple[str, str, str, Callable[[Any, Tensor, int], Call], Any], ...] = (
     ("byzfl", "byzfl", "Median", lambda m, r, f: functools.partial(m.Median(), r), _median),
     ("byzfl", "byzfl", "TrMean", lambda m, r, f: functools.partial(m.TrMean(f), r), _trimmed_mean),
@@ -192,11 +193,13 @@ def peer_calls(
     calls = {}
     for way in ways:
         name = f"{way.name} f={f}" if way.has_f else way.name
+        # A package that raises or is wrong costs a line of the table, and not the others' times.
         try:
             found = _as_array(way.prepare(small, f)())
             wanted = way.wanted(small.double().numpy(), f)
             if found.shape != wanted.shape:
                 raise ValueError(f"returns the shape {found.shape} instead of {wanted.shape}")
+            # Relative above 1, absolute below: values near 0 come from sums of larger ones.
             error = np.abs(found - wanted) / np.maximum(np.abs(wanted), 1)
             worst = float(np.nan_to_num(error, nan=np.inf).max())
             call = way.prepare(few, f)

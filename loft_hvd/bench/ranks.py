@@ -44,6 +44,8 @@ __all__ = [
 ]
 
 MARK = "loft_hvd bench: "  # before the line of results, among what launchers print
+# Goals are 1.03 to 1.10: a baseline 5 % off itself says nothing about them. Gloo needs many rounds
+# to come below it (docs/benchmarks.md).
 NOISE_LIMIT = 0.05
 _PEER_GOALS = {"gloo": 2.5, "mpi": 5.0}  # times as fast as a blocking exchange
 
@@ -77,9 +79,11 @@ class BenchJob:
 
 def allreduce_goal(contestant: str, megabytes: float, job: BenchJob) -> float | None:
     """Return the largest ratio to Horovod's all-reduce that we accept, or None without a goal."""
+    # Of two ranks none may be wrong, so there the median is judged; four bear f = 1.
     rule = contestant.split()[0]
     if (rule, job.num_ranks) not in (("trimmed_mean", 4), ("median", 2)):
         return None
+    # 4 MB take so few cycles of the engine that one more, for two exchanges in place of one, shows.
     if megabytes == 4:
         return 1.4
     if megabytes not in (25, 100):
@@ -108,6 +112,7 @@ def run_bench(what: str, options: dict[str, Any], job: BenchJob) -> dict[str, An
         horovod_build(), script, num_ranks=job.num_ranks, controller=job.controller
     )
     done = run_limited(command, timeout_s=job.timeout_s)
+    # Launchers put "[0]<stdout>:" before a line, and may write their own between ours.
     lines = [line.split(MARK, 1)[1] for line in done.output.splitlines() if MARK in line]
     if not done.is_over or len(lines) != 1:
         lines = done.output.splitlines()
@@ -120,7 +125,7 @@ def run_bench(what: str, options: dict[str, Any], job: BenchJob) -> dict[str, An
 
 def main(arguments: list[str]) -> int:
     """Measure what the arguments ask for; rank 0 prints one line of JSON."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # ranks share the cores; threads of theirs would only wait
     hvd = horovod_module()
     hvd.init()
     what, options = arguments[0], json.loads(arguments[1])
@@ -165,9 +170,10 @@ def paired_ratios(
     first, second = samples[baseline], samples[again]
     found = {}
     for name, seconds in samples.items():
+        # Dividing by the mean of both samples halves the variance that the baseline brings.
         divisors = first if name in (baseline, again) else _means(first, second)
         ratios = sorted(value / by for value, by in zip(seconds, divisors, strict=True))
-        quarter = len(ratios) // 4
+        quarter = len(ratios) // 4  # 15 rounds: ratios 3 to 11 are the middle half
         spread = ratios[-1 - quarter] - ratios[quarter]
         found[name] = Ratio(statistics.median(seconds), statistics.median(ratios), spread)
     return found

@@ -47,6 +47,7 @@ def write_record(
 
 
 def _processor() -> str:
+    # platform.processor() is empty on most Linux systems; the kernel knows.
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -57,6 +58,7 @@ def _processor() -> str:
 
 def _commit() -> str:
     """Return the commit of the source tree, "unknown" outside one; marked when it has changes."""
+    # --exclude "*" leaves tags out: a hash names one commit, a tag and a count need the tag.
     here = Path(__file__).resolve().parent
     try:
         done = subprocess.run(

@@ -114,6 +114,8 @@ def measure_step(bench: StepBench) -> dict[str, Any]:
         inputs = torch.randn(bench.batch, 3, 64, 64, generator=generator)
     targets = torch.randint(0, 1000, (bench.batch,), generator=generator)
 
+    # Each contestant has a model of its own with the same first weights: a step changes weights and
+    # gives gradients a place, so contestants must not share them.
     def contestant(wrap: Callable[[nn.Module, torch.optim.Optimizer], Any]) -> Callable[[], None]:
         torch.manual_seed(0)
         model = MODELS[bench.model]()
@@ -159,5 +161,5 @@ def _trace(make: Callable[[], Callable[[], None]], file: str, rank: int) -> dict
     trace.write()
     trace_to(None)
     stages = {stage.value for stage in Stage} | {"wait"}
-    every = _TRACED_STEPS + 1
+    every = _TRACED_STEPS + 1  # the step that lays buckets out is traced as well
     return {name: spent / every for name, spent in trace.seconds().items() if name in stages}

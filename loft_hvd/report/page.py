@@ -16,6 +16,7 @@ __all__ = ["render_page"]
 
 Entry = dict[str, Any]
 
+# The parts of a step in the order in which it passes through them; they add up to the step.
 _PARTS = ("stall", "compute", "queued", "wait", "other")
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 820px; margin: 2em auto; padding: 0 1em;
@@ -41,6 +42,7 @@ def render_page(entries: Sequence[Entry], *, title: str) -> str:
     Raises:
         DataError: a line lacks one of its fields.
     """
+    # A log may come from another version, or be cut off: that is our error, and no traceback.
     try:
         text = render_text(entries)
         by_kind: dict[str, list[Entry]] = {}
@@ -60,6 +62,7 @@ def render_page(entries: Sequence[Entry], *, title: str) -> str:
 
 
 def _sections(by_kind: dict[str, list[Entry]]) -> Iterator[str]:
+    # An elastic job writes a "run" line for each of its worlds; the last one is what is left.
     for run in by_kind.get("run", [])[-1:]:
         facts = [f"{run['world_size']} ranks"]
         if "policy" in run:
@@ -94,7 +97,7 @@ def _times(entries: Sequence[Entry]) -> Iterator[str]:
     yield bars(rows, _PARTS, unit="ms")
     yield "<h2>Each rank's own work</h2>"
     steps = [float(entry["step"]) for entry in entries]
-    num_ranks = max(len(ranks) for ranks in times)
+    num_ranks = max(len(ranks) for ranks in times)  # elastic worlds differ in size
     series = [
         (
             f"rank {rank}",
@@ -121,6 +124,7 @@ def _plans(entries: Sequence[Entry], *, last_step: float) -> Iterator[str]:
             for entry in entries
             if rank < len(entry["sizes"])
         ]
+        # The last plan holds to the end of the log, as far as any line says how far that is.
         points.append((max(last_step, points[-1][0]), points[-1][1]))
         series.append((f"rank {rank}", points))
     yield lines(series, label="samples of a step", is_stepped=True)

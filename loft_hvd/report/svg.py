@@ -7,8 +7,10 @@ from html import escape
 
 __all__ = ["bars", "lines"]
 
+# Units of the drawings: a page shows them as wide as its text, whatever that is in pixels.
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 760, 240, 64, 34, 12
 _ROW, _GAP = 22, 6
+# Seven of Paul Tol's "bright" colours, which colour-blind readers tell apart, and a dark one.
 _COLOURS = (
     "#4477aa",
     "#ee6677",
@@ -47,6 +49,7 @@ def bars(rows: Sequence[tuple[str, Sequence[float]]], parts: Sequence[str], *, u
         parts: their names, [len(row)].
         unit: of the lengths.
     """
+    # Labels stand left of _LEFT; 90 units stay free for the sum at the end of the longest bar.
     longest = max((sum(values) for _, values in rows), default=0.0) or 1.0
     scale = (_WIDTH - _LEFT - 90) / longest
     shapes = []
@@ -86,6 +89,7 @@ def lines(
         return '<p class="none">nothing was logged</p>'
     first, last = min(x for x, _ in points), max(x for x, _ in points)
     highest = max(least_top, *(y for _, y in points)) or 1.0
+    # SVG's y grows downwards: a value lies (value * up) above the base line.
     across = (_WIDTH - _LEFT - 10) / ((last - first) or 1.0)
     up = (_HEIGHT - _BOTTOM - _TOP) / highest
     base = _HEIGHT - _BOTTOM
@@ -101,11 +105,12 @@ def lines(
         path = ""
         for x, y in line:
             at_x, at_y = _LEFT + (x - first) * across, base - y * up
+            # Points (0, 64), (20, 76): stepped M0,64 H20 L20,76 stays at 64 until the plan changes.
             if path and is_stepped:
                 path += f"H{at_x:.1f}"
             path += f"{'L' if path else 'M'}{at_x:.1f},{at_y:.1f}"
         if len(line) == 1:
-            path += "h3"
+            path += "h3"  # a path of one point has no length and would not be seen
         shapes.append(
             f'<path class="line" stroke="{_colour(number)}" d="{path}">'
             f"<title>{escape(name)}</title></path>"

@@ -56,7 +56,7 @@ def _history(entries: Sequence[Entry]) -> Iterator[str]:
 
 def _newest(entries: Sequence[Entry]) -> Iterator[str]:
     """Say what was known last of times, models, gradients and workers."""
-    last = {entry["kind"]: entry for entry in entries}
+    last = {entry["kind"]: entry for entry in entries}  # later lines replace earlier ones
     if "times" in last:
         yield f"times up to step {last['times']['step']}:"
         yield describe([RankTimes(**rank) for rank in last["times"]["ranks"]])
@@ -72,6 +72,7 @@ def _newest(entries: Sequence[Entry]) -> Iterator[str]:
 
 def spread_line(entry: Entry) -> str:
     """Say how much ranks' gradients differ, from a ``spread`` line."""
+    # JSON has no NaN: a rank of which too little was seen is null.
     ratios = ", ".join("unknown" if r is None else f"{r:.2f}" for r in entry["ratios"])
     return (
         f"lasting difference of each rank's gradients in the first {entry['step']} steps, over "
@@ -81,6 +82,7 @@ def spread_line(entry: Entry) -> str:
 
 def read_suspicion(entry: Entry) -> SuspicionReport:
     """Turn a ``suspicion`` line back into the report it was made of."""
+    # JSON made lists of tuples; a frozen report compares and hashes by its tuples.
     workers = (
         WorkerReport(**{**worker, "ranks": tuple(worker["ranks"])}) for worker in entry["workers"]
     )
