@@ -44,10 +44,10 @@ class Diagnostics:
     def share_outside(self) -> tuple[float, ...]:
         """``num_outside`` over ``num_seen``, [world_size]; 0 for a row that was not looked at.
 
-        An honest row among n alike is outside in a share of 2 f / n of a trimmed mean, f / n of a
-        mean around a centre, 1 - 1 / n (odd n) or 1 - 2 / n of a median. So compare rows with each
-        other, never with 0.
+        Compare rows with each other, never with 0: honest rows are outside, too.
         """
+        # Of n rows alike, each is outside in a share of 2 f / n of a trimmed mean, f / n of a mean
+        # around a centre, and 1 - 1 / n (odd n) or 1 - 2 / n of a median.
         pairs = zip(self.num_outside, self.num_seen, strict=True)
         return tuple(outside / seen if seen else 0.0 for outside, seen in pairs)
 

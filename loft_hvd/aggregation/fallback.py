@@ -72,8 +72,9 @@ def diagnose_rows(
 
     Returns:
         Coordinates looked at, then for each row: those strictly outside the kept window, those
-        not finite, the squared distance to the result. Waits for the device once, at the end.
+        not finite, the squared distance to the result.
     """
+    # Sums stay on the device until the end: it is waited for once, not once a block.
     blocks = range(0, out.numel(), BLOCK * every)
     # [3, rows]; counts stay below 2**53, so float64 holds them
     tally = torch.zeros(3, len(rows), dtype=torch.float64, device=out.device)

@@ -127,10 +127,7 @@ def _midpoint(lower: Tensor, upper: Tensor) -> Tensor:
 
 
 def _around(centre: Tensor, rule: Rule, ranked: RankedRows, weights: RankedRows | None) -> Kept:
-    """Average the rows - f values nearest to ``centre``, [numel]; of two equally near, the lower.
-
-    -inf is farther than any finite value, though both distances may overflow.
-    """
+    """Average the rows - f values nearest to ``centre``; of two equally near, the lower."""
     # The nearest values are neighbours in rank, so a window of them slides up while that helps.
     # Slot i % keep holds the value that leaves when the window moves from i to i + 1. With keep 3:
     #     window 0: ranks 0 1 2   slots 0 1 2
@@ -142,6 +139,7 @@ def _around(centre: Tensor, rule: Rule, ranked: RankedRows, weights: RankedRows 
     for i in range(rule.f):
         leaving, entering = ranked[i], ranked[i + keep]
         below, above = centre - leaving, entering - centre
+        # -inf is farther than any finite value, though both distances may overflow.
         overflows = (below == above) & leaving.isinf() & entering.isfinite()
         moves = (below > above) | overflows
         near[i % keep] = torch.where(moves, entering, near[i % keep])
@@ -266,7 +264,9 @@ def _ranked_and_applied(
     values = values.astype(precision)
     weights = np.broadcast_to(_reduced(counts)[:, None], values.shape)
     is_positive = ~np.signbit(values) & (values == 0)  # -0 before +0
-    order = np.lexsort((weights, is_positive, values), axis=0)  # NaN, of either sign, comes last
+    # The last key counts most: by value, equal values by sign, then by weight. NumPy puts NaN, of
+    # either sign, last.
+    order = np.lexsort((weights, is_positive, values), axis=0)
     ranked, by_rank = (np.take_along_axis(part, order, 0) for part in (values, weights))
     kept = apply(rule, *(list(torch.from_numpy(part).unbind()) for part in (ranked, by_rank)))
     return kept.result.numpy(), kept.low.numpy(), kept.high.numpy()

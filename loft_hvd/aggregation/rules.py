@@ -176,7 +176,7 @@ class Rule:
         else:
             counts = read_weights(weights)
         self.check(len(counts), weights=counts)
-        counting = sorted(weight for weight in counts if weight > 0)
+        counting = sorted(weight for weight in counts if weight > 0)  # the lightest first
         rows = self._rows_survived(counting)
         return Tolerance(rows=rows, weight=self._weight_survived(counting, rows))
 

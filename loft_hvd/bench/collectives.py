@@ -92,7 +92,7 @@ def interleave(
     inner: int,
     name: str,
 ) -> dict[str, list[float]]:
-    """Time calls in turn, in another order each round, which is the same on every rank.
+    """Time calls in turn.
 
     Args:
         transport: the ranks.
@@ -110,6 +110,8 @@ def interleave(
     for _ in range(_WARM_UPS):
         for call in calls.values():
             call()
+    # Another order each round, so that no call always runs behind the same one; seeded by the
+    # round, because ranks that called in different orders would wait for each other for ever.
     for number in range(rounds):
         for key in random.Random(number).sample(order, len(order)):
             hvd.barrier()  # else a rank that is ahead would time its wait for the others

@@ -181,11 +181,9 @@ def called_level(module: Any) -> str:
 
 
 def hard_rows(rows: int) -> Tensor:
-    """Return float32 [rows, 4099] with ties, zeros of both signs, NaN, infinities and 1e30.
-
-    From three rows on the last one is all NaN, infinite or 1e30, which one wrong row may be. In a
-    stretch more rows are so than any rule tolerates.
-    """
+    """Return float32 [rows, 4099] with ties, zeros of both signs, NaN, infinities and 1e30."""
+    # The last of three and more rows is all NaN, infinite or 1e30, as one wrong row may be. In the
+    # stretch from 3000 on more rows are so than any rule tolerates.
     random = np.random.default_rng(rows)
     values = random.standard_normal((rows, _NUMEL)).astype(np.float32)
     values[:, 1000:2000] = np.round(2 * values[:, 1000:2000]) / 2  # ties and zeros of both signs
@@ -254,10 +252,7 @@ def check_contestants(module: Any, rows: int, levels: Sequence[str]) -> None:
 def check_threads(one: KernelRun, many: KernelRun) -> None:
     """Compare what all contestants give by one thread and by several, bit by bit.
 
-    Args:
-        one: a run by one thread.
-        many: the same rows, result and level with more; with enough bytes a thread, which the
-            rows of ``check_contestants`` are too few for.
+    Both runs have the same rows, result and level.
 
     Raises:
         AggregationError: a result differs.

@@ -23,7 +23,8 @@ __all__ = ["COPY", "COPY_AGAIN", "judge_cuda", "measure_cuda", "require_cuda"]
 
 COPY, COPY_AGAIN = "device copy", "device copy again"
 _PEER_NUMEL = 1_000_000  # torch.median takes many passes, and copies
-# Least share of the copy's bandwidth that median and trimmed mean reach, by row count.
+# Least share of the copy's bandwidth that median and trimmed mean reach, by row count. Goals that
+# nobody has measured yet: no GPU has run them.
 _SHARES = ((16, 0.90), (32, 0.85), (64, 0.75))
 _TIMES_TORCH = 50.0
 
@@ -134,10 +135,8 @@ def _timings(calls: Sequence[_Call], best: dict[str, float], rows: int) -> list[
 
 
 def judge_cuda(timings: Sequence[Timing]) -> list[Goal]:
-    """Return every goal that these timings, of one row count, speak of.
-
-    A goal is not judged where the copy, or torch.median, took another time when timed again.
-    """
+    """Return every goal that these timings, of one row count, speak of."""
+    # Not judged where the copy, or torch.median, took another time when timed again.
     by_name = {timing.contestant: timing for timing in timings}
     rows = timings[0].rows
     share = next((share for most, share in _SHARES if rows <= most), None)

@@ -73,11 +73,8 @@ def is_quiet(first: float, again: float) -> bool:
 
 
 def judge_kernels(timings: Sequence[Timing]) -> list[Goal]:
-    """Return every goal that these timings speak of.
-
-    Args:
-        timings: of one row count, all levels.
-    """
+    """Return every goal that these timings, of one row count and all levels, speak of."""
+    # A level's goals are ratios to its own pass: what reading the rows costs at that width.
     goals = []
     for level in dict.fromkeys(timing.level for timing in timings if timing.level):
         if level not in _JUDGED:
@@ -118,10 +115,8 @@ def _limits(by_name: dict[str, Timing], level: str) -> Iterator[tuple[str, float
 
 
 def _by_two_threads(timings: Sequence[Timing]) -> Iterator[Goal]:
-    """Yield how many times faster two threads are; the pass says what the machine allows.
-
-    Nothing is judged where a pass, by one thread or by two, differs from itself.
-    """
+    """Yield how many times faster two threads are; the pass says what the machine allows."""
+    # Nothing is judged where a pass, by one thread or by two, differs from itself.
     by_name = {
         t.contestant: t for t in timings if t.contestant.startswith((ONE_THREAD, TWO_THREADS))
     }
@@ -151,10 +146,8 @@ def _starting(by_name: dict[str, Timing], start: str) -> Timing:
 
 
 def _against_torch(timings: Sequence[Timing]) -> Iterator[Goal]:
-    """Yield how many times faster the best level is than torch.median.
-
-    Nothing is judged where torch.median took another time than it did a moment before.
-    """
+    """Yield how many times faster the best level is than torch.median."""
+    # Nothing is judged where torch.median took another time than it did a moment before.
     by_name = {t.contestant: t for t in timings}
     torch_median = by_name.get(TORCH_MEDIAN)
     ours = [t for t in timings if t.contestant == "median"]

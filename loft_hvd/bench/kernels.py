@@ -67,10 +67,8 @@ WALL = Clock("wall", time.perf_counter)
 
 
 def choose_clock(*, threads: int = 1) -> Clock:
-    """Return wall time, or the process's CPU time where other work keeps the machine busy.
-
-    CPU time counts all threads together, so it serves only for one thread.
-    """
+    """Return wall time, or the process's CPU time where other work keeps the machine busy."""
+    # CPU time counts all threads together, so it serves only for one thread.
     # Measured wall times then hold other work's turns on the core; CPU time does not. A quarter of
     # the machine free, beside what we add, is what we take for quiet: a rule of thumb.
     cpus = os.cpu_count() or 1
@@ -96,18 +94,9 @@ class Rounds:
 def interleaved_minimum(
     calls: Mapping[str, Call], *, clock: Clock, rounds: Rounds
 ) -> dict[str, float]:
-    """Time every call once a round, in turn, and keep each one's smallest time.
-
-    Slow and fast moments of the machine then fall on all calls alike, and their ratios hold.
-
-    Args:
-        calls: what to time, by name.
-        clock: what to read.
-        rounds: over all calls, after one that is not counted.
-
-    Returns:
-        Seconds of the fastest round of each call.
-    """
+    """Time every call once a round, in turn, and return the seconds of each one's fastest round."""
+    # In turn, slow and fast moments of the machine fall on all calls alike, and their ratios hold.
+    # The least of many rounds is one in which nothing else used the memory.
     best = dict.fromkeys(calls, float("inf"))
     if not calls:
         return best
@@ -227,7 +216,8 @@ def measure_kernels(
 
 
 def _noise(count: int) -> Tensor:
-    """Return normal values; a short stretch is repeated, because speed depends on order alone."""
+    """Return normal values, the same ones at every run."""
+    # A short stretch is repeated, because speed depends on the order of a column's values alone.
     stretch = torch.randn(min(count, 5_000_011), generator=torch.Generator().manual_seed(0))
     # The stretch is no multiple of a power of two, so that rows, which have such lengths, differ.
     values = torch.empty(count)
@@ -292,6 +282,7 @@ def _kernel_calls(run: KernelRun) -> dict[str, Call]:
 
 def _thread_calls(run: KernelRun) -> dict[str, Call]:
     """Return the pass and the rules that are most used, by one thread and by two."""
+    # All of them in the same rounds: a gain is a ratio, and the pass says what could be gained.
     calls = {}
     for threads, words in ((1, ONE_THREAD), (2, TWO_THREADS)):
         for name, call in _kernel_calls(replace(run, threads=threads)).items():

@@ -156,6 +156,7 @@ def peers() -> dict[str, str]:
 
 def find_ways(report: Callable[[Untimed], None]) -> list[Way]:
     """Import the packages that are installed; return all ways, and report what does not import."""
+    # importlib by name: no package is a dependency, and any may break with a version of its own.
     versions = peers()
     ways = list(_OWN)
     for package, path, rule, call, wanted in _THEIRS:

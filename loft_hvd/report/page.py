@@ -53,6 +53,7 @@ def render_page(entries: Sequence[Entry], *, title: str) -> str:
         if isinstance(error, DataError):
             raise
         raise DataError(f"report: a line lacks or has too many fields ({error})") from error
+    # One file, without scripts or links: it can be mailed, and opens where there is no network.
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>\n"
@@ -135,6 +136,7 @@ def _workers(entries: Sequence[Entry]) -> Iterator[str]:
         return
     yield "<h2>Workers</h2>"
     reports = [(float(entry["step"]), read_suspicion(entry)) for entry in entries]
+    # Workers are ranks or, with over=, groups; the newest report says which ones there are now.
     _, newest = reports[-1]
     series = [
         (

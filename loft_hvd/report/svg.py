@@ -65,6 +65,7 @@ def bars(rows: Sequence[tuple[str, Sequence[float]]], parts: Sequence[str], *, u
             x += value * scale
         shapes.append(_text(x + 6, y + 16, f"{sum(values):.3g} {unit}"))
     height = max(1, len(rows)) * (_ROW + _GAP)
+    # A view box scales to the page's width; screen readers take "img" as one picture.
     drawing = f'<svg viewBox="0 0 {_WIDTH} {height}" role="img">{"".join(shapes)}</svg>'
     return drawing + _legend(parts)
 
