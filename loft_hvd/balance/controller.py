@@ -36,25 +36,15 @@ _WARM_UP_INTERVALS = 2
 
 @dataclass(frozen=True)
 class Decision:
-    """A plan and why it was made: one line of ``plans.jsonl``.
-
-    Attributes:
-        plan_id: number of the plan.
-        first_step: first step with it.
-        sizes: samples of each rank, [world_size].
-        reason: why, in plain words.
-        predicted_s: seconds of a step with it; None when not predicted.
-        predicted_gain: share of the step that it should save; None likewise.
-        measured_s: seconds of a step before it, by rank 0's clock; None when not measured.
-    """
+    """A plan and why it was made: one line of ``plans.jsonl``."""
 
     plan_id: int
     first_step: int
     sizes: Sizes
-    reason: str
-    predicted_s: float | None = None
-    predicted_gain: float | None = None
-    measured_s: float | None = None
+    reason: str  # in plain words
+    predicted_s: float | None = None  # of a step with it; None when not predicted
+    predicted_gain: float | None = None  # share of the step that it should save; None likewise
+    measured_s: float | None = None  # of a step before it, by rank 0's clock; None when not known
 
     @property
     def plan(self) -> Plan:
@@ -70,12 +60,7 @@ def write_decisions(path: str | os.PathLike[str], decisions: Iterable[Decision])
 
 @dataclass
 class _State:
-    """What a run goes on from: ``Controller`` and ``Decision`` explain it.
-
-    Attributes:
-        discarded: (rank, reason, number) of the reports that were not believed.
-        learnt: the policy's state.
-    """
+    """What a run goes on from."""
 
     world_size: int
     global_batch_size: int
@@ -83,8 +68,8 @@ class _State:
     history: list[Decision]
     num_intervals: int
     quarantine: QuarantineSizes
-    discarded: list[tuple[int, str, int]]
-    learnt: dict[str, Any]
+    discarded: list[tuple[int, str, int]]  # rank, reason and number of reports not believed
+    learnt: dict[str, Any]  # the policy's state
 
 
 class Controller:
@@ -124,14 +109,13 @@ class Controller:
                 f"Controller: min_batch={min_batch}, grain={grain}, max_sizes={max_sizes} must be "
                 f">= 1 and settle_steps={settle_steps} >= 0"
             )
+        total = global_batch_size
         caps = [max_batch] * world_size if isinstance(max_batch, int | None) else list(max_batch)
         if len(caps) != world_size:
             raise ArgumentError(
                 f"Controller: max_batch={caps} has {len(caps)} entries for {world_size} ranks"
             )
-        highest = [
-            global_batch_size if cap is None else min(cap, global_batch_size) for cap in caps
-        ]
+        highest = [total if cap is None else min(cap, total) for cap in caps]
         bounds = Bounds.of(world_size, floor=min_batch, cap=highest, grain=grain)
         self.task = Task(global_batch_size, bounds)
         self.policy = make_policy(policy)
@@ -156,9 +140,7 @@ class Controller:
     def warm_up(self, is_capped: Sequence[bool]) -> None:
         """Keep ranks at their first size, or below, until two intervals have been seen.
 
-        Args:
-            is_capped: ranks that may grow at once, since what their memory holds is known,
-                [world_size].
+        Those that ``is_capped`` [world_size] may grow at once: what their memory holds is known.
         """
         self._is_capped = list(is_capped)
 
@@ -173,7 +155,7 @@ class Controller:
 
     def is_settled(self, step: int) -> bool:
         """Whether a step's times count: the first steps at new sizes are slower than the rest."""
-        plan = self.plan_at(step)
+        plan = self.plan_at(step)  # of plan 0 nothing is new but the run: all count
         return plan.plan_id == 0 or step >= plan.first_step + self.settle_steps
 
     def observe(self, interval: Interval) -> None:
@@ -286,18 +268,17 @@ class Controller:
 
     def state_dict(self) -> dict[str, Any]:
         """Return history, counts and what the policy learnt, JSON-able."""
-        return encode(
-            _State(
-                world_size=self.task.world_size,
-                global_batch_size=self.task.global_batch_size,
-                policy=self.policy.name,
-                history=self.history,
-                num_intervals=self._num_intervals,
-                quarantine=self.quarantine,
-                discarded=[(rank, why, n) for (rank, why), n in sorted(self.discarded.items())],
-                learnt=self.policy.state_dict(),
-            )
+        state = _State(
+            world_size=self.task.world_size,
+            global_batch_size=self.task.global_batch_size,
+            policy=self.policy.name,
+            history=self.history,
+            num_intervals=self._num_intervals,
+            quarantine=self.quarantine,
+            discarded=[(rank, why, n) for (rank, why), n in sorted(self.discarded.items())],
+            learnt=self.policy.state_dict(),
         )
+        return encode(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where ``state_dict`` was taken, in the same world and with the same policy.

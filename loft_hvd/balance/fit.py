@@ -16,48 +16,36 @@ import numpy.typing as npt
 
 from loft_hvd.balance.interval import COMPUTE, FETCH, LOCAL, REMOTE, SIZE, STALL, Interval
 from loft_hvd.balance.latency import StepModel, queued_samples
+from loft_hvd.balance.plan import Bools, Floats, Ints
 from loft_hvd.balance.regression import LinearFit, TermFitter
 
 __all__ = ["Fit", "Fitter", "Past"]
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
-
-_NUM_ROWS = 48
-_POOR_NOISE = 0.30
-_UNCLEAR = 0.10  # a term known no better than 10 % of the time cannot be told apart
 _FETCH_TERMS = ("fetch_fixed_s", "local_s", "remote_s", "shared_s")
 _COMPUTE_TERMS = ("compute_fixed_s", "compute_s")
 
-_KNEES = 12
-_EVIDENCE = 6.0  # gain in -2 log likelihood that one more parameter must bring
-_SPAN = 1.2  # sizes must span this ratio before a form can be told
-_SNAP = 0.03
-_COUNTS_FADE = 0.65  # a row: counts are exact, so few rows will do
+# "Measured" as in regression.py: docs/balance.md, "The constants".
+_NUM_ROWS = 48  # the oldest counts 0.95 ** 48 = 9 %; measured: twice as many make the same plans
+_POOR_NOISE = 0.30  # of a rank's time: what no model explains; measured
+_UNCLEAR = 0.10  # a term known no better than 10 % of the time cannot be told apart
+_KNEES = 12  # tried between the least and the largest batch, 11 % apart at 4:1; measured
+_EVIDENCE = 6.0  # gain in -2 log likelihood: chance alone brings it once in 70 times; measured
+_SPAN = 1.2  # sizes must span this ratio before a form can be told; measured: p95 +4.1 % with 1.05
+_SNAP = 0.03  # so near to 0 or 1, overlap is taken for it: noise alone does as much; measured
+_COUNTS_FADE = 0.65  # a row: counts are exact, so three rows will do; measured
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The models of all ranks and how well they are known.
+    """The models of all ranks and how well they are known; arrays are [world_size]."""
 
-    Attributes:
-        model: the fitted times.
-        fetch: fit of the fetch terms (fixed, local, remote, shared).
-        compute: fit of the compute terms (fixed, sample), above the knee for saturating ranks.
-        knee: samples below which compute does not get cheaper, 0 for a linear rank, [world_size].
-        num_rows: rows of each rank that still count, [world_size].
-        is_poor: ranks whose times no model explains, [world_size], bool.
-        unclear: for each rank the terms that its rows do not tell apart.
-    """
-
-    model: StepModel
-    fetch: LinearFit
-    compute: LinearFit
-    knee: Floats
-    num_rows: Ints
-    is_poor: Bools
-    unclear: tuple[tuple[str, ...], ...]
+    model: StepModel  # the fitted times
+    fetch: LinearFit  # of the fetch terms: fixed, local, remote, shared
+    compute: LinearFit  # of the compute terms: fixed, sample; above the knee where there is one
+    knee: Floats  # samples below which compute does not get cheaper, 0 for a linear rank
+    num_rows: Ints  # that still count
+    is_poor: Bools  # no model explains the rank's times
+    unclear: tuple[tuple[str, ...], ...]  # for each rank the terms that its rows do not tell apart
 
     def stderr(self, sizes: npt.ArrayLike) -> Floats:
         """Return the standard error of each rank's time at ``sizes``, seconds, [world_size]."""
@@ -65,46 +53,34 @@ class Fit:
         local = self.model.local(batch)
         fetch = self.fetch.stderr(_fetch_features(local, batch - local, self.model.source))
         compute = self.compute.stderr(_compute_features(batch, self.knee))
+        # The longer part counts in full, the shorter by what overlap does not hide of it.
         is_hidden = self.model.fetch(local, batch - local) < self.model.compute(batch)
-        overlap = self.model.overlap
+        shown = 1.0 - self.model.overlap
         error: Floats = np.hypot(
-            np.where(is_hidden, 1.0 - overlap, 1.0) * fetch,
-            np.where(is_hidden, 1.0, 1.0 - overlap) * compute,
+            np.where(is_hidden, shown, 1.0) * fetch, np.where(is_hidden, 1.0, shown) * compute
         )
         return error
 
 
 @dataclass
 class Past:
-    """What a fitter knows: the rows of the last intervals, and what was learnt from those before.
-
-    Attributes:
-        fetch: of the fetch terms.
-        compute: of the compute terms.
-        knee: samples below which compute does not get cheaper, 0 for a linear rank, [world_size].
-        num_changes: how often each rank has changed for good, [world_size].
-        rows: of the last intervals, each [world_size, len(COLUMNS)].
-        valid: which of them may be used, each [world_size].
-        added: number of rows added so far.
-    """
+    """What a fitter knows: rows of the last intervals, and what was learnt from those before."""
 
     fetch: TermFitter
     compute: TermFitter
-    knee: Floats
-    num_changes: Ints
-    rows: list[Floats] = field(default_factory=list)
-    valid: list[Bools] = field(default_factory=list)
-    added: int = 0
+    knee: Floats  # as in the newest ``Fit``, [world_size]
+    num_changes: Ints  # how often each rank has changed for good, [world_size]
+    rows: list[Floats] = field(default_factory=list)  # each [world_size, len(COLUMNS)]
+    valid: list[Bools] = field(default_factory=list)  # which may be used, each [world_size]
+    added: int = 0  # rows so far
 
     @classmethod
     def of(cls, world_size: int) -> Past:
         """Return the past of a run that begins."""
-        return cls(
-            TermFitter.of(world_size, len(_FETCH_TERMS)),
-            TermFitter.of(world_size, len(_COMPUTE_TERMS)),
-            np.zeros(world_size),
-            np.zeros(world_size, np.int64),
+        fetch, compute = (
+            TermFitter.of(world_size, len(terms)) for terms in (_FETCH_TERMS, _COMPUTE_TERMS)
         )
+        return cls(fetch, compute, np.zeros(world_size), np.zeros(world_size, np.int64))
 
 
 class Fitter:
@@ -132,19 +108,15 @@ class Fitter:
     def add(self, interval: Interval) -> Bools:
         """Take in an interval; returns the ranks that changed for good, [world_size], bool."""
         past, rows, valid = self.past, interval.rows, interval.valid
-        is_slowest = interval.busy_s > 0.95 * interval.busy_s.max()
+        is_slowest = interval.busy_s > 0.95 * interval.busy_s.max()  # or as good as
         changed = np.zeros(len(valid), bool)
         for fitter, features, column in (
             (past.fetch, _fetch_features(rows[:, LOCAL], rows[:, REMOTE], self.source), FETCH),
             (past.compute, _compute_features(rows[:, SIZE], past.knee), COMPUTE),
         ):
+            seconds, sizes = rows[:, column], rows[:, SIZE]
             changed |= fitter.watch(
-                features,
-                rows[:, column],
-                sizes=rows[:, SIZE],
-                valid=valid,
-                is_slowest=is_slowest,
-                row=past.added,
+                features, seconds, sizes=sizes, valid=valid, is_slowest=is_slowest, row=past.added
             )
         past.rows = [*past.rows, rows][-_NUM_ROWS:]
         past.valid = [*past.valid, valid][-_NUM_ROWS:]
@@ -176,7 +148,7 @@ class Fitter:
         features = _fetch_features(rows[..., LOCAL], rows[..., REMOTE], self.source)
         seconds = rows[..., FETCH]
         per_sample = _mean(seconds, weights) / np.maximum(_mean(rows[..., SIZE], weights), 1.0)
-        start = np.stack([per_sample] * 4, axis=1) * (0.0, 1.0, 1.0, 0.0)
+        start = np.stack([per_sample] * 4, axis=1) * (0.0, 1.0, 1.0, 0.0)  # [world_size, terms]
         shared = self.source >= 0
         if shared.any():  # what the source takes is taken to be queueing
             queued = _mean(features[..., 3], weights)
@@ -248,14 +220,8 @@ def _compute_features(size: Floats, knee: Floats) -> Floats:
 def _choose_knee(size: Floats, seconds: Floats, weights: Floats, now: Floats) -> Floats:
     """Choose where each rank's device saturates, or 0 where a straight line explains as much.
 
-    Args:
-        size: samples, [num_rows, world_size].
-        seconds: compute time, same shape.
-        weights: how much each row counts, same shape.
-        now: the knees chosen before; kept where the sizes do not span enough to tell.
-
-    Returns:
-        Knees, [world_size].
+    ``size``, compute ``seconds`` and ``weights`` are [num_rows, world_size]; the knees returned and
+    those of ``now``, kept where the sizes do not span enough to tell, [world_size].
     """
     counts = weights > 0
     most = np.where(counts, size, 0.0).max(axis=0)
@@ -265,7 +231,7 @@ def _choose_knee(size: Floats, seconds: Floats, weights: Floats, now: Floats) ->
         return now
     low = np.where(can_tell, least, 1.0)
     ratio = np.where(can_tell, most / low, 1.0)
-    steps = np.linspace(0.0, 1.0, _KNEES + 2)[1:-1, None]
+    steps = np.linspace(0.0, 1.0, _KNEES + 2)[1:-1, None]  # neither end: no row lies beyond it
     knees = np.concatenate([np.zeros((1, len(now))), low * ratio**steps])  # [1 + knees, world_size]
     loss = np.stack([_line_loss(np.maximum(size - knee, 0.0), seconds, weights) for knee in knees])
     best = loss.argmin(axis=0)
@@ -293,21 +259,16 @@ def _line_loss(feature: Floats, seconds: Floats, weights: Floats) -> Floats:
 def _fit_hits(size: Floats, local: Floats, weights: Floats, known: Floats) -> tuple[Floats, Floats]:
     """Fit ``local = min(hit_share * size, hits)``: home-first reading, or a share of any batch.
 
-    Args:
-        size: samples, [num_rows, world_size].
-        local: of them local, same shape.
-        weights: how much each row counts, same shape.
-        known: local samples of a global batch where they are known, else NaN, [world_size].
-
-    Returns:
-        ``hit_share`` and ``hits``, [world_size] each; ``hits`` is infinite where nothing was
-        remote so far.
+    ``size``, ``local`` and ``weights`` are [num_rows, world_size]. ``known`` are the local samples
+    of a global batch, NaN where not known; they, ``hit_share`` and ``hits`` are [world_size].
+    ``hits`` is infinite where nothing was remote so far.
     """
     ran_out = np.where(local < 0.995 * size, weights, 0.0)  # rows whose local samples ran out
     ran_out = ran_out * _COUNTS_FADE ** np.arange(len(size))[::-1, None]  # a cache may be filling
     rows = ran_out.sum(axis=0)
     mean = (ran_out * local).sum(axis=0) / np.maximum(rows, 1e-300)
     share = (ran_out * local).sum(axis=0) / np.maximum((ran_out * size).sum(axis=0), 1e-300)
+    # Which is steadier over the sizes seen: the count, or its share of the batch?
     miss_fixed = (ran_out * np.square(local - mean)).sum(axis=0)
     miss_share = (ran_out * np.square(local - share * size)).sum(axis=0)
     is_share = (rows > 0) & np.isnan(known) & (miss_share < 0.5 * miss_fixed)

@@ -26,12 +26,10 @@ from dataclasses import dataclass, field, fields, replace
 import numpy as np
 import numpy.typing as npt
 
+from loft_hvd.balance.plan import Floats, Ints
 from loft_hvd.errors import ArgumentError
 
 __all__ = ["Curves", "StepModel", "queued_samples"]
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 _NO_TERMS = ("source", "aggregate_s", "is_coupled")
 
@@ -47,14 +45,12 @@ def queued_samples(remote: Floats, source: Ints) -> tuple[Floats, Floats]:
         queued     6  8 10     and as much as this rank for each one still fetching: 2 + 2 * 2, ...
         sharing    3  2  1     ranks still fetching, this one included
 
-    Args:
-        remote: samples each rank fetches, [..., world_size].
-        source: number of the shared source of each rank, [world_size]; -1 for none.
+    ``sharing`` is the slope of ``queued`` in the rank's own samples.
 
-    Returns:
-        ``queued``, samples served before the rank is done, [..., world_size], 0 without a source;
-        ``sharing``, ranks that are still fetching when it is done (itself included), the slope of
-        ``queued`` in the rank's own ``remote``.
+    Args:
+        remote: samples each rank fetches, [..., world_size], as what is returned.
+        source: number of the shared source of each rank, [world_size]; -1 for none, which makes
+            ``queued`` 0.
     """
     shape, num_ranks = remote.shape, remote.shape[-1]
     homes = np.broadcast_to(source, shape)
@@ -82,25 +78,17 @@ def queued_samples(remote: Floats, source: Ints) -> tuple[Floats, Floats]:
 
 @dataclass(frozen=True)
 class Curves:
-    """Time against batch size for each rank: a nondecreasing curve made of straight pieces.
+    """Time against batch size for each rank: a nondecreasing curve made of straight pieces."""
 
-    Attributes:
-        knot_sizes: batch sizes of the knots, [world_size, num_knots], nondecreasing along a row.
-        knot_times: seconds at the knots, same shape, nondecreasing along a row.
-    """
-
-    knot_sizes: Floats
-    knot_times: Floats
+    knot_sizes: Floats  # batch sizes of the knots, [world_size, num_knots], none falls in a row
+    knot_times: Floats  # seconds at the knots, likewise
 
     def __post_init__(self) -> None:
-        if (
-            self.knot_sizes.ndim != 2
-            or self.knot_sizes.shape != self.knot_times.shape
-            or not self.knot_sizes.size
-        ):
+        shape = self.knot_sizes.shape
+        if len(shape) != 2 or shape != self.knot_times.shape or not self.knot_sizes.size:
             raise ArgumentError(
                 f"curves need knot_sizes and knot_times of one shape [world_size, num_knots], but "
-                f"got {self.knot_sizes.shape} and {self.knot_times.shape}"
+                f"got {shape} and {self.knot_times.shape}"
             )
         # Rounding may make a plateau fall by some bits: flattened below, it is no mistake.
         falling = np.diff(self.knot_times, axis=1) < -1e-9 * np.abs(self.knot_times[:, 1:])
@@ -120,6 +108,8 @@ class Curves:
         sizes = np.arange(low, high + 1, grain)
         times = [[function(int(size)) for size in sizes] for function in functions]
         return cls(np.broadcast_to(sizes.astype(float), (len(times), len(sizes))), np.array(times))
+
+    # What ``search.Model`` asks for, of a model that is separable and tabulated already.
 
     @property
     def world_size(self) -> int:
@@ -149,22 +139,14 @@ class Curves:
     def times(self, sizes: npt.ArrayLike) -> Floats:
         """Return seconds of each rank at ``sizes`` [world_size], by straight interpolation."""
         batch = np.asarray(sizes, dtype=np.float64)
-        return np.array(
-            [
-                np.interp(size, knots, times)
-                for size, knots, times in zip(batch, self.knot_sizes, self.knot_times, strict=True)
-            ]
-        )
+        rows = zip(batch, self.knot_sizes, self.knot_times, strict=True)
+        return np.array([np.interp(size, knots, times) for size, knots, times in rows])
 
     def largest_within(self, limit_s: Floats) -> Floats:
-        """Return the largest batches that take at most ``limit_s`` seconds.
+        """Return the largest batches that take at most ``limit_s`` [num_targets] seconds.
 
-        Args:
-            limit_s: target times, [num_targets].
-
-        Returns:
-            Sizes, [num_targets, world_size]; a rank that is too slow even for its first knot gets
-            that knot's size.
+        The sizes are [num_targets, world_size]; a rank that is too slow even for its first knot
+        gets that knot's size.
         """
         sizes, times = self._by_knot  # [num_knots, world_size]
         last, num_ranks = sizes.shape[0] - 1, sizes.shape[1]
@@ -219,36 +201,21 @@ class Curves:
 
 @dataclass(frozen=True)
 class StepModel:
-    """The latency model of every rank; each field but the last is an array [world_size].
+    """The latency model of every rank, in seconds; each array is [world_size]."""
 
-    Attributes:
-        fetch_fixed_s: fetch time that does not depend on the batch, seconds.
-        local_s: seconds for a sample from the rank's own store or cache.
-        remote_s: seconds for a sample from elsewhere, over a way of the rank's own.
-        shared_s: seconds for a sample at the shared source when nobody else asks.
-        hit_share: largest share of a batch that can be local, 1 with a locality-aware sampler.
-        hits: largest number of local samples in one global batch; may be infinite.
-        compute_fixed_s: compute time that does not depend on the batch, seconds.
-        compute_s: seconds of compute for a sample.
-        plateau_s: least compute time, seconds; 0 for a linear device.
-        overlap: share of the shorter of fetch and compute that the longer one hides, in [0, 1].
-        source: number of the shared source, int64, -1 for none.
-        aggregate_s: what the step adds after the slowest rank, seconds (a scalar).
-    """
-
-    fetch_fixed_s: Floats
-    local_s: Floats
-    remote_s: Floats
-    shared_s: Floats
-    hit_share: Floats
-    hits: Floats
-    compute_fixed_s: Floats
-    compute_s: Floats
-    plateau_s: Floats
-    overlap: Floats
-    source: Ints
-    aggregate_s: float = 0.0
-    is_coupled: bool = field(init=False)
+    fetch_fixed_s: Floats  # a fetch, whatever the batch
+    local_s: Floats  # a sample from the rank's own store or cache
+    remote_s: Floats  # a sample from elsewhere, over a way of the rank's own
+    shared_s: Floats  # a sample at the shared source when nobody else asks
+    hit_share: Floats  # largest share of a batch that can be local, 1 where the sampler looks
+    hits: Floats  # largest number of local samples in one global batch; may be infinite
+    compute_fixed_s: Floats  # a computation, whatever the batch
+    compute_s: Floats  # a sample
+    plateau_s: Floats  # the least that computing takes; 0 for a linear device
+    overlap: Floats  # share of the shorter of fetch and compute that is hidden, in [0, 1]
+    source: Ints  # number of the shared source, -1 for none
+    aggregate_s: float = 0.0  # what the step adds after the slowest rank
+    is_coupled: bool = field(init=False)  # the time of a rank depends on others' batches
 
     def __post_init__(self) -> None:
         num_ranks = len(self.source)
@@ -259,7 +226,7 @@ class StepModel:
                 raise ArgumentError(
                     f"StepModel.{name}: needs {num_ranks} numbers, one a rank, but got {values}"
                 )
-        is_wrong = ~(np.array(terms) >= 0)
+        is_wrong = ~(np.array(terms) >= 0)  # [terms, world_size]: one test, as a search makes many
         is_wrong[names.index("compute_fixed_s")] = False  # a saturated device may have any sign
         if is_wrong.any():
             name, values = next(
@@ -316,7 +283,7 @@ class StepModel:
         return np.maximum(self.plateau_s, self.compute_fixed_s + self.compute_s * sizes)
 
     def combine(self, fetch: Floats, compute: Floats) -> Floats:
-        """Return what the rank is busy for when ``fetch`` and ``compute`` seconds overlap."""
+        """Return how long the rank is busy when ``fetch`` and ``compute`` seconds overlap."""
         longer, shorter = np.maximum(fetch, compute), np.minimum(fetch, compute)
         return longer + (1.0 - self.overlap) * shorter
 

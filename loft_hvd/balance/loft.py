@@ -24,85 +24,71 @@ import numpy.typing as npt
 from loft_hvd.balance.explain import describe_fit
 from loft_hvd.balance.fit import Fit, Fitter, Past
 from loft_hvd.balance.interval import Interval
-from loft_hvd.balance.plan import Bounds, Sizes
+from loft_hvd.balance.plan import Bools, Bounds, Floats, Ints, Sizes
 from loft_hvd.balance.policy import Policy, Proposal, Task
 from loft_hvd.balance.search import SOLVERS, round_to_lattice
 from loft_hvd.errors import ArgumentError
 
 __all__ = ["DEAD_BAND", "Forecast", "Loft", "Verdicts"]
 
-Floats = npt.NDArray[np.float64]
+# "Measured" as in regression.py: docs/balance.md, "The constants".
 
-DEAD_BAND = 0.03
-_EARLY = 3  # times the dead band: what the first interval alone must promise
-_GROWTH = 2  # a batch is at most this many times the largest one proven
-_SHRINKING = 4  # and at least the present one over this
-_SMALL = 0.25  # of the dead band: a smaller gain is taken when it has lasted
-_PATIENCE = 3  # intervals that a small gain must last
-_SIGMAS = 2.0
-_PROBE_AFTER = 4  # intervals that a rank must have been slowest without a remedy
+# When to change sizes.
+DEAD_BAND = 0.03  # of the step, as Cannikin's (an AdaptDL for unequal GPUs); docs/balance.md
+_EARLY = 3  # times the dead band: what the first interval alone must promise; measured
+_SMALL = 0.25  # of the dead band: a smaller gain is taken when it has lasted; measured: p95 +0.4 %
+_PATIENCE = 3  # intervals that it must last; measured: 1 makes a quarter more plans, p95 +0.9 %
+_SIGMAS = 2.0  # of the slowest rank's time that a gain must exceed; measured
+# A batch is at most so many times the largest proven, and at least the present one over so many: a
+# wrong time cannot cost more. Measured: growing by 1.5 or 4 changes little.
+_GROWTH, _SHRINKING = 2, 4
+# A rank that stays slowest although its batch is thought not to matter gets an eighth less, to
+# see. Measured: rarely needed; a rank that was changing when its shape was fitted needs it.
+_PROBE_AFTER, _LONGEST_PROBE = 4, 64  # intervals without a remedy; doubled when nothing came of it
+_PROBED = 0.875
 
-_MARGIN = 0.02  # of the step: less is noise
-_UNEXPLAINED = 0.10  # of the step that no rank says it was busy for
-_LONGEST_PAUSE = 64
-_PINNING_STRIKES = 1.5
-_FADE = 0.9  # an interval
+# When to take a plan back.
+_MARGIN = 0.02  # of the step: less is noise; docs/balance.md promises it. Measured
+_UNEXPLAINED = 0.10  # of the step that no rank says it was busy for: then somebody's word is wrong
+_LONGEST_PAUSE = 64  # intervals; reached by six misses in a row
+_PINNING_STRIKES = 1.5  # so that the second miss pins, unless the first was forgiven in part
+_FADE = 0.9  # of strikes and suspicion, an interval: the first of two is forgiven after seven
+_MOST_DRIFT = 4.0  # how much slower ranks may say the cluster has become
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What the model said before a plan came into force.
-
-    Attributes:
-        sizes: the plan.
-        times: predicted seconds of each rank with it, [world_size].
-    """
+    """What the model said before a plan came into force."""
 
     sizes: Sizes
-    times: Floats
+    times: Floats  # predicted seconds of each rank with them, [world_size]
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A plan that was undone, and the seconds that a step with it took."""
+    """A plan that was undone."""
 
     sizes: Sizes
-    step_s: float
+    step_s: float  # that a step with it took
 
 
 @dataclass
 class Verdicts:
-    """The verdicts so far.
+    """The verdicts so far."""
 
-    Attributes:
-        equal: the equal sizes of the run.
-        equal_s: seconds of a step with equal sizes, as last measured; NaN before.
-        aggregate_s: seconds of such a step that the slowest report left over.
-        suspicion: how much each rank's reports misled the model, [world_size].
-        pinned: ranks held at their equal share.
-        num_misses: plans that were worse than equal sizes.
-        strikes: misses that count; they fade with plans that pass if a rank admitted the last one.
-        is_admitted: some rank said that it was busy for as long as the step last undone.
-        pause: intervals to let pass before the next change.
-        scale: share of a wanted change that is carried out, in (0, 1].
-        proven: largest batch of each rank that a passing plan had, [world_size].
-        on_trial: a plan that was undone, until equal sizes are measured.
-        misled: how much each rank may have misled the plan on trial, [world_size].
-    """
-
-    equal: Sizes
-    equal_s: float = float("nan")
-    aggregate_s: float = 0.0
-    suspicion: list[float] = field(default_factory=list)
-    pinned: list[int] = field(default_factory=list)
-    num_misses: int = 0
-    strikes: float = 0.0
-    is_admitted: bool = False
-    pause: int = 0
-    scale: float = 1.0
-    proven: list[int] = field(default_factory=list)
-    on_trial: Trial | None = None
-    misled: list[float] = field(default_factory=list)
+    equal: Sizes  # the equal sizes of the run
+    equal_s: float = float("nan")  # of a step with them, as last measured; NaN before
+    aggregate_s: float = 0.0  # of such a step that the slowest report left over
+    suspicion: list[float] = field(default_factory=list)  # how much each rank misled the model
+    pinned: list[int] = field(default_factory=list)  # ranks held at their equal share
+    num_misses: int = 0  # plans that were worse than equal sizes
+    strikes: float = 0.0  # misses that count; they fade if a rank admitted the last one
+    is_admitted: bool = False  # a rank said that it was busy for as long as the step last undone
+    pause: int = 0  # intervals to let pass before the next change
+    scale: float = 1.0  # share of a wanted change that is carried out, in (0, 1]
+    proven: list[int] = field(default_factory=list)  # largest batch of each rank that passed
+    on_trial: Trial | None = None  # a plan that was undone, until equal sizes are measured
+    misled: list[float] = field(default_factory=list)  # how much each rank may have misled it
 
     def __post_init__(self) -> None:
         self.proven = self.proven or list(self.equal)
@@ -112,9 +98,9 @@ class Verdicts:
         """Take in an interval with equal sizes; returns whether the plan on trial comes back."""
         step_s = interval.step_s
         if self.on_trial is None:
-            known = self.equal_s > 0
+            known = self.equal_s > 0  # NaN is not
             self.equal_s = 0.5 * (self.equal_s + step_s) if known else step_s
-        else:
+        else:  # the cluster may have changed: only this interval tells
             self.equal_s = step_s
         left_over = max(step_s - float(interval.busy_s.max()), 0.0)
         self.aggregate_s = left_over if self.num_misses == 0 else min(self.aggregate_s, left_over)
@@ -139,7 +125,7 @@ class Verdicts:
         """
         step_s = interval.step_s
         explained_s = float(interval.busy_s.max()) + self.aggregate_s
-        if step_s > explained_s * (1 + _UNEXPLAINED):
+        if step_s > explained_s * (1 + _UNEXPLAINED):  # only rank 0's own clock counts
             return step_s > self.equal_s * (1 + _MARGIN)
         held_up = interval.valid & (interval.busy_s > 0.95 * interval.busy_s.max())
         has_less = (interval.sizes[held_up] <= np.array(self.equal)[held_up]).all()
@@ -178,7 +164,7 @@ class Verdicts:
             self.scale = 1.0
         self.suspicion = suspicion.tolist()
 
-    def passed(self, sizes: npt.NDArray[np.int64]) -> None:
+    def passed(self, sizes: Ints) -> None:
         """Note that a plan was no worse than equal sizes: its batches are proven."""
         self.proven = np.maximum(self.proven, sizes).tolist()
         self.scale = min(1.0, 1.5 * self.scale)
@@ -190,31 +176,18 @@ class Verdicts:
 
 @dataclass
 class LoftState:
-    """What LOFT has learnt.
+    """What LOFT has learnt."""
 
-    Attributes:
-        past: of the fit.
-        verdicts: on its plans.
-        before: sizes in force when the forecast was made, [world_size].
-        forecast: of the plan under watch; None once it was judged.
-        aggregate_s: what steps lately took beyond the slowest rank, seconds; NaN before.
-        equal_model_s: predicted seconds of a step when equal sizes were measured; NaN before.
-        lasted: intervals that a small gain has lasted.
-        stuck: intervals that a rank has been slowest without a remedy.
-        probe_after: after so many of these a probe.
-        note: what the last decision was.
-    """
-
-    past: Past
-    verdicts: Verdicts
-    before: Sizes
-    forecast: Forecast | None = None
-    aggregate_s: float = float("nan")
-    equal_model_s: float = float("nan")
-    lasted: int = 0
-    stuck: int = 0
-    probe_after: int = _PROBE_AFTER
-    note: str = "no times yet"
+    past: Past  # of the fit
+    verdicts: Verdicts  # on its plans
+    before: Sizes  # in force when the forecast was made, [world_size]
+    forecast: Forecast | None = None  # of the plan under watch; None once it was judged
+    aggregate_s: float = float("nan")  # what steps lately took beyond the slowest rank
+    equal_model_s: float = float("nan")  # predicted for a step when equal sizes were measured
+    lasted: int = 0  # intervals that a small gain has lasted
+    stuck: int = 0  # intervals that a rank has been slowest without a remedy
+    probe_after: int = _PROBE_AFTER  # so many of these
+    note: str = "no times yet"  # what the last decision was
 
 
 class Loft(Policy):
@@ -250,21 +223,19 @@ class Loft(Policy):
         self._source, self._hits = source, hits
 
     def start(self, task: Task) -> Sizes:
-        """Return equal sizes: LOFT acts after the first fit."""
         self._task, equal = task, task.equal()
         self._fit: Fit | None = None
         self.state = LoftState(Past.of(task.world_size), Verdicts(equal), before=equal)
         return equal
 
     @property
-    def _fitter(self) -> Fitter:
+    def _fitter(self) -> Fitter:  # of what is learnt: nothing to keep beside the state
         return Fitter(
             self._task.world_size, source=self._source, hits=self._hits, past=self.state.past
         )
 
     @property
     def fit(self) -> Fit | None:
-        """The newest models, or None before the first interval."""
         return self._fit
 
     def recall(self, intervals: Sequence[Interval]) -> bool:
@@ -284,9 +255,8 @@ class Loft(Policy):
         if fit is None or not interval.valid.any():
             return None
         left_over = max(interval.step_s - float(interval.busy_s.max()), 0.0)
-        first = np.isnan(state.aggregate_s)
-        state.aggregate_s += 0.0 if first else 0.3 * (left_over - state.aggregate_s)
-        state.aggregate_s = left_over if first else state.aggregate_s
+        before = left_over if np.isnan(state.aggregate_s) else state.aggregate_s
+        state.aggregate_s = before + 0.3 * (left_over - before)  # over about three intervals
         fit = replace(fit, model=replace(fit.model, aggregate_s=state.aggregate_s))
         self._fit = fit
         if not self.is_adaptive:
@@ -327,7 +297,7 @@ class Loft(Policy):
         if forecast is None or forecast.sizes != sizes:
             forecast = Forecast(sizes, fit.model.times(sizes))
         drift = equal_s / state.equal_model_s if state.equal_model_s > 0 else 1.0
-        if verdicts.is_worse(interval, is_new=is_new, drift=min(drift, 4.0)):
+        if verdicts.is_worse(interval, is_new=is_new, drift=min(drift, _MOST_DRIFT)):
             verdicts.undo(interval, forecast)
             reason = (
                 f"undone: a step took {interval.step_s:.3g} s, but {verdicts.equal_s:.3g} s with "
@@ -368,12 +338,10 @@ class Loft(Policy):
         )
         return self._probe(interval, limits)
 
-    def _limits(self, now: npt.NDArray[np.int64], held: npt.NDArray[np.bool_]) -> Bounds:
+    def _limits(self, now: Ints, held: Bools) -> Bounds:
         """Return the bounds of the next sizes: no rank far from what it has proven.
 
-        Args:
-            now: sizes in force, [world_size].
-            held: ranks that stay at their equal share, rounded to the grain, [world_size].
+        Ranks that are ``held`` stay at their equal share, or a grain beside it. All [world_size].
         """
         bounds, equal = self._task.bounds, np.array(self.state.verdicts.equal)
         grain = bounds.grain
@@ -387,11 +355,7 @@ class Loft(Policy):
         return Bounds(np.minimum(low, high), high, grain)
 
     def _probe(self, interval: Interval, limits: Bounds) -> Proposal | None:
-        """Relieve a rank that stays slowest although its batch is thought not to matter.
-
-        The belief may come from a time in which the rank was changing; an eighth less shows. When
-        nothing came of it, the next try waits twice as long.
-        """
+        """Relieve a rank that stays slowest although its batch is thought not to matter."""
         state, busy, now = self.state, interval.busy_s, interval.sizes
         slowest = int(np.argmax(busy))
         others = np.delete(busy, slowest)[np.delete(interval.valid, slowest)]
@@ -400,7 +364,7 @@ class Loft(Policy):
         if state.stuck < state.probe_after:
             return None
         wanted = now.astype(np.float64)
-        wanted[slowest] *= 0.875
+        wanted[slowest] *= _PROBED
         wanted *= now.sum() / wanted.sum()
         cap = limits.cap.copy()
         eased = min(int(wanted[slowest]), cap[slowest])
@@ -409,11 +373,10 @@ class Loft(Policy):
         if cap[slowest] >= now[slowest] or not lowered.admits(total):
             return None
         sizes = round_to_lattice(wanted, total, lowered)
-        state.stuck, state.probe_after = 0, min(2 * state.probe_after, 64)
+        state.stuck, state.probe_after = 0, min(2 * state.probe_after, _LONGEST_PROBE)
         return Proposal(sizes, f"rank {slowest} stays slowest: does it depend on its batch?")
 
     def explain(self) -> list[str]:
-        """Say what the models are, what they cannot tell, and what the last decision was."""
         verdicts = self.state.verdicts
         lines = [f"policy {self.name}: {self.state.note}"]
         if self._fit is not None:

@@ -1,8 +1,7 @@
 """Plans: how many samples of each global batch every rank computes, and from which step on.
 
-``Plan`` and ``StepSizes`` are what ranks train by. The rest makes sizes that can be a plan: within
-``Bounds``, in proportion to speeds, for a last batch that is smaller, without the ranks that are in
-quarantine, or from the few sizes that a device may have.
+``Plan`` and ``StepSizes`` are what ranks train by. The rest makes and checks sizes that can be a
+plan.
 """
 
 from __future__ import annotations
@@ -17,20 +16,12 @@ import numpy.typing as npt
 
 from loft_hvd.errors import ArgumentTypeError, PlanError
 
-__all__ = [
-    "Bounds",
-    "Plan",
-    "QuarantineSizes",
-    "StepSizes",
-    "check_sizes",
-    "choose_used",
-    "equal_sizes",
-    "proportional_sizes",
-    "scale_sizes",
-    "whole_sizes",
-]
+__all__ = ["Bounds", "Plan", "QuarantineSizes", "StepSizes", "check_sizes", "choose_used"]
+__all__ += ["equal_sizes", "proportional_sizes", "scale_sizes", "whole_sizes"]
 
+Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 Sizes = tuple[int, ...]  # samples of each rank, [world_size]
 
 _HEADER = 2  # plan_id, first_step
@@ -119,33 +110,23 @@ class Plan:
 
 
 def whole_sizes(sizes: Sequence[object], *, what: str = "policy") -> Sizes:
-    """Return the sizes that a user gave as whole numbers.
-
-    Raises:
-        ArgumentTypeError: one is not a whole number.
-        PlanError: one is negative.
-    """
-    whole = []
-    for size in sizes:
-        if not isinstance(size, Integral):
-            raise ArgumentTypeError(
-                f"{what}={list(sizes)}: {size!r} is of type {type(size).__name__}; sizes are "
-                "whole numbers of samples"
-            )
-        whole.append(int(size))
+    """Return the sizes that a user gave, or raise where they are not whole numbers >= 0."""
+    whole = tuple(int(size) for size in sizes if isinstance(size, Integral))
+    if len(whole) < len(sizes):
+        wrong = next(size for size in sizes if not isinstance(size, Integral))
+        raise ArgumentTypeError(
+            f"{what}={list(sizes)}: {wrong!r} is of type {type(wrong).__name__}; sizes are whole "
+            "numbers of samples"
+        )
     if min(whole, default=0) < 0:
-        raise PlanError(f"{what}={whole}: {min(whole)} is negative; sizes are counts >= 0")
-    return tuple(whole)
+        raise PlanError(f"{what}={list(whole)}: {min(whole)} is negative; sizes are counts >= 0")
+    return whole
 
 
 def check_sizes(
     sizes: Sizes, *, world_size: int, global_batch_size: int, what: str = "policy"
 ) -> None:
-    """Raise unless there is one size a rank and they add up.
-
-    Raises:
-        PlanError: says what is wrong.
-    """
+    """Raise unless there is one size a rank and they add up to the global batch."""
     if len(sizes) == world_size and sum(sizes) == global_batch_size:
         return
     is_count = len(sizes) != world_size
@@ -159,28 +140,22 @@ def check_sizes(
 
 @dataclass(frozen=True)
 class Bounds:
-    """Limits of each rank's batch.
+    """Limits of each rank's batch."""
 
-    Attributes:
-        floor: least samples, [world_size], int64.
-        cap: most samples (device memory), [world_size], int64.
-        grain: sizes are multiples of this many samples.
-    """
-
-    floor: Ints
-    cap: Ints
-    grain: int = 1
+    floor: Ints  # least samples, [world_size]
+    cap: Ints  # most samples (device memory), [world_size]
+    grain: int = 1  # sizes are multiples of this many samples
 
     @classmethod
     def of(
         cls, world_size: int, *, floor: npt.ArrayLike = 1, cap: npt.ArrayLike, grain: int = 1
     ) -> Bounds:
         """Make bounds from numbers or one number a rank."""
-        return cls(
-            np.broadcast_to(np.asarray(floor, dtype=np.int64), world_size).copy(),
-            np.broadcast_to(np.asarray(cap, dtype=np.int64), world_size).copy(),
-            grain,
+        low, high = (
+            np.broadcast_to(np.asarray(limit, np.int64), world_size).copy()
+            for limit in (floor, cap)
         )
+        return cls(low, high, grain)
 
     def lattice(self, global_batch_size: int) -> tuple[Ints, Ints, int]:
         """Return floor and cap in grains and the samples that one rank carries beside them.
@@ -319,7 +294,7 @@ def scale_sizes(sizes: Sequence[int], num_samples: int, *, min_ranks: int = 1) -
     by_remainder = sorted(range(len(sizes)), key=lambda rank: (-shares[rank][1], rank))
     for rank in by_remainder[: num_samples - sum(given)]:
         given[rank] += 1
-    while sum(count > 0 for count in given) < min_ranks:
+    while sum(count > 0 for count in given) < min_ranks:  # the largest gives to the largest idle
         donor = max(range(len(given)), key=lambda rank: (given[rank], -rank))
         taker = min(
             (rank for rank, count in enumerate(given) if count == 0),
@@ -336,13 +311,10 @@ class QuarantineSizes:
 
     Rank 0 keeps its samples, since its clock is what plans are judged by: its gradients are left
     out of the aggregation all the same.
-
-    Attributes:
-        before: what sizes go back to in the end; None while nobody is held.
-        ranks: who gets no samples. It is no part of a state: a run that goes on looks anew.
     """
 
-    before: Sizes | None = None
+    before: Sizes | None = None  # what sizes go back to in the end; None while nobody is held
+    # Who gets no samples. It is no part of a state: a run that goes on looks anew.
     ranks: Sizes = field(init=False, default=())
 
     @property
@@ -355,19 +327,16 @@ class QuarantineSizes:
         self.ranks = tuple(rank for rank in ranks if rank != 0)
 
     def next_sizes(self, sizes: Sequence[int], bounds: Bounds) -> Sizes | None:
-        """Return the sizes that should come into force next.
+        """Return the sizes that should come into force after ``sizes``, both [world_size].
 
-        Args:
-            sizes: of the newest plan, [world_size].
-            bounds: of each rank's batch.
-
-        Returns:
-            The sizes; None where there is nothing to change, or the others' caps do not hold what
-            they would have to take.
+        None where there is nothing to change, or the others' caps do not hold what they would have
+        to take.
         """
         if not self.ranks:
             before, self.before = self.before, None
             return None if before == tuple(sizes) else before
+        # Held ranks' samples go to the others in proportion to what these had before anybody was
+        # held, in whole grains; the first of them carries what is left of a grain.
         before = tuple(sizes) if self.before is None else self.before
         others = [rank for rank in range(len(before)) if rank not in self.ranks]
         grains, rest = divmod(sum(before), bounds.grain)
@@ -385,18 +354,13 @@ class QuarantineSizes:
 
 
 def choose_used(wanted: Sizes, used: Sequence[Sizes], *, max_sizes: int) -> Sizes:
-    """Return the sizes nearest to ``wanted`` that give no rank more than ``max_sizes`` of them.
+    """Return the sizes nearest to ``wanted`` that give no rank more than ``max_sizes`` in a run.
 
     On some devices every new batch size costs a recompilation or a round of autotuning. So each
-    rank takes a size it has had, or the one wanted if it has had fewer than ``max_sizes``. Near is
-    the rank with the largest share above what is wanted for it: with the wanted sizes all ranks
-    take about the same time, so that rank would set the step. Where a past plan is as near as
-    anything else, the result may be that plan.
-
-    Args:
-        wanted: samples of each rank, [world_size].
-        used: the plans of the run, the first at least, each [world_size] with the same sum.
-        max_sizes: distinct sizes that a rank may have, >= 1.
+    rank takes a size that it had in one of the plans ``used``, or the one wanted if it has had
+    fewer than ``max_sizes``. With the wanted sizes all ranks take about the same time, so the rank
+    with the largest share above what is wanted for it would set the step: nearest are the sizes
+    where that share is least.
     """
     options = [set(column) for column in zip(*used, strict=True)]  # one set of sizes a rank
     for had, size in zip(options, wanted, strict=True):
@@ -449,7 +413,7 @@ def _pick(options: list[list[int]], wanted: Sizes) -> Sizes:
     reached = _sums(options, left)
     picked = []
     for rank in reversed(range(len(wanted))):
-        # A size fits if the ranks before this one can reach what it leaves.
+        # A size fits where the ranks before this one can reach what it leaves.
         fitting = [
             size for size in options[rank] if size <= left and reached[rank] >> (left - size) & 1
         ]

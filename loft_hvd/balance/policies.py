@@ -39,21 +39,12 @@ class Uniform(Policy):
     is_adaptive = False
 
     def propose(self, interval: Interval, *, first_step: int) -> Proposal | None:
-        """Keep the sizes."""
         del interval, first_step
         return None
 
 
 class Fixed(Uniform):
-    """The user's own sizes for ever.
-
-    Args:
-        sizes: samples of each rank, [world_size], adding up to the global batch.
-
-    Raises:
-        ArgumentTypeError: a size is not a whole number.
-        PlanError: a size is negative.
-    """
+    """The user's own sizes for ever, [world_size], adding up to the global batch."""
 
     name = "fixed"
 
@@ -62,23 +53,15 @@ class Fixed(Uniform):
 
     @property
     def text(self) -> str:
-        """The sizes."""
         return str(list(self.sizes))
 
     @property
     def given_plans(self) -> tuple[Plan, ...]:
-        """One plan with the user's sizes."""
         return (Plan(0, 0, self.sizes),)
 
     def start(self, task: Task) -> Sizes:
-        """Return the user's sizes.
-
-        Raises:
-            PlanError: they are not one a rank, adding up to the global batch.
-        """
-        check_sizes(
-            self.sizes, world_size=task.world_size, global_batch_size=task.global_batch_size
-        )
+        total = task.global_batch_size
+        check_sizes(self.sizes, world_size=task.world_size, global_batch_size=total)
         return self.sizes
 
 
@@ -87,9 +70,6 @@ class Replay(Uniform):
 
     Args:
         path: what ``write_plans`` of a balancer wrote, or a run log; every rank reads the same.
-
-    Attributes:
-        plans: all of them, by their first step.
 
     Raises:
         PlanError: the file cannot be read, or holds no plans from step 0 on.
@@ -118,23 +98,14 @@ class Replay(Uniform):
 
     @property
     def given_plans(self) -> tuple[Plan, ...]:
-        """All plans of the earlier run."""
         return self.plans
 
     def start(self, task: Task) -> Sizes:
-        """Return the first sizes of the earlier run.
-
-        Raises:
-            PlanError: a plan is of another world or global batch, or beyond a cap.
-        """
+        """Return the first sizes of the earlier run; all its plans must fit the task."""
+        ranks, total = task.world_size, task.global_batch_size
         for plan in self.plans:
             where = f"Replay {self._path}, step {plan.first_step}: sizes"
-            check_sizes(
-                plan.sizes,
-                world_size=task.world_size,
-                global_batch_size=task.global_batch_size,
-                what=where,
-            )
+            check_sizes(plan.sizes, world_size=ranks, global_batch_size=total, what=where)
             if (np.array(plan.sizes) > task.bounds.cap).any():
                 raise PlanError(
                     f"{where}={list(plan.sizes)} are beyond the caps {task.bounds.cap.tolist()}; "
@@ -143,7 +114,6 @@ class Replay(Uniform):
         return self.plans[0].sizes
 
     def propose(self, interval: Interval, *, first_step: int) -> Proposal | None:
-        """Return the sizes that the earlier run had at ``first_step``."""
         del interval
         sizes = [plan.sizes for plan in self.plans if plan.first_step <= first_step][-1]
         return Proposal(sizes, "as in the run that is replayed")
@@ -171,14 +141,11 @@ def _read_plan(row: Mapping[str, Any]) -> tuple[int, Sizes]:
 def make_policy(policy: str | Sequence[int] | Policy, *, dead_band: float = DEAD_BAND) -> Policy:
     """Return the policy that a name, or a list of every rank's samples, stands for.
 
-    Args:
-        policy: a name of ``POLICIES``, samples of each rank, or a policy, which is returned.
-        dead_band: of "loft" and "report" (see ``Loft``).
+    A policy is returned as it is; ``dead_band`` is of "loft" and "report".
 
     Raises:
-        ArgumentError: no policy has that name.
+        ArgumentError: no policy has that name, or a size is negative.
         ArgumentTypeError: it is none of these, or a size is not a whole number.
-        PlanError: a size is negative.
     """
     if isinstance(policy, Policy):
         return policy

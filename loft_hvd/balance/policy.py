@@ -21,15 +21,10 @@ __all__ = ["Policy", "Proposal", "Task"]
 
 @dataclass(frozen=True)
 class Task:
-    """What must be divided.
+    """What must be divided."""
 
-    Attributes:
-        global_batch_size: samples of all ranks in one backward pass.
-        bounds: each rank's limits.
-    """
-
-    global_batch_size: int
-    bounds: Bounds
+    global_batch_size: int  # samples of all ranks in one backward pass
+    bounds: Bounds  # each rank's limits
 
     @property
     def world_size(self) -> int:
@@ -47,19 +42,12 @@ class Task:
 
 @dataclass(frozen=True)
 class Proposal:
-    """Sizes that a policy wants from the next plan on.
-
-    Attributes:
-        sizes: samples of each rank, [world_size].
-        reason: why, in plain words.
-        predicted_s: seconds of a step with them; NaN when the policy does not predict.
-        instead_of_s: predicted seconds of a step without the change; NaN likewise.
-    """
+    """Sizes that a policy wants from the next plan on."""
 
     sizes: Sizes
-    reason: str
-    predicted_s: float = float("nan")
-    instead_of_s: float = float("nan")
+    reason: str  # in plain words
+    predicted_s: float = float("nan")  # of a step with them; NaN when not predicted
+    instead_of_s: float = float("nan")  # of a step without the change; NaN likewise
 
 
 @dataclass
@@ -71,18 +59,12 @@ class Policy(ABC):
     """Decides sizes for one task at a time.
 
     A subclass gives a name and ``propose``, and overrides what else is not so for it.
-
-    Attributes:
-        name: what explanations, run logs and saved states call it.
-        uses_times: whether it looks at times; one that does not needs no controller to train by.
-        is_adaptive: whether it makes new plans while training runs.
-        state: what it has learnt, a dataclass that ``loft_hvd.codec`` can write.
     """
 
-    name: str
-    uses_times: bool = True
-    is_adaptive: bool = True
-    state: Any = _Nothing()
+    name: str  # what explanations, run logs and saved states call it
+    uses_times: bool = True  # one that does not needs no controller to train by
+    is_adaptive: bool = True  # makes new plans while training runs
+    state: Any = _Nothing()  # what it has learnt, a dataclass that loft_hvd.codec can write
 
     @property
     def text(self) -> str:
