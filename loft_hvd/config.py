@@ -78,7 +78,7 @@ class Config:
 
     threads: int | None = None
     isa: str | None = None
-    timeout_s: float = 300.0
+    timeout_s: float = 300.0  # a choice
     bucket_bytes: int = 32 * 1024 * 1024
     log_dir: str | None = None
     trace_file: str | None = None

@@ -43,7 +43,7 @@ def cpu_flags() -> frozenset[str]:
     with suppress(OSError):
         for line in _CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines():
             label, _, names = line.partition(":")
-            if label.strip() in ("flags", "Features"):
+            if label.strip() in ("flags", "Features"):  # x86, ARM
                 return frozenset(names.split())
     return frozenset()
 
@@ -52,7 +52,7 @@ def vector_levels(flags: frozenset[str]) -> list[str]:
     """Return the levels of the CPU kernels that run with these features, the best last."""
     levels = ["baseline"]
     for level, needs in _LEVELS.items():
-        if not needs <= flags:
+        if not needs <= flags:  # each level needs those before it
             break
         levels.append(level)
     return levels
@@ -86,6 +86,7 @@ class LoadMeter:
         except (OSError, ValueError):
             ticks = [0] * 8
         total = sum(ticks) / os.sysconf("SC_CLK_TCK")
+        # Waiting for a disk (4) leaves a CPU free. Guests' time, from 9 on, is in user (0) already.
         idle = (ticks[3] + ticks[4]) / os.sysconf("SC_CLK_TCK")
         return total - idle, total, time.process_time()
 

@@ -167,21 +167,13 @@ class Shares:
 
 @dataclass(frozen=True)
 class Homes:
-    """A placement prepared for one world.
+    """A placement prepared for one world."""
 
-    Attributes:
-        rows: index of the holders of each sample, [num_samples], int32.
-        local: the distinct sets of ranks that hold samples.
-        near: for each of them the ranks on a holder's node, or None without nodes.
-        strata: stratum of each sample, [num_samples], or None.
-        strata_cap: how many times its fair share of a stratum one rank may take.
-    """
-
-    rows: npt.NDArray[np.int32]
-    local: HolderSets
-    near: HolderSets | None = None
-    strata: npt.NDArray[np.int32] | None = None
-    strata_cap: Fraction = Fraction(1)
+    rows: npt.NDArray[np.int32]  # [num_samples], index of each sample's set of holders
+    local: HolderSets  # the distinct sets of ranks that hold samples
+    near: HolderSets | None = None  # likewise on a holder's node; None without nodes
+    strata: npt.NDArray[np.int32] | None = None  # [num_samples]
+    strata_cap: Fraction = Fraction(1)  # times its fair share of a stratum that a rank may take
 
     @property
     def world_size(self) -> int:
@@ -334,17 +326,11 @@ def hand_out(owners: Ints, free: Ints, classes: npt.NDArray[np.integer], shares:
 
 @dataclass(frozen=True)
 class SampleClasses:
-    """Samples by what decides where they may go: their stratum and the ranks that hold them.
+    """Samples by what decides where they may go: their stratum and the ranks that hold them."""
 
-    Attributes:
-        strata: stratum of each class, [num_classes].
-        counts: samples of each class, [num_classes].
-        holders: whether a rank holds a class, [num_classes, world_size].
-    """
-
-    strata: Ints
-    counts: Ints
-    holders: npt.NDArray[np.bool_]
+    strata: Ints  # stratum of each class, [num_classes]
+    counts: Ints  # samples of each class, [num_classes]
+    holders: npt.NDArray[np.bool_]  # whether a rank holds a class, [num_classes, world_size]
 
 
 def strata_caps(counts: Ints, sizes: Ints, cap: Fraction) -> Ints:
@@ -504,15 +490,10 @@ def _exactly(classes: SampleClasses, caps: Ints, sizes: Ints) -> tuple[Shares, I
 
 @dataclass(frozen=True)
 class Assignment:
-    """The owner of every sample of a global batch.
+    """The owner of every sample of a global batch."""
 
-    Attributes:
-        owners: rank that computes each sample, [num_samples].
-        local: samples of each rank that it holds itself, [world_size].
-    """
-
-    owners: Ints
-    local: Ints
+    owners: Ints  # rank that computes each sample, [num_samples]
+    local: Ints  # samples of each rank that it holds itself, [world_size]
 
 
 def count_rows(rows: npt.NDArray[np.integer], num_rows: int, *, batch_size: int) -> Ints:

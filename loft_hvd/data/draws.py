@@ -51,21 +51,13 @@ class PlanView(Protocol):
 
 @dataclass(frozen=True)
 class EpochSettings:
-    """What decides which samples form a step, whatever the sizes.
+    """What decides which samples form a step, whatever the sizes."""
 
-    Attributes:
-        placement: who holds which sample; its length is that of the data set.
-        shuffle: permute the samples each epoch.
-        seed: of the permutations, >= 0.
-        drop_last: leave out the samples that do not fill a global batch.
-        relaxed: spread each holder's samples evenly over the epoch.
-    """
-
-    placement: Placement
-    shuffle: bool
-    seed: int
-    drop_last: bool
-    relaxed: bool
+    placement: Placement  # who holds which sample; its length is that of the data set
+    shuffle: bool  # permute the samples each epoch
+    seed: int  # of the permutations, >= 0
+    drop_last: bool  # leave out the samples that do not fill a global batch
+    relaxed: bool  # spread each holder's samples evenly over the epoch
 
     def __post_init__(self) -> None:
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
@@ -98,19 +90,12 @@ class EpochSettings:
 
 @dataclass(frozen=True)
 class Draw:
-    """One step: its global batch, and who computes which sample of it.
+    """One step: its global batch, and who computes which sample of it."""
 
-    Attributes:
-        step_sizes: plan, step and samples of each rank.
-        batch: indices of the samples in the data set, [num_samples].
-        assignment: the owner of each, and local samples of each rank.
-        position: samples of the epoch consumed once this step is trained.
-    """
-
-    step_sizes: StepSizes
-    batch: Ints
-    assignment: Assignment
-    position: int
+    step_sizes: StepSizes  # plan, step and samples of each rank
+    batch: Ints  # indices of the samples in the data set, [num_samples]
+    assignment: Assignment  # the owner of each, and local samples of each rank
+    position: int  # samples of the epoch consumed once this step is trained
 
     def indices(self, rank: int, *, min_batch: int, homes: Homes) -> list[int]:
         """Return the samples of ``rank``, or those of its dummy batch where it has none.

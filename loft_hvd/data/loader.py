@@ -44,15 +44,10 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class Request:
-    """One batch to fetch.
+    """One batch to fetch."""
 
-    Attributes:
-        step: step of the batch, to match it with its draw when it arrives.
-        indices: samples of this rank.
-    """
-
-    step: int
-    indices: list[int]
+    step: int  # step of the batch, to match it with its draw when it arrives
+    indices: list[int]  # samples of this rank
 
 
 @dataclass(frozen=True)

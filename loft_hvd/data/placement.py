@@ -35,19 +35,12 @@ class Source:
 
 @dataclass(frozen=True, order=True)
 class HomeSet:
-    """The homes of a sample: ranks, nodes and shared sources; no rank means every read is remote.
+    """The homes of a sample; without ranks and nodes every read is remote."""
 
-    Attributes:
-        ranks: ranks that hold the sample.
-        nodes: nodes that hold it, so all of their ranks do.
-        shared: sources that serve it to any rank, local to none.
-        is_everywhere: every rank holds it, however many there are.
-    """
-
-    ranks: tuple[int, ...] = ()
-    nodes: tuple[str, ...] = ()
-    shared: tuple[str, ...] = ()
-    is_everywhere: bool = False
+    ranks: tuple[int, ...] = ()  # ranks that hold the sample
+    nodes: tuple[str, ...] = ()  # nodes that hold it, so all of their ranks do
+    shared: tuple[str, ...] = ()  # sources that serve it to any rank, local to none
+    is_everywhere: bool = False  # every rank holds it, however many there are
 
     @classmethod
     def parse(cls, where: Where) -> HomeSet:

@@ -90,22 +90,13 @@ def check_balancer(balancer: object) -> None:
 
 @dataclass(frozen=True)
 class EpochState:
-    """Where a run stands, in samples of all ranks, so that any number of them can go on.
-
-    Attributes:
-        epoch: number of the epoch.
-        position: samples of its order that are consumed.
-        step: the next step to train on, counted over epochs.
-        done: the samples consumed, one bit each in hexadecimal; None where epoch and position
-            say it.
-        num_samples, seed, shuffle, relaxed: see ``EpochSettings``; equal where a run goes on.
-    """
+    """Where a run stands, in samples of all ranks, so that any number of them can go on."""
 
     epoch: int
-    position: int
-    step: int
-    done: str | None
-    num_samples: int
+    position: int  # samples of the epoch's order that are consumed
+    step: int  # the next one to train on, counted over epochs
+    done: str | None  # one bit a sample consumed, hexadecimal; None where position says it
+    num_samples: int  # this and what follows must be equal where a run goes on
     seed: int
     shuffle: bool
     relaxed: bool

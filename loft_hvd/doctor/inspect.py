@@ -30,13 +30,15 @@ __all__ = [
     "Finding",
     "HorovodBuild",
     "Section",
+    "cuda_kernels",
     "horovod_build",
     "inspect_all",
+    "installed",
     "launcher",
     "parse_check_build",
 ]
 
-_PROBE_TIMEOUT_S = 60.0
+_PROBE_TIMEOUT_S = 60.0  # a choice: horovodrun imports torch, which a cold disk makes slow
 _BUILD_ADVICE = "`make setup` builds it; VENV=active does so in an environment of your own"
 # Package -> the extra of pyproject.toml that installs it.
 EXTRAS = {"horovod": "horovod", "matplotlib": "plots", "typer": "cli", "rich": "cli"}
@@ -44,17 +46,11 @@ EXTRAS = {"horovod": "horovod", "matplotlib": "plots", "typer": "cli", "rich": "
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """One thing that was looked at."""
 
-    Attributes:
-        name: what.
-        value: what was found, as text for a person.
-        advice: what to do when something is missing; empty when nothing is.
-    """
-
-    name: str
-    value: str
-    advice: str = ""
+    name: str  # what
+    value: str  # what was found, as text for a person
+    advice: str = ""  # what to do when something is missing; empty when nothing is
 
 
 @dataclass(frozen=True)
@@ -67,21 +63,13 @@ class Section:
 
 @dataclass(frozen=True)
 class HorovodBuild:
-    """What an installed Horovod was built with, by its own account.
+    """What an installed Horovod was built with, by its own account."""
 
-    Attributes:
-        version: of Horovod, or "" when it is not installed.
-        frameworks: such as "PyTorch".
-        controllers: "MPI", "Gloo".
-        operations: such as "NCCL", "MPI", "Gloo".
-        trouble: why this could not be found out, or "".
-    """
-
-    version: str = ""
-    frameworks: tuple[str, ...] = ()
-    controllers: tuple[str, ...] = ()
-    operations: tuple[str, ...] = ()
-    trouble: str = ""
+    version: str = ""  # of Horovod, or "" when it is not installed
+    frameworks: tuple[str, ...] = ()  # such as "PyTorch"
+    controllers: tuple[str, ...] = ()  # "MPI", "Gloo"
+    operations: tuple[str, ...] = ()  # such as "NCCL", "MPI", "Gloo"
+    trouble: str = ""  # why this could not be found out, or ""
 
 
 def inspect_all(
@@ -108,6 +96,7 @@ def inspect_all(
 
 def launcher(name: str) -> str:
     """Return the path of a program beside this Python, else on PATH, else ""."""
+    # Beside first: another environment's horovodrun on PATH would start another Python.
     beside = Path(sys.executable).parent / name
     return str(beside) if beside.is_file() else shutil.which(name) or ""
 
@@ -124,7 +113,7 @@ def _probe(command: Sequence[str]) -> str:
     return done.stdout
 
 
-def _installed(name: str) -> str:
+def installed(name: str) -> str:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -137,7 +126,7 @@ def _versions() -> tuple[Finding, ...]:
         Finding("platform", f"{platform.platform()}, {' '.join(platform.libc_ver())}"),
     ]
     for name in ("loft-hvd", "torch", "numpy", *EXTRAS):
-        version = _installed(name)
+        version = installed(name)
         advice = ""
         if not version:
             advice = f"pip install {name}"
@@ -162,7 +151,7 @@ def _kernels() -> tuple[Finding, ...]:
         Finding("extension", str(module.__file__)),
         Finding("instruction sets", ", ".join(levels)),
         Finding("instruction set used", asked or levels[-1], advice),
-        Finding("CUDA kernels", *_cuda_kernels(bool(module.has_cuda), devices=_num_devices())),
+        Finding("CUDA kernels", *cuda_kernels(bool(module.has_cuda), devices=_num_devices())),
     )
 
 
@@ -176,10 +165,11 @@ def _usable_config() -> Config:
 
 def _num_devices() -> int:
     """Return how many NVIDIA GPUs are here."""
+    # By their device files: asking CUDA would make a context, which takes memory of a GPU in use.
     return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
-def _cuda_kernels(is_built: bool, *, devices: int) -> tuple[str, str]:
+def cuda_kernels(is_built: bool, *, devices: int) -> tuple[str, str]:
     """Say whether the CUDA half is in the extension, and what to do when a GPU waits for it."""
     if is_built or not devices:
         return "built" if is_built else "not built: no GPU here; LOFT_HVD_CUDA=1 builds them", ""
@@ -210,6 +200,9 @@ def parse_check_build(text: str) -> HorovodBuild:
     version = re.search(r"Horovod v(\S+?):?\s", text)
     marked: dict[str, list[str]] = {}
     heading = ""
+    # Available Controllers:      a heading, then one line for each part,
+    #     [ ] MPI                 not built,
+    #     [X] Gloo                built.
     for line in text.splitlines():
         if line.startswith("Available "):
             heading = line.removeprefix("Available ").rstrip(": ").lower()
@@ -227,7 +220,8 @@ def parse_check_build(text: str) -> HorovodBuild:
 
 def horovod_build(*, probe: Callable[[Sequence[str]], str] | None = None) -> HorovodBuild:
     """Ask the installed Horovod, in a process of its own, what it was built with."""
-    version, program = _installed("horovod"), launcher("horovodrun")
+    # A process of its own: importing Horovod here would load its library, which may need a GPU.
+    version, program = installed("horovod"), launcher("horovodrun")
     if not version or not program:
         return HorovodBuild(version=version, trouble="Horovod is not installed beside this Python")
     try:
@@ -241,6 +235,7 @@ def _horovod(build: HorovodBuild) -> tuple[Finding, ...]:
         return (Finding("Horovod", build.trouble, _BUILD_ADVICE),)
     torch_advice = "" if "PyTorch" in build.frameworks else f"built without torch: {_BUILD_ADVICE}"
     gloo_advice = "" if build.controllers else f"neither Gloo nor MPI: {_BUILD_ADVICE}"
+    # mpicc was there when setup ran, or came later; in both cases building again brings MPI.
     if "MPI" not in build.controllers and shutil.which("mpicc"):
         gloo_advice = f"MPI is here but Horovod was built without it: {_BUILD_ADVICE}"
     return (
@@ -282,6 +277,7 @@ def _cpu() -> tuple[Finding, ...]:
 
 def _settings() -> tuple[Finding, ...]:
     findings = []
+    # A misspelt variable is the one mistake that nothing else can tell.
     for name, nearest in unknown_variables().items():
         advice = f"is {nearest} meant?" if nearest else "nothing reads it; unset it"
         findings.append(Finding(name, "no setting of this name", advice))

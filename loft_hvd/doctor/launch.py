@@ -20,17 +20,11 @@ CONTROLLERS = ("gloo", "mpi")
 
 @dataclass(frozen=True)
 class Finished:
-    """How a job ended.
+    """How a job ended."""
 
-    Attributes:
-        is_over: whether it ended by itself, with status 0.
-        seconds: how long it took.
-        output: what all ranks printed.
-    """
-
-    is_over: bool
-    seconds: float
-    output: str
+    is_over: bool  # whether it ended by itself, with status 0
+    seconds: float  # how long it took
+    output: str  # what all ranks printed
 
 
 def launch_command(
@@ -56,7 +50,7 @@ def launch_command(
     if controller != "mpi" and "Gloo" in build.controllers and horovodrun:
         return (horovodrun, "-np", str(num_ranks), "--gloo", *python)
     if controller != "gloo" and "MPI" in build.controllers and mpirun:
-        root = ("--allow-run-as-root",) if os.geteuid() == 0 else ()
+        root = ("--allow-run-as-root",) if os.geteuid() == 0 else ()  # as in a container
         # Unbound, and yielding: ranks share cores with each other and with their loader processes.
         kept = ("--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1")
         return (mpirun, *root, *kept, "-np", str(num_ranks), *python)
@@ -89,9 +83,10 @@ def run_limited(command: Sequence[str], *, timeout_s: float, is_shown: bool = Fa
     try:
         output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
+        # To the whole group, and not to be ignored: a launcher waits for ranks that hang.
         os.killpg(process.pid, signal.SIGKILL)
         output = f"{process.communicate()[0]}\nnot done within {timeout_s:g} s; ended"
-    except BaseException:
+    except BaseException:  # Ctrl-C, too: ranks must not outlive the command
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         raise

@@ -20,26 +20,19 @@ from loft_hvd.transport.horovod import HorovodTransport, horovod_module
 
 __all__ = ["RunResult", "run_check"]
 
-_RANKS = 2
-_NUMEL = 1003
+_RANKS = 2  # the fewest that exchange anything
+_NUMEL = 1003  # a choice: odd, so that shards are unequal and padded
 _RIGHT = "loft_hvd: the robust all-reduce is right on rank"
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """What the two ranks said.
+    """What the two ranks said."""
 
-    Attributes:
-        is_right: every rank found the result equal to the reference and to the other ranks'.
-        command: how they were started.
-        seconds: how long it took.
-        output: the end of what they printed.
-    """
-
-    is_right: bool
-    command: tuple[str, ...]
-    seconds: float
-    output: str
+    is_right: bool  # every rank found the result equal to the reference and to the other ranks'
+    command: tuple[str, ...]  # how they were started
+    seconds: float  # how long it took
+    output: str  # the end of what they printed
 
 
 def run_check(build: HorovodBuild, *, timeout_s: float = 120.0) -> RunResult:
@@ -69,16 +62,17 @@ def _check_this_rank() -> str:
     result = allreduce(rows[transport.rank], Median(), name="loft_hvd.doctor")
     expected = torch.from_numpy(reference(rows.numpy(), Median()))
     worst = float((result.double() - expected).abs().max())
-    if not worst <= 1e-6:
+    # Values of a few units in float32, and one average of two: 1e-6 is more than their rounding.
+    if not worst <= 1e-6:  # this way round, NaN is wrong too
         return f"it differs from the reference by {worst:g}, more than 1e-6"
-    bits = result.view(torch.int32)
+    bits = result.view(torch.int32)  # as integers: equal NaNs would not be equal as floats
     everyone = Channel(transport, "loft_hvd.doctor.bits", 30.0).allgather_rows(bits)
     return "" if bool((everyone == bits).all()) else "ranks do not hold the same bits"
 
 
 def main() -> int:
     """Be one of the two ranks."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # the ranks share this machine
     hvd = horovod_module()
     hvd.init()
     wrong = _check_this_rank()

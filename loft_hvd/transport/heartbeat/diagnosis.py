@@ -185,17 +185,11 @@ def find_stall(ranks: Mapping[int, Progress], *, waited_s: float) -> dict[int, s
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why ranks cannot go on.
+    """Why ranks cannot go on."""
 
-    Attributes:
-        rank: the rank at fault.
-        text: what happened to it, naming it.
-        is_mismatch: whether ranks disagree, instead of one having failed.
-    """
-
-    rank: int
-    text: str
-    is_mismatch: bool = False
+    rank: int  # the rank at fault
+    text: str  # what happened to it, naming it
+    is_mismatch: bool = False  # whether ranks disagree, instead of one having failed
 
     def error(self) -> LoftError:
         """Return what a waiting rank raises."""

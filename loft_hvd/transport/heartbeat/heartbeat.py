@@ -43,38 +43,24 @@ _ENGINE_ERRORS = ("HorovodInternalError", "HostsUpdatedInterrupt")
 
 @dataclass(frozen=True)
 class HeartbeatSettings:
-    """How a heartbeat beats and acts.
+    """How a heartbeat beats and acts."""
 
-    Attributes:
-        period_s: seconds between two beats.
-        grace_s: seconds until a verdict ends waits, so that an engine's own error, or one that all
-            ranks find by themselves, goes before it.
-        leave_s: seconds after an error until a process that hangs is left.
-        is_elastic: whether Horovod runs elastically.
-    """
-
-    period_s: float = 1.0
-    grace_s: float = 0.5  # a choice
-    leave_s: float = 5.0
-    is_elastic: bool = False
+    period_s: float = 1.0  # between two beats
+    # Until a verdict ends waits: an engine's own error, or one that all ranks find by themselves,
+    # goes before it. A choice.
+    grace_s: float = 0.5
+    leave_s: float = 5.0  # after an error, until a process that hangs is left
+    is_elastic: bool = False  # whether Horovod runs elastically
 
 
 @dataclass(frozen=True)
 class ProcessControl:
-    """What a heartbeat can do with processes of its host.
+    """What a heartbeat can do with processes of its host."""
 
-    Attributes:
-        own: where this process runs.
-        exit: reports uncaught errors and leaves this process if it hangs; None leaves it alone.
-        guard: watches this process from outside, or None.
-        look: returns the state letter of the process with an id and a start, as ``/proc`` does.
-        kill: ends the process with an id.
-    """
-
-    own: RankProcess = field(default_factory=own_process)
-    exit: ProcessExit | None = None
-    guard: ProcessGuard | None = None
-    look: Callable[[int, int], str] = process_state
+    own: RankProcess = field(default_factory=own_process)  # where this process runs
+    exit: ProcessExit | None = None  # reports uncaught errors, and leaves this process if it hangs
+    guard: ProcessGuard | None = None  # watches this process from outside
+    look: Callable[[int, int], str] = process_state  # a process by id and start
     kill: Callable[[int], None] = kill_process
 
 

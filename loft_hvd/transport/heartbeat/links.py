@@ -36,19 +36,12 @@ _KINDS = ("hello", "welcome", "beat", "late", "left", "failed", "verdict", "look
 
 @dataclass(frozen=True)
 class Line:
-    """One message.
+    """One message."""
 
-    Attributes:
-        kind: one of ``_KINDS``.
-        rank: the rank it is about.
-        seconds: a number of seconds.
-        text: at most 12,000 characters.
-    """
-
-    kind: str
-    rank: int
-    seconds: float = 0.0
-    text: str = ""
+    kind: str  # one of ``_KINDS``
+    rank: int  # the rank it is about
+    seconds: float = 0.0  # a number of seconds
+    text: str = ""  # at most 12,000 characters
 
     def encode(self) -> bytes:
         """Return the line's bytes, with its end."""

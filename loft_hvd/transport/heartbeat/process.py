@@ -48,19 +48,12 @@ _MOST_SAMPLES = 2**53  # bound from float64, in which counts travel: whole numbe
 
 @dataclass(frozen=True)
 class RankProcess:
-    """Where a rank's process runs.
+    """Where a rank's process runs."""
 
-    Attributes:
-        host_key: equal for processes that can see each other in /proc.
-        pid: process id on that host.
-        start: when the process started, in the kernel's ticks; tells it from a later one.
-        host: the host's name, for messages.
-    """
-
-    host_key: int
-    pid: int
-    start: int
-    host: str
+    host_key: int  # equal for processes that can see each other in /proc
+    pid: int  # process id on that host
+    start: int  # when the process started, in the kernel's ticks; tells it from a later one
+    host: str  # the host's name, for messages
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
@@ -112,15 +105,10 @@ def kill_process(pid: int) -> None:
 
 @dataclass(frozen=True)
 class FailureNote:
-    """What an observer adds to an error.
+    """What an observer adds to an error."""
 
-    Attributes:
-        text: a sentence for the message.
-        num_samples: samples of the batch that did not fit into memory, or 0.
-    """
-
-    text: str
-    num_samples: int = 0
+    text: str  # a sentence for the message
+    num_samples: int = 0  # samples of the batch that did not fit into memory, or 0
 
 
 class FailureObserver(Protocol):
