@@ -63,3 +63,10 @@ def test_ranks_that_do_not_exist_are_refused() -> None:
     optimizer = SimpleNamespace(rank=0, world_size=2)
     with pytest.raises(ArgumentError, match=r"ranks \[2\] do not exist"):
         attacks.attach(optimizer, attacks.Zero(), ranks=[0, 2])
+
+
+def test_noise_is_new_at_every_step() -> None:
+    attack = attacks.Gaussian(sigma=1.0, seed=3)
+    first, second = torch.zeros(1, 50), torch.ones(1, 50)
+    assert torch.equal(attack(first, num_rows=1), attack(first, num_rows=1))
+    assert not torch.equal(attack(first, num_rows=1), attack(second, num_rows=1))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ import torch
 import loft_hvd as loft
 from loft_hvd.config import Config
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, LoftError, PlanError, UsageError
-from loft_hvd.runlog import RunLog
 from loft_hvd.transport import default
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
 
@@ -151,112 +149,3 @@ def test_an_epoch_without_a_step_is_said() -> None:
     loader = loft.DataLoader(list(range(5)), balancer, drop_last=True)  # type: ignore[arg-type]
     with pytest.warns(UserWarning, match="an epoch has no step: 5 samples, global_batch_size=6"):
         assert list(loader) == []
-
-
-def test_a_parameter_that_thaws_is_not_left_to_each_rank() -> None:
-    def work(transport: LocalTransport) -> None:
-        found = model()
-        found.first.weight.requires_grad_(False)
-        optimizer = wrap(torch.optim.SGD(found.parameters(), lr=0.1), transport=transport)
-        found.first.weight.requires_grad_(True)
-        found(torch.ones(2, 3)).sum().backward()
-        with pytest.raises(UsageError, match=r"shape \[4, 3\], has a gradient, but was frozen"):
-            optimizer.step()
-
-    run_ranks(2, work)
-
-
-def test_a_group_is_added_whole_or_not_at_all() -> None:
-    def work(transport: LocalTransport) -> tuple[float, float]:
-        found = model()
-        names = found.named_parameters()
-        optimizer = wrap(
-            torch.optim.SGD(found.parameters(), lr=0.1), named_parameters=names, transport=transport
-        )
-        with pytest.raises(ArgumentTypeError, match="is not a rule"):
-            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], "rule": 3})
-        assert len(optimizer.param_groups) == 1
-        late = torch.nn.Parameter(torch.ones(1))
-        optimizer.add_param_group({"params": [late]})
-        (found(torch.ones(2, 3)).sum() + float(transport.rank) * late.sum()).backward()
-        optimizer.step()
-        return float(late.detach()), float(found.first.weight.detach().sum())
-
-    first, second = run_ranks(2, work)
-    assert first == second
-    assert first[0] == pytest.approx(1.0 - 0.1 * 0.5)
-
-
-def test_a_closure_may_be_evaluated_twice_in_a_step() -> None:
-    class Twice(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            closure()
-            return super().step(closure)
-
-    def work(transport: LocalTransport) -> float:
-        found = model()
-        optimizer = wrap(Twice(found.parameters(), lr=0.1), transport=transport)
-
-        def closure() -> float:
-            optimizer.zero_grad()
-            loss = found(torch.full((2, 3), 1.0 + transport.rank)).sum()
-            loss.backward()
-            return float(loss.detach())
-
-        optimizer.step(closure)
-        return float(found.first.weight.detach().sum())
-
-    assert len(set(run_ranks(2, work))) == 1
-
-
-def test_a_grad_scaler_reaches_a_fused_optimizer() -> None:
-    values = []
-    for is_wrapped in (False, True):
-        found = model()
-        inner = torch.optim.AdamW(found.parameters(), lr=0.1, fused=True)
-        optimizer: Any = wrap(inner) if is_wrapped else inner
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=1000)
-        for step in range(12):
-            optimizer.zero_grad()
-            loss = found(torch.full((2, 3), 1e12 if step == 3 else 1.0)).sum()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        values.append(torch.cat([parameter.detach().flatten() for parameter in found.parameters()]))
-    assert bool(values[0].isfinite().all())
-    torch.testing.assert_close(values[1], values[0], rtol=0, atol=0)
-
-
-def test_noise_is_new_at_every_step() -> None:
-    attack = loft.attacks.Gaussian(sigma=1.0, seed=3)
-    first, second = torch.zeros(1, 50), torch.ones(1, 50)
-    assert torch.equal(attack(first, num_rows=1), attack(first, num_rows=1))
-    assert not torch.equal(attack(first, num_rows=1), attack(second, num_rows=1))
-
-
-def test_parameters_are_not_added_while_a_step_is_under_way() -> None:
-    def work(transport: LocalTransport) -> list[float]:
-        parameter, late = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
-        sgd = torch.optim.SGD([parameter], lr=1.0)
-        optimizer = loft.DistributedOptimizer(sgd, [("p", parameter)], transport=transport)
-        (4 * parameter).sum().backward()
-        with pytest.raises(UsageError, match="between steps"):
-            optimizer.add_param_group({"params": [late]})
-        optimizer.step()
-        optimizer.add_param_group({"params": [late]})
-        optimizer.zero_grad()
-        (2 * parameter + 3 * late).sum().backward()
-        optimizer.step()
-        return [*parameter.tolist(), *late.tolist()]
-
-    assert run_ranks(2, work) == [[-6.0, -3.0]] * 2
-
-
-def test_a_log_folder_that_works_is_taken_after_one_that_did_not(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    log = RunLog(None)
-    log.try_open(tmp_path / "file" / "below")
-    assert "no run log can be made there" in log.refusal
-    log.try_open(tmp_path / "good")
-    assert log.refusal == ""
-    assert log.path is not None

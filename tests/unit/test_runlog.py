@@ -266,3 +266,13 @@ def test_ranks_that_were_given_different_things_leave_a_fault_in_the_log(
 
     run_ranks(2, work)
     assert "MismatchError at step 0: " in render_text(read_run_log(only_file(tmp_path)))
+
+
+def test_a_log_folder_that_works_is_taken_after_one_that_did_not(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    log = RunLog(None)
+    log.try_open(tmp_path / "file" / "below")
+    assert "no run log can be made there" in log.refusal
+    log.try_open(tmp_path / "good")
+    assert log.refusal == ""
+    assert log.path is not None

@@ -10,9 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
+from torch.utils.hooks import RemovableHandle
 
 import loft_hvd as loft
-from loft_hvd.errors import ArgumentError, ArgumentTypeError, MismatchError, PlanError, UsageError
+from loft_hvd.balance.plan import scale_sizes
+from loft_hvd.errors import ArgumentError, MismatchError, PlanError, UsageError
+from loft_hvd.pipeline.buckets import Bucket
 from loft_hvd.transport.local import LocalTransport, run_ranks
 from tests.support.worlds import Moving, Paired, elastic_job
 
@@ -199,94 +202,6 @@ def test_a_resize_keeps_the_global_batch_or_each_ranks_share(
     assert found == [[(total, total)] * n for total, n in zip(totals, (3, 2, 5), strict=True)]
 
 
-class Fake:
-    """An object with a state, that notes when it is made to fit a new world."""
-
-    def __init__(self, name: str, calls: list[str]) -> None:
-        self.name, self.calls, self.value = name, calls, 0
-
-    def begin_world(self) -> None:
-        self.calls.append(self.name)
-
-    def state_dict(self) -> dict[str, int]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.value = state["value"]
-
-
-@pytest.fixture
-def calls() -> list[str]:
-    return []
-
-
-@pytest.fixture
-def state(calls: list[str]) -> loft.elastic.State:
-    pytest.importorskip("horovod.torch")
-    model = torch.nn.Linear(1, 1, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
-    return loft.elastic.State(
-        model, optimizer, balancer=Fake("balancer", calls), loader=Fake("loader", calls), epoch=3
-    )
-
-
-def test_restore_goes_back_to_the_last_commit(state: loft.elastic.State) -> None:
-    state.model.weight.data.fill_(2.0)
-    state.epoch, state.loader.value = 4, 40
-    state.save()
-    state.model.weight.data.fill_(9.0)
-    state.epoch, state.loader.value = 5, 50
-    state.restore()
-    assert (state.model.weight.item(), state.epoch, state.loader.value) == (2.0, 4, 40)
-    state.model.weight.data.fill_(9.0)
-    state.restore()  # what was kept is not changed by what was restored from it
-    assert state.model.weight.item() == 2.0
-
-
-def test_sync_takes_rank_0s_state_in_a_fixed_order(
-    state: loft.elastic.State, calls: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Hvd:
-        """Rank 0 has epoch 7 and a loader at 70."""
-
-        def broadcast_parameters(self, params: dict[str, Tensor], root_rank: int) -> None:
-            params["weight"].fill_(7.0)
-
-        def broadcast_optimizer_state(self, optimizer: Any, root_rank: int) -> None:
-            calls.append("optimizer state")
-
-        def broadcast_object(self, value: dict[str, Any], root_rank: int, name: str) -> Any:
-            return value | {"epoch": 7, "loader": {"value": 70}}
-
-    class NoHeartbeat:
-        def open_heartbeat(self) -> None:
-            calls.append("heartbeat")
-
-    monkeypatch.setattr("loft_hvd.elastic.HorovodTransport", NoHeartbeat)
-    state._hvd = Hvd()
-    state.sync()
-    assert calls == ["heartbeat", "balancer", "loader", "optimizer state"]
-    assert (state.model.weight.item(), state.epoch, state.loader.value) == (7.0, 7, 70)
-    state.restore()
-    assert state.epoch == 7  # a sync is a commit too
-
-
-def test_fields_are_checked(state: loft.elastic.State) -> None:
-    with pytest.raises(AttributeError, match=r"no field 'epochs'; give it as State\("):
-        _ = state.epochs
-    with pytest.raises(AttributeError, match="does not keep 'best'"):
-        state.best = 1
-    with pytest.raises(ArgumentError, match=r"\['commit', 'sync'\] are names of its own"):
-        loft.elastic.State(sync=1, commit=2)
-
-
-def test_ddp_hook_checks_what_it_is_given() -> None:
-    with pytest.raises(UsageError, match="init_process_group"):
-        loft.ddp_hook(loft.Median())
-    with pytest.raises(ArgumentTypeError, match=r"rule='median' is of type str; pass one such as"):
-        loft.ddp_hook("median")  # type: ignore[arg-type]  # that is the point
-
-
 @pytest.mark.usefixtures("elastic")
 @pytest.mark.parametrize("on_resize", ["keep_global", "keep_per_rank"])
 def test_every_sample_is_trained_once_though_the_world_changes_twice_in_an_epoch(
@@ -329,3 +244,247 @@ def test_every_sample_is_trained_once_though_the_world_changes_twice_in_an_epoch
         held += [sample for mine, _ in found for sample in mine]
     assert sorted(held) == list(range(203))
     assert totals == ([12, 12, 12] if on_resize == "keep_global" else [12, 8, 20])
+
+
+# What a script has told an optimizer or a balancer holds in later worlds, or is missed aloud.
+
+OVER = [None, "nodes"]
+
+
+def halve(bucket: Bucket, values: Tensor) -> None:
+    values.mul_(0.5)
+
+
+@pytest.mark.usefixtures("elastic")
+@pytest.mark.parametrize("over", OVER, ids=str)
+def test_a_hook_from_before_the_first_world_runs_once_a_step_in_all_of_them(
+    over: str | None,
+) -> None:
+    """Six ranks, eight, of which two join, six again; then the handles take it away."""
+    ranks: dict[int, tuple[Paired, RemovableHandle]] = {}
+    is_over = False
+
+    def train(end: LocalTransport) -> list[float]:
+        if end.rank not in ranks:
+            rank = Paired(end, over)
+            ranks[end.rank] = rank, rank.optimizer.register_outgoing_hook(halve)
+        rank, handle = ranks[end.rank]
+        if is_over:
+            handle.remove()
+        rank.begin_world(end)
+        return [rank.gradient(8.0), rank.gradient(8.0)]
+
+    for world_size in (6, 8, 6):
+        assert run_ranks(world_size, train, ranks_per_node=2) == [[4.0, 4.0]] * world_size
+    is_over = True
+    assert run_ranks(6, train, ranks_per_node=2) == [[8.0, 8.0]] * 6
+
+
+@pytest.mark.usefixtures("elastic")
+@pytest.mark.parametrize("over", OVER, ids=str)
+def test_a_hook_that_every_world_registers_anew_runs_once_a_step(over: str | None) -> None:
+    ranks: dict[int, Paired] = {}
+
+    def train(end: LocalTransport) -> float:
+        rank = ranks.get(end.rank) or ranks.setdefault(end.rank, Paired(end, over))
+        rank.begin_world(end)
+        rank.optimizer.register_outgoing_hook(halve)  # as the function of hvd.elastic.run does
+        return rank.gradient(8.0)
+
+    for world_size in (6, 8, 6):
+        assert run_ranks(world_size, train, ranks_per_node=2) == [4.0] * world_size
+
+
+@pytest.mark.usefixtures("elastic")
+def test_a_hook_may_take_itself_away() -> None:
+    def train(end: LocalTransport) -> list[float]:
+        rank = Paired(end, None)
+        rank.begin_world(end)
+
+        def halve_once(bucket: Bucket, values: Tensor) -> None:
+            halve(bucket, values)
+            handle.remove()
+
+        handle = rank.optimizer.register_outgoing_hook(halve_once)
+        rank.optimizer.register_outgoing_hook(halve)
+        return [rank.gradient(8.0), rank.gradient(8.0)]
+
+    assert run_ranks(3, train) == [[2.0, 4.0]] * 3
+
+
+@pytest.mark.usefixtures("elastic")
+def test_an_attack_follows_the_rank_numbers_of_each_world() -> None:
+    """Where the processes of ranks 0 and 1 change places, rank 1 still is the attacker."""
+    processes: list[Paired] = []
+
+    def make(end: LocalTransport) -> Paired:
+        rank = Paired(end, None)
+        loft.attacks.attach(rank.optimizer, loft.attacks.Scaled(10.0), ranks=[1])
+        return rank
+
+    processes += run_ranks(5, make)
+    processes[:2] = processes[1::-1]
+
+    def train(end: LocalTransport) -> float:
+        rank = processes[end.rank]
+        rank.begin_world(end)
+        return rank.gradient([0.0, 1.0, 2.0, 3.0, 7.0][end.rank])
+
+    # Rank 1 sends 10 instead of 1; the least and the greatest of the five are left out.
+    assert run_ranks(5, train) == [4.0] * 5
+
+
+def make_end_of_epoch(rank: Paired) -> tuple[int, ...] | None:
+    """Return the sizes of a last batch of two samples, or None where it is skipped."""
+    return scale_sizes(rank.balancer.plan.sizes, 2, min_ranks=rank.balancer.min_ranks)
+
+
+@pytest.mark.usefixtures("elastic")
+def test_a_balancer_keeps_what_optimizers_of_its_world_need() -> None:
+    def work(end: LocalTransport) -> tuple[int, object, float]:
+        rank = Paired(end, None)
+        rank.begin_world(end)
+        return rank.balancer.min_ranks, make_end_of_epoch(rank), rank.gradient(2.0)
+
+    assert run_ranks(5, work) == [(3, None, 2.0)] * 5
+
+
+@pytest.mark.usefixtures("elastic")
+@pytest.mark.parametrize("num_worlds", [1, 2])
+def test_an_optimizer_that_was_not_given_to_the_state_of_its_balancer_is_refused(
+    num_worlds: int,
+) -> None:
+    says = rf"begun world {num_worlds}, .* still that of world 0: .* give both to the loft"
+
+    def work(end: LocalTransport) -> float:
+        rank = Paired(end, None)
+        for _ in range(num_worlds):
+            rank.balancer.begin_world()
+        with pytest.raises(UsageError, match=says):
+            rank.optimizer.step()  # no gradient: nothing of this world is left on the wire
+        rank.balancer.begin_world()
+        rank.optimizer.begin_world()
+        return rank.gradient(2.0)
+
+    assert run_ranks(5, work) == [2.0] * 5
+
+
+@pytest.mark.usefixtures("elastic")
+def test_an_optimizer_that_is_made_within_a_world_takes_no_state() -> None:
+    def work(end: LocalTransport) -> tuple[int, float]:
+        rank = Paired(end, None)
+        rank.balancer.begin_world()
+        later = Paired(end, None, balancer=rank.balancer)
+        return rank.balancer.min_ranks, later.gradient(2.0)
+
+    assert run_ranks(5, work) == [(3, 2.0)] * 5
+
+
+@pytest.mark.usefixtures("elastic")
+def test_a_balancer_that_was_not_given_to_the_state_of_its_optimizer_is_refused() -> None:
+    ranks: dict[int, Paired] = {}
+
+    def first(end: LocalTransport) -> None:
+        ranks[end.rank] = Paired(end, None)
+        ranks[end.rank].begin_world(end)
+
+    run_ranks(6, first)
+    refused: list[int] = []
+
+    def later(end: LocalTransport) -> None:
+        ranks[end.rank].moving.end = end
+        with pytest.raises(UsageError, match=r"plans for 6 ranks, .* over 5: .* give both to"):
+            ranks[end.rank].optimizer.begin_world()
+        refused.append(end.rank)
+
+    run_ranks(5, later)
+    assert sorted(refused) == list(range(5))
+
+
+# The state of hvd.elastic.run.
+
+
+class Fake:
+    """An object with a state, that notes when it is made to fit a new world."""
+
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self.name, self.calls, self.value = name, calls, 0
+
+    def begin_world(self) -> None:
+        self.calls.append(self.name)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+
+
+@pytest.fixture
+def calls() -> list[str]:
+    return []
+
+
+def make_state(calls: list[str]) -> loft.elastic.State:
+    pytest.importorskip("horovod.torch")
+    model = torch.nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+    return loft.elastic.State(
+        model, optimizer, balancer=Fake("balancer", calls), loader=Fake("loader", calls), epoch=3
+    )
+
+
+@pytest.fixture
+def state(calls: list[str]) -> loft.elastic.State:
+    return make_state(calls)
+
+
+def test_restore_goes_back_to_the_last_commit(state: loft.elastic.State) -> None:
+    state.model.weight.data.fill_(2.0)
+    state.epoch, state.loader.value = 4, 40
+    state.save()
+    state.model.weight.data.fill_(9.0)
+    state.epoch, state.loader.value = 5, 50
+    state.restore()
+    assert (state.model.weight.item(), state.epoch, state.loader.value) == (2.0, 4, 40)
+    state.model.weight.data.fill_(9.0)
+    state.restore()  # what was kept is not changed by what was restored from it
+    assert state.model.weight.item() == 2.0
+
+
+def test_sync_takes_rank_0s_state_in_a_fixed_order(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Hvd:
+        """Rank 0 has epoch 7 and a loader at 70."""
+
+        def broadcast_parameters(self, params: dict[str, Tensor], root_rank: int) -> None:
+            params["weight"].fill_(7.0)
+
+        def broadcast_optimizer_state(self, optimizer: Any, root_rank: int) -> None:
+            calls.append("optimizer state")
+
+        def broadcast_object(self, value: dict[str, Any], root_rank: int, name: str) -> Any:
+            return value | {"epoch": 7, "loader": {"value": 70}}
+
+    class NoHeartbeat:
+        def open_heartbeat(self) -> None:
+            calls.append("heartbeat")
+
+    monkeypatch.setattr("loft_hvd.elastic.HorovodTransport", NoHeartbeat)
+    monkeypatch.setattr("loft_hvd.elastic.horovod_module", Hvd)
+    state = make_state(calls)
+    state.sync()
+    assert calls == ["heartbeat", "balancer", "loader", "optimizer state"]
+    assert (state.model.weight.item(), state.epoch, state.loader.value) == (7.0, 7, 70)
+    state.restore()
+    assert state.epoch == 7  # a sync is a commit too
+
+
+def test_fields_are_checked(state: loft.elastic.State) -> None:
+    with pytest.raises(AttributeError, match=r"no field 'epochs'; give it as State\("):
+        _ = state.epochs
+    with pytest.raises(AttributeError, match="does not keep 'best'"):
+        state.best = 1
+    with pytest.raises(ArgumentError, match=r"\['commit', 'sync'\] are names of its own"):
+        loft.elastic.State(sync=1, commit=2)
