@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from loft_hvd.balance.balancer_options import BalancerOptions, MaxBatch
-from loft_hvd.balance.batches import BatchQueue
+from loft_hvd.balance.batches import BatchQueue, plan_in_force
 from loft_hvd.balance.controller import write_decisions
 from loft_hvd.balance.interval import RankTimes
 from loft_hvd.balance.limits import assume_limits, meet
@@ -140,6 +140,7 @@ class Balancer:
 
     def _agree(self) -> None:
         """Compare what ranks were given."""
+        # Before anything is exchanged whose shape or name depends on the options.
         with self.log.faults():
             check_agreement(
                 Channel(self._transport, "loft.balancer"),
@@ -194,6 +195,7 @@ class Balancer:
         self.limits = meet(self._transport, self._options, found=known, own_cap=fresh)
         self._memory.limits, self._memory.caps = self.limits, dict(self.limits.found)
         self._own_cap = None
+        # A new one: nothing of the old world's exchanges, steps or plans may reach into this one.
         older, self._live = self._live, self._make_live()
         self._live.go_on_from(older)
 
@@ -202,6 +204,7 @@ class Balancer:
         world_size = self._transport.world_size
         total, first_size = self._base
         if self._options.on_resize == "keep_per_rank":
+            # A rank that joins takes its own world for the first one; rank 0 has seen them all.
             base = torch.tensor([first_size])
             channel = Channel(self._transport, "loft.balancer.base")
             channel.broadcast(base, what="size of the first world")
@@ -253,7 +256,9 @@ class Balancer:
             limit = self.global_batch_size - (self.world_size - 1) * self.min_batch
         own = try_batches(step_fn, limit=max(limit, 1), grain=grain, headroom=headroom)
         self._own_cap = own.cap
-        if config().is_elastic:  # the others learn it in begin_world
+        # In an elastic job others may not be there yet: a world of one agrees with itself, and the
+        # others learn of the cap in begin_world.
+        if config().is_elastic:
             return agree_on_probes(LocalWorld(1).transport(0), own, grain=grain)
         caps = agree_on_probes(self._transport, own, grain=grain)
         for rank, cap in enumerate(caps):
@@ -370,7 +375,7 @@ class Balancer:
     def plan_at(self, step: int) -> Plan:
         """Return the plan in force at a step, counted over epochs; asked when it is drawn."""
         self._batches.drawn(step)
-        return next(plan for plan in reversed(self.history) if plan.first_step <= step)
+        return plan_in_force(self.history, step)
 
     def push_sizes(self, step_sizes: StepSizes) -> None:
         """Queue the sizes of a batch that this rank will train on next, in order."""
@@ -386,16 +391,7 @@ class Balancer:
         remote: int,
         cached: int = 0,
     ) -> None:
-        """Note the batch that the script gets now, in place of any before it; start its clock.
-
-        Args:
-            step_sizes: samples of every rank in this batch's step.
-            fetch_s: seconds that reading and preparing it took, where that happened.
-            stall_s: seconds of it that the script waited for.
-            local: samples of it that were on this rank's own node or in its cache.
-            remote: samples of it that came from elsewhere.
-            cached: of ``local``, those that only the cache had.
-        """
+        """Note the batch that the script gets now, in place of any before it; start its clock."""
         self._batches.begin(step_sizes)
         if self._batches.seems_forgotten and self.rank == 0 and self.world_size > 1:
             warnings.warn(

@@ -94,6 +94,7 @@ class BalancerOptions:
         """Return what must be equal on every rank, by name."""
         limit = self.max_batch
         shown = sorted(limit.items()) if isinstance(limit, Mapping) else limit
+        # A dict of caps may be written in any order.
         fields = {
             "global_batch_size": self.global_batch_size,
             "min_batch": self.min_batch,

@@ -9,10 +9,14 @@ from collections.abc import Sequence
 from loft_hvd.balance.plan import Plan, StepSizes
 from loft_hvd.errors import PlanError, UsageError
 
-__all__ = ["BatchQueue"]
+__all__ = ["BatchQueue", "plan_in_force"]
+
+_MANY_BATCHES = 10  # a script may look at a few batches before it trains
 
 
-_MANY_BATCHES = 10
+def plan_in_force(plans: Sequence[Plan], step: float) -> Plan:
+    """Return the plan of a step, counted over epochs; the newest has the last word."""
+    return next(plan for plan in reversed(plans) if plan.first_step <= step)
 
 
 class BatchQueue:
@@ -30,16 +34,16 @@ class BatchQueue:
     """
 
     def __init__(self) -> None:
-        self._pending: deque[StepSizes] = deque()
-        self._current: StepSizes | None = None
+        self._pending: deque[StepSizes] = deque()  # of a BatchSampler, in the order of training
+        self._current: StepSizes | None = None  # of a DataLoader
         self._last_trained: int | None = None  # step of the newest backward pass
         self._first_step = 0  # where the run goes on
-        self._lookahead = 0
+        self._lookahead = 0  # most steps that were ever drawn beyond the one in training
         self.trained: StepSizes | None = None
         self.in_work: StepSizes | None = None
         self.trail = 0
         self._taken: list[StepSizes] = []  # since the last step's end
-        self._largest: list[int] = []
+        self._largest: list[int] = []  # samples that each rank has computed in a step
         self._num_begun = 0  # before any backward pass took one
 
     def push(self, step_sizes: StepSizes) -> None:
@@ -57,9 +61,8 @@ class BatchQueue:
         """Return the sizes queued for the next backward pass, or those of the plan in force."""
         if self._pending:
             return self._pending[0]
-        step = self.next_step
-        plan = next(plan for plan in reversed(plans) if plan.first_step <= step)
-        return StepSizes(plan.plan_id, step, plan.sizes)
+        plan = plan_in_force(plans, self.next_step)
+        return StepSizes(plan.plan_id, self.next_step, plan.sizes)
 
     def begin_next(self, plans: Sequence[Plan]) -> StepSizes:
         """Return what ``upcoming`` does, and begin that batch unless it is queued."""
@@ -98,6 +101,7 @@ class BatchQueue:
             )
         self.trained = self.in_work = taken
         self._taken.append(taken)
+        # Not ``hash``: other processes salt it otherwise, and the trail is compared between ranks.
         mark = f"{taken.plan_id} {taken.step} {taken.sizes} {taken.digest}"
         self.trail = zlib.crc32(mark.encode(), self.trail)
         self._last_trained = taken.step
@@ -105,6 +109,7 @@ class BatchQueue:
 
     def step_ended(self) -> None:
         """Note that all batches taken so far have been computed, on every rank."""
+        # Only now: the reduction of a step ends on no rank before all have computed theirs.
         for taken in self._taken:
             sizes = taken.sizes
             self._largest = [max(pair) for pair in zip(self._largest or sizes, sizes, strict=True)]
@@ -152,4 +157,6 @@ class BatchQueue:
     @property
     def drawn_ahead(self) -> int:
         """The deepest step that may be drawn by now, also across the end of an epoch."""
+        # Not the deepest step seen: a loader between two epochs has drawn nothing, and in the next
+        # moment it has drawn as far ahead as it ever does.
         return self.next_step - 1 + self._lookahead

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -15,9 +15,10 @@ from loft_hvd.balance.interval import RankTimes
 
 __all__ = ["SlowRank", "describe", "describe_fit", "find_slow", "fit_record"]
 
-_SLOW_RATIO = 1.10  # a rank is slow when its own work takes this many times the median rank's
-_SLOW_SHARE = 0.03  # and when a step would be shorter by this share without the difference
-_SLOW_ERRORS = 3.0  # and when the difference is so many of its standard errors
+# A rank is slow when its own work takes a tenth more than the median rank's, when the step would be
+# 3 % shorter without the difference (as much as the dead band asks of a change: less is not worth
+# words), and when the difference is three of its standard errors: chance makes one in 700.
+_SLOW_RATIO, _SLOW_SHARE, _SLOW_ERRORS = 1.10, 0.03, 3.0
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,7 @@ class SlowRank:
 
 
 def find_slow(times: Sequence[RankTimes]) -> tuple[SlowRank, ...]:
-    """Return the ranks whose own work takes well over the median rank's, slowest first.
-
-    "Well over" is a tenth more, a share of the step worth speaking of, and more than the two
-    ranks' own variation explains.
-    """
+    """Return the ranks whose own work takes well over the median rank's, slowest first."""
     measured = [time for time in times if time.samples > 0]
     if len(measured) < 2:
         return ()
@@ -49,17 +46,14 @@ def find_slow(times: Sequence[RankTimes]) -> tuple[SlowRank, ...]:
     compute = statistics.median(time.compute_s for time in measured)
     error = statistics.median(time.busy_error_s for time in measured)
     step_s = max(time.wall_s for time in measured)
-    slow = [
-        SlowRank(
-            time.rank,
-            time.busy_s / busy if busy > 0 else 1.0,
-            "fetch" if time.stall_s - stall > time.compute_s - compute else "compute",
-        )
-        for time in measured
-        if busy > 0
-        and time.busy_s - busy > max((_SLOW_RATIO - 1.0) * busy, _SLOW_SHARE * step_s)
-        and time.busy_s - busy > _SLOW_ERRORS * math.hypot(time.busy_error_s, error)
-    ]
+    slow = []
+    for time in measured:
+        errors = _SLOW_ERRORS * math.hypot(time.busy_error_s, error)
+        least = max((_SLOW_RATIO - 1.0) * busy, _SLOW_SHARE * step_s, errors)
+        if busy > 0 and time.busy_s - busy > least:
+            is_fetch = time.stall_s - stall > time.compute_s - compute
+            cause = "fetch" if is_fetch else "compute"
+            slow.append(SlowRank(time.rank, time.busy_s / busy, cause))
     return tuple(sorted(slow, key=lambda entry: -entry.ratio))
 
 
@@ -73,8 +67,8 @@ def describe(times: Sequence[RankTimes]) -> str:
     titles = "".join(f"{column + ' ms':>12s}" for column in columns)
     lines = [f"rank  samples{titles}   samples/s  overlap"]
     for time in times:
-        values = (time.fetch_s, time.stall_s, time.compute_s, time.queued_s, time.wait_s)
-        cells = "".join(f"{1e3 * value:12.2f}" for value in (*values, time.other_s))
+        known = asdict(time)
+        cells = "".join(f"{1e3 * known[f'{column}_s']:12.2f}" for column in columns)
         ends = f"{time.samples_per_s:12.0f}{time.overlap:9.0%}"
         lines.append(f"{time.rank:4d}  {time.samples:7.1f}{cells}{ends}")
     slow = find_slow(times)
@@ -94,7 +88,7 @@ def describe(times: Sequence[RankTimes]) -> str:
     return "\n".join(lines)
 
 
-_NAMES = {
+_TERMS = {  # of a model, as explain and the run log name them
     "fetch_fixed_s": "fetch: fixed",
     "local_s": "fetch: a local sample",
     "remote_s": "fetch: a remote sample",
@@ -122,6 +116,7 @@ def describe_fit(fit: Fit, *, acts: bool = True) -> list[str]:
         hides = {0.0: "one after the other", 1.0: "fully overlapped"}.get(
             overlap, f"{overlap:.0%} overlapped"
         )
+        # A remote sample also waits for its share of a source that several ranks read.
         per_local, per_remote = model.local_s[rank], model.remote_s[rank] + model.shared_s[rank]
         saturates = f", no cheaper below {fit.knee[rank]:.0f} samples" if fit.knee[rank] > 0 else ""
         line = (
@@ -133,7 +128,7 @@ def describe_fit(fit: Fit, *, acts: bool = True) -> list[str]:
         if np.isfinite(model.hits[rank]):
             line += f"; {model.hits[rank]:.0f} samples of a global batch are local"
         if fit.unclear[rank]:
-            terms = ", ".join(_NAMES[name] for name in fit.unclear[rank])
+            terms = ", ".join(_TERMS[name] for name in fit.unclear[rank])
             line += f"; cannot be told apart yet: {terms}"
         lines.append(line)
     return lines
@@ -142,10 +137,9 @@ def describe_fit(fit: Fit, *, acts: bool = True) -> list[str]:
 def fit_record(fit: Fit) -> list[dict[str, Any]]:
     """Return what a fit says of each rank, JSON-able: terms in seconds, [world_size] entries."""
     model = fit.model
-    terms = ("fetch_fixed_s", "local_s", "remote_s", "shared_s", "compute_fixed_s", "compute_s")
     return [
         {
-            **{term: float(getattr(model, term)[rank]) for term in terms},
+            **{term: float(getattr(model, term)[rank]) for term in _TERMS},
             "knee": float(fit.knee[rank]),
             "overlap": float(model.overlap[rank]),
             "hits": float(model.hits[rank]),

@@ -45,21 +45,13 @@ _SLACK_STEPS = 3  # between a rank's word on what it has drawn and the plan's ar
 
 
 class Head(NamedTuple):
-    """Where a rank is when it reports.
+    """Where a rank is when it reports."""
 
-    Attributes:
-        num_steps: optimizer steps taken.
-        plan_id: of the newest plan.
-        trail: depends on every batch trained; equal on all ranks (``BatchQueue.trail``).
-        drawn_ahead: deepest step that its loaders may have drawn.
-        next_interval: steps to the next exchange, as this rank would have it.
-    """
-
-    num_steps: int
-    plan_id: int
-    trail: int
-    drawn_ahead: int
-    next_interval: int
+    num_steps: int  # optimizer steps taken
+    plan_id: int  # of the newest plan
+    trail: int  # of every batch trained, equal on all ranks (``BatchQueue.trail``)
+    drawn_ahead: int  # deepest step that its loaders may have drawn
+    next_interval: int  # steps to the next exchange, as this rank would have it
 
 
 @dataclass(frozen=True)
@@ -152,16 +144,11 @@ SIZE, LOCAL, REMOTE, FETCH, STALL, COMPUTE, WAIT, OTHER, CPU, MEMORY = range(len
 
 
 def _means(sums: Floats) -> Floats:
-    """Turn sums into averages a batch, as they are: not all are times.
+    """Turn sums [world_size, 15] into averages a batch, as they are: not all are times.
 
-    Args:
-        sums: over an interval, in the order of ``SUMS``, [world_size, 15].
-
-    Returns:
-        The same shape, with the number of batches in front; 0 for a rank without batches, NaN for
-        one whose number of batches is none.
+    A rank without batches has 0 everywhere, one whose number of batches is none has NaN.
     """
-    steps = sums[:, :1]
+    steps = sums[:, :1]  # [world_size, 1]: the first of SUMS, and no average
     is_count = np.isfinite(steps) & (steps >= 0) & (steps == np.floor(steps))
     averages = np.where(steps > 0, sums, 0.0) / np.where(is_count & (steps > 0), steps, 1.0)
     averages[:, :1] = steps

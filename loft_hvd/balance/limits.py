@@ -24,8 +24,9 @@ __all__ = ["Device", "RankLimits", "assume_limits", "meet"]
 
 Caps = tuple[int | None, ...]  # most samples of each rank; None for no limit
 
-_CUDA_GRAIN = 8
-_CUDA_SIZES = 8  # distinct sizes of a rank in a run: each may cost a recompilation or autotuning
+# On CUDA each new size may cost a recompilation or a round of autotuning: sizes are multiples of 8,
+# and a rank has at most 8 of them in a run.
+_CUDA_GRAIN, _CUDA_SIZES = 8, 8
 _NO_CAP = -1  # on the wire
 _NAME_BYTES = 96  # of a host's or a device's name on the wire; longer ones are cut
 
@@ -198,6 +199,8 @@ def meet(
     devices, fresh = _tell_devices(channel, own_cap=own_cap)
     caps = torch.tensor([found.get(device.key, _NO_CAP) for device in devices], dtype=torch.int64)
     channel.sub("caps").broadcast(caps, what="broadcast of caps")
+    # What counts, from last to first: just found, known to rank 0, known here of devices that are
+    # away and may come back.
     pairs = zip(devices, caps.tolist(), strict=True)
     known = {device.key: cap for device, cap in pairs if cap > 0}
     here = {device.key for device in devices}
@@ -217,6 +220,7 @@ def _tell_devices(
     rows = channel.sub("devices").allgather_rows(row)
     numbers: Counter[str] = Counter()
     devices, caps = [], {}
+    # Ranks of a host are counted in the order of their ranks, so that all ranks number alike.
     for cap, is_cuda, *letters in rows.tolist():
         host, name = _text(letters[:_NAME_BYTES]), _text(letters[_NAME_BYTES:])
         devices.append(Device(host, numbers[host], name, bool(is_cuda)))

@@ -92,7 +92,7 @@ class MemoryWatch:
 
     def describe_failure(self, error: BaseException) -> FailureNote | None:
         """Say with which batch this rank ran out of memory; None for any other error."""
-        if self._last is not None and self._last[0] is error:
+        if self._last is not None and self._last[0] is error:  # asked again: in_work has gone on
             return self._last[1]
         sizes = self._batches.in_work
         if sizes is None or not is_out_of_memory(error):
@@ -211,9 +211,10 @@ def try_batches(
                 torch.cuda.empty_cache()
         return True
 
+    # No rank may raise alone here, since the others wait in ``agree_on_probes``.
     try:
         found = largest_that_fits(fits, limit=limit, grain=grain)
-    except Exception as error:  # the other ranks wait: they are told in agree_on_probes
+    except Exception as error:
         return Probed(0, error)
     if 0 < found < limit // grain * grain:
         found = max(int(found * (1.0 - headroom)) // grain * grain, grain)

@@ -21,23 +21,20 @@ from loft_hvd.balance.interval import COLUMNS, SIZE, Floats, Interval
 from loft_hvd.balance.limits import RankLimits
 from loft_hvd.balance.plan import Bounds, Plan, equal_sizes
 from loft_hvd.balance.search import equal_within
-from loft_hvd.transport.agreement import check_agreement
-from loft_hvd.transport.base import Channel, Transport
 
 __all__ = [
     "SETTLE_STEPS",
     "Archive",
     "SavedRun",
     "can_go_on",
-    "compare_starts",
     "first_plans",
     "make_controller",
 ]
 
 _LOGGER = logging.getLogger(__name__)
 SETTLE_STEPS = 3  # the first steps of a run, and of a plan, are slower than the rest
-_KEPT = 16  # intervals of a device
-_DEVICES = 4  # times the present number, that are remembered
+_KEPT = 16  # intervals of a device: a third of what a fit looks at
+_DEVICES = 4  # times the present number, that are remembered: bounds a state of changing host names
 
 
 class Archive:
@@ -50,7 +47,7 @@ class Archive:
         """Take in an interval of the devices that are here, by rank."""
         for key, row, is_valid in zip(keys, interval.rows.tolist(), interval.valid, strict=True):
             if is_valid:
-                rows = self._rows.pop(key, deque(maxlen=_KEPT))
+                rows = self._rows.pop(key, deque(maxlen=_KEPT))  # to the end of the dict
                 rows.append(row)
                 self._rows[key] = rows
         while len(self._rows) > _DEVICES * len(keys):
@@ -185,6 +182,7 @@ def can_go_on(
         warns: log what has changed although the devices have not.
     """
     newest, keys = saved.history[-1], list(limits.keys)
+    # Sizes belong to devices, not to rank numbers: the same devices in another order start afresh.
     if newest.world_size != len(keys) or saved.devices not in (None, keys):
         return False
     changes = [
@@ -200,19 +198,6 @@ def can_go_on(
         for rank, (size, cap) in enumerate(zip(newest.sizes, limits.caps, strict=True))
         if cap is not None and size > cap
     ]
-    if changes and warns:
+    if changes and warns:  # with other devices nobody expects the old sizes
         _LOGGER.warning("load_state_dict: sizes start afresh: %s", "; ".join(changes))
     return not changes
-
-
-def compare_starts(transport: Transport, fields: Mapping[str, str], *, name: str) -> None:
-    """Compare what ranks go on from, once they have taken a step; every rank calls it.
-
-    Raises:
-        MismatchError: names the ranks and the field that differ.
-    """
-    check_agreement(
-        Channel(transport, f"{name}.state"),
-        fields,
-        what="Balancer: the state after the first step",
-    )

@@ -23,23 +23,17 @@ __all__ = ["DeviceClock", "StepTimer", "make_device_clock"]
 
 Floats = npt.NDArray[np.float64]
 
-_FEWEST = 5  # steps that say what is usual
+_FEWEST = 5  # steps that say what is usual: of fewer, a pause can be the median
 _MOST = 256  # steps kept one by one; bounds the memory of a long interval
 _USUAL = 3.0  # times the median of "other", or of waiting,
 _OF_STEP = 0.5  # and of the median step, that make a pause
 
 
 class Span:
-    """The device's time between a batch's arrival and its last gradient.
-
-    Args:
-        start: an event on the device's stream, recorded when the batch arrived.
-        end: one that each gradient records anew.
-    """
+    """The device's time between two events on its stream: a batch's arrival and last gradient."""
 
     def __init__(self, start: Any, end: Any) -> None:
-        self._start = start
-        self._end = end
+        self._start, self._end = start, end
 
     @property
     def is_over(self) -> bool:
@@ -221,15 +215,7 @@ class StepTimer:
     def batch_arrived(
         self, *, local: int, remote: int, fetch_s: float, stall_s: float, cached: int = 0
     ) -> None:
-        """Note that a batch is here, and what fetching it took.
-
-        Args:
-            local: its samples from this rank's own node; 0 for padding.
-            remote: its samples from elsewhere.
-            fetch_s: seconds to read and prepare it, wherever that happened.
-            stall_s: seconds of it that the script waited for.
-            cached: how many of ``local`` belong elsewhere, but were in a cache.
-        """
+        """Note that a batch is here, and what fetching it took, in the words of ``RankTimes``."""
         self.computing_ended()
         now = self._clock()
         if self._step_began is None:
@@ -260,6 +246,8 @@ class StepTimer:
         """Note that no more gradients of the newest batch will come, before waiting for others."""
         if self._arrived is None:
             return
+        # Without this, fitted sizes followed the scheduler: a rank that happened to have a core of
+        # its own was given half of the batch.
         queued = min(self._queue_clock() - self._queue_at_arrival, self._batch_compute_s)
         self._step.add(compute_s=self._batch_compute_s - queued, queued_s=queued)
         if self.device_clock is not None:

@@ -83,11 +83,6 @@ def test_a_batch_of_another_size_is_not_believed() -> None:
     assert controller.discarded == {(2, "not the planned size"): 1}
 
 
-def test_rows_of_a_wrong_shape_are_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"shape \(4, 10\).*cpu_use"):
-        observe(Controller(256, 4), np.zeros((4, 7)), step=19)
-
-
 def test_equal_ranks_keep_equal_sizes() -> None:
     for seed in range(10):
         plans = drive(lambda _: EVEN, Controller(256, 4), intervals=40, seed=seed)

@@ -123,7 +123,8 @@ def test_a_resumed_loader_goes_on_at_the_step_of_its_plan(kind: str) -> None:
             loader, batch_sampler = batches(kind, run.balancer, 0)
             if state is not None:
                 batch_sampler.load_state_dict(state["data"])
-            for i, (samples,) in epochs(loader, batch_sampler):
+            epoch = 0 if state is None else state["data"]["epoch"]
+            for i, (samples,) in epochs(loader, batch_sampler, epoch):
                 train = run.compute if kind == "loader" else run.step
                 train(len(samples))
                 seen += samples.tolist()
@@ -143,9 +144,8 @@ def test_a_resumed_loader_goes_on_at_the_step_of_its_plan(kind: str) -> None:
     assert sorted(mine + theirs) == sorted(3 * list(range(NUM_SAMPLES)))
 
 
-def epochs(loader: Any, batch_sampler: Any) -> Iterator[tuple[int, Any]]:
+def epochs(loader: Any, batch_sampler: Any, epoch: int) -> Iterator[tuple[int, Any]]:
     """Yield batches with their number in the iteration, from 1, epoch after epoch."""
-    epoch = batch_sampler._batches.epoch
     while True:
         batch_sampler.set_epoch(epoch)
         yield from enumerate(loader, 1)

@@ -1,17 +1,21 @@
-"""What of a saved state counts when the run that loads it was set up in another way."""
+"""What a run begins with: a saved state in another setting, and devices that come back."""
 
 from __future__ import annotations
 
 import json
 import logging
+import threading
 from typing import Any
 
+import numpy as np
 import pytest
 
 import loft_hvd as loft
 from loft_hvd.balance.controller import Controller
+from loft_hvd.balance.interval import COLUMNS, COMPUTE, SIZE, Interval
 from loft_hvd.balance.limits import Device, RankLimits
-from loft_hvd.balance.resume import first_plans, make_controller
+from loft_hvd.balance.plan import StepSizes
+from loft_hvd.balance.resume import Archive, first_plans, make_controller
 from loft_hvd.errors import PlanError
 from loft_hvd.transport.local import LocalTransport, run_ranks
 from tests.support.plans import make_options
@@ -84,3 +88,160 @@ def test_only_adaptive_policies_look_at_the_grain(policy: str, sizes: tuple[int,
     limits = RankLimits.of(options, (Device("node", 0, "Tesla T4", True),) * 4, {})
     (plan,) = first_plans(options, limits, make_controller(options, limits))
     assert plan.sizes == sizes
+
+
+# What was measured of a device stays known when worlds change, and when it comes back.
+
+
+def interval(seconds: list[float], *, valid: list[bool] | None = None) -> Interval:
+    rows = np.zeros((len(seconds), len(COLUMNS)))
+    rows[:, SIZE] = 8
+    rows[:, COMPUTE] = seconds
+    is_valid = np.array(valid or [True] * len(seconds))
+    return Interval(3, np.full(len(seconds), 8), rows, is_valid, max(seconds))
+
+
+def compute_s(archive: Archive, keys: list[str]) -> list[list[float | None]]:
+    """Return what is recalled of each device's computing, oldest first."""
+    return [
+        [float(each.rows[rank, COMPUTE]) if each.valid[rank] else None for each in recalled]
+        for recalled in [archive.recall(keys)]
+        for rank in range(len(keys))
+    ]
+
+
+def test_rows_follow_their_device_to_another_rank_and_world() -> None:
+    archive = Archive()
+    archive.add(["a/0", "b/0"], interval([1.0, 2.0]))
+    archive.add(["a/0", "b/0"], interval([1.1, 9.0], valid=[True, False]))
+    archive.add(["b/0", "c/0"], interval([2.1, 3.0]))
+    assert compute_s(archive, ["c/0", "b/0", "d/0", "a/0"]) == [
+        [None, 3.0],
+        [2.0, 2.1],
+        [None, None],
+        [1.0, 1.1],
+    ]
+    copy = Archive()
+    copy.take(json.loads(json.dumps(archive.rows())))
+    assert compute_s(copy, ["a/0"]) == [[1.0, 1.1]]
+
+
+def test_what_is_kept_is_bounded() -> None:
+    archive = Archive()
+    for host in range(50):
+        for _ in range(40):
+            archive.add([f"{host}/0", "here/0"], interval([1.0, 2.0]))
+    assert len(archive.rows()) <= 9
+    assert archive.num_rows("here/0") == archive.num_rows("49/0") == 16
+    assert archive.num_rows("0/0") == 0
+
+
+def train(balancer: loft.Balancer, hosts: list[str], num_steps: int, now: list[float]) -> None:
+    """Take steps in which a sample takes 4 ms on the host named "slow", and 1 ms elsewhere."""
+    per_sample = [4e-3 if host == "slow" else 1e-3 for host in hosts]
+    for step in range(num_steps):
+        plan = balancer.plan_at(step)
+        sizes = StepSizes(plan.plan_id, step, plan.sizes)
+        own = plan.sizes[balancer.rank]
+        balancer.begin_batch(sizes, fetch_s=0.0, stall_s=0.0, local=own, remote=0)
+        balancer.take_step()
+        spent = per_sample[balancer.rank] * own
+        now[0] += spent
+        balancer.gradient_arrived(blocked_s=0.0)
+        balancer.computing_ended()
+        slowest = max(a * b for a, b in zip(per_sample, plan.sizes, strict=True))
+        now[0] += slowest - spent
+        balancer.step_ended(waited_s=slowest - spent)
+
+
+class Hosts:
+    """Names the hosts of the threads that are ranks."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.names: list[str] = []
+        monkeypatch.setattr("loft_hvd.balance.limits.own_device", self._own_device)
+
+    def _own_device(self) -> tuple[str, str, bool]:
+        rank = int(threading.current_thread().name.rsplit("-", 1)[1])
+        return self.names[rank], "CPU", False
+
+    def run(
+        self, hosts: list[str], num_steps: int, state: dict[str, Any] | None, **options: Any
+    ) -> list[loft.Balancer]:
+        self.names = hosts
+
+        def work(transport: LocalTransport) -> loft.Balancer:
+            now = [0.0]
+            balancer = loft.Balancer(
+                options.get("total", 96),
+                options.get("policy", "loft"),
+                max_batch=options.get("max_batch"),
+                interval=10,
+                transport=transport,
+                clock=lambda: now[0],
+            )
+            if state is not None:
+                balancer.load_state_dict(json.loads(json.dumps(state)))
+            train(balancer, hosts, num_steps, now)
+            return balancer
+
+        return run_ranks(len(hosts), work)
+
+
+@pytest.fixture
+def hosts(monkeypatch: pytest.MonkeyPatch) -> Hosts:
+    return Hosts(monkeypatch)
+
+
+@pytest.mark.parametrize("policy", ["loft", "lbbsp-cpu:last"])
+@pytest.mark.parametrize("saved_by", [0, 2])
+def test_a_device_that_returns_is_known_in_a_world_of_another_size(
+    hosts: Hosts, policy: str, saved_by: int
+) -> None:
+    first = hosts.run(["one", "slow", "two"], 60, None, policy=policy)
+    assert first[0].plan.sizes[1] < 20
+    state = first[saved_by].state_dict()  # any rank's: rank 0 may have been lost
+    later = hosts.run(["two", "one", "three", "slow"], 20, state, policy=policy)
+    history = later[0].history
+    assert history[0].sizes == (24, 24, 24, 24)
+    assert len(history) > 1, "the first interval is enough"
+    assert history[1].sizes[3] < 15
+    assert all(balancer.history == history for balancer in later)
+
+
+def test_in_the_same_world_a_run_goes_on_with_its_plan(hosts: Hosts) -> None:
+    names = ["one", "slow", "two"]
+    first = hosts.run(names, 60, None)
+    again = hosts.run(names, 1, first[0].state_dict())
+    assert again[0].history == first[0].history
+    moved = hosts.run(["slow", "one", "two"], 1, first[0].state_dict())
+    assert moved[0].plan.sizes == (32, 32, 32)  # sizes belong to devices, not to rank numbers
+
+
+@pytest.mark.parametrize("num_steps", range(16, 26))
+def test_a_state_saved_while_a_plan_is_on_its_way_goes_on(hosts: Hosts, num_steps: int) -> None:
+    """With an interval of 10 steps, plans are decided at the end of steps 10 and 20."""
+    names = ["one", "slow", "two"]
+    first = hosts.run(names, num_steps, None, policy="lbbsp-cpu:last")
+    again = hosts.run(names, 60, first[0].state_dict(), policy="lbbsp-cpu:last")
+    assert all(balancer.history == again[0].history for balancer in again)
+    assert again[0].plan.sizes[1] < 20
+
+
+def test_a_plan_beyond_a_cap_found_since_does_not_come_back(hosts: Hosts) -> None:
+    names = ["one", "slow", "two"]
+    first = hosts.run(names, 60, None)
+    most = max(first[0].plan.sizes)
+    state = first[0].state_dict()
+    again = hosts.run(names, 20, state, max_batch=most - 1)
+    assert again[0].history[0].sizes == (32, 32, 32)
+    assert max(max(plan.sizes) for plan in again[0].history) < most
+    other = hosts.run(names, 1, state, total=48)
+    assert other[0].plan.sizes == (16, 16, 16)
+
+
+def test_only_rank_0_explains_and_the_others_say_so(hosts: Hosts) -> None:
+    balancers = hosts.run(["one", "slow", "two"], 40, None)
+    assert "policy loft" in balancers[0].explain()
+    assert "models and reasons are rank 0's" in balancers[1].explain()
+    assert "rank 0's" not in balancers[0].explain()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from loft_hvd.balance.interval import SUM, SUMS
-from loft_hvd.balance.live import Schedule
 from loft_hvd.balance.stopwatch import DeviceClock, StepTimer
 
 
@@ -177,20 +175,6 @@ def test_a_block_left_out_within_another_is_left_out_once(clock: FakeClock) -> N
     for _ in range(2):
         one_step(plain, clock)
     assert timer.take().tolist() == plain.take().tolist()
-
-
-@pytest.mark.parametrize(
-    ("before", "step_s", "interval"),
-    [(20, 1e-3, 80), (80, 1e-3, 320), (20_000, 1e-3, 30_000), (20, 1.0, 30), (400, 1.0, 30)],
-)
-def test_an_interval_has_at_most_four_times_the_steps_of_the_one_before(
-    before: int, step_s: float, interval: int
-) -> None:
-    schedule = Schedule(None)
-    schedule.follow(0, before)
-    sums = np.zeros(len(SUMS))
-    sums[[SUM["steps"], SUM["wall_s"]]] = 17, 17 * step_s
-    assert schedule.propose(sums, num_passes=1) == interval
 
 
 def test_slow_steps_are_no_pauses(clock: FakeClock) -> None:

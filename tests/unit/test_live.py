@@ -1,4 +1,4 @@
-"""Ranks that do not train the same run find out at the first step or the next exchange."""
+"""The live plan: ranks that do not train the same run find out, and when they exchange times."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 import loft_hvd as loft
-from loft_hvd.balance.interval import SUMS, Head
-from loft_hvd.balance.live import TimesExchange, check_same_run
+from loft_hvd.balance.interval import SUM, SUMS, Head
+from loft_hvd.balance.live import Schedule, TimesExchange, check_same_run
 from loft_hvd.errors import MismatchError
 from loft_hvd.transport.base import Channel
 from loft_hvd.transport.local import LocalTransport, run_ranks
@@ -94,3 +94,17 @@ def test_a_rank_at_another_step_or_plan_is_named(field: str) -> None:
 
     with pytest.raises(MismatchError, match=r"rank 1 is at step [89] with plan [34], but rank 0"):
         run_ranks(3, work)
+
+
+@pytest.mark.parametrize(
+    ("before", "step_s", "interval"),
+    [(20, 1e-3, 80), (80, 1e-3, 320), (20_000, 1e-3, 30_000), (20, 1.0, 30), (400, 1.0, 30)],
+)
+def test_an_interval_has_at_most_four_times_the_steps_of_the_one_before(
+    before: int, step_s: float, interval: int
+) -> None:
+    schedule = Schedule(None)
+    schedule.follow(0, before)
+    sums = np.zeros(len(SUMS))
+    sums[[SUM["steps"], SUM["wall_s"]]] = 17, 17 * step_s
+    assert schedule.propose(sums, num_passes=1) == interval
