@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import logging
 import statistics
 import time
 from dataclasses import asdict, dataclass
@@ -21,7 +22,7 @@ from pathlib import Path
 import digits
 import horovod.torch as hvd
 import torch
-from demo_report import Progress, plot, print_table
+from demo_report import Progress, Warnings, plot, print_table
 
 import loft_hvd as loft
 
@@ -155,6 +156,7 @@ def main() -> None:
     options = parse_options()
     hvd.init()
     torch.set_num_threads(1)  # four ranks share this machine's cores
+    logging.getLogger("loft_hvd").addHandler(Warnings())
     options.out.mkdir(parents=True, exist_ok=True)
     data = digits.Digits.load()
     fitted = fit_sizes(data)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from scripts.plain import plain_lines
 from tests.support.launch import ROOT, launch, launcher_here
 
 sys.path.insert(0, str(ROOT / "examples"))
@@ -26,6 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("demo")
     done = launch(4, ["-W", "error", "examples/demo.py", "--out", str(out)], timeout_s=300)
     assert done.returncode == 0, done.output[-6000:]
+    (out / "output.txt").write_text(done.output)
     return out
 
 
@@ -77,6 +79,15 @@ def test_fitted_sizes_give_the_slow_rank_less_and_shorten_the_step(rule: str, ro
     assert sizes[2] == min(sizes) < 48
     # The demo shows a quarter and more; other work on the machine may take some of it here.
     assert rows[rule, "fitted"]["step_s"] < 0.9 * rows[rule, "equal"]["step_s"]
+
+
+def test_what_is_printed_repeats_no_warning_and_shows_no_launcher(folder: Path) -> None:
+    lines = list(plain_lines((folder / "output.txt").read_text().splitlines(keepends=True)))
+    text = "".join(lines)
+    assert text.count("rank 3 stands out for") == 1
+    assert text.count("trimmed_mean, both sizes") == 10  # a line each tenth
+    assert "<stdout>" not in text
+    assert "<stderr>" not in text
 
 
 def test_the_plot_is_a_picture(folder: Path) -> None:
