@@ -1,17 +1,19 @@
 # `make demo` and `make test` do all the set-up they need. Variables:
-#   PYTHON=python3.12      interpreter of .venv (default: python3, else the first of 3.12, 3.11, 3.10)
+#   PYTHON=python3.12      interpreter of .venv (default: python3, else the first of 3.13 to 3.10)
 #   VENV=active            use the active environment and its torch and Horovod, make no .venv
 #   LOFT_HVD_CACHE=folder  where Horovod's wheel is kept (default ~/.cache/loft_hvd)
+#   LOFT_HVD_LEVELS=...    instruction sets of the kernels: native (this machine's best and the
+#                          baseline, the default) or all (the tests' default)
 #   ARGS="..."             more arguments for the demo, TESTS="..." for pytest
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test test-all lint format unit multiprocess unit-all multiprocess-all clean
+.PHONY: help setup setup-all demo test test-all lint format unit multiprocess unit-all multiprocess-all pythons clean
 
 export PYTHON VENV
 # Any Python 3.8+ can run the set-up, which then chooses the one for .venv.
-BOOT := $(shell for name in $(PYTHON) python3 python3.12 python3.11 python3.10; do \
+BOOT := $(shell for name in $(PYTHON) python3 python3.13 python3.12 python3.11 python3.10; do \
   $$name -c 'import sys; sys.exit(sys.version_info < (3, 8))' 2> /dev/null && echo $$name && break; done)
 ifeq ($(VENV),active)
 BIN := $(shell $(BOOT) -c 'import os, sys; print(os.path.dirname(os.path.abspath(sys.executable)))')
@@ -28,16 +30,22 @@ SPREAD := -n auto --maxprocesses=8 --dist worksteal
 help:  ## say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 20
 
+SET_UP = $(if $(BOOT),,echo "setup: no Python here: sudo apt-get install -y python3 python3-dev python3-venv g++ make git"; exit 1;) \
+  $(BOOT) -m scripts.setup
+
 setup:  ## make .venv, build Horovod and the extension; seconds when all is there
-	@$(if $(BOOT),,echo "setup: no Python here: sudo apt-get install -y python3 python3-dev python3-venv g++ make git"; exit 1)
-	@$(BOOT) -m scripts.setup
+	@$(SET_UP)
+
+setup-all:  # the same with the kernels of every instruction set, which the tests compare
+	@export LOFT_HVD_LEVELS="$${LOFT_HVD_LEVELS:-all}"; $(SET_UP)
 
 demo: setup  ## train over unequal ranks with a faulty worker: 4 ranks, a table, runs/demo/
-	$(RANKS) $(BIN)/horovodrun -np 4 --gloo $(PY) examples/demo.py $(ARGS)
+	@$(RANKS) $(PY) -m scripts.plain $(BIN)/horovodrun -np 4 --gloo $(PY) examples/demo.py $(ARGS)
 
-test: lint unit multiprocess  ## linters, unit and multi-process tests
+# setup-all comes first: lint alone is content with less, and would have it built in two goes.
+test: setup-all lint unit multiprocess  ## linters, unit and multi-process tests
 
-test-all: lint unit-all multiprocess-all  ## the same with the long tests
+test-all: setup-all lint unit-all multiprocess-all  ## the same with the long tests
 
 lint: setup  ## ruff, mypy --strict, clang-format
 	$(BIN)/ruff check .
@@ -45,17 +53,20 @@ lint: setup  ## ruff, mypy --strict, clang-format
 	$(BIN)/mypy
 	$(if $(CXX_FILES),$(BIN)/clang-format --dry-run -Werror $(CXX_FILES))
 
-unit: setup
+unit: setup-all
 	$(RANKS) $(PY) -m pytest tests --ignore=tests/multiprocess -m "not long and not multiprocess" $(SPREAD) $(TESTS)
 
-multiprocess: setup
+multiprocess: setup-all
 	$(RANKS) $(PY) -m pytest tests/multiprocess -m "not long" $(TESTS)
 
-unit-all: setup
+unit-all: setup-all
 	$(RANKS) $(PY) -m pytest tests --ignore=tests/multiprocess -m "not multiprocess" $(SPREAD) $(TESTS)
 
-multiprocess-all: setup
+multiprocess-all: setup-all
 	$(RANKS) $(PY) -m pytest tests/multiprocess $(TESTS)
+
+pythons:  ## set up and unit-test with each Python from 3.10 to 3.13 that is here; ARGS="--help"
+	@$(BOOT) -m scripts.pythons $(ARGS)
 
 format: setup  ## put the code into its standard form
 	$(BIN)/ruff check --fix .

@@ -1,7 +1,8 @@
 """``python3 -m scripts.setup``: everything that ``make setup`` does, in order.
 
 Variables: ``PYTHON`` names the interpreter, ``VENV=active`` uses the active environment, ``CXX``
-the compiler, ``LOFT_HVD_CACHE`` the folder of the wheels (default ``~/.cache/loft_hvd``).
+the compiler, ``LOFT_HVD_CACHE`` the folder of the wheels (default ``~/.cache/loft_hvd``),
+``LOFT_HVD_LEVELS`` the instruction sets of the extension (see setup.py).
 """
 
 from __future__ import annotations
@@ -14,23 +15,31 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from scripts.setup.console import SetupError, say
+from scripts.setup.cuda import choose_toolkit
 from scripts.setup.environment import (
+    BUILD_FILES,
+    PIN_FILES,
     Environment,
-    ask,
+    Facts,
     install_missing,
     install_pins,
     prepare_venv,
+    read_pins,
+    remove_interrupted,
 )
-from scripts.setup.extension import install_extension
+from scripts.setup.extension import extension_build
 from scripts.setup.horovod import install_horovod, make_recipe
-from scripts.setup.locks import exclusive
-from scripts.setup.machine import choose_python, compiler_problems, find_compiler
-from scripts.setup.pins import read_pins
-from scripts.setup.runner import Runner
-from scripts.setup.stamps import digest
+from scripts.setup.machine import (
+    Compiler,
+    choose_python,
+    compiler_problems,
+    find_compiler,
+    has_room_for_two_builds,
+)
+from scripts.setup.runner import Runner, SetupError, say
+from scripts.setup.state import digest, exclusive
 
-_LOCK_TIMEOUT_S = 3600.0
+_LOCK_TIMEOUT_S = 3600.0  # several times the longest set-up, on the slowest machine
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
@@ -52,6 +61,8 @@ def _environment(root: Path, environ: Mapping[str, str], *, runner: Runner) -> E
     if venv == "":
         python = choose_python(asked, default=sys.executable, needs_venv=True)
         return prepare_venv(root / ".venv", python, is_asked=bool(asked), runner=runner)
+    # In an active environment `python3` is its own; without one it is the system's, and then
+    # the missing torch is what the user is told about.
     python = choose_python(asked or "python3", default="", needs_venv=False)
     # Not resolved: the link in a virtual environment's bin folder is what selects it.
     path = Path(os.path.abspath(shutil.which(python.path) or python.path))
@@ -59,7 +70,12 @@ def _environment(root: Path, environ: Mapping[str, str], *, runner: Runner) -> E
 
 
 def _set_up(root: Path, environ: Mapping[str, str]) -> None:
-    """Do all steps; each one is skipped when its result is there."""
+    """Do all steps; each one is skipped when its result is there.
+
+    The extension needs the build tools alone, Horovod needs torch. So the extension is compiled
+    beside everything else, where there is memory for it, and fills the cores while pip downloads,
+    while CMake looks around and while Horovod's longest file is compiled alone.
+    """
     compiler = find_compiler(environ)
     problems = compiler_problems(compiler)
     if problems or compiler is None:
@@ -67,21 +83,50 @@ def _set_up(root: Path, environ: Mapping[str, str]) -> None:
     folder, requirements = root / "build" / "setup", root / "requirements"
     with exclusive(folder / "lock", timeout_s=_LOCK_TIMEOUT_S) as lock:
         runner = Runner(folder / "setup.log", held=(lock,))
-        runner.log.write_bytes(b"")
+        beside = Runner(folder / "extension.log", held=(lock,))  # two at once, two logs
+        for one in (runner, beside):  # under the lock: an earlier set-up may still be writing
+            one.log.write_bytes(b"")
         environment = _environment(root, environ, runner=runner)
         install = install_pins if environment.is_ours else install_missing
-        install(environment, requirements, runner=runner)
-        facts = ask(environment)
-        (horovod,) = read_pins(requirements / "horovod-version.txt", python=facts.version)
-        recipe = make_recipe(
-            facts,
-            version=horovod.version,
-            override=root / "cmake" / "horovod",
-            compiler=compiler,
-            environ=environ,
-        )
-        install_horovod(environment, recipe, cache=cache_folder(environ), runner=runner)
-        install_extension(environment, root, compiler=compiler, runner=runner)
+        facts = remove_interrupted(environment)
+        facts = install(environment, requirements, facts=facts, files=BUILD_FILES, runner=runner)
+        with extension_build(
+            environment, root, facts=facts, compiler=compiler, runner=beside
+        ) as extension:
+            if not has_room_for_two_builds():  # one after the other, the short one first
+                extension.finish(environment)
+            facts = install(environment, requirements, facts=facts, files=PIN_FILES, runner=runner)
+            extension.check()  # an error in our own C++ need not wait for Horovod's minutes
+            _add_horovod(root, environ, environment, facts=facts, compiler=compiler, runner=runner)
+            if has_room_for_two_builds():
+                extension.finish(environment)
+
+
+def _add_horovod(
+    root: Path,
+    environ: Mapping[str, str],
+    environment: Environment,
+    *,
+    facts: Facts,
+    compiler: Compiler,
+    runner: Runner,
+) -> None:
+    """Have Horovod in the environment, with CUDA where torch has it and a toolkit works."""
+    (horovod,) = read_pins(root / "requirements" / "horovod-version.txt", python=facts.version)
+    toolkit, why_not = choose_toolkit(
+        environ, environment, site=facts.site, compiler=compiler, runner=runner
+    )
+    if why_not:
+        say(f"setup: Horovod without CUDA, although torch has it: {why_not}")
+    recipe = make_recipe(
+        facts,
+        version=horovod.version,
+        override=root / "cmake" / "horovod",
+        compiler=compiler,
+        toolkit=toolkit,
+        environ=environ,
+    )
+    install_horovod(environment, recipe, cache=cache_folder(environ), runner=runner)
 
 
 def _stop(number: int, frame: object) -> None:
@@ -91,6 +136,7 @@ def _stop(number: int, frame: object) -> None:
 
 def main() -> int:
     """Run the set-up; return the exit status."""
+    # `timeout` and a closed terminal's job control send SIGTERM; compilers must not outlive us.
     signal.signal(signal.SIGTERM, _stop)
     start_s = time.monotonic()
     try:

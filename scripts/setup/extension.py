@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.setup.console import say, step
-from scripts.setup.environment import Environment, ask
+from scripts.setup.environment import Environment, Facts
 from scripts.setup.machine import Compiler
-from scripts.setup.runner import Runner, output_of
-from scripts.setup.stamps import digest, read_stamp, write_stamp
+from scripts.setup.runner import Runner, Running, output_of, say, step
+from scripts.setup.state import digest, read_stamp, write_stamp
 
-__all__ = ["has_gpu", "install_extension", "source_files"]
+__all__ = ["ExtensionBuild", "extension_build", "has_gpu", "has_levels", "source_files"]
 
-_STAMP = "extension"
 _OPTIONS = ("LOFT_HVD_CUDA", "LOFT_HVD_CUDA_ARCHS", "LOFT_HVD_WERROR")
 
 
@@ -21,38 +22,93 @@ def source_files(root: Path) -> list[Path]:
     """Return the files that the built extension depends on."""
     names = ("setup.py", "pyproject.toml", "CMakeLists.txt")
     files = [root / name for name in names if (root / name).is_file()]
-    files += (root / "cmake").glob("*.cmake")
+    files += (root / "cmake").glob("*.cmake")  # not cmake/horovod: that is Horovod's wheel
     for path in (root / "csrc").rglob("*"):
         if path.is_file() and not {"generated", "__pycache__"} & set(path.parts):
             files.append(path)
     return files
 
 
-def install_extension(
-    environment: Environment, root: Path, *, compiler: Compiler, runner: Runner
-) -> None:
-    """Build and install loft_hvd unless this very source is built and installed already."""
-    facts = ask(environment)
+def wanted_levels(environ: Mapping[str, str]) -> str:
+    """Return the instruction sets asked for, as setup.py understands them: "native" by default."""
+    names = environ.get("LOFT_HVD_LEVELS", "").replace(" ", "")
+    return ",".join(sorted(set(filter(None, names.split(","))))) or "native"
+
+
+def has_levels(built: str, wanted: str) -> bool:
+    """Return whether an extension built with the levels ``built`` will do where ``wanted`` are.
+
+    "all" holds every level, so `make demo` after `make test` compiles nothing. What "native" holds
+    is known to the build alone, so it stands for itself only.
+    """
+    return built == "all" or set(wanted.split(",")) <= set(built.split(","))
+
+
+@dataclass(frozen=True)
+class ExtensionBuild:
+    """The build of the extension, under way beside other steps.
+
+    Attributes:
+        stamp: file that says for which sources and levels the extension was built.
+        content: what it will say.
+        running: the build; None when there is nothing to do.
+    """
+
+    stamp: Path
+    content: str
+    running: Running | None
+
+    def check(self) -> None:
+        """Raise a SetupError when the build has failed already."""
+        if self.running is not None:
+            self.running.check()
+
+    def finish(self, environment: Environment) -> None:
+        """Wait for the build; say what it made.
+
+        Raises:
+            SetupError: it failed.
+        """
+        if self.running is None:
+            return
+        with step("loft_hvd and its extension: the rest of the build"):
+            self.running.wait()
+        write_stamp(self.stamp, self.content)
+        say(_cuda_line(environment))
+
+
+@contextlib.contextmanager
+def extension_build(
+    environment: Environment, root: Path, *, facts: Facts, compiler: Compiler, runner: Runner
+) -> Iterator[ExtensionBuild]:
+    """Start building loft_hvd unless it is built and installed already; end it with the block.
+
+    It needs the tools of ``requirements/build.txt`` and nothing else, no torch: that lets it run
+    while pip fetches the other packages and while Horovod is compiled.
+    """
     options = [f"{name}={os.environ.get(name, '')}" for name in _OPTIONS]
     parts = [compiler.identity, facts.abi, facts.platform, *options]
     if has_gpu():  # the CUDA half is then built by default
         parts.append("gpu")
-    key = digest(parts, source_files(root))
-    is_built = (
-        any((root / "loft_hvd").glob(f"_loft*{facts.abi}*"))
-        or not (root / "CMakeLists.txt").is_file()
-    )
-    stamp = environment.stamps / _STAMP
-    if is_built and "loft-hvd" in facts.dists and read_stamp(stamp) == f"{root} {key}":
+    key = f"{root} {digest(parts, source_files(root))}"
+    wanted = wanted_levels(os.environ)
+    stamp = environment.stamps / "extension"
+    before, _, built = read_stamp(stamp).rpartition(" ")
+    # The file is looked for as well: `make clean` and `git clean` remove it and leave the stamp.
+    has_file = any((root / "loft_hvd").glob(f"_loft*{facts.abi}*"))
+    if has_file and "loft-hvd" in facts.dists and before == key and has_levels(built, wanted):
         say("setup: loft_hvd and its extension are built")
+        yield ExtensionBuild(stamp, "", None)
         return
-    with step("loft_hvd and its extension"):
-        stamp.unlink(missing_ok=True)
-        words = ["install", "-v", "--no-build-isolation", "--no-deps", "-e", str(root)]
-        env = {**environment.environ(), "CXX": compiler.path}
-        runner.run(environment.pip(*words), env=env, cwd=root, what="building the extension")
-        write_stamp(stamp, f"{root} {key}")
-    say(_cuda_line(environment))
+    stamp.unlink(missing_ok=True)  # an interrupted build must not be taken for a finished one
+    words = ["install", "-v", "--no-build-isolation", "--no-deps", "-e", str(root)]
+    env = {**environment.environ(), "CXX": compiler.path, "LOFT_HVD_LEVELS": wanted}
+    # Nicer than Horovod's build: its last long compilations then have a core to themselves, and
+    # the other core has these shorter ones to do.
+    command = ["nice", "-n", "10", *environment.pip(*words)]
+    say(f"setup: loft_hvd and its extension, levels {wanted}: the build begins")
+    with runner.start(command, env=env, cwd=root, what="building the extension") as running:
+        yield ExtensionBuild(stamp, f"{key} {wanted}", running)
 
 
 def has_gpu(device_folder: Path = Path("/dev")) -> bool:

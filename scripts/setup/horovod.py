@@ -12,22 +12,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.setup.console import SetupError, say, step
+from scripts.setup.cuda import Toolkit
 from scripts.setup.environment import Environment, Facts, ask
-from scripts.setup.locks import exclusive
-from scripts.setup.machine import Compiler, check_disk
-from scripts.setup.runner import Runner, output_of
-from scripts.setup.stamps import digest, read_stamp, write_stamp
+from scripts.setup.machine import Compiler, build_jobs, check_disk
+from scripts.setup.runner import Runner, SetupError, output_of, say, step
+from scripts.setup.state import digest, exclusive, read_stamp, write_stamp
 
-__all__ = ["Recipe", "build_jobs", "find_mpi", "install_horovod", "make_recipe", "wheel_for"]
+__all__ = ["Recipe", "find_mpi", "install_horovod", "make_recipe", "wheel_for"]
 
 _STAMP = "horovod"
 _LOCK_TIMEOUT_S = 3600.0
 # Of Horovod's variables those that decide how it is built; the others speak to a running one.
 _OPTIONS = re.compile(r"HOROVOD_(WITH|GPU|CUDA|NCCL|ROCM|CCL|BUILD|CMAKE|ALLOW_MIXED)\w*")
+# The half for torch; a build that finds no torch succeeds without it.
 _LIBRARY = re.compile(r"horovod/torch/mpi_lib_v2\.[^/]*so")
-_BUILD_BYTES = 2 * 2**30
-_JOB_BYTES = 2 * 2**30  # memory that one of torch's translation units takes, with room
+_BUILD_BYTES = 2 * 2**30  # of disk: sources, objects and wheel take a quarter of it
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,7 @@ class Recipe:
     Attributes:
         version: of Horovod.
         has_mpi: whether its MPI controller is built, beside Gloo.
+        toolkit: CUDA's, None for a build without CUDA.
         parts: everything the wheel depends on, by name; kept beside it for the curious.
         variables: environment of the build.
         key: name of the wheel's folder in the cache.
@@ -44,6 +44,7 @@ class Recipe:
 
     version: str
     has_mpi: bool
+    toolkit: Toolkit | None
     parts: Mapping[str, str]
     variables: Mapping[str, str]
     key: str
@@ -68,28 +69,27 @@ def _torch_cxx_abi(site: Path) -> str:
     return found.group(1) if found else "1"  # newer torch has no other and says nothing
 
 
-def _cuda(torch: str, environ: Mapping[str, str]) -> str:
-    """Return the CUDA toolkit that torch's build tools would find, or "" for a build without.
-
-    A torch for CPUs takes none. torch looks at these variables, nvcc and this folder, in turn.
-    """
-    if torch.endswith("+cpu"):
-        return ""
-    named = environ.get("CUDA_HOME") or environ.get("CUDA_PATH")
-    usual = "/usr/local/cuda"
-    return named or shutil.which("nvcc") or (usual if os.path.exists(usual) else "")
-
-
 def make_recipe(
     facts: Facts,
     *,
     version: str,
     override: Path,
     compiler: Compiler,
+    toolkit: Toolkit | None,
     environ: Mapping[str, str],
 ) -> Recipe:
-    """Say how Horovod is to be built here; equal recipes give interchangeable wheels."""
+    """Say how Horovod is to be built here; equal recipes give interchangeable wheels.
+
+    Args:
+        facts: the environment, with torch in it.
+        version: of Horovod.
+        override: folder of the CMake files that make it build with today's torch.
+        compiler: for C++.
+        toolkit: CUDA's, None for a build without CUDA.
+        environ: variables; those that decide how Horovod is built are handed on.
+    """
     mpi, torch = find_mpi(environ), facts.dists.get("torch", "none")
+    # Without the WITHOUTs Horovod would build for a TensorFlow or MXNet that happens to be there.
     variables = {name: value for name, value in environ.items() if _OPTIONS.fullmatch(name)}
     variables.update(
         HOROVOD_WITH_PYTORCH="1",
@@ -98,9 +98,7 @@ def make_recipe(
         HOROVOD_WITH_GLOO="1",
         CMAKE_GENERATOR="Unix Makefiles",  # Horovod hands make's own options to the generator
     )
-    cuda = _cuda(torch, environ)
-    if not cuda:
-        variables["LOFT_HVD_HOROVOD_CUDA"] = "0"  # see standard.cmake
+    variables["LOFT_HVD_HOROVOD_CUDA"] = "1" if toolkit else "0"  # see override's standard.cmake
     variables["HOROVOD_WITH_MPI" if mpi else "HOROVOD_WITHOUT_MPI"] = "1"
     parts = {
         "horovod": version,
@@ -110,21 +108,17 @@ def make_recipe(
         "platform": facts.platform,
         "compiler": compiler.identity,
         "mpi": mpi,
-        "cuda": cuda,
+        "cuda": f"{toolkit.root} {toolkit.version}" if toolkit else "",
         "options": json.dumps(variables, sort_keys=True),
-        "override": digest([], override.glob("*.cmake")),
+        "override": digest([], [*override.glob("*.cmake"), *override.glob("*.py")]),
     }
+    # The readable half of the key is for people who look into the cache; the hash decides.
     short = "mpi" if mpi else "gloo"
     hashed = digest(f"{name}={value}" for name, value in sorted(parts.items()))
     key = f"{version}-torch{torch}-py{facts.version[0]}{facts.version[1]}-{short}-{hashed}"
+    # After the key: where the override and the toolkit lie on this machine changes no wheel.
     variables["CMAKE_TOOLCHAIN_FILE"] = str(override / "toolchain.cmake")
-    return Recipe(version, bool(mpi), parts, variables, key)
-
-
-def build_jobs() -> int:
-    """Return how many compilers to run at once: by cores, and by memory."""
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(1, min(len(os.sched_getaffinity(0)), memory // _JOB_BYTES))
+    return Recipe(version, bool(mpi), toolkit, parts, variables, key)
 
 
 def _whole_wheel(folder: Path) -> Path | None:
@@ -157,6 +151,8 @@ def wheel_for(recipe: Recipe, environment: Environment, *, cache: Path, runner: 
         for leftover in (folder, stage):
             shutil.rmtree(leftover, ignore_errors=True)
         kinds = "Gloo and MPI" if recipe.has_mpi else "Gloo, no MPI: no mpicc or not wanted"
+        if recipe.toolkit:
+            kinds += f", CUDA of {recipe.toolkit.root}"
         with step(f"build Horovod {recipe.version} ({kinds}); some minutes, once"):
             check_disk(folder.parent, needed_bytes=_BUILD_BYTES, what="building Horovod")
             try:
@@ -177,9 +173,12 @@ def _build(recipe: Recipe, environment: Environment, *, stage: Path, runner: Run
     with tempfile.TemporaryDirectory(prefix="horovod-", dir=parent) as place:
         env = environment.environ()
         env.update(recipe.variables)
+        if recipe.toolkit:
+            env.update(recipe.toolkit.variables(env["PATH"]))
         env.update(MAKEFLAGS=f"-j{build_jobs()}", TMPDIR=place)
         words = ["wheel", "-v", "--no-deps", "--no-build-isolation", "--no-cache-dir"]
         words += ["--wheel-dir", str(stage / "wheel"), f"horovod=={recipe.version}"]
+        # Nice, so that the machine stays usable; less so than the extension's build beside it.
         command = ["nice", "-n", "5", *environment.pip(*words)]
         runner.run(command, env=env, cwd=stage, what="building Horovod")
     text = json.dumps(dict(recipe.parts), indent=1, sort_keys=True)
@@ -188,6 +187,7 @@ def _build(recipe: Recipe, environment: Environment, *, stage: Path, runner: Run
 
 def _check_build(environment: Environment, *, needs_mpi: bool) -> str:
     """Return what is wrong with the Horovod in an environment, or "" when it is as it should be."""
+    # This loads the library as well, so a missing symbol of torch shows here and not in a job.
     text = output_of([str(environment.python.parent / "horovodrun"), "--check-build"])
     wanted = ["PyTorch", "Gloo", *(["MPI"] if needs_mpi else [])]
     lacking = [name for name in wanted if f"[X] {name}" not in text]
@@ -217,7 +217,8 @@ def install_horovod(
     stamp.unlink(missing_ok=True)
     wheel = wheel_for(recipe, environment, cache=cache, runner=runner)
     with step(f"install Horovod {recipe.version}"):
-        words = ["install", "--no-deps", "--no-cache-dir", "--force-reinstall", str(wheel)]
+        words = ["install", "--no-deps", "--no-cache-dir", "--force-reinstall", "--no-compile"]
+        words.append(str(wheel))
         runner.run(
             environment.pip(*words), env=environment.environ(), cwd=cache, what="pip install"
         )

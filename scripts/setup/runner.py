@@ -1,7 +1,11 @@
-"""Run long commands: a full log in a file, a sign of life on the screen, nothing left behind."""
+"""What the set-up says, and the long commands it runs.
+
+A command's output goes to a log in full; the screen gets a sign of life; nothing is left running.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import re
@@ -10,25 +14,41 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from scripts.setup.console import SetupError, say
+__all__ = ["Runner", "Running", "SetupError", "clean_environ", "output_of", "say", "step"]
 
-__all__ = ["Runner", "clean_environ", "output_of"]
-
-_TAIL_LINES = 20
-_GRACE_S = 5.0
-_PR_SET_PDEATHSIG = 1
+_TAIL_LINES = 20  # shown when a command fails: a compiler's last message fits
+_GRACE_S = 5.0  # between asking a command to end and killing it
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 _PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # Linux only
 _ERROR = re.compile(r"CMake Error|\berror:|ERROR:|Error:")
 _SHOWN_ERRORS = 6
-_PERCENT = re.compile(r"\[ *\d+%\] .*")
+_PROGRESS = re.compile(r"\[ *\d+(%|/\d+)\] .*")  # make prints [ 12%], ninja [3/26]
 # A parent `make` hands its flags and job server down; a user's pip settings may point elsewhere.
 _UNWANTED = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT")
 _UNWANTED_PYTHON = ("PYTHONHOME", "PYTHONPATH", "__PYVENV_LAUNCHER__")
+
+
+class SetupError(Exception):
+    """The set-up cannot go on; the message says what is missing and the way out."""
+
+
+def say(text: str) -> None:
+    """Print one line at once, also when the output is a pipe."""
+    print(text, flush=True)
+
+
+@contextlib.contextmanager
+def step(title: str) -> Iterator[None]:
+    """Announce a step and say how long it took."""
+    say(f"setup: {title}")
+    start_s = time.monotonic()
+    yield
+    say(f"setup:   done in {time.monotonic() - start_s:.1f} s")
 
 
 def clean_environ(environ: Mapping[str, str], *, bin_dir: Path | None = None) -> dict[str, str]:
@@ -70,6 +90,7 @@ class _Output:
 
     def _copy(self) -> None:
         with self._stream:
+            # By lines and flushed, so that the log can be read while a build hangs.
             for raw in self._stream:
                 self._log.write(raw)
                 self._log.flush()
@@ -80,21 +101,88 @@ class _Output:
             self.tail.append(line)
             if _ERROR.search(line) and len(self.errors) < _SHOWN_ERRORS:
                 self.errors.append(line)
-            percent = _PERCENT.search(line)
-            if percent:
-                self.progress = percent.group(0)
+            progress = _PROGRESS.search(line)
+            if progress:
+                self.progress = progress.group(0)
 
     def close(self) -> None:
         self._thread.join(timeout=_GRACE_S)
 
     def latest(self) -> str:
+        # A build's "[ 12%] Building x" says more than the warning that it printed last.
         text = self.progress or (self.tail[-1] if self.tail else "started")
         return text.strip()[:90]
 
 
+class Running:
+    """A command under way; as a context manager it ends the command when the block fails.
+
+    Args:
+        process: the command, in a process group of its own, its output in a pipe.
+        log: the open file that takes the output; closed with the command.
+        runner: the limits that it runs under.
+        what: the command in words, for messages.
+    """
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], log: IO[bytes], runner: Runner, what: str
+    ) -> None:
+        assert process.stdout is not None
+        self._process, self._log, self._runner, self._what = process, log, runner, what
+        self._start_s = time.monotonic()
+        self._output = _Output(process.stdout, log)
+
+    def __enter__(self) -> Running:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        # Also after Ctrl-C: the command is in a group of its own, so the terminal did not end it.
+        if self._process.poll() is None:
+            _end_group(self._process)
+        self._close()
+
+    def check(self) -> None:
+        """Raise as ``wait`` does when the command has failed already; do not wait for it."""
+        if self._process.poll() is not None:
+            self._judge(self._process.returncode)
+
+    def wait(self) -> None:
+        """Wait for the end, with a sign of life now and then.
+
+        Raises:
+            SetupError: it failed or took longer than the limit; the message ends with the last
+                lines that it printed.
+        """
+        while True:
+            try:
+                self._judge(self._process.wait(timeout=self._runner.alive_s))
+                return
+            except subprocess.TimeoutExpired:
+                spent_s = time.monotonic() - self._start_s
+                if spent_s > self._runner.timeout_s:
+                    raise SetupError(
+                        f"{self._what}: not done after {spent_s:.0f} s (limit "
+                        f"{self._runner.timeout_s:.0f} s); see {self._runner.log}, then run the "
+                        "same command again"
+                    ) from None
+                say(f"setup:   {spent_s:4.0f} s  {self._output.latest()}")
+
+    def _judge(self, code: int) -> None:
+        if code != 0:
+            self._output.close()  # its last lines may still be on their way
+            raise SetupError(
+                f"{self._what} failed (exit {code}). The first errors in {self._runner.log}:\n"
+                f"{_indented(self._output.errors)}\nits end:\n{_indented(self._output.tail)}"
+            )
+
+    def _close(self) -> None:
+        self._output.close()
+        self._log.close()
+
+
 @dataclass(frozen=True)
 class Runner:
-    """Runs commands one after another.
+    """Starts commands.
 
     Attributes:
         log: file that keeps everything the commands print.
@@ -108,56 +196,31 @@ class Runner:
     timeout_s: float = 5400.0
     held: tuple[int, ...] = ()
 
-    def run(self, command: Sequence[str], *, env: Mapping[str, str], cwd: Path, what: str) -> None:
-        """Run ``command`` to its end.
-
-        Raises:
-            SetupError: it failed or took longer than ``timeout_s``; the message ends with the last
-                lines that it printed.
-        """
+    def start(
+        self, command: Sequence[str], *, env: Mapping[str, str], cwd: Path, what: str
+    ) -> Running:
+        """Start ``command`` and return without waiting for it."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.log, "ab") as log:
-            log.write(("\n$ " + " ".join(command) + "\n").encode())
-            log.flush()
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env=dict(env),
-                cwd=cwd,
-                pass_fds=self.held,
-                preexec_fn=_end_with_parent,
-                start_new_session=True,  # a group of its own, so that all of it can be ended
-            )
-            assert process.stdout is not None
-            output = _Output(process.stdout, log)
-            try:
-                code = self._wait(process, output, what)
-            except BaseException:
-                _end_group(process)
-                raise
-            finally:
-                output.close()
-        if code != 0:
-            raise SetupError(
-                f"{what} failed (exit {code}). The first errors in {self.log}:\n"
-                f"{_indented(output.errors)}\nits end:\n{_indented(output.tail)}"
-            )
+        log = open(self.log, "ab")  # noqa: SIM115  # Running closes it
+        log.write(("\n$ " + " ".join(command) + "\n").encode())
+        log.flush()
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=dict(env),
+            cwd=cwd,
+            pass_fds=self.held,
+            preexec_fn=_end_with_parent,
+            start_new_session=True,  # a group of its own, so that all of it can be ended
+        )
+        return Running(process, log, self, what)
 
-    def _wait(self, process: subprocess.Popen[bytes], output: _Output, what: str) -> int:
-        start_s = time.monotonic()
-        while True:
-            try:
-                return process.wait(timeout=self.alive_s)
-            except subprocess.TimeoutExpired:
-                spent_s = time.monotonic() - start_s
-                if spent_s > self.timeout_s:
-                    raise SetupError(
-                        f"{what}: not done after {spent_s:.0f} s (limit {self.timeout_s:.0f} s); "
-                        f"see {self.log}, then run the same command again"
-                    ) from None
-                say(f"setup:   {spent_s:4.0f} s  {output.latest()}")
+    def run(self, command: Sequence[str], *, env: Mapping[str, str], cwd: Path, what: str) -> None:
+        """Run ``command`` to its end; raises as ``Running.wait`` does."""
+        with self.start(command, env=env, cwd=cwd, what=what) as running:
+            running.wait()
 
 
 def _indented(lines: Iterable[str]) -> str:

@@ -14,18 +14,27 @@ from pathlib import Path
 import pytest
 
 from scripts.setup import horovod as horovod_step
-from scripts.setup.console import SetupError
-from scripts.setup.environment import PIN_FILES, Environment, Facts, ask
-from scripts.setup.extension import source_files
+from scripts.setup.cuda import Toolkit, choose_toolkit, find_toolkit, lacking, torch_cuda
+from scripts.setup.environment import (
+    BUILD_FILES,
+    PIN_FILES,
+    Environment,
+    Facts,
+    Pin,
+    ask,
+    install_pins,
+    missing_pins,
+    read_pins,
+    remove_interrupted,
+)
+from scripts.setup.extension import extension_build, has_levels, source_files, wanted_levels
 from scripts.setup.horovod import find_mpi, make_recipe, wheel_for
-from scripts.setup.locks import exclusive
 from scripts.setup.machine import Compiler, check_disk, choose_python, compiler_problems
-from scripts.setup.pins import Pin, missing_pins, read_pins
-from scripts.setup.runner import Runner, clean_environ
-from scripts.setup.stamps import digest, read_stamp, write_stamp
+from scripts.setup.runner import Runner, SetupError, clean_environ
+from scripts.setup.state import digest, exclusive, read_stamp, write_stamp
 
 _ROOT = Path(__file__).resolve().parents[2]
-_PYTHONS = [(3, 10), (3, 11), (3, 12)]
+_PYTHONS = [(3, 10), (3, 11), (3, 12), (3, 13)]
 
 
 @pytest.mark.parametrize("path", sorted((_ROOT / "scripts" / "setup").glob("*.py")), ids=str)
@@ -231,8 +240,8 @@ def _script(path: Path, text: str) -> str:
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
-        ("3 9 1 1", "Python 3.10, 3.11 or 3.12 is needed"),
-        ("3 13 1 1", "Python 3.10, 3.11 or 3.12 is needed"),
+        ("3 9 1 1", "Python 3.10 to 3.13 is needed"),
+        ("3 14 1 1", "Python 3.10 to 3.13 is needed"),
         ("3 11 0 1", "apt-get install -y python3.11-dev"),
         ("3 12 1 0", "apt-get install -y python3.12-venv"),
     ],
@@ -291,6 +300,7 @@ class _Case:
     facts: Facts = _FACTS
     version: str = "0.28.1"
     compiler: Compiler = _GXX
+    toolkit: Toolkit | None = None
     environ: Mapping[str, str] = field(default_factory=dict)
     mpi: str = ""
 
@@ -302,6 +312,7 @@ def _key(case: _Case, override: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         version=case.version,
         override=override,
         compiler=case.compiler,
+        toolkit=case.toolkit,
         environ=case.environ,
     )
     return recipe.key
@@ -318,6 +329,7 @@ def _key(case: _Case, override: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         _Case(mpi="/usr/bin/opal_wrapper Open MPI 4.1.4"),
         _Case(mpi="/opt/mpich/bin/mpicc MPICH 4.2"),
         _Case(environ={"HOROVOD_GPU_OPERATIONS": "NCCL"}),
+        _Case(toolkit=Toolkit(Path("/usr/local/cuda-13.0"), (13, 0))),
     ],
 )
 def test_wheel_has_another_key_for_each_thing_it_depends_on(
@@ -371,7 +383,9 @@ class _Builder(Runner):
 def build(tmp_path: Path) -> Callable[[], Path]:
     runner = _Builder(tmp_path / "log")
     environment = Environment(Path(sys.executable), True, tmp_path / "stamps")
-    recipe = make_recipe(_FACTS, version="0.28.1", override=tmp_path, compiler=_GXX, environ={})
+    recipe = make_recipe(
+        _FACTS, version="0.28.1", override=tmp_path, compiler=_GXX, toolkit=None, environ={}
+    )
     return lambda: wheel_for(recipe, environment, cache=tmp_path / "cache" / "c++", runner=runner)
 
 
@@ -442,6 +456,8 @@ def test_package_whose_installation_was_interrupted_is_found(tmp_path: Path) -> 
     assert facts.dists == {"whole": "1.0", "half": "1.0"}
     assert [Path(folder).name for folder in facts.broken] == ["half-1.0.dist-info"]
     assert facts.version == sys.version_info[:2]
+    assert remove_interrupted(replace(environment, is_ours=False)).broken == facts.broken
+    assert remove_interrupted(environment).dists == {"whole": "1.0"}
 
 
 def test_environment_that_does_not_start_is_an_error(tmp_path: Path) -> None:
@@ -456,6 +472,271 @@ def test_extension_depends_on_its_sources_and_not_on_what_is_generated(tmp_path:
         path.write_text("")
     found = {path.relative_to(tmp_path).as_posix() for path in source_files(tmp_path)}
     assert found == {"setup.py", "csrc/kernels.cpp", "cmake/a.cmake"}
+
+
+class _Recorder(Runner):
+    """Stands in for pip: writes down what it is asked, and fails when it is told to."""
+
+    def run(self, command: Sequence[str], *, env: Mapping[str, str], cwd: Path, what: str) -> None:
+        with self.log.open("a") as log:
+            log.write(" ".join(command) + "\n")
+
+
+def test_build_tools_are_installed_alone_first_and_each_set_once(tmp_path: Path) -> None:
+    runner = _Recorder(tmp_path / "log")
+    environment = Environment(Path(sys.executable), True, tmp_path / "stamps")
+    facts = replace(_FACTS, dists={})
+    for files in (BUILD_FILES, PIN_FILES):
+        for _ in range(2):
+            install_pins(
+                environment, _ROOT / "requirements", facts=facts, files=files, runner=runner
+            )
+            # As pip would have left it: all pins there.
+            pins = {
+                pin.name: pin.version
+                for name in files
+                for pin in read_pins(_ROOT / "requirements" / name, python=facts.version)
+            }
+            facts = replace(facts, dists={**facts.dists, **pins})
+    first, second = runner.log.read_text().splitlines()
+    assert ("build.txt" in first, "run.txt" in first) == (True, False)
+    assert ("build.txt" in second, "run.txt" in second) == (True, True)
+
+
+# --- the extension
+
+
+@pytest.mark.parametrize(
+    ("built", "wanted", "is_enough"),
+    [
+        ("all", "native", True),
+        ("all", "all", True),
+        ("all", "avx2", True),
+        ("native", "native", True),
+        ("native", "all", False),
+        ("native", "avx2", False),
+        ("avx2,avx512", "avx2", True),
+        ("avx2", "avx2,avx512", False),
+        ("avx2", "all", False),
+        ("", "native", False),
+    ],
+)
+def test_extension_with_more_levels_serves_where_fewer_are_wanted(
+    built: str, wanted: str, is_enough: bool
+) -> None:
+    assert has_levels(built, wanted) is is_enough
+
+
+def test_levels_are_native_unless_named_and_have_one_form() -> None:
+    assert wanted_levels({}) == wanted_levels({"LOFT_HVD_LEVELS": ""}) == "native"
+    assert wanted_levels({"LOFT_HVD_LEVELS": "avx512, avx2"}) == "avx2,avx512"
+
+
+@pytest.fixture
+def build_extension(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str, str], list[str]]:
+    """Return a build with given levels by a stand-in for pip that exits as it is told."""
+    log = tmp_path / "builds"
+    environment = Environment(tmp_path / "python", True, tmp_path / "stamps")
+    (tmp_path / "loft_hvd").mkdir()
+    (tmp_path / "loft_hvd" / "_loft.cpython-311.so").write_text("")
+    facts = replace(_FACTS, dists={"loft-hvd": "0.1.0"})
+
+    def build(levels: str, ends: str = "exit 0") -> list[str]:
+        _script(
+            environment.python, f'[ "$2" = pip ] || exit 0; echo $LOFT_HVD_LEVELS >> {log}; {ends}'
+        )
+        monkeypatch.setenv("LOFT_HVD_LEVELS", levels)
+        runner = Runner(tmp_path / "log")
+        with extension_build(
+            environment, tmp_path, facts=facts, compiler=_GXX, runner=runner
+        ) as extension:
+            extension.finish(environment)
+        return log.read_text().split()
+
+    return build
+
+
+def test_demo_after_the_tests_builds_nothing_and_tests_after_the_demo_add_levels(
+    build_extension: Callable[[str, str], list[str]],
+) -> None:
+    assert build_extension("", "exit 0") == ["native"]
+    assert build_extension("", "exit 0") == ["native"]
+    assert build_extension("all", "exit 0") == ["native", "all"]
+    assert build_extension("", "exit 0") == ["native", "all"]
+
+
+def test_build_that_failed_is_done_again(
+    build_extension: Callable[[str, str], list[str]],
+) -> None:
+    with pytest.raises(SetupError, match="building the extension failed"):
+        build_extension("", "exit 1")
+    assert build_extension("", "exit 0") == ["native", "native"]
+
+
+def test_extension_build_ends_with_the_setup_that_failed_beside_it(
+    tmp_path: Path,
+) -> None:
+    python = Path(_script(tmp_path / "python", "echo $$ > pid; exec sleep 60"))
+    environment = Environment(python, True, tmp_path / "stamps")
+    runner = Runner(tmp_path / "log")
+    pid = tmp_path / "pid"
+
+    def fail_once_it_runs() -> None:
+        while not pid.exists() or not pid.read_text():
+            os.sched_yield()
+        raise SetupError("pip")
+
+    with (
+        pytest.raises(SetupError, match="pip"),
+        extension_build(environment, tmp_path, facts=_FACTS, compiler=_GXX, runner=runner),
+    ):
+        fail_once_it_runs()
+    with pytest.raises(ProcessLookupError):
+        _until_gone(int(pid.read_text()))
+    assert read_stamp(tmp_path / "stamps" / "extension") == ""
+
+
+# --- the CUDA toolkit
+
+
+def _toolkit(root: Path, *, without: str = "", release: str = "13.0") -> Path:
+    """Make a folder that looks like a toolkit; its nvcc answers as the real one does."""
+    for name in ("bin/nvcc", "include/cuda_runtime.h", "lib64/libcudart_static.a"):
+        if name != without:
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_text("")
+    if without != "bin/nvcc":
+        top, version = f"#\\$ TOP={root}/bin/..", f"release {release}, V{release}.88"
+        text = f'if [ "$1" = --dryrun ]; then echo "{top}"; else echo "{version}"; fi'
+        _script(root / "bin" / "nvcc", text)
+    return root
+
+
+def _torch(site: Path, cuda: str) -> Path:
+    (site / "torch").mkdir(parents=True)
+    text = f"__version__ = '2.13.0'\ncuda: Optional[str] = {cuda}\nhip: Optional[str] = None\n"
+    (site / "torch" / "version.py").write_text(text)
+    return site
+
+
+@pytest.mark.parametrize(("cuda", "found"), [("'13.0'", (13, 0)), ("None", None)])
+def test_cuda_of_torch_is_read_without_importing_it(
+    cuda: str, found: tuple[int, int] | None, tmp_path: Path
+) -> None:
+    assert torch_cuda(_torch(tmp_path, cuda)) == found
+    assert torch_cuda(tmp_path / "no-torch") is None
+
+
+def test_wrapper_on_the_path_leads_to_the_toolkit_that_it_calls(tmp_path: Path) -> None:
+    real = _toolkit(tmp_path / "opt" / "cuda-13.0")
+    (tmp_path / "local" / "bin").mkdir(parents=True)
+    _script(tmp_path / "local" / "bin" / "nvcc", f'exec {real}/bin/nvcc "$@"')
+    environ = {"PATH": f"{tmp_path}/local/bin"}
+    toolkit, faults = find_toolkit(environ, site=tmp_path, usual=tmp_path / "none")
+    assert (toolkit, faults) == (Toolkit(real, (13, 0)), [])
+    assert toolkit is not None
+    variables = toolkit.variables(environ["PATH"])
+    assert variables["PATH"] == f"{real}/bin{os.pathsep}{tmp_path}/local/bin"
+    assert variables["CUDA_HOME"] == variables["CUDAToolkit_ROOT"] == str(real)
+
+
+def test_link_on_the_path_leads_to_the_toolkit_of_its_target(tmp_path: Path) -> None:
+    real = _toolkit(tmp_path / "cuda")
+    _script(real / "bin" / "nvcc", "echo release 12.6")  # an nvcc that does not say where it lies
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvcc").symlink_to(real / "bin" / "nvcc")
+    environ = {"PATH": str(tmp_path / "bin")}
+    toolkit, _ = find_toolkit(environ, site=tmp_path, usual=tmp_path / "none")
+    assert toolkit == Toolkit(real, (12, 6))
+
+
+@pytest.mark.parametrize("part", ["bin/nvcc", "include/cuda_runtime.h", "lib64/libcudart_static.a"])
+def test_broken_toolkit_is_passed_over_and_said(part: str, tmp_path: Path) -> None:
+    broken = _toolkit(tmp_path / "named", without=part)
+    assert lacking(broken) in part
+    usual = _toolkit(tmp_path / "usual" / "cuda-13.0")
+    environ = {"CUDA_HOME": str(broken), "PATH": ""}
+    toolkit, faults = find_toolkit(environ, site=tmp_path, usual=tmp_path / "usual")
+    assert toolkit == Toolkit(usual, (13, 0))
+    assert faults == [f"{broken} has no {lacking(broken)}"]
+    assert find_toolkit(environ, site=tmp_path, usual=tmp_path / "none") == (None, faults)
+
+
+def test_toolkit_with_its_headers_under_targets_is_whole(tmp_path: Path) -> None:
+    root = _toolkit(tmp_path / "cuda", without="include/cuda_runtime.h")
+    (root / "lib64" / "libcudart_static.a").rename(root / "lib64" / "other")
+    target = root / "targets" / "x86_64-linux"
+    for name in ("include/cuda_runtime.h", "lib/libcudart_static.a"):
+        (target / name).parent.mkdir(parents=True)
+        (target / name).write_text("")
+    assert lacking(root) == ""
+
+
+@dataclass(frozen=True)
+class _Compiles(Runner):
+    """Stands in for CMake: works, or fails with an error of the toolkit."""
+
+    error: str = ""
+
+    def run(self, command: Sequence[str], *, env: Mapping[str, str], cwd: Path, what: str) -> None:
+        assert env["PATH"].startswith(env["CUDA_HOME"] + "/bin" + os.pathsep)
+        with self.log.open("a") as log:
+            log.write(f"{command[0]}\n")
+        if self.error:
+            raise SetupError(f"{what} failed (exit 1). The first errors:\n    {self.error}")
+
+
+def _choose(tmp_path: Path, *, cuda: str = "'13.0'", error: str = "") -> tuple[Toolkit | None, str]:
+    environment = Environment(Path(sys.executable), True, tmp_path / "stamps")
+    site = tmp_path / "site"
+    return choose_toolkit(
+        {"PATH": ""},
+        environment,
+        site=site if site.exists() else _torch(site, cuda),
+        compiler=_GXX,
+        runner=_Compiles(tmp_path / "log", error=error),
+        usual=tmp_path,
+    )
+
+
+def test_toolkit_is_tried_once_and_then_used(tmp_path: Path) -> None:
+    toolkit = Toolkit(_toolkit(tmp_path / "cuda-13.0"), (13, 0))
+    assert _choose(tmp_path) == (toolkit, "")
+    assert _choose(tmp_path) == (toolkit, "")
+    assert (tmp_path / "log").read_text().split() == ["cmake", "cmake"]  # configure and build
+
+
+def test_toolkit_that_compiles_nothing_is_left_out_with_its_error(tmp_path: Path) -> None:
+    root = _toolkit(tmp_path / "cuda-13.0")
+    error = "CMake Error: nvcc fatal: Unsupported gpu architecture"
+    reason = f"{root} does not work: {error} (see {tmp_path / 'log'})"
+    for _ in range(2):
+        assert _choose(tmp_path, error=error) == (None, reason)
+    assert (tmp_path / "log").read_text().split() == ["cmake"]
+
+
+def test_toolkit_of_another_major_version_than_torchs_is_left_out(tmp_path: Path) -> None:
+    root = _toolkit(tmp_path / "cuda-12.4", release="12.4")
+    reason = f"{root} is CUDA 12.4, torch was built with 13.0"
+    assert _choose(tmp_path) == (None, reason)
+
+
+def test_no_toolkit_is_said_only_to_a_torch_with_cuda(tmp_path: Path) -> None:
+    assert "no CUDA toolkit here" in _choose(tmp_path)[1]
+    other = tmp_path / "other"
+    assert _choose(other, cuda="None") == (None, "")
+
+
+def test_horovod_without_a_toolkit_is_told_so_and_with_one_where_it_is(tmp_path: Path) -> None:
+    def variables(toolkit: Toolkit | None) -> Mapping[str, str]:
+        return make_recipe(
+            _FACTS, version="0", override=tmp_path, compiler=_GXX, toolkit=toolkit, environ={}
+        ).variables
+
+    assert variables(None)["LOFT_HVD_HOROVOD_CUDA"] == "0"
+    assert variables(Toolkit(tmp_path, (13, 0)))["LOFT_HVD_HOROVOD_CUDA"] == "1"
 
 
 def test_setup_that_is_asked_to_end_says_how_to_go_on() -> None:

@@ -1,20 +1,50 @@
-"""One set-up at a time: file locks that the kernel frees when their holder dies."""
+"""What one set-up leaves for the next: stamps of what was done, and a lock while it is done."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import fcntl
+import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from scripts.setup.console import SetupError, say
+from scripts.setup.runner import SetupError, say
 
-__all__ = ["exclusive"]
+__all__ = ["digest", "exclusive", "read_stamp", "write_stamp"]
 
-_POLL_S = 0.2
+_POLL_S = 0.2  # a set-up takes seconds at least, so nobody notices this much
+
+
+def digest(parts: Iterable[str], files: Iterable[Path] = ()) -> str:
+    """Return 16 hex digits that change when a part, a file's name or a file's content changes."""
+    total = hashlib.sha256()
+    for part in parts:
+        # With its length, or ["ab", "c"] and ["a", "bc"] would be the same.
+        total.update(f"{len(part)}:{part}".encode())
+    for path in sorted(files):
+        content = hashlib.sha256(path.read_bytes()).hexdigest()
+        total.update(f"{path.name}:{content}".encode())
+    return total.hexdigest()[:16]
+
+
+def read_stamp(path: Path) -> str:
+    """Return the stamp's text, or "" when there is none."""
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+def write_stamp(path: Path, text: str) -> None:
+    """Write a stamp in one piece: after an interruption it is the old one or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Renamed into place: a reader sees the whole old text or the whole new one.
+    new = path.with_name(f"{path.name}.{os.getpid()}")
+    new.write_text(text + "\n", encoding="utf-8")
+    os.replace(new, path)
 
 
 @contextlib.contextmanager
