@@ -220,7 +220,10 @@ class HolderSets:
             np.concatenate([ranks for _, ranks, _ in blocks]),
             np.concatenate([given[0] for _, _, given in blocks]),
         )
-        return shares if self.is_nested else self._improve(counts, spare, shares)
+        if self.is_nested:
+            return shares
+        given = complete(counts, spare, shares, room=counts[shares.rows])
+        return Shares(shares.rows, shares.ranks, given)
 
     def fill(self, counts: Ints, spare: Ints) -> Iterator[tuple[Ints, Ints, Ints]]:
         """Fill small sets first, for many steps at once; yields (rows, ranks, given).
@@ -241,11 +244,6 @@ class HolderSets:
             given = proportional(counts[:, row], spare[:, ranks])
             spare[:, ranks] -= given
             yield np.array([row]), ranks, given
-
-    def _improve(self, counts: Ints, spare: Ints, start: Shares) -> Shares:
-        """Raise ``start`` to the most that these sets allow."""
-        given = complete(counts, spare, start, room=counts[start.rows])
-        return Shares(start.rows, start.ranks, given)
 
 
 def complete(supply: Ints, demand: Ints, start: Shares, *, room: Ints) -> Ints:

@@ -47,6 +47,7 @@ def check_agreement(
     head = [len(keys), digest("\n".join(keys)), digest("\n".join(fields[key] for key in keys))]
     head += [int(refusal != "")]
     channel = channel.sub("agree")
+    # Everyone takes part in each exchange: what heads say is equal on all ranks, so all raise.
     heads = channel.allgather_rows(torch.tensor(head))
     if bool(heads[:, 3].any()):
         _raise_refusal(channel, refusal)
@@ -78,6 +79,7 @@ def _raise_refusal(channel: Channel, refusal: str) -> None:
     letters = torch.tensor(list(own), dtype=torch.uint8)
     texts = channel.sub("refusal").allgather_rows(letters)
     told = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in texts.tolist()]
+    # The first rank that has something to say: the same one on every rank.
     rank, text = next((rank, text) for rank, text in enumerate(told) if text)
     raise ArgumentError(text if rank == channel.rank else f"on rank {rank}: {text}")
 

@@ -165,6 +165,7 @@ def check_many_in_flight(transport: Transport) -> None:
         send = torch.full((size * 3,), float(100 * number + rank))  # tells operation and rank
         recv = torch.zeros_like(send)
         flights.append((transport.alltoall(send, recv, name=f"c.many.{number}"), recv, send))
+    # The third is what was sent: it has to live until its operation is done.
     for number, (work, recv, _) in reversed(list(enumerate(flights))):
         _wait(work, f"operation {number} of 20 in flight")
         expected = torch.arange(size).repeat_interleave(3) + 100.0 * number
@@ -208,6 +209,7 @@ def check_other_thread(transport: Transport) -> None:
     size = transport.world_size
     recv = torch.zeros(size * 4)
     send = torch.full((size * 4,), 5.0)
+    # As the engine's thread does with what a hook has started.
     work = transport.alltoall(send, recv, name="c.thread")
     errors: list[BaseException] = []
 

@@ -44,10 +44,11 @@ def default_transport(process_set: Any | None = None) -> Transport:
             "torch.distributed.init_process_group() has been called; call hvd.init() before "
             "anything of loft_hvd (for this process alone: transport=LocalWorld(1).transport(0))"
         )
-    return LocalWorld(1).transport(0)
+    return LocalWorld(1).transport(0)  # alone: a world of one, where nothing travels
 
 
 @functools.cache
 def _torch_ranks(group: Any) -> Transport:
     """Return one transport for each default group: it may have made a Gloo group of its own."""
+    # Making a group is a collective: a second call might come on one rank alone.
     return TorchDistributedTransport(group)

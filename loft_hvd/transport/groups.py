@@ -39,13 +39,9 @@ class _Divisible(Protocol):
 
 @dataclass(frozen=True)
 class Groups:
-    """Every rank in one of some groups of one size.
+    """Every rank in one of some groups of one size."""
 
-    Attributes:
-        members: the ranks of each group, ascending, [num_groups, group_size].
-    """
-
-    members: tuple[tuple[int, ...], ...]
+    members: tuple[tuple[int, ...], ...]  # the ranks of each, ascending, [num_groups, group_size]
 
     @classmethod
     def of(cls, members: Sequence[Sequence[int]], *, world_size: int) -> Groups:
@@ -99,7 +95,8 @@ class Groups:
 def nodes_of(channel: Channel) -> tuple[tuple[int, ...], ...]:
     """Return the ranks of each node; every rank calls it alike."""
     rows = channel.sub("nodes").allgather_rows(torch.tensor([digest(channel.transport.node)]))
-    # [world_size, 1]: a digest instead of the name, so that every row has the same length
+    # [world_size, 1]: a digest instead of the name, so that every row has the same length.
+    # Ranks of a node need not follow each other: a launcher may deal them out in turn.
     ranks: dict[int, list[int]] = {}
     for rank, key in enumerate(rows.flatten().tolist()):
         ranks.setdefault(key, []).append(rank)
@@ -124,6 +121,7 @@ def find_groups(channel: Channel, over: Over) -> Groups | None:
                 f'over={over!r} is not known; it takes "nodes", or the ranks of every group, such '
                 "as [[0, 1], [2, 3]]"
             )
+        # Asked of the ranks, not of the launcher: each names its node in a way of its own.
         groups = Groups.of(nodes_of(channel), world_size=channel.world_size)
     else:
         try:

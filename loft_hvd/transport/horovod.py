@@ -47,7 +47,7 @@ _TAKES_OUTPUT = {
     "_alltoall_async": "tensor, splits, output, output_received_splits, name, process_set",
     "_allgather_async": "tensor, output, name, process_set",
 }
-_ALL_RANKS = "horovod.0"
+_ALL_RANKS = "horovod.0"  # 0 is the number of Horovod's global process set
 _SHOWN_SETS = 8  # a choice: an error names no more of them
 _SUMMABLE = (torch.float16, torch.float32, torch.float64, torch.int32, torch.int64)
 
@@ -183,6 +183,7 @@ class HorovodTransport:
 
     def _ask(self, question: Callable[[], Any]) -> int:
         """Ask the process set; that it is gone means in an elastic job that its world is lost."""
+        # Of that ``hvd.elastic.run`` recovers, by Horovod's own error, but not of a ValueError.
         try:
             return int(question())
         except ValueError as error:
@@ -233,6 +234,7 @@ class HorovodTransport:
 
     def subset(self, parts: Sequence[tuple[int, ...]]) -> HorovodTransport:
         """Return the ranks of this rank's part, as a process set; every rank calls it alike."""
+        # Ranks within this set become Horovod's own numbers, by which sets are made.
         ranks = self._set.ranks or range(self.world_size)
         own = [[ranks[rank] for rank in part] for part in parts]
         return HorovodTransport(own_process_set(self._hvd, self._ops, own))
@@ -247,7 +249,7 @@ class HorovodTransport:
         if not self._takes_outputs:
             given = splits if skips_own else None
             return self._start(name, self._hvd.alltoall_async, source, given, copy_to=target)
-        received = torch.empty(num_ranks, dtype=torch.int32)
+        received = torch.empty(num_ranks, dtype=torch.int32)  # what came from whom: asked by nobody
         return self._start(name, self._ops._alltoall_async, source, splits, target, received)
 
     def allgather(self, send: Tensor, recv: Tensor, *, name: str) -> Work:

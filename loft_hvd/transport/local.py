@@ -229,7 +229,7 @@ class LocalWorld:
                 )
             operation.sends[rank] = send
             operation.recvs[rank] = recv
-            if rank in self.faults.slow:
+            if rank in self.faults.slow:  # a collective has ended when its slowest part is there
                 arrives_at = self.clock() + self.faults.slow[rank]
                 operation.arrives_at = max(operation.arrives_at, arrives_at)
             if len(operation.sends) == len(members):
@@ -278,7 +278,7 @@ class _LocalWork:
     def done(self) -> bool:
         if not self._operation.is_done:
             return self._fails or self._world.failed_rank is not None
-        if self._num_polls > 0:
+        if self._num_polls > 0:  # reordered: asked in vain some times, whatever the clock says
             self._num_polls -= 1
             return False
         if self._delay_s == 0 and self._operation.arrives_at == 0:

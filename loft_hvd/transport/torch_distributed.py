@@ -28,7 +28,7 @@ from loft_hvd.transport.heartbeat.watched import heartbeat_of, open_heartbeat, w
 
 __all__ = ["TorchDistributedTransport"]
 
-_TAGS = 2**30  # bound from Gloo, whose tags are 32 bits with a sign; each name takes two
+_TAGS = 2**30  # bound from torch, whose tags are C's int; each name takes two
 
 
 class _TorchWork:
@@ -78,6 +78,7 @@ class TorchDistributedTransport:
                 "TorchDistributedTransport: torch.distributed is not initialised; call "
                 "torch.distributed.init_process_group() first"
             )
+        # Numbers within the default group, by which torch addresses sends and receives.
         self._ranks: list[int] = dist.get_process_group_ranks(group or dist.group.WORLD)
         if dist.get_backend(group) != dist.Backend.GLOO:
             group = dist.new_group(self._ranks, backend="gloo")
@@ -103,6 +104,7 @@ class TorchDistributedTransport:
         """Return the ranks of this rank's part, as a group; every rank calls it alike."""
         part = next(part for part in parts if self.rank in part)
         ranks = [self._ranks[rank] for rank in part]
+        # Locally: the ranks of other parts make groups of their own at the same time.
         group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
         return TorchDistributedTransport(group)
 
@@ -132,6 +134,7 @@ class TorchDistributedTransport:
         tag = _tag(name)
         gather = self._exchange(shards, list(rows), tag)
 
+        # On the operation's thread, as the sums' phase starts only once all shards have come.
         def move() -> None:
             gather()
             total = rows[0]
@@ -179,6 +182,7 @@ class TorchDistributedTransport:
             each.wait(self._timeout)
 
     def _post(self, name: str, move: Callable[[], None], result: Tensor, target: Tensor) -> Work:
+        # Values of a GPU come back here, once the CPU's copy is complete.
         def run() -> None:
             move()
             if result.data_ptr() != target.data_ptr():

@@ -19,14 +19,7 @@ from dataclasses import dataclass, field
 from loft_hvd.errors import LoftError, MismatchError, PeerError
 from loft_hvd.transport.heartbeat.process import FROZEN, RankProcess
 
-__all__ = [
-    "Diagnosis",
-    "DiagnosisLimits",
-    "Progress",
-    "ProgressMeter",
-    "Verdict",
-    "key_of",
-]
+__all__ = ["Diagnosis", "DiagnosisLimits", "Progress", "ProgressMeter", "Verdict", "key_of"]
 
 _GONE = ("X", "Z")  # the kernel's letters: has ended; has ended, but its parent has not asked
 _UNKNOWN = "?"  # nobody has looked yet, or nobody can
@@ -41,18 +34,13 @@ def key_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a rank has come.
+    """How far a rank has come."""
 
-    Attributes:
-        waited_s: seconds that it has been waiting for other ranks; 0 where it does not wait.
-        in_flight: its operations in flight, as (name, number): the number-th of that name, from 1.
-            Names that begin with a star are of some ranks only.
-        counts: how many operations of each name it has started, by ``key_of(name)``; None where
-            that is not known.
-    """
-
-    waited_s: float = 0.0
+    waited_s: float = 0.0  # seconds that it has been waiting for other ranks; 0: it does not wait
+    # Operations in flight as (name, number): the number-th of that name, from 1. Names that begin
+    # with a star are of some ranks only.
     in_flight: frozenset[tuple[str, int]] = frozenset()
+    # How many operations of each name it has started, by ``key_of(name)``; None: not known.
     counts: Mapping[str, int] | None = field(default=None, hash=False)
 
     def encode(self, max_chars: int) -> str:
@@ -132,7 +120,8 @@ class ProgressMeter:
             since = min(self._waits.values(), default=None)
             posted = list(self._in_flight.items())
             counts = {key_of(name): count for name, count in self._counts.items()}
-        # Outside of the lock: an engine that is asked may take its time, or start operations.
+        # Outside of the lock: a work that is being released holds its own, and waits for this one
+        # in ``ended``; who asks it here waits for its.
         in_flight = frozenset(operation for operation, is_over in posted if not is_over())
         waited_s = 0.0 if since is None else max(self._clock() - since, _LEAST_WAIT_S)
         return Progress(waited_s, in_flight, counts)
@@ -198,19 +187,16 @@ class Verdict:
 
 @dataclass(frozen=True)
 class DiagnosisLimits:
-    """After how many seconds what is concluded.
+    """After how many seconds what is concluded."""
 
-    Attributes:
-        suspect_s: silence after which a peer's process is looked at.
-        silent_s: silence that ends the job where nobody can look at the process.
-        stall_s: how long all ranks wait for different operations before it is a mismatch.
-        confirm_s: how long that must stay as it is; more than two beats.
-    """
-
-    suspect_s: float = 3.0  # bound from the beats: three in a row are missing
-    silent_s: float = 10.0  # LOFT_HVD_HEARTBEAT_TIMEOUT_S unless given
-    stall_s: float = 5.0  # a choice: ranks that compute differently long wait for less
-    confirm_s: float = 2.5  # bound from the beats: what was on the way has come, twice
+    # Silence after which a peer's process is looked at. Bound from the beats: three are missing.
+    suspect_s: float = 3.0
+    # Silence that ends the job where nobody can look at the process. A choice, of the user's.
+    silent_s: float = 10.0
+    # How long all ranks wait for different operations before it is a mismatch. A choice.
+    stall_s: float = 5.0
+    # How long that must stay as it is. Bound from the beats: more than two, so all have told it.
+    confirm_s: float = 2.5
 
 
 @dataclass
@@ -301,11 +287,7 @@ class Diagnosis:
         return [rank for rank in self._peers if self.is_silent(rank)]
 
     def judge(self, own: Progress) -> Verdict | None:
-        """Return why ranks cannot go on, or None when they can, as far as this rank knows.
-
-        Args:
-            own: this rank's progress.
-        """
+        """Return why ranks cannot go on, or None when they can, as far as this rank knows."""
         # Of a silent or gone rank the last progress is old; it is judged by its process instead.
         live = {
             rank: peer.progress
@@ -386,12 +368,7 @@ class Diagnosis:
         )
 
     def late_for(self, rank: int, own: Progress) -> list[int]:
-        """Return the ranks that have not started what a rank has in flight, and so are awaited.
-
-        Args:
-            rank: a peer, or this rank.
-            own: this rank's progress.
-        """
+        """Return the ranks that have not started what a rank has in flight, and so are awaited."""
         every = {peer: known.progress for peer, known in self._peers.items()} | {self.rank: own}
         in_flight = every.pop(rank).in_flight
         return sorted({late for operation in in_flight for late in blocked_by(operation, every)})
