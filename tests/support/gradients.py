@@ -10,14 +10,7 @@ import torch
 from torch import Tensor
 
 from loft_hvd.aggregation.reference import reference
-from loft_hvd.aggregation.rules import (
-    Mean,
-    MeanAroundMedian,
-    Median,
-    Phocas,
-    Rule,
-    TrimmedMean,
-)
+from loft_hvd.aggregation.rules import RULES, Mean, Median, Rule, parse_rule
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -55,9 +48,10 @@ def hard_gradients(rows: int, numel: int, dtype: torch.dtype, *, seed: int) -> T
 def rules_for(rows: int) -> list[Rule]:
     """Return every kind of rule that ``rows`` rows allow, with few and with most f."""
     rules: list[Rule] = [Mean(), Median(), Median("lower"), Median("upper")]
+    trimming = [name for name, kind in RULES.items() if kind not in (Mean, Median)]
     for f in sorted({0, 1, (rows - 1) // 4, (rows - 1) // 2}):
         if 2 * f < rows:
-            rules += [TrimmedMean(f), MeanAroundMedian(f), Phocas(f)]
+            rules += [parse_rule(f"{name}:f={f}") for name in trimming]
     return rules
 
 

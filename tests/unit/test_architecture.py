@@ -1,0 +1,139 @@
+"""docs/architecture.md names files that exist, and its ways stay as short as they are."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+import loft_hvd as loft
+from loft_hvd._native import extension
+from loft_hvd.transport.base import Transport
+from loft_hvd.transport.local import run_ranks
+
+HOME = Path(__file__).parents[2]
+PACKAGE = HOME / "loft_hvd"
+PAGE = (HOME / "docs/architecture.md").read_text(encoding="utf-8")
+SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE))
+FILES = sorted(set(re.findall(r"`([\w/]+\.(?:py|h|cpp|cu|md))`", PAGE)))
+
+
+def way(section: str) -> list[str]:
+    """Return the files of a numbered list, in order."""
+    return re.findall(r"^\d+\. `([\w/.]+)`", SECTIONS[section], re.MULTILINE)
+
+
+def climbs(section: str) -> int:
+    return len(re.findall(r"\*\*climb\*\*", SECTIONS[section]))
+
+
+def beside(section: str) -> list[str]:
+    text = SECTIONS[section].partition("Beside the way")[2]
+    return re.findall(r"`([\w/]+\.\w+)`", text)
+
+
+class FilesRun:
+    """The files of the package in which this thread, and those it starts, run something."""
+
+    def __init__(self) -> None:
+        self.found: set[str] = set()
+
+    def note(self, frame: FrameType, event: str, _: object) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and PACKAGE in path.parents:
+            self.found.add(f"loft_hvd/{path.relative_to(PACKAGE).as_posix()}")
+
+    def __enter__(self) -> set[str]:
+        self._before = sys.getprofile()
+        threading.setprofile(self.note)
+        sys.setprofile(self.note)
+        return self.found
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(self._before)
+        threading.setprofile(None)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_file_that_the_page_names_exists(name: str) -> None:
+    assert (HOME / name).is_file()
+
+
+@pytest.mark.parametrize(
+    ("section", "most_files", "most_climbs"), [("A gradient", 10, 2), ("A batch size", 16, 99)]
+)
+def test_way_is_short(section: str, most_files: int, most_climbs: int) -> None:
+    files = way(section)
+    assert len(set(files)) == len(files)
+    assert 0 < len(files) <= most_files
+    assert climbs(section) <= most_climbs
+
+
+def test_way_of_a_kernel_call_is_short() -> None:
+    files = way("A kernel call")
+    assert 0 < sum(name.startswith("loft_hvd/") for name in files) <= 5
+    assert 0 < sum(name.startswith("csrc/") for name in files) <= 8
+
+
+def test_new_rule_costs_six_files() -> None:
+    assert 0 < len(way("A new rule")) <= 6
+
+
+def test_kernel_call_passes_the_files_of_the_page() -> None:
+    if extension() is None:
+        pytest.skip("the C++ extension is not built")
+    rows = torch.randn(5, 100)
+    loft.median(rows)  # the first call loads the extension and reads the settings
+    with FilesRun() as run:
+        loft.median(rows, weights=[1, 2, 3, 4, 5])
+    named = {name for name in way("A kernel call") if name.startswith("loft_hvd/")}
+    assert named <= run
+    assert run <= named | set(beside("A kernel call"))
+
+
+def files_of_training(*, num_steps: int, policy: str | None) -> set[str]:
+    """Return the files that three ranks, which are threads, pass in training steps."""
+    runs: dict[int, set[str]] = {}
+
+    def train(transport: Transport) -> None:
+        model = torch.nn.Linear(4, 3)
+        balancer = policy and loft.Balancer(24, policy, interval=4, transport=transport)
+        optimizer = loft.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            named_parameters=model.named_parameters(),
+            rule=loft.TrimmedMean(f=1),
+            balancer=balancer or None,
+            transport=transport,
+        )
+        dataset = TensorDataset(torch.ones(24 * num_steps, 4))
+        batches = loft.DataLoader(dataset, balancer) if balancer else [dataset.tensors] * num_steps
+        with FilesRun() as runs[transport.rank]:
+            for (rows,) in batches:
+                optimizer.zero_grad()
+                model(rows).sum().backward()
+                optimizer.step()
+
+    run_ranks(3, train)
+    return {name for run in runs.values() for name in run}
+
+
+def test_gradient_passes_the_files_of_the_page() -> None:
+    run = files_of_training(num_steps=1, policy=None)
+    named = set(way("A gradient"))
+    assert named - run == {"loft_hvd/transport/horovod.py"}
+    known = named | set(way("A kernel call"))
+    known |= {*beside("A gradient"), *beside("A kernel call"), "loft_hvd/transport/local.py"}
+    assert run <= known
+
+
+def test_batch_size_passes_the_files_of_the_page() -> None:
+    run = files_of_training(num_steps=12, policy="loft")
+    assert set(way("A batch size")) - run == {"loft_hvd/transport/horovod.py"}
+    known = {name for section in SECTIONS for name in (*way(section), *beside(section))}
+    assert run <= known | {"loft_hvd/transport/local.py"}
