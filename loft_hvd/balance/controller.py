@@ -62,9 +62,7 @@ def write_decisions(path: str | os.PathLike[str], decisions: Iterable[Decision])
 class _State:
     """What a run goes on from."""
 
-    world_size: int
-    global_batch_size: int
-    policy: str
+    made_for: dict[str, Any]  # the world, batch and policy that all else is of
     history: list[Decision]
     num_intervals: int
     quarantine: QuarantineSizes
@@ -79,7 +77,8 @@ class Controller:
         global_batch_size: samples of all ranks in one backward pass.
         world_size: number of ranks.
         policy: a name of ``POLICIES``, every rank's samples, or a policy object.
-        min_batch: least samples of a rank (the accuracy guard), >= 1.
+        min_batch: least samples of a rank (the accuracy guard), >= 1; as all numbers here, checked
+            where a user gives it.
         max_batch: most samples of a rank (its memory): one number, one a rank (None for no
             limit), or None.
         grain: sizes are multiples of this, but for one rank when the global batch is not.
@@ -89,7 +88,7 @@ class Controller:
 
     Raises:
         PlanError: no sizes within the bounds add up to ``global_batch_size``.
-        ArgumentError: a value is outside its limits.
+        ArgumentError: ``max_batch`` is a list for another number of ranks.
     """
 
     def __init__(
@@ -104,11 +103,6 @@ class Controller:
         settle_steps: int = 3,
         max_sizes: int | None = None,
     ) -> None:
-        if min_batch < 1 or grain < 1 or settle_steps < 0 or (max_sizes or 1) < 1:
-            raise ArgumentError(
-                f"Controller: min_batch={min_batch}, grain={grain}, max_sizes={max_sizes} must be "
-                f">= 1 and settle_steps={settle_steps} >= 0"
-            )
         total = global_batch_size
         caps = [max_batch] * world_size if isinstance(max_batch, int | None) else list(max_batch)
         if len(caps) != world_size:
@@ -262,23 +256,20 @@ class Controller:
         ]
         return "\n".join(lines)
 
-    def write_plans(self, path: str | os.PathLike[str]) -> None:
-        """Write ``history``, one JSON object a line; ``Replay`` reads it."""
-        write_decisions(path, self.history)
+    @property
+    def _made_for(self) -> dict[str, Any]:
+        return {
+            "world_size": self.task.world_size,
+            "global_batch_size": self.task.global_batch_size,
+            "policy": self.policy.name,
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Return history, counts and what the policy learnt, JSON-able."""
-        state = _State(
-            world_size=self.task.world_size,
-            global_batch_size=self.task.global_batch_size,
-            policy=self.policy.name,
-            history=self.history,
-            num_intervals=self._num_intervals,
-            quarantine=self.quarantine,
-            discarded=[(rank, why, n) for (rank, why), n in sorted(self.discarded.items())],
-            learnt=self.policy.state_dict(),
-        )
-        return encode(state)
+        discarded = [(rank, why, n) for (rank, why), n in sorted(self.discarded.items())]
+        learnt, num_intervals = self.policy.state_dict(), self._num_intervals
+        made_for, quarantine = self._made_for, self.quarantine
+        return encode(_State(made_for, self.history, num_intervals, quarantine, discarded, learnt))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where ``state_dict`` was taken, in the same world and with the same policy.
@@ -289,13 +280,9 @@ class Controller:
         """
         saved = decode(_State, state, what="controller")
         wrong = [
-            f"{name}={was!r} instead of {here!r}"
-            for name, was, here in (
-                ("world_size", saved.world_size, self.task.world_size),
-                ("global_batch_size", saved.global_batch_size, self.task.global_batch_size),
-                ("policy", saved.policy, self.policy.name),
-            )
-            if was != here
+            f"{name}={saved.made_for.get(name)!r} instead of {here!r}"
+            for name, here in self._made_for.items()
+            if saved.made_for.get(name) != here
         ]
         if wrong:
             raise PlanError(

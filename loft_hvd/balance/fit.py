@@ -69,7 +69,6 @@ class Past:
     fetch: TermFitter
     compute: TermFitter
     knee: Floats  # as in the newest ``Fit``, [world_size]
-    num_changes: Ints  # how often each rank has changed for good, [world_size]
     rows: list[Floats] = field(default_factory=list)  # each [world_size, len(COLUMNS)]
     valid: list[Bools] = field(default_factory=list)  # which may be used, each [world_size]
     added: int = 0  # rows so far
@@ -80,7 +79,7 @@ class Past:
         fetch, compute = (
             TermFitter.of(world_size, len(terms)) for terms in (_FETCH_TERMS, _COMPUTE_TERMS)
         )
-        return cls(fetch, compute, np.zeros(world_size), np.zeros(world_size, np.int64))
+        return cls(fetch, compute, np.zeros(world_size))
 
 
 class Fitter:
@@ -89,7 +88,6 @@ class Fitter:
     Args:
         world_size: number of ranks.
         source: number of the shared source each rank fetches from, -1 for none, [world_size].
-        hits: samples of a global batch that each rank is known to hold; NaN to learn them.
         past: to go on from; None for none.
     """
 
@@ -98,11 +96,9 @@ class Fitter:
         world_size: int,
         *,
         source: npt.ArrayLike = -1,
-        hits: npt.ArrayLike = np.nan,
         past: Past | None = None,
     ) -> None:
         self.source: Ints = np.broadcast_to(np.asarray(source, np.int64), world_size).copy()
-        self._hits: Floats = np.broadcast_to(np.asarray(hits, np.float64), world_size).copy()
         self.past = Past.of(world_size) if past is None else past
 
     def add(self, interval: Interval) -> Bools:
@@ -121,7 +117,6 @@ class Fitter:
         past.rows = [*past.rows, rows][-_NUM_ROWS:]
         past.valid = [*past.valid, valid][-_NUM_ROWS:]
         past.added += 1
-        past.num_changes += changed
         return changed
 
     def fit(self) -> Fit | None:
@@ -177,7 +172,7 @@ class Fitter:
         self, rows: Floats, weights: list[Floats], fetch: LinearFit, compute: LinearFit
     ) -> StepModel:
         knee = self.past.knee
-        share, hits = _fit_hits(rows[..., SIZE], rows[..., LOCAL], weights[0], self._hits)
+        share, hits = _fit_hits(rows[..., SIZE], rows[..., LOCAL], weights[0])
         fixed, slope = compute.coefficients.T
         terms = dict(zip(_FETCH_TERMS, fetch.coefficients.T, strict=True))
         return StepModel(
@@ -256,12 +251,11 @@ def _line_loss(feature: Floats, seconds: Floats, weights: Floats) -> Floats:
     return loss
 
 
-def _fit_hits(size: Floats, local: Floats, weights: Floats, known: Floats) -> tuple[Floats, Floats]:
+def _fit_hits(size: Floats, local: Floats, weights: Floats) -> tuple[Floats, Floats]:
     """Fit ``local = min(hit_share * size, hits)``: home-first reading, or a share of any batch.
 
-    ``size``, ``local`` and ``weights`` are [num_rows, world_size]. ``known`` are the local samples
-    of a global batch, NaN where not known; they, ``hit_share`` and ``hits`` are [world_size].
-    ``hits`` is infinite where nothing was remote so far.
+    ``size``, ``local`` and ``weights`` are [num_rows, world_size], ``hit_share`` and ``hits``
+    [world_size]; ``hits`` is infinite where nothing was remote so far.
     """
     ran_out = np.where(local < 0.995 * size, weights, 0.0)  # rows whose local samples ran out
     ran_out = ran_out * _COUNTS_FADE ** np.arange(len(size))[::-1, None]  # a cache may be filling
@@ -271,8 +265,8 @@ def _fit_hits(size: Floats, local: Floats, weights: Floats, known: Floats) -> tu
     # Which is steadier over the sizes seen: the count, or its share of the batch?
     miss_fixed = (ran_out * np.square(local - mean)).sum(axis=0)
     miss_share = (ran_out * np.square(local - share * size)).sum(axis=0)
-    is_share = (rows > 0) & np.isnan(known) & (miss_share < 0.5 * miss_fixed)
-    hits = np.where(rows > 0, mean, np.where(np.isnan(known), np.inf, known))
+    is_share = (rows > 0) & (miss_share < 0.5 * miss_fixed)
+    hits = np.where(rows > 0, mean, np.inf)
     return np.where(is_share, share, 1.0), np.where(is_share, np.inf, hits)
 
 

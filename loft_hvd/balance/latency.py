@@ -20,7 +20,6 @@ holds that as straight pieces, which the search inverts: how many samples fit un
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
@@ -100,25 +99,14 @@ class Curves:
             )
         object.__setattr__(self, "knot_times", np.maximum.accumulate(self.knot_times, axis=1))
 
-    @classmethod
-    def from_functions(
-        cls, functions: Sequence[Callable[[int], float]], *, low: int, high: int, grain: int = 1
-    ) -> Curves:
-        """Tabulate any nondecreasing functions of the batch size at low, low + grain, ..., high."""
-        sizes = np.arange(low, high + 1, grain)
-        times = [[function(int(size)) for size in sizes] for function in functions]
-        return cls(np.broadcast_to(sizes.astype(float), (len(times), len(sizes))), np.array(times))
-
     # What ``search.Model`` asks for, of a model that is separable and tabulated already.
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return len(self.knot_sizes)
 
     @property
     def is_coupled(self) -> bool:
-        """False: the time of a rank depends on its own batch only."""
         return False
 
     def curves(self, low: Floats, high: Floats) -> Curves:
@@ -132,7 +120,6 @@ class Curves:
         return self
 
     def without_sharing(self, sizes: npt.ArrayLike) -> Curves:
-        """Return the curves themselves."""
         del sizes
         return self
 
@@ -229,16 +216,14 @@ class StepModel:
         is_wrong = ~(np.array(terms) >= 0)  # [terms, world_size]: one test, as a search makes many
         is_wrong[names.index("compute_fixed_s")] = False  # a saturated device may have any sign
         if is_wrong.any():
-            name, values = next(
-                (name, terms[k]) for k, name in enumerate(names) if is_wrong[k].any()
-            )
-            raise ArgumentError(f"StepModel.{name}: needs numbers >= 0, but got {values}")
+            at = int(np.argmax(is_wrong.any(axis=1)))
+            raise ArgumentError(f"StepModel.{names[at]}: needs numbers >= 0, but got {terms[at]}")
         if (self.overlap > 1).any() or (self.hit_share > 1).any():
             raise ArgumentError(
                 f"StepModel: overlap {self.overlap} and hit_share {self.hit_share} must be <= 1"
             )
-        coupled = bool(((self.source >= 0) & (self.shared_s > 0)).any())
-        object.__setattr__(self, "is_coupled", coupled)
+        is_coupled = bool(((self.source >= 0) & (self.shared_s > 0)).any())
+        object.__setattr__(self, "is_coupled", is_coupled)
 
     @classmethod
     def build(
@@ -253,12 +238,10 @@ class StepModel:
         unknown = sorted(set(terms) - names)
         if unknown:
             raise ArgumentError(f"StepModel.build: no term {unknown}; terms are {sorted(names)}")
-        defaults = {"hit_share": 1.0, "hits": np.inf}
+        given = {**dict.fromkeys(names, 0.0), "hit_share": 1.0, "hits": np.inf, **terms}
         arrays = {
-            name: np.broadcast_to(
-                np.asarray(terms.get(name, defaults.get(name, 0.0)), dtype=np.float64), world_size
-            )
-            for name in names
+            name: np.broadcast_to(np.asarray(value, dtype=np.float64), world_size)
+            for name, value in given.items()
         }
         return cls(**arrays, source=source, aggregate_s=aggregate_s)
 

@@ -107,10 +107,10 @@ class Narx(Predictor):
         self.usable = self.usable.reshape(-1, num_ranks)
 
     @classmethod
-    def of(cls, world_size: int, *, seed: int = 0) -> Narx:
-        """Return one that has seen nothing; ``seed`` is of its first weights."""
+    def of(cls, world_size: int) -> Narx:
+        """Return one that has seen nothing."""
         width = _LAGS * _FEATURES
-        into = np.random.default_rng(seed).normal(0, width**-0.5, (world_size, width, _HIDDEN))
+        into = np.random.default_rng(0).normal(0, width**-0.5, (world_size, width, _HIDDEN))
         others = [(world_size, _HIDDEN), (world_size, _HIDDEN), (world_size, width), (world_size,)]
         weights = [into, *map(np.zeros, others)]
         return cls(
@@ -206,9 +206,7 @@ PREDICTORS: dict[str, Callable[[int], Predictor]] = {
 class LbBspCpu(Policy):
     """LB-BSP for CPU clusters: sizes in proportion to predicted speeds, at every interval.
 
-    Args:
-        predictor: of the speeds.
-        clock: "compute" for LB-BSP's own reading, "busy" for fetch and compute together.
+    A ``clock`` of "compute" is LB-BSP's own reading, "busy" is fetch and compute together.
     """
 
     state: Predictor
@@ -288,8 +286,8 @@ class LbBspGpu(Policy):
         state, bounds = self.state, self._task.bounds
         if not interval.valid.any():
             return None
-        middle = float(np.median(interval.rows[interval.valid, COMPUTE]))
-        seconds = np.where(interval.valid, interval.rows[:, COMPUTE], middle)
+        compute = interval.rows[:, COMPUTE]
+        seconds = np.where(interval.valid, compute, float(np.median(compute[interval.valid])))
         state.sums = (np.array(state.sums) + seconds).tolist()
         state.seen += 1
         if state.seen < state.window:
@@ -310,9 +308,8 @@ class LbBspGpu(Policy):
         sizes[giver] -= moved
         sizes[taker] += moved
         state.moves = [*state.moves, (giver, taker)][-_MEMORY:]
-        return Proposal(
-            tuple(sizes.tolist()), f"{moved} samples from straggler {giver} to leader {taker}"
-        )
+        reason = f"{moved} samples from straggler {giver} to leader {taker}"
+        return Proposal(tuple(sizes.tolist()), reason)
 
     def _damp(self, giver: int, taker: int, ratio: float) -> None:
         """Halve the step and double the window when a move takes back an earlier one."""

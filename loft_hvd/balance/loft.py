@@ -27,7 +27,7 @@ from loft_hvd.balance.interval import Interval
 from loft_hvd.balance.plan import Bools, Bounds, Floats, Ints, Sizes
 from loft_hvd.balance.policy import Policy, Proposal, Task
 from loft_hvd.balance.search import SOLVERS, round_to_lattice
-from loft_hvd.errors import ArgumentError
+from loft_hvd.errors import ArgumentError, PlanError
 
 __all__ = ["DEAD_BAND", "Forecast", "Loft", "Verdicts"]
 
@@ -198,7 +198,6 @@ class Loft(Policy):
             quarter of it must have lasted for three intervals. 0 takes any gain.
         solver: "grid" (LOFT's adaptive grid search) or "exact" (bisection).
         source: number of the shared source each rank fetches from, -1 for none, [world_size].
-        hits: samples of a global batch that each rank holds, if known, [world_size].
         acts: False only fits and explains, and never changes a size (policy "report").
     """
 
@@ -210,7 +209,6 @@ class Loft(Policy):
         dead_band: float = DEAD_BAND,
         solver: str = "grid",
         source: npt.ArrayLike = -1,
-        hits: npt.ArrayLike = np.nan,
         acts: bool = True,
     ) -> None:
         if solver not in SOLVERS or not 0 <= dead_band < 1:
@@ -220,7 +218,7 @@ class Loft(Policy):
             )
         self.name, self.is_adaptive = "loft" if acts else "report", acts
         self._dead_band, self._solver = dead_band, solver
-        self._source, self._hits = source, hits
+        self._source = source
 
     def start(self, task: Task) -> Sizes:
         self._task, equal = task, task.equal()
@@ -230,9 +228,7 @@ class Loft(Policy):
 
     @property
     def _fitter(self) -> Fitter:  # of what is learnt: nothing to keep beside the state
-        return Fitter(
-            self._task.world_size, source=self._source, hits=self._hits, past=self.state.past
-        )
+        return Fitter(self._task.world_size, source=self._source, past=self.state.past)
 
     @property
     def fit(self) -> Fit | None:
@@ -370,9 +366,12 @@ class Loft(Policy):
         eased = min(int(wanted[slowest]), cap[slowest])
         cap[slowest] = eased // limits.grain * limits.grain
         lowered, total = replace(limits, cap=cap), int(now.sum())
-        if cap[slowest] >= now[slowest] or not lowered.admits(total):
+        if cap[slowest] >= now[slowest]:
             return None
-        sizes = round_to_lattice(wanted, total, lowered)
+        try:
+            sizes = round_to_lattice(wanted, total, lowered)
+        except PlanError:  # the others cannot take what it would give
+            return None
         state.stuck, state.probe_after = 0, min(2 * state.probe_after, _LONGEST_PROBE)
         return Proposal(sizes, f"rank {slowest} stays slowest: does it depend on its batch?")
 

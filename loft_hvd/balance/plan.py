@@ -6,7 +6,10 @@ plan.
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -89,11 +92,7 @@ class Plan:
 
     @classmethod
     def from_wire(cls, wire: Ints, *, world_size: int, global_batch_size: int) -> Plan:
-        """Read and validate what ``to_wire`` wrote on another rank.
-
-        Raises:
-            PlanError: the array is not a plan for this world and global batch.
-        """
+        """Read what ``to_wire`` wrote on another rank, or raise where it is no plan for here."""
         values = [int(value) for value in wire]
         if len(values) != _HEADER + world_size:
             raise PlanError(
@@ -192,14 +191,6 @@ class Bounds:
             )
         return low, high, rest
 
-    def admits(self, global_batch_size: int) -> bool:
-        """Say whether any sizes within the bounds add up to ``global_batch_size``."""
-        try:
-            self.lattice(global_batch_size)
-        except PlanError:
-            return False
-        return True
-
     def describe_shortage(self, global_batch_size: int) -> str:
         """Say how many samples fit, and how many backward passes would do."""
         room = int((self.cap // self.grain * self.grain).sum())
@@ -226,15 +217,9 @@ def proportional_sizes(
     """Split a global batch in proportion to speeds, by largest remainders, ties to lower ranks.
 
     Args:
-        speeds: samples a second of each rank, [world_size], >= 0, finite.
+        speeds: samples a second of each rank, [world_size], >= 0, finite, not all 0.
         global_batch_size: samples to give out.
         min_batch: fewest samples of a rank, world_size * min_batch <= global_batch_size.
-
-    Returns:
-        Samples of each rank, [world_size], adding up to ``global_batch_size``.
-
-    Raises:
-        PlanError: speeds are not positive numbers in sum, or the floor does not fit.
     """
     floor = min_batch * len(speeds)
     total = sum(speeds)
@@ -275,11 +260,8 @@ def scale_sizes(sizes: Sequence[int], num_samples: int, *, min_ranks: int = 1) -
         min_ranks: ranks that must hold at least one sample (2f+1 for a rule with f).
 
     Returns:
-        Samples of each rank, [world_size], adding up to ``num_samples``; None when there are
-        fewer samples than ``min_ranks``, so that the batch must be skipped.
-
-    Raises:
-        PlanError: ``num_samples`` is out of range, or the plan has fewer than ``min_ranks`` ranks.
+        Samples of each rank, [world_size]; None where there are fewer samples than ``min_ranks``,
+        so that the batch must be skipped.
     """
     total = sum(sizes)
     if not 0 <= num_samples <= total or min_ranks > len(sizes):
@@ -296,10 +278,8 @@ def scale_sizes(sizes: Sequence[int], num_samples: int, *, min_ranks: int = 1) -
         given[rank] += 1
     while sum(count > 0 for count in given) < min_ranks:  # the largest gives to the largest idle
         donor = max(range(len(given)), key=lambda rank: (given[rank], -rank))
-        taker = min(
-            (rank for rank, count in enumerate(given) if count == 0),
-            key=lambda rank: (-sizes[rank], rank),
-        )
+        idle = [rank for rank, count in enumerate(given) if count == 0]
+        taker = min(idle, key=lambda rank: (-sizes[rank], rank))
         given[donor] -= 1
         given[taker] += 1
     return tuple(given)
@@ -368,24 +348,16 @@ def choose_used(wanted: Sizes, used: Sequence[Sizes], *, max_sizes: int) -> Size
             had.add(size)
     if all(size in had for size, had in zip(wanted, options, strict=True)):
         return wanted
-    excess = [
-        {size: size / max(want, 1) for size in had}
-        for had, want in zip(options, wanted, strict=True)
-    ]
+    pairs = list(zip(options, wanted, strict=True))
 
     def within(limit: float) -> list[list[int]]:
-        return [[size for size, ratio in of_rank.items() if ratio <= limit] for of_rank in excess]
+        return [[size for size in had if size / max(want, 1) <= limit] for had, want in pairs]
 
-    # Bisect for the least limit at which sizes still add up. With none the past plans do.
-    limits = sorted({ratio for of_rank in excess for ratio in of_rank.values()})
-    low, high = 0, len(limits) - 1
-    while low < high:
-        middle = (low + high) // 2
-        if _sums(within(limits[middle]), sum(wanted))[-1] >> sum(wanted) & 1:
-            high = middle
-        else:
-            low = middle + 1
-    return _pick(within(limits[low]), wanted)
+    # Bisect for the least limit at which sizes still add up. Without one the past plans do.
+    limits = sorted({size / max(want, 1) for had, want in pairs for size in had})
+    total = sum(wanted)
+    at = bisect_left(limits, 1, key=lambda limit: _sums(within(limit), total)[-1] >> total & 1)
+    return _pick(within(limits[at]), wanted)
 
 
 def _sums(options: list[list[int]], total: int) -> list[int]:
@@ -400,10 +372,8 @@ def _sums(options: list[list[int]], total: int) -> list[int]:
     mask = (1 << (total + 1)) - 1
     reached = [1]
     for sizes in options:
-        bits = 0
-        for size in sizes:
-            bits |= reached[-1] << size
-        reached.append(bits & mask)
+        shifted = (reached[-1] << size for size in sizes)
+        reached.append(functools.reduce(operator.or_, shifted, 0) & mask)
     return reached
 
 

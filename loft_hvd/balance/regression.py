@@ -110,18 +110,16 @@ def fit_times(
 ) -> LinearFit:
     """Fit ``seconds = features @ coefficients`` for every rank.
 
+    Ranks without a row get the prior.
+
     Args:
         features: >= 0, [num_rows, world_size, k].
-        seconds: measured, [num_rows, world_size].
-        sizes: samples of the batch, [num_rows, world_size]; only rows of like size can show that
-            one of them stands alone.
-        weights: how much each measurement counts, 0 to leave it out, [num_rows, world_size].
+        seconds: measured, [num_rows, world_size], as sizes and weights.
+        sizes: samples; only rows of like size can show that one of them stands alone.
+        weights: how much each measurement counts, 0 to leave it out.
         prior: coefficients to stay near where the data say little, [world_size, k].
-        prior_spread: standard deviation of what each prior term adds, as a share of the time,
+        prior_spread: standard deviation of what each of its terms adds, as a share of the time,
             [world_size].
-
-    Returns:
-        The fit; ranks without a row get the prior.
     """
     scale = np.maximum(seconds, _TINY_S)
     relative = features / scale[..., None]
@@ -244,11 +242,11 @@ class TermFitter:
         """Compare a new row with what was expected of it; returns the ranks that have changed.
 
         Args:
-            features: of the row, [world_size, num_terms].
-            seconds: measured, [world_size].
-            sizes: samples, [world_size].
-            valid: ranks with a measurement, [world_size].
-            is_slowest: ranks that held the step up, [world_size].
+            features: of the row, [world_size, num_terms]; all else is [world_size].
+            seconds: measured.
+            sizes: samples.
+            valid: ranks with a measurement.
+            is_slowest: ranks that held the step up.
             row: number of the row.
         """
         is_same_size = np.abs(sizes - self.last_size) <= _ALIKE * sizes

@@ -42,21 +42,16 @@ class Model(Protocol):
     """What a solver needs to know of the ranks: ``StepModel`` and ``Curves`` are two."""
 
     @property
-    def world_size(self) -> int:
-        """Number of ranks."""
+    def world_size(self) -> int: ...
 
     @property
-    def is_coupled(self) -> bool:
-        """Whether the time of a rank depends on the batches of others."""
+    def is_coupled(self) -> bool: ...  # the time of a rank depends on the batches of others
 
-    def curves(self, low: Floats, high: Floats) -> Curves:
-        """Tabulate a separable model on [low, high]."""
+    def curves(self, low: Floats, high: Floats) -> Curves: ...  # of a separable model
 
-    def times(self, sizes: npt.ArrayLike) -> Floats:
-        """Return seconds of each rank at ``sizes`` [world_size]."""
+    def times(self, sizes: npt.ArrayLike) -> Floats: ...  # seconds of each rank, [world_size]
 
-    def without_sharing(self, sizes: npt.ArrayLike) -> Model:
-        """Return the separable model that touches this one at ``sizes``."""
+    def without_sharing(self, sizes: npt.ArrayLike) -> Model: ...  # its tangent at these sizes
 
 
 def exact(model: Model, global_batch_size: int, bounds: Bounds) -> Sizes:

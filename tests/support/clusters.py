@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from loft_hvd.balance.interval import (
     WAIT,
     screen,
 )
-from loft_hvd.balance.latency import StepModel
+from loft_hvd.balance.latency import Curves, StepModel
 from loft_hvd.balance.plan import Bounds
 
 OVERLAPS = {"serial": 0.0, "full": 1.0, "partial": None}
@@ -44,6 +44,13 @@ def random_model(seed: int, world_size: int, overlap: float | None) -> StepModel
         plateau_s=np.where(knee > 0, fixed + compute * knee, 0.0),
         overlap=drawn,
     )
+
+
+def tabulate(functions: Sequence[Callable[[int], float]], *, low: int, high: int) -> Curves:
+    """Tabulate any nondecreasing functions of the batch size at low, low + 1, ..., high."""
+    sizes = np.arange(low, high + 1)
+    times = [[function(int(size)) for size in sizes] for function in functions]
+    return Curves(np.broadcast_to(sizes.astype(float), (len(times), len(sizes))), np.array(times))
 
 
 def least_step_s(model: StepModel, total: int, bounds: Bounds) -> float:

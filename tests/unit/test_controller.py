@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from loft_hvd.balance.controller import Controller
+from loft_hvd.balance.controller import Controller, write_decisions
 from loft_hvd.balance.interval import COMPUTE, LOCAL, SIZE, STALL
 from loft_hvd.balance.latency import StepModel
 from loft_hvd.balance.plan import choose_used
@@ -223,7 +223,7 @@ def test_a_replay_repeats_every_plan(tmp_path: Path) -> None:
     first = Controller(256, 4)
     plans = drive(lambda _: UNEVEN, first, intervals=15, seed=0)
     assert len(set(plans)) > 1
-    first.write_plans(tmp_path / "plans.jsonl")
+    write_decisions(tmp_path / "plans.jsonl", first.history)
     second = Controller(256, 4, Replay(tmp_path / "plans.jsonl"))
     again = drive(lambda _: EVEN, second, intervals=15, seed=1)
     assert again == plans

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from loft_hvd.balance.latency import Curves, StepModel
+from loft_hvd.balance.latency import StepModel
 from loft_hvd.balance.plan import Bounds, equal_sizes
 from loft_hvd.balance.search import SOLVERS, equal_within, exact, round_to_lattice
 from loft_hvd.errors import ArgumentError, PlanError
-from tests.support.clusters import OVERLAPS, least_step_s, random_model
+from tests.support.clusters import OVERLAPS, least_step_s, random_model, tabulate
 
 Solver = Callable[..., tuple[int, ...]]
 _LONGEST_S = 0.01  # a search over 1,024 ranks
@@ -118,7 +118,7 @@ def test_a_plateau_is_filled_evenly(solve: Solver) -> None:
 
 
 def test_any_nondecreasing_functions_will_do() -> None:
-    curves = Curves.from_functions(
+    curves = tabulate(
         [lambda x: x**2 / 100, lambda x: float(x), lambda x: 3.0 + x // 4], low=1, high=40
     )
     best = min(
@@ -131,7 +131,7 @@ def test_any_nondecreasing_functions_will_do() -> None:
 
 def test_falling_times_are_refused() -> None:
     with pytest.raises(ArgumentError, match="rank 1 must be finite and must not fall"):
-        Curves.from_functions([float, lambda x: -float(x)], low=1, high=4)
+        tabulate([float, lambda x: -float(x)], low=1, high=4)
 
 
 @pytest.mark.parametrize(
