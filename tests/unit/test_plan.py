@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loft_hvd.balance.plan import Plan, equal_sizes, proportional_sizes, scale_sizes
+from loft_hvd.balance.plan import Plan, choose_used, equal_sizes, proportional_sizes, scale_sizes
 from loft_hvd.errors import PlanError
 
 SIZES = st.lists(st.integers(0, 50), min_size=1, max_size=8).filter(lambda sizes: sum(sizes) > 0)
@@ -88,3 +90,25 @@ def test_plan_survives_the_wire() -> None:
 def test_a_wire_that_is_no_plan_is_refused(wire: list[int], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         Plan.from_wire(np.array(wire), world_size=3, global_batch_size=12)
+
+
+def test_the_nearest_sizes_used_are_the_best_of_all_combinations() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        used = [tuple(rng.multinomial(60, [0.25] * 4).tolist()) for _ in range(4)]
+        wanted = tuple(rng.multinomial(60, rng.dirichlet([4.0] * 4)).tolist())
+        found = choose_used(wanted, used, max_sizes=3)
+        columns = [sorted(set(column)) for column in zip(*used, strict=True)]
+        options = [
+            {*had, want} if len(had) < 3 else {*had}
+            for had, want in zip(columns, wanted, strict=True)
+        ]
+        assert sum(found) == 60
+        assert all(size in had for size, had in zip(found, options, strict=True))
+        ratios = [
+            max(size / max(want, 1) for size, want in zip(sizes, wanted, strict=True))
+            for sizes in itertools.product(*options)
+            if sum(sizes) == 60
+        ]
+        excess = max(size / max(want, 1) for size, want in zip(found, wanted, strict=True))
+        assert excess == min(ratios)

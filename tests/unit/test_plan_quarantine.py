@@ -8,6 +8,7 @@ import torch
 
 import loft_hvd as loft
 from loft_hvd.balance.controller import Controller
+from loft_hvd.balance.interval import COMPUTE, SIZE
 from loft_hvd.balance.plan import Bounds, QuarantineSizes
 from loft_hvd.codec import decode, encode
 from loft_hvd.transport.local import LocalTransport, run_ranks
@@ -71,8 +72,8 @@ def test_a_run_that_goes_on_gives_samples_back() -> None:
 def test_a_controller_plans_by_policy_again_after_a_quarantine() -> None:
     controller = Controller(64, 4, "loft")
     rows = np.zeros((4, 10))
-    rows[:, 0] = 16
-    rows[:, 5] = 0.1
+    rows[:, SIZE] = 16
+    rows[:, COMPUTE] = 0.1
     planned = []
     for interval in range(6):
         step = 20 * (interval + 1)
@@ -80,7 +81,7 @@ def test_a_controller_plans_by_policy_again_after_a_quarantine() -> None:
             controller.quarantine.hold([3])
         if interval == 3:
             controller.quarantine.hold([])
-        rows[:, 0] = controller.plan.sizes
+        rows[:, SIZE] = controller.plan.sizes
         observe(controller, rows, step=step - 1, step_s=0.1)
         controller.decide(step)
         planned.append(controller.plan.sizes)

@@ -1,0 +1,166 @@
+"""Laws of the fit: what it learns from intervals, and what it says it cannot tell."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from loft_hvd.balance.fit import Fitter, Past
+from loft_hvd.balance.interval import COLUMNS, COMPUTE, FETCH, Interval
+from loft_hvd.balance.latency import StepModel
+from loft_hvd.codec import decode, encode
+from tests.support.clusters import OVERLAPS, measure, random_model
+
+modes = pytest.mark.parametrize("overlap", OVERLAPS.values(), ids=OVERLAPS.keys())
+
+
+def feed(
+    fitter: Fitter, model: StepModel, plans: list[list[int]], *, noise: float = 0.0, seed: int = 0
+) -> npt.NDArray[np.int64]:
+    """Add an interval a plan; returns how often each rank changed, [world_size]."""
+    num_changes = np.zeros(model.world_size, np.int64)
+    for number, sizes in enumerate(plans):
+        rows, step_s = measure(
+            model, tuple(sizes), seed=[seed, number, len(plans)], noise=noise, steps=20
+        )
+        num_changes += add(fitter, rows, sizes, step_s)
+    return num_changes
+
+
+def add(
+    fitter: Fitter, rows: npt.NDArray[np.float64], sizes: list[int], step_s: float = 1.0
+) -> npt.NDArray[np.bool_]:
+    changed = fitter.add(Interval(0, np.array(sizes), rows, np.ones(len(sizes), bool), step_s))
+    fitter.fit()
+    return changed
+
+
+@modes
+def test_the_fit_predicts_sizes_it_has_not_seen(overlap: float | None) -> None:
+    for seed in range(10):
+        model = replace(random_model(seed, 4, overlap), plateau_s=np.zeros(4))
+        plans = [[64] * 4, [90, 38, 90, 38], [38, 90, 38, 90], [80, 48, 70, 58], [120, 20, 96, 20]]
+        fitter = Fitter(4)
+        feed(fitter, model, plans)
+        fit = fitter.fit()
+        assert fit is not None
+        sizes = [70.0, 60.0, 75.0, 51.0]
+        assert fit.model.times(sizes) == pytest.approx(model.times(sizes), rel=0.08), f"seed {seed}"
+
+
+def test_one_size_cannot_tell_fixed_from_per_sample_and_says_so() -> None:
+    model = StepModel.build(2, compute_fixed_s=0.05, compute_s=1e-3)
+    fitter = Fitter(2)
+    feed(fitter, model, [[64, 64]] * 6, noise=0.02)
+    fit = fitter.fit()
+    assert fit is not None
+    assert all("compute_fixed_s" in terms for terms in fit.unclear)
+    assert fit.model.times([64, 64]) == pytest.approx(model.times([64, 64]), rel=0.02)
+    feed(fitter, model, [[32, 96], [96, 32], [48, 80], [80, 48]] * 2, noise=0.02)
+    fit = fitter.fit()
+    assert fit is not None
+    assert fit.unclear == ((), ())
+    assert fit.model.compute_fixed_s == pytest.approx([0.05, 0.05], rel=0.1)
+
+
+def test_one_wild_interval_does_not_bend_the_fit() -> None:
+    model = StepModel.build(3, compute_fixed_s=0.01, compute_s=1e-3)
+    fitter = Fitter(3)
+    feed(fitter, model, [[64, 64, 64], [80, 60, 52], [60, 72, 60]] * 3, noise=0.02)
+    feed(fitter, model, [[64, 64, 64]] * 4, noise=0.02, seed=1)
+    rows, _ = measure(model, (64, 64, 64), seed=[9], noise=0.02, steps=20)
+    rows[1, COMPUTE] *= 0.3  # a rank cannot be this fast for once
+    add(fitter, rows, [64, 64, 64])
+    feed(fitter, model, [[64, 64, 64]] * 2, noise=0.02, seed=2)
+    fit = fitter.fit()
+    assert fit is not None
+    assert fit.model.times([64, 64, 64]) == pytest.approx(model.times([64, 64, 64]), rel=0.05)
+
+
+@pytest.mark.parametrize("factor", [0.4, 3.0])
+def test_a_changed_rank_is_known_after_two_intervals(factor: float) -> None:
+    model = StepModel.build(3, compute_fixed_s=0.01, compute_s=1e-3)
+    slower = np.array([1.0, factor, 1.0])
+    changed = replace(
+        model,
+        compute_fixed_s=model.compute_fixed_s * slower,
+        compute_s=model.compute_s * slower,
+    )
+    fitter = Fitter(3)
+    feed(fitter, model, [[64, 64, 64], [80, 60, 52], [60, 72, 60], [64, 64, 64]] * 3, noise=0.02)
+    num_changes = feed(fitter, changed, [[64, 64, 64]] * 2, noise=0.02, seed=1)
+    fit = fitter.fit()
+    assert fit is not None
+    assert num_changes[1] >= 1
+    assert fit.model.times([64, 32, 64])[1] == pytest.approx(
+        changed.times([64, 32, 64])[1], rel=0.1
+    )
+
+
+def test_evidence_chooses_the_saturating_form() -> None:
+    knee = np.array([0.0, 48.0])
+    model = StepModel.build(
+        2,
+        compute_fixed_s=0.01,
+        compute_s=1e-3,
+        plateau_s=np.where(knee > 0, 0.01 + 1e-3 * knee, 0.0),
+    )
+    fitter = Fitter(2)
+    plans = [[size, 128 - size] for size in (64, 16, 112, 32, 96, 48, 80, 24, 104)]
+    feed(fitter, model, plans, noise=0.01)
+    fit = fitter.fit()
+    assert fit is not None
+    assert fit.knee[0] == 0
+    assert fit.knee[1] == pytest.approx(48, abs=12)
+    for size in (20.0, 48.0, 100.0):
+        sizes = [size, size]
+        assert fit.model.times(sizes) == pytest.approx(model.times(sizes), rel=0.06)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.3])
+def test_counts_tell_home_first_reading_from_a_hit_rate(share: float) -> None:
+    model = StepModel.build(
+        2,
+        local_s=1e-4,
+        remote_s=2e-3,
+        hit_share=share,
+        hits=20.0 if share == 1.0 else np.inf,
+        compute_s=1e-3,
+    )
+    fitter = Fitter(2)
+    feed(fitter, model, [[64, 64], [90, 38], [38, 90], [80, 48]])
+    fit = fitter.fit()
+    assert fit is not None
+    sizes = np.array([50.0, 110.0])
+    assert fit.model.local(sizes) == pytest.approx(model.local(sizes))
+
+
+@modes
+def test_overlap_is_measured(overlap: float | None) -> None:
+    model = random_model(3, 4, overlap)
+    fitter = Fitter(4)
+    feed(fitter, model, [[64] * 4, [70, 58, 70, 58]] * 3)
+    fit = fitter.fit()
+    assert fit is not None
+    assert fit.model.overlap == pytest.approx(model.overlap, abs=0.03)
+
+
+def test_a_state_goes_on_as_the_fit_did() -> None:
+    model = random_model(5, 4, None)
+    first, second = Fitter(4), Fitter(4)
+    feed(first, model, [[64] * 4, [90, 38, 90, 38], [40, 88, 40, 88]], noise=0.03)
+    second.past = decode(Past, encode(first.past), what="past")
+    for fitter in (first, second):
+        feed(fitter, model, [[60, 70, 60, 66]] * 3, noise=0.03, seed=1)
+    one, two = first.fit(), second.fit()
+    assert one is not None
+    assert two is not None
+    assert one.model.times([64.0] * 4) == pytest.approx(two.model.times([64.0] * 4), rel=1e-6)
+
+
+def test_rows_have_the_documented_columns() -> None:
+    assert COLUMNS[FETCH] == "fetch_s"
+    assert COLUMNS[COMPUTE] == "compute_s"
