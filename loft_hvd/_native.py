@@ -14,6 +14,7 @@ __all__ = ["explain_missing", "extension", "require_extension"]
 @functools.cache
 def _load() -> tuple[ModuleType | None, str]:
     """Import the extension once; return it, or None and the reason."""
+    # At the first use: ``import loft_hvd`` must work, and be quick, where it is not built.
     try:
         return importlib.import_module("loft_hvd._loft"), ""
     except ImportError as error:

@@ -44,6 +44,7 @@ def _doctor(*, run: bool, as_json: bool, timeout_s: float) -> int:
 
 
 def _print_sections(sections: tuple[doctor.Section, ...]) -> None:
+    # rich and typer are an extra, so all of them are imported where they are used.
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -55,6 +56,7 @@ def _print_sections(sections: tuple[doctor.Section, ...]) -> None:
     for section in sections:
         table.add_row(Text(section.title, style="bold cyan"), "")
         for finding in section.findings:
+            # As Text: what a system says of itself may look like rich's markup, as "[X] MPI" does.
             table.add_row(f"  {finding.name}", Text(finding.value))
             if finding.advice:
                 table.add_row("", Text(f"-> {finding.advice}", style="yellow"))
@@ -143,7 +145,7 @@ def build_app() -> typer.Typer:
         help="Train with Horovod across unequal machines and unreliable workers.",
         no_args_is_help=True,
         add_completion=False,
-        pretty_exceptions_enable=False,
+        pretty_exceptions_enable=False,  # errors on purpose are one line, others a plain traceback
     )
 
     def _show(asked: bool) -> None:
@@ -156,6 +158,7 @@ def build_app() -> typer.Typer:
         version: bool = typer.Option(False, "--version", callback=_show, help="Print the version."),
     ) -> None:
         """Keep subcommands subcommands, however many there are."""
+        # Without a callback typer makes a single command the whole program.
 
     @app.command("doctor")
     def _doctor_command(
@@ -175,6 +178,7 @@ def build_app() -> typer.Typer:
         plot_file: str = typer.Option(None, "--plot", metavar="FILE", help="Draw it, as a PNG."),
     ) -> None:
         """Run balancing policies on made-up clusters, beside the best sizes there are."""
+        # Exactly one of the two: both absent and both given are wrong.
         if (scenario is None) == (clusters == 0) or (clusters and plot_file):
             raise typer.BadParameter("name a scenario, or ask for --random N (which has no plot)")
         if clusters:

@@ -30,7 +30,7 @@ VARIABLES = {  # of each field that a user sets
     "leave_s": "LOFT_HVD_LEAVE_S",
 }
 
-_OF_THE_BUILD = (  # what setup.py and `make setup` read
+_OF_THE_BUILD = (  # what setup.py and `make setup` read: no misspelt setting either
     "LOFT_HVD_CACHE",
     "LOFT_HVD_CUDA",
     "LOFT_HVD_CUDA_ARCHS",
@@ -50,44 +50,25 @@ _RANKS = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE")  # o
 
 @dataclass(frozen=True)
 class Config:
-    """What the environment says.
+    """What the environment says; ``VARIABLES`` has the names of what a user sets."""
 
-    Attributes:
-        threads: CPU threads of the aggregation kernels, or None for the allowed CPUs divided by
-            the local ranks (``LOFT_HVD_THREADS``).
-        isa: instruction set of the CPU kernels, "baseline", "avx2" or "avx512", or None for the
-            best one here (``LOFT_HVD_ISA``).
-        timeout_s: longest wait for other ranks in seconds (``LOFT_HVD_TIMEOUT_S``).
-        bucket_bytes: most bytes of gradients sent together (``LOFT_HVD_BUCKET_BYTES``).
-        log_dir: folder of the run log, or None for no log (``LOFT_HVD_LOG_DIR``).
-        trace_file: file of a Chrome trace of every bucket's stages, or None for no trace; the
-            rank's number goes before its suffix (``LOFT_HVD_TRACE``).
-        heartbeat_s: seconds between two heartbeats of a rank; 0 for none
-            (``LOFT_HVD_HEARTBEAT_S``).
-        heartbeat_timeout_s: silence in seconds that ends the waits of the others, for a rank whose
-            process none of them can look at (``LOFT_HVD_HEARTBEAT_TIMEOUT_S``).
-        leave_s: seconds after an error until a process is left whose engine does not come down
-            (``LOFT_HVD_LEAVE_S``).
-        is_elastic: whether Horovod runs elastically, as its launcher tells (``HOROVOD_ELASTIC``).
-        local_ranks: ranks on this node as the launcher tells, 1 where it does not
-            (``HOROVOD_LOCAL_SIZE``, ``OMPI_COMM_WORLD_LOCAL_SIZE``, ``MPI_LOCALNRANKS``,
-            ``LOCAL_WORLD_SIZE``).
-        ranks: ranks of the whole job as the launcher tells, 1 where it does not
-            (``HOROVOD_SIZE``, ``OMPI_COMM_WORLD_SIZE``, ``PMI_SIZE``, ``WORLD_SIZE``).
-    """
-
+    # CPU threads of the aggregation kernels; None: the allowed CPUs divided by the local ranks.
     threads: int | None = None
+    # Instruction set of the CPU kernels, "baseline", "avx2" or "avx512"; None: the best one here.
     isa: str | None = None
-    timeout_s: float = 300.0  # a choice
-    bucket_bytes: int = 32 * 1024 * 1024
-    log_dir: str | None = None
+    timeout_s: float = 300.0  # longest wait for other ranks; a choice
+    bucket_bytes: int = 32 * 1024 * 1024  # most bytes of gradients sent together
+    log_dir: str | None = None  # folder of the run log; None: no log
+    # File of a Chrome trace of every bucket's stages, with the rank's number before its suffix.
     trace_file: str | None = None
-    heartbeat_s: float = 1.0
+    heartbeat_s: float = 1.0  # between two heartbeats of a rank; 0: none
+    # Silence that ends the waits of others, for a rank whose process none of them can look at.
     heartbeat_timeout_s: float = 10.0
-    leave_s: float = 5.0
-    is_elastic: bool = False
-    local_ranks: int = 1
-    ranks: int = 1
+    leave_s: float = 5.0  # after an error, until a process is left whose engine does not come down
+    # What launchers tell.
+    is_elastic: bool = False  # whether Horovod runs elastically
+    local_ranks: int = 1  # on this node; 1 where nothing is told
+    ranks: int = 1  # of the whole job
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Config:
@@ -107,6 +88,7 @@ class Config:
                 value = parse(text)
             except ValueError:
                 value = None
+            # ``not >`` and not ``<=``: NaN is refused too.
             if value is None or (isinstance(value, int | float) and not value > floor):
                 raise ArgumentError(f"LOFT_HVD_{name}={text!r}: it takes {takes}; mend or unset it")
             return value
@@ -148,7 +130,7 @@ class Config:
 
 def _first_count(environ: Mapping[str, str], names: tuple[str, ...]) -> int:
     """Return how many ranks the launcher says it started; 1 where it does not say."""
-    for name in names:
+    for name in names:  # the first that tells: one launcher may have started another
         if (text := environ.get(name, "")).isdecimal() and int(text) > 0:
             return int(text)
     return 1
@@ -167,6 +149,7 @@ def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]
     """
     known = (*VARIABLES.values(), *_OF_THE_BUILD)
     unknown = sorted(name for name in environ if name.startswith("LOFT_HVD_"))
+    # At 0.8 "LOFT_HVD_THREAD" finds LOFT_HVD_THREADS, and "LOFT_HVD_COLOUR" nothing.
     return {
         name: "".join(difflib.get_close_matches(name, known, n=1, cutoff=0.8))
         for name in unknown

@@ -8,7 +8,6 @@ import torch
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, UsageError
 from loft_hvd.transport.base import Channel, Transport, wait_for
 from loft_hvd.transport.groups import Groups, Over, find_groups, nodes_of, subset
-from loft_hvd.transport.horovod import own_process_set
 from loft_hvd.transport.local import Faults, LocalTransport, LocalWorld, run_ranks
 
 
@@ -111,48 +110,6 @@ def test_a_transport_without_parts_says_so() -> None:
     plain: Transport = Plain()  # type: ignore[assignment]  # what it lacks is what is tested
     with pytest.raises(UsageError, match="Plain cannot exchange among some of its ranks"):
         subset(plain, [(0,), (1,)])
-
-
-class _FakeHorovod:
-    """Process sets as Horovod has them: known ones, and none may be added."""
-
-    class ProcessSet:
-        def __init__(self, ranks: list[int]) -> None:
-            self.ranks, self.process_set_id = ranks, -1
-
-    class _basics:  # noqa: N801 - Horovod's name
-        @staticmethod
-        def _get_process_set_ids_and_ranks() -> dict[int, list[int]]:
-            return {0: [0, 1, 2, 3], 1: [0, 1], 4: [2, 3]}
-
-    @staticmethod
-    def rank() -> int:
-        return 2
-
-    @staticmethod
-    def size() -> int:
-        return 4
-
-    @staticmethod
-    def add_process_set(_: object) -> None:
-        raise ValueError("Set HOROVOD_DYNAMIC_PROCESS_SETS=1")
-
-
-def test_process_sets_that_exist_are_used() -> None:
-    fake = _FakeHorovod()
-    own = own_process_set(fake, fake, [(0, 1), (2, 3)])
-    assert (own.ranks, own.process_set_id) == ([2, 3], 4)
-
-
-def test_process_sets_that_may_not_be_added_are_an_error_with_ways_out() -> None:
-    fake = _FakeHorovod()
-    with pytest.raises(
-        UsageError, match=r"\[0, 2\].*process_sets=\"dynamic\".*HOROVOD_DYNAMIC"
-    ) as raised:
-        own_process_set(fake, fake, [(0, 2), (1, 3)])
-    assert "hvd.init(process_sets=[hvd.ProcessSet([0, 2]), hvd.ProcessSet([1, 3])])" in str(
-        raised.value
-    )
 
 
 class _LargerHorovod(_FakeHorovod):

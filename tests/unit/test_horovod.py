@@ -1,0 +1,90 @@
+"""Horovod as the engine, without it: process sets that exist, may not be added, or are lost."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+
+from loft_hvd.errors import UsageError
+from loft_hvd.transport.horovod import HorovodTransport, own_process_set
+from tests.support.worlds import elastic_job
+
+
+class _FakeHorovod:
+    """Process sets as Horovod has them: known ones, and none may be added."""
+
+    class ProcessSet:
+        def __init__(self, ranks: list[int]) -> None:
+            self.ranks, self.process_set_id = ranks, -1
+
+    class _basics:  # noqa: N801 - Horovod's name
+        @staticmethod
+        def _get_process_set_ids_and_ranks() -> dict[int, list[int]]:
+            return {0: [0, 1, 2, 3], 1: [0, 1], 4: [2, 3]}
+
+    @staticmethod
+    def rank() -> int:
+        return 2
+
+    @staticmethod
+    def size() -> int:
+        return 4
+
+    @staticmethod
+    def add_process_set(_: object) -> None:
+        raise ValueError("Set HOROVOD_DYNAMIC_PROCESS_SETS=1")
+
+
+def test_process_sets_that_exist_are_used() -> None:
+    fake = _FakeHorovod()
+    own = own_process_set(fake, fake, [(0, 1), (2, 3)])
+    assert (own.ranks, own.process_set_id) == ([2, 3], 4)
+
+
+def test_process_sets_that_may_not_be_added_are_an_error_with_ways_out() -> None:
+    fake = _FakeHorovod()
+    with pytest.raises(
+        UsageError, match=r"\[0, 2\].*process_sets=\"dynamic\".*HOROVOD_DYNAMIC"
+    ) as raised:
+        own_process_set(fake, fake, [(0, 2), (1, 3)])
+    assert "hvd.init(process_sets=[hvd.ProcessSet([0, 2]), hvd.ProcessSet([1, 3])])" in str(
+        raised.value
+    )
+
+
+class _InternalError(RuntimeError):
+    """Stands for Horovod's own, which ``hvd.elastic.run`` recovers from."""
+
+
+@pytest.mark.parametrize("ask", ["rank", "world_size"])
+@pytest.mark.parametrize(
+    ("is_elastic", "message", "raised"),
+    [
+        (True, "Process set does not exist or has not been registered.", _InternalError),
+        (False, "Process set does not exist or has not been registered.", ValueError),
+        (True, "Horovod has not been initialized; use hvd.init().", ValueError),
+    ],
+    ids=["lost", "not elastic", "not begun"],
+)
+def test_an_elastic_job_recovers_from_a_set_that_is_gone_but_not_from_mistakes(
+    is_elastic: bool,
+    message: str,
+    raised: type[Exception],
+    ask: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = SimpleNamespace(HorovodInternalError=_InternalError, allreduce_async_=None, Sum="sum")
+    monkeypatch.setattr("loft_hvd.transport.horovod.horovod_module", lambda: engine)
+    monkeypatch.setitem(sys.modules, "horovod.torch.mpi_ops", engine)
+
+    def gone() -> int:
+        raise ValueError(message)
+
+    lost = SimpleNamespace(rank=gone, size=gone, process_set_id=3)
+    with elastic_job() if is_elastic else nullcontext():
+        transport = HorovodTransport(lost)
+        with pytest.raises(raised, match=message.split(";", maxsplit=1)[0]):
+            getattr(transport, ask)
