@@ -110,23 +110,3 @@ def test_a_transport_without_parts_says_so() -> None:
     plain: Transport = Plain()  # type: ignore[assignment]  # what it lacks is what is tested
     with pytest.raises(UsageError, match="Plain cannot exchange among some of its ranks"):
         subset(plain, [(0,), (1,)])
-
-
-class _LargerHorovod(_FakeHorovod):
-    """A fifth rank does not call: adding a set would wait for it for ever."""
-
-    @staticmethod
-    def size() -> int:
-        return 5
-
-    @staticmethod
-    def add_process_set(_: object) -> None:
-        pytest.fail("waits for ranks that do not call")
-
-
-def test_process_sets_among_some_ranks_are_found_but_never_added() -> None:
-    fake = _LargerHorovod()
-    assert own_process_set(fake, fake, [(0, 1), (2, 3)]).process_set_id == 4
-    says = r"over= with process_set=: .*\[0, 2\].*hvd\.add_process_set, or .*: hvd\.init\(.*State\("
-    with pytest.raises(UsageError, match=says):
-        own_process_set(fake, fake, [(0, 2), (1, 3)])
