@@ -90,7 +90,6 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - the name and the arguments ar
     _check_kinds(optimizer, named_parameters, balancer)
     settings = ReducerSettings(
         bucket_bytes=config().bucket_bytes if bucket_bytes is None else bucket_bytes,
-        timeout_s=config().timeout_s,
         num_passes=_at_least_one(backward_passes_per_step),
         is_sum=reduce_op_name(op) == "sum",
         predivide=float(gradient_predivide_factor),

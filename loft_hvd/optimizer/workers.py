@@ -213,7 +213,7 @@ class OptimizerWorld:
         self._lay_out(found)
 
     def _channel(self, found: ReducedParameters) -> Channel:
-        return Channel(self._transport, found.name, self._options.settings.timeout_s)
+        return Channel(self._transport, found.name)
 
     @property
     def rank(self) -> int:
@@ -231,7 +231,7 @@ class OptimizerWorld:
             if isinstance(self._transport, HorovodTransport | TorchDistributedTransport):
                 self._transport.open_heartbeat()
             # Not found.name: ranks may differ in what it comes from.
-            channel = Channel(self._transport, "loft.optimizer", self._options.settings.timeout_s)
+            channel = Channel(self._transport, "loft.optimizer")
             fields = found.fields() | self._options.fields()
             check_agreement(channel, fields, what="DistributedOptimizer", refusal=self.log.refusal)
 

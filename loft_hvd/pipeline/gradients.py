@@ -58,7 +58,6 @@ class ReducerSettings:
     """How gradients are reduced; equal on every rank. It follows from the optimizer's options."""
 
     bucket_bytes: int  # most bytes of a bucket
-    timeout_s: float  # longest wait for other ranks
     num_passes: int = 1  # backward passes that are summed into one step
     is_sum: bool = False  # whether the result is a sum over ranks instead of an average
     predivide: float = 1.0  # what a mean divides by before the sum, and multiplies by after it

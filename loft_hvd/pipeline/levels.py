@@ -138,10 +138,9 @@ def two_level_exchange(
         enter(Stage.ALL_TO_ALL)
         yield across.alltoall(mean, rows.view(-1), name=f"{name}.a2a")
         enter(Stage.AGGREGATE)
-        by_group = None if weights is None else group_weights(weights, groups)
-        run(
-            rows, spec.rule, None if by_group is None else in_training(spec.rule, by_group), reduced
-        )
+        if weights is not None:
+            weights = in_training(spec.rule, group_weights(weights, groups))
+        run(rows, spec.rule, weights, reduced)
         enter(Stage.ALL_GATHER)
         yield across.allgather(reduced, mean, name=f"{name}.ag")
         enter(Stage.ALL_GATHER)

@@ -42,14 +42,15 @@ def make_reducer(
     rule: loft.Rule,
     *,
     bucket_bytes: int = 1 << 25,
+    timeout_s: float = 30.0,
 ) -> GradientReducer:
     """Return what such an optimizer reduces its gradients with, nobody watching."""
     return GradientReducer(
         params,
         [ParameterSpec(f"p{at}", tuple(p.shape), p.dtype) for at, p in enumerate(params)],
         [rule],
-        settings=ReducerSettings(bucket_bytes=bucket_bytes, timeout_s=30.0),
-        channel=Channel(transport, "loft.test", 30.0),
+        settings=ReducerSettings(bucket_bytes=bucket_bytes),
+        channel=Channel(transport, "loft.test", timeout_s),
         source=None,
         outgoing=OutgoingHooks(),
         watch=Unwatched("a test"),
