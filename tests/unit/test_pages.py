@@ -73,3 +73,11 @@ def test_links_to_files_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
     inside = [link for link in links if "://" not in link]
     assert [link for link in inside if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_source_files_that_pages_name_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    named = re.findall(r"`([\w/.-]+/[\w.-]+\.(?:py|h|cpp|cu|toml|md))`", text)
+    places = (HOME, HOME / "loft_hvd")  # pages say balance/fit.py for loft_hvd/balance/fit.py
+    assert [name for name in named if not any((place / name).exists() for place in places)] == []
