@@ -96,7 +96,7 @@ def test_an_elastic_job_recovers_from_a_set_that_is_gone_but_not_from_mistakes(
     ask: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine = SimpleNamespace(HorovodInternalError=_InternalError, allreduce_async_=None, Sum="sum")
+    engine = SimpleNamespace(HorovodInternalError=_InternalError, allreduce_async_=print, Sum="sum")
     monkeypatch.setattr("loft_hvd.transport.horovod.horovod_module", lambda: engine)
     monkeypatch.setitem(sys.modules, "horovod.torch.mpi_ops", engine)
 
