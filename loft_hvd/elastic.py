@@ -44,14 +44,6 @@ __all__ = ["State"]
 
 
 @runtime_checkable
-class _Stateful(Protocol):
-    """What is committed, restored and sent by its own state."""
-
-    def state_dict(self) -> Any: ...
-    def load_state_dict(self, state: Any) -> Any: ...
-
-
-@runtime_checkable
 class _ForOneWorld(Protocol):
     """What is made for the ranks there are, such as an optimizer of ours or a balancer."""
 
@@ -94,7 +86,9 @@ class State:
         self._has_new_world = False
         self._callbacks: list[Callable[[], None]] = []
         self._objects: dict[str, Any] = {
-            name: value for name, value in everything.items() if isinstance(value, _Stateful)
+            name: value
+            for name, value in everything.items()
+            if hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
         }
         self._values = [name for name in everything if name not in self._objects]
         self._saved: dict[str, Any] = {}
@@ -205,11 +199,9 @@ class State:
 
     def _by_kind(self) -> list[str]:
         """Return the names of all objects: plans first, as optimizers ask them for their limits."""
-
-        def place(name: str) -> tuple[int, str]:
-            each = self._objects[name]
-            if isinstance(each, torch.nn.Module):
-                return 1, name
-            return (2 if isinstance(each, torch.optim.Optimizer) else 0), name
-
-        return sorted(self._objects, key=place)
+        # False sorts before True: neither of the two, then modules, then optimizers.
+        kinds = torch.optim.Optimizer, torch.nn.Module
+        return sorted(
+            self._objects,
+            key=lambda name: (*(isinstance(self._objects[name], kind) for kind in kinds), name),
+        )

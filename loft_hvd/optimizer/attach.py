@@ -46,8 +46,8 @@ class Attachment:
         # on all modules costs every forward pass of the process.
         self._forward: RemovableHandle | None = None
         self._handles: list[RemovableHandle] = [
-            optimizer.register_step_pre_hook(self._step_begins),
-            optimizer.register_step_post_hook(self._step_ends),
+            optimizer.register_step_pre_hook(self._step_began),
+            optimizer.register_step_post_hook(self._step_ended),
         ]
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -90,9 +90,9 @@ class Attachment:
 
     def _await_forward(self) -> None:
         if self._forward is None:
-            self._forward = register_module_forward_pre_hook(self._forward_begins)
+            self._forward = register_module_forward_pre_hook(self._forward_began)
 
-    def _forward_begins(self, module: torch.nn.Module, _arguments: Any) -> None:
+    def _forward_began(self, module: torch.nn.Module, _arguments: Any) -> None:
         if threading.get_ident() != self._thread:
             return
         if module.training and torch.is_grad_enabled():
@@ -116,7 +116,7 @@ class Attachment:
         finally:
             self._waited_s += time.monotonic() - began
 
-    def _step_begins(self, _optimizer: Any, arguments: Any, options: Any) -> None:
+    def _step_began(self, _optimizer: Any, arguments: Any, options: Any) -> None:
         if any(callable(value) for value in (*arguments[1:], *options.values())):
             raise UsageError(
                 "attach: optimizer.step(closure) computes gradients inside the step, whose times "
@@ -124,7 +124,7 @@ class Attachment:
             )
         self._depth += 1
 
-    def _step_ends(self, *_: Any) -> None:
+    def _step_ended(self, *_: Any) -> None:
         self._depth -= 1
         if self._depth > 0:
             return

@@ -147,38 +147,22 @@ class OptimizerOptions:
 
 
 class EqualBatches:
-    """In place of a ``Balancer`` where there is none: every rank's gradient weighs the same.
-
-    Args:
-        log: where what happens is written; it counts the steps.
-    """
+    """In place of a ``Balancer`` where there is none: every rank's gradient weighs the same."""
 
     num_worlds = 0
 
     def __init__(self, log: RunLog) -> None:
-        self.log = log
-
-    def check_world(self, world_size: int) -> None:
-        """Let any world be right; the rest is as in ``Balancer``."""
-
-    def require(self, *, min_ranks: int, num_passes: int) -> None:
-        """Every rank has samples."""
-
-    def compute_on(self, device: torch.device) -> None:
-        """Time nothing."""
+        self.log = log  # counts the steps, as a balancer's does
 
     def take_step(self) -> StepSizes | None:
         """Return None: sizes are equal."""
-
-    def gradient_arrived(self, *, blocked_s: float) -> None:
-        """Time nothing."""
-
-    def computing_ended(self) -> None:
-        """Time nothing."""
-
-    def hold(self, ranks: Sequence[int]) -> None:
-        """Plan nothing."""
+        return None
 
     def step_ended(self, *, waited_s: float) -> None:
         """Count the step."""
         self.log.step += 1
+
+    def _ignore(self, *_: Any, **__: Any) -> None:
+        """Time nothing, plan nothing, and let any world and any rule be right."""
+
+    check_world = require = compute_on = gradient_arrived = computing_ended = hold = _ignore

@@ -20,17 +20,11 @@ __all__ = ["ReducedParameters", "check_none_thawed", "collect_parameters"]
 
 @dataclass(frozen=True)
 class ReducedParameters:
-    """The parameters of an optimizer that take gradients, in the order of its groups.
-
-    Attributes:
-        parameters: the parameters.
-        specs: what each of them is, [len(parameters)].
-        rules: the rules that ``specs`` refer to by index.
-    """
+    """The parameters of an optimizer that take gradients, in the order of its groups."""
 
     parameters: tuple[torch.nn.Parameter, ...]
-    specs: tuple[ParameterSpec, ...]
-    rules: tuple[Rule, ...]
+    specs: tuple[ParameterSpec, ...]  # what each of them is, [len(parameters)]
+    rules: tuple[Rule, ...]  # which ``specs`` refer to by index
 
     @property
     def are_on_cpu(self) -> bool:
@@ -65,17 +59,11 @@ def collect_parameters(
     """Find the parameters that take gradients, and say of each what it is called and ruled by.
 
     Args:
-        param_groups: an optimizer's parameter groups; a group's ``"rule"`` (a rule or its text)
-            goes before ``rule``.
+        param_groups: of an optimizer; one's ``"rule"`` (a rule or its text) goes before ``rule``.
         named_parameters: names for the parameters, or None for names by place.
         rule: the rule of groups that name none.
-        groups: a number of groups or lists of parameters that stay together.
-        num_named_groups: parameter groups from this one on were added later, and may hold
-            parameters that ``named_parameters`` does not name.
-
-    Raises:
-        ArgumentError: names that are missing, doubled or not (name, parameter) pairs.
-        ArgumentTypeError: a parameter that is not floating point.
+        groups: a number of buckets, or lists of parameters that share one.
+        num_named_groups: parameter groups from this one on were added later; nobody named theirs.
     """
     names = _names(param_groups, named_parameters, num_named_groups)
     rules: list[Rule] = []
@@ -118,11 +106,7 @@ def collect_parameters(
 def check_none_thawed(
     param_groups: Sequence[dict[str, Any]], reduced: Sequence[torch.nn.Parameter]
 ) -> None:
-    """Refuse a step with a gradient that is not reduced: it would part the ranks' models.
-
-    Raises:
-        UsageError: a parameter was frozen when the optimizer was made, and is not any more.
-    """
+    """Refuse a step with a gradient that is not reduced: it would part the ranks' models."""
     # By id: tensors compare by value, and are not hashed by it.
     known = {id(parameter) for parameter in reduced}
     for i, j, parameter in _places(param_groups):
@@ -178,7 +162,6 @@ def _names(
                 f"named_parameters does not name parameter {j} of group {i}, of shape "
                 f"{list(parameter.shape)}; name every parameter of the optimizer, or pass none"
             )
-        # Nobody could name it when the optimizer was wrapped.
         names[id(parameter)] = f"added.{i}.{j}"
     return names
 

@@ -42,12 +42,7 @@ _WRITE_EVERY = 100
 
 
 class Workers:
-    """Who an optimizer's workers are, two ranks or more, or groups of them; the same everywhere.
-
-    Attributes:
-        watch: looks at the workers.
-        make_exchange: how values go over the wire, in one level or two.
-    """
+    """Who an optimizer's workers are, two ranks or more, or groups of them; the same everywhere."""
 
     def __init__(
         self, channel: Channel, found: ReducedParameters, options: OptimizerOptions
@@ -84,6 +79,7 @@ class Workers:
                 "nobody is watched: that takes a robust rule, and diagnostics=True where gradients "
                 "are on a GPU"
             )
+        # How values go over the wire: in one level, or in two of groups.
         self.make_exchange: MakeExchange = exchange_maker(transport, groups, run=self.watch.run)
 
     def check(self, rules: Sequence[Rule]) -> None:
@@ -322,12 +318,7 @@ class OptimizerWorld:
 
 
 class IdleWorld:
-    """In place of an ``OptimizerWorld`` on a rank that reduces nothing.
-
-    Args:
-        transport: the ranks; None where this one is outside the process set.
-        error: why gradients cannot be waited for, or empty where they are this rank's own.
-    """
+    """In place of an ``OptimizerWorld``: outside the process set, or (``error``) not begun yet."""
 
     has_gradients = is_in_flight = False
 
@@ -337,20 +328,16 @@ class IdleWorld:
         self.log = RunLog(None)
         self._error = error
 
-    def lay_out_anew(self) -> None:
-        """Lay out nothing."""
+    def _ignore(self) -> None:
+        """Lay out nothing, tell nobody."""
+
+    lay_out_anew = step_ended = detach = _ignore
 
     def synchronize(self) -> None:
         """Leave gradients as they are, or raise that they cannot be reduced yet."""
         if self._error:
             raise UsageError(self._error)
 
-    def step_ended(self) -> None:
-        """Tell nobody."""
-
     def report(self) -> SuspicionReport:
         """Return why nobody is watched."""
         return SuspicionReport(0, (), note="nobody is watched: this rank reduces alone")
-
-    def detach(self) -> None:
-        """Take no hooks off."""

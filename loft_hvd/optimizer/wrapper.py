@@ -8,6 +8,7 @@ communicates: it then calls the base class's ``step``, the proxy's, which must n
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -75,7 +76,7 @@ class OptimizerProxy(torch.optim.Optimizer):
         return self._optimizer.defaults
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the user's optimizer's state; it loads into that optimizer, wrapped or not."""
+        """Return the user's optimizer's state; it loads into one that is wrapped or not."""
         return self._optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -174,11 +175,9 @@ class OptimizerWrapper(OptimizerProxy):
             self._should_synchronize = True
 
     def _prepare_step(self) -> None:
-        if not self._should_synchronize:
-            if not self._is_synchronized:
-                self.synchronize()
-            return
         if self._is_synchronized:
+            if not self._should_synchronize:
+                return
             warnings.warn(
                 "optimizer.step() called after optimizer.synchronize() without "
                 "optimizer.skip_synchronize(); the gradients are taken as they are, wrap step() "
@@ -194,34 +193,27 @@ class OptimizerWrapper(OptimizerProxy):
     ) -> float | None:
         """Reduce the gradients, then take the user's optimizer's step.
 
-        Args:
-            closure: computes the loss and its gradients; they are reduced each time it is called.
+        What a ``closure`` computes is reduced each time that the optimizer calls it.
         """
         if closure is None:
             self._prepare_step()
             result = self._optimizer.step()
         else:
-            evaluate = closure
-
-            def reduced() -> float:
-                loss = evaluate()
-                self._prepare_step()
-                self._is_synchronized = False  # the next evaluation has gradients of its own
-                return loss
-
-            result = self._optimizer.step(reduced)
+            result = self._optimizer.step(functools.partial(self._evaluate, closure))
         self._is_synchronized = False
         self._world.step_ended()
         return result
 
     step.hooked = True  # type: ignore[attr-defined]  # the user's own step runs the step hooks
 
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Zero the gradients; takes what the user's optimizer takes.
+    def _evaluate(self, closure: Callable[[], float]) -> float:
+        loss = closure()
+        self._prepare_step()
+        self._is_synchronized = False  # the next evaluation has gradients of its own
+        return loss
 
-        Raises:
-            UsageError: gradients are on the wire.
-        """
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Zero the gradients; takes what the user's optimizer takes."""
         if self._world.is_in_flight:
             raise UsageError(
                 "optimizer.zero_grad() was called after loss.backward() but before "
@@ -230,12 +222,10 @@ class OptimizerWrapper(OptimizerProxy):
         self._optimizer.zero_grad(*args, **kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, on every rank alike; lays the buckets out anew.
+        """Add parameters, on every rank alike, between two steps; lays the buckets out anew.
 
-        Parameters that ``named_parameters`` did not name are named by their place.
-
-        Raises:
-            LoftError: they cannot be reduced, or a step is under way; the group is not added.
+        Parameters that ``named_parameters`` did not name are named by their place. Where they
+        cannot be reduced the group is not added.
         """
         if self.world_size > 1 and self._world.has_gradients:
             raise UsageError(

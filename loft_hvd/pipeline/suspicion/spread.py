@@ -34,16 +34,12 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Spread:
-    """What the first steps showed.
+    """What the first steps showed."""
 
-    Attributes:
-        ratios: for each rank, its gradients' lasting difference from the other ranks' over their
-            own noise from step to step, [world_size]; 0 for ranks alike, NaN where unknown.
-        usual: the median rank's, which one faulty rank cannot move.
-    """
-
+    # Of each rank, its gradients' lasting difference from the other ranks' over their own noise
+    # from step to step, [world_size]; 0 for ranks alike, NaN where unknown.
     ratios: tuple[float, ...]
-    usual: float
+    usual: float  # the median rank's, which one faulty rank cannot move
 
 
 def lasting_differences(counts: Floats, sums: Floats, squares: Floats) -> Spread:
@@ -83,9 +79,6 @@ class SpreadWatch:
     Args:
         channel: the ranks.
         layout: numel of each piece, where it is known and stays; None where steps show it.
-
-    Attributes:
-        has_ended: whether nothing more is noted: ranks are compared, or too few.
     """
 
     def __init__(self, channel: Channel, *, layout: Sequence[int] | None = None) -> None:
@@ -93,6 +86,7 @@ class SpreadWatch:
         self._is_fixed = layout is not None
         self._begin(layout or ())
         has_values = layout is None or sum(layout) > 0
+        # Nothing more is noted: ranks are compared, or too few.
         self.has_ended = channel.world_size < FEWEST_WATCHED or not has_values
 
     def _begin(self, layout: Sequence[int]) -> None:
@@ -112,9 +106,6 @@ class SpreadWatch:
 
         A step that lacks some is counted, but not noted: a parameter took no part, or its gradient
         is sparse.
-
-        Args:
-            reduced: the aggregate of every piece.
         """
         if self.has_ended:
             return None
@@ -168,13 +159,9 @@ class SpreadWatch:
 
 
 class ParameterSpread:
-    """Watches the gradients of parameters, each noted by a hook as soon as it is computed.
+    """Watches parameters, in an order equal on every rank, by hooks on their gradients.
 
-    Make it before what else changes gradients in its hooks, on every rank alike.
-
-    Args:
-        parameters: those that a robust rule aggregates, in an order equal on every rank.
-        channel: the ranks.
+    Make it before what else changes gradients in its hooks.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], channel: Channel) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -187,20 +187,15 @@ class Evidence:
 
 @dataclass
 class WorkerState:
-    """What is known of one worker, as in ``WorkerReport``, and for how long it has stood out.
-
-    Attributes:
-        steps_out: steps in a row, up to now, in which it stood out.
-        next_warning: as many of them as bring the next warning.
-    """
+    """What is known of one worker, as in ``WorkerReport``, and for how long it has stood out."""
 
     suspicion: float = 0.0
     share_outside: float = 0.0
     distance: float = 1.0
     num_non_finite: int = 0
     num_steps: int = 0
-    steps_out: int = 0
-    next_warning: int = field(default=0, repr=False)
+    steps_out: int = 0  # in a row, up to now, in which it stood out
+    next_warning: int = 0  # so many of them bring the next warning
 
     def blend(self, score: float, share: float, distance: float, *, num_steps: int) -> None:
         """Let the averages of some steps into the smoothed numbers."""
@@ -225,14 +220,11 @@ class SuspicionTracker:
         self._settings = settings
 
     def observe(self, table: Floats) -> list[int]:
-        """Take the evidence of all owners.
+        """Take the evidence of all owners, and return the workers to warn of now.
 
         Args:
             table: what each owner's ``Evidence.take`` returned, [num_owners, num_columns *
                 num_rows]; owners that saw nothing, or claim what cannot be, abstain.
-
-        Returns:
-            The workers to warn of now.
         """
         num_rows = len(self.workers)
         cells = np.asarray(table, dtype=np.float64).reshape(len(table), _NUM_COLUMNS, num_rows)

@@ -71,11 +71,10 @@ class Unwatched:
         """Return the weights as they are: nobody is in quarantine."""
         return weights
 
-    def computing_ended(self) -> None:
-        """Send nothing."""
+    def _ignore(self, weights: PassWeights | None = None) -> None:
+        """Send nothing, read nothing."""
 
-    def step_reduced(self, weights: PassWeights) -> None:
-        """Read nothing."""
+    computing_ended = step_reduced = _ignore
 
     def report(self) -> SuspicionReport:
         """Return why nobody is watched."""
@@ -83,14 +82,14 @@ class Unwatched:
 
 
 class WorkerWatch:
-    """What one optimizer knows of its workers; ranks, or groups of them.
+    """What one optimizer knows of its workers; all ranks, or groups of them.
 
     Args:
         channel: all ranks.
-        rule: the rule that most parameters are aggregated by; its ``min_rows`` bound quarantines.
+        rule: whose window rows are judged by; its ``min_rows`` bound quarantines.
         groups: the groups that are the workers, or None where ranks are.
         settings: how closely rows are watched.
-        quarantine: whether and how long named workers are left out.
+        quarantine: how long named workers are left out; None for never.
     """
 
     def __init__(
