@@ -25,9 +25,11 @@ from loft_hvd.balance.search import round_to_lattice
 from loft_hvd.codec import decode, encode
 from loft_hvd.errors import ArgumentError, PlanError
 
-__all__ = ["Controller", "Decision", "write_decisions"]
+__all__ = ["SETTLE_STEPS", "Controller", "Decision", "write_decisions"]
 
 _LOGGER = logging.getLogger(__name__)
+
+SETTLE_STEPS = 3  # the first steps of a run, and of a plan, are slower than the rest
 
 # A rank whose memory is unknown stays at its first size so long: a batch that has been computed
 # twice fits, while the largest one that fits is known only once it was too large.
@@ -100,7 +102,7 @@ class Controller:
         min_batch: int = 2,
         max_batch: int | Sequence[int | None] | None = None,
         grain: int = 1,
-        settle_steps: int = 3,
+        settle_steps: int = SETTLE_STEPS,
         max_sizes: int | None = None,
     ) -> None:
         total = global_batch_size

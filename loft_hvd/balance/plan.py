@@ -32,19 +32,12 @@ _HEADER = 2  # plan_id, first_step
 
 @dataclass(frozen=True)
 class StepSizes:
-    """The sample counts of one step, equal on every rank: what one backward pass is weighted by.
+    """The sample counts of one step, equal on every rank: what one backward pass is weighted by."""
 
-    Attributes:
-        plan_id: number of the plan that was in force.
-        step: steps since the start of the run, over epochs.
-        sizes: samples of each rank in this step, [world_size]; 0 marks a rank that computes a
-            dummy batch and whose gradient must not count.
-        digest: of the samples that form the global batch, 32 bits; 0 where they are not known.
-    """
-
-    plan_id: int
-    step: int
-    sizes: Sizes
+    plan_id: int  # of the plan that was in force
+    step: int  # since the start of the run, over epochs
+    sizes: Sizes  # 0 marks a rank that computes a dummy batch, whose gradient must not count
+    # Of the samples that form the global batch, 32 bits; 0 where they are not known.
     digest: int = field(default=0, compare=False)
 
     @property
@@ -55,17 +48,11 @@ class StepSizes:
 
 @dataclass(frozen=True)
 class Plan:
-    """Local batch sizes for every rank, in force from ``first_step`` on.
+    """Local batch sizes for every rank, in force from ``first_step`` on."""
 
-    Attributes:
-        plan_id: 0 for the first plan of a run, then counting up.
-        first_step: the first step (over epochs) that uses these sizes.
-        sizes: ``local_batch_size`` of each rank, [world_size], samples.
-    """
-
-    plan_id: int
-    first_step: int
-    sizes: Sizes
+    plan_id: int  # 0 for the first plan of a run, then counting up
+    first_step: int  # over epochs
+    sizes: Sizes  # ``local_batch_size`` of each rank, samples
 
     def __post_init__(self) -> None:
         if not self.sizes or min(self.sizes) < 0 or sum(self.sizes) == 0:

@@ -22,7 +22,7 @@ import numpy as np
 
 from loft_hvd.balance.plan import Bools, Floats, Ints
 
-__all__ = ["LinearFit", "TermFitter", "fit_times", "solve_nonnegative"]
+__all__ = ["LinearFit", "Rows", "TermFitter", "fit_times"]
 
 # "Measured" means: halved and doubled over random clusters. docs/balance.md, "The constants", has
 # the figures; where it says nothing else, the mean step moved by less than 0.3 %.
@@ -52,6 +52,16 @@ _DOUBTS = 2  # surprises in a row at new sizes after which the shape is doubted
 
 
 @dataclass(frozen=True)
+class Rows:
+    """Measurements of one part; all but the features are [num_rows, world_size]."""
+
+    features: Floats  # >= 0, [num_rows, world_size, k]
+    seconds: Floats
+    sizes: Floats  # samples; only rows of like size can show that one of them stands alone
+    weights: Floats  # how much each measurement counts, 0 to leave it out
+
+
+@dataclass(frozen=True)
 class LinearFit:
     """Coefficients of every rank."""
 
@@ -72,7 +82,7 @@ class LinearFit:
         return error
 
 
-def solve_nonnegative(gram: Floats, moment: Floats) -> Floats:
+def _solve_nonnegative(gram: Floats, moment: Floats) -> Floats:
     """Minimise ``c' gram c / 2 - moment' c`` over c >= 0 for every rank, by trying all supports.
 
     ``gram`` [world_size, k, k] is positive definite, ``moment`` and c are [world_size, k]. There
@@ -99,30 +109,17 @@ def solve_nonnegative(gram: Floats, moment: Floats) -> Floats:
     return best
 
 
-def fit_times(
-    features: Floats,
-    seconds: Floats,
-    *,
-    sizes: Floats,
-    weights: Floats,
-    prior: Floats,
-    prior_spread: Floats,
-) -> LinearFit:
-    """Fit ``seconds = features @ coefficients`` for every rank.
-
-    Ranks without a row get the prior.
+def fit_times(rows: Rows, *, prior: Floats, prior_spread: Floats) -> LinearFit:
+    """Fit ``seconds = features @ coefficients`` for every rank; one without a row gets the prior.
 
     Args:
-        features: >= 0, [num_rows, world_size, k].
-        seconds: measured, [num_rows, world_size], as sizes and weights.
-        sizes: samples; only rows of like size can show that one of them stands alone.
-        weights: how much each measurement counts, 0 to leave it out.
+        rows: what was measured.
         prior: coefficients to stay near where the data say little, [world_size, k].
         prior_spread: standard deviation of what each of its terms adds, as a share of the time,
             [world_size].
     """
-    scale = np.maximum(seconds, _TINY_S)
-    relative = features / scale[..., None]
+    weights = rows.weights
+    relative = rows.features / np.maximum(rows.seconds, _TINY_S)[..., None]
     total = np.maximum(weights.sum(axis=0), 1e-12)
     # What one unit of a coefficient is worth in relative time: the metric of the prior.
     metric = np.square(np.einsum("wn,wnk->nk", weights, relative) / total[:, None])
@@ -130,7 +127,7 @@ def fit_times(
     noise = np.full(len(total), _GUESSED_NOISE)
     trust = weights
     neighbours = _neighbours(weights > 0)
-    coefficients, residuals, gram = prior, np.zeros_like(seconds), np.zeros(0)
+    coefficients, residuals, gram = prior, np.zeros_like(weights), np.zeros(0)
     for _ in range(_ROUNDS):
         # A ridge towards the prior: as a Bayesian would weigh a prior of that spread against rows
         # of that noise. [world_size, k]
@@ -139,9 +136,9 @@ def fit_times(
         gram = np.einsum("wni,wnj->nij", weighted, relative)
         gram[:, np.arange(prior.shape[1]), np.arange(prior.shape[1])] += pull
         moment = weighted.sum(axis=0) + pull * prior
-        coefficients = solve_nonnegative(gram, moment)
+        coefficients = _solve_nonnegative(gram, moment)
         residuals = np.where(weights > 0, 1.0 - (relative * coefficients).sum(axis=-1), 0.0)
-        noise, alone = _scatter(residuals, sizes, weights, neighbours)
+        noise, alone = _scatter(residuals, rows.sizes, weights, neighbours)
         trust = weights * np.minimum(1.0, _HUBER * noise / np.maximum(alone, 1e-12))
     return LinearFit(
         coefficients=coefficients,
@@ -276,72 +273,54 @@ class TermFitter:
         self.streak = np.where(watched, np.where(changed, 0.0, surprise), self.streak)
         return changed
 
-    def is_fresh(self, rows: int) -> Bools:
-        """Return the ranks that changed within the last rows; ``rows`` were added so far."""
-        fresh: Bools = (self.since > 0) & (rows - self.since <= _FRESH)
+    def is_fresh(self, added: int) -> Bools:
+        """Return the ranks that changed within the last rows, of which ``added`` came so far."""
+        fresh: Bools = (self.since > 0) & (added - self.since <= _FRESH)
         return fresh
 
-    def weights(self, valid: Bools, rows: int) -> Floats:
-        """Return how much each of the last rows counts, [num_rows, world_size].
+    def weights(self, valid: Bools, added: int) -> Floats:
+        """Return how much each of the last rows counts; ``valid`` have a measurement.
 
-        ``valid`` says which have a measurement, same shape; ``rows`` were added so far.
+        Both are [num_rows, world_size]; ``added`` rows came so far, the last of these included.
         """
-        index = np.arange(rows - len(valid), rows)[:, None]
-        fade = np.where(self.is_fresh(rows), _FRESH_FORGETTING, _FORGETTING)
-        weights: Floats = np.where(valid & (index >= self.since), fade ** (rows - 1 - index), 0.0)
+        index = np.arange(added - len(valid), added)[:, None]  # of each row, from the run's first
+        fade = np.where(self.is_fresh(added), _FRESH_FORGETTING, _FORGETTING)
+        weights: Floats = np.where(valid & (index >= self.since), fade ** (added - 1 - index), 0.0)
         return weights
 
     def forget_shape(self, ranks: Bools) -> None:
         """Drop the anchor of ranks whose form has changed."""
         self.anchor[ranks] = np.nan
 
-    def fit(
-        self,
-        features: Floats,
-        seconds: Floats,
-        *,
-        sizes: Floats,
-        weights: Floats,
-        start: Floats,
-        rows: int,
-    ) -> LinearFit:
+    def fit(self, rows: Rows, *, start: Floats, added: int) -> LinearFit:
         """Fit the terms of every rank.
 
         Args:
-            features: [num_rows, world_size, num_terms]; seconds, sizes and weights have a number
-                for each of their rows, [num_rows, world_size].
-            seconds: measured.
-            sizes: samples.
-            weights: as from ``weights``.
+            rows: the last ones, weighted by ``weights``.
             start: anchor of ranks without evidence, [world_size, num_terms].
-            rows: number of rows added so far.
+            added: number of rows so far.
         """
+        weights, sizes = rows.weights, rows.sizes
         has_shape = ~np.isnan(self.anchor[:, 0])
         anchor = np.where(has_shape[:, None], self.anchor, start)
         total = np.maximum(weights.sum(axis=0), 1e-12)
         # The recent rows set the level: the anchor's terms, all multiplied alike.
-        level = (weights * seconds).sum(axis=0)
-        expected = (weights * (features * anchor).sum(axis=-1)).sum(axis=0)
+        level = (weights * rows.seconds).sum(axis=0)
+        expected = (weights * (rows.features * anchor).sum(axis=-1)).sum(axis=0)
         anchor = anchor * np.where(expected > 0, level / np.maximum(expected, 1e-12), 1.0)[:, None]
         spread = np.where(has_shape, _SPREAD[1], _SPREAD[0])
         fresh = np.where(has_shape, _FRESH_SPREAD[1], _FRESH_SPREAD[0])
         is_doubted = self.missteps >= _DOUBTS
         spread, fresh = (np.where(is_doubted, _SPREAD[0], known) for known in (spread, fresh))
-        fitted = fit_times(
-            features,
-            seconds,
-            sizes=sizes,
-            weights=weights,
-            prior=anchor,
-            prior_spread=np.where(self.is_fresh(rows), fresh, spread),
-        )
+        is_fresh = self.is_fresh(added)
+        fitted = fit_times(rows, prior=anchor, prior_spread=np.where(is_fresh, fresh, spread))
         slow = self.noise + 0.1 * (np.fmin(fitted.noise, 0.2) - self.noise)  # over ten rows
         self.noise = np.where(np.isnan(slow), fitted.noise, slow)
         mean = (weights * sizes).sum(axis=0) / total
         variance = (weights * np.square(sizes - mean)).sum(axis=0) / total
         shows = (np.sqrt(variance) > _SHOWS_SHAPE * mean) & (fitted.num_rows >= 3)
         # While a rank is changing, a drift of its level can look like a shape.
-        shows &= ~self.is_fresh(rows) | is_doubted
+        shows &= ~is_fresh | is_doubted
         self.anchor = np.where(shows[:, None], fitted.coefficients, self.anchor)
         self.fitted = fitted
         return fitted

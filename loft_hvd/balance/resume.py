@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from loft_hvd.balance.balancer_options import BalancerOptions
-from loft_hvd.balance.controller import Controller
+from loft_hvd.balance.controller import SETTLE_STEPS, Controller
 from loft_hvd.balance.interval import COLUMNS, SIZE, Floats, Interval
 from loft_hvd.balance.limits import RankLimits
 from loft_hvd.balance.plan import Bounds, Plan, equal_sizes
@@ -32,7 +32,6 @@ __all__ = [
 ]
 
 _LOGGER = logging.getLogger(__name__)
-SETTLE_STEPS = 3  # the first steps of a run, and of a plan, are slower than the rest
 _KEPT = 16  # intervals of a device: a third of what a fit looks at
 _DEVICES = 4  # times the present number, that are remembered: bounds a state of changing host names
 
@@ -109,7 +108,6 @@ def make_controller(options: BalancerOptions, limits: RankLimits) -> Controller 
             min_batch=options.min_batch,
             max_batch=limits.caps,
             grain=limits.grain if is_adaptive else 1,
-            settle_steps=SETTLE_STEPS,
             max_sizes=limits.max_sizes,
         )
     controller.warm_up([cap is not None for cap in limits.caps])
