@@ -23,17 +23,11 @@ _SLOW_RATIO, _SLOW_SHARE, _SLOW_ERRORS = 1.10, 0.03, 3.0
 
 @dataclass(frozen=True)
 class SlowRank:
-    """A rank that the others wait for.
-
-    Attributes:
-        rank: the rank.
-        ratio: its own work a step over the median rank's.
-        cause: "fetch" or "compute", whichever is further above the median rank's.
-    """
+    """A rank that the others wait for."""
 
     rank: int
-    ratio: float
-    cause: str
+    ratio: float  # its own work a step over the median rank's
+    cause: str  # "fetch" or "compute", whichever is further above the median rank's
 
 
 def find_slow(times: Sequence[RankTimes]) -> tuple[SlowRank, ...]:

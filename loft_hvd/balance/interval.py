@@ -56,44 +56,24 @@ class Head(NamedTuple):
 
 @dataclass(frozen=True)
 class RankTimes:
-    """What one rank spent on an average batch of the last interval.
-
-    Attributes:
-        rank: the rank.
-        steps: batches measured; last ones of an epoch and the first with a new size are left out.
-        samples: samples a batch; 0 for a rank that computes dummy batches only.
-        local: of them from the rank's own node.
-        remote: of them from elsewhere.
-        fetch_s: seconds to read and prepare the batch, where that happens.
-        stall_s: seconds of it that the script waited for; the rest ran beside the computing.
-        compute_s: seconds from the batch's arrival to its last gradient, without ``queued_s``.
-        queued_s: seconds that the computing stood still because another process held the CPU;
-            measured where a node has more ranks than CPUs.
-        wait_s: seconds spent waiting for the other ranks and the wire.
-        other_s: seconds for everything else, the optimizer and the script's own code.
-        wall_s: seconds from the end of the step before to the end of this one.
-        cached: of ``local``, samples that belong elsewhere but were in a cache.
-        paused_s: seconds of pauses (checkpoints, evaluation), whose steps are left out of the rest.
-        busy_s2: mean square of ``busy_s`` over the batches.
-        held_s: seconds of ``wait_s`` far beyond what is usual: other ranks may have paused.
-    """
+    """What one rank spent on an average batch of the last interval."""
 
     rank: int
-    steps: int
-    samples: float
-    local: float
-    remote: float
-    fetch_s: float
-    stall_s: float
-    compute_s: float
-    queued_s: float
-    wait_s: float
-    other_s: float
-    wall_s: float
-    cached: float = 0.0
-    paused_s: float = 0.0
-    busy_s2: float = 0.0
-    held_s: float = 0.0
+    steps: int  # batches measured, but for last ones of an epoch and the first with a new size
+    samples: float  # of a batch; 0 for a rank that computes dummy batches only
+    local: float  # of them from the rank's own node
+    remote: float  # of them from elsewhere
+    fetch_s: float  # seconds to read and prepare the batch, where that happens
+    stall_s: float  # of it that the script waited for; the rest ran beside the computing
+    compute_s: float  # from the batch's arrival to its last gradient, without ``queued_s``
+    queued_s: float  # the CPU was another process's; measured where a node has more ranks than CPUs
+    wait_s: float  # for the other ranks and the wire
+    other_s: float  # everything else, the optimizer and the script's own code
+    wall_s: float  # from the end of the step before to the end of this one
+    cached: float = 0.0  # of ``local``, samples that belong elsewhere but were in a cache
+    paused_s: float = 0.0  # checkpoints, evaluation, whose steps are left out of the rest
+    busy_s2: float = 0.0  # mean square of ``busy_s`` over the batches
+    held_s: float = 0.0  # of ``wait_s``, far beyond what is usual: other ranks may have paused
 
     @property
     def busy_s(self) -> float:
@@ -156,13 +136,9 @@ def _means(sums: Floats) -> Floats:
 
 
 def read_times(sums: Floats) -> tuple[RankTimes, ...]:
-    """Turn the sums that ranks exchanged into averages a batch.
+    """Turn the sums of all ranks, in the order of ``SUMS``, [world_size, 15], into averages.
 
-    Args:
-        sums: over an interval, in the order of ``SUMS``, [world_size, 15].
-
-    Returns:
-        One entry a rank. Sums that no clock can have measured (not finite, negative) count as 0.
+    Sums that no clock can have measured (not finite, negative) count as 0.
     """
     known = _means(sums)
     known = np.where(np.isfinite(known) & (known >= 0), known, 0.0)
@@ -188,24 +164,14 @@ def unpaused_step_s(times: Sequence[RankTimes]) -> float:
 
 @dataclass(frozen=True)
 class Interval:
-    """What one interval showed: averages over its counted steps.
+    """What one interval showed: averages over its counted steps."""
 
-    Attributes:
-        step: its last step; its plan is the one that was measured.
-        sizes: that plan's, [world_size].
-        rows: what each rank reported, [world_size, len(COLUMNS)], 0 where it was discarded.
-        valid: which rows may be used, [world_size], bool.
-        step_s: seconds of a step by rank 0's own clock, wait and aggregation included; NaN when
-            not known.
-        discarded: ranks whose report is not believed, by reason.
-    """
-
-    step: int
-    sizes: npt.NDArray[np.int64]
-    rows: Floats
-    valid: npt.NDArray[np.bool_]
-    step_s: float
-    discarded: Mapping[str, list[int]] = field(default_factory=dict)
+    step: int  # its last one, whose plan is the one that was measured
+    sizes: npt.NDArray[np.int64]  # that plan's, [world_size]
+    rows: Floats  # of each rank, [world_size, len(COLUMNS)], 0 where its report was discarded
+    valid: npt.NDArray[np.bool_]  # which rows may be used, [world_size]
+    step_s: float  # by rank 0's own clock, wait and aggregation included; NaN when not known
+    discarded: Mapping[str, list[int]] = field(default_factory=dict)  # ranks by reason
 
     @property
     def busy_s(self) -> Floats:

@@ -33,18 +33,11 @@ _NAME_BYTES = 96  # of a host's or a device's name on the wire; longer ones are 
 
 @dataclass(frozen=True)
 class Device:
-    """What a rank computes on.
-
-    Attributes:
-        host: the machine's name.
-        number: counts the ranks of that machine, from 0.
-        name: such as "Tesla T4" or "CPU AMD EPYC 7B13".
-        is_cuda: whether torch sees a CUDA device.
-    """
+    """What a rank computes on."""
 
     host: str
-    number: int
-    name: str
+    number: int  # counts the ranks of that host, from 0
+    name: str  # such as "Tesla T4" or "CPU AMD EPYC 7B13"
     is_cuda: bool
 
     @property
@@ -55,21 +48,13 @@ class Device:
 
 @dataclass(frozen=True)
 class RankLimits:
-    """The limits of the ranks there are now.
+    """The limits of the ranks there are now."""
 
-    Attributes:
-        devices: of each rank, [world_size].
-        caps: most samples of each rank, [world_size]; None where no limit is known.
-        grain: adaptive sizes are multiples of it.
-        max_sizes: distinct sizes that a rank may have in a run; None for any number.
-        found: caps that were found by trying, by device key.
-    """
-
-    devices: tuple[Device, ...]
-    caps: Caps
-    grain: int
-    max_sizes: int | None
-    found: Mapping[str, int]
+    devices: tuple[Device, ...]  # [world_size]
+    caps: Caps  # most samples of each rank, [world_size]; None where no limit is known
+    grain: int  # adaptive sizes are multiples of it
+    max_sizes: int | None  # distinct ones that a rank may have in a run; None for any number
+    found: Mapping[str, int]  # caps that were found by trying, by ``Device.key``
 
     def __len__(self) -> int:
         return len(self.devices)
@@ -84,11 +69,6 @@ class RankLimits:
         cls, options: BalancerOptions, devices: tuple[Device, ...], found: Mapping[str, int]
     ) -> RankLimits:
         """Work out limits.
-
-        Args:
-            options: what the user asked for.
-            devices: of each rank, [world_size].
-            found: caps that were found by trying, by device key.
 
         Raises:
             PlanError: ``max_batch`` names other devices than there are.

@@ -71,16 +71,12 @@ class Schedule:
 
     Args:
         interval: steps between two exchanges, or None: 20 at first, then as rank 0's clock says.
-
-    Attributes:
-        interval: steps from the last exchange to the next.
-        at: the next exchange's step, counted from the start of the run.
     """
 
     def __init__(self, interval: int | None) -> None:
         self._given = interval
-        self.interval = interval or _LEAST_STEPS
-        self.at = self.interval
+        self.interval = interval or _LEAST_STEPS  # steps from the last exchange to the next
+        self.at = self.interval  # the next exchange's step, counted from the start of the run
 
     def follow(self, num_steps: int, interval: int) -> None:
         """Count from a step, on every rank, by what was agreed at an exchange."""
@@ -122,16 +118,10 @@ class TimesExchange:
         """Whether times are under way that nobody has received."""
         return _TIMES in self._under_way
 
-    def send_times(self, times: Floats, *, head: Head, uses: tuple[float, float]) -> None:
-        """Start telling every rank what this one measured.
-
-        Args:
-            times: sums in the order of ``interval.SUMS``, [15].
-            head: where this rank is.
-            uses: of CPU and memory by others.
-        """
+    def send_times(self, sums: Floats, *, head: Head, uses: tuple[float, float]) -> None:
+        """Start telling every rank what this one measured: sums, in the order of ``SUMS``, [15]."""
         channel = self._channel.sub("times")
-        row = torch.from_numpy(np.array([*head, *times, *uses], dtype=np.float64))  # [22]
+        row = torch.from_numpy(np.array([*head, *sums, *uses], dtype=np.float64))  # [22]
         rows = row.repeat(channel.world_size, 1)  # [world_size, 22]
         work = None
         if channel.world_size > 1:
@@ -227,24 +217,7 @@ def check_same_run(report: Report) -> None:
 
 
 class LivePlan:
-    """The plan in force in one world of ranks, and the loop from measured steps to the next.
-
-    Args:
-        options: what the user asked for.
-        limits: of the ranks.
-        transport: the ranks.
-        batches: what is drawn and trained on.
-        clock: seconds that never go back.
-        log: where what happens is written.
-
-    Attributes:
-        history: every plan of the run, the newest last.
-        times: average times of every rank over the last interval, [world_size]; empty at first.
-        timer: this rank's stopwatch.
-        schedule: when ranks exchange their times.
-        num_passes: backward passes of an optimizer step.
-        num_steps: optimizer steps taken.
-    """
+    """The plan in force in one world of ranks, and the loop from measured steps to the next."""
 
     def __init__(
         self,
@@ -265,9 +238,10 @@ class LivePlan:
         is_crowded = transport.local_size > allowed_cpus()
         self.timer = StepTimer(clock, run_queue_s if is_crowded else None)
         self.schedule = Schedule(options.interval)
-        self.history = first_plans(options, limits, self._controller)
-        self.times: tuple[RankTimes, ...] = ()
-        self.num_passes, self.num_steps = 1, 0
+        self.history = first_plans(options, limits, self._controller)  # the newest last
+        self.times: tuple[RankTimes, ...] = ()  # over the last interval, [world_size]
+        self.num_passes = 1  # backward passes of an optimizer step
+        self.num_steps = 0  # optimizer steps taken
         self.write_head()
 
     def write_head(self) -> None:

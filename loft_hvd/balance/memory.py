@@ -69,24 +69,14 @@ def logged_caps(folder: str | Path) -> dict[str, int]:
 
 
 class MemoryWatch:
-    """Knows which batch is being computed, and remembers what did not fit.
-
-    Args:
-        transport: the ranks.
-        limits: theirs; set anew in each world.
-        batches: what is drawn and trained on.
-        log: where caps are written; set anew where another file is begun.
-
-    Attributes:
-        caps: most samples by device, as found so far.
-    """
+    """Knows which batch is being computed, and remembers what did not fit."""
 
     def __init__(
         self, transport: Transport, limits: RankLimits, batches: BatchQueue, log: RunLog
     ) -> None:
         self._transport, self._batches = transport, batches
-        self.limits, self.log = limits, log
-        self.caps: dict[str, int] = {}
+        self.limits, self.log = limits, log  # set anew in each world
+        self.caps: dict[str, int] = {}  # most samples by device, as found so far
         self._last: tuple[BaseException, FailureNote] | None = None
         observe_failures(self)
 
@@ -140,15 +130,10 @@ class MemoryWatch:
 
 @dataclass(frozen=True)
 class Probed:
-    """What a rank has found.
+    """What a rank has found."""
 
-    Attributes:
-        cap: most samples of a batch, 0 where not even the smallest fits.
-        error: what ended the trying, other than full memory, or None.
-    """
-
-    cap: int
-    error: Exception | None = None
+    cap: int  # most samples of a batch, 0 where not even the smallest fits
+    error: Exception | None = None  # what ended the trying, other than full memory
 
 
 def largest_that_fits(fits: Callable[[int], bool], *, limit: int, grain: int) -> int:

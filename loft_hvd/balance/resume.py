@@ -142,25 +142,15 @@ def first_plans(
 
 @dataclass(frozen=True)
 class SavedRun:
-    """What a balancer's ``state_dict`` holds.
+    """What a balancer's ``state_dict`` holds."""
 
-    Attributes:
-        num_steps: optimizer steps taken.
-        plans: ``plan_id``, ``first_step`` and sizes of every plan, the newest last.
-        controller: what rank 0's has learnt; None where there was none.
-        next_step: the next step to train on, counted over epochs; None for ``num_steps``.
-        policy: its name or sizes; None where any will do, as for the devices.
-        devices: keys by rank, [world_size].
-        measured: rows of the ``Archive``.
-    """
-
-    num_steps: int
-    plans: list[list[int]]
-    controller: dict[str, Any] | None
-    next_step: int | None = None
-    policy: str | None = None
-    devices: list[str] | None = None
-    measured: dict[str, list[list[float]]] = field(default_factory=dict)
+    num_steps: int  # optimizer steps taken
+    plans: list[list[int]]  # plan_id, first_step and sizes of each, the newest last
+    controller: dict[str, Any] | None  # what rank 0's has learnt; None where there was none
+    next_step: int | None = None  # to train on, counted over epochs; None for ``num_steps``
+    policy: str | None = None  # its name or sizes; None fits any
+    devices: list[str] | None = None  # keys by rank, [world_size]; None fits any
+    measured: dict[str, list[list[float]]] = field(default_factory=dict)  # rows of the ``Archive``
 
     @property
     def history(self) -> list[Plan]:
