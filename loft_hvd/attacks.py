@@ -36,6 +36,7 @@ class Attack(Protocol):
         ...
 
 
+# Byzantine workers may collude: all of them send one row.
 def _repeat(row: Tensor, num_rows: int) -> Tensor:
     return row.unsqueeze(0).repeat(num_rows, 1)
 
@@ -47,7 +48,6 @@ class SignFlip:
     scale: float = 1.0
 
     def __call__(self, honest: Tensor, *, num_rows: int) -> Tensor:
-        """See ``Attack``."""
         return _repeat(honest.mean(dim=0).mul(-self.scale), num_rows)
 
 
@@ -58,7 +58,6 @@ class Scaled:
     factor: float = 100.0
 
     def __call__(self, honest: Tensor, *, num_rows: int) -> Tensor:
-        """See ``Attack``."""
         return _repeat(honest.mean(dim=0).mul(self.factor), num_rows)
 
 
@@ -73,7 +72,6 @@ class Gaussian:
     seed: int = 0
 
     def __call__(self, honest: Tensor, *, num_rows: int) -> Tensor:
-        """See ``Attack``."""
         # Seeded by what is attacked, too: noise is new in each step, bucket and rank, and the same
         # again in a second run.
         told = zlib.crc32(honest.detach().double().cpu().numpy().tobytes())
@@ -87,7 +85,6 @@ class Zero:
     """Send zeros."""
 
     def __call__(self, honest: Tensor, *, num_rows: int) -> Tensor:
-        """See ``Attack``."""
         return honest.new_zeros(num_rows, honest.shape[1])
 
 
@@ -96,7 +93,6 @@ class NaN:
     """Send NaN in every coordinate."""
 
     def __call__(self, honest: Tensor, *, num_rows: int) -> Tensor:
-        """See ``Attack``."""
         return honest.new_full((num_rows, honest.shape[1]), float("nan"))
 
 
@@ -108,7 +104,6 @@ class HugeValue:
     coordinate: int = 0
 
     def __call__(self, honest: Tensor, *, num_rows: int) -> Tensor:
-        """See ``Attack``."""
         rows = _repeat(honest.mean(dim=0), num_rows)
         if honest.shape[1]:  # a bucket may be shorter than the coordinate, or empty
             rows[:, self.coordinate % honest.shape[1]] = self.value
@@ -119,18 +114,11 @@ class AttackableOptimizer(Protocol):
     """What ``attach`` needs of an optimizer."""
 
     @property
-    def rank(self) -> int:
-        """This rank."""
-        ...
-
+    def rank(self) -> int: ...
     @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        ...
-
-    def register_outgoing_hook(self, hook: Callable[[Any, Tensor], None]) -> RemovableHandle:
-        """Call a hook with each bucket before it is sent."""
-        ...
+    def world_size(self) -> int: ...
+    # With each bucket, before it is sent, [numel].
+    def register_outgoing_hook(self, hook: Callable[[Any, Tensor], None]) -> RemovableHandle: ...
 
 
 def attach(
@@ -163,6 +151,6 @@ def attach(
     def send_wrong(_: Any, values: Tensor) -> None:
         # Asked each time: an elastic world may give this process another number.
         if optimizer.rank in ranks:
-            values.copy_(attack(values.unsqueeze(0), num_rows=1)[0])
+            values.copy_(attack(values.unsqueeze(0), num_rows=1)[0])  # of [1, numel]
 
     return optimizer.register_outgoing_hook(send_wrong)

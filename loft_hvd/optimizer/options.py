@@ -155,11 +155,9 @@ class EqualBatches:
         self.log = log  # counts the steps, as a balancer's does
 
     def take_step(self) -> StepSizes | None:
-        """Return None: sizes are equal."""
-        return None
+        return None  # sizes are equal
 
     def step_ended(self, *, waited_s: float) -> None:
-        """Count the step."""
         self.log.step += 1
 
     def _ignore(self, *_: Any, **__: Any) -> None:

@@ -28,7 +28,6 @@ class ReducedParameters:
 
     @property
     def are_on_cpu(self) -> bool:
-        """Whether all parameters are on a CPU."""
         return all(parameter.device.type == "cpu" for parameter in self.parameters)
 
     @property

@@ -110,11 +110,10 @@ class LoneWorker:
         self.make_exchange: MakeExchange = flat_exchange
 
     def check(self, rules: Sequence[Rule]) -> None:
-        """Let any rule fit."""
+        pass
 
     def min_ranks(self, rules: Sequence[Rule]) -> int:
-        """Return 1: this rank."""
-        return 1
+        return 1  # this one
 
 
 def _advise_levels(transport: Transport) -> None:
@@ -166,7 +165,6 @@ class GradientLog:
             log.write("suspicion", num_steps=report.num_steps, workers=workers)
 
     def detach(self) -> None:
-        """Take the hooks off the parameters."""
         self._spread.detach()
 
 
@@ -213,12 +211,10 @@ class OptimizerWorld:
 
     @property
     def rank(self) -> int:
-        """This rank."""
         return self._transport.rank
 
     @property
     def world_size(self) -> int:
-        """Number of ranks that reduce gradients together."""
         return self._transport.world_size
 
     def _agree(self, found: ReducedParameters) -> None:
@@ -265,16 +261,13 @@ class OptimizerWorld:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether a gradient has arrived that is not reduced."""
         return self._reducer.has_gradients
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether a bucket is on the wire."""
         return self._reducer.is_in_flight
 
     def synchronize(self) -> None:
-        """Reduce every gradient, and wait until all are there."""
         self._check_unchanged()
         if self.world_size > 1:  # alone, a gradient that is not reduced parts no models
             check_none_thawed(self._options.optimizer.param_groups, self._reducer.parameters)
@@ -308,7 +301,6 @@ class OptimizerWorld:
         self._waited_s = 0.0
 
     def report(self) -> SuspicionReport:
-        """Return what is known of every worker."""
         return self._workers.watch.report()
 
     def detach(self) -> None:
@@ -339,5 +331,4 @@ class IdleWorld:
             raise UsageError(self._error)
 
     def report(self) -> SuspicionReport:
-        """Return why nobody is watched."""
         return SuspicionReport(0, (), note="nobody is watched: this rank reduces alone")

@@ -62,17 +62,14 @@ class OptimizerProxy(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]  # an attribute in the base class
-        """The user's optimizer's state."""
         return self._optimizer.state
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # as above
-        """The user's optimizer's parameter groups."""
         return self._optimizer.param_groups
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]  # as above
-        """The user's optimizer's defaults."""
         return self._optimizer.defaults
 
     def state_dict(self) -> dict[str, Any]:
@@ -80,7 +77,6 @@ class OptimizerProxy(torch.optim.Optimizer):
         return self._optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` returned, of this optimizer wrapped or not."""
         self._optimizer.load_state_dict(state_dict)
 
     def step(  # type: ignore[override]  # one signature for both of the base's overloads

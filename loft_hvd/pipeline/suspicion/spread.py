@@ -185,7 +185,6 @@ class ParameterSpread:
         return found
 
     def detach(self) -> None:
-        """Take the hooks off the parameters."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -64,12 +64,10 @@ class Unwatched:
         self._why = why
 
     def run(self, rows: Tensor, rule: Rule, weights: PassWeights | None, out: Tensor) -> None:
-        """Apply a rule to rows; see ``WorkerWatch`` for this and the rest."""
         run_rule(rows, rule, weights, out)
 
     def mask(self, weights: PassWeights) -> PassWeights:
-        """Return the weights as they are: nobody is in quarantine."""
-        return weights
+        return weights  # nobody is in quarantine
 
     def _ignore(self, weights: PassWeights | None = None) -> None:
         """Send nothing, read nothing."""
@@ -77,7 +75,6 @@ class Unwatched:
     computing_ended = step_reduced = _ignore
 
     def report(self) -> SuspicionReport:
-        """Return why nobody is watched."""
         return SuspicionReport(0, (), note=self._why)
 
 
