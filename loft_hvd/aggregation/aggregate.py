@@ -51,19 +51,12 @@ __all__ = [
 
 
 class Part(NamedTuple):
-    """Neighbouring coordinates in which the same rows count.
+    """Neighbouring coordinates in which the same rows count."""
 
-    Attributes:
-        numbers: which of all rows these are, [rows].
-        rows: their values, each [coordinates].
-        weights: their weights, [rows], or None.
-        out: where the result goes, [coordinates].
-    """
-
-    numbers: list[int]
-    rows: list[Row]
-    weights: list[int] | None
-    out: Row
+    numbers: list[int]  # which of all rows these are, [rows]
+    rows: list[Row]  # their values, each [coordinates]
+    weights: list[int] | None  # their weights, [rows], or None
+    out: Row  # where the result goes, [coordinates]
 
 
 def read_call(

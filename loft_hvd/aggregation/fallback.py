@@ -43,14 +43,7 @@ _NAN = {
 def aggregate_rows(
     rows: Sequence[Tensor], rule: Rule, *, weights: Sequence[int] | None, out: Tensor
 ) -> None:
-    """Aggregate the rows that count into ``out``.
-
-    Args:
-        rows: one 1-D tensor [numel] per row, all present, one floating dtype, one device.
-        rule: any rule but ``Custom``, already checked against the rows.
-        weights: weight above 0 of each row, or None when they are equal.
-        out: 1-D, [numel], dtype and device of the rows; may overlap no row.
-    """
+    """Aggregate the rows that count, [numel] each, into ``out``; all as ``compute`` gives them."""
     # A tile's rows, keys and products stay in the cache while the network passes over them often.
     for begin in range(0, out.numel(), _TILE):
         span = slice(begin, begin + _TILE)

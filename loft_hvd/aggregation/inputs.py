@@ -46,17 +46,11 @@ _TAKES = "float64, float32, float16 or (torch) bfloat16"
 
 @dataclass(frozen=True)
 class Rows:
-    """Gradients as equal 1-D rows with unit stride, of one dtype on one device.
+    """Gradients as equal 1-D rows with unit stride, of one dtype on one device."""
 
-    Attributes:
-        rows: torch tensors or NumPy arrays, never mixed, each [numel].
-        numel: coordinates of each row.
-        is_numpy: whether the rows are NumPy arrays.
-    """
-
-    rows: tuple[Row, ...]
-    numel: int
-    is_numpy: bool
+    rows: tuple[Row, ...]  # torch tensors or NumPy arrays, never mixed, each [numel]
+    numel: int  # coordinates of each row
+    is_numpy: bool  # whether the rows are NumPy arrays
 
     @classmethod
     def read(cls, gradients: Gradients) -> Rows:
@@ -206,16 +200,7 @@ def _check_row(number: int | str, row: Row, first: Row) -> None:
 
 
 def read_count(label: str, value: Any, meaning: str) -> int:
-    """Return a whole number, of Python or NumPy, as an int.
-
-    Args:
-        label: what the caller set, for the error, such as ``"trimmed_mean: f"``.
-        value: what it was set to.
-        meaning: what the number counts, for the error.
-
-    Raises:
-        ArgumentTypeError: it is no whole number.
-    """
+    """Return a whole number, of Python or NumPy, as an int; ``label`` names it in errors."""
     # bool is a subclass of int: f=True would pass for 1.
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
         raise ArgumentTypeError(f"{label}={value!r} must be an int, {meaning}")
@@ -223,14 +208,7 @@ def read_count(label: str, value: Any, meaning: str) -> int:
 
 
 def read_weights(weights: Weights, world_size: int | None = None) -> list[int]:
-    """Check weights, one whole number >= 0 a row.
-
-    Args:
-        weights: as the caller gave them.
-        world_size: how many there must be; None for any number.
-
-    Returns:
-        One int a row, [world_size].
+    """Check weights, one whole number >= 0 a row: [world_size], or any number of them for None.
 
     Raises:
         ArgumentTypeError: no sequence, or a weight is no whole number.
@@ -290,12 +268,8 @@ def read_present(present: Presence | None, world_size: int) -> list[list[bool]] 
     """Check presence: one bool a row, [world_size], or one a row and block.
 
     Returns:
-        One list a block of one bool a row, [num_blocks][world_size]; None where every row is there
-        everywhere. Plain lists, which torch.compile can follow.
-
-    Raises:
-        ArgumentTypeError: no sequence, or values that are neither bool nor 0 and 1.
-        ArgumentError: a wrong shape.
+        Plain lists, which torch.compile can follow, [num_blocks][world_size]; None where every row
+        is there everywhere.
     """
     if present is None:
         return None
@@ -355,13 +329,9 @@ def spans(
 ) -> Iterator[tuple[slice, list[bool] | None, int | None]]:
     """Yield neighbouring blocks with equal presence as one span.
 
-    Args:
-        mask: what ``read_present`` returns.
-        numel: coordinates of each row; blocks beyond the last one hold none and are left out.
-
     Yields:
         The coordinates, their column of ``mask``, and the number of the first block, which is None
-        where there is but one.
+        where there is but one. Blocks beyond the last coordinate are left out.
     """
     if mask is None or len(mask) == 1:
         yield slice(0, numel), None if mask is None else mask[0], None

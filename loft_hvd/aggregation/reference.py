@@ -46,17 +46,11 @@ _SCALE = 2.0**-64
 
 
 class Kept(NamedTuple):
-    """What a rule makes of each coordinate, [numel] each.
+    """What a rule makes of each coordinate, [numel] each."""
 
-    Attributes:
-        result: the aggregate.
-        low: the smallest value that the rule kept.
-        high: the largest one; NaN is larger than +inf.
-    """
-
-    result: Tensor
-    low: Tensor
-    high: Tensor
+    result: Tensor  # the aggregate
+    low: Tensor  # the smallest value that the rule kept
+    high: Tensor  # the largest one; NaN is larger than +inf
 
 
 def apply(rule: Rule, ranked: RankedRows, weights: RankedRows | None) -> Kept:

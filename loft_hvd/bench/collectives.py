@@ -38,16 +38,11 @@ Call = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class AllreduceBench:
-    """What is measured.
+    """What is measured."""
 
-    Attributes:
-        megabytes: sizes of the tensor, float32.
-        rounds: samples of each contestant, taken in turn.
-        has_peer: also time the way research codes do it: a blocking exchange, torch.median, gather.
-    """
-
-    megabytes: tuple[float, ...] = (1.0, 4.0, 25.0, 100.0)
-    rounds: int = 15
+    megabytes: tuple[float, ...] = (1.0, 4.0, 25.0, 100.0)  # sizes of the tensor, float32
+    rounds: int = 15  # samples of each contestant, taken in turn
+    # Also time the way research codes do it: a blocking exchange, torch.median, gather.
     has_peer: bool = False
 
 
@@ -55,11 +50,7 @@ def measure_allreduce(bench: AllreduceBench) -> dict[str, Any]:
     """Time every contestant at every size; each rank calls it alike.
 
     Returns:
-        For each size in megabytes the seconds of every round of each contestant, the slowest
-        rank's.
-
-    Raises:
-        AggregationError: a result is not what the rule's definition gives.
+        By size in megabytes and contestant the seconds of every round, the slowest rank's.
     """
     transport = HorovodTransport()
     # Two ranks bear no wrong row, so their trimmed mean has f = 0: a mean by the robust way.
@@ -92,14 +83,7 @@ def interleave(
     inner: int,
     name: str,
 ) -> dict[str, list[float]]:
-    """Time calls in turn.
-
-    Args:
-        transport: the ranks.
-        calls: what to time, by name; the same on every rank.
-        rounds: samples of each.
-        inner: calls in a sample.
-        name: of the exchange of times.
+    """Time calls in turn, the same ones on every rank; a sample is ``inner`` calls.
 
     Returns:
         Seconds of one call in every round, the slowest rank's, by name.

@@ -118,7 +118,7 @@ def _write(results: dict[str, object], json_file: str | None) -> int:
 
 
 def lines_of(timings: Sequence[Timing]) -> dict[tuple[str, str], list[tuple[int, float]]]:
-    """Return what is drawn: row counts and passes of every line, by contestant and level.
+    """Return what is drawn, row counts and passes of every line, by contestant and level.
 
     A line is one of our rules in float32 without weights, or another way to a rule, at level "".
     """
@@ -132,13 +132,7 @@ def lines_of(timings: Sequence[Timing]) -> dict[tuple[str, str], list[tuple[int,
 
 
 def plot_kernels(timings: Sequence[Timing], path: str | os.PathLike[str]) -> None:
-    """Draw passes over row counts, one line a contestant, and write a PNG.
-
-    A colour is a contestant, and a way of dashing an instruction set.
-
-    Raises:
-        MissingDependencyError: matplotlib is not installed.
-    """
+    """Draw passes over row counts, a colour for a contestant, a dash for a level; write a PNG."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -68,46 +68,29 @@ def rules_of(rows: int) -> dict[str, Rule]:
 
 @dataclass(frozen=True)
 class KernelRun:
-    """What contestants work on, and how.
+    """What contestants work on, and how."""
 
-    Attributes:
-        module: the extension.
-        pool: float32 rows, [rows, numel], each row's values next to each other.
-        out: float32, [numel].
-        level: instruction set of the kernels.
-        threads: of the kernels.
-    """
-
-    module: Any
-    pool: Tensor
-    out: Tensor
-    level: str
-    threads: int = 1
+    module: Any  # the extension
+    pool: Tensor  # float32 rows, [rows, numel], each row's values next to each other
+    out: Tensor  # float32, [numel]
+    level: str  # instruction set of the kernels
+    threads: int = 1  # of the kernels
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """One way to aggregate rows.
+    """One way to aggregate rows."""
 
-    Attributes:
-        name: what the table says.
-        rule: the rule.
-        num_rows: the first rows, which are aggregated.
-        dtype: what the first bytes of the float32 rows are read as: noise of every exponent.
-        weights: one a row, or None.
-        every: one block in so many is diagnosed; 0 for none.
-        is_called: by ``aggregate``, at the level that it chooses; else straight by the kernel.
-        is_masked: all rows are given, and all but ``num_rows`` are absent.
-    """
-
-    name: str
+    name: str  # what the table says
     rule: Rule
-    num_rows: int
+    num_rows: int  # the first rows, which are aggregated
+    # What the first bytes of the float32 rows are read as: noise of every exponent.
     dtype: torch.dtype = torch.float32
-    weights: tuple[int, ...] | None = None
-    every: int = 0
+    weights: tuple[int, ...] | None = None  # one a row, or None
+    every: int = 0  # one block in so many is diagnosed; 0 for none
+    # By `aggregate`, at the level that it chooses; else straight by the kernel.
     is_called: bool = False
-    is_masked: bool = False
+    is_masked: bool = False  # all rows are given, and all but `num_rows` are absent
 
     def values(self, pool: Tensor) -> Tensor:
         """Return the rows [num_rows, numel] that this contestant aggregates."""
@@ -139,12 +122,7 @@ class Contestant:
 
 
 def contestants(rows: int, *, is_called: bool) -> list[Contestant]:
-    """Return what is timed at a row count.
-
-    Args:
-        rows: row count.
-        is_called: with what goes through ``aggregate``, which runs one level only.
-    """
+    """Return what is timed at a row count; ``is_called`` with what goes through ``aggregate``."""
     rules = rules_of(rows)
     trimmed = next(rule for rule in rules.values() if isinstance(rule, TrimmedMean))
     found = [Contestant(name, rule, rows) for name, rule in rules.items()]
@@ -196,11 +174,7 @@ def hard_rows(rows: int) -> Tensor:
 
 
 def check_rules(rows: int, *, device: torch.device | None = None) -> None:
-    """Compare every rule, as ``aggregate`` runs it on a device, with its definition.
-
-    Raises:
-        AggregationError: a result differs in a bit.
-    """
+    """Compare every rule, as ``aggregate`` runs it on a device, with its definition, bit by bit."""
     pool = hard_rows(rows)
     gradients = pool.to(device or "cpu")
     for name, rule in rules_of(rows).items():
@@ -211,12 +185,6 @@ def check_rules(rows: int, *, device: torch.device | None = None) -> None:
 
 def check_contestants(module: Any, rows: int, levels: Sequence[str]) -> None:
     """Compare every contestant of a row count with the definition, at every level, and the passes.
-
-    Args:
-        module: the extension.
-        rows: row count.
-        levels: instruction sets. The first one's bits are compared with the definition's, in the
-            precision of the kernels; every other one's with the first one's.
 
     Raises:
         AggregationError: a result differs in a bit, or a row's diagnosis is wrong.
@@ -250,13 +218,7 @@ def check_contestants(module: Any, rows: int, levels: Sequence[str]) -> None:
 
 
 def check_threads(one: KernelRun, many: KernelRun) -> None:
-    """Compare what all contestants give by one thread and by several, bit by bit.
-
-    Both runs have the same rows, result and level.
-
-    Raises:
-        AggregationError: a result differs.
-    """
+    """Compare what contestants give by one thread and by several, on the same rows, by bits."""
     rows = len(one.pool)
     # An error at the seam of two threads shows only where each has enough bytes to be started.
     pairs = [(name, call, pass_calls(many)[name]) for name, call in pass_calls(one).items()]

@@ -30,11 +30,7 @@ _TIMES_TORCH = 50.0
 
 
 def require_cuda() -> torch.device:
-    """Return the current CUDA device.
-
-    Raises:
-        MissingDependencyError: there is none, or no CUDA kernels to time.
-    """
+    """Return the current CUDA device; raise where there is none, or no CUDA kernels to time."""
     if not torch.cuda.is_available():
         raise MissingDependencyError(
             "bench kernels --device cuda needs a CUDA device, but torch finds none here; "
@@ -50,14 +46,10 @@ def require_cuda() -> torch.device:
 
 
 def measure_cuda(bench: KernelBench, device: torch.device) -> Iterator[list[Timing]]:
-    """Check and time every rule on a device, one row count after the other.
+    """Check and time every rule on a device; yield the timings of one row count after the other.
 
-    Args:
-        bench: row counts, coordinates, repeats and memory; the others do not apply.
-        device: where the rows lie; times are taken by its events where it is a CUDA device.
-
-    Yields:
-        The timings of a row count. ``passes`` are times over what a copy of as many bytes takes.
+    ``passes`` are times over what a copy of as many bytes takes. Of ``bench`` row counts,
+    coordinates, repeats and memory apply.
     """
     for rows in bench.rows:
         check_rules(rows, device=device)

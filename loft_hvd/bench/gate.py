@@ -33,21 +33,13 @@ _FOR_NOTHING = 1.05  # what equal weights and a mask may cost
 
 @dataclass(frozen=True)
 class Goal:
-    """One goal and what was found.
+    """One goal and what was found."""
 
-    Attributes:
-        what: the contestant, level and row count.
-        limit: largest ratio wanted; for ``is_floor`` the smallest.
-        found: the ratio.
-        is_floor: more is better.
-        is_judged: False where what it is measured against differed too much from itself.
-    """
-
-    what: str
-    limit: float
+    what: str  # the contestant, level and row count
+    limit: float  # largest ratio wanted; for `is_floor` the smallest
     found: float
-    is_floor: bool = False
-    is_judged: bool = True
+    is_floor: bool = False  # more is better
+    is_judged: bool = True  # False where what it is measured against differed too much from itself
 
     @property
     def verdict(self) -> str:

@@ -52,15 +52,10 @@ ONE_THREAD, TWO_THREADS = "one thread:", "two threads:"
 
 @dataclass(frozen=True)
 class Clock:
-    """A way to read time.
+    """A way to read time."""
 
-    Attributes:
-        name: "wall" or "process CPU".
-        read_s: returns seconds since some start.
-    """
-
-    name: str
-    read_s: Callable[[], float]
+    name: str  # "wall" or "process CPU"
+    read_s: Callable[[], float]  # returns seconds since some start
 
 
 WALL = Clock("wall", time.perf_counter)
@@ -80,15 +75,10 @@ def choose_clock(*, threads: int = 1) -> Clock:
 
 @dataclass(frozen=True)
 class Rounds:
-    """How often contestants take their turns.
+    """How often contestants take their turns."""
 
-    Attributes:
-        least: rounds at least.
-        least_s: rounds go on until all calls together have taken so many seconds.
-    """
-
-    least: int = 5
-    least_s: float = 0.0
+    least: int = 5  # rounds at least
+    least_s: float = 0.0  # rounds go on until all calls together have taken so many seconds
 
 
 def interleaved_minimum(
@@ -117,49 +107,31 @@ def interleaved_minimum(
 
 @dataclass(frozen=True)
 class KernelBench:
-    """What is measured.
-
-    Attributes:
-        rows: row counts.
-        numel: coordinates of a row; fewer where all rows together would take over ``most_bytes``.
-        threads: CPU threads.
-        repeats: rounds at least; the fastest counts.
-        least_s: rounds go on for so many seconds, for each row count and level, two threads, the
-            memory and peers; a round of few rows is over in a tenth of one.
-        levels: instruction sets; empty for all that this CPU runs.
-        most_bytes: memory for rows.
-    """
+    """What is measured."""
 
     rows: tuple[int, ...] = (3, 4, 8, 16, 32, 33, 64, 128)
+    # Coordinates of a row; fewer where all rows together would take over `most_bytes`.
     numel: int = 10_000_000
     threads: int = 1
-    repeats: int = 5
+    repeats: int = 5  # rounds at least; the fastest counts
+    # Rounds go on for so many seconds, for each row count and level, two threads, the memory and
+    # peers; a round of few rows is over in a tenth of one.
     least_s: float = 0.0
-    levels: tuple[str, ...] = ()
-    most_bytes: int = 6_000_000_000
+    levels: tuple[str, ...] = ()  # instruction sets; empty for all that this CPU runs
+    most_bytes: int = 6_000_000_000  # memory for rows
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One contestant at one row count.
-
-    Attributes:
-        contestant: its name.
-        level: instruction set, "" for what is not ours.
-        rows: row count.
-        numel: coordinates that were timed.
-        seconds: of the fastest round.
-        passes: its time for a coordinate over the pass's at the same level.
-        bytes_moved: read and written once, whatever it really does.
-    """
+    """One contestant at one row count."""
 
     contestant: str
-    level: str
-    rows: int
-    numel: int
-    seconds: float
-    passes: float
-    bytes_moved: int
+    level: str  # instruction set, "" for what is not ours
+    rows: int  # row count
+    numel: int  # coordinates that were timed
+    seconds: float  # of the fastest round
+    passes: float  # its time for a coordinate over the pass's at the same level
+    bytes_moved: int  # read and written once, whatever it really does
 
     @property
     def ns_a_coordinate(self) -> float:
@@ -175,14 +147,9 @@ class Timing:
 def measure_kernels(
     bench: KernelBench, *, report: Callable[[Untimed], None]
 ) -> Iterator[list[Timing]]:
-    """Check and time everything, one row count after the other.
+    """Check and time everything, and yield the timings of one row count after the other.
 
-    Args:
-        bench: what is measured.
-        report: takes peers that are not timed, with the reason.
-
-    Yields:
-        The timings of a row count.
+    ``report`` takes peers that are not timed, with the reason.
 
     Raises:
         MissingDependencyError: the extension is not built.

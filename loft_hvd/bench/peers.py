@@ -46,34 +46,22 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Untimed:
-    """What is not timed, and why.
+    """What is not timed, and why."""
 
-    Attributes:
-        contestant: a package with its version, or one of its rules.
-        rows: the row count, None where it does not matter.
-        reason: what happened.
-    """
-
-    contestant: str
-    rows: int | None
-    reason: str
+    contestant: str  # a package with its version, or one of its rules
+    rows: int | None  # the row count, None where it does not matter
+    reason: str  # what happened
 
 
 @dataclass(frozen=True)
 class Way:
-    """Another way to a rule.
+    """Another way to a rule."""
 
-    Attributes:
-        name: what the table says.
-        prepare: takes rows [rows, numel] and f, and returns the call.
-        wanted: takes the same as float64 and returns what the call must return.
-        has_f: f belongs to its name.
-    """
-
-    name: str
-    prepare: Callable[[Tensor, int], Call]
+    name: str  # what the table says
+    prepare: Callable[[Tensor, int], Call]  # takes rows [rows, numel] and f, and returns the call
+    # Takes the same as float64 and returns what the call must return.
     wanted: Callable[[Array, int], Array]
-    has_f: bool = False
+    has_f: bool = False  # f belongs to its name
 
 
 def _median(values: Array, f: int) -> Array:
@@ -176,15 +164,11 @@ def find_ways(report: Callable[[Untimed], None]) -> list[Way]:
 def peer_calls(
     ways: Sequence[Way], pool: Tensor, report: Callable[[Untimed], None]
 ) -> tuple[dict[str, Call], int]:
-    """Check every way, and try it once on the rows to be timed.
-
-    Args:
-        ways: from ``find_ways``.
-        pool: float32 rows, [rows, numel].
-        report: takes what does not run, or differs from the definition.
+    """Check every way, and try it once on the rows to be timed, float32 [rows, numel].
 
     Returns:
-        The calls by name, and the coordinates of a row that they get.
+        The calls by name, and the coordinates of a row that they get. ``report`` takes what does
+        not run, or differs from the definition.
     """
     rows, numel = pool.shape
     numel = min(numel, _NUMEL, _MOST_VALUES // rows)

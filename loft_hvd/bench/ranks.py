@@ -56,17 +56,11 @@ Samples = dict[str, list[float]]
 
 @dataclass(frozen=True)
 class BenchJob:
-    """Who takes part.
+    """Who takes part."""
 
-    Attributes:
-        num_ranks: ranks on this machine.
-        controller: "gloo" (horovodrun) or "mpi" (mpirun).
-        timeout_s: longest run in seconds; the job is ended then.
-    """
-
-    num_ranks: int = 4
-    controller: str = "gloo"
-    timeout_s: float = 600.0
+    num_ranks: int = 4  # ranks on this machine
+    controller: str = "gloo"  # "gloo" (horovodrun) or "mpi" (mpirun)
+    timeout_s: float = 600.0  # longest run in seconds; the job is ended then
 
     def __post_init__(self) -> None:
         if self.num_ranks < 2 or self.controller not in CONTROLLERS:
@@ -99,12 +93,7 @@ def step_goal(contestant: str) -> float | None:
 
 
 def run_bench(what: str, options: dict[str, Any], job: BenchJob) -> dict[str, Any]:
-    """Start the ranks and return what they measured.
-
-    Args:
-        what: "allreduce" or "step".
-        options: fields of ``AllreduceBench`` or ``StepBench``.
-        job: who takes part.
+    """Start the ranks and return what they measured: of "allreduce" or "step", by their options.
 
     Raises:
         LoftError: the job did not end well; carries the end of its output.
@@ -145,29 +134,20 @@ def main(arguments: list[str]) -> int:
 
 @dataclass(frozen=True)
 class Ratio:
-    """One contestant against the baseline of the same rounds.
+    """One contestant against the baseline of the same rounds."""
 
-    Attributes:
-        seconds: its median.
-        ratio: median over rounds of its time by the baseline's.
-        spread: interquartile range of these ratios.
-    """
-
-    seconds: float
-    ratio: float
-    spread: float
+    seconds: float  # its median
+    ratio: float  # median over rounds of its time by the baseline's
+    spread: float  # interquartile range of these ratios
 
 
 def paired_ratios(
     samples: Mapping[str, Sequence[float]], *, baseline: str, again: str
 ) -> dict[str, Ratio]:
-    """Compare contestants round by round.
+    """Compare the seconds of every round of each contestant with the baseline's.
 
-    Args:
-        samples: seconds of every round of each contestant, all of one length.
-        baseline: name of the contestant that the others are divided by.
-        again: name of the same thing, timed once more in every round; the baseline of a round is
-            the mean of both, and ``again`` itself is divided by ``baseline`` alone.
+    ``again`` is the baseline, timed once more in every round. The baseline of a round is the mean
+    of both; ``again`` itself is divided by ``baseline`` alone.
     """
     # Ratios within a round: a slow moment of the machine falls on all contestants of it alike.
     first, second = samples[baseline], samples[again]
@@ -188,16 +168,11 @@ def _means(first: Sequence[float], second: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Whether a goal is met: the ratio is at most the goal and half the noise.
+    """Whether a goal is met: the ratio is at most the goal and half the noise."""
 
-    Attributes:
-        goal: largest ratio wanted.
-        ratio: the one found.
-        noise: by how much the baseline differs from itself; above ``NOISE_LIMIT`` nothing is shown.
-    """
-
-    goal: float
-    ratio: float
+    goal: float  # largest ratio wanted
+    ratio: float  # the one found
+    # By how much the baseline differs from itself; above `NOISE_LIMIT` nothing is shown.
     noise: float
 
     @property

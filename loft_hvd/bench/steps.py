@@ -75,19 +75,13 @@ MODELS: dict[str, Callable[[], nn.Module]] = {"resnet18": _resnet18, "transforme
 
 @dataclass(frozen=True)
 class StepBench:
-    """What is measured.
+    """What is measured."""
 
-    Attributes:
-        model: a name in ``MODELS``.
-        batch: samples of a rank.
-        rounds: steps of each contestant, taken in turn.
-        trace: file of a Chrome trace of a few more steps with ``TrimmedMean``, or None; every
-            rank writes its own.
-    """
-
-    model: str = "resnet18"
-    batch: int = 4
-    rounds: int = 15
+    model: str = "resnet18"  # a name in `MODELS`
+    batch: int = 4  # samples of a rank
+    rounds: int = 15  # steps of each contestant, taken in turn
+    # File of a Chrome trace of a few more steps with `TrimmedMean`, or None; every rank writes its
+    # own.
     trace: str | None = None
 
     def __post_init__(self) -> None:
