@@ -31,7 +31,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from loft_hvd.errors import ArgumentError
-from loft_hvd.pipeline.allreduce import forget_exchanges
+from loft_hvd.pipeline.allreduce import forget_reductions
 from loft_hvd.transport.heartbeat.watched import close_heartbeats
 from loft_hvd.transport.horovod import (
     ElasticNotices,
@@ -127,7 +127,7 @@ class State:
         """Forget what belonged to the old world; called in the new one."""
         # Buffers and connections of ranks that may be gone.
         close_heartbeats()
-        forget_exchanges()
+        forget_reductions()
         self._notices.clear()
         self._has_new_world = True
         for callback in self._callbacks:

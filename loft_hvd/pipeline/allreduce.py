@@ -34,7 +34,7 @@ from loft_hvd.transport.agreement import digest, odd_ones
 from loft_hvd.transport.base import Transport, Work, watch_of
 from loft_hvd.transport.default import default_transport
 
-__all__ = ["Handle", "allreduce", "allreduce_async", "forget_exchanges"]
+__all__ = ["Handle", "allreduce", "allreduce_async", "forget_reductions"]
 
 _POLL_S = 100e-6  # bound from Horovod: a tenth of its cycle of 1 ms
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -100,7 +100,7 @@ def _reductions() -> weakref.WeakKeyDictionary[Transport, dict[str, NamedReducti
     return weakref.WeakKeyDictionary()
 
 
-def forget_exchanges() -> None:
+def forget_reductions() -> None:
     """Drop all buffers, also of operations in flight: their world has ended."""
     _reductions().clear()
     _kept_end.cache_clear()
