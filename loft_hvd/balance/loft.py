@@ -50,7 +50,7 @@ _PROBED = 0.875
 # When to take a plan back.
 _MARGIN = 0.02  # of the step: less is noise; docs/balance.md promises it. Measured
 _UNEXPLAINED = 0.10  # of the step that no rank says it was busy for: then somebody's word is wrong
-_LONGEST_PAUSE = 64  # intervals; reached by six misses in a row
+_LONGEST_PAUSE = 64  # intervals; doubling from 2, the sixth miss reaches it
 _PINNING_STRIKES = 1.5  # so that the second miss pins, unless the first was forgiven in part
 _FADE = 0.9  # of strikes and suspicion, an interval: the first of two is forgiven after seven
 _MOST_DRIFT = 4.0  # how much slower ranks may say the cluster has become
@@ -94,6 +94,10 @@ class Verdicts:
         self.proven = self.proven or list(self.equal)
         self.suspicion = self.suspicion or [0.0] * len(self.equal)
 
+    def _explained_s(self, interval: Interval) -> float:
+        """Return how long a step should have taken by what ranks say of themselves."""
+        return float(interval.busy_s.max()) + self.aggregate_s
+
     def measure_equal(self, interval: Interval) -> bool:
         """Take in an interval with equal sizes; returns whether the plan on trial comes back."""
         step_s = interval.step_s
@@ -123,8 +127,7 @@ class Verdicts:
             drift: how much longer equal sizes should take now than when they were measured, by
                 what the ranks report; believed only while their reports explain the step.
         """
-        step_s = interval.step_s
-        explained_s = float(interval.busy_s.max()) + self.aggregate_s
+        step_s, explained_s = interval.step_s, self._explained_s(interval)
         if step_s > explained_s * (1 + _UNEXPLAINED):  # only rank 0's own clock counts
             return step_s > self.equal_s * (1 + _MARGIN)
         held_up = interval.valid & (interval.busy_s > 0.95 * interval.busy_s.max())
@@ -138,8 +141,7 @@ class Verdicts:
         self.on_trial = Trial(forecast.sizes, interval.step_s)
         misses = np.abs(interval.busy_s / np.maximum(forecast.times, 1e-9) - 1.0)
         misses = np.where(interval.valid, np.minimum(misses, 1.0), 0.0)
-        explained_s = float(interval.busy_s.max()) + self.aggregate_s
-        self.is_admitted = interval.step_s <= explained_s * (1 + _UNEXPLAINED)
+        self.is_admitted = interval.step_s <= self._explained_s(interval) * (1 + _UNEXPLAINED)
         if not self.is_admitted:
             # Nobody admits to the long step: suspect those who were given the most on their word.
             growth = np.array(forecast.sizes) / np.maximum(self.equal, 1) - 1.0
@@ -339,15 +341,12 @@ class Loft(Policy):
 
         Ranks that are ``held`` stay at their equal share, or a grain beside it. All [world_size].
         """
-        bounds, equal = self._task.bounds, np.array(self.state.verdicts.equal)
-        grain = bounds.grain
-        cap = np.minimum(
-            bounds.cap, np.maximum(_GROWTH * np.array(self.state.verdicts.proven), equal)
-        )
+        bounds, verdicts = self._task.bounds, self.state.verdicts
+        equal, grain = np.array(verdicts.equal), bounds.grain
+        grown = np.maximum(_GROWTH * np.array(verdicts.proven), equal)
         shrunk = np.minimum(now // _SHRINKING, equal) // grain * grain
-        floor = np.maximum(bounds.floor, shrunk)
-        low = np.where(held, equal // grain * grain, floor)
-        high = np.where(held, np.minimum(-(-equal // grain) * grain, bounds.cap), cap)
+        low = np.where(held, equal // grain * grain, np.maximum(bounds.floor, shrunk))
+        high = np.minimum(np.where(held, -(-equal // grain) * grain, grown), bounds.cap)
         return Bounds(np.minimum(low, high), high, grain)
 
     def _probe(self, interval: Interval, limits: Bounds) -> Proposal | None:
@@ -359,17 +358,15 @@ class Loft(Policy):
         state.stuck = state.stuck + 1 if is_stuck else 0
         if state.stuck < state.probe_after:
             return None
-        wanted = now.astype(np.float64)
+        wanted, total, grain = now.astype(np.float64), int(now.sum()), limits.grain
         wanted[slowest] *= _PROBED
-        wanted *= now.sum() / wanted.sum()
-        cap = limits.cap.copy()
-        eased = min(int(wanted[slowest]), cap[slowest])
-        cap[slowest] = eased // limits.grain * limits.grain
-        lowered, total = replace(limits, cap=cap), int(now.sum())
+        wanted *= total / wanted.sum()
+        cap = limits.cap.copy()  # so that rounding cannot give back what was taken
+        cap[slowest] = min(int(wanted[slowest]), cap[slowest]) // grain * grain
         if cap[slowest] >= now[slowest]:
             return None
         try:
-            sizes = round_to_lattice(wanted, total, lowered)
+            sizes = round_to_lattice(wanted, total, replace(limits, cap=cap))
         except PlanError:  # the others cannot take what it would give
             return None
         state.stuck, state.probe_after = 0, min(2 * state.probe_after, _LONGEST_PROBE)

@@ -177,6 +177,21 @@ def test_a_state_of_another_world_is_refused() -> None:
         Controller(256, 8, "uniform").load_state_dict(Controller(256, 4).state_dict())
 
 
+@pytest.mark.parametrize("part", ["history", "learnt"])
+def test_a_state_that_is_not_whole_is_named_and_changes_nothing(part: str) -> None:
+    first, second = Controller(256, 4), Controller(256, 4)
+    drive(lambda _: UNEVEN, first, intervals=3, seed=0)
+    state, before = json.loads(json.dumps(first.state_dict())), second.state_dict()
+    if part == "history":
+        del state["history"][1]["sizes"]
+    else:
+        state["learnt"]["past"]["fetch"]["since"] = "soon"
+    where = r"controller.history\[1\] needs keys" if part == "history" else r"loft.past.fetch.since"
+    with pytest.raises(ArgumentError, match=where):
+        second.load_state_dict(state)
+    assert second.state_dict() == before
+
+
 @pytest.mark.parametrize("at", [1, 4, 11])
 def test_a_loaded_state_is_the_one_saved_and_goes_on_alike(at: int) -> None:
     model = StepModel.build(2, compute_s=np.array([1e-2, 3e-2]))
