@@ -14,28 +14,18 @@ _HEAD = (
 
 @dataclass(frozen=True)
 class WorkerReport:
-    """What is known of one worker: a rank, or a group of ranks with ``over=``.
+    """What is known of one worker: a rank, or a group of ranks with ``over=``."""
 
-    Attributes:
-        ranks: the rank, or the group's ranks.
-        suspicion: 0 (as the others) to 1, smoothed over about 20 steps.
-        share_outside: share of its values outside the rule's window, 0 to 1; an honest worker's is
-            above 0 too (see ``Diagnostics.share_outside``), so compare workers with each other.
-        distance: its squared distance to the result, over the median worker's.
-        num_non_finite: NaN or infinite values among those looked at, in all steps.
-        num_steps: steps in which something could be said of it.
-        is_named: whether it has stood out for so long that it is warned of.
-        in_quarantine_until: the step that ends its quarantine, or None.
-    """
-
-    ranks: tuple[int, ...]
-    suspicion: float
+    ranks: tuple[int, ...]  # the rank, or the group's ranks
+    suspicion: float  # 0 (as the others) to 1, smoothed over about 20 steps
+    # Share of its values outside the rule's window, 0 to 1. An honest worker's is above 0 too (see
+    # ``Diagnostics.share_outside``), so compare workers with each other.
     share_outside: float
-    distance: float
-    num_non_finite: int
-    num_steps: int
-    is_named: bool
-    in_quarantine_until: int | None = None
+    distance: float  # its squared distance to the result, over the median worker's
+    num_non_finite: int  # NaN or infinite values among those looked at, in all steps
+    num_steps: int  # steps in which something could be said of it
+    is_named: bool  # whether it has stood out for so long that it is warned of
+    in_quarantine_until: int | None = None  # the step that ends its quarantine
 
     def __str__(self) -> str:
         """Return one line of the report."""
@@ -51,17 +41,11 @@ class WorkerReport:
 
 @dataclass(frozen=True)
 class SuspicionReport:
-    """What is known of every worker; ``print`` it for a table.
+    """What is known of every worker; ``print`` it for a table."""
 
-    Attributes:
-        num_steps: optimizer steps so far.
-        workers: one entry a rank, or a group with ``over=``; empty where nobody is watched.
-        note: why nobody is watched, or empty.
-    """
-
-    num_steps: int
-    workers: tuple[WorkerReport, ...]
-    note: str = ""
+    num_steps: int  # optimizer steps so far
+    workers: tuple[WorkerReport, ...]  # one a rank, or a group; empty where nobody is watched
+    note: str = ""  # why nobody is watched, or empty
 
     @property
     def named(self) -> tuple[WorkerReport, ...]:

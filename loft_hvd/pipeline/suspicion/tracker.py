@@ -79,23 +79,23 @@ def score_rows(
     (1); non-finite values (1). Rows that come from fewer samples may be off by what that explains.
 
     Args:
-        found: what was seen of the rows; absent rows have ``num_seen`` 0.
+        found: what was seen of the rows, over a shard; absent ones have ``num_seen`` 0.
         rule: the rule that aggregated them.
         weights: samples behind each row, where they differ, [world_size].
 
     Returns:
-        One score a row, 0 for an absent one, [world_size]; None where nothing can be said: fewer
-        than 3 rows, rows that are equal everywhere, or as many as half of the rows non-finite (an
-        overflow, such as a loss scale that has grown too far, and nobody's fault).
+        One score a row, 0 for an absent one, [world_size]; None where nothing can be said.
     """
     seen = np.array(found.num_seen)
     rows = np.flatnonzero(seen)  # the present ones; what follows is [rows] but for ``others``
     non_finite = np.array(found.num_non_finite)[rows] > 0
+    # As many as half of the rows non-finite is an overflow, such as a loss scale that has grown
+    # too far, and nobody's fault.
     if len(rows) < FEWEST_WATCHED or 2 * non_finite.sum() >= len(rows):
         return None
     outside, distances = np.array(found.num_outside), np.array(found.squared_distance)
     if not (non_finite.any() or outside.any() or distances.any()):
-        return None
+        return None  # rows that are equal everywhere
     others = _others(len(rows))  # [rows, rows - 1]
     shares, log2 = outside[rows] / seen[rows], _log2(distances[rows])
     base, explained = _medians(shares[others]), np.zeros(len(rows))

@@ -210,7 +210,16 @@ class WorkerWatch:
             num_left = len(self._members) - len(self._until) - 1
             # 2f+1 rows bound f wrong ones; f stays what it is, whoever is left out.
             if num_left < self._rule.min_rows:
-                self._refuse(worker, num_left)
+                if worker not in self._refused:  # said once a worker
+                    self._say(
+                        logging.WARNING,
+                        "%s is not put in quarantine: %d workers would remain, but %s needs %d",
+                        self._label(worker),
+                        num_left,
+                        self._rule,
+                        self._rule.min_rows,
+                    )
+                self._refused.add(worker)
                 return
             num_steps = quarantine.probation * 2 ** self._num_quarantines[worker]
             self._num_quarantines[worker] += 1
@@ -221,18 +230,6 @@ class WorkerWatch:
                 self._label(worker),
                 num_steps,
             )
-
-    def _refuse(self, worker: int, num_left: int) -> None:
-        if worker not in self._refused:  # said once a worker
-            self._say(
-                logging.WARNING,
-                "%s is not put in quarantine: %d workers would remain, but %s needs %d",
-                self._label(worker),
-                num_left,
-                self._rule,
-                self._rule.min_rows,
-            )
-        self._refused.add(worker)
 
     def _release(self) -> None:
         for worker in [w for w, until in self._until.items() if until <= self._num_steps]:
