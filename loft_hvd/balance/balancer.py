@@ -72,13 +72,6 @@ class Balancer:
         transport: the ranks; Horovod's by default.
         clock: seconds that never go back.
 
-    Attributes:
-        global_batch_size: of the ranks there are now.
-        limits: their devices, caps and grain.
-        min_ranks: ranks that must have samples in every step: 2f+1 of the optimizer's rule, or 1.
-        num_worlds: worlds begun; what optimizers asked for in the one before is forgotten with it.
-        log: the run log; off unless it was asked for, and on ranks other than 0.
-
     Raises:
         PlanError: sizes are of the wrong number or sum, or the limits leave none.
         MismatchError: ranks were given different values.
@@ -115,13 +108,14 @@ class Balancer:
         )
         self._base = global_batch_size, self._transport.world_size  # what a resize starts from
         self._clock, self._log_dir = clock, log_dir
-        self.policy, self.interval, self.min_batch = policy, interval, min_batch
-        self.global_batch_size = global_batch_size
-        self.min_ranks, self.num_worlds = 1, 0
         self._own_cap: int | None = None  # as probed
         self._is_plugged = False  # into an optimizer
         self._batches = BatchQueue()
-        self.log = open_run_log(log_dir, rank=self._transport.rank)
+        self.policy, self.interval, self.min_batch = policy, interval, min_batch  # as given
+        self.global_batch_size = global_batch_size  # of the ranks there are now
+        self.min_ranks = 1  # that must have samples in every step: 2f+1 of the optimizer's rule
+        self.num_worlds = 0  # begun; what optimizers asked for is forgotten with each
+        self.log = open_run_log(log_dir, rank=self._transport.rank)  # off on ranks other than 0
         caps = {} if self.log.path is None else logged_caps(self.log.path.parent)
         if config().is_elastic:  # ranks start at different times: they meet in begin_world
             self.limits = assume_limits(self._options)
@@ -188,6 +182,8 @@ class Balancer:
 
     def _start_anew(self) -> None:
         """Go on with another world or other limits, on every rank, between two steps."""
+        # Ranks that join take the same way from their ``begin_world``: in this order they exchange
+        # options, the size of the first world, devices and caps.
         self._batches.restart()
         self._agree()
         self._resize()
@@ -303,8 +299,8 @@ class Balancer:
             PlanError: the batch is not of the planned size, so its weight would be wrong.
         """
         sizes = self._batches.begin_next(self.history)
-        planned = sizes.sizes[self.rank]
-        if num_samples != (planned or min(self.min_batch, sizes.total)):  # none: a dummy batch
+        planned = sizes.sizes[self.rank]  # 0 for a rank that computes a dummy batch
+        if num_samples != (planned or min(self.min_batch, sizes.total)):
             raise PlanError(
                 f"rank {self.rank}: a batch of {num_samples} samples, but the sizes of step "
                 f"{sizes.step} are {list(sizes.sizes)}; load as many as planned, or use "

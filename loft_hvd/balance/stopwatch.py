@@ -208,9 +208,8 @@ class StepTimer:
     def _clear_step(self) -> None:
         self._step = _Step()
         self._batch_compute_s = 0.0
-        self._arrived: float | None = None
+        self._arrived: float | None = None  # of a batch, on a clock without what is excluded
         self._queue_at_arrival = 0.0
-        self._excluded_at_arrival = 0.0
 
     def batch_arrived(
         self, *, local: int, remote: int, fetch_s: float, stall_s: float, cached: int = 0
@@ -223,9 +222,8 @@ class StepTimer:
         samples = local + remote
         self._step.add(steps=1, samples=samples, local=local, remote=remote, cached=cached)
         self._step.add(fetch_s=fetch_s, stall_s=stall_s)
-        self._arrived = now
+        self._arrived = now - self._excluded_s
         self._queue_at_arrival = self._queue_clock()
-        self._excluded_at_arrival = self._excluded_s
         if self.device_clock is not None:
             self.device_clock.arrived()
 
@@ -236,9 +234,8 @@ class StepTimer:
             blocked_s: seconds since the batch's arrival that hooks spent on communication.
         """
         if self._arrived is not None:
-            excluded = self._excluded_s - self._excluded_at_arrival
-            spent = self._clock() - self._arrived - blocked_s - excluded
-            self._batch_compute_s = max(0.0, spent)
+            spent = self._clock() - self._excluded_s - self._arrived
+            self._batch_compute_s = max(0.0, spent - blocked_s)
             if self.device_clock is not None:
                 self.device_clock.gradient()
 
@@ -251,8 +248,7 @@ class StepTimer:
         queued = min(self._queue_clock() - self._queue_at_arrival, self._batch_compute_s)
         self._step.add(compute_s=self._batch_compute_s - queued, queued_s=queued)
         if self.device_clock is not None:
-            excluded = self._excluded_s - self._excluded_at_arrival
-            self._step.host_s += max(0.0, self._clock() - self._arrived - excluded)
+            self._step.host_s += max(0.0, self._clock() - self._excluded_s - self._arrived)
             span = self.device_clock.take()
             if span is not None:
                 self._step.spans.append(span)
