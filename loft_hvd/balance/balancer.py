@@ -20,7 +20,7 @@ from loft_hvd.balance.limits import assume_limits, meet
 from loft_hvd.balance.live import LivePlan
 from loft_hvd.balance.loft import DEAD_BAND
 from loft_hvd.balance.memory import MemoryWatch, agree_on_probes, logged_caps, try_batches
-from loft_hvd.balance.plan import Plan, StepSizes, proportional_sizes
+from loft_hvd.balance.plan import MIN_BATCH, Plan, StepSizes, proportional_sizes
 from loft_hvd.balance.policies import make_policy
 from loft_hvd.balance.policy import Policy
 from loft_hvd.balance.resume import SavedRun
@@ -82,7 +82,7 @@ class Balancer:
         global_batch_size: int,
         policy: str | Sequence[int] | Policy = "loft",
         *,
-        min_batch: int = 2,
+        min_batch: int = MIN_BATCH,
         max_batch: MaxBatch = None,
         grain: int | None = None,
         max_sizes: int | None = None,

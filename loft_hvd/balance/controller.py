@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from loft_hvd.balance.interval import Interval
-from loft_hvd.balance.plan import Bounds, Plan, QuarantineSizes, Sizes, choose_used
+from loft_hvd.balance.plan import MIN_BATCH, Bounds, Plan, QuarantineSizes, Sizes, choose_used
 from loft_hvd.balance.policies import make_policy
 from loft_hvd.balance.policy import Policy, Proposal, Task
 from loft_hvd.balance.search import round_to_lattice
@@ -99,7 +99,7 @@ class Controller:
         world_size: int,
         policy: str | Sequence[int] | Policy = "loft",
         *,
-        min_batch: int = 2,
+        min_batch: int = MIN_BATCH,
         max_batch: int | Sequence[int | None] | None = None,
         grain: int = 1,
         settle_steps: int = SETTLE_STEPS,

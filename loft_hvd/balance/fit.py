@@ -17,7 +17,7 @@ import numpy.typing as npt
 from loft_hvd.balance.interval import COMPUTE, FETCH, LOCAL, REMOTE, SIZE, STALL, Interval
 from loft_hvd.balance.latency import StepModel, queued_samples
 from loft_hvd.balance.plan import Bools, Floats, Ints
-from loft_hvd.balance.regression import LinearFit, Rows, TermFitter
+from loft_hvd.balance.regression import LinearFit, TermFitter, TimedRows
 
 __all__ = ["Fit", "Fitter", "Past"]
 
@@ -150,7 +150,7 @@ class Fitter:
             waiting = per_sample * _mean(rows[..., REMOTE], weights) / np.maximum(queued, 1e-9)
             start[:, 3] = np.where(shared, waiting, 0.0)
             start[:, 2] = np.where(shared, 0.0, start[:, 2])
-        measured = Rows(features, seconds, rows[..., SIZE], weights)
+        measured = TimedRows(features, seconds, rows[..., SIZE], weights)
         return self.past.fetch.fit(measured, start=start, added=self.past.added)
 
     def _fit_compute(self, rows: Floats, weights: Floats) -> LinearFit:
@@ -162,7 +162,7 @@ class Fitter:
         features = _compute_features(size, knee)
         per_sample = _mean(seconds, weights) / np.maximum(_mean(size, weights), 1.0)
         start = np.stack([np.zeros_like(per_sample), per_sample], axis=1)
-        measured = Rows(features, seconds, size, weights)
+        measured = TimedRows(features, seconds, size, weights)
         return past.compute.fit(measured, start=start, added=past.added)
 
     def _model(

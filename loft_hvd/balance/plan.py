@@ -19,7 +19,15 @@ import numpy.typing as npt
 
 from loft_hvd.errors import ArgumentTypeError, PlanError
 
-__all__ = ["Bounds", "Plan", "QuarantineSizes", "StepSizes", "check_sizes", "choose_used"]
+__all__ = [
+    "MIN_BATCH",
+    "Bounds",
+    "Plan",
+    "QuarantineSizes",
+    "StepSizes",
+    "check_sizes",
+    "choose_used",
+]
 __all__ += ["equal_sizes", "proportional_sizes", "scale_sizes", "whole_sizes"]
 
 Floats = npt.NDArray[np.float64]
@@ -27,6 +35,7 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 Sizes = tuple[int, ...]  # samples of each rank, [world_size]
 
+MIN_BATCH = 2  # least samples of a rank where nothing is asked: batch norm cannot train on one
 _HEADER = 2  # plan_id, first_step
 
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from loft_hvd.balance.plan import Bools, Floats, Ints
 
-__all__ = ["LinearFit", "Rows", "TermFitter", "fit_times"]
+__all__ = ["LinearFit", "TermFitter", "TimedRows", "fit_times"]
 
 # "Measured" means: halved and doubled over random clusters. docs/balance.md, "The constants", has
 # the figures; where it says nothing else, the mean step moved by less than 0.3 %.
@@ -52,7 +52,7 @@ _DOUBTS = 2  # surprises in a row at new sizes after which the shape is doubted
 
 
 @dataclass(frozen=True)
-class Rows:
+class TimedRows:
     """Measurements of one part; all but the features are [num_rows, world_size]."""
 
     features: Floats  # >= 0, [num_rows, world_size, k]
@@ -109,7 +109,7 @@ def _solve_nonnegative(gram: Floats, moment: Floats) -> Floats:
     return best
 
 
-def fit_times(rows: Rows, *, prior: Floats, prior_spread: Floats) -> LinearFit:
+def fit_times(rows: TimedRows, *, prior: Floats, prior_spread: Floats) -> LinearFit:
     """Fit ``seconds = features @ coefficients`` for every rank; one without a row gets the prior.
 
     Args:
@@ -292,7 +292,7 @@ class TermFitter:
         """Drop the anchor of ranks whose form has changed."""
         self.anchor[ranks] = np.nan
 
-    def fit(self, rows: Rows, *, start: Floats, added: int) -> LinearFit:
+    def fit(self, rows: TimedRows, *, start: Floats, added: int) -> LinearFit:
         """Fit the terms of every rank.
 
         Args:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from loft_hvd.balance.plan import MIN_BATCH
 from loft_hvd.balance.policies import POLICIES
 from loft_hvd.errors import ArgumentError, MissingDependencyError
 
@@ -87,7 +88,7 @@ class Scenario:
     num_samples: int = 51_200
     sample_bytes: float = 110e3  # an ImageNet photograph
     aggregate_s: float = 0.0  # added to the slowest rank
-    min_batch: int = 2
+    min_batch: int = MIN_BATCH
     max_batch: int | Sequence[int] = 0  # one number or one a rank; 0 for no limit
     grain: int = 1
     noise: float = 0.0  # relative standard deviation of each fetch and compute time
