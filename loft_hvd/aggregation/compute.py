@@ -22,17 +22,25 @@ from loft_hvd.config import config
 from loft_hvd.errors import ArgumentTypeError
 from loft_hvd.topology import allowed_cpus
 
-__all__ = ["aggregate_rows", "as_tensor", "num_threads", "reduce_weights"]
+__all__ = [
+    "NO_CUDA",
+    "aggregate_rows",
+    "as_tensor",
+    "num_threads",
+    "reduce_weights",
+    "warn_once",
+]
 
 _DTYPES = {"float64": 0, "float32": 1, "float16": 2, "bfloat16": 3}  # as in csrc/rules.h
-_NO_CUDA = (
+NO_CUDA = (
     "gradients lie on a GPU, but loft_hvd._loft was built without CUDA kernels; build it again "
     "with LOFT_HVD_CUDA=1 and nvcc 12.1 or newer on PATH"
 )
 
 
 @functools.cache
-def _warn_once(reason: str = "") -> None:
+def warn_once(reason: str = "") -> None:
+    """Warn, once a process and reason, that rules run in plain torch; by default why they do."""
     warnings.warn(
         f"{reason or explain_missing()}. Until then rules run in plain torch, several times slower",
         RuntimeWarning,
@@ -122,10 +130,10 @@ def _extension_for(rule: Rule, out: Row) -> ModuleType | None:
         raise ArgumentTypeError(f"{rule} has no kernel; use Custom(fn) for rules from elsewhere")
     module = extension()
     if module is None:
-        _warn_once()
+        warn_once()
         return None
     if isinstance(out, Tensor) and out.is_cuda and not module.has_cuda:
-        _warn_once(_NO_CUDA)
+        warn_once(NO_CUDA)
         return None
     is_known = not isinstance(out, Tensor) or out.device.type in ("cpu", "cuda")
     return module if is_known else None

@@ -98,10 +98,10 @@ def diagnose(
     buckets.
 
     Args:
-        gradients: as in ``aggregate``: [world_size, numel], or a sequence of 1-D rows.
+        gradients: this and the next four as in ``aggregate``.
         rule: any rule.
-        weights: as in ``aggregate``: sample count of each row, [world_size].
-        present: as in ``aggregate``: [world_size] or [world_size, num_blocks].
+        weights: sample count of each row, [world_size].
+        present: [world_size] or [world_size, num_blocks].
         out: where to put the result, [numel].
         every: look at one block of 16,384 coordinates in so many, the first one included; 1 looks
             at all. With ``present`` by block, each run of blocks with the same rows counts afresh.
@@ -146,11 +146,6 @@ def _spread(found: Found, chosen: Sequence[int], world_size: int) -> Diagnostics
     """Bring the numbers of the rows that counted to the places of all rows."""
     # Rows 0, 2 and 3 of four counted: `chosen` is [0, 2, 3], so number 1 of `found` is row 2's.
     seen, outside, non_finite, distance = found
-    place = {row: index for index, row in enumerate(chosen)}
-    rows = range(world_size)
-    return Diagnostics(
-        tuple(seen if row in place else 0 for row in rows),
-        tuple(outside[place[row]] if row in place else 0 for row in rows),
-        tuple(non_finite[place[row]] if row in place else 0 for row in rows),
-        tuple(distance[place[row]] if row in place else 0.0 for row in rows),
-    )
+    at = {row: (outside[i], non_finite[i], distance[i]) for i, row in enumerate(chosen)}
+    rows = [(seen, *at[row]) if row in at else (0, 0, 0, 0.0) for row in range(world_size)]
+    return Diagnostics(*zip(*rows, strict=True))

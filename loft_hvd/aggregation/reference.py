@@ -190,20 +190,15 @@ def reference(
 ) -> Array:
     """Aggregate ``gradients`` with ``rule``, slowly and by the book.
 
+    Takes what ``aggregate`` takes, as arrays, and returns [numel] of dtype ``precision``.
+
     Args:
         gradients: one row per worker, shape [world_size, numel], floating point.
         rule: any rule.
         weights: sample count of each row, [world_size]; None for equal weights.
-        present: which rows are there, [world_size], or [world_size, num_blocks] for blocks of
-            ceil(numel / num_blocks) coordinates; None for all.
+        present: [world_size], or [world_size, num_blocks]; None for all.
         precision: type of the arithmetic after sorting; float32 gives the kernels' bits for
             float32 and, before the last rounding, for float16 and bfloat16.
-
-    Returns:
-        Shape [numel], dtype ``precision``.
-
-    Raises:
-        AggregationError: the rule does not fit the rows.
     """
     values = np.asarray(gradients)
     world_size, numel = values.shape

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from loft_hvd.aggregation.rules import RULES
 from loft_hvd.bench.collectives import AllreduceBench
 from loft_hvd.bench.cuda import judge_cuda, measure_cuda, require_cuda
 from loft_hvd.bench.gate import goal_rows, judge_kernels, timing_rows
@@ -36,7 +37,6 @@ __all__ = [
 ]
 
 Show = Callable[[Sequence[Sequence[str]]], None]  # takes a header and rows
-_RULES = ("mean", "median", "trimmed_mean", "mean_around_median", "phocas")
 _STYLES = {"avx512": "-", "avx2": "--", "baseline": ":", "": "-."}
 
 
@@ -126,7 +126,7 @@ def lines_of(timings: Sequence[Timing]) -> dict[tuple[str, str], list[tuple[int,
     lines: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for timing in timings:
         name = timing.contestant.partition(" f=")[0]
-        if name in _RULES or (name.startswith(theirs) and not name.endswith(" again")):
+        if name in RULES or (name.startswith(theirs) and not name.endswith(" again")):
             lines.setdefault((name, timing.level), []).append((timing.rows, timing.passes))
     return lines
 
@@ -146,7 +146,7 @@ def plot_kernels(timings: Sequence[Timing], path: str | os.PathLike[str]) -> Non
     for (name, level), points in lines.items():
         style, colour = _STYLES.get(level, "-"), colours[name]
         label = f"{name} {level}".strip()
-        marker = "." if level or name in _RULES else "x"
+        marker = "." if level or name in RULES else "x"
         rows, passes = zip(*sorted(points), strict=True)
         axes.plot(rows, passes, style, color=colour, marker=marker, label=label)
     # Row counts double and passes span two decades: both axes are logarithmic.

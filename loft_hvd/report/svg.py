@@ -50,7 +50,7 @@ def bars(rows: Sequence[tuple[str, Sequence[float]]], parts: Sequence[str], *, u
         unit: of the lengths.
     """
     # Labels stand left of _LEFT; 90 units stay free for the sum at the end of the longest bar.
-    longest = max((sum(values) for _, values in rows), default=0.0) or 1.0
+    longest = max((sum(values) for _, values in rows), default=0.0) or 1.0  # no rows: no bars
     scale = (_WIDTH - _LEFT - 90) / longest
     shapes = []
     for number, (label, values) in enumerate(rows):
@@ -89,7 +89,7 @@ def lines(
     if not points:
         return '<p class="none">nothing was logged</p>'
     first, last = min(x for x, _ in points), max(x for x, _ in points)
-    highest = max(least_top, *(y for _, y in points)) or 1.0
+    highest = max(least_top, *(y for _, y in points)) or 1.0  # all zeros: on the base line
     # SVG's y grows downwards: a value lies (value * up) above the base line.
     across = (_WIDTH - _LEFT - 10) / ((last - first) or 1.0)
     up = (_HEIGHT - _BOTTOM - _TOP) / highest

@@ -228,7 +228,7 @@ def test_coordinates_beyond_two_to_the_31_are_addressed(device: str) -> None:
 def test_missing_cuda_kernels_are_said_once(device: str) -> None:
     if device != "cpu":
         pytest.skip("the CUDA kernels are there")
-    compute._warn_once.cache_clear()
+    compute.warn_once.cache_clear()
     with pytest.warns(RuntimeWarning, match="LOFT_HVD_CUDA=1"):
-        compute._warn_once(compute._NO_CUDA)
-    compute._warn_once(compute._NO_CUDA)  # no second warning: it would raise
+        compute.warn_once(compute.NO_CUDA)
+    compute.warn_once(compute.NO_CUDA)  # no second warning: it would raise

@@ -13,6 +13,6 @@ def both_paths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     """Run the test with the extension, and once more in plain torch."""
     if request.param == "plain torch":
         monkeypatch.setattr(compute, "extension", lambda: None)
-        monkeypatch.setattr(compute, "_warn_once", lambda: None)
+        monkeypatch.setattr(compute, "warn_once", lambda: None)
     elif extension() is None:
         pytest.skip("the C++ extension is not built")

@@ -129,7 +129,7 @@ def test_without_the_extension_plain_torch_runs_and_warns_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(compute, "extension", lambda: None)
-    compute._warn_once.cache_clear()
+    compute.warn_once.cache_clear()
     gradients = hard_gradients(7, 70_001, torch.float32, seed=2)
     rule = loft.TrimmedMean(2)
     with pytest.warns(RuntimeWarning, match="plain torch"):
