@@ -76,9 +76,7 @@ class EpochSettings:
     def order(self, epoch: int, *, done: npt.NDArray[np.bool_] | None = None) -> Ints:
         """Return the samples in the order of this epoch, those of ``done`` first.
 
-        Args:
-            epoch: number of the epoch.
-            done: samples consumed in an order that this world no longer has, [num_samples].
+        ``done`` are those consumed in an order that this world no longer has, [num_samples].
         """
         order = epoch_order(self.num_samples, seed=self.seed, epoch=epoch, shuffle=self.shuffle)
         if self.relaxed:

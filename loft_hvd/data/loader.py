@@ -112,9 +112,10 @@ class WorkerInit:
 class EvaluationView:
     """Equal sizes for evaluation, whatever plan training runs on; nothing is ever skipped."""
 
+    min_ranks = 1
+
     def __init__(self, balancer: PlanSource) -> None:
-        self._balancer = balancer
-        self.min_ranks = 1
+        self._balancer = balancer  # asked each time: in an elastic job the world changes
 
     @property
     def world_size(self) -> int:
@@ -424,9 +425,7 @@ class _ForkContext(context.ForkContext):
 def sure_fork(wanted: Any, *, num_workers: int) -> Any:
     """Return the start method for loader processes: ``wanted``, made sure where it forks.
 
-    Args:
-        wanted: a name, a context, or None for the platform's default.
-        num_workers: loader processes; without any there is nothing to start.
+    ``wanted`` is a name, a context, or None for the platform's default.
     """
     if num_workers == 0 or not (wanted is None or wanted == "fork"):
         return wanted

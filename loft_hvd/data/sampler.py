@@ -77,11 +77,7 @@ class PlanSource(PlanView, Protocol):
 
 
 def check_balancer(balancer: object) -> None:
-    """Refuse what cannot say the sizes of a step.
-
-    Raises:
-        ArgumentTypeError: there is no ``plan_at``.
-    """
+    """Raise an ArgumentTypeError for what cannot say the sizes of a step."""
     if not hasattr(balancer, "plan_at"):
         raise ArgumentTypeError(
             f"balancer={balancer!r} is of type {type(balancer).__name__}; give a loft_hvd.Balancer"
@@ -103,12 +99,7 @@ class EpochState:
 
 
 class GlobalBatches:
-    """Draws the steps of epochs, one iteration at a time, and says where a run stands.
-
-    Args:
-        settings: what decides which samples form a step.
-        view: the sizes in force.
-    """
+    """Draws the steps of epochs, one iteration at a time, and says where a run stands."""
 
     def __init__(self, settings: EpochSettings, view: PlanView) -> None:
         self.settings = settings
@@ -314,11 +305,7 @@ class BatchSampler(Sampler[list[int]]):
 
 
 def check_length(dataset: object) -> int:
-    """Return the number of samples of a map-style data set.
-
-    Raises:
-        ArgumentTypeError: the data set has no length, or is an ``IterableDataset``.
-    """
+    """Return the number of samples of a data set; ArgumentTypeError if it is not map-style."""
     if isinstance(dataset, int) and not isinstance(dataset, bool) and dataset >= 0:
         return dataset
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):

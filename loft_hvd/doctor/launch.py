@@ -63,13 +63,7 @@ def launch_command(
 
 
 def run_limited(command: Sequence[str], *, timeout_s: float, is_shown: bool = False) -> Finished:
-    """Run a command; everything that it started is ended when the limit is reached.
-
-    Args:
-        command: what to run.
-        timeout_s: longest wait in seconds.
-        is_shown: let its stderr through while it runs.
-    """
+    """Run a command, and show its stderr if asked; at the limit end everything that it started."""
     start_s = time.monotonic()
     process = subprocess.Popen(
         command,

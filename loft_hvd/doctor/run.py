@@ -38,10 +38,6 @@ class RunResult:
 def run_check(build: HorovodBuild, *, timeout_s: float = 120.0) -> RunResult:
     """Start two ranks and say whether both found the result right; never longer than the limit.
 
-    Args:
-        build: what the installed Horovod was built with.
-        timeout_s: longest wait in seconds; everything that was started is ended then.
-
     Raises:
         MissingDependencyError: there is nothing to start them with.
     """

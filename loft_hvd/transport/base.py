@@ -41,15 +41,12 @@ class Watch(Protocol):
 
     def waiting(self) -> AbstractContextManager[None]:
         """Note that the calling thread waits for other ranks inside."""
-        ...
 
     def late(self) -> list[int]:
         """Return the ranks that have not come to what this rank waits for, as far as known."""
-        ...
 
     def report(self, error: BaseException) -> None:
         """Tell the other ranks that this one fails."""
-        ...
 
 
 class Watched(Protocol):
@@ -58,7 +55,6 @@ class Watched(Protocol):
     @property
     def watch(self) -> Watch | None:
         """What knows why ranks do not come to this; None where nothing does."""
-        ...
 
 
 class Work(Watched, Protocol):
@@ -66,7 +62,6 @@ class Work(Watched, Protocol):
 
     def done(self) -> bool:
         """Say whether the operation has ended, well or badly; never blocks, on any thread."""
-        ...
 
     def finish(self) -> None:
         """Release a done operation.
@@ -74,7 +69,6 @@ class Work(Watched, Protocol):
         Raises:
             Exception: the engine's own error if the operation failed.
         """
-        ...
 
 
 class Transport(Watched, Protocol):
@@ -83,22 +77,18 @@ class Transport(Watched, Protocol):
     @property
     def rank(self) -> int:
         """This rank, 0 <= rank < world_size."""
-        ...
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        ...
 
     @property
     def node(self) -> str:
         """Name of this rank's node: equal for ranks that share a host."""
-        ...
 
     @property
     def local_size(self) -> int:
         """Number of ranks on this node."""
-        ...
 
     def alltoall(self, send: Tensor, recv: Tensor, *, name: str, skips_own: bool = False) -> Work:
         """Send shard j of ``send`` to rank j and receive rank i's shard as shard i of ``recv``.
@@ -110,7 +100,6 @@ class Transport(Watched, Protocol):
             skips_own: whether both hold the other ranks' shards only, in rank order, and thus
                 [(world_size - 1) * shard]; equal on every rank.
         """
-        ...
 
     def allgather(self, send: Tensor, recv: Tensor, *, name: str) -> Work:
         """Receive every rank's ``send`` in rank order.
@@ -120,15 +109,12 @@ class Transport(Watched, Protocol):
             recv: contiguous, shape [world_size * numel], dtype of ``send``.
             name: equal on every rank.
         """
-        ...
 
     def allreduce(self, buffer: Tensor, *, name: str) -> Work:
         """Replace ``buffer``, contiguous float32, float64 or int64, by its sum over ranks."""
-        ...
 
     def broadcast(self, buffer: Tensor, *, name: str) -> Work:
         """Replace ``buffer``, any contiguous tensor, by rank 0's."""
-        ...
 
 
 class _NoWatch:
@@ -153,10 +139,6 @@ def watch_of(carrier: Watched) -> Watch:
 def locate(error: BaseException, place: str) -> BaseException:
     """Say where an error met this rank, such as "bucket 0 (weight) in all-to-all".
 
-    Args:
-        error: what a collective raised.
-        place: what this rank was waiting for.
-
     Returns:
         Of our own transport errors a new one whose message names the place; any other, such as
         Horovod's, the very same object with a note (from Python 3.11 on).
@@ -179,14 +161,7 @@ def wait_for(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Wait for a collective without spinning, then release it.
-
-    Args:
-        work: the operation.
-        what: its description for the error message.
-        timeout_s: longest wait in seconds.
-        clock: seconds that never go back.
-        sleep: how to let other threads run.
+    """Wait for a collective without spinning, then release it; ``what`` describes it in errors.
 
     Raises:
         TransportTimeoutError: the limit was reached.
@@ -229,12 +204,10 @@ class Channel:
 
     @property
     def rank(self) -> int:
-        """This rank."""
         return self.transport.rank
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return self.transport.world_size
 
     def sub(self, part: str) -> Channel:

@@ -29,12 +29,7 @@ class _Divisible(Protocol):
     # Apart from Transport: one of a user's own need not have it, where nobody asks for over=.
 
     def subset(self, parts: Sequence[tuple[int, ...]]) -> Transport:
-        """Return the transport of the part that this rank is in; every rank calls it alike.
-
-        Args:
-            parts: every rank in exactly one of them, ranks ascending.
-        """
-        ...
+        """See ``loft_hvd.transport.groups.subset``."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +64,6 @@ class Groups:
 
     @property
     def num_groups(self) -> int:
-        """Number of groups."""
         return len(self.members)
 
     @property

@@ -294,8 +294,7 @@ def own_process_set(hvd: Any, ops: Any, parts: Sequence[Sequence[int]]) -> Any:
     every rank and in one order.
 
     Args:
-        hvd: ``horovod.torch``.
-        ops: ``horovod.torch.mpi_ops``.
+        hvd, ops: ``horovod.torch`` and its ``mpi_ops``.
         parts: Horovod's ranks of each part, ascending.
 
     Raises:
@@ -346,11 +345,7 @@ def _init_with(parts: Sequence[Sequence[int]]) -> str:
 
 
 def restore_process_set(hvd: Any, process_set: Any) -> None:
-    """Make a process set again in a new world; every rank calls it, members or not.
-
-    Args:
-        hvd: ``horovod.torch``.
-        process_set: a ``hvd.ProcessSet`` of the old world.
+    """Make a ``hvd.ProcessSet`` again in a new world; every rank calls it, members or not.
 
     Raises:
         ArgumentError: the new world lacks one of its ranks.

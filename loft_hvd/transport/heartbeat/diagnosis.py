@@ -69,11 +69,7 @@ class Progress:
 
 
 class ProgressMeter:
-    """Keeps what this rank has on the wire and since when it waits; any thread may write.
-
-    Args:
-        clock: seconds that never go back.
-    """
+    """Keeps what this rank has on the wire and since when it waits; any thread may write."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -86,10 +82,8 @@ class ProgressMeter:
     def posted(self, name: str, is_over: Callable[[], bool] = lambda: False) -> tuple[str, int]:
         """Note an operation that has been started; returns it, to be given to ``ended``.
 
-        Args:
-            name: its name.
-            is_over: says whether the engine is done with it, though nobody may have asked: what
-                a rank starts now and takes up much later keeps no rank from going on.
+        ``is_over`` says whether the engine is done with it, though nobody may have asked: what a
+        rank starts now and takes up much later keeps no rank from going on.
         """
         with self._lock:
             self._counts[name] += 1
@@ -154,12 +148,9 @@ def find_stall(ranks: Mapping[int, Progress], *, waited_s: float) -> dict[int, s
         rank 1 waits for b; has started b          nobody else has started b: a stall
         rank 1 waits for b; has started a and b    a is on every rank: rank 0 can go on
 
-    Args:
-        ranks: the progress of every rank.
-        waited_s: how long every rank must have been waiting.
-
     Returns:
-        The operation that each rank waits for, by rank; None where some rank can go on.
+        The operation that each rank waits for, by rank; None where some rank can go on, or has not
+        been waiting for ``waited_s``.
     """
     waits: dict[int, str] = {}
     for rank, progress in sorted(ranks.items()):
@@ -210,14 +201,7 @@ class _Peer:
 
 
 class Diagnosis:
-    """What one rank knows of the peers that it has a link to.
-
-    Args:
-        rank: this rank.
-        processes: where each peer runs, by rank.
-        limits: after how many seconds what is concluded.
-        clock: seconds that never go back.
-    """
+    """What one rank knows of the peers that it has a link to; ``processes`` says where they run."""
 
     def __init__(
         self,

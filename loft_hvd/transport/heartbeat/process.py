@@ -184,12 +184,7 @@ class ProcessExit:
     def install(
         self, on_error: Callable[[BaseException], None], on_exit: Callable[[], None]
     ) -> None:
-        """Set the hooks.
-
-        Args:
-            on_error: called with an error that nothing has caught.
-            on_exit: called when the interpreter ends.
-        """
+        """Call these with an error that nothing has caught, and when the interpreter ends."""
         self._on_error = on_error
         self._on_exit = on_exit
         self._previous_hook = sys.excepthook
@@ -210,12 +205,7 @@ class ProcessExit:
         return self._leave_at is not None
 
     def arm(self, reason: str, *, since_s: float = 0.0) -> None:
-        """Start the clock, unless it runs already or the process is never left.
-
-        Args:
-            reason: what has happened, for the log.
-            since_s: how long ago.
-        """
+        """Start the clock as of ``since_s`` ago, unless it runs or the process is never left."""
         if self._leave_s is not None and self._leave_at is None:
             self._reason = reason
             self._leave_at = time.monotonic() + self._leave_s - since_s
@@ -272,12 +262,7 @@ class ProcessGuard:
 
     Horovod's elastic launcher waits for a frozen process for ever. Ranks of one host end each
     other; a rank that is alone gets this guard, which looks at it in ``/proc`` once a second and
-    ends with it. Owned by the rank's heartbeat.
-
-    Args:
-        rank: the process's rank, for the message.
-        guarded: where the process runs.
-        limit_s: how long it may be stopped, in seconds.
+    ends with it. It lets the process be stopped for ``limit_s``. Owned by the rank's heartbeat.
     """
 
     def __init__(self, rank: int, guarded: RankProcess, *, limit_s: float) -> None:
