@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import TensorDataset
 
 import loft_hvd as loft
-from loft_hvd.transport.local import LocalTransport, run_ranks
+from loft_hvd.errors import ArgumentTypeError
+from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
 
+ALONE = LocalWorld(1).transport(0)
 NUMBERS = torch.arange(53)
 
 
@@ -52,3 +57,47 @@ def test_backward_passes_take_the_sizes_of_their_own_batch_after_a_break(kind: s
 
     seen = [sample for rank in run_ranks(3, train) for sample in rank]
     assert sorted(seen) == NUMBERS.tolist()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch_size": 16}, "'batch_size'; leave it away: the balancer gives"),
+        ({"sampler": None}, "'sampler'; leave it away: seed="),
+        ({"workers": 3}, "'workers'; it takes those of torch's own but"),
+    ],
+)
+def test_a_ported_loader_hears_what_stands_for_its_arguments(
+    arguments: dict[str, Any], message: str
+) -> None:
+    balancer = loft.Balancer(8, transport=ALONE)
+    with pytest.raises(ArgumentTypeError, match=message):
+        loft.DataLoader([1, 2, 3], balancer, **arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("epoch", ["a", 1.5, None])
+def test_an_epoch_is_a_whole_number(epoch: Any) -> None:
+    loader: Any = loft.BatchSampler(10, loft.Balancer(8, transport=ALONE))
+    with pytest.raises(ArgumentTypeError, match="give a whole number"):
+        loader.set_epoch(epoch)
+
+
+def test_a_forgotten_balancer_is_missed() -> None:
+    def work(transport: LocalTransport) -> int:
+        balancer = loft.Balancer(6, "uniform", transport=transport)
+        loader = loft.DataLoader(list(range(90)), balancer)  # type: ignore[arg-type]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in loader:
+                pass
+        return sum("no backward pass takes their sizes" in str(one.message) for one in caught)
+
+    # Threads share the filters of warnings, so say only that one came, and from one rank.
+    assert sum(run_ranks(2, work)) in (1, 2)
+
+
+def test_an_epoch_without_a_step_is_said() -> None:
+    balancer = loft.Balancer(6, "uniform", transport=ALONE)
+    loader = loft.DataLoader(list(range(5)), balancer, drop_last=True)  # type: ignore[arg-type]
+    with pytest.warns(UserWarning, match="an epoch has no step: 5 samples, global_batch_size=6"):
+        assert list(loader) == []

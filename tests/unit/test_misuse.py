@@ -1,8 +1,7 @@
-"""Mistakes that a script makes: each is an error that says what was meant, or what was meant."""
+"""Mistakes that a script makes at the face: each is an error that says what was meant."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +10,8 @@ import pytest
 import torch
 
 import loft_hvd as loft
-from loft_hvd.config import Config
-from loft_hvd.errors import ArgumentError, ArgumentTypeError, LoftError, PlanError, UsageError
-from loft_hvd.transport import default
-from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
+from loft_hvd.errors import ArgumentError, ArgumentTypeError, LoftError, PlanError
+from loft_hvd.transport.local import LocalWorld
 
 UNTYPED: Any = loft  # calls that a type checker would refuse
 ALONE: Any = LocalWorld(1).transport(0)
@@ -93,59 +90,3 @@ def test_a_mistake_is_named(call: Callable[[], Any], error: type[Exception], mes
     with pytest.raises(error, match=message) as caught:
         call()
     assert isinstance(caught.value, LoftError)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"batch_size": 16}, "'batch_size'; leave it away: the balancer gives"),
-        ({"sampler": None}, "'sampler'; leave it away: seed="),
-        ({"workers": 3}, "'workers'; it takes those of torch's own but"),
-    ],
-)
-def test_a_ported_loader_hears_what_stands_for_its_arguments(
-    arguments: dict[str, Any], message: str
-) -> None:
-    balancer = loft.Balancer(8, transport=ALONE)
-    with pytest.raises(ArgumentTypeError, match=message):
-        loft.DataLoader([1, 2, 3], balancer, **arguments)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("epoch", ["a", 1.5, None])
-def test_an_epoch_is_a_whole_number(epoch: Any) -> None:
-    loader: Any = loft.BatchSampler(10, loft.Balancer(8, transport=ALONE))
-    with pytest.raises(ArgumentTypeError, match="give a whole number"):
-        loader.set_epoch(epoch)
-
-
-@pytest.mark.parametrize(
-    ("told", "message"),
-    [(Config(ranks=4), "one of 4 ranks"), (Config(is_elastic=True), "an elastic rank")],
-)
-def test_one_of_several_ranks_never_trains_alone(
-    told: Config, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(default, "config", lambda: told)
-    with pytest.raises(UsageError, match=f"{message}.*call hvd.init"):
-        loft.Balancer(8)
-
-
-def test_a_forgotten_balancer_is_missed() -> None:
-    def work(transport: LocalTransport) -> int:
-        balancer = loft.Balancer(6, "uniform", transport=transport)
-        loader = loft.DataLoader(list(range(90)), balancer)  # type: ignore[arg-type]
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for _ in loader:
-                pass
-        return sum("no backward pass takes their sizes" in str(one.message) for one in caught)
-
-    # Threads share the filters of warnings, so say only that one came, and from one rank.
-    assert sum(run_ranks(2, work)) in (1, 2)
-
-
-def test_an_epoch_without_a_step_is_said() -> None:
-    balancer = loft.Balancer(6, "uniform", transport=ALONE)
-    loader = loft.DataLoader(list(range(5)), balancer, drop_last=True)  # type: ignore[arg-type]
-    with pytest.warns(UserWarning, match="an epoch has no step: 5 samples, global_batch_size=6"):
-        assert list(loader) == []
