@@ -1,10 +1,13 @@
 """Build the C++ extension with CMake; everything else is in pyproject.toml.
 
-Environment: ``LOFT_HVD_CUDA`` 0, 1 or auto (build the CUDA half where nvcc is found and the machine
-has an NVIDIA GPU), ``LOFT_HVD_CUDA_ARCHS`` (CMake's CUDA_ARCHITECTURES, the last one also as PTX;
-default "80-real;90", so sm_80, sm_90 and what comes after), ``LOFT_HVD_WERROR`` 1,
-``LOFT_HVD_JOBS`` (compile jobs, else the allowed CPUs). Objects are kept under ``build/`` and only
-what changed is compiled again.
+Environment: ``LOFT_HVD_LEVELS``, the instruction sets that the CPU kernels are built for: "native"
+(the best one of this machine, and the baseline that every machine needs), "all" (of the processor
+family), or a list such as "avx2,avx512"; by default a build for this checkout (``pip install -e``,
+``build_ext --inplace``) is native and a wheel has all. ``LOFT_HVD_CUDA`` 0, 1 or auto (build the
+CUDA half where nvcc is found and the machine has an NVIDIA GPU), ``LOFT_HVD_CUDA_ARCHS`` (CMake's
+CUDA_ARCHITECTURES, the last one also as PTX; default "80-real;90", so sm_80, sm_90 and what comes
+after), ``LOFT_HVD_WERROR`` 1, ``LOFT_HVD_JOBS`` (compile jobs, else the allowed CPUs). Objects are
+kept under ``build/`` and only what changed is compiled again.
 """
 
 from __future__ import annotations
@@ -58,6 +61,7 @@ class CMakeBuild(build_ext):  # type: ignore[misc]  # its base is untyped
             str(folder),
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-DCMAKE_BUILD_TYPE={'Debug' if self.debug else 'Release'}",
+            f"-DLOFT_LEVELS={self._levels()}",
             f"-DLOFT_CUDA={os.environ.get('LOFT_HVD_CUDA', 'auto') or 'auto'}",
             f"-DLOFT_WERROR={os.environ.get('LOFT_HVD_WERROR', '0') or '0'}",
         ]
@@ -72,6 +76,11 @@ class CMakeBuild(build_ext):  # type: ignore[misc]  # its base is untyped
         built = next(folder.glob("_loft*.so"))
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(built, target)
+
+    def _levels(self) -> str:
+        """Return the instruction sets to build: a checkout runs here, a wheel anywhere."""
+        is_local = self.inplace or self.editable_mode
+        return os.environ.get("LOFT_HVD_LEVELS") or ("native" if is_local else "all")
 
     @staticmethod
     def _forget_another_environment(folder: Path) -> None:

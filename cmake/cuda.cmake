@@ -55,7 +55,7 @@ if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 13)
   # a quarter smaller; drivers older than CUDA 12.4 cannot read it, those of CUDA 13 all can
   list(APPEND compress --compress-mode=size)
 endif()
-foreach(part IN ITEMS 0 1 2 3)
+foreach(part IN ITEMS float32 float16 bfloat16 float64)
   add_library(loft_cuda_${part} OBJECT csrc/cuda/launch.cu)
   target_compile_definitions(loft_cuda_${part} PRIVATE LOFT_PART=${part})
   list(APPEND cuda_targets loft_cuda_${part})

@@ -39,7 +39,8 @@ struct CpuOptions {
 void check(const Job& job);
 void aggregate_cpu(const Job& job, const CpuOptions& options);
 
-// The levels compiled in that this machine runs, best last.
+// The levels of this build, and those of them that this machine runs; the best last.
+std::vector<std::string> built_levels();
 std::vector<std::string> isa_levels();
 
 // Sum of the rows, float32, in row order: the memory pass that kernels are measured against.

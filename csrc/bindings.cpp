@@ -35,6 +35,7 @@ PYBIND11_MODULE(_loft, module) {
   module.attr("has_cuda") = false;
 #endif
   module.attr("block") = loft::kBlock;  // BLOCK in loft_hvd/aggregation/fallback.py
+  module.attr("built_levels") = loft::built_levels();
   module.def("isa_levels", &loft::isa_levels, "Instruction sets that run here, the best last.");
   module.def(
       "aggregate_cpu",

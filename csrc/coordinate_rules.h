@@ -94,25 +94,6 @@ LOFT_INLINE V fold_sum_fixed(const At& at, int first) {
   return Tree<(kCount + 1) / 2>::sum(leaf, 0);
 }
 
-// The same bits, all indices known when the loops are unrolled: ranks first .. first + count - 1 of
-// kRows symmetric about the middle, so 2 * first + count == kRows.
-template <int kRows, typename V, typename At>
-LOFT_INLINE V fold_sum_static(const At& at, int first) {
-  constexpr int kMiddle = kRows / 2;
-  if constexpr (kRows % 2) {
-    const auto leaf = [&](int k) -> V {
-      if (k == 0) return at(kMiddle);
-      return kMiddle - k >= first ? at(kMiddle - k) + at(kMiddle + k) : V{};
-    };
-    return Tree<kMiddle + 1>::sum(leaf, 0);
-  } else {
-    const auto leaf = [&](int k) -> V {
-      return kMiddle - 1 - k >= first ? at(kMiddle - 1 - k) + at(kMiddle + k) : V{};
-    };
-    return Tree<kMiddle>::sum(leaf, 0);
-  }
-}
-
 // 0.5 a + 0.5 b: no overflow. Equal values give themselves, which halving the smallest subnormal
 // would not. NaN and inf - inf give NaN.
 template <typename V>
@@ -143,14 +124,18 @@ LOFT_INLINE auto slides(V centre, V leaving, V entering) {
          ((below == above) & (leaving - leaving != 0) & (entering - entering == 0));
 }
 
-// The mean of finite values whose sum overflows: everything scaled by 2^-64, in double.
+// A sum that overflows is repeated with every value scaled by this, in double. Bound from the most
+// rows and weights, 2^30 together: their sum grows by less than 2^64. A power of two keeps the
+// bits.
+constexpr double kRescueScale = 1.0 / 18446744073709551616.0;  // 2^-64
+
+// The mean of finite values whose sum overflows.
 // `at(i)` gives values as double, `weight(i)` counts as double; total is the sum of the counts.
 template <typename At, typename Weight>
 LOFT_HOST_DEVICE inline double scaled_mean(const At& at, const Weight& weight, int first, int count,
                                            double total) {
-  constexpr double kScale = 1.0 / 18446744073709551616.0;  // 2^-64
-  const auto product = [&](int i) { return at(i) * kScale * weight(i); };
-  return fold_sum<double>(product, first, count) / total / kScale;
+  const auto product = [&](int i) { return at(i) * kRescueScale * weight(i); };
+  return fold_sum<double>(product, first, count) / total / kRescueScale;
 }
 
 }  // namespace loft

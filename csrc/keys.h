@@ -1,7 +1,7 @@
 // Layer 0. Stored bits <-> values and ordered integer keys, one value at a time; host and device.
 //
 // A key orders as the value does: -inf < ... < -0 < +0 < ... < +inf < NaN, every NaN being the one
-// canonical NaN. cpu/formats.h has the same arithmetic on vectors.
+// canonical NaN. cpu/formats.h has the same on vectors.
 #pragma once
 
 #include <cstdint>
@@ -11,6 +11,7 @@
 
 namespace loft {
 
+// Bits: what memory holds. Value: what sums are computed in.
 template <DType kDType>
 struct Stored;
 template <>
@@ -39,15 +40,19 @@ struct Stored<DType::kBFloat16> {
 };
 
 template <typename To, typename From>
-LOFT_INLINE To same_bits(From from) {
+LOFT_INLINE To bit_cast(From from) {
   static_assert(sizeof(To) == sizeof(From), "a bit cast keeps the size");
   To to;
   std::memcpy(&to, &from, sizeof(To));
   return to;
 }
 
+// Flips all bits but the sign where the sign is set: the bits of a negative value fall as the value
+// rises, and must rise with it. Its own inverse. Of int8_t, say:
+//   +2  00000010 -> 00000010      -1  10000001 -> 11111110
+//   +1  00000001 -> 00000001      -2  10000010 -> 11111101   read as integers: -3 < -2 < 1 < 2
 template <typename Bits>
-LOFT_INLINE Bits flip_bits(Bits bits) {  // its own inverse
+LOFT_INLINE Bits flip_bits(Bits bits) {
   constexpr int kShift = 8 * sizeof(Bits) - 1;
   constexpr Bits kMagnitude = static_cast<Bits>(~(uint64_t{1} << kShift));
   return static_cast<Bits>(bits ^ ((bits >> kShift) & kMagnitude));
@@ -60,38 +65,38 @@ LOFT_INLINE typename Stored<kDType>::Bits key_of(typename Stored<kDType>::Bits b
   return (bits & kMagnitude) > Stored<kDType>::kInfinity ? Stored<kDType>::kNaN : flip_bits(bits);
 }
 
-// Exact.
-LOFT_INLINE float float16_value(int16_t stored) {
-  const int32_t bits = stored, magnitude = bits & 0x7fff;
-  float value = same_bits<float>(magnitude << 13) * 0x1p112f;  // right for subnormals too
-  if (magnitude > 0x7bff) value = same_bits<float>(same_bits<int32_t>(value) | 0x7f800000);
-  return same_bits<float>(same_bits<int32_t>(value) | static_cast<int32_t>((bits & 0x8000u) << 16));
+// The next two take one value (I int32_t, V float) or a vector of them, and so does the CPU.
+
+// From float16, exact. `bits`: the stored 16 bits with their sign extended to 32.
+template <typename V, typename I>
+LOFT_INLINE V widen_float16(I bits) {
+  const I magnitude = bits & 0x7fff;
+  // The exponent's bias is 127 instead of 15. The product is right for subnormals, too.
+  const I scaled = bit_cast<I>(bit_cast<V>(magnitude << 13) * 0x1p112f);
+  const I special = magnitude > I{} + 0x7bff ? I{} + 0x7f800000 : I{};  // infinite or NaN
+  const I sign = (bits - magnitude) * 65536;                            // -2^15 or 0, to the top
+  return bit_cast<V>(scaled | special | sign);
+}
+
+// To float16, to nearest, ties to even; a NaN keeps its sign.
+template <typename I, typename V>
+LOFT_INLINE I narrow_float16(V value) {
+  const I bits = bit_cast<I>(value);
+  const I magnitude = bits & 0x7fffffff;
+  const I sign = (bits >> 16) & 0x8000;
+  // Adding 0.5 lets the float unit round a subnormal result at the right place.
+  const V small = bit_cast<V>(magnitude) + 0.5f;
+  const I subnormal = bit_cast<I>(small) - 0x3f000000;
+  const I normal = (magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+  I result = magnitude < I{} + 0x38800000 ? subnormal : normal;
+  result = magnitude > I{} + 0x477fefff ? I{} + 0x7c00 : result;  // rounds beyond 65504
+  result = magnitude > I{} + 0x7f800000 ? I{} + 0x7e00 : result;
+  return result | sign;
 }
 
 // To nearest, ties to even.
-LOFT_INLINE int16_t float16_bits(float value) {
-  const int32_t bits = same_bits<int32_t>(value), magnitude = bits & 0x7fffffff;
-  const int32_t sign = (bits >> 16) & 0x8000;
-  int32_t result;
-  if (magnitude > 0x7f800000) {
-    result = 0x7e00;
-  } else if (magnitude > 0x477fefff) {
-    result = 0x7c00;  // rounds beyond 65504
-  } else if (magnitude < 0x38800000) {
-    result = same_bits<int32_t>(same_bits<float>(magnitude) + 0.5f) - 0x3f000000;
-  } else {
-    result = (magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13;
-  }
-  return static_cast<int16_t>(result | sign);
-}
-
-LOFT_INLINE float bfloat16_value(int16_t stored) {
-  return same_bits<float>(
-      static_cast<int32_t>(static_cast<uint32_t>(static_cast<uint16_t>(stored)) << 16));
-}
-
 LOFT_INLINE int16_t bfloat16_bits(float value) {
-  const uint32_t bits = same_bits<uint32_t>(value);
+  const uint32_t bits = bit_cast<uint32_t>(value);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;
   return static_cast<int16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
@@ -99,11 +104,11 @@ LOFT_INLINE int16_t bfloat16_bits(float value) {
 template <DType kDType>
 LOFT_INLINE typename Stored<kDType>::Value value_of(typename Stored<kDType>::Bits bits) {
   if constexpr (kDType == DType::kFloat16) {
-    return float16_value(bits);
+    return widen_float16<float>(int32_t{bits});
   } else if constexpr (kDType == DType::kBFloat16) {
-    return bfloat16_value(bits);
+    return bit_cast<float>(int32_t{bits} * 65536);  // a bfloat16 is the upper half of a float32
   } else {
-    return same_bits<typename Stored<kDType>::Value>(bits);
+    return bit_cast<typename Stored<kDType>::Value>(bits);
   }
 }
 
@@ -112,12 +117,18 @@ template <DType kDType>
 LOFT_INLINE typename Stored<kDType>::Bits bits_of(typename Stored<kDType>::Value value) {
   value = value + static_cast<typename Stored<kDType>::Value>(0);
   if constexpr (kDType == DType::kFloat16) {
-    return float16_bits(value);
+    return static_cast<int16_t>(narrow_float16<int32_t>(value));
   } else if constexpr (kDType == DType::kBFloat16) {
     return bfloat16_bits(value);
   } else {
-    return same_bits<typename Stored<kDType>::Bits>(value);
+    return bit_cast<typename Stored<kDType>::Bits>(value);
   }
+}
+
+// The bits that a result is stored with: -0 becomes +0 and every NaN the canonical one.
+template <DType kDType>
+LOFT_INLINE typename Stored<kDType>::Bits result_bits(typename Stored<kDType>::Value result) {
+  return result == result ? bits_of<kDType>(result) : Stored<kDType>::kNaN;
 }
 
 }  // namespace loft

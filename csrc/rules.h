@@ -11,6 +11,7 @@
 #define LOFT_HOST_DEVICE
 #define LOFT_INLINE inline __attribute__((always_inline))
 #endif
+#define LOFT_INLINE_LAMBDA __attribute__((always_inline))
 
 namespace loft {
 

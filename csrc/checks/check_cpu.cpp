@@ -6,11 +6,8 @@
 
 #include "plain.h"
 
-namespace loft {
-namespace checks {
+namespace loft::checks {
 namespace {
-
-int64_t failures = 0, compared = 0;
 
 bool is_alike(double found, double wanted) {
   return found == wanted || std::abs(found - wanted) <= 1e-12 * wanted;
@@ -19,40 +16,34 @@ bool is_alike(double found, double wanted) {
 // What every row did; `wanted` is added up in another order.
 void check_diagnostics(const Job& job, const std::string& level, const Diagnostics& found,
                        const Diagnostics& wanted) {
-  for (size_t row = 0; row < job.rows.size(); ++row, ++compared) {
-    if (found.coordinates == wanted.coordinates &&
-        found.num_outside[row] == wanted.num_outside[row] &&
-        found.num_non_finite[row] == wanted.num_non_finite[row] &&
-        is_alike(found.squared_distance[row], wanted.squared_distance[row])) {
-      continue;
-    }
-    if (++failures > 20) continue;
-    std::printf("%s, %s, row %zu: %lld and %lld of %lld outside, %g and %g off\n", level.c_str(),
-                describe(job).c_str(), row, static_cast<long long>(found.num_outside[row]),
-                static_cast<long long>(wanted.num_outside[row]),
-                static_cast<long long>(found.coordinates), found.squared_distance[row],
-                wanted.squared_distance[row]);
+  for (size_t row = 0; row < job.rows.size(); ++row) {
+    const bool is_right = found.coordinates == wanted.coordinates &&
+                          found.num_outside[row] == wanted.num_outside[row] &&
+                          found.num_non_finite[row] == wanted.num_non_finite[row] &&
+                          is_alike(found.squared_distance[row], wanted.squared_distance[row]);
+    expect(is_right, [&] {
+      return text(level, ", ", describe(job), ", row ", row, ": ", found.num_outside[row], " and ",
+                  wanted.num_outside[row], " of ", found.coordinates, " outside, ",
+                  found.squared_distance[row], " and ", wanted.squared_distance[row], " off");
+    });
   }
 }
 
 template <DType kDType>
 void check_case(Case<kDType>& made, const std::string& level, int threads, bool diagnoses) {
   const Job& job = made.job;
-  const size_t rows = job.rows.size();
-  Diagnostics found,
-      wanted{0, std::vector<int64_t>(rows), std::vector<int64_t>(rows), std::vector<double>(rows)};
-  CpuOptions options{threads, level, diagnoses ? &found : nullptr, 1};
+  Diagnostics found, wanted = no_diagnostics(job.rows.size());
   made.poison();
-  aggregate_cpu(job, options);
+  aggregate_cpu(job, {threads, level, diagnoses ? &found : nullptr, 1});
   const int64_t step = job.numel > 100'000 ? 61 : 1;  // coprime to every vector's lanes
-  for (int64_t i = 0; i < job.numel; i += step, ++compared) {
+  for (int64_t i = 0; i < job.numel; i += step) {
     const auto kept = plain_kept<kDType>(made.column(i), job.weights, job.params);
+    const auto bits = result_bits<kDType>(kept.result);
     plain_diagnose<kDType>(made.column(i), kept, value_of<kDType>(made.result(i)), wanted);
-    if (made.result(i) == result_bits<kDType>(kept.result)) continue;
-    if (++failures > 20) continue;
-    std::printf("%s, %s, coordinate %lld: %llx, not %llx\n", level.c_str(), describe(job).c_str(),
-                static_cast<long long>(i), static_cast<unsigned long long>(made.result(i)),
-                static_cast<unsigned long long>(result_bits<kDType>(kept.result)));
+    expect(made.result(i) == bits, [&] {
+      return text(level, ", ", describe(job), ", coordinate ", i, ": ", std::hex, made.result(i),
+                  ", not ", bits);
+    });
   }
   if (diagnoses) check_diagnostics(job, level, found, wanted);
 }
@@ -63,14 +54,11 @@ void check_threads(Case<kDType>& made, const std::string& level) {
   Diagnostics alone, shared;
   aggregate_cpu(made.job, {1, level, &alone, 2});
   aggregate_cpu(made.job, {3, level, &shared, 2});
-  ++compared;
-  if (alone.coordinates == shared.coordinates && alone.num_outside == shared.num_outside &&
-      alone.num_non_finite == shared.num_non_finite &&
-      alone.squared_distance == shared.squared_distance) {
-    return;
-  }
-  ++failures;
-  std::printf("%s, %s: three threads diagnose others\n", level.c_str(), describe(made.job).c_str());
+  const bool is_same = alone.coordinates == shared.coordinates &&
+                       alone.num_outside == shared.num_outside &&
+                       alone.num_non_finite == shared.num_non_finite &&
+                       alone.squared_distance == shared.squared_distance;
+  expect(is_same, [&] { return text(level, ", ", describe(made.job), ": threads find others"); });
 }
 
 template <DType kDType>
@@ -129,8 +117,7 @@ void check_level(const std::string& level) {
 }
 
 }  // namespace
-}  // namespace checks
-}  // namespace loft
+}  // namespace loft::checks
 
 int main(int argc, char** argv) {
   std::vector<std::string> levels(argv + 1, argv + argc);

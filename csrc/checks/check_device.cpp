@@ -4,15 +4,12 @@
 //
 //   check_device [LEVEL]   instruction set of the CPU kernels; default: the best that runs here
 
-#include "cuda/diagnose.h"
-#include "cuda/two_lanes.h"
+#include "cuda/coordinate.h"
 #include "plain.h"
 
-namespace loft {
-namespace checks {
+namespace loft::checks {
 namespace {
 
-int64_t failures = 0, compared = 0;
 CpuOptions cpu;
 
 template <typename V>
@@ -20,19 +17,23 @@ bool is_same(V a, V b) {
   return a == b || (a != a && b != b);
 }
 
+int64_t total_of(const Job& job) {
+  int64_t total = 0;
+  for (int32_t weight : job.weights) total += weight;
+  return total;
+}
+
 // The result against the CPU kernel's, its window against the plain form's.
 template <DType kDType>
 void compare(const Case<kDType>& made, int64_t i, const device::Outcome<kDType>& found,
              const char* kernel) {
-  ++compared;
   const auto kept = plain_kept<kDType>(made.column(i), made.job.weights, made.job.params);
   const bool has_window = is_same(found.low, kept.low) && is_same(found.high, kept.high);
-  if ((found.result == made.result(i) && has_window) || ++failures > 20) return;
-  std::printf("%s, %s, coordinate %lld: %llx of %g to %g, not %llx of %g to %g\n", kernel,
-              describe(made.job).c_str(), static_cast<long long>(i),
-              static_cast<unsigned long long>(found.result), static_cast<double>(found.low),
-              static_cast<double>(found.high), static_cast<unsigned long long>(made.result(i)),
-              static_cast<double>(kept.low), static_cast<double>(kept.high));
+  expect(found.result == made.result(i) && has_window, [&] {
+    return text(kernel, ", ", describe(made.job), ", coordinate ", i, ": ", std::hex, found.result,
+                " of ", found.low, " to ", found.high, ", not ", made.result(i), " of ", kept.low,
+                " to ", kept.high);
+  });
 }
 
 // What a row's values add up to, against the plain form: one job of every rule.
@@ -42,9 +43,7 @@ void check_sums(int rows, bool is_weighted) {
   for (const RuleParams& rule : rules_for(rows)) {
     made.job.params = rule;
     aggregate_cpu(made.job, cpu);
-    Diagnostics wanted;
-    wanted.num_outside.resize(rows), wanted.num_non_finite.resize(rows);
-    wanted.squared_distance.resize(rows);
+    Diagnostics wanted = no_diagnostics(static_cast<size_t>(rows));
     std::vector<device::RowSums> found(rows, device::RowSums{});
     for (int64_t i = 0; i < made.job.numel; ++i) {
       const auto kept = plain_kept<kDType>(made.column(i), made.job.weights, rule);
@@ -57,16 +56,14 @@ void check_sums(int rows, bool is_weighted) {
       }
     }
     for (int row = 0; row < rows; ++row) {
-      ++compared;
-      if (found[row].outside == static_cast<double>(wanted.num_outside[row]) &&
-          found[row].non_finite == static_cast<double>(wanted.num_non_finite[row]) &&
-          found[row].squared == wanted.squared_distance[row]) {
-        continue;
-      }
-      if (++failures > 20) continue;
-      std::printf("compare_kernel, %s, row %d: %g outside, %g not finite, distance %g\n",
-                  describe(made.job).c_str(), row, found[row].outside, found[row].non_finite,
-                  found[row].squared);
+      const device::RowSums& sums = found[row];
+      const bool is_right = sums.outside == static_cast<double>(wanted.num_outside[row]) &&
+                            sums.non_finite == static_cast<double>(wanted.num_non_finite[row]) &&
+                            sums.squared == wanted.squared_distance[row];
+      expect(is_right, [&] {
+        return text("compare_kernel, ", describe(made.job), ", row ", row, ": ", sums.outside,
+                    " outside, ", sums.non_finite, " not finite, distance ", sums.squared);
+      });
     }
   }
 }
@@ -80,13 +77,15 @@ void check_places() {
       int64_t next = 0;
       for (int64_t i = 0; i < numel; ++i) {
         const bool is_looked_at = i / kBlock % every == 0;
-        ++compared;
-        failures += windows.place(i) != (is_looked_at ? next : -1);
+        expect(windows.place(i) == (is_looked_at ? next : -1),
+               [&] { return text("coordinate ", i, " of ", numel, " by ", every, ": no place"); });
         next += is_looked_at;
       }
       const int64_t room = device::blocks_looked_at(numel, every) * kBlock;
-      failures += next > room || next + kBlock <= room;
-      failures += device::Windows<DType::kFloat32>{nullptr, nullptr, every}.place(0) != -1;
+      expect(next <= room && room < next + kBlock,
+             [&] { return text("room of ", room, " for ", next, " windows"); });
+      const device::Windows<DType::kFloat32> none{nullptr, nullptr, every};
+      expect(none.place(0) == -1, [] { return std::string("a place where nobody asks"); });
     }
   }
 }
@@ -133,8 +132,9 @@ void check_two_lanes(const Case<kDType>& made, int64_t i) {
   }
   for (int side : {0, 1}) device::keep_half(keys[side], other[side], side);
   if (params.rule == Rule::kMedian) {
-    const auto lower = device::edge_of(keys[0], 0), upper = device::edge_of(keys[1], 1);
-    return compare(made, i, device::median_of_edges<kDType>(lower, upper, rows, params.kind),
+    const auto lower = device::value_at<kDType>(device::edge_of(keys[0], 0));
+    const auto upper = device::value_at<kDType>(device::edge_of(keys[1], 1));
+    return compare(made, i, device::median_of_middle<kDType>(lower, upper, rows % 2, params.kind),
                    "two_lane_kernel");
   }
   for (int side : {0, 1}) device::sort_half(keys[side]);
@@ -150,11 +150,8 @@ void check_any_rule(const Case<kDType>& made, int64_t i) {
   device::Key<kDType> keys[kWires];
   int32_t weights[kWires] = {};
   load_wires(made, i, 0, keys);
-  int64_t total = 0;
-  for (size_t row = 0; row < made.job.weights.size(); ++row) {
-    weights[row] = made.job.weights[row];
-    total += weights[row];
-  }
+  std::copy(made.job.weights.begin(), made.job.weights.end(), weights);
+  const int64_t total = total_of(made.job);
   compare(
       made, i,
       device::any_rule_of<kDType, kWires, kIsWeighted>(keys, weights, rows, total, made.job.params),
@@ -167,8 +164,7 @@ void check_shared(const Case<kDType>& made, int64_t i) {
   std::vector<device::Key<kDType>> keys;
   for (auto bits : made.column(i)) keys.push_back(key_of<kDType>(bits));
   std::vector<int32_t> weights = made.job.weights;
-  int64_t total = 0;
-  for (int32_t weight : weights) total += weight;
+  const int64_t total = total_of(made.job);
   for (int p = 1; p < rows; p *= 2) {
     for (int k = p; k >= 1; k /= 2) {
       for (int low = 0; low < rows; ++low) {
@@ -254,8 +250,7 @@ void check_dtype() {
 }
 
 }  // namespace
-}  // namespace checks
-}  // namespace loft
+}  // namespace loft::checks
 
 int main(int argc, char** argv) {
   if (argc > 1) loft::checks::cpu.isa = argv[1];

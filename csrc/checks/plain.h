@@ -9,14 +9,32 @@
 #include <cstdlib>
 #include <memory>
 #include <random>
+#include <sstream>
 #include <string>
 #include <vector>
 
 #include "aggregate.h"
 #include "keys.h"
 
-namespace loft {
-namespace checks {
+namespace loft::checks {
+
+// What a program of checks has counted; the first twenty failures are printed.
+inline int64_t compared = 0, failures = 0;
+
+template <typename... Parts>
+std::string text(const Parts&... parts) {
+  std::ostringstream out;
+  (out << ... << parts);
+  return out.str();
+}
+
+// `say` gives what to print, and is asked where it is printed only.
+template <typename Say>
+void expect(bool is_right, const Say& say) {
+  ++compared;
+  if (is_right || ++failures > 20) return;
+  std::printf("%s\n", say().c_str());
+}
 
 // Sum of pairs from the middle outwards, then a binary tree that carries an odd one up.
 template <typename V>
@@ -142,10 +160,8 @@ Kept<typename Stored<kDType>::Value> plain_kept(
   return plain_rule(ranked, params);
 }
 
-// The bits that a result is stored with.
-template <DType kDType>
-typename Stored<kDType>::Bits result_bits(typename Stored<kDType>::Value result) {
-  return result == result ? bits_of<kDType>(result) : Stored<kDType>::kNaN;
+inline Diagnostics no_diagnostics(size_t rows) {
+  return {0, std::vector<int64_t>(rows), std::vector<int64_t>(rows), std::vector<double>(rows)};
 }
 
 // Adds what every row did in one coordinate.
@@ -251,11 +267,9 @@ class Case {
 };
 
 inline std::string describe(const Job& job) {
-  return "dtype " + std::to_string(static_cast<int>(job.dtype)) + ", rule " +
-         std::to_string(static_cast<int>(job.params.rule)) + ", kind " +
-         std::to_string(static_cast<int>(job.params.kind)) + ", f " + std::to_string(job.params.f) +
-         ", rows " + std::to_string(job.rows.size()) + ", numel " + std::to_string(job.numel) +
-         (job.weights.empty() ? "" : ", weighted");
+  return text("dtype ", static_cast<int>(job.dtype), ", rule ", static_cast<int>(job.params.rule),
+              ", kind ", static_cast<int>(job.params.kind), ", f ", job.params.f, ", rows ",
+              job.rows.size(), ", numel ", job.numel, job.weights.empty() ? "" : ", weighted");
 }
 
 // Every rule that `rows` rows allow, with no f, one, some and the most.
@@ -274,5 +288,4 @@ inline std::vector<RuleParams> rules_for(int rows) {
   return rules;
 }
 
-}  // namespace checks
-}  // namespace loft
+}  // namespace loft::checks

@@ -1,4 +1,5 @@
-// Layer 3. One job on the CPU: checks, blocks over coordinates, threads, choice of instruction set.
+// Layer 3. One job on the CPU: checks, the instruction set, blocks over coordinates, threads, and
+// what diagnostics look at.
 //
 // Coordinates are independent, so neither the split into blocks nor the number of threads can
 // change a bit. Threads are started per call and joined before it returns: a large job takes
@@ -9,7 +10,6 @@
 #include <algorithm>
 #include <atomic>
 #include <exception>
-#include <limits>
 #include <mutex>
 #include <stdexcept>
 #include <thread>
@@ -18,13 +18,14 @@
 #include <xmmintrin.h>
 #endif
 
-#include "cpu/diagnostics.h"
 #include "cpu/dispatch.h"
 
 namespace loft {
 namespace {
 
-constexpr int64_t kBytesAThread = 2 * 1024 * 1024;  // less input than this is not worth a thread
+// Less input than this is not worth a thread: at the 10 GB/s of one core it takes 200 us, and a
+// thread's start and join some tens.
+constexpr int64_t kBytesAThread = 2 * 1024 * 1024;
 
 // Rounding to nearest, no flushing of subnormals, no traps, whatever the caller has set.
 class FloatState {
@@ -52,18 +53,46 @@ std::string describe(const Job& job) {
          ", f=" + std::to_string(job.params.f);
 }
 
-const KernelTable& table_for(const std::string& wanted) {
-  const std::vector<std::string> levels = isa_levels();
-  const std::string level = wanted.empty() ? levels.back() : wanted;
-  if (std::find(levels.begin(), levels.end(), level) == levels.end()) {
-    throw std::invalid_argument("isa=" + level + " does not run here; the best here is " +
-                                levels.back());
-  }
-#if defined(LOFT_HAVE_X86_LEVELS)
-  if (level == "avx512") return avx512::kernels();
-  if (level == "avx2") return avx2::kernels();
+// --- instruction sets
+
+struct Level {
+  const char* name;
+  bool runs;
+  const KernelTable& (*kernels)();
+};
+
+// Those that this build has, the best last. loft_hvd/topology.py asks for the same features.
+std::vector<Level> built() {
+  std::vector<Level> levels{{"baseline", true, baseline::kernels}};
+#if defined(LOFT_HAVE_AVX2) || defined(LOFT_HAVE_AVX512)
+  __builtin_cpu_init();
+  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("popcnt") &&
+                        __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("f16c") &&
+                        __builtin_cpu_supports("fma");
 #endif
-  return baseline::kernels();
+#if defined(LOFT_HAVE_AVX2)
+  levels.push_back({"avx2", has_avx2, avx2::kernels});
+#endif
+#if defined(LOFT_HAVE_AVX512)
+  const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") &&
+                          __builtin_cpu_supports("avx512bw") &&
+                          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  levels.push_back({"avx512", has_avx512, avx512::kernels});
+#endif
+  return levels;
+}
+
+const KernelTable& table_for(const std::string& wanted) {
+  const KernelTable& (*found)() = nullptr;
+  std::string names;
+  for (const Level& level : built()) {
+    if (!level.runs) continue;
+    names += (names.empty() ? "" : ", ") + std::string(level.name);
+    if (wanted.empty() || wanted == level.name) found = level.kernels;
+  }
+  if (found) return found();
+  throw std::invalid_argument("isa=" + wanted + " does not run here or was not built: use one of " +
+                              names + ", or build again with LOFT_HVD_LEVELS=all");
 }
 
 Work work_of(const Job& job) {
@@ -110,23 +139,112 @@ int64_t threads_for(const Job& job, int threads) {
   return std::max<int64_t>(1, std::min<int64_t>(threads, bytes / kBytesAThread));
 }
 
+// --- which row was off
+//
+// A sampled block is aggregated by the same kernel, which then also leaves each coordinate's kept
+// window; while the rows are still in the cache they are compared with it. Sums of a block run over
+// sixteen fixed lanes and blocks are added in order, so that no thread count shows.
+
+// Coordinates after which the kernel and the comparison take turns. Bound from the caches: up to 16
+// rows of floats then stay in the L1 cache, and as many as there can be in the L2 cache. Fixed by
+// the job, because the order of the sums depends on it.
+int64_t turn_of(size_t rows, int64_t bytes) {
+  constexpr int64_t kBytes = 256 * 1024, kLeast = 128;
+  const int64_t fitting = kBytes / (static_cast<int64_t>(rows) * bytes) / kLeast * kLeast;
+  return std::max(kLeast, std::min(kCompared, fitting));
+}
+
+// Of up to so many rows the next turn's coordinates are prefetched while these are compared.
+// Measured (commit abc40b9): more take the kernel so long that nothing is gained.
+constexpr size_t kFetchedRows = 8;
+
+// Whether what is kept of a coordinate is the value of one row.
+bool keeps_one(const Job& job) {
+  const int rows = static_cast<int>(job.rows.size());
+  if (job.params.rule == Rule::kMedian) return rows % 2 && job.weights.empty();
+  return job.params.rule == Rule::kTrimmedMean && 2 * job.params.f + 1 == rows;
+}
+
+// What one row did in one block; see Diagnostics in aggregate.h.
+struct RowTally {
+  int64_t num_outside, num_non_finite;
+  double squared_distance;
+};
+
+class DiagnosticBlocks {
+ public:
+  // Looks at every `every`-th block, the first one included; with no `total` at none.
+  DiagnosticBlocks(const Job& job, int64_t blocks, int every, Diagnostics* total)
+      : job_(job), every_(std::max(1, every)), total_(total) {
+    if (!total) return;
+    const size_t rows = job.rows.size();
+    *total = {0, std::vector<int64_t>(rows), std::vector<int64_t>(rows), std::vector<double>(rows)};
+    tallies_.resize(static_cast<size_t>((blocks + every_ - 1) / every_) * rows);
+  }
+
+  bool wants(int64_t block) const { return total_ && block % every_ == 0; }
+
+  // Aggregates a block and compares its rows; called for each wanted block, by any thread.
+  void run(const Work& work, const KernelTable& table, Kernel kernel, int64_t begin, int64_t end) {
+    alignas(64) char low[kCompared * sizeof(double)], high[kCompared * sizeof(double)];
+    std::vector<RowLanes> rows(job_.rows.size());
+    const int64_t bytes = size_of(job_.dtype), turn = turn_of(job_.rows.size(), bytes);
+    const int64_t ahead = job_.rows.size() <= kFetchedRows ? turn * bytes : 0;
+    Work part = work;
+    part.low = low;
+    part.high = keeps_one(job_) ? low : high;
+    for (int64_t from = begin; from < end; from += turn) {
+      const int64_t to = std::min(end, from + turn);
+      kernel(part, from, to);
+      const char* to_high = static_cast<const char*>(part.high);
+      table.compare(
+          job_.dtype,
+          {work.rows, work.num_rows, from, to - from, work.out + from * bytes, low, to_high, ahead},
+          rows.data());
+    }
+    RowTally* tally = tallies_.data() + static_cast<size_t>(begin / kBlock / every_) * rows.size();
+    for (const RowLanes& row : rows) {
+      *tally = {row.outside, row.non_finite, 0};
+      for (double squared : row.squared) tally->squared_distance += squared;
+      ++tally;
+    }
+  }
+
+  // Adds up what all wanted blocks had, in their order.
+  void finish() {
+    if (!total_) return;
+    const int64_t last = (job_.numel + kBlock - 1) / kBlock - 1, period = every_ * kBlock;
+    total_->coordinates = (job_.numel + period - 1) / period * kBlock;
+    if (last % every_ == 0) total_->coordinates -= (last + 1) * kBlock - job_.numel;
+    for (size_t i = 0; i < tallies_.size(); ++i) {
+      const size_t row = i % job_.rows.size();
+      total_->num_outside[row] += tallies_[i].num_outside;
+      total_->num_non_finite[row] += tallies_[i].num_non_finite;
+      total_->squared_distance[row] += tallies_[i].squared_distance;
+    }
+  }
+
+ private:
+  const Job& job_;
+  int64_t every_;
+  Diagnostics* total_;
+  std::vector<RowTally> tallies_;  // [wanted blocks, rows]
+};
+
 }  // namespace
 
 std::vector<std::string> isa_levels() {
-  std::vector<std::string> levels{"baseline"};
-#if defined(LOFT_HAVE_X86_LEVELS)
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("popcnt") &&
-      __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("f16c") &&
-      __builtin_cpu_supports("fma")) {
-    levels.push_back("avx2");
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-      levels.push_back("avx512");
-    }
+  std::vector<std::string> names;
+  for (const Level& level : built()) {
+    if (level.runs) names.push_back(level.name);
   }
-#endif
-  return levels;
+  return names;
+}
+
+std::vector<std::string> built_levels() {
+  std::vector<std::string> names;
+  for (const Level& level : built()) names.push_back(level.name);
+  return names;
 }
 
 void check(const Job& job) {
@@ -152,23 +270,20 @@ void check(const Job& job) {
 
 void aggregate_cpu(const Job& job, const CpuOptions& options) {
   check(job);
-  if (options.diagnostics) start(*options.diagnostics, job.rows.size());
-  if (job.numel == 0) return;
   const KernelTable& table = table_for(options.isa);
   const Kernel kernel = table.kernels[!job.weights.empty()][static_cast<int>(job.dtype)];
   const Work work = work_of(job);
   const int64_t blocks = (job.numel + kBlock - 1) / kBlock;
-  DiagnosticBlocks samples(options.diagnostics ? job.rows.size() : 0, blocks,
-                           options.diagnose_every);
+  DiagnosticBlocks samples(job, blocks, options.diagnose_every, options.diagnostics);
   for_blocks(blocks, threads_for(job, options.threads), [&](int64_t block) {
     const int64_t begin = block * kBlock, end = std::min(job.numel, begin + kBlock);
     if (samples.wants(block)) {
-      samples.run(job, work, kernel, table.compare, block, begin, end);
+      samples.run(work, table, kernel, begin, end);
     } else {
       kernel(work, begin, end);
     }
   });
-  if (options.diagnostics) samples.add_to(*options.diagnostics);
+  samples.finish();
 }
 
 void pass_cpu(const Job& job, const CpuOptions& options, bool in_bursts) {

@@ -8,35 +8,9 @@
 
 #include "cpu/general.h"
 
-namespace loft {
-namespace LOFT_ISA {
+namespace loft::LOFT_ISA {
 
 using Floats = Vector<float>;
-
-// The smaller and the larger value, b where neither is: as the instructions have it. The hundreds
-// of networks below compile several times faster with them than with comparisons of vectors.
-LOFT_INLINE Floats min_of(Floats a, Floats b) {
-#if defined(__AVX512BW__)
-  return _mm512_min_ps(a, b);
-#elif defined(__AVX2__)
-  return _mm256_min_ps(a, b);
-#elif defined(__SSE2__)
-  return _mm_min_ps(a, b);
-#else
-  return a < b ? a : b;
-#endif
-}
-LOFT_INLINE Floats max_of(Floats a, Floats b) {
-#if defined(__AVX512BW__)
-  return _mm512_max_ps(a, b);
-#elif defined(__AVX2__)
-  return _mm256_max_ps(a, b);
-#elif defined(__SSE2__)
-  return _mm_max_ps(a, b);
-#else
-  return a > b ? a : b;
-#endif
-}
 
 // NaN becomes +inf.
 LOFT_INLINE Floats limit(Floats value) {
@@ -44,7 +18,7 @@ LOFT_INLINE Floats limit(Floats value) {
 #if defined(__AVX512BW__)
   return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(value, most, _CMP_LT_OQ), most, value);
 #else
-  return min_of(value, most);
+  return smaller(value, most);
 #endif
 }
 
@@ -81,21 +55,26 @@ struct Value {
 };
 
 // With 64 byte vectors the machines have one unit for float minimum and maximum, and two for
-// integers: what is not the minimum of both is then found by bits.
+// integers: the maximum is then found by bits, as what a ^ b leaves without the minimum.
 LOFT_INLINE void exchange(Value& a, Value& b) {
-  const Floats low = min_of(a.v, b.v);
+  const Floats low = smaller(a.v, b.v);
 #if defined(__AVX512BW__)
   const auto bits = [](Floats value) { return bit_cast<__m512i>(value); };
   b.v = bit_cast<Floats>(_mm512_ternarylogic_epi32(bits(a.v), bits(b.v), bits(low), 0x96));
 #else
-  b.v = max_of(a.v, b.v);
+  b.v = larger(a.v, b.v);
 #endif
   a.v = low;
 }
 
-// Most rows whose floats are sorted: more do not fit the registers, and keys, whose minimum and
-// maximum take half as long, are faster.
+// Most rows whose floats are sorted in registers, and most that have a kernel of their own at all.
+// Measured (commits 2ab0a77, c2dec97): more than the first do not fit the registers, and keys,
+// whose minimum and maximum take half as long, are faster.
 constexpr int kValueRows = kVectorBytes == 64 ? 32 : kVectorBytes == 32 ? 24 : 16;
+constexpr int kAroundRows = kVectorBytes > 16 ? 32 : kValueRows;
+// Most rows of which every f is in registers; of more only f = rows / 4 is, which rules are mostly
+// used with.
+constexpr int kEveryAround = 16;
 
 template <int kRows>
 struct ValueLoad : RowLoad<Float32, kRows> {
@@ -114,16 +93,17 @@ LOFT_INLINE Floats mean_of_values(const Value* ranked, int first, Floats low, Fl
   sum = fold_sum_fixed<kCount, Floats>([&](int i) { return ranked[i].v; }, first);
   const Floats mean = sum / static_cast<float>(kCount);
   if constexpr (kCount <= 2) return mean;
-  return min_of(high, max_of(low, mean));
+  return smaller(high, larger(low, mean));
 }
 
-// See mean_around: slot i takes the value that enters where the one of rank i leaves. Where -inf
-// should leave and both distances overflow it stays, so that the sum is not finite.
-template <int kRows, int kF, bool kIsPhocas>
-LOFT_INLINE Outcome<Floats> values_around(Value* ranked, bool& is_finite) {
+// See mean_around in finish.h: slot i takes the value that enters where the one of rank i leaves.
+// Where -inf should leave and both distances overflow it stays, so that the sum is not finite.
+// False where it is not. Both rules share the code: which one it is, is asked once a vector.
+template <int kRows, int kF>
+LOFT_INLINE bool put_around(const Work& work, Value* ranked, int64_t at, int64_t begin) {
   constexpr int kKeep = kRows - kF, kInner = kRows - 2 * kF, kLower = (kRows - 1) / 2;
   Floats sum, centre, centre_sum{};
-  if constexpr (kIsPhocas) {
+  if (work.params.rule == Rule::kPhocas) {
     const Floats low = ranked[kF].v, high = ranked[kKeep - 1].v;
     centre = mean_of_values<kInner>(ranked, kF, low, high, centre_sum);
   } else {
@@ -140,26 +120,21 @@ LOFT_INLINE Outcome<Floats> values_around(Value* ranked, bool& is_finite) {
     ranked[i].v = moves.pick(entering, leaving);
   }
   const Floats mean = mean_of_values<kKeep>(ranked, 0, low, high, sum);
-  is_finite = !any_not_finite(sum, centre_sum);
-  return {mean + 0.0f, low, high, Floats{}};
+  put<Float32, true>(work, {mean + 0.0f, low, high, Floats{}}, 0, at, begin);
+  return !any_not_finite(sum, centre_sum);
 }
 
-template <int kRows, int kF, bool kIsPhocas>
-int64_t run_around(const Work& work, int64_t begin, int64_t end) {
-  const Source source{work.rows, nullptr};
-  int64_t at = begin;
-  for (int vector = 0; at + Float32::kLanes <= end; ++vector, at += Float32::kLanes) {
-    Value ranked[kRows];
-    const ValueLoad<kRows> load{{source, at * 4}};
-    load.fetch(vector);
-    SortNetwork<kRows>::apply(ranked, load);
-    bool is_finite;
-    const auto outcome = values_around<kRows, kF, kIsPhocas>(ranked, is_finite);
-    put<Float32, true>(work, outcome, 0, at, begin);
-    if (__builtin_expect(!is_finite, 0)) redo<Float32>(work, at, begin);
+template <int kRows, int kF>
+struct MeanAround : InRegisters<Float32, kRows> {
+  using InRegisters<Float32, kRows>::InRegisters;
+  using Entries = Value[kRows];
+  using Load = ValueLoad<kRows>;
+  using Network = SortNetwork<kRows>;
+
+  LOFT_INLINE bool finish(const Work& work, Value* ranked, int64_t at, int64_t begin) const {
+    return put_around<kRows, kF>(work, ranked, at, begin);
   }
-  return at;
-}
+};
 
 // Rank `vectors` neighbouring vectors of kRows rows, each into kRows values of `to`. What passes
 // through memory anyway is ordered by keys. NaN comes out as it is, after +inf: no comparison with
@@ -177,51 +152,46 @@ __attribute__((noinline)) void rank_values(Source source, int64_t at, int vector
 }
 
 // The same of more rows, for any f: what does not depend on f is compiled once a row count, and a
-// few vectors at a time pass through the first cache.
-template <int kRows, int kF, bool kIsPhocas>
+// few vectors at a time pass through the L1 cache.
+template <int kRows, int kF>
 int64_t run_around_ranked(const Work& work, int64_t begin, int64_t end) {
   alignas(64) Value ranked[kBatch * kRows];
-  int64_t at = begin;
-  while (at + Float32::kLanes <= end) {
-    const int64_t left = (end - at) / Float32::kLanes;
-    const int vectors = left < kBatch ? static_cast<int>(left) : kBatch;
-    rank_values<kRows>({work.rows, nullptr}, at * 4, vectors, ranked);
+  return for_each_batch<Float32>(begin, end, kBatch, [&](int64_t at, int vectors) {
+    rank_values<kRows>({work.rows, nullptr}, byte_of<Float32>(at), vectors, ranked);
     for (int vector = 0; vector < vectors; ++vector, at += Float32::kLanes) {
-      bool is_finite;
-      const auto outcome = values_around<kRows, kF, kIsPhocas>(ranked + vector * kRows, is_finite);
-      put<Float32, true>(work, outcome, 0, at, begin);
+      const bool is_finite = put_around<kRows, kF>(work, ranked + vector * kRows, at, begin);
       if (__builtin_expect(!is_finite, 0)) redo<Float32>(work, at, begin);
     }
-  }
-  return at;
+  });
 }
 
-template <int kRows, int kF, bool kIsPhocas>
-constexpr Run around() {
-  if constexpr (kRows <= kValueRows) {
-    return run_around<kRows, kF, kIsPhocas>;
+template <int kRows, int kF>
+constexpr Run run_around() {
+  constexpr bool is_direct = kRows <= kEveryAround || (kRows <= kValueRows && kF == kRows / 4);
+  if constexpr (is_direct) {
+    return for_each_vector<MeanAround<kRows, kF>>;
   } else {
-    return run_around_ranked<kRows, kF, kIsPhocas>;
+    return run_around_ranked<kRows, kF>;
   }
 }
 
-template <int kRows, bool kIsPhocas, int... kF>
-Run around_of(int f, std::integer_sequence<int, kF...>) {
-  constexpr Run table[] = {around<kRows, kF, kIsPhocas>()...};
+template <int kRows>
+Run around(int f) {
+  constexpr auto table =
+      table_of<(kRows + 1) / 2>([](auto less) -> Run { return run_around<kRows, less>(); });
   return table[f];
 }
-template <int kRows, bool kIsPhocas>
-Run around_with(int f) {
-  return around_of<kRows, kIsPhocas>(f, std::make_integer_sequence<int, (kRows + 1) / 2>{});
+
+// The kernel for a mean around a centre; null where the general one does it.
+template <typename F>
+Run around_kernel(const Work& work) {
+  if constexpr (std::is_same_v<F, Float32>) {
+    using Choose = Run (*)(int f);
+    constexpr auto table =
+        table_of<kAroundRows>([](auto less) -> Choose { return around<less + 1>; });
+    if (work.num_rows <= kAroundRows) return table[work.num_rows - 1](work.params.f);
+  }
+  return nullptr;
 }
 
-// Any f of up to `sizeof...(kLess)` rows.
-template <bool kIsPhocas, int... kLess>
-Run around_up_to(const Work& work, std::integer_sequence<int, kLess...>) {
-  using Choose = Run (*)(int);
-  constexpr Choose table[] = {around_with<kLess + 1, kIsPhocas>...};
-  return table[work.num_rows - 1](work.params.f);
-}
-
-}  // namespace LOFT_ISA
-}  // namespace loft
+}  // namespace loft::LOFT_ISA

@@ -1,4 +1,5 @@
-// Layer 2. What one instruction set's kernels offer to cpu/aggregate.cpp.
+// Layer 2. What the kernels of one instruction set are asked, and the table of them: all that
+// aggregate.cpp sees of a level.
 #pragma once
 
 #include <cstdint>
@@ -23,6 +24,8 @@ struct Work {
 
 // Aggregates coordinates [begin, end).
 using Kernel = void (*)(const Work& work, int64_t begin, int64_t end);
+// Aggregates the whole vectors of them and returns where it stopped.
+using Run = int64_t (*)(const Work& work, int64_t begin, int64_t end);
 
 // What one row did in some coordinates, at most a block. Its distance to the result, of finite
 // values, is summed lane by lane: lane k has coordinates k, k + 16, ...
@@ -33,7 +36,8 @@ struct RowLanes {
 };
 
 // `count` <= kCompared coordinates from `at` on: all rows from coordinate 0 on, and the results and
-// the kept window (arithmetic type) of these coordinates.
+// the kept window (arithmetic type) of these coordinates. Measured (commit abc40b9): 384 keep 16
+// rows in the L1 cache, and neither 128 nor 1024 are faster.
 constexpr int64_t kCompared = 384;
 struct Compared {
   const char* const* rows;
@@ -48,14 +52,14 @@ struct Compared {
 // Adds to the lanes of every row.
 using Compare = void (*)(DType dtype, const Compared& what, RowLanes* rows);
 
-// Indexed by [weighted][dtype]; a level that is not compiled in has no table.
 struct KernelTable {
-  Kernel kernels[2][4];
-  Kernel pass;   // row sums in row order, all rows line by line
-  Kernel burst;  // the same, row by row over a tile
+  Kernel kernels[2][4];  // [weighted][dtype]
+  Kernel pass;           // row sums in row order, all rows line by line
+  Kernel burst;          // the same, row by row over a tile
   Compare compare;
 };
 
+// Every level has one; it is linked in where the build has the level.
 namespace baseline {
 const KernelTable& kernels();
 }

@@ -1,89 +1,19 @@
-// Layer 2. From ranked entries to results: the coordinate rules on vectors.
+// Layer 2. From ranked entries to results: the median, the mean of ranks, the mean around a centre,
+// each once for every kernel, and how a vector of results is written.
 #pragma once
 
 #include "coordinate_rules.h"
-#include "cpu/dispatch.h"
 #include "cpu/sort.h"
 
-namespace loft {
-namespace LOFT_ISA {
+namespace loft::LOFT_ISA {
 
 // Results of one vector: the aggregate and the window of values that were kept. `doubt` is 0, or
-// NaN in lanes with a sum that is not finite: such a vector is done again with AnyShape.
+// NaN in lanes with a sum that is not finite. A kernel in registers leaves such a vector to `redo`:
+// a rescue that reads the entries would force all of them into memory (commit 97722b1).
 template <typename V>
 struct Outcome {
   V result, low, high, doubt;
 };
-
-// Rows and f of a job: known when it runs, or when it is compiled. With the latter the entries stay
-// in registers, which a rescue that reads them would not allow: it is left to the former.
-struct AnyShape {
-  int n, f;
-  static constexpr int kInner = 0;
-};
-template <int kRows, int kF>
-struct FixedShape {
-  static constexpr int n = kRows, f = kF;
-  static constexpr int kInner = kRows - 2 * kF;
-};
-
-// Sum of `count` ranks; kCount is the same where it is known, else 0.
-template <int kCount, typename V, typename At>
-LOFT_INLINE V sum_of(const At& at, int first, int count) {
-  if constexpr (kCount > 0) {
-    return fold_sum_fixed<kCount, V>(at, first);
-  } else {
-    return fold_sum<V>(at, first, count);
-  }
-}
-
-// Recompute the lanes whose sum overflowed although every kept value is finite.
-template <typename V, typename At, typename Weight>
-__attribute__((noinline)) V rescue(V mean, V sum, V low, V high, const At& at, const Weight& weight,
-                                   int first, int count) {
-  for (unsigned lane = 0; lane < sizeof(V) / sizeof(Lane<V>); ++lane) {
-    const bool is_bad = !(sum[lane] - sum[lane] == 0);
-    if (!is_bad || !(low[lane] - low[lane] == 0) || !(high[lane] - high[lane] == 0)) continue;
-    double total = 0;
-    for (int i = first; i < first + count; ++i) total += weight(i, lane);
-    const auto value = [&](int i) { return static_cast<double>(at(i)[lane]); };
-    const auto share = [&](int i) { return weight(i, lane); };
-    mean[lane] = static_cast<Lane<V>>(scaled_mean(value, share, first, count, total));
-  }
-  return mean;
-}
-
-// Mean of at(first) .. at(first + count - 1), which lie between low and high.
-template <int kCount, typename V, typename At>
-LOFT_INLINE V mean_of(const At& at, int first, int count, V low, V high, V& doubt) {
-  const V sum = sum_of<kCount, V>(at, first, count);
-  V mean = sum / static_cast<Lane<V>>(count);
-  if constexpr (kCount > 0) {
-    doubt += sum - sum;
-  } else if (__builtin_expect(any_lane((sum - sum) != 0), 0)) {
-    mean = rescue(mean, sum, low, high, at, [](int, unsigned) { return 1.0; }, first, count);
-  }
-  return clamp_mean(mean, low, high);
-}
-
-// The same by weight: weight(i) holds counts in integer lanes.
-template <int kCount, typename V, typename At, typename Weight>
-LOFT_INLINE V weighted_mean_of(const At& at, const Weight& weight, int first, int count, V low,
-                               V high, V& doubt) {
-  auto total = weight(first);
-#pragma GCC unroll 16
-  for (int i = first + 1; i < first + count; ++i) total += weight(i);
-  const auto product = [&](int i) -> V { return at(i) * __builtin_convertvector(weight(i), V); };
-  const V sum = sum_of<kCount, V>(product, first, count);
-  V mean = sum / __builtin_convertvector(total, V);
-  if constexpr (kCount > 0) {
-    doubt += sum - sum;
-  } else if (__builtin_expect(any_lane((sum - sum) != 0), 0)) {
-    const auto share = [&](int i, unsigned lane) { return static_cast<double>(weight(i)[lane]); };
-    mean = rescue(mean, sum, low, high, at, share, first, count);
-  }
-  return clamp_mean(mean, low, high);
-}
 
 // The ranked values of one part of one vector.
 template <typename F>
@@ -93,123 +23,176 @@ struct Ranked {
   LOFT_INLINE typename F::V operator()(int rank) const { return F::value(entries[rank], part); }
 };
 
-template <typename F>
-struct MedianRule {
-  template <typename Shape>
-  static LOFT_INLINE auto apply(Shape shape, const Work& work, const typename F::Entry* entries,
-                                int part) -> Outcome<typename F::V> {
-    using V = typename F::V;
-    const Ranked<F> at{entries, part};
-    const int n = shape.n;
-    V lower = at((n - 1) / 2), upper = at(n / 2);
-    if constexpr (kIsWeighted<F>) {
-      const auto total = typename F::I{} + static_cast<Lane<typename F::I>>(work.total_weight);
-      typename F::I below{};  // twice the weight of the ranks before
-      lower = upper = at(0);
-      for (int rank = 0; rank < n; ++rank) {
-        lower = below < total ? at(rank) : lower;
-        upper = below <= total ? at(rank) : upper;
-        below += 2 * F::weight(entries[rank]);
+// From the middle two ranks, which are one for an odd number of rows.
+template <typename V>
+LOFT_INLINE Outcome<V> median_of(V lower, V upper, bool is_one, MedianKind kind) {
+  if (is_one) return {lower, lower, lower, V{}};
+  return {pick_median(lower, upper, kind), lower, upper, V{}};
+}
+
+// From the sum of the kept ranks, the outermost of which are low and high.
+template <typename V, typename Total>
+LOFT_INLINE Outcome<V> mean_of_sum(V sum, Total total, V low, V high) {
+  return {clamp_mean(sum / total, low, high), low, high, sum - sum};
+}
+
+// In place of weights, where every rank counts once.
+struct ByCount {};
+
+// The means, those of lanes recomputed whose sum overflowed although every kept value is finite.
+template <typename V, typename At, typename Weight>
+__attribute__((noinline)) V rescue(const Outcome<V>& mean, const At& at, const Weight& weight,
+                                   int first, int count) {
+  V result = mean.result;
+  for (int lane = 0; lane < static_cast<int>(sizeof(V) / sizeof(Lane<V>)); ++lane) {
+    const auto low = mean.low[lane], high = mean.high[lane];
+    if (mean.doubt[lane] == 0 || !(low - low == 0) || !(high - high == 0)) continue;
+    const auto value = [&](int i) { return static_cast<double>(at(i)[lane]); };
+    const auto share = [&](int i) -> double {
+      if constexpr (std::is_same_v<Weight, ByCount>) {
+        return 1.0;
+      } else {
+        return static_cast<double>(weight(i)[lane]);
       }
-      return {pick_median(lower, upper, work.params.kind), lower, upper, V{}};
-    }
-    if (n % 2) return {lower, lower, lower, V{}};
-    return {pick_median(lower, upper, work.params.kind), lower, upper, V{}};
+    };
+    double total = 0;
+    for (int i = first; i < first + count; ++i) total += share(i);
+    result[lane] = static_cast<Lane<V>>(scaled_mean(value, share, first, count, total));
   }
-};
+  return result;
+}
 
-template <typename F>
-struct TrimmedMeanRule {
-  template <typename Shape>
-  static LOFT_INLINE auto apply(Shape shape, const Work&, const typename F::Entry* entries,
-                                int part) -> Outcome<typename F::V> {
-    using V = typename F::V;
-    const Ranked<F> at{entries, part};
-    const int f = shape.f, count = shape.n - 2 * f;
-    const V low = at(f), high = at(f + count - 1);
-    V mean, doubt{};
-    if constexpr (kIsWeighted<F>) {
-      const auto weight = [&](int i) { return F::weight(entries[i]); };
-      mean = weighted_mean_of<Shape::kInner>(at, weight, f, count, low, high, doubt);
+// Mean of ranks first .. first + count - 1, which lie between low and high. kCount is `count` where
+// that is known when it is compiled, else 0. `weight(i)`: counts in integer lanes, or ByCount.
+template <int kCount, typename V, typename At, typename Weight>
+LOFT_INLINE Outcome<V> mean_of(const At& at, const Weight& weight, int first, int count, V low,
+                               V high) {
+  const auto sum_of = [&](const auto& leaf) -> V {
+    if constexpr (kCount > 0) {
+      return fold_sum_fixed<kCount, V>(leaf, first);
     } else {
-      mean = mean_of<Shape::kInner>(at, f, count, low, high, doubt);
+      return fold_sum<V>(leaf, first, count);
     }
-    return {mean, low, high, doubt};
+  };
+  Outcome<V> mean;
+  if constexpr (std::is_same_v<Weight, ByCount>) {
+    mean = mean_of_sum(sum_of(at), static_cast<Lane<V>>(count), low, high);
+  } else {
+    auto total = weight(first);
+#pragma GCC unroll 16
+    for (int i = first + 1; i < first + count; ++i) total += weight(i);
+    const auto product = [&](int i) -> V { return at(i) * __builtin_convertvector(weight(i), V); };
+    mean = mean_of_sum(sum_of(product), __builtin_convertvector(total, V), low, high);
   }
-};
+  if constexpr (kCount == 0) {
+    if (__builtin_expect(any_lane(mean.doubt != 0), 0)) {
+      mean.result = clamp_mean(rescue(mean, at, weight, first, count), low, high);
+    }
+  }
+  return mean;
+}
 
-// Mean of the n - f values nearest to a centre. The window of kept ranks slides up while that
-// brings a nearer value; slot i % keep holds the value that leaves when it moves from i to i + 1.
+// The mean of ranks f .. rows - 1 - f; kCount as above.
+template <typename F, int kCount>
+LOFT_INLINE auto trimmed_mean_of(const typename F::Entry* entries, int part, int f, int count)
+    -> Outcome<typename F::V> {
+  const Ranked<F> at{entries, part};
+  const typename F::V low = at(f), high = at(f + count - 1);
+  if constexpr (kIsWeighted<F>) {
+    const auto weight = [&](int i) { return F::weight(entries[i]); };
+    return mean_of<kCount>(at, weight, f, count, low, high);
+  } else {
+    return mean_of<kCount>(at, ByCount{}, f, count, low, high);
+  }
+}
+
+// The median by weight: the lowest rank with at least half of the weight up to it, and the lowest
+// with more than half.
 template <typename F>
-LOFT_INLINE auto mean_around(AnyShape shape, const typename F::Entry* entries, int part,
+LOFT_INLINE auto weighted_median_of(const Work& work, const typename F::Entry* entries, int part)
+    -> Outcome<typename F::V> {
+  const Ranked<F> at{entries, part};
+  const auto total = typename F::I{} + static_cast<Lane<typename F::I>>(work.total_weight);
+  typename F::I below{};  // twice the weight of the ranks before
+  auto lower = at(0), upper = lower;
+  for (int rank = 0; rank < work.num_rows; ++rank) {
+    lower = below < total ? at(rank) : lower;
+    upper = below <= total ? at(rank) : upper;
+    below += 2 * F::weight(entries[rank]);
+  }
+  return median_of(lower, upper, false, work.params.kind);
+}
+
+// Mean of the rows - f values nearest to a centre. The window of kept ranks slides up while that
+// brings a nearer value; slot i % keep takes the value that enters when the window leaves rank i.
+// Of 5 rows, f = 2, keep = 3:
+//   window at ranks 0 1 2   slots 0 1 2
+//          at ranks 1 2 3   slots 3 1 2   rank 3 is nearer than rank 0
+//          at ranks 2 3 4   slots 3 4 2   and rank 4 than rank 1
+template <typename F>
+LOFT_INLINE auto mean_around(const Work& work, const typename F::Entry* entries, int part,
                              typename F::V centre) -> Outcome<typename F::V> {
   using V = typename F::V;
   const Ranked<F> at{entries, part};
-  const int n = shape.n, f = shape.f, keep = n - f;
+  const int f = work.params.f, keep = work.num_rows - f;
   V near[kMaxRows];
-  V low = at(0), high = at(keep - 1);
+  typename F::I weights[kIsWeighted<F> ? kMaxRows : 1];
 #pragma GCC unroll 32
-  for (int i = 0; i < keep; ++i) near[i] = at(i);
-  const auto slide = [&](int i) {
+  for (int i = 0; i < keep; ++i) {
+    near[i] = at(i);
+    if constexpr (kIsWeighted<F>) weights[i] = F::weight(entries[i]);
+  }
+  V low = at(0), high = at(keep - 1);
+#pragma GCC unroll 8
+  for (int i = 0, slot = 0; i < f; ++i, slot = slot + 1 == keep ? 0 : slot + 1) {
     const V leaving = at(i), entering = at(i + keep);
     const auto moves = slides(centre, leaving, entering);
     low = moves ? at(i + 1) : low;
     high = moves ? entering : high;
-    return moves;
-  };
-  V mean, doubt{};
-  if constexpr (kIsWeighted<F>) {
-    typename F::I weights[kMaxRows];
-    for (int i = 0; i < keep; ++i) weights[i] = F::weight(entries[i]);
-    for (int i = 0, slot = 0; i < f; ++i, slot = slot + 1 == keep ? 0 : slot + 1) {
-      const auto moves = slide(i);
-      near[slot] = moves ? at(i + keep) : near[slot];
+    near[slot] = moves ? entering : near[slot];
+    if constexpr (kIsWeighted<F>) {
       weights[slot] = moves ? F::weight(entries[i + keep]) : weights[slot];
     }
-    mean = weighted_mean_of<0>([&](int i) { return near[i]; }, [&](int i) { return weights[i]; }, 0,
-                               keep, low, high, doubt);
-  } else {
-#pragma GCC unroll 8
-    for (int i = 0, slot = 0; i < f; ++i, slot = slot + 1 == keep ? 0 : slot + 1) {
-      near[slot] = slide(i) ? at(i + keep) : near[slot];
-    }
-    mean = mean_of<0>([&](int i) { return near[i]; }, 0, keep, low, high, doubt);
   }
-  return {centre == centre ? mean : centre, low, high, doubt};
+  const auto value = [&](int i) { return near[i]; };
+  Outcome<V> mean;
+  if constexpr (kIsWeighted<F>) {
+    mean = mean_of<0>(value, [&](int i) { return weights[i]; }, 0, keep, low, high);
+  } else {
+    mean = mean_of<0>(value, ByCount{}, 0, keep, low, high);
+  }
+  mean.result = centre == centre ? mean.result : centre;
+  return mean;
 }
 
-template <typename F>
-struct MeanAroundMedianRule {
-  static LOFT_INLINE auto apply(AnyShape shape, const Work&, const typename F::Entry* entries,
-                                int part) -> Outcome<typename F::V> {
-    const Ranked<F> at{entries, part};
-    const int n = shape.n;
-    const auto lower = at((n - 1) / 2);
-    const auto centre = n % 2 ? lower : midpoint(lower, at(n / 2));
-    return mean_around<F>(shape, entries, part, centre);
+// Any rule on all ranks of one part of one vector.
+template <typename F, Rule kRule>
+LOFT_INLINE auto rule_of(const Work& work, const typename F::Entry* entries, int part)
+    -> Outcome<typename F::V> {
+  const Ranked<F> at{entries, part};
+  const int rows = work.num_rows, f = work.params.f;
+  const auto lower = at((rows - 1) / 2);
+  if constexpr (kRule == Rule::kMedian && kIsWeighted<F>) {
+    return weighted_median_of<F>(work, entries, part);
+  } else if constexpr (kRule == Rule::kMedian) {
+    return median_of(lower, at(rows / 2), rows % 2, work.params.kind);
+  } else if constexpr (kRule == Rule::kTrimmedMean) {
+    return trimmed_mean_of<F, 0>(entries, part, f, rows - 2 * f);
+  } else if constexpr (kRule == Rule::kMeanAroundMedian) {
+    return mean_around<F>(work, entries, part, rows % 2 ? lower : midpoint(lower, at(rows / 2)));
+  } else {
+    const auto mean = mean_of<0>(at, ByCount{}, f, rows - 2 * f, at(f), at(rows - 1 - f));
+    return mean_around<F>(work, entries, part, mean.result);
   }
-};
+}
 
-template <typename F>
-struct PhocasRule {
-  static LOFT_INLINE auto apply(AnyShape shape, const Work&, const typename F::Entry* entries,
-                                int part) -> Outcome<typename F::V> {
-    using V = typename F::V;
-    const Ranked<F> at{entries, part};
-    const int f = shape.f, count = shape.n - 2 * f;
-    V doubt{};
-    const V centre = mean_of<0>(at, f, count, at(f), at(f + count - 1), doubt);
-    return mean_around<F>(shape, entries, part, centre);
-  }
-};
-
-// Write a result, and where one asks for it the window, at coordinate `at`. kIsNormal: the result
-// is no -0 and no NaN.
+// Write a part's result, and where one asks for it the window, at coordinate `at`. kIsNormal: the
+// result is no -0 and no NaN.
 template <typename F, bool kIsNormal = false>
 LOFT_INLINE void put(const Work& work, const Outcome<typename F::V>& outcome, int part, int64_t at,
                      int64_t begin) {
   using V = typename F::V;
-  char* to = work.out + at * static_cast<int64_t>(sizeof(typename F::Bits));
+  char* to = work.out + byte_of<F>(at);
   if constexpr (kIsNormal) {
     store(to, outcome.result);
   } else {
@@ -223,17 +206,17 @@ LOFT_INLINE void put(const Work& work, const Outcome<typename F::V>& outcome, in
   }
 }
 
-// Finish `vectors` neighbouring vectors from coordinate `at` on.
-template <typename F, typename RuleOf>
-void finish(const Work& work, const typename F::Entry* entries, int stride, int vectors, int64_t at,
-            int64_t begin) {
-  const AnyShape shape{work.num_rows, work.params.f};
-  for (int vector = 0; vector < vectors; ++vector, at += F::kLanes, entries += stride) {
-    for (int part = 0; part < F::kParts; ++part) {
-      put<F>(work, RuleOf::apply(shape, work, entries, part), part, at, begin);
-    }
+// Write all parts' outcomes; false where a sum is not finite.
+template <typename F, typename OutcomeOf>
+LOFT_INLINE bool put_parts(const Work& work, int64_t at, int64_t begin,
+                           const OutcomeOf& outcome_of) {
+  typename F::V doubt{};
+  for (int part = 0; part < F::kParts; ++part) {
+    const auto outcome = outcome_of(part);
+    put<F>(work, outcome, part, at, begin);
+    doubt += outcome.doubt;
   }
+  return !any_lane(doubt != 0);
 }
 
-}  // namespace LOFT_ISA
-}  // namespace loft
+}  // namespace loft::LOFT_ISA

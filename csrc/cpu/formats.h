@@ -1,24 +1,25 @@
 // Layer 1. What the networks order: vectors of ordered-integer keys, made from values on load.
 //
-// A key is the value's bits with all but the sign flipped where the sign is set, then moved so that
-// -inf is the smallest integer and the NaNs of both signs are the largest. Signed comparison of
-// keys orders -inf < ... < -0 < +0 < ... < +inf < NaN; in 16-bit keys on AVX2 -0 is +0. Results
-// make every NaN the canonical one.
+// A key is the value's bits, flipped where the sign is set (flip_bits in keys.h), then moved so
+// that -inf is the smallest integer and the NaNs of both signs are the largest. Signed comparison
+// of keys orders -inf < ... < -0 < +0 < ... < +inf < NaN; in 16-bit keys on AVX2 -0 is +0. Results
+// make every NaN the canonical one. As an example bfloat16, of which 0x7f patterns a sign are NaN:
+//   value   bits    flipped  moved down by 0x7f
+//   -inf    0xff80  0x807f   0x8000  the smallest int16
+//   -1.0    0xbf80  0xc07f   0xc000
+//   +inf    0x7f80  0x7f80   0x7f01
+//   NaN     0x7fc0  0x7fc0   0x7f41
+//   -NaN    0xffc0  0x803f   0x7fc0  wraps around to the top
 //
 // A format has: Bits (one stored value), Entry, kLanes (coordinates an entry), V (vector of the
 // arithmetic type), kParts (V's an entry), load, value, put.
 #pragma once
 
 #include <limits>
-#include <type_traits>
 
 #include "cpu/vectors.h"
 
-namespace loft {
-namespace LOFT_ISA {
-
-template <typename I>
-using Lane = std::remove_cv_t<std::remove_reference_t<decltype(I{}[0])>>;
+namespace loft::LOFT_ISA {
 
 // Flips all but the sign where the sign is set; its own inverse.
 template <typename I>
@@ -56,13 +57,16 @@ LOFT_INLINE V normal(V result) {
   return sum == sum ? sum : bit_cast<V>(I{} + kNaN);
 }
 
-struct Float32 {
-  using Bits = int32_t;
-  using Entry = Vector<int32_t>;
-  using V = Vector<float>;
-  static constexpr int kLanes = kVectorBytes / 4;
+// Formats whose keys are as wide as the arithmetic type.
+template <typename Stored, typename Value>
+struct Whole {
+  using Bits = Stored;
+  using Entry = Vector<Bits>;
+  using V = Vector<Value>;
+  using I = Entry;
+  static constexpr int kLanes = kVectorBytes / sizeof(Bits);
   static constexpr int kParts = 1;
-  static constexpr Bits kRoom = 0x7fffff;
+  static constexpr Bits kRoom = static_cast<Bits>(sizeof(Bits) == 8 ? 0xfffffffffffff : 0x7fffff);
   static LOFT_INLINE Entry load(const void* from) {
     return to_key(LOFT_ISA::load<Entry>(from), kRoom);
   }
@@ -70,27 +74,13 @@ struct Float32 {
     return bit_cast<V>(from_key(entry, kRoom));
   }
   static LOFT_INLINE void put(void* to, V result, int) { store(to, normal(result)); }
-  // For weights: keys of kVectorBytes / 4 values as 32-bit integers, and back.
+  // For weights (weighted.h): keys as 32-bit integers, and back.
   static LOFT_INLINE Entry load_wide(const void* from) { return load(from); }
   static LOFT_INLINE V wide_value(Entry key) { return value(key, 0); }
   static LOFT_INLINE void put_wide(void* to, V result) { put(to, result, 0); }
 };
-
-struct Float64 {
-  using Bits = int64_t;
-  using Entry = Vector<int64_t>;
-  using V = Vector<double>;
-  static constexpr int kLanes = kVectorBytes / 8;
-  static constexpr int kParts = 1;
-  static constexpr Bits kRoom = 0xfffffffffffff;
-  static LOFT_INLINE Entry load(const void* from) {
-    return to_key(LOFT_ISA::load<Entry>(from), kRoom);
-  }
-  static LOFT_INLINE V value(const Entry& entry, int) {
-    return bit_cast<V>(from_key(entry, kRoom));
-  }
-  static LOFT_INLINE void put(void* to, V result, int) { store(to, normal(result)); }
-};
+using Float32 = Whole<int32_t, float>;
+using Float64 = Whole<int64_t, double>;
 
 // The halves of a register.
 template <typename Part, typename Whole>
@@ -129,31 +119,7 @@ LOFT_INLINE Whole join(Part low, Part high) {
 #endif
 }
 
-// float16 <-> float32 on 32-bit lanes; exact up, to nearest even down.
-template <typename I, typename V>
-LOFT_INLINE V widen_float16(I bits) {
-  const I magnitude = bits & 0x7fff;
-  V value = bit_cast<V>(magnitude << 13) * 0x1p112f;  // right for subnormals too
-  const I special = bit_cast<I>(value) | 0x7f800000;
-  value = magnitude > I{} + 0x7bff ? bit_cast<V>(special) : value;
-  return bit_cast<V>(bit_cast<I>(value) | ((bits & 0x8000) << 16));
-}
-
-template <typename I, typename V>
-LOFT_INLINE I narrow_float16(V value) {
-  const I bits = bit_cast<I>(value);
-  const I magnitude = bits & 0x7fffffff;
-  const I sign = (bits >> 16) & 0x8000;
-  // subnormal results: adding 0.5 lets the float unit round at the right place
-  const V small = bit_cast<V>(magnitude) + 0.5f;
-  const I subnormal = bit_cast<I>(small) - 0x3f000000;
-  const I normal = (magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13;
-  I result = magnitude < I{} + 0x38800000 ? subnormal : normal;
-  result = magnitude > I{} + 0x477fefff ? I{} + 0x7c00 : result;  // rounds beyond 65504
-  result = magnitude > I{} + 0x7f800000 ? I{} + 0x7e00 : result;
-  return result | sign;
-}
-
+// To nearest, ties to even, on 32-bit lanes; every NaN becomes the canonical one.
 template <typename I, typename V>
 LOFT_INLINE I narrow_bfloat16(V value) {
   const I bits = bit_cast<I>(value);
@@ -161,6 +127,7 @@ LOFT_INLINE I narrow_bfloat16(V value) {
   return (bits & 0x7fffffff) > I{} + 0x7f800000 ? I{} + 0x7fc0 : rounded;
 }
 
+// Formats whose keys have 16 bits: an entry widens to two vectors of float32.
 template <bool kIsBFloat>
 struct Half {
   using Bits = int16_t;
@@ -206,7 +173,7 @@ struct Half {
 #endif
     const I bits = __builtin_convertvector(stored, I);
     if constexpr (kIsBFloat) return bit_cast<V>(bits << 16);
-    return widen_float16<I, V>(bits);
+    return widen_float16<V>(bits);
   }
   static LOFT_INLINE void put(void* to, V result, int part) {
     put_wide(static_cast<char*>(to) + part * sizeof(Part), result);
@@ -280,12 +247,11 @@ struct Half {
 #elif defined(__F16C__)
     return bit_cast<Part>(_mm256_cvtps_ph(bit_cast<__m256>(value), _MM_FROUND_TO_NEAREST_INT));
 #else
-    return __builtin_convertvector((narrow_float16<I, V>(value)), Part);
+    return __builtin_convertvector((narrow_float16<I>(value)), Part);
 #endif
   }
 };
 using Float16 = Half<false>;
 using BFloat16 = Half<true>;
 
-}  // namespace LOFT_ISA
-}  // namespace loft
+}  // namespace loft::LOFT_ISA

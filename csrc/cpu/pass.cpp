@@ -1,21 +1,19 @@
-// Layer 2. The memory pass of one instruction set, and the table of its kernels.
+// Layer 2. The memory pass of one instruction set, for the benchmarks.
 //
 // The pass adds the rows in row order: the same reads and writes as a rule with hardly any
 // arithmetic, so it is what a rule's time is measured against. Float32 only.
 
-#include <utility>
-
 #include "cpu/dispatch.h"
 #include "cpu/vectors.h"
 
-namespace loft {
-namespace LOFT_ISA {
+namespace loft::LOFT_ISA {
 namespace {
 
 using V = Vector<float>;
 constexpr int kLanes = kVectorBytes / 4;
 constexpr int kLineVectors = kLineBytes / kVectorBytes;
 
+// The last coordinates, fewer than a line.
 void add_tail(const Work& work, int64_t at, int64_t end) {
   for (; at < end; ++at) {
     float sum = 0;
@@ -26,6 +24,7 @@ void add_tail(const Work& work, int64_t at, int64_t end) {
   }
 }
 
+// kRows: the number of rows, or 0 for any.
 template <int kRows>
 void pass_rows(const Work& work, int64_t begin, int64_t end) {
   const int rows = kRows ? kRows : work.num_rows;
@@ -43,18 +42,17 @@ void pass_rows(const Work& work, int64_t begin, int64_t end) {
   add_tail(work, at, end);
 }
 
-template <int... kRows>
-Kernel pass_for(int rows, std::integer_sequence<int, kRows...>) {
-  constexpr Kernel table[] = {pass_rows<kRows>...};
-  return table[rows < static_cast<int>(sizeof...(kRows)) ? rows : 0];
-}
+}  // namespace
 
+// All rows line by line; the loop over up to 32 rows is unrolled.
 void pass(const Work& work, int64_t begin, int64_t end) {
-  pass_for(work.num_rows, std::make_integer_sequence<int, 33>{})(work, begin, end);
+  constexpr auto table = table_of<33>([](auto rows) -> Kernel { return pass_rows<rows>; });
+  table[work.num_rows < 33 ? work.num_rows : 0](work, begin, end);
 }
 
+// Row by row over a tile, which reads many rows with fewer streams at a time.
 void burst(const Work& work, int64_t begin, int64_t end) {
-  constexpr int kTile = 512;
+  constexpr int kTile = 512;  // 2 KiB of sums, which stay in the L1 cache
   alignas(64) float sum[kTile];
   int64_t at = begin;
   for (; at + kTile <= end; at += kTile) {
@@ -69,28 +67,4 @@ void burst(const Work& work, int64_t begin, int64_t end) {
   add_tail(work, at, end);
 }
 
-}  // namespace
-
-void float64(const Work&, int64_t, int64_t);
-void float32(const Work&, int64_t, int64_t);
-void float16(const Work&, int64_t, int64_t);
-void bfloat16(const Work&, int64_t, int64_t);
-void weighted_float64(const Work&, int64_t, int64_t);
-void weighted_float32(const Work&, int64_t, int64_t);
-void weighted_float16(const Work&, int64_t, int64_t);
-void weighted_bfloat16(const Work&, int64_t, int64_t);
-
-void compare_rows(DType, const Compared&, RowLanes*);
-
-const KernelTable& kernels() {
-  static const KernelTable table{
-      {{float64, float32, float16, bfloat16},
-       {weighted_float64, weighted_float32, weighted_float16, weighted_bfloat16}},
-      pass,
-      burst,
-      compare_rows};
-  return table;
-}
-
-}  // namespace LOFT_ISA
-}  // namespace loft
+}  // namespace loft::LOFT_ISA

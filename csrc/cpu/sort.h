@@ -1,22 +1,14 @@
-// Layer 2. Ranks of many rows on the CPU: groups sorted in registers, merged through the L1 cache.
+// Layer 2. Rows into ranked entries: what a vector loads, the one loop over vectors, and the sort
+// of any number of rows, in groups by networks in registers that are merged through the L1 cache.
 #pragma once
 
-#include <limits>
-#include <type_traits>
-#include <utility>
-
+#include "cpu/dispatch.h"
 #include "cpu/weighted.h"
 
-namespace loft {
-namespace LOFT_ISA {
+namespace loft::LOFT_ISA {
 
 #include "networks.h"
 
-#if defined(__AVX512BW__)
-constexpr int kRegisters = 32;
-#else
-constexpr int kRegisters = 16;
-#endif
 #if defined(__AVX2__) || defined(__aarch64__)
 constexpr bool kHasCompare64 = true;
 #else
@@ -24,7 +16,7 @@ constexpr bool kHasCompare64 = false;
 #endif
 
 // Where the rows of one call lie; `weights` is null without weights. `is_part`: they are a group of
-// more rows, for whose fetched lines together the first cache has no room.
+// more rows, whose prefetched lines all together the L1 cache has no room for.
 struct Source {
   const char* const* rows;
   const int32_t* weights;
@@ -32,18 +24,20 @@ struct Source {
 };
 
 template <typename F>
-constexpr bool kIsWeighted = false;
-template <typename Plain>
-constexpr bool kIsWeighted<Weighted<Plain>> = true;
-
+constexpr int64_t byte_of(int64_t coordinate) {
+  return coordinate * static_cast<int64_t>(sizeof(typename F::Bits));
+}
 template <typename F>
-constexpr int kStep = F::kLanes * static_cast<int>(sizeof(typename F::Bits));  // bytes a row
-
-// Rows that one straight-line network sorts. Entries that are dear to exchange get short networks,
-// which also keeps them quick to compile: weighted float64, and 64-bit keys where the machine
-// cannot compare them.
+constexpr int kStep = static_cast<int>(byte_of<F>(F::kLanes));  // bytes a row
 template <typename F>
-constexpr int kGroup = std::is_same_v<typename F::Entry, Pair>                               ? 8
+constexpr int kVectorsALine = kLineBytes / kStep<F> > 1 ? kLineBytes / kStep<F> : 1;
+
+// Rows that one straight-line network sorts: what the registers hold, measured (commits b409924,
+// 97722b1: with more GCC keeps entries in memory). Entries that are dear to exchange get short
+// networks, which also keeps them quick to compile: weighted float64, and 64-bit keys where the
+// machine cannot compare them.
+template <typename F>
+constexpr int kGroup = std::is_same_v<typename F::Entry, Beside<Float64>>                    ? 8
                        : (kIsWeighted<F> || sizeof(typename F::Bits) == 8) && !kHasCompare64 ? 8
                        : kIsWeighted<F> || kRegisters == 16                                  ? 16
                                                                                              : 32;
@@ -53,14 +47,11 @@ template <typename F>
 constexpr int kClean = kGroup<F> < kRegisters ? kGroup<F> : kRegisters;
 
 // Loops over rows are unrolled by order: left to itself GCC stops at 16 and puts the entries in
-// memory.
-
-template <typename F>
-constexpr int kVectorsALine = kLineBytes / kStep<F> > 1 ? kLineBytes / kStep<F> : 1;
+// memory (measured, commit a200ef1: sorting 32 rows took 381 cycles a vector instead of 206).
 
 // Rows of one vector at byte `at`. Networks ask for a row where they first need it, so that few
-// entries are alive at a time. Each line is fetched ahead once: kByRow, with the load of its row,
-// else with the first vector of the line, all rows together.
+// entries are alive at a time. Each line is prefetched once: kByRow, with the load of its row, else
+// with the first vector of the line, all rows together.
 template <typename F, int kRows, bool kByRow = kVectorsALine<F> == 1>
 struct RowLoad {
   Source source;
@@ -90,6 +81,58 @@ struct RowLoad {
   }
 };
 
+// One vector once more by the general kernel (general.h), which rescues sums that overflow.
+template <typename F>
+__attribute__((noinline, cold)) void redo(const Work& work, int64_t at, int64_t begin);
+
+// What a kernel of kRows rows that stay in registers says of itself. It adds
+//   using Network      orders a vector's rows, or brings the ranks it needs to their places
+//   bool finish(work, entries, at, begin) const
+//                      writes the results of the coordinates from `at` on; false where a sum was
+//                      not finite. Windows go where `begin` is the first coordinate.
+template <typename F, int kRows>
+struct InRegisters {
+  using Format = F;
+  using Entries = typename F::Entry[kRows];
+  using Load = RowLoad<F, kRows>;
+  Source source;
+
+  explicit InRegisters(const Work& work) : source{work.rows, work.weights} {}
+};
+
+// The loop of all kernels of that kind: load and order the rows of a vector, finish it, go on.
+// Takes the whole vectors of coordinates [begin, end) and returns where it stopped; dispatch.cpp
+// pads the tail. What the finish does not need of the network falls away, and nothing passes
+// through memory.
+template <typename Kernel>
+int64_t for_each_vector(const Work& work, int64_t begin, int64_t end) {
+  using F = typename Kernel::Format;
+  const Kernel kernel(work);
+  int64_t at = begin;
+  for (int vector = 0; at + F::kLanes <= end; ++vector, at += F::kLanes) {
+    typename Kernel::Entries entries;
+    const typename Kernel::Load load{kernel.source, byte_of<F>(at)};
+    load.fetch(vector);
+    Kernel::Network::apply(entries, load);
+    if (__builtin_expect(!kernel.finish(work, entries, at, begin), 0)) redo<F>(work, at, begin);
+  }
+  return at;
+}
+
+// The same for kernels whose ranked rows pass through the L1 cache: calls body(at, vectors) for up
+// to `most` neighbouring vectors at a time.
+template <typename F, typename Body>
+LOFT_INLINE int64_t for_each_batch(int64_t begin, int64_t end, int most, const Body& body) {
+  int64_t at = begin;
+  while (at + F::kLanes <= end) {
+    const int64_t left = (end - at) / F::kLanes;
+    const int vectors = left < most ? static_cast<int>(left) : most;
+    body(at, vectors);
+    at += vectors * F::kLanes;
+  }
+  return at;
+}
+
 // Sort `vectors` neighbouring vectors of kRows rows, each into `to`, `stride` entries apart. By row
 // only whole groups know that they are parts; the last rows, up to kNearRows, go to the first
 // cache.
@@ -109,18 +152,15 @@ void sort_group(Source source, int64_t at, int vectors, typename F::Entry* to, i
 template <typename F>
 using SortGroup = void (*)(Source, int64_t, int, typename F::Entry*, int);
 
-template <typename F, int... kRows>
-constexpr SortGroup<F> sort_group_for(int rows, std::integer_sequence<int, kRows...>) {
-  constexpr SortGroup<F> table[] = {sort_group<F, kRows + 1>...};
+template <typename F>
+SortGroup<F> sort_group_for(int rows) {
+  constexpr auto table =
+      table_of<kGroup<F>>([](auto row) -> SortGroup<F> { return sort_group<F, row + 1>; });
   return table[rows - 1];
 }
 
-template <typename F>
-SortGroup<F> sort_group_for(int rows) {
-  return sort_group_for<F>(rows, std::make_integer_sequence<int, kGroup<F>>{});
-}
-
-// Sort a bitonic run of kCount entries in registers.
+// Sort a bitonic run (it rises, then falls) of kCount entries in registers. Four entries, by
+// distance 2, then 1:   3 8 7 1  ->  3 1 | 7 8  ->  1 3 7 8
 template <int kCount, typename Entry>
 LOFT_INLINE void clean(Entry* v) {
 #pragma GCC unroll 8
@@ -144,6 +184,8 @@ LOFT_INLINE void clean_in_place(Entry* run) {
 
 // Merge two ascending runs of kCount entries each: one step makes two bitonic runs of them, of
 // which the first holds the smaller half; each is then finished in registers.
+//   2 5 8 9 | 1 3 4 7   pairs from both ends: (2 7) (5 4) (8 3) (9 1)
+//   2 4 3 1 | 9 8 5 7   minima to the left, maxima to the right in reverse
 template <int kCount, typename Entry>
 void merge_two(Entry* run) {
   Entry low[kCount], high[kCount];
@@ -212,17 +254,16 @@ void merge(typename F::Entry* run, int half, int length, Wanted wanted) {
   }
 }
 
-template <typename I>
-LOFT_INLINE void set_last(I& entry) {
-  entry = I{} + std::numeric_limits<Lane<I>>::max();
-}
-LOFT_INLINE void set_last(Pair& entry) {
-  set_last(entry.key);
-  set_last(entry.weight);
-}
-LOFT_INLINE void set_last(Twin& entry) {
-  set_last(entry.first);
-  set_last(entry.second);
+// Makes an entry come after every row's.
+template <typename E>
+LOFT_INLINE void set_last(E& entry) {
+  if constexpr (std::is_class_v<E>) {  // a key and a weight, or two registers of them
+    auto& [first, second] = entry;
+    set_last(first);
+    set_last(second);
+  } else {
+    entry = E{} + std::numeric_limits<Lane<E>>::max();
+  }
 }
 
 // Entries that `rows` ranked rows take: above one group, whole groups.
@@ -256,5 +297,4 @@ void rank_rows(Source source, int rows, int64_t at, int vectors, typename F::Ent
   }
 }
 
-}  // namespace LOFT_ISA
-}  // namespace loft
+}  // namespace loft::LOFT_ISA

@@ -1,96 +1,172 @@
-// Layer 2. The trimmed mean of 17 to 64 rows: only the ranks of a window come out of the network.
-//
-// A window from rank kFrom to its mirror image serves every f >= kFrom: which of its ranks are kept
-// is known when the job runs, as masks over the ranks' distance from the middle. A leaf of the sum
-// that is masked counts as zero, which leaves the bits as they are (coordinate_rules.h).
+// Layer 2. The trimmed mean of rows that stay in registers: every f of few rows, windows of ranks
+// of more, and few float32 rows with weights. The mean is the trimmed mean with f = 0.
 #pragma once
 
-#include "cpu/finish.h"
+#include <algorithm>
 
-namespace loft {
-namespace LOFT_ISA {
+#include "cpu/general.h"
+
+namespace loft::LOFT_ISA {
 
 #include "windows.h"
 
-// Bits of pair k, the ranks at distance k from the middle: all set in `kept` where they are kept,
-// in `edge` where they are the outermost that are.
-template <typename F>
-struct WindowMasks {
-  static constexpr int kPairs = 33;
-  using Sum = Lane<decltype(typename F::V{} == typename F::V{})>;
-  Sum kept[kPairs];
+// Rows and f are known when it is compiled.
+template <typename F, int kRows, int kF>
+struct TrimmedMean : InRegisters<F, kRows> {
+  using InRegisters<F, kRows>::InRegisters;
+  using Network = SortNetwork<kRows>;
+
+  LOFT_INLINE bool finish(const Work& work, const typename F::Entry* entries, int64_t at,
+                          int64_t begin) const {
+    return put_parts<F>(work, at, begin, [&](int part) LOFT_INLINE_LAMBDA {
+      return trimmed_mean_of<F, kRows - 2 * kF>(entries, part, kF, kRows - 2 * kF);
+    });
+  }
+};
+
+// A window from rank kFrom to its mirror image serves every f >= kFrom: which of its ranks are kept
+// is known when the job runs, as masks over the ranks' distance from the middle. A pair that is
+// masked adds zero to the sum, which leaves the bits as they are (coordinate_rules.h). Of 20 rows
+// and f = 7, kFrom = 5:
+//   pair k            0      1      2      3      4
+//   ranks            9 10   8 11   7 12   6 13   5 14
+//   kept, edge       1 0    1 0    1 1    0 0    0 0
+template <typename F, int kRows, int kFrom>
+struct WindowMean : InRegisters<F, kRows> {
+  using Network = WindowNetwork<kRows, kFrom>;
+  using V = typename F::V;
+  static constexpr int kPairs = (kRows + 1) / 2 - kFrom;
+  // All bits of pair k, in `kept` where it is kept, in `edge` where it is the outermost that is.
+  Lane<decltype(V{} == V{})> kept[kPairs];
   typename F::Bits edge[kPairs];
 
-  WindowMasks(int rows, int f) {
-    const int pairs = (rows + 1) / 2 - f;
+  explicit WindowMean(const Work& work) : InRegisters<F, kRows>(work) {
+    const int pairs = (kRows + 1) / 2 - work.params.f;
     for (int k = 0; k < kPairs; ++k) {
       kept[k] = k < pairs ? -1 : 0;
       edge[k] = k == pairs - 1 ? -1 : 0;
     }
   }
+
+  LOFT_INLINE bool finish(const Work& work, const typename F::Entry* entries, int64_t at,
+                          int64_t begin) const {
+    constexpr int kLower = (kRows - 1) / 2, kUpper = kRows / 2;  // the same for an odd count
+    typename F::Entry low{}, high{};
+#pragma GCC unroll 64
+    for (int k = 0; k < kPairs; ++k) {
+      low |= entries[kLower - k] & edge[k];
+      high |= entries[kUpper + k] & edge[k];
+    }
+    return put_parts<F>(work, at, begin, [&](int part) LOFT_INLINE_LAMBDA {
+      const auto leaf = [&](int k) -> V {
+        const V lower = F::value(entries[kLower - k], part);
+        const bool is_one = kLower == kUpper && k == 0;
+        const V sum = is_one ? lower : lower + F::value(entries[kUpper + k], part);
+        return bit_cast<V>(bit_cast<decltype(V{} == V{})>(sum) & kept[k]);
+      };
+      return mean_of_sum(Tree<kPairs>::sum(leaf, 0),
+                         static_cast<Lane<V>>(kRows - 2 * work.params.f), F::value(low, part),
+                         F::value(high, part));
+    });
+  }
 };
 
-// The mean of the kept ranks; `low` and `high` are the outermost of them.
-template <typename F, int kRows, int kFrom>
-LOFT_INLINE auto window_mean(const WindowMasks<F>& masks, const typename F::Entry* entries,
-                             int part, int f) -> Outcome<typename F::V> {
-  using V = typename F::V;
-  using Entry = typename F::Entry;
-  constexpr int kPairs = (kRows + 1) / 2 - kFrom;
-  constexpr int kLower = (kRows - 1) / 2, kUpper = kRows / 2;  // the same for an odd count
-  Entry low{}, high{};
-#pragma GCC unroll 64
-  for (int k = 0; k < kPairs; ++k) {
-    low |= entries[kLower - k] & masks.edge[k];
-    high |= entries[kUpper + k] & masks.edge[k];
-  }
-  const auto leaf = [&](int k) -> V {
-    const V lower = F::value(entries[kLower - k], part);
-    const V sum = kLower == kUpper && k == 0 ? lower : lower + F::value(entries[kUpper + k], part);
-    const auto bits = bit_cast<decltype(V{} == V{})>(sum) & masks.kept[k];
-    return bit_cast<V>(bits);
-  };
-  const V sum = Tree<kPairs>::sum(leaf, 0);
-  const V first = F::value(low, part), last = F::value(high, part);
-  const V mean = clamp_mean(sum / static_cast<Lane<V>>(kRows - 2 * f), first, last);
-  return {mean, first, last, sum - sum};
-}
-
-template <typename F, int kRows, int kFrom>
-int64_t run_window(const Work& work, int64_t begin, int64_t end) {
-  const Source source{work.rows, work.weights};
-  const WindowMasks<F> masks(kRows, work.params.f);
-  int64_t at = begin;
-  for (int vector = 0; at + F::kLanes <= end; ++vector, at += F::kLanes) {
-    typename F::Entry entries[kRows];
-    const RowLoad<F, kRows> load{source, at * static_cast<int64_t>(sizeof(typename F::Bits))};
-    load.fetch(vector);
-    WindowNetwork<kRows, kFrom>::apply(entries, load);
-    typename F::V doubt{};
-    for (int part = 0; part < F::kParts; ++part) {
-      const auto outcome = window_mean<F, kRows, kFrom>(masks, entries, part, work.params.f);
-      put<F>(work, outcome, part, at, begin);
-      doubt += outcome.doubt;
+// Few float32 rows by weight: keys stay 32 bits wide with the weights beside them. Rows that tie
+// must end in the order of their weights, so they are taken by weight, and only neighbours are
+// exchanged, never equals: a sort that keeps the order of ties.
+template <int kRows>
+struct StableSort {
+  template <typename Load>
+  static LOFT_INLINE void apply(Beside<Float32>* v, const Load& load) {
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row) v[row] = load(row);
+#pragma GCC unroll 8
+    for (int last = kRows - 1; last > 0; --last) {
+#pragma GCC unroll 8
+      for (int i = 0; i < last; ++i) exchange_neighbours(v[i], v[i + 1]);
     }
-    if (__builtin_expect(any_lane(doubt != 0), 0)) redo<F>(work, at, begin);
   }
-  return at;
+};
+
+template <int kRows, int kF>
+struct FewByWeight : TrimmedMean<WeightedBeside<Float32>, kRows, kF> {
+  using Network = StableSort<kRows>;
+  const char* rows[kRows];
+  int32_t weights[kRows];
+
+  explicit FewByWeight(const Work& work) : TrimmedMean<WeightedBeside<Float32>, kRows, kF>(work) {
+    std::pair<int32_t, const char*> order[kRows];
+    for (int row = 0; row < kRows; ++row) order[row] = {work.weights[row], work.rows[row]};
+    std::stable_sort(order, order + kRows,
+                     [](const auto& a, const auto& b) { return a.first < b.first; });
+    for (int row = 0; row < kRows; ++row) {
+      weights[row] = order[row].first;
+      rows[row] = order[row].second;
+    }
+    this->source = {rows, weights};
+  }
+};
+
+// Most rows whose trimmed mean is compiled with every f; measured (commit 47febd5), bound from the
+// registers. With weights twice as many have f = rows / 4, which rules are mostly used with.
+template <typename F>
+constexpr int kEveryF = std::is_same_v<F, Float32>             ? 16
+                        : std::is_same_v<F, Weighted<Float32>> ? 8
+                                                               : 0;
+// Most rows whose trimmed mean has windows.
+template <typename F>
+constexpr int kWindowRows = std::is_same_v<F, Float32> && kVectorBytes > 16 ? 64 : 0;
+
+template <typename F, int kRows>
+Run every_f(int f) {
+  constexpr auto table = table_of<(kRows + 1) / 2>(
+      [](auto trim) -> Run { return for_each_vector<TrimmedMean<F, kRows, trim>>; });
+  return table[f];
 }
 
 // The narrowest window that holds all kept ranks.
 template <typename F, int kRows>
-Run window_of(int f) {
-  if (f >= kRows / 4) return run_window<F, kRows, kRows / 4>;
-  if (f >= kRows / 8) return run_window<F, kRows, kRows / 8>;
-  return run_window<F, kRows, 0>;
+Run window(int f) {
+  if (f >= kRows / 4) return for_each_vector<WindowMean<F, kRows, kRows / 4>>;
+  if (f >= kRows / 8) return for_each_vector<WindowMean<F, kRows, kRows / 8>>;
+  return for_each_vector<WindowMean<F, kRows, 0>>;
 }
 
-template <typename F, int kFirst, int... kMore>
-Run window_for(const Work& work, std::integer_sequence<int, kMore...>) {
-  using Choose = Run (*)(int);
-  constexpr Choose table[] = {window_of<F, kFirst + kMore>...};
-  return table[work.num_rows - kFirst](work.params.f);
+template <int kRows>
+Run few_by_weight(int f) {
+  constexpr auto table = table_of<(kRows + 1) / 2>(
+      [](auto trim) -> Run { return for_each_vector<FewByWeight<kRows, trim>>; });
+  return table[f];
 }
 
-}  // namespace LOFT_ISA
-}  // namespace loft
+// The kernel for a trimmed mean; null where the general one does it.
+template <typename F>
+Run trimmed_mean_kernel(const Work& work) {
+  using Choose = Run (*)(int f);
+  const int rows = work.num_rows, f = work.params.f;
+  if constexpr (std::is_same_v<F, Weighted<Float32>>) {
+    if (rows == 3) return few_by_weight<3>(f);
+    if (rows == 4) return few_by_weight<4>(f);
+    if (rows == 5) return few_by_weight<5>(f);
+  }
+  if constexpr (kEveryF<F> > 0) {
+    constexpr auto few =
+        table_of<kEveryF<F>>([](auto less) -> Choose { return every_f<F, less + 1>; });
+    if (rows <= kEveryF<F>) return few[rows - 1](f);
+  }
+  if constexpr (kWindowRows<F> > 0) {
+    constexpr auto more = table_of<kWindowRows<F> - kEveryF<F>>(
+        [](auto less) -> Choose { return window<F, kEveryF<F> + 1 + less>; });
+    if (rows <= kWindowRows<F>) return more[rows - kEveryF<F> - 1](f);
+  }
+  if constexpr (std::is_same_v<F, Weighted<Float32>> && kVectorBytes > 16) {
+    constexpr auto quarters = table_of<kEveryF<F>>([](auto less) -> Run {
+      constexpr int kRows = kEveryF<F> + 1 + less;
+      return for_each_vector<TrimmedMean<F, kRows, kRows / 4>>;
+    });
+    if (rows <= 2 * kEveryF<F> && f == rows / 4) return quarters[rows - kEveryF<F> - 1];
+  }
+  return nullptr;
+}
+
+}  // namespace loft::LOFT_ISA

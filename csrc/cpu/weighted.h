@@ -1,19 +1,38 @@
-// Layer 1. What the networks order where rows have weights: a key with its row's weight.
+// Layer 1. What the networks order where rows have weights: a key with its row's weight. Rows that
+// tie end in the order of their weights, so that the order of the rows changes no bit.
 #pragma once
 
 #include "cpu/formats.h"
 
-namespace loft {
-namespace LOFT_ISA {
+namespace loft::LOFT_ISA {
 
+// Lanes of a and b by number, b's after a's: lane k of the result is lane Order::of(k).
+template <typename Order, typename I, int... kLane>
+LOFT_INLINE I shuffle(I a, I b, std::integer_sequence<int, kLane...>) {
 #if defined(__clang__)
-#define LOFT_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+  return __builtin_shufflevector(a, b, Order::of(kLane)...);
 #else
-#define LOFT_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, I{__VA_ARGS__})
+  return __builtin_shuffle(a, b, I{Order::of(kLane)...});
 #endif
+}
+
+constexpr int kInts = kVectorBytes / 4;  // 32-bit lanes
+using IntLanes = std::make_integer_sequence<int, kInts>;
+
+// The low (0) or high (1) half of every 16 bytes of a and b, lane by lane, which is what the unpack
+// instructions do. Of 8 lanes: a0 b0 a1 b1 a4 b4 a5 b5, and a2 b2 a3 b3 a6 b6 a7 b7.
+template <int kHalf>
+struct Interleaved {
+  static constexpr int of(int k) { return k / 4 * 4 + 2 * kHalf + k % 4 / 2 + k % 2 * kInts; }
+};
+// What undoes it for two results: a's lanes are the even ones (0) of both, b's the odd ones (1).
+template <int kOdd>
+struct Gathered {
+  static constexpr int of(int k) { return k / 4 * 4 + k % 2 * 2 + kOdd + k % 4 / 2 * kInts; }
+};
 
 // A key above its row's weight in each 64-bit lane, so that ties order by weight. Interleaving two
-// registers of 32-bit lanes makes two of them; taking the odd or even lanes of both undoes it.
+// registers of 32-bit lanes makes two of them; gathering the odd or even lanes of both undoes it.
 struct Twin {
   Vector<int64_t> first, second;
 };
@@ -29,12 +48,12 @@ struct Weighted {
   using Entry = Twin;
   using V = Vector<float>;
   using I = Vector<int32_t>;
-  static constexpr int kLanes = kVectorBytes / 4;
+  static constexpr int kLanes = kInts;
   static constexpr int kParts = 1;
   static LOFT_INLINE Entry load(const void* from, int32_t weight) {
     const I key = Plain::load_wide(from), weights = I{} + weight;
-    return {bit_cast<Vector<int64_t>>(interleave<0>(weights, key)),
-            bit_cast<Vector<int64_t>>(interleave<1>(weights, key))};
+    return {bit_cast<Vector<int64_t>>(shuffle<Interleaved<0>>(weights, key, IntLanes{})),
+            bit_cast<Vector<int64_t>>(shuffle<Interleaved<1>>(weights, key, IntLanes{}))};
   }
   static LOFT_INLINE V value(const Entry& entry, int) {
     return Plain::wide_value(gather<1>(entry));
@@ -43,67 +62,62 @@ struct Weighted {
   static LOFT_INLINE void put(void* to, V result, int) { Plain::put_wide(to, result); }
 
  private:
-  // The low (0) or high (1) half of every 16 bytes of two registers, lane by lane.
-  template <int kHalf>
-  static LOFT_INLINE I interleave(I a, I b) {
-    constexpr int n = kLanes;
-    constexpr int h = 2 * kHalf;
-    if constexpr (n == 4) return LOFT_SHUFFLE(a, b, h, n + h, h + 1, n + h + 1);
-    if constexpr (n == 8) {
-      return LOFT_SHUFFLE(a, b, h, n + h, h + 1, n + h + 1, h + 4, n + h + 4, h + 5, n + h + 5);
-    }
-    if constexpr (n == 16) {
-      return LOFT_SHUFFLE(a, b, h, n + h, h + 1, n + h + 1, h + 4, n + h + 4, h + 5, n + h + 5,
-                          h + 8, n + h + 8, h + 9, n + h + 9, h + 12, n + h + 12, h + 13,
-                          n + h + 13);
-    }
-  }
-  // The even (0) or odd (1) lanes of both registers, in the order before interleaving.
   template <int kOdd>
   static LOFT_INLINE I gather(const Entry& entry) {
-    constexpr int n = kLanes;
-    constexpr int o = kOdd;
-    const I a = bit_cast<I>(entry.first), b = bit_cast<I>(entry.second);
-    if constexpr (n == 4) return LOFT_SHUFFLE(a, b, o, 2 + o, n + o, n + 2 + o);
-    if constexpr (n == 8) {
-      return LOFT_SHUFFLE(a, b, o, 2 + o, n + o, n + 2 + o, 4 + o, 6 + o, n + 4 + o, n + 6 + o);
-    }
-    if constexpr (n == 16) {
-      return LOFT_SHUFFLE(a, b, o, 2 + o, n + o, n + 2 + o, 4 + o, 6 + o, n + 4 + o, n + 6 + o,
-                          8 + o, 10 + o, n + 8 + o, n + 10 + o, 12 + o, 14 + o, n + 12 + o,
-                          n + 14 + o);
-    }
+    return shuffle<Gathered<kOdd>>(bit_cast<I>(entry.first), bit_cast<I>(entry.second), IntLanes{});
   }
 };
 
-// float64 with weights: two 64-bit lanes a coordinate.
-struct Pair {
-  Vector<int64_t> key, weight;
+// A key beside its row's weight, in a register each; `exchange` orders by both.
+template <typename Plain>
+struct Beside {
+  typename Plain::Entry key, weight;
 };
 
-LOFT_INLINE void exchange(Pair& a, Pair& b) {
+template <typename Plain>
+LOFT_INLINE void exchange(Beside<Plain>& a, Beside<Plain>& b) {
   const auto swap = (a.key > b.key) | ((a.key == b.key) & (a.weight > b.weight));
-  const Pair low{swap ? b.key : a.key, swap ? b.weight : a.weight};
-  const Pair high{swap ? a.key : b.key, swap ? a.weight : b.weight};
+  const Beside<Plain> low{swap ? b.key : a.key, swap ? b.weight : a.weight};
+  const Beside<Plain> high{swap ? a.key : b.key, swap ? a.weight : b.weight};
   a = low;
   b = high;
 }
 
-template <>
-struct Weighted<Float64> {
-  using Bits = int64_t;
-  using Entry = Pair;
-  using V = Vector<double>;
-  using I = Vector<int64_t>;
-  static constexpr int kLanes = kVectorBytes / 8;
+// The same for rows that come by weight and go through a sort that keeps the order of ties: keys
+// alone decide, so equal ones stay.
+LOFT_INLINE void exchange_neighbours(Beside<Float32>& a, Beside<Float32>& b) {
+  const auto swap = a.key > b.key;
+  const Beside<Float32> low{smaller(a.key, b.key), swap ? b.weight : a.weight};
+  const Beside<Float32> high{larger(a.key, b.key), swap ? a.weight : b.weight};
+  a = low;
+  b = high;
+}
+
+// Float64, whose key leaves a 64-bit lane no room, and float32 of few rows (trimmed.h).
+template <typename Plain>
+struct WeightedBeside {
+  using Bits = typename Plain::Bits;
+  using Entry = Beside<Plain>;
+  using V = typename Plain::V;
+  using I = typename Plain::Entry;
+  static constexpr int kLanes = Plain::kLanes;
   static constexpr int kParts = 1;
   static LOFT_INLINE Entry load(const void* from, int32_t weight) {
-    return {Float64::load(from), I{} + weight};
+    return {Plain::load(from), I{} + weight};
   }
-  static LOFT_INLINE V value(const Entry& entry, int) { return Float64::value(entry.key, 0); }
+  static LOFT_INLINE V value(const Entry& entry, int) { return Plain::value(entry.key, 0); }
   static LOFT_INLINE I weight(const Entry& entry) { return entry.weight; }
-  static LOFT_INLINE void put(void* to, V result, int) { Float64::put(to, result, 0); }
+  static LOFT_INLINE void put(void* to, V result, int) { Plain::put(to, result, 0); }
 };
 
-}  // namespace LOFT_ISA
-}  // namespace loft
+template <>
+struct Weighted<Float64> : WeightedBeside<Float64> {};
+
+template <typename F>
+constexpr bool kIsWeighted = false;
+template <typename Plain>
+constexpr bool kIsWeighted<Weighted<Plain>> = true;
+template <typename Plain>
+constexpr bool kIsWeighted<WeightedBeside<Plain>> = true;
+
+}  // namespace loft::LOFT_ISA

@@ -43,10 +43,10 @@ void aggregate_cuda(const Job& job, const CudaOptions& options) {
                                     options.device),
              "cudaDeviceGetAttribute");
   switch (job.dtype) {
-    case DType::kFloat64: return device::launch_float64(job, launch);
-    case DType::kFloat32: return device::launch_float32(job, launch);
-    case DType::kFloat16: return device::launch_float16(job, launch);
-    case DType::kBFloat16: return device::launch_bfloat16(job, launch);
+    case DType::kFloat64: return device::launch_job<DType::kFloat64>(job, launch);
+    case DType::kFloat32: return device::launch_job<DType::kFloat32>(job, launch);
+    case DType::kFloat16: return device::launch_job<DType::kFloat16>(job, launch);
+    case DType::kBFloat16: return device::launch_job<DType::kBFloat16>(job, launch);
   }
 }
 

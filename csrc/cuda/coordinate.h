@@ -1,9 +1,14 @@
 // Layer 1. What one CUDA thread does for its coordinates, as host and device code, so that it is
-// tested on machines without a GPU: keys in registers, a network, a rule; every index static.
+// tested on machines without a GPU: keys in registers, a network, a rule. Where a comment does not
+// say otherwise every index is known when it is compiled: registers have no addresses, so an array
+// with an index that is known only at run time lies in local memory, which is the GPU's DRAM.
 //
 // kWires registers hold the rows between as many -inf below as put the middle in its place: the
 // lower middle rank is always wire (kWires - 1) / 2. Rows are even in number when kWires is the row
 // count, or padded with the same parity; `kIsOdd` says which, because the sum's first pair differs.
+// Of 5 rows on 8 wires, kIsOdd (the middle is rank 2):
+//   wire   0     1   2   3   4   5   6     7
+//   holds  -inf  r0  r1  r2  r3  r4  +inf  +inf
 #pragma once
 
 #include <type_traits>
@@ -17,8 +22,7 @@
 #define LOFT_UNROLL
 #endif
 
-namespace loft {
-namespace device {
+namespace loft::device {
 
 template <typename E>
 LOFT_INLINE void exchange(E& a, E& b) {
@@ -61,12 +65,6 @@ LOFT_HOST_DEVICE constexpr int padding_below(int rows) {
   return (kWires - 1) / 2 - (rows - 1) / 2;
 }
 
-// -0 becomes +0 and every NaN the canonical one.
-template <DType kDType>
-LOFT_INLINE Bits<kDType> result_bits(typename Stored<kDType>::Value result) {
-  return result == result ? bits_of<kDType>(result) : Stored<kDType>::kNaN;
-}
-
 // What is stored for one coordinate, and the smallest and largest value that were kept for it.
 template <DType kDType>
 struct Outcome {
@@ -74,62 +72,133 @@ struct Outcome {
   typename Stored<kDType>::Value low, high;
 };
 
+// From the middle two ranks, which are one for an odd number of rows.
+template <DType kDType, typename V>
+LOFT_INLINE Outcome<kDType> median_of_middle(V lower, V upper, bool is_one, MedianKind kind) {
+  if (is_one) return {result_bits<kDType>(lower), lower, lower};
+  return {result_bits<kDType>(pick_median(lower, upper, kind)), lower, upper};
+}
+
+// The mean of ranks from their sum; `rescue()` gives it where the sum overflows although the
+// outermost ranks, low and high, are finite.
+template <typename V, typename Rescue>
+LOFT_HOST_DEVICE inline V mean_of_sum(V sum, V count, V low, V high, const Rescue& rescue) {
+  V mean = sum / count;
+  if (!(sum - sum == 0) && low - low == 0 && high - high == 0) mean = static_cast<V>(rescue());
+  return clamp_mean(mean, low, high);
+}
+
+// The trimmed mean with static indices: lower(k) and upper(k) are the values that lie k from the
+// middle; with is_one, an odd count, lower(0) is the middle alone. Pairs from (rows - 2 f + 1) / 2
+// on count as zero, which leaves the bits of the sum as they are. The outermost kept pair is picked
+// by masks: a comparison with k makes one index of the loop, and local memory of the keys (measured
+// by ptxas for sm_90: a stack of 128 bytes a thread for 8 rows by 4 coordinates, none by masks).
+template <DType kDType, int kPairs, typename LowerAt, typename UpperAt>
+LOFT_INLINE Outcome<kDType> mean_of_pairs(const LowerAt& lower, const UpperAt& upper, bool is_one,
+                                          int rows, int f) {
+  using V = typename Stored<kDType>::Value;
+  using I = std::conditional_t<sizeof(V) == 8, int64_t, int32_t>;
+  const int count = rows - 2 * f, pairs = (count + 1) / 2;
+  const auto pair = [&](int k, auto scale) {
+    using S = decltype(scale);
+    if (k >= pairs) return S{0};
+    const S low = static_cast<S>(lower(k)) * scale;
+    return is_one && k == 0 ? low : low + static_cast<S>(upper(k)) * scale;
+  };
+  I low_bits = 0, high_bits = 0;
+  LOFT_UNROLL
+  for (int k = 0; k < kPairs; ++k) {
+    const I mask = -static_cast<I>(k == pairs - 1);
+    low_bits |= bit_cast<I>(lower(k)) & mask;
+    high_bits |= bit_cast<I>(upper(k)) & mask;
+  }
+  const V low = bit_cast<V>(low_bits), high = bit_cast<V>(high_bits);
+  const V sum = Tree<kPairs>::sum([&](int k) { return pair(k, V{1}); }, 0);
+  const auto rescue = [&] {
+    const auto scaled = [&](int k) { return pair(k, kRescueScale); };
+    return Tree<kPairs>::sum(scaled, 0) / count / kRescueScale;
+  };
+  const V mean = mean_of_sum(sum, static_cast<V>(count), low, high, rescue);
+  return {result_bits<kDType>(mean), low, high};
+}
+
+// On kWires wires, of which wire (kWires - 1) / 2 has the lower middle.
 template <DType kDType, int kWires, bool kIsOdd>
 LOFT_INLINE Outcome<kDType> median_of(Key<kDType> (&keys)[kWires], MedianKind kind) {
   MedianNetwork<kWires>::apply(keys);
   const auto lower = value_at<kDType>(keys[(kWires - 1) / 2]);
-  if constexpr (kIsOdd) return {result_bits<kDType>(lower), lower, lower};
-  const auto upper = value_at<kDType>(keys[kWires / 2]);
-  return {result_bits<kDType>(pick_median(lower, upper, kind)), lower, upper};
+  const auto upper = kIsOdd ? lower : value_at<kDType>(keys[kWires / 2]);
+  return median_of_middle<kDType>(lower, upper, kIsOdd, kind);
 }
 
-// The mean of ranked values by `value(i)`; `distance`-th pair from the middle by static indices.
-// num_pairs: leaves of the tree that count; the others are zero, which changes nothing.
 template <DType kDType, int kWires, bool kIsOdd>
 LOFT_INLINE Outcome<kDType> trimmed_mean_of(Key<kDType> (&keys)[kWires], int rows, int f) {
   using V = typename Stored<kDType>::Value;
   SortNetwork<kWires>::apply(keys);
-  constexpr int kMiddle = (kWires - 1) / 2;  // wire of the lower middle
-  constexpr int kLeaves = kMiddle + 1;
-  const int num_leaves = (rows - 2 * f + 1) / 2;
-  const auto at = [&](int wire) -> V { return value_at<kDType>(keys[wire]); };
-  const auto leaf = [&](int k) -> V {
-    if (k >= num_leaves) return V{0};
-    if constexpr (kIsOdd) {
-      if (k == 0) return at(kMiddle);
-      return kMiddle + k < kWires ? at(kMiddle - k) + at(kMiddle + k) : V{0};
-    } else {
-      return kMiddle + 1 + k < kWires ? at(kMiddle - k) + at(kMiddle + 1 + k) : V{0};
-    }
+  constexpr int kLower = (kWires - 1) / 2, kUpper = kLower + !kIsOdd;
+  const auto lower = [&](int k) -> V { return value_at<kDType>(keys[kLower - k]); };
+  const auto upper = [&](int k) -> V {  // behind the last wire there is no row, which no f keeps
+    return value_at<kDType>(keys[kUpper + k < kWires ? kUpper + k : kWires - 1]);
   };
-  const V sum = Tree<kLeaves>::sum(leaf, 0);
-  V low{}, high{};
+  return mean_of_pairs<kDType, kLower + 1>(lower, upper, kIsOdd, rows, f);
+}
+
+// --- 65 to 128 rows on two neighbouring lanes: what a lane does between the shuffles
+//
+// The even lane (side 0) holds the first 64 of 128 wires, the odd lane (side 1) the others; wires
+// without a row are padded as above. After `keep_half` the even lane has the 64 smallest, so the
+// lower middle is its largest, and the odd lane's smallest is the upper middle.
+
+constexpr int kHalf = 64;
+
+// `other`: the other lane's sorted keys in descending order.
+template <typename K>
+LOFT_INLINE void keep_half(K (&keys)[kHalf], const K (&other)[kHalf], int side) {
   LOFT_UNROLL
-  for (int k = 0; k < kLeaves; ++k) {
-    constexpr int kShift = kIsOdd ? 0 : 1;
-    if (k == num_leaves - 1) {
-      low = at(kMiddle - k);
-      high = kMiddle + kShift + k < kWires ? at(kMiddle + kShift + k) : low;
+  for (int wire = 0; wire < kHalf; ++wire) {  // the even lane keeps minima, the odd lane maxima
+    const bool takes_other = (other[wire] < keys[wire]) == (side == 0);
+    keys[wire] = takes_other ? other[wire] : keys[wire];
+  }
+}
+
+// The even lane's largest key, the odd lane's smallest.
+template <typename K>
+LOFT_INLINE K edge_of(const K (&keys)[kHalf], int side) {
+  K edge = keys[0];
+  LOFT_UNROLL
+  for (int wire = 1; wire < kHalf; ++wire) {
+    edge = (keys[wire] > edge) == (side == 0) ? keys[wire] : edge;
+  }
+  return edge;
+}
+
+// Sorts what `keep_half` left, which is bitonic.
+template <typename K>
+LOFT_INLINE void sort_half(K (&keys)[kHalf]) {
+  LOFT_UNROLL
+  for (int distance = kHalf / 2; distance > 0; distance /= 2) {
+    LOFT_UNROLL
+    for (int wire = 0; wire < kHalf; ++wire) {
+      if (!(wire & distance)) exchange(keys[wire], keys[wire + distance]);
     }
   }
-  const int count = rows - 2 * f;
-  V mean = sum / static_cast<V>(count);
-  if (!(sum - sum == 0) && low - low == 0 && high - high == 0) {  // finite values, infinite sum
-    const auto scaled_leaf = [&](int k) -> double {
-      constexpr double kScale = 1.0 / 18446744073709551616.0;
-      if (k >= num_leaves) return 0.0;
-      if constexpr (kIsOdd) {
-        if (k == 0) return at(kMiddle) * kScale;
-        return kMiddle + k < kWires ? at(kMiddle - k) * kScale + at(kMiddle + k) * kScale : 0.0;
-      } else {
-        return kMiddle + 1 + k < kWires ? at(kMiddle - k) * kScale + at(kMiddle + 1 + k) * kScale
-                                        : 0.0;
-      }
-    };
-    mean = static_cast<V>(Tree<kLeaves>::sum(scaled_leaf, 0) / count * 18446744073709551616.0);
-  }
-  return {result_bits<kDType>(clamp_mean(mean, low, high)), low, high};
 }
+
+// On the even lane: `keys` and `above`, the odd lane's values, both ascending.
+template <DType kDType>
+LOFT_INLINE Outcome<kDType> trimmed_mean_of_halves(
+    const Key<kDType> (&keys)[kHalf], const typename Stored<kDType>::Value (&above)[kHalf],
+    int rows, int f) {
+  using V = typename Stored<kDType>::Value;
+  const bool is_odd = rows % 2;
+  const auto lower = [&](int k) -> V { return value_at<kDType>(keys[kHalf - 1 - k]); };
+  const auto upper = [&](int k) -> V {
+    return !is_odd ? above[k] : k == 0 ? lower(0) : above[k - 1];
+  };
+  return mean_of_pairs<kDType, kHalf>(lower, upper, is_odd, rows, f);
+}
+
+// --- any rule, any shape
 
 // Whether step (p, k) of Batcher's odd-even merge sort compares wire `low` with wire low + k. The
 // steps run over p = 1, 2, 4 ... < rows and within each over k = p, p / 2 ... 1; any rows.
@@ -161,14 +230,13 @@ struct RankedEntries {
     const auto product = [&](int i) -> V {
       return counts ? at(i) * static_cast<V>(weight(i)) : at(i);
     };
-    const V sum = fold_sum<V>(product, first, count);
-    V result = sum / static_cast<V>(total);
-    if (!(sum - sum == 0) && low - low == 0 && high - high == 0) {  // finite values, infinite sum
+    const auto rescue = [&] {
       const auto value = [&](int i) { return static_cast<double>(at(i)); };
       const auto share = [&](int i) { return counts ? static_cast<double>(weight(i)) : 1.0; };
-      result = static_cast<V>(scaled_mean(value, share, first, count, static_cast<double>(total)));
-    }
-    return clamp_mean(result, low, high);
+      return scaled_mean(value, share, first, count, static_cast<double>(total));
+    };
+    const V sum = fold_sum<V>(product, first, count);
+    return mean_of_sum(sum, static_cast<V>(total), low, high, rescue);
   }
 
   LOFT_HOST_DEVICE Outcome<kDType> median(int64_t total_weight, MedianKind kind) const {
@@ -182,7 +250,7 @@ struct RankedEntries {
       }
     }
     const bool is_one = kIsWeighted ? lower == upper : rows % 2 == 1;
-    return {result_bits<kDType>(is_one ? lower : pick_median(lower, upper, kind)), lower, upper};
+    return median_of_middle<kDType>(lower, upper, is_one, kind);
   }
 
   // The mean of the rows - f nearest to a centre; overwrites entries.
@@ -253,5 +321,58 @@ LOFT_INLINE Outcome<kDType> any_rule_of(Key<kDType> (&keys)[kWires], int32_t (&w
   return rule_of<kDType, kIsWeighted>(params, rows, total_weight, key, weight);
 }
 
-}  // namespace device
-}  // namespace loft
+// --- diagnostics: where the window of a coordinate that is looked at lies, and what one value of a
+// row adds
+
+// Of every so many blocks the first one is looked at.
+LOFT_HOST_DEVICE constexpr int64_t blocks_looked_at(int64_t numel, int every) {
+  return ((numel + kBlock - 1) / kBlock + every - 1) / every;
+}
+
+// The kept windows of the coordinates that are looked at, one such block after the other; `low` is
+// null where nobody asks.
+template <DType kDType>
+struct Windows {
+  using V = typename Stored<kDType>::Value;
+  V* low;
+  V* high;
+  int every;
+
+  // Where coordinate i has its window, and those up to the next multiple of kBlock behind it;
+  // negative where it is not looked at.
+  LOFT_HOST_DEVICE int64_t place(int64_t i) const {
+    if (!low) return -1;
+    const uint32_t block = static_cast<uint32_t>(i / kBlock);
+    const uint32_t in_turn = static_cast<uint32_t>(every);
+    if (block % in_turn) return -1;
+    return static_cast<int64_t>(block / in_turn) * kBlock + i % kBlock;
+  }
+  LOFT_HOST_DEVICE void put(int64_t place, const Outcome<kDType>& outcome) const {
+    if (place < 0) return;
+    low[place] = outcome.low;
+    high[place] = outcome.high;
+  }
+};
+
+// What some values of one row did, see Diagnostics in aggregate.h; starts as RowSums{}.
+struct RowSums {
+  double outside, non_finite, squared;  // counts below 2^53
+
+  template <typename V>
+  LOFT_HOST_DEVICE void add(V value, V result, V low, V high) {
+    const bool is_nan = value != value;  // orders above +inf
+    const bool is_below = value < low || (low != low && !is_nan);
+    const bool is_above = value > high || (is_nan && high == high);
+    const double distance = static_cast<double>(value) - static_cast<double>(result);
+    outside += is_below || is_above;
+    non_finite += !(value - value == 0);
+    if (distance - distance == 0) squared += distance * distance;
+  }
+  LOFT_HOST_DEVICE void add(const RowSums& other) {
+    outside += other.outside;
+    non_finite += other.non_finite;
+    squared += other.squared;
+  }
+};
+
+}  // namespace loft::device

@@ -9,18 +9,20 @@
 // Nothing here needs more than sm_70 offers.
 #pragma once
 
-#include "cuda/diagnose.h"
-#include "cuda/two_lanes.h"
+#include "cuda/coordinate.h"
 
-namespace loft {
-namespace device {
+namespace loft::device {
 namespace {  // one copy a dtype: each is compiled on its own
 
+// Bound from the registers: 65,536 a multiprocessor leave 128 threads up to 512 each, and the
+// blocks of 80 registers a thread fill it with six.
 constexpr int kBlockThreads = 128;
-constexpr int kCompareThreads = 512;
-constexpr int kSharedBytes = 48 * 1024;
+constexpr int kCompareThreads = 512;     // a block of coordinates takes each 32 rounds
+constexpr int kSharedBytes = 48 * 1024;  // what a kernel gets without asking for more
 constexpr unsigned kAllLanes = 0xffffffffu;
 
+// The rows' addresses and weights travel as kernel parameters: no copy to the device, no buffer
+// that must outlive the launch.
 template <int kMost>
 struct RowTable {
   const void* rows[kMost];
@@ -29,6 +31,22 @@ template <int kMost>
 struct WeightTable {
   int32_t weights[kMost];
 };
+
+// What every kernel is told of its job.
+template <DType kDType>
+struct Task {
+  int64_t numel;
+  int rows;
+  int64_t total_weight;
+  RuleParams params;
+  Windows<kDType> windows;
+};
+
+// The key of one value; of a row that is not there one that comes before or after all.
+template <DType kDType>
+__device__ __forceinline__ Key<kDType> load_key(const void* row, int64_t i) {
+  return static_cast<Key<kDType>>(key_of<kDType>(static_cast<const Bits<kDType>*>(row)[i]));
+}
 
 template <typename B, int kWide>
 struct alignas(sizeof(B) * kWide) Pack {
@@ -41,7 +59,9 @@ struct alignas(sizeof(B) * kWide) Pack {
 template <DType kDType, int kWires, int kWide, bool kIsOdd, Rule kRule>
 __global__ void __launch_bounds__(kBlockThreads)
     register_kernel(const __grid_constant__ RowTable<kWires> table, Bits<kDType>* __restrict__ out,
-                    int64_t numel, int rows, RuleParams params, Windows<kDType> windows) {
+                    const __grid_constant__ Task<kDType> task) {
+  const int64_t numel = task.numel;
+  const int rows = task.rows;
   using B = Bits<kDType>;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x * kWide;
   const int below = padding_below<kWires>(rows);
@@ -70,17 +90,17 @@ __global__ void __launch_bounds__(kBlockThreads)
       }
     }
     Pack<B, kWide> result;
-    const int64_t place = windows.place(i);
+    const int64_t place = task.windows.place(i);
 #pragma unroll
     for (int lane = 0; lane < kWide; ++lane) {
       Outcome<kDType> outcome;
       if constexpr (kRule == Rule::kMedian) {
-        outcome = median_of<kDType, kWires, kIsOdd>(keys[lane], params.kind);
+        outcome = median_of<kDType, kWires, kIsOdd>(keys[lane], task.params.kind);
       } else {
-        outcome = trimmed_mean_of<kDType, kWires, kIsOdd>(keys[lane], rows, params.f);
+        outcome = trimmed_mean_of<kDType, kWires, kIsOdd>(keys[lane], rows, task.params.f);
       }
       result.values[lane] = outcome.result;
-      if (place >= 0) windows.put(place + lane, outcome);  // has room for whole blocks
+      if (place >= 0) task.windows.put(place + lane, outcome);  // has room for whole blocks
     }
     if (is_whole) {
       *reinterpret_cast<Pack<B, kWide>*>(out + i) = result;
@@ -99,8 +119,9 @@ __global__ void __launch_bounds__(kBlockThreads)
 template <DType kDType, Rule kRule>
 __global__ void __launch_bounds__(kBlockThreads)
     two_lane_kernel(const __grid_constant__ RowTable<128> table, Bits<kDType>* __restrict__ out,
-                    int64_t numel, int rows, RuleParams params, Windows<kDType> windows) {
-  using B = Bits<kDType>;
+                    const __grid_constant__ Task<kDType> task) {
+  const int64_t numel = task.numel;
+  const int rows = task.rows;
   using V = typename Stored<kDType>::Value;
   const int side = threadIdx.x & 1;
   const int below = padding_below<2 * kHalf>(rows);
@@ -115,10 +136,9 @@ __global__ void __launch_bounds__(kBlockThreads)
     for (int wire = 0; wire < kHalf; ++wire) {
       const int row = side * kHalf + wire - below;
       const bool is_row = row >= 0 && row < rows && i < numel;
-      keys[wire] =
-          is_row
-              ? static_cast<Key<kDType>>(key_of<kDType>(static_cast<const B*>(table.rows[row])[i]))
-              : (row < 0 ? kFirst<kDType> : kLast<kDType>);
+      keys[wire] = is_row    ? load_key<kDType>(table.rows[row], i)
+                   : row < 0 ? kFirst<kDType>
+                             : kLast<kDType>;
     }
     SortNetwork<kHalf>::apply(keys);
     Key<kDType> other[kHalf];
@@ -131,9 +151,10 @@ __global__ void __launch_bounds__(kBlockThreads)
       const Key<kDType> lower = edge_of(keys, side);
       const Key<kDType> upper = __shfl_xor_sync(kAllLanes, lower, 1);
       if (side == 0 && i < numel) {
-        const auto outcome = median_of_edges<kDType>(lower, upper, rows, params.kind);
+        const auto outcome = median_of_middle<kDType>(
+            value_at<kDType>(lower), value_at<kDType>(upper), rows % 2, task.params.kind);
         out[i] = outcome.result;
-        windows.put(windows.place(i), outcome);
+        task.windows.put(task.windows.place(i), outcome);
       }
     } else {
       sort_half(keys);
@@ -143,9 +164,9 @@ __global__ void __launch_bounds__(kBlockThreads)
         above[wire] = __shfl_xor_sync(kAllLanes, value_at<kDType>(keys[wire]), 1);
       }
       if (side == 0 && i < numel) {
-        const auto outcome = trimmed_mean_of_halves<kDType>(keys, above, rows, params.f);
+        const auto outcome = trimmed_mean_of_halves<kDType>(keys, above, rows, task.params.f);
         out[i] = outcome.result;
-        windows.put(windows.place(i), outcome);
+        task.windows.put(task.windows.place(i), outcome);
       }
     }
   }
@@ -153,14 +174,15 @@ __global__ void __launch_bounds__(kBlockThreads)
 
 // One thread a coordinate, any rule, weights or not; rows <= kWires. A warp reads each row
 // coalesced. Traffic (rows + 1) * numel * sizeof(value) bytes; local memory for the ranked values,
-// which stays in the first-level cache; no shared memory; deterministic.
+// 128 bytes a thread at 16 rows and 320 at 32 with weights (by ptxas for sm_90), more than the L1
+// cache has for all threads; no shared memory; deterministic.
 template <DType kDType, int kWires, bool kIsWeighted>
 __global__ void __launch_bounds__(kBlockThreads)
     any_rule_kernel(const __grid_constant__ RowTable<kWires> table,
                     const __grid_constant__ WeightTable<kWires> weight_table,
-                    Bits<kDType>* __restrict__ out, int64_t numel, int rows, int64_t total_weight,
-                    RuleParams params, Windows<kDType> windows) {
-  using B = Bits<kDType>;
+                    Bits<kDType>* __restrict__ out, const __grid_constant__ Task<kDType> task) {
+  const int64_t numel = task.numel;
+  const int rows = task.rows;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < numel;
        i += stride) {
@@ -168,17 +190,13 @@ __global__ void __launch_bounds__(kBlockThreads)
     int32_t weights[kWires];
 #pragma unroll
     for (int row = 0; row < kWires; ++row) {
-      const bool is_row = row < rows;
-      keys[row] =
-          is_row
-              ? static_cast<Key<kDType>>(key_of<kDType>(static_cast<const B*>(table.rows[row])[i]))
-              : kLast<kDType>;
+      keys[row] = row < rows ? load_key<kDType>(table.rows[row], i) : kLast<kDType>;
       weights[row] = kIsWeighted ? weight_table.weights[row] : 0;
     }
-    const auto outcome =
-        any_rule_of<kDType, kWires, kIsWeighted>(keys, weights, rows, total_weight, params);
+    const auto outcome = any_rule_of<kDType, kWires, kIsWeighted>(keys, weights, rows,
+                                                                  task.total_weight, task.params);
     out[i] = outcome.result;
-    windows.put(windows.place(i), outcome);
+    task.windows.put(task.windows.place(i), outcome);
   }
 }
 
@@ -190,9 +208,10 @@ template <DType kDType, bool kIsWeighted>
 __global__ void __launch_bounds__(kBlockThreads)
     shared_kernel(const __grid_constant__ RowTable<kMaxRows> table,
                   const __grid_constant__ WeightTable<kMaxRows> weight_table,
-                  Bits<kDType>* __restrict__ out, int64_t numel, int rows, int columns,
-                  int64_t total_weight, RuleParams params, Windows<kDType> windows) {
-  using B = Bits<kDType>;
+                  Bits<kDType>* __restrict__ out, const __grid_constant__ Task<kDType> task,
+                  int columns) {
+  const int64_t numel = task.numel;
+  const int rows = task.rows;
   using K = Key<kDType>;
   extern __shared__ char shared[];
   K* keys = reinterpret_cast<K*>(shared);
@@ -203,8 +222,7 @@ __global__ void __launch_bounds__(kBlockThreads)
     for (int cell = threadIdx.x; cell < cells; cell += blockDim.x) {
       const int row = cell / columns;
       const int64_t i = base + cell % columns;
-      const B stored = i < numel ? static_cast<const B*>(table.rows[row])[i] : B{0};
-      keys[cell] = static_cast<K>(key_of<kDType>(stored));
+      keys[cell] = i < numel ? load_key<kDType>(table.rows[row], i) : K{0};
       if (kIsWeighted) weights[cell] = weight_table.weights[row];
     }
     __syncthreads();
@@ -233,9 +251,10 @@ __global__ void __launch_bounds__(kBlockThreads)
       if (i >= numel) continue;
       const auto key = [&](int rank) -> K& { return keys[rank * columns + column]; };
       const auto weight = [&](int rank) -> int32_t& { return weights[rank * columns + column]; };
-      const auto outcome = rule_of<kDType, kIsWeighted>(params, rows, total_weight, key, weight);
+      const auto outcome =
+          rule_of<kDType, kIsWeighted>(task.params, rows, task.total_weight, key, weight);
       out[i] = outcome.result;
-      windows.put(windows.place(i), outcome);
+      task.windows.put(task.windows.place(i), outcome);
     }
     __syncthreads();
   }
@@ -274,5 +293,4 @@ __global__ void __launch_bounds__(kCompareThreads)
 }
 
 }  // namespace
-}  // namespace device
-}  // namespace loft
+}  // namespace loft::device

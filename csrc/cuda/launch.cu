@@ -1,4 +1,15 @@
-// Layer 3. Launchers of one dtype (LOFT_PART: the code of DType): which kernel, which grid.
+// Layer 3. Launchers of one dtype (LOFT_PART, by its name): which kernel, which grid.
+//
+//   rule                rows       dtype, weights            kernel
+//   median, trimmed     1 - 16     any, none                 register_kernel, exact
+//   mean (and mean)     17 - 64    not float64, none         register_kernel, padded to 24, 32, 48,
+//   64
+//                       65 - 128   not float64, none         two_lane_kernel
+//   any                 1 - 16     any, not float64 if any   any_rule_kernel, padded to 4, 8, 16
+//                       17 - 32    not float64, any          any_rule_kernel, padded to 32
+//   any                 the rest                             shared_kernel
+//
+// Diagnostics queue compare_kernel behind it.
 
 #include "cuda/launch.h"
 
@@ -8,112 +19,36 @@
 
 #include "cuda/kernels.h"
 
-namespace loft {
-namespace device {
+namespace loft::device {
 namespace {
 
-void check_launch(const char* kernel, const Job& job) {
+// Queues a kernel and throws with the job's values when that fails.
+template <typename... Parameters, typename... Arguments>
+void queue(const char* name, void (*kernel)(Parameters...), const Job& job, const Launch& by,
+           dim3 grid, int threads, size_t shared_bytes, const Arguments&... arguments) {
+  kernel<<<grid, threads, shared_bytes, by.stream>>>(arguments...);
   const cudaError_t status = cudaGetLastError();
   if (status == cudaSuccess) return;
   throw std::runtime_error(
-      std::string("launch of ") + kernel + " for rows=" + std::to_string(job.rows.size()) +
+      std::string("launch of ") + name + " for rows=" + std::to_string(job.rows.size()) +
       ", numel=" + std::to_string(job.numel) + " failed: " + cudaGetErrorString(status));
 }
 
-unsigned grid_for(int64_t blocks, const Launch& launch) {
-  const int64_t most = static_cast<int64_t>(launch.multiprocessors) * 32;
-  return static_cast<unsigned>(std::max<int64_t>(1, std::min(blocks, most)));
+// Blocks enough to fill the device several times over, and no more: a block takes its share of the
+// coordinates in a loop. Bound from the hardware: a multiprocessor runs at most 32 blocks at once.
+dim3 grid_for(int64_t blocks, const Launch& by) {
+  const int64_t most = static_cast<int64_t>(by.multiprocessors) * 32;
+  return dim3(static_cast<unsigned>(std::max<int64_t>(1, std::min(blocks, most))));
+}
+dim3 grid_of_threads(int64_t threads, const Launch& by) {
+  return grid_for((threads + kBlockThreads - 1) / kBlockThreads, by);
 }
 
 template <int kMost>
-RowTable<kMost> table_of(const Job& job) {
+RowTable<kMost> rows_of(const Job& job) {
   RowTable<kMost> table{};
   std::copy(job.rows.begin(), job.rows.end(), table.rows);
   return table;
-}
-
-bool is_aligned(const Job& job, size_t bytes) {
-  uintptr_t all = reinterpret_cast<uintptr_t>(job.out);
-  for (const void* row : job.rows) all |= reinterpret_cast<uintptr_t>(row);
-  return all % bytes == 0;
-}
-
-template <DType kDType>
-Windows<kDType> windows_of(const Launch& launch) {
-  using V = typename Stored<kDType>::Value;
-  const CudaDiagnostics& to = launch.diagnostics;
-  return {static_cast<V*>(to.low), static_cast<V*>(to.high), to.every};
-}
-
-template <DType kDType, int kWires, int kWide, bool kIsOdd>
-void launch_width(const Job& job, const Launch& launch) {
-  const RowTable<kWires> table = table_of<kWires>(job);
-  auto* out = static_cast<Bits<kDType>*>(job.out);
-  const int64_t threads = (job.numel + kWide - 1) / kWide;
-  const unsigned grid = grid_for((threads + kBlockThreads - 1) / kBlockThreads, launch);
-  const int rows = static_cast<int>(job.rows.size());
-  const Windows<kDType> windows = windows_of<kDType>(launch);
-  if (job.params.rule == Rule::kMedian) {
-    register_kernel<kDType, kWires, kWide, kIsOdd, Rule::kMedian>
-        <<<grid, kBlockThreads, 0, launch.stream>>>(table, out, job.numel, rows, job.params,
-                                                    windows);
-  } else {
-    register_kernel<kDType, kWires, kWide, kIsOdd, Rule::kTrimmedMean>
-        <<<grid, kBlockThreads, 0, launch.stream>>>(table, out, job.numel, rows, job.params,
-                                                    windows);
-  }
-  check_launch("register_kernel", job);
-}
-
-// Coordinates a thread: 16 bytes where the registers allow, fewer for many rows.
-template <DType kDType, int kWires>
-constexpr int kWidth =
-    std::max(1, std::min(16 / static_cast<int>(sizeof(Bits<kDType>)), kWires <= 8    ? 8
-                                                                      : kWires <= 16 ? 4
-                                                                      : kWires <= 32 ? 2
-                                                                                     : 1));
-
-template <DType kDType, int kWires>
-void launch_wires(const Job& job, const Launch& launch) {
-  constexpr int kWide = kWidth<kDType, kWires>;
-  const bool is_odd = job.rows.size() % 2;
-  const bool is_wide = is_aligned(job, kWide * sizeof(Bits<kDType>));
-  if constexpr (kWires <= 16) {  // exact: the parity is that of kWires
-    constexpr bool kIsOdd = kWires % 2;
-    is_wide ? launch_width<kDType, kWires, kWide, kIsOdd>(job, launch)
-            : launch_width<kDType, kWires, 1, kIsOdd>(job, launch);
-  } else if (is_odd) {
-    is_wide ? launch_width<kDType, kWires, kWide, true>(job, launch)
-            : launch_width<kDType, kWires, 1, true>(job, launch);
-  } else {
-    is_wide ? launch_width<kDType, kWires, kWide, false>(job, launch)
-            : launch_width<kDType, kWires, 1, false>(job, launch);
-  }
-}
-
-template <DType kDType, int kWires = 16>
-void launch_exact(const Job& job, const Launch& launch) {
-  if constexpr (kWires >= 1) {
-    if (job.rows.size() == kWires) return launch_wires<kDType, kWires>(job, launch);
-    launch_exact<kDType, kWires - 1>(job, launch);
-  }
-}
-
-template <DType kDType>
-void launch_two_lanes(const Job& job, const Launch& launch) {
-  const RowTable<128> table = table_of<128>(job);
-  auto* out = static_cast<Bits<kDType>*>(job.out);
-  const unsigned grid = grid_for((2 * job.numel + kBlockThreads - 1) / kBlockThreads, launch);
-  const int rows = static_cast<int>(job.rows.size());
-  const Windows<kDType> windows = windows_of<kDType>(launch);
-  if (job.params.rule == Rule::kMedian) {
-    two_lane_kernel<kDType, Rule::kMedian><<<grid, kBlockThreads, 0, launch.stream>>>(
-        table, out, job.numel, rows, job.params, windows);
-  } else {
-    two_lane_kernel<kDType, Rule::kTrimmedMean><<<grid, kBlockThreads, 0, launch.stream>>>(
-        table, out, job.numel, rows, job.params, windows);
-  }
-  check_launch("two_lane_kernel", job);
 }
 
 template <int kMost>
@@ -123,104 +58,150 @@ WeightTable<kMost> weights_of(const Job& job) {
   return table;
 }
 
-int64_t total_of(const Job& job) {
-  int64_t total = 0;
-  for (int32_t weight : job.weights) total += weight;
-  return total;
+template <DType kDType>
+Task<kDType> task_of(const Job& job, const Launch& by) {
+  using V = typename Stored<kDType>::Value;
+  const CudaDiagnostics& to = by.diagnostics;
+  Task<kDType> task{job.numel, static_cast<int>(job.rows.size()), 0, job.params, {}};
+  for (int32_t weight : job.weights) task.total_weight += weight;
+  task.windows = {static_cast<V*>(to.low), static_cast<V*>(to.high), to.every};
+  return task;
+}
+
+template <DType kDType>
+Bits<kDType>* out_of(const Job& job) {
+  return static_cast<Bits<kDType>*>(job.out);
+}
+
+bool is_aligned(const Job& job, size_t bytes) {
+  uintptr_t all = reinterpret_cast<uintptr_t>(job.out);
+  for (const void* row : job.rows) all |= reinterpret_cast<uintptr_t>(row);
+  return all % bytes == 0;
+}
+
+template <DType kDType, int kWires, int kWide, bool kIsOdd>
+void launch_width(const Job& job, const Launch& by) {
+  const auto kernel = job.params.rule == Rule::kMedian
+                          ? register_kernel<kDType, kWires, kWide, kIsOdd, Rule::kMedian>
+                          : register_kernel<kDType, kWires, kWide, kIsOdd, Rule::kTrimmedMean>;
+  const dim3 grid = grid_of_threads((job.numel + kWide - 1) / kWide, by);
+  queue("register_kernel", kernel, job, by, grid, kBlockThreads, 0, rows_of<kWires>(job),
+        out_of<kDType>(job), task_of<kDType>(job, by));
+}
+
+// Coordinates a thread: loads of 16 bytes where the registers have room for as many keys, fewer for
+// many rows. Bound from the registers: 64 keys and what a network needs are below 128.
+template <DType kDType, int kWires>
+constexpr int kWidth =
+    std::max(1, std::min(16 / static_cast<int>(sizeof(Bits<kDType>)), kWires <= 8    ? 8
+                                                                      : kWires <= 16 ? 4
+                                                                      : kWires <= 32 ? 2
+                                                                                     : 1));
+
+template <DType kDType, int kWires, bool kIsOdd>
+void launch_wires(const Job& job, const Launch& by) {
+  constexpr int kWide = kWidth<kDType, kWires>;
+  is_aligned(job, kWide * sizeof(Bits<kDType>))
+      ? launch_width<kDType, kWires, kWide, kIsOdd>(job, by)
+      : launch_width<kDType, kWires, 1, kIsOdd>(job, by);
+}
+
+template <DType kDType, int kWires>
+void launch_padded(const Job& job, const Launch& by) {
+  job.rows.size() % 2 ? launch_wires<kDType, kWires, true>(job, by)
+                      : launch_wires<kDType, kWires, false>(job, by);
+}
+
+template <DType kDType, int kWires = 16>
+void launch_exact(const Job& job, const Launch& by) {
+  if constexpr (kWires >= 1) {
+    if (job.rows.size() == kWires) return launch_wires<kDType, kWires, kWires % 2>(job, by);
+    launch_exact<kDType, kWires - 1>(job, by);
+  }
+}
+
+template <DType kDType>
+void launch_two_lanes(const Job& job, const Launch& by) {
+  const auto kernel = job.params.rule == Rule::kMedian
+                          ? two_lane_kernel<kDType, Rule::kMedian>
+                          : two_lane_kernel<kDType, Rule::kTrimmedMean>;
+  queue("two_lane_kernel", kernel, job, by, grid_of_threads(2 * job.numel, by), kBlockThreads, 0,
+        rows_of<128>(job), out_of<kDType>(job), task_of<kDType>(job, by));
 }
 
 template <DType kDType, int kWires, bool kIsWeighted>
-void launch_any_rule(const Job& job, const Launch& launch) {
-  auto* out = static_cast<Bits<kDType>*>(job.out);
-  const unsigned grid = grid_for((job.numel + kBlockThreads - 1) / kBlockThreads, launch);
-  any_rule_kernel<kDType, kWires, kIsWeighted><<<grid, kBlockThreads, 0, launch.stream>>>(
-      table_of<kWires>(job), weights_of<kWires>(job), out, job.numel,
-      static_cast<int>(job.rows.size()), total_of(job), job.params, windows_of<kDType>(launch));
-  check_launch("any_rule_kernel", job);
+void launch_any_rule(const Job& job, const Launch& by) {
+  queue("any_rule_kernel", any_rule_kernel<kDType, kWires, kIsWeighted>, job, by,
+        grid_of_threads(job.numel, by), kBlockThreads, 0, rows_of<kWires>(job),
+        weights_of<kWires>(job), out_of<kDType>(job), task_of<kDType>(job, by));
 }
 
-// Whether a kernel of one coordinate a thread took the job: few rows, and keys that leave room for
-// their weights.
 template <DType kDType, bool kIsWeighted>
-bool take_any_rule(const Job& job, const Launch& launch) {
-  if constexpr (kIsWeighted && kDType == DType::kFloat64) {
-    return false;
-  } else {
-    const size_t rows = job.rows.size();
-    if (rows <= 4) return launch_any_rule<kDType, 4, kIsWeighted>(job, launch), true;
-    if (rows <= 8) return launch_any_rule<kDType, 8, kIsWeighted>(job, launch), true;
-    if (rows <= 16) return launch_any_rule<kDType, 16, kIsWeighted>(job, launch), true;
-    if constexpr (kDType != DType::kFloat64) {
-      if (rows <= 32) return launch_any_rule<kDType, 32, kIsWeighted>(job, launch), true;
-    }
-    return false;
-  }
-}
-
-template <DType kDType>
-void launch_shared(const Job& job, const Launch& launch) {
-  const RowTable<kMaxRows> table = table_of<kMaxRows>(job);
-  const WeightTable<kMaxRows> weights = weights_of<kMaxRows>(job);
-  const int64_t total = total_of(job);
-  auto* out = static_cast<Bits<kDType>*>(job.out);
+void launch_shared(const Job& job, const Launch& by) {
   const int rows = static_cast<int>(job.rows.size());
-  const int cell = static_cast<int>(sizeof(Key<kDType>)) + (job.weights.empty() ? 0 : 4);
+  const int cell = static_cast<int>(sizeof(Key<kDType>)) + (kIsWeighted ? 4 : 0);
   const int columns = std::max(1, std::min(32, kSharedBytes / (rows * cell)));
-  const size_t bytes = static_cast<size_t>(rows) * columns * cell;
-  const unsigned grid = grid_for((job.numel + columns - 1) / columns, launch);
-  const Windows<kDType> windows = windows_of<kDType>(launch);
-  if (job.weights.empty()) {
-    shared_kernel<kDType, false><<<grid, kBlockThreads, bytes, launch.stream>>>(
-        table, weights, out, job.numel, rows, columns, total, job.params, windows);
-  } else {
-    shared_kernel<kDType, true><<<grid, kBlockThreads, bytes, launch.stream>>>(
-        table, weights, out, job.numel, rows, columns, total, job.params, windows);
-  }
-  check_launch("shared_kernel", job);
+  queue("shared_kernel", shared_kernel<kDType, kIsWeighted>, job, by,
+        grid_for((job.numel + columns - 1) / columns, by), kBlockThreads,
+        static_cast<size_t>(rows) * columns * cell, rows_of<kMaxRows>(job),
+        weights_of<kMaxRows>(job), out_of<kDType>(job), task_of<kDType>(job, by), columns);
 }
 
-template <DType kDType>
-void launch_rule(const Job& job, const Launch& launch) {
+template <DType kDType, bool kIsWeighted>
+void launch_any_shape(const Job& job, const Launch& by) {
   const size_t rows = job.rows.size();
-  const bool is_ranked = job.params.rule == Rule::kMedian || job.params.rule == Rule::kTrimmedMean;
-  const bool is_small = job.weights.empty() && is_ranked;
-  if (is_small && rows <= 16) return launch_exact<kDType>(job, launch);
-  if constexpr (kDType != DType::kFloat64) {
-    if (is_small && rows <= 24) return launch_wires<kDType, 24>(job, launch);
-    if (is_small && rows <= 32) return launch_wires<kDType, 32>(job, launch);
-    if (is_small && rows <= 48) return launch_wires<kDType, 48>(job, launch);
-    if (is_small && rows <= 64) return launch_wires<kDType, 64>(job, launch);
-    if (is_small && rows <= 128) return launch_two_lanes<kDType>(job, launch);
+  if constexpr (!kIsWeighted || kDType != DType::kFloat64) {  // a key and its weight have 64 bits
+    if (rows <= 4) return launch_any_rule<kDType, 4, kIsWeighted>(job, by);
+    if (rows <= 8) return launch_any_rule<kDType, 8, kIsWeighted>(job, by);
+    if (rows <= 16) return launch_any_rule<kDType, 16, kIsWeighted>(job, by);
+    if constexpr (kDType != DType::kFloat64) {
+      if (rows <= 32) return launch_any_rule<kDType, 32, kIsWeighted>(job, by);
+    }
   }
-  const bool is_taken = job.weights.empty() ? take_any_rule<kDType, false>(job, launch)
-                                            : take_any_rule<kDType, true>(job, launch);
-  if (!is_taken) launch_shared<kDType>(job, launch);
+  launch_shared<kDType, kIsWeighted>(job, by);
+}
+
+// The matrix above.
+template <DType kDType>
+void launch_rule(const Job& job, const Launch& by) {
+  const size_t rows = job.rows.size();
+  if (!job.weights.empty()) return launch_any_shape<kDType, true>(job, by);
+  if (job.params.rule == Rule::kMedian || job.params.rule == Rule::kTrimmedMean) {
+    if (rows <= 16) return launch_exact<kDType>(job, by);
+    if constexpr (kDType != DType::kFloat64) {
+      if (rows <= 24) return launch_padded<kDType, 24>(job, by);
+      if (rows <= 32) return launch_padded<kDType, 32>(job, by);
+      if (rows <= 48) return launch_padded<kDType, 48>(job, by);
+      if (rows <= 64) return launch_padded<kDType, 64>(job, by);
+      if (rows <= 128) return launch_two_lanes<kDType>(job, by);
+    }
+  }
+  launch_any_shape<kDType, false>(job, by);
 }
 
 template <DType kDType>
-void launch(const Job& job, const Launch& launch) {
-  launch_rule<kDType>(job, launch);
-  const Windows<kDType> windows = windows_of<kDType>(launch);
+void launch(const Job& job, const Launch& by) {
+  launch_rule<kDType>(job, by);
+  const Windows<kDType> windows = task_of<kDType>(job, by).windows;
   if (!windows.low) return;
   const dim3 grid(static_cast<unsigned>(blocks_looked_at(job.numel, windows.every)),
                   static_cast<unsigned>(job.rows.size()));
-  compare_kernel<kDType><<<grid, kCompareThreads, 0, launch.stream>>>(
-      table_of<kMaxRows>(job), static_cast<const Bits<kDType>*>(job.out), job.numel, windows,
-      launch.diagnostics.sums);
-  check_launch("compare_kernel", job);
+  queue("compare_kernel", compare_kernel<kDType>, job, by, grid, kCompareThreads, 0,
+        rows_of<kMaxRows>(job), static_cast<const Bits<kDType>*>(job.out), job.numel, windows,
+        by.diagnostics.sums);
 }
 
 }  // namespace
 
-#if LOFT_PART == 0
-void launch_float64(const Job& job, const Launch& by) { launch<DType::kFloat64>(job, by); }
-#elif LOFT_PART == 1
-void launch_float32(const Job& job, const Launch& by) { launch<DType::kFloat32>(job, by); }
-#elif LOFT_PART == 2
-void launch_float16(const Job& job, const Launch& by) { launch<DType::kFloat16>(job, by); }
-#elif LOFT_PART == 3
-void launch_bfloat16(const Job& job, const Launch& by) { launch<DType::kBFloat16>(job, by); }
-#endif
+// The part that CMake names.
+namespace part {
+[[maybe_unused]] constexpr DType float64 = DType::kFloat64, float32 = DType::kFloat32;
+[[maybe_unused]] constexpr DType float16 = DType::kFloat16, bfloat16 = DType::kBFloat16;
+}  // namespace part
 
-}  // namespace device
-}  // namespace loft
+template <>
+void launch_job<part::LOFT_PART>(const Job& job, const Launch& by) {
+  launch<part::LOFT_PART>(job, by);
+}
+
+}  // namespace loft::device

@@ -5,8 +5,7 @@
 
 #include "aggregate.h"
 
-namespace loft {
-namespace device {
+namespace loft::device {
 
 struct Launch {
   cudaStream_t stream;
@@ -14,11 +13,8 @@ struct Launch {
   CudaDiagnostics diagnostics;
 };
 
-// Each queues one job of its dtype; a job has numel > 0 and has passed `check`.
-void launch_float64(const Job& job, const Launch& launch);
-void launch_float32(const Job& job, const Launch& launch);
-void launch_float16(const Job& job, const Launch& launch);
-void launch_bfloat16(const Job& job, const Launch& launch);
+// Queues one job of its dtype, which has numel > 0 and has passed `check`.
+template <DType kDType>
+void launch_job(const Job& job, const Launch& by);
 
-}  // namespace device
-}  // namespace loft
+}  // namespace loft::device

@@ -147,6 +147,11 @@ def _kernels() -> tuple[Finding, ...]:
     advice = ""
     if asked is not None and asked not in levels:
         advice = f"LOFT_HVD_ISA={asked} does not run here; use one of {', '.join(levels)}"
+        if asked in vector_levels(cpu_flags()):
+            advice = (
+                f"LOFT_HVD_ISA={asked} runs here but was not built; build again with "
+                f"LOFT_HVD_LEVELS=all, or use one of {', '.join(levels)}"
+            )
     return (
         Finding("extension", str(module.__file__)),
         Finding("instruction sets", ", ".join(levels)),

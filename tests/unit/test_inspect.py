@@ -150,6 +150,17 @@ def test_kernels_show_the_instruction_set_in_use(
     assert found["CUDA kernels"].value.startswith("not built")
 
 
+def test_a_level_that_runs_but_was_not_built_says_how_to_build_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(doctor, "extension", _Extension)
+    monkeypatch.setattr(doctor, "config", lambda: Config(isa="avx512"))
+    monkeypatch.setattr(doctor, "vector_levels", lambda flags: ["baseline", "avx2", "avx512"])
+    sections = inspect_all(probe=lambda _: "")
+    found = {one.name: one for section in sections for one in section.findings}
+    assert "LOFT_HVD_LEVELS=all" in found["instruction set used"].advice
+
+
 @pytest.mark.parametrize(
     ("is_built", "devices", "value", "advice"),
     [(True, 0, "built", ""), (False, 0, "no GPU here", ""), (False, 2, "plain torch", "nvcc")],

@@ -31,4 +31,5 @@ def test_levels_are_those_of_the_extension() -> None:
     flags = cpu_flags()
     if module is None or not flags:
         pytest.skip("needs the C++ extension, and Linux to name the processor's features")
-    assert vector_levels(flags) == list(module.isa_levels())
+    built = list(module.built_levels)  # LOFT_HVD_LEVELS; the others are not there to run
+    assert [level for level in vector_levels(flags) if level in built] == list(module.isa_levels())
