@@ -39,6 +39,9 @@ class LoftError(Exception):
     """Base class of every error that loft_hvd raises on purpose."""
 
 
+# Each also is what Python itself would raise, so that a script's own ``except ValueError`` holds.
+
+
 class ArgumentError(LoftError, ValueError):
     """A value is outside its limits."""
 
@@ -65,6 +68,8 @@ class MismatchError(ArgumentError):
 
 class UsageError(LoftError, AssertionError):
     """Calls came in an order that cannot work."""
+
+    # Horovod raises an AssertionError for the same mistakes; scripts and tests may expect that.
 
 
 class MissingDependencyError(LoftError, ImportError):

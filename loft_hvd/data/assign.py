@@ -182,15 +182,10 @@ class Homes:
 
 
 class HolderSets:
-    """The distinct sets of ranks that hold samples.
-
-    Attributes:
-        holders: whether a rank belongs to a set, [num_rows, world_size], bool.
-        is_nested: any two sets are nested or disjoint, so that filling small sets first is exact.
-    """
+    """The distinct sets of ranks that hold samples."""
 
     def __init__(self, holders: npt.NDArray[np.bool_]) -> None:
-        self.holders = holders
+        self.holders = holders  # [num_rows, world_size], whether a rank belongs to a set
         width = holders.sum(axis=1)
         self._single_rows = np.flatnonzero(width == 1)
         self._single_ranks = holders[self._single_rows].argmax(axis=1)
@@ -198,6 +193,7 @@ class HolderSets:
         self._wide_ranks = [np.flatnonzero(holders[row]) for row in self._wide_rows]
         # Sets of one rank and of all are nested with or apart from any other: no need to compare.
         inner = holders[(width > 1) & (width < holders.shape[1])].astype(np.float32)
+        # Any two sets are nested or disjoint: filling small sets first is exact.
         self.is_nested = len(inner) <= _MAX_NESTED_CHECK
         if self.is_nested and len(inner):
             shared = inner @ inner.T  # [num_inner, num_inner], ranks that both sets have

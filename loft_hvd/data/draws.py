@@ -21,32 +21,21 @@ _GOLDEN = 0.618033988749895  # the golden ratio less 1: its multiples fill [0, 1
 
 
 class PlanView(Protocol):
-    """The sizes in force, as drawing needs them.
-
-    Attributes:
-        world_size: number of ranks.
-        rank: this process's number.
-        global_batch_size: samples of all ranks in one step.
-        min_batch: samples of the dummy batch of a rank without samples.
-        min_ranks: ranks that must hold a sample in every step, 2f+1 for a rule with f.
-    """
+    """The sizes in force, as drawing needs them."""
 
     @property
     def world_size(self) -> int: ...
     @property
     def rank(self) -> int: ...
     @property
-    def global_batch_size(self) -> int: ...
+    def global_batch_size(self) -> int: ...  # samples of all ranks in one step
     @property
-    def min_batch(self) -> int: ...
+    def min_batch(self) -> int: ...  # samples of the dummy batch of a rank without samples
     @property
-    def min_ranks(self) -> int: ...
+    def min_ranks(self) -> int: ...  # that hold a sample in every step, 2f+1 for a rule with f
 
     def plan_at(self, step: int) -> Plan:
-        """Return the plan in force at ``step``, counted over epochs.
-
-        Called once for each step, in order, at the moment when its samples are drawn.
-        """
+        """Return the plan in force at a step, counted over epochs; asked once a step, in order."""
 
 
 @dataclass(frozen=True)

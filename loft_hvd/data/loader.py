@@ -272,7 +272,7 @@ class DataLoader:
         rank = self._view.rank
         local = int(draw.assignment.local[rank])
         remote = draw.step_sizes.sizes[rank] - local
-        cached = max(0, min(cached, remote))
+        cached = max(0, min(cached, remote))  # what a user's data set counts is not ours to trust
         self._balancer.begin_batch(
             draw.step_sizes,
             fetch_s=fetch_s,
@@ -292,11 +292,7 @@ class DataLoader:
 
     @property
     def step_sizes(self) -> StepSizes:
-        """Plan, step and sizes of the batch yielded last.
-
-        Raises:
-            DataError: no batch has been yielded.
-        """
+        """Plan, step and sizes of the batch yielded last; a DataError before the first."""
         if self._yielded is None:
             raise DataError("no batch has been yielded yet; ask inside the loop over the loader")
         return self._yielded
@@ -317,10 +313,7 @@ class DataLoader:
         return self._batches.deepest_drawn_step
 
     def state_dict(self) -> dict[str, Any]:
-        """Describe the run after the batch yielded last: save it once that batch is trained.
-
-        It counts samples of all ranks, so a run may go on with another number of them.
-        """
+        """Describe the run after the batch yielded last: save it once that batch is trained."""
         return self._batches.state_dict(position=self._position, step=self._next_step)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -118,6 +118,8 @@ def open_heartbeat(
     Returns:
         The heartbeat; None where a rank has turned it off or cannot reach rank 0.
     """
+    # Ranks may differ in what they want, have open and can reach: each step is agreed on, so that
+    # all of them go on to the next, or none.
     settings = config()
     known = _heartbeats().get(world)
     wants = int(settings.heartbeat_s > 0)
