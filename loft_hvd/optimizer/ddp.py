@@ -177,9 +177,7 @@ class _BucketReducer:
             present = combined.present
             # The mean weighs by samples exactly; robust rules by capped counts.
             is_mean = isinstance(self._rule, Mean)
-            weights = (
-                tuple(self._sizes.sizes) if is_mean else in_training(self._rule, combined).weights
-            )
+            weights = combined.counts if is_mean else in_training(self._rule, combined).weights
         return allreduce_async(
             values,
             self._rule,
@@ -200,15 +198,12 @@ class _BucketReducer:
                 with _located(flight.place):
                     flight.values.copy_(flight.handle.wait(left_s))
                 flight.future.set_result(flight.values)
-            self._compare([flight.values for flight in self._flights])
-        self._flights.clear()
-        self._batches.step_ended(waited_s=time.monotonic() - began)
-
-    def _compare(self, reduced: list[Tensor]) -> None:
-        """Look at how far ranks' gradients lie apart, as ``DistributedOptimizer`` does."""
-        found = None if self._spread is None else self._spread.step_reduced(reduced)
+            reduced = [flight.values for flight in self._flights]
+            found = None if self._spread is None else self._spread.step_reduced(reduced)
         if found is not None:
             self._batches.log.write("spread", **asdict(found))
+        self._flights.clear()
+        self._batches.step_ended(waited_s=time.monotonic() - began)
 
     def _place(self, bucket: GradBucket) -> str:
         parameters = bucket.parameters()
