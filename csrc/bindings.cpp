@@ -12,7 +12,7 @@ namespace {
 
 loft::Job job_of(const std::vector<uintptr_t>& rows, int64_t numel, int dtype, int rule, int kind,
                  int f, std::vector<int32_t> weights, uintptr_t out) {
-  if (dtype < 0 || dtype > 3 || rule < 0 || rule > 3 || kind < 0 || kind > 2) {
+  if (dtype < 0 || dtype > 3 || rule < 0 || rule >= loft::kNumRules || kind < 0 || kind > 2) {
     throw std::invalid_argument("dtype, rule or kind is not a code of rules.h");
   }
   loft::Job job;

@@ -22,6 +22,7 @@ constexpr int64_t kMaxTotalWeight = (int64_t{1} << 30) - 1;  // twice the total 
 
 enum class DType : int { kFloat64 = 0, kFloat32 = 1, kFloat16 = 2, kBFloat16 = 3 };
 enum class Rule : int { kMedian = 0, kTrimmedMean = 1, kMeanAroundMedian = 2, kPhocas = 3 };
+constexpr int kNumRules = 4;  // of enum Rule, whose codes are 0 to 3
 enum class MedianKind : int { kMidpoint = 0, kLower = 1, kUpper = 2 };
 
 // The mean is the trimmed mean with f = 0.

@@ -52,6 +52,7 @@ Run choose(const Work& work) {
       case Rule::kTrimmedMean: special = trimmed_mean_kernel<F>(work); break;
       case Rule::kMeanAroundMedian:
       case Rule::kPhocas: special = around_kernel<F>(work); break;
+      default: break;  // a rule that has no kernel of its own, yet
     }
   }
   return special ? special : run_general<F>;

@@ -34,7 +34,7 @@ int64_t run_general(const Work& work, int64_t begin, int64_t end) {
   alignas(64) typename F::Entry entries[kManyBatch<F> * (kMaxRows + kGroup<F>)];
   using Finish = void (*)(const Work&, const typename F::Entry*, int, int, int64_t, int64_t);
   constexpr auto finishes =
-      table_of<4>([](auto rule) -> Finish { return finish<F, static_cast<Rule>(rule())>; });
+      table_of<kNumRules>([](auto rule) -> Finish { return finish<F, static_cast<Rule>(rule())>; });
   const Finish finish_vectors = finishes[static_cast<int>(work.params.rule)];
   const Source source{work.rows, work.weights};
   const int rows = work.num_rows, stride = padded<F>(rows);
