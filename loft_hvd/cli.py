@@ -266,9 +266,8 @@ def _bench_app() -> typer.Typer:
         sizes = _numbers(megabytes, "--mb")
         bench = AllreduceBench(tuple(sizes), rounds, peer)
         job = BenchJob(ranks, controller)
-        raise typer.Exit(
-            commands.bench_allreduce(bench, job=job, json_file=json_file, show=_print_table)
-        )
+        code = commands.bench_allreduce(bench, job=job, json_file=json_file, show=_print_table)
+        raise typer.Exit(code)
 
     @app.command("step")
     def _step_command(
@@ -283,9 +282,8 @@ def _bench_app() -> typer.Typer:
         """Time training steps against hvd.DistributedOptimizer."""
         bench = StepBench(model, batch, rounds, trace)
         job = BenchJob(ranks, controller)
-        raise typer.Exit(
-            commands.bench_step(bench, job=job, json_file=json_file, show=_print_table)
-        )
+        code = commands.bench_step(bench, job=job, json_file=json_file, show=_print_table)
+        raise typer.Exit(code)
 
     return app
 

@@ -52,7 +52,7 @@ def test_a_line_that_is_cut_off_does_not_spoil_the_next() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 5])
-def test_links_connect_all_ranks_and_ignores_strangers(
+def test_links_connect_all_ranks_and_ignore_strangers(
     world_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = LocalTransport.broadcast
