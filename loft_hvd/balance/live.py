@@ -84,12 +84,7 @@ class Schedule:
         self.at = num_steps + interval
 
     def propose(self, sums: Floats, *, num_passes: int) -> int:
-        """Return how many steps the next interval should have, from this rank's times.
-
-        Args:
-            sums: in the order of ``interval.SUMS``, [15].
-            num_passes: backward passes of an optimizer step.
-        """
+        """Return how many steps the next interval should have, from this rank's sums, [15]."""
         if self._given is not None:
             return self._given
         steps, wall_s = float(sums[SUM["steps"]]), float(sums[SUM["wall_s"]])

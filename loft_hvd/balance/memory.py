@@ -108,14 +108,7 @@ class MemoryWatch:
             self.found(rank, self._cap(rank, num_samples), size=num_samples, source="out of memory")
 
     def found(self, rank: int, cap: int, *, size: int | None, source: str) -> None:
-        """Remember a cap.
-
-        Args:
-            rank: the rank.
-            cap: its samples at most.
-            size: the samples that did not fit, if any were tried.
-            source: how it was found.
-        """
+        """Remember a rank's cap, how it was found, and the size that did not fit, if one did."""
         device = self.limits.keys[rank]
         self.caps[device] = cap
         self.log.write("cap", rank=rank, device=device, size=size, cap=cap, source=source)
@@ -148,34 +141,21 @@ def largest_that_fits(fits: Callable[[int], bool], *, limit: int, grain: int) ->
         grain: smallest number of samples tried.
     """
     most = max(limit // grain, 1)  # in grains, as all that follows
-    good, bad = 0, most + 1  # good fits, bad does not or is not wanted
-    size = 1
-    while good < most:
+    good, bad = 0, most + 1  # good fits; bad does not, or is more than is wanted
+    # With room for 37 of 100: 1, 2, 4, 8, 16, 32, 64, then between 32 and 64: 48, 40, 36, 38, 37.
+    while bad - good > 1:
+        size = min(max(2 * good, 1), most) if bad > most else (good + bad) // 2
         if fits(size * grain):
             good = size
         else:
             bad = size
-            break
-        size = min(2 * size, most)
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        if fits(middle * grain):
-            good = middle
-        else:
-            bad = middle
     return good * grain
 
 
 def try_batches(
     step_fn: Callable[[int], object], *, limit: int, grain: int, headroom: float
 ) -> Probed:
-    """Find this rank's cap; touches no other rank.
-
-    Args:
-        step_fn: computes a batch of so many samples as training does.
-        limit: most samples to try.
-        grain: the cap is a multiple of it.
-        headroom: share of what fits that is left free, where memory was full at all.
+    """Find this rank's cap, a multiple of ``grain``; touches no other rank (``Balancer.probe``).
 
     Raises:
         ArgumentError: ``headroom`` is outside its limits.

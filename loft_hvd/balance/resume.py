@@ -52,10 +52,6 @@ class Archive:
         while len(self._rows) > _DEVICES * len(keys):
             del self._rows[next(iter(self._rows))]
 
-    def num_rows(self, key: str) -> int:
-        """Return how many intervals of a device are kept."""
-        return len(self._rows.get(key, ()))
-
     def recall(self, keys: Sequence[str]) -> list[Interval]:
         """Return what is known of these devices, oldest first; each one's newest come last.
 
@@ -161,13 +157,9 @@ class SavedRun:
 def can_go_on(
     saved: SavedRun, limits: RankLimits, options: BalancerOptions, *, warns: bool
 ) -> bool:
-    """Say whether the plans of a state go on here.
+    """Say whether the plans of a state go on among the ranks there are, with what is asked now.
 
-    Args:
-        saved: the state.
-        limits: of the ranks there are now.
-        options: what the user asks for now.
-        warns: log what has changed although the devices have not.
+    ``warns`` logs what has changed although the devices have not.
     """
     newest, keys = saved.history[-1], list(limits.keys)
     # Sizes belong to devices, not to rank numbers: the same devices in another order start afresh.
