@@ -120,12 +120,12 @@ class State:
     # What hvd.elastic.run calls.
 
     def on_hosts_updated(self, timestamp: int, update_res: Any) -> None:
-        """Take the launcher's notice that hosts have come or gone; from a thread of Horovod's."""
+        # From a thread of Horovod's, on the rank that the launcher tells of new or lost hosts.
         self._notices.put(timestamp, update_res)
 
     def on_reset(self) -> None:
         """Forget what belonged to the old world; called in the new one."""
-        # Buffers and connections of ranks that may be gone.
+        # Connections to ranks that may be gone, and buffers cut for as many as there were.
         close_heartbeats()
         forget_reductions()
         self._notices.clear()
@@ -134,8 +134,8 @@ class State:
             callback()
 
     def save(self) -> None:
-        """Keep the state in this process's memory."""
-        # A state_dict shares its tensors with the object, and the next step changes them.
+        # In this process's memory: copied, as a state_dict shares its tensors with the object, and
+        # the next step changes them.
         states = {name: copy.deepcopy(each.state_dict()) for name, each in self._objects.items()}
         values = {name: copy.deepcopy(getattr(self, name)) for name in self._values}
         self._saved = states | values

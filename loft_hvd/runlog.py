@@ -48,14 +48,6 @@ class RunLog:
         folder: where the file is made, and the folder itself if need be; None for no log.
         max_bytes: most bytes of the file.
         clock: seconds since 1970.
-
-    Attributes:
-        path: the file, or None.
-        step: optimizer steps taken so far, set by whoever counts them.
-        refusal: why there is no file though one was asked for, or empty.
-
-    Raises:
-        ArgumentError: the folder or a file in it cannot be made.
     """
 
     def __init__(
@@ -70,10 +62,11 @@ class RunLog:
         self._num_bytes = 0
         self._is_full = False
         self._last_fault: BaseException | None = None
-        self.step = 0
-        # Rank 0 must not end alone: ranks tell each other why it cannot write, then all raise.
+        self.step = 0  # optimizer steps taken so far, set by whoever counts them
+        # Why there is no file though one was asked for, or empty. Rank 0 must not end alone: ranks
+        # tell each other why it cannot write, then all raise.
         self.refusal = ""
-        self.path: Path | None = None
+        self.path: Path | None = None  # the file
         if folder is not None:
             self.open(folder)
 
@@ -110,11 +103,8 @@ class RunLog:
     def write(self, kind: str, **fields: Any) -> None:
         """Append a line; after the one that would not fit, a last one says so.
 
-        Where the file cannot be written, one warning says so and nothing more is tried.
-
-        Args:
-            kind: one of those that the head of this file lists.
-            fields: what JSON takes; numbers that are not finite become null.
+        Where the file cannot be written, one warning says so and nothing more is tried. Kinds and
+        their fields are at the head of this file.
         """
         if self.path is None or self._is_full:
             return
