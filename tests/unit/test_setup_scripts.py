@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from scripts.setup import horovod as horovod_step
+from scripts.setup import machine
 from scripts.setup.cuda import Toolkit, choose_toolkit, find_toolkit, lacking, torch_cuda
 from scripts.setup.environment import (
     BUILD_FILES,
@@ -29,7 +30,14 @@ from scripts.setup.environment import (
 )
 from scripts.setup.extension import extension_build, has_levels, source_files, wanted_levels
 from scripts.setup.horovod import find_mpi, make_recipe, wheel_for
-from scripts.setup.machine import Compiler, check_disk, choose_python, compiler_problems
+from scripts.setup.machine import (
+    Compiler,
+    build_jobs,
+    check_disk,
+    choose_python,
+    compiler_problems,
+    has_room_for_two_builds,
+)
 from scripts.setup.runner import Runner, SetupError, clean_environ
 from scripts.setup.state import digest, exclusive, read_stamp, write_stamp
 
@@ -282,6 +290,18 @@ def test_full_disk_is_said_before_anything_is_written(tmp_path: Path) -> None:
     check_disk(tmp_path / "new", needed_bytes=1, what="the trial")
 
 
+@pytest.mark.parametrize(
+    ("cores", "gib", "jobs", "has_room"),
+    [(2, 8, 2, True), (2, 5, 2, False), (2, 3, 1, False), (16, 32, 16, False), (16, 64, 16, True)],
+)
+def test_no_more_compilers_run_at_once_than_memory_holds(
+    cores: int, gib: int, jobs: int, has_room: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    monkeypatch.setattr(machine, "_memory_bytes", lambda: gib * 2**30)
+    assert (build_jobs(), has_room_for_two_builds()) == (jobs, has_room)
+
+
 # --- Horovod's wheel
 
 _FACTS = Facts(
@@ -434,6 +454,52 @@ def test_horovod_is_built_where_its_path_is_no_regular_expression(
     build()
     (place,) = (tmp_path / "places").read_text().splitlines()
     assert re.fullmatch(r"[\w./-]+", place)
+
+
+_FAKE_TORCH = """
+import sys, types
+
+def kind(name):
+    return lambda *_: types.SimpleNamespace(
+        include_dirs=["/i", name], library_dirs=["/l"], libraries=["c10"]
+    )
+
+__version__ = "2.13.0"
+version = types.SimpleNamespace(cuda={cuda!r}, hip=None)
+compiled_with_cxx11_abi = lambda: True
+utils = types.ModuleType("torch.utils")
+utils.cpp_extension = types.SimpleNamespace(
+    CUDA_HOME={home!r}, ROCM_HOME=None, CUDAExtension=kind("cuda"), CppExtension=kind("cpp")
+)
+sys.modules["torch.utils"] = utils
+"""
+
+
+@pytest.mark.parametrize(
+    ("cuda", "home", "wanted", "says", "kind"),
+    [
+        ("13.0", "/usr/local", "1", "TRUE", "cuda"),
+        ("13.0", "/usr/local", "0", "FALSE", "cpp"),  # the set-up found no toolkit that works
+        ("13.0", None, "1", "FALSE", "cpp"),
+        (None, "/usr/local", "1", "FALSE", "cpp"),
+    ],
+)
+def test_horovod_hears_of_torchs_cuda_only_where_it_is_to_use_it(
+    cuda: str | None, home: str | None, wanted: str, says: str, kind: str, tmp_path: Path
+) -> None:
+    (tmp_path / "torch.py").write_text(
+        _FAKE_TORCH.replace("{cuda!r}", repr(cuda)).replace("{home!r}", repr(home))
+    )
+    subprocess.run(
+        [sys.executable, str(_ROOT / "cmake" / "horovod" / "ask_torch.py"), "answers"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(tmp_path), "LOFT_HVD_HOROVOD_CUDA": wanted},
+        check=True,
+        timeout=60,
+    )
+    answers = (tmp_path / "answers").read_text()
+    assert f"set(Pytorch_CUDA [==[{says}]==])" in answers
+    assert f"set(Pytorch_INCLUDE_DIRS [==[/i;{kind}]==])" in answers
 
 
 # --- the environment
