@@ -115,13 +115,14 @@ def plot(
     figure.suptitle("Four ranks: rank 2 is three times slower, rank 3 sends gradients times -10")
     labels = [f"{row['rule'].replace('_', ' ')}\n{row['sizes']} sizes" for row in rows]
     colours = [COLOURS[row["sizes"]] for row in rows]
-    for axes, heights, fmt in (
-        (times, [1e3 * row["step_s"] for row in rows], "%.0f ms"),
-        (accuracies, [100 * row["test_accuracy"] for row in rows], "%.1f %%"),
+    step_ms = [1e3 * row["step_s"] for row in rows]
+    for axes, heights, full, fmt in (
+        (times, step_ms, max(step_ms), "%.0f ms"),
+        (accuracies, [100 * row["test_accuracy"] for row in rows], 100, "%.1f %%"),
     ):
         axes.bar_label(axes.bar(labels, heights, color=colours), fmt=fmt)
         axes.tick_params("x", labelsize=9)  # four labels of twelve letters side by side
-        axes.set_ylim(0, 1.1 * max(heights))  # room for the numbers above the bars
+        axes.set_ylim(0, 1.1 * full)  # room for the numbers above the bars
         axes.spines[["top", "right"]].set_visible(False)
     times.set(title="Time of a step: shorter is better", ylabel="milliseconds, median")
     accuracies.set(title="Test accuracy: higher is better", ylabel="% of the test images")
