@@ -502,6 +502,26 @@ def test_horovod_hears_of_torchs_cuda_only_where_it_is_to_use_it(
     assert f"set(Pytorch_INCLUDE_DIRS [==[/i;{kind}]==])" in answers
 
 
+@pytest.mark.parametrize(
+    ("says", "needs_mpi", "is_wrong"),
+    [
+        ("echo Gloo MPI", True, False),
+        ("echo Gloo", False, False),
+        ("echo Gloo", True, True),
+        ("echo; echo ImportError: undefined symbol", False, True),
+        ("kill -11 $$", False, True),
+    ],
+)
+def test_installed_horovod_must_load_with_what_it_was_built_for(
+    says: str, needs_mpi: bool, is_wrong: bool, tmp_path: Path
+) -> None:
+    python = Path(_script(tmp_path / "python", says))
+    wrong = horovod_step._check_build(Environment(python, True, tmp_path), needs_mpi=needs_mpi)
+    assert (wrong != "") is is_wrong
+    if "undefined" in says:
+        assert "undefined symbol" in wrong
+
+
 # --- the environment
 
 
