@@ -7,11 +7,9 @@ here are this library's own, and ``tests/unit/test_policies.py`` holds what they
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
 
 import numpy as np
 
@@ -38,26 +36,8 @@ _LONGEST_WINDOW = 8  # intervals
 _MEMORY = 4  # moves within which a reversal counts as oscillation
 
 
-class Predictor(ABC):
-    """Learns from speeds as they come and predicts the next ones; a dataclass, as its state."""
-
-    @abstractmethod
-    def observe(self, speed: Floats, use: Floats, valid: Bools) -> None:
-        """Take in an interval.
-
-        Args:
-            speed: samples a second, [world_size].
-            use: of CPU and memory by others at the interval's end, 0 to 1, [world_size, 2].
-            valid: ranks with a measurement, [world_size].
-        """
-
-    @abstractmethod
-    def predict(self) -> Floats:
-        """Return samples a second in the next interval, [world_size]; NaN where never measured."""
-
-
 @dataclass
-class ExponentialAverage(Predictor):
+class ExponentialAverage:
     """Averages past speeds."""
 
     mean: Floats  # NaN before the first speed, [world_size]
@@ -69,17 +49,24 @@ class ExponentialAverage(Predictor):
         return cls(np.full(world_size, np.nan), gain)
 
     def observe(self, speed: Floats, use: Floats, valid: Bools) -> None:
+        """Take in an interval.
+
+        Args:
+            speed: samples a second, [world_size].
+            use: of CPU and memory by others at the interval's end, 0 to 1, [world_size, 2].
+            valid: ranks with a measurement, [world_size].
+        """
         del use
         mixed = self.mean + self.gain * (speed - self.mean)
         self.mean = np.where(valid, np.where(np.isnan(self.mean), speed, mixed), self.mean)
 
     def predict(self) -> Floats:
-        mean: Floats = self.mean.copy()
-        return mean
+        """Return samples a second in the next interval, [world_size]; NaN where never measured."""
+        return self.mean
 
 
 @dataclass
-class Narx(Predictor):
+class Narx:
     """A nonlinear autoregression with exogenous inputs: a small network a rank, trained online.
 
     Past speeds, and present and past use of CPU and memory by others, go through one hidden layer.
@@ -196,6 +183,7 @@ class Narx(Predictor):
             weight -= rate * mean / (np.sqrt(square) + 1e-8)
 
 
+Predictor = ExponentialAverage | Narx
 PREDICTORS: dict[str, Callable[[int], Predictor]] = {
     "last": partial(ExponentialAverage.of, gain=1.0),
     "ema": ExponentialAverage.of,
@@ -211,12 +199,7 @@ class LbBspCpu(Policy):
 
     state: Predictor
 
-    def __init__(
-        self,
-        predictor: Literal["last", "ema", "narx"] = "narx",
-        *,
-        clock: Literal["compute", "busy"] = "compute",
-    ) -> None:
+    def __init__(self, predictor: str = "narx", *, clock: str = "compute") -> None:
         self.name = "lbbsp-cpu" + (f":{predictor}" if predictor != "narx" else "")
         self.name += ":busy" if clock == "busy" else ""
         self._kind, self._clock = predictor, clock

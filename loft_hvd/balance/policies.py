@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -149,18 +149,14 @@ def make_policy(policy: str | Sequence[int] | Policy, *, dead_band: float = DEAD
     """
     if isinstance(policy, Policy):
         return policy
-    known = ", ".join(map(repr, POLICIES))
-    if not isinstance(policy, str | Sequence):
-        raise ArgumentTypeError(
-            f"Balancer: policy={policy!r} is of type {type(policy).__name__}; it takes {known}, a "
-            "policy object, or a list with every rank's samples, such as [96, 96, 48, 16]"
-        )
-    if not isinstance(policy, str):
+    if isinstance(policy, Sequence) and not isinstance(policy, str):
         return Fixed(policy)
-    if policy not in POLICIES:
-        raise ArgumentError(
-            f"Balancer: policy={policy!r} is not known; it takes {known}, or a list with every "
-            "rank's samples, such as [96, 96, 48, 16]"
+    is_name = isinstance(policy, str)
+    if not is_name or policy not in POLICIES:
+        wrong = "not known" if is_name else f"of type {type(policy).__name__}"
+        raise (ArgumentError if is_name else ArgumentTypeError)(
+            f"Balancer: policy={policy!r} is {wrong}; it takes {', '.join(map(repr, POLICIES))}, a "
+            "policy object, or a list with every rank's samples, such as [96, 96, 48, 16]"
         )
     base, _, kind = policy.partition(":")
     if base in ("loft", "report"):
@@ -169,5 +165,5 @@ def make_policy(policy: str | Sequence[int] | Policy, *, dead_band: float = DEAD
         return Uniform()
     if base == "lbbsp-gpu":
         return LbBspGpu()
-    predictors: dict[str, Literal["last", "ema", "narx"]] = {"last": "last", "ema": "ema"}
-    return LbBspCpu(predictors.get(kind, "narx"), clock="busy" if kind == "busy" else "compute")
+    is_busy = kind == "busy"
+    return LbBspCpu("narx" if is_busy else kind or "narx", clock="busy" if is_busy else "compute")

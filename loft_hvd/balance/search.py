@@ -99,7 +99,9 @@ def round_to_lattice(wanted: Floats, global_batch_size: int, bounds: Bounds) -> 
     return _carry_rest(lambda sizes: sizes / wanted, grains, rest, bounds)
 
 
-_Narrow = Callable[[Callable[[Floats], Floats], float, float, float], tuple[float, float]]
+# Given how many samples fit under a target time, narrow two targets down on those wanted.
+_Total = Callable[[Floats], Floats]
+_Narrow = Callable[[_Total, float, float, float], tuple[float, float]]
 
 
 def _touch(model: Model, total: int, bounds: Bounds) -> Model:
@@ -137,10 +139,8 @@ class _Separable:
     def of(cls, model: Model, total: int, bounds: Bounds) -> _Separable:
         low, high, rest = bounds.lattice(total)
         if model.world_size != len(low):
-            raise ArgumentError(
-                f"the model knows {model.world_size} ranks, the bounds {len(low)}; "
-                "pass one for each"
-            )
+            known = f"the model knows {model.world_size} ranks, the bounds {len(low)}"
+            raise ArgumentError(f"{known}; pass one for each")
         touching, grain = _touch(model, total, bounds), bounds.grain
         curves = touching.curves(np.float64(grain) * low, np.float64(grain) * high)
         if grain > 1:
@@ -181,9 +181,7 @@ def _share(room: Ints, missing: int) -> Ints:
     return given
 
 
-def _bisect(
-    total: Callable[[Floats], Floats], under: float, over: float, wanted: float
-) -> tuple[float, float]:
+def _bisect(total: _Total, under: float, over: float, wanted: float) -> tuple[float, float]:
     while over - under > _FINE * abs(over):
         middle = 0.5 * (under + over)
         if not under < middle < over:
@@ -198,9 +196,7 @@ def _bisect(
     return under, over
 
 
-def _refine_grid(
-    total: Callable[[Floats], Floats], under: float, over: float, wanted: float
-) -> tuple[float, float]:
+def _refine_grid(total: _Total, under: float, over: float, wanted: float) -> tuple[float, float]:
     while over - under > _ENOUGH * abs(over):
         points = np.linspace(under, over, _GRID_POINTS)
         reached = total(points)
@@ -214,9 +210,7 @@ def _refine_grid(
     return under, over
 
 
-def _carry_rest(
-    times: Callable[[Floats], Floats], grains: Ints, rest: int, bounds: Bounds
-) -> Sizes:
+def _carry_rest(times: _Total, grains: Ints, rest: int, bounds: Bounds) -> Sizes:
     """Turn grains into samples and let the rank that is then fastest carry the rest."""
     sizes = grains * bounds.grain
     if rest:
