@@ -7,6 +7,7 @@
 #include "aggregate.h"
 
 namespace py = pybind11;
+using namespace py::literals;  // "rows"_a names an argument
 
 namespace {
 
@@ -54,9 +55,8 @@ PYBIND11_MODULE(_loft, module) {
         return py::make_tuple(diagnostics.coordinates, diagnostics.num_outside,
                               diagnostics.num_non_finite, diagnostics.squared_distance);
       },
-      py::arg("rows"), py::arg("numel"), py::arg("dtype"), py::arg("rule"), py::arg("kind"),
-      py::arg("f"), py::arg("weights"), py::arg("out"), py::arg("threads"), py::arg("isa"),
-      py::arg("diagnose_every"),
+      "rows"_a, "numel"_a, "dtype"_a, "rule"_a, "kind"_a, "f"_a, "weights"_a, "out"_a, "threads"_a,
+      "isa"_a, "diagnose_every"_a,
       "Aggregate rows into out. With diagnose_every > 0, look at one block of so many and return "
       "(coordinates, num_outside, num_non_finite, squared_distance), the last three one a row.");
   module.def(
@@ -67,8 +67,8 @@ PYBIND11_MODULE(_loft, module) {
         const py::gil_scoped_release release;
         loft::pass_cpu(job, {threads, isa, nullptr, 0}, in_bursts);
       },
-      py::arg("rows"), py::arg("numel"), py::arg("out"), py::arg("threads"), py::arg("isa"),
-      py::arg("in_bursts"), "Sum float32 rows in row order: the memory pass of the benchmarks.");
+      "rows"_a, "numel"_a, "out"_a, "threads"_a, "isa"_a, "in_bursts"_a,
+      "Sum float32 rows in row order: the memory pass of the benchmarks.");
 #if defined(LOFT_HAVE_CUDA)
   module.def(
       "aggregate_cuda",
@@ -84,9 +84,8 @@ PYBIND11_MODULE(_loft, module) {
         const py::gil_scoped_release release;
         loft::aggregate_cuda(job, options);
       },
-      py::arg("rows"), py::arg("numel"), py::arg("dtype"), py::arg("rule"), py::arg("kind"),
-      py::arg("f"), py::arg("weights"), py::arg("out"), py::arg("device"), py::arg("stream"),
-      py::arg("diagnose_every"), py::arg("low"), py::arg("high"), py::arg("sums"),
+      "rows"_a, "numel"_a, "dtype"_a, "rule"_a, "kind"_a, "f"_a, "weights"_a, "out"_a, "device"_a,
+      "stream"_a, "diagnose_every"_a, "low"_a, "high"_a, "sums"_a,
       "Queue the aggregation of rows on a CUDA device into out, on the caller's stream. With "
       "diagnose_every > 0 also the sums of CudaDiagnostics, in aggregate.h.");
 #endif

@@ -35,7 +35,7 @@ struct Tree {
 template <typename V, typename Leaf>
 LOFT_INLINE V tree_sum(const Leaf& leaf, int count) {
   constexpr int kMaxLevels = 8;  // 512 leaves are 64 groups
-  V partial[kMaxLevels];
+  V partial[kMaxLevels];         // of 1, 2, 4, ... groups, as the bits of their count say
   const int groups = count / 8;
   for (int group = 0; group < groups; ++group) {
     V sum = Tree<8>::sum(leaf, 8 * group);
@@ -69,7 +69,7 @@ LOFT_INLINE V tree_sum(const Leaf& leaf, int count) {
 // Sum of at(first) .. at(first + count - 1) in the order described above; count >= 1.
 template <typename V, typename At>
 LOFT_INLINE V fold_sum(const At& at, int first, int count) {
-  const int middle = first + count / 2;
+  const int middle = first + count / 2;  // the upper one for an even count
   if (count % 2) {
     const auto leaf = [&](int k) -> V {
       return k == 0 ? at(middle) : at(middle - k) + at(middle + k);
@@ -111,8 +111,8 @@ LOFT_INLINE V pick_median(V lower, V upper, MedianKind kind) {
 // A mean never leaves its values' range, and the mean of equal values is that value.
 template <typename V>
 LOFT_INLINE V clamp_mean(V mean, V low, V high) {
-  mean = mean < low ? low : mean;  // false for NaN
-  return mean > high ? high : mean;
+  mean = mean < low ? low : mean;    // false for NaN
+  return mean > high ? high : mean;  // a NaN stays: no comparison with it holds
 }
 
 // Whether a window around a centre slides up: `entering` is nearer than `leaving`. Of two equally

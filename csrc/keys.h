@@ -12,32 +12,23 @@
 namespace loft {
 
 // Bits: what memory holds. Value: what sums are computed in.
+template <typename B, typename V, B kInfinityBits, B kNaNBits>
+struct StoredAs {
+  using Bits = B;
+  using Value = V;
+  static constexpr Bits kInfinity = kInfinityBits, kNaN = kNaNBits;  // positive, the canonical NaN
+};
 template <DType kDType>
 struct Stored;
 template <>
-struct Stored<DType::kFloat64> {
-  using Bits = int64_t;
-  using Value = double;
-  static constexpr Bits kInfinity = 0x7ff0000000000000, kNaN = 0x7ff8000000000000;
+struct Stored<DType::kFloat64> : StoredAs<int64_t, double, 0x7ff0000000000000, 0x7ff8000000000000> {
 };
 template <>
-struct Stored<DType::kFloat32> {
-  using Bits = int32_t;
-  using Value = float;
-  static constexpr Bits kInfinity = 0x7f800000, kNaN = 0x7fc00000;
-};
+struct Stored<DType::kFloat32> : StoredAs<int32_t, float, 0x7f800000, 0x7fc00000> {};
 template <>
-struct Stored<DType::kFloat16> {
-  using Bits = int16_t;
-  using Value = float;
-  static constexpr Bits kInfinity = 0x7c00, kNaN = 0x7e00;
-};
+struct Stored<DType::kFloat16> : StoredAs<int16_t, float, 0x7c00, 0x7e00> {};
 template <>
-struct Stored<DType::kBFloat16> {
-  using Bits = int16_t;
-  using Value = float;
-  static constexpr Bits kInfinity = 0x7f80, kNaN = 0x7fc0;
-};
+struct Stored<DType::kBFloat16> : StoredAs<int16_t, float, 0x7f80, 0x7fc0> {};
 
 template <typename To, typename From>
 LOFT_INLINE To bit_cast(From from) {

@@ -43,7 +43,7 @@ void check_sums(int rows, bool is_weighted) {
   for (const RuleParams& rule : rules_for(rows)) {
     made.job.params = rule;
     aggregate_cpu(made.job, cpu);
-    Diagnostics wanted = no_diagnostics(static_cast<size_t>(rows));
+    Diagnostics wanted = no_diagnostics(static_cast<size_t>(rows));  // added in the same order
     std::vector<device::RowSums> found(rows, device::RowSums{});
     for (int64_t i = 0; i < made.job.numel; ++i) {
       const auto kept = plain_kept<kDType>(made.column(i), made.job.weights, rule);

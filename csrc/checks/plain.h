@@ -43,7 +43,7 @@ V plain_sum(const std::vector<V>& values) {
   std::vector<V> leaves;
   if (odd) leaves.push_back(values[half]);
   for (size_t k = 0; k < half; ++k) leaves.push_back(values[half - 1 - k] + values[half + odd + k]);
-  while (leaves.size() > 1) {
+  while (leaves.size() > 1) {  // a level of the tree a round
     std::vector<V> next;
     for (size_t i = 0; i + 1 < leaves.size(); i += 2) next.push_back(leaves[i] + leaves[i + 1]);
     if (leaves.size() % 2) next.push_back(leaves.back());
@@ -61,7 +61,7 @@ struct Ranked {
 template <typename V>
 V plain_mean(const Ranked<V>& ranked, size_t first, size_t count, bool by_weight) {
   std::vector<V> products;
-  std::vector<double> scaled;
+  std::vector<double> scaled;  // for a sum that overflows
   int64_t total = 0;
   V low = ranked.values[first], high = low;
   for (size_t i = first; i < first + count; ++i) {
@@ -151,7 +151,7 @@ Kept<typename Stored<kDType>::Value> plain_kept(
   for (size_t row = 0; row < stored.size(); ++row) {
     order.emplace_back(key_of<kDType>(stored[row]), weights.empty() ? 1 : weights[row]);
   }
-  std::sort(order.begin(), order.end());
+  std::sort(order.begin(), order.end());  // by key, ties by weight
   Ranked<typename Stored<kDType>::Value> ranked;
   for (const auto& [key, weight] : order) {
     ranked.values.push_back(value_of<kDType>(flip_bits(key)));

@@ -114,8 +114,8 @@ LOFT_INLINE bool put_around(const Work& work, Value* ranked, int64_t at, int64_t
 #pragma GCC unroll 32
   for (int i = 0; i < kF; ++i) {
     const Floats leaving = ranked[i].v, entering = ranked[i + kKeep].v;
-    const Less moves(entering - centre, centre - leaving);
-    low = moves.pick(ranked[i + 1].v, low);
+    const Less moves(entering - centre, centre - leaving);  // false for NaN
+    low = moves.pick(ranked[i + 1].v, low);                 // rank i has left
     high = moves.pick(entering, high);
     ranked[i].v = moves.pick(entering, leaving);
   }
@@ -155,7 +155,7 @@ __attribute__((noinline)) void rank_values(Source source, int64_t at, int vector
 // few vectors at a time pass through the L1 cache.
 template <int kRows, int kF>
 int64_t run_around_ranked(const Work& work, int64_t begin, int64_t end) {
-  alignas(64) Value ranked[kBatch * kRows];
+  alignas(64) Value ranked[kBatch * kRows];  // [vectors, rows], in the L1 cache
   return for_each_batch<Float32>(begin, end, kBatch, [&](int64_t at, int vectors) {
     rank_values<kRows>({work.rows, nullptr}, byte_of<Float32>(at), vectors, ranked);
     for (int vector = 0; vector < vectors; ++vector, at += Float32::kLanes) {

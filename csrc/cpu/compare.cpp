@@ -14,7 +14,7 @@ constexpr int kLanes = RowLanes::kLanes;
 // No wider than 32 bytes: floats that a wide register takes would be moved and then converted.
 constexpr int kDoubleBytes = kVectorBytes < 32 ? kVectorBytes : 32;
 using Doubles = Vector<double, kDoubleBytes>;
-constexpr int kDoubles = kDoubleBytes / 8;
+constexpr int kDoubles = kDoubleBytes / 8;  // lanes
 
 template <DType kDType>
 constexpr int64_t kBytes = kDType == DType::kFloat64   ? 8
@@ -42,7 +42,7 @@ template <DType kDType>
 constexpr int kValues = static_cast<int>(sizeof(ValueOf<kDType>) / sizeof(Lane<ValueOf<kDType>>));
 
 template <DType kDType>
-constexpr int kParts = kValues<kDType> / kDoubles;
+constexpr int kParts = kValues<kDType> / kDoubles;  // registers of doubles for one of values
 
 // Rows that are compared in one loop: they share what is loaded to compare them with. Float64 and
 // the narrowest vectors have no registers left for a second row's sums.
@@ -167,7 +167,7 @@ enum class Given {
 template <DType kDType>
 struct Sums {
   Count<kDType> outside, non_finite;
-  Doubles squared[kLanes / kDoubles] = {};
+  Doubles squared[kLanes / kDoubles] = {};  // lane k adds coordinates k, k + 16, ...
 
   bool is_finite() const {
     Doubles zero{};
@@ -191,7 +191,7 @@ LOFT_INLINE void add(const char* const* rows, const Tile& tile, int64_t i, Sums<
       results[part] = load<Doubles>(tile.results + i + part * kDoubles);
       if constexpr (kRows > 2) hold(results[part]);  // for two there are no registers left
     }
-    if constexpr (kRows > 1) hold(low);
+    if constexpr (kRows > 1) hold(low);  // shared by the rows
     if constexpr (kRows > 1 && !kIsOne) hold(high);
 #pragma GCC unroll 4
     for (int row = 0; row < kRows; ++row) {
@@ -230,7 +230,7 @@ void add_to(RowLanes* lanes, const char* const* rows, const Tile& tile, int64_t 
 #pragma GCC unroll 4
   for (int row = 0; row < kRows; ++row) {
     if (__builtin_expect(!sums[row].is_finite(), 0)) {
-      sums[row] = {};
+      sums[row] = {};  // again, value by value
       for (int64_t i = 0; i < count; i += kLanes) {
         add<kDType, Given::kNothing, 1>(from + row, tile, i, sums + row);
       }
@@ -266,7 +266,7 @@ __attribute__((noinline)) void compare_end(const Compared& what, int64_t at, Row
   constexpr int64_t kEnd = kLanes * sizeof(double);
   alignas(64) char row[kEnd] = {}, low[kEnd] = {}, high[kEnd] = {}, result[kEnd] = {};
   alignas(64) double results[kLanes];
-  const int64_t left = what.count - at;
+  const int64_t left = what.count - at;  // fewer than kLanes
   std::memcpy(low, what.low + at * kValue, left * kValue);
   std::memcpy(high, what.high + at * kValue, left * kValue);
   std::memcpy(result, what.result + at * kRow, left * kRow);
@@ -292,12 +292,12 @@ void add_all(const Compared& what, const Tile& tile, int64_t count, int number, 
 template <DType kDType>
 void compare(const Compared& what, RowLanes* rows) {
   constexpr int64_t kRow = kBytes<kDType>;
-  alignas(64) double results[kCompared];
+  alignas(64) double results[kCompared];  // 3 KiB, in the L1 cache
   const int64_t whole = what.count / kLanes * kLanes;
   for (int64_t i = 0; i < whole; i += kLanes) widen<kDType>(what.result + i * kRow, results + i);
   constexpr int kMost = kTogether<kDType>;
   const Tile tile{results, what.low, what.high, what.ahead};
-  if (what.low == what.high) {
+  if (what.low == what.high) {  // one buffer: windows of one value
     add_all<kDType, Given::kOneIsKept, kMost>(what, tile, whole, 0, rows);
   } else {
     add_all<kDType, Given::kFinite, kMost>(what, tile, whole, 0, rows);

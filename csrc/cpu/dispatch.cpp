@@ -63,7 +63,7 @@ template <typename F>
 void run_tail(const Work& work, Run run, int64_t at, int64_t begin, int64_t end) {
   constexpr int kRowBytes = kStep<F>;
   using L = Lane<typename F::V>;
-  alignas(64) char copies[kMaxRows * kRowBytes];
+  alignas(64) char copies[kMaxRows * kRowBytes];  // one vector a row, at most 64 KiB
   alignas(64) char result[kRowBytes];
   alignas(64) L low[F::kLanes], high[F::kLanes];
   const char* rows[kMaxRows];
@@ -75,7 +75,7 @@ void run_tail(const Work& work, Run run, int64_t at, int64_t begin, int64_t end)
     rows[row] = copy;
   }
   Work tail = work;
-  tail.rows = rows;
+  tail.rows = rows;  // from coordinate 0 on
   tail.out = result;
   if (work.low) tail.low = low, tail.high = high;
   run(tail, 0, F::kLanes);
@@ -88,7 +88,7 @@ void run_tail(const Work& work, Run run, int64_t at, int64_t begin, int64_t end)
 
 template <typename F>
 void aggregate(const Work& work, int64_t begin, int64_t end) {
-  const Run run = choose<F>(work);
+  const Run run = choose<F>(work);  // once a block of coordinates
   const int64_t at = run(work, begin, end);
   if (at < end) run_tail<F>(work, run, at, begin, end);
 }
@@ -112,26 +112,25 @@ template void aggregate<part::LOFT_PART>(const Work&, int64_t, int64_t);
 #else  // the table of this level
 
 #if !defined(LOFT_LEAN)  // which is one object, with all parts in it
-extern template void aggregate<part::float64>(const Work&, int64_t, int64_t);
-extern template void aggregate<part::float32>(const Work&, int64_t, int64_t);
-extern template void aggregate<part::float16>(const Work&, int64_t, int64_t);
-extern template void aggregate<part::bfloat16>(const Work&, int64_t, int64_t);
-extern template void aggregate<part::weighted_float64>(const Work&, int64_t, int64_t);
-extern template void aggregate<part::weighted_float32>(const Work&, int64_t, int64_t);
-extern template void aggregate<part::weighted_float16>(const Work&, int64_t, int64_t);
-extern template void aggregate<part::weighted_bfloat16>(const Work&, int64_t, int64_t);
+extern template void aggregate<Float64>(const Work&, int64_t, int64_t);
+extern template void aggregate<Float32>(const Work&, int64_t, int64_t);
+extern template void aggregate<Float16>(const Work&, int64_t, int64_t);
+extern template void aggregate<BFloat16>(const Work&, int64_t, int64_t);
+extern template void aggregate<Weighted<Float64> >(const Work&, int64_t, int64_t);
+extern template void aggregate<Weighted<Float32> >(const Work&, int64_t, int64_t);
+extern template void aggregate<Weighted<Float16> >(const Work&, int64_t, int64_t);
+extern template void aggregate<Weighted<BFloat16> >(const Work&, int64_t, int64_t);
 #endif
 
-void pass(const Work&, int64_t, int64_t);
-void burst(const Work&, int64_t, int64_t);
-void compare_rows(DType, const Compared&, RowLanes*);
+void pass(const Work&, int64_t, int64_t);              // pass.cpp
+void burst(const Work&, int64_t, int64_t);             // pass.cpp
+void compare_rows(DType, const Compared&, RowLanes*);  // compare.cpp
 
 const KernelTable& kernels() {
   static const KernelTable table{
-      {{aggregate<part::float64>, aggregate<part::float32>, aggregate<part::float16>,
-        aggregate<part::bfloat16>},
-       {aggregate<part::weighted_float64>, aggregate<part::weighted_float32>,
-        aggregate<part::weighted_float16>, aggregate<part::weighted_bfloat16>}},
+      {{aggregate<Float64>, aggregate<Float32>, aggregate<Float16>, aggregate<BFloat16>},
+       {aggregate<Weighted<Float64> >, aggregate<Weighted<Float32> >, aggregate<Weighted<Float16> >,
+        aggregate<Weighted<BFloat16> >}},
       pass,
       burst,
       compare_rows};

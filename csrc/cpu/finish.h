@@ -74,11 +74,11 @@ LOFT_INLINE Outcome<V> mean_of(const At& at, const Weight& weight, int first, in
       return fold_sum<V>(leaf, first, count);
     }
   };
-  Outcome<V> mean;
+  Outcome<V> mean;  // doubt: the sum less itself
   if constexpr (std::is_same_v<Weight, ByCount>) {
     mean = mean_of_sum(sum_of(at), static_cast<Lane<V>>(count), low, high);
   } else {
-    auto total = weight(first);
+    auto total = weight(first);  // in integer lanes, so exact: at most 2^30
 #pragma GCC unroll 16
     for (int i = first + 1; i < first + count; ++i) total += weight(i);
     const auto product = [&](int i) -> V { return at(i) * __builtin_convertvector(weight(i), V); };
@@ -135,18 +135,18 @@ LOFT_INLINE auto mean_around(const Work& work, const typename F::Entry* entries,
   using V = typename F::V;
   const Ranked<F> at{entries, part};
   const int f = work.params.f, keep = work.num_rows - f;
-  V near[kMaxRows];
+  V near[kMaxRows];  // the kept values, in no order
   typename F::I weights[kIsWeighted<F> ? kMaxRows : 1];
 #pragma GCC unroll 32
   for (int i = 0; i < keep; ++i) {
     near[i] = at(i);
     if constexpr (kIsWeighted<F>) weights[i] = F::weight(entries[i]);
   }
-  V low = at(0), high = at(keep - 1);
+  V low = at(0), high = at(keep - 1);  // edges of the window, for diagnostics
 #pragma GCC unroll 8
   for (int i = 0, slot = 0; i < f; ++i, slot = slot + 1 == keep ? 0 : slot + 1) {
     const V leaving = at(i), entering = at(i + keep);
-    const auto moves = slides(centre, leaving, entering);
+    const auto moves = slides(centre, leaving, entering);  // lane by lane
     low = moves ? at(i + 1) : low;
     high = moves ? entering : high;
     near[slot] = moves ? entering : near[slot];
@@ -192,7 +192,7 @@ template <typename F, bool kIsNormal = false>
 LOFT_INLINE void put(const Work& work, const Outcome<typename F::V>& outcome, int part, int64_t at,
                      int64_t begin) {
   using V = typename F::V;
-  char* to = work.out + byte_of<F>(at);
+  char* to = work.out + byte_of<F>(at);  // any alignment
   if constexpr (kIsNormal) {
     store(to, outcome.result);
   } else {
@@ -200,7 +200,7 @@ LOFT_INLINE void put(const Work& work, const Outcome<typename F::V>& outcome, in
   }
   if (work.low) {
     constexpr int kPartLanes = sizeof(V) / sizeof(Lane<V>);
-    const int64_t place = at - begin + part * kPartLanes;
+    const int64_t place = at - begin + part * kPartLanes;  // windows start at `begin`
     store(static_cast<Lane<V>*>(work.low) + place, outcome.low);
     store(static_cast<Lane<V>*>(work.high) + place, outcome.high);
   }
@@ -210,7 +210,7 @@ LOFT_INLINE void put(const Work& work, const Outcome<typename F::V>& outcome, in
 template <typename F, typename OutcomeOf>
 LOFT_INLINE bool put_parts(const Work& work, int64_t at, int64_t begin,
                            const OutcomeOf& outcome_of) {
-  typename F::V doubt{};
+  typename F::V doubt{};  // 0 + NaN stays NaN
   for (int part = 0; part < F::kParts; ++part) {
     const auto outcome = outcome_of(part);
     put<F>(work, outcome, part, at, begin);

@@ -144,7 +144,7 @@ struct Half {
   static constexpr bool kHasMinusZero = false;
   static constexpr Bits kMove = kRoom + 1;
   static LOFT_INLINE Entry load(const void* from) {
-    const Entry bits = LOFT_ISA::load<Entry>(from);
+    const Entry bits = LOFT_ISA::load<Entry>(from);  // as stored
     const __m256i magnitude = bit_cast<__m256i>(bits & std::numeric_limits<Bits>::max());
     const __m256i flipped = _mm256_sign_epi16(magnitude, bit_cast<__m256i>(bits));
     return shift_keys(bit_cast<Entry>(flipped), -kMove);
@@ -152,7 +152,7 @@ struct Half {
   static LOFT_INLINE Entry bits_of(Entry key) {
     const Entry flipped = shift_keys(key, kMove);
     const Entry magnitude = bit_cast<Entry>(_mm256_abs_epi16(bit_cast<__m256i>(flipped)));
-    return magnitude | (flipped & std::numeric_limits<Bits>::min());
+    return magnitude | (flipped & std::numeric_limits<Bits>::min());  // the sign back on top
   }
 #else
   static constexpr bool kHasMinusZero = true;
@@ -204,7 +204,7 @@ struct Half {
       const Entry middle = middle_in_place(bit_cast<I>(low), bit_cast<I>(high));
       constexpr Bits kInfinity = 0x7f80;
       store(to, middle);
-      return !any_lane((middle & kInfinity) == kInfinity);
+      return !any_lane((middle & kInfinity) == kInfinity);  // infinite or NaN
     } else {
       const auto half = [&](int part) -> Part {
         const V sum = widen(half_of<Part>(low, part)) + widen(half_of<Part>(high, part));

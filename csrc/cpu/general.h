@@ -38,9 +38,9 @@ int64_t run_general(const Work& work, int64_t begin, int64_t end) {
   const Finish finish_vectors = finishes[static_cast<int>(work.params.rule)];
   const Source source{work.rows, work.weights};
   const int rows = work.num_rows, stride = padded<F>(rows);
-  const bool is_group = rows <= kGroup<F>;
+  const bool is_group = rows <= kGroup<F>;  // one network, no merge
   const SortGroup<F> sort = sort_group_for<F>(is_group ? rows : kGroup<F>);
-  const int outer = work.params.rule == Rule::kTrimmedMean ? work.params.f : 0;
+  const int outer = work.params.rule == Rule::kTrimmedMean ? work.params.f : 0;  // not wanted
   const int most = is_group ? std::max(kBatch, kVectorsALine<F>) : kManyBatch<F>;
   return for_each_batch<F>(begin, end, most, [&](int64_t at, int vectors) {
     if (is_group) {
@@ -64,7 +64,7 @@ void redo(const Work& work, int64_t at, int64_t begin) {
       vector.low = static_cast<L*>(work.low) + (at - begin);
       vector.high = static_cast<L*>(work.high) + (at - begin);
     }
-    run_general<F>(vector, at, at + F::kLanes);
+    run_general<F>(vector, at, at + F::kLanes);  // its sums rescue themselves
   }
 }
 

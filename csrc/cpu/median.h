@@ -53,13 +53,13 @@ template <typename F>
 LOFT_INLINE void put_median_of_halves(const Work& work, const typename F::Entry* first,
                                       const typename F::Entry* second, char* to) {
   const int rows = work.num_rows, half = (rows + 1) / 2;
-  typename F::Entry lower = first[0], upper = second[half - 1];
+  typename F::Entry lower = first[0], upper = second[half - 1];  // pair 0
   exchange(lower, upper);
   for (int i = 1; i < half; ++i) {
     typename F::Entry low = first[i], high = second[half - 1 - i];
     exchange(low, high);
-    keep_max(low, lower);
-    keep_min(upper, high);
+    keep_max(low, lower);   // `lower` becomes the largest of the smaller ones
+    keep_min(upper, high);  // `upper` the smallest of the larger ones
   }
   for (int part = 0; part < F::kParts; ++part) {
     const auto low = F::value(lower, part), high = F::value(upper, part);
@@ -92,7 +92,7 @@ int64_t run_median_of_halves(const Work& work, int64_t begin, int64_t end) {
 template <typename F>
 Run median_kernel(const Work& work) {
   if (work.num_rows > kMedianRows<F>) return work.low ? nullptr : run_median_of_halves<F>;
-  const int row = work.num_rows - 1;
+  const int row = work.num_rows - 1;  // place in the tables
   if constexpr (F::kParts == 2) {
     if (!work.low) {
       constexpr auto of_one = table_of<kMedianRows<F>>(

@@ -11,7 +11,7 @@ namespace {
 
 using V = Vector<float>;
 constexpr int kLanes = kVectorBytes / 4;
-constexpr int kLineVectors = kLineBytes / kVectorBytes;
+constexpr int kLineVectors = kLineBytes / kVectorBytes;  // vectors of one L1 line
 
 // The last coordinates, fewer than a line.
 void add_tail(const Work& work, int64_t at, int64_t end) {
@@ -27,7 +27,7 @@ void add_tail(const Work& work, int64_t at, int64_t end) {
 // kRows: the number of rows, or 0 for any.
 template <int kRows>
 void pass_rows(const Work& work, int64_t begin, int64_t end) {
-  const int rows = kRows ? kRows : work.num_rows;
+  const int rows = kRows ? kRows : work.num_rows;  // a constant where it can be
   int64_t at = begin;
   for (; at + kLineVectors * kLanes <= end; at += kLineVectors * kLanes) {
     V sum[kLineVectors] = {};

@@ -32,10 +32,9 @@ constexpr int kStep = static_cast<int>(byte_of<F>(F::kLanes));  // bytes a row
 template <typename F>
 constexpr int kVectorsALine = kLineBytes / kStep<F> > 1 ? kLineBytes / kStep<F> : 1;
 
-// Rows that one straight-line network sorts: what the registers hold, measured (commits b409924,
-// 97722b1: with more GCC keeps entries in memory). Entries that are dear to exchange get short
-// networks, which also keeps them quick to compile: weighted float64, and 64-bit keys where the
-// machine cannot compare them.
+// Rows that one straight-line network sorts. Bound from the registers, 32 or 16. Entries that are
+// dear to exchange get short networks, which also keeps them quick to compile: weighted float64,
+// and 64-bit keys where the machine cannot compare them.
 template <typename F>
 constexpr int kGroup = std::is_same_v<typename F::Entry, Beside<Float64>>                    ? 8
                        : (kIsWeighted<F> || sizeof(typename F::Bits) == 8) && !kHasCompare64 ? 8
@@ -58,7 +57,7 @@ struct RowLoad {
   int64_t at;
 
   LOFT_INLINE void fetch(int vector) const {
-    if (kByRow || vector % kVectorsALine<F> != 0) return;
+    if (kByRow || vector % kVectorsALine<F> != 0) return;  // the line was fetched before
     if (kRows > kNearRows || source.is_part) {
       fetch_rows<false>();
     } else {
@@ -127,7 +126,7 @@ LOFT_INLINE int64_t for_each_batch(int64_t begin, int64_t end, int most, const B
   while (at + F::kLanes <= end) {
     const int64_t left = (end - at) / F::kLanes;
     const int vectors = left < most ? static_cast<int>(left) : most;
-    body(at, vectors);
+    body(at, vectors);  // `most`, but the last time what is left
     at += vectors * F::kLanes;
   }
   return at;
@@ -140,7 +139,7 @@ template <typename F, int kRows>
 void sort_group(Source source, int64_t at, int vectors, typename F::Entry* to, int stride) {
   constexpr bool kIsByRow = kVectorsALine<F> == 1 && kGroup<F> > kNearRows;
   for (int vector = 0; vector < vectors; ++vector, at += kStep<F>, to += stride) {
-    typename F::Entry entries[kRows];
+    typename F::Entry entries[kRows];  // in registers, as far as there are any
     const RowLoad<F, kRows, kIsByRow> load{source, at};
     load.fetch(vector);
     SortNetwork<kRows>::apply(entries, load);
@@ -188,7 +187,7 @@ LOFT_INLINE void clean_in_place(Entry* run) {
 //   2 4 3 1 | 9 8 5 7   minima to the left, maxima to the right in reverse
 template <int kCount, typename Entry>
 void merge_two(Entry* run) {
-  Entry low[kCount], high[kCount];
+  Entry low[kCount], high[kCount];  // the smaller and the larger half
 #pragma GCC unroll 32
   for (int i = 0; i < kCount; ++i) {
     low[i] = run[i];
@@ -234,7 +233,7 @@ void merge(typename F::Entry* run, int half, int length, Wanted wanted) {
   if constexpr (kClean<F> == kGroup<F>) {
     if (half == kGroup<F> && length == 2 * half) return merge_two<kGroup<F>>(run);
   }
-  int distance = half / 2;
+  int distance = half / 2;  // between the entries that a step exchanges
   const bool is_middle = wanted.begin >= distance && wanted.end <= half + distance;
   if (length == 2 * half && distance >= kClean<F>) {
     is_middle ? merge_quarters<true>(run, half) : merge_quarters<false>(run, half);
@@ -277,17 +276,17 @@ constexpr int padded(int rows) {
 template <typename F>
 void rank_rows(Source source, int rows, int64_t at, int vectors, typename F::Entry* to, int stride,
                Wanted wanted) {
-  const int padded_rows = padded<F>(rows);
+  const int padded_rows = padded<F>(rows);  // whole groups
   for (int first = 0; first < rows; first += kGroup<F>) {
     const int count = rows - first < kGroup<F> ? rows - first : kGroup<F>;
     const Source part{source.rows + first, source.weights ? source.weights + first : nullptr,
                       rows > kNearRows};
     sort_group_for<F>(count)(part, at, vectors, to + first, stride);
   }
-  if (rows <= kGroup<F>) return;
+  if (rows <= kGroup<F>) return;  // one group is ranked already
   for (int vector = 0; vector < vectors; ++vector, to += stride) {
-    for (int i = rows; i < padded_rows; ++i) set_last(to[i]);
-    for (int half = kGroup<F>; half < padded_rows; half *= 2) {
+    for (int i = rows; i < padded_rows; ++i) set_last(to[i]);    // padding
+    for (int half = kGroup<F>; half < padded_rows; half *= 2) {  // runs of `half` by two
       const Wanted ranks = 2 * half < padded_rows ? Wanted{0, padded_rows} : wanted;
       for (int base = 0; base + half < padded_rows; base += 2 * half) {
         const int left = padded_rows - base;

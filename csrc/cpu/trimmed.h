@@ -41,7 +41,7 @@ struct WindowMean : InRegisters<F, kRows> {
   typename F::Bits edge[kPairs];
 
   explicit WindowMean(const Work& work) : InRegisters<F, kRows>(work) {
-    const int pairs = (kRows + 1) / 2 - work.params.f;
+    const int pairs = (kRows + 1) / 2 - work.params.f;  // kept; the middle counts as one
     for (int k = 0; k < kPairs; ++k) {
       kept[k] = k < pairs ? -1 : 0;
       edge[k] = k == pairs - 1 ? -1 : 0;
@@ -103,12 +103,13 @@ struct FewByWeight : TrimmedMean<WeightedBeside<Float32>, kRows, kF> {
       weights[row] = order[row].first;
       rows[row] = order[row].second;
     }
-    this->source = {rows, weights};
+    this->source = {rows, weights};  // by weight from now on
   }
 };
 
-// Most rows whose trimmed mean is compiled with every f; measured (commit 47febd5), bound from the
-// registers. With weights twice as many have f = rows / 4, which rules are mostly used with.
+// Most rows whose trimmed mean is compiled with every f. Bound from the time to compile: the number
+// of networks grows with the square. With weights twice as many have f = rows / 4, which rules are
+// mostly used with.
 template <typename F>
 constexpr int kEveryF = std::is_same_v<F, Float32>             ? 16
                         : std::is_same_v<F, Weighted<Float32>> ? 8

@@ -108,7 +108,7 @@ LOFT_INLINE Outcome<kDType> mean_of_pairs(const LowerAt& lower, const UpperAt& u
   I low_bits = 0, high_bits = 0;
   LOFT_UNROLL
   for (int k = 0; k < kPairs; ++k) {
-    const I mask = -static_cast<I>(k == pairs - 1);
+    const I mask = -static_cast<I>(k == pairs - 1);  // all bits or none
     low_bits |= bit_cast<I>(lower(k)) & mask;
     high_bits |= bit_cast<I>(upper(k)) & mask;
   }
@@ -149,7 +149,7 @@ LOFT_INLINE Outcome<kDType> trimmed_mean_of(Key<kDType> (&keys)[kWires], int row
 // without a row are padded as above. After `keep_half` the even lane has the 64 smallest, so the
 // lower middle is its largest, and the odd lane's smallest is the upper middle.
 
-constexpr int kHalf = 64;
+constexpr int kHalf = 64;  // wires a lane
 
 // `other`: the other lane's sorted keys in descending order.
 template <typename K>
@@ -164,7 +164,7 @@ LOFT_INLINE void keep_half(K (&keys)[kHalf], const K (&other)[kHalf], int side) 
 // The even lane's largest key, the odd lane's smallest.
 template <typename K>
 LOFT_INLINE K edge_of(const K (&keys)[kHalf], int side) {
-  K edge = keys[0];
+  K edge = keys[0];  // keys are bitonic here, so all are looked at
   LOFT_UNROLL
   for (int wire = 1; wire < kHalf; ++wire) {
     edge = (keys[wire] > edge) == (side == 0) ? keys[wire] : edge;
@@ -222,7 +222,7 @@ struct RankedEntries {
   // Of ranks first .. first + count - 1, which lie between low and high.
   LOFT_HOST_DEVICE V mean(int first, int count, V low, V high, bool by_weight) const {
     const bool counts = kIsWeighted && by_weight;
-    int64_t total = count;
+    int64_t total = count;  // of the weights, or of the ranks
     if (counts) {
       total = 0;
       for (int i = first; i < first + count; ++i) total += weight(i);
@@ -259,7 +259,7 @@ struct RankedEntries {
     V low = at(0), high = at(keep - 1);
     for (int i = 0, slot = 0; i < f; ++i, slot = slot + 1 == keep ? 0 : slot + 1) {
       const V leaving = at(i), entering = at(i + keep);  // entries from `keep` on never change
-      const V next = at(i + 1);
+      const V next = at(i + 1);                          // before the slot is overwritten
       if (slides(centre, leaving, entering)) {
         low = next;
         high = entering;
@@ -284,7 +284,7 @@ LOFT_HOST_DEVICE Outcome<kDType> rule_of(const RuleParams& params, int rows, int
   if (params.rule == Rule::kTrimmedMean) {
     return {result_bits<kDType>(ranked.mean(f, rows - 2 * f, low, high, true)), low, high};
   }
-  V centre = ranked.at((rows - 1) / 2);
+  V centre = ranked.at((rows - 1) / 2);  // the lower middle
   if (params.rule == Rule::kPhocas) {
     centre = ranked.mean(f, rows - 2 * f, low, high, false);
   } else if (rows % 2 == 0) {
@@ -344,12 +344,12 @@ struct Windows {
     if (!low) return -1;
     const uint32_t block = static_cast<uint32_t>(i / kBlock);
     const uint32_t in_turn = static_cast<uint32_t>(every);
-    if (block % in_turn) return -1;
+    if (block % in_turn) return -1;  // a block that is not looked at
     return static_cast<int64_t>(block / in_turn) * kBlock + i % kBlock;
   }
   LOFT_HOST_DEVICE void put(int64_t place, const Outcome<kDType>& outcome) const {
     if (place < 0) return;
-    low[place] = outcome.low;
+    low[place] = outcome.low;  // 64-bit floats for float64, else 32-bit
     high[place] = outcome.high;
   }
 };
@@ -366,7 +366,7 @@ struct RowSums {
     const double distance = static_cast<double>(value) - static_cast<double>(result);
     outside += is_below || is_above;
     non_finite += !(value - value == 0);
-    if (distance - distance == 0) squared += distance * distance;
+    if (distance - distance == 0) squared += distance * distance;  // finite ones only
   }
   LOFT_HOST_DEVICE void add(const RowSums& other) {
     outside += other.outside;

@@ -14,12 +14,12 @@
 namespace loft::device {
 namespace {  // one copy a dtype: each is compiled on its own
 
-// Bound from the registers: 65,536 a multiprocessor leave 128 threads up to 512 each, and the
-// blocks of 80 registers a thread fill it with six.
+// Bound from the registers: a multiprocessor's 65,536 hold two blocks of 128 threads with 255 each,
+// the most that a thread can have, and six blocks with 80.
 constexpr int kBlockThreads = 128;
-constexpr int kCompareThreads = 512;     // a block of coordinates takes each 32 rounds
-constexpr int kSharedBytes = 48 * 1024;  // what a kernel gets without asking for more
-constexpr unsigned kAllLanes = 0xffffffffu;
+constexpr int kCompareThreads = 512;         // a block of coordinates takes each 32 rounds
+constexpr int kSharedBytes = 48 * 1024;      // what a kernel gets without asking for more
+constexpr unsigned kAllLanes = 0xffffffffu;  // of a warp: all 32 take part in a shuffle
 
 // The rows' addresses and weights travel as kernel parameters: no copy to the device, no buffer
 // that must outlive the launch.
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kBlockThreads)
   for (int64_t i = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * kWide; i < numel;
        i += stride) {
     const bool is_whole = i + kWide <= numel;
-    Key<kDType> keys[kWide][kWires];
+    Key<kDType> keys[kWide][kWires];  // [coordinates of this thread, wires]
 #pragma unroll
     for (int wire = 0; wire < kWires; ++wire) {
       const int row = wire - below;
@@ -76,8 +76,8 @@ __global__ void __launch_bounds__(kBlockThreads)
       const B* from = static_cast<const B*>(table.rows[is_row ? row : 0]) + i;
       Pack<B, kWide> pack{};
       if (is_row && is_whole) {
-        pack = *reinterpret_cast<const Pack<B, kWide>*>(from);
-      } else if (is_row) {
+        pack = *reinterpret_cast<const Pack<B, kWide>*>(from);  // one load of up to 16 bytes
+      } else if (is_row) {                                      // the tail: value by value
 #pragma unroll
         for (int lane = 0; lane < kWide; ++lane) {
           if (i + lane < numel) pack.values[lane] = from[lane];
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kBlockThreads)
       }
     }
     Pack<B, kWide> result;
-    const int64_t place = task.windows.place(i);
+    const int64_t place = task.windows.place(i);  // negative where nobody asks
 #pragma unroll
     for (int lane = 0; lane < kWide; ++lane) {
       Outcome<kDType> outcome;
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(kBlockThreads)
   const int64_t numel = task.numel;
   const int rows = task.rows;
   using V = typename Stored<kDType>::Value;
-  const int side = threadIdx.x & 1;
+  const int side = threadIdx.x & 1;  // 0: the lower 64 wires, 1: the upper
   const int below = padding_below<2 * kHalf>(rows);
   const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x / 2;
   const int64_t first = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / 2;
@@ -141,12 +141,12 @@ __global__ void __launch_bounds__(kBlockThreads)
                              : kLast<kDType>;
     }
     SortNetwork<kHalf>::apply(keys);
-    Key<kDType> other[kHalf];
+    Key<kDType> other[kHalf];  // the other lane's, in descending order
 #pragma unroll
     for (int wire = 0; wire < kHalf; ++wire) {
       other[wire] = __shfl_xor_sync(kAllLanes, keys[kHalf - 1 - wire], 1);
     }
-    keep_half(keys, other, side);
+    keep_half(keys, other, side);  // now side 0 has minima, side 1 maxima
     if constexpr (kRule == Rule::kMedian) {
       const Key<kDType> lower = edge_of(keys, side);
       const Key<kDType> upper = __shfl_xor_sync(kAllLanes, lower, 1);
@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(kBlockThreads)
         task.windows.put(task.windows.place(i), outcome);
       }
     } else {
-      sort_half(keys);
+      sort_half(keys);  // what is left is bitonic
       V above[kHalf];
 #pragma unroll
       for (int wire = 0; wire < kHalf; ++wire) {
@@ -215,12 +215,12 @@ __global__ void __launch_bounds__(kBlockThreads)
   using K = Key<kDType>;
   extern __shared__ char shared[];
   K* keys = reinterpret_cast<K*>(shared);
-  int32_t* weights = reinterpret_cast<int32_t*>(keys + rows * columns);
+  int32_t* weights = reinterpret_cast<int32_t*>(keys + rows * columns);  // [rows][columns]
   const int cells = rows * columns;
   for (int64_t base = static_cast<int64_t>(blockIdx.x) * columns; base < numel;
        base += static_cast<int64_t>(gridDim.x) * columns) {
     for (int cell = threadIdx.x; cell < cells; cell += blockDim.x) {
-      const int row = cell / columns;
+      const int row = cell / columns;  // neighbouring threads read neighbouring coordinates
       const int64_t i = base + cell % columns;
       keys[cell] = i < numel ? load_key<kDType>(table.rows[row], i) : K{0};
       if (kIsWeighted) weights[cell] = weight_table.weights[row];
@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(kBlockThreads)
       for (int k = p; k >= 1; k /= 2) {
         for (int cell = threadIdx.x; cell < cells; cell += blockDim.x) {
           if (!is_batcher_low(cell / columns, rows, p, k)) continue;
-          const int to = cell + k * columns;
+          const int to = cell + k * columns;  // the same column, k rows on
           const K a = keys[cell], b = keys[to];
           bool swaps = a > b;
           if (kIsWeighted) swaps = swaps || (a == b && weights[cell] > weights[to]);
@@ -248,7 +248,7 @@ __global__ void __launch_bounds__(kBlockThreads)
     }
     for (int column = threadIdx.x; column < columns; column += blockDim.x) {
       const int64_t i = base + column;
-      if (i >= numel) continue;
+      if (i >= numel) continue;  // the last block of coordinates is not full
       const auto key = [&](int rank) -> K& { return keys[rank * columns + column]; };
       const auto weight = [&](int rank) -> int32_t& { return weights[rank * columns + column]; };
       const auto outcome =
@@ -279,12 +279,12 @@ __global__ void __launch_bounds__(kCompareThreads)
     mine.add(value_of<kDType>(row[begin + i]), value_of<kDType>(out[begin + i]),
              windows.low[place + i], windows.high[place + i]);
   }
-  shared[threadIdx.x] = mine;
+  shared[threadIdx.x] = mine;  // then halves are added to halves, always in this order
   for (int half = kCompareThreads / 2; half > 0; half /= 2) {
     __syncthreads();
     if (threadIdx.x < half) shared[threadIdx.x].add(shared[threadIdx.x + half]);
   }
-  if (threadIdx.x != 0) return;
+  if (threadIdx.x != 0) return;  // one thread has the sum of all
   const int64_t cells = static_cast<int64_t>(gridDim.x) * gridDim.y;
   double* cell = sums + static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x;
   cell[0] = shared[0].outside;

@@ -63,7 +63,7 @@ Task<kDType> task_of(const Job& job, const Launch& by) {
   using V = typename Stored<kDType>::Value;
   const CudaDiagnostics& to = by.diagnostics;
   Task<kDType> task{job.numel, static_cast<int>(job.rows.size()), 0, job.params, {}};
-  for (int32_t weight : job.weights) task.total_weight += weight;
+  for (int32_t weight : job.weights) task.total_weight += weight;  // 0 without weights
   task.windows = {static_cast<V*>(to.low), static_cast<V*>(to.high), to.every};
   return task;
 }
@@ -76,7 +76,7 @@ Bits<kDType>* out_of(const Job& job) {
 bool is_aligned(const Job& job, size_t bytes) {
   uintptr_t all = reinterpret_cast<uintptr_t>(job.out);
   for (const void* row : job.rows) all |= reinterpret_cast<uintptr_t>(row);
-  return all % bytes == 0;
+  return all % bytes == 0;  // no address has a lower bit set
 }
 
 template <DType kDType, int kWires, int kWide, bool kIsOdd>
@@ -84,7 +84,7 @@ void launch_width(const Job& job, const Launch& by) {
   const auto kernel = job.params.rule == Rule::kMedian
                           ? register_kernel<kDType, kWires, kWide, kIsOdd, Rule::kMedian>
                           : register_kernel<kDType, kWires, kWide, kIsOdd, Rule::kTrimmedMean>;
-  const dim3 grid = grid_of_threads((job.numel + kWide - 1) / kWide, by);
+  const dim3 grid = grid_of_threads((job.numel + kWide - 1) / kWide, by);  // kWide a thread
   queue("register_kernel", kernel, job, by, grid, kBlockThreads, 0, rows_of<kWires>(job),
         out_of<kDType>(job), task_of<kDType>(job, by));
 }
@@ -139,7 +139,7 @@ void launch_any_rule(const Job& job, const Launch& by) {
 template <DType kDType, bool kIsWeighted>
 void launch_shared(const Job& job, const Launch& by) {
   const int rows = static_cast<int>(job.rows.size());
-  const int cell = static_cast<int>(sizeof(Key<kDType>)) + (kIsWeighted ? 4 : 0);
+  const int cell = static_cast<int>(sizeof(Key<kDType>)) + (kIsWeighted ? 4 : 0);  // bytes
   const int columns = std::max(1, std::min(32, kSharedBytes / (rows * cell)));
   queue("shared_kernel", shared_kernel<kDType, kIsWeighted>, job, by,
         grid_for((job.numel + columns - 1) / columns, by), kBlockThreads,
@@ -183,7 +183,7 @@ template <DType kDType>
 void launch(const Job& job, const Launch& by) {
   launch_rule<kDType>(job, by);
   const Windows<kDType> windows = task_of<kDType>(job, by).windows;
-  if (!windows.low) return;
+  if (!windows.low) return;  // nobody asks who was off
   const dim3 grid(static_cast<unsigned>(blocks_looked_at(job.numel, windows.every)),
                   static_cast<unsigned>(job.rows.size()));
   queue("compare_kernel", compare_kernel<kDType>, job, by, grid, kCompareThreads, 0,
