@@ -88,9 +88,13 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - the name and the arguments ar
         MismatchError: ranks disagree; names the rank and the field.
     """
     _check_kinds(optimizer, named_parameters, balancer)
+    if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:
+        raise ArgumentError(
+            f"backward_passes_per_step={backward_passes_per_step!r} must be a whole number >= 1"
+        )
     settings = ReducerSettings(
         bucket_bytes=config().bucket_bytes if bucket_bytes is None else bucket_bytes,
-        num_passes=_at_least_one(backward_passes_per_step),
+        num_passes=backward_passes_per_step,
         is_sum=reduce_op_name(op) == "sum",
         predivide=float(gradient_predivide_factor),
         sparse_as_dense=sparse_as_dense,
@@ -113,12 +117,6 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - the name and the arguments ar
         transport=transport,
     )
     return OptimizerWrapper(options)
-
-
-def _at_least_one(passes: int) -> int:
-    if not isinstance(passes, int) or passes < 1:
-        raise ArgumentError(f"backward_passes_per_step={passes!r} must be a whole number >= 1")
-    return passes
 
 
 def _check_kinds(optimizer: object, named_parameters: object, balancer: object) -> None:

@@ -89,29 +89,25 @@ class OptimizerOptions:
             groups=self.groups,
             num_named_groups=self.num_named_groups,
         )
-        self._check_scales(found.rules)
-        if self.quarantine and any(isinstance(rule, Mean) for rule in found.rules):
+        robust = [rule for rule in found.rules if not isinstance(rule, Mean)]
+        if self.quarantine and len(robust) < len(found.rules):
             raise ArgumentError(
                 "quarantine= needs a robust rule for every parameter group, but one has a mean, "
                 "which a single worker spoils before it is named; pass rule=, such as "
                 "loft.TrimmedMean(f=1)"
             )
-        return found
-
-    def _check_scales(self, rules: Sequence[Rule]) -> None:
-        """Refuse a scale outside its limits, or one for a rule that does not add rows up."""
         is_sum, predivide = self.settings.is_sum, self.settings.predivide
         if predivide <= 0 or (is_sum and predivide != 1.0):
             raise ArgumentError(
                 f"gradient_predivide_factor={predivide} must be > 0, and 1 with op=Sum"
             )
-        robust = [rule for rule in rules if not isinstance(rule, Mean)]
         if robust and (is_sum or predivide != 1.0):
             given = "op=Sum" if is_sum else f"gradient_predivide_factor={predivide}"
             raise ArgumentError(
                 f"rule={robust[0]} does not take {given}: it does not add the ranks' gradients up; "
                 f"leave it away, or use Mean()"
             )
+        return found
 
     def fields(self) -> dict[str, str]:
         """Return what must be equal on every rank, by name."""

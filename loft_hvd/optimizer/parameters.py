@@ -57,12 +57,8 @@ def collect_parameters(
 ) -> ReducedParameters:
     """Find the parameters that take gradients, and say of each what it is called and ruled by.
 
-    Args:
-        param_groups: of an optimizer; one's ``"rule"`` (a rule or its text) goes before ``rule``.
-        named_parameters: names for the parameters, or None for names by place.
-        rule: the rule of groups that name none.
-        groups: a number of buckets, or lists of parameters that share one.
-        num_named_groups: parameter groups from this one on were added later; nobody named theirs.
+    A parameter group's ``"rule"`` (a rule or its text) goes before ``rule``. Groups from
+    ``num_named_groups`` on were added later: nobody has named their parameters.
     """
     names = _names(param_groups, named_parameters, num_named_groups)
     rules: list[Rule] = []

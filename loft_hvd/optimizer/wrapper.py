@@ -248,11 +248,9 @@ class OptimizerWrapper(OptimizerProxy):
 
         Returns:
             A handle whose ``remove()`` takes the hook away, in later worlds too.
-
-        Raises:
-            UsageError: this rank is not in the process set, and no elastic world changes that.
         """
         if self.rank < 0 and not config().is_elastic:
+            # No later world could change that.
             raise UsageError("this rank is not in the optimizer's process set: it sends nothing")
         return self._outgoing.add(hook)
 
