@@ -72,10 +72,6 @@ LOFT_INLINE void exchange(Value& a, Value& b) {
 // whose minimum and maximum take half as long, are faster.
 constexpr int kValueRows = kVectorBytes == 64 ? 32 : kVectorBytes == 32 ? 24 : 16;
 constexpr int kAroundRows = kVectorBytes > 16 ? 32 : kValueRows;
-// Most rows of which every f is in registers; of more only f = rows / 4 is, which rules are mostly
-// used with.
-constexpr int kEveryAround = 16;
-
 template <int kRows>
 struct ValueLoad : RowLoad<Float32, kRows> {
   LOFT_INLINE Value operator()(int row) const {
@@ -167,8 +163,7 @@ int64_t run_around_ranked(const Work& work, int64_t begin, int64_t end) {
 
 template <int kRows, int kF>
 constexpr Run run_around() {
-  constexpr bool is_direct = kRows <= kEveryAround || (kRows <= kValueRows && kF == kRows / 4);
-  if constexpr (is_direct) {
+  if constexpr (kRows <= kValueRows) {
     return for_each_vector<MeanAround<kRows, kF>>;
   } else {
     return run_around_ranked<kRows, kF>;

@@ -8,15 +8,14 @@
 //                     3 - 5      float32 by weight           trimmed.h  keys and weights apart
 //                     1 - 8      float32 by weight           trimmed.h  in registers, every f
 //                     9 - 16     float32 by weight, f=n/4 c  trimmed.h  in registers
-//   mean around,      1 - 16     float32                     around.h   in registers, every f
-//   Phocas            17 - 32    float32, f=n/4 d            around.h   in registers
-//                     17 - 32    float32 c                   around.h   through the L1 cache
+//   mean around,      1 - 32     float32 d                   around.h   in registers, every f
+//   Phocas            25 - 32    float32, AVX2               around.h   through the L1 cache
 //   any               the rest                               general.h  ranked in the L1 cache
 //
 //   a  1 - 32 where vectors have 16 bytes, and of 64-bit keys that such a machine cannot compare
 //   b  where nobody asks for the window of kept values
 //   c  where vectors have more than 16 bytes
-//   d  17 - 24 by AVX2, none at the baseline
+//   d  1 - 24 by AVX2, 1 - 16 at the baseline
 //
 // LOFT_LEAN marks the baseline of a local build for a machine that runs a better level: it has the
 // general kernel only, because the others would compile for a minute and run nowhere.
@@ -24,8 +23,8 @@
 // Every row is read once, prefetched by software: traffic (rows + 1) * numel * sizeof(value).
 //
 // Compiled once for every pair of LOFT_ISA (the level's namespace) and LOFT_PART, a part by its
-// name: `table`, or a format with all its kernels. Parts build in parallel, and a change compiles
-// again only what depends on it.
+// name: `table`, a format with all its kernels, or `float32_around`, which takes the longest. Parts
+// build in parallel, and a change compiles again only what depends on it.
 
 #include "cpu/around.h"
 #include "cpu/general.h"
@@ -105,8 +104,14 @@ using weighted_float16 = Weighted<Float16>;
 using weighted_bfloat16 = Weighted<BFloat16>;
 }  // namespace part
 
-#if defined(LOFT_PART)
+#if defined(LOFT_PART_AROUND)
 
+extern template void redo<Float32>(const Work&, int64_t, int64_t);
+template Run around_kernel<Float32>(const Work&);
+
+#elif defined(LOFT_PART)
+
+extern template Run around_kernel<Float32>(const Work&);
 template void aggregate<part::LOFT_PART>(const Work&, int64_t, int64_t);
 
 #else  // the table of this level
