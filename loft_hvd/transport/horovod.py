@@ -23,7 +23,6 @@ from loft_hvd.config import config
 from loft_hvd.errors import (
     ArgumentError,
     ArgumentTypeError,
-    LoftError,
     MissingDependencyError,
     UsageError,
 )
@@ -183,13 +182,21 @@ class HorovodTransport:
 
     def _ask(self, question: Callable[[], Any]) -> int:
         """Ask the process set; that it is gone means in an elastic job that its world is lost."""
-        # Of that ``hvd.elastic.run`` recovers, by Horovod's own error, but not of a ValueError.
         try:
             return int(question())
         except ValueError as error:
             if config().is_elastic and "does not exist" in str(error):
-                raise self._ops.HorovodInternalError(str(error)) from error
+                # ``hvd.elastic.run`` recovers from Horovod's own error, but not from a ValueError.
+                lost: Exception = self._ops.HorovodInternalError(str(error))
+                self._explain(lost)
+                raise lost from error
+            self._explain(error)
             raise
+
+    def _explain(self, error: Exception) -> None:
+        """Let an error of Horovod's say which rank is behind it, as errors of waiting do."""
+        if self.watch is not None:
+            self.watch.explain(error)
 
     @property
     def node(self) -> str:
@@ -224,9 +231,8 @@ class HorovodTransport:
         """Start an operation by a call of Horovod's, under the eyes of the heartbeat."""
         try:
             handle = call(*args, name=name, process_set=self._set)
-        except Exception as error:  # it says which rank is behind it, as errors of waiting do
-            if self.watch is not None and not isinstance(error, LoftError):
-                self.watch.explain(error)
+        except Exception as error:
+            self._explain(error)
             raise
         if heartbeat_of(self._world) is None:
             name = f"*{name}"  # the heartbeat is of all ranks, the operation of some

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from loft_hvd.errors import UsageError
 from loft_hvd.transport.horovod import HorovodTransport, own_process_set
@@ -108,3 +109,23 @@ def test_an_elastic_job_recovers_from_a_set_that_is_gone_but_not_from_mistakes(
         transport = HorovodTransport(lost)
         with pytest.raises(raised, match=message.split(";", maxsplit=1)[0]):
             getattr(transport, ask)
+
+
+@pytest.mark.parametrize("fails", ["size", "alltoall_async"])
+def test_an_error_of_starting_says_which_rank_is_behind_it(
+    fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: object, **__: object) -> int:
+        raise ValueError("Horovod has been shut down")
+
+    told: list[Exception] = []
+    calls = {"size": lambda: 2, "rank": lambda: 0, "alltoall_async": print} | {fails: gone}
+    engine = SimpleNamespace(allreduce_async_=print, Sum="sum", process_set_id=0, **calls)
+    heartbeat = SimpleNamespace(explain=told.append)
+    monkeypatch.setattr("loft_hvd.transport.horovod.horovod_module", lambda: engine)
+    monkeypatch.setattr("loft_hvd.transport.horovod.heartbeat_of", lambda _: heartbeat)
+    monkeypatch.setitem(sys.modules, "horovod.torch.mpi_ops", engine)
+    transport = HorovodTransport(engine)
+    with pytest.raises(ValueError, match="shut down") as raised:
+        transport.alltoall(torch.zeros(4), torch.zeros(4), name="shards")
+    assert told == [raised.value]
