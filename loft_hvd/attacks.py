@@ -33,7 +33,6 @@ class Attack(Protocol):
         Returns:
             Their rows, [num_rows, numel], dtype and device of ``honest``.
         """
-        ...
 
 
 # Byzantine workers may collude: all of them send one row.

@@ -47,11 +47,7 @@ class AllreduceBench:
 
 
 def measure_allreduce(bench: AllreduceBench) -> dict[str, Any]:
-    """Time every contestant at every size; each rank calls it alike.
-
-    Returns:
-        By size in megabytes and contestant the seconds of every round, the slowest rank's.
-    """
+    """Return by size in megabytes and contestant the seconds of every round, the slowest rank's."""
     transport = HorovodTransport()
     # Two ranks bear no wrong row, so their trimmed mean has f = 0: a mean by the robust way.
     f = max((transport.world_size - 1) // 2, 0)
@@ -85,8 +81,7 @@ def interleave(
 ) -> dict[str, list[float]]:
     """Time calls in turn, the same ones on every rank; a sample is ``inner`` calls.
 
-    Returns:
-        Seconds of one call in every round, the slowest rank's, by name.
+    Returns seconds of one call in every round, the slowest rank's, by name.
     """
     hvd = horovod_module()
     order = list(calls)

@@ -27,14 +27,7 @@ from loft_hvd.bench.record import write_record
 from loft_hvd.bench.steps import StepBench
 from loft_hvd.errors import MissingDependencyError
 
-__all__ = [
-    "Show",
-    "bench_allreduce",
-    "bench_kernels",
-    "bench_step",
-    "lines_of",
-    "plot_kernels",
-]
+__all__ = ["Show", "bench_allreduce", "bench_kernels", "bench_step", "lines_of", "plot_kernels"]
 
 Show = Callable[[Sequence[Sequence[str]]], None]  # takes a header and rows
 _STYLES = {"avx512": "-", "avx2": "--", "baseline": ":", "": "-."}

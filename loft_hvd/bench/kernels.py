@@ -135,7 +135,6 @@ class Timing:
 
     @property
     def ns_a_coordinate(self) -> float:
-        """Nanoseconds for one coordinate."""
         return 1e9 * self.seconds / self.numel
 
     @property
@@ -150,11 +149,6 @@ def measure_kernels(
     """Check and time everything, and yield the timings of one row count after the other.
 
     ``report`` takes peers that are not timed, with the reason.
-
-    Raises:
-        MissingDependencyError: the extension is not built.
-        ArgumentError: a level that this CPU does not run, or rows that no call takes.
-        AggregationError: a result is wrong.
     """
     # Everything is refused before the rows are made, which takes seconds and gigabytes.
     module = extension()
@@ -206,10 +200,7 @@ def _torch_threads(threads: int) -> Iterator[None]:
 
 
 def _measure_rows(
-    runs: Sequence[KernelRun],
-    bench: KernelBench,
-    peer: Mapping[str, Call],
-    few: int,
+    runs: Sequence[KernelRun], bench: KernelBench, peer: Mapping[str, Call], few: int
 ) -> list[Timing]:
     """Time all contestants of a row count; runs differ in their level, the best one last."""
     best = runs[-1]

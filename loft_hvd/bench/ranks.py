@@ -93,11 +93,7 @@ def step_goal(contestant: str) -> float | None:
 
 
 def run_bench(what: str, options: dict[str, Any], job: BenchJob) -> dict[str, Any]:
-    """Start the ranks and return what they measured: of "allreduce" or "step", by their options.
-
-    Raises:
-        LoftError: the job did not end well; carries the end of its output.
-    """
+    """Start the ranks and return what they measured: of "allreduce" or "step", by their options."""
     script = ("-m", "loft_hvd.bench.ranks", what, json.dumps(options))
     command = launch_command(
         horovod_build(), script, num_ranks=job.num_ranks, controller=job.controller

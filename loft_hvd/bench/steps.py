@@ -94,9 +94,8 @@ class StepBench:
 def measure_step(bench: StepBench) -> dict[str, Any]:
     """Time training steps of every contestant; each rank calls it alike.
 
-    Returns:
-        The model's parameters, and seconds of every round of each contestant, the slowest rank's;
-        with a trace also rank 0's seconds in each stage of a step.
+    Returns the model's parameters, and seconds of every round of each contestant, the slowest
+    rank's; with a trace also rank 0's seconds in each stage of a step.
     """
     transport = HorovodTransport()
     hvd = horovod_module()

@@ -75,12 +75,10 @@ class HorovodBuild:
 def inspect_all(
     build: HorovodBuild | None = None, *, probe: Callable[[Sequence[str]], str] | None = None
 ) -> tuple[Section, ...]:
-    """Look at everything.
+    """Look at everything; ``build`` is what Horovod says of itself, if it was asked already.
 
-    Args:
-        build: what Horovod says of itself, if it was asked already.
-        probe: runs a short command and returns what it prints; raises OSError or
-            ``subprocess.SubprocessError`` when it cannot. By default a subprocess with a limit.
+    ``probe`` runs a short command and returns what it prints, or raises OSError or
+    ``subprocess.SubprocessError``. By default it is a subprocess with a limit.
     """
     ask = probe or _probe
     return (

@@ -36,14 +36,7 @@ def launch_command(
 ) -> tuple[str, ...]:
     """Return the command that runs ``python SCRIPT`` on every rank of this machine.
 
-    Args:
-        build: what the installed Horovod was built with.
-        script: what Python is given.
-        num_ranks: number of ranks.
-        controller: "gloo" (horovodrun) or "mpi" (mpirun); None takes the first that is there.
-
-    Raises:
-        MissingDependencyError: Horovod has no such controller, or nothing here starts it.
+    ``controller`` is "gloo" (horovodrun) or "mpi" (mpirun); None takes the first that is there.
     """
     horovodrun, mpirun = launcher("horovodrun"), launcher("mpirun")
     python = (sys.executable, *script)

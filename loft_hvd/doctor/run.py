@@ -36,11 +36,7 @@ class RunResult:
 
 
 def run_check(build: HorovodBuild, *, timeout_s: float = 120.0) -> RunResult:
-    """Start two ranks and say whether both found the result right; never longer than the limit.
-
-    Raises:
-        MissingDependencyError: there is nothing to start them with.
-    """
+    """Start two ranks and say whether both found the result right; never longer than the limit."""
     command = launch_command(build, ("-m", "loft_hvd.doctor.run"), num_ranks=_RANKS)
     done = run_limited(command, timeout_s=timeout_s)
     is_right = done.is_over and all(

@@ -34,16 +34,12 @@ class OptimizerOptions:
 
     They are the same in all worlds of an elastic job; what follows from them and from the ranks
     there are is worked out anew in each (``find_transport``, ``collect``).
-
-    Attributes:
-        num_named_groups: parameter groups that the optimizer had when it was wrapped.
-        settings: how gradients are reduced, as far as the arguments say it.
     """
 
     # What is wrapped, and what ranks call its parameters.
     optimizer: torch.optim.Optimizer
     names: Sequence[tuple[str, torch.nn.Parameter]] | None
-    num_named_groups: int
+    num_named_groups: int  # parameter groups that it had when it was wrapped
     # How gradients are reduced.
     groups: int | Sequence[Sequence[Tensor]] | None
     rule: Rule

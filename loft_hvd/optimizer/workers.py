@@ -171,13 +171,9 @@ class GradientLog:
 class OptimizerWorld:
     """Some ranks, from one change of them to the next, and an optimizer that reduces over them.
 
-    Args:
-        transport: the ranks.
-        options: what the user asked for.
-        outgoing: called with each bucket before it is sent; they outlive this world.
-        before: the run log of the world before.
-        should_agree: whether ranks compare what they were given. Elastic ones start at different
-            times, so the first world of a process is made without; the next one catches up.
+    ``before`` is the run log of the world before. With ``should_agree`` ranks compare what they
+    were given. Elastic ones start at different times, so the first world of a process is made
+    without; the next one catches up.
     """
 
     def __init__(

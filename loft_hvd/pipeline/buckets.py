@@ -33,23 +33,14 @@ _SHARD_ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """What the layout needs to know of a parameter; equal on every rank.
+    """What the layout needs to know of a parameter; equal on every rank."""
 
-    Attributes:
-        name: the user's name for it, unique.
-        shape: its shape.
-        dtype: its dtype, floating point.
-        device: its device, as text.
-        rule: index of the rule that aggregates it.
-        group: index of the user's group it must stay together with, or None.
-    """
-
-    name: str
+    name: str  # the user's, unique
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: str = "cpu"
-    rule: int = 0
-    group: int | None = None
+    rule: int = 0  # index of the one that aggregates it
+    group: int | None = None  # index of the user's group that it must stay together with
 
     @property
     def numel(self) -> int:
@@ -110,15 +101,8 @@ def part_bounds(
 ) -> tuple[int, ...]:
     """Cut a bucket into parts that are exchanged by themselves, each with shards of its own.
 
-    Args:
-        numel: values of the bucket.
-        world_size: shards of each part.
-        itemsize: bytes of a value.
-        part_bytes: a part has at least so many, so smaller buckets are one part; None for one.
-
-    Returns:
-        Where parts begin, and where the last one ends: all but the last are whole shards without
-        padding, the last one is padded to whole shards.
+    A part has at least ``part_bytes``; None makes a single one. Returns where parts begin, and
+    where the last one ends, which is padded to whole shards; the others need no padding.
     """
     # 1000 values of 4 bytes, 2 ranks, parts of 1500 bytes: 2 parts of whole units of 2 * 16 values.
     # The first ends at 512 = 2 shards of 256; the second has 488 values in 2 shards of 256, so it
@@ -138,19 +122,10 @@ def lay_out(
 
     A parameter larger than ``bucket_bytes`` gets a bucket of its own; a bucket holds one
     accumulation dtype, device and rule; a user's group is one bucket for each of these. Buckets
-    are numbered by when their last parameter is ready.
+    are numbered by when their last parameter is ready, and their exchange starts in that order.
 
-    Args:
-        parameters: all parameters in an order equal on every rank.
-        bucket_bytes: most bytes of a bucket, > 0.
-        order: the parameters' indices as their gradients become ready, equal on every rank; None
-            for last parameter first, which is roughly what a backward pass does.
-
-    Returns:
-        The buckets, in the order in which their exchange starts.
-
-    Raises:
-        ArgumentError: ``bucket_bytes`` is not positive.
+    ``order`` is the parameters' indices as their gradients become ready, equal on every rank; None
+    stands for last parameter first, which is roughly what a backward pass does.
     """
     if bucket_bytes <= 0:
         raise ArgumentError(f"bucket_bytes={bucket_bytes} must be > 0; a good start is 33554432")
@@ -195,10 +170,7 @@ def agree_on_order(
 ) -> tuple[int, ...]:
     """Return the order of rank 0's gradients; every rank calls it alike.
 
-    Args:
-        channel: the ranks that must agree.
-        arrived: parameters whose gradients came on this rank, in that order; the others go last.
-        num_parameters: of the optimizer.
+    Parameters that are not in ``arrived``, the order in which they came on this rank, go last.
 
     Raises:
         MismatchError: ranks end with different orders, or with one that is none.

@@ -46,13 +46,9 @@ _JOIN_S = 5.0  # longest that ending a thread may hold the user's up
 class ProgressThread:
     """Calls a method again and again while there is work; started by the first ``wake``.
 
-    The thread keeps the method's object alive only while there is work, so that it can be
-    dropped like any other; whoever owns the thread calls ``close``.
-
-    Args:
-        advance: a bound method that does what can be done without waiting, never raises, and
-            returns after how many seconds it wants to be called again; None when all is done.
-        name: the thread's name.
+    ``advance``, a bound method, does what can be done without waiting, never raises, and returns
+    after how many seconds it wants to be called again; None when all is done. Its object lives on
+    only while there is work, so whoever owns the thread calls ``close``.
     """
 
     def __init__(self, advance: Callable[[], float | None], *, name: str) -> None:
@@ -110,17 +106,11 @@ class ProgressThread:
 
 
 class Engine:
-    """All buckets of one optimizer.
+    """All buckets of one optimizer, in a layout that is equal on every rank.
 
-    Args:
-        channel: the ranks, the stem of the operations' names, and the longest wait.
-        buckets: the layout, equal on every rank.
-        rules: the rules that buckets refer to by index.
-        pack: fills a bucket's values, [numel], in the engine's thread, and returns the weights of
-            the step.
-        mean_factor: what the result of a ``Mean`` is multiplied by at last.
-        make_exchange: how a part of a bucket goes over the wire.
-        part_bytes: a bucket of at least twice as many bytes is exchanged in parts.
+    ``pack`` fills a bucket's values, [numel], in the engine's thread, and returns the weights of
+    the step. The result of a ``Mean`` is multiplied by ``mean_factor`` at last. A bucket of at
+    least twice ``part_bytes`` is exchanged in parts.
     """
 
     def __init__(
@@ -196,14 +186,8 @@ class Engine:
         return self._failure is not None
 
     def start(self, index: int) -> None:
-        """Put the next bucket on its way; only queues it, so it returns at once.
-
-        Args:
-            index: must be ``next_bucket``, so that every rank starts buckets in one order.
-
-        Raises:
-            Exception: what has failed since the last call.
-        """
+        """Put bucket ``next_bucket`` on its way, or raise what has failed since the last call."""
+        # It only queues, so it returns at once. One order on every rank: hence the index.
         assert index == self._num_queued, (index, self._num_queued)
         self._raise_failure()
         self._num_queued += 1

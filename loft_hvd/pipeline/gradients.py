@@ -46,11 +46,9 @@ class StepSource(Protocol):
 
     def take_step(self) -> StepSizes:
         """Return the sizes of the batch that the next backward pass belongs to."""
-        ...
 
     def gradient_arrived(self, *, blocked_s: float) -> None:
         """Hear of each gradient, and what its hook and those before it spent on the wire."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -122,10 +120,6 @@ class Gradients:
         """Put the gradients, times ``scale``, into their bucket's ``values``, [numel].
 
         Those that live there are not copied.
-
-        Raises:
-            ArgumentTypeError: a gradient is sparse and may not be made dense.
-            UsageError: a gradient that was taken, and scaled, has been replaced.
         """
         at_home = []  # gradients that live in the bucket
         for slot in bucket.slots:

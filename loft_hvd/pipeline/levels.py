@@ -103,9 +103,6 @@ def two_level_exchange(
     """Make the exchange of some values among the ranks of this rank's group, and across groups.
 
     A wire of 16 bits rounds the group's mean as well.
-
-    Raises:
-        ArgumentError: a wire format of the user's own.
     """
     if not isinstance(spec.wire, Compression):
         raise ArgumentError(

@@ -29,16 +29,9 @@ __all__ = ["GradientReducer"]
 class GradientReducer:
     """Reduces the gradients of some parameters over ranks, starting within the backward pass.
 
-    Args:
-        parameters: in an order equal on every rank.
-        specs: what each of them is, [len(parameters)].
-        rules: the rules that ``specs`` refer to by index.
-        settings: how gradients are reduced.
-        channel: the ranks, the stem of the operations' names, and the longest wait.
-        source: tells which batch a backward pass belongs to; None for equal weights.
-        outgoing: called with each bucket before it is sent.
-        make_exchange: how values go over the wire.
-        watch: looks at the workers; its ``run`` is in ``make_exchange``.
+    ``parameters`` are in an order equal on every rank; ``specs`` says what each of them is, and
+    refers to ``rules`` by index. Without a ``source`` all batches weigh the same. The ``run`` of
+    ``watch`` is in ``make_exchange``.
     """
 
     def __init__(

@@ -51,16 +51,10 @@ def needs_no_bucket(transport: Transport, rule: Rule, numel: int) -> bool:
 class BucketReduction:
     """Reduces the values of one bucket, again and again.
 
-    Its bucket holds this rank's values before and the aggregated ones after. Without a bucket
-    values go from one tensor of the caller's into another; ``needs_no_bucket`` must hold for them.
-
-    Args:
-        spec: what is exchanged, and how.
-        has_bucket: whether there is one.
-        pack: fills the bucket whenever ``start`` is called.
-        factor: what aggregated values are multiplied by at last.
-        make_exchange: how a part goes over the wire; ignored where two ranks need no bucket.
-        part_bytes: values of at least twice as many bytes are cut into parts; None for never.
+    Its bucket holds this rank's values before and the aggregated ones after; ``start`` has ``pack``
+    fill it. Without a bucket values go from one tensor of the caller's into another;
+    ``needs_no_bucket`` must hold for them. Aggregated values are multiplied by ``factor`` at last.
+    Values of at least twice ``part_bytes`` are cut into parts; None for never.
     """
 
     def __init__(

@@ -25,14 +25,7 @@ _MOST_SPANS = 200_000  # some 30 MB of JSON
 
 
 class Trace:
-    """The spans of one rank; any thread may add to it.
-
-    Args:
-        path: the file that ``write`` makes.
-        rank: shown as the process of its lanes.
-        most_spans: spans kept; later ones are counted but left out.
-        clock: seconds that never go back.
-    """
+    """The spans of one rank; any thread may add to it. Those after ``most_spans`` are left out."""
 
     def __init__(
         self,

@@ -19,32 +19,21 @@ __all__ = ["PassWeights", "capped_weights", "combine_passes", "in_training"]
 
 @dataclass(frozen=True)
 class PassWeights:
-    """The weights of one optimizer step, over its backward passes.
+    """The weights of one optimizer step, over its backward passes; of ranks [world_size]."""
 
-    Attributes:
-        weights: whole-number weight of each rank for robust rules, [world_size], or None when all
-            present ranks weigh the same.
-        present: which ranks computed at least one real batch, [world_size].
-        row_scale: what this rank's summed gradients are multiplied by to be its row in a robust
-            rule: the passes of the step over the passes in which it had samples.
-        counts: samples of each rank in the step, [world_size], or None where all are equal.
-    """
-
-    weights: tuple[int, ...] | None
-    present: tuple[bool, ...]
+    weights: tuple[int, ...] | None  # whole numbers, for robust rules; None for equal ones
+    present: tuple[bool, ...]  # which ranks computed at least one real batch
+    # What this rank's summed gradients are multiplied by to be its row in a robust rule: the
+    # passes of the step over the passes in which it had samples.
     row_scale: float
-    counts: tuple[int, ...] | None = None
+    counts: tuple[int, ...] | None = None  # samples in the step; None where all are equal
 
 
 def capped_weights(sizes: Sequence[int]) -> tuple[int, ...] | None:
     """Return whole-number weights for robust rules, none above twice the mean weight.
 
-    Args:
-        sizes: samples of each rank, [world_size]; 0 marks an absent rank.
-
-    Returns:
-        Weights in the proportions of min(size, twice the mean of the present sizes), or None when
-        all present ranks weigh the same.
+    They have the proportions of min(size, twice the mean of the present sizes), where a size of 0
+    marks an absent rank, [world_size]; None when all present ranks weigh the same.
     """
     # All times num_present, so that twice the mean is a whole number. Sizes 40, 1, 1, 0 and 2:
     # 44 samples on 4 ranks, so min(4 * size, 88) = 88, 4, 4, 0 and 8; by their divisor 4
@@ -69,12 +58,7 @@ def in_training(rule: Rule, weights: PassWeights) -> PassWeights:
 
 
 def combine_passes(passes: Sequence[StepSizes], *, rank: int) -> PassWeights:
-    """Combine the sizes of a step's backward passes into the weights of its aggregation.
-
-    Args:
-        passes: the sizes of each backward pass of the step, at least one.
-        rank: this rank.
-    """
+    """Combine the sizes of a step's backward passes, one or more, into its weights."""
     # [num_passes, world_size] -> [world_size]
     totals = [sum(counts) for counts in zip(*(step.sizes for step in passes), strict=True)]
     # A rank that had samples in 1 of 2 passes summed 1 mean gradient, the others 2: twice its sum

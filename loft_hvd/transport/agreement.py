@@ -30,16 +30,11 @@ def check_agreement(
 ) -> None:
     """Raise on every rank when ranks disagree about a field, or one of them cannot go on.
 
-    Args:
-        channel: the ranks that compare.
-        fields: what must be equal, by name, as text.
-        what: what the fields describe, for the message.
-        refusal: why this rank cannot do what it was asked for, or empty.
-
     Raises:
-        ArgumentError: a rank cannot; every rank says why, in that rank's words.
-        MismatchError: ranks differ; names the ranks, the first differing field and this rank's
-            value of it.
+        ArgumentError: a rank has a ``refusal``, why it cannot do what it was asked for; every rank
+            says it, in that rank's words.
+        MismatchError: ranks differ; names the ranks, the first differing field of ``what`` they
+            describe, and this rank's value of it.
     """
     keys = sorted(fields)
     # [number of entries, digest of names, digest of values, refused]: one exchange where all agree,

@@ -20,15 +20,7 @@ from torch import Tensor
 from loft_hvd.config import config
 from loft_hvd.errors import MismatchError, TransportError, TransportTimeoutError
 
-__all__ = [
-    "Channel",
-    "Transport",
-    "Watch",
-    "Work",
-    "locate",
-    "wait_for",
-    "watch_of",
-]
+__all__ = ["Channel", "Transport", "Watch", "Work", "locate", "wait_for", "watch_of"]
 
 # Horovod's own wait spins, which slows a main thread beside it to 0.7 of its speed (measured with
 # 2 ranks, MPI and Gloo); sleeping this long between polls costs a collective 0.1 ms of about 1.
@@ -93,21 +85,14 @@ class Transport(Watched, Protocol):
     def alltoall(self, send: Tensor, recv: Tensor, *, name: str, skips_own: bool = False) -> Work:
         """Send shard j of ``send`` to rank j and receive rank i's shard as shard i of ``recv``.
 
-        Args:
-            send: contiguous, shape [world_size * shard].
-            recv: contiguous, shape and dtype of ``send``.
-            name: equal on every rank.
-            skips_own: whether both hold the other ranks' shards only, in rank order, and thus
-                [(world_size - 1) * shard]; equal on every rank.
+        Both are contiguous, [world_size * shard], of one dtype. With ``skips_own`` they hold the
+        other ranks' shards only, in rank order, and thus [(world_size - 1) * shard].
         """
 
     def allgather(self, send: Tensor, recv: Tensor, *, name: str) -> Work:
-        """Receive every rank's ``send`` in rank order.
+        """Receive every rank's ``send``, [numel], in rank order in ``recv``, [world_size * numel].
 
-        Args:
-            send: contiguous, shape [numel].
-            recv: contiguous, shape [world_size * numel], dtype of ``send``.
-            name: equal on every rank.
+        Both are contiguous and of one dtype.
         """
 
     def allreduce(self, buffer: Tensor, *, name: str) -> Work:
@@ -190,16 +175,11 @@ def wait_for(
 
 @dataclass(frozen=True)
 class Channel:
-    """The ranks, a stem of names and a time limit: what every small exchange between ranks needs.
-
-    Attributes:
-        transport: the ranks.
-        name: stem of the operations' names, equal on every rank.
-        timeout_s: longest wait for other ranks in seconds; ``LOFT_HVD_TIMEOUT_S`` unless given.
-    """
+    """The ranks, a stem of names and a time limit: what every small exchange of ranks needs."""
 
     transport: Transport
-    name: str
+    name: str  # stem of the operations' names, equal on every rank
+    # Longest wait for other ranks in seconds; ``LOFT_HVD_TIMEOUT_S`` unless given.
     timeout_s: float = field(default_factory=lambda: config().timeout_s)
 
     @property

@@ -27,9 +27,7 @@ class _Divisible(Protocol):
     """A transport that can be cut into transports among some of its ranks."""
 
     # Apart from Transport: one of a user's own need not have it, where nobody asks for over=.
-
-    def subset(self, parts: Sequence[tuple[int, ...]]) -> Transport:
-        """See ``loft_hvd.transport.groups.subset``."""
+    def subset(self, parts: Sequence[tuple[int, ...]]) -> Transport: ...
 
 
 @dataclass(frozen=True)
@@ -100,12 +98,7 @@ def nodes_of(channel: Channel) -> tuple[tuple[int, ...], ...]:
 def find_groups(channel: Channel, over: Over) -> Groups | None:
     """Return the groups that a user asked for; every rank calls it alike.
 
-    Returns:
-        None for ``over=None``, and where each group has a single rank: that is no grouping.
-
-    Raises:
-        ArgumentTypeError: ``over`` is neither "nodes" nor lists of ranks.
-        ArgumentError: see ``Groups.of``.
+    Returns None for ``over=None``, and for groups of a single rank each: that is no grouping.
     """
     if over is None:
         return None
@@ -130,14 +123,9 @@ def find_groups(channel: Channel, over: Over) -> Groups | None:
 
 
 def subset(transport: Transport, parts: Sequence[tuple[int, ...]]) -> Transport:
-    """Return the transport among the ranks of the part that this rank is in.
+    """Return the transport among the ranks of this rank's part; every rank calls it alike.
 
-    Args:
-        transport: the ranks; every one of them calls this alike.
-        parts: every rank in exactly one of them, ranks ascending.
-
-    Raises:
-        UsageError: the transport cannot be cut into parts, or not any more.
+    Every rank is in exactly one of the parts, ranks ascending.
     """
     if not isinstance(transport, _Divisible):
         raise UsageError(

@@ -53,11 +53,7 @@ _SUMMABLE = (torch.float16, torch.float32, torch.float64, torch.int32, torch.int
 
 @functools.cache
 def horovod_module() -> Any:
-    """Import and return ``horovod.torch``.
-
-    Raises:
-        MissingDependencyError: Horovod is not installed, or not for this torch.
-    """
+    """Import and return ``horovod.torch``."""
     try:
         return importlib.import_module("horovod.torch")
     except ImportError as error:
@@ -111,11 +107,7 @@ class ElasticNotices:
 
 
 def reduce_op_name(op: Any) -> str:
-    """Return "average" or "sum" for Horovod's reduce op, or None for its default.
-
-    Raises:
-        ArgumentError: an op that is neither.
-    """
+    """Return "average" or "sum" for Horovod's reduce op, or None for its default."""
     if op is None or op in ("average", "sum"):
         return op or "average"
     hvd = horovod_module()
@@ -297,14 +289,8 @@ def own_process_set(hvd: Any, ops: Any, parts: Sequence[Sequence[int]]) -> Any:
     """Return the process set of the part that this rank is in; every rank calls it alike.
 
     Sets that were given to ``hvd.init`` are used as they are; the others are added, all of them on
-    every rank and in one order.
-
-    Args:
-        hvd, ops: ``horovod.torch`` and its ``mpi_ops``.
-        parts: Horovod's ranks of each part, ascending.
-
-    Raises:
-        UsageError: a set does not exist, and Horovod may not add any, or not among these ranks.
+    every rank and in one order. ``parts`` are Horovod's ranks of each, ascending; ``hvd`` and
+    ``ops`` are ``horovod.torch`` and its ``mpi_ops``.
     """
     # The same walk on every rank, also over sets that it is not in: adding one takes all of them.
     known = {
@@ -351,11 +337,7 @@ def _init_with(parts: Sequence[Sequence[int]]) -> str:
 
 
 def restore_process_set(hvd: Any, process_set: Any) -> None:
-    """Make a ``hvd.ProcessSet`` again in a new world; every rank calls it, members or not.
-
-    Raises:
-        ArgumentError: the new world lacks one of its ranks.
-    """
+    """Make a ``hvd.ProcessSet`` again in a new world; every rank calls it, members or not."""
     if process_set.ranks and max(process_set.ranks) >= hvd.size():
         raise ArgumentError(
             f"the process set of ranks {process_set.ranks} does not fit the new world of "

@@ -74,11 +74,7 @@ class Faults:
             )
 
     def check(self, world_size: int) -> None:
-        """Raise unless every rank that is named is one of the world.
-
-        Raises:
-            ArgumentError: a rank outside the world.
-        """
+        """Raise unless every rank that is named is one of the world."""
         named = {*self.slow, *self.fail, *self.stop}
         if wrong := sorted(rank for rank in named if not 0 <= rank < world_size):
             raise ArgumentError(f"Faults: ranks {wrong} are not >= 0 and < {world_size}")

@@ -45,10 +45,8 @@ class Spread:
 def lasting_differences(counts: Floats, sums: Floats, squares: Floats) -> Spread:
     """Compare what ranks noted, coordinate by coordinate.
 
-    Args:
-        counts: steps that each rank noted, [world_size].
-        sums: of the differences from the aggregate, [world_size, num_values].
-        squares: sums of their squares, [world_size, num_values].
+    ``counts`` are the steps that each rank noted, [world_size]; ``sums`` and ``squares`` add up the
+    differences from the aggregate and their squares, [world_size, num_values].
     """
     with np.errstate(all="ignore"):
         steps = counts[:, None]  # [world_size, 1]
@@ -74,11 +72,8 @@ class SpreadWatch:
     Gradients come in pieces: parameters, or buckets whose layout may change at first, as DDP's. A
     step calls ``sent`` for each piece, in any order, and ``step_reduced`` in the end. Where the
     layout is not given, a step with another one than the step before is not noted, and the count
-    begins anew. Equal on every rank.
-
-    Args:
-        channel: the ranks.
-        layout: numel of each piece, where it is known and stays; None where steps show it.
+    begins anew. ``layout`` is the numel of each piece, where it is known and stays. Equal on every
+    rank.
     """
 
     def __init__(self, channel: Channel, *, layout: Sequence[int] | None = None) -> None:

@@ -78,13 +78,8 @@ def score_rows(
     always (1); the squared distance to the result, from what the others reach (0) to 16 times that
     (1); non-finite values (1). Rows that come from fewer samples may be off by what that explains.
 
-    Args:
-        found: what was seen of the rows, over a shard; absent ones have ``num_seen`` 0.
-        rule: the rule that aggregated them.
-        weights: samples behind each row, where they differ, [world_size].
-
-    Returns:
-        One score a row, 0 for an absent one, [world_size]; None where nothing can be said.
+    Absent rows have ``num_seen`` 0, and get a score of 0. ``weights`` are the samples behind each
+    row, where they differ, [world_size]. Returns None where nothing can be said.
     """
     seen = np.array(found.num_seen)
     rows = np.flatnonzero(seen)  # the present ones; what follows is [rows] but for ``others``
@@ -220,11 +215,10 @@ class SuspicionTracker:
         self._settings = settings
 
     def observe(self, table: Floats) -> list[int]:
-        """Take the evidence of all owners, and return the workers to warn of now.
+        """Take all owners' ``Evidence.take``, and return the workers to warn of now.
 
-        Args:
-            table: what each owner's ``Evidence.take`` returned, [num_owners, num_columns *
-                num_rows]; owners that saw nothing, or claim what cannot be, abstain.
+        The table is [num_owners, num_columns * num_rows]. Owners that saw nothing, or claim what
+        cannot be, abstain.
         """
         num_rows = len(self.workers)
         cells = np.asarray(table, dtype=np.float64).reshape(len(table), _NUM_COLUMNS, num_rows)

@@ -79,14 +79,9 @@ class Unwatched:
 
 
 class WorkerWatch:
-    """What one optimizer knows of its workers; all ranks, or groups of them.
+    """What one optimizer knows of its workers: all ranks, or ``groups`` of them.
 
-    Args:
-        channel: all ranks.
-        rule: whose window rows are judged by; its ``min_rows`` bound quarantines.
-        groups: the groups that are the workers, or None where ranks are.
-        settings: how closely rows are watched.
-        quarantine: how long named workers are left out; None for never.
+    Rows are judged by the window of ``rule``, whose ``min_rows`` bound quarantines.
     """
 
     def __init__(
@@ -162,11 +157,7 @@ class WorkerWatch:
         self._exchange = (work, row, rows)
 
     def step_reduced(self, weights: PassWeights) -> None:
-        """Close a step, in which no bucket is in flight any more; every rank calls it alike.
-
-        Raises:
-            MismatchError: ranks differ about who is in quarantine.
-        """
+        """Close a step, in which no bucket is in flight any more; every rank calls it alike."""
         by_worker = weights if self._groups is None else group_weights(weights, self._groups)
         counts = None if by_worker is None else by_worker.counts
         self._evidence.step_reduced(self._rule, weights=counts)

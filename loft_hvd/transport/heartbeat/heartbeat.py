@@ -67,14 +67,8 @@ class ProcessControl:
 class Heartbeat:
     """One rank's part: rank 0 has a link to every other rank, these have one to rank 0.
 
-    Owns its thread and its links.
-
-    Args:
-        links: to all other ranks on rank 0, to rank 0 elsewhere.
-        diagnosis: this rank's, of the ranks it has links to.
-        settings: how it beats and acts.
-        control: what it can do with processes of its host.
-        engine_is_down: says whether the engine has ended, so that its calls fail by themselves.
+    Owns its thread and its links. ``engine_is_down`` says whether the engine has ended, so that its
+    calls fail by themselves.
     """
 
     def __init__(
@@ -120,10 +114,8 @@ class Heartbeat:
         """Return the verdict that ends waits, not in its first moment.
 
         In elastic mode that is only a mismatch, which a new world would meet again; from all else
-        the engine recovers. A wait that ends by it calls ``heard``.
-
-        Args:
-            at_once: in its first moment too, as the engine has failed already.
+        the engine recovers. A wait that ends by it calls ``heard``. Where the engine has failed
+        already it is returned ``at_once``, in its first moment too.
         """
         verdict = self.verdict
         if verdict is None or (self.settings.is_elastic and not verdict.is_mismatch):

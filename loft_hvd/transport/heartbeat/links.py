@@ -144,12 +144,9 @@ def _own_addresses() -> tuple[str, ...]:
 def open_links(channel: Channel) -> tuple[dict[int, Link], dict[int, RankProcess]]:
     """Connect every rank to rank 0; every rank calls it alike.
 
-    Args:
-        channel: carries the address and a token; its limit holds for that and for connecting.
-
-    Returns:
-        Links and processes by rank: of all others on rank 0, of rank 0 elsewhere. Ranks that
-        could not be reached are missing.
+    The channel carries the address and a token; its limit holds for that and for connecting.
+    Returns links and processes by rank: of all others on rank 0, of rank 0 elsewhere. Ranks that
+    could not be reached are missing.
     """
     token = secrets.randbits(63)  # as int64 holds it
     own = own_process()

@@ -108,15 +108,10 @@ def close_heartbeats() -> None:
 def open_heartbeat(
     transport: Transport, world: str, *, engine_is_down: Callable[[], bool]
 ) -> Heartbeat | None:
-    """Open the heartbeat of a world, unless it is open; every rank calls it alike.
+    """Open the heartbeat of two ranks or more, unless it is open; every rank calls it alike.
 
-    Args:
-        transport: the ranks, two or more of them.
-        world: a name for these ranks in this process.
-        engine_is_down: says whether the engine has ended.
-
-    Returns:
-        The heartbeat; None where a rank has turned it off or cannot reach rank 0.
+    ``world`` names these ranks in this process. Returns None where a rank has turned heartbeats
+    off, or cannot reach rank 0.
     """
     # Ranks may differ in what they want, have open and can reach: each step is agreed on, so that
     # all of them go on to the next, or none.
