@@ -1,4 +1,4 @@
-"""Which rank is slow, and why: a plain Horovod script with two more lines, marked `# loft`.
+"""Which rank is slow, and why: a plain Horovod script and four more lines, marked `# loft`.
 
     horovodrun -np 6 --gloo python examples/report_only.py
     horovodrun -np 6 --gloo python examples/report_only.py --slow-disk 5
