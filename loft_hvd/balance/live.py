@@ -461,13 +461,14 @@ class LivePlan:
         With other devices, or the same in another order, another policy or global batch, or caps
         found since, plans start afresh, from what is known of each device.
         """
+        is_same = can_go_on(saved, self._limits, self._options, warns=self._transport.rank == 0)
+        if is_same and self._controller is not None and saved.controller is not None:
+            self._controller.load_state_dict(saved.controller)  # first: it may refuse
+            self._controller.forget_after(saved.history[-1].plan_id)
         self._exchange.forget()
         self._archive.take(saved.measured)
-        if can_go_on(saved, self._limits, self._options, warns=self._transport.rank == 0):
+        if is_same:
             self.history = saved.history
-            if self._controller is not None and saved.controller is not None:
-                self._controller.load_state_dict(saved.controller)
-                self._controller.forget_after(self.plan.plan_id)
         else:
             self._controller = make_controller(self._options, self._limits)
             self.history = first_plans(self._options, self._limits, self._controller)

@@ -188,17 +188,12 @@ class GlobalBatches:
         return {
             "num_samples": settings.num_samples,
             "seed": settings.seed,
-            "shuffle": settings.shuffle,
-            "relaxed": settings.relaxed,
+            "shuffle": bool(settings.shuffle),  # a script may say 1
+            "relaxed": bool(settings.relaxed),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> EpochState:
-        """Go on where ``state`` was taken; returns it.
-
-        Raises:
-            ArgumentError: it is not what ``state_dict`` returned.
-            DataError: it is of another data set, seed or order.
-        """
+        """Go on where ``state`` was taken, and return it; DataError for other data or order."""
         loaded = decode(EpochState, state, what="data")
         for name, here in self._fixed().items():
             if state[name] != here:

@@ -16,8 +16,8 @@ from loft_hvd.balance.interval import COLUMNS, COMPUTE, SIZE, Interval
 from loft_hvd.balance.limits import Device, RankLimits
 from loft_hvd.balance.plan import StepSizes
 from loft_hvd.balance.resume import Archive, first_plans, make_controller
-from loft_hvd.errors import PlanError
-from loft_hvd.transport.local import LocalTransport, run_ranks
+from loft_hvd.errors import ArgumentError, PlanError
+from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
 from tests.support.plans import make_options
 
 STATE: dict[str, Any] = {
@@ -66,6 +66,17 @@ def test_sizes_of_another_setting_start_afresh_with_one_warning(
         assert run_ranks(2, work) == [sizes] * 2
     said = [record.getMessage() for record in caplog.records]
     assert said == ([] if change is None else [f"load_state_dict: sizes start afresh: {change}"])
+
+
+def test_a_state_that_the_controller_refuses_changes_nothing() -> None:
+    transport = LocalWorld(1).transport(0)
+    saved, balancer = (loft.Balancer(64, "loft", transport=transport) for _ in range(2))
+    state, before = saved.state_dict(), balancer.state_dict()
+    rows = {"elsewhere/0": [[1.0] * len(COLUMNS)]}
+    state |= {"num_steps": 500, "plans": [[0, 480, 64]], "controller": {}, "measured": rows}
+    with pytest.raises(ArgumentError, match="controller needs keys"):
+        balancer.load_state_dict(state)
+    assert balancer.state_dict() == before
 
 
 @pytest.mark.parametrize(

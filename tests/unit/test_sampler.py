@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -135,6 +136,14 @@ def test_a_state_of_another_order_is_refused_by_name(kind: str, options: dict[st
     )
     with pytest.raises(DataError, match=f"{kind} is"):
         BatchSampler(20, FakePlans([2, 2]), **options).load_state_dict(state)
+
+
+@pytest.mark.parametrize("options", [{"shuffle": 1}, {"shuffle": 1, "relaxed": 1}, {"shuffle": 0}])
+def test_a_state_goes_on_where_a_script_says_0_and_1(options: dict[str, Any]) -> None:
+    state = BatchSampler(20, FakePlans([2, 2]), **options).state_dict(num_trained=0)
+    resumed = BatchSampler(20, FakePlans([2, 2]), **options)
+    resumed.load_state_dict(json.loads(json.dumps(state)))
+    assert resumed.state_dict(num_trained=0) == state
 
 
 @pytest.mark.parametrize("dataset", [Stream(), iter([1]), -1, True])
