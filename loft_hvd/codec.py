@@ -36,13 +36,8 @@ def encode(state: object) -> dict[str, Any]:
 def decode(kind: type[T], state: object, *, what: str) -> T:
     """Make the dataclass that ``encode`` was given, all of it or nothing.
 
-    Args:
-        kind: the dataclass; a field with a default may be missing from ``state``.
-        state: what ``encode`` returned, perhaps by way of JSON.
-        what: whose state it is, for the error.
-
-    Raises:
-        ArgumentError: a field is missing, not known or of another type; the message names it.
+    A field with a default may be missing. ``what`` says whose state it is, for the ArgumentError
+    that names a field which is missing, not known or of another type.
     """
     made: T = _read(kind, state, what)
     return made

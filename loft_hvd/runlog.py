@@ -35,20 +35,14 @@ from loft_hvd.errors import ArgumentError, DataError
 
 __all__ = ["RunLog", "find_entries", "open_run_log", "read_run_log"]
 
-_log = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 # Bounds a file: a run of weeks must not fill a disk.
 _MAX_BYTES = 64 * 1024 * 1024
 
 
 class RunLog:
-    """Appends to one file until it is full; writes nothing where there is no folder.
-
-    Args:
-        folder: where the file is made, and the folder itself if need be; None for no log.
-        max_bytes: most bytes of the file.
-        clock: seconds since 1970.
-    """
+    """Appends to a file in ``folder``, made if need be, until it is full; without one it is off."""
 
     def __init__(
         self,
@@ -121,7 +115,7 @@ class RunLog:
                 file.write(line)
         except OSError as error:  # a full disk must not end the training
             self._is_full = True
-            _log.warning("the run log %s ends here: %s", self.path, error)
+            _logger.warning("the run log %s ends here: %s", self.path, error)
 
     @contextmanager
     def faults(self) -> Iterator[None]:
@@ -155,11 +149,8 @@ def _plain(value: Any) -> Any:
 def open_run_log(log_dir: str | Path | None, *, rank: int) -> RunLog:
     """Return the log of this rank: a file on rank 0, if one was asked for; else one that is off.
 
-    Where the file cannot be made, ``refusal`` says why: rank 0 must not end alone.
-
-    Args:
-        log_dir: the folder; None takes ``LOFT_HVD_LOG_DIR``, and without it there is no log.
-        rank: this rank.
+    A ``log_dir`` of None takes ``LOFT_HVD_LOG_DIR``. Where the file cannot be made, ``refusal``
+    says why: rank 0 must not end alone.
     """
     folder = config().log_dir if log_dir is None else log_dir
     log = RunLog(None)
@@ -169,11 +160,7 @@ def open_run_log(log_dir: str | Path | None, *, rank: int) -> RunLog:
 
 
 def read_run_log(path: str | Path) -> list[dict[str, Any]]:
-    """Return the lines of a run log; a last line cut off by a crash is left out.
-
-    Raises:
-        DataError: the file cannot be read, or is not a run log.
-    """
+    """Return the lines of a run log, without a last one cut off by a crash; else a DataError."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -200,7 +187,7 @@ def find_entries(folder: str | Path, kind: str) -> Iterator[dict[str, Any]]:
             with path.open(encoding="utf-8") as file:
                 lines = [line for line in file if line.startswith(mark)]
         except (OSError, UnicodeDecodeError) as error:
-            _log.warning("the run log %s is not read: %s", path, error)
+            _logger.warning("the run log %s is not read: %s", path, error)
             continue
         for line in lines:
             with suppress(ValueError):  # cut off by a crash

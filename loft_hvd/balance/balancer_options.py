@@ -20,13 +20,7 @@ MaxBatch = int | Sequence[int | None] | Mapping[str, int | None] | None
 
 @dataclass(frozen=True)
 class BalancerOptions:
-    """The arguments of ``Balancer``, which explains them; equal on every rank.
-
-    Raises:
-        ArgumentTypeError: a count is not a whole number.
-        ArgumentError: a value is outside its limits.
-        PlanError: given sizes are of the wrong number or sum.
-    """
+    """The arguments of ``Balancer``, which explains them, checked; equal on every rank."""
 
     global_batch_size: int
     world_size: int

@@ -87,11 +87,7 @@ class BatchQueue:
         self._largest.clear()
 
     def take(self) -> StepSizes:
-        """Return the sizes of the batch that the next backward pass belongs to.
-
-        Raises:
-            UsageError: no batch was handed out for it.
-        """
+        """Return the sizes of the batch that the next backward pass belongs to, or a UsageError."""
         taken = self._pending.popleft() if self._pending else self._current
         if taken is None:
             raise UsageError(
@@ -132,11 +128,7 @@ class BatchQueue:
         return self.trained is None and self._num_begun == _MANY_BATCHES
 
     def check_start(self, plan: Plan, *, rank: int) -> None:
-        """Raise when a plan starts at a step that loaders may have drawn by an older one.
-
-        Raises:
-            PlanError: names this rank, the plan, and the deepest step.
-        """
+        """Raise when a plan starts at a step that loaders may have drawn by an older one."""
         if plan.first_step <= self.drawn_ahead:
             raise PlanError(
                 f"rank {rank}: plan {plan.plan_id} starts at step {plan.first_step}, but steps up "

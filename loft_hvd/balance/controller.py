@@ -27,7 +27,7 @@ from loft_hvd.errors import ArgumentError, PlanError
 
 __all__ = ["SETTLE_STEPS", "Controller", "Decision", "write_decisions"]
 
-_LOGGER = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 SETTLE_STEPS = 3  # the first steps of a run, and of a plan, are slower than the rest
 
@@ -203,7 +203,7 @@ class Controller:
             return self.policy.propose(interval, first_step=step)
         except PlanError as error:
             self._failure = f"no new plan at step {step}, sizes stay: {error}"
-            _LOGGER.warning("policy %s: %s", self.policy.name, self._failure)
+            _logger.warning("policy %s: %s", self.policy.name, self._failure)
             return None
 
     def _plan_quarantine(self, step: int) -> Plan | None:
@@ -274,12 +274,7 @@ class Controller:
         return encode(_State(made_for, self.history, num_intervals, quarantine, discarded, learnt))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken, in the same world and with the same policy.
-
-        Raises:
-            ArgumentError: it is not what ``state_dict`` returned.
-            PlanError: the state is of another world size, global batch or policy.
-        """
+        """Go on where ``state_dict`` was taken; a PlanError for another world, batch or policy."""
         saved = decode(_State, state, what="controller")
         wrong = [
             f"{name}={saved.made_for.get(name)!r} instead of {here!r}"

@@ -95,9 +95,7 @@ _TERMS = {  # of a model, as explain and the run log name them
 def describe_fit(fit: Fit, *, acts: bool = True) -> list[str]:
     """Return a line a rank: what its time is made of, what hides what, and what is not known.
 
-    Args:
-        fit: the newest models.
-        acts: whether sizes follow from it.
+    ``acts`` says whether sizes follow from the fit.
     """
     held = "; it is kept at its equal share" if acts else ""
     model, lines = fit.model, []

@@ -83,12 +83,9 @@ class Past:
 
 
 class Fitter:
-    """Fits the models of all ranks to what it has seen.
+    """Fits the models of all ranks to what it has seen, going on from ``past``, if any.
 
-    Args:
-        world_size: number of ranks.
-        source: number of the shared source each rank fetches from, -1 for none, [world_size].
-        past: to go on from; None for none.
+    ``source`` is the shared source each rank fetches from, -1 for none, [world_size].
     """
 
     def __init__(

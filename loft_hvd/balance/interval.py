@@ -236,11 +236,7 @@ def screen(
 
 
 class Report:
-    """What all ranks sent at an exchange.
-
-    Args:
-        rows: float64, [world_size, 22]: ``Head``, ``SUMS``, ``USES``.
-    """
+    """What all ranks sent: rows of ``Head``, ``SUMS`` and ``USES``, float64, [world_size, 22]."""
 
     def __init__(self, rows: Floats) -> None:
         self._rows = rows
@@ -290,10 +286,8 @@ class Report:
     def first_free_step(self, num_passes: int) -> int:
         """Return a step that no rank will have drawn when a plan made from this report arrives.
 
-        What a rank cannot have drawn does not count: nobody can put a plan off for ever.
-
-        Args:
-            num_passes: backward passes of an optimizer step; a plan starts at its first.
+        What a rank cannot have drawn does not count: nobody can put a plan off for ever. The step
+        is the first of the ``num_passes`` backward passes of an optimizer step.
         """
         drawn = int(self.column("drawn_ahead")[self._has_head].max())
         trained = int(self.column("num_steps")[0]) * num_passes

@@ -49,12 +49,9 @@ class ExponentialAverage:
         return cls(np.full(world_size, np.nan), gain)
 
     def observe(self, speed: Floats, use: Floats, valid: Bools) -> None:
-        """Take in an interval.
+        """Take in the speeds of an interval, samples a second, of the ranks that are ``valid``.
 
-        Args:
-            speed: samples a second, [world_size].
-            use: of CPU and memory by others at the interval's end, 0 to 1, [world_size, 2].
-            valid: ranks with a measurement, [world_size].
+        All are [world_size]; ``use``, of CPU and memory by others at its end, is [world_size, 2].
         """
         del use
         mixed = self.mean + self.gain * (speed - self.mean)

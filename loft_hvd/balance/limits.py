@@ -68,12 +68,7 @@ class RankLimits:
     def of(
         cls, options: BalancerOptions, devices: tuple[Device, ...], found: Mapping[str, int]
     ) -> RankLimits:
-        """Work out limits.
-
-        Raises:
-            PlanError: ``max_batch`` names other devices than there are.
-            ArgumentError: ``max_batch`` is a list for another number of ranks.
-        """
+        """Work out limits; an error where ``max_batch`` does not fit the ranks there are."""
         has_cuda = any(device.is_cuda for device in devices)
         grain, max_sizes = options.grain, options.max_sizes
         if grain is None:
@@ -89,11 +84,7 @@ class RankLimits:
         return cls(devices, tuple(caps), grain, max_sizes, found)
 
     def check_sizes(self, sizes: Sequence[int], *, what: str) -> None:
-        """Raise when a rank's size is above its cap.
-
-        Raises:
-            PlanError: names the rank, its size and its cap.
-        """
+        """Raise a PlanError when a rank's size is above its cap."""
         for rank, (size, cap) in enumerate(zip(sizes, self.caps, strict=True)):
             if cap is not None and size > cap:
                 raise PlanError(
@@ -169,11 +160,8 @@ def meet(
 ) -> RankLimits:
     """Tell all ranks this one's device, and learn theirs; every rank calls it.
 
-    Args:
-        transport: the ranks.
-        options: what the user asked for, equal on all ranks.
-        found: caps that were found by trying, by ``Device.key``; rank 0's count.
-        own_cap: what this rank has just found for its own device; goes before all others.
+    ``found`` are caps that were found by trying, by ``Device.key``, of which rank 0's count;
+    ``own_cap``, just found for this rank's own device, goes before all others.
     """
     channel = Channel(transport, "loft.balancer")
     devices, fresh = _tell_devices(channel, own_cap=own_cap)

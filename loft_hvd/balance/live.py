@@ -55,7 +55,7 @@ __all__ = ["LivePlan", "Schedule", "TimesExchange", "check_same_run"]
 
 Floats = npt.NDArray[np.float64]
 
-_LOGGER = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 # An interval has at least 20 steps, which make good averages, and 30 seconds, which make the cost
 # of planning small (0.02 to 0.07 % of the time, docs/balance.md).
 _LEAST_STEPS = 20
@@ -69,8 +69,7 @@ _TIMES, _PLAN = "exchange of times", "broadcast of the plan"
 class Schedule:
     """The step of the next exchange: counted in steps, so that all ranks come to it together.
 
-    Args:
-        interval: steps between two exchanges, or None: 20 at first, then as rank 0's clock says.
+    Without a given interval it is 20 at first, then as rank 0's clock says.
     """
 
     def __init__(self, interval: int | None) -> None:
@@ -96,11 +95,7 @@ class Schedule:
 
 
 class TimesExchange:
-    """The collectives behind a live plan: every rank's times to all, rank 0's plan to all.
-
-    Args:
-        channel: the ranks; the name tells live plans apart.
-    """
+    """The collectives behind a live plan: every rank's times to all, rank 0's plan to all."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -139,11 +134,7 @@ class TimesExchange:
         self._under_way[_PLAN] = work, wire, wire
 
     def receive_plan(self, *, global_batch_size: int) -> Plan | None:
-        """Return rank 0's plan, validated, or None when none is under way.
-
-        Raises:
-            PlanError: what arrived is not a plan for this world and global batch.
-        """
+        """Return rank 0's plan, validated, or None when none is under way."""
         wire, world_size = self._receive(_PLAN), self._channel.world_size
         if wire is None:
             return None
@@ -179,7 +170,7 @@ class TimesExchange:
             try:
                 wait_for(work, what="last exchange", timeout_s=_DRAIN_S)
             except Exception as error:
-                _LOGGER.debug("the last exchange of times was not completed: %s", error)
+                _logger.debug("the last exchange of times was not completed: %s", error)
 
 
 def _drain(reference: weakref.ref[TimesExchange]) -> None:
@@ -189,11 +180,7 @@ def _drain(reference: weakref.ref[TimesExchange]) -> None:
 
 
 def check_same_run(report: Report) -> None:
-    """Raise when ranks are at different steps or plans, or have trained on other batches.
-
-    Raises:
-        MismatchError: names the rank and its step and plan.
-    """
+    """Raise when ranks are at different steps or plans, or have trained on other batches."""
     steps, plans = report.column("num_steps").tolist(), report.column("plan_id").tolist()
     for rank, (step, plan) in enumerate(zip(steps, plans, strict=True)):
         if (step, plan) != (steps[0], plans[0]):
@@ -348,7 +335,7 @@ class LivePlan:
     def _warn_untimed(self) -> None:
         is_late = self.num_steps == _UNTIMED * self.schedule.interval and not self.times
         if is_late and self._options.policy.is_adaptive and self._transport.rank == 0:
-            _LOGGER.warning(
+            _logger.warning(
                 "no step has been timed in the first %d, so sizes stay as they are; behind a "
                 "loader of your own, wrap each step in `with balancer.step(num_samples)`",
                 self.num_steps,
@@ -413,7 +400,7 @@ class LivePlan:
         self.timer.discard()  # times at the old sizes
         self.history.append(plan)
         if rank == 0:
-            _LOGGER.info(
+            _logger.info(
                 "plan %d from step %d: sizes %s", plan.plan_id, plan.first_step, list(plan.sizes)
             )
         self._log.write("plan", **asdict(plan))

@@ -133,12 +133,7 @@ def largest_that_fits(fits: Callable[[int], bool], *, limit: int, grain: int) ->
     """Return the largest multiple of ``grain`` that fits, at most ``limit``; 0 if none does.
 
     Doubles until something does not fit, then bisects: at most ``2 * log2(limit / grain) + 2``
-    tries, and none beyond twice what fits.
-
-    Args:
-        fits: says whether that many samples fit; whatever fits, less does too.
-        limit: nobody needs more.
-        grain: smallest number of samples tried.
+    tries, and none beyond twice what fits. Whatever ``fits``, less must too.
     """
     most = max(limit // grain, 1)  # in grains, as all that follows
     good, bad = 0, most + 1  # good fits; bad does not, or is more than is wanted
@@ -155,11 +150,7 @@ def largest_that_fits(fits: Callable[[int], bool], *, limit: int, grain: int) ->
 def try_batches(
     step_fn: Callable[[int], object], *, limit: int, grain: int, headroom: float
 ) -> Probed:
-    """Find this rank's cap, a multiple of ``grain``; touches no other rank (``Balancer.probe``).
-
-    Raises:
-        ArgumentError: ``headroom`` is outside its limits.
-    """
+    """Find this rank's cap, a multiple of ``grain``; touches no other rank (``Balancer.probe``)."""
     if not 0 <= headroom < 1:
         raise ArgumentError(f"probe: headroom={headroom} must be in [0, 1)")
 
@@ -187,12 +178,7 @@ def try_batches(
 
 
 def agree_on_probes(transport: Transport, own: Probed, *, grain: int) -> tuple[int, ...]:
-    """Return every rank's cap, or raise on every rank when one has none.
-
-    Raises:
-        PlanError: a rank's memory does not hold the smallest batch.
-        PeerError: ``step_fn`` has failed on another rank; here it raises what it raised.
-    """
+    """Return every rank's cap, or raise on every rank when one has none or has failed."""
     row = torch.tensor([own.cap, int(own.error is not None)])
     rows = Channel(transport, "loft.balancer.probe").allgather_rows(row)
     if own.error is not None:

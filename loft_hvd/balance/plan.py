@@ -155,8 +155,7 @@ class Bounds:
     def lattice(self, global_batch_size: int) -> tuple[Ints, Ints, int]:
         """Return floor and cap in grains and the samples that one rank carries beside them.
 
-        Raises:
-            PlanError: no sizes within the bounds add up to ``global_batch_size``.
+        A PlanError where no sizes within the bounds add up to ``global_batch_size``.
         """
         if self.grain < 1 or len(self.floor) != len(self.cap) or (self.floor > self.cap).any():
             raise PlanError(
@@ -212,10 +211,8 @@ def proportional_sizes(
 ) -> Sizes:
     """Split a global batch in proportion to speeds, by largest remainders, ties to lower ranks.
 
-    Args:
-        speeds: samples a second of each rank, [world_size], >= 0, finite, not all 0.
-        global_batch_size: samples to give out.
-        min_batch: fewest samples of a rank, world_size * min_batch <= global_batch_size.
+    Speeds, [world_size], are samples a second, >= 0, finite and not all 0; no rank gets fewer than
+    ``min_batch`` samples.
     """
     floor = min_batch * len(speeds)
     total = sum(speeds)
@@ -248,16 +245,8 @@ def scale_sizes(sizes: Sequence[int], num_samples: int, *, min_ranks: int = 1) -
     """Give ``num_samples``, a last batch smaller than the plan's, out in the plan's proportions.
 
     Largest remainders decide, ties go to the lower rank. When the proportions leave fewer than
-    ``min_ranks`` ranks with a sample, the smallest ranks are topped up from the largest.
-
-    Args:
-        sizes: the plan's sizes, [world_size], samples.
-        num_samples: samples to give out, 0 <= num_samples <= sum(sizes).
-        min_ranks: ranks that must hold at least one sample (2f+1 for a rule with f).
-
-    Returns:
-        Samples of each rank, [world_size]; None where there are fewer samples than ``min_ranks``,
-        so that the batch must be skipped.
+    ``min_ranks`` ranks (2f+1 for a rule with f) with a sample, the smallest are topped up from the
+    largest. None where there are fewer samples than ``min_ranks``: the batch must be skipped.
     """
     total = sum(sizes)
     if not 0 <= num_samples <= total or min_ranks > len(sizes):

@@ -142,10 +142,6 @@ def make_policy(policy: str | Sequence[int] | Policy, *, dead_band: float = DEAD
     """Return the policy that a name, or a list of every rank's samples, stands for.
 
     A policy is returned as it is; ``dead_band`` is of "loft" and "report".
-
-    Raises:
-        ArgumentError: no policy has that name, or a size is negative.
-        ArgumentTypeError: it is none of these, or a size is not a whole number.
     """
     if isinstance(policy, Policy):
         return policy

@@ -112,11 +112,9 @@ def _solve_nonnegative(gram: Floats, moment: Floats) -> Floats:
 def fit_times(rows: TimedRows, *, prior: Floats, prior_spread: Floats) -> LinearFit:
     """Fit ``seconds = features @ coefficients`` for every rank; one without a row gets the prior.
 
-    Args:
-        rows: what was measured.
-        prior: coefficients to stay near where the data say little, [world_size, k].
-        prior_spread: standard deviation of what each of its terms adds, as a share of the time,
-            [world_size].
+    Coefficients stay near the ``prior`` [world_size, k] where the data say little; its
+    ``prior_spread`` [world_size] is the standard deviation of what each term adds, as a share of
+    the time.
     """
     weights = rows.weights
     relative = rows.features / np.maximum(rows.seconds, _TINY_S)[..., None]
@@ -238,13 +236,8 @@ class TermFitter:
     ) -> Bools:
         """Compare a new row with what was expected of it; returns the ranks that have changed.
 
-        Args:
-            features: of the row, [world_size, num_terms]; all else is [world_size].
-            seconds: measured.
-            sizes: samples.
-            valid: ranks with a measurement.
-            is_slowest: ranks that held the step up.
-            row: number of the row.
+        ``features`` is [world_size, num_terms], all else [world_size]; ``valid`` ranks have a
+        measurement, the ``is_slowest`` held the step up, ``row`` is the number of the row.
         """
         is_same_size = np.abs(sizes - self.last_size) <= _ALIKE * sizes
         self.last_size = np.where(valid, sizes, self.last_size)
@@ -293,12 +286,10 @@ class TermFitter:
         self.anchor[ranks] = np.nan
 
     def fit(self, rows: TimedRows, *, start: Floats, added: int) -> LinearFit:
-        """Fit the terms of every rank.
+        """Fit the terms of every rank to the last ``rows``, as weighted by ``weights``.
 
-        Args:
-            rows: the last ones, weighted by ``weights``.
-            start: anchor of ranks without evidence, [world_size, num_terms].
-            added: number of rows so far.
+        ``start``, [world_size, num_terms], is the anchor of ranks without evidence; ``added`` rows
+        came so far.
         """
         weights, sizes = rows.weights, rows.sizes
         has_shape = ~np.isnan(self.anchor[:, 0])

@@ -31,7 +31,7 @@ __all__ = [
     "make_controller",
 ]
 
-_LOGGER = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 _KEPT = 16  # intervals of a device: a third of what a fit looks at
 _DEVICES = 4  # times the present number, that are remembered: bounds a state of changing host names
 
@@ -53,10 +53,9 @@ class Archive:
             del self._rows[next(iter(self._rows))]
 
     def recall(self, keys: Sequence[str]) -> list[Interval]:
-        """Return what is known of these devices, oldest first; each one's newest come last.
+        """Return what is known of the devices by rank, oldest first; each one's newest come last.
 
-        Args:
-            keys: the devices by rank, [world_size]; one that is not known has no valid rows.
+        A device that is not known has no valid rows.
         """
         known = [list(self._rows.get(key, ())) for key in keys]
         intervals = []
@@ -86,11 +85,7 @@ class Archive:
 
 
 def make_controller(options: BalancerOptions, limits: RankLimits) -> Controller | None:
-    """Return the policy's controller, or None where sizes are given or nothing is fitted.
-
-    Raises:
-        PlanError: no sizes within the limits add up to the global batch.
-    """
+    """Return the policy's controller, or None where sizes are given or nothing is fitted."""
     is_adaptive = options.policy.is_adaptive
     is_too_small = options.global_batch_size < len(limits) * options.min_batch
     # Only who changes sizes needs room to do so: "report" may run with a sample a rank.
@@ -113,11 +108,7 @@ def make_controller(options: BalancerOptions, limits: RankLimits) -> Controller 
 def first_plans(
     options: BalancerOptions, limits: RankLimits, controller: Controller | None
 ) -> list[Plan]:
-    """Return the plan that a run starts with, or all plans that are given.
-
-    Raises:
-        PlanError: the caps leave no room for the global batch, or for the sizes given.
-    """
+    """Return the plan that a run starts with, or all plans that are given."""
     if controller is not None:
         return [controller.plan]
     given, total = list(options.policy.given_plans), options.global_batch_size
@@ -179,5 +170,5 @@ def can_go_on(
         if cap is not None and size > cap
     ]
     if changes and warns:  # with other devices nobody expects the old sizes
-        _LOGGER.warning("load_state_dict: sizes start afresh: %s", "; ".join(changes))
+        _logger.warning("load_state_dict: sizes start afresh: %s", "; ".join(changes))
     return not changes

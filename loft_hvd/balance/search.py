@@ -57,13 +57,8 @@ class Model(Protocol):
 def exact(model: Model, global_batch_size: int, bounds: Bounds) -> Sizes:
     """Return the sizes whose slowest rank is fastest, by bisection of the target time.
 
-    Args:
-        model: times of every rank that never fall as its batch grows.
-        global_batch_size: samples of all ranks, what the sizes add up to.
-        bounds: floors, caps and grain.
-
-    Raises:
-        PlanError: the bounds do not admit ``global_batch_size``.
+    The model's times must not fall as a batch grows; a PlanError where the bounds do not admit
+    ``global_batch_size``.
     """
     task = _Separable.of(model, global_batch_size, bounds)
     if not model.is_coupled:

@@ -49,10 +49,8 @@ class Span:
 class DeviceClock:
     """Marks batches and gradients on the stream that computes them; never waits for the device.
 
-    Args:
-        make_event: returns an event with ``record``, ``query`` and ``elapsed_time`` (milliseconds),
-            as ``torch.cuda.Event(enable_timing=True)``.
-        stream: returns the stream to mark, or None for the current one.
+    Events have ``record``, ``query`` and ``elapsed_time`` (milliseconds), as
+    ``torch.cuda.Event(enable_timing=True)``; a stream of None is the current one.
     """
 
     def __init__(
@@ -230,8 +228,7 @@ class StepTimer:
     def gradient_arrived(self, *, blocked_s: float = 0.0) -> None:
         """Note that a gradient of the newest batch is there; its last one ends the computing.
 
-        Args:
-            blocked_s: seconds since the batch's arrival that hooks spent on communication.
+        Hooks spent ``blocked_s`` since the batch's arrival on communication.
         """
         if self._arrived is not None:
             spent = self._clock() - self._excluded_s - self._arrived

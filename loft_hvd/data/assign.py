@@ -202,13 +202,10 @@ class HolderSets:
             self.is_nested = bool(((shared == 0) | (shared == smaller)).all())
 
     def share(self, counts: Ints, spare: Ints) -> Shares:
-        """Give samples to ranks that hold them, as many as ``spare`` allows.
+        """Give samples to ranks that hold them, as many as ``spare`` [world_size] allows.
 
-        Of several holders the one with the most room left gets the most.
-
-        Args:
-            counts: samples of each row, [num_rows].
-            spare: samples that each rank can still take, [world_size].
+        ``counts`` are those of each row, [num_rows]. Of several holders the one with the most room
+        left gets the most.
         """
         blocks = list(self.fill(counts[None], spare[None].copy()))
         shares = Shares(
@@ -224,10 +221,8 @@ class HolderSets:
     def fill(self, counts: Ints, spare: Ints) -> Iterator[tuple[Ints, Ints, Ints]]:
         """Fill small sets first, for many steps at once; yields (rows, ranks, given).
 
-        Args:
-            counts: samples of each row, [num_steps, num_rows].
-            spare: samples that each rank can still take, [num_steps, world_size]; used up. Given
-                is what each of ``ranks`` gets, [num_steps, num_ranks].
+        ``counts`` is [num_steps, num_rows]; ``spare``, [num_steps, world_size], is used up. Given
+        is what each of ``ranks`` gets, [num_steps, num_ranks].
 
         In a family of nested or disjoint sets, whatever a set leaves of a rank serves only larger
         sets that hold all of its ranks alike, so no choice here can cost a later local read.
@@ -245,11 +240,8 @@ class HolderSets:
 def complete(supply: Ints, demand: Ints, start: Shares, *, room: Ints) -> Ints:
     """Raise what ``start`` gives from rows to ranks to a maximum flow, and return its counts.
 
-    Args:
-        supply: what each row has, [num_rows].
-        demand: what each rank takes, [world_size].
-        start: the pairs of row and rank that may exchange, each once, and a flow to begin with.
-        room: the most that each pair may exchange, [num_pairs].
+    ``supply`` is [num_rows], ``demand`` [world_size]; ``start`` names each pair that may exchange
+    once, and ``room``, [num_pairs], the most that it may.
     """
     num_rows, world_size = len(supply), len(demand)
     source, sink = num_rows + world_size, num_rows + world_size + 1  # after rows and ranks
@@ -341,16 +333,9 @@ def strata_caps(counts: Ints, sizes: Ints, cap: Fraction) -> Ints:
 def assign_capped(
     rows: npt.NDArray[np.integer], strata: npt.NDArray[np.integer], sizes: Ints, homes: Homes
 ) -> Ints:
-    """Return the owners with the most local reads among those that keep every cap.
+    """Return the owners [num_samples] with the most local reads among those that keep every cap.
 
-    Args:
-        rows: row of holders of each sample, [num_samples].
-        strata: stratum of each sample, [num_samples].
-        sizes: samples of each rank, [world_size], adding up to ``num_samples``.
-        homes: the placement.
-
-    Returns:
-        Rank of each sample, [num_samples].
+    ``rows`` and ``strata`` are each sample's; ``sizes``, [world_size], add up to num_samples.
     """
     strata, caps = _binding(np.unique(strata, return_inverse=True)[1], sizes, homes.strata_cap)
     num_rows = len(homes.local.holders)
@@ -373,8 +358,7 @@ def assign_capped(
 def _binding(strata: Ints, sizes: Ints, cap: Fraction) -> tuple[Ints, Ints]:
     """Merge the strata whose cap cannot bind into one without a cap, to keep the network small.
 
-    Returns:
-        Stratum of each sample in the new numbering, and caps, [num_strata, world_size].
+    Returns each sample's stratum in the new numbering, and caps, [num_strata, world_size].
     """
     counts = np.bincount(strata)
     caps = strata_caps(counts, sizes, cap)
@@ -388,10 +372,8 @@ def _local_first(classes: SampleClasses, caps: Ints, sizes: Ints) -> tuple[Share
     """Take the most local reads, then find ranks for the rest; None when the caps leave none.
 
     Caps on remote reads are ignored at first, so what is found here is the optimum whenever the
-    rest fits, which is nearly always. It needs far fewer arcs than the exact network.
-
-    Returns:
-        Local shares by class, and remote samples, [num_strata, world_size].
+    rest fits, which is nearly always. It needs far fewer arcs than the exact network. Returns local
+    shares by class, and remote samples, [num_strata, world_size].
     """
     num_strata, world_size = caps.shape
     network = Network(2 + world_size)
@@ -423,13 +405,8 @@ def _local_first(classes: SampleClasses, caps: Ints, sizes: Ints) -> tuple[Share
 def _spread_rest(counts: Ints, spare: Ints, room: Ints) -> Ints | None:
     """Give every sample to a rank: in proportion to what the ranks still need, then by a flow.
 
-    Args:
-        counts: samples of each stratum, [num_strata].
-        spare: samples that each rank must take, [world_size], adding up to those of ``counts``.
-        room: what the caps allow, [num_strata, world_size].
-
-    Returns:
-        Samples, [num_strata, world_size]; None when the caps do not let them through.
+    ``counts`` [num_strata] and ``spare`` [world_size], what each rank must take, have one sum; caps
+    leave ``room``, [num_strata, world_size] as what is returned; None when not all get through.
     """
     given = np.zeros_like(room)
     needed = spare.copy()
@@ -450,10 +427,7 @@ def _exactly(classes: SampleClasses, caps: Ints, sizes: Ints) -> tuple[Shares, I
 
     Classes flow to cells (stratum, rank) for nothing where the rank holds them, else for 1 through
     the hub of their stratum. Caps of at least the fair share always leave room for all: splitting
-    every stratum in proportion to the sizes keeps them.
-
-    Returns:
-        Local shares by class, and remote samples, [num_strata, world_size].
+    every stratum in proportion to the sizes keeps them. Returns what ``_local_first`` does.
     """
     num_strata, world_size = caps.shape
     network = Network(2 + world_size)  # source, sink, ranks
@@ -491,15 +465,9 @@ class Assignment:
 
 
 def count_rows(rows: npt.NDArray[np.integer], num_rows: int, *, batch_size: int) -> Ints:
-    """Count the samples of every row in each full global batch.
+    """Count the samples of every row in each full global batch, [num_steps, num_rows].
 
-    Args:
-        rows: row of each sample in the order of the epoch, ``homes.rows[order]``, [num_samples].
-        num_rows: number of rows, ``len(homes.local.holders)``.
-        batch_size: samples of a global batch.
-
-    Returns:
-        Counts, [num_samples // batch_size, num_rows].
+    ``rows`` are those of the samples in the order of the epoch, ``homes.rows[order]``.
     """
     num_steps = len(rows) // batch_size
     # One count for all steps: of 3 rows, row 1 of step 2 has the key 2 * 3 + 1.
@@ -509,17 +477,10 @@ def count_rows(rows: npt.NDArray[np.integer], num_rows: int, *, batch_size: int)
 
 
 def count_local(counts: Ints, sizes: Ints, homes: Homes) -> Ints:
-    """Return how many samples of each step every rank reads locally, without naming samples.
+    """Return how many samples of each step every rank reads locally, [num_steps, world_size].
 
-    The counts are those of ``assign``; strata caps are not taken into account.
-
-    Args:
-        counts: samples of each row in each step, [num_steps, num_rows], as from ``count_rows``.
-        sizes: samples of each rank, [world_size] or [num_steps, world_size].
-        homes: the placement, ``placement.at(world_size)``.
-
-    Returns:
-        Local samples, [num_steps, world_size]; ``sizes`` minus these are remote.
+    ``counts`` are those of ``count_rows``, ``sizes`` [world_size] or [num_steps, world_size]. The
+    result is that of ``assign``, without naming samples; strata caps are not taken into account.
     """
     spare = np.broadcast_to(np.asarray(sizes, np.int64), (len(counts), np.shape(sizes)[-1])).copy()
     taken: Ints = np.zeros_like(spare)
@@ -536,10 +497,7 @@ def count_local(counts: Ints, sizes: Ints, homes: Homes) -> Ints:
 def assign(batch: Ints, sizes: Ints, homes: Homes) -> Assignment:
     """Decide who computes each sample of a global batch: local first, then near, then anywhere.
 
-    Args:
-        batch: indices of the samples, [num_samples].
-        sizes: samples of each rank, [world_size], adding up to ``num_samples``.
-        homes: the placement, ``placement.at(world_size)``.
+    ``batch`` holds indices of samples; ``sizes``, [world_size], add up to their number.
     """
     rows = homes.rows[batch]
     owners = np.full(len(batch), -1, np.int64)

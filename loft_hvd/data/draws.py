@@ -105,9 +105,6 @@ def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool = True
     as many as the largest index needs, give way to the index; the order is that of the keys.
     NumPy fixes those words for good, while the stream behind ``Generator.permutation`` may change
     with a release, and ranks may run different ones. Keys are distinct, so any sort will do.
-
-    Returns:
-        Shape [num_samples], int64.
     """
     if not shuffle:
         return np.arange(num_samples)
@@ -155,14 +152,8 @@ def draw_epoch(
     """Cut an epoch's order into global batches and assign each, lazily.
 
     The plan of a step is asked for when the step is drawn; it decides owners and never members.
-
-    Args:
-        order: the samples of the epoch, [num_samples].
-        homes: the placement, prepared for ``view.world_size``.
-        view: the sizes in force.
-        first_step: number of the first step drawn here, counted over epochs.
-        position: samples of the order already consumed.
-        drop_last: leave a last, smaller batch out.
+    ``position`` samples of the order are consumed already; steps count over epochs from
+    ``first_step``.
     """
     for i in range(count_steps(len(order) - position, view, drop_last=drop_last)):
         plan = view.plan_at(first_step + i)

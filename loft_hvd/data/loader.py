@@ -332,16 +332,12 @@ def _refuse(others: Mapping[str, Any]) -> None:
 
 
 class _Feed:
-    """The batch sampler inside torch's loader: the requests of the loader's current iteration.
-
-    Attributes:
-        drawn: draws whose batch is not yet yielded; a new queue for each iteration.
-    """
+    """The batch sampler inside torch's loader: the requests of the loader's current iteration."""
 
     def __init__(self, batches: GlobalBatches) -> None:
         self._batches = batches
         self._draws: Iterator[Draw] = iter(())
-        self.drawn: deque[Draw] = deque()
+        self.drawn: deque[Draw] = deque()  # not yet yielded; a new queue for each iteration
 
     def start(self, *, first_step: int) -> int:
         """Begin an iteration at ``first_step``; returns its position in the epoch."""

@@ -22,15 +22,10 @@ Where = int | str | Iterable[int | str]
 
 @dataclass(frozen=True, order=True)
 class Source:
-    """Where a rank reads a sample: its own store, another rank, or something all ranks share.
-
-    Attributes:
-        kind: "local", "peer" or "shared".
-        name: the rank that serves a peer read ("rank 3"), the shared source ("nfs"), or "".
-    """
+    """Where a rank reads a sample: its own store, another rank, or something all ranks share."""
 
     kind: Literal["local", "peer", "shared"]
-    name: str = ""
+    name: str = ""  # "rank 3" of a peer, the name of a shared source, or ""
 
 
 @dataclass(frozen=True, order=True)
@@ -246,11 +241,7 @@ class Placement:
         return found
 
     def at(self, world_size: int) -> Homes:
-        """Prepare the assignment for ``world_size`` ranks.
-
-        Raises:
-            DataError: a home names a rank or node that this world does not have.
-        """
+        """Prepare the assignment for so many ranks; a DataError where homes name others."""
         if self.nodes is not None and len(self.nodes) != world_size:
             raise DataError(
                 f"placement: nodes names the node of {len(self.nodes)} ranks, but "
@@ -301,11 +292,7 @@ def _groups(values: npt.ArrayLike) -> npt.NDArray[np.int32]:
 
 
 def check_placement(placement: Placement | None, num_samples: int) -> Placement:
-    """Return ``placement``, or everything everywhere when it is None.
-
-    Raises:
-        DataError: it places another number of samples than the data set has.
-    """
+    """Return ``placement``, or everything everywhere for None; raise where it does not fit."""
     if placement is None:
         return Placement.replicated(num_samples)
     if not isinstance(placement, Placement):

@@ -54,13 +54,9 @@ class PlanSource(PlanView, Protocol):
     ) -> None:
         """Take the batch that the script gets now; called right before it is yielded.
 
-        Args:
-            step_sizes: plan, step and sizes of the batch.
-            fetch_s: seconds its fetch took, where it took place.
-            stall_s: seconds of it that the script waited for.
-            local: this rank's samples that it holds itself, or had in its cache.
-            remote: this rank's samples that it had to get from elsewhere.
-            cached: of ``local``, those that only the cache had.
+        Its fetch took ``fetch_s`` seconds where it took place, of which the script waited for
+        ``stall_s``. Of this rank's samples, ``local`` were its own or in its cache, ``cached`` of
+        them in the cache alone; ``remote`` came from elsewhere.
         """
 
     def push_sizes(self, step_sizes: StepSizes) -> None:

@@ -33,15 +33,7 @@ th:first-child, td:first-child { text-align: left }
 
 
 def render_page(entries: Sequence[Entry], *, title: str) -> str:
-    """Return a page that says and shows what a run log holds.
-
-    Args:
-        entries: what ``read_run_log`` returned.
-        title: of the page, such as the log's name.
-
-    Raises:
-        DataError: a line lacks one of its fields.
-    """
+    """Return a page that says and shows what a run log holds, the entries of ``read_run_log``."""
     # A log may come from another version, or be cut off: that is our error, and no traceback.
     try:
         text = render_text(entries)

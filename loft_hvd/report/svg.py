@@ -42,13 +42,7 @@ def _legend(names: Sequence[str]) -> str:
 
 
 def bars(rows: Sequence[tuple[str, Sequence[float]]], parts: Sequence[str], *, unit: str) -> str:
-    """Draw one bar a row, made of parts.
-
-    Args:
-        rows: a label and the length of each part, >= 0.
-        parts: their names, [len(row)].
-        unit: of the lengths.
-    """
+    """Draw one bar a row, made of ``parts`` whose lengths, in ``unit``, are all >= 0."""
     # Labels stand left of _LEFT; 90 units stay free for the sum at the end of the longest bar.
     longest = max((sum(values) for _, values in rows), default=0.0) or 1.0  # no rows: no bars
     scale = (_WIDTH - _LEFT - 90) / longest
@@ -77,13 +71,9 @@ def lines(
     is_stepped: bool = False,
     least_top: float = 0.0,
 ) -> str:
-    """Draw lines over the optimizer's steps.
+    """Draw named lines of points (step, value), values >= 0, over the optimizer's steps.
 
-    Args:
-        series: a name and its points (step, value), values >= 0.
-        label: what the values are.
-        is_stepped: whether a value holds until the next one.
-        least_top: a value that the picture reaches up to at least.
+    The picture reaches up to ``least_top`` at least; stepped, a value holds until the next one.
     """
     points = [point for _, line in series for point in line]
     if not points:

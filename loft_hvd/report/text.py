@@ -16,14 +16,7 @@ Entry = dict[str, Any]
 
 
 def render_text(entries: Sequence[Entry]) -> str:
-    """Say what a run log holds.
-
-    Args:
-        entries: what ``read_run_log`` returned.
-
-    Raises:
-        DataError: a line lacks one of its fields.
-    """
+    """Say what a run log holds, the entries of ``read_run_log``."""
     try:
         return "\n".join([*_history(entries), *_newest(entries)])
     except (KeyError, TypeError, ValueError) as error:

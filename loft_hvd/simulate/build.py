@@ -35,8 +35,7 @@ def build_placement(scenario: Scenario) -> Placement:
 class Draws:
     """Local samples of each step, from the real sampler's order and assignment.
 
-    Args:
-        scenario: the run; with ``draws = "expected"`` each step holds every rank's average share.
+    With ``draws = "expected"`` each step holds every rank's average share.
     """
 
     def __init__(self, scenario: Scenario) -> None:

@@ -55,12 +55,9 @@ class Block:
 class Cluster:
     """A latency model with noise and disturbances.
 
-    Args:
-        model: mean times of an undisturbed step.
-        disturbance: factors on them.
-        noise: relative standard deviation of each fetch and compute time.
-        seed: of the noise; the noise of a step is the same under every plan.
-        slow_start: steps at new sizes that are slower, and the factor on their compute time.
+    ``noise`` is the relative standard deviation of each fetch and compute time; that of a step is
+    the same under every plan. ``slow_start`` has the steps at new sizes that are slower, and the
+    factor on their compute time.
     """
 
     def __init__(
@@ -93,13 +90,9 @@ class Cluster:
         return replace(self.model, **terms)
 
     def run(self, first: int, sizes: Ints, local: Floats, *, steps_at_sizes: int) -> Block:
-        """Take steps with one plan.
+        """Take steps with one plan, in force for ``steps_at_sizes`` steps before ``first``.
 
-        Args:
-            first: number of the first step.
-            sizes: the plan, [world_size].
-            local: local samples of each step, [num_steps, world_size].
-            steps_at_sizes: steps that these sizes have been in force for.
+        ``local`` has the local samples of each, [num_steps, world_size].
         """
         steps = slice(first, first + len(local))
         noise = self._noise[:, steps] if self._noise.shape[1] > 1 else self._noise
@@ -114,14 +107,9 @@ class Cluster:
         return Block(first, sizes, local, fetch, compute, busy, step_s)
 
     def report(self, block: Block, counts: Callable[[int], bool]) -> tuple[Floats, float]:
-        """Return what the ranks report of a block, and rank 0's own time of a step.
+        """Return what the ranks report of a block, and rank 0's own seconds of a step.
 
-        Args:
-            block: the steps.
-            counts: whether a step's times count.
-
-        Returns:
-            Rows [world_size, len(COLUMNS)] and seconds; of all steps where none counts.
+        Rows are [world_size, len(COLUMNS)], of the steps that count, or of all where none does.
         """
         numbers = range(block.first, block.first + len(block.step_s))
         chosen = np.array([counts(step) for step in numbers])

@@ -83,17 +83,11 @@ def _draw_events(rng: np.random.Generator, world_size: int, steps: int) -> tuple
 
 @dataclass(frozen=True)
 class Comparison:
-    """One random cluster.
+    """One random cluster."""
 
-    Attributes:
-        seed: of the cluster (``random_scenario``).
-        world_size: number of ranks.
-        mean_step_s: mean seconds of a step of each policy and of the oracle.
-    """
-
-    seed: int
+    seed: int  # of the cluster (``random_scenario``)
     world_size: int
-    mean_step_s: dict[str, float]
+    mean_step_s: dict[str, float]  # of each policy and of the oracle
 
     def gain(self, rival: str) -> float:
         """Share of the rival's step that LOFT saves; below 0 where the rival is faster."""
@@ -107,15 +101,7 @@ class Comparison:
 
 
 def compare(seeds: Iterable[int], *, steps: int = 1000) -> Iterator[Comparison]:
-    """Run every policy on the random cluster of each seed.
-
-    Args:
-        seeds: of the clusters.
-        steps: length of each run.
-
-    Yields:
-        One comparison a seed, in order.
-    """
+    """Run every policy on the random cluster of each seed, in order."""
     for seed in seeds:
         results = simulate(random_scenario(seed, steps=steps))
         means = {run.name: run.mean_s for run in results.runs}

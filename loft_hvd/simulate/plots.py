@@ -15,12 +15,7 @@ __all__ = ["plot"]
 def plot(results: Results, path: str | os.PathLike[str]) -> None:
     """Draw interval means of the step time of each policy, and the last run's sizes, to a file.
 
-    Args:
-        results: of ``simulate``.
-        path: of the picture; its ending chooses the format.
-
-    Raises:
-        MissingDependencyError: matplotlib is not installed.
+    The path's ending chooses the format.
     """
     try:
         from matplotlib import rc_context

@@ -244,12 +244,7 @@ def _spread(value: Value, world_size: int, rng: np.random.Generator, where: str)
 
 
 def read_scenario(path: str | os.PathLike[str]) -> Scenario:
-    """Read a scenario file.
-
-    Raises:
-        ArgumentError: the file is not TOML, or a key or value is not one of the schema.
-        MissingDependencyError: Python 3.10 without the tomli package.
-    """
+    """Read a scenario file; an ArgumentError for what is not TOML or not of the schema."""
     toml = _toml_reader()
     with open(path, "rb") as file:
         try:

@@ -29,22 +29,15 @@ ORACLE = "oracle"
 
 @dataclass(frozen=True)
 class PolicyRun:
-    """One policy's run.
+    """One policy's run."""
 
-    Attributes:
-        name: of the policy, or the list of sizes that it stands for, such as "[96, 32]".
-        step_s: seconds of every step, [steps].
-        decisions: every plan.
-        realised_gain: for each plan the share of the step it saved, from the last interval before
-            it to its first; None for the first plan and one that saw no interval.
-        explanation: what the controller says at the end.
-    """
-
-    name: str
-    step_s: Floats
-    decisions: tuple[Decision, ...]
+    name: str  # of the policy, or the list of sizes that it stands for, such as "[96, 32]"
+    step_s: Floats  # of every step, [steps]
+    decisions: tuple[Decision, ...]  # every plan
+    # Share of the step that each plan saved, from the last interval before it to its first; None
+    # for the first plan and one that saw no interval.
     realised_gain: tuple[float | None, ...]
-    explanation: str = ""
+    explanation: str = ""  # what the controller says at the end
 
     @property
     def mean_s(self) -> float:
