@@ -33,8 +33,6 @@ _CHECKED = 4096  # values of each result that are compared; the definition takes
 _WARM_UPS = 2  # buffers, and the layout of an optimizer's buckets
 _SAMPLE_MB = 8.0  # smaller tensors are reduced several times in one sample
 
-Call = Callable[[], Tensor]
-
 
 @dataclass(frozen=True)
 class AllreduceBench:
@@ -104,13 +102,15 @@ def interleave(
     return dict(zip(order, slowest.view(len(order), rounds).tolist(), strict=True))
 
 
-def _calls(tensor: Tensor, rules: dict[str, Rule], *, stem: str, has_peer: bool) -> dict[str, Call]:
+def _calls(
+    tensor: Tensor, rules: dict[str, Rule], *, stem: str, has_peer: bool
+) -> dict[str, Callable[[], Tensor]]:
     hvd = horovod_module()
 
-    def ours(name: str, rule: Rule) -> Call:
+    def ours(name: str, rule: Rule) -> Callable[[], Tensor]:
         return lambda: allreduce(tensor, rule, name=f"{stem}.{name}")
 
-    calls: dict[str, Call] = {
+    calls: dict[str, Callable[[], Tensor]] = {
         BASELINE: lambda: hvd.allreduce(tensor, name=f"{stem}.h"),
         BASELINE_AGAIN: lambda: hvd.allreduce(tensor, name=f"{stem}.h"),
     }

@@ -166,9 +166,8 @@ def peer_calls(
 ) -> tuple[dict[str, Call], int]:
     """Check every way, and try it once on the rows to be timed, float32 [rows, numel].
 
-    Returns:
-        The calls by name, and the coordinates of a row that they get. ``report`` takes what does
-        not run, or differs from the definition.
+    Returns the calls by name, and the coordinates of a row that they get. ``report`` takes what
+    does not run, or differs from the definition.
     """
     rows, numel = pool.shape
     numel = min(numel, _NUMEL, _MOST_VALUES // rows)

@@ -23,7 +23,7 @@ _VOCABULARY, _TOKENS = 20_000, 32
 _TRACED_STEPS = 5
 
 
-class _Block(nn.Module):
+class _ResidualBlock(nn.Module):
     """A basic block of a residual network (He et al., CVPR 2016)."""
 
     def __init__(self, before: int, after: int, stride: int) -> None:
@@ -49,7 +49,7 @@ def _resnet18() -> nn.Module:
     layers: list[nn.Module] = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
     before = 64
     for width, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
-        layers += [_Block(before, width, stride), _Block(width, width, 1)]
+        layers += [_ResidualBlock(before, width, stride), _ResidualBlock(width, width, 1)]
         before = width
     layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 1000)]
     return nn.Sequential(*layers)

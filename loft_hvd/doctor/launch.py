@@ -55,14 +55,14 @@ def launch_command(
     )
 
 
-def run_limited(command: Sequence[str], *, timeout_s: float, is_shown: bool = False) -> Finished:
-    """Run a command, and show its stderr if asked; at the limit end everything that it started."""
+def run_limited(command: Sequence[str], *, timeout_s: float) -> Finished:
+    """Run a command; at the limit end everything that it started."""
     start_s = time.monotonic()
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=None if is_shown else subprocess.STDOUT,
+        stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
         start_new_session=True,  # a group of its own, so that all of it can be ended

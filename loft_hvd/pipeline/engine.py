@@ -32,13 +32,17 @@ from loft_hvd.pipeline.ring import ExchangeSpec, MakeExchange, flat_exchange
 from loft_hvd.pipeline.trace import Lane, trace_of
 from loft_hvd.pipeline.weights import PassWeights
 from loft_hvd.pipeline.wire import Compression, Wire
-from loft_hvd.transport.base import Channel, locate, watch_of
+from loft_hvd.transport.base import (
+    LONGEST_SLEEP_S,
+    SHORTEST_SLEEP_S,
+    Channel,
+    locate,
+    watch_of,
+)
 
 __all__ = ["Engine", "ProgressThread"]
 
 _logger = logging.getLogger(__name__)
-_SHORTEST_SLEEP_S = 50e-6  # bound from Linux: its timer slack, below which no sleep ends
-_LONGEST_SLEEP_S = 200e-6  # bound from Horovod: a fifth of its cycle of 1 ms
 _UNAWAITED_SLEEP_S = 2e-3  # while the user's thread computes: polling takes time from it
 _JOIN_S = 5.0  # longest that ending a thread may hold the user's up
 
@@ -165,7 +169,7 @@ class Engine:
         self._num_done = 0
         self._done: dict[int, Any] = {}
         self._open: list[int] = []
-        self._pause = _SHORTEST_SLEEP_S
+        self._pause = SHORTEST_SLEEP_S
         self._thread = ProgressThread(self._take_turn, name=f"{channel.name}.progress")
         weakref.finalize(self, self._thread.close, should_join=False)
 
@@ -195,12 +199,7 @@ class Engine:
         self._thread.wake()
 
     def finish(self) -> None:
-        """Wait until every bucket is done, then be ready for the next step.
-
-        Raises:
-            TransportTimeoutError: the limit was reached; names the bucket and its stage.
-            Exception: the engine's own error if a collective failed.
-        """
+        """Wait until every bucket is done, then be ready for the next step."""
         self._raise_failure()
         lane = Lane(self._trace, "step")
         lane.enter("wait")
@@ -303,7 +302,7 @@ class Engine:
             return _UNAWAITED_SLEEP_S
         # Short sleeps right after something has moved, as the next step is then often close.
         has_moved = num_open != len(self._open) or num_before != self._num_done
-        self._pause = _SHORTEST_SLEEP_S if has_moved else min(self._pause * 1.5, _LONGEST_SLEEP_S)
+        self._pause = SHORTEST_SLEEP_S if has_moved else min(self._pause * 1.5, LONGEST_SLEEP_S)
         return self._pause
 
     def _begin(self, index: int, mark: Any) -> None:

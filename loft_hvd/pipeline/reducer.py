@@ -221,12 +221,7 @@ class GradientReducer:
     # What the optimizer calls.
 
     def synchronize(self) -> None:
-        """Reduce every gradient that is not on its way yet, and wait until all are there.
-
-        Raises:
-            TransportTimeoutError: other ranks did not answer in time.
-            ArgumentTypeError: a gradient is sparse and may not be made dense.
-        """
+        """Reduce every gradient that is not on its way yet, and wait until all are there."""
         if self._transport.world_size > 1:
             for index in range(self.engine.next_bucket, len(self.buckets)):
                 self.engine.start(index)

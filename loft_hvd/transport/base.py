@@ -22,10 +22,10 @@ from loft_hvd.errors import MismatchError, TransportError, TransportTimeoutError
 
 __all__ = ["Channel", "Transport", "Watch", "Work", "locate", "wait_for", "watch_of"]
 
-# Horovod's own wait spins, which slows a main thread beside it to 0.7 of its speed (measured with
-# 2 ranks, MPI and Gloo); sleeping this long between polls costs a collective 0.1 ms of about 1.
-_SHORTEST_SLEEP_S = 50e-6
-_LONGEST_SLEEP_S = 200e-6
+# Between polls. Horovod's own wait spins, which slows a main thread beside it to 0.7 of its speed
+# (measured with 2 ranks, MPI and Gloo); sleeping costs a collective 0.1 ms of about 1.
+SHORTEST_SLEEP_S = 50e-6  # bound from Linux: its timer slack, below which no sleep ends
+LONGEST_SLEEP_S = 200e-6  # bound from Horovod: a fifth of its cycle of 1 ms
 
 
 class Watch(Protocol):
@@ -56,11 +56,7 @@ class Work(Watched, Protocol):
         """Say whether the operation has ended, well or badly; never blocks, on any thread."""
 
     def finish(self) -> None:
-        """Release a done operation.
-
-        Raises:
-            Exception: the engine's own error if the operation failed.
-        """
+        """Release a done operation; raise the engine's own error if it failed."""
 
 
 class Transport(Watched, Protocol):
@@ -124,9 +120,8 @@ def watch_of(carrier: Watched) -> Watch:
 def locate(error: BaseException, place: str) -> BaseException:
     """Say where an error met this rank, such as "bucket 0 (weight) in all-to-all".
 
-    Returns:
-        Of our own transport errors a new one whose message names the place; any other, such as
-        Horovod's, the very same object with a note (from Python 3.11 on).
+    Returns of our own transport errors a new one whose message names the place; of any other, such
+    as Horovod's, the very same object with a note (from Python 3.11 on).
     """
     # A new one: threads that are ranks may hold the same error, each at a place of its own.
     if isinstance(error, TransportError | MismatchError):
@@ -146,14 +141,9 @@ def wait_for(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Wait for a collective without spinning, then release it; ``what`` describes it in errors.
-
-    Raises:
-        TransportTimeoutError: the limit was reached.
-        Exception: the engine's own error if the operation failed.
-    """
+    """Wait for a collective without spinning, then release it; ``what`` describes it in errors."""
     start = clock()
-    pause = _SHORTEST_SLEEP_S
+    pause = SHORTEST_SLEEP_S
     watch = watch_of(work)
     with watch.waiting():
         while not work.done():
@@ -166,7 +156,7 @@ def wait_for(
                     "LOFT_HVD_TIMEOUT_S)"
                 )
             sleep(pause)  # at first short: often it is nearly done
-            pause = min(pause * 1.5, _LONGEST_SLEEP_S)
+            pause = min(pause * 1.5, LONGEST_SLEEP_S)
     try:
         work.finish()
     except TransportError as error:

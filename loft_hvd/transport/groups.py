@@ -38,11 +38,7 @@ class Groups:
 
     @classmethod
     def of(cls, members: Sequence[Sequence[int]], *, world_size: int) -> Groups:
-        """Check groups and put them in order.
-
-        Raises:
-            ArgumentError: not every rank is in one group, or groups differ in size.
-        """
+        """Check groups and put them in order."""
         # In one order, however a user wrote them: every rank makes its parts in this order.
         groups = tuple(sorted(tuple(sorted(group)) for group in members))
         if sorted(rank for group in groups for rank in group) != list(range(world_size)):
@@ -74,10 +70,6 @@ class Groups:
         """The i-th rank of every group, for each i, [group_size, num_groups]."""
         # ((0, 1), (2, 3), (4, 5)) gives ((0, 2, 4), (1, 3, 5)).
         return tuple(zip(*self.members, strict=True))
-
-    def index_of(self, rank: int) -> int:
-        """Return the group that a rank is in."""
-        return next(index for index, group in enumerate(self.members) if rank in group)
 
     def sums(self, counts: Sequence[int]) -> tuple[int, ...]:
         """Return the sum of every group's counts, given one a rank, [num_groups]."""

@@ -15,7 +15,6 @@ def test_groups_are_rows_of_a_table_and_across_are_its_columns() -> None:
     groups = Groups.of([[5, 2, 4], [0, 1, 3]], world_size=6)
     assert groups.members == ((0, 1, 3), (2, 4, 5))
     assert groups.across == ((0, 2), (1, 4), (3, 5))
-    assert [groups.index_of(rank) for rank in range(6)] == [0, 0, 1, 0, 1, 1]
     assert groups.sums([1, 2, 4, 8, 16, 32]) == (11, 52)
 
 

@@ -152,7 +152,7 @@ class Heartbeat:
         """Add to an engine's own error which rank is behind it; waits up to a second for that."""
         self._is_heard = True
         if not (left := self.left_ranks()):
-            self._has_verdict.wait(_EXPLAIN_S)
+            self.wait_verdict(_EXPLAIN_S)
             left = sorted(self._gone)  # not who ended without a word: of that comes a verdict
         reason = f"ranks {left} have ended their scripts" if left else ""
         reason = self.verdict.text if self.verdict is not None else reason
