@@ -124,11 +124,21 @@ class Handle:
         self._name = name
         self._agreement = agreement  # its row is kept with it: it is being sent
         self._result = tensor.clone() if reduction is None else None
+        self._failure: BaseException | None = None
 
     def done(self) -> bool:
         """Say whether ``wait`` would return at once; moves the work on, never blocks."""
+        if self._failure is not None:
+            raise self._failure
         if self._reduction is None or self._result is not None:
             return True
+        try:
+            return self._advance(self._reduction)
+        except BaseException as error:
+            self._failure = error  # what the buffers hold by now is no result: asked again, too
+            raise
+
+    def _advance(self, reduction: NamedReduction) -> bool:
         if self._agreement is not None:
             work, _, rows = self._agreement
             if not work.done():
@@ -136,7 +146,7 @@ class Handle:
             work.finish()
             self._agreement = None
             self._check_agreement(rows)
-        return self._reduction.advance()
+        return reduction.advance()
 
     def wait(self, timeout_s: float | None = None) -> Tensor:
         """Return the aggregated tensor.

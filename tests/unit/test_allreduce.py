@@ -12,7 +12,7 @@ from torch import Tensor
 
 import loft_hvd as loft
 from loft_hvd.aggregation.reference import reference
-from loft_hvd.errors import TransportTimeoutError
+from loft_hvd.errors import MismatchError, TransportTimeoutError
 from loft_hvd.pipeline import allreduce as allreduce_module
 from loft_hvd.transport.local import LocalTransport, LocalWatch, LocalWorld, run_ranks
 
@@ -70,6 +70,30 @@ def test_a_wait_is_known_to_the_watch_and_names_who_is_late(
     with pytest.raises(TransportTimeoutError, match=r"'x': .* ranks \[1\] have not come to it"):
         loft.allreduce(torch.zeros(4), name="x", transport=alone, timeout_s=0.01)
     assert waits == [0]
+
+
+def _refuse(_: Tensor) -> Tensor:
+    raise ArithmeticError("a rule of the user's fails")
+
+
+@pytest.mark.parametrize(
+    ("rule", "differs", "error"),
+    [(loft.Median(), True, MismatchError), (loft.Custom(_refuse), False, ArithmeticError)],
+    ids=["ranks differ", "the rule fails"],
+)
+def test_what_has_failed_has_no_result_when_it_is_waited_for_again(
+    rule: loft.Rule, differs: bool, error: type[Exception]
+) -> None:
+    def work(transport: LocalTransport) -> None:
+        weights = [1 + transport.rank * differs] * WORLD_SIZE
+        handle = loft.allreduce_async(
+            torch.ones(400), rule, name="x", weights=weights, transport=transport
+        )
+        for _ in range(2):
+            with pytest.raises(error):
+                handle.wait(10.0)
+
+    run_ranks(WORLD_SIZE, work)
 
 
 @pytest.mark.parametrize("numel", [400, 401])
