@@ -99,7 +99,7 @@ class NaN:
 class HugeValue:
     """Send the honest mean with one coordinate replaced by ``value``."""
 
-    value: float = 1e30
+    value: float = 1e30  # its square overflows float32, so that norms and distances do as well
     coordinate: int = 0
 
     def __call__(self, honest: Tensor, *, num_rows: int) -> Tensor:

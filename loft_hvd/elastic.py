@@ -94,7 +94,7 @@ class State:
         self._saved: dict[str, Any] = {}
         for name, value in everything.items():
             setattr(self, name, value)
-        self.save()
+        self.save()  # ranks may be lost before the first commit
 
     # What a script calls.
 
@@ -157,6 +157,7 @@ class State:
             for process_set in self._process_sets:
                 restore_process_set(self._hvd, process_set)
         self._has_new_world = False
+        # First, so that a rank which is lost in the exchanges below is named.
         HorovodTransport().open_heartbeat()
         for name in self._by_kind():
             each = self._objects[name]
