@@ -78,6 +78,8 @@ def used_up() -> Any:
         (lambda: UNTYPED.Balancer(8, [8.9], transport=ALONE), ArgumentTypeError, "8.9 is of type"),
         (lambda: UNTYPED.Balancer(8, ["8"], transport=ALONE), ArgumentTypeError, "'8' is of type"),
         (lambda: loft.Balancer(8, [10, -2], transport=ALONE), PlanError, "-2 is negative"),
+        (lambda: loft.Balancer(8, [], transport=ALONE), PlanError, r"policy=\[\] has no samples"),
+        (lambda: loft.Balancer(8, [0], transport=ALONE), PlanError, r"policy=\[0\] has no samples"),
         (
             lambda: UNTYPED.allreduce(np.ones(3), loft.Median(), name="x", transport=ALONE),
             ArgumentTypeError,
