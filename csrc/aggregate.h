@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -18,10 +19,18 @@ struct Job {
   RuleParams params;
   std::vector<int32_t> weights;
   void* out = nullptr;
+
+  int num_rows() const { return static_cast<int>(rows.size()); }
+  int64_t total_weight() const {  // 0 without weights
+    return std::accumulate(weights.begin(), weights.end(), int64_t{0});
+  }
 };
 
 // What a row did in this job, for finding out which rank was off.
 struct Diagnostics {
+  explicit Diagnostics(size_t rows = 0)
+      : num_outside(rows), num_non_finite(rows), squared_distance(rows) {}
+
   int64_t coordinates = 0;               // looked at
   std::vector<int64_t> num_outside;      // [rows], strictly outside the kept window
   std::vector<int64_t> num_non_finite;   // [rows]
@@ -35,13 +44,14 @@ struct CpuOptions {
   int diagnose_every = 16;  // one block of so many
 };
 
+// The job in the words of an error message.
+std::string describe(const Job& job);
 // Throws std::invalid_argument with the values when the job breaks a limit of rules.h.
 void check(const Job& job);
 void aggregate_cpu(const Job& job, const CpuOptions& options);
 
-// The levels of this build, and those of them that this machine runs; the best last.
-std::vector<std::string> built_levels();
-std::vector<std::string> isa_levels();
+// The levels of this build that this machine runs, or all of them; the best last.
+std::vector<std::string> isa_levels(bool all = false);
 
 // Sum of the rows, float32, in row order: the memory pass that kernels are measured against.
 // `in_bursts`: row by row over a tile, which reads many rows with fewer streams at a time.
@@ -51,8 +61,7 @@ void pass_cpu(const Job& job, const CpuOptions& options, bool in_bursts);
 
 // Device memory for diagnostics. low, high: float64 for float64 rows, else float32,
 // [blocks_looked_at * kBlock]; sums: [3, rows, blocks_looked_at], of the coordinates outside their
-// window, not finite, and the squared distance, where every `every`-th block is looked at, the
-// first one included. Null: none.
+// window, not finite, and squared distances, of the first of every `every` blocks. Null: none.
 struct CudaDiagnostics {
   void* low = nullptr;
   void* high = nullptr;

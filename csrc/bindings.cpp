@@ -30,14 +30,11 @@ loft::Job job_of(const std::vector<uintptr_t>& rows, int64_t numel, int dtype, i
 
 PYBIND11_MODULE(_loft, module) {
   module.doc() = "Coordinate-wise robust aggregation of rows given by their addresses.";
-#if defined(LOFT_HAVE_CUDA)
-  module.attr("has_cuda") = true;
-#else
   module.attr("has_cuda") = false;
-#endif
   module.attr("block") = loft::kBlock;  // BLOCK in loft_hvd/aggregation/fallback.py
-  module.attr("built_levels") = loft::built_levels();
-  module.def("isa_levels", &loft::isa_levels, "Instruction sets that run here, the best last.");
+  module.attr("built_levels") = loft::isa_levels(true);
+  module.def("isa_levels", &loft::isa_levels, "all"_a = false,
+             "Instruction sets that run here, or all that were built; the best last.");
   module.def(
       "aggregate_cpu",
       [](const std::vector<uintptr_t>& rows, int64_t numel, int dtype, int rule, int kind, int f,
@@ -70,6 +67,7 @@ PYBIND11_MODULE(_loft, module) {
       "rows"_a, "numel"_a, "out"_a, "threads"_a, "isa"_a, "in_bursts"_a,
       "Sum float32 rows in row order: the memory pass of the benchmarks.");
 #if defined(LOFT_HAVE_CUDA)
+  module.attr("has_cuda") = true;
   module.def(
       "aggregate_cuda",
       [](const std::vector<uintptr_t>& rows, int64_t numel, int dtype, int rule, int kind, int f,

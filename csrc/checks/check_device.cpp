@@ -17,23 +17,15 @@ bool is_same(V a, V b) {
   return a == b || (a != a && b != b);
 }
 
-int64_t total_of(const Job& job) {
-  int64_t total = 0;
-  for (int32_t weight : job.weights) total += weight;
-  return total;
-}
-
 // The result against the CPU kernel's, its window against the plain form's.
 template <DType kDType>
 void compare(const Case<kDType>& made, int64_t i, const device::Outcome<kDType>& found,
              const char* kernel) {
   const auto kept = plain_kept<kDType>(made.column(i), made.job.weights, made.job.params);
   const bool has_window = is_same(found.low, kept.low) && is_same(found.high, kept.high);
-  expect(found.result == made.result(i) && has_window, [&] {
-    return text(kernel, ", ", describe(made.job), ", coordinate ", i, ": ", std::hex, found.result,
-                " of ", found.low, " to ", found.high, ", not ", made.result(i), " of ", kept.low,
-                " to ", kept.high);
-  });
+  expect(found.result == made.result(i) && has_window, kernel, ", ", made.job, ", coordinate ", i,
+         ": ", std::hex, found.result, " of ", found.low, " to ", found.high, ", not ",
+         made.result(i), " of ", kept.low, " to ", kept.high);
 }
 
 // What a row's values add up to, against the plain form: one job of every rule.
@@ -43,7 +35,7 @@ void check_sums(int rows, bool is_weighted) {
   for (const RuleParams& rule : rules_for(rows)) {
     made.job.params = rule;
     aggregate_cpu(made.job, cpu);
-    Diagnostics wanted = no_diagnostics(static_cast<size_t>(rows));  // added in the same order
+    Diagnostics wanted(made.job.rows.size());  // added in the same order
     std::vector<device::RowSums> found(rows, device::RowSums{});
     for (int64_t i = 0; i < made.job.numel; ++i) {
       const auto kept = plain_kept<kDType>(made.column(i), made.job.weights, rule);
@@ -60,10 +52,8 @@ void check_sums(int rows, bool is_weighted) {
       const bool is_right = sums.outside == static_cast<double>(wanted.num_outside[row]) &&
                             sums.non_finite == static_cast<double>(wanted.num_non_finite[row]) &&
                             sums.squared == wanted.squared_distance[row];
-      expect(is_right, [&] {
-        return text("compare_kernel, ", describe(made.job), ", row ", row, ": ", sums.outside,
-                    " outside, ", sums.non_finite, " not finite, distance ", sums.squared);
-      });
+      expect(is_right, "compare_kernel, ", made.job, ", row ", row, ": ", sums.outside,
+             " outside, ", sums.non_finite, " not finite, distance ", sums.squared);
     }
   }
 }
@@ -77,15 +67,14 @@ void check_places() {
       int64_t next = 0;
       for (int64_t i = 0; i < numel; ++i) {
         const bool is_looked_at = i / kBlock % every == 0;
-        expect(windows.place(i) == (is_looked_at ? next : -1),
-               [&] { return text("coordinate ", i, " of ", numel, " by ", every, ": no place"); });
+        expect(windows.place(i) == (is_looked_at ? next : -1), "coordinate ", i, " of ", numel,
+               " by ", every, ": no place");
         next += is_looked_at;
       }
       const int64_t room = device::blocks_looked_at(numel, every) * kBlock;
-      expect(next <= room && room < next + kBlock,
-             [&] { return text("room of ", room, " for ", next, " windows"); });
+      expect(next <= room && room < next + kBlock, "room of ", room, " for ", next, " windows");
       const device::Windows<DType::kFloat32> none{nullptr, nullptr, every};
-      expect(none.place(0) == -1, [] { return std::string("a place where nobody asks"); });
+      expect(none.place(0) == -1, "a place where nobody asks");
     }
   }
 }
@@ -94,33 +83,33 @@ void check_places() {
 template <DType kDType, int kWires>
 void load_wires(const Case<kDType>& made, int64_t i, int below, device::Key<kDType> (&keys)[kWires],
                 int first_wire = 0) {
-  const int rows = static_cast<int>(made.job.rows.size());
   for (int wire = 0; wire < kWires; ++wire) {
     const int row = first_wire + wire - below;
-    keys[wire] = row < 0       ? device::kFirst<kDType>
-                 : row >= rows ? device::kLast<kDType>
-                               : static_cast<device::Key<kDType>>(key_of<kDType>(made.get(row, i)));
+    keys[wire] = row < 0 ? device::kFirst<kDType>
+                 : row >= made.job.num_rows()
+                     ? device::kLast<kDType>
+                     : static_cast<device::Key<kDType>>(key_of<kDType>(made.get(row, i)));
   }
 }
 
 template <DType kDType, int kWires, bool kIsOdd>
 void check_registers(const Case<kDType>& made, int64_t i) {
   const RuleParams& params = made.job.params;
-  const int rows = static_cast<int>(made.job.rows.size());
   device::Key<kDType> keys[kWires];
-  load_wires(made, i, device::padding_below<kWires>(rows), keys);
-  compare(made, i,
-          params.rule == Rule::kMedian
-              ? device::median_of<kDType, kWires, kIsOdd>(keys, params.kind)
-              : device::trimmed_mean_of<kDType, kWires, kIsOdd>(keys, rows, params.f),
-          "register_kernel");
+  load_wires(made, i, device::padding_below<kWires>(made.job.num_rows()), keys);
+  compare(
+      made, i,
+      params.rule == Rule::kMedian
+          ? device::median_of<kDType, kWires, kIsOdd>(keys, params.kind)
+          : device::trimmed_mean_of<kDType, kWires, kIsOdd>(keys, made.job.num_rows(), params.f),
+      "register_kernel");
 }
 
 template <DType kDType>
 void check_two_lanes(const Case<kDType>& made, int64_t i) {
   using device::kHalf;
   const RuleParams& params = made.job.params;
-  const int rows = static_cast<int>(made.job.rows.size());
+  const int rows = made.job.num_rows();
   const int below = device::padding_below<2 * kHalf>(rows);
   device::Key<kDType> keys[2][kHalf], other[2][kHalf];
   for (int side : {0, 1}) {
@@ -146,25 +135,22 @@ void check_two_lanes(const Case<kDType>& made, int64_t i) {
 
 template <DType kDType, int kWires, bool kIsWeighted>
 void check_any_rule(const Case<kDType>& made, int64_t i) {
-  const int rows = static_cast<int>(made.job.rows.size());
   device::Key<kDType> keys[kWires];
   int32_t weights[kWires] = {};
   load_wires(made, i, 0, keys);
   std::copy(made.job.weights.begin(), made.job.weights.end(), weights);
-  const int64_t total = total_of(made.job);
-  compare(
-      made, i,
-      device::any_rule_of<kDType, kWires, kIsWeighted>(keys, weights, rows, total, made.job.params),
-      "any_rule_kernel");
+  const auto outcome = device::any_rule_of<kDType, kWires, kIsWeighted>(
+      keys, weights, made.job.num_rows(), made.job.total_weight(), made.job.params);
+  compare(made, i, outcome, "any_rule_kernel");
 }
 
 template <DType kDType, bool kIsWeighted>
 void check_shared(const Case<kDType>& made, int64_t i) {
-  const int rows = static_cast<int>(made.job.rows.size());
+  const int rows = made.job.num_rows();
   std::vector<device::Key<kDType>> keys;
   for (auto bits : made.column(i)) keys.push_back(key_of<kDType>(bits));
   std::vector<int32_t> weights = made.job.weights;
-  const int64_t total = total_of(made.job);
+  const int64_t total = made.job.total_weight();
   for (int p = 1; p < rows; p *= 2) {
     for (int k = p; k >= 1; k /= 2) {
       for (int low = 0; low < rows; ++low) {
@@ -194,22 +180,18 @@ void for_results(int rows, bool is_weighted, bool is_ranked, const Check& check)
   }
 }
 
-template <DType kDType, int kWires>
-void check_exact() {
-  if constexpr (kWires >= 1) {
-    for_results<kDType>(kWires, false, true, check_registers<kDType, kWires, kWires % 2 == 1>);
-    check_exact<kDType, kWires - 1>();
-  }
+template <DType kDType, int... kLess>
+void check_exact(std::integer_sequence<int, kLess...>) {
+  (for_results<kDType>(kLess + 1, false, true, check_registers<kDType, kLess + 1, kLess % 2 == 0>),
+   ...);
 }
 
 template <DType kDType, int kWires>
 void check_padded(int least) {
   for (int rows = least; rows <= kWires; ++rows) {
-    if (rows % 2) {
-      for_results<kDType>(rows, false, true, check_registers<kDType, kWires, true>);
-    } else {
-      for_results<kDType>(rows, false, true, check_registers<kDType, kWires, false>);
-    }
+    for_results<kDType>(
+        rows, false, true,
+        rows % 2 ? check_registers<kDType, kWires, true> : check_registers<kDType, kWires, false>);
   }
 }
 
@@ -225,7 +207,7 @@ void check_any_rules(int least) {
 
 template <DType kDType>
 void check_dtype() {
-  check_exact<kDType, 16>();
+  check_exact<kDType>(std::make_integer_sequence<int, 16>{});
   check_any_rules<kDType, 4>(1);
   check_any_rules<kDType, 8>(5);
   check_any_rules<kDType, 16>(9);
@@ -240,8 +222,7 @@ void check_dtype() {
     }
   }
   for (int rows : {1, 2, 5, 40}) {
-    check_sums<kDType>(rows, false);
-    check_sums<kDType>(rows, true);
+    for (bool is_weighted : {false, true}) check_sums<kDType>(rows, is_weighted);
   }
   for (int rows : {1, 2, 3, 7, 16, 33, 64, 100, 129, 200, 1024}) {
     for_results<kDType>(rows, false, false, check_shared<kDType, false>);
@@ -259,8 +240,5 @@ int main(int argc, char** argv) {
   loft::checks::check_dtype<loft::DType::kFloat32>();
   loft::checks::check_dtype<loft::DType::kFloat16>();
   loft::checks::check_dtype<loft::DType::kBFloat16>();
-  std::printf("device code on the host: %lld results, %lld differ\n",
-              static_cast<long long>(loft::checks::compared),
-              static_cast<long long>(loft::checks::failures));
-  return loft::checks::failures == 0 ? 0 : 1;
+  return loft::checks::report("device code on the host");
 }

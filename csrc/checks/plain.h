@@ -5,11 +5,9 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
+#include <iostream>
 #include <memory>
 #include <random>
-#include <sstream>
 #include <string>
 #include <vector>
 
@@ -18,22 +16,27 @@
 
 namespace loft::checks {
 
+inline std::ostream& operator<<(std::ostream& out, const Job& job) {
+  return out << describe(job) << ", dtype " << static_cast<int>(job.dtype) << ", rule "
+             << static_cast<int>(job.params.rule) << ", kind " << static_cast<int>(job.params.kind)
+             << (job.weights.empty() ? "" : ", weighted");
+}
+
 // What a program of checks has counted; the first twenty failures are printed.
 inline int64_t compared = 0, failures = 0;
 
+// Counts a result; where it is wrong prints `parts`, one behind the other.
 template <typename... Parts>
-std::string text(const Parts&... parts) {
-  std::ostringstream out;
-  (out << ... << parts);
-  return out.str();
-}
-
-// `say` gives what to print, and is asked where it is printed only.
-template <typename Say>
-void expect(bool is_right, const Say& say) {
+void expect(bool is_right, const Parts&... parts) {
   ++compared;
   if (is_right || ++failures > 20) return;
-  std::printf("%s\n", say().c_str());
+  (std::cout << ... << parts) << std::dec << std::endl;
+}
+
+// Prints what was counted until now; returns a program's exit status.
+inline int report(const std::string& what) {
+  std::cout << what << ": " << compared << " results, " << failures << " differ" << std::endl;
+  return failures == 0 ? 0 : 1;
 }
 
 // Sum of pairs from the middle outwards, then a binary tree that carries an odd one up.
@@ -82,11 +85,16 @@ V plain_mean(const Ranked<V>& ranked, size_t first, size_t count, bool by_weight
   return mean > high ? high : mean;
 }
 
-// The middle two ranks, which may be one.
+// A result and the window of values that were kept for it.
 template <typename V>
-std::pair<size_t, size_t> plain_middle(const Ranked<V>& ranked, bool by_weight) {
+struct Kept {
+  V result, low, high;
+};
+
+template <typename V>
+Kept<V> plain_median(const Ranked<V>& ranked, MedianKind kind, bool by_weight) {
   const size_t rows = ranked.values.size();
-  size_t first = (rows - 1) / 2, last = rows / 2;
+  size_t first = (rows - 1) / 2, last = rows / 2;  // the middle two ranks, which may be one
   if (by_weight) {
     int64_t total = 0, below = 0;
     for (int64_t weight : ranked.weights) total += weight;
@@ -97,18 +105,6 @@ std::pair<size_t, size_t> plain_middle(const Ranked<V>& ranked, bool by_weight) 
       if (last == rows && 2 * below > total) last = i;
     }
   }
-  return {first, last};
-}
-
-// A result and the window of values that were kept for it.
-template <typename V>
-struct Kept {
-  V result, low, high;
-};
-
-template <typename V>
-Kept<V> plain_median(const Ranked<V>& ranked, MedianKind kind, bool by_weight) {
-  const auto [first, last] = plain_middle(ranked, by_weight);
   const V lower = ranked.values[first], upper = ranked.values[last];
   if (kind == MedianKind::kLower || lower == upper) return {lower, lower, upper};
   const bool is_upper = kind == MedianKind::kUpper || first == last;
@@ -160,10 +156,6 @@ Kept<typename Stored<kDType>::Value> plain_kept(
   return plain_rule(ranked, params);
 }
 
-inline Diagnostics no_diagnostics(size_t rows) {
-  return {0, std::vector<int64_t>(rows), std::vector<int64_t>(rows), std::vector<double>(rows)};
-}
-
 // Adds what every row did in one coordinate.
 template <DType kDType>
 void plain_diagnose(const std::vector<typename Stored<kDType>::Bits>& stored,
@@ -195,11 +187,13 @@ class Case {
     job.numel = numel;
     job.dtype = kDType;
     for (int row = 0; row <= rows; ++row) {  // the last one takes the result
-      blocks_.emplace_back(static_cast<char*>(std::malloc(bytes_ + offset_ + (bytes_ == 0))));
+      blocks_.push_back(std::make_unique<char[]>(bytes_ + offset_));
       for (int64_t i = 0; i < numel; ++i) {
         const bool is_hard = row == 0 || (i < kHard && !is_tame);
         const Bits bits = is_hard ? hard_value(random, i % 4 ? 32 : 8) : tame_value(random);
-        put(row, i, is_tame && !is_finite(bits) ? Stored<kDType>::kNaN : bits);
+        const bool is_finite =
+            (bits & std::numeric_limits<Bits>::max()) < Stored<kDType>::kInfinity;
+        put(row, i, is_tame && !is_finite ? Stored<kDType>::kNaN : bits);
       }
       if (row < rows) job.rows.push_back(blocks_.back().get() + offset_);
     }
@@ -214,12 +208,10 @@ class Case {
     std::memcpy(&bits, blocks_[row].get() + offset_ + i * sizeof(Bits), sizeof(Bits));
     return bits;
   }
-  Bits result(int64_t i) const { return get(static_cast<int>(job.rows.size()), i); }
+  Bits result(int64_t i) const { return get(job.num_rows(), i); }
   std::vector<Bits> column(int64_t i) const {
     std::vector<Bits> column;
-    for (size_t row = 0; row < job.rows.size(); ++row) {
-      column.push_back(get(static_cast<int>(row), i));
-    }
+    for (int row = 0; row < job.num_rows(); ++row) column.push_back(get(row, i));
     return column;
   }
   void poison() { std::memset(job.out, 0x5a, bytes_); }
@@ -227,15 +219,8 @@ class Case {
   Job job;
 
  private:
-  struct Free {
-    void operator()(char* block) const { std::free(block); }
-  };
-
   static constexpr int64_t kHard = 32;
 
-  static bool is_finite(Bits bits) {
-    return (bits & std::numeric_limits<Bits>::max()) < Stored<kDType>::kInfinity;
-  }
   static Bits tame_value(std::mt19937& random) {
     const float value = std::ldexp(static_cast<float>(random() % 4096) - 2048.0f,
                                    static_cast<int>(random() % 8) - 12);
@@ -248,35 +233,29 @@ class Case {
   }
   static Bits hard_value(std::mt19937& random, unsigned kinds) {
     const Bits sign = std::numeric_limits<Bits>::min();
-    switch (random() % kinds) {
-      case 0: return Stored<kDType>::kNaN;
-      case 1: return static_cast<Bits>(Stored<kDType>::kInfinity + 1) | sign;  // signalling
-      case 2: return Stored<kDType>::kInfinity;
-      case 3: return Stored<kDType>::kInfinity | sign;
-      case 4: return Stored<kDType>::kInfinity - 1;  // the largest finite value
-      case 5: return (Stored<kDType>::kInfinity - 1) | sign;
-      default: return tame_value(random);
-    }
+    const Bits largest = Stored<kDType>::kInfinity - 1;  // the finite one
+    const Bits signalling = static_cast<Bits>(Stored<kDType>::kInfinity + 1) | sign;
+    const Bits hard[] = {Stored<kDType>::kNaN,
+                         signalling,
+                         Stored<kDType>::kInfinity,
+                         Stored<kDType>::kInfinity | sign,
+                         largest,
+                         largest | sign};
+    const size_t kind = random() % kinds;
+    return kind < std::size(hard) ? hard[kind] : tame_value(random);
   }
   void put(int row, int64_t i, Bits bits) {
     std::memcpy(blocks_[row].get() + offset_ + i * sizeof(Bits), &bits, sizeof(Bits));
   }
 
   size_t bytes_, offset_;
-  std::vector<std::unique_ptr<char, Free>> blocks_;
+  std::vector<std::unique_ptr<char[]>> blocks_;
 };
-
-inline std::string describe(const Job& job) {
-  return text("dtype ", static_cast<int>(job.dtype), ", rule ", static_cast<int>(job.params.rule),
-              ", kind ", static_cast<int>(job.params.kind), ", f ", job.params.f, ", rows ",
-              job.rows.size(), ", numel ", job.numel, job.weights.empty() ? "" : ", weighted");
-}
 
 // Every rule that `rows` rows allow, with no f, one, some and the most.
 inline std::vector<RuleParams> rules_for(int rows) {
-  std::vector<RuleParams> rules{{Rule::kMedian, MedianKind::kMidpoint, 0},
-                                {Rule::kMedian, MedianKind::kLower, 0},
-                                {Rule::kMedian, MedianKind::kUpper, 0}};
+  std::vector<RuleParams> rules;
+  for (int kind : {0, 1, 2}) rules.push_back({Rule::kMedian, static_cast<MedianKind>(kind), 0});
   const int most = (rows - 1) / 2;
   std::vector<int> trims{0, std::min(1, most), most / 2, most};
   trims.erase(std::unique(trims.begin(), trims.end()), trims.end());

@@ -9,14 +9,11 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cfenv>
 #include <exception>
 #include <mutex>
 #include <stdexcept>
 #include <thread>
-
-#if defined(__SSE2__)
-#include <xmmintrin.h>
-#endif
 
 #include "cpu/dispatch.h"
 
@@ -30,28 +27,15 @@ constexpr int64_t kBytesAThread = 2 * 1024 * 1024;
 // Rounding to nearest, no flushing of subnormals, no traps, whatever the caller has set.
 class FloatState {
  public:
-#if defined(__SSE2__)
-  FloatState() : saved_(_mm_getcsr()) { _mm_setcsr(0x1f80); }  // MXCSR as at a start
-  ~FloatState() { _mm_setcsr(saved_); }
-
- private:
-  unsigned saved_;
-#elif defined(__aarch64__)
   FloatState() {
-    asm volatile("mrs %0, fpcr" : "=r"(saved_));
-    asm volatile("msr fpcr, %0" : : "r"(uint64_t{0}));
+    std::fegetenv(&saved_);
+    std::fesetenv(FE_DFL_ENV);  // as at a program's start
   }
-  ~FloatState() { asm volatile("msr fpcr, %0" : : "r"(saved_)); }
+  ~FloatState() { std::fesetenv(&saved_); }
 
  private:
-  uint64_t saved_;
-#endif
+  std::fenv_t saved_;
 };
-
-std::string describe(const Job& job) {
-  return "rows=" + std::to_string(job.rows.size()) + ", numel=" + std::to_string(job.numel) +
-         ", f=" + std::to_string(job.params.f);
-}
 
 // --- instruction sets
 
@@ -96,33 +80,33 @@ const KernelTable& table_for(const std::string& wanted) {
 }
 
 Work work_of(const Job& job) {
-  Work work{};
-  work.rows = reinterpret_cast<const char* const*>(job.rows.data());
-  work.weights = job.weights.empty() ? nullptr : job.weights.data();
-  work.num_rows = static_cast<int>(job.rows.size());
-  for (int32_t weight : job.weights) work.total_weight += weight;
-  work.params = job.params;
-  work.out = static_cast<char*>(job.out);
-  return work;
+  const int32_t* weights = job.weights.empty() ? nullptr : job.weights.data();
+  const auto* rows = reinterpret_cast<const char* const*>(job.rows.data());
+  return {
+      rows, weights, job.num_rows(), job.total_weight(), job.params, static_cast<char*>(job.out)};
 }
 
-// Calls body(block) for every block; the first exception of any thread comes back.
+// Calls body(begin, end) for every block of coordinates; a thread's first exception comes back.
 template <typename Body>
-void for_blocks(int64_t blocks, int64_t threads, const Body& body) {
-  std::atomic<int64_t> next{0};  // block that nobody has taken yet
+void for_blocks(const Job& job, int threads, const Body& body) {
+  const int64_t bytes = job.numel * size_of(job.dtype) * static_cast<int64_t>(job.rows.size());
+  std::atomic<int64_t> next{0};  // coordinate from which on nobody has taken any yet
   std::exception_ptr failure;
   std::mutex guard;
   const auto loop = [&] {
     const FloatState state;
     try {
-      for (int64_t block; (block = next.fetch_add(1)) < blocks;) body(block);
+      for (int64_t begin; (begin = next.fetch_add(kBlock)) < job.numel;) {
+        body(begin, std::min(job.numel, begin + kBlock));
+      }
     } catch (...) {
       const std::lock_guard<std::mutex> lock(guard);
       if (!failure) failure = std::current_exception();
     }
   };
   std::vector<std::thread> helpers;
-  for (int64_t i = 1; i < std::min(threads, blocks); ++i) {
+  const int64_t most = std::min<int64_t>(threads, bytes / kBytesAThread);
+  for (int64_t i = 1; i < std::min(most, (job.numel + kBlock - 1) / kBlock); ++i) {
     try {
       helpers.emplace_back(loop);
     } catch (const std::system_error&) {
@@ -132,11 +116,6 @@ void for_blocks(int64_t blocks, int64_t threads, const Body& body) {
   loop();  // this thread works, too
   for (std::thread& helper : helpers) helper.join();
   if (failure) std::rethrow_exception(failure);
-}
-
-int64_t threads_for(const Job& job, int threads) {
-  const int64_t bytes = job.numel * size_of(job.dtype) * static_cast<int64_t>(job.rows.size());
-  return std::max<int64_t>(1, std::min<int64_t>(threads, bytes / kBytesAThread));
 }
 
 // --- which row was off
@@ -160,29 +139,24 @@ constexpr size_t kFetchedRows = 8;
 
 // Whether what is kept of a coordinate is the value of one row.
 bool keeps_one(const Job& job) {
-  const int rows = static_cast<int>(job.rows.size());
-  if (job.params.rule == Rule::kMedian) return rows % 2 && job.weights.empty();
-  return job.params.rule == Rule::kTrimmedMean && 2 * job.params.f + 1 == rows;
+  if (job.params.rule == Rule::kMedian) return job.num_rows() % 2 && job.weights.empty();
+  return job.params.rule == Rule::kTrimmedMean && 2 * job.params.f + 1 == job.num_rows();
 }
-
-// What one row did in one block; see Diagnostics in aggregate.h.
-struct RowTally {
-  int64_t num_outside, num_non_finite;
-  double squared_distance;
-};
 
 class DiagnosticBlocks {
  public:
   // Looks at every `every`-th block, the first one included; with no `total` at none.
-  DiagnosticBlocks(const Job& job, int64_t blocks, int every, Diagnostics* total)
-      : job_(job), every_(std::max(1, every)), total_(total) {
+  DiagnosticBlocks(const Job& job, int every, Diagnostics* total)
+      : job_(job), period_(std::max(1, every) * kBlock), total_(total) {
     if (!total) return;
-    const size_t rows = job.rows.size();
-    *total = {0, std::vector<int64_t>(rows), std::vector<int64_t>(rows), std::vector<double>(rows)};
-    tallies_.resize(static_cast<size_t>((blocks + every_ - 1) / every_) * rows);
+    *total = Diagnostics(job.rows.size());
+    for (int64_t begin = 0; begin < job.numel; begin += period_) {
+      total->coordinates += std::min(kBlock, job.numel - begin);
+      found_.emplace_back(job.rows.size());
+    }
   }
 
-  bool wants(int64_t block) const { return total_ && block % every_ == 0; }
+  bool wants(int64_t begin) const { return total_ && begin % period_ == 0; }
 
   // Aggregates a block and compares its rows; called for each wanted block, by any thread.
   void run(const Work& work, const KernelTable& table, Kernel kernel, int64_t begin, int64_t end) {
@@ -202,66 +176,60 @@ class DiagnosticBlocks {
           {work.rows, work.num_rows, from, to - from, work.out + from * bytes, low, to_high, ahead},
           rows.data());
     }
-    RowTally* tally = tallies_.data() + static_cast<size_t>(begin / kBlock / every_) * rows.size();
-    for (const RowLanes& row : rows) {
-      *tally = {row.outside, row.non_finite, 0};
-      for (double squared : row.squared) tally->squared_distance += squared;
-      ++tally;
+    Diagnostics& found = found_[static_cast<size_t>(begin / period_)];
+    for (size_t row = 0; row < rows.size(); ++row) {
+      found.num_outside[row] = rows[row].outside;
+      found.num_non_finite[row] = rows[row].non_finite;
+      for (double squared : rows[row].squared) found.squared_distance[row] += squared;
     }
   }
 
   // Adds up what all wanted blocks had, in their order.
   void finish() {
-    if (!total_) return;
-    const int64_t last = (job_.numel + kBlock - 1) / kBlock - 1, period = every_ * kBlock;
-    total_->coordinates = (job_.numel + period - 1) / period * kBlock;
-    if (last % every_ == 0) total_->coordinates -= (last + 1) * kBlock - job_.numel;
-    for (size_t i = 0; i < tallies_.size(); ++i) {
-      const size_t row = i % job_.rows.size();
-      total_->num_outside[row] += tallies_[i].num_outside;
-      total_->num_non_finite[row] += tallies_[i].num_non_finite;
-      total_->squared_distance[row] += tallies_[i].squared_distance;
+    for (const Diagnostics& found : found_) {
+      for (size_t row = 0; row < job_.rows.size(); ++row) {
+        total_->num_outside[row] += found.num_outside[row];
+        total_->num_non_finite[row] += found.num_non_finite[row];
+        total_->squared_distance[row] += found.squared_distance[row];
+      }
     }
   }
 
  private:
   const Job& job_;
-  int64_t every_;
+  const int64_t period_;  // coordinates from one wanted block to the next
   Diagnostics* total_;
-  std::vector<RowTally> tallies_;  // [wanted blocks, rows]
+  std::vector<Diagnostics> found_;  // one a wanted block
 };
 
 }  // namespace
 
-std::vector<std::string> isa_levels() {
+std::vector<std::string> isa_levels(bool all) {
   std::vector<std::string> names;
   for (const Level& level : built()) {
-    if (level.runs) names.push_back(level.name);
+    if (all || level.runs) names.push_back(level.name);
   }
   return names;
 }
 
-std::vector<std::string> built_levels() {
-  std::vector<std::string> names;
-  for (const Level& level : built()) names.push_back(level.name);
-  return names;
+std::string describe(const Job& job) {
+  return "rows=" + std::to_string(job.rows.size()) + ", numel=" + std::to_string(job.numel) +
+         ", f=" + std::to_string(job.params.f);
 }
 
 void check(const Job& job) {
   const int64_t rows = static_cast<int64_t>(job.rows.size());
-  const int64_t f = job.params.f;
   if (rows < 1 || rows > kMaxRows) {
     throw std::invalid_argument(describe(job) + ": need 1 <= rows <= " + std::to_string(kMaxRows));
   }
-  if (job.numel < 0 || f < 0 || 2 * f >= rows) {
+  if (job.numel < 0 || job.params.f < 0 || 2 * int64_t{job.params.f} >= rows) {
     throw std::invalid_argument(describe(job) + ": need numel >= 0 and 0 <= 2*f < rows");
   }
   if (job.weights.empty()) return;
-  int64_t total = 0;
-  for (int32_t weight : job.weights) {
-    if (weight < 1) throw std::invalid_argument("weights must be >= 1; leave other rows out");
-    total += weight;
+  if (*std::min_element(job.weights.begin(), job.weights.end()) < 1) {
+    throw std::invalid_argument("weights must be >= 1; leave other rows out");
   }
+  const int64_t total = job.total_weight();
   if (static_cast<int64_t>(job.weights.size()) != rows || total > kMaxTotalWeight) {
     throw std::invalid_argument(describe(job) + ": need one weight a row, in all at most " +
                                 std::to_string(kMaxTotalWeight) + ", not " + std::to_string(total));
@@ -273,15 +241,9 @@ void aggregate_cpu(const Job& job, const CpuOptions& options) {
   const KernelTable& table = table_for(options.isa);
   const Kernel kernel = table.kernels[!job.weights.empty()][static_cast<int>(job.dtype)];
   const Work work = work_of(job);
-  const int64_t blocks = (job.numel + kBlock - 1) / kBlock;
-  DiagnosticBlocks samples(job, blocks, options.diagnose_every, options.diagnostics);
-  for_blocks(blocks, threads_for(job, options.threads), [&](int64_t block) {
-    const int64_t begin = block * kBlock, end = std::min(job.numel, begin + kBlock);
-    if (samples.wants(block)) {
-      samples.run(work, table, kernel, begin, end);
-    } else {
-      kernel(work, begin, end);
-    }
+  DiagnosticBlocks samples(job, options.diagnose_every, options.diagnostics);
+  for_blocks(job, options.threads, [&](int64_t begin, int64_t end) {
+    samples.wants(begin) ? samples.run(work, table, kernel, begin, end) : kernel(work, begin, end);
   });
   samples.finish();
 }
@@ -292,10 +254,7 @@ void pass_cpu(const Job& job, const CpuOptions& options, bool in_bursts) {
   const KernelTable& table = table_for(options.isa);
   const Kernel kernel = in_bursts ? table.burst : table.pass;
   const Work work = work_of(job);
-  const int64_t blocks = (job.numel + kBlock - 1) / kBlock;
-  for_blocks(blocks, threads_for(job, options.threads), [&](int64_t block) {
-    kernel(work, block * kBlock, std::min(job.numel, (block + 1) * kBlock));
-  });
+  for_blocks(job, options.threads, [&](int64_t begin, int64_t end) { kernel(work, begin, end); });
 }
 
 }  // namespace loft

@@ -1,5 +1,4 @@
-// Layer 2. What the kernels of one instruction set are asked, and the table of them: all that
-// aggregate.cpp sees of a level.
+// Layer 2. The kernels of one instruction set in a table: all that aggregate.cpp sees of a level.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +17,8 @@ struct Work {
   int64_t total_weight;
   RuleParams params;
   char* out;
-  void* low;
-  void* high;
+  void* low = nullptr;
+  void* high = nullptr;
 };
 
 // Aggregates coordinates [begin, end).
