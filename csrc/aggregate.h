@@ -44,8 +44,7 @@ struct CpuOptions {
   int diagnose_every = 16;  // one block of so many
 };
 
-// The job in the words of an error message.
-std::string describe(const Job& job);
+std::string describe(const Job& job);  // for error messages
 // Throws std::invalid_argument with the values when the job breaks a limit of rules.h.
 void check(const Job& job);
 void aggregate_cpu(const Job& job, const CpuOptions& options);

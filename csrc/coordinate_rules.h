@@ -125,8 +125,7 @@ LOFT_INLINE auto slides(V centre, V leaving, V entering) {
 }
 
 // A sum that overflows is repeated with every value scaled by this, in double. Bound from the most
-// rows and weights, 2^30 together: their sum grows by less than 2^64. A power of two keeps the
-// bits.
+// rows and weights, 2^30 together: sums grow by less than 2^64. A power of two keeps the bits.
 constexpr double kRescueScale = 1.0 / 18446744073709551616.0;  // 2^-64
 
 // The mean of finite values whose sum overflows.

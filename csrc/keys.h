@@ -42,11 +42,12 @@ LOFT_INLINE To bit_cast(From from) {
 // rises, and must rise with it. Its own inverse. Of int8_t, say:
 //   +2  00000010 -> 00000010      -1  10000001 -> 11111110
 //   +1  00000001 -> 00000001      -2  10000010 -> 11111101   read as integers: -3 < -2 < 1 < 2
-template <typename Bits>
-LOFT_INLINE Bits flip_bits(Bits bits) {
-  constexpr int kShift = 8 * sizeof(Bits) - 1;
-  constexpr Bits kMagnitude = static_cast<Bits>(~(uint64_t{1} << kShift));
-  return static_cast<Bits>(bits ^ ((bits >> kShift) & kMagnitude));
+// Of one value, or of a vector with such lanes.
+template <typename I, typename Lane = I>
+LOFT_INLINE I flip_bits(I bits) {
+  constexpr int kShift = 8 * sizeof(Lane) - 1;
+  constexpr Lane kMagnitude = static_cast<Lane>(~(uint64_t{1} << kShift));
+  return static_cast<I>(bits ^ ((bits >> kShift) & kMagnitude));
 }
 
 template <DType kDType>
@@ -56,7 +57,7 @@ LOFT_INLINE typename Stored<kDType>::Bits key_of(typename Stored<kDType>::Bits b
   return (bits & kMagnitude) > Stored<kDType>::kInfinity ? Stored<kDType>::kNaN : flip_bits(bits);
 }
 
-// The next two take one value (I int32_t, V float) or a vector of them, and so does the CPU.
+// The next three take one value (I int32_t, V float) or a vector of them.
 
 // From float16, exact. `bits`: the stored 16 bits with their sign extended to 32.
 template <typename V, typename I>
@@ -85,11 +86,13 @@ LOFT_INLINE I narrow_float16(V value) {
   return result | sign;
 }
 
-// To nearest, ties to even.
-LOFT_INLINE int16_t bfloat16_bits(float value) {
-  const uint32_t bits = bit_cast<uint32_t>(value);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;
-  return static_cast<int16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+// To bfloat16, the same; every NaN becomes the canonical one. One value's I is uint32_t: the sum of
+// a NaN's bits would overflow an int32_t.
+template <typename I, typename V>
+LOFT_INLINE I narrow_bfloat16(V value) {
+  const I bits = bit_cast<I>(value);
+  const I rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  return (bits & 0x7fffffff) > I{} + 0x7f800000 ? I{} + 0x7fc0 : rounded;
 }
 
 template <DType kDType>
@@ -110,7 +113,7 @@ LOFT_INLINE typename Stored<kDType>::Bits bits_of(typename Stored<kDType>::Value
   if constexpr (kDType == DType::kFloat16) {
     return static_cast<int16_t>(narrow_float16<int32_t>(value));
   } else if constexpr (kDType == DType::kBFloat16) {
-    return bfloat16_bits(value);
+    return static_cast<int16_t>(narrow_bfloat16<uint32_t>(value));
   } else {
     return bit_cast<typename Stored<kDType>::Bits>(value);
   }

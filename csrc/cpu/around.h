@@ -81,8 +81,7 @@ struct ValueLoad : RowLoad<Float32, kRows> {
   }
 };
 
-// Mean of ranks first .. first + kCount - 1 and its sum. That of one or two values never leaves
-// their range, whatever is rounded.
+// Mean of kCount ranks from `first` on and its sum. That of one or two never leaves their range.
 template <int kCount>
 LOFT_INLINE Floats mean_of_values(const Value* ranked, int first, Floats low, Floats high,
                                   Floats& sum) {
@@ -161,19 +160,15 @@ int64_t run_around_ranked(const Work& work, int64_t begin, int64_t end) {
   });
 }
 
-template <int kRows, int kF>
-constexpr Run run_around() {
-  if constexpr (kRows <= kValueRows) {
-    return for_each_vector<MeanAround<kRows, kF>>;
-  } else {
-    return run_around_ranked<kRows, kF>;
-  }
-}
-
 template <int kRows>
 Run around(int f) {
-  constexpr auto table =
-      table_of<(kRows + 1) / 2>([](auto less) -> Run { return run_around<kRows, less>(); });
+  constexpr auto table = table_of<(kRows + 1) / 2>([](auto trim) -> Run {
+    if constexpr (kRows <= kValueRows) {
+      return for_each_vector<MeanAround<kRows, trim>>;
+    } else {
+      return run_around_ranked<kRows, trim>;
+    }
+  });
   return table[f];
 }
 

@@ -17,9 +17,7 @@ using Doubles = Vector<double, kDoubleBytes>;
 constexpr int kDoubles = kDoubleBytes / 8;  // lanes
 
 template <DType kDType>
-constexpr int64_t kBytes = kDType == DType::kFloat64   ? 8
-                           : kDType == DType::kFloat32 ? 4
-                                                       : 2;
+constexpr int64_t kBytes = sizeof(typename Stored<kDType>::Bits);
 
 // A register of neighbours in the arithmetic type.
 template <DType kDType>
@@ -72,8 +70,7 @@ LOFT_INLINE Doubles part_of(ValueOf<kDType> values, int part, [[maybe_unused]] c
   }
 }
 
-// a - b. With AVX2 the units that add, compare and convert are short: those that multiply subtract,
-// too, as their product is exact.
+// a - b. With AVX2 units that add are short: those that multiply subtract too, exact as a * 1 is.
 LOFT_INLINE Doubles difference(Doubles a, Doubles b) {
 #if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512BW__)
   return _mm256_fmsub_pd(a, Doubles{} + 1.0, b);
@@ -93,7 +90,7 @@ LOFT_INLINE void hold([[maybe_unused]] V& value) {
 // How many lanes are set in masks: lane by lane, as a set lane is -1. With AVX2 one number for all
 // lanes of floats, which leaves the registers to the squares of two rows.
 template <DType kDType>
-struct Count {
+struct CountedLanes {
   MaskOf<kDType> lanes = {};
 
   LOFT_INLINE void operator+=(MaskOf<kDType> mask) { lanes -= mask; }
@@ -113,12 +110,11 @@ struct CountedFloats {
   }
   LOFT_INLINE int32_t sum() const { return counted; }
 };
-template <>
-struct Count<DType::kFloat32> : CountedFloats {};
-template <>
-struct Count<DType::kFloat16> : CountedFloats {};
-template <>
-struct Count<DType::kBFloat16> : CountedFloats {};
+template <DType kDType>
+using Count = std::conditional_t<kDType == DType::kFloat64, CountedLanes<kDType>, CountedFloats>;
+#else
+template <DType kDType>
+using Count = CountedLanes<kDType>;
 #endif
 
 // Whether values inside their window are counted, which takes an instruction less.
@@ -126,8 +122,7 @@ template <typename V>
 constexpr bool kCountsInside = kVectorBytes == 64 && sizeof(V) == 64;
 
 // Counts finite values: outside their window, or inside. A window that ends in NaN has no value
-// above it; where it begins with NaN the result is NaN, and this is not asked. kIsOne: it begins
-// and ends with one value.
+// above it; where it begins with NaN this is not asked. kIsOne: it begins and ends with one value.
 template <DType kDType, bool kIsOne, typename V>
 LOFT_INLINE void count_window(Count<kDType>& count, V value, V low, [[maybe_unused]] V high) {
 #if defined(__AVX512BW__)
@@ -147,8 +142,7 @@ LOFT_INLINE void count_window(Count<kDType>& count, V value, V low, [[maybe_unus
   }
 }
 
-// The results of one tile and the window that was kept there, and how many bytes ahead of what is
-// read its row is fetched.
+// The results of one tile, the window that was kept there, and how far ahead rows are fetched.
 struct Tile {
   const double* results;
   const char* low;
@@ -163,7 +157,6 @@ enum class Given {
   kOneIsKept,  // and each coordinate's window is one value
 };
 
-// Sums of one row.
 template <DType kDType>
 struct Sums {
   Count<kDType> outside, non_finite;
@@ -219,8 +212,7 @@ LOFT_INLINE void add(const char* const* rows, const Tile& tile, int64_t i, Sums<
   }
 }
 
-// Adds coordinates [0, count), whole steps of kLanes, of kRows rows from the coordinate that
-// `rows` point at.
+// Adds `count` coordinates, whole steps of kLanes, of kRows rows from where `rows` point.
 template <DType kDType, Given kGiven, int kRows>
 void add_to(RowLanes* lanes, const char* const* rows, const Tile& tile, int64_t count) {
   Sums<kDType> sums[kRows];
@@ -248,7 +240,6 @@ void add_to(RowLanes* lanes, const char* const* rows, const Tile& tile, int64_t 
   }
 }
 
-// Results of kLanes coordinates as doubles.
 template <DType kDType>
 LOFT_INLINE void widen(const char* from, double* to) {
   for (int at = 0; at < kLanes; at += kValues<kDType>) {
@@ -308,12 +299,9 @@ void compare(const Compared& what, RowLanes* rows) {
 }  // namespace
 
 void compare_rows(DType dtype, const Compared& what, RowLanes* rows) {
-  switch (dtype) {
-    case DType::kFloat64: return compare<DType::kFloat64>(what, rows);
-    case DType::kFloat32: return compare<DType::kFloat32>(what, rows);
-    case DType::kFloat16: return compare<DType::kFloat16>(what, rows);
-    case DType::kBFloat16: return compare<DType::kBFloat16>(what, rows);
-  }
+  constexpr auto table =
+      table_of<4>([](auto code) { return &compare<static_cast<DType>(code())>; });
+  table[static_cast<int>(dtype)](what, rows);
 }
 
 }  // namespace loft::LOFT_ISA

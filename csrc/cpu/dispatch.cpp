@@ -39,7 +39,6 @@ constexpr bool kIsLean = true;
 constexpr bool kIsLean = false;
 #endif
 
-// The matrix above.
 template <typename F>
 Run choose(const Work& work) {
   Run special = nullptr;

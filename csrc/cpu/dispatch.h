@@ -8,8 +8,7 @@
 namespace loft {
 
 // One job as the kernels see it; `low` and `high`, where not null, take the kept window of each
-// coordinate from `begin` on, in the arithmetic type (double for float64, else float). They are one
-// buffer where a window is one value.
+// coordinate from `begin` on, double for float64, else float; one buffer for windows of one value.
 struct Work {
   const char* const* rows;
   const int32_t* weights;  // null for equal ones

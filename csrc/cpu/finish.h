@@ -106,8 +106,7 @@ LOFT_INLINE auto trimmed_mean_of(const typename F::Entry* entries, int part, int
   }
 }
 
-// The median by weight: the lowest rank with at least half of the weight up to it, and the lowest
-// with more than half.
+// The median by weight: the lowest ranks with at least, and with more than, half of it up to them.
 template <typename F>
 LOFT_INLINE auto weighted_median_of(const Work& work, const typename F::Entry* entries, int part)
     -> Outcome<typename F::V> {
@@ -165,7 +164,6 @@ LOFT_INLINE auto mean_around(const Work& work, const typename F::Entry* entries,
   return mean;
 }
 
-// Any rule on all ranks of one part of one vector.
 template <typename F, Rule kRule>
 LOFT_INLINE auto rule_of(const Work& work, const typename F::Entry* entries, int part)
     -> Outcome<typename F::V> {
@@ -186,8 +184,7 @@ LOFT_INLINE auto rule_of(const Work& work, const typename F::Entry* entries, int
   }
 }
 
-// Write a part's result, and where one asks for it the window, at coordinate `at`. kIsNormal: the
-// result is no -0 and no NaN.
+// Write a part's result at coordinate `at`, and the window if asked for. kIsNormal: no -0, no NaN.
 template <typename F, bool kIsNormal = false>
 LOFT_INLINE void put(const Work& work, const Outcome<typename F::V>& outcome, int part, int64_t at,
                      int64_t begin) {

@@ -21,14 +21,6 @@
 
 namespace loft::LOFT_ISA {
 
-// Flips all but the sign where the sign is set; its own inverse.
-template <typename I>
-LOFT_INLINE I flip(I bits) {
-  constexpr int kShift = 8 * sizeof(Lane<I>) - 1;
-  constexpr Lane<I> kMagnitude = static_cast<Lane<I>>(~(uint64_t{1} << kShift));
-  return bits ^ ((bits >> kShift) & kMagnitude);
-}
-
 // Added to a flipped value, wrapping around: -inf becomes the smallest integer and what lay below
 // it, the negative NaNs, goes round to the top, above the positive ones.
 template <typename I, typename Scalar>
@@ -40,11 +32,11 @@ LOFT_INLINE I shift_keys(I keys, Scalar by) {
 // `room`: how many patterns of one sign are NaN.
 template <typename I, typename Scalar>
 LOFT_INLINE I to_key(I bits, Scalar room) {
-  return shift_keys(flip(bits), -room);
+  return shift_keys(flip_bits<I, Lane<I>>(bits), -room);
 }
 template <typename I, typename Scalar>
 LOFT_INLINE I from_key(I key, Scalar room) {
-  return flip(shift_keys(key, room));
+  return flip_bits<I, Lane<I>>(shift_keys(key, room));
 }
 
 // -0 becomes +0, every NaN the canonical one.
@@ -117,14 +109,6 @@ LOFT_INLINE Whole join(Part low, Part high) {
   std::memcpy(reinterpret_cast<char*>(&whole) + sizeof(Part), &high, sizeof(Part));
   return whole;
 #endif
-}
-
-// To nearest, ties to even, on 32-bit lanes; every NaN becomes the canonical one.
-template <typename I, typename V>
-LOFT_INLINE I narrow_bfloat16(V value) {
-  const I bits = bit_cast<I>(value);
-  const I rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  return (bits & 0x7fffffff) > I{} + 0x7f800000 ? I{} + 0x7fc0 : rounded;
 }
 
 // Formats whose keys have 16 bits: an entry widens to two vectors of float32.

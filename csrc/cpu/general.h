@@ -7,13 +7,11 @@
 
 namespace loft::LOFT_ISA {
 
-// Vectors between loading and finishing, of rows that are one group. Bound from the L1 cache: four
-// vectors of 32 rows are 8 KiB.
+// Vectors between loading and finishing, of one group. Bound from the L1 cache: 4 x 32 rows, 8 KiB.
 constexpr int kBatch = 4;
 
 // The same of more rows, which lie on more pages than the L1 dTLB has entries: a visit to a row
-// then costs an address translation, so it takes at least a line. Measured (commits 251c9e9,
-// 753032e).
+// costs a translation, so it takes at least a line. Measured (commits 251c9e9, 753032e).
 template <typename F>
 constexpr int kManyBatch = kVectorsALine<F> > 2 ? kVectorsALine<F> : 2;
 

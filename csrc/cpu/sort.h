@@ -101,8 +101,7 @@ struct InRegisters {
 
 // The loop of all kernels of that kind: load and order the rows of a vector, finish it, go on.
 // Takes the whole vectors of coordinates [begin, end) and returns where it stopped; dispatch.cpp
-// pads the tail. What the finish does not need of the network falls away, and nothing passes
-// through memory.
+// pads the tail. What the finish does not need falls away, and nothing passes through memory.
 template <typename Kernel>
 int64_t for_each_vector(const Work& work, int64_t begin, int64_t end) {
   using F = typename Kernel::Format;
@@ -133,8 +132,7 @@ LOFT_INLINE int64_t for_each_batch(int64_t begin, int64_t end, int most, const B
 }
 
 // Sort `vectors` neighbouring vectors of kRows rows, each into `to`, `stride` entries apart. By row
-// only whole groups know that they are parts; the last rows, up to kNearRows, go to the first
-// cache.
+// only whole groups know that they are parts; the last rows, up to kNearRows, go to the L1 cache.
 template <typename F, int kRows>
 void sort_group(Source source, int64_t at, int vectors, typename F::Entry* to, int stride) {
   constexpr bool kIsByRow = kVectorsALine<F> == 1 && kGroup<F> > kNearRows;

@@ -10,7 +10,6 @@ namespace loft::LOFT_ISA {
 
 #include "windows.h"
 
-// Rows and f are known when it is compiled.
 template <typename F, int kRows, int kF>
 struct TrimmedMean : InRegisters<F, kRows> {
   using InRegisters<F, kRows>::InRegisters;
@@ -108,20 +107,22 @@ struct FewByWeight : TrimmedMean<WeightedBeside<Float32>, kRows, kF> {
 };
 
 // Most rows whose trimmed mean is compiled with every f. Bound from the time to compile: the number
-// of networks grows with the square. With weights twice as many have f = rows / 4, which rules are
-// mostly used with.
+// of networks grows with the square. With weights twice as many have f = rows / 4, the usual one.
 template <typename F>
 constexpr int kEveryF = std::is_same_v<F, Float32>             ? 16
                         : std::is_same_v<F, Weighted<Float32>> ? 8
                                                                : 0;
-// Most rows whose trimmed mean has windows.
 template <typename F>
 constexpr int kWindowRows = std::is_same_v<F, Float32> && kVectorBytes > 16 ? 64 : 0;
 
 template <typename F, int kRows>
 Run every_f(int f) {
-  constexpr auto table = table_of<(kRows + 1) / 2>(
-      [](auto trim) -> Run { return for_each_vector<TrimmedMean<F, kRows, trim>>; });
+  constexpr auto table = table_of<(kRows + 1) / 2>([](auto trim) -> Run {
+    constexpr bool kIsFew = std::is_same_v<F, WeightedBeside<Float32>>;
+    using Kernel =
+        std::conditional_t<kIsFew, FewByWeight<kRows, trim>, TrimmedMean<F, kRows, trim>>;
+    return for_each_vector<Kernel>;
+  });
   return table[f];
 }
 
@@ -133,22 +134,15 @@ Run window(int f) {
   return for_each_vector<WindowMean<F, kRows, 0>>;
 }
 
-template <int kRows>
-Run few_by_weight(int f) {
-  constexpr auto table = table_of<(kRows + 1) / 2>(
-      [](auto trim) -> Run { return for_each_vector<FewByWeight<kRows, trim>>; });
-  return table[f];
-}
-
 // The kernel for a trimmed mean; null where the general one does it.
 template <typename F>
 Run trimmed_mean_kernel(const Work& work) {
   using Choose = Run (*)(int f);
   const int rows = work.num_rows, f = work.params.f;
   if constexpr (std::is_same_v<F, Weighted<Float32>>) {
-    if (rows == 3) return few_by_weight<3>(f);
-    if (rows == 4) return few_by_weight<4>(f);
-    if (rows == 5) return few_by_weight<5>(f);
+    if (rows == 3) return every_f<WeightedBeside<Float32>, 3>(f);
+    if (rows == 4) return every_f<WeightedBeside<Float32>, 4>(f);
+    if (rows == 5) return every_f<WeightedBeside<Float32>, 5>(f);
   }
   if constexpr (kEveryF<F> > 0) {
     constexpr auto few =

@@ -36,8 +36,7 @@ constexpr int kVectorBytes = 32, kRegisters = 16;
 constexpr int kVectorBytes = 16, kRegisters = 16;
 #endif
 constexpr int kLineBytes = 64;  // of the L1 cache, on every machine that we know of
-// Bytes of each row that are prefetched ahead of their use. Measured (commit 67ddfee): 1024 cost 16
-// and 32 rows up to 30 %.
+// Bytes of a row prefetched ahead. Measured (commit 67ddfee): 1024 cost 16 and 32 rows up to 30 %.
 constexpr int64_t kAhead = 512;
 // Most rows whose prefetched lines go to the L1 cache; those of more go to the L2 cache. Bound from
 // the L1 cache: 512 bytes ahead of 16 rows are 8 KiB. Measured (commit a200ef1): 24 and more rows

@@ -83,8 +83,7 @@ LOFT_INLINE void exchange(Beside<Plain>& a, Beside<Plain>& b) {
   b = high;
 }
 
-// The same for rows that come by weight and go through a sort that keeps the order of ties: keys
-// alone decide, so equal ones stay.
+// The same for rows that come by weight, in a sort that keeps the order of ties: by keys alone.
 LOFT_INLINE void exchange_neighbours(Beside<Float32>& a, Beside<Float32>& b) {
   const auto swap = a.key > b.key;
   const Beside<Float32> low{smaller(a.key, b.key), swap ? b.weight : a.weight};

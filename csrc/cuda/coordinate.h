@@ -198,8 +198,6 @@ LOFT_INLINE Outcome<kDType> trimmed_mean_of_halves(
   return mean_of_pairs<kDType, kHalf>(lower, upper, is_odd, rows, f);
 }
 
-// --- any rule, any shape
-
 // Whether step (p, k) of Batcher's odd-even merge sort compares wire `low` with wire low + k. The
 // steps run over p = 1, 2, 4 ... < rows and within each over k = p, p / 2 ... 1; any rows.
 LOFT_INLINE bool is_batcher_low(int low, int rows, int p, int k) {
@@ -295,8 +293,7 @@ LOFT_HOST_DEVICE Outcome<kDType> rule_of(const RuleParams& params, int rows, int
 
 // Any rule on up to kWires rows of one coordinate in registers, in row order; `keys` beyond the
 // rows are kLast. Weights travel below their 32-bit keys, so that ties order by weight. After
-// sorting, `rule_of` indexes the ranked values, so the compiler moves them to the thread's local
-// memory.
+// sorting, `rule_of` indexes the ranked values, which therefore lie in the thread's local memory.
 template <DType kDType, int kWires, bool kIsWeighted>
 LOFT_INLINE Outcome<kDType> any_rule_of(Key<kDType> (&keys)[kWires], int32_t (&weights)[kWires],
                                         int rows, int64_t total_weight, const RuleParams& params) {
@@ -321,16 +318,14 @@ LOFT_INLINE Outcome<kDType> any_rule_of(Key<kDType> (&keys)[kWires], int32_t (&w
   return rule_of<kDType, kIsWeighted>(params, rows, total_weight, key, weight);
 }
 
-// --- diagnostics: where the window of a coordinate that is looked at lies, and what one value of a
-// row adds
+// --- diagnostics: where a coordinate's window lies, and what one value of a row adds
 
 // Of every so many blocks the first one is looked at.
 LOFT_HOST_DEVICE constexpr int64_t blocks_looked_at(int64_t numel, int every) {
   return ((numel + kBlock - 1) / kBlock + every - 1) / every;
 }
 
-// The kept windows of the coordinates that are looked at, one such block after the other; `low` is
-// null where nobody asks.
+// The kept windows of the blocks that are looked at, in order; `low` is null where nobody asks.
 template <DType kDType>
 struct Windows {
   using V = typename Stored<kDType>::Value;
@@ -338,8 +333,7 @@ struct Windows {
   V* high;
   int every;
 
-  // Where coordinate i has its window, and those up to the next multiple of kBlock behind it;
-  // negative where it is not looked at.
+  // Where coordinate i has its window, the rest of its block behind it; negative: not looked at.
   LOFT_HOST_DEVICE int64_t place(int64_t i) const {
     if (!low) return -1;
     const uint32_t block = static_cast<uint32_t>(i / kBlock);

@@ -21,18 +21,14 @@ constexpr int kCompareThreads = 512;         // a block of coordinates takes eac
 constexpr int kSharedBytes = 48 * 1024;      // what a kernel gets without asking for more
 constexpr unsigned kAllLanes = 0xffffffffu;  // of a warp: all 32 take part in a shuffle
 
-// The rows' addresses and weights travel as kernel parameters: no copy to the device, no buffer
-// that must outlive the launch.
-template <int kMost>
-struct RowTable {
-  const void* rows[kMost];
+// The rows' addresses and weights travel as kernel parameters: no copy, no buffer to keep alive.
+template <typename T, int kMost>
+struct Table {
+  T at[kMost];
 };
 template <int kMost>
-struct WeightTable {
-  int32_t weights[kMost];
-};
+using Rows = Table<const void*, kMost>;
 
-// What every kernel is told of its job.
 template <DType kDType>
 struct Task {
   int64_t numel;
@@ -42,7 +38,6 @@ struct Task {
   Windows<kDType> windows;
 };
 
-// The key of one value; of a row that is not there one that comes before or after all.
 template <DType kDType>
 __device__ __forceinline__ Key<kDType> load_key(const void* row, int64_t i) {
   return static_cast<Key<kDType>>(key_of<kDType>(static_cast<const Bits<kDType>*>(row)[i]));
@@ -58,7 +53,7 @@ struct alignas(sizeof(B) * kWide) Pack {
 // sizeof(value) bytes; no shared memory; deterministic.
 template <DType kDType, int kWires, int kWide, bool kIsOdd, Rule kRule>
 __global__ void __launch_bounds__(kBlockThreads)
-    register_kernel(const __grid_constant__ RowTable<kWires> table, Bits<kDType>* __restrict__ out,
+    register_kernel(const __grid_constant__ Rows<kWires> table, Bits<kDType>* __restrict__ out,
                     const __grid_constant__ Task<kDType> task) {
   const int64_t numel = task.numel;
   const int rows = task.rows;
@@ -73,7 +68,7 @@ __global__ void __launch_bounds__(kBlockThreads)
     for (int wire = 0; wire < kWires; ++wire) {
       const int row = wire - below;
       const bool is_row = row >= 0 && row < rows;
-      const B* from = static_cast<const B*>(table.rows[is_row ? row : 0]) + i;
+      const B* from = static_cast<const B*>(table.at[is_row ? row : 0]) + i;
       Pack<B, kWide> pack{};
       if (is_row && is_whole) {
         pack = *reinterpret_cast<const Pack<B, kWide>*>(from);  // one load of up to 16 bytes
@@ -118,7 +113,7 @@ __global__ void __launch_bounds__(kBlockThreads)
 // Traffic as above; a warp reads 16 neighbouring values of two rows at a time.
 template <DType kDType, Rule kRule>
 __global__ void __launch_bounds__(kBlockThreads)
-    two_lane_kernel(const __grid_constant__ RowTable<128> table, Bits<kDType>* __restrict__ out,
+    two_lane_kernel(const __grid_constant__ Rows<128> table, Bits<kDType>* __restrict__ out,
                     const __grid_constant__ Task<kDType> task) {
   const int64_t numel = task.numel;
   const int rows = task.rows;
@@ -136,7 +131,7 @@ __global__ void __launch_bounds__(kBlockThreads)
     for (int wire = 0; wire < kHalf; ++wire) {
       const int row = side * kHalf + wire - below;
       const bool is_row = row >= 0 && row < rows && i < numel;
-      keys[wire] = is_row    ? load_key<kDType>(table.rows[row], i)
+      keys[wire] = is_row    ? load_key<kDType>(table.at[row], i)
                    : row < 0 ? kFirst<kDType>
                              : kLast<kDType>;
     }
@@ -178,8 +173,8 @@ __global__ void __launch_bounds__(kBlockThreads)
 // cache has for all threads; no shared memory; deterministic.
 template <DType kDType, int kWires, bool kIsWeighted>
 __global__ void __launch_bounds__(kBlockThreads)
-    any_rule_kernel(const __grid_constant__ RowTable<kWires> table,
-                    const __grid_constant__ WeightTable<kWires> weight_table,
+    any_rule_kernel(const __grid_constant__ Rows<kWires> table,
+                    const __grid_constant__ Table<int32_t, kWires> weight_table,
                     Bits<kDType>* __restrict__ out, const __grid_constant__ Task<kDType> task) {
   const int64_t numel = task.numel;
   const int rows = task.rows;
@@ -190,8 +185,8 @@ __global__ void __launch_bounds__(kBlockThreads)
     int32_t weights[kWires];
 #pragma unroll
     for (int row = 0; row < kWires; ++row) {
-      keys[row] = row < rows ? load_key<kDType>(table.rows[row], i) : kLast<kDType>;
-      weights[row] = kIsWeighted ? weight_table.weights[row] : 0;
+      keys[row] = row < rows ? load_key<kDType>(table.at[row], i) : kLast<kDType>;
+      weights[row] = kIsWeighted ? weight_table.at[row] : 0;
     }
     const auto outcome = any_rule_of<kDType, kWires, kIsWeighted>(keys, weights, rows,
                                                                   task.total_weight, task.params);
@@ -202,12 +197,11 @@ __global__ void __launch_bounds__(kBlockThreads)
 
 // A block for `columns` neighbouring coordinates: keys [rows][columns] (and weights) in shared
 // memory, sorted there by Batcher's network, one comparator a thread and step; then one thread a
-// coordinate applies the rule. Any rows, rule and weights. Shared memory rows * columns * (key +
-// weight) bytes.
+// coordinate applies the rule. Any job. Shared memory rows * columns * (key + weight) bytes.
 template <DType kDType, bool kIsWeighted>
 __global__ void __launch_bounds__(kBlockThreads)
-    shared_kernel(const __grid_constant__ RowTable<kMaxRows> table,
-                  const __grid_constant__ WeightTable<kMaxRows> weight_table,
+    shared_kernel(const __grid_constant__ Rows<kMaxRows> table,
+                  const __grid_constant__ Table<int32_t, kMaxRows> weight_table,
                   Bits<kDType>* __restrict__ out, const __grid_constant__ Task<kDType> task,
                   int columns) {
   const int64_t numel = task.numel;
@@ -222,8 +216,8 @@ __global__ void __launch_bounds__(kBlockThreads)
     for (int cell = threadIdx.x; cell < cells; cell += blockDim.x) {
       const int row = cell / columns;  // neighbouring threads read neighbouring coordinates
       const int64_t i = base + cell % columns;
-      keys[cell] = i < numel ? load_key<kDType>(table.rows[row], i) : K{0};
-      if (kIsWeighted) weights[cell] = weight_table.weights[row];
+      keys[cell] = i < numel ? load_key<kDType>(table.at[row], i) : K{0};
+      if (kIsWeighted) weights[cell] = weight_table.at[row];
     }
     __syncthreads();
     for (int p = 1; p < rows; p *= 2) {
@@ -265,11 +259,11 @@ __global__ void __launch_bounds__(kBlockThreads)
 // results and their windows there, coalesced; static shared memory; the sums' order is fixed.
 template <DType kDType>
 __global__ void __launch_bounds__(kCompareThreads)
-    compare_kernel(const __grid_constant__ RowTable<kMaxRows> table,
+    compare_kernel(const __grid_constant__ Rows<kMaxRows> table,
                    const Bits<kDType>* __restrict__ out, int64_t numel, Windows<kDType> windows,
                    double* __restrict__ sums) {
   __shared__ RowSums shared[kCompareThreads];
-  const auto* row = static_cast<const Bits<kDType>*>(table.rows[blockIdx.y]);
+  const auto* row = static_cast<const Bits<kDType>*>(table.at[blockIdx.y]);
   const int64_t begin = static_cast<int64_t>(blockIdx.x) * windows.every * kBlock;
   const int64_t place = static_cast<int64_t>(blockIdx.x) * kBlock;
   const int count = static_cast<int>(numel - begin < kBlock ? numel - begin : kBlock);

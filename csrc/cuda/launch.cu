@@ -1,9 +1,9 @@
-// Layer 3. Launchers of one dtype (LOFT_PART, by its name): which kernel, which grid.
+// Layer 3. One job on a CUDA device: checks, the device guard, which kernel, which grid. No host
+// sync. Compiled once a dtype (LOFT_PART, by its name) for its kernels, and once for the rest.
 //
 //   rule                rows       dtype, weights            kernel
 //   median, trimmed     1 - 16     any, none                 register_kernel, exact
-//   mean (and mean)     17 - 64    not float64, none         register_kernel, padded to 24, 32, 48,
-//   64
+//   mean (and mean)     17 - 64    not float64, none         register_kernel, 24, 32, 48, 64 wires
 //                       65 - 128   not float64, none         two_lane_kernel
 //   any                 1 - 16     any, not float64 if any   any_rule_kernel, padded to 4, 8, 16
 //                       17 - 32    not float64, any          any_rule_kernel, padded to 32
@@ -11,16 +11,46 @@
 //
 // Diagnostics queue compare_kernel behind it.
 
-#include "cuda/launch.h"
+#include <cuda_runtime.h>
 
 #include <algorithm>
 #include <stdexcept>
 #include <string>
 
+#include "aggregate.h"
 #include "cuda/kernels.h"
 
 namespace loft::device {
+
+struct Launch {
+  cudaStream_t stream;
+  int multiprocessors;
+  CudaDiagnostics diagnostics;
+};
+
 namespace {
+
+void check_call(cudaError_t status, const std::string& what) {
+  if (status == cudaSuccess) return;
+  throw std::runtime_error(what + " failed: " + cudaGetErrorString(status));
+}
+
+// Makes a device current and puts the caller's back.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) : device_(device) {
+    check_call(cudaGetDevice(&before_), "cudaGetDevice");
+    if (before_ != device_) check_call(cudaSetDevice(device_), "cudaSetDevice");
+  }
+  ~DeviceGuard() {
+    if (before_ != device_) (void)cudaSetDevice(before_);
+  }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int before_ = 0, device_;
+};
 
 // Queues a kernel and throws with the job's values when that fails.
 template <typename... Parameters, typename... Arguments>
@@ -28,33 +58,22 @@ void queue(const char* name, void (*kernel)(Parameters...), const Job& job, cons
            dim3 grid, int threads, size_t shared_bytes, const Arguments&... arguments) {
   kernel<<<grid, threads, shared_bytes, by.stream>>>(arguments...);
   const cudaError_t status = cudaGetLastError();
-  if (status == cudaSuccess) return;
-  throw std::runtime_error(
-      std::string("launch of ") + name + " for rows=" + std::to_string(job.rows.size()) +
-      ", numel=" + std::to_string(job.numel) + " failed: " + cudaGetErrorString(status));
+  if (status != cudaSuccess)
+    check_call(status, std::string("launch of ") + name + " for " + describe(job));
 }
 
 // Blocks enough to fill the device several times over, and no more: a block takes its share of the
 // coordinates in a loop. Bound from the hardware: a multiprocessor runs at most 32 blocks at once.
-dim3 grid_for(int64_t blocks, const Launch& by) {
+[[maybe_unused]] dim3 grid_for(int64_t coordinates, int a_block, const Launch& by) {
+  const int64_t blocks = (coordinates + a_block - 1) / a_block;
   const int64_t most = static_cast<int64_t>(by.multiprocessors) * 32;
   return dim3(static_cast<unsigned>(std::max<int64_t>(1, std::min(blocks, most))));
 }
-dim3 grid_of_threads(int64_t threads, const Launch& by) {
-  return grid_for((threads + kBlockThreads - 1) / kBlockThreads, by);
-}
 
-template <int kMost>
-RowTable<kMost> rows_of(const Job& job) {
-  RowTable<kMost> table{};
-  std::copy(job.rows.begin(), job.rows.end(), table.rows);
-  return table;
-}
-
-template <int kMost>
-WeightTable<kMost> weights_of(const Job& job) {
-  WeightTable<kMost> table{};
-  std::copy(job.weights.begin(), job.weights.end(), table.weights);
+template <int kMost, typename T>
+Table<T, kMost> table_of(const std::vector<T>& values) {
+  Table<T, kMost> table{};
+  std::copy(values.begin(), values.end(), table.at);
   return table;
 }
 
@@ -62,10 +81,8 @@ template <DType kDType>
 Task<kDType> task_of(const Job& job, const Launch& by) {
   using V = typename Stored<kDType>::Value;
   const CudaDiagnostics& to = by.diagnostics;
-  Task<kDType> task{job.numel, static_cast<int>(job.rows.size()), 0, job.params, {}};
-  for (int32_t weight : job.weights) task.total_weight += weight;  // 0 without weights
-  task.windows = {static_cast<V*>(to.low), static_cast<V*>(to.high), to.every};
-  return task;
+  const Windows<kDType> windows{static_cast<V*>(to.low), static_cast<V*>(to.high), to.every};
+  return {job.numel, job.num_rows(), job.total_weight(), job.params, windows};
 }
 
 template <DType kDType>
@@ -73,37 +90,31 @@ Bits<kDType>* out_of(const Job& job) {
   return static_cast<Bits<kDType>*>(job.out);
 }
 
-bool is_aligned(const Job& job, size_t bytes) {
+[[maybe_unused]] bool is_aligned(const Job& job, size_t bytes) {
   uintptr_t all = reinterpret_cast<uintptr_t>(job.out);
   for (const void* row : job.rows) all |= reinterpret_cast<uintptr_t>(row);
   return all % bytes == 0;  // no address has a lower bit set
-}
-
-template <DType kDType, int kWires, int kWide, bool kIsOdd>
-void launch_width(const Job& job, const Launch& by) {
-  const auto kernel = job.params.rule == Rule::kMedian
-                          ? register_kernel<kDType, kWires, kWide, kIsOdd, Rule::kMedian>
-                          : register_kernel<kDType, kWires, kWide, kIsOdd, Rule::kTrimmedMean>;
-  const dim3 grid = grid_of_threads((job.numel + kWide - 1) / kWide, by);  // kWide a thread
-  queue("register_kernel", kernel, job, by, grid, kBlockThreads, 0, rows_of<kWires>(job),
-        out_of<kDType>(job), task_of<kDType>(job, by));
 }
 
 // Coordinates a thread: loads of 16 bytes where the registers have room for as many keys, fewer for
 // many rows. Bound from the registers: 64 keys and what a network needs are below 128.
 template <DType kDType, int kWires>
 constexpr int kWidth =
-    std::max(1, std::min(16 / static_cast<int>(sizeof(Bits<kDType>)), kWires <= 8    ? 8
-                                                                      : kWires <= 16 ? 4
-                                                                      : kWires <= 32 ? 2
-                                                                                     : 1));
+    std::min(16 / static_cast<int>(sizeof(Bits<kDType>)), 64 / (2 * split_of(kWires)));
 
-template <DType kDType, int kWires, bool kIsOdd>
+template <DType kDType, int kWires, bool kIsOdd, int kWide = kWidth<kDType, kWires>>
 void launch_wires(const Job& job, const Launch& by) {
-  constexpr int kWide = kWidth<kDType, kWires>;
-  is_aligned(job, kWide * sizeof(Bits<kDType>))
-      ? launch_width<kDType, kWires, kWide, kIsOdd>(job, by)
-      : launch_width<kDType, kWires, 1, kIsOdd>(job, by);
+  if constexpr (kWide > 1) {
+    if (!is_aligned(job, kWide * sizeof(Bits<kDType>))) {
+      return launch_wires<kDType, kWires, kIsOdd, 1>(job, by);
+    }
+  }
+  const auto kernel = job.params.rule == Rule::kMedian
+                          ? register_kernel<kDType, kWires, kWide, kIsOdd, Rule::kMedian>
+                          : register_kernel<kDType, kWires, kWide, kIsOdd, Rule::kTrimmedMean>;
+  queue("register_kernel", kernel, job, by, grid_for(job.numel, kWide * kBlockThreads, by),
+        kBlockThreads, 0, table_of<kWires>(job.rows), out_of<kDType>(job),
+        task_of<kDType>(job, by));
 }
 
 template <DType kDType, int kWires>
@@ -125,26 +136,26 @@ void launch_two_lanes(const Job& job, const Launch& by) {
   const auto kernel = job.params.rule == Rule::kMedian
                           ? two_lane_kernel<kDType, Rule::kMedian>
                           : two_lane_kernel<kDType, Rule::kTrimmedMean>;
-  queue("two_lane_kernel", kernel, job, by, grid_of_threads(2 * job.numel, by), kBlockThreads, 0,
-        rows_of<128>(job), out_of<kDType>(job), task_of<kDType>(job, by));
+  queue("two_lane_kernel", kernel, job, by, grid_for(job.numel, kBlockThreads / 2, by),
+        kBlockThreads, 0, table_of<128>(job.rows), out_of<kDType>(job), task_of<kDType>(job, by));
 }
 
 template <DType kDType, int kWires, bool kIsWeighted>
 void launch_any_rule(const Job& job, const Launch& by) {
   queue("any_rule_kernel", any_rule_kernel<kDType, kWires, kIsWeighted>, job, by,
-        grid_of_threads(job.numel, by), kBlockThreads, 0, rows_of<kWires>(job),
-        weights_of<kWires>(job), out_of<kDType>(job), task_of<kDType>(job, by));
+        grid_for(job.numel, kBlockThreads, by), kBlockThreads, 0, table_of<kWires>(job.rows),
+        table_of<kWires>(job.weights), out_of<kDType>(job), task_of<kDType>(job, by));
 }
 
 template <DType kDType, bool kIsWeighted>
 void launch_shared(const Job& job, const Launch& by) {
-  const int rows = static_cast<int>(job.rows.size());
+  const int rows = job.num_rows();
   const int cell = static_cast<int>(sizeof(Key<kDType>)) + (kIsWeighted ? 4 : 0);  // bytes
   const int columns = std::max(1, std::min(32, kSharedBytes / (rows * cell)));
   queue("shared_kernel", shared_kernel<kDType, kIsWeighted>, job, by,
-        grid_for((job.numel + columns - 1) / columns, by), kBlockThreads,
-        static_cast<size_t>(rows) * columns * cell, rows_of<kMaxRows>(job),
-        weights_of<kMaxRows>(job), out_of<kDType>(job), task_of<kDType>(job, by), columns);
+        grid_for(job.numel, columns, by), kBlockThreads, static_cast<size_t>(rows) * columns * cell,
+        table_of<kMaxRows>(job.rows), table_of<kMaxRows>(job.weights), out_of<kDType>(job),
+        task_of<kDType>(job, by), columns);
 }
 
 template <DType kDType, bool kIsWeighted>
@@ -161,7 +172,6 @@ void launch_any_shape(const Job& job, const Launch& by) {
   launch_shared<kDType, kIsWeighted>(job, by);
 }
 
-// The matrix above.
 template <DType kDType>
 void launch_rule(const Job& job, const Launch& by) {
   const size_t rows = job.rows.size();
@@ -179,29 +189,53 @@ void launch_rule(const Job& job, const Launch& by) {
   launch_any_shape<kDType, false>(job, by);
 }
 
+}  // namespace
+
+// Queues one job of its dtype, which has numel > 0 and has passed `check`.
 template <DType kDType>
-void launch(const Job& job, const Launch& by) {
+void launch_job(const Job& job, const Launch& by) {
   launch_rule<kDType>(job, by);
   const Windows<kDType> windows = task_of<kDType>(job, by).windows;
   if (!windows.low) return;  // nobody asks who was off
   const dim3 grid(static_cast<unsigned>(blocks_looked_at(job.numel, windows.every)),
                   static_cast<unsigned>(job.rows.size()));
   queue("compare_kernel", compare_kernel<kDType>, job, by, grid, kCompareThreads, 0,
-        rows_of<kMaxRows>(job), static_cast<const Bits<kDType>*>(job.out), job.numel, windows,
+        table_of<kMaxRows>(job.rows), static_cast<const Bits<kDType>*>(job.out), job.numel, windows,
         by.diagnostics.sums);
 }
 
-}  // namespace
-
-// The part that CMake names.
+// The parts, by the names that CMake gives them.
 namespace part {
 [[maybe_unused]] constexpr DType float64 = DType::kFloat64, float32 = DType::kFloat32;
 [[maybe_unused]] constexpr DType float16 = DType::kFloat16, bfloat16 = DType::kBFloat16;
 }  // namespace part
 
-template <>
-void launch_job<part::LOFT_PART>(const Job& job, const Launch& by) {
-  launch<part::LOFT_PART>(job, by);
-}
+#if defined(LOFT_PART)
+template void launch_job<part::LOFT_PART>(const Job& job, const Launch& by);
+#else
+extern template void launch_job<DType::kFloat64>(const Job& job, const Launch& by);
+extern template void launch_job<DType::kFloat32>(const Job& job, const Launch& by);
+extern template void launch_job<DType::kFloat16>(const Job& job, const Launch& by);
+extern template void launch_job<DType::kBFloat16>(const Job& job, const Launch& by);
+#endif
 
 }  // namespace loft::device
+
+#if !defined(LOFT_PART)
+void loft::aggregate_cuda(const Job& job, const CudaOptions& options) {
+  using namespace device;
+  check(job);
+  if (job.numel == 0) return;
+  const DeviceGuard guard(options.device);
+  Launch launch{static_cast<cudaStream_t>(options.stream), 0, options.diagnostics};
+  check_call(cudaDeviceGetAttribute(&launch.multiprocessors, cudaDevAttrMultiProcessorCount,
+                                    options.device),
+             "cudaDeviceGetAttribute");
+  switch (job.dtype) {
+    case DType::kFloat64: return launch_job<DType::kFloat64>(job, launch);
+    case DType::kFloat32: return launch_job<DType::kFloat32>(job, launch);
+    case DType::kFloat16: return launch_job<DType::kFloat16>(job, launch);
+    case DType::kBFloat16: return launch_job<DType::kBFloat16>(job, launch);
+  }
+}
+#endif
