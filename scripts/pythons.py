@@ -7,7 +7,9 @@ of torch to ask pip for:
 
     any    what pip takes by itself: on Linux the CUDA build, unless pip is configured otherwise
     cuda   the one of PyPI, whatever pip is configured to look at
-    cpu    the one of torch's own index of CPU builds
+    cpu    a CPU build, from an index that pip is configured to look at (``PIP_EXTRA_INDEX_URL``)
+
+Where another build than the one asked for came, the table says so and the result is a failure.
 
 Standard library only.
 """
@@ -31,7 +33,6 @@ from scripts.setup.runner import output_of
 __all__ = ["Result", "environ_for", "find_pythons", "main", "report"]
 
 _ROOT = Path(__file__).resolve().parents[1]
-_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 _TORCHES = ("any", "cpu", "cuda")
 VERSIONS = tuple(f"{OLDEST[0]}.{minor}" for minor in range(OLDEST[1], NEWEST[1] + 1))
 
@@ -84,9 +85,6 @@ def environ_for(environ: Mapping[str, str], *, torch: str, python: str) -> dict[
         for name in ("PIP_FIND_LINKS", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL"):
             result.pop(name, None)
         result["PIP_CONFIG_FILE"] = os.devnull
-    elif torch == "cpu":
-        # Its versions end in +cpu, which sorts after the same version without, so pip takes them.
-        result["PIP_EXTRA_INDEX_URL"] = f"{environ.get('PIP_EXTRA_INDEX_URL', '')} {_CPU_INDEX}"
     return result
 
 
@@ -122,6 +120,13 @@ def _try(version: str, python: str, *, torch: str, folder: Path, tests: str) -> 
     return result
 
 
+def _is_another(result: Result, torch: str) -> bool:
+    """Say whether pip took another build of torch than the one asked for; a CPU's ends in +cpu."""
+    return (torch == "cpu" and "+cpu" not in result.torch) or (
+        torch == "cuda" and "+cpu" in result.torch
+    )
+
+
 def report(results: Sequence[Result], *, torch: str, missing: Sequence[str]) -> str:
     """Return a table of what was tried, and which Pythons are missing."""
     lines = [f"{'python':8s}{'torch':28s}{'set-up s':>10s}{'unit tests s':>14s}  result"]
@@ -131,7 +136,7 @@ def report(results: Sequence[Result], *, torch: str, missing: Sequence[str]) -> 
         for one in results
     ]
     for one in results:
-        if (torch == "cpu" and "+cpu" not in one.torch) or (torch == "cuda" and "+" in one.torch):
+        if _is_another(one, torch):
             lines.append(
                 f"{one.python}: asked for torch's {torch} build, got {one.torch or 'none'}"
             )
@@ -161,7 +166,8 @@ def main(arguments: Sequence[str], *, attempt: Callable[..., Result] = _try) -> 
     ]
     missing = [version for version in options.versions if version not in pythons]
     print(report(results, torch=options.torch, missing=missing))
-    return int(not results or any(one.fault for one in results))
+    is_bad = any(one.fault or _is_another(one, options.torch) for one in results)
+    return int(is_bad or not results)
 
 
 if __name__ == "__main__":
