@@ -9,32 +9,8 @@ import torch
 
 import loft_hvd as loft
 from loft_hvd.errors import ArgumentTypeError, UsageError
-from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
-
-ALONE: Any = LocalWorld(1).transport(0)
-
-
-class Model(torch.nn.Module):
-    """Two layers; ranks are threads, which would draw from one generator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = torch.nn.Linear(3, 4), torch.nn.Linear(4, 1)
-        for parameter in self.parameters():
-            torch.nn.init.constant_(parameter, 0.5)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.second(self.first(x))
-
-
-def model() -> Model:
-    return Model()
-
-
-def wrap(inner: torch.optim.Optimizer | None = None, **options: Any) -> Any:
-    found = model()
-    inner = torch.optim.SGD(found.parameters(), lr=0.1) if inner is None else inner
-    return loft.DistributedOptimizer(inner, **{"transport": ALONE, **options})
+from loft_hvd.transport.local import LocalTransport, run_ranks
+from tests.support.alone import model, wrap
 
 
 def test_a_parameter_that_thaws_is_not_left_to_each_rank() -> None:
