@@ -24,6 +24,8 @@ PY := $(BIN)/python
 CXX_FILES := $(shell find csrc -name generated -prune -o \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' \) -print 2> /dev/null)
 # Several ranks share the cores: one thread each, or they wait for each other.
 RANKS := OMP_NUM_THREADS=1
+# Tests that start ranks run one after the other.
+SERIAL := tests/multiprocess tests/testbed
 # Unit tests spread over the cores, one thread each; a process without work takes half of another's.
 SPREAD := -n auto --maxprocesses=8 --dist worksteal
 
@@ -54,16 +56,16 @@ lint: setup  ## ruff, mypy --strict, clang-format
 	$(if $(CXX_FILES),$(BIN)/clang-format --dry-run -Werror $(CXX_FILES))
 
 unit: setup-all
-	$(RANKS) $(PY) -m pytest tests --ignore=tests/multiprocess -m "not long and not multiprocess" $(SPREAD) $(TESTS)
+	$(RANKS) $(PY) -m pytest tests $(SERIAL:%=--ignore=%) -m "not long and not multiprocess" $(SPREAD) $(TESTS)
 
 multiprocess: setup-all
-	$(RANKS) $(PY) -m pytest tests/multiprocess -m "not long" $(TESTS)
+	$(RANKS) $(PY) -m pytest $(SERIAL) -m "not long" $(TESTS)
 
 unit-all: setup-all
-	$(RANKS) $(PY) -m pytest tests --ignore=tests/multiprocess -m "not multiprocess" $(SPREAD) $(TESTS)
+	$(RANKS) $(PY) -m pytest tests $(SERIAL:%=--ignore=%) -m "not multiprocess" $(SPREAD) $(TESTS)
 
 multiprocess-all: setup-all
-	$(RANKS) $(PY) -m pytest tests/multiprocess $(TESTS)
+	$(RANKS) $(PY) -m pytest $(SERIAL) $(TESTS)
 
 pythons:  ## set up and unit-test with each Python from 3.10 to 3.13 that is here; ARGS="--help"
 	@$(BOOT) -m scripts.pythons $(ARGS)
