@@ -11,7 +11,7 @@ from loft_hvd.balance.latency import StepModel
 from loft_hvd.data.assign import count_local, count_rows
 from loft_hvd.data.draws import EpochSettings
 from loft_hvd.data.placement import HomeSet, Placement
-from loft_hvd.simulate.cluster import Cluster, Disturbance
+from loft_hvd.simulate.cluster import Chance, Cluster, Disturbance
 from loft_hvd.simulate.scenario import Event, Scenario
 
 __all__ = ["Draws", "build_cluster", "build_placement"]
@@ -135,8 +135,13 @@ def build_cluster(scenario: Scenario, average_hits: Floats) -> Cluster:
     return Cluster(
         model,
         _disturb(scenario),
-        noise=scenario.noise,
-        seed=scenario.seed,
+        Chance(
+            noise=scenario.noise,
+            tail=scenario.noise_tail,
+            hiccups=(value("hiccup_probability"), value("hiccup_factor")),
+            stalls=(value("stall_probability"), value("stall_s")),
+            seed=scenario.seed,
+        ),
         slow_start=(scenario.first_steps, scenario.first_steps_factor),
     )
 

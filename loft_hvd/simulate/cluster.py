@@ -21,7 +21,7 @@ from loft_hvd.balance.interval import (
 )
 from loft_hvd.balance.latency import StepModel
 
-__all__ = ["Block", "Cluster", "Disturbance"]
+__all__ = ["Block", "Chance", "Cluster", "Disturbance"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -40,6 +40,49 @@ class Disturbance:
 
 
 @dataclass(frozen=True)
+class Chance:
+    """What is left to chance in each step; that of a step is the same under every plan."""
+
+    noise: float  # relative standard deviation of each fetch and compute time
+    seed: int
+    tail: float = 0.0  # Pareto index of the noise, above 2; 0 for log-normal
+    # Probability that a rank's step takes longer, [world_size], and the factor on its times,
+    # likewise; and that it stands still, and the average seconds.
+    hiccups: tuple[Floats, Floats] | None = None
+    stalls: tuple[Floats, Floats] | None = None
+
+    def factors(self, shape: tuple[int, int]) -> Floats:
+        """Draw factors on fetch and compute, [2, *shape] for a shape [steps, world_size]."""
+        rng = np.random.default_rng([self.seed, 77])  # 77 keeps it apart from the seed's others
+        if not self.noise:
+            drawn: Floats = np.ones((2, *shape))
+        elif self.tail:
+            # A Lomax variable of index a has mean 1 / (a - 1) and standard deviation
+            # mean * sqrt(a / (a - 2)): scaled to mean 1 and the noise asked for, it is never
+            # below 1 - noise and far above 1 at times.
+            mean = 1.0 / (self.tail - 1.0)
+            deviation = mean * np.sqrt(self.tail / (self.tail - 2.0))
+            drawn = 1.0 + self.noise * (rng.pareto(self.tail, (2, *shape)) - mean) / deviation
+        else:
+            spread = float(np.sqrt(np.log1p(self.noise**2)))  # log-normal with mean 1
+            drawn = np.exp(rng.normal(-0.5 * spread**2, spread, (2, *shape)))
+        if self.hiccups is not None and self.hiccups[0].any():
+            probability, factor = self.hiccups
+            rng = np.random.default_rng([self.seed, 78])
+            drawn *= np.where(rng.random(shape) < probability, factor, 1.0)
+        return drawn
+
+    def stall_s(self, shape: tuple[int, int]) -> Floats | None:
+        """Draw the seconds that ranks stand still, [steps, world_size]; None where none does."""
+        if self.stalls is None or not self.stalls[0].any():
+            return None
+        probability, mean_s = self.stalls
+        rng = np.random.default_rng([self.seed, 79])
+        is_stalled = rng.random(shape) < probability
+        return np.where(is_stalled, rng.exponential(1.0, shape) * mean_s, 0.0)
+
+
+@dataclass(frozen=True)
 class Block:
     """Consecutive steps under one plan; arrays but for sizes are [num_steps, world_size]."""
 
@@ -53,30 +96,24 @@ class Block:
 
 
 class Cluster:
-    """A latency model with noise and disturbances.
+    """A latency model with chance and disturbances.
 
-    ``noise`` is the relative standard deviation of each fetch and compute time; that of a step is
-    the same under every plan. ``slow_start`` has the steps at new sizes that are slower, and the
-    factor on their compute time.
+    ``slow_start`` has the steps at new sizes that are slower, and the factor on their compute time.
     """
 
     def __init__(
         self,
         model: StepModel,
         disturbance: Disturbance,
+        chance: Chance,
         *,
-        noise: float,
-        seed: int,
         slow_start: tuple[int, float] = (0, 1.0),
     ) -> None:
         self.model = model
         self._disturbance = disturbance
-        rng = np.random.default_rng([seed, 77])  # 77 keeps it apart from other draws of the seed
-        spread = float(np.sqrt(np.log1p(noise**2)))  # log-normal with mean 1
-        shape = (2, *disturbance.fetch.shape)
-        self._noise: Floats = (
-            np.exp(rng.normal(-0.5 * spread**2, spread, shape)) if noise else (np.ones((2, 1, 1)))
-        )
+        shape = (len(disturbance.fetch), model.world_size)
+        self._noise = chance.factors(shape)
+        self._stall_s = chance.stall_s(shape)
         self._slow_start = slow_start
         self._first_report: Floats | None = None
 
@@ -95,13 +132,15 @@ class Cluster:
         ``local`` has the local samples of each, [num_steps, world_size].
         """
         steps = slice(first, first + len(local))
-        noise = self._noise[:, steps] if self._noise.shape[1] > 1 else self._noise
+        noise = self._noise[:, steps]
         # [num_steps, world_size] from here on: the mean times, disturbed, with noise.
         batch = sizes.astype(np.float64)
         fetch = self.model.fetch(local, batch - local) * self._disturbance.fetch[steps] * noise[0]
         compute = self.model.compute(batch) * self._disturbance.compute[steps] * noise[1]
         slow, factor = self._slow_start
         compute[: max(slow - steps_at_sizes, 0)] *= factor
+        if self._stall_s is not None:
+            compute += self._stall_s[steps]
         busy = self.model.combine(fetch, compute)
         step_s = busy.max(axis=1) + self.model.aggregate_s
         return Block(first, sizes, local, fetch, compute, busy, step_s)

@@ -11,7 +11,15 @@ import numpy as np
 from loft_hvd.simulate.scenario import Event, RankTraits, Scenario
 from loft_hvd.simulate.simulation import ORACLE, simulate
 
-__all__ = ["PERCENTILES", "Comparison", "compare", "random_scenario", "summarise", "summary_rows"]
+__all__ = [
+    "PERCENTILES",
+    "Comparison",
+    "compare",
+    "hiccup_scenario",
+    "random_scenario",
+    "summarise",
+    "summary_rows",
+]
 
 PERCENTILES = (0, 5, 25, 50, 75, 95, 100)
 
@@ -21,7 +29,8 @@ def random_scenario(seed: int, *, steps: int = 1000) -> Scenario:
 
     Computing differs up to 4:1, links up to 20:1. A third of the clusters is serial, a third
     prefetches fully, a third overlaps in part; a third has devices that saturate, a fifth reads
-    from one shared source, a fifth has memory caps.
+    from one shared source, a fifth has memory caps. The noise of a fifth has heavy tails, and in
+    another fifth one step in 300 of a rank is a hiccup.
     """
     rng = np.random.default_rng([seed, 4242])  # apart from the scenario's own draws of the seed
     # The order of draws is part of what a seed means: docs/balance.md prints figures by seed.
@@ -44,6 +53,7 @@ def random_scenario(seed: int, *, steps: int = 1000) -> Scenario:
         overlap=[0.0, 1.0, float(rng.uniform(0.2, 0.8))][seed % 3],
         local_share=share.tolist(),
         source="store" if is_shared else "",
+        hiccup_probability=1 / 300 if seed % 5 == 3 else 0.0,
     )
     return Scenario(
         name=f"random {seed}",
@@ -53,11 +63,40 @@ def random_scenario(seed: int, *, steps: int = 1000) -> Scenario:
         steps=steps,
         aggregate_s=float(rng.uniform(0, 0.05)),
         noise=0.05,
+        noise_tail=2.5 if seed % 5 == 4 else 0.0,
         max_batch=caps if has_caps else 0,
-        policies=("uniform", "lbbsp-cpu", "lbbsp-gpu", "loft"),
+        policies=("uniform", "lbbsp-cpu", "lbbsp-gpu", "lbbsp-cpu:busy", "loft"),
         ranks=ranks,
         sources={"store": link * world_size / 2} if is_shared else {},
         events=_draw_events(rng, world_size, steps) if seed % 2 else (),
+    )
+
+
+def hiccup_scenario(seed: int, *, steps: int = 4000) -> Scenario:
+    """Draw a relative of ``hiccups.toml``: 4 to 12 ranks that never change, but for hiccups.
+
+    One step of a rank in 100 to 1,000 takes 3 to 20 times as long. A third of the clusters has
+    equal ranks, the others compute up to 4:1.
+    """
+    rng = np.random.default_rng([seed, 4343])
+    world_size = int(rng.integers(4, 13))
+    is_equal = seed % 3 == 0
+    ranks = RankTraits(
+        compute_s=rng.uniform(1e-3, 1e-3 if is_equal else 4e-3, world_size).tolist(),
+        compute_fixed_s=0.01,
+        hiccup_probability=float(np.exp(rng.uniform(np.log(1e-3), np.log(1e-2)))),
+        hiccup_factor=float(np.exp(rng.uniform(np.log(3.0), np.log(20.0)))),
+    )
+    return Scenario(
+        name=f"hiccups {seed}",
+        world_size=world_size,
+        global_batch_size=64 * world_size,
+        seed=seed,
+        steps=steps,
+        aggregate_s=0.02,
+        noise=0.05,
+        policies=("uniform", "lbbsp-cpu", "lbbsp-gpu", "lbbsp-cpu:busy", "loft"),
+        ranks=ranks,
     )
 
 

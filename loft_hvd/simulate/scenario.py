@@ -50,6 +50,10 @@ class RankTraits:
     local_share: Value | None = None  # of the data set; the rest of 1 is on no rank
     cache_samples: Value = 0.0  # that the rank keeps once it has fetched them
     source: str | Sequence[str] = ""  # shared, behind the rank's remote samples; "" for none
+    hiccup_probability: Value = 0.0  # that a step of the rank is a hiccup: a page-cache miss,
+    hiccup_factor: Value = 8.0  # whose fetch and compute take so many times as long
+    stall_probability: Value = 0.0  # that the rank stands still in a step,
+    stall_s: Value = 1.0  # for so long on average, exponentially distributed; part of its compute
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,9 @@ class Scenario:
     min_batch: int = MIN_BATCH
     max_batch: int | Sequence[int] = 0  # one number or one a rank; 0 for no limit
     grain: int = 1
+    max_sizes: int = 0  # distinct sizes that a rank may have; 0 for any number
     noise: float = 0.0  # relative standard deviation of each fetch and compute time
+    noise_tail: float = 0.0  # Pareto index of the noise: above 2, heavier if smaller; 0 log-normal
     sampler: str = "locality"  # home first; "blind" takes slices of the global batch
     draws: str = "sampled"  # the real sampler's counts; "expected" is each rank's average
     policies: tuple[str | tuple[int, ...], ...] = ("uniform", "lbbsp-cpu", "lbbsp-gpu", "loft")
@@ -112,11 +118,19 @@ class Scenario:
             ("num_samples", self.global_batch_size),
             ("min_batch", 1),
             ("grain", 1),
+            ("max_sizes", 0),
             ("first_steps", 0),
         ):
             self._check_number(what, getattr(self, what), least, kind=Integral)
         for what in ("noise", "sample_bytes", "aggregate_s", "first_steps_factor"):
             self._check_number(what, getattr(self, what), 0)
+        self._check_number("noise_tail", self.noise_tail, 0)
+        if self.noise_tail and (self.noise_tail <= 2 or self.noise >= 1):
+            raise ArgumentError(
+                f"scenario {self.name!r}: noise_tail={self.noise_tail} with noise={self.noise} "
+                "must be 0 (log-normal), or above 2 with noise below 1: else the noise has no "
+                "standard deviation, or times fall below 0"
+            )
         limits = self.max_batch if isinstance(self.max_batch, list | tuple) else [self.max_batch]
         for limit in limits:
             self._check_number("max_batch", limit, 0, kind=Integral)
@@ -154,8 +168,9 @@ class Scenario:
             values = self.values(item.name)
             if item.name.endswith("_bytes_per_s") and not (values > 0).all():
                 raise ArgumentError(f"{where}.{item.name} must be > 0, but is {values}")
-            if item.name == "overlap" and not (values <= 1).all():
-                raise ArgumentError(f"{where}.overlap must be in [0, 1], but is {values}")
+            is_share = item.name == "overlap" or item.name.endswith("_probability")
+            if is_share and not (values <= 1).all():
+                raise ArgumentError(f"{where}.{item.name} must be in [0, 1], but is {values}")
         for name, rate in self.sources.items():
             self._check_number(f"bytes_per_s of source {name!r}", rate, 0, is_open=True)
         if not isinstance(self.ranks.source, Sequence):

@@ -148,6 +148,7 @@ def _controller(scenario: Scenario, policy: str | Sequence[int]) -> Controller:
         min_batch=scenario.min_batch,
         max_batch=per_rank[0] if len(per_rank) == 1 else per_rank,
         grain=scenario.grain,
+        max_sizes=scenario.max_sizes or None,
     )
 
 
