@@ -7,16 +7,24 @@ Every line has ``kind``, ``time_s`` (seconds since 1970) and ``step`` (optimizer
 * ``cap``: ``rank``, ``device`` (host/number), ``cap``: its samples at most from now on; ``size``
   that did not fit, ``source``; a run that writes to the same folder honours the newest;
 * ``plan``: ``plan_id``, ``first_step``, ``sizes`` [world_size];
-* ``times``: ``ranks``, averages a batch of each rank as in ``RankTimes``;
-* ``fit``: ``ranks``, what the policy's models say of each rank, as in ``fit_record``;
+* ``times``: ``ranks``, averages a batch of each rank as in ``RankTimes``, and ``num_ranks``; of
+  more than ``MOST_ROWS`` ranks so many, evenly spaced from the fastest to the slowest;
+* ``fit``: ``ranks``, what the policy's models say of the same ranks, as in ``fit_record``;
 * ``explain``: ``text``, the policy's own words on its fit and its doubts;
 * ``spread``: ``ratios`` [world_size] and ``usual``, how far ranks' gradients lie apart for good, as
   in ``Spread``;
-* ``suspicion``: ``num_steps`` and ``workers``, what is known of each as in ``WorkerReport``;
+* ``suspicion``: ``num_steps`` and ``workers``, what is known of each as in ``WorkerReport``, of
+  more than ``MOST_ROWS`` the most suspicious;
 * ``fault``: ``error`` and ``text``, written before the error is raised;
-* ``full``: nothing more follows, the file has reached its limit.
+* ``thinned``: ``num_lines`` of passing kinds that were left out so far, by thinning or because
+  the disk was full.
 
 A number that is not finite is null.
+
+``times``, ``fit``, ``explain`` and ``suspicion`` are passing: the newest say most. When the file
+has reached its limit, half of the lines of each passing kind are taken out, the older the more, so
+that the whole run stays in sight. Lines of the other kinds are never taken out. While the disk is
+full they wait in memory, and passing ones are left out.
 """
 
 from __future__ import annotations
@@ -24,8 +32,11 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
+import re
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -33,16 +44,23 @@ from typing import Any
 from loft_hvd.config import config
 from loft_hvd.errors import ArgumentError, DataError
 
-__all__ = ["RunLog", "find_entries", "open_run_log", "read_run_log"]
+__all__ = ["MOST_ROWS", "RunLog", "find_entries", "open_run_log", "read_run_log"]
 
 _logger = logging.getLogger(__name__)
 
-# Bounds a file: a run of weeks must not fill a disk.
-_MAX_BYTES = 64 * 1024 * 1024
+MOST_ROWS = 32  # ranks or workers in a line: a line of 1,000 has 400 kB, one of these 13
+# Bounds a file, but for what must stay: a run of weeks must not fill a disk. Thinning as much takes
+# 0.08 s of one core, once in some 16 hours of 8 ranks.
+_MAX_BYTES = 16 * 1024 * 1024
+_PASSING = ("times", "fit", "explain", "suspicion")
+_PASSING_HEAD = re.compile(
+    rb'{"kind": "(' + "|".join(_PASSING).encode() + rb')", "time_s": [^,]+, "step": (\d+)'
+)
+_MOST_TEXT = 20_000  # letters of a fault: an engine's own may hold a whole compiler's output
 
 
 class RunLog:
-    """Appends to a file in ``folder``, made if need be, until it is full; without one it is off."""
+    """Appends to a file in ``folder``, made if need be; without one it is off."""
 
     def __init__(
         self,
@@ -52,9 +70,14 @@ class RunLog:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._clock = clock
-        self._max_bytes = max_bytes
-        self._num_bytes = 0
-        self._is_full = False
+        # Lines come from the training thread and from the heartbeat's, which knows of failures.
+        self._lock = threading.Lock()
+        self._max_bytes, self._thin_at = max_bytes, max_bytes
+        self._num_bytes = 0  # of whole lines in the file
+        self._waiting: list[bytes] = []  # lasting lines that the disk has not taken
+        self._num_left_out = 0  # passing lines that are in no file, so far
+        self._num_told = 0  # of them, those that a line tells of
+        self._is_failing = False
         self._last_fault: BaseException | None = None
         self.step = 0  # optimizer steps taken so far, set by whoever counts them
         # Why there is no file though one was asked for, or empty. Rank 0 must not end alone: ranks
@@ -95,27 +118,79 @@ class RunLog:
                 count += 1
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Append a line; after the one that would not fit, a last one says so.
+        """Append a line; kinds and their fields are at the head of this file.
 
-        Where the file cannot be written, one warning says so and nothing more is tried. Kinds and
-        their fields are at the head of this file.
+        Where the file cannot be written, one warning says so, and the next line tries again.
         """
-        if self.path is None or self._is_full:
+        if self.path is None:
             return
+        line = self._line(kind, fields)
+        with self._lock:
+            try:
+                if self._num_bytes + len(line) > self._thin_at:
+                    self._thin(self.path)
+                self._append(self.path, self._told(), *self._waiting, line)
+            except OSError as error:  # a full disk must not end the training
+                self._keep(line, error, is_passing=kind in _PASSING)
+            else:
+                self._waiting.clear()
+                self._num_told, self._is_failing = self._num_left_out, False
+
+    def _told(self) -> bytes:
+        """Return a line that tells how much was left out, where no line has told it yet."""
+        if self._num_left_out == self._num_told:
+            return b""
+        return self._line("thinned", {"num_lines": self._num_left_out})
+
+    def _line(self, kind: str, fields: Mapping[str, Any]) -> bytes:
         # ``kind`` comes first in every line: ``find_entries`` looks no further.
-        head = {"time_s": self._clock(), "step": self.step}
-        line = json.dumps({"kind": kind, **head, **_plain(fields)}, allow_nan=False) + "\n"
-        if self._num_bytes + len(line) > self._max_bytes:
-            self._is_full = True
-            line = json.dumps({"kind": "full", **head}) + "\n"
-        self._num_bytes += len(line)
+        entry = {"kind": kind, "time_s": self._clock(), "step": self.step, **_plain(fields)}
+        return (json.dumps(entry, allow_nan=False) + "\n").encode()
+
+    def _append(self, path: Path, *lines: bytes) -> None:
+        data = b"".join(lines)
+        # Opened for each line: what was written is there when the process is killed. What a full
+        # disk has taken in part is written over by the next line.
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), "wb") as file:
+            at = min(self._num_bytes, os.fstat(file.fileno()).st_size)
+            file.truncate(at)
+            file.seek(at)
+            file.write(data)
+        self._num_bytes = at + len(data)
+
+    def _keep(self, line: bytes, error: OSError, *, is_passing: bool) -> None:
+        """Keep a line that the disk did not take, if it is a lasting one."""
+        if is_passing:
+            self._num_left_out += 1
+        else:
+            self._waiting.append(line)
+        if not self._is_failing:
+            self._is_failing = True
+            _logger.warning(
+                "the run log %s cannot be written: %s; plans, caps and faults wait in memory "
+                "until it can, times are left out",
+                self.path,
+                error,
+            )
+
+    def _thin(self, path: Path) -> None:
+        """Write the file anew with half of it free, as far as passing lines can give way."""
+        content = path.read_bytes() if path.exists() else b""  # somebody may have tidied up
+        lines = content[: self._num_bytes].splitlines(keepends=True)
+        others = [line for line in lines if not line.startswith(_mark("thinned"))]
+        kept = _thinned(others, most_bytes=self._max_bytes // 2)
+        part = path.with_suffix(".part")  # put in place whole: a crash loses nothing
         try:
-            # Opened for each line: what was written is there when the process is killed.
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(line)
-        except OSError as error:  # a full disk must not end the training
-            self._is_full = True
-            _logger.warning("the run log %s ends here: %s", self.path, error)
+            part.write_bytes(b"".join(kept))
+            part.replace(path)
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise
+        self._num_bytes = sum(map(len, kept))
+        self._num_left_out += len(others) - len(kept)
+        self._num_told = 0
+        # Where lasting lines alone fill the file, it grows on, and is thinned less and less often.
+        self._thin_at = max(self._max_bytes, 2 * self._num_bytes)
 
     @contextmanager
     def faults(self) -> Iterator[None]:
@@ -132,8 +207,57 @@ class RunLog:
             self._last_fault = error
             # An engine's own errors say little; notes on them name the rank.
             notes = [str(note) for note in getattr(error, "__notes__", ())]
-            text = "\n".join([str(error), *notes])
+            text = "\n".join([str(error), *notes])[:_MOST_TEXT]
             self.write("fault", error=type(error).__name__, text=text)
+
+
+def _mark(kind: str) -> bytes:
+    """Return what the lines of a kind begin with."""
+    return json.dumps({"kind": kind})[:-1].encode() + b","
+
+
+def _thinned(lines: Sequence[bytes], *, most_bytes: int) -> list[bytes]:
+    """Return lines with half of each passing kind gone, so often until they are small enough.
+
+    The newest of each kind stays, and so do all lines of the other kinds.
+    """
+    # A line's number, step and length, by kind; no line is parsed: there may be 100,000.
+    passing: dict[bytes, list[tuple[int, int, int]]] = {}
+    kept, num_bytes = [], 0  # numbers and bytes of the other lines
+    for number, line in enumerate(lines):
+        if found := _PASSING_HEAD.match(line):
+            entry = number, int(found[2]), len(line)
+            passing.setdefault(found[1], []).append(entry)
+        else:
+            kept.append(number)
+            num_bytes += len(line)
+    while num_bytes + sum(each[2] for entries in passing.values() for each in entries) > most_bytes:
+        if all(len(entries) == 1 for entries in passing.values()):
+            break
+        for kind, entries in passing.items():
+            chosen = _spaced([step for _, step, _ in entries], most=len(entries) // 2)
+            passing[kind] = [entries[at] for at in chosen]
+    kept += [number for entries in passing.values() for number, _, _ in entries]
+    return [lines[number] for number in sorted(kept)]
+
+
+def _spaced(steps: Sequence[int], *, most: int) -> list[int]:
+    """Return which of some lines, the newest last, stay: ``most`` or one, spaced by their age.
+
+    The distance of a line from the next one is at least a share of its age, so that all of a run
+    stays in sight: nearly every line of the last day, one an hour of the week before.
+    """
+    share, chosen = 1.0 / len(steps), list(range(len(steps)))
+    while len(chosen) > max(most, 1):
+        chosen, least = [], -1.0  # age of the next one that stays
+        for at in range(len(steps) - 1, -1, -1):
+            age = steps[-1] - steps[at]
+            if age > least:
+                chosen.append(at)
+                least = age * (1.0 + share)
+        chosen.reverse()
+        share *= 1.5
+    return chosen
 
 
 def _plain(value: Any) -> Any:
@@ -181,7 +305,7 @@ def read_run_log(path: str | Path) -> list[dict[str, Any]]:
 
 def find_entries(folder: str | Path, kind: str) -> Iterator[dict[str, Any]]:
     """Yield the lines of one kind in all run logs of a folder, oldest first."""
-    mark = json.dumps({"kind": kind})[:-1]
+    mark = _mark(kind).decode()
     for path in sorted(Path(folder).glob("loft-*.jsonl"), key=lambda path: path.stat().st_mtime_ns):
         try:
             with path.open(encoding="utf-8") as file:

@@ -13,7 +13,7 @@ import numpy as np
 from loft_hvd.balance.fit import Fit
 from loft_hvd.balance.interval import RankTimes
 
-__all__ = ["SlowRank", "describe", "describe_fit", "find_slow", "fit_record"]
+__all__ = ["SlowRank", "describe", "describe_fit", "find_slow", "fit_record", "ranks_to_log"]
 
 # A rank is slow when its own work takes a tenth more than the median rank's, when the step would be
 # 3 % shorter without the difference (as much as the dead band asks of a change: less is not worth
@@ -126,11 +126,30 @@ def describe_fit(fit: Fit, *, acts: bool = True) -> list[str]:
     return lines
 
 
-def fit_record(fit: Fit) -> list[dict[str, Any]]:
-    """Return what a fit says of each rank, JSON-able: terms in seconds, [world_size] entries."""
+# What the run log holds of it.
+
+
+def ranks_to_log(times: Sequence[RankTimes], *, most: int) -> tuple[int, ...]:
+    """Return the ranks that stand for all, at most ``most`` >= 2: every rank of a small world.
+
+    Of a large one they are evenly spaced by their own work, from the fastest to the slowest: what
+    is usual, and how far the slowest is from it, is as of all. Ranks without samples come last.
+    """
+    if len(times) <= most:
+        return tuple(range(len(times)))
+    order = sorted(times, key=lambda time: (time.samples == 0, time.busy_s, time.rank))
+    num_busy = sum(time.samples > 0 for time in times) or len(times)
+    # Of 7 ranks 3: the places 0, 3 and 6.
+    places = {round(at * (num_busy - 1) / (most - 1)) for at in range(most)}
+    return tuple(sorted(order[place].rank for place in places))
+
+
+def fit_record(fit: Fit, ranks: Sequence[int]) -> list[dict[str, Any]]:
+    """Return what a fit says of some ranks, JSON-able: terms in seconds, an entry a rank."""
     model = fit.model
     return [
         {
+            "rank": rank,
             **{term: float(getattr(model, term)[rank]) for term in _TERMS},
             "knee": float(fit.knee[rank]),
             "overlap": float(model.overlap[rank]),
@@ -138,5 +157,5 @@ def fit_record(fit: Fit) -> list[dict[str, Any]]:
             "is_poor": bool(fit.is_poor[rank]),
             "unclear": list(fit.unclear[rank]),
         }
-        for rank in range(model.world_size)
+        for rank in ranks
     ]

@@ -30,7 +30,7 @@ from torch import Tensor
 from loft_hvd.balance.balancer_options import BalancerOptions
 from loft_hvd.balance.batches import BatchQueue, plan_in_force
 from loft_hvd.balance.controller import Decision
-from loft_hvd.balance.explain import describe, fit_record
+from loft_hvd.balance.explain import describe, fit_record, ranks_to_log
 from loft_hvd.balance.interval import SUM, Head, Interval, RankTimes, Report
 from loft_hvd.balance.limits import RankLimits
 from loft_hvd.balance.plan import Plan
@@ -46,7 +46,7 @@ from loft_hvd.balance.stopwatch import StepTimer
 from loft_hvd.codec import encode
 from loft_hvd.config import config
 from loft_hvd.errors import MismatchError, PlanError
-from loft_hvd.runlog import RunLog
+from loft_hvd.runlog import MOST_ROWS, RunLog
 from loft_hvd.topology import LoadMeter, allowed_cpus, run_queue_s
 from loft_hvd.transport.agreement import check_agreement, odd_ones
 from loft_hvd.transport.base import Channel, Transport, Work, wait_for
@@ -363,12 +363,18 @@ class LivePlan:
         check_same_run(report)
         if any(entry.steps for entry in report.times):
             self.times = report.times
-            self._log.write("times", ranks=[asdict(entry) for entry in report.times])
+            if self._log.path is not None:
+                shown = [asdict(report.times[rank]) for rank in self._logged_ranks]
+                self._log.write("times", num_ranks=len(report.times), ranks=shown)
         # Counted steps are those of the newest plan, so its sizes are what was measured.
         interval = report.screened(step=self._batches.next_step - 1, sizes=self.plan.sizes)
         if interval is not None:
             self._archive.add(self._limits.keys, interval)
         return report, interval
+
+    @property
+    def _logged_ranks(self) -> tuple[int, ...]:
+        return ranks_to_log(self.times, most=MOST_ROWS)
 
     def _next_plan(self, report: Report | None, interval: Interval | None) -> Plan:
         """Return rank 0's new plan, or the one in force; other ranks' return does not count."""
@@ -380,7 +386,7 @@ class LivePlan:
         if self._log.path is not None:
             fit = controller.policy.fit
             if fit is not None:
-                self._log.write("fit", ranks=fit_record(fit))
+                self._log.write("fit", ranks=fit_record(fit, self._logged_ranks))
             self._log.write("explain", text=controller.explain())
         return plan
 

@@ -24,7 +24,7 @@ from loft_hvd.pipeline.suspicion.report import FEWEST_WATCHED, SuspicionReport
 from loft_hvd.pipeline.suspicion.spread import ParameterSpread
 from loft_hvd.pipeline.suspicion.tracker import Suspicion
 from loft_hvd.pipeline.suspicion.watch import Quarantine, Unwatched, WorkerWatch
-from loft_hvd.runlog import RunLog
+from loft_hvd.runlog import MOST_ROWS, RunLog
 from loft_hvd.transport.agreement import check_agreement
 from loft_hvd.transport.base import Channel, Transport
 from loft_hvd.transport.groups import find_groups
@@ -161,7 +161,10 @@ class GradientLog:
         standing = tuple((worker.is_named, worker.in_quarantine_until) for worker in report.workers)
         if report.workers and (standing != self._seen or self._num_steps % _WRITE_EVERY == 0):
             self._seen = standing
-            workers = [asdict(worker) for worker in report.workers]
+            # The most suspicious of many, in the order of ranks.
+            most = sorted(report.workers, key=lambda each: (not each.is_named, -each.suspicion))
+            shown = sorted(most[:MOST_ROWS], key=lambda each: each.ranks)
+            workers = [asdict(worker) for worker in shown]
             log.write("suspicion", num_steps=report.num_steps, workers=workers)
 
     def detach(self) -> None:

@@ -10,7 +10,13 @@ from loft_hvd.balance.explain import find_slow
 from loft_hvd.balance.interval import RankTimes
 from loft_hvd.errors import DataError
 from loft_hvd.report.svg import bars, lines
-from loft_hvd.report.text import read_suspicion, render_text, spread_line
+from loft_hvd.report.text import (
+    read_suspicion,
+    render_text,
+    spread_line,
+    thinned_line,
+    which_ranks,
+)
 
 __all__ = ["render_page"]
 
@@ -18,6 +24,8 @@ Entry = dict[str, Any]
 
 # The parts of a step in the order in which it passes through them; they add up to the step.
 _PARTS = ("stall", "compute", "queued", "wait", "other")
+# Of many ranks a picture shows these, as shares of the way from the fastest to the slowest.
+_SPREAD = {"fastest": 0.0, "a quarter": 0.25, "median": 0.5, "three quarters": 0.75, "slowest": 1.0}
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 820px; margin: 2em auto; padding: 0 1em;
   color: #222; background: #fff }
@@ -64,8 +72,8 @@ def _sections(by_kind: dict[str, list[Entry]]) -> Iterator[str]:
     for fault in by_kind.get("fault", []):
         line = f"{fault['error']} at step {fault['step']}: {fault['text']}"
         yield f'<p class="bad">{escape(line)}</p>'
-    for full in by_kind.get("full", []):
-        yield f'<p class="bad">The log was full at step {full["step"]}.</p>'
+    for thinned in by_kind.get("thinned", [])[-1:]:
+        yield f"<p>{escape(thinned_line(thinned))}.</p>"
     yield from _times(by_kind.get("times", []))
     last_step = max((entry["step"] for entries in by_kind.values() for entry in entries), default=0)
     yield from _plans(by_kind.get("plan", []), last_step=float(last_step))
@@ -86,22 +94,32 @@ def _times(entries: Sequence[Entry]) -> Iterator[str]:
     rows = [
         (f"rank {t.rank}", [1e3 * getattr(t, f"{part}_s") for part in _PARTS]) for t in times[-1]
     ]
-    yield f"<p>Last interval, up to step {entries[-1]['step']}, an average batch:</p>"
+    last = f"Last interval, up to step {entries[-1]['step']}{which_ranks(entries[-1])}"
+    yield f"<p>{escape(last)}, an average batch:</p>"
     yield bars(rows, _PARTS, unit="ms")
     yield "<h2>Each rank's own work</h2>"
     steps = [float(entry["step"]) for entry in entries]
-    num_ranks = max(len(ranks) for ranks in times)  # elastic worlds differ in size
-    series = [
-        (
-            f"rank {rank}",
-            [
-                (step, 1e3 * ranks[rank].busy_s)
-                for step, ranks in zip(steps, times, strict=True)
-                if rank < len(ranks)
-            ],
-        )
-        for rank in range(num_ranks)
-    ]
+    series = []
+    for rank in sorted({time.rank for ranks in times for time in ranks}):  # worlds differ in size
+        points = [
+            (step, 1e3 * time.busy_s)
+            for step, ranks in zip(steps, times, strict=True)
+            for time in ranks
+            if time.rank == rank
+        ]
+        series.append((f"rank {rank}", points))
+    if any(which_ranks(entry) for entry in entries):  # other ranks in each line: their spread
+        own = [sorted(1e3 * time.busy_s for time in ranks) for ranks in times]
+        series = [
+            (
+                name,
+                [
+                    (step, work[round(at * (len(work) - 1))])
+                    for step, work in zip(steps, own, strict=True)
+                ],
+            )
+            for name, at in _SPREAD.items()
+        ]
     yield lines(series, label="fetch waited for and computing, ms a batch")
 
 
@@ -134,12 +152,13 @@ def _workers(entries: Sequence[Entry]) -> Iterator[str]:
         (
             f"ranks {' '.join(map(str, worker.ranks))}",
             [
-                (step, report.workers[place].suspicion)
+                (step, each.suspicion)
                 for step, report in reports
-                if place < len(report.workers)
+                for each in report.workers
+                if each.ranks == worker.ranks
             ],
         )
-        for place, worker in enumerate(newest.workers)
+        for worker in newest.workers
     ]
     yield lines(series, label="suspicion, 0 as the others to 1", least_top=1.0)
     yield "<table><tr><th>ranks</th><th>suspicion</th><th>outside</th><th>distance</th>"

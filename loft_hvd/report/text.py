@@ -43,16 +43,17 @@ def _history(entries: Sequence[Entry]) -> Iterator[str]:
             )
         elif kind == "fault":
             yield f"{entry['error']} at step {entry['step']}: {entry['text']}"
-        elif kind == "full":
-            yield f"the log was full at step {entry['step']}"
 
 
 def _newest(entries: Sequence[Entry]) -> Iterator[str]:
     """Say what was known last of times, models, gradients and workers."""
     last = {entry["kind"]: entry for entry in entries}  # later lines replace earlier ones
+    if "thinned" in last:
+        yield thinned_line(last["thinned"])
     if "times" in last:
-        yield f"times up to step {last['times']['step']}:"
-        yield describe([RankTimes(**rank) for rank in last["times"]["ranks"]])
+        times = last["times"]
+        yield f"times up to step {times['step']}{which_ranks(times)}:"
+        yield describe([RankTimes(**rank) for rank in times["ranks"]])
     else:
         yield "no times yet"
     if "explain" in last:
@@ -61,6 +62,21 @@ def _newest(entries: Sequence[Entry]) -> Iterator[str]:
         yield spread_line(last["spread"])
     if "suspicion" in last:
         yield f"workers {read_suspicion(last['suspicion'])}"
+
+
+def thinned_line(entry: Entry) -> str:
+    """Say what is not in the log, from a ``thinned`` line."""
+    return (
+        f"{entry['num_lines']} older lines of times, fits and suspicion were left out, to keep the "
+        "log small or because the disk was full"
+    )
+
+
+def which_ranks(times: Entry) -> str:
+    """Say which ranks stand for all in a ``times`` line; empty where all are there."""
+    if len(times["ranks"]) == times["num_ranks"]:
+        return ""
+    return f", {len(times['ranks'])} of {times['num_ranks']} ranks from the fastest to the slowest"
 
 
 def spread_line(entry: Entry) -> str:

@@ -50,7 +50,7 @@ def entries(tmp_path: Path) -> list[dict[str, Any]]:
     log.write("run", world_size=3, global_batch_size=96, policy="loft")
     log.write("plan", plan_id=0, first_step=0, sizes=[32, 32, 32])
     for log.step in (20, 40):
-        log.write("times", ranks=[times(0, 0.1), times(1, 0.1), times(2, 0.3)])
+        log.write("times", num_ranks=3, ranks=[times(0, 0.1), times(1, 0.1), times(2, 0.3)])
     log.write("plan", plan_id=1, first_step=43, sizes=[40, 40, 16])
     liar = WorkerReport((2,), 0.97, 0.9, 40.0, 0, 20, is_named=True)
     honest = WorkerReport((0,), 0.02, 0.4, 1.0, 0, 20, is_named=False)
@@ -79,6 +79,24 @@ def test_a_page_is_whole_and_needs_nothing_from_elsewhere(entries: list[dict[str
     assert not tags & {"script", "link", "img", "iframe", "object", "b"}
     assert not any({"src", "href"} & attrs.keys() for _, attrs in checker.seen)
     assert not re.search(r"https?:|@import|url\(", page)
+
+
+def test_a_page_of_many_ranks_shows_their_spread(tmp_path: Path) -> None:
+    log = RunLog(tmp_path)
+    for log.step in (20, 40):  # other ranks stand for the thousand in each line
+        ranks = [times(log.step + place, 0.1 * (1 + place)) for place in range(5)]
+        log.write("times", num_ranks=1000, ranks=ranks)
+    assert log.path is not None
+    page = render_page(read_run_log(log.path), title="many")
+    assert "5 of 1000 ranks from the fastest to the slowest" in page
+    names = re.findall(r"<title>([^<:]+)</title></path>", page)
+    assert names == ["fastest", "a quarter", "median", "three quarters", "slowest"]
+
+
+def test_a_page_says_what_was_left_out(entries: list[dict[str, Any]]) -> None:
+    assert "were left out" not in render_page(entries, title="x")
+    entries.append({"kind": "thinned", "step": 50, "num_lines": 7})
+    assert "7 older lines of times" in render_page(entries, title="x")
 
 
 def test_an_empty_log_makes_a_page_too() -> None:

@@ -4,8 +4,12 @@ import ast
 import json
 import logging
 import re
-from collections.abc import Callable
+import resource
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,9 @@ import pytest
 import torch
 
 import loft_hvd as loft
+from loft_hvd.balance.explain import ranks_to_log
+from loft_hvd.balance.interval import RankTimes
+from loft_hvd.balance.memory import logged_caps
 from loft_hvd.balance.plan import Plan
 from loft_hvd.errors import ArgumentError, DataError, MismatchError, TransportError
 from loft_hvd.pipeline.suspicion.report import WorkerReport
@@ -160,22 +167,117 @@ def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
     assert line["ranks"] == [{"hits": None, "knee": [1.0, None]}]
 
 
-def test_a_log_stops_at_its_limit_and_says_so(tmp_path: Path) -> None:
-    log = RunLog(tmp_path, max_bytes=300, clock=lambda: 0.0)
-    for step in range(20):
+def test_caps_faults_and_plans_find_room_in_a_log_that_was_full_long_ago(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, max_bytes=40_000, clock=lambda: 0.0)
+    wanted = []
+    for step in range(2000):
         log.step = step
-        log.write("explain", text="x" * 40)
-    assert log.path is not None
-    assert log.path.stat().st_size < 400
-    assert read_run_log(log.path)[-1]["kind"] == "full"
-    assert RunLog(tmp_path, clock=lambda: 0.0).path != log.path
+        log.write("times", num_ranks=1, ranks=["x" * 100])
+        log.write("explain", text="y" * 200)
+        if step % 250 == 0:
+            log.write("plan", plan_id=step, first_step=step, sizes=[4])
+            log.write("fault", error="E", text=str(step))
+            wanted += [("plan", step), ("fault", step)]
+    log.write("cap", rank=0, device="a/0", cap=16, size=24, source="out of memory")
+    entries = read_run_log(only_file(tmp_path))
+    lasting = [
+        (each["kind"], each["step"]) for each in entries if each["kind"] in ("plan", "fault")
+    ]
+    assert lasting == wanted
+    assert logged_caps(tmp_path) == {"a/0": 16}
+    assert only_file(tmp_path).stat().st_size <= 40_000
+    # The past thins out, and what was left out is counted.
+    steps = [each["step"] for each in entries if each["kind"] == "times"]
+    assert steps[-1] == 1999
+    assert steps[0] < 400
+    gaps = [after - before for before, after in pairwise(steps)]
+    ages = [2000 - step for step in steps]
+    assert gaps[-1] == 1
+    assert all(gap <= 1 + 0.5 * age for gap, age in zip(gaps, ages, strict=False))
+    (told,) = [each["num_lines"] for each in entries if each["kind"] == "thinned"]
+    assert told == 4000 - sum(each["kind"] in ("times", "explain") for each in entries)
+    assert f"{told} older lines" in render_text([each for each in entries if "ranks" not in each])
+
+
+def test_a_log_filled_by_what_must_stay_goes_on(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, max_bytes=2_000)
+    for plan_id in range(100):
+        log.write("plan", plan_id=plan_id, first_step=plan_id, sizes=[4] * 50)
+    plans = [each["plan_id"] for each in read_run_log(only_file(tmp_path))]
+    assert plans == list(range(100))
+
+
+@contextmanager
+def full_disk(path: Path, *, num_free: int) -> Iterator[None]:
+    """Let no file of this process grow beyond the size of one, and so many bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + num_free, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("num_free", [0, 10, 150])
+def test_after_a_full_disk_the_log_goes_on_with_what_must_stay(
+    num_free: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = RunLog(tmp_path)
+    path = only_file(tmp_path)
+    log.write("run", world_size=1, text="x" * 20_000)  # so that pytest's own files are smaller
+    with full_disk(path, num_free=num_free):  # a line may be taken in part
+        log.write("times", ranks=["x" * 200])
+        log.write("cap", rank=0, device="a/0", cap=16, text="x" * 200)
+        log.write("fault", error="E", text="x" * 200)
+    assert caplog.text.count("cannot be written") == 1
+    log.write("times", ranks=[])
+    kinds_now = ["run", "thinned", "cap", "fault", "times"]
+    assert kinds(path) == kinds_now
+    assert logged_caps(tmp_path) == {"a/0": 16}
+    with full_disk(path, num_free=num_free):
+        log.write("plan", plan_id=0, text="x" * 200)
+    assert caplog.text.count("cannot be written") == 2
+    log.write("explain", text="")
+    assert kinds(path) == [*kinds_now, "plan", "explain"]
+
+
+def test_a_log_that_cannot_be_thinned_on_a_full_disk_is_thinned_later(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, max_bytes=40_000)
+    path = only_file(tmp_path)
+    for log.step in range(19):
+        log.write("times", ranks=["x" * 2_000])
+    log.step = 19
+    with full_disk(path, num_free=-30_000):  # no room for the thinner file beside this one
+        log.write("times", ranks=["x" * 2_000])
+        log.write("cap", rank=0, device="a/0", cap=16)
+    assert only_file(tmp_path) == path  # nothing else is left there
+    assert kinds(path) == ["times"] * 19
+    log.write("times", ranks=["x" * 2_000])
+    assert kinds(path) == ["times"] * 8 + ["thinned", "cap", "times"]
+    assert logged_caps(tmp_path) == {"a/0": 16}
+
+
+@pytest.mark.parametrize("world_size", [4, 1000])
+def test_a_line_of_times_stays_short_in_a_large_world(world_size: int) -> None:
+    def times(rank: int) -> RankTimes:
+        return RankTimes(rank, 20, 8.0 * (rank != 3), 8.0, 0, 0, 0, 1.0 + rank % 97, 0, 0, 0, 0)
+
+    all_ranks = [times(rank) for rank in range(world_size)]
+    shown = ranks_to_log(all_ranks, most=32)
+    assert len(shown) == len(set(shown)) == min(world_size, 32)
+    assert list(shown) == sorted(shown)
+    if world_size > 32:  # the slowest and the fastest are there, and what is usual
+        work = sorted(all_ranks[rank].busy_s for rank in shown)
+        every = sorted(each.busy_s for each in all_ranks if each.samples)
+        assert (work[0], work[-1]) == (every[0], every[-1])
+        assert statistics.median(work) == pytest.approx(statistics.median(every), rel=0.05)
 
 
 def test_a_cut_off_last_line_is_left_out_and_another_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
-    path.write_text('{"kind": "full", "step": 3}\n{"kind": "ti')
+    path.write_text('{"kind": "thinned", "step": 3}\n{"kind": "ti')
     assert len(read_run_log(path)) == 1
-    path.write_text('{"kind": "ti\n{"kind": "full", "step": 3}\n')
+    path.write_text('{"kind": "ti\n{"kind": "thinned", "step": 3}\n')
     with pytest.raises(DataError, match="line 1"):
         read_run_log(path)
 
@@ -189,7 +291,7 @@ def test_a_file_that_cannot_be_written_warns_once_and_lets_the_run_go_on(
     log.path.mkdir()  # as a disk that takes nothing
     log.write("times", step=1)
     log.write("times", step=2)
-    assert caplog.text.count("ends here") == 1
+    assert caplog.text.count("cannot be written") == 1
 
 
 def test_training_leaves_the_root_logger_and_the_screen_alone(
