@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
-from loft_hvd.balance.plan import Plan, StepSizes, equal_sizes
+from loft_hvd.balance.plan import Plan, StepSizes
 from loft_hvd.data.draws import Draw, EpochSettings, PlanView
 from loft_hvd.data.placement import Placement, check_placement
 from loft_hvd.data.sampler import GlobalBatches, PlanSource, check_balancer, check_length
@@ -110,12 +110,21 @@ class WorkerInit:
 
 
 class EvaluationView:
-    """Equal sizes for evaluation, whatever plan training runs on; nothing is ever skipped."""
+    """Evaluation by one plan from its first batch to its last; nothing is ever skipped.
+
+    The plan is the newest when the iteration begins: between the same two training steps it is the
+    same on every rank, within the caps, and no slow rank has an equal share.
+    """
 
     min_ranks = 1
 
     def __init__(self, balancer: PlanSource) -> None:
         self._balancer = balancer  # asked each time: in an elastic job the world changes
+        self._sizes = balancer.plan.sizes
+
+    def begin(self) -> None:
+        """Take the plan of an iteration, whatever training does meanwhile."""
+        self._sizes = self._balancer.plan.sizes
 
     @property
     def world_size(self) -> int:
@@ -134,8 +143,7 @@ class EvaluationView:
         return self._balancer.min_batch
 
     def plan_at(self, step: int) -> Plan:
-        """Split the global batch evenly at every step."""
-        return Plan(0, 0, equal_sizes(self.global_batch_size, self.world_size))
+        return Plan(0, 0, self._sizes)
 
 
 class DataLoader:
@@ -160,7 +168,9 @@ class DataLoader:
         drop_last: leave out the samples that do not fill a global batch.
         relaxed: spread each holder's samples evenly over the epoch (more local reads, another
             order of samples).
-        train: False for evaluation: equal sizes, every sample once, nothing reaches the balancer.
+        train: False for evaluation: every sample once, by the plan there is when an iteration
+            begins (begin it between the same two steps on every rank); no sizes or times reach the
+            balancer.
         num_workers: loader processes.
         collate_fn: see ``torch.utils.data.DataLoader``, as for all that follow.
         pin_memory: copy batches into pinned memory.
@@ -209,7 +219,8 @@ class DataLoader:
         self.num_workers = num_workers
         self._balancer = balancer
         self._train = train
-        self._view: PlanView = balancer if train else EvaluationView(balancer)
+        self._evaluation = None if train else EvaluationView(balancer)
+        self._view: PlanView = self._evaluation or balancer
         self._batches = GlobalBatches(settings, self._view)
         self._position = 0  # samples of the epoch, of all ranks, in the batches yielded
         self._next_step = 0
@@ -238,8 +249,9 @@ class DataLoader:
         if self._train:
             self._balancer.clear_pending()
             self._next_step = max(self._next_step, self._balancer.next_step)
-        else:
+        if self._evaluation is not None:
             self._balancer.leave_step_out()
+            self._evaluation.begin()
         self._position = self._feed.start(first_step=self._next_step)
         return self._batches_of(iter(self._loader), self._feed.drawn)
 

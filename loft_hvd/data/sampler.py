@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import IterableDataset, Sampler
 
-from loft_hvd.balance.plan import StepSizes
+from loft_hvd.balance.plan import Plan, StepSizes
 from loft_hvd.codec import decode, encode
 from loft_hvd.data.assign import Homes
 from loft_hvd.data.draws import Draw, EpochSettings, PlanView, count_steps, draw_epoch
@@ -32,15 +32,18 @@ __all__ = [
 class PlanSource(PlanView, Protocol):
     """What loaders need of a balancer: the sizes in force, and where to say what they hand out.
 
-    ``next_step`` is the next step to train on, counted over epochs.
+    ``next_step`` is the next step to train on, counted over epochs. ``plan`` is the newest plan,
+    equal on all ranks between the same two steps.
 
     ``loft.DataLoader`` calls ``begin_batch`` and ``end_epoch``, in the process that trains.
     ``loft.BatchSampler`` does not see batches arrive: it queues sizes with ``push_sizes``, and each
-    backward pass takes the next. A loader for evaluation calls ``leave_step_out`` alone.
+    backward pass takes the next. A loader for evaluation calls ``leave_step_out`` alone, and reads ``plan``.
     """
 
     @property
     def next_step(self) -> int: ...
+    @property
+    def plan(self) -> Plan: ...
 
     def begin_batch(
         self,

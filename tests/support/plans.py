@@ -55,6 +55,11 @@ class FakePlans:
     def global_batch_size(self) -> int:
         return sum(self.sizes)
 
+    @property
+    def plan(self) -> Plan:
+        newest = max(self.later, default=None)
+        return Plan(0, 0, tuple(self.sizes if newest is None else self.later[newest]))
+
     def plan_at(self, step: int) -> Plan:
         self.asked.append(step)
         plans = [Plan(0, 0, tuple(self.sizes))]

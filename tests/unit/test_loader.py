@@ -252,6 +252,23 @@ def test_evaluation_leaves_pending_batches_alone() -> None:
         plans.pending.clear()
 
 
+def test_an_evaluation_keeps_to_the_plan_it_began_with() -> None:
+    plans = [FakePlans([6, 4], rank=rank) for rank in range(2)]
+    loaders = [DataLoader(TensorDataset(NUMBERS), each, train=False) for each in plans]
+    for sizes in ([6, 4], [3, 7]):
+        seen: list[int] = []
+        for rank, loader in enumerate(loaders):
+            batches = iter(loader)
+            lengths = []
+            for (x,) in batches:
+                plans[rank].later = {1: [1, 9]}  # training goes on beside the evaluation
+                lengths.append(len(x))
+                seen += x.tolist()
+            assert set(lengths[:-1]) == {sizes[rank]}
+            plans[rank].later = {1: [3, 7]}
+        assert sorted(seen) == NUMBERS.tolist()
+
+
 def test_evaluation_keeps_the_order_of_the_data_set() -> None:
     loader = DataLoader(TensorDataset(NUMBERS), FakePlans([10]), train=False)
     assert trained(loader) == NUMBERS.tolist()

@@ -35,6 +35,20 @@ def test_the_average_of_an_evaluation_is_that_of_one_process(num_samples: int) -
     assert run_ranks(3, evaluate) == [expected] * 3
 
 
+def test_an_evaluation_keeps_within_the_caps_and_sees_every_sample_once() -> None:
+    caps = [96, 96, 48, 16]
+
+    def evaluate(transport: LocalTransport) -> list[list[int]]:
+        balancer = loft.Balancer(256, max_batch=caps, transport=transport)
+        loader = loft.DataLoader(TensorDataset(torch.arange(1000)), balancer, train=False)
+        return [x.tolist() for (x,) in loader if not loader.is_padding]
+
+    by_rank = run_ranks(4, evaluate)
+    for batches, cap in zip(by_rank, caps, strict=True):
+        assert max(map(len, batches)) <= cap
+    assert sorted(x for batches in by_rank for batch in batches for x in batch) == [*range(1000)]
+
+
 @pytest.mark.parametrize("kind", ["loader", "sampler"])
 def test_backward_passes_take_the_sizes_of_their_own_batch_after_a_break(kind: str) -> None:
     def train(transport: LocalTransport) -> list[int]:
