@@ -37,7 +37,8 @@ class PlanSource(PlanView, Protocol):
 
     ``loft.DataLoader`` calls ``begin_batch`` and ``end_epoch``, in the process that trains.
     ``loft.BatchSampler`` does not see batches arrive: it queues sizes with ``push_sizes``, and each
-    backward pass takes the next. A loader for evaluation calls ``leave_step_out`` alone, and reads ``plan``.
+    backward pass takes the next. A loader for evaluation calls ``leave_step_out`` alone, and reads
+    ``plan``.
     """
 
     @property
