@@ -8,7 +8,7 @@ it.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import torch
 
 from loft_hvd.balance.batches import BatchQueue
 from loft_hvd.balance.limits import RankLimits
-from loft_hvd.errors import ArgumentError, PeerError, PlanError
+from loft_hvd.errors import ArgumentError, LoftError, PeerError, PlanError
 from loft_hvd.runlog import RunLog, find_entries
 from loft_hvd.transport.base import Channel, Transport
 from loft_hvd.transport.heartbeat.process import FailureNote, observe_failures
@@ -34,13 +34,39 @@ __all__ = [
 
 # What CUDA, ROCm, cuBLAS and the host's allocator say in errors of no class of their own.
 _TEXTS = ("out of memory", "not enough memory", "can't allocate memory", "ALLOC_FAILED")
+# Who raises those: torch, by Python's own class or, for a device, by this one where torch has it.
+_TORCH_ERRORS = (RuntimeError, getattr(torch, "AcceleratorError", RuntimeError))
+_ENGINES = ("horovod.", "torch.distributed.")  # modules whose errors may tell of other ranks
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Say whether an error means that memory, of a device or of the host, is full."""
+    """Say whether an error means that this rank's memory, of a device or of the host, is full.
+
+    Told by its class, and by its words only for the very class that torch raises. An error of ours
+    or of the engine's, which may tell of another rank, never counts, nor what was raised from one.
+    """
+    causes = list(_causes(error))
+    if any(isinstance(cause, LoftError) or _is_of_engine(cause) for cause in causes):
+        return False
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS)
+    return type(error) in _TORCH_ERRORS and any(text in str(error) for text in _TEXTS)
+
+
+def _is_of_engine(error: BaseException) -> bool:
+    return any(f"{kind.__module__}.".startswith(_ENGINES) for kind in type(error).__mro__)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, and what it was raised from or while handling, each once."""
+    seen: set[int] = set()  # by id: errors may refer to each other in a circle
+    todo: list[BaseException | None] = [error]
+    while todo:
+        each = todo.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            yield each
+            todo += [each.__cause__, None if each.__suppress_context__ else each.__context__]
 
 
 # Full in training.

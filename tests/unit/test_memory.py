@@ -27,6 +27,12 @@ from loft_hvd.transport.heartbeat.process import describe_failure, tell_failure
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
 
 
+def caused(error: Exception, *, by: Exception) -> Exception:
+    error.__context__ = by
+    by.__context__ = error  # a circle, as handlers that raise each other's errors make
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "is_full"),
     [
@@ -37,6 +43,12 @@ from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
         (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (ValueError("out of memory"), False),
+        (PeerError("rank 2 has ended: it was killed, or it ran out of memory"), False),
+        (type("HorovodInternalError", (RuntimeError,), {})("peer: out of memory"), False),
+        (torch.distributed.DistBackendError("NCCL: rank 1 is out of memory"), False),
+        (caused(RuntimeError("step failed: out of memory"), by=PeerError("rank 2")), False),
+        (caused(MemoryError("while the error was printed"), by=PeerError("rank 2")), False),
+        (caused(RuntimeError("CUDA out of memory"), by=KeyError("x")), True),
     ],
 )
 def test_full_memory_is_told_from_other_errors(error: Exception, is_full: bool) -> None:
@@ -76,6 +88,16 @@ def test_only_an_error_during_a_batch_is_blamed_on_its_size(tmp_path: Path) -> N
     assert "rank 0 ran out of memory with a batch of 24 samples (step 1, plan 1" in note.text
     assert mine.describe_failure(error) is note
     assert logged_caps(tmp_path) == {"a/0": 16}  # the largest batch that it has finished
+
+
+def test_an_honest_survivor_is_not_told_to_be_out_of_memory(tmp_path: Path) -> None:
+    batches = BatchQueue()
+    mine = watch(0, batches, RunLog(tmp_path))
+    batches.begin(StepSizes(1, 1, (16, 16, 16)))
+    batches.take()
+    error = PeerError("rank 2 has ended without a word: it was killed, or it ran out of memory")
+    assert mine.describe_failure(error) is None
+    assert logged_caps(tmp_path) == {}
 
 
 def test_rank_0_hears_of_other_ranks_and_later_lines_count(tmp_path: Path) -> None:
