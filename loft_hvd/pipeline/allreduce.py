@@ -1,9 +1,10 @@
 """The robust all-reduce on one tensor, as ``hvd.allreduce`` for a rule.
 
 Every rank ends with the same bits. Cost per rank: 2 (n-1)/n of the tensor's bytes sent (float16
-and bfloat16 travel as float32), one tensor-sized receive buffer kept per name (two where numel is
-no multiple of the number of ranks, or of 16 bits: such tensors are copied), and one exchange
-of three numbers that finds ranks which disagree about shape, dtype or rule.
+and bfloat16 travel as float32), one tensor-sized receive buffer kept for each of the newest 256
+names (two where numel is no multiple of the number of ranks, or of 16 bits: such tensors are
+copied), and one exchange of three numbers that finds ranks which disagree about shape, dtype or
+rule.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ from loft_hvd.transport.default import default_transport
 __all__ = ["Handle", "allreduce", "allreduce_async", "forget_reductions"]
 
 _POLL_S = 100e-6  # bound from Horovod: a tenth of its cycle of 1 ms
+_MOST_KEPT = (
+    256  # names whose buffers are kept; a choice: names with a step in them never come again
+)
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -313,5 +317,11 @@ def _reduction_of(transport: Transport, tensor: Tensor, rule: Rule, name: str) -
             "first, or use another name"
         )
     if kept is None or kept.kind != _kind_of(transport, tensor, rule):
-        kept = by_name[name] = NamedReduction(transport, tensor, rule, name)
+        kept = NamedReduction(transport, tensor, rule, name)
+    by_name.pop(name, None)
+    by_name[name] = kept  # last: those at the front were not used for longest
+    if len(by_name) > _MOST_KEPT:
+        idle = next((name for name, each in by_name.items() if not each.is_busy), name)
+        if idle != name:
+            del by_name[idle]
     return kept

@@ -22,7 +22,12 @@ _REFUSAL_BYTES = 1000  # a choice
 def digest(text: str) -> int:
     """Return 63 bits that differ, for all practical purposes, when texts do."""
     # 63: they travel as int64. SHA-256, as ``hash`` is salted anew in every process.
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+    return (
+        int.from_bytes(
+            hashlib.sha256(text.encode(errors="backslashreplace")).digest()[:8], "little"
+        )
+        >> 1
+    )
 
 
 def check_agreement(
@@ -70,7 +75,7 @@ def check_agreement(
 def _raise_refusal(channel: Channel, refusal: str) -> None:
     """Raise what the first rank that cannot go on has to say."""
     # Plain text in a tensor of fixed length; ranks that refuse nothing send zeros.
-    own = refusal.encode()[:_REFUSAL_BYTES].ljust(_REFUSAL_BYTES, b"\0")
+    own = refusal.encode(errors="backslashreplace")[:_REFUSAL_BYTES].ljust(_REFUSAL_BYTES, b"\0")
     letters = torch.tensor(list(own), dtype=torch.uint8)
     texts = channel.sub("refusal").allgather_rows(letters)
     told = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in texts.tolist()]

@@ -23,6 +23,7 @@ def test_agreement_passes_in_silence(world_size: int) -> None:
     [
         ({"a": "1", "b": "3"}, r"it: b differs on ranks \[2\]"),
         ({"a": "1"}, r"it: ranks \[2\] describe other things"),
+        ({"a": "\udcff", "b": "2"}, r"it: a differs on ranks \[2\]"),  # no text in UTF-8
         ({"a": "1", "c": "2"}, r"it: ranks \[2\] describe other things"),
     ],
 )

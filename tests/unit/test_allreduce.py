@@ -141,3 +141,14 @@ def test_tensors_of_other_layouts_keep_shape_and_values() -> None:
 
     for result in run_ranks(2, work):
         assert torch.equal(result, torch.arange(24.0).view(2, 3, 4).permute(2, 0, 1))
+
+
+def test_names_that_never_come_again_keep_no_buffers() -> None:
+    def work(transport: LocalTransport) -> int:
+        first = loft.allreduce_async(torch.ones(4), name="first", transport=transport)
+        for step in range(300):
+            loft.allreduce(torch.ones(4), name=f"loss of step {step}", transport=transport)
+        assert torch.equal(first.wait(), torch.ones(4))  # what is in flight is kept
+        return len(allreduce_module._reductions()[transport])
+
+    assert max(run_ranks(2, work)) <= 256

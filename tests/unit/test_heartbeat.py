@@ -81,7 +81,7 @@ def test_a_rank_that_fails_ends_the_wait_of_the_other_with_its_error(pairs: Pair
     second.report(ValueError("what it was"))
     with pytest.raises(PeerError, match=r"the sum: rank 1 .* has failed: ValueError: what it was"):
         wait_for(watched(work, "x", first), what="the sum", timeout_s=10)
-    assert first.meter.progress().in_flight == frozenset()
+    assert first.meter.progress().in_flight == ()
 
 
 @pytest.mark.parametrize("error", [PeerError("of another"), TransportError("of the wire")])

@@ -84,20 +84,20 @@ def test_what_the_engine_has_done_is_not_in_flight_though_nobody_has_asked(
     """Times travel now and are taken up steps later: else they hide that ranks are astray."""
     engine = _Engine()
     work = watched(engine, "times", heartbeat)
-    assert heartbeat.meter.progress().in_flight == {("times", 1)}
+    assert heartbeat.meter.progress().in_flight == (("times", 1),)
     engine.is_done = True
-    assert heartbeat.meter.progress().in_flight == frozenset()
+    assert heartbeat.meter.progress().in_flight == ()
     assert (heartbeat.meter.progress().counts or {})[key_of("times")] == 1
     wait_for(work, what="times", timeout_s=10)
     assert engine.is_released
-    assert heartbeat.meter.progress().in_flight == frozenset()
+    assert heartbeat.meter.progress().in_flight == ()
 
 
 def test_what_the_engine_has_forgotten_is_asked_for_in_peace(heartbeat: Heartbeat) -> None:
     engine = _Engine()
     work = watched(engine, "x", heartbeat)
     engine.is_released = True  # with its world, by Horovod itself
-    assert heartbeat.meter.progress().in_flight == {("x", 1)}
+    assert heartbeat.meter.progress().in_flight == (("x", 1),)
     with pytest.raises(ValueError, match="cleared"):  # a wait must not take it for done
         work.done()
 
@@ -167,7 +167,7 @@ def test_an_engine_that_fails_when_asked_does_not_end_the_heartbeat(
             raise error
 
     work = watched(Failing(), "x", heartbeat)
-    assert heartbeat.meter.progress().in_flight == {("x", 1)}
+    assert heartbeat.meter.progress().in_flight == (("x", 1),)
     with pytest.raises(type(error), match=str(error)):
         work.done()
 
@@ -181,7 +181,7 @@ def test_an_operation_that_was_given_up_stays_in_flight_without_its_tensors(
     del engine, work
     gc.collect()
     assert held() is None
-    assert heartbeat.meter.progress().in_flight == {("x", 1)}
+    assert heartbeat.meter.progress().in_flight == (("x", 1),)
 
 
 class _Failed:

@@ -11,10 +11,11 @@ import itertools
 import threading
 import time
 import zlib
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from urllib.parse import quote, unquote
 
 from loft_hvd.errors import LoftError, MismatchError, PeerError
 from loft_hvd.transport.heartbeat.process import FROZEN, RankProcess
@@ -27,9 +28,23 @@ _IN_PART = "*"  # begins the names of operations over some of the ranks only
 _LEAST_WAIT_S = 1e-3  # a wait that has only begun: the wire has three decimals, and 0 means none
 
 
+_MOST_NAMES = 8192  # a choice: 1 MB of counts, however many names a script makes up
+_NAME_CHARS = 200  # a choice: longer names are cut, and told apart by their key
+_SOME = -1  # a count: it was forgotten how often
+_ALL = "*"  # stands for: all counts follow, of other names there is none
+_MOST_ASKED = 512  # a choice: 5 kB of keys a beat at most
+_OLDEST = 32  # operations of a rank that are looked at; a choice: it waits for one of those
+
+
 def key_of(name: str) -> str:
     """Return the short key under which a name's operations are counted."""
-    return f"{zlib.crc32(name.encode()):x}"
+    return f"{zlib.crc32(name.encode(errors='replace')):x}"
+
+
+def _short(name: str) -> str:
+    """Return a name as it travels: of bounded length, and equal for equal names."""
+    name = name.encode(errors="backslashreplace").decode()  # lone surrogates cannot travel
+    return name if len(name) <= _NAME_CHARS else f"{name[:_NAME_CHARS]}~{key_of(name)}"
 
 
 @dataclass(frozen=True)
@@ -37,35 +52,64 @@ class Progress:
     """How far a rank has come."""
 
     waited_s: float = 0.0  # seconds that it has been waiting for other ranks; 0: it does not wait
-    # Operations in flight as (name, number): the number-th of that name, from 1. Names that begin
-    # with a star are of some ranks only.
-    in_flight: frozenset[tuple[str, int]] = frozenset()
+    # Operations in flight as (name, number), oldest first: the number-th of that name, from 1; 0
+    # where that was forgotten. Names that begin with a star are of some ranks only.
+    in_flight: tuple[tuple[str, int], ...] = ()
     # How many operations of each name it has started, by ``key_of(name)``; None: not known.
     counts: Mapping[str, int] | None = field(default=None, hash=False)
+    knows_all: bool = True  # whether it has started none of the names that are not in counts
 
-    def encode(self, max_chars: int) -> str:
-        """Return in_flight and counts as text; "" when it would be too long.
+    def encode(self, max_chars: int, *, asked: Sequence[str] = ()) -> str:
+        """Return in_flight and counts as text: the oldest operations, and what was asked first.
 
-        The second "sum" in flight, of two begun, is ``sum#2;c8bd9f4d=2``.
+        The second "a|b" in flight, of two begun, is ``a%7Cb#2;*|c8bd9f4d=2``.
         """
-        flying = "|".join(f"{name}#{number}" for name, number in sorted(self.in_flight))
-        counted = "|".join(f"{key}={count}" for key, count in sorted((self.counts or {}).items()))
-        text = f"{flying};{counted}"
-        return text if len(text) <= max_chars else ""
+        counts = self.counts or {}
+        flying = _fill((f"{quote(name)}#{n}" for name, n in self.in_flight), max_chars // 2)
+        room = max_chars - len(flying) - 1
+        counted = "|".join([_ALL, *(f"{key}={n}" for key, n in counts.items())])
+        if len(counted) > room or not self.knows_all:
+            # Then a count of 0 says that there is none. Newest first: those may be asked next.
+            told = {key: counts.get(key, 0) for key in asked if self.knows_all or key in counts}
+            told |= {key: counts[key] for key in reversed(list(counts))}
+            counted = _fill((f"{key}={n}" for key, n in told.items()), room)
+        return f"{flying};{counted}"
 
     @classmethod
     def decode(cls, waited_s: float, text: str) -> Progress:
         """Return the progress that a text tells; nothing in flight where it does not parse."""
-        flying, separator, counted = text.rpartition(";")  # the last one: names may hold some
+        flying, separator, counted = text.partition(";")
         if not separator:
             return cls(waited_s)
-        pairs = [item.rpartition("#") for item in flying.split("|") if item]
-        totals = [item.partition("=") for item in counted.split("|") if item]
+        pairs = [item.partition("#") for item in flying.split("|") if item]
+        items = [item for item in counted.split("|") if item]
+        knows_all = _ALL in items[:1]
+        totals = [item.partition("=") for item in items[knows_all:]]
         try:
-            in_flight = frozenset((name, int(number)) for name, _, number in pairs)
-            return cls(waited_s, in_flight, {key: int(count) for key, _, count in totals})
+            in_flight = tuple((unquote(name), int(number)) for name, _, number in pairs)
+            counts = {key: int(count) for key, _, count in totals}
         except ValueError:
             return cls(waited_s)
+        return cls(waited_s, in_flight, counts, knows_all)
+
+    def has_started(self, operation: tuple[str, int]) -> bool:
+        """Say whether it has started an operation, or may have, as far as is known."""
+        name, number = operation
+        if self.counts is None or name.startswith(_IN_PART):  # who takes part is not known here
+            return True
+        count = self.counts.get(key_of(name), 0 if self.knows_all else _SOME)
+        return count == _SOME or count >= max(number, 1)
+
+
+def _fill(items: Iterable[str], max_chars: int) -> str:
+    """Join the first items, as many as there is room for."""
+    taken: list[str] = []
+    for item in items:
+        max_chars -= len(item) + 1
+        if max_chars < 0:
+            break
+        taken.append(item)
+    return "|".join(taken)
 
 
 class ProgressMeter:
@@ -74,7 +118,10 @@ class ProgressMeter:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
+        # By name's key, started last at the end. Which names are forgotten may differ between
+        # ranks, so from then on nobody says how often a new name was started.
+        self._counts: OrderedDict[str, int] = OrderedDict()
+        self._has_forgotten = False
         self._in_flight: dict[tuple[str, int], Callable[[], bool]] = {}
         self._waits: dict[int, float] = {}
         self._tickets = itertools.count()
@@ -85,9 +132,15 @@ class ProgressMeter:
         ``is_over`` says whether the engine is done with it, though nobody may have asked: what a
         rank starts now and takes up much later keeps no rank from going on.
         """
+        name = _short(name)
+        key = key_of(name)
         with self._lock:
-            self._counts[name] += 1
-            operation = name, self._counts[name]
+            count = self._counts.pop(key, _SOME if self._has_forgotten else 0)  # then to the end
+            count = self._counts[key] = count if count == _SOME else count + 1
+            if len(self._counts) > _MOST_NAMES:
+                self._counts.popitem(last=False)
+                self._has_forgotten = True
+            operation = name, max(count, 0)
             self._in_flight[operation] = is_over
         return operation
 
@@ -113,12 +166,12 @@ class ProgressMeter:
         with self._lock:
             since = min(self._waits.values(), default=None)
             posted = list(self._in_flight.items())
-            counts = {key_of(name): count for name, count in self._counts.items()}
+            counts = dict(self._counts)
         # Outside of the lock: a work that is being released holds its own, and waits for this one
         # in ``ended``; who asks it here waits for its.
-        in_flight = frozenset(operation for operation, is_over in posted if not is_over())
+        in_flight = tuple(operation for operation, is_over in posted if not is_over())
         waited_s = 0.0 if since is None else max(self._clock() - since, _LEAST_WAIT_S)
-        return Progress(waited_s, in_flight, counts)
+        return Progress(waited_s, in_flight, counts, not self._has_forgotten)
 
 
 def blocked_by(operation: tuple[str, int], others: Mapping[int, Progress]) -> list[int]:
@@ -127,14 +180,8 @@ def blocked_by(operation: tuple[str, int], others: Mapping[int, Progress]) -> li
     ``("sum", 3)`` is blocked by a rank that has started "sum" twice, whether or not it is still
     in flight there. Comparing names alone would miss a rank that is one step behind.
     """
-    name, number = operation
-    if name.startswith(_IN_PART):  # who takes part is not known here
-        return []
-    key = key_of(name)
     return [
-        rank
-        for rank, progress in sorted(others.items())
-        if progress.counts is not None and progress.counts.get(key, 0) < number
+        rank for rank, progress in sorted(others.items()) if not progress.has_started(operation)
     ]
 
 
@@ -157,7 +204,7 @@ def find_stall(ranks: Mapping[int, Progress], *, waited_s: float) -> dict[int, s
         others = {other: each for other, each in ranks.items() if other != rank}
         if progress.waited_s < waited_s or not progress.in_flight:
             return None
-        if not all(blocked_by(operation, others) for operation in progress.in_flight):
+        if not all(blocked_by(operation, others) for operation in progress.in_flight[:_OLDEST]):
             return None
         waits[rank] = min(progress.in_flight)[0]
     return waits
@@ -315,7 +362,7 @@ class Diagnosis:
         for progress in live.values():
             if progress.waited_s < self.limits.stall_s:
                 continue
-            for operation in sorted(progress.in_flight):
+            for operation in progress.in_flight:
                 for rank in blocked_by(operation, gone):
                     return Verdict(
                         rank,
@@ -333,7 +380,7 @@ class Diagnosis:
         """
         waits = find_stall(live, waited_s=self.limits.stall_s)
         # Beats of different ranks are of different moments: believe only what stays the same.
-        signature = {rank: progress.in_flight for rank, progress in live.items()}
+        signature = {rank: frozenset(progress.in_flight) for rank, progress in live.items()}
         if waits is None or signature != self._stalled:
             self._stalled = None if waits is None else signature
             self._stalled_at = self._clock()
@@ -356,6 +403,12 @@ class Diagnosis:
         every = {peer: known.progress for peer, known in self._peers.items()} | {self.rank: own}
         in_flight = every.pop(rank).in_flight
         return sorted({late for operation in in_flight for late in blocked_by(operation, every)})
+
+    def asked_for(self, own: Progress) -> list[str]:
+        """Return the keys of what ranks wait for, to ask every rank whether it has started them."""
+        every = [own, *(peer.progress for peer in self._peers.values())]
+        names = [name for each in every for name, _ in each.in_flight[:_OLDEST]]
+        return [key_of(name) for name in dict.fromkeys(names)][:_MOST_ASKED]
 
     def held(self) -> list[str]:
         """Return a warning for each peer that runs but has been silent for long, once each."""

@@ -92,6 +92,7 @@ class Heartbeat:
         self._verdict_at = 0.0
         self._is_heard = self._has_failed = self._is_closed = False
         self._late: list[int] = []
+        self._asked: list[str] = []  # what rank 0 wants to know: keys of names
         self._gone: set[int] = set()  # ranks that have said good-bye, to whomever
         self._waker, self._sleeper = socket.socketpair()  # what is written here ends a select
         if control.exit is not None:
@@ -239,6 +240,8 @@ class Heartbeat:
             self._diagnosis.heard(peer, Progress.decode(line.seconds, line.text))
         elif line.kind == "late" and peer == 0:
             self._late = [int(word) for word in words if word.isdecimal()]
+        elif line.kind == "ask" and peer == 0:
+            self._asked = words
         elif line.kind == "left":
             self._hear_good_bye(peer, line)
         elif line.kind == "failed":
@@ -263,12 +266,14 @@ class Heartbeat:
 
     def _beat(self) -> None:
         progress = self.meter.progress()
-        text = progress.encode(MAX_TEXT)
+        text = progress.encode(MAX_TEXT, asked=self._asked)
+        asked = "|".join(self._diagnosis.asked_for(progress)) if self.rank == 0 else ""
         for rank, link in self._links.items():
             link.send(Line("beat", self.rank, progress.waited_s, text))
             if self.rank == 0:  # the others cannot see who keeps them waiting
                 late = self._diagnosis.late_for(rank, progress)
                 link.send(Line("late", 0, 0.0, "|".join(map(str, late))))
+                link.send(Line("ask", 0, 0.0, asked))
 
     # Silent ranks: what keeps them so, seen by this rank or by one of their host.
 

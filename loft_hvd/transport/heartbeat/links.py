@@ -31,7 +31,7 @@ _MAX_LINE = 16_384  # bytes; bound from MAX_TEXT, with room for the words before
 _MAX_ADDRESSES = 16  # bound from the header's fixed length: more interfaces go unused
 _SIOCGIFADDR = 0x8915  # from the kernel's sockios.h: ask for an interface's address
 _CONNECT_S = 2.0  # a choice: an address behind a firewall must not use up the time of the next
-_KINDS = ("hello", "welcome", "beat", "late", "left", "failed", "verdict", "look", "state")
+_KINDS = ("hello", "welcome", "beat", "late", "ask", "left", "failed", "verdict", "look", "state")
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,9 @@ def _stat_fields(pid: int | str) -> list[str]:
     The command before it, in brackets, may hold blanks and brackets itself: split at the last.
     ``7 (my (odd) name) S 1 7 ..`` gives ``["S", "1", "7", ..]``.
     """
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    # The kernel cuts the command after 15 bytes, also inside a character of UTF-8.
+    stat = Path(f"/proc/{pid}/stat").read_bytes().decode(errors="replace")
+    return stat.rpartition(")")[2].split()
 
 
 def kill_process(pid: int) -> None:
