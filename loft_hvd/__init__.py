@@ -13,6 +13,19 @@ from loft_hvd.aggregation.aggregate import (
     trimmed_mean,
 )
 from loft_hvd.aggregation.diagnostics import Diagnostics, diagnose
+from loft_hvd.aggregation.row_rules import (
+    ARC,
+    NNM,
+    Bucketing,
+    Bulyan,
+    CentredClipping,
+    Clip,
+    GeometricMedian,
+    MinimumDiameter,
+    MultiKrum,
+    Robust,
+)
+from loft_hvd.aggregation.rule_text import parse_rule
 from loft_hvd.aggregation.rules import (
     Custom,
     Mean,
@@ -21,7 +34,6 @@ from loft_hvd.aggregation.rules import (
     Phocas,
     Rule,
     TrimmedMean,
-    parse_rule,
 )
 from loft_hvd.balance.balancer import Balancer
 from loft_hvd.balance.policies import Replay
@@ -41,22 +53,32 @@ from loft_hvd.pipeline.wire import Compression
 __version__ = "0.1.0"
 
 __all__ = [
+    "ARC",
+    "NNM",
     "Balancer",
     "BatchSampler",
+    "Bucketing",
+    "Bulyan",
+    "CentredClipping",
+    "Clip",
     "Compression",
     "Custom",
     "DataLoader",
     "Diagnostics",
     "DistributedOptimizer",
+    "GeometricMedian",
     "Handle",
     "LoftError",
     "Mean",
     "MeanAroundMedian",
     "Median",
+    "MinimumDiameter",
+    "MultiKrum",
     "Phocas",
     "Placement",
     "Quarantine",
     "Replay",
+    "Robust",
     "Rule",
     "Suspicion",
     "TrimmedMean",

@@ -15,8 +15,11 @@ from torch import Tensor
 
 from loft_hvd._native import explain_missing, extension
 from loft_hvd.aggregation import fallback
+from loft_hvd.aggregation.distances import distances
 from loft_hvd.aggregation.fallback import BLOCK, Found
 from loft_hvd.aggregation.inputs import Row, address
+from loft_hvd.aggregation.mixing import mix_of
+from loft_hvd.aggregation.row_rules import ROW_RULES, RowRule
 from loft_hvd.aggregation.rules import RULES, Rule
 from loft_hvd.config import config
 from loft_hvd.errors import ArgumentTypeError
@@ -84,6 +87,8 @@ def aggregate_rows(
     if out.shape[0] == 0 and not diagnose_every:
         return None
     weights = reduce_weights(weights)
+    if isinstance(rule, RowRule):
+        return _aggregate_mixed(rows, rule, weights, out, diagnose_every)
     module = _extension_for(rule, out)
     if module is None:
         tensors, target = [as_tensor(row) for row in rows], as_tensor(out)
@@ -111,6 +116,20 @@ def aggregate_rows(
         found = module.aggregate_cpu(*job, num_threads(), config().isa or "", diagnose_every)
     _tell_autograd(out)
     return found
+
+
+def _aggregate_mixed(
+    rows: Sequence[Row], rule: RowRule, weights: list[int] | None, out: Row, diagnose_every: int
+) -> Found | None:
+    """Aggregate by a rule that sees rows: their distances, its weights, one weighted pass."""
+    if ROW_RULES.get(rule.name) is not type(rule):
+        raise ArgumentTypeError(f"{rule} has no law; use Custom(fn) for rules from elsewhere")
+    tensors, target = [as_tensor(row) for row in rows], as_tensor(out)
+    mix = mix_of(rule, distances(tensors), weights)
+    fallback.aggregate_mixed(tensors, mix, out=target)
+    if not diagnose_every:
+        return None
+    return fallback.diagnose_rows(tensors, rule, weights=weights, out=target, every=diagnose_every)
 
 
 def reduce_weights(weights: Sequence[int] | None) -> list[int] | None:

@@ -29,7 +29,7 @@ class Diagnostics:
         num_outside: of these, coordinates strictly outside the window of values that were kept;
             NaN lies above +inf. The window is the middle one or two values of a median, ranks f to
             n - 1 - f of a trimmed mean, all values of a mean, the n - f nearest values of the rules
-            around a centre. A ``Custom`` rule has none: always 0.
+            around a centre. A rule that sees rows, ``Custom`` too, has none: always 0.
         num_non_finite: of these, coordinates that are NaN or infinite.
         squared_distance: squared Euclidean distance of these coordinates to the result, float64;
             coordinates where the difference is not finite are left out.

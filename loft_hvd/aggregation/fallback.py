@@ -15,14 +15,14 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from loft_hvd.aggregation.distances import BLOCK, mixed_rows
+from loft_hvd.aggregation.mixing import Mix
 from loft_hvd.aggregation.reference import Kept, apply
-from loft_hvd.aggregation.rules import Custom, Rule
+from loft_hvd.aggregation.rules import Rule
 
-__all__ = ["BLOCK", "Found", "aggregate_rows", "diagnose_rows", "read_tally"]
+__all__ = ["BLOCK", "Found", "aggregate_mixed", "aggregate_rows", "diagnose_rows", "read_tally"]
 
 Found: TypeAlias = "tuple[int, list[int], list[int], list[float]]"  # see diagnose_rows
-
-BLOCK = 16 * 1024  # coordinates that diagnostics look at or leave out together; the kernels' own
 
 _TILE = 32 * 1024  # coordinates; the tile of 16 float32 rows is 2 MiB, about a core's own cache
 _KEYS = {
@@ -50,6 +50,15 @@ def aggregate_rows(
         out[span] = _aggregate_tile([row[span] for row in rows], rule, weights)
 
 
+def aggregate_mixed(rows: Sequence[Tensor], mix: Mix, *, out: Tensor) -> None:
+    """Aggregate into ``out`` what ``mix`` makes of rows [numel] each."""
+    for begin in range(0, out.numel(), _TILE):
+        span = slice(begin, begin + _TILE)
+        mixed = mixed_rows([row[span] for row in rows], mix.matrix)
+        result = _aggregate_tile(mixed, mix.rule, mix.weights).to(out.dtype)
+        out[span] = _to_bits(result).view(out.dtype)
+
+
 def diagnose_rows(
     rows: Sequence[Tensor],
     rule: Rule,
@@ -61,7 +70,7 @@ def diagnose_rows(
     """Compare each row with the result, in one block of ``BLOCK`` coordinates in ``every``.
 
     Arguments are those of ``aggregate_rows``, with ``out`` filled. The first of ``every`` blocks is
-    looked at. ``Custom`` has no window, so no value lies outside it.
+    looked at. Rules that see rows have no window, so no value lies outside it.
 
     Returns:
         Coordinates looked at, then for each row: those strictly outside the kept window, those
@@ -74,7 +83,7 @@ def diagnose_rows(
     for begin in blocks:
         span = slice(begin, begin + BLOCK)
         part = [row[span] for row in rows]
-        window = None if isinstance(rule, Custom) else _window_of(part, rule, weights)
+        window = None if rule.sees_rows else _window_of(part, rule, weights)
         tally += torch.stack([_compare(row, out[span], window) for row in part], dim=1)
     return read_tally(tally, out.numel(), every)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from loft_hvd.aggregation.compute import aggregate_rows
 from loft_hvd.aggregation.inputs import Rows, read_weights
-from loft_hvd.aggregation.rules import parse_rule
+from loft_hvd.aggregation.rule_text import parse_rule
 from loft_hvd.errors import AggregationError, ArgumentError
 
 __all__ = ["aggregate", "aggregate_out"]

@@ -11,6 +11,9 @@ and negating every value negates it exactly.
 Results. A selected NaN gives NaN, -0 becomes +0, and a mean of finite values is finite and lies
 between the smallest and the largest kept value.
 
+Rules that see rows mix them first: ``distances.py`` and ``mixing.py`` hold their law, and the rule
+that aggregates the mixed rows is one of this page's.
+
 ``apply`` is the law: what a rule makes of values in order. ``reference`` puts whole rows in
 order by the book and applies it; ``fallback.py`` orders them faster and applies the same law.
 """
@@ -26,6 +29,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from loft_hvd.aggregation.distances import distances, mixed_rows
+from loft_hvd.aggregation.mixing import mix_of
+from loft_hvd.aggregation.row_rules import RowRule
 from loft_hvd.aggregation.rules import (
     Custom,
     Mean,
@@ -57,7 +63,7 @@ def apply(rule: Rule, ranked: RankedRows, weights: RankedRows | None) -> Kept:
     """Apply ``rule`` to values in order.
 
     Args:
-        rule: any rule but ``Custom``, already checked against the rows.
+        rule: a coordinate-wise one, already checked against the rows.
         ranked: the values of each coordinate in ascending order, one [numel] a rank, in the
             precision of the arithmetic.
         weights: int64, the weight of each of these values, or None where all are equal.
@@ -217,7 +223,13 @@ def reference(
             extra = (_reduced(counts[rows]).tolist(),) if rule.takes_weights else ()
             result[span] = np.asarray(rule.fn(values[rows, span], *extra), precision)
         else:
-            result[span] = _ranked_and_applied(values[rows, span], rule, counts[rows], precision)[0]
+            part, inner, by = values[rows, span].astype(precision), rule, _reduced(counts[rows])
+            if isinstance(inner, RowRule):
+                given = [torch.from_numpy(row) for row in part]
+                mix = mix_of(inner, distances(given), by.tolist())
+                part = torch.stack(mixed_rows(given, mix.matrix)).numpy()
+                inner, by = mix.rule, np.array(mix.weights or [1] * len(part))
+            result[span] = _ranked_and_applied(part, inner, by, precision)[0]
         result[span] += np.dtype(precision).type(0)  # -0 becomes +0
     return result
 

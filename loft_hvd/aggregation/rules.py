@@ -1,7 +1,8 @@
 """Aggregation rules: what they are called, what they need, what they survive.
 
-A rule maps one gradient row per worker, [world_size, numel], to one row, [numel], coordinate by
-coordinate. This page holds names, parameters and limits; ``reference.py`` holds the arithmetic.
+A rule maps one gradient row per worker, [world_size, numel], to one row, [numel]; those of this
+page coordinate by coordinate, those of ``row_rules.py`` by what rows are as a whole. Here are
+names, parameters and limits; ``reference.py`` holds the arithmetic.
 
 Papers: median and trimmed mean, Yin et al., ICML 2018; mean around the median, Xie et al., 2018
 (Generalized Byzantine-tolerant SGD); Phocas, Xie et al., 2018 (Phocas: dimensional
@@ -11,7 +12,7 @@ Byzantine-resilient stochastic gradient descent).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -30,7 +31,7 @@ __all__ = [
     "Rule",
     "Tolerance",
     "TrimmedMean",
-    "parse_rule",
+    "read_f",
 ]
 
 # Rows that one call may aggregate, as in csrc/rules.h. Bound from the kernels' buffers: the fixed
@@ -39,7 +40,7 @@ MAX_ROWS = 1024
 _KINDS = ("midpoint", "lower", "upper")  # in the order of csrc/rules.h
 
 
-def _read_f(name: str, f: int) -> int:
+def read_f(name: str, f: int) -> int:
     """Return ``f`` as an int; raise unless it is a count of rows."""
     count = read_count(f"{name}: f", f, "the Byzantine rows to expect")
     if count < 0:
@@ -81,16 +82,24 @@ class Rule:
         name: the rule's name in text.
         code: the rule's number in csrc/rules.h, by which the kernels know it.
         f: Byzantine rows that the rule is told to expect, 0 where it takes no such number.
+        sees_rows: whether it looks at rows as a whole. Its result then depends on which coordinates
+            it is given together; without, every coordinate is a matter of its own.
     """
 
     name: ClassVar[str] = "rule"
     code: ClassVar[int]
+    sees_rows: ClassVar[bool] = False
     f: int
 
     @property
     def kind_code(self) -> int:
         """The number in csrc/rules.h of a choice that the rule offers; 0 where it offers none."""
         return 0
+
+    @property
+    def counts_weight(self) -> bool:
+        """Whether it survives an amount of weight, not of rows: in training it takes no weights."""
+        return False
 
     @property
     def min_rows(self) -> int:
@@ -231,6 +240,11 @@ class Median(Rule):
     f: int = field(default=0, init=False, repr=False)
 
     @property
+    def counts_weight(self) -> bool:
+        """True: the middle value is found by weight."""
+        return True
+
+    @property
     def kind_code(self) -> int:
         """The number of ``kind`` in csrc/rules.h."""
         return _KINDS.index(self.kind)
@@ -265,7 +279,7 @@ class _Trimming(Rule):
     f: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "f", _read_f(self.name, self.f))  # frozen from here on
+        object.__setattr__(self, "f", read_f(self.name, self.f))  # frozen from here on
 
     def __str__(self) -> str:
         return f"{self.name}:f={self.f}"
@@ -309,6 +323,7 @@ class Custom(Rule):
     """
 
     name: ClassVar[str] = "custom"
+    sees_rows: ClassVar[bool] = True  # it may
     fn: Callable[..., Any]
     f: int = 0
     takes_weights: bool = False
@@ -318,60 +333,15 @@ class Custom(Rule):
             raise ArgumentTypeError(f"custom: fn={self.fn!r} must be callable")
         if not isinstance(self.takes_weights, bool):
             raise ArgumentTypeError(f"custom: takes_weights={self.takes_weights!r} must be a bool")
-        object.__setattr__(self, "f", _read_f(self.name, self.f))  # frozen from here on
+        object.__setattr__(self, "f", read_f(self.name, self.f))  # frozen from here on
 
     def __str__(self) -> str:
         """Return a name for messages; a function cannot be read back by ``parse_rule``."""
         return f"custom:{getattr(self.fn, '__qualname__', type(self.fn).__name__)}"
 
 
-# Every rule with kernels, by its name in text. A new rule is added here; its law to reference.py.
+# Every rule that looks at coordinates, by its name in text. A new one is added here; its law to
+# reference.py.
 RULES: dict[str, type[Mean | Median | TrimmedMean | MeanAroundMedian | Phocas]] = {
     rule.name: rule for rule in (Mean, Median, TrimmedMean, MeanAroundMedian, Phocas)
 }
-
-
-def _parse_option(rule: str, key: str, text: str) -> bool | int | str:
-    """Read one option's value by its name."""
-    if key == "f":
-        try:
-            return int(text)
-        except ValueError:
-            raise ArgumentError(f"rule {rule!r}: f={text!r} must be a whole number") from None
-    if key == "reproducible":
-        if text.lower() not in ("true", "false"):
-            raise ArgumentError(f"rule {rule!r}: reproducible={text!r} must be true or false")
-        return text.lower() == "true"
-    return text
-
-
-def parse_rule(text: str) -> Rule:
-    """Read a rule from text such as ``"trimmed_mean:f=2"`` or ``"median:kind=lower"``.
-
-    Args:
-        text: a name, then optionally a colon and ``key=value`` pairs separated by commas.
-
-    Returns:
-        The rule; ``parse_rule(str(rule)) == rule`` for every rule but ``Custom``.
-
-    Raises:
-        ArgumentError: the name or an option is unknown, missing or has a wrong value.
-    """
-    if not isinstance(text, str):
-        raise ArgumentTypeError(f"parse_rule takes text such as 'trimmed_mean:f=1', not {text!r}")
-    name, _, tail = text.strip().partition(":")
-    rule = RULES.get(name.strip())
-    if rule is None:
-        raise ArgumentError(f"rule {text!r} is unknown; the names are {', '.join(sorted(RULES))}")
-    # A rule's options are the fields that its constructor takes: f, kind or reproducible.
-    known = [item.name for item in fields(rule) if item.init]
-    options: dict[str, Any] = {}
-    for part in filter(None, (piece.strip() for piece in tail.split(","))):
-        key, equals, value = (piece.strip() for piece in part.partition("="))
-        if not equals or key not in known or key in options:
-            takes = ", ".join(known) or "no options"
-            raise ArgumentError(f"rule {text!r}: cannot use {part!r}; {name} takes {takes}, once")
-        options[key] = _parse_option(text, key, value)
-    if "f" in known and "f" not in options:
-        raise ArgumentError(f"rule {text!r} needs f, the Byzantine rows to expect: '{name}:f=1'")
-    return rule(**options)

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loft_hvd.aggregation.rules import Rule, parse_rule
+from loft_hvd.aggregation.rule_text import parse_rule
+from loft_hvd.aggregation.rules import Rule
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, UsageError
 from loft_hvd.pipeline.buckets import ParameterSpec
 from loft_hvd.transport.agreement import digest

@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from loft_hvd.aggregation.rules import Custom, Rule
+from loft_hvd.aggregation.rules import Rule
 from loft_hvd.pipeline.buckets import part_bounds
 from loft_hvd.pipeline.ring import (
     ExchangeSpec,
@@ -162,8 +162,8 @@ class BucketReduction:
 
 
 def _bounds(spec: ExchangeSpec, num_shards: int, part_bytes: int | None) -> tuple[int, ...]:
-    if isinstance(spec.rule, Custom):
-        part_bytes = None  # it may look at more than one coordinate, so it sees whole shards
+    if spec.rule.sees_rows:
+        part_bytes = None  # its result depends on the block: whole shards, however long
     elif part_bytes is not None and is_engine_sum(spec.rule, spec.wire):
         part_bytes = max(part_bytes, _SUM_PART_BYTES)
     return part_bounds(spec.numel, num_shards, itemsize=spec.dtype.itemsize, part_bytes=part_bytes)

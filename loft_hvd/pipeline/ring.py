@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from loft_hvd.aggregation.aggregate import aggregate
-from loft_hvd.aggregation.rules import Custom, Mean, Rule
+from loft_hvd.aggregation.rules import Mean, Rule
 from loft_hvd.pipeline.trace import Lane
 from loft_hvd.pipeline.weights import PassWeights
 from loft_hvd.pipeline.wire import Compression, Compressor, Wire
@@ -157,9 +157,9 @@ def is_engine_sum(rule: Rule, wire: Wire = Compression.none) -> bool:
 def suits_two(transport: Transport, rule: Rule) -> bool:
     """Say whether a rule may be applied on both of two ranks instead of on shard owners.
 
-    A ``Custom`` rule may not: it need not give the same values twice.
+    One that sees rows may not: its result is that of shards, whoever computes them.
     """
-    return transport.world_size == 2 and not is_engine_sum(rule) and not isinstance(rule, Custom)
+    return transport.world_size == 2 and not is_engine_sum(rule) and not rule.sees_rows
 
 
 def flat_exchange(spec: ExchangeSpec, *, run: RunRule = run_rule) -> Exchange:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from loft_hvd.aggregation.rules import Median, Rule
+from loft_hvd.aggregation.rules import Rule
 from loft_hvd.balance.plan import StepSizes
 
 __all__ = ["PassWeights", "capped_weights", "combine_passes", "in_training"]
@@ -48,13 +48,13 @@ def capped_weights(sizes: Sequence[int]) -> tuple[int, ...] | None:
 
 
 def in_training(rule: Rule, weights: PassWeights) -> PassWeights:
-    """Return what rows weigh under a rule in training: a median takes no weights there.
+    """Return what rows weigh under a rule in training: medians take no weights there.
 
     With unequal batches the largest few would hold half of the weight, and own the result.
     """
     # A trimming rule drops rows by count before it weighs them, and the weight is capped above; a
     # weighted median picks the row where half of the weight is reached.
-    return replace(weights, weights=None) if isinstance(rule, Median) else weights
+    return replace(weights, weights=None) if rule.counts_weight else weights
 
 
 def combine_passes(passes: Sequence[StepSizes], *, rank: int) -> PassWeights:

@@ -11,7 +11,7 @@ from loft_hvd.transport.base import Transport
 
 __all__ = ["RULES", "fingerprint", "train"]
 
-RULES = ("mean", "median", "trimmed_mean", "phocas")  # all on shard owners
+RULES = ("mean", "median", "trimmed_mean", "phocas", "robust")  # all on shard owners
 
 
 def _rule(name: str, world_size: int) -> loft.Rule:
@@ -21,6 +21,7 @@ def _rule(name: str, world_size: int) -> loft.Rule:
         "mean": loft.Mean(reproducible=True),
         "trimmed_mean": loft.TrimmedMean(f=most),
         "phocas": loft.Phocas(f=most),
+        "robust": loft.Robust(f=most),
     }[name]
 
 
@@ -29,7 +30,7 @@ def train(transport: Transport, rule: str, *, num_steps: int, seed: int = 0) -> 
 
     Args:
         transport: the ranks.
-        rule: "median", "mean", "trimmed_mean" or "phocas", with the largest f that fits.
+        rule: one of ``RULES``, with the largest f that fits.
         num_steps: optimizer steps.
         seed: of the gradients, each rank's its own.
     """

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from loft_hvd.aggregation.reference import reference
-from loft_hvd.aggregation.rules import RULES, Mean, Median, Rule, parse_rule
+from loft_hvd.aggregation.rule_text import parse_rule
+from loft_hvd.aggregation.rules import RULES, Mean, Median, Rule
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 

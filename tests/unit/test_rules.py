@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from loft_hvd.aggregation.rule_text import parse_rule
 from loft_hvd.aggregation.rules import (
     Custom,
     Mean,
@@ -18,7 +19,6 @@ from loft_hvd.aggregation.rules import (
     Phocas,
     Rule,
     TrimmedMean,
-    parse_rule,
 )
 from loft_hvd.errors import AggregationError, ArgumentError, ArgumentTypeError
 from tests.support.gradients import assert_same_bits

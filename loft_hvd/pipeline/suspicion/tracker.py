@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from loft_hvd.aggregation.diagnostics import Diagnostics, diagnose
-from loft_hvd.aggregation.rules import Custom, Median, Rule
+from loft_hvd.aggregation.rules import Custom, Rule
 from loft_hvd.errors import ArgumentError, ArgumentTypeError
 from loft_hvd.pipeline.suspicion.report import FEWEST_WATCHED
 
@@ -118,7 +118,7 @@ def _expected(rule: Rule, weights: tuple[int, ...]) -> tuple[Floats, Floats]:
     rows = torch.randn(len(weights), _DRAWS, generator=torch.Generator().manual_seed(0))
     # The mean of k samples has 1/sqrt(k) of one sample's noise.
     rows *= torch.tensor(weights).rsqrt().unsqueeze(1)
-    used = None if isinstance(rule, Median) else weights  # in training it takes none
+    used = None if rule.counts_weight else weights  # in training it takes none
     _, found = diagnose(rows, rule, weights=used, every=1)
     return np.array(found.share_outside), _log2(np.array(found.squared_distance))
 

@@ -1,0 +1,406 @@
+"""What rules that see rows make of them: from a table of squared distances to weights of rows.
+
+Every such rule is a ``Mix``: mixed rows, each a sum of the given rows with weights, and a
+coordinate-wise rule that aggregates the mixed ones. ``mix_of`` finds it from the table alone; rows
+themselves are read only twice, by ``distances.table`` before it and by one weighted pass after it.
+
+The table is [n + 1, n + 1] float64: squared distances of the n rows and, last, of the zero vector,
+so that the last row holds squared lengths. A row that is not finite, or too long for its squares,
+is *not measured*: infinitely far from all. Such rows are never added to others.
+
+Why tables of mixed rows need no rows: for weights a and b that each add up to 1 (the zero vector
+takes what is left), and the table D,
+
+    |sum a_k x_k - sum b_k x_k|^2 = a'Db - a'Da / 2 - b'Db / 2
+
+All is float64, added up in row order, so that the same table gives the same weights everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from loft_hvd.aggregation.row_rules import (
+    ARC,
+    NNM,
+    Bucketing,
+    Bulyan,
+    CentredClipping,
+    Clip,
+    GeometricMedian,
+    MinimumDiameter,
+    MultiKrum,
+    Robust,
+    RowRule,
+)
+from loft_hvd.aggregation.rules import Mean, MeanAroundMedian, Rule
+from loft_hvd.errors import ArgumentTypeError
+
+__all__ = ["Mix", "mix_of"]
+
+Floats = npt.NDArray[np.float64]
+
+# A row this much longer than what it is clipped to is taken to be as far away as its length allows.
+# Bound from the table, which holds about 1e-7 of a squared distance: times this, 1e-4 of the square
+# of the length that is left.
+_MOST_SHRINKING = 1e-3
+_FAR = 1e3  # rows this many median distances away are left out of a centre; the same bound
+_CLIPPING_STEPS = 5
+_MEDIAN_STEPS = 200  # a bound: some 20 to 60 do
+
+
+class Mix(NamedTuple):
+    """What a rule comes to for given rows.
+
+    Row i of the mixed rows is ``sum_k matrix[i, k] x_k``; where a weight is 0 the row is not read.
+    """
+
+    matrix: Floats  # [num_mixed, n]
+    weights: list[int] | None  # of the mixed rows, all > 0; None for equal ones
+    rule: Rule  # coordinate-wise: aggregates the mixed rows
+
+
+class _Rows(NamedTuple):
+    """Rows on their way from the given ones to the mixed ones; m of them."""
+
+    matrix: Floats  # [m, n]
+    table: Floats  # [m + 1, m + 1]
+    weights: list[int] | None  # [m]
+
+    @property
+    def distances(self) -> Floats:
+        """Squared distances of the rows among each other, [m, m]."""
+        return self.table[:-1, :-1]
+
+    @property
+    def lengths(self) -> Floats:
+        """Euclidean lengths, [m]; infinite for rows that are not measured."""
+        lengths: Floats = np.sqrt(self.table[-1, :-1])
+        return lengths
+
+    @property
+    def is_measured(self) -> npt.NDArray[np.bool_]:
+        return np.isfinite(self.table[-1, :-1])
+
+
+def mix_of(rule: RowRule, table: Floats, weights: Sequence[int] | None) -> Mix:
+    """Return what ``rule`` makes of rows with these distances.
+
+    Args:
+        rule: already checked against the rows.
+        table: squared distances, [n + 1, n + 1], as the module's head says.
+        weights: a weight above 0 for each row, or None for equal ones, [n].
+    """
+    rows = _Rows(np.eye(len(table) - 1), table, None if weights is None else list(weights))
+    inner: Rule = rule
+    while isinstance(inner, RowRule):
+        law = _LAWS.get(type(inner))
+        if law is None:
+            raise ArgumentTypeError(f"{inner} has no law; use Custom(fn) for rules from elsewhere")
+        rows, inner = law(inner, rows)
+    return Mix(rows.matrix, rows.weights, inner)
+
+
+# --- rules around rules
+
+
+def _arc(rule: Any, rows: _Rows) -> tuple[_Rows, Rule]:
+    num_rows, f = len(rows.matrix), rule.f
+    num_clipped = 2 * f * (num_rows - f) // num_rows
+    limit = np.sort(rows.lengths)[num_rows - num_clipped - 1]
+    return _clipped(rows, float(limit)), rule.rule
+
+
+def _clip(rule: Any, rows: _Rows) -> tuple[_Rows, Rule]:
+    return _clipped(rows, rule.norm), rule.rule
+
+
+def _clipped(rows: _Rows, limit: float) -> _Rows:
+    """Shrink rows that are longer than ``limit`` to that length; those not measured stay."""
+    lengths = rows.lengths
+    shrinks = (lengths > limit) & rows.is_measured
+    if not shrinks.any():
+        return rows
+    scales = np.where(shrinks, limit / np.where(shrinks, lengths, 1.0), 1.0)  # [m]
+    # |c x - d y|^2 = c d |x - y|^2 + (c - d) (c |x|^2 - d |y|^2). Whatever roundings say, it lies
+    # between the squares of the lengths' difference and sum.
+    short = np.append(np.where(shrinks, limit, lengths), 0.0)  # [m + 1], the zero vector last
+    known = np.where(np.isfinite(short), short, 0.0)
+    by = np.append(scales, 1.0)
+    squared = by * np.where(np.isfinite(short), rows.table[-1], 0.0)  # c |x|^2
+    table = by[:, None] * by * np.where(np.isfinite(rows.table), rows.table, 0.0)
+    table += (by[:, None] - by) * (squared[:, None] - squared)
+    least, most = (known[:, None] - known) ** 2, (known[:, None] + known) ** 2
+    is_far = by < _MOST_SHRINKING
+    table = np.where(is_far[:, None] | is_far, most, np.clip(table, least, most))
+    table = np.where(np.isfinite(rows.table), table, np.inf)
+    np.fill_diagonal(table, np.diag(rows.table))
+    return _Rows(scales[:, None] * rows.matrix, table, rows.weights)
+
+
+def _nnm(rule: Any, rows: _Rows) -> tuple[_Rows, Rule]:
+    num_rows = len(rows.matrix)
+    near = np.argsort(rows.distances, axis=1, kind="stable")[:, : num_rows - rule.f]
+    by = np.zeros((num_rows, num_rows))
+    np.put_along_axis(by, near, _shares(rows.weights, num_rows)[near], axis=1)
+    by[:, ~rows.is_measured] = 0.0
+    lost = np.flatnonzero(~rows.is_measured)
+    by[lost], by[lost, lost] = 0.0, 1.0
+    by /= _sum(by.T)[:, None]
+    return _mixed(rows, by, None, rule.rule)
+
+
+def _bucketing(rule: Any, rows: _Rows) -> tuple[_Rows, Rule]:
+    num_rows = len(rows.matrix)
+    shares = _shares(rows.weights, num_rows)
+    starts = range(0, num_rows, rule.size)
+    by = np.zeros((len(starts), num_rows))
+    for bucket, start in enumerate(starts):
+        span = slice(start, start + rule.size)
+        by[bucket, span] = shares[span] / _total(shares[span])
+    counts = rows.weights or [1] * num_rows
+    return _mixed(rows, by, [sum(counts[at : at + rule.size]) for at in starts], rule.rule)
+
+
+def _robust(rule: Any, rows: _Rows) -> tuple[_Rows, Rule]:
+    return rows, rule.rule
+
+
+# --- rules of their own
+
+
+def _multi_krum(rule: Any, rows: _Rows) -> tuple[_Rows, Rule]:
+    keep = len(rows.matrix) - rule.f
+    return _mean_of(rows, _lowest(_scores(rows.distances, keep), keep))
+
+
+def _geometric_median(rule: Any, rows: _Rows) -> tuple[_Rows, Rule]:
+    near = np.flatnonzero(_near(rows, rule.f)[1])
+    if len(near) == 0:  # none is measured
+        return _mean_of(rows, np.arange(len(rows.matrix)))
+    shares = _shares(rows.weights, len(rows.matrix))[near]
+    by = np.zeros(len(rows.matrix))
+    by[near] = _weiszfeld(rows.distances[np.ix_(near, near)], shares / _total(shares))
+    return _mixed(rows, by[None], None, Mean())
+
+
+def _weiszfeld(squared: Floats, shares: Floats) -> Floats:
+    """Return the weights of the geometric median, [m]; all distances are finite."""
+    distances: Floats = np.sqrt(squared)
+    # A row is the median itself if the pull of the others, a sum of unit vectors, is no stronger
+    # than its own weight. Only the row of the least sum of distances can be.
+    best = int(np.argmin(_sum(distances * shares[:, None])))
+    alone: Floats = (np.arange(len(shares)) == best).astype(np.float64)
+    away = distances[best] > 0
+    if not away.any():
+        return alone
+    pulls = np.where(away, shares / np.where(away, distances[best], 1.0), 0.0)
+    # |sum q_k (x_k - x)|^2 = sum q_k q_l (|x_k - x|^2 + |x_l - x|^2 - |x_k - x_l|^2) / 2
+    angles = (squared[best][:, None] + squared[best] - squared) / 2
+    if _total(_sum(pulls[:, None] * pulls * angles)) <= _total(shares[~away]) ** 2:
+        return alone
+    nearest = 1e-9 * float(distances[best][away].min())  # no division by 0
+    weights = np.where(np.arange(len(shares)) == best, 0.5, shares / 2)
+    weights /= _total(weights)
+    for _ in range(_MEDIAN_STEPS):
+        to_point = np.sqrt(np.maximum(_squared_from(squared, weights), nearest**2))
+        pulls = shares / to_point
+        moved = pulls / _total(pulls)
+        step = float(np.abs(moved - weights).max())
+        weights = moved
+        if step < 1e-10:
+            break
+    return weights
+
+
+def _centred_clipping(rule: Any, rows: _Rows) -> tuple[_Rows, Rule]:
+    num_rows = len(rows.matrix)
+    shares = _shares(rows.weights, num_rows)
+    shares = shares / _total(shares)
+    first, near = _near(rows, rule.f)
+    squared = np.where(np.isfinite(rows.distances), rows.distances, 0.0)
+    centre = np.zeros(num_rows)
+    centre[first] = 1.0
+    for _ in range(_CLIPPING_STEPS):
+        lengths = np.sqrt(np.maximum(_squared_from(squared, centre), 0.0))
+        limit = np.sort(np.where(near, lengths, np.inf))[(num_rows - 1) // 2]
+        if not np.isfinite(limit):
+            break  # more rows than f are out of reach
+        is_long = lengths > limit  # a length of 0 is never divided by
+        pull = shares * np.where(is_long, limit / np.where(is_long, lengths, 1.0), 1.0)
+        pull = np.where(near, pull, 0.0)
+        centre = centre * (1.0 - _total(pull)) + pull
+    return _mixed(rows, centre[None], None, Mean())
+
+
+def _bulyan(rule: Any, rows: _Rows) -> tuple[_Rows, Rule]:
+    num_rows, f = len(rows.matrix), rule.f
+    left = np.arange(num_rows)
+    chosen = []
+    for _ in range(num_rows - 2 * f):
+        scores = _scores(rows.distances[np.ix_(left, left)], max(1, len(left) - f))
+        best = int(_lowest(scores, 1)[0])
+        chosen.append(int(left[best]))
+        left = np.delete(left, best)
+    chosen.sort()
+    weights = None if rows.weights is None else [rows.weights[row] for row in chosen]
+    inner = MeanAroundMedian(2 * f)
+    return _mixed(rows, np.eye(num_rows)[chosen], weights, inner)
+
+
+def _minimum_diameter(rule: Any, rows: _Rows) -> tuple[_Rows, Rule]:
+    num_rows, squared = len(rows.matrix), rows.distances
+    low, diameters = 0, np.unique(squared)  # ascending; some set has one of these
+    high = len(diameters) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if _leaves_out(_conflicts(squared > diameters[middle]), 0, rule.f) is None:
+            low = middle + 1
+        else:
+            high = middle
+    conflicts = _conflicts(squared > diameters[low])
+    # Rows in order: each is kept if the rest can still be chosen with it.
+    out, num_kept = 0, 0
+    for row in range(num_rows):
+        if num_kept == num_rows - rule.f:
+            out |= 1 << row
+        elif not out >> row & 1:
+            with_it = out | conflicts[row]
+            spare = rule.f - with_it.bit_count()
+            if spare >= 0 and _leaves_out(conflicts, with_it, spare) is not None:
+                out, num_kept = with_it, num_kept + 1
+            else:
+                out |= 1 << row
+    return _mean_of(rows, np.array([row for row in range(num_rows) if not out >> row & 1]))
+
+
+def _conflicts(is_far: npt.NDArray[np.bool_]) -> list[int]:
+    """Return for each row the rows it cannot go with, as bits."""
+    return [sum(1 << int(other) for other in np.flatnonzero(line)) for line in is_far]
+
+
+def _leaves_out(conflicts: list[int], out: int, spare: int) -> int | None:
+    """Leave out ``spare`` more rows at most so that no two rows left conflict; None if it fails."""
+    # Of the row with most conflicts either it goes or all that it conflicts with.
+    left = [0 if out >> row & 1 else theirs & ~out for row, theirs in enumerate(conflicts)]
+    row = max(range(len(left)), key=lambda row: left[row].bit_count())
+    most = left[row].bit_count()
+    if most == 0:
+        return out
+    # Every row that goes ends `most` conflicts at best; each is counted with both of its rows.
+    if sum(theirs.bit_count() for theirs in left) > 2 * spare * most:
+        return None
+    without = _leaves_out(conflicts, out | 1 << row, spare - 1)
+    if without is not None or most > spare:
+        return without
+    return _leaves_out(conflicts, out | left[row], spare - most)
+
+
+_LAWS: dict[type[RowRule], Callable[[Any, _Rows], tuple[_Rows, Rule]]] = {
+    ARC: _arc,
+    NNM: _nnm,
+    Clip: _clip,
+    Bucketing: _bucketing,
+    MultiKrum: _multi_krum,
+    GeometricMedian: _geometric_median,
+    CentredClipping: _centred_clipping,
+    Bulyan: _bulyan,
+    MinimumDiameter: _minimum_diameter,
+    Robust: _robust,
+}
+
+
+# --- what they share
+
+
+def _sum(values: Floats) -> Floats:
+    """Add up along the first axis, in order: no machine may add in another one."""
+    total: Floats = np.zeros(values.shape[1:])
+    for part in values:
+        total = total + part
+    return total
+
+
+def _total(values: Floats) -> float:
+    total = 0.0
+    for value in values.tolist():
+        total += value
+    return total
+
+
+def _shares(weights: list[int] | None, num_rows: int) -> Floats:
+    return np.ones(num_rows) if weights is None else np.array(weights, np.float64)
+
+
+def _lowest(values: Floats, count: int) -> npt.NDArray[np.intp]:
+    """Return where the ``count`` lowest values are, ascending; of equal ones the first."""
+    return np.sort(np.argsort(values, kind="stable")[:count])
+
+
+def _scores(squared: Floats, keep: int) -> Floats:
+    """Return for each row the sum of its ``keep`` smallest squared distances, its own included."""
+    return _sum(np.sort(squared, axis=1)[:, :keep].T)
+
+
+def _near(rows: _Rows, f: int) -> tuple[int, npt.NDArray[np.bool_]]:
+    """Return the row of the lowest score, and which rows are near enough to it for a centre.
+
+    Those left out are so far away that the weight of one, times its squared distance as the table
+    holds it, would drown the distances of the others.
+    """
+    first = int(_lowest(_scores(rows.distances, len(rows.matrix) - f), 1)[0])
+    away = rows.distances[first]
+    limit = _FAR**2 * np.sort(away)[(len(away) - 1) // 2]  # by the median distance
+    return first, rows.is_measured & ((away <= limit) | (limit == 0))
+
+
+def _squared_from(squared: Floats, weights: Floats) -> Floats:
+    """Return squared distances of rows from ``sum weights_k x_k``; the weights add up to 1."""
+    to_rows = _sum(squared * weights[:, None])
+    return to_rows - _total(weights * to_rows) / 2
+
+
+def _mean_of(rows: _Rows, chosen: npt.NDArray[np.intp]) -> tuple[_Rows, Rule]:
+    """Average the chosen rows by weight."""
+    shares = _shares(rows.weights, len(rows.matrix))[chosen]
+    by = np.zeros((1, len(rows.matrix)))
+    by[0, chosen] = shares / _total(shares)
+    return _mixed(rows, by, None, Mean())
+
+
+def _mixed(rows: _Rows, by: Floats, weights: list[int] | None, inner: Rule) -> tuple[_Rows, Rule]:
+    """Mix rows by the weights ``by``, [num_mixed, m], for ``inner`` to aggregate."""
+    matrix = _product(by, rows.matrix)
+    table = _table_of(rows, by) if isinstance(inner, RowRule) else rows.table
+    return _Rows(matrix, table, weights), inner
+
+
+def _table_of(rows: _Rows, by: Floats) -> Floats:
+    """Return the table of mixed rows, by the formula of the module's head."""
+    num_mixed = len(by)
+    full = np.zeros((num_mixed + 1, len(rows.table)))
+    full[:-1, :-1] = by
+    full[:, -1] = 1.0 - _sum(full.T)  # the zero vector takes what is left
+    finite = np.where(np.isfinite(rows.table), rows.table, 0.0)
+    cross = _product(full, _product(finite, full.T))
+    halves = np.diag(cross) / 2
+    table = np.maximum(cross - halves[:, None] - halves, 0.0)
+    np.fill_diagonal(table, 0.0)
+    # A mix of a row that is not measured is not either.
+    is_lost = (by[:, ~rows.is_measured] != 0).any(axis=1)
+    lost = np.append(is_lost, False)
+    table[lost] = np.inf
+    table[:, lost] = np.inf
+    return table
+
+
+def _product(left: Floats, right: Floats) -> Floats:
+    """Return the product of two matrices, added up in order."""
+    total: Floats = np.zeros((left.shape[0], right.shape[1]))
+    for column, row in zip(left.T, right, strict=True):
+        total = total + column[:, None] * row
+    return total

@@ -1,0 +1,64 @@
+"""The table of squared distances, and the weighted pass."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from loft_hvd.aggregation.distances import BLOCK, distances, mixed_rows
+from tests.support.gradients import DTYPES, assert_same_bits
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("numel", [0, 1, 31, 257, BLOCK + 1])
+def test_table_holds_squared_distances_and_lengths(dtype: torch.dtype, numel: int) -> None:
+    rows = torch.randn(4, numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
+    table = distances(list(rows))
+    wide = torch.cat([rows.double(), torch.zeros(1, numel)])
+    wanted = (wide[:, None] - wide).square().sum(dim=2).numpy()
+    np.testing.assert_allclose(table, wanted, rtol=2e-6)
+
+
+def test_more_blocks_than_are_taken_at_once_add_up() -> None:
+    rows = torch.randn(2, 33 * BLOCK + 5, generator=torch.Generator().manual_seed(0))
+    wanted = (rows[0].double() - rows[1].double()).square().sum()
+    np.testing.assert_allclose(distances(list(rows))[0, 1], wanted, rtol=2e-6)
+
+
+def test_a_part_that_all_rows_have_in_common_costs_nothing() -> None:
+    rows = torch.randn(3, 5000, generator=torch.Generator().manual_seed(0))
+    common = 2.0**12 * torch.ones(5000)
+    moved = rows + common  # rounded here, so compare with what is left after it
+    table = distances(list(moved))[:3, :3]
+    left = (moved - common).double()
+    wanted = (left[:, None] - left).square().sum(dim=2).numpy()
+    np.testing.assert_allclose(table, wanted, rtol=2e-6)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), 1e30])
+def test_a_row_that_cannot_be_measured_is_infinitely_far_from_all(wrong: float) -> None:
+    rows = torch.ones(3, 100)
+    rows[1, 50] = wrong
+    table = distances(list(rows))
+    is_infinite = np.zeros((4, 4), bool)
+    is_infinite[1] = is_infinite[:, 1] = True
+    np.testing.assert_array_equal(np.isinf(table), is_infinite)
+
+
+def test_two_equal_rows_too_long_for_their_squares_are_not_measured() -> None:
+    rows = torch.tensor([[1e30], [1e30], [1.0]])
+    assert np.isinf(distances(list(rows))[:2]).all()
+
+
+def test_a_row_of_weight_zero_is_not_read() -> None:
+    rows = [torch.tensor([float("nan")]), torch.tensor([2.0]), torch.tensor([4.0])]
+    matrix = np.array([[0.0, 0.5, 0.5], [0.0, 0.0, 0.0], [1.0, 0.0, 0.0]])
+    mixed = torch.cat(mixed_rows(rows, matrix))
+    assert_same_bits(mixed, torch.tensor([3.0, 0.0, float("nan")]))
+
+
+def test_weights_are_rounded_to_the_arithmetic_first() -> None:
+    row = torch.tensor([3.0])
+    third = mixed_rows([row], np.array([[1 / 3]]))[0]
+    assert_same_bits(third, torch.tensor([3.0]) * torch.tensor([np.float32(1 / 3)]))

@@ -1,0 +1,289 @@
+"""Rules that see rows against their definitions, written out on whole rows in float64."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+import loft_hvd as loft
+from loft_hvd.aggregation.rules import Rule
+
+Rows = npt.NDArray[np.float64]
+
+
+def squared(rows: Rows) -> Rows:
+    found: Rows = ((rows[:, None] - rows) ** 2).sum(axis=2)
+    return found
+
+
+def trimmed(rows: Rows, f: int) -> Rows:
+    kept: Rows = np.sort(rows, axis=0)[f : len(rows) - f].mean(axis=0)
+    return kept
+
+
+def nnm(rows: Rows, f: int) -> Rows:
+    near = np.argsort(squared(rows), axis=1, kind="stable")[:, : len(rows) - f]
+    mixed: Rows = rows[near].mean(axis=1)
+    return mixed
+
+
+def arc(rows: Rows, f: int) -> Rows:
+    lengths = np.linalg.norm(rows, axis=1)
+    limit = np.sort(lengths)[len(rows) - 2 * f * (len(rows) - f) // len(rows) - 1]
+    clipped: Rows = rows * np.minimum(1, limit / lengths)[:, None]
+    return clipped
+
+
+def krum_scores(rows: Rows, keep: int) -> Rows:
+    scores: Rows = np.sort(squared(rows), axis=1)[:, :keep].sum(axis=1)
+    return scores
+
+
+def multi_krum(rows: Rows, f: int) -> Rows:
+    keep = len(rows) - f
+    best: Rows = rows[np.argsort(krum_scores(rows, keep), kind="stable")[:keep]].mean(axis=0)
+    return best
+
+
+def bulyan(rows: Rows, f: int) -> Rows:
+    left, chosen = rows, []
+    for _ in range(len(rows) - 2 * f):
+        best = int(np.argmin(krum_scores(left, len(left) - f)))
+        chosen.append(left[best])
+        left = np.delete(left, best, axis=0)
+    values = np.array(chosen)
+    order = np.argsort(np.abs(values - np.median(values, axis=0)), axis=0, kind="stable")
+    mean: Rows = np.take_along_axis(values, order, axis=0)[: len(rows) - 4 * f].mean(axis=0)
+    return mean
+
+
+def minimum_diameter(rows: Rows, f: int) -> Rows:
+    sets = [list(each) for each in itertools.combinations(range(len(rows)), len(rows) - f)]
+    best = min(sets, key=lambda each: squared(rows[each]).max())  # of equal ones the first
+    mean: Rows = rows[best].mean(axis=0)
+    return mean
+
+
+def centred_clipping(rows: Rows, f: int) -> Rows:
+    centre: Rows = rows[int(np.argmin(krum_scores(rows, len(rows) - f)))]
+    for _ in range(5):
+        lengths = np.linalg.norm(rows - centre, axis=1)
+        limit = np.sort(lengths)[(len(rows) - 1) // 2]
+        scales = np.minimum(1, limit / np.maximum(lengths, 1e-300))
+        centre = centre + (scales[:, None] * (rows - centre)).mean(axis=0)
+    return centre
+
+
+def bucketed(rows: Rows, size: int) -> Rows:
+    return np.array([rows[at : at + size].mean(axis=0) for at in range(0, len(rows), size)])
+
+
+CASES: list[tuple[str, Callable[[Rows, int], Rows]]] = [
+    ("arc+trimmed_mean:f={f}", lambda rows, f: trimmed(arc(rows, f), f)),
+    ("nnm+trimmed_mean:f={f}", lambda rows, f: trimmed(nnm(rows, f), f)),
+    ("robust:f={f}", lambda rows, f: trimmed(nnm(arc(rows, f), f), f)),
+    ("nnm+arc+trimmed_mean:f={f}", lambda rows, f: trimmed(arc(nnm(rows, f), f), f)),
+    ("clip:norm=2.0+nnm+multi_krum:f={f}", lambda rows, f: multi_krum(nnm(short(rows), f), f)),
+    ("multi_krum:f={f}", multi_krum),
+    ("nnm+multi_krum:f={f}", lambda rows, f: multi_krum(nnm(rows, f), f)),
+    ("minimum_diameter:f={f}", minimum_diameter),
+    ("centred_clipping:f={f}", centred_clipping),
+    ("arc+nnm+centred_clipping:f={f}", lambda rows, f: centred_clipping(nnm(arc(rows, f), f), f)),
+]
+
+
+def short(rows: Rows) -> Rows:
+    clipped: Rows = rows * np.minimum(1, 2.0 / np.linalg.norm(rows, axis=1))[:, None]
+    return clipped
+
+
+def some_rows(num_rows: int, numel: int, seed: int) -> Rows:
+    source = np.random.default_rng(seed)
+    rows = source.standard_normal((num_rows, numel)) + source.standard_normal(numel)
+    rows[: num_rows // 4] *= -3
+    return rows
+
+
+@pytest.mark.parametrize(("text", "law"), CASES, ids=[text for text, _ in CASES])
+@pytest.mark.parametrize("num_rows", [3, 5, 8, 11])
+def test_a_rule_is_its_definition(
+    text: str, law: Callable[[Rows, int], Rows], num_rows: int
+) -> None:
+    for f in range((num_rows - 1) // 2 + 1):
+        rows = some_rows(num_rows, 19, seed=f)
+        result = loft.aggregate(rows, loft.parse_rule(text.format(f=f)))
+        np.testing.assert_allclose(result, law(rows, f), rtol=1e-9, atol=1e-11, err_msg=f"f={f}")
+
+
+@pytest.mark.parametrize(("num_rows", "f"), [(3, 0), (7, 1), (8, 1), (11, 2), (13, 2)])
+def test_bulyan_is_its_definition(num_rows: int, f: int) -> None:
+    rows = some_rows(num_rows, 19, seed=f)
+    np.testing.assert_allclose(loft.aggregate(rows, loft.Bulyan(f)), bulyan(rows, f), rtol=1e-12)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 20])
+def test_buckets_are_means_of_neighbours(size: int) -> None:
+    rows = some_rows(9, 19, seed=size)
+    result = loft.aggregate(rows, loft.Bucketing(loft.Median(), size=size))
+    np.testing.assert_allclose(result, np.median(bucketed(rows, size), axis=0), rtol=1e-12)
+
+
+@pytest.mark.parametrize("weights", [None, [1, 2, 1, 2, 2, 1, 1]])
+def test_no_point_has_a_smaller_sum_of_distances_than_the_geometric_median(weights: Any) -> None:
+    for seed in range(20):
+        rows = some_rows(7, 3, seed)
+        by = np.ones(7) if weights is None else np.array(weights)
+        result = loft.aggregate(rows, loft.GeometricMedian(2), weights=weights)
+
+        def cost(point: Rows, rows: Rows = rows, by: Any = by) -> float:
+            return float((by * np.linalg.norm(rows - point, axis=1)).sum())
+
+        for step in np.random.default_rng(seed).standard_normal((20, 3)):
+            for size in (1e-3, 1e-1, 1):
+                assert cost(result) <= cost(result + size * step) + 1e-9, seed
+
+
+def test_a_geometric_median_that_is_a_row_is_that_row() -> None:
+    rows = np.array([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [-1.0, -1.0], [0.0, 0.0]])
+    np.testing.assert_array_equal(loft.aggregate(rows, loft.GeometricMedian(1)), [0.0, 0.0])
+
+
+@pytest.mark.parametrize("text", ["multi_krum:f=2", "minimum_diameter:f=2", "nnm+trimmed_mean:f=2"])
+def test_rows_are_averaged_by_weight(text: str) -> None:
+    rows = some_rows(8, 19, seed=3)
+    weights = [1, 2, 1, 2, 1, 2, 1, 2]
+    result = loft.aggregate(rows, loft.parse_rule(text), weights=weights)
+    if text == "nnm+trimmed_mean:f=2":
+        near = np.argsort(squared(rows), axis=1)[:, :6]
+        wanted = trimmed(
+            np.array([np.average(rows[n], axis=0, weights=np.array(weights)[n]) for n in near]), 2
+        )
+    else:
+        chosen = best_set(rows, text)
+        wanted = np.average(rows[chosen], axis=0, weights=np.array(weights)[chosen])
+    np.testing.assert_allclose(result, wanted, rtol=1e-12)
+
+
+def best_set(rows: Rows, text: str) -> list[int]:
+    if text.startswith("multi_krum"):
+        return sorted(np.argsort(krum_scores(rows, 6), kind="stable")[:6].tolist())
+    sets = [list(each) for each in itertools.combinations(range(8), 6)]
+    return min(sets, key=lambda each: float(squared(rows[each]).max()))
+
+
+# --- traps that published rules fall into
+
+WRONG = [float("nan"), float("inf"), -float("inf"), 1e30, 3e38, 1e17, 1e9]
+SURVIVING = [
+    "arc+trimmed_mean:f={f}",
+    "nnm+trimmed_mean:f={f}",
+    "robust:f={f}",
+    "multi_krum:f={f}",
+    "geometric_median:f={f}",
+    "centred_clipping:f={f}",
+    "minimum_diameter:f={f}",
+    "nnm+geometric_median:f={f}",
+    "bucketing:size=1+nnm+phocas:f={f}",
+    "arc+nnm+centred_clipping:f={f}",
+    "nnm+arc+multi_krum:f={f}",
+]
+
+
+@pytest.mark.parametrize("text", SURVIVING)
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_rows_move_a_result_by_no_more_than_the_right_ones_differ(
+    text: str, wrong: float
+) -> None:
+    honest = torch.randn(5, 1001, generator=torch.Generator().manual_seed(1)) + 3
+    for one_value in (False, True):
+        rows = torch.cat([torch.full((2, 1001), wrong), honest])
+        if one_value:
+            rows[:2, 1:] = honest[:2, 1:]
+        result = loft.aggregate(rows, loft.parse_rule(text.format(f=2)))
+        assert result.isfinite().all()
+        away = (result - honest.mean(dim=0)).norm()
+        widest = torch.cdist(honest, honest).max()
+        if text.startswith("arc+trimmed"):  # shrunk rows are honest ones no more
+            widest = honest.norm(dim=1).max()
+        assert away <= 1.5 * widest
+
+
+def test_bulyan_survives_what_it_says() -> None:
+    honest = torch.randn(6, 1001, generator=torch.Generator().manual_seed(1)) + 3
+    for wrong in WRONG:
+        result = loft.aggregate(torch.cat([honest, torch.full((1, 1001), wrong)]), loft.Bulyan(1))
+        assert (result - honest.mean(dim=0)).norm() <= torch.cdist(honest, honest).max()
+
+
+@pytest.mark.parametrize("num_rows", [11, 32])
+@pytest.mark.parametrize("common", [1.0, 1e3, 1e5])
+def test_krum_chooses_as_in_float64_when_rows_have_much_in_common(
+    num_rows: int, common: float
+) -> None:
+    source = torch.Generator().manual_seed(num_rows)
+    spread = torch.linspace(0.5, 1.5, num_rows)[:, None]
+    rows = common * torch.randn(1003, generator=source) + spread * torch.randn(
+        num_rows, 1003, generator=source
+    )
+    f = num_rows // 4
+    wanted = multi_krum(rows.double().numpy(), f)
+    result = loft.aggregate(rows, loft.MultiKrum(f))
+    np.testing.assert_allclose(result, wanted, atol=4e-7 * float(rows.abs().max()))
+
+
+@pytest.mark.parametrize("text", [*SURVIVING, "bulyan:f={f}", "clip:norm=1.0+median"])
+def test_equal_rows_give_that_row(text: str) -> None:
+    row = torch.randn(19, generator=torch.Generator().manual_seed(2)) / 10
+    rows = row.repeat(7, 1)
+    result = loft.aggregate(rows, loft.parse_rule(text.format(f=1)))
+    torch.testing.assert_close(result, row, rtol=3e-7, atol=0)
+    zeros = loft.aggregate(torch.zeros(7, 19), loft.parse_rule(text.format(f=1)))
+    assert torch.equal(zeros, torch.zeros(19))
+
+
+@pytest.mark.parametrize("text", SURVIVING)
+def test_copies_of_one_row_divide_by_no_zero(text: str) -> None:
+    rows = torch.randn(7, 19, generator=torch.Generator().manual_seed(2))
+    rows[1:4] = rows[0]
+    assert loft.aggregate(rows, loft.parse_rule(text.format(f=2))).isfinite().all()
+
+
+def test_a_row_beyond_what_a_rule_survives_shows_in_the_result() -> None:
+    rows = torch.ones(5, 19)
+    rows[:2] = float("nan")
+    assert loft.aggregate(rows, loft.Robust(1)).isnan().all()
+    assert loft.aggregate(rows * float("nan"), loft.GeometricMedian(1)).isnan().all()
+
+
+def test_a_row_that_clipping_shrinks_very_much_is_nobodys_neighbour() -> None:
+    # A row 1e8 times too long points the wrong way. Its distance once shrunk, found from float32
+    # sums of the long row, would be noise.
+    honest = torch.randn(6, 1001, generator=torch.Generator().manual_seed(4)) + 5
+    wrong = -1e8 * honest[:2]
+    rule = loft.parse_rule("arc+nnm+trimmed_mean:f=2")
+    near = loft.aggregate(torch.cat([wrong, honest]), rule)
+    far = trimmed(nnm(arc(torch.cat([wrong, honest]).double().numpy(), 2), 2), 2)
+    np.testing.assert_allclose(near, far, rtol=1e-5, atol=1e-5)
+
+
+def test_a_subclass_from_elsewhere_is_refused() -> None:
+    class Own(loft.MultiKrum):
+        """A rule of the user's."""
+
+    with pytest.raises(TypeError, match="use Custom"):
+        loft.aggregate(torch.ones(3, 2), Own(1))
+
+
+def test_rules_are_compiled_as_operators() -> None:
+    rows = torch.randn(5, 100, generator=torch.Generator().manual_seed(5))
+    rule: Rule = loft.Robust(1)
+    wanted = loft.aggregate(rows, rule)
+    out = torch.empty(100)
+    torch.ops.loft_hvd.aggregate_out(list(rows), str(rule), None, out)
+    assert torch.equal(out, wanted)
