@@ -4,6 +4,9 @@ A report is one row of float64 a rank: where the rank is (``Head``), what it spe
 up over the interval's batches) and how much of its machine others use (``USES``). The live plan,
 the policies, ``explain``, the run log and the simulator all read rows through this file. Nothing
 that a rank sends is trusted to be a time.
+
+A rank works out itself what a step usually takes (``typical``), so that a garbage collection or a
+page-cache miss in one step in fifty is no pace of the rank, and sends how well it knows it.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ __all__ = [
     "COLUMNS",
     "SUM",
     "SUMS",
+    "TYPICAL",
     "USES",
     "Head",
     "Interval",
@@ -30,7 +34,8 @@ __all__ = [
     "Report",
     "read_times",
     "screen",
-    "unpaused_step_s",
+    "typical",
+    "usual_stall",
 ]
 
 Floats = npt.NDArray[np.float64]
@@ -38,7 +43,40 @@ Floats = npt.NDArray[np.float64]
 _LONGEST_S = 3600.0  # nobody trains with steps of an hour: a longer time is a broken clock
 _SLACK = 1.25  # a rank cannot have been busy for longer than the step took on rank 0's clock
 _FARTHEST_STEPS = 1_000_000  # that a rank can have drawn beyond rank 0; it would be epochs ahead
+_TRIMMED = 0.2  # of the steps, at either end: what Yuen (1974) and Wilcox use most
 _SLACK_STEPS = 3  # between a rank's word on what it has drawn and the plan's arrival, and one more
+
+
+# What an interval's steps usually take.
+
+
+def typical(values: npt.ArrayLike) -> tuple[Floats, Floats]:
+    """Return the trimmed means of steps, and the variances of one step about them.
+
+    A fifth of the steps is dropped at either end, so that less than a fifth of them, however long,
+    moves the mean by no more than the rest are spread. The variance is Tukey and McLaughlin's
+    (1963), from the values with the dropped ones drawn in to the nearest kept: divided by the
+    number of steps it is the squared standard error of the mean.
+
+    Args:
+        values: of each step, [num_steps, ...], at least one; fewer than five are averaged.
+
+    Returns:
+        Means and variances, each [...]; the variance of a single step is 0.
+    """
+    ordered = np.sort(np.asarray(values, dtype=np.float64), axis=0)
+    num = len(ordered)
+    dropped = int(_TRIMMED * num)  # at either end
+    kept = ordered[dropped : num - dropped]
+    mean: Floats = kept.mean(axis=0)
+    if num < 2:
+        return mean, np.zeros_like(mean)
+    drawn_in = np.clip(ordered, kept[0], kept[-1])
+    # s_w^2 (n - 1) / (h (h - 1)) is the squared error of a mean of h kept out of n steps.
+    variance: Floats = (
+        drawn_in.var(axis=0, ddof=1) * num * (num - 1) / (len(kept) * (len(kept) - 1))
+    )
+    return mean, variance
 
 
 # The columns of a report.
@@ -73,7 +111,13 @@ class RankTimes:
     cached: float = 0.0  # of ``local``, samples that belong elsewhere but were in a cache
     paused_s: float = 0.0  # checkpoints, evaluation, whose steps are left out of the rest
     busy_s2: float = 0.0  # mean square of ``busy_s`` over the batches
-    held_s: float = 0.0  # of ``wait_s``, far beyond what is usual: other ranks may have paused
+    # What batches usually take, and the variance of one batch about it (``typical``).
+    typical_fetch_s: float = 0.0
+    typical_compute_s: float = 0.0
+    typical_wall_s: float = 0.0
+    fetch_spread_s2: float = 0.0
+    compute_spread_s2: float = 0.0
+    wall_spread_s2: float = 0.0
 
     @property
     def busy_s(self) -> float:
@@ -99,12 +143,13 @@ class RankTimes:
         return self.samples / self.busy_s if self.busy_s > 0 else 0.0
 
 
-SUMS = tuple(each.name for each in fields(RankTimes))[1:]  # [15]: all but the rank's number
+SUMS = tuple(each.name for each in fields(RankTimes))[1:]  # [20]: all but the rank's number
+TYPICAL = ("fetch_s", "compute_s", "wall_s")  # what a rank works out itself, of its own steps
 SUM = {name: at for at, name in enumerate(SUMS)}  # column by name, of a row of sums alone
 USES = ("cpu_use", "memory_use")  # by others, as a share of what the rank could use, 0 to 1
-_AT = {name: at for at, name in enumerate((*Head._fields, *SUMS, *USES))}  # of a whole row, [22]
+_AT = {name: at for at, name in enumerate((*Head._fields, *SUMS, *USES))}  # of a whole row, [27]
 
-# What policies see of it, as averages a step.
+# What policies see of it: averages a step, of fetch, stall and compute as a step usually has it.
 COLUMNS = (
     "samples",
     "local",
@@ -116,15 +161,31 @@ COLUMNS = (
     "other_s",  # never fitted
     "cpu_use",  # 0 when unknown, as memory_use
     "memory_use",
+    "fetch_error_s",  # the standard error of fetch_s, 0 when unknown; likewise
+    "compute_error_s",
+    "steps",  # behind them; 0 when unknown
 )
-SIZE, LOCAL, REMOTE, FETCH, STALL, COMPUTE, WAIT, OTHER, CPU, MEMORY = range(len(COLUMNS))
+SIZE, LOCAL, REMOTE, FETCH, STALL, COMPUTE, WAIT, OTHER, CPU, MEMORY = range(10)
+FETCH_ERROR, COMPUTE_ERROR, STEPS = range(10, len(COLUMNS))
+
+
+def usual_stall(fetch_s: Floats, mean_fetch_s: Floats, mean_stall_s: Floats) -> Floats:
+    """Return the stall of a batch that takes the usual ``fetch_s``, all [world_size].
+
+    What overlap hides, fetch less stall, is bounded by the computing: its plain mean is safe from
+    a single long fetch, which stalls for as long. A loader with eight processes may stall in every
+    eighth step alone, so stalls themselves must not be trimmed.
+    """
+    hidden = mean_fetch_s - mean_stall_s
+    # A negative stall is no time: it stays what it is, for ``screen`` to see.
+    return np.where(mean_stall_s < 0, mean_stall_s, np.maximum(fetch_s - np.maximum(hidden, 0), 0))
 
 
 # From sums to averages.
 
 
 def _means(sums: Floats) -> Floats:
-    """Turn sums [world_size, 15] into averages a batch, as they are: not all are times.
+    """Turn sums [world_size, 20] into averages a batch, as they are: not all are times.
 
     A rank without batches has 0 everywhere, one whose number of batches is none has NaN.
     """
@@ -136,27 +197,13 @@ def _means(sums: Floats) -> Floats:
 
 
 def read_times(sums: Floats) -> tuple[RankTimes, ...]:
-    """Turn the sums of all ranks, in the order of ``SUMS``, [world_size, 15], into averages.
+    """Turn the sums of all ranks, in the order of ``SUMS``, [world_size, 20], into averages.
 
     Sums that no clock can have measured (not finite, negative) count as 0.
     """
     known = _means(sums)
     known = np.where(np.isfinite(known) & (known >= 0), known, 0.0)
     return tuple(RankTimes(rank, int(row[0]), *row[1:]) for rank, row in enumerate(known.tolist()))
-
-
-def unpaused_step_s(times: Sequence[RankTimes]) -> float:
-    """Return the seconds of a step by rank 0's clock, without its waiting for others' pauses.
-
-    What others say only tells pauses from slow steps: no more is taken off than rank 0 has waited
-    beyond the usual, so that nobody can talk a bad plan's steps short.
-    """
-    first = times[0]
-    if not first.steps:
-        return first.wall_s
-    longest = max(entry.paused_s * entry.steps for entry in times)
-    held_s = min(longest / first.steps, first.held_s)
-    return max(first.busy_s, first.wall_s - held_s)
 
 
 # What may be believed.
@@ -172,6 +219,7 @@ class Interval:
     valid: npt.NDArray[np.bool_]  # which rows may be used, [world_size]
     step_s: float  # by rank 0's own clock, wait and aggregation included; NaN when not known
     discarded: Mapping[str, list[int]] = field(default_factory=dict)  # ranks by reason
+    step_error_s: float = 0.0  # the standard error of ``step_s``; 0 when not known
 
     @property
     def busy_s(self) -> Floats:
@@ -181,17 +229,23 @@ class Interval:
 
 
 def screen(
-    rows: npt.ArrayLike, *, step: int, sizes: Sequence[int], step_s: float = float("nan")
+    rows: npt.ArrayLike,
+    *,
+    step: int,
+    sizes: Sequence[int],
+    step_s: float = float("nan"),
+    step_error_s: float = 0.0,
 ) -> Interval:
     """Check what ranks reported.
 
     Args:
-        rows: averages a step in the order of ``COLUMNS``, [world_size, 10]; a rank that computed
+        rows: averages a step in the order of ``COLUMNS``, [world_size, 13]; a rank that computed
             no samples sends size 0 and is left out without being counted.
         step: the interval's last step.
         sizes: the plan in force, [world_size].
         step_s: seconds of a step by rank 0's clock; without it the median of what ranks claim
             stands in, and only the longest possible time is checked.
+        step_error_s: its standard error; 0 when not known.
 
     Raises:
         ArgumentError: the array is not of that shape.
@@ -232,11 +286,17 @@ def screen(
         valid,
         float(step_s),
         {why: np.flatnonzero(which).tolist() for why, which in reasons.items() if which.any()},
+        step_error_s,
     )
 
 
+def _root(squares: Floats) -> Floats:
+    """Return square roots; what is negative is no square and stays what it is, to be seen."""
+    return np.where(squares < 0, squares, np.sqrt(np.abs(squares)))
+
+
 class Report:
-    """What all ranks sent: rows of ``Head``, ``SUMS`` and ``USES``, float64, [world_size, 22]."""
+    """What all ranks sent: rows of ``Head``, ``SUMS`` and ``USES``, float64, [world_size, 27]."""
 
     def __init__(self, rows: Floats) -> None:
         self._rows = rows
@@ -267,12 +327,29 @@ class Report:
         if self.times[0].steps == 0:
             return None
         uses = self._rows[:, -len(USES) :]
-        averages = np.concatenate([self._heads, _means(self._sums), uses], axis=1)
-        observed = averages[:, [_AT[name] for name in COLUMNS]]  # [world_size, 10]
+        means = _means(self._sums)
+        averages = dict(zip((*SUMS, *USES), np.concatenate([means, uses], axis=1).T, strict=True))
+        steps = np.maximum(averages["steps"], 1.0)
+        fetch_s = averages["typical_fetch_s"]
+        averages |= {
+            "fetch_s": fetch_s,
+            "stall_s": usual_stall(fetch_s, averages["fetch_s"], averages["stall_s"]),
+            "compute_s": averages["typical_compute_s"],
+            "fetch_error_s": _root(averages["fetch_spread_s2"] / steps),
+            "compute_error_s": _root(averages["compute_spread_s2"] / steps),
+        }
+        observed = np.stack([averages[name] for name in COLUMNS], axis=1)  # [world_size, 13]
         is_finite = np.isfinite(self._heads).all(axis=1)
         wrong = np.where(is_finite, self.column("drawn_ahead"), np.nan)[:, None]
         observed = np.where(self._has_head[:, None], observed, wrong)
-        return screen(observed, step=step, sizes=sizes, step_s=unpaused_step_s(self.times))
+        first = self.times[0]
+        return screen(
+            observed,
+            step=step,
+            sizes=sizes,
+            step_s=first.typical_wall_s,
+            step_error_s=math.sqrt(first.wall_spread_s2 / first.steps),
+        )
 
     @property
     def _has_head(self) -> npt.NDArray[np.bool_]:

@@ -83,7 +83,7 @@ class Schedule:
         self.at = num_steps + interval
 
     def propose(self, sums: Floats, *, num_passes: int) -> int:
-        """Return how many steps the next interval should have, from this rank's sums, [15]."""
+        """Return how many steps the next interval should have, from this rank's sums, [20]."""
         if self._given is not None:
             return self._given
         steps, wall_s = float(sums[SUM["steps"]]), float(sums[SUM["wall_s"]])
@@ -109,10 +109,10 @@ class TimesExchange:
         return _TIMES in self._under_way
 
     def send_times(self, sums: Floats, *, head: Head, uses: tuple[float, float]) -> None:
-        """Start telling every rank what this one measured: sums, in the order of ``SUMS``, [15]."""
+        """Start telling every rank what this one measured: sums, in the order of ``SUMS``, [20]."""
         channel = self._channel.sub("times")
-        row = torch.from_numpy(np.array([*head, *sums, *uses], dtype=np.float64))  # [22]
-        rows = row.repeat(channel.world_size, 1)  # [world_size, 22]
+        row = torch.from_numpy(np.array([*head, *sums, *uses], dtype=np.float64))  # [27]
+        rows = row.repeat(channel.world_size, 1)  # [world_size, 27]
         work = None
         if channel.world_size > 1:
             self._drain_at_exit()

@@ -78,7 +78,9 @@ class Archive:
         """Take rows that were kept anywhere; those of other devices stay."""
         for key, of_device in rows.items():
             self._rows.pop(key, None)
-            self._rows[key] = deque(of_device, maxlen=_KEPT)
+            # An earlier version's rows have other columns: what they say is not known here.
+            whole = [row for row in of_device if len(row) == len(COLUMNS)]
+            self._rows[key] = deque(whole, maxlen=_KEPT)
 
 
 # In a new world.

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from loft_hvd.balance.interval import SUM, SUMS
+from loft_hvd.balance.interval import SUM, SUMS, TYPICAL, typical
 
 __all__ = ["DeviceClock", "StepTimer", "make_device_clock"]
 
@@ -25,7 +25,7 @@ Floats = npt.NDArray[np.float64]
 
 _FEWEST = 5  # steps that say what is usual: of fewer, a pause can be the median
 _MOST = 256  # steps kept one by one; bounds the memory of a long interval
-_USUAL = 3.0  # times the median of "other", or of waiting,
+_USUAL = 3.0  # times the median of "other",
 _OF_STEP = 0.5  # and of the median step, that make a pause
 
 
@@ -94,8 +94,7 @@ class StepSums:
 
     A step has a pause in it when its time outside fetch, computing and waiting is more than three
     times the usual one and half a usual step on top. It is left out whole; only the length of the
-    pause is kept. By the same measure, waiting beyond the usual is counted (``held_s``): rank 0
-    takes others' pauses off its own steps, but no more than its own clock has seen.
+    pause is kept. The other ranks wait for it in that step, which is then no typical one of theirs.
     """
 
     def __init__(self) -> None:
@@ -118,23 +117,32 @@ class StepSums:
         """Add the rows kept so far to the sums, less those with a pause in them."""
         if not self._rows:
             return
-        rows = np.stack(self._rows)  # [num_steps, 15]
+        rows = np.stack(self._rows)  # [num_steps, 20]
         self._rows.clear()
         if len(rows) < _FEWEST:
-            self._sums += rows.sum(axis=0)
+            self._add(rows)
             return
         other = rows[:, SUM["other_s"]]
         usual = float(np.median(other))
         # Medians, since a pause is in the very rows that should say what is usual.
         limit = _USUAL * usual + _OF_STEP * float(np.median(rows[:, SUM["wall_s"]]))
         is_paused = other > limit
-        kept = rows[~is_paused]  # [num_kept, 15]
-        self._sums += kept.sum(axis=0)
-        wait, step_s = kept[:, SUM["wait_s"]], float(np.median(kept[:, SUM["wall_s"]]))
-        beyond = wait - float(np.median(wait))
-        limit = (_USUAL - 1) * float(np.median(wait)) + _OF_STEP * step_s
-        self._sums[SUM["held_s"]] += float(beyond[beyond > limit].sum())
+        kept = rows[~is_paused]  # [num_kept, 20]
+        self._add(kept)
         self._sums[SUM["paused_s"]] += float((other[is_paused] - usual).sum())
+
+    def _add(self, rows: Floats) -> None:
+        """Add rows [num_steps, 20] up, and what a batch of them usually takes."""
+        self._sums += rows.sum(axis=0)
+        batches = rows[:, SUM["steps"]]  # of each step, as many as it has passes
+        if not batches.sum() > 0:
+            return
+        for name in TYPICAL:
+            mean, variance = typical(rows[:, SUM[name]] / np.maximum(batches, 1.0))
+            self._sums[SUM[f"typical_{name}"]] += float(mean) * batches.sum()
+            # That of a batch is as many times that of a step's average as a step has batches.
+            spread = float(variance) * batches.mean() * batches.sum()
+            self._sums[SUM[f"{name.removesuffix('_s')}_spread_s2"]] += spread
 
 
 @dataclass
@@ -156,7 +164,7 @@ class _Step:
         return all(span.is_over for span in self.spans)
 
     def row(self) -> Floats:
-        """Return the amounts in the order of ``SUMS``, [15]."""
+        """Return the amounts in the order of ``SUMS``, [20]."""
         amounts = self.amounts
         if self.spans:
             # The host queued 10 s of work in 1 s and then waited 12 s: 9 of them its own device
@@ -305,7 +313,7 @@ class StepTimer:
         self._clear_step()
 
     def take(self) -> Floats:
-        """Return the sums in the order of ``SUMS``, [15], and start afresh."""
+        """Return the sums in the order of ``SUMS``, [20], and start afresh."""
         self._add_known()
         return self._sums.take()
 

@@ -11,13 +11,18 @@ import numpy.typing as npt
 from loft_hvd.balance.interval import (
     COLUMNS,
     COMPUTE,
+    COMPUTE_ERROR,
     CPU,
     FETCH,
+    FETCH_ERROR,
     LOCAL,
     REMOTE,
     SIZE,
     STALL,
+    STEPS,
     WAIT,
+    typical,
+    usual_stall,
 )
 from loft_hvd.balance.latency import StepModel
 
@@ -26,7 +31,13 @@ __all__ = ["Block", "Chance", "Cluster", "Disturbance"]
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-_OWN = [FETCH, STALL, COMPUTE]  # what a rank may report wrongly: its own times
+_OWN = [
+    FETCH,
+    STALL,
+    COMPUTE,
+    FETCH_ERROR,
+    COMPUTE_ERROR,
+]  # what a rank may report wrongly: its own times
 
 
 @dataclass(frozen=True)
@@ -95,6 +106,15 @@ class Block:
     step_s: Floats  # of each step, [num_steps]
 
 
+@dataclass(frozen=True)
+class BlockReport:
+    """What is told of a block."""
+
+    rows: Floats  # of each rank, [world_size, len(COLUMNS)]
+    step_s: float  # what a step usually took, by rank 0's own clock
+    step_error_s: float  # and its standard error
+
+
 class Cluster:
     """A latency model with chance and disturbances.
 
@@ -145,22 +165,26 @@ class Cluster:
         step_s = busy.max(axis=1) + self.model.aggregate_s
         return Block(first, sizes, local, fetch, compute, busy, step_s)
 
-    def report(self, block: Block, counts: Callable[[int], bool]) -> tuple[Floats, float]:
-        """Return what the ranks report of a block, and rank 0's own seconds of a step.
-
-        Rows are [world_size, len(COLUMNS)], of the steps that count, or of all where none does.
-        """
+    def report(self, block: Block, counts: Callable[[int], bool]) -> BlockReport:
+        """Return what the ranks report of a block, of the steps that count, or of all."""
         numbers = range(block.first, block.first + len(block.step_s))
         chosen = np.array([counts(step) for step in numbers])
         chosen = chosen if chosen.any() else ~chosen
-        last = block.first + len(block.step_s) - 1
-        step_s = float(block.step_s[chosen].mean())
-        local = block.local[chosen].mean(axis=0)
+        last, num_steps = block.first + len(block.step_s) - 1, int(chosen.sum())
+        step_s, step_variance = typical(block.step_s[chosen])
+        fetch, compute = block.fetch_s[chosen], block.compute_s[chosen]
+        stall = block.busy_s[chosen] - compute
         rows = np.zeros((len(block.sizes), len(COLUMNS)))
+        local = block.local[chosen].mean(axis=0)
         rows[:, SIZE], rows[:, LOCAL], rows[:, REMOTE] = block.sizes, local, block.sizes - local
-        rows[:, FETCH] = block.fetch_s[chosen].mean(axis=0)
-        rows[:, STALL] = (block.busy_s - block.compute_s)[chosen].mean(axis=0)
-        rows[:, COMPUTE] = block.compute_s[chosen].mean(axis=0)
+        for values, column, error in (
+            (fetch, FETCH, FETCH_ERROR),
+            (compute, COMPUTE, COMPUTE_ERROR),
+        ):
+            rows[:, column], variance = typical(values)
+            rows[:, error] = np.sqrt(variance / num_steps)
+        rows[:, STALL] = usual_stall(rows[:, FETCH], fetch.mean(axis=0), stall.mean(axis=0))
+        rows[:, STEPS] = num_steps
         factor = self._disturbance.report[last]  # [world_size]; NaN makes the report NaN
         if self._first_report is None:
             self._first_report = rows[:, _OWN].copy()
@@ -169,4 +193,4 @@ class Cluster:
         )
         rows[:, WAIT] = np.maximum(step_s - rows[:, STALL] - rows[:, COMPUTE], 0.0)
         rows[:, CPU] = self._disturbance.use[last]
-        return rows, step_s
+        return BlockReport(rows, float(step_s), float(np.sqrt(step_variance / num_steps)))

@@ -177,8 +177,16 @@ def _run_policy(scenario: Scenario, policy: str | Sequence[int], draws: Draws) -
         in_force += last - first
         if policy == ORACLE:
             continue
-        reports, step_s = cluster.report(block, controller.is_settled)
-        controller.observe(screen(reports, step=last - 1, sizes=sizes.tolist(), step_s=step_s))
+        told = cluster.report(block, controller.is_settled)
+        controller.observe(
+            screen(
+                told.rows,
+                step=last - 1,
+                sizes=sizes.tolist(),
+                step_s=told.step_s,
+                step_error_s=told.step_error_s,
+            )
+        )
         plan = controller.decide(last)
         if plan is not None:
             sizes, in_force = np.array(plan.sizes), 0

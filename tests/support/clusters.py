@@ -11,13 +11,18 @@ from loft_hvd.balance.controller import Controller
 from loft_hvd.balance.interval import (
     COLUMNS,
     COMPUTE,
+    COMPUTE_ERROR,
     FETCH,
+    FETCH_ERROR,
     LOCAL,
     REMOTE,
     SIZE,
     STALL,
+    STEPS,
     WAIT,
     screen,
+    typical,
+    usual_stall,
 )
 from loft_hvd.balance.latency import Curves, StepModel
 from loft_hvd.balance.plan import Bounds
@@ -116,10 +121,14 @@ def measure(
     fetch = model.fetch(local, batch - local) * spread[0]
     compute = model.compute(batch) * spread[1]
     busy = model.combine(fetch, compute)
-    step_s = float(busy.max(axis=1).mean()) + model.aggregate_s
+    step_s = float(typical(busy.max(axis=1))[0]) + model.aggregate_s
     rows = np.zeros((len(batch), len(COLUMNS)))
     rows[:, SIZE], rows[:, LOCAL], rows[:, REMOTE] = batch, local[0], batch - local[0]
-    rows[:, FETCH], rows[:, COMPUTE] = fetch.mean(axis=0), compute.mean(axis=0)
-    rows[:, STALL] = (busy - compute).mean(axis=0)
+    for values, column, error in ((fetch, FETCH, FETCH_ERROR), (compute, COMPUTE, COMPUTE_ERROR)):
+        rows[:, column], variance = typical(values)
+        rows[:, error] = np.sqrt(variance / steps)
+    stall = (busy - compute).mean(axis=0)
+    rows[:, STALL] = usual_stall(rows[:, FETCH], fetch.mean(axis=0), stall)
+    rows[:, STEPS] = steps
     rows[:, WAIT] = np.maximum(step_s - rows[:, STALL] - rows[:, COMPUTE], 0.0)
     return rows, step_s

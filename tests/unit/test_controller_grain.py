@@ -7,7 +7,7 @@ import numpy.typing as npt
 import pytest
 
 from loft_hvd.balance.controller import Controller
-from loft_hvd.balance.interval import COMPUTE, LOCAL, SIZE, Interval
+from loft_hvd.balance.interval import COLUMNS, COMPUTE, LOCAL, SIZE, Interval
 from loft_hvd.balance.policy import Policy, Proposal
 from loft_hvd.errors import PlanError
 from tests.support.clusters import observe
@@ -25,7 +25,7 @@ def go_through(
         assert (sizes <= bounds.cap).all()
         assert (sizes >= bounds.floor).all()
         assert (sizes % bounds.grain != 0).sum() <= 1
-        rows = np.zeros((len(sizes), 10))
+        rows = np.zeros((len(sizes), len(COLUMNS)))
         rows[:, SIZE] = rows[:, LOCAL] = sizes
         rows[:, COMPUTE] = sizes * seconds_per_sample * rng.normal(1, 0.03, len(sizes))
         observe(controller, rows, step=20 * number + 19, step_s=float(rows[:, COMPUTE].max()))
@@ -72,7 +72,7 @@ class Helpless(Policy):
 
 def test_a_policy_that_finds_no_sizes_leaves_the_plan_and_says_so() -> None:
     controller = Controller(8, 2, Helpless())
-    rows = np.zeros((2, 10))
+    rows = np.zeros((2, len(COLUMNS)))
     rows[:, [SIZE, LOCAL]] = 4.0
     rows[:, COMPUTE] = 1.0
     observe(controller, rows, step=19, step_s=1.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from loft_hvd.balance.interval import SUMS, read_times, screen, unpaused_step_s
+from loft_hvd.balance.interval import SUMS, read_times, screen, typical, usual_stall
 from loft_hvd.errors import ArgumentError
 
 
@@ -23,18 +23,42 @@ def test_sums_become_means_and_what_no_clock_measured_counts_as_nothing() -> Non
     assert second.samples_per_s == 0.0
 
 
-@pytest.mark.parametrize(
-    ("held_s", "others_s", "step_s"),
-    [(0, 0, 5), (20, 20, 3), (0, 20, 5), (20, 0, 5), (20, 10, 4), (10, 1e9, 4)],
-)
-def test_rank_0s_step_does_not_hold_the_pauses_of_others_that_it_saw_itself(
-    held_s: float, others_s: float, step_s: float
-) -> None:
-    first = row(steps=10, samples=80, compute_s=20, wall_s=50, held_s=held_s)
-    other = row(steps=10, samples=80, compute_s=20, wall_s=30, paused_s=others_s)
-    assert unpaused_step_s(read_times(np.array([first, other]))) == pytest.approx(step_s)
+@pytest.mark.parametrize("num_long", [0, 1, 3])
+def test_a_few_long_steps_are_not_what_a_step_usually_takes(num_long: int) -> None:
+    rng = np.random.default_rng(0)
+    steps = rng.normal(1.0, 0.05, 20)
+    steps[rng.choice(20, num_long, replace=False)] = 1e3
+    mean, variance = typical(steps)
+    assert mean == pytest.approx(1.0, abs=0.05)
+    assert np.sqrt(variance / 20) < 0.05
+
+
+def test_the_standard_error_of_a_typical_step_is_what_it_says() -> None:
+    steps = np.random.default_rng(1).normal(1.0, 0.05, (17, 20_000))
+    mean, variance = typical(steps)
+    assert np.sqrt(variance / 17).mean() == pytest.approx(mean.std(), rel=0.05)
+    # Student's t with 2 * 3 fewer degrees of freedom, 10: 4.5 % lie beyond 2.3 of its errors.
+    beyond = np.abs(mean - 1.0) > 2.3 * np.sqrt(variance / 17)
+    assert beyond.mean() == pytest.approx(0.045, abs=0.01)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 4])
+def test_of_few_steps_all_count(num_steps: int) -> None:
+    steps = np.arange(2.0 * num_steps).reshape(num_steps, 2)
+    mean, variance = typical(steps)
+    assert mean == pytest.approx(steps.mean(axis=0))
+    assert variance == pytest.approx(steps.var(axis=0, ddof=1) if num_steps > 1 else [0.0, 0.0])
+
+
+def test_stalls_in_every_eighth_step_are_no_accidents() -> None:
+    # Eight processes take 16 s for a batch each, the script computes for 1 s: it waits 8 s of 16.
+    found = usual_stall(np.array([16.0]), np.array([16.0]), np.array([1.0]))
+    assert found == pytest.approx([1.0])
+    # A serial loader: one of ten fetches took 101 s.
+    found = usual_stall(np.array([1.0]), np.array([11.0]), np.array([11.0]))
+    assert found == pytest.approx([1.0])
 
 
 def test_rows_of_a_wrong_shape_are_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"shape \(4, 10\).*cpu_use"):
+    with pytest.raises(ArgumentError, match=r"shape \(4, 13\).*cpu_use"):
         screen(np.zeros((4, 7)), step=19, sizes=(64,) * 4)

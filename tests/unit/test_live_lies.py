@@ -34,8 +34,10 @@ class Clock:
 
 def scaled(factor: Callable[[int], float], **more: float) -> Lie:
     def lie(sums: Sums, number: int) -> Sums:
-        sums[SUM["compute_s"]] *= factor(number)
-        sums[SUM["busy_s2"]] *= factor(number) ** 2
+        for name in ("compute_s", "typical_compute_s"):
+            sums[SUM[name]] *= factor(number)
+        for name in ("busy_s2", "compute_spread_s2"):
+            sums[SUM[name]] *= factor(number) ** 2
         for name, value in more.items():
             sums[SUM[name]] = value
         return sums
@@ -44,7 +46,7 @@ def scaled(factor: Callable[[int], float], **more: float) -> Lie:
 
 
 def constant(sums: Sums, number: int) -> Sums:
-    sums[SUM["compute_s"]] = 0.05 * sums[SUM["steps"]]
+    sums[SUM["compute_s"]] = sums[SUM["typical_compute_s"]] = 0.05 * sums[SUM["steps"]]
     return sums
 
 
@@ -54,7 +56,6 @@ LIES: dict[str, Lie] = {
     "constant": constant,
     "drifting": scaled(lambda number: 0.93**number),
     "a quarter and a pause": scaled(lambda _: 0.25, paused_s=1e6),
-    "a quarter and a wait": scaled(lambda _: 0.25, paused_s=1e6, held_s=1e6),
     "by turns": scaled(lambda number: 100.0 if number % 4 == 0 else 0.25),
     "not a number": scaled(lambda _: float("nan")),
     "negative": scaled(lambda _: -1.0),

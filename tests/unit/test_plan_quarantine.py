@@ -8,7 +8,7 @@ import torch
 
 import loft_hvd as loft
 from loft_hvd.balance.controller import Controller
-from loft_hvd.balance.interval import COMPUTE, SIZE
+from loft_hvd.balance.interval import COLUMNS, COMPUTE, SIZE
 from loft_hvd.balance.plan import Bounds, QuarantineSizes
 from loft_hvd.codec import decode, encode
 from loft_hvd.transport.local import LocalTransport, run_ranks
@@ -71,7 +71,7 @@ def test_a_run_that_goes_on_gives_samples_back() -> None:
 
 def test_a_controller_plans_by_policy_again_after_a_quarantine() -> None:
     controller = Controller(64, 4, "loft")
-    rows = np.zeros((4, 10))
+    rows = np.zeros((4, len(COLUMNS)))
     rows[:, SIZE] = 16
     rows[:, COMPUTE] = 0.1
     planned = []
