@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 
 #include "aggregate.h"
+#include "pulse.h"
 
 namespace py = pybind11;
 using namespace py::literals;  // "rows"_a names an argument
@@ -66,6 +67,17 @@ PYBIND11_MODULE(_loft, module) {
       },
       "rows"_a, "numel"_a, "out"_a, "threads"_a, "isa"_a, "in_bursts"_a,
       "Sum float32 rows in row order: the memory pass of the benchmarks.");
+  // Its thread never takes Python's lock, so that holding it keeps no object from its end.
+  py::class_<loft::Pulse>(module, "Pulse",
+                          "Bytes on sockets once a period, whoever holds the interpreter.")
+      .def(py::init([](double period_s, const py::bytes& bytes) {
+             return std::make_unique<loft::Pulse>(period_s, std::string(bytes));
+           }),
+           "period_s"_a, "bytes"_a)
+      .def("add", &loft::Pulse::add, "descriptor"_a, "Begin to write to a socket.")
+      .def("remove", &loft::Pulse::remove, "descriptor"_a, "End writing to it.")
+      .def("stop", &loft::Pulse::stop, py::call_guard<py::gil_scoped_release>(),
+           "End the thread; can be called again.");
 #if defined(LOFT_HAVE_CUDA)
   module.attr("has_cuda") = true;
   module.def(
