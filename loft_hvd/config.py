@@ -46,6 +46,8 @@ _LOCAL_RANKS = (  # horovodrun, Open MPI, MPICH and Intel MPI, torchrun
     "MPI_LOCALNRANKS",
     "LOCAL_WORLD_SIZE",
 )
+# The network interface of the engine: horovodrun, torch.distributed, Open MPI.
+_INTERFACES = ("HOROVOD_GLOO_IFACE", "GLOO_SOCKET_IFNAME", "OMPI_MCA_btl_tcp_if_include")
 _RANKS = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE")  # of the same
 
 
@@ -70,6 +72,7 @@ class Config:
     is_elastic: bool = False  # whether Horovod runs elastically
     local_ranks: int = 1  # on this node; 1 where nothing is told
     ranks: int = 1  # of the whole job
+    interface: str = ""  # the network interface that the engine uses; "" where nothing is told
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Config:
@@ -126,6 +129,7 @@ class Config:
             is_elastic=environ.get("HOROVOD_ELASTIC", "") == "1",
             local_ranks=_first_count(environ, _LOCAL_RANKS),
             ranks=_first_count(environ, _RANKS),
+            interface=next((environ[name] for name in _INTERFACES if environ.get(name)), ""),
         )
 
 

@@ -13,7 +13,7 @@ from loft_hvd.errors import ArgumentError
 def test_every_variable_of_ours_sets_its_field() -> None:
     for field, variable in VARIABLES.items():
         assert Config.from_environ({variable: "avx2" if field == "isa" else "7"}) != Config()
-    told = {"is_elastic", "local_ranks", "ranks"}  # by launchers
+    told = {"is_elastic", "local_ranks", "ranks", "interface"}  # by launchers
     assert {field.name for field in dataclasses.fields(Config)} == VARIABLES.keys() | told
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from loft_hvd.errors import MismatchError, PeerError
@@ -24,7 +26,7 @@ def at(waited_s: float, in_flight: str = "", started: str | None = None) -> Prog
 
 
 LIMITS = DiagnosisLimits(suspect_s=3.0, silent_s=10.0, stall_s=5.0)
-WAITING = at(1.0, "a")
+WAITING = at(10.0, "a")
 
 
 class Clock:
@@ -76,6 +78,7 @@ def test_ranks_that_beat_are_left_in_peace(diagnosis: Diagnosis, clock: Clock) -
         ("t", 1e6, WAITING, None),  # in a debugger
         ("?", 9.9, WAITING, None),
         ("?", 10.0, WAITING, "has been silent for 10 s"),
+        ("?", 1e6, at(9.9, "a"), None),  # others have waited for less: it may only compute
         ("?", 1e6, Progress(), None),
     ],
 )
@@ -121,18 +124,145 @@ def test_only_a_rank_that_runs_but_is_silent_is_warned_of_once(
     clock.now += 11.0
     diagnosis.saw(1, "R")
     diagnosis.saw(2, "T")
-    (warning,) = diagnosis.held()
+    (warning,) = diagnosis.warnings()
     assert "rank 1 (process 1001 on host1) runs, but has been silent for 11 s" in warning
-    assert diagnosis.held() == []
+    assert diagnosis.warnings() == []
 
 
-def test_an_end_without_good_bye_is_a_verdict_and_with_it_is_none(diagnosis: Diagnosis) -> None:
-    diagnosis.left(1)
-    assert diagnosis.closed(1) is None
-    verdict = diagnosis.closed(2)
+# A lost link: a failure only with a second sign.
+
+
+def moved(seconds_ago: float, waited_s: float = 50.0) -> Progress:
+    """Return the progress of a rank on which an operation over all ranks has ended."""
+    return replace(at(waited_s, "a"), moved_s=seconds_ago)
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_a_lost_link_is_no_failure_while_collectives_go_on(
+    is_closed: bool, diagnosis: Diagnosis, clock: Clock
+) -> None:
+    if is_closed:
+        diagnosis.lost(1)
+    warnings = []
+    for _ in range(60):
+        clock.now += 1.0
+        hear(diagnosis, 2)
+        assert diagnosis.judge(moved(0.5)) is None
+        assert diagnosis.misses_link(1) == (is_closed or clock.now >= 103.0)
+        assert diagnosis.suspects() == []
+        warnings += diagnosis.warnings()
+    (warning,) = warnings
+    assert "link to rank 1 (process 1001 on host1) is lost" in warning
+    diagnosis.found(1)
+    hear(diagnosis, 1)
+    assert not diagnosis.misses_link(1)
+
+
+@pytest.mark.parametrize("sign", ["engine", "X", "Z"])
+def test_a_lost_link_and_one_more_sign_are_an_end_without_a_word(
+    sign: str, diagnosis: Diagnosis, clock: Clock
+) -> None:
+    diagnosis.moved(1.0)
+    diagnosis.lost(2)
+    assert diagnosis.suspects() == [2]  # to be looked at, at once
+    assert diagnosis.judge(moved(1.0)) is None
+    if sign == "engine":
+        diagnosis.engine_failed()
+    else:
+        diagnosis.saw(2, sign)
+    verdict = diagnosis.judge(moved(1.0))
     assert verdict is not None
     assert "rank 2 (process 1002 on host2) has ended without a word" in verdict.text
-    assert diagnosis.left_ranks() == [1, 2]
+
+
+def test_a_link_that_was_lost_before_does_not_count_when_the_engine_fails(
+    diagnosis: Diagnosis, clock: Clock
+) -> None:
+    diagnosis.lost(1)
+    clock.now += 60.0
+    hear(diagnosis, 2)
+    diagnosis.moved(1.0)
+    diagnosis.lost(2)
+    diagnosis.engine_failed()
+    verdict = diagnosis.judge(moved(1.0))
+    assert verdict is not None
+    assert verdict.rank == 2
+
+
+def test_a_good_bye_makes_the_end_of_a_link_none(diagnosis: Diagnosis) -> None:
+    diagnosis.left(1)
+    diagnosis.lost(1)
+    diagnosis.engine_failed()
+    assert diagnosis.judge(Progress()) is None
+    assert not diagnosis.misses_link(1)
+    assert diagnosis.left_ranks() == [1]
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_who_falls_silent_as_the_job_stops_is_named_and_not_whose_link_was_lost_before(
+    is_closed: bool, diagnosis: Diagnosis, clock: Clock
+) -> None:
+    if is_closed:
+        diagnosis.lost(1)
+    for _ in range(20):
+        clock.now += 1.0
+        hear(diagnosis, 2)
+        assert diagnosis.judge(moved(0.0)) is None
+    for second in range(1, 10):  # rank 2 freezes, on a host of its own
+        clock.now += 1.0
+        assert diagnosis.judge(moved(second, waited_s=second)) is None
+    clock.now += 1.0
+    verdict = diagnosis.judge(moved(10.0, waited_s=10.0))
+    assert verdict is not None
+    assert verdict.rank == 2
+
+
+def test_a_rank_behind_a_lost_link_is_named_when_all_others_wait_for_it_alone(
+    diagnosis: Diagnosis, clock: Clock
+) -> None:
+    clock.now += 20.0
+    diagnosis.moved(0.0)
+    for second in range(1, 11):
+        clock.now += 1.0
+        hear(diagnosis, 2, progress=at(float(second), "a"))
+        assert diagnosis.judge(moved(second, waited_s=second - 0.1)) is None
+    hear(diagnosis, 2, progress=at(10.0, "", "a"))  # computes: it may be what is waited for
+    assert diagnosis.judge(moved(10.0)) is None
+    hear(diagnosis, 2, progress=at(10.0, "b"))  # has not come to what rank 0 waits for
+    assert diagnosis.judge(moved(10.0)) is None
+    hear(diagnosis, 2, progress=at(10.0, "a"))
+    verdict = diagnosis.judge(moved(10.0))
+    assert verdict is not None
+    assert verdict.rank == 1
+
+
+@pytest.mark.parametrize(("world_size", "names"), [(2, True), (3, False)])
+def test_a_rank_that_sees_rank_0_only_blames_it_only_where_nobody_else_is(
+    world_size: int, names: bool, clock: Clock
+) -> None:
+    known = {0: RankProcess(0, 1000, 5, "host0")}
+    diagnosis = Diagnosis(1, known, world_size=world_size, limits=LIMITS, clock=clock)
+    clock.now += 20.0
+    diagnosis.moved(0.0)  # the link was lost by then
+    clock.now += 30.0
+    assert (diagnosis.judge(moved(30.0)) is not None) == names
+
+
+def test_a_pulse_tells_who_holds_the_interpreter_from_who_is_frozen(
+    diagnosis: Diagnosis, clock: Clock
+) -> None:
+    for _ in range(16):
+        clock.now += 1.0
+        hear(diagnosis, 2)
+        diagnosis.pulsed(1)
+        assert diagnosis.judge(WAITING) is None
+    (warning,) = diagnosis.warnings()
+    assert "rank 1 (process 1001 on host1) runs, but has been silent for 16 s" in warning
+    clock.now += 10.0
+    hear(diagnosis, 2)
+    verdict = diagnosis.judge(WAITING)
+    assert verdict is not None
+    assert verdict.rank == 1
 
 
 def test_a_rank_that_left_while_others_wait_is_named(diagnosis: Diagnosis) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import selectors
 import socket
 import threading
 from collections.abc import Iterator
@@ -13,13 +14,14 @@ import pytest
 import torch
 
 from loft_hvd.errors import PeerError, TransportError
-from loft_hvd.transport.base import wait_for
-from loft_hvd.transport.heartbeat.diagnosis import Diagnosis, DiagnosisLimits
+from loft_hvd.transport.base import Channel, wait_for
+from loft_hvd.transport.heartbeat.diagnosis import Diagnosis, DiagnosisLimits, Verdict
+from loft_hvd.transport.heartbeat.door import Caller, Links, open_links
 from loft_hvd.transport.heartbeat.heartbeat import Heartbeat, HeartbeatSettings, ProcessControl
-from loft_hvd.transport.heartbeat.links import Link
+from loft_hvd.transport.heartbeat.links import Line, Link
 from loft_hvd.transport.heartbeat.process import ProcessExit, RankProcess, own_process
 from loft_hvd.transport.heartbeat.watched import watched
-from loft_hvd.transport.local import LocalWorld
+from loft_hvd.transport.local import LocalWorld, run_ranks
 
 
 @dataclass
@@ -239,10 +241,123 @@ def test_a_frozen_process_is_named_and_killed_only_where_the_job_recovers_or_is_
     link.close()
 
 
-def test_an_end_without_a_word_is_named(pairs: Pairs) -> None:
+@pytest.mark.parametrize("sign", ["process", "engine", "engine of another"])
+def test_an_end_without_a_word_is_named(sign: str, pairs: Pairs) -> None:
     # On a busy machine the rank is silent for long before its end is seen: then it runs.
-    first, link = pairs.first(4242, control=ProcessControl(look=lambda pid, start: "R"))
+    state = "X" if sign == "process" else "R"
+    first, link = pairs.first(4242, control=ProcessControl(look=lambda pid, start: state))
+    if sign == "engine of another":
+        link.send(Line("engine", 1))
     link.close()
+    error = _NotedError()
+    if sign == "engine":
+        first.explain(error)
     verdict = first.wait_verdict(10)
     assert verdict is not None
     assert "has ended without a word" in verdict.text
+    assert error.notes == ([f"loft_hvd: {verdict.text}"] if sign == "engine" else [])
+
+
+def test_the_end_of_a_link_alone_is_no_verdict(pairs: Pairs) -> None:
+    first, link = pairs.first(4242, control=ProcessControl(look=lambda pid, start: "R"))
+    link.close()
+    assert first.wait_verdict(0.2) is None
+
+
+# Links that are made again.
+
+
+@dataclass
+class Reunion:
+    """Ranks 0 and 1 with a door between them; closed in the end."""
+
+    ranks: list[Heartbeat]
+
+    def cut(self) -> None:
+        """End the link as a network does, so that both sides see it."""
+        link = self.ranks[1]._links[0]
+        link._socket.shutdown(socket.SHUT_RDWR)
+
+    def wait_link(self, old: Link) -> None:
+        for _ in range(1000):  # 10 s at most
+            if self.ranks[0]._links[1] is not old:
+                return
+            threading.Event().wait(0.01)
+        raise AssertionError("no new link")
+
+
+@pytest.fixture
+def reunion() -> Iterator[Reunion]:
+    own, limits = own_process(), DiagnosisLimits(suspect_s=0.5, silent_s=30.0, stall_s=30.0)
+    links: list[Links] = run_ranks(2, lambda t: open_links(Channel(t, "links", 10)))
+    made = []
+    for rank, each in enumerate(links):
+        made.append(
+            Heartbeat(
+                {peer: met.link for peer, met in each.met.items()},
+                Diagnosis(rank, {1 - rank: own}, limits=limits),
+                settings=HeartbeatSettings(period_s=0.01, grace_s=0.0),
+                control=ProcessControl(),
+                entrance=each.entrance,
+            )
+        )
+    yield Reunion(made)
+    for heartbeat in made:
+        heartbeat.close()
+
+
+def test_a_lost_link_is_made_again_and_carries_what_was_said(reunion: Reunion) -> None:
+    first, second = reunion.ranks
+    for _ in range(2):
+        old = first._links[1]
+        reunion.cut()
+        reunion.wait_link(old)
+        assert (first.verdict, second.verdict) == (None, None)
+    second.report(ValueError("said on the new link"))
+    verdict = first.wait_verdict(10)
+    assert verdict is not None
+    assert "said on the new link" in verdict.text
+
+
+def test_what_is_said_while_the_link_is_lost_is_said_again(reunion: Reunion) -> None:
+    first, second = reunion.ranks
+    old = first._links[1]
+    reunion.cut()
+    second.report(ValueError("said into the void"))
+    reunion.wait_link(old)
+    verdict = first.wait_verdict(10)
+    assert verdict is not None
+    assert "said into the void" in verdict.text
+
+
+def test_a_verdict_reaches_a_rank_that_comes_back(reunion: Reunion) -> None:
+    first, second = reunion.ranks
+    reunion.cut()
+    first._decide(Verdict(5, "rank 5 is frozen"))
+    assert second.wait_verdict(10) == Verdict(5, "rank 5 is frozen")
+
+
+def test_a_rank_whose_link_is_silent_calls_again(reunion: Reunion) -> None:
+    first, second = reunion.ranks
+    old = first._links[1]
+    deaf, dead = _linked()  # what swallows all, as a firewall does
+    cut_off = second._links[0]
+    second._selector.unregister(cut_off)
+    second._links[0] = deaf
+    second._selector.register(deaf, selectors.EVENT_READ, data=0)
+    reunion.wait_link(old)
+    second.report(ValueError("heard"))
+    assert first.wait_verdict(10) is not None
+    dead.close()
+    cut_off.close()
+
+
+def test_nobody_calls_a_rank_that_has_said_good_bye(
+    reunion: Reunion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = reunion.ranks
+    calls: list[None] = []
+    monkeypatch.setattr(Caller, "_begin", lambda self: calls.append(None))
+    first.close()
+    assert second.wait_verdict(0.3) is None
+    assert calls == []

@@ -52,6 +52,7 @@ _LAYERS = {
     "transport/default.py": 4,
     "transport/heartbeat/__init__.py": 0,
     "transport/heartbeat/diagnosis.py": 2,
+    "transport/heartbeat/door.py": 2,
     "transport/heartbeat/heartbeat.py": 2,
     "transport/heartbeat/links.py": 2,
     "transport/heartbeat/process.py": 2,

@@ -1,5 +1,9 @@
 """What a rank concludes about the others from their heartbeats: who is silent, gone or astray.
 
+A rank gives three signs of life: its beats; the pulse, which a thread of its process sends whoever
+holds the interpreter; and operations over all ranks that end, which no rank can be missing from.
+Nobody is judged by the loss of one sign alone: a link may be lost while the job goes on.
+
 Pure: no sockets, no threads but a lock, the clock is given. ``heartbeat.py`` feeds it and acts on
 it. From bottom to top: how far ranks have come (``Progress``, and ``ProgressMeter`` for this rank's
 own), whether they block each other, and the ``Diagnosis`` that keeps what was heard of each peer.
@@ -8,6 +12,7 @@ own), whether they block each other, and the ``Diagnosis`` that keeps what was h
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 import zlib
@@ -58,6 +63,9 @@ class Progress:
     # How many operations of each name it has started, by ``key_of(name)``; None: not known.
     counts: Mapping[str, int] | None = field(default=None, hash=False)
     knows_all: bool = True  # whether it has started none of the names that are not in counts
+    # Seconds since an operation over all ranks has ended on it. Known of this rank only: it does
+    # not travel, as every rank sees the end of each.
+    moved_s: float = math.inf
 
     def encode(self, max_chars: int, *, asked: Sequence[str] = ()) -> str:
         """Return in_flight and counts as text: the oldest operations, and what was asked first.
@@ -125,6 +133,7 @@ class ProgressMeter:
         self._in_flight: dict[tuple[str, int], Callable[[], bool]] = {}
         self._waits: dict[int, float] = {}
         self._tickets = itertools.count()
+        self._moved_at = -math.inf
 
     def posted(self, name: str, is_over: Callable[[], bool] = lambda: False) -> tuple[str, int]:
         """Note an operation that has been started; returns it, to be given to ``ended``.
@@ -149,6 +158,11 @@ class ProgressMeter:
         with self._lock:
             self._in_flight.pop(operation, None)
 
+    def moved(self, name: str) -> None:
+        """Note that an operation has ended well: whoever takes part in it lived."""
+        if not name.startswith(_IN_PART):
+            self._moved_at = self._clock()
+
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Note that a thread waits for other ranks inside."""
@@ -171,7 +185,8 @@ class ProgressMeter:
         # in ``ended``; who asks it here waits for its.
         in_flight = tuple(operation for operation, is_over in posted if not is_over())
         waited_s = 0.0 if since is None else max(self._clock() - since, _LEAST_WAIT_S)
-        return Progress(waited_s, in_flight, counts, not self._has_forgotten)
+        moved_s = self._clock() - self._moved_at
+        return Progress(waited_s, in_flight, counts, not self._has_forgotten, moved_s)
 
 
 def blocked_by(operation: tuple[str, int], others: Mapping[int, Progress]) -> list[int]:
@@ -240,54 +255,80 @@ class DiagnosisLimits:
 @dataclass
 class _Peer:
     process: RankProcess
-    heard_at: float
+    heard_at: float  # its last beat
+    alive_at: float  # its last beat or pulse
     progress: Progress = field(default_factory=Progress)
     state: str = _UNKNOWN  # as seen since it was heard last
-    has_left: bool = False  # has said good-bye or failed, or its connection has ended
-    is_warned: bool = False  # that something there holds the interpreter
+    lost_at: float | None = None  # since when there is no connection to it
+    has_left: bool = False  # has said good-bye or failed
+    is_warned: bool = False  # that something there holds the interpreter, or of the lost link
 
 
 class Diagnosis:
-    """What one rank knows of the peers that it has a link to; ``processes`` says where they run."""
+    """What one rank knows of the peers that it has a link to.
+
+    Args:
+        rank: this rank.
+        processes: where peers run, by rank: all others on rank 0, rank 0 elsewhere.
+        world_size: number of ranks; by default those peers and this one.
+    """
 
     def __init__(
         self,
         rank: int,
         processes: Mapping[int, RankProcess],
         *,
+        world_size: int | None = None,
         limits: DiagnosisLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.rank = rank
         self.limits = DiagnosisLimits() if limits is None else limits
         self._clock = clock
+        self._sees_all = world_size in (None, len(processes) + 1)
         self._stalled: dict[int, frozenset[tuple[str, int]]] | None = None
         self._stalled_at = clock()
-        self._peers = {peer: _Peer(process, clock()) for peer, process in processes.items()}
+        self._moved_at = -math.inf  # when an operation over all ranks has ended
+        self._has_engine_failed = False
+        self._peers = {
+            peer: _Peer(process, clock(), clock()) for peer, process in processes.items()
+        }
 
     # What is heard.
 
     def heard(self, rank: int, progress: Progress) -> None:
         """Note a heartbeat."""
+        self.pulsed(rank)
         peer = self._peers[rank]
         peer.heard_at, peer.progress = self._clock(), progress
         peer.state, peer.is_warned = _UNKNOWN, False
+
+    def pulsed(self, rank: int) -> None:
+        """Note that a peer's process runs."""
+        self._peers[rank].alive_at = self._clock()
+
+    def moved(self, seconds_ago: float) -> None:
+        """Note when an operation over all ranks has ended: each of them lived then."""
+        self._moved_at = max(self._moved_at, self._clock() - seconds_ago)
 
     def left(self, rank: int) -> None:
         """Note that a peer has said good-bye."""
         self._peers[rank].has_left = True
 
-    def closed(self, rank: int) -> Verdict | None:
-        """Note the end of a peer's connection; a verdict unless it had said good-bye."""
+    def lost(self, rank: int) -> None:
+        """Note the end of a peer's connection."""
         peer = self._peers[rank]
-        if peer.has_left:
-            return None
-        peer.has_left = True
-        return Verdict(
-            rank,
-            f"rank {rank} ({peer.process}) has ended without a word: it was killed, it crashed, or "
-            "it ran out of memory",
-        )
+        if peer.lost_at is None:
+            peer.lost_at = self._clock()
+
+    def found(self, rank: int) -> None:
+        """Note a new connection to a peer."""
+        self._peers[rank].lost_at = None
+        self.pulsed(rank)
+
+    def engine_failed(self) -> None:
+        """Note that the engine has given up operations, here or on a peer; from any thread."""
+        self._has_engine_failed = True
 
     def saw(self, rank: int, state: str) -> None:
         """Note the state letter of a silent peer's process, as ``/proc`` shows it."""
@@ -296,7 +337,7 @@ class Diagnosis:
     def restarted(self) -> None:
         """Note that this rank itself was out for a while: silence until now means nothing."""
         for peer in self._peers.values():
-            peer.heard_at = self._clock()
+            peer.heard_at = peer.alive_at = self._clock()
 
     # What follows.
 
@@ -309,9 +350,19 @@ class Diagnosis:
         return [rank for rank, peer in sorted(self._peers.items()) if peer.has_left]
 
     def is_silent(self, rank: int) -> bool:
-        """Say whether a peer has been silent for long enough to be looked at."""
+        """Say whether a peer gives no sign of life, so that its process should be looked at."""
         peer = self._peers[rank]
-        return not peer.has_left and self._clock() - peer.heard_at >= self.limits.suspect_s
+        if peer.has_left:
+            return False
+        if peer.lost_at is not None and peer.lost_at > self._moved_at:
+            return True
+        return self._clock() - max(peer.alive_at, self._moved_at) >= self.limits.suspect_s
+
+    def misses_link(self, rank: int) -> bool:
+        """Say whether the link to a peer is lost, or so silent that it may be."""
+        peer = self._peers[rank]
+        quiet_s = self._clock() - peer.alive_at
+        return not peer.has_left and (peer.lost_at is not None or quiet_s >= self.limits.suspect_s)
 
     def suspects(self) -> list[int]:
         """Return the silent peers, whose processes should be looked at."""
@@ -319,42 +370,87 @@ class Diagnosis:
 
     def judge(self, own: Progress) -> Verdict | None:
         """Return why ranks cannot go on, or None when they can, as far as this rank knows."""
-        # Of a silent or gone rank the last progress is old; it is judged by its process instead.
+        self.moved(own.moved_s)
+        # Of a rank that is not heard the last progress is old; it is judged by its process instead.
+        fresh_at = self._clock() - self.limits.suspect_s
         live = {
             rank: peer.progress
             for rank, peer in self._peers.items()
-            if not peer.has_left and not self.is_silent(rank)
+            if not peer.has_left and peer.lost_at is None and peer.heard_at > fresh_at
         }
         live[self.rank] = own
-        waited_s = max(progress.waited_s for progress in live.values())
-        for rank in self.suspects():
-            if (verdict := self._judge_silent(rank, is_awaited=waited_s > 0)) is not None:
+        suspects = sorted(self.suspects(), key=self._whose_silence_began, reverse=True)
+        for rank in suspects:
+            if (verdict := self._judge_seen(rank)) is not None:
+                return verdict
+        for rank in suspects:
+            if (verdict := self._judge_unseen(rank, live)) is not None:
                 return verdict
         if (verdict := self._judge_left(live)) is not None:
             return verdict
         sees_all = self.rank == 0 and len(live) == len(self._peers) + 1
         return self._judge_stall(live) if sees_all else None
 
-    def _judge_silent(self, rank: int, *, is_awaited: bool) -> Verdict | None:
+    def _whose_silence_began(self, rank: int) -> tuple[float, int]:
+        """Order ranks by when they were heard last: who stopped a job fell silent as it stopped."""
+        return self._peers[rank].alive_at, -rank
+
+    def _judge_seen(self, rank: int) -> Verdict | None:
+        """Judge a silent rank by what is known of its process."""
         peer = self._peers[rank]
-        silent_s = self._clock() - peer.heard_at
         who = f"rank {rank} ({peer.process})"
         if peer.state == FROZEN:  # awaited or not: others may wait in calls that are not ours
+            silent_s = self._clock() - peer.alive_at
             return Verdict(
                 rank,
                 f"{who} is frozen: its process is stopped (SIGSTOP) and has been silent for "
                 f"{silent_s:.0f} s",
             )
-        if peer.state in _GONE:  # its connection would have ended, but for a host that hangs
-            return Verdict(rank, f"{who} is gone: its process has ended")
-        if peer.state == _UNKNOWN and is_awaited and silent_s >= self.limits.silent_s:
+        has_lost_it = peer.lost_at is not None and peer.lost_at > self._moved_at
+        # Its link and the engine, each by itself: a link alone may have been reset on its way.
+        if has_lost_it and (peer.state in _GONE or self._has_engine_failed):
             return Verdict(
                 rank,
-                f"{who} has been silent for {silent_s:.0f} s: its host or link is down, or it is "
-                "frozen; where a script holds the interpreter for that long, raise "
-                "LOFT_HVD_HEARTBEAT_TIMEOUT_S",
+                f"{who} has ended without a word: it was killed, it crashed, or it ran out of "
+                "memory",
             )
+        if peer.state in _GONE:  # its connection would have ended, but for a host that hangs
+            return Verdict(rank, f"{who} is gone: its process has ended")
         return None
+
+    def _judge_unseen(self, rank: int, live: Mapping[int, Progress]) -> Verdict | None:
+        """Judge a silent rank whose process nobody can look at, while others wait in vain."""
+        peer = self._peers[rank]
+        waited_s = max(progress.waited_s for progress in live.values())
+        stalled_s = min(waited_s, self._clock() - self._moved_at)
+        silent_s = self._clock() - peer.alive_at
+        if peer.state != _UNKNOWN or min(silent_s, stalled_s) < self.limits.silent_s:
+            return None
+        # The link was lost before, while operations still ended: that it is silent says nothing.
+        # What is left is that every other rank has come to what they all wait for.
+        was_lost = self._moved_at - peer.alive_at >= self.limits.suspect_s
+        if was_lost and not self._is_only_missing(live):
+            return None
+        ended = "" if peer.lost_at is None else "its connection has ended, and it "
+        return Verdict(
+            rank,
+            f"rank {rank} ({peer.process}) has been silent for {silent_s:.0f} s: {ended}"
+            "its host or link is down, or it is "
+            "frozen; where a script holds the interpreter for that long, raise "
+            "LOFT_HVD_HEARTBEAT_TIMEOUT_S",
+        )
+
+    def _is_only_missing(self, live: Mapping[int, Progress]) -> bool:
+        """Say whether all ranks but one are heard, and each has long waited for that one only."""
+        if not self._sees_all or len(live) < len(self._peers):
+            return False
+        for rank, progress in live.items():
+            others = {other: each for other, each in live.items() if other != rank}
+            if progress.waited_s < self.limits.silent_s or not progress.in_flight:
+                return False
+            if any(blocked_by(operation, others) for operation in progress.in_flight):
+                return False
+        return True
 
     def _judge_left(self, live: Mapping[int, Progress]) -> Verdict | None:
         """Find a rank that has ended before it started what another one waits for."""
@@ -410,17 +506,26 @@ class Diagnosis:
         names = [name for each in every for name, _ in each.in_flight[:_OLDEST]]
         return [key_of(name) for name in dict.fromkeys(names)][:_MOST_ASKED]
 
-    def held(self) -> list[str]:
-        """Return a warning for each peer that runs but has been silent for long, once each."""
+    def warnings(self) -> list[str]:
+        """Return a warning for each peer that lives but is not heard for long, once each."""
         warnings = []
-        for rank in self.suspects():
-            peer = self._peers[rank]
-            silent_s = self._clock() - peer.heard_at
-            is_held = peer.state not in (_UNKNOWN, FROZEN, *_GONE)
-            if is_held and silent_s >= self.limits.silent_s and not peer.is_warned:
+        for rank, peer in self._peers.items():
+            unheard_s = self._clock() - peer.heard_at
+            if peer.has_left or peer.is_warned or unheard_s < self.limits.silent_s:
+                continue
+            who = f"rank {rank} ({peer.process})"
+            is_seen = self.is_silent(rank) and peer.state not in (_UNKNOWN, FROZEN, *_GONE)
+            if is_seen or not self.misses_link(rank):
                 peer.is_warned = True
                 warnings.append(
-                    f"rank {rank} ({peer.process}) runs, but has been silent for {silent_s:.0f} s: "
-                    "something there holds the Python interpreter"
+                    f"{who} runs, but has been silent for {unheard_s:.0f} s: something there "
+                    "holds the Python interpreter"
+                )
+            elif not self.is_silent(rank):
+                peer.is_warned = True
+                warnings.append(
+                    f"the heartbeat's link to {who} is lost: nothing has come for "
+                    f"{unheard_s:.0f} s, though collectives go on; training goes on too, and the "
+                    "link is tried again. If that rank stops now, it may be named late or not"
                 )
         return warnings

@@ -2,9 +2,10 @@
 
 Once a second each rank says that it lives, what it has started and whether it waits. That finds
 the rank that is killed, frozen, raises, leaves early or takes other steps; the others' waits then
-end with an error that names it. In elastic mode only a mismatch is raised, as Horovod's own error
-must reach ``hvd.elastic.run``. A frozen process is killed: at once in elastic mode, so that the job
-recovers, and elsewhere when its verdict has ended the script, so that the job ends.
+end with an error that names it. A link that is lost is made again, and is no failure by itself.
+In elastic mode only a mismatch is raised, as Horovod's own error must reach ``hvd.elastic.run``. A
+frozen process is killed: at once in elastic mode, so that the job recovers, and elsewhere when its
+verdict has ended the script, so that the job ends.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
+from typing import Protocol
 
+from loft_hvd._native import extension
 from loft_hvd.errors import TransportError
 from loft_hvd.transport.heartbeat.diagnosis import Diagnosis, Progress, ProgressMeter, Verdict
-from loft_hvd.transport.heartbeat.links import MAX_TEXT, Line, Link
+from loft_hvd.transport.heartbeat.door import Caller, Entrance, Met
+from loft_hvd.transport.heartbeat.links import MAX_TEXT, PULSE, Line, Link
 from loft_hvd.transport.heartbeat.process import (
     FROZEN,
     ProcessExit,
@@ -64,11 +68,33 @@ class ProcessControl:
     kill: Callable[[int], None] = kill_process
 
 
+class _Pulse(Protocol):
+    """The extension's ``Pulse``."""
+
+    def add(self, descriptor: int) -> None: ...
+    def remove(self, descriptor: int) -> None: ...
+    def stop(self) -> None: ...
+
+
+def _make_pulse(period_s: float) -> _Pulse | None:
+    """Return what beats without the interpreter, or None where the extension is not built."""
+    make = getattr(extension(), "Pulse", None)  # nor in one of an older checkout
+    pulse: _Pulse | None = None if make is None else make(period_s, PULSE)
+    return pulse
+
+
 class Heartbeat:
     """One rank's part: rank 0 has a link to every other rank, these have one to rank 0.
 
-    Owns its thread and its links. ``engine_is_down`` says whether the engine has ended, so that its
-    calls fail by themselves.
+    Args:
+        links: the links there are, by rank.
+        diagnosis: what is known of those ranks.
+        settings: how it beats.
+        control: what it can do with processes.
+        entrance: how ranks that have lost their link come to another; None for links of one life.
+        engine_is_down: whether the engine has ended, so that its calls fail by themselves.
+
+    Owns its threads, its links and its entrance.
     """
 
     def __init__(
@@ -78,6 +104,7 @@ class Heartbeat:
         *,
         settings: HeartbeatSettings,
         control: ProcessControl,
+        entrance: Entrance | None = None,
         engine_is_down: Callable[[], bool] = lambda: False,
     ) -> None:
         self.rank = diagnosis.rank
@@ -85,6 +112,7 @@ class Heartbeat:
         self.verdict: Verdict | None = None
         self.meter = ProgressMeter()
         self._links = dict(links)
+        self._entrance = entrance
         self._diagnosis = diagnosis
         self._control = control
         self._engine_is_down = engine_is_down
@@ -94,6 +122,10 @@ class Heartbeat:
         self._late: list[int] = []
         self._asked: list[str] = []  # what rank 0 wants to know: keys of names
         self._gone: set[int] = set()  # ranks that have said good-bye, to whomever
+        self._has_news = False  # what ranks are judged by at once, not at the next beat
+        self._last_words: list[Line] = []  # of this rank; said again on a new link
+        self._pulse = _make_pulse(settings.period_s)
+        self._selector = selectors.DefaultSelector()
         self._waker, self._sleeper = socket.socketpair()  # what is written here ends a select
         if control.exit is not None:
             control.exit.install(self.report, self.close)
@@ -142,16 +174,19 @@ class Heartbeat:
         if self._has_failed or self._is_in_child():
             return
         self._has_failed = True
-        is_echo = isinstance(error, TransportError) or type(error).__name__ in _ENGINE_ERRORS
+        is_of_engine = type(error).__name__ in _ENGINE_ERRORS
+        if is_of_engine:
+            self._note_engine_failure()
+        is_echo = isinstance(error, TransportError) or is_of_engine
         if self.verdict is not None or is_echo:
             return
         note = describe_failure(f"rank {self.rank} ({self._control.own})", error)
-        for link in self._links.values():
-            link.send(Line("failed", self.rank, float(note.num_samples), note.text))
+        self._say_at_last(Line("failed", self.rank, float(note.num_samples), note.text))
 
     def explain(self, error: BaseException) -> None:
         """Add to an engine's own error which rank is behind it; waits up to a second for that."""
         self._is_heard = True
+        self._note_engine_failure()
         if not (left := self.left_ranks()):
             self.wait_verdict(_EXPLAIN_S)
             left = sorted(self._gone)  # not who ended without a word: of that comes a verdict
@@ -169,8 +204,7 @@ class Heartbeat:
         if self._is_closed or self._is_in_child():
             return
         self._beat()  # what this rank has done, for those who still wait
-        for link in self._links.values():
-            link.send(Line("left", self.rank))
+        self._say_at_last(Line("left", self.rank))
         if self._control.exit is not None:
             self._control.exit.remove()
             if self._has_failed or self.verdict is not None:
@@ -180,12 +214,33 @@ class Heartbeat:
         self._is_closed = True
         if self._control.guard is not None:
             self._control.guard.close()
-        self._waker.send(b"!")
+        self._wake()
         self._thread.join(timeout=5.0)
+        if self._pulse is not None:
+            self._pulse.stop()
+        if self._entrance is not None:
+            self._entrance.close()
         for link in self._links.values():
             link.close()
+        self._selector.close()
         self._waker.close()
         self._sleeper.close()
+
+    def _say_at_last(self, line: Line) -> None:
+        self._last_words.append(line)
+        for link in list(self._links.values()):
+            link.send(line)
+
+    def _note_engine_failure(self) -> None:
+        """Let this rank and rank 0 know that the engine has failed: it makes lost links count."""
+        self._diagnosis.engine_failed()
+        for link in list(self._links.values()):
+            link.send(Line("engine", self.rank))
+        self._wake()
+
+    def _wake(self) -> None:
+        with suppress(OSError):  # closed, or so full that it wakes anyway
+            self._waker.send(b"!", socket.MSG_DONTWAIT)
 
     def _is_in_child(self) -> bool:
         """Say whether this is a fork, such as a loader process: it must not speak for the rank."""
@@ -200,37 +255,107 @@ class Heartbeat:
 
     def _run(self) -> None:
         try:
-            with selectors.DefaultSelector() as selector:
-                selector.register(self._sleeper, selectors.EVENT_READ)
-                for rank, link in self._links.items():
-                    selector.register(link, selectors.EVENT_READ, data=rank)
-                    self._receive(rank, selector)  # what came with the welcome
-                self._loop(selector)
+            self._selector.register(self._sleeper, selectors.EVENT_READ)
+            if self._entrance is not None:
+                self._selector.register(self._entrance, selectors.EVENT_READ)
+            for rank, link in list(self._links.items()):
+                self._take(rank, link, [])
+            self._loop()
         except Exception:
             _logger.exception("rank %d: the heartbeat has ended by an error of its own", self.rank)
 
-    def _loop(self, selector: selectors.BaseSelector) -> None:
+    def _loop(self) -> None:
         next_beat = time.monotonic()
         while not self._is_closed:
-            for key, _ in selector.select(max(0.0, next_beat - time.monotonic())):
-                if key.data is not None:
-                    self._receive(key.data, selector)
+            events = self._selector.select(max(0.0, self._due_s(next_beat)))
+            # Before what has come is read: the end of one link must not judge the others.
             if time.monotonic() - next_beat > self._diagnosis.limits.suspect_s:
                 self._diagnosis.restarted()  # suspended, or kept from the interpreter
-            if time.monotonic() >= next_beat:
+            for key, _ in events:
+                if key.fileobj is self._sleeper:
+                    self._sleeper.recv(64)
+                    self._has_news = True
+                elif isinstance(key.fileobj, Link):
+                    self._receive(key.data)
+            self._meet()
+            is_due = time.monotonic() >= next_beat
+            if is_due:
                 next_beat = time.monotonic() + self.settings.period_s
                 self._beat()
-                self._look_at_silent()
-                self._decide(self._diagnosis.judge(self.meter.progress()))
+            if is_due or self._has_news:
+                self._judge()
+            if is_due:
                 self._leave_if_stuck()
 
-    def _receive(self, peer: int, selector: selectors.BaseSelector) -> None:
+    def _due_s(self, next_beat: float) -> float:
+        due_s = next_beat - time.monotonic()
+        if self._entrance is not None and self._is_meeting():
+            due_s = min(due_s, self._entrance.due_s())
+        return due_s
+
+    def _judge(self) -> None:
+        self._has_news = False
+        progress = self.meter.progress()
+        self._diagnosis.moved(progress.moved_s)
+        self._look_at_silent()
+        self._decide(self._diagnosis.judge(progress))
+
+    # Links: lost, made again.
+
+    def _is_meeting(self) -> bool:
+        """Say whether this rank is to meet others: rank 0 always, the rest when it is lost."""
+        return self.rank == 0 or self._diagnosis.misses_link(0)
+
+    def _meet(self) -> None:
+        if self._entrance is None:
+            return
+        if not self._is_meeting():
+            assert isinstance(self._entrance, Caller)
+            self._entrance.hang_up()
+            return
+        for met in self._entrance.meet():
+            self._replace(met)
+
+    def _replace(self, met: Met) -> None:
+        """Go on with a new link to a rank, and say again what the old one may have lost."""
+        self._drop(met.rank)
+        self._diagnosis.found(met.rank)
+        _logger.info("rank %d: a new link to rank %d", self.rank, met.rank)
+        self._take(met.rank, met.link, met.lines)
+        for line in self._last_words:
+            met.link.send(line)
+        if self.rank == 0:
+            for rank in sorted(self._gone):
+                met.link.send(Line("left", rank))
+            self._tell_verdict(met.rank)
+
+    def _take(self, rank: int, link: Link, lines: Iterable[Line]) -> None:
+        self._links[rank] = link
+        self._selector.register(link, selectors.EVENT_READ, data=rank)
+        if self._pulse is not None:
+            self._pulse.add(link.fileno())
+        for line in lines:  # what came with its welcome
+            self._handle(rank, line)
+        self._receive(rank)
+
+    def _drop(self, rank: int) -> None:
+        """Close the link to a rank, which stays in its place until there is another."""
+        link = self._links[rank]
+        if link.fileno() < 0:
+            return
+        self._selector.unregister(link)
+        if self._pulse is not None:
+            self._pulse.remove(link.fileno())
+        link.close()
+
+    def _receive(self, peer: int) -> None:
         link = self._links[peer]
         for line in link.receive():
             self._handle(peer, line)
         if link.is_closed:
-            selector.unregister(link)
-            self._decide(self._diagnosis.closed(peer))
+            self._drop(peer)
+            self._diagnosis.lost(peer)
+            self._has_news = True
 
     def _handle(self, peer: int, line: Line) -> None:
         # Rank 0 is trusted with all; from others count only words about themselves, and what they
@@ -238,13 +363,18 @@ class Heartbeat:
         words = list(filter(None, line.text.split("|")))
         if line.kind == "beat":
             self._diagnosis.heard(peer, Progress.decode(line.seconds, line.text))
+        elif line.kind == "pulse":
+            self._diagnosis.pulsed(peer)
+        elif line.kind == "engine":
+            self._diagnosis.engine_failed()
+            self._has_news = True
         elif line.kind == "late" and peer == 0:
             self._late = [int(word) for word in words if word.isdecimal()]
         elif line.kind == "ask" and peer == 0:
             self._asked = words
         elif line.kind == "left":
             self._hear_good_bye(peer, line)
-        elif line.kind == "failed":
+        elif line.kind == "failed" and peer not in self._diagnosis.left_ranks():  # not said again
             self._diagnosis.left(peer)
             tell_failure(peer, line.seconds)
             self._decide(Verdict(peer, line.text))
@@ -257,11 +387,12 @@ class Heartbeat:
 
     def _hear_good_bye(self, peer: int, line: Line) -> None:
         """Note who has left; rank 0 passes it on, as the others have no link to that rank."""
+        is_news = line.rank not in self._gone
         self._gone.add(line.rank if peer == 0 else peer)
         if line.rank == peer:
             self._diagnosis.left(peer)
         for rank, link in self._links.items():
-            if self.rank == 0 and rank != peer:
+            if self.rank == 0 and rank != peer and is_news:
                 link.send(line)
 
     def _beat(self) -> None:
@@ -291,7 +422,7 @@ class Heartbeat:
                     kill = int(self._dooms(rank))
                     link.send(Line("look", rank, 0.0, f"{process.pid}|{process.start}|{kill}"))
                     break
-        for warning in self._diagnosis.held():
+        for warning in self._diagnosis.warnings():
             _logger.warning("%s", warning)
 
     def _look_for_rank_0(self, rank: int, pid: int, start: int, kill: int) -> None:
@@ -327,10 +458,14 @@ class Heartbeat:
         level = logging.ERROR if 0 in (self.rank, verdict.rank) else logging.INFO
         _logger.log(level, "%s", verdict.text)  # once: rank 0's verdicts reach the others
         if self.rank == 0:
-            for rank, link in self._links.items():
-                if rank != verdict.rank or verdict.is_mismatch:
-                    seconds = float(verdict.is_mismatch)
-                    link.send(Line("verdict", verdict.rank, seconds, verdict.text))
+            for rank in self._links:
+                self._tell_verdict(rank)
+
+    def _tell_verdict(self, rank: int) -> None:
+        verdict = self.verdict
+        if verdict is not None and (rank != verdict.rank or verdict.is_mismatch):
+            seconds = float(verdict.is_mismatch)
+            self._links[rank].send(Line("verdict", verdict.rank, seconds, verdict.text))
 
     def _leave_if_stuck(self) -> None:
         """Leave a process that an error has ended, or that hangs in a call that is not ours."""

@@ -15,8 +15,8 @@ from loft_hvd.config import config
 from loft_hvd.errors import TransportError
 from loft_hvd.transport.base import Channel, Transport, Work
 from loft_hvd.transport.heartbeat.diagnosis import Diagnosis, DiagnosisLimits
+from loft_hvd.transport.heartbeat.door import open_links
 from loft_hvd.transport.heartbeat.heartbeat import Heartbeat, HeartbeatSettings, ProcessControl
-from loft_hvd.transport.heartbeat.links import open_links
 from loft_hvd.transport.heartbeat.process import ProcessExit, ProcessGuard, own_process
 
 __all__ = ["close_heartbeats", "heartbeat_of", "open_heartbeat", "watched"]
@@ -51,6 +51,7 @@ class _WatchedWork:
             raise verdict.error()
         try:
             self._work.finish()
+            self.watch.meter.moved(self._operation[0])
         except Exception as error:
             self.watch.explain(error)
             verdict = self.watch.final_verdict(at_once=True)
@@ -129,13 +130,12 @@ def open_heartbeat(
         del _heartbeats()[world]
     if not wanted:
         return None
-    links, processes = open_links(replace(channel, timeout_s=_OPEN_S))
+    links = open_links(replace(channel, timeout_s=_OPEN_S))
     num_links = transport.world_size - 1 if transport.rank == 0 else 1
-    reached = torch.tensor([int(len(links) == num_links)])
+    reached = torch.tensor([int(len(links.met) == num_links)])
     rows = channel.sub("reached").allgather_rows(reached)
     if not bool(rows.all()):
-        for link in links.values():
-            link.close()
+        links.close()
         if transport.rank == 0:
             away = [rank for rank, row in enumerate(rows.flatten().tolist()) if rank and not row]
             _logger.warning(
@@ -148,9 +148,12 @@ def open_heartbeat(
     own = own_process()
     limits = DiagnosisLimits(silent_s=settings.heartbeat_timeout_s)
     is_alone = settings.is_elastic and transport.local_size == 1
+    processes = {rank: met.process for rank, met in links.met.items()}
+    diagnosis = Diagnosis(transport.rank, processes, world_size=transport.world_size, limits=limits)
     _heartbeats()[world] = heartbeat = Heartbeat(
-        links,
-        Diagnosis(transport.rank, processes, limits=limits),
+        {rank: met.link for rank, met in links.met.items()},
+        diagnosis,
+        entrance=links.entrance,
         settings=HeartbeatSettings(
             period_s=settings.heartbeat_s,
             leave_s=settings.leave_s,

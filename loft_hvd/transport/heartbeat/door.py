@@ -1,0 +1,560 @@
+"""Rank 0's door: how the other ranks come to their links, and what strangers can do there.
+
+Rank 0 listens on the interface that the engine uses, for as long as ranks may have to come back.
+Every rank proves itself with a key of its own, which rank 0 has sent it through the engine, and
+rank 0 proves itself to it; neither a key nor anything that serves twice travels here::
+
+    rank r: hello      r, nonce of r
+    rank 0: challenge  nonce of 0, HMAC(key of r, "rank 0", both nonces)
+    rank r: proof      HMAC(key of r, "rank r", both nonces, where it runs), where it runs
+    rank 0: welcome    where it runs
+
+Strangers are few at a time, have little time and short lines, and give way to who speaks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import hmac
+import ipaddress
+import logging
+import secrets
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from loft_hvd.config import config
+from loft_hvd.transport.base import Channel
+from loft_hvd.transport.heartbeat.links import Line, Link
+from loft_hvd.transport.heartbeat.process import RankProcess, own_process
+
+__all__ = [
+    "Caller",
+    "Door",
+    "DoorLimits",
+    "Entrance",
+    "Links",
+    "Met",
+    "listening_addresses",
+    "open_links",
+]
+
+_logger = logging.getLogger(__name__)
+
+_MAX_ADDRESSES = 16  # bound from the header's fixed length: more interfaces go unused
+_MAX_OPENING_LINE = 512  # bytes; bound from a proof: two numbers, a digest and a host's name
+_SIOCGIFADDR = 0x8915  # from the kernel's sockios.h: ask for an interface's address
+_SECRET_BYTES = 32  # bound from SHA-256: a key of its length
+_CALL_S = 2.0  # a choice: an address behind a firewall must not use up the time of the next
+_AGAIN_S = 0.5  # a choice: between two calls, where the first is refused at once
+_OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+@dataclass(frozen=True)
+class Met:
+    """A rank that has proven itself."""
+
+    rank: int
+    link: Link
+    process: RankProcess  # where it runs, by its own word
+    lines: list[Line]  # what it has said already
+
+
+class Entrance(Protocol):
+    """How a rank comes to its links: rank 0 has a ``Door``, the others a ``Caller``."""
+
+    def fileno(self) -> int:
+        """For selectors."""
+
+    def meet(self) -> list[Met]:
+        """Go on with what has come or is due, without waiting; returns who has proven itself."""
+
+    def due_s(self) -> float:
+        """Return in how many seconds ``meet`` has something to do though nothing has come."""
+
+    def close(self) -> None:
+        """Close it; can be called again."""
+
+
+# What both sides compute.
+
+
+def _digest(key: bytes, *words: str) -> str:
+    return hmac.new(key, " ".join(words).encode(errors="replace"), hashlib.sha256).hexdigest()
+
+
+def _key_of(secret: bytes, rank: int) -> bytes:
+    """Return the key of a rank; rank 0 alone knows the secret that they all follow from."""
+    return hmac.new(secret, f"loft_hvd heartbeat rank {rank}".encode(), hashlib.sha256).digest()
+
+
+def _is_equal(one: str, other: str) -> bool:
+    # In constant time: how long it takes must not tell a stranger how much of it was right.
+    return hmac.compare_digest(one.encode(), other.encode())
+
+
+def _describe(process: RankProcess) -> str:
+    return f"{process.host_key} {process.pid} {process.start} {process.host[:100]}"
+
+
+def _parse_process(text: str) -> RankProcess | None:
+    parts = text.split(" ", 3)
+    try:
+        return RankProcess(int(parts[0]), int(parts[1]), int(parts[2]), parts[3][:100])
+    except (ValueError, IndexError):
+        return None
+
+
+# Rank 0.
+
+
+@dataclass(frozen=True)
+class DoorLimits:
+    """What those who have not proven themselves can use up, all choices."""
+
+    strangers: int = 64  # connections at a time: a quarter of the fewest descriptors in use, 256
+    hello_s: float = 2.0  # until a connection must have proven itself
+    pause_s: float = 0.25  # until the next try, when this process has no descriptor left
+
+
+@dataclass
+class _Stranger:
+    link: Link
+    until: float  # when its time is over
+    rank: int = 0  # that it says it is, or 0 as long as it has said nothing of use
+    nonces: tuple[str, str] = ("", "")  # its own and ours
+
+
+class Door:
+    """Where rank 0 meets the other ranks, at the beginning and when their links were lost.
+
+    Args:
+        keys: each rank's key; no other rank is met.
+        own: where rank 0 runs.
+        addresses: this host's IPv4 addresses to listen on, each on a port of the kernel's choice.
+    """
+
+    def __init__(
+        self,
+        keys: Mapping[int, bytes],
+        own: RankProcess,
+        addresses: Sequence[str],
+        *,
+        limits: DoorLimits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._keys = dict(keys)
+        self._own = own
+        self._limits = DoorLimits() if limits is None else limits
+        self._clock = clock
+        self._strangers: dict[object, _Stranger] = {}  # by link, the oldest first
+        self._paused_until: float | None = None
+        self._selector = selectors.EpollSelector()
+        self._servers = []
+        for address in addresses:
+            server = socket.create_server((address, 0), backlog=socket.SOMAXCONN)
+            server.setblocking(False)
+            self._servers.append(server)
+            self._selector.register(server, selectors.EVENT_READ)
+
+    @property
+    def places(self) -> list[tuple[str, int]]:
+        """Where it listens, as (address, port)."""
+        return [server.getsockname() for server in self._servers]
+
+    @property
+    def num_strangers(self) -> int:
+        """How many connections have not proven themselves yet."""
+        return len(self._strangers)
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self._selector.fileno()
+
+    def due_s(self) -> float:
+        """See ``Entrance``."""
+        ends = [stranger.until for stranger in self._strangers.values()][:1]
+        if self._paused_until is not None:
+            ends.append(self._paused_until)
+        return max(0.0, min(ends) - self._clock()) if ends else float("inf")
+
+    def meet(self) -> list[Met]:
+        """See ``Entrance``; at most ``limits.strangers`` new connections are taken in a call."""
+        if self._paused_until is not None and self._clock() >= self._paused_until:
+            self._paused_until = None
+            for server in self._servers:
+                self._selector.register(server, selectors.EVENT_READ)
+        met = []
+        for key, _ in self._selector.select(0):
+            if isinstance(key.fileobj, socket.socket):
+                met += self._accept(key.fileobj)
+            elif (stranger := self._strangers.get(key.fileobj)) is not None:  # not sent away above
+                met += self._hear(stranger)
+        now = self._clock()
+        for stranger in [each for each in self._strangers.values() if each.until <= now]:
+            self._dismiss(stranger)
+        return met
+
+    def close(self) -> None:
+        """See ``Entrance``."""
+        for stranger in list(self._strangers.values()):
+            self._dismiss(stranger)
+        for server in self._servers:
+            server.close()
+        self._selector.close()
+
+    def _accept(self, server: socket.socket) -> list[Met]:
+        met: list[Met] = []
+        for _ in range(self._limits.strangers):
+            if self._paused_until is not None:
+                break
+            try:
+                connection, _ = server.accept()
+            except OSError as error:
+                if error.errno in _OUT_OF_DESCRIPTORS:
+                    self._make_room()
+                break  # nobody is there any more, or no descriptor is left
+            link = Link(connection, max_line=_MAX_OPENING_LINE)
+            stranger = _Stranger(link, self._clock() + self._limits.hello_s)
+            self._strangers[link] = stranger
+            self._selector.register(link, selectors.EVENT_READ)
+            met += self._hear(stranger)  # a rank has spoken by now, and is not sent away below
+            if len(self._strangers) > self._limits.strangers:
+                self._dismiss(self._least())
+        return met
+
+    def _least(self) -> _Stranger:
+        """Return who has to go for another: the oldest that has said nothing, else the oldest."""
+        everyone = self._strangers.values()
+        return next((each for each in everyone if not each.rank), next(iter(everyone)))
+
+    def _make_room(self) -> None:
+        """Give back what strangers hold, and listen again a little later."""
+        for stranger in list(self._strangers.values()):
+            self._dismiss(stranger)
+        self._paused_until = self._clock() + self._limits.pause_s
+        for server in self._servers:  # else its selector would never rest
+            self._selector.unregister(server)
+
+    def _dismiss(self, stranger: _Stranger) -> None:
+        del self._strangers[stranger.link]
+        self._selector.unregister(stranger.link)
+        stranger.link.reset()
+
+    def _hear(self, stranger: _Stranger) -> list[Met]:
+        """Take what a stranger says; one that says anything else than it should is sent away."""
+        link, lines = stranger.link, stranger.link.receive()
+        while lines:
+            line = lines.pop(0)
+            key = self._keys.get(line.rank)
+            if key is not None and line.kind == "hello" and not stranger.rank:
+                nonces = line.text[:_MAX_OPENING_LINE], secrets.token_hex(16)
+                stranger.rank, stranger.nonces = line.rank, nonces
+                answer = f"{nonces[1]} {_digest(key, 'rank 0', *nonces)}"
+                link.send(Line("challenge", 0, 0.0, answer))
+            elif key is not None and line.kind == "proof" and line.rank == stranger.rank:
+                digest, _, text = line.text.partition(" ")
+                right = _digest(key, f"rank {line.rank}", *stranger.nonces, text)
+                process = _parse_process(text)
+                if not _is_equal(digest, right) or process is None:
+                    break
+                del self._strangers[link]
+                self._selector.unregister(link)
+                link.trust()
+                link.send(Line("welcome", 0, 0.0, _describe(self._own)))
+                return [Met(line.rank, link, process, lines)]
+            else:
+                break
+        else:
+            if not link.is_closed:
+                return []
+        self._dismiss(stranger)
+        return []
+
+
+# The other ranks.
+
+
+class Caller:
+    """How a rank reaches rank 0: it calls its addresses, one after the other, until one answers.
+
+    Args:
+        places: rank 0's addresses and ports.
+        rank: this rank.
+        key: this rank's key.
+        own: where this rank runs.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[tuple[str, int]],
+        rank: int,
+        key: bytes,
+        own: RankProcess,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._places = list(places)
+        self._rank = rank
+        self._key = key
+        self._own = own
+        self._clock = clock
+        self._selector = selectors.EpollSelector()
+        self._connecting: socket.socket | None = None
+        self._link: Link | None = None
+        self._nonce = ""
+        self._is_known = False  # whether rank 0 has proven itself
+        self._until = self._again_at = clock()
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self._selector.fileno()
+
+    def due_s(self) -> float:
+        """See ``Entrance``."""
+        is_calling = self._connecting is not None or self._link is not None
+        at = self._until if is_calling else self._again_at
+        return max(0.0, at - self._clock())
+
+    def meet(self) -> list[Met]:
+        """See ``Entrance``; begins a call where none is under way."""
+        now = self._clock()
+        try:
+            if self._connecting is None and self._link is None:
+                if now >= self._again_at and self._places:
+                    self._begin()
+            elif now >= self._until:
+                self.hang_up()
+            for key, _ in self._selector.select(0):
+                if key.fileobj is self._connecting:
+                    self._connected()
+                elif self._link is not None:
+                    return self._hear(self._link)
+        except OSError:  # nobody is there, or no descriptor is left: later
+            self.hang_up()
+        return []
+
+    def hang_up(self) -> None:
+        """Give up the call that is under way, if one is."""
+        for end in (self._connecting, self._link):
+            if end is not None:
+                self._selector.unregister(end)
+                end.close()
+        self._connecting = self._link = None
+
+    def close(self) -> None:
+        """See ``Entrance``."""
+        self.hang_up()
+        self._selector.close()
+
+    def _begin(self) -> None:
+        now = self._clock()
+        self._until, self._again_at = now + _CALL_S, now + _AGAIN_S
+        place = self._places.pop(0)
+        self._places.append(place)
+        connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        connection.setblocking(False)
+        self._connecting = connection
+        self._selector.register(connection, selectors.EVENT_WRITE)
+        code = connection.connect_ex(place)
+        if code not in (0, errno.EINPROGRESS):
+            raise OSError(code, "cannot connect")
+
+    def _connected(self) -> None:
+        connection = self._connecting
+        assert connection is not None
+        if code := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            raise OSError(code, "cannot connect")
+        self._selector.unregister(connection)
+        self._connecting = None
+        self._link = Link(connection, max_line=_MAX_OPENING_LINE)
+        self._selector.register(self._link, selectors.EVENT_READ)
+        self._nonce, self._is_known = secrets.token_hex(16), False
+        self._link.send(Line("hello", self._rank, 0.0, self._nonce))
+
+    def _hear(self, link: Link) -> list[Met]:
+        lines = link.receive()
+        while lines:
+            line = lines.pop(0)
+            if line.kind == "challenge" and not self._is_known:
+                nonce, _, digest = line.text.partition(" ")
+                if not _is_equal(digest, _digest(self._key, "rank 0", self._nonce, nonce)):
+                    break  # not rank 0, or not of this job
+                self._is_known = True
+                text = _describe(self._own)
+                proof = _digest(self._key, f"rank {self._rank}", self._nonce, nonce, text)
+                link.send(Line("proof", self._rank, 0.0, f"{proof} {text}"))
+            elif line.kind == "welcome" and self._is_known:
+                if (process := _parse_process(line.text)) is None:
+                    break
+                self._selector.unregister(link)
+                self._link = None
+                link.trust()
+                return [Met(0, link, process, lines)]
+            else:
+                break
+        else:
+            if not link.is_closed:
+                return []
+        self.hang_up()
+        return []
+
+
+# Which addresses.
+
+
+def _own_addresses(interface: str = "") -> list[str]:
+    """Return this host's IPv4 addresses but loopback's, or those of one interface."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            if interface and name != interface:
+                continue
+            with contextlib.suppress(OSError):
+                # In: a name of at most 15 bytes. Out: the address is in bytes 20 to 24, behind
+                # the name (16), its family (2) and its port (2).
+                request = struct.pack("256s", name.encode()[:15])
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+                found.append(socket.inet_ntoa(answer[20:24]))
+    return sorted(address for address in set(found) if interface or not _is_loopback(address))
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
+
+
+def _source_for(address: str) -> str:
+    """Return this host's address on the way to another; "" where none leads there."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        probe.connect((address, 9))  # sends nothing: it only asks for the route
+        return str(probe.getsockname()[0])
+    return ""
+
+
+def listening_addresses(
+    own: Sequence[str],
+    others: Sequence[str],
+    *,
+    is_one_host: bool,
+    of_interface: Sequence[str] = (),
+    source_for: Callable[[str], str] = _source_for,
+) -> list[str]:
+    """Return on which of its addresses rank 0 listens.
+
+    Args:
+        own: the addresses of rank 0's host.
+        others: those of the other ranks' hosts.
+        is_one_host: whether all ranks run on rank 0's host.
+        of_interface: those of the interface that the engine was told to use, if it was told any.
+        source_for: this host's address on the way to another, "" where none leads there.
+    """
+    if is_one_host:
+        return ["127.0.0.1"]
+    if of_interface:
+        return list(of_interface)
+    # What another host has too, such as a bridge of its containers, leads back to this one.
+    routes = {source_for(address) for address in others if address not in own}
+    found = sorted(address for address in routes if address and not _is_loopback(address))
+    # None: containers of one host that share its network, or a host without one.
+    return found or list(own) or ["127.0.0.1"]
+
+
+def _as_numbers(addresses: Sequence[str]) -> list[int]:
+    return [int(ipaddress.IPv4Address(address)) for address in addresses]
+
+
+def _as_addresses(numbers: Sequence[int]) -> list[str]:
+    return [str(ipaddress.IPv4Address(number)) for number in numbers if 0 < number < 2**32]
+
+
+# Opening.
+
+
+@dataclass
+class Links:
+    """What a rank has after the opening; ranks that could not be reached are missing."""
+
+    entrance: Entrance | None = None  # None: rank 0 listens nowhere
+    met: dict[int, Met] = field(default_factory=dict)  # by rank
+
+    def close(self) -> None:
+        """Close everything."""
+        for each in self.met.values():
+            each.link.close()
+        if self.entrance is not None:
+            self.entrance.close()
+
+
+def open_links(channel: Channel) -> Links:
+    """Connect every rank to rank 0; every rank calls it alike.
+
+    The channel tells where ranks run and carries addresses and keys; its limit holds for that and
+    for connecting.
+    """
+    own = own_process()
+    addresses = _own_addresses()[:_MAX_ADDRESSES]
+    row = torch.zeros(1 + _MAX_ADDRESSES, dtype=torch.int64)
+    row[: 1 + len(addresses)] = torch.tensor([own.host_key, *_as_numbers(addresses)])
+    rows: list[list[int]] = channel.sub("hosts").allgather_rows(row).tolist()
+    is_one_host = len({host_key for host_key, *_ in rows}) == 1
+    # What rank 0 has for each rank: [(address, port).., the rank's key], for its eyes only.
+    sent = torch.zeros(channel.world_size, 2 * _MAX_ADDRESSES + _SECRET_BYTES, dtype=torch.int64)
+    received = torch.zeros_like(sent)
+    until = time.monotonic() + channel.timeout_s
+    links = Links()
+    if channel.rank == 0:
+        secret = secrets.token_bytes(_SECRET_BYTES)
+        keys = {rank: _key_of(secret, rank) for rank in range(1, channel.world_size)}
+        name = config().interface
+        listening = listening_addresses(
+            addresses,
+            _as_addresses(
+                [number for key, *each in rows if key != own.host_key for number in each]
+            ),
+            is_one_host=is_one_host,
+            of_interface=_own_addresses(name) if name else (),
+        )
+        try:
+            links.entrance = door = Door(keys, own, listening[:_MAX_ADDRESSES])
+        except OSError as error:  # the others are told no address, and all go on without
+            _logger.warning("rank 0 cannot listen on %s: %s", listening, error)
+            places = []
+        else:
+            places = door.places
+        for index, (address, port) in enumerate(places):
+            sent[:, 2 * index : 2 * index + 2] = torch.tensor([*_as_numbers([address]), port])
+        for rank, key in keys.items():
+            sent[rank, 2 * _MAX_ADDRESSES :] = torch.tensor(list(key))
+    # An all-to-all, in which every rank receives its own key only.
+    keyed = channel.sub("keys")
+    work = keyed.transport.alltoall(sent.view(-1), received.view(-1), name=keyed.name)
+    keyed.wait(work, what="the heartbeat's keys")
+    if channel.rank != 0:
+        mine: list[int] = received[0].tolist()
+        ports = mine[1 : 2 * _MAX_ADDRESSES : 2]  # as long as addresses, behind which are zeros
+        places = list(zip(_as_addresses(mine[: 2 * _MAX_ADDRESSES : 2]), ports, strict=False))
+        links.entrance = Caller(places, channel.rank, bytes(mine[2 * _MAX_ADDRESSES :]), own)
+    if links.entrance is not None:
+        _meet_all(links, links.entrance, channel.world_size - 1 if channel.rank == 0 else 1, until)
+    return links
+
+
+def _meet_all(links: Links, entrance: Entrance, num_ranks: int, until: float) -> None:
+    """Wait until so many ranks have been met, or until the time is over."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(entrance, selectors.EVENT_READ)
+        while len(links.met) < num_ranks and (left_s := until - time.monotonic()) > 0:
+            selector.select(min(left_s, entrance.due_s()))
+            for met in entrance.meet():
+                if (old := links.met.get(met.rank)) is not None:
+                    old.link.close()  # it did not hear its welcome in time
+                links.met[met.rank] = met

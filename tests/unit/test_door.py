@@ -1,0 +1,352 @@
+"""Rank 0's door: ranks come through whoever else is there, and nobody else does."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+
+import pytest
+
+from loft_hvd.transport.base import Channel
+from loft_hvd.transport.heartbeat.door import (
+    Caller,
+    Door,
+    DoorLimits,
+    Met,
+    listening_addresses,
+    open_links,
+)
+from loft_hvd.transport.heartbeat.links import Line, Link
+from loft_hvd.transport.heartbeat.process import RankProcess
+from loft_hvd.transport.local import LocalTransport, run_ranks
+
+KEYS = {1: b"1" * 32, 2: b"2" * 32}
+HOST = RankProcess(7, 100, 5, "node 7")
+
+
+class Clock:
+    """Seconds that pass only when told."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Street:
+    """A door, and everybody in front of it; closed in the end."""
+
+    clock: Clock = field(default_factory=Clock)
+    door: Door = field(init=False)
+    ends: list[Callable[[], None]] = field(default_factory=list)
+    met: list[Met] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.door = Door(KEYS, HOST, ["127.0.0.1"], clock=self.clock)
+        self.ends.append(self.door.close)
+
+    def caller(self, rank: int, key: bytes | None = None) -> Caller:
+        own = RankProcess(8, 100 + rank, 6, f"node {rank}")
+        made = Caller(self.door.places, rank, key or KEYS[rank], own, clock=self.clock)
+        self.ends.append(made.close)
+        return made
+
+    def stranger(self, data: bytes = b"") -> socket.socket:
+        made = socket.create_connection(self.door.places[0])
+        self.ends.append(made.close)
+        made.sendall(data)
+        return made
+
+    def meet(self, caller: Caller | None = None, *, rounds: int = 20) -> list[Met]:
+        """Let both sides go on; returns whom the caller has met, the door's are in ``met``."""
+        found = []
+        for _ in range(rounds):
+            found += [] if caller is None else caller.meet()
+            self.met += self.door.meet()
+            if found and self.met:
+                break
+            time.sleep(0)  # let the kernel deliver
+        return found
+
+
+@pytest.fixture
+def street() -> Iterator[Street]:
+    """Return a door that only tests speak to."""
+    made = Street()
+    yield made
+    for end in reversed(made.ends):
+        end()
+    for met in made.met:
+        met.link.close()
+
+
+def is_cut_off(end: socket.socket) -> bool:
+    """Say whether the other side has closed, after what it may have sent before."""
+    end.settimeout(5)
+    try:
+        while end.recv(4096):
+            pass
+    except ConnectionError:
+        return True
+    except TimeoutError:
+        return False
+    return True
+
+
+def test_a_rank_and_rank_0_learn_where_the_other_runs(street: Street) -> None:
+    (there,) = street.meet(street.caller(2))
+    (here,) = street.met
+    assert (there.rank, there.process) == (0, HOST)
+    assert (here.rank, here.process) == (2, RankProcess(8, 102, 6, "node 2"))
+    there.link.send(Line("beat", 2, 1.5, "x" * 9000))  # of full length from now on
+    heard: list[Line] = []
+    for _ in range(100):
+        heard += here.link.receive()
+    assert heard == [Line("beat", 2, 1.5, "x" * 9000)]
+    there.link.close()
+
+
+@pytest.mark.parametrize(("rank", "key"), [(1, b"x" * 32), (1, KEYS[2]), (2, KEYS[1])])
+def test_a_rank_with_another_key_than_its_own_is_not_met(
+    rank: int, key: bytes, street: Street
+) -> None:
+    assert street.meet(street.caller(rank, key)) == []
+    assert street.met == []
+
+
+def handshake(street: Street, rank: int) -> tuple[bytes, bytes]:
+    """Return all that an honest rank sends to come in, as someone on the network sees it."""
+    sent: list[bytes] = []
+    with pytest.MonkeyPatch.context() as patch:
+        real = Link.send
+
+        def send(self: Link, line: Line) -> None:
+            if line.kind in ("hello", "proof"):
+                sent.append(line.encode())
+            real(self, line)
+
+        patch.setattr(Link, "send", send)
+        for met in street.meet(street.caller(rank)):
+            met.link.close()
+    hello, proof = sent
+    return hello, proof
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_what_was_overheard_opens_no_door(at_once: bool, street: Street) -> None:
+    hello, proof = handshake(street, 1)
+    (met,) = street.met
+    assert not any(KEYS[1].hex().encode() in each or KEYS[1] in each for each in (hello, proof))
+    thief = street.stranger(hello + proof if at_once else hello)
+    street.meet()
+    if not at_once:
+        thief.sendall(proof)
+        street.meet()
+    assert street.met == [met]
+    assert is_cut_off(thief)
+
+
+def test_a_rank_proves_nothing_to_whom_it_does_not_know() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as impostor:
+        caller = Caller([impostor.getsockname()], 1, KEYS[1], HOST)
+        caller.meet()
+        end, _ = impostor.accept()
+        caller.meet()
+        end.settimeout(5)
+        assert end.recv(4096).startswith(b"\nhello 1 ")
+        end.sendall(Line("challenge", 0, 0.0, f"{'a' * 32} {'b' * 64}").encode())
+        end.sendall(Line("welcome", 0, 0.0, "7 100 5 node").encode())
+        for _ in range(20):
+            assert caller.meet() == []
+            time.sleep(0.001)
+        assert is_cut_off(end)  # and no proof came
+        caller.close()
+        end.close()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\n\r\n" + b"x" * 600,
+        b"x" * 10_000,
+        b"hello 1 0 " + b"n" * 600 + b"\n",
+        b"hello 9 0 nonce\n",
+        b"proof 1 0 " + b"0" * 64 + b" 1 2 3 x\n",
+        b"hello 1 0 a\nhello 1 0 b\n",
+        b"beat 1 0 \n",
+        b"\x80\x04\x95" * 300,
+    ],
+)
+def test_who_says_anything_else_is_sent_away_at_once(data: bytes, street: Street) -> None:
+    end = street.stranger(data)
+    street.meet()
+    assert street.door.num_strangers == 0
+    assert is_cut_off(end)
+
+
+def test_strangers_have_two_seconds(street: Street) -> None:
+    silent = street.stranger()
+    street.meet()
+    assert street.door.num_strangers == 1
+    assert street.door.due_s() == 2.0
+    street.clock.now += 1.9
+    street.meet()
+    assert street.door.num_strangers == 1
+    street.clock.now += 0.1
+    street.meet()
+    assert street.door.num_strangers == 0
+    assert is_cut_off(silent)
+
+
+@pytest.mark.parametrize("data", [b"", b"hello 1 0 nonce\n"])
+def test_strangers_are_few_and_a_rank_comes_through_them(data: bytes, street: Street) -> None:
+    crowd = [street.stranger(data) for _ in range(300)]
+    caller = street.caller(2)
+    caller.meet()
+    latecomers = [street.stranger(data) for _ in range(50)]
+    (there,) = street.meet(caller, rounds=200)
+    assert street.door.num_strangers <= 64
+    assert [met.rank for met in street.met] == [2]
+    there.link.close()
+    for end in crowd + latecomers:
+        end.close()
+
+
+@contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    """Let this process open nothing more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_process_without_descriptors_listens_again_when_it_has_some(street: Street) -> None:
+    early = street.stranger()
+    street.meet()
+    assert street.door.num_strangers == 1
+    caller = street.caller(1)
+    caller.meet()  # it is connected as far as the kernel is concerned
+    with no_descriptor_left():
+        street.meet()  # today's door ended here, by an OSError
+        assert street.door.num_strangers == 0  # what strangers held is given back
+        assert 0 < street.door.due_s() < 1
+        street.meet()
+    assert is_cut_off(early)
+    street.clock.now += 1.0
+    (there,) = street.meet(caller)
+    assert [met.rank for met in street.met] == [1]
+    there.link.close()
+
+
+def test_a_caller_without_descriptors_calls_later(street: Street) -> None:
+    caller = street.caller(1)
+    with no_descriptor_left():
+        assert caller.meet() == []
+    street.clock.now += 1.0
+    (there,) = street.meet(caller)
+    there.link.close()
+
+
+def test_a_caller_tries_every_address_until_one_answers(street: Street) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        nowhere = gone.getsockname()
+    caller = Caller([nowhere, street.door.places[0]], 1, KEYS[1], HOST, clock=street.clock)
+    street.ends.append(caller.close)
+    assert street.meet(caller) == []
+    assert caller.due_s() == 0.5
+    street.clock.now += 0.5
+    (there,) = street.meet(caller)
+    there.link.close()
+
+
+def test_the_limits_are_those_that_the_docs_name() -> None:
+    assert DoorLimits() == DoorLimits(strangers=64, hello_s=2.0, pause_s=0.25)
+
+
+ROUTES = {"10.0.0.6": "10.0.0.5", "172.17.0.1": "172.17.0.1", "192.168.1.6": "192.168.1.5"}
+
+
+@pytest.mark.parametrize(
+    ("others", "options", "listening"),
+    [
+        (["10.0.0.6"], {"is_one_host": True}, ["127.0.0.1"]),
+        (["10.0.0.6"], {"of_interface": ["10.1.0.5"]}, ["10.1.0.5"]),
+        (["10.0.0.6"], {}, ["10.0.0.5"]),
+        # A bridge of containers, which every host has at the same address.
+        (["10.0.0.6", "172.17.0.1"], {}, ["10.0.0.5"]),
+        (["10.0.0.6", "192.168.1.6"], {}, ["10.0.0.5", "192.168.1.5"]),
+        (["10.9.9.9"], {}, ["10.0.0.5", "172.17.0.1"]),  # no way there: all there are
+        (["10.0.0.5", "172.17.0.1"], {}, ["10.0.0.5", "172.17.0.1"]),  # containers of one host
+    ],
+)
+def test_rank_0_listens_where_the_engine_does(
+    others: list[str], options: dict[str, object], listening: list[str]
+) -> None:
+    found = listening_addresses(
+        ["10.0.0.5", "172.17.0.1"],
+        others,
+        **{"is_one_host": False, **options},  # type: ignore[arg-type]
+        source_for=lambda address: ROUTES.get(address, ""),
+    )
+    assert found == listening
+
+
+@pytest.mark.parametrize("world_size", [2, 5])
+def test_links_connect_all_ranks_whoever_is_there_first(
+    world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = LocalTransport.alltoall
+    strangers: list[socket.socket] = []
+
+    def alltoall(self: LocalTransport, send: object, *args: object, **options: object) -> object:
+        if self.rank == 0:
+            port = int(send.view(world_size, -1)[1, 1])  # type: ignore[attr-defined]
+            for data in (b"", b"hello 1 0 123\n"):
+                strangers.append(socket.create_connection(("127.0.0.1", port)))
+                strangers[-1].sendall(data)
+        return real(self, send, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(LocalTransport, "alltoall", alltoall)
+
+    def work(transport: LocalTransport) -> list[int]:
+        links = open_links(Channel(transport, "links", 10))
+        assert {met.process.pid for met in links.met.values()} == {os.getpid()}
+        found = sorted(links.met)
+        links.close()
+        return found
+
+    found = run_ranks(world_size, work)
+    assert found == [list(range(1, world_size))] + [[0]] * (world_size - 1)
+    assert len(strangers) == 2
+    assert all(is_cut_off(stranger) for stranger in strangers)
+    for stranger in strangers:
+        with suppress(OSError):
+            stranger.close()
+
+
+def test_every_rank_gets_its_own_key_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[int, bytes] = {}
+    real = Caller.__init__
+
+    def note(self: Caller, places: object, rank: int, key: bytes, *args: object) -> None:
+        given[rank] = key
+        real(self, places, rank, key, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Caller, "__init__", note)
+
+    def work(transport: LocalTransport) -> None:
+        open_links(Channel(transport, "links", 10)).close()
+
+    run_ranks(3, work)
+    assert set(given) == {1, 2}
+    assert given[1] != given[2]
+    assert all(len(key) == 32 and any(key) for key in given.values())
