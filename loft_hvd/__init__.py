@@ -49,6 +49,7 @@ from loft_hvd.pipeline.allreduce import Handle, allreduce, allreduce_async
 from loft_hvd.pipeline.suspicion.tracker import Suspicion
 from loft_hvd.pipeline.suspicion.watch import Quarantine
 from loft_hvd.pipeline.wire import Compression
+from loft_hvd.store.store import SampleStore
 
 __version__ = "0.1.0"
 
@@ -80,6 +81,7 @@ __all__ = [
     "Replay",
     "Robust",
     "Rule",
+    "SampleStore",
     "Suspicion",
     "TrimmedMean",
     "aggregate",

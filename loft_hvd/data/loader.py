@@ -25,7 +25,13 @@ from torch.utils.data import Dataset, default_collate, get_worker_info
 from loft_hvd.balance.plan import Plan, StepSizes
 from loft_hvd.data.draws import Draw, EpochSettings, PlanView
 from loft_hvd.data.placement import Placement, check_placement
-from loft_hvd.data.sampler import GlobalBatches, PlanSource, check_balancer, check_length
+from loft_hvd.data.sampler import (
+    GlobalBatches,
+    Keeper,
+    PlanSource,
+    check_balancer,
+    check_length,
+)
 from loft_hvd.errors import ArgumentTypeError, DataError
 
 __all__ = ["DataLoader", "FetchingDataset", "Request", "TimedCollate", "WorkerInit", "sure_fork"]
@@ -211,7 +217,7 @@ class DataLoader:
     ) -> None:
         _refuse(others)
         check_balancer(balancer)
-        placement = check_placement(placement, check_length(dataset))
+        given, placement = placement, check_placement(placement, check_length(dataset))
         settings = EpochSettings(
             placement, train if shuffle is None else shuffle, seed, drop_last, relaxed
         )
@@ -221,7 +227,8 @@ class DataLoader:
         self._train = train
         self._evaluation = None if train else EvaluationView(balancer)
         self._view: PlanView = self._evaluation or balancer
-        self._batches = GlobalBatches(settings, self._view)
+        keeper = dataset if train and isinstance(dataset, Keeper) else None
+        self._batches = GlobalBatches(settings, self._view, keeper=keeper, given=given)
         self._position = 0  # samples of the epoch, of all ranks, in the batches yielded
         self._next_step = 0
         self._yielded: StepSizes | None = None

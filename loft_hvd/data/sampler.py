@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sized
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ __all__ = [
     "BatchSampler",
     "EpochState",
     "GlobalBatches",
+    "Keeper",
     "PlanSource",
     "check_balancer",
     "check_length",
@@ -76,6 +77,20 @@ class PlanSource(PlanView, Protocol):
         """Leave the step that goes on out of all times: this rank evaluates in between."""
 
 
+@runtime_checkable
+class Keeper(Protocol):
+    """A data set that keeps samples where they were computed, so that owners can follow them."""
+
+    def placement_after(self, given: Placement | None, *, first_step: int) -> Placement:
+        """Return who holds what once the steps before ``first_step`` are trained.
+
+        ``given`` is the user's placement, if any. Called on every rank when an iteration begins.
+        """
+
+    def note(self, draw: Draw) -> None:
+        """Note who computes the samples of a step that was drawn, perhaps ahead of its turn."""
+
+
 def check_balancer(balancer: object) -> None:
     """Raise an ArgumentTypeError for what cannot say the sizes of a step."""
     if not hasattr(balancer, "plan_at"):
@@ -101,9 +116,17 @@ class EpochState:
 class GlobalBatches:
     """Draws the steps of epochs, one iteration at a time, and says where a run stands."""
 
-    def __init__(self, settings: EpochSettings, view: PlanView) -> None:
+    def __init__(
+        self,
+        settings: EpochSettings,
+        view: PlanView,
+        *,
+        keeper: Keeper | None = None,
+        given: Placement | None = None,
+    ) -> None:
         self.settings = settings
         self.view = view
+        self._keeper, self._given = keeper, given  # what the user gave, which None leaves open
         self.epoch = 0
         self.homes: Homes = settings.placement.at(view.world_size)
         self.deepest_drawn_step = -1
@@ -130,7 +153,10 @@ class GlobalBatches:
         if self._resume_position is None:
             self._done = None
         self._resume_position = None
-        if self.homes.world_size != self.view.world_size:
+        if self._keeper is not None:
+            placement = self._keeper.placement_after(self._given, first_step=first_step)
+            self.homes = placement.at(self.view.world_size)
+        elif self.homes.world_size != self.view.world_size:
             self.homes = self.settings.placement.at(self.view.world_size)
         self.deepest_drawn_step = first_step - 1
         return position, self._draw(position, first_step)
@@ -147,6 +173,8 @@ class GlobalBatches:
             drop_last=self.settings.drop_last,
         ):
             self.deepest_drawn_step = draw.step_sizes.step
+            if self._keeper is not None:
+                self._keeper.note(draw)
             yield draw
 
     def _warn_of_skipped(self, num_left: int) -> None:
@@ -236,10 +264,11 @@ class BatchSampler(Sampler[list[int]]):
         relaxed: bool = False,
     ) -> None:
         check_balancer(balancer)
-        placement = check_placement(placement, check_length(dataset))
+        given, placement = placement, check_placement(placement, check_length(dataset))
         settings = EpochSettings(placement, shuffle, seed, drop_last, relaxed)
         self._balancer = balancer
-        self._batches = GlobalBatches(settings, balancer)
+        keeper = dataset if isinstance(dataset, Keeper) else None
+        self._batches = GlobalBatches(settings, balancer, keeper=keeper, given=given)
         self._resume_step: int | None = None
         self._start = (0, 0)  # position and step at which the iteration began
         self._drawn: list[tuple[StepSizes, int]] = []  # sizes, and position once trained

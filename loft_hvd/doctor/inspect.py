@@ -41,7 +41,14 @@ __all__ = [
 _PROBE_TIMEOUT_S = 60.0  # a choice: horovodrun imports torch, which a cold disk makes slow
 _BUILD_ADVICE = "`make setup` builds it; VENV=active does so in an environment of your own"
 # Package -> the extra of pyproject.toml that installs it.
-EXTRAS = {"horovod": "horovod", "matplotlib": "plots", "typer": "cli", "rich": "cli"}
+EXTRAS = {
+    "horovod": "horovod",
+    "matplotlib": "plots",
+    "pyarrow": "store",
+    "typer": "cli",
+    "rich": "cli",
+    "xxhash": "store",
+}
 
 
 @dataclass(frozen=True)

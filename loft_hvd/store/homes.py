@@ -1,0 +1,119 @@
+"""Homes that follow the plan: which rank keeps which sample, known on all ranks without asking.
+
+A rank keeps what it computes, first come, and throws nothing away. Who computes what follows from
+the seed, the epoch and the plans, which all ranks have: each draws every step for all ranks anyway.
+So every rank notes who computed a sample first, and knows what all others keep, up to the point
+where their budget ended. That point, and a digest that shows that all noted the same, are all that
+ranks tell each other, once an iteration. The next iteration's owners are those who keep.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from loft_hvd.data.draws import Draw
+from loft_hvd.data.placement import HomeSet, Placement
+from loft_hvd.transport.agreement import odd_ones
+from loft_hvd.transport.base import Channel
+
+__all__ = ["KeptHomes", "with_keepers"]
+
+_logger = logging.getLogger(__name__)
+NOBODY = -1
+_Ints = npt.NDArray[np.int64]
+
+
+class KeptHomes:
+    """The first keeper of every sample, equal on all ranks.
+
+    Args:
+        keepers: rank that keeps each sample, [num_samples], int16, ``NOBODY`` where none does;
+            changed in place, between iterations.
+        channel: the ranks.
+    """
+
+    def __init__(self, keepers: npt.NDArray[np.int16], channel: Channel) -> None:
+        self.keepers = keepers
+        self._channel = channel
+        self._drawn: list[tuple[int, _Ints, _Ints]] = []  # step, samples, who computes each
+        self._digest = 0
+
+    def note(self, draw: Draw) -> None:
+        """Note who computes the samples of a step that was drawn; ranks may draw ahead."""
+        self._drawn.append((draw.step_sizes.step, draw.batch, draw.assignment.owners))
+
+    def settle(self, *, first_step: int, held: npt.NDArray[np.bool_]) -> None:
+        """Agree on who keeps what after the steps before ``first_step``; all ranks call it.
+
+        ``held`` says which samples this rank keeps, [num_samples].
+        """
+        # How far ranks drew ahead differs; what was trained does not.
+        done = [each for each in self._drawn if each[0] < first_step]
+        self._drawn = []
+        samples, owners = self._claims(done)
+        mine = samples[owners == self._channel.rank]
+        is_missing = ~held[mine]
+        # What is kept of a full shelf is a prefix, but for the few that loader processes swapped.
+        num_kept = len(mine) - int(is_missing.sum())
+        told = self._channel.allgather_rows(torch.tensor([self._digest, num_kept]))
+        digests = told[:, 0].tolist()
+        if len(set(digests)) > 1:
+            self._start_over(digests)
+            return
+        for rank, count in enumerate(told[:, 1].tolist()):
+            claimed = samples[owners == rank]
+            self.keepers[claimed[: max(0, min(count, len(claimed)))]] = rank
+
+    def _claims(self, done: list[tuple[int, _Ints, _Ints]]) -> tuple[_Ints, _Ints]:
+        """Return the samples that nobody kept before, in order, and who computed each."""
+        if not done:
+            return np.zeros(0, np.int64), np.zeros(0, np.int64)
+        samples = np.concatenate([batch for _, batch, _ in done])
+        owners = np.concatenate([who for _, _, who in done])
+        self._digest = zlib.crc32(owners.tobytes(), zlib.crc32(samples.tobytes(), self._digest))
+        is_new = self.keepers[samples] == NOBODY
+        samples, owners = samples[is_new], owners[is_new]
+        _, first = np.unique(samples, return_index=True)  # two epochs may lie in one iteration
+        first.sort()
+        return samples[first], owners[first]
+
+    def _start_over(self, digests: list[float]) -> None:
+        """Forget all keepers, on all ranks alike: a rank that noted another would lose samples."""
+        self.keepers[:] = NOBODY
+        self._digest = 0
+        _logger.warning(
+            "ranks %s noted other owners of samples than the rest; nobody's cache is counted on "
+            "until it has filled again",
+            odd_ones(digests),
+        )
+
+    def announce(self, held: npt.NDArray[np.bool_]) -> None:
+        """Tell all ranks what this one keeps already, such as on disk from an earlier run."""
+        count = self._channel.sub("held").allgather_rows(torch.tensor([int(held.sum())]))
+        if not bool(count.any()):
+            return
+        bits = torch.from_numpy(np.packbits(held))
+        rows = self._channel.sub("bits").allgather_rows(bits).numpy()  # [world_size, samples / 8]
+        for rank in reversed(range(len(rows))):  # of several keepers the first counts
+            mask = np.unpackbits(rows[rank], count=len(held)).astype(bool)
+            self.keepers[mask] = rank
+
+
+def with_keepers(placement: Placement, keepers: npt.NDArray[np.int16]) -> Placement:
+    """Return a placement in which samples are also where they are kept."""
+    # Of 3 ranks, group 2 kept by nobody is 2 * 4 + 0, by rank 1 it is 2 * 4 + 2.
+    num_ranks = int(keepers.max(initial=NOBODY)) + 1
+    keys = placement.groups.astype(np.int64) * (num_ranks + 1) + (keepers.astype(np.int64) + 1)
+    found, groups = np.unique(keys, return_inverse=True)
+    sets = []
+    for key in found.tolist():
+        home, keeper = placement.home_sets[key // (num_ranks + 1)], key % (num_ranks + 1) - 1
+        ranks = home.ranks if keeper == NOBODY else tuple(sorted({*home.ranks, keeper}))
+        sets.append(HomeSet(ranks, home.nodes, home.shared, is_everywhere=home.is_everywhere))
+    return replace(placement, groups=groups.reshape(-1).astype(np.int32), home_sets=tuple(sets))

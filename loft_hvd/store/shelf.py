@@ -1,0 +1,341 @@
+"""The shelf: samples that a rank keeps, in memory and on disk, shared with its loader processes.
+
+Both halves are one row of units of 64 bytes: first memory, then disk. A record begins at a unit::
+
+    magic, length (4 bytes each), sample, checksum (8 each)   the bytes of the sample   padding
+
+and ``index[sample]`` is its first unit plus 1, or 0. Records are only ever added, so that a view of
+one stays true for as long as the shelf is open; nothing is evicted. A process writes under a lock
+and sets the index last: readers need no lock, and a writer that is killed leaves no half record.
+
+Memory is a file without a name (``memfd_create``): forked and spawned processes map the same pages,
+and it is gone with the last of them. The file on disk stays, and the next run reads it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from loft_hvd.errors import DataError, MissingDependencyError
+
+try:
+    import xxhash
+except ImportError as error:  # the store is an extra
+    raise MissingDependencyError(
+        "loft_hvd.SampleStore needs xxhash: pip install 'loft_hvd[store]'"
+    ) from error
+
+__all__ = ["Shelf", "checksum"]
+
+_logger = logging.getLogger(__name__)
+_UNIT = 64  # bytes; bound from the index: 2**32 units are 256 GiB, and a cache line has 64
+_RECORD = struct.Struct("<IIQQ")  # magic, length, sample, checksum
+_MAGIC = 0x54464F4C
+_FILE = struct.Struct("<8sQQ")  # at the start of the file on disk: version, samples, identity
+_VERSION = b"loftkeep"
+_LOCK_S = 10.0  # a choice: loader processes of a job that was killed notice within 5 s
+# Of all processes of the rank: samples and bytes by where they came from, and what went wrong.
+_COUNTERS = ("own", "peer", "source", "own_bytes", "peer_bytes", "source_bytes", "corrupt")
+_TAILS = ("memory_units", "disk_units", "kept", "is_disk_closed")  # how far the shelf is full
+_Bytes = npt.NDArray[np.uint8]
+
+
+def checksum(data: Any) -> int:
+    """Return 64 bits of ``data``; XXH3, which is faster than memory is read."""
+    return int(xxhash.xxh3_64_intdigest(data))
+
+
+def _shared(name: str, num_bytes: int) -> int:
+    """Return a file without a name, of zeros that take no memory until they are written."""
+    descriptor = os.memfd_create(name, 0)
+    os.ftruncate(descriptor, max(num_bytes, 1))
+    return descriptor
+
+
+def _mapped(descriptor: int, num_bytes: int) -> _Bytes:
+    if num_bytes == 0:
+        return np.zeros(0, np.uint8)
+    return np.frombuffer(mmap.mmap(descriptor, num_bytes), np.uint8)
+
+
+class Shelf:
+    """Samples kept within a budget of memory and one of disk.
+
+    Args:
+        num_samples: samples of the data set.
+        memory_bytes: most bytes of records in memory.
+        disk_bytes: most bytes of records on disk.
+        path: the file on disk; needed where ``disk_bytes`` is above 0.
+        identity: 63 bits that say which data set this is; a file of another one is begun anew.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        *,
+        memory_bytes: int,
+        disk_bytes: int = 0,
+        path: Path | None = None,
+        identity: int = 0,
+    ) -> None:
+        self.num_samples = num_samples
+        self.path = path
+        sizes = [memory_bytes // _UNIT, disk_bytes // _UNIT if path else 0]
+        # [index, numbers, memory]: what other processes get, beside the file on disk.
+        numbers = 8 * (len(_COUNTERS) + len(_TAILS))
+        descriptors = [
+            _shared("loft_hvd index", 6 * num_samples),
+            _shared("loft_hvd numbers", numbers),
+            _shared("loft_hvd samples", sizes[0] * _UNIT),
+        ]
+        self._limits = sizes  # units that may be taken
+        if path is not None:
+            descriptors.append(_open_file(path, num_samples, identity))
+        self._map(descriptors)
+        self.keepers[:] = -1
+        if path is not None:
+            self._find_records()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Describe the shelf for a process of this rank that was not forked."""
+        names = [f"/proc/{os.getpid()}/fd/{each}" for each in self.descriptors]
+        return {
+            "num_samples": self.num_samples, "path": self.path, "limits": self._limits,
+            "names": names,
+        }  # fmt: skip
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._attach(state, [os.open(name, os.O_RDWR) for name in state["names"]])
+
+    @classmethod
+    def attached(cls, state: dict[str, Any], descriptors: list[int]) -> Shelf:
+        """Return a shelf that another process made, from its state and its open files."""
+        shelf = cls.__new__(cls)
+        shelf._attach(state, descriptors)
+        return shelf
+
+    def _attach(self, state: dict[str, Any], descriptors: list[int]) -> None:
+        self.num_samples, self.path = state["num_samples"], state["path"]
+        self._limits = state["limits"]
+        self._map(descriptors)
+
+    def _map(self, descriptors: list[int]) -> None:
+        self.descriptors = descriptors
+        table = _mapped(descriptors[0], 6 * self.num_samples)
+        self._index = table[: 4 * self.num_samples].view(np.uint32)
+        # Rank that keeps each sample, as all ranks know it: for the owner of the shelf to fill in.
+        self.keepers = table[4 * self.num_samples :].view(np.int16)
+        numbers = 8 * (len(_COUNTERS) + len(_TAILS))
+        table = _mapped(descriptors[1], numbers).view(np.int64)
+        self._counters, self._tails = table[: len(_COUNTERS)], table[len(_COUNTERS) :]
+        self._memory_units = self._limits[0]
+        self._halves = [_mapped(descriptors[2], self._memory_units * _UNIT)]
+        if len(descriptors) == 4:
+            # A file may be larger than what this run may fill: what is in it is read anyway.
+            units = max(_units(os.fstat(descriptors[3]).st_size), self._limits[1])
+            os.ftruncate(descriptors[3], units * _UNIT)
+            self._halves.append(_mapped(descriptors[3], units * _UNIT))
+        self._views = [half.data for half in self._halves]
+        self._lock = threading.Lock()
+        self._lock_pid = os.getpid()
+        weakref.finalize(self, _close_all, descriptors)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Exclude other threads, and other processes, even such as a fork has made."""
+        if self._lock_pid != os.getpid():  # forked: a thread of the parent may have held it
+            self._lock, self._lock_pid = threading.Lock(), os.getpid()
+        with self._lock:
+            # The kernel lets go of it when a process ends, however it ends.
+            fcntl.lockf(self.descriptors[1], fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.lockf(self.descriptors[1], fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        """Let another shelf use the file; what is mapped stays readable until it is dropped."""
+        if len(self.descriptors) == 4:
+            fcntl.flock(self.descriptors[3], fcntl.LOCK_UN)
+
+    # Reading.
+
+    def held(self) -> npt.NDArray[np.bool_]:
+        """Return which samples are kept, [num_samples]."""
+        held: npt.NDArray[np.bool_] = self._index != 0
+        return held
+
+    def read(self, sample: int) -> tuple[memoryview, int] | None:
+        """Return the bytes of a sample and their checksum; None when it is not kept, or broken."""
+        unit = int(self._index[sample])
+        if unit == 0:
+            return None
+        half, begin = self._place(unit - 1)
+        found = self._record(half, begin)
+        if found is not None and found[0] == sample:
+            _, data, digest = found
+            if checksum(data) == digest:
+                return data, digest
+        self._index[sample] = 0
+        self.count(corrupt=1)
+        _logger.warning(
+            "sample %d is damaged %s: it is read from the source again",
+            sample, f"in {self.path}" if half else "in memory",
+        )  # fmt: skip
+        return None
+
+    def _place(self, unit: int) -> tuple[int, int]:
+        """Return the half and the first byte in it: unit 5 of 4 + 8 is byte 64 of half 1."""
+        half = int(unit >= self._memory_units)
+        return half, (unit - half * self._memory_units) * _UNIT
+
+    def _record(self, half: int, begin: int) -> tuple[int, memoryview, int] | None:
+        """Return sample, bytes and checksum of the record at ``begin``; None where none is."""
+        view = self._views[half]
+        if begin + _RECORD.size > len(view):
+            return None
+        magic, length, sample, digest = _RECORD.unpack_from(view, begin)
+        begin += _RECORD.size
+        if magic != _MAGIC or begin + length > len(view) or sample >= self.num_samples:
+            return None
+        return sample, view[begin : begin + length], digest
+
+    # Writing.
+
+    def add(self, sample: int, data: bytes | memoryview, digest: int | None = None) -> bool:
+        """Keep a sample where there is room; says whether it is kept now."""
+        if self._index[sample]:
+            return True
+        units = _units(_RECORD.size + len(data))
+        digest = checksum(data) if digest is None else digest
+        with self._locked():
+            if self._index[sample]:
+                return True
+            # Disk first: it outlives the run, and what is read of it often is in memory anyway.
+            for half in reversed(range(len(self._halves))):
+                tail = int(self._tails[half])
+                if tail + units <= self._limits[half] and self._is_reserved(half, tail, units):
+                    begin = tail * _UNIT
+                    _RECORD.pack_into(self._views[half], begin, _MAGIC, len(data), sample, digest)
+                    begin += _RECORD.size
+                    self._views[half][begin : begin + len(data)] = data
+                    self._tails[half] = tail + units
+                    self._tails[2] += 1
+                    self._index[sample] = half * self._memory_units + tail + 1
+                    return True
+        return False
+
+    def _is_reserved(self, half: int, tail: int, units: int) -> bool:
+        """Reserve disk before it is written: a page that finds none would end the process."""
+        if half == 0:
+            return True
+        if self._tails[3]:
+            return False
+        try:
+            os.posix_fallocate(self.descriptors[3], tail * _UNIT, units * _UNIT)
+        except OSError as error:
+            self._tails[3] = 1
+            why = "is full" if error.errno == errno.ENOSPC else f"failed ({error})"
+            _logger.warning(
+                "the disk of %s %s: samples are no longer kept there; those kept stay", self.path,
+                why,
+            )  # fmt: skip
+            return False
+        return True
+
+    def _find_records(self) -> None:
+        """Fill the index from the file on disk, up to its first broken record."""
+        unit = _units(_FILE.size)
+        while (found := self._record(1, unit * _UNIT)) is not None:
+            sample, data, _ = found
+            if self._index[sample] == 0:
+                self._index[sample] = self._memory_units + unit + 1
+                self._tails[2] += 1
+            unit += _units(_RECORD.size + len(data))
+        self._tails[1] = unit
+
+    # What happened, over all processes.
+
+    def count(self, **changes: int) -> None:
+        """Add to counters, by name."""
+        with self._locked():
+            for name, change in changes.items():
+                self._counters[_COUNTERS.index(name)] += change
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """What was read since the start, by all processes of the rank."""
+        return dict(zip(_COUNTERS, self._counters.tolist(), strict=True))
+
+    @property
+    def num_kept(self) -> int:
+        """Samples kept."""
+        return int(self._tails[2])
+
+    @property
+    def bytes_kept(self) -> tuple[int, int]:
+        """Bytes of memory and of disk that are taken."""
+        memory, disk = self._tails[:2].tolist()
+        return memory * _UNIT, disk * _UNIT
+
+
+def _close_all(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _units(num_bytes: int) -> int:
+    return -(-num_bytes // _UNIT)
+
+
+def _lock_file(descriptor: int) -> None:
+    until = time.monotonic() + _LOCK_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.1)
+        else:
+            return
+
+
+def _open_file(path: Path, num_samples: int, identity: int) -> int:
+    """Open the file of an earlier run, or begin it anew where it is of other data."""
+    head = _FILE.pack(_VERSION, num_samples, identity)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            _lock_file(descriptor)
+            if os.pread(descriptor, _FILE.size, 0) != head:
+                os.ftruncate(descriptor, 0)
+                os.posix_fallocate(descriptor, 0, _UNIT)
+                os.pwrite(descriptor, head, 0)
+        except OSError:
+            os.close(descriptor)
+            raise
+    except OSError as error:
+        in_use = isinstance(error, BlockingIOError)
+        why = "another process uses it" if in_use else str(error)
+        raise DataError(
+            f"the store's file {path} cannot be used: {why}; give each job a folder= of its own "
+            "that can be written, or disk_bytes=0"
+        ) from error
+    return descriptor

@@ -1,0 +1,257 @@
+"""``SampleStore``: a data set that keeps what it has read, and asks peers before the source."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from loft_hvd.data.draws import Draw
+from loft_hvd.data.placement import HomeSet, Placement
+from loft_hvd.data.sampler import check_length
+from loft_hvd.errors import ArgumentError, ArgumentTypeError
+from loft_hvd.store.homes import NOBODY, KeptHomes, with_keepers
+from loft_hvd.store.samples import decode_sample, encode_sample
+from loft_hvd.transport.agreement import check_agreement
+from loft_hvd.transport.base import Channel, Transport
+from loft_hvd.transport.default import default_transport
+
+if TYPE_CHECKING:
+    from loft_hvd.store.peers import Peers, Server
+
+__all__ = ["SampleStore"]
+
+_KEY_BYTES = 32
+
+
+class SampleStore(Dataset[Any]):
+    """Keep the samples that this rank has read, and read those of other ranks from them.
+
+    Wraps any map-style data set. A sample is read from the own memory or disk where it is kept,
+    else from the rank that keeps it, else from the data set. With ``loft.DataLoader`` or
+    ``loft.BatchSampler`` the owners of the next epoch are the ranks that keep the samples: the
+    global batches stay the same, only who computes a sample follows the caches.
+
+    Nothing is evicted: each sample is read once an epoch, so what was thrown away would always be
+    what is needed next. What a rank keeps is a copy, never the only one: a rank that is lost
+    costs time, no sample. A sample must not change in the data set while it is kept; random
+    augmentation belongs behind the store (``collate_fn``, or a data set around it).
+
+    Every rank makes it at the same place of the script, after ``hvd.init()``.
+
+    Args:
+        dataset: the source, with ``__len__`` and ``__getitem__``. Samples are numbers, text, bytes,
+            CPU tensors, NumPy arrays and PIL images, in tuples, lists and dicts.
+        memory_bytes: most bytes of samples in this rank's memory.
+        disk_bytes: most bytes on this rank's disk.
+        folder: of the file on disk; a later run that finds it reads from it. Needed with
+            ``disk_bytes``; a folder on this node, not one that all nodes share.
+        transport: the ranks; None for those of Horovod, ``torch.distributed``, or this one alone.
+        timeout_s: longest wait for one answer of a peer, in seconds; the source is read then.
+
+    Raises:
+        ArgumentTypeError: the data set is not map-style, or holds what cannot be kept.
+        DataError: the file on disk cannot be used, or the server did not start.
+        MismatchError: ranks have data sets of different lengths.
+        MissingDependencyError: the extra ``loft_hvd[store]`` is not installed.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        *,
+        memory_bytes: int,
+        disk_bytes: int = 0,
+        folder: str | os.PathLike[str] | None = None,
+        transport: Transport | None = None,
+        timeout_s: float = 5.0,
+    ) -> None:
+        # The store's libraries are extras: ``import loft_hvd`` does without.
+        from loft_hvd.store.shelf import Shelf
+
+        self.dataset = dataset
+        self.cache_hits = 0  # of this process: kept samples that the placement did not count on
+        num_samples = check_length(dataset)
+        _check_budgets(memory_bytes, disk_bytes, folder)
+        transport = default_transport() if transport is None else transport
+        channel = Channel(transport, "loft.store")
+        check_agreement(channel, {"number of samples": str(num_samples)}, what="the sample store")
+        self.rank, self.world_size = channel.rank, channel.world_size
+        self._shelf = Shelf(
+            num_samples,
+            memory_bytes=memory_bytes,
+            disk_bytes=disk_bytes,
+            path=None if folder is None else _file_in(Path(folder), self.rank),
+            identity=_identity(dataset, num_samples),
+        )
+        self._homes: KeptHomes | None = KeptHomes(self._shelf.keepers, channel)
+        self._homes.announce(self._shelf.held())
+        self._server: Server | None = None
+        self._peers: Peers | None = None
+        if self.world_size > 1:
+            self._open(channel, timeout_s)
+
+    def _open(self, channel: Channel, timeout_s: float) -> None:
+        """Start the server and learn where those of the others are."""
+        from loft_hvd.store.peers import Address, Peers, Server
+
+        # The engine carries the key; what is not the job's own never sees it.
+        key = torch.tensor(list(secrets.token_bytes(_KEY_BYTES)), dtype=torch.uint8)
+        channel.sub("key").broadcast(key, what="the store's key")
+        secret = bytes(key.tolist())
+        host = _host(channel.transport)
+        self._server = Server(self._shelf, host=host, key=secret, owner=self.rank)
+        port = self._server.address().port
+        number = int.from_bytes(socket.inet_aton(host), "big")
+        rows = channel.sub("servers").allgather_rows(torch.tensor([number, port])).tolist()
+        addresses = [Address(socket.inet_ntoa(row[0].to_bytes(4, "big")), row[1]) for row in rows]
+        self._peers = Peers(addresses, secret, timeout_s=timeout_s)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Describe the store for a loader process that was not forked: it reads, nothing else."""
+        return self.__dict__ | {"_homes": None, "_server": None}
+
+    def __len__(self) -> int:
+        return self._shelf.num_samples
+
+    def __getitem__(self, index: int) -> Any:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Read a batch: what is kept, then from peers, all asked at once, then from the source."""
+        size = len(self)
+        numbers = [index + size if -size <= index < 0 else index for index in indices]
+        if not all(0 <= number < size for number in numbers):
+            raise IndexError(f"samples {list(indices)} of a data set of {size}")
+        counts = dict.fromkeys(self._shelf.counters, 0)
+        found: dict[int, Any] = {}
+        missing = []
+        for number in dict.fromkeys(numbers):
+            kept = self._shelf.read(number)
+            if kept is None:
+                missing.append(number)
+                continue
+            found[number] = decode_sample(kept[0])
+            counts["own"] += 1
+            counts["own_bytes"] += len(kept[0])
+            self.cache_hits += int(self._shelf.keepers[number] != self.rank)
+        if missing:
+            found |= self._from_peers(missing, counts)
+            found |= self._from_source([each for each in missing if each not in found], counts)
+        self._shelf.count(**{name: count for name, count in counts.items() if count})
+        return [found[number] for number in numbers]
+
+    def _from_peers(self, missing: Sequence[int], counts: dict[str, int]) -> dict[int, Any]:
+        wanted: dict[int, list[int]] = {}
+        for number in missing:
+            keeper = int(self._shelf.keepers[number])
+            if keeper not in (NOBODY, self.rank):
+                wanted.setdefault(keeper, []).append(number)
+        if not wanted or self._peers is None:
+            return {}
+        found = {}
+        for number, (data, digest) in self._peers.fetch(wanted).items():
+            found[number] = decode_sample(data)
+            self._shelf.add(number, data, digest)
+            counts["peer"] += 1
+            counts["peer_bytes"] += len(data)
+        return found
+
+    def _from_source(self, missing: Sequence[int], counts: dict[str, int]) -> dict[int, Any]:
+        if not missing:
+            return {}
+        get_items = getattr(self.dataset, "__getitems__", None)
+        samples = get_items(missing) if get_items else [self.dataset[each] for each in missing]
+        for number, sample in zip(missing, samples, strict=True):
+            data = encode_sample(sample)
+            self._shelf.add(number, data)
+            counts["source"] += 1
+            counts["source_bytes"] += len(data)
+        return dict(zip(missing, samples, strict=True))
+
+    # What a sampler asks of it (``Keeper``), in the process that trains.
+
+    def placement_after(self, given: Placement | None, *, first_step: int) -> Placement:
+        """Return who holds what, now that the steps before ``first_step`` are trained.
+
+        Every rank calls it with the same step, when an iteration begins.
+        """
+        base = Placement(np.zeros(len(self), np.int32), (HomeSet(shared=("source",)),))
+        base = base if given is None else given
+        if self._homes is None:
+            return base
+        self._homes.settle(first_step=first_step, held=self._shelf.held())
+        return with_keepers(base, self._shelf.keepers)
+
+    def note(self, draw: Draw) -> None:
+        """Note who computes the samples of a step."""
+        if self._homes is not None:
+            self._homes.note(draw)
+
+    # What a user asks.
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """Samples and bytes read since the start, by all loader processes of this rank.
+
+        ``own``, ``peer`` and ``source`` are samples, ``own_bytes`` and so on their bytes, and
+        ``corrupt`` those whose checksum was wrong.
+        """
+        return self._shelf.counters
+
+    @property
+    def num_kept(self) -> int:
+        """Samples that this rank keeps."""
+        return self._shelf.num_kept
+
+    @property
+    def bytes_kept(self) -> tuple[int, int]:
+        """Bytes that this rank has taken of ``memory_bytes`` and of ``disk_bytes``."""
+        return self._shelf.bytes_kept
+
+    def close(self) -> None:
+        """End the server and let another store use the folder; what is kept stays readable."""
+        if self._server is not None:
+            self._server.close()
+        self._shelf.close()
+
+
+def _check_budgets(
+    memory_bytes: int, disk_bytes: int, folder: str | os.PathLike[str] | None
+) -> None:
+    for name, value in (("memory_bytes", memory_bytes), ("disk_bytes", disk_bytes)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ArgumentTypeError(f"SampleStore: {name}={value!r} must be a whole number")
+        if not 0 <= value <= 1 << 37:
+            raise ArgumentError(f"SampleStore: {name}={value} must be 0 to {1 << 37} (128 GiB)")
+    if (disk_bytes > 0) != (folder is not None):
+        raise ArgumentError(
+            f"SampleStore: disk_bytes={disk_bytes} and folder={folder!r}; give both or neither"
+        )
+
+
+def _file_in(folder: Path, rank: int) -> Path:
+    """Return this rank's file: ranks of one node may share the folder."""
+    return folder / f"loft_hvd.rank{rank}.samples"
+
+
+def _identity(dataset: Dataset[Any], num_samples: int) -> int:
+    """Return 63 bits of what the data set is: its type, its length, its first sample."""
+    text = f"{type(dataset).__module__}.{type(dataset).__qualname__} {num_samples} "
+    first = encode_sample(dataset[0]) if num_samples else b""
+    return int.from_bytes(hashlib.sha256(text.encode() + first).digest()[:8], "little") >> 1
+
+
+def _host(transport: Transport) -> str:
+    """Return the address at which the other ranks reach this one; loopback on a single node."""
+    if transport.local_size == transport.world_size:
+        return "127.0.0.1"
+    return socket.gethostbyname(socket.gethostname())

@@ -1,0 +1,49 @@
+"""Training on a sample store is training in one process, whatever happens to the store."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.launch import launch
+
+pytest.importorskip("pyarrow.flight")
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
+
+JOB = "tests/multiprocess/jobs/store.py"
+
+
+def run(num_ranks: int, folder: Path, *arguments: int) -> dict[str, Any]:
+    words = [JOB, str(folder), *map(str, arguments)]
+    done = launch(num_ranks, words, timeout_s=150)
+    assert done.returncode == 0, done.output[-6000:]
+    found = re.search(r"found (\{.*\})", done.output)
+    assert found is not None, done.output[-6000:]
+    result: dict[str, Any] = json.loads(found[1])
+    result["output"] = done.output
+    return result
+
+
+def test_plans_that_change_and_a_killed_server_change_no_result(tmp_path: Path) -> None:
+    found = run(3, tmp_path, 0, 5, 1, 1)
+    assert found["difference"] < 1e-5
+    assert found["shares"][0] == [0, 0, 1]
+    for own, peer, source in found["shares"][1:]:
+        assert own + peer + source == pytest.approx(1)
+        assert own > 0.7
+    assert "rank 1 does not send its samples" in found["output"]
+
+
+@pytest.mark.long
+def test_fewer_ranks_go_on_from_the_folder(tmp_path: Path) -> None:
+    found = run(4, tmp_path, 0, 2, 2, -1)
+    assert found["shares"][1][2] == 0  # nothing is read from the source twice
+    again = run(3, tmp_path, 2, 5, 2, -1)
+    assert again["difference"] < 1e-5
+    own, peer, source = again["shares"][0]
+    assert source < 0.35  # what the rank that is gone had kept
+    assert own + peer > 0.65

@@ -1,0 +1,169 @@
+"""Peers send what they keep to those who have the job's key, and to nobody else."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from loft_hvd.errors import DataError
+from loft_hvd.store.peers import Address, Peers, Server, open_ticket, sign_ticket
+from loft_hvd.store.shelf import Shelf
+
+flight = pytest.importorskip("pyarrow.flight")
+KEY, OTHER_KEY = bytes(range(32)), bytes(32)
+NUM_SAMPLES = 100
+
+
+def value(sample: int) -> bytes:
+    return bytes([sample]) * (10 + sample)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    shelf = Shelf(NUM_SAMPLES, memory_bytes=1 << 20)
+    for sample in range(0, NUM_SAMPLES, 2):
+        shelf.add(sample, value(sample))
+    server = Server(shelf, host="127.0.0.1", key=KEY, owner=0)
+    yield server
+    server.close()
+
+
+def test_a_peer_sends_what_it_keeps(server: Server) -> None:
+    peers = Peers([server.address()], KEY, timeout_s=10.0)
+    found = peers.fetch({0: list(range(50))})
+    assert sorted(found) == list(range(0, 50, 2))
+    assert all(bytes(each.data) == value(sample) for sample, each in found.items())
+
+
+def test_many_samples_come_in_several_batches() -> None:
+    shelf = Shelf(300, memory_bytes=300 * 110_000)
+    for sample in range(300):
+        shelf.add(sample, bytes([sample % 256]) * 100_000)  # 30 MB: four record batches
+    server = Server(shelf, host="127.0.0.1", key=KEY, owner=0)
+    found = Peers([server.address()], KEY, timeout_s=20.0).fetch({0: list(range(300))})
+    server.close()
+    assert len(found) == 300
+    assert all(bytes(each.data) == bytes([s % 256]) * 100_000 for s, each in found.items())
+
+
+def test_nothing_is_sent_without_the_key(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    stranger = Peers([server.address()], OTHER_KEY, timeout_s=10.0)
+    assert stranger.fetch({0: [2, 4]}) == {}
+    assert "not signed" in caplog.text
+    host, port = server.address()
+    client = flight.FlightClient(f"grpc://{host}:{port}")
+    for ticket in (b"", b"x" * 31, b"x" * 40, sign_ticket(KEY, 1, [2])):
+        with pytest.raises(flight.FlightUnauthenticatedError):
+            client.do_get(flight.Ticket(ticket)).read_all()
+    for call in (
+        lambda: list(client.list_flights()),
+        lambda: list(client.do_action(flight.Action("x", b""))),
+        lambda: client.get_flight_info(flight.FlightDescriptor.for_path("x")),
+    ):
+        with pytest.raises(Exception, match=r"mplemented|not supported"):
+            call()
+
+
+def test_an_owner_that_ends_is_left_alone_and_named_once(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    peers = Peers([Address("127.0.0.1", 1), server.address()], KEY, timeout_s=5.0)
+    os.kill(server.process.pid, signal.SIGKILL)
+    server.process.wait()
+    for _ in range(5):
+        assert peers.fetch({1: [2]}) == {}
+    assert len([each for each in caplog.messages if "rank 1 does not send" in each]) == 1
+
+
+def test_an_owner_that_is_frozen_costs_one_limit(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    peers = Peers([server.address()], KEY, timeout_s=0.5)
+    assert len(peers.fetch({0: [2]})) == 1
+    os.kill(server.process.pid, signal.SIGSTOP)
+    start = time.monotonic()
+    assert peers.fetch({0: [4]}) == {}
+    assert peers.fetch({0: [6]}) == {}
+    assert time.monotonic() - start < 5.0
+    os.kill(server.process.pid, signal.SIGCONT)
+
+
+_FORKS = """
+import os, sys
+from loft_hvd.store.peers import Address, Peers
+peers = Peers([Address("127.0.0.1", int(sys.argv[1]))], bytes(range(32)), timeout_s=10.0)
+pids = []
+for _ in range(3):
+    pid = os.fork()
+    if pid == 0:
+        os._exit(len(peers.fetch({0: [2, 4]})))
+    pids.append(pid)
+assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [2, 2, 2]
+assert len(peers.fetch({0: [2, 4]})) == 2
+pid = os.fork()
+if pid == 0:
+    os._exit(10 + len(peers.fetch({0: [2, 4]})))
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 10  # gRPC began before this fork
+"""
+
+
+def test_forked_processes_ask_by_connections_of_their_own(server: Server) -> None:
+    port = str(server.address().port)  # a process of its own: here gRPC has begun
+    run = [sys.executable, "-c", _FORKS, port]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("was forked from one that had read from peers") == 1
+
+
+def test_tickets_hold_what_was_signed() -> None:
+    assert open_ticket(sign_ticket(KEY, 3, [1, 5]), KEY, 3, NUM_SAMPLES) == [1, 5]
+    for samples in ([], [-1], [NUM_SAMPLES], [1] * ((1 << 16) + 1)):
+        with pytest.raises(DataError, match="ticket asks"):
+            open_ticket(sign_ticket(KEY, 3, samples), KEY, 3, NUM_SAMPLES)
+
+
+def test_changed_tickets_are_refused() -> None:
+    draw = random.Random(8)
+    for _ in range(20_000):
+        ticket = bytearray(sign_ticket(KEY, 0, [draw.randrange(100) for _ in range(3)]))
+        ticket[draw.randrange(len(ticket))] ^= 1 << draw.randrange(8)
+        with pytest.raises(DataError):
+            open_ticket(bytes(ticket[: draw.randint(0, len(ticket))]), KEY, 0, NUM_SAMPLES)
+
+
+def test_the_key_is_in_no_argument_and_no_environment(server: Server) -> None:
+    server.address()
+    for name in ("cmdline", "environ"):
+        with open(f"/proc/{server.process.pid}/{name}", "rb") as file:
+            text = file.read()
+        assert KEY not in text
+        assert KEY.hex().encode() not in text
+
+
+def test_the_server_ends_with_its_owner(server: Server) -> None:
+    server.address()
+    server.close()
+    assert server.process.returncode is not None
+    server.close()
+
+
+def test_concurrent_calls_share_a_connection(server: Server) -> None:
+    peers = Peers([server.address()], KEY, timeout_s=10.0)
+    counts: list[int] = []
+    threads = [
+        threading.Thread(target=lambda: counts.append(len(peers.fetch({0: list(range(100))}))))
+        for _ in range(6)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert counts == [50] * 6

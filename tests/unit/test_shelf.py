@@ -1,0 +1,156 @@
+"""What is put on the shelf is there for all processes, within its budgets, and whole."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import random
+from pathlib import Path
+
+import pytest
+
+from loft_hvd.errors import DataError
+from loft_hvd.store.shelf import Shelf
+
+DATA = bytes(range(100))  # takes two units of 64 bytes, with its record
+
+
+def test_what_was_added_is_read() -> None:
+    shelf = Shelf(10, memory_bytes=1000)
+    assert shelf.read(3) is None
+    assert shelf.add(3, DATA)
+    kept = shelf.read(3)
+    assert kept is not None
+    assert bytes(kept[0]) == DATA
+    assert shelf.held().tolist() == [index == 3 for index in range(10)]
+
+
+def test_nothing_is_kept_beyond_the_budgets(tmp_path: Path) -> None:
+    shelf = Shelf(10, memory_bytes=300, disk_bytes=330, path=tmp_path / "kept")
+    kept = [shelf.add(index, DATA) for index in range(10)]
+    # 330 bytes of disk hold two records of 128 beside the file's first 64; 300 of memory hold two.
+    assert kept == [True] * 4 + [False] * 6
+    assert shelf.bytes_kept == (256, 320)
+    assert (tmp_path / "kept").stat().st_size <= 330
+    assert all(bytes(shelf.read(index)[0]) == DATA for index in range(4))  # type: ignore[index]
+    assert shelf.num_kept == 4
+
+
+def test_a_forked_process_reads_and_adds() -> None:
+    shelf = Shelf(10, memory_bytes=10_000)
+    shelf.add(1, b"parent")
+    pid = os.fork()
+    if pid == 0:
+        found = shelf.read(1)
+        shelf.add(2, b"child")
+        shelf.count(own=3)
+        os._exit(0 if found is not None and bytes(found[0]) == b"parent" else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    found = shelf.read(2)
+    assert found is not None
+    assert bytes(found[0]) == b"child"
+    assert shelf.counters["own"] == 3
+
+
+def test_a_pickled_shelf_is_the_same_one() -> None:
+    shelf = Shelf(10, memory_bytes=10_000)
+    other = pickle.loads(pickle.dumps(shelf))
+    other.add(5, b"there")
+    found = shelf.read(5)
+    assert found is not None
+    assert bytes(found[0]) == b"there"
+
+
+def test_processes_that_add_at_once_lose_nothing() -> None:
+    shelf = Shelf(400, memory_bytes=400 * 128)
+    pids = []
+    for process in range(4):
+        pid = os.fork()
+        if pid == 0:
+            for index in range(process * 50, process * 50 + 200):
+                shelf.add(index % 400, bytes([index % 251]) * 90)
+            os._exit(0)
+        pids.append(pid)
+    for pid in pids:
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    for index in range(350):
+        found = shelf.read(index)
+        assert found is not None
+        assert bytes(found[0]) == bytes([index % 251]) * 90
+    assert shelf.num_kept == 350
+    assert shelf.bytes_kept == (350 * 128, 0)
+
+
+def test_a_later_run_finds_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "kept"
+    first = Shelf(10, memory_bytes=0, disk_bytes=10_000, path=path, identity=7)
+    for index in (4, 8):
+        first.add(index, DATA)
+    first.close()
+    again = Shelf(10, memory_bytes=0, disk_bytes=10_000, path=path, identity=7)
+    assert again.held().nonzero()[0].tolist() == [4, 8]
+    assert bytes(again.read(8)[0]) == DATA  # type: ignore[index]
+    assert again.add(1, DATA)
+    again.close()
+    other = Shelf(10, memory_bytes=0, disk_bytes=10_000, path=path, identity=8)
+    assert not other.held().any()
+
+
+def test_a_smaller_budget_still_reads_what_is_there(tmp_path: Path) -> None:
+    path = tmp_path / "kept"
+    first = Shelf(10, memory_bytes=0, disk_bytes=10_000, path=path)
+    for index in range(5):
+        first.add(index, DATA)
+    first.close()
+    again = Shelf(10, memory_bytes=0, disk_bytes=200, path=path)
+    assert again.num_kept == 5
+    assert not again.add(9, DATA)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_damaged_file_costs_samples_and_no_wrong_byte(tmp_path: Path, seed: int) -> None:
+    path, draw = tmp_path / "kept", random.Random(seed)
+    first = Shelf(50, memory_bytes=0, disk_bytes=10_000, path=path)
+    for index in range(50):
+        first.add(index, bytes([index]) * 60)
+    first.close()
+    content = bytearray(path.read_bytes())
+    for _ in range(5):
+        content[draw.randrange(64, len(content))] ^= 1 << draw.randrange(8)
+    path.write_bytes(content)
+    again = Shelf(50, memory_bytes=0, disk_bytes=10_000, path=path)
+    kept = [again.read(index) for index in range(50)]
+    assert all(each is None or bytes(each[0]) == bytes([i]) * 60 for i, each in enumerate(kept))
+    assert sum(each is not None for each in kept) > 0
+
+
+def test_a_full_disk_is_said_once_and_what_is_kept_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shelf = Shelf(10, memory_bytes=0, disk_bytes=10_000, path=tmp_path / "kept")
+    shelf.add(0, DATA)
+
+    def full(descriptor: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert not shelf.add(1, DATA)
+    assert not shelf.add(2, DATA)
+    assert shelf.read(0) is not None
+    assert len([each for each in caplog.messages if "is full" in each]) == 1
+
+
+def test_a_file_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "kept"
+    shelf = Shelf(10, memory_bytes=0, disk_bytes=1000, path=path)
+    monkeypatch.setattr("loft_hvd.store.shelf._LOCK_S", 0.0)
+    with pytest.raises(DataError, match="another process uses it"):
+        Shelf(10, memory_bytes=0, disk_bytes=1000, path=path)
+    assert shelf.num_kept == 0
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="disk_bytes=0"):
+        Shelf(10, memory_bytes=0, disk_bytes=1000, path=tmp_path / "file" / "kept")

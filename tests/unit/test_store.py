@@ -1,0 +1,235 @@
+"""The store: each sample once an epoch and right, from the nearest who keeps it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+import loft_hvd as loft
+from loft_hvd.errors import ArgumentError, ArgumentTypeError, MismatchError
+from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
+from tests.support.plans import FakePlans
+
+pytest.importorskip("pyarrow.flight")
+NUM_SAMPLES = 600
+RECORD = 128  # bytes on the shelf of a sample below
+
+
+class Source(Dataset[Any]):
+    """A data set that counts its reads."""
+
+    def __init__(self, num_samples: int = NUM_SAMPLES) -> None:
+        self.num_samples = num_samples
+        self.num_reads = 0
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        self.num_reads += 1
+        return torch.full((3,), float(index)), index
+
+
+class Broken(Source):
+    """A source that must not be asked."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        raise AssertionError(f"sample {index} was read from the source")
+
+
+def alone(dataset: Dataset[Any] | None = None, **budgets: Any) -> loft.SampleStore:
+    """Return the store of a world of one."""
+    options = {"memory_bytes": 1 << 20} | budgets
+    source = Source() if dataset is None else dataset
+    return loft.SampleStore(source, transport=LocalWorld(1).transport(0), **options)
+
+
+def test_a_sample_is_read_from_the_source_once() -> None:
+    source = Source()
+    store = alone(source)
+    source.num_reads = 0
+    for _ in range(3):
+        for index in (5, 7, -1):
+            x, y = store[index]
+            assert y == index % NUM_SAMPLES
+            assert torch.equal(x, torch.full((3,), float(y)))
+    assert source.num_reads == 3
+    assert store.counters["own"] == 6
+    assert store.counters["source"] == 3
+    assert store.num_kept == 3
+
+
+def test_a_batch_keeps_its_order_and_its_repeats() -> None:
+    batch = alone().__getitems__([4, 2, 4, 9])
+    assert [y for _, y in batch] == [4, 2, 4, 9]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_ordinary_loader_reads_through_it(num_workers: int) -> None:
+    store = alone()
+    loader = torch.utils.data.DataLoader(store, batch_size=50, num_workers=num_workers)
+    for _ in range(2):
+        seen = [y for _, ys in loader for y in ys.tolist()]
+        assert seen == list(range(NUM_SAMPLES))
+    assert store.counters["source"] == NUM_SAMPLES
+    assert store.counters["own"] == NUM_SAMPLES
+
+
+class _Epoch:
+    """What one rank read in one epoch."""
+
+    def __init__(self, store: loft.SampleStore) -> None:
+        self._store, self._before = store, dict(store.counters)
+        self.seen: list[int] = []
+
+    def count(self, name: str) -> int:
+        return self._store.counters[name] - self._before[name]
+
+
+def epochs(
+    transport: LocalTransport, store: loft.SampleStore, sizes: Sequence[int], num_epochs: int
+) -> Iterator[_Epoch]:
+    """Train on the store; the barrier of a step is left out, as its gradients would be one."""
+    plans = FakePlans(sizes, rank=transport.rank)
+    loader = loft.DataLoader(store, plans, seed=3)
+    for epoch in range(num_epochs):
+        read = _Epoch(store)
+        loader.set_epoch(epoch)
+        for x, y in loader:
+            assert torch.equal(x, y[:, None].expand(-1, 3).float())
+            read.seen += y.tolist()
+            plans.next_step += 1
+        yield read
+
+
+def test_every_epoch_has_every_sample_once_and_later_ones_ask_the_source_for_nothing() -> None:
+    done = threading.Barrier(3)
+
+    def rank(transport: LocalTransport) -> list[tuple[list[int], list[int]]]:
+        store = loft.SampleStore(Source(), memory_bytes=NUM_SAMPLES * RECORD, transport=transport)
+        found = [
+            (read.seen, [read.count(name) for name in ("own", "peer", "source")])
+            for read in epochs(transport, store, (50, 30, 20), 3)
+        ]
+        done.wait(30)  # a server ends when nobody needs it
+        store.close()
+        return found
+
+    by_rank = run_ranks(3, rank)
+    for epoch in range(3):
+        assert sorted(s for each in by_rank for s in each[epoch][0]) == list(range(NUM_SAMPLES))
+    totals = [[sum(each[epoch][1][i] for each in by_rank) for i in range(3)] for epoch in range(3)]
+    assert totals[0] == [0, 0, NUM_SAMPLES]
+    own, peer, source = totals[1]
+    assert source == 0
+    assert peer > 0
+    assert own + peer == NUM_SAMPLES
+    assert own >= 0.9 * NUM_SAMPLES
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_server_costs_time_and_no_sample(
+    how: signal.Signals, caplog: pytest.LogCaptureFixture
+) -> None:
+    done, fault = threading.Barrier(3), threading.Barrier(3)
+
+    def rank(transport: LocalTransport) -> list[list[int]]:
+        store = loft.SampleStore(
+            Source(), memory_bytes=NUM_SAMPLES * RECORD, transport=transport, timeout_s=0.5
+        )
+        found = []
+        for epoch, read in enumerate(epochs(transport, store, (50, 30, 20), 3)):
+            found.append(read.seen)
+            fault.wait(30)
+            if epoch == 0 and transport.rank == 1:
+                assert store._server is not None
+                os.kill(store._server.process.pid, how)
+            fault.wait(30)
+        done.wait(30)
+        store.close()
+        return found
+
+    by_rank = run_ranks(3, rank)
+    for epoch in range(3):
+        assert sorted(s for each in by_rank for s in each[epoch]) == list(range(NUM_SAMPLES))
+    assert "rank 1 does not send its samples" in caplog.text
+
+
+def test_a_later_run_reads_from_the_folder(tmp_path: Path) -> None:
+    def rank(transport: LocalTransport, dataset: Dataset[Any]) -> tuple[list[int], int]:
+        store = loft.SampleStore(
+            dataset, memory_bytes=0, disk_bytes=1 << 20, folder=tmp_path, transport=transport
+        )
+        (read,) = epochs(transport, store, (60, 40), 1)
+        barrier.wait(30)
+        store.close()
+        return read.seen, read.count("source")
+
+    barrier = threading.Barrier(2)
+    first = run_ranks(2, lambda transport: rank(transport, Source()))
+    again = run_ranks(2, lambda transport: rank(transport, Source()))
+    assert sum(count for _, count in first) == NUM_SAMPLES
+    assert sum(count for _, count in again) == 0
+    assert sorted(first[0][0] + first[1][0]) == sorted(again[0][0] + again[1][0])
+
+
+def test_a_pickled_store_reads_what_is_kept() -> None:
+    store = alone()
+    assert store[3][1] == 3
+    other = pickle.loads(pickle.dumps(store))
+    other.dataset = Broken()
+    assert other[3][1] == 3
+    assert store.counters["own"] == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        ({"memory_bytes": -1}, ArgumentError, "memory_bytes=-1"),
+        ({"memory_bytes": 1.5}, ArgumentTypeError, r"memory_bytes=1\.5"),
+        ({"memory_bytes": 1, "disk_bytes": 5}, ArgumentError, "give both"),
+        ({"memory_bytes": 1, "folder": "x"}, ArgumentError, "give both"),
+    ],
+)
+def test_budgets_that_cannot_be_are_refused(
+    given: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        alone(**given)
+
+
+def test_a_stream_is_refused() -> None:
+    class Stream(torch.utils.data.IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(3))
+
+    with pytest.raises(ArgumentTypeError, match="map-style"):
+        alone(Stream())
+
+
+def test_ranks_with_other_lengths_are_refused() -> None:
+    def rank(transport: LocalTransport) -> None:
+        with pytest.raises(MismatchError, match="number of samples differs on ranks"):
+            loft.SampleStore(
+                Source(10 + (transport.rank == 1)), memory_bytes=0, transport=transport
+            )
+
+    run_ranks(3, rank)
+
+
+def test_a_sample_that_cannot_be_kept_says_where() -> None:
+    class Odd(Source):
+        def __getitem__(self, index: int) -> Any:
+            return {"x": object()}
+
+    with pytest.raises(ArgumentTypeError, match=r"sample\[x\] is of type object"):
+        alone(Odd())
