@@ -6,6 +6,7 @@
 
 #include "aggregate.h"
 #include "pulse.h"
+#include "shares/shares.h"
 
 namespace py = pybind11;
 using namespace py::literals;  // "rows"_a names an argument
@@ -27,10 +28,16 @@ loft::Job job_of(const std::vector<uintptr_t>& rows, int64_t numel, int dtype, i
   return job;
 }
 
+// Addresses of int64 arrays; 0 is null.
+const int64_t* counts_at(uintptr_t address) { return reinterpret_cast<const int64_t*>(address); }
+int64_t* numbers_at(uintptr_t address) { return reinterpret_cast<int64_t*>(address); }
+
 }  // namespace
 
 PYBIND11_MODULE(_loft, module) {
-  module.doc() = "Coordinate-wise robust aggregation of rows given by their addresses.";
+  module.doc() =
+      "Coordinate-wise robust aggregation of rows, and shares of samples, given by their "
+      "addresses.";
   module.attr("has_cuda") = false;
   module.attr("block") = loft::kBlock;  // BLOCK in loft_hvd/aggregation/fallback.py
   module.attr("built_levels") = loft::isa_levels(true);
@@ -78,6 +85,43 @@ PYBIND11_MODULE(_loft, module) {
       .def("remove", &loft::Pulse::remove, "descriptor"_a, "End writing to it.")
       .def("stop", &loft::Pulse::stop, py::call_guard<py::gil_scoped_release>(),
            "End the thread; can be called again.");
+  module.def(
+      "raise_flow",
+      [](int64_t num_nodes, int64_t num_arcs, uintptr_t tails, uintptr_t heads,
+         uintptr_t capacities, uintptr_t costs, uintptr_t flows, int64_t source, int64_t sink) {
+        const loft::Arcs arcs{num_nodes,
+                              num_arcs,
+                              counts_at(tails),
+                              counts_at(heads),
+                              counts_at(capacities),
+                              counts_at(costs),
+                              numbers_at(flows)};
+        const py::gil_scoped_release release;
+        loft::raise_flow(arcs, source, sink);
+      },
+      "num_nodes"_a, "num_arcs"_a, "tails"_a, "heads"_a, "capacities"_a, "costs"_a, "flows"_a,
+      "source"_a, "sink"_a,
+      "Raise flows, int64 as all arrays of an arc, to a cheapest maximum flow; costs 0 for none.");
+  module.def(
+      "fill_rows",
+      [](int64_t num_rows, uintptr_t counts, uintptr_t starts, uintptr_t ranks, uintptr_t cells,
+         uintptr_t spare, uintptr_t room, uintptr_t given) {
+        const py::gil_scoped_release release;
+        loft::fill_rows(num_rows, counts_at(counts), counts_at(starts), counts_at(ranks),
+                        counts_at(cells), numbers_at(spare), numbers_at(room), numbers_at(given));
+      },
+      "num_rows"_a, "counts"_a, "starts"_a, "ranks"_a, "cells"_a, "spare"_a, "room"_a, "given"_a,
+      "Give samples of rows to ranks in proportion to what they can take, row by row; all int64.");
+  module.def(
+      "fill_room",
+      [](int64_t num_rows, int64_t num_ranks, uintptr_t counts, uintptr_t needed, uintptr_t room,
+         uintptr_t given) {
+        const py::gil_scoped_release release;
+        loft::fill_room(num_rows, num_ranks, counts_at(counts), numbers_at(needed), counts_at(room),
+                        numbers_at(given));
+      },
+      "num_rows"_a, "num_ranks"_a, "counts"_a, "needed"_a, "room"_a, "given"_a,
+      "Give samples of rows to all ranks in proportion to what they need, within room; all int64.");
 #if defined(LOFT_HAVE_CUDA)
   module.attr("has_cuda") = true;
   module.def(

@@ -37,6 +37,8 @@ Sizes = tuple[int, ...]  # samples of each rank, [world_size]
 
 MIN_BATCH = 2  # least samples of a rank where nothing is asked: batch norm cannot train on one
 _HEADER = 2  # plan_id, first_step
+_HALVINGS = 40  # of a factor: near the last bit that matters
+_FEW = 16  # ranks whose sizes mostly make up any sum that is missing
 
 
 @dataclass(frozen=True)
@@ -258,6 +260,8 @@ def scale_sizes(sizes: Sequence[int], num_samples: int, *, min_ranks: int = 1) -
         )
     if num_samples < min_ranks:
         return None
+    if num_samples == total and sum(size > 0 for size in sizes) >= min_ranks:
+        return tuple(sizes)
     shares = [divmod(size * num_samples, total) for size in sizes]  # (whole, remainder)
     given = [whole for whole, _ in shares]
     by_remainder = sorted(range(len(sizes)), key=lambda rank: (-shares[rank][1], rank))
@@ -329,22 +333,95 @@ def choose_used(wanted: Sizes, used: Sequence[Sizes], *, max_sizes: int) -> Size
     with the largest share above what is wanted for it would set the step: nearest are the sizes
     where that share is least.
     """
-    options = [set(column) for column in zip(*used, strict=True)]  # one set of sizes a rank
-    for had, size in zip(options, wanted, strict=True):
-        if len(had) < max_sizes:
-            had.add(size)
-    if all(size in had for size, had in zip(wanted, options, strict=True)):
+    want = np.array(wanted, np.int64)
+    options = _options(want, np.array(used, np.int64), max_sizes)
+    if (options == want).any(axis=0).all():
         return wanted
-    pairs = list(zip(options, wanted, strict=True))
+    total = int(want.sum())
+    shares = options / np.maximum(want, 1)  # [num_options, world_size]
+    limits = np.unique(shares)
+    # Below this limit even the largest sizes within it add up to too little. Where there are many
+    # ranks the sums are dense, and it will do; otherwise bisect for the least that does. Without
+    # one the past plans add up.
+    low, high = 0, len(limits) - 1
+    while low < high:
+        middle = (low + high) // 2
+        most = np.where(shares <= limits[middle], options, -1).max(axis=0)
+        low, high = (low, middle) if most.min() >= 0 and most.sum() >= total else (middle + 1, high)
+    found = _add_up(np.where(shares <= limits[low], options, -1), want)
+    if found is None:
 
-    def within(limit: float) -> list[list[int]]:
-        return [[size for size in had if size / max(want, 1) <= limit] for had, want in pairs]
+        def adds_up(limit: float) -> bool:
+            return _add_up(np.where(shares <= limit, options, -1), want) is not None
 
-    # Bisect for the least limit at which sizes still add up. Without one the past plans do.
-    limits = sorted({size / max(want, 1) for had, want in pairs for size in had})
-    total = sum(wanted)
-    at = bisect_left(limits, 1, key=lambda limit: _sums(within(limit), total)[-1] >> total & 1)
-    return _pick(within(limits[at]), wanted)
+        low = bisect_left(limits, True, lo=low + 1, hi=len(limits) - 1, key=adds_up)
+        found = _add_up(np.where(shares <= limits[low], options, -1), want)
+    assert found is not None
+    return tuple(found.tolist())
+
+
+def _options(wanted: Ints, used: Ints, max_sizes: int) -> Ints:
+    """Return the sizes that each rank may have, [num_options, world_size]; some come twice."""
+    had = np.sort(used, axis=0)  # [num_plans, world_size]
+    is_first = np.ones(had.shape, bool)
+    is_first[1:] = had[1:] != had[:-1]
+    may_add = is_first.sum(axis=0) < max_sizes
+    rows = max(int(is_first.sum(axis=0).max()), 1)
+    # The distinct sizes of each rank move to the top; below them the largest is repeated.
+    top = np.take_along_axis(had, np.argsort(~is_first, axis=0, kind="stable")[:rows], axis=0)
+    top = np.where(np.arange(rows)[:, None] < is_first.sum(axis=0), top, had[-1])
+    return np.vstack([top, np.where(may_add, wanted, had[-1])])
+
+
+def _add_up(options: Ints, wanted: Ints) -> Ints | None:
+    """Pick one of each rank's ``options`` so that they add up to the sum of ``wanted``.
+
+    Options are [num_options, world_size]; -1 marks those that a rank may not have. None where no
+    choice adds up. A common factor on what is wanted brings the sum within one rank's step; the
+    rest is found exactly among a few ranks, then among ever more.
+    """
+    total = int(wanted.sum())
+    if (options.max(axis=0) < 0).any() or int(options.max(axis=0).sum()) < total:
+        return None
+    allowed = np.where(options >= 0, options, np.inf)
+    if allowed.min(axis=0).sum() > total:
+        return None
+
+    def nearest(factor: float) -> Ints:
+        at = np.abs(allowed - factor * np.maximum(wanted, 0.5)).argmin(axis=0)
+        picked: Ints = np.take_along_axis(options, at[None], axis=0)[0]
+        return picked
+
+    under, over = 0.0, 4.0 * float(np.max(options / np.maximum(wanted, 0.5)))
+    for _ in range(_HALVINGS):
+        middle = 0.5 * (under + over)
+        under, over = (middle, over) if nearest(middle).sum() <= total else (under, middle)
+    picked, larger = nearest(under), nearest(over)
+    room = total - int(picked.sum())
+    if room < 0:  # even the smallest options
+        return None
+    for rank in np.flatnonzero(larger > picked):  # ranks that all change at the same factor
+        if larger[rank] - picked[rank] <= room:
+            room -= int(larger[rank] - picked[rank])
+            picked[rank] = larger[rank]
+    if room == 0:
+        return picked
+    # Ranks with many options first: few of them make all sums.
+    order = np.argsort(-(options >= 0).sum(axis=0), kind="stable")
+    count = min(_FEW, len(order))
+    while True:
+        some = order[:count]
+        left = room + int(picked[some].sum())
+        choices = [
+            sorted({size for size in had if size >= 0}) for had in options[:, some].T.tolist()
+        ]
+        found = _pick(choices, wanted[some].tolist(), left)
+        if found is not None:
+            picked[some] = found
+            return picked
+        if count == len(order):
+            return None
+        count = min(4 * count, len(order))
 
 
 def _sums(options: list[list[int]], total: int) -> list[int]:
@@ -364,10 +441,11 @@ def _sums(options: list[list[int]], total: int) -> list[int]:
     return reached
 
 
-def _pick(options: list[list[int]], wanted: Sizes) -> Sizes:
+def _pick(options: list[list[int]], wanted: list[int], total: int) -> list[int] | None:
     """Walk back from the sum, each rank taking the option nearest to what is wanted for it."""
-    left = sum(wanted)
-    reached = _sums(options, left)
+    reached, left = _sums(options, total), total
+    if not reached[-1] >> total & 1:
+        return None
     picked = []
     for rank in reversed(range(len(wanted))):
         # A size fits where the ranks before this one can reach what it leaves.
@@ -376,4 +454,4 @@ def _pick(options: list[list[int]], wanted: Sizes) -> Sizes:
         ]
         picked.append(min(fitting, key=lambda size: (abs(size - wanted[rank]), size)))
         left -= picked[-1]
-    return tuple(reversed(picked))
+    return picked[::-1]

@@ -7,153 +7,35 @@ exact flow. A cap on every rank's share of a stratum, such as a class, makes it 
 home-first assignment of class-sorted shards gives each rank the samples of few classes, and a
 robust rule then takes honest gradients for outliers.
 
-From bottom to top: the flow (``Network``), sets of holders (``HolderSets``), classes of samples
-under caps (``assign_capped``), and ``assign``. Every rank computes the assignment for itself, so
-all of it is plain integer arithmetic in a fixed order: a library's solver may break ties another
-way in its next version.
+From bottom to top: sets of holders (``HolderSets``), classes of samples under caps
+(``assign_capped``), and ``assign``. ``flow.py`` has the flows.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import numpy as np
 import numpy.typing as npt
+
+from loft_hvd.data.flow import Arcs, Ints, Pairs, fill_room, fill_rows, proportional, raise_flow
 
 __all__ = [
     "Assignment",
     "HolderSets",
     "Homes",
     "Ints",
-    "Network",
     "assign",
     "count_local",
     "count_rows",
     "strata_caps",
 ]
 
-Ints = npt.NDArray[np.int64]
+_GOLDEN = 2654435769  # 2 ** 32 over the golden ratio: its multiples fill 32 bits most evenly
+_MANY_RANKS = 128  # measured: more take above a millisecond a step even where sets are nested
 _MAX_NESTED_CHECK = 4096  # rows; bound from memory: all pairs of them, float32, take 64 MB
-
-
-class Network:
-    """Exact min-cost flow in a directed network with a capacity and a cost >= 0 an arc.
-
-    Primal-dual: price the nodes by shortest paths, then push blocking flows through the arcs of
-    reduced cost 0 (Dinic), until the sink is out of reach. With costs 0 and 1 only few prices
-    arise, so the number of rounds is small.
-    """
-
-    def __init__(self, num_nodes: int) -> None:
-        # Arcs come in pairs, 2k and its reverse 2k + 1, so ``arc ^ 1`` is the twin of either. What
-        # flows through an arc is the room of its twin.
-        self._out: list[list[int]] = [[] for _ in range(num_nodes)]  # arcs that leave a node
-        self._head: list[int] = []
-        self._room: list[int] = []
-        self._cost: list[int] = []
-        self._price = [0] * num_nodes
-
-    def add_node(self) -> int:
-        """Add a node and return its number."""
-        self._out.append([])
-        self._price.append(0)
-        return len(self._out) - 1
-
-    def add_arc(self, tail: int, head: int, capacity: int, *, cost: int = 0, flow: int = 0) -> int:
-        """Add an arc that already carries ``flow`` units and return its id.
-
-        A flow given here must be part of a cheapest flow of its value, such as one of cost 0.
-        """
-        arc = len(self._head)
-        self._head += [head, tail]
-        self._room += [capacity - flow, flow]
-        self._cost += [cost, -cost]
-        self._out[tail].append(arc)
-        self._out[head].append(arc + 1)
-        return arc
-
-    def flow(self, arc: int) -> int:
-        """Return the units that ``arc`` carries."""
-        return self._room[arc ^ 1]
-
-    def maximise(self, source: int, sink: int) -> None:
-        """Push as much as fits from ``source`` to ``sink``, at the least cost."""
-        while self._reprice(source, sink):
-            while levels := self._levels(source, sink):
-                self._push_blocking(source, sink, levels)
-
-    def _reprice(self, source: int, sink: int) -> bool:
-        """Raise prices by the shortest distances (Dijkstra); False when the sink is cut off."""
-        far: dict[int, int] = {}
-        queue = [(0, source)]
-        while queue:
-            distance, node = heapq.heappop(queue)
-            if node in far:
-                continue
-            far[node] = distance
-            if node == sink:
-                break
-            for arc in self._out[node]:
-                head = self._head[arc]
-                if self._room[arc] and head not in far:
-                    step = self._cost[arc] + self._price[node] - self._price[head]
-                    heapq.heappush(queue, (distance + step, head))
-        if sink not in far:
-            return False
-        # Nodes beyond the sink rise by as much as it does: no reduced cost falls below 0.
-        for node in range(len(self._price)):
-            self._price[node] += far.get(node, far[sink])
-        return True
-
-    def _is_open(self, arc: int, tail: int) -> bool:
-        head = self._head[arc]
-        return self._room[arc] > 0 and self._cost[arc] + self._price[tail] - self._price[head] == 0
-
-    def _levels(self, source: int, sink: int) -> dict[int, int]:
-        """Return how many open arcs each node lies from the source; empty when the sink is not."""
-        levels = {source: 0}
-        frontier = [source]
-        while frontier and sink not in levels:
-            reached = []
-            for node in frontier:
-                for arc in self._out[node]:
-                    head = self._head[arc]
-                    if head not in levels and self._is_open(arc, node):
-                        levels[head] = levels[node] + 1
-                        reached.append(head)
-            frontier = reached
-        return levels if sink in levels else {}
-
-    def _push_blocking(self, source: int, sink: int, levels: dict[int, int]) -> None:
-        """Push along level-increasing open arcs until every such path has a full arc."""
-        # An arc that led nowhere is not tried again: each iterator goes on where it stopped.
-        untried = {node: iter(self._out[node]) for node in levels}
-        path: list[int] = []
-        node = source
-        while True:
-            if node == sink:
-                units = min(self._room[arc] for arc in path)
-                for arc in path:
-                    self._room[arc] -= units
-                    self._room[arc ^ 1] += units
-                # Go on from the tail of the first full arc: what leads there still has room.
-                full = next(i for i, arc in enumerate(path) if self._room[arc] == 0)
-                node = self._head[path[full] ^ 1]
-                del path[full:]
-                continue
-            for arc in untried[node]:
-                head = self._head[arc]
-                if levels.get(head) == levels[node] + 1 and self._is_open(arc, node):
-                    path.append(arc)
-                    node = head
-                    break
-            else:  # no way on from here
-                if not path:
-                    return
-                node = self._head[path.pop() ^ 1]
 
 
 @dataclass(frozen=True)
@@ -172,8 +54,16 @@ class Homes:
     rows: npt.NDArray[np.int32]  # [num_samples], index of each sample's set of holders
     local: HolderSets  # the distinct sets of ranks that hold samples
     near: HolderSets | None = None  # likewise on a holder's node; None without nodes
+    near_rows: Ints | None = None  # the set in ``near`` of each set in ``local``, [num_rows]
     strata: npt.NDArray[np.int32] | None = None  # [num_samples]
     strata_cap: Fraction = Fraction(1)  # times its fair share of a stratum that a rank may take
+
+    @property
+    def is_dear(self) -> bool:
+        """Whether an assignment takes milliseconds: caps, many ranks, or holders that overlap."""
+        sets = [each for each in (self.local, self.near) if each is not None]
+        is_large = self.world_size > _MANY_RANKS
+        return self.strata is not None or is_large or not all(each.is_nested for each in sets)
 
     @property
     def world_size(self) -> int:
@@ -185,12 +75,16 @@ class HolderSets:
     """The distinct sets of ranks that hold samples."""
 
     def __init__(self, holders: npt.NDArray[np.bool_]) -> None:
-        self.holders = holders  # [num_rows, world_size], whether a rank belongs to a set
-        width = holders.sum(axis=1)
-        self._single_rows = np.flatnonzero(width == 1)
-        self._single_ranks = holders[self._single_rows].argmax(axis=1)
-        self._wide_rows = [int(r) for r in np.argsort(width, kind="stable") if width[r] > 1]
-        self._wide_ranks = [np.flatnonzero(holders[row]) for row in self._wide_rows]
+        self.holders = holders  # [num_rows, world_size], whether a rank belongs; all sets differ
+        self.width = width = holders.sum(axis=1)  # ranks of each set, [num_rows]
+        # The ranks of all sets, small sets first: those of ``_order[k]`` begin at ``_starts[k]``.
+        # Sets of a width come in an order far from their numbers: one rank's sets would otherwise
+        # follow one another, and a greedy filling of overlapping sets would miss many more reads.
+        shuffled = np.arange(len(width), dtype=np.uint32) * np.uint32(_GOLDEN)
+        self._order = np.lexsort((shuffled, width))
+        self._starts = np.concatenate([[0], np.cumsum(width[self._order])])
+        self._ranks = np.nonzero(holders[self._order])[1]
+        self._place = np.argsort(self._order)  # [num_rows], of each set in that order
         # Sets of one rank and of all are nested with or apart from any other: no need to compare.
         inner = holders[(width > 1) & (width < holders.shape[1])].astype(np.float32)
         # Any two sets are nested or disjoint: filling small sets first is exact.
@@ -200,6 +94,23 @@ class HolderSets:
             smaller = np.minimum.outer(inner.sum(axis=1), inner.sum(axis=1))
             # Apart: they share none. Nested: they share all of the smaller one.
             self.is_nested = bool(((shared == 0) | (shared == smaller)).all())
+        # Sets of one width that nest or are apart are apart, so they can be filled together.
+        widths = [int(each) for each in np.unique(width) if each] if self.is_nested else []
+        self._by_width = [self._all_of(width, each) for each in widths]
+
+    def _all_of(self, width: Ints, wanted: int) -> tuple[Ints, Ints]:
+        """Return the sets of one width, [num_sets], and their ranks, [num_sets, width]."""
+        rows = np.flatnonzero(width == wanted)
+        return rows, np.nonzero(self.holders[rows])[1].reshape(len(rows), wanted)
+
+    def pairs_of(self, rows: Ints) -> Pairs:
+        """Return the ranks that hold each of ``rows`` [num_rows]."""
+        place = self._place[rows]
+        begin, width = self._starts[place], self._starts[place + 1] - self._starts[place]
+        starts = np.concatenate([[0], np.cumsum(width)])
+        # Runs that begin at 7 and 2 with widths 2 and 3: 7 8 2 3 4, of which 0 1 2 3 4 is known.
+        at = np.repeat(begin - starts[:-1], width) + np.arange(starts[-1])
+        return Pairs(starts, self._ranks[at])
 
     def share(self, counts: Ints, spare: Ints) -> Shares:
         """Give samples to ranks that hold them, as many as ``spare`` [world_size] allows.
@@ -207,34 +118,44 @@ class HolderSets:
         ``counts`` are those of each row, [num_rows]. Of several holders the one with the most room
         left gets the most.
         """
+        if not self.is_nested:
+            return self._share_overlapping(counts, spare)
         blocks = list(self.fill(counts[None], spare[None].copy()))
-        shares = Shares(
-            np.concatenate([np.broadcast_to(rows, ranks.shape) for rows, ranks, _ in blocks]),
-            np.concatenate([ranks for _, ranks, _ in blocks]),
-            np.concatenate([given[0] for _, _, given in blocks]),
+        if not blocks:  # no rank holds anything
+            return Shares(*np.zeros((3, 0), np.int64))
+        return Shares(
+            np.concatenate([np.repeat(rows, ranks.shape[1]) for rows, ranks, _ in blocks]),
+            np.concatenate([ranks.ravel() for _, ranks, _ in blocks]),
+            np.concatenate([given.ravel() for _, _, given in blocks]),
         )
-        if self.is_nested:
-            return shares
-        given = complete(counts, spare, shares, room=counts[shares.rows])
-        return Shares(shares.rows, shares.ranks, given)
 
     def fill(self, counts: Ints, spare: Ints) -> Iterator[tuple[Ints, Ints, Ints]]:
         """Fill small sets first, for many steps at once; yields (rows, ranks, given).
 
-        ``counts`` is [num_steps, num_rows]; ``spare``, [num_steps, world_size], is used up. Given
-        is what each of ``ranks`` gets, [num_steps, num_ranks].
+        ``counts`` is [num_steps, num_rows]; ``spare``, [num_steps, world_size], is used up. Each
+        block has the sets of one width: their rows, [num_sets], their ranks, [num_sets, width],
+        and what these get, [num_steps, num_sets, width].
 
         In a family of nested or disjoint sets, whatever a set leaves of a rank serves only larger
         sets that hold all of its ranks alike, so no choice here can cost a later local read.
         """
-        rows, ranks = self._single_rows, self._single_ranks
-        given = np.minimum(counts[:, rows], spare[:, ranks])
-        spare[:, ranks] -= given
-        yield rows, ranks, given
-        for row, ranks in zip(self._wide_rows, self._wide_ranks, strict=True):
-            given = proportional(counts[:, row], spare[:, ranks])
+        for rows, ranks in self._by_width:
+            if ranks.shape[1] == 1:  # as in proportion, in one operation
+                given = np.minimum(counts[:, rows], spare[:, ranks[:, 0]])[..., None]
+            else:
+                given = proportional(counts[:, rows], spare[:, ranks])
             spare[:, ranks] -= given
-            yield np.array([row]), ranks, given
+            yield rows, ranks, given
+
+    def _share_overlapping(self, counts: Ints, spare: Ints) -> Shares:
+        """Fill small sets first, then rearrange until no more local reads are possible."""
+        rows = self._order[counts[self._order] > 0]
+        pairs = self.pairs_of(rows)
+        given = fill_rows(counts[rows], pairs, spare)
+        start = Shares(pairs.rows, pairs.ranks, given)  # its rows are places in ``rows``
+        if given.sum() < min(counts.sum(), spare.sum()):
+            given = complete(counts[rows], spare, start, room=counts[rows[pairs.rows]])
+        return Shares(rows[pairs.rows], pairs.ranks, given)
 
 
 def complete(supply: Ints, demand: Ints, start: Shares, *, room: Ints) -> Ints:
@@ -245,41 +166,22 @@ def complete(supply: Ints, demand: Ints, start: Shares, *, room: Ints) -> Ints:
     """
     num_rows, world_size = len(supply), len(demand)
     source, sink = num_rows + world_size, num_rows + world_size + 1  # after rows and ranks
-    network = Network(sink + 1)
-    out = np.bincount(start.rows, start.counts, num_rows).astype(int).tolist()
-    into = np.bincount(start.ranks, start.counts, world_size).astype(int).tolist()
-    for row, count in enumerate(supply.tolist()):
-        network.add_arc(source, row, count, flow=out[row])
-    for rank, count in enumerate(demand.tolist()):
-        network.add_arc(num_rows + rank, sink, count, flow=into[rank])
-    pairs = zip(*(a.tolist() for a in (start.rows, start.ranks, room, start.counts)), strict=True)
-    arcs = [network.add_arc(r, num_rows + k, most, flow=flow) for r, k, most, flow in pairs]
-    network.maximise(source, sink)
-    return np.array([network.flow(arc) for arc in arcs], np.int64)
+    arcs = Arcs.joined(
+        [
+            (source, np.arange(num_rows), supply),
+            (num_rows + np.arange(world_size), sink, demand),
+            (start.rows, num_rows + start.ranks, room),
+        ]
+    )
+    given = start.counts
+    sums = _sums(start.rows, given, num_rows), _sums(start.ranks, given, world_size)
+    flows = raise_flow(arcs, source, sink, start=np.concatenate([*sums, given]))
+    return flows[num_rows + world_size :]
 
 
-def proportional(count: Ints, spare: Ints) -> Ints:
-    """Give ``min(count, sum of spare)`` out in proportion to ``spare``, by largest remainders.
-
-    Args:
-        count: [num_steps].
-        spare: [num_steps, num_ranks].
-
-    Returns:
-        Shape [num_steps, num_ranks]. One step with count 5::
-
-            spare            4   2   2
-            5 * spare / 8    2   1   1   and remainders 4, 2, 2: one sample is missing
-            result           3   1   1   the largest remainder gets it; of equals the lowest rank
-    """
-    total = spare.sum(axis=1)  # [num_steps]
-    product = np.minimum(count, total)[:, None] * spare  # [num_steps, num_ranks]
-    given, remainder = np.divmod(product, np.maximum(total, 1)[:, None])
-    missing = np.minimum(count, total) - given.sum(axis=1)  # [num_steps]
-    # Sorting twice gives each rank its position in the order of remainders, largest first.
-    position = np.argsort(np.argsort(-remainder, axis=1, kind="stable"), axis=1, kind="stable")
-    result: Ints = given + (position < missing[:, None])
-    return result
+def _sums(keys: Ints, counts: Ints, num_keys: int) -> Ints:
+    """Add up the counts of each key, [num_keys]; exact, as they are far below 2 ** 53."""
+    return np.bincount(keys, counts, num_keys).astype(np.int64)
 
 
 def hand_out(owners: Ints, free: Ints, classes: npt.NDArray[np.integer], shares: Shares) -> None:
@@ -316,7 +218,8 @@ class SampleClasses:
 
     strata: Ints  # stratum of each class, [num_classes]
     counts: Ints  # samples of each class, [num_classes]
-    holders: npt.NDArray[np.bool_]  # whether a rank holds a class, [num_classes, world_size]
+    held: Ints  # the classes that some ranks hold and others do not, small sets first, [num_held]
+    pairs: Pairs  # the ranks of each of these; reads of all other classes are alike on all ranks
 
 
 def strata_caps(counts: Ints, sizes: Ints, cap: Fraction) -> Ints:
@@ -337,34 +240,45 @@ def assign_capped(
 
     ``rows`` and ``strata`` are each sample's; ``sizes``, [world_size], add up to num_samples.
     """
-    strata, caps = _binding(np.unique(strata, return_inverse=True)[1], sizes, homes.strata_cap)
+    strata, caps = _binding(strata, sizes, homes.strata_cap)
     num_rows = len(homes.local.holders)
     # One number for each pair (stratum, row): stratum 2 and row 1 of 5 are class 11.
     keys, numbers, counts = np.unique(
         strata * num_rows + rows, return_inverse=True, return_counts=True
     )
     class_strata, class_rows = np.divmod(keys, num_rows)  # [num_classes] each
-    classes = SampleClasses(class_strata, counts, homes.local.holders[class_rows])
+    width = homes.local.width[class_rows]
+    held = np.flatnonzero((width > 0) & (width < len(sizes)))
+    held = held[np.argsort(width[held], kind="stable")]
+    pairs = homes.local.pairs_of(class_rows[held])
+    classes = SampleClasses(class_strata, counts, held, pairs)
     local, remote = _local_first(classes, caps, sizes) or _exactly(classes, caps, sizes)
 
     owners = np.full(len(rows), -1, np.int64)
     hand_out(owners, np.arange(len(rows)), numbers, local)
-    for stratum in np.flatnonzero(remote.any(axis=1)):
-        free = np.flatnonzero((owners < 0) & (strata == stratum))
-        owners[free] = np.repeat(np.arange(len(sizes)), remote[stratum])
+    free = np.flatnonzero(owners < 0)
+    hand_out(owners, free, strata[free], _shares_of(remote))
     return owners
 
 
-def _binding(strata: Ints, sizes: Ints, cap: Fraction) -> tuple[Ints, Ints]:
+def _shares_of(table: Ints) -> Shares:
+    """Return what a table [num_rows, world_size] gives."""
+    rows, ranks = np.nonzero(table)
+    return Shares(rows, ranks, table[rows, ranks])
+
+
+def _binding(strata: npt.NDArray[np.integer], sizes: Ints, cap: Fraction) -> tuple[Ints, Ints]:
     """Merge the strata whose cap cannot bind into one without a cap, to keep the network small.
 
     Returns each sample's stratum in the new numbering, and caps, [num_strata, world_size].
     """
     counts = np.bincount(strata)
-    caps = strata_caps(counts, sizes, cap)
-    binds = (caps < np.minimum.outer(counts, sizes)).any(axis=1)
+    found = np.flatnonzero(counts)  # of a thousand classes, those in this batch
+    caps = strata_caps(counts[found], sizes, cap)
+    binds = (caps < np.minimum.outer(counts[found], sizes)).any(axis=1)
     # Strata 0 to 3 of which 1 and 3 bind become 2, 0, 2, 1: the last number is of all the rest.
-    number = np.where(binds, np.cumsum(binds) - 1, binds.sum())
+    number = np.zeros(len(counts), np.int64)
+    number[found] = np.where(binds, np.cumsum(binds) - 1, binds.sum())
     return number[strata], np.vstack([caps[binds], sizes])
 
 
@@ -376,28 +290,32 @@ def _local_first(classes: SampleClasses, caps: Ints, sizes: Ints) -> tuple[Share
     shares by class, and remote samples, [num_strata, world_size].
     """
     num_strata, world_size = caps.shape
-    network = Network(2 + world_size)
-    for rank, size in enumerate(sizes.tolist()):
-        network.add_arc(2 + rank, 1, size)
-    cells: dict[tuple[int, int], int] = {}
-    k, ranks = np.nonzero(classes.holders)
-    nodes = [network.add_node() for _ in classes.counts]
-    for node, count in zip(nodes, classes.counts.tolist(), strict=True):
-        network.add_arc(0, node, count)
-    arcs = []
-    for number, stratum, rank in zip(
-        k.tolist(), classes.strata[k].tolist(), ranks.tolist(), strict=True
-    ):
-        if (stratum, rank) not in cells:
-            cells[stratum, rank] = network.add_node()
-            network.add_arc(cells[stratum, rank], 2 + rank, int(caps[stratum, rank]))
-        arcs.append(network.add_arc(nodes[number], cells[stratum, rank], int(sizes[rank])))
-    network.maximise(0, 1)
-
-    local = Shares(k, ranks, np.array([network.flow(arc) for arc in arcs], np.int64))
+    held, pairs, counts = classes.held, classes.pairs, classes.counts[classes.held]
+    rows, ranks = pairs.rows, pairs.ranks
+    # Cells (stratum, rank) with a class that the rank holds: classes flow to ranks through them.
+    cells, cell = np.unique(classes.strata[held[rows]] * world_size + ranks, return_inverse=True)
+    room = caps.ravel()[cells]
+    given = fill_rows(counts, pairs, sizes, cells=cell, room=room)
+    into = _sums(cell, given, len(cells))
+    if given.sum() < min(counts.sum(), sizes.sum()):
+        nodes = 2 + world_size + np.arange(len(held) + len(cells))  # after source, sink and ranks
+        class_nodes, cell_nodes = nodes[: len(held)], nodes[len(held) :]
+        arcs = Arcs.joined(
+            [
+                (2 + np.arange(world_size), 1, sizes),
+                (0, class_nodes, counts),
+                (cell_nodes, 2 + cells % world_size, room),
+                (class_nodes[rows], cell_nodes[cell], counts[rows]),
+            ]
+        )
+        start = (_sums(ranks, given, world_size), _sums(rows, given, len(held)), into, given)
+        flows = raise_flow(arcs, 0, 1, start=np.concatenate(start))
+        given = flows[-len(rows) :]
+        into = _sums(cell, given, len(cells))
+    local = Shares(held[rows], ranks, given)
     taken = np.zeros_like(caps)
-    np.add.at(taken, (classes.strata[k], ranks), local.counts)
-    left = np.bincount(classes.strata, classes.counts, num_strata).astype(np.int64)
+    taken.ravel()[cells] = into
+    left = _sums(classes.strata, classes.counts, num_strata)
     remote = _spread_rest(left - taken.sum(axis=1), sizes - taken.sum(axis=0), caps - taken)
     return None if remote is None else (local, remote)
 
@@ -408,18 +326,17 @@ def _spread_rest(counts: Ints, spare: Ints, room: Ints) -> Ints | None:
     ``counts`` [num_strata] and ``spare`` [world_size], what each rank must take, have one sum; caps
     leave ``room``, [num_strata, world_size] as what is returned; None when not all get through.
     """
-    given = np.zeros_like(room)
-    needed = spare.copy()
-    # Large strata first: small ones fit into what these leave.
-    for stratum in np.argsort(-counts, kind="stable")[: np.count_nonzero(counts)]:
-        fair = proportional(counts[stratum, None], needed[None])[0]
-        given[stratum] = np.minimum(fair, room[stratum])
-        needed -= given[stratum]
-    if needed.any():
-        rows, ranks = np.nonzero(np.minimum(room, spare) * (counts > 0)[:, None])
-        start = Shares(rows, ranks, given[rows, ranks])
-        given[rows, ranks] = complete(counts, spare, start, room=room[rows, ranks])
-    return given if (given.sum(axis=0) == spare).all() else None
+    given = fill_room(counts, spare, room)
+    may_take = np.minimum(room, spare) * (counts > 0)[:, None] > 0
+    # A few samples are left, mostly. They push others from rank to rank: from the strata that they
+    # are of, through cells that gave some, to ranks that need more. All other cells come second.
+    has_left, needs = given.sum(axis=1) < counts, given.sum(axis=0) < spare
+    for near in (has_left[:, None] | (given > 0) | needs, True):
+        if given.sum() < spare.sum():
+            rows, ranks = np.nonzero(may_take & near)
+            start = Shares(rows, ranks, given[rows, ranks])
+            given[rows, ranks] = complete(counts, spare, start, room=room[rows, ranks])
+    return given if given.sum() == spare.sum() else None
 
 
 def _exactly(classes: SampleClasses, caps: Ints, sizes: Ints) -> tuple[Shares, Ints]:
@@ -430,30 +347,25 @@ def _exactly(classes: SampleClasses, caps: Ints, sizes: Ints) -> tuple[Shares, I
     every stratum in proportion to the sizes keeps them. Returns what ``_local_first`` does.
     """
     num_strata, world_size = caps.shape
-    network = Network(2 + world_size)  # source, sink, ranks
-    for rank, size in enumerate(sizes.tolist()):
-        network.add_arc(2 + rank, 1, size)
-    hubs = [network.add_node() for _ in range(num_strata)]
-    cells = [[network.add_node() for _ in range(world_size)] for _ in range(num_strata)]
-    remote_arcs = []
-    for hub, nodes, row in zip(hubs, cells, caps.tolist(), strict=True):
-        for rank, cap in enumerate(row):
-            network.add_arc(nodes[rank], 2 + rank, cap)
-        remote_arcs.append([network.add_arc(hub, nodes[r], cap) for r, cap in enumerate(row)])
-    local = []
-    for k, (stratum, count) in enumerate(
-        zip(classes.strata.tolist(), classes.counts.tolist(), strict=True)
-    ):
-        node = network.add_node()
-        network.add_arc(0, node, count)
-        for rank in np.flatnonzero(classes.holders[k]).tolist():
-            local.append((k, rank, network.add_arc(node, cells[stratum][rank], count)))
-        network.add_arc(node, hubs[stratum], count, cost=1)
-    network.maximise(0, 1)
-    table = np.array([(k, rank, network.flow(arc)) for k, rank, arc in local], np.int64)
-    table = table.reshape(-1, 3)  # where no rank holds anything, too
-    remote = [[network.flow(arc) for arc in arcs] for arcs in remote_arcs]
-    return Shares(table[:, 0], table[:, 1], table[:, 2]), np.array(remote, np.int64)
+    k, ranks = classes.held[classes.pairs.rows], classes.pairs.ranks
+    # Nodes: source, sink, ranks, hubs, cells, classes.
+    hubs = 2 + world_size + np.arange(num_strata)
+    cells = hubs[-1] + 1 + np.arange(caps.size).reshape(caps.shape)
+    nodes = cells[-1, -1] + 1 + np.arange(len(classes.counts))
+    parts = [
+        (2 + np.arange(world_size), 1, sizes),
+        (cells.ravel(), np.tile(2 + np.arange(world_size), num_strata), caps.ravel()),
+        (0, nodes, classes.counts),
+        (nodes, hubs[classes.strata], classes.counts),  # the only arcs with a cost
+        (nodes[k], cells[classes.strata[k], ranks], classes.counts[k]),
+        (np.repeat(hubs, world_size), cells.ravel(), caps.ravel()),
+    ]
+    arcs = Arcs.joined(parts)
+    costs = np.zeros_like(arcs.tails)
+    costs[(arcs.tails >= nodes[0]) & (arcs.heads <= hubs[-1])] = 1
+    flows = raise_flow(replace(arcs, costs=costs), 0, 1)
+    remote = flows[-caps.size :].reshape(caps.shape)
+    return Shares(k, ranks, flows[-caps.size - len(k) : -caps.size]), remote
 
 
 @dataclass(frozen=True)
@@ -486,7 +398,7 @@ def count_local(counts: Ints, sizes: Ints, homes: Homes) -> Ints:
     taken: Ints = np.zeros_like(spare)
     if homes.local.is_nested:
         for _, ranks, given in homes.local.fill(counts, spare):
-            taken[:, ranks] += given
+            taken[:, ranks] += given  # the sets of a block are apart: each rank comes once
     else:
         for step in range(len(counts)):
             shares = homes.local.share(counts[step], spare[step])
@@ -503,11 +415,12 @@ def assign(batch: Ints, sizes: Ints, homes: Homes) -> Assignment:
     owners = np.full(len(batch), -1, np.int64)
     spare = sizes.copy()
     if homes.strata is None:
-        for sets in (homes.local, homes.near):
+        for sets, set_of_row in ((homes.local, None), (homes.near, homes.near_rows)):
             if sets is not None and spare.any():
                 free = np.flatnonzero(owners < 0)
-                shares = sets.share(np.bincount(rows[free], minlength=len(sets.holders)), spare)
-                hand_out(owners, free, rows[free], shares)
+                here = rows[free] if set_of_row is None else set_of_row[rows[free]]
+                shares = sets.share(np.bincount(here, minlength=len(sets.holders)), spare)
+                hand_out(owners, free, here, shares)
                 np.subtract.at(spare, shares.ranks, shares.counts)
         owners[owners < 0] = np.repeat(np.arange(len(sizes)), spare)  # the rest, from anywhere
     else:

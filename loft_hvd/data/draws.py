@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -83,6 +86,7 @@ class Draw:
     batch: Ints  # indices of the samples in the data set, [num_samples]
     assignment: Assignment  # the owner of each, and local samples of each rank
     position: int  # samples of the epoch consumed once this step is trained
+    deepest_step: int  # the last step whose plan has been asked for by now
 
     def indices(self, rank: int, *, min_batch: int, homes: Homes) -> list[int]:
         """Return the samples of ``rank``, or those of its dummy batch where it has none.
@@ -153,15 +157,35 @@ def draw_epoch(
 
     The plan of a step is asked for when the step is drawn; it decides owners and never members.
     ``position`` samples of the order are consumed already; steps count over epochs from
-    ``first_step``.
+    ``first_step``. A dear assignment is drawn a step ahead, on a thread of its own, while the step
+    before it is trained: what it finds does not depend on when it looks.
     """
-    for i in range(count_steps(len(order) - position, view, drop_last=drop_last)):
-        plan = view.plan_at(first_step + i)
-        begin = position + i * view.global_batch_size
-        batch = order[begin : begin + view.global_batch_size]
-        sizes = scale_sizes(plan.sizes, len(batch), min_ranks=view.min_ranks)
-        assert sizes is not None  # count_steps left smaller batches out
-        digest = zlib.crc32(batch.tobytes())  # ranks compare it: they drew the same samples
-        step_sizes = StepSizes(plan.plan_id, first_step + i, sizes, digest)
-        assignment = assign(batch, np.array(sizes, np.int64), homes)
-        yield Draw(step_sizes, batch, assignment, begin + len(batch))
+    num_steps = count_steps(len(order) - position, view, drop_last=drop_last)
+    ahead = min(int(homes.is_dear), num_steps)  # steps
+    begun: deque[Callable[[], Assignment]] = deque()
+    drawn: deque[tuple[StepSizes, Ints]] = deque()
+    with ThreadPoolExecutor(1, "loft_hvd-assign") as thread:  # starts with the first task
+        for i in range(num_steps + ahead):
+            if i < num_steps:
+                step_sizes, batch = _next_step(order, view, i, first_step, position)
+                drawn.append((step_sizes, batch))
+                task = partial(assign, batch, np.array(step_sizes.sizes, np.int64), homes)
+                begun.append(thread.submit(task).result if ahead else task)
+            if i >= ahead:
+                step_sizes, batch = drawn.popleft()
+                position_after = position + (i - ahead) * view.global_batch_size + len(batch)
+                deepest = first_step + min(i, num_steps - 1)
+                yield Draw(step_sizes, batch, begun.popleft()(), position_after, deepest)
+
+
+def _next_step(
+    order: Ints, view: PlanView, i: int, first_step: int, position: int
+) -> tuple[StepSizes, Ints]:
+    """Return the sizes and the samples of the ``i``-th step from ``position`` on."""
+    plan = view.plan_at(first_step + i)
+    begin = position + i * view.global_batch_size
+    batch = order[begin : begin + view.global_batch_size]
+    sizes = scale_sizes(plan.sizes, len(batch), min_ranks=view.min_ranks)
+    assert sizes is not None  # count_steps left smaller batches out
+    digest = zlib.crc32(batch.tobytes())  # ranks compare it: they drew the same samples
+    return StepSizes(plan.plan_id, first_step + i, sizes, digest), batch

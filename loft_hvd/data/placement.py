@@ -258,14 +258,19 @@ class Placement:
             holders[group, list(holding)] = True
         # Groups with the same holders become one row: 0, and [0, "shared:nfs"], are both rank 0's.
         rows, row_of_group = np.unique(holders, axis=0, return_inverse=True)
-        near = None
+        near = near_rows = None
         if self.nodes is not None:
-            same_node = np.array([[a == b for b in self.nodes] for a in self.nodes])
-            near = HolderSets(rows @ same_node)  # [num_rows, world_size]: some holder is near
+            names = np.unique(self.nodes, return_inverse=True)[1]
+            is_near = rows @ (
+                names[:, None] == names
+            )  # [num_rows, world_size]: some holder is near
+            sets, near_rows = np.unique(is_near, axis=0, return_inverse=True)
+            near, near_rows = HolderSets(sets), near_rows.reshape(-1).astype(np.int64)
         return Homes(
             rows=row_of_group.reshape(-1).astype(np.int32)[self.groups],
             local=HolderSets(rows),
             near=near,
+            near_rows=near_rows,
             strata=self.strata,
             strata_cap=self.strata_cap,
         )

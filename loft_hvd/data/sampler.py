@@ -172,7 +172,7 @@ class GlobalBatches:
             position=position,
             drop_last=self.settings.drop_last,
         ):
-            self.deepest_drawn_step = draw.step_sizes.step
+            self.deepest_drawn_step = draw.deepest_step
             if self._keeper is not None:
                 self._keeper.note(draw)
             yield draw

@@ -5,16 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from loft_hvd.data.assign import (
-    Network,
-    Shares,
-    assign,
-    count_local,
-    count_rows,
-    hand_out,
-    proportional,
-)
+from loft_hvd.data.assign import Shares, assign, count_local, count_rows, hand_out
 from loft_hvd.data.draws import EpochSettings
+from loft_hvd.data.flow import Network, proportional
 from loft_hvd.data.placement import Placement
 from loft_hvd.data.sampler import GlobalBatches
 from tests.support.plans import FakePlans

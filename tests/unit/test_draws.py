@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
-from loft_hvd.data.draws import epoch_order, spread
+from loft_hvd.data.assign import Homes
+from loft_hvd.data.draws import Draw, draw_epoch, epoch_order, spread
+from loft_hvd.data.placement import Placement
+from tests.support.plans import FakePlans
 
 
 def test_the_permutation_is_the_documented_one() -> None:
@@ -32,3 +37,64 @@ def test_spread_holds_every_group_in_proportion_in_any_run() -> None:
 def test_spread_takes_turns_as_the_worked_example_says() -> None:
     groups = np.array([0, 0, 0, 0, 1, 1], np.int32)
     assert groups[spread(np.arange(6), groups)].tolist() == [1, 0, 0, 1, 0, 0]
+
+
+def overlapping(world_size: int) -> Placement:
+    """Each sample on a rank and the next: sets that neither nest nor keep apart."""
+    return Placement.from_function(lambda i: [i % world_size, (i + 1) % world_size], 60)
+
+
+class InTime(Homes):
+    """Homes whose assignments are said to cost nothing."""
+
+    is_dear = False
+
+
+def drawn(placement: Placement, plans: FakePlans, *, is_ahead: bool) -> list[Draw]:
+    """Draw an epoch, one step ahead or not, whatever the assignment costs."""
+    homes = placement.at(plans.world_size)
+    assert homes.is_dear
+    if not is_ahead:
+        homes = InTime(**vars(homes))
+    order = epoch_order(len(placement), seed=0, epoch=0)
+    return list(draw_epoch(order, homes, plans, first_step=3, position=6, drop_last=False))
+
+
+def test_what_is_drawn_ahead_is_what_would_be_drawn_in_time() -> None:
+    later = {5: [2, 3, 5], 8: [8, 1, 1]}
+    ahead, in_time = (
+        drawn(overlapping(3), FakePlans([4, 4, 2], later=later), is_ahead=is_ahead)
+        for is_ahead in (True, False)
+    )
+    assert [draw.step_sizes for draw in ahead] == [draw.step_sizes for draw in in_time]
+    assert [draw.position for draw in ahead] == [16, 26, 36, 46, 56, 60]
+    for one, other in zip(ahead, in_time, strict=True):
+        assert one.assignment.owners.tolist() == other.assignment.owners.tolist()
+        assert one.batch.tolist() == other.batch.tolist()
+
+
+def test_a_dear_assignment_asks_for_the_plan_one_step_ahead() -> None:
+    plans, placement = FakePlans([4, 4, 2]), overlapping(3)
+    homes = placement.at(3)
+    assert homes.is_dear
+    order = epoch_order(60, seed=0, epoch=0)
+    draws = draw_epoch(order, homes, plans, first_step=0, position=0, drop_last=False)
+    deepest = [(draw.deepest_step, plans.asked[-1]) for draw in draws]
+    assert deepest == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (5, 5)]
+    assert plans.asked == list(range(6))
+
+
+def test_the_thread_that_draws_ahead_ends_with_the_iteration() -> None:
+    placement = overlapping(3)
+    draws = draw_epoch(
+        epoch_order(60, seed=0, epoch=0),
+        placement.at(3),
+        FakePlans([4, 4, 2]),
+        first_step=0,
+        position=0,
+        drop_last=False,
+    )
+    next(draws)
+    assert any(thread.name.startswith("loft_hvd-assign") for thread in threading.enumerate())
+    draws.close()  # type: ignore[attr-defined]  # it is a generator
+    assert not any(thread.name.startswith("loft_hvd-assign") for thread in threading.enumerate())
