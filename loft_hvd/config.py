@@ -28,6 +28,7 @@ VARIABLES = {  # of each field that a user sets
     "heartbeat_s": "LOFT_HVD_HEARTBEAT_S",
     "heartbeat_timeout_s": "LOFT_HVD_HEARTBEAT_TIMEOUT_S",
     "leave_s": "LOFT_HVD_LEAVE_S",
+    "mesh": "LOFT_HVD_MESH",
 }
 
 _OF_THE_BUILD = (  # what setup.py and `make setup` read: no misspelt setting either
@@ -68,6 +69,9 @@ class Config:
     # Silence that ends the waits of others, for a rank whose process none of them can look at.
     heartbeat_timeout_s: float = 10.0
     leave_s: float = 5.0  # after an error, until a process is left whose engine does not come down
+    # Whether rules take connections of our own between all ranks (transport/mesh.py) where Horovod
+    # runs on Gloo: "auto" where ranks are on several nodes, "on" on one node too, or "off".
+    mesh: str = "auto"
     # What launchers tell.
     is_elastic: bool = False  # whether Horovod runs elastically
     local_ranks: int = 1  # on this node; 1 where nothing is told
@@ -97,10 +101,13 @@ class Config:
                 raise ArgumentError(f"LOFT_HVD_{name}={text!r}: it takes {takes}; mend or unset it")
             return value
 
-        def isa(text: str) -> str:
-            if text not in ("baseline", "avx2", "avx512"):
-                raise ValueError(text)
-            return text
+        def one_of(*words: str) -> Callable[[str], str]:
+            def parse(text: str) -> str:
+                if text not in words:
+                    raise ValueError(text)
+                return text
+
+            return parse
 
         def seconds(text: str) -> float:
             value = float(text)
@@ -114,7 +121,12 @@ class Config:
         count = "a whole number above 0"
         return cls(
             threads=read("THREADS", int, threads, takes=count),
-            isa=read("ISA", isa, level, takes="baseline, avx2 or avx512"),
+            isa=read(
+                "ISA",
+                one_of("baseline", "avx2", "avx512"),
+                level,
+                takes="baseline, avx2 or avx512",
+            ),
             timeout_s=read("TIMEOUT_S", float, cls.timeout_s, takes="seconds above 0"),
             bucket_bytes=read("BUCKET_BYTES", int, cls.bucket_bytes, takes=count),
             log_dir=read("LOG_DIR", str, no_file, takes="a folder"),
@@ -126,6 +138,7 @@ class Config:
                 "HEARTBEAT_TIMEOUT_S", float, cls.heartbeat_timeout_s, takes="seconds above 0"
             ),
             leave_s=read("LEAVE_S", float, cls.leave_s, takes="seconds above 0"),
+            mesh=read("MESH", one_of("auto", "on", "off"), cls.mesh, takes="auto, on or off"),
             is_elastic=environ.get("HOROVOD_ELASTIC", "") == "1",
             local_ranks=_first_count(environ, _LOCAL_RANKS),
             ranks=_first_count(environ, _RANKS),

@@ -7,7 +7,8 @@
 
 Each of DDP's buckets is one robust all-reduce, started in the backward pass as soon as DDP has
 filled it; the backward pass ends when all are there. Traffic and memory are those of
-``loft.allreduce``: 2 (n-1)/n of the bytes, one buffer more for each bucket.
+``loft.allreduce``: 2 (n-1)/n of the bytes, 16-bit ones as they are, and one buffer more for each
+bucket.
 """
 
 from __future__ import annotations

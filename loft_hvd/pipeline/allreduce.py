@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -26,14 +26,15 @@ from loft_hvd.errors import (
     MismatchError,
     TransportTimeoutError,
 )
-from loft_hvd.pipeline.buckets import accumulation_dtype
 from loft_hvd.pipeline.gradients import copy_scaled
-from loft_hvd.pipeline.reduction import PART_BYTES, BucketReduction, needs_no_bucket
+from loft_hvd.pipeline.reduction import BucketReduction, needs_no_bucket
 from loft_hvd.pipeline.ring import ExchangeSpec, is_engine_sum
 from loft_hvd.pipeline.weights import PassWeights
+from loft_hvd.pipeline.wire import Compression
 from loft_hvd.transport.agreement import digest, odd_ones
-from loft_hvd.transport.base import Transport, Work, watch_of
+from loft_hvd.transport.base import Transport, Work, overlaps, watch_of
 from loft_hvd.transport.default import default_transport
+from loft_hvd.transport.mesh import meshed
 
 __all__ = ["Handle", "allreduce", "allreduce_async", "forget_reductions"]
 
@@ -41,27 +42,27 @@ _POLL_S = 100e-6  # bound from Horovod: a tenth of its cycle of 1 ms
 _MOST_KEPT = (
     256  # names whose buffers are kept; a choice: names with a step in them never come again
 )
+_WIRES = {torch.float16: Compression.fp16, torch.bfloat16: Compression.bf16}
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class NamedReduction:
     """What ``allreduce`` keeps of one name from call to call, and a row's way there and back.
 
-    A row goes from the tensor itself into the new one that is returned, where shards need no
-    padding and it is sent in its own dtype; else through a bucket, with a copy before and after.
+    A row goes from the tensor itself into the new one that is returned where shards need no
+    padding; else through a bucket, with a copy before and after.
     """
 
     def __init__(self, transport: Transport, tensor: Tensor, rule: Rule, name: str) -> None:
-        dtype = accumulation_dtype(tensor.dtype)
-        spec = ExchangeSpec(transport, name, tensor.numel(), dtype, str(tensor.device), rule)
+        numel, device = tensor.numel(), str(tensor.device)
+        wire = _WIRES.get(tensor.dtype, Compression.none)
+        spec = ExchangeSpec(transport, name, numel, tensor.dtype, device, rule, wire)
         self.kind = _kind_of(transport, tensor, rule)
         self.is_busy = False
-        self.is_direct = dtype == tensor.dtype and needs_no_bucket(transport, rule, spec.numel)
-        self._is_engine_sum = is_engine_sum(rule)
+        self.is_direct = needs_no_bucket(transport, rule, numel)
+        self.is_engine_sum = is_engine_sum(rule, wire)
         self._result: Tensor | None = None  # of a direct one; else it is in the bucket
-        self._reduction = BucketReduction(
-            spec, has_bucket=not self.is_direct, part_bytes=PART_BYTES
-        )
+        self._reduction = BucketReduction(spec, has_bucket=not self.is_direct)
 
     def start(self, row: Tensor, weights: PassWeights, *, share: float) -> None:
         """Put a rank's row, of any shape, on the wire; leave it as it is until the end.
@@ -72,7 +73,7 @@ class NamedReduction:
         if self.is_direct:
             source = row.contiguous().view(-1)
             self._result = result = torch.empty_like(source)
-        if not self.is_direct or self._is_engine_sum:  # both work in place
+        if not self.is_direct or self.is_engine_sum:  # both work in place
             source = result
             values = result[: row.numel()].view(row.shape)
             if share:
@@ -121,12 +122,14 @@ class Handle:
         *,
         name: str,
         agreement: tuple[Work, Tensor, Tensor] | None,
+        start: Callable[[], None] | None = None,
     ) -> None:
         self._transport = transport
         self._tensor = tensor
         self._reduction = reduction
         self._name = name
         self._agreement = agreement  # its row is kept with it: it is being sent
+        self._start = start  # what begins once ranks agree; None where it has begun
         self._result = tensor.clone() if reduction is None else None
         self._failure: BaseException | None = None
 
@@ -150,6 +153,9 @@ class Handle:
             work.finish()
             self._agreement = None
             self._check_agreement(rows)
+        if self._start is not None:
+            self._start()
+            self._start = None
         return reduction.advance()
 
     def wait(self, timeout_s: float | None = None) -> Tensor:
@@ -231,17 +237,23 @@ def allreduce_async(
     alive = tuple(count > 0 for count in counts)
     rule.check(sum(alive))
     reduction = _reduction_of(ends, tensor.detach(), rule, name)
-    # Beside the row, not before it: to find ranks that differ costs no waiting.
+    lines = meshed(ends)
     row = torch.tensor(
         [tensor.numel(), digest(str(tensor.dtype)), digest(f"{rule} {row_weights} {alive}")]
     )
     rows = torch.empty(world_size, row.numel(), dtype=row.dtype)
-    agreement = (ends.allgather(row, rows.view(-1), name=f"{name}.agree"), row, rows)
+    agreement = (lines.allgather(row, rows.view(-1), name=f"{name}.agree"), row, rows)
     # Engines only sum, so their rows are weighed here; a rule weighs the rows that it gets.
-    share = counts[ends.rank] / sum(counts) if is_engine_sum(rule) else float(alive[ends.rank])
+    share = counts[ends.rank] / sum(counts) if reduction.is_engine_sum else float(alive[ends.rank])
     weighed = PassWeights(weights=row_weights, present=alive, row_scale=1.0)
-    reduction.start(tensor.detach(), weighed, share=share)
+    start = functools.partial(reduction.start, tensor.detach(), weighed, share=share)
     reduction.is_busy = True
+    # On an engine with its own negotiation beside the agreement, not after it: to find ranks that
+    # differ costs no waiting. On a mesh after it, which takes one round trip: what ranks that
+    # differ had begun would stay in the way of the name's next call.
+    if overlaps(lines):
+        return Handle(ends, tensor, reduction, name=name, agreement=agreement, start=start)
+    start()
     return Handle(ends, tensor, reduction, name=name, agreement=agreement)
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from loft_hvd.aggregation.rules import Mean, Rule
 from loft_hvd.errors import LoftError, TransportTimeoutError
 from loft_hvd.pipeline.buckets import Bucket
-from loft_hvd.pipeline.reduction import PART_BYTES, BucketReduction
+from loft_hvd.pipeline.reduction import BucketReduction
 from loft_hvd.pipeline.ring import ExchangeSpec, MakeExchange, flat_exchange
 from loft_hvd.pipeline.trace import Lane, trace_of
 from loft_hvd.pipeline.weights import PassWeights
@@ -114,7 +114,7 @@ class Engine:
 
     ``pack`` fills a bucket's values, [numel], in the engine's thread, and returns the weights of
     the step. The result of a ``Mean`` is multiplied by ``mean_factor`` at last. A bucket of at
-    least twice ``part_bytes`` is exchanged in parts.
+    least twice ``part_bytes`` is exchanged in parts; None for what suits the transport.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Engine:
         mean_factor: float = 1.0,
         wire: Wire = Compression.none,
         make_exchange: MakeExchange = flat_exchange,
-        part_bytes: int = PART_BYTES,
+        part_bytes: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.buckets = tuple(buckets)

@@ -41,6 +41,7 @@ from loft_hvd.pipeline.weights import PassWeights, capped_weights, in_training
 from loft_hvd.pipeline.wire import Compression
 from loft_hvd.transport.base import Transport, Work
 from loft_hvd.transport.groups import Groups, subset
+from loft_hvd.transport.mesh import meshed
 
 __all__ = ["exchange_maker", "group_weights", "two_level_exchange"]
 
@@ -69,7 +70,8 @@ def exchange_maker(
     """
     if groups is None:
         return functools.partial(flat_exchange, run=run)
-    inside, across = subset(transport, groups.members), subset(transport, groups.across)
+    meshes = meshed(transport)
+    inside, across = subset(meshes, groups.members), subset(meshes, groups.across)
 
     def make(spec: ExchangeSpec) -> Exchange:
         if spec.numel == 0 or is_engine_sum(spec.rule, spec.wire):

@@ -1,7 +1,8 @@
 """One bucket's, or one tensor's, way: PACK, the exchange of each of its parts, UNPACK.
 
-A large one is cut into parts, each with shards of its own: the rule of one part runs while the
-next is on the wire. Rules that work on single coordinates give the same bits however it is cut.
+A large one is cut into parts, each with shards of its own, of which a few are under way at once:
+the rule of one part runs, and its result travels, while the rows of the next ones do. Rules that
+work on single coordinates give the same bits however it is cut.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -19,6 +21,7 @@ from torch import Tensor
 from loft_hvd.aggregation.rules import Rule
 from loft_hvd.pipeline.buckets import part_bounds
 from loft_hvd.pipeline.ring import (
+    Exchange,
     ExchangeSpec,
     MakeExchange,
     Stage,
@@ -28,16 +31,21 @@ from loft_hvd.pipeline.ring import (
     suits_two,
 )
 from loft_hvd.pipeline.weights import PassWeights
-from loft_hvd.transport.base import Transport
+from loft_hvd.transport.base import Transport, overlaps
+from loft_hvd.transport.mesh import meshed
 
-__all__ = ["PART_BYTES", "BucketReduction", "Pack", "needs_no_bucket"]
+__all__ = ["OVERLAPPING_PART_BYTES", "PART_BYTES", "BucketReduction", "Pack", "needs_no_bucket"]
 
 Pack = Callable[[Tensor], PassWeights | None]
 """Fills a bucket's values, [numel], and returns the weights of this time."""
 
-# Bound from Horovod's cycle of 1 ms, which each part waits for once more: 16 MiB take 13 ms on a
-# link of 10 Gb/s.
+# Where an engine has one operation at a time. Bound from Horovod's cycle of 1 ms, which each part
+# waits for once more: 16 MiB take 13 ms on a link of 10 Gb/s.
 PART_BYTES = 16 * 1024 * 1024
+# Where operations overlap. Measured with 25 MB on 4 hosts at 200 Mb/s and 1 Gb/s: 4 parts took up
+# to 1.03 times as long as 8 to 16, and 32 up to 1.2 times.
+OVERLAPPING_PART_BYTES = 2 * 1024 * 1024
+_MAX_UNDER_WAY = 6  # parts; measured in the same runs
 # Horovod's fusion would copy smaller parts of a sum together again. Parts are below twice this, so
 # at most 2**30 values of 4 bytes: MPI counts values in 31 bits.
 _SUM_PART_BYTES = 2**31
@@ -54,7 +62,7 @@ class BucketReduction:
     Its bucket holds this rank's values before and the aggregated ones after; ``start`` has ``pack``
     fill it. Without a bucket values go from one tensor of the caller's into another;
     ``needs_no_bucket`` must hold for them. Aggregated values are multiplied by ``factor`` at last.
-    Values of at least twice ``part_bytes`` are cut into parts; None for never.
+    Values of at least twice ``part_bytes`` are cut into parts; None for what suits the transport.
     """
 
     def __init__(
@@ -65,8 +73,9 @@ class BucketReduction:
         pack: Pack | None = None,
         factor: float = 1.0,
         make_exchange: MakeExchange = flat_exchange,
-        part_bytes: int | None = PART_BYTES,
+        part_bytes: int | None = None,
     ) -> None:
+        spec = replace(spec, transport=_transport_for(spec))
         num_shards = spec.transport.world_size
         if not has_bucket and suits_two(spec.transport, spec.rule):
             make_exchange, num_shards = between_two, 1
@@ -86,6 +95,8 @@ class BucketReduction:
         self.values = self.padded[: spec.numel]
         spans = [slice(begin, end) for begin, end in itertools.pairwise(bounds)]
         suffixes = [""] if len(spans) == 1 else [f".p{at}" for at in range(len(spans))]
+        self._under_way: deque[Exchange] = deque()
+        self._to_come: deque[Callable[[], Exchange]] = deque()  # each starts a part
         self._parts = [
             (
                 span,
@@ -136,16 +147,29 @@ class BucketReduction:
 
     def _send(self, source: Tensor, result: Tensor, weights: PassWeights | None) -> None:
         self._stage = Stage.ALL_TO_ALL
-        for span, exchange in self._parts:
+
+        def start(span: slice, exchange: Exchange) -> Exchange:
             part = source[span]
             exchange.start(part, part if result is source else result[span], weights)
+            return exchange
+
+        self._to_come.extend(functools.partial(start, *each) for each in self._parts)
+        self._fill()
+
+    def _fill(self) -> None:
+        """Start parts, in their order, while there is room for more under way."""
+        while self._to_come and len(self._under_way) < _MAX_UNDER_WAY:
+            self._under_way.append(self._to_come.popleft()())
 
     def advance(self) -> bool:
         """Do what can be done without waiting, and say whether the result is there."""
         with self._on_device():
             if self._stage is Stage.ALL_TO_ALL:
-                # A list: every part moves on, also behind one that waits.
-                if not all([exchange.advance() for _, exchange in self._parts]):
+                for exchange in list(self._under_way):  # also those behind one that waits
+                    if exchange.advance():
+                        self._under_way.remove(exchange)
+                        self._fill()
+                if self._under_way:
                     return False
                 self._stage = Stage.UNPACK
                 self._bucket_stages.enter(Stage.UNPACK.value)
@@ -161,9 +185,20 @@ class BucketReduction:
         return self.padded.nbytes + sum(each.memory_bytes() for _, each in self._parts)
 
 
+def _transport_for(spec: ExchangeSpec) -> Transport:
+    """Return the transport that suits the values, for which every rank calls it alike."""
+    # Not by numel, which ranks may disagree about: an error shall say so, and no rank wait for it.
+    if spec.device == "cpu" and not is_engine_sum(spec.rule, spec.wire):
+        return meshed(spec.transport)
+    return spec.transport
+
+
 def _bounds(spec: ExchangeSpec, num_shards: int, part_bytes: int | None) -> tuple[int, ...]:
+    if part_bytes is None:
+        can_overlap = overlaps(spec.transport)
+        part_bytes = OVERLAPPING_PART_BYTES if can_overlap else PART_BYTES
     if spec.rule.sees_rows:
         part_bytes = None  # its result depends on the block: whole shards, however long
-    elif part_bytes is not None and is_engine_sum(spec.rule, spec.wire):
+    elif is_engine_sum(spec.rule, spec.wire):
         part_bytes = max(part_bytes, _SUM_PART_BYTES)
     return part_bounds(spec.numel, num_shards, itemsize=spec.dtype.itemsize, part_bytes=part_bytes)

@@ -68,7 +68,7 @@ class ExchangeSpec:
     transport: Transport
     name: str  # stem of the operations' names
     numel: int  # values of each rank
-    dtype: torch.dtype  # float32 or float64
+    dtype: torch.dtype  # of what is given and returned
     device: str
     rule: Rule  # aggregates the ranks' rows
     wire: Wire = Compression.none  # the format in which values travel
@@ -179,8 +179,9 @@ def flat_exchange(spec: ExchangeSpec, *, run: RunRule = run_rule) -> Exchange:
 def on_shard_owners(spec: ExchangeSpec, wire: Compression, run: RunRule) -> Exchange:
     """Apply a rule on shard owners; see the module's head."""
     transport, name, num_ranks = spec.transport, spec.name, spec.transport.world_size
-    # A wire of 16 bits needs a copy to send from, and to receive into; others need none.
-    narrow = None if wire.dtype is None else spec.zeros(spec.numel, dtype=wire.dtype)
+    # A narrower wire needs a copy to send from, and to receive into; others need none.
+    is_own = wire.dtype in (None, spec.dtype)
+    narrow = None if is_own else spec.zeros(spec.numel, dtype=wire.dtype)
     rows = spec.zeros(num_ranks, spec.numel // num_ranks, dtype=wire.dtype)  # [n, shard]
     reduced = torch.zeros_like(rows[0])  # [shard]
 

@@ -13,7 +13,9 @@ import inspect
 import queue
 import socket
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,9 +28,10 @@ from loft_hvd.errors import (
     MissingDependencyError,
     UsageError,
 )
-from loft_hvd.transport.base import Work
+from loft_hvd.transport.base import Channel, Transport, Work
 from loft_hvd.transport.heartbeat.heartbeat import Heartbeat
 from loft_hvd.transport.heartbeat.watched import heartbeat_of, open_heartbeat, watched
+from loft_hvd.transport.mesh import Mesh, MeshTransport, open_mesh
 
 __all__ = [
     "ElasticNotices",
@@ -226,9 +229,29 @@ class HorovodTransport:
         except Exception as error:
             self._explain(error)
             raise
+        return self.follow(_HorovodWork(self._hvd, handle, copy_to=copy_to), name)
+
+    def follow(self, work: Work, name: str) -> Work:
+        """Put an operation under the eyes of the heartbeat."""
         if heartbeat_of(self._world) is None:
             name = f"*{name}"  # the heartbeat is of all ranks, the operation of some
-        return watched(_HorovodWork(self._hvd, handle, copy_to=copy_to), name, self.watch)
+        return watched(work, name, self.watch)
+
+    def meshed(self) -> Transport:
+        """Return these ranks over a mesh where Gloo's are on several nodes; see ``mesh.meshed``.
+
+        Not in elastic jobs, which recover by the errors of Horovod's own operations, and not for
+        some of the ranks only.
+        """
+        setting = config().mesh
+        is_global = self._set.process_set_id == self._hvd.global_process_set.process_set_id
+        is_gloo = self._hvd.gloo_enabled() and not self._hvd.mpi_enabled()
+        if setting == "off" or config().is_elastic or not (is_global and is_gloo):
+            return self
+        if setting == "auto" and self.local_size == self.world_size:
+            return self  # loopback: as fast without (docs/benchmarks.md)
+        mesh = _mesh_of(self, self.world_size, self.rank)
+        return self if mesh is None else MeshTransport(self, mesh)
 
     def subset(self, parts: Sequence[tuple[int, ...]]) -> HorovodTransport:
         """Return the ranks of this rank's part, as a process set; every rank calls it alike."""
@@ -268,6 +291,29 @@ class HorovodTransport:
         ranks = self._set.ranks
         root = ranks[0] if ranks else 0  # Horovod counts roots by its own ranks
         return self._start(name, self._hvd.broadcast_async_, _wire_view(buffer), root)
+
+
+def _mesh_of(transport: HorovodTransport, world_size: int, rank: int) -> Mesh | None:
+    """Return the mesh of a world's ranks, which the first call opens with all of them."""
+    kept = _meshes()
+    with kept.lock:
+        if (world_size, rank) not in kept.by_world:
+            channel = Channel(transport, "loft.mesh")
+            kept.by_world[world_size, rank] = open_mesh(channel, interface=config().interface)
+        return kept.by_world[world_size, rank]
+
+
+@dataclass(frozen=True)
+class _Meshes:
+    """The meshes of this process, by world size and rank; None where ranks cannot connect."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    by_world: dict[tuple[int, int], Mesh | None] = field(default_factory=dict)
+
+
+@functools.cache
+def _meshes() -> _Meshes:
+    return _Meshes()
 
 
 def _takes_outputs(ops: Any) -> bool:

@@ -37,6 +37,18 @@ def test_ranks_pass_together(launcher: str, num_ranks: int) -> None:
     assert done.output.count(" passed") == num_ranks, done.output[-8000:]
 
 
+@pytest.mark.long
+def test_ranks_pass_together_over_a_mesh() -> None:
+    done = launch(
+        3,
+        ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=60", RANKS],
+        timeout_s=390,
+        env={"LOFT_HVD_TIMEOUT_S": "30", "LOFT_HVD_MESH": "on"},
+    )
+    assert done.returncode == 0, done.output[-8000:]
+    assert done.output.count(" passed") == 3, done.output[-8000:]
+
+
 @needs_mpirun
 @pytest.mark.long
 @pytest.mark.parametrize("num_ranks", [1, 4])

@@ -14,7 +14,14 @@ import loft_hvd as loft
 from loft_hvd.aggregation.reference import reference
 from loft_hvd.errors import MismatchError, TransportTimeoutError
 from loft_hvd.pipeline import allreduce as allreduce_module
-from loft_hvd.transport.local import LocalTransport, LocalWatch, LocalWorld, run_ranks
+from loft_hvd.pipeline import reduction as reduction_module
+from loft_hvd.transport.local import (
+    LocalTransport,
+    LocalWatch,
+    LocalWorld,
+    _LocalWork,
+    run_ranks,
+)
 
 WORLD_SIZE = 4
 RULES = [loft.Mean(), loft.Mean(reproducible=True), loft.Median(), loft.TrimmedMean(f=1)]
@@ -36,7 +43,7 @@ def test_the_result_is_the_definitions_on_every_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if part_bytes is not None:
-        monkeypatch.setattr(allreduce_module, "PART_BYTES", part_bytes)
+        monkeypatch.setattr(reduction_module, "PART_BYTES", part_bytes)
 
     def work(transport: LocalTransport) -> Tensor:
         row = row_of(transport.rank, numel, dtype)
@@ -152,3 +159,29 @@ def test_names_that_never_come_again_keep_no_buffers() -> None:
         return len(allreduce_module._reductions()[transport])
 
     assert max(run_ranks(2, work)) <= 256
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("numel", [2004, 2005])
+def test_16_bits_travel_as_16_bits_and_are_rounded_once(
+    numel: int, rule: loft.Rule, dtype: torch.dtype
+) -> None:
+    class Counting(LocalTransport):
+        sent_bytes = 0
+
+        def _post(self, kind: str, name: str, send: Tensor, recv: Tensor) -> _LocalWork:
+            self.sent_bytes += 0 if name.endswith(".agree") else send.nbytes
+            return super()._post(kind, name, send, recv)
+
+    def work(transport: LocalTransport) -> tuple[Tensor, int]:
+        ends = Counting(transport._world, transport.rank)
+        row = row_of(transport.rank, numel, dtype)
+        return loft.allreduce(row, rule, name="x", transport=ends), ends.sent_bytes
+
+    rows = torch.stack([row_of(rank, numel, dtype) for rank in range(WORLD_SIZE)])
+    exact = torch.from_numpy(reference(rows.float().numpy(), rule)).to(dtype)
+    for result, sent_bytes in run_ranks(WORLD_SIZE, work):
+        assert torch.equal(result, exact)
+        shards = -(-numel // WORLD_SIZE // 16) * 16 if numel % WORLD_SIZE else numel // WORLD_SIZE
+        assert sent_bytes == 2 * shards * (WORLD_SIZE + 1)  # all shards, then the own one's result

@@ -47,6 +47,7 @@ _LAYERS = {
     "transport/conformance.py": 2,
     "transport/groups.py": 2,
     "transport/local.py": 2,
+    "transport/mesh.py": 2,
     "transport/horovod.py": 3,
     "transport/torch_distributed.py": 3,
     "transport/default.py": 4,

@@ -1,0 +1,124 @@
+"""A mesh is a transport like any other, with any number of exchanges under way at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import loft_hvd as loft
+from loft_hvd.errors import MismatchError, TransportTimeoutError
+from loft_hvd.pipeline import reduction as reduction_module
+from loft_hvd.pipeline.reduction import BucketReduction
+from loft_hvd.pipeline.ring import ExchangeSpec
+from loft_hvd.transport.base import Channel, Transport, wait_for
+from loft_hvd.transport.conformance import CHECKS
+from loft_hvd.transport.local import LocalTransport, run_ranks
+from loft_hvd.transport.mesh import MeshTransport, open_mesh
+
+
+def over_mesh(transport: LocalTransport) -> MeshTransport:
+    mesh = open_mesh(Channel(transport, "mesh", 20.0), interface="lo")
+    assert mesh is not None
+    return MeshTransport(transport, mesh)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_mesh_conforms(world_size: int) -> None:
+    def work(transport: LocalTransport) -> None:
+        ends = over_mesh(transport)
+        for check in CHECKS.values():
+            check(ends)
+
+    run_ranks(world_size, work)
+
+
+def test_a_rank_without_an_interface_leaves_all_without_a_mesh(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def work(transport: LocalTransport) -> bool:
+        interface = "" if transport.rank == 1 else "lo"
+        return open_mesh(Channel(transport, "mesh", 20.0), interface=interface) is None
+
+    assert run_ranks(3, work) == [True] * 3
+    assert "rank 1: no connections between all ranks (no interface is known)" in caplog.text
+
+
+def test_ranks_may_start_exchanges_in_any_order() -> None:
+    def work(transport: LocalTransport) -> list[list[int]]:
+        ends = over_mesh(transport)
+        names = [f"x{at}" for at in range(8)]
+        rows = {name: torch.zeros(3, dtype=torch.int64) for name in names}
+        own = [torch.tensor([10 * at + ends.rank]) for at in range(8)]
+        order = range(8) if ends.rank == 0 else range(7, -1, -1)
+        works = [ends.allgather(own[at], rows[names[at]], name=names[at]) for at in order]
+        for each in works:
+            wait_for(each, what="x", timeout_s=20)
+        return [rows[name].tolist() for name in names]
+
+    expected = [[10 * at, 10 * at + 1, 10 * at + 2] for at in range(8)]
+    assert run_ranks(3, work) == [expected] * 3
+
+
+def test_ranks_that_disagree_on_the_size_wait_and_go_on() -> None:
+    def work(transport: LocalTransport) -> list[float]:
+        ends = over_mesh(transport)
+        row = torch.zeros(1000 * (1 + ends.rank))
+        work = ends.allgather(row, torch.zeros(2 * row.numel()), name="x")
+        with pytest.raises(TransportTimeoutError):
+            wait_for(work, what="x", timeout_s=0.2)
+        rows = torch.zeros(2)
+        wait_for(ends.allgather(torch.ones(1), rows, name="y"), what="y", timeout_s=20)
+        return rows.tolist()
+
+    assert run_ranks(2, work) == [[1.0, 1.0]] * 2
+
+
+def test_ranks_that_bring_other_sizes_to_an_allreduce_hear_so_and_may_try_again() -> None:
+    def work(transport: LocalTransport) -> Tensor:
+        ends = over_mesh(transport)
+        with pytest.raises(MismatchError, match=r"numel differs on ranks \[1\]"):
+            loft.allreduce(torch.zeros(6 + ends.rank % 2), loft.Median(), name="x", transport=ends)
+        return loft.allreduce(
+            torch.full((7,), float(ends.rank)), loft.Median(), name="x", transport=ends
+        )
+
+    for result in run_ranks(3, work):
+        assert torch.equal(result, torch.ones(7))
+
+
+def test_groups_of_a_mesh_exchange_among_themselves() -> None:
+    def work(transport: LocalTransport) -> list[int]:
+        part = over_mesh(transport).subset(((0, 2), (1, 3)))
+        rows = torch.zeros(2, dtype=torch.int64)
+        own = torch.tensor([transport.rank])
+        wait_for(part.allgather(own, rows, name="x"), what="x", timeout_s=20)
+        return rows.tolist()
+
+    assert run_ranks(4, work) == [[0, 2], [1, 3], [0, 2], [1, 3]]
+
+
+@pytest.mark.parametrize("wire", [loft.Compression.none, loft.Compression.bf16])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_parts_of_parts_have_the_same_bits(
+    num_ranks: int, wire: loft.Compression, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reduction_module, "OVERLAPPING_PART_BYTES", 4096)
+
+    def reduced(ends: Transport, row: Tensor, num_parts: int) -> Tensor:
+        spec = ExchangeSpec(ends, "x", row.numel(), torch.float32, "cpu", loft.Median(), wire)
+        reduction = BucketReduction(spec)
+        assert reduction.num_parts == num_parts
+        for _ in range(3):  # buffers and names serve again
+            reduction.values.copy_(row)
+            reduction.start_from(reduction.padded, reduction.padded, None)
+            while not reduction.advance():
+                pass
+        return reduction.values.clone()
+
+    def work(transport: LocalTransport) -> bool:
+        row = torch.randn(20_011, generator=torch.Generator().manual_seed(transport.rank))
+        whole = reduced(transport, row, 1)
+        return torch.equal(whole, reduced(over_mesh(transport), row, 19))
+
+    assert run_ranks(num_ranks, work) == [True] * num_ranks
