@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from loft_hvd.codec import printable
 from loft_hvd.doctor import inspect as doctor
 from loft_hvd.doctor.run import RunResult, run_check
 from loft_hvd.errors import DataError, LoftError, MissingDependencyError
@@ -79,7 +80,7 @@ def _simulate(scenario: str, *, json_file: str | None, plot_file: str | None) ->
         results = run_file(scenario)
     except OSError as error:
         raise DataError(f"scenario {scenario!r} cannot be read ({error}); name a file") from error
-    print(results.scenario.description or results.scenario.name)
+    print(printable(results.scenario.description or results.scenario.name))
     _print_table(rows(results))
     if json_file is not None:
         _write("--json", json_file, json.dumps(results.to_dict(), indent=1) + "\n")
@@ -123,7 +124,7 @@ def _print_table(rows: Sequence[Sequence[str]]) -> None:
     for place, name in enumerate(rows[0]):
         table.add_column(name, justify="right" if place else "left", no_wrap=place > 0)
     for row in rows[1:]:
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*(Text(printable(cell)) for cell in row))
     Console().print(table)
 
 
@@ -293,7 +294,7 @@ def main() -> None:
     try:
         build_app()()
     except LoftError as error:
-        print(f"loft-hvd: {error}", file=sys.stderr)
+        print(f"loft-hvd: {printable(str(error))}", file=sys.stderr)
         sys.exit(1)
 
 

@@ -41,10 +41,18 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from loft_hvd.codec import MAX_LINE_BYTES, parse_json
 from loft_hvd.config import config
 from loft_hvd.errors import ArgumentError, DataError
 
-__all__ = ["MOST_ROWS", "RunLog", "find_entries", "open_run_log", "read_run_log"]
+__all__ = [
+    "MOST_ROWS",
+    "RunLog",
+    "find_entries",
+    "open_run_log",
+    "read_json_lines",
+    "read_run_log",
+]
 
 _logger = logging.getLogger(__name__)
 
@@ -52,6 +60,7 @@ MOST_ROWS = 32  # ranks or workers in a line: a line of 1,000 has 400 kB, one of
 # Bounds a file, but for what must stay: a run of weeks must not fill a disk. Thinning as much takes
 # 0.08 s of one core, once in some 16 hours of 8 ranks.
 _MAX_BYTES = 16 * 1024 * 1024
+_MOST_READ = 8 * _MAX_BYTES  # of a file from anywhere: what must stay is not in the bound
 _PASSING = ("times", "fit", "explain", "suspicion")
 _PASSING_HEAD = re.compile(
     rb'{"kind": "(' + "|".join(_PASSING).encode() + rb')", "time_s": [^,]+, "step": (\d+)'
@@ -285,34 +294,66 @@ def open_run_log(log_dir: str | Path | None, *, rank: int) -> RunLog:
 
 def read_run_log(path: str | Path) -> list[dict[str, Any]]:
     """Return the lines of a run log, without a last one cut off by a crash; else a DataError."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"report {path}: {error}; name a loft-*.jsonl of log_dir") from error
     entries: list[dict[str, Any]] = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            entry = json.loads(line)
-        except ValueError as error:
-            if number == len(lines):  # the process was killed while it wrote
-                break
-            raise DataError(f"report {path}: line {number} is not JSON ({error})") from error
-        if not isinstance(entry, dict) or not {"kind", "step"} <= entry.keys():
-            raise DataError(f"report {path}: line {number} has no kind and step: not a run log")
-        entries.append(entry)
+    try:
+        for number, entry in enumerate(read_json_lines(path), start=1):
+            if not isinstance(entry, dict) or not {"kind", "step"} <= entry.keys():
+                raise DataError(f"line {number} has no kind and step: not a run log")
+            entries.append(entry)
+    except (OSError, DataError) as error:
+        raise DataError(f"report {path}: {error}; name a loft-*.jsonl of log_dir") from error
     return entries
+
+
+def read_json_lines(path: str | os.PathLike[str]) -> Iterator[Any]:
+    """Yield the value of each line of a file, but for empty ones and a last one that is cut off.
+
+    Raises:
+        OSError: the file cannot be read.
+        DataError: it is too long, or has a line before the last that is not JSON.
+    """
+    with open(path, "rb") as file:
+        failed: DataError | None = None  # forgiven where no line follows
+        number = num_bytes = 0
+        # A line beyond the limit comes in pieces: a file without line ends costs no memory.
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            number, num_bytes = number + 1, num_bytes + len(line)
+            if failed is not None:
+                raise failed
+            if num_bytes > _MOST_READ:
+                raise DataError(f"it has more than {_MOST_READ} bytes")
+            try:
+                text = line.decode()
+                value = parse_json(text) if text.strip() else None
+            except ValueError as error:  # UnicodeDecodeError is one
+                failed = DataError(f"line {number} is not JSON ({error})")
+                continue
+            if text.strip():
+                yield value
+        if failed is not None and number == 1:  # not one whole line: no file of ours
+            raise failed
 
 
 def find_entries(folder: str | Path, kind: str) -> Iterator[dict[str, Any]]:
     """Yield the lines of one kind in all run logs of a folder, oldest first."""
-    mark = _mark(kind).decode()
-    for path in sorted(Path(folder).glob("loft-*.jsonl"), key=lambda path: path.stat().st_mtime_ns):
+    mark = _mark(kind)
+    paths = [path for path in Path(folder).glob("loft-*.jsonl") if path.is_file()]
+    for path in sorted(paths, key=_changed_ns):
         try:
-            with path.open(encoding="utf-8") as file:
-                lines = [line for line in file if line.startswith(mark)]
-        except (OSError, UnicodeDecodeError) as error:
+            with path.open("rb") as file:
+                # A line that is too long is cut, and then no JSON.
+                lines = iter(lambda: file.readline(MAX_LINE_BYTES), b"")
+                found = [line for line in lines if line.startswith(mark)]
+        except OSError as error:
             _logger.warning("the run log %s is not read: %s", path, error)
             continue
-        for line in lines:
+        for line in found:
             with suppress(ValueError):  # cut off by a crash
-                yield json.loads(line)
+                yield parse_json(line.decode())
+
+
+def _changed_ns(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:  # gone since it was listed
+        return 0

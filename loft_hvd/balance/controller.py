@@ -18,14 +18,24 @@ from typing import Any
 import numpy as np
 
 from loft_hvd.balance.interval import Interval
-from loft_hvd.balance.plan import MIN_BATCH, Bounds, Plan, QuarantineSizes, Sizes, choose_used
+from loft_hvd.balance.plan import (
+    MIN_BATCH,
+    Bounds,
+    Plan,
+    QuarantineSizes,
+    Rank,
+    Sizes,
+    check_history,
+    check_sizes,
+    choose_used,
+)
 from loft_hvd.balance.policies import make_policy
 from loft_hvd.balance.policy import Policy, Proposal, Task
 from loft_hvd.balance.search import round_to_lattice
-from loft_hvd.codec import decode, encode
+from loft_hvd.codec import Count, decode, encode
 from loft_hvd.errors import ArgumentError, PlanError
 
-__all__ = ["SETTLE_STEPS", "Controller", "Decision", "write_decisions"]
+__all__ = ["SETTLE_STEPS", "Controller", "ControllerState", "Decision", "write_decisions"]
 
 _logger = logging.getLogger(__name__)
 
@@ -40,8 +50,8 @@ _WARM_UP_INTERVALS = 2
 class Decision:
     """A plan and why it was made: one line of ``plans.jsonl``."""
 
-    plan_id: int
-    first_step: int
+    plan_id: Count
+    first_step: Count
     sizes: Sizes
     reason: str  # in plain words
     predicted_s: float | None = None  # of a step with it; None when not predicted
@@ -60,16 +70,36 @@ def write_decisions(path: str | os.PathLike[str], decisions: Iterable[Decision])
         file.writelines(json.dumps(asdict(made)) + "\n" for made in decisions)
 
 
-@dataclass
-class _State:
-    """What a run goes on from."""
+@dataclass(frozen=True)
+class MadeFor:
+    """What a controller's state is of."""
 
-    made_for: dict[str, Any]  # the world, batch and policy that all else is of
-    history: list[Decision]
-    num_intervals: int
+    world_size: int
+    global_batch_size: int
+    policy: str
+
+
+@dataclass(frozen=True)
+class ControllerState:
+    """What a controller goes on from."""
+
+    made_for: MadeFor
+    history: list[Decision]  # of all plans, the newest last
+    num_intervals: Count
     quarantine: QuarantineSizes
-    discarded: list[tuple[int, str, int]]  # rank, reason and number of reports not believed
+    discarded: list[tuple[Rank, str, Count]]  # rank, reason and number of reports not believed
     learnt: dict[str, Any]  # the policy's state
+
+    def __post_init__(self) -> None:
+        check_history([made.plan for made in self.history])
+        before = self.quarantine.before
+        for sizes in (self.history[-1].sizes, *([] if before is None else [before])):
+            check_sizes(
+                sizes,
+                world_size=self.made_for.world_size,
+                global_batch_size=self.made_for.global_batch_size,
+                what="sizes",
+            )
 
 
 class Controller:
@@ -259,27 +289,35 @@ class Controller:
         return "\n".join(lines)
 
     @property
-    def _made_for(self) -> dict[str, Any]:
-        return {
-            "world_size": self.task.world_size,
-            "global_batch_size": self.task.global_batch_size,
-            "policy": self.policy.name,
-        }
+    def _made_for(self) -> MadeFor:
+        return MadeFor(self.task.world_size, self.task.global_batch_size, self.policy.name)
 
     def state_dict(self) -> dict[str, Any]:
         """Return history, counts and what the policy learnt, JSON-able."""
-        discarded = [(rank, why, n) for (rank, why), n in sorted(self.discarded.items())]
-        learnt, num_intervals = self.policy.state_dict(), self._num_intervals
-        made_for, quarantine = self._made_for, self.quarantine
-        return encode(_State(made_for, self.history, num_intervals, quarantine, discarded, learnt))
+        return encode(self.state())
+
+    def state(self) -> ControllerState:
+        """Return what ``state_dict`` says."""
+        return ControllerState(
+            made_for=self._made_for,
+            history=self.history,
+            num_intervals=self._num_intervals,
+            quarantine=self.quarantine,
+            discarded=[(rank, why, n) for (rank, why), n in sorted(self.discarded.items())],
+            learnt=self.policy.state_dict(),
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where ``state_dict`` was taken; a PlanError for another world, batch or policy."""
-        saved = decode(_State, state, what="controller")
+        self.go_on(decode(ControllerState, state, what="controller"))
+
+    def go_on(self, saved: ControllerState) -> None:
+        """Go on from what was saved; one that is refused changes nothing."""
+        was, here = asdict(saved.made_for), asdict(self._made_for)
         wrong = [
-            f"{name}={saved.made_for.get(name)!r} instead of {here!r}"
-            for name, here in self._made_for.items()
-            if saved.made_for.get(name) != here
+            f"{name}={was[name]!r} instead of {here[name]!r}"
+            for name in here
+            if was[name] != here[name]
         ]
         if wrong:
             raise PlanError(
@@ -287,6 +325,6 @@ class Controller:
                 "this one with the same, or start it afresh"
             )
         self.policy.load_state_dict(saved.learnt)  # first: it refuses what it cannot read
-        self.history, self._num_intervals = saved.history, saved.num_intervals
+        self.history, self._num_intervals = list(saved.history), saved.num_intervals
         self.quarantine = saved.quarantine
         self.discarded = Counter({(rank, why): n for rank, why, n in saved.discarded})

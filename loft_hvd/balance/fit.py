@@ -10,14 +10,16 @@ times showed.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
 
-from loft_hvd.balance.interval import COMPUTE, FETCH, LOCAL, REMOTE, SIZE, STALL, Interval
+from loft_hvd.balance.interval import COLUMNS, COMPUTE, FETCH, LOCAL, REMOTE, SIZE, STALL, Interval
 from loft_hvd.balance.latency import StepModel, queued_samples
-from loft_hvd.balance.plan import Bools, Floats, Ints
+from loft_hvd.balance.plan import Bools, Floats, Ints, RankBools, RankFloats
 from loft_hvd.balance.regression import LinearFit, TermFitter, TimedRows
+from loft_hvd.codec import Count, Shape, Size
 
 __all__ = ["Fit", "Fitter", "Past"]
 
@@ -33,6 +35,8 @@ _EVIDENCE = 6.0  # gain in -2 log likelihood: chance alone brings it once in 70 
 _SPAN = 1.2  # sizes must span this ratio before a form can be told; measured: p95 +4.1 % with 1.05
 _SNAP = 0.03  # so near to 0 or 1, overlap is taken for it: noise alone does as much; measured
 _COUNTS_FADE = 0.65  # a row: counts are exact, so three rows will do; measured
+
+_Rows = Annotated[Floats, Shape("world_size", len(COLUMNS))]
 
 
 @dataclass(frozen=True)
@@ -66,12 +70,12 @@ class Fit:
 class Past:
     """What a fitter knows: rows of the last intervals, and what was learnt from those before."""
 
-    fetch: TermFitter
-    compute: TermFitter
-    knee: Floats  # as in the newest ``Fit``, [world_size]
-    rows: list[Floats] = field(default_factory=list)  # each [world_size, len(COLUMNS)]
-    valid: list[Bools] = field(default_factory=list)  # which may be used, each [world_size]
-    added: int = 0  # rows so far
+    fetch: Annotated[TermFitter, Size(num_terms=len(_FETCH_TERMS))]
+    compute: Annotated[TermFitter, Size(num_terms=len(_COMPUTE_TERMS))]
+    knee: RankFloats  # as in the newest ``Fit``
+    rows: Annotated[list[_Rows], Shape("num_rows")] = field(default_factory=list)
+    valid: Annotated[list[RankBools], Shape("num_rows")] = field(default_factory=list)  # usable
+    added: Count = 0  # rows so far
 
     @classmethod
     def of(cls, world_size: int) -> Past:

@@ -15,11 +15,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from loft_hvd.codec import Count, Within
 from loft_hvd.errors import ArgumentError
 
 __all__ = [
@@ -45,6 +46,9 @@ _SLACK = 1.25  # a rank cannot have been busy for longer than the step took on r
 _FARTHEST_STEPS = 1_000_000  # that a rank can have drawn beyond rank 0; it would be epochs ahead
 _TRIMMED = 0.2  # of the steps, at either end: what Yuen (1974) and Wilcox use most
 _SLACK_STEPS = 3  # between a rank's word on what it has drawn and the plan's arrival, and one more
+_MOST = 1e15  # of a sum: 30 million years, or as many samples
+
+Amount = Annotated[float, Within(0, _MOST)]
 
 
 # What an interval's steps usually take.
@@ -96,28 +100,28 @@ class Head(NamedTuple):
 class RankTimes:
     """What one rank spent on an average batch of the last interval."""
 
-    rank: int
-    steps: int  # batches measured, but for last ones of an epoch and the first with a new size
-    samples: float  # of a batch; 0 for a rank that computes dummy batches only
-    local: float  # of them from the rank's own node
-    remote: float  # of them from elsewhere
-    fetch_s: float  # seconds to read and prepare the batch, where that happens
-    stall_s: float  # of it that the script waited for; the rest ran beside the computing
-    compute_s: float  # from the batch's arrival to its last gradient, without ``queued_s``
-    queued_s: float  # the CPU was another process's; measured where a node has more ranks than CPUs
-    wait_s: float  # for the other ranks and the wire
-    other_s: float  # everything else, the optimizer and the script's own code
-    wall_s: float  # from the end of the step before to the end of this one
-    cached: float = 0.0  # of ``local``, samples that belong elsewhere but were in a cache
-    paused_s: float = 0.0  # checkpoints, evaluation, whose steps are left out of the rest
-    busy_s2: float = 0.0  # mean square of ``busy_s`` over the batches
+    rank: Count
+    steps: Count  # batches measured, but for last ones of an epoch and the first with a new size
+    samples: Amount  # of a batch; 0 for a rank that computes dummy batches only
+    local: Amount  # of them from the rank's own node
+    remote: Amount  # of them from elsewhere
+    fetch_s: Amount  # seconds to read and prepare the batch, where that happens
+    stall_s: Amount  # of it that the script waited for; the rest ran beside the computing
+    compute_s: Amount  # from the batch's arrival to its last gradient, without ``queued_s``
+    queued_s: Amount  # the CPU was another's; measured where a node has more ranks than CPUs
+    wait_s: Amount  # for the other ranks and the wire
+    other_s: Amount  # everything else, the optimizer and the script's own code
+    wall_s: Amount  # from the end of the step before to the end of this one
+    cached: Amount = 0.0  # of ``local``, samples that belong elsewhere but were in a cache
+    paused_s: Amount = 0.0  # checkpoints, evaluation, whose steps are left out of the rest
+    busy_s2: Amount = 0.0  # mean square of ``busy_s`` over the batches
     # What batches usually take, and the variance of one batch about it (``typical``).
-    typical_fetch_s: float = 0.0
-    typical_compute_s: float = 0.0
-    typical_wall_s: float = 0.0
-    fetch_spread_s2: float = 0.0
-    compute_spread_s2: float = 0.0
-    wall_spread_s2: float = 0.0
+    typical_fetch_s: Amount = 0.0
+    typical_compute_s: Amount = 0.0
+    typical_wall_s: Amount = 0.0
+    fetch_spread_s2: Amount = 0.0
+    compute_spread_s2: Amount = 0.0
+    wall_spread_s2: Amount = 0.0
 
     @property
     def busy_s(self) -> float:
@@ -199,10 +203,10 @@ def _means(sums: Floats) -> Floats:
 def read_times(sums: Floats) -> tuple[RankTimes, ...]:
     """Turn the sums of all ranks, in the order of ``SUMS``, [world_size, 20], into averages.
 
-    Sums that no clock can have measured (not finite, negative) count as 0.
+    Sums that no clock can have measured (not finite, negative, beyond 1e15) count as 0.
     """
     known = _means(sums)
-    known = np.where(np.isfinite(known) & (known >= 0), known, 0.0)
+    known = np.where((known >= 0) & (known <= _MOST), known, 0.0)  # NaN is neither
     return tuple(RankTimes(rank, int(row[0]), *row[1:]) for rank, row in enumerate(known.tolist()))
 
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Annotated
 
 import numpy as np
 
 from loft_hvd.balance.interval import COMPUTE, CPU, MEMORY, SIZE, Interval
-from loft_hvd.balance.plan import Bools, Floats, Sizes
+from loft_hvd.balance.plan import Bools, Floats, Rank, RankFloats, RankNumbers, Sizes
 from loft_hvd.balance.policy import Policy, Proposal, Task
+from loft_hvd.codec import Count, Shape, Within
 
 __all__ = ["PREDICTORS", "ExponentialAverage", "LbBspCpu", "LbBspGpu", "Narx", "Predictor"]
 
@@ -25,6 +27,7 @@ _GAIN = 0.3  # of the average: a speed counts for about three intervals
 # tells the speed, and to 5 % more at most where it tells nothing.
 _LAGS = 3
 _FEATURES = 3  # of an interval: speed, and the use of CPU and memory by others
+_WIDTH = _LAGS * _FEATURES  # of the network's input
 _HIDDEN = 10
 _RING = 64  # intervals that it learns from
 _EPOCHS = 12  # training steps on the whole ring for each new interval
@@ -40,8 +43,8 @@ _MEMORY = 4  # moves within which a reversal counts as oscillation
 class ExponentialAverage:
     """Averages past speeds."""
 
-    mean: Floats  # NaN before the first speed, [world_size]
-    gain: float = _GAIN  # of the newest speed, in (0, 1]; with 1 it is the prediction
+    mean: RankFloats  # NaN before the first speed
+    gain: Annotated[float, Within(0, 1)] = _GAIN  # of the newest speed; with 1 it is predicted
 
     @classmethod
     def of(cls, world_size: int, *, gain: float = _GAIN) -> ExponentialAverage:
@@ -62,6 +65,21 @@ class ExponentialAverage:
         return self.mean
 
 
+# Into the hidden layer, its bias, out of it, straight past it, and an offset.
+_Weights = tuple[
+    Annotated[Floats, Shape("world_size", _WIDTH, _HIDDEN)],
+    Annotated[Floats, Shape("world_size", _HIDDEN)],
+    Annotated[Floats, Shape("world_size", _HIDDEN)],
+    Annotated[Floats, Shape("world_size", _WIDTH)],
+    RankFloats,
+]
+
+
+def _no_weights(world_size: int) -> _Weights:
+    into, hidden = np.zeros((world_size, _WIDTH, _HIDDEN)), np.zeros((world_size, _HIDDEN))
+    return into, hidden, hidden.copy(), np.zeros((world_size, _WIDTH)), np.zeros(world_size)
+
+
 @dataclass
 class Narx:
     """A nonlinear autoregression with exogenous inputs: a small network a rank, trained online.
@@ -71,38 +89,30 @@ class Narx:
     """
 
     plain: ExponentialAverage
-    # Into the hidden layer [world_size, width, hidden], its bias and out of it [world_size,
-    # hidden], straight past it [world_size, width], offset [world_size].
-    weights: list[Floats]
-    moments: list[tuple[Floats, Floats]]  # Adam's mean and mean square of each weight's gradient
-    window: Floats  # last intervals, newest first, NaN before them, [world_size, lags, features]
-    rows: Floats  # inputs learnt from, [num_rows, world_size, width]
-    targets: Floats  # what followed on each, [num_rows, world_size]
-    usable: Bools  # which of them were measured, [num_rows, world_size]
-    misses: Floats  # rolling squared errors of the average and of the network, [2, world_size]
-    scale: Floats  # each rank's first speed, the unit of its inputs; NaN before, [world_size]
-    num_updates: int = 0  # training steps so far
-
-    def __post_init__(self) -> None:
-        # Lists without entries have lost their shape on the way through a state.
-        num_ranks, width = len(self.scale), _LAGS * _FEATURES
-        self.rows = self.rows.reshape(-1, num_ranks, width)
-        self.targets = self.targets.reshape(-1, num_ranks)
-        self.usable = self.usable.reshape(-1, num_ranks)
+    weights: _Weights
+    means: _Weights  # Adam's mean of each weight's gradient
+    squares: _Weights  # and its mean square
+    window: Annotated[Floats, Shape("world_size", _LAGS, _FEATURES)]  # newest first, NaN before
+    rows: Annotated[Floats, Shape("num_rows", "world_size", _WIDTH)]  # inputs learnt from
+    targets: Annotated[Floats, Shape("num_rows", "world_size")]  # what followed on each
+    usable: Annotated[Bools, Shape("num_rows", "world_size")]  # which of them were measured
+    # Rolling squared errors of the average and of the network.
+    misses: Annotated[Floats, Shape(2, "world_size")]
+    scale: RankFloats  # each rank's first speed, the unit of its inputs; NaN before
+    num_updates: Count = 0  # training steps so far
 
     @classmethod
     def of(cls, world_size: int) -> Narx:
         """Return one that has seen nothing."""
-        width = _LAGS * _FEATURES
-        into = np.random.default_rng(0).normal(0, width**-0.5, (world_size, width, _HIDDEN))
-        others = [(world_size, _HIDDEN), (world_size, _HIDDEN), (world_size, width), (world_size,)]
-        weights = [into, *map(np.zeros, others)]
+        into = np.random.default_rng(0).normal(0, _WIDTH**-0.5, (world_size, _WIDTH, _HIDDEN))
+        weights, means, squares = (_no_weights(world_size) for _ in range(3))
         return cls(
             plain=ExponentialAverage.of(world_size),
-            weights=weights,
-            moments=[(np.zeros_like(each), np.zeros_like(each)) for each in weights],
+            weights=(into, *weights[1:]),
+            means=means,
+            squares=squares,
             window=np.full((world_size, _LAGS, _FEATURES), np.nan),
-            rows=np.zeros((0, world_size, width)),
+            rows=np.zeros((0, world_size, _WIDTH)),
             targets=np.zeros((0, world_size)),
             usable=np.zeros((0, world_size), bool),
             misses=np.ones((2, world_size)),
@@ -170,8 +180,8 @@ class Narx:
     def _adam(self, gradients: list[Floats]) -> None:
         """Take Adam's step: rate 0.02, betas 0.9 and 0.99, and a weak weight decay."""
         self.num_updates += 1
-        for weight, (mean, square), gradient in zip(
-            self.weights, self.moments, gradients, strict=True
+        for weight, mean, square, gradient in zip(
+            self.weights, self.means, self.squares, gradients, strict=True
         ):
             pulled = gradient + 1e-4 * weight
             mean += 0.1 * (pulled - mean)
@@ -195,6 +205,7 @@ class LbBspCpu(Policy):
     """
 
     state: Predictor
+    task: Task
 
     def __init__(self, predictor: str = "narx", *, clock: str = "compute") -> None:
         self.name = "lbbsp-cpu" + (f":{predictor}" if predictor != "narx" else "")
@@ -202,7 +213,7 @@ class LbBspCpu(Policy):
         self._kind, self._clock = predictor, clock
 
     def start(self, task: Task) -> Sizes:
-        self._task = task
+        self.task = task
         self.state = PREDICTORS[self._kind](task.world_size)
         return task.equal()
 
@@ -221,7 +232,7 @@ class LbBspCpu(Policy):
         if np.isnan(speeds).all():
             return None
         speeds = np.where(np.isnan(speeds), np.nanmean(speeds), speeds)
-        sizes = self._task.rounded(self._task.global_batch_size * speeds / speeds.sum())
+        sizes = self.task.rounded(self.task.global_batch_size * speeds / speeds.sum())
         if sizes == tuple(interval.sizes):
             return None
         return Proposal(sizes, "in proportion to predicted speeds")
@@ -235,11 +246,11 @@ class LbBspCpu(Policy):
 class _Moves:
     """What ``LbBspGpu`` remembers."""
 
-    step: int  # samples that move at a time
-    sums: list[float]  # compute seconds of the window so far, [world_size]
-    window: int = 1  # intervals between two moves
-    seen: int = 0  # intervals of the window so far
-    moves: list[tuple[int, int]] = field(default_factory=list)  # the last (giver, taker) pairs
+    step: Annotated[int, Within(1)]  # samples that move at a time
+    sums: RankNumbers  # compute seconds of the window so far
+    window: Annotated[int, Within(1)] = 1  # intervals between two moves
+    seen: Count = 0  # intervals of the window so far
+    moves: list[tuple[Rank, Rank]] = field(default_factory=list)  # the last (giver, taker) pairs
     held_at: float = 0.0  # imbalance at which a pair was left alone; 0 for none
 
 
@@ -253,9 +264,10 @@ class LbBspGpu(Policy):
 
     name = "lbbsp-gpu"
     state: _Moves
+    task: Task
 
     def start(self, task: Task) -> Sizes:
-        self._task = task
+        self.task = task
         grain, share = task.bounds.grain, task.global_batch_size // task.world_size
         self.state = _Moves(max(share // 4 // grain, 1) * grain, [0.0] * task.world_size)
         return task.equal()
@@ -263,7 +275,7 @@ class LbBspGpu(Policy):
     def propose(self, interval: Interval, *, first_step: int) -> Proposal | None:
         """Move samples at the end of a window."""
         del first_step
-        state, bounds = self.state, self._task.bounds
+        state, bounds = self.state, self.task.bounds
         if not interval.valid.any():
             return None
         compute = interval.rows[:, COMPUTE]
@@ -293,7 +305,7 @@ class LbBspGpu(Policy):
 
     def _damp(self, giver: int, taker: int, ratio: float) -> None:
         """Halve the step and double the window when a move takes back an earlier one."""
-        state, grain = self.state, self._task.bounds.grain
+        state, grain = self.state, self.task.bounds.grain
         gave, took = {move[0] for move in state.moves}, {move[1] for move in state.moves}
         if giver not in took and taker not in gave:
             state.held_at = 0.0

@@ -441,7 +441,7 @@ class LivePlan:
                 num_steps=self.num_steps,
                 next_step=self._batches.next_step,
                 plans=[[plan.plan_id, plan.first_step, *plan.sizes] for plan in self.history],
-                controller=None if self._controller is None else self._controller.state_dict(),
+                controller=None if self._controller is None else self._controller.state(),
                 policy=self._options.policy.text,
                 devices=list(self._limits.keys),
                 measured=self._archive.rows(),
@@ -456,7 +456,7 @@ class LivePlan:
         """
         is_same = can_go_on(saved, self._limits, self._options, warns=self._transport.rank == 0)
         if is_same and self._controller is not None and saved.controller is not None:
-            self._controller.load_state_dict(saved.controller)  # first: it may refuse
+            self._controller.go_on(saved.controller)  # first: it may refuse
             self._controller.forget_after(saved.history[-1].plan_id)
         self._exchange.forget()
         self._archive.take(saved.measured)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
@@ -24,9 +25,18 @@ import numpy.typing as npt
 from loft_hvd.balance.explain import describe_fit
 from loft_hvd.balance.fit import Fit, Fitter, Past
 from loft_hvd.balance.interval import Interval
-from loft_hvd.balance.plan import Bools, Bounds, Floats, Ints, Sizes
+from loft_hvd.balance.plan import (
+    Bools,
+    Bounds,
+    Ints,
+    Rank,
+    RankFloats,
+    RankNumbers,
+    Sizes,
+)
 from loft_hvd.balance.policy import Policy, Proposal, Task
 from loft_hvd.balance.search import SOLVERS, round_to_lattice
+from loft_hvd.codec import Count, Shape
 from loft_hvd.errors import ArgumentError, PlanError
 
 __all__ = ["DEAD_BAND", "Forecast", "Loft", "Verdicts"]
@@ -55,13 +65,15 @@ _PINNING_STRIKES = 1.5  # so that the second miss pins, unless the first was for
 _FADE = 0.9  # of strikes and suspicion, an interval: the first of two is forgiven after seven
 _MOST_DRIFT = 4.0  # how much slower ranks may say the cluster has become
 
+_Proven = Annotated[list[Count], Shape("world_size")]
+
 
 @dataclass(frozen=True)
 class Forecast:
     """What the model said before a plan came into force."""
 
     sizes: Sizes
-    times: Floats  # predicted seconds of each rank with them, [world_size]
+    times: RankFloats  # predicted seconds of each rank with them
 
 
 @dataclass(frozen=True)
@@ -79,20 +91,21 @@ class Verdicts:
     equal: Sizes  # the equal sizes of the run
     equal_s: float = float("nan")  # of a step with them, as last measured; NaN before
     aggregate_s: float = 0.0  # of such a step that the slowest report left over
-    suspicion: list[float] = field(default_factory=list)  # how much each rank misled the model
-    pinned: list[int] = field(default_factory=list)  # ranks held at their equal share
-    num_misses: int = 0  # plans that were worse than equal sizes
+    suspicion: RankNumbers = field(default_factory=list)  # how much each rank misled the model
+    pinned: list[Rank] = field(default_factory=list)  # ranks held at their equal share
+    num_misses: Count = 0  # plans that were worse than equal sizes
     strikes: float = 0.0  # misses that count; they fade if a rank admitted the last one
     is_admitted: bool = False  # a rank said that it was busy for as long as the step last undone
-    pause: int = 0  # intervals to let pass before the next change
+    pause: Count = 0  # intervals to let pass before the next change
     scale: float = 1.0  # share of a wanted change that is carried out, in (0, 1]
-    proven: list[int] = field(default_factory=list)  # largest batch of each rank that passed
+    proven: _Proven = field(default_factory=list)  # largest batch of each rank that passed
     on_trial: Trial | None = None  # a plan that was undone, until equal sizes are measured
-    misled: list[float] = field(default_factory=list)  # how much each rank may have misled it
+    misled: RankNumbers = field(default_factory=list)  # how much each rank may have misled it
 
     def __post_init__(self) -> None:
         self.proven = self.proven or list(self.equal)
         self.suspicion = self.suspicion or [0.0] * len(self.equal)
+        self.misled = self.misled or [0.0] * len(self.equal)
 
     def _explained_s(self, interval: Interval) -> float:
         """Return how long a step should have taken by what ranks say of themselves."""
@@ -182,13 +195,13 @@ class LoftState:
 
     past: Past  # of the fit
     verdicts: Verdicts  # on its plans
-    before: Sizes  # in force when the forecast was made, [world_size]
+    before: Sizes  # in force when the forecast was made
     forecast: Forecast | None = None  # of the plan under watch; None once it was judged
     aggregate_s: float = float("nan")  # what steps lately took beyond the slowest rank
     equal_model_s: float = float("nan")  # predicted for a step when equal sizes were measured
-    lasted: int = 0  # intervals that a small gain has lasted
-    stuck: int = 0  # intervals that a rank has been slowest without a remedy
-    probe_after: int = _PROBE_AFTER  # so many of these
+    lasted: Count = 0  # intervals that a small gain has lasted
+    stuck: Count = 0  # intervals that a rank has been slowest without a remedy
+    probe_after: Count = _PROBE_AFTER  # so many of these
     note: str = "no times yet"  # what the last decision was
 
 
@@ -204,6 +217,7 @@ class Loft(Policy):
     """
 
     state: LoftState
+    task: Task
 
     def __init__(
         self,
@@ -223,14 +237,14 @@ class Loft(Policy):
         self._source = source
 
     def start(self, task: Task) -> Sizes:
-        self._task, equal = task, task.equal()
+        self.task, equal = task, task.equal()
         self._fit: Fit | None = None
         self.state = LoftState(Past.of(task.world_size), Verdicts(equal), before=equal)
         return equal
 
     @property
     def _fitter(self) -> Fitter:  # of what is learnt: nothing to keep beside the state
-        return Fitter(self._task.world_size, source=self._source, past=self.state.past)
+        return Fitter(self.task.world_size, source=self._source, past=self.state.past)
 
     @property
     def fit(self) -> Fit | None:
@@ -308,7 +322,7 @@ class Loft(Policy):
 
     def _search(self, interval: Interval, fit: Fit) -> Proposal | None:
         """Return the best sizes known if they are worth a change, or a probe."""
-        state, verdicts, task, now = self.state, self.state.verdicts, self._task, interval.sizes
+        state, verdicts, task, now = self.state, self.state.verdicts, self.task, interval.sizes
         held = fit.is_poor.copy()
         held[verdicts.pinned] = True
         if held.sum() > len(held) // 2:
@@ -341,7 +355,7 @@ class Loft(Policy):
 
         Ranks that are ``held`` stay at their equal share, or a grain beside it. All [world_size].
         """
-        bounds, verdicts = self._task.bounds, self.state.verdicts
+        bounds, verdicts = self.task.bounds, self.state.verdicts
         equal, grain = np.array(verdicts.equal), bounds.grain
         grown = np.maximum(_GROWTH * np.array(verdicts.proven), equal)
         shrunk = np.minimum(now // _SHRINKING, equal) // grain * grain

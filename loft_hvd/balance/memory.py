@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
 
 from loft_hvd.balance.batches import BatchQueue
 from loft_hvd.balance.limits import RankLimits
+from loft_hvd.codec import Within, decode
 from loft_hvd.errors import ArgumentError, LoftError, PeerError, PlanError
 from loft_hvd.runlog import RunLog, find_entries
 from loft_hvd.transport.base import Channel, Transport
@@ -85,12 +88,24 @@ def cap_after(size: int, *, largest_done: int, grain: int) -> int:
     return max(cap // grain * grain if cap >= grain else cap, 1)
 
 
+@dataclass(frozen=True)
+class _LoggedCap:
+    """What a ``cap`` line says of a device."""
+
+    device: str
+    cap: Annotated[int, Within(1)]
+
+
 def logged_caps(folder: str | Path) -> dict[str, int]:
-    """Return the caps that the run logs of a folder hold, by device; the newest counts."""
+    """Return the caps that the run logs of a folder hold, by device; the newest counts.
+
+    A line that says no such thing is passed over: a run must not end for want of an old one's log.
+    """
     caps = {}
     for entry in find_entries(folder, "cap"):
-        if isinstance(entry.get("device"), str) and isinstance(entry.get("cap"), int):
-            caps[entry["device"]] = entry["cap"]
+        with suppress(ArgumentError):
+            found = decode(_LoggedCap, entry, what="cap", is_open=True)
+            caps[found.device] = found.cap
     return caps
 
 

@@ -13,10 +13,12 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
 
+from loft_hvd.codec import Count, Index, Shape, Within
 from loft_hvd.errors import ArgumentTypeError, PlanError
 
 __all__ = [
@@ -25,6 +27,7 @@ __all__ = [
     "Plan",
     "QuarantineSizes",
     "StepSizes",
+    "check_history",
     "check_sizes",
     "choose_used",
 ]
@@ -33,7 +36,13 @@ __all__ += ["equal_sizes", "proportional_sizes", "scale_sizes", "whole_sizes"]
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
-Sizes = tuple[int, ...]  # samples of each rank, [world_size]
+# One value a rank, [world_size]: what a saved state must hold too.
+RankFloats = Annotated[Floats, Shape("world_size")]
+RankInts = Annotated[Ints, Shape("world_size"), Within(0)]
+RankBools = Annotated[Bools, Shape("world_size")]
+RankNumbers = Annotated[list[float], Shape("world_size")]
+Sizes = Annotated[tuple[Count, ...], Shape("world_size")]  # samples
+Rank = Annotated[int, Index("world_size")]
 
 MIN_BATCH = 2  # least samples of a rank where nothing is asked: batch norm cannot train on one
 _HEADER = 2  # plan_id, first_step
@@ -135,6 +144,21 @@ def check_sizes(
         f"{what}={list(sizes)} {wrong}, but {limit}; give one size a rank, adding up to "
         f"global_batch_size={global_batch_size}"
     )
+
+
+def check_history(plans: Sequence[Plan]) -> None:
+    """Raise unless these can be the plans of a run: the first from step 0 on, in order, alike."""
+    for number, plan in enumerate(plans):
+        before = plans[max(number - 1, 0)]
+        is_next = plan.plan_id == number and (plan.first_step > before.first_step or not number)
+        if not is_next or plan.world_size != before.world_size:
+            raise PlanError(
+                f"plan {plan.plan_id} from step {plan.first_step} for {plan.world_size} ranks "
+                f"cannot be number {number}, after step {before.first_step} for "
+                f"{before.world_size} ranks"
+            )
+    if not plans or plans[0].first_step != 0:
+        raise PlanError("a run has a plan from step 0 on, and here is none")
 
 
 @dataclass(frozen=True)

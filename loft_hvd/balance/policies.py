@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,10 +14,16 @@ from loft_hvd.balance.lbbsp import LbBspCpu, LbBspGpu
 from loft_hvd.balance.loft import DEAD_BAND, Loft
 from loft_hvd.balance.plan import Plan, Sizes, check_sizes, whole_sizes
 from loft_hvd.balance.policy import Policy, Proposal, Task
-from loft_hvd.errors import ArgumentError, ArgumentTypeError, PlanError
+from loft_hvd.codec import Count, decode
+from loft_hvd.errors import ArgumentError, ArgumentTypeError, DataError, PlanError
+from loft_hvd.runlog import read_json_lines
 
 __all__ = ["POLICIES", "Fixed", "Replay", "Uniform", "make_policy"]
 
+_GIVE = (
+    "give what Balancer.write_plans wrote, a JSON object a line with first_step and sizes, or a "
+    "run log"
+)
 POLICIES = (
     "loft",
     "uniform",
@@ -80,13 +85,11 @@ class Replay(Uniform):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = os.fspath(path)
         try:
-            rows = _read_rows(Path(path).read_text(encoding="utf-8").splitlines())
-            sizes_at = dict(_read_plan(row) for row in rows if row.get("kind", "plan") == "plan")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise PlanError(
-                f"Replay {self._path}: {error!r}; give what Balancer.write_plans wrote, a JSON "
-                "object a line with first_step and sizes, or a run log"
-            ) from error
+            rows = [row for row in read_json_lines(path) if _is_plan(row)]
+        except (OSError, DataError) as error:
+            raise PlanError(f"Replay {self._path}: {error}; {_GIVE}") from error
+        plans = [_read_plan(self._path, number, row) for number, row in enumerate(rows)]
+        sizes_at = {plan.first_step: plan.sizes for plan in plans}
         if 0 not in sizes_at:
             raise PlanError(
                 f"Replay {self._path}: the plans start at steps {sorted(sizes_at)}; one must start "
@@ -119,23 +122,25 @@ class Replay(Uniform):
         return Proposal(sizes, "as in the run that is replayed")
 
 
-def _read_rows(lines: Sequence[str]) -> list[Any]:
-    """Return what lines hold; the last one of a run log may have been cut off by a crash."""
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            rows += [json.loads(line)] if line.strip() else []
-        except ValueError:
-            if not rows or number < len(lines):
-                raise
-    return rows
+@dataclass(frozen=True)
+class _Row:
+    """What a line says of a plan."""
+
+    first_step: Count
+    sizes: Sizes
 
 
-def _read_plan(row: Mapping[str, Any]) -> tuple[int, Sizes]:
-    counts = [row["first_step"], *row["sizes"]]
-    if not all(type(count) is int and count >= 0 for count in counts):
-        raise ValueError(f"first_step={counts[0]} and sizes={counts[1:]} are not all counts")
-    return counts[0], tuple(counts[1:])
+def _read_plan(path: str, number: int, row: Any) -> _Row:
+    what, call = f"plan {number}", f"Replay {path}"
+    try:
+        return decode(_Row, row, what=what, call=call, is_open=True, advice=_GIVE)
+    except ArgumentError as error:
+        raise PlanError(str(error)) from error
+
+
+def _is_plan(row: Any) -> bool:
+    """Whether a line is of a plan; in a file of plans, without kinds, all are."""
+    return not isinstance(row, Mapping) or row.get("kind", "plan") == "plan"
 
 
 def make_policy(policy: str | Sequence[int] | Policy, *, dead_band: float = DEAD_BAND) -> Policy:

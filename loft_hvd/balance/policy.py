@@ -65,6 +65,7 @@ class Policy(ABC):
     uses_times: bool = True  # one that does not needs no controller to train by
     is_adaptive: bool = True  # makes new plans while training runs
     state: Any = _Nothing()  # what it has learnt, a dataclass that loft_hvd.codec can write
+    task: Task | None = None  # from ``start`` on; a state is of as many ranks
 
     @property
     def text(self) -> str:
@@ -83,6 +84,7 @@ class Policy(ABC):
 
     def start(self, task: Task) -> Sizes:
         """Begin a run; returns its first sizes, as equal as the bounds allow."""
+        self.task = task
         return task.equal()
 
     @abstractmethod
@@ -108,5 +110,6 @@ class Policy(ABC):
         return encode(self.state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken."""
-        self.state = decode(type(self.state), state, what=f"policy {self.name}")
+        """Go on where ``state_dict`` was taken, among as many ranks; an ArgumentError else."""
+        sizes = {} if self.task is None else {"world_size": self.task.world_size}
+        self.state = decode(type(self.state), state, what=f"policy {self.name}", sizes=sizes)

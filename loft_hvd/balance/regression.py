@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 
-from loft_hvd.balance.plan import Bools, Floats, Ints
+from loft_hvd.balance.plan import Bools, Floats, Ints, RankFloats, RankInts
+from loft_hvd.codec import Shape
 
 __all__ = ["LinearFit", "TermFitter", "TimedRows", "fit_times"]
 
@@ -65,10 +67,11 @@ class TimedRows:
 class LinearFit:
     """Coefficients of every rank."""
 
-    coefficients: Floats  # seconds for one of each feature, [world_size, k], >= 0
-    covariance: Floats  # of the coefficients, [world_size, k, k]
-    noise: Floats  # relative scatter of the times about the fit, [world_size]
-    num_rows: Ints  # rows the fit could use, [world_size]
+    # Seconds for one of each feature, >= 0.
+    coefficients: Annotated[Floats, Shape("world_size", "num_terms")]
+    covariance: Annotated[Floats, Shape("world_size", "num_terms", "num_terms")]  # of these
+    noise: RankFloats  # relative scatter of the times about the fit
+    num_rows: RankInts  # rows the fit could use
 
     def predict(self, features: Floats) -> Floats:
         """Return seconds for features [..., world_size, num_features]."""
@@ -204,12 +207,13 @@ def _scatter(
 class TermFitter:
     """Fits one part for all ranks and watches for changes; arrays but the anchor [world_size]."""
 
-    since: Ints  # first row that counts
-    streak: Floats  # log ratio of the last row to what was expected, 0 unless surprising
-    missteps: Ints  # surprises in a row at a new size
-    last_size: Floats  # samples
-    anchor: Floats  # terms as last shown by the sizes, NaN before, [world_size, num_terms]
-    noise: Floats  # slow average of the relative noise, not disturbed by a change
+    since: RankInts  # first row that counts
+    streak: RankFloats  # log ratio of the last row to what was expected, 0 unless surprising
+    missteps: RankInts  # surprises in a row at a new size
+    last_size: RankFloats  # samples
+    # Terms as last shown by the sizes, NaN before.
+    anchor: Annotated[Floats, Shape("world_size", "num_terms")]
+    noise: RankFloats  # slow average of the relative noise, not disturbed by a change
     fitted: LinearFit | None = None  # the newest fit
 
     @classmethod

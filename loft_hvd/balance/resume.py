@@ -8,19 +8,22 @@ shown what was measured of the devices that are here, as if they had been here a
 from __future__ import annotations
 
 import logging
+import reprlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated
 
 import numpy as np
 
 from loft_hvd.balance.balancer_options import BalancerOptions
-from loft_hvd.balance.controller import SETTLE_STEPS, Controller
+from loft_hvd.balance.controller import SETTLE_STEPS, Controller, ControllerState
 from loft_hvd.balance.interval import COLUMNS, SIZE, Floats, Interval
 from loft_hvd.balance.limits import RankLimits
-from loft_hvd.balance.plan import Bounds, Plan, equal_sizes
+from loft_hvd.balance.plan import Bounds, Plan, check_history, equal_sizes
 from loft_hvd.balance.search import equal_within
+from loft_hvd.codec import Count, Shape, Within
+from loft_hvd.errors import PlanError
 
 __all__ = [
     "SETTLE_STEPS",
@@ -128,18 +131,31 @@ def first_plans(
 
 # From a saved state.
 
+_Row = Annotated[list[Annotated[float, Within(0, 1e15)]], Shape(len(COLUMNS))]
+
 
 @dataclass(frozen=True)
 class SavedRun:
     """What a balancer's ``state_dict`` holds."""
 
-    num_steps: int  # optimizer steps taken
-    plans: list[list[int]]  # plan_id, first_step and sizes of each, the newest last
-    controller: dict[str, Any] | None  # what rank 0's has learnt; None where there was none
-    next_step: int | None = None  # to train on, counted over epochs; None for ``num_steps``
+    num_steps: Count  # optimizer steps taken
+    plans: list[list[Count]]  # plan_id, first_step and sizes of each, the newest last
+    controller: ControllerState | None  # what rank 0's has learnt; None where there was none
+    next_step: Count | None = None  # to train on, counted over epochs; None for ``num_steps``
     policy: str | None = None  # its name or sizes; None fits any
     devices: list[str] | None = None  # keys by rank, [world_size]; None fits any
-    measured: dict[str, list[list[float]]] = field(default_factory=dict)  # rows of the ``Archive``
+    measured: dict[str, list[_Row]] = field(default_factory=dict)  # rows of the ``Archive``
+
+    def __post_init__(self) -> None:
+        if not all(len(row) > 2 for row in self.plans):
+            raise PlanError(f"plans={reprlib.repr(self.plans)}: one has no sizes")
+        plans = self.history
+        check_history(plans)
+        # Rank 0's controller may know one more, on its way to the ranks; others' know the first.
+        if self.controller is not None:
+            pairs = zip(self.controller.history, plans, strict=False)
+            if any(made.plan != plan for made, plan in pairs):
+                raise PlanError(f"plans={reprlib.repr(self.plans)} are not its controller's")
 
     @property
     def history(self) -> list[Plan]:
@@ -159,7 +175,7 @@ def can_go_on(
     if newest.world_size != len(keys) or saved.devices not in (None, keys):
         return False
     changes = [
-        f"{name} was {before!r} and is {now!r}"
+        f"{name} was {reprlib.repr(before)} and is {now!r}"
         for name, before, now in (
             ("policy", saved.policy or options.policy.text, options.policy.text),
             ("global_batch_size", newest.global_batch_size, options.global_batch_size),

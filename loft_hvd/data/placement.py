@@ -17,6 +17,8 @@ from loft_hvd.errors import ArgumentTypeError, DataError
 
 __all__ = ["HomeSet", "Placement", "Source", "Where", "check_placement"]
 
+_MOST_SAMPLES = 2**31  # of a file: its groups take 8 GB
+
 Where = int | str | Iterable[int | str]
 
 
@@ -155,16 +157,17 @@ class Placement:
         Raises:
             DataError: the file does not have that form.
         """
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
         try:
-            content = json.loads(text)
+            with open(path, encoding="utf-8") as file:
+                content = json.load(file)
             nodes, runs = content["nodes"], content["runs"]
             homes = [HomeSet.parse(run["homes"]) for run in runs]
             counts = [_count(run["count"]) for run in runs]
             if not isinstance(nodes, list | None):
                 raise TypeError(f"nodes={nodes!r}")
-        except (ValueError, KeyError, TypeError) as error:
+            if sum(counts) > _MOST_SAMPLES:
+                raise ValueError(f"{sum(counts)} samples are more than {_MOST_SAMPLES}")
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise DataError(
                 f'placement {os.fspath(path)}: {error!r}; it must be {{"nodes": [...] or null, '
                 '"runs": [{"count": n, "homes": [...]}, ...]}'

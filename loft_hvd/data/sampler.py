@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sized
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, Protocol, runtime_checkable
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 from torch.utils.data import IterableDataset, Sampler
 
 from loft_hvd.balance.plan import Plan, StepSizes
-from loft_hvd.codec import decode, encode
+from loft_hvd.codec import Count, Within, decode, encode
 from loft_hvd.data.assign import Homes
 from loft_hvd.data.draws import Draw, EpochSettings, PlanView, count_steps, draw_epoch
 from loft_hvd.data.placement import Placement, check_placement
@@ -103,14 +104,37 @@ def check_balancer(balancer: object) -> None:
 class EpochState:
     """Where a run stands, in samples of all ranks, so that any number of them can go on."""
 
-    epoch: int
-    position: int  # samples of the epoch's order that are consumed
-    step: int  # the next one to train on, counted over epochs
+    epoch: Count
+    position: Count  # samples of the epoch's order that are consumed
+    step: Count  # the next one to train on, counted over epochs
     done: str | None  # one bit a sample consumed, hexadecimal; None where position says it
-    num_samples: int  # this and what follows must be equal where a run goes on
-    seed: int
+    num_samples: Count  # this and what follows must be equal where a run goes on
+    seed: Annotated[int, Within(0, math.inf)]
     shuffle: bool
     relaxed: bool
+
+    def __post_init__(self) -> None:
+        if self.position > self.num_samples:
+            raise DataError(f"position={self.position} is beyond num_samples={self.num_samples}")
+        mask = self.mask()
+        if mask is None and self.relaxed and self.position:
+            raise DataError("the order is relaxed, and done does not say which samples are")
+        if mask is not None and mask.sum() != self.position:
+            raise DataError(f"position={self.position}, but done has {mask.sum()} samples")
+
+    def mask(self) -> npt.NDArray[np.bool_] | None:
+        """Return which samples are done, [num_samples]; None where ``position`` says it."""
+        if self.done is None:
+            return None
+        num_bytes = -(-self.num_samples // 8)
+        if len(self.done) != 2 * num_bytes or not set(self.done) <= set("0123456789abcdef"):
+            raise DataError(
+                f"done has {len(self.done)} characters, but {self.num_samples} samples take "
+                f"{2 * num_bytes} hexadecimal ones"
+            )
+        packed = np.frombuffer(bytes.fromhex(self.done), np.uint8)
+        # The last byte is padded with zeros: without count they would be samples.
+        return np.unpackbits(packed, count=self.num_samples).astype(bool)
 
 
 class GlobalBatches:
@@ -224,16 +248,13 @@ class GlobalBatches:
         """Go on where ``state`` was taken, and return it; DataError for other data or order."""
         loaded = decode(EpochState, state, what="data")
         for name, here in self._fixed().items():
-            if state[name] != here:
+            if getattr(loaded, name) != here:
                 raise DataError(
-                    f"load_state_dict: {name} is {here!r} here but {state[name]!r} in the "
-                    "state; the rest of the epoch would not be what was left"
+                    f"load_state_dict: {name} is {here!r} here but {getattr(loaded, name)!r} in "
+                    "the state; the rest of the epoch would not be what was left"
                 )
-        self.epoch, self._resume_position, self._done = loaded.epoch, loaded.position, None
-        if loaded.done is not None:
-            packed = np.frombuffer(bytes.fromhex(loaded.done), np.uint8)
-            # The last byte is padded with zeros: without count they would be samples.
-            self._done = np.unpackbits(packed, count=self.settings.num_samples).astype(bool)
+        self.epoch, self._resume_position = loaded.epoch, loaded.position
+        self._done = loaded.mask()
         return loaded
 
 

@@ -18,7 +18,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from loft_hvd.config import config
-from loft_hvd.errors import LoftError, UsageError
+from loft_hvd.errors import ArgumentError, LoftError, UsageError
 from loft_hvd.optimizer.options import OptimizerOptions
 from loft_hvd.optimizer.workers import IdleWorld, OptimizerWorld
 from loft_hvd.pipeline.gradients import OutgoingHook, OutgoingHooks
@@ -77,7 +77,23 @@ class OptimizerProxy(torch.optim.Optimizer):
         return self._optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._optimizer.load_state_dict(state_dict)
+        """Load the state of the user's optimizer; one that torch refuses changes nothing.
+
+        Raises:
+            ArgumentError: torch, or the optimizer, cannot take it.
+        """
+        # torch checks some of it, and puts the rest in place before an optimizer's own __setstate__
+        # looks at it: what was there comes back.
+        before = self._optimizer.__dict__.copy()
+        try:
+            self._optimizer.load_state_dict(state_dict)
+        except Exception as error:
+            self._optimizer.__dict__.update(before)
+            raise ArgumentError(
+                f"load_state_dict: {type(self._optimizer).__name__} cannot take this state "
+                f"({type(error).__name__}: {error}); give what state_dict of an optimizer with the "
+                "same parameter groups returned, whole"
+            ) from error
 
     def step(  # type: ignore[override]  # one signature for both of the base's overloads
         self, closure: Callable[[], float] | None = None

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from html import escape
-from typing import Any
+from typing import Any, TypeVar
 
 from loft_hvd.balance.explain import find_slow
-from loft_hvd.balance.interval import RankTimes
-from loft_hvd.errors import DataError
-from loft_hvd.report.svg import bars, lines
-from loft_hvd.report.text import (
-    read_suspicion,
-    render_text,
-    spread_line,
-    thinned_line,
-    which_ranks,
+from loft_hvd.codec import printable
+from loft_hvd.report.entries import (
+    Fault,
+    Line,
+    Plans,
+    Run,
+    Spread,
+    Suspicion,
+    Thinned,
+    Times,
+    read_lines,
 )
+from loft_hvd.report.svg import bars, lines
+from loft_hvd.report.text import say, spread_line
 
 __all__ = ["render_page"]
 
-Entry = dict[str, Any]
+LineT = TypeVar("LineT", bound=Line)
 
 # The parts of a step in the order in which it passes through them; they add up to the step.
 _PARTS = ("stall", "compute", "queued", "wait", "other")
@@ -40,21 +44,16 @@ th:first-child, td:first-child { text-align: left }
 """
 
 
-def render_page(entries: Sequence[Entry], *, title: str) -> str:
-    """Return a page that says and shows what a run log holds, the entries of ``read_run_log``."""
-    # A log may come from another version, or be cut off: that is our error, and no traceback.
-    try:
-        text = render_text(entries)
-        by_kind: dict[str, list[Entry]] = {}
-        for entry in entries:
-            by_kind.setdefault(entry["kind"], []).append(entry)
-        body = "\n".join(_sections(by_kind))
-    except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(f"report: a line lacks or has too many fields ({error})") from error
+def render_page(entries: Sequence[dict[str, Any]], *, title: str) -> str:
+    """Return a page that says and shows what a run log holds, the entries of ``read_run_log``.
+
+    Raises:
+        DataError: a line lacks a field, or is of another type.
+    """
+    read = read_lines(entries)
+    body, text = "\n".join(_sections(read)), say(read)
     # One file, without scripts or links: it can be mailed, and opens where there is no network.
-    return (
+    return printable(
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>\n"
         f"<h1>{escape(title)}</h1>\n{body}\n"
@@ -62,43 +61,42 @@ def render_page(entries: Sequence[Entry], *, title: str) -> str:
     )
 
 
-def _sections(by_kind: dict[str, list[Entry]]) -> Iterator[str]:
+def _of(kind: type[LineT], read: Sequence[Line]) -> list[LineT]:
+    return [line for line in read if isinstance(line, kind)]
+
+
+def _sections(read: Sequence[Line]) -> Iterator[str]:
     # An elastic job writes a "run" line for each of its worlds; the last one is what is left.
-    for run in by_kind.get("run", [])[-1:]:
-        facts = [f"{run['world_size']} ranks"]
-        if "policy" in run:
-            facts += [f"global batch of {run['global_batch_size']}", f"policy {run['policy']}"]
-        yield f"<p>{escape(', '.join(facts))}.</p>"
-    for fault in by_kind.get("fault", []):
-        line = f"{fault['error']} at step {fault['step']}: {fault['text']}"
-        yield f'<p class="bad">{escape(line)}</p>'
-    for thinned in by_kind.get("thinned", [])[-1:]:
-        yield f"<p>{escape(thinned_line(thinned))}.</p>"
-    yield from _times(by_kind.get("times", []))
-    last_step = max((entry["step"] for entries in by_kind.values() for entry in entries), default=0)
-    yield from _plans(by_kind.get("plan", []), last_step=float(last_step))
-    yield from _workers(by_kind.get("suspicion", []))
-    for spread in by_kind.get("spread", [])[-1:]:
+    for run in _of(Run, read)[-1:]:
+        yield f"<p>{escape(', '.join(run.facts))}.</p>"
+    for fault in _of(Fault, read):
+        yield f'<p class="bad">{escape(str(fault))}</p>'
+    for thinned in _of(Thinned, read)[-1:]:
+        yield f"<p>{escape(str(thinned))}.</p>"
+    yield from _times(_of(Times, read))
+    yield from _plans(_of(Plans, read), last_step=max((line.step for line in read), default=0))
+    yield from _workers(_of(Suspicion, read))
+    for spread in _of(Spread, read)[-1:]:
         yield f"<h2>Do ranks draw from the same data?</h2><p>{escape(spread_line(spread))}</p>"
 
 
-def _times(entries: Sequence[Entry]) -> Iterator[str]:
+def _times(entries: Sequence[Times]) -> Iterator[str]:
     yield "<h2>Where a step goes</h2>"
     if not entries:
         yield '<p class="none">no times yet</p>'
         return
-    times = [[RankTimes(**rank) for rank in entry["ranks"]] for entry in entries]
+    times = [entry.ranks for entry in entries]
     for entry in find_slow(times[-1]):
         line = f"rank {entry.rank} is slow: {entry.cause} ({entry.ratio:.2f}x the median rank)"
         yield f'<p class="bad">{escape(line)}</p>'
     rows = [
         (f"rank {t.rank}", [1e3 * getattr(t, f"{part}_s") for part in _PARTS]) for t in times[-1]
     ]
-    last = f"Last interval, up to step {entries[-1]['step']}{which_ranks(entries[-1])}"
+    last = f"Last interval, up to step {entries[-1].step}{entries[-1].which}"
     yield f"<p>{escape(last)}, an average batch:</p>"
     yield bars(rows, _PARTS, unit="ms")
     yield "<h2>Each rank's own work</h2>"
-    steps = [float(entry["step"]) for entry in entries]
+    steps = [float(entry.step) for entry in entries]
     series = []
     for rank in sorted({time.rank for ranks in times for time in ranks}):  # worlds differ in size
         points = [
@@ -108,7 +106,7 @@ def _times(entries: Sequence[Entry]) -> Iterator[str]:
             if time.rank == rank
         ]
         series.append((f"rank {rank}", points))
-    if any(which_ranks(entry) for entry in entries):  # other ranks in each line: their spread
+    if any(entry.which for entry in entries):  # other ranks in each line: their spread
         own = [sorted(1e3 * time.busy_s for time in ranks) for ranks in times]
         series = [
             (
@@ -116,6 +114,7 @@ def _times(entries: Sequence[Entry]) -> Iterator[str]:
                 [
                     (step, work[round(at * (len(work) - 1))])
                     for step, work in zip(steps, own, strict=True)
+                    if work
                 ],
             )
             for name, at in _SPREAD.items()
@@ -123,38 +122,37 @@ def _times(entries: Sequence[Entry]) -> Iterator[str]:
     yield lines(series, label="fetch waited for and computing, ms a batch")
 
 
-def _plans(entries: Sequence[Entry], *, last_step: float) -> Iterator[str]:
+def _plans(entries: Sequence[Plans], *, last_step: int) -> Iterator[str]:
     if not entries:
         return
     yield "<h2>Plans</h2>"
-    num_ranks = max(len(entry["sizes"]) for entry in entries)
+    num_ranks = max(len(entry.sizes) for entry in entries)
     series = []
     for rank in range(num_ranks):
         points = [
-            (float(entry["first_step"]), float(entry["sizes"][rank]))
+            (float(entry.first_step), float(entry.sizes[rank]))
             for entry in entries
-            if rank < len(entry["sizes"])
+            if rank < len(entry.sizes)
         ]
         # The last plan holds to the end of the log, as far as any line says how far that is.
-        points.append((max(last_step, points[-1][0]), points[-1][1]))
+        points.append((max(float(last_step), points[-1][0]), points[-1][1]))
         series.append((f"rank {rank}", points))
     yield lines(series, label="samples of a step", is_stepped=True)
 
 
-def _workers(entries: Sequence[Entry]) -> Iterator[str]:
+def _workers(entries: Sequence[Suspicion]) -> Iterator[str]:
     if not entries:
         return
     yield "<h2>Workers</h2>"
-    reports = [(float(entry["step"]), read_suspicion(entry)) for entry in entries]
     # Workers are ranks or, with over=, groups; the newest report says which ones there are now.
-    _, newest = reports[-1]
+    newest = entries[-1]
     series = [
         (
             f"ranks {' '.join(map(str, worker.ranks))}",
             [
-                (step, each.suspicion)
-                for step, report in reports
-                for each in report.workers
+                (float(entry.step), each.suspicion)
+                for entry in entries
+                for each in entry.workers
                 if each.ranks == worker.ranks
             ],
         )

@@ -6,93 +6,69 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from loft_hvd.balance.explain import describe
-from loft_hvd.balance.interval import RankTimes
-from loft_hvd.errors import DataError
-from loft_hvd.pipeline.suspicion.report import SuspicionReport, WorkerReport
+from loft_hvd.codec import printable
+from loft_hvd.pipeline.suspicion.report import SuspicionReport
+from loft_hvd.report.entries import (
+    Explain,
+    Fault,
+    Line,
+    Plans,
+    Run,
+    Spread,
+    Suspicion,
+    Thinned,
+    Times,
+    read_lines,
+)
 
 __all__ = ["render_text"]
 
-Entry = dict[str, Any]
+
+def render_text(entries: Sequence[dict[str, Any]]) -> str:
+    """Say what a run log holds, the entries of ``read_run_log``; a DataError where it is none."""
+    return say(read_lines(entries))
 
 
-def render_text(entries: Sequence[Entry]) -> str:
-    """Say what a run log holds, the entries of ``read_run_log``."""
-    try:
-        return "\n".join([*_history(entries), *_newest(entries)])
-    except (KeyError, TypeError, ValueError) as error:
-        raise DataError(
-            f"report: a line lacks or has too many fields ({error}); was the log written by "
-            "another version of loft_hvd?"
-        ) from error
+def say(lines: Sequence[Line]) -> str:
+    """Say what the lines of a run log hold, in characters that a terminal only shows."""
+    return printable("\n".join([*_history(lines), *_newest(lines)]))
 
 
-def _history(entries: Sequence[Entry]) -> Iterator[str]:
+def _history(lines: Sequence[Line]) -> Iterator[str]:
     """Say what happened, in the order in which it did."""
-    for entry in entries:
-        kind = entry["kind"]
-        if kind == "run":
-            line = f"{entry['world_size']} ranks"
-            if "policy" in entry:
-                line += (
-                    f", global_batch_size={entry['global_batch_size']}, policy {entry['policy']}"
-                )
-            yield line
-        elif kind == "plan":
-            yield (
-                f"plan {entry['plan_id']} from step {entry['first_step']}: sizes {entry['sizes']}"
-            )
-        elif kind == "fault":
-            yield f"{entry['error']} at step {entry['step']}: {entry['text']}"
+    for line in lines:
+        if isinstance(line, Run):
+            yield ", ".join(line.facts)
+        elif isinstance(line, Plans):
+            yield f"plan {line.plan_id} from step {line.first_step}: sizes {line.sizes}"
+        elif isinstance(line, Fault):
+            yield str(line)
 
 
-def _newest(entries: Sequence[Entry]) -> Iterator[str]:
+def _newest(lines: Sequence[Line]) -> Iterator[str]:
     """Say what was known last of times, models, gradients and workers."""
-    last = {entry["kind"]: entry for entry in entries}  # later lines replace earlier ones
-    if "thinned" in last:
-        yield thinned_line(last["thinned"])
-    if "times" in last:
-        times = last["times"]
-        yield f"times up to step {times['step']}{which_ranks(times)}:"
-        yield describe([RankTimes(**rank) for rank in times["ranks"]])
+    last = {type(line): line for line in lines}  # later lines replace earlier ones
+    if Thinned in last:
+        yield str(last[Thinned])
+    times = last.get(Times)
+    if isinstance(times, Times):
+        yield f"times up to step {times.step}{times.which}:"
+        yield describe(times.ranks)
     else:
         yield "no times yet"
-    if "explain" in last:
-        yield last["explain"]["text"]
-    if "spread" in last:
-        yield spread_line(last["spread"])
-    if "suspicion" in last:
-        yield f"workers {read_suspicion(last['suspicion'])}"
+    for line in (last.get(kind) for kind in (Explain, Spread, Suspicion)):
+        if isinstance(line, Explain):
+            yield line.text
+        elif isinstance(line, Spread):
+            yield spread_line(line)
+        elif isinstance(line, Suspicion):
+            yield f"workers {SuspicionReport(line.num_steps, tuple(line.workers))}"
 
 
-def thinned_line(entry: Entry) -> str:
-    """Say what is not in the log, from a ``thinned`` line."""
+def spread_line(line: Spread) -> str:
+    """Say how much ranks' gradients differ."""
+    ratios = ", ".join("unknown" if ratio is None else f"{ratio:.2f}" for ratio in line.ratios)
     return (
-        f"{entry['num_lines']} older lines of times, fits and suspicion were left out, to keep the "
-        "log small or because the disk was full"
-    )
-
-
-def which_ranks(times: Entry) -> str:
-    """Say which ranks stand for all in a ``times`` line; empty where all are there."""
-    if len(times["ranks"]) == times["num_ranks"]:
-        return ""
-    return f", {len(times['ranks'])} of {times['num_ranks']} ranks from the fastest to the slowest"
-
-
-def spread_line(entry: Entry) -> str:
-    """Say how much ranks' gradients differ, from a ``spread`` line."""
-    # JSON has no NaN: a rank of which too little was seen is null.
-    ratios = ", ".join("unknown" if r is None else f"{r:.2f}" for r in entry["ratios"])
-    return (
-        f"lasting difference of each rank's gradients in the first {entry['step']} steps, over "
+        f"lasting difference of each rank's gradients in the first {line.step} steps, over "
         f"their noise from step to step, 0 for ranks alike: {ratios}"
     )
-
-
-def read_suspicion(entry: Entry) -> SuspicionReport:
-    """Turn a ``suspicion`` line back into the report it was made of."""
-    # JSON made lists of tuples; a frozen report compares and hashes by its tuples.
-    workers = (
-        WorkerReport(**{**worker, "ranks": tuple(worker["ranks"])}) for worker in entry["workers"]
-    )
-    return SuspicionReport(entry["num_steps"], tuple(workers))

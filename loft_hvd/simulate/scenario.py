@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import math
 import os
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from numbers import Integral, Real
@@ -33,6 +34,11 @@ _EVENT_CHOICES = {
     "part": ("fetch", "compute", "both"),
     "report": ("half", "double", "constant", "nan", "drift"),
 }
+
+# Limits of a run on one machine: arrays of some hundred MB. Real numbers stay below what a product
+# of three cannot hold.
+_MOST_RANKS, _MOST_STEPS, _MOST_SAMPLES, _MOST = 100_000, 10_000_000, 100_000_000, 1e100
+_MOST_BYTES = 1_000_000  # of a scenario file; a list of numbers for 10,000 ranks takes a tenth
 
 
 @dataclass(frozen=True)
@@ -109,31 +115,32 @@ class Scenario:
     events: tuple[Event, ...] = ()
 
     def __post_init__(self) -> None:
-        for what, least in (
-            ("world_size", 1),
-            ("global_batch_size", self.world_size),
-            ("seed", 0),
-            ("steps", 1),
-            ("interval", 1),
-            ("num_samples", self.global_batch_size),
-            ("min_batch", 1),
-            ("grain", 1),
-            ("max_sizes", 0),
-            ("first_steps", 0),
+        self._check_types()
+        self._check_number("world_size", self.world_size, 1, _MOST_RANKS, kind=Integral)
+        for what, least, most in (
+            ("global_batch_size", self.world_size, _MOST_SAMPLES),
+            ("seed", 0, math.inf),
+            ("steps", 1, _MOST_STEPS // self.world_size),
+            ("interval", 1, _MOST_STEPS),
+            ("num_samples", self.global_batch_size, _MOST_SAMPLES),
+            ("min_batch", 1, _MOST_SAMPLES),
+            ("grain", 1, _MOST_SAMPLES),
+            ("max_sizes", 0, _MOST_SAMPLES),
+            ("first_steps", 0, _MOST_STEPS),
         ):
-            self._check_number(what, getattr(self, what), least, kind=Integral)
-        for what in ("noise", "sample_bytes", "aggregate_s", "first_steps_factor"):
+            self._check_number(what, getattr(self, what), least, most, kind=Integral)
+        for what in ("noise", "sample_bytes", "aggregate_s", "first_steps_factor", "noise_tail"):
             self._check_number(what, getattr(self, what), 0)
-        self._check_number("noise_tail", self.noise_tail, 0)
         if self.noise_tail and (self.noise_tail <= 2 or self.noise >= 1):
             raise ArgumentError(
                 f"scenario {self.name!r}: noise_tail={self.noise_tail} with noise={self.noise} "
                 "must be 0 (log-normal), or above 2 with noise below 1: else the noise has no "
                 "standard deviation, or times fall below 0"
             )
-        limits = self.max_batch if isinstance(self.max_batch, list | tuple) else [self.max_batch]
+        is_list = isinstance(self.max_batch, list | tuple)
+        limits: Any = self.max_batch if is_list else [self.max_batch]
         for limit in limits:
-            self._check_number("max_batch", limit, 0, kind=Integral)
+            self._check_number("max_batch", limit, 0, _MOST_SAMPLES, kind=Integral)
         self._check_ranks()
         for what, known in _CHOICES.items():
             if getattr(self, what) not in known:
@@ -149,15 +156,36 @@ class Scenario:
         for event in self.events:
             self._check_event(event)
 
+    def _check_types(self) -> None:
+        """Raise unless words are words and switches are switches, here and in events."""
+        parts: tuple[Any, ...] = (self, *self.events)
+        for part in parts:
+            for item in fields(part):
+                # Annotations are text here: they come from __future__.
+                kind = {"str": str, "bool": bool}.get(str(item.type), object)
+                if not isinstance(getattr(part, item.name), kind):
+                    what = f"scenario {reprlib.repr(self.name)}: {item.name}"
+                    value = reprlib.repr(getattr(part, item.name))
+                    raise ArgumentError(f"{what}={value} must be a {kind.__name__}")
+
     def _check_number(
-        self, what: str, value: object, least: float, *, kind: type = Real, is_open: bool = False
+        self,
+        what: str,
+        value: object,
+        least: float,
+        most: float = _MOST,
+        *,
+        kind: type = Real,
+        is_open: bool = False,
     ) -> None:
         is_number = isinstance(value, kind) and not isinstance(value, bool)
-        if not is_number or not least <= value < math.inf or (is_open and value == least):  # type: ignore[operator] # a number by now
+        if not is_number or not least <= value <= most or (is_open and value == least):  # type: ignore[operator] # a number by now
             noun = "whole number" if kind is Integral else "number"
             sign = ">" if is_open else ">="
+            top = f" and <= {most:g}" if is_number and math.isfinite(most) else ""
             raise ArgumentError(
-                f"scenario {self.name!r}: {what}={value!r} must be a {noun} {sign} {least}"
+                f"scenario {self.name!r}: {what}={reprlib.repr(value)} must be a {noun} {sign} "
+                f"{least}{top}"
             )
 
     def _check_ranks(self) -> None:
@@ -176,6 +204,8 @@ class Scenario:
         if not isinstance(self.ranks.source, Sequence):
             raise ArgumentError(f"{where}.source={self.ranks.source!r} must be a name or names")
         names = self.source_names()
+        if not all(isinstance(name, str) for name in names):
+            raise ArgumentError(f"{where}.source={reprlib.repr(names)}: each must be a name")
         if len(names) != self.world_size:
             raise ArgumentError(
                 f"{where}.source has {len(names)} names for world_size={self.world_size}"
@@ -193,8 +223,8 @@ class Scenario:
         for item in fields(Event):
             if item.name.endswith("_step") or item.name.endswith("_steps"):
                 what = f"event {item.name}"
-                self._check_number(what, getattr(event, item.name), 0, kind=Integral)
-        self._check_number("event factor", event.factor, 0)
+                self._check_number(what, getattr(event, item.name), 0, _MOST_STEPS, kind=Integral)
+        self._check_number("event factor", event.factor, 0, 1e6)
         outside = [rank for rank in event.ranks if not 0 <= rank < self.world_size]
         wrong = [
             f"{what}={getattr(event, what)!r} is not one of {list(known)}"
@@ -262,10 +292,13 @@ def read_scenario(path: str | os.PathLike[str]) -> Scenario:
     """Read a scenario file; an ArgumentError for what is not TOML or not of the schema."""
     toml = _toml_reader()
     with open(path, "rb") as file:
-        try:
-            content = toml.load(file)
-        except ValueError as error:  # TOMLDecodeError is one
-            raise ArgumentError(f"scenario {os.fspath(path)}: not TOML: {error}") from error
+        text = file.read(_MOST_BYTES + 1)
+    try:
+        if len(text) > _MOST_BYTES:
+            raise ValueError(f"more than {_MOST_BYTES} bytes")
+        content = toml.loads(text.decode().replace("\r\n", "\n"))
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError
+        raise ArgumentError(f"scenario {os.fspath(path)}: not TOML: {error}") from error
     return scenario_from_dict(content, where=os.fspath(path))
 
 
@@ -282,6 +315,8 @@ def _toml_reader() -> Any:
 
 def scenario_from_dict(content: Mapping[str, Any], *, where: str = "scenario") -> Scenario:
     """Build a scenario from the tables of a scenario file; a wrong key is an error."""
+    if not isinstance(content, Mapping):
+        raise ArgumentError(f"{where} is of type {type(content).__name__}; give a table")
     values = dict(content)
     sources = _tables(values, "sources", where)
     for source in sources:
@@ -313,7 +348,7 @@ def scenario_from_dict(content: Mapping[str, Any], *, where: str = "scenario") -
     return Scenario(
         **values,
         ranks=RankTraits(**ranks),
-        sources={source["name"]: source["bytes_per_s"] for source in sources},
+        sources={str(source["name"]): source["bytes_per_s"] for source in sources},
         events=tuple(Event(**event) for event in events),
     )
 

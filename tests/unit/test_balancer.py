@@ -155,7 +155,7 @@ def test_state_goes_on_with_the_plan_or_starts_equal_in_another_world() -> None:
     balancer.load_state_dict(state)
     assert balancer.plan == Plan(1, 5, (8,))
     assert (balancer.plan_at(4).plan_id, balancer.plan_at(5).plan_id) == (0, 1)
-    balancer.load_state_dict({"num_steps": 3, "plans": [[4, 0, 4, 4]], "controller": None})
+    balancer.load_state_dict({"num_steps": 3, "plans": [[0, 0, 4, 4]], "controller": None})
     assert balancer.plan.world_size == 1
 
 

@@ -5,13 +5,24 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from loft_hvd.codec import decode, encode
+from loft_hvd.codec import (
+    MAX_LINE_BYTES,
+    Count,
+    Index,
+    Shape,
+    Size,
+    Within,
+    decode,
+    encode,
+    parse_json,
+    printable,
+)
 from loft_hvd.errors import ArgumentError
 
 
@@ -123,3 +134,87 @@ def test_wrong_value_is_refused_by_the_name_of_its_field(
 def test_missing_and_unknown_keys_are_refused(plain: object) -> None:
     with pytest.raises(ArgumentError, match="Inner needs"):
         decode(Inner, plain, what="Inner")
+
+
+@dataclass
+class Pair:
+    """A matrix whose second length its holder gives."""
+
+    rows: Annotated[npt.NDArray[np.float64], Shape("world_size", "num_terms")]
+    square: Annotated[npt.NDArray[np.float64], Shape("num_terms", "num_terms")]
+
+
+@dataclass
+class Limited:
+    """Every kind of limit."""
+
+    speeds: Annotated[list[float], Shape("world_size")]
+    pair: Annotated[Pair, Size(num_terms=2)]
+    history: Annotated[npt.NDArray[np.int64], Shape("num_rows", "world_size"), Within(0)]
+    ranks: list[Annotated[int, Index("world_size")]]
+    steps: Count = 0
+    share: Annotated[float, Within(0, 1)] = 0.5
+    seed: Annotated[int, Within(0, math.inf)] = 0
+
+
+def _limited() -> dict[str, Any]:
+    pair = Pair(np.zeros((3, 2)), np.eye(2))
+    state = Limited([1.0, 2.0, math.nan], pair, np.zeros((0, 3), int), [2, 0])
+    return _through_json(state)
+
+
+def test_limits_hold_for_what_was_encoded_and_empty_arrays_keep_their_shape() -> None:
+    back = decode(Limited, _limited() | {"seed": 2**64}, what="L", sizes={"world_size": 3})
+    assert back.history.shape == (0, 3)
+    assert back.pair.square.shape == (2, 2)
+    assert back.seed == 2**64
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "where"),
+    [
+        ("speeds", [1.0, 2.0], r"L.pair.rows needs shape \[world_size=2, .*but got .*\[3, 2\]"),
+        ("pair", {"rows": [[1.0]] * 3, "square": [[1.0]]}, r"L.pair.rows needs shape"),
+        ("pair", {"rows": [[1.0, 2.0]] * 3, "square": [[1.0, 2.0]]}, "L.pair.square needs shape"),
+        ("history", [[1, 2]], r"L.history needs shape \[num_rows=1, world_size=3\]"),
+        ("history", [[1, 2, -3]], "L.history needs numbers 0 to"),
+        ("history", [[1, 2, 2**70]], "L.history needs nested lists of int64"),
+        ("history", [[1, 2, True]], "L.history needs nested lists of int64"),
+        ("ranks", [0, 3], r"L.ranks\[1\] needs an index below 3"),
+        ("ranks", [-1], r"L.ranks\[0\] needs an index below 3"),
+        ("steps", -1, "L.steps needs int 0 to"),
+        ("steps", 10**400, "L.steps needs int 0 to"),
+        ("share", 1.5, "L.share needs float 0 to 1"),
+        ("share", None, "L.share needs float 0 to 1"),
+        ("speeds", [1.0, 2.0, math.inf], r"L.speeds\[2\] needs float"),
+    ],
+)
+def test_what_is_beyond_a_limit_is_refused(name: str, value: object, where: str) -> None:
+    with pytest.raises(ArgumentError, match=where):
+        decode(Limited, _limited() | {name: value}, what="L")
+
+
+def test_what_nests_deep_or_has_many_digits_is_refused_too() -> None:
+    deep: Any = []
+    for _ in range(5000):
+        deep = [deep]
+    for wrong in (deep, 10**5000):
+        for name in _limited().keys() - {"seed"}:
+            with pytest.raises(ArgumentError, match=rf"L\.{name}.* needs"):
+                decode(Limited, _limited() | {name: wrong}, what="L")
+
+
+def test_an_open_state_may_hold_more() -> None:
+    assert decode(Inner, {"sizes": [1], "newer": []}, what="I", is_open=True) == Inner((1,))
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{", "[" + "0," * MAX_LINE_BYTES + "0]"])
+def test_text_that_is_no_json_too_deep_or_too_long_is_a_value_error(text: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        parse_json(text)
+
+
+def test_printed_text_holds_no_escapes_and_no_half_characters() -> None:
+    assert printable("a\tb\n\u00e9 \x1b[2J\r\x9b\ud800\u202e") == (
+        "a\tb\n\u00e9 \\x1b[2J\\r\\x9b\\ud800\\u202e"
+    )

@@ -126,6 +126,7 @@ _LAYERS = {
     "simulate/compare.py": 7,
     "report/__init__.py": 0,
     "report/svg.py": 0,
+    "report/entries.py": 8,
     "report/page.py": 8,
     "report/text.py": 8,
     "doctor/__init__.py": 0,

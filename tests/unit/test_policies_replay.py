@@ -96,10 +96,10 @@ def test_ranks_with_other_plans_are_named_before_the_first_step(tmp_path: Path) 
     ("plans", "match"),
     [
         ([(100, [32, 32])], r"start at steps \[100\]; one must start at step 0"),
-        ([(0, [32, -32])], r"sizes=\[32, -32\] are not all counts"),
-        ([(0, [32.0, 32])], "are not all counts"),
-        ([(-1, [32, 32])], "first_step=-1"),
-        ([(0, 64)], "iterable"),
+        ([(0, [32, -32])], r"plan 0.sizes\[1\] needs int 0 to .*but got -32.*write_plans"),
+        ([(0, [32.0, 32])], r"plan 0.sizes\[0\] needs int, but got 32.0"),
+        ([(-1, [32, 32])], "plan 0.first_step needs int 0 to .*but got -1"),
+        ([(0, 64)], "plan 0.sizes needs tuple, but got 64"),
         ([], r"start at steps \[\]"),
     ],
 )

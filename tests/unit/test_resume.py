@@ -68,12 +68,34 @@ def test_sizes_of_another_setting_start_afresh_with_one_warning(
     assert said == ([] if change is None else [f"load_state_dict: sizes start afresh: {change}"])
 
 
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"plans": []}, "a run has a plan from step 0 on"),
+        ({"plans": [[0]]}, "one has no sizes"),
+        ({"plans": [[0, 7, 64]]}, "a run has a plan from step 0 on"),
+        ({"plans": [[0, 0, 64], [2, 5, 64]]}, "plan 2 from step 5 .*cannot be number 1"),
+        ({"plans": [[0, 0, 64], [1, 0, 64]]}, "plan 1 from step 0"),
+        ({"plans": [[0, 0, 64], [1, 5, 32, 32]]}, "for 2 ranks cannot be number 1"),
+        ({"plans": [[0, 0, 32]]}, "are not its controller's"),
+        ({"num_steps": -1}, "Balancer.num_steps needs int"),
+        ({"measured": {"a/0": [[1.0]]}}, "measured.*needs shape"),
+    ],
+)
+def test_a_state_that_no_run_can_have_had_is_refused(change: dict[str, Any], match: str) -> None:
+    balancer = loft.Balancer(64, "loft", transport=LocalWorld(1).transport(0))
+    before = balancer.state_dict()
+    with pytest.raises(ArgumentError, match=match):
+        balancer.load_state_dict(before | change)
+    assert balancer.state_dict() == before
+
+
 def test_a_state_that_the_controller_refuses_changes_nothing() -> None:
     transport = LocalWorld(1).transport(0)
     saved, balancer = (loft.Balancer(64, "loft", transport=transport) for _ in range(2))
     state, before = saved.state_dict(), balancer.state_dict()
     rows = {"elsewhere/0": [[1.0] * len(COLUMNS)]}
-    state |= {"num_steps": 500, "plans": [[0, 480, 64]], "controller": {}, "measured": rows}
+    state |= {"num_steps": 500, "plans": [[0, 0, 64]], "controller": {}, "measured": rows}
     with pytest.raises(ArgumentError, match="controller needs keys"):
         balancer.load_state_dict(state)
     assert balancer.state_dict() == before

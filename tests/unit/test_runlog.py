@@ -3,6 +3,7 @@ from __future__ import annotations
 import ast
 import json
 import logging
+import os
 import re
 import resource
 import statistics
@@ -23,6 +24,7 @@ from loft_hvd.balance.memory import logged_caps
 from loft_hvd.balance.plan import Plan
 from loft_hvd.errors import ArgumentError, DataError, MismatchError, TransportError
 from loft_hvd.pipeline.suspicion.report import WorkerReport
+from loft_hvd.report.page import render_page
 from loft_hvd.report.text import render_text
 from loft_hvd.runlog import RunLog, read_run_log
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
@@ -280,6 +282,45 @@ def test_a_cut_off_last_line_is_left_out_and_another_is_an_error(tmp_path: Path)
     path.write_text('{"kind": "ti\n{"kind": "thinned", "step": 3}\n')
     with pytest.raises(DataError, match="line 1"):
         read_run_log(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"[" * 100_000,
+        b'{"a":' * 50_000 + b"1" + b"}" * 50_000,
+        b'{"kind": "plan", "step": 1}\n\xff\n{}',
+        b"1\n2\n",
+        b"x" * (5 * 2**20),
+        b'{"kind": "times", "step": 1, "ranks": [{}]}\n{"kind": "full", "step": 2}\n',
+        b'{"kind": ["run"], "step": "1"}\n',
+    ],
+)
+def test_a_file_that_is_no_log_is_our_error(text: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "loft-x.jsonl"
+    path.write_bytes(text)
+    with pytest.raises(DataError, match="report"):
+        render_text(read_run_log(path))
+
+
+def test_what_a_log_says_is_shown_and_not_obeyed(tmp_path: Path) -> None:
+    path = tmp_path / "loft-x.jsonl"
+    path.write_text(json.dumps({"kind": "fault", "step": 1, "error": "E", "text": "\x1b[2J\ud800"}))
+    text, page = render_text(read_run_log(path)), render_page(read_run_log(path), title="\udc80")
+    assert "E at step 1: \\x1b[2J\\ud800" in text
+    page.encode()
+    assert "\x1b" not in text + page
+
+
+def test_old_logs_cannot_end_a_run_at_its_start(tmp_path: Path) -> None:
+    good = {"kind": "cap", "device": "a/0", "cap": 16}
+    wrong: list[Any] = [{"cap": True}, {"cap": 0}, {"cap": -8}, {"device": 3}, {"cap": 10**400}]
+    lines = [json.dumps(good), *(json.dumps(good | each) for each in wrong)]
+    lines += ['{"kind": "cap", ' + "[" * 100_000, '{"kind": "cap"', "\\xff"]
+    (tmp_path / "loft-1.jsonl").write_text("\n".join(lines))
+    (tmp_path / "loft-2.jsonl").mkdir()
+    os.mkfifo(tmp_path / "loft-3.jsonl")  # opening it would wait for a writer
+    assert logged_caps(tmp_path) == {"a/0": 16}
 
 
 def test_a_file_that_cannot_be_written_warns_once_and_lets_the_run_go_on(

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, IterableDataset
 from loft_hvd.data.draws import EpochSettings, epoch_order
 from loft_hvd.data.placement import Placement
 from loft_hvd.data.sampler import BatchSampler, GlobalBatches
-from loft_hvd.errors import ArgumentTypeError, DataError
+from loft_hvd.errors import ArgumentError, ArgumentTypeError, DataError
 from tests.support.plans import FakePlans
 
 
@@ -136,6 +136,31 @@ def test_a_state_of_another_order_is_refused_by_name(kind: str, options: dict[st
     )
     with pytest.raises(DataError, match=f"{kind} is"):
         BatchSampler(20, FakePlans([2, 2]), **options).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"position": 10**6}, "position=1000000 is beyond num_samples=20"),
+        ({"position": 5.7}, "position needs int"),
+        ({"position": -1}, "position needs int 0 to"),
+        ({"epoch": -1}, "epoch needs int 0 to"),
+        ({"step": 2**64}, "step needs int 0 to"),
+        ({"done": "zz" * 3}, "done has 6 characters, but 20 samples take 6"),
+        ({"done": "ff"}, "done has 2 characters"),
+        ({"done": "ffffff"}, "position=4, but done has 20 samples"),
+    ],
+)
+def test_a_state_that_would_lose_or_repeat_samples_is_refused(
+    change: dict[str, Any], match: str
+) -> None:
+    sampler = BatchSampler(20, FakePlans([2, 2]))
+    batches = iter(sampler)
+    next(batches)
+    state = sampler.state_dict(num_trained=1)
+    with pytest.raises(ArgumentError, match=match):
+        sampler.load_state_dict(state | change)
+    assert sampler.state_dict(num_trained=1) == state
 
 
 @pytest.mark.parametrize("options", [{"shuffle": 1}, {"shuffle": 1, "relaxed": 1}, {"shuffle": 0}])

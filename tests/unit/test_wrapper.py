@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import loft_hvd as loft
-from loft_hvd.errors import ArgumentTypeError, UsageError
-from loft_hvd.transport.local import LocalTransport, run_ranks
+from loft_hvd.errors import ArgumentError, ArgumentTypeError, UsageError
+from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
 from tests.support.alone import model, wrap
 
 
@@ -103,3 +103,24 @@ def test_parameters_are_not_added_while_a_step_is_under_way() -> None:
         return [*parameter.tolist(), *late.tolist()]
 
     assert run_ranks(2, work) == [[-6.0, -3.0]] * 2
+
+
+class _Picky(torch.optim.SGD):
+    """Looks at a state only once torch has put it in place, as Adam does."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call] # torch's own
+        if any(group["lr"] == "fast" for group in self.param_groups):
+            raise KeyError("lr")
+
+
+@pytest.mark.parametrize("wrong", [None, {}, {"state": {}, "param_groups": []}, {"lr": "fast"}])
+def test_a_state_that_the_optimizer_cannot_take_changes_nothing(wrong: Any) -> None:
+    optimizer = wrap(_Picky(model().parameters(), lr=0.1), transport=LocalWorld(1).transport(0))
+    before = optimizer.state_dict()
+    if wrong == {"lr": "fast"}:
+        wrong = before | {"param_groups": [before["param_groups"][0] | wrong]}
+    with pytest.raises(ArgumentError, match=r"_Picky cannot take this state .* same parameter"):
+        optimizer.load_state_dict(wrong)
+    assert optimizer.state_dict() == before
+    optimizer.load_state_dict(before)

@@ -1,0 +1,376 @@
+"""Every reader of files and states from outside, fed with damaged ones.
+
+    python -m tests.faults.fuzz --cases 100000            # all targets, the whole budget
+    python -m tests.faults.fuzz --cases 1000 loader report
+
+A case ends in success or in a ``LoftError``; anything else is a fault, and so is more than a second
+or, over all cases of a target, more than 100 MB. What has refused a state is as it was before, and
+what has taken one works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import logging
+import random
+import resource
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import loft_hvd as loft
+from loft_hvd.balance.controller import Controller
+from loft_hvd.balance.interval import COLUMNS, Interval, RankTimes
+from loft_hvd.balance.memory import logged_caps
+from loft_hvd.errors import LoftError
+from loft_hvd.pipeline.suspicion.report import WorkerReport
+from loft_hvd.report.page import render_page
+from loft_hvd.report.text import render_text
+from loft_hvd.runlog import RunLog, read_run_log
+from loft_hvd.simulate.scenario import read_scenario, scenario_from_dict
+from loft_hvd.transport.local import LocalWorld
+from tests.faults.mutations import mutate_text, mutate_value
+
+__all__ = ["TARGETS", "Found", "fuzz"]
+
+Case = Callable[[random.Random], None]  # raises what the reader raises
+LIMIT_S, LIMIT_BYTES = 1.0, 100e6
+_SCENARIOS = Path(loft.__file__).parent / "simulate" / "scenarios"
+
+
+@dataclass
+class Found:
+    """What came of a target's cases."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)  # "taken", or the error's name
+    faults: list[str] = field(default_factory=list)  # seed of the case, and the traceback
+    slowest_s: float = 0.0  # of CPU time, of one case
+    grown_bytes: float = 0.0  # of the process's peak, over all cases
+
+
+def fuzz(target: str, *, num_cases: int, seed: int = 0) -> Found:
+    """Run cases of a target; each has a seed of its own, named in what is found."""
+    found = Found()
+    with tempfile.TemporaryDirectory(dir=_fast_folder()) as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        case = TARGETS[target](Path(folder))
+        with suppress(Exception):  # what is imported and cached once does not count
+            case(random.Random(f"{target} warm"))
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        for number in range(seed, seed + num_cases):
+            began = time.process_time()
+            try:
+                case(random.Random(f"{target} {number}"))
+                found.outcomes["taken"] += 1
+            except LoftError as error:
+                found.outcomes[type(error).__name__] += 1
+                str(error).encode("utf-8", "backslashreplace")
+            except Exception:
+                found.faults.append(f"{target} {number}: {traceback.format_exc(limit=-6)}")
+            took_s = time.process_time() - began
+            found.slowest_s = max(found.slowest_s, took_s)
+            if took_s > LIMIT_S:
+                found.faults.append(f"{target} {number}: {took_s:.1f} s of CPU time")
+        after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        found.grown_bytes = 1024.0 * (after - before)
+        if found.grown_bytes > LIMIT_BYTES:
+            found.faults.append(f"{target}: {found.grown_bytes / 1e6:.0f} MB more than before")
+    return found
+
+
+def _fast_folder() -> str | None:
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None
+
+
+# Files.
+
+
+def _sample_log(folder: Path) -> bytes:
+    log = RunLog(folder)
+    log.write("run", world_size=3, global_batch_size=96, policy="loft", devices=["a"], caps=[None])
+    log.write("plan", plan_id=0, first_step=0, sizes=[32, 32, 32])
+    for log.step in (20, 40):
+        ranks = [RankTimes(r, 20, 32, 32, 0, 0.1, 0.1, 0.1 + r, 0, 0, 0, 0) for r in range(3)]
+        log.write("times", ranks=[asdict(rank) for rank in ranks])
+    log.write("plan", plan_id=1, first_step=43, sizes=[40, 40, 16])
+    log.write("explain", text="policy loft: no times yet\nrank 1: poor")
+    liar = WorkerReport((2,), 0.97, 0.9, 40.0, 0, 20, is_named=True, in_quarantine_until=90)
+    honest = WorkerReport((0,), 0.02, 0.4, 1.0, 0, 20, is_named=False)
+    log.write("suspicion", num_steps=40, workers=[asdict(honest), asdict(liar)])
+    log.write("spread", ratios=[0.1, None, 0.2], usual=0.1)
+    log.write("cap", rank=1, device="host/1", cap=12, size=16, source="probe")
+    log.write("fault", error="PeerError", text="rank 1 went")
+    log.write("thinned", num_lines=3)
+    assert log.path is not None
+    text = log.path.read_bytes()
+    log.path.unlink()
+    return text
+
+
+def _damaged_lines(text: bytes, rng: random.Random) -> bytes:
+    """Damage the bytes of a file of JSON lines, or the values of one of them."""
+    if rng.random() < 0.5:
+        return mutate_text(text, rng)
+    lines = text.splitlines()
+    at = rng.randrange(len(lines))
+    # Damage that JSON cannot hold goes into the bytes, above.
+    try:
+        lines[at] = json.dumps(mutate_value(json.loads(lines[at]), rng)).encode()
+    except (ValueError, TypeError, RecursionError):
+        return mutate_text(text, rng)
+    return b"\n".join(lines) + b"\n"
+
+
+def _report(folder: Path) -> Case:
+    text, path = _sample_log(folder), folder / "loft-x.jsonl"
+
+    def case(rng: random.Random) -> None:
+        path.write_bytes(_damaged_lines(text, rng))
+        entries = read_run_log(path)
+        words, page = render_text(entries), render_page(entries, title="\x1b[2J\udc80")
+        for shown in (words, page):
+            shown.encode()
+            assert not set(shown) & set(map(chr, [*range(9), *range(11, 32), *range(127, 160)]))
+
+    return case
+
+
+def _replay(folder: Path) -> Case:
+    path = folder / "plans.jsonl"
+    rows = [{"first_step": at, "sizes": [32 + at, 32 - at]} for at in (0, 5, 9)]
+    plans = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    log = _sample_log(folder)
+
+    def case(rng: random.Random) -> None:
+        path.write_bytes(_damaged_lines(rng.choice([plans, log]), rng))
+        policy = loft.Replay(path)
+        Controller(64, 2, policy, max_batch=60)
+
+    return case
+
+
+def _caps(folder: Path) -> Case:
+    text, path = _sample_log(folder), folder / "loft-x.jsonl"
+
+    def case(rng: random.Random) -> None:
+        path.write_bytes(_damaged_lines(text, rng))
+        assert all(type(cap) is int and cap > 0 for cap in logged_caps(folder).values())
+
+    return case
+
+
+def _scenario(folder: Path) -> Case:
+    toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    texts = [path.read_bytes() for path in sorted(_SCENARIOS.glob("*.toml"))]
+    contents = [toml.loads(text.decode()) for text in texts]
+    path = folder / "s.toml"
+
+    def case(rng: random.Random) -> None:
+        if rng.random() < 0.5:
+            path.write_bytes(mutate_text(rng.choice(texts), rng))
+            read_scenario(path)
+        else:
+            content = mutate_value(rng.choice(contents), rng)
+            scenario_from_dict(content)
+
+    return case
+
+
+def _placement(folder: Path) -> Case:
+    path = folder / "placement.json"
+    runs = [{"count": 4, "homes": [0, "node:a"]}, {"count": 3, "homes": ["shared:nfs", 1]}]
+    text = json.dumps({"nodes": ["a", "b"], "runs": runs}).encode() + b"\n"
+
+    def case(rng: random.Random) -> None:
+        path.write_bytes(_damaged_lines(text, rng))
+        loft.Placement.from_json(path).at(2)
+
+    return case
+
+
+# States.
+
+
+def _interval(step: int, sizes: tuple[int, ...]) -> Interval:
+    rows = np.zeros((len(sizes), len(COLUMNS)))
+    for rank, size in enumerate(sizes):
+        rows[rank, :6] = [size, size, 0, 0.01, 0.01, 1e-3 * size * (rank + 1)]
+    return Interval(step, np.array(sizes), rows, np.ones(len(sizes), bool), 0.2)
+
+
+def _text(state: object) -> str:
+    return json.dumps(state, sort_keys=True, default=repr, skipkeys=True)
+
+
+def _of_controller(policy: str) -> Callable[[Path], Case]:
+    def make(folder: Path) -> Case:
+        del folder
+        saved = Controller(96, 3, policy)
+        for step in range(20, 20 * 20, 20):
+            saved.observe(_interval(step, saved.plan_at(step).sizes))
+            saved.decide(step + 5)
+        state = json.loads(json.dumps(saved.state_dict()))
+
+        def case(rng: random.Random) -> None:
+            fresh = Controller(96, 3, policy)
+            before = _text(fresh.state_dict())
+            try:
+                fresh.load_state_dict(mutate_value(state, rng))
+            except LoftError:
+                assert _text(fresh.state_dict()) == before
+                raise
+            json.dumps(fresh.state_dict())
+            if rng.random() < 0.2:
+                for step in (10**6, 10**6 + 20):
+                    fresh.observe(_interval(step, fresh.plan_at(step).sizes))
+                    fresh.decide(step + 5)
+                    fresh.explain()
+
+        return case
+
+    return make
+
+
+def _balancer(folder: Path) -> Case:
+    del folder
+    transport = LocalWorld(1).transport(0)
+    balancer = loft.Balancer(64, "loft", transport=transport, interval=5)
+    saved = balancer.state_dict()
+    key = saved["devices"][0]
+    rows = _interval(0, (64,)).rows.tolist() * 3
+    saved |= {"measured": {key: rows, "gone/0": rows}, "num_steps": 40, "next_step": 40}
+    saved = json.loads(json.dumps(saved))
+
+    def case(rng: random.Random) -> None:
+        balancer.load_state_dict(saved)
+        before = _text(balancer.state_dict())
+        try:
+            balancer.load_state_dict(mutate_value(saved, rng))
+        except LoftError:
+            assert _text(balancer.state_dict()) == before
+            raise
+        assert balancer.local_batch_size == 64
+        assert balancer.plan_at(balancer.next_step).sizes == (64,)
+        balancer.explain()
+
+    return case
+
+
+class _Samples(torch.utils.data.Dataset[int]):
+    def __len__(self) -> int:
+        return 53
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def _loader(*, relaxed: bool) -> Callable[[Path], Case]:
+    def make(folder: Path) -> Case:
+        del folder
+        balancer = loft.Balancer(8, "uniform", transport=LocalWorld(1).transport(0))
+        loader = loft.DataLoader(_Samples(), balancer, train=False, shuffle=True, relaxed=relaxed)
+        sampler = loft.BatchSampler(_Samples(), balancer, relaxed=relaxed)
+        loader.set_epoch(1)
+        batches = iter(loader)
+        consumed = [next(batches) for _ in range(3)]
+        state = json.loads(json.dumps(loader.state_dict()))
+        assert state["position"] == sum(map(len, consumed))
+
+        def case(rng: random.Random) -> None:
+            loader.load_state_dict(state)
+            damaged = mutate_value(state, rng)
+            before = _text(loader.state_dict())
+            try:
+                loader.load_state_dict(damaged)
+            except LoftError:
+                assert _text(loader.state_dict()) == before
+                raise
+            sampler.load_state_dict(damaged)
+            left = 53 - loader.state_dict()["position"]
+            drawn = [index for batch in sampler for index in batch]
+            assert len(drawn) == len(set(drawn)) == left
+
+        return case
+
+    return make
+
+
+def _optimizer(folder: Path) -> Case:
+    del folder
+    transport = LocalWorld(1).transport(0)
+    wrapped, states = [], []
+    for make in (partial(torch.optim.SGD, momentum=0.9), torch.optim.Adam):
+        layer = torch.nn.Linear(3, 2)
+        plain = make(layer.parameters(), lr=0.1)
+        wrapped.append(loft.DistributedOptimizer(plain, transport=transport))
+        layer(torch.ones(1, 3)).sum().backward()
+        wrapped[-1].step()
+        states.append(wrapped[-1].state_dict())
+
+    def case(rng: random.Random) -> None:
+        at = rng.randrange(2)
+        optimizer, state = wrapped[at], states[at]
+        optimizer.load_state_dict(state)
+        before = _text(optimizer.state_dict())
+        try:
+            optimizer.load_state_dict(mutate_value(state, rng))
+        except LoftError:
+            assert _text(optimizer.state_dict()) == before
+            raise
+
+    return case
+
+
+TARGETS: dict[str, Callable[[Path], Case]] = {
+    "report": _report,
+    "replay": _replay,
+    "caps": _caps,
+    "scenario": _scenario,
+    "placement": _placement,
+    "controller-loft": _of_controller("loft"),
+    "controller-lbbsp-cpu": _of_controller("lbbsp-cpu"),
+    "controller-lbbsp-gpu": _of_controller("lbbsp-gpu"),
+    "balancer": _balancer,
+    "loader": _loader(relaxed=False),
+    "loader-relaxed": _loader(relaxed=True),
+    "optimizer": _optimizer,
+}
+
+
+def main() -> None:
+    """Run the targets named, or all, and say what came of each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("targets", nargs="*", default=[], help=f"of {', '.join(TARGETS)}")
+    parser.add_argument("--cases", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    has_faults = False
+    logging.disable()  # what is said of damaged states is not at issue
+    for target in options.targets or TARGETS:
+        found = fuzz(target, num_cases=options.cases, seed=options.seed)
+        has_faults |= bool(found.faults)
+        print(
+            f"{target}: {dict(found.outcomes)}, {len(found.faults)} faults, slowest "
+            f"{found.slowest_s:.3f} s, {found.grown_bytes / 1e6:.0f} MB",
+            flush=True,
+        )
+        for fault in found.faults[:5]:
+            print(fault)
+    sys.exit(has_faults)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""No damaged file or state ends in anything but success or a ``LoftError``."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults.fuzz import TARGETS, fuzz
+
+
+def check(target: str, *, num_cases: int, seed: int) -> None:
+    found = fuzz(target, num_cases=num_cases, seed=seed)
+    assert found.faults == [], "\n".join(found.faults[:3])
+    assert sum(found.outcomes.values()) == num_cases
+    assert found.outcomes["taken"] > 0  # not everything is refused: cases come through
+    assert target == "caps" or len(found.outcomes) > 1
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_damaged_input_is_taken_or_refused_with_our_error(target: str) -> None:
+    check(target, num_cases=150, seed=0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("target", TARGETS)
+def test_damaged_input_is_taken_or_refused_with_our_error_for_long(target: str) -> None:
+    check(target, num_cases=5000, seed=1000)  # 100,000: python -m tests.faults.fuzz --cases 100000
