@@ -69,6 +69,9 @@ class Balancer:
             takes ``LOFT_HVD_LOG_DIR``, and without it there is none.
         on_resize: what an elastic world of another size keeps: "keep_global", the global batch,
             or "keep_per_rank", its share a rank, so that the global batch grows with the world.
+        micro_batches: let ``max_batch`` limit a backward pass, not a rank's share of a step: a
+            share beyond it, up to 16 times, is computed in micro-batches and one optimizer step.
+            A ``loft.DataLoader`` then yields the list of each step's micro-batches.
         transport: the ranks; Horovod's by default.
         clock: seconds that never go back.
 
@@ -90,6 +93,7 @@ class Balancer:
         dead_band: float = DEAD_BAND,
         log_dir: str | Path | None = None,
         on_resize: str = "keep_global",
+        micro_batches: bool = False,
         transport: Transport | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -105,12 +109,14 @@ class Balancer:
             dead_band=dead_band,
             max_sizes=max_sizes,
             on_resize=on_resize,
+            micro_batches=micro_batches,
         )
         self._base = global_batch_size, self._transport.world_size  # what a resize starts from
         self._clock, self._log_dir = clock, log_dir
         self._own_cap: int | None = None  # as probed
         self._is_plugged = False  # into an optimizer
         self._batches = BatchQueue()
+        self._batches.count_micro = self.count_micro
         self.policy, self.interval, self.min_batch = policy, interval, min_batch  # as given
         self.global_batch_size = global_batch_size  # of the ranks there are now
         self.min_ranks = 1  # that must have samples in every step: 2f+1 of the optimizer's rule
@@ -280,6 +286,17 @@ class Balancer:
         return self._batches.upcoming(self.history).sizes[self.rank]
 
     @property
+    def micro_batch_sizes(self) -> tuple[int, ...]:
+        """Samples of each backward pass of this rank in its next batch; one without a split.
+
+        For a loader of the script's own, with ``micro_batches=True``: ``x.split(sizes)``, in this
+        order. A rank without samples has one dummy batch.
+        """
+        sizes = self._batches.current(self.history)
+        micro = sizes.micro_sizes(self.rank)
+        return micro if sum(micro) else (min(self.min_batch, sizes.total),)
+
+    @property
     def times(self) -> tuple[RankTimes, ...]:
         """Average times of every rank over the last interval, [world_size]; empty at first."""
         return self._live.times
@@ -372,6 +389,15 @@ class Balancer:
         """Return the plan in force at a step, counted over epochs; asked when it is drawn."""
         self._batches.drawn(step)
         return plan_in_force(self.history, step)
+
+    @property
+    def splits(self) -> bool:
+        """Whether a share beyond a rank's cap comes in micro-batches."""
+        return self._options.micro_batches
+
+    def count_micro(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """Return how many micro-batches each rank's share takes; empty where none is split."""
+        return self.limits.count_micro(sizes)
 
     def push_sizes(self, step_sizes: StepSizes) -> None:
         """Queue the sizes of a batch that this rank will train on next, in order."""

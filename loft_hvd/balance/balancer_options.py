@@ -33,6 +33,7 @@ class BalancerOptions:
     interval: int | None
     dead_band: float  # the policy has it; kept to compare it between ranks
     on_resize: str
+    micro_batches: bool = False  # a cap limits a backward pass, not a rank's share of a step
 
     def __post_init__(self) -> None:
         limit = self.max_batch
@@ -55,6 +56,10 @@ class BalancerOptions:
                 raise ArgumentTypeError(f"Balancer: {what}={value!r} must be a whole number")
             if value < 1:
                 raise ArgumentError(f"Balancer: {what}={value} must be >= 1")
+        if not isinstance(self.micro_batches, bool):
+            raise ArgumentTypeError(
+                f"Balancer: micro_batches={self.micro_batches!r} must be True or False"
+            )
         if self.on_resize not in ON_RESIZE:
             raise ArgumentError(
                 f"Balancer: on_resize={self.on_resize!r} is not known; it takes "
@@ -97,6 +102,7 @@ class BalancerOptions:
             "dead_band": self.dead_band,
             "max_sizes": self.max_sizes,
             "on_resize": self.on_resize,
+            "micro_batches": self.micro_batches,
             "max_batch": shown,
             "policy": self.policy.text,
             "plans to repeat": self.policy.given_plans,

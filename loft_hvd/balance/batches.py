@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from loft_hvd.balance.plan import Plan, StepSizes
+from loft_hvd.balance.plan import Plan, Sizes, StepSizes
 from loft_hvd.errors import PlanError, UsageError
 
 __all__ = ["BatchQueue", "plan_in_force"]
@@ -41,9 +41,11 @@ class BatchQueue:
         self._lookahead = 0  # most steps that were ever drawn beyond the one in training
         self.trained: StepSizes | None = None
         self.in_work: StepSizes | None = None
+        # How many micro-batches sizes take; the limits of the ranks there are say so.
+        self.count_micro: Callable[[Sizes], Sizes] = lambda _: ()
         self.trail = 0
         self._taken: list[StepSizes] = []  # since the last step's end
-        self._largest: list[int] = []  # samples that each rank has computed in a step
+        self._largest: list[int] = []  # samples that each rank has computed in a backward pass
         self._num_begun = 0  # before any backward pass took one
 
     def push(self, step_sizes: StepSizes) -> None:
@@ -62,7 +64,13 @@ class BatchQueue:
         if self._pending:
             return self._pending[0]
         plan = plan_in_force(plans, self.next_step)
-        return StepSizes(plan.plan_id, self.next_step, plan.sizes)
+        num_micro = self.count_micro(plan.sizes)
+        return StepSizes(plan.plan_id, self.next_step, plan.sizes, num_micro=num_micro)
+
+    def current(self, plans: Sequence[Plan]) -> StepSizes:
+        """Return the sizes of the batch that was begun last, or else what ``upcoming`` does."""
+        fresh = self._current if self.has_fresh else None
+        return fresh or self.upcoming(plans)
 
     def begin_next(self, plans: Sequence[Plan]) -> StepSizes:
         """Return what ``upcoming`` does, and begin that batch unless it is queued."""
@@ -107,13 +115,13 @@ class BatchQueue:
         """Note that all batches taken so far have been computed, on every rank."""
         # Only now: the reduction of a step ends on no rank before all have computed theirs.
         for taken in self._taken:
-            sizes = taken.sizes
+            sizes = [max(taken.micro_sizes(rank)) for rank in range(len(taken.sizes))]
             self._largest = [max(pair) for pair in zip(self._largest or sizes, sizes, strict=True)]
         self._taken.clear()
         self.in_work = None
 
     def largest_done(self, rank: int) -> int:
-        """Return the most samples that a rank has computed in a step, 0 at first."""
+        """Return the most samples that a rank has computed in one backward pass, 0 at first."""
         return self._largest[rank] if self._largest else 0
 
     def drawn(self, step: int) -> None:

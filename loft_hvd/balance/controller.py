@@ -118,6 +118,9 @@ class Controller:
         max_sizes: distinct sizes that a rank may have in a run, from then on the nearest of those
             it has had; None for any number.
 
+        pass_caps: most samples of one backward pass of each rank, where ``max_batch`` is that of
+            all its micro-batches, [world_size]; None where a rank computes its share in one.
+
     Raises:
         PlanError: no sizes within the bounds add up to ``global_batch_size``.
         ArgumentError: ``max_batch`` is a list for another number of ranks.
@@ -134,6 +137,7 @@ class Controller:
         grain: int = 1,
         settle_steps: int = SETTLE_STEPS,
         max_sizes: int | None = None,
+        pass_caps: Sequence[int | None] | None = None,
     ) -> None:
         total = global_batch_size
         caps = [max_batch] * world_size if isinstance(max_batch, int | None) else list(max_batch)
@@ -143,7 +147,7 @@ class Controller:
             )
         highest = [total if cap is None else min(cap, total) for cap in caps]
         bounds = Bounds.of(world_size, floor=min_batch, cap=highest, grain=grain)
-        self.task = Task(global_batch_size, bounds)
+        self.task = Task(global_batch_size, bounds, pass_caps)
         self.policy = make_policy(policy)
         self.settle_steps, self.max_sizes = settle_steps, max_sizes
         self.history = [Decision(0, 0, self.policy.start(self.task), f"start: {self.policy.name}")]

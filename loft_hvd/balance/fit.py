@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loft_hvd.balance.interval import COLUMNS, COMPUTE, FETCH, LOCAL, REMOTE, SIZE, STALL, Interval
-from loft_hvd.balance.latency import StepModel, queued_samples
+from loft_hvd.balance.latency import StepModel, count_passes, queued_samples
 from loft_hvd.balance.plan import Bools, Floats, Ints, RankBools, RankFloats
 from loft_hvd.balance.regression import LinearFit, TermFitter, TimedRows
 from loft_hvd.codec import Count, Shape, Size
@@ -56,7 +56,8 @@ class Fit:
         batch = np.asarray(sizes, dtype=np.float64)
         local = self.model.local(batch)
         fetch = self.fetch.stderr(_fetch_features(local, batch - local, self.model.source))
-        compute = self.compute.stderr(_compute_features(batch, self.knee))
+        passes = count_passes(batch, self.model.pass_size)
+        compute = passes * self.compute.stderr(_compute_features(batch / passes, self.knee))
         # The longer part counts in full, the shorter by what overlap does not hide of it.
         is_hidden = self.model.fetch(local, batch - local) < self.model.compute(batch)
         shown = 1.0 - self.model.overlap
@@ -89,7 +90,8 @@ class Past:
 class Fitter:
     """Fits the models of all ranks to what it has seen, going on from ``past``, if any.
 
-    ``source`` is the shared source each rank fetches from, -1 for none, [world_size].
+    ``source`` is the shared source each rank fetches from, -1 for none, [world_size]. What
+    computing takes is fitted by the backward pass, of ``pass_size`` samples at most, [world_size].
     """
 
     def __init__(
@@ -97,9 +99,11 @@ class Fitter:
         world_size: int,
         *,
         source: npt.ArrayLike = -1,
+        pass_size: npt.ArrayLike = np.inf,
         past: Past | None = None,
     ) -> None:
         self.source: Ints = np.broadcast_to(np.asarray(source, np.int64), world_size).copy()
+        self.pass_size: Floats = np.broadcast_to(np.asarray(pass_size, np.float64), world_size)
         self.past = Past.of(world_size) if past is None else past
 
     def add(self, interval: Interval) -> Bools:
@@ -107,11 +111,12 @@ class Fitter:
         past, rows, valid = self.past, interval.rows, interval.valid
         is_slowest = interval.busy_s > 0.95 * interval.busy_s.max()  # or as good as
         changed = np.zeros(len(valid), bool)
-        for fitter, features, column in (
-            (past.fetch, _fetch_features(rows[:, LOCAL], rows[:, REMOTE], self.source), FETCH),
-            (past.compute, _compute_features(rows[:, SIZE], past.knee), COMPUTE),
+        fetch = _fetch_features(rows[:, LOCAL], rows[:, REMOTE], self.source)
+        size, compute_s = self._of_a_pass(rows)
+        for fitter, features, seconds, sizes in (
+            (past.fetch, fetch, rows[:, FETCH], rows[:, SIZE]),
+            (past.compute, _compute_features(size, past.knee), compute_s, size),
         ):
-            seconds, sizes = rows[:, column], rows[:, SIZE]
             changed |= fitter.watch(
                 features, seconds, sizes=sizes, valid=valid, is_slowest=is_slowest, row=past.added
             )
@@ -119,6 +124,11 @@ class Fitter:
         past.valid = [*past.valid, valid][-_NUM_ROWS:]
         past.added += 1
         return changed
+
+    def _of_a_pass(self, rows: Floats) -> tuple[Floats, Floats]:
+        """Return samples and compute seconds of a backward pass, [..., world_size] each."""
+        passes = count_passes(rows[..., SIZE], self.pass_size)
+        return rows[..., SIZE] / passes, rows[..., COMPUTE] / passes
 
     def fit(self) -> Fit | None:
         """Return the models, or None before any row."""
@@ -155,7 +165,8 @@ class Fitter:
         return self.past.fetch.fit(measured, start=start, added=self.past.added)
 
     def _fit_compute(self, rows: Floats, weights: Floats) -> LinearFit:
-        past, size, seconds = self.past, rows[..., SIZE], rows[..., COMPUTE]
+        past = self.past
+        size, seconds = self._of_a_pass(rows)
         steady = np.where(past.compute.is_fresh(past.added), 0.0, weights)
         knee = _choose_knee(size, seconds, steady, past.knee)  # a drift can look like a bend
         past.compute.forget_shape((knee > 0) != (past.knee > 0))
@@ -184,6 +195,7 @@ class Fitter:
                 rows[..., FETCH], rows[..., STALL], rows[..., COMPUTE], np.minimum(*weights)
             ),
             source=self.source,
+            pass_size=self.pass_size,
         )
 
     def _unclear(
@@ -192,7 +204,7 @@ class Fitter:
         """Name the terms whose standard error is a tenth of the rank's time or more."""
         features = (
             _fetch_features(row[:, LOCAL], row[:, REMOTE], self.source),
-            _compute_features(row[:, SIZE], self.past.knee),
+            _compute_features(self._of_a_pass(row)[0], self.past.knee),
         )
         names: list[list[str]] = [[] for _ in self.source]
         parts = ((fetch, _FETCH_TERMS), (compute, _COMPUTE_TERMS))

@@ -4,11 +4,13 @@ Per rank, with ``x`` samples of which ``local(x)`` are found on the rank's own s
 
     local(x)  = min(hit_share * x, hits)            remote(x) = x - local(x)
     fetch(x)   = fetch_fixed_s + local_s * local(x) + remote_s * remote(x) + shared_s * queued(x)
-    compute(x) = max(plateau_s, compute_fixed_s + compute_s * x)
+    compute(x) = k * max(plateau_s, compute_fixed_s + compute_s * x / k),    k = ceil(x / pass_size)
     time(x)    = max(fetch, compute) + (1 - overlap) * min(fetch, compute)
 
 ``overlap`` is 0 for a serial loader and 1 in the steady state of a prefetching one. A plateau of 0
-is a CPU; above 0 it is a device that costs the same until it is saturated.
+is a CPU; above 0 it is a device that costs the same until it is saturated. A batch of more than
+``pass_size`` samples is computed in k micro-batches, and what each costs beside its samples comes k
+times; without micro-batches k is 1.
 
 ``queued`` is the queue at a source that several ranks share (one NFS server, a node's NIC). Served
 fairly, a request for r samples is finished when every sharing rank has got min(r, its own)
@@ -74,6 +76,11 @@ def queued_samples(remote: Floats, source: Ints) -> tuple[Floats, Floats]:
     flat_queued[order] = np.where(home >= 0, queued, 0.0)
     flat_sharing[order] = members - (run - start)
     return flat_queued.reshape(shape), flat_sharing.reshape(shape)
+
+
+def count_passes(sizes: npt.ArrayLike, pass_size: Floats) -> Floats:
+    """Return the backward passes of batches ``sizes``, [..., world_size] as ``pass_size``, >= 1."""
+    return np.maximum(np.ceil(np.asarray(sizes, dtype=np.float64) / pass_size), 1.0)
 
 
 @dataclass(frozen=True)
@@ -202,6 +209,7 @@ class StepModel:
     plateau_s: Floats  # the least that computing takes; 0 for a linear device
     overlap: Floats  # share of the shorter of fetch and compute that is hidden, in [0, 1]
     source: Ints  # number of the shared source, -1 for none
+    pass_size: Floats  # most samples of one backward pass, >= 1; infinite where none is split
     aggregate_s: float = 0.0  # what the step adds after the slowest rank
     is_coupled: bool = field(init=False)  # the time of a rank depends on others' batches
 
@@ -239,7 +247,8 @@ class StepModel:
         unknown = sorted(set(terms) - names)
         if unknown:
             raise ArgumentError(f"StepModel.build: no term {unknown}; terms are {sorted(names)}")
-        given = {**dict.fromkeys(names, 0.0), "hit_share": 1.0, "hits": np.inf, **terms}
+        ones = {"hit_share": 1.0, "hits": np.inf, "pass_size": np.inf}
+        given = {**dict.fromkeys(names, 0.0), **ones, **terms}
         arrays = {
             name: np.broadcast_to(np.asarray(value, dtype=np.float64), world_size)
             for name, value in given.items()
@@ -264,7 +273,9 @@ class StepModel:
 
     def compute(self, sizes: Floats) -> Floats:
         """Return compute seconds for batches ``sizes``, both [..., world_size]."""
-        return np.maximum(self.plateau_s, self.compute_fixed_s + self.compute_s * sizes)
+        passes = count_passes(sizes, self.pass_size)
+        fixed = passes * self.compute_fixed_s
+        return np.maximum(passes * self.plateau_s, fixed + self.compute_s * sizes)
 
     def combine(self, fetch: Floats, compute: Floats) -> Floats:
         """Return how long the rank is busy when ``fetch`` and ``compute`` seconds overlap."""
@@ -303,6 +314,36 @@ class StepModel:
 
     def curves(self, low: Floats, high: Floats) -> Curves:
         """Tabulate the separable model on [low, high], each [world_size], as straight pieces.
+
+        Between two numbers of micro-batches lies a jump of one sample; in between it is straight as
+        without them. The pieces of k micro-batches are those of k times the fixed part.
+        """
+        most = int(count_passes(high, self.pass_size).max(initial=1))
+        if most == 1:
+            return self._curves(low, high)
+        whole, knots, times = np.full(self.world_size, np.inf), [], []
+        for k in range(1, most + 1):
+            # A rank whose numbers of micro-batches end before k stays at its last point.
+            first = low if k == 1 else (k - 1) * self.pass_size + 1
+            start = np.clip(first, low, np.maximum(high, low))
+            end = np.clip(k * self.pass_size, start, np.maximum(high, low))
+            passes = count_passes(end, self.pass_size)
+            one = replace(
+                self,
+                plateau_s=passes * self.plateau_s,
+                compute_fixed_s=passes * self.compute_fixed_s,
+                pass_size=whole,
+            )
+            pieces = one._curves(start, end)
+            knots.append(pieces.knot_sizes)
+            times.append(pieces.knot_times)
+        # Two micro-batches of a saturated device may be cheaper than one; a search needs more to
+        # take longer, and is told so.
+        rising = np.maximum.accumulate(np.concatenate(times, axis=1), axis=1)
+        return Curves(np.concatenate(knots, axis=1), rising)
+
+    def _curves(self, low: Floats, high: Floats) -> Curves:
+        """Tabulate the model of one backward pass.
 
         Fetch bends where the local samples run out, compute where the device saturates, and the
         time where fetch and compute cross; between those seven points it is straight.

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from loft_hvd.balance.balancer_options import BalancerOptions
+from loft_hvd.balance.plan import MOST_MICRO, Sizes, count_micro
 from loft_hvd.errors import ArgumentError, PlanError
 from loft_hvd.topology import cpu_name
 from loft_hvd.transport.base import Channel, Transport
@@ -55,6 +56,7 @@ class RankLimits:
     grain: int  # adaptive sizes are multiples of it
     max_sizes: int | None  # distinct ones that a rank may have in a run; None for any number
     found: Mapping[str, int]  # caps that were found by trying, by ``Device.key``
+    splits: bool = False  # a share beyond a rank's cap is computed in micro-batches
 
     def __len__(self) -> int:
         return len(self.devices)
@@ -63,6 +65,16 @@ class RankLimits:
     def keys(self) -> tuple[str, ...]:
         """The keys of all devices, [world_size]."""
         return tuple(device.key for device in self.devices)
+
+    @property
+    def share_caps(self) -> Caps:
+        """Most samples of each rank's share of a step, [world_size]; None for no limit."""
+        most = MOST_MICRO if self.splits else 1
+        return tuple(None if cap is None else cap * most for cap in self.caps)
+
+    def count_micro(self, sizes: Sequence[int]) -> Sizes:
+        """Return how many micro-batches each rank's share takes; empty where none is split."""
+        return count_micro(sizes, self.caps) if self.splits else ()
 
     @classmethod
     def of(
@@ -81,15 +93,16 @@ class RankLimits:
         for cap, device in zip(_given_caps(options, devices), devices, strict=True):
             known = [each for each in (cap, found.get(device.key)) if each is not None]
             caps.append(min(known, default=None))
-        return cls(devices, tuple(caps), grain, max_sizes, found)
+        return cls(devices, tuple(caps), grain, max_sizes, found, options.micro_batches)
 
     def check_sizes(self, sizes: Sequence[int], *, what: str) -> None:
         """Raise a PlanError when a rank's size is above its cap."""
-        for rank, (size, cap) in enumerate(zip(sizes, self.caps, strict=True)):
+        for rank, (size, cap) in enumerate(zip(sizes, self.share_caps, strict=True)):
             if cap is not None and size > cap:
+                times = f" in up to {MOST_MICRO} micro-batches" if self.splits else ""
                 raise PlanError(
-                    f"{what}: rank {rank} should compute {size} samples, but its cap is {cap}; "
-                    "sizes must keep within max_batch"
+                    f"{what}: rank {rank} should compute {size} samples, but its cap is "
+                    f"{self.caps[rank]}{times}; sizes must keep within max_batch"
                 )
 
     @contextmanager

@@ -244,7 +244,12 @@ class Loft(Policy):
 
     @property
     def _fitter(self) -> Fitter:  # of what is learnt: nothing to keep beside the state
-        return Fitter(self.task.world_size, source=self._source, past=self.state.past)
+        return Fitter(
+            self.task.world_size,
+            source=self._source,
+            pass_size=self.task.pass_size,
+            past=self.state.past,
+        )
 
     @property
     def fit(self) -> Fit | None:

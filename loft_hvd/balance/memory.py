@@ -129,12 +129,14 @@ class MemoryWatch:
         if sizes is None or not is_out_of_memory(error):
             return None
         rank = self._transport.rank
-        size = sizes.sizes[rank]
+        micro = sizes.micro_sizes(rank)
+        size = max(micro)
         if size == 0:
             return None  # a dummy batch: the sizes are not at fault
         cap = self._cap(rank, size)
+        batch = "batch" if len(micro) == 1 else "micro-batch"
         note = FailureNote(
-            f"rank {rank} ran out of memory with a batch of {size} samples (step {sizes.step}, "
+            f"rank {rank} ran out of memory with a {batch} of {size} samples (step {sizes.step}, "
             f"plan {sizes.plan_id}, sizes {list(sizes.sizes)}); give it at most {cap} by "
             "max_batch (a run log remembers that for runs with the same log_dir)",
             size,

@@ -23,6 +23,7 @@ from loft_hvd.errors import ArgumentTypeError, PlanError
 
 __all__ = [
     "MIN_BATCH",
+    "MOST_MICRO",
     "Bounds",
     "Plan",
     "QuarantineSizes",
@@ -30,6 +31,7 @@ __all__ = [
     "check_history",
     "check_sizes",
     "choose_used",
+    "count_micro",
 ]
 __all__ += ["equal_sizes", "proportional_sizes", "scale_sizes", "whole_sizes"]
 
@@ -45,6 +47,8 @@ Sizes = Annotated[tuple[Count, ...], Shape("world_size")]  # samples
 Rank = Annotated[int, Index("world_size")]
 
 MIN_BATCH = 2  # least samples of a rank where nothing is asked: batch norm cannot train on one
+# Most micro-batches of a rank's share: with more, what each costs beside its samples is most of it.
+MOST_MICRO = 16
 _HEADER = 2  # plan_id, first_step
 _HALVINGS = 40  # of a factor: near the last bit that matters
 _FEW = 16  # ranks whose sizes mostly make up any sum that is missing
@@ -59,11 +63,18 @@ class StepSizes:
     sizes: Sizes  # 0 marks a rank that computes a dummy batch, whose gradient must not count
     # Of the samples that form the global batch, 32 bits; 0 where they are not known.
     digest: int = field(default=0, compare=False)
+    # Micro-batches of each rank, as ``count_micro`` says; empty where nobody has more than one.
+    num_micro: Sizes = ()
 
     @property
     def total(self) -> int:
         """Samples of all ranks in this step."""
         return sum(self.sizes)
+
+    def micro_sizes(self, rank: int) -> Sizes:
+        """Return the samples of each backward pass of a rank, one or more; (0,) for a dummy one."""
+        num_micro = self.num_micro[rank] if self.num_micro else 1
+        return equal_sizes(self.sizes[rank], num_micro)
 
 
 @dataclass(frozen=True)
@@ -222,7 +233,8 @@ class Bounds:
         passes = -(-global_batch_size // room)
         return (
             f"global_batch_size={global_batch_size} does not fit: caps {self.cap.tolist()} with "
-            f"grain={self.grain} hold {room} samples; raise max_batch, or use "
+            f"grain={self.grain} hold {room} samples; raise max_batch, let it limit micro-batches "
+            "(Balancer(micro_batches=True)), or use "
             f"backward_passes_per_step={passes} with "
             f"global_batch_size={math.ceil(global_batch_size / passes)}"
         )
@@ -232,6 +244,15 @@ def equal_sizes(global_batch_size: int, world_size: int) -> Sizes:
     """Split a global batch as evenly as whole samples allow, the first ranks taking the rest."""
     share, rest = divmod(global_batch_size, world_size)
     return tuple(share + (rank < rest) for rank in range(world_size))
+
+
+def count_micro(sizes: Sequence[int], caps: Sequence[int | None]) -> Sizes:
+    """Return how many micro-batches, within its cap, each rank's share takes; all [world_size].
+
+    With caps 96, 48 and None, shares 64, 100 and 900 take 1, 3 and 1. A dummy batch takes one.
+    """
+    pairs = zip(sizes, caps, strict=True)
+    return tuple(1 if cap is None else max(1, -(-size // cap)) for size, cap in pairs)
 
 
 def proportional_sizes(

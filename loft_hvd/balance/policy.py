@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from loft_hvd.balance.fit import Fit
 from loft_hvd.balance.interval import Interval
-from loft_hvd.balance.plan import Bounds, Plan, Sizes
+from loft_hvd.balance.plan import Bounds, Floats, Plan, Sizes
 from loft_hvd.balance.search import equal_within, round_to_lattice
 from loft_hvd.codec import decode, encode
 
@@ -25,6 +25,13 @@ class Task:
 
     global_batch_size: int  # samples of all ranks in one backward pass
     bounds: Bounds  # each rank's limits
+    pass_caps: Sequence[int | None] | None = None  # of a micro-batch; None where none is split
+
+    @property
+    def pass_size(self) -> Floats:
+        """Most samples of one backward pass of each rank, [world_size]; may be infinite."""
+        caps = self.pass_caps or [None] * self.world_size
+        return np.array([np.inf if cap is None else cap for cap in caps], dtype=np.float64)
 
     @property
     def world_size(self) -> int:

@@ -102,7 +102,8 @@ def make_controller(options: BalancerOptions, limits: RankLimits) -> Controller 
             len(limits),
             options.policy,
             min_batch=options.min_batch,
-            max_batch=limits.caps,
+            max_batch=limits.share_caps,
+            pass_caps=limits.caps if limits.splits else None,
             grain=limits.grain if is_adaptive else 1,
             max_sizes=limits.max_sizes,
         )
@@ -123,9 +124,9 @@ def first_plans(
             limits.check_sizes(plan.sizes, what=what)
         if given:
             return given
-        if not any(limits.caps):
+        if not any(limits.share_caps):
             return [Plan(0, 0, equal_sizes(total, len(limits)))]
-        highest = [total if cap is None else min(cap, total) for cap in limits.caps]
+        highest = [total if cap is None else min(cap, total) for cap in limits.share_caps]
         return [Plan(0, 0, equal_within(total, Bounds.of(len(limits), cap=highest)))]
 
 
@@ -184,7 +185,7 @@ def can_go_on(
     ]
     changes += [
         f"rank {rank} had {size} samples, but its cap is {cap}"
-        for rank, (size, cap) in enumerate(zip(newest.sizes, limits.caps, strict=True))
+        for rank, (size, cap) in enumerate(zip(newest.sizes, limits.share_caps, strict=True))
         if cap is not None and size > cap
     ]
     if changes and warns:  # with other devices nobody expects the old sizes

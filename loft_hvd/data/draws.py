@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from loft_hvd.balance.plan import Plan, StepSizes, scale_sizes
+from loft_hvd.balance.plan import Plan, Sizes, StepSizes, scale_sizes
 from loft_hvd.data.assign import Assignment, Homes, Ints, assign
 from loft_hvd.data.placement import Placement
 from loft_hvd.errors import DataError
@@ -37,8 +37,14 @@ class PlanView(Protocol):
     @property
     def min_ranks(self) -> int: ...  # that hold a sample in every step, 2f+1 for a rule with f
 
+    @property
+    def splits(self) -> bool: ...  # shares beyond a cap come in micro-batches
+
     def plan_at(self, step: int) -> Plan:
         """Return the plan in force at a step, counted over epochs; asked once a step, in order."""
+
+    def count_micro(self, sizes: Sizes) -> Sizes:
+        """Return how many micro-batches each rank's share takes; empty where none is split."""
 
 
 @dataclass(frozen=True)
@@ -188,4 +194,5 @@ def _next_step(
     sizes = scale_sizes(plan.sizes, len(batch), min_ranks=view.min_ranks)
     assert sizes is not None  # count_steps left smaller batches out
     digest = zlib.crc32(batch.tobytes())  # ranks compare it: they drew the same samples
-    return StepSizes(plan.plan_id, first_step + i, sizes, digest), batch
+    num_micro = view.count_micro(sizes)
+    return StepSizes(plan.plan_id, first_step + i, sizes, digest, num_micro), batch

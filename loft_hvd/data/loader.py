@@ -7,6 +7,7 @@ how these processes are started, so that they really start.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import multiprocessing
 import os
@@ -22,7 +23,7 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
-from loft_hvd.balance.plan import Plan, StepSizes
+from loft_hvd.balance.plan import Plan, Sizes, StepSizes
 from loft_hvd.data.draws import Draw, EpochSettings, PlanView
 from loft_hvd.data.placement import Placement, check_placement
 from loft_hvd.data.sampler import (
@@ -54,6 +55,7 @@ class Request:
 
     step: int  # step of the batch, to match it with its draw when it arrives
     indices: list[int]  # samples of this rank
+    micro_sizes: Sizes | None = None  # samples of its micro-batches; None where nothing is split
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,8 @@ class Fetched:
 
     step: int
     started_s: float
-    samples: Any
+    samples: list[Any]  # of the batch, or of each micro-batch
+    is_split: bool
     cached: int  # samples that the data set's own cache had
 
 
@@ -78,13 +81,13 @@ class FetchingDataset(Dataset[Any]):
         started_s = self.clock()
         hits = getattr(self.dataset, "cache_hits", 0)
         get_items = getattr(self.dataset, "__getitems__", None)
-        samples = (
-            get_items(request.indices)
-            if get_items
-            else [self.dataset[index] for index in request.indices]
-        )
+        indices, samples = iter(request.indices), []
+        for size in request.micro_sizes or (len(request.indices),):
+            part = list(itertools.islice(indices, size))
+            samples.append(get_items(part) if get_items else [self.dataset[at] for at in part])
         cached = getattr(self.dataset, "cache_hits", 0) - hits
-        return Fetched(request.step, started_s, samples, cached)
+        is_split = request.micro_sizes is not None
+        return Fetched(request.step, started_s, samples, is_split, cached)
 
 
 class TimedCollate:
@@ -95,7 +98,9 @@ class TimedCollate:
         self.clock = clock
 
     def __call__(self, fetched: Fetched) -> tuple[Any, int, float, int]:
-        batch = self.collate(fetched.samples)
+        # Micro-batches are collated one by one: nobody has to know how to cut a batch.
+        batches = [self.collate(samples) for samples in fetched.samples]
+        batch = batches if fetched.is_split else batches[0]
         # A plain tuple, so that torch pins the batch inside it as it would pin the batch alone.
         return batch, fetched.step, self.clock() - fetched.started_s, fetched.cached
 
@@ -151,6 +156,13 @@ class EvaluationView:
     def plan_at(self, step: int) -> Plan:
         return Plan(0, 0, self._sizes)
 
+    @property
+    def splits(self) -> bool:
+        return self._balancer.splits
+
+    def count_micro(self, sizes: Sizes) -> Sizes:
+        return self._balancer.count_micro(sizes)
+
 
 class DataLoader:
     """Loads each rank's share of every global batch; batches are those of torch's own loader.
@@ -159,6 +171,9 @@ class DataLoader:
     balancer's plan and the placement decide which rank computes them. Every sample is loaded once
     an epoch and all ranks make ``len(loader)`` steps. A rank without samples in a step gets a
     dummy batch, and ``is_padding`` is true.
+
+    With ``Balancer(micro_batches=True)`` each item is the list of the step's micro-batches, often
+    one: run forward and backward on each, then take one optimizer step.
 
     A batch is drawn, up to ``num_workers * prefetch_factor`` steps ahead, with the plan in force
     at its own step, and tells the balancer its sizes when it is yielded.
@@ -375,7 +390,11 @@ class _Feed:
         for draw in draws:
             drawn.append(draw)
             indices = draw.indices(view.rank, min_batch=view.min_batch, homes=homes)
-            yield Request(draw.step_sizes.step, indices)
+            micro_sizes = None
+            if view.splits:  # a dummy batch has samples too, in one micro-batch
+                sizes = draw.step_sizes.micro_sizes(view.rank)
+                micro_sizes = sizes if sum(sizes) else (len(indices),)
+            yield Request(draw.step_sizes.step, indices, micro_sizes)
 
 
 # Before Python 3.12 a forked child waits for ever when, at the moment of the fork, a native thread

@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from loft_hvd.balance.balancer import Balancer
-from loft_hvd.errors import ArgumentTypeError, UsageError
+from loft_hvd.errors import ArgumentError, ArgumentTypeError, UsageError
 
 __all__ = ["Attachment", "attach"]
 
@@ -169,12 +169,19 @@ def attach(optimizer: torch.optim.Optimizer, balancer: Balancer) -> Attachment:
 
     Raises:
         ArgumentTypeError: the optimizer has no ``synchronize``, as Horovod's has.
+        ArgumentError: the balancer plans micro-batches.
         PlanError: the plan leaves too few ranks with samples.
     """
     if not callable(getattr(optimizer, "synchronize", None)):
         raise ArgumentTypeError(
             f"attach: {type(optimizer).__name__} has no synchronize(); it takes what "
             "hvd.DistributedOptimizer returned, or give balancer= to loft.DistributedOptimizer"
+        )
+    if balancer.splits:
+        raise ArgumentError(
+            "attach: Horovod's optimizer counts the same backward passes on every rank, and with "
+            "Balancer(micro_batches=True) ranks make different ones; give the optimizer itself and "
+            "the balancer to loft.DistributedOptimizer"
         )
     num_passes = int(getattr(optimizer, "backward_passes_per_step", 1))
     balancer.require(min_ranks=1, num_passes=num_passes)

@@ -27,7 +27,7 @@ from loft_hvd.aggregation.rules import Mean, Rule
 from loft_hvd.balance.balancer import Balancer
 from loft_hvd.balance.plan import StepSizes
 from loft_hvd.config import config
-from loft_hvd.errors import ArgumentTypeError
+from loft_hvd.errors import ArgumentError, ArgumentTypeError
 from loft_hvd.optimizer.options import EqualBatches
 from loft_hvd.pipeline.allreduce import Handle, allreduce_async
 from loft_hvd.pipeline.suspicion.spread import SpreadWatch
@@ -70,6 +70,7 @@ def ddp_hook(
 
     Raises:
         ArgumentTypeError: ``rule`` is not a rule.
+        ArgumentError: the balancer plans micro-batches.
         AggregationError: the rule does not fit the number of ranks.
         UsageError: ``torch.distributed`` is not initialised.
     """
@@ -78,6 +79,12 @@ def ddp_hook(
         raise ArgumentTypeError(
             f"ddp_hook: rule={rule!r} is of type {type(rule).__name__}; pass one such as "
             "loft.TrimmedMean(f=1)"
+        )
+    if balancer is not None and balancer.splits:
+        raise ArgumentError(
+            "ddp_hook: DDP reduces after every backward pass, and with "
+            "Balancer(micro_batches=True) ranks make different numbers of them; use "
+            "loft.DistributedOptimizer without DDP"
         )
     ends = TorchDistributedTransport() if transport is None else transport
     if ends.world_size > 1:

@@ -142,6 +142,7 @@ class EqualBatches:
     """In place of a ``Balancer`` where there is none: every rank's gradient weighs the same."""
 
     num_worlds = 0
+    splits = False
 
     def __init__(self, log: RunLog) -> None:
         self.log = log  # counts the steps, as a balancer's does

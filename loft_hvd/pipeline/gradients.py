@@ -44,6 +44,10 @@ OutgoingHook = Callable[[Bucket, Tensor], None]
 class StepSource(Protocol):
     """What the reducer asks of a balancer, and tells it."""
 
+    @property
+    def splits(self) -> bool:
+        """Whether a batch may come in micro-batches, a backward pass each."""
+
     def take_step(self) -> StepSizes:
         """Return the sizes of the batch that the next backward pass belongs to."""
 

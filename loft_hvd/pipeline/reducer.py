@@ -85,6 +85,10 @@ class GradientReducer:
         self._unready = [len(bucket.slots) for bucket in self.buckets]
         self._passes: list[StepSizes] = []  # that have begun, with a source
         self._num_passes_begun = 0
+        # The backward passes that this rank makes of them: which pass each is of, and its share
+        # of the rank's samples in that. Other ranks may make more or fewer; buckets leave once a
+        # step everywhere.
+        self._parts: list[tuple[int, float]] = []
         self._blocked_s = 0.0
         self._step_weights: PassWeights | None = None
         self._gradients.begin_step()
@@ -100,21 +104,42 @@ class GradientReducer:
         return self.engine.next_bucket > 0
 
     def _begin_pass(self, number: int) -> None:
-        """Learn which batch backward pass ``number`` (from 0) of this step belongs to."""
-        if number < self._num_passes_begun:
+        """Learn which batch this rank's backward pass ``number`` (from 0) of a step belongs to."""
+        if number < len(self._parts):
             return
-        if number >= self._settings.num_passes:
+        if self._num_passes_begun >= self._settings.num_passes:
             raise UsageError(
                 f"a gradient arrived for backward pass {number + 1} of a step, but "
-                f"backward_passes_per_step={self._settings.num_passes}; call step() in between "
-                "or raise backward_passes_per_step"
+                f"{self._expected()}; call step() in between or raise backward_passes_per_step"
             )
         # The first gradient of a pass takes the pass's batch off the source's queue; the others
         # of the pass find it here.
-        self._num_passes_begun = number + 1
+        at = self._num_passes_begun
+        self._num_passes_begun += 1
         self._blocked_s = 0.0
+        sizes: Sequence[int] = (1,)
         if self._source is not None:
             self._passes.append(self._source.take_step())
+            sizes = self._passes[at].micro_sizes(self._transport.rank)
+        self._parts += [(at, size / sum(sizes) if sum(sizes) else 1.0) for size in sizes]
+
+    def _expected(self) -> str:
+        text = f"backward_passes_per_step={self._settings.num_passes}"
+        if len(self._parts) > self._num_passes_begun:
+            rank = self._transport.rank
+            sizes = [list(sizes.micro_sizes(rank)) for sizes in self._passes]
+            text += f" and rank {rank} has micro-batches of {sizes} samples"
+        return text
+
+    def _check_complete(self) -> None:
+        """Raise when micro-batches of a batch are missing: the step would leave them out."""
+        num_seen = max(self._counts, default=0)
+        if num_seen < len(self._parts):
+            raise UsageError(
+                f"{num_seen} backward passes came before step(), but {self._expected()}: with "
+                "Balancer(micro_batches=True) a loader yields the list of a step's micro-batches; "
+                "run forward and backward on each, then step() once"
+            )
 
     # Hooks.
 
@@ -131,19 +156,21 @@ class GradientReducer:
             return None if (alive := reducer()) is None else alive._weigh_pass(index, grad)
 
         handles = [parameter.register_post_accumulate_grad_hook(arrived)]
-        if self._settings.num_passes > 1 and self._source is not None:
+        if self._source is not None and (self._settings.num_passes > 1 or self._source.splits):
             # Passes are summed in .grad, so each must be weighed before it is added.
             handles.append(parameter.register_hook(weigh))
         return handles
 
     def _weigh_pass(self, index: int, grad: Tensor) -> Tensor | None:
         self._begin_pass(self._counts[index])
-        sizes = self._passes[self._counts[index]]
+        at, scale = self._parts[self._counts[index]]
+        sizes = self._passes[at]
         if sizes.sizes[self._transport.rank] == 0:
             return torch.zeros_like(grad)
-        if isinstance(self._spec_rules[index], Mean) and self._transport.world_size > 1:
-            return grad * self._share(sizes)
-        return None
+        is_mean = isinstance(self._spec_rules[index], Mean)
+        if self._settings.num_passes > 1 and is_mean and self._transport.world_size > 1:
+            scale *= self._share(sizes)
+        return None if scale == 1.0 else grad * scale
 
     def _share(self, sizes: StepSizes) -> float:
         """Return this rank's part of a batch, times the number of ranks: 1 for equal sizes."""
@@ -154,7 +181,8 @@ class GradientReducer:
         self._counts[index] += 1
         if self._source is not None:
             self._source.gradient_arrived(blocked_s=self._blocked_s)
-        if self._counts[index] == self._settings.num_passes:
+        has_all = self._num_passes_begun == self._settings.num_passes
+        if has_all and self._counts[index] == len(self._parts):
             if self._arrivals is not None:
                 self._arrivals.append(index)
             if self._transport.world_size > 1:
@@ -222,6 +250,7 @@ class GradientReducer:
 
     def synchronize(self) -> None:
         """Reduce every gradient that is not on its way yet, and wait until all are there."""
+        self._check_complete()
         if self._transport.world_size > 1:
             for index in range(self.engine.next_bucket, len(self.buckets)):
                 self.engine.start(index)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from loft_hvd.balance.balancer_options import BalancerOptions
 from loft_hvd.balance.interval import Interval
-from loft_hvd.balance.plan import Plan, StepSizes
+from loft_hvd.balance.plan import Plan, Sizes, StepSizes, count_micro
 from loft_hvd.balance.policies import make_policy
 from loft_hvd.balance.policy import Policy, Proposal
 
@@ -46,6 +46,7 @@ class FakePlans:
     next_step: int = 0
     num_epochs_ended: int = 0
     num_left_out: int = 0
+    caps: Sequence[int | None] = ()  # of a backward pass, where shares are split
 
     @property
     def world_size(self) -> int:
@@ -54,6 +55,13 @@ class FakePlans:
     @property
     def global_batch_size(self) -> int:
         return sum(self.sizes)
+
+    @property
+    def splits(self) -> bool:
+        return bool(self.caps)
+
+    def count_micro(self, sizes: Sizes) -> Sizes:
+        return count_micro(sizes, self.caps) if self.caps else ()
 
     @property
     def plan(self) -> Plan:

@@ -3,8 +3,9 @@
 ``python emulated.py slowdown RUNS``: each run trains under ``policy="loft"`` and slows rank 2
 half-way; then fixed splits are tried, interleaved, on the slowed ranks. ``contended RUNS``: the
 same with real computing, for which the ranks compete. ``equal ROUNDS``: "loft" against "uniform"
-on ranks that are alike, in turn, and the share of a step that timing and planning take. Rank 0
-prints one line of JSON.
+on ranks that are alike, in turn, and the share of a step that timing and planning take. ``capped
+STEPS``: on such ranks with little memory, caps as limits of a rank's share, of a micro-batch, and
+none, a step of each in turn. Rank 0 prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import horovod.torch as hvd
@@ -26,6 +27,7 @@ import loft_hvd as loft
 SAMPLE_S, SLOW_RANK, FACTOR = 1.5e-3, 2, 3.0
 GLOBAL_BATCH, INTERVAL, CHANGE_STEP, REPLANS, MEASURED = 96, 10, 50, 5, 20
 EQUAL_STEPS = 60  # of a round
+CAPPED_BATCH, CAPS, CAPPED_FACTOR = 256, (96, 96, 48, 16), 3.0
 PORTS = ("plan_at", "begin_batch", "take_step", "gradient_arrived", "computing_ended", "step_ended")
 
 
@@ -67,10 +69,20 @@ class Run:
         device: Callable[[], Device] = Device,
         *,
         interval: int | None = INTERVAL,
+        global_batch_size: int = GLOBAL_BATCH,
+        caps: Sequence[int] | None = None,
+        micro_batches: bool = False,
     ) -> None:
         torch.manual_seed(0)
         self.model = device()
-        self.balancer = loft.Balancer(GLOBAL_BATCH, policy, interval=interval)
+        self.balancer = loft.Balancer(
+            global_batch_size,
+            policy,
+            interval=interval,
+            max_batch=caps,
+            micro_batches=micro_batches,
+        )
+        self.largest = 0  # samples of a backward pass
         dataset = TensorDataset(torch.randn(192_000, 16), torch.randint(0, 4, (192_000,)))
         self.loader = loft.DataLoader(dataset, self.balancer, num_workers=0)
         self.optimizer = loft.DistributedOptimizer(
@@ -87,9 +99,11 @@ class Run:
     def step(self) -> float:
         """Train one batch and return the seconds it took, the optimizer's step included."""
         began = time.perf_counter()
-        x, y = next(self.batches)
+        batch = next(self.batches)
         self.optimizer.zero_grad()
-        nn.functional.cross_entropy(self.model(x), y).backward()
+        for x, y in batch if self.balancer.splits else [batch]:
+            self.largest = max(self.largest, len(x))
+            nn.functional.cross_entropy(self.model(x), y).backward()
         self.optimizer.step()
         return time.perf_counter() - began
 
@@ -181,12 +195,45 @@ def equal(num_rounds: int) -> dict[str, Any]:
     }
 
 
+def flat(model: nn.Module) -> Tensor:
+    """Return a copy of all weights, [numel]."""
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def capped(num_steps: int) -> dict[str, Any]:
+    """Compare what caps limit: a rank's share of a step, or a micro-batch."""
+    given: dict[str, Any] = {"global_batch_size": CAPPED_BATCH}
+    runs = {
+        "share": Run("loft", caps=CAPS, **given),
+        "micro": Run("loft", caps=CAPS, micro_batches=True, **given),
+        "free": Run("loft", **given),
+    }
+    for run in runs.values():
+        run.model.factor = CAPPED_FACTOR  # a step of 0.3 s
+    start = flat(runs["free"].model)
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(num_steps):
+        for name, run in runs.items():
+            taken[name].append(run.step())
+    weights = {name: flat(run.model) for name, run in runs.items()}
+    largest = hvd.allgather(torch.tensor([[run.largest for run in runs.values()]]), name="largest")
+    return {
+        "step_s": {name: statistics.median(times[INTERVAL:]) for name, times in taken.items()},
+        "apart": {name: float((w - weights["free"]).abs().max()) for name, w in weights.items()},
+        "largest": dict(zip(runs, largest.T.tolist(), strict=True)),
+        "sizes": {name: list(run.balancer.plan.sizes) for name, run in runs.items()},
+        "moved": float((weights["free"] - start).abs().max()),
+    }
+
+
 def main() -> None:
     hvd.init()
     torch.set_num_threads(1)
     mode, count = sys.argv[1], int(sys.argv[2])
     if mode == "equal":
         found = equal(count)
+    elif mode == "capped":
+        found = capped(count)
     else:
         found = slowdown(count, Processor if mode == "contended" else Device)
     if hvd.rank() == 0:
