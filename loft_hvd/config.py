@@ -16,7 +16,11 @@ from typing import TypeVar
 
 from loft_hvd.errors import ArgumentError
 
-__all__ = ["VARIABLES", "Config", "config", "unknown_variables"]
+__all__ = ["KEEPALIVE_OPTIONS", "VARIABLES", "Config", "config", "unknown_variables"]
+
+# With them mpirun notices a host that is gone 9 s after its last sign; without, after minutes.
+_KEEPALIVE_S = {"time": 5, "intvl": 2, "probes": 2}  # 5 s of silence, then 2 probes 2 s apart
+KEEPALIVE_OPTIONS = " ".join(f"--mca oob_tcp_keepalive_{k} {v}" for k, v in _KEEPALIVE_S.items())
 
 VARIABLES = {  # of each field that a user sets
     "threads": "LOFT_HVD_THREADS",
@@ -49,6 +53,7 @@ _LOCAL_RANKS = (  # horovodrun, Open MPI, MPICH and Intel MPI, torchrun
 )
 # The network interface of the engine: horovodrun, torch.distributed, Open MPI.
 _INTERFACES = ("HOROVOD_GLOO_IFACE", "GLOO_SOCKET_IFNAME", "OMPI_MCA_btl_tcp_if_include")
+_KEEPALIVE = "OMPI_MCA_oob_tcp_keepalive_time"  # of Open MPI; also what --mca makes for ranks
 _RANKS = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE")  # of the same
 
 
@@ -77,6 +82,8 @@ class Config:
     local_ranks: int = 1  # on this node; 1 where nothing is told
     ranks: int = 1  # of the whole job
     interface: str = ""  # the network interface that the engine uses; "" where nothing is told
+    # Whether mpirun has started this without being told to notice hosts that are gone.
+    is_mpirun_patient: bool = False
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Config:
@@ -143,6 +150,7 @@ class Config:
             local_ranks=_first_count(environ, _LOCAL_RANKS),
             ranks=_first_count(environ, _RANKS),
             interface=next((environ[name] for name in _INTERFACES if environ.get(name)), ""),
+            is_mpirun_patient="OMPI_COMM_WORLD_SIZE" in environ and _KEEPALIVE not in environ,
         )
 
 

@@ -21,7 +21,7 @@ import torch
 
 from loft_hvd._native import explain_missing, extension
 from loft_hvd.aggregation.compute import num_threads
-from loft_hvd.config import VARIABLES, Config, config, unknown_variables
+from loft_hvd.config import KEEPALIVE_OPTIONS, VARIABLES, Config, config, unknown_variables
 from loft_hvd.errors import ArgumentError
 from loft_hvd.topology import cpu_flags, vector_levels
 
@@ -39,6 +39,7 @@ __all__ = [
 ]
 
 _PROBE_TIMEOUT_S = 60.0  # a choice: horovodrun imports torch, which a cold disk makes slow
+_LOST_HOST_S = 30.0  # a choice: three times what the heartbeat takes to name a lost host
 _BUILD_ADVICE = "`make setup` builds it; VENV=active does so in an environment of your own"
 # Package -> the extra of pyproject.toml that installs it.
 EXTRAS = {
@@ -270,7 +271,24 @@ def _launchers(ask: Callable[[Sequence[str]], str]) -> tuple[Finding, ...]:
                 value, advice = f"{path} does not start", f"mend or remove it: {error}"
                 path = ""
         findings.append(Finding(name, value, "" if path else advice))
+        if path and name == "mpirun" and "Open MPI" in value:
+            findings.append(_lost_hosts(ask))
     return tuple(findings)
+
+
+def _lost_hosts(ask: Callable[[Sequence[str]], str]) -> Finding:
+    """Say after how long mpirun notices that a host is gone, as it is set here."""
+    name = "mpirun, lost hosts"
+    command = [launcher("ompi_info"), *("--param", "oob", "tcp", "--level", "9", "--parsable")]
+    try:
+        told = dict(re.findall(r"oob_tcp_keepalive_(\w+):value:(\d+)", ask(command)))
+        idle_s, every_s, times = (int(told[key]) for key in ("time", "intvl", "probes"))
+    except (OSError, subprocess.SubprocessError, KeyError):
+        return Finding(name, "not known")  # as of Open MPI 5, which has other daemons
+    notices_s = idle_s + every_s * times
+    value = f"noticed after {notices_s} s; a job waits as long for a host that is down"
+    advice = f"for jobs on several hosts: mpirun {KEEPALIVE_OPTIONS}"
+    return Finding(name, value, advice if notices_s > _LOST_HOST_S else "")
 
 
 def _cpu() -> tuple[Finding, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import logging
 import queue
 import socket
 import sys
@@ -44,6 +45,7 @@ __all__ = [
     "restore_process_set",
 ]
 
+_logger = logging.getLogger(__name__)
 # The parameters of the private functions that take the output, in Horovod 0.28.1 and its main.
 _TAKES_OUTPUT = {
     "_alltoall_async": "tensor, splits, output, output_received_splits, name, process_set",
@@ -160,6 +162,8 @@ class HorovodTransport:
     def __init__(self, process_set: Any | None = None) -> None:
         self._hvd = horovod_module()
         self._ops = importlib.import_module("horovod.torch.mpi_ops")
+        if process_set is not None and config().is_elastic:
+            _warn_of_sets_in_elastic_jobs()
         self._set = self._hvd.global_process_set if process_set is None else process_set
         # In elastic training a set keeps its number in a new world: heartbeats are closed before.
         self._world = f"horovod.{self._set.process_set_id}"
@@ -314,6 +318,16 @@ class _Meshes:
 @functools.cache
 def _meshes() -> _Meshes:
     return _Meshes()
+
+
+@functools.cache
+def _warn_of_sets_in_elastic_jobs() -> None:
+    """Say once what a killed rank does to an elastic job with process sets."""
+    _logger.warning(
+        "elastic job with process sets (process_set=, over=): Horovod 0.28.1 recovers from ranks "
+        "that raise and from hosts that come and go, but not from a rank that is killed: its own "
+        "library then aborts the other ranks (gloo::IoException) and the job ends. Save checkpoints"
+    )
 
 
 def _takes_outputs(ops: Any) -> bool:

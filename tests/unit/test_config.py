@@ -10,11 +10,37 @@ from loft_hvd.config import VARIABLES, Config, unknown_variables
 from loft_hvd.errors import ArgumentError
 
 
+@pytest.mark.parametrize(
+    ("environ", "is_patient"),
+    [
+        ({}, False),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, True),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_MCA_oob_tcp_keepalive_time": "5"}, False),
+    ],
+)
+def test_an_mpirun_that_waits_for_lost_hosts_is_known(
+    environ: dict[str, str], is_patient: bool
+) -> None:
+    assert Config.from_environ(environ).is_mpirun_patient == is_patient
+
+
+@pytest.mark.parametrize(
+    ("environ", "interface"),
+    [
+        ({}, ""),
+        ({"HOROVOD_GLOO_IFACE": "eth1", "GLOO_SOCKET_IFNAME": "eth2"}, "eth1"),
+        ({"HOROVOD_GLOO_IFACE": "", "OMPI_MCA_btl_tcp_if_include": "ib0"}, "ib0"),
+    ],
+)
+def test_the_interface_of_the_engine_is_known(environ: dict[str, str], interface: str) -> None:
+    assert Config.from_environ(environ).interface == interface
+
+
 def test_every_variable_of_ours_sets_its_field() -> None:
     words = {"isa": "avx2", "mesh": "off"}
     for field, variable in VARIABLES.items():
         assert Config.from_environ({variable: words.get(field, "7")}) != Config()
-    told = {"is_elastic", "local_ranks", "ranks", "interface"}  # by launchers
+    told = {"is_elastic", "local_ranks", "ranks", "interface", "is_mpirun_patient"}  # by launchers
     assert {field.name for field in dataclasses.fields(Config)} == VARIABLES.keys() | told
 
 

@@ -198,6 +198,15 @@ def test_a_good_bye_makes_the_end_of_a_link_none(diagnosis: Diagnosis) -> None:
     assert diagnosis.left_ranks() == [1]
 
 
+def test_the_verdict_of_a_lost_host_says_what_its_launcher_does(clock: Clock) -> None:
+    known = {1: RankProcess(1, 1001, 5, "host1")}
+    diagnosis = Diagnosis(0, known, limits=LIMITS, hint="; mpirun waits", clock=clock)
+    clock.now += 20.0
+    verdict = diagnosis.judge(WAITING)
+    assert verdict is not None
+    assert verdict.text.endswith("; mpirun waits")
+
+
 @pytest.mark.parametrize("is_closed", [False, True])
 def test_who_falls_silent_as_the_job_stops_is_named_and_not_whose_link_was_lost_before(
     is_closed: bool, diagnosis: Diagnosis, clock: Clock

@@ -269,7 +269,21 @@ def test_a_caller_tries_every_address_until_one_answers(street: Street) -> None:
 
 
 def test_the_limits_are_those_that_the_docs_name() -> None:
-    assert DoorLimits() == DoorLimits(strangers=64, hello_s=2.0, pause_s=0.25)
+    assert DoorLimits() == DoorLimits(strangers=64, hello_s=2.0, pause_s=0.25, rest_s=0.05)
+
+
+def test_in_training_a_crowd_is_let_in_by_and_by(street: Street) -> None:
+    street.door.is_opening = False
+    crowd = [street.stranger(b"x" * 600) for _ in range(200)]
+    caller = street.caller(1)
+    caller.meet()
+    for _ in range(3):  # 64 at a time, each of which is sent away at once
+        assert street.meet(caller) == []
+        assert 0 < street.door.due_s() <= 0.05
+        street.clock.now += 0.05
+    (there,) = street.meet(caller)
+    there.link.close()
+    assert all(is_cut_off(end) for end in crowd)
 
 
 ROUTES = {"10.0.0.6": "10.0.0.5", "172.17.0.1": "172.17.0.1", "192.168.1.6": "192.168.1.5"}

@@ -10,7 +10,11 @@ import pytest
 import torch
 
 from loft_hvd.errors import UsageError
-from loft_hvd.transport.horovod import HorovodTransport, own_process_set
+from loft_hvd.transport.horovod import (
+    HorovodTransport,
+    _warn_of_sets_in_elastic_jobs,
+    own_process_set,
+)
 from tests.support.worlds import elastic_job
 
 
@@ -74,6 +78,23 @@ def test_process_sets_among_some_ranks_are_found_but_never_added() -> None:
     says = r"over= with process_set=: .*\[0, 2\].*hvd\.add_process_set, or .*: hvd\.init\(.*State\("
     with pytest.raises(UsageError, match=says):
         own_process_set(fake, fake, [(0, 2), (1, 3)])
+
+
+def test_process_sets_in_an_elastic_job_are_warned_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    every = SimpleNamespace(process_set_id=0)
+    engine = SimpleNamespace(allreduce_async_=print, Sum="sum", global_process_set=every)
+    monkeypatch.setattr("loft_hvd.transport.horovod.horovod_module", lambda: engine)
+    monkeypatch.setitem(sys.modules, "horovod.torch.mpi_ops", engine)
+    _warn_of_sets_in_elastic_jobs.cache_clear()
+    HorovodTransport(SimpleNamespace(process_set_id=3))
+    with elastic_job():
+        HorovodTransport()
+        assert caplog.text == ""
+        for _ in range(2):
+            HorovodTransport(SimpleNamespace(process_set_id=3))
+    assert caplog.text.count("but not from a rank that is killed") == 1
 
 
 class _InternalError(RuntimeError):

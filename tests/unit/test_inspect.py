@@ -85,6 +85,29 @@ def test_horovod_without_the_mpi_that_is_here_has_advice(monkeypatch: pytest.Mon
     assert "openmpi-bin" in advice["mpirun"]
 
 
+@pytest.mark.parametrize(
+    ("seconds", "found", "is_advised"),
+    [((300, 20, 9), "noticed after 480 s", True), ((5, 2, 2), "noticed after 9 s", False)],
+)
+def test_how_long_mpirun_waits_for_a_lost_host_is_told(
+    seconds: tuple[int, int, int], found: str, is_advised: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = zip(("time", "intvl", "probes"), seconds, strict=True)
+    parsable = "\n".join(f"mca:oob:tcp:param:oob_tcp_keepalive_{k}:value:{v}" for k, v in told)
+
+    def ask(command: Sequence[str]) -> str:
+        is_info = command[0].endswith("ompi_info")
+        return parsable if is_info else "mpirun (Open MPI) 4.1.4"
+
+    monkeypatch.setattr(doctor, "launcher", lambda name: name)
+    sections = inspect_all(HorovodBuild(version="1.0"), probe=ask)
+    (finding,) = (
+        one for section in sections for one in section.findings if one.name == "mpirun, lost hosts"
+    )
+    assert found in finding.value
+    assert ("oob_tcp_keepalive_time 5" in finding.advice) == is_advised
+
+
 def test_nothing_installed_is_advice_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "installed", lambda name: "")
     monkeypatch.setattr(doctor, "launcher", lambda name: "")

@@ -271,6 +271,8 @@ class Diagnosis:
         rank: this rank.
         processes: where peers run, by rank: all others on rank 0, rank 0 elsewhere.
         world_size: number of ranks; by default those peers and this one.
+        limits: when what is concluded.
+        hint: what the launcher does when a host is gone, for the verdict of that.
     """
 
     def __init__(
@@ -280,9 +282,11 @@ class Diagnosis:
         *,
         world_size: int | None = None,
         limits: DiagnosisLimits | None = None,
+        hint: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.rank = rank
+        self._hint = hint
         self.limits = DiagnosisLimits() if limits is None else limits
         self._clock = clock
         self._sees_all = world_size in (None, len(processes) + 1)
@@ -306,6 +310,10 @@ class Diagnosis:
     def pulsed(self, rank: int) -> None:
         """Note that a peer's process runs."""
         self._peers[rank].alive_at = self._clock()
+
+    def is_missed(self, rank: int) -> bool:
+        """Say whether a warning has said that a peer is not heard."""
+        return self._peers[rank].is_warned
 
     def moved(self, seconds_ago: float) -> None:
         """Note when an operation over all ranks has ended: each of them lived then."""
@@ -437,7 +445,7 @@ class Diagnosis:
             f"rank {rank} ({peer.process}) has been silent for {silent_s:.0f} s: {ended}"
             "its host or link is down, or it is "
             "frozen; where a script holds the interpreter for that long, raise "
-            "LOFT_HVD_HEARTBEAT_TIMEOUT_S",
+            f"LOFT_HVD_HEARTBEAT_TIMEOUT_S{self._hint}",
         )
 
     def _is_only_missing(self, live: Mapping[int, Progress]) -> bool:

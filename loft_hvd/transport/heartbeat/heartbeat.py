@@ -328,6 +328,7 @@ class Heartbeat:
             for rank in sorted(self._gone):
                 met.link.send(Line("left", rank))
             self._tell_verdict(met.rank)
+        self._beat()  # at once, for who has missed this rank
 
     def _take(self, rank: int, link: Link, lines: Iterable[Line]) -> None:
         self._links[rank] = link
@@ -362,6 +363,9 @@ class Heartbeat:
         # were asked to look at.
         words = list(filter(None, line.text.split("|")))
         if line.kind == "beat":
+            if self._diagnosis.is_missed(peer):  # once: a beat takes the warning back
+                process = self._diagnosis.process(peer)
+                _logger.warning("rank %d (%s) is heard again", peer, process)
             self._diagnosis.heard(peer, Progress.decode(line.seconds, line.text))
         elif line.kind == "pulse":
             self._diagnosis.pulsed(peer)

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from loft_hvd.config import config
+from loft_hvd.config import KEEPALIVE_OPTIONS, config
 from loft_hvd.errors import TransportError
 from loft_hvd.transport.base import Channel, Transport, Work
 from loft_hvd.transport.heartbeat.diagnosis import Diagnosis, DiagnosisLimits
@@ -23,6 +23,10 @@ __all__ = ["close_heartbeats", "heartbeat_of", "open_heartbeat", "watched"]
 
 _logger = logging.getLogger(__name__)
 _OPEN_S = 10.0  # a choice: ranks that are not there by then are behind a firewall
+_PATIENT_MPIRUN = (
+    "; mpirun itself waits for a lost host for minutes, end it by hand: it notices in seconds when "
+    f"it is started with {KEEPALIVE_OPTIONS}"
+)
 _LAST_S = 3.0  # a choice: a guard acts after ranks that might, which look once a second
 
 
@@ -149,7 +153,10 @@ def open_heartbeat(
     limits = DiagnosisLimits(silent_s=settings.heartbeat_timeout_s)
     is_alone = settings.is_elastic and transport.local_size == 1
     processes = {rank: met.process for rank, met in links.met.items()}
-    diagnosis = Diagnosis(transport.rank, processes, world_size=transport.world_size, limits=limits)
+    hint = _PATIENT_MPIRUN if settings.is_mpirun_patient else ""
+    diagnosis = Diagnosis(
+        transport.rank, processes, world_size=transport.world_size, limits=limits, hint=hint
+    )
     _heartbeats()[world] = heartbeat = Heartbeat(
         {rank: met.link for rank, met in links.met.items()},
         diagnosis,

@@ -1,0 +1,116 @@
+"""A job with 256 descriptors that tells strangers where to come: ``strangers.py FOLDER WHAT``.
+
+Rank 0 writes to FOLDER/place where its heartbeat listens: with "opening" as soon as it does, before
+the other rank knows, and with "training" at step 40. It prints how long the opening took, what
+steps took before and while strangers came, how much memory that took, and a digest of the weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import resource
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+import loft_hvd as loft
+from loft_hvd.transport.base import Channel
+from loft_hvd.transport.heartbeat import watched
+from loft_hvd.transport.heartbeat.door import Door, Links
+from loft_hvd.transport.heartbeat.watched import heartbeat_of
+
+NUM_STEPS = 400
+CALM_STEPS = 40
+
+
+def write_place(folder: Path, door: object) -> None:
+    assert isinstance(door, Door)
+    (address, port), *_ = door.places
+    (folder / "part").write_text(f"{address} {port}")
+    (folder / "part").rename(folder / "place")
+
+
+def tell_at_once(folder: Path) -> list[float]:
+    """Let strangers be there before any rank; returns a list that takes the seconds of that."""
+    real, waited = Door.__init__, [0.0]
+
+    def init(self: Door, *args: object, **options: object) -> None:
+        real(self, *args, **options)  # type: ignore[arg-type]
+        write_place(folder, self)
+        began = time.monotonic()
+        while not (folder / "began").exists() and time.monotonic() < began + 20:
+            time.sleep(0.01)
+        waited[0] = time.monotonic() - began
+
+    Door.__init__ = init  # type: ignore[method-assign]
+    return waited
+
+
+def time_opening() -> list[float]:
+    """Return a list that takes how many seconds it took to open the heartbeat."""
+    module: Any = watched
+    real, taken = module.open_links, [0.0]
+
+    def open_links(channel: Channel) -> Links:
+        began = time.monotonic()
+        links: Links = real(channel)
+        taken[0] = time.monotonic() - began
+        return links
+
+    module.open_links = open_links
+    return taken
+
+
+def memory_mb() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 1e6
+
+
+def main(folder: Path, what: str) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    hvd.init()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    waited = tell_at_once(folder) if what == "opening" else [0.0]
+    opening = time_opening()
+    model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.Tanh(), torch.nn.Linear(512, 8))
+    optimizer = loft.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.05), model.named_parameters(), rule=loft.Median()
+    )
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    x, y = torch.randn(256, 256), torch.randn(256, 8)
+    memory = memory_mb()
+    calm: list[float] = []
+    flooded: list[float] = []
+    for step in range(NUM_STEPS):
+        began = time.monotonic()
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        if hvd.rank() == 0 and what == "training" and step == CALM_STEPS:
+            write_place(folder, heartbeat_of("horovod.0")._entrance)  # type: ignore[union-attr]
+        is_flooded = (folder / "began").exists() and not (folder / "ended").exists()
+        if step > 10 and is_flooded == (folder / "place").exists():
+            (flooded if is_flooded else calm).append(time.monotonic() - began)
+        time.sleep(0.01)
+    weights = torch.cat([each.detach().flatten() for each in model.parameters()])
+    found = {
+        "start_s": opening[0] - waited[0],
+        "calm_ms": 1e3 * statistics.median(calm or [0.0]),
+        "flooded_ms": 1e3 * statistics.median(flooded or [0.0]),
+        "num_flooded": len(flooded),
+        "memory_mb": memory_mb() - memory,
+        "digest": hashlib.sha256(weights.numpy().tobytes()).hexdigest(),
+    }
+    if hvd.rank() == 0:
+        print(f"found {json.dumps(found)}", flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
