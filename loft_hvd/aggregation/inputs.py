@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from loft_hvd.aggregation.pages import empty_row
 from loft_hvd.errors import AggregationError, ArgumentError, ArgumentTypeError
 
 __all__ = [
@@ -89,6 +90,8 @@ class Rows:
         """Return an unset row of the same kind, [numel]."""
         first = self.rows[0]
         if isinstance(first, Tensor):
+            if first.device.type == "cpu" and not torch.compiler.is_compiling():
+                return empty_row(self.numel, first.dtype)
             return torch.empty(self.numel, dtype=first.dtype, device=first.device)
         return np.empty(self.numel, first.dtype)
 

@@ -30,6 +30,7 @@ _LAYERS = {
     "__init__.py": 10,
     "aggregation/__init__.py": 0,
     "aggregation/inputs.py": 1,
+    "aggregation/pages.py": 1,
     "aggregation/rules.py": 1,
     "aggregation/aggregate.py": 2,
     "aggregation/compute.py": 2,
