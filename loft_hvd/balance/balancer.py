@@ -385,6 +385,14 @@ class Balancer:
         """Number of the next step to train on, counted over epochs."""
         return self._batches.next_step
 
+    @property
+    def newest_batch(self) -> str:
+        """Which batch was trained on last, in words that are equal on ranks that share it."""
+        newest = self._batches.trained
+        if newest is None:
+            return "none"
+        return f"step {newest.step}, sizes {list(newest.sizes)}, samples {newest.digest:08x}"
+
     def plan_at(self, step: int) -> Plan:
         """Return the plan in force at a step, counted over epochs; asked when it is drawn."""
         self._batches.drawn(step)

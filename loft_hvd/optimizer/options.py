@@ -143,6 +143,7 @@ class EqualBatches:
 
     num_worlds = 0
     splits = False
+    newest_batch = ""  # any: ranks draw them as they like
 
     def __init__(self, log: RunLog) -> None:
         self.log = log  # counts the steps, as a balancer's does

@@ -16,6 +16,7 @@ from loft_hvd.aggregation.rules import Mean, Rule
 from loft_hvd.errors import AggregationError, UsageError
 from loft_hvd.optimizer.options import OptimizerOptions
 from loft_hvd.optimizer.parameters import ReducedParameters, check_none_thawed
+from loft_hvd.optimizer.replicas import ReplicaCheck
 from loft_hvd.pipeline.gradients import OutgoingHooks
 from loft_hvd.pipeline.levels import exchange_maker
 from loft_hvd.pipeline.reducer import GradientReducer
@@ -246,6 +247,9 @@ class OptimizerWorld:
         # Hooks run in the order in which they are made: the log sees gradients before they move
         # into their bucket.
         self._gradient_log = GradientLog(channel, found)
+        self._replicas = ReplicaCheck(
+            channel, options.optimizer, found, batch=lambda: self._batches.newest_batch
+        )
         self._reducer = GradientReducer(
             found.parameters,
             found.specs,
@@ -274,6 +278,7 @@ class OptimizerWorld:
         began = time.monotonic()
         with self.log.faults():
             self._reducer.synchronize()
+            self._replicas.gradients_reduced()
             self._gradient_log.step_reduced(self.log, self._workers.watch)
         self._waited_s += time.monotonic() - began
 

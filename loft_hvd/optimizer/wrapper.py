@@ -138,6 +138,7 @@ class OptimizerWrapper(OptimizerProxy):
         self._outgoing = OutgoingHooks()  # they outlive worlds
         self._should_synchronize = True
         self._is_synchronized = False
+        self._has_warned = False  # of a step without gradients
         self._world: OptimizerWorld | IdleWorld = IdleWorld()
         is_elastic = config().is_elastic
         if is_elastic:
@@ -198,7 +199,25 @@ class OptimizerWrapper(OptimizerProxy):
             )
             if not self._world.has_gradients:
                 return
+        misses = "" if self._is_synchronized else self._missing_gradients()
         self.synchronize()
+        if misses:  # only now: an error of the wait says more
+            self._has_warned = True
+            warnings.warn(misses, stacklevel=3)
+
+    def _missing_gradients(self) -> str:
+        """Say, once, of a step that no backward pass came before; "" otherwise."""
+        is_idle = isinstance(self._world, IdleWorld)
+        if self._world.has_gradients or self._has_warned or is_idle:
+            return ""
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        does = "uses its gradients, or what was set as .grad, once more"
+        if all(parameter.grad is None for parameter in parameters):
+            does = "finds no gradient at all: zeros are averaged with other ranks' gradients"
+        return (
+            f"optimizer.step() without a backward pass since the step before: it {does}; call "
+            "loss.backward() before each step, on every rank"
+        )
 
     def step(  # type: ignore[override]  # one signature for both of the base's overloads
         self, closure: Callable[[], float] | None = None

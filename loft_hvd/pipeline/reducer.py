@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import weakref
@@ -24,6 +25,8 @@ from loft_hvd.pipeline.wire import Compression
 from loft_hvd.transport.base import Channel
 
 __all__ = ["GradientReducer"]
+
+_logger = logging.getLogger(__name__)
 
 
 class GradientReducer:
@@ -60,6 +63,7 @@ class GradientReducer:
         self._gradients = Gradients(parameters, sparse_as_dense=settings.sparse_as_dense)
         self._outgoing = outgoing
         self._starting = threading.Lock()  # a bucket becomes ready once, whichever thread sees it
+        self._has_warned = False  # of a step that ended with too few passes
         self._arrivals: list[int] | None = []  # by parameter, until they have become the layout
         self._take_layout(lay_out(specs, bucket_bytes=settings.bucket_bytes), channel)
         self._clear_step()
@@ -251,6 +255,7 @@ class GradientReducer:
     def synchronize(self) -> None:
         """Reduce every gradient that is not on its way yet, and wait until all are there."""
         self._check_complete()
+        self._warn_of_other_passes()
         if self._transport.world_size > 1:
             for index in range(self.engine.next_bucket, len(self.buckets)):
                 self.engine.start(index)
@@ -269,6 +274,22 @@ class GradientReducer:
                     self._outgoing.call(bucket, values)
             self._hand_out()
         self._clear_step()
+
+    def _warn_of_other_passes(self) -> None:
+        """Say once, before the wait that it may make long, that a step has had too few passes."""
+        begun, asked = self._num_passes_begun, self._settings.num_passes
+        if self._has_warned or begun in (0, asked):
+            return
+        self._has_warned = True
+        _logger.warning(
+            "rank %d: a step ends after %d of backward_passes_per_step=%d backward passes; where "
+            "ranks have unequal batches, what each pass does with other ranks (a metric's "
+            "hvd.allreduce, say) is done more often on one rank than on another: use loft.Metric, "
+            "which talks to other ranks once a step",
+            self._transport.rank,
+            begun,
+            asked,
+        )
 
     def _hand_out(self) -> None:
         for bucket in self.buckets:

@@ -31,9 +31,11 @@ def digest(text: str) -> int:
 
 
 def check_agreement(
-    channel: Channel, fields: Mapping[str, str], *, what: str, refusal: str = ""
+    channel: Channel, fields: Mapping[str, str], *, what: str, refusal: str = "", advice: str = ""
 ) -> None:
     """Raise on every rank when ranks disagree about a field, or one of them cannot go on.
+
+    ``advice`` is the way out where values differ.
 
     Raises:
         ArgumentError: a rank has a ``refusal``, why it cannot do what it was asked for; every rank
@@ -68,7 +70,7 @@ def check_agreement(
     key = keys[column]
     raise MismatchError(
         f"{what}: {key} differs on ranks {odd_ones(details[:, column].tolist())}; here on rank "
-        f"{channel.rank} it is {_short(fields[key])}. It must be equal on every rank"
+        f"{channel.rank} it is {_short(fields[key])}. {advice or 'It must be equal on every rank'}"
     )
 
 

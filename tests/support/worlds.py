@@ -70,6 +70,8 @@ class Paired:
     def begin_world(self, end: LocalTransport) -> None:
         """Go to another world, as ``loft.elastic.State`` does."""
         self.moving.end = end
+        with torch.no_grad():  # the state that all ranks take from rank 0
+            self.weight.zero_()
         self.balancer.begin_world()
         self.optimizer.begin_world()
 

@@ -116,6 +116,7 @@ _LAYERS = {
     "optimizer/distributed.py": 7,
     "optimizer/options.py": 7,
     "optimizer/parameters.py": 7,
+    "optimizer/replicas.py": 7,
     "optimizer/workers.py": 7,
     "optimizer/wrapper.py": 7,
     "simulate/__init__.py": 0,

@@ -168,6 +168,7 @@ def test_sum_and_predivide_scale_the_mean() -> None:
 def test_sparse_gradients_are_refused_or_made_dense() -> None:
     def work(transport: LocalTransport, dense: bool) -> Tensor:
         table = torch.nn.Embedding(4, 2, sparse=True)
+        torch.nn.init.ones_(table.weight)
         optimizer = loft.DistributedOptimizer(
             torch.optim.SGD(table.parameters(), lr=1.0),
             table.named_parameters(),
@@ -348,3 +349,20 @@ def test_only_optimizers_are_wrapped() -> None:
     for wrong in (torch.optim.LBFGS([param]), "sgd"):
         with pytest.raises(ArgumentTypeError, match="cannot be wrapped"):
             loft.DistributedOptimizer(wrong)  # type: ignore[arg-type]  # that is the point
+
+
+def test_a_step_with_fewer_passes_than_agreed_warns_once(caplog: pytest.LogCaptureFixture) -> None:
+    def work(transport: LocalTransport) -> None:
+        weight = torch.nn.Parameter(torch.zeros(3))
+        optimizer = loft.DistributedOptimizer(
+            torch.optim.SGD([weight], lr=1.0), backward_passes_per_step=3, transport=transport
+        )
+        for _ in range(2):
+            for _ in range(3 - transport.rank):
+                weight.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    run_ranks(2, work)
+    (said,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert "rank 1: a step ends after 2 of backward_passes_per_step=3 backward passes" in said

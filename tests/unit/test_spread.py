@@ -68,6 +68,7 @@ def train(transport: LocalTransport, *, rule: loft.Rule, own: float, log_dir: Pa
     random = torch.Generator().manual_seed(100 + transport.rank)
     sign = torch.randn(600, generator=random).sign() * own
     layer = torch.nn.Linear(600, 1, bias=False)
+    torch.nn.init.ones_(layer.weight)  # threads share torch's random numbers: else ranks differ
     optimizer = loft.DistributedOptimizer(
         torch.optim.SGD(layer.parameters(), lr=0.0),
         layer.named_parameters(),

@@ -124,3 +124,30 @@ def test_a_state_that_the_optimizer_cannot_take_changes_nothing(wrong: Any) -> N
         optimizer.load_state_dict(wrong)
     assert optimizer.state_dict() == before
     optimizer.load_state_dict(before)
+
+
+@pytest.mark.parametrize(
+    ("does_backward", "says"),
+    [(True, "uses its gradients"), (False, "finds no gradient at all")],
+)
+def test_a_step_without_a_backward_pass_warns_once(does_backward: bool, says: str) -> None:
+    found = model()
+    optimizer = wrap(torch.optim.SGD(found.parameters(), lr=0.1))
+    if does_backward:
+        found(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+    with pytest.warns(UserWarning, match=f"without a backward pass since .* {says}") as told:
+        optimizer.step()
+    assert [each.filename for each in told] == [__file__]
+    optimizer.step()  # once: a second warning would be an error here
+
+
+def test_a_script_that_waits_clips_and_steps_is_not_warned() -> None:
+    found = model()
+    optimizer = wrap(torch.optim.SGD(found.parameters(), lr=0.1))
+    for _ in range(3):
+        found(torch.ones(2, 3)).sum().backward()
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        optimizer.zero_grad()

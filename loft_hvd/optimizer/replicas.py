@@ -1,0 +1,160 @@
+"""The ranks' copies of a model and its optimizer's state, compared bit by bit.
+
+Ranks share gradients, not parameters: copies that start apart (a forgotten
+``hvd.broadcast_parameters``, a seed for each rank, a checkpoint that one rank has loaded) stay
+apart, and no exchange of gradients shows it. So all is compared in the first step, and then some
+parameters at a time, so seldom that it takes at most a thousandth of the time.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loft_hvd.optimizer.parameters import ReducedParameters
+from loft_hvd.transport.agreement import check_agreement, digest
+from loft_hvd.transport.base import Channel
+
+__all__ = ["ReplicaCheck"]
+
+_logger = logging.getLogger(__name__)
+_LOOK_BYTES = 32 * 2**20  # of parameters in a later look; a choice: about 40 ms on one core
+_COST = 1e-3  # most of the time that later looks may take; a choice
+_FEWEST_STEPS = 100  # between two looks; a choice
+_MOST_STEPS = 100_000  # bound: also a model that takes a minute to read is looked at in a day
+_ADVICE = (
+    "Give every rank one start, before the first step: "
+    "hvd.broadcast_parameters(model.state_dict(), root_rank=0) and "
+    "hvd.broadcast_optimizer_state(optimizer, root_rank=0); later on let no rank change its copy "
+    "alone"
+)
+
+
+def bits_of(values: Tensor) -> int:
+    """Return 32 bits that depend on every bit of a dense tensor of any shape, dtype and device."""
+    flat = values.detach().resolve_conj().resolve_neg().reshape(-1).cpu().contiguous()
+    return zlib.crc32(flat.view(torch.uint8).numpy().data)
+
+
+def describe(value: object) -> str:
+    """Return a text that is equal for equal tensors, numbers, texts, and lists and dicts of them.
+
+    Of anything else it has the type alone.
+    """
+    if isinstance(value, Tensor):
+        what = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+        if value.layout != torch.strided or value.is_quantized or value.is_meta:
+            return what
+        first = f", first value {value.reshape(-1)[0].item()}" if value.numel() else ""
+        return f"{what}{first}, bits {bits_of(value):08x}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {describe(value[key])}" for key in sorted(value, key=str))
+    if isinstance(value, list | tuple):
+        return ", ".join(map(describe, value))
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value)
+    return type(value).__name__
+
+
+def _hardware_of(parameters: Sequence[Tensor]) -> str:
+    """Name what decides the last bits of an optimizer's arithmetic."""
+    device = parameters[0].device
+    name = torch.backends.cpu.get_cpu_capability()
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    return f"{device.type} {name} {torch.__version__}"
+
+
+class ReplicaCheck:
+    """Compares the copies of an optimizer's parameters; every rank makes and asks it alike.
+
+    ``batch`` says which batch was trained on last, as ranks compare it.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        optimizer: torch.optim.Optimizer,
+        found: ReducedParameters,
+        *,
+        batch: Callable[[], str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._channel = channel.sub("replicas")
+        self._optimizer = optimizer
+        self._found = found
+        self._batch = batch
+        self._clock = clock
+        self.num_steps = 0
+        self._next_look = 1.0  # the number of a step; infinity for none
+        self._next_parameter = 0
+        self._looked_at, self._looked_after = clock(), 0  # the look before: time, steps by then
+
+    def gradients_reduced(self) -> None:
+        """Look, if it is time to; called between the reduction and the step, on every rank.
+
+        Raises:
+            MismatchError: copies differ; names the ranks, the parameter, and this rank's values.
+        """
+        self.num_steps += 1
+        if self._channel.world_size == 1 or self.num_steps < self._next_look:
+            return
+        is_first = self.num_steps == 1
+        began = self._clock()
+        step_s = (began - self._looked_at) / (self.num_steps - self._looked_after)
+        self._compare(range(len(self._found.parameters)) if is_first else self._some())
+        self._plan_next(self._clock() - began, step_s, is_first=is_first)
+        self._looked_at, self._looked_after = self._clock(), self.num_steps
+
+    def _some(self) -> list[int]:
+        """Return the indices of the parameters whose turn it is."""
+        count, room = len(self._found.parameters), _LOOK_BYTES
+        taken: list[int] = []
+        # At least one, and from the front again after the last.
+        while len(taken) < count and (room > 0 or not taken):
+            index = (self._next_parameter + len(taken)) % count
+            parameter = self._found.parameters[index]
+            room -= parameter.numel() * parameter.element_size()
+            taken.append(index)
+        self._next_parameter = (taken[-1] + 1) % count
+        return taken
+
+    def _compare(self, indices: Sequence[int]) -> None:
+        fields = {"the batch trained on (data set, seed, epoch, loaded state)": self._batch()}
+        for number, group in enumerate(self._optimizer.param_groups):
+            fields |= {
+                f"option {key} of parameter group {number}": describe(value)
+                for key, value in group.items()
+                if key != "params"
+            }
+        for index in indices:
+            parameter, name = self._found.parameters[index], self._found.specs[index].name
+            state: Any = self._optimizer.state.get(parameter, {})
+            fields[f"parameter {name}"] = describe(parameter)
+            fields[f"optimizer state of parameter {name}"] = describe(state)
+        what = f"DistributedOptimizer, step {self.num_steps}"
+        check_agreement(self._channel, fields, what=what, advice=_ADVICE)
+
+    def _plan_next(self, spent_s: float, step_s: float, *, is_first: bool) -> None:
+        """Agree on the step of the next look: by the rank that pays most for it."""
+        hardware = _hardware_of(self._found.parameters)
+        row = torch.tensor([spent_s, step_s, float(digest(hardware) % 2**50)], dtype=torch.float64)
+        rows = self._channel.sub("next").allgather_rows(row)
+        if is_first:
+            # Of all parameters, and begun by ranks at different times: no measure of the next.
+            self._next_look = 1 + _FEWEST_STEPS
+            if bool((rows[:, 2] != rows[0, 2]).any()):
+                # Gradients have equal bits; what optimizers make of them may differ in the last.
+                _logger.info("ranks compute on different hardware: copies are compared only once")
+                self._next_look = math.inf
+            return
+        most_s, fastest_s = float(rows[:, 0].max()), float(rows[:, 1].min())
+        num_steps = most_s / (_COST * fastest_s) if fastest_s > 0 else _MOST_STEPS
+        self._next_look += min(max(math.ceil(num_steps), _FEWEST_STEPS), _MOST_STEPS)
