@@ -41,7 +41,7 @@ from loft_hvd.data.loader import DataLoader
 from loft_hvd.data.placement import Placement
 from loft_hvd.data.sampler import BatchSampler
 from loft_hvd.errors import LoftError
-from loft_hvd.metrics import average
+from loft_hvd.metrics import Metric, average
 from loft_hvd.optimizer.attach import attach
 from loft_hvd.optimizer.ddp import ddp_hook
 from loft_hvd.optimizer.distributed import DistributedOptimizer
@@ -73,6 +73,7 @@ __all__ = [
     "Mean",
     "MeanAroundMedian",
     "Median",
+    "Metric",
     "MinimumDiameter",
     "MultiKrum",
     "Phocas",

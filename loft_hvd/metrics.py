@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
+from torch import Tensor
 
 from loft_hvd.errors import ArgumentError, ArgumentTypeError
 from loft_hvd.transport.base import Channel, Transport
 from loft_hvd.transport.default import default_transport
 
-__all__ = ["average"]
+__all__ = ["Metric", "average"]
 
 
 def average(
@@ -29,13 +32,7 @@ def average(
         ArgumentTypeError: ``count`` is not a whole number.
         ArgumentError: ``count`` is negative.
     """
-    if isinstance(count, bool) or not isinstance(count, int):
-        raise ArgumentTypeError(
-            f"average: count={count!r} is of type {type(count).__name__}; give the samples behind "
-            "the value as a whole number, such as loader.local_batch_size"
-        )
-    if count < 0:
-        raise ArgumentError(f"average: count={count} must be >= 0")
+    check_count(count, what="average")
     ends = default_transport() if transport is None else transport
     # Where there is no sample the value may be NaN, which 0 would not take away.
     sums = torch.tensor([float(value) * count if count else 0.0, float(count)], dtype=torch.float64)
@@ -44,3 +41,102 @@ def average(
         channel.wait(ends.allreduce(sums, name=channel.name), what=f"average of {name!r}")
     total, samples = sums.tolist()
     return total / samples if samples else float("nan")
+
+
+def check_count(count: int, *, what: str) -> None:
+    """Raise unless a count of samples is one."""
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise ArgumentTypeError(
+            f"{what}: count={count!r} is of type {type(count).__name__}; give the samples behind "
+            "the value as a whole number, such as loader.local_batch_size"
+        )
+    if count < 0:
+        raise ArgumentError(f"{what}: count={count} must be >= 0")
+
+
+class Padded(Protocol):
+    """What knows whether this rank's batch is a dummy one: ``loft.DataLoader``."""
+
+    @property
+    def is_padding(self) -> bool: ...
+
+
+class Metric:
+    """A running average over the samples of all ranks, for each epoch a new one.
+
+    In place of a class that calls ``hvd.allreduce`` for every value::
+
+        loss_of_epoch = loft.Metric("loss")
+        for x, y in loader:
+            for part in ...:                  # as many on a rank as its batch has
+                loss = ...
+                loss_of_epoch.update(loss, len(part))
+            optimizer.step()
+            print(loss_of_epoch.avg)          # on every rank
+
+    ``update`` waits for nobody, so ranks may call it unequally often. Only ``avg`` talks to other
+    ranks, 16 bytes each, and only for values that are new since it was read last.
+
+    Args:
+        name: tells metrics apart; equal on every rank.
+        loader: a ``loft.DataLoader`` whose padding, dummy batches on a rank without samples, is
+            left out by itself.
+        transport: the ranks; Horovod's by default.
+    """
+
+    def __init__(
+        self, name: str, *, loader: Padded | None = None, transport: Transport | None = None
+    ) -> None:
+        self.name = name
+        self._loader = loader
+        self._transport = transport
+        self._new = torch.zeros(2, dtype=torch.float64)  # of this rank: sum of values, samples
+        self._totals = torch.zeros(2, dtype=torch.float64)  # the same of all ranks, without new
+        self._has_new = False
+
+    def update(self, value: float | Tensor, count: int | None = None) -> None:
+        """Add values of this rank.
+
+        Args:
+            value: a mean over samples, or one value a sample, any shape, any device.
+            count: samples behind a mean, >= 0; where it is 0 the value is ignored. None counts
+                each value of ``value`` as one sample: without ``count``, means of sub-batches
+                weigh the same.
+
+        Raises:
+            ArgumentTypeError: ``count`` is not a whole number.
+            ArgumentError: ``count`` is negative, or given for a value that is not one number.
+        """
+        values = torch.as_tensor(value).detach().to("cpu", torch.float64)
+        if count is not None:
+            check_count(count, what=f"Metric {self.name!r}")
+            if values.numel() != 1:
+                raise ArgumentError(
+                    f"Metric {self.name!r}: count={count} is for one mean, but the value has "
+                    f"shape {list(values.shape)}; leave count away, or give value.mean()"
+                )
+        self._has_new = True
+        if count == 0 or (self._loader is not None and self._loader.is_padding):
+            return  # what a dummy batch gives may be NaN, which 0 would not take away
+        weight = 1 if count is None else count
+        added = [float(values.sum()) * weight, float(values.numel() * weight)]
+        self._new += torch.tensor(added, dtype=torch.float64)
+
+    @property
+    def avg(self) -> Tensor:
+        """The average so far: float64, of no dimension, equal on every rank; NaN without a sample.
+
+        Read it on every rank where values were added since the last time; in between any rank may
+        read it alone.
+        """
+        if self._has_new:
+            sums = self._new.clone()  # what fails leaves this rank's values as they were
+            ends = default_transport() if self._transport is None else self._transport
+            if ends.world_size > 1:
+                channel = Channel(ends, f"loft.metric.{self.name}")
+                work = ends.allreduce(sums, name=channel.name)
+                channel.wait(work, what=f"average of {self.name!r}")
+            self._totals += sums
+            self._new = torch.zeros(2, dtype=torch.float64)
+            self._has_new = False
+        return self._totals[0] / self._totals[1]  # 0 / 0 is NaN

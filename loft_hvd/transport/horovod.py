@@ -132,6 +132,12 @@ def _wire_view(tensor: Tensor) -> Tensor:
     return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
 
 
+@functools.cache
+def _own_handles() -> set[int]:
+    """Return Horovod's handles of operations of ours that are not released."""
+    return set()
+
+
 class _HorovodWork:
     """A Horovod handle, with the tensors that must live until it is done."""
 
@@ -141,12 +147,14 @@ class _HorovodWork:
         self._hvd = hvd
         self._handle = handle
         self._copy_to = copy_to
+        _own_handles().add(handle)
 
     def done(self) -> bool:
         return bool(self._hvd.poll(self._handle))
 
     def finish(self) -> None:
         # Only of a done operation: on an unfinished one it spins on the interpreter's lock.
+        _own_handles().discard(self._handle)
         output = self._hvd.synchronize(self._handle)
         if self._copy_to is not None:
             self._copy_to.copy_(output[0] if isinstance(output, tuple) else output)
@@ -213,13 +221,35 @@ class HorovodTransport:
     def open_heartbeat(self) -> None:
         """Open the heartbeat of these ranks, unless it is open; every one of them calls it."""
         if self.world_size > 1:
-            open_heartbeat(self, self._world, engine_is_down=self._is_down)
+            open_heartbeat(
+                self,
+                self._world,
+                engine_is_down=self._is_down,
+                has_started_others=self._has_started_others,
+            )
+
+    def _has_started_others(self) -> bool:
+        """Say whether the script has operations of its own in flight; for the heartbeat's thread.
+
+        Where Horovod does not keep its handles where they are known to be, it may have.
+        """
+        known = getattr(self._ops, "_handle_map", None)
+        if not isinstance(known, dict):
+            return True
+        try:
+            others = set(known) - _own_handles()
+            return any(not self._hvd.poll(handle) for handle in others)
+        except (RuntimeError, ValueError):  # one was started, or released, meanwhile
+            return True
 
     def _is_down(self) -> bool:
         """Say whether Horovod has shut down, so that its calls fail instead of waiting."""
         # Where it lives the operation only queues, on this rank alone, and ends with the process.
         try:
-            self._hvd.allreduce_async_(torch.zeros(1), op=self._hvd.Sum, name="loft.is.down")
+            handle = self._hvd.allreduce_async_(
+                torch.zeros(1), op=self._hvd.Sum, name="loft.is.down"
+            )
+            _own_handles().add(handle)
         except Exception:  # HorovodInternalError, or ValueError when it is not initialised
             return True
         return False

@@ -103,6 +103,8 @@ def files_of_training(*, num_steps: int, policy: str | None) -> set[str]:
 
     def train(transport: Transport) -> None:
         model = torch.nn.Linear(4, 3)
+        for parameter in model.parameters():  # threads share torch's random numbers
+            torch.nn.init.ones_(parameter)
         balancer = policy and loft.Balancer(24, policy, interval=4, transport=transport)
         optimizer = loft.DistributedOptimizer(
             torch.optim.SGD(model.parameters(), lr=0.1),

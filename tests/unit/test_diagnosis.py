@@ -15,6 +15,7 @@ from loft_hvd.transport.heartbeat.diagnosis import (
     blocked_by,
     key_of,
 )
+from loft_hvd.transport.heartbeat.places import Place
 from loft_hvd.transport.heartbeat.process import RankProcess
 
 
@@ -342,6 +343,46 @@ def test_a_stall_that_moves_is_none(diagnosis: Diagnosis, clock: Clock) -> None:
         clock.now += 2.0
 
 
+def outside(call_s: float, call: str = "allreduce 'loss'", started: str = "") -> Progress:
+    return replace(at(0.0, "", started), place=Place("train.py:160 in update", call, call_s))
+
+
+INSIDE = replace(at(6.0, "b"), place=Place("train.py:88 in train"))
+AHEAD = replace(INSIDE, place=Place("train.py:88 in train", has_started_others=True))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "away"),
+    [
+        ([outside(6.0), INSIDE, outside(6.0)], [0, 2]),
+        ([INSIDE, outside(6.0), INSIDE], [1]),
+        ([INSIDE, outside(4.9), INSIDE], None),  # it has just come there
+        ([outside(60.0), outside(60.0), outside(60.0)], None),  # no operation of ours
+        ([outside(60.0), at(0.0), INSIDE], None),  # rank 1 computes
+        ([outside(60.0), outside(60.0, started="b"), outside(60.0, started="b")], None),
+        ([outside(60.0, started="b"), INSIDE, outside(60.0, started="b")], None),  # b may be slow
+        ([outside(60.0), AHEAD, outside(60.0)], None),  # what rank 0 waits for may be slow
+    ],
+)
+def test_ranks_that_wait_outside_while_others_wait_inside_are_told_apart(
+    ranks: list[Progress], away: list[int] | None, diagnosis: Diagnosis, clock: Clock
+) -> None:
+    for _ in range(2):
+        for rank in (1, 2):
+            diagnosis.heard(rank, Progress.decode(ranks[rank].waited_s, ranks[rank].encode(1000)))
+        verdict = diagnosis.judge(ranks[0])
+        clock.now += 2.6
+    assert (verdict is None) == (away is None)
+    if verdict is not None:
+        inside = [rank for rank in range(3) if rank not in (away or [])]
+        assert f"ranks {inside} wait for 'b' at train.py:88 in train while ranks {away} wait" in (
+            verdict.text
+        )
+        assert "the engine's allreduce 'loss' at train.py:160 in update" in verdict.text
+        assert "loft.Metric" in verdict.text
+        assert isinstance(verdict.error(), MismatchError)
+
+
 def test_late_ranks_have_not_started_what_is_waited_for(diagnosis: Diagnosis) -> None:
     diagnosis.heard(1, at(0.0, "", "z"))
     diagnosis.heard(2, at(2.0, "b", "ab"))
@@ -373,9 +414,11 @@ def test_progress_travels_as_text(progress: Progress) -> None:
     assert back.counts == (progress.counts or {})
 
 
-@pytest.mark.parametrize("text", ["", "x", "a#b;", "a#1;k=v", "a#1;=;"])
+@pytest.mark.parametrize("text", ["", "x", "a#b;;", "a#1;k=v", "a#1;=;", "a#1;*;a|b|c|d"])
 def test_progress_that_does_not_parse_tells_nothing(text: str) -> None:
-    assert Progress.decode(2.0, text) == Progress(2.0)
+    assert Progress.decode(2.0, text).place == Place()
+    if not text.startswith("a#1;*"):
+        assert Progress.decode(2.0, text) == Progress(2.0)
 
 
 def test_a_rank_of_1200_names_is_still_found_astray(diagnosis: Diagnosis, clock: Clock) -> None:

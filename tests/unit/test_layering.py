@@ -57,6 +57,7 @@ _LAYERS = {
     "transport/heartbeat/door.py": 2,
     "transport/heartbeat/heartbeat.py": 2,
     "transport/heartbeat/links.py": 2,
+    "transport/heartbeat/places.py": 2,
     "transport/heartbeat/process.py": 2,
     "transport/heartbeat/watched.py": 2,
     "balance/__init__.py": 0,

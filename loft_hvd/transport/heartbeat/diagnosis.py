@@ -19,10 +19,11 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from urllib.parse import quote, unquote
 
 from loft_hvd.errors import LoftError, MismatchError, PeerError
+from loft_hvd.transport.heartbeat.places import Place, PlaceWatch
 from loft_hvd.transport.heartbeat.process import FROZEN, RankProcess
 
 __all__ = ["Diagnosis", "DiagnosisLimits", "Progress", "ProgressMeter", "Verdict", "key_of"]
@@ -66,27 +67,29 @@ class Progress:
     # Seconds since an operation over all ranks has ended on it. Known of this rank only: it does
     # not travel, as every rank sees the end of each.
     moved_s: float = math.inf
+    place: Place = field(default_factory=Place)  # where its training thread is
 
     def encode(self, max_chars: int, *, asked: Sequence[str] = ()) -> str:
-        """Return in_flight and counts as text: the oldest operations, and what was asked first.
+        """Return in_flight, counts and place as text: oldest operations, and what was asked first.
 
-        The second "a|b" in flight, of two begun, is ``a%7Cb#2;*|c8bd9f4d=2``.
+        The second "a|b" in flight, of two begun, is ``a%7Cb#2;*|c8bd9f4d=2;`` and the place.
         """
-        counts = self.counts or {}
+        counts, place = self.counts or {}, self.place.encode()
         flying = _fill((f"{quote(name)}#{n}" for name, n in self.in_flight), max_chars // 2)
-        room = max_chars - len(flying) - 1
+        room = max_chars - len(flying) - len(place) - 2
         counted = "|".join([_ALL, *(f"{key}={n}" for key, n in counts.items())])
         if len(counted) > room or not self.knows_all:
             # Then a count of 0 says that there is none. Newest first: those may be asked next.
             told = {key: counts.get(key, 0) for key in asked if self.knows_all or key in counts}
             told |= {key: counts[key] for key in reversed(list(counts))}
             counted = _fill((f"{key}={n}" for key, n in told.items()), room)
-        return f"{flying};{counted}"
+        return f"{flying};{counted};{place}"
 
     @classmethod
     def decode(cls, waited_s: float, text: str) -> Progress:
         """Return the progress that a text tells; nothing in flight where it does not parse."""
-        flying, separator, counted = text.partition(";")
+        flying, _, rest = text.partition(";")
+        counted, separator, place = rest.partition(";")
         if not separator:
             return cls(waited_s)
         pairs = [item.partition("#") for item in flying.split("|") if item]
@@ -98,7 +101,12 @@ class Progress:
             counts = {key: int(count) for key, _, count in totals}
         except ValueError:
             return cls(waited_s)
-        return cls(waited_s, in_flight, counts, knows_all)
+        return cls(waited_s, in_flight, counts, knows_all, place=Place.decode(place))
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether it waits for other ranks in a call of the engine's that is not ours."""
+        return self.waited_s == 0 and self.place.call != ""
 
     def has_started(self, operation: tuple[str, int]) -> bool:
         """Say whether it has started an operation, or may have, as far as is known."""
@@ -121,10 +129,21 @@ def _fill(items: Iterable[str], max_chars: int) -> str:
 
 
 class ProgressMeter:
-    """Keeps what this rank has on the wire and since when it waits; any thread may write."""
+    """Keeps what this rank has on the wire and since when it waits; any thread may write.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    ``has_started_others`` says whether the script itself has operations of the engine's in flight.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        has_started_others: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._clock = clock
+        self._has_started_others = has_started_others
+        self._places = PlaceWatch(clock)
+        self._thread = threading.get_ident()  # that trains: who made this, or waited last
         self._lock = threading.Lock()
         # By name's key, started last at the end. Which names are forgotten may differ between
         # ranks, so from then on nobody says how often a new name was started.
@@ -169,6 +188,7 @@ class ProgressMeter:
         ticket = next(self._tickets)
         with self._lock:
             self._waits[ticket] = self._clock()
+            self._thread = threading.get_ident()
         try:
             yield
         finally:
@@ -186,7 +206,10 @@ class ProgressMeter:
         in_flight = tuple(operation for operation, is_over in posted if not is_over())
         waited_s = 0.0 if since is None else max(self._clock() - since, _LEAST_WAIT_S)
         moved_s = self._clock() - self._moved_at
-        return Progress(waited_s, in_flight, counts, not self._has_forgotten, moved_s)
+        place = replace(
+            self._places.look(self._thread), has_started_others=self._has_started_others()
+        )
+        return Progress(waited_s, in_flight, counts, not self._has_forgotten, moved_s, place)
 
 
 def blocked_by(operation: tuple[str, int], others: Mapping[int, Progress]) -> list[int]:
@@ -201,7 +224,7 @@ def blocked_by(operation: tuple[str, int], others: Mapping[int, Progress]) -> li
 
 
 def find_stall(ranks: Mapping[int, Progress], *, waited_s: float) -> dict[int, str] | None:
-    """Find out whether no rank can go on: all wait, each for operations that others lack.
+    """Find out whether no rank can go on: all wait, each for what others have not come to.
 
     An operation that all have started may still be on a slow link, so a rank with one of those
     can go on::
@@ -210,12 +233,25 @@ def find_stall(ranks: Mapping[int, Progress], *, waited_s: float) -> dict[int, s
         rank 1 waits for b; has started b          nobody else has started b: a stall
         rank 1 waits for b; has started a and b    a is on every rank: rank 0 can go on
 
+    A rank may wait outside, in the script's own call of the engine. It cannot go on either, as
+    those that wait in operations of ours do not come to that call; unless one of them has started
+    something outside before. Where all wait outside nothing is known.
+
     Returns:
-        The operation that each rank waits for, by rank; None where some rank can go on, or has not
-        been waiting for ``waited_s``.
+        What each rank waits for, by rank; None where some rank can go on, or has not been waiting
+        for ``waited_s``.
     """
     waits: dict[int, str] = {}
+    inside = {rank: progress for rank, progress in ranks.items() if not progress.is_outside}
+    has_outside = len(inside) < len(ranks)
+    if not inside or (has_outside and any(p.place.has_started_others for p in inside.values())):
+        return None
     for rank, progress in sorted(ranks.items()):
+        if progress.is_outside:
+            if progress.place.call_s < waited_s:
+                return None
+            waits[rank] = progress.place.call
+            continue
         others = {other: each for other, each in ranks.items() if other != rank}
         if progress.waited_s < waited_s or not progress.in_flight:
             return None
@@ -484,21 +520,43 @@ class Diagnosis:
         """
         waits = find_stall(live, waited_s=self.limits.stall_s)
         # Beats of different ranks are of different moments: believe only what stays the same.
-        signature = {rank: frozenset(progress.in_flight) for rank, progress in live.items()}
+        signature = {
+            rank: frozenset([(each.place.call, 0)] if each.is_outside else each.in_flight)
+            for rank, each in live.items()
+        }
         if waits is None or signature != self._stalled:
             self._stalled = None if waits is None else signature
             self._stalled_at = self._clock()
         if waits is None or self._clock() - self._stalled_at < self.limits.confirm_s:
             return None
+        outside = [rank for rank in waits if live[rank].is_outside]
+        if outside:
+            return self._tell_apart(waits, outside, live)
         names = list(waits.values())  # by ascending rank, so a tie is the lowest rank's
         common = max(names, key=lambda name: (names.count(name), -names.index(name)))
         odd = [rank for rank, name in waits.items() if name != common] or list(waits)[1:]
         rest = [rank for rank in waits if rank not in odd]
         return Verdict(
             odd[0],
-            f"ranks take other steps: ranks {odd} wait for {waits[odd[0]]!r} while ranks {rest} "
-            f"wait for {common!r}; use optimizers, steps and collectives in the same order on "
-            "every rank",
+            f"ranks take other steps: ranks {odd} wait for {waits[odd[0]]!r}{live[odd[0]].place} "
+            f"while ranks {rest} wait for {common!r}{live[rest[0]].place}; use optimizers, steps "
+            "and collectives in the same order on every rank",
+            is_mismatch=True,
+        )
+
+    def _tell_apart(
+        self, waits: Mapping[int, str], outside: Sequence[int], live: Mapping[int, Progress]
+    ) -> Verdict:
+        """Return the verdict on ranks that wait outside of our operations, the rest inside."""
+        inside = [rank for rank in waits if rank not in outside]
+        away, here = outside[0], inside[0]
+        return Verdict(
+            away,
+            f"ranks take other steps: ranks {inside} wait for {waits[here]!r}{live[here].place} "
+            f"while ranks {outside} wait outside of loft_hvd, in the engine's {waits[away]}"
+            f"{live[away].place}; every rank must come to both equally often. With unequal "
+            "batches ranks may have unequal numbers of sub-batches: where a metric is averaged "
+            "over ranks in each, use loft.Metric in its place, whose update() waits for nobody",
             is_mismatch=True,
         )
 

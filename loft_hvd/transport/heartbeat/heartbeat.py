@@ -93,6 +93,7 @@ class Heartbeat:
         control: what it can do with processes.
         entrance: how ranks that have lost their link come to another; None for links of one life.
         engine_is_down: whether the engine has ended, so that its calls fail by themselves.
+        has_started_others: whether the script has operations of its own in flight.
 
     Owns its threads, its links and its entrance.
     """
@@ -106,11 +107,12 @@ class Heartbeat:
         control: ProcessControl,
         entrance: Entrance | None = None,
         engine_is_down: Callable[[], bool] = lambda: False,
+        has_started_others: Callable[[], bool] = lambda: False,
     ) -> None:
         self.rank = diagnosis.rank
         self.settings = settings
         self.verdict: Verdict | None = None
-        self.meter = ProgressMeter()
+        self.meter = ProgressMeter(has_started_others=has_started_others)
         self._links = dict(links)
         self._entrance = entrance
         self._diagnosis = diagnosis

@@ -111,12 +111,16 @@ def close_heartbeats() -> None:
 
 
 def open_heartbeat(
-    transport: Transport, world: str, *, engine_is_down: Callable[[], bool]
+    transport: Transport,
+    world: str,
+    *,
+    engine_is_down: Callable[[], bool],
+    has_started_others: Callable[[], bool] = lambda: False,
 ) -> Heartbeat | None:
     """Open the heartbeat of two ranks or more, unless it is open; every rank calls it alike.
 
-    ``world`` names these ranks in this process. Returns None where a rank has turned heartbeats
-    off, or cannot reach rank 0.
+    ``world`` names these ranks in this process; the rest is as in ``Heartbeat``. Returns None where
+    a rank has turned heartbeats off, or cannot reach rank 0.
     """
     # Ranks may differ in what they want, have open and can reach: each step is agreed on, so that
     # all of them go on to the next, or none.
@@ -175,5 +179,6 @@ def open_heartbeat(
             else None,
         ),
         engine_is_down=engine_is_down,
+        has_started_others=has_started_others,
     )
     return heartbeat

@@ -1,0 +1,69 @@
+"""Running averages over samples: unequal batches, sub-batches and padding on ranks as threads."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import loft_hvd as loft
+from loft_hvd.errors import ArgumentError, ArgumentTypeError
+from loft_hvd.transport.local import LocalTransport, run_ranks
+
+UNTYPED: Any = loft
+
+
+def test_a_metric_is_an_average_over_samples_whatever_ranks_update() -> None:
+    values = torch.arange(24.0) ** 2
+    parts = [values[:13], values[13:20], values[20:]]
+
+    def work(end: LocalTransport) -> tuple[float, float, float]:
+        metric = loft.Metric("loss", transport=end)
+        own = parts[end.rank]
+        for part in own.split(4):  # 4, 2 and 1 sub-batches
+            metric.update(part.mean(), len(part))
+        half = float(metric.avg)
+        metric.update(own)  # one value a sample, each once more
+        metric.update(torch.tensor(1000.0), 8 if end.rank == 1 else 0)
+        whole = float(metric.avg)
+        alone = float(metric.avg) if end.rank == 0 else whole  # nothing new: nobody is asked
+        return half, whole, alone
+
+    expected = (2 * float(values.sum()) + 8000.0) / 56
+    for half, whole, alone in run_ranks(3, work):
+        assert half == pytest.approx(float(values.mean()))
+        assert whole == alone == pytest.approx(expected)
+
+
+def test_padding_and_empty_counts_are_left_out_though_they_are_nan() -> None:
+    def work(end: LocalTransport) -> float:
+        metric = loft.Metric("x", loader=SimpleNamespace(is_padding=end.rank == 1), transport=end)
+        metric.update(math.nan if end.rank == 1 else 3.0)
+        metric.update(math.nan, 0)
+        return float(metric.avg)
+
+    assert run_ranks(2, work) == [3.0, 3.0]
+
+
+def test_a_metric_is_read_as_horovods_example_reads_its_own() -> None:
+    metric = loft.Metric("x", transport=run_ranks(1, lambda end: end)[0])
+    assert math.isnan(metric.avg)
+    metric.update(torch.tensor(0.5, requires_grad=True))
+    metric.update(torch.tensor(1.5, dtype=torch.bfloat16))
+    assert (100.0 * metric.avg).item() == 100.0
+
+
+@pytest.mark.parametrize(
+    ("value", "count", "error", "says"),
+    [
+        (1.0, -1, ArgumentError, "Metric 'x': count=-1 must be >= 0"),
+        (1.0, 0.5, ArgumentTypeError, "count=0.5 is of type float"),
+        (torch.ones(3), 3, ArgumentError, r"count=3 is for one mean, but the value has shape \[3"),
+    ],
+)
+def test_counts_that_are_none_are_refused(value: Any, count: Any, error: Any, says: str) -> None:
+    with pytest.raises(error, match=says):
+        UNTYPED.Metric("x").update(value, count)

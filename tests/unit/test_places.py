@@ -1,0 +1,111 @@
+"""Where a thread waits, as seen from another one, in an engine that is made up."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from loft_hvd.transport.heartbeat.places import Place, PlaceWatch
+
+# Its wait is a call of C, as Horovod's is: the innermost frame is the engine's own.
+ENGINE = """
+def synchronize(handle):
+    arrive()
+    wait(True, 10.0)
+
+def allreduce(tensor, name=None, process_set=None):
+    return forward(7)
+
+def forward(handle):
+    return synchronize(handle)
+"""
+OWN = """
+def step(call):
+    call()
+"""
+SOME, ALL = SimpleNamespace(process_set_id=3), SimpleNamespace(process_set_id=0)
+
+
+def module(name: str, text: str, **names: object) -> Any:
+    """Return a module of that name, whose code is a text."""
+    scope: dict[str, Any] = {"__name__": name, **names}
+    exec(compile(text, f"/site-packages/{name}.py", "exec"), scope)
+    return SimpleNamespace(**scope)
+
+
+class Waiter:
+    """A thread that waits in C until it has been looked at."""
+
+    def __init__(self) -> None:
+        self._arrived, self._over = threading.Semaphore(0), threading.Lock()
+        self._over.acquire()
+        self.names = {"arrive": self._arrived.release, "wait": self._over.acquire}
+
+    def look(self, call: Callable[[], object], clock: Callable[[], float]) -> list[Place]:
+        """Look twice at a thread that is in a call."""
+        thread = threading.Thread(target=call)
+        thread.start()
+        assert self._arrived.acquire(timeout=10.0)
+        watch = PlaceWatch(clock)
+        found = [watch.look(thread.ident or 0) for _ in range(2)]
+        self._over.release()
+        thread.join(10.0)
+        return found
+
+
+@pytest.fixture
+def waiter() -> Waiter:
+    return Waiter()
+
+
+def look(waiter: Waiter, call: Callable[[], object]) -> Place:
+    seconds = iter((5.0, 8.5))
+    first, second = waiter.look(call, lambda: next(seconds))
+    assert (first.call_s, second.call_s) == (0.0, 3.5 if second.call else 0.0)
+    return second
+
+
+@pytest.mark.parametrize("name", ["horovod.torch.mpi_ops", "torch.distributed.distributed_c10d"])
+def test_a_scripts_own_call_of_the_engine_is_found_with_its_line(name: str, waiter: Waiter) -> None:
+    engine = module(name, ENGINE, **waiter.names)
+
+    def average_metric() -> None:
+        engine.allreduce(0, name="train loss")
+
+    place = look(waiter, average_metric)
+    assert place.call == "allreduce 'train loss'"
+    assert place.line.startswith("test_places.py:")
+    assert place.line.endswith(" in average_metric")
+    assert Place.decode(place.encode()) == place
+
+
+def test_an_operation_over_some_ranks_only_is_not_judged(waiter: Waiter) -> None:
+    engine = module("horovod.torch.mpi_ops", ENGINE, **waiter.names)
+    assert look(waiter, lambda: engine.allreduce(0, "x", SOME)).call == ""
+
+
+def test_an_operation_over_the_set_of_all_ranks_is(waiter: Waiter) -> None:
+    engine = module("horovod.torch.mpi_ops", ENGINE, **waiter.names)
+    assert look(waiter, lambda: engine.allreduce(0, None, ALL)).call == "allreduce"
+
+
+def test_a_wait_of_our_own_is_not_outside_but_has_the_scripts_line(waiter: Waiter) -> None:
+    engine = module("horovod.torch.mpi_ops", ENGINE, **waiter.names)
+    own = module("loft_hvd.transport.base", OWN)
+
+    def train() -> None:
+        own.step(engine.allreduce.__get__(0))
+
+    place = look(waiter, train)
+    assert place.call == ""
+    assert place.line.endswith(" in train")
+
+
+def test_a_thread_that_computes_or_has_ended_waits_nowhere(waiter: Waiter) -> None:
+    script = module("__main__", ENGINE, **waiter.names)
+    assert look(waiter, lambda: script.allreduce(0)).call == ""
+    assert PlaceWatch().look(-1) == Place()
