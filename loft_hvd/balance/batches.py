@@ -103,11 +103,12 @@ class BatchQueue:
                 "pass needs a batch from loft.DataLoader, a loft.BatchSampler, or "
                 "`with balancer.step(n)`"
             )
+        if taken is not self.trained:  # once a batch: ranks may cut theirs into more passes or less
+            # Not ``hash``: other processes salt it otherwise, and ranks compare the trail.
+            mark = f"{taken.plan_id} {taken.step} {taken.sizes} {taken.digest}"
+            self.trail = zlib.crc32(mark.encode(), self.trail)
         self.trained = self.in_work = taken
         self._taken.append(taken)
-        # Not ``hash``: other processes salt it otherwise, and the trail is compared between ranks.
-        mark = f"{taken.plan_id} {taken.step} {taken.sizes} {taken.digest}"
-        self.trail = zlib.crc32(mark.encode(), self.trail)
         self._last_trained = taken.step
         return taken
 

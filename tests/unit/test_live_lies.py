@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import loft_hvd as loft
+from loft_hvd.balance.batches import BatchQueue
 from loft_hvd.balance.interval import SUM, SUMS, Head
 from loft_hvd.balance.plan import Plan, StepSizes
 from loft_hvd.errors import MismatchError
@@ -180,3 +181,14 @@ def test_a_lie_in_the_head_of_a_report_discards_it_and_the_others_are_planned_fo
 def test_a_step_or_plan_that_is_no_number_ends_training_and_names_the_rank(field: str) -> None:
     with pytest.raises(MismatchError, match=r"rank 1 is at step .*nan"):
         train(honest, head=(field, float("nan")))
+
+
+def test_a_batch_in_other_numbers_of_passes_leaves_one_trail() -> None:
+    queues = [BatchQueue(), BatchQueue()]
+    for number, queue in enumerate(queues):
+        for step in range(3):
+            queue.begin(StepSizes(0, step, (8, 16), 77))
+            for _ in range(1 + number):
+                queue.take()
+            queue.step_ended()
+    assert queues[0].trail == queues[1].trail != 0
