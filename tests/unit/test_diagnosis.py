@@ -463,3 +463,24 @@ def test_names_that_never_come_again_take_no_more_memory_and_blame_nobody() -> N
     assert not ones.has_started(("often", 12))
     assert [number for _, number in meters[0].progress().in_flight] == [0, 0]
     assert Progress.decode(0.0, ones.encode(100_000)).knows_all is False
+
+
+@pytest.mark.parametrize(
+    ("later_s", "state", "names_both"),
+    [(0.0, "X", True), (0.2, "Z", True), (0.4, "X", False), (0.0, "R", False)],
+)
+def test_ranks_that_die_at_one_moment_are_all_named(
+    later_s: float, state: str, names_both: bool, diagnosis: Diagnosis, clock: Clock
+) -> None:
+    clock.now += 1.0
+    diagnosis.lost(1)
+    clock.now += later_s
+    diagnosis.lost(2)
+    diagnosis.saw(1, "X")
+    diagnosis.saw(2, state)
+    verdict = diagnosis.judge(WAITING)
+    assert verdict is not None
+    named = [rank for rank in (1, 2) if f"rank {rank} (process" in verdict.text]
+    assert named == [1, 2] if names_both else len(named) == 1
+    if state == "R":
+        assert named == [1]

@@ -31,6 +31,7 @@ __all__ = ["Diagnosis", "DiagnosisLimits", "Progress", "ProgressMeter", "Verdict
 _GONE = ("X", "Z")  # the kernel's letters: has ended; has ended, but its parent has not asked
 _UNKNOWN = "?"  # nobody has looked yet, or nobody can
 _IN_PART = "*"  # begins the names of operations over some of the ranks only
+_TOGETHER_S = 0.25  # between the ends of ranks that die at one moment; a choice
 _LEAST_WAIT_S = 1e-3  # a wait that has only begun: the wire has three decimals, and 0 means none
 
 
@@ -426,7 +427,7 @@ class Diagnosis:
         suspects = sorted(self.suspects(), key=self._whose_silence_began, reverse=True)
         for rank in suspects:
             if (verdict := self._judge_seen(rank)) is not None:
-                return verdict
+                return self._with_the_rest(verdict, suspects)
         for rank in suspects:
             if (verdict := self._judge_unseen(rank, live)) is not None:
                 return verdict
@@ -461,6 +462,20 @@ class Diagnosis:
         if peer.state in _GONE:  # its connection would have ended, but for a host that hangs
             return Verdict(rank, f"{who} is gone: its process has ended")
         return None
+
+    def _with_the_rest(self, verdict: Verdict, suspects: Sequence[int]) -> Verdict:
+        """Name also the ranks that have died at the same moment, as a host without memory kills."""
+        first = self._peers[verdict.rank]
+        texts = [verdict.text]
+        for rank in suspects:
+            peer = self._peers[rank]
+            if rank == verdict.rank or first.lost_at is None or peer.lost_at is None:
+                continue
+            # Who ends later may have been ended by the first one's death, as by a launcher.
+            is_together = abs(peer.lost_at - first.lost_at) <= _TOGETHER_S
+            if is_together and peer.state in _GONE and (other := self._judge_seen(rank)):
+                texts.append(other.text)
+        return replace(verdict, text="; ".join(texts))
 
     def _judge_unseen(self, rank: int, live: Mapping[int, Progress]) -> Verdict | None:
         """Judge a silent rank whose process nobody can look at, while others wait in vain."""
