@@ -49,6 +49,24 @@ std::string describe(const Job& job);  // for error messages
 void check(const Job& job);
 void aggregate_cpu(const Job& job, const CpuOptions& options);
 
+// Squared distances between rows, and from zero: table[i][k] for i < k <= rows, of which column
+// `rows` has the squared lengths; [rows + 1, rows + 1], other entries untouched. Not finite where a
+// row is not. `params`, `weights` and `out` of the job are not used.
+void distances_cpu(const Job& job, const CpuOptions& options, double* table);
+
+// Mixed rows: row i is the sum over k of weights[i][k] * (scales[k] * rows[k]), in the order of k
+// and in the type of the arithmetic, to which both are rounded first. Where one is 0 then, the row
+// is not read; where all other weights of row i are the same, they are multiplied with the sum.
+struct Matrix {
+  int num_mixed = 0;
+  std::vector<double> scales;   // [rows]
+  std::vector<double> weights;  // [num_mixed, rows]
+};
+
+// Aggregates mixed rows. `params` and `weights` of the job are theirs; of the diagnostics, which
+// look at the given rows, nothing is outside.
+void mix_cpu(const Job& job, const Matrix& matrix, const CpuOptions& options);
+
 // The levels of this build that this machine runs, or all of them; the best last.
 std::vector<std::string> isa_levels(bool all = false);
 

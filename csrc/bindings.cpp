@@ -32,6 +32,13 @@ loft::Job job_of(const std::vector<uintptr_t>& rows, int64_t numel, int dtype, i
 const int64_t* counts_at(uintptr_t address) { return reinterpret_cast<const int64_t*>(address); }
 int64_t* numbers_at(uintptr_t address) { return reinterpret_cast<int64_t*>(address); }
 
+// What was found of (coordinates, num_outside, num_non_finite, squared_distance), or None.
+py::object found_in(const loft::Diagnostics& diagnostics, int diagnose_every) {
+  if (diagnose_every <= 0) return py::none();
+  return py::make_tuple(diagnostics.coordinates, diagnostics.num_outside,
+                        diagnostics.num_non_finite, diagnostics.squared_distance);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_loft, module) {
@@ -56,14 +63,43 @@ PYBIND11_MODULE(_loft, module) {
           const py::gil_scoped_release release;
           loft::aggregate_cpu(job, options);
         }
-        if (diagnose_every <= 0) return py::none();
-        return py::make_tuple(diagnostics.coordinates, diagnostics.num_outside,
-                              diagnostics.num_non_finite, diagnostics.squared_distance);
+        return found_in(diagnostics, diagnose_every);
       },
       "rows"_a, "numel"_a, "dtype"_a, "rule"_a, "kind"_a, "f"_a, "weights"_a, "out"_a, "threads"_a,
       "isa"_a, "diagnose_every"_a,
       "Aggregate rows into out. With diagnose_every > 0, look at one block of so many and return "
       "(coordinates, num_outside, num_non_finite, squared_distance), the last three one a row.");
+  module.def(
+      "distances_cpu",
+      [](const std::vector<uintptr_t>& rows, int64_t numel, int dtype, uintptr_t table, int threads,
+         const std::string& isa) {
+        const loft::Job job = job_of(rows, numel, dtype, 0, 0, 0, {}, 0);
+        const py::gil_scoped_release release;
+        loft::distances_cpu(job, {threads, isa, nullptr, 0}, reinterpret_cast<double*>(table));
+      },
+      "rows"_a, "numel"_a, "dtype"_a, "table"_a, "threads"_a, "isa"_a,
+      "Fill the part above the diagonal of a float64 table, [rows + 1, rows + 1], with squared "
+      "distances between rows and, in the last column, from zero.");
+  module.def(
+      "mix_cpu",
+      [](const std::vector<uintptr_t>& rows, int64_t numel, int dtype, std::vector<double> scales,
+         std::vector<double> matrix, int num_mixed, int rule, int kind, int f,
+         std::vector<int32_t> weights, uintptr_t out, int threads, const std::string& isa,
+         int diagnose_every) -> py::object {
+        const loft::Job job = job_of(rows, numel, dtype, rule, kind, f, std::move(weights), out);
+        loft::Diagnostics diagnostics;
+        loft::CpuOptions options{threads, isa, nullptr, diagnose_every};
+        if (diagnose_every > 0) options.diagnostics = &diagnostics;
+        {
+          const py::gil_scoped_release release;
+          loft::mix_cpu(job, {num_mixed, std::move(scales), std::move(matrix)}, options);
+        }
+        return found_in(diagnostics, diagnose_every);
+      },
+      "rows"_a, "numel"_a, "dtype"_a, "scales"_a, "matrix"_a, "num_mixed"_a, "rule"_a, "kind"_a,
+      "f"_a, "weights"_a, "out"_a, "threads"_a, "isa"_a, "diagnose_every"_a,
+      "Aggregate mixed rows, sums of rows by the weights of a matrix [num_mixed, rows], into out; "
+      "weights are theirs. With diagnose_every as aggregate_cpu, of the given rows.");
   module.def(
       "pass_cpu",
       [](const std::vector<uintptr_t>& rows, int64_t numel, uintptr_t out, int threads,

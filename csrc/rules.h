@@ -1,5 +1,5 @@
 // Layer 0. Rules, their parameters and limits: the same as loft_hvd/aggregation/rules.py, but for
-// the block, which is BLOCK in fallback.py.
+// the block, the tile and the lanes, which are those of distances.py.
 #pragma once
 
 #include <cstdint>
@@ -18,6 +18,8 @@ namespace loft {
 constexpr int kMaxRows = 1024;
 // Coordinates that diagnostics look at or leave out together; a CPU thread takes as many at a time.
 constexpr int64_t kBlock = 16 * 1024;
+// Sums of squares run over so many lanes and tiles of so many coordinates, on every machine.
+constexpr int kSumLanes = 16, kSumTile = 256;
 constexpr int64_t kMaxTotalWeight = (int64_t{1} << 30) - 1;  // twice the total fits an int32
 
 enum class DType : int { kFloat64 = 0, kFloat32 = 1, kFloat16 = 2, kBFloat16 = 3 };

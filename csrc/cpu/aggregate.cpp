@@ -11,11 +11,15 @@
 #include <atomic>
 #include <cfenv>
 #include <exception>
+#include <functional>
+#include <limits>
+#include <map>
 #include <mutex>
 #include <stdexcept>
 #include <thread>
 
 #include "cpu/dispatch.h"
+#include "cpu/rows.h"
 
 namespace loft {
 namespace {
@@ -161,19 +165,45 @@ class DiagnosticBlocks {
   // Aggregates a block and compares its rows; called for each wanted block, by any thread.
   void run(const Work& work, const KernelTable& table, Kernel kernel, int64_t begin, int64_t end) {
     alignas(64) char low[kCompared * sizeof(double)], high[kCompared * sizeof(double)];
-    std::vector<RowLanes> rows(job_.rows.size());  // of this block
-    const int64_t bytes = size_of(job_.dtype), turn = turn_of(job_.rows.size(), bytes);
-    const int64_t ahead = job_.rows.size() <= kFetchedRows ? turn * bytes : 0;
     Work part = work;
     part.low = low;
     part.high = keeps_one(job_) ? low : high;  // one buffer for a window of one value
+    run_turns(table, begin, end, low, static_cast<const char*>(part.high),
+              [&](int64_t from, int64_t to) { kernel(part, from, to); });
+  }
+
+  // The same where the rows that the rule sees are mixed ones: no value of the given rows is
+  // outside.
+  template <typename Body>
+  void run_mixed(const KernelTable& table, int64_t begin, int64_t end, const Body& body) {
+    alignas(64) double low[kCompared], high[kCompared];
+    if (job_.dtype == DType::kFloat64) {
+      std::fill_n(low, kCompared, -std::numeric_limits<double>::infinity());
+      std::fill_n(high, kCompared, std::numeric_limits<double>::quiet_NaN());
+    } else {
+      std::fill_n(reinterpret_cast<float*>(low), kCompared,
+                  -std::numeric_limits<float>::infinity());
+      std::fill_n(reinterpret_cast<float*>(high), kCompared,
+                  std::numeric_limits<float>::quiet_NaN());
+    }
+    run_turns(table, begin, end, reinterpret_cast<const char*>(low),
+              reinterpret_cast<const char*>(high), body);
+  }
+
+  // Aggregates and compares by turns: body(from, to) aggregates, and leaves the kept window.
+  template <typename Body>
+  void run_turns(const KernelTable& table, int64_t begin, int64_t end, const char* low,
+                 const char* high, const Body& body) {
+    const Work work = work_of(job_);
+    std::vector<RowLanes> rows(job_.rows.size());  // of this block
+    const int64_t bytes = size_of(job_.dtype), turn = turn_of(job_.rows.size(), bytes);
+    const int64_t ahead = job_.rows.size() <= kFetchedRows ? turn * bytes : 0;
     for (int64_t from = begin; from < end; from += turn) {
       const int64_t to = std::min(end, from + turn);
-      kernel(part, from, to);
-      const char* to_high = static_cast<const char*>(part.high);
+      body(from, to);
       table.compare(
           job_.dtype,
-          {work.rows, work.num_rows, from, to - from, work.out + from * bytes, low, to_high, ahead},
+          {work.rows, work.num_rows, from, to - from, work.out + from * bytes, low, high, ahead},
           rows.data());
     }
     Diagnostics& found = found_[static_cast<size_t>(begin / period_)];
@@ -244,6 +274,102 @@ void aggregate_cpu(const Job& job, const CpuOptions& options) {
   DiagnosticBlocks samples(job, options.diagnose_every, options.diagnostics);
   for_blocks(job, options.threads, [&](int64_t begin, int64_t end) {
     samples.wants(begin) ? samples.run(work, table, kernel, begin, end) : kernel(work, begin, end);
+  });
+  samples.finish();
+}
+
+void distances_cpu(const Job& job, const CpuOptions& options, double* table) {
+  Job any = job;  // of which only the rows count
+  any.params = {};
+  any.weights.clear();
+  check(any);
+  const KernelTable& kernels = table_for(options.isa);
+  const int rows = job.num_rows(), stride = rows + 1;
+  for (int row = 0; row < rows; ++row) std::fill_n(table + row * stride + row + 1, rows - row, 0.0);
+  // Every block's sums wait until those before it are added, whatever thread has which.
+  std::mutex guard;
+  std::map<int64_t, std::vector<double>> ready;  // by the block's first coordinate
+  int64_t next = 0;                              // block to be added
+  const auto* addresses = reinterpret_cast<const char* const*>(job.rows.data());
+  constexpr int64_t kPairs = kGroupRows * kGroupRows;
+  const int64_t groups = (rows + kGroupRows - 1) / kGroupRows;
+  const auto for_groups = [&](int64_t begin, int64_t end, double* found, const auto& body) {
+    for (int a = 0; a < rows; a += kGroupRows) {
+      for (int b = a; b < rows; b += kGroupRows, found += kPairs) {
+        const int a_end = std::min(rows, a + kGroupRows), b_end = std::min(rows, b + kGroupRows);
+        body(RowRanges{addresses, a, a_end, b, b_end, begin, end}, found);
+      }
+    }
+  };
+  const auto add = [&](const RowRanges& what, const double* found) {
+    for (int a = what.a; a < what.a_end; ++a) {
+      for (int b = what.is_same() ? a : what.b; b < what.b_end; ++b) {
+        const int column = a == b ? rows : b;  // a row's own place has its squared length
+        table[a * stride + column] += found[RowRanges::place(a - what.a, b - what.b)];
+      }
+    }
+  };
+  for_blocks(any, options.threads, [&](int64_t begin, int64_t end) {
+    std::vector<double> found(static_cast<size_t>(kPairs * groups * (groups + 1) / 2));
+    for_groups(begin, end, found.data(),
+               [&](const RowRanges& what, double* to) { kernels.distances(job.dtype, what, to); });
+    const std::lock_guard<std::mutex> lock(guard);
+    ready.emplace(begin, std::move(found));
+    for (; !ready.empty() && ready.begin()->first == next; next += kBlock) {
+      for_groups(0, 0, ready.begin()->second.data(), add);
+      ready.erase(ready.begin());
+    }
+  });
+}
+
+void mix_cpu(const Job& job, const Matrix& matrix, const CpuOptions& options) {
+  const size_t rows = job.rows.size();
+  Job inner = job;  // the rule's
+  inner.rows.resize(static_cast<size_t>(std::max(0, matrix.num_mixed)));
+  check(inner);
+  if (matrix.weights.size() != inner.rows.size() * rows || matrix.scales.size() != rows ||
+      rows > static_cast<size_t>(kMaxRows)) {
+    throw std::invalid_argument(describe(job) + ": need a weight of every row for each of " +
+                                std::to_string(matrix.num_mixed) + " mixed rows, and its scale");
+  }
+  // As the arithmetic has it: a weight that is too small for it is none.
+  const auto rounded = [&](double weight) {
+    return job.dtype == DType::kFloat64 ? weight : static_cast<float>(weight);
+  };
+  std::vector<int> starts{0}, from;
+  std::vector<double> scales, by, common;
+  for (const double scale : matrix.scales) scales.push_back(rounded(scale));
+  for (size_t mixed = 0; mixed < inner.rows.size(); ++mixed) {
+    for (size_t row = 0; row < rows; ++row) {
+      const double weight = rounded(matrix.weights[mixed * rows + row]);
+      if (weight == 0 || scales[row] == 0) continue;
+      from.push_back(static_cast<int>(row));
+      by.push_back(weight);
+    }
+    const auto first = by.begin() + starts.back();
+    const bool is_common = std::adjacent_find(first, by.end(), std::not_equal_to<>()) == by.end();
+    common.push_back(first != by.end() && is_common ? *first : 0);
+    starts.push_back(static_cast<int>(from.size()));
+  }
+  const KernelTable& table = table_for(options.isa);
+  const DType dtype = job.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+  const Kernel kernel = table.kernels[!job.weights.empty()][static_cast<int>(dtype)];
+  Work work = work_of(inner);
+  work.rows = nullptr;  // the mixed rows, which the kernel makes
+  const MixedRows mixed{reinterpret_cast<const char* const*>(job.rows.data()),
+                        job.num_rows(),
+                        matrix.num_mixed,
+                        scales.data(),
+                        starts.data(),
+                        from.data(),
+                        by.data(),
+                        common.data()};
+  const auto run = [&](int64_t begin, int64_t end) {
+    table.mix(job.dtype, mixed, work, kernel, begin, end);
+  };
+  DiagnosticBlocks samples(job, options.diagnose_every, options.diagnostics);
+  for_blocks(job, options.threads, [&](int64_t begin, int64_t end) {
+    samples.wants(begin) ? samples.run_mixed(table, begin, end, run) : run(begin, end);
   });
   samples.finish();
 }

@@ -126,9 +126,11 @@ extern template void aggregate<Weighted<Float16> >(const Work&, int64_t, int64_t
 extern template void aggregate<Weighted<BFloat16> >(const Work&, int64_t, int64_t);
 #endif
 
-void pass(const Work&, int64_t, int64_t);              // pass.cpp
-void burst(const Work&, int64_t, int64_t);             // pass.cpp
-void compare_rows(DType, const Compared&, RowLanes*);  // compare.cpp
+void pass(const Work&, int64_t, int64_t);                                  // pass.cpp
+void burst(const Work&, int64_t, int64_t);                                 // pass.cpp
+void compare_rows(DType, const Compared&, RowLanes*);                      // compare.cpp
+void distances(DType, const RowRanges&, double*);                          // distances.cpp
+void mix(DType, const MixedRows&, const Work&, Kernel, int64_t, int64_t);  // mix.cpp
 
 const KernelTable& kernels() {
   static const KernelTable table{
@@ -137,7 +139,9 @@ const KernelTable& kernels() {
         aggregate<Weighted<BFloat16> >}},
       pass,
       burst,
-      compare_rows};
+      compare_rows,
+      distances,
+      mix};
   return table;
 }
 

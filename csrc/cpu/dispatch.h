@@ -50,11 +50,22 @@ struct Compared {
 // Adds to the lanes of every row.
 using Compare = void (*)(DType dtype, const Compared& what, RowLanes* rows);
 
+// For rules that see rows, in cpu/rows.h.
+struct RowRanges;
+struct MixedRows;
+using Distances = void (*)(DType dtype, const RowRanges& what, double* found);
+// Aggregates what is mixed of coordinates [begin, end): `work` has the mixed rows' number, weights
+// and rule, and where results go. `kernel` takes the mixed rows, in the type of the arithmetic.
+using Mix = void (*)(DType dtype, const MixedRows& mixed, const Work& work, Kernel kernel,
+                     int64_t begin, int64_t end);
+
 struct KernelTable {
   Kernel kernels[2][4];  // [weighted][dtype]
   Kernel pass;           // row sums in row order, all rows line by line
   Kernel burst;          // the same, row by row over a tile
   Compare compare;
+  Distances distances;
+  Mix mix;
 };
 
 // Every level has one; it is linked in where the build has the level.

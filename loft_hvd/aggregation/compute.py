@@ -15,10 +15,10 @@ from torch import Tensor
 
 from loft_hvd._native import explain_missing, extension
 from loft_hvd.aggregation import fallback
-from loft_hvd.aggregation.distances import distances
+from loft_hvd.aggregation.distances import distances, finish_table
 from loft_hvd.aggregation.fallback import BLOCK, Found
 from loft_hvd.aggregation.inputs import Row, address
-from loft_hvd.aggregation.mixing import mix_of
+from loft_hvd.aggregation.mixing import Floats, mix_of
 from loft_hvd.aggregation.row_rules import ROW_RULES, RowRule
 from loft_hvd.aggregation.rules import RULES, Rule
 from loft_hvd.config import config
@@ -100,9 +100,7 @@ def aggregate_rows(
         )
     # csrc/bindings.cpp takes addresses: `rows` and `out` keep the memory alive during the call.
     job = (
-        [address(row) for row in rows],
-        out.shape[0],
-        _DTYPES[str(out.dtype).removeprefix("torch.")],
+        *_job_of(rows),
         rule.code,
         rule.kind_code,
         rule.f,
@@ -124,12 +122,49 @@ def _aggregate_mixed(
     """Aggregate by a rule that sees rows: their distances, its weights, one weighted pass."""
     if ROW_RULES.get(rule.name) is not type(rule):
         raise ArgumentTypeError(f"{rule} has no law; use Custom(fn) for rules from elsewhere")
+    module = extension()
+    if module is None:
+        warn_once()
+    elif isinstance(out, Tensor) and out.device.type != "cpu":
+        module = None  # these kernels are for the CPU: on other devices torch computes
     tensors, target = [as_tensor(row) for row in rows], as_tensor(out)
-    mix = mix_of(rule, distances(tensors), weights)
+    table = distances(tensors) if module is None else _distances(module, rows)
+    mix = mix_of(rule, table, weights)
+    mix = mix._replace(weights=reduce_weights(mix.weights))
+    # Of few rows Bulyan keeps less than half around the median, for which there is no kernel.
+    if module is not None and 2 * mix.rule.f < len(mix.matrix):
+        found: Found | None = module.mix_cpu(
+            *_job_of(rows),
+            mix.scales.tolist(),
+            mix.matrix.ravel().tolist(),
+            len(mix.matrix),
+            mix.rule.code,
+            mix.rule.kind_code,
+            mix.rule.f,
+            mix.weights or [],
+            address(out),
+            num_threads(),
+            config().isa or "",
+            diagnose_every,
+        )
+        _tell_autograd(out)
+        return found
     fallback.aggregate_mixed(tensors, mix, out=target)
     if not diagnose_every:
         return None
     return fallback.diagnose_rows(tensors, rule, weights=weights, out=target, every=diagnose_every)
+
+
+def _distances(module: ModuleType, rows: Sequence[Row]) -> Floats:
+    sums = np.zeros((len(rows) + 1, len(rows) + 1))
+    module.distances_cpu(*_job_of(rows), sums.ctypes.data, num_threads(), config().isa or "")
+    return finish_table(sums)
+
+
+def _job_of(rows: Sequence[Row]) -> tuple[list[int], int, int]:
+    """Return what every kernel takes of rows: their addresses, their length, their dtype's code."""
+    dtype = str(rows[0].dtype).removeprefix("torch.")
+    return [address(row) for row in rows], rows[0].shape[0], _DTYPES[dtype]
 
 
 def reduce_weights(weights: Sequence[int] | None) -> list[int] | None:

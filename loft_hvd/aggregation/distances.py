@@ -14,13 +14,14 @@ an infinity is not. Differences below 1e-22 are none.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from loft_hvd.aggregation.mixing import Floats
+from loft_hvd.aggregation.mixing import Floats, Mix
 
 __all__ = ["BLOCK", "distances", "finish_table", "mixed_rows", "precision_of"]
 
@@ -80,20 +81,28 @@ def finish_table(sums: Floats) -> Floats:
     return table
 
 
-def mixed_rows(rows: Sequence[Tensor], matrix: Floats) -> list[Tensor]:
-    """Return ``sum_k matrix[i, k] x_k`` for every i, added up in the order of the rows.
+def mixed_rows(rows: Sequence[Tensor], mix: Mix) -> list[Tensor]:
+    """Return the mixed rows, each added up in the order of the rows.
 
-    In the precision of the arithmetic, to which the weights are rounded first. A row whose weight
-    is 0 then is not read.
+    In the precision of the arithmetic, to which scales and weights are rounded first. A row whose
+    scale or weight is 0 then is not read. Where all other weights of a mixed row are the same, its
+    sum is multiplied once, at the end.
     """
     precision = precision_of(rows[0].dtype)
-    weights = torch.from_numpy(matrix).to(precision).tolist()
-    wide = [row.to(precision) for row in rows]
+    scales = torch.from_numpy(mix.scales).to(precision).tolist()
+    wide = [
+        row.to(precision) if scale in (0, 1) else row.to(precision) * scale
+        for row, scale in zip(rows, scales, strict=True)
+    ]
     mixed = []
-    for line in weights:
-        products = [row * weight for row, weight in zip(wide, line, strict=True) if weight != 0]
-        total = products[0] if products else torch.zeros_like(wide[0])
-        for product in products[1:]:
-            total = total + product
-        mixed.append(total)
+    for line in torch.from_numpy(mix.matrix).to(precision).tolist():
+        parts = [
+            (row, weight)
+            for row, weight, scale in zip(wide, line, scales, strict=True)
+            if weight != 0 and scale != 0
+        ]
+        is_common = len({weight for _, weight in parts}) == 1
+        terms = [row if is_common else row * weight for row, weight in parts]
+        total = functools.reduce(torch.add, terms) if terms else torch.zeros_like(wide[0])
+        mixed.append(total * parts[0][1] if is_common else total)
     return mixed

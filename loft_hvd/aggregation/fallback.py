@@ -54,7 +54,7 @@ def aggregate_mixed(rows: Sequence[Tensor], mix: Mix, *, out: Tensor) -> None:
     """Aggregate into ``out`` what ``mix`` makes of rows [numel] each."""
     for begin in range(0, out.numel(), _TILE):
         span = slice(begin, begin + _TILE)
-        mixed = mixed_rows([row[span] for row in rows], mix.matrix)
+        mixed = mixed_rows([row[span] for row in rows], mix)
         result = _aggregate_tile(mixed, mix.rule, mix.weights).to(out.dtype)
         out[span] = _to_bits(result).view(out.dtype)
 

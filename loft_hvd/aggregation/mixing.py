@@ -40,7 +40,7 @@ from loft_hvd.aggregation.row_rules import (
 from loft_hvd.aggregation.rules import Mean, MeanAroundMedian, Rule
 from loft_hvd.errors import ArgumentTypeError
 
-__all__ = ["Mix", "mix_of"]
+__all__ = ["Floats", "Mix", "mix_of"]
 
 Floats = npt.NDArray[np.float64]
 
@@ -56,9 +56,11 @@ _MEDIAN_STEPS = 200  # a bound: some 20 to 60 do
 class Mix(NamedTuple):
     """What a rule comes to for given rows.
 
-    Row i of the mixed rows is ``sum_k matrix[i, k] x_k``; where a weight is 0 the row is not read.
+    Row i of the mixed rows is ``sum_k matrix[i, k] scales[k] x_k``; where a weight or a scale is 0
+    the row is not read.
     """
 
+    scales: Floats  # [n]
     matrix: Floats  # [num_mixed, n]
     weights: list[int] | None  # of the mixed rows, all > 0; None for equal ones
     rule: Rule  # coordinate-wise: aggregates the mixed rows
@@ -67,9 +69,11 @@ class Mix(NamedTuple):
 class _Rows(NamedTuple):
     """Rows on their way from the given ones to the mixed ones; m of them."""
 
-    matrix: Floats  # [m, n]
+    scales: Floats  # [n], of the given rows
+    matrix: Floats  # [m, n], of the scaled ones
     table: Floats  # [m + 1, m + 1]
     weights: list[int] | None  # [m]
+    is_mixed: bool = False  # else the matrix is that of ones on the diagonal
 
     @property
     def distances(self) -> Floats:
@@ -95,14 +99,15 @@ def mix_of(rule: RowRule, table: Floats, weights: Sequence[int] | None) -> Mix:
         table: squared distances, [n + 1, n + 1], as the module's head says.
         weights: a weight above 0 for each row, or None for equal ones, [n].
     """
-    rows = _Rows(np.eye(len(table) - 1), table, None if weights is None else list(weights))
+    ones = np.ones(len(table) - 1)
+    rows = _Rows(ones, np.diag(ones), table, None if weights is None else list(weights))
     inner: Rule = rule
     while isinstance(inner, RowRule):
         law = _LAWS.get(type(inner))
         if law is None:
             raise ArgumentTypeError(f"{inner} has no law; use Custom(fn) for rules from elsewhere")
         rows, inner = law(inner, rows)
-    return Mix(rows.matrix, rows.weights, inner)
+    return Mix(rows.scales, rows.matrix, rows.weights, inner)
 
 
 # --- rules around rules
@@ -139,7 +144,10 @@ def _clipped(rows: _Rows, limit: float) -> _Rows:
     table = np.where(is_far[:, None] | is_far, most, np.clip(table, least, most))
     table = np.where(np.isfinite(rows.table), table, np.inf)
     np.fill_diagonal(table, np.diag(rows.table))
-    return _Rows(scales[:, None] * rows.matrix, table, rows.weights)
+    # Scales of given rows stay apart: what is mixed of them then often has one weight for all.
+    if not rows.is_mixed:
+        return rows._replace(scales=rows.scales * scales, table=table)
+    return rows._replace(matrix=scales[:, None] * rows.matrix, table=table)
 
 
 def _nnm(rule: Any, rows: _Rows) -> tuple[_Rows, Rule]:
@@ -376,7 +384,7 @@ def _mixed(rows: _Rows, by: Floats, weights: list[int] | None, inner: Rule) -> t
     """Mix rows by the weights ``by``, [num_mixed, m], for ``inner`` to aggregate."""
     matrix = _product(by, rows.matrix)
     table = _table_of(rows, by) if isinstance(inner, RowRule) else rows.table
-    return _Rows(matrix, table, weights), inner
+    return _Rows(rows.scales, matrix, table, weights, is_mixed=True), inner
 
 
 def _table_of(rows: _Rows, by: Floats) -> Floats:

@@ -227,7 +227,7 @@ def reference(
             if isinstance(inner, RowRule):
                 given = [torch.from_numpy(row) for row in part]
                 mix = mix_of(inner, distances(given), by.tolist())
-                part = torch.stack(mixed_rows(given, mix.matrix)).numpy()
+                part = torch.stack(mixed_rows(given, mix)).numpy()
                 inner, by = mix.rule, np.array(mix.weights or [1] * len(part))
             result[span] = _ranked_and_applied(part, inner, by, precision)[0]
         result[span] += np.dtype(precision).type(0)  # -0 becomes +0

@@ -11,8 +11,15 @@ import torch
 import loft_hvd as loft
 from loft_hvd._native import extension
 from loft_hvd.aggregation import compute, fallback
+from loft_hvd.aggregation.distances import distances
 from loft_hvd.config import Config
-from tests.support.gradients import DTYPES, assert_same_bits, hard_gradients, rules_for
+from tests.support.gradients import (
+    DTYPES,
+    assert_same_bits,
+    expected,
+    hard_gradients,
+    rules_for,
+)
 
 MODULE = extension()
 pytestmark = pytest.mark.skipif(MODULE is None, reason="the C++ extension is not built")
@@ -110,3 +117,84 @@ def test_a_job_that_breaks_a_limit_is_refused_by_the_extension_itself() -> None:
     row = np.ones(4, np.float32)
     with pytest.raises(ValueError, match=r"2\*f < rows"):
         MODULE.aggregate_cpu([row.ctypes.data] * 2, 4, 1, 1, 0, 1, [], row.ctypes.data, 1, "", 0)
+
+
+# --- rules that see rows
+
+
+def _row_rules(rows: int) -> list[loft.Rule]:
+    texts = ["clip:norm=2.5+median", "geometric_median:f=0", "bucketing:size=2+median:kind=lower"]
+    f = (rows - 1) // 2
+    texts += [f"robust:f={f}", f"nnm+phocas:f={f // 2}", f"arc+mean_around_median:f={f}"]
+    return [loft.parse_rule(text) for text in texts]
+
+
+@pytest.mark.parametrize("level", [*LEVELS, "baseline"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 16, 17, 21, 35])
+def test_distances_are_the_definitions_bits(
+    monkeypatch: pytest.MonkeyPatch, level: str, dtype: torch.dtype, rows: int
+) -> None:
+    assert MODULE is not None
+    _configure(monkeypatch, isa=level)
+    gradients = torch.randn(rows, 1_201, generator=torch.Generator().manual_seed(rows)).to(dtype)
+    gradients[rows // 2, ::7] = torch.nan
+    table = torch.from_numpy(compute._distances(MODULE, list(gradients)))
+    assert_same_bits(table.view(-1), torch.from_numpy(distances(list(gradients))).view(-1))
+
+
+@pytest.mark.parametrize("level", [*LEVELS, "baseline"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 3, 8, 9, 16, 21])
+def test_mixed_rows_give_the_bits_of_plain_torch(
+    monkeypatch: pytest.MonkeyPatch, level: str, dtype: torch.dtype, rows: int
+) -> None:
+    _configure(monkeypatch, isa=level)
+    for gradients in (
+        hard_gradients(rows, 701, dtype, seed=rows),
+        torch.randn(rows, 701, generator=torch.Generator().manual_seed(rows)).to(dtype),
+    ):
+        for rule in _row_rules(rows):
+            for weights in (None, [1 + row % 3 for row in range(rows)]):
+                result, found = loft.diagnose(gradients, rule, weights=weights, every=1)
+                assert_same_bits(result, expected(gradients, rule, weights=weights))
+                assert_same_bits(result, loft.aggregate(gradients, rule, weights=weights))
+                assert found.num_outside == (0,) * rows
+                wrong = (~gradients.isfinite()).sum(dim=1)
+                assert found.num_non_finite == tuple(wrong.tolist())
+
+
+def test_threads_do_not_change_a_bit_of_rules_that_see_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gradients = torch.randn(6, 400_001, generator=torch.Generator().manual_seed(0))
+    found = []
+    for threads in (1, 2, 5):
+        _configure(monkeypatch, threads=threads)
+        assert MODULE is not None
+        table = torch.from_numpy(compute._distances(MODULE, list(gradients)))
+        found.append((table.view(-1), loft.diagnose(gradients, loft.Robust(2), every=3)))
+    for table, (result, what) in found[1:]:
+        assert_same_bits(table, found[0][0])
+        assert_same_bits(result, found[0][1][0])
+        assert what == found[0][1][1]
+
+
+def test_any_alignment_and_read_only_rows_will_do() -> None:
+    source = torch.randn(5, 1_000, generator=torch.Generator().manual_seed(0))
+    wanted = loft.aggregate(source, loft.Robust(1))
+    memory = torch.zeros(5 * 1_003 + 1)
+    rows = [memory[1 + 1_003 * at :][:1_000].copy_(row) for at, row in enumerate(source)]
+    assert_same_bits(loft.aggregate(rows, loft.Robust(1)), wanted)
+    arrays = [row.numpy() for row in rows]
+    arrays[0].flags.writeable = False
+    assert_same_bits(torch.from_numpy(loft.aggregate(arrays, loft.Robust(1))), wanted)
+
+
+def test_a_matrix_of_another_shape_is_refused() -> None:
+    assert MODULE is not None
+    rows, out = torch.ones(3, 8), torch.empty(8)
+    job = ([row.data_ptr() for row in rows], 8, 1)
+    for scales, matrix in (([1.0] * 2, [1.0] * 6), ([1.0] * 3, [1.0] * 5)):
+        with pytest.raises(ValueError, match="need a weight of every row for each of 2 mixed rows"):
+            MODULE.mix_cpu(*job, scales, matrix, 2, 1, 0, 0, [], out.data_ptr(), 1, "", 0)

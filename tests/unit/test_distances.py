@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+import loft_hvd as loft
 from loft_hvd.aggregation.distances import BLOCK, distances, mixed_rows
+from loft_hvd.aggregation.mixing import Mix
 from tests.support.gradients import DTYPES, assert_same_bits
 
 
@@ -54,11 +56,22 @@ def test_two_equal_rows_too_long_for_their_squares_are_not_measured() -> None:
 def test_a_row_of_weight_zero_is_not_read() -> None:
     rows = [torch.tensor([float("nan")]), torch.tensor([2.0]), torch.tensor([4.0])]
     matrix = np.array([[0.0, 0.5, 0.5], [0.0, 0.0, 0.0], [1.0, 0.0, 0.0]])
-    mixed = torch.cat(mixed_rows(rows, matrix))
+    mixed = torch.cat(mixed_rows(rows, Mix(np.ones(3), matrix, None, loft.Mean())))
     assert_same_bits(mixed, torch.tensor([3.0, 0.0, float("nan")]))
 
 
 def test_weights_are_rounded_to_the_arithmetic_first() -> None:
     row = torch.tensor([3.0])
-    third = mixed_rows([row], np.array([[1 / 3]]))[0]
-    assert_same_bits(third, torch.tensor([3.0]) * torch.tensor([np.float32(1 / 3)]))
+    by = np.array([1 / 3])
+    for mix in (
+        Mix(by, np.ones((1, 1)), None, loft.Mean()),
+        Mix(by / by, by[None], None, loft.Mean()),
+    ):
+        third = mixed_rows([row], mix)[0]
+        assert_same_bits(third, row * torch.tensor([np.float32(1 / 3)]))
+
+
+def test_equal_weights_are_multiplied_with_the_sum() -> None:
+    rows = [torch.tensor([value]) for value in (0.1, 0.2, 0.3)]
+    mix = Mix(np.ones(3), np.full((1, 3), 1 / 3), None, loft.Mean())
+    assert_same_bits(mixed_rows(rows, mix)[0], sum(rows) * torch.tensor([np.float32(1 / 3)]))

@@ -31,9 +31,10 @@ def middle_row(rows: Tensor) -> Tensor:
     return rows[1]
 
 
-def test_a_custom_rule_sees_its_shard_whole() -> None:
+@pytest.mark.parametrize("rule", [loft.Custom(middle_row), loft.Robust(1)], ids=str)
+def test_a_rule_that_sees_rows_sees_its_shard_whole(rule: loft.Rule) -> None:
     def work(end: LocalTransport) -> None:
-        _, engine, _ = reduce_bucket(end, loft.Custom(middle_row), part_bytes=1000)
+        _, engine, _ = reduce_bucket(end, rule, part_bytes=1000)
         assert engine.reductions[0].num_parts == 1
 
     run_ranks(3, work)
