@@ -36,6 +36,7 @@ from loft_hvd.aggregation.rules import (
     TrimmedMean,
 )
 from loft_hvd.balance.balancer import Balancer
+from loft_hvd.balance.loft import Loft
 from loft_hvd.balance.policies import Replay
 from loft_hvd.data.loader import DataLoader
 from loft_hvd.data.placement import Placement
@@ -69,6 +70,7 @@ __all__ = [
     "DistributedOptimizer",
     "GeometricMedian",
     "Handle",
+    "Loft",
     "LoftError",
     "Mean",
     "MeanAroundMedian",

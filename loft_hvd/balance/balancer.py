@@ -444,6 +444,10 @@ class Balancer:
             self._live.epoch_ended()
         self._batches.clear()
 
+    def share_sources(self, source: Sequence[int]) -> None:
+        """Take the number of the source that each rank shares, -1 for none, [world_size]."""
+        self._options.policy.share_sources(source)
+
     def leave_step_out(self) -> None:
         """Leave the step that goes on, if one does, out of all times: it evaluates as well."""
         if self._live.timer.since_step_s() is not None:

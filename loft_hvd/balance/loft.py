@@ -212,7 +212,8 @@ class Loft(Policy):
         dead_band: predicted gain, as a share of the step, that a change must bring at once; a
             quarter of it must have lasted for three intervals. 0 takes any gain.
         solver: "grid" (LOFT's adaptive grid search) or "exact" (bisection).
-        source: number of the shared source each rank fetches from, -1 for none, [world_size].
+        source: number of the shared source each rank fetches from, -1 for none, [world_size];
+            None takes what a loader's ``Placement`` says.
         acts: False only fits and explains, and never changes a size (policy "report").
     """
 
@@ -224,7 +225,7 @@ class Loft(Policy):
         *,
         dead_band: float = DEAD_BAND,
         solver: str = "grid",
-        source: npt.ArrayLike = -1,
+        source: npt.ArrayLike | None = None,
         acts: bool = True,
     ) -> None:
         if solver not in SOLVERS or not 0 <= dead_band < 1:
@@ -234,9 +235,27 @@ class Loft(Policy):
             )
         self.name, self.is_adaptive = "loft" if acts else "report", acts
         self._dead_band, self._solver = dead_band, solver
-        self._source = source
+        self._source = None if source is None else np.asarray(source)
+        self._told: Sequence[int] = ()  # of each rank, by a loader
+
+    def share_sources(self, source: Sequence[int]) -> None:
+        self._told = source
+
+    @property
+    def _shared(self) -> npt.ArrayLike:
+        """The shared source of each rank: the user's word, else that of a loader of this world."""
+        if self._source is not None:
+            return self._source
+        return self._told if len(self._told) == self.task.world_size else -1
 
     def start(self, task: Task) -> Sizes:
+        given = self._source
+        if given is not None and given.ndim and given.shape != (task.world_size,):
+            raise PlanError(
+                f"Loft: source={given.tolist()} has {len(given)} entries, but world_size="
+                f"{task.world_size}; give one a rank for the ranks there are now, or none: a "
+                "loader with a Placement tells which ranks share a source, in a world of any size"
+            )
         self.task, equal = task, task.equal()
         self._fit: Fit | None = None
         self.state = LoftState(Past.of(task.world_size), Verdicts(equal), before=equal)
@@ -246,7 +265,7 @@ class Loft(Policy):
     def _fitter(self) -> Fitter:  # of what is learnt: nothing to keep beside the state
         return Fitter(
             self.task.world_size,
-            source=self._source,
+            source=self._shared,
             pass_size=self.task.pass_size,
             past=self.state.past,
         )

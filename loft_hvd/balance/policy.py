@@ -103,6 +103,10 @@ class Policy(ABC):
             first_step: the step from which new sizes would hold.
         """
 
+    def share_sources(self, source: Sequence[int]) -> None:
+        """Take the number of the source that each rank shares, -1 for none, [world_size]."""
+        del source
+
     def recall(self, intervals: Sequence[Interval]) -> bool:
         """Learn from what these ranks' devices did in other worlds; returns whether it can."""
         del intervals

@@ -9,7 +9,9 @@ inputs give equal plans: ties go to the lower rank.
 
 A shared source couples the ranks. Both solvers then work on the model's tangent at the last sizes,
 renew it a few times, keep the tangent whose true step is shortest, and end with transfers that
-look at the true times. ``exact`` tries what ``grid`` finds too, and is never above it.
+look at the true times: first from the slowest rank, then between any. ``exact`` tries what ``grid``
+finds too, and is never above it, but its name holds for separable times only: docs/balance.md has
+how near both come to the best of all plans.
 """
 
 from __future__ import annotations
@@ -35,6 +37,9 @@ _SMALL_WORLD = 256  # ranks up to which the many cost little
 _GRID_POINTS = 9  # each round narrows the target to an eighth
 _ENOUGH = 1e-6  # of the target time: the grid's end, since transfers follow
 _FINE = 1e-12  # of the target time: near the last bit, so that ``exact`` is exact
+# Where ranks share a source: times of ranks worked out in a round of transfers, and rounds.
+_TRIED_TIMES, _ROUNDS = 4096, 40
+_POWER = 32  # of the times in the mean that such transfers are judged by
 _TRANSFERS = 64  # tries, of which halving the step takes some ten: bounds the time of a search
 
 
@@ -57,6 +62,8 @@ class Model(Protocol):
 def exact(model: Model, global_batch_size: int, bounds: Bounds) -> Sizes:
     """Return the sizes whose slowest rank is fastest, by bisection of the target time.
 
+    Of ranks that share a source, the best sizes found: no bound is proven there.
+
     The model's times must not fall as a batch grows; a PlanError where the bounds do not admit
     ``global_batch_size``.
     """
@@ -64,14 +71,14 @@ def exact(model: Model, global_batch_size: int, bounds: Bounds) -> Sizes:
     if not model.is_coupled:
         return task.solve(_bisect)
     starts = dict.fromkeys((task.solve(_bisect), task.solve(_refine_grid)))
-    ends = [_transfer(model, task.model, start, bounds) for start in starts]
+    ends = [_improve(model, task.model, start, bounds) for start in starts]
     return min(ends, key=lambda found: float(model.times(found).max()))
 
 
 def grid(model: Model, global_batch_size: int, bounds: Bounds) -> Sizes:
     """Return sizes by LOFT's adaptive grid, then transfers; as ``exact`` otherwise."""
     task = _Separable.of(model, global_batch_size, bounds)
-    return _transfer(model, task.model, task.solve(_refine_grid), bounds)
+    return _improve(model, task.model, task.solve(_refine_grid), bounds)
 
 
 SOLVERS: dict[str, Callable[[Model, int, Bounds], Sizes]] = {"grid": grid, "exact": exact}
@@ -214,6 +221,48 @@ def _carry_rest(times: _Total, grains: Ints, rest: int, bounds: Bounds) -> Sizes
             raise PlanError(bounds.describe_shortage(int(sizes.sum()) + rest))
         sizes[int(np.argmin(after))] += rest
     return tuple(int(size) for size in sizes)
+
+
+def _improve(model: Model, touching: Model, start: Sizes, bounds: Bounds) -> Sizes:
+    """Transfer from the slowest rank; where ranks share a source, from all who slow it down too."""
+    found = _transfer(model, touching, start, bounds)
+    return _rearrange(model, found, bounds) if model.is_coupled else found
+
+
+def _rearrange(model: Model, start: Sizes, bounds: Bounds) -> Sizes:
+    """Try transfers of many widths between many ranks at once while any shortens the step.
+
+    A rank is slow also because of those that it shares a source with, and several may be slow
+    alike: then no transfer from one of them shortens the step, but one after the other does. So
+    transfers are judged by a power mean of the true times, which the slowest ranks dominate.
+    """
+    sizes = best = np.array(start, dtype=np.int64)
+    now, grain, num_ranks = model.times(sizes), bounds.grain, len(sizes)
+    best_s, floor = float(now.max()), -(-bounds.floor // grain) * grain  # in whole grains
+    # 1, 2, 4, .. grains, and what one rank carries beside whole grains.
+    doubled = grain * 2 ** np.arange(max(int(sizes.max()) // grain, 1).bit_length())
+    widths = np.unique(np.append(doubled, (sizes % grain).max() or grain))
+    reach = max(int((_TRIED_TIMES / num_ranks / len(widths)) ** 0.5), 1)  # ranks at either end
+    for _ in range(_ROUNDS if num_ranks <= _SMALL_WORLD else _FEW_RENEWALS):
+        by_time = np.argsort(-now, kind="stable")
+        ends = np.meshgrid(by_time[:reach], by_time[::-1][:reach], widths, indexing="ij")
+        giver, taker, width = (each.ravel() for each in ends)
+        tried = np.repeat(sizes[None], len(giver), axis=0)  # [num_transfers, world_size]
+        tried[np.arange(len(giver)), giver] -= width
+        tried[np.arange(len(giver)), taker] += width
+        fits = ((tried >= floor) & (tried <= bounds.cap)).all(axis=1)
+        tried = tried[fits & ((tried % grain > 0).sum(axis=1) <= 1)]
+        if not len(tried):
+            break
+        then, level = model.times(tried), float(now.max())
+        badness = ((then / level) ** _POWER).mean(axis=1)
+        at = int(np.argmin(badness))
+        if badness[at] >= ((now / level) ** _POWER).mean() * (1 - 1e-9):
+            break
+        sizes, now = tried[at], then[at]
+        if float(now.max()) < best_s * (1 - 1e-12):
+            best, best_s = sizes, float(now.max())
+    return tuple(int(size) for size in best)
 
 
 def _transfer(model: Model, touching: Model, start: Sizes, bounds: Bounds) -> Sizes:

@@ -32,6 +32,7 @@ from loft_hvd.data.sampler import (
     PlanSource,
     check_balancer,
     check_length,
+    tell_sources,
 )
 from loft_hvd.errors import ArgumentTypeError, DataError
 
@@ -270,6 +271,7 @@ class DataLoader:
     def __iter__(self) -> Iterator[Any]:
         if self._train:
             self._balancer.clear_pending()
+            tell_sources(self._balancer, self._batches)
             self._next_step = max(self._next_step, self._balancer.next_step)
         if self._evaluation is not None:
             self._balancer.leave_step_out()

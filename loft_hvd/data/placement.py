@@ -243,6 +243,28 @@ class Placement:
             found[source] = found.get(source, 0) + int(counts[group])
         return found
 
+    def shared_sources(self, world_size: int) -> tuple[int, ...]:
+        """Return the number of the source that each rank shares with others, -1 for none.
+
+        A rank shares a source when at least half of the samples that it does not hold come from
+        there: its reads then wait for other ranks' reads. ``loft.Loft(source=...)`` takes these
+        numbers; a loader tells them to the balancer itself.
+        """
+        names = sorted({name for home in self.home_sets for name in home.shared})
+        if not names:
+            return (-1,) * world_size
+        homes, ranks = self.at(world_size), np.arange(world_size)
+        holders = homes.local.holders
+        remote = len(self) - np.bincount(homes.rows, minlength=len(holders)) @ holders
+        served = np.zeros((len(names), world_size), np.int64)  # samples of each source and rank
+        counts = np.bincount(self.groups, minlength=len(self.home_sets)).tolist()
+        for home, count in zip(self.home_sets, counts, strict=True):
+            if home.shared and not (home.ranks or home.nodes or home.is_everywhere):
+                numbers = np.array([names.index(name) for name in home.shared])
+                served[numbers[ranks % len(numbers)], ranks] += count  # as ``source_of`` does
+        is_shared = 2 * served.max(axis=0) >= np.maximum(remote, 1)
+        return tuple(np.where(is_shared, served.argmax(axis=0), -1).tolist())
+
     def at(self, world_size: int) -> Homes:
         """Prepare the assignment for so many ranks; a DataError where homes name others."""
         if self.nodes is not None and len(self.nodes) != world_size:

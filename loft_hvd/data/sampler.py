@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Annotated, Any, Protocol, runtime_checkable
@@ -28,6 +28,7 @@ __all__ = [
     "PlanSource",
     "check_balancer",
     "check_length",
+    "tell_sources",
 ]
 
 
@@ -37,6 +38,7 @@ class PlanSource(PlanView, Protocol):
     ``next_step`` is the next step to train on, counted over epochs. ``plan`` is the newest plan,
     equal on all ranks between the same two steps.
 
+    Both tell ``share_sources`` when an iteration begins.
     ``loft.DataLoader`` calls ``begin_batch`` and ``end_epoch``, in the process that trains.
     ``loft.BatchSampler`` does not see batches arrive: it queues sizes with ``push_sizes``, and each
     backward pass takes the next. A loader for evaluation calls ``leave_step_out`` alone, and reads
@@ -74,6 +76,9 @@ class PlanSource(PlanView, Protocol):
     def end_epoch(self) -> None:
         """Note that an iteration ran to its end, at the same step on every rank."""
 
+    def share_sources(self, source: Sequence[int]) -> None:
+        """Take the number of the source that each rank shares, -1 for none, [world_size]."""
+
     def leave_step_out(self) -> None:
         """Leave the step that goes on out of all times: this rank evaluates in between."""
 
@@ -98,6 +103,11 @@ def check_balancer(balancer: object) -> None:
         raise ArgumentTypeError(
             f"balancer={balancer!r} is of type {type(balancer).__name__}; give a loft_hvd.Balancer"
         )
+
+
+def tell_sources(balancer: PlanSource, batches: GlobalBatches) -> None:
+    """Say which ranks share a source, in the world that there is now."""
+    balancer.share_sources(batches.settings.placement.shared_sources(balancer.world_size))
 
 
 @dataclass(frozen=True)
@@ -301,6 +311,7 @@ class BatchSampler(Sampler[list[int]]):
         # A generator, so that nothing starts before the first list: torch makes two iterators of
         # a batch sampler when it has loader processes, and drops the first.
         self._balancer.clear_pending()
+        tell_sources(self._balancer, self._batches)
         resumed, self._resume_step = self._resume_step, None
         first_step = self._balancer.next_step if resumed is None else resumed
         position, draws = self._batches.start(first_step=first_step)

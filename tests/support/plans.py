@@ -46,6 +46,7 @@ class FakePlans:
     next_step: int = 0
     num_epochs_ended: int = 0
     num_left_out: int = 0
+    source: tuple[int, ...] = ()
     caps: Sequence[int | None] = ()  # of a backward pass, where shares are split
 
     @property
@@ -98,6 +99,9 @@ class FakePlans:
 
     def end_epoch(self) -> None:
         self.num_epochs_ended += 1
+
+    def share_sources(self, source: Sequence[int]) -> None:
+        self.source = tuple(source)
 
     def leave_step_out(self) -> None:
         self.num_left_out += 1

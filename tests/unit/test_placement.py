@@ -6,10 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torch.utils.data import TensorDataset
 
-from loft_hvd.data import Placement, Source
-from loft_hvd.data.placement import check_placement
+from loft_hvd.data import BatchSampler, DataLoader, Placement, Source
+from loft_hvd.data.placement import Where, check_placement
 from loft_hvd.errors import ArgumentTypeError, DataError
+from tests.support.plans import FakePlans
 
 
 def holders(placement: Placement, world_size: int) -> list[list[int]]:
@@ -130,3 +133,35 @@ def test_a_placement_must_have_the_length_of_the_data_set() -> None:
         check_placement(Placement.replicated(4), 5)
     with pytest.raises(ArgumentTypeError, match="give a loft_hvd"):
         check_placement([0, 1], 2)  # type: ignore[arg-type]
+
+
+def test_shared_sources_are_those_of_most_remote_samples() -> None:
+    homes: list[Where] = ["shared:a", "shared:b", ["shared:a", "shared:b"], 0]
+    placement = Placement.from_function(lambda i: homes[0 if i < 6 else i % 4], 16)
+    # Of 13 or 14 remote samples ranks read 8 from a and 2 from b, or 2 more from b than before.
+    assert placement.shared_sources(3) == (0, 0, 0)
+    only_b = placement.subset([i for i in range(16) if i % 4 == 1 and i >= 6])
+    assert only_b.shared_sources(2) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [
+        Placement.sharded(12, 3),
+        Placement.replicated(12),
+        Placement.from_function(lambda i: "shared:nfs" if i < 2 else 0, 12),
+    ],
+    ids=["sharded", "replicated", "mostly peers"],
+)
+def test_ranks_that_share_little_share_no_source(placement: Placement) -> None:
+    assert placement.shared_sources(3)[1:] == (-1, -1)
+
+
+def test_a_loader_tells_which_ranks_share_a_source() -> None:
+    plans = FakePlans([4, 4])
+    placement = Placement.from_function(lambda i: 0 if i < 4 else "shared:nfs", 16)
+    next(iter(DataLoader(TensorDataset(torch.arange(16)), plans, placement=placement)))
+    assert plans.source == (0, 0)
+    plans = FakePlans([4, 4])
+    next(iter(BatchSampler(16, plans, placement=placement)))
+    assert plans.source == (0, 0)
