@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from loft_hvd.aggregation.row_rules import Robust
 from loft_hvd.aggregation.rules import Mean, Rule
 from loft_hvd.errors import AggregationError, UsageError
 from loft_hvd.optimizer.options import OptimizerOptions
@@ -58,6 +59,8 @@ class Workers:
         robust = [rule for rule in found.rules if not isinstance(rule, Mean)]
         if options.over is None and robust:
             _advise_levels(transport)
+        if transport.rank == 0:
+            _advise_fewer(robust, self._num_workers)
         given, held = options.diagnostics, options.quarantine
         # On a GPU every look waits for the device: only where it was asked for.
         watches = found.are_on_cpu if given is None else bool(given)
@@ -135,6 +138,21 @@ def _advise_levels(transport: Transport) -> None:
         two_level,
         flat,
     )
+
+
+def _advise_fewer(rules: Sequence[Rule], num_workers: int) -> None:
+    """Say once where the advised rule expects more wrong workers than it can do well with."""
+    # Bound from the papers: the error grows with f / (n - 2f) times the workers' differences.
+    for f in sorted({rule.f for rule in rules if isinstance(rule, Robust)}):
+        if 4 * f > num_workers:
+            _logger.warning(
+                "robust:f=%d expects more than a quarter of %d workers to be wrong: that costs "
+                "accuracy even if none is, and most where workers draw from different data; use "
+                "f <= %d, more workers, or Placement.with_strata(labels, cap=1.5)",
+                f,
+                num_workers,
+                num_workers // 4,
+            )
 
 
 class GradientLog:

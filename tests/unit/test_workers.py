@@ -180,6 +180,19 @@ def test_options_are_checked(options: dict[str, Any], error: type[Exception], me
         run_ranks(3, lambda end: make(end, **options))
 
 
+@pytest.mark.parametrize(("world_size", "is_advised"), [(4, False), (3, True)])
+def test_fewer_wrong_workers_are_advised_where_more_than_a_quarter_are_expected(
+    world_size: int, is_advised: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="loft_hvd.optimizer.workers"):
+        run_ranks(world_size, lambda end: make(end, rule=loft.Robust(1)))
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == int(is_advised), said
+    if is_advised:
+        assert "more than a quarter of 3 workers" in said[0]
+        assert "with_strata(labels, cap=1.5)" in said[0]
+
+
 @pytest.mark.parametrize(
     ("ranks_per_node", "over", "is_advised"),
     [(2, None, True), (4, None, False), (2, "nodes", False)],
