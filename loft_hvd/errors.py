@@ -8,6 +8,7 @@ LoftError
 │   └── MismatchError                     ranks that disagree; names the rank and the field
 ├── ArgumentTypeError (also TypeError)    a value of the wrong type or dtype
 ├── UsageError (also AssertionError)      calls in an order that cannot work, as Horovod raises it
+├── AllocationError (also MemoryError)     no memory for a result
 ├── MissingDependencyError (also ImportError)  an optional part that is not installed or not built
 └── TransportError (also RuntimeError)    communication failed
     ├── TransportTimeoutError (also TimeoutError)  a wait reached its limit
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 __all__ = [
     "AggregationError",
+    "AllocationError",
     "ArgumentError",
     "ArgumentTypeError",
     "DataError",
@@ -70,6 +72,10 @@ class UsageError(LoftError, AssertionError):
     """Calls came in an order that cannot work."""
 
     # Horovod raises an AssertionError for the same mistakes; scripts and tests may expect that.
+
+
+class AllocationError(LoftError, MemoryError):
+    """There is no memory for a result, or for a copy of what was given."""
 
 
 class MissingDependencyError(LoftError, ImportError):

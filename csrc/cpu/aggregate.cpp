@@ -113,8 +113,8 @@ void for_blocks(const Job& job, int threads, const Body& body) {
   for (int64_t i = 1; i < std::min(most, (job.numel + kBlock - 1) / kBlock); ++i) {
     try {
       helpers.emplace_back(loop);
-    } catch (const std::system_error&) {
-      break;  // no more threads to be had: the ones there are do the work
+    } catch (const std::exception&) {
+      break;  // no more threads, or no memory for them, to be had: the ones there are do the work
     }
   }
   loop();  // this thread works, too
@@ -254,6 +254,12 @@ void check(const Job& job) {
   }
   if (job.numel < 0 || job.params.f < 0 || 2 * int64_t{job.params.f} >= rows) {
     throw std::invalid_argument(describe(job) + ": need numel >= 0 and 0 <= 2*f < rows");
+  }
+  const auto null = std::find(job.rows.begin(), job.rows.end(), nullptr);
+  if (job.numel > 0 && (job.out == nullptr || null != job.rows.end())) {
+    const std::string which =
+        job.out == nullptr ? "out" : "row " + std::to_string(null - job.rows.begin());
+    throw std::invalid_argument(describe(job) + ": " + which + " has no address");
   }
   if (job.weights.empty()) return;
   if (*std::min_element(job.weights.begin(), job.weights.end()) < 1) {

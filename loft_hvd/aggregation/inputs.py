@@ -6,6 +6,7 @@ import functools
 import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from loft_hvd.aggregation.pages import empty_row
-from loft_hvd.errors import AggregationError, ArgumentError, ArgumentTypeError
+from loft_hvd.errors import AggregationError, AllocationError, ArgumentError, ArgumentTypeError
 
 __all__ = [
     "MAX_TOTAL_WEIGHT",
@@ -65,13 +66,14 @@ class Rows:
             ArgumentError: wrong number of dimensions, or rows of different lengths or devices.
         """
         if isinstance(gradients, Tensor | np.ndarray):
+            _check_dense("gradients", gradients)
             if gradients.ndim != 2:
                 world_size = gradients.shape[0] if gradients.ndim > 2 else 1
                 raise ArgumentError(
                     f"gradients of shape {tuple(gradients.shape)} must be [world_size, numel]; "
                     f"give their reshape({world_size}, -1)"
                 )
-            _check_dense("gradients", gradients)
+            _check_memory("gradients", gradients)
             rows = _cut(gradients)
         elif isinstance(gradients, Iterable):
             rows = tuple(gradients)
@@ -83,21 +85,25 @@ class Rows:
         _check_first(first)
         for number, row in enumerate(rows):
             _check_row(number, row, first)
+            if not isinstance(gradients, Tensor):  # whose rows lie where it lies
+                _check_memory(f"row {number}", row)
         unit = tuple(_with_unit_stride(row) for row in rows)
         return cls(unit, int(first.shape[0]), isinstance(first, np.ndarray))
 
     def empty(self) -> Row:
         """Return an unset row of the same kind, [numel]."""
         first = self.rows[0]
-        if isinstance(first, Tensor):
-            if first.device.type == "cpu" and not torch.compiler.is_compiling():
-                return empty_row(self.numel, first.dtype)
-            return torch.empty(self.numel, dtype=first.dtype, device=first.device)
-        return np.empty(self.numel, first.dtype)
+        with _allocating(first):
+            if isinstance(first, Tensor):
+                if first.device.type == "cpu" and not torch.compiler.is_compiling():
+                    return empty_row(self.numel, first.dtype)
+                return torch.empty(self.numel, dtype=first.dtype, device=first.device)
+            return np.empty(self.numel, first.dtype)
 
     def check_out(self, out: Row) -> None:
         """Raise unless ``out`` can take the result: like a row, and no part of one."""
         _check_row("out", out, self.rows[0])
+        _check_memory("out", out)
         if self.numel > 1 and _unit(out) != 1:
             raise ArgumentError("out must be contiguous; aggregate into a new tensor and copy")
         if isinstance(out, np.ndarray) and not out.flags.writeable:
@@ -136,12 +142,27 @@ def _unit(row: Row) -> int:
 
 
 def _with_unit_stride(row: Row) -> Row:
-    if isinstance(row, Tensor):
-        row = row.detach().resolve_neg()  # where a view negates, memory holds the other sign
-        return row if row.shape[0] <= 1 or _unit(row) == 1 else row.contiguous()
-    # An array that is not aligned may begin in the middle of a value, where C++ must not read it.
-    is_plain = (row.shape[0] <= 1 or _unit(row) == 1) and row.flags.aligned
-    return row if is_plain else row.copy()
+    with _allocating(row):
+        if isinstance(row, Tensor):
+            row = row.detach().resolve_neg()  # where a view negates, memory holds the other sign
+            return row if row.shape[0] <= 1 or _unit(row) == 1 else row.contiguous()
+        # One that is not aligned may begin in the middle of a value, where C++ must not read it.
+        is_plain = (row.shape[0] <= 1 or _unit(row) == 1) and row.flags.aligned
+        return row if is_plain else row.copy()
+
+
+@contextmanager
+def _allocating(row: Row) -> Iterator[None]:
+    """Say in our words, and as a MemoryError, that there is no memory for a row like this."""
+    try:
+        yield
+    except (MemoryError, OSError, RuntimeError) as error:  # torch has no class for the CPU's
+        if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
+            raise
+        raise AllocationError(
+            f"no memory for a row of {row.shape[0]} values, {row.shape[0] * row.itemsize} bytes; "
+            "give rows whose values are next to each other, or out="
+        ) from error
 
 
 def address(row: Row) -> int:
@@ -150,10 +171,33 @@ def address(row: Row) -> int:
 
 
 def _check_dense(label: str, values: Row) -> None:
+    if isinstance(values, Tensor) and values.is_nested:
+        raise ArgumentTypeError(f"{label} is a nested tensor; give a list of its parts")
     if isinstance(values, Tensor) and values.layout != torch.strided:
         raise ArgumentTypeError(
             f"{label} has layout {str(values.layout).removeprefix('torch.')}, but must be dense; "
             "give its to_dense()"
+        )
+
+
+def _check_memory(label: str, values: Row) -> None:
+    """Raise unless the values lie in memory: kernels are given addresses and nothing else."""
+    # While torch traces, no tensor has any; the operators check them when they run.
+    if not isinstance(values, Tensor) or torch.compiler.is_compiling() or not values.numel():
+        return
+    try:
+        last = sum((n - 1) * step for n, step in zip(values.shape, values.stride(), strict=True))
+        needed = (values.storage_offset() + last + 1) * values.itemsize
+        storage = values.untyped_storage()  # a fake tensor's is a meta one, on any device
+        is_there = storage.device.type != "meta" and storage.nbytes() >= needed
+        is_there = is_there and values.data_ptr() != 0
+    except RuntimeError:  # wrapped by torch.vmap or torch.func, or functional
+        is_there = False
+    if not is_there:
+        raise ArgumentTypeError(
+            f"{label} ({type(values).__name__} on {values.device}) has no values in memory: it is "
+            "a fake or meta tensor, inside torch.vmap or torch.func, or its storage was freed; "
+            "give a tensor that has some"
         )
 
 

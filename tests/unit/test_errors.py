@@ -17,6 +17,7 @@ _BUILTIN = {
     "MismatchError": ValueError,
     "ArgumentTypeError": TypeError,
     "UsageError": AssertionError,
+    "AllocationError": MemoryError,
     "MissingDependencyError": ImportError,
     "TransportError": RuntimeError,
     "TransportTimeoutError": TimeoutError,

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import loft_hvd as loft
 from loft_hvd.errors import AggregationError, ArgumentError, ArgumentTypeError, LoftError
@@ -230,3 +231,57 @@ def test_wrong_arguments_say_what_was_asked_and_the_way_out(
 ) -> None:
     with pytest.raises(error, match=match):
         call()
+
+
+def _freed(values: Tensor) -> Tensor:
+    values.untyped_storage().resize_(0)
+    return values
+
+
+def _fake(num_rows: int) -> Tensor:
+    with FakeTensorMode():
+        return torch.randn(num_rows, 33)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: _fake(5),
+        lambda: list(_fake(5)),
+        lambda: torch.empty(5, 33, device="meta"),
+        lambda: list(torch.empty(5, 33, device="meta")),
+        lambda: _freed(torch.randn(5, 33)),
+        lambda: [torch.randn(33), _freed(torch.randn(33))],
+        lambda: torch._to_functional_tensor(torch.randn(5, 33)),
+    ],
+)
+def test_gradients_that_have_no_values_in_memory_are_refused(make: Callable[[], Any]) -> None:
+    for call in (loft.median, loft.mean):
+        with pytest.raises(ArgumentTypeError, match="has no values in memory"):
+            call(make())
+    with pytest.raises(ArgumentTypeError, match="has no values in memory"):
+        loft.diagnose(make(), loft.Median())
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda call: torch.vmap(call)(torch.randn(3, 5, 33)),
+        lambda call: torch.func.grad(lambda rows: call(rows).sum())(torch.randn(5, 33)),
+    ],
+)
+def test_gradients_inside_a_transform_are_refused(transform: Callable[[Any], Any]) -> None:
+    with pytest.raises(ArgumentTypeError, match=r"inside torch\.vmap"):
+        transform(loft.median)
+
+
+def test_an_out_whose_storage_was_freed_is_refused() -> None:
+    with pytest.raises(ArgumentTypeError, match=r"out .*has no values in memory"):
+        loft.median(torch.randn(5, 33), out=_freed(torch.randn(33)))
+
+
+def test_a_copy_that_does_not_fit_in_memory_is_a_memory_error_of_ours() -> None:
+    rows = torch.zeros(1, 1).expand(3, 2**46)  # 256 TiB where it must be copied, 4 bytes here
+    with pytest.raises(MemoryError, match="no memory for a row of 70368744177664 values") as caught:
+        loft.median(rows)
+    assert isinstance(caught.value, LoftError)
