@@ -330,12 +330,13 @@ class Balancer:
         """Leave what runs inside (evaluation, checkpoints, own collectives) out of all times."""
         return self._live.timer.exclude()
 
-    def explain(self) -> str:
-        """Say in plain words what each rank's steps consist of, and which rank is slow and why.
+    def explain(self, *, verbose: bool = False) -> str:
+        """Say what waiting costs, which rank is slow and why, and what steps consist of.
 
-        On rank 0 also what the policy makes of it: its models, its plan and the reason.
+        On rank 0 also what the policy makes of it: its plan, the reason, and with ``verbose`` the
+        models of all ranks.
         """
-        return self._live.explain()
+        return self._live.explain(verbose=verbose)
 
     def write_plans(self, path: str | Path) -> None:
         """Write every plan so far and why it was made, one JSON object a line, on rank 0 alone.

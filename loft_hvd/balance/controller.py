@@ -275,8 +275,11 @@ class Controller:
         """Drop plans that never reached the ranks: a state was saved while one was on its way."""
         self.history = [made for made in self.history if made.plan_id <= plan_id]
 
-    def explain(self) -> str:
-        """Say in plain words what is planned, why, and what was not believed."""
+    def explain(self, *, verbose: bool = False) -> str:
+        """Say in plain words what is planned, why, and what was not believed.
+
+        ``verbose`` adds what the policy knows of each rank.
+        """
         made = self.history[-1]
         line = (
             f"plan {made.plan_id} from step {made.first_step}: sizes {list(made.sizes)} of "
@@ -284,7 +287,7 @@ class Controller:
         )
         if made.predicted_s is not None and made.predicted_gain is not None:
             line += f"; a step should take {made.predicted_s:.3g} s, {made.predicted_gain:.1%} less"
-        lines = [line, *self.policy.explain()]
+        lines = [line, *self.policy.explain(), *(self.policy.details() if verbose else [])]
         lines += [] if self._failure is None else [self._failure]
         lines += [
             f"rank {rank}: {count} reports discarded ({reason})"

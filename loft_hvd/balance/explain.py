@@ -52,34 +52,64 @@ def find_slow(times: Sequence[RankTimes]) -> tuple[SlowRank, ...]:
 
 
 def describe(times: Sequence[RankTimes]) -> str:
-    """Say what each rank spent its steps on, and in plain words which is slow and why.
+    """Say what waiting costs and who causes it, then what each rank spent its steps on.
 
     ``stall`` is the part of ``fetch`` that the script waited for; a rank's own work is its stall
     and its computing. ``overlap`` is how much of the shorter of fetch and computing was hidden.
     """
+    lines = _describe_waits(times)
     columns = ("fetch", "stall", "compute", "queued", "wait", "other")
     titles = "".join(f"{column + ' ms':>12s}" for column in columns)
-    lines = [f"rank  samples{titles}   samples/s  overlap"]
+    lines.append(f"rank  samples{titles}   samples/s  overlap")
     for time in times:
         known = asdict(time)
         cells = "".join(f"{1e3 * known[f'{column}_s']:12.2f}" for column in columns)
         ends = f"{time.samples_per_s:12.0f}{time.overlap:9.0%}"
         lines.append(f"{time.rank:4d}  {time.samples:7.1f}{cells}{ends}")
-    slow = find_slow(times)
-    by_rank = {time.rank: time for time in times}
-    for entry in slow:
-        why = f"its own work takes {entry.ratio:.2f}x the median rank's"
-        if entry.cause == "fetch" and by_rank[entry.rank].remote > 0:
-            why += f"; {by_rank[entry.rank].remote:.1f} samples a batch come from elsewhere"
-        lines.append(f"rank {entry.rank} is slow: {entry.cause} ({why})")
-    if not slow:
-        lines.append("no rank is slow")
     lines += [
         f"rank {time.rank}: {time.paused_s * time.steps:.2f} s of pauses are left out"
         for time in times
         if time.paused_s > 0
     ]
     return "\n".join(lines)
+
+
+def _describe_waits(times: Sequence[RankTimes]) -> list[str]:
+    """Say what waiting for others costs, and which ranks cause it by how much."""
+    measured = [time for time in times if time.samples > 0]
+    step_s = max((time.wall_s for time in measured), default=0.0)
+    longest_s = max((time.busy_s for time in measured), default=0.0)
+    slow, lines = find_slow(times), []
+    if step_s > 0 and len(measured) > 1:
+        waited_s = longest_s - statistics.fmean(time.busy_s for time in measured)
+        lines.append(
+            f"ranks wait for the longest one {1e3 * waited_s:.1f} ms of a step of "
+            f"{1e3 * step_s:.1f} ms on average, {waited_s / step_s:.0%}"
+        )
+    by_rank = {time.rank: time for time in times}
+    rest_s = longest_s
+    for number, entry in enumerate(slow):
+        why = f"its own work takes {entry.ratio:.2f}x the median rank's"
+        if entry.cause == "fetch" and by_rank[entry.rank].remote > 0:
+            why += f"; {by_rank[entry.rank].remote:.1f} samples a batch come from elsewhere"
+        # Of several slow ranks the next one hides what the first costs: each line goes on from
+        # what those above it would save.
+        names = {each.rank for each in slow[: number + 1]}
+        rest_s = max(time.busy_s for time in measured if time.rank not in names)
+        line = f"rank {entry.rank} is slow: {entry.cause} ({why})"
+        if step_s > 0:
+            so_far = "without it" if number == 0 else "without it and those above"
+            line += f"; {so_far} a step would be {(longest_s - rest_s) / step_s:.1%} shorter"
+        lines.append(line)
+    if not slow:
+        lines.append("no rank is slow")
+    lines += [
+        f"rank {time.rank}: a few long steps add {1e3 * time.accident_s:.1f} ms to its average; "
+        "sizes do not follow them"
+        for time in measured
+        if time.accident_s > _SLOW_SHARE * max(step_s, 1e-9)
+    ]
+    return lines
 
 
 _TERMS = {  # of a model, as explain and the run log name them
@@ -142,6 +172,17 @@ def ranks_to_log(times: Sequence[RankTimes], *, most: int) -> tuple[int, ...]:
     # Of 7 ranks 3: the places 0, 3 and 6.
     places = {round(at * (num_busy - 1) / (most - 1)) for at in range(most)}
     return tuple(sorted(order[place].rank for place in places))
+
+
+def summarise_fit(fit: Fit) -> str:
+    """Say in a sentence how much the models of all ranks can be trusted."""
+    poor = np.flatnonzero(fit.is_poor)
+    vague = sum(bool(terms) for terms in fit.unclear)
+    num_ranks = fit.model.world_size
+    known = f"the times of {num_ranks - len(poor)} of {num_ranks} ranks fit their models"
+    if vague:
+        known += f"; how they depend on the batch is not yet clear for {vague}, until sizes vary"
+    return known + " (explain(verbose=True) lists the models)"
 
 
 def fit_record(fit: Fit, ranks: Sequence[int]) -> list[dict[str, Any]]:

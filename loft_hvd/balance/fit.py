@@ -15,13 +15,25 @@ from typing import Annotated
 import numpy as np
 import numpy.typing as npt
 
-from loft_hvd.balance.interval import COLUMNS, COMPUTE, FETCH, LOCAL, REMOTE, SIZE, STALL, Interval
-from loft_hvd.balance.latency import StepModel, count_passes, queued_samples
+from loft_hvd.balance.interval import (
+    COLUMNS,
+    COMPUTE,
+    COMPUTE_ERROR,
+    FETCH,
+    FETCH_ERROR,
+    LOCAL,
+    REMOTE,
+    SIZE,
+    STALL,
+    STEPS,
+    Interval,
+)
+from loft_hvd.balance.latency import StepModel, count_passes, expected_longest, queued_samples
 from loft_hvd.balance.plan import Bools, Floats, Ints, RankBools, RankFloats
 from loft_hvd.balance.regression import LinearFit, TermFitter, TimedRows
 from loft_hvd.codec import Count, Shape, Size
 
-__all__ = ["Fit", "Fitter", "Past"]
+__all__ = ["Fit", "Fitter", "Gain", "Past"]
 
 _FETCH_TERMS = ("fetch_fixed_s", "local_s", "remote_s", "shared_s")
 _COMPUTE_TERMS = ("compute_fixed_s", "compute_s")
@@ -51,20 +63,96 @@ class Fit:
     is_poor: Bools  # no model explains the rank's times
     unclear: tuple[tuple[str, ...], ...]  # for each rank the terms that its rows do not tell apart
 
-    def stderr(self, sizes: npt.ArrayLike) -> Floats:
-        """Return the standard error of each rank's time at ``sizes``, seconds, [world_size]."""
+    # Standard deviations of a single step about the usual one, as shares of the time, and the
+    # seconds that they were.
+    fetch_spread: tuple[Floats, Floats]
+    compute_spread: tuple[Floats, Floats]
+
+    def _shown(self, sizes: npt.ArrayLike) -> tuple[Floats, Floats, Floats, Floats]:
+        """Return features of fetch and compute [world_size, k], and what of each part shows.
+
+        The longer part counts in full, the shorter by what overlap does not hide of it.
+        """
         batch = np.asarray(sizes, dtype=np.float64)
         local = self.model.local(batch)
-        fetch = self.fetch.stderr(_fetch_features(local, batch - local, self.model.source))
         passes = count_passes(batch, self.model.pass_size)
-        compute = passes * self.compute.stderr(_compute_features(batch / passes, self.knee))
-        # The longer part counts in full, the shorter by what overlap does not hide of it.
         is_hidden = self.model.fetch(local, batch - local) < self.model.compute(batch)
         shown = 1.0 - self.model.overlap
-        error: Floats = np.hypot(
-            np.where(is_hidden, shown, 1.0) * fetch, np.where(is_hidden, 1.0, shown) * compute
+        return (
+            _fetch_features(local, batch - local, self.model.source),
+            passes[:, None] * _compute_features(batch / passes, self.knee),
+            np.where(is_hidden, shown, 1.0),
+            np.where(is_hidden, 1.0, shown),
         )
-        return error
+
+    def stderr(self, sizes: npt.ArrayLike) -> Floats:
+        """Return the standard error of each rank's time at ``sizes``, seconds, [world_size].
+
+        Only noise is counted. How a time depends on the batch may be wrong too, but likely in the
+        same way for all ranks.
+        """
+        fetch, compute, fetch_shown, compute_shown = self._shown(sizes)
+        fetch_s = fetch_shown * self.fetch.noise_error(fetch)
+        return np.hypot(fetch_s, compute_shown * self.compute.noise_error(compute))
+
+    def deviation(self, sizes: npt.ArrayLike) -> Floats:
+        """Return the standard deviation of each rank's single steps, seconds, [world_size]."""
+        fetch, compute, fetch_shown, compute_shown = self._shown(sizes)
+        # Fetching varies with how many samples happen to be local: the smaller the batch the less,
+        # but the larger not the more. Computing varies in proportion.
+        share, seconds = self.fetch_spread
+        fetch_s = np.minimum(share * self.fetch.predict(fetch), seconds)
+        compute_s = self.compute_spread[0] * self.compute.predict(compute)
+        spread: Floats = np.hypot(fetch_shown * fetch_s, compute_shown * compute_s)
+        return spread
+
+    def gain(self, now: npt.ArrayLike, then: npt.ArrayLike) -> Gain:
+        """Return what a step should take with sizes ``now`` and ``then`` [world_size].
+
+        A step waits for the rank that happens to be longest in it, so its mean is above the
+        longest mean, by more where more ranks are about as long. Sizes are chosen for times that
+        are estimates: with ``then`` the errors are part of what ranks differ by.
+        """
+        sides = []
+        for sizes, error in ((now, 0.0), (then, self.stderr(then))):
+            times, deviation = self.model.times(sizes), self.deviation(sizes)
+            step_s, chance = expected_longest(times, np.hypot(deviation, error))
+            fetch, compute, fetch_shown, compute_shown = self._shown(sizes)
+            slopes = [
+                (chance * shown)[:, None] * features  # [world_size, k]
+                for shown, features in ((fetch_shown, fetch), (compute_shown, compute))
+            ]
+            sides.append((step_s, slopes))
+        (now_s, now_slopes), (then_s, then_slopes) = sides
+        # By how much the gain is wrong when a coefficient is: errors that both sides share cancel.
+        # Again only noise counts: what no row tells before sizes change, waiting does not tell.
+        variance = 0.0
+        for part, before, after in zip(
+            (self.fetch, self.compute), now_slopes, then_slopes, strict=True
+        ):
+            slope = before - after
+            variance += float(np.einsum("ni,nij,nj->", slope, part.sampling, slope))
+        aggregate_s = self.model.aggregate_s
+        return Gain(now_s + aggregate_s, then_s + aggregate_s, float(np.sqrt(max(variance, 0.0))))
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What a change of sizes should bring, in seconds of a step."""
+
+    now_s: float
+    then_s: float
+    error_s: float  # the standard error of ``now_s - then_s``
+
+    @property
+    def share(self) -> float:
+        """Share of the step that the change should save; below 0 where it should cost."""
+        return 1.0 - self.then_s / self.now_s
+
+    @property
+    def error(self) -> float:
+        """The standard error of ``share``."""
+        return self.error_s / self.now_s
 
 
 @dataclass
@@ -109,26 +197,32 @@ class Fitter:
     def add(self, interval: Interval) -> Bools:
         """Take in an interval; returns the ranks that changed for good, [world_size], bool."""
         past, rows, valid = self.past, interval.rows, interval.valid
-        is_slowest = interval.busy_s > 0.95 * interval.busy_s.max()  # or as good as
         changed = np.zeros(len(valid), bool)
         fetch = _fetch_features(rows[:, LOCAL], rows[:, REMOTE], self.source)
-        size, compute_s = self._of_a_pass(rows)
-        for fitter, features, seconds, sizes in (
-            (past.fetch, fetch, rows[:, FETCH], rows[:, SIZE]),
-            (past.compute, _compute_features(size, past.knee), compute_s, size),
+        size, compute_s, compute_error_s = self._of_a_pass(rows)
+        for fitter, features, seconds, errors, sizes in (
+            (past.fetch, fetch, rows[:, FETCH], rows[:, FETCH_ERROR], rows[:, SIZE]),
+            (past.compute, _compute_features(size, past.knee), compute_s, compute_error_s, size),
         ):
             changed |= fitter.watch(
-                features, seconds, sizes=sizes, valid=valid, is_slowest=is_slowest, row=past.added
+                features,
+                seconds,
+                errors=errors,
+                sizes=sizes,
+                valid=valid,
+                step_s=float(interval.busy_s.max()),
+                row=past.added,
             )
         past.rows = [*past.rows, rows][-_NUM_ROWS:]
         past.valid = [*past.valid, valid][-_NUM_ROWS:]
         past.added += 1
         return changed
 
-    def _of_a_pass(self, rows: Floats) -> tuple[Floats, Floats]:
-        """Return samples and compute seconds of a backward pass, [..., world_size] each."""
+    def _of_a_pass(self, rows: Floats) -> tuple[Floats, Floats, Floats]:
+        """Return samples, compute seconds and their error of a pass, [..., world_size] each."""
         passes = count_passes(rows[..., SIZE], self.pass_size)
-        return rows[..., SIZE] / passes, rows[..., COMPUTE] / passes
+        size, seconds, error = (rows[..., at] / passes for at in (SIZE, COMPUTE, COMPUTE_ERROR))
+        return size, seconds, error
 
     def fit(self) -> Fit | None:
         """Return the models, or None before any row."""
@@ -143,12 +237,16 @@ class Fitter:
         compute = self._fit_compute(rows, weights[1])
         num_rows = np.minimum(fetch.num_rows, compute.num_rows)
         shares = _seconds(rows, weights)
-        is_poor = ~seen | (
-            np.hypot(shares[0] * fetch.noise, shares[1] * compute.noise) > _POOR_NOISE
-        )
-        model = self._model(rows, weights, fetch, compute)
+        noise = np.hypot(shares[0] * fetch.noise, shares[1] * compute.noise)
+        # Of fewer rows only their own errors are known, and those are weighed with each gain.
+        is_poor = ~seen | ((num_rows >= 3) & (noise > _POOR_NOISE))
+        model = self._model(rows, weights, valid, fetch, compute)
         unclear = self._unclear(rows[-1], fetch, compute, shares)
-        return Fit(model, fetch, compute, past.knee.copy(), num_rows, is_poor, unclear)
+        spreads = (
+            _spread(rows, weights[0], FETCH, FETCH_ERROR),
+            _spread(rows, weights[1], COMPUTE, COMPUTE_ERROR),
+        )
+        return Fit(model, fetch, compute, past.knee.copy(), num_rows, is_poor, unclear, *spreads)
 
     def _fit_fetch(self, rows: Floats, weights: Floats) -> LinearFit:
         features = _fetch_features(rows[..., LOCAL], rows[..., REMOTE], self.source)
@@ -161,12 +259,12 @@ class Fitter:
             waiting = per_sample * _mean(rows[..., REMOTE], weights) / np.maximum(queued, 1e-9)
             start[:, 3] = np.where(shared, waiting, 0.0)
             start[:, 2] = np.where(shared, 0.0, start[:, 2])
-        measured = TimedRows(features, seconds, rows[..., SIZE], weights)
+        measured = TimedRows(features, seconds, rows[..., FETCH_ERROR], rows[..., SIZE], weights)
         return self.past.fetch.fit(measured, start=start, added=self.past.added)
 
     def _fit_compute(self, rows: Floats, weights: Floats) -> LinearFit:
         past = self.past
-        size, seconds = self._of_a_pass(rows)
+        size, seconds, errors = self._of_a_pass(rows)
         steady = np.where(past.compute.is_fresh(past.added), 0.0, weights)
         knee = _choose_knee(size, seconds, steady, past.knee)  # a drift can look like a bend
         past.compute.forget_shape((knee > 0) != (past.knee > 0))
@@ -174,14 +272,20 @@ class Fitter:
         features = _compute_features(size, knee)
         per_sample = _mean(seconds, weights) / np.maximum(_mean(size, weights), 1.0)
         start = np.stack([np.zeros_like(per_sample), per_sample], axis=1)
-        measured = TimedRows(features, seconds, size, weights)
+        measured = TimedRows(features, seconds, errors, size, weights)
         return past.compute.fit(measured, start=start, added=past.added)
 
     def _model(
-        self, rows: Floats, weights: list[Floats], fetch: LinearFit, compute: LinearFit
+        self,
+        rows: Floats,
+        weights: list[Floats],
+        valid: Bools,
+        fetch: LinearFit,
+        compute: LinearFit,
     ) -> StepModel:
         knee = self.past.knee
-        share, hits = _fit_hits(rows[..., SIZE], rows[..., LOCAL], weights[0])
+        # Counts stay true when a rank's speed changes.
+        share, hits = _fit_hits(rows[..., SIZE], rows[..., LOCAL], valid.astype(np.float64))
         fixed, slope = compute.coefficients.T
         terms = dict(zip(_FETCH_TERMS, fetch.coefficients.T, strict=True))
         return StepModel(
@@ -296,6 +400,13 @@ def _fetch_features(local: Floats, remote: Floats, source: Ints) -> Floats:
     """Return (1, local, remote, queued) for counts [..., world_size], on a new last axis."""
     queued = queued_samples(remote, source)[0] if (source >= 0).any() else np.zeros_like(remote)
     return np.stack([np.ones_like(local), local, remote, queued], axis=-1)
+
+
+def _spread(rows: Floats, weights: Floats, column: int, error: int) -> tuple[Floats, Floats]:
+    """Return standard deviations of a single step, as a share and in seconds, [world_size] each."""
+    # The error of an interval's mean is that of a step over the root of its steps.
+    seconds: Floats = np.sqrt(_mean(np.square(rows[..., error]) * rows[..., STEPS], weights))
+    return seconds / np.maximum(_mean(rows[..., column], weights), 1e-9), seconds
 
 
 def _mean(values: Floats, weights: Floats) -> Floats:

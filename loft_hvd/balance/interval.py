@@ -129,6 +129,17 @@ class RankTimes:
         return self.stall_s + self.compute_s
 
     @property
+    def accident_s(self) -> float:
+        """Seconds that a few long batches add to an average one, above what batches usually take.
+
+        Of the computing, and of the fetch as far as the script waited for it.
+        """
+        if not self.typical_compute_s + self.typical_fetch_s > 0:
+            return 0.0
+        fetch_s = min(max(self.fetch_s - self.typical_fetch_s, 0.0), self.stall_s)
+        return max(self.compute_s - self.typical_compute_s, 0.0) + fetch_s
+
+    @property
     def busy_error_s(self) -> float:
         """Standard error of ``busy_s``, from its variation over the batches."""
         variance = max(0.0, self.busy_s2 - self.busy_s**2)

@@ -413,8 +413,8 @@ class LivePlan:
 
     # What it says, and what goes on.
 
-    def explain(self) -> str:
-        """Say what is planned, why (on rank 0), what steps consist of, and which rank is slow."""
+    def explain(self, *, verbose: bool = False) -> str:
+        """Say what waits cost and who causes them, what is planned, and why (on rank 0)."""
         total = self._options.global_batch_size
         head = (
             f"plan {self.plan.plan_id}: sizes {list(self.plan.sizes)} of global_batch_size={total}"
@@ -423,8 +423,10 @@ class LivePlan:
             return f"{head}\nno times yet: ranks exchange them at step {self.schedule.at}"
         if self._controller is not None:
             own = "models and reasons are rank 0's: call explain() there, or read the run log"
-            head = self._controller.explain() if self._transport.rank == 0 else f"{head}\n{own}"
-        return f"{head}\n{describe(self.times)}"
+            head = f"{head}\n{own}"
+            if self._transport.rank == 0:
+                head = self._controller.explain(verbose=verbose)
+        return f"{describe(self.times)}\n{head}"
 
     def decisions(self) -> list[Decision]:
         """Return every plan and why it was made, which rank 0 alone knows."""

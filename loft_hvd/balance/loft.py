@@ -3,14 +3,20 @@
 After LOFT (IEEE TCC 12(2):370-387, 2024), whose formulas are not public: the model, the search and
 the rules for accepting a plan are this library's own.
 
+A change has a price, the dead band. What the present sizes cost more than the best ones known is
+added up, interval by interval, as far as it is sure (the gain less two of its standard errors);
+when the sum reaches the price, sizes change. So what is lost by waiting is never more than what a
+change costs, as with the rent of skis that one might buy. A change that has not brought what it
+promised was made on a wrong model: then the next one is free.
+
 ``Verdicts`` judges the plans that came of it. Ranks may report wrong times, by mistake or on
 purpose. Their reports choose a plan; whether it was any good is read off the step's own length. A
 plan that turns out worse than equal sizes is in force for one interval. Equal sizes are then
 measured anew: when they are no better, the cluster changed and the plan comes back; otherwise it
 was a miss. A miss that no rank admits to in its report halves the next change and doubles the pause
 before it. From the second miss on, the rank that most likely misled the model is pinned at its
-equal share; misses that a rank did admit to are forgiven with time, since neighbours on a machine
-come and go.
+equal share for a time that grows eightfold; misses that a rank did admit to are forgiven with time,
+since neighbours on a machine come and go.
 """
 
 from __future__ import annotations
@@ -22,14 +28,14 @@ from typing import Annotated
 import numpy as np
 import numpy.typing as npt
 
-from loft_hvd.balance.explain import describe_fit
-from loft_hvd.balance.fit import Fit, Fitter, Past
+from loft_hvd.balance.explain import describe_fit, summarise_fit
+from loft_hvd.balance.fit import Fit, Fitter, Gain, Past
 from loft_hvd.balance.interval import Interval
+from loft_hvd.balance.latency import expected_longest
 from loft_hvd.balance.plan import (
     Bools,
     Bounds,
     Ints,
-    Rank,
     RankFloats,
     RankNumbers,
     Sizes,
@@ -45,10 +51,9 @@ __all__ = ["DEAD_BAND", "Forecast", "Loft", "Verdicts"]
 
 # When to change sizes.
 DEAD_BAND = 0.03  # of the step, as Cannikin's (an AdaptDL for unequal GPUs); docs/balance.md
-_EARLY = 3  # times the dead band: what the first interval alone must promise; measured
-_SMALL = 0.25  # of the dead band: a smaller gain is taken when it has lasted; measured: p95 +0.4 %
-_PATIENCE = 3  # intervals that it must last; measured: 1 makes a quarter more plans, p95 +0.9 %
-_SIGMAS = 2.0  # of the slowest rank's time that a gain must exceed; measured
+# Standard errors: of a gain, that are taken off it; of two steps, that tell the longer. One in 44
+# comparisons of equals is beyond.
+_SIGMAS = 2.0
 # A batch is at most so many times the largest proven, and at least the present one over so many: a
 # wrong time cannot cost more. Measured: growing by 1.5 or 4 changes little.
 _GROWTH, _SHRINKING = 2, 4
@@ -58,14 +63,18 @@ _PROBE_AFTER, _LONGEST_PROBE = 4, 64  # intervals without a remedy; doubled when
 _PROBED = 0.875
 
 # When to take a plan back.
-_MARGIN = 0.02  # of the step: less is noise; docs/balance.md promises it. Measured
+_MARGIN = 0.02  # of the step, beside its error: docs/balance.md promises it. Measured
 _UNEXPLAINED = 0.10  # of the step that no rank says it was busy for: then somebody's word is wrong
 _LONGEST_PAUSE = 64  # intervals; doubling from 2, the sixth miss reaches it
 _PINNING_STRIKES = 1.5  # so that the second miss pins, unless the first was forgiven in part
+# Intervals that the first pin lasts, and the factor on each next one: a rank that admits may be
+# honest. A rank is pinned that much longer at once when nobody admits to the long step.
+_PINNED, _PINNED_LONGER = 8, 8
+_LONGEST_PIN = 4096  # intervals: no run lasts as long
 _FADE = 0.9  # of strikes and suspicion, an interval: the first of two is forgiven after seven
 _MOST_DRIFT = 4.0  # how much slower ranks may say the cluster has become
 
-_Proven = Annotated[list[Count], Shape("world_size")]
+_PerRank = Annotated[list[Count], Shape("world_size")]
 
 
 @dataclass(frozen=True)
@@ -74,6 +83,9 @@ class Forecast:
 
     sizes: Sizes
     times: RankFloats  # predicted seconds of each rank with them
+    gain: float = 0.0  # share of the step that they should save
+    before_s: float = float("nan")  # of a step before them, and its standard error
+    before_error_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -90,45 +102,60 @@ class Verdicts:
 
     equal: Sizes  # the equal sizes of the run
     equal_s: float = float("nan")  # of a step with them, as last measured; NaN before
-    aggregate_s: float = 0.0  # of such a step that the slowest report left over
+    equal_error_s: float = 0.0  # its standard error
+    aggregate_s: float = 0.0  # of such a step that the ranks' reports left over
     suspicion: RankNumbers = field(default_factory=list)  # how much each rank misled the model
-    pinned: list[Rank] = field(default_factory=list)  # ranks held at their equal share
+    pins: _PerRank = field(default_factory=list)  # intervals that each rank's pin still lasts
+    pin_length: Count = _PINNED  # of the next one
     num_misses: Count = 0  # plans that were worse than equal sizes
     strikes: float = 0.0  # misses that count; they fade if a rank admitted the last one
     is_admitted: bool = False  # a rank said that it was busy for as long as the step last undone
     pause: Count = 0  # intervals to let pass before the next change
     scale: float = 1.0  # share of a wanted change that is carried out, in (0, 1]
-    proven: _Proven = field(default_factory=list)  # largest batch of each rank that passed
+    proven: _PerRank = field(default_factory=list)  # largest batch of each rank that passed
     on_trial: Trial | None = None  # a plan that was undone, until equal sizes are measured
     misled: RankNumbers = field(default_factory=list)  # how much each rank may have misled it
 
     def __post_init__(self) -> None:
         self.proven = self.proven or list(self.equal)
+        self.pins = self.pins or [0] * len(self.equal)
         self.suspicion = self.suspicion or [0.0] * len(self.equal)
         self.misled = self.misled or [0.0] * len(self.equal)
 
-    def _explained_s(self, interval: Interval) -> float:
-        """Return how long a step should have taken by what ranks say of themselves."""
-        return float(interval.busy_s.max()) + self.aggregate_s
+    @property
+    def pinned(self) -> list[int]:
+        """Ranks held at their equal share."""
+        return [rank for rank, left in enumerate(self.pins) if left]
 
-    def measure_equal(self, interval: Interval) -> bool:
-        """Take in an interval with equal sizes; returns whether the plan on trial comes back."""
-        step_s = interval.step_s
-        if self.on_trial is None:
-            known = self.equal_s > 0  # NaN is not
-            self.equal_s = 0.5 * (self.equal_s + step_s) if known else step_s
+    def pass_interval(self) -> None:
+        """Let pins run out."""
+        self.pins = [max(left - 1, 0) for left in self.pins]
+
+    def is_explained(self, interval: Interval, busy_s: float) -> bool:
+        """Say whether ranks admit, with ``busy_s`` of a step, that it took as long as it did."""
+        return interval.step_s <= (busy_s + self.aggregate_s) * (1 + _UNEXPLAINED)
+
+    def measure_equal(self, interval: Interval, busy_s: float) -> bool:
+        """Take in an interval with equal sizes; returns whether the plan on trial comes back.
+
+        Ranks say that they were busy for ``busy_s`` of a step, the longest of them in each.
+        """
+        step_s, trial = interval.step_s, self.on_trial
+        if trial is None and self.equal_s > 0:  # NaN is not
+            self.equal_s = 0.5 * (self.equal_s + step_s)
+            self.equal_error_s = 0.5 * float(np.hypot(self.equal_error_s, interval.step_error_s))
         else:  # the cluster may have changed: only this interval tells
-            self.equal_s = step_s
-        left_over = max(step_s - float(interval.busy_s.max()), 0.0)
+            self.equal_s, self.equal_error_s = step_s, interval.step_error_s
+        left_over = max(step_s - busy_s, 0.0)
         self.aggregate_s = left_over if self.num_misses == 0 else min(self.aggregate_s, left_over)
-        if self.on_trial is None:
+        if trial is None:
             return False
-        if step_s >= self.on_trial.step_s * (1 - 0.5 * _MARGIN):
+        if step_s >= trial.step_s * (1 - 0.5 * _MARGIN):
             return True
         self._count_miss()
         return False
 
-    def is_worse(self, interval: Interval, *, is_new: bool, drift: float) -> bool:
+    def is_worse(self, interval: Interval, busy_s: float, *, is_new: bool, drift: float) -> bool:
         """Judge the plan in force by the step it took.
 
         A new plan is judged whatever the reason; one that passed before only when no rank says it
@@ -136,11 +163,15 @@ class Verdicts:
 
         Args:
             interval: what was measured with it.
+            busy_s: how long ranks say that they were busy in a step, the longest of them in each.
             is_new: it is the plan's first interval.
             drift: how much longer equal sizes should take now than when they were measured, by
                 what the ranks report; believed only while their reports explain the step.
         """
-        step_s, explained_s = interval.step_s, self._explained_s(interval)
+        explained_s = busy_s + self.aggregate_s
+        error_s = float(np.hypot(interval.step_error_s, self.equal_error_s))
+        # What is surely longer than equal sizes, and by more than the margin.
+        step_s = interval.step_s - _SIGMAS * error_s
         if step_s > explained_s * (1 + _UNEXPLAINED):  # only rank 0's own clock counts
             return step_s > self.equal_s * (1 + _MARGIN)
         held_up = interval.valid & (interval.busy_s > 0.95 * interval.busy_s.max())
@@ -149,12 +180,12 @@ class Verdicts:
             return False  # with equal sizes those ranks would have had more to do, not less
         return is_new and step_s > self.equal_s * max(drift, 1.0) * (1 + _MARGIN)
 
-    def undo(self, interval: Interval, forecast: Forecast) -> None:
+    def undo(self, interval: Interval, busy_s: float, forecast: Forecast) -> None:
         """Put the plan on trial, and note which rank's reports may have misled the model."""
         self.on_trial = Trial(forecast.sizes, interval.step_s)
         misses = np.abs(interval.busy_s / np.maximum(forecast.times, 1e-9) - 1.0)
         misses = np.where(interval.valid, np.minimum(misses, 1.0), 0.0)
-        self.is_admitted = interval.step_s <= self._explained_s(interval) * (1 + _UNEXPLAINED)
+        self.is_admitted = self.is_explained(interval, busy_s)
         if not self.is_admitted:
             # Nobody admits to the long step: suspect those who were given the most on their word.
             growth = np.array(forecast.sizes) / np.maximum(self.equal, 1) - 1.0
@@ -174,7 +205,9 @@ class Verdicts:
         if self.strikes > _PINNING_STRIKES:
             free = suspicion.copy()
             free[self.pinned] = -1.0
-            self.pinned = sorted({*self.pinned, int(np.argmax(free))})
+            length = self.pin_length * (1 if self.is_admitted else _PINNED_LONGER)
+            self.pins[int(np.argmax(free))] = length
+            self.pin_length = min(self.pin_length * _PINNED_LONGER, _LONGEST_PIN)
             suspicion[self.pinned] = 0.0
             self.scale = 1.0
         self.suspicion = suspicion.tolist()
@@ -197,20 +230,47 @@ class LoftState:
     verdicts: Verdicts  # on its plans
     before: Sizes  # in force when the forecast was made
     forecast: Forecast | None = None  # of the plan under watch; None once it was judged
+    is_let_down: bool = False  # the last change has not brought what it promised
     aggregate_s: float = float("nan")  # what steps lately took beyond the slowest rank
     equal_model_s: float = float("nan")  # predicted for a step when equal sizes were measured
-    lasted: Count = 0  # intervals that a small gain has lasted
+    lost: float = 0.0  # surely, by not changing sizes so far, as a share of one interval
     stuck: Count = 0  # intervals that a rank has been slowest without a remedy
     probe_after: Count = _PROBE_AFTER  # so many of these
-    note: str = "no times yet"  # what the last decision was
+    note: str = "the first decision comes after the first interval"  # what the last one was
+
+
+def _is_let_down(forecast: Forecast, interval: Interval) -> bool:
+    """Say whether a change has surely brought less than it promised."""
+    if not forecast.before_s > 0 or forecast.gain <= 0:
+        return False
+    brought = 1.0 - interval.step_s / forecast.before_s
+    error = float(np.hypot(interval.step_error_s, forecast.before_error_s)) / forecast.before_s
+    return brought + _SIGMAS * error < forecast.gain
+
+
+def _why_not(gain: Gain, sure: float, *, lost: float, price: float) -> str:
+    """Say in a sentence why sizes stay, and when that is decided anew."""
+    if gain.share < 0.001:
+        return "nothing to win: no sizes known would make the step shorter"
+    if sure <= 0:
+        return (
+            f"nothing to win that is sure: other sizes might save {gain.share:.1%} of the step, "
+            f"which is within the error of the times ({_SIGMAS * gain.error:.1%})"
+        )
+    waits = max(int(np.ceil((price - lost) / sure)), 1)
+    return (
+        f"other sizes would surely save {sure:.1%} of the step; they are taken when waiting has "
+        f"cost as much as a change may, the dead band of {price:.0%} of an interval: so far it has "
+        f"cost {lost:.1%}, so that is {waits} intervals away"
+    )
 
 
 class Loft(Policy):
     """Sizes that even out fetch and compute together.
 
     Args:
-        dead_band: predicted gain, as a share of the step, that a change must bring at once; a
-            quarter of it must have lasted for three intervals. 0 takes any gain.
+        dead_band: the price of a change, as a share of the step over an interval: a change is made
+            once waiting has surely cost as much. 0 takes any gain that is sure.
         solver: "grid" (LOFT's adaptive grid search) or "exact" (bisection).
         source: number of the shared source each rank fetches from, -1 for none, [world_size];
             None takes what a loader's ``Placement`` says.
@@ -290,7 +350,10 @@ class Loft(Policy):
         fit = fitter.fit()
         if fit is None or not interval.valid.any():
             return None
-        left_over = max(interval.step_s - float(interval.busy_s.max()), 0.0)
+        # By chance another rank is the longest in each step: the mean of the longest is above the
+        # longest mean.
+        busy_s, _ = expected_longest(interval.busy_s, fit.deviation(interval.sizes))
+        left_over = max(interval.step_s - busy_s, 0.0)
         before = left_over if np.isnan(state.aggregate_s) else state.aggregate_s
         state.aggregate_s = before + 0.3 * (left_over - before)  # over about three intervals
         fit = replace(fit, model=replace(fit.model, aggregate_s=state.aggregate_s))
@@ -298,31 +361,43 @@ class Loft(Policy):
         if not self.is_adaptive:
             state.note = "sizes are not changed: the policy only reports"
             return None
-        verdict = self._judge(interval, fit)
+        state.verdicts.pass_interval()
+        verdict = self._judge(interval, fit, busy_s)
         if verdict is not None:
             return self._announce(verdict, interval, fit)
         if state.verdicts.pause > 0:
             state.verdicts.pause -= 1
+            state.note = (
+                "sizes wait, since a plan was undone: the next decision comes in "
+                f"{state.verdicts.pause + 1} intervals"
+            )
             return None
-        found = self._search(interval, fit)
-        return None if found is None else self._announce(found, interval, fit)
+        return self._search(interval, fit)
 
-    def _announce(self, proposal: Proposal, interval: Interval, fit: Fit) -> Proposal:
+    def _announce(
+        self, proposal: Proposal, interval: Interval, fit: Fit, *, gain: float = 0.0
+    ) -> Proposal:
         """Remember what is expected of a proposal, so that it can be judged."""
         state = self.state
         state.before = tuple(interval.sizes.tolist())
-        state.forecast = Forecast(proposal.sizes, fit.model.times(proposal.sizes))
-        state.note, state.lasted = proposal.reason, 0
+        state.forecast = Forecast(
+            proposal.sizes,
+            fit.model.times(proposal.sizes),
+            gain,
+            interval.step_s,
+            interval.step_error_s,
+        )
+        state.note, state.lost, state.is_let_down = proposal.reason, 0.0, False
         return proposal
 
-    def _judge(self, interval: Interval, fit: Fit) -> Proposal | None:
+    def _judge(self, interval: Interval, fit: Fit, busy_s: float) -> Proposal | None:
         """Return what undoes the plan in force, or brings one back; None where it may stay."""
         state, verdicts, sizes = self.state, self.state.verdicts, tuple(interval.sizes.tolist())
         equal_s = fit.model.step_s(verdicts.equal)
         if sizes == verdicts.equal:
             on_trial = verdicts.on_trial
             state.equal_model_s = equal_s
-            if verdicts.measure_equal(interval) and on_trial is not None:
+            if verdicts.measure_equal(interval, busy_s) and on_trial is not None:
                 verdicts.passed(np.array(on_trial.sizes))
                 reason = "equal sizes were no better: the cluster has changed"
                 return Proposal(on_trial.sizes, reason)
@@ -330,11 +405,15 @@ class Loft(Policy):
         # The controller may have put nearby sizes into force instead of those proposed.
         forecast = state.forecast
         is_new = forecast is not None and sizes != state.before
+        if is_new and forecast is not None:
+            is_explained = verdicts.is_explained(interval, busy_s)
+            state.is_let_down = is_explained and _is_let_down(forecast, interval)
         if forecast is None or forecast.sizes != sizes:
             forecast = Forecast(sizes, fit.model.times(sizes))
         drift = equal_s / state.equal_model_s if state.equal_model_s > 0 else 1.0
-        if verdicts.is_worse(interval, is_new=is_new, drift=min(drift, _MOST_DRIFT)):
-            verdicts.undo(interval, forecast)
+        drift = min(drift, _MOST_DRIFT)
+        if verdicts.is_worse(interval, busy_s, is_new=is_new, drift=drift):
+            verdicts.undo(interval, busy_s, forecast)
             reason = (
                 f"undone: a step took {interval.step_s:.3g} s, but {verdicts.equal_s:.3g} s with "
                 "equal sizes"
@@ -352,27 +431,24 @@ class Loft(Policy):
         if held.sum() > len(held) // 2:
             state.note = "equal sizes: the times of most ranks fit no model"
             is_equal = tuple(now.tolist()) == verdicts.equal
-            return None if is_equal else Proposal(verdicts.equal, state.note)
+            if is_equal:
+                return None
+            return self._announce(Proposal(verdicts.equal, state.note), interval, fit)
         limits = self._limits(now, held)
         found = SOLVERS[self._solver](fit.model, task.global_batch_size, limits)
         if verdicts.scale < 1.0:
             found = task.rounded(now + verdicts.scale * (np.array(found) - now))
-        now_s, then_s = fit.model.step_s(now), fit.model.step_s(found)
-        slowest = int(np.argmax(fit.model.times(now)))
-        error_s = float(fit.stderr(now)[slowest])
-        gain = 1.0 - then_s / now_s
-        is_clear = now_s - then_s > _SIGMAS * error_s
-        lasts = is_clear and gain > _SMALL * self._dead_band
-        state.lasted = state.lasted + 1 if lasts else 0
-        needed = self._dead_band * (_EARLY if fit.num_rows.max() < 2 else 1)
-        if is_clear and (gain > needed or state.lasted >= _PATIENCE):
+        gain = fit.gain(now, found)
+        sure = gain.share - _SIGMAS * gain.error
+        state.lost = state.lost + sure if sure > 0 else 0.0
+        price = 0.0 if state.is_let_down else self._dead_band
+        if sure > 0 and state.lost >= price:
             state.probe_after = _PROBE_AFTER
-            return Proposal(found, f"{gain:.1%} less predicted", then_s, now_s)
-        state.note = (
-            f"nothing to win: the best sizes known would save {max(gain, 0.0):.1%}, the dead band "
-            f"is {self._dead_band:.0%}"
-        )
-        return self._probe(interval, limits)
+            proposal = Proposal(found, f"{gain.share:.1%} less predicted", gain.then_s, gain.now_s)
+            return self._announce(proposal, interval, fit, gain=gain.share)
+        state.note = _why_not(gain, sure, lost=state.lost, price=price)
+        probe = self._probe(interval, limits)
+        return None if probe is None else self._announce(probe, interval, fit)
 
     def _limits(self, now: Ints, held: Bools) -> Bounds:
         """Return the bounds of the next sizes: no rank far from what it has proven.
@@ -414,12 +490,16 @@ class Loft(Policy):
         verdicts = self.state.verdicts
         lines = [f"policy {self.name}: {self.state.note}"]
         if self._fit is not None:
-            lines += describe_fit(self._fit, acts=self.is_adaptive)
+            lines.append(summarise_fit(self._fit))
         if verdicts.num_misses:
             lines.append(f"{verdicts.num_misses} plans were worse than equal sizes and undone")
         lines += [
-            f"rank {rank} is pinned at its equal share of {verdicts.equal[rank]}: plans that "
-            "trusted its times were worse than equal sizes"
+            f"rank {rank} is pinned at its equal share of {verdicts.equal[rank]} for "
+            f"{verdicts.pins[rank]} more intervals: plans that trusted its times were worse "
+            "than equal sizes"
             for rank in verdicts.pinned
         ]
         return lines
+
+    def details(self) -> list[str]:
+        return [] if self._fit is None else describe_fit(self._fit, acts=self.is_adaptive)

@@ -116,6 +116,10 @@ class Policy(ABC):
         """Say what the policy knows, a sentence a line."""
         return [f"policy {self.name}: sizes stay as they are"]
 
+    def details(self) -> list[str]:
+        """Say what else the policy knows, a line a rank; for ``explain(verbose=True)``."""
+        return []
+
     def state_dict(self) -> dict[str, Any]:
         """Return what was learnt, JSON-able."""
         return encode(self.state)

@@ -2,15 +2,16 @@
 
 ``fit_times`` is one fit: non-negative least squares on relative residuals (noise on a time grows
 with the time). Huber's weights keep rows that stand alone from bending it, and a weak pull towards
-prior coefficients decides what the data leave open.
+prior coefficients decides what the data leave open. How much noise there is, rows tell by their own
+standard errors at first, and by how they scatter later.
 
 ``TermFitter`` is the fits of a run. A fit looks at recent rows only. What older rows taught about
 the *shape* of the time (how much of it is fixed, how much comes with each sample) is kept as an
 anchor, taken whenever the sizes varied enough to show it; the recent rows set the level. Before any
-such evidence the anchor is "all of it comes with the samples". Two rows in a row that leave the
-prediction on the same side, at an unchanged size, mean that the rank has changed: older rows are
-dropped, and the shape is trusted while the level follows, until no row has been a surprise for a
-while.
+such evidence the anchor is "all of it comes with the samples". One row at an unchanged size that
+leaves the prediction by a lot, or two in a row on the same side by less, mean that the rank has
+changed: either happens by chance once in 10,000 rows. Older rows are dropped then, and the shape is
+trusted while the level follows, until no row has been a surprise for a while.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ __all__ = ["LinearFit", "TermFitter", "TimedRows", "fit_times"]
 _HUBER = 2.5  # sigmas beyond which a row counts less: 1.2 % of normal noise lies there
 _ROUNDS = 3  # of Huber's weights; measured: six rounds make the same plans
 _LEAST_NOISE = 0.002  # keeps a run without noise from taking each rounding for a surprise
-_GUESSED_NOISE = 0.02  # before any rank has three rows; measured
+_GUESSED_NOISE = 0.02  # of rows that come without a standard error; measured
+_MODEL_ERROR = 0.03  # no model is nearer to the truth: rows known better than that count alike
 _TINY_S = 1e-7  # no clock resolves less: keeps a division by zero out
 _ALIKE = 0.05  # sizes that differ by at most this share count as one size
 
@@ -46,10 +48,10 @@ _FRESH = 8  # rows after a change, when the change itself counts 0.5 ** 8; measu
 # twice the fresh ones.
 _SPREAD, _FRESH_SPREAD = (0.5, 0.2), (0.2, 0.05)
 _SHOWS_SHAPE = 0.05  # relative standard deviation of sizes that shows a shape; measured
-_CHANGE_SIGMAS = 3.0  # a row in 370 of normal noise; measured: p95 +1.3 % with 5
-_LEAST_CHANGE = 0.04  # a little more than the dead band: less is worth no plan; measured
-# Log of 1.25: so much longer, the step's slowest rank has changed without a second row to tell.
-_OBVIOUS = 0.22  # measured: p95 +4.3 % without it
+# Standard deviations that tell a change, by one row and by the second of two on the same side: of
+# normal noise either is 1e-4, as 2 * 5e-5 lie beyond 3.89 and 2 * 0.00707**2 = 1e-4 beyond 2.45.
+_BY_ONE, _BY_TWO = 3.89, 2.45
+_LEAST_CHANGE = 0.04  # of the step, a little more than the dead band: less is worth no plan
 _DOUBTS = 2  # surprises in a row at new sizes after which the shape is doubted
 
 
@@ -59,6 +61,7 @@ class TimedRows:
 
     features: Floats  # >= 0, [num_rows, world_size, k]
     seconds: Floats
+    errors: Floats  # the standard errors of the seconds, 0 when unknown
     sizes: Floats  # samples; only rows of like size can show that one of them stands alone
     weights: Floats  # how much each measurement counts, 0 to leave it out
 
@@ -70,6 +73,8 @@ class LinearFit:
     # Seconds for one of each feature, >= 0.
     coefficients: Annotated[Floats, Shape("world_size", "num_terms")]
     covariance: Annotated[Floats, Shape("world_size", "num_terms", "num_terms")]  # of these
+    # The part of it that is noise of the rows: more rows make it less.
+    sampling: Annotated[Floats, Shape("world_size", "num_terms", "num_terms")]
     noise: RankFloats  # relative scatter of the times about the fit
     num_rows: RankInts  # rows the fit could use
 
@@ -80,9 +85,17 @@ class LinearFit:
 
     def stderr(self, features: Floats) -> Floats:
         """Return the standard error of ``predict`` for features [world_size, num_features]."""
-        variance = np.einsum("ni,nij,nj->n", features, self.covariance, features)
-        error: Floats = np.sqrt(np.maximum(variance, 0.0))
-        return error
+        return _error(features, self.covariance)
+
+    def noise_error(self, features: Floats) -> Floats:
+        """Return the part of ``stderr`` that comes from noise of the rows, likewise."""
+        return _error(features, self.sampling)
+
+
+def _error(features: Floats, covariance: Floats) -> Floats:
+    variance = np.einsum("ni,nij,nj->n", features, covariance, features)
+    error: Floats = np.sqrt(np.maximum(variance, 0.0))
+    return error
 
 
 def _solve_nonnegative(gram: Floats, moment: Floats) -> Floats:
@@ -125,25 +138,39 @@ def fit_times(rows: TimedRows, *, prior: Floats, prior_spread: Floats) -> Linear
     # What one unit of a coefficient is worth in relative time: the metric of the prior.
     metric = np.square(np.einsum("wn,wnk->nk", weights, relative) / total[:, None])
     metric = np.maximum(metric, 1e-18)
-    noise = np.full(len(total), _GUESSED_NOISE)
+    # What a row may be wrong by, as a share. A row counts by its precision: an interval in which
+    # few samples came from elsewhere can be uncertain to a third, and another one to a hundredth.
+    error = np.where(rows.errors > 0, rows.errors / np.maximum(rows.seconds, _TINY_S), 0.0)
+    error = np.where(error > 0, error, _GUESSED_NOISE)
+    precision = 1.0 / (np.square(error) + _MODEL_ERROR**2)
+    precision *= total / np.maximum((weights * precision).sum(axis=0), 1e-12)  # 1 on average
+    told = np.sqrt((weights * precision * np.square(error)).sum(axis=0) / total)
+    told = np.where(weights.any(axis=0), told, _GUESSED_NOISE)  # [world_size], of a row counting 1
+    noise = np.maximum(told, _LEAST_NOISE)
+    weights = weights * precision
     trust = weights
     neighbours = _neighbours(weights > 0)
     coefficients, residuals, gram = prior, np.zeros_like(weights), np.zeros(0)
+    data = np.zeros(0)
     for _ in range(_ROUNDS):
         # A ridge towards the prior: as a Bayesian would weigh a prior of that spread against rows
         # of that noise. [world_size, k]
         pull = np.square(noise / prior_spread)[:, None] * metric
         weighted = trust[..., None] * relative
+        data = np.einsum("wni,wnj->nij", weighted, weighted)
         gram = np.einsum("wni,wnj->nij", weighted, relative)
         gram[:, np.arange(prior.shape[1]), np.arange(prior.shape[1])] += pull
         moment = weighted.sum(axis=0) + pull * prior
         coefficients = _solve_nonnegative(gram, moment)
         residuals = np.where(weights > 0, 1.0 - (relative * coefficients).sum(axis=-1), 0.0)
-        noise, alone = _scatter(residuals, rows.sizes, weights, neighbours)
+        scaled = residuals * np.sqrt(precision)
+        noise, alone = _scatter(scaled, rows.sizes, weights, neighbours, told)
         trust = weights * np.minimum(1.0, _HUBER * noise / np.maximum(alone, 1e-12))
+    inverse, variance = np.linalg.inv(gram), np.square(noise)[:, None, None]
     return LinearFit(
         coefficients=coefficients,
-        covariance=np.square(noise)[:, None, None] * np.linalg.inv(gram),
+        covariance=variance * inverse,
+        sampling=variance * inverse @ data @ inverse,
         noise=noise,
         num_rows=(weights > 0).sum(axis=0),
     )
@@ -169,12 +196,17 @@ def _neighbours(counts: Bools) -> tuple[Ints, Ints]:
 
 
 def _scatter(
-    residuals: Floats, sizes: Floats, weights: Floats, neighbours: tuple[Ints, Ints]
+    residuals: Floats,
+    sizes: Floats,
+    weights: Floats,
+    neighbours: tuple[Ints, Ints],
+    told: Floats,
 ) -> tuple[Floats, Floats]:
     """Return the noise of each rank [world_size], and how far each row stands alone.
 
-    Both come from differences between neighbouring rows, so that a drift is not taken for noise
-    and the first rows after a change are not taken for outliers.
+    Both come from differences between neighbouring rows, so that a drift is not taken for noise and
+    the first rows after a change are not taken for outliers. What rows have ``told`` of their
+    noise, [world_size], counts as two differences.
     """
     gaps = []  # to the row before and to the row after, each [num_rows, world_size]
     for neighbour in neighbours:
@@ -197,9 +229,7 @@ def _scatter(
     # 1.4826 median absolute deviations are a standard deviation of normal noise; a difference of
     # two rows has twice the variance of one.
     own = np.square(1.4826 * median) / 2.0
-    told = num_gaps >= 2
-    common = float(np.median(own[told])) if told.any() else _GUESSED_NOISE**2
-    noise = np.sqrt((num_gaps * own + 2.0 * common) / (num_gaps + 2.0))  # two gaps' worth of others
+    noise = np.sqrt((num_gaps * own + 2.0 * np.square(told)) / (num_gaps + 2.0))
     return np.maximum(noise, _LEAST_NOISE), alone
 
 
@@ -233,15 +263,17 @@ class TermFitter:
         features: Floats,
         seconds: Floats,
         *,
+        errors: Floats,
         sizes: Floats,
         valid: Bools,
-        is_slowest: Bools,
+        step_s: float,
         row: int,
     ) -> Bools:
         """Compare a new row with what was expected of it; returns the ranks that have changed.
 
-        ``features`` is [world_size, num_terms], all else [world_size]; ``valid`` ranks have a
-        measurement, the ``is_slowest`` held the step up, ``row`` is the number of the row.
+        ``features`` is [world_size, num_terms], all else [world_size]; ``errors`` are those of the
+        ``seconds``, ``valid`` ranks have a measurement, the longest rank took ``step_s``, and
+        ``row`` is the number of the row.
         """
         is_same_size = np.abs(sizes - self.last_size) <= _ALIKE * sizes
         self.last_size = np.where(valid, sizes, self.last_size)
@@ -252,14 +284,19 @@ class TermFitter:
         ratio = np.log(np.maximum(seconds, 1e-9) / expected)
         noise = np.fmin(self.noise, fitted.noise)
         error = fitted.stderr(features) / expected * noise / fitted.noise
-        limit = np.maximum(_CHANGE_SIGMAS * np.hypot(noise, error), _LEAST_CHANGE)
+        own = np.maximum(noise, errors / expected)  # a short interval is less certain than others
+        deviation = np.hypot(own, error)
         counts = valid & (seconds > 1e-6)
-        surprise = np.where(counts & (np.abs(ratio) > limit), ratio, 0.0)  # signed
+        counts &= np.abs(seconds - expected) > _LEAST_CHANGE * step_s
+        by_one, by_two = (
+            counts & (np.abs(ratio) > sigmas * deviation) for sigmas in (_BY_ONE, _BY_TWO)
+        )
+        surprise = np.where(by_two, ratio, 0.0)  # signed
         twice = (surprise * self.streak > 0) & is_same_size  # on the same side
         # A step to another size that keeps missing says that the shape is wrong, not the level.
         missed = np.where(surprise != 0, self.missteps + 1, 0)
         self.missteps = np.where(counts & ~is_same_size, missed, self.missteps)
-        at_once = (surprise > _OBVIOUS) & is_slowest & is_same_size
+        at_once = by_one & is_same_size
         may_go_on = is_same_size | (self.missteps < _DOUBTS)
         at_once |= self.is_fresh(row) & (surprise != 0) & may_go_on
         at_once &= ~twice

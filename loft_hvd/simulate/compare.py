@@ -19,6 +19,7 @@ __all__ = [
     "random_scenario",
     "summarise",
     "summary_rows",
+    "wide_scenario",
 ]
 
 PERCENTILES = (0, 5, 25, 50, 75, 95, 100)
@@ -96,6 +97,32 @@ def hiccup_scenario(seed: int, *, steps: int = 4000) -> Scenario:
         aggregate_s=0.02,
         noise=0.05,
         policies=("uniform", "lbbsp-cpu", "lbbsp-gpu", "lbbsp-cpu:busy", "loft"),
+        ranks=ranks,
+    )
+
+
+def wide_scenario(seed: int, *, steps: int = 400) -> Scenario:
+    """Draw a steady cluster of 8 to 128 ranks: computing up to 1, 2 or 4:1, 3 to 15 % noise."""
+    rng = np.random.default_rng([seed, 4444])
+    world_size = int(2 ** rng.uniform(3, 7))
+    spread = float(rng.choice([1.25, 2.0, 4.0]))
+    ranks = RankTraits(
+        compute_s=rng.uniform(1e-3, spread * 1e-3, world_size).tolist(),
+        compute_fixed_s=float(rng.uniform(0, 0.02)),
+        remote_bytes_per_s=float(rng.uniform(100e6, 500e6)),
+        overlap=[0.0, 1.0, float(rng.uniform(0.2, 0.8))][seed % 3],
+        local_share=1.0,
+    )
+    return Scenario(
+        name=f"wide {seed}",
+        world_size=world_size,
+        global_batch_size=64 * world_size,
+        seed=seed,
+        steps=steps,
+        aggregate_s=float(rng.uniform(0, 0.05)),
+        noise=float(rng.uniform(0.03, 0.15)),
+        noise_tail=2.5 if seed % 4 == 3 else 0.0,
+        policies=("uniform", "loft"),
         ranks=ranks,
     )
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loft_hvd.balance.controller import Controller, Decision
-from loft_hvd.balance.interval import screen
+from loft_hvd.balance.interval import screen, typical
 from loft_hvd.balance.latency import StepModel
 from loft_hvd.balance.loft import Loft
 from loft_hvd.balance.policy import Policy
@@ -34,8 +34,8 @@ class PolicyRun:
     name: str  # of the policy, or the list of sizes that it stands for, such as "[96, 32]"
     step_s: Floats  # of every step, [steps]
     decisions: tuple[Decision, ...]  # every plan
-    # Share of the step that each plan saved, from the last interval before it to its first; None
-    # for the first plan and one that saw no interval.
+    # Share of the usual step that each plan saved, from the last interval before it to its first;
+    # None for the first plan and one that saw no interval.
     realised_gain: tuple[float | None, ...]
     explanation: str = ""  # what the controller says at the end
 
@@ -156,7 +156,7 @@ def _run_policy(scenario: Scenario, policy: str | Sequence[int], draws: Draws) -
     controller = _controller(scenario, policy)
     cluster, caches = build_cluster(scenario, draws.average_hits), _Caches(scenario)
     times: list[Floats] = []
-    means: list[float] = []
+    usual: list[float] = []  # seconds of a step, of each interval
     decisions: list[Decision] = []
     sizes = np.array(controller.plan.sizes)
     in_force = 0  # steps that these sizes have been in force for
@@ -173,7 +173,7 @@ def _run_policy(scenario: Scenario, policy: str | Sequence[int], draws: Draws) -
         local = caches.serve(sizes, draws.local(first, last, sizes))
         block = cluster.run(first, sizes, local, steps_at_sizes=in_force)
         times.append(block.step_s)
-        means.append(float(block.step_s.mean()))
+        usual.append(float(typical(block.step_s)[0]))
         in_force += last - first
         if policy == ORACLE:
             continue
@@ -192,20 +192,20 @@ def _run_policy(scenario: Scenario, policy: str | Sequence[int], draws: Draws) -
             sizes, in_force = np.array(plan.sizes), 0
     made = tuple(decisions) if policy == ORACLE else tuple(controller.history)
     name = policy if isinstance(policy, str) else str(list(policy))
-    gains = _realised(made, means, scenario.interval)
+    gains = _realised(made, usual, scenario.interval)
     explanation = "" if policy == ORACLE else controller.explain()
     return PolicyRun(name, np.concatenate(times), made, gains, explanation)
 
 
 def _realised(
-    decisions: Sequence[Decision], means: Sequence[float], interval: int
+    decisions: Sequence[Decision], usual: Sequence[float], interval: int
 ) -> tuple[float | None, ...]:
-    """Return what each plan saved, from the mean step seconds of all intervals."""
+    """Return what each plan saved, from the usual step seconds of all intervals."""
     gains: list[float | None] = []
     for made in decisions:
         after = made.first_step // interval  # its first interval
-        seen = 0 < after < len(means)
-        gains.append(1.0 - means[after] / means[after - 1] if seen else None)
+        seen = 0 < after < len(usual)
+        gains.append(1.0 - usual[after] / usual[after - 1] if seen else None)
     return tuple(gains)
 
 

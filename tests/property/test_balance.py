@@ -156,7 +156,9 @@ def test_a_lying_rank_costs_at_most_an_interval_a_try(report: str, is_even: bool
     assert not (worse[1:] & worse[:-1]).any(), "a plan worse than equal sizes lasts one interval"
     assert ratio.max() <= 2.1, "at most twice its share"
     assert worse.sum() <= 4
-    assert ratio[-10:].max() <= 1.05
+    # A lie that goes on growing to the end is found out anew each time it has grown.
+    assert report == "drift" or ratio[-10:].max() <= 1.05
+    assert loft.mean_s <= 1.05 * equal.mean_s
 
 
 @pytest.mark.long

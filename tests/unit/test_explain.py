@@ -74,6 +74,28 @@ def test_overlap_is_the_hidden_share_of_the_shorter_part() -> None:
     assert "50%" in describe([first, second])
 
 
+def test_what_waiting_costs_comes_first_and_a_slow_rank_with_what_it_costs() -> None:
+    plain = row(steps=10, samples=80, compute_s=1.0, wall_s=2.0)
+    slow = row(steps=10, samples=80, compute_s=2.0, wall_s=2.0)
+    lines = describe(read_times(np.array([plain, plain, plain, slow]))).splitlines()
+    assert lines[0] == (
+        "ranks wait for the longest one 75.0 ms of a step of 200.0 ms on average, 38%"
+    )
+    assert lines[1].startswith("rank 3 is slow: compute (its own work takes 2.00x")
+    assert lines[1].endswith("without it a step would be 50.0% shorter")
+
+
+def test_a_few_long_steps_are_told_and_make_no_slow_rank() -> None:
+    plain = row(steps=100, samples=800, compute_s=10, wall_s=13, typical_compute_s=10, busy_s2=1)
+    # One step of 100 took 3 s in place of 0.1 s.
+    shaky = row(
+        steps=100, samples=800, compute_s=12.9, wall_s=13, typical_compute_s=10, busy_s2=9.99
+    )
+    text = describe(read_times(np.array([plain, plain, shaky])))
+    assert "rank 2: a few long steps add 29.0 ms to its average" in text
+    assert "no rank is slow" in text
+
+
 def test_a_slow_fetch_says_how_much_comes_from_elsewhere() -> None:
     far = row(steps=5, samples=50, remote=40, fetch_s=5, stall_s=5, compute_s=1)
     near = row(steps=5, samples=50, local=50, compute_s=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from loft_hvd.balance.latency import StepModel, queued_samples
+from loft_hvd.balance.latency import StepModel, expected_longest, queued_samples
 from loft_hvd.errors import ArgumentError
 from tests.support.clusters import OVERLAPS, random_model
 
@@ -59,3 +59,24 @@ def test_less_from_a_shared_source_is_faster_for_all() -> None:
 def test_impossible_terms_are_refused(terms: dict[str, float]) -> None:
     with pytest.raises(ArgumentError, match="StepModel"):
         StepModel.build(2, **terms)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 8, 128])
+@pytest.mark.parametrize("spread", [0.0, 0.05, 0.5])
+def test_the_longest_of_noisy_ranks_takes_longer_than_the_longest_mean(
+    num_ranks: int, spread: float
+) -> None:
+    rng = np.random.default_rng(num_ranks)
+    means = 1.0 + spread * rng.random(num_ranks)
+    deviations = 0.05 * means
+    drawn = rng.normal(means, deviations, (20_000, num_ranks))
+    value, chance = expected_longest(means, deviations)
+    assert value == pytest.approx(drawn.max(axis=1).mean(), rel=1e-3)
+    often = np.bincount(drawn.argmax(axis=1), minlength=num_ranks) / len(drawn)
+    assert chance == pytest.approx(often, abs=0.02)
+
+
+def test_without_noise_the_longest_is_the_longest_mean() -> None:
+    value, chance = expected_longest(np.array([1.0, 3.0, 2.0]), np.zeros(3))
+    assert value == pytest.approx(3.0, rel=1e-3)
+    assert chance == pytest.approx([0.0, 1.0, 0.0])
