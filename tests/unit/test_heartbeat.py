@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import selectors
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -16,9 +16,20 @@ import torch
 
 from loft_hvd.errors import PeerError, TransportError
 from loft_hvd.transport.base import Channel, wait_for
-from loft_hvd.transport.heartbeat.diagnosis import Diagnosis, DiagnosisLimits, Verdict
+from loft_hvd.transport.heartbeat.diagnosis import (
+    Diagnosis,
+    DiagnosisLimits,
+    Progress,
+    ProgressMeter,
+    Verdict,
+)
 from loft_hvd.transport.heartbeat.door import Caller, Links, open_links
-from loft_hvd.transport.heartbeat.heartbeat import Heartbeat, HeartbeatSettings, ProcessControl
+from loft_hvd.transport.heartbeat.heartbeat import (
+    Heartbeat,
+    HeartbeatSettings,
+    ProcessControl,
+    ReadClock,
+)
 from loft_hvd.transport.heartbeat.links import Line, Link
 from loft_hvd.transport.heartbeat.process import ProcessExit, RankProcess, own_process
 from loft_hvd.transport.heartbeat.watched import watched
@@ -246,11 +257,17 @@ def test_a_frozen_process_is_named_and_killed_only_where_the_job_recovers_or_is_
 @pytest.mark.parametrize("sign", ["process", "engine", "engine of another"])
 def test_an_end_without_a_word_is_named(sign: str, pairs: Pairs) -> None:
     # On a busy machine the rank is silent for long before its end is seen: then it runs.
-    state = "X" if sign == "process" else "R"
-    first, link = pairs.first(4242, control=ProcessControl(look=lambda pid, start: state))
+    has_ended = threading.Event()
+
+    def look(pid: int, start: int) -> str:
+        return "X" if sign == "process" and has_ended.is_set() else "R"
+
+    first, link = pairs.first(4242, control=ProcessControl(look=look))
     if sign == "engine of another":
         link.send(Line("engine", 1))
     link.close()
+    threading.Event().wait(0.05)  # a link ends before its process does
+    has_ended.set()
     error = _NotedError()
     if sign == "engine":
         first.explain(error)
@@ -264,6 +281,38 @@ def test_the_end_of_a_link_alone_is_no_verdict(pairs: Pairs) -> None:
     first, link = pairs.first(4242, control=ProcessControl(look=lambda pid, start: "R"))
     link.close()
     assert first.wait_verdict(0.2) is None
+
+
+@pytest.mark.parametrize("goes_by_reading", [True, False])
+def test_a_rank_that_is_kept_from_running_blames_nobody_for_what_it_has_not_read(
+    goes_by_reading: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that runs on it blames the other: that is what the clock of reading is for."""
+    beat, is_kept, clock = Heartbeat._beat, threading.Event(), ReadClock()
+    ours, theirs = _linked()
+
+    def slow_beat(self: Heartbeat) -> None:
+        beat(self)
+        for _ in range(0 if is_kept.is_set() else 12):  # 0.6 s between reading and judging
+            theirs.send(Line("beat", 1))
+            is_kept.wait(0.05)
+        is_kept.set()
+
+    monkeypatch.setattr(Heartbeat, "_beat", slow_beat)
+    monkeypatch.setattr(ProgressMeter, "progress", lambda self: Progress(waited_s=100.0))
+    limits = DiagnosisLimits(suspect_s=0.2, silent_s=0.4, stall_s=30.0)
+    known = {1: RankProcess(1, 4242, 5, "far")}
+    made = Heartbeat(
+        {1: ours},
+        Diagnosis(0, known, limits=limits, clock=clock if goes_by_reading else time.monotonic),
+        settings=HeartbeatSettings(period_s=0.01, grace_s=0.0),
+        control=ProcessControl(),
+        clock=clock,
+    )
+    assert is_kept.wait(10)
+    assert (made.wait_verdict(0.1) is None) == goes_by_reading
+    made.close()
+    theirs.close()
 
 
 # Links that are made again.
@@ -290,7 +339,7 @@ class Reunion:
 
 @pytest.fixture
 def reunion() -> Iterator[Reunion]:
-    own, limits = own_process(), DiagnosisLimits(suspect_s=0.5, silent_s=30.0, stall_s=30.0)
+    own, limits = own_process(), DiagnosisLimits(suspect_s=1.5, silent_s=30.0, stall_s=30.0)
     links: list[Links] = run_ranks(2, lambda t: open_links(Channel(t, "links", 10)))
     made = []
     for rank, each in enumerate(links):
@@ -337,21 +386,6 @@ def test_a_verdict_reaches_a_rank_that_comes_back(reunion: Reunion) -> None:
     reunion.cut()
     first._decide(Verdict(5, "rank 5 is frozen"))
     assert second.wait_verdict(10) == Verdict(5, "rank 5 is frozen")
-
-
-def test_a_rank_whose_link_is_silent_calls_again(reunion: Reunion) -> None:
-    first, second = reunion.ranks
-    old = first._links[1]
-    deaf, dead = _linked()  # what swallows all, as a firewall does
-    cut_off = second._links[0]
-    second._selector.unregister(cut_off)
-    second._links[0] = deaf
-    second._selector.register(deaf, selectors.EVENT_READ, data=0)
-    reunion.wait_link(old)
-    second.report(ValueError("heard"))
-    assert first.wait_verdict(10) is not None
-    dead.close()
-    cut_off.close()
 
 
 def test_nobody_calls_a_rank_that_has_said_good_bye(

@@ -38,7 +38,7 @@ from loft_hvd.transport.heartbeat.process import (
     tell_failure,
 )
 
-__all__ = ["Heartbeat", "HeartbeatSettings", "ProcessControl"]
+__all__ = ["Heartbeat", "HeartbeatSettings", "ProcessControl", "ReadClock"]
 
 _logger = logging.getLogger(__name__)
 _EXPLAIN_S = 1.0  # bound from the beats: what others have seen by now comes with their next one
@@ -68,6 +68,24 @@ class ProcessControl:
     kill: Callable[[int], None] = kill_process
 
 
+class ReadClock:
+    """The time at which links were read last, for a diagnosis.
+
+    A process may be kept from running between reading and judging. What others have said
+    meanwhile is not read yet: by this clock no time has passed.
+    """
+
+    def __init__(self) -> None:
+        self._now = time.monotonic()
+
+    def __call__(self) -> float:
+        return self._now
+
+    def read(self) -> None:
+        """Note that links are read now."""
+        self._now = time.monotonic()
+
+
 class _Pulse(Protocol):
     """The extension's ``Pulse``."""
 
@@ -92,6 +110,7 @@ class Heartbeat:
         settings: how it beats.
         control: what it can do with processes.
         entrance: how ranks that have lost their link come to another; None for links of one life.
+        clock: the diagnosis' clock, where it goes by what was read.
         engine_is_down: whether the engine has ended, so that its calls fail by themselves.
         has_started_others: whether the script has operations of its own in flight.
 
@@ -106,6 +125,7 @@ class Heartbeat:
         settings: HeartbeatSettings,
         control: ProcessControl,
         entrance: Entrance | None = None,
+        clock: ReadClock | None = None,
         engine_is_down: Callable[[], bool] = lambda: False,
         has_started_others: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -115,6 +135,7 @@ class Heartbeat:
         self.meter = ProgressMeter(has_started_others=has_started_others)
         self._links = dict(links)
         self._entrance = entrance
+        self._clock = ReadClock() if clock is None else clock
         self._diagnosis = diagnosis
         self._control = control
         self._engine_is_down = engine_is_down
@@ -270,6 +291,7 @@ class Heartbeat:
         next_beat = time.monotonic()
         while not self._is_closed:
             events = self._selector.select(max(0.0, self._due_s(next_beat)))
+            self._clock.read()
             # Before what has come is read: the end of one link must not judge the others.
             if time.monotonic() - next_beat > self._diagnosis.limits.suspect_s:
                 self._diagnosis.restarted()  # suspended, or kept from the interpreter

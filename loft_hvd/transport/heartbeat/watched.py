@@ -16,7 +16,12 @@ from loft_hvd.errors import TransportError
 from loft_hvd.transport.base import Channel, Transport, Work
 from loft_hvd.transport.heartbeat.diagnosis import Diagnosis, DiagnosisLimits
 from loft_hvd.transport.heartbeat.door import open_links
-from loft_hvd.transport.heartbeat.heartbeat import Heartbeat, HeartbeatSettings, ProcessControl
+from loft_hvd.transport.heartbeat.heartbeat import (
+    Heartbeat,
+    HeartbeatSettings,
+    ProcessControl,
+    ReadClock,
+)
 from loft_hvd.transport.heartbeat.process import ProcessExit, ProcessGuard, own_process
 
 __all__ = ["close_heartbeats", "heartbeat_of", "open_heartbeat", "watched"]
@@ -158,13 +163,20 @@ def open_heartbeat(
     is_alone = settings.is_elastic and transport.local_size == 1
     processes = {rank: met.process for rank, met in links.met.items()}
     hint = _PATIENT_MPIRUN if settings.is_mpirun_patient else ""
+    clock = ReadClock()
     diagnosis = Diagnosis(
-        transport.rank, processes, world_size=transport.world_size, limits=limits, hint=hint
+        transport.rank,
+        processes,
+        world_size=transport.world_size,
+        limits=limits,
+        hint=hint,
+        clock=clock,
     )
     _heartbeats()[world] = heartbeat = Heartbeat(
         {rank: met.link for rank, met in links.met.items()},
         diagnosis,
         entrance=links.entrance,
+        clock=clock,
         settings=HeartbeatSettings(
             period_s=settings.heartbeat_s,
             leave_s=settings.leave_s,
