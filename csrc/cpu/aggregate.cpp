@@ -288,6 +288,7 @@ void distances_cpu(const Job& job, const CpuOptions& options, double* table) {
   Job any = job;  // of which only the rows count
   any.params = {};
   any.weights.clear();
+  any.out = table;  // what is filled
   check(any);
   const KernelTable& kernels = table_for(options.isa);
   const int rows = job.num_rows(), stride = rows + 1;
