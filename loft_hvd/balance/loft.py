@@ -42,7 +42,7 @@ from loft_hvd.balance.plan import (
 )
 from loft_hvd.balance.policy import Policy, Proposal, Task
 from loft_hvd.balance.search import SOLVERS, round_to_lattice
-from loft_hvd.codec import Count, Shape
+from loft_hvd.codec import Count, Shape, Within
 from loft_hvd.errors import ArgumentError, PlanError
 
 __all__ = ["DEAD_BAND", "Forecast", "Loft", "Verdicts"]
@@ -233,7 +233,8 @@ class LoftState:
     is_let_down: bool = False  # the last change has not brought what it promised
     aggregate_s: float = float("nan")  # what steps lately took beyond the slowest rank
     equal_model_s: float = float("nan")  # predicted for a step when equal sizes were measured
-    lost: float = 0.0  # surely, by not changing sizes so far, as a share of one interval
+    # Surely, by not changing sizes so far, as a share of one interval; below the dead band.
+    lost: Annotated[float, Within(0, 1)] = 0.0
     stuck: Count = 0  # intervals that a rank has been slowest without a remedy
     probe_after: Count = _PROBE_AFTER  # so many of these
     note: str = "the first decision comes after the first interval"  # what the last one was
@@ -250,9 +251,9 @@ def _is_let_down(forecast: Forecast, interval: Interval) -> bool:
 
 def _why_not(gain: Gain, sure: float, *, lost: float, price: float) -> str:
     """Say in a sentence why sizes stay, and when that is decided anew."""
-    if gain.share < 0.001:
+    if not gain.share >= 0.001:  # also where a model of odd times predicts nothing
         return "nothing to win: no sizes known would make the step shorter"
-    if sure <= 0:
+    if not sure > 0:
         return (
             f"nothing to win that is sure: other sizes might save {gain.share:.1%} of the step, "
             f"which is within the error of the times ({_SIGMAS * gain.error:.1%})"
