@@ -14,12 +14,14 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from loft_hvd.config import config
 from loft_hvd.data.draws import Draw
 from loft_hvd.data.placement import HomeSet, Placement
 from loft_hvd.data.sampler import check_length
 from loft_hvd.errors import ArgumentError, ArgumentTypeError
 from loft_hvd.store.homes import NOBODY, KeptHomes, with_keepers
 from loft_hvd.store.samples import decode_sample, encode_sample
+from loft_hvd.transport.addresses import listening_addresses, own_addresses
 from loft_hvd.transport.agreement import check_agreement
 from loft_hvd.transport.base import Channel, Transport
 from loft_hvd.transport.default import default_transport
@@ -29,7 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["SampleStore"]
 
-_KEY_BYTES = 32
+_KEY_BYTES = 32  # bound from SHA-256
+_MOST_ADDRESSES = 16  # a choice: they travel at a fixed length
 
 
 class SampleStore(Dataset[Any]):
@@ -107,7 +110,7 @@ class SampleStore(Dataset[Any]):
         key = torch.tensor(list(secrets.token_bytes(_KEY_BYTES)), dtype=torch.uint8)
         channel.sub("key").broadcast(key, what="the store's key")
         secret = bytes(key.tolist())
-        host = _host(channel.transport)
+        host = _host(channel)
         self._server = Server(self._shelf, host=host, key=secret, owner=self.rank)
         port = self._server.address().port
         number = int.from_bytes(socket.inet_aton(host), "big")
@@ -250,8 +253,14 @@ def _identity(dataset: Dataset[Any], num_samples: int) -> int:
     return int.from_bytes(hashlib.sha256(text.encode() + first).digest()[:8], "little") >> 1
 
 
-def _host(transport: Transport) -> str:
-    """Return the address at which the other ranks reach this one; loopback on a single node."""
-    if transport.local_size == transport.world_size:
-        return "127.0.0.1"
-    return socket.gethostbyname(socket.gethostname())
+def _host(channel: Channel) -> str:
+    """Return the address at which the other ranks reach this one; all ranks call it alike."""
+    is_one_host = channel.transport.local_size == channel.world_size
+    own = own_addresses()[:_MOST_ADDRESSES]
+    row = torch.zeros(_MOST_ADDRESSES, dtype=torch.int64)  # 0: no address
+    row[: len(own)] = torch.tensor([int.from_bytes(socket.inet_aton(each), "big") for each in own])
+    numbers = channel.sub("hosts").allgather_rows(row).flatten().tolist()
+    others = [socket.inet_ntoa(number.to_bytes(4, "big")) for number in numbers if number]
+    name = config().interface
+    of_interface = own_addresses(name) if name else ()
+    return listening_addresses(own, others, is_one_host=is_one_host, of_interface=of_interface)[0]

@@ -18,7 +18,6 @@ from loft_hvd.transport.heartbeat.door import (
     Door,
     DoorLimits,
     Met,
-    listening_addresses,
     open_links,
 )
 from loft_hvd.transport.heartbeat.links import Line, Link
@@ -284,34 +283,6 @@ def test_in_training_a_crowd_is_let_in_by_and_by(street: Street) -> None:
     (there,) = street.meet(caller)
     there.link.close()
     assert all(is_cut_off(end) for end in crowd)
-
-
-ROUTES = {"10.0.0.6": "10.0.0.5", "172.17.0.1": "172.17.0.1", "192.168.1.6": "192.168.1.5"}
-
-
-@pytest.mark.parametrize(
-    ("others", "options", "listening"),
-    [
-        (["10.0.0.6"], {"is_one_host": True}, ["127.0.0.1"]),
-        (["10.0.0.6"], {"of_interface": ["10.1.0.5"]}, ["10.1.0.5"]),
-        (["10.0.0.6"], {}, ["10.0.0.5"]),
-        # A bridge of containers, which every host has at the same address.
-        (["10.0.0.6", "172.17.0.1"], {}, ["10.0.0.5"]),
-        (["10.0.0.6", "192.168.1.6"], {}, ["10.0.0.5", "192.168.1.5"]),
-        (["10.9.9.9"], {}, ["10.0.0.5", "172.17.0.1"]),  # no way there: all there are
-        (["10.0.0.5", "172.17.0.1"], {}, ["10.0.0.5", "172.17.0.1"]),  # containers of one host
-    ],
-)
-def test_rank_0_listens_where_the_engine_does(
-    others: list[str], options: dict[str, object], listening: list[str]
-) -> None:
-    found = listening_addresses(
-        ["10.0.0.5", "172.17.0.1"],
-        others,
-        **{"is_one_host": False, **options},  # type: ignore[arg-type]
-        source_for=lambda address: ROUTES.get(address, ""),
-    )
-    assert found == listening
 
 
 @pytest.mark.parametrize("world_size", [2, 5])

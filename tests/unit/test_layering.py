@@ -43,6 +43,7 @@ _LAYERS = {
     "aggregation/row_rules.py": 1,
     "aggregation/rule_text.py": 1,
     "transport/__init__.py": 0,
+    "transport/addresses.py": 0,
     "transport/base.py": 1,
     "transport/agreement.py": 2,
     "transport/conformance.py": 2,

@@ -14,9 +14,7 @@ Strangers are few at a time, have little time and short lines, and give way to w
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import fcntl
 import hashlib
 import hmac
 import ipaddress
@@ -24,7 +22,6 @@ import logging
 import secrets
 import selectors
 import socket
-import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +30,7 @@ from typing import Protocol
 import torch
 
 from loft_hvd.config import config
+from loft_hvd.transport.addresses import listening_addresses, own_addresses
 from loft_hvd.transport.base import Channel
 from loft_hvd.transport.heartbeat.links import Line, Link
 from loft_hvd.transport.heartbeat.process import RankProcess, own_process
@@ -44,7 +42,6 @@ __all__ = [
     "Entrance",
     "Links",
     "Met",
-    "listening_addresses",
     "open_links",
 ]
 
@@ -52,7 +49,6 @@ _logger = logging.getLogger(__name__)
 
 _MAX_ADDRESSES = 16  # bound from the header's fixed length: more interfaces go unused
 _MAX_OPENING_LINE = 512  # bytes; bound from a proof: two numbers, a digest and a host's name
-_SIOCGIFADDR = 0x8915  # from the kernel's sockios.h: ask for an interface's address
 _SECRET_BYTES = 32  # bound from SHA-256: a key of its length
 _CALL_S = 2.0  # a choice: an address behind a firewall must not use up the time of the next
 _AGAIN_S = 0.5  # a choice: between two calls, where the first is refused at once
@@ -419,65 +415,6 @@ class Caller:
         return []
 
 
-# Which addresses.
-
-
-def _own_addresses(interface: str = "") -> list[str]:
-    """Return this host's IPv4 addresses but loopback's, or those of one interface."""
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            if interface and name != interface:
-                continue
-            with contextlib.suppress(OSError):
-                # In: a name of at most 15 bytes. Out: the address is in bytes 20 to 24, behind
-                # the name (16), its family (2) and its port (2).
-                request = struct.pack("256s", name.encode()[:15])
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-                found.append(socket.inet_ntoa(answer[20:24]))
-    return sorted(address for address in set(found) if interface or not _is_loopback(address))
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address).is_loopback
-
-
-def _source_for(address: str) -> str:
-    """Return this host's address on the way to another; "" where none leads there."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-        probe.connect((address, 9))  # sends nothing: it only asks for the route
-        return str(probe.getsockname()[0])
-    return ""
-
-
-def listening_addresses(
-    own: Sequence[str],
-    others: Sequence[str],
-    *,
-    is_one_host: bool,
-    of_interface: Sequence[str] = (),
-    source_for: Callable[[str], str] = _source_for,
-) -> list[str]:
-    """Return on which of its addresses rank 0 listens.
-
-    Args:
-        own: the addresses of rank 0's host.
-        others: those of the other ranks' hosts.
-        is_one_host: whether all ranks run on rank 0's host.
-        of_interface: those of the interface that the engine was told to use, if it was told any.
-        source_for: this host's address on the way to another, "" where none leads there.
-    """
-    if is_one_host:
-        return ["127.0.0.1"]
-    if of_interface:
-        return list(of_interface)
-    # What another host has too, such as a bridge of its containers, leads back to this one.
-    routes = {source_for(address) for address in others if address not in own}
-    found = sorted(address for address in routes if address and not _is_loopback(address))
-    # None: containers of one host that share its network, or a host without one.
-    return found or list(own) or ["127.0.0.1"]
-
-
 def _as_numbers(addresses: Sequence[str]) -> list[int]:
     return [int(ipaddress.IPv4Address(address)) for address in addresses]
 
@@ -511,7 +448,7 @@ def open_links(channel: Channel) -> Links:
     for connecting.
     """
     own = own_process()
-    addresses = _own_addresses()[:_MAX_ADDRESSES]
+    addresses = own_addresses()[:_MAX_ADDRESSES]
     row = torch.zeros(1 + _MAX_ADDRESSES, dtype=torch.int64)
     row[: 1 + len(addresses)] = torch.tensor([own.host_key, *_as_numbers(addresses)])
     rows: list[list[int]] = channel.sub("hosts").allgather_rows(row).tolist()
@@ -531,7 +468,7 @@ def open_links(channel: Channel) -> Links:
                 [number for key, *each in rows if key != own.host_key for number in each]
             ),
             is_one_host=is_one_host,
-            of_interface=_own_addresses(name) if name else (),
+            of_interface=own_addresses(name) if name else (),
         )
         try:
             links.entrance = door = Door(keys, own, listening[:_MAX_ADDRESSES])
