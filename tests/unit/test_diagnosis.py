@@ -71,8 +71,8 @@ def test_ranks_that_beat_are_left_in_peace(diagnosis: Diagnosis, clock: Clock) -
         ("T", 3.0, WAITING, "rank 1 (process 1001 on host1) is frozen"),
         ("T", 2.9, WAITING, None),
         ("T", 3.0, Progress(), "is frozen"),  # others may wait in calls that are not ours
-        ("X", 3.0, Progress(), "rank 1 (process 1001 on host1) is gone"),
-        ("Z", 3.0, WAITING, "is gone"),
+        ("X", 3.0, Progress(), "rank 1 (process 1001 on host1) has ended without a word"),
+        ("Z", 3.0, WAITING, "has ended without a word"),
         ("R", 1e6, WAITING, None),  # it runs: its interpreter is held, as in a long call
         ("S", 1e6, WAITING, None),
         ("D", 1e6, WAITING, None),
@@ -467,20 +467,28 @@ def test_names_that_never_come_again_take_no_more_memory_and_blame_nobody() -> N
 
 @pytest.mark.parametrize(
     ("later_s", "state", "names_both"),
-    [(0.0, "X", True), (0.2, "Z", True), (0.4, "X", False), (0.0, "R", False)],
+    [
+        (0.0, "X", True),
+        (0.2, "Z", True),
+        (0.4, "X", False),
+        (0.0, "R", False),
+        (None, "X", True),  # its link has not ended yet: seen in /proc only
+        (None, "S", False),
+    ],
 )
 def test_ranks_that_die_at_one_moment_are_all_named(
-    later_s: float, state: str, names_both: bool, diagnosis: Diagnosis, clock: Clock
+    later_s: float | None, state: str, names_both: bool, diagnosis: Diagnosis, clock: Clock
 ) -> None:
     clock.now += 1.0
     diagnosis.lost(1)
-    clock.now += later_s
-    diagnosis.lost(2)
+    if later_s is not None:
+        clock.now += later_s
+        diagnosis.lost(2)
     diagnosis.saw(1, "X")
     diagnosis.saw(2, state)
     verdict = diagnosis.judge(WAITING)
     assert verdict is not None
     named = [rank for rank in (1, 2) if f"rank {rank} (process" in verdict.text]
     assert named == [1, 2] if names_both else len(named) == 1
-    if state == "R":
+    if state in "RS":
         assert named == [1]

@@ -283,6 +283,30 @@ def test_the_end_of_a_link_alone_is_no_verdict(pairs: Pairs) -> None:
     assert first.wait_verdict(0.2) is None
 
 
+@pytest.mark.parametrize("says_good_bye", [False, True])
+def test_a_rank_that_dies_as_another_one_does_is_named_with_it(says_good_bye: bool) -> None:
+    """Though its own link has not ended yet: a launcher leaves no time to wait for that."""
+    ends = {rank: _linked() for rank in (1, 2, 3)}
+    control = ProcessControl(look=lambda pid, start: "S" if pid == 1003 else "X")
+    known = {rank: RankProcess(control.own.host_key, 1000 + rank, 5, "here") for rank in ends}
+    if says_good_bye:
+        ends[2][1].send(Line("left", 2))
+    ends[1][1].close()
+    made = Heartbeat(
+        {rank: ours for rank, (ours, _) in ends.items()},
+        Diagnosis(0, known, clock=Clock()),
+        settings=HeartbeatSettings(period_s=60.0),
+        control=control,
+    )
+    verdict = made.wait_verdict(10)
+    made.close()
+    for _, theirs in ends.values():
+        theirs.close()
+    assert verdict is not None
+    named = re.findall(r"rank (\d) \(process \d+ on here\) has ended without a word", verdict.text)
+    assert named == (["1"] if says_good_bye else ["1", "2"])
+
+
 @pytest.mark.parametrize("goes_by_reading", [True, False])
 def test_a_rank_that_is_kept_from_running_blames_nobody_for_what_it_has_not_read(
     goes_by_reading: bool, monkeypatch: pytest.MonkeyPatch

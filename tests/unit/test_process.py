@@ -5,13 +5,27 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from loft_hvd.transport.heartbeat.process import own_process, process_state
+from loft_hvd.transport.heartbeat.process import ENDED, own_process, process_state
 
 
 def test_process_states() -> None:
     own = own_process()
     assert process_state(own.pid, own.start) in "RS"
     assert process_state(own.pid, own.start + 1) == "X"  # another process had that id
+
+
+def test_a_process_that_is_being_killed_counts_as_ended_from_the_first_moment() -> None:
+    # 200 MB, so that it takes some time to end: its connections do last.
+    script = "held = b'x' * (200 << 20); print(flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        assert process_state(child.pid, 0) in "RS"
+        child.kill()
+        assert process_state(child.pid, 0) in ENDED
+        child.wait(timeout=60)
 
 
 def test_a_process_name_that_is_cut_inside_a_character_is_read() -> None:

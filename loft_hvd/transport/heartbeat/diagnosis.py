@@ -24,11 +24,10 @@ from urllib.parse import quote, unquote
 
 from loft_hvd.errors import LoftError, MismatchError, PeerError
 from loft_hvd.transport.heartbeat.places import Place, PlaceWatch
-from loft_hvd.transport.heartbeat.process import FROZEN, RankProcess
+from loft_hvd.transport.heartbeat.process import ENDED, FROZEN, RankProcess
 
 __all__ = ["Diagnosis", "DiagnosisLimits", "Progress", "ProgressMeter", "Verdict", "key_of"]
 
-_GONE = ("X", "Z")  # the kernel's letters: has ended; has ended, but its parent has not asked
 _UNKNOWN = "?"  # nobody has looked yet, or nobody can
 _IN_PART = "*"  # begins the names of operations over some of the ranks only
 _TOGETHER_S = 0.25  # between the ends of ranks that die at one moment; a choice
@@ -376,7 +375,7 @@ class Diagnosis:
         self._has_engine_failed = True
 
     def saw(self, rank: int, state: str) -> None:
-        """Note the state letter of a silent peer's process, as ``/proc`` shows it."""
+        """Note the state letter of a peer's process, as ``/proc`` shows it."""
         self._peers[rank].state = state
 
     def restarted(self) -> None:
@@ -427,7 +426,7 @@ class Diagnosis:
         suspects = sorted(self.suspects(), key=self._whose_silence_began, reverse=True)
         for rank in suspects:
             if (verdict := self._judge_seen(rank)) is not None:
-                return self._with_the_rest(verdict, suspects)
+                return self._with_the_rest(verdict)
         for rank in suspects:
             if (verdict := self._judge_unseen(rank, live)) is not None:
                 return verdict
@@ -453,27 +452,29 @@ class Diagnosis:
             )
         has_lost_it = peer.lost_at is not None and peer.lost_at > self._moved_at
         # Its link and the engine, each by itself: a link alone may have been reset on its way.
-        if has_lost_it and (peer.state in _GONE or self._has_engine_failed):
+        if peer.state in ENDED or (has_lost_it and self._has_engine_failed):
             return Verdict(
                 rank,
                 f"{who} has ended without a word: it was killed, it crashed, or it ran out of "
                 "memory",
             )
-        if peer.state in _GONE:  # its connection would have ended, but for a host that hangs
-            return Verdict(rank, f"{who} is gone: its process has ended")
         return None
 
-    def _with_the_rest(self, verdict: Verdict, suspects: Sequence[int]) -> Verdict:
-        """Name also the ranks that have died at the same moment, as a host without memory kills."""
+    def _with_the_rest(self, verdict: Verdict) -> Verdict:
+        """Name also the ranks that have died at the same moment, as a host without memory kills.
+
+        Their links may end a little later. The verdict does not wait for that: a launcher ends the
+        other ranks within tenths of a second, this one too.
+        """
         first = self._peers[verdict.rank]
         texts = [verdict.text]
-        for rank in suspects:
-            peer = self._peers[rank]
-            if rank == verdict.rank or first.lost_at is None or peer.lost_at is None:
+        for rank, peer in self._peers.items():
+            if rank == verdict.rank or first.lost_at is None or peer.has_left:
                 continue
             # Who ends later may have been ended by the first one's death, as by a launcher.
-            is_together = abs(peer.lost_at - first.lost_at) <= _TOGETHER_S
-            if is_together and peer.state in _GONE and (other := self._judge_seen(rank)):
+            lost_at = self._clock() if peer.lost_at is None else peer.lost_at
+            is_together = abs(lost_at - first.lost_at) <= _TOGETHER_S
+            if is_together and peer.state in ENDED and (other := self._judge_seen(rank)):
                 texts.append(other.text)
         return replace(verdict, text="; ".join(texts))
 
@@ -595,7 +596,7 @@ class Diagnosis:
             if peer.has_left or peer.is_warned or unheard_s < self.limits.silent_s:
                 continue
             who = f"rank {rank} ({peer.process})"
-            is_seen = self.is_silent(rank) and peer.state not in (_UNKNOWN, FROZEN, *_GONE)
+            is_seen = self.is_silent(rank) and peer.state not in (_UNKNOWN, FROZEN, *ENDED)
             if is_seen or not self.misses_link(rank):
                 peer.is_warned = True
                 warnings.append(

@@ -16,7 +16,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -27,6 +27,7 @@ from loft_hvd.transport.heartbeat.diagnosis import Diagnosis, Progress, Progress
 from loft_hvd.transport.heartbeat.door import Caller, Entrance, Met
 from loft_hvd.transport.heartbeat.links import MAX_TEXT, PULSE, Line, Link
 from loft_hvd.transport.heartbeat.process import (
+    ENDED,
     FROZEN,
     ProcessExit,
     ProcessGuard,
@@ -438,7 +439,10 @@ class Heartbeat:
 
     def _look_at_silent(self) -> None:
         """Look at the processes of silent ranks, or ask a rank of their host to."""
-        for rank in self._diagnosis.suspects():
+        suspects = self._diagnosis.suspects()
+        if any(self._links[rank].is_closed for rank in suspects):
+            self._look_at_the_rest(suspects)
+        for rank in suspects:
             process = self._diagnosis.process(rank)
             if process.host_key == self._control.own.host_key:
                 self._saw(rank, self._control.look(process.pid, process.start))
@@ -452,6 +456,15 @@ class Heartbeat:
                     break
         for warning in self._diagnosis.warnings():
             _logger.warning("%s", warning)
+
+    def _look_at_the_rest(self, suspects: Collection[int]) -> None:
+        """See who of this host ends as another rank does, though its own link is not lost yet."""
+        for rank in self._links.keys() - {*suspects, *self._diagnosis.left_ranks()}:
+            process = self._diagnosis.process(rank)
+            if process.host_key == self._control.own.host_key:
+                state = self._control.look(process.pid, process.start)
+                if state in ENDED:
+                    self._diagnosis.saw(rank, state)
 
     def _look_for_rank_0(self, rank: int, pid: int, start: int, kill: int) -> None:
         """Look at a rank's process on this host and tell rank 0; end it if frozen and ``kill``."""

@@ -1,0 +1,102 @@
+"""Kill ranks of small jobs, and look for false names: ``python -m tests.faults.kills [NUMBER]``.
+
+Each trial starts three ranks with a balancer and a run log, kills one or two of them at a random
+step by SIGKILL, and reads what the others have said. Wrong is an honest rank that is named as the
+one that has ended or failed or ran out of memory, a ``cap`` line in the run log, and a killed rank
+that nobody names (of those that die together with rank 0, rank 0 alone has to be). The seed of a
+trial is its number, so one that went wrong can be run again.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from loft_hvd.balance.memory import logged_caps
+from tests.support.launch import launch
+
+__all__ = ["Outcome", "run_trial"]
+
+JOB = "tests/multiprocess/jobs/killed.py"
+NUM_RANKS, NUM_STEPS = 3, 12
+# Who is accused, in all the words that errors, notes and logs have for it.
+_ACCUSATIONS = (
+    r"rank (\d+) \(process \d+ on [^)]+\) (?:has (?:ended|been silent|failed)|is (?:gone|frozen))",
+    r"rank (\d+) ran out of memory",
+    r"ranks \[([\d, ]+)\] have ended their scripts",
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a trial went."""
+
+    seed: int
+    rule: str
+    killed: tuple[int, ...]
+    named: frozenset[int]
+    num_caps: int
+    seconds: float  # from the kill to the end of the job
+    output: str
+
+    @property
+    def is_right(self) -> bool:
+        # Links lead to rank 0: who dies together with it is not seen by the others.
+        wanted = frozenset([0]) if 0 in self.killed else frozenset(self.killed)
+        return wanted <= self.named <= frozenset(self.killed) and self.num_caps == 0
+
+    def __str__(self) -> str:
+        verdict = "ok" if self.is_right else "WRONG"
+        return (
+            f"{self.seed:>5} {self.rule:<7} {self.killed!s:<8} {sorted(self.named)!s:<10} "
+            f"{self.num_caps:>4} {self.seconds:>6.1f} {verdict}"
+        )
+
+
+def accused(output: str) -> frozenset[int]:
+    """Return every rank that an output names as one that has ended, failed or had no memory."""
+    found = [match for pattern in _ACCUSATIONS for match in re.findall(pattern, output)]
+    return frozenset(int(rank) for ranks in found for rank in ranks.split(","))
+
+
+def run_trial(seed: int, *, timeout_s: float = 120.0) -> Outcome:
+    """Run one trial."""
+    draw = random.Random(seed)
+    rule = draw.choice(("mean", "median"))
+    killed = tuple(sorted(draw.sample(range(NUM_RANKS), draw.choice((1, 1, 2)))))
+    step = draw.randrange(1, NUM_STEPS)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = [JOB, rule, str(step), ",".join(map(str, killed))]
+        done = launch(NUM_RANKS, arguments, timeout_s=timeout_s, env={"LOFT_HVD_LOG_DIR": folder})
+        ended_at, num_caps = time.time(), len(logged_caps(Path(folder)))
+    fault = re.search(r"fault at ([\d.]+)", done.output)
+    seconds = ended_at - float(fault[1]) if fault else float("nan")
+    return Outcome(seed, rule, killed, accused(done.output), num_caps, seconds, done.output)
+
+
+def main(num_trials: int) -> int:
+    print(f"{'seed':>5} {'rule':<7} {'killed':<8} {'named':<10} {'caps':>4} {'s':>6}")
+    outcomes = []
+    for seed in range(num_trials):
+        outcomes.append(run_trial(seed))
+        print(outcomes[-1], flush=True)
+    wrong = [outcome for outcome in outcomes if not outcome.is_right]
+    false_names = sum(len(outcome.named - set(outcome.killed)) for outcome in outcomes)
+    unnamed = sum(len(set(outcome.killed) - outcome.named) for outcome in outcomes)
+    print(
+        f"{num_trials} kills: {false_names} false names, {unnamed} ranks not named, "
+        f"{sum(outcome.num_caps for outcome in outcomes)} cap lines, "
+        f"{max(outcome.seconds for outcome in outcomes):.1f} s at most"
+    )
+    for outcome in wrong:
+        print(f"---- seed {outcome.seed}\n{outcome.output[-4000:]}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 200))
