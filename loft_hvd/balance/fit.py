@@ -106,17 +106,22 @@ class Fit:
         spread: Floats = np.hypot(fetch_shown * fetch_s, compute_shown * compute_s)
         return spread
 
-    def gain(self, now: npt.ArrayLike, then: npt.ArrayLike) -> Gain:
-        """Return what a step should take with sizes ``now`` and ``then`` [world_size].
+    def promise(self, sizes: npt.ArrayLike, *, are_new: bool = True) -> tuple[float, Floats]:
+        """Return the mean step with ``sizes`` [world_size], less aggregation, and chances.
 
         A step waits for the rank that happens to be longest in it, so its mean is above the
-        longest mean, by more where more ranks are about as long. Sizes are chosen for times that
-        are estimates: with ``then`` the errors are part of what ranks differ by.
+        longest mean, by more where more ranks are about as long. Sizes that ``are_new`` are chosen
+        for times that are estimates: there the errors are part of what ranks differ by.
+        The chances, [world_size], are those of each rank to be the longest.
         """
+        error = self.stderr(sizes) if are_new else 0.0
+        return expected_longest(self.model.times(sizes), np.hypot(self.deviation(sizes), error))
+
+    def gain(self, now: npt.ArrayLike, then: npt.ArrayLike) -> Gain:
+        """Return what a step should take with sizes ``now`` and ``then`` [world_size]."""
         sides = []
-        for sizes, error in ((now, 0.0), (then, self.stderr(then))):
-            times, deviation = self.model.times(sizes), self.deviation(sizes)
-            step_s, chance = expected_longest(times, np.hypot(deviation, error))
+        for sizes, are_new in ((now, False), (then, True)):
+            step_s, chance = self.promise(sizes, are_new=are_new)
             fetch, compute, fetch_shown, compute_shown = self._shown(sizes)
             slopes = [
                 (chance * shown)[:, None] * features  # [world_size, k]
