@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from loft_hvd.errors import TransportError
 from loft_hvd.transport.base import Channel
 from loft_hvd.transport.heartbeat.door import (
     Caller,
@@ -253,6 +254,45 @@ def test_a_caller_without_descriptors_calls_later(street: Street) -> None:
     street.clock.now += 1.0
     (there,) = street.meet(caller)
     there.link.close()
+
+
+def test_a_caller_whose_call_is_not_watched_by_the_kernel_gives_it_up(
+    street: Street, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caller = street.caller(1)
+
+    def refuse(*args: object) -> None:
+        raise OSError(28, "no watch left")
+
+    with monkeypatch.context() as full:
+        full.setattr(caller._selector, "register", refuse)
+        assert caller.meet() == []
+    street.clock.now += 1.0
+    (there,) = street.meet(caller)
+    there.link.close()
+
+
+def test_an_opening_that_fails_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    doors: list[Door] = []
+    real = Door.__init__
+
+    def note(self: Door, *args: object, **options: object) -> None:
+        doors.append(self)
+        real(self, *args, **options)  # type: ignore[arg-type]
+
+    def fail(self: LocalTransport, *args: object, **options: object) -> None:
+        raise TransportError("the keys are not carried")
+
+    monkeypatch.setattr(Door, "__init__", note)
+    monkeypatch.setattr(LocalTransport, "alltoall", fail)
+
+    def work(transport: LocalTransport) -> None:
+        with pytest.raises(TransportError, match="not carried"):
+            open_links(Channel(transport, "links", 10))
+
+    run_ranks(2, work)
+    (door,) = doors
+    assert [server.fileno() for server in door._servers] == [-1]
 
 
 def test_a_caller_tries_every_address_until_one_answers(street: Street) -> None:

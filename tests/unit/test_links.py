@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 
 import pytest
 
@@ -55,3 +56,16 @@ def test_a_line_that_is_cut_off_does_not_spoil_the_next() -> None:
     assert receiver.receive()[-2:] == [Line("pulse", 0), Line("left", 1)]
     sender.close()
     receiver.close()
+
+
+def test_a_link_is_not_closed_while_a_thread_sends() -> None:
+    ours, theirs = socket.socketpair()
+    link = Link(ours)
+    with link._lock:  # as in the middle of ``send``
+        closing = threading.Thread(target=link.close)
+        closing.start()
+        closing.join(0.05)
+        assert link.fileno() >= 0
+    closing.join(10)
+    assert link.fileno() < 0
+    theirs.close()

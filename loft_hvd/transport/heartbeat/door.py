@@ -14,6 +14,7 @@ Strangers are few at a time, have little time and short lines, and give way to w
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import hmac
@@ -161,7 +162,11 @@ class Door:
         self._selector = selectors.EpollSelector()
         self._servers = []
         for address in addresses:
-            server = socket.create_server((address, 0), backlog=socket.SOMAXCONN)
+            try:
+                server = socket.create_server((address, 0), backlog=socket.SOMAXCONN)
+            except OSError:
+                self.close()  # on the addresses before
+                raise
             server.setblocking(False)
             self._servers.append(server)
             self._selector.register(server, selectors.EVENT_READ)
@@ -353,7 +358,8 @@ class Caller:
         """Give up the call that is under way, if one is."""
         for end in (self._connecting, self._link):
             if end is not None:
-                self._selector.unregister(end)
+                with contextlib.suppress(KeyError):  # the kernel has refused to watch it
+                    self._selector.unregister(end)
                 end.close()
         self._connecting = self._link = None
 
@@ -447,6 +453,17 @@ def open_links(channel: Channel) -> Links:
     The channel tells where ranks run and carries addresses and keys; its limit holds for that and
     for connecting.
     """
+    links = Links()
+    try:
+        _open(links, channel)
+    except BaseException:
+        links.close()
+        raise
+    return links
+
+
+def _open(links: Links, channel: Channel) -> None:
+    """Fill the links of a rank, which are closed by the caller if that fails."""
     own = own_process()
     addresses = own_addresses()[:_MAX_ADDRESSES]
     row = torch.zeros(1 + _MAX_ADDRESSES, dtype=torch.int64)
@@ -457,7 +474,6 @@ def open_links(channel: Channel) -> Links:
     sent = torch.zeros(channel.world_size, 2 * _MAX_ADDRESSES + _SECRET_BYTES, dtype=torch.int64)
     received = torch.zeros_like(sent)
     until = time.monotonic() + channel.timeout_s
-    links = Links()
     if channel.rank == 0:
         secret = secrets.token_bytes(_SECRET_BYTES)
         keys = {rank: _key_of(secret, rank) for rank in range(1, channel.world_size)}
@@ -494,7 +510,6 @@ def open_links(channel: Channel) -> Links:
         _meet_all(links, links.entrance, channel.world_size - 1 if channel.rank == 0 else 1, until)
     if isinstance(links.entrance, Door):
         links.entrance.is_opening = False
-    return links
 
 
 def _meet_all(links: Links, entrance: Entrance, num_ranks: int, until: float) -> None:

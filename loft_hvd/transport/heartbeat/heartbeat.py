@@ -115,7 +115,7 @@ class Heartbeat:
         engine_is_down: whether the engine has ended, so that its calls fail by themselves.
         has_started_others: whether the script has operations of its own in flight.
 
-    Owns its threads, its links and its entrance.
+    Owns its threads; its own thread closes its links and its entrance.
     """
 
     def __init__(
@@ -240,15 +240,6 @@ class Heartbeat:
             self._control.guard.close()
         self._wake()
         self._thread.join(timeout=5.0)
-        if self._pulse is not None:
-            self._pulse.stop()
-        if self._entrance is not None:
-            self._entrance.close()
-        for link in self._links.values():
-            link.close()
-        self._selector.close()
-        self._waker.close()
-        self._sleeper.close()
 
     def _say_at_last(self, line: Line) -> None:
         self._last_words.append(line)
@@ -287,6 +278,20 @@ class Heartbeat:
             self._loop()
         except Exception:
             _logger.exception("rank %d: the heartbeat has ended by an error of its own", self.rank)
+        finally:
+            self._close_all()
+
+    def _close_all(self) -> None:
+        """Close what this thread works on: itself, so that nothing ends under its hands."""
+        if self._pulse is not None:
+            self._pulse.stop()
+        if self._entrance is not None:
+            self._entrance.close()
+        for link in self._links.values():
+            link.close()
+        self._selector.close()
+        self._waker.close()
+        self._sleeper.close()
 
     def _loop(self) -> None:
         next_beat = time.monotonic()

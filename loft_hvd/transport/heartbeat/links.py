@@ -109,10 +109,11 @@ class Link:
     def close(self) -> None:
         """Close the connection; can be called again."""
         self.is_closed = True
-        with contextlib.suppress(OSError):  # it has ended
-            # For both sides at once, also where a pulse or a forked process has it open too.
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+        with self._lock:  # else a thread that sends may write to what has its descriptor next
+            with contextlib.suppress(OSError):  # it has ended
+                # For both sides at once, also where a pulse or a forked process has it open too.
+                self._socket.shutdown(socket.SHUT_RDWR)
+            self._socket.close()
 
     def reset(self) -> None:
         """Close the connection of a stranger so that the kernel keeps nothing of it either."""

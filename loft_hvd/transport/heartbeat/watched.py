@@ -146,7 +146,11 @@ def open_heartbeat(
     links = open_links(replace(channel, timeout_s=_OPEN_S))
     num_links = transport.world_size - 1 if transport.rank == 0 else 1
     reached = torch.tensor([int(len(links.met) == num_links)])
-    rows = channel.sub("reached").allgather_rows(reached)
+    try:
+        rows = channel.sub("reached").allgather_rows(reached)
+    except BaseException:
+        links.close()
+        raise
     if not bool(rows.all()):
         links.close()
         if transport.rank == 0:
