@@ -408,6 +408,39 @@ def test_a_verdict_reaches_a_rank_that_comes_back(reunion: Reunion) -> None:
     assert second.wait_verdict(10) == Verdict(5, "rank 5 is frozen")
 
 
+def test_a_rank_whose_link_is_silent_calls_again() -> None:
+    own, clock = own_process(), Clock()
+    links: list[Links] = run_ranks(2, lambda t: open_links(Channel(t, "links", 10)))
+    old, cut_off = links[0].met[1].link, links[1].met[0].link
+    deaf, dead = _linked()  # what swallows all, as a firewall does
+    limits = DiagnosisLimits(suspect_s=30.0, silent_s=60.0, stall_s=60.0)
+    ends, clocks = [{1: old}, {0: deaf}], [Clock(), clock]  # only rank 1's time goes on
+    made = [
+        Heartbeat(
+            ends[rank],
+            Diagnosis(rank, {1 - rank: own}, limits=limits, clock=clocks[rank]),
+            settings=HeartbeatSettings(period_s=0.01, grace_s=0.0),
+            control=ProcessControl(),
+            entrance=links[rank].entrance,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        assert made[1].wait_verdict(0.05) is None
+        assert made[0]._links[1] is old  # it has not been silent for long
+        clock.now += 31.0
+        Reunion(made).wait_link(old)
+        made[1].report(ValueError("heard"))
+        verdict = made[0].wait_verdict(10)
+        assert verdict is not None
+        assert "heard" in verdict.text
+    finally:
+        for heartbeat in made:
+            heartbeat.close()
+        dead.close()
+        cut_off.close()
+
+
 def test_a_heartbeat_that_fails_closes_its_links(caplog: pytest.LogCaptureFixture) -> None:
     """And does not look alive to the others, who have nobody to hear them."""
 
