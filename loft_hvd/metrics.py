@@ -74,8 +74,9 @@ class Metric:
             optimizer.step()
             print(loss_of_epoch.avg)          # on every rank
 
-    ``update`` waits for nobody, so ranks may call it unequally often. Only ``avg`` talks to other
-    ranks, 16 bytes each, and only for values that are new since it was read last.
+    ``update`` waits for nobody: ranks may call it unequally often, or not at all. Reading ``avg``
+    is a collective of 16 bytes a rank: every rank reads it equally often, so not in
+    ``if hvd.rank() == 0``.
 
     Args:
         name: tells metrics apart; equal on every rank.
@@ -92,7 +93,6 @@ class Metric:
         self._transport = transport
         self._new = torch.zeros(2, dtype=torch.float64)  # of this rank: sum of values, samples
         self._totals = torch.zeros(2, dtype=torch.float64)  # the same of all ranks, without new
-        self._has_new = False
 
     def update(self, value: float | Tensor, count: int | None = None) -> None:
         """Add values of this rank.
@@ -115,7 +115,6 @@ class Metric:
                     f"Metric {self.name!r}: count={count} is for one mean, but the value has "
                     f"shape {list(values.shape)}; leave count away, or give value.mean()"
                 )
-        self._has_new = True
         if count == 0 or (self._loader is not None and self._loader.is_padding):
             return  # what a dummy batch gives may be NaN, which 0 would not take away
         weight = 1 if count is None else count
@@ -126,17 +125,16 @@ class Metric:
     def avg(self) -> Tensor:
         """The average so far: float64, of no dimension, equal on every rank; NaN without a sample.
 
-        Read it on every rank where values were added since the last time; in between any rank may
-        read it alone.
+        A collective: every rank reads it equally often, whatever was updated where. A rank without
+        new values adds 0 samples.
         """
-        if self._has_new:
-            sums = self._new.clone()  # what fails leaves this rank's values as they were
-            ends = default_transport() if self._transport is None else self._transport
-            if ends.world_size > 1:
-                channel = Channel(ends, f"loft.metric.{self.name}")
-                work = ends.allreduce(sums, name=channel.name)
-                channel.wait(work, what=f"average of {self.name!r}")
-            self._totals += sums
-            self._new = torch.zeros(2, dtype=torch.float64)
-            self._has_new = False
+        # What this rank has added never decides whether it takes part: others cannot know it.
+        sums = self._new.clone()  # what fails leaves this rank's values as they were
+        ends = default_transport() if self._transport is None else self._transport
+        if ends.world_size > 1:
+            channel = Channel(ends, f"loft.metric.{self.name}")
+            work = ends.allreduce(sums, name=channel.name)
+            channel.wait(work, what=f"average of {self.name!r}")
+        self._totals += sums
+        self._new = torch.zeros(2, dtype=torch.float64)
         return self._totals[0] / self._totals[1]  # 0 / 0 is NaN

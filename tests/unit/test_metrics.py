@@ -29,13 +29,27 @@ def test_a_metric_is_an_average_over_samples_whatever_ranks_update() -> None:
         metric.update(own)  # one value a sample, each once more
         metric.update(torch.tensor(1000.0), 8 if end.rank == 1 else 0)
         whole = float(metric.avg)
-        alone = float(metric.avg) if end.rank == 0 else whole  # nothing new: nobody is asked
-        return half, whole, alone
+        return half, whole, float(metric.avg)  # nothing new
 
     expected = (2 * float(values.sum()) + 8000.0) / 56
-    for half, whole, alone in run_ranks(3, work):
+    for half, whole, again in run_ranks(3, work):
         assert half == pytest.approx(float(values.mean()))
-        assert whole == alone == pytest.approx(expected)
+        assert whole == again == pytest.approx(expected)
+
+
+def test_a_rank_that_never_updates_takes_part_in_every_reading() -> None:
+    def work(end: LocalTransport) -> list[float]:
+        metric = loft.Metric("loss", transport=end)
+        read = [float(metric.avg)]  # of no sample
+        for step in range(3):
+            if end.rank != 1 and (end.rank == 0 or step != 1):  # rank 2 leaves one step out
+                metric.update(step + 10.0 * end.rank, 2)
+            read.append(float(metric.avg))
+        return read
+
+    for nothing, *read in run_ranks(3, work):
+        assert math.isnan(nothing)
+        assert read == [20 / 2, 21 / 3, 45 / 5]
 
 
 def test_padding_and_empty_counts_are_left_out_though_they_are_nan() -> None:
