@@ -28,10 +28,10 @@ from loft_hvd.data.draws import Draw, EpochSettings, PlanView
 from loft_hvd.data.placement import Placement, check_placement
 from loft_hvd.data.sampler import (
     GlobalBatches,
-    Keeper,
     PlanSource,
     check_balancer,
     check_length,
+    keeper_of,
     tell_sources,
 )
 from loft_hvd.errors import ArgumentTypeError, DataError
@@ -243,7 +243,7 @@ class DataLoader:
         self._train = train
         self._evaluation = None if train else EvaluationView(balancer)
         self._view: PlanView = self._evaluation or balancer
-        keeper = dataset if train and isinstance(dataset, Keeper) else None
+        keeper = keeper_of(dataset) if train else None
         self._batches = GlobalBatches(settings, self._view, keeper=keeper, given=given)
         self._position = 0  # samples of the epoch, of all ranks, in the batches yielded
         self._next_step = 0
@@ -271,12 +271,13 @@ class DataLoader:
     def __iter__(self) -> Iterator[Any]:
         if self._train:
             self._balancer.clear_pending()
-            tell_sources(self._balancer, self._batches)
             self._next_step = max(self._next_step, self._balancer.next_step)
         if self._evaluation is not None:
             self._balancer.leave_step_out()
             self._evaluation.begin()
         self._position = self._feed.start(first_step=self._next_step)
+        if self._train:
+            tell_sources(self._balancer, self._batches)
         return self._batches_of(iter(self._loader), self._feed.drawn)
 
     def _batches_of(self, fetched: Iterator[Any], drawn: deque[Draw]) -> Iterator[Any]:

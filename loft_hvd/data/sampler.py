@@ -28,8 +28,12 @@ __all__ = [
     "PlanSource",
     "check_balancer",
     "check_length",
+    "keeper_of",
     "tell_sources",
 ]
+
+
+_MOST_WRAPPERS = 8  # a choice: data sets around one another
 
 
 class PlanSource(PlanView, Protocol):
@@ -87,7 +91,9 @@ class PlanSource(PlanView, Protocol):
 class Keeper(Protocol):
     """A data set that keeps samples where they were computed, so that owners can follow them."""
 
-    def placement_after(self, given: Placement | None, *, first_step: int) -> Placement:
+    def placement_after(
+        self, given: Placement | None, *, first_step: int, world_size: int
+    ) -> Placement:
         """Return who holds what once the steps before ``first_step`` are trained.
 
         ``given`` is the user's placement, if any. Called on every rank when an iteration begins.
@@ -105,9 +111,27 @@ def check_balancer(balancer: object) -> None:
         )
 
 
+def keeper_of(dataset: object) -> Keeper | None:
+    """Return the data set as a keeper of samples; None, with a warning, where it only holds one."""
+    if isinstance(dataset, Keeper):
+        return dataset
+    inner = dataset
+    for _ in range(_MOST_WRAPPERS):
+        inner = getattr(inner, "dataset", None)
+        if isinstance(inner, Keeper):
+            warnings.warn(
+                f"a {type(inner).__name__} inside a {type(dataset).__name__}: owners cannot follow "
+                "what it keeps, and peers are not asked; give the store itself to the loader, with "
+                "transform= for what is done to each sample",
+                stacklevel=4,
+            )
+            return None
+    return None
+
+
 def tell_sources(balancer: PlanSource, batches: GlobalBatches) -> None:
-    """Say which ranks share a source, in the world that there is now."""
-    balancer.share_sources(batches.settings.placement.shared_sources(balancer.world_size))
+    """Say which ranks share a source, in the world and the iteration that there is now."""
+    balancer.share_sources(batches.placement.shared_sources(balancer.world_size))
 
 
 @dataclass(frozen=True)
@@ -162,6 +186,7 @@ class GlobalBatches:
         self.view = view
         self._keeper, self._given = keeper, given  # what the user gave, which None leaves open
         self.epoch = 0
+        self.placement = settings.placement  # who holds what in this iteration
         self.homes: Homes = settings.placement.at(view.world_size)
         self.deepest_drawn_step = -1
         self._resume_position: int | None = None
@@ -188,8 +213,11 @@ class GlobalBatches:
             self._done = None
         self._resume_position = None
         if self._keeper is not None:
-            placement = self._keeper.placement_after(self._given, first_step=first_step)
-            self.homes = placement.at(self.view.world_size)
+            world_size = self.view.world_size
+            self.placement = self._keeper.placement_after(
+                self._given, first_step=first_step, world_size=world_size
+            )
+            self.homes = self.placement.at(world_size)
         elif self.homes.world_size != self.view.world_size:
             self.homes = self.settings.placement.at(self.view.world_size)
         self.deepest_drawn_step = first_step - 1
@@ -298,7 +326,7 @@ class BatchSampler(Sampler[list[int]]):
         given, placement = placement, check_placement(placement, check_length(dataset))
         settings = EpochSettings(placement, shuffle, seed, drop_last, relaxed)
         self._balancer = balancer
-        keeper = dataset if isinstance(dataset, Keeper) else None
+        keeper = keeper_of(dataset)
         self._batches = GlobalBatches(settings, balancer, keeper=keeper, given=given)
         self._resume_step: int | None = None
         self._start = (0, 0)  # position and step at which the iteration began
@@ -311,10 +339,10 @@ class BatchSampler(Sampler[list[int]]):
         # A generator, so that nothing starts before the first list: torch makes two iterators of
         # a batch sampler when it has loader processes, and drops the first.
         self._balancer.clear_pending()
-        tell_sources(self._balancer, self._batches)
         resumed, self._resume_step = self._resume_step, None
         first_step = self._balancer.next_step if resumed is None else resumed
         position, draws = self._batches.start(first_step=first_step)
+        tell_sources(self._balancer, self._batches)
         self._start = position, first_step
         drawn: list[tuple[StepSizes, int]] = []
         self._drawn = drawn

@@ -57,18 +57,21 @@ class KeptHomes:
         done = [each for each in self._drawn if each[0] < first_step]
         self._drawn = []
         samples, owners = self._claims(done)
-        mine = samples[owners == self._channel.rank]
-        is_missing = ~held[mine]
-        # What is kept of a full shelf is a prefix, but for the few that loader processes swapped.
-        num_kept = len(mine) - int(is_missing.sum())
-        told = self._channel.allgather_rows(torch.tensor([self._digest, num_kept]))
+        mine = held[samples[owners == self._channel.rank]]
+        num_kept = int(mine.sum())
+        # A shelf that fills keeps the first of what it is given. Where it does not, as when it was
+        # full before, or loader processes overtook one another, ranks tell what they keep.
+        is_prefix = bool(mine[:num_kept].all())
+        row = torch.tensor([self._digest, num_kept, int(is_prefix)])
+        told = self._channel.allgather_rows(row)
         digests = told[:, 0].tolist()
         if len(set(digests)) > 1:
             self._start_over(digests)
+        if len(set(digests)) > 1 or not bool(told[:, 2].all()):
+            self.announce(held)
             return
         for rank, count in enumerate(told[:, 1].tolist()):
-            claimed = samples[owners == rank]
-            self.keepers[claimed[: max(0, min(count, len(claimed)))]] = rank
+            self.keepers[samples[owners == rank][:count]] = rank
 
     def _claims(self, done: list[tuple[int, _Ints, _Ints]]) -> tuple[_Ints, _Ints]:
         """Return the samples that nobody kept before, in order, and who computed each."""
@@ -88,21 +91,25 @@ class KeptHomes:
         self.keepers[:] = NOBODY
         self._digest = 0
         _logger.warning(
-            "ranks %s noted other owners of samples than the rest; nobody's cache is counted on "
-            "until it has filled again",
+            "ranks %s noted other owners of samples than the rest; all ranks tell what they keep, "
+            "and go on from there",
             odd_ones(digests),
         )
 
     def announce(self, held: npt.NDArray[np.bool_]) -> None:
-        """Tell all ranks what this one keeps already, such as on disk from an earlier run."""
+        """Tell all ranks what this one keeps, such as on disk from an earlier run."""
         count = self._channel.sub("held").allgather_rows(torch.tensor([int(held.sum())]))
         if not bool(count.any()):
+            self.keepers[:] = NOBODY
             return
         bits = torch.from_numpy(np.packbits(held))
         rows = self._channel.sub("bits").allgather_rows(bits).numpy()  # [world_size, samples / 8]
-        for rank in reversed(range(len(rows))):  # of several keepers the first counts
+        keepers, still = np.full(len(held), NOBODY, np.int16), np.zeros(len(held), bool)
+        for rank in reversed(range(len(rows))):  # of several the first, unless one is known
             mask = np.unpackbits(rows[rank], count=len(held)).astype(bool)
-            self.keepers[mask] = rank
+            keepers[mask] = rank
+            still |= mask & (self.keepers == rank)
+        self.keepers[:] = np.where(still, self.keepers, keepers)
 
 
 def with_keepers(placement: Placement, keepers: npt.NDArray[np.int16]) -> Placement:

@@ -249,6 +249,7 @@ class Peers:
         timeout_s: longest wait for the answer of one owner, in seconds.
     """
 
+    _has_warned = False
     _grpc_pid = 0  # of the process of this tree in which gRPC began; forks of it must not use it
 
     def __init__(self, addresses: Sequence[Address], key: bytes, *, timeout_s: float) -> None:
@@ -279,7 +280,7 @@ class Peers:
         owner that fails is left alone for a while, and a warning names it.
         """
         if not self._may_call():
-            return {}
+            return {}  # gRPC of a parent, copied by a fork, may wait for ever
         now = time.monotonic()
         asked = [
             (owner, samples[first : first + MOST_SAMPLES])
@@ -302,18 +303,17 @@ class Peers:
             # Never dropped: to end a connection that a fork has copied waits for ever.
             self._inherited = self._inherited, self._owners, self._pool
             self._forget()
-        if Peers._grpc_pid not in (0, self._pid):
+        if Peers._grpc_pid == 0:
+            Peers._grpc_pid = self._pid
+        if Peers._grpc_pid == self._pid:
+            return True
+        if not Peers._has_warned:
+            Peers._has_warned = True
             _logger.warning(
                 "this process was forked from one that had read from peers; it reads from the "
-                "source alone. Read the store in loader processes or in the training, not in both"
+                "source alone. Read stores in loader processes or in the training, not in both"
             )
-            self._owners = [_Owner(each) for each in self._addresses]
-            for owner in self._owners:
-                owner.asked_again_s = float("inf")
-            Peers._grpc_pid = self._pid  # said once
-        elif Peers._grpc_pid == 0:
-            Peers._grpc_pid = self._pid
-        return True
+        return False
 
     def _ask(self, rank: int, samples: Sequence[int], found: dict[int, Received]) -> None:
         owner = self._owners[rank]

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import logging
 import mmap
 import os
@@ -24,7 +25,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,9 @@ _FILE = struct.Struct("<8sQQ")  # at the start of the file on disk: version, sam
 _VERSION = b"loftkeep"
 _LOCK_S = 10.0  # a choice: loader processes of a job that was killed notice within 5 s
 # Of all processes of the rank: samples and bytes by where they came from, and what went wrong.
-_COUNTERS = ("own", "peer", "source", "own_bytes", "peer_bytes", "source_bytes", "corrupt")
-_TAILS = ("memory_units", "disk_units", "kept", "is_disk_closed")  # how far the shelf is full
+_COUNTERS = ("own", "peer", "source", "own_bytes", "peer_bytes", "corrupt")
+_TAILS = ("memory_units", "disk_units", "is_full", "is_disk_closed")  # how far the shelf is full
+_SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 50e-6, 0.01  # choices: a record is written in 20 us
 _Bytes = npt.NDArray[np.uint8]
 
 
@@ -62,7 +64,7 @@ def checksum(data: Any) -> int:
 
 def _shared(name: str, num_bytes: int) -> int:
     """Return a file without a name, of zeros that take no memory until they are written."""
-    descriptor = os.memfd_create(name, 0)
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
     os.ftruncate(descriptor, max(num_bytes, 1))
     return descriptor
 
@@ -162,14 +164,15 @@ class Shelf:
             self._lock, self._lock_pid = threading.Lock(), os.getpid()
         with self._lock:
             # The kernel lets go of it when a process ends, however it ends.
-            fcntl.lockf(self.descriptors[1], fcntl.LOCK_EX)
+            _wait_for_lock(functools.partial(fcntl.lockf, self.descriptors[1]), "its memory")
             try:
                 yield
             finally:
                 fcntl.lockf(self.descriptors[1], fcntl.LOCK_UN)
 
     def close(self) -> None:
-        """Let another shelf use the file; what is mapped stays readable until it is dropped."""
+        """Let another shelf use the file: no more is added to it, what is kept stays readable."""
+        self._tails[3] = 1
         if len(self.descriptors) == 4:
             fcntl.flock(self.descriptors[3], fcntl.LOCK_UN)
 
@@ -231,14 +234,20 @@ class Shelf:
                 tail = int(self._tails[half])
                 if tail + units <= self._limits[half] and self._is_reserved(half, tail, units):
                     begin = tail * _UNIT
-                    _RECORD.pack_into(self._views[half], begin, _MAGIC, len(data), sample, digest)
-                    begin += _RECORD.size
-                    self._views[half][begin : begin + len(data)] = data
+                    view, body = self._views[half], begin + _RECORD.size
+                    view[body : body + len(data)] = data
+                    # The head last: a later run takes what stands behind a head for a record.
+                    _RECORD.pack_into(view, begin, _MAGIC, len(data), sample, digest)
                     self._tails[half] = tail + units
-                    self._tails[2] += 1
                     self._index[sample] = half * self._memory_units + tail + 1
                     return True
+            self._tails[2] = 1
         return False
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a sample had no room; smaller ones are not tried any more."""
+        return bool(self._tails[2])
 
     def _is_reserved(self, half: int, tail: int, units: int) -> bool:
         """Reserve disk before it is written: a page that finds none would end the process."""
@@ -265,7 +274,6 @@ class Shelf:
             sample, data, _ = found
             if self._index[sample] == 0:
                 self._index[sample] = self._memory_units + unit + 1
-                self._tails[2] += 1
             unit += _units(_RECORD.size + len(data))
         self._tails[1] = unit
 
@@ -285,7 +293,7 @@ class Shelf:
     @property
     def num_kept(self) -> int:
         """Samples kept."""
-        return int(self._tails[2])
+        return int(np.count_nonzero(self._index))
 
     @property
     def bytes_kept(self) -> tuple[int, int]:
@@ -303,15 +311,20 @@ def _units(num_bytes: int) -> int:
     return -(-num_bytes // _UNIT)
 
 
-def _lock_file(descriptor: int) -> None:
-    until = time.monotonic() + _LOCK_S
+def _wait_for_lock(lock: Callable[[int], object], what: str) -> None:
+    """Take a lock of the kernel's; a BlockingIOError when another has it for too long."""
+    until, pause = time.monotonic() + _LOCK_S, _SHORTEST_SLEEP_S
     while True:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            lock(fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:  # POSIX leaves the choice to systems
             if time.monotonic() > until:
-                raise
-            time.sleep(0.1)
+                raise BlockingIOError(
+                    f"the store's lock on {what} was held by another process for {_LOCK_S:g} s; "
+                    "it is stopped, or very slow"
+                ) from error
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_SLEEP_S)
         else:
             return
 
@@ -321,16 +334,20 @@ def _open_file(path: Path, num_samples: int, identity: int) -> int:
     head = _FILE.pack(_VERSION, num_samples, identity)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = _opened(path)
+        if os.pread(descriptor, _FILE.size, 0) == head:
+            return descriptor
+        # Never emptied in place: another store may still read what it has mapped.
+        fresh = path.with_name(f"{path.name}.{os.getpid()}")
+        fresh.unlink(missing_ok=True)
         try:
-            _lock_file(descriptor)
-            if os.pread(descriptor, _FILE.size, 0) != head:
-                os.ftruncate(descriptor, 0)
-                os.posix_fallocate(descriptor, 0, _UNIT)
-                os.pwrite(descriptor, head, 0)
-        except OSError:
+            anew = _opened(fresh)
+            os.posix_fallocate(anew, 0, _UNIT)
+            os.pwrite(anew, head, 0)
+            os.replace(fresh, path)
+        finally:
             os.close(descriptor)
-            raise
+        return anew
     except OSError as error:
         in_use = isinstance(error, BlockingIOError)
         why = "another process uses it" if in_use else str(error)
@@ -338,4 +355,13 @@ def _open_file(path: Path, num_samples: int, identity: int) -> int:
             f"the store's file {path} cannot be used: {why}; give each job a folder= of its own "
             "that can be written, or disk_bytes=0"
         ) from error
+
+
+def _opened(path: Path) -> int:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        _wait_for_lock(functools.partial(fcntl.flock, descriptor), str(path))
+    except OSError:
+        os.close(descriptor)
+        raise
     return descriptor

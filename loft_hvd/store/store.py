@@ -6,7 +6,7 @@ import hashlib
 import os
 import secrets
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from loft_hvd.config import config
 from loft_hvd.data.draws import Draw
 from loft_hvd.data.placement import HomeSet, Placement
 from loft_hvd.data.sampler import check_length
-from loft_hvd.errors import ArgumentError, ArgumentTypeError
+from loft_hvd.errors import ArgumentError, ArgumentTypeError, LoftError
 from loft_hvd.store.homes import NOBODY, KeptHomes, with_keepers
 from loft_hvd.store.samples import decode_sample, encode_sample
 from loft_hvd.transport.addresses import listening_addresses, own_addresses
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["SampleStore"]
 
 _KEY_BYTES = 32  # bound from SHA-256
+_NUM_LOOKED_AT = 16  # samples; a choice: other data differ in one of them
 _MOST_ADDRESSES = 16  # a choice: they travel at a fixed length
 
 
@@ -45,8 +46,8 @@ class SampleStore(Dataset[Any]):
 
     Nothing is evicted: each sample is read once an epoch, so what was thrown away would always be
     what is needed next. What a rank keeps is a copy, never the only one: a rank that is lost
-    costs time, no sample. A sample must not change in the data set while it is kept; random
-    augmentation belongs behind the store (``collate_fn``, or a data set around it).
+    costs time, no sample. A sample must not change in the data set while it is kept: random
+    augmentation belongs into ``transform``.
 
     Every rank makes it at the same place of the script, after ``hvd.init()``.
 
@@ -55,14 +56,16 @@ class SampleStore(Dataset[Any]):
             CPU tensors, NumPy arrays and PIL images, in tuples, lists and dicts.
         memory_bytes: most bytes of samples in this rank's memory.
         disk_bytes: most bytes on this rank's disk.
-        folder: of the file on disk; a later run that finds it reads from it. Needed with
-            ``disk_bytes``; a folder on this node, not one that all nodes share.
+        folder: of the file on disk; a later run that finds it reads from it, where the data set's
+            type, length and 16 of its samples are the same. Needed with ``disk_bytes``; a folder
+            on this node, not one that all nodes share.
+        transform: applied to each sample that is read, wherever it came from.
         transport: the ranks; None for those of Horovod, ``torch.distributed``, or this one alone.
         timeout_s: longest wait for one answer of a peer, in seconds; the source is read then.
 
     Raises:
         ArgumentTypeError: the data set is not map-style, or holds what cannot be kept.
-        DataError: the file on disk cannot be used, or the server did not start.
+        ArgumentError: on every rank, when one cannot use its file or start its server.
         MismatchError: ranks have data sets of different lengths.
         MissingDependencyError: the extra ``loft_hvd[store]`` is not installed.
     """
@@ -74,6 +77,7 @@ class SampleStore(Dataset[Any]):
         memory_bytes: int,
         disk_bytes: int = 0,
         folder: str | os.PathLike[str] | None = None,
+        transform: Callable[[Any], Any] | None = None,
         transport: Transport | None = None,
         timeout_s: float = 5.0,
     ) -> None:
@@ -81,20 +85,26 @@ class SampleStore(Dataset[Any]):
         from loft_hvd.store.shelf import Shelf
 
         self.dataset = dataset
+        self.transform = transform
         self.cache_hits = 0  # of this process: kept samples that the placement did not count on
         num_samples = check_length(dataset)
         _check_budgets(memory_bytes, disk_bytes, folder)
         transport = default_transport() if transport is None else transport
         channel = Channel(transport, "loft.store")
-        check_agreement(channel, {"number of samples": str(num_samples)}, what="the sample store")
         self.rank, self.world_size = channel.rank, channel.world_size
-        self._shelf = Shelf(
-            num_samples,
-            memory_bytes=memory_bytes,
-            disk_bytes=disk_bytes,
-            path=None if folder is None else _file_in(Path(folder), self.rank),
-            identity=_identity(dataset, num_samples),
-        )
+        refusal = ""
+        try:
+            self._shelf = Shelf(
+                num_samples,
+                memory_bytes=memory_bytes,
+                disk_bytes=disk_bytes,
+                path=None if folder is None else _file_in(Path(folder), self.rank),
+                identity=0 if folder is None else _identity(dataset, num_samples),
+            )
+        except (LoftError, OSError, MemoryError) as error:
+            refusal = str(error) or type(error).__name__
+        fields = {"number of samples": str(num_samples)}
+        check_agreement(channel, fields, what="the sample store", refusal=refusal)
         self._homes: KeptHomes | None = KeptHomes(self._shelf.keepers, channel)
         self._homes.announce(self._shelf.held())
         self._server: Server | None = None
@@ -111,8 +121,13 @@ class SampleStore(Dataset[Any]):
         channel.sub("key").broadcast(key, what="the store's key")
         secret = bytes(key.tolist())
         host = _host(channel)
-        self._server = Server(self._shelf, host=host, key=secret, owner=self.rank)
-        port = self._server.address().port
+        port, refusal = 0, ""
+        try:
+            self._server = Server(self._shelf, host=host, key=secret, owner=self.rank)
+            port = self._server.address().port
+        except (LoftError, OSError) as error:
+            refusal = str(error)
+        check_agreement(channel.sub("open"), {}, what="the store's server", refusal=refusal)
         number = int.from_bytes(socket.inet_aton(host), "big")
         rows = channel.sub("servers").allgather_rows(torch.tensor([number, port])).tolist()
         addresses = [Address(socket.inet_ntoa(row[0].to_bytes(4, "big")), row[1]) for row in rows]
@@ -150,7 +165,9 @@ class SampleStore(Dataset[Any]):
             found |= self._from_peers(missing, counts)
             found |= self._from_source([each for each in missing if each not in found], counts)
         self._shelf.count(**{name: count for name, count in counts.items() if count})
-        return [found[number] for number in numbers]
+        # A sample that is asked for twice is transformed twice: the draw may be random.
+        transform = self.transform
+        return [found[each] if transform is None else transform(found[each]) for each in numbers]
 
     def _from_peers(self, missing: Sequence[int], counts: dict[str, int]) -> dict[int, Any]:
         wanted: dict[int, list[int]] = {}
@@ -173,23 +190,26 @@ class SampleStore(Dataset[Any]):
             return {}
         get_items = getattr(self.dataset, "__getitems__", None)
         samples = get_items(missing) if get_items else [self.dataset[each] for each in missing]
-        for number, sample in zip(missing, samples, strict=True):
-            data = encode_sample(sample)
-            self._shelf.add(number, data)
-            counts["source"] += 1
-            counts["source_bytes"] += len(data)
+        counts["source"] += len(missing)
+        if not self._shelf.is_full:
+            for number, sample in zip(missing, samples, strict=True):
+                self._shelf.add(number, encode_sample(sample))
         return dict(zip(missing, samples, strict=True))
 
     # What a sampler asks of it (``Keeper``), in the process that trains.
 
-    def placement_after(self, given: Placement | None, *, first_step: int) -> Placement:
+    def placement_after(
+        self, given: Placement | None, *, first_step: int, world_size: int
+    ) -> Placement:
         """Return who holds what, now that the steps before ``first_step`` are trained.
 
-        Every rank calls it with the same step, when an iteration begins.
+        Every rank calls it with the same step, when an iteration begins. In a world of another
+        size ranks have other numbers: then nobody's store is counted on, and each reads its own.
         """
         base = Placement(np.zeros(len(self), np.int32), (HomeSet(shared=("source",)),))
         base = base if given is None else given
-        if self._homes is None:
+        if self._homes is None or world_size != self.world_size:
+            self._homes = None
             return base
         self._homes.settle(first_step=first_step, held=self._shelf.held())
         return with_keepers(base, self._shelf.keepers)
@@ -205,8 +225,8 @@ class SampleStore(Dataset[Any]):
     def counters(self) -> Mapping[str, int]:
         """Samples and bytes read since the start, by all loader processes of this rank.
 
-        ``own``, ``peer`` and ``source`` are samples, ``own_bytes`` and so on their bytes, and
-        ``corrupt`` those whose checksum was wrong.
+        ``own``, ``peer`` and ``source`` are samples, ``own_bytes`` and ``peer_bytes`` their bytes,
+        and ``corrupt`` those whose checksum was wrong.
         """
         return self._shelf.counters
 
@@ -247,10 +267,14 @@ def _file_in(folder: Path, rank: int) -> Path:
 
 
 def _identity(dataset: Dataset[Any], num_samples: int) -> int:
-    """Return 63 bits of what the data set is: its type, its length, its first sample."""
+    """Return 63 bits of what the data set is: its type, its length, some of its samples."""
     text = f"{type(dataset).__module__}.{type(dataset).__qualname__} {num_samples} "
-    first = encode_sample(dataset[0]) if num_samples else b""
-    return int.from_bytes(hashlib.sha256(text.encode() + first).digest()[:8], "little") >> 1
+    whole = hashlib.sha256(text.encode())
+    for place in range(min(_NUM_LOOKED_AT, num_samples)):
+        whole.update(
+            encode_sample(dataset[place * num_samples // min(_NUM_LOOKED_AT, num_samples)])
+        )
+    return int.from_bytes(whole.digest()[:8], "little") >> 1
 
 
 def _host(channel: Channel) -> str:

@@ -30,7 +30,9 @@ class Cache:
         self.homes = KeptHomes(self.keepers, Channel(transport, "test"))
         self.num_hits = self.num_read = 0
 
-    def placement_after(self, given: Placement | None, *, first_step: int) -> Placement:
+    def placement_after(
+        self, given: Placement | None, *, first_step: int, world_size: int
+    ) -> Placement:
         self.homes.settle(first_step=first_step, held=self.held)
         base = Placement(np.zeros(len(self.held), np.int32), (SOURCE,))
         return with_keepers(base, self.keepers)
@@ -111,11 +113,11 @@ def test_all_ranks_know_the_same_keepers_and_they_are_true() -> None:
     assert 200 <= kept[3] < 300
 
 
-def test_ranks_that_noted_different_owners_count_on_nobody(
+def test_ranks_that_noted_different_owners_tell_what_they_keep(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def rank(transport: LocalTransport) -> np.ndarray:
-        cache = Cache(100, 100, transport)
+    def rank(transport: LocalTransport) -> Cache:
+        cache = Cache(100, 20, transport)
         sizes = (10, 5, 5) if transport.rank == 1 else (8, 6, 6)  # a plan that is not the others'
         plans = FakePlans(sizes, rank=transport.rank)
         settings = EpochSettings(Placement.replicated(100), True, 3, False, False)
@@ -124,10 +126,13 @@ def test_ranks_that_noted_different_owners_count_on_nobody(
         for draw in draws:
             cache.read(draw.indices(transport.rank, min_batch=1, homes=batches.homes))
         batches.start(first_step=5)
-        return cache.keepers
+        return cache
 
-    keepers = run_ranks(3, rank)
-    assert all((each == NOBODY).all() for each in keepers)
+    caches = run_ranks(3, rank)
+    for cache in caches:
+        np.testing.assert_array_equal(cache.keepers, caches[0].keepers)
+        assert cache.held[cache.keepers == cache.rank].all()
+    assert (caches[0].keepers != NOBODY).sum() >= 40  # some samples are kept twice
     assert "ranks [1] noted other owners" in caplog.text
 
 
@@ -140,6 +145,28 @@ def test_what_was_kept_before_is_announced() -> None:
 
     for keepers in run_ranks(2, rank):
         assert keepers.tolist() == [0] * 15 + [1] * 10 + [NOBODY] * 5
+
+
+def test_what_is_kept_without_an_order_is_told() -> None:
+    """A rank that kept the last of its samples, not the first, as no filling shelf does."""
+
+    def rank(transport: LocalTransport) -> Cache:
+        cache = Cache(200, 0, transport)
+        plans = FakePlans((10, 10), rank=transport.rank)
+        settings = EpochSettings(Placement.replicated(200), True, 3, False, False)
+        batches = GlobalBatches(settings, plans, keeper=cache)
+        _, draws = batches.start(first_step=0)
+        for number, draw in enumerate(draws):
+            if number >= 6:
+                samples = draw.indices(transport.rank, min_batch=1, homes=batches.homes)
+                cache.held[samples] = True
+        batches.start(first_step=10)
+        return cache
+
+    caches = run_ranks(2, rank)
+    for cache in caches:
+        np.testing.assert_array_equal(cache.keepers == cache.rank, cache.held)
+        np.testing.assert_array_equal(cache.keepers, caches[0].keepers)
 
 
 def test_keepers_join_the_homes_that_a_user_gave() -> None:

@@ -110,7 +110,8 @@ assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [2,
 assert len(peers.fetch({0: [2, 4]})) == 2
 pid = os.fork()
 if pid == 0:
-    os._exit(10 + len(peers.fetch({0: [2, 4]})))
+    other = Peers([Address("127.0.0.1", int(sys.argv[1]))], bytes(range(32)), timeout_s=10.0)
+    os._exit(10 + len(peers.fetch({0: [2, 4]})) + len(other.fetch({0: [2, 4]})))
 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 10  # gRPC began before this fork
 """
 

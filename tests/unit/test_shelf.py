@@ -154,3 +154,44 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="disk_bytes=0"):
         Shelf(10, memory_bytes=0, disk_bytes=1000, path=tmp_path / "file" / "kept")
+
+
+def test_a_closed_shelf_stays_readable_when_another_data_set_takes_its_place(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "kept"
+    first = Shelf(10, memory_bytes=0, disk_bytes=10_000, path=path, identity=1)
+    first.add(3, DATA)
+    first.close()
+    other = Shelf(10, memory_bytes=0, disk_bytes=10_000, path=path, identity=2)
+    other.add(4, b"other")
+    assert bytes(first.read(3)[0]) == DATA  # type: ignore[index]
+    assert not first.add(5, DATA)
+    assert not other.held()[3]
+    assert [each.name for each in tmp_path.iterdir()] == ["kept"]
+
+
+def test_a_lock_that_is_held_for_too_long_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    shelf = Shelf(10, memory_bytes=1000)
+    monkeypatch.setattr("loft_hvd.store.shelf._LOCK_S", 0.0)
+    held, said = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with shelf._locked():
+            os.write(held[1], b"x")
+            os.read(said[0], 1)
+        os._exit(0)
+    os.read(held[0], 1)
+    with pytest.raises(BlockingIOError, match="held by another process"):
+        shelf.add(1, DATA)
+    os.write(said[1], b"x")
+    os.waitpid(pid, 0)
+    assert shelf.add(1, DATA)
+
+
+def test_a_full_shelf_says_so() -> None:
+    shelf = Shelf(10, memory_bytes=200)
+    assert shelf.add(1, DATA)
+    assert not shelf.is_full
+    assert not shelf.add(2, DATA)
+    assert shelf.is_full

@@ -232,4 +232,60 @@ def test_a_sample_that_cannot_be_kept_says_where() -> None:
             return {"x": object()}
 
     with pytest.raises(ArgumentTypeError, match=r"sample\[x\] is of type object"):
-        alone(Odd())
+        alone(Odd())[0]
+
+
+def test_a_transform_is_applied_to_each_read_and_not_kept() -> None:
+    draws = iter(range(100))
+    store = alone(transform=lambda sample: (sample[1], next(draws)))
+    assert store[5] == (5, 0)
+    assert store[5] == (5, 1)
+    assert store.__getitems__([7, 7]) == [(7, 2), (7, 3)]
+    assert store.counters["source"] == 2
+
+
+def test_a_wrapped_store_is_warned_of() -> None:
+    subset = torch.utils.data.Subset(alone(), range(100))
+    with pytest.warns(UserWarning, match="a SampleStore inside a Subset"):
+        loft.DataLoader(subset, FakePlans([10]))
+
+
+def test_a_rank_that_cannot_use_its_folder_ends_all(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    def rank(transport: LocalTransport) -> None:
+        folder = tmp_path / ("file" if transport.rank == 1 else "folder")
+        with pytest.raises(ArgumentError, match="cannot be used"):
+            loft.SampleStore(
+                Source(), memory_bytes=0, disk_bytes=1000, folder=folder, transport=transport
+            )
+
+    run_ranks(2, rank)
+
+
+def test_another_data_set_in_the_folder_is_not_taken_for_the_first(tmp_path: Path) -> None:
+    options = {"memory_bytes": 0, "disk_bytes": 1 << 20, "folder": tmp_path}
+    x = torch.zeros(100, 2)
+    for labels in (torch.zeros(100), torch.arange(100)):  # the first samples are equal
+        store = alone(torch.utils.data.TensorDataset(x, labels), **options)
+        assert store[60][1] == labels[60]
+        store.close()
+
+
+def test_a_world_of_another_size_counts_on_no_keeper() -> None:
+    def rank(transport: LocalTransport) -> int:
+        store = loft.SampleStore(Source(), memory_bytes=1 << 20, transport=transport)
+        for _ in epochs(transport, store, (60, 40), 1):
+            pass
+        plans = FakePlans([100])  # the other rank has gone
+        seen = [y for _, ys in loft.DataLoader(store, plans) for y in ys.tolist()]
+        store.close()
+        return len(set(seen))
+
+    assert run_ranks(2, rank) == [NUM_SAMPLES, NUM_SAMPLES]
+
+
+def test_shared_sources_are_told_of_the_placement_in_use() -> None:
+    plans = FakePlans([10])
+    next(iter(loft.DataLoader(alone(), plans)))
+    assert plans.source == (0,)
