@@ -164,10 +164,10 @@ class _BucketReducer:
             with _located(place):
                 handle = self._start(bucket.index(), values)
             self._flights.append(_Flight(handle, future, values, place))
-            # No thread moves these on: every new bucket gives the others a push.
-            for flight in self._flights:
-                with _located(flight.place):
-                    flight.handle.done()
+            # No thread moves these on: every new bucket gives itself and the others a push. What
+            # fails of another is told when that one is waited for.
+            with _located(place):
+                handle.done()
             if bucket.is_last():
                 self._finish()
         except BaseException as error:

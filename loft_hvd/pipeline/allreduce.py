@@ -10,6 +10,7 @@ rule.
 from __future__ import annotations
 
 import functools
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -113,11 +114,16 @@ def _reductions() -> weakref.WeakKeyDictionary[Transport, dict[str, NamedReducti
 def forget_reductions() -> None:
     """Drop all buffers, also of operations in flight: their world has ended."""
     _reductions().clear()
+    _in_flight().clear()
     _kept_end.cache_clear()
 
 
 class Handle:
-    """An all-reduce in flight; made by ``allreduce_async``."""
+    """An all-reduce in flight; made by ``allreduce_async``.
+
+    Whoever asks for one moves all of the same transport on, in the order in which they began: ranks
+    may wait for theirs in any order.
+    """
 
     def __init__(
         self,
@@ -136,19 +142,41 @@ class Handle:
         self._agreement = agreement  # its row is kept with it: it is being sent
         self._start = start  # what begins once ranks agree; None where it has begun
         self._result = tensor.clone() if reduction is None else None
+        self._is_over = reduction is None
         self._failure: BaseException | None = None
+        self._moving = threading.Lock()
 
     def done(self) -> bool:
-        """Say whether ``wait`` would return at once; moves the work on, never blocks."""
+        """Say whether ``wait`` would return at once; moves work on, never blocks."""
+        if not self._is_over and self._failure is None:
+            others = _in_flight().get(self._transport, [])
+            for handle in others.copy():
+                handle._move()
+            if self not in others:  # over by now; or forgotten, as its world has ended
+                self._move()
         if self._failure is not None:
             raise self._failure
-        if self._reduction is None or self._result is not None:
-            return True
+        return self._is_over
+
+    def _move(self) -> None:
+        """Do what can be done without waiting; an error is told to who asks for this handle."""
+        # Threads may wait for handles of their own: what one of them moves, the rest leave alone.
+        if not self._moving.acquire(blocking=False):
+            return
         try:
-            return self._advance(self._reduction)
+            if self._is_over or self._failure is not None:
+                return
+            assert self._reduction is not None
+            self._is_over = self._advance(self._reduction)
         except BaseException as error:
             self._failure = error  # what the buffers hold by now is no result: asked again, too
-            raise
+            if not isinstance(error, Exception):  # as when the user interrupts
+                raise
+        finally:
+            self._moving.release()
+            others = _in_flight().get(self._transport, [])
+            if (self._is_over or self._failure is not None) and self in others:
+                others.remove(self)
 
     def _advance(self, reduction: NamedReduction) -> bool:
         if self._agreement is not None:
@@ -208,6 +236,12 @@ class Handle:
             )
 
 
+@functools.cache
+def _in_flight() -> weakref.WeakKeyDictionary[Transport, list[Handle]]:
+    """Return the handles that are not over, by transport, in the order in which they began."""
+    return weakref.WeakKeyDictionary()
+
+
 def allreduce_async(
     tensor: Tensor,
     rule: Rule | None = None,
@@ -257,9 +291,12 @@ def allreduce_async(
     # differ costs no waiting. On a mesh after it, which takes one round trip: what ranks that
     # differ had begun would stay in the way of the name's next call.
     if overlaps(lines):
-        return Handle(ends, tensor, reduction, name=name, agreement=agreement, start=start)
-    start()
-    return Handle(ends, tensor, reduction, name=name, agreement=agreement)
+        handle = Handle(ends, tensor, reduction, name=name, agreement=agreement, start=start)
+    else:
+        start()
+        handle = Handle(ends, tensor, reduction, name=name, agreement=agreement)
+    _in_flight().setdefault(ends, []).append(handle)
+    return handle
 
 
 def allreduce(

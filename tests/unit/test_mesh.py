@@ -87,6 +87,61 @@ def test_ranks_that_bring_other_sizes_to_an_allreduce_hear_so_and_may_try_again(
         assert torch.equal(result, torch.ones(7))
 
 
+@pytest.mark.parametrize(
+    "rule", [loft.Mean(), loft.Mean(reproducible=True), loft.Median()], ids=str
+)
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_may_wait_for_allreduces_in_any_order(num_ranks: int, rule: loft.Rule) -> None:
+    def work(transport: LocalTransport) -> list[float]:
+        ends = over_mesh(transport)
+        names = ["a", "b", "c"]
+        handles = {
+            name: loft.allreduce_async(
+                torch.full((7,), float(at + ends.rank)), rule, name=name, transport=ends
+            )
+            for at, name in enumerate(names)
+        }
+        turned = names[ends.rank :] + names[: ends.rank]  # every rank begins with another
+        results = {name: handles[name].wait(5.0) for name in turned}
+        return [float(results[name].mean()) for name in names]
+
+    middle = (num_ranks - 1) / 2
+    assert run_ranks(num_ranks, work) == [[middle, middle + 1, middle + 2]] * num_ranks
+
+
+def test_whoever_asks_for_one_allreduce_moves_those_on_that_began_before_and_after() -> None:
+    def work(transport: LocalTransport) -> Tensor:
+        ends = over_mesh(transport)
+        handles = [
+            loft.allreduce_async(torch.ones(6), loft.Median(), name=name, transport=ends)
+            for name in ("a", "b", "c")
+        ]
+        asked = handles[transport.rank]  # others than the one that is waited for
+        while not asked.done():
+            pass
+        return handles[2].wait(5.0)
+
+    for result in run_ranks(2, work):
+        assert torch.equal(result, torch.ones(6))
+
+
+def test_an_allreduce_that_fails_tells_who_waits_for_it_and_nobody_else() -> None:
+    def refuse(_: Tensor) -> Tensor:
+        raise ArithmeticError("a rule of the user's fails")
+
+    def work(transport: LocalTransport) -> Tensor:
+        ends = over_mesh(transport)
+        bad = loft.allreduce_async(torch.ones(6), loft.Custom(refuse), name="bad", transport=ends)
+        good = loft.allreduce_async(torch.ones(6), loft.Median(), name="good", transport=ends)
+        result = good.wait(5.0)
+        with pytest.raises(ArithmeticError):
+            bad.wait(5.0)
+        return result
+
+    for result in run_ranks(2, work):
+        assert torch.equal(result, torch.ones(6))
+
+
 def test_groups_of_a_mesh_exchange_among_themselves() -> None:
     def work(transport: LocalTransport) -> list[int]:
         part = over_mesh(transport).subset(((0, 2), (1, 3)))

@@ -35,6 +35,19 @@ def conform(world_size: int) -> None:
         local = run_ranks(world_size, partial(train, rule=rule, num_steps=20))
         mine = train(TorchDistributedTransport(), rule, num_steps=20)
         assert fingerprint(mine) == fingerprint(local[0]), rule
+    wait_in_other_orders(dist.get_rank())
+
+
+def wait_in_other_orders(rank: int) -> None:
+    """Wait for two all-reduces, each rank for another one first."""
+    for rule in (loft.Mean(), loft.Median()):
+        ends = TorchDistributedTransport()
+        handles = [
+            loft.allreduce_async(torch.full((12,), float(at)), rule, name=f"{at}", transport=ends)
+            for at in range(2)
+        ]
+        for at in (0, 1) if rank == 0 else (1, 0):
+            assert torch.equal(handles[at].wait(20.0), torch.full((12,), float(at)))
 
 
 def own_batch(rank: int, step: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
