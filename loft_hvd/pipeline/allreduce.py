@@ -34,7 +34,7 @@ from loft_hvd.pipeline.ring import ExchangeSpec, is_engine_sum
 from loft_hvd.pipeline.weights import PassWeights
 from loft_hvd.pipeline.wire import Compression
 from loft_hvd.transport.agreement import digest, odd_ones
-from loft_hvd.transport.base import Transport, Work, overlaps, watch_of
+from loft_hvd.transport.base import Transport, Work, watch_of
 from loft_hvd.transport.default import default_transport
 from loft_hvd.transport.mesh import meshed
 
@@ -65,6 +65,7 @@ class NamedReduction:
         self.is_engine_sum = is_engine_sum(rule, wire)
         self._result: Tensor | None = None  # of a direct one; else it is in the bucket
         self._reduction = BucketReduction(spec, has_bucket=not self.is_direct)
+        self.overlaps = self._reduction.overlaps  # with others, on connections of our own
 
     def start(self, row: Tensor, weights: PassWeights, *, share: float) -> None:
         """Put a rank's row, of any shape, on the wire; leave it as it is until the end.
@@ -288,9 +289,9 @@ def allreduce_async(
     start = functools.partial(reduction.start, tensor.detach(), weighed, share=share)
     reduction.is_busy = True
     # On an engine with its own negotiation beside the agreement, not after it: to find ranks that
-    # differ costs no waiting. On a mesh after it, which takes one round trip: what ranks that
-    # differ had begun would stay in the way of the name's next call.
-    if overlaps(lines):
+    # differ costs no waiting. Where values take a mesh after it, which takes one round trip: what
+    # ranks that differ had begun would stay in the way of the name's next call.
+    if reduction.overlaps:
         handle = Handle(ends, tensor, reduction, name=name, agreement=agreement, start=start)
     else:
         start()

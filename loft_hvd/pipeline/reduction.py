@@ -76,6 +76,7 @@ class BucketReduction:
         part_bytes: int | None = None,
     ) -> None:
         spec = replace(spec, transport=_transport_for(spec))
+        self.overlaps = overlaps(spec.transport)
         num_shards = spec.transport.world_size
         if not has_bucket and suits_two(spec.transport, spec.rule):
             make_exchange, num_shards = between_two, 1

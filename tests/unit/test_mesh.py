@@ -11,9 +11,9 @@ from loft_hvd.errors import MismatchError, TransportTimeoutError
 from loft_hvd.pipeline import reduction as reduction_module
 from loft_hvd.pipeline.reduction import BucketReduction
 from loft_hvd.pipeline.ring import ExchangeSpec
-from loft_hvd.transport.base import Channel, Transport, wait_for
+from loft_hvd.transport.base import Channel, Transport, Work, wait_for
 from loft_hvd.transport.conformance import CHECKS
-from loft_hvd.transport.local import LocalTransport, run_ranks
+from loft_hvd.transport.local import LocalTransport, _LocalWork, run_ranks
 from loft_hvd.transport.mesh import MeshTransport, open_mesh
 
 
@@ -140,6 +140,38 @@ def test_an_allreduce_that_fails_tells_who_waits_for_it_and_nobody_else() -> Non
 
     for result in run_ranks(2, work):
         assert torch.equal(result, torch.ones(6))
+
+
+class Meshed(LocalTransport):
+    """An engine that has a mesh for rules, as Horovod on several nodes; keeps what it started."""
+
+    started: list[str]
+    mesh: MeshTransport
+
+    def meshed(self) -> Transport:
+        return self.mesh
+
+    def follow(self, work: Work, name: str) -> Work:
+        return work
+
+    def _post(self, kind: str, name: str, send: Tensor, recv: Tensor) -> _LocalWork:
+        self.started.append(f"{kind} {name}")
+        return super()._post(kind, name, send, recv)
+
+
+@pytest.mark.parametrize(
+    ("rule", "started"), [(loft.Mean(), ["allreduce x"]), (loft.Median(), [])], ids=str
+)
+def test_a_mean_that_takes_the_engine_begins_at_once(rule: loft.Rule, started: list[str]) -> None:
+    def work(transport: LocalTransport) -> list[str]:
+        ends = Meshed(transport._world, transport.rank)
+        ends.started, ends.mesh = [], over_mesh(transport)
+        handle = loft.allreduce_async(torch.ones(6), rule, name="x", transport=ends)
+        begun = list(ends.started)
+        assert torch.equal(handle.wait(5.0), torch.ones(6))
+        return begun
+
+    assert run_ranks(2, work) == [started] * 2
 
 
 def test_groups_of_a_mesh_exchange_among_themselves() -> None:
