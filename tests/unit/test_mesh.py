@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +17,7 @@ from loft_hvd.pipeline.ring import ExchangeSpec
 from loft_hvd.transport.base import Channel, Transport, Work, wait_for
 from loft_hvd.transport.conformance import CHECKS
 from loft_hvd.transport.local import LocalTransport, _LocalWork, run_ranks
-from loft_hvd.transport.mesh import MeshTransport, open_mesh
+from loft_hvd.transport.mesh import MeshTransport, _Addresses, open_mesh
 
 
 def over_mesh(transport: LocalTransport) -> MeshTransport:
@@ -209,3 +212,13 @@ def test_parts_of_parts_have_the_same_bits(
         return torch.equal(whole, reduced(over_mesh(transport), row, 19))
 
     assert run_ranks(num_ranks, work) == [True] * num_ranks
+
+
+def test_addresses_of_many_ranks_have_room() -> None:
+    channel: Any = SimpleNamespace(world_size=512, allgather_rows=lambda row: row.view(1, -1))
+    channel.sub = lambda _: channel
+    addresses = _Addresses(channel)
+    told = bytes(158 + 8 * 512)  # what Gloo of torch 2 tells
+    addresses.set("0", told)
+    addresses._meet()
+    assert addresses.get("0") == told
