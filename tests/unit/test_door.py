@@ -358,6 +358,23 @@ def test_links_connect_all_ranks_whoever_is_there_first(
             stranger.close()
 
 
+def test_nobody_waits_or_calls_where_rank_0_cannot_listen(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # An address for documentation (RFC 5737), which no host has.
+    monkeypatch.setattr(
+        "loft_hvd.transport.heartbeat.door.listening_addresses", lambda *_, **__: ["192.0.2.1"]
+    )
+
+    def work(transport: LocalTransport) -> tuple[bool, int]:
+        links = open_links(Channel(transport, "links", 2))
+        links.close()
+        return links.entrance is None, len(links.met)
+
+    assert run_ranks(3, work) == [(True, 0)] * 3
+    assert "rank 0 cannot listen on ['192.0.2.1']" in caplog.text
+
+
 def test_every_rank_gets_its_own_key_only(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[int, bytes] = {}
     real = Caller.__init__

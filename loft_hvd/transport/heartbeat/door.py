@@ -299,7 +299,7 @@ class Caller:
     """How a rank reaches rank 0: it calls its addresses, one after the other, until one answers.
 
     Args:
-        places: rank 0's addresses and ports.
+        places: rank 0's addresses and ports, one at least.
         rank: this rank.
         key: this rank's key.
         own: where this rank runs.
@@ -341,7 +341,7 @@ class Caller:
         now = self._clock()
         try:
             if self._connecting is None and self._link is None:
-                if now >= self._again_at and self._places:
+                if now >= self._again_at:
                     self._begin()
             elif now >= self._until:
                 self.hang_up()
@@ -505,7 +505,8 @@ def _open(links: Links, channel: Channel) -> None:
         mine: list[int] = received[0].tolist()
         ports = mine[1 : 2 * _MAX_ADDRESSES : 2]  # as long as addresses, behind which are zeros
         places = list(zip(_as_addresses(mine[: 2 * _MAX_ADDRESSES : 2]), ports, strict=False))
-        links.entrance = Caller(places, channel.rank, bytes(mine[2 * _MAX_ADDRESSES :]), own)
+        if places:  # with nowhere to call a caller would be due at once, for ever
+            links.entrance = Caller(places, channel.rank, bytes(mine[2 * _MAX_ADDRESSES :]), own)
     if links.entrance is not None:
         _meet_all(links, links.entrance, channel.world_size - 1 if channel.rank == 0 else 1, until)
     if isinstance(links.entrance, Door):
