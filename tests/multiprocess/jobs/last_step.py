@@ -31,6 +31,7 @@ class Slow(Policy):
 def main() -> None:
     hvd.init()
     torch.set_num_threads(1)
+    torch.manual_seed(0)  # one start for all ranks
     model = torch.nn.Linear(2, 1)
     balancer = loft.Balancer(GLOBAL_BATCH, Slow(), interval=INTERVAL)
     optimizer = loft.DistributedOptimizer(

@@ -27,6 +27,7 @@ def compute(num_samples: int) -> None:
 def main() -> None:
     hvd.init()
     torch.set_num_threads(1)
+    torch.manual_seed(0)  # one start for all ranks
     model = torch.nn.Linear(2, 1)
     balancer = loft.Balancer(GLOBAL_BATCH, "lbbsp-cpu:last", interval=4)
     if "probe" in sys.argv:

@@ -113,6 +113,7 @@ def main() -> None:
     kind = sys.argv[1]
     hvd.init()
     torch.set_num_threads(1)
+    torch.manual_seed(0)  # one start for all ranks
     is_slow = hvd.rank() == SLOW_RANK
     placement, dataset = None, Samples(DISK_S if kind == "disk" and is_slow else 0.0)
     if kind == "link":  # all samples are on rank 0
