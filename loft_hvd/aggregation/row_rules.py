@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from loft_hvd.aggregation.inputs import read_count
-from loft_hvd.aggregation.rules import Custom, Mean, Median, Rule, TrimmedMean, read_f
+from loft_hvd.aggregation.rules import Custom, Expecting, Mean, Median, Rule, TrimmedMean
 from loft_hvd.errors import AggregationError, ArgumentError, ArgumentTypeError
 
 __all__ = [
@@ -231,20 +231,7 @@ class Bucketing(_Around):
 
 
 @dataclass(frozen=True)
-class _Expecting(RowRule):
-    """A rule of its own with a number of Byzantine rows, which it validates."""
-
-    f: int
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "f", read_f(self.name, self.f))  # frozen from here on
-
-    def __str__(self) -> str:
-        return f"{self.name}:f={self.f}"
-
-
-@dataclass(frozen=True)
-class MultiKrum(_Expecting):
+class MultiKrum(RowRule, Expecting):
     """The mean by weight of the ``n - f`` rows of the lowest scores.
 
     A row's score is the sum of its squared distances to its ``n - f`` nearest rows, itself
@@ -255,7 +242,7 @@ class MultiKrum(_Expecting):
 
 
 @dataclass(frozen=True)
-class GeometricMedian(_Expecting):
+class GeometricMedian(RowRule, Expecting):
     """The point whose distances to the rows, by weight, have the least sum.
 
     f sets how many rows are needed. With weights it survives rows of less than half of the weight;
@@ -277,7 +264,7 @@ class GeometricMedian(_Expecting):
 
 
 @dataclass(frozen=True)
-class CentredClipping(_Expecting):
+class CentredClipping(RowRule, Expecting):
     """Clip the rows' differences from a centre, move the centre by their mean; five times.
 
     The first centre is the row of the lowest ``MultiKrum`` score. Differences shrink to their
@@ -288,7 +275,7 @@ class CentredClipping(_Expecting):
 
 
 @dataclass(frozen=True)
-class Bulyan(_Expecting):
+class Bulyan(RowRule, Expecting):
     """Choose ``n - 2f`` rows by Krum, one after the other; of these the mean around the median.
 
     Each coordinate is the mean by weight of the ``n - 4f`` chosen values nearest to their median.
@@ -306,7 +293,7 @@ class Bulyan(_Expecting):
 
 
 @dataclass(frozen=True)
-class MinimumDiameter(_Expecting):
+class MinimumDiameter(RowRule, Expecting):
     """The mean by weight of those ``n - f`` rows whose greatest distance is the smallest.
 
     Of several such sets the one whose row numbers come first. f is at most 8: to find the set takes
@@ -325,7 +312,7 @@ class MinimumDiameter(_Expecting):
 
 
 @dataclass(frozen=True)
-class Robust(_Expecting):
+class Robust(RowRule, Expecting):
     """The advised rule: ``ARC(NNM(TrimmedMean(f)))``.
 
     Clipping bounds long rows, mixing shrinks the differences of honest rows, and the trimmed mean

@@ -24,6 +24,7 @@ __all__ = [
     "MAX_ROWS",
     "RULES",
     "Custom",
+    "Expecting",
     "Mean",
     "MeanAroundMedian",
     "Median",
@@ -273,8 +274,8 @@ class Median(Rule):
 
 
 @dataclass(frozen=True)
-class _Trimming(Rule):
-    """A rule with a number of Byzantine rows, which it validates."""
+class Expecting(Rule):
+    """Base class of the rules with a number of Byzantine rows, which they validate."""
 
     f: int
 
@@ -286,7 +287,7 @@ class _Trimming(Rule):
 
 
 @dataclass(frozen=True)
-class TrimmedMean(_Trimming):
+class TrimmedMean(Expecting):
     """Average what is left after dropping the f smallest and f largest values of a coordinate."""
 
     name: ClassVar[str] = "trimmed_mean"
@@ -294,7 +295,7 @@ class TrimmedMean(_Trimming):
 
 
 @dataclass(frozen=True)
-class MeanAroundMedian(_Trimming):
+class MeanAroundMedian(Expecting):
     """Average the rows - f values nearest to the median; of two equally near the lower stays."""
 
     name: ClassVar[str] = "mean_around_median"
@@ -302,7 +303,7 @@ class MeanAroundMedian(_Trimming):
 
 
 @dataclass(frozen=True)
-class Phocas(_Trimming):
+class Phocas(Expecting):
     """Average the rows - f values nearest to the f-trimmed mean; ties keep the lower."""
 
     name: ClassVar[str] = "phocas"

@@ -212,6 +212,7 @@ def _interval(step: int, sizes: tuple[int, ...]) -> Interval:
 
 
 def _text(state: object) -> str:
+    # Only compared with its like: keys that JSON cannot hold are a damage that is left out of both.
     return json.dumps(state, sort_keys=True, default=repr, skipkeys=True)
 
 

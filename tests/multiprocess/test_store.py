@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.launch import launch
 
-pytest.importorskip("pyarrow.flight")
+pytest.importorskip("pyarrow.flight", reason="the extra [store] is not installed")
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
 
 JOB = "tests/multiprocess/jobs/store.py"

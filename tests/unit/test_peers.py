@@ -17,7 +17,7 @@ from loft_hvd.errors import DataError
 from loft_hvd.store.peers import Address, Peers, Server, open_ticket, sign_ticket
 from loft_hvd.store.shelf import Shelf
 
-flight = pytest.importorskip("pyarrow.flight")
+flight = pytest.importorskip("pyarrow.flight", reason="the extra [store] is not installed")
 KEY, OTHER_KEY = bytes(range(32)), bytes(32)
 NUM_SAMPLES = 100
 

@@ -19,7 +19,7 @@ from loft_hvd.errors import ArgumentError, ArgumentTypeError, MismatchError
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
 from tests.support.plans import FakePlans
 
-pytest.importorskip("pyarrow.flight")
+pytest.importorskip("pyarrow.flight", reason="the extra [store] is not installed")
 NUM_SAMPLES = 600
 RECORD = 128  # bytes on the shelf of a sample below
 
