@@ -82,7 +82,8 @@ class Config:
     local_ranks: int = 1  # on this node; 1 where nothing is told
     ranks: int = 1  # of the whole job
     interface: str = ""  # the network interface that the engine uses; "" where nothing is told
-    # Whether mpirun has started this without being told to notice hosts that are gone.
+    is_mpirun: bool = False  # whether Open MPI has started this
+    # Whether it has done so without being told to notice hosts that are gone.
     is_mpirun_patient: bool = False
 
     @classmethod
@@ -122,6 +123,8 @@ class Config:
                 raise ValueError(text)
             return value
 
+        # A job of horovodrun's may itself be started by a script that runs under mpirun.
+        is_mpirun = "OMPI_COMM_WORLD_SIZE" in environ and "HOROVOD_SIZE" not in environ
         threads: int | None = None
         level: str | None = None
         no_file: str | None = None
@@ -150,7 +153,8 @@ class Config:
             local_ranks=_first_count(environ, _LOCAL_RANKS),
             ranks=_first_count(environ, _RANKS),
             interface=next((environ[name] for name in _INTERFACES if environ.get(name)), ""),
-            is_mpirun_patient="OMPI_COMM_WORLD_SIZE" in environ and _KEEPALIVE not in environ,
+            is_mpirun=is_mpirun,
+            is_mpirun_patient=is_mpirun and _KEEPALIVE not in environ,
         )
 
 

@@ -152,6 +152,11 @@ class Balancer:
     # Worlds: the ranks there are, and what they can take.
 
     @property
+    def transport(self) -> Transport:
+        """The ranks that it plans for."""
+        return self._transport
+
+    @property
     def rank(self) -> int:
         """This rank."""
         return self._transport.rank

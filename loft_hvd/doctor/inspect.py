@@ -286,8 +286,8 @@ def _lost_hosts(ask: Callable[[Sequence[str]], str]) -> Finding:
     except (OSError, subprocess.SubprocessError, KeyError):
         return Finding(name, "not known")  # as of Open MPI 5, which has other daemons
     notices_s = idle_s + every_s * times
-    value = f"noticed after {notices_s} s; a job waits as long for a host that is down"
-    advice = f"for jobs on several hosts: mpirun {KEEPALIVE_OPTIONS}"
+    value = f"noticed after {notices_s} s, unless a rank runs beside mpirun and ends it"
+    advice = f"for jobs that are launched from a host without ranks: mpirun {KEEPALIVE_OPTIONS}"
     return Finding(name, value, advice if notices_s > _LOST_HOST_S else "")
 
 

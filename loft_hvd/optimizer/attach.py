@@ -14,7 +14,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from loft_hvd.balance.balancer import Balancer
+from loft_hvd.config import config
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, UsageError
+from loft_hvd.transport.horovod import HorovodTransport
 
 __all__ = ["Attachment", "attach"]
 
@@ -113,6 +115,10 @@ class Attachment:
         try:
             with self._balancer.log.faults():
                 self._synchronize()
+        except Exception as error:
+            if isinstance(self._balancer.transport, HorovodTransport):
+                self._balancer.transport.explain(error)
+            raise
         finally:
             self._waited_s += time.monotonic() - began
 
@@ -157,12 +163,15 @@ def attach(optimizer: torch.optim.Optimizer, balancer: Balancer) -> Attachment:
     loader of the script's own a batch is taken to have the planned size, and the fetch of later
     backward passes of one step counts as computing.
 
+    It opens a heartbeat, as ``loft.DistributedOptimizer`` does: when a rank fails, the others end
+    and say which one (``docs/failures.md``). In an elastic job ``loft.elastic.State`` opens it.
+
     Several backward passes for one batch (two losses, each with parameters of its own) count as
     one batch, computed from its arrival to the last gradient of them all.
 
     Args:
         optimizer: what ``hvd.DistributedOptimizer`` returned, averaging (its default).
-        balancer: made on every rank, for the same ranks.
+        balancer: made on every rank, for the same ranks; each of them calls ``attach``.
 
     Returns:
         A handle whose ``detach`` undoes it.
@@ -183,6 +192,10 @@ def attach(optimizer: torch.optim.Optimizer, balancer: Balancer) -> Attachment:
             "Balancer(micro_batches=True) ranks make different ones; give the optimizer itself and "
             "the balancer to loft.DistributedOptimizer"
         )
+    ranks = balancer.transport
+    # Ranks that join an elastic job would open theirs while the others train.
+    if isinstance(ranks, HorovodTransport) and not config().is_elastic:
+        ranks.open_heartbeat()
     num_passes = int(getattr(optimizer, "backward_passes_per_step", 1))
     balancer.require(min_ranks=1, num_passes=num_passes)
     devices = [p.device for group in optimizer.param_groups for p in group["params"]]

@@ -195,12 +195,12 @@ class HorovodTransport:
             if config().is_elastic and "does not exist" in str(error):
                 # ``hvd.elastic.run`` recovers from Horovod's own error, but not from a ValueError.
                 lost: Exception = self._ops.HorovodInternalError(str(error))
-                self._explain(lost)
+                self.explain(lost)
                 raise lost from error
-            self._explain(error)
+            self.explain(error)
             raise
 
-    def _explain(self, error: Exception) -> None:
+    def explain(self, error: Exception) -> None:
         """Let an error of Horovod's say which rank is behind it, as errors of waiting do."""
         if self.watch is not None:
             self.watch.explain(error)
@@ -261,7 +261,7 @@ class HorovodTransport:
         try:
             handle = call(*args, name=name, process_set=self._set)
         except Exception as error:
-            self._explain(error)
+            self.explain(error)
             raise
         return self.follow(_HorovodWork(self._hvd, handle, copy_to=copy_to), name)
 

@@ -26,7 +26,8 @@ JOB = "tests/multiprocess/jobs/killed.py"
 NUM_RANKS, NUM_STEPS = 3, 12
 # Who is accused, in all the words that errors, notes and logs have for it.
 _ACCUSATIONS = (
-    r"rank (\d+) \(process \d+ on [^)]+\) (?:has (?:ended|been silent|failed)|is (?:gone|frozen))",
+    r"rank (\d+) \(process \d+ on [^)]+\) "
+    r"(?:has (?:ended|been silent|failed)|is (?:gone|frozen|cut off))",
     r"rank (\d+) ran out of memory",
     r"ranks \[([\d, ]+)\] have ended their scripts",
 )

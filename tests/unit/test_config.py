@@ -15,6 +15,7 @@ from loft_hvd.errors import ArgumentError
     [
         ({}, False),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, True),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "HOROVOD_SIZE": "3"}, False),  # horovodrun under mpirun
         ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_MCA_oob_tcp_keepalive_time": "5"}, False),
     ],
 )
@@ -40,7 +41,8 @@ def test_every_variable_of_ours_sets_its_field() -> None:
     words = {"isa": "avx2", "mesh": "off"}
     for field, variable in VARIABLES.items():
         assert Config.from_environ({variable: words.get(field, "7")}) != Config()
-    told = {"is_elastic", "local_ranks", "ranks", "interface", "is_mpirun_patient"}  # by launchers
+    # By launchers.
+    told = {"is_elastic", "local_ranks", "ranks", "interface", "is_mpirun", "is_mpirun_patient"}
     assert {field.name for field in dataclasses.fields(Config)} == VARIABLES.keys() | told
 
 

@@ -208,6 +208,50 @@ def test_the_verdict_of_a_lost_host_says_what_its_launcher_does(clock: Clock) ->
     assert verdict.text.endswith("; mpirun waits")
 
 
+def test_a_rank_that_is_waited_for_outside_of_our_operations_is_named_too(
+    diagnosis: Diagnosis, clock: Clock
+) -> None:
+    """As where a script averages a metric while a cable is pulled."""
+    for second in range(1, 11):
+        clock.now += 1.0
+        hear(diagnosis, 2)
+        outside = Progress(place=Place("train.py:9 in main", "allreduce 'loss'", second - 0.1))
+        assert diagnosis.judge(outside) is None
+    clock.now += 1.0
+    verdict = diagnosis.judge(replace(outside, place=replace(outside.place, call_s=10.9)))
+    assert verdict is not None
+    assert (verdict.rank, verdict.is_unseen) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("silent_hosts", "later", "named"),
+    [
+        ((1, 2), 0.0, 0),  # all others at once: its own link
+        ((1, 1), 0.0, 1),  # one other host there is: that may be the one
+        ((1, 2), 4.0, 2),  # one after the other: two faults
+        ((1, 0), 0.0, 1),  # rank 2 is of this host, and heard
+    ],
+)
+def test_a_rank_that_hears_no_other_host_names_itself(
+    silent_hosts: tuple[int, int], later: float, named: int, clock: Clock
+) -> None:
+    known = {1: RankProcess(silent_hosts[0], 1001, 5, "a"), 2: RankProcess(0, 1002, 5, "b")}
+    known[2] = replace(known[2], host_key=silent_hosts[1])
+    own = RankProcess(0, 1000, 5, "host0")
+    diagnosis = Diagnosis(0, known, limits=LIMITS, own=own, clock=clock)
+    clock.now += later
+    hear(diagnosis, 2)
+    for second in range(10):
+        clock.now += 1.0
+        if silent_hosts[1] == 0:
+            hear(diagnosis, 2)
+        assert second == 9 or later or diagnosis.judge(at(second, "a")) is None
+    verdict = diagnosis.judge(WAITING)
+    assert verdict is not None
+    assert verdict.rank == named
+    assert ("is cut off: none of the other 2 hosts" in verdict.text) == (named == 0)
+
+
 @pytest.mark.parametrize("is_closed", [False, True])
 def test_who_falls_silent_as_the_job_stops_is_named_and_not_whose_link_was_lost_before(
     is_closed: bool, diagnosis: Diagnosis, clock: Clock

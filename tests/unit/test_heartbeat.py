@@ -30,6 +30,7 @@ from loft_hvd.transport.heartbeat.heartbeat import (
     ProcessControl,
     ReadClock,
 )
+from loft_hvd.transport.heartbeat.launcher import LauncherGuard
 from loft_hvd.transport.heartbeat.links import Line, Link
 from loft_hvd.transport.heartbeat.process import ProcessExit, RankProcess, own_process
 from loft_hvd.transport.heartbeat.watched import watched
@@ -254,6 +255,58 @@ def test_a_frozen_process_is_named_and_killed_only_where_the_job_recovers_or_is_
     link.close()
 
 
+class _Leaving(ProcessExit):
+    """The clock of leaving a process, which is not left."""
+
+    def __init__(self) -> None:
+        super().__init__(leave_s=60.0)
+        self.has_left = threading.Event()
+
+    def install(self, *hooks: object) -> None: ...
+
+    def remove(self) -> None:
+        self._leave_at = None  # a process that lives on: close ends all
+
+    def leave_if_due(self) -> None:
+        if self._leave_at is not None and time.monotonic() >= self._leave_at:
+            self.has_left.set()
+
+
+class _Launcher(LauncherGuard):
+    """Notes that it is to be ended."""
+
+    def __init__(self) -> None:
+        super().__init__(own_process(), limit_s=0.0)
+        self.is_started = False
+
+    def start(self) -> None:
+        self.is_started = True
+
+
+@pytest.mark.parametrize(
+    ("is_unseen", "call", "leaves"),
+    [
+        (True, "shutdown", True),
+        (True, "allreduce 'loss'", True),  # the script's own: it has not heard of the verdict
+        (True, "", False),  # it may be writing a checkpoint
+        (False, "shutdown", False),  # the rank is gone, and the engine will see it
+    ],
+)
+def test_who_hangs_in_the_engine_after_the_loss_of_a_host_leaves_at_once_and_ends_the_launcher(
+    is_unseen: bool, call: str, leaves: bool, pairs: Pairs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("loft_hvd.transport.heartbeat.heartbeat.engine_call", lambda: call)
+    end, launcher = _Leaving(), _Launcher()
+    first, link = pairs.first(4242, control=ProcessControl(exit=end, launcher=launcher))
+    first._decide(Verdict(1, "rank 1 has been silent", is_unseen=is_unseen))
+    if not call:
+        first.heard()
+        end.arm("an error has ended the script")
+    assert end.has_left.wait(10.0 if leaves else 0.2) == leaves
+    assert launcher.is_started == is_unseen
+    link.close()
+
+
 @pytest.mark.parametrize("sign", ["process", "engine", "engine of another"])
 def test_an_end_without_a_word_is_named(sign: str, pairs: Pairs) -> None:
     # On a busy machine the rank is silent for long before its end is seen: then it runs.
@@ -401,11 +454,19 @@ def test_what_is_said_while_the_link_is_lost_is_said_again(reunion: Reunion) -> 
     assert "said into the void" in verdict.text
 
 
-def test_a_verdict_reaches_a_rank_that_comes_back(reunion: Reunion) -> None:
+@pytest.mark.parametrize(
+    "verdict",
+    [
+        Verdict(5, "rank 5 is frozen"),
+        Verdict(5, "rank 5 takes other steps", is_mismatch=True),
+        Verdict(5, "rank 5 has been silent", is_unseen=True),
+    ],
+)
+def test_a_verdict_reaches_a_rank_that_comes_back(verdict: Verdict, reunion: Reunion) -> None:
     first, second = reunion.ranks
     reunion.cut()
-    first._decide(Verdict(5, "rank 5 is frozen"))
-    assert second.wait_verdict(10) == Verdict(5, "rank 5 is frozen")
+    first._decide(verdict)
+    assert second.wait_verdict(10) == verdict
 
 
 def test_a_rank_whose_link_is_silent_calls_again() -> None:

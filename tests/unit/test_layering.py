@@ -57,6 +57,7 @@ _LAYERS = {
     "transport/heartbeat/diagnosis.py": 2,
     "transport/heartbeat/door.py": 2,
     "transport/heartbeat/heartbeat.py": 2,
+    "transport/heartbeat/launcher.py": 2,
     "transport/heartbeat/links.py": 2,
     "transport/heartbeat/places.py": 2,
     "transport/heartbeat/process.py": 2,

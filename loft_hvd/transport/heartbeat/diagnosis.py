@@ -108,6 +108,11 @@ class Progress:
         """Whether it waits for other ranks in a call of the engine's that is not ours."""
         return self.waited_s == 0 and self.place.call != ""
 
+    @property
+    def stuck_s(self) -> float:
+        """Seconds that it has been waiting, in an operation of ours or in the engine's own call."""
+        return self.place.call_s if self.is_outside else self.waited_s
+
     def has_started(self, operation: tuple[str, int]) -> bool:
         """Say whether it has started an operation, or may have, as far as is known."""
         name, number = operation
@@ -268,6 +273,7 @@ class Verdict:
     rank: int  # the rank at fault
     text: str  # what happened to it, naming it
     is_mismatch: bool = False  # whether ranks disagree, instead of one having failed
+    is_unseen: bool = False  # whether nobody could look at its process: its host may be gone
 
     def error(self) -> LoftError:
         """Return what a waiting rank raises."""
@@ -308,6 +314,7 @@ class Diagnosis:
         processes: where peers run, by rank: all others on rank 0, rank 0 elsewhere.
         world_size: number of ranks; by default those peers and this one.
         limits: when what is concluded.
+        own: where this rank runs; None where that is not known.
         hint: what the launcher does when a host is gone, for the verdict of that.
     """
 
@@ -318,11 +325,12 @@ class Diagnosis:
         *,
         world_size: int | None = None,
         limits: DiagnosisLimits | None = None,
+        own: RankProcess | None = None,
         hint: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.rank = rank
-        self._hint = hint
+        self._hint, self._own = hint, own
         self.limits = DiagnosisLimits() if limits is None else limits
         self._clock = clock
         self._sees_all = world_size in (None, len(processes) + 1)
@@ -481,7 +489,7 @@ class Diagnosis:
     def _judge_unseen(self, rank: int, live: Mapping[int, Progress]) -> Verdict | None:
         """Judge a silent rank whose process nobody can look at, while others wait in vain."""
         peer = self._peers[rank]
-        waited_s = max(progress.waited_s for progress in live.values())
+        waited_s = max(progress.stuck_s for progress in live.values())
         stalled_s = min(waited_s, self._clock() - self._moved_at)
         silent_s = self._clock() - peer.alive_at
         if peer.state != _UNKNOWN or min(silent_s, stalled_s) < self.limits.silent_s:
@@ -491,14 +499,39 @@ class Diagnosis:
         was_lost = self._moved_at - peer.alive_at >= self.limits.suspect_s
         if was_lost and not self._is_only_missing(live):
             return None
+        if (away := self._cut_off_from()) > 1:  # not of one only: that may be the one at fault
+            return Verdict(
+                self.rank,
+                f"rank {self.rank} ({self._own}) is cut off: none of the other {away} hosts has "
+                f"been heard for {silent_s:.0f} s; the link of its host is down, or theirs all are"
+                f"{self._hint}",
+                is_unseen=True,
+            )
+        mine = ", or that of this host is" if self.rank else ""  # which hears of rank 0 only
         ended = "" if peer.lost_at is None else "its connection has ended, and it "
         return Verdict(
             rank,
             f"rank {rank} ({peer.process}) has been silent for {silent_s:.0f} s: {ended}"
-            "its host or link is down, or it is "
+            f"its host or link is down{mine}, or it is "
             "frozen; where a script holds the interpreter for that long, raise "
             f"LOFT_HVD_HEARTBEAT_TIMEOUT_S{self._hint}",
+            is_unseen=True,
         )
+
+    def _cut_off_from(self) -> int:
+        """Return of how many other hosts nothing is heard, if of none and since one moment."""
+        if self._own is None:
+            return 0
+        away = [
+            peer
+            for peer in self._peers.values()
+            if not peer.has_left and peer.process.host_key != self._own.host_key
+        ]
+        last = [peer.alive_at for peer in away]
+        is_silent = all(self._clock() - at >= self.limits.suspect_s for at in last)
+        if not last or not is_silent or max(last) - min(last) >= self.limits.suspect_s:
+            return 0
+        return len({peer.process.host_key for peer in away})
 
     def _is_only_missing(self, live: Mapping[int, Progress]) -> bool:
         """Say whether all ranks but one are heard, and each has long waited for that one only."""

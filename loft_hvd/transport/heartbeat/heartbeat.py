@@ -25,7 +25,9 @@ from loft_hvd._native import extension
 from loft_hvd.errors import TransportError
 from loft_hvd.transport.heartbeat.diagnosis import Diagnosis, Progress, ProgressMeter, Verdict
 from loft_hvd.transport.heartbeat.door import Caller, Entrance, Met
+from loft_hvd.transport.heartbeat.launcher import LauncherGuard
 from loft_hvd.transport.heartbeat.links import MAX_TEXT, PULSE, Line, Link
+from loft_hvd.transport.heartbeat.places import engine_call
 from loft_hvd.transport.heartbeat.process import (
     ENDED,
     FROZEN,
@@ -43,6 +45,8 @@ __all__ = ["Heartbeat", "HeartbeatSettings", "ProcessControl", "ReadClock"]
 
 _logger = logging.getLogger(__name__)
 _EXPLAIN_S = 1.0  # bound from the beats: what others have seen by now comes with their next one
+_LOOK_S = 0.25  # a choice: between looks at what a rank does after the loss of a host
+_MISMATCH, _UNSEEN = 1.0, 2.0  # kinds of verdicts, in the number of their line
 _ENGINE_ERRORS = ("HorovodInternalError", "HostsUpdatedInterrupt")
 
 
@@ -65,6 +69,7 @@ class ProcessControl:
     own: RankProcess = field(default_factory=own_process)  # where this process runs
     exit: ProcessExit | None = None  # reports uncaught errors, and leaves this process if it hangs
     guard: ProcessGuard | None = None  # watches this process from outside
+    launcher: LauncherGuard | None = None  # ends a launcher that waits for a lost host
     look: Callable[[int, int], str] = process_state  # a process by id and start
     kill: Callable[[int], None] = kill_process
 
@@ -143,6 +148,7 @@ class Heartbeat:
         self._has_verdict = threading.Event()
         self._verdict_at = 0.0
         self._is_heard = self._has_failed = self._is_closed = False
+        self._last_call = ""  # of the engine's, at the last look after the loss of a host
         self._late: list[int] = []
         self._asked: list[str] = []  # what rank 0 wants to know: keys of names
         self._gone: set[int] = set()  # ranks that have said good-bye, to whomever
@@ -234,6 +240,7 @@ class Heartbeat:
             if self._has_failed or self.verdict is not None:
                 self._control.exit.arm("an error has ended the script")
             if self._control.exit.is_armed:
+                self._end_launcher()
                 return  # the thread leaves the process if its end takes too long
         self._is_closed = True
         if self._control.guard is not None:
@@ -314,11 +321,13 @@ class Heartbeat:
                 self._beat()
             if is_due or self._has_news:
                 self._judge()
-            if is_due:
+            if is_due or self._has_lost_host():
                 self._leave_if_stuck()
 
     def _due_s(self, next_beat: float) -> float:
         due_s = next_beat - time.monotonic()
+        if self._has_lost_host():
+            due_s = min(due_s, _LOOK_S)
         if self._entrance is not None and self._is_meeting():
             due_s = min(due_s, self._entrance.due_s())
         return due_s
@@ -413,7 +422,9 @@ class Heartbeat:
             tell_failure(peer, line.seconds)
             self._decide(Verdict(peer, line.text))
         elif peer == 0 and line.kind == "verdict":
-            self._decide(Verdict(line.rank, line.text, is_mismatch=line.seconds > 0))
+            kinds = {_MISMATCH: "is_mismatch", _UNSEEN: "is_unseen"}
+            flags = {kinds[line.seconds]: True} if line.seconds in kinds else {}
+            self._decide(Verdict(line.rank, line.text, **flags))
         elif peer == 0 and line.kind == "look" and len(words) == 3 and "".join(words).isdecimal():
             self._look_for_rank_0(line.rank, *(int(word) for word in words))
         elif line.kind == "state" and line.rank in self._links:
@@ -510,16 +521,32 @@ class Heartbeat:
     def _tell_verdict(self, rank: int) -> None:
         verdict = self.verdict
         if verdict is not None and (rank != verdict.rank or verdict.is_mismatch):
-            seconds = float(verdict.is_mismatch)
+            seconds = _MISMATCH * verdict.is_mismatch + _UNSEEN * verdict.is_unseen
             self._links[rank].send(Line("verdict", verdict.rank, seconds, verdict.text))
 
     def _leave_if_stuck(self) -> None:
         """Leave a process that an error has ended, or that hangs in a call that is not ours."""
-        if self._control.exit is None:
+        end = self._control.exit
+        if end is None:
             return
-        if self.verdict is not None and not self._is_heard and not self._control.exit.is_armed:
+        # The engine's own call over all ranks, its shutdown too, which a lost host never answers.
+        call = engine_call() if self._has_lost_host() else ""
+        is_stuck, self._last_call = call != "" and call == self._last_call, call
+        if self.verdict is not None and not self._is_heard and not end.is_armed:
             unheard_s = time.monotonic() - self._verdict_at
             # Where the engine is down its calls fail, so the script goes on by itself.
-            if unheard_s >= self.settings.leave_s and not self._engine_is_down():
-                self._control.exit.arm(self.verdict.text, since_s=unheard_s)
-        self._control.exit.leave_if_due()
+            if (is_stuck or unheard_s >= self.settings.leave_s) and not self._engine_is_down():
+                end.arm(self.verdict.text, since_s=unheard_s)
+        if end.is_armed:
+            self._end_launcher()
+            if is_stuck:
+                end.leave_now()
+        end.leave_if_due()
+
+    def _has_lost_host(self) -> bool:
+        return self.verdict is not None and self.verdict.is_unseen
+
+    def _end_launcher(self) -> None:
+        """See to it that the launcher does not wait for a host that is gone."""
+        if self._control.launcher is not None and self._has_lost_host():
+            self._control.launcher.start()

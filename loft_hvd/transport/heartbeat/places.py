@@ -7,6 +7,7 @@ Seen from outside, by the heartbeat's thread, in the stack of the thread that tr
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from types import FrameType
 from typing import Any
 from urllib.parse import quote, unquote
 
-__all__ = ["Place", "PlaceWatch", "find_place"]
+__all__ = ["Place", "PlaceWatch", "engine_call", "find_place"]
 
 _ENGINES = ("horovod.", "torch.distributed.")
 _OWN = "loft_hvd."
@@ -108,3 +109,8 @@ class PlaceWatch:
         if key is None or key != self._key:
             self._key, self._since = key, now
         return replace(place, call_s=now - self._since)
+
+
+def engine_call() -> str:
+    """Return the engine's call, outside of loft, that the main thread is in; "" where in none."""
+    return find_place(sys._current_frames().get(threading.main_thread().ident or 0))[0].call

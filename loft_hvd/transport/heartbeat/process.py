@@ -39,6 +39,7 @@ __all__ = [
     "observe_failures",
     "own_process",
     "process_state",
+    "stat_fields",
     "tell_failure",
 ]
 
@@ -69,7 +70,7 @@ def own_process() -> RankProcess:
         # Two containers of one host may share its boot id, but not the view of its processes.
         visible = Path("/proc/sys/kernel/random/boot_id").read_text()
         visible += str(Path("/proc/self/ns/pid").readlink())
-        start = int(_stat_fields("self")[19])
+        start = int(stat_fields("self")[19])
     except OSError:  # no /proc: nobody can look at this process
         visible, start = secrets.token_hex(8), 0
     digest = hashlib.sha256(visible.encode()).digest()
@@ -84,7 +85,7 @@ def process_state(pid: int, start: int) -> str:
     for 800 MB (measured on two cores).
     """
     try:
-        fields = _stat_fields(pid)
+        fields = stat_fields(pid)
     except OSError:
         return "X"
     # Another start: the process has ended, and its id was given to a later one.
@@ -93,14 +94,14 @@ def process_state(pid: int, start: int) -> str:
     return "X" if is_another or is_ending else fields[0]
 
 
-def _stat_fields(pid: int | str) -> list[str]:
+def stat_fields(pid: int | str, *, proc: Path = Path("/proc")) -> list[str]:
     """Return ``/proc/PID/stat`` from the state letter on; 19 places later comes the start.
 
     The command before it, in brackets, may hold blanks and brackets itself: split at the last.
     ``7 (my (odd) name) S 1 7 ..`` gives ``["S", "1", "7", ..]``.
     """
     # The kernel cuts the command after 15 bytes, also inside a character of UTF-8.
-    stat = Path(f"/proc/{pid}/stat").read_bytes().decode(errors="replace")
+    stat = (proc / str(pid) / "stat").read_bytes().decode(errors="replace")
     return stat.rpartition(")")[2].split()
 
 
@@ -192,6 +193,7 @@ class ProcessExit:
         self._leave_s = leave_s
         self._leave_at: float | None = None
         self._reason = ""
+        self._armed_at = 0.0
 
     def install(
         self, on_error: Callable[[BaseException], None], on_exit: Callable[[], None]
@@ -220,16 +222,22 @@ class ProcessExit:
         """Start the clock as of ``since_s`` ago, unless it runs or the process is never left."""
         if self._leave_s is not None and self._leave_at is None:
             self._reason = reason
+            self._armed_at = time.monotonic() - since_s
             self._leave_at = time.monotonic() + self._leave_s - since_s
+
+    def leave_now(self) -> None:
+        """Let an armed clock run out."""
+        if self._leave_at is not None:
+            self._leave_at = min(self._leave_at, time.monotonic())
 
     def leave_if_due(self) -> None:
         """Leave the process with status 1 when the clock has run out."""
         if self._leave_at is None or time.monotonic() < self._leave_at:
             return
         _logger.error(
-            "%s, and after %g s the engine is not down: leaving the process",
+            "%s, and after %.0f s the engine is not down: leaving the process",
             self._reason,
-            self._leave_s,
+            time.monotonic() - self._armed_at,
         )
         for stream in (sys.stdout, sys.stderr):
             try:

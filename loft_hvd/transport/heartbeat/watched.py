@@ -22,6 +22,7 @@ from loft_hvd.transport.heartbeat.heartbeat import (
     ProcessControl,
     ReadClock,
 )
+from loft_hvd.transport.heartbeat.launcher import LauncherGuard
 from loft_hvd.transport.heartbeat.process import ProcessExit, ProcessGuard, own_process
 
 __all__ = ["close_heartbeats", "heartbeat_of", "open_heartbeat", "watched"]
@@ -29,8 +30,8 @@ __all__ = ["close_heartbeats", "heartbeat_of", "open_heartbeat", "watched"]
 _logger = logging.getLogger(__name__)
 _OPEN_S = 10.0  # a choice: ranks that are not there by then are behind a firewall
 _PATIENT_MPIRUN = (
-    "; mpirun itself waits for a lost host for minutes, end it by hand: it notices in seconds when "
-    f"it is started with {KEEPALIVE_OPTIONS}"
+    "; mpirun itself, which runs on a host without this rank, waits for a lost host for minutes: "
+    f"end it by hand, or start it with {KEEPALIVE_OPTIONS} and it notices in seconds"
 )
 _LAST_S = 3.0  # a choice: a guard acts after ranks that might, which look once a second
 
@@ -166,13 +167,16 @@ def open_heartbeat(
     limits = DiagnosisLimits(silent_s=settings.heartbeat_timeout_s)
     is_alone = settings.is_elastic and transport.local_size == 1
     processes = {rank: met.process for rank, met in links.met.items()}
-    hint = _PATIENT_MPIRUN if settings.is_mpirun_patient else ""
+    launcher = LauncherGuard(own, limit_s=2 * settings.leave_s) if settings.is_mpirun else None
+    is_patient = settings.is_mpirun_patient and not (launcher and launcher.finds_launcher)
+    hint = _PATIENT_MPIRUN if is_patient else ""
     clock = ReadClock()
     diagnosis = Diagnosis(
         transport.rank,
         processes,
         world_size=transport.world_size,
         limits=limits,
+        own=own,
         hint=hint,
         clock=clock,
     )
@@ -193,6 +197,7 @@ def open_heartbeat(
             guard=ProcessGuard(transport.rank, own, limit_s=limits.suspect_s + _LAST_S)
             if is_alone
             else None,
+            launcher=launcher,
         ),
         engine_is_down=engine_is_down,
         has_started_others=has_started_others,
