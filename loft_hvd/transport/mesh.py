@@ -6,14 +6,18 @@ which torch's Gloo matches by a tag: the digest of the operation's name. So the 
 tensor fills the link while this one is aggregated. On 4 hosts with links of 200 Mb/s a rule's
 exchange of 25 MB took 2.2 s on Horovod's collectives, 1.7 s so (docs/benchmarks.md).
 
-``open_mesh`` connects ranks; ``MeshTransport`` is a transport whose all-to-all and all-gather take
-the mesh, and whose other collectives are those of the transport below it.
+``open_mesh`` connects ranks, which prove themselves to each other; ``MeshTransport`` is a transport
+whose all-to-all and all-gather take the mesh, and whose other collectives are those of the
+transport below it.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
+import hmac
 import logging
+import secrets
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -36,6 +40,7 @@ _CONNECT_S = 20.0  # a choice: ranks that are not connected by then are behind a
 # Whoever polls has a limit of its own. This one ends what was given up, and the mesh with it: Gloo
 # closes connections on which a wait ends in vain. A choice.
 _LONGEST_S = 7 * 24 * 3600.0
+_KEY_BYTES = 32  # bound from SHA-256
 # What a rank tells of its connections took 158 bytes and 8 for each rank; twice that is a choice.
 _ADDRESS_BYTES, _BYTES_A_RANK = 1024, 16
 
@@ -74,14 +79,18 @@ class MeshWork:
 class Mesh:
     """Sends and receives between ranks of a Gloo process group, all on the CPU.
 
-    ``ranks`` are the group's numbers of those that take part, in rank order.
+    ``ranks`` are the group's numbers of those that take part, in rank order. ``longest_s`` ends
+    waits, and with them the group's connections.
     """
 
-    def __init__(self, group: Any, *, rank: int, ranks: Sequence[int]) -> None:
+    def __init__(
+        self, group: Any, *, rank: int, ranks: Sequence[int], longest_s: float = _LONGEST_S
+    ) -> None:
         self.rank = rank
         self.world_size = len(ranks)
         self._ranks = tuple(ranks)
         self._group = group
+        self._longest = timedelta(seconds=longest_s)
 
     def subset(self, members: Sequence[int]) -> Mesh:
         """Return the mesh among some ranks, this one too; others need not know of it."""
@@ -142,7 +151,7 @@ class Mesh:
 
     def _wait(self, started: list[Any]) -> None:
         for each in started:
-            each.wait(timedelta(seconds=_LONGEST_S))
+            each.wait(self._longest)
 
 
 def _tag(name: str, num_bytes: int, phase: int) -> int:
@@ -262,7 +271,8 @@ def open_mesh(channel: Channel, *, interface: str) -> Mesh | None:
         interface: of the network that ranks reach each other by, such as "eth0"; empty for none.
 
     Returns:
-        The mesh, or None on every rank where some rank has no interface or cannot be reached.
+        The mesh, or None on every rank where some rank has no interface, cannot be reached, or has
+        not proven itself to another.
     """
     device, reason = None, "no interface is known"
     if interface:
@@ -287,7 +297,62 @@ def open_mesh(channel: Channel, *, interface: str) -> Mesh | None:
     if not _on_all(channel.sub("connected"), group is not None):
         _tell(channel, reason)
         return None
+    keys = _share_keys(channel.sub("keys"))
+    reason = _prove(group, keys, rank=channel.rank)
+    if not _on_all(channel.sub("proven"), not reason):
+        _tell(channel, reason or "a rank has met a stranger")
+        return None
     return Mesh(group, rank=channel.rank, ranks=range(channel.world_size))
+
+
+def _share_keys(channel: Channel) -> list[bytes]:
+    """Return a key for each rank, by rank, that this rank has in common with that one alone."""
+    # Each makes half of a key, and the engine carries it to that rank only.
+    halves = secrets.token_bytes(channel.world_size * _KEY_BYTES)
+    sent = torch.tensor(list(halves))  # int64, which every engine carries
+    received = torch.zeros_like(sent)
+    work = channel.transport.alltoall(sent, received, name=channel.name)
+    channel.wait(work, what="the mesh's keys")
+    shape = (channel.world_size, _KEY_BYTES)
+    pairs = zip(sent.view(shape).tolist(), received.view(shape).tolist(), strict=True)
+    # The lower rank's half first, on both sides.
+    return [
+        bytes(own + other if channel.rank < peer else other + own)
+        for peer, (own, other) in enumerate(pairs)
+    ]
+
+
+def _prove(group: Any, keys: Sequence[bytes], *, rank: int) -> str:
+    """Say on the connections themselves who is at each end; returns what is wrong, or "".
+
+    Gloo believes whoever connects. So every two ranks send each other a random number, and then
+    what only who has their key can compute from both. None of it is of use a second time.
+    """
+    mesh = Mesh(group, rank=rank, ranks=range(len(keys)), longest_s=_CONNECT_S)
+    own = torch.tensor(list(secrets.token_bytes(len(keys) * _KEY_BYTES)), dtype=torch.uint8)
+    theirs, told = torch.zeros_like(own), torch.zeros_like(own)
+    try:
+        mesh.alltoall(own, theirs, name="numbers")()
+        ours, others = (numbers.view(len(keys), -1).tolist() for numbers in (own, theirs))
+        proofs, due = bytearray(), []
+        for peer, key in enumerate(keys):
+            proofs += _proof(key, rank, ours[peer], others[peer])
+            due.append(_proof(key, peer, others[peer], ours[peer]))
+        mesh.alltoall(torch.frombuffer(proofs, dtype=torch.uint8), told, name="proofs")()
+    except (RuntimeError, TransportError) as error:  # as when the other end says nothing
+        return f"not all ranks have proven themselves: {error}"
+    wrong = [
+        peer
+        for peer, proof in enumerate(told.view(len(keys), -1).tolist())
+        if peer != rank and not hmac.compare_digest(bytes(proof), due[peer])
+    ]
+    return f"who answers as ranks {wrong} has not their keys" if wrong else ""
+
+
+def _proof(key: bytes, rank: int, own: Sequence[int], other: Sequence[int]) -> bytes:
+    """Return what shows that ``rank`` has a key, for the random numbers of both sides."""
+    said = f"loft_hvd mesh rank {rank} ".encode() + bytes(own) + bytes(other)
+    return hmac.digest(key, said, hashlib.sha256)
 
 
 def _on_all(channel: Channel, is_so: bool) -> bool:

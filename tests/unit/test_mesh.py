@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from loft_hvd.errors import MismatchError, TransportTimeoutError
 from loft_hvd.pipeline import reduction as reduction_module
 from loft_hvd.pipeline.reduction import BucketReduction
 from loft_hvd.pipeline.ring import ExchangeSpec
+from loft_hvd.transport import mesh as mesh_module
 from loft_hvd.transport.base import Channel, Transport, Work, wait_for
 from loft_hvd.transport.conformance import CHECKS
 from loft_hvd.transport.local import LocalTransport, _LocalWork, run_ranks
@@ -45,6 +47,68 @@ def test_a_rank_without_an_interface_leaves_all_without_a_mesh(
 
     assert run_ranks(3, work) == [True] * 3
     assert "rank 1: no connections between all ranks (no interface is known)" in caplog.text
+
+
+def test_a_stranger_in_a_ranks_place_leaves_all_without_a_mesh(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has connected as rank 2, and says what it likes; the engine has given it no key."""
+    honest = mesh_module._share_keys
+
+    def share(channel: Channel) -> list[bytes]:
+        keys = honest(channel)
+        return [bytes(32)] * 3 if channel.rank == 2 else keys
+
+    monkeypatch.setattr(mesh_module, "_share_keys", share)
+
+    def work(transport: LocalTransport) -> bool:
+        return open_mesh(Channel(transport, "mesh", 20.0), interface="lo") is None
+
+    assert run_ranks(3, work) == [True] * 3
+    for rank in (0, 1):
+        says = f"rank {rank}: no connections between all ranks (who answers as ranks [2] has not"
+        assert says in caplog.text
+
+
+def test_a_stranger_that_says_nothing_is_waited_for_no_longer_than_for_a_connection(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    honest = mesh_module._prove
+
+    def prove(group: Any, keys: Sequence[bytes], *, rank: int) -> str:
+        monkeypatch.setattr(mesh_module, "_CONNECT_S", 0.2)  # ranks are connected by now
+        return "silent" if rank == 1 else honest(group, keys, rank=rank)
+
+    monkeypatch.setattr(mesh_module, "_prove", prove)
+
+    def work(transport: LocalTransport) -> bool:
+        return open_mesh(Channel(transport, "mesh", 20.0), interface="lo") is None
+
+    assert run_ranks(2, work) == [True] * 2
+    assert "rank 0: no connections between all ranks (not all ranks have proven" in caplog.text
+
+
+def test_every_two_ranks_have_a_key_that_no_third_has() -> None:
+    def work(transport: LocalTransport) -> list[bytes]:
+        return mesh_module._share_keys(Channel(transport, "keys", 20.0))
+
+    keys = run_ranks(3, work)
+    for one in range(3):
+        for other in range(3):
+            assert keys[one][other] == keys[other][one]
+    pairs = {keys[one][other] for one in range(3) for other in range(one)}
+    assert len(pairs) == 3
+
+
+def test_a_proof_is_of_its_rank_its_key_and_both_numbers() -> None:
+    proofs = {
+        mesh_module._proof(key, rank, own, other)
+        for key in (b"k", b"l")
+        for rank in (0, 1)
+        for own in ([1, 2], [3, 4])
+        for other in ([5, 6], [7, 8])
+    }
+    assert len(proofs) == 16
 
 
 def test_ranks_may_start_exchanges_in_any_order() -> None:
