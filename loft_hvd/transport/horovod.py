@@ -178,6 +178,7 @@ class HorovodTransport:
         self._takes_outputs = _takes_outputs(self._ops)
         self._no_splits = torch.empty(0, dtype=torch.int32)
         self._sum = functools.partial(self._hvd.allreduce_async_, op=self._hvd.Sum)
+        self._probe: _HorovodWork | None = None  # of ``_is_down``, by the heartbeat's thread
 
     @property  # asked each time: in an elastic job the world changes
     def rank(self) -> int:
@@ -244,12 +245,16 @@ class HorovodTransport:
 
     def _is_down(self) -> bool:
         """Say whether Horovod has shut down, so that its calls fail instead of waiting."""
-        # Where it lives the operation only queues, on this rank alone, and ends with the process.
+        # Where it lives the operation only queues, and is over once every rank has asked. It is
+        # asked again until then: Horovod keeps a tensor for each that is started.
         try:
-            handle = self._hvd.allreduce_async_(
-                torch.zeros(1), op=self._hvd.Sum, name="loft.is.down"
-            )
-            _own_handles().add(handle)
+            if self._probe is None:
+                values = torch.zeros(1)
+                handle = self._hvd.allreduce_async_(values, op=self._hvd.Sum, name="loft.is.down")
+                self._probe = _HorovodWork(self._hvd, handle)
+            if self._probe.done():
+                probe, self._probe = self._probe, None
+                probe.finish()
         except Exception:  # HorovodInternalError, or ValueError when it is not initialised
             return True
         return False

@@ -150,3 +150,53 @@ def test_an_error_of_starting_says_which_rank_is_behind_it(
     with pytest.raises(ValueError, match="shut down") as raised:
         transport.alltoall(torch.zeros(4), torch.zeros(4), name="shards")
     assert told == [raised.value]
+
+
+class _Probed:
+    """Horovod as its handles tell: what is started is in flight until it ``ends``."""
+
+    Sum = "sum"
+
+    def __init__(self) -> None:
+        self.process_set_id = 0
+        self.global_process_set = self
+        self.open: set[int] = set()
+        self.ended: set[int] = set()
+        self.num_started = 0
+        self.is_down = False
+
+    def allreduce_async_(self, _: torch.Tensor, **__: object) -> int:
+        if self.is_down:
+            raise _InternalError("Horovod has been shut down")
+        self.num_started += 1
+        self.open.add(self.num_started)
+        return self.num_started
+
+    def end(self, *, badly: bool = False) -> None:
+        self.is_down |= badly
+        self.ended |= self.open
+
+    def poll(self, handle: int) -> bool:
+        return handle in self.ended
+
+    def synchronize(self, handle: int) -> None:
+        self.open.discard(handle)
+        if self.is_down:
+            raise _InternalError("Horovod has been shut down")
+
+
+def test_asking_whether_horovod_is_down_keeps_one_operation_at_most(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = _Probed()
+    monkeypatch.setattr("loft_hvd.transport.horovod.horovod_module", lambda: engine)
+    monkeypatch.setitem(sys.modules, "horovod.torch.mpi_ops", engine)
+    transport = HorovodTransport()
+    assert [transport._is_down() for _ in range(5)] == [False] * 5
+    assert len(engine.open) == 1
+    engine.end()  # every rank has asked
+    assert [transport._is_down() for _ in range(5)] == [False] * 5
+    assert (len(engine.open), engine.num_started) == (1, 2)
+    engine.end(badly=True)
+    assert [transport._is_down() for _ in range(2)] == [True] * 2
+    assert not engine.open
