@@ -37,14 +37,23 @@ class ReducedParameters:
         # 24 bits: two optimizers of one process meet by chance once in 16 million times.
         return f"loft.{digest(' '.join(spec.name for spec in self.specs)) & 0xFFFFFF:06x}"
 
-    def fields(self) -> dict[str, str]:
-        """Return what must be equal on every rank, by name."""
+    def fields(self, *, mixes_devices: bool) -> dict[str, str]:
+        """Return what must be equal on every rank, by name.
+
+        With ``mixes_devices`` a parameter may be on a CPU on one rank and on a GPU on another.
+        """
+        # Buckets hold one device each. So it counts which parameters share one, not its number:
+        # ranks of a node have the GPUs 0, 1, 2, ...
+        numbers: dict[str, int] = {}
         # A field for each property of each parameter, so that an error names the one that differs.
         fields = {"order of the parameters": " ".join(spec.name for spec in self.specs)}
         for spec in self.specs:
             fields[f"parameter {spec.name}"] = f"shape {list(spec.shape)}, {spec.dtype}"
             fields[f"rule= of parameter {spec.name}"] = str(self.rules[spec.rule])
             fields[f"groups= of parameter {spec.name}"] = str(spec.group)
+            kind = "device" if mixes_devices else torch.device(spec.device).type
+            number = numbers.setdefault(spec.device, len(numbers))
+            fields[f"device of parameter {spec.name}"] = f"{kind}, number {number} of the model"
         return fields
 
 

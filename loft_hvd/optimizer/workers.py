@@ -28,7 +28,7 @@ from loft_hvd.pipeline.suspicion.tracker import Suspicion
 from loft_hvd.pipeline.suspicion.watch import Quarantine, Unwatched, WorkerWatch
 from loft_hvd.runlog import MOST_ROWS, RunLog
 from loft_hvd.transport.agreement import check_agreement
-from loft_hvd.transport.base import Channel, Transport
+from loft_hvd.transport.base import Channel, Transport, mixes_devices
 from loft_hvd.transport.groups import find_groups
 from loft_hvd.transport.horovod import HorovodTransport
 from loft_hvd.transport.torch_distributed import TorchDistributedTransport
@@ -242,7 +242,8 @@ class OptimizerWorld:
                 self._transport.open_heartbeat()
             # Not found.name: ranks may differ in what it comes from.
             channel = Channel(self._transport, "loft.optimizer")
-            fields = found.fields() | self._options.fields()
+            own = found.fields(mixes_devices=mixes_devices(self._transport))
+            fields = own | self._options.fields()
             check_agreement(channel, fields, what="DistributedOptimizer", refusal=self.log.refusal)
 
     def lay_out_anew(self) -> None:

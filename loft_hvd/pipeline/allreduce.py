@@ -1,10 +1,9 @@
 """The robust all-reduce on one tensor, as ``hvd.allreduce`` for a rule.
 
-Every rank ends with the same bits. Cost per rank: 2 (n-1)/n of the tensor's bytes sent (float16
-and bfloat16 travel as float32), one tensor-sized receive buffer kept for each of the newest 256
-names (two where numel is no multiple of the number of ranks, or of 16 bits: such tensors are
-copied), and one exchange of three numbers that finds ranks which disagree about shape, dtype or
-rule.
+Every rank ends with the same bits. Cost per rank: 2 (n-1)/n of the tensor's bytes sent, one
+tensor-sized receive buffer kept for each of the newest 256 names (two where numel is no multiple of
+the number of ranks: such tensors are copied), and one exchange of four numbers that finds ranks
+which disagree about shape, dtype, device or rule.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from loft_hvd.pipeline.ring import ExchangeSpec, is_engine_sum
 from loft_hvd.pipeline.weights import PassWeights
 from loft_hvd.pipeline.wire import Compression
 from loft_hvd.transport.agreement import digest, odd_ones
-from loft_hvd.transport.base import Transport, Work, watch_of
+from loft_hvd.transport.base import Transport, Work, mixes_devices, watch_of
 from loft_hvd.transport.default import default_transport
 from loft_hvd.transport.mesh import meshed
 
@@ -224,7 +223,8 @@ class Handle:
         return self._result
 
     def _check_agreement(self, rows: Tensor) -> None:
-        for field, column in (("numel", 0), ("dtype", 1), ("rule, weights or present", 2)):
+        fields = ("numel", "dtype", "rule, weights or present", "device")
+        for column, field in enumerate(fields):
             values = rows[:, column].tolist()
             if len(set(values)) == 1:
                 continue
@@ -233,7 +233,7 @@ class Handle:
             raise MismatchError(
                 f"allreduce {self._name!r}: {field} differs on ranks {odd_ones(values)}{by_rank}; "
                 f"rank {self._transport.rank} brought {self._tensor.numel()} values of "
-                f"{self._tensor.dtype}. Every rank must bring the same"
+                f"{self._tensor.dtype} on {self._tensor.device}. Every rank must bring the same"
             )
 
 
@@ -278,9 +278,9 @@ def allreduce_async(
     rule.check(sum(alive))
     reduction = _reduction_of(ends, tensor.detach(), rule, name)
     lines = meshed(ends)
-    row = torch.tensor(
-        [tensor.numel(), digest(str(tensor.dtype)), digest(f"{rule} {row_weights} {alive}")]
-    )
+    device = "any" if mixes_devices(ends) else tensor.device.type
+    kinds = (str(tensor.dtype), f"{rule} {row_weights} {alive}", device)
+    row = torch.tensor([tensor.numel(), *map(digest, kinds)])
     rows = torch.empty(world_size, row.numel(), dtype=row.dtype)
     agreement = (lines.allgather(row, rows.view(-1), name=f"{name}.agree"), row, rows)
     # Engines only sum, so their rows are weighed here; a rule weighs the rows that it gets.

@@ -20,7 +20,17 @@ from torch import Tensor
 from loft_hvd.config import config
 from loft_hvd.errors import MismatchError, TransportError, TransportTimeoutError
 
-__all__ = ["Channel", "Transport", "Watch", "Work", "locate", "overlaps", "wait_for", "watch_of"]
+__all__ = [
+    "Channel",
+    "Transport",
+    "Watch",
+    "Work",
+    "locate",
+    "mixes_devices",
+    "overlaps",
+    "wait_for",
+    "watch_of",
+]
 
 # Between polls. Horovod's own wait spins, which slows a main thread beside it to 0.7 of its speed
 # (measured with 2 ranks, MPI and Gloo); sleeping costs a collective 0.1 ms of about 1.
@@ -102,6 +112,12 @@ def overlaps(transport: Transport) -> bool:
     """Say whether several collectives of a transport are on the wire at once."""
     # A transport of a user's own that does not say is taken for an engine that has one at a time.
     return bool(getattr(transport, "overlaps", False))
+
+
+def mixes_devices(transport: Transport) -> bool:
+    """Say whether ranks may bring one tensor on a CPU here and on a GPU there."""
+    # An engine has another way for each, and a rank on one would wait for those on the other.
+    return bool(getattr(transport, "mixes_devices", False))
 
 
 class _NoWatch:

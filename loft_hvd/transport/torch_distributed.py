@@ -39,6 +39,7 @@ class TorchDistributedTransport:
     """
 
     overlaps = True
+    mixes_devices = True
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         if not dist.is_available() or not dist.is_initialized():

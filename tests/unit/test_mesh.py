@@ -241,6 +241,36 @@ def test_a_mean_that_takes_the_engine_begins_at_once(rule: loft.Rule, started: l
     assert run_ranks(2, work) == [started] * 2
 
 
+class _Endless:
+    """An operation that other ranks never come to."""
+
+    watch = None
+
+    def done(self) -> bool:
+        return False
+
+    def finish(self) -> None:
+        pytest.fail("it is not done")
+
+
+class MeshedForSome(Meshed):
+    """An engine on which values of another device wait for those of other ranks in vain."""
+
+    def alltoall(self, send: Tensor, recv: Tensor, *, name: str, skips_own: bool = False) -> Work:
+        return _Endless()
+
+
+def test_ranks_that_bring_a_tensor_on_other_devices_are_told() -> None:
+    def work(transport: LocalTransport) -> None:
+        ends = MeshedForSome(transport._world, transport.rank)
+        ends.started, ends.mesh = [], over_mesh(transport)
+        row = torch.zeros(6, device="meta" if ends.rank == 1 else "cpu")
+        with pytest.raises(MismatchError, match=r"device differs on ranks \[1\]"):
+            loft.allreduce(row, loft.Median(), name="x", transport=ends, timeout_s=60.0)
+
+    run_ranks(3, work)
+
+
 def test_groups_of_a_mesh_exchange_among_themselves() -> None:
     def work(transport: LocalTransport) -> list[int]:
         part = over_mesh(transport).subset(((0, 2), (1, 3)))

@@ -13,7 +13,9 @@ from torch import Tensor
 import loft_hvd as loft
 from loft_hvd.aggregation.aggregate import aggregate
 from loft_hvd.errors import AggregationError, ArgumentError, ArgumentTypeError, MismatchError
+from loft_hvd.optimizer.parameters import ReducedParameters
 from loft_hvd.optimizer.wrapper import OptimizerWrapper
+from loft_hvd.pipeline.buckets import ParameterSpec
 from loft_hvd.pipeline.suspicion.report import SuspicionReport
 from loft_hvd.pipeline.weights import capped_weights
 from loft_hvd.transport.groups import Over
@@ -163,6 +165,28 @@ def test_a_balancer_must_leave_enough_groups_samples() -> None:
 def test_ranks_that_ask_for_other_groups_are_told() -> None:
     with pytest.raises(MismatchError, match="option over differs on ranks"):
         run_ranks(4, lambda end: make(end, over=None if end.rank else "nodes"))
+
+
+def test_ranks_whose_models_are_on_other_devices_are_told() -> None:
+    def work(end: LocalTransport) -> None:
+        model = torch.nn.Linear(2, 2, device="meta" if end.rank == 1 else "cpu")
+        loft.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), transport=end
+        )
+
+    with pytest.raises(MismatchError, match=r"device of parameter bias differs on ranks \[1\]"):
+        run_ranks(3, work)
+
+
+def test_where_values_of_all_devices_travel_alike_only_what_shares_one_must_agree() -> None:
+    def fields(*devices: str) -> dict[str, str]:
+        names = enumerate(devices)
+        specs = tuple(ParameterSpec(f"p{n}", (2,), torch.float32, device) for n, device in names)
+        return ReducedParameters((), specs, (loft.Mean(),)).fields(mixes_devices=True)
+
+    assert fields("cpu", "cpu") == fields("cuda:1", "cuda:1")
+    assert fields("cuda:0", "cuda:1") == fields("cuda:2", "cuda:3")
+    assert fields("cpu", "cpu") != fields("cuda:0", "cuda:1")
 
 
 @pytest.mark.parametrize(
