@@ -1,6 +1,6 @@
 """A testbed as tests and benchmarks use it: hosts of one machine, jobs on them with a limit.
 
-The tool itself is the script ``testbed`` beside this file; README.md says what it can do.
+The tool itself is ``tool/``, and on a shell ``testbed``; README.md says what it can do.
 """
 
 from __future__ import annotations
@@ -14,31 +14,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tests.support.launch import ROOT, Finished
+from tests.testbed.tool.state import SBIN, TESTBED, missing_packages
 
 __all__ = ["Testbed", "why_not"]
-
-_TOOL = Path(__file__).with_name("testbed")
-_PACKAGES = {
-    "ip": "iproute2",
-    "tc": "iproute2",
-    "nsenter": "util-linux",
-    "unshare": "util-linux",
-    "ssh": "openssh-client",
-    "ssh-keygen": "openssh-client",
-    "sshd": "openssh-server",
-}
-_SBIN = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
 
 
 def why_not() -> str:
     """Say why no testbed can be had on this machine; empty where one can."""
     if os.geteuid() != 0:
         return "a testbed needs root"
-    missing = sorted({_PACKAGES[tool] for tool in _PACKAGES if not shutil.which(tool, path=_SBIN)})
-    if missing:
+    if missing := missing_packages():
         return f"a testbed needs more tools: apt-get install -y {' '.join(missing)}"
     name = f"probe-{os.getpid()}"
-    ip = str(shutil.which("ip", path=_SBIN))
+    ip = str(shutil.which("ip", path=SBIN))
     tried = subprocess.run([ip, "netns", "add", name], capture_output=True, text=True, timeout=30)
     if tried.returncode:
         return f"a testbed needs network namespaces, but: {tried.stderr.strip()}"
@@ -61,7 +49,7 @@ class Testbed:
         paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
         self._env = {
             **{k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "OMPI_"))},
-            "PATH": f"{bin_folder}:{_SBIN}",
+            "PATH": f"{bin_folder}:{SBIN}",
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
             "OMP_NUM_THREADS": "1",
             "TESTBED_NAME": name,
@@ -90,7 +78,7 @@ class Testbed:
             RuntimeError: it failed.
         """
         done = subprocess.run(
-            [str(_TOOL), *words],
+            [str(TESTBED), *words],
             env=self._env,
             cwd=ROOT,
             stdout=subprocess.PIPE,
@@ -122,7 +110,7 @@ class Testbed:
             during: called once the job has been started; here the hosts can be cut or crashed.
         """
         process = subprocess.Popen(
-            [str(_TOOL), "run", *options, str(sys.executable), *arguments],
+            [str(TESTBED), "run", *options, str(sys.executable), *arguments],
             env=self._env | dict(env or {}),
             cwd=ROOT,
             stdout=subprocess.PIPE,
