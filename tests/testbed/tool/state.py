@@ -67,6 +67,8 @@ _CONF = STATE / "conf.json"
 class TestbedError(Exception):
     """A command cannot be done; its text is all that a user sees."""
 
+    __test__ = False  # pytest: this is no test class
+
 
 def missing_packages() -> list[str]:
     """Return Debian's packages of the tools that are needed and not there."""
