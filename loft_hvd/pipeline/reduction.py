@@ -149,6 +149,11 @@ class BucketReduction:
     def _send(self, source: Tensor, result: Tensor, weights: PassWeights | None) -> None:
         self._stage = Stage.ALL_TO_ALL
 
+        # All parts before the first is sent: on one connection the word that a rank is ready to
+        # receive would wait behind the values of other parts.
+        for span, exchange in self._parts:
+            exchange.prepare(result[span])
+
         def start(span: slice, exchange: Exchange) -> Exchange:
             part = source[span]
             exchange.start(part, part if result is source else result[span], weights)

@@ -13,7 +13,8 @@ worlds of two ranks, and ``levels.py`` groups of ranks. Each sends 2 (n-1)/n of 
 per rank, which is a ring all-reduce's traffic, or less.
 
 A way is a generator: it yields each collective that it has put in flight, and goes on when that is
-done. An ``Exchange`` moves it on, and never blocks.
+done. An ``Exchange`` moves it on, and never blocks; ``prepare`` tells transports that listen where
+its values shall lie, before any are sent.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from loft_hvd.aggregation.rules import Mean, Rule
 from loft_hvd.pipeline.trace import Lane
 from loft_hvd.pipeline.weights import PassWeights
 from loft_hvd.pipeline.wire import Compression, Compressor, Wire
-from loft_hvd.transport.base import Transport, Work
+from loft_hvd.transport.base import Transport, Work, expect
 
 __all__ = [
     "Enter",
@@ -103,9 +104,17 @@ def run_rule(
 class Exchange:
     """Goes one way over the wire, again and again; ``held`` are the buffers that the way owns."""
 
-    def __init__(self, steps: Steps, *, lane: Lane, held: Sequence[Tensor] = ()) -> None:
+    def __init__(
+        self,
+        steps: Steps,
+        *,
+        lane: Lane,
+        held: Sequence[Tensor] = (),
+        prepare: Callable[[Tensor], None] = lambda _: None,
+    ) -> None:
         self.stage = Stage.IDLE
         self._way = steps
+        self.prepare = prepare  # for the values of the next ``start``, given the result [numel]
         self._lane = lane
         self._held = tuple(held)
         self._steps: Iterator[Work] = iter(())
@@ -203,8 +212,14 @@ def on_shard_owners(spec: ExchangeSpec, wire: Compression, run: RunRule) -> Exch
             enter(Stage.UNPACK)
             result.copy_(narrow)
 
+    def prepare(result: Tensor) -> None:
+        expect(transport, rows.view(-1), name=f"{name}.a2a")
+        # Also where that still holds what is to be sent: rank j sends its shard of the result only
+        # once it has what lies there.
+        expect(transport, result if narrow is None else narrow, name=f"{name}.ag")
+
     held = [rows, reduced] if narrow is None else [narrow, rows, reduced]
-    return Exchange(steps, lane=spec.lane, held=held)
+    return Exchange(steps, lane=spec.lane, held=held, prepare=prepare)
 
 
 def on_shard_owners_compressed(
@@ -278,7 +293,10 @@ def between_two(spec: ExchangeSpec) -> Exchange:
         # Rows are in rank order, so that weights belong to them.
         run_rule([source, other] if rank == 0 else [other, source], spec.rule, weights, result)
 
-    return Exchange(steps, lane=spec.lane, held=[other])
+    def prepare(_: Tensor) -> None:
+        expect(transport, other, name=f"{name}.swap", skips_own=True)
+
+    return Exchange(steps, lane=spec.lane, held=[other], prepare=prepare)
 
 
 def _compressed(compressor: Compressor, values: Tensor) -> tuple[Tensor, Any]:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -118,6 +118,23 @@ def mixes_devices(transport: Transport) -> bool:
     """Say whether ranks may bring one tensor on a CPU here and on a GPU there."""
     # An engine has another way for each, and a rank on one would wait for those on the other.
     return bool(getattr(transport, "mixes_devices", False))
+
+
+@runtime_checkable
+class Expecting(Protocol):
+    """A transport to which one can say in advance where what it brings shall lie."""
+
+    def expect(self, recv: Tensor, *, name: str, skips_own: bool = False) -> None:
+        """Take in what the next all-to-all or all-gather of that name brings, as soon as it comes.
+
+        That one has the same ``recv``. Each shard of it must be free once its rank sends it.
+        """
+
+
+def expect(transport: Transport, recv: Tensor, *, name: str, skips_own: bool = False) -> None:
+    """See ``Expecting``; nothing to a transport that cannot be told."""
+    if isinstance(transport, Expecting):
+        transport.expect(recv, name=name, skips_own=skips_own)
 
 
 class _NoWatch:

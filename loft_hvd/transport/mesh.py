@@ -91,6 +91,7 @@ class Mesh:
         self._ranks = tuple(ranks)
         self._group = group
         self._longest = timedelta(seconds=longest_s)
+        self._expected: dict[str, list[Any]] = {}  # receives by name, until their exchange begins
 
     def subset(self, members: Sequence[int]) -> Mesh:
         """Return the mesh among some ranks, this one too; others need not know of it."""
@@ -100,27 +101,40 @@ class Mesh:
 
     def alltoall(self, send: Tensor, recv: Tensor, *, name: str, skips_own: bool = False) -> Move:
         """Start an all-to-all; see ``Transport``."""
-        num_shards = self.world_size - skips_own
-        sends, recvs = list(send.chunk(num_shards)), list(recv.chunk(num_shards))
-        if skips_own:  # an empty shard in its place, so that shard j is rank j's again
-            sends.insert(self.rank, send[:0])
-            recvs.insert(self.rank, recv[:0])
-        return self.exchange(sends, recvs, name=name)
+        return self.exchange(
+            self._shards(send, skips_own), self._shards(recv, skips_own), name=name
+        )
 
     def allgather(self, send: Tensor, recv: Tensor, *, name: str) -> Move:
         """Start an all-gather; see ``Transport``."""
-        return self.exchange([send] * self.world_size, recv.chunk(self.world_size), name=name)
+        return self.exchange([send] * self.world_size, self._shards(recv), name=name)
+
+    def expect(self, recv: Tensor, *, name: str, skips_own: bool = False) -> None:
+        """Start to receive what the next exchange of that name brings; see ``Expecting``."""
+        # Gloo sends values once the other side has said that it is ready to receive them, and says
+        # so behind all that is being sent on that connection.
+        shards = self._shards(recv, skips_own)
+        self._expected[name] = [self._recv(shards[peer], peer, name, 0) for peer in self._sources()]
+
+    def _shards(self, tensor: Tensor, skips_own: bool = False) -> list[Tensor]:
+        shards = list(tensor.chunk(self.world_size - skips_own))
+        if skips_own:  # an empty shard in its place, so that shard j is rank j's again
+            shards.insert(self.rank, tensor[:0])
+        return shards
+
+    def _sources(self) -> list[int]:
+        return [(self.rank - shift) % self.world_size for shift in range(1, self.world_size)]
 
     def exchange(
         self, sends: Sequence[Tensor], recvs: Sequence[Tensor], *, name: str, phase: int = 0
     ) -> Move:
         """Start to send ``sends[j]`` to rank j and to fill ``recvs[i]`` from rank i, near first."""
+        started = self._expected.pop(name, None) if phase == 0 else None
+        if started is None:
+            started = [self._recv(recvs[peer], peer, name, phase) for peer in self._sources()]
         # Of 4 ranks rank 1 sends to 2, 3, 0 in turn: at no time do all send to the same rank.
-        started = []
         for shift in range(1, self.world_size):
-            source = (self.rank - shift) % self.world_size
             target = (self.rank + shift) % self.world_size
-            started.append(self._recv(recvs[source], source, name, phase))
             started.append(self._send(sends[target], target, name, phase))
         # The own part is copied, unless it is the same memory, as in the second phase of a sum.
         if recvs[self.rank].data_ptr() != sends[self.rank].data_ptr():
@@ -202,6 +216,11 @@ class MeshTransport:
         if send.device.type != "cpu":
             return self._below.allgather(send, recv, name=name)
         return self._post(name, self._mesh.allgather(send, recv, name=name))
+
+    def expect(self, recv: Tensor, *, name: str, skips_own: bool = False) -> None:
+        """See ``Expecting``."""
+        if recv.device.type == "cpu":
+            self._mesh.expect(recv, name=name, skips_own=skips_own)
 
     def _post(self, name: str, move: Move) -> Work:
         work = MeshWork(name, move)

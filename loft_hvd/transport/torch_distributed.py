@@ -90,6 +90,11 @@ class TorchDistributedTransport:
         move = self._mesh.allgather(_on_cpu(send), received, name=name)
         return self._post(name, move, received, recv)
 
+    def expect(self, recv: Tensor, *, name: str, skips_own: bool = False) -> None:
+        """See ``Expecting``."""
+        if recv.device.type == "cpu":
+            self._mesh.expect(recv, name=name, skips_own=skips_own)
+
     def allreduce(self, buffer: Tensor, *, name: str) -> Work:
         if buffer.dtype == torch.bool:
             raise ArgumentTypeError(f"allreduce {name!r}: truth values have no sum; send int64")

@@ -308,6 +308,51 @@ def test_parts_of_parts_have_the_same_bits(
     assert run_ranks(num_ranks, work) == [True] * num_ranks
 
 
+class _Listening:
+    """A process group that notes the order of its calls."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.calls: list[str] = []
+
+    def send(self, *given: Any) -> Any:
+        self.calls.append("send")
+        return self.group.send(*given)
+
+    def recv(self, *given: Any) -> Any:
+        self.calls.append("recv")
+        return self.group.recv(*given)
+
+
+@pytest.mark.parametrize(("num_ranks", "has_bucket"), [(3, True), (3, False), (2, False)])
+def test_ranks_are_ready_to_receive_all_parts_before_they_send_any(
+    num_ranks: int, has_bucket: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reduction_module, "OVERLAPPING_PART_BYTES", 4096)
+
+    def work(transport: LocalTransport) -> list[str]:
+        ends = over_mesh(transport)
+        group = _Listening(ends._mesh._group)
+        ends._mesh._group = group
+        spec = ExchangeSpec(ends, "x", 6144, torch.float32, "cpu", loft.Median())
+        reduction = BucketReduction(spec, has_bucket=has_bucket)
+        assert reduction.num_parts > 2
+        row = torch.full((6144,), float(ends.rank))
+        result = reduction.padded if has_bucket else torch.zeros(6144)
+        source = result if has_bucket else row
+        source.copy_(row)
+        reduction.start_from(source, result, None)
+        while not reduction.advance():
+            pass
+        assert torch.equal(result, torch.full((6144,), (num_ranks - 1) / 2))
+        num_exchanges = reduction.num_parts * (1 if num_ranks == 2 else 2)
+        assert group.calls.count("recv") == num_exchanges * (num_ranks - 1)
+        return group.calls
+
+    for calls in run_ranks(num_ranks, work):
+        assert calls.index("send") == calls.count("recv")
+
+
 def test_addresses_of_many_ranks_have_room() -> None:
     channel: Any = SimpleNamespace(world_size=512, allgather_rows=lambda row: row.view(1, -1))
     channel.sub = lambda _: channel
