@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -256,8 +256,10 @@ class _Endless:
 class MeshedForSome(Meshed):
     """An engine on which values of another device wait for those of other ranks in vain."""
 
-    def alltoall(self, send: Tensor, recv: Tensor, *, name: str, skips_own: bool = False) -> Work:
-        return _Endless()
+    def alltoall(
+        self, send: Tensor, recv: Tensor, *, name: str, skips_own: bool = False
+    ) -> _LocalWork:
+        return cast(_LocalWork, _Endless())
 
 
 def test_ranks_that_bring_a_tensor_on_other_devices_are_told() -> None:
