@@ -16,7 +16,10 @@ from torch import Tensor
 __all__ = ["HUGE_PAGE_BYTES", "are_on_offer", "empty_row"]
 
 HUGE_PAGE_BYTES = 2 * 1024 * 1024  # bound from x86-64 and from arm64 with pages of 4 KiB
-_LEAST_BYTES = 2 * HUGE_PAGE_BYTES  # a choice: the last page is half empty on average
+# Bound from glibc, which keeps what is smaller when it is freed (DEFAULT_MMAP_THRESHOLD_MAX) and
+# gives it to the next result with its pages. Measured, a new row filled again and again, CPU time
+# against glibc's memory: 1.7 times at 25 MB, 0.3 times at 40 and 100 MB.
+_LEAST_BYTES = 32 * 1024 * 1024
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 

@@ -49,8 +49,9 @@ def test_memory_goes_with_the_last_tensor_that_shares_it() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("numel", [0, 1, 3_000_001])
-def test_a_row_is_like_any_other(numel: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("num_bytes", [0, 8, 40_000_008])
+def test_a_row_is_like_any_other(num_bytes: int, dtype: torch.dtype) -> None:
+    numel = num_bytes // dtype.itemsize
     row = empty_row(numel, dtype)
     assert (row.shape, row.dtype, row.device.type) == ((numel,), dtype, "cpu")
     assert row.untyped_storage().nbytes() == numel * dtype.itemsize
@@ -60,4 +61,8 @@ def test_a_row_is_like_any_other(numel: int, dtype: torch.dtype) -> None:
 
 def test_without_huge_pages_rows_are_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("loft_hvd.aggregation.pages.are_on_offer", lambda: False)
-    assert empty_row(3_000_000, torch.float32).untyped_storage().resizable()
+    assert empty_row(10_000_000, torch.float32).untyped_storage().resizable()
+
+
+def test_rows_whose_memory_is_used_again_are_torchs_own() -> None:
+    assert empty_row(6_250_000, torch.float32).untyped_storage().resizable()  # 25 MB
