@@ -6,7 +6,7 @@ import dataclasses
 import importlib.metadata
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from loft_hvd.doctor.run import RunResult, run_check
 from loft_hvd.errors import DataError, LoftError, MissingDependencyError
 from loft_hvd.report.page import render_page
 from loft_hvd.report.text import render_text
-from loft_hvd.runlog import read_run_log
+from loft_hvd.runlog import newest_log, read_run_log
 
 if TYPE_CHECKING:
     import typer
@@ -41,6 +41,7 @@ def _doctor(*, run: bool, as_json: bool, timeout_s: float) -> int:
         _print_sections(sections)
         if result is not None:
             _print_run(result)
+        print(f"\n{doctor.verdict(sections)}")
     return 0 if result is None or result.is_right else 1
 
 
@@ -72,14 +73,19 @@ def _print_run(result: RunResult) -> None:
     print(f"  a robust all-reduce over 2 ranks is {verdict} ({result.seconds:.1f} s)")
 
 
-def _simulate(scenario: str, *, json_file: str | None, plot_file: str | None) -> int:
-    """Run a scenario and print its policies; return the exit status."""
+def _simulate(scenario: str | None, *, json_file: str | None, plot_file: str | None) -> int:
+    """Run a scenario and print its policies, or list the shipped ones; return the exit status."""
     from loft_hvd.simulate.simulation import rows, run_file
 
+    if scenario is None:
+        return _list_scenarios()
     try:
         results = run_file(scenario)
     except OSError as error:
-        raise DataError(f"scenario {scenario!r} cannot be read ({error}); name a file") from error
+        raise DataError(
+            f"scenario {scenario!r} cannot be read ({error}); name a file, or one of those that "
+            "`loft-hvd simulate` lists"
+        ) from error
     print(printable(results.scenario.description or results.scenario.name))
     _print_table(rows(results))
     if json_file is not None:
@@ -89,6 +95,17 @@ def _simulate(scenario: str, *, json_file: str | None, plot_file: str | None) ->
             importlib.import_module("loft_hvd.simulate.plots").plot(results, plot_file)
         except (OSError, ValueError) as error:  # ValueError: no format of that name
             raise DataError(f"--plot {plot_file!r} cannot be written ({error})") from error
+    return 0
+
+
+def _list_scenarios() -> int:
+    """Print the shipped scenarios; return the exit status."""
+    from loft_hvd.simulate.scenario import read_scenario, shipped_scenarios
+
+    found = {name: read_scenario(path) for name, path in shipped_scenarios().items()}
+    lines = [(name, str(one.world_size), one.description) for name, one in found.items()]
+    _print_table([("scenario", "ranks", "what it shows"), *lines], words=(0, 2))
+    print("\nRun one: loft-hvd simulate NAME, or a TOML file of your own (docs/simulate.md).")
     return 0
 
 
@@ -107,6 +124,19 @@ def _compare(num_clusters: int, *, seed: int, json_file: str | None) -> int:
     return 0
 
 
+def _report(log: str, *, html_file: str | None) -> None:
+    """Print what a run log, or the newest of a folder, holds, or write it as a page."""
+    path = newest_log(log)
+    entries = read_run_log(path)
+    if html_file is not None:
+        _write("--html", html_file, render_page(entries, title=path.name))
+        print(f"written to {html_file}")
+        return
+    if path != Path(log):
+        print(f"{printable(str(path))}, the newest of its folder\n")
+    print(render_text(entries))
+
+
 def _write(option: str, path: str, text: str) -> None:
     try:
         Path(path).write_text(text, encoding="utf-8")
@@ -114,18 +144,35 @@ def _write(option: str, path: str, text: str) -> None:
         raise DataError(f"{option} {path!r} cannot be written ({error})") from error
 
 
-def _print_table(rows: Sequence[Sequence[str]]) -> None:
-    """Print a header and rows; the first column holds names, which wrap, the others numbers."""
+def _print_table(rows: Sequence[Sequence[str]], *, words: Collection[int] = (0,)) -> None:
+    """Print a header and rows; columns ``words`` hold text, which wraps, the others numbers.
+
+    Where not even the numbers find room beside each other, each row is printed as lines of its own.
+    """
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    console = Console()
     table = Table(box=None, pad_edge=False, header_style="bold")
     for place, name in enumerate(rows[0]):
-        table.add_column(name, justify="right" if place else "left", no_wrap=place > 0)
-    for row in rows[1:]:
-        table.add_row(*(Text(printable(cell)) for cell in row))
-    Console().print(table)
+        is_text = place in words
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text)
+    cells = [[printable(cell) for cell in row] for row in rows[1:]]
+    for row in cells:
+        table.add_row(*map(Text, row))
+    columns = [[name, *column] for name, *column in zip(rows[0], *cells, strict=True)]
+    widths = [
+        max(len(part) for cell in column for part in (cell.split() if place in words else [cell]))
+        for place, column in enumerate(columns)
+    ]
+    if sum(widths) + 2 * (len(widths) - 1) <= console.width:  # rich pads between columns by 2
+        console.print(table)
+        return
+    for first, *others in cells:
+        console.print(Text(first, style="bold"))
+        for name, cell in zip(rows[0][1:], others, strict=True):
+            console.print(Text(f"  {name}: {cell}"))
 
 
 def build_app() -> typer.Typer:
@@ -140,7 +187,8 @@ def build_app() -> typer.Typer:
         importlib.import_module("rich")
     except ImportError as error:
         raise MissingDependencyError(
-            f"loft-hvd needs typer and rich ({error}): pip install '.[cli]' in its checkout"
+            f"loft-hvd needs typer and rich ({error}): pip install 'loft-hvd[cli]', or '.[cli]' "
+            "in a checkout"
         ) from error
     app = typer.Typer(
         help="Train with Horovod across unequal machines and unreliable workers.",
@@ -172,32 +220,32 @@ def build_app() -> typer.Typer:
 
     @app.command("simulate")
     def _simulate_command(
-        scenario: str = typer.Argument(None, help="A scenario, a TOML file."),
+        scenario: str = typer.Argument(
+            None, help="A TOML file, or a shipped scenario; none lists them."
+        ),
         clusters: int = typer.Option(0, "--random", min=0, help="Compare on N made-up clusters."),
         seed: int = typer.Option(0, min=0, help="Of the first made-up cluster."),
         json_file: str = typer.Option(None, "--json", metavar="FILE", help="Write all of it."),
         plot_file: str = typer.Option(None, "--plot", metavar="FILE", help="Draw it, as a PNG."),
     ) -> None:
         """Run balancing policies on made-up clusters, beside the best sizes there are."""
-        # Exactly one of the two: both absent and both given are wrong.
-        if (scenario is None) == (clusters == 0) or (clusters and plot_file):
+        if clusters and (scenario is not None or plot_file):
             raise typer.BadParameter("name a scenario, or ask for --random N (which has no plot)")
+        if not clusters and scenario is None and (json_file or plot_file):
+            raise typer.BadParameter("--json, --plot: name the scenario that is to be run")
         if clusters:
             raise typer.Exit(_compare(clusters, seed=seed, json_file=json_file))
         raise typer.Exit(_simulate(scenario, json_file=json_file, plot_file=plot_file))
 
     @app.command("report")
     def _report_command(
-        log: str = typer.Argument(..., metavar="FILE", help="A run log."),
+        log: str = typer.Argument(
+            ..., metavar="LOG", help="A run log, or a folder, of which the newest is taken."
+        ),
         html_file: str = typer.Option(None, "--html", metavar="OUT", help="Write a page instead."),
     ) -> None:
         """Say what a run log (log_dir=, LOFT_HVD_LOG_DIR) holds: who is slow, who is off."""
-        entries = read_run_log(log)
-        if html_file is None:
-            print(render_text(entries))
-        else:
-            _write("--html", html_file, render_page(entries, title=Path(log).name))
-            print(f"written to {html_file}")
+        _report(log, html_file=html_file)
 
     app.add_typer(_bench_app(), name="bench")
     return app

@@ -49,6 +49,7 @@ __all__ = [
     "MOST_ROWS",
     "RunLog",
     "find_entries",
+    "newest_log",
     "open_run_log",
     "read_json_lines",
     "read_run_log",
@@ -334,11 +335,28 @@ def read_json_lines(path: str | os.PathLike[str]) -> Iterator[Any]:
             raise failed
 
 
+def newest_log(path: str | Path) -> Path:
+    """Return the run log of that name, or the newest in the folder of that name.
+
+    Raises:
+        DataError: the folder has none.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        return folder
+    logs = _logs_in(folder)
+    if not logs:
+        raise DataError(
+            f"report {path}: no run log (loft-*.jsonl) in this folder; name the one given as "
+            "log_dir= or LOFT_HVD_LOG_DIR"
+        )
+    return logs[-1]
+
+
 def find_entries(folder: str | Path, kind: str) -> Iterator[dict[str, Any]]:
     """Yield the lines of one kind in all run logs of a folder, oldest first."""
     mark = _mark(kind)
-    paths = [path for path in Path(folder).glob("loft-*.jsonl") if path.is_file()]
-    for path in sorted(paths, key=_changed_ns):
+    for path in _logs_in(Path(folder)):
         try:
             with path.open("rb") as file:
                 # A line that is too long is cut, and then no JSON.
@@ -350,6 +368,12 @@ def find_entries(folder: str | Path, kind: str) -> Iterator[dict[str, Any]]:
         for line in found:
             with suppress(ValueError):  # cut off by a crash
                 yield parse_json(line.decode())
+
+
+def _logs_in(folder: Path) -> list[Path]:
+    """Return the run logs of a folder, oldest first."""
+    paths = [path for path in folder.glob("loft-*.jsonl") if path.is_file()]
+    return sorted(paths, key=_changed_ns)
 
 
 def _changed_ns(path: Path) -> int:

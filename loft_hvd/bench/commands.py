@@ -33,10 +33,18 @@ Show = Callable[[Sequence[Sequence[str]]], None]  # takes a header and rows
 _STYLES = {"avx512": "-", "avx2": "--", "baseline": ":", "": "-."}
 
 
+def _tell(text: str) -> None:
+    """Say how far a bench is; on stderr, so that what is piped or kept is the tables alone."""
+    sys.stderr.write(f"bench: {text}\n")
+    sys.stderr.flush()
+
+
 def bench_allreduce(
     bench: AllreduceBench, *, job: BenchJob, json_file: str | None, show: Show
 ) -> int:
     """Time robust all-reduces against Horovod's; return the exit status."""
+    sizes = ", ".join(f"{size:g}" for size in bench.megabytes)
+    _tell(f"{job}, {sizes} MB, {bench.rounds} rounds; tables come at the end")
     found = run_bench("allreduce", dataclasses.asdict(bench), job)
     judged = {}
     for size, samples in found.items():
@@ -54,6 +62,7 @@ def bench_allreduce(
 
 def bench_step(bench: StepBench, *, job: BenchJob, json_file: str | None, show: Show) -> int:
     """Time whole training steps against Horovod's optimizer; return the exit status."""
+    _tell(f"{job}, steps of {bench.model}, {bench.rounds} rounds; tables come at the end")
     found = run_bench("step", dataclasses.asdict(bench), job)
     samples = found.pop(bench.model)
     judged = judge(samples, {name: step_goal(name) for name in samples})
@@ -84,7 +93,10 @@ def bench_kernels(
         untimed += [Untimed(f"{name} {version}", None, reason) for name, version in peers().items()]
     else:
         steps = measure_kernels(bench, report=untimed.append)
-    for found in steps:
+    counts = ", ".join(map(str, bench.rows))
+    _tell(f"checking and timing {counts} rows of {bench.numel:,} values, in this order")
+    for number, found in enumerate(steps, start=1):
+        _tell(f"{number} of {len(bench.rows)} row counts done")
         show(timing_rows(found))
         timings += found
         goals += judge_all(found)

@@ -36,11 +36,14 @@ __all__ = [
     "installed",
     "launcher",
     "parse_check_build",
+    "verdict",
 ]
 
 _PROBE_TIMEOUT_S = 60.0  # a choice: horovodrun imports torch, which a cold disk makes slow
 _LOST_HOST_S = 30.0  # a choice: three times what the heartbeat takes to name a lost host
 _BUILD_ADVICE = "`make setup` builds it; VENV=active does so in an environment of your own"
+_MPI_ADVICE = "sudo apt-get install openmpi-bin libopenmpi-dev, then `make setup`"
+_OPTIONAL = "optional:"  # how advice begins that nobody has to follow
 # Package -> the extra of pyproject.toml that installs it.
 EXTRAS = {
     "horovod": "horovod",
@@ -100,6 +103,18 @@ def inspect_all(
     )
 
 
+def verdict(sections: Sequence[Section]) -> str:
+    """Return one line: whether anything found is to be mended, and what comes first."""
+    found = [finding for section in sections for finding in section.findings if finding.advice]
+    needed = [finding for finding in found if not finding.advice.startswith(_OPTIONAL)]
+    optional = f"; optional and not here: {len(found) - len(needed)}" * (found != needed)
+    if not needed:
+        return f"Verdict: ready{optional}."
+    first = needed[0]
+    more = f" (and {len(needed) - 1} more, marked ->)" * (len(needed) > 1)
+    return f"Verdict: mend {first.name} first: {first.advice}{more}{optional}."
+
+
 def launcher(name: str) -> str:
     """Return the path of a program beside this Python, else on PATH, else ""."""
     # Beside first: another environment's horovodrun on PATH would start another Python.
@@ -139,7 +154,10 @@ def _versions() -> tuple[Finding, ...]:
             if name == "horovod":
                 advice = _BUILD_ADVICE
             elif name in EXTRAS:
-                advice = f"optional: pip install '.[{EXTRAS[name]}]' in the checkout"
+                extra = EXTRAS[name]
+                advice = (
+                    f"{_OPTIONAL} pip install 'loft-hvd[{extra}]', or '.[{extra}]' in a checkout"
+                )
         findings.append(Finding(name, version or "not installed", advice))
     return tuple(findings)
 
@@ -260,7 +278,10 @@ def _launchers(ask: Callable[[Sequence[str]], str]) -> tuple[Finding, ...]:
     findings = []
     for name, advice in (
         ("horovodrun", _BUILD_ADVICE),
-        ("mpirun", "optional: sudo apt-get install openmpi-bin libopenmpi-dev, then `make setup`"),
+        (
+            "mpirun",
+            f"{_OPTIONAL} {_MPI_ADVICE}",
+        ),
     ):
         path = launcher(name)
         value = path or "not found"
@@ -287,7 +308,7 @@ def _lost_hosts(ask: Callable[[Sequence[str]], str]) -> Finding:
         return Finding(name, "not known")  # as of Open MPI 5, which has other daemons
     notices_s = idle_s + every_s * times
     value = f"noticed after {notices_s} s, unless a rank runs beside mpirun and ends it"
-    advice = f"for jobs that are launched from a host without ranks: mpirun {KEEPALIVE_OPTIONS}"
+    advice = f"{_OPTIONAL} jobs launched from a host without ranks: mpirun {KEEPALIVE_OPTIONS}"
     return Finding(name, value, advice if notices_s > _LOST_HOST_S else "")
 
 

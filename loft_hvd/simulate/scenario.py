@@ -13,6 +13,7 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,14 @@ from loft_hvd.balance.plan import MIN_BATCH
 from loft_hvd.balance.policies import POLICIES
 from loft_hvd.errors import ArgumentError, MissingDependencyError
 
-__all__ = ["Event", "RankTraits", "Scenario", "read_scenario", "scenario_from_dict"]
+__all__ = [
+    "Event",
+    "RankTraits",
+    "Scenario",
+    "read_scenario",
+    "scenario_from_dict",
+    "shipped_scenarios",
+]
 
 Floats = npt.NDArray[np.float64]
 Value = float | Sequence[float] | Mapping[str, Sequence[float]]
@@ -288,9 +296,22 @@ def _spread(value: Value, world_size: int, rng: np.random.Generator, where: str)
     return given
 
 
+def shipped_scenarios() -> dict[str, Path]:
+    """Return the scenario files that come with the package, by name."""
+    folder = Path(__file__).parent / "scenarios"
+    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+
+
 def read_scenario(path: str | os.PathLike[str]) -> Scenario:
-    """Read a scenario file; an ArgumentError for what is not TOML or not of the schema."""
+    """Read a scenario, a file or the name of a shipped one.
+
+    Raises:
+        ArgumentError: it is not TOML, or not of the schema.
+        OSError: it cannot be read.
+    """
     toml = _toml_reader()
+    if not os.path.exists(path):
+        path = shipped_scenarios().get(os.fspath(path), path)
     with open(path, "rb") as file:
         text = file.read(_MOST_BYTES + 1)
     try:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from loft_hvd.doctor import inspect as doctor
 from loft_hvd.doctor.inspect import Finding, HorovodBuild, Section
 from loft_hvd.doctor.run import RunResult
 from loft_hvd.errors import MissingDependencyError
+from loft_hvd.simulate.scenario import read_scenario, shipped_scenarios
 
 _SECTIONS = (
     Section(
@@ -48,6 +50,8 @@ def test_doctor_prints_findings_and_advice_and_starts_nothing(
     assert result.exit_code == 0
     assert "2.13.0" in result.output
     assert "-> pip install x" in result.output
+    last = result.output.splitlines()[-1]
+    assert last == "Verdict: mend matplotlib first: pip install x."
     assert limits == []
 
 
@@ -86,7 +90,7 @@ def test_without_its_extra_the_command_says_how_to_install_it(
     monkeypatch.setitem(sys.modules, missing, None)
     assert _main(monkeypatch, "doctor") == 1
     captured = capsys.readouterr()
-    assert "pip install '.[cli]'" in captured.err
+    assert "pip install 'loft-hvd[cli]'" in captured.err
     assert captured.out == ""
 
 
@@ -156,9 +160,53 @@ def test_simulate_compares_policies_over_random_clusters(app: typer.Typer, tmp_p
         assert gains[-1] == max(1 - mean["loft"] / mean[rival] for mean in means)
 
 
-def test_simulate_wants_a_scenario_or_random_clusters(app: typer.Typer) -> None:
-    assert CliRunner().invoke(app, ["simulate"]).exit_code == 2
-    assert CliRunner().invoke(app, ["simulate", "a.toml", "--random", "2"]).exit_code == 2
+@pytest.mark.parametrize(
+    "words", [["a.toml", "--random", "2"], ["--json", "a"], ["--random", "2", "--plot", "a"]]
+)
+def test_simulate_refuses_options_that_do_not_fit(app: typer.Typer, words: list[str]) -> None:
+    assert CliRunner().invoke(app, ["simulate", *words]).exit_code == 2
+
+
+def test_simulate_lists_the_shipped_scenarios_and_takes_their_names(app: typer.Typer) -> None:
+    listed = CliRunner().invoke(app, ["simulate"])
+    assert listed.exit_code == 0, listed.output
+    for name, path in shipped_scenarios().items():
+        assert name in listed.output
+        assert read_scenario(name) == read_scenario(path)
+    assert len(shipped_scenarios()) >= 20
+
+
+@pytest.mark.parametrize("columns", [80, 30])
+def test_no_figure_is_lost_in_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    row = ("uniform", "0.12345678", "9.87654321", "-3.21 %")
+    cli._print_table([("policy", "mean step", "p95", "saved"), row])
+    lines = capsys.readouterr().out.splitlines()
+    text = "\n".join(lines)
+    assert all(value in text for value in row)
+    assert max(map(len, lines)) <= columns
+
+
+def test_report_takes_the_newest_log_of_a_folder(app: typer.Typer, tmp_path: Path) -> None:
+    for name, changed_s in (("loft-20260101-000000-0.jsonl", 2e9), ("loft-20270101-0.jsonl", 1e9)):
+        path = tmp_path / name
+        path.write_text('{"kind": "fault", "step": 7, "error": "rank 1", "text": ""}\n')
+        os.utime(path, (changed_s, changed_s))
+    result = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert result.output.splitlines()[0].endswith(
+        "loft-20260101-000000-0.jsonl, the newest of its folder"
+    )
+    assert CliRunner().invoke(app, ["report", str(tmp_path / "none")]).exit_code == 1
+
+
+def test_report_says_that_a_folder_has_no_log(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert _main(monkeypatch, "report", str(tmp_path)) == 1
+    assert "no run log (loft-*.jsonl) in this folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

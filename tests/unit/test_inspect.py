@@ -12,7 +12,14 @@ import pytest
 from loft_hvd.aggregation.compute import num_threads
 from loft_hvd.config import Config
 from loft_hvd.doctor import inspect as doctor
-from loft_hvd.doctor.inspect import HorovodBuild, Section, inspect_all, parse_check_build
+from loft_hvd.doctor.inspect import (
+    Finding,
+    HorovodBuild,
+    Section,
+    inspect_all,
+    parse_check_build,
+    verdict,
+)
 from loft_hvd.errors import ArgumentError
 
 _CHECK_BUILD = """Horovod v0.28.1:
@@ -211,3 +218,13 @@ def test_inspection_never_imports_horovod_into_this_process() -> None:
         "assert not [name for name in sys.modules if name.split('.')[0] == 'horovod']\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=100)
+
+
+def test_the_verdict_counts_what_is_to_be_mended_and_not_what_is_optional() -> None:
+    fine, extra = Finding("torch", "2.13.0"), Finding("rich", "not installed", "optional: pip x")
+    wrong = [Finding("Horovod", "none", "make setup"), Finding("LOFT", "no", "unset it")]
+    assert verdict([Section("a", (fine,))]) == "Verdict: ready."
+    assert verdict([Section("a", (fine, extra))]) == "Verdict: ready; optional and not here: 1."
+    assert verdict([Section("a", (extra, wrong[0])), Section("b", (wrong[1],))]) == (
+        "Verdict: mend Horovod first: make setup (and 1 more, marked ->); optional and not here: 1."
+    )
