@@ -1,4 +1,4 @@
-"""The README's code runs: both sides of its diff under horovodrun."""
+"""The code of the pages runs: both sides of the README's diff, and the loop of docs/migrate.md."""
 
 from __future__ import annotations
 
@@ -43,3 +43,16 @@ def test_script_of_the_diff_trains_on_three_ranks(sign: str, tmp_path: Path) -> 
     assert done.returncode == 0, done.output[-6000:]
     assert done.output.count("has finished") == 3
     assert done.output.count("of global_batch_size=192") == (1 if sign == "+" else 0), done.output
+
+
+@pytest.mark.long
+def test_the_converted_loop_trains_on_three_ranks(tmp_path: Path) -> None:
+    page = (ROOT / "docs/migrate.md").read_text()
+    block = re.search(r"```python\n(.*?)```", page, re.DOTALL)
+    assert block is not None
+    head = "import horovod.torch as hvd\nimport loft_hvd as loft\nhvd.init()\n"
+    script = tmp_path / "train.py"
+    script.write_text(head + PRELUDE + block.group(1) + CHECK)
+    done = launch(3, [str(script)], timeout_s=120)
+    assert done.returncode == 0, done.output[-6000:]
+    assert done.output.count("has finished") == 3

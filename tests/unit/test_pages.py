@@ -13,12 +13,13 @@ import loft_hvd as loft
 HOME = Path(__file__).parents[2]
 README = (HOME / "README.md").read_text(encoding="utf-8")
 USAGE = (HOME / "docs/usage.md").read_text(encoding="utf-8")
+MIGRATE = (HOME / "docs/migrate.md").read_text(encoding="utf-8")
 PAGES = sorted([HOME / "README.md", HOME / "CONTRIBUTING.md", *(HOME / "docs").glob("*.md")])
 ROOTS = {"loft": loft, "balancer": loft.Balancer}
 
 
 def code_in_tables() -> list[str]:
-    lines = README.splitlines() + USAGE.splitlines()
+    lines = README.splitlines() + USAGE.splitlines() + MIGRATE.splitlines()
     cells = [line.split("|")[2] for line in lines if line.startswith("| ")]
     found = [code for cell in cells for code in re.findall(r"`([^`]+)`", cell)]
     return [code for code in found if "(" in code or "=" in code]
