@@ -13,6 +13,7 @@ bucket.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -28,10 +29,11 @@ from loft_hvd.balance.balancer import Balancer
 from loft_hvd.balance.plan import StepSizes
 from loft_hvd.config import config
 from loft_hvd.errors import ArgumentError, ArgumentTypeError
-from loft_hvd.optimizer.options import EqualBatches
+from loft_hvd.optimizer.options import EqualBatches, advised_momentum
 from loft_hvd.pipeline.allreduce import Handle, allreduce_async
+from loft_hvd.pipeline.momentum import Ages, LossScaler, WorkerMomentum
 from loft_hvd.pipeline.suspicion.spread import SpreadWatch
-from loft_hvd.pipeline.weights import combine_passes, in_training
+from loft_hvd.pipeline.weights import PassWeights, combine_passes, in_training
 from loft_hvd.runlog import RunLog
 from loft_hvd.transport.base import Channel, Transport, locate, watch_of
 from loft_hvd.transport.torch_distributed import TorchDistributedTransport
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
 
 __all__ = ["ddp_hook"]
+
+_logger = logging.getLogger(__name__)
 
 CommHook = Callable[[Any, "GradBucket"], torch.futures.Future[Tensor]]
 
@@ -51,6 +55,8 @@ def ddp_hook(
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
     transport: Transport | None = None,
     timeout_s: float | None = None,
+    worker_momentum: float | None = None,
+    scaler: LossScaler | None = None,
 ) -> CommHook:
     """Return a communication hook that aggregates gradients by a rule.
 
@@ -64,6 +70,9 @@ def ddp_hook(
         named_parameters: ``model.named_parameters()``, so that errors name parameters.
         transport: the ranks; the default process group by default.
         timeout_s: longest wait in seconds; None takes ``LOFT_HVD_TIMEOUT_S``.
+        worker_momentum: as in ``DistributedOptimizer``; the hook cannot see the optimizer, which
+            must have no momentum of its own. A resumed run begins its averages anew.
+        scaler: as in ``DistributedOptimizer``.
 
     Returns:
         A function of DDP's state, which it ignores, and a ``torch.distributed.GradBucket``.
@@ -93,9 +102,21 @@ def ddp_hook(
             ends.open_heartbeat()
         if balancer is not None:  # in a world of one any plan will do
             balancer.require(min_ranks=rule.min_rows, num_passes=1)
+    beta = advised_momentum([rule], worker_momentum)
+    if worker_momentum is None and beta and ends.rank == 0:
+        _logger.warning(
+            "ddp_hook: with %s ranks send averages of worker_momentum=%g; the optimizer under DDP "
+            "must have no momentum of its own: SGD momentum=0 and lr / %.3g, or Adam "
+            "betas=(0, b2); give worker_momentum= to say so",
+            rule,
+            beta,
+            1 - beta,
+        )
+    momentum = WorkerMomentum(beta, scaler=scaler) if beta else None
     names = {id(parameter): name for name, parameter in named_parameters or ()}
     channel = Channel(ends, "loft.ddp", config().timeout_s if timeout_s is None else timeout_s)
-    hook = _BucketReducer(rule, balancer or EqualBatches(RunLog(None)), channel, names)
+    batches = balancer or EqualBatches(RunLog(None))
+    hook = _BucketReducer(rule, batches, channel, names, momentum)
 
     def reduce_bucket(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         return hook.reduce(bucket)
@@ -137,7 +158,10 @@ class _BucketReducer:
         batches: Balancer | EqualBatches,
         channel: Channel,
         names: dict[int, str],
+        momentum: WorkerMomentum | None,
     ) -> None:
+        self._momentum = momentum
+        self._ages: Ages | None = None  # of this pass's averages, with momentum
         self._rule = rule
         self._batches = batches
         self._channel = channel
@@ -161,6 +185,8 @@ class _BucketReducer:
         try:
             if self._spread is not None:
                 self._spread.sent(bucket.index(), values)
+            if self._momentum is not None:
+                self._average(bucket, self._momentum)
             with _located(place):
                 handle = self._start(bucket.index(), values)
             self._flights.append(_Flight(handle, future, values, place))
@@ -177,15 +203,32 @@ class _BucketReducer:
             raise
         return future
 
+    def _average(self, bucket: GradBucket, momentum: WorkerMomentum) -> None:
+        """Let a bucket hold this rank's averages in place of its gradients."""
+        if bucket.index() == 0:
+            momentum.join(self._channel, {})
+            self._ages = momentum.ages(None if self._sizes is None else self._sizes.sizes)
+        assert self._ages is not None  # a pass begins with bucket 0
+        rank = self._channel.rank
+        blend = self._ages.blend(rank, gain=self._ages.counts[rank], scale=1.0)
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            momentum.send(parameter, gradient, gradient, blend)
+
     def _start(self, index: int, values: Tensor) -> Handle:
         weights: tuple[int, ...] | None = None
         present: tuple[bool, ...] | None = None
-        if self._sizes is not None:
-            combined = combine_passes([self._sizes], rank=self._channel.rank)
-            present = combined.present
-            # The mean weighs by samples exactly; robust rules by capped counts.
-            is_mean = isinstance(self._rule, Mean)
-            weights = combined.counts if is_mean else in_training(self._rule, combined).weights
+        if self._sizes is not None or self._ages is not None:
+            combined = PassWeights(None, (True,) * self._channel.world_size, 1.0)
+            if self._sizes is not None:
+                combined = combine_passes([self._sizes], rank=self._channel.rank)
+            # The mean weighs exactly, by samples or by what averages are of; robust rules by
+            # capped counts.
+            if isinstance(self._rule, Mean):
+                weights = combined.counts if self._ages is None else self._ages.exact()
+                present = combined.present if self._ages is None else None
+            else:
+                combined = combined if self._ages is None else self._ages.weigh(combined)
+                weights, present = in_training(self._rule, combined).weights, combined.present
         return allreduce_async(
             values,
             self._rule,
@@ -211,6 +254,8 @@ class _BucketReducer:
         if found is not None:
             self._batches.log.write("spread", **asdict(found))
         self._flights.clear()
+        if self._momentum is not None and self._ages is not None:
+            self._momentum.step_ended(self._ages)
         self._batches.step_ended(waited_s=time.monotonic() - began)
 
     def _place(self, bucket: GradBucket) -> str:

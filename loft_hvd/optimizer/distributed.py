@@ -16,6 +16,7 @@ from loft_hvd.errors import ArgumentError, ArgumentTypeError
 from loft_hvd.optimizer.options import OptimizerOptions
 from loft_hvd.optimizer.wrapper import OptimizerWrapper
 from loft_hvd.pipeline.gradients import ReducerSettings, StepSource
+from loft_hvd.pipeline.momentum import LossScaler
 from loft_hvd.pipeline.suspicion.tracker import Suspicion
 from loft_hvd.pipeline.suspicion.watch import Quarantine
 from loft_hvd.pipeline.wire import Wire, read_compression
@@ -45,6 +46,8 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - the name and the arguments ar
     quarantine: bool | Quarantine = False,
     log_dir: str | Path | None = None,
     transport: Transport | None = None,
+    worker_momentum: float | None = None,
+    scaler: LossScaler | None = None,
 ) -> OptimizerWrapper:
     """Wrap an optimizer so that gradients are reduced over ranks before each of its steps.
 
@@ -76,6 +79,12 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - the name and the arguments ar
         log_dir: folder in which rank 0 writes the run log, the balancer's own if it has one; None
             takes ``LOFT_HVD_LOG_DIR``, and without it there is none.
         transport: the ranks; Horovod's by default.
+        worker_momentum: ranks send the average of their gradients over time, with this momentum,
+            0 <= b < 1; None is 0.9 with ``Robust`` and else 0. ``.grad`` is then an average
+            gradient, as long as one: where SGD had momentum=b use momentum=0 and lr / (1 - b), with
+            Adam betas=(0, b2). A rank keeps one float32 value more for each of the parameters'.
+        scaler: the ``torch.amp.GradScaler`` whose ``scale`` multiplies the loss, for
+            ``worker_momentum``: averages are kept without its scale.
 
     Returns:
         An optimizer with ``synchronize``, ``skip_synchronize``, ``register_outgoing_hook`` and
@@ -111,6 +120,8 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - the name and the arguments ar
         over=over,
         diagnostics=diagnostics,
         quarantine=quarantine,
+        worker_momentum=worker_momentum,
+        scaler=scaler,
         balancer=balancer,
         log_dir=log_dir,
         process_set=process_set,

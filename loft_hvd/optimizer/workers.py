@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
 from loft_hvd.aggregation.row_rules import Robust
 from loft_hvd.aggregation.rules import Mean, Rule
@@ -20,6 +21,7 @@ from loft_hvd.optimizer.parameters import ReducedParameters, check_none_thawed
 from loft_hvd.optimizer.replicas import ReplicaCheck
 from loft_hvd.pipeline.gradients import OutgoingHooks
 from loft_hvd.pipeline.levels import exchange_maker
+from loft_hvd.pipeline.momentum import WorkerMomentum
 from loft_hvd.pipeline.reducer import GradientReducer
 from loft_hvd.pipeline.ring import MakeExchange, flat_exchange
 from loft_hvd.pipeline.suspicion.report import FEWEST_WATCHED, SuspicionReport
@@ -148,10 +150,25 @@ def _advise_fewer(rules: Sequence[Rule], num_workers: int) -> None:
             _logger.warning(
                 "robust:f=%d expects more than a quarter of %d workers to be wrong: that costs "
                 "accuracy even if none is, and most where workers draw from different data; use "
-                "f <= %d, more workers, or Placement.with_strata(labels, cap=1.5)",
+                "f <= %d, more workers, or give the placement strata: "
+                "Placement.with_strata(labels, cap=1.5)",
                 f,
                 num_workers,
                 num_workers // 4,
+            )
+
+
+def _advise_betas(param_groups: Sequence[dict[str, Any]]) -> None:
+    """Say when an optimizer such as Adam averages gradients that are averages over time already."""
+    for number, group in enumerate(param_groups):
+        betas = group.get("betas")
+        if betas and float(betas[0]) > 0:
+            _logger.warning(
+                "parameter group %d averages gradients by betas=(%g, ...), and with worker "
+                "momentum they are averages already, so steps lag behind twice; use betas=(0, %s)",
+                number,
+                betas[0],
+                ", ".join(f"{float(beta):g}" for beta in betas[1:]),
             )
 
 
@@ -206,7 +223,9 @@ class OptimizerWorld:
         before: RunLog,
         *,
         should_agree: bool,
+        momentum: WorkerMomentum | None = None,
     ) -> None:
+        self._momentum = momentum
         self._transport = transport
         self._options = options
         self._outgoing = outgoing
@@ -222,6 +241,8 @@ class OptimizerWorld:
             self._agree(found)
         is_alone = transport.world_size == 1
         self._workers = LoneWorker() if is_alone else Workers(self._channel(found), found, options)
+        if momentum is not None and self.rank == 0:
+            _advise_betas(options.optimizer.param_groups)
         self._lay_out(found)
 
     def _channel(self, found: ReducedParameters) -> Channel:
@@ -279,6 +300,7 @@ class OptimizerWorld:
             outgoing=self._outgoing,
             make_exchange=workers.make_exchange,
             watch=workers.watch,
+            momentum=self._momentum,
         )
 
     @property

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,9 +19,10 @@ from torch.utils.hooks import RemovableHandle
 
 from loft_hvd.config import config
 from loft_hvd.errors import ArgumentError, LoftError, UsageError
-from loft_hvd.optimizer.options import OptimizerOptions
+from loft_hvd.optimizer.options import OptimizerOptions, check_groups
 from loft_hvd.optimizer.workers import IdleWorld, OptimizerWorld
 from loft_hvd.pipeline.gradients import OutgoingHook, OutgoingHooks
+from loft_hvd.pipeline.momentum import STATE_KEY, check_state
 from loft_hvd.pipeline.suspicion.report import SuspicionReport
 
 __all__ = ["OptimizerProxy", "OptimizerWrapper"]
@@ -87,6 +88,7 @@ class OptimizerProxy(torch.optim.Optimizer):
         before = self._optimizer.__dict__.copy()
         try:
             self._optimizer.load_state_dict(state_dict)
+            self._check_loaded()
         except Exception as error:
             self._optimizer.__dict__.update(before)
             raise ArgumentError(
@@ -94,6 +96,9 @@ class OptimizerProxy(torch.optim.Optimizer):
                 f"({type(error).__name__}: {error}); give what state_dict of an optimizer with the "
                 "same parameter groups returned, whole"
             ) from error
+
+    def _check_loaded(self) -> None:
+        """Raise where the user's optimizer cannot be used with what was just loaded."""
 
     def step(  # type: ignore[override]  # one signature for both of the base's overloads
         self, closure: Callable[[], float] | None = None
@@ -136,6 +141,7 @@ class OptimizerWrapper(OptimizerProxy):
         super().__init__(options.optimizer)
         self._options = options
         self._outgoing = OutgoingHooks()  # they outlive worlds
+        self._momentum = options.make_momentum()  # this rank's averages do, too
         self._should_synchronize = True
         self._is_synchronized = False
         self._has_warned = False  # of a step without gradients
@@ -154,7 +160,12 @@ class OptimizerWrapper(OptimizerProxy):
         if transport is None:
             return IdleWorld()
         return OptimizerWorld(
-            transport, self._options, self._outgoing, self._world.log, should_agree=should_agree
+            transport,
+            self._options,
+            self._outgoing,
+            self._world.log,
+            should_agree=should_agree,
+            momentum=self._momentum,
         )
 
     def begin_world(self) -> None:
@@ -162,8 +173,47 @@ class OptimizerWrapper(OptimizerProxy):
         self._optimizer.zero_grad(set_to_none=True)
         self._outgoing.begin_world()
         self._world.detach()
+        if self._momentum is not None:
+            self._momentum.begin_world()
         self._world = self._make_world(should_agree=True)
         self._is_synchronized = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the user's optimizer's state; it loads into one that is wrapped or not.
+
+        With worker momentum it has this rank's averages as well, under "worker_momentum": save it
+        on each rank to go on with them.
+        """
+        state = super().state_dict()
+        if self._momentum is not None:
+            state[STATE_KEY] = self._momentum.state_dict(self._named())
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of the user's optimizer; one that torch refuses changes nothing.
+
+        The averages of worker momentum go on where, before the first step, every rank loads what it
+        has saved in a world of the same size; else they begin anew. After the first step they stay.
+
+        Raises:
+            ArgumentError: torch, or the optimizer, cannot take it.
+        """
+        averages = None
+        if self._momentum is not None and isinstance(state_dict, Mapping):
+            averages = state_dict.get(STATE_KEY)
+            if averages is not None:
+                check_state(averages, self._named())
+        super().load_state_dict(state_dict)
+        if self._momentum is not None:
+            self._momentum.load_state_dict(averages)
+
+    def _check_loaded(self) -> None:
+        if self._momentum is not None:  # a state from before may bring SGD's own momentum back
+            check_groups(self.param_groups, self._momentum.beta)
+
+    def _named(self) -> dict[str, torch.nn.Parameter]:
+        found = self._options.collect()
+        return {spec.name: p for spec, p in zip(found.specs, found.parameters, strict=True)}
 
     def synchronize(self) -> None:
         """Wait until every gradient is reduced; for clipping or unscaling before ``step``."""

@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from loft_hvd.balance.plan import StepSizes
 from loft_hvd.errors import ArgumentTypeError, UsageError
 from loft_hvd.pipeline.buckets import Bucket, Slot
+from loft_hvd.pipeline.momentum import Blend, WorkerMomentum
 from loft_hvd.pipeline.wire import Compression, Wire
 
 __all__ = [
@@ -75,13 +76,21 @@ def _holders() -> dict[int, weakref.WeakSet[Gradients]]:
 
 
 class Gradients:
-    """The gradients of some parameters, to which buckets' slots refer by index."""
+    """The gradients of some parameters, to which buckets' slots refer by index.
+
+    With ``momentum`` what is sent are averages: of each gradient, when it moves into its bucket.
+    """
 
     def __init__(
-        self, parameters: Sequence[torch.nn.Parameter], *, sparse_as_dense: bool = False
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        *,
+        sparse_as_dense: bool = False,
+        momentum: WorkerMomentum | None = None,
     ) -> None:
         self._parameters = list(parameters)
         self._sparse_as_dense = sparse_as_dense
+        self._momentum = momentum
         self._overflown: set[int] = set()
         self._taken: set[int] = set()
         for parameter in self._parameters:
@@ -92,8 +101,10 @@ class Gradients:
         for parameter in self._parameters:
             _holders()[id(parameter)].discard(self)
 
-    def take(self, slot: Slot, values: Tensor, *, scale: float) -> None:
+    def take(self, slot: Slot, values: Tensor, *, scale: float | Blend) -> None:
         """Move a gradient that is complete into its bucket, times ``scale``, where it can live.
+
+        With momentum a ``Blend`` of it and its average moves there instead.
 
         Until ``begin_step``, ``pack`` finds it there. Not while the bucket is in flight. Where
         several optimizers have the parameter, each packs its gradient later.
@@ -109,27 +120,40 @@ class Gradients:
         # on 2 cores, docs/allreduce.md).
         with torch.no_grad():
             target = _view(values, slot)
-            if not _is_same(grad, target):
+            is_home = _is_same(grad, target)
+            if isinstance(scale, Blend):
+                self._send(parameter, grad, target, scale)
+            elif not is_home:
                 copy_scaled(grad, target, scale)
-                parameter.grad = target
             elif scale != 1.0:
                 target.mul_(scale)
+            if not is_home:
+                parameter.grad = target
         self._taken.add(slot.parameter)
+
+    def _send(self, parameter: Tensor, grad: Tensor | None, target: Tensor, blend: Blend) -> None:
+        assert self._momentum is not None  # who blends has given one
+        self._momentum.send(parameter, grad, target, blend)
 
     def begin_step(self) -> None:
         """Forget what was taken: gradients are new from here on."""
         self._taken.clear()
 
-    def pack(self, bucket: Bucket, values: Tensor, *, scale: float = 1.0) -> None:
+    def pack(self, bucket: Bucket, values: Tensor, *, scale: float | Blend = 1.0) -> None:
         """Put the gradients, times ``scale``, into their bucket's ``values``, [numel].
 
-        Those that live there are not copied.
+        Those that live there are not copied. With momentum a ``Blend`` is as in ``take``.
         """
         at_home = []  # gradients that live in the bucket
         for slot in bucket.slots:
-            grad = self._parameters[slot.parameter].grad
+            parameter = self._parameters[slot.parameter]
+            grad = parameter.grad
             target = _view(values, slot)
-            if grad is None:
+            if isinstance(scale, Blend) and slot.parameter not in self._taken:
+                self._send(
+                    parameter, None if grad is None else self._dense(slot, grad), target, scale
+                )
+            elif grad is None:
                 target.zero_()  # as Horovod does, so that ranks stay in step
             elif not _is_same(grad, target):
                 if slot.parameter in self._taken and scale != 1.0:
@@ -139,11 +163,13 @@ class Gradients:
                         "optimizer.synchronize() first, then change it and step() inside "
                         "optimizer.skip_synchronize()"
                     )
+                # Not a Blend here: that of a gradient not taken is above, of one taken refused.
+                assert not isinstance(scale, Blend)
                 copy_scaled(self._dense(slot, grad), target, scale)
             elif slot.parameter not in self._taken:
                 at_home.append(target)
         # In one pass over the bucket where all live there: a loop over many small slots is slower.
-        if scale != 1.0:
+        if not isinstance(scale, Blend) and scale != 1.0:
             for target in at_home if len(at_home) < len(bucket.slots) else [values]:
                 target.mul_(scale)
 

@@ -18,6 +18,7 @@ from loft_hvd.errors import UsageError
 from loft_hvd.pipeline.buckets import Bucket, ParameterSpec, agree_on_order, lay_out
 from loft_hvd.pipeline.engine import Engine
 from loft_hvd.pipeline.gradients import Gradients, OutgoingHooks, ReducerSettings, StepSource
+from loft_hvd.pipeline.momentum import Ages, Blend, WorkerMomentum
 from loft_hvd.pipeline.ring import MakeExchange, flat_exchange, is_engine_sum
 from loft_hvd.pipeline.suspicion.watch import Unwatched, WorkerWatch
 from loft_hvd.pipeline.weights import PassWeights, combine_passes, in_training
@@ -34,7 +35,7 @@ class GradientReducer:
 
     ``parameters`` are in an order equal on every rank; ``specs`` says what each of them is, and
     refers to ``rules`` by index. Without a ``source`` all batches weigh the same. The ``run`` of
-    ``watch`` is in ``make_exchange``.
+    ``watch`` is in ``make_exchange``. With ``momentum`` ranks send averages over time.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class GradientReducer:
         outgoing: OutgoingHooks,
         make_exchange: MakeExchange = flat_exchange,
         watch: WorkerWatch | Unwatched,
+        momentum: WorkerMomentum | None = None,
     ) -> None:
         self.parameters = list(parameters)
         self._specs = list(specs)
@@ -60,7 +62,10 @@ class GradientReducer:
         self._make_exchange = make_exchange
         self._watch = watch
         self._spec_rules = [rules[spec.rule] for spec in specs]
-        self._gradients = Gradients(parameters, sparse_as_dense=settings.sparse_as_dense)
+        self._momentum = momentum
+        self._gradients = Gradients(
+            parameters, sparse_as_dense=settings.sparse_as_dense, momentum=momentum
+        )
         self._outgoing = outgoing
         self._starting = threading.Lock()  # a bucket becomes ready once, whichever thread sees it
         self._has_warned = False  # of a step that ended with too few passes
@@ -95,6 +100,8 @@ class GradientReducer:
         self._parts: list[tuple[int, float]] = []
         self._blocked_s = 0.0
         self._step_weights: PassWeights | None = None
+        self._step_ages: Ages | None = None
+        self._blends: dict[Rule, Blend] = {}
         self._gradients.begin_step()
 
     @property
@@ -116,6 +123,7 @@ class GradientReducer:
                 f"a gradient arrived for backward pass {number + 1} of a step, but "
                 f"{self._expected()}; call step() in between or raise backward_passes_per_step"
             )
+        self._join()
         # The first gradient of a pass takes the pass's batch off the source's queue; the others
         # of the pass find it here.
         at = self._num_passes_begun
@@ -126,6 +134,12 @@ class GradientReducer:
             self._passes.append(self._source.take_step())
             sizes = self._passes[at].micro_sizes(self._transport.rank)
         self._parts += [(at, size / sum(sizes) if sum(sizes) else 1.0) for size in sizes]
+
+    def _join(self) -> None:
+        """Let ranks learn what each other's averages weigh, in the first step of a world."""
+        if self._momentum is not None:
+            names = (spec.name for spec in self._specs)
+            self._momentum.join(self._channel, dict(zip(names, self.parameters, strict=True)))
 
     def _expected(self) -> str:
         text = f"backward_passes_per_step={self._settings.num_passes}"
@@ -198,7 +212,7 @@ class GradientReducer:
     def _take(self, index: int) -> None:
         bucket, slot = self._places[index]
         weights = self._step_weights = self._weights()  # every pass of the step has begun
-        if weights.present[self._transport.rank]:
+        if weights.present[self._transport.rank] or self._momentum is not None:
             scale = self._scale(self._rules[bucket.rule], weights)
             self._gradients.take(slot, self.engine.values(bucket.index), scale=scale)
         # Counted only now that it is in its bucket: autograd has a thread for each device, and
@@ -214,9 +228,12 @@ class GradientReducer:
     def _pack(self, bucket: Bucket, values: Tensor) -> PassWeights:
         """Fill a bucket with what this rank sends, and say what the rows weigh in this step."""
         rule, weights = self._rules[bucket.rule], self._weights()
-        if weights.present[self._transport.rank]:
+        is_present = weights.present[self._transport.rank]
+        # An absent rank's average goes on: in quarantine it has samples all the same.
+        if is_present or self._momentum is not None:
             self._gradients.pack(bucket, values, scale=self._scale(rule, weights))
-        else:
+        # A mean takes averages however faint, and without momentum zeros: its shares are 0.
+        if not is_present and not (isinstance(rule, Mean) and self._momentum is not None):
             values.zero_()  # never 0 times what an absent rank has
         self._outgoing.call(bucket, values)
         if self._settings.wire is Compression.fp16:
@@ -227,8 +244,12 @@ class GradientReducer:
             weights = PassWeights(weights=None, present=present, row_scale=1.0)
         return in_training(rule, weights)
 
-    def _scale(self, rule: Rule, weights: PassWeights) -> float:
+    def _scale(self, rule: Rule, weights: PassWeights) -> float | Blend:
         """Return what this rank's gradients are multiplied by before they are sent."""
+        if self._momentum is not None:
+            if rule not in self._blends:  # once a step, not once a parameter
+                self._blends[rule] = self._blend(rule, weights, self._ages())
+            return self._blends[rule]
         if not isinstance(rule, Mean):
             return weights.row_scale
         # Rank i has x_i of the step's X samples, and n ranks: a mean of rows on shard owners gives
@@ -241,6 +262,36 @@ class GradientReducer:
             scale /= self._transport.world_size
         return scale
 
+    def _blend(self, rule: Rule, weights: PassWeights, ages: Ages) -> Blend:
+        """Return how this rank's row comes about of its averages and its gradients."""
+        rank, num_ranks = self._transport.rank, self._transport.world_size
+        count, total = ages.counts[rank], sum(ages.counts)
+        if not isinstance(rule, Mean):
+            return ages.blend(rank, gain=count * weights.row_scale, scale=1.0)
+        # With several passes gradients are times their shares already, n x_i / X (_weigh_pass).
+        has_shares = bool(self._passes) and self._settings.num_passes > 1
+        gain = total / num_ranks if has_shares else count
+        # A row is scaled as in _scale, by its average's weight in place of its samples.
+        scale = 1.0
+        if num_ranks > 1:
+            scale = ages.weights[rank] * num_ranks / ages.total / self._settings.predivide
+        if is_engine_sum(rule, self._settings.wire):
+            scale /= num_ranks
+        return ages.blend(rank, gain=gain, scale=scale)
+
+    def _ages(self) -> Ages:
+        assert self._momentum is not None
+        if self._step_ages is None:
+            # Not before all passes have begun. Two threads that come here find the same.
+            self._step_ages = self._momentum.ages(self._samples())
+        return self._step_ages
+
+    def _samples(self) -> Sequence[int] | None:
+        """Return the samples of each rank in this step; None where all have as many."""
+        if not self._passes:
+            return None
+        return [sum(counts) for counts in zip(*(each.sizes for each in self._passes), strict=True)]
+
     def _weights(self) -> PassWeights:
         if self._step_weights is not None:
             return self._step_weights
@@ -248,6 +299,8 @@ class GradientReducer:
             weights = combine_passes(self._passes, rank=self._transport.rank)
         else:
             weights = PassWeights(None, (True,) * self._transport.world_size, 1.0)
+        if self._momentum is not None:
+            weights = self._ages().weigh(weights)
         return self._watch.mask(weights)
 
     # What the optimizer calls.
@@ -256,6 +309,7 @@ class GradientReducer:
         """Reduce every gradient that is not on its way yet, and wait until all are there."""
         self._check_complete()
         self._warn_of_other_passes()
+        self._join()
         if self._transport.world_size > 1:
             for index in range(self.engine.next_bucket, len(self.buckets)):
                 self.engine.start(index)
@@ -266,13 +320,19 @@ class GradientReducer:
             self._hand_out()
             if self._arrivals is not None:
                 self._lay_out_as_ready(self._arrivals)
-        elif self._outgoing:  # a world of one sends nothing, but its hooks see the same buckets
+        elif self._outgoing or self._momentum is not None:
+            # A world of one sends nothing, but averages, and its hooks see the same buckets.
             with torch.no_grad():
                 for bucket in self.buckets:
                     values = self.engine.values(bucket.index)
-                    self._gradients.pack(bucket, values)
+                    scale: float | Blend = 1.0
+                    if self._momentum is not None:
+                        scale = self._scale(self._rules[bucket.rule], self._weights())
+                    self._gradients.pack(bucket, values, scale=scale)
                     self._outgoing.call(bucket, values)
             self._hand_out()
+        if self._momentum is not None:
+            self._momentum.step_ended(self._ages())
         self._clear_step()
 
     def _warn_of_other_passes(self) -> None:

@@ -1,11 +1,18 @@
-"""What ``ddp_hook`` refuses; under DDP it runs in multiprocess/test_torch_distributed.py."""
+"""What ``ddp_hook`` refuses and averages; with DDP: multiprocess/test_torch_distributed.py."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
+import torch
+from torch import Tensor
 
 import loft_hvd as loft
-from loft_hvd.errors import ArgumentTypeError, UsageError
+from loft_hvd.errors import ArgumentError, ArgumentTypeError, UsageError
+from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
+from tests.support.passes import Sizes
 
 
 def test_ddp_hook_checks_what_it_is_given() -> None:
@@ -13,3 +20,102 @@ def test_ddp_hook_checks_what_it_is_given() -> None:
         loft.ddp_hook(loft.Median())
     with pytest.raises(ArgumentTypeError, match=r"rule='median' is of type str; pass one such as"):
         loft.ddp_hook("median")  # type: ignore[arg-type]  # that is the point
+    with pytest.raises(ArgumentError, match=r"worker_momentum=1.5 must be >= 0 and < 1"):
+        loft.ddp_hook(worker_momentum=1.5, transport=LocalWorld(1).transport(0))
+
+
+@dataclass
+class Bucket:
+    """What DDP gives its hook: parameters, and their gradients in one flat buffer."""
+
+    at: int
+    of: int
+    members: list[torch.nn.Parameter]
+    values: Tensor
+
+    def buffer(self) -> Tensor:
+        return self.values
+
+    def index(self) -> int:
+        return self.at
+
+    def is_last(self) -> bool:
+        return self.at == self.of - 1
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return self.members
+
+    def gradients(self) -> list[Tensor]:
+        return list(self.values.split([p.numel() for p in self.members]))
+
+
+def backward(
+    hook: Any, layout: list[list[torch.nn.Parameter]], grads: dict[torch.nn.Parameter, Tensor]
+) -> dict[torch.nn.Parameter, Tensor]:
+    """Give a hook a pass's gradients in buckets, and return the reduced ones by parameter."""
+    buckets = [
+        Bucket(at, len(layout), members, torch.cat([grads[p] for p in members]))
+        for at, members in enumerate(layout)
+    ]
+    futures = [hook(None, bucket) for bucket in buckets]
+    reduced = {}
+    for bucket, future in zip(buckets, futures, strict=True):
+        parts = future.value().split([p.numel() for p in bucket.members])
+        reduced |= dict(zip(bucket.members, parts, strict=True))
+    return reduced
+
+
+@pytest.mark.parametrize(
+    "rule", [loft.Mean(), loft.Mean(reproducible=True), loft.Median()], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_averages_stay_with_their_parameters_when_ddps_buckets_change(
+    rule: loft.Rule, dtype: torch.dtype
+) -> None:
+    sizes = [(5, 2, 1), (4, 0, 4), (2, 4, 2)]
+
+    def grads_of(rank: int, step: int, params: list[torch.nn.Parameter]) -> list[Tensor]:
+        random = torch.Generator().manual_seed(10 * step + rank)
+        return [torch.randn(p.numel(), generator=random).to(dtype) for p in params]
+
+    def work(transport: LocalTransport) -> list[list[Tensor]]:
+        params = [torch.nn.Parameter(torch.zeros(n, dtype=dtype)) for n in (3, 5, 2)]
+        first, second, third = params
+        planned: Any = Sizes(list(sizes))
+        hook = loft.ddp_hook(rule, planned, transport=transport, worker_momentum=0.9)
+        found = []
+        for step in range(len(sizes)):
+            layout = [[first], [second, third]] if step == 0 else [[third, second], [first]]
+            grads = grads_of(transport.rank, step, params)
+            reduced = backward(hook, layout, dict(zip(params, grads, strict=True)))
+            found.append([reduced[p].clone() for p in params])
+        return found
+
+    weights, expected = [0.0] * 3, []
+    params = [torch.nn.Parameter(torch.zeros(n)) for n in (3, 5, 2)]
+    sums = [[torch.zeros(p.numel()) for p in params] for _ in range(3)]
+    for step, counts in enumerate(sizes):
+        for rank, count in enumerate(counts):
+            weights[rank] = 0.9 * weights[rank] + count
+            for total, grad in zip(sums[rank], grads_of(rank, step, params), strict=True):
+                total.mul_(0.9).add_(grad.float(), alpha=count)
+        rows = [
+            torch.stack([sums[rank][at] / weights[rank] for rank in range(3)]) for at in range(3)
+        ]
+        share = torch.tensor(weights)[:, None] / sum(weights)
+        is_mean = isinstance(rule, loft.Mean)
+        expected.append([(r * share).sum(0) if is_mean else r.median(0).values for r in rows])
+    tolerance = 1e-6 if dtype == torch.float32 else 2e-2
+    for found in run_ranks(3, work):
+        for got, wanted in zip(found, expected, strict=True):
+            for one, other in zip(got, wanted, strict=True):
+                torch.testing.assert_close(one.float(), other, rtol=tolerance, atol=tolerance)
+
+
+def test_the_advised_rule_says_what_the_optimizer_must_leave_out(caplog: Any) -> None:
+    alone = LocalWorld(1).transport(0)
+    loft.ddp_hook(loft.Robust(0), transport=alone, worker_momentum=0.9)
+    loft.ddp_hook(loft.Robust(0), transport=alone, worker_momentum=0.0)
+    assert not caplog.records
+    loft.ddp_hook(loft.Robust(0), transport=alone)
+    assert "SGD momentum=0 and lr / 0.1, or Adam betas=(0, b2)" in caplog.text

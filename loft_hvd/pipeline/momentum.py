@@ -1,0 +1,351 @@
+"""Worker momentum: a rank sends the average of its gradients over time (arXiv 2012.10333).
+
+An average is quieter than one gradient, so less can hide in its noise. With momentum b, rank i has
+x_i samples and the mean gradient g_i in a step, and keeps an average m_i for each parameter:
+
+    w_i <- b w_i + x_i
+    m_i <- (b w_i m_i + x_i g_i) / (b w_i + x_i)
+
+Every rank knows all w_i, as they follow from the plan, and a row weighs w_i. So a first gradient
+counts whole, a larger batch counts more, and the average of a rank without samples stands while its
+weight fades. Under ``Mean`` the result is torch's momentum buffer of the exactly weighted mean,
+times (1 - b) / (1 - b**t) after t steps of equal global batches.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from loft_hvd.errors import ArgumentError, ArgumentTypeError
+from loft_hvd.pipeline.weights import PassWeights, capped_weights
+from loft_hvd.transport.base import Channel
+
+__all__ = [
+    "STATE_KEY",
+    "Ages",
+    "Blend",
+    "LossScaler",
+    "WorkerMomentum",
+    "absorb",
+    "check_state",
+    "read_momentum",
+]
+
+_logger = logging.getLogger(__name__)
+
+STATE_KEY = "worker_momentum"
+# Whole-number weight of a row of mean weight. Bound from the kernels, whose weights add up to less
+# than 2**30: those of 1,024 rows, capped, do.
+_WHOLE = 512
+_FAINT = 4  # a rank without samples is absent below the mean weight over this; a choice
+# What a rank brings into a world: no averages, some that it has loaded, or its own.
+_NOTHING, _LOADED, _STEPPED = 0.0, 1.0, 2.0
+
+
+class LossScaler(Protocol):
+    """What is asked of a ``torch.amp.GradScaler``."""
+
+    def scale(self, outputs: Tensor) -> Tensor:
+        """Return a tensor times the loss scale."""
+
+
+class Blend(NamedTuple):
+    """How a rank's row of a step comes about: ``scale * (keep * average + add * gradient)``."""
+
+    keep: float
+    add: float  # 0 where the rank has no samples: its gradient is never read
+    scale: float = 1.0  # of what is sent, not of the average that stays
+
+
+@dataclass(frozen=True)
+class Ages:
+    """What all ranks' averages weigh before and after a step, in samples, [world_size] each."""
+
+    counts: tuple[int, ...]  # samples of the step
+    kept: tuple[float, ...]  # what is left of the weights before it
+    weights: tuple[float, ...]
+
+    @property
+    def total(self) -> float:
+        """The sum of all weights."""
+        return math.fsum(self.weights)
+
+    def blend(self, rank: int, *, gain: float, scale: float) -> Blend:
+        """Return how a rank's row comes about, whose gradient times ``gain`` is ``x_i g_i``."""
+        weight = self.weights[rank]
+        if weight == 0:  # it has never had a sample
+            return Blend(0.0, 0.0)
+        add = gain / weight if self.counts[rank] else 0.0
+        return Blend(self.kept[rank] / weight, add, scale)
+
+    def exact(self) -> tuple[int, ...] | None:
+        """Return whole numbers in proportion to the weights, for a mean; None where all are 0."""
+        if self.total == 0:
+            return None
+        # Kernels take weights that add up to less than 2**30.
+        return tuple(round(weight / self.total * 2**29) for weight in self.weights)
+
+    def weigh(self, weights: PassWeights) -> PassWeights:
+        """Return the weights of a step in which a robust rule sees averages.
+
+        A rank without samples is absent while its average has faded.
+        """
+        mean = self.total / len(self.weights)
+        if mean == 0:
+            return weights
+        present = tuple(
+            count > 0 or weight * _FAINT >= mean
+            for count, weight in zip(self.counts, self.weights, strict=True)
+        )
+        counts = tuple(
+            max(1, round(weight / mean * _WHOLE)) if is_there else 0
+            for weight, is_there in zip(self.weights, present, strict=True)
+        )
+        return replace(weights, weights=capped_weights(counts), present=present, counts=counts)
+
+
+class WorkerMomentum:
+    """One rank's averages, by parameter, and what every rank's weigh; it outlives worlds.
+
+    Args:
+        beta: the momentum b, 0 < b < 1.
+        scaler: multiplies losses, and so gradients; averages are kept without its scale, and sent
+            with it. None for losses as they are.
+    """
+
+    def __init__(self, beta: float, *, scaler: LossScaler | None = None) -> None:
+        self.beta = beta
+        self._scaler = scaler
+        # By id, as tensors compare by value. The parameter is kept so that its id stays its own.
+        self._averages: dict[int, tuple[Tensor, Tensor]] = {}
+        self._own = 0.0  # the weight of this rank's averages
+        self._weights: tuple[float, ...] | None = None  # of all ranks; None until they have met
+        self._rank = self._world_size = -1
+        self._loaded: Mapping[str, Any] | None = None  # a state that no step was made from yet
+        self._has_stepped = False
+        self._joining = threading.Lock()
+
+    def begin_world(self) -> None:
+        """Let ranks meet anew before their next step; this one's averages stay."""
+        self._weights = None
+
+    def join(self, channel: Channel, named: Mapping[str, Tensor]) -> None:
+        """Learn what every rank's averages weigh; every rank calls it alike in its first step.
+
+        ``named`` are the parameters by name, for a state that was loaded.
+        """
+        with self._joining:  # autograd has a thread for each device
+            if self._weights is not None:
+                return
+            self._rank, self._world_size = channel.rank, channel.world_size
+            mine = self._fitting(self._loaded)
+            own = self._own if mine is None else mine["weight"]
+            has = _LOADED if mine is not None else _STEPPED if self._has_stepped else _NOTHING
+            row = torch.tensor([own, has], dtype=torch.float64)
+            rows = channel.sub("momentum").allgather_rows(row)  # [world_size, 2]
+            weights: list[float] = rows[:, 0].tolist()
+            # What was loaded goes on everywhere or nowhere: one rank's would outweigh the others'.
+            loaded = rows[:, 1] == _LOADED
+            if bool(loaded.any()) and bool((rows[:, 1] == _NOTHING).any()):
+                if self._rank == 0:
+                    _logger.info(
+                        "worker momentum begins anew: not every rank has loaded a state of its own "
+                        "(load on each rank what optimizer.state_dict() gave there, to go on)"
+                    )
+                weights = rows[:, 0].masked_fill(loaded, 0.0).tolist()
+            elif mine is not None:
+                for name, average in mine["averages"].items():
+                    parameter = named[name]
+                    kept = average.to(parameter.device, copy=True)
+                    self._averages[id(parameter)] = (parameter, kept)
+            self._loaded = None
+            self._own = weights[self._rank]
+            self._weights = tuple(weights)
+
+    def _fitting(self, state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        """Return a loaded state if it is this rank's, of a world of this size."""
+        place = (self._rank, self._world_size)
+        fits = state is not None and (state["rank"], state["world_size"]) == place
+        return state if fits else None
+
+    def ages(self, counts: Sequence[int] | None) -> Ages:
+        """Return what averages weigh in a step with these samples, [world_size]; None for equal."""
+        assert self._weights is not None  # ``join`` came before
+        counts = (1,) * len(self._weights) if counts is None else tuple(counts)
+        kept = tuple(self.beta * weight for weight in self._weights)
+        weights = tuple(old + count for old, count in zip(kept, counts, strict=True))
+        return Ages(counts, kept, weights)
+
+    def step_ended(self, ages: Ages) -> None:
+        """Let the weights after a step be those before the next one."""
+        self._weights = ages.weights
+        self._own = ages.weights[self._rank]
+        self._has_stepped = True
+
+    def send(self, parameter: Tensor, grad: Tensor | None, target: Tensor, blend: Blend) -> None:
+        """Let a parameter's gradient into its average, and put what is sent into ``target``.
+
+        Once a step and parameter. ``target`` is like the parameter, and may be the gradient itself.
+        No gradient counts as zeros, as everywhere, but those of a parameter that takes none.
+        """
+        if grad is None and not parameter.requires_grad:
+            target.zero_()  # frozen: its average waits until it thaws
+            return
+        known = self._averages.get(id(parameter))
+        average = None if known is None else known[1]
+        scale = None
+        if self._scaler is not None:
+            scale = self._scaler.scale(torch.ones((), device=target.device))
+        average = absorb(average, grad, target, blend, scale=scale)
+        if known is None and average is not None:
+            self._averages[id(parameter)] = (parameter, average)
+
+    def memory_bytes(self) -> int:
+        """Return the bytes of all averages."""
+        return sum(average.nbytes for _, average in self._averages.values())
+
+    # What is saved.
+
+    def state_dict(self, named: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return this rank's averages by the parameters' names, and what they weigh."""
+        if self._loaded is not None:
+            return dict(self._loaded)
+        known = {name: self._averages.get(id(each)) for name, each in named.items()}
+        averages = {name: pair[1] for name, pair in known.items() if pair is not None}
+        return {
+            "rank": self._rank,
+            "world_size": self._world_size,
+            "weight": self._own,
+            "averages": averages,
+        }
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take a checked state for the first step; a process that has made steps keeps its own."""
+        if not self._has_stepped:
+            self._loaded = state
+
+
+def absorb(
+    average: Tensor | None,
+    grad: Tensor | None,
+    target: Tensor,
+    blend: Blend,
+    *,
+    scale: Tensor | None = None,
+) -> Tensor | None:
+    """Put ``blend`` of a gradient and its average into ``target``, and update the average.
+
+    Args:
+        average: float32 (float64 for a float64 target), shape of ``target``; None for none yet.
+        grad: this step's, times ``scale``; None for zeros. Any floating dtype.
+        target: gets what is sent, times ``scale``; may be ``grad``.
+        blend: how much of either.
+        scale: the loss scale, a tensor of one value on the device of ``target``; None for 1.
+
+    Returns:
+        The average, which is updated in place, or a new one. A gradient that is not finite reaches
+        ``target`` alone: in an average it would stay for ever.
+    """
+    dtype = torch.float64 if target.dtype == torch.float64 else torch.float32
+    with torch.no_grad():
+        # A narrow target would round what is kept.
+        made = target if target.dtype == dtype else torch.empty_like(target, dtype=dtype)
+        if blend.add == 0:
+            made.zero_() if average is None else made.copy_(average)
+        else:
+            # A parameter without an average, such as one of a group that was added late: its first
+            # gradient counts whole.
+            by = blend.add if average is not None else blend.add / (1.0 - blend.keep)
+            if grad is None:
+                made.zero_()
+            elif grad.dtype == dtype:
+                torch.mul(grad, by, out=made)
+            else:
+                made.copy_(grad).mul_(by)
+            if scale is not None:
+                made.div_(scale)
+            if average is None:
+                average = torch.zeros_like(made, memory_format=torch.contiguous_format)
+            elif blend.keep:
+                made.add_(average, alpha=blend.keep)
+            _keep_finite(average, made)
+        if blend.scale != 1.0:
+            made.mul_(blend.scale)
+        if scale is not None:
+            made.mul_(scale)
+        if made is not target:
+            target.copy_(made)
+    return average
+
+
+def _keep_finite(average: Tensor, made: Tensor) -> None:
+    """Let an average be ``made`` if that is finite in every value; never waits for a device."""
+    if made.numel() == 0:
+        return
+    low, high = torch.aminmax(made)  # NaN where there is one
+    is_finite = low.isfinite() & high.isfinite()
+    if made.device.type == "cpu":
+        if bool(is_finite):
+            average.copy_(made)
+    else:
+        torch.where(is_finite, made, average, out=average)
+
+
+def read_momentum(value: object) -> float:
+    """Return a worker momentum as a float; raise unless 0 <= it < 1."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ArgumentTypeError(f"worker_momentum={value!r} must be a number, such as 0.9")
+    if not 0 <= value < 1:
+        raise ArgumentError(
+            f"worker_momentum={value} must be >= 0 and < 1; 0.9 is usual, 0 is none"
+        )
+    return float(value)
+
+
+def check_state(state: object, named: Mapping[str, Tensor]) -> None:
+    """Raise ``ArgumentError`` unless a state is one that ``state_dict`` can have returned."""
+    fault = _fault_of(state, named)
+    if fault:
+        raise ArgumentError(
+            f"load_state_dict: {STATE_KEY!r} cannot be taken: {fault}; give what state_dict of an "
+            f"optimizer with the same parameters returned, or leave {STATE_KEY!r} out to begin anew"
+        )
+
+
+def _fault_of(state: object, named: Mapping[str, Tensor]) -> str:
+    if not isinstance(state, Mapping):
+        return f"it is of type {type(state).__name__}, no dict"
+    for key in ("rank", "world_size"):
+        value = state.get(key)
+        if isinstance(value, bool) or not isinstance(value, int):
+            return f"{key}={value!r} must be a whole number"
+    weight, averages = state.get("weight"), state.get("averages")
+    if isinstance(weight, bool) or not isinstance(weight, int | float):
+        return f"weight={weight!r} must be a number"
+    if not 0 <= weight < math.inf:
+        return f"weight={weight} must be >= 0 and finite"
+    if not isinstance(averages, Mapping):
+        return f"averages are of type {type(averages).__name__}, no dict"
+    for name, average in averages.items():
+        like = named.get(name)
+        if like is None:
+            return f"there is no parameter {name!r}"
+        if not isinstance(average, Tensor):
+            return f"the average of {name!r} is of type {type(average).__name__}, no tensor"
+        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        if average.shape != like.shape or average.dtype != dtype:
+            return (
+                f"the average of {name!r} is {average.dtype} of shape {list(average.shape)}, not "
+                f"{dtype} of shape {list(like.shape)}"
+            )
+        if not bool(average.isfinite().all()):
+            return f"the average of {name!r} has values that are not finite"
+    return ""

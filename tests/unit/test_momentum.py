@@ -1,0 +1,575 @@
+"""Worker momentum: averages over time, what they weigh, and whom they leave out."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import loft_hvd as loft
+from loft_hvd.aggregation.reference import reference
+from loft_hvd.errors import ArgumentError, ArgumentTypeError
+from loft_hvd.pipeline.buckets import Bucket
+from loft_hvd.pipeline.momentum import Blend, WorkerMomentum, absorb
+from loft_hvd.pipeline.weights import PassWeights
+from loft_hvd.transport.base import Channel
+from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
+from tests.support.alone import ALONE
+from tests.support.passes import Sizes
+
+B = 0.9
+SHAPES = [(3, 5), (7,), (), (0,)]
+
+
+def parameters(dtype: torch.dtype = torch.float64) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(99)
+    return [
+        torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES
+    ]
+
+
+def gradient_at(values: Tensor, *, step: int, batch: int, rank: int) -> Tensor:
+    """Return a gradient that depends on the parameter, as a real one does."""
+    generator = torch.Generator().manual_seed(1000 * step + 10 * batch + rank)
+    noise = torch.randn(values.shape, generator=generator, dtype=torch.float64)
+    return 0.3 * values.detach() + noise.to(values.dtype)
+
+
+def backward(params: list[torch.nn.Parameter], grads: list[Tensor]) -> None:
+    torch.autograd.backward([p.view_as(p) for p in params], grads)
+
+
+def wrap(params: list[torch.nn.Parameter], transport: Any, **options: Any) -> Any:
+    named = [(f"p{at}", p) for at, p in enumerate(params)]
+    options = {"worker_momentum": B, "bucket_bytes": 60} | options
+    sgd = torch.optim.SGD(params, lr=options.pop("lr", 0.05))
+    return loft.DistributedOptimizer(sgd, named, transport=transport, **options)
+
+
+# Rank 1 has no samples now and then, and every size changes; the total stays.
+PLANS = [(5, 2, 1), (4, 0, 4), (1, 1, 6), (8, 0, 0), (3, 3, 2)]
+
+
+def torch_momentum(dtype: torch.dtype, *, steps: int, passes: int) -> list[torch.nn.Parameter]:
+    """Train with torch's momentum and the exactly weighted mean of all ranks' gradients."""
+    params = parameters(dtype)
+    sgd = torch.optim.SGD(params, lr=0.005, momentum=B)
+    for step in range(steps):
+        for p in params:
+            p.grad = torch.zeros_like(p)
+            for batch in range(passes):
+                sizes = PLANS[(step * passes + batch) % len(PLANS)]
+                for rank, size in enumerate(sizes):
+                    grad = gradient_at(p, step=step, batch=batch, rank=rank)
+                    p.grad += grad * (size / sum(sizes))
+        sgd.step()
+    return params
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "passes", "reproducible"),
+    [
+        (torch.float64, 1e-12, 1, False),
+        (torch.float64, 1e-12, 2, True),
+        (torch.float32, 1e-6, 1, True),
+        (torch.float32, 1e-6, 2, False),
+    ],
+    ids=str,
+)
+def test_mean_of_averages_is_torchs_momentum_of_the_weighted_mean(
+    dtype: torch.dtype,
+    tolerance: float,
+    passes: int,
+    reproducible: bool,
+) -> None:
+    num_steps, resumed_at = 100, 60
+
+    def work(transport: LocalTransport) -> list[torch.nn.Parameter]:
+        params = parameters(dtype)
+
+        def make(params: list[torch.nn.Parameter], from_step: int) -> Any:
+            plans = [PLANS[at % len(PLANS)] for at in range(from_step * passes, num_steps * passes)]
+            return wrap(
+                params,
+                transport,
+                rule=loft.Mean(reproducible=reproducible),
+                balancer=Sizes(plans),
+                backward_passes_per_step=passes,
+            )
+
+        optimizer = make(params, 0)
+        for step in range(num_steps):
+            if step == resumed_at:
+                # A new process: new parameters, and a state of this rank's own.
+                state = copy.deepcopy(optimizer.state_dict())
+                params = [torch.nn.Parameter(p.detach().clone()) for p in params]
+                optimizer = make(params, step)
+                optimizer.load_state_dict(state)
+            # torch's buffer is so many times the average.
+            optimizer.param_groups[0]["lr"] = 0.005 * (1 - B ** (step + 1)) / (1 - B)
+            for batch in range(passes):
+                size = PLANS[(step * passes + batch) % len(PLANS)][transport.rank]
+                wrong = 1.0 if size else float("nan")  # what an idle rank computes is not read
+                backward(
+                    params,
+                    [
+                        gradient_at(p, step=step, batch=batch, rank=transport.rank) * wrong
+                        for p in params
+                    ],
+                )
+            optimizer.step()
+            optimizer.zero_grad()
+        return params
+
+    expected = torch_momentum(dtype, steps=num_steps, passes=passes)
+    for params in run_ranks(3, work):
+        for got, wanted in zip(params, expected, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=0, atol=tolerance)
+
+
+def test_a_world_of_one_has_momentum_too() -> None:
+    params, expected = parameters(), parameters()
+    optimizer = wrap(params, ALONE, rule=loft.TrimmedMean(f=1))
+    sgd = torch.optim.SGD(expected, lr=0.005, momentum=B)
+    for step in range(30):
+        optimizer.param_groups[0]["lr"] = 0.005 * (1 - B ** (step + 1)) / (1 - B)
+        backward(params, [gradient_at(p, step=step, batch=0, rank=0) for p in params])
+        optimizer.step()
+        optimizer.zero_grad()
+        for p in expected:
+            p.grad = gradient_at(p, step=step, batch=0, rank=0)
+        sgd.step()
+    for got, wanted in zip(params, expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
+
+
+def test_a_robust_rule_sees_averages_that_weigh_what_they_are_of() -> None:
+    plans = [(40, 8, 8, 8, 0), (40, 8, 8, 8, 4), (0, 30, 8, 8, 4), (40, 8, 8, 8, 4)]
+    rule = loft.TrimmedMean(f=1)
+
+    def work(transport: LocalTransport) -> list[Tensor]:
+        p = torch.nn.Parameter(torch.zeros(33))
+        optimizer = wrap([p], transport, rule=rule, balancer=Sizes(list(plans)))
+        found = []
+        for step in range(len(plans)):
+            backward([p], [gradient_at(p, step=step, batch=0, rank=transport.rank)])
+            optimizer.synchronize()
+            assert p.grad is not None
+            found.append(p.grad.clone())
+            optimizer.zero_grad()
+        return found
+
+    sums = torch.zeros(5, 33, dtype=torch.float64)
+    weights = [0.0] * 5
+    expected = []
+    zeros = torch.zeros(33)
+    for step, sizes in enumerate(plans):
+        for rank, size in enumerate(sizes):
+            weights[rank] = B * weights[rank] + size
+            sums[rank] = B * sums[rank]
+            if size:
+                sums[rank] += size * gradient_at(zeros, step=step, batch=0, rank=rank)
+        mean = sum(weights) / 5
+        there = [
+            w > 0 and (size > 0 or 4 * w >= mean) for w, size in zip(weights, sizes, strict=True)
+        ]
+        whole = [
+            round(w / mean * 512) if is_there else 0
+            for w, is_there in zip(weights, there, strict=True)
+        ]
+        cap = 2 * sum(whole) / sum(there)
+        rows = torch.stack([sums[r] / (weights[r] or 1.0) for r in range(5)])
+        capped = [round(min(w, cap) * 1000) for w in whole]
+        expected.append(torch.from_numpy(reference(rows.numpy(), rule, weights=capped)))
+    for found in run_ranks(5, work):
+        for step, (got, wanted) in enumerate(zip(found, expected, strict=True)):
+            torch.testing.assert_close(
+                got.double(), wanted, rtol=1e-5, atol=1e-5, msg=f"step {step}: {got} {wanted}"
+            )
+
+
+def test_a_rank_without_samples_is_absent_once_its_average_has_faded() -> None:
+    momentum = WorkerMomentum(0.5)
+    momentum.join(Channel(LocalWorld(1).transport(0), "loft", 1.0), {})
+    momentum._weights = (8.0, 8.0, 8.0)
+    seen = []
+    for _ in range(4):
+        ages = momentum.ages((8, 0, 8))
+        weighed = ages.weigh(PassWeights(None, (True, False, True), 1.0))
+        seen.append((ages.weights[1], weighed.present[1]))
+        momentum.step_ended(ages)
+    # The mean is 28/3, 30/3, 31/3 and so on: a quarter of it is about 2.5.
+    assert seen == [(4.0, True), (2.0, False), (1.0, False), (0.5, False)]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_gradient_that_is_not_finite_is_sent_and_never_absorbed(bad: float) -> None:
+    average: Tensor | None = torch.tensor([1.0, 2.0])
+    target = torch.empty(2)
+    blend = Blend(keep=0.9, add=0.1)
+    absorb(average, torch.tensor([bad, 0.0]), target, blend)
+    assert not bool(target[0].isfinite())
+    assert average is not None
+    assert average.tolist() == [1.0, 2.0]
+    absorb(average, torch.tensor([11.0, 2.0]), target, blend)
+    assert target.tolist() == average.tolist() == pytest.approx([2.0, 2.0])
+
+
+def test_one_nan_is_gone_in_the_next_step() -> None:
+    def work(transport: LocalTransport) -> list[float]:
+        p = torch.nn.Parameter(torch.zeros(4))
+        optimizer = wrap([p], transport, rule=loft.Mean())
+        found = []
+        for step in range(3):
+            is_bad = step == 1 and transport.rank == 1
+            backward([p], [torch.full((4,), float("nan") if is_bad else 2.0 + transport.rank)])
+            optimizer.synchronize()
+            assert p.grad is not None
+            found.append(float(p.grad[0]))
+            optimizer.zero_grad()
+        return found
+
+    for first, second, third in run_ranks(2, work):
+        assert first == pytest.approx(2.5)
+        assert second != second
+        assert third == pytest.approx(2.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_averages_of_narrow_gradients_are_kept_in_float32(dtype: torch.dtype) -> None:
+    grads = [torch.tensor([1.0 + step / 64]).to(dtype) for step in range(20)]
+    average, wanted = None, torch.zeros(1, dtype=torch.float64)
+    weight = 0.0
+    for grad in grads:
+        blend = Blend(B * weight / (B * weight + 1), 1 / (B * weight + 1))
+        weight = B * weight + 1
+        target = torch.empty(1, dtype=dtype)
+        average = absorb(average, grad, target, blend)
+        wanted += (grad.double() - wanted) / weight
+        assert average is not None
+        assert average.dtype == torch.float32
+        assert target.dtype == dtype
+        torch.testing.assert_close(average.double(), wanted, rtol=1e-6, atol=0)
+
+
+class Scaler:
+    """A loss scale that changes, as a GradScaler's."""
+
+    value = 1.0
+
+    def scale(self, outputs: Tensor) -> Tensor:
+        return outputs * self.value
+
+
+def test_averages_are_kept_without_the_loss_scale_and_sent_with_it() -> None:
+    def work(transport: LocalTransport) -> tuple[list[Tensor], list[Tensor]]:
+        found = []
+        for scales in ([1.0] * 4, [1024.0, 2048.0, 0.5, 65536.0]):
+            p, scaler = torch.nn.Parameter(torch.zeros(5)), Scaler()
+            sent: list[Tensor] = []
+            optimizer = wrap([p], transport, rule=loft.Median(), scaler=scaler)
+
+            def note(_: Bucket, values: Tensor, sent: list[Tensor] = sent) -> None:
+                sent.append(values.clone())
+
+            optimizer.register_outgoing_hook(note)
+            for step, scale in enumerate(scales):
+                scaler.value = scale
+                grad = gradient_at(p, step=step, batch=0, rank=transport.rank)
+                backward([p], [grad * scale])
+                optimizer.synchronize()
+                assert p.grad is not None
+                found.append(p.grad / scale)
+                found.append(sent[-1] / scale)
+                optimizer.zero_grad()
+        return found[:8], found[8:]
+
+    for plain, scaled in run_ranks(3, work):
+        for one, other in zip(plain, scaled, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=0)
+
+
+def test_a_frozen_parameter_waits_and_one_without_a_gradient_fades() -> None:
+    def work(transport: LocalTransport) -> list[list[float]]:
+        frozen, unused, used = (torch.nn.Parameter(torch.zeros(1)) for _ in range(3))
+        optimizer = wrap([frozen, unused, used], transport, rule=loft.Median())
+        found = []
+        for step in range(4):
+            frozen.requires_grad_(step not in (1, 2))
+            loss = 3 * used.sum()
+            if step in (0, 3):
+                loss = loss + 2 * frozen.sum() + 5 * unused.sum()
+            loss.backward()
+            optimizer.synchronize()
+            found.append([float(p.grad) for p in (frozen, unused, used)])  # type: ignore[arg-type] # all have one
+            optimizer.zero_grad()
+        return found
+
+    kept = [1.0, 0.9 / 1.9, 0.81 / 2.71, (0.729 + 1) / 3.439]
+    for found in run_ranks(3, work):
+        assert [each[0] for each in found] == pytest.approx([2.0, 0.0, 0.0, 2.0])
+        assert [each[1] for each in found] == pytest.approx([5 * part for part in kept])
+        assert [each[2] for each in found] == pytest.approx([3.0] * 4)
+
+
+def test_a_group_that_is_added_late_begins_with_its_first_gradient() -> None:
+    def work(transport: LocalTransport) -> list[float]:
+        early, late = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
+        optimizer = wrap([early], transport, rule=loft.Median())
+        for _ in range(3):
+            (4 * early).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.add_param_group({"params": [late], "rule": "trimmed_mean:f=1"})
+        (4 * early + 6 * late).sum().backward()
+        optimizer.synchronize()
+        return [float(p.grad) for p in (early, late)]  # type: ignore[arg-type] # both have one
+
+    for found in run_ranks(3, work):
+        assert found == pytest.approx([4.0, 6.0])
+
+
+def test_averages_belong_to_parameters_when_buckets_change() -> None:
+    # Two buckets of the first step become others in the order of arrival in the second.
+    def work(transport: LocalTransport) -> list[list[float]]:
+        params = [torch.nn.Parameter(torch.zeros(9)) for _ in range(5)]
+        optimizer = wrap(params, transport, rule=loft.Median(), bucket_bytes=80)
+        found = []
+        for step in range(3):
+            total = sum(((at + 1.0) * (step + 1)) * p.sum() for at, p in enumerate(params))
+            assert isinstance(total, Tensor)
+            total.backward()
+            optimizer.synchronize()
+            found.append([float(p.grad[0]) for p in params])  # type: ignore[index] # all have one
+            optimizer.zero_grad()
+        return found
+
+    means = [1.0, (0.9 + 2) / 1.9, (0.81 + 1.8 + 3) / 2.71]
+    for found in run_ranks(3, work):
+        for step, mean in enumerate(means):
+            assert found[step] == pytest.approx([(at + 1) * mean for at in range(5)])
+
+
+def test_zeroed_gradients_live_in_their_buckets_with_momentum() -> None:
+    def work(transport: LocalTransport) -> list[float]:
+        p = torch.nn.Parameter(torch.zeros(9))
+        optimizer = wrap([p], transport, rule=loft.Median())
+        found = []
+        for step in range(3):
+            ((step + 1.0) * p).sum().backward()
+            optimizer.synchronize()
+            assert p.grad is not None
+            found.append(float(p.grad[3]))
+            optimizer.zero_grad(set_to_none=False)
+        return found
+
+    for found in run_ranks(2, work):
+        assert found == pytest.approx([1.0, (0.9 + 2) / 1.9, (0.81 + 1.8 + 3) / 2.71])
+
+
+def test_a_worker_in_quarantine_goes_on_with_its_average() -> None:
+    def work(transport: LocalTransport) -> tuple[float, float]:
+        p = torch.nn.Parameter(torch.zeros(64))
+        optimizer = wrap(
+            [p],
+            transport,
+            rule=loft.TrimmedMean(f=1),
+            diagnostics=loft.Suspicion(every=1, interval=1, patience=2),
+            quarantine=loft.Quarantine(probation=4),
+        )
+        attack = loft.attacks.attach(optimizer, loft.attacks.NaN(), ranks=[3])
+        sent = []
+        optimizer.register_outgoing_hook(lambda _, values: sent.append(float(values[0])))
+        was_held = False
+        for step in range(60):
+            held = optimizer.report().workers[3].in_quarantine_until is not None
+            if held and not was_held:
+                attack.remove()
+            was_held = was_held or held
+            (float(step) * p).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if was_held and not held:
+                return sent[-1], step
+        raise AssertionError("rank 3 was never held and let in again")
+
+    results = run_ranks(4, work)
+    assert len({sent for sent, _ in results}) == 1  # rank 3's too: it has absorbed all the same
+
+
+# What an optimizer may be.
+
+
+def sgd(**options: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "lr"),
+    [
+        ({"momentum": 0.9}, "lr=1 "),
+        ({"momentum": 0.9, "nesterov": True}, "lr=1 "),
+        ({"momentum": 0.75}, "lr=0.4 "),
+        ({"momentum": 0.9, "dampening": 0.5}, "lr=0.5 "),
+    ],
+)
+def test_momentum_on_top_of_momentum_is_refused_with_the_lr_to_use(
+    options: dict[str, Any], lr: str
+) -> None:
+    with pytest.raises(ArgumentError, match=rf"momentum=0 with {lr}in place of 0.1"):
+        loft.DistributedOptimizer(sgd(**options), worker_momentum=0.9, transport=ALONE)
+
+
+def test_robust_comes_with_momentum_unless_told_otherwise() -> None:
+    robust = loft.Robust(f=0)
+    assert (
+        "worker_momentum"
+        in loft.DistributedOptimizer(sgd(), rule=robust, transport=ALONE).state_dict()
+    )
+    with pytest.raises(ArgumentError, match=r"worker_momentum=0\.9 would count it twice"):
+        loft.DistributedOptimizer(sgd(momentum=0.9), rule=robust, transport=ALONE)
+    told = loft.DistributedOptimizer(
+        sgd(momentum=0.9), rule=robust, transport=ALONE, worker_momentum=0.0
+    )
+    assert "worker_momentum" not in told.state_dict()
+    plain = loft.DistributedOptimizer(sgd(momentum=0.9), rule=loft.Median(), transport=ALONE)
+    assert "worker_momentum" not in plain.state_dict()
+
+
+def test_a_group_with_momentum_is_not_added() -> None:
+    optimizer = loft.DistributedOptimizer(sgd(), worker_momentum=0.9, transport=ALONE)
+    with pytest.raises(ArgumentError, match=r"parameter group 1 has momentum=0\.5"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], "momentum": 0.5})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_a_state_with_momentum_is_not_loaded() -> None:
+    optimizer = loft.DistributedOptimizer(sgd(), worker_momentum=0.9, transport=ALONE)
+    with pytest.raises(ArgumentError, match=r"momentum=0\.9, and worker_momentum=0\.9 would count"):
+        optimizer.load_state_dict(sgd(momentum=0.9).state_dict())
+    assert optimizer.param_groups[0]["momentum"] == 0
+
+
+def test_adam_is_advised_to_leave_its_first_moment_out(caplog: Any) -> None:
+    def adam(beta: float) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([torch.nn.Parameter(torch.zeros(3))], betas=(beta, 0.99))
+
+    loft.DistributedOptimizer(adam(0.0), worker_momentum=0.9, transport=ALONE)
+    assert not caplog.records
+    loft.DistributedOptimizer(adam(0.9), worker_momentum=0.9, transport=ALONE)
+    assert "use betas=(0, 0.99)" in caplog.text
+
+
+@pytest.mark.parametrize("wrong", [1.0, -0.1, float("nan"), float("inf")])
+def test_a_momentum_outside_its_limits_is_refused(wrong: float) -> None:
+    with pytest.raises(ArgumentError, match="must be >= 0 and < 1"):
+        loft.DistributedOptimizer(sgd(), worker_momentum=wrong, transport=ALONE)
+
+
+@pytest.mark.parametrize("options", [{"worker_momentum": "0.9"}, {"scaler": 2.0}])
+def test_what_is_no_momentum_and_no_scaler_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentTypeError, match=r"must be a number|give the torch\.amp"):
+        loft.DistributedOptimizer(sgd(), transport=ALONE, **options)
+
+
+# What is saved.
+
+
+def trained(transport: Any, *, steps: int = 3) -> Any:
+    p = torch.nn.Parameter(torch.zeros(2))
+    optimizer = wrap([p], transport, rule=loft.Median(), lr=0.0)
+    for step in range(steps):
+        train(optimizer, float(step + transport.rank))
+    return optimizer
+
+
+def train(optimizer: Any, value: float) -> float:
+    (p,) = optimizer.param_groups[0]["params"]
+    (value * p).sum().backward()
+    optimizer.step()
+    reduced = float(p.grad[0])
+    optimizer.zero_grad()
+    return reduced
+
+
+@pytest.mark.parametrize("whose", ["own", "rank 0's", "only rank 0 its own"])
+def test_averages_go_on_on_every_rank_or_on_none(whose: str) -> None:
+    def work(transport: LocalTransport, states: list[Any]) -> float:
+        optimizer = trained(transport, steps=0)
+        if whose == "own":
+            optimizer.load_state_dict(states[transport.rank])
+        elif whose == "rank 0's" or transport.rank == 0:
+            optimizer.load_state_dict(states[0])
+        return train(optimizer, 10.0)
+
+    states = run_ranks(3, lambda end: copy.deepcopy(trained(end).state_dict()))
+    # Of ranks 0, 1 and 2 the middle one's average of 1, 2, 3, and then 10.
+    went_on = (0.729 * 1 + 0.81 * 2 + 0.9 * 3 + 10) / 3.439
+    expected = went_on if whose == "own" else 10.0
+    assert run_ranks(3, lambda end: work(end, states)) == pytest.approx([expected] * 3)
+
+
+def test_a_state_of_another_world_begins_anew() -> None:
+    states = run_ranks(3, lambda end: copy.deepcopy(trained(end).state_dict()))
+
+    def work(transport: LocalTransport) -> float:
+        optimizer = trained(transport, steps=0)
+        optimizer.load_state_dict(states[transport.rank])
+        return train(optimizer, 10.0)
+
+    assert run_ranks(2, work) == pytest.approx([10.0] * 2)
+
+
+def test_a_process_that_has_made_steps_keeps_its_averages() -> None:
+    optimizer = trained(ALONE)
+    optimizer.load_state_dict(copy.deepcopy(trained(ALONE, steps=0).state_dict()))
+    assert train(optimizer, 10.0) == pytest.approx((0 + 0.81 * 1 + 0.9 * 2 + 10) / 3.439)
+
+
+def test_a_state_with_averages_loads_into_an_optimizer_without() -> None:
+    state = trained(ALONE).state_dict()
+    sgd().load_state_dict(state)
+    wrap([torch.nn.Parameter(torch.zeros(2))], ALONE, worker_momentum=0.0).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        3,
+        {"rank": "0"},
+        {"world_size": True},
+        {"weight": float("nan")},
+        {"weight": -1.0},
+        {"weight": None},
+        {"averages": None},
+        {"averages": {"p0": 3}},
+        {"averages": {"p0": torch.zeros(3)}},
+        {"averages": {"p0": torch.zeros(2, dtype=torch.float64)}},
+        {"averages": {"p0": torch.full((2,), float("nan"))}},
+        {"averages": {"other": torch.zeros(2)}},
+    ],
+    ids=str,
+)
+def test_averages_that_cannot_have_been_saved_change_nothing(wrong: Any) -> None:
+    optimizer = trained(ALONE, steps=0)
+    state = copy.deepcopy(trained(ALONE).state_dict())
+    own = state["worker_momentum"]
+    state["worker_momentum"] = own | wrong if isinstance(wrong, dict) else wrong
+    state["param_groups"][0]["lr"] = 7.0
+    with pytest.raises(ArgumentError, match=r"'worker_momentum' cannot be taken: .* begin anew"):
+        optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["lr"] == 0.0
+    assert train(optimizer, 10.0) == pytest.approx(10.0)
+
+
+def test_averages_take_what_sgds_momentum_would() -> None:
+    p = torch.nn.Parameter(torch.zeros(1000, 7))
+    optimizer = wrap([p], ALONE)
+    p.sum().backward()
+    optimizer.step()
+    assert optimizer._momentum.memory_bytes() == p.nbytes
+    assert optimizer.state_dict()["worker_momentum"]["averages"]["p0"].shape == p.shape
+    assert not optimizer.state  # and the optimizer keeps nothing
