@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from loft_hvd.balance.plan import StepSizes
 from loft_hvd.optimizer.options import EqualBatches
 from loft_hvd.runlog import RunLog
@@ -14,7 +16,7 @@ class Sizes(EqualBatches):
 
     global_batch_size = 1
 
-    def __init__(self, passes: list[tuple[int, ...]]) -> None:
+    def __init__(self, passes: Sequence[tuple[int, ...]]) -> None:
         super().__init__(RunLog(None))
         self.passes = list(passes)
 

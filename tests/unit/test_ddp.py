@@ -58,7 +58,7 @@ def backward(
         for at, members in enumerate(layout)
     ]
     futures = [hook(None, bucket) for bucket in buckets]
-    reduced = {}
+    reduced: dict[torch.nn.Parameter, Tensor] = {}
     for bucket, future in zip(buckets, futures, strict=True):
         parts = future.value().split([p.numel() for p in bucket.members])
         reduced |= dict(zip(bucket.members, parts, strict=True))

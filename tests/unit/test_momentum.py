@@ -19,6 +19,7 @@ from loft_hvd.transport.base import Channel
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
 from tests.support.alone import ALONE
 from tests.support.passes import Sizes
+from tests.support.worlds import Moving
 
 B = 0.9
 SHAPES = [(3, 5), (7,), (), (0,)]
@@ -573,3 +574,31 @@ def test_averages_take_what_sgds_momentum_would() -> None:
     assert optimizer._momentum.memory_bytes() == p.nbytes
     assert optimizer.state_dict()["worker_momentum"]["averages"]["p0"].shape == p.shape
     assert not optimizer.state  # and the optimizer keeps nothing
+
+
+def test_averages_stay_with_processes_that_remain_and_who_joins_begins_small() -> None:
+    def make(transport: LocalTransport) -> tuple[Moving, Any]:
+        moving = Moving(transport)
+        return moving, wrap([torch.nn.Parameter(torch.zeros(2))], moving, lr=0.0)
+
+    def begin(transport: LocalTransport) -> tuple[Moving, Any]:
+        moving, optimizer = make(transport)
+        for _ in range(3):
+            train(optimizer, transport.rank + 1.0)
+        return moving, optimizer
+
+    def go_on(transport: LocalTransport) -> float:
+        # Rank 2 becomes rank 0, rank 0 becomes rank 1, and a new process is rank 2.
+        if transport.rank == 2:
+            optimizer = make(transport)[1]
+        else:
+            moving, optimizer = before[(2, 0)[transport.rank]]
+            moving.end = transport
+            optimizer.begin_world()
+        return train(optimizer, 10.0 * (transport.rank + 1))
+
+    before = run_ranks(3, begin)
+    kept = 0.9 * (1 + 0.9 + 0.81)  # of what 3 steps weigh
+    total = (kept * 3 + 10) + (kept * 1 + 20) + 30
+    wanted = total / (2 * (kept + 1) + 1)
+    assert run_ranks(3, go_on) == pytest.approx([wanted] * 3)
