@@ -16,11 +16,14 @@ from typing import TypeVar
 
 from loft_hvd.errors import ArgumentError
 
-__all__ = ["KEEPALIVE_OPTIONS", "VARIABLES", "Config", "config", "unknown_variables"]
+__all__ = ["KEEPALIVE_OPTIONS", "SSH_OPTIONS", "VARIABLES", "Config", "config", "unknown_variables"]
 
 # With them mpirun notices a host that is gone 9 s after its last sign; without, after minutes.
 _KEEPALIVE_S = {"time": 5, "intvl": 2, "probes": 2}  # 5 s of silence, then 2 probes 2 s apart
 KEEPALIVE_OPTIONS = " ".join(f"--mca oob_tcp_keepalive_{k} {v}" for k, v in _KEEPALIVE_S.items())
+
+# With them the ssh that horovodrun starts a rank by ends 6 s after a host's last sign.
+SSH_OPTIONS = "ServerAliveInterval 3, ServerAliveCountMax 2"
 
 VARIABLES = {  # of each field that a user sets
     "threads": "LOFT_HVD_THREADS",

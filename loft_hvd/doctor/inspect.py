@@ -21,7 +21,14 @@ import torch
 
 from loft_hvd._native import explain_missing, extension
 from loft_hvd.aggregation.compute import num_threads
-from loft_hvd.config import KEEPALIVE_OPTIONS, VARIABLES, Config, config, unknown_variables
+from loft_hvd.config import (
+    KEEPALIVE_OPTIONS,
+    SSH_OPTIONS,
+    VARIABLES,
+    Config,
+    config,
+    unknown_variables,
+)
 from loft_hvd.errors import ArgumentError
 from loft_hvd.topology import cpu_flags, vector_levels
 
@@ -294,7 +301,24 @@ def _launchers(ask: Callable[[Sequence[str]], str]) -> tuple[Finding, ...]:
         findings.append(Finding(name, value, "" if path else advice))
         if path and name == "mpirun" and "Open MPI" in value:
             findings.append(_lost_hosts(ask))
+        if path and name == "horovodrun":
+            findings.append(_lost_ssh(ask))
     return tuple(findings)
+
+
+def _lost_ssh(ask: Callable[[Sequence[str]], str]) -> Finding:
+    """Say after how long horovodrun's ssh notices that a host is gone, as it is set here."""
+    name = "ssh, lost hosts"
+    try:  # -G: the settings for a host, which is not asked
+        text = ask([launcher("ssh"), "-G", "loft-hvd.invalid"]) if launcher("ssh") else ""
+        told = dict(re.findall(r"(?m)^serveralive(interval|countmax) (\d+)$", text))
+        every_s, times = int(told["interval"]), int(told["countmax"])
+    except (OSError, subprocess.SubprocessError, KeyError):
+        return Finding(name, "not known")
+    notices_s = every_s * times
+    value = f"noticed after {notices_s} s" if notices_s else "not noticed"
+    advice = f"for elastic jobs on several hosts, in ~/.ssh/config: {SSH_OPTIONS}"
+    return Finding(name, value, "" if 0 < notices_s <= _LOST_HOST_S else advice)
 
 
 def _lost_hosts(ask: Callable[[Sequence[str]], str]) -> Finding:

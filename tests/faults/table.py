@@ -1,6 +1,6 @@
 """Every fault under every controller: ``python -m tests.faults.table [--fault F]``.
 
-A trial starts three ranks of ``jobs/faulty.py``, lets rank 0 or 1 meet a fault, and waits until no
+A trial starts some ranks of ``jobs/faulty.py``, lets rank 0 or 1 meet a fault, and waits until no
 process of the job is left. It is right when
 
 - the rank at fault is named, by the other ranks or by the launcher, and they name no other rank;
@@ -35,7 +35,6 @@ from tests.testbed.hosts import Testbed, why_not
 __all__ = ["CONTROLLERS", "FAULTS", "Outcome", "run_trial"]
 
 JOB = "tests/faults/jobs/faulty.py"
-NUM_RANKS = 3
 CONTROLLERS = ("gloo", "mpi", "elastic")
 # What happens to the rank: its process ends, or it falls silent.
 FAULTS = {
@@ -76,6 +75,7 @@ class Trial:
     controller: str
     rank: int
     is_attached: bool = False  # with Horovod's own optimizer
+    num_ranks: int = 3
 
     def __str__(self) -> str:
         return f"{self.fault}{self.rank}-{self.controller}{'-attached' * self.is_attached}"
@@ -161,15 +161,17 @@ class Job:
         limit_s = START_S + MOST_S + 30
         if self.testbed is None:
             return launch(
-                NUM_RANKS, arguments, launcher=trial.controller, timeout_s=limit_s, env=env
+                trial.num_ranks, arguments, launcher=trial.controller, timeout_s=limit_s, env=env
             )
         options = ["--launcher", "mpirun" if trial.controller == "mpi" else "gloo"]
         if trial.controller == "elastic":
             # Launched from a host of its own, without ranks.
             script = self.folder / "discover"
-            script.write_text("#!/bin/sh\nprintf 'host1:1\\nhost2:1\\nhost3:1\\n'\n")
+            hosts = "".join(f"host{rank}:1\\n" for rank in range(1, trial.num_ranks + 1))
+            script.write_text(f"#!/bin/sh\nprintf '{hosts}'\n")
             script.chmod(0o755)
-            options += ["--np", "3", "--min-np", "2", "--max-np", "3", "--discovery", str(script)]
+            options += ["--np", str(trial.num_ranks), "--min-np", str(trial.num_ranks - 1)]
+            options += ["--max-np", str(trial.num_ranks), "--discovery", str(script)]
             env |= {"HOROVOD_GLOO_TIMEOUT_SECONDS": "10"}
         return self.testbed.run(arguments, timeout_s=limit_s, env=env, options=options)
 
@@ -178,13 +180,13 @@ class Job:
         while not is_there():
             if time.time() > until or not processes_of(self.mark):
                 return is_there()
-            time.sleep(0.1)
+            time.sleep(0.2)  # looking costs: it reads the environment of every process
         return True
 
     def meet_fault(self) -> float:
         """Let the fault happen; returns when that was."""
         until = time.time() + START_S
-        places = [self.folder / f"rank{rank}" for rank in range(NUM_RANKS)]
+        places = [self.folder / f"rank{rank}" for rank in range(self.trial.num_ranks)]
         if self.trial.fault in FROM_OUTSIDE:
             assert self.testbed is not None
             assert self.wait(lambda: all(p.exists() for p in places), until=until), "no start"
@@ -214,7 +216,7 @@ def run_trial(trial: Trial, testbed: Callable[[], Testbed]) -> Outcome:
     if trial.controller == "elastic" or trial.fault in FROM_OUTSIDE:
         hosts = testbed()
         alive = ["--ssh-alive", "3"] if trial.controller == "elastic" else []
-        hosts.up(NUM_RANKS + (trial.controller == "elastic"), *alive)
+        hosts.up(trial.num_ranks + (trial.controller == "elastic"), *alive)
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(1) as starter:
         folder = Path(name)
         job = Job(trial, folder, mark, hosts)
@@ -231,7 +233,8 @@ def run_trial(trial: Trial, testbed: Callable[[], Testbed]) -> Outcome:
                 with suppress(OSError):
                     os.kill(process, signal.SIGKILL)
         output = running.result().output + trouble
-        for rank in set(range(NUM_RANKS)) - {trial.rank}:  # who is cut off may blame the others
+        # Not of the rank itself: one that is cut off may blame the others.
+        for rank in set(range(trial.num_ranks)) - {trial.rank}:
             if (log := folder / f"log{rank}.txt").exists():
                 output += f"\n---- {log.name}\n{log.read_text(errors='replace')}"
         num_caps = len(logged_caps(folder / "caps"))
@@ -254,13 +257,14 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--fault", choices=FAULTS, action="append")
     parser.add_argument("--controller", choices=CONTROLLERS, action="append")
     parser.add_argument("--rank", type=int, choices=(0, 1), action="append")
+    parser.add_argument("--ranks", type=int, choices=(2, 3), default=3)
     parser.add_argument("--output", type=Path, help="a folder for what jobs have printed")
     help_text = "with Horovod's own optimizer and loft.attach"
     parser.add_argument("--attached", action="store_true", help=help_text)
     given = parser.parse_args(arguments)
     testbed = Testbed(f"table{os.getpid()}")
     trials = [
-        Trial(fault, controller, rank, given.attached)
+        Trial(fault, controller, rank, given.attached, given.ranks)
         for controller in given.controller or CONTROLLERS
         for fault in given.fault or FAULTS
         for rank in given.rank or (1, 0)

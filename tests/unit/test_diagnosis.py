@@ -224,6 +224,22 @@ def test_a_rank_that_is_waited_for_outside_of_our_operations_is_named_too(
 
 
 @pytest.mark.parametrize(
+    ("waited_s", "has_failed", "is_named"),
+    [(5.0, True, True), (5.0, False, False), (4.9, True, False), (10.0, False, True)],
+)
+def test_an_engine_that_fails_while_a_rank_is_silent_shortens_the_wait_for_its_name(
+    waited_s: float, has_failed: bool, is_named: bool, diagnosis: Diagnosis, clock: Clock
+) -> None:
+    """Horovod's elastic mode leaves no time after Gloo's own timeout of 10 s."""
+    clock.now += waited_s
+    hear(diagnosis, 2)
+    if has_failed:
+        diagnosis.engine_failed()
+    verdict = diagnosis.judge(moved(waited_s, waited_s=waited_s))
+    assert (None if verdict is None else verdict.rank) == (1 if is_named else None)
+
+
+@pytest.mark.parametrize(
     ("silent_hosts", "later", "named"),
     [
         ((1, 2), 0.0, 0),  # all others at once: its own link

@@ -255,6 +255,23 @@ def test_a_frozen_process_is_named_and_killed_only_where_the_job_recovers_or_is_
     link.close()
 
 
+@pytest.mark.parametrize("call", ["allreduce 'loss'", ""])
+def test_a_frozen_rank_that_a_script_waits_for_in_the_engine_is_killed(
+    call: str, pairs: Pairs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call fails by that; else its script would hang until the process is left."""
+    monkeypatch.setattr("loft_hvd.transport.heartbeat.heartbeat.engine_call", lambda: call)
+    is_killed, end = threading.Event(), _Leaving()
+    control = ProcessControl(
+        exit=end, look=lambda pid, start: "T", kill=lambda pid: is_killed.set()
+    )
+    first, link = pairs.first(4242, control=control)
+    assert first.wait_verdict(10) is not None
+    assert is_killed.wait(10.0 if call else 0.2) == (call != "")
+    assert not end.has_left.is_set()
+    link.close()
+
+
 class _Leaving(ProcessExit):
     """The clock of leaving a process, which is not left."""
 

@@ -115,6 +115,27 @@ def test_how_long_mpirun_waits_for_a_lost_host_is_told(
     assert ("oob_tcp_keepalive_time 5" in finding.advice) == is_advised
 
 
+@pytest.mark.parametrize(
+    ("text", "found", "is_advised"),
+    [
+        ("serveralivecountmax 3\nserveraliveinterval 0\n", "not noticed", True),
+        ("serveraliveinterval 3\nserveralivecountmax 2\n", "noticed after 6 s", False),
+        ("serveraliveinterval 60\nserveralivecountmax 3\n", "noticed after 180 s", True),
+        ("usage: ssh", "not known", False),
+    ],
+)
+def test_how_long_horovodrun_waits_for_a_lost_host_is_told(
+    text: str, found: str, is_advised: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "launcher", lambda name: name)
+    sections = inspect_all(HorovodBuild(version="1.0"), probe=lambda command: text)
+    (finding,) = (
+        one for section in sections for one in section.findings if one.name == "ssh, lost hosts"
+    )
+    assert finding.value == found
+    assert ("ServerAliveInterval 3" in finding.advice) == is_advised
+
+
 def test_nothing_installed_is_advice_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "installed", lambda name: "")
     monkeypatch.setattr(doctor, "launcher", lambda name: "")

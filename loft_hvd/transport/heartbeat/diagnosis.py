@@ -288,6 +288,8 @@ class DiagnosisLimits:
     suspect_s: float = 3.0
     # Silence that ends the job where nobody can look at the process. A choice, of the user's.
     silent_s: float = 10.0
+    # The same where the engine has failed. A choice: a rank that is killed fails it in less.
+    failed_s: float = 5.0
     # How long all ranks wait for different operations before it is a mismatch. A choice.
     stall_s: float = 5.0
     # How long that must stay as it is. Bound from the beats: more than two, so all have told it.
@@ -492,7 +494,9 @@ class Diagnosis:
         waited_s = max(progress.stuck_s for progress in live.values())
         stalled_s = min(waited_s, self._clock() - self._moved_at)
         silent_s = self._clock() - peer.alive_at
-        if peer.state != _UNKNOWN or min(silent_s, stalled_s) < self.limits.silent_s:
+        # The engine may be less patient: it fails, for want of an answer, while the rank is silent.
+        least_s = self.limits.failed_s if self._has_engine_failed else self.limits.silent_s
+        if peer.state != _UNKNOWN or min(silent_s, stalled_s) < min(least_s, self.limits.silent_s):
             return None
         # The link was lost before, while operations still ended: that it is silent says nothing.
         # What is left is that every other rank has come to what they all wait for.

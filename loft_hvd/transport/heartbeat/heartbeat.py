@@ -45,7 +45,7 @@ __all__ = ["Heartbeat", "HeartbeatSettings", "ProcessControl", "ReadClock"]
 
 _logger = logging.getLogger(__name__)
 _EXPLAIN_S = 1.0  # bound from the beats: what others have seen by now comes with their next one
-_LOOK_S = 0.25  # a choice: between looks at what a rank does after the loss of a host
+_LOOK_S = 0.25  # a choice: between looks at what this rank does after a verdict
 _MISMATCH, _UNSEEN = 1.0, 2.0  # kinds of verdicts, in the number of their line
 _ENGINE_ERRORS = ("HorovodInternalError", "HostsUpdatedInterrupt")
 
@@ -148,7 +148,8 @@ class Heartbeat:
         self._has_verdict = threading.Event()
         self._verdict_at = 0.0
         self._is_heard = self._has_failed = self._is_closed = False
-        self._last_call = ""  # of the engine's, at the last look after the loss of a host
+        # Whether the main thread was in one call of the engine's at the last two looks, and which.
+        self._is_stuck, self._last_call = False, ""
         self._late: list[int] = []
         self._asked: list[str] = []  # what rank 0 wants to know: keys of names
         self._gone: set[int] = set()  # ranks that have said good-bye, to whomever
@@ -301,9 +302,9 @@ class Heartbeat:
         self._sleeper.close()
 
     def _loop(self) -> None:
-        next_beat = time.monotonic()
+        next_beat = next_look = time.monotonic()
         while not self._is_closed:
-            events = self._selector.select(max(0.0, self._due_s(next_beat)))
+            events = self._selector.select(max(0.0, self._due_s(min(next_beat, next_look))))
             self._clock.read()
             # Before what has come is read: the end of one link must not judge the others.
             if time.monotonic() - next_beat > self._diagnosis.limits.suspect_s:
@@ -321,13 +322,13 @@ class Heartbeat:
                 self._beat()
             if is_due or self._has_news:
                 self._judge()
-            if is_due or self._has_lost_host():
+            if time.monotonic() >= next_look:
                 self._leave_if_stuck()
+                pause_s = self.settings.period_s if self.verdict is None else _LOOK_S
+                next_look = time.monotonic() + min(pause_s, self.settings.period_s)
 
-    def _due_s(self, next_beat: float) -> float:
-        due_s = next_beat - time.monotonic()
-        if self._has_lost_host():
-            due_s = min(due_s, _LOOK_S)
+    def _due_s(self, due_at: float) -> float:
+        due_s = due_at - time.monotonic()
         if self._entrance is not None and self._is_meeting():
             due_s = min(due_s, self._entrance.due_s())
         return due_s
@@ -501,10 +502,15 @@ class Heartbeat:
     # Verdicts.
 
     def _dooms(self, rank: int) -> bool:
-        """Say whether to end a frozen rank: when the job goes on, or is over, without it."""
+        """Say whether to end a frozen rank: when the job goes on, or is over, without it.
+
+        Also where the script waits for it in a call of the engine's, which fails by that.
+        """
+        if self.verdict is None or self.verdict.rank != rank:
+            return False
         end = self._control.exit
         is_over = self.settings.is_elastic or (end is not None and end.is_armed)
-        return is_over and self.verdict is not None and self.verdict.rank == rank
+        return is_over or self._is_stuck
 
     def _decide(self, verdict: Verdict | None) -> None:
         if verdict is None or self.verdict is not None:
@@ -526,20 +532,23 @@ class Heartbeat:
 
     def _leave_if_stuck(self) -> None:
         """Leave a process that an error has ended, or that hangs in a call that is not ours."""
-        end = self._control.exit
+        end, verdict = self._control.exit, self.verdict
         if end is None:
             return
-        # The engine's own call over all ranks, its shutdown too, which a lost host never answers.
-        call = engine_call() if self._has_lost_host() else ""
-        is_stuck, self._last_call = call != "" and call == self._last_call, call
-        if self.verdict is not None and not self._is_heard and not end.is_armed:
+        # The engine's own call over all ranks, its shutdown too: a lost host never answers it, nor
+        # does a frozen rank before it is killed.
+        call = engine_call() if verdict is not None else ""
+        self._is_stuck, self._last_call = call != "" and call == self._last_call, call
+        waits_for_ever = self._is_stuck and self._has_lost_host()
+        if verdict is not None and not (self._is_heard or end.is_armed or end.is_kept):
             unheard_s = time.monotonic() - self._verdict_at
+            is_due = waits_for_ever or unheard_s >= self.settings.leave_s
             # Where the engine is down its calls fail, so the script goes on by itself.
-            if (is_stuck or unheard_s >= self.settings.leave_s) and not self._engine_is_down():
-                end.arm(self.verdict.text, since_s=unheard_s)
+            if is_due and not self._engine_is_down():
+                end.arm(verdict.text, since_s=unheard_s)
         if end.is_armed:
             self._end_launcher()
-            if is_stuck:
+            if waits_for_ever:
                 end.leave_now()
         end.leave_if_due()
 

@@ -214,6 +214,11 @@ class ProcessExit:
         self._previous_hook(kind, error, trace)
 
     @property
+    def is_kept(self) -> bool:
+        """Whether the process is never left."""
+        return self._leave_s is None
+
+    @property
     def is_armed(self) -> bool:
         """Whether the process will be left."""
         return self._leave_at is not None
