@@ -12,6 +12,8 @@ SHELL := /bin/bash
 .PHONY: help setup setup-all demo test test-all lint format unit multiprocess unit-all multiprocess-all pythons clean
 
 export PYTHON VENV
+# Where it is set, as in many containers, every rank compiles 500 modules of torch anew: 5 s of CPU.
+unexport PYTHONDONTWRITEBYTECODE
 # Any Python 3.8+ can run the set-up, which then chooses the one for .venv.
 BOOT := $(shell for name in $(PYTHON) python3 python3.13 python3.12 python3.11 python3.10; do \
   $$name -c 'import sys; sys.exit(sys.version_info < (3, 8))' 2> /dev/null && echo $$name && break; done)
