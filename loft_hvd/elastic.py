@@ -25,6 +25,7 @@ for those since the last commit, which are trained again.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -142,6 +143,12 @@ class State:
 
     def restore(self) -> None:
         """Go back to the last ``commit``."""
+        # hvd.elastic.run calls it while it handles the engine's error. That may come from a call of
+        # the script's own: then nobody has been asked yet which rank is behind it, and the
+        # heartbeat, which knows, ends with this world.
+        error = sys.exc_info()[1]
+        if error is not None:
+            HorovodTransport().explain(error)
         # Copied again: what is restored is trained on, and may be restored a second time.
         for name, each in self._objects.items():
             each.load_state_dict(copy.deepcopy(self._saved[name]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -452,6 +453,22 @@ def test_restore_goes_back_to_the_last_commit(state: loft.elastic.State) -> None
     state.model.weight.data.fill_(9.0)
     state.restore()  # what was kept is not changed by what was restored from it
     assert state.model.weight.item() == 2.0
+
+
+def test_the_heartbeat_is_asked_who_is_behind_an_engines_error_before_its_world_ends(
+    state: loft.elastic.State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    explained: list[BaseException] = []
+    ranks = SimpleNamespace(explain=explained.append)
+    monkeypatch.setattr("loft_hvd.elastic.HorovodTransport", lambda: ranks)
+    state.restore()
+    assert explained == []
+    lost = RuntimeError("in a call of the script's own")
+    try:
+        raise lost
+    except RuntimeError:
+        state.restore()
+    assert explained == [lost]
 
 
 def test_sync_takes_rank_0s_state_in_a_fixed_order(

@@ -223,8 +223,10 @@ class Heartbeat:
             left = sorted(self._gone)  # not who ended without a word: of that comes a verdict
         reason = f"ranks {left} have ended their scripts" if left else ""
         reason = self.verdict.text if self.verdict is not None else reason
-        if reason and hasattr(error, "add_note"):  # Python 3.11
-            error.add_note(f"loft_hvd: {reason}")
+        note = f"loft_hvd: {reason}"
+        is_told = note in getattr(error, "__notes__", ())
+        if reason and hasattr(error, "add_note") and not is_told:  # Python 3.11
+            error.add_note(note)
 
     def close(self) -> None:
         """Say good-bye and end the thread; can be called again.
