@@ -88,10 +88,18 @@ def launch(
         output, _ = process.communicate(timeout=timeout_s)
         return Finished(process.returncode, output)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGTERM)  # the launcher ends its ranks
-        try:
-            output, _ = process.communicate(timeout=10)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            output, _ = process.communicate()
-        return Finished(None, output)
+        return Finished(None, _end(process))
+    except BaseException:  # such as a test's own limit
+        _end(process)
+        raise
+
+
+def _end(process: subprocess.Popen[str]) -> str:
+    """End a launcher and its ranks; returns what they have said."""
+    os.killpg(process.pid, signal.SIGTERM)  # the launcher ends its ranks
+    try:
+        output, _ = process.communicate(timeout=10)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+    return output
