@@ -1,4 +1,7 @@
-"""Kill ranks of small jobs, and look for false names: ``python -m tests.faults.kills [NUMBER]``.
+"""Kill ranks of small jobs, and look for false names.
+
+    python -m tests.faults.kills 200             # trials 0 to 199
+    python -m tests.faults.kills 50 --first 150  # 150 to 199
 
 Each trial starts three ranks with a balancer and a run log, kills one or two of them at a random
 step by SIGKILL, and reads what the others have said. Wrong is an honest rank that is named as the
@@ -9,6 +12,7 @@ trial is its number, so one that went wrong can be run again.
 
 from __future__ import annotations
 
+import argparse
 import random
 import re
 import sys
@@ -80,10 +84,10 @@ def run_trial(seed: int, *, timeout_s: float = 120.0) -> Outcome:
     return Outcome(seed, rule, killed, accused(done.output), num_caps, seconds, done.output)
 
 
-def main(num_trials: int) -> int:
+def main(num_trials: int, first: int) -> int:
     print(f"{'seed':>5} {'rule':<7} {'killed':<8} {'named':<10} {'caps':>4} {'s':>6}")
     outcomes = []
-    for seed in range(num_trials):
+    for seed in range(first, first + num_trials):
         outcomes.append(run_trial(seed))
         print(outcomes[-1], flush=True)
     wrong = [outcome for outcome in outcomes if not outcome.is_right]
@@ -100,4 +104,8 @@ def main(num_trials: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 200))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("number", nargs="?", type=int, default=200)
+    parser.add_argument("--first", type=int, default=0, help="the seed of the first trial")
+    options = parser.parse_args()
+    sys.exit(main(options.number, options.first))
