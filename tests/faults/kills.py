@@ -13,6 +13,7 @@ trial is its number, so one that went wrong can be run again.
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import re
 import sys
@@ -50,13 +51,18 @@ class Outcome:
     output: str
 
     @property
+    def has_run(self) -> bool:
+        """Whether the job came to its fault within its limit."""
+        return not math.isnan(self.seconds)
+
+    @property
     def is_right(self) -> bool:
         # Links lead to rank 0: who dies together with it is not seen by the others.
         wanted = frozenset([0]) if 0 in self.killed else frozenset(self.killed)
         return wanted <= self.named <= frozenset(self.killed) and self.num_caps == 0
 
     def __str__(self) -> str:
-        verdict = "ok" if self.is_right else "WRONG"
+        verdict = "ok" if self.is_right else "WRONG" if self.has_run else "NOT RUN"
         return (
             f"{self.seed:>5} {self.rule:<7} {self.killed!s:<8} {sorted(self.named)!s:<10} "
             f"{self.num_caps:>4} {self.seconds:>6.1f} {verdict}"
@@ -92,11 +98,15 @@ def main(num_trials: int, first: int) -> int:
         print(outcomes[-1], flush=True)
     wrong = [outcome for outcome in outcomes if not outcome.is_right]
     false_names = sum(len(outcome.named - set(outcome.killed)) for outcome in outcomes)
-    unnamed = sum(len(set(outcome.killed) - outcome.named) for outcome in outcomes)
+    slowest = max((each.seconds for each in outcomes if each.has_run), default=math.nan)
+    num_not_run = sum(not outcome.has_run for outcome in outcomes)
+    unnamed = sum(
+        len(set(outcome.killed) - outcome.named) for outcome in outcomes if outcome.has_run
+    )
     print(
-        f"{num_trials} kills: {false_names} false names, {unnamed} ranks not named, "
+        f"{num_trials - num_not_run} kills: {false_names} false names, {unnamed} ranks not named, "
         f"{sum(outcome.num_caps for outcome in outcomes)} cap lines, "
-        f"{max(outcome.seconds for outcome in outcomes):.1f} s at most"
+        f"{slowest:.1f} s at most; {num_not_run} did not start"
     )
     for outcome in wrong:
         print(f"---- seed {outcome.seed}\n{outcome.output[-4000:]}")

@@ -9,7 +9,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from loft_hvd.aggregation.reference import reference
+from loft_hvd.aggregation.diagnostics import Diagnostics
+from loft_hvd.aggregation.fallback import BLOCK
+from loft_hvd.aggregation.reference import reference, window
 from loft_hvd.aggregation.rule_text import parse_rule
 from loft_hvd.aggregation.rules import RULES, Mean, Median, Rule
 
@@ -69,6 +71,35 @@ def expected(
     rounded = torch.from_numpy(result).to(gradients.dtype)
     rounded = bits(rounded).masked_fill(rounded.isnan(), CANONICAL_NAN[rounded.dtype])
     return rounded.view(gradients.dtype)
+
+
+def as_found(
+    gradients: Tensor, result: Tensor, rule: Rule, weights: list[int] | None = None, every: int = 1
+) -> Diagnostics:
+    """Count by the definition what ``Diagnostics`` says that it counts, in one block of ``every``.
+
+    All rows are present; rules that see rows have no window.
+    """
+    blocks = range(0, gradients.shape[1], BLOCK * every)
+    looked_at = torch.cat([torch.arange(at, at + BLOCK) for at in blocks] or [torch.arange(0)])
+    looked_at = looked_at[looked_at < gradients.shape[1]]
+    rows, out = gradients[:, looked_at].double().numpy(), result[looked_at].double().numpy()
+    precision = np.float64 if gradients.dtype == torch.float64 else np.float32
+    low, high = np.full_like(out, -np.inf), np.full_like(out, np.nan)
+    if not rule.sees_rows:
+        low, high = window(rows, rule, weights=weights, precision=precision)
+    is_nan = np.isnan(rows)
+    with np.errstate(all="ignore"):
+        above = (rows > high) | (is_nan & ~np.isnan(high))
+        below = (rows < low) | (np.isnan(low) & ~is_nan)
+        distance = rows - out
+        squared = np.where(np.isfinite(distance), distance**2, 0).sum(axis=1)
+    return Diagnostics(
+        (rows.shape[1],) * len(rows),
+        tuple((above | below).sum(axis=1).tolist()),
+        tuple((~np.isfinite(rows)).sum(axis=1).tolist()),
+        tuple(squared.tolist()),
+    )
 
 
 def bits(values: Tensor | npt.NDArray[Any]) -> Tensor:

@@ -7,40 +7,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 import loft_hvd as loft
 from loft_hvd.aggregation import fallback
-from loft_hvd.aggregation.reference import window
-from loft_hvd.aggregation.rules import Rule
 from loft_hvd.errors import AggregationError, ArgumentError, ArgumentTypeError
-from tests.support.gradients import DTYPES, assert_same_bits, hard_gradients, rules_for
+from tests.support.gradients import (
+    DTYPES,
+    as_found,
+    assert_same_bits,
+    hard_gradients,
+    rules_for,
+)
 
 BLOCK = fallback.BLOCK
 
 
 pytestmark = pytest.mark.usefixtures("both_paths")
-
-
-def by_definition(
-    gradients: Tensor, result: Tensor, rule: Rule, weights: list[int] | None = None
-) -> loft.Diagnostics:
-    """Count in all coordinates what ``Diagnostics`` says that it counts."""
-    precision = np.float64 if gradients.dtype == torch.float64 else np.float32
-    rows, out = gradients.double().numpy(), result.double().numpy()
-    low, high = window(rows, rule, weights=weights, precision=precision)
-    is_nan = np.isnan(rows)
-    with np.errstate(all="ignore"):
-        above = (rows > high) | (is_nan & ~np.isnan(high))
-        below = (rows < low) | (np.isnan(low) & ~is_nan)
-        distance = rows - out
-        squared = np.where(np.isfinite(distance), distance**2, 0).sum(axis=1)
-    return loft.Diagnostics(
-        (rows.shape[1],) * len(rows),
-        tuple((above | below).sum(axis=1).tolist()),
-        tuple((~np.isfinite(rows)).sum(axis=1).tolist()),
-        tuple(squared.tolist()),
-    )
 
 
 def assert_alike(found: loft.Diagnostics, wanted: loft.Diagnostics) -> None:
@@ -61,7 +43,7 @@ def test_every_number_is_that_of_the_definition(
     for rule in rules_for(rows):
         result, found = loft.diagnose(gradients, rule, weights=counts, every=1)
         assert_same_bits(result, loft.aggregate(gradients, rule, weights=counts))
-        assert_alike(found, by_definition(gradients, result, rule, counts))
+        assert_alike(found, as_found(gradients, result, rule, counts))
 
 
 @pytest.mark.parametrize("weights", [None, "unequal"])
@@ -76,7 +58,7 @@ def test_every_number_of_finite_rows_is_that_of_the_definition(
     for rule in rules_for(rows):
         result, found = loft.diagnose(gradients, rule, weights=counts, every=1)
         assert_same_bits(result, loft.aggregate(gradients, rule, weights=counts))
-        assert_alike(found, by_definition(gradients, result, rule, counts))
+        assert_alike(found, as_found(gradients, result, rule, counts))
 
 
 @pytest.mark.parametrize("every", [1, 2, 16])
@@ -87,9 +69,7 @@ def test_one_block_in_so_many_is_looked_at(every: int) -> None:
     assert_same_bits(result, loft.aggregate(gradients, rule))
     blocks = range(0, gradients.shape[1], BLOCK * every)
     seen = torch.cat([gradients[:, at : at + BLOCK] for at in blocks], dim=1)
-    assert_alike(
-        found, by_definition(seen, torch.cat([result[at : at + BLOCK] for at in blocks]), rule)
-    )
+    assert_alike(found, as_found(seen, torch.cat([result[at : at + BLOCK] for at in blocks]), rule))
 
 
 def test_a_finite_row_lies_inside_a_window_that_ends_in_nan() -> None:
@@ -99,7 +79,7 @@ def test_a_finite_row_lies_inside_a_window_that_ends_in_nan() -> None:
     result, found = loft.diagnose(gradients, rule, every=1)
     assert_same_bits(result, torch.maximum(gradients[0], gradients[1]))
     assert found.num_outside[0] + found.num_outside[1] == 700  # the lower one of the two
-    assert_alike(found, by_definition(gradients, result, rule))
+    assert_alike(found, as_found(gradients, result, rule))
 
 
 def test_rows_that_do_not_count_are_not_looked_at() -> None:
@@ -111,7 +91,7 @@ def test_rows_that_do_not_count_are_not_looked_at() -> None:
     )
     kept, counts = gradients[[0, 3, 4, 5]], [1, 2, 3, 1]
     assert_same_bits(result, loft.aggregate(kept, rule, weights=counts))
-    wanted = by_definition(kept, result, rule, counts)
+    wanted = as_found(kept, result, rule, counts)
     assert found.num_seen == (500, 0, 0, 500, 500, 500)
     assert [found.num_outside[row] for row in (0, 3, 4, 5)] == list(wanted.num_outside)
     assert found.num_outside[1] == found.num_non_finite[2] == 0
