@@ -1,7 +1,7 @@
 # Programs that check the kernels without Python; `make test-all` builds and runs them, with and
 # without sanitizers. Not part of the default build:
-#   cmake --build build --target check_cpu check_device
-foreach(check IN ITEMS cpu device)
+#   cmake --build build --target check_cpu check_device check_threads
+foreach(check IN ITEMS cpu device threads)
   add_executable(check_${check} EXCLUDE_FROM_ALL csrc/checks/check_${check}.cpp ${objects})
   target_include_directories(check_${check} PRIVATE ${networks_dir})
   target_link_libraries(check_${check} PRIVATE loft_core loft_options)

@@ -1,8 +1,10 @@
 // Layer 4. Every CPU kernel of every instruction set that runs here against the plain form, over
-// dtypes, rules, weights, rows, lengths, alignments, threads and diagnostics. Built with sanitizers
-// it also shows that no path reads or writes out of its rows or computes what C++ leaves undefined.
+// dtypes, rules, weights, rows, lengths, alignments, threads and diagnostics; distances of rows and
+// mixed rows, too. Built with sanitizers it also shows that no path reads or writes out of its rows
+// or computes what C++ leaves undefined.
 //
-//   check_cpu [LEVEL...]   default: all levels that run here
+//   check_cpu [LEVEL...]                   default: all levels that run here
+//   check_cpu --random NUMBER [FIRST]      so many random cases instead, each from its number
 
 #include "plain.h"
 
@@ -73,6 +75,99 @@ void check_rows(const std::string& level, int rows, bool is_weighted) {
   }
 }
 
+bool is_same(double a, double b) { return a == b || (std::isnan(a) && std::isnan(b)); }
+
+// Squared distances: bit for bit, also those that are not finite, and for any number of threads.
+template <DType kDType>
+void check_distances(const Case<kDType>& made, const std::string& level) {
+  const size_t side = static_cast<size_t>(made.job.num_rows() + 1);
+  const std::vector<double> wanted = plain_distances<kDType>(made);
+  for (int threads : {1, 3}) {
+    const auto found = std::make_unique<double[]>(side * side);  // exactly sized
+    distances_cpu(made.job, {threads, level, nullptr, 0}, found.get());
+    for (size_t i = 0; i < side * side; ++i) {
+      expect(is_same(found[i], wanted[i]), level, ", ", made.job, ", ", threads,
+             " threads, distance of rows ", i / side, " and ", i % side, ": ", found[i], ", not ",
+             wanted[i]);
+    }
+  }
+}
+
+// Weights of rows with zeros, with lines that are all the same, and with no row at all.
+Matrix matrix_for(int rows, int num_mixed, std::mt19937& random) {
+  Matrix matrix{num_mixed, {}, {}};
+  const double scales[] = {1, 1, 0.3, 0, 1e-60};  // the last one is 0 for all but float64
+  for (int row = 0; row < rows; ++row) matrix.scales.push_back(scales[random() % 5]);
+  for (int mixed = 0; mixed < num_mixed; ++mixed) {
+    const unsigned kind = random() % 4;
+    for (int row = 0; row < rows; ++row) {
+      const double weight = kind == 0 ? 1.0 / rows : (random() % 1000) / 700.0 - 0.2;
+      matrix.weights.push_back(kind == 3 || random() % 4 == 0 ? 0 : weight);
+    }
+  }
+  return matrix;
+}
+
+// Mixed rows, aggregated by some rules.
+template <DType kDType>
+void check_mix(Case<kDType>& made, int num_mixed, bool is_weighted, const std::string& level,
+               const std::vector<RuleParams>& rules) {
+  constexpr DType kWide = kDType == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+  using V = typename Stored<kDType>::Value;
+  std::mt19937 random(static_cast<unsigned>(num_mixed + 7 * made.job.num_rows()));
+  const Matrix matrix = matrix_for(made.job.num_rows(), num_mixed, random);
+  made.job.weights.clear();
+  for (int row = 0; is_weighted && row < num_mixed; ++row) {
+    made.job.weights.push_back(1 + static_cast<int32_t>(random() % 5));
+  }
+  for (const RuleParams& rule : rules) {
+    made.job.params = rule;
+    made.poison();
+    Diagnostics found, wanted(made.job.rows.size());
+    mix_cpu(made.job, matrix, {3, level, &found, 1});
+    for (int64_t i = 0; i < made.job.numel; ++i) {
+      std::vector<V> column;
+      for (auto bits : made.column(i)) column.push_back(value_of<kDType>(bits));
+      std::vector<typename Stored<kWide>::Bits> mixed;
+      for (V value : plain_mixed(column, matrix)) {
+        mixed.push_back(bit_cast<typename Stored<kWide>::Bits>(value));  // with the sign of -0
+      }
+      const auto kept = plain_kept<kWide>(mixed, made.job.weights, rule);
+      const auto bits = result_bits<kDType>(kept.result);
+      expect(made.result(i) == bits, level, ", ", num_mixed, " mixed of ", made.job,
+             ", coordinate ", i, ": ", std::hex, made.result(i), ", not ", bits);
+      const V infinity = std::numeric_limits<V>::infinity();
+      const V nan = std::numeric_limits<V>::quiet_NaN();  // no window: it is of mixed rows
+      plain_diagnose<kDType>(made.column(i), {kept.result, -infinity, nan},
+                             value_of<kDType>(made.result(i)), wanted);
+    }
+    check_diagnostics(made.job, level, found, wanted);
+  }
+}
+
+// What rules that see rows are made of.
+template <DType kDType>
+void check_rows_seen(const std::string& level) {
+  constexpr int kValue = sizeof(typename Stored<kDType>::Bits);
+  unsigned seed = 500;
+  for (int rows : {1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 20, 33, 40, 65}) {
+    for (int64_t numel : {0, 1, 99, 300}) {
+      const Case<kDType> hard(rows, numel, kValue, false, ++seed);
+      check_distances(hard, level);
+      Case<kDType> made(rows, numel, 0, false, ++seed, true);
+      check_distances(made, level);
+      for (int num_mixed : {1, rows / 2, rows}) {
+        if (num_mixed == 0) continue;
+        check_mix(made, num_mixed, num_mixed % 2 == 0, level, rules_for(num_mixed));
+      }
+    }
+  }
+  const Case<kDType> blocks(20, 4 * kBlock + 77, 0, false, 11, true);  // several threads
+  check_distances(blocks, level);
+  Case<kDType> long_rows(30, 3 * kBlock + 5, 0, false, 12, true);
+  check_mix(long_rows, 3, true, level, rules_for(3));
+}
+
 template <DType kDType>
 void check_dtype(const std::string& level) {
   std::vector<int> counts{48, 63, 64, 65, 96, 100, 128, 129};
@@ -96,6 +191,7 @@ void check_dtype(const std::string& level) {
   wide.job.params = {Rule::kMedian, MedianKind::kMidpoint, 0};
   check_case(wide, level, 3, false);
   check_threads(wide, level);
+  check_rows_seen<kDType>(level);
 }
 
 void check_level(const std::string& level) {
@@ -107,11 +203,76 @@ void check_level(const std::string& level) {
   for (bool in_bursts : {false, true}) pass_cpu(made.job, {1, level, nullptr, 0}, in_bursts);
 }
 
+// --- random cases
+
+RuleParams random_rule(int rows, std::mt19937& random) {
+  const auto rule = static_cast<Rule>(random() % kNumRules);
+  const auto kind = static_cast<MedianKind>(random() % 3);
+  if (rule == Rule::kMedian) return {rule, kind, 0};
+  return {rule, MedianKind::kMidpoint, static_cast<int>(random() % ((rows + 1) / 2))};
+}
+
+// Few rows and values mostly, as most paths are short; sometimes many of either.
+int random_rows(std::mt19937& random) {
+  if (random() % 100 == 0) return 65 + static_cast<int>(random() % 300);
+  return 1 + static_cast<int>(random() % (random() % 2 ? 9 : 64));
+}
+int64_t random_numel(int rows, std::mt19937& random) {
+  if (random() % 4000 == 0) return random() % 99'000;  // several blocks and threads
+  if (random() % 500 == 0) return random() % (20'000 / (1 + rows / 8));
+  return random() % (random() % 10 == 0 ? 700 : 70);
+}
+
+template <DType kDType>
+void check_random(const std::string& level, std::mt19937& random) {
+  using Bits = typename Stored<kDType>::Bits;
+  const unsigned what = random() % 8, values = random() % 4;
+  const int rows = what == 7 ? 1 + static_cast<int>(random() % 20) : random_rows(random);
+  const int64_t numel = random_numel(rows, random);
+  const int offset = static_cast<int>(random() % 9 * sizeof(Bits));
+  const bool is_weighted = random() % 2, is_tame = values == 0;
+  Case<kDType> made(rows, numel, offset, is_weighted && what < 6, random(), is_tame);
+  if (values == 2) made.fill([&] { return uint64_t{random()} << 32 | random(); });  // any bits
+  const Bits minus_0 = std::numeric_limits<Bits>::min();
+  const Bits ties[] = {bits_of<kDType>(-1.0f), minus_0, 0, bits_of<kDType>(1.0f)};
+  if (values == 3) made.fill([&] { return ties[random() % 4]; });
+  if (what == 6) return check_distances(made, level);
+  if (what == 7) {
+    const int num_mixed = 1 + static_cast<int>(random() % rows);
+    const std::vector<RuleParams> rules{random_rule(num_mixed, random)};
+    return check_mix(made, num_mixed, is_weighted, level, rules);
+  }
+  made.job.params = random_rule(rows, random);
+  const int threads = 1 + static_cast<int>(random() % 3);
+  check_case(made, level, threads, random() % 2);
+}
+
+void check_randomly(int64_t number, int64_t first) {
+  const std::vector<std::string> levels = isa_levels();
+  for (int64_t seed = first; seed < first + number; ++seed) {
+    std::mt19937 random(static_cast<unsigned>(seed));
+    const std::string level = levels[random() % levels.size()];
+    const int64_t before = failures;
+    switch (static_cast<DType>(random() % 4)) {
+      case DType::kFloat64: check_random<DType::kFloat64>(level, random); break;
+      case DType::kFloat32: check_random<DType::kFloat32>(level, random); break;
+      case DType::kFloat16: check_random<DType::kFloat16>(level, random); break;
+      case DType::kBFloat16: check_random<DType::kBFloat16>(level, random); break;
+    }
+    if (failures != before) std::cout << "in case " << seed << std::endl;
+  }
+}
+
 }  // namespace
 }  // namespace loft::checks
 
 int main(int argc, char** argv) {
   std::vector<std::string> levels(argv + 1, argv + argc);
+  if (levels.size() > 1 && levels[0] == "--random") {
+    const int64_t first = levels.size() > 2 ? std::stoll(levels[2]) : 0;
+    loft::checks::check_randomly(std::stoll(levels[1]), first);
+    return loft::checks::report(levels[1] + " cases from " + std::to_string(first));
+  }
   if (levels.empty()) levels = loft::isa_levels();
   int status = 0;
   for (const std::string& level : levels) {

@@ -174,6 +174,63 @@ void plain_diagnose(const std::vector<typename Stored<kDType>::Bits>& stored,
   }
 }
 
+// The table of distances_cpu, [rows + 1, rows + 1], above its diagonal; other entries are 0.
+template <DType kDType, typename Rows>
+std::vector<double> plain_distances(const Rows& made) {
+  using V = typename Stored<kDType>::Value;
+  const int rows = made.job.num_rows();
+  const int64_t numel = made.job.numel;
+  std::vector<double> table(static_cast<size_t>((rows + 1) * (rows + 1)));
+  const auto value = [&](int row, int64_t i) {  // behind the end, and of row `rows`: 0
+    return row < rows && i < numel ? value_of<kDType>(made.get(row, i)) : V{0};
+  };
+  for (int a = 0; a < rows; ++a) {
+    for (int b = a + 1; b <= rows; ++b) {
+      for (int64_t block = 0; block < numel; block += kBlock) {
+        double lanes[kSumLanes] = {}, sum = 0;
+        for (int64_t tile = block; tile < std::min(numel, block + kBlock); tile += kSumTile) {
+          for (int lane = 0; lane < kSumLanes; ++lane) {
+            V squares = 0;
+            for (int64_t i = tile + lane; i < tile + kSumTile; i += kSumLanes) {
+              const V away = value(b, i) - value(a, i);
+              squares += away * away;
+            }
+            lanes[lane] += static_cast<double>(squares);
+          }
+        }
+        for (double lane : lanes) sum += lane;
+        table[a * (rows + 1) + b] += sum;
+      }
+    }
+  }
+  return table;
+}
+
+// One coordinate of the mixed rows, [num_mixed]; `column` are the given rows' values.
+template <typename V>
+std::vector<V> plain_mixed(const std::vector<V>& column, const Matrix& matrix) {
+  std::vector<V> mixed;
+  for (int row = 0; row < matrix.num_mixed; ++row) {
+    std::vector<V> values, weights;
+    for (size_t k = 0; k < column.size(); ++k) {
+      const V weight = static_cast<V>(matrix.weights[row * column.size() + k]);
+      const V scale = static_cast<V>(matrix.scales[k]);
+      if (weight == 0 || scale == 0) continue;
+      values.push_back(scale == 1 ? column[k] : column[k] * scale);
+      weights.push_back(weight);
+    }
+    bool is_common = true;
+    for (V weight : weights) is_common = is_common && weight == weights[0];
+    V sum = 0;
+    for (size_t k = 0; k < values.size(); ++k) {
+      const V term = is_common ? values[k] : values[k] * weights[k];
+      sum = k == 0 ? term : sum + term;
+    }
+    mixed.push_back(is_common && !values.empty() ? sum * weights[0] : sum);
+  }
+  return mixed;
+}
+
 // Rows and result of one job, each in a heap block of just its size, `offset` bytes in. Behind the
 // first vectors only row 0 is not finite everywhere; in a tame case that is NaN, nothing else.
 template <DType kDType>
@@ -213,6 +270,13 @@ class Case {
     std::vector<Bits> column;
     for (int row = 0; row < job.num_rows(); ++row) column.push_back(get(row, i));
     return column;
+  }
+  // Other values: draw() for each, as stored bits.
+  template <typename Draw>
+  void fill(const Draw& draw) {
+    for (int row = 0; row < job.num_rows(); ++row) {
+      for (int64_t i = 0; i < job.numel; ++i) put(row, i, static_cast<Bits>(draw()));
+    }
   }
   void poison() { std::memset(job.out, 0x5a, bytes_); }
 

@@ -331,11 +331,14 @@ void distances_cpu(const Job& job, const CpuOptions& options, double* table) {
 
 void mix_cpu(const Job& job, const Matrix& matrix, const CpuOptions& options) {
   const size_t rows = job.rows.size();
+  Job given = job;  // of which only rows and the result count
+  given.params = {};
+  given.weights.clear();
+  check(given);
   Job inner = job;  // the rule's
-  inner.rows.resize(static_cast<size_t>(std::max(0, matrix.num_mixed)));
+  inner.rows.assign(static_cast<size_t>(std::max(0, matrix.num_mixed)), job.out);
   check(inner);
-  if (matrix.weights.size() != inner.rows.size() * rows || matrix.scales.size() != rows ||
-      rows > static_cast<size_t>(kMaxRows)) {
+  if (matrix.weights.size() != inner.rows.size() * rows || matrix.scales.size() != rows) {
     throw std::invalid_argument(describe(job) + ": need a weight of every row for each of " +
                                 std::to_string(matrix.num_mixed) + " mixed rows, and its scale");
   }

@@ -6,10 +6,12 @@ These need no Python inside: csrc/checks compares every kernel with a plain form
 from __future__ import annotations
 
 import os
+import re
 import resource
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -31,20 +33,18 @@ def tool(name: str) -> str:
     return found
 
 
-def run(*command: str | Path, limit_s: float = 2400.0) -> str:
+def run(
+    *command: str | Path, limit_s: float = 2400.0, environ: Mapping[str, str] | None = None
+) -> str:
     """Run a command to its end and return what it prints; fail with that when it fails."""
-    environ = {
-        **os.environ,
-        "ASAN_OPTIONS": "detect_leaks=1",
-        "UBSAN_OPTIONS": "print_stacktrace=1",
-    }
+    sanitizers = {"ASAN_OPTIONS": "detect_leaks=1", "UBSAN_OPTIONS": "print_stacktrace=1"}
     done = subprocess.run(
         list(map(str, command)),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=limit_s,
-        env=environ,
+        env={**os.environ, **sanitizers, **(environ or {})},
         check=False,
     )
     assert done.returncode == 0, f"{' '.join(map(str, command))}\n{done.stdout[-6000:]}"
@@ -88,9 +88,10 @@ def test_cpu_half_builds_in_time_and_every_kernel_is_right(tmp_path: Path) -> No
     assert "no work to do" in build(tmp_path, "_loft")
     (library,) = tmp_path.glob("_loft*.so")
     assert stripped_bytes(library, tmp_path) < MOST_BYTES
-    build(tmp_path, "check_cpu", "check_device")
-    assert " 0 differ" in run(tmp_path / "check_cpu")
-    assert " 0 differ" in run(tmp_path / "check_device")
+    build(tmp_path, "check_cpu", "check_device", "check_threads")
+    for check in ("check_cpu", "check_device", "check_threads"):
+        assert " 0 differ" in run(tmp_path / check)
+    assert " 0 differ" in run(tmp_path / "check_cpu", "--random", "1000000")
 
 
 @pytest.mark.long
@@ -106,10 +107,48 @@ def test_sanitizers_find_nothing(tmp_path: Path) -> None:
         "-DLOFT_SANITIZE=address,undefined",
         "-DCMAKE_CXX_FLAGS_RELEASE=-O0",
     )
-    build(tmp_path, "check_cpu", "check_device")
+    build(tmp_path, "check_cpu", "check_device", "check_threads")
+    assert " 0 differ" in run(tmp_path / "check_threads", levels[-1])
     said = run(tmp_path / "check_cpu", *levels)
     assert [line.split(":")[0] for line in said.splitlines()] == levels
     assert " 0 differ" in run(tmp_path / "check_device", levels[-1])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2700)
+def test_address_sanitizer_finds_nothing_in_the_bindings(tmp_path: Path) -> None:
+    configure(
+        tmp_path,
+        "-DLOFT_CUDA=0",
+        "-DLOFT_LEVELS=baseline",
+        "-DLOFT_SANITIZE=address,undefined",
+        "-DCMAKE_CXX_FLAGS_RELEASE=-O0",
+    )
+    build(tmp_path, "_loft")
+    (library,) = tmp_path.glob("_loft*.so")
+    # Python is not built with it: it must be there before Python, and objects that Python keeps
+    # until its end are no leaks of ours.
+    runtime = run("g++", "-print-file-name=libasan.so").strip()
+    environ = {"LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0"}
+    said = run(sys.executable, ROOT / "tests/native/bound.py", library, environ=environ)
+    assert re.search(r"[1-9]\d+ calls, 0 wrong", said), said
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2700)
+def test_thread_sanitizer_finds_nothing(tmp_path: Path) -> None:
+    configure(
+        tmp_path,
+        "-DLOFT_CUDA=0",
+        "-DLOFT_LEVELS=baseline",
+        "-DLOFT_SANITIZE=thread",
+        "-DCMAKE_CXX_FLAGS_RELEASE=-O0",
+    )
+    build(tmp_path, "check_threads")
+    # It wants its memory at fixed places, which randomised addresses of a new kernel may take.
+    command = [tool("setarch"), "--addr-no-randomize", tmp_path / "check_threads"]
+    environ = {"TSAN_OPTIONS": "halt_on_error=1"}
+    assert " 0 differ" in run(*command, environ=environ)
 
 
 @pytest.mark.long

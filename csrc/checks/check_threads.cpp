@@ -1,0 +1,109 @@
+// Layer 4. What runs in several threads, for the thread sanitizer: blocks of one job, jobs of
+// several callers at a time, and a pulse whose sockets come and go while it beats.
+//
+//   check_threads [LEVEL]   instruction set; default: the best that runs here
+
+#include <poll.h>
+
+#include <thread>
+
+#include "plain.h"
+#include "pulse.h"
+
+namespace loft::checks {
+namespace {
+
+std::string level;
+
+// Calls body(caller) in so many threads at the same time.
+template <typename Body>
+void in_threads(int callers, const Body& body) {
+  std::vector<std::thread> threads;
+  for (int caller = 0; caller < callers; ++caller) threads.emplace_back(body, caller);
+  for (std::thread& thread : threads) thread.join();
+}
+
+// The same job, with three threads, by two callers, and alone: the same results and sums.
+template <DType kDType>
+void check_jobs(int rows, int64_t numel, bool is_weighted) {
+  struct Run {
+    Case<kDType> made;
+    Diagnostics found, mixed;
+    std::vector<double> table;
+    std::vector<typename Stored<kDType>::Bits> results;
+  };
+  const auto run = [&](Run& each, int threads) {
+    Job& job = each.made.job;
+    job.params = {Rule::kTrimmedMean, MedianKind::kMidpoint, 1};
+    aggregate_cpu(job, {threads, level, &each.found, 2});
+    for (int64_t i = 0; i < numel; ++i) each.results.push_back(each.made.result(i));
+    distances_cpu(job, {threads, level, nullptr, 0}, each.table.data());
+    const Matrix halves{rows, std::vector<double>(static_cast<size_t>(rows), 1),
+                        std::vector<double>(static_cast<size_t>(rows * rows), 0.5)};
+    mix_cpu(job, halves, {threads, level, &each.mixed, 2});
+    for (int64_t i = 0; i < numel; ++i) each.results.push_back(each.made.result(i));
+    if (kDType == DType::kFloat32) pass_cpu(job, {threads, level, nullptr, 0}, true);
+  };
+  std::vector<Run> runs;
+  for (int caller = 0; caller < 3; ++caller) {
+    const size_t side = static_cast<size_t>(rows + 1);
+    runs.push_back({Case<kDType>(rows, numel, 0, is_weighted, 1, true),
+                    Diagnostics(),
+                    Diagnostics(),
+                    std::vector<double>(side * side),
+                    {}});
+  }
+  in_threads(2, [&](int caller) { run(runs[caller], 3); });
+  run(runs[2], 1);
+  for (int caller : {0, 1}) {
+    const Run &shared = runs[caller], &alone = runs[2];
+    const bool has_table =  // bits: it has NaN
+        std::memcmp(shared.table.data(), alone.table.data(), 8 * alone.table.size()) == 0;
+    expect(shared.results == alone.results && has_table &&
+               shared.found.squared_distance == alone.found.squared_distance &&
+               shared.found.num_outside == alone.found.num_outside &&
+               shared.mixed.squared_distance == alone.mixed.squared_distance,
+           alone.made.job, ": threads find others");
+  }
+}
+
+// Whether something can be read within two seconds; reads it.
+bool is_heard(int descriptor) {
+  pollfd waiting{descriptor, POLLIN, 0};
+  char bytes[256];
+  return poll(&waiting, 1, 2000) == 1 && recv(descriptor, bytes, sizeof(bytes), 0) > 0;
+}
+
+// Two threads add and remove sockets of one pulse; every socket hears it while it is there.
+void check_pulse() {
+  Pulse pulse(0.001, "\npulse 0 0.000 \n");
+  in_threads(2, [&](int) {
+    for (int turn = 0; turn < 50; ++turn) {
+      int ends[2];
+      const bool is_made = socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0;
+      pulse.add(ends[0]);
+      expect(is_made && is_heard(ends[1]), "turn ", turn, ": no pulse");
+      // Half of them end while it still writes to them. Removed before they are closed: then the
+      // other thread may get their numbers.
+      if (turn % 2) shutdown(ends[1], SHUT_RDWR);
+      pulse.remove(ends[0]);
+      for (int end : ends) close(end);
+    }
+  });
+  pulse.stop();
+  pulse.stop();  // nothing happens
+}
+
+}  // namespace
+}  // namespace loft::checks
+
+int main(int argc, char** argv) {
+  using namespace loft;
+  if (argc > 1) checks::level = argv[1];
+  // Several blocks, and enough bytes for three threads.
+  checks::check_jobs<DType::kFloat32>(9, 12 * kBlock + 5, false);
+  checks::check_jobs<DType::kFloat64>(20, 3 * kBlock + 5, false);
+  checks::check_jobs<DType::kBFloat16>(40, 5 * kBlock + 5, true);
+  checks::check_pulse();
+  return checks::report("threads");
+}
