@@ -1,0 +1,61 @@
+"""A job in which one rank starts otherwise than the others: ``differs.py WHAT RANK``.
+
+WHAT is "parameters", "state" (of the optimizer), "rule", "seed" (of the loader), "batch" (the
+global one), "sizes" (the ranks' shares of it), "shape" or "dtype" (of the parameters).
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import horovod.torch as hvd
+import torch
+
+import loft_hvd as loft
+from tests.support.training import make_data, make_model
+
+
+def main(what: str, other_rank: int) -> None:
+    hvd.init()
+    torch.set_num_threads(1)
+    is_other = hvd.rank() == other_rank
+    torch.optim.SGD([torch.zeros(1)])  # imports half of torch: not what is timed here
+    hvd.barrier()
+    if is_other:
+        print(f"differs at {time.time()}", flush=True)
+    model = make_model()
+    if is_other and what == "shape":
+        model[0] = torch.nn.Linear(6, 17)
+        model[2] = torch.nn.Linear(17, 2)
+    if is_other and what == "dtype":
+        model[2].double()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    if is_other and what == "parameters":
+        with torch.no_grad():
+            model[2].bias[1] += 1e-6
+    if what == "state":
+        for parameter in model.parameters():
+            sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        if is_other:
+            sgd.state[model[0].weight]["momentum_buffer"][3, 2] = 1e-9
+    sizes = [16, 16, 16] if not (is_other and what == "sizes") else [20, 16, 12]
+    balancer = loft.Balancer(
+        48 if not (is_other and what == "batch") else 60, sizes if what != "batch" else "uniform"
+    )
+    optimizer = loft.DistributedOptimizer(
+        sgd,
+        model.named_parameters(),
+        rule=loft.Median() if not (is_other and what == "rule") else loft.TrimmedMean(f=1),
+        balancer=balancer,
+    )
+    loader = loft.DataLoader(make_data(480), balancer, seed=int(is_other and what == "seed"))
+    for x, y in loader:
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(x.to(torch.float32)), y).backward()
+        optimizer.step()
+    print(f"rank {hvd.rank()} has finished", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
