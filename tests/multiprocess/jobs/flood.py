@@ -1,7 +1,9 @@
-"""A hostile client: ``flood.py FOLDER NUM``: NUM connections to the place in FOLDER/place.
+"""A hostile client: ``flood.py FOLDER NUM BURSTS``: NUM connections to the place in FOLDER/place.
 
 A third says nothing, a third talks nonsense, a third says a well-formed hello; the last 500 are
-held open. FOLDER/began appears after 1,000 of them, FOLDER/ended after all.
+held open. They come in BURSTS, as fast as ``PER_S``, with as much time between two bursts as it
+takes to come to rest. FOLDER/state says which it is, "flood" or "calm"; there is none at first, in
+between, and after the last burst.
 """
 
 from __future__ import annotations
@@ -14,34 +16,68 @@ from collections import deque
 from pathlib import Path
 
 PER_S = 2000
+# From a burst's begin, for each of its connections, until rank 0 has met them all: it takes 1,280 a
+# second (``DoorLimits``). Then as long without any, of which the first part does not count.
+MET_S = 1 / 1280
 SAYS = (b"", b"GET / HTTP/1.1\r\n" + b"x" * 700, b"hello 1 0.0 0123456789abcdef\n")
 
 
-def main(folder: Path, num: int) -> None:
+def wait_until(when: float) -> None:
+    time.sleep(max(0.0, when - time.monotonic()))
+
+
+class State:
+    """What is said to be going on."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "state"
+
+    def tell(self, state: str) -> None:
+        part = self._path.with_suffix(".part")
+        part.write_text(state)
+        part.rename(self._path)
+
+    def clear(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+
+def connect(place: tuple[str, int], says: bytes) -> socket.socket:
+    connection = socket.socket()
+    connection.settimeout(2.0)
+    try:
+        connection.connect(place)
+        connection.send(says, socket.MSG_NOSIGNAL)
+    except OSError:  # sent away already, or the queue is full
+        pass
+    return connection
+
+
+def main(folder: Path, num: int, num_bursts: int) -> None:
     os.nice(19)  # another machine's work: it must not take this one's cores
     while not (folder / "place").exists():
         time.sleep(0.005)
     address, port = (folder / "place").read_text().split()
     held: deque[socket.socket] = deque()
-    began = time.monotonic()
-    for count in range(num):
-        connection = socket.socket()
-        connection.settimeout(2.0)
-        try:
-            connection.connect((address, int(port)))
-            connection.send(SAYS[count % len(SAYS)], socket.MSG_NOSIGNAL)
-        except OSError:  # sent away already, or the queue is full
-            pass
-        held.append(connection)
-        if len(held) > 500:
-            held.popleft().close()
-        if count == 1000:
-            (folder / "began").touch()
-        if (early_s := began + count / PER_S - time.monotonic()) > 0:
-            time.sleep(early_s)
+    state = State(folder)
+    each = num // num_bursts
+    for _ in range(num_bursts):
+        began = time.monotonic()
+        state.tell("flood")
+        for count in range(each):
+            held.append(connect((address, int(port)), SAYS[count % len(SAYS)]))
+            if len(held) > 500:
+                held.popleft().close()
+            wait_until(began + count / PER_S)
+        wait_until(began + each * MET_S)
+        state.clear()
+        rest_s = time.monotonic() - began
+        time.sleep(rest_s / 4)
+        state.tell("calm")
+        time.sleep(rest_s)
+        state.clear()
     (folder / "ended").touch()
     time.sleep(2.0)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -1,8 +1,9 @@
 """A job with 256 descriptors that tells strangers where to come: ``strangers.py FOLDER WHAT``.
 
 Rank 0 writes to FOLDER/place where its heartbeat listens: with "opening" as soon as it does, before
-the other rank knows, and with "training" at step 40. It prints how long the opening took, what
-steps took before and while strangers came, how much memory that took, and a digest of the weights.
+the other rank knows, and with "training" at step 20. It prints how long the opening took, what
+steps took while strangers came and in between, how much memory all that took, and a digest of the
+weights after as many steps as a calm job takes.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from loft_hvd.transport.heartbeat import watched
 from loft_hvd.transport.heartbeat.door import Door, Links
 from loft_hvd.transport.heartbeat.watched import heartbeat_of
 
-NUM_STEPS = 400
-CALM_STEPS = 40
+NUM_STEPS = 400  # before the digest; a job goes on until the strangers have ended
+MOST_STEPS = 20_000
 
 
 def write_place(folder: Path, door: object) -> None:
@@ -44,7 +45,7 @@ def tell_at_once(folder: Path) -> list[float]:
         real(self, *args, **options)  # type: ignore[arg-type]
         write_place(folder, self)
         began = time.monotonic()
-        while not (folder / "began").exists() and time.monotonic() < began + 20:
+        while not (folder / "state").exists() and time.monotonic() < began + 20:
             time.sleep(0.01)
         waited[0] = time.monotonic() - began
 
@@ -67,6 +68,14 @@ def time_opening() -> list[float]:
     return taken
 
 
+def read_state(folder: Path) -> str:
+    """Return what the strangers are doing: "flood", "calm", or "" where that is not clear."""
+    try:
+        return (folder / "state").read_text()
+    except FileNotFoundError:
+        return ""
+
+
 def memory_mb() -> float:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize() / 1e6
@@ -86,27 +95,32 @@ def main(folder: Path, what: str) -> None:
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     x, y = torch.randn(256, 256), torch.randn(256, 8)
     memory = memory_mb()
-    calm: list[float] = []
-    flooded: list[float] = []
-    for step in range(NUM_STEPS):
-        began = time.monotonic()
+    times: dict[str, list[float]] = {"flood": [], "calm": []}
+    digest = ""
+    for step in range(MOST_STEPS):
+        began, state = time.monotonic(), read_state(folder)
         optimizer.zero_grad()
         torch.nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
-        if hvd.rank() == 0 and what == "training" and step == CALM_STEPS:
+        if state in times and read_state(folder) == state:
+            times[state].append(time.monotonic() - began)
+        if hvd.rank() == 0 and what == "training" and step == 20:
             write_place(folder, heartbeat_of("horovod.0")._entrance)  # type: ignore[union-attr]
-        is_flooded = (folder / "began").exists() and not (folder / "ended").exists()
-        if step > 10 and is_flooded == (folder / "place").exists():
-            (flooded if is_flooded else calm).append(time.monotonic() - began)
+        if step == NUM_STEPS:
+            weights = torch.cat([each.detach().flatten() for each in model.parameters()])
+            digest = hashlib.sha256(weights.numpy().tobytes()).hexdigest()
+        over = torch.tensor([int(what == "calm" or (folder / "ended").exists())])
+        if step % 20 == 0 and step >= NUM_STEPS and hvd.broadcast(over, 0, "over").item():
+            break
         time.sleep(0.01)
-    weights = torch.cat([each.detach().flatten() for each in model.parameters()])
     found = {
         "start_s": opening[0] - waited[0],
-        "calm_ms": 1e3 * statistics.median(calm or [0.0]),
-        "flooded_ms": 1e3 * statistics.median(flooded or [0.0]),
-        "num_flooded": len(flooded),
+        "num_flooded": len(times["flood"]),
+        "num_calm": len(times["calm"]),
+        "flooded_ms": 1e3 * statistics.median(times["flood"] or [0.0]),
+        "calm_ms": 1e3 * statistics.median(times["calm"] or [0.0]),
         "memory_mb": memory_mb() - memory,
-        "digest": hashlib.sha256(weights.numpy().tobytes()).hexdigest(),
+        "digest": digest,
     }
     if hvd.rank() == 0:
         print(f"found {json.dumps(found)}", flush=True)
