@@ -264,13 +264,18 @@ def _bench_app() -> typer.Typer:
     """Return the benchmarks' commands."""
     import typer
 
+    from loft_hvd.aggregation.compute import num_threads
     from loft_hvd.bench import commands
+    from loft_hvd.bench.attacked import ATTACKS
     from loft_hvd.bench.collectives import AllreduceBench
+    from loft_hvd.bench.defences import ALL_DEFENCES, QUICK_DEFENCES
     from loft_hvd.bench.kernels import KernelBench
     from loft_hvd.bench.ranks import BenchJob
+    from loft_hvd.bench.robustness import RobustnessBench
+    from loft_hvd.bench.skews import SKEWS
     from loft_hvd.bench.steps import StepBench
 
-    app = typer.Typer(no_args_is_help=True, help="Measure speed, contestants in turn.")
+    app = typer.Typer(no_args_is_help=True, help="Measure speed, and accuracy under attack.")
     ranks_option = typer.Option(4, "--ranks", min=2, help="Ranks on this machine.")
     controller_option = typer.Option("gloo", help="gloo (horovodrun) or mpi (mpirun).")
     rounds_option = typer.Option(15, min=3, help="Samples of each contestant.")
@@ -334,7 +339,61 @@ def _bench_app() -> typer.Typer:
         code = commands.bench_step(bench, job=job, json_file=json_file, show=_print_table)
         raise typer.Exit(code)
 
+    @app.command("robustness")
+    def _robustness_command(
+        rules: str = typer.Option("", help="Names, separated by ';'; all of ours and ByzFL's."),
+        models: str = typer.Option("mlp", help="Of mlp,cnn."),
+        attacks: str = typer.Option("", help="Names, separated by ','; all."),
+        skews: str = typer.Option("", help="Of shuffled,capped,dirichlet,sorted; all."),
+        workers: str = typer.Option("8:2,16:3", help="Workers and f of each size."),
+        seeds: int = typer.Option(5, min=1, help="Runs of a cell."),
+        steps: int = typer.Option(400, min=1, help="Training steps of a run."),
+        quick: bool = typer.Option(False, "--quick", help="8:2, one seed, 100 steps, few rules."),
+        json_file: str = json_option,
+        kept_file: str = typer.Option(
+            None, "--keep", metavar="FILE", help="Go on from the runs in it, and add to them."
+        ),
+    ) -> None:
+        """Train digits under attack: rule x attack x skew of the data x f, simulated.
+
+        Needs scikit-learn, which brings the digits; ByzFL's rules are run where it is installed.
+        As many processes as LOFT_HVD_THREADS says, by default one a CPU.
+        """
+        chosen = RobustnessBench(
+            models=_names(models) or ("mlp",),
+            defences=_names(rules, ";") or (QUICK_DEFENCES if quick else ALL_DEFENCES),
+            attacks=_names(attacks) or ATTACKS,
+            skews=_names(skews) or SKEWS,
+            counts=((8, 2),) if quick else tuple(_workers_and_f(each) for each in _names(workers)),
+            seeds=1 if quick else seeds,
+            steps=100 if quick else steps,
+            jobs=num_threads(),
+        )
+        code = commands.bench_robustness(
+            chosen, files=(json_file, kept_file), show=_print_table, progress=_print_progress
+        )
+        raise typer.Exit(code)
+
     return app
+
+
+def _names(text: str, separator: str = ",") -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(separator) if name.strip())
+
+
+def _workers_and_f(text: str) -> tuple[int, int]:
+    import typer
+
+    try:
+        workers, f = (int(part) for part in text.split(":"))
+    except ValueError as error:
+        raise typer.BadParameter(f"--workers {text!r}: give workers:f like 8:2") from error
+    return workers, f
+
+
+def _print_progress(done: int, total: int) -> None:
+    end = "\n" if done == total else ""
+    print(f"\r{done} of {total} runs", end=end, file=sys.stderr, flush=True)
 
 
 def main() -> None:

@@ -24,10 +24,27 @@ from loft_hvd.bench.ranks import (
     table,
 )
 from loft_hvd.bench.record import write_record
+from loft_hvd.bench.robustness import (
+    KeptRuns,
+    RobustnessBench,
+    cell_rows,
+    judge_robustness,
+    matrix_rows,
+    measure_robustness,
+    robustness_goal_rows,
+)
 from loft_hvd.bench.steps import StepBench
 from loft_hvd.errors import MissingDependencyError
 
-__all__ = ["Show", "bench_allreduce", "bench_kernels", "bench_step", "lines_of", "plot_kernels"]
+__all__ = [
+    "Show",
+    "bench_allreduce",
+    "bench_kernels",
+    "bench_robustness",
+    "bench_step",
+    "lines_of",
+    "plot_kernels",
+]
 
 Show = Callable[[Sequence[Sequence[str]]], None]  # takes a header and rows
 _STYLES = {"avx512": "-", "avx2": "--", "baseline": ":", "": "-."}
@@ -114,6 +131,36 @@ def bench_kernels(
     if gate and any(goal.is_far for goal in goals):
         return 1
     return 2 if gate and not all(goal.is_judged for goal in goals) else 0
+
+
+def bench_robustness(
+    bench: RobustnessBench,
+    *,
+    files: tuple[str | None, str | None],
+    show: Show,
+    progress: Callable[[int, int], None],
+) -> int:
+    """Train under attack, print a matrix of accuracies, judge; return the exit status."""
+    left_out: list[Untimed] = []
+    kept = KeptRuns(files[1])
+    cells = measure_robustness(bench, report=left_out.append, progress=progress, kept=kept)
+    goals = judge_robustness(cells)
+    for rows in matrix_rows(cells):
+        show(rows)
+    for name in bench.defences[:1]:
+        show(cell_rows(cells, name))
+    if left_out:
+        reasons = [[f"{one.contestant}, n={one.rows}: {one.reason}"] for one in left_out]
+        show([["left out"], *reasons])
+    show(robustness_goal_rows(goals))
+    results: dict[str, object] = {
+        "bench": dataclasses.asdict(bench),
+        "peers": peers(),
+        "left_out": [dataclasses.asdict(one) for one in left_out],
+        "cells": [dataclasses.asdict(cell) for cell in cells],
+        "goals": [{**dataclasses.asdict(goal), "is_met": goal.is_met} for goal in goals],
+    }
+    return _write(results, files[0])
 
 
 def _write(results: dict[str, object], json_file: str | None) -> int:

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from torch import Tensor
+
 from loft_hvd.aggregation.row_rules import Robust
 from loft_hvd.aggregation.rules import Mean, Rule
 from loft_hvd.errors import AggregationError, UsageError
@@ -283,7 +285,7 @@ class OptimizerWorld:
         self._batches.require(
             min_ranks=workers.min_ranks(found.rules), num_passes=options.settings.num_passes
         )
-        channel = self._channel(found)
+        channel = self._outgoing_channel = self._channel(found)
         # Hooks run in the order in which they are made: the log sees gradients before they move
         # into their bucket.
         self._gradient_log = GradientLog(channel, found)
@@ -302,6 +304,14 @@ class OptimizerWorld:
             watch=workers.watch,
             momentum=self._momentum,
         )
+
+    def gather_outgoing(self, values: Tensor, *, name: str) -> Tensor:
+        """Return every rank's values of a bucket, [world_size, numel]; see the wrapper's."""
+        rows = values.new_empty(self.world_size, values.numel())
+        channel = self._outgoing_channel.sub(name)
+        work = self._transport.allgather(values, rows.view(-1), name=channel.name)
+        channel.wait(work, what=f"rows gathered for {name}")
+        return rows
 
     @property
     def has_gradients(self) -> bool:
@@ -374,6 +384,10 @@ class IdleWorld:
         """Leave gradients as they are, or raise that they cannot be reduced yet."""
         if self._error:
             raise UsageError(self._error)
+
+    def gather_outgoing(self, values: Tensor, *, name: str) -> Tensor:
+        """Return this rank's own values, [1, numel]."""
+        return values.unsqueeze(0)
 
     def report(self) -> SuspicionReport:
         return SuspicionReport(0, (), note="nobody is watched: this rank reduces alone")

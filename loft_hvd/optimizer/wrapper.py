@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from loft_hvd.config import config
@@ -338,6 +339,20 @@ class OptimizerWrapper(OptimizerProxy):
             # No later world could change that.
             raise UsageError("this rank is not in the optimizer's process set: it sends nothing")
         return self._outgoing.add(hook)
+
+    def gather_outgoing(self, values: Tensor, *, name: str) -> Tensor:
+        """Return every rank's values, [world_size, numel]: for trials of attacks, in a hook.
+
+        A collective, which waits: every rank calls it in its outgoing hook of the same bucket.
+
+        Args:
+            values: the bucket's values in the hook, [numel].
+            name: the same on every rank, another for each bucket.
+
+        Raises:
+            TransportTimeoutError: a rank has not come to it within the time limit.
+        """
+        return self._world.gather_outgoing(values, name=name)
 
     def report(self) -> SuspicionReport:
         """Return what is known of every worker: who was off, and how far; print it for a table."""

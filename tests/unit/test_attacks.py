@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import loft_hvd as loft
 from loft_hvd import attacks
-from loft_hvd.errors import ArgumentError
+from loft_hvd.attacks.optimised import aggregate_in_shards
+from loft_hvd.errors import AggregationError, ArgumentError
+from loft_hvd.pipeline.buckets import shard_numel
+from loft_hvd.transport.local import LocalTransport, run_ranks
+from tests.support.wrapped import wrap
 
 HONEST = torch.tensor([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0]])  # mean 2, 2, 2
 
@@ -23,6 +29,11 @@ HONEST = torch.tensor([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0]])  # mean 2, 2, 2
         (attacks.Zero(), [0, 0, 0]),
         (attacks.HugeValue(value=1e30, coordinate=4), [2, 1e30, 2]),
         (attacks.NaN(), [float("nan")] * 3),
+        (attacks.ALIE(z=1.5), [0.5, 2, 0.5]),  # deviations 1, 0, 1
+        (attacks.ALIE(z=-1.0), [3, 2, 3]),
+        (attacks.IPM(eps=0.5), [-1, -1, -1]),
+        (attacks.Mimic(row=1), [3, 2, 1]),
+        (attacks.Mimic(row=2), [1, 2, 3]),
     ],
 )
 @pytest.mark.parametrize("num_rows", [1, 3])
@@ -41,7 +52,16 @@ def test_gaussian_noise_has_its_sigma_and_repeats() -> None:
     assert torch.equal(rows, attack(torch.zeros(1, 20_000), num_rows=2))
 
 
-@pytest.mark.parametrize("attack", [attacks.HugeValue(), attacks.Gaussian(), attacks.SignFlip()])
+@pytest.mark.parametrize(
+    "attack",
+    [
+        attacks.HugeValue(),
+        attacks.Gaussian(),
+        attacks.SignFlip(),
+        attacks.ALIE(),
+        attacks.OptimisedIPM(loft.Robust(1)),
+    ],
+)
 def test_empty_buckets_are_no_trouble(attack: attacks.Attack) -> None:
     assert attack(torch.zeros(1, 0), num_rows=2).shape == (2, 0)
 
@@ -70,3 +90,171 @@ def test_noise_is_new_at_every_step() -> None:
     first, second = torch.zeros(1, 50), torch.ones(1, 50)
     assert torch.equal(attack(first, num_rows=1), attack(first, num_rows=1))
     assert not torch.equal(attack(first, num_rows=1), attack(second, num_rows=1))
+
+
+def test_alone_a_little_is_nothing() -> None:
+    own = torch.tensor([[1.0, -2.0]])
+    assert torch.equal(attacks.ALIE(z=3.0)(own, num_rows=1), own)
+
+
+def test_flipped_labels() -> None:
+    labels = torch.tensor([0, 1, 9, 4])
+    assert attacks.LabelFlip(10)(labels).tolist() == [9, 8, 0, 5]
+    assert labels.tolist() == [0, 1, 9, 4]
+    with pytest.raises(ArgumentError, match="num_classes=1"):
+        attacks.LabelFlip(1)
+
+
+# --- attacks that know the rule
+
+RULES = [
+    loft.TrimmedMean(2),
+    loft.Robust(2),
+    loft.MultiKrum(2),
+    loft.Custom(lambda rows: rows.median(dim=0).values, f=2),
+]
+
+
+def spread_rows() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(4)
+    return torch.randn(6, 200, generator=generator) + torch.randn(200, generator=generator)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("shards", [1, 8])
+@pytest.mark.parametrize(
+    ("optimised", "family"),
+    [(attacks.OptimisedALIE, attacks.ALIE), (attacks.OptimisedIPM, attacks.IPM)],
+)
+def test_the_strongest_of_a_family_moves_the_rule_most(
+    optimised: Any, family: Any, shards: int, rule: loft.Rule
+) -> None:
+    honest = spread_rows()
+    attack = optimised(rule, shards=shards)
+
+    def moved(rows: torch.Tensor) -> float:
+        step = shard_numel(200, shards) if shards > 1 else 200
+        parts = [
+            loft.aggregate(torch.cat([honest, rows])[:, at : at + step].contiguous(), rule)
+            for at in range(0, 200, step)
+        ]
+        return float((torch.cat(parts) - honest.mean(dim=0)).norm())
+
+    by_strength = {s: moved(family(s)(honest, num_rows=2)) for s in attack.strengths}
+    sent = attack(honest, num_rows=2)
+    assert moved(sent) == max(by_strength.values())
+    assert len(set(by_strength.values())) > 1  # it had a choice
+    assert torch.equal(sent, attack.strongest(honest, num_rows=2)(honest, num_rows=2))
+
+
+def test_strength_depends_on_the_rule_that_is_attacked() -> None:
+    honest = spread_rows()
+    chosen = {
+        str(rule): attacks.OptimisedIPM(rule).strongest(honest, num_rows=2)
+        for rule in (loft.Mean(), loft.MultiKrum(2))
+    }
+    assert chosen["mean"] == attacks.IPM(10.0)  # the mean follows the loudest
+    assert chosen["multi_krum:f=2"] != attacks.IPM(10.0)
+
+
+@pytest.mark.parametrize("rule", [*RULES, loft.Mean()], ids=str)
+@pytest.mark.parametrize("shards", [1, 3, 8])
+def test_slices_are_aggregated_as_by_aggregate(rule: loft.Rule, shards: int) -> None:
+    rows = spread_rows()
+    step = shard_numel(200, shards) if shards > 1 else 200
+    slices = [rows[:, at : at + step].contiguous() for at in range(0, 200, step)]
+    expected = torch.cat([loft.aggregate(part, rule) for part in slices])
+    assert torch.equal(aggregate_in_shards(rows, rule, shards=shards), expected)
+
+
+def test_a_rule_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(AggregationError, match="trimmed_mean:f=2"):
+        attacks.OptimisedALIE(loft.TrimmedMean(2))(HONEST, num_rows=2)
+
+
+def test_no_strengths_are_refused() -> None:
+    with pytest.raises(ArgumentError, match="strengths="):
+        attacks.OptimisedALIE(loft.Robust(1), strengths=())
+
+
+# --- attackers that collude in a job
+
+
+def reduced_under(attack: attacks.Attack, *, steps: int = 1) -> list[list[list[float]]]:
+    """Train some steps on four ranks, of which 1 and 3 collude; every rank's reduced gradients."""
+
+    def work(transport: LocalTransport) -> list[list[float]]:
+        params = [torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2))]
+        optimizer = wrap(params, transport, rule=loft.TrimmedMean(0))
+        attacks.attach(optimizer, attack, ranks=[3, 1], colluding=True)
+        found = []
+        for step in range(steps):
+            sent = 1.0 + transport.rank + 10 * step
+            given = [torch.full((3,), sent), torch.full((2,), -sent)]
+            torch.autograd.backward([p.view_as(p) for p in params], given)
+            optimizer.synchronize()
+            grads = [param.grad for param in params]
+            found.append(torch.cat([g for g in grads if g is not None]).tolist())
+            for param in params:
+                param.grad = None
+        return found
+
+    return run_ranks(4, work)
+
+
+def test_colluding_attackers_know_every_honest_row() -> None:
+    # Honest rows 1 and 3 (mean 2, deviation 1): both attackers send 2 - 2 * 1 = 0. Of the second
+    # parameter they are -1 and -3, and both attackers send -2 - 2 * 1 = -4.
+    expected = [(1 + 3 + 0 + 0) / 4] * 3 + [(-1 - 3 - 4 - 4) / 4] * 2
+    assert reduced_under(attacks.ALIE(z=2.0)) == [[expected]] * 4
+
+
+def test_each_attacker_sends_its_own_row_at_every_step() -> None:
+    class Numbered:
+        def __call__(self, honest: torch.Tensor, *, num_rows: int) -> torch.Tensor:
+            assert honest.shape[0] == 2
+            return torch.arange(num_rows).float()[:, None].expand(-1, honest.shape[1]).clone()
+
+    # Rank 1 sends 0 and rank 3 sends 1, whatever order they are named in.
+    assert (
+        reduced_under(Numbered(), steps=3)
+        == [
+            [
+                [(1 + 3 + 20 * step + 1) / 4] * 3 + [(-1 - 3 - 20 * step + 1) / 4] * 2
+                for step in range(3)
+            ]
+        ]
+        * 4
+    )
+
+
+def test_collusion_is_said_loudly(caplog: pytest.LogCaptureFixture) -> None:
+    optimizer = SimpleNamespace(rank=0, world_size=2, register_outgoing_hook=lambda hook: hook)
+    with caplog.at_level(logging.WARNING):
+        attacks.attach(optimizer, attacks.IPM(), ranks=[1])
+        assert not caplog.records
+        attacks.attach(optimizer, attacks.IPM(), ranks=[1], colluding=True)
+    (record,) = caplog.records
+    assert "ATTACK TRIAL: ranks [1] collude" in record.message
+    assert "for trials only" in record.message
+
+
+def test_attackers_alone_have_nobody_to_learn_from() -> None:
+    optimizer = SimpleNamespace(rank=0, world_size=2)
+    with pytest.raises(ArgumentError, match="no honest row"):
+        attacks.attach(optimizer, attacks.IPM(), ranks=[0, 1], colluding=True)
+
+
+def test_rows_of_zeros_are_not_learnt_from() -> None:
+    rows = torch.tensor([[1.0, 3.0], [0.0, 0.0], [7.0, 7.0]])  # rank 1 has no samples
+    hooks: list[Any] = []
+    optimizer = SimpleNamespace(
+        rank=2,
+        world_size=3,
+        register_outgoing_hook=hooks.append,
+        gather_outgoing=lambda values, name: rows,
+    )
+    attacks.attach(optimizer, attacks.SignFlip(), ranks=[2], colluding=True)
+    values = rows[2].clone()
+    hooks[0](SimpleNamespace(index=0), values)
+    assert values.tolist() == [-1.0, -3.0]

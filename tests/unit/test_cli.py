@@ -242,3 +242,24 @@ def test_simulate_names_a_file_that_cannot_be_written(
     path = str(tmp_path / file)
     assert _main(monkeypatch, "simulate", str(scenario), option, path) == 1
     assert f"{option} {path!r} cannot be written" in capsys.readouterr().err
+
+
+def test_bench_robustness_prints_a_matrix_and_writes_it(
+    app: typer.Typer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("sklearn", reason="the digits ship inside scikit-learn")
+    monkeypatch.setenv("LOFT_HVD_THREADS", "1")
+    file = tmp_path / "found.json"
+    options = ["--rules", "robust;mean", "--attacks", "none,mimic", "--skews", "sorted"]
+    options += ["--workers", "4:1", "--seeds", "1", "--steps", "2", "--json", str(file)]
+    result = CliRunner().invoke(app, ["bench", "robustness", *options])
+    assert result.exit_code == 0, result.output
+    assert "mlp, n=4 f=1" in result.stdout
+    assert "4 of 4 runs" in result.stderr
+    found = json.loads(file.read_text())
+    assert {(cell["defence"], cell["attack"]) for cell in found["cells"]} == {
+        (rule, attack) for rule in ("robust", "mean") for attack in ("none", "mimic")
+    }
+    wrong = CliRunner().invoke(app, ["bench", "robustness", "--workers", "8"])
+    assert wrong.exit_code == 2
+    assert "--workers '8'" in wrong.output

@@ -1,23 +1,37 @@
-"""Byzantine workers to order: wrong gradients for tests, and for trying a live job's defences.
+"""Attacks: what Byzantine workers send, as functions of the honest gradients that they know.
 
-An attack is a function of the honest gradients that a worker knows. In a live job that is its own
-row (``attach``); in a test it may be every honest row.
+In a live job an attacker knows its own row, or, where attackers collude, every honest row
+(``trial.attach``); in a test whatever the test gives. ``LabelFlip`` alone works on data: its worker
+computes right gradients of wrong labels.
+
+Papers: ALIE, Baruch et al., NeurIPS 2019 (arXiv 1902.06156); IPM, Xie et al., UAI 2019 (arXiv
+1903.03936); mimic, Karimireddy et al., ICLR 2022 (arXiv 2006.09365).
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from loft_hvd.errors import ArgumentError
 
-__all__ = ["Attack", "Gaussian", "HugeValue", "NaN", "Scaled", "SignFlip", "Zero", "attach"]
+__all__ = [
+    "ALIE",
+    "IPM",
+    "Attack",
+    "Gaussian",
+    "HugeValue",
+    "LabelFlip",
+    "Mimic",
+    "NaN",
+    "Scaled",
+    "SignFlip",
+    "Zero",
+]
 
 
 class Attack(Protocol):
@@ -109,47 +123,69 @@ class HugeValue:
         return rows
 
 
-class AttackableOptimizer(Protocol):
-    """What ``attach`` needs of an optimizer."""
+@dataclass(frozen=True)
+class ALIE:
+    """A little is enough: send the honest mean less ``z`` standard deviations of each coordinate.
 
-    @property
-    def rank(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
-    # With each bucket, before it is sent, [numel].
-    def register_outgoing_hook(self, hook: Callable[[Any, Tensor], None]) -> RemovableHandle: ...
-
-
-def attach(
-    optimizer: AttackableOptimizer, attack: Attack, *, ranks: Sequence[int]
-) -> RemovableHandle:
-    """Make some ranks of a running job Byzantine: they send what ``attack`` makes of their rows.
-
-    Call it on every rank alike; in an elastic job once, before ``hvd.elastic.run``. The attacker
-    sees its own gradients only.
-
-    Args:
-        optimizer: a ``loft_hvd.DistributedOptimizer``.
-        attack: what the ranks send.
-        ranks: the Byzantine ranks, each 0 <= rank < world_size; in later worlds of an elastic job
-            whoever has these numbers.
-
-    Returns:
-        A handle whose ``remove()`` makes this rank honest again.
-
-    Raises:
-        ArgumentError: a rank that does not exist.
+    Where ``z`` is about 1 these rows lie nearer to the mean than honest ones do, and pull all to
+    one side. A negative ``z`` pulls to the other. The deviation is that of the rows given (divided
+    by their number); of one row it is 0, so alone an attacker sends what it should.
     """
-    outside = [rank for rank in ranks if not 0 <= rank < optimizer.world_size]
-    if outside:
-        raise ArgumentError(
-            f"attach: ranks {outside} do not exist; a world of {optimizer.world_size} has ranks "
-            f"0 to {optimizer.world_size - 1}"
-        )
 
-    def send_wrong(_: Any, values: Tensor) -> None:
-        # Asked each time: an elastic world may give this process another number.
-        if optimizer.rank in ranks:
-            values.copy_(attack(values.unsqueeze(0), num_rows=1)[0])  # of [1, numel]
+    z: float = 1.0
 
-    return optimizer.register_outgoing_hook(send_wrong)
+    def __call__(self, honest: Tensor, *, num_rows: int) -> Tensor:
+        mean = honest.mean(dim=0)
+        deviation = (honest - mean).square().mean(dim=0).sqrt()
+        return _repeat(mean - self.z * deviation, num_rows)
+
+
+@dataclass(frozen=True)
+class IPM:
+    """Inner product manipulation: send the honest mean turned round and ``eps`` times as long.
+
+    A small ``eps`` hides among rows that differ much; ``SignFlip`` is the loud end.
+    """
+
+    eps: float = 0.1
+
+    def __call__(self, honest: Tensor, *, num_rows: int) -> Tensor:
+        return _repeat(honest.mean(dim=0).mul(-self.eps), num_rows)
+
+
+@dataclass(frozen=True)
+class Mimic:
+    """Send what one honest worker sends, so that it counts for several.
+
+    On data that differ from worker to worker this biases every rule, and no row is wrong.
+
+    Attributes:
+        row: which of the honest rows, >= 0; counted again from the first where there are fewer.
+    """
+
+    row: int = 0
+
+    def __call__(self, honest: Tensor, *, num_rows: int) -> Tensor:
+        return _repeat(honest[self.row % len(honest)], num_rows)
+
+
+@dataclass(frozen=True)
+class LabelFlip:
+    """Wrong labels for an attacker's own data: class ``c`` of C becomes ``C - 1 - c``.
+
+    Its gradients are then right ones of wrong data. No ``Attack``: give the labels to it before the
+    loss.
+
+    Attributes:
+        num_classes: C, >= 2.
+    """
+
+    num_classes: int
+
+    def __post_init__(self) -> None:
+        if self.num_classes < 2:
+            raise ArgumentError(f"LabelFlip: num_classes={self.num_classes} must be >= 2")
+
+    def __call__(self, labels: Tensor) -> Tensor:
+        """Return the wrong labels, shape, dtype and device of ``labels``, whole numbers."""
+        return self.num_classes - 1 - labels

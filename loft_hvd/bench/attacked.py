@@ -1,0 +1,295 @@
+"""Training under attack, simulated: many runs side by side, each rule on rows of real gradients.
+
+A step of one run: every honest worker draws its batch and adds its gradient to its momentum; the
+attackers make their rows of the honest ones; loft_hvd's own kernels aggregate; the model steps.
+What is not there is what carries rows from rank to rank, which changes no value. Gradients of all
+runs are computed together (one batched product instead of one a run); rules and attacks run by run.
+
+Worker momentum is ``m = s / w`` with ``s = b s + g`` and ``w = b w + 1``: all workers draw equally
+many samples. "SGD momentum" keeps one buffer behind the rule instead, as torch's optimizer does.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+from loft_hvd.attacks import (
+    ALIE,
+    IPM,
+    Attack,
+    LabelFlip,
+    Mimic,
+    OptimisedALIE,
+    OptimisedIPM,
+    SignFlip,
+)
+from loft_hvd.attacks.optimised import aggregate_in_shards
+from loft_hvd.bench.defences import Defence
+from loft_hvd.bench.skews import draw_batches
+from loft_hvd.errors import ArgumentError, MissingDependencyError
+
+__all__ = ["ATTACKS", "MODELS", "NONE", "Setting", "Trial", "train"]
+
+NONE, _LABEL_FLIP = "none", "label flip"
+ATTACKS = (
+    NONE,
+    "sign flip x10",
+    "ALIE z=1",
+    "optimised ALIE",
+    "IPM 0.1",
+    "optimised IPM",
+    "mimic",
+    _LABEL_FLIP,
+)
+_NUM_TEST = 360  # images that are not trained on, as in examples/digits.py
+_NUM_CLASSES = 10
+_MOMENTUM = 0.9
+_LAST_STEPS, _LOOK_EVERY = 50, 5  # accuracy is the mean of looks in the last steps
+_LEARNING_RATE = 0.5
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What runs that are computed together have in common."""
+
+    model: str  # one of MODELS
+    num_workers: int
+    f: int  # what the rules expect, and the attackers where there is an attack
+    steps: int = 400
+    global_batch: int = 256  # samples of all workers in a step; honest ones draw their part of it
+
+    @property
+    def batch(self) -> int:
+        """Samples of one worker in a step."""
+        return self.global_batch // self.num_workers
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run."""
+
+    defence: Defence
+    attack: str  # one of ATTACKS
+    skew: str  # one of SKEWS
+    seed: int  # of data and first weights
+
+
+class Digits(NamedTuple):
+    """scikit-learn's handwritten digits, as tensors."""
+
+    images: Tensor  # [1437, 1, 8, 8], to train on
+    labels: Tensor  # [1437]
+    test_images: Tensor  # [360, 1, 8, 8]
+    test_labels: Tensor  # [360]
+
+
+@functools.cache
+def load_digits() -> Digits:
+    """Read the digits that ship inside scikit-learn, split as in examples/digits.py."""
+    try:
+        datasets: Any = importlib.import_module("sklearn.datasets")
+    except ImportError as error:
+        raise MissingDependencyError(
+            "the digits ship inside scikit-learn: pip install '.[demo]' in the checkout"
+        ) from error
+    images, labels = datasets.load_digits(return_X_y=True)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    x = torch.tensor(images, dtype=torch.float32).div(16).view(-1, 1, 8, 8)[order]
+    y = torch.tensor(labels)[order]
+    return Digits(x[_NUM_TEST:], y[_NUM_TEST:], x[:_NUM_TEST], y[:_NUM_TEST])
+
+
+def _mlp() -> nn.Module:
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, _NUM_CLASSES)
+    )  # 4,810 values
+
+
+def _cnn() -> nn.Module:
+    """Return the network of examples/digits.py: 102,922 values."""
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(64, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(64, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(64 * 16, _NUM_CLASSES),
+    )
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": _mlp, "cnn": _cnn}
+
+
+class _Network:
+    """A network on flat weights, for many sets of them at once."""
+
+    def __init__(self, name: str) -> None:
+        if name not in MODELS:
+            raise ArgumentError(f"model {name!r} is unknown; the models are {', '.join(MODELS)}")
+        self._make = MODELS[name]
+        self._module = self._make()
+        self._shapes = {key: value.shape for key, value in self._module.named_parameters()}
+        # Batched products are one call for all runs; batched convolutions are slower than a loop.
+        self._is_batched = name == "mlp"
+        of_workers = vmap(grad(self._loss), in_dims=(None, 0, 0))
+        self._batched = vmap(of_workers, in_dims=(0, 0, 0))
+
+    def first_weights(self, seed: int) -> Tensor:
+        """Return new weights, [numel]."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            module = self._make()
+        return torch.cat([value.detach().flatten() for value in module.parameters()])
+
+    def _unpack(self, flat: Tensor) -> dict[str, Tensor]:
+        parts = flat.split([shape.numel() for shape in self._shapes.values()])
+        return {
+            key: part.view(shape)
+            for (key, shape), part in zip(self._shapes.items(), parts, strict=True)
+        }
+
+    def _logits(self, flat: Tensor, images: Tensor) -> Tensor:
+        logits: Tensor = functional_call(self._module, self._unpack(flat), (images,))
+        return logits
+
+    def _loss(self, flat: Tensor, images: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self._logits(flat, images), labels)
+
+    def gradients(self, weights: Tensor, images: Tensor, labels: Tensor) -> Tensor:
+        """Return every worker's gradient, [runs, workers, numel].
+
+        Args:
+            weights: [runs, numel].
+            images: [runs, workers, batch, 1, 8, 8].
+            labels: [runs, workers, batch].
+        """
+        if self._is_batched:
+            found: Tensor = self._batched(weights, images, labels)
+            return found
+        rows = torch.empty(*labels.shape[:2], weights.shape[1])
+        for run, flat in enumerate(weights):
+            leaf = flat.clone().requires_grad_()
+            for worker in range(labels.shape[1]):
+                loss = self._loss(leaf, images[run, worker], labels[run, worker])
+                rows[run, worker] = torch.autograd.grad(loss, leaf)[0]
+        return rows
+
+    def accuracies(self, weights: Tensor, images: Tensor, labels: Tensor) -> Tensor:
+        """Return the share of images that each run names rightly, [runs]."""
+        with torch.no_grad():
+            right = [self._logits(flat, images).argmax(dim=1) == labels for flat in weights]
+        return torch.stack(right).float().mean(dim=1)
+
+
+def make_attack(name: str, defence: Defence, setting: Setting) -> Attack | None:
+    """Return what makes the attackers' rows; None where they compute rows as honest workers do."""
+    rule, shards = defence.rule(setting.f), defence.shards(setting.num_workers)
+    attacks: dict[str, Attack | None] = {
+        NONE: None,
+        _LABEL_FLIP: None,
+        "sign flip x10": SignFlip(scale=10.0),
+        "ALIE z=1": ALIE(z=1.0),
+        "optimised ALIE": OptimisedALIE(rule, shards=shards),
+        "IPM 0.1": IPM(eps=0.1),
+        "optimised IPM": OptimisedIPM(rule, shards=shards),
+        "mimic": Mimic(row=0),
+    }
+    if name not in attacks:
+        raise ArgumentError(f"attack {name!r} is unknown; the attacks are {', '.join(ATTACKS)}")
+    return attacks[name]
+
+
+def count_computing(attack: str, setting: Setting) -> int:
+    """Return how many workers compute gradients: all, or the honest ones."""
+    is_all = attack in (NONE, _LABEL_FLIP)
+    return setting.num_workers if is_all else setting.num_workers - setting.f
+
+
+def _batches(trial: Trial, setting: Setting, labels: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """Return what each worker that computes draws, [steps, workers, batch]."""
+    # Under attack honest workers hold all data among them; the attackers' labels are others.
+    num_honest = setting.num_workers - (0 if trial.attack == NONE else setting.f)
+    draw = functools.partial(draw_batches, labels=labels, batch=setting.batch, steps=setting.steps)
+    honest = draw(trial.skew, num_workers=num_honest, seed=trial.seed)
+    if trial.attack != _LABEL_FLIP:
+        return honest
+    wrong = draw("shuffled", num_workers=setting.f, seed=trial.seed + 1_000_000)
+    return np.concatenate([honest, wrong], axis=1)
+
+
+def train(
+    trials: Sequence[Trial], setting: Setting, *, advance: Callable[[int], None] = lambda _: None
+) -> list[float]:
+    """Train every run and return its test accuracy, the mean over looks in the last 50 steps.
+
+    Args:
+        trials: runs in which equally many workers compute (``count_computing``).
+        setting: what they have in common.
+        advance: told how many steps of one run have been computed since the last call.
+
+    Returns:
+        Shares of the 360 test images, one a trial.
+
+    Raises:
+        ArgumentError: a model, attack or skew that does not exist.
+        AggregationError: a rule does not fit so many workers.
+        MissingDependencyError: no scikit-learn.
+    """
+    data, network = load_digits(), _Network(setting.model)
+    drawn = torch.from_numpy(
+        np.stack([_batches(trial, setting, data.labels.numpy()) for trial in trials])
+    )  # [runs, steps, workers, batch]
+    weights = torch.stack([network.first_weights(trial.seed) for trial in trials])
+    flip = LabelFlip(_NUM_CLASSES)
+    is_flipped = torch.tensor([trial.attack == _LABEL_FLIP for trial in trials])
+    attacks = [make_attack(trial.attack, trial.defence, setting) for trial in trials]
+    aggregators = [_aggregator(trial.defence, setting) for trial in trials]
+    at_worker = torch.tensor([not trial.defence.has_sgd_momentum for trial in trials])
+    sums = torch.zeros(len(trials), drawn.shape[2], weights.shape[1])
+    weight = 0.0
+    velocity = torch.zeros_like(weights)
+    looks = []
+    for step in range(setting.steps):
+        chosen = drawn[:, step]
+        labels = data.labels[chosen]
+        wrong = labels[is_flipped, setting.num_workers - setting.f :]
+        labels[is_flipped, setting.num_workers - setting.f :] = flip(wrong)
+        rows = network.gradients(weights, data.images[chosen], labels)
+        sums.mul_(_MOMENTUM).add_(rows)
+        weight = _MOMENTUM * weight + 1.0
+        rows = torch.where(at_worker[:, None, None], sums / weight, rows)
+        update = torch.empty_like(weights)
+        for run, (attack, aggregator) in enumerate(zip(attacks, aggregators, strict=True)):
+            sent = rows[run]
+            if attack is not None:
+                sent = torch.cat([sent, attack(sent, num_rows=setting.f)])
+            update[run] = aggregator(sent)
+        velocity.mul_(_MOMENTUM).add_(update, alpha=1.0 - _MOMENTUM)
+        weights -= _LEARNING_RATE * torch.where(at_worker[:, None], update, velocity)
+        left = setting.steps - 1 - step
+        if left < _LAST_STEPS and left % _LOOK_EVERY == 0:
+            looks.append(network.accuracies(weights, data.test_images, data.test_labels))
+        advance(len(trials))
+    accuracies: list[float] = torch.stack(looks).mean(dim=0).tolist()
+    return accuracies
+
+
+def _aggregator(defence: Defence, setting: Setting) -> Callable[[Tensor], Tensor]:
+    rule, shards = defence.rule(setting.f), defence.shards(setting.num_workers)
+    return lambda rows: aggregate_in_shards(rows, rule, shards=shards)

@@ -1,0 +1,70 @@
+"""Our rules give ByzFL's results, where it is installed: 10,000 random inputs.
+
+In float64: its distances come from products of rows, which in float32 lose what rows differ by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import loft_hvd as loft
+
+byzfl: Any = pytest.importorskip("byzfl", reason="pip install byzfl to compare with it")
+
+_NUM_INPUTS = 2500  # a rule
+_MOST = 1e-5  # relative to the largest value of the input
+
+
+def _trimmed_after(name: str) -> Callable[[Tensor, int], Tensor]:
+    def call(rows: Tensor, f: int) -> Tensor:
+        found: Tensor = byzfl.TrMean(f)(getattr(byzfl, name)(f=f)(rows.clone()))
+        return found
+
+    return call
+
+
+def _geometric_median(rows: Tensor, f: int) -> Tensor:
+    # By default it takes three steps from zero; the rule is where they lead.
+    found: Tensor = byzfl.GeometricMedian(nu=1e-12, T=1500)(rows)
+    return found
+
+
+_PAIRS: dict[str, tuple[Callable[[int], loft.Rule], Callable[[Tensor, int], Tensor]]] = {
+    "nnm": (lambda f: loft.NNM(loft.TrimmedMean(f)), _trimmed_after("NNM")),
+    "arc": (lambda f: loft.ARC(loft.TrimmedMean(f)), _trimmed_after("ARC")),
+    "multi_krum": (loft.MultiKrum, lambda rows, f: byzfl.MultiKrum(f)(rows)),
+    "geometric_median": (loft.GeometricMedian, _geometric_median),
+}
+
+
+def _random_input(seed: int) -> tuple[Tensor, int]:
+    """Return rows [n, d] of 3 to 16 workers, and an f that fits."""
+    generator = np.random.default_rng(seed)
+    num_rows = int(generator.integers(3, 17))
+    f = int(generator.integers(1, (num_rows - 1) // 2 + 1))
+    numel = int(generator.integers(2, 40))
+    rows = generator.normal(size=(num_rows, numel)) + generator.normal(size=numel)
+    wrong = generator.integers(0, f + 1)
+    rows[:wrong] *= 10 ** generator.uniform(-1, 3)
+    return torch.from_numpy(rows * 10 ** generator.uniform(-3, 3)), f
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", _PAIRS)
+def test_results_are_those_of_byzfl(name: str) -> None:
+    ours, theirs = _PAIRS[name]
+    worst, at = 0.0, -1
+    for seed in range(_NUM_INPUTS):
+        rows, f = _random_input(seed)
+        away = loft.aggregate(rows, ours(f)) - theirs(rows, f)
+        found = float(away.abs().max() / rows.abs().max())
+        if not found <= worst:
+            worst, at = found, seed
+    assert worst < _MOST, f"{name}: differs by {worst:.2g}, seed {at}"

@@ -1,0 +1,101 @@
+"""Simulated training under attack."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import loft_hvd as loft
+from loft_hvd.bench import attacked
+from loft_hvd.bench.attacked import ATTACKS, NONE, Setting, Trial, count_computing, train
+from loft_hvd.bench.defences import Defence
+from loft_hvd.bench.skews import draw_batches
+from loft_hvd.errors import ArgumentError
+
+pytest.importorskip("sklearn", reason="the digits ship inside scikit-learn")
+
+SETTING = Setting("mlp", 5, 1, steps=60, global_batch=80)
+
+
+def trial(defence: str = "robust", attack: str = NONE, skew: str = "shuffled") -> Trial:
+    return Trial(Defence(defence), attack, skew, seed=0)
+
+
+def test_it_learns_and_repeats() -> None:
+    (first,) = train([trial("mean")], SETTING)
+    assert first > 0.7
+    assert train([trial("mean")], SETTING) == [first]
+
+
+def test_runs_side_by_side_are_those_alone() -> None:
+    trials = [trial(attack=attack) for attack in ("ALIE z=1", "mimic", "optimised IPM")]
+    together = train(trials, SETTING)
+    alone = [train([each], SETTING)[0] for each in trials]
+    assert together == pytest.approx(alone, abs=0.02)  # products of other shapes round otherwise
+
+
+@pytest.mark.parametrize("attack", ATTACKS[1:])
+def test_attacks_spoil_the_mean_no_less_than_the_advised_rule(attack: str) -> None:
+    mean, robust = (train([trial(name, attack)], SETTING)[0] for name in ("mean", "robust"))
+    assert robust > mean - 0.05
+
+
+def test_a_loud_attack_ruins_the_mean_and_not_the_advised_rule() -> None:
+    mean, robust = (
+        train([trial(name, "sign flip x10")], SETTING)[0] for name in ("mean", "robust in shards")
+    )
+    assert mean < 0.3
+    assert robust > 0.7
+
+
+@pytest.mark.parametrize("model", ["mlp", "cnn"])
+def test_a_step_is_that_of_the_plain_formula(model: str) -> None:
+    """Two steps of worker momentum and the trimmed mean, written out with torch's modules."""
+    setting = Setting(model, 4, 1, steps=2, global_batch=32)
+    data = attacked.load_digits()
+    drawn = draw_batches("shuffled", data.labels.numpy(), num_workers=4, batch=8, steps=2, seed=0)
+    torch.manual_seed(0)
+    network = attacked.MODELS[model]()
+    sums, weight = [torch.zeros(()) for _ in range(4)], 0.0
+    for step in range(2):
+        weight = 0.9 * weight + 1
+        for worker in range(4):
+            network.zero_grad()
+            chosen = torch.from_numpy(drawn[step, worker])
+            F.cross_entropy(network(data.images[chosen]), data.labels[chosen]).backward()
+            grads = [p.grad.flatten() for p in network.parameters() if p.grad is not None]
+            sums[worker] = 0.9 * sums[worker] + torch.cat(grads)
+        update = loft.aggregate([s / weight for s in sums], loft.TrimmedMean(1))
+        with torch.no_grad():
+            parameters = [*network.parameters()]
+            parts = update.split([p.numel() for p in parameters])
+            for parameter, part in zip(parameters, parts, strict=True):
+                parameter.sub_(part.view_as(parameter), alpha=0.5)
+    with torch.no_grad():
+        right = network(data.test_images).argmax(dim=1) == data.test_labels
+    (found,) = train([trial("trimmed_mean")], setting)
+    assert found == pytest.approx(float(right.float().mean()), abs=1 / 360 + 1e-6)
+
+
+def test_momentum_in_sgd_is_kept_behind_the_rule() -> None:
+    """Without an attack, the mean of momenta is the momentum of means, but for the start."""
+    setting = dataclasses.replace(SETTING, steps=120)
+    at_workers, behind = (
+        train([trial(name)], setting)[0] for name in ("mean", "mean, momentum in SGD")
+    )
+    assert at_workers == pytest.approx(behind, abs=0.03)
+    assert at_workers != behind
+
+
+def test_honest_workers_alone_compute_but_for_label_flips() -> None:
+    assert [count_computing(attack, SETTING) for attack in ATTACKS] == [5, 4, 4, 4, 4, 4, 4, 5]
+
+
+def test_unknown_models_and_attacks_are_refused() -> None:
+    with pytest.raises(ArgumentError, match="'lstm' is unknown"):
+        train([trial()], dataclasses.replace(SETTING, model="lstm"))
+    with pytest.raises(ArgumentError, match="'gas' is unknown"):
+        train([trial(attack="gas")], SETTING)

@@ -1,0 +1,197 @@
+"""The matrix of rules, attacks and skews: what is run, summed up and judged."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import loft_hvd as loft
+from loft_hvd.bench.defences import DEFENCES, PEER_DEFENCES, Defence, find_defences
+from loft_hvd.bench.peers import Untimed
+from loft_hvd.bench.robustness import (
+    Cell,
+    KeptRuns,
+    RobustnessBench,
+    cell_rows,
+    judge_robustness,
+    matrix_rows,
+    measure_robustness,
+    robustness_goal_rows,
+)
+from loft_hvd.errors import ArgumentError, DataError, MissingDependencyError
+
+QUICK = RobustnessBench(
+    defences=("mean", "robust", "bulyan"),
+    attacks=("none", "IPM 0.1"),
+    skews=("shuffled", "sorted"),
+    counts=((4, 1),),
+    seeds=2,
+    steps=4,
+)
+
+
+def cells_of(numbers: dict[tuple[str, str, str], float], workers: int = 8) -> list[Cell]:
+    """Return cells by (rule, skew, attack)."""
+    return [
+        Cell("mlp", workers, 2, rule, attack, skew, (a - 1, a + 1))
+        for (rule, skew, attack), a in numbers.items()
+    ]
+
+
+CELLS = cells_of(
+    {
+        ("mean", "shuffled", "none"): 97.0,
+        ("robust", "shuffled", "none"): 96.5,
+        ("robust", "shuffled", "mimic"): 95.0,
+        ("robust", "shuffled", "ALIE z=1"): 92.0,
+        ("robust in shards", "shuffled", "none"): 96.0,
+        ("robust in shards", "shuffled", "ALIE z=1"): 94.0,
+        ("robust", "sorted", "ALIE z=1"): 44.0,
+        ("trimmed_mean", "shuffled", "ALIE z=1"): 60.0,
+        ("trimmed_mean", "sorted", "ALIE z=1"): 46.5,
+    }
+)
+
+
+def test_the_matrix_runs_every_cell_and_reports_what_does_not_fit() -> None:
+    pytest.importorskip("sklearn", reason="the digits ship inside scikit-learn")
+    untimed: list[Untimed] = []
+    done: list[tuple[int, int]] = []
+    cells = measure_robustness(QUICK, report=untimed.append, progress=lambda *at: done.append(at))
+    assert {(c.defence, c.attack, c.skew) for c in cells} == {
+        (rule, attack, skew)
+        for rule in ("mean", "robust")
+        for attack in QUICK.attacks
+        for skew in QUICK.skews
+    }
+    assert {len(cell.by_seed) for cell in cells} == {2}
+    assert [one.contestant for one in untimed] == ["bulyan"]  # of 4f + 3 rows
+    assert done[-1] == (16, 16)
+
+
+def test_runs_that_are_kept_are_not_run_again(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn", reason="the digits ship inside scikit-learn")
+    file = tmp_path / "runs"
+    first = measure_robustness(QUICK, report=lambda _: None, kept=KeptRuns(file))
+    lines = file.read_text().splitlines()
+    assert len(lines) == 16
+    file.write_text("\n".join([*lines[:10], lines[10][:20], ""]))  # cut off by a kill
+    started: list[tuple[int, int]] = []
+    again = measure_robustness(
+        QUICK,
+        report=lambda _: None,
+        kept=KeptRuns(file),
+        progress=lambda *at: started.append(at),
+    )
+    assert [at[1] for at in started] == [16] * len(started)
+    assert started[-1] == (16, 16)
+    assert len(file.read_text().splitlines()) == 10 + 1 + 6
+    for one, other in zip(first, again, strict=True):
+        assert one.by_seed == pytest.approx(other.by_seed, abs=2.0)
+        assert (one.defence, one.attack, one.skew) == (other.defence, other.attack, other.skew)
+
+
+def test_kept_runs_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="cannot be read"):
+        KeptRuns(tmp_path)
+
+
+def test_a_table_has_none_mean_and_worst() -> None:
+    (table,) = matrix_rows(CELLS)
+    assert table[0] == ["mlp, n=8 f=2: none/mean/worst", "shuffled", "sorted"]
+    assert ["robust", "96.5/93.5/92.0", "-/44.0/44.0"] in table
+    assert ["mean", "97.0/-/-", "-/-/-"] in table
+
+
+def test_cells_of_one_rule() -> None:
+    rows = cell_rows(CELLS, "robust")
+    assert rows[0] == ["", "shuffled", "capped", "dirichlet", "sorted"]
+    assert ["robust, mlp, n=8 f=2, ALIE z=1", "92.0", "-", "-", "44.0"] in rows
+
+
+def test_goals_are_judged_by_the_scope_of_the_skew() -> None:
+    goals = {goal.what: (round(goal.found, 1), goal.is_met) for goal in judge_robustness(CELLS)}
+    assert goals == {
+        "mlp, n=8 f=2, shuffled, robust in shards: points lost unattacked": (1.0, False),
+        "mlp, n=8 f=2, shuffled, robust in shards: worst (ALIE z=1), points": (3.0, True),
+        "mlp, n=8 f=2, sorted, robust: worst (ALIE z=1)": (44.0, False),
+        "mlp, n=8 f=2: points that trimmed_mean is better in its worst case": (2.5, False),
+    }
+    rows = robustness_goal_rows(judge_robustness(CELLS))
+    assert [row[3] for row in rows[1:]].count("met") == 1
+
+
+def test_goals_over_dirichlet_data_depend_on_the_number_of_workers() -> None:
+    numbers = {("robust", "dirichlet", "mimic"): 75.0}
+    assert [goal.is_met for goal in judge_robustness(cells_of(numbers))] == [True]
+    assert [goal.is_met for goal in judge_robustness(cells_of(numbers, workers=16))] == [False]
+
+
+@pytest.mark.parametrize("name", DEFENCES)
+def test_every_defence_of_ours_is_a_rule(name: str) -> None:
+    defence = Defence(name)
+    assert defence.rule(3).f in (0, 3)
+    assert defence.shards(16) == (16 if name == "robust in shards" else 1)
+    assert defence.has_sgd_momentum == name.endswith("in SGD")
+
+
+def test_the_advised_rule_is_what_its_name_says() -> None:
+    assert Defence("robust in shards").rule(2) == loft.Robust(2)
+    assert Defence("mean, momentum in SGD").rule(2) == loft.Mean()
+
+
+def test_peers_that_are_not_installed_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "byzfl", None)
+    missing = Defence("byzfl Absent")
+    with pytest.raises(MissingDependencyError, match="pip install byzfl"):
+        missing.rule(1)
+    untimed: list[Untimed] = []
+    found = find_defences(("byzfl AbsentToo", "robust"), ((8, 2),), untimed.append)
+    assert [each.name for each in found[8, 2]] == ["robust"]
+    assert [one.contestant for one in untimed] == ["byzfl AbsentToo"]
+
+
+def test_peers_rules_are_called_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Double:
+        def __init__(self, f: int) -> None:
+            self.f = f
+
+        def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+            rows *= 2  # as its ARC, it writes to what it is given
+            return rows
+
+    class Median:
+        def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+            return rows.median(dim=0).values
+
+    module = SimpleNamespace(Double=Double, Median=Median)
+    monkeypatch.setitem(sys.modules, "byzfl", module)
+    rows = torch.tensor([[1.0], [2.0], [9.0]])
+    rule = Defence("byzfl Double+Median").rule(1)
+    assert loft.aggregate(rows, rule).tolist() == [4.0]
+    assert rows.tolist() == [[1.0], [2.0], [9.0]]
+    with pytest.raises(ArgumentError, match="byzfl has no Mean"):
+        Defence("byzfl Mean").rule(1)
+
+
+def test_peer_names_are_read() -> None:
+    assert all(name.startswith("byzfl ") for name in PEER_DEFENCES)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"models": ("mlq",)}, "models"),
+        ({"attacks": ("noone",)}, "attacks"),
+        ({"skews": ("sort",)}, "skews"),
+        ({"seeds": 0}, "seeds=0"),
+        ({"counts": ((4, 4),)}, "4:4"),
+    ],
+)
+def test_what_does_not_exist_is_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        RobustnessBench(**options)  # type: ignore[arg-type]  # wrong on purpose
