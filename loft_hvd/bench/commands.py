@@ -147,12 +147,13 @@ def bench_robustness(
     goals = judge_robustness(cells)
     for rows in matrix_rows(cells):
         show(rows)
-    for name in bench.defences[:1]:
-        show(cell_rows(cells, name))
+    for first in cells[:1]:
+        show(cell_rows(cells, first.defence))
     if left_out:
         reasons = [[f"{one.contestant}, n={one.rows}: {one.reason}"] for one in left_out]
         show([["left out"], *reasons])
-    show(robustness_goal_rows(goals))
+    if goals:
+        show(robustness_goal_rows(goals))
     results: dict[str, object] = {
         "bench": dataclasses.asdict(bench),
         "peers": peers(),
