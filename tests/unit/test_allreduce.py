@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -185,3 +186,25 @@ def test_16_bits_travel_as_16_bits_and_are_rounded_once(
         assert torch.equal(result, exact)
         shards = -(-numel // WORLD_SIZE // 16) * 16 if numel % WORLD_SIZE else numel // WORLD_SIZE
         assert sent_bytes == 2 * shards * (WORLD_SIZE + 1)  # all shards, then the own one's result
+
+
+def test_a_long_wait_asks_seldom_and_a_short_one_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each answer comes late by half a hundredth of the wait, or 0.1 ms, and 1 ms at most."""
+    now = 0.0
+    pauses: list[tuple[float, float]] = []
+
+    def sleep(pause_s: float) -> None:
+        nonlocal now
+        pauses.append((now, pause_s))
+        now += pause_s
+
+    clock = SimpleNamespace(monotonic=lambda: now, sleep=sleep)
+    monkeypatch.setattr(allreduce_module, "time", clock)
+    alone = LocalWorld(2).transport(0)  # the other rank never comes
+    handle = loft.allreduce_async(torch.ones(6), loft.Median(), name="x", transport=alone)
+    with pytest.raises(TransportTimeoutError):
+        handle.wait(1.0)
+    for at, pause_s in pauses:
+        assert 1e-4 <= pause_s <= max(1e-4, 0.005 * at) + 1e-12
+        assert pause_s <= 1e-3
+    assert len(pauses) < 2000
