@@ -33,6 +33,7 @@ import torch
 
 from loft_hvd.errors import ArgumentError
 from loft_hvd.pipeline.allreduce import forget_reductions
+from loft_hvd.transport.base import watch_of
 from loft_hvd.transport.heartbeat.watched import close_heartbeats
 from loft_hvd.transport.horovod import (
     ElasticNotices,
@@ -112,7 +113,8 @@ class State:
 
     def check_host_updates(self) -> None:
         """Raise ``HostsUpdatedInterrupt`` on every rank when hosts have come or gone."""
-        self._notices.check(self._hvd.broadcast_object)
+        with watch_of(HorovodTransport()).waiting():
+            self._notices.check(self._hvd.broadcast_object)
 
     def register_reset_callbacks(self, callbacks: list[Callable[[], None]]) -> None:
         """Call these functions whenever the world has changed, before ranks agree on the state."""

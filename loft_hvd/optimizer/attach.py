@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from loft_hvd.balance.balancer import Balancer
 from loft_hvd.config import config
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, UsageError
+from loft_hvd.transport.base import watch_of
 from loft_hvd.transport.horovod import HorovodTransport
 
 __all__ = ["Attachment", "attach"]
@@ -113,7 +114,7 @@ class Attachment:
         self._forget_gradients()  # a GradScaler may skip the step from here on
         began = time.monotonic()
         try:
-            with self._balancer.log.faults():
+            with self._balancer.log.faults(), watch_of(self._balancer.transport).waiting():
                 self._synchronize()
         except Exception as error:
             if isinstance(self._balancer.transport, HorovodTransport):

@@ -239,6 +239,18 @@ def test_an_engine_that_fails_while_a_rank_is_silent_shortens_the_wait_for_its_n
     assert (None if verdict is None else verdict.rank) == (1 if is_named else None)
 
 
+def test_a_wait_that_the_engines_failure_has_ended_still_counts(
+    diagnosis: Diagnosis, clock: Clock
+) -> None:
+    clock.now += 9.0
+    hear(diagnosis, 2)
+    assert diagnosis.judge(moved(9.0, waited_s=9.0)) is None
+    diagnosis.engine_failed()
+    verdict = diagnosis.judge(moved(9.0, waited_s=0.0))  # as it asks who is behind the failure
+    assert verdict is not None
+    assert verdict.rank == 1
+
+
 @pytest.mark.parametrize(
     ("silent_hosts", "later", "named"),
     [

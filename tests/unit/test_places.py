@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from loft_hvd.transport.heartbeat.places import Place, PlaceWatch
+from loft_hvd.transport.heartbeat.places import Place, PlaceWatch, engine_call
 
 # Its wait is a call of C, as Horovod's is: the innermost frame is the engine's own.
 ENGINE = """
@@ -109,3 +109,25 @@ def test_a_thread_that_computes_or_has_ended_waits_nowhere(waiter: Waiter) -> No
     script = module("__main__", ENGINE, **waiter.names)
     assert look(waiter, lambda: script.allreduce(0)).call == ""
     assert PlaceWatch().look(-1) == Place()
+
+
+def test_the_engines_function_that_the_main_thread_hangs_in_is_found_whoever_called_it() -> None:
+    """As Horovod's optimizer does below ``loft.attach``."""
+    is_over, found = threading.Lock(), []
+    is_over.acquire()
+
+    def watch() -> None:
+        for _ in range(500):  # 5 s at most
+            if call := engine_call():
+                found.append(call)
+                break
+            threading.Event().wait(0.01)
+        is_over.release()
+
+    thread = threading.Thread(target=watch)
+    names = {"arrive": thread.start, "wait": is_over.acquire}
+    engine = module("horovod.torch.mpi_ops", ENGINE, **names)
+    module("loft_hvd.optimizer.attach", OWN).step(lambda: engine.allreduce(0))
+    thread.join(10.0)
+    assert found == ["synchronize"]
+    assert engine_call() == ""

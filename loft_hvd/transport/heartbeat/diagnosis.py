@@ -340,6 +340,7 @@ class Diagnosis:
         self._stalled_at = clock()
         self._moved_at = -math.inf  # when an operation over all ranks has ended
         self._has_engine_failed = False
+        self._last_stuck_s = 0.0  # how long this rank had waited when it last looked
         self._peers = {
             peer: _Peer(process, clock(), clock()) for peer, process in processes.items()
         }
@@ -425,6 +426,8 @@ class Diagnosis:
     def judge(self, own: Progress) -> Verdict | None:
         """Return why ranks cannot go on, or None when they can, as far as this rank knows."""
         self.moved(own.moved_s)
+        if not self._has_engine_failed:
+            self._last_stuck_s = own.stuck_s
         # Of a rank that is not heard the last progress is old; it is judged by its process instead.
         fresh_at = self._clock() - self.limits.suspect_s
         live = {
@@ -492,6 +495,8 @@ class Diagnosis:
         """Judge a silent rank whose process nobody can look at, while others wait in vain."""
         peer = self._peers[rank]
         waited_s = max(progress.stuck_s for progress in live.values())
+        if self._has_engine_failed:  # that has ended this rank's own wait
+            waited_s = max(waited_s, self._last_stuck_s)
         stalled_s = min(waited_s, self._clock() - self._moved_at)
         silent_s = self._clock() - peer.alive_at
         # The engine may be less patient: it fails, for want of an answer, while the rank is silent.

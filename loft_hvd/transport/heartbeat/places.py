@@ -112,5 +112,9 @@ class PlaceWatch:
 
 
 def engine_call() -> str:
-    """Return the engine's call, outside of loft, that the main thread is in; "" where in none."""
-    return find_place(sys._current_frames().get(threading.main_thread().ident or 0))[0].call
+    """Return the engine's function that the main thread hangs in, or ""; whoever has called it."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    # Not poll, which comes back: our own waits call it.
+    if frame is None or not _is_of(frame, _ENGINES) or frame.f_code.co_name == "poll":
+        return ""
+    return frame.f_code.co_name
