@@ -331,10 +331,11 @@ def _bench_app() -> typer.Typer:
         controller: str = controller_option,
         rounds: int = rounds_option,
         trace: str = typer.Option(None, "--trace", metavar="FILE", help="Also a Chrome trace."),
+        scopes: bool = typer.Option(False, "--scopes", help="Also Robust, in both scopes."),
         json_file: str = json_option,
     ) -> None:
         """Time training steps against hvd.DistributedOptimizer."""
-        bench = StepBench(model, batch, rounds, trace)
+        bench = StepBench(model, batch, rounds, trace, scopes)
         job = BenchJob(ranks, controller)
         code = commands.bench_step(bench, job=job, json_file=json_file, show=_print_table)
         raise typer.Exit(code)

@@ -9,6 +9,7 @@ LoftError
 ├── ArgumentTypeError (also TypeError)    a value of the wrong type or dtype
 ├── UsageError (also AssertionError)      calls in an order that cannot work, as Horovod raises it
 ├── AllocationError (also MemoryError)     no memory for a result
+├── AuditError                            a rank's work for others is not what they compute from it
 ├── MissingDependencyError (also ImportError)  an optional part that is not installed or not built
 └── TransportError (also RuntimeError)    communication failed
     ├── TransportTimeoutError (also TimeoutError)  a wait reached its limit
@@ -25,6 +26,7 @@ __all__ = [
     "AllocationError",
     "ArgumentError",
     "ArgumentTypeError",
+    "AuditError",
     "DataError",
     "LoftError",
     "MismatchError",
@@ -76,6 +78,10 @@ class UsageError(LoftError, AssertionError):
 
 class AllocationError(LoftError, MemoryError):
     """There is no memory for a result, or for a copy of what was given."""
+
+
+class AuditError(LoftError):
+    """A rank's work as the owner of a shard differs from what another rank has computed."""
 
 
 class MissingDependencyError(LoftError, ImportError):

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from loft_hvd._native import explain_missing, extension
 from loft_hvd.aggregation import fallback
-from loft_hvd.aggregation.distances import distances, finish_table
+from loft_hvd.aggregation.distances import distance_sums, finish_table
 from loft_hvd.aggregation.fallback import BLOCK, Found
 from loft_hvd.aggregation.inputs import Row, address
-from loft_hvd.aggregation.mixing import Floats, mix_of
+from loft_hvd.aggregation.mixing import Decided, Floats, mix_of
 from loft_hvd.aggregation.row_rules import ROW_RULES, RowRule
 from loft_hvd.aggregation.rules import RULES, Rule
 from loft_hvd.config import config
@@ -29,6 +29,8 @@ __all__ = [
     "NO_CUDA",
     "aggregate_rows",
     "as_tensor",
+    "decide",
+    "measure_rows",
     "num_threads",
     "reduce_weights",
     "warn_once",
@@ -87,7 +89,7 @@ def aggregate_rows(
     if out.shape[0] == 0 and not diagnose_every:
         return None
     weights = reduce_weights(weights)
-    if isinstance(rule, RowRule):
+    if isinstance(rule, RowRule | Decided):
         return _aggregate_mixed(rows, rule, weights, out, diagnose_every)
     module = _extension_for(rule, out)
     if module is None:
@@ -116,21 +118,51 @@ def aggregate_rows(
     return found
 
 
-def _aggregate_mixed(
-    rows: Sequence[Row], rule: RowRule, weights: list[int] | None, out: Row, diagnose_every: int
-) -> Found | None:
-    """Aggregate by a rule that sees rows: their distances, its weights, one weighted pass."""
+def measure_rows(rows: Sequence[Row]) -> Floats:
+    """Return how far rows are apart, as ``distances.distance_sums`` does; [n + 1, n + 1].
+
+    Rows are as in ``aggregate_rows``.
+    """
+    module = _mixing_extension(rows[0])
+    if module is None:
+        return distance_sums([as_tensor(row) for row in rows])
+    sums = np.zeros((len(rows) + 1, len(rows) + 1))
+    if rows[0].shape[0]:
+        module.distances_cpu(*_job_of(rows), sums.ctypes.data, num_threads(), config().isa or "")
+    return sums
+
+
+def decide(rule: RowRule, sums: Floats, weights: Sequence[int] | None) -> Decided:
+    """Return what a rule makes of rows, already checked, from the sums of ``measure_rows``.
+
+    The same on every machine. ``weights`` are above 0, one for each row, or None.
+    """
     if ROW_RULES.get(rule.name) is not type(rule):
         raise ArgumentTypeError(f"{rule} has no law; use Custom(fn) for rules from elsewhere")
+    mix = mix_of(rule, finish_table(sums), reduce_weights(weights))
+    return Decided(rule, mix._replace(weights=reduce_weights(mix.weights)))
+
+
+def _mixing_extension(row: Row) -> ModuleType | None:
+    """Return the extension where it has kernels for rules that see such rows."""
     module = extension()
     if module is None:
         warn_once()
-    elif isinstance(out, Tensor) and out.device.type != "cpu":
-        module = None  # these kernels are for the CPU: on other devices torch computes
-    tensors, target = [as_tensor(row) for row in rows], as_tensor(out)
-    table = distances(tensors) if module is None else _distances(module, rows)
-    mix = mix_of(rule, table, weights)
-    mix = mix._replace(weights=reduce_weights(mix.weights))
+    elif isinstance(row, Tensor) and row.device.type != "cpu":
+        return None  # these kernels are for the CPU: on other devices torch computes
+    return module
+
+
+def _aggregate_mixed(
+    rows: Sequence[Row],
+    rule: RowRule | Decided,
+    weights: list[int] | None,
+    out: Row,
+    diagnose_every: int,
+) -> Found | None:
+    """Aggregate by a rule that sees rows: their distances, its weights, one weighted pass."""
+    decided = rule if isinstance(rule, Decided) else decide(rule, measure_rows(rows), weights)
+    mix, module = decided.mix, _mixing_extension(out)
     # Of few rows Bulyan keeps less than half around the median, for which there is no kernel.
     if module is not None and 2 * mix.rule.f < len(mix.matrix):
         found: Found | None = module.mix_cpu(
@@ -149,16 +181,11 @@ def _aggregate_mixed(
         )
         _tell_autograd(out)
         return found
+    tensors, target = [as_tensor(row) for row in rows], as_tensor(out)
     fallback.aggregate_mixed(tensors, mix, out=target)
     if not diagnose_every:
         return None
     return fallback.diagnose_rows(tensors, rule, weights=weights, out=target, every=diagnose_every)
-
-
-def _distances(module: ModuleType, rows: Sequence[Row]) -> Floats:
-    sums = np.zeros((len(rows) + 1, len(rows) + 1))
-    module.distances_cpu(*_job_of(rows), sums.ctypes.data, num_threads(), config().isa or "")
-    return finish_table(sums)
 
 
 def _job_of(rows: Sequence[Row]) -> tuple[list[int], int, int]:

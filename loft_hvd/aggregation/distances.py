@@ -23,7 +23,7 @@ from torch import Tensor
 
 from loft_hvd.aggregation.mixing import Floats, Mix
 
-__all__ = ["BLOCK", "distances", "finish_table", "mixed_rows", "precision_of"]
+__all__ = ["BLOCK", "distance_sums", "distances", "finish_table", "mixed_rows", "precision_of"]
 
 BLOCK = 16 * 1024  # coordinates that sums, and diagnostics, take together; the kernels' own
 _LANES, _TILE = 16, 256  # coordinates; csrc/rules.h likewise
@@ -38,6 +38,14 @@ def precision_of(dtype: torch.dtype) -> torch.dtype:
 
 def distances(rows: Sequence[Tensor]) -> Floats:
     """Return the table of rows [numel] each, as ``mixing.py`` describes it; [n + 1, n + 1]."""
+    return finish_table(distance_sums(rows))
+
+
+def distance_sums(rows: Sequence[Tensor]) -> Floats:
+    """Return the part of the table above its diagonal, as summed up; NaN and infinities stay.
+
+    Those of blocks of coordinates add up to that of all.
+    """
     num_rows, numel = len(rows), rows[0].numel()
     device = rows[0].device
     sums = torch.zeros(num_rows + 1, num_rows + 1, dtype=torch.float64, device=device)
@@ -50,7 +58,8 @@ def distances(rows: Sequence[Tensor]) -> Floats:
         for row in range(num_rows):
             for block in _block_sums((values[row + 1 :] - values[row]).square()):
                 sums[row, row + 1 :] += block
-    return finish_table(sums.cpu().numpy())
+    found: Floats = sums.cpu().numpy()
+    return found
 
 
 def _block_sums(squares: Tensor) -> list[Tensor]:

@@ -19,7 +19,8 @@ All is float64, added up in row order, so that the same table gives the same wei
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +41,7 @@ from loft_hvd.aggregation.row_rules import (
 from loft_hvd.aggregation.rules import Mean, MeanAroundMedian, Rule
 from loft_hvd.errors import ArgumentTypeError
 
-__all__ = ["Floats", "Mix", "mix_of"]
+__all__ = ["Decided", "Floats", "Mix", "mix_of"]
 
 Floats = npt.NDArray[np.float64]
 
@@ -64,6 +65,33 @@ class Mix(NamedTuple):
     matrix: Floats  # [num_mixed, n]
     weights: list[int] | None  # of the mixed rows, all > 0; None for equal ones
     rule: Rule  # coordinate-wise: aggregates the mixed rows
+
+
+@dataclass(frozen=True, eq=False)
+class Decided(Rule):
+    """A rule that sees rows, and what it has made of some: it aggregates any of their coordinates.
+
+    Attributes:
+        rule: what has decided.
+        mix: its weights, of the rows that count.
+    """
+
+    name: ClassVar[str] = "decided"
+    sees_rows: ClassVar[bool] = True
+    rule: RowRule
+    mix: Mix
+    f: int = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "f", self.rule.f)  # frozen from here on
+
+    @property
+    def min_rows(self) -> int:
+        """As the rule that has decided."""
+        return self.rule.min_rows
+
+    def __str__(self) -> str:
+        return str(self.rule)
 
 
 class _Rows(NamedTuple):

@@ -33,6 +33,7 @@ from loft_hvd.bench.robustness import (
     measure_robustness,
     robustness_goal_rows,
 )
+from loft_hvd.bench.scopes import cost_of
 from loft_hvd.bench.steps import StepBench
 from loft_hvd.errors import MissingDependencyError
 
@@ -84,6 +85,12 @@ def bench_step(bench: StepBench, *, job: BenchJob, json_file: str | None, show: 
     samples = found.pop(bench.model)
     judged = judge(samples, {name: step_goal(name) for name in samples})
     show(table(f"{bench.model}, {job}", judged))
+    if bench.scopes:
+        cost = cost_of(samples)
+        found["scopes"] = {**dataclasses.asdict(cost), "ratio": cost.ratio}
+        head = ["Robust over the whole model", "ms", "by formula, ms", "ratio", "in shards, ms"]
+        times = [1e3 * cost.step_s, 1e3 * cost.formula_s, cost.ratio, 1e3 * cost.shards_step_s]
+        show([head, ["", *(f"{time:.2f}" for time in times)]])
     if "stages" in found:
         stages = [[name, f"{1e3 * spent:.2f}"] for name, spent in found["stages"].items()]
         show([["stage, TrimmedMean, rank 0", "ms a step"], *stages])

@@ -9,11 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from loft_hvd.aggregation.row_rules import Robust
 from loft_hvd.aggregation.rules import Mean, Median, Rule, TrimmedMean
 from loft_hvd.bench.collectives import BASELINE, BASELINE_AGAIN, interleave
+from loft_hvd.bench.scopes import COMPUTING, FORWARD, MODEL, SHARDS, part_calls
+from loft_hvd.config import config
 from loft_hvd.errors import ArgumentError
 from loft_hvd.optimizer.distributed import DistributedOptimizer
+from loft_hvd.pipeline.buckets import ParameterSpec, lay_out
 from loft_hvd.pipeline.ring import Stage
+from loft_hvd.pipeline.selection import Scope
 from loft_hvd.pipeline.trace import trace_of, trace_to
 from loft_hvd.transport.horovod import HorovodTransport, horovod_module
 
@@ -83,6 +88,7 @@ class StepBench:
     # File of a Chrome trace of a few more steps with `TrimmedMean`, or None; every rank writes its
     # own.
     trace: str | None = None
+    scopes: bool = False  # also `Robust` in shards and over the whole model, and their parts
 
     def __post_init__(self) -> None:
         if self.model not in MODELS:
@@ -121,20 +127,46 @@ def measure_step(bench: StepBench) -> dict[str, Any]:
 
         return step
 
-    def ours(rule: Rule) -> Callable[[], None]:
+    def ours(rule: Rule, scope: Scope = "shard") -> Callable[[], None]:
         return contestant(
             lambda model, optimizer: DistributedOptimizer(
-                optimizer, named_parameters=model.named_parameters(), rule=rule
+                optimizer,
+                named_parameters=model.named_parameters(),
+                rule=rule,
+                scope=scope,
+                worker_momentum=0.0,  # SGD has it, for every contestant
             )
         )
+
+    def scopes() -> dict[str, Callable[[], object]]:
+        rule = Robust(f)
+        model = MODELS[bench.model]()
+        specs = [
+            ParameterSpec(name, tuple(p.shape), p.dtype) for name, p in model.named_parameters()
+        ]
+        buckets = lay_out(specs, bucket_bytes=config().bucket_bytes)
+        return {
+            SHARDS: ours(rule),
+            MODEL: ours(rule, "model"),
+            COMPUTING: contestant(lambda _, optimizer: optimizer),
+            FORWARD: lambda: nn.functional.cross_entropy(model(inputs), targets),
+            **part_calls(transport, rule, buckets),
+        }
 
     plain = contestant(
         lambda model, optimizer: hvd.DistributedOptimizer(
             optimizer, named_parameters=model.named_parameters()
         )
     )
-    calls = {BASELINE: plain, BASELINE_AGAIN: plain, "mean": ours(Mean()), "median": ours(Median())}
+    calls: dict[str, Callable[[], object]] = {
+        BASELINE: plain,
+        BASELINE_AGAIN: plain,
+        "mean": ours(Mean()),
+        "median": ours(Median()),
+    }
     calls[f"trimmed_mean f={f}"] = ours(TrimmedMean(f))
+    if bench.scopes:
+        calls |= scopes()
     num_parameters = sum(p.numel() for p in MODELS[bench.model]().parameters())
     samples = interleave(transport, calls, rounds=bench.rounds, inner=1, name="bench.step.times")
     found = {"parameters": num_parameters, bench.model: samples}

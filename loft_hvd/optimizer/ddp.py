@@ -24,18 +24,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from loft_hvd.aggregation.row_rules import RowRule
 from loft_hvd.aggregation.rules import Mean, Rule
 from loft_hvd.balance.balancer import Balancer
 from loft_hvd.balance.plan import StepSizes
 from loft_hvd.config import config
 from loft_hvd.errors import ArgumentError, ArgumentTypeError
 from loft_hvd.optimizer.options import EqualBatches, advised_momentum
-from loft_hvd.pipeline.allreduce import Handle, allreduce_async
+from loft_hvd.pipeline.allreduce import Handle, start_allreduce
 from loft_hvd.pipeline.momentum import Ages, LossScaler, WorkerMomentum
+from loft_hvd.pipeline.selection import Scope, Selection, SelectionPart, check_scope
 from loft_hvd.pipeline.suspicion.spread import SpreadWatch
 from loft_hvd.pipeline.weights import PassWeights, combine_passes, in_training
 from loft_hvd.runlog import RunLog
 from loft_hvd.transport.base import Channel, Transport, locate, watch_of
+from loft_hvd.transport.mesh import meshed
 from loft_hvd.transport.torch_distributed import TorchDistributedTransport
 
 if TYPE_CHECKING:
@@ -53,6 +56,7 @@ def ddp_hook(
     balancer: Balancer | None = None,
     *,
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    scope: Scope = "shard",
     transport: Transport | None = None,
     timeout_s: float | None = None,
     worker_momentum: float | None = None,
@@ -68,6 +72,9 @@ def ddp_hook(
         balancer: says how many samples each rank's gradient stands for; equal without one. Then
             every backward pass is a step: use no ``no_sync()``.
         named_parameters: ``model.named_parameters()``, so that errors name parameters.
+        scope: by which values a rule that sees rows judges them: "shard", by the slice of a bucket
+            that one rank aggregates, or "model", by all buckets of a backward pass, so that results
+            travel only after it.
         transport: the ranks; the default process group by default.
         timeout_s: longest wait in seconds; None takes ``LOFT_HVD_TIMEOUT_S``.
         worker_momentum: as in ``DistributedOptimizer``; the hook cannot see the optimizer, which
@@ -79,7 +86,7 @@ def ddp_hook(
 
     Raises:
         ArgumentTypeError: ``rule`` is not a rule.
-        ArgumentError: the balancer plans micro-batches.
+        ArgumentError: the balancer plans micro-batches, or ``scope`` does not suit the rule.
         AggregationError: the rule does not fit the number of ranks.
         UsageError: ``torch.distributed`` is not initialised.
     """
@@ -95,6 +102,7 @@ def ddp_hook(
             "Balancer(micro_batches=True) ranks make different numbers of them; use "
             "loft.DistributedOptimizer without DDP"
         )
+    check_scope(scope, [rule], what="ddp_hook")
     ends = TorchDistributedTransport() if transport is None else transport
     if ends.world_size > 1:
         rule.check(ends.world_size)
@@ -116,7 +124,7 @@ def ddp_hook(
     names = {id(parameter): name for name, parameter in named_parameters or ()}
     channel = Channel(ends, "loft.ddp", config().timeout_s if timeout_s is None else timeout_s)
     batches = balancer or EqualBatches(RunLog(None))
-    hook = _BucketReducer(rule, batches, channel, names, momentum)
+    hook = _BucketReducer(rule, batches, channel, names, scope=scope, momentum=momentum)
 
     def reduce_bucket(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         return hook.reduce(bucket)
@@ -158,6 +166,8 @@ class _BucketReducer:
         batches: Balancer | EqualBatches,
         channel: Channel,
         names: dict[int, str],
+        *,
+        scope: Scope,
         momentum: WorkerMomentum | None,
     ) -> None:
         self._momentum = momentum
@@ -171,6 +181,12 @@ class _BucketReducer:
         self._device: torch.device | None = None  # that the balancer knows of
         # A mean over ranks does not mind that they draw from different data.
         self._spread = None if isinstance(rule, Mean) else SpreadWatch(channel)
+        # What decides over all buckets of a pass, and each bucket's place in it, by its name.
+        self._selection: Selection | None = None
+        self._parts: dict[str, SelectionPart] = {}
+        if isinstance(rule, RowRule) and scope == "model" and channel.world_size > 1:
+            lines = meshed(channel.transport)
+            self._selection = Selection(lines, channel.name, rule, scope=scope)
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Start a bucket, and with the last one of a pass wait for all."""
@@ -178,6 +194,8 @@ class _BucketReducer:
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         if bucket.index() == 0:
             self._sizes = self._batches.take_step()
+            if self._selection is not None:
+                self._selection.begin()
         if self._device != values.device:
             self._device = values.device
             self._batches.compute_on(values.device)
@@ -195,6 +213,8 @@ class _BucketReducer:
             with _located(place):
                 handle.done()
             if bucket.is_last():
+                if self._selection is not None:
+                    self._selection.complete()
                 self._finish()
         except BaseException as error:
             self._flights.clear()
@@ -229,14 +249,20 @@ class _BucketReducer:
             else:
                 combined = combined if self._ages is None else self._ages.weigh(combined)
                 weights, present = in_training(self._rule, combined).weights, combined.present
-        return allreduce_async(
+        # DDP lays its buckets out anew after the first pass: a size of its own, a name.
+        name = f"{self._channel.name}.b{index:02d}.{values.numel()}"
+        selection = None
+        if self._selection is not None and values.numel():
+            selection = self._parts.setdefault(name, SelectionPart(self._selection))
+            self._selection.join(selection)
+        return start_allreduce(
             values,
             self._rule,
-            # DDP lays its buckets out anew after the first pass: a size of its own, a name.
-            name=f"{self._channel.name}.b{index:02d}.{values.numel()}",
+            name=name,
             weights=weights,
             present=present,
             transport=self._channel.transport,
+            selection=selection,
         )
 
     def _finish(self) -> None:

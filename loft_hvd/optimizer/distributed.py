@@ -17,6 +17,7 @@ from loft_hvd.optimizer.options import OptimizerOptions
 from loft_hvd.optimizer.wrapper import OptimizerWrapper
 from loft_hvd.pipeline.gradients import ReducerSettings, StepSource
 from loft_hvd.pipeline.momentum import LossScaler
+from loft_hvd.pipeline.selection import Scope
 from loft_hvd.pipeline.suspicion.tracker import Suspicion
 from loft_hvd.pipeline.suspicion.watch import Quarantine
 from loft_hvd.pipeline.wire import Wire, read_compression
@@ -41,6 +42,8 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - the name and the arguments ar
     rule: Rule | None = None,
     balancer: Balancer | None = None,
     bucket_bytes: int | None = None,
+    scope: Scope = "shard",
+    audit: float = 0.0,
     over: Over = None,
     diagnostics: bool | Suspicion | None = None,
     quarantine: bool | Quarantine = False,
@@ -71,6 +74,11 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - the name and the arguments ar
             entry goes before it.
         balancer: says how many samples each rank's gradient stands for; equal without one.
         bucket_bytes: most bytes sent together; None takes ``LOFT_HVD_BUCKET_BYTES``.
+        scope: by which values rules that see rows, such as ``loft.Robust``, judge them: "shard", by
+            the slice of a bucket that one rank aggregates, or "model", by all values of the rule,
+            so that results travel only after the backward pass.
+        audit: how many shard owners are audited a step, on average, 0 to 1: another rank computes
+            1/16 of what one owner did again, and a bit that differs ends the job on every rank.
         over: None for a rule over ranks; "nodes", or the ranks of every group, for a plain mean
             inside each group and the rule over groups, which f then counts.
         diagnostics: watch which worker is off, for ``report()`` and warnings; None where that is
@@ -108,6 +116,8 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - the name and the arguments ar
         predivide=float(gradient_predivide_factor),
         sparse_as_dense=sparse_as_dense,
         wire=read_compression(compression),
+        scope=scope,
+        audit=audit,
     )
     options = OptimizerOptions(
         optimizer=optimizer,

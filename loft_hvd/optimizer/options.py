@@ -11,16 +11,17 @@ import torch
 from torch import Tensor
 
 from loft_hvd.aggregation.row_rules import Robust
-from loft_hvd.aggregation.rules import Mean, Rule
+from loft_hvd.aggregation.rules import Custom, Mean, Rule
 from loft_hvd.balance.balancer import Balancer
 from loft_hvd.balance.plan import StepSizes
 from loft_hvd.errors import ArgumentError, ArgumentTypeError
 from loft_hvd.optimizer.parameters import ReducedParameters, collect_parameters
 from loft_hvd.pipeline.gradients import ReducerSettings
 from loft_hvd.pipeline.momentum import LossScaler, WorkerMomentum, read_momentum
+from loft_hvd.pipeline.selection import check_scope
 from loft_hvd.pipeline.suspicion.tracker import Suspicion
 from loft_hvd.pipeline.suspicion.watch import Quarantine
-from loft_hvd.pipeline.wire import wire_name
+from loft_hvd.pipeline.wire import Compression, wire_name
 from loft_hvd.runlog import RunLog, open_run_log
 from loft_hvd.transport.base import Transport
 from loft_hvd.transport.default import default_transport
@@ -104,6 +105,8 @@ class OptimizerOptions:
                 "which a single worker spoils before it is named; pass rule=, such as "
                 "loft.TrimmedMean(f=1)"
             )
+        check_scope(self.settings.scope, found.rules, what="DistributedOptimizer")
+        self._check_audit(found.rules)
         is_sum, predivide = self.settings.is_sum, self.settings.predivide
         if predivide <= 0 or (is_sum and predivide != 1.0):
             raise ArgumentError(
@@ -118,6 +121,29 @@ class OptimizerOptions:
         if beta := advised_momentum(found.rules, self.worker_momentum):
             check_groups(self.optimizer.param_groups, beta)
         return found
+
+    def _check_audit(self, rules: Sequence[Rule]) -> None:
+        """Raise unless what owners do can be done again elsewhere, if it is to be audited."""
+        audit = self.settings.audit
+        if isinstance(audit, bool) or not isinstance(audit, int | float):
+            raise ArgumentTypeError(f"audit={audit!r} must be a number, of audits a step")
+        if not 0 <= audit <= 1:
+            raise ArgumentError(f"audit={audit} must be >= 0 and <= 1: audits a step, on average")
+        if audit == 0:
+            return
+        for rule in rules:
+            if isinstance(rule, Mean | Custom):
+                raise ArgumentError(
+                    f"audit= needs rules whose result has the same bits wherever it is computed, "
+                    f"from the rows of a shard, which {rule} does not promise; use a robust rule "
+                    "such as loft.TrimmedMean(f=1) for every parameter group, or leave audit= away"
+                )
+        if self.over is not None or not isinstance(self.settings.wire, Compression):
+            given = "over=" if self.over is not None else f"compression={self.settings.wire!r}"
+            raise ArgumentError(
+                f"audit= does not go with {given}: it compares what ranks sent and got, value by "
+                "value, at shard owners of all ranks; leave one of the two away"
+            )
 
     def make_momentum(self) -> WorkerMomentum | None:
         """Return what keeps this rank's averages; None without worker momentum."""
@@ -136,6 +162,8 @@ class OptimizerOptions:
             "option compression": wire_name(settings.wire),
             "option sparse_as_dense": str(settings.sparse_as_dense),
             "option balancer": "none" if balancer is None else str(balancer.global_batch_size),
+            "option scope": self.settings.scope,
+            "option audit": str(self.settings.audit),
             "option over": str(self.over),
             "option diagnostics": str(self.diagnostics),
             "option quarantine": str(self.quarantine),

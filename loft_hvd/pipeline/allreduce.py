@@ -30,6 +30,7 @@ from loft_hvd.errors import (
 from loft_hvd.pipeline.gradients import copy_scaled
 from loft_hvd.pipeline.reduction import BucketReduction, needs_no_bucket
 from loft_hvd.pipeline.ring import ExchangeSpec, is_engine_sum
+from loft_hvd.pipeline.selection import SelectionPart
 from loft_hvd.pipeline.weights import PassWeights
 from loft_hvd.pipeline.wire import Compression
 from loft_hvd.transport.agreement import digest, odd_ones
@@ -37,7 +38,7 @@ from loft_hvd.transport.base import Transport, Work, mixes_devices, watch_of
 from loft_hvd.transport.default import default_transport
 from loft_hvd.transport.mesh import meshed
 
-__all__ = ["Handle", "allreduce", "allreduce_async", "forget_reductions"]
+__all__ = ["Handle", "allreduce", "allreduce_async", "forget_reductions", "start_allreduce"]
 
 # Between polls: of a wait so far this part, and at least and at most so many seconds. Asked every
 # 100 us 100 MB on 4 ranks and links of 1 Gb/s took 1.7 s of CPU, where hvd.allreduce takes 1.0.
@@ -57,11 +58,20 @@ class NamedReduction:
     padding; else through a bucket, with a copy before and after.
     """
 
-    def __init__(self, transport: Transport, tensor: Tensor, rule: Rule, name: str) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        tensor: Tensor,
+        rule: Rule,
+        name: str,
+        selection: SelectionPart | None = None,
+    ) -> None:
         numel, device = tensor.numel(), str(tensor.device)
         wire = _WIRES.get(tensor.dtype, Compression.none)
-        spec = ExchangeSpec(transport, name, numel, tensor.dtype, device, rule, wire)
-        self.kind = _kind_of(transport, tensor, rule)
+        spec = ExchangeSpec(
+            transport, name, numel, tensor.dtype, device, rule, wire, selection=selection
+        )
+        self.kind = _kind_of(transport, tensor, rule, selection)
         self.is_busy = False
         self.is_direct = needs_no_bucket(transport, rule, numel)
         self.is_engine_sum = is_engine_sum(rule, wire)
@@ -104,9 +114,11 @@ class NamedReduction:
         return torch.empty_like(like).copy_(values.view(like.shape))
 
 
-def _kind_of(transport: Transport, tensor: Tensor, rule: Rule) -> tuple[object, ...]:
+def _kind_of(
+    transport: Transport, tensor: Tensor, rule: Rule, selection: SelectionPart | None
+) -> tuple[object, ...]:
     # What calls of one name must share to use its buffers again.
-    return (tensor.shape, tensor.dtype, str(tensor.device), rule, transport.world_size)
+    return (tensor.shape, tensor.dtype, str(tensor.device), rule, transport.world_size, selection)
 
 
 @functools.cache
@@ -227,7 +239,7 @@ class Handle:
         return self._result
 
     def _check_agreement(self, rows: Tensor) -> None:
-        fields = ("numel", "dtype", "rule, weights or present", "device")
+        fields = ("numel", "dtype", "rule, weights, present or scope", "device")
         for column, field in enumerate(fields):
             values = rows[:, column].tolist()
             if len(set(values)) == 1:
@@ -257,6 +269,22 @@ def allreduce_async(
     transport: Transport | None = None,
 ) -> Handle:
     """Start a robust all-reduce; see ``allreduce``. Leave the tensor as it is until it is done."""
+    return start_allreduce(
+        tensor, rule, name=name, weights=weights, present=present, transport=transport
+    )
+
+
+def start_allreduce(
+    tensor: Tensor,
+    rule: Rule | None,
+    *,
+    name: str,
+    weights: Sequence[int] | None,
+    present: Sequence[bool] | None,
+    transport: Transport | None,
+    selection: SelectionPart | None = None,
+) -> Handle:
+    """Start a robust all-reduce; with ``selection`` its rows are judged together with others'."""
     rule = Mean() if rule is None else rule
     if not isinstance(tensor, Tensor):
         raise ArgumentTypeError(
@@ -280,10 +308,11 @@ def allreduce_async(
         )
     alive = tuple(count > 0 for count in counts)
     rule.check(sum(alive))
-    reduction = _reduction_of(ends, tensor.detach(), rule, name)
+    reduction = _reduction_of(ends, tensor.detach(), rule, name, selection)
     lines = meshed(ends)
+    scope = "" if selection is None else " over the whole model"
     device = "any" if mixes_devices(ends) else tensor.device.type
-    kinds = (str(tensor.dtype), f"{rule} {row_weights} {alive}", device)
+    kinds = (str(tensor.dtype), f"{rule} {row_weights} {alive}{scope}", device)
     row = torch.tensor([tensor.numel(), *map(digest, kinds)])
     rows = torch.empty(world_size, row.numel(), dtype=row.dtype)
     agreement = (lines.allgather(row, rows.view(-1), name=f"{name}.agree"), row, rows)
@@ -366,7 +395,9 @@ def _checked(
     return numbers
 
 
-def _reduction_of(transport: Transport, tensor: Tensor, rule: Rule, name: str) -> NamedReduction:
+def _reduction_of(
+    transport: Transport, tensor: Tensor, rule: Rule, name: str, selection: SelectionPart | None
+) -> NamedReduction:
     """Return the buffers of a name: those of its last call, unless they do not fit."""
     by_name = _reductions().setdefault(transport, {})
     kept = by_name.get(name)
@@ -375,8 +406,8 @@ def _reduction_of(transport: Transport, tensor: Tensor, rule: Rule, name: str) -
             f"allreduce {name!r}: an all-reduce of that name is in flight; wait for its handle "
             "first, or use another name"
         )
-    if kept is None or kept.kind != _kind_of(transport, tensor, rule):
-        kept = NamedReduction(transport, tensor, rule, name)
+    if kept is None or kept.kind != _kind_of(transport, tensor, rule, selection):
+        kept = NamedReduction(transport, tensor, rule, name, selection)
     by_name.pop(name, None)
     by_name[name] = kept  # last: those at the front were not used for longest
     if len(by_name) > _MOST_KEPT:

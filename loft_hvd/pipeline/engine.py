@@ -24,11 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from loft_hvd.aggregation.row_rules import RowRule
 from loft_hvd.aggregation.rules import Mean, Rule
 from loft_hvd.errors import LoftError, TransportTimeoutError
 from loft_hvd.pipeline.buckets import Bucket
 from loft_hvd.pipeline.reduction import BucketReduction
-from loft_hvd.pipeline.ring import ExchangeSpec, MakeExchange, flat_exchange
+from loft_hvd.pipeline.ring import ExchangeSpec, MakeExchange, Owners, flat_exchange
+from loft_hvd.pipeline.selection import NUM_SLICES, Selection
 from loft_hvd.pipeline.trace import Lane, trace_of
 from loft_hvd.pipeline.weights import PassWeights
 from loft_hvd.pipeline.wire import Compression, Wire
@@ -39,6 +41,7 @@ from loft_hvd.transport.base import (
     locate,
     watch_of,
 )
+from loft_hvd.transport.mesh import meshed
 
 __all__ = ["Engine", "ProgressThread"]
 
@@ -114,7 +117,8 @@ class Engine:
 
     ``pack`` fills a bucket's values, [numel], in the engine's thread, and returns the weights of
     the step. The result of a ``Mean`` is multiplied by ``mean_factor`` at last. A bucket of at
-    least twice ``part_bytes`` is exchanged in parts; None for what suits the transport.
+    least twice ``part_bytes`` is exchanged in parts; None for what suits the transport. Rules that
+    see rows judge them by the values of their own buckets, as ``owners`` says.
     """
 
     def __init__(
@@ -126,6 +130,7 @@ class Engine:
         pack: Callable[[Bucket, Tensor], PassWeights | None],
         mean_factor: float = 1.0,
         wire: Wire = Compression.none,
+        owners: Owners | None = None,
         make_exchange: MakeExchange = flat_exchange,
         part_bytes: int | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -135,6 +140,8 @@ class Engine:
         self._timeout_s = channel.timeout_s
         self._clock = clock
         self._trace = trace_of(transport.rank)
+        owners = Owners() if owners is None else owners
+        selections = self._make_selections(channel, rules, owners)
         self.reductions = tuple(
             BucketReduction(
                 ExchangeSpec(
@@ -146,6 +153,10 @@ class Engine:
                     rule=rules[bucket.rule],
                     wire=wire,
                     lane=Lane(self._trace, str(bucket)),
+                    selection=selections[bucket.rule].part()
+                    if bucket.rule in selections and bucket.numel
+                    else None,
+                    records=owners.records,
                 ),
                 pack=functools.partial(pack, bucket),
                 factor=mean_factor if isinstance(rules[bucket.rule], Mean) else 1.0,
@@ -172,6 +183,24 @@ class Engine:
         self._pause = SHORTEST_SLEEP_S
         self._thread = ProgressThread(self._take_turn, name=f"{channel.name}.progress")
         weakref.finalize(self, self._thread.close, should_join=False)
+
+    def _make_selections(
+        self, channel: Channel, rules: Sequence[Rule], owners: Owners
+    ) -> dict[int, Selection]:
+        """Return what decides about the rows of each rule that judges them, by the rule's index."""
+        made = {}
+        num_slices = 1 if owners.records is None else NUM_SLICES
+        for at in sorted({bucket.rule for bucket in self.buckets}):
+            rule = rules[at]
+            if isinstance(rule, RowRule):
+                # Tables are on the CPU, and take the way of such buckets where there are any.
+                on_cpu = any(each.rule == at and each.device == "cpu" for each in self.buckets)
+                transport = meshed(channel.transport) if on_cpu else channel.transport
+                name = channel.sub(f"r{at:02d}").name
+                made[at] = Selection(
+                    transport, name, rule, scope=owners.scope, num_slices=num_slices
+                )
+        return made
 
     # In the user's thread.
 

@@ -24,6 +24,7 @@ from loft_hvd.balance.plan import StepSizes
 from loft_hvd.errors import ArgumentTypeError, UsageError
 from loft_hvd.pipeline.buckets import Bucket, Slot
 from loft_hvd.pipeline.momentum import Blend, WorkerMomentum
+from loft_hvd.pipeline.selection import Scope
 from loft_hvd.pipeline.wire import Compression, Wire
 
 __all__ = [
@@ -66,6 +67,8 @@ class ReducerSettings:
     predivide: float = 1.0  # what a mean divides by before the sum, and multiplies by after it
     sparse_as_dense: bool = False  # sparse gradients are refused otherwise
     wire: Wire = Compression.none  # the format in which values travel
+    scope: Scope = "shard"  # by which values rules that see rows judge them
+    audit: float = 0.0  # audits of shard owners a step, on average; 0 for none
 
 
 @functools.cache

@@ -33,6 +33,7 @@ from loft_hvd.pipeline.ring import (
     MakeExchange,
     RunRule,
     Stage,
+    apply_rule,
     flat_exchange,
     is_engine_sum,
     run_rule,
@@ -136,10 +137,9 @@ def two_level_exchange(
         _average(ours, members, weights, mean)
         enter(Stage.ALL_TO_ALL)
         yield across.alltoall(mean, rows.view(-1), name=f"{name}.a2a")
-        enter(Stage.AGGREGATE)
         if weights is not None:
             weights = in_training(spec.rule, group_weights(weights, groups))
-        run(rows, spec.rule, weights, reduced)
+        yield from apply_rule(spec, run, enter, rows, weights, reduced)
         enter(Stage.ALL_GATHER)
         yield across.allgather(reduced, mean, name=f"{name}.ag")
         enter(Stage.ALL_GATHER)

@@ -15,11 +15,12 @@ from torch.utils.hooks import RemovableHandle
 from loft_hvd.aggregation.rules import Mean, Rule
 from loft_hvd.balance.plan import StepSizes
 from loft_hvd.errors import UsageError
+from loft_hvd.pipeline.audit import Audit
 from loft_hvd.pipeline.buckets import Bucket, ParameterSpec, agree_on_order, lay_out
 from loft_hvd.pipeline.engine import Engine
 from loft_hvd.pipeline.gradients import Gradients, OutgoingHooks, ReducerSettings, StepSource
 from loft_hvd.pipeline.momentum import Ages, Blend, WorkerMomentum
-from loft_hvd.pipeline.ring import MakeExchange, flat_exchange, is_engine_sum
+from loft_hvd.pipeline.ring import MakeExchange, Owners, Record, flat_exchange, is_engine_sum
 from loft_hvd.pipeline.suspicion.watch import Unwatched, WorkerWatch
 from loft_hvd.pipeline.weights import PassWeights, combine_passes, in_training
 from loft_hvd.pipeline.wire import Compression
@@ -69,6 +70,8 @@ class GradientReducer:
         self._outgoing = outgoing
         self._starting = threading.Lock()  # a bucket becomes ready once, whichever thread sees it
         self._has_warned = False  # of a step that ended with too few passes
+        is_audited = settings.audit > 0 and channel.world_size > 1
+        self.audit = Audit(settings.audit) if is_audited else None
         self._arrivals: list[int] | None = []  # by parameter, until they have become the layout
         self._take_layout(lay_out(specs, bucket_bytes=settings.bucket_bytes), channel)
         self._clear_step()
@@ -79,6 +82,7 @@ class GradientReducer:
         self.buckets = buckets
         self._places = {slot.parameter: (each, slot) for each in buckets for slot in each.slots}
         num_summed = channel.world_size if settings.is_sum else 1
+        records: list[Record] = []
         self.engine = Engine(
             channel,
             buckets,
@@ -86,8 +90,11 @@ class GradientReducer:
             pack=self._pack,
             mean_factor=settings.predivide * num_summed,
             wire=settings.wire,
+            owners=Owners(settings.scope, None if self.audit is None else records),
             make_exchange=self._make_exchange,
         )
+        if self.audit is not None:
+            self.audit.lay_out(channel, records)
 
     def _clear_step(self) -> None:
         self._counts = [0] * len(self.parameters)  # backward passes that have reached each
@@ -316,6 +323,8 @@ class GradientReducer:
             # Evidence goes out once all buckets are queued, so at one place in every rank's order.
             self._watch.computing_ended()
             self.engine.finish()
+            if self.audit is not None:
+                self.audit.step_reduced()
             self._watch.step_reduced(self._weights())
             self._hand_out()
             if self._arrivals is not None:

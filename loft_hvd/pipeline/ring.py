@@ -4,7 +4,8 @@
 
     PACK        values are put into the wire's format
     ALL_TO_ALL  shard j of every rank travels to rank j
-    AGGREGATE   rank j applies the rule to its rows, one of every rank
+    AGGREGATE   rank j applies the rule to its rows, one of every rank; before that DISTANCES and
+                SELECT where a rule judges rows over the whole model (``selection.py``)
     ALL_GATHER  rank j's result travels to every rank
     UNPACK      values are taken out of the wire's format: the same bits on every rank
 
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from loft_hvd.aggregation.aggregate import aggregate
 from loft_hvd.aggregation.rules import Mean, Rule
+from loft_hvd.pipeline.selection import Scope, SelectionPart, total
 from loft_hvd.pipeline.trace import Lane
 from loft_hvd.pipeline.weights import PassWeights
 from loft_hvd.pipeline.wire import Compression, Compressor, Wire
@@ -39,8 +41,11 @@ __all__ = [
     "Exchange",
     "ExchangeSpec",
     "MakeExchange",
+    "Owners",
+    "Record",
     "RunRule",
     "Stage",
+    "apply_rule",
     "between_two",
     "flat_exchange",
     "is_engine_sum",
@@ -56,6 +61,8 @@ class Stage(enum.Enum):
     PACK = "pack"
     ALL_REDUCE = "all-reduce"
     ALL_TO_ALL = "all-to-all"
+    DISTANCES = "distances"
+    SELECT = "select"
     AGGREGATE = "aggregate"
     ALL_GATHER = "all-gather"
     UNPACK = "unpack"
@@ -74,10 +81,31 @@ class ExchangeSpec:
     rule: Rule  # aggregates the ranks' rows
     wire: Wire = Compression.none  # the format in which values travel
     lane: Lane = field(default_factory=lambda: Lane(None, ""))  # where stages show in a trace
+    selection: SelectionPart | None = None  # of a rule that judges rows by their distances
+    records: list[Record] | None = None  # where exchanges leave what audits need; None without
 
     def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return a buffer; written once, so that no page of it is faulted in during a step."""
         return torch.zeros(shape, dtype=dtype or self.dtype, device=self.device)
+
+
+@dataclass(eq=False)
+class Record:
+    """What an exchange on shard owners leaves behind in a step, for an audit of the owners."""
+
+    spec: ExchangeSpec
+    sent: Tensor  # this rank's values as they travelled, [numel]
+    rows: Tensor  # what it has aggregated as an owner, [n, shard]
+    received: Tensor  # the results of all owners as they travelled, [numel]
+    weights: PassWeights | None = None
+
+
+@dataclass(frozen=True)
+class Owners:
+    """What owners of shards go by, and leave behind."""
+
+    scope: Scope = "shard"  # by which values rules that see rows judge them
+    records: list[Record] | None = None  # where exchanges put what audits need; None for none
 
 
 RunRule = Callable[[Tensor, Rule, PassWeights | None, Tensor], None]
@@ -99,6 +127,29 @@ def run_rule(
         present=None if weights is None else weights.present,
         out=out,
     )
+
+
+def apply_rule(
+    spec: ExchangeSpec,
+    run: RunRule,
+    enter: Enter,
+    rows: Tensor,
+    weights: PassWeights | None,
+    out: Tensor,
+) -> Iterator[Work]:
+    """Apply the rule to an owner's rows [num_rows, numel]; ``out`` is [numel].
+
+    Yields what it waits for where the rule judges rows over the whole model.
+    """
+    rule, selection = spec.rule, spec.selection
+    if selection is not None and selection.measures:
+        enter(Stage.DISTANCES)
+        selection.measure(rows, weights)
+        enter(Stage.SELECT)
+        yield from selection.wait()
+        rule = selection.rule_by(total(selection.sums), weights)
+    enter(Stage.AGGREGATE)
+    run(rows, rule, weights, out)
 
 
 class Exchange:
@@ -188,23 +239,29 @@ def flat_exchange(spec: ExchangeSpec, *, run: RunRule = run_rule) -> Exchange:
 def on_shard_owners(spec: ExchangeSpec, wire: Compression, run: RunRule) -> Exchange:
     """Apply a rule on shard owners; see the module's head."""
     transport, name, num_ranks = spec.transport, spec.name, spec.transport.world_size
-    # A narrower wire needs a copy to send from, and to receive into; others need none.
+    # A narrower wire needs a copy to send from, and to receive into; others need none. An audit
+    # asks for what was sent when results are there, so then the two are apart.
     is_own = wire.dtype in (None, spec.dtype)
     narrow = None if is_own else spec.zeros(spec.numel, dtype=wire.dtype)
+    kept = None if spec.records is None else spec.zeros(spec.numel, dtype=wire.dtype)
     rows = spec.zeros(num_ranks, spec.numel // num_ranks, dtype=wire.dtype)  # [n, shard]
     reduced = torch.zeros_like(rows[0])  # [shard]
+    record = None if kept is None else Record(spec, kept, rows, received=kept)
+    if spec.records is not None and record is not None:
+        spec.records.append(record)
 
     def steps(
         enter: Enter, source: Tensor, result: Tensor, weights: PassWeights | None
     ) -> Iterator[Work]:
-        sent, received = source, result
-        if narrow is not None:
+        sent, received = source, result if narrow is None else narrow
+        if (copy := narrow if kept is None else kept) is not None:
             enter(Stage.PACK)
-            sent = received = narrow.copy_(source)
+            sent = copy.copy_(source)
+        if record is not None:
+            record.received, record.weights = received, weights
         enter(Stage.ALL_TO_ALL)
         yield transport.alltoall(sent, rows.view(-1), name=f"{name}.a2a")
-        enter(Stage.AGGREGATE)
-        run(rows, spec.rule, weights, reduced)
+        yield from apply_rule(spec, run, enter, rows, weights, reduced)
         # What was sent may be overwritten from here on: its collective is done.
         enter(Stage.ALL_GATHER)
         yield transport.allgather(reduced, received, name=f"{name}.ag")
@@ -218,7 +275,7 @@ def on_shard_owners(spec: ExchangeSpec, wire: Compression, run: RunRule) -> Exch
         # once it has what lies there.
         expect(transport, result if narrow is None else narrow, name=f"{name}.ag")
 
-    held = [rows, reduced] if narrow is None else [narrow, rows, reduced]
+    held = [each for each in (narrow, kept, rows, reduced) if each is not None]
     return Exchange(steps, lane=spec.lane, held=held, prepare=prepare)
 
 
@@ -238,9 +295,9 @@ def on_shard_owners_compressed(
         enter(Stage.ALL_TO_ALL)
         received = torch.empty_like(sent)
         yield transport.alltoall(sent, received, name=f"{name}.a2a")
-        enter(Stage.AGGREGATE)
+        enter(Stage.UNPACK)
         rows.view(-1).copy_(compressor.decompress(received, context))
-        run(rows, spec.rule, weights, reduced)
+        yield from apply_rule(spec, run, enter, rows, weights, reduced)
         own, context = _compressed(compressor, reduced)
         enter(Stage.ALL_GATHER)
         yield transport.allgather(own, received, name=f"{name}.ag")  # of the size of all shards

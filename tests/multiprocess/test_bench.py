@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from loft_hvd.bench.ranks import BenchJob, run_bench
+from loft_hvd.bench.scopes import cost_of
 from loft_hvd.errors import LoftError
 from tests.support.launch import launch
 
@@ -30,7 +31,10 @@ def test_bench_allreduce_writes_every_contestant(tmp_path: Path) -> None:
 
 def test_bench_step_times_whole_steps_and_traces_their_stages(tmp_path: Path) -> None:
     options = {"model": "resnet18", "batch": 2, "rounds": 3, "trace": str(tmp_path / "t.json")}
-    found = run_bench("step", options, BenchJob(2))
+    found = run_bench("step", {**options, "scopes": True}, BenchJob(2))
+    cost = cost_of(found["resnet18"])
+    assert 0 < cost.formula_s < 10
+    assert cost.step_s > 0
     assert 11e6 < found["parameters"] < 12e6
     assert len(found["resnet18"]["trimmed_mean f=0"]) == 3
     assert {"pack", "all-to-all", "aggregate", "all-gather", "unpack"} < set(found["stages"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import torch
 
@@ -11,7 +12,12 @@ from loft_hvd.transport.base import Transport
 
 __all__ = ["RULES", "fingerprint", "train"]
 
-RULES = ("mean", "median", "trimmed_mean", "phocas", "robust")  # all on shard owners
+# All on shard owners.
+RULES = ("mean", "median", "trimmed_mean", "phocas", "robust", "robust model", "robust audited")
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "robust model": {"scope": "model"},
+    "robust audited": {"scope": "model", "audit": 1.0},
+}
 
 
 def _rule(name: str, world_size: int) -> loft.Rule:
@@ -22,7 +28,7 @@ def _rule(name: str, world_size: int) -> loft.Rule:
         "trimmed_mean": loft.TrimmedMean(f=most),
         "phocas": loft.Phocas(f=most),
         "robust": loft.Robust(f=most),
-    }[name]
+    }[name.split()[0]]
 
 
 def train(transport: Transport, rule: str, *, num_steps: int, seed: int = 0) -> torch.Tensor:
@@ -41,7 +47,9 @@ def train(transport: Transport, rule: str, *, num_steps: int, seed: int = 0) -> 
         [(f"p{at}", parameter) for at, parameter in enumerate(parameters)],
         rule=_rule(rule, transport.world_size),
         bucket_bytes=256,
+        worker_momentum=0.0,  # SGD has it
         transport=transport,
+        **_OPTIONS.get(rule, {}),
     )
     generator = torch.Generator().manual_seed(1000 * seed + transport.rank)
     for _ in range(num_steps):

@@ -43,13 +43,17 @@ def make_reducer(
     *,
     bucket_bytes: int = 1 << 25,
     timeout_s: float = 30.0,
+    **settings: Any,
 ) -> GradientReducer:
-    """Return what such an optimizer reduces its gradients with, nobody watching."""
+    """Return what such an optimizer reduces its gradients with, nobody watching.
+
+    ``settings`` are more of ``ReducerSettings``.
+    """
     return GradientReducer(
         params,
         [ParameterSpec(f"p{at}", tuple(p.shape), p.dtype) for at, p in enumerate(params)],
         [rule],
-        settings=ReducerSettings(bucket_bytes=bucket_bytes),
+        settings=ReducerSettings(bucket_bytes=bucket_bytes, **settings),
         channel=Channel(transport, "loft.test", timeout_s),
         source=None,
         outgoing=OutgoingHooks(),

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from loft_hvd.bench import scopes
 from loft_hvd.bench.collectives import PEER
 from loft_hvd.bench.kernels import Clock, Rounds, interleaved_minimum
 from loft_hvd.bench.ranks import (
@@ -128,3 +129,23 @@ def test_a_blocking_exchange_is_compared_round_by_round(
     samples = {"median": [1.0, 2.0, 1.0], PEER: [3.0, 6.0, 100.0]}
     found = judge_peer(samples, BenchJob(2, controller))
     assert found == {"ratio": 3.0, "goal": goal, "verdict": verdict}
+
+
+@pytest.mark.parametrize(("all_to_all_s", "formula_s"), [(0.1, 1.0 + 0.22), (0.9, 1.3 + 0.22)])
+def test_a_step_over_the_whole_model_hides_rows_behind_the_backward_pass_and_nothing_else(
+    all_to_all_s: float, formula_s: float
+) -> None:
+    seconds = {
+        scopes.COMPUTING: 1.0,
+        scopes.FORWARD: 0.4,  # so 0.6 of backward pass
+        scopes.ALL_TO_ALL: all_to_all_s,
+        scopes.TABLE: 0.02,
+        scopes.MIXING: 0.05,
+        scopes.ALL_GATHER: 0.15,
+        scopes.MODEL: 2.44,
+        scopes.SHARDS: 1.1,
+    }
+    cost = scopes.cost_of({name: [9.0, taken, 0.001] for name, taken in seconds.items()})
+    assert cost.formula_s == pytest.approx(formula_s)
+    assert cost.ratio == pytest.approx(2.44 / formula_s)
+    assert (cost.step_s, cost.shards_step_s) == (2.44, 1.1)

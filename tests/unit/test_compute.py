@@ -11,7 +11,7 @@ import torch
 import loft_hvd as loft
 from loft_hvd._native import extension
 from loft_hvd.aggregation import compute, fallback
-from loft_hvd.aggregation.distances import distances
+from loft_hvd.aggregation.distances import distances, finish_table
 from loft_hvd.config import Config
 from tests.support.gradients import (
     DTYPES,
@@ -139,7 +139,7 @@ def test_distances_are_the_definitions_bits(
     _configure(monkeypatch, isa=level)
     gradients = torch.randn(rows, 1_201, generator=torch.Generator().manual_seed(rows)).to(dtype)
     gradients[rows // 2, ::7] = torch.nan
-    table = torch.from_numpy(compute._distances(MODULE, list(gradients)))
+    table = torch.from_numpy(finish_table(compute.measure_rows(list(gradients))))
     assert_same_bits(table.view(-1), torch.from_numpy(distances(list(gradients))).view(-1))
 
 
@@ -171,8 +171,7 @@ def test_threads_do_not_change_a_bit_of_rules_that_see_rows(
     found = []
     for threads in (1, 2, 5):
         _configure(monkeypatch, threads=threads)
-        assert MODULE is not None
-        table = torch.from_numpy(compute._distances(MODULE, list(gradients)))
+        table = torch.from_numpy(finish_table(compute.measure_rows(list(gradients))))
         found.append((table.view(-1), loft.diagnose(gradients, loft.Robust(2), every=3)))
     for table, (result, what) in found[1:]:
         assert_same_bits(table, found[0][0])

@@ -18,6 +18,7 @@ _BUILTIN = {
     "ArgumentTypeError": TypeError,
     "UsageError": AssertionError,
     "AllocationError": MemoryError,
+    "AuditError": Exception,
     "MissingDependencyError": ImportError,
     "TransportError": RuntimeError,
     "TransportTimeoutError": TimeoutError,

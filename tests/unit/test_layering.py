@@ -107,6 +107,8 @@ _LAYERS = {
     "pipeline/gradients.py": 3,
     "pipeline/momentum.py": 3,
     "pipeline/ring.py": 3,
+    "pipeline/selection.py": 3,
+    "pipeline/audit.py": 4,
     "pipeline/levels.py": 4,
     "pipeline/reduction.py": 4,
     "pipeline/engine.py": 4,
@@ -156,6 +158,7 @@ _LAYERS = {
     "bench/ranks.py": 8,
     "bench/robustness.py": 8,
     "bench/skews.py": 8,
+    "bench/scopes.py": 8,
     "bench/steps.py": 8,
 }
 # The only file that may import a module or what is inside it.

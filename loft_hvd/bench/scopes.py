@@ -1,0 +1,116 @@
+"""What ``scope="model"`` costs in a step, beside what it should cost by formula; on every rank.
+
+In shards all but the last results travel during the backward pass. Over the whole model they travel
+after it, so that a step should take, where computing and sending do not slow each other,
+
+    computing + max(0, all-to-all - backward) + table + mixing + all-gather
+
+Each of these is timed alone, in turn with whole steps.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from loft_hvd.aggregation.mixing import Floats
+from loft_hvd.aggregation.row_rules import RowRule
+from loft_hvd.pipeline.buckets import Bucket, shard_numel
+from loft_hvd.pipeline.ring import run_rule
+from loft_hvd.pipeline.selection import decide_by, measure, num_pairs, total
+from loft_hvd.transport.base import Transport, Work, wait_for
+from loft_hvd.transport.mesh import meshed
+
+__all__ = ["COMPUTING", "FORWARD", "MODEL", "SHARDS", "ScopeCost", "cost_of", "part_calls"]
+
+COMPUTING, FORWARD = "computing alone", "forward alone"
+SHARDS, MODEL = "robust, in shards", "robust, whole model"
+ALL_TO_ALL, DISTANCES, TABLE = "all-to-alls alone", "distances alone", "table alone"
+MIXING, ALL_GATHER = "mixing alone", "all-gathers alone"
+
+
+class _Parts:
+    """The parts of a step's exchange, each by itself, for buckets of float32 on the CPU."""
+
+    def __init__(self, transport: Transport, rule: RowRule, buckets: Sequence[Bucket]) -> None:
+        self._transport = meshed(transport)
+        self._rule = rule
+        size = transport.world_size
+        generator = torch.Generator().manual_seed(transport.rank)
+        shards = [shard_numel(bucket.numel, size) for bucket in buckets]
+        self._sent = [torch.randn(size * shard, generator=generator) for shard in shards]
+        self._rows = [torch.zeros(size, shard) for shard in shards]
+        self._results = [torch.zeros(shard) for shard in shards]
+        self._table = torch.zeros(num_pairs(size), dtype=torch.float64)
+        self._tables = torch.zeros(size * num_pairs(size), dtype=torch.float64)
+        self.exchange_rows()
+        self._decided = decide_by(rule, total(self.measure()), None)
+
+    def exchange_rows(self) -> None:
+        pairs = enumerate(zip(self._sent, self._rows, strict=True))
+        self._wait(
+            self._transport.alltoall(sent, rows.view(-1), name=f"bench.scopes.{at}.a2a")
+            for at, (sent, rows) in pairs
+        )
+
+    def measure(self) -> list[Floats]:
+        return [measure(self._rule, rows, None) for rows in self._rows]
+
+    def exchange_tables(self) -> None:
+        name = "bench.scopes.tables"
+        self._wait([self._transport.allgather(self._table, self._tables, name=name)])
+
+    def mix(self) -> None:
+        for rows, result in zip(self._rows, self._results, strict=True):
+            run_rule(rows, self._decided, None, result)
+
+    def exchange_results(self) -> None:
+        pairs = enumerate(zip(self._results, self._sent, strict=True))
+        self._wait(
+            self._transport.allgather(result, received, name=f"bench.scopes.{at}.ag")
+            for at, (result, received) in pairs
+        )
+
+    def _wait(self, works: Iterable[Work]) -> None:
+        for work in list(works):  # all are under way before the first is waited for
+            wait_for(work, what="bench step", timeout_s=300.0)
+
+
+def part_calls(
+    transport: Transport, rule: RowRule, buckets: Sequence[Bucket]
+) -> dict[str, Callable[[], object]]:
+    """Return what is timed beside steps, by name; every rank calls each alike."""
+    parts = _Parts(transport, rule, buckets)
+    return {
+        ALL_TO_ALL: parts.exchange_rows,
+        DISTANCES: parts.measure,
+        TABLE: parts.exchange_tables,
+        MIXING: parts.mix,
+        ALL_GATHER: parts.exchange_results,
+    }
+
+
+@dataclass(frozen=True)
+class ScopeCost:
+    """A step over the whole model, in seconds; medians over rounds."""
+
+    step_s: float
+    shards_step_s: float  # of the same rule in shards
+    formula_s: float
+
+    @property
+    def ratio(self) -> float:
+        """What a step takes of what it should."""
+        return self.step_s / self.formula_s
+
+
+def cost_of(samples: Mapping[str, Sequence[float]]) -> ScopeCost:
+    """Return what steps took and should take, from the seconds of every round by name."""
+    took = {name: statistics.median(seconds) for name, seconds in samples.items()}
+    backward_s = took[COMPUTING] - took[FORWARD]
+    formula_s = took[COMPUTING] + max(0.0, took[ALL_TO_ALL] - backward_s)
+    formula_s += took[TABLE] + took[MIXING] + took[ALL_GATHER]
+    return ScopeCost(took[MODEL], took[SHARDS], formula_s)

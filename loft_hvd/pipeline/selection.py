@@ -1,0 +1,293 @@
+"""How a rule that sees rows judges them: in every shard by itself, or over the whole model.
+
+Scope "shard": the owner of a shard decides by its rows alone. Nothing more travels, and an owner's
+word counts for its own shard.
+
+Scope "model": rows are judged by all values that the rule aggregates, as if they lay in one place.
+
+    DISTANCES   an owner measures how far the rows of its shard are apart, bucket by bucket as they
+                come, within the backward pass
+    SELECT      after the last one each owner's table, the sum over its buckets, travels to every
+                rank: one all-gather of 4 n (n + 1) bytes a rank. Every rank adds the tables up in
+                rank order, so that all have the same bits, and decides: which rows count how much
+    AGGREGATE   every bucket's rows are mixed as decided, and its result travels
+
+Results travel only after the last bucket's rows have come: that is the overlap which it costs.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from loft_hvd.aggregation.compute import decide, measure_rows
+from loft_hvd.aggregation.inputs import counting_rows
+from loft_hvd.aggregation.mixing import Decided, Floats
+from loft_hvd.aggregation.row_rules import RowRule
+from loft_hvd.aggregation.rules import Rule
+from loft_hvd.errors import ArgumentError, MismatchError
+from loft_hvd.pipeline.weights import PassWeights
+from loft_hvd.transport.base import Transport, Watch, Work
+
+__all__ = [
+    "NUM_SLICES",
+    "Scope",
+    "Selection",
+    "SelectionPart",
+    "check_scope",
+    "decide_by",
+    "measure",
+    "num_pairs",
+    "slice_of",
+    "total",
+]
+
+Scope = Literal["shard", "model"]
+NUM_SLICES = 16  # of a shard: what an audit does again is one of them
+
+
+def check_scope(scope: str, rules: Sequence[Rule], *, what: str) -> None:
+    """Raise unless ``scope`` is one, and suits every rule; ``what`` was asked for it.
+
+    Raises:
+        ArgumentError: it is neither "shard" nor "model", or a rule has no table of distances.
+    """
+    if scope not in ("shard", "model"):
+        raise ArgumentError(f'{what}: scope={scope!r} must be "shard" or "model"')
+    if scope == "shard":
+        return
+    for rule in rules:
+        if not isinstance(rule, RowRule):
+            reason = (
+                "what its function looks at is not known"
+                if rule.sees_rows
+                else "it looks at coordinates one by one, and has the same result in shards"
+            )
+            raise ArgumentError(
+                f'{what}: scope="model" is for rules that judge rows by their distances, such as '
+                f"loft.Robust(f=1), not for {rule}: {reason}; leave scope= away, or use another "
+                "rule"
+            )
+
+
+def num_pairs(num_rows: int) -> int:
+    """Return the values of a table: distances of rows from each other, and from the zero vector."""
+    return num_rows * (num_rows + 1) // 2
+
+
+def slice_of(numel: int, at: int, num_slices: int = NUM_SLICES) -> slice:
+    """Return the coordinates of one of a shard's slices."""
+    return slice(numel * at // num_slices, numel * (at + 1) // num_slices)
+
+
+def measure(rule: Rule, rows: Tensor, weights: PassWeights | None) -> Floats:
+    """Return how far rows [n, numel] are apart, [num_pairs(n)]; zeros for those that do not count.
+
+    Infinity stands for all that is no number. The bits are the same on every machine.
+
+    Raises:
+        AggregationError: the rule needs more rows than count.
+    """
+    chosen = _counting(rule, len(rows), weights)
+    table = np.zeros((len(rows) + 1, len(rows) + 1))
+    table[_among(chosen, len(rows))] = measure_rows([rows[row] for row in chosen])
+    table[~np.isfinite(table)] = np.inf
+    return table[_upper(len(rows))]
+
+
+def decide_by(rule: RowRule, sums: Floats, weights: PassWeights | None) -> Decided:
+    """Return what a rule makes of rows that are so far apart, [num_pairs(n)]."""
+    num_rows = math.isqrt(2 * len(sums))
+    table = np.zeros((num_rows + 1, num_rows + 1))
+    table[_upper(num_rows)] = sums
+    chosen = _counting(rule, num_rows, weights)
+    counts = None if weights is None else weights.weights
+    by = None if counts is None else [counts[row] for row in chosen]
+    return decide(rule, table[_among(chosen, num_rows)], by)
+
+
+def total(tables: Iterable[Floats]) -> Floats:
+    """Add up in order: every rank must have the same bits."""
+    return functools.reduce(np.add, tables)
+
+
+class Selection:
+    """What one rule decides about the rows of some buckets, step after step.
+
+    Attributes:
+        rule: what decides.
+        scope: by which values; changed only between two steps, on every rank alike.
+        parts: the buckets, in an order equal on every rank.
+        told: the tables of all owners, of the last step over the whole model, [world_size, pairs].
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        name: str,
+        rule: RowRule,
+        *,
+        scope: Scope = "shard",
+        num_slices: int = 1,
+    ) -> None:
+        self.rule = rule
+        self.scope: Scope = scope
+        self.num_slices = num_slices
+        self.parts: list[SelectionPart] = []
+        self.told: Floats | None = None
+        self._transport = transport
+        self._name = name
+        # Of one step, and of the thread that moves its buckets on.
+        self._is_complete = True
+        self._num_measured = 0
+        self._gather: tuple[Work, Tensor, Tensor] | None = None  # what is sent, what arrives
+        self._decided: Decided | None = None
+
+    def part(self) -> SelectionPart:
+        """Return the place of one more bucket."""
+        self.parts.append(SelectionPart(self))
+        return self.parts[-1]
+
+    def begin(self) -> None:
+        """Begin a step in which buckets are known as they come: ``join`` each, then ``complete``.
+
+        Without, every step has all parts.
+        """
+        self.parts.clear()
+        self._is_complete = False
+        self._clear()
+
+    def join(self, part: SelectionPart) -> None:
+        """Count on a part in this step."""
+        self.parts.append(part)
+
+    def complete(self) -> None:
+        """Count on no more parts in this step."""
+        self._is_complete = True
+        self._send()
+
+    def _clear(self) -> None:
+        self._num_measured = 0
+        self._gather = self._decided = None
+
+    def measured(self) -> None:
+        """Hear that one more part was measured; after the last one the tables travel."""
+        if self._decided is not None:  # by the step before
+            self._clear()
+        self._num_measured += 1
+        self._send()
+
+    def _send(self) -> None:
+        if not self._is_complete or self._num_measured < len(self.parts):
+            return
+        # In the order of parts, not in that in which their rows came.
+        row = torch.from_numpy(total(total(part.sums) for part in self.parts))
+        rows = torch.zeros(self._transport.world_size, len(row), dtype=row.dtype)
+        work = self._transport.allgather(row, rows.view(-1), name=f"{self._name}.tables")
+        self._gather = work, row, rows
+
+    @property
+    def gather(self) -> Work | None:
+        """The tables' all-gather; None before this rank has measured all of its shards."""
+        return None if self._gather is None else self._gather[0]
+
+    def decided(self, weights: PassWeights | None) -> Decided:
+        """Return what the whole model decides; the tables of all ranks are there."""
+        if self._decided is None:
+            assert self._gather is not None
+            work, _, rows = self._gather
+            work.finish()
+            self.told = rows.numpy()
+            self._check(self.told)
+            self._decided = decide_by(self.rule, total(self.told), weights)
+        return self._decided
+
+    def _check(self, tables: Floats) -> None:
+        if wrong := np.flatnonzero(~(tables >= 0).all(axis=1)).tolist():
+            raise MismatchError(
+                f"ranks {wrong} tell squared distances below 0, or NaN, of the rows that they own "
+                f"for {self.rule}: no rows have those; look at these machines"
+            )
+
+
+class SelectionPart:
+    """One bucket's place in a ``Selection``.
+
+    Attributes:
+        selection: what it is a part of.
+        sums: how far the rows of this rank's shard are apart in this step, [num_slices, pairs].
+    """
+
+    def __init__(self, selection: Selection) -> None:
+        self.selection = selection
+        self.sums: Floats = np.zeros((0, 0))
+
+    @property
+    def is_model(self) -> bool:
+        """Whether all buckets decide together."""
+        return self.selection.scope == "model"
+
+    @property
+    def measures(self) -> bool:
+        """Whether rows are measured by ``measure``, not by the rule where it aggregates them."""
+        return self.is_model or self.selection.num_slices > 1
+
+    def measure(self, rows: Tensor, weights: PassWeights | None) -> None:
+        """Measure the rows of this rank's shard, [n, shard]."""
+        rule, num_slices = self.selection.rule, self.selection.num_slices
+        spans = [slice_of(rows.shape[1], at, num_slices) for at in range(num_slices)]
+        self.sums = np.stack([measure(rule, rows[:, span], weights) for span in spans])
+
+    def wait(self) -> Iterator[Work]:
+        """Yield what is waited for until ``rule_by`` can tell, after ``measure``."""
+        if self.is_model:
+            self.selection.measured()
+            yield _Tables(self.selection)
+
+    def rule_by(self, sums: Floats, weights: PassWeights | None) -> Decided:
+        """Return what rows are aggregated by whose shard they are so far apart in, [pairs]."""
+        if self.is_model:
+            return self.selection.decided(weights)
+        return decide_by(self.selection.rule, sums, weights)
+
+
+class _Tables:
+    """The tables of all ranks: perhaps on their way, perhaps to be sent yet."""
+
+    watch: Watch | None = None
+
+    def __init__(self, selection: Selection) -> None:
+        self._selection = selection
+
+    def done(self) -> bool:
+        work = self._selection.gather
+        return work is not None and work.done()
+
+    def finish(self) -> None:
+        """Leave it to ``decided``, which every part calls: the work is released once."""
+
+
+def _counting(rule: Rule, num_rows: int, weights: PassWeights | None) -> list[int]:
+    """Return the numbers of the rows that count; raise unless they suit the rule."""
+    counts = None if weights is None else weights.weights
+    present = None if weights is None else weights.present
+    rule.check(num_rows, weights=counts, present=present)
+    return counting_rows(num_rows, counts, present)
+
+
+def _among(chosen: list[int], num_rows: int) -> tuple[npt.NDArray[np.intp], ...]:
+    """Return the places of some rows' distances in a table of all, the zero vector's with them."""
+    return np.ix_([*chosen, num_rows], [*chosen, num_rows])
+
+
+@functools.lru_cache(maxsize=16)
+def _upper(num_rows: int) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+    """Return the places above the diagonal of a table [n + 1, n + 1], [num_pairs] each."""
+    return np.triu_indices(num_rows + 1, 1)

@@ -1,0 +1,258 @@
+"""Rules that judge rows over the whole model: one table, one choice, the same bits everywhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import loft_hvd as loft
+from loft_hvd.errors import ArgumentError, MismatchError
+from loft_hvd.transport.local import Faults, LocalTransport, run_ranks
+from tests.support.recording import RecordingTransport
+from tests.support.wrapped import give_gradients, make_parameters, wrap
+from tests.unit.test_reducer import Sizes, backward
+
+SHAPES = [(30, 40), (7,), (0,), (501,), (2, 3, 4)]
+# Of two rows the geometric median is any point between them: three tell.
+CASES = [("robust:f={f}", size) for size in range(1, 9)]
+CASES += [
+    (text, 5)
+    for text in (
+        "multi_krum:f=1",
+        "geometric_median:f=2",
+        "centred_clipping:f=1",
+        "bucketing:size=2+median",
+        "clip:norm=9.0+phocas:f=1",
+    )
+]
+CASES += [("nnm+bulyan:f=1", 8)]
+
+
+def row_of(rank: int, seed: int = 0) -> list[Tensor]:
+    """Return a rank's gradients, apart from the others' by more in some parameters than others."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return [
+        (1 + (rank * at) % 5) * torch.randn(shape, generator=generator)
+        for at, shape in enumerate(SHAPES)
+    ]
+
+
+def flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def reduce(
+    end: LocalTransport, rule: loft.Rule, rows: list[list[Tensor]], **options: Any
+) -> list[Tensor]:
+    """Return the gradients of some steps, each flat; in ``rows`` by rank, step and parameter."""
+    params = make_parameters(SHAPES)
+    options = {"bucket_bytes": 2000, "worker_momentum": 0.0, **options}
+    optimizer = wrap(params, end, rule=rule, **options)
+    results = []
+    for row in rows:
+        backward(params, row)
+        optimizer.synchronize()
+        results.append(flat([p.grad for p in params]).clone())  # type: ignore[misc]
+        optimizer.zero_grad()
+    return results
+
+
+@pytest.mark.parametrize(("text", "world_size"), CASES)
+def test_the_whole_model_is_the_rule_on_whole_gradients(text: str, world_size: int) -> None:
+    rule = loft.parse_rule(text.format(f=(world_size - 1) // 3))
+    num_steps = 2
+
+    def work(end: LocalTransport) -> list[Tensor]:
+        rows = [row_of(end.rank, seed) for seed in range(num_steps)]
+        return reduce(end, rule, rows, scope="model")
+
+    results = run_ranks(world_size, work)
+    for seed in range(num_steps):
+        whole = torch.stack([flat(row_of(rank, seed)) for rank in range(world_size)])
+        expected = whole[0] if world_size == 1 else loft.aggregate(whole, rule)
+        for reduced in results:
+            torch.testing.assert_close(reduced[seed], expected, rtol=1e-6, atol=1e-6)
+            assert torch.equal(reduced[seed], results[0][seed])
+
+
+@pytest.mark.parametrize("scope", ["shard", "model"])
+@pytest.mark.parametrize(  # in several buckets and shards
+    ("wrong", "place"), [(float("nan"), 0), (float("inf"), 1204), (-1e30, 1726), (1e30, 5)]
+)
+def test_what_f_ranks_send_moves_no_result_beyond_the_others(
+    scope: str, wrong: float, place: int
+) -> None:
+    def work(end: LocalTransport) -> Tensor:
+        values = flat(row_of(end.rank))
+        if end.rank in (1, 4):
+            values[place + end.rank] = wrong
+        split = values.split([torch.Size(shape).numel() for shape in SHAPES])
+        row = [part.view(shape) for part, shape in zip(split, SHAPES, strict=True)]
+        return reduce(end, loft.Robust(2), [row], scope=scope)[0]
+
+    results = run_ranks(7, work)
+    honest = torch.stack([flat(row_of(rank)) for rank in (0, 2, 3, 5, 6)])
+    distances = torch.cdist(honest, honest)
+    assert float((results[0] - honest.mean(dim=0)).norm()) <= float(distances.max())
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("text", ["robust:f=1", "geometric_median:f=1"])
+@pytest.mark.parametrize("sizes", [(40, 1, 3, 0, 2), (2, 2, 0, 2, 2)], ids=str)
+def test_absent_ranks_are_not_read_and_weights_are_those_of_training(
+    text: str, sizes: tuple[int, ...]
+) -> None:
+    rule = loft.parse_rule(text)
+
+    def work(end: LocalTransport) -> Tensor:
+        row = row_of(end.rank)
+        if sizes[end.rank] == 0:
+            row = [torch.full_like(part, float("nan")) for part in row]
+        return reduce(end, rule, [row], scope="model", balancer=Sizes([sizes]))[0]
+
+    present = [rank for rank, size in enumerate(sizes) if size]
+    capped = [min(len(present) * sizes[rank], 2 * sum(sizes)) for rank in present]
+    weights = None if rule.counts_weight else capped
+    whole = torch.stack([flat(row_of(rank)) for rank in present])
+    expected = loft.aggregate(whole, rule, weights=weights)
+    for reduced in run_ranks(5, work):
+        torch.testing.assert_close(reduced, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_each_rule_judges_its_own_parameters() -> None:
+    rules: list[loft.Rule] = [loft.Robust(1), loft.MultiKrum(1)]
+
+    def work(end: LocalTransport) -> list[Tensor]:
+        params, row = make_parameters(SHAPES), row_of(end.rank)
+        groups = [{"params": params[at::2], "rule": rule} for at, rule in enumerate(rules)]
+        names = [(f"p{at}", p) for at, p in enumerate(params)]
+        sgd = torch.optim.SGD(groups, lr=1.0)
+        optimizer = loft.DistributedOptimizer(
+            sgd, names, transport=end, scope="model", worker_momentum=0.0
+        )
+        backward(params, row)
+        optimizer.synchronize()
+        return [p.grad for p in params]  # type: ignore[misc]
+
+    for reduced in run_ranks(5, work):
+        for at, rule in enumerate(rules):
+            whole = torch.stack([flat(row_of(rank)[at::2]) for rank in range(5)])
+            expected = loft.aggregate(whole, rule)
+            torch.testing.assert_close(flat(reduced[at::2]), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("wire", [loft.Compression.bf16, loft.Compression.fp16])
+def test_what_travels_in_16_bits_is_judged_as_it_came(wire: loft.Compression) -> None:
+    rule = loft.Robust(1)
+
+    def work(end: LocalTransport) -> Tensor:
+        return reduce(end, rule, [row_of(end.rank)], scope="model", compression=wire)[0]
+
+    whole = torch.stack([flat(row_of(rank)).to(wire.dtype) for rank in range(4)])
+    expected = loft.aggregate(whole, rule)
+    for reduced in run_ranks(4, work):
+        assert torch.equal(reduced, expected.float())
+
+
+def test_groups_are_judged_over_the_whole_model() -> None:
+    groups = [[0, 1], [2, 3], [4, 5]]
+
+    def work(end: LocalTransport) -> Tensor:
+        row = [row_of(end.rank)]
+        return reduce(end, loft.MultiKrum(1), row, scope="model", over=groups)[0]
+
+    rows = [flat(row_of(rank)) for rank in range(6)]
+    means = torch.stack([(rows[a] + rows[b]) / 2 for a, b in groups])
+    expected = loft.aggregate(means, loft.MultiKrum(1))
+    results = run_ranks(6, work)
+    for reduced in results:
+        torch.testing.assert_close(reduced, expected, rtol=1e-6, atol=1e-6)
+        assert torch.equal(reduced, results[0])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_order_in_which_buckets_come_changes_no_bit(seed: int) -> None:
+    def work(end: LocalTransport) -> list[Tensor]:
+        rows = [row_of(end.rank, step) for step in range(3)]
+        return reduce(end, loft.Robust(1), rows, scope="model")
+
+    orderly = run_ranks(4, work)[0]
+    faults = Faults(seed=seed, max_delay_s=0.002, reorder=True, slow={2: 0.003})
+    for results in run_ranks(4, work, faults=faults):
+        assert all(torch.equal(a, b) for a, b in zip(results, orderly, strict=True))
+
+
+def test_it_sends_a_table_more_and_results_after_it() -> None:
+    def work(end: LocalTransport) -> tuple[list[str], int, int]:
+        transport = RecordingTransport(end)
+        params = make_parameters(SHAPES)
+        optimizer = wrap(params, transport, rule=loft.Robust(1), bucket_bytes=2000, scope="model")
+        give_gradients(params)
+        optimizer.synchronize()
+        optimizer.zero_grad()
+        transport.names.clear()
+        transport.sent_bytes = 0
+        backward(params, row_of(end.rank))
+        optimizer.synchronize()
+        num_padded = sum(
+            reduction.padded.nbytes for reduction in optimizer._world._reducer.engine.reductions
+        )
+        return transport.names, transport.sent_bytes, num_padded
+
+    for names, sent_bytes, num_padded in run_ranks(4, work):
+        kinds = [name.rpartition(".")[2] for name in names]
+        num_buckets = kinds.count("a2a")
+        assert num_buckets > 2
+        assert kinds == ["a2a"] * num_buckets + ["tables"] + ["ag"] * num_buckets
+        # 10 pairs of 4 rows and the zero vector, to 3 others; the rest is a ring's.
+        assert sent_bytes == 2 * num_padded * 3 // 4 + 3 * 8 * 10
+
+
+class LyingOwner(RecordingTransport):
+    """An owner that tells a squared distance that no rows have."""
+
+    def allgather(self, send: Tensor, recv: Tensor, *, name: str) -> Any:
+        if name.endswith(".tables") and self.rank == 2:
+            send = send.clone()
+            send[3] = -1.0
+        return super().allgather(send, recv, name=name)
+
+
+def test_distances_below_zero_end_the_job_and_name_the_owner() -> None:
+    def work(end: LocalTransport) -> str:
+        with pytest.raises(MismatchError) as caught:
+            reduce(LyingOwner(end), loft.Robust(1), [row_of(end.rank)], scope="model")
+        return str(caught.value)
+
+    for said in run_ranks(4, work):
+        assert "ranks [2] tell squared distances below 0" in said
+        assert "in select" in said
+
+
+@pytest.mark.parametrize(
+    ("scope", "rule", "message"),
+    [
+        ("rows", loft.Robust(1), r"scope='rows' must be .shard. or .model."),
+        ("model", loft.TrimmedMean(1), r"not for trimmed_mean:f=1: it looks at coordinates one by"),
+        ("model", loft.Mean(), r"not for mean: it looks at coordinates one by one"),
+        ("model", loft.Custom(torch.Tensor.sum), r"what its function looks at is not known"),
+    ],
+)
+def test_scopes_are_checked(scope: str, rule: loft.Rule, message: str) -> None:
+    def work(end: LocalTransport) -> None:
+        with pytest.raises(ArgumentError, match=message):
+            wrap(make_parameters(), end, rule=rule, scope=scope)
+
+    run_ranks(1, work)
+
+
+def test_ranks_must_agree_about_the_scope() -> None:
+    def work(end: LocalTransport) -> None:
+        scope = "model" if end.rank == 1 else "shard"
+        with pytest.raises(MismatchError, match=r"option scope differs on ranks \[1\]"):
+            wrap(make_parameters(), end, rule=loft.Robust(1), scope=scope)
+
+    run_ranks(3, work)
