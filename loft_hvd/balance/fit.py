@@ -24,13 +24,14 @@ from loft_hvd.balance.interval import (
     LOCAL,
     REMOTE,
     SIZE,
+    SKEW,
     STALL,
     STEPS,
     Interval,
 )
-from loft_hvd.balance.latency import StepModel, count_passes, expected_longest, queued_samples
+from loft_hvd.balance.latency import StepModel, count_passes, queued_samples, typical_longest
 from loft_hvd.balance.plan import Bools, Floats, Ints, RankBools, RankFloats
-from loft_hvd.balance.regression import LinearFit, TermFitter, TimedRows
+from loft_hvd.balance.regression import SPREAD, LinearFit, TermFitter, TimedRows, fit_times
 from loft_hvd.codec import Count, Shape, Size
 
 __all__ = ["Fit", "Fitter", "Gain", "Past"]
@@ -46,6 +47,8 @@ _KNEES = 12  # tried between the least and the largest batch, 11 % apart at 4:1;
 _EVIDENCE = 6.0  # gain in -2 log likelihood: chance alone brings it once in 70 times; measured
 _SPAN = 1.2  # sizes must span this ratio before a form can be told; measured: p95 +4.1 % with 1.05
 _SNAP = 0.03  # so near to 0 or 1, overlap is taken for it: noise alone does as much; measured
+_NORMAL_FIFTH = 0.8416  # standard deviations beyond which a fifth of normal times lies
+_MOST_SKEW = 2.0  # beyond it a step has no usual length
 _COUNTS_FADE = 0.65  # a row: counts are exact, so three rows will do; measured
 
 _Rows = Annotated[Floats, Shape("world_size", len(COLUMNS))]
@@ -67,6 +70,7 @@ class Fit:
     # seconds that they were.
     fetch_spread: tuple[Floats, Floats]
     compute_spread: tuple[Floats, Floats]
+    skew: float  # of single steps, of all ranks alike (``typical_longest``)
 
     def _shown(self, sizes: npt.ArrayLike) -> tuple[Floats, Floats, Floats, Floats]:
         """Return features of fetch and compute [world_size, k], and what of each part shows.
@@ -115,7 +119,8 @@ class Fit:
         The chances, [world_size], are those of each rank to be the longest.
         """
         error = self.stderr(sizes) if are_new else 0.0
-        return expected_longest(self.model.times(sizes), np.hypot(self.deviation(sizes), error))
+        deviation = np.hypot(self.deviation(sizes), error)
+        return typical_longest(self.model.times(sizes), deviation, self.skew)
 
     def gain(self, now: npt.ArrayLike, then: npt.ArrayLike) -> Gain:
         """Return what a step should take with sizes ``now`` and ``then`` [world_size]."""
@@ -247,11 +252,14 @@ class Fitter:
         is_poor = ~seen | ((num_rows >= 3) & (noise > _POOR_NOISE))
         model = self._model(rows, weights, valid, fetch, compute)
         unclear = self._unclear(rows[-1], fetch, compute, shares)
+        skew = _skew(rows[..., SKEW], np.minimum(*weights))
         spreads = (
-            _spread(rows, weights[0], FETCH, FETCH_ERROR),
-            _spread(rows, weights[1], COMPUTE, COMPUTE_ERROR),
+            _spread(rows, weights[0], (FETCH, FETCH_ERROR), skew),
+            _spread(rows, weights[1], (COMPUTE, COMPUTE_ERROR), skew),
         )
-        return Fit(model, fetch, compute, past.knee.copy(), num_rows, is_poor, unclear, *spreads)
+        return Fit(
+            model, fetch, compute, past.knee.copy(), num_rows, is_poor, unclear, *spreads, skew
+        )
 
     def _fit_fetch(self, rows: Floats, weights: Floats) -> LinearFit:
         features = _fetch_features(rows[..., LOCAL], rows[..., REMOTE], self.source)
@@ -265,6 +273,7 @@ class Fitter:
             start[:, 3] = np.where(shared, waiting, 0.0)
             start[:, 2] = np.where(shared, 0.0, start[:, 2])
         measured = TimedRows(features, seconds, rows[..., FETCH_ERROR], rows[..., SIZE], weights)
+        start = np.where(start > 0, _in_common(measured, start), 0.0)
         return self.past.fetch.fit(measured, start=start, added=self.past.added)
 
     def _fit_compute(self, rows: Floats, weights: Floats) -> LinearFit:
@@ -324,6 +333,31 @@ class Fitter:
                 for rank in np.flatnonzero(error * shares[part] > _UNCLEAR):
                     names[rank].append(label)
         return tuple(tuple(of_rank) for of_rank in names)
+
+
+def _in_common(rows: TimedRows, start: Floats) -> Floats:
+    """Return the terms that explain the times of all ranks together best, [num_terms].
+
+    A rank's rows at one size do not tell what a sample from elsewhere costs; ranks that have other
+    shares of such samples do. A term that is 0 in ``start``, [world_size, num_terms], is not the
+    rank's; what no rank tells stays what it is there for the median rank.
+    """
+    weights = rows.weights
+    means = np.stack([_mean(values, weights) for values in np.moveaxis(rows.features, -1, 0)])
+    error = np.sqrt(_mean(np.square(rows.errors), weights))
+    seconds = _mean(rows.seconds, weights)
+    ranks = TimedRows(  # each rank is a row of one that stands for all
+        np.where(start > 0, means.T, 0.0)[:, None],
+        seconds[:, None],
+        error[:, None],
+        _mean(rows.sizes, weights)[:, None],
+        (seconds > 0)[:, None].astype(np.float64),  # a rank that fetches nothing has no share in it
+    )
+    known = np.where(start > 0, start, np.nan)
+    prior = np.array([np.nanmedian(term) if (term > 0).any() else 0.0 for term in known.T])
+    fitted = fit_times(ranks, prior=prior[None], prior_spread=np.array([SPREAD]))
+    common: Floats = fitted.coefficients[0]
+    return common
 
 
 def _compute_features(size: Floats, knee: Floats) -> Floats:
@@ -407,11 +441,51 @@ def _fetch_features(local: Floats, remote: Floats, source: Ints) -> Floats:
     return np.stack([np.ones_like(local), local, remote, queued], axis=-1)
 
 
-def _spread(rows: Floats, weights: Floats, column: int, error: int) -> tuple[Floats, Floats]:
-    """Return standard deviations of a single step, as a share and in seconds, [world_size] each."""
+def _spread(
+    rows: Floats, weights: Floats, columns: tuple[int, int], skew: float
+) -> tuple[Floats, Floats]:
+    """Return standard deviations of a single step, as a share and in seconds, [world_size] each.
+
+    ``columns`` are those of the times and of their standard errors.
+    """
+    times, errors = (rows[..., column] for column in columns)
     # The error of an interval's mean is that of a step over the root of its steps.
-    seconds: Floats = np.sqrt(_mean(np.square(rows[..., error]) * rows[..., STEPS], weights))
-    return seconds / np.maximum(_mean(rows[..., column], weights), 1e-9), seconds
+    variance = _mean(np.square(errors) * rows[..., STEPS], weights)  # [world_size]
+    num_steps = (weights * rows[..., STEPS]).sum(axis=0)
+    share = variance / np.square(np.maximum(_mean(times, weights), 1e-9))
+    shrunk, seconds = (_shrink(known, num_steps, skew) for known in (share, variance))
+    return np.sqrt(shrunk), np.sqrt(seconds)
+
+
+def _shrink(variance: Floats, num_steps: Floats, skew: float) -> Floats:
+    """Draw variances of ranks together as far as chance explains that they differ.
+
+    Where the longest rank counts, the largest of many estimates would be taken for a noisy rank
+    (the moderated variances of Smyth, 2004). ``variance`` and ``num_steps`` are [world_size].
+    """
+    known = (variance > 0) & (num_steps > 0)
+    if known.sum() < 2:
+        return variance
+    logs = np.log(np.where(known, variance, 1.0))
+    # That of the logarithm of a variance as ``typical`` has it, measured over 20 and 60 steps.
+    chance = (4.6 + 7.3 * skew**2) / np.maximum(num_steps, 1.0)
+    differ = max(float(logs[known].var(ddof=1) - chance[known].mean()), 0.0)
+    middle = float(np.median(logs[known]))
+    drawn = middle + (logs - middle) * differ / (differ + chance)
+    return np.where(known, np.exp(drawn), variance)
+
+
+def _skew(skewness: Floats, weights: Floats) -> float:
+    """Return the skew of all ranks' single steps; both arguments are [num_rows, world_size].
+
+    An interval of 20 steps tells a rank's only to a half. So the median of all that is known is
+    taken, which a few ranks, or intervals with many long steps, do not move.
+    """
+    known = skewness[(weights > 0) & (skewness > 0)]
+    if not known.size:
+        return 0.0
+    # Bent by g, a normal quantile z lies at (exp(g z) - 1) / g: two at z and -z are exp(g z) apart.
+    return float(np.clip(np.log(np.median(known)) / _NORMAL_FIFTH, 0.0, _MOST_SKEW))
 
 
 def _mean(values: Floats, weights: Floats) -> Floats:

@@ -35,6 +35,7 @@ __all__ = [
     "Report",
     "read_times",
     "screen",
+    "skewness",
     "typical",
     "usual_stall",
 ]
@@ -83,6 +84,26 @@ def typical(values: npt.ArrayLike) -> tuple[Floats, Floats]:
     return mean, variance
 
 
+def skewness(values: npt.ArrayLike) -> Floats:
+    """Return by how much long steps are farther from the median than short ones.
+
+    Args:
+        values: of each step, [num_steps, ...].
+
+    Returns:
+        The distance from the median to the upper fifth over that to the lower, [...]: about 1 where
+        steps are normal, 2.6 where they have the tails of a Pareto distribution of index 2.5; 0
+        where fewer than five steps, or steps that are all alike, do not tell.
+    """
+    steps = np.asarray(values, dtype=np.float64)
+    if len(steps) < 5:
+        return np.zeros(steps.shape[1:])
+    ends = (_TRIMMED, 0.5, 1.0 - _TRIMMED)
+    low, middle, high = np.quantile(steps, ends, axis=0, method="median_unbiased")
+    below = middle - low
+    return np.where(below > 0, (high - middle) / np.where(below > 0, below, 1.0), 0.0)
+
+
 # The columns of a report.
 
 
@@ -122,6 +143,7 @@ class RankTimes:
     fetch_spread_s2: Amount = 0.0
     compute_spread_s2: Amount = 0.0
     wall_spread_s2: Amount = 0.0
+    busy_skew: Amount = 0.0  # of ``busy_s`` (``skewness``)
 
     @property
     def busy_s(self) -> float:
@@ -158,11 +180,11 @@ class RankTimes:
         return self.samples / self.busy_s if self.busy_s > 0 else 0.0
 
 
-SUMS = tuple(each.name for each in fields(RankTimes))[1:]  # [20]: all but the rank's number
+SUMS = tuple(each.name for each in fields(RankTimes))[1:]  # [21]: all but the rank's number
 TYPICAL = ("fetch_s", "compute_s", "wall_s")  # what a rank works out itself, of its own steps
 SUM = {name: at for at, name in enumerate(SUMS)}  # column by name, of a row of sums alone
 USES = ("cpu_use", "memory_use")  # by others, as a share of what the rank could use, 0 to 1
-_AT = {name: at for at, name in enumerate((*Head._fields, *SUMS, *USES))}  # of a whole row, [27]
+_AT = {name: at for at, name in enumerate((*Head._fields, *SUMS, *USES))}  # of a whole row, [28]
 
 # What policies see of it: averages a step, of fetch, stall and compute as a step usually has it.
 COLUMNS = (
@@ -179,9 +201,10 @@ COLUMNS = (
     "fetch_error_s",  # the standard error of fetch_s, 0 when unknown; likewise
     "compute_error_s",
     "steps",  # behind them; 0 when unknown
+    "busy_skew",  # of stall and compute together, 0 when unknown
 )
 SIZE, LOCAL, REMOTE, FETCH, STALL, COMPUTE, WAIT, OTHER, CPU, MEMORY = range(10)
-FETCH_ERROR, COMPUTE_ERROR, STEPS = range(10, len(COLUMNS))
+FETCH_ERROR, COMPUTE_ERROR, STEPS, SKEW = range(10, len(COLUMNS))
 
 
 def usual_stall(fetch_s: Floats, mean_fetch_s: Floats, mean_stall_s: Floats) -> Floats:
@@ -200,7 +223,7 @@ def usual_stall(fetch_s: Floats, mean_fetch_s: Floats, mean_stall_s: Floats) -> 
 
 
 def _means(sums: Floats) -> Floats:
-    """Turn sums [world_size, 20] into averages a batch, as they are: not all are times.
+    """Turn sums [world_size, 21] into averages a batch, as they are: not all are times.
 
     A rank without batches has 0 everywhere, one whose number of batches is none has NaN.
     """
@@ -212,7 +235,7 @@ def _means(sums: Floats) -> Floats:
 
 
 def read_times(sums: Floats) -> tuple[RankTimes, ...]:
-    """Turn the sums of all ranks, in the order of ``SUMS``, [world_size, 20], into averages.
+    """Turn the sums of all ranks, in the order of ``SUMS``, [world_size, 21], into averages.
 
     Sums that no clock can have measured (not finite, negative, beyond 1e15) count as 0.
     """
@@ -254,7 +277,7 @@ def screen(
     """Check what ranks reported.
 
     Args:
-        rows: averages a step in the order of ``COLUMNS``, [world_size, 13]; a rank that computed
+        rows: averages a step in the order of ``COLUMNS``, [world_size, 14]; a rank that computed
             no samples sends size 0 and is left out without being counted.
         step: the interval's last step.
         sizes: the plan in force, [world_size].
@@ -311,7 +334,7 @@ def _root(squares: Floats) -> Floats:
 
 
 class Report:
-    """What all ranks sent: rows of ``Head``, ``SUMS`` and ``USES``, float64, [world_size, 27]."""
+    """What all ranks sent: rows of ``Head``, ``SUMS`` and ``USES``, float64, [world_size, 28]."""
 
     def __init__(self, rows: Floats) -> None:
         self._rows = rows
@@ -353,7 +376,7 @@ class Report:
             "fetch_error_s": _root(averages["fetch_spread_s2"] / steps),
             "compute_error_s": _root(averages["compute_spread_s2"] / steps),
         }
-        observed = np.stack([averages[name] for name in COLUMNS], axis=1)  # [world_size, 13]
+        observed = np.stack([averages[name] for name in COLUMNS], axis=1)  # [world_size, 14]
         is_finite = np.isfinite(self._heads).all(axis=1)
         wrong = np.where(is_finite, self.column("drawn_ahead"), np.nan)[:, None]
         observed = np.where(self._has_head[:, None], observed, wrong)

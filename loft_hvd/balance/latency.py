@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field, fields, replace
+from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
@@ -30,10 +31,10 @@ import numpy.typing as npt
 from loft_hvd.balance.plan import Floats, Ints
 from loft_hvd.errors import ArgumentError
 
-__all__ = ["Curves", "StepModel", "expected_longest", "queued_samples"]
+__all__ = ["Curves", "StepModel", "queued_samples", "typical_longest"]
 
 _NO_TERMS = ("source", "aggregate_s", "is_coupled")
-_POINTS = 96  # of an integral over time: right to 1e-3 of a standard deviation
+_POINTS = 96  # of an integral over time
 
 
 def queued_samples(remote: Floats, source: Ints) -> tuple[Floats, Floats]:
@@ -84,30 +85,60 @@ def count_passes(sizes: npt.ArrayLike, pass_size: Floats) -> Floats:
     return np.maximum(np.ceil(np.asarray(sizes, dtype=np.float64) / pass_size), 1.0)
 
 
-def expected_longest(mean_s: Floats, deviation_s: Floats) -> tuple[float, Floats]:
-    """Return the mean of the longest of independent times, and the chance of each to be it.
+@functools.lru_cache(maxsize=64)
+def _standard(skew: float) -> tuple[float, float]:
+    """Return what ``typical`` finds in times that are ``(exp(skew * normal) - 1) / skew``.
 
-    Times are normal, with means and standard deviations [world_size]. The mean of a maximum is
-    ``low + integral over t > low of 1 - product of P(time <= t)``, taken here on 96 points; the
-    chances, [world_size], are also its derivatives by the means.
+    That is the trimmed mean, and the square root of the variance that comes with it.
     """
-    longest = float(mean_s.max())
-    deviation = np.maximum(deviation_s, 1e-4 * max(longest, 1e-12))  # keeps a step smooth
-    low = float((mean_s - 4.0 * deviation).max())  # below it, one rank is never
-    high = float((mean_s + 5.0 * deviation).max())
-    near = np.flatnonzero(mean_s + 5.0 * deviation > low)  # no other is ever the longest
+    normal = [NormalDist().inv_cdf((i + 0.5) / 200) for i in range(40, 160)]  # those not dropped
+    kept = _bent(np.array(normal), skew)
+    ends = _bent(np.array([NormalDist().inv_cdf(0.2), NormalDist().inv_cdf(0.8)]), skew)
+    drawn_in = np.concatenate([kept, np.repeat(ends, 40)])
+    return float(kept.mean()), float(drawn_in.std() / 0.6)
+
+
+def _bent(normal: Floats, skew: float) -> Floats:
+    """Return quantiles of the times for those of the normal distribution (Tukey's g, 1977)."""
+    return np.expm1(skew * normal) / skew if skew > 0 else normal
+
+
+def typical_longest(mean_s: Floats, deviation_s: Floats, skew: float) -> tuple[float, Floats]:
+    """Return what the longest of independent times usually is, and each one's chance to be it.
+
+    Times are normal, bent by ``skew`` (Tukey's g): 0 is normal, 0.5 a log-normal distribution,
+    1.1 has tails like those of a Pareto distribution of index 2.5. Their means and deviations
+    [world_size] are those of ``interval.typical``, and so is the usual longest: its trimmed mean.
+    The chances, [world_size], are also its derivatives by the means.
+
+    Of the steps, ordered by the longest time, a fifth is dropped at either end. What is left lies
+    between ``low``, below which some rank alone has a fifth of its times, and ``high``, beyond
+    which all ranks together have no more; ``usual = low + integral of 1 - P(longest <= t)`` as seen
+    among the kept, on 96 points.
+    """
+    centre, unit = _standard(skew)
+    scale = np.maximum(deviation_s, 1e-4 * max(float(mean_s.max()), 1e-12)) / unit
+    median = mean_s - centre * scale
+    ends = (NormalDist().inv_cdf(0.2), NormalDist().inv_cdf(1.0 - 0.2 / len(mean_s)), 5.0)
+    reach = _bent(np.array(ends), skew)
+    low, high = float((median + reach[0] * scale).max()), float((median + reach[1] * scale).max())
+    near = np.flatnonzero(median + reach[2] * scale > low)  # no other is ever the longest
     points = np.linspace(low, high, _POINTS)
-    z = (points[:, None] - mean_s[near]) / deviation[near]  # [points, near]
+    bent = (points[:, None] - median[near]) / scale[near]  # [points, near]
+    stretch = np.maximum(1.0 + skew * bent, 1e-9)
+    z = np.log(stretch) / skew if skew > 0 else bent
     # P(time <= t) by the logistic of a cubic: within 3e-4 of the normal distribution (Page 1977).
     cubic = 2.0 * np.sqrt(2.0 / np.pi) * (z + 0.044715 * z**3)
     tail = np.exp(-np.abs(cubic))
     log_share = np.minimum(cubic, 0.0) - np.log1p(tail)
     all_below = np.exp(log_share.sum(axis=1))  # [points]
+    of_kept = np.clip((all_below - 0.2) / 0.6, 0.0, 1.0)
     step = points[1] - points[0]
-    value = low + step * float((1.0 - all_below).sum() - 0.5 * (2.0 - all_below[0] - all_below[-1]))
+    value = low + step * float((1.0 - of_kept).sum() - 0.5 * (2.0 - of_kept[0] - of_kept[-1]))
     above = np.where(cubic < 0, 1.0, tail) / (1.0 + tail)  # 1 - P(time <= t)
-    slope = 2.0 * np.sqrt(2.0 / np.pi) * (1.0 + 0.134145 * z**2) / deviation[near]
-    weight = (all_below[:, None] * slope * above).sum(axis=0)
+    slope = 2.0 * np.sqrt(2.0 / np.pi) * (1.0 + 0.134145 * z**2) / (scale[near] * stretch)
+    is_kept = (all_below > 0.2) & (all_below < 0.8)
+    weight = ((all_below * is_kept)[:, None] * slope * above).sum(axis=0)
     chance = np.zeros(len(mean_s))
     chance[near] = weight / max(float(weight.sum()), 1e-300)
     return value, chance

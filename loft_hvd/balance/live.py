@@ -109,10 +109,10 @@ class TimesExchange:
         return _TIMES in self._under_way
 
     def send_times(self, sums: Floats, *, head: Head, uses: tuple[float, float]) -> None:
-        """Start telling every rank what this one measured: sums, in the order of ``SUMS``, [20]."""
+        """Start telling every rank what this one measured: sums, in the order of ``SUMS``, [21]."""
         channel = self._channel.sub("times")
-        row = torch.from_numpy(np.array([*head, *sums, *uses], dtype=np.float64))  # [27]
-        rows = row.repeat(channel.world_size, 1)  # [world_size, 27]
+        row = torch.from_numpy(np.array([*head, *sums, *uses], dtype=np.float64))  # [28]
+        rows = row.repeat(channel.world_size, 1)  # [world_size, 28]
         work = None
         if channel.world_size > 1:
             self._drain_at_exit()

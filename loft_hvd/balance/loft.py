@@ -31,7 +31,7 @@ import numpy.typing as npt
 from loft_hvd.balance.explain import describe_fit, summarise_fit
 from loft_hvd.balance.fit import Fit, Fitter, Gain, Past
 from loft_hvd.balance.interval import Interval
-from loft_hvd.balance.latency import expected_longest
+from loft_hvd.balance.latency import typical_longest
 from loft_hvd.balance.plan import (
     Bools,
     Bounds,
@@ -355,7 +355,7 @@ class Loft(Policy):
             return None
         # By chance another rank is the longest in each step: the mean of the longest is above the
         # longest mean.
-        busy_s, _ = expected_longest(interval.busy_s, fit.deviation(interval.sizes))
+        busy_s, _ = typical_longest(interval.busy_s, fit.deviation(interval.sizes), fit.skew)
         left_over = max(interval.step_s - busy_s, 0.0)
         before = left_over if np.isnan(state.aggregate_s) else state.aggregate_s
         state.aggregate_s = before + 0.3 * (left_over - before)  # over about three intervals

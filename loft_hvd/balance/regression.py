@@ -22,10 +22,10 @@ from typing import Annotated
 
 import numpy as np
 
-from loft_hvd.balance.plan import Bools, Floats, Ints, RankFloats, RankInts
+from loft_hvd.balance.plan import Bools, Floats, Ints, RankBools, RankFloats, RankInts
 from loft_hvd.codec import Shape
 
-__all__ = ["LinearFit", "TermFitter", "TimedRows", "fit_times"]
+__all__ = ["SPREAD", "LinearFit", "TermFitter", "TimedRows", "fit_times"]
 
 # "Measured" means: halved and doubled over random clusters. docs/balance.md, "The constants", has
 # the figures; where it says nothing else, the mean step moved by less than 0.3 %.
@@ -46,7 +46,8 @@ _FRESH = 8  # rows after a change, when the change itself counts 0.5 ** 8; measu
 # What a term of the anchor may be wrong by, as a share of the time, without and with evidence for
 # its shape. After a change the level follows and the shape is trusted. Measured: p95 +0.4 % with
 # twice the fresh ones.
-_SPREAD, _FRESH_SPREAD = (0.5, 0.2), (0.2, 0.05)
+SPREAD, _SHAPED_SPREAD = 0.5, 0.2
+_FRESH_SPREAD, _FRESH_SHAPED_SPREAD = 0.2, 0.05
 _SHOWS_SHAPE = 0.05  # relative standard deviation of sizes that shows a shape; measured
 # Standard deviations that tell a change, by one row and by the second of two on the same side: of
 # normal noise either is 1e-4, as 2 * 5e-5 lie beyond 3.89 and 2 * 0.00707**2 = 1e-4 beyond 2.45.
@@ -240,6 +241,7 @@ class TermFitter:
     since: RankInts  # first row that counts
     streak: RankFloats  # log ratio of the last row to what was expected, 0 unless surprising
     missteps: RankInts  # surprises in a row at a new size
+    has_misstepped: RankBools  # the last row was one
     last_size: RankFloats  # samples
     # Terms as last shown by the sizes, NaN before.
     anchor: Annotated[Floats, Shape("world_size", "num_terms")]
@@ -253,6 +255,7 @@ class TermFitter:
             since=np.zeros(world_size, np.int64),
             streak=np.zeros(world_size),
             missteps=np.zeros(world_size, np.int64),
+            has_misstepped=np.zeros(world_size, bool),
             last_size=np.zeros(world_size),
             anchor=np.full((world_size, num_terms), np.nan),
             noise=np.full(world_size, np.nan),
@@ -303,6 +306,10 @@ class TermFitter:
         # Of two surprising rows the first already belongs to what the rank is now.
         self.since = np.where(twice, row - 1, np.where(at_once, row, self.since))
         changed: Bools = twice | at_once
+        # A run of surprises that began with another size may be the shape's fault as well: a rank
+        # whose level drifted while its size was changed has taught a wrong one.
+        self.forget_shape(changed & self.has_misstepped)
+        self.has_misstepped = np.where(counts & ~is_same_size, surprise != 0, False)
         watched = counts & is_same_size
         self.streak = np.where(watched, np.where(changed, 0.0, surprise), self.streak)
         return changed
@@ -340,10 +347,10 @@ class TermFitter:
         level = (weights * rows.seconds).sum(axis=0)
         expected = (weights * (rows.features * anchor).sum(axis=-1)).sum(axis=0)
         anchor = anchor * np.where(expected > 0, level / np.maximum(expected, 1e-12), 1.0)[:, None]
-        spread = np.where(has_shape, _SPREAD[1], _SPREAD[0])
-        fresh = np.where(has_shape, _FRESH_SPREAD[1], _FRESH_SPREAD[0])
+        spread = np.where(has_shape, _SHAPED_SPREAD, SPREAD)
+        fresh = np.where(has_shape, _FRESH_SHAPED_SPREAD, _FRESH_SPREAD)
         is_doubted = self.missteps >= _DOUBTS
-        spread, fresh = (np.where(is_doubted, _SPREAD[0], known) for known in (spread, fresh))
+        spread, fresh = (np.where(is_doubted, SPREAD, known) for known in (spread, fresh))
         is_fresh = self.is_fresh(added)
         fitted = fit_times(rows, prior=anchor, prior_spread=np.where(is_fresh, fresh, spread))
         slow = self.noise + 0.1 * (np.fmin(fitted.noise, 0.2) - self.noise)  # over ten rows

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from loft_hvd.balance.interval import SUM, SUMS, TYPICAL, typical
+from loft_hvd.balance.interval import SUM, SUMS, TYPICAL, skewness, typical
 
 __all__ = ["DeviceClock", "StepTimer", "make_device_clock"]
 
@@ -117,7 +117,7 @@ class StepSums:
         """Add the rows kept so far to the sums, less those with a pause in them."""
         if not self._rows:
             return
-        rows = np.stack(self._rows)  # [num_steps, 20]
+        rows = np.stack(self._rows)  # [num_steps, 21]
         self._rows.clear()
         if len(rows) < _FEWEST:
             self._add(rows)
@@ -127,12 +127,12 @@ class StepSums:
         # Medians, since a pause is in the very rows that should say what is usual.
         limit = _USUAL * usual + _OF_STEP * float(np.median(rows[:, SUM["wall_s"]]))
         is_paused = other > limit
-        kept = rows[~is_paused]  # [num_kept, 20]
+        kept = rows[~is_paused]  # [num_kept, 21]
         self._add(kept)
         self._sums[SUM["paused_s"]] += float((other[is_paused] - usual).sum())
 
     def _add(self, rows: Floats) -> None:
-        """Add rows [num_steps, 20] up, and what a batch of them usually takes."""
+        """Add rows [num_steps, 21] up, and what a batch of them usually takes."""
         self._sums += rows.sum(axis=0)
         batches = rows[:, SUM["steps"]]  # of each step, as many as it has passes
         if not batches.sum() > 0:
@@ -143,6 +143,8 @@ class StepSums:
             # That of a batch is as many times that of a step's average as a step has batches.
             spread = float(variance) * batches.mean() * batches.sum()
             self._sums[SUM[f"{name.removesuffix('_s')}_spread_s2"]] += spread
+        busy_s = (rows[:, SUM["stall_s"]] + rows[:, SUM["compute_s"]]) / np.maximum(batches, 1.0)
+        self._sums[SUM["busy_skew"]] += float(skewness(busy_s)) * batches.sum()
 
 
 @dataclass
@@ -164,7 +166,7 @@ class _Step:
         return all(span.is_over for span in self.spans)
 
     def row(self) -> Floats:
-        """Return the amounts in the order of ``SUMS``, [20]."""
+        """Return the amounts in the order of ``SUMS``, [21]."""
         amounts = self.amounts
         if self.spans:
             # The host queued 10 s of work in 1 s and then waited 12 s: 9 of them its own device
@@ -313,7 +315,7 @@ class StepTimer:
         self._clear_step()
 
     def take(self) -> Floats:
-        """Return the sums in the order of ``SUMS``, [20], and start afresh."""
+        """Return the sums in the order of ``SUMS``, [21], and start afresh."""
         self._add_known()
         return self._sums.take()
 

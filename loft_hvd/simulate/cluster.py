@@ -18,9 +18,11 @@ from loft_hvd.balance.interval import (
     LOCAL,
     REMOTE,
     SIZE,
+    SKEW,
     STALL,
     STEPS,
     WAIT,
+    skewness,
     typical,
     usual_stall,
 )
@@ -184,7 +186,7 @@ class Cluster:
             rows[:, column], variance = typical(values)
             rows[:, error] = np.sqrt(variance / num_steps)
         rows[:, STALL] = usual_stall(rows[:, FETCH], fetch.mean(axis=0), stall.mean(axis=0))
-        rows[:, STEPS] = num_steps
+        rows[:, STEPS], rows[:, SKEW] = num_steps, skewness(block.busy_s[chosen])
         factor = self._disturbance.report[last]  # [world_size]; NaN makes the report NaN
         if self._first_report is None:
             self._first_report = rows[:, _OWN].copy()

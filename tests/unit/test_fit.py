@@ -11,6 +11,7 @@ import pytest
 from loft_hvd.balance.fit import Fitter, Past
 from loft_hvd.balance.interval import COLUMNS, COMPUTE, FETCH, Interval
 from loft_hvd.balance.latency import StepModel
+from loft_hvd.balance.regression import LinearFit, TermFitter
 from loft_hvd.codec import decode, encode
 from tests.support.clusters import OVERLAPS, measure, random_model
 
@@ -136,6 +137,46 @@ def test_counts_tell_home_first_reading_from_a_hit_rate(share: float) -> None:
     assert fit is not None
     sizes = np.array([50.0, 110.0])
     assert fit.model.local(sizes) == pytest.approx(model.local(sizes))
+
+
+def test_what_a_sample_from_elsewhere_costs_is_learnt_from_ranks_that_fetch_them() -> None:
+    # Rank 0 has nearly all of its 64 samples at home: of its own it cannot know what others cost.
+    model = StepModel.build(
+        4, local_s=2e-4, remote_s=9e-3, hits=np.array([62.0, 64.0, 12.0, 30.0]), compute_s=1e-3
+    )
+    fitter = Fitter(4)
+    feed(fitter, model, [[64] * 4])
+    fit = fitter.fit()
+    assert fit is not None
+    sizes = [128.0, 60.0, 20.0, 40.0]
+    assert fit.model.times(sizes) == pytest.approx(model.times(sizes), rel=0.2)
+
+
+@pytest.mark.parametrize("is_new_size", [True, False])
+def test_surprises_that_begin_with_another_size_cost_a_rank_its_shape(is_new_size: bool) -> None:
+    # All of the time was thought to be fixed; then it is less than a half, twice.
+    small = np.full((1, 2, 2), 1e-8)
+    fitter = TermFitter.of(1, 2)
+    fitter.anchor[0] = (0.08, 0.0)
+    fitter.noise[:] = 0.02
+    fitter.last_size[:] = 60.0
+    fitter.fitted = LinearFit(
+        np.array([[0.08, 0.0]]), small, small, noise=np.array([0.02]), num_rows=np.array([12])
+    )
+    size = np.array([20.0 if is_new_size else 60.0])
+    changed = np.array([False])
+    for row in (12, 13):
+        changed |= fitter.watch(
+            np.stack([np.ones(1), size], axis=1),
+            np.array([0.03]),
+            errors=np.array([1e-3]),
+            sizes=size,
+            valid=np.array([True]),
+            step_s=0.1,
+            row=row,
+        )
+    assert changed.all()
+    assert np.isnan(fitter.anchor).all() == is_new_size
 
 
 @modes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from loft_hvd.balance.interval import SUMS, read_times, screen, typical, usual_stall
+from loft_hvd.balance.interval import SUMS, read_times, screen, skewness, typical, usual_stall
 from loft_hvd.errors import ArgumentError
 
 
@@ -42,6 +42,17 @@ def test_the_standard_error_of_a_typical_step_is_what_it_says() -> None:
     assert beyond.mean() == pytest.approx(0.045, abs=0.01)
 
 
+def test_skewness_tells_long_tails_from_normal_noise_and_knows_no_hiccups() -> None:
+    rng = np.random.default_rng(2)
+    normal, pareto = 1.0 + 0.05 * rng.normal(size=(20, 4000)), rng.pareto(2.5, (20, 4000))
+    assert np.median(skewness(normal)) == pytest.approx(1.0, rel=0.03)
+    assert np.median(skewness(pareto)) == pytest.approx(2.6, rel=0.05)
+    hiccups = np.where(np.arange(20)[:, None] % 20 == 7, 8.0 * normal, normal)
+    assert np.median(skewness(hiccups)) < 1.2
+    assert skewness(normal[:4]).tolist() == [0.0] * 4000  # too few
+    assert skewness(np.ones((20, 2))).tolist() == [0.0, 0.0]  # all alike
+
+
 @pytest.mark.parametrize("num_steps", [1, 2, 4])
 def test_of_few_steps_all_count(num_steps: int) -> None:
     steps = np.arange(2.0 * num_steps).reshape(num_steps, 2)
@@ -60,5 +71,5 @@ def test_stalls_in_every_eighth_step_are_no_accidents() -> None:
 
 
 def test_rows_of_a_wrong_shape_are_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"shape \(4, 13\).*cpu_use"):
+    with pytest.raises(ArgumentError, match=r"shape \(4, 14\).*cpu_use"):
         screen(np.zeros((4, 7)), step=19, sizes=(64,) * 4)

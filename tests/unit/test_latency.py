@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from loft_hvd.balance.latency import StepModel, expected_longest, queued_samples
+from loft_hvd.balance.interval import skewness, typical
+from loft_hvd.balance.latency import StepModel, queued_samples, typical_longest
 from loft_hvd.errors import ArgumentError
 from tests.support.clusters import OVERLAPS, random_model
 
@@ -63,20 +64,39 @@ def test_impossible_terms_are_refused(terms: dict[str, float]) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 8, 128])
 @pytest.mark.parametrize("spread", [0.0, 0.05, 0.5])
+@pytest.mark.parametrize("skew", [0.0, 0.5, 1.1])
 def test_the_longest_of_noisy_ranks_takes_longer_than_the_longest_mean(
-    num_ranks: int, spread: float
+    num_ranks: int, spread: float, skew: float
 ) -> None:
     rng = np.random.default_rng(num_ranks)
-    means = 1.0 + spread * rng.random(num_ranks)
-    deviations = 0.05 * means
-    drawn = rng.normal(means, deviations, (20_000, num_ranks))
-    value, chance = expected_longest(means, deviations)
-    assert value == pytest.approx(drawn.max(axis=1).mean(), rel=1e-3)
-    often = np.bincount(drawn.argmax(axis=1), minlength=num_ranks) / len(drawn)
+    scale = 0.05 * (1.0 + spread * rng.random(num_ranks))
+    normal = rng.normal(size=(8_000, num_ranks))
+    drawn = 20.0 * scale + scale * (np.expm1(skew * normal) / skew if skew else normal)
+    means, variances = typical(drawn)
+    value, chance = typical_longest(means, np.sqrt(variances), skew)
+    longest = drawn.max(axis=1)
+    usual, variance = typical(longest)
+    assert value == pytest.approx(float(usual), abs=0.05 * np.sqrt(float(variance)))
+    low, high = np.quantile(longest, (0.2, 0.8))
+    kept = drawn[(longest > low) & (longest < high)]
+    often = np.bincount(kept.argmax(axis=1), minlength=num_ranks) / len(kept)
     assert chance == pytest.approx(often, abs=0.02)
 
 
+@pytest.mark.parametrize("num_ranks", [8, 128])
+def test_the_longest_of_times_with_the_tails_of_a_pareto_distribution(num_ranks: int) -> None:
+    rng = np.random.default_rng(7)
+    drawn = 1.0 + 0.1 * rng.pareto(2.5, (8_000, num_ranks))
+    means, variances = typical(drawn)
+    skew = float(np.log(np.median(skewness(drawn))) / 0.8416)
+    usual, _ = typical(drawn.max(axis=1))
+    chance_adds = typical_longest(means, np.sqrt(variances), skew)[0] - means[0]
+    assert chance_adds == pytest.approx(float(usual) - means[0], rel=0.15)
+    normal_adds = typical_longest(means, np.sqrt(variances), 0.0)[0] - means[0]
+    assert normal_adds < 0.5 * chance_adds
+
+
 def test_without_noise_the_longest_is_the_longest_mean() -> None:
-    value, chance = expected_longest(np.array([1.0, 3.0, 2.0]), np.zeros(3))
+    value, chance = typical_longest(np.array([1.0, 3.0, 2.0]), np.zeros(3), 0.0)
     assert value == pytest.approx(3.0, rel=1e-3)
     assert chance == pytest.approx([0.0, 1.0, 0.0])

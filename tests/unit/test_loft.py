@@ -77,7 +77,7 @@ def test_pins_run_out() -> None:
 @pytest.mark.parametrize("error_s", [0.0, 0.1])
 def test_a_step_is_longer_than_with_equal_sizes_only_beyond_its_error(error_s: float) -> None:
     verdicts = Verdicts((64, 64), equal_s=1.0)
-    rows, valid = np.ones((2, 13)), np.ones(2, bool)
+    rows, valid = np.ones((2, 14)), np.ones(2, bool)
     interval = Interval(0, np.array([96, 32]), rows, valid, 1.15, step_error_s=error_s)
     assert verdicts.is_worse(interval, 0.9, is_new=True, drift=1.0) == (error_s == 0)
 

@@ -7,7 +7,11 @@ import pytest
 from loft_hvd.balance.interval import SUM, SUMS
 from loft_hvd.balance.stopwatch import DeviceClock, StepTimer
 
-FOLLOWS = {"busy_s2", *(name for name in SUMS if "typical" in name or "spread" in name)}
+FOLLOWS = {
+    "busy_s2",
+    "busy_skew",
+    *(name for name in SUMS if "typical" in name or "spread" in name),
+}
 
 
 class FakeClock:
