@@ -11,12 +11,12 @@ promised was made on a wrong model: then the next one is free.
 
 ``Verdicts`` judges the plans that came of it. Ranks may report wrong times, by mistake or on
 purpose. Their reports choose a plan; whether it was any good is read off the step's own length. A
-plan that turns out worse than equal sizes is in force for one interval. Equal sizes are then
-measured anew: when they are no better, the cluster changed and the plan comes back; otherwise it
-was a miss. A miss that no rank admits to in its report halves the next change and doubles the pause
-before it. From the second miss on, the rank that most likely misled the model is pinned at its
-equal share for a time that grows eightfold; misses that a rank did admit to are forgiven with time,
-since neighbours on a machine come and go.
+plan that turns out worse than the one before it, or than equal sizes, is in force for one interval.
+What it replaced is then measured anew: when it is no better, the cluster changed and the plan comes
+back; otherwise it was a miss, and the next change has twice the price, until one brings what it
+promised. From the second miss against equal sizes on, the rank that most likely misled the model is
+pinned at its equal share for a time that grows eightfold; misses that a rank did admit to are
+forgiven with time, since neighbours on a machine come and go.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from loft_hvd.balance.search import SOLVERS, round_to_lattice
 from loft_hvd.codec import Count, Shape, Within
 from loft_hvd.errors import ArgumentError, PlanError
 
-__all__ = ["DEAD_BAND", "Forecast", "Loft", "Verdicts"]
+__all__ = ["DEAD_BAND", "Forecast", "Loft", "Measured", "Verdicts"]
 
 # "Measured" as in regression.py: docs/balance.md, "The constants".
 
@@ -67,7 +67,7 @@ _PROBED = 0.875
 # When to take a plan back.
 _MARGIN = 0.02  # of the step, beside its error: docs/balance.md promises it. Measured
 _UNEXPLAINED = 0.10  # of the step that no rank says it was busy for: then somebody's word is wrong
-_LONGEST_PAUSE = 64  # intervals; doubling from 2, the sixth miss reaches it
+_DEAREST = 64.0  # dead bands that a change may cost; doubling from 1, the sixth miss reaches it
 _PINNING_STRIKES = 1.5  # so that the second miss pins, unless the first was forgiven in part
 # Intervals that the first pin lasts, and the factor on each next one: a rank that admits may be
 # honest. A rank is pinned that much longer at once when nobody admits to the long step.
@@ -80,14 +80,23 @@ _PerRank = Annotated[list[Count], Shape("world_size")]
 
 
 @dataclass(frozen=True)
+class Measured:
+    """Sizes, and what a step with them took: others are judged by it."""
+
+    sizes: Sizes
+    step_s: float = float("nan")  # NaN before it was measured
+    error_s: float = 0.0  # its standard error
+    model_s: float = float("nan")  # what the model said of it then
+
+
+@dataclass(frozen=True)
 class Forecast:
     """What the model said before a plan came into force."""
 
     sizes: Sizes
     times: RankFloats  # predicted seconds of each rank with them
+    before: Measured  # the sizes that they replaced
     gain: float = 0.0  # share of the step that they should save
-    before_s: float = float("nan")  # of a step before them, and its standard error
-    before_error_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -96,33 +105,32 @@ class Trial:
 
     sizes: Sizes
     step_s: float  # that a step with it took
+    instead: Sizes  # in force until it is known whether they are any better
 
 
 @dataclass
 class Verdicts:
     """The verdicts so far."""
 
-    equal: Sizes  # the equal sizes of the run
-    equal_s: float = float("nan")  # of a step with them, as last measured; NaN before
-    equal_error_s: float = 0.0  # its standard error
-    aggregate_s: float = 0.0  # of such a step that the ranks' reports left over
+    equal: Measured  # the equal sizes of the run, as last measured
+    aggregate_s: float = 0.0  # of a step with them that the ranks' reports left over
     suspicion: RankNumbers = field(default_factory=list)  # how much each rank misled the model
     pins: _PerRank = field(default_factory=list)  # intervals that each rank's pin still lasts
     pin_length: Count = _PINNED  # of the next one
-    num_misses: Count = 0  # plans that were worse than equal sizes
-    strikes: float = 0.0  # misses that count; they fade if a rank admitted the last one
+    num_misses: Count = 0  # plans that were worse than equal sizes, or than those before them
+    strikes: float = 0.0  # of the first kind; they fade if a rank admitted the last one
     is_admitted: bool = False  # a rank said that it was busy for as long as the step last undone
-    pause: Count = 0  # intervals to let pass before the next change
-    scale: float = 1.0  # share of a wanted change that is carried out, in (0, 1]
+    price: Annotated[float, Within(1, _DEAREST)] = 1.0  # of the next change, in dead bands
     proven: _PerRank = field(default_factory=list)  # largest batch of each rank that passed
-    on_trial: Trial | None = None  # a plan that was undone, until equal sizes are measured
+    on_trial: Trial | None = None  # a plan that was undone, until what replaces it is measured
     misled: RankNumbers = field(default_factory=list)  # how much each rank may have misled it
 
     def __post_init__(self) -> None:
-        self.proven = self.proven or list(self.equal)
-        self.pins = self.pins or [0] * len(self.equal)
-        self.suspicion = self.suspicion or [0.0] * len(self.equal)
-        self.misled = self.misled or [0.0] * len(self.equal)
+        equal = self.equal.sizes
+        self.proven = self.proven or list(equal)
+        self.pins = self.pins or [0] * len(equal)
+        self.suspicion = self.suspicion or [0.0] * len(equal)
+        self.misled = self.misled or [0.0] * len(equal)
 
     @property
     def pinned(self) -> list[int]:
@@ -137,27 +145,30 @@ class Verdicts:
         """Say whether ranks admit, with ``busy_s`` of a step, that it took as long as it did."""
         return interval.step_s <= (busy_s + self.aggregate_s) * (1 + _UNEXPLAINED)
 
-    def measure_equal(self, interval: Interval, busy_s: float) -> bool:
-        """Take in an interval with equal sizes; returns whether the plan on trial comes back.
+    def measure_equal(self, interval: Interval, busy_s: float, *, model_s: float) -> None:
+        """Take in an interval with equal sizes, of which the model says ``model_s``.
 
         Ranks say that they were busy for ``busy_s`` of a step, the longest of them in each.
         """
-        step_s, trial = interval.step_s, self.on_trial
-        if trial is None and self.equal_s > 0:  # NaN is not
-            self.equal_s = 0.5 * (self.equal_s + step_s)
-            self.equal_error_s = 0.5 * float(np.hypot(self.equal_error_s, interval.step_error_s))
-        else:  # the cluster may have changed: only this interval tells
-            self.equal_s, self.equal_error_s = step_s, interval.step_error_s
-        left_over = max(step_s - busy_s, 0.0)
+        step_s, error_s = interval.step_s, interval.step_error_s
+        if self.on_trial is None and self.equal.step_s > 0:  # NaN is not
+            step_s = 0.5 * (self.equal.step_s + step_s)
+            error_s = 0.5 * float(np.hypot(self.equal.error_s, error_s))
+        # Else the cluster may have changed: only this interval tells.
+        self.equal = Measured(self.equal.sizes, step_s, error_s, model_s)
+        left_over = max(interval.step_s - busy_s, 0.0)
         self.aggregate_s = left_over if self.num_misses == 0 else min(self.aggregate_s, left_over)
-        if trial is None:
-            return False
-        if step_s >= trial.step_s * (1 - 0.5 * _MARGIN):
+
+    def comes_back(self, trial: Trial, interval: Interval) -> bool:
+        """Say whether the plan on trial comes back, after an interval with what replaced it."""
+        if interval.step_s >= trial.step_s * (1 - 0.5 * _MARGIN):
             return True
-        self._count_miss()
+        self._count_miss(trial)
         return False
 
-    def is_worse(self, interval: Interval, busy_s: float, *, is_new: bool, drift: float) -> bool:
+    def is_worse(
+        self, interval: Interval, busy_s: float, than: Measured, *, is_new: bool, drift: float
+    ) -> bool:
         """Judge the plan in force by the step it took.
 
         A new plan is judged whatever the reason; one that passed before only when no rank says it
@@ -166,44 +177,45 @@ class Verdicts:
         Args:
             interval: what was measured with it.
             busy_s: how long ranks say that they were busy in a step, the longest of them in each.
+            than: the sizes that it should be no worse than.
             is_new: it is the plan's first interval.
-            drift: how much longer equal sizes should take now than when they were measured, by
-                what the ranks report; believed only while their reports explain the step.
+            drift: how much longer those should take now than when they were measured, by what the
+                ranks report; believed only while their reports explain the step.
         """
         explained_s = busy_s + self.aggregate_s
-        error_s = float(np.hypot(interval.step_error_s, self.equal_error_s))
-        # What is surely longer than equal sizes, and by more than the margin.
+        error_s = float(np.hypot(interval.step_error_s, than.error_s))
+        # What is surely longer, and by more than the margin.
         step_s = interval.step_s - _SIGMAS * error_s
         if step_s > explained_s * (1 + _UNEXPLAINED):  # only rank 0's own clock counts
-            return step_s > self.equal_s * (1 + _MARGIN)
+            return step_s > than.step_s * (1 + _MARGIN)
         held_up = interval.valid & (interval.busy_s > 0.95 * interval.busy_s.max())
-        has_less = (interval.sizes[held_up] <= np.array(self.equal)[held_up]).all()
+        has_less = (interval.sizes[held_up] <= np.array(than.sizes)[held_up]).all()
         if has_less and step_s <= explained_s * (1 + _MARGIN):
-            return False  # with equal sizes those ranks would have had more to do, not less
-        return is_new and step_s > self.equal_s * max(drift, 1.0) * (1 + _MARGIN)
+            return False  # with those sizes these ranks would have had more to do, not less
+        return is_new and step_s > than.step_s * max(drift, 1.0) * (1 + _MARGIN)
 
-    def undo(self, interval: Interval, busy_s: float, forecast: Forecast) -> None:
+    def undo(
+        self, interval: Interval, busy_s: float, forecast: Forecast, *, instead: Sizes
+    ) -> None:
         """Put the plan on trial, and note which rank's reports may have misled the model."""
-        self.on_trial = Trial(forecast.sizes, interval.step_s)
+        self.on_trial = Trial(forecast.sizes, interval.step_s, instead)
         misses = np.abs(interval.busy_s / np.maximum(forecast.times, 1e-9) - 1.0)
         misses = np.where(interval.valid, np.minimum(misses, 1.0), 0.0)
         self.is_admitted = self.is_explained(interval, busy_s)
         if not self.is_admitted:
             # Nobody admits to the long step: suspect those who were given the most on their word.
-            growth = np.array(forecast.sizes) / np.maximum(self.equal, 1) - 1.0
+            growth = np.array(forecast.sizes) / np.maximum(self.equal.sizes, 1) - 1.0
             misses = misses + np.maximum(growth, 0.0)
         self.misled = misses.tolist()
 
-    def _count_miss(self) -> None:
-        suspicion = np.array(self.suspicion) + np.array(self.misled)
+    def _count_miss(self, trial: Trial) -> None:
         self.on_trial = None
         self.num_misses += 1
+        self.price = min(2.0 * self.price, _DEAREST)
+        if trial.instead != self.equal.sizes:
+            return  # only what is worse than sizes that rest on no rank's word may be a lie
+        suspicion = np.array(self.suspicion) + np.array(self.misled)
         self.strikes += 1.0
-        if self.is_admitted:
-            self.pause = 1  # a rank says that it was slow: the next fit knows
-        else:
-            self.scale *= 0.5
-            self.pause = min(2**self.num_misses, _LONGEST_PAUSE)
         if self.strikes > _PINNING_STRIKES:
             free = suspicion.copy()
             free[self.pinned] = -1.0
@@ -211,13 +223,11 @@ class Verdicts:
             self.pins[int(np.argmax(free))] = length
             self.pin_length = min(self.pin_length * _PINNED_LONGER, _LONGEST_PIN)
             suspicion[self.pinned] = 0.0
-            self.scale = 1.0
         self.suspicion = suspicion.tolist()
 
     def passed(self, sizes: Ints) -> None:
-        """Note that a plan was no worse than equal sizes: its batches are proven."""
+        """Note that a plan was no worse than what it replaced: its batches are proven."""
         self.proven = np.maximum(self.proven, sizes).tolist()
-        self.scale = min(1.0, 1.5 * self.scale)
         self.on_trial = None
         if self.is_admitted:
             self.strikes *= _FADE
@@ -230,13 +240,11 @@ class LoftState:
 
     past: Past  # of the fit
     verdicts: Verdicts  # on its plans
-    before: Sizes  # in force when the forecast was made
     forecast: Forecast | None = None  # of the plan under watch; None once it was judged
     is_let_down: bool = False  # the last change has not brought what it promised
     aggregate_s: float = float("nan")  # what steps lately took beyond the slowest rank
-    equal_model_s: float = float("nan")  # predicted for a step when equal sizes were measured
     # Surely, by not changing sizes so far, as a share of one interval; below the dead band.
-    lost: Annotated[float, Within(0, 1)] = 0.0
+    lost: Annotated[float, Within(0, _DEAREST)] = 0.0
     stuck: Count = 0  # intervals that a rank has been slowest without a remedy
     probe_after: Count = _PROBE_AFTER  # so many of these
     note: str = "the first decision comes after the first interval"  # what the last one was
@@ -244,10 +252,11 @@ class LoftState:
 
 def _is_let_down(forecast: Forecast, interval: Interval) -> bool:
     """Say whether a change has surely brought less than it promised."""
-    if not forecast.before_s > 0 or forecast.gain <= 0:
+    before = forecast.before
+    if not before.step_s > 0 or forecast.gain <= 0:
         return False
-    brought = 1.0 - interval.step_s / forecast.before_s
-    error = float(np.hypot(interval.step_error_s, forecast.before_error_s)) / forecast.before_s
+    brought = 1.0 - interval.step_s / before.step_s
+    error = float(np.hypot(interval.step_error_s, before.error_s)) / before.step_s
     return brought + _SIGMAS * error < forecast.gain
 
 
@@ -321,7 +330,7 @@ class Loft(Policy):
             )
         self.task, equal = task, task.equal()
         self._fit: Fit | None = None
-        self.state = LoftState(Past.of(task.world_size), Verdicts(equal), before=equal)
+        self.state = LoftState(Past.of(task.world_size), Verdicts(Measured(equal)))
         return equal
 
     @property
@@ -368,60 +377,50 @@ class Loft(Policy):
         verdict = self._judge(interval, fit, busy_s)
         if verdict is not None:
             return self._announce(verdict, interval, fit)
-        if state.verdicts.pause > 0:
-            state.verdicts.pause -= 1
-            state.note = (
-                "sizes wait, since a plan was undone: the next decision comes in "
-                f"{state.verdicts.pause + 1} intervals"
-            )
-            return None
         return self._search(interval, fit)
 
     def _announce(
         self, proposal: Proposal, interval: Interval, fit: Fit, *, gain: float = 0.0
     ) -> Proposal:
         """Remember what is expected of a proposal, so that it can be judged."""
-        state = self.state
-        state.before = tuple(interval.sizes.tolist())
-        state.forecast = Forecast(
-            proposal.sizes,
-            fit.model.times(proposal.sizes),
-            gain,
-            interval.step_s,
-            interval.step_error_s,
-        )
+        state, now = self.state, tuple(interval.sizes.tolist())
+        before = Measured(now, interval.step_s, interval.step_error_s, fit.model.step_s(now))
+        state.forecast = Forecast(proposal.sizes, fit.model.times(proposal.sizes), before, gain)
         state.note, state.lost, state.is_let_down = proposal.reason, 0.0, False
         return proposal
 
     def _judge(self, interval: Interval, fit: Fit, busy_s: float) -> Proposal | None:
         """Return what undoes the plan in force, or brings one back; None where it may stay."""
         state, verdicts, sizes = self.state, self.state.verdicts, tuple(interval.sizes.tolist())
-        equal_s = fit.model.step_s(verdicts.equal)
-        if sizes == verdicts.equal:
-            on_trial = verdicts.on_trial
-            state.equal_model_s = equal_s
-            if verdicts.measure_equal(interval, busy_s) and on_trial is not None:
-                verdicts.passed(np.array(on_trial.sizes))
-                reason = "equal sizes were no better: the cluster has changed"
-                return Proposal(on_trial.sizes, reason)
+        trial, model = verdicts.on_trial, fit.model
+        if sizes == verdicts.equal.sizes:
+            verdicts.measure_equal(interval, busy_s, model_s=model.step_s(sizes))
+        if trial is not None and sizes == trial.instead and verdicts.comes_back(trial, interval):
+            verdicts.passed(np.array(trial.sizes))
+            return Proposal(trial.sizes, "other sizes were no better: the cluster has changed")
+        if sizes == verdicts.equal.sizes:
             return None
-        # The controller may have put nearby sizes into force instead of those proposed.
         forecast = state.forecast
-        is_new = forecast is not None and sizes != state.before
+        rivals = {"equal sizes": verdicts.equal}
+        is_new = forecast is not None and sizes != forecast.before.sizes
         if is_new and forecast is not None:
+            if forecast.before.sizes != verdicts.equal.sizes:
+                rivals = {"the sizes before": forecast.before, **rivals}
             is_explained = verdicts.is_explained(interval, busy_s)
-            state.is_let_down = is_explained and _is_let_down(forecast, interval)
+            is_let_down = _is_let_down(forecast, interval)
+            state.is_let_down = is_explained and is_let_down
+            if forecast.gain > 0 and not is_let_down:
+                verdicts.price = 1.0
+        # The controller may have put nearby sizes into force instead of those proposed.
         if forecast is None or forecast.sizes != sizes:
-            forecast = Forecast(sizes, fit.model.times(sizes))
-        drift = equal_s / state.equal_model_s if state.equal_model_s > 0 else 1.0
-        drift = min(drift, _MOST_DRIFT)
-        if verdicts.is_worse(interval, busy_s, is_new=is_new, drift=drift):
-            verdicts.undo(interval, busy_s, forecast)
-            reason = (
-                f"undone: a step took {interval.step_s:.3g} s, but {verdicts.equal_s:.3g} s with "
-                "equal sizes"
-            )
-            return Proposal(verdicts.equal, reason)
+            forecast = Forecast(sizes, model.times(sizes), verdicts.equal)
+        for name, rival in rivals.items():
+            drift = model.step_s(rival.sizes) / rival.model_s if rival.model_s > 0 else 1.0
+            drift = min(drift, _MOST_DRIFT)
+            if verdicts.is_worse(interval, busy_s, rival, is_new=is_new, drift=drift):
+                verdicts.undo(interval, busy_s, forecast, instead=rival.sizes)
+                reason = f"undone: a step took {interval.step_s:.3g} s, but {rival.step_s:.3g} s"
+                return Proposal(rival.sizes, f"{reason} with {name}")
         verdicts.passed(interval.sizes)
         state.forecast = None
         return None
@@ -433,19 +432,17 @@ class Loft(Policy):
         held[verdicts.pinned] = True
         if held.sum() > len(held) // 2:
             state.note = "equal sizes: the times of most ranks fit no model"
-            is_equal = tuple(now.tolist()) == verdicts.equal
+            is_equal = tuple(now.tolist()) == verdicts.equal.sizes
             if is_equal:
                 return None
-            return self._announce(Proposal(verdicts.equal, state.note), interval, fit)
+            return self._announce(Proposal(verdicts.equal.sizes, state.note), interval, fit)
         limits = self._limits(now, held)
         found = SOLVERS[self._solver](fit.model, task.global_batch_size, limits)
-        if verdicts.scale < 1.0:
-            found = task.rounded(now + verdicts.scale * (np.array(found) - now))
         found = self._choose(fit, now, found, limits)
         gain = fit.gain(now, found)
         sure = gain.share - _SIGMAS * gain.error
         state.lost = state.lost + sure if sure > 0 else 0.0
-        price = 0.0 if state.is_let_down else self._dead_band
+        price = 0.0 if state.is_let_down else self._dead_band * verdicts.price
         if sure > 0 and state.lost >= price:
             state.probe_after = _PROBE_AFTER
             proposal = Proposal(found, f"{gain.share:.1%} less predicted", gain.then_s, gain.now_s)
@@ -462,7 +459,7 @@ class Loft(Policy):
         """
         step = np.array(found) - now
         others = [self.task.rounded(now + share * step) for share in _LESS]
-        others.append(self.state.verdicts.equal)
+        others.append(self.state.verdicts.equal.sizes)
         legal = [
             sizes
             for sizes in others
@@ -476,7 +473,7 @@ class Loft(Policy):
         Ranks that are ``held`` stay at their equal share, or a grain beside it. All [world_size].
         """
         bounds, verdicts = self.task.bounds, self.state.verdicts
-        equal, grain = np.array(verdicts.equal), bounds.grain
+        equal, grain = np.array(verdicts.equal.sizes), bounds.grain
         grown = np.maximum(_GROWTH * np.array(verdicts.proven), equal)
         shrunk = np.minimum(now // _SHRINKING, equal) // grain * grain
         low = np.where(held, equal // grain * grain, np.maximum(bounds.floor, shrunk))
@@ -512,9 +509,9 @@ class Loft(Policy):
         if self._fit is not None:
             lines.append(summarise_fit(self._fit))
         if verdicts.num_misses:
-            lines.append(f"{verdicts.num_misses} plans were worse than equal sizes and undone")
+            lines.append(f"{verdicts.num_misses} plans made steps longer and were undone")
         lines += [
-            f"rank {rank} is pinned at its equal share of {verdicts.equal[rank]} for "
+            f"rank {rank} is pinned at its equal share of {verdicts.equal.sizes[rank]} for "
             f"{verdicts.pins[rank]} more intervals: plans that trusted its times were worse "
             "than equal sizes"
             for rank in verdicts.pinned

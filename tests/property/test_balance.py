@@ -27,7 +27,6 @@ SHIPPED = {
     for path in sorted((Path(loft_hvd.simulate.__file__).parent / "scenarios").glob("*.toml"))
 }
 Rivals = tuple[str, ...]
-FAR_OFF = 19  # of the 200 random clusters, the one that misses the goal of 2 %
 modes = pytest.mark.parametrize("overlap", OVERLAPS.values(), ids=OVERLAPS.keys())
 
 # facts: LOFT against LB-BSP with the locality sampler, against LB-BSP with a blind one, sizing
@@ -85,20 +84,16 @@ def test_loft_is_near_the_best_policy_in_every_shipped_scenario(name: str) -> No
 @pytest.mark.long
 @pytest.mark.parametrize("first", range(0, 200, 20))
 def test_loft_is_near_the_best_policy_in_random_scenarios(first: int) -> None:
-    for seed in sorted({*range(first, first + 20)} - {FAR_OFF}):
+    for seed in range(first, first + 20):
         results = simulate(random_scenario(seed))
         best = min(run.mean_s for run in results.runs if run.name != "oracle")
         above = results.run("loft").mean_s / best - 1
         assert above <= 0.02, f"seed {seed}: {above:.1%} above the best policy"
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a rank slowed 2.8 times reads so little from elsewhere with what is left to it that "
-    "its fetch is fitted wrongly, and its batch grows sevenfold for an interval: 10.7 % above",
-)
 def test_loft_is_near_the_best_policy_where_a_slow_rank_reads_little() -> None:
-    scenario = replace(random_scenario(FAR_OFF), policies=("lbbsp-cpu:busy", "loft"))
+    # A rank slows down 2.8 times, and with what is left to it reads hardly anything from elsewhere.
+    scenario = replace(random_scenario(19), policies=("lbbsp-cpu:busy", "loft"))
     results = simulate(scenario)
     assert results.run("loft").mean_s <= 1.02 * results.run("lbbsp-cpu:busy").mean_s
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 
 import loft_hvd as loft
 from loft_hvd.balance.controller import Controller
-from loft_hvd.balance.interval import Interval
+from loft_hvd.balance.interval import COLUMNS, Interval
 from loft_hvd.balance.latency import StepModel
-from loft_hvd.balance.loft import Loft, Verdicts
-from loft_hvd.balance.plan import StepSizes
+from loft_hvd.balance.loft import Loft, Measured, Verdicts
+from loft_hvd.balance.plan import Floats, StepSizes
 from loft_hvd.simulate.compare import hiccup_scenario, random_scenario, wide_scenario
 from loft_hvd.simulate.simulation import simulate
 from loft_hvd.transport.local import LocalTransport, run_ranks
@@ -66,7 +66,7 @@ def test_what_waiting_costs_adds_up_to_the_price_of_a_change() -> None:
 
 
 def test_pins_run_out() -> None:
-    verdicts = Verdicts((64,) * 4, pins=[0, 0, 2, 1])
+    verdicts = Verdicts(Measured((64,) * 4), pins=[0, 0, 2, 1])
     assert verdicts.pinned == [2, 3]
     verdicts.pass_interval()
     assert verdicts.pinned == [2]
@@ -76,10 +76,35 @@ def test_pins_run_out() -> None:
 
 @pytest.mark.parametrize("error_s", [0.0, 0.1])
 def test_a_step_is_longer_than_with_equal_sizes_only_beyond_its_error(error_s: float) -> None:
-    verdicts = Verdicts((64, 64), equal_s=1.0)
-    rows, valid = np.ones((2, 14)), np.ones(2, bool)
+    equal = Measured((64, 64), step_s=1.0)
+    rows, valid = np.ones((2, len(COLUMNS))), np.ones(2, bool)
     interval = Interval(0, np.array([96, 32]), rows, valid, 1.15, step_error_s=error_s)
-    assert verdicts.is_worse(interval, 0.9, is_new=True, drift=1.0) == (error_s == 0)
+    is_worse = Verdicts(equal).is_worse(interval, 0.9, equal, is_new=True, drift=1.0)
+    assert is_worse == (error_s == 0)
+
+
+class Thrashing(StepModel):
+    """Ranks whose memory is full beyond 130 samples: each sample then takes 1.6 times as long."""
+
+    def compute(self, sizes: Floats) -> Floats:
+        return super().compute(sizes) * np.where(sizes > 130, 1.6, 1.0)
+
+
+def test_a_plan_that_is_worse_than_the_one_before_is_taken_back() -> None:
+    built = StepModel.build(4, compute_s=np.array([1.0, 4.0, 4.0, 4.0]) * 1e-3)
+    model = Thrashing(
+        **{item.name: getattr(built, item.name) for item in fields(built) if item.init}
+    )
+    plans = drive(lambda _: model, Controller(256, 4), intervals=24, seed=0, noise=0.02)
+    steps = [model.step_s(sizes) for sizes in plans]
+    longer = [at for at in range(1, 24) if steps[at] > 1.05 * steps[at - 1]]
+    assert longer, plans
+    for at in longer:
+        assert steps[at] < steps[0], "better than equal sizes"
+        assert plans[at + 1] == plans[at - 1], plans
+    # Each such change makes the next one dearer by as much again.
+    assert len(longer) <= 4
+    assert (np.diff(longer, n=2) >= 0).all(), longer
 
 
 @pytest.mark.parametrize("seed", [2, 10])  # by plain means: 21 and 22 % above
