@@ -146,9 +146,9 @@ def test_thread_sanitizer_finds_nothing(tmp_path: Path) -> None:
     )
     build(tmp_path, "check_threads")
     # It wants its memory at fixed places, which randomised addresses of a new kernel may take.
-    command = [tool("setarch"), "--addr-no-randomize", tmp_path / "check_threads"]
+    fixed = tool("setarch"), "--addr-no-randomize"
     environ = {"TSAN_OPTIONS": "halt_on_error=1"}
-    assert " 0 differ" in run(*command, environ=environ)
+    assert " 0 differ" in run(*fixed, tmp_path / "check_threads", environ=environ)
 
 
 @pytest.mark.long
