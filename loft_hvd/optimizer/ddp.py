@@ -34,7 +34,7 @@ from loft_hvd.optimizer.options import EqualBatches, advised_momentum
 from loft_hvd.pipeline.allreduce import Handle, start_allreduce
 from loft_hvd.pipeline.momentum import Ages, LossScaler, WorkerMomentum
 from loft_hvd.pipeline.selection import Scope, Selection, SelectionPart, check_scope
-from loft_hvd.pipeline.suspicion.spread import SpreadWatch
+from loft_hvd.pipeline.suspicion.spread import WARN_ABOVE, SpreadWatch
 from loft_hvd.pipeline.weights import PassWeights, combine_passes, in_training
 from loft_hvd.runlog import RunLog
 from loft_hvd.transport.base import Channel, Transport, locate, watch_of
@@ -73,8 +73,9 @@ def ddp_hook(
             every backward pass is a step: use no ``no_sync()``.
         named_parameters: ``model.named_parameters()``, so that errors name parameters.
         scope: by which values a rule that sees rows judges them: "shard", by the slice of a bucket
-            that one rank aggregates, or "model", by all buckets of a backward pass, so that results
-            travel only after it.
+            that one rank aggregates; "model", by all buckets of a backward pass, so that results
+            travel only after it; "auto", in shards until a warning says that ranks' gradients
+            differ lastingly.
         transport: the ranks; the default process group by default.
         timeout_s: longest wait in seconds; None takes ``LOFT_HVD_TIMEOUT_S``.
         worker_momentum: as in ``DistributedOptimizer``; the hook cannot see the optimizer, which
@@ -184,9 +185,15 @@ class _BucketReducer:
         # What decides over all buckets of a pass, and each bucket's place in it, by its name.
         self._selection: Selection | None = None
         self._parts: dict[str, SelectionPart] = {}
-        if isinstance(rule, RowRule) and scope == "model" and channel.world_size > 1:
-            lines = meshed(channel.transport)
-            self._selection = Selection(lines, channel.name, rule, scope=scope)
+        self._is_auto = scope == "auto"
+        if scope == "model":
+            self._judge_by_model()
+
+    def _judge_by_model(self) -> None:
+        """Judge rows over all buckets from the next pass on; every rank alike."""
+        if isinstance(self._rule, RowRule) and self._channel.world_size > 1:
+            lines = meshed(self._channel.transport)
+            self._selection = Selection(lines, self._channel.name, self._rule, scope="model")
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Start a bucket, and with the last one of a pass wait for all."""
@@ -279,6 +286,9 @@ class _BucketReducer:
             found = None if self._spread is None else self._spread.step_reduced(reduced)
         if found is not None:
             self._batches.log.write("spread", **asdict(found))
+            if self._is_auto and found.usual > WARN_ABOVE:
+                self._judge_by_model()
+                self._batches.log.write("scope", scope="model")
         self._flights.clear()
         if self._momentum is not None and self._ages is not None:
             self._momentum.step_ended(self._ages)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from loft_hvd.aggregation.row_rules import Robust
 from loft_hvd.aggregation.rules import Mean, Rule
 from loft_hvd.balance.balancer import Balancer
 from loft_hvd.config import config
@@ -42,7 +43,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - the name and the arguments ar
     rule: Rule | None = None,
     balancer: Balancer | None = None,
     bucket_bytes: int | None = None,
-    scope: Scope = "shard",
+    scope: Scope | None = None,
     audit: float = 0.0,
     over: Over = None,
     diagnostics: bool | Suspicion | None = None,
@@ -75,8 +76,10 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - the name and the arguments ar
         balancer: says how many samples each rank's gradient stands for; equal without one.
         bucket_bytes: most bytes sent together; None takes ``LOFT_HVD_BUCKET_BYTES``.
         scope: by which values rules that see rows, such as ``loft.Robust``, judge them: "shard", by
-            the slice of a bucket that one rank aggregates, or "model", by all values of the rule,
-            so that results travel only after the backward pass.
+            the slice of a bucket that one rank aggregates; "model", by all values of the rule, so
+            that results travel only after the backward pass; "auto", in shards at first, and over
+            the model once a warning says that ranks' gradients differ lastingly. None is "auto"
+            with ``rule=loft.Robust(f)``, else "shard".
         audit: how many shard owners are audited a step, on average, 0 to 1: another rank computes
             1/16 of what one owner did again, and a bit that differs ends the job on every rank.
         over: None for a rule over ranks; "nodes", or the ranks of every group, for a plain mean
@@ -116,7 +119,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - the name and the arguments ar
         predivide=float(gradient_predivide_factor),
         sparse_as_dense=sparse_as_dense,
         wire=read_compression(compression),
-        scope=scope,
+        scope=("auto" if isinstance(rule, Robust) else "shard") if scope is None else scope,
         audit=audit,
     )
     options = OptimizerOptions(

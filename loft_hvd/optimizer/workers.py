@@ -27,7 +27,7 @@ from loft_hvd.pipeline.momentum import WorkerMomentum
 from loft_hvd.pipeline.reducer import GradientReducer
 from loft_hvd.pipeline.ring import MakeExchange, flat_exchange
 from loft_hvd.pipeline.suspicion.report import FEWEST_WATCHED, SuspicionReport
-from loft_hvd.pipeline.suspicion.spread import ParameterSpread
+from loft_hvd.pipeline.suspicion.spread import WARN_ABOVE, ParameterSpread, Spread
 from loft_hvd.pipeline.suspicion.tracker import Suspicion
 from loft_hvd.pipeline.suspicion.watch import Quarantine, Unwatched, WorkerWatch
 from loft_hvd.runlog import MOST_ROWS, RunLog
@@ -188,11 +188,19 @@ class GradientLog:
         self._num_steps = 0
         self._seen: tuple[object, ...] = ()  # each worker's standing in the newest line
 
-    def step_reduced(self, log: RunLog, watch: WorkerWatch | Unwatched) -> None:
-        """Compare ranks when enough steps were seen; write what is new."""
+    def step_reduced(self, log: RunLog, watch: WorkerWatch | Unwatched) -> Spread | None:
+        """Compare ranks when enough steps were seen; write what is new.
+
+        Returns:
+            How far ranks lie apart for good, in the step that compares them, on all of them.
+        """
         self._num_steps += 1
         if (spread := self._spread.step_reduced()) is not None:
             log.write("spread", **asdict(spread))
+        self._write_standing(log, watch)
+        return spread
+
+    def _write_standing(self, log: RunLog, watch: WorkerWatch | Unwatched) -> None:
         if log.path is None or self._num_steps % _LOOK_EVERY:
             return
         report = watch.report()
@@ -330,8 +338,23 @@ class OptimizerWorld:
         with self.log.faults():
             self._reducer.synchronize()
             self._replicas.gradients_reduced()
-            self._gradient_log.step_reduced(self.log, self._workers.watch)
+            spread = self._gradient_log.step_reduced(self.log, self._workers.watch)
+        if spread is not None and spread.usual > WARN_ABOVE:
+            self._judge_by_model()
         self._waited_s += time.monotonic() - began
+
+    def _judge_by_model(self) -> None:
+        """Go over to the whole model where that is left to the ranks' data; every rank alike."""
+        if self._options.settings.scope != "auto":
+            return
+        self._reducer.judge_by_model()
+        self.log.write("scope", scope="model")
+        if self.rank == 0:
+            _logger.warning(
+                'scope="auto": from the next step on workers are judged by their whole gradients, '
+                "which tell lasting differences from faults better than shards do; results then "
+                'travel after the backward pass. scope="shard" or scope="model" fixes it'
+            )
 
     def _check_unchanged(self) -> None:
         """Raise unless buckets and groups are those of the ranks that there are."""

@@ -142,6 +142,7 @@ class Engine:
         self._trace = trace_of(transport.rank)
         owners = Owners() if owners is None else owners
         selections = self._make_selections(channel, rules, owners)
+        self._selections = tuple(selections.values())
         self.reductions = tuple(
             BucketReduction(
                 ExchangeSpec(
@@ -263,6 +264,15 @@ class Engine:
                 finally:
                     self._turn.release()
                 time.sleep(pause or 0.0)  # at least lets the other thread have the lock
+
+    def judge_by_model(self) -> None:
+        """Let rules that see rows judge them over the whole model from now on.
+
+        Called between two steps, before the same one on every rank.
+        """
+        assert self._num_queued == 0, self._num_queued
+        for selection in self._selections:
+            selection.is_model = True
 
     def memory_bytes(self) -> int:
         """Return the bytes of all buffers that the engine holds, the buckets included."""

@@ -72,6 +72,7 @@ class GradientReducer:
         self._has_warned = False  # of a step that ended with too few passes
         is_audited = settings.audit > 0 and channel.world_size > 1
         self.audit = Audit(settings.audit) if is_audited else None
+        self._scope = settings.scope
         self._arrivals: list[int] | None = []  # by parameter, until they have become the layout
         self._take_layout(lay_out(specs, bucket_bytes=settings.bucket_bytes), channel)
         self._clear_step()
@@ -90,7 +91,7 @@ class GradientReducer:
             pack=self._pack,
             mean_factor=settings.predivide * num_summed,
             wire=settings.wire,
-            owners=Owners(settings.scope, None if self.audit is None else records),
+            owners=Owners(self._scope, None if self.audit is None else records),
             make_exchange=self._make_exchange,
         )
         if self.audit is not None:
@@ -343,6 +344,11 @@ class GradientReducer:
         if self._momentum is not None:
             self._momentum.step_ended(self._ages())
         self._clear_step()
+
+    def judge_by_model(self) -> None:
+        """Let rules judge rows over the whole model from the next step on; every rank alike."""
+        self._scope = "model"
+        self.engine.judge_by_model()
 
     def _warn_of_other_passes(self) -> None:
         """Say once, before the wait that it may make long, that a step has had too few passes."""

@@ -13,6 +13,8 @@ Scope "model": rows are judged by all values that the rule aggregates, as if the
     AGGREGATE   every bucket's rows are mixed as decided, and its result travels
 
 Results travel only after the last bucket's rows have come: that is the overlap which it costs.
+
+Scope "auto" begins with shards, and goes over to the model in a step that all ranks know alike.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ __all__ = [
     "total",
 ]
 
-Scope = Literal["shard", "model"]
+Scope = Literal["shard", "model", "auto"]
 NUM_SLICES = 16  # of a shard: what an audit does again is one of them
 
 
@@ -57,11 +59,11 @@ def check_scope(scope: str, rules: Sequence[Rule], *, what: str) -> None:
     """Raise unless ``scope`` is one, and suits every rule; ``what`` was asked for it.
 
     Raises:
-        ArgumentError: it is neither "shard" nor "model", or a rule has no table of distances.
+        ArgumentError: it is none, or "model", and a rule has no table of distances.
     """
-    if scope not in ("shard", "model"):
-        raise ArgumentError(f'{what}: scope={scope!r} must be "shard" or "model"')
-    if scope == "shard":
+    if scope not in ("shard", "model", "auto"):
+        raise ArgumentError(f'{what}: scope={scope!r} must be "shard", "model" or "auto"')
+    if scope != "model":
         return
     for rule in rules:
         if not isinstance(rule, RowRule):
@@ -123,7 +125,8 @@ class Selection:
 
     Attributes:
         rule: what decides.
-        scope: by which values; changed only between two steps, on every rank alike.
+        is_model: whether all buckets decide together; changed only between two steps, on every
+            rank alike.
         parts: the buckets, in an order equal on every rank.
         told: the tables of all owners, of the last step over the whole model, [world_size, pairs].
     """
@@ -138,7 +141,7 @@ class Selection:
         num_slices: int = 1,
     ) -> None:
         self.rule = rule
-        self.scope: Scope = scope
+        self.is_model = scope == "model"
         self.num_slices = num_slices
         self.parts: list[SelectionPart] = []
         self.told: Floats | None = None
@@ -232,7 +235,7 @@ class SelectionPart:
     @property
     def is_model(self) -> bool:
         """Whether all buckets decide together."""
-        return self.selection.scope == "model"
+        return self.selection.is_model
 
     @property
     def measures(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 
 import loft_hvd as loft
 from loft_hvd.errors import ArgumentError, MismatchError
+from loft_hvd.runlog import read_run_log
 from loft_hvd.transport.local import Faults, LocalTransport, run_ranks
 from tests.support.recording import RecordingTransport
 from tests.support.wrapped import give_gradients, make_parameters, wrap
@@ -235,7 +237,7 @@ def test_distances_below_zero_end_the_job_and_name_the_owner() -> None:
 @pytest.mark.parametrize(
     ("scope", "rule", "message"),
     [
-        ("rows", loft.Robust(1), r"scope='rows' must be .shard. or .model."),
+        ("rows", loft.Robust(1), r"scope='rows' must be .shard., .model. or .auto."),
         ("model", loft.TrimmedMean(1), r"not for trimmed_mean:f=1: it looks at coordinates one by"),
         ("model", loft.Mean(), r"not for mean: it looks at coordinates one by one"),
         ("model", loft.Custom(torch.Tensor.sum), r"what its function looks at is not known"),
@@ -256,3 +258,52 @@ def test_ranks_must_agree_about_the_scope() -> None:
             wrap(make_parameters(), end, rule=loft.Robust(1), scope=scope)
 
     run_ranks(3, work)
+
+
+# Scope "auto": by the model once ranks' gradients are found to differ lastingly.
+
+
+def steps_apart(end: LocalTransport, apart: float, **options: Any) -> tuple[list[str], Any]:
+    """Take 60 steps of one parameter whose gradients differ by rank; return what was sent."""
+    transport = RecordingTransport(end)
+    params = make_parameters([(600,)])
+    optimizer = wrap(params, transport, rule=loft.Robust(1), worker_momentum=0.0, **options)
+    generator = torch.Generator().manual_seed(end.rank)
+    mean = apart * torch.randn(600, generator=generator)
+    sent = []
+    for _ in range(60):
+        transport.names.clear()
+        optimizer.zero_grad()
+        backward(params, [mean + torch.randn(600, generator=generator)])
+        optimizer.step()
+        sent.append("model" if any(name.endswith(".tables") for name in transport.names) else "")
+    return sent, optimizer
+
+
+def test_auto_goes_over_to_the_model_where_ranks_differ_lastingly(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    def work(end: LocalTransport) -> list[str]:
+        return steps_apart(end, 3.0, log_dir=tmp_path)[0]
+
+    assert run_ranks(4, work) == [[""] * 50 + ["model"] * 10] * 4
+    assert caplog.text.count("workers are judged by their whole gradients") == 1
+    (log,) = tmp_path.glob("**/*.jsonl")
+    (line,) = [line for line in read_run_log(log) if line["kind"] == "scope"]
+    assert line["scope"] == "model"
+
+
+@pytest.mark.parametrize(("apart", "scope"), [(0.0, None), (3.0, "shard")])
+def test_shards_stay_where_ranks_are_alike_or_it_is_asked_for(
+    apart: float, scope: str | None
+) -> None:
+    assert run_ranks(4, lambda end: steps_apart(end, apart, scope=scope)[0]) == [[""] * 60] * 4
+
+
+def test_auto_is_the_default_of_the_advised_rule_alone() -> None:
+    def work(end: LocalTransport) -> list[str]:
+        params = make_parameters()
+        rules: list[loft.Rule] = [loft.Robust(1), loft.MultiKrum(1), loft.Median()]
+        return [wrap(params, end, rule=rule)._options.settings.scope for rule in rules]
+
+    assert run_ranks(1, work) == [["auto", "shard", "shard"]]
