@@ -16,9 +16,9 @@ from torch import Tensor
 from loft_hvd._native import explain_missing, extension
 from loft_hvd.aggregation import fallback
 from loft_hvd.aggregation.distances import distance_sums, finish_table
-from loft_hvd.aggregation.fallback import BLOCK, Found
+from loft_hvd.aggregation.fallback import BLOCK, Found, Judged
 from loft_hvd.aggregation.inputs import Row, address
-from loft_hvd.aggregation.mixing import Decided, Floats, mix_of
+from loft_hvd.aggregation.mixing import Decided, Floats, mix_of, verdicts_of
 from loft_hvd.aggregation.row_rules import ROW_RULES, RowRule
 from loft_hvd.aggregation.rules import RULES, Rule
 from loft_hvd.config import config
@@ -73,7 +73,7 @@ def aggregate_rows(
     weights: Sequence[int] | None,
     out: Row,
     diagnose_every: int = 0,
-) -> Found | None:
+) -> Found | Judged | None:
     """Aggregate into ``out`` the rows that count.
 
     Args:
@@ -84,7 +84,8 @@ def aggregate_rows(
         diagnose_every: look at one block in so many; 0 looks at none.
 
     Returns:
-        None, or, with ``diagnose_every``, what ``fallback.diagnose_rows`` returns.
+        None, or, with ``diagnose_every``, what ``fallback.diagnose_rows`` returns, and the verdicts
+        of a rule that sees rows.
     """
     if out.shape[0] == 0 and not diagnose_every:
         return None
@@ -159,7 +160,7 @@ def _aggregate_mixed(
     weights: list[int] | None,
     out: Row,
     diagnose_every: int,
-) -> Found | None:
+) -> Judged | None:
     """Aggregate by a rule that sees rows: their distances, its weights, one weighted pass."""
     decided = rule if isinstance(rule, Decided) else decide(rule, measure_rows(rows), weights)
     mix, module = decided.mix, _mixing_extension(out)
@@ -180,12 +181,13 @@ def _aggregate_mixed(
             diagnose_every,
         )
         _tell_autograd(out)
-        return found
+        return None if found is None else (*found, verdicts_of(mix))
     tensors, target = [as_tensor(row) for row in rows], as_tensor(out)
     fallback.aggregate_mixed(tensors, mix, out=target)
     if not diagnose_every:
         return None
-    return fallback.diagnose_rows(tensors, rule, weights=weights, out=target, every=diagnose_every)
+    found = fallback.diagnose_rows(tensors, rule, weights=weights, out=target, every=diagnose_every)
+    return (*found, verdicts_of(mix))
 
 
 def _job_of(rows: Sequence[Row]) -> tuple[list[int], int, int]:

@@ -9,7 +9,7 @@ from typing import Any, cast
 from loft_hvd.aggregation import fallback
 from loft_hvd.aggregation.aggregate import call_custom, read_call
 from loft_hvd.aggregation.compute import aggregate_rows, as_tensor
-from loft_hvd.aggregation.fallback import Found
+from loft_hvd.aggregation.fallback import Found, Judged
 from loft_hvd.aggregation.inputs import Gradients, Presence, Row, Weights, read_count
 from loft_hvd.aggregation.rules import Custom, Rule
 from loft_hvd.errors import ArgumentError
@@ -33,12 +33,21 @@ class Diagnostics:
         num_non_finite: of these, coordinates that are NaN or infinite.
         squared_distance: squared Euclidean distance of these coordinates to the result, float64;
             coordinates where the difference is not finite are left out.
+        left_out: ``num_seen`` times the share of the other rows' neighbourhoods that lack the row;
+            a rule that chooses rows has one neighbourhood. This and the next two are 0 for rules
+            that look at coordinates one by one, and for ``Custom``.
+        clipped: ``num_seen`` where the row was longer than what it was clipped to, else 0.
+        copied: ``num_seen`` where the row equals another one bit for bit and is not all zeros,
+            else 0.
     """
 
     num_seen: tuple[int, ...]
     num_outside: tuple[int, ...]
     num_non_finite: tuple[int, ...]
     squared_distance: tuple[float, ...]
+    left_out: tuple[float, ...]
+    clipped: tuple[float, ...]
+    copied: tuple[float, ...]
 
     @property
     def share_outside(self) -> tuple[float, ...]:
@@ -55,7 +64,8 @@ class Diagnostics:
     def empty(cls, world_size: int) -> Diagnostics:
         """Return what nothing looked at says: zeros, one a row."""
         none = (0,) * world_size
-        return cls(none, none, none, (0.0,) * world_size)
+        zeros = (0.0,) * world_size
+        return cls(none, none, none, zeros, zeros, zeros, zeros)
 
     def __radd__(self, other: object) -> Diagnostics:
         """Let ``sum`` begin with its 0."""
@@ -75,6 +85,9 @@ class Diagnostics:
             tuple(map(int.__add__, self.num_outside, other.num_outside)),
             tuple(map(int.__add__, self.num_non_finite, other.num_non_finite)),
             tuple(map(float.__add__, self.squared_distance, other.squared_distance)),
+            tuple(map(float.__add__, self.left_out, other.left_out)),
+            tuple(map(float.__add__, self.clipped, other.clipped)),
+            tuple(map(float.__add__, self.copied, other.copied)),
         )
 
 
@@ -124,7 +137,7 @@ def diagnose(
         if isinstance(rule, Custom):
             call_custom(part, rule)
             # What fn kept is not known, so only distances and non-finite values are counted.
-            raw = fallback.diagnose_rows(
+            raw: Found | Judged = fallback.diagnose_rows(
                 [as_tensor(row) for row in part.rows],
                 rule,
                 weights=None,
@@ -133,7 +146,7 @@ def diagnose(
             )
         else:
             raw = cast(
-                "Found",
+                "Found | Judged",
                 aggregate_rows(
                     part.rows, rule, weights=part.weights, out=part.out, diagnose_every=every
                 ),
@@ -142,10 +155,14 @@ def diagnose(
     return out, found
 
 
-def _spread(found: Found, chosen: Sequence[int], world_size: int) -> Diagnostics:
+def _spread(found: Found | Judged, chosen: Sequence[int], world_size: int) -> Diagnostics:
     """Bring the numbers of the rows that counted to the places of all rows."""
     # Rows 0, 2 and 3 of four counted: `chosen` is [0, 2, 3], so number 1 of `found` is row 2's.
-    seen, outside, non_finite, distance = found
-    at = {row: (outside[i], non_finite[i], distance[i]) for i, row in enumerate(chosen)}
-    rows = [(seen, *at[row]) if row in at else (0, 0, 0, 0.0) for row in range(world_size)]
+    seen, outside, non_finite, distance = found[:4]
+    shares = found[4] if len(found) == 5 else ([0.0] * len(chosen),) * 3
+    at = {
+        row: (seen, outside[i], non_finite[i], distance[i], *(seen * share[i] for share in shares))
+        for i, row in enumerate(chosen)
+    }
+    rows = [at.get(row, (0, 0, 0, 0.0, 0.0, 0.0, 0.0)) for row in range(world_size)]
     return Diagnostics(*zip(*rows, strict=True))

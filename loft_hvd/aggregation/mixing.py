@@ -41,7 +41,7 @@ from loft_hvd.aggregation.row_rules import (
 from loft_hvd.aggregation.rules import Mean, MeanAroundMedian, Rule
 from loft_hvd.errors import ArgumentTypeError
 
-__all__ = ["Decided", "Floats", "Mix", "mix_of"]
+__all__ = ["Decided", "Floats", "Mix", "Verdicts", "mix_of", "verdicts_of"]
 
 Floats = npt.NDArray[np.float64]
 
@@ -65,6 +65,15 @@ class Mix(NamedTuple):
     matrix: Floats  # [num_mixed, n]
     weights: list[int] | None  # of the mixed rows, all > 0; None for equal ones
     rule: Rule  # coordinate-wise: aggregates the mixed rows
+    is_copy: tuple[bool, ...] = ()  # [n]: equals another row, and is not all zeros; or not known
+
+
+class Verdicts(NamedTuple):
+    """What a mix made of each row, [n] each, from 0 to 1."""
+
+    left_out: list[float]  # share of the other rows' neighbourhoods that lack it
+    clipped: list[float]  # 1 where it was longer than what it was clipped to
+    copied: list[float]  # 1 where it equals another row
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +144,28 @@ def mix_of(rule: RowRule, table: Floats, weights: Sequence[int] | None) -> Mix:
         if law is None:
             raise ArgumentTypeError(f"{inner} has no law; use Custom(fn) for rules from elsewhere")
         rows, inner = law(inner, rows)
-    return Mix(rows.scales, rows.matrix, rows.weights, inner)
+    # Zeros are no copies: of an embedding's rows two batches may use none.
+    alike = (table[:-1, :-1] == 0) & ~np.eye(len(ones), dtype=np.bool_)
+    is_copy = alike.any(axis=1) & (table[-1, :-1] > 0)
+    return Mix(rows.scales, rows.matrix, rows.weights, inner, tuple(is_copy.tolist()))
+
+
+def verdicts_of(mix: Mix) -> Verdicts:
+    """Return what became of each row: left out, clipped, or found twice."""
+    num_rows = len(mix.scales)
+    lacks = mix.matrix == 0  # [num_mixed, n]
+    # A mixed row of one row alone judges nobody: it was not mixed, or is not measured.
+    judges = (~lacks).sum(axis=1) > 1
+    is_own = np.zeros_like(lacks)
+    if len(lacks) == num_rows:  # row by row: nobody is a judge of its own
+        np.fill_diagonal(is_own, True)
+    counts = judges[:, None] & ~is_own
+    left_out = (lacks & counts).sum(axis=0) / np.maximum(counts.sum(axis=0), 1)
+    return Verdicts(
+        left_out.tolist(),
+        (mix.scales < 1).astype(np.float64).tolist(),
+        [float(is_copy) for is_copy in mix.is_copy or (False,) * num_rows],
+    )
 
 
 # --- rules around rules

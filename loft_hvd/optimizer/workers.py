@@ -197,6 +197,7 @@ class GradientLog:
         self._num_steps += 1
         if (spread := self._spread.step_reduced()) is not None:
             log.write("spread", **asdict(spread))
+            watch.ranks_compared(are_apart=spread.usual > WARN_ABOVE)
         self._write_standing(log, watch)
         return spread
 

@@ -160,7 +160,7 @@ def _workers(entries: Sequence[Suspicion]) -> Iterator[str]:
     ]
     yield lines(series, label="suspicion, 0 as the others to 1", least_top=1.0)
     yield "<table><tr><th>ranks</th><th>suspicion</th><th>outside</th><th>distance</th>"
-    yield "<th>not finite</th><th></th></tr>"
+    yield "<th>left out</th><th>clipped</th><th>copied</th><th>not finite</th><th></th></tr>"
     for worker in newest.workers:
         state = "in quarantine" if worker.in_quarantine_until is not None else ""
         state = state or ("stands out" if worker.is_named else "")
@@ -169,6 +169,9 @@ def _workers(entries: Sequence[Suspicion]) -> Iterator[str]:
             f"{worker.suspicion:.2f}",
             f"{worker.share_outside:.1%}",
             f"{worker.distance:.3g}",
+            f"{worker.share_left_out:.1%}",
+            f"{worker.share_clipped:.1%}",
+            f"{worker.share_copied:.1%}",
             str(worker.num_non_finite),
             state,
         )

@@ -188,3 +188,27 @@ def test_sum_joins_diagnostics_and_nothing_else() -> None:
     for other in wrong:
         with pytest.raises(TypeError, match="unsupported operand"):
             found + other
+
+
+def test_a_rule_that_sees_rows_says_who_was_left_out_clipped_and_found_twice() -> None:
+    rows = torch.randn(6, 100, generator=torch.Generator().manual_seed(4))
+    rows[5] *= 100
+    rows[4] = float("nan")
+    rows[1] = rows[0]
+    _, found = loft.diagnose(rows, loft.Robust(2), every=1)
+    assert found.left_out[4] == 100
+    assert found.clipped == (0, 0, 0, 0, 0, 100)
+    assert found.copied == (100, 100, 0, 0, 0, 0)
+    _, both = loft.diagnose(rows, loft.Robust(2), every=1)
+    assert (found + both).copied == (200, 200, 0, 0, 0, 0)
+    _, plain = loft.diagnose(rows, loft.TrimmedMean(2), every=1)
+    assert plain.left_out == plain.clipped == plain.copied == (0.0,) * 6
+
+
+def test_who_is_farther_than_the_others_is_in_nobodys_neighbourhood() -> None:
+    rows = torch.randn(5, 200, generator=torch.Generator().manual_seed(5))
+    rows[3] += 10.0
+    for rule in (loft.NNM(loft.TrimmedMean(1)), loft.MultiKrum(1)):
+        _, found = loft.diagnose(rows, rule, present=[True] * 5, every=1)
+        assert found.left_out[3] == 200
+        assert max(found.left_out[:3]) <= 50  # of row 3's own, that lacks one

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from loft_hvd import attacks
 from loft_hvd.aggregation.diagnostics import diagnose
+from loft_hvd.aggregation.row_rules import MultiKrum, Robust
 from loft_hvd.aggregation.rules import MeanAroundMedian, Median, Phocas, Rule, TrimmedMean
 from loft_hvd.errors import ArgumentError, ArgumentTypeError
 from loft_hvd.pipeline.suspicion.tracker import Evidence, Suspicion, SuspicionTracker, score_rows
@@ -82,6 +83,7 @@ def attacked(world_size: int, attack: attacks.Attack, *, num_rows: int = 1, sign
         pytest.param(5, TrimmedMean(f=2), 1000, marks=pytest.mark.long),
         pytest.param(5, MeanAroundMedian(f=1), 1000, marks=pytest.mark.long),
         pytest.param(4, Phocas(f=1), 1000, marks=pytest.mark.long),
+        pytest.param(8, MultiKrum(f=2), 1000, marks=pytest.mark.long),
     ],
 )
 def test_honest_workers_are_not_named_in_a_thousand_steps(
@@ -103,7 +105,7 @@ def test_honest_workers_of_wildly_changing_length_are_not_named() -> None:
     assert watch(draw, TrimmedMean(f=1), world_size=4, num_steps=1000)[1] == []
 
 
-@pytest.mark.parametrize("rule", [TrimmedMean(f=1), Median()])
+@pytest.mark.parametrize("rule", [TrimmedMean(f=1), Median(), Robust(f=1)])
 def test_a_worker_with_a_small_batch_is_not_named(rule: Rule) -> None:
     weights = [1, 8, 8, 8]
     draw = honest(4, signal=0.2, noise=[weight**-0.5 for weight in weights])
@@ -244,6 +246,92 @@ def test_a_worker_that_mends_its_ways_is_no_longer_named() -> None:
     assert {row for _, row in warned} == {3}
     assert tracker.named() == []
     assert tracker.workers[3].suspicion < 0.1
+
+
+def copied(world_size: int, *, of: int, by: Sequence[int]) -> Draw:
+    """Let some workers send what another one sends."""
+    draw_honest = honest(world_size)
+
+    def draw(step: int, generator: torch.Generator) -> Tensor:
+        rows = draw_honest(step, generator)
+        rows[list(by)] = rows[of].clone()
+        return rows
+
+    return draw
+
+
+def test_a_copying_worker_and_whom_it_copies_are_named() -> None:
+    draw = copied(8, of=0, by=[6, 7])
+    tracker, warned = watch(draw, Robust(f=2), world_size=8, num_steps=60)
+    assert {row for _, row in warned} == {0, 6, 7}
+    shares = [worker.share_copied for worker in tracker.workers]
+    assert shares == pytest.approx([1, 0, 0, 0, 0, 0, 1, 1])
+
+
+def test_shards_of_zeros_are_no_copies() -> None:
+    def draw(step: int, generator: torch.Generator) -> Tensor:
+        rows = honest(5)(step, generator)
+        rows[:2, NUMEL:] = 0.0  # all but the first owner's shard
+        return rows
+
+    tracker, _ = watch(draw, Robust(f=1), world_size=5)
+    assert all(worker.share_copied == 0 for worker in tracker.workers)
+
+
+def test_a_copy_in_a_part_of_the_values_counts_by_that_part() -> None:
+    rows = honest(5)(0, torch.Generator().manual_seed(1))
+    evidence = Evidence(5)
+    for span, is_copy in ((slice(0, 300), False), (slice(300, 400), True)):
+        part = rows[:, span].clone()
+        if is_copy:
+            part[4] = part[0]
+        evidence.add(diagnose(part, Robust(f=1), every=1)[1])
+    evidence.step_reduced(Robust(f=1))
+    tracker = SuspicionTracker(5, SETTINGS)
+    tracker.observe(evidence.take()[None, :])
+    assert [worker.share_copied for worker in tracker.workers] == [0.25, 0, 0, 0, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("rule", "least"),
+    [(Robust(f=1), 0.5), (MultiKrum(f=1), 0.95)],  # clipped first, or not
+    ids=str,
+)
+def test_a_worker_that_is_always_left_out_is_shown_and_not_named_by_that_alone(
+    rule: Rule, least: float
+) -> None:
+    own = torch.randn(6 * NUMEL, generator=torch.Generator().manual_seed(9))
+
+    def draw(step: int, generator: torch.Generator) -> Tensor:
+        rows = honest(6)(step, generator)
+        rows[5] += own  # a kind of samples that the others do not have
+        return rows
+
+    tracker, warned = watch(draw, rule, world_size=6, num_steps=200)
+    assert warned == []
+    assert tracker.workers[5].share_left_out > least
+    assert max(worker.share_left_out for worker in tracker.workers[:5]) < 0.2
+    assert 0.3 < tracker.workers[5].suspicion < 0.6
+
+
+def test_where_workers_are_apart_distances_name_nobody() -> None:
+    rows = attacked(5, attacks.Scaled(), signal=0.5)(0, torch.Generator().manual_seed(1))
+    rows[0] = float("nan")
+    for rule in (TrimmedMean(f=2), Robust(f=2)):
+        found = diagnose(rows, rule, every=1)[1]
+        scores = score_rows(found, rule)
+        assert scores is not None
+        assert (scores[0], scores[4]) == (1.0, 1.0)
+        scores = score_rows(found, rule, are_apart=True)
+        assert scores is not None
+        assert (scores[0], scores[4]) == (1.0, 0.5)
+
+
+def test_a_long_row_is_seen_to_be_clipped() -> None:
+    draw = attacked(6, attacks.Scaled(3.0), signal=0.5)
+    tracker, warned = watch(draw, Robust(f=1), world_size=6)
+    assert {row for _, row in warned} <= {5}
+    assert tracker.workers[5].share_clipped > 0.95
 
 
 @pytest.mark.parametrize("num_rows", [1, 2])

@@ -8,7 +8,8 @@ __all__ = ["FEWEST_WATCHED", "SuspicionReport", "WorkerReport"]
 
 FEWEST_WATCHED = 3  # of two workers nobody can say which one is off
 _HEAD = (
-    f"{'ranks':>12} {'suspicion':>9} {'outside':>8} {'distance':>9} {'non-finite':>10} {'steps':>7}"
+    f"{'ranks':>12} {'suspicion':>9} {'outside':>8} {'distance':>9} {'left out':>8} {'clipped':>8} "
+    f"{'copied':>7} {'non-finite':>10} {'steps':>7}"
 )
 
 
@@ -26,12 +27,18 @@ class WorkerReport:
     num_steps: int  # steps in which something could be said of it
     is_named: bool  # whether it has stood out for so long that it is warned of
     in_quarantine_until: int | None = None  # the step that ends its quarantine
+    # With rules that see rows, shares of its values, 0 to 1: how many of the others' neighbourhoods
+    # lacked it; where it was clipped; where it equals another worker's bit for bit.
+    share_left_out: float = 0.0
+    share_clipped: float = 0.0
+    share_copied: float = 0.0
 
     def __str__(self) -> str:
         """Return one line of the report."""
         ranks = " ".join(map(str, self.ranks))
         text = (
             f"{ranks:>12} {self.suspicion:>9.2f} {self.share_outside:>8.1%} {self.distance:>9.3g} "
+            f"{self.share_left_out:>8.1%} {self.share_clipped:>8.1%} {self.share_copied:>7.1%} "
             f"{self.num_non_finite:>10} {self.num_steps:>7}"
         )
         if self.in_quarantine_until is not None:

@@ -145,7 +145,8 @@ class SpreadWatch:
                 "noise from step to step (0 for ranks that draw from the same data; by rank %s): "
                 "a robust rule takes that for faults and loses real signal, 3 to 40 points of "
                 "accuracy on digits. Give the placement strata, or a lower cap: "
-                "Placement.with_strata(labels, cap=1.5). Or shuffle the shards, or use Mean()",
+                "Placement.with_strata(labels, cap=1.5). Or shuffle the shards, or use Mean(). "
+                "Being far from the others names no worker from here on",
                 _NUM_STEPS,
                 found.usual,
                 ", ".join(f"{ratio:.2f}" for ratio in found.ratios),

@@ -1,7 +1,7 @@
 """Watches the workers of one optimizer: looks at rows, exchanges evidence, warns, quarantines.
 
 Looking happens in the engine's thread, where it aggregates. Every ``interval`` steps one
-small all-gather (8 (1 + 6 n) bytes a rank) travels beside the step's last buckets: it is there when
+small all-gather (8 (1 + 9 n) bytes a rank) travels beside the step's last buckets: it is there when
 they are, and never in flight between steps. Every rank reads the same numbers at the same step,
 and so comes to the same decisions without another message.
 """
@@ -74,8 +74,18 @@ class Unwatched:
 
     computing_ended = step_reduced = _ignore
 
+    def ranks_compared(self, *, are_apart: bool) -> None:
+        """Judge nobody, whatever data ranks have."""
+
     def report(self) -> SuspicionReport:
         return SuspicionReport(0, (), note=self._why)
+
+
+def _tell_copies(share: float) -> str:
+    """Say that a worker's values are found twice; which of the two was first nobody can know."""
+    if share < 0.005:
+        return ""
+    return f"; {share:.0%} equal another worker's bit for bit: one of them copies the other"
 
 
 class WorkerWatch:
@@ -103,6 +113,7 @@ class WorkerWatch:
         self._evidence = Evidence(len(self._members))
         self._tracker = SuspicionTracker(len(self._members), settings)
         self._num_steps = 0
+        self._are_apart = False
         # In flight between ``computing_ended`` and ``step_reduced``: what is sent, what arrives.
         self._exchange: tuple[Work, Tensor, Tensor] | None = None
         self._until: dict[int, int] = {}  # worker in quarantine -> the step that ends it
@@ -160,11 +171,18 @@ class WorkerWatch:
         """Close a step, in which no bucket is in flight any more; every rank calls it alike."""
         by_worker = weights if self._groups is None else group_weights(weights, self._groups)
         counts = None if by_worker is None else by_worker.counts
-        self._evidence.step_reduced(self._rule, weights=counts)
+        self._evidence.step_reduced(self._rule, weights=counts, are_apart=self._are_apart)
         self._num_steps += 1
         # What was sent before this step's last buckets is read now: decisions hold from the next.
         self._read()
         self._release()
+
+    def ranks_compared(self, *, are_apart: bool) -> None:
+        """Take what comparing ranks has shown; every rank calls it alike, between two steps.
+
+        Where ranks draw from different data (``are_apart``) distances name nobody from here on.
+        """
+        self._are_apart = are_apart
 
     def _read(self) -> None:
         if self._exchange is None:
@@ -182,13 +200,14 @@ class WorkerWatch:
                 logging.WARNING,
                 "%s stands out for %d steps: suspicion %.2f; %.0f %% of its values are outside the "
                 "rule's window, %d were not finite, and the finite ones are %.3g times as far from "
-                "the result as usual; see optimizer.report()",
+                "the result as usual%s; see optimizer.report()",
                 self._label(worker),
                 known.steps_out,
                 known.suspicion,
                 100 * known.share_outside,
                 known.num_non_finite,
                 known.distance**0.5,
+                _tell_copies(known.share_copied),
             )
         if self._quarantine is not None:
             self._hold(self._quarantine)
@@ -252,6 +271,9 @@ class WorkerWatch:
                     num_steps=known.num_steps,
                     is_named=worker in named,
                     in_quarantine_until=self._until.get(worker),
+                    share_left_out=known.share_left_out,
+                    share_clipped=known.share_clipped,
+                    share_copied=known.share_copied,
                 )
                 for worker, known in enumerate(self._tracker.workers)
             ),
