@@ -126,7 +126,7 @@ class RankTimes:
     samples: Amount  # of a batch; 0 for a rank that computes dummy batches only
     local: Amount  # of them from the rank's own node
     remote: Amount  # of them from elsewhere
-    fetch_s: Amount  # seconds to read and prepare the batch, where that happens
+    fetch_s: Amount  # to read and prepare a batch, where that happens, by all loader processes
     stall_s: Amount  # of it that the script waited for; the rest ran beside the computing
     compute_s: Amount  # from the batch's arrival to its last gradient, without ``queued_s``
     queued_s: Amount  # the CPU was another's; measured where a node has more ranks than CPUs

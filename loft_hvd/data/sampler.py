@@ -66,9 +66,10 @@ class PlanSource(PlanView, Protocol):
     ) -> None:
         """Take the batch that the script gets now; called right before it is yielded.
 
-        Its fetch took ``fetch_s`` seconds where it took place, of which the script waited for
-        ``stall_s``. Of this rank's samples, ``local`` were its own or in its cache, ``cached`` of
-        them in the cache alone; ``remote`` came from elsewhere.
+        Fetching takes ``fetch_s`` seconds a batch where it takes place, by all loader processes
+        together; for this one the script waited ``stall_s``. Of this rank's samples, ``local`` were
+        its own or in its cache, ``cached`` of them in the cache alone; ``remote`` came from
+        elsewhere.
         """
 
     def push_sizes(self, step_sizes: StepSizes) -> None:

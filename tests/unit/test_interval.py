@@ -62,8 +62,9 @@ def test_of_few_steps_all_count(num_steps: int) -> None:
 
 
 def test_stalls_in_every_eighth_step_are_no_accidents() -> None:
-    # Eight processes take 16 s for a batch each, the script computes for 1 s: it waits 8 s of 16.
-    found = usual_stall(np.array([16.0]), np.array([16.0]), np.array([1.0]))
+    # Eight processes take 16 s for a batch each, 2 s together; the script computes for 1 s, and
+    # waits for 8 s in every eighth step.
+    found = usual_stall(np.array([2.0]), np.array([2.0]), np.array([1.0]))
     assert found == pytest.approx([1.0])
     # A serial loader: one of ten fetches took 101 s.
     found = usual_stall(np.array([1.0]), np.array([11.0]), np.array([11.0]))

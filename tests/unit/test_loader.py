@@ -131,6 +131,18 @@ def test_fetch_time_runs_from_the_request_to_the_collated_batch() -> None:
     assert (batch[0].tolist(), *rest) == ([1, 2], 4, 2.5, 0)
 
 
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_loader_processes_that_fetch_side_by_side_share_the_time_of_a_fetch(
+    num_workers: int,
+) -> None:
+    plans = FakePlans([6, 2])
+    loader = DataLoader(TensorDataset(NUMBERS), plans, num_workers=num_workers)
+    inner: Any = loader._loader
+    inner.dataset.clock, inner.collate_fn.clock = (lambda: 2.0), (lambda: 18.0)
+    assert len(list(loader)) == len(plans.fetches) > 0
+    assert {fetch.fetch_s for fetch in plans.fetches} == {16.0 / max(num_workers, 1)}
+
+
 def test_local_and_remote_counts_travel_with_each_batch() -> None:
     placement = Placement.sharded(53, 2)
     plans = FakePlans([6, 2], rank=1)
