@@ -34,6 +34,7 @@ __all__ = [
 ]
 
 _GOLDEN = 2654435769  # 2 ** 32 over the golden ratio: its multiples fill 32 bits most evenly
+_BLOCK = 1 << 18  # samples counted at a time: bounds what they take beside the counts
 _MANY_RANKS = 128  # measured: more take above a millisecond a step even where sets are nested
 _MAX_NESTED_CHECK = 4096  # rows; bound from memory: all pairs of them, float32, take 64 MB
 
@@ -382,10 +383,16 @@ def count_rows(rows: npt.NDArray[np.integer], num_rows: int, *, batch_size: int)
     ``rows`` are those of the samples in the order of the epoch, ``homes.rows[order]``.
     """
     num_steps = len(rows) // batch_size
-    # One count for all steps: of 3 rows, row 1 of step 2 has the key 2 * 3 + 1.
-    keys = rows[: num_steps * batch_size].astype(np.int64)  # [num_steps * batch_size]
-    keys += np.repeat(np.arange(num_steps) * num_rows, batch_size)
-    return np.bincount(keys, minlength=num_steps * num_rows).reshape(num_steps, num_rows)
+    counts = np.zeros((num_steps, num_rows), np.int64)
+    at_once = max(_BLOCK // batch_size, 1)  # steps
+    for first in range(0, num_steps, at_once):
+        last = min(first + at_once, num_steps)
+        # One count for many steps: of 3 rows, row 1 of the block's step 2 has the key 2 * 3 + 1.
+        keys = rows[first * batch_size : last * batch_size].astype(np.int64)
+        keys += np.repeat(np.arange(last - first) * num_rows, batch_size)
+        found = np.bincount(keys, minlength=(last - first) * num_rows)
+        counts[first:last] = found.reshape(last - first, num_rows)
+    return counts
 
 
 def count_local(counts: Ints, sizes: Ints, homes: Homes) -> Ints:

@@ -46,7 +46,8 @@ class Draws:
             placement, shuffle=True, seed=scenario.seed, drop_last=True, relaxed=False
         )
         self._per_epoch = scenario.num_samples // scenario.global_batch_size
-        self._epochs: dict[int, tuple[Ints, Ints]] = {}
+        self._counts: dict[int, Ints] = {}  # of each epoch; every policy goes through all again
+        self._newest: tuple[int, npt.NDArray[np.int32]] | None = None  # an epoch and its rows
         self.average_hits = self._average_hits()
 
     def _average_hits(self) -> Floats:
@@ -57,19 +58,23 @@ class Draws:
         hits: Floats = self._scenario.global_batch_size * (share @ holders)
         return hits
 
-    def _epoch(self, epoch: int) -> tuple[Ints, Ints]:
-        """Return rows of the epoch's samples in order, and their counts a step."""
-        if epoch not in self._epochs:
-            rows = self._homes.rows[self._settings.order(epoch)].astype(np.int64)
-            counts = count_rows(
-                rows,
-                len(self._homes.local.holders),
-                batch_size=self._scenario.global_batch_size,
-            )
-            if self._scenario.sampler == "locality":
-                rows = rows[:0]  # only the blind sampler needs to know who is where
-            self._epochs[epoch] = (rows, counts)
-        return self._epochs[epoch]
+    def _rows(self, epoch: int) -> npt.NDArray[np.int32]:
+        """Return the rows of the epoch's samples in order, [num_samples]."""
+        return self._homes.rows[self._settings.order(epoch)]
+
+    def _count(self, epoch: int) -> Ints:
+        """Return how many samples of each row every step of an epoch has, [num_steps, num_rows]."""
+        if epoch not in self._counts:
+            num_rows = len(self._homes.local.holders)
+            total = self._scenario.global_batch_size
+            self._counts[epoch] = count_rows(self._rows(epoch), num_rows, batch_size=total)
+        return self._counts[epoch]
+
+    def _blind_rows(self, epoch: int) -> npt.NDArray[np.int32]:
+        """Return what ``_rows`` does; only the newest epoch is kept, as it is large."""
+        if self._newest is None or self._newest[0] != epoch:
+            self._newest = epoch, self._rows(epoch)
+        return self._newest[1]
 
     def local(self, first: int, last: int, sizes: Ints) -> Floats:
         """Return local samples of steps first..last-1 with a plan, [steps, world_size]."""
@@ -84,15 +89,14 @@ class Draws:
         while step < last:
             epoch, at = divmod(step, self._per_epoch)
             until = min(self._per_epoch, at + last - step)
-            rows, counts = self._epoch(epoch)
             if self._scenario.sampler == "locality":
-                parts.append(count_local(counts[at:until], sizes, self._homes))
+                parts.append(count_local(self._count(epoch)[at:until], sizes, self._homes))
             else:
-                parts.append(self._count_blind(rows, at, until, sizes))
+                parts.append(self._count_blind(self._blind_rows(epoch), at, until, sizes))
             step += until - at
         return np.concatenate(parts).astype(np.float64)
 
-    def _count_blind(self, rows: Ints, at: int, until: int, sizes: Ints) -> Ints:
+    def _count_blind(self, rows: npt.NDArray[np.int32], at: int, until: int, sizes: Ints) -> Ints:
         """Count what happens to be local when ranks take slices of the global batch."""
         total = self._scenario.global_batch_size
         batches = rows[at * total : until * total].reshape(until - at, total)  # [steps, samples]
@@ -148,7 +152,8 @@ def build_cluster(scenario: Scenario, average_hits: Floats) -> Cluster:
 
 def _disturb(scenario: Scenario) -> Disturbance:
     shape = (scenario.steps, scenario.world_size)
-    plain = Disturbance(np.ones(shape), np.ones(shape), np.zeros(shape), np.ones(shape))
+    one, zero = np.broadcast_to(1.0, shape), np.broadcast_to(0.0, shape)  # take no memory
+    plain = Disturbance(one, one, zero, one)
     for number, event in enumerate(scenario.events):
         # A generator an event: one more at the end leaves the others as they were.
         rng = np.random.default_rng([scenario.seed, 1000 + number])
@@ -159,14 +164,15 @@ def _disturb(scenario: Scenario) -> Disturbance:
 def _slow(plain: Disturbance, event: Event, rng: np.random.Generator) -> Disturbance:
     factors = np.stack([_course(event, len(plain.fetch), rng) for _ in event.ranks], axis=1)
     ranks = list(event.ranks)
-    fetch, compute, use = plain.fetch.copy(), plain.compute.copy(), plain.use.copy()
-    if event.part in ("fetch", "both"):
-        fetch[:, ranks] *= factors
-    if event.part in ("compute", "both"):
-        compute[:, ranks] *= factors
+    changed = {}
+    for part, course in (("fetch", plain.fetch), ("compute", plain.compute)):
+        if event.part in (part, "both"):
+            changed[part] = course.copy()
+            changed[part][:, ranks] *= factors
     if event.kind == "interference" and event.is_visible:
-        use[:, ranks] = np.clip(1.0 - 1.0 / np.maximum(factors, 1.0), 0.0, 1.0)
-    return replace(plain, fetch=fetch, compute=compute, use=use)
+        changed["use"] = plain.use.copy()
+        changed["use"][:, ranks] = np.clip(1.0 - 1.0 / np.maximum(factors, 1.0), 0.0, 1.0)
+    return replace(plain, **changed)
 
 
 def _course(event: Event, num_steps: int, rng: np.random.Generator) -> Floats:

@@ -75,14 +75,20 @@ class Chance:
             # below 1 - noise and far above 1 at times.
             mean = 1.0 / (self.tail - 1.0)
             deviation = mean * np.sqrt(self.tail / (self.tail - 2.0))
-            drawn = 1.0 + self.noise * (rng.pareto(self.tail, (2, *shape)) - mean) / deviation
+            drawn = rng.pareto(self.tail, (2, *shape))  # in place from here on: it is large
+            drawn -= mean
+            drawn *= self.noise
+            drawn /= deviation
+            drawn += 1.0
         else:
             spread = float(np.sqrt(np.log1p(self.noise**2)))  # log-normal with mean 1
-            drawn = np.exp(rng.normal(-0.5 * spread**2, spread, (2, *shape)))
+            drawn = rng.normal(-0.5 * spread**2, spread, (2, *shape))
+            np.exp(drawn, out=drawn)
         if self.hiccups is not None and self.hiccups[0].any():
             probability, factor = self.hiccups
             rng = np.random.default_rng([self.seed, 78])
-            drawn *= np.where(rng.random(shape) < probability, factor, 1.0)
+            for step in range(shape[0]):
+                drawn[:, step] *= np.where(rng.random(shape[1]) < probability, factor, 1.0)
         return drawn
 
     def stall_s(self, shape: tuple[int, int]) -> Floats | None:
@@ -92,7 +98,10 @@ class Chance:
         probability, mean_s = self.stalls
         rng = np.random.default_rng([self.seed, 79])
         is_stalled = rng.random(shape) < probability
-        return np.where(is_stalled, rng.exponential(1.0, shape) * mean_s, 0.0)
+        seconds: Floats = rng.exponential(1.0, shape)
+        seconds *= mean_s
+        seconds[~is_stalled] = 0.0
+        return seconds
 
 
 @dataclass(frozen=True)
