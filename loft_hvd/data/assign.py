@@ -413,7 +413,7 @@ def count_local(counts: Ints, sizes: Ints, homes: Homes) -> Ints:
     return taken
 
 
-def assign(batch: Ints, sizes: Ints, homes: Homes) -> Assignment:
+def assign(batch: npt.NDArray[np.integer], sizes: Ints, homes: Homes) -> Assignment:
     """Decide who computes each sample of a global batch: local first, then near, then anywhere.
 
     ``batch`` holds indices of samples; ``sizes``, [world_size], add up to their number.

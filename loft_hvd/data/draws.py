@@ -5,22 +5,35 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from loft_hvd.balance.plan import Plan, Sizes, StepSizes, scale_sizes
-from loft_hvd.data.assign import Assignment, Homes, Ints, assign
+from loft_hvd.data.assign import Assignment, Homes, assign
 from loft_hvd.data.placement import Placement
 from loft_hvd.errors import DataError
 
-__all__ = ["Draw", "EpochSettings", "PlanView", "count_steps", "draw_epoch", "epoch_order"]
+__all__ = [
+    "Draw",
+    "EpochOrders",
+    "EpochSettings",
+    "PlanView",
+    "count_steps",
+    "draw_epoch",
+    "epoch_order",
+]
 
+_BLOCK = 1 << 18  # samples worked on at a time: two megabytes, which a second-level cache holds
+_MANY = 1 << 20  # samples whose order takes long enough, 0.1 s, to be made ahead
 _GOLDEN = 0.618033988749895  # the golden ratio less 1: its multiples fill [0, 1) most evenly
+
+
+Order = npt.NDArray[np.signedinteger[Any]]  # indices of samples, int32 or int64
 
 
 class PlanView(Protocol):
@@ -71,7 +84,7 @@ class EpochSettings:
         """Samples of the data set."""
         return len(self.placement)
 
-    def order(self, epoch: int, *, done: npt.NDArray[np.bool_] | None = None) -> Ints:
+    def order(self, epoch: int, *, done: npt.NDArray[np.bool_] | None = None) -> Order:
         """Return the samples in the order of this epoch, those of ``done`` first.
 
         ``done`` are those consumed in an order that this world no longer has, [num_samples].
@@ -84,12 +97,35 @@ class EpochSettings:
         return order
 
 
+class EpochOrders:
+    """The orders of a run's epochs; a large one is made beside the training on the one before it.
+
+    That takes 12 bytes a sample for a moment, and 4 until its turn comes.
+    """
+
+    def __init__(self, settings: EpochSettings) -> None:
+        self._settings = settings
+        self._thread = ThreadPoolExecutor(1, "loft_hvd-order")  # starts with the first task
+        self._ahead: tuple[int, Future[Order]] | None = None
+
+    def take(self, epoch: int, *, done: npt.NDArray[np.bool_] | None = None) -> Order:
+        """Return ``EpochSettings.order``, and begin that of the epoch after it."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[0] == epoch and done is None:
+            order = ahead[1].result()
+        else:
+            order = self._settings.order(epoch, done=done)
+        if self._settings.shuffle and self._settings.num_samples >= _MANY:
+            self._ahead = epoch + 1, self._thread.submit(self._settings.order, epoch + 1)
+        return order
+
+
 @dataclass(frozen=True)
 class Draw:
     """One step: its global batch, and who computes which sample of it."""
 
     step_sizes: StepSizes  # plan, step and samples of each rank
-    batch: Ints  # indices of the samples in the data set, [num_samples]
+    batch: Order  # indices of the samples in the data set, [num_samples]
     assignment: Assignment  # the owner of each, and local samples of each rank
     position: int  # samples of the epoch consumed once this step is trained
     deepest_step: int  # the last step whose plan has been asked for by now
@@ -108,25 +144,43 @@ class Draw:
         return indices
 
 
-def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool = True) -> Ints:
+def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool = True) -> Order:
     """Permute ``range(num_samples)`` by seed and epoch, the same on every machine and version.
+
+    Returns int32 where that holds the indices, else int64.
 
     Each sample's key is a raw 64-bit word of ``PCG64(SeedSequence([seed, epoch]))`` whose low bits,
     as many as the largest index needs, give way to the index; the order is that of the keys.
     NumPy fixes those words for good, while the stream behind ``Generator.permutation`` may change
     with a release, and ranks may run different ones. Keys are distinct, so any sort will do.
     """
+    is_small = num_samples <= np.iinfo(np.int32).max
     if not shuffle:
-        return np.arange(num_samples)
-    words = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(num_samples)
+        return np.arange(num_samples, dtype=np.int32 if is_small else np.int64)
+    # One array from the words to the order: an epoch may have many millions of samples.
+    keys = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(num_samples)
     # Six samples, the largest is 5: low = 0b111, and the word ..10110 of sample 2 becomes ..10010.
     low = np.uint64((1 << max(num_samples - 1, 0).bit_length()) - 1)
-    keys = np.sort((words & ~low) | np.arange(num_samples, dtype=np.uint64))  # [num_samples]
-    order: Ints = (keys & low).astype(np.int64)
-    return order
+    keys &= ~low
+    for begin in range(0, num_samples, _BLOCK):
+        end = min(begin + _BLOCK, num_samples)
+        keys[begin:end] |= np.arange(begin, end, dtype=np.uint64)
+    keys.sort()
+    if not is_small:
+        keys &= low
+        return keys.view(np.int64)
+    # Indices take half of a key's bytes. They are written where keys were that have been read, and
+    # the other half of the array goes back.
+    order = keys.view(np.int32)
+    for begin in range(0, num_samples, _BLOCK):
+        end = min(begin + _BLOCK, num_samples)
+        order[begin:end] = keys[begin:end] & low
+    del order  # a view of memory that may move
+    keys.resize(-(-num_samples // 2), refcheck=False)
+    return keys.view(np.int32)[:num_samples]
 
 
-def spread(order: Ints, groups: npt.NDArray[np.int32]) -> Ints:
+def spread(order: Order, groups: npt.NDArray[np.int32]) -> Order:
     """Reorder so that any run of samples holds every group in its overall proportion, within 1.
 
     The k-th of a group's m samples moves to the place ``(k + offset) / m`` of the epoch; offsets
@@ -143,7 +197,7 @@ def spread(order: Ints, groups: npt.NDArray[np.int32]) -> Ints:
     start = np.cumsum(sizes) - sizes  # [num_groups]
     offset = (0.5 + _GOLDEN * group) % 1.0
     place = (np.arange(len(order)) - start[group] + offset) / sizes[group]  # in [0, 1)
-    spread_order: Ints = order[by_group[np.argsort(place, kind="stable")]]
+    spread_order: Order = order[by_group[np.argsort(place, kind="stable")]]
     return spread_order
 
 
@@ -157,7 +211,7 @@ def count_steps(num_samples: int, view: PlanView, *, drop_last: bool) -> int:
 
 
 def draw_epoch(
-    order: Ints, homes: Homes, view: PlanView, *, first_step: int, position: int, drop_last: bool
+    order: Order, homes: Homes, view: PlanView, *, first_step: int, position: int, drop_last: bool
 ) -> Iterator[Draw]:
     """Cut an epoch's order into global batches and assign each, lazily.
 
@@ -169,7 +223,7 @@ def draw_epoch(
     num_steps = count_steps(len(order) - position, view, drop_last=drop_last)
     ahead = min(int(homes.is_dear), num_steps)  # steps
     begun: deque[Callable[[], Assignment]] = deque()
-    drawn: deque[tuple[StepSizes, Ints]] = deque()
+    drawn: deque[tuple[StepSizes, Order]] = deque()
     with ThreadPoolExecutor(1, "loft_hvd-assign") as thread:  # starts with the first task
         for i in range(num_steps + ahead):
             if i < num_steps:
@@ -185,8 +239,8 @@ def draw_epoch(
 
 
 def _next_step(
-    order: Ints, view: PlanView, i: int, first_step: int, position: int
-) -> tuple[StepSizes, Ints]:
+    order: Order, view: PlanView, i: int, first_step: int, position: int
+) -> tuple[StepSizes, Order]:
     """Return the sizes and the samples of the ``i``-th step from ``position`` on."""
     plan = view.plan_at(first_step + i)
     begin = position + i * view.global_batch_size

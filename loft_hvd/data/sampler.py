@@ -16,7 +16,14 @@ from torch.utils.data import IterableDataset, Sampler
 from loft_hvd.balance.plan import Plan, StepSizes
 from loft_hvd.codec import Count, Within, decode, encode
 from loft_hvd.data.assign import Homes
-from loft_hvd.data.draws import Draw, EpochSettings, PlanView, count_steps, draw_epoch
+from loft_hvd.data.draws import (
+    Draw,
+    EpochOrders,
+    EpochSettings,
+    PlanView,
+    count_steps,
+    draw_epoch,
+)
 from loft_hvd.data.placement import Placement, check_placement
 from loft_hvd.errors import ArgumentTypeError, DataError
 
@@ -184,6 +191,7 @@ class GlobalBatches:
         given: Placement | None = None,
     ) -> None:
         self.settings = settings
+        self._orders = EpochOrders(settings)
         self.view = view
         self._keeper, self._given = keeper, given  # what the user gave, which None leaves open
         self.epoch = 0
@@ -225,7 +233,7 @@ class GlobalBatches:
         return position, self._draw(position, first_step)
 
     def _draw(self, position: int, first_step: int) -> Iterator[Draw]:
-        order = self.settings.order(self.epoch, done=self._done)
+        order = self._orders.take(self.epoch, done=self._done)
         self._warn_of_skipped(len(order) - position)
         for draw in draw_epoch(
             order,

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from loft_hvd.data.draws import Draw
+from loft_hvd.data.draws import Draw, Order
 from loft_hvd.data.placement import HomeSet, Placement
 from loft_hvd.transport.agreement import odd_ones
 from loft_hvd.transport.base import Channel
@@ -41,7 +41,7 @@ class KeptHomes:
     def __init__(self, keepers: npt.NDArray[np.int16], channel: Channel) -> None:
         self.keepers = keepers
         self._channel = channel
-        self._drawn: list[tuple[int, _Ints, _Ints]] = []  # step, samples, who computes each
+        self._drawn: list[tuple[int, Order, _Ints]] = []  # step, samples, who computes each
         self._digest = 0
 
     def note(self, draw: Draw) -> None:
@@ -73,7 +73,7 @@ class KeptHomes:
         for rank, count in enumerate(told[:, 1].tolist()):
             self.keepers[samples[owners == rank][:count]] = rank
 
-    def _claims(self, done: list[tuple[int, _Ints, _Ints]]) -> tuple[_Ints, _Ints]:
+    def _claims(self, done: list[tuple[int, Order, _Ints]]) -> tuple[Order, _Ints]:
         """Return the samples that nobody kept before, in order, and who computed each."""
         if not done:
             return np.zeros(0, np.int64), np.zeros(0, np.int64)

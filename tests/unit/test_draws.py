@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import threading
+import tracemalloc
+from typing import ClassVar
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
+from loft_hvd.data import draws as draws_module
 from loft_hvd.data.assign import Homes
-from loft_hvd.data.draws import Draw, draw_epoch, epoch_order, spread
+from loft_hvd.data.draws import (
+    Draw,
+    EpochOrders,
+    EpochSettings,
+    Order,
+    draw_epoch,
+    epoch_order,
+    spread,
+)
 from loft_hvd.data.placement import Placement
 from tests.support.plans import FakePlans
 
@@ -22,6 +34,49 @@ def test_the_permutation_is_the_documented_one() -> None:
 @pytest.mark.parametrize(("seed", "epoch"), [(8, 3), (7, 4), (3, 7)])
 def test_seed_and_epoch_change_the_permutation(seed: int, epoch: int) -> None:
     assert (epoch_order(100, seed=7, epoch=3) != epoch_order(100, seed=seed, epoch=epoch)).any()
+
+
+@pytest.mark.parametrize("num_samples", [0, 1, 2, 1000, 600_000])
+def test_the_permutation_is_made_in_one_array(num_samples: int) -> None:
+    tracemalloc.start()
+    try:
+        order = epoch_order(num_samples, seed=5, epoch=2)
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert most <= 8 * num_samples + 5_000_000  # and a block of two megabytes, twice
+    words = np.random.PCG64(np.random.SeedSequence([5, 2])).random_raw(num_samples)
+    low = np.uint64((1 << max(num_samples - 1, 0).bit_length()) - 1)
+    keys = (words & ~low) | np.arange(num_samples, dtype=np.uint64)
+    assert (order == np.argsort(keys)).all()
+    assert order.dtype == np.int32
+
+
+class Noting(EpochSettings):
+    """Settings that note on which thread an order is made."""
+
+    threads: ClassVar[list[tuple[int, bool]]] = []
+
+    def order(self, epoch: int, *, done: npt.NDArray[np.bool_] | None = None) -> Order:
+        is_main = threading.current_thread() is threading.main_thread()
+        self.threads.append((epoch, is_main))
+        return super().order(epoch, done=done)
+
+
+def test_the_order_of_a_large_epoch_is_made_while_the_one_before_is_trained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(draws_module, "_MANY", 500)
+    settings = Noting(Placement.replicated(1000), True, 3, False, False)
+    settings.threads.clear()
+    orders, done = EpochOrders(settings), np.arange(1000) % 3 == 0
+    for epoch in (0, 1, 2, 7, 7, 8):
+        assert (orders.take(epoch) == epoch_order(1000, seed=3, epoch=epoch)).all()
+    beside = [epoch for epoch, is_main in settings.threads if not is_main]
+    assert beside[:5] == [1, 2, 3, 8, 8]
+    assert [epoch for epoch, is_main in settings.threads if is_main] == [0, 7, 7]
+    # What is left of an epoch that goes on in another world is in no order made ahead.
+    assert (orders.take(9, done=done) == settings.order(9, done=done)).all()
 
 
 def test_spread_holds_every_group_in_proportion_in_any_run() -> None:
