@@ -41,7 +41,7 @@ from loft_hvd.balance.plan import (
     Sizes,
 )
 from loft_hvd.balance.policy import Policy, Proposal, Task
-from loft_hvd.balance.search import SOLVERS, round_to_lattice
+from loft_hvd.balance.search import SOLVERS, least_s, round_to_lattice
 from loft_hvd.codec import Count, Shape, Within
 from loft_hvd.errors import ArgumentError, PlanError
 
@@ -330,6 +330,7 @@ class Loft(Policy):
             )
         self.task, equal = task, task.equal()
         self._fit: Fit | None = None
+        self._found: tuple[Sizes, Bounds] | None = None  # by the newest search, and its limits
         self.state = LoftState(Past.of(task.world_size), Verdicts(Measured(equal)))
         return equal
 
@@ -444,6 +445,7 @@ class Loft(Policy):
         limits = self._limits(now, held)
         found = SOLVERS[self._solver](fit.model, task.global_batch_size, limits)
         found = self._choose(fit, now, found, limits)
+        self._found = found, limits
         gain = fit.gain(now, found)
         sure = gain.share - _SIGMAS * gain.error
         state.lost = state.lost + sure if sure > 0 else 0.0
@@ -513,6 +515,7 @@ class Loft(Policy):
         lines = [f"policy {self.name}: {self.state.note}"]
         if self._fit is not None:
             lines.append(summarise_fit(self._fit))
+        lines += self._say_bound()
         if verdicts.num_misses:
             lines.append(f"{verdicts.num_misses} plans made steps longer and were undone")
         lines += [
@@ -522,6 +525,18 @@ class Loft(Policy):
             for rank in verdicts.pinned
         ]
         return lines
+
+    def _say_bound(self) -> list[str]:
+        """Say how much better other sizes could be, where no search finds the best surely."""
+        if self._fit is None or self._found is None or not self._fit.model.is_coupled:
+            return []
+        (found, limits), model = self._found, self._fit.model
+        least = least_s(model, self.task.global_batch_size, limits)
+        longest = float(model.times(found).max())
+        return [
+            f"ranks share sources: with the best sizes found the slowest rank takes {longest:.3g} "
+            f"s, and no sizes within the present limits bring it below {least:.3g} s"
+        ]
 
     def details(self) -> list[str]:
         return [] if self._fit is None else describe_fit(self._fit, acts=self.is_adaptive)

@@ -10,25 +10,25 @@ inputs give equal plans: ties go to the lower rank.
 A shared source couples the ranks. Both solvers then work on the model's tangent at the last sizes,
 renew it a few times, keep the tangent whose true step is shortest, and end with transfers that
 look at the true times: first from the slowest rank, then between any. ``exact`` tries what ``grid``
-finds too, and is never above it, but its name holds for separable times only: docs/balance.md has
-how near both come to the best of all plans.
+finds too, and is never above it, but its name holds for separable times only: ``least_s`` proves
+how far the best of all plans can be, and docs/balance.md has how near both come to it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from loft_hvd.balance.latency import Curves
+from loft_hvd.balance.latency import Curves, StepModel, count_passes
 from loft_hvd.balance.plan import Bounds, Floats, Ints, Sizes
 from loft_hvd.errors import ArgumentError, PlanError
 
-__all__ = ["SOLVERS", "Model", "equal_within", "exact", "grid", "round_to_lattice"]
+__all__ = ["SOLVERS", "Model", "equal_within", "exact", "grid", "least_s", "round_to_lattice"]
 
 # Tangents of a shared source. Measured (commit 119ab9a): 12 in place of 5, beside transfers, took
 # the worst of 300 clusters from 5.7 % above the best known to 1.2 %; a thousand ranks have 10 ms.
@@ -40,6 +40,7 @@ _FINE = 1e-12  # of the target time: near the last bit, so that ``exact`` is exa
 # Where ranks share a source: times of ranks worked out in a round of transfers, and rounds.
 _TRIED_TIMES, _ROUNDS = 4096, 40
 _POWER = 32  # of the times in the mean that such transfers are judged by
+_HALVINGS = 44  # of a bound: to the 13th digit
 _TRANSFERS = 64  # tries, of which halving the step takes some ten: bounds the time of a search
 
 
@@ -292,3 +293,91 @@ def _transfer(model: Model, touching: Model, start: Sizes, bounds: Bounds) -> Si
             break
         step = max(step // 2 // bounds.grain, 1) * bounds.grain
     return tuple(int(size) for size in sizes)
+
+
+# How much better any other sizes could be.
+
+
+def least_s(model: StepModel, global_batch_size: int, bounds: Bounds) -> float:
+    """Return seconds that the slowest rank takes at least, whatever the sizes; a proven bound.
+
+    It is for ranks that share sources, where no solver is exact. Sizes of a step of T seconds keep
+    two laws, of which each forgets a part of the model:
+
+    * No rank has more samples than it could do in T with its source to itself, since the queue is
+      never shorter than the rank's own samples.
+    * The rank that fetches most from a source waits for all that is fetched there. So it is no
+      more in all than a rank could wait for within T that fetches at least the mean.
+
+    The most samples that ranks can have under both grow with T, which is bisected for the global
+    batch. 0 where shares are split into micro-batches: there times may fall as a batch grows.
+    """
+    low, high = bounds.floor.astype(np.float64), bounds.cap.astype(np.float64)
+    if int(count_passes(high, model.pass_size).max(initial=1)) > 1:
+        return 0.0
+    is_shared = (model.source >= 0) & (model.shared_s > 0)
+    alone = replace(
+        model,
+        remote_s=model.remote_s + np.where(is_shared, model.shared_s, 0.0),
+        shared_s=np.zeros_like(model.shared_s),
+    ).curves(low, high)
+    members = [np.flatnonzero(is_shared & (model.source == one)) for one in set(model.source)]
+    under, over = (
+        0.0,
+        float(alone.knot_times[:, -1].max()) + float((model.shared_s * high.sum()).max()),
+    )
+    for _ in range(_HALVINGS):
+        limit_s = 0.5 * (under + over)
+        most = np.floor(alone.largest_within(np.array([limit_s]))[0] + 1e-9)  # of each rank
+        total = float(most[~is_shared].sum())
+        for ranks in members:
+            if len(ranks):
+                total += _most_shared(model, most, low, high, ranks, limit_s)
+        is_reached = total >= global_batch_size and (alone.knot_times[:, 0] <= limit_s).all()
+        under, over = (under, limit_s) if is_reached else (limit_s, over)
+    return under
+
+
+def _most_shared(
+    model: StepModel, most: Floats, low: Floats, high: Floats, ranks: Ints, limit_s: float
+) -> float:
+    """Return the most samples of ``ranks``, which share a source, in a step of ``limit_s``."""
+    share, hits = model.hit_share[ranks], model.hits[ranks]
+    # A rank's remote samples are max((1 - share) x, x - hits): they begin at a slope of 1 - share,
+    # and go on at a slope of 1 where the local samples have run out.
+    runs_out = np.divide(hits, share, out=np.full(len(ranks), np.inf), where=share > 0)
+    first, rest = np.minimum(most[ranks], runs_out), np.maximum(most[ranks] - runs_out, 0.0)
+    slope = np.concatenate([1.0 - share, np.ones(len(ranks))])  # remote samples for one more
+    taken = np.concatenate([first, rest])
+    # The cheapest samples first: an upper bound even for fractions of samples.
+    order = np.argsort(slope, kind="stable")
+    slope, taken = slope[order], taken[order]
+    before = np.cumsum(slope * taken) - slope * taken
+    room = np.maximum(_most_remote(model, low, high, ranks, limit_s) - before, 0.0)
+    fits = np.divide(room, slope, out=np.full(len(slope), np.inf), where=slope > 0)
+    return float(np.minimum(taken, fits).sum())
+
+
+def _most_remote(model: StepModel, low: Floats, high: Floats, ranks: Ints, limit_s: float) -> float:
+    """Return the most samples that ``ranks`` together can fetch from their source in a step."""
+    share, hits = model.hit_share[ranks], model.hits[ranks]
+
+    def is_within(remote: float) -> bool:
+        each = remote / len(ranks)
+        size = np.divide(each, 1.0 - share, out=np.full(len(ranks), np.inf), where=share < 1)
+        size = np.maximum(np.minimum(size, each + hits), low[ranks])
+        fits = size <= high[ranks]
+        sizes = low.copy()
+        sizes[ranks] = np.where(fits, size, low[ranks])
+        local = model.local(sizes)
+        fetch = model.fetch_fixed_s + model.local_s * local + model.remote_s * (sizes - local)
+        seconds = model.combine(fetch + model.shared_s * remote, model.compute(sizes))[ranks]
+        return bool((fits & (seconds <= limit_s)).any())
+
+    under, over = 0.0, float(high[ranks].sum())
+    if is_within(over):
+        return over
+    for _ in range(_HALVINGS):
+        middle = 0.5 * (under + over)
+        under, over = (middle, over) if is_within(middle) else (under, middle)
+    return over

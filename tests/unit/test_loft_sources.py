@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
@@ -47,3 +49,14 @@ def test_a_source_for_another_world_is_refused() -> None:
     Controller(64, 4, policy)
     with pytest.raises(PlanError, match=r"source=.* has 4 entries, but world_size=3"):
         Controller(64, 3, policy)  # as when an elastic world shrinks
+
+
+def test_explain_says_how_much_better_any_sizes_could_be() -> None:
+    policy = loft.Loft(source=[0, 0, 1])
+    fitted_source(policy, 3)
+    (line,) = (each for each in policy.explain() if "share sources" in each)
+    longest, least = (float(each) for each in re.findall(r"([\d.]+) s\b", line))
+    assert 0 < least <= longest
+    alone = loft.Loft()
+    fitted_source(alone, 3)
+    assert not any("share sources" in each for each in alone.explain())

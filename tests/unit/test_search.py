@@ -11,7 +11,7 @@ import pytest
 
 from loft_hvd.balance.latency import StepModel
 from loft_hvd.balance.plan import Bounds, equal_sizes
-from loft_hvd.balance.search import SOLVERS, equal_within, exact, round_to_lattice
+from loft_hvd.balance.search import SOLVERS, equal_within, exact, least_s, round_to_lattice
 from loft_hvd.errors import ArgumentError, PlanError
 from tests.support.clusters import OVERLAPS, least_step_s, random_model, tabulate
 
@@ -133,6 +133,29 @@ def test_a_shared_source_leaves_little_to_the_best_of_all_plans(
         excess.append(found / best - 1)
     assert np.mean(np.array(excess) <= 0.01) >= 0.99, np.sort(excess)[-12:]
     assert max(excess) <= 0.05, f"seed {int(np.argmax(excess))}: {max(excess)}"
+
+
+@pytest.mark.parametrize(
+    "num_cases",
+    [pytest.param(60), pytest.param(1000, marks=[pytest.mark.long, pytest.mark.timeout(600)])],
+)
+def test_no_plan_is_below_the_bound_and_most_plans_found_are_near(num_cases: int) -> None:
+    gaps = []
+    for seed, case in enumerate(map(SharedCase.draw, range(num_cases))):
+        bound = least_s(case.model, case.total, case.bounds)
+        found = case.model.times(exact(case.model, case.total, case.bounds)).max()
+        assert bound <= case.least_s() * (1 + 1e-12), f"seed {seed}"
+        gaps.append(found / bound - 1)
+    assert np.median(gaps) <= 0.02, np.percentile(gaps, [25, 50, 75, 90, 100])
+    assert np.percentile(gaps, 90) <= 0.15, np.percentile(gaps, [25, 50, 75, 90, 100])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_bound_of_separable_times_is_what_exact_finds(seed: int) -> None:
+    model = random_model(seed, 2 + seed % 7, None)
+    total, bounds = 40 * model.world_size, Bounds.of(model.world_size, floor=2, cap=200)
+    found = float(model.times(exact(model, total, bounds)).max())
+    assert least_s(model, total, bounds) == pytest.approx(found, rel=1e-9)
 
 
 def test_exact_is_never_above_grid() -> None:
