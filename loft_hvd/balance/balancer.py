@@ -203,7 +203,9 @@ class Balancer:
         self._memory.limits, self._memory.caps = self.limits, dict(self.limits.found)
         self._own_cap = None
         # A new one: nothing of the old world's exchanges, steps or plans may reach into this one.
-        older, self._live = self._live, self._make_live()
+        older = self._live
+        older.settle()  # the new one starts the same policy afresh
+        self._live = self._make_live()
         self._live.go_on_from(older)
 
     def _resize(self) -> None:
@@ -452,6 +454,7 @@ class Balancer:
 
     def share_sources(self, source: Sequence[int]) -> None:
         """Take the number of the source that each rank shares, -1 for none, [world_size]."""
+        self._live.settle()  # a decision under way goes by what was known when it began
         self._options.policy.share_sources(source)
 
     def leave_step_out(self) -> None:

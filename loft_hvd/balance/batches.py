@@ -46,6 +46,7 @@ class BatchQueue:
         self.trail = 0
         self._taken: list[StepSizes] = []  # since the last step's end
         self._largest: list[int] = []  # samples that each rank has computed in a backward pass
+        self._done: tuple[Sizes, Sizes] = (), ()  # the newest sizes that are in it
         self._num_begun = 0  # before any backward pass took one
 
     def push(self, step_sizes: StepSizes) -> None:
@@ -93,6 +94,7 @@ class BatchQueue:
         self._lookahead = self.trail = 0
         self._taken.clear()
         self._largest.clear()
+        self._done = (), ()
 
     def take(self) -> StepSizes:
         """Return the sizes of the batch that the next backward pass belongs to, or a UsageError."""
@@ -116,8 +118,11 @@ class BatchQueue:
         """Note that all batches taken so far have been computed, on every rank."""
         # Only now: the reduction of a step ends on no rank before all have computed theirs.
         for taken in self._taken:
-            sizes = [max(taken.micro_sizes(rank)) for rank in range(len(taken.sizes))]
-            self._largest = [max(pair) for pair in zip(self._largest or sizes, sizes, strict=True)]
+            done = taken.sizes, taken.num_micro
+            if done != self._done:  # of thousands of ranks: mostly those of the step before
+                sizes = taken.largest_micro
+                self._largest = list(map(max, self._largest or sizes, sizes))
+                self._done = done
         self._taken.clear()
         self.in_work = None
 

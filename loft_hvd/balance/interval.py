@@ -46,7 +46,13 @@ _LONGEST_S = 3600.0  # nobody trains with steps of an hour: a longer time is a b
 _SLACK = 1.25  # a rank cannot have been busy for longer than the step took on rank 0's clock
 _FARTHEST_STEPS = 1_000_000  # that a rank can have drawn beyond rank 0; it would be epochs ahead
 _TRIMMED = 0.2  # of the steps, at either end: what Yuen (1974) and Wilcox use most
-_SLACK_STEPS = 3  # between a rank's word on what it has drawn and the plan's arrival, and one more
+# Steps between a rank's word on what it has drawn and the plan's arrival, beside those that rank 0
+# takes to decide, and one more.
+_SLACK_STEPS = 3
+# Seconds that deciding may take on rank 0 beside training, for any world and for each rank: more
+# than the dearest policy takes alone (NARX of 1,000 ranks 0.34 s, docs/balance.md, "Cost"), and
+# little beside the 30 seconds of an interval.
+_DECIDES_S = (0.05, 5e-4)
 _MOST = 1e15  # of a sum: 30 million years, or as many samples
 
 Amount = Annotated[float, Within(0, _MOST)]
@@ -356,13 +362,25 @@ class Report:
         """Average times of every rank, [world_size]."""
         return read_times(self._sums)
 
+    @cached_property
+    def _first(self) -> RankTimes:
+        """Average times of rank 0; those of all ranks are dear where there are thousands."""
+        return read_times(self._sums[:1])[0]
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether some rank has counted a step."""
+        steps = self.column("steps")
+        return bool(((steps >= 1) & (steps <= _MOST) & (steps == np.floor(steps))).any())
+
     def screened(self, *, step: int, sizes: Sequence[int]) -> Interval | None:
         """Return what may be believed of it; None where rank 0 has counted no step.
 
         Rows are screened as they were sent, so that ``screen`` sees what no clock can have
         measured. Where the head of a report cannot be, the number that cannot be stands for all.
         """
-        if self.times[0].steps == 0:
+        first = self._first
+        if first.steps == 0:
             return None
         uses = self._rows[:, -len(USES) :]
         means = _means(self._sums)
@@ -380,7 +398,6 @@ class Report:
         is_finite = np.isfinite(self._heads).all(axis=1)
         wrong = np.where(is_finite, self.column("drawn_ahead"), np.nan)[:, None]
         observed = np.where(self._has_head[:, None], observed, wrong)
-        first = self.times[0]
         return screen(
             observed,
             step=step,
@@ -398,15 +415,29 @@ class Report:
         fits[0] = True
         return fits
 
-    def first_free_step(self, num_passes: int) -> int:
+    def steps_to_decide(self, num_passes: int) -> int:
+        """Return after how many optimizer steps rank 0's plan leaves, >= 1: so many hide its work.
+
+        Every rank works it out alike, from what rank 0 says that its own steps take. A plan must
+        have arrived when the next times leave.
+        """
+        step_s = self._first.wall_s * num_passes
+        fixed_s, rank_s = _DECIDES_S
+        decides_s = fixed_s + rank_s * len(self._rows)
+        most = max(self.next_interval - 2, 1)
+        return min(math.ceil(decides_s / step_s), most) if step_s * most > decides_s else most
+
+    def first_free_step(self, num_passes: int, *, deciding: int) -> int:
         """Return a step that no rank will have drawn when a plan made from this report arrives.
+
+        Rank 0 has ``deciding`` optimizer steps to make it.
 
         What a rank cannot have drawn does not count: nobody can put a plan off for ever. The step
         is the first of the ``num_passes`` backward passes of an optimizer step.
         """
         drawn = int(self.column("drawn_ahead")[self._has_head].max())
         trained = int(self.column("num_steps")[0]) * num_passes
-        first = drawn + 1 + _SLACK_STEPS * num_passes
+        first = drawn + 1 + (_SLACK_STEPS + deciding) * num_passes
         # Up to the next first pass: trained=40 of 4 passes a step, first=57 starts at 60.
         return trained + -(-(first - trained) // num_passes) * num_passes
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -61,12 +62,12 @@ class RankLimits:
     def __len__(self) -> int:
         return len(self.devices)
 
-    @property
+    @cached_property
     def keys(self) -> tuple[str, ...]:
         """The keys of all devices, [world_size]."""
         return tuple(device.key for device in self.devices)
 
-    @property
+    @cached_property
     def share_caps(self) -> Caps:
         """Most samples of each rank's share of a step, [world_size]; None for no limit."""
         most = MOST_MICRO if self.splits else 1

@@ -1,10 +1,11 @@
 """The live plan: times out, plans in, at the same step on every rank.
 
 Nothing waits for the exchange. With an interval of ``k`` steps, times leave at the end of step
-``k - 1`` and are read at the end of step ``k``; rank 0 decides, and its plan, one int64 tensor,
-leaves there and is read at the end of step ``k + 1``. It comes into force at a step that no rank
-has drawn yet. The times bring along after how many steps the next exchange comes, so that agreeing
-costs nothing more.
+``k - 1`` and are read at the end of step ``k``. Rank 0 decides on a thread of its own, while ranks
+train ``d`` more steps; its plan, one int64 tensor, leaves at the end of step ``k + d`` and is read
+one step later. It comes into force at a step that no rank has drawn yet. The times bring along
+after how many steps the next exchange comes, and how long a step takes, from which every rank works
+out ``d``: agreeing costs nothing more.
 
 A script may end while one of these is under way. Horovod's shutdown on the first rank to end takes
 the engine away from all, so a rank that ends waits for what it has started: by then every other
@@ -19,7 +20,9 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,11 +32,11 @@ from torch import Tensor
 
 from loft_hvd.balance.balancer_options import BalancerOptions
 from loft_hvd.balance.batches import BatchQueue, plan_in_force
-from loft_hvd.balance.controller import Decision
+from loft_hvd.balance.controller import Controller, Decision
 from loft_hvd.balance.explain import describe, fit_record, ranks_to_log
-from loft_hvd.balance.interval import SUM, Head, Interval, RankTimes, Report
+from loft_hvd.balance.interval import SUM, Head, RankTimes, Report
 from loft_hvd.balance.limits import RankLimits
-from loft_hvd.balance.plan import Plan
+from loft_hvd.balance.plan import Plan, Sizes
 from loft_hvd.balance.resume import (
     SETTLE_STEPS,
     Archive,
@@ -76,11 +79,16 @@ class Schedule:
         self._given = interval
         self.interval = interval or _LEAST_STEPS  # steps from the last exchange to the next
         self.at = self.interval  # the next exchange's step, counted from the start of the run
+        self.plan_at: int | None = None  # that at whose end rank 0's plan leaves; None: none is due
 
-    def follow(self, num_steps: int, interval: int) -> None:
-        """Count from a step, on every rank, by what was agreed at an exchange."""
+    def follow(self, num_steps: int, interval: int, *, deciding: int | None = None) -> None:
+        """Count from a step, on every rank, by what was agreed at an exchange.
+
+        Rank 0's plan leaves after ``deciding`` steps, or none does.
+        """
         self.interval = interval
         self.at = num_steps + interval
+        self.plan_at = None if deciding is None else num_steps + deciding
 
     def propose(self, sums: Floats, *, num_passes: int) -> int:
         """Return how many steps the next interval should have, from this rank's sums, [20]."""
@@ -112,9 +120,11 @@ class TimesExchange:
         """Start telling every rank what this one measured: sums, in the order of ``SUMS``, [21]."""
         channel = self._channel.sub("times")
         row = torch.from_numpy(np.array([*head, *sums, *uses], dtype=np.float64))  # [28]
-        rows = row.repeat(channel.world_size, 1)  # [world_size, 28]
+        rows = torch.empty(channel.world_size, len(row), dtype=row.dtype)  # [world_size, 28]
         work = None
-        if channel.world_size > 1:
+        if channel.world_size == 1:
+            rows.copy_(row)
+        else:
             self._drain_at_exit()
             work = channel.transport.allgather(row, rows.view(-1), name=channel.name)
         self._under_way[_TIMES] = work, row, rows
@@ -181,21 +191,54 @@ def _drain(reference: weakref.ref[TimesExchange]) -> None:
 
 def check_same_run(report: Report) -> None:
     """Raise when ranks are at different steps or plans, or have trained on other batches."""
-    steps, plans = report.column("num_steps").tolist(), report.column("plan_id").tolist()
-    for rank, (step, plan) in enumerate(zip(steps, plans, strict=True)):
-        if (step, plan) != (steps[0], plans[0]):
-            raise MismatchError(
-                f"rank {rank} is at step {step:.0f} with plan {plan:.0f}, but rank 0 at step "
-                f"{steps[0]:.0f} with plan {plans[0]:.0f}; every rank must take the same steps"
-            )
-    trails = report.column("trail").tolist()
-    if any(trail != trails[0] for trail in trails):
+    steps, plans = report.column("num_steps"), report.column("plan_id")
+    is_odd = (steps != steps[0]) | (plans != plans[0])  # so is what is no number
+    if is_odd.any():
+        rank = int(np.argmax(is_odd))
         raise MismatchError(
-            f"ranks {odd_ones(trails)} have trained on other batches than the rest since the "
-            f"last exchange (now at step {steps[0]:.0f}): the samples, sizes or steps of their "
+            f"rank {rank} is at step {steps[rank]:.0f} with plan {plans[rank]:.0f}, but rank 0 at "
+            f"step {steps[0]:.0f} with plan {plans[0]:.0f}; every rank must take the same steps"
+        )
+    trails = report.column("trail")
+    if (trails != trails[0]).any():
+        raise MismatchError(
+            f"ranks {odd_ones(trails.tolist())} have trained on other batches than the rest since "
+            f"the last exchange (now at step {steps[0]:.0f}): the samples, sizes or steps of their "
             "global batches differ. Give every rank the same data set, seed, epoch and "
             "loaded state, and let none skip a batch"
         )
+
+
+class Beside:
+    """The work on an interval, on a thread of its own while ranks train.
+
+    Its result does not depend on how far the thread has come: whoever needs it waits for it, and
+    ranks ask for rank 0's plan after as many steps as that should take.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "loft_hvd-plan")  # starts with the first task
+        self._task: Future[Plan | None] | None = None
+
+    def begin(self, task: Callable[[], Plan | None]) -> None:
+        """Start a task, when the one before it has ended; raises what that one raised."""
+        self.take()
+        self._task = self._thread.submit(task)
+
+    def take(self) -> Plan | None:
+        """Return the plan of the newest task, once; raises what it raised."""
+        self.settle()
+        task, self._task = self._task, None
+        return None if task is None else task.result()
+
+    def settle(self) -> None:
+        """Wait until nothing is under way."""
+        timeout_s = config().timeout_s
+        if self._task is not None and not wait([self._task], timeout_s).done:
+            raise PlanError(
+                f"this rank has worked on an interval for more than {timeout_s:g} s; its machine "
+                "is very slow, or the policy does not end (raise LOFT_HVD_TIMEOUT_S to wait longer)"
+            )
 
 
 class LivePlan:
@@ -212,7 +255,8 @@ class LivePlan:
     ) -> None:
         self._options, self._limits, self._log = options, limits, log
         self._transport, self._batches = transport, batches
-        self._controller = make_controller(options, limits)
+        self._beside = Beside()
+        self._own_controller = make_controller(options, limits)
         self._exchange = TimesExchange(Channel(transport, options.name))
         self._archive = Archive()
         self._load = LoadMeter()
@@ -221,7 +265,7 @@ class LivePlan:
         self.timer = StepTimer(clock, run_queue_s if is_crowded else None)
         self.schedule = Schedule(options.interval)
         self.history = first_plans(options, limits, self._controller)  # the newest last
-        self.times: tuple[RankTimes, ...] = ()  # over the last interval, [world_size]
+        self._report: Report | None = None  # the newest one with times
         self.num_passes = 1  # backward passes of an optimizer step
         self.num_steps = 0  # optimizer steps taken
         self.write_head()
@@ -243,6 +287,10 @@ class LivePlan:
         for plan in self.history:
             self._log.write("plan", **asdict(plan))
 
+    def settle(self) -> None:
+        """Wait until nothing works on the policy, the controller or the archive."""
+        self._beside.settle()
+
     def go_on_from(self, older: LivePlan) -> None:
         """Take over what outlives a world: what devices took, and what was plugged in."""
         self.num_passes, self.timer.device_clock = older.num_passes, older.timer.device_clock
@@ -252,6 +300,17 @@ class LivePlan:
     def _recall(self) -> None:
         if self._controller is not None:
             self._controller.recall(self._archive.recall(self._limits.keys))
+
+    @property
+    def _controller(self) -> Controller | None:
+        """The controller, with nothing under way: a decision works on it."""
+        self.settle()
+        return self._own_controller
+
+    @property
+    def times(self) -> tuple[RankTimes, ...]:
+        """Average times of every rank over the last interval, [world_size]; empty at first."""
+        return () if self._report is None else self._report.times
 
     @property
     def plan(self) -> Plan:
@@ -295,21 +354,19 @@ class LivePlan:
         if self.num_steps >= self.schedule.at - 1 and not self._exchange.is_sending:
             self._send_times()
         if self.num_steps >= self.schedule.at:
-            report, interval = self._read_times()
-            plan = self._next_plan(report, interval)
-            if self._options.policy.is_adaptive:
-                self._exchange.send_plan(plan)
-            wanted = self.schedule.interval if report is None else report.next_interval
-            self.schedule.follow(self.num_steps, wanted)
+            self._close_interval()
+        if self.num_steps == self.schedule.plan_at:
+            # Rank 0 always sends one; what others send only has its shape.
+            self._exchange.send_plan(self._beside.take() or self.plan)
         self._warn_untimed()
 
     def epoch_ended(self) -> None:
         """Close an epoch; a run shorter than an interval still exchanges times once."""
         self.timer.pause()
-        if not self.times:
-            self._read_times()
+        if self._report is None:
+            self._read_times(decides=False)
             self._send_times()
-            self._read_times()
+            self._read_times(decides=False)
 
     def _counts(self) -> bool:
         """Say whether the step that ends now shows what the newest plan's steps take."""
@@ -333,7 +390,7 @@ class LivePlan:
             check_agreement(channel, fields, what=what)
 
     def _warn_untimed(self) -> None:
-        is_late = self.num_steps == _UNTIMED * self.schedule.interval and not self.times
+        is_late = self.num_steps == _UNTIMED * self.schedule.interval and self._report is None
         if is_late and self._options.policy.is_adaptive and self._transport.rank == 0:
             _logger.warning(
                 "no step has been timed in the first %d, so sizes stay as they are; behind a "
@@ -355,40 +412,75 @@ class LivePlan:
         uses = self._load.cpu_use(), self._load.memory_use()
         self._exchange.send_times(sums, head=head, uses=uses)
 
-    def _read_times(self) -> tuple[Report | None, Interval | None]:
-        """Return what ranks sent, and what may be believed of it; screened once for all."""
+    def _close_interval(self) -> None:
+        """Read what ranks measured, and let rank 0 decide on it."""
+        report = self._read_times(decides=True)
+        if report is None:
+            self.schedule.follow(self.num_steps, self.schedule.interval)
+            return
+        is_adaptive = self._options.policy.is_adaptive
+        deciding = report.steps_to_decide(self.num_passes) if is_adaptive else None
+        self.schedule.follow(self.num_steps, report.next_interval, deciding=deciding)
+
+    def _read_times(self, *, decides: bool) -> Report | None:
+        """Return what ranks sent, and begin what is done with it beside training."""
         report = self._exchange.receive_times()
         if report is None:
-            return None, None
+            return None
         check_same_run(report)
-        if any(entry.steps for entry in report.times):
-            self.times = report.times
-            if self._log.path is not None:
-                shown = [asdict(report.times[rank]) for rank in self._logged_ranks]
-                self._log.write("times", num_ranks=len(report.times), ranks=shown)
-        # Counted steps are those of the newest plan, so its sizes are what was measured.
-        interval = report.screened(step=self._batches.next_step - 1, sizes=self.plan.sizes)
+        if report.is_measured:
+            self._report = report
+        first_step = None
+        if decides and self._transport.rank == 0:
+            deciding = report.steps_to_decide(self.num_passes)
+            first_step = report.first_free_step(self.num_passes, deciding=deciding)
+        work = partial(
+            self._work,
+            report,
+            step=self._batches.next_step - 1,
+            sizes=self.plan.sizes,  # what was measured: counted steps are those of the newest plan
+            num_steps=self.num_steps,
+            first_step=first_step,
+        )
+        self._beside.begin(work)
+        return report
+
+    def _work(
+        self,
+        report: Report,
+        *,
+        step: int,
+        sizes: Sizes,
+        num_steps: int,
+        first_step: int | None,
+    ) -> Plan | None:
+        """Take in an interval, beside training; on rank 0 also log it, and decide on it.
+
+        It ended with ``step``, after ``num_steps`` optimizer steps, and had these sizes. A plan
+        comes into force at ``first_step``; None is for no decision.
+        """
+        interval = report.screened(step=step, sizes=sizes)  # once for all that look at it
         if interval is not None:
             self._archive.add(self._limits.keys, interval)
-        return report, interval
-
-    @property
-    def _logged_ranks(self) -> tuple[int, ...]:
-        return ranks_to_log(self.times, most=MOST_ROWS)
-
-    def _next_plan(self, report: Report | None, interval: Interval | None) -> Plan:
-        """Return rank 0's new plan, or the one in force; other ranks' return does not count."""
-        controller = self._controller if self._transport.rank == 0 else None
-        if controller is None or report is None or interval is None:
-            return self.plan
+        self._log_times(report, num_steps)
+        controller = self._own_controller
+        if controller is None or interval is None or first_step is None:
+            return None
         controller.observe(interval)
-        plan = controller.decide(report.first_free_step(self.num_passes)) or self.plan
+        plan = controller.decide(first_step)
         if self._log.path is not None:
             fit = controller.policy.fit
             if fit is not None:
-                self._log.write("fit", ranks=fit_record(fit, self._logged_ranks))
-            self._log.write("explain", text=controller.explain())
+                ranks = ranks_to_log(report.times, most=MOST_ROWS)
+                self._log.write("fit", step=num_steps, ranks=fit_record(fit, ranks))
+            self._log.write("explain", step=num_steps, text=controller.explain())
         return plan
+
+    def _log_times(self, report: Report, num_steps: int) -> None:
+        if report.is_measured and self._log.path is not None:
+            ranks = ranks_to_log(report.times, most=MOST_ROWS)
+            shown = [asdict(report.times[rank]) for rank in ranks]
+            self._log.write("times", step=num_steps, num_ranks=len(report.times), ranks=shown)
 
     def _take_plan(self) -> None:
         """Take what rank 0 has planned, if it is under way; refuse what must not be followed."""
@@ -438,6 +530,7 @@ class LivePlan:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plans, steps, times by device and, on rank 0, what was learnt; JSON-able."""
+        self.settle()
         return encode(
             SavedRun(
                 num_steps=self.num_steps,
@@ -456,6 +549,7 @@ class LivePlan:
         With other devices, or the same in another order, another policy or global batch, or caps
         found since, plans start afresh, from what is known of each device.
         """
+        self.settle()
         is_same = can_go_on(saved, self._limits, self._options, warns=self._transport.rank == 0)
         if is_same and self._controller is not None and saved.controller is not None:
             self._controller.go_on(saved.controller)  # first: it may refuse
@@ -465,7 +559,7 @@ class LivePlan:
         if is_same:
             self.history = saved.history
         else:
-            self._controller = make_controller(self._options, self._limits)
+            self._own_controller = make_controller(self._options, self._limits)
             self.history = first_plans(self._options, self._limits, self._controller)
             self._recall()
         self.num_steps = self._log.step = saved.num_steps

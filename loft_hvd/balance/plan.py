@@ -71,6 +71,13 @@ class StepSizes:
         """Samples of all ranks in this step."""
         return sum(self.sizes)
 
+    @property
+    def largest_micro(self) -> Sizes:
+        """Samples of the largest backward pass of each rank, [world_size]; 0 for a dummy one."""
+        if not self.num_micro:
+            return self.sizes
+        return tuple(-(-size // num) for size, num in zip(self.sizes, self.num_micro, strict=True))
+
     def micro_sizes(self, rank: int) -> Sizes:
         """Return the samples of each backward pass of a rank, one or more; (0,) for a dummy one."""
         num_micro = self.num_micro[rank] if self.num_micro else 1
@@ -111,7 +118,7 @@ class Plan:
     @classmethod
     def from_wire(cls, wire: Ints, *, world_size: int, global_batch_size: int) -> Plan:
         """Read what ``to_wire`` wrote on another rank, or raise where it is no plan for here."""
-        values = [int(value) for value in wire]
+        values = wire.tolist()
         if len(values) != _HEADER + world_size:
             raise PlanError(
                 f"a plan for world_size={world_size} has {_HEADER + world_size} numbers, "

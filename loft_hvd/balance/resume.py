@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import reprlib
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -20,7 +19,7 @@ from loft_hvd.balance.balancer_options import BalancerOptions
 from loft_hvd.balance.controller import SETTLE_STEPS, Controller, ControllerState
 from loft_hvd.balance.interval import COLUMNS, SIZE, Floats, Interval
 from loft_hvd.balance.limits import RankLimits
-from loft_hvd.balance.plan import Bounds, Plan, check_history, equal_sizes
+from loft_hvd.balance.plan import Bounds, Ints, Plan, check_history, equal_sizes
 from loft_hvd.balance.search import equal_within
 from loft_hvd.codec import Count, Shape, Within
 from loft_hvd.errors import PlanError
@@ -40,50 +39,93 @@ _DEVICES = 4  # times the present number, that are remembered: bounds a state of
 
 
 class Archive:
-    """Rows of the last intervals by device."""
+    """Rows of the last intervals by device, each one's in a ring: its n-th is at ``n % _KEPT``."""
 
     def __init__(self) -> None:
-        self._rows: dict[str, deque[list[float]]] = {}  # the longest unheard device first
+        self._places: dict[str, int] = {}  # of each device in the arrays
+        self._rows: Floats = np.zeros((0, _KEPT, len(COLUMNS)))  # [num_devices, _KEPT, 14]
+        self._counts: Ints = np.zeros(0, np.int64)  # rows of each device so far, [num_devices]
+        self._heard: Ints = np.zeros(0, np.int64)  # when the newest came, as ``_num_heard`` counts
+        self._num_heard = 0
+        # The ranks of the newest interval, and their places: mostly those of the next one too.
+        self._here: tuple[Sequence[str], Ints] = (), np.zeros(0, np.int64)
 
     def add(self, keys: Sequence[str], interval: Interval) -> None:
         """Take in an interval of the devices that are here, by rank."""
-        for key, row, is_valid in zip(keys, interval.rows.tolist(), interval.valid, strict=True):
-            if is_valid:
-                rows = self._rows.pop(key, deque(maxlen=_KEPT))  # to the end of the dict
-                rows.append(row)
-                self._rows[key] = rows
-        while len(self._rows) > _DEVICES * len(keys):
-            del self._rows[next(iter(self._rows))]
+        if self._here[0] != keys:
+            self._here = keys, self._place(keys)
+        heard = self._here[1][interval.valid]
+        self._rows[heard, self._counts[heard] % _KEPT] = interval.rows[interval.valid]
+        self._counts[heard] += 1
+        self._note_heard(heard)
+        if (self._counts > 0).sum() > _DEVICES * len(keys):
+            self._forget(_DEVICES * len(keys))
+
+    def _place(self, keys: Sequence[str]) -> Ints:
+        """Return the places of devices, [len(keys)], with room for new ones."""
+        places = self._places
+        found = np.array([places.setdefault(key, len(places)) for key in keys], np.int64)
+        num_new = len(places) - len(self._rows)
+        if num_new:
+            self._rows = np.concatenate([self._rows, np.zeros((num_new, _KEPT, len(COLUMNS)))])
+            self._counts = np.concatenate([self._counts, np.zeros(num_new, np.int64)])
+            self._heard = np.concatenate([self._heard, np.full(num_new, -1)])
+        return found
+
+    def _note_heard(self, places: Ints) -> None:
+        self._heard[places] = self._num_heard + np.arange(len(places))
+        self._num_heard += len(places)
+
+    def _by_age(self) -> list[tuple[str, int]]:
+        """Return the devices that have rows, and their places, the longest unheard first."""
+        known = [(key, place) for key, place in self._places.items() if self._counts[place]]
+        return sorted(known, key=lambda each: int(self._heard[each[1]]))
+
+    def _forget(self, most: int) -> None:
+        """Drop the devices that were not heard for longest, but for so many."""
+        kept = self._by_age()[-most:]
+        places = np.array([place for _, place in kept], np.int64)
+        self._rows, self._counts = self._rows[places], self._counts[places]
+        self._heard = self._heard[places]
+        self._places = {key: place for place, (key, _) in enumerate(kept)}
+        self._here = (), np.zeros(0, np.int64)
 
     def recall(self, keys: Sequence[str]) -> list[Interval]:
         """Return what is known of the devices by rank, oldest first; each one's newest come last.
 
         A device that is not known has no valid rows.
         """
-        known = [list(self._rows.get(key, ())) for key in keys]
+        known = np.array([key in self._places for key in keys], bool)
+        places = np.array([self._places.get(key, 0) for key in keys], np.int64)
+        counts = np.zeros(len(keys), np.int64)
+        counts[known] = self._counts[places[known]]
         intervals = []
         # Rows are aligned at their newest: of ranks with 3 and 1 rows, the second is valid in the
         # last interval alone.
-        for back in range(max(map(len, known), default=0), 0, -1):
-            rows: Floats = np.zeros((len(keys), len(COLUMNS)))
-            valid = np.array([len(of_rank) >= back for of_rank in known])
-            for rank in np.flatnonzero(valid):
-                rows[rank] = known[rank][-back]
+        for back in range(min(int(counts.max(initial=0)), _KEPT), 0, -1):
+            valid, rows = counts >= back, np.zeros((len(keys), len(COLUMNS)))
+            rows[valid] = self._rows[places[valid], (counts[valid] - back) % _KEPT]
             sizes = rows[:, SIZE].round().astype(np.int64)
             intervals.append(Interval(-back, sizes, rows, valid, float("nan")))
         return intervals
 
     def rows(self) -> dict[str, list[list[float]]]:
         """Return all rows, by device."""
-        return {key: list(rows) for key, rows in self._rows.items()}
+        found = {}
+        for key, place in self._by_age():
+            count = int(self._counts[place])
+            newest = np.arange(max(count - _KEPT, 0), count) % _KEPT
+            found[key] = self._rows[place, newest].tolist()
+        return found
 
     def take(self, rows: Mapping[str, Sequence[list[float]]]) -> None:
         """Take rows that were kept anywhere; those of other devices stay."""
-        for key, of_device in rows.items():
-            self._rows.pop(key, None)
+        for key, place in zip(rows, self._place(list(rows)), strict=True):
             # An earlier version's rows have other columns: what they say is not known here.
-            whole = [row for row in of_device if len(row) == len(COLUMNS)]
-            self._rows[key] = deque(whole, maxlen=_KEPT)
+            whole = [row for row in rows[key] if len(row) == len(COLUMNS)][-_KEPT:]
+            self._rows[place, : len(whole)] = np.array(whole).reshape(-1, len(COLUMNS))
+            self._counts[place] = len(whole)
+        self._note_heard(self._place(list(rows)))
 
 
 # In a new world.

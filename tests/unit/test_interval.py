@@ -5,7 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from loft_hvd.balance.interval import SUMS, read_times, screen, skewness, typical, usual_stall
+from loft_hvd.balance.interval import (
+    SUMS,
+    USES,
+    Head,
+    Report,
+    read_times,
+    screen,
+    skewness,
+    typical,
+    usual_stall,
+)
 from loft_hvd.errors import ArgumentError
 
 
@@ -74,3 +84,40 @@ def test_stalls_in_every_eighth_step_are_no_accidents() -> None:
 def test_rows_of_a_wrong_shape_are_refused() -> None:
     with pytest.raises(ArgumentError, match=r"shape \(4, 14\).*cpu_use"):
         screen(np.zeros((4, 7)), step=19, sizes=(64,) * 4)
+
+
+def report(world_size: int, *, interval: int = 20, drawn: int = 40, **sums: float) -> Report:
+    """Return what ranks send that all did the same."""
+    head = Head(num_steps=39, plan_id=1, trail=7, drawn_ahead=drawn, next_interval=interval)
+    return Report(np.array([[*head, *row(**sums), *(0.0 for _ in USES)]] * world_size))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "step_s", "num_passes", "interval", "num_steps"),
+    [
+        (8, 1.0, 1, 20, 1),
+        (8, 0.01, 1, 20, 6),  # 0.05 s and 0.5 ms a rank
+        (8, 0.01, 2, 20, 3),
+        (4096, 0.1, 1, 300, 21),
+        (8, 1e-3, 1, 20, 18),  # before the next times leave
+        (8, 1e-3, 1, 3, 1),
+        (8, 0.0, 1, 20, 18),  # no step was counted: nothing is decided either
+    ],
+)
+def test_rank_0_has_as_many_steps_to_decide_as_that_takes(
+    world_size: int, step_s: float, num_passes: int, interval: int, num_steps: int
+) -> None:
+    told = report(world_size, interval=interval, steps=10, wall_s=10 * step_s)
+    assert told.steps_to_decide(num_passes) == num_steps
+    at_once = told.first_free_step(num_passes, deciding=0)
+    assert told.first_free_step(num_passes, deciding=5) == at_once + 5 * num_passes
+
+
+@pytest.mark.parametrize(
+    ("steps", "is_measured"), [(0, False), (3, True), (0.5, False), (np.nan, False), (-1, False)]
+)
+def test_a_report_is_measured_when_some_rank_has_counted_a_step(
+    steps: float, is_measured: bool
+) -> None:
+    told = report(3, steps=steps)
+    assert told.is_measured == is_measured == any(each.steps > 0 for each in told.times)

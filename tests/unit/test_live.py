@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,14 @@ import torch
 from torch.utils.data import TensorDataset
 
 import loft_hvd as loft
-from loft_hvd.balance.interval import SUM, SUMS, Head
+from loft_hvd.balance.controller import Controller, Decision
+from loft_hvd.balance.interval import SUM, SUMS, Head, Interval
 from loft_hvd.balance.live import Schedule, TimesExchange, check_same_run
+from loft_hvd.balance.policy import Policy, Proposal
 from loft_hvd.errors import MismatchError
 from loft_hvd.transport.base import Channel
 from loft_hvd.transport.local import LocalTransport, run_ranks
+from tests.support.live import Run
 
 INTERVAL = 5
 
@@ -108,3 +112,90 @@ def test_an_interval_has_at_most_four_times_the_steps_of_the_one_before(
     sums = np.zeros(len(SUMS))
     sums[[SUM["steps"], SUM["wall_s"]]] = 17, 17 * step_s
     assert schedule.propose(sums, num_passes=1) == interval
+
+
+class Waiting(Policy):
+    """Decides once it is told to; says whether it was."""
+
+    name = "waiting"
+
+    def __init__(self) -> None:
+        self.told = threading.Event()
+        self.was_told: list[bool] = []
+
+    def propose(self, interval: Interval, *, first_step: int) -> Proposal | None:
+        self.was_told.append(self.told.wait(10))
+        return Proposal((40, 24), "as told")
+
+
+def test_training_goes_on_while_rank_0_decides() -> None:
+    def work(transport: LocalTransport) -> tuple[list[bool], list[tuple[int, ...]]]:
+        policy = Waiting()
+        run = Run(transport, policy=policy, interval=INTERVAL)
+        for _ in range(INTERVAL):
+            run.step()
+        policy.told.set()  # after the end of the step in which the times were read
+        for _ in range(4 * INTERVAL):
+            run.step()
+        return policy.was_told, run.sizes
+
+    (was_told, sizes), (_, others_sizes) = run_ranks(2, work)
+    assert all(was_told)
+    assert sizes == others_sizes
+    assert sizes[-1] == (40, 24)
+
+
+class Broken(Policy):
+    """Has a mistake."""
+
+    name = "broken"
+
+    def propose(self, interval: Interval, *, first_step: int) -> Proposal | None:
+        raise ZeroDivisionError("a mistake in the policy")
+
+
+def test_a_mistake_in_a_policy_ends_training_at_the_step_of_its_plan() -> None:
+    num_steps = [0, 0]
+
+    def work(transport: LocalTransport) -> None:
+        run = Run(transport, policy=Broken(), interval=INTERVAL)
+        for _ in range(3 * INTERVAL):
+            run.step()
+            num_steps[transport.rank] += 1
+
+    with pytest.raises(ZeroDivisionError, match="a mistake in the policy"):
+        run_ranks(2, work)
+    assert num_steps[0] == INTERVAL
+
+
+class Noting(loft.Loft):
+    """LOFT, with a record of what it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[tuple[Interval, int]] = []
+
+    def propose(self, interval: Interval, *, first_step: int) -> Proposal | None:
+        self.asked.append((interval, first_step))
+        return super().propose(interval, first_step=first_step)
+
+
+@pytest.mark.parametrize("interval", [5, 20])
+def test_plans_are_those_of_a_controller_that_decides_at_once(interval: int) -> None:
+    def work(transport: LocalTransport) -> tuple[list[tuple[Interval, int]], list[Decision]]:
+        policy = Noting()
+        run = Run(transport, policy=policy, interval=interval)
+        for _ in range(12 * interval):
+            run.step()
+        controller = run.balancer._live._controller
+        assert controller is not None
+        return policy.asked, controller.history
+
+    asked, history = run_ranks(2, work)[0]
+    at_once = Controller(64, 2)
+    at_once.warm_up([False, False])
+    for each, first_step in asked:
+        at_once.observe(each)
+        at_once.decide(first_step)
+    assert history == at_once.history
+    assert len(history) > 1

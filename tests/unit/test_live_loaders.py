@@ -86,10 +86,10 @@ def test_a_loader_of_the_script_s_own_follows_the_plan_in_force() -> None:
 
     sizes, others_sizes = run_ranks(2, work)
     assert sizes == others_sizes
-    assert (first_uneven(sizes), sizes[-1]) == (43, (48, 16))
+    assert (first_uneven(sizes), sizes[-1]) == (44, (48, 16))
 
 
-@pytest.mark.parametrize("saved_at", [19, 20, 21, 39, 40, 41, 42, 43, 50])
+@pytest.mark.parametrize("saved_at", [19, 20, 21, 39, 40, 41, 42, 43, 44, 50])
 def test_a_run_that_was_saved_at_any_step_goes_on_planning(saved_at: int) -> None:
     def begin(transport: LocalTransport) -> str:
         run = Run(transport)
@@ -110,7 +110,7 @@ def test_a_run_that_was_saved_at_any_step_goes_on_planning(saved_at: int) -> Non
     sizes, others_sizes = run_ranks(2, go_on)
     assert sizes == others_sizes
     assert sizes[-1] == (48, 16)
-    assert sizes[0] == ((48, 16) if saved_at >= 43 else (32, 32))
+    assert sizes[0] == ((48, 16) if saved_at >= 44 else (32, 32))
 
 
 @pytest.mark.parametrize("kind", ["loader", "sampler"])
@@ -118,7 +118,7 @@ def test_a_resumed_loader_goes_on_at_the_step_of_its_plan(kind: str) -> None:
     def work(transport: LocalTransport) -> list[int]:
         seen: list[int] = []
         state: dict[str, Any] | None = None
-        for until in (45, 90):  # the plan comes into force at 43
+        for until in (45, 90):  # the plan comes into force at 44
             run = Run(transport, None if state is None else state["balancer"])
             loader, batch_sampler = batches(kind, run.balancer, 0)
             if state is not None:

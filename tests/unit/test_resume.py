@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -168,6 +169,32 @@ def test_what_is_kept_is_bounded() -> None:
     assert len(rows) <= 9
     assert len(rows["here/0"]) == len(rows["49/0"]) == 16
     assert "0/0" not in rows
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_kept_is_that_of_a_list_for_each_device(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    archive, lists = Archive(), dict[str, list[list[float]]]()
+    hosts = rng.permutation(12)[:3]
+    for number in range(120):
+        if rng.random() < 0.1:  # another world
+            hosts = rng.permutation(12)[: rng.integers(1, 5)]
+        keys = [f"{host}/0" for host in hosts]
+        seen = interval((number + rng.random(len(keys))).tolist())
+        seen = replace(seen, valid=rng.random(len(keys)) < 0.8)
+        archive.add(keys, seen)
+        for key, row, is_valid in zip(keys, seen.rows.tolist(), seen.valid, strict=True):
+            if is_valid:
+                lists[key] = [*lists.pop(key, []), row][-16:]  # to the end of the dict
+        for key in list(lists)[: max(len(lists) - 4 * len(keys), 0)]:
+            del lists[key]
+        assert list(archive.rows().items()) == list(lists.items())
+        for rank, key in enumerate(keys):
+            recalled = [each for each in archive.recall(keys) if each.valid[rank]]
+            assert [each.rows[rank].tolist() for each in recalled] == lists.get(key, [])
+        if rng.random() < 0.1:
+            archive = Archive()
+            archive.take(json.loads(json.dumps(lists)))
 
 
 def train(balancer: loft.Balancer, hosts: list[str], num_steps: int, now: list[float]) -> None:

@@ -38,6 +38,7 @@ def train_some(transport: LocalTransport, **options: Any) -> loft.Balancer:
     balancer = loft.Balancer(64, "report", interval=5, transport=transport, clock=clock, **options)
     fetch_s = 4.0 if transport.rank == 1 else 1.0
     train(balancer, clock, fetch_s=fetch_s, compute_s=1.0, num_steps=10)
+    balancer.explain()  # once rank 0 is ready with the last interval: it also writes the log
     return balancer
 
 

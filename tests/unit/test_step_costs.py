@@ -11,11 +11,16 @@ from functools import partial
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
+import loft_hvd as loft
+from loft_hvd.balance.interval import SUMS, Head
 from loft_hvd.data.draws import Draw, EpochSettings
 from loft_hvd.data.flow import _native
 from loft_hvd.data.placement import Placement
 from loft_hvd.data.sampler import GlobalBatches
+from tests.support.live import Clock
 from tests.support.plans import FakePlans
 
 pytestmark = pytest.mark.long
@@ -98,3 +103,107 @@ def test_drawing_costs_the_training_thread_two_milliseconds(
     draws = batches.start(first_step=0)[1]
     spent = seconds_a_step(draws, batches, min(12, len(batches)))
     assert np.median(spent) <= MOST_S, [f"{1e3 * each:.2f} ms" for each in spent]
+
+
+class Done:
+    """A collective that took no time."""
+
+    watch = None
+
+    def done(self) -> bool:
+        return True
+
+    def finish(self) -> None:
+        pass
+
+
+# Where the times of a rank's computing are in what it sends.
+TIMES = [
+    len(Head._fields) + SUMS.index(name)
+    for name in ("compute_s", "typical_compute_s", "busy_s2", "compute_spread_s2")
+]
+
+
+class Echoes:
+    """Rank 0's end of a world in which all do as it does, but compute at a pace of their own."""
+
+    rank, node, local_size, watch = 0, "here", 1, None
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._rng = np.random.default_rng(0)
+        self._paces = torch.from_numpy(self._rng.uniform(0.25, 1.0, world_size))
+        self.spent_s = 0.0  # by what is an engine's work, on threads of its own
+
+    def allgather(self, send: Tensor, recv: Tensor, *, name: str) -> Done:
+        began = time.thread_time()
+        rows = recv.view(self.world_size, -1)
+        rows.copy_(send.expand_as(rows))
+        if name.endswith(".times"):
+            noise = torch.from_numpy(self._rng.normal(1.0, 0.02, self.world_size))
+            rows[:, TIMES] *= (self._paces * noise)[:, None]
+            rows[0, TIMES] = send[TIMES]
+        self.spent_s += time.thread_time() - began
+        return Done()
+
+    def broadcast(self, buffer: Tensor, *, name: str) -> Done:
+        return Done()
+
+    def allreduce(self, buffer: Tensor, *, name: str) -> Done:
+        return Done()
+
+    def alltoall(self, send: Tensor, recv: Tensor, *, name: str, skips_own: bool = False) -> Done:
+        raise NotImplementedError
+
+
+INTERVAL = 6
+
+
+def seconds_by_place(
+    balancer: loft.Balancer, engine: Echoes, clock: Clock, num_intervals: int
+) -> list[float]:
+    """Return what this thread spends on a step, by its place in an interval; medians, [INTERVAL].
+
+    The time of a batch on this rank is a second, however many samples it has.
+    """
+    spent = []
+    for _ in range(num_intervals * INTERVAL):
+        began = time.thread_time() - engine.spent_s
+        with balancer.step(balancer.local_batch_size):
+            balancer.take_step()
+            clock.now += 1.0
+            balancer.gradient_arrived(blocked_s=0.0)
+            balancer.computing_ended()
+            balancer.step_ended(waited_s=0.0)
+        spent.append(time.thread_time() - engine.spent_s - began)
+    by_place = np.array(spent).reshape(num_intervals, INTERVAL)[2:]
+    return [float(each) for each in np.median(by_place, axis=0)]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "policy", "max_sizes"),
+    [
+        (8, "loft", None),
+        (1000, "loft", None),
+        (1000, "lbbsp-cpu", None),
+        (1024, "loft", 8),
+        (4096, "loft", None),
+        (4096, "report", None),
+        (4096, "uniform", None),
+    ],
+)
+def test_an_interval_costs_the_training_thread_two_milliseconds_a_step(
+    world_size: int, policy: str, max_sizes: int | None
+) -> None:
+    clock, engine = Clock(), Echoes(world_size)
+    balancer = loft.Balancer(
+        64 * world_size,
+        policy,
+        interval=INTERVAL,
+        max_sizes=max_sizes,
+        transport=engine,
+        clock=clock,
+    )
+    spent = seconds_by_place(balancer, engine, clock, 9)
+    assert (balancer.plan.plan_id > 0) == (policy in ("loft", "lbbsp-cpu"))
+    assert max(spent) <= MOST_S, [f"{1e3 * each:.2f} ms" for each in spent]

@@ -1,7 +1,8 @@
 """A job that ends with rank 0's plan on its way: ``last_step.py``.
 
-Rank 0 thinks for a second about the plan of the last step, while the others reach the end of the
-script, where Horovod's shutdown on one rank would take the engine away from all.
+Rank 0 thinks for a second about the plan that leaves at the end of the last step, while the others
+reach the end of the script, where Horovod's shutdown on one rank would take the engine away from
+all.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import loft_hvd as loft
 from loft_hvd.balance.interval import Interval
 from loft_hvd.balance.policy import Policy, Proposal
 
-GLOBAL_BATCH, INTERVAL, NUM_STEPS = 12, 5, 10  # a plan is due at the end of step 10
+# An interval ends with step 9, and its plan leaves at the end of step 10.
+GLOBAL_BATCH, INTERVAL, NUM_STEPS = 12, 3, 10
 
 
 class Slow(Policy):
