@@ -149,7 +149,7 @@ class State:
         # the script's own: then nobody has been asked yet which rank is behind it, and the
         # heartbeat, which knows, ends with this world.
         error = sys.exc_info()[1]
-        if error is not None:
+        if isinstance(error, Exception):
             HorovodTransport().explain(error)
         # Copied again: what is restored is trained on, and may be restored a second time.
         for name, each in self._objects.items():

@@ -14,9 +14,10 @@ from loft_hvd.errors import AuditError, LoftError, MismatchError
 from loft_hvd.pipeline import selection
 from loft_hvd.pipeline.audit import Audit
 from loft_hvd.transport.local import LocalTransport, run_ranks
+from tests.support.passes import Sizes
 from tests.support.recording import RecordingTransport
 from tests.support.wrapped import give_gradients, make_parameters, make_reducer, wrap
-from tests.unit.test_reducer import Sizes, backward
+from tests.unit.test_reducer import backward
 
 SHAPES = [(30, 40), (7,), (0,), (5000,), (2, 3, 4)]
 RULES: list[loft.Rule] = [loft.TrimmedMean(1), loft.Median(), loft.Robust(1), loft.MultiKrum(1)]

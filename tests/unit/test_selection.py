@@ -13,9 +13,10 @@ import loft_hvd as loft
 from loft_hvd.errors import ArgumentError, MismatchError
 from loft_hvd.runlog import read_run_log
 from loft_hvd.transport.local import Faults, LocalTransport, run_ranks
+from tests.support.passes import Sizes
 from tests.support.recording import RecordingTransport
 from tests.support.wrapped import give_gradients, make_parameters, wrap
-from tests.unit.test_reducer import Sizes, backward
+from tests.unit.test_reducer import backward
 
 SHAPES = [(30, 40), (7,), (0,), (501,), (2, 3, 4)]
 # Of two rows the geometric median is any point between them: three tell.

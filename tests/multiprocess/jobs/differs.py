@@ -25,6 +25,7 @@ def main(what: str, other_rank: int) -> None:
     if is_other:
         print(f"differs at {time.time()}", flush=True)
     model = make_model()
+    assert isinstance(model, torch.nn.Sequential)  # whose parts are put in by number
     if is_other and what == "shape":
         model[0] = torch.nn.Linear(6, 17)
         model[2] = torch.nn.Linear(17, 2)
@@ -33,12 +34,12 @@ def main(what: str, other_rank: int) -> None:
     sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     if is_other and what == "parameters":
         with torch.no_grad():
-            model[2].bias[1] += 1e-6
+            model.get_parameter("2.bias")[1] += 1e-6
     if what == "state":
         for parameter in model.parameters():
             sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         if is_other:
-            sgd.state[model[0].weight]["momentum_buffer"][3, 2] = 1e-9
+            sgd.state[model.get_parameter("0.weight")]["momentum_buffer"][3, 2] = 1e-9
     sizes = [16, 16, 16] if not (is_other and what == "sizes") else [20, 16, 12]
     balancer = loft.Balancer(
         48 if not (is_other and what == "batch") else 60, sizes if what != "batch" else "uniform"
