@@ -201,6 +201,11 @@ class Selection:
         """The tables' all-gather; None before this rank has measured all of its shards."""
         return None if self._gather is None else self._gather[0]
 
+    @property
+    def is_decided(self) -> bool:
+        """Whether the tables of all ranks are here, and were read."""
+        return self._decided is not None
+
     def decided(self, weights: PassWeights | None) -> Decided:
         """Return what the whole model decides; the tables of all ranks are there."""
         if self._decided is None:
@@ -270,8 +275,9 @@ class _Tables:
         self._selection = selection
 
     def done(self) -> bool:
+        # The first part to go on has released the work: it may not be asked again.
         work = self._selection.gather
-        return work is not None and work.done()
+        return self._selection.is_decided or (work is not None and work.done())
 
     def finish(self) -> None:
         """Leave it to ``decided``, which every part calls: the work is released once."""

@@ -214,6 +214,29 @@ def test_it_sends_a_table_more_and_results_after_it() -> None:
         assert sent_bytes == 2 * num_padded * 3 // 4 + 3 * 8 * 10
 
 
+class OnceReleased(RecordingTransport):
+    """A transport whose works, as Horovod's, may not be asked once they are released."""
+
+    def allgather(self, send: Tensor, recv: Tensor, *, name: str) -> Any:
+        work = super().allgather(send, recv, name=name)
+        finish = work.finish
+
+        def release() -> None:
+            finish()
+            work.done = work.finish = None  # type: ignore[method-assign, assignment]
+
+        work.finish = release  # type: ignore[method-assign]
+        return work
+
+
+def test_tables_are_asked_for_no_more_once_they_are_read() -> None:
+    def work(end: LocalTransport) -> None:
+        rows = [row_of(end.rank, step) for step in range(3)]
+        reduce(OnceReleased(end), loft.Robust(1), rows, scope="model")
+
+    run_ranks(4, work)
+
+
 class LyingOwner(RecordingTransport):
     """An owner that tells a squared distance that no rows have."""
 
