@@ -154,7 +154,7 @@ def test_in_nine_of_ten_wide_clusters_predicted_gains_are_realised_within_a_fact
     """The first plan's gain, against what its sizes save over 1,000 steps."""
     ratios = {}
     for seed in range(40):  # every fourth has heavy tails
-        scenario = wide_scenario(seed, steps=40)
+        scenario = wide_scenario(seed, steps=200)
         made = simulate(replace(scenario, policies=("loft",))).run("loft").decisions
         predicted = made[1].predicted_gain
         assert predicted is not None, f"seed {seed}"
