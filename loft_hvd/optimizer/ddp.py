@@ -216,7 +216,7 @@ class _BucketReducer:
                 handle = self._start(bucket.index(), values)
             self._flights.append(_Flight(handle, future, values, place))
             # No thread moves these on: every new bucket gives itself and the others a push. What
-            # fails of another is told when that one is waited for.
+            # fails of another is told when the pass is waited for.
             with _located(place):
                 handle.done()
             if bucket.is_last():
@@ -275,12 +275,14 @@ class _BucketReducer:
     def _finish(self) -> None:
         self._batches.computing_ended()
         began = time.monotonic()
+        handles = [flight.handle for flight in self._flights]
         with watch_of(self._channel.transport).waiting():
             for flight in self._flights:
-                # One limit for all of them, as ranks come to all of them together.
+                # One limit for all of them, as ranks come to all of them together. A bucket that
+                # fails ends the wait for any: over the model all others wait for its rows.
                 left_s = max(0.0, self._channel.timeout_s - (time.monotonic() - began))
-                with _located(flight.place):
-                    flight.values.copy_(flight.handle.wait(left_s))
+                with self._told_by(flight):
+                    flight.values.copy_(flight.handle.wait(left_s, beside=handles))
                 flight.future.set_result(flight.values)
             reduced = [flight.values for flight in self._flights]
             found = None if self._spread is None else self._spread.step_reduced(reduced)
@@ -293,6 +295,16 @@ class _BucketReducer:
         if self._momentum is not None and self._ages is not None:
             self._momentum.step_ended(self._ages)
         self._batches.step_ended(waited_s=time.monotonic() - began)
+
+    @contextmanager
+    def _told_by(self, waited_for: _Flight) -> Iterator[None]:
+        """Let errors say which bucket has failed: perhaps another than the one waited for."""
+        try:
+            yield
+        except BaseException as error:
+            failed = (each for each in self._flights if each.handle.failure is error)
+            with _located(next(failed, waited_for).place):
+                raise
 
     def _place(self, bucket: GradBucket) -> str:
         parameters = bucket.parameters()

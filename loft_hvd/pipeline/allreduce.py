@@ -161,6 +161,11 @@ class Handle:
         self._failure: BaseException | None = None
         self._moving = threading.Lock()
 
+    @property
+    def failure(self) -> BaseException | None:
+        """What has ended it, as far as it was moved on; None while nothing has."""
+        return self._failure
+
     def done(self) -> bool:
         """Say whether ``wait`` would return at once; moves work on, never blocks."""
         if not self._is_over and self._failure is None:
@@ -206,11 +211,13 @@ class Handle:
             self._start = None
         return reduction.advance()
 
-    def wait(self, timeout_s: float | None = None) -> Tensor:
+    def wait(self, timeout_s: float | None = None, *, beside: Sequence[Handle] = ()) -> Tensor:
         """Return the aggregated tensor.
 
         Args:
             timeout_s: longest wait in seconds; None takes ``LOFT_HVD_TIMEOUT_S``.
+            beside: handles that this one may wait for, as where one selection decides over all:
+                what fails of them ends the wait, too.
 
         Returns:
             A new tensor with shape, dtype and device of the input, equal bits on every rank.
@@ -223,6 +230,9 @@ class Handle:
         began, watch = time.monotonic(), watch_of(self._transport)
         with watch.waiting():
             while not self.done():
+                for failure in (handle.failure for handle in beside):
+                    if failure is not None:
+                        raise failure
                 waited_s = time.monotonic() - began
                 if waited_s > limit_s:
                     who = f"; ranks {late} have not come to it" if (late := watch.late()) else ""

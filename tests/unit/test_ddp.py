@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import loft_hvd as loft
-from loft_hvd.errors import ArgumentError, ArgumentTypeError, UsageError
+from loft_hvd.errors import ArgumentError, ArgumentTypeError, MismatchError, PeerError, UsageError
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
 from tests.support.passes import Sizes
 
@@ -110,6 +110,24 @@ def test_averages_stay_with_their_parameters_when_ddps_buckets_change(
         for got, wanted in zip(found, expected, strict=True):
             for one, other in zip(got, wanted, strict=True):
                 torch.testing.assert_close(one.float(), other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("scope", ["shard", "model"])
+def test_a_bucket_that_fails_ends_the_pass_at_once(scope: Any) -> None:
+    def work(transport: LocalTransport) -> str:
+        dtypes = [torch.float32] * 3
+        if transport.rank == 1:
+            dtypes[1] = torch.float64
+        layout = [[torch.nn.Parameter(torch.zeros(6, dtype=dtype))] for dtype in dtypes]
+        hook = loft.ddp_hook(
+            loft.Robust(1), scope=scope, transport=transport, timeout_s=4, worker_momentum=0.0
+        )
+        with pytest.raises((MismatchError, PeerError)) as caught:  # its own, or a faster rank's
+            backward(hook, layout, {p: torch.ones_like(p) for (p,) in layout})
+        return str(caught.value)
+
+    for said in run_ranks(3, work):
+        assert "bucket 1 (shape [6]): allreduce 'loft.ddp.b01.6': dtype differs" in said
 
 
 def test_the_advised_rule_says_what_the_optimizer_must_leave_out(caplog: Any) -> None:
