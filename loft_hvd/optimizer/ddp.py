@@ -189,11 +189,17 @@ class _BucketReducer:
         if scope == "model":
             self._judge_by_model()
 
-    def _judge_by_model(self) -> None:
-        """Judge rows over all buckets from the next pass on; every rank alike."""
-        if isinstance(self._rule, RowRule) and self._channel.world_size > 1:
-            lines = meshed(self._channel.transport)
-            self._selection = Selection(lines, self._channel.name, self._rule, scope="model")
+    def _judge_by_model(self) -> bool:
+        """Judge rows over all buckets from the next pass on; every rank alike.
+
+        Returns:
+            Whether there is anything to judge: a rule that sees rows, and other ranks.
+        """
+        if not isinstance(self._rule, RowRule) or self._channel.world_size == 1:
+            return False
+        lines = meshed(self._channel.transport)
+        self._selection = Selection(lines, self._channel.name, self._rule, scope="model")
+        return True
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Start a bucket, and with the last one of a pass wait for all."""
@@ -288,8 +294,7 @@ class _BucketReducer:
             found = None if self._spread is None else self._spread.step_reduced(reduced)
         if found is not None:
             self._batches.log.write("spread", **asdict(found))
-            if self._is_auto and found.usual > WARN_ABOVE:
-                self._judge_by_model()
+            if self._is_auto and found.usual > WARN_ABOVE and self._judge_by_model():
                 self._batches.log.write("scope", scope="model")
         self._flights.clear()
         if self._momentum is not None and self._ages is not None:

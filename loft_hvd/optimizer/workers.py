@@ -346,9 +346,8 @@ class OptimizerWorld:
 
     def _judge_by_model(self) -> None:
         """Go over to the whole model where that is left to the ranks' data; every rank alike."""
-        if self._options.settings.scope != "auto":
+        if self._options.settings.scope != "auto" or not self._reducer.judge_by_model():
             return
-        self._reducer.judge_by_model()
         self.log.write("scope", scope="model")
         if self.rank == 0:
             _logger.warning(

@@ -265,14 +265,15 @@ class Engine:
                     self._turn.release()
                 time.sleep(pause or 0.0)  # at least lets the other thread have the lock
 
-    def judge_by_model(self) -> None:
-        """Let rules that see rows judge them over the whole model from now on.
+    def judge_by_model(self) -> bool:
+        """Let rules that see rows judge them over the whole model from now on; say if one does.
 
         Called between two steps, before the same one on every rank.
         """
         assert self._num_queued == 0, self._num_queued
         for selection in self._selections:
             selection.is_model = True
+        return bool(self._selections)
 
     def memory_bytes(self) -> int:
         """Return the bytes of all buffers that the engine holds, the buckets included."""

@@ -345,10 +345,14 @@ class GradientReducer:
             self._momentum.step_ended(self._ages())
         self._clear_step()
 
-    def judge_by_model(self) -> None:
-        """Let rules judge rows over the whole model from the next step on; every rank alike."""
+    def judge_by_model(self) -> bool:
+        """Let rules judge rows over the whole model from the next step on; every rank alike.
+
+        Returns:
+            Whether a rule sees rows: without one nothing changes.
+        """
         self._scope = "model"
-        self.engine.judge_by_model()
+        return self.engine.judge_by_model()
 
     def _warn_of_other_passes(self) -> None:
         """Say once, before the wait that it may make long, that a step has had too few passes."""

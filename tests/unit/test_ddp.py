@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 
 import loft_hvd as loft
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, MismatchError, PeerError, UsageError
+from loft_hvd.runlog import read_run_log
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
 from tests.support.passes import Sizes
 
@@ -128,6 +130,29 @@ def test_a_bucket_that_fails_ends_the_pass_at_once(scope: Any) -> None:
 
     for said in run_ranks(3, work):
         assert "bucket 1 (shape [6]): allreduce 'loft.ddp.b01.6': dtype differs" in said
+
+
+@pytest.mark.parametrize(("rule", "changes"), [(loft.Robust(1), 1), (loft.TrimmedMean(1), 0)])
+def test_auto_changes_its_scope_only_where_the_rule_judges_rows(
+    rule: loft.Rule, changes: int, tmp_path: Path
+) -> None:
+    def work(transport: LocalTransport) -> None:
+        generator = torch.Generator().manual_seed(transport.rank)
+        mean = 3 * torch.randn(600, generator=generator)
+        parameter = torch.nn.Parameter(torch.zeros(600))
+        balancer = loft.Balancer(4, [1] * 4, transport=transport, log_dir=tmp_path)
+        options: Any = {"scope": "auto", "transport": transport, "worker_momentum": 0.0}
+        hook = loft.ddp_hook(rule, balancer, **options)
+        for _ in range(55):
+            with balancer.step(1):
+                gradient = mean + torch.randn(600, generator=generator)
+                backward(hook, [[parameter]], {parameter: gradient})
+
+    run_ranks(4, work)
+    (log,) = tmp_path.iterdir()
+    kinds = [line["kind"] for line in read_run_log(log)]
+    assert kinds.count("spread") == 1
+    assert kinds.count("scope") == changes
 
 
 def test_the_advised_rule_says_what_the_optimizer_must_leave_out(caplog: Any) -> None:

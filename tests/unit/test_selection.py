@@ -291,7 +291,8 @@ def steps_apart(end: LocalTransport, apart: float, **options: Any) -> tuple[list
     """Take 60 steps of one parameter whose gradients differ by rank; return what was sent."""
     transport = RecordingTransport(end)
     params = make_parameters([(600,)])
-    optimizer = wrap(params, transport, rule=loft.Robust(1), worker_momentum=0.0, **options)
+    options = {"rule": loft.Robust(1), "worker_momentum": 0.0, **options}
+    optimizer = wrap(params, transport, **options)
     generator = torch.Generator().manual_seed(end.rank)
     mean = apart * torch.randn(600, generator=generator)
     sent = []
@@ -322,6 +323,20 @@ def test_shards_stay_where_ranks_are_alike_or_it_is_asked_for(
     apart: float, scope: str | None
 ) -> None:
     assert run_ranks(4, lambda end: steps_apart(end, apart, scope=scope)[0]) == [[""] * 60] * 4
+
+
+@pytest.mark.parametrize("rule", [loft.TrimmedMean(1), loft.Custom(lambda rows: rows.mean(0))])
+def test_nothing_is_said_to_change_where_no_rule_judges_rows(
+    rule: loft.Rule, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    def work(end: LocalTransport) -> list[str]:
+        return steps_apart(end, 3.0, rule=rule, scope="auto", log_dir=tmp_path)[0]
+
+    assert run_ranks(4, work) == [[""] * 60] * 4
+    assert "differ lastingly" in caplog.text
+    assert "judged by their whole gradients" not in caplog.text
+    (log,) = tmp_path.glob("**/*.jsonl")
+    assert not [line for line in read_run_log(log) if line["kind"] == "scope"]
 
 
 def test_auto_is_the_default_of_the_advised_rule_alone() -> None:
