@@ -8,8 +8,13 @@ x_i samples and the mean gradient g_i in a step, and keeps an average m_i for ea
 
 Every rank knows all w_i, as they follow from the plan, and a row weighs w_i. So a first gradient
 counts whole, a larger batch counts more, and the average of a rank without samples stands while its
-weight fades. Under ``Mean`` the result is torch's momentum buffer of the exactly weighted mean,
-times (1 - b) / (1 - b**t) after t steps of equal global batches.
+weight fades.
+
+What an average itself holds is another number, which stays on its device: a gradient that is not
+finite counts as no samples, a parameter that is added late begins at 0, and a frozen one's average
+waits. Without these both numbers are equal, and under ``Mean`` the result is torch's momentum
+buffer of the exactly weighted mean, times (1 - b) / (1 - b**t) after t steps of equal global
+batches.
 """
 
 from __future__ import annotations
@@ -31,6 +36,7 @@ from loft_hvd.transport.base import Channel
 __all__ = [
     "STATE_KEY",
     "Ages",
+    "Average",
     "Blend",
     "LossScaler",
     "WorkerMomentum",
@@ -57,20 +63,36 @@ class LossScaler(Protocol):
         """Return a tensor times the loss scale."""
 
 
-class Blend(NamedTuple):
-    """How a rank's row of a step comes about: ``scale * (keep * average + add * gradient)``."""
+class Average(NamedTuple):
+    """A parameter's average, and what it weighs."""
 
-    keep: float
-    add: float  # 0 where the rank has no samples: its gradient is never read
+    values: Tensor  # float32 (float64 for a float64 parameter), of the parameter's shape
+    weight: Tensor  # float64, of no dimension: the samples it holds, faded; on the values' device
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of both."""
+        return self.values.nbytes + self.weight.nbytes
+
+
+class Blend(NamedTuple):
+    """How a rank's row of a step comes about: ``scale`` times an average, with its gradient in.
+
+    The average becomes ``(beta * weight * average + gain * gradient) / (beta * weight + samples)``.
+    """
+
+    beta: float
+    samples: int  # of the gradient, which is never read where there are none
+    gain: float
     scale: float = 1.0  # of what is sent, not of the average that stays
 
 
 @dataclass(frozen=True)
 class Ages:
-    """What all ranks' averages weigh before and after a step, in samples, [world_size] each."""
+    """What all ranks' averages weigh after a step, in samples, [world_size]."""
 
+    beta: float
     counts: tuple[int, ...]  # samples of the step
-    kept: tuple[float, ...]  # what is left of the weights before it
     weights: tuple[float, ...]
 
     @property
@@ -80,11 +102,7 @@ class Ages:
 
     def blend(self, rank: int, *, gain: float, scale: float) -> Blend:
         """Return how a rank's row comes about, whose gradient times ``gain`` is ``x_i g_i``."""
-        weight = self.weights[rank]
-        if weight == 0:  # it has never had a sample
-            return Blend(0.0, 0.0)
-        add = gain / weight if self.counts[rank] else 0.0
-        return Blend(self.kept[rank] / weight, add, scale)
+        return Blend(self.beta, self.counts[rank], gain, scale)
 
     def exact(self) -> tuple[int, ...] | None:
         """Return whole numbers in proportion to the weights, for a mean; None where all are 0."""
@@ -125,7 +143,7 @@ class WorkerMomentum:
         self.beta = beta
         self._scaler = scaler
         # By id, as tensors compare by value. The parameter is kept so that its id stays its own.
-        self._averages: dict[int, tuple[Tensor, Tensor]] = {}
+        self._averages: dict[int, tuple[Tensor, Average]] = {}
         self._own = 0.0  # the weight of this rank's averages
         self._weights: tuple[float, ...] | None = None  # of all ranks; None until they have met
         self._rank = self._world_size = -1
@@ -162,10 +180,11 @@ class WorkerMomentum:
                     )
                 weights = rows[:, 0].masked_fill(loaded, 0.0).tolist()
             elif mine is not None:
-                for name, average in mine["averages"].items():
-                    parameter = named[name]
-                    kept = average.to(parameter.device, copy=True)
-                    self._averages[id(parameter)] = (parameter, kept)
+                for name, values in mine["averages"].items():
+                    parameter, weight = named[name], mine["average_weights"][name]
+                    device = parameter.device
+                    average = Average(values.to(device, copy=True), weight.to(device, copy=True))
+                    self._averages[id(parameter)] = (parameter, average)
             self._loaded = None
             self._own = weights[self._rank]
             self._weights = tuple(weights)
@@ -180,9 +199,8 @@ class WorkerMomentum:
         """Return what averages weigh in a step with these samples, [world_size]; None for equal."""
         assert self._weights is not None  # ``join`` came before
         counts = (1,) * len(self._weights) if counts is None else tuple(counts)
-        kept = tuple(self.beta * weight for weight in self._weights)
-        weights = tuple(old + count for old, count in zip(kept, counts, strict=True))
-        return Ages(counts, kept, weights)
+        pairs = zip(self._weights, counts, strict=True)
+        return Ages(self.beta, counts, tuple(self.beta * weight + count for weight, count in pairs))
 
     def step_ended(self, ages: Ages) -> None:
         """Let the weights after a step be those before the next one."""
@@ -194,10 +212,13 @@ class WorkerMomentum:
         """Let a parameter's gradient into its average, and put what is sent into ``target``.
 
         Once a step and parameter. ``target`` is like the parameter, and may be the gradient itself.
-        No gradient counts as zeros, as everywhere, but those of a parameter that takes none.
+        No gradient counts as zeros, as everywhere. A frozen parameter's average waits until it
+        thaws, and its gradient is sent as it is.
         """
-        if grad is None and not parameter.requires_grad:
-            target.zero_()  # frozen: its average waits until it thaws
+        if not parameter.requires_grad:
+            # Its gradient need not be None: gradients live in buckets, and may be zeroed there.
+            with torch.no_grad():
+                target.zero_() if grad is None else target.copy_(grad).mul_(blend.scale)
             return
         known = self._averages.get(id(parameter))
         average = None if known is None else known[1]
@@ -224,7 +245,8 @@ class WorkerMomentum:
             "rank": self._rank,
             "world_size": self._world_size,
             "weight": self._own,
-            "averages": averages,
+            "averages": {name: average.values for name, average in averages.items()},
+            "average_weights": {name: average.weight for name, average in averages.items()},
         }
 
     def load_state_dict(self, state: Any) -> None:
@@ -234,17 +256,17 @@ class WorkerMomentum:
 
 
 def absorb(
-    average: Tensor | None,
+    average: Average | None,
     grad: Tensor | None,
     target: Tensor,
     blend: Blend,
     *,
     scale: Tensor | None = None,
-) -> Tensor | None:
+) -> Average | None:
     """Put ``blend`` of a gradient and its average into ``target``, and update the average.
 
     Args:
-        average: float32 (float64 for a float64 target), shape of ``target``; None for none yet.
+        average: of the shape of ``target``; None for none yet.
         grad: this step's, times ``scale``; None for zeros. Any floating dtype.
         target: gets what is sent, times ``scale``; may be ``grad``.
         blend: how much of either.
@@ -252,31 +274,32 @@ def absorb(
 
     Returns:
         The average, which is updated in place, or a new one. A gradient that is not finite reaches
-        ``target`` alone: in an average it would stay for ever.
+        ``target`` alone: in an average it would stay for ever. The average fades as by a step
+        without samples.
     """
     dtype = torch.float64 if target.dtype == torch.float64 else torch.float32
     with torch.no_grad():
         # A narrow target would round what is kept.
         made = target if target.dtype == dtype else torch.empty_like(target, dtype=dtype)
-        if blend.add == 0:
-            made.zero_() if average is None else made.copy_(average)
+        if average is not None:
+            average.weight.mul_(blend.beta)
+        if blend.samples == 0:
+            made.zero_() if average is None else made.copy_(average.values)
         else:
-            # A parameter without an average, such as one of a group that was added late: its first
-            # gradient counts whole.
-            by = blend.add if average is not None else blend.add / (1.0 - blend.keep)
+            if average is None:
+                values = torch.zeros_like(made, memory_format=torch.contiguous_format)
+                average = Average(values, values.new_zeros((), dtype=torch.float64))
+            whole = average.weight + blend.samples
             if grad is None:
                 made.zero_()
             elif grad.dtype == dtype:
-                torch.mul(grad, by, out=made)
+                torch.mul(grad, blend.gain / whole, out=made)
             else:
-                made.copy_(grad).mul_(by)
+                made.copy_(grad).mul_(blend.gain / whole)
             if scale is not None:
                 made.div_(scale)
-            if average is None:
-                average = torch.zeros_like(made, memory_format=torch.contiguous_format)
-            elif blend.keep:
-                made.add_(average, alpha=blend.keep)
-            _keep_finite(average, made)
+            made.addcmul_(average.values, average.weight / whole)
+            _keep_finite(average, made, blend.samples)
         if blend.scale != 1.0:
             made.mul_(blend.scale)
         if scale is not None:
@@ -286,7 +309,7 @@ def absorb(
     return average
 
 
-def _keep_finite(average: Tensor, made: Tensor) -> None:
+def _keep_finite(average: Average, made: Tensor, samples: int) -> None:
     """Let an average be ``made`` if that is finite in every value; never waits for a device."""
     if made.numel() == 0:
         return
@@ -294,9 +317,11 @@ def _keep_finite(average: Tensor, made: Tensor) -> None:
     is_finite = low.isfinite() & high.isfinite()
     if made.device.type == "cpu":
         if bool(is_finite):
-            average.copy_(made)
+            average.values.copy_(made)
+            average.weight.add_(samples)
     else:
-        torch.where(is_finite, made, average, out=average)
+        torch.where(is_finite, made, average.values, out=average.values)
+        average.weight.add_(is_finite, alpha=samples)
 
 
 def read_momentum(value: object) -> float:
@@ -334,18 +359,32 @@ def _fault_of(state: object, named: Mapping[str, Tensor]) -> str:
         return f"weight={weight} must be >= 0 and finite"
     if not isinstance(averages, Mapping):
         return f"averages are of type {type(averages).__name__}, no dict"
+    average_weights = state.get("average_weights")
+    if not isinstance(average_weights, Mapping):
+        return f"average_weights are of type {type(average_weights).__name__}, no dict"
     for name, average in averages.items():
         like = named.get(name)
         if like is None:
             return f"there is no parameter {name!r}"
-        if not isinstance(average, Tensor):
-            return f"the average of {name!r} is of type {type(average).__name__}, no tensor"
-        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-        if average.shape != like.shape or average.dtype != dtype:
-            return (
-                f"the average of {name!r} is {average.dtype} of shape {list(average.shape)}, not "
-                f"{dtype} of shape {list(like.shape)}"
-            )
-        if not bool(average.isfinite().all()):
-            return f"the average of {name!r} has values that are not finite"
+        fault = _fault_of_average(average, average_weights.get(name), like)
+        if fault:
+            return f"the average of {name!r} {fault}"
+    return ""
+
+
+def _fault_of_average(average: object, weight: object, like: Tensor) -> str:
+    if not isinstance(average, Tensor):
+        return f"is of type {type(average).__name__}, no tensor"
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    if average.shape != like.shape or average.dtype != dtype:
+        return (
+            f"is {average.dtype} of shape {list(average.shape)}, not {dtype} of shape "
+            f"{list(like.shape)}"
+        )
+    if not bool(average.isfinite().all()):
+        return "has values that are not finite"
+    if not isinstance(weight, Tensor) or weight.dtype != torch.float64 or weight.dim() != 0:
+        return f"weighs {weight!r}, no torch.float64 tensor without dimensions"
+    if not 0 <= float(weight) < math.inf:
+        return f"weighs {float(weight)}, which must be >= 0 and finite"
     return ""

@@ -207,16 +207,48 @@ def test_a_rank_without_samples_is_absent_once_its_average_has_faded() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_a_gradient_that_is_not_finite_is_sent_and_never_absorbed(bad: float) -> None:
-    average: Tensor | None = torch.tensor([1.0, 2.0])
-    target = torch.empty(2)
-    blend = Blend(keep=0.9, add=0.1)
-    absorb(average, torch.tensor([bad, 0.0]), target, blend)
-    assert not bool(target[0].isfinite())
-    assert average is not None
-    assert average.tolist() == [1.0, 2.0]
-    absorb(average, torch.tensor([11.0, 2.0]), target, blend)
-    assert target.tolist() == average.tolist() == pytest.approx([2.0, 2.0])
+@pytest.mark.parametrize("bad_steps", [(0,), (1, 2), (0, 1, 3)], ids=str)
+def test_a_gradient_that_is_not_finite_is_sent_and_counts_as_no_samples(
+    bad: float, bad_steps: tuple[int, ...]
+) -> None:
+    average = None
+    total = weight = 0.0
+    for step, (count, value) in enumerate([(2, 1.0), (5, -2.0), (1, 4.0), (3, 0.5), (4, 8.0)]):
+        is_bad = step in bad_steps
+        target = torch.empty(2, dtype=torch.float64)
+        grad = torch.tensor([bad if is_bad else value, value], dtype=torch.float64)
+        average = absorb(average, grad, target, Blend(B, count, gain=count))
+        total, weight = B * total, B * weight
+        if is_bad:
+            assert not bool(target[0].isfinite())
+            continue
+        total, weight = total + count * value, weight + count
+        assert average is not None
+        assert float(average.weight) == pytest.approx(weight)
+        assert target.tolist() == average.values.tolist() == pytest.approx([total / weight] * 2)
+
+
+def test_averages_begin_with_the_first_finite_gradient_of_a_grad_scaler() -> None:
+    def work(transport: LocalTransport) -> list[float]:
+        p = torch.nn.Parameter(torch.zeros(4))
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**21)
+        optimizer = wrap([p], transport, rule=loft.Median(), scaler=scaler)
+        found = []
+        for _ in range(12):
+            scaler.scale(p.half().float().sum()).backward()  # infinite in float16 from 2**16 on
+            optimizer.synchronize()
+            scaler.unscale_(optimizer)
+            assert p.grad is not None
+            found.append(float(p.grad[0]))
+            with optimizer.skip_synchronize():
+                scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return found
+
+    for found in run_ranks(3, work):
+        assert found[:6] == [float("inf")] * 6
+        assert found[6:] == pytest.approx([1.0] * 6)
 
 
 def test_one_nan_is_gone_in_the_next_step() -> None:
@@ -245,15 +277,14 @@ def test_averages_of_narrow_gradients_are_kept_in_float32(dtype: torch.dtype) ->
     average, wanted = None, torch.zeros(1, dtype=torch.float64)
     weight = 0.0
     for grad in grads:
-        blend = Blend(B * weight / (B * weight + 1), 1 / (B * weight + 1))
         weight = B * weight + 1
         target = torch.empty(1, dtype=dtype)
-        average = absorb(average, grad, target, blend)
+        average = absorb(average, grad, target, Blend(B, 1, gain=1.0))
         wanted += (grad.double() - wanted) / weight
         assert average is not None
-        assert average.dtype == torch.float32
+        assert average.values.dtype == torch.float32
         assert target.dtype == dtype
-        torch.testing.assert_close(average.double(), wanted, rtol=1e-6, atol=0)
+        torch.testing.assert_close(average.values.double(), wanted, rtol=1e-6, atol=0)
 
 
 class Scaler:
@@ -316,6 +347,26 @@ def test_a_frozen_parameter_waits_and_one_without_a_gradient_fades() -> None:
         assert [each[2] for each in found] == pytest.approx([3.0] * 4)
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("rule", [loft.Median(), loft.Mean()], ids=str)
+def test_a_parameter_that_is_frozen_stays_where_it_is(rule: Any, set_to_none: bool) -> None:
+    def work(transport: LocalTransport) -> list[float]:
+        frozen, used = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
+        optimizer = wrap([frozen, used], transport, rule=rule, lr=1.0)
+        found = []
+        for step in range(9):
+            frozen.requires_grad_(step < 3 or step == 8)
+            loss = used.sum() + frozen.sum() if frozen.requires_grad else used.sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+            found.append(float(frozen.detach()))
+        return found
+
+    for found in run_ranks(3, work):
+        assert found == pytest.approx([-1.0, -2.0] + [-3.0] * 6 + [-4.0])
+
+
 def test_a_group_that_is_added_late_begins_with_its_first_gradient() -> None:
     def work(transport: LocalTransport) -> list[float]:
         early, late = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
@@ -325,12 +376,15 @@ def test_a_group_that_is_added_late_begins_with_its_first_gradient() -> None:
             optimizer.step()
             optimizer.zero_grad()
         optimizer.add_param_group({"params": [late], "rule": "trimmed_mean:f=1"})
-        (4 * early + 6 * late).sum().backward()
-        optimizer.synchronize()
-        return [float(p.grad) for p in (early, late)]  # type: ignore[arg-type] # both have one
+        for factor in (6, 12):
+            (4 * early + factor * late).sum().backward()
+            optimizer.step()
+            found = [float(p.grad) for p in (early, late)]  # type: ignore[arg-type] # both have one
+            optimizer.zero_grad()
+        return found
 
     for found in run_ranks(3, work):
-        assert found == pytest.approx([4.0, 6.0])
+        assert found == pytest.approx([4.0, (0.9 * 6 + 12) / 1.9])
 
 
 def test_averages_belong_to_parameters_when_buckets_change() -> None:
@@ -551,6 +605,12 @@ def test_a_state_with_averages_loads_into_an_optimizer_without() -> None:
         {"averages": {"p0": torch.zeros(2, dtype=torch.float64)}},
         {"averages": {"p0": torch.full((2,), float("nan"))}},
         {"averages": {"other": torch.zeros(2)}},
+        {"average_weights": None},
+        {"average_weights": {}},
+        {"average_weights": {"p0": torch.tensor(1.0)}},
+        {"average_weights": {"p0": torch.ones(1, dtype=torch.float64)}},
+        {"average_weights": {"p0": torch.tensor(-1.0, dtype=torch.float64)}},
+        {"average_weights": {"p0": torch.tensor(float("inf"), dtype=torch.float64)}},
     ],
     ids=str,
 )
@@ -571,7 +631,7 @@ def test_averages_take_what_sgds_momentum_would() -> None:
     optimizer = wrap([p], ALONE)
     p.sum().backward()
     optimizer.step()
-    assert optimizer._momentum.memory_bytes() == p.nbytes
+    assert optimizer._momentum.memory_bytes() == p.nbytes + 8  # and what it weighs
     assert optimizer.state_dict()["worker_momentum"]["averages"]["p0"].shape == p.shape
     assert not optimizer.state  # and the optimizer keeps nothing
 
