@@ -32,19 +32,21 @@ def watch(
     weights: list[int] | None = None,
     change: Callable[[int, np.ndarray], np.ndarray] = lambda owner, wire: wire,
     seed: int = 0,
+    settings: Suspicion = SETTINGS,
+    are_apart: bool = False,
 ) -> tuple[SuspicionTracker, list[tuple[int, int]]]:
     """Let every rank own a shard and exchange evidence; return warnings as (step, worker)."""
     generator = torch.Generator().manual_seed(seed)
-    owners = [Evidence(world_size) for _ in range(world_size)]
-    tracker = SuspicionTracker(world_size, SETTINGS)
+    owners = [Evidence(world_size, settings) for _ in range(world_size)]
+    tracker = SuspicionTracker(world_size, settings)
     warned = []
     for step in range(1, num_steps + 1):
         rows = draw(step, generator)
         for owner, shard in zip(owners, rows.chunk(world_size, dim=1), strict=True):
             used = None if isinstance(rule, Median) else weights
             owner.add(diagnose(shard, rule, weights=used, every=1)[1])
-            owner.step_reduced(rule, weights=weights)
-        if step % SETTINGS.interval == 0:
+            owner.step_reduced(rule, weights=weights, are_apart=are_apart)
+        if step % settings.interval == 0:
             table = np.stack([change(at, owner.take()) for at, owner in enumerate(owners)])
             warned += [(step, row) for row in tracker.observe(table)]
     return tracker, warned
@@ -268,6 +270,44 @@ def test_a_copying_worker_and_whom_it_copies_are_named() -> None:
     assert shares == pytest.approx([1, 0, 0, 0, 0, 0, 1, 1])
 
 
+@pytest.mark.parametrize(
+    ("world_size", "rule", "by"),
+    [(4, Robust(f=1), [3]), (8, Robust(f=2), [6, 7]), (5, MultiKrum(f=1), [4])],
+    ids=str,
+)
+def test_copies_alone_put_nobody_at_fault(world_size: int, rule: Rule, by: list[int]) -> None:
+    tracker, warned = watch(copied(world_size, of=0, by=by), rule, world_size=world_size)
+    assert {row for _, row in warned} == {0, *by}
+    assert tracker.named() == [0, *by]
+    assert tracker.at_fault() == []
+
+
+def test_a_worker_that_copies_and_is_far_off_is_at_fault_alone() -> None:
+    def draw(step: int, generator: torch.Generator) -> Tensor:
+        rows = honest(6)(step, generator)
+        if step % 2:
+            rows[5] = rows[0].clone()
+        else:
+            rows[5] = float("nan")
+        return rows
+
+    settings = Suspicion(threshold=0.3)
+    tracker, _ = watch(draw, Robust(f=1), world_size=6, settings=settings)
+    assert tracker.named() == [0, 5]
+    assert tracker.at_fault() == [5]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "rule", "by"), [(4, TrimmedMean(f=1), [3]), (6, TrimmedMean(f=2), [4, 5])]
+)
+def test_a_copied_row_does_not_make_the_other_honest_ones_stand_out(
+    world_size: int, rule: Rule, by: list[int]
+) -> None:
+    tracker, warned = watch(copied(world_size, of=0, by=by), rule, world_size=world_size)
+    assert warned == []
+    assert max(worker.suspicion for worker in tracker.workers) < 0.58
+
+
 def test_shards_of_zeros_are_no_copies() -> None:
     def draw(step: int, generator: torch.Generator) -> Tensor:
         rows = honest(5)(step, generator)
@@ -280,7 +320,7 @@ def test_shards_of_zeros_are_no_copies() -> None:
 
 def test_a_copy_in_a_part_of_the_values_counts_by_that_part() -> None:
     rows = honest(5)(0, torch.Generator().manual_seed(1))
-    evidence = Evidence(5)
+    evidence = Evidence(5, SETTINGS)
     for span, is_copy in ((slice(0, 300), False), (slice(300, 400), True)):
         part = rows[:, span].clone()
         if is_copy:
@@ -327,6 +367,24 @@ def test_where_workers_are_apart_distances_name_nobody() -> None:
         assert (scores[0], scores[4]) == (1.0, 0.5)
 
 
+@pytest.mark.parametrize("threshold", [0.05, 0.3])
+@pytest.mark.parametrize("rule", [TrimmedMean(f=1), Robust(f=1), MultiKrum(f=1)], ids=str)
+def test_where_workers_are_apart_distances_name_nobody_at_any_threshold(
+    rule: Rule, threshold: float
+) -> None:
+    own = 3 * torch.randn(6 * NUMEL, generator=torch.Generator().manual_seed(9))
+
+    def draw(step: int, generator: torch.Generator) -> Tensor:
+        rows = honest(6)(step, generator)
+        rows[5] += own  # a kind of samples that the others do not have
+        return rows
+
+    settings = Suspicion(threshold=threshold)
+    tracker, warned = watch(draw, rule, world_size=6, settings=settings, are_apart=True)
+    assert warned == []
+    assert tracker.workers[5].suspicion > 0.4 * threshold
+
+
 def test_a_long_row_is_seen_to_be_clipped() -> None:
     draw = attacked(6, attacks.Scaled(3.0), signal=0.5)
     tracker, warned = watch(draw, Robust(f=1), world_size=6)
@@ -361,7 +419,7 @@ def test_settings_are_checked(what: str) -> None:
 
 
 def test_steps_in_which_a_worker_was_left_out_say_nothing_of_it() -> None:
-    evidence, rule = Evidence(5), TrimmedMean(f=1)
+    evidence, rule = Evidence(5, SETTINGS), TrimmedMean(f=1)
     tracker = SuspicionTracker(5, SETTINGS)
     rows = honest(5)(0, torch.Generator().manual_seed(3))
     rows[4] = float("nan")

@@ -400,3 +400,20 @@ def _held_of_three(end: LocalTransport) -> SuspicionReport:
         (weight * honest_rows(3, step)[end.rank]).sum().backward()
         optimizer.step()
     return optimizer.report()
+
+
+def test_a_copying_rank_gets_nobody_into_quarantine(caplog: pytest.LogCaptureFixture) -> None:
+    def copies(step: int) -> Tensor:
+        rows = honest_rows(4, step)
+        rows[ATTACKED] = rows[0]
+        return rows
+
+    options: dict[str, Any] = {"rule": loft.Robust(1), "quarantine": True, "rows": copies}
+    with caplog.at_level(logging.WARNING, logger="loft_hvd.pipeline"):
+        reports = run_ranks(4, lambda end: train(end, num_steps=60, **options)[0].report())
+    assert all(report == reports[0] for report in reports)
+    assert [worker.ranks for worker in reports[0].named] == [(0,), (ATTACKED,)]
+    assert all(worker.in_quarantine_until is None for worker in reports[0].workers)
+    said = [record.getMessage() for record in caplog.records]
+    assert said
+    assert all("100% equal another worker's bit for bit" in line for line in said), said

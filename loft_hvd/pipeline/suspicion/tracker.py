@@ -21,7 +21,15 @@ from loft_hvd.aggregation.rules import Custom, Rule
 from loft_hvd.errors import ArgumentError, ArgumentTypeError
 from loft_hvd.pipeline.suspicion.report import FEWEST_WATCHED
 
-__all__ = ["Evidence", "Floats", "Suspicion", "SuspicionTracker", "WorkerState", "score_rows"]
+__all__ = [
+    "Evidence",
+    "Floats",
+    "Suspicion",
+    "SuspicionTracker",
+    "WorkerState",
+    "score_copies",
+    "score_rows",
+]
 
 # A step counts 1/20 in the smoothed numbers. A worker that is wrong in every step from now on has
 # a suspicion of 0.6, the default threshold, after 18 steps: 1 - (1 - 1/20)**18 = 0.603.
@@ -35,13 +43,15 @@ _DRAWS = 2048
 _TINY = 1e-300
 # The columns in which evidence travels, each [num_rows].
 _SCORE, _STEPS, _SEEN, _OUTSIDE, _NON_FINITE, _SQUARED, _LEFT_OUT, _CLIPPED, _COPIED = range(9)
-_NUM_COLUMNS = 9
+_FAULT = 9  # as _SCORE, but for copies
+_NUM_COLUMNS = 10
 _SHARES = (_OUTSIDE, _LEFT_OUT, _CLIPPED, _COPIED)
 # Most that being left out or clipped says by itself, and being far away where ranks draw from
-# different data: below the default threshold. An honest one may there be the longest, and farthest
-# from all, in every step. Measured: on digits sorted by class, at 67 times the usual squared
-# distance; on Dirichlet(0.1) shares of them, at 142 times.
+# different data; and below the threshold, whatever it is, by this factor. An honest one may there
+# be the longest, and farthest from all, in every step. Measured: on digits sorted by class, at 67
+# times the usual squared distance; on Dirichlet(0.1) shares of them, at 142 times.
 _MOST_BY_NEIGHBOURS = 0.5
+_BELOW_THRESHOLD = 1.2  # of the default threshold, 0.6, that is 0.5 as well
 
 Floats = npt.NDArray[np.float64]
 
@@ -81,15 +91,17 @@ def score_rows(
     *,
     weights: Sequence[int] | None = None,
     are_apart: bool = False,
+    threshold: float = Suspicion.threshold,
 ) -> tuple[float, ...] | None:
     """Score how far each row was off in one step of one shard, from 0 (as the others) to 1.
 
-    The score is the largest of: the share outside the window, from the others' median (0) to always
-    (1); the squared distance to the result, from what the others reach (0) to 16 times that (1);
-    non-finite values (1); the share that equals another row, from the others' median (0) to all of
-    it (1); how often others left it out, and it was clipped, from the others' median (0) to always
-    (0.5). Rows that come from fewer samples may be off by what that explains. Where workers
-    ``are_apart`` for good, as they draw from different data, being outside or far says 0.5 at most.
+    The score is the largest of: the share outside the window, from the others' median, or what is
+    usual (0), to always (1); the squared distance to the result, from what the others reach (0) to
+    16 times that (1); non-finite values (1); how often others left it out, and it was clipped, from
+    the others' median (0) to always (0.5). Rows that come from fewer samples may be off by what
+    that explains. Where workers ``are_apart`` for good, as they draw from different data, being
+    outside or far says 0.5 at most. Instead of 0.5 it is 5/6 of ``threshold`` where that is less:
+    neither names anybody.
 
     Absent rows have ``num_seen`` 0, and get a score of 0. ``weights`` are the samples behind each
     row, where they differ, [world_size]. Returns None where nothing can be said.
@@ -103,22 +115,24 @@ def score_rows(
         return None
     outside, distances = np.array(found.num_outside), np.array(found.squared_distance)
     aside = _aside(found)[rows]
-    copied = np.array(found.copied)[rows] / seen[rows]
     if not (non_finite.any() or outside.any() or distances.any()):
         return None  # rows that are equal everywhere
     others = _others(len(rows))  # [rows, rows - 1]
     shares, log2 = outside[rows] / seen[rows], _log2(distances[rows])
     base, explained = _medians(shares[others]), np.zeros(len(rows))
     aside_base = _medians(aside[others])
-    if weights is not None and not isinstance(rule, Custom):
-        usual = _expected(rule, tuple(weights[int(row)] for row in rows))
-        usual_shares, usual_aside, usual_log2 = usual
+    if not isinstance(rule, Custom):
+        counts = (1,) * len(rows) if weights is None else tuple(weights[int(row)] for row in rows)
+        usual_shares, usual_aside, usual_log2 = _expected(rule, counts)
+        # With equal weights too: where a row is copied, the others' median is below what is usual,
+        # and honest rows would seem to be outside too often.
         base = np.maximum(base, usual_shares)
-        aside_base = np.maximum(aside_base, usual_aside)
-        explained = np.maximum(0.0, usual_log2 - _medians(usual_log2[others]))
+        if weights is not None:
+            aside_base = np.maximum(aside_base, usual_aside)
+            explained = np.maximum(0.0, usual_log2 - _medians(usual_log2[others]))
     outsides = _above(shares, base)
-    copies = _above(copied, _medians(copied[others]))
-    asides = _MOST_BY_NEIGHBOURS * _above(aside, aside_base)
+    most_by_neighbours = min(_MOST_BY_NEIGHBOURS, threshold / _BELOW_THRESHOLD)
+    asides = most_by_neighbours * _above(aside, aside_base)
     middle = _medians(log2[others])
     # Of the others' spread the widest f - 1 are left out: they may be Byzantine as well.
     spread = np.sort(np.abs(log2[others] - middle[:, None]))[:, -max(rule.f, 1)]
@@ -126,10 +140,25 @@ def score_rows(
     scores = np.zeros(len(seen))
     away = np.maximum(outsides, aways)
     if are_apart:
-        away = np.minimum(away, _MOST_BY_NEIGHBOURS)
-    most = np.maximum.reduce([away, copies, asides])
+        away = np.minimum(away, most_by_neighbours)
+    most = np.maximum(away, asides)
     scores[rows] = np.where(non_finite, 1.0, np.clip(most, 0.0, 1.0))
     return tuple(scores.tolist())
+
+
+def score_copies(found: Diagnostics) -> Floats:
+    """Score the share of each row that equals another one in a step of one shard, [world_size].
+
+    From the others' median (0) to all of it (1). Apart from ``score_rows``, as it accuses the row
+    that is copied as well as the one that copies: nobody can know who was first.
+    """
+    seen = np.array(found.num_seen)
+    scores = np.zeros(len(seen))
+    rows = np.flatnonzero(seen)
+    if len(rows) >= FEWEST_WATCHED:
+        copied = np.array(found.copied)[rows] / seen[rows]
+        scores[rows] = np.clip(_above(copied, _medians(copied[_others(len(rows))])), 0.0, 1.0)
+    return scores
 
 
 def _aside(found: Diagnostics) -> Floats:
@@ -186,14 +215,16 @@ def _medians(lines: Floats) -> Floats:
 class Evidence:
     """What one owner saw of every row, of ``num_rows``, since the last exchange."""
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int, settings: Suspicion) -> None:
         self._num_rows = num_rows
+        self._settings = settings
         self._step = Diagnostics.empty(num_rows)
         self._clear()
 
     def _clear(self) -> None:
         self._num_steps = np.zeros(self._num_rows)  # in which a row was there
         self._scores = np.zeros(self._num_rows)
+        self._faults = np.zeros(self._num_rows)
         self._sum = Diagnostics.empty(self._num_rows)
 
     def add(self, found: Diagnostics) -> None:
@@ -205,10 +236,13 @@ class Evidence:
     ) -> None:
         """Score the step's rows over all buckets; the arguments are those of ``score_rows``."""
         found, self._step = self._step, Diagnostics.empty(self._num_rows)
-        scores = score_rows(found, rule, weights=weights, are_apart=are_apart)
+        scores = score_rows(
+            found, rule, weights=weights, are_apart=are_apart, threshold=self._settings.threshold
+        )
         if scores is not None:
             self._num_steps += np.array(found.num_seen) > 0
-            self._scores += scores
+            self._scores += np.maximum(scores, score_copies(found))
+            self._faults += np.array(scores)
             self._sum += found
 
     def take(self) -> Floats:
@@ -219,6 +253,7 @@ class Evidence:
         columns[_NON_FINITE] = self._sum.num_non_finite
         columns[_SQUARED], columns[_LEFT_OUT] = self._sum.squared_distance, self._sum.left_out
         columns[_CLIPPED], columns[_COPIED] = self._sum.clipped, self._sum.copied
+        columns[_FAULT] = self._faults
         wire = np.concatenate(columns).astype(np.float64)
         self._clear()
         return wire
@@ -229,6 +264,7 @@ class WorkerState:
     """What is known of one worker, as in ``WorkerReport``, and for how long it has stood out."""
 
     suspicion: float = 0.0
+    fault: float = 0.0  # the suspicion but for copies: what the worker itself must answer for
     share_outside: float = 0.0
     distance: float = 1.0
     num_non_finite: int = 0
@@ -237,6 +273,7 @@ class WorkerState:
     share_clipped: float = 0.0
     share_copied: float = 0.0
     steps_out: int = 0  # in a row, up to now, in which it stood out
+    steps_at_fault: int = 0  # the same, by its fault
     next_warning: int = 0  # so many of them bring the next warning
 
     def blend(
@@ -244,6 +281,7 @@ class WorkerState:
         score: float,
         distance: float,
         *,
+        fault: float,
         outside: float,
         left_out: float,
         clipped: float,
@@ -257,6 +295,7 @@ class WorkerState:
         part = 1 - kept
         # From 0, so that a worker is not named by its first steps alone.
         self.suspicion += part * (score - self.suspicion)
+        self.fault += part * (fault - self.fault)
         # The others are shown, not judged by: a plain average at first.
         part = max(part, num_steps / (self.num_steps + num_steps))
         self.share_outside += part * (outside - self.share_outside)
@@ -288,6 +327,7 @@ class SuspicionTracker:
         # Each of these is [num_owners, num_rows].
         steps, seen, squared = cells[:, _STEPS], cells[:, _SEEN], cells[:, _SQUARED]
         scores = np.minimum(1.0, cells[:, _SCORE] / np.maximum(steps, 1.0))
+        faults = np.minimum(1.0, cells[:, _FAULT] / np.maximum(steps, 1.0))
         # [num_owners, num_columns, num_rows]
         shares = cells / np.maximum(seen, 1.0)[:, None]
         usual = [_low_median(line[was > 0]) for line, was in zip(squared, seen, strict=True)]
@@ -302,6 +342,7 @@ class SuspicionTracker:
             self.workers[row].blend(
                 _low_median(scores[sees, row]),
                 _low_median(distances[sees, row]),
+                fault=_low_median(faults[sees, row]),
                 outside=outside,
                 left_out=left_out,
                 clipped=clipped,
@@ -310,24 +351,31 @@ class SuspicionTracker:
             )
         return [row for row in present if self._should_warn(row, num_steps[row])]
 
-    def excess(self, row: int) -> float:
-        """Return how far a worker's suspicion is above the median of the others'."""
-        others = [worker.suspicion for other, worker in enumerate(self.workers) if other != row]
-        return self.workers[row].suspicion - float(np.median(others)) if others else 0.0
+    def excess_fault(self, row: int) -> float:
+        """Return how far a worker's fault is above the median of the others'."""
+        return _excess([worker.fault for worker in self.workers], row)
 
     def named(self) -> list[int]:
         """Return the workers that have stood out for ``patience`` steps in a row."""
         patience = self._settings.patience
         return [row for row, worker in enumerate(self.workers) if worker.steps_out >= patience]
 
+    def at_fault(self) -> list[int]:
+        """Return the workers that have stood out for ``patience`` steps by more than copies."""
+        patience = self._settings.patience
+        return [row for row, worker in enumerate(self.workers) if worker.steps_at_fault >= patience]
+
     def forgive(self, row: int) -> None:
         """Start a worker's suspicion afresh; its counts stay."""
-        self.workers[row].suspicion = 0.0
-        self.workers[row].steps_out = 0
+        worker = self.workers[row]
+        worker.suspicion = worker.fault = 0.0
+        worker.steps_out = worker.steps_at_fault = 0
 
     def _should_warn(self, row: int, num_steps: int) -> bool:
         worker = self.workers[row]
-        if self.excess(row) < self._settings.threshold:
+        is_at_fault = self.excess_fault(row) >= self._settings.threshold
+        worker.steps_at_fault = worker.steps_at_fault + num_steps if is_at_fault else 0
+        if _excess([other.suspicion for other in self.workers], row) < self._settings.threshold:
             worker.steps_out = 0
             return False
         worker.steps_out += num_steps
@@ -336,6 +384,12 @@ class SuspicionTracker:
             return False
         worker.next_warning = 2 * due
         return True
+
+
+def _excess(values: Sequence[float], row: int) -> float:
+    """Return how far a row's value is above the median of the others'."""
+    others = [value for other, value in enumerate(values) if other != row]
+    return values[row] - float(np.median(others)) if others else 0.0
 
 
 def _believable(cells: Floats) -> Floats:

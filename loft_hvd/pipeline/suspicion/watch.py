@@ -1,7 +1,7 @@
 """Watches the workers of one optimizer: looks at rows, exchanges evidence, warns, quarantines.
 
-Looking happens in the engine's thread, where it aggregates. Every ``interval`` steps one
-small all-gather (8 (1 + 9 n) bytes a rank) travels beside the step's last buckets: it is there when
+Looking happens in the engine's thread, where it aggregates. Every ``interval`` steps one small
+all-gather (8 (1 + 10 n) bytes a rank) travels beside the step's last buckets: it is there when
 they are, and never in flight between steps. Every rank reads the same numbers at the same step,
 and so comes to the same decisions without another message.
 """
@@ -37,8 +37,9 @@ _MARK_BITS = 52
 class Quarantine:
     """How long a named worker's gradients are left out; equal on every rank.
 
-    A worker is left out only while 2f+1 others remain. After ``probation`` steps it is let in
-    again, with a clean sheet; each further quarantine of the same worker lasts twice as long.
+    A worker is left out only while 2f+1 others remain, and not for copies: nobody can know which
+    of two equal rows was first. After ``probation`` steps it is let in again, with a clean sheet;
+    each further quarantine of the same worker lasts twice as long.
 
     Attributes:
         probation: optimizer steps of a worker's first quarantine, >= 1.
@@ -110,7 +111,7 @@ class WorkerWatch:
         self._quarantine = quarantine
         members = groups.members if groups else [(rank,) for rank in range(channel.world_size)]
         self._members = tuple(members)  # [num_workers, group_size]
-        self._evidence = Evidence(len(self._members))
+        self._evidence = Evidence(len(self._members), settings)
         self._tracker = SuspicionTracker(len(self._members), settings)
         self._num_steps = 0
         self._are_apart = False
@@ -213,10 +214,13 @@ class WorkerWatch:
             self._hold(self._quarantine)
 
     def _hold(self, quarantine: Quarantine) -> None:
-        """Leave named workers out, the most suspicious first, while 2f+1 remain."""
-        named = [worker for worker in self._tracker.named() if worker not in self._until]
-        # Equally suspicious ones by number: the order must be the same on every rank.
-        for worker in sorted(named, key=lambda worker: (-self._tracker.excess(worker), worker)):
+        """Leave workers out that are at fault, the farthest off first, while 2f+1 remain.
+
+        Copies do not count: else a worker could have any other one left out by copying its rows.
+        """
+        wrong = [worker for worker in self._tracker.at_fault() if worker not in self._until]
+        # Those equally far off by number: the order must be the same on every rank.
+        for worker in sorted(wrong, key=lambda row: (-self._tracker.excess_fault(row), row)):
             num_left = len(self._members) - len(self._until) - 1
             # 2f+1 rows bound f wrong ones; f stays what it is, whoever is left out.
             if num_left < self._rule.min_rows:
