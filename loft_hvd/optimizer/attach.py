@@ -114,14 +114,21 @@ class Attachment:
         self._forget_gradients()  # a GradScaler may skip the step from here on
         began = time.monotonic()
         try:
-            with self._balancer.log.faults(), watch_of(self._balancer.transport).waiting():
-                self._synchronize()
-        except Exception as error:
-            if isinstance(self._balancer.transport, HorovodTransport):
-                self._balancer.transport.explain(error)
-            raise
+            with self._balancer.log.faults():  # outermost: it writes what was added to an error too
+                self._wait_for_engine()
         finally:
             self._waited_s += time.monotonic() - began
+
+    def _wait_for_engine(self) -> None:
+        """Synchronize as Horovod does; its errors say which rank is behind them."""
+        ranks = self._balancer.transport
+        try:
+            with watch_of(ranks).waiting():
+                self._synchronize()
+        except Exception as error:
+            if isinstance(ranks, HorovodTransport):
+                ranks.explain(error)
+            raise
 
     def _step_began(self, _optimizer: Any, arguments: Any, options: Any) -> None:
         if any(callable(value) for value in (*arguments[1:], *options.values())):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -153,6 +155,42 @@ def test_a_parameters_kth_gradient_is_of_the_steps_kth_batch(order: str) -> None
         for step, each in enumerate(sums):
             expected = sum(2 * size[rank] / 8 for size in sizes[2 * step : 2 * step + 2])
             assert each == pytest.approx({"a": expected, "b": expected})
+
+
+class Broken(HorovodLike):
+    """Its engine fails."""
+
+    def synchronize(self) -> None:
+        raise RuntimeError("the engine is down")
+
+
+def test_the_run_log_of_an_attached_job_names_the_rank_behind_an_engines_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Explaining(LocalTransport):
+        """A rank's end whose heartbeat knows which rank is behind an error."""
+
+        def open_heartbeat(self) -> None: ...
+
+        def explain(self, error: Exception) -> None:
+            vars(error)["__notes__"] = ["loft_hvd: rank 1 has ended"]  # add_note: from 3.11 on
+
+    monkeypatch.setattr("loft_hvd.optimizer.attach.HorovodTransport", Explaining)
+    balancer = loft.Balancer(
+        2, "report", transport=Explaining(LocalWorld(1), 0), log_dir=str(tmp_path)
+    )
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer = Broken([parameter], lr=0.1)
+    attachment = loft.attach(optimizer, balancer)
+    parameter.sum().backward()
+    with pytest.raises(RuntimeError, match="the engine is down"):
+        optimizer.step()
+    attachment.detach()
+    lines = [
+        json.loads(line) for file in tmp_path.iterdir() for line in file.read_text().splitlines()
+    ]
+    faults = [line["text"] for line in lines if line["kind"] == "fault"]
+    assert faults == ["the engine is down\nloft_hvd: rank 1 has ended"]
 
 
 def test_attach_refuses_what_it_cannot_watch() -> None:
