@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -11,13 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from loft_hvd.transport.heartbeat.launcher import find_launcher
+from loft_hvd.transport.heartbeat.launcher import _GUARD_SCRIPT, find_launcher
 
 # A rank of a launcher that does not end: the copy of a shell that runs it waits for its input.
 RANK = """
-import sys
+import os, resource, sys
 from loft_hvd.transport.heartbeat.launcher import LauncherGuard
 from loft_hvd.transport.heartbeat.process import own_process
+num_open = int(sys.argv[1])
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+held = [os.open(os.devnull, os.O_RDONLY) for _ in range(num_open)]
 guard = LauncherGuard(own_process(), limit_s=20.0, grace_s=0.2)
 guard.start()
 print(guard.finds_launcher, guard.process is not None, flush=True)
@@ -66,21 +71,25 @@ def test_a_launcher_of_another_user_is_not_ours(
 
 
 @pytest.mark.parametrize(
-    ("program", "trap", "ends_by"),
+    ("program", "trap", "ends_by", "num_open"),
     [
-        ("orterun", "", signal.SIGTERM),
-        ("prterun", "trap '' TERM;", signal.SIGKILL),  # the rank's guard loses patience
-        ("bash", "", None),
+        ("orterun", "", signal.SIGTERM, 0),
+        ("orterun", "", signal.SIGTERM, 1100),  # rank 0 of 1,000 holds a link to each
+        ("prterun", "trap '' TERM;", signal.SIGKILL, 0),  # the rank's guard loses patience
+        ("bash", "", None, 0),
     ],
 )
 def test_a_launcher_that_outlives_its_rank_is_ended_and_nothing_else(
-    program: str, trap: str, ends_by: signal.Signals | None, tmp_path: Path
+    program: str, trap: str, ends_by: signal.Signals | None, num_open: int, tmp_path: Path
 ) -> None:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if limit != resource.RLIM_INFINITY and limit < num_open + 100:
+        pytest.skip(f"the limit of open files here is {limit}")
     shell = shutil.copy(os.path.realpath("/bin/sh"), tmp_path / program)
     script = tmp_path / "rank.py"
     script.write_text(RANK)
     with subprocess.Popen(
-        [shell, "-c", f"{trap} '{sys.executable}' '{script}'; read line"],
+        [shell, "-c", f"{trap} '{sys.executable}' '{script}' {num_open}; read line"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -92,3 +101,36 @@ def test_a_launcher_that_outlives_its_rank_is_ended_and_nothing_else(
                 launcher.wait(timeout=0.5)
             launcher.communicate("go on\n", timeout=20)
         assert launcher.wait(timeout=20) == (0 if ends_by is None else -ends_by)
+
+
+def test_who_ends_by_itself_meanwhile_keeps_no_signal_from_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent: list[tuple[int, int]] = []
+
+    def send(handle: int, number: int) -> None:
+        sent.append((handle, number))
+        raise ProcessLookupError
+
+    with (
+        subprocess.Popen(["/bin/true"]) as rank,
+        subprocess.Popen(
+            ["/bin/sh", "-c", "sleep 60 & echo started; wait"], stdout=subprocess.PIPE, text=True
+        ) as launcher,
+    ):
+        assert launcher.stdout is not None
+        assert launcher.stdout.readline() == "started\n"
+        handles = [os.pidfd_open(each.pid) for each in (launcher, rank)]
+        asked = [launcher.pid, *handles, 20.0, 0.01]
+        monkeypatch.setattr(sys, "argv", ["guard", *map(str, asked)])
+        with monkeypatch.context() as patch:
+            patch.setattr(signal, "pidfd_send_signal", send)
+            exec(_GUARD_SCRIPT, {})
+        children = {handle for handle, _ in sent} - set(handles)
+        for handle in (*children, handles[0]):
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+    for handle in (*children, *handles):
+        os.close(handle)
+    (child,) = children
+    both = [handles[0], child]
+    assert sent == [(each, n) for n in (signal.SIGTERM, signal.SIGKILL) for each in both]

@@ -29,7 +29,9 @@ _GUARD_SCRIPT = """
 import os, select, signal, sys
 pid, launcher, rank, limit_s, grace_s = *map(int, sys.argv[1:4]), *map(float, sys.argv[4:])
 def ends_within(process, seconds):
-    return bool(select.select([process], [], [], seconds)[0])
+    waiter = select.poll()  # select.select refuses handles from 1024 on, as of rank 0 of 1,000
+    waiter.register(process, select.POLLIN)
+    return bool(waiter.poll(1000.0 * seconds))
 def is_child(each):
     with open(f"/proc/{each}/stat", errors="replace") as stat:
         return int(stat.read().rpartition(")")[2].split()[1]) == pid and int(each) != os.getpid()
@@ -47,8 +49,11 @@ if not ends_within(launcher, grace_s):
     ended = [launcher, *children()]
     for number in (signal.SIGTERM, signal.SIGKILL):
         for each in ended:
-            if not ends_within(each, 0.0):
-                signal.pidfd_send_signal(each, number)
+            try:
+                if not ends_within(each, 0.0):
+                    signal.pidfd_send_signal(each, number)
+            except ProcessLookupError:  # it has ended right now; the rest have not
+                continue
         ends_within(launcher, grace_s / 4)
 """
 
