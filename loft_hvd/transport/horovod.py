@@ -222,6 +222,8 @@ class HorovodTransport:
     def open_heartbeat(self) -> None:
         """Open the heartbeat of these ranks, unless it is open; every one of them calls it."""
         if self.world_size > 1:
+            if heartbeat_of(self._world) is None:  # else it is of this world, and may be in flight
+                self._probe = None
             open_heartbeat(
                 self,
                 self._world,
@@ -256,6 +258,7 @@ class HorovodTransport:
                 probe, self._probe = self._probe, None
                 probe.finish()
         except Exception:  # HorovodInternalError, or ValueError when it is not initialised
+            self._probe = None  # a new world does not know it
             return True
         return False
 

@@ -172,11 +172,16 @@ class _Probed:
         self.open.add(self.num_started)
         return self.num_started
 
+    def size(self) -> int:
+        return 2
+
     def end(self, *, badly: bool = False) -> None:
         self.is_down |= badly
         self.ended |= self.open
 
     def poll(self, handle: int) -> bool:
+        if handle not in self.open:
+            raise ValueError(f"Handle {handle} was not created or has been cleared.")
         return handle in self.ended
 
     def synchronize(self, handle: int) -> None:
@@ -200,3 +205,33 @@ def test_asking_whether_horovod_is_down_keeps_one_operation_at_most(
     engine.end(badly=True)
     assert [transport._is_down() for _ in range(2)] == [True] * 2
     assert not engine.open
+
+
+@pytest.mark.parametrize("opens", [False, True])
+def test_a_new_world_is_asked_by_an_operation_of_its_own(
+    opens: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = _Probed()
+    monkeypatch.setattr("loft_hvd.transport.horovod.horovod_module", lambda: engine)
+    monkeypatch.setattr("loft_hvd.transport.horovod.open_heartbeat", lambda *_, **__: None)
+    monkeypatch.setitem(sys.modules, "horovod.torch.mpi_ops", engine)
+    transport = HorovodTransport()
+    assert not transport._is_down()
+    engine.open.clear()  # the world has ended, and its handles with it
+    if opens:
+        transport.open_heartbeat()
+    # Without that the first answer is of the old world.
+    assert [transport._is_down() for _ in range(3)] == [not opens, False, False]
+
+
+def test_an_open_heartbeat_keeps_its_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = _Probed()
+    monkeypatch.setattr("loft_hvd.transport.horovod.horovod_module", lambda: engine)
+    monkeypatch.setattr("loft_hvd.transport.horovod.open_heartbeat", lambda *_, **__: None)
+    monkeypatch.setattr("loft_hvd.transport.horovod.heartbeat_of", lambda _: SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "horovod.torch.mpi_ops", engine)
+    transport = HorovodTransport()
+    assert not transport._is_down()
+    transport.open_heartbeat()  # by another optimizer
+    assert not transport._is_down()
+    assert engine.num_started == 1  # Horovod refuses two of one name
