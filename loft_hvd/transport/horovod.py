@@ -30,7 +30,7 @@ from loft_hvd.errors import (
     UsageError,
 )
 from loft_hvd.transport.base import Channel, Transport, Work
-from loft_hvd.transport.heartbeat.heartbeat import Heartbeat
+from loft_hvd.transport.heartbeat.heartbeat import Heartbeat, is_of_engine
 from loft_hvd.transport.heartbeat.watched import heartbeat_of, open_heartbeat, watched
 from loft_hvd.transport.mesh import Mesh, MeshTransport, open_mesh
 
@@ -196,13 +196,21 @@ class HorovodTransport:
             if config().is_elastic and "does not exist" in str(error):
                 # ``hvd.elastic.run`` recovers from Horovod's own error, but not from a ValueError.
                 lost: Exception = self._ops.HorovodInternalError(str(error))
-                self.explain(lost)
+                self._explain(lost)
                 raise lost from error
-            self.explain(error)
+            self._explain(error)
             raise
 
     def explain(self, error: Exception) -> None:
-        """Let an error of Horovod's say which rank is behind it, as errors of waiting do."""
+        """Let an error of Horovod's say which rank is behind it, as errors of waiting do.
+
+        It may be any error of a script's: one that is not Horovod's own is left as it is.
+        """
+        if is_of_engine(error):
+            self._explain(error)
+
+    def _explain(self, error: Exception) -> None:
+        # Also a ValueError: with that Horovod's calls answer once it has shut down.
         if self.watch is not None:
             self.watch.explain(error)
 
@@ -269,7 +277,7 @@ class HorovodTransport:
         try:
             handle = call(*args, name=name, process_set=self._set)
         except Exception as error:
-            self.explain(error)
+            self._explain(error)
             raise
         return self.follow(_HorovodWork(self._hvd, handle, copy_to=copy_to), name)
 

@@ -471,6 +471,23 @@ def test_the_heartbeat_is_asked_who_is_behind_an_engines_error_before_its_world_
     assert explained == [lost]
 
 
+def test_a_restore_of_the_scripts_own_is_no_failure_of_the_engine(
+    state: loft.elastic.State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class HorovodInternalError(RuntimeError):  # by its name Horovod's
+        pass
+
+    told: list[BaseException] = []
+    heartbeat = SimpleNamespace(explain=told.append)
+    monkeypatch.setattr("loft_hvd.transport.horovod.heartbeat_of", lambda _: heartbeat)
+    for error in (ValueError("of the script"), lost := HorovodInternalError("of the engine")):
+        try:
+            raise error
+        except (ValueError, HorovodInternalError):
+            state.restore()
+    assert told == [lost]
+
+
 def test_sync_takes_rank_0s_state_in_a_fixed_order(
     calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import threading
 import time
@@ -105,6 +106,64 @@ def test_an_error_that_came_from_others_is_not_passed_on(error: Exception, pairs
     second.report(error)
     second.report(ValueError("a consequence"))
     second.close()
+    assert first.wait_verdict(0.1) is None
+
+
+class HorovodInternalError(RuntimeError):
+    """By its name the engine's own."""
+
+
+def _synchronize(error_of_engine: RuntimeError | None = None) -> None:
+    """Wait as ``hvd.synchronize`` does, which makes every RuntimeError its own."""
+    try:
+        if error_of_engine is not None:
+            raise error_of_engine
+        signal.raise_signal(signal.SIGCHLD)
+    except RuntimeError as error:
+        raise HorovodInternalError(error)  # noqa: B904  # as Horovod does
+
+
+def _fail(*_: object) -> None:
+    raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
+
+
+@pytest.fixture
+def killed_loader() -> Iterator[HorovodInternalError]:
+    """Return the engine's error after a loader process was killed, as torch finds it."""
+    previous = signal.signal(signal.SIGCHLD, _fail)
+    try:
+        with pytest.raises(HorovodInternalError) as raised:
+            _synchronize()
+        yield raised.value
+    finally:
+        signal.signal(signal.SIGCHLD, previous)
+
+
+def test_what_a_signal_handler_raises_inside_the_engine_is_this_ranks_failure(
+    killed_loader: HorovodInternalError, pairs: Pairs
+) -> None:
+    first, second = pairs.both()
+    second.explain(killed_loader)
+    assert not second._diagnosis._has_engine_failed
+    second.report(killed_loader)
+    verdict = first.wait_verdict(10)
+    assert verdict is not None
+    assert "has failed: RuntimeError: DataLoader worker (pid 7) is killed" in verdict.text
+    assert not first._diagnosis._has_engine_failed
+
+
+def test_an_error_of_the_engine_inside_a_signal_handler_is_not_passed_on(pairs: Pairs) -> None:
+    def save(*_: object) -> None:  # as a handler that saves a checkpoint
+        _synchronize(RuntimeError("a peer is gone"))
+
+    first, second = pairs.both()
+    previous = signal.signal(signal.SIGTERM, save)
+    try:
+        with pytest.raises(HorovodInternalError) as raised:
+            signal.raise_signal(signal.SIGTERM)
+        second.report(raised.value)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
     assert first.wait_verdict(0.1) is None
 
 

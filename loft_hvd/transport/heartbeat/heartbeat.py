@@ -13,9 +13,11 @@ from __future__ import annotations
 import logging
 import os
 import selectors
+import signal
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
@@ -41,13 +43,32 @@ from loft_hvd.transport.heartbeat.process import (
     tell_failure,
 )
 
-__all__ = ["Heartbeat", "HeartbeatSettings", "ProcessControl", "ReadClock"]
+__all__ = ["Heartbeat", "HeartbeatSettings", "ProcessControl", "ReadClock", "is_of_engine"]
 
 _logger = logging.getLogger(__name__)
 _EXPLAIN_S = 1.0  # bound from the beats: what others have seen by now comes with their next one
 _LOOK_S = 0.25  # a choice: between looks at what this rank does after a verdict
 _MISMATCH, _UNSEEN = 1.0, 2.0  # kinds of verdicts, in the number of their line
 _ENGINE_ERRORS = ("HorovodInternalError", "HostsUpdatedInterrupt")
+
+
+def is_of_engine(error: BaseException) -> bool:
+    """Say whether an error is Horovod's own, so that the cause may be another rank."""
+    return type(error).__name__ in _ENGINE_ERRORS and _interruption(error) is None
+
+
+def _interruption(error: BaseException) -> BaseException | None:
+    """Return what a signal handler has raised inside Horovod's call, which made it its error.
+
+    So torch says that a loader process was killed: its handler raises wherever the script is, and
+    Horovod takes every RuntimeError inside its calls for one of its own.
+    """
+    inner = error.__context__ if type(error).__name__ in _ENGINE_ERRORS else None
+    handlers = map(signal.getsignal, signal.valid_signals())
+    codes = {code for each in handlers if (code := getattr(each, "__code__", None)) is not None}
+    # From the call on: a handler that itself calls the engine is no frame of the inner error.
+    frames = traceback.walk_tb(None if inner is None else inner.__traceback__)
+    return inner if any(frame.f_code in codes for frame, _ in frames) else None
 
 
 @dataclass(frozen=True)
@@ -205,17 +226,23 @@ class Heartbeat:
         if self._has_failed or self._is_in_child():
             return
         self._has_failed = True
-        is_of_engine = type(error).__name__ in _ENGINE_ERRORS
-        if is_of_engine:
+        if is_of_engine(error):
             self._note_engine_failure()
-        is_echo = isinstance(error, TransportError) or is_of_engine
+        is_echo = isinstance(error, TransportError) or is_of_engine(error)
         if self.verdict is not None or is_echo:
             return
-        note = describe_failure(f"rank {self.rank} ({self._control.own})", error)
+        who = f"rank {self.rank} ({self._control.own})"
+        note = describe_failure(who, _interruption(error) or error)
         self._say_at_last(Line("failed", self.rank, float(note.num_samples), note.text))
 
     def explain(self, error: BaseException) -> None:
-        """Add to an engine's own error which rank is behind it; waits up to a second for that."""
+        """Add to an engine's own error which rank is behind it; waits up to a second for that.
+
+        Every error that it is given counts as a failure of the engine, which is never taken back;
+        not where a signal handler has raised it inside the engine's call.
+        """
+        if _interruption(error) is not None:
+            return  # the engine lives
         self._is_heard = True
         self._note_engine_failure()
         if not (left := self.left_ranks()):
