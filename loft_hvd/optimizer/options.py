@@ -28,7 +28,7 @@ from loft_hvd.transport.default import default_transport
 from loft_hvd.transport.groups import Over
 from loft_hvd.transport.horovod import is_member
 
-__all__ = ["EqualBatches", "OptimizerOptions", "advised_momentum", "check_groups"]
+__all__ = ["EqualBatches", "OptimizerOptions", "advised_momentum", "check_groups", "check_step"]
 
 _ADVISED_MOMENTUM = 0.9  # measured: ALIE costs a trimmed mean 5 points with it, 24 without
 
@@ -89,15 +89,19 @@ class OptimizerOptions:
             return self.transport
         return default_transport(self.process_set)
 
-    def collect(self) -> ReducedParameters:
-        """Return the parameters that the optimizer has now, with rules that fit the options."""
-        found = collect_parameters(
+    def find_parameters(self) -> ReducedParameters:
+        """Return the parameters that the optimizer has now, whatever the options say of them."""
+        return collect_parameters(
             self.optimizer.param_groups,
             self.names,
             rule=self.rule,
             groups=self.groups,
             num_named_groups=self.num_named_groups,
         )
+
+    def collect(self) -> ReducedParameters:
+        """Return the parameters that the optimizer has now, with rules that fit the options."""
+        found = self.find_parameters()
         robust = [rule for rule in found.rules if not isinstance(rule, Mean)]
         if self.quarantine and len(robust) < len(found.rules):
             raise ArgumentError(
@@ -214,6 +218,23 @@ def check_groups(param_groups: Sequence[dict[str, Any]], beta: float) -> None:
                 f"DistributedOptimizer: parameter group {number} has momentum={own:g}, and "
                 f"worker_momentum={beta:g} would count it twice; use momentum=0 with lr={lr:.6g} "
                 f"in place of {float(group['lr']):g}, for steps as long, or worker_momentum=0"
+            )
+
+
+def check_step(param_groups: Sequence[dict[str, Any]], beta: float) -> None:
+    """Refuse a momentum that a group has got since ``check_groups``, as from a scheduler.
+
+    Raises:
+        ArgumentError: a parameter group has a momentum above 0.
+    """
+    for number, group in enumerate(param_groups):
+        own = group.get("momentum") or 0.0
+        if own > 0:
+            raise ArgumentError(
+                f"optimizer.step(): parameter group {number} has got momentum={own:g} since the "
+                f"optimizer was made, and worker_momentum={beta:g} would count it twice; a "
+                "scheduler such as OneCycleLR sets it unless it is given cycle_momentum=False; "
+                "use that, or worker_momentum=0"
             )
 
 

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from loft_hvd.config import config
 from loft_hvd.errors import ArgumentError, LoftError, UsageError
-from loft_hvd.optimizer.options import OptimizerOptions, check_groups
+from loft_hvd.optimizer.options import OptimizerOptions, check_groups, check_step
 from loft_hvd.optimizer.workers import IdleWorld, OptimizerWorld
 from loft_hvd.pipeline.gradients import OutgoingHook, OutgoingHooks
 from loft_hvd.pipeline.momentum import STATE_KEY, check_state
@@ -213,7 +213,8 @@ class OptimizerWrapper(OptimizerProxy):
             check_groups(self.param_groups, self._momentum.beta)
 
     def _named(self) -> dict[str, torch.nn.Parameter]:
-        found = self._options.collect()
+        # Unchecked: a state is saved as it is, whatever a script has done to its groups.
+        found = self._options.find_parameters()
         return {spec.name: p for spec, p in zip(found.specs, found.parameters, strict=True)}
 
     def synchronize(self) -> None:
@@ -276,7 +277,12 @@ class OptimizerWrapper(OptimizerProxy):
         """Reduce the gradients, then take the user's optimizer's step.
 
         What a ``closure`` computes is reduced each time that the optimizer calls it.
+
+        Raises:
+            ArgumentError: with worker momentum, a group has got a momentum of its own.
         """
+        if self._momentum is not None:
+            check_step(self.param_groups, self._momentum.beta)
         if closure is None:
             self._prepare_step()
             result = self._optimizer.step()

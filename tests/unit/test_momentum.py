@@ -501,6 +501,27 @@ def test_a_group_with_momentum_is_not_added() -> None:
     assert len(optimizer.param_groups) == 1
 
 
+def test_a_scheduler_that_brings_momentum_is_refused_in_the_first_step() -> None:
+    optimizer = loft.DistributedOptimizer(sgd(), worker_momentum=0.9, transport=ALONE)
+    (parameter,) = optimizer.param_groups[0]["params"]
+    options: dict[str, Any] = {"max_lr": 1.0, "total_steps": 10}
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, **options)
+    parameter.sum().backward()
+    with pytest.raises(ArgumentError, match=r"momentum=0\.95 since .* cycle_momentum=False"):
+        optimizer.step()
+    assert not parameter.any()
+    assert optimizer.state_dict()["param_groups"][0]["momentum"] == 0.95
+
+
+def test_a_scheduler_that_leaves_momentum_alone_is_taken() -> None:
+    optimizer = loft.DistributedOptimizer(sgd(), worker_momentum=0.9, transport=ALONE)
+    (parameter,) = optimizer.param_groups[0]["params"]
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=10, cycle_momentum=False)
+    parameter.sum().backward()
+    optimizer.step()
+    assert bool(parameter.all())
+
+
 def test_a_state_with_momentum_is_not_loaded() -> None:
     optimizer = loft.DistributedOptimizer(sgd(), worker_momentum=0.9, transport=ALONE)
     with pytest.raises(ArgumentError, match=r"momentum=0\.9, and worker_momentum=0\.9 would count"):
