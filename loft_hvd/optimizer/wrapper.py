@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from loft_hvd.config import config
 from loft_hvd.errors import ArgumentError, LoftError, UsageError
-from loft_hvd.optimizer.options import OptimizerOptions, check_groups, check_step
+from loft_hvd.optimizer.options import OptimizerOptions, advised_momentum, check_groups, check_step
 from loft_hvd.optimizer.workers import IdleWorld, OptimizerWorld
 from loft_hvd.pipeline.gradients import OutgoingHook, OutgoingHooks
 from loft_hvd.pipeline.momentum import STATE_KEY, check_state
@@ -314,6 +314,11 @@ class OptimizerWrapper(OptimizerProxy):
 
         Parameters that ``named_parameters`` did not name are named by their place. Where they
         cannot be reduced the group is not added.
+
+        Raises:
+            ArgumentError: their rule takes another worker momentum than the optimizer was made
+                with, or another option does not suit them.
+            UsageError: gradients are on their way.
         """
         if self.world_size > 1 and self._world.has_gradients:
             raise UsageError(
@@ -322,11 +327,24 @@ class OptimizerWrapper(OptimizerProxy):
             )
         self._optimizer.add_param_group(param_group)
         try:
+            self._check_advised()
             self._options.collect()
         except LoftError:
             self._optimizer.param_groups.pop()
             raise
         self._world.lay_out_anew()
+
+    def _check_advised(self) -> None:
+        """Raise where the rules that there are now advise another worker momentum than there is."""
+        options = self._options
+        advised = advised_momentum(options.find_parameters().rules, options.worker_momentum)
+        own = 0.0 if self._momentum is None else self._momentum.beta
+        if advised != own:
+            raise ArgumentError(
+                f"add_param_group: with the new group's rule worker_momentum is {advised:g}, "
+                f"unless given, but this optimizer was made with {own:g}; say it when it is made: "
+                f"DistributedOptimizer(..., worker_momentum={advised:g}), or 0 for none"
+            )
 
     def register_outgoing_hook(self, hook: OutgoingHook) -> RemovableHandle:
         """Call ``hook(bucket, values)`` before a bucket is sent; it may change values in place.

@@ -501,6 +501,24 @@ def test_a_group_with_momentum_is_not_added() -> None:
     assert len(optimizer.param_groups) == 1
 
 
+@pytest.mark.parametrize("own", [0.0, 0.9])
+def test_a_group_whose_rule_takes_another_worker_momentum_is_not_added(own: float) -> None:
+    def robust() -> dict[str, Any]:
+        return {"params": [torch.nn.Parameter(torch.zeros(1))], "rule": loft.Robust(0)}
+
+    rule = loft.TrimmedMean(0)
+    made = loft.DistributedOptimizer(sgd(momentum=own), rule=rule, transport=ALONE)
+    with pytest.raises(ArgumentError, match=r"is 0\.9, unless given, .* made with 0; say it when"):
+        made.add_param_group(robust())
+    assert len(made.param_groups) == 1
+    for given in (0.0, 0.9 - own):
+        told = loft.DistributedOptimizer(
+            sgd(momentum=own), rule=rule, transport=ALONE, worker_momentum=given
+        )
+        told.add_param_group(robust())
+        assert len(told.param_groups) == 2
+
+
 def test_a_scheduler_that_brings_momentum_is_refused_in_the_first_step() -> None:
     optimizer = loft.DistributedOptimizer(sgd(), worker_momentum=0.9, transport=ALONE)
     (parameter,) = optimizer.param_groups[0]["params"]
