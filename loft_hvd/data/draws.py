@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loft_hvd.balance.plan import Plan, Sizes, StepSizes, scale_sizes
+from loft_hvd.config import config
 from loft_hvd.data.assign import Assignment, Homes, assign
 from loft_hvd.data.placement import Placement
 from loft_hvd.errors import DataError
@@ -100,7 +101,8 @@ class EpochSettings:
 class EpochOrders:
     """The orders of a run's epochs; a large one is made beside the training on the one before it.
 
-    That takes 12 bytes a sample for a moment, and 4 until its turn comes.
+    That takes 10 bytes a sample for a moment, 48 where samples are spread over the epoch
+    (``relaxed``), and 4 until its turn comes.
     """
 
     def __init__(self, settings: EpochSettings) -> None:
@@ -112,12 +114,23 @@ class EpochOrders:
         """Return ``EpochSettings.order``, and begin that of the epoch after it."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead[0] == epoch and done is None:
-            order = ahead[1].result()
+            order = _made_ahead(ahead[1], epoch)
         else:
             order = self._settings.order(epoch, done=done)
         if self._settings.shuffle and self._settings.num_samples >= _MANY:
             self._ahead = epoch + 1, self._thread.submit(self._settings.order, epoch + 1)
         return order
+
+
+def _made_ahead(future: Future[Order], epoch: int) -> Order:
+    """Return an order that was begun an epoch ago; a DataError where it takes too long."""
+    timeout_s = config().timeout_s
+    if not wait([future], timeout_s).done:
+        raise DataError(
+            f"epoch {epoch}: its order has not been made within {timeout_s:g} s of the end of the "
+            "epoch before it; this machine is very slow (raise LOFT_HVD_TIMEOUT_S to wait longer)"
+        )
+    return future.result()
 
 
 @dataclass(frozen=True)

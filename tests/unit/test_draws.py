@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import tracemalloc
+from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
@@ -22,6 +23,7 @@ from loft_hvd.data.draws import (
     spread,
 )
 from loft_hvd.data.placement import Placement
+from loft_hvd.errors import DataError
 from tests.support.plans import FakePlans
 
 
@@ -77,6 +79,29 @@ def test_the_order_of_a_large_epoch_is_made_while_the_one_before_is_trained(
     assert [epoch for epoch, is_main in settings.threads if is_main] == [0, 7, 7]
     # What is left of an epoch that goes on in another world is in no order made ahead.
     assert (orders.take(9, done=done) == settings.order(9, done=done)).all()
+
+
+class Stuck(EpochSettings):
+    """Settings whose second order is never done in time."""
+
+    told: ClassVar[threading.Event] = threading.Event()
+
+    def order(self, epoch: int, *, done: npt.NDArray[np.bool_] | None = None) -> Order:
+        if epoch == 1:
+            self.told.wait(10)
+        return super().order(epoch, done=done)
+
+
+def test_an_order_that_is_not_done_in_time_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draws_module, "_MANY", 500)
+    monkeypatch.setattr(draws_module, "config", lambda: SimpleNamespace(timeout_s=0.05))
+    orders = EpochOrders(Stuck(Placement.replicated(1000), True, 3, False, False))
+    orders.take(0)
+    try:
+        with pytest.raises(DataError, match=r"epoch 1: its order .* within 0\.05 s"):
+            orders.take(1)
+    finally:
+        Stuck.told.set()
 
 
 def test_spread_holds_every_group_in_proportion_in_any_run() -> None:
