@@ -204,7 +204,7 @@ class Balancer:
         self._own_cap = None
         # A new one: nothing of the old world's exchanges, steps or plans may reach into this one.
         older = self._live
-        older.settle()  # the new one starts the same policy afresh
+        older.close()  # the new one starts the same policy afresh
         self._live = self._make_live()
         self._live.go_on_from(older)
 

@@ -18,11 +18,12 @@ import atexit
 import logging
 import math
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -91,7 +92,7 @@ class Schedule:
         self.plan_at = None if deciding is None else num_steps + deciding
 
     def propose(self, sums: Floats, *, num_passes: int) -> int:
-        """Return how many steps the next interval should have, from this rank's sums, [20]."""
+        """Return how many steps the next interval should have, from this rank's sums, [21]."""
         if self._given is not None:
             return self._given
         steps, wall_s = float(sums[SUM["steps"]]), float(sums[SUM["wall_s"]])
@@ -209,36 +210,133 @@ def check_same_run(report: Report) -> None:
         )
 
 
+_Decided = tuple[Plan | None, Callable[[], None]]  # a new plan, and what is noted once it is out
+
+
+class _Task:
+    """What is done with an interval: first a plan, then what the run log says about it."""
+
+    def __init__(self, decide: Callable[[], _Decided]) -> None:
+        self._decide = decide
+        self.is_decided, self.is_ended = threading.Event(), threading.Event()
+        self.plan: Plan | None = None
+        self.error: BaseException | None = None  # read once ``is_ended``
+
+    def run(self, log: RunLog) -> None:
+        try:
+            self.plan, note = self._decide()
+            self.is_decided.set()  # ranks wait for no line of a log
+            note()
+        except BaseException as error:  # a policy's; whoever waits for the plan raises it
+            self.error = error
+            log.write_fault(error)
+        finally:
+            self.is_ended.set()  # first: who reads ``plan`` looks for an error too
+            self.is_decided.set()
+
+
 class Beside:
-    """The work on an interval, on a thread of its own while ranks train.
+    """The work on intervals, on a thread of its own while ranks train.
 
     Its result does not depend on how far the thread has come: whoever needs it waits for it, and
-    ranks ask for rank 0's plan after as many steps as that should take.
+    ranks ask for rank 0's plan after as many steps as that should take. Nobody waits for what is
+    noted once a plan is made, but for ``wait``, ``settle`` and the next plan.
+
+    An error is in the run log when it happens. It is raised by ``settle``, and once by ``take`` or
+    ``begin``, whichever is first; ``drop`` and ``close`` forget it, with a warning.
     """
 
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "loft_hvd-plan")  # starts with the first task
-        self._task: Future[Plan | None] | None = None
+    def __init__(self, log: RunLog) -> None:
+        self._log = log
+        self._queue: SimpleQueue[_Task | None] = SimpleQueue()  # None ends the thread
+        self._end_thread: weakref.finalize[..., Beside] | None = None
+        self._decision: _Task | None = None  # whose plan nobody has taken
+        self._tasks: list[_Task] = []  # under way, or with an error that nobody has taken
 
-    def begin(self, task: Callable[[], Plan | None]) -> None:
-        """Start a task, when the one before it has ended; raises what that one raised."""
+    def begin(self, decide: Callable[[], _Decided]) -> None:
+        """Start on an interval."""
         self.take()
-        self._task = self._thread.submit(task)
+        if self._end_thread is None:
+            self._start()
+        self._decision = _Task(decide)
+        self._tasks.append(self._decision)
+        self._queue.put(self._decision)
+
+    def _start(self) -> None:
+        queue = self._queue
+        # A daemon: the process must end although a policy does not.
+        thread = threading.Thread(
+            target=_work_off, args=(queue, self._log), name="loft-plan", daemon=True
+        )
+        thread.start()
+        # Called by ``close``, at the end of the process, or when this is dropped without either.
+        self._end_thread = weakref.finalize(self, _end, queue, thread)
 
     def take(self) -> Plan | None:
-        """Return the plan of the newest task, once; raises what it raised."""
-        self.settle()
-        task, self._task = self._task, None
-        return None if task is None else task.result()
+        """Return the newest plan, once."""
+        task = self._decision
+        if task is not None:
+            self._wait(task.is_decided)
+        self._decision = None
+        ended = [each for each in self._tasks if each.is_ended.is_set()]
+        self._tasks = [each for each in self._tasks if each not in ended]
+        _raise_first(ended)
+        return None if task is None else task.plan
+
+    def wait(self) -> None:
+        """Wait until nothing is under way, whatever came of it."""
+        if self._tasks:
+            self._wait(self._tasks[-1].is_ended)
 
     def settle(self) -> None:
-        """Wait until nothing is under way."""
+        """Wait until nothing is under way; raises what failed and was not taken so far."""
+        self.wait()
+        _raise_first(self._tasks)
+
+    def drop(self) -> None:
+        """Wait until nothing is under way, and forget it: the run goes on from elsewhere."""
+        self.wait()
+        failed = [task.error for task in self._tasks if task.error is not None]
+        self._decision, self._tasks = None, []
+        for error in failed:
+            _logger.warning("forgotten, as a state is loaded or ranks meet anew: %r", error)
+
+    def close(self) -> None:
+        """Drop what is under way, and end the thread; another ``begin`` starts one."""
+        self.drop()
+        if self._end_thread is not None:
+            self._end_thread()
+            self._end_thread = None
+
+    def _wait(self, event: threading.Event) -> None:
         timeout_s = config().timeout_s
-        if self._task is not None and not wait([self._task], timeout_s).done:
+        if not event.wait(timeout_s):
             raise PlanError(
                 f"this rank has worked on an interval for more than {timeout_s:g} s; its machine "
                 "is very slow, or the policy does not end (raise LOFT_HVD_TIMEOUT_S to wait longer)"
             )
+
+
+def _raise_first(tasks: Sequence[_Task]) -> None:
+    for task in tasks:
+        if task.error is not None:
+            raise task.error
+
+
+def _work_off(queue: SimpleQueue[_Task | None], log: RunLog) -> None:
+    while (task := queue.get()) is not None:
+        task.run(log)
+        del task  # its balancer may be dropped while this thread sleeps
+
+
+def _end(queue: SimpleQueue[_Task | None], thread: threading.Thread) -> None:
+    """End a thread that works off a queue, as soon as what is under way has ended."""
+    queue.put(None)
+    if thread is threading.current_thread():  # the task was the last to hold its balancer
+        return
+    thread.join(_DRAIN_S)
+    if thread.is_alive():
+        _logger.warning("%s has not ended within %g s: it is left behind", thread.name, _DRAIN_S)
 
 
 class LivePlan:
@@ -255,7 +353,7 @@ class LivePlan:
     ) -> None:
         self._options, self._limits, self._log = options, limits, log
         self._transport, self._batches = transport, batches
-        self._beside = Beside()
+        self._beside = Beside(log)
         self._own_controller = make_controller(options, limits)
         self._exchange = TimesExchange(Channel(transport, options.name))
         self._archive = Archive()
@@ -288,8 +386,15 @@ class LivePlan:
             self._log.write("plan", **asdict(plan))
 
     def settle(self) -> None:
-        """Wait until nothing works on the policy, the controller or the archive."""
+        """Wait until nothing works on the policy, the controller or the archive.
+
+        Raises what went wrong there, if training has not met it so far.
+        """
         self._beside.settle()
+
+    def close(self) -> None:
+        """End what is under way on the thread of the plan, for another world to begin."""
+        self._beside.close()
 
     def go_on_from(self, older: LivePlan) -> None:
         """Take over what outlives a world: what devices took, and what was plugged in."""
@@ -304,7 +409,7 @@ class LivePlan:
     @property
     def _controller(self) -> Controller | None:
         """The controller, with nothing under way: a decision works on it."""
-        self.settle()
+        self._beside.wait()
         return self._own_controller
 
     @property
@@ -453,8 +558,8 @@ class LivePlan:
         sizes: Sizes,
         num_steps: int,
         first_step: int | None,
-    ) -> Plan | None:
-        """Take in an interval, beside training; on rank 0 also log it, and decide on it.
+    ) -> _Decided:
+        """Take in an interval, beside training; on rank 0 also log its times, and decide on it.
 
         It ended with ``step``, after ``num_steps`` optimizer steps, and had these sizes. A plan
         comes into force at ``first_step``; None is for no decision.
@@ -465,16 +570,19 @@ class LivePlan:
         self._log_times(report, num_steps)
         controller = self._own_controller
         if controller is None or interval is None or first_step is None:
-            return None
+            return None, lambda: None
         controller.observe(interval)
-        plan = controller.decide(first_step)
-        if self._log.path is not None:
-            fit = controller.policy.fit
-            if fit is not None:
-                ranks = ranks_to_log(report.times, most=MOST_ROWS)
-                self._log.write("fit", step=num_steps, ranks=fit_record(fit, ranks))
-            self._log.write("explain", step=num_steps, text=controller.explain())
-        return plan
+        return controller.decide(first_step), partial(self._note, controller, report, num_steps)
+
+    def _note(self, controller: Controller, report: Report, step: int) -> None:
+        """Log what rank 0's controller makes of an interval, once it has decided."""
+        if self._log.path is None:
+            return
+        fit = controller.policy.fit
+        if fit is not None:
+            ranks = ranks_to_log(report.times, most=MOST_ROWS)
+            self._log.write("fit", step=step, ranks=fit_record(fit, ranks))
+        self._log.write("explain", step=step, text=controller.explain())
 
     def _log_times(self, report: Report, num_steps: int) -> None:
         if report.is_measured and self._log.path is not None:
@@ -549,7 +657,7 @@ class LivePlan:
         With other devices, or the same in another order, another policy or global batch, or caps
         found since, plans start afresh, from what is known of each device.
         """
-        self.settle()
+        self._beside.drop()
         is_same = can_go_on(saved, self._limits, self._options, warns=self._transport.rank == 0)
         if is_same and self._controller is not None and saved.controller is not None:
             self._controller.go_on(saved.controller)  # first: it may refuse

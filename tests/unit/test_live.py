@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,7 @@ from loft_hvd.balance.interval import SUM, SUMS, Head, Interval
 from loft_hvd.balance.live import Schedule, TimesExchange, check_same_run
 from loft_hvd.balance.policy import Policy, Proposal
 from loft_hvd.errors import MismatchError
+from loft_hvd.runlog import find_entries
 from loft_hvd.transport.base import Channel
 from loft_hvd.transport.local import LocalTransport, run_ranks
 from tests.support.live import Run
@@ -199,3 +203,156 @@ def test_plans_are_those_of_a_controller_that_decides_at_once(interval: int) -> 
         at_once.decide(first_step)
     assert history == at_once.history
     assert len(history) > 1
+
+
+class Talkative(Policy):
+    """Says why it wanted other sizes only once it is told to."""
+
+    name = "talkative"
+
+    def __init__(self) -> None:
+        self.told = threading.Event()
+        self.was_told: list[bool] = []
+        self.num_asked = 0
+
+    def propose(self, interval: Interval, *, first_step: int) -> Proposal | None:
+        self.num_asked += 1
+        return None if self.num_asked == 1 else Proposal((40, 24), "at once")
+
+    def explain(self) -> list[str]:
+        if self.num_asked == 2:
+            self.was_told.append(self.told.wait(5))
+        return ["policy talkative"]
+
+
+def test_ranks_take_a_plan_before_its_reasons_are_logged(tmp_path: Path) -> None:
+    def work(transport: LocalTransport) -> tuple[tuple[int, ...], list[bool]]:
+        policy = Talkative()
+        run = Run(transport, policy=policy, interval=INTERVAL, log_dir=tmp_path)
+        while run.balancer.plan.plan_id == 0 and len(run.sizes) < 3 * INTERVAL - 1:
+            run.step()
+        policy.told.set()  # a plan has come
+        run.balancer._live.settle()
+        return run.balancer.plan.sizes, policy.was_told
+
+    (sizes, was_told), (others_sizes, _) = run_ranks(2, work)
+    assert was_told == [True]
+    assert sizes == others_sizes == (40, 24)
+    lines = list(find_entries(tmp_path, "explain"))
+    assert [line["step"] for line in lines] == [INTERVAL, 2 * INTERVAL]
+    assert "(at once)\npolicy talkative" in lines[-1]["text"]
+
+
+class BrokenOnce(Policy):
+    """Has a mistake that shows the first time."""
+
+    name = "broken-once"
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+
+    def propose(self, interval: Interval, *, first_step: int) -> Proposal | None:
+        self.num_asked += 1
+        if self.num_asked == 1:
+            raise ZeroDivisionError("a mistake in the policy")
+        return None
+
+
+def broken_run(transport: LocalTransport, log_dir: Path) -> tuple[Run, dict[str, Any]]:
+    """Return a run whose policy has failed, beside training, and its state at the start."""
+    run = Run(transport, policy=BrokenOnce(), interval=INTERVAL, log_dir=log_dir)
+    saved = run.balancer.state_dict()
+    for _ in range(INTERVAL):
+        run.step()
+    run.balancer.explain()  # waits for what is under way
+    return run, saved
+
+
+def test_a_mistake_in_a_policy_is_logged_and_no_state_is_saved_over_it(tmp_path: Path) -> None:
+    def work(transport: LocalTransport) -> None:
+        run, _ = broken_run(transport, tmp_path)
+        if transport.rank == 0:
+            [fault] = find_entries(tmp_path, "fault")
+            assert (fault["error"], fault["step"]) == ("ZeroDivisionError", INTERVAL)
+            for _ in range(2):  # a script that goes on all the same meets it again
+                with pytest.raises(ZeroDivisionError, match="a mistake in the policy"):
+                    run.balancer.state_dict()
+        for _ in range(INTERVAL):
+            run.step()
+
+    with pytest.raises(ZeroDivisionError, match="a mistake in the policy"):
+        run_ranks(2, work)
+    assert len(list(find_entries(tmp_path, "fault"))) == 1
+
+
+@pytest.mark.parametrize("how", ["load_state_dict", "begin_world"])
+def test_a_mistake_from_before_a_state_or_world_is_forgotten(how: str, tmp_path: Path) -> None:
+    def work(transport: LocalTransport) -> int:
+        run, saved = broken_run(transport, tmp_path)
+        if how == "load_state_dict":
+            run.balancer.load_state_dict(saved)
+        else:
+            run.balancer.begin_world()
+        run.sizes.clear()
+        for _ in range(3 * INTERVAL):
+            run.step()
+        run.balancer.state_dict()
+        return len(run.sizes)
+
+    assert run_ranks(2, work) == [3 * INTERVAL] * 2
+    assert [fault["error"] for fault in find_entries(tmp_path, "fault")] == ["ZeroDivisionError"]
+
+
+def test_a_new_world_ends_the_thread_of_the_old_one() -> None:
+    def work(transport: LocalTransport) -> tuple[int, int]:
+        run = Run(transport, interval=INTERVAL)
+        for _ in range(INTERVAL):
+            run.step()
+        run.balancer._live.settle()
+        barrier.wait(10)
+        before = plan_threads()
+        barrier.wait(10)
+        run.balancer.begin_world()
+        barrier.wait(10)
+        return before, plan_threads()
+
+    def plan_threads() -> int:
+        return sum("plan" in each.name for each in threading.enumerate() if each not in others)
+
+    others, barrier = set(threading.enumerate()), threading.Barrier(2)
+    assert run_ranks(2, work) == [(2, 0)] * 2
+
+
+ENDLESS = """
+import threading
+from loft_hvd.balance import live
+from loft_hvd.balance.policy import Policy
+from loft_hvd.transport.local import LocalTransport, run_ranks
+from tests.support.live import Run
+
+class Endless(Policy):
+    name = "endless"
+    def propose(self, interval, *, first_step):
+        asked.set()
+        threading.Event().wait()
+
+def work(transport):
+    run = Run(transport, policy=Endless(), interval=5)
+    runs.append(run)
+    for _ in range(5):
+        run.step()
+
+live._DRAIN_S = 0.2
+asked, runs = threading.Event(), []
+run_ranks(2, work)
+assert asked.wait(10)
+print("trained")
+"""
+
+
+def test_a_policy_that_never_ends_does_not_keep_the_process() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDLESS], capture_output=True, text=True, timeout=40, check=True
+    )
+    assert ended.stdout == "trained\n"
+    assert "loft-plan has not ended within 0.2 s" in ended.stderr

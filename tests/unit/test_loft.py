@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from loft_hvd.balance.controller import Controller
 from loft_hvd.balance.interval import COLUMNS, Interval
 from loft_hvd.balance.latency import StepModel
 from loft_hvd.balance.loft import Loft, Measured, Verdicts
-from loft_hvd.balance.plan import Floats, StepSizes
+from loft_hvd.balance.plan import Bounds, Floats, StepSizes
 from loft_hvd.simulate.compare import hiccup_scenario, random_scenario, wide_scenario
 from loft_hvd.simulate.simulation import simulate
 from loft_hvd.transport.local import LocalTransport, run_ranks
@@ -172,3 +174,27 @@ def test_stalls_of_seconds_lead_to_no_plan_in_training() -> None:
     plan_id, text = run_ranks(3, work)[0]
     assert plan_id == 0, text
     assert "no rank is slow" in text
+
+
+@pytest.mark.parametrize(
+    ("world_size", "num_sources", "is_proven"), [(64, 4, True), (65, 1, False), (12, 5, False)]
+)
+def test_a_bound_that_is_dear_to_prove_is_left_out_of_what_is_said(
+    world_size: int, num_sources: int, is_proven: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def bound(*_: object) -> float:
+        asked.append(1)
+        return 0.25
+
+    monkeypatch.setattr("loft_hvd.balance.loft.least_s", bound)
+    source = np.arange(world_size) % num_sources
+    model = StepModel.build(world_size, shared_s=1e-3, compute_s=1e-3, source=source)
+    policy: Any = Loft()
+    policy.task = SimpleNamespace(global_batch_size=8 * world_size)
+    limits = Bounds.of(world_size, floor=1, cap=100)
+    policy._fit, policy._found = SimpleNamespace(model=model), ([8] * world_size, limits)
+    [line] = policy._say_bound()
+    assert "ranks share sources: with the best sizes found the slowest rank takes" in line
+    assert ("bring it below 0.25 s" in line) == bool(asked) == is_proven
