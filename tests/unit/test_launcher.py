@@ -115,7 +115,7 @@ def test_who_ends_by_itself_meanwhile_keeps_no_signal_from_the_rest(
     with (
         subprocess.Popen(["/bin/true"]) as rank,
         subprocess.Popen(
-            ["/bin/sh", "-c", "sleep 60 & echo started; wait"], stdout=subprocess.PIPE, text=True
+            ["/bin/sh", "-c", "sleep 5 & echo started; wait"], stdout=subprocess.PIPE, text=True
         ) as launcher,
     ):
         assert launcher.stdout is not None
