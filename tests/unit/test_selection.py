@@ -223,9 +223,9 @@ class OnceReleased(RecordingTransport):
 
         def release() -> None:
             finish()
-            work.done = work.finish = None  # type: ignore[method-assign, assignment]
+            work.done = work.finish = None
 
-        work.finish = release  # type: ignore[method-assign]
+        work.finish = release
         return work
 
 
