@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -209,16 +209,14 @@ def check_groups(param_groups: Sequence[dict[str, Any]], beta: float) -> None:
     Raises:
         ArgumentError: a parameter group has a momentum above 0.
     """
-    for number, group in enumerate(param_groups):
-        own = group.get("momentum") or 0.0
-        if own > 0:
-            # Its steps add up to gradients times this; a gradient that is an average stays one.
-            lr = float(group["lr"]) * (1 - float(group.get("dampening", 0))) / (1 - own)
-            raise ArgumentError(
-                f"DistributedOptimizer: parameter group {number} has momentum={own:g}, and "
-                f"worker_momentum={beta:g} would count it twice; use momentum=0 with lr={lr:.6g} "
-                f"in place of {float(group['lr']):g}, for steps as long, or worker_momentum=0"
-            )
+    for number, group, own in _with_momentum(param_groups):
+        # Its steps add up to gradients times this; a gradient that is an average stays one.
+        lr = float(group["lr"]) * (1 - float(group.get("dampening", 0))) / (1 - own)
+        raise ArgumentError(
+            f"DistributedOptimizer: parameter group {number} has momentum={own:g}, and "
+            f"worker_momentum={beta:g} would count it twice; use momentum=0 with lr={lr:.6g} "
+            f"in place of {float(group['lr']):g}, for steps as long, or worker_momentum=0"
+        )
 
 
 def check_step(param_groups: Sequence[dict[str, Any]], beta: float) -> None:
@@ -227,15 +225,23 @@ def check_step(param_groups: Sequence[dict[str, Any]], beta: float) -> None:
     Raises:
         ArgumentError: a parameter group has a momentum above 0.
     """
+    for number, _, own in _with_momentum(param_groups):
+        raise ArgumentError(
+            f"optimizer.step(): parameter group {number} has got momentum={own:g} since the "
+            f"optimizer was made, and worker_momentum={beta:g} would count it twice; a "
+            "scheduler such as OneCycleLR sets it unless it is given cycle_momentum=False; "
+            "use that, or worker_momentum=0"
+        )
+
+
+def _with_momentum(
+    param_groups: Sequence[dict[str, Any]],
+) -> Iterator[tuple[int, dict[str, Any], float]]:
+    """Yield the groups that have a momentum of their own: number, group, momentum."""
     for number, group in enumerate(param_groups):
-        own = group.get("momentum") or 0.0
+        own = float(group.get("momentum") or 0.0)
         if own > 0:
-            raise ArgumentError(
-                f"optimizer.step(): parameter group {number} has got momentum={own:g} since the "
-                f"optimizer was made, and worker_momentum={beta:g} would count it twice; a "
-                "scheduler such as OneCycleLR sets it unless it is given cycle_momentum=False; "
-                "use that, or worker_momentum=0"
-            )
+            yield number, group, own
 
 
 class EqualBatches:

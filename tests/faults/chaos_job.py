@@ -27,6 +27,7 @@ import loft_hvd as loft
 from loft_hvd.transport.base import Channel, Transport
 from loft_hvd.transport.default import default_transport
 from loft_hvd.transport.heartbeat.watched import heartbeat_of
+from tests.support.raising import raise_in_backward
 from tests.support.training import make_data, make_model
 
 __all__ = ["NUM_RANKS", "Fault", "train", "write_plans"]
@@ -100,18 +101,6 @@ def full_disk(is_full: bool) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-class _Raising(torch.autograd.Function):
-    """The identity, whose gradient cannot be computed."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("chaos in a backward pass")
-
-
 def meet(fault: Fault) -> None:
     """Do what a fault is, between two steps."""
     print(f"fault at {time.time()}", flush=True)
@@ -182,7 +171,7 @@ def train(
                 meet(fault)
             out = model(x)
             if is_met and fault.kind == "raise":
-                out = _Raising.apply(out)  # type: ignore[no-untyped-call]  # by torch
+                out = raise_in_backward(out, "chaos in a backward pass")
             optimizer.zero_grad()
             torch.nn.functional.mse_loss(out, y).backward()
             optimizer.step()

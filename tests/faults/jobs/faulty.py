@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import loft_hvd as loft
+from tests.support.raising import raise_in_backward
 
 _logger = logging.getLogger(__name__)
 GLOBAL_BATCH, NUM_STEPS, FAULT_STEP = 12, 4000, 6
@@ -50,18 +51,6 @@ class Samples(Dataset[Tensor]):
                 os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError(f"sample {index} cannot be read")
         return torch.full((6,), float(index % 7))
-
-
-class RaiseInBackward(torch.autograd.Function):
-    """The identity, whose gradient cannot be computed."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        raise RuntimeError("raised in the backward pass")
 
 
 def fill_memory() -> None:
@@ -158,7 +147,7 @@ class Training:
         if is_faulty:
             end_here(name)
         if is_faulty and name == "backward":
-            out = RaiseInBackward.apply(out)  # type: ignore[no-untyped-call]  # by torch
+            out = raise_in_backward(out, "raised in the backward pass")
         if is_faulty and name == "hook" and self._is_attached:
             self.model.weight.register_hook(raise_in_hook)
         elif is_faulty and name == "hook":

@@ -22,21 +22,10 @@ import horovod.torch as hvd
 import torch
 
 import loft_hvd as loft
+from tests.support.raising import raise_in_backward
 from tests.support.training import make_data, make_model
 
 FAULT_STEP = 5
-
-
-class RaiseInBackward(torch.autograd.Function):
-    """The identity, whose gradient cannot be computed."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError(f"rank {hvd.rank()} raises in its backward pass")
 
 
 def raise_in_hook(*_: object) -> None:
@@ -71,7 +60,7 @@ def trainer(what: str) -> tuple[Any, Callable[[bool], None]]:
     def step(should_raise: bool = False) -> None:
         out = model(x)
         if should_raise:
-            out = RaiseInBackward.apply(out)  # type: ignore[no-untyped-call]  # by torch
+            out = raise_in_backward(out, f"rank {hvd.rank()} raises in its backward pass")
         optimizer.zero_grad()
         torch.nn.functional.mse_loss(out, y).backward()
         optimizer.step()
