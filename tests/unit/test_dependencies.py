@@ -71,7 +71,7 @@ def test_a_declared_dependency_is_imported(package: str, folder: str) -> None:
 
 
 def test_the_check_finds_what_nobody_imports() -> None:
-    assert not _is_used("scikit-learn", "csrc")
+    assert not _is_used("scikit-learn", "scripts")
     assert not _is_used("scipy", "loft_hvd")
 
 
