@@ -47,6 +47,7 @@ struct CpuOptions {
 std::string describe(const Job& job);  // for error messages
 // Throws std::invalid_argument with the values when the job breaks a limit of rules.h.
 void check(const Job& job);
+void check_rows(const Job& job, void* out);  // where only rows and the place of a result count
 void aggregate_cpu(const Job& job, const CpuOptions& options);
 
 // Squared distances between rows, and from zero: table[i][k] for i < k <= rows, of which column
@@ -66,6 +67,18 @@ struct Matrix {
 // Aggregates mixed rows. `params` and `weights` of the job are theirs; of the diagnostics, which
 // look at the given rows, nothing is outside.
 void mix_cpu(const Job& job, const Matrix& matrix, const CpuOptions& options);
+
+// A matrix as kernels take it: rounded, without the rows that are not read. Mixed row i adds by[k]
+// times row from[k], k in [starts[i], starts[i + 1]); common[i] is what all its by[k] are, else 0.
+struct Mixing {
+  std::vector<double> scales;  // [rows]
+  std::vector<int> starts;     // [num_mixed + 1]
+  std::vector<int> from;
+  std::vector<double> by;
+  std::vector<double> common;  // [num_mixed]
+};
+// Checks the job and its matrix, too.
+Mixing mixing_of(const Job& job, const Matrix& matrix);
 
 // The levels of this build that this machine runs, or all of them; the best last.
 std::vector<std::string> isa_levels(bool all = false);
@@ -96,5 +109,13 @@ struct CudaOptions {
 // Queues the work and returns, diagnostics too; throws std::invalid_argument as `check` does and
 // std::runtime_error with CUDA's own words when a launch fails.
 void aggregate_cuda(const Job& job, const CudaOptions& options);
+
+// As distances_cpu, with `table` on the device; `sums` has room for distance_cells there.
+int64_t distance_cells(const Job& job);
+void distances_cuda(const Job& job, const CudaOptions& options, double* sums, double* table);
+
+// As mix_cpu. `room`: [num_mixed + 1, rows] on the device. With diagnostics, `low` and `high` are
+// given filled, as wide as all values are.
+void mix_cuda(const Job& job, const Matrix& matrix, double* room, const CudaOptions& options);
 
 }  // namespace loft

@@ -39,6 +39,18 @@ py::object found_in(const loft::Diagnostics& diagnostics, int diagnose_every) {
                         diagnostics.num_non_finite, diagnostics.squared_distance);
 }
 
+#if defined(LOFT_HAVE_CUDA)
+loft::CudaOptions cuda_options(int device, uintptr_t stream, int diagnose_every, uintptr_t low,
+                               uintptr_t high, uintptr_t sums) {
+  loft::CudaOptions options{device, reinterpret_cast<void*>(stream), {}};
+  if (diagnose_every > 0) {
+    options.diagnostics = {reinterpret_cast<void*>(low), reinterpret_cast<void*>(high),
+                           reinterpret_cast<double*>(sums), diagnose_every};
+  }
+  return options;
+}
+#endif
+
 }  // namespace
 
 PYBIND11_MODULE(_loft, module) {
@@ -161,16 +173,47 @@ PYBIND11_MODULE(_loft, module) {
 #if defined(LOFT_HAVE_CUDA)
   module.attr("has_cuda") = true;
   module.def(
+      "distance_cells",
+      [](int64_t rows, int64_t numel, int dtype) {
+        return loft::distance_cells(job_of(std::vector<uintptr_t>(static_cast<size_t>(rows)), numel,
+                                           dtype, 0, 0, 0, {}, 0));
+      },
+      "rows"_a, "numel"_a, "dtype"_a, "How many float64 distances_cuda needs room for in sums.");
+  module.def(
+      "distances_cuda",
+      [](const std::vector<uintptr_t>& rows, int64_t numel, int dtype, uintptr_t sums,
+         uintptr_t table, int device, uintptr_t stream) {
+        const loft::Job job = job_of(rows, numel, dtype, 0, 0, 0, {}, 0);
+        const py::gil_scoped_release release;
+        loft::distances_cuda(job, {device, reinterpret_cast<void*>(stream), {}},
+                             reinterpret_cast<double*>(sums), reinterpret_cast<double*>(table));
+      },
+      "rows"_a, "numel"_a, "dtype"_a, "sums"_a, "table"_a, "device"_a, "stream"_a,
+      "Queue distances_cpu on a CUDA device; sums, of distance_cells, and table lie there.");
+  module.def(
+      "mix_cuda",
+      [](const std::vector<uintptr_t>& rows, int64_t numel, int dtype, std::vector<double> scales,
+         std::vector<double> matrix, int num_mixed, int rule, int kind, int f,
+         std::vector<int32_t> weights, uintptr_t out, uintptr_t room, int device, uintptr_t stream,
+         int diagnose_every, uintptr_t low, uintptr_t high, uintptr_t sums) {
+        const loft::Job job = job_of(rows, numel, dtype, rule, kind, f, std::move(weights), out);
+        const auto options = cuda_options(device, stream, diagnose_every, low, high, sums);
+        const py::gil_scoped_release release;
+        loft::mix_cuda(job, {num_mixed, std::move(scales), std::move(matrix)},
+                       reinterpret_cast<double*>(room), options);
+      },
+      "rows"_a, "numel"_a, "dtype"_a, "scales"_a, "matrix"_a, "num_mixed"_a, "rule"_a, "kind"_a,
+      "f"_a, "weights"_a, "out"_a, "room"_a, "device"_a, "stream"_a, "diagnose_every"_a, "low"_a,
+      "high"_a, "sums"_a,
+      "Queue mix_cpu on a CUDA device; room for [num_mixed + 1, rows] float64 lies there, and with "
+      "diagnose_every > 0 low and high are filled.");
+  module.def(
       "aggregate_cuda",
       [](const std::vector<uintptr_t>& rows, int64_t numel, int dtype, int rule, int kind, int f,
          std::vector<int32_t> weights, uintptr_t out, int device, uintptr_t stream,
          int diagnose_every, uintptr_t low, uintptr_t high, uintptr_t sums) {
         const loft::Job job = job_of(rows, numel, dtype, rule, kind, f, std::move(weights), out);
-        loft::CudaOptions options{device, reinterpret_cast<void*>(stream), {}};
-        if (diagnose_every > 0) {
-          options.diagnostics = {reinterpret_cast<void*>(low), reinterpret_cast<void*>(high),
-                                 reinterpret_cast<double*>(sums), diagnose_every};
-        }
+        const auto options = cuda_options(device, stream, diagnose_every, low, high, sums);
         const py::gil_scoped_release release;
         loft::aggregate_cuda(job, options);
       },

@@ -93,21 +93,6 @@ void check_distances(const Case<kDType>& made, const std::string& level) {
   }
 }
 
-// Weights of rows with zeros, with lines that are all the same, and with no row at all.
-Matrix matrix_for(int rows, int num_mixed, std::mt19937& random) {
-  Matrix matrix{num_mixed, {}, {}};
-  const double scales[] = {1, 1, 0.3, 0, 1e-60};  // the last one is 0 for all but float64
-  for (int row = 0; row < rows; ++row) matrix.scales.push_back(scales[random() % 5]);
-  for (int mixed = 0; mixed < num_mixed; ++mixed) {
-    const unsigned kind = random() % 4;
-    for (int row = 0; row < rows; ++row) {
-      const double weight = kind == 0 ? 1.0 / rows : (random() % 1000) / 700.0 - 0.2;
-      matrix.weights.push_back(kind == 3 || random() % 4 == 0 ? 0 : weight);
-    }
-  }
-  return matrix;
-}
-
 // Mixed rows, aggregated by some rules.
 template <DType kDType>
 void check_mix(Case<kDType>& made, int num_mixed, bool is_weighted, const std::string& level,

@@ -1,10 +1,10 @@
 // Layer 4. The code of the CUDA threads, compiled for the host, against the CPU kernels bit by bit:
-// exact and padded register kernels, two lanes, any rule, and the sort in shared memory. Not run
-// here is what only a GPU has: indices of threads, shuffles, barriers.
+// exact and padded register kernels, two lanes, any rule, the sort in shared memory, distances of
+// rows and mixed rows. Not run here is what only a GPU has: indices of threads, shuffles, barriers.
 //
 //   check_device [LEVEL]   instruction set of the CPU kernels; default: the best that runs here
 
-#include "cuda/coordinate.h"
+#include "cuda/rows.h"
 #include "plain.h"
 
 namespace loft::checks {
@@ -180,6 +180,182 @@ void for_results(int rows, bool is_weighted, bool is_ranked, const Check& check)
   }
 }
 
+// --- rules that see rows
+
+// One block of threads, a step of all its threads after the other.
+template <DType kDType, int kSide>
+void measure_block(const device::Distances<kDType, kSide>& what, double* sums) {
+  using Of = device::Distances<kDType, kSide>;
+  const auto shared = std::make_unique<typename Of::Shared>();
+  std::vector<typename Of::Lanes> mine(device::kSlotThreads);
+  const auto step = [&](const auto& body) {
+    for (int thread = 0; thread < device::kSlotThreads; ++thread) body(thread);
+  };
+  for (int round = 0; round < what.rounds(); ++round) {
+    step([&](int thread) { what.measure(thread, round, *shared); });
+    step([&](int thread) { what.add(thread, *shared, mine[thread]); });
+  }
+  step([&](int thread) { what.gather(thread, mine[thread], *shared); });
+  step([&](int thread) { what.finish(thread, *shared, sums); });
+}
+
+// The table of the CPU kernel, by groups of kSide rows.
+template <DType kDType, int kSide>
+void check_distances(const Case<kDType>& made) {
+  const int rows = made.job.num_rows(), groups = device::groups_of(rows, kSide);
+  const size_t side = static_cast<size_t>(rows) + 1;
+  std::vector<double> wanted(side * side);
+  distances_cpu(made.job, cpu, wanted.data());
+  const device::DistanceSums shape{rows, kSide, (made.job.numel + kBlock - 1) / kBlock};
+  std::vector<double> sums(static_cast<size_t>(shape.blocks * shape.cells()), -1.0);
+  for (int64_t item = 0; item < shape.blocks * shape.group_pairs(); ++item) {
+    const auto groups_at = device::group_pair_at(item % shape.group_pairs(), groups);
+    const int64_t begin = item / shape.group_pairs() * kBlock;
+    measure_block<kDType, kSide>(
+        {made.job.rows.data(), rows, groups_at, begin, std::min(begin + kBlock, made.job.numel)},
+        &sums[static_cast<size_t>(item * kSide * kSide)]);
+  }
+  for (int row = 0; row < rows; ++row) {
+    for (int other = row + 1; other <= rows; ++other) {
+      double found = 0;
+      for (int64_t block = 0; block < shape.blocks; ++block) {
+        found += sums[static_cast<size_t>(block * shape.cells() + shape.cell(row, other))];
+      }
+      expect(is_same(found, wanted[row * side + other]), "distances_kernel, ", made.job,
+             ", groups of ", kSide, ", rows ", row, " and ", other, ": ", found, ", not ",
+             wanted[row * side + other]);
+    }
+  }
+}
+
+// What a mixed coordinate is, by every kernel that takes so many rows.
+template <DType kDType, int kRows, int kWires, typename Ranked>
+void check_mix_in_registers(const Case<kDType>& made, const Matrix& matrix) {
+  using V = typename Stored<kDType>::Value;
+  constexpr DType kOf = device::kWide<kDType>;
+  constexpr int kTurns = 2;
+  const Mixing mixing = mixing_of(made.job, matrix);
+  const auto table = device::mix_table_of<V, kRows>(mixing);
+  struct {
+    int32_t at[kWires] = {};
+  } weights;
+  std::copy(made.job.weights.begin(), made.job.weights.end(), weights.at);
+  for (int64_t i = 0; i + kTurns <= made.job.numel; i += kTurns) {
+    V values[kTurns][kRows] = {};
+    for (int turn = 0; turn < kTurns; ++turn) {
+      for (int row = 0; row < made.job.num_rows(); ++row) {
+        values[turn][row] = value_of<kDType>(made.get(row, i + turn)) * table.scales[row];
+      }
+    }
+    device::Key<kOf> keys[kTurns][kWires];
+    device::mix_keys<kDType, kRows, kWires, kTurns>(
+        values, table, matrix.num_mixed, Ranked::template below<kWires>(matrix.num_mixed), keys);
+    for (int turn = 0; turn < kTurns; ++turn) {
+      const auto found = device::narrowed<kDType>(Ranked::template apply<kOf>(
+          keys[turn], weights, matrix.num_mixed, made.job.total_weight(), made.job.params));
+      expect(found == made.result(i + turn), "mix_kernel, ", matrix.num_mixed, " mixed of ",
+             made.job, ", ", kRows, " rows on ", kWires, " wires, coordinate ", i + turn, ": ",
+             std::hex, found, ", not ", made.result(i + turn));
+    }
+  }
+}
+
+template <DType kDType, int kRows>
+void check_mix_of(const Case<kDType>& made, const Matrix& matrix) {
+  const Job& job = made.job;
+  const bool is_odd = matrix.num_mixed % 2, has_weights = !job.weights.empty();
+  using device::AnyRule;
+  using device::RankedRule;
+  if (matrix.num_mixed == 1) {
+    check_mix_in_registers<kDType, kRows, 1, RankedRule<Rule::kMedian, true>>(made, matrix);
+  }
+  if (!has_weights && job.params.rule == Rule::kMedian) {
+    constexpr Rule kRule = Rule::kMedian;
+    const auto check = is_odd
+                           ? check_mix_in_registers<kDType, kRows, kRows, RankedRule<kRule, true>>
+                           : check_mix_in_registers<kDType, kRows, kRows, RankedRule<kRule, false>>;
+    check(made, matrix);
+  }
+  if (!has_weights && job.params.rule == Rule::kTrimmedMean) {
+    constexpr Rule kRule = Rule::kTrimmedMean;
+    const auto check = is_odd
+                           ? check_mix_in_registers<kDType, kRows, kRows, RankedRule<kRule, true>>
+                           : check_mix_in_registers<kDType, kRows, kRows, RankedRule<kRule, false>>;
+    check(made, matrix);
+  }
+  if constexpr (kRows <= 16) {
+    if (!has_weights) check_mix_in_registers<kDType, kRows, kRows, AnyRule<false>>(made, matrix);
+    if constexpr (kDType != DType::kFloat64) {
+      if (has_weights) check_mix_in_registers<kDType, kRows, kRows, AnyRule<true>>(made, matrix);
+    }
+  }
+}
+
+// The matrix as it lies in the device's memory: what mix_shared_kernel mixes. Its sort and its rule
+// are those of shared_kernel.
+template <DType kDType>
+void check_mixed_values(const Case<kDType>& made, const Matrix& matrix) {
+  using V = typename Stored<kDType>::Value;
+  const int rows = made.job.num_rows();
+  std::vector<double> all = matrix.scales;
+  all.insert(all.end(), matrix.weights.begin(), matrix.weights.end());
+  for (int64_t i = 0; i < made.job.numel; ++i) {
+    std::vector<V> column;
+    for (int row = 0; row < rows; ++row) column.push_back(value_of<kDType>(made.get(row, i)));
+    const std::vector<V> wanted = plain_mixed(column, matrix);
+    const auto value = [&](int k) { return column[k] * static_cast<V>(all[k]); };
+    for (int mixed = 0; mixed < matrix.num_mixed; ++mixed) {
+      const auto weight = [&](int k) { return device::weight_in<V>(all.data(), rows, mixed, k); };
+      const V found = device::mixed_value<V>(rows, value, weight);
+      const bool is_right =
+          is_same(found, wanted[mixed]) && std::signbit(found) == std::signbit(wanted[mixed]);
+      expect(is_right || (found != found && wanted[mixed] != wanted[mixed]),
+             "mix_shared_kernel, row ", mixed, " of ", made.job, ", coordinate ", i, ": ", found,
+             ", not ", wanted[mixed]);
+    }
+  }
+}
+
+// Mixed rows of a case, of every rule.
+template <DType kDType>
+void check_mix(int rows, int num_mixed, bool is_weighted) {
+  Case<kDType> made(rows, 54, 0, false, static_cast<unsigned>(700 + rows), rows % 2);
+  std::mt19937 random(static_cast<unsigned>(num_mixed + 7 * rows));
+  const Matrix matrix = matrix_for(rows, num_mixed, random);
+  for (const RuleParams& rule : rules_for(num_mixed)) {
+    made.job.params = rule;
+    made.job.weights.clear();
+    for (int row = 0; is_weighted && row < num_mixed; ++row) {
+      made.job.weights.push_back(1 + static_cast<int32_t>(random() % 5));
+    }
+    mix_cpu(made.job, matrix, cpu);
+    if (rows <= 4) check_mix_of<kDType, 4>(made, matrix);
+    if (rows <= 8) check_mix_of<kDType, 8>(made, matrix);
+    if (rows <= 16) check_mix_of<kDType, 16>(made, matrix);
+    if constexpr (kDType != DType::kFloat64) {
+      if (rows <= 32) check_mix_of<kDType, 32>(made, matrix);
+    }
+  }
+  check_mixed_values(made, matrix);
+}
+
+template <DType kDType>
+void check_rows_seen() {
+  for (int rows : {1, 2, 3, 4, 5, 8, 9, 13, 16, 17, 25, 32, 33}) {
+    for (int64_t numel : {1, 255, 2500}) {
+      const unsigned seed = static_cast<unsigned>(rows + numel);
+      const Case<kDType> made(rows, numel, 0, false, seed, numel > 300);  // with NaN in row 0 only
+      check_distances<kDType, 4>(made);
+      if constexpr (device::kMostSide<kDType> == 8) check_distances<kDType, 8>(made);
+    }
+    for (int num_mixed : {1, (rows + 1) / 2, rows}) {
+      for (bool is_weighted : {false, true}) check_mix<kDType>(rows, num_mixed, is_weighted);
+    }
+  }
+  const Case<kDType> blocks(9, 2 * kBlock + 77, 0, false, 3, true);
+  check_distances<kDType, device::kMostSide<kDType>>(blocks);
+}
+
 template <DType kDType, int... kLess>
 void check_exact(std::integer_sequence<int, kLess...>) {
   (for_results<kDType>(kLess + 1, false, true, check_registers<kDType, kLess + 1, kLess % 2 == 0>),
@@ -224,6 +400,7 @@ void check_dtype() {
   for (int rows : {1, 2, 5, 40}) {
     for (bool is_weighted : {false, true}) check_sums<kDType>(rows, is_weighted);
   }
+  check_rows_seen<kDType>();
   for (int rows : {1, 2, 3, 7, 16, 33, 64, 100, 129, 200, 1024}) {
     for_results<kDType>(rows, false, false, check_shared<kDType, false>);
     for_results<kDType>(rows, true, false, check_shared<kDType, true>);

@@ -231,6 +231,25 @@ std::vector<V> plain_mixed(const std::vector<V>& column, const Matrix& matrix) {
   return mixed;
 }
 
+// Weights of rows with zeros, with lines that are all the same or begin alike, and with no row.
+inline Matrix matrix_for(int rows, int num_mixed, std::mt19937& random) {
+  Matrix matrix{num_mixed, {}, {}};
+  const double scales[] = {1, 1, 0.3, 0, 1e-60};  // the last one is 0 for all but float64
+  for (int row = 0; row < rows; ++row) matrix.scales.push_back(scales[random() % 5]);
+  for (int mixed = 0; mixed < num_mixed; ++mixed) {
+    const unsigned kind = random() % 4;
+    for (int row = 0; row < rows; ++row) {
+      const double weight = kind == 0 ? 1.0 / rows : (random() % 1000) / 700.0 - 0.2;
+      matrix.weights.push_back(kind == 3 || random() % 4 == 0 ? 0 : weight);
+    }
+    // Some begin as the one before does, or are the same.
+    const int alike = mixed > 0 && random() % 2 ? static_cast<int>(random() % (rows + 1)) : 0;
+    const auto line = matrix.weights.end() - rows;
+    if (alike > 0) std::copy_n(line - rows, alike, line);
+  }
+  return matrix;
+}
+
 // Rows and result of one job, each in a heap block of just its size, `offset` bytes in. Behind the
 // first vectors only row 0 is not finite everywhere; in a tame case that is NaN, nothing else.
 template <DType kDType>

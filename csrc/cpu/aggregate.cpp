@@ -272,6 +272,14 @@ void check(const Job& job) {
   }
 }
 
+void check_rows(const Job& job, void* out) {
+  Job any = job;
+  any.params = {};
+  any.weights.clear();
+  any.out = out;
+  check(any);
+}
+
 void aggregate_cpu(const Job& job, const CpuOptions& options) {
   check(job);
   const KernelTable& table = table_for(options.isa);
@@ -285,11 +293,7 @@ void aggregate_cpu(const Job& job, const CpuOptions& options) {
 }
 
 void distances_cpu(const Job& job, const CpuOptions& options, double* table) {
-  Job any = job;  // of which only the rows count
-  any.params = {};
-  any.weights.clear();
-  any.out = table;  // what is filled
-  check(any);
+  check_rows(job, table);
   const KernelTable& kernels = table_for(options.isa);
   const int rows = job.num_rows(), stride = rows + 1;
   for (int row = 0; row < rows; ++row) std::fill_n(table + row * stride + row + 1, rows - row, 0.0);
@@ -316,7 +320,7 @@ void distances_cpu(const Job& job, const CpuOptions& options, double* table) {
       }
     }
   };
-  for_blocks(any, options.threads, [&](int64_t begin, int64_t end) {
+  for_blocks(job, options.threads, [&](int64_t begin, int64_t end) {
     std::vector<double> found(static_cast<size_t>(kPairs * groups * (groups + 1) / 2));
     for_groups(begin, end, found.data(),
                [&](const RowRanges& what, double* to) { kernels.distances(job.dtype, what, to); });
@@ -329,15 +333,22 @@ void distances_cpu(const Job& job, const CpuOptions& options, double* table) {
   });
 }
 
-void mix_cpu(const Job& job, const Matrix& matrix, const CpuOptions& options) {
-  const size_t rows = job.rows.size();
-  Job given = job;  // of which only rows and the result count
-  given.params = {};
-  given.weights.clear();
-  check(given);
-  Job inner = job;  // the rule's
+namespace {
+
+// The rule's own job: the mixed rows, which have no address.
+Job mixed_job(const Job& job, const Matrix& matrix) {
+  Job inner = job;
   inner.rows.assign(static_cast<size_t>(std::max(0, matrix.num_mixed)), job.out);
+  return inner;
+}
+
+}  // namespace
+
+Mixing mixing_of(const Job& job, const Matrix& matrix) {
+  check_rows(job, job.out);
+  const Job inner = mixed_job(job, matrix);
   check(inner);
+  const size_t rows = job.rows.size();
   if (matrix.weights.size() != inner.rows.size() * rows || matrix.scales.size() != rows) {
     throw std::invalid_argument(describe(job) + ": need a weight of every row for each of " +
                                 std::to_string(matrix.num_mixed) + " mixed rows, and its scale");
@@ -346,34 +357,103 @@ void mix_cpu(const Job& job, const Matrix& matrix, const CpuOptions& options) {
   const auto rounded = [&](double weight) {
     return job.dtype == DType::kFloat64 ? weight : static_cast<float>(weight);
   };
-  std::vector<int> starts{0}, from;
-  std::vector<double> scales, by, common;
-  for (const double scale : matrix.scales) scales.push_back(rounded(scale));
+  Mixing mixing;
+  mixing.starts.push_back(0);
+  for (const double scale : matrix.scales) mixing.scales.push_back(rounded(scale));
   for (size_t mixed = 0; mixed < inner.rows.size(); ++mixed) {
     for (size_t row = 0; row < rows; ++row) {
       const double weight = rounded(matrix.weights[mixed * rows + row]);
-      if (weight == 0 || scales[row] == 0) continue;
-      from.push_back(static_cast<int>(row));
-      by.push_back(weight);
+      if (weight == 0 || mixing.scales[row] == 0) continue;
+      mixing.from.push_back(static_cast<int>(row));
+      mixing.by.push_back(weight);
     }
-    const auto first = by.begin() + starts.back();
-    const bool is_common = std::adjacent_find(first, by.end(), std::not_equal_to<>()) == by.end();
-    common.push_back(first != by.end() && is_common ? *first : 0);
-    starts.push_back(static_cast<int>(from.size()));
+    const auto first = mixing.by.begin() + mixing.starts.back(), last = mixing.by.end();
+    const bool is_common = std::adjacent_find(first, last, std::not_equal_to<>()) == last;
+    mixing.common.push_back(first != last && is_common ? *first : 0);
+    mixing.starts.push_back(static_cast<int>(mixing.from.size()));
   }
+  return mixing;
+}
+
+namespace {
+
+// In which order rows are mixed, and which sums of their first terms are saved for others.
+struct MixPlan {
+  std::vector<MixStep> steps;
+  std::vector<int> saves;
+  int most_saved = 0;
+};
+
+MixPlan plan_of(const Mixing& mixing) {
+  MixPlan plan;
+  const int num_mixed = static_cast<int>(mixing.common.size());
+  for (int row = 0; row < num_mixed; ++row) {
+    const int first = mixing.starts[row], count = mixing.starts[row + 1] - first;
+    plan.steps.push_back({row, first, count, mixing.common[row], 0, 0, 0});
+  }
+  // A term is the same where its row is, and its weight, which of common ones is left to the end.
+  const auto term = [&](const MixStep& step, int k) {
+    const double by = step.common != 0 ? 0 : mixing.by[step.first + k];
+    return std::make_pair(mixing.from[step.first + k], by);
+  };
+  const auto shared = [&](const MixStep& a, const MixStep& b) {
+    const int most = (a.common != 0) == (b.common != 0) ? std::min(a.count, b.count) : 0;
+    int count = 0;
+    while (count < most && term(a, count) == term(b, count)) ++count;
+    return count;
+  };
+  // Those that begin alike stand together.
+  std::stable_sort(plan.steps.begin(), plan.steps.end(), [&](const MixStep& a, const MixStep& b) {
+    if ((a.common != 0) != (b.common != 0)) return a.common != 0;
+    const int count = shared(a, b);
+    if (count == a.count || count == b.count) return a.count < b.count;
+    return term(a, count) < term(b, count);
+  });
+  std::vector<std::vector<int>> saves(plan.steps.size());
+  for (size_t at = 1; at < plan.steps.size(); ++at) {
+    int& resume = plan.steps[at].resume;
+    resume = shared(plan.steps[at - 1], plan.steps[at]);
+    if (resume < 2) {
+      resume = 0;  // a first term is read as fast as a saved sum
+      continue;
+    }
+    size_t from = at - 1;  // the last one that adds that term itself
+    while (plan.steps[from].resume >= resume) --from;
+    saves[from].push_back(resume);
+    plan.most_saved = std::max(plan.most_saved, resume);
+  }
+  for (size_t at = 0; at < plan.steps.size(); ++at) {
+    std::vector<int>& each = saves[at];
+    std::sort(each.begin(), each.end());
+    each.erase(std::unique(each.begin(), each.end()), each.end());
+    plan.steps[at].first_saved = static_cast<int>(plan.saves.size());
+    plan.saves.insert(plan.saves.end(), each.begin(), each.end());
+    plan.steps[at].after_saved = static_cast<int>(plan.saves.size());
+  }
+  return plan;
+}
+
+}  // namespace
+
+void mix_cpu(const Job& job, const Matrix& matrix, const CpuOptions& options) {
+  const Mixing mixing = mixing_of(job, matrix);
   const KernelTable& table = table_for(options.isa);
   const DType dtype = job.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
   const Kernel kernel = table.kernels[!job.weights.empty()][static_cast<int>(dtype)];
+  const Job inner = mixed_job(job, matrix);
   Work work = work_of(inner);
   work.rows = nullptr;  // the mixed rows, which the kernel makes
+  const MixPlan plan = plan_of(mixing);
   const MixedRows mixed{reinterpret_cast<const char* const*>(job.rows.data()),
                         job.num_rows(),
                         matrix.num_mixed,
-                        scales.data(),
-                        starts.data(),
-                        from.data(),
-                        by.data(),
-                        common.data()};
+                        mixing.scales.data(),
+                        mixing.from.data(),
+                        mixing.by.data(),
+                        plan.steps.data(),
+                        plan.saves.data(),
+                        static_cast<int>(mixing.from.size()),
+                        plan.most_saved};
   const auto run = [&](int64_t begin, int64_t end) {
     table.mix(job.dtype, mixed, work, kernel, begin, end);
   };

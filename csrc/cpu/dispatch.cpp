@@ -17,8 +17,8 @@
 //   c  where vectors have more than 16 bytes
 //   d  1 - 24 by AVX2, 1 - 16 at the baseline
 //
-// LOFT_LEAN marks the baseline of a local build for a machine that runs a better level: it has the
-// general kernel only, because the others would compile for a minute and run nowhere.
+// LOFT_LEAN marks the baseline of a local build for a machine that runs a better level, and the one
+// of LOFT_LEVELS=lean: it has the general kernel only. The others compile for a minute.
 //
 // Every row is read once, prefetched by software: traffic (rows + 1) * numel * sizeof(value).
 //

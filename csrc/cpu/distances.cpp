@@ -5,16 +5,20 @@
 // (loft_hvd/aggregation/distances.py is the definition). No vector is wider than the lanes, so
 // every level gives the same bits.
 //
-// Up to kSide x kSide pairs are summed in registers at a time: each value that is loaded serves
-// kSide pairs. Arithmetic of a pair: subtract, multiply, add.
+// Pairs are summed in registers, kLeft rows with up to kRight others at a time, or up to kSide rows
+// among each other: each value that is loaded serves several pairs. Arithmetic of a pair: subtract,
+// multiply, add, 3 of the some 3.7 instructions that a vector of it takes.
+
+#include <algorithm>
 
 #include "cpu/tiles.h"
 
 namespace loft::LOFT_ISA {
 namespace {
 
-// Bound from the registers: 4 x 4 sums and 8 rows of 32, 2 x 2 and 4 of 16.
-constexpr int kSide = kRegisters == 32 ? 4 : 2;
+// Bound from the registers: 4 x 4 sums and 5 rows of 32; 2 x 6 sums and 3 rows of 16.
+constexpr int kLeft = kRegisters == 32 ? 4 : 2, kRight = kRegisters == 32 ? 4 : 6;
+constexpr int kSide = 4;  // 10 sums and 4 rows
 
 // The lanes of every pair of one call, in double.
 using Lanes = double[kSumLanes];
@@ -38,31 +42,79 @@ LOFT_INLINE V difference(V a, V b, [[maybe_unused]] bool by_product) {
   return a - b;
 }
 
-// Adds a register's lanes, from `first` on, to those of a pair.
-template <typename V>
-LOFT_INLINE void add_lanes(double* lanes, V sum) {
-  using Wide = Vector<double, sizeof(V) / sizeof(Lane<V>) * 8>;  // as many lanes
-  store(lanes, load<Wide>(lanes) + __builtin_convertvector(sum, Wide));
+// Half a register of floats as doubles, by the instruction's name: GCC 12 goes through memory.
+using HalfFloats = Vector<float, kVectorBytes / 2>;
+LOFT_INLINE Vector<double> widened(HalfFloats values) {
+#if defined(__AVX512BW__)
+  return bit_cast<Vector<double>>(_mm512_cvtps_pd(bit_cast<__m256>(values)));
+#elif defined(__AVX2__)
+  return bit_cast<Vector<double>>(_mm256_cvtps_pd(bit_cast<__m128>(values)));
+#else
+  return __builtin_convertvector(values, Vector<double>);
+#endif
 }
 
-// One tile of kA rows against kB others; kIsSame: of kA rows among each other, and their squares.
-template <typename T, int kA, int kB, bool kIsSame>
-LOFT_INLINE void add_pairs(const Tile<T>* a, const Tile<T>* b, Lanes* lanes) {
+// Adds a register's lanes, from `lanes` on, to those of a pair.
+template <typename V>
+LOFT_INLINE void add_lanes(double* lanes, V sum) {
+  using Wide = Vector<double>;
+  if constexpr (sizeof(Lane<V>) == sizeof(double)) {
+    store(lanes, load<Wide>(lanes) + sum);
+  } else {
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half, lanes += kVectorBytes / 8) {
+      store(lanes, load<Wide>(lanes) + widened(half_of<HalfFloats>(sum, half)));
+    }
+  }
+}
+
+// One tile of kA rows and kB others.
+template <typename T, int kA, int kB>
+LOFT_INLINE void add_apart(const Tile<T>* a, const Tile<T>* b, Lanes* lanes) {
   using V = Vector<T>;
   constexpr int kWide = kVectorBytes / sizeof(T);
   for (int lane = 0; lane < kSumLanes; lane += kWide) {  // independent sums of each register
     V sums[kA][kB] = {};
+#pragma GCC unroll 2
     for (int i = lane; i < kSumTile; i += kSumLanes) {
-      V left[kA], right[kB];
+      V left[kA];
 #pragma GCC unroll 4
       for (int p = 0; p < kA; ++p) left[p] = load<V>(a[p] + i);
+#pragma GCC unroll 6
+      for (int q = 0; q < kB; ++q) {
+        const V right = load<V>(b[q] + i);
 #pragma GCC unroll 4
-      for (int q = 0; q < kB; ++q) right[q] = kIsSame ? left[q] : load<V>(b[q] + i);
+        for (int p = 0; p < kA; ++p) {
+          const V away = difference(right, left[p], (p + q) % 2);
+          sums[p][q] += away * away;
+        }
+      }
+    }
+#pragma GCC unroll 4
+    for (int p = 0; p < kA; ++p) {
+#pragma GCC unroll 6
+      for (int q = 0; q < kB; ++q) add_lanes(lanes[p * kGroupRows + q] + lane, sums[p][q]);
+    }
+  }
+}
+
+// One tile of kA rows among each other, and their squares.
+template <typename T, int kA>
+LOFT_INLINE void add_same(const Tile<T>* a, Lanes* lanes) {
+  using V = Vector<T>;
+  constexpr int kWide = kVectorBytes / sizeof(T);
+  for (int lane = 0; lane < kSumLanes; lane += kWide) {
+    V sums[kA][kA] = {};
+#pragma GCC unroll 2
+    for (int i = lane; i < kSumTile; i += kSumLanes) {
+      V rows[kA];
+#pragma GCC unroll 4
+      for (int p = 0; p < kA; ++p) rows[p] = load<V>(a[p] + i);
 #pragma GCC unroll 4
       for (int p = 0; p < kA; ++p) {
 #pragma GCC unroll 4
-        for (int q = kIsSame ? p : 0; q < kB; ++q) {
-          const V away = kIsSame && p == q ? left[p] : difference(right[q], left[p], q % 2);
+        for (int q = p; q < kA; ++q) {
+          const V away = p == q ? rows[p] : difference(rows[q], rows[p], (p + q) % 2);
           sums[p][q] += away * away;
         }
       }
@@ -70,9 +122,7 @@ LOFT_INLINE void add_pairs(const Tile<T>* a, const Tile<T>* b, Lanes* lanes) {
 #pragma GCC unroll 4
     for (int p = 0; p < kA; ++p) {
 #pragma GCC unroll 4
-      for (int q = kIsSame ? p : 0; q < kB; ++q) {
-        add_lanes(lanes[p * kGroupRows + q] + lane, sums[p][q]);
-      }
+      for (int q = p; q < kA; ++q) add_lanes(lanes[p * kGroupRows + q] + lane, sums[p][q]);
     }
   }
 }
@@ -80,14 +130,40 @@ LOFT_INLINE void add_pairs(const Tile<T>* a, const Tile<T>* b, Lanes* lanes) {
 template <typename T>
 using AddPairs = void (*)(const Tile<T>*, const Tile<T>*, Lanes*);
 
-// The function for so many rows of each side.
+// The function for so many rows and others.
 template <typename T>
-AddPairs<T> add_pairs_for(int num_a, int num_b, bool is_same) {
-  constexpr auto same =
-      table_of<kSide>([](auto a) -> AddPairs<T> { return add_pairs<T, a + 1, a + 1, true>; });
-  constexpr auto apart = table_of<kSide * kSide>(
-      [](auto at) -> AddPairs<T> { return add_pairs<T, at / kSide + 1, at % kSide + 1, false>; });
-  return is_same ? same[num_a - 1] : apart[(num_a - 1) * kSide + num_b - 1];
+AddPairs<T> add_apart_for(int num_a, int num_b) {
+  constexpr auto table = table_of<kLeft * kRight>(
+      [](auto at) -> AddPairs<T> { return add_apart<T, at / kRight + 1, at % kRight + 1>; });
+  return table[(num_a - 1) * kRight + num_b - 1];
+}
+template <typename T>
+void (*add_same_for(int num_rows))(const Tile<T>*, Lanes*) {
+  constexpr auto table = table_of<kSide>(
+      [](auto rows) -> void (*)(const Tile<T>*, Lanes*) { return add_same<T, rows + 1>; });
+  return table[num_rows - 1];
+}
+
+// The steps of a tile: calls same(row, count) and apart(row, count, other, count) so that each pair
+// has its turn. Others are shared out evenly: of 8 by up to 6, 4 and 4.
+template <typename Same, typename Apart>
+LOFT_INLINE void for_steps(const RowRanges& what, const Same& same, const Apart& apart) {
+  const int num_a = what.a_end - what.a, num_b = what.b_end - what.b;
+  const int side = what.is_same() ? kSide : kLeft;
+  for (int row = 0; row < num_a; row += side) {
+    const int count = num_a - row < side ? num_a - row : side;
+    if (what.is_same()) same(row, count);
+    const int first = what.is_same() ? row + count : 0, others = num_b - first;
+    const int parts = (others + kRight - 1) / kRight;
+    for (int left = row; left < row + count; left += kLeft) {
+      const int rows = row + count - left < kLeft ? row + count - left : kLeft;
+      for (int part = 0, other = first; part < parts; ++part) {
+        const int end = first + others * (part + 1) / parts;
+        apart(left, rows, other, end - other);
+        other = end;
+      }
+    }
+  }
 }
 
 template <DType kDType>
@@ -96,24 +172,30 @@ void distances_of(const RowRanges& what, double* found) {
   alignas(64) Tile<T> tiles[2 * kGroupRows];
   alignas(64) Lanes lanes[kGroupRows * kGroupRows] = {};
   const int num_a = what.a_end - what.a, num_b = what.b_end - what.b;
-  const Tile<T>* b_tiles = what.is_same() ? tiles : tiles + num_a;
+  const int own = what.is_same() ? 0 : num_a;  // where the tiles of b begin
+  const Tile<T>* others = tiles + own;
+  const int num_rows = own + num_b;
+  const char* rows[2 * kGroupRows];
+  std::copy(what.rows + what.a, what.rows + what.a_end, rows);
+  std::copy(what.rows + what.b, what.rows + what.b_end, rows + own);
+  int steps = 0;
+  for_steps(what, [&](int, int) { ++steps; }, [&](int, int, int, int) { ++steps; });
+  ComingTile<kDType> coming(rows, num_rows, steps);
   for (int64_t at = what.begin; at < what.end; at += kSumTile) {
     const int count = static_cast<int>(what.end - at < kSumTile ? what.end - at : kSumTile);
-    for (int row = 0; row < num_a; ++row) {
-      load_tile<kDType>(what.rows[what.a + row], at, count, tiles[row]);
-    }
-    for (int row = 0; row < (what.is_same() ? 0 : num_b); ++row) {
-      load_tile<kDType>(what.rows[what.b + row], at, count, tiles[num_a + row]);
-    }
-    for (int a = 0; a < num_a; a += kSide) {
-      const int rows_a = num_a - a < kSide ? num_a - a : kSide;
-      for (int b = what.is_same() ? a : 0; b < num_b; b += kSide) {
-        const int rows_b = num_b - b < kSide ? num_b - b : kSide;
-        const bool is_same = what.is_same() && a == b;
-        add_pairs_for<T>(rows_a, rows_b, is_same)(tiles + a, b_tiles + b,
-                                                  lanes + RowRanges::place(a, b));
-      }
-    }
+    for (int row = 0; row < num_rows; ++row) load_tile<kDType>(rows[row], at, count, tiles[row]);
+    coming.start(at);
+    for_steps(
+        what,
+        [&](int row, int count_a) {
+          coming.fetch();
+          add_same_for<T>(count_a)(tiles + row, lanes + RowRanges::place(row, row));
+        },
+        [&](int row, int count_a, int other, int count_b) {
+          coming.fetch();
+          add_apart_for<T>(count_a, count_b)(tiles + row, others + other,
+                                             lanes + RowRanges::place(row, other));
+        });
   }
   for (int pair = 0; pair < kGroupRows * kGroupRows; ++pair) {
     found[pair] = 0;

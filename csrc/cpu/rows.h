@@ -17,17 +17,33 @@ struct RowRanges {
   static int place(int row_a, int row_b) { return row_a * kGroupRows + row_b; }
 };
 
-// Mixed row i is the sum of by[k] * (scales[from[k]] * rows[from[k]]) for k in [starts[i],
-// starts[i + 1]), in this order. Where all by[k] of a row are the same, `common[i]`, the sum is
-// multiplied once, at its end; else `common[i]` is 0.
+// One mixed row: the sum, over its terms in their order, of by[k] times row from[k]. Where all its
+// by[k] are the same, `common`, the sum is multiplied once, at its end; else `common` is 0.
+//
+// Mixed rows that begin with the same terms share their sum: in the order of the steps, a row goes
+// on from what an earlier one has saved after its first `resume` terms. Of rows that leave one out:
+//   terms    resume  saves
+//   0 1 2    0       2      after the terms 0 1
+//   0 1 3    2
+//   0 2 3    0              a first term is read as fast as a saved sum
+//   1 2 3    0
+struct MixStep {
+  int row;           // mixed row
+  int first, count;  // its terms
+  double common;
+  int resume;                    // how many of its terms are added already; 0 for none
+  int first_saved, after_saved;  // where `saves` says after how many terms the sum is saved
+};
+
 struct MixedRows {
   const char* const* rows;
   int num_rows, num_mixed;
-  const double* scales;  // [num_rows]
-  const int* starts;     // [num_mixed + 1]
-  const int* from;
-  const double* by;
-  const double* common;  // [num_mixed]
+  const double* scales;  // [num_rows]: of the rows as they are read
+  const int* from;       // [num_terms]
+  const double* by;      // [num_terms]
+  const MixStep* steps;  // [num_mixed]
+  const int* saves;
+  int num_terms, most_saved;  // of all mixed rows; after how many terms the last sum is saved
 };
 
 }  // namespace loft

@@ -13,34 +13,73 @@ namespace loft::LOFT_ISA {
 template <DType kDType>
 using Value = typename Stored<kDType>::Value;
 
-// Copies `count` values from coordinate `at` on; the rest of the tile's kSumTile are zeros. The
-// row's next tile is fetched: there is the time of a whole tile until it is needed.
+// Lanes from value `i` on, as a vector of the arithmetic.
 template <DType kDType>
-LOFT_INLINE void load_tile(const char* row, int64_t at, int count, Value<kDType>* to) {
-  using V = Vector<Value<kDType>>;
+LOFT_INLINE Vector<Value<kDType>> load_wide(const char* from, int i) {
   using Bits = typename Stored<kDType>::Bits;
-  constexpr int kLanes = kVectorBytes / sizeof(Value<kDType>);
-  const char* from = row + at * sizeof(Bits);
-  if (__builtin_expect(count < kSumTile, 0)) {
-    for (int i = 0; i < kSumTile; ++i) {
-      Bits bits{};
-      if (i < count) std::memcpy(&bits, from + i * sizeof(Bits), sizeof(Bits));
-      to[i] = i < count ? value_of<kDType>(bits) : 0;
-    }
-    return;
-  }
-  constexpr int kTileBytes = kSumTile * sizeof(Bits);
-  for (int byte = 0; byte < kTileBytes; byte += kLineBytes)
-    prefetch<false>(from + byte, kTileBytes);
-#pragma GCC unroll 4
-  for (int i = 0; i < kSumTile; i += kLanes) {
-    if constexpr (sizeof(Bits) == sizeof(Value<kDType>)) {
-      store(to + i, load<V>(from + i * sizeof(Bits)));
-    } else {
-      using F = Half<kDType == DType::kBFloat16>;
-      store(to + i, F::widen(load<typename F::Part>(from + i * sizeof(Bits))));
-    }
+  if constexpr (sizeof(Bits) == sizeof(Value<kDType>)) {
+    return load<Vector<Value<kDType>>>(from + i * sizeof(Bits));
+  } else {
+    using F = Half<kDType == DType::kBFloat16>;
+    return F::widen(load<typename F::Part>(from + i * sizeof(Bits)));
   }
 }
+
+// Copies `count` values, and zeros up to `room`.
+template <DType kDType>
+void load_few(const char* from, int count, int room, Value<kDType>* to) {
+  using Bits = typename Stored<kDType>::Bits;
+  for (int i = 0; i < room; ++i) {
+    Bits bits{};
+    if (i < count) std::memcpy(&bits, from + i * sizeof(Bits), sizeof(Bits));
+    to[i] = i < count ? value_of<kDType>(bits) : 0;
+  }
+}
+
+// Copies `count` values from coordinate `at` on; the rest of the tile's kSumTile are zeros.
+template <DType kDType>
+LOFT_INLINE void load_tile(const char* row, int64_t at, int count, Value<kDType>* to) {
+  constexpr int kLanes = kVectorBytes / sizeof(Value<kDType>);
+  const char* from = row + at * static_cast<int64_t>(sizeof(typename Stored<kDType>::Bits));
+  if (__builtin_expect(count < kSumTile, 0)) return load_few<kDType>(from, count, kSumTile, to);
+#pragma GCC unroll 8
+  for (int i = 0; i < kSumTile; i += kLanes) store(to + i, load_wide<kDType>(from, i));
+}
+
+// Fetches the tile after the next of all rows, bit by bit while this one is worked on: a core has
+// room for some tens of lines on their way, and of 16 rows a tile has 256, for which it would wait.
+// Lines of the next tile that are fetched last would come too late.
+template <DType kDType>
+class ComingTile {
+ public:
+  // Fetches are spread over `steps` calls of `fetch` a tile.
+  ComingTile(const char* const* rows, int num_rows, int steps)
+      : rows_(rows), end_(num_rows * kParts), batch_((end_ + steps - 1) / steps) {}
+
+  // Begins at the first line of that tile; this one begins at coordinate `at`.
+  void start(int64_t at) {
+    ahead_ = (at + 2 * kSumTile) * static_cast<int64_t>(sizeof(typename Stored<kDType>::Bits));
+    part_ = 0;
+  }
+
+  // The next lines of the tile, if any are left.
+  LOFT_INLINE void fetch() {
+    const unsigned end = part_ + batch_ < end_ ? part_ + batch_ : end_;
+    for (; part_ < end; ++part_) {
+      const char* from = rows_[part_ / kParts] + part_ % kParts * (kLines * kLineBytes);
+#pragma GCC unroll 4
+      for (int line = 0; line < kLines; ++line) prefetch<false>(from + line * kLineBytes, ahead_);
+    }
+  }
+
+ private:
+  static constexpr int kLines = 4;  // together, for fewer instructions
+  static constexpr unsigned kParts =
+      kSumTile * sizeof(typename Stored<kDType>::Bits) / (kLines * kLineBytes);  // a row
+  const char* const* const rows_;
+  const unsigned end_, batch_;
+  int64_t ahead_ = 0;
+  unsigned part_ = 0;
+};
 
 }  // namespace loft::LOFT_ISA

@@ -195,9 +195,37 @@ __global__ void __launch_bounds__(kBlockThreads)
   }
 }
 
+// Sorts every column of keys [rows][columns] in shared memory by Batcher's network, one comparator
+// a thread and step; weights, [rows][columns], travel with their keys and order ties. All threads
+// of a block, after a barrier; ends with one.
+template <bool kIsWeighted, typename K>
+__device__ void sort_columns(K* keys, int32_t* weights, int rows, int columns) {
+  const int cells = rows * columns;
+  for (int p = 1; p < rows; p *= 2) {
+    for (int k = p; k >= 1; k /= 2) {
+      for (int cell = threadIdx.x; cell < cells; cell += blockDim.x) {
+        if (!is_batcher_low(cell / columns, rows, p, k)) continue;
+        const int to = cell + k * columns;  // the same column, k rows on
+        const K a = keys[cell], b = keys[to];
+        bool swaps = a > b;
+        if (kIsWeighted) swaps = swaps || (a == b && weights[cell] > weights[to]);
+        if (!swaps) continue;
+        keys[cell] = b;
+        keys[to] = a;
+        if (kIsWeighted) {
+          const int32_t weight = weights[cell];
+          weights[cell] = weights[to];
+          weights[to] = weight;
+        }
+      }
+      __syncthreads();
+    }
+  }
+}
+
 // A block for `columns` neighbouring coordinates: keys [rows][columns] (and weights) in shared
-// memory, sorted there by Batcher's network, one comparator a thread and step; then one thread a
-// coordinate applies the rule. Any job. Shared memory rows * columns * (key + weight) bytes.
+// memory, sorted there; then one thread a coordinate applies the rule. Any job. Shared memory rows
+// * columns * (key + weight) bytes.
 template <DType kDType, bool kIsWeighted>
 __global__ void __launch_bounds__(kBlockThreads)
     shared_kernel(const __grid_constant__ Rows<kMaxRows> table,
@@ -220,26 +248,7 @@ __global__ void __launch_bounds__(kBlockThreads)
       if (kIsWeighted) weights[cell] = weight_table.at[row];
     }
     __syncthreads();
-    for (int p = 1; p < rows; p *= 2) {
-      for (int k = p; k >= 1; k /= 2) {
-        for (int cell = threadIdx.x; cell < cells; cell += blockDim.x) {
-          if (!is_batcher_low(cell / columns, rows, p, k)) continue;
-          const int to = cell + k * columns;  // the same column, k rows on
-          const K a = keys[cell], b = keys[to];
-          bool swaps = a > b;
-          if (kIsWeighted) swaps = swaps || (a == b && weights[cell] > weights[to]);
-          if (!swaps) continue;
-          keys[cell] = b;
-          keys[to] = a;
-          if (kIsWeighted) {
-            const int32_t weight = weights[cell];
-            weights[cell] = weights[to];
-            weights[to] = weight;
-          }
-        }
-        __syncthreads();
-      }
-    }
+    sort_columns<kIsWeighted>(keys, weights, rows, columns);
     for (int column = threadIdx.x; column < columns; column += blockDim.x) {
       const int64_t i = base + column;
       if (i >= numel) continue;  // the last block of coordinates is not full

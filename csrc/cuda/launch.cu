@@ -11,71 +11,10 @@
 //
 // Diagnostics queue compare_kernel behind it.
 
-#include <cuda_runtime.h>
-
-#include <algorithm>
-#include <stdexcept>
-#include <string>
-
-#include "aggregate.h"
-#include "cuda/kernels.h"
+#include "cuda/queue.h"
 
 namespace loft::device {
-
-struct Launch {
-  cudaStream_t stream;
-  int multiprocessors;
-  CudaDiagnostics diagnostics;
-};
-
 namespace {
-
-void check_call(cudaError_t status, const std::string& what) {
-  if (status == cudaSuccess) return;
-  throw std::runtime_error(what + " failed: " + cudaGetErrorString(status));
-}
-
-// Makes a device current and puts the caller's back.
-class DeviceGuard {
- public:
-  explicit DeviceGuard(int device) : device_(device) {
-    check_call(cudaGetDevice(&before_), "cudaGetDevice");
-    if (before_ != device_) check_call(cudaSetDevice(device_), "cudaSetDevice");
-  }
-  ~DeviceGuard() {
-    if (before_ != device_) (void)cudaSetDevice(before_);
-  }
-  DeviceGuard(const DeviceGuard&) = delete;
-  DeviceGuard& operator=(const DeviceGuard&) = delete;
-
- private:
-  int before_ = 0, device_;
-};
-
-// Queues a kernel and throws with the job's values when that fails.
-template <typename... Parameters, typename... Arguments>
-void queue(const char* name, void (*kernel)(Parameters...), const Job& job, const Launch& by,
-           dim3 grid, int threads, size_t shared_bytes, const Arguments&... arguments) {
-  kernel<<<grid, threads, shared_bytes, by.stream>>>(arguments...);
-  const cudaError_t status = cudaGetLastError();
-  if (status != cudaSuccess)
-    check_call(status, std::string("launch of ") + name + " for " + describe(job));
-}
-
-// Blocks enough to fill the device several times over, and no more: a block takes its share of the
-// coordinates in a loop. Bound from the hardware: a multiprocessor runs at most 32 blocks at once.
-[[maybe_unused]] dim3 grid_for(int64_t coordinates, int a_block, const Launch& by) {
-  const int64_t blocks = (coordinates + a_block - 1) / a_block;
-  const int64_t most = static_cast<int64_t>(by.multiprocessors) * 32;
-  return dim3(static_cast<unsigned>(std::max<int64_t>(1, std::min(blocks, most))));
-}
-
-template <int kMost, typename T>
-Table<T, kMost> table_of(const std::vector<T>& values) {
-  Table<T, kMost> table{};
-  std::copy(values.begin(), values.end(), table.at);
-  return table;
-}
 
 template <DType kDType>
 Task<kDType> task_of(const Job& job, const Launch& by) {
@@ -83,11 +22,6 @@ Task<kDType> task_of(const Job& job, const Launch& by) {
   const CudaDiagnostics& to = by.diagnostics;
   const Windows<kDType> windows{static_cast<V*>(to.low), static_cast<V*>(to.high), to.every};
   return {job.numel, job.num_rows(), job.total_weight(), job.params, windows};
-}
-
-template <DType kDType>
-Bits<kDType>* out_of(const Job& job) {
-  return static_cast<Bits<kDType>*>(job.out);
 }
 
 [[maybe_unused]] bool is_aligned(const Job& job, size_t bytes) {
@@ -151,7 +85,7 @@ template <DType kDType, bool kIsWeighted>
 void launch_shared(const Job& job, const Launch& by) {
   const int rows = job.num_rows();
   const int cell = static_cast<int>(sizeof(Key<kDType>)) + (kIsWeighted ? 4 : 0);  // bytes
-  const int columns = std::max(1, std::min(32, kSharedBytes / (rows * cell)));
+  const int columns = columns_for(rows * cell);
   queue("shared_kernel", shared_kernel<kDType, kIsWeighted>, job, by,
         grid_for(job.numel, columns, by), kBlockThreads, static_cast<size_t>(rows) * columns * cell,
         table_of<kMaxRows>(job.rows), table_of<kMaxRows>(job.weights), out_of<kDType>(job),
@@ -191,10 +125,8 @@ void launch_rule(const Job& job, const Launch& by) {
 
 }  // namespace
 
-// Queues one job of its dtype, which has numel > 0 and has passed `check`.
 template <DType kDType>
-void launch_job(const Job& job, const Launch& by) {
-  launch_rule<kDType>(job, by);
+void launch_compare(const Job& job, const Launch& by) {
   const Windows<kDType> windows = task_of<kDType>(job, by).windows;
   if (!windows.low) return;  // nobody asks who was off
   const dim3 grid(static_cast<unsigned>(blocks_looked_at(job.numel, windows.every)),
@@ -204,14 +136,16 @@ void launch_job(const Job& job, const Launch& by) {
         by.diagnostics.sums);
 }
 
-// The parts, by the names that CMake gives them.
-namespace part {
-[[maybe_unused]] constexpr DType float64 = DType::kFloat64, float32 = DType::kFloat32;
-[[maybe_unused]] constexpr DType float16 = DType::kFloat16, bfloat16 = DType::kBFloat16;
-}  // namespace part
+// Queues one job of its dtype, which has numel > 0 and has passed `check`.
+template <DType kDType>
+void launch_job(const Job& job, const Launch& by) {
+  launch_rule<kDType>(job, by);
+  launch_compare<kDType>(job, by);
+}
 
 #if defined(LOFT_PART)
 template void launch_job<part::LOFT_PART>(const Job& job, const Launch& by);
+template void launch_compare<part::LOFT_PART>(const Job& job, const Launch& by);
 #else
 extern template void launch_job<DType::kFloat64>(const Job& job, const Launch& by);
 extern template void launch_job<DType::kFloat32>(const Job& job, const Launch& by);
@@ -227,15 +161,7 @@ void loft::aggregate_cuda(const Job& job, const CudaOptions& options) {
   check(job);
   if (job.numel == 0) return;
   const DeviceGuard guard(options.device);
-  Launch launch{static_cast<cudaStream_t>(options.stream), 0, options.diagnostics};
-  check_call(cudaDeviceGetAttribute(&launch.multiprocessors, cudaDevAttrMultiProcessorCount,
-                                    options.device),
-             "cudaDeviceGetAttribute");
-  switch (job.dtype) {
-    case DType::kFloat64: return launch_job<DType::kFloat64>(job, launch);
-    case DType::kFloat32: return launch_job<DType::kFloat32>(job, launch);
-    case DType::kFloat16: return launch_job<DType::kFloat16>(job, launch);
-    case DType::kBFloat16: return launch_job<DType::kBFloat16>(job, launch);
-  }
+  const Launch launch = launch_by(options);
+  for_dtype(job.dtype, [&](auto dtype) { launch_job<dtype>(job, launch); });
 }
 #endif

@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from loft_hvd._native import explain_missing, extension
 from loft_hvd.aggregation import fallback
-from loft_hvd.aggregation.distances import distance_sums, finish_table
+from loft_hvd.aggregation.distances import distance_sums, finish_table, precision_of
 from loft_hvd.aggregation.fallback import BLOCK, Found, Judged
 from loft_hvd.aggregation.inputs import Row, address
 from loft_hvd.aggregation.mixing import Decided, Floats, mix_of, verdicts_of
@@ -32,6 +31,7 @@ __all__ = [
     "decide",
     "measure_rows",
     "num_threads",
+    "queue_distances",
     "reduce_weights",
     "warn_once",
 ]
@@ -92,7 +92,10 @@ def aggregate_rows(
     weights = reduce_weights(weights)
     if isinstance(rule, RowRule | Decided):
         return _aggregate_mixed(rows, rule, weights, out, diagnose_every)
-    module = _extension_for(rule, out)
+    # A subclass of ours from elsewhere may mean something else than the kernels compute.
+    if RULES.get(rule.name) is not type(rule):
+        raise ArgumentTypeError(f"{rule} has no kernel; use Custom(fn) for rules from elsewhere")
+    module = _extension_for(out)
     if module is None:
         tensors, target = [as_tensor(row) for row in rows], as_tensor(out)
         fallback.aggregate_rows(tensors, rule, weights=weights, out=target)
@@ -112,7 +115,8 @@ def aggregate_rows(
     )
     found: Found | None
     if isinstance(out, Tensor) and out.is_cuda:
-        found = _run_cuda(module, job, out, diagnose_every)
+        call = functools.partial(module.aggregate_cuda, *job)
+        found = _run_cuda(call, len(rows), out, diagnose_every, has_window=True)
     else:
         found = module.aggregate_cpu(*job, num_threads(), config().isa or "", diagnose_every)
     _tell_autograd(out)
@@ -124,13 +128,27 @@ def measure_rows(rows: Sequence[Row]) -> Floats:
 
     Rows are as in ``aggregate_rows``.
     """
-    module = _mixing_extension(rows[0])
+    row = rows[0]
+    module = _extension_for(row)
     if module is None:
         return distance_sums([as_tensor(row) for row in rows])
+    if isinstance(row, Tensor) and row.is_cuda:
+        # Waits for the device once: what follows from the table is found on the host.
+        found: Floats = queue_distances(module, rows, row.device).cpu().numpy()
+        return found
     sums = np.zeros((len(rows) + 1, len(rows) + 1))
-    if rows[0].shape[0]:
+    if row.shape[0]:
         module.distances_cpu(*_job_of(rows), sums.ctypes.data, num_threads(), config().isa or "")
     return sums
+
+
+def queue_distances(module: ModuleType, rows: Sequence[Row], device: torch.device) -> Tensor:
+    """Queue ``measure_rows`` on a CUDA device; return what will be its result, there."""
+    side, job = len(rows) + 1, _job_of(rows)
+    table = torch.zeros(side, side, dtype=torch.float64, device=device)
+    room = torch.empty(module.distance_cells(len(rows), *job[1:]), dtype=table.dtype, device=device)
+    module.distances_cuda(*job, room.data_ptr(), table.data_ptr(), *_place_of(table))
+    return table
 
 
 def decide(rule: RowRule, sums: Floats, weights: Sequence[int] | None) -> Decided:
@@ -144,16 +162,6 @@ def decide(rule: RowRule, sums: Floats, weights: Sequence[int] | None) -> Decide
     return Decided(rule, mix._replace(weights=reduce_weights(mix.weights)))
 
 
-def _mixing_extension(row: Row) -> ModuleType | None:
-    """Return the extension where it has kernels for rules that see such rows."""
-    module = extension()
-    if module is None:
-        warn_once()
-    elif isinstance(row, Tensor) and row.device.type != "cpu":
-        return None  # these kernels are for the CPU: on other devices torch computes
-    return module
-
-
 def _aggregate_mixed(
     rows: Sequence[Row],
     rule: RowRule | Decided,
@@ -163,10 +171,11 @@ def _aggregate_mixed(
 ) -> Judged | None:
     """Aggregate by a rule that sees rows: their distances, its weights, one weighted pass."""
     decided = rule if isinstance(rule, Decided) else decide(rule, measure_rows(rows), weights)
-    mix, module = decided.mix, _mixing_extension(out)
+    mix, module = decided.mix, _extension_for(out)
     # Of few rows Bulyan keeps less than half around the median, for which there is no kernel.
     if module is not None and 2 * mix.rule.f < len(mix.matrix):
-        found: Found | None = module.mix_cpu(
+        found: Found | None
+        job = (
             *_job_of(rows),
             mix.scales.tolist(),
             mix.matrix.ravel().tolist(),
@@ -176,10 +185,13 @@ def _aggregate_mixed(
             mix.rule.f,
             mix.weights or [],
             address(out),
-            num_threads(),
-            config().isa or "",
-            diagnose_every,
         )
+        if isinstance(out, Tensor) and out.is_cuda:
+            room = torch.empty(mix.matrix.size + len(rows), dtype=torch.float64, device=out.device)
+            call = functools.partial(module.mix_cuda, *job, room.data_ptr())
+            found = _run_cuda(call, len(rows), out, diagnose_every, has_window=False)
+        else:
+            found = module.mix_cpu(*job, num_threads(), config().isa or "", diagnose_every)
         _tell_autograd(out)
         return None if found is None else (*found, verdicts_of(mix))
     tensors, target = [as_tensor(row) for row in rows], as_tensor(out)
@@ -196,6 +208,11 @@ def _job_of(rows: Sequence[Row]) -> tuple[list[int], int, int]:
     return [address(row) for row in rows], rows[0].shape[0], _DTYPES[dtype]
 
 
+def _place_of(tensor: Tensor) -> tuple[int, int]:
+    """Return a CUDA tensor's device and the current stream there."""
+    return tensor.device.index, torch.cuda.current_stream(tensor.device).cuda_stream
+
+
 def reduce_weights(weights: Sequence[int] | None) -> list[int] | None:
     """Divide weights, all above 0, by their common divisor; equal ones are None: same bits."""
     # 3 3 3 weighs as no weights do, and the kernels without weights are 1.2 (4 rows) to 4 times (32
@@ -206,38 +223,41 @@ def reduce_weights(weights: Sequence[int] | None) -> list[int] | None:
     return [weight // divisor for weight in weights]
 
 
-def _extension_for(rule: Rule, out: Row) -> ModuleType | None:
-    """Return the extension where it has kernels for the device of ``out``; else say why not."""
-    # A subclass of ours from elsewhere may mean something else than the kernels compute.
-    if RULES.get(rule.name) is not type(rule):
-        raise ArgumentTypeError(f"{rule} has no kernel; use Custom(fn) for rules from elsewhere")
+def _extension_for(row: Row) -> ModuleType | None:
+    """Return the extension where it has kernels for the device of ``row``; else say why not."""
     module = extension()
     if module is None:
         warn_once()
         return None
-    if isinstance(out, Tensor) and out.is_cuda and not module.has_cuda:
+    if isinstance(row, Tensor) and row.is_cuda and not module.has_cuda:
         warn_once(NO_CUDA)
         return None
-    is_known = not isinstance(out, Tensor) or out.device.type in ("cpu", "cuda")
+    is_known = not isinstance(row, Tensor) or row.device.type in ("cpu", "cuda")
     return module if is_known else None
 
 
 def _run_cuda(
-    module: ModuleType, job: tuple[Any, ...], out: Tensor, diagnose_every: int
+    call: Callable[..., None], num_rows: int, out: Tensor, diagnose_every: int, *, has_window: bool
 ) -> Found | None:
-    """Queue a job on the current stream; with diagnostics, wait for them once, at the end."""
-    place = (out.device.index, torch.cuda.current_stream(out.device).cuda_stream)
+    """Queue a job on the current stream; with diagnostics, wait for them once, at the end.
+
+    ``call`` takes the device and the stream, and how often and where it diagnoses. Without a
+    window, that of mixed rows, no value is outside.
+    """
     if not diagnose_every:
-        module.aggregate_cuda(*job, *place, 0, 0, 0, 0)
+        call(*_place_of(out), 0, 0, 0, 0)
         return None
     # The kernels leave low and high of each sampled block behind, in the precision of their
     # arithmetic; a short kernel compares the rows with them and adds up once a block and row.
     num_blocks = -(-out.numel() // (BLOCK * diagnose_every))
-    precision = torch.float64 if out.dtype == torch.float64 else torch.float32
-    windows = torch.empty(2, num_blocks * BLOCK, dtype=precision, device=out.device)
-    sums = torch.empty(3, len(job[0]), num_blocks, dtype=torch.float64, device=out.device)
-    low, high = (edge.data_ptr() for edge in windows)
-    module.aggregate_cuda(*job, *place, diagnose_every, low, high, sums.data_ptr())
+    windows = torch.empty(2, num_blocks * BLOCK, dtype=precision_of(out.dtype), device=out.device)
+    low, high = windows
+    if not has_window:
+        low.fill_(-math.inf)
+        high.fill_(math.nan)  # which orders above all
+    sums = torch.empty(3, num_rows, num_blocks, dtype=torch.float64, device=out.device)
+    buffers = (low.data_ptr(), high.data_ptr(), sums.data_ptr())
+    call(*_place_of(out), diagnose_every, *buffers)
     return fallback.read_tally(sums.sum(dim=2), out.numel(), diagnose_every)
 
 

@@ -19,7 +19,15 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from loft_hvd.aggregation.inputs import read_count
-from loft_hvd.aggregation.rules import Custom, Expecting, Mean, Median, Rule, TrimmedMean
+from loft_hvd.aggregation.rules import (
+    Custom,
+    Expecting,
+    Mean,
+    Median,
+    Rule,
+    TrimmedMean,
+    outvoted,
+)
 from loft_hvd.errors import AggregationError, ArgumentError, ArgumentTypeError
 
 __all__ = [
@@ -50,6 +58,10 @@ class RowRule(Rule):
     def _explain_too_few(self, num_rows: int, absent: int, where: str, values: str) -> str:
         if num_rows == 0 or self.min_rows == 1:
             way_out = "give rows that are present, with a weight above 0"
+        elif num_rows <= 2:
+            # Of rules in others and buckets, too: 2f + 1 rows are 3 where f=1.
+            can_three = self.min_rows == 2 * self.f + 1
+            way_out = outvoted(num_rows, absent, can_three=can_three)
         elif absent:
             way_out = f"use a smaller f, add workers, or let more of the other {absent} count"
         else:

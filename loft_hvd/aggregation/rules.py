@@ -32,6 +32,7 @@ __all__ = [
     "Rule",
     "Tolerance",
     "TrimmedMean",
+    "outvoted",
     "read_f",
 ]
 
@@ -47,6 +48,14 @@ def read_f(name: str, f: int) -> int:
     if count < 0:
         raise AggregationError(f"{name}: f={count} must be >= 0")
     return count
+
+
+def outvoted(num_rows: int, absent: int, *, can_three: bool) -> str:
+    """Say the way out where so few rows count, 1 or 2, that no f above 0 fits."""
+    who = "one row" if num_rows == 1 else "two rows"
+    three = "; three can, with f=1" if can_three else ""
+    more = f"let more of the other {absent} count (present, with a weight above 0), " * bool(absent)
+    return f"{who} cannot outvote a wrong one{three}: add workers, {more}or use Mean()"
 
 
 def _describe(
@@ -153,6 +162,8 @@ class Rule:
             )
         if num_rows == 0:
             way_out = "give rows that are present, with a weight above 0"
+        elif num_rows <= 2:
+            way_out = outvoted(num_rows, absent, can_three=True)
         elif absent:
             way_out = (
                 f"use f <= {(num_rows - 1) // 2}, add workers, or let more of the other {absent} "

@@ -1,4 +1,9 @@
-"""``bench kernels --device cuda``: every rule against a copy in the same device memory."""
+"""``bench kernels --device cuda``: every rule against a copy in the same device memory.
+
+Calls are queued while the device sleeps, so what is timed is the device's work alone: Python takes
+10 us and more to queue a call, and 4 rows of ten million values some 50 us to be read. Of rules
+that see rows, which wait for the device between their table and their mix, both are timed apart.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +11,37 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from loft_hvd._native import extension
 from loft_hvd.aggregation.aggregate import aggregate
-from loft_hvd.aggregation.rules import Median
-from loft_hvd.bench.contestants import check_rules, rules_of
+from loft_hvd.aggregation.compute import aggregate_rows, decide, measure_rows, queue_distances
+from loft_hvd.aggregation.row_rules import NNM
+from loft_hvd.aggregation.rules import Median, TrimmedMean
+from loft_hvd.bench.contestants import check_rules, hard_rows, rules_of
 from loft_hvd.bench.gate import Goal, is_quiet
 from loft_hvd.bench.kernels import KernelBench, Timing
 from loft_hvd.bench.peers import TORCH_MEDIAN, TORCH_MEDIAN_AGAIN
-from loft_hvd.errors import MissingDependencyError
+from loft_hvd.errors import AggregationError, MissingDependencyError
 
-__all__ = ["COPY", "COPY_AGAIN", "judge_cuda", "measure_cuda", "require_cuda"]
+__all__ = [
+    "COPY",
+    "COPY_AGAIN",
+    "DISTANCES",
+    "MIXED",
+    "device_seconds",
+    "judge_cuda",
+    "measure_cuda",
+    "require_cuda",
+]
 
 COPY, COPY_AGAIN = "device copy", "device copy again"
+DISTANCES, MIXED = "distances", "mixed trimmed_mean"
+_SLEEP_CYCLES = 4_000_000  # some 2 ms, in which a call is queued many times over
 _PEER_NUMEL = 1_000_000  # torch.median takes many passes, and copies
 # Least share of the copy's bandwidth that median and trimmed mean reach, by row count. Goals that
 # nobody has measured yet: no GPU has run them.
@@ -53,11 +73,13 @@ def measure_cuda(bench: KernelBench, device: torch.device) -> Iterator[list[Timi
     """
     for rows in bench.rows:
         check_rules(rows, device=device)
+        _check_row_rules(rows, device)
         # Rows of whole 64 bytes: each begins where a load of 16 bytes may.
         numel = min(bench.numel, bench.most_bytes // (4 * rows)) // 16 * 16
         pool = torch.randn(rows, numel, device=device)
         calls = list(_calls(pool))
-        # The least of repeats + 1 rounds: the first one loads kernels, so it is rarely the least.
+        for call in calls:
+            call.run()  # loads its kernels
         best = {call.name: _seconds(call.run, device) for call in calls}
         for _ in range(bench.repeats):
             for call in calls:
@@ -85,6 +107,8 @@ def _calls(pool: Tensor) -> Iterator[_Call]:
     for name, rule in rules_of(rows).items():
         run = functools.partial(aggregate, pool, rule, out=out)
         yield _Call(name, run, numel, 4 * numel * (rows + 1))
+    yield _Call(DISTANCES, functools.partial(_measure, list(pool)), numel, 4 * numel * rows)
+    yield _Call(MIXED, functools.partial(_mixed_call(pool), out), numel, 4 * numel * (rows + 1))
     for dtype in (torch.bfloat16, torch.float16):
         name = f"median {str(dtype).removeprefix('torch.')}"
         run = functools.partial(aggregate, pool.to(dtype), Median(), out=out.to(dtype))
@@ -95,18 +119,78 @@ def _calls(pool: Tensor) -> Iterator[_Call]:
     yield _Call(COPY_AGAIN, copy, rows * numel, 8 * rows * numel)
 
 
+def _measure(rows: Sequence[Tensor]) -> object:
+    """Find the table of distances, where there is a device without waiting for it."""
+    if not rows[0].is_cuda:
+        return measure_rows(rows)
+    module = extension()
+    assert module is not None  # require_cuda has asked
+    return queue_distances(module, rows, rows[0].device)
+
+
+def _mixed_call(pool: Tensor) -> Callable[[Tensor], object]:
+    """Return the call that mixes rows as NNM does and takes their trimmed mean."""
+    rows = list(pool)
+    f = max(1, len(rows) // 4) if len(rows) >= 3 else 0
+    decided = decide(NNM(TrimmedMean(f)), measure_rows(rows), None)
+    return lambda out: aggregate_rows(rows, decided, weights=None, out=out)
+
+
+def _check_row_rules(rows: int, device: torch.device) -> None:
+    """Compare distances and mixes on a device with those of the CPU, bit by bit."""
+    pool = hard_rows(rows)
+    pool[1:, 3000:] = 1.0  # rows that can be measured, but for the first and, of three, the last
+    given = pool.to(device)
+    if not np.array_equal(measure_rows(list(given)), measure_rows(list(pool)), equal_nan=True):
+        raise AggregationError(f"bench kernels: distances of {rows} rows differ from the CPU's")
+    found, wanted = torch.empty_like(given[0]), torch.empty_like(pool[0])
+    _mixed_call(given)(found)
+    _mixed_call(pool)(wanted)
+    if not torch.equal(found.cpu().view(torch.int32), wanted.view(torch.int32)):
+        raise AggregationError(f"bench kernels: mixes of {rows} rows differ from the CPU's")
+
+
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
     if device.type != "cuda":
         begin = time.perf_counter()
         run()
         return time.perf_counter() - begin
-    # The device's own clock: the host only queues, and would time the queue.
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    first.record()
-    run()
-    last.record()
-    last.synchronize()
-    return 1e-3 * float(first.elapsed_time(last))
+
+    def event() -> Any:
+        return torch.cuda.Event(enable_timing=True)
+
+    return device_seconds(run, event=event, sleep=torch.cuda._sleep)
+
+
+def device_seconds(
+    run: Callable[[], object], *, event: Callable[[], Any], sleep: Callable[[int], None]
+) -> float:
+    """Return the seconds of a call on the device, without those in which the host queued it.
+
+    Args:
+        run: queues work.
+        event: makes an event as ``torch.cuda.Event(enable_timing=True)`` is.
+        sleep: queues a sleep of so many cycles of the device.
+
+    Raises:
+        AggregationError: the device woke up before all was queued, however long it slept.
+    """
+    cycles = _SLEEP_CYCLES
+    for _ in range(3):
+        first, last = event(), event()
+        sleep(cycles)
+        first.record()
+        run()
+        last.record()
+        was_asleep = not first.query()
+        last.synchronize()
+        if was_asleep:
+            return 1e-3 * float(first.elapsed_time(last))
+        cycles *= 10  # the host was held up
+    raise AggregationError(
+        f"bench kernels: a call took longer to queue than the device sleeps, {cycles // 10:,} "
+        "cycles; calls that wait for the device cannot be timed"
+    )
 
 
 def _timings(calls: Sequence[_Call], best: dict[str, float], rows: int) -> list[Timing]:

@@ -23,6 +23,7 @@ from loft_hvd.simulate.compare import hiccup_scenario, random_scenario, wide_sce
 from loft_hvd.simulate.scenario import Event, RankTraits, Scenario, read_scenario
 from loft_hvd.simulate.simulation import PolicyRun, simulate
 from tests.support.clusters import OVERLAPS, drive, measure, observe, random_model
+from tests.support.marks import long_first
 
 SHIPPED = {
     path.stem: path
@@ -84,7 +85,7 @@ def test_loft_is_near_the_best_policy_in_every_shipped_scenario(name: str) -> No
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("first", range(0, 200, 20))
+@pytest.mark.parametrize("first", long_first(range(0, 200, 20), 2))
 def test_loft_is_near_the_best_policy_in_random_scenarios(first: int) -> None:
     for seed in range(first, first + 20):
         results = simulate(random_scenario(seed))
@@ -135,7 +136,7 @@ def test_hiccups_cost_little(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("first", range(0, 30, 3))
+@pytest.mark.parametrize("first", long_first(range(0, 30, 3), 2))
 def test_hiccups_cost_little_in_thirty_clusters(
     first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from loft_hvd.balance.balancer_options import BalancerOptions
 from loft_hvd.balance.interval import Interval
+from loft_hvd.balance.latency import Held
 from loft_hvd.balance.plan import Plan, Sizes, StepSizes, count_micro
 from loft_hvd.balance.policies import make_policy
 from loft_hvd.balance.policy import Policy, Proposal
@@ -47,6 +48,8 @@ class FakePlans:
     num_epochs_ended: int = 0
     num_left_out: int = 0
     source: tuple[int, ...] = ()
+    held: Held | None = None
+    reads: dict[int, list[Mapping[str, int]]] = field(default_factory=dict)  # by epoch
     caps: Sequence[int | None] = ()  # of a backward pass, where shares are split
 
     @property
@@ -102,6 +105,12 @@ class FakePlans:
 
     def share_sources(self, source: Sequence[int]) -> None:
         self.source = tuple(source)
+
+    def note_reads(self, reads: Sequence[Mapping[str, int]], *, epoch: int) -> None:
+        self.reads = {**self.reads, epoch: list(reads)}
+
+    def share_held(self, held: Held) -> None:
+        self.held = held
 
     def leave_step_out(self) -> None:
         self.num_left_out += 1

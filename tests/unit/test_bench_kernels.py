@@ -14,7 +14,15 @@ from typer.testing import CliRunner
 from loft_hvd._native import extension
 from loft_hvd.bench import commands, kernels
 from loft_hvd.bench.contestants import CALLED, EQUAL, KEPT, MASKED
-from loft_hvd.bench.cuda import COPY, COPY_AGAIN, judge_cuda, measure_cuda
+from loft_hvd.bench.cuda import (
+    COPY,
+    COPY_AGAIN,
+    DISTANCES,
+    MIXED,
+    device_seconds,
+    judge_cuda,
+    measure_cuda,
+)
 from loft_hvd.bench.gate import Goal, judge_kernels
 from loft_hvd.bench.kernels import (
     Clock,
@@ -26,7 +34,7 @@ from loft_hvd.bench.kernels import (
 )
 from loft_hvd.bench.peers import Untimed
 from loft_hvd.cli import build_app
-from loft_hvd.errors import ArgumentError
+from loft_hvd.errors import AggregationError, ArgumentError
 
 pytestmark = pytest.mark.skipif(extension() is None, reason="the extension is not built here")
 
@@ -226,11 +234,73 @@ def test_device_bench_times_rules_against_a_copy() -> None:
     (timings,) = measure_cuda(small, torch.device("cpu"))  # timed by the CPU
     names = [timing.contestant for timing in timings]
     assert {COPY, "mean", "median", "trimmed_mean f=1", "median bfloat16"} <= set(names)
-    assert {COPY_AGAIN, "torch.median", "torch.median again"} <= set(names)
+    assert {COPY_AGAIN, DISTANCES, MIXED, "torch.median", "torch.median again"} <= set(names)
     copy = timings[names.index(COPY)]
     assert copy.passes == pytest.approx(1.0)
     for timing in timings:
         assert timing.passes == pytest.approx(copy.gb_per_s / timing.gb_per_s)
+
+
+class FakeStream:
+    """A host that queues and a device that follows, each with its own time in seconds."""
+
+    def __init__(self) -> None:
+        self.host = self.ends = 0.0
+        self.slept = 0
+
+    def sleep(self, cycles: int) -> None:
+        self.work(1e-9 * cycles)
+        self.slept += 1
+
+    def work(self, seconds: float) -> None:
+        self.ends = max(self.ends, self.host) + seconds
+
+    def event(self) -> FakeEvent:
+        return FakeEvent(self)
+
+
+class FakeEvent:
+    def __init__(self, stream: FakeStream) -> None:
+        self.stream = stream
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.stream.work(0.0)
+        self.at = self.stream.ends
+
+    def query(self) -> bool:
+        return self.stream.host >= self.at
+
+    def synchronize(self) -> None:
+        self.stream.host = max(self.stream.host, self.at)
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return 1e3 * (end.at - self.at)
+
+
+@pytest.mark.parametrize(("queueing_s", "sleeps"), [(1e-5, 1), (0.01, 2), (0.1, 3)])
+def test_a_device_is_timed_without_the_host_that_queues(queueing_s: float, sleeps: int) -> None:
+    stream = FakeStream()
+
+    def run() -> None:
+        for _ in range(2):  # two kernels
+            stream.host += queueing_s
+            stream.work(2e-5)
+
+    seconds = device_seconds(run, event=stream.event, sleep=stream.sleep)
+    assert seconds == pytest.approx(4e-5)
+    assert stream.slept == sleeps
+
+
+def test_a_call_that_waits_for_the_device_is_not_timed() -> None:
+    stream = FakeStream()
+
+    def run() -> None:
+        stream.work(2e-5)
+        stream.host = stream.ends
+
+    with pytest.raises(AggregationError, match="wait for the device cannot be timed"):
+        device_seconds(run, event=stream.event, sleep=stream.sleep)
 
 
 def on_device(**seconds: float) -> dict[str, str]:

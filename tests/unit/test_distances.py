@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import loft_hvd as loft
-from loft_hvd.aggregation.distances import BLOCK, distances, mixed_rows
-from loft_hvd.aggregation.mixing import Mix
+from loft_hvd.aggregation import compute, fallback
+from loft_hvd.aggregation.distances import BLOCK, distance_sums, distances, mixed_rows
+from loft_hvd.aggregation.mixing import Decided, Mix
 from tests.support.gradients import DTYPES, assert_same_bits
 
 
@@ -75,3 +76,29 @@ def test_equal_weights_are_multiplied_with_the_sum() -> None:
     rows = [torch.tensor([value]) for value in (0.1, 0.2, 0.3)]
     mix = Mix(np.ones(3), np.full((1, 3), 1 / 3), None, loft.Mean())
     assert_same_bits(mixed_rows(rows, mix)[0], sum(rows) * torch.tensor([np.float32(1 / 3)]))
+
+
+@pytest.mark.parametrize("is_common", [True, False])
+@pytest.mark.parametrize("num_rows", [3, 8, 16, 33])
+def test_mixed_rows_that_begin_alike_have_the_bits_of_rows_alone(
+    num_rows: int, is_common: bool
+) -> None:
+    # The kernels add what several mixed rows begin with once, and go on from there.
+    draw = np.random.default_rng(num_rows)
+    by = np.ones(num_rows) / num_rows if is_common else draw.uniform(0.1, 1.0, num_rows)
+    names = np.tri(num_rows, dtype=np.bool_)[draw.permutation(num_rows)]
+    names |= draw.random(names.shape) < 0.3
+    matrix = np.where(names, by, 0.0)
+    mix = Mix(np.ones(num_rows), matrix, None, loft.TrimmedMean(num_rows // 4))
+    rows = list(torch.from_numpy(draw.standard_normal((num_rows, 1111)).astype(np.float32)))
+    found, wanted = torch.empty(1111), torch.empty(1111)
+    decided = Decided(loft.NNM(loft.TrimmedMean(num_rows // 4)), mix)
+    compute.aggregate_rows(rows, decided, weights=None, out=found)
+    fallback.aggregate_mixed(rows, mix, out=wanted)
+    assert_same_bits(found, wanted)
+
+
+@pytest.mark.parametrize("num_rows", [2, 5, 7, 10, 16, 17, 23, 37])
+def test_the_kernel_measures_every_pair(num_rows: int) -> None:
+    rows = list(torch.randn(num_rows, 600, generator=torch.Generator().manual_seed(num_rows)))
+    np.testing.assert_array_equal(compute.measure_rows(rows), distance_sums(rows))

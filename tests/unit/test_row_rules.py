@@ -93,7 +93,8 @@ def test_a_rule_states_what_it_needs_and_survives(text: str, min_rows: int, rows
     assert rule.min_rows == min_rows
     assert rule.tolerance(9).rows == rows
     if min_rows > 1:
-        with pytest.raises(AggregationError, match=f"at least {min_rows} rows.*smaller f"):
+        way_out = "smaller f" if min_rows > 3 else "two ranks cannot outvote a wrong one"
+        with pytest.raises(AggregationError, match=f"at least {min_rows} rows.*{way_out}"):
             rule.check(min_rows - 1)
 
 
@@ -114,3 +115,18 @@ def test_rules_of_coordinates_do_not_see_rows() -> None:
     assert not loft.TrimmedMean(1).sees_rows
     assert loft.Custom(max).sees_rows
     assert all(rule.sees_rows for rule in RULES)
+
+
+@pytest.mark.parametrize(
+    ("rule", "can_three"),
+    [
+        (loft.Robust(1), True),
+        (loft.Bucketing(loft.TrimmedMean(1), size=2), False),
+        (loft.ARC(loft.Bulyan(1)), False),
+    ],
+    ids=str,
+)
+def test_three_rows_are_advised_where_three_would_do(rule: loft.Rule, can_three: bool) -> None:
+    three = "; three can, with f=1" if can_three else ""
+    with pytest.raises(AggregationError, match=f"two rows cannot outvote a wrong one{three}: add"):
+        rule.check(2)

@@ -139,10 +139,14 @@ def test_tolerance_of_no_counts_is_refused(
     ("present", "way_out"),
     [
         ([False] * 5, "give rows that are present"),
-        ([True] * 2 + [False] * 3, "use f <= 0, add workers, or let more of the other 3 count"),
+        (
+            [True] * 2 + [False] * 3,
+            "two rows cannot outvote a wrong one; three can.*more of the other 3 count",
+        ),
+        ([True] * 3 + [False] * 2, "use f <= 1, add workers, or let more of the other 2 count"),
         ([True] * 5, "use f <= 2 or add workers"),
     ],
-    ids=["none", "some", "all"],
+    ids=["none", "two", "some", "all"],
 )
 def test_too_few_rows_say_what_helps(present: list[bool], way_out: str) -> None:
     with pytest.raises(AggregationError, match=way_out):

@@ -105,7 +105,8 @@ def test_integers_are_refused() -> None:
 
 @needs_two_ranks
 def test_f_too_large_is_refused_with_the_way_out() -> None:
-    with pytest.raises(AggregationError, match="use f <="):
+    way_out = "two rows cannot outvote" if hvd.size() == 2 else "use f <="
+    with pytest.raises(AggregationError, match=way_out):
         loft.allreduce(torch.zeros(3), loft.TrimmedMean(f=hvd.size()), name="too.large")
 
 

@@ -1,0 +1,296 @@
+"""``python3 -m scripts.gpu_check``: all that is to be shown on a GPU, in one go, in one archive.
+
+The steps, in this order, each with a limit and a log of its own:
+
+    machine     what is here: GPU, driver, toolkit, torch, commit
+    build       the extension with CUDA kernels for this GPU, with what ptxas says of each
+    tests       tests/gpu
+    memcheck    each kernel once under compute-sanitizer, which looks for accesses out of bounds
+    racecheck   the same, for threads that share memory and do not wait for each other
+    bench       loft-hvd bench kernels --device cuda
+
+A step for which something is missing is skipped, and the reason is printed and kept. Without a GPU
+the kernels are built where there is nvcc, and the tests run in part, on the CPU's kernels. The
+build replaces the extension of this checkout. What all steps printed is in ``--folder``, and in an
+archive beside it, also after a failure or Ctrl-C. The exit status is 0 when all steps passed, 1
+when one failed, and 2 when none failed and some did not run or not wholly.
+
+Standard library only, but what it starts needs the environment of `make setup`, with a torch that
+has CUDA.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from scripts.setup.runner import output_of, say
+
+__all__ = ["Finding", "Machine", "Step", "check", "look_around", "main", "steps_for"]
+
+_ROOT = Path(__file__).resolve().parents[1]
+_NO_GPU_ARCH = "90"  # what is compiled for where no GPU says what it is
+_GRACE_S = 10.0  # between asking a step to end and killing it
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What is here; each "" where it is missing.
+
+    Attributes:
+        python: the interpreter that steps run with.
+        gpu: the first GPU's name.
+        arch: its compute capability without the dot, such as "90".
+        nvcc: the compiler's path.
+        sanitizer: compute-sanitizer's path.
+        torch_cuda: the CUDA that torch was built with, such as "13.0".
+    """
+
+    python: str
+    gpu: str
+    arch: str
+    nvcc: str
+    sanitizer: str
+    torch_cuda: str
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command.
+
+    Attributes:
+        name: of the step and its log.
+        command: what is run in the repository's root.
+        limit_s: it is ended after so long.
+        missing: why it cannot run here, "" where it can.
+        lacks: why it runs in part only, "" where it runs wholly.
+        environ: variables on top of ours.
+        after: the step without which it has nothing to do.
+    """
+
+    name: str
+    command: Sequence[str]
+    limit_s: float
+    missing: str = ""
+    lacks: str = ""
+    environ: Mapping[str, str] = field(default_factory=dict)
+    after: str = ""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """How a step ended.
+
+    Attributes:
+        name: the step's.
+        result: "passed", "passed in part", "failed" or "skipped".
+        reason: why it did not pass wholly, "" where it did.
+        seconds: how long it ran.
+        command: what was run.
+    """
+
+    name: str
+    result: str
+    reason: str
+    seconds: float
+    command: str
+
+
+def look_around(python: str) -> Machine:
+    """Return what is on this machine."""
+    asked = output_of(["nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader"])
+    gpu, _, arch = (asked.splitlines() or [""])[0].rpartition(",")
+    nvcc = shutil.which("nvcc") or ""
+    # nvcc on the PATH may be a script or a link; the sanitizer lies beside the real one.
+    beside = [Path(os.path.realpath(nvcc)).parent] if nvcc else []
+    folders = [*beside, *sorted(Path("/usr/local").glob("cuda*/bin"), reverse=True)]
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), *map(str, folders)])
+    code = "import torch; print(torch.version.cuda or '')"
+    return Machine(
+        python=python,
+        gpu=gpu.strip(),
+        arch=arch.strip().replace(".", ""),
+        nvcc=nvcc,
+        sanitizer=shutil.which("compute-sanitizer", path=path) or "",
+        torch_cuda=output_of([python, "-c", code]),
+    )
+
+
+def steps_for(machine: Machine, folder: Path) -> list[Step]:
+    """Return the steps, in order, with what each lacks on this machine."""
+    python = machine.python
+    no_gpu = "" if machine.gpu else "no GPU here: nvidia-smi names none"
+    no_torch = "" if machine.torch_cuda else "torch was built without CUDA"
+    on_device = "; ".join(filter(None, (no_gpu, no_torch)))
+    no_sanitizer = "" if machine.sanitizer else "no compute-sanitizer beside nvcc or on PATH"
+    each = [python, "-m", "tests.gpu.each_kernel"]
+    sanitized = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # or it would know torch's blocks only
+    sanitizer = [machine.sanitizer or "compute-sanitizer", "--error-exitcode", "9"]
+    bench = ["bench", "kernels", "--device", "cuda", "--rows", "4,8,16,32,64,128"]
+    return [
+        Step("machine", [python, "-c", _DESCRIBE], 120),
+        Step(
+            "build",
+            [python, "setup.py", "build_ext", "--inplace"],
+            1800,
+            missing="" if machine.nvcc else "no nvcc on PATH",
+            environ={
+                "LOFT_HVD_CUDA": "1",
+                "LOFT_HVD_CUDA_ARCHS": f"{machine.arch or _NO_GPU_ARCH}-real",
+                "NVCC_APPEND_FLAGS": "-Xptxas=-v",
+            },
+        ),
+        Step(
+            "tests",
+            [python, "-m", "pytest", "tests/gpu", "-rs", "-p", "no:cacheprovider"],
+            900,
+            lacks=on_device,
+        ),
+        *(
+            Step(
+                tool,
+                [*sanitizer, "--tool", tool, *each],
+                600,
+                missing="; ".join(filter(None, (on_device, no_sanitizer))),
+                environ=sanitized,
+                after="build",
+            )
+            for tool in ("memcheck", "racecheck")
+        ),
+        Step(
+            "bench",
+            [python, "-m", "loft_hvd.cli", *bench, "--json", str(folder / "kernels-cuda.json")],
+            900,
+            missing=on_device,
+            after="build",
+        ),
+    ]
+
+
+_DESCRIBE = """
+import platform, shutil, subprocess, sys, torch
+print("python", sys.version.split()[0], "on", platform.platform())
+print("torch", torch.__version__, "CUDA", torch.version.cuda)
+print("torch finds", torch.cuda.device_count(), "CUDA devices")
+for command in (["git", "rev-parse", "HEAD"], ["git", "status", "--short"], ["nvidia-smi"],
+                ["nvcc", "--version"]):
+    if shutil.which(command[0]) is None:
+        print(command[0], "is not here")
+    else:
+        sys.stdout.flush()
+        subprocess.run(command, check=False)
+"""
+
+
+def _run(step: Step, log: Path) -> str:
+    """Run a step into its log; return why it failed, "" where it passed."""
+    environ = {**os.environ, "PYTHONUNBUFFERED": "1", **step.environ}
+    with open(log, "wb") as output:
+        process = subprocess.Popen(
+            list(step.command),
+            cwd=_ROOT,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # its children end with it
+        )
+        try:
+            status = process.wait(step.limit_s)
+            return f"exit status {status}" if status else ""
+        except subprocess.TimeoutExpired:
+            return f"not done after {step.limit_s:.0f} s"
+        finally:
+            _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ask a step and what it has started to end, and kill what does not."""
+    for how in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):  # all gone
+            os.killpg(process.pid, how)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE_S)
+
+
+def check(
+    steps: Sequence[Step], folder: Path, *, run: Callable[[Step, Path], str]
+) -> list[Finding]:
+    """Run steps in order, each unless it lacks something or the step that it needs has not passed.
+
+    What is found is in ``folder/summary.json`` after every step.
+    """
+    findings: list[Finding] = []
+    for number, step in enumerate(steps):
+        needed = next((one for one in findings if one.name == step.after), None)
+        missing = step.missing
+        if needed is not None and needed.result != "passed":
+            missing = "; ".join(filter(None, (missing, f"{needed.name} has not passed")))
+        command, begin, reason = " ".join(step.command), time.monotonic(), missing
+        result = "skipped"
+        if not missing:
+            say(f"gpu_check: {step.name}, at most {step.limit_s:.0f} s")
+            reason = run(step, folder / f"{number}-{step.name}.log")
+            result = "failed" if reason else "passed in part" if step.lacks else "passed"
+            reason = reason or step.lacks
+        seconds = time.monotonic() - begin
+        say(f"gpu_check: {step.name} {result}{', ' if reason else ''}{reason} ({seconds:.0f} s)")
+        findings.append(Finding(step.name, result, reason, seconds, command))
+        text = json.dumps([asdict(one) for one in findings], indent=1)
+        (folder / "summary.json").write_text(text + "\n", encoding="utf-8")
+    return findings
+
+
+def _archive(folder: Path) -> Path:
+    """Pack the folder beside itself."""
+    path = folder.with_name(folder.name + ".tar.gz")
+    with tarfile.open(path, "w:gz") as archive:
+        archive.add(folder, arcname=folder.name)
+    return path
+
+
+def main(
+    arguments: Sequence[str],
+    *,
+    look: Callable[[str], Machine] = look_around,
+    run: Callable[[Step, Path], str] = _run,
+) -> int:
+    """Run all steps and pack what they found."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--folder", type=Path, default=_ROOT / "build" / "gpu-check")
+    options = parser.parse_args(arguments)
+    folder: Path = options.folder.resolve()
+    if folder.is_dir() and any(folder.iterdir()):
+        if not (folder / "summary.json").exists():
+            parser.error(f"--folder {folder}: it holds something else; give a new or empty folder")
+        shutil.rmtree(folder)  # an earlier check's
+    folder.mkdir(parents=True, exist_ok=True)
+    venv = _ROOT / ".venv" / "bin" / "python"
+    machine = look(str(venv) if venv.exists() else sys.executable)
+    say(f"gpu_check: {machine.gpu or 'no GPU'}, torch with CUDA {machine.torch_cuda or 'none'}")
+    # Asked to end it ends the step and packs, as after Ctrl-C: a step has a session of its own.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        findings = check(steps_for(machine, folder), folder, run=run)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        say(f"gpu_check: all of it is in {_archive(folder)}")
+    results = {finding.result for finding in findings}
+    return 1 if "failed" in results else int(results != {"passed"}) * 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

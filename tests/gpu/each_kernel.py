@@ -1,0 +1,87 @@
+"""A job for each CUDA kernel; ``python -m tests.gpu.each_kernel`` runs them, for sanitizers.
+
+Rows are short, as a sanitizer makes kernels hundreds of times slower, and no memory is handed out
+twice where ``PYTORCH_NO_CUDA_MEMORY_CACHING=1`` is set: reads beyond a row are then seen.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+import loft_hvd as loft
+from loft_hvd.aggregation import compute
+from loft_hvd.aggregation.fallback import BLOCK
+from loft_hvd.aggregation.rules import Rule
+from tests.support.gradients import assert_same_bits
+
+
+class Kernel(NamedTuple):
+    """A job that one kernel takes, and how many coordinates a block of it has at a time."""
+
+    name: str
+    coordinates: int
+    rows: int
+    rule: Rule
+    dtype: torch.dtype = torch.float32
+    weighted: bool = False
+
+
+KERNELS = [
+    Kernel("register, exact, wide", 512, 8, loft.Median()),
+    Kernel("register, exact, wide, trimmed", 512, 8, loft.TrimmedMean(2)),
+    Kernel("register, exact, 16 bits", 1024, 4, loft.TrimmedMean(1), torch.bfloat16),
+    Kernel("register, exact, 64 bits", 256, 5, loft.Median(), torch.float64),
+    Kernel("register, padded", 256, 20, loft.TrimmedMean(5)),
+    Kernel("register, padded, narrow", 128, 50, loft.Median()),
+    Kernel("two lanes", 64, 66, loft.Median()),
+    Kernel("two lanes, trimmed", 64, 70, loft.TrimmedMean(10)),
+    Kernel("any rule", 128, 6, loft.Phocas(2)),
+    Kernel("any rule, weighted", 128, 6, loft.MeanAroundMedian(2), weighted=True),
+    Kernel("shared", 32, 40, loft.Phocas(9)),
+    Kernel("shared, weighted", 32, 40, loft.TrimmedMean(9), weighted=True),
+    Kernel("mix, ranked", 256, 8, loft.Robust(2)),
+    Kernel("mix, ranked, 32 rows", 128, 20, loft.NNM(loft.TrimmedMean(4))),
+    Kernel("mix, one row", 256, 8, loft.MultiKrum(2)),
+    Kernel("mix, any rule", 128, 7, loft.NNM(loft.Phocas(2)), weighted=True),
+    Kernel("mix, shared", 32, 40, loft.Robust(9)),
+]
+
+
+def rows_for(kernel: Kernel, numel: int) -> torch.Tensor:
+    """Return finite rows [kernel.rows, numel] on the CPU."""
+    random = torch.Generator().manual_seed(numel)
+    return torch.randn(kernel.rows, numel, generator=random).to(kernel.dtype)
+
+
+def run_kernel(kernel: Kernel, device: str, *, numel: int) -> None:
+    """Run a kernel and those of diagnostics, and compare with the CPU's, bit by bit."""
+    rows = rows_for(kernel, numel)
+    weights = [1 + row % 3 for row in range(kernel.rows)] if kernel.weighted else None
+    found, seen = loft.diagnose(rows.to(device), kernel.rule, weights=weights, every=1)
+    wanted, said = loft.diagnose(rows, kernel.rule, weights=weights, every=1)
+    assert_same_bits(found.cpu(), wanted)
+    assert seen.num_outside == said.num_outside, kernel.name
+    # A row alone in its memory, with nothing of ours before and behind it.
+    alone = [row.to(device) for row in rows[:, 1:].clone()]
+    table = compute.measure_rows(alone)
+    np.testing.assert_array_equal(table, compute.measure_rows(list(rows[:, 1:])))
+
+
+def main(device: str = "cuda") -> int:
+    """Run each kernel on lengths with and without a tail."""
+    for kernel in KERNELS:
+        for numel in (1, 2 * kernel.coordinates + 7):
+            run_kernel(kernel, device, numel=numel)
+        sys.stdout.write(f"{kernel.name}: as on the CPU\n")
+        sys.stdout.flush()  # a sanitizer's words follow the kernel that they are about
+    run_kernel(KERNELS[0], device, numel=BLOCK + 5)  # two blocks of coordinates
+    sys.stdout.write(f"{len(KERNELS)} kernels\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

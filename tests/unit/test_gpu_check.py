@@ -1,0 +1,123 @@
+"""The script that checks all on a GPU: its steps, what it skips, and its archive."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import sys
+import tarfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from scripts import gpu_check
+from scripts.gpu_check import Machine, Step, check, main, steps_for
+
+WHOLE = Machine("python", "NVIDIA H200", "90", "/cuda/bin/nvcc", "/cuda/bin/sanitizer", "13.0")
+HOST = replace(WHOLE, gpu="", arch="", sanitizer="", torch_cuda="")
+
+
+def passes(step: Step, log: Path) -> str:
+    log.write_text(step.name)
+    return ""
+
+
+def results_in(folder: Path) -> dict[str, tuple[str, str]]:
+    found = json.loads((folder / "summary.json").read_text())
+    return {one["name"]: (one["result"], one["reason"]) for one in found}
+
+
+def test_steps_come_in_order_and_each_has_a_limit() -> None:
+    steps = steps_for(WHOLE, Path("/x"))
+    names = [step.name for step in steps]
+    assert names == ["machine", "build", "tests", "memcheck", "racecheck", "bench"]
+    assert all(0 < step.limit_s <= 1800 for step in steps)
+    assert not any(step.missing or step.lacks for step in steps)
+    assert sum(step.limit_s for step in steps) < 2 * 3600
+
+
+def test_kernels_are_built_for_the_gpu_that_is_here() -> None:
+    environ = steps_for(replace(WHOLE, arch="86"), Path("/x"))[1].environ
+    assert environ["LOFT_HVD_CUDA"] == "1"
+    assert environ["LOFT_HVD_CUDA_ARCHS"] == "86-real"
+
+
+def test_what_cannot_run_on_a_host_says_why(tmp_path: Path) -> None:
+    status = main(["--folder", str(tmp_path / "x")], look=lambda python: HOST, run=passes)
+    assert status == 2
+    found = results_in(tmp_path / "x")
+    no_device = "no GPU here: nvidia-smi names none; torch was built without CUDA"
+    assert found == {
+        "machine": ("passed", ""),
+        "build": ("passed", ""),
+        "tests": ("passed in part", no_device),
+        "memcheck": ("skipped", f"{no_device}; no compute-sanitizer beside nvcc or on PATH"),
+        "racecheck": ("skipped", f"{no_device}; no compute-sanitizer beside nvcc or on PATH"),
+        "bench": ("skipped", no_device),
+    }
+    with tarfile.open(tmp_path / "x.tar.gz") as archive:
+        names = {member.name for member in archive}
+    assert names == {"x", "x/summary.json", "x/0-machine.log", "x/1-build.log", "x/2-tests.log"}
+
+
+def test_all_passed_is_status_0(tmp_path: Path) -> None:
+    assert main(["--folder", str(tmp_path / "x")], look=lambda python: WHOLE, run=passes) == 0
+    # A second check takes the place of the first one.
+    assert main(["--folder", str(tmp_path / "x")], look=lambda python: WHOLE, run=passes) == 0
+
+
+def test_kernels_that_were_not_built_are_neither_sanitized_nor_timed(tmp_path: Path) -> None:
+    def fails(step: Step, log: Path) -> str:
+        return "exit status 1" if step.name == "build" else ""
+
+    status = main(["--folder", str(tmp_path / "x")], look=lambda python: WHOLE, run=fails)
+    assert status == 1
+    found = results_in(tmp_path / "x")
+    assert found["build"] == ("failed", "exit status 1")
+    assert found["tests"] == ("passed", "")
+    assert found["bench"] == ("skipped", "build has not passed")
+
+
+@pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM"])
+def test_an_interrupted_check_leaves_its_archive(tmp_path: Path, how: str) -> None:
+    def interrupted(step: Step, log: Path) -> str:
+        log.write_text("so far")
+        if step.name == "tests" and how == "SIGTERM":
+            signal.raise_signal(signal.SIGTERM)
+        if step.name == "tests" and how == "Ctrl-C":
+            raise KeyboardInterrupt  # as Python does, where the shell has not SIGINT ignored
+        return ""
+
+    with pytest.raises(KeyboardInterrupt):
+        main(["--folder", str(tmp_path / "x")], look=lambda python: WHOLE, run=interrupted)
+    with tarfile.open(tmp_path / "x.tar.gz") as archive:
+        assert "x/2-tests.log" in archive.getnames()
+
+
+def test_a_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("keep")
+    with pytest.raises(SystemExit):
+        main(["--folder", str(tmp_path)], look=lambda python: WHOLE, run=passes)
+    assert (tmp_path / "mine").read_text() == "keep"
+
+
+def test_a_step_is_run_with_its_variables_and_its_words_are_kept(tmp_path: Path) -> None:
+    code = "import os; print(os.environ['WORD']); raise SystemExit(3)"
+    step = Step("say", [sys.executable, "-c", code], 60.0, environ={"WORD": "hello"})
+    (finding,) = check([step], tmp_path, run=gpu_check._run)
+    assert (finding.result, finding.reason) == ("failed", "exit status 3")
+    assert (tmp_path / "0-say.log").read_text() == "hello\n"
+
+
+def test_a_step_over_its_limit_is_ended_with_what_it_started(tmp_path: Path) -> None:
+    step = Step("slow", ["sh", "-c", "sleep 600 & echo $!; sleep 600"], 1.0)
+    (finding,) = check([step], tmp_path, run=gpu_check._run)
+    assert (finding.result, finding.reason) == ("failed", "not done after 1 s")
+    child = int((tmp_path / "0-slow.log").read_text())
+    with contextlib.suppress(ProcessLookupError):  # it has ended and is reaped
+        ended, _, _ = select.select([os.pidfd_open(child)], [], [], 10.0)
+        assert ended
