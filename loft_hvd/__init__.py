@@ -41,6 +41,7 @@ from loft_hvd.balance.policies import Replay
 from loft_hvd.data.loader import DataLoader
 from loft_hvd.data.placement import Placement
 from loft_hvd.data.sampler import BatchSampler
+from loft_hvd.data.stream import StreamLoader
 from loft_hvd.errors import LoftError
 from loft_hvd.metrics import Metric, average
 from loft_hvd.optimizer.attach import attach
@@ -50,6 +51,7 @@ from loft_hvd.pipeline.allreduce import Handle, allreduce, allreduce_async
 from loft_hvd.pipeline.suspicion.tracker import Suspicion
 from loft_hvd.pipeline.suspicion.watch import Quarantine
 from loft_hvd.pipeline.wire import Compression
+from loft_hvd.report.export import ScalarFeed
 from loft_hvd.store.store import SampleStore
 
 __version__ = "0.1.0"
@@ -85,6 +87,8 @@ __all__ = [
     "Robust",
     "Rule",
     "SampleStore",
+    "ScalarFeed",
+    "StreamLoader",
     "Suspicion",
     "TrimmedMean",
     "aggregate",

@@ -36,6 +36,7 @@ VARIABLES = {  # of each field that a user sets
     "heartbeat_timeout_s": "LOFT_HVD_HEARTBEAT_TIMEOUT_S",
     "leave_s": "LOFT_HVD_LEAVE_S",
     "mesh": "LOFT_HVD_MESH",
+    "copies": "LOFT_HVD_COPIES",
 }
 
 _OF_THE_BUILD = (  # what setup.py and `make setup` read: no misspelt setting either
@@ -80,6 +81,9 @@ class Config:
     # Whether rules take connections of our own between all ranks (transport/mesh.py) where Horovod
     # runs on Gloo: "auto" where ranks are on several nodes, "on" on one node too, or "off".
     mesh: str = "auto"
+    # Whether ranks "compare" their copies of the parameters and the optimizer's state, or "ignore"
+    # what differs: in a script whose ranks differ on purpose.
+    copies: str = "compare"
     # What launchers tell.
     is_elastic: bool = False  # whether Horovod runs elastically
     local_ranks: int = 1  # on this node; 1 where nothing is told
@@ -152,6 +156,9 @@ class Config:
             ),
             leave_s=read("LEAVE_S", float, cls.leave_s, takes="seconds above 0"),
             mesh=read("MESH", one_of("auto", "on", "off"), cls.mesh, takes="auto, on or off"),
+            copies=read(
+                "COPIES", one_of("compare", "ignore"), cls.copies, takes="compare or ignore"
+            ),
             is_elastic=environ.get("HOROVOD_ELASTIC", "") == "1",
             local_ranks=_first_count(environ, _LOCAL_RANKS),
             ranks=_first_count(environ, _RANKS),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,14 @@ import torch
 from torch import Tensor
 
 from loft_hvd.aggregation.row_rules import Robust
-from loft_hvd.aggregation.rules import Mean, Rule
+from loft_hvd.aggregation.rules import Mean
 from loft_hvd.balance.balancer import Balancer
 from loft_hvd.config import config
 from loft_hvd.errors import ArgumentError, ArgumentTypeError
-from loft_hvd.optimizer.options import OptimizerOptions
-from loft_hvd.optimizer.wrapper import OptimizerWrapper
+from loft_hvd.optimizer.horovods import end_horovods, is_horovods, read_horovods
+from loft_hvd.optimizer.options import OptimizerOptions, check_passes
+from loft_hvd.optimizer.parameters import RuleChoice
+from loft_hvd.optimizer.wrapper import OptimizerWrapper, wrap
 from loft_hvd.pipeline.gradients import ReducerSettings, StepSource
 from loft_hvd.pipeline.momentum import LossScaler
 from loft_hvd.pipeline.selection import Scope
@@ -36,11 +39,12 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - the name and the arguments ar
     backward_passes_per_step: int = 1,
     op: Any = None,
     gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
     groups: int | Sequence[Sequence[Tensor]] | None = None,
     sparse_as_dense: bool = False,
     process_set: Any = None,
     *,
-    rule: Rule | None = None,
+    rule: RuleChoice | None = None,
     balancer: Balancer | None = None,
     bucket_bytes: int | None = None,
     scope: Scope | None = None,
@@ -55,31 +59,39 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - the name and the arguments ar
 ) -> OptimizerWrapper:
     """Wrap an optimizer so that gradients are reduced over ranks before each of its steps.
 
-    A superset of ``hvd.DistributedOptimizer``; make it on every rank alike, after ``hvd.init()``.
-    Gradients are exchanged while the backward pass still runs.
+    A superset of ``hvd.DistributedOptimizer``, whose arguments come first, in its order. Make it on
+    every rank alike, after ``hvd.init()``. Gradients are exchanged while the backward pass runs.
 
     Args:
-        optimizer: any optimizer that steps once per gradient (not L-BFGS).
+        optimizer: any optimizer that steps once per gradient (not L-BFGS). Also what
+            ``hvd.DistributedOptimizer`` returned, before its first step: its arguments are taken
+            over, its own reduction ends, and the object becomes the plain optimizer of its class.
         named_parameters: ``model.named_parameters()``; names appear in errors and must be equal
             on every rank. None names parameters by their place in the optimizer.
         compression: ``loft.Compression.none``, ``.fp16`` or ``.bf16``, one of Horovod's, or an
             object with ``compress`` and ``decompress``; what travels, not what is computed with.
         backward_passes_per_step: backward passes summed into one step, >= 1.
         op: ``hvd.Average`` (the default) or ``hvd.Sum``; ``Sum`` only with ``Mean``.
+            ``hvd.Adasum`` is not offered.
         gradient_predivide_factor: with ``Average`` and ``Mean``, what gradients are divided by
             before the sum and multiplied by after it.
+        num_groups: Horovod's older name of ``groups``, which goes before it.
         groups: a number of equal groups, or lists of parameters; each group is one bucket.
-        sparse_as_dense: make sparse gradients dense; they are refused otherwise.
+        sparse_as_dense: make sparse gradients dense on the way. Otherwise they travel as the rows
+            that ranks have touched, from the second step on, under ``Mean()``; a robust rule and
+            worker momentum refuse them.
         process_set: a ``hvd.ProcessSet``; other ranks step on their own gradients.
-        rule: how rows are aggregated, ``Mean()`` by default; a parameter group's own ``"rule"``
-            entry goes before it.
+        rule: how rows are aggregated, ``Mean()`` by default; or a rule for each pattern of
+            parameters' names, such as ``{"table.*": Mean(), "*": TrimmedMean(f=1)}``: the first
+            that fits counts (``*``, ``?`` and ``[abc]`` as in file names). A parameter group's own
+            ``"rule"`` entry goes before it.
         balancer: says how many samples each rank's gradient stands for; equal without one.
         bucket_bytes: most bytes sent together; None takes ``LOFT_HVD_BUCKET_BYTES``.
         scope: by which values rules that see rows, such as ``loft.Robust``, judge them: "shard", by
             the slice of a bucket that one rank aggregates; "model", by all values of the rule, so
             that results travel only after the backward pass; "auto", in shards at first, and over
             the model once a warning says that ranks' gradients differ lastingly. None is "auto"
-            with ``rule=loft.Robust(f)``, else "shard".
+            with a ``rule=`` that is or has ``loft.Robust(f)``, else "shard".
         audit: how many shard owners are audited a step, on average, 0 to 1: another rank computes
             1/16 of what one owner did again, and a bit that differs ends the job on every rank.
         over: None for a rule over ranks; "nodes", or the ranks of every group, for a plain mean
@@ -108,18 +120,45 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - the name and the arguments ar
         MismatchError: ranks disagree; names the rank and the field.
     """
     _check_kinds(optimizer, named_parameters, balancer)
-    if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:
-        raise ArgumentError(
-            f"backward_passes_per_step={backward_passes_per_step!r} must be a whole number >= 1"
+    if is_horovods(optimizer):
+        theirs = read_horovods(optimizer)
+        given = {
+            "compression": compression is not None,
+            "backward_passes_per_step": backward_passes_per_step != 1,
+            "op": op is not None,
+            "gradient_predivide_factor": gradient_predivide_factor != 1.0,
+            "num_groups": num_groups != 0,
+            "groups": groups is not None,
+            "sparse_as_dense": sparse_as_dense,
+            "process_set": process_set is not None,
+        }
+        if twice := [name for name, is_given in given.items() if is_given]:
+            raise ArgumentError(
+                f"DistributedOptimizer: {', '.join(twice)} is taken over from the "
+                "hvd.DistributedOptimizer that it wraps; give it there alone"
+            )
+        named_parameters = named_parameters or theirs.named_parameters
+        compression, op, groups = theirs.compression, theirs.op, theirs.groups
+        backward_passes_per_step = theirs.backward_passes_per_step
+        gradient_predivide_factor = theirs.gradient_predivide_factor
+        sparse_as_dense, process_set = theirs.sparse_as_dense, theirs.process_set
+    check_passes(backward_passes_per_step)
+    if num_groups != 0:
+        warnings.warn(  # Horovod's own sentence: scripts filter the warning by it
+            "Parameter `num_groups` has been replaced by `groups` and will be removed in v0.23.0.",
+            DeprecationWarning,
+            stacklevel=2,
         )
+        groups = num_groups if groups is None else groups
     settings = ReducerSettings(
         bucket_bytes=config().bucket_bytes if bucket_bytes is None else bucket_bytes,
         num_passes=backward_passes_per_step,
         is_sum=reduce_op_name(op) == "sum",
         predivide=float(gradient_predivide_factor),
         sparse_as_dense=sparse_as_dense,
+        needs_sparse=isinstance(optimizer, torch.optim.SparseAdam),
         wire=read_compression(compression),
-        scope=("auto" if isinstance(rule, Robust) else "shard") if scope is None else scope,
+        scope=_scope_for(rule) if scope is None else scope,
         audit=audit,
     )
     options = OptimizerOptions(
@@ -140,7 +179,15 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - the name and the arguments ar
         process_set=process_set,
         transport=transport,
     )
-    return OptimizerWrapper(options)
+    wrapper = wrap(options)
+    if is_horovods(optimizer):  # only now: where the wrap is refused, Horovod's goes on as it was
+        end_horovods(optimizer)
+    return wrapper
+
+
+def _scope_for(rule: object) -> Scope:
+    rules = rule.values() if isinstance(rule, Mapping) else [rule]
+    return "auto" if any(isinstance(each, Robust) for each in rules) else "shard"
 
 
 def _check_kinds(optimizer: object, named_parameters: object, balancer: object) -> None:
@@ -151,12 +198,10 @@ def _check_kinds(optimizer: object, named_parameters: object, balancer: object) 
             f"DistributedOptimizer: {type(optimizer).__name__} cannot be wrapped; it takes a "
             "torch.optim.Optimizer other than LBFGS (which steps by the local loss)"
         )
-    # Horovod makes a class of its own for each optimizer; its module is all they have in common.
-    if type(optimizer).__module__ == OptimizerWrapper.__module__:
+    if isinstance(optimizer, OptimizerWrapper):
         raise ArgumentTypeError(
-            "DistributedOptimizer: the optimizer is distributed already, by hvd or loft; gradients "
-            "would be averaged before the rule sees them. Give the torch optimizer itself, or keep "
-            "hvd.DistributedOptimizer and call loft.attach(optimizer, balancer)"
+            "DistributedOptimizer: the optimizer is distributed already, by loft; gradients would "
+            "be reduced before the rule sees them. Give the torch optimizer itself"
         )
     # Mixed up arguments: found here, before hooks raise in the middle of a backward pass.
     if balancer is not None and not isinstance(balancer, StepSource):

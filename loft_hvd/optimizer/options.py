@@ -14,8 +14,9 @@ from loft_hvd.aggregation.row_rules import Robust
 from loft_hvd.aggregation.rules import Custom, Mean, Rule
 from loft_hvd.balance.balancer import Balancer
 from loft_hvd.balance.plan import StepSizes
+from loft_hvd.config import config
 from loft_hvd.errors import ArgumentError, ArgumentTypeError
-from loft_hvd.optimizer.parameters import ReducedParameters, collect_parameters
+from loft_hvd.optimizer.parameters import ReducedParameters, RuleChoice, collect_parameters
 from loft_hvd.pipeline.gradients import ReducerSettings
 from loft_hvd.pipeline.momentum import LossScaler, WorkerMomentum, read_momentum
 from loft_hvd.pipeline.selection import check_scope
@@ -28,7 +29,14 @@ from loft_hvd.transport.default import default_transport
 from loft_hvd.transport.groups import Over
 from loft_hvd.transport.horovod import is_member
 
-__all__ = ["EqualBatches", "OptimizerOptions", "advised_momentum", "check_groups", "check_step"]
+__all__ = [
+    "EqualBatches",
+    "OptimizerOptions",
+    "advised_momentum",
+    "check_groups",
+    "check_passes",
+    "check_step",
+]
 
 _ADVISED_MOMENTUM = 0.9  # measured: ALIE costs a trimmed mean 5 points with it, 24 without
 
@@ -47,7 +55,7 @@ class OptimizerOptions:
     num_named_groups: int  # parameter groups that it had when it was wrapped
     # How gradients are reduced.
     groups: int | Sequence[Sequence[Tensor]] | None
-    rule: Rule
+    rule: RuleChoice
     settings: ReducerSettings
     # Who the workers are, and who watches them.
     over: Over
@@ -165,6 +173,7 @@ class OptimizerOptions:
             "option bucket_bytes": str(settings.bucket_bytes),
             "option compression": wire_name(settings.wire),
             "option sparse_as_dense": str(settings.sparse_as_dense),
+            "variable LOFT_HVD_COPIES": config().copies,
             "option balancer": "none" if balancer is None else str(balancer.global_batch_size),
             "option scope": self.settings.scope,
             "option audit": str(self.settings.audit),
@@ -187,7 +196,7 @@ class OptimizerOptions:
         if rank == 0 and before.path is not None:
             return EqualBatches(before)
         log = open_run_log(self.log_dir, rank=rank)
-        log.write("run", world_size=world_size)
+        log.write_run(world_size=world_size)
         return EqualBatches(log)
 
 
@@ -201,6 +210,12 @@ def advised_momentum(rules: Sequence[Rule], given: float | None) -> float:
     if given is not None:
         return read_momentum(given)
     return _ADVISED_MOMENTUM if any(isinstance(rule, Robust) for rule in rules) else 0.0
+
+
+def check_passes(passes: int) -> None:
+    """Raise ``ArgumentError`` unless so many backward passes can be one step."""
+    if not isinstance(passes, int) or isinstance(passes, bool) or passes < 1:
+        raise ArgumentError(f"backward_passes_per_step={passes!r} must be a whole number >= 1")
 
 
 def check_groups(param_groups: Sequence[dict[str, Any]], beta: float) -> None:

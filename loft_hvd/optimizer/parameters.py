@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -16,7 +17,12 @@ from loft_hvd.errors import ArgumentError, ArgumentTypeError, UsageError
 from loft_hvd.pipeline.buckets import ParameterSpec
 from loft_hvd.transport.agreement import digest
 
-__all__ = ["ReducedParameters", "check_none_thawed", "collect_parameters"]
+__all__ = ["ReducedParameters", "RuleChoice", "check_none_thawed", "collect_parameters"]
+
+_SHOWN = 8  # names in an error
+
+RuleChoice = Rule | Mapping[str, Rule | str]
+"""A rule for all parameters, or one for each pattern of their names; the first that fits counts."""
 
 
 @dataclass(frozen=True)
@@ -61,29 +67,37 @@ def collect_parameters(
     param_groups: Sequence[dict[str, Any]],
     named_parameters: Sequence[tuple[str, torch.nn.Parameter]] | None,
     *,
-    rule: Rule,
+    rule: RuleChoice,
     groups: int | Sequence[Sequence[Tensor]] | None,
     num_named_groups: int,
 ) -> ReducedParameters:
     """Find the parameters that take gradients, and say of each what it is called and ruled by.
 
-    A parameter group's ``"rule"`` (a rule or its text) goes before ``rule``. Groups from
-    ``num_named_groups`` on were added later: nobody has named their parameters.
+    A parameter group's ``"rule"`` (a rule or its text) goes before ``rule``, which may be one of
+    each pattern of names. Groups from ``num_named_groups`` on were added later: nobody has named
+    their parameters.
     """
     names = _names(param_groups, named_parameters, num_named_groups)
+    if isinstance(rule, Mapping):
+        _check_patterns(rule, [names[id(each)] for _, _, each in _places(param_groups)])
     rules: list[Rule] = []
     taken: list[tuple[torch.nn.Parameter, int]] = []  # and the index of its rule
     for param_group in param_groups:
-        own = param_group.get("rule", rule)
-        own = parse_rule(own) if isinstance(own, str) else own
-        if not isinstance(own, Rule):
-            raise ArgumentTypeError(
-                f"rule={own!r} is not a rule; give one such as loft.Median(), "
-                "loft.TrimmedMean(f=1), or loft.Custom(fn) for a function of yours"
-            )
-        if own not in rules:
-            rules.append(own)
-        taken += [(p, rules.index(own)) for p in param_group["params"] if p.requires_grad]
+        for parameter in param_group["params"]:
+            if not parameter.requires_grad:
+                continue
+            own = param_group.get("rule", rule)
+            if isinstance(own, Mapping):
+                own = _rule_by_name(own, names[id(parameter)])
+            own = parse_rule(own) if isinstance(own, str) else own
+            if not isinstance(own, Rule):
+                raise ArgumentTypeError(
+                    f"rule={own!r} is not a rule; give one such as loft.Median(), "
+                    "loft.TrimmedMean(f=1), or loft.Custom(fn) for a function of yours"
+                )
+            if own not in rules:
+                rules.append(own)
+            taken.append((parameter, rules.index(own)))
     if not taken:
         raise ArgumentError("DistributedOptimizer: no parameter requires a gradient")
     parameters = tuple(parameter for parameter, _ in taken)
@@ -106,6 +120,30 @@ def collect_parameters(
         for parameter, rule_index in taken
     )
     return ReducedParameters(parameters, specs, tuple(rules))
+
+
+def _rule_by_name(rule: Mapping[str, Rule | str], name: str) -> Rule | str:
+    """Return the rule of the first pattern that a parameter's name matches."""
+    for pattern, each in rule.items():
+        if fnmatchcase(name, pattern):
+            return each
+    raise ArgumentError(
+        f"rule= has no pattern for parameter {name!r}, only {', '.join(map(repr, rule))}; end it "
+        'with one for all others: "*": loft.Mean(), or a robust rule'
+    )
+
+
+def _check_patterns(rule: Mapping[str, Rule | str], names: Sequence[str]) -> None:
+    """Refuse a pattern that no parameter's name matches: it is misspelt, or there are no names."""
+    for pattern in rule:
+        if not isinstance(pattern, str):
+            raise ArgumentTypeError(f"rule=: pattern {pattern!r} must be a text such as 'table.*'")
+        if not any(fnmatchcase(name, pattern) for name in names):
+            shown = ", ".join(map(repr, names[:_SHOWN])) + ", ..." * (len(names) > _SHOWN)
+            raise ArgumentError(
+                f"rule=: no parameter's name matches {pattern!r}; names are {shown} (those of "
+                "named_parameters=model.named_parameters())"
+            )
 
 
 def check_none_thawed(

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from loft_hvd.config import config
 from loft_hvd.optimizer.parameters import ReducedParameters
 from loft_hvd.transport.agreement import check_agreement, digest
 from loft_hvd.transport.base import Channel
@@ -33,7 +34,7 @@ _ADVICE = (
     "Give every rank one start, before the first step: "
     "hvd.broadcast_parameters(model.state_dict(), root_rank=0) and "
     "hvd.broadcast_optimizer_state(optimizer, root_rank=0); later on let no rank change its copy "
-    "alone"
+    "alone. Where copies differ on purpose, start with LOFT_HVD_COPIES=ignore"
 )
 
 
@@ -93,7 +94,8 @@ class ReplicaCheck:
         self._batch = batch
         self._clock = clock
         self.num_steps = 0
-        self._next_look = 1.0  # the number of a step; infinity for none
+        # The number of a step; infinity for none.
+        self._next_look = math.inf if config().copies == "ignore" else 1.0
         self._next_parameter = 0
         self._looked_at, self._looked_after = clock(), 0  # the look before: time, steps by then
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from torch import Tensor
@@ -30,6 +30,7 @@ from loft_hvd.pipeline.suspicion.report import FEWEST_WATCHED, SuspicionReport
 from loft_hvd.pipeline.suspicion.spread import WARN_ABOVE, ParameterSpread, Spread
 from loft_hvd.pipeline.suspicion.tracker import Suspicion
 from loft_hvd.pipeline.suspicion.watch import Quarantine, Unwatched, WorkerWatch
+from loft_hvd.pipeline.suspicion.zeroed import ZeroedWatch
 from loft_hvd.runlog import MOST_ROWS, RunLog
 from loft_hvd.transport.agreement import check_agreement
 from loft_hvd.transport.base import Channel, Transport, mixes_devices
@@ -183,8 +184,12 @@ class GradientLog:
     def __init__(self, channel: Channel, found: ReducedParameters) -> None:
         pairs = zip(found.parameters, found.specs, strict=True)
         # A mean over ranks does not mind that they draw from different data.
-        robust = [p for p, spec in pairs if not isinstance(found.rules[spec.rule], Mean)]
-        self._spread = ParameterSpread(robust, channel)
+        robust = [
+            (p, spec.name) for p, spec in pairs if not isinstance(found.rules[spec.rule], Mean)
+        ]
+        parameters, names = [p for p, _ in robust], [name for _, name in robust]
+        self._spread = ParameterSpread(parameters, channel)
+        self.zeroed = ZeroedWatch(parameters, names, channel)
         self._num_steps = 0
         self._seen: tuple[object, ...] = ()  # each worker's standing in the newest line
 
@@ -195,6 +200,7 @@ class GradientLog:
             How far ranks lie apart for good, in the step that compares them, on all of them.
         """
         self._num_steps += 1
+        self.zeroed.step_reduced()
         if (spread := self._spread.step_reduced()) is not None:
             log.write("spread", **asdict(spread))
             watch.ranks_compared(are_apart=spread.usual > WARN_ABOVE)
@@ -216,6 +222,7 @@ class GradientLog:
 
     def detach(self) -> None:
         self._spread.detach()
+        self.zeroed.detach()
 
 
 class OptimizerWorld:
@@ -247,6 +254,7 @@ class OptimizerWorld:
         self._number = self._batches.num_worlds
         self.log = self._batches.log
         self._waited_s = 0.0
+        self._written: tuple[Rule, ...] = ()  # the rules in the log
         found = options.collect()
         if should_agree:
             self._agree(found)
@@ -254,7 +262,22 @@ class OptimizerWorld:
         self._workers = LoneWorker() if is_alone else Workers(self._channel(found), found, options)
         if momentum is not None and self.rank == 0:
             _advise_betas(options.optimizer.param_groups)
+        self._write_rules(found)
         self._lay_out(found)
+
+    def _write_rules(self, found: ReducedParameters) -> None:
+        """Write how gradients are aggregated from here on, and when somebody looks at them."""
+        if found.rules == self._written:
+            return
+        self._written = found.rules
+        note = self._workers.watch.report().note
+        self.log.write(
+            "rules",
+            rules=[str(rule) for rule in found.rules],
+            over=None if self._options.over is None else str(self._options.over),
+            watched_from=None if note else self.log.step + _LOOK_EVERY,
+            note=note,
+        )
 
     def _channel(self, found: ReducedParameters) -> Channel:
         return Channel(self._transport, found.name)
@@ -278,13 +301,18 @@ class OptimizerWorld:
             fields = own | self._options.fields()
             check_agreement(channel, fields, what="DistributedOptimizer", refusal=self.log.refusal)
 
-    def lay_out_anew(self) -> None:
-        """Take the parameters that there are now; every rank calls it alike, between two steps."""
+    def lay_out_anew(self, options: OptimizerOptions) -> None:
+        """Take the parameters that there are now, and options that differ in what buckets do alone.
+
+        Every rank calls it alike, between two steps.
+        """
         self.detach()
+        self._options = options
         found = self._options.collect()
         self._agree(found)
         # The workers stay, with what is known of them; the parameters' rules may be new.
         self._workers.check(found.rules)
+        self._write_rules(found)
         self._lay_out(found)
 
     def _lay_out(self, found: ReducedParameters) -> None:
@@ -379,7 +407,7 @@ class OptimizerWorld:
         self._waited_s = 0.0
 
     def report(self) -> SuspicionReport:
-        return self._workers.watch.report()
+        return replace(self._workers.watch.report(), zeroed=self._gradient_log.zeroed.found)
 
     def detach(self) -> None:
         """Take all hooks off the parameters."""
@@ -398,7 +426,7 @@ class IdleWorld:
         self.log = RunLog(None)
         self._error = error
 
-    def _ignore(self) -> None:
+    def _ignore(self, options: OptimizerOptions | None = None) -> None:
         """Lay out nothing, tell nobody."""
 
     lay_out_anew = step_ended = detach = _ignore

@@ -1,32 +1,47 @@
 """The optimizer that ``DistributedOptimizer`` returns: the user's, which reduces before it steps.
 
-It is a genuine ``torch.optim.Optimizer`` that owns nothing: state, parameter groups and hooks are
-the user's optimizer's own (``OptimizerProxy``). The wrapper's class says it lives in Horovod's
-optimizer module, which is how ``hvd.broadcast_optimizer_state`` tells optimizers whose ``step``
-communicates: it then calls the base class's ``step``, the proxy's, which must not.
+It is a genuine optimizer of the user's class that owns nothing: state, parameter groups and hooks
+are the user's optimizer's own (``OptimizerProxy``). Its class is made for it, as Horovod makes one:
+before there is an optimizer to wrap, none of torch's classes has a subclass here. The class says it
+lives in Horovod's optimizer module, which is how ``hvd.broadcast_optimizer_state`` tells optimizers
+whose ``step`` communicates: it then calls the base class's ``step``, the proxy's, which must not.
 """
 
 from __future__ import annotations
 
 import functools
+import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from loft_hvd.config import config
-from loft_hvd.errors import ArgumentError, LoftError, UsageError
-from loft_hvd.optimizer.options import OptimizerOptions, advised_momentum, check_groups, check_step
+from loft_hvd.errors import ArgumentError, ArgumentTypeError, LoftError, UsageError
+from loft_hvd.optimizer.horovods import HOROVODS_MODULE, users_class
+from loft_hvd.optimizer.options import (
+    OptimizerOptions,
+    advised_momentum,
+    check_groups,
+    check_passes,
+    check_step,
+)
 from loft_hvd.optimizer.workers import IdleWorld, OptimizerWorld
 from loft_hvd.pipeline.gradients import OutgoingHook, OutgoingHooks
 from loft_hvd.pipeline.momentum import STATE_KEY, check_state
 from loft_hvd.pipeline.suspicion.report import SuspicionReport
 
-__all__ = ["OptimizerProxy", "OptimizerWrapper"]
+__all__ = ["OptimizerProxy", "OptimizerWrapper", "wrap"]
+
+if TYPE_CHECKING:
+    _Optimizer = torch.optim.Optimizer  # which ``wrap`` brings in, with the user's class
+else:
+    _Optimizer = object
 
 # Attributes that torch's GradScaler sets on an optimizer whose fused step unscales by itself. It
 # looks for the step's arguments on the wrapper, but the user's optimizer is what reads them.
@@ -38,7 +53,7 @@ _NOT_BEGUN = (
 )
 
 
-class OptimizerProxy(torch.optim.Optimizer):
+class OptimizerProxy(_Optimizer):
     """Everything a ``torch.optim.Optimizer`` has, taken from the user's own."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -50,17 +65,28 @@ class OptimizerProxy(torch.optim.Optimizer):
             raise AttributeError(name)
         return getattr(self._optimizer, name)
 
+    # By ``object``: an optimizer's own __setattr__ is for its own attributes.
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OF_GRAD_SCALER:
+        if self._is_inner(name):
             setattr(self._optimizer, name, value)
         else:
-            super().__setattr__(name, value)
+            object.__setattr__(self, name, value)
 
     def __delattr__(self, name: str) -> None:
-        if name in _OF_GRAD_SCALER:
+        if self._is_inner(name):
             delattr(self._optimizer, name)
         else:
-            super().__delattr__(name)
+            object.__delattr__(self, name)
+
+    def _is_inner(self, name: str) -> bool:
+        """Say whether an attribute is the user's optimizer's, which then reads what is set."""
+        own = vars(self)
+        # Before there is an optimizer every name is the wrapper's; what it has from then stays so,
+        # and what its class has, such as the ``step`` that a learning-rate scheduler replaces.
+        if "_optimizer" not in own or name in own or hasattr(OptimizerWrapper, name):
+            return False
+        inner = self._optimizer
+        return name in _OF_GRAD_SCALER or name in vars(inner) or hasattr(type(inner), name)
 
     @property
     def state(self) -> Any:  # type: ignore[override]  # an attribute in the base class
@@ -136,10 +162,17 @@ class OptimizerProxy(torch.optim.Optimizer):
 
 
 class OptimizerWrapper(OptimizerProxy):
-    """The user's optimizer with reduced gradients; made by ``DistributedOptimizer``."""
+    """The user's optimizer with reduced gradients; made by ``wrap``."""
 
-    def __init__(self, options: OptimizerOptions) -> None:
-        super().__init__(options.optimizer)
+    def __init__(self, options: OptimizerOptions, *_: object) -> None:
+        if not isinstance(options, OptimizerOptions):
+            # Horovod makes a class below this one, and calls it with its own arguments.
+            raise ArgumentTypeError(
+                "hvd.DistributedOptimizer: the optimizer is distributed already, by "
+                "loft.DistributedOptimizer; turn them round: loft.DistributedOptimizer("
+                "hvd.DistributedOptimizer(optimizer, ...), rule=rule, balancer=balancer), or leave "
+                "hvd.DistributedOptimizer away"
+            )
         self._options = options
         self._outgoing = OutgoingHooks()  # they outlive worlds
         self._momentum = options.make_momentum()  # this rank's averages do, too
@@ -155,6 +188,8 @@ class OptimizerWrapper(OptimizerProxy):
             self._world = IdleWorld(options.find_transport(), error=_NOT_BEGUN)
         else:
             self._world = self._make_world(should_agree=not is_elastic)
+        # Last: from here on what the user's optimizer has by the name of an attribute is set there.
+        super().__init__(options.optimizer)
 
     def _make_world(self, *, should_agree: bool) -> OptimizerWorld | IdleWorld:
         transport = self._options.find_transport()
@@ -244,9 +279,12 @@ class OptimizerWrapper(OptimizerProxy):
             if not self._should_synchronize:
                 return
             warnings.warn(
-                "optimizer.step() called after optimizer.synchronize() without "
-                "optimizer.skip_synchronize(); the gradients are taken as they are, wrap step() "
-                "in `with optimizer.skip_synchronize()` to say so",
+                # The first sentences are Horovod's own: scripts filter the warning by them.
+                "optimizer.step() called without optimizer.skip_synchronize() context after "
+                "optimizer.synchronize(). This can cause training slowdown. You may want to "
+                "consider using optimizer.skip_synchronize() context if you use "
+                "optimizer.synchronize() in your code. Here the gradients are taken as they are, "
+                "and nothing is reduced again.",
                 stacklevel=3,
             )
             if not self._world.has_gradients:
@@ -271,9 +309,7 @@ class OptimizerWrapper(OptimizerProxy):
             "loss.backward() before each step, on every rank"
         )
 
-    def step(  # type: ignore[override]  # one signature for both of the base's overloads
-        self, closure: Callable[[], float] | None = None
-    ) -> float | None:
+    def reduce_and_step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Reduce the gradients, then take the user's optimizer's step.
 
         What a ``closure`` computes is reduced each time that the optimizer calls it.
@@ -292,7 +328,7 @@ class OptimizerWrapper(OptimizerProxy):
         self._world.step_ended()
         return result
 
-    step.hooked = True  # type: ignore[attr-defined]  # the user's own step runs the step hooks
+    reduce_and_step.hooked = True  # type: ignore[attr-defined]  # as the proxy's step
 
     def _evaluate(self, closure: Callable[[], float]) -> float:
         loss = closure()
@@ -320,11 +356,7 @@ class OptimizerWrapper(OptimizerProxy):
                 with, or another option does not suit them.
             UsageError: gradients are on their way.
         """
-        if self.world_size > 1 and self._world.has_gradients:
-            raise UsageError(
-                "optimizer.add_param_group() was called after loss.backward() but before "
-                "optimizer.step(): gradients are on their way; call it between steps"
-            )
+        self._check_between_steps("add_param_group")
         self._optimizer.add_param_group(param_group)
         try:
             self._check_advised()
@@ -332,7 +364,32 @@ class OptimizerWrapper(OptimizerProxy):
         except LoftError:
             self._optimizer.param_groups.pop()
             raise
-        self._world.lay_out_anew()
+        self._world.lay_out_anew(self._options)
+
+    def _check_between_steps(self, method: str) -> None:
+        if self.world_size > 1 and self._world.has_gradients:
+            raise UsageError(
+                f"optimizer.{method}() was called after loss.backward() but before "
+                "optimizer.step(): gradients are on their way; call it between steps"
+            )
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """Backward passes that are summed into one step."""
+        return self._options.settings.num_passes
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Sum another number of backward passes into a step, on every rank alike, between steps.
+
+        Raises:
+            ArgumentError: ``passes`` is no whole number >= 1.
+            UsageError: gradients are on their way.
+        """
+        check_passes(passes)
+        self._check_between_steps("set_backward_passes_per_step")
+        settings = replace(self._options.settings, num_passes=passes)
+        self._options = replace(self._options, settings=settings)
+        self._world.lay_out_anew(self._options)
 
     def _check_advised(self) -> None:
         """Raise where the rules that there are now advise another worker momentum than there is."""
@@ -382,6 +439,17 @@ class OptimizerWrapper(OptimizerProxy):
         """Return what is known of every worker: who was off, and how far; print it for a table."""
         return self._world.report()
 
+    def log_scalars(self, **values: float | Tensor) -> None:
+        """Write numbers of the script's own, such as ``loss=0.3``, to rank 0's run log, if any.
+
+        They are rank 0's values: for those of all ranks give what ``loft.average`` returned. A
+        tensor on a GPU is waited for.
+
+        Raises:
+            ArgumentTypeError: a value is no number; on every rank, not on rank 0 alone.
+        """
+        self._world.log.write_scalars(values)
+
     @property
     def rank(self) -> int:
         """This rank, or -1 outside the process set."""
@@ -393,5 +461,34 @@ class OptimizerWrapper(OptimizerProxy):
         return self._world.world_size
 
 
-# hvd.broadcast_optimizer_state compares this name, and then calls the base class's step.
-OptimizerWrapper.__module__ = "horovod.torch.optimizer"
+class _Inner:
+    """What a name of the user's class means: what it means for the user's optimizer."""
+
+    def __init__(self, kind: type, name: str) -> None:
+        self._kind, self._name = kind, name
+
+    def __get__(self, wrapper: OptimizerProxy | None, _: type) -> Any:
+        return getattr(self._kind if wrapper is None else wrapper._optimizer, self._name)
+
+
+def _free_nothing(_: OptimizerWrapper) -> None:
+    """Stand in for a user's ``__del__``: a wrapper owns nothing."""
+
+
+def wrap(options: OptimizerOptions) -> OptimizerWrapper:
+    """Return the optimizer of some options, wrapped; also an instance of its own class."""
+    kind = users_class(options.optimizer)
+    # A method of the user's class found on the wrapper would set attributes there, not where the
+    # user's optimizer looks for them.
+    own: dict[str, Any] = {
+        name: _Inner(kind, name)
+        for name in dir(kind)
+        if not name.startswith("__") and not hasattr(OptimizerWrapper, name)
+    }
+    # hvd.broadcast_optimizer_state compares the module, and then calls the base class's step.
+    own |= {"__module__": HOROVODS_MODULE, "step": OptimizerWrapper.reduce_and_step}
+    if hasattr(kind, "__del__"):  # it would free what is the user's optimizer's, which does so too
+        own["__del__"] = _free_nothing
+    bases = (OptimizerWrapper, kind)
+    made = types.new_class(kind.__name__, bases, exec_body=lambda names: names.update(own))
+    return cast("type[OptimizerWrapper]", made)(options)

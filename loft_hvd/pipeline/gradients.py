@@ -65,7 +65,8 @@ class ReducerSettings:
     num_passes: int = 1  # backward passes that are summed into one step
     is_sum: bool = False  # whether the result is a sum over ranks instead of an average
     predivide: float = 1.0  # what a mean divides by before the sum, and multiplies by after it
-    sparse_as_dense: bool = False  # sparse gradients are refused otherwise
+    sparse_as_dense: bool = False  # else sparse ones travel so under a mean, and are refused
+    needs_sparse: bool = False  # the optimizer takes sparse gradients only
     wire: Wire = Compression.none  # the format in which values travel
     scope: Scope = "shard"  # by which values rules that see rows judge them
     audit: float = 0.0  # audits of shard owners a step, on average; 0 for none
@@ -88,11 +89,17 @@ class Gradients:
         self,
         parameters: Sequence[torch.nn.Parameter],
         *,
-        sparse_as_dense: bool = False,
+        takes_sparse: Sequence[bool] | None = None,
+        needs_sparse: bool = False,
         momentum: WorkerMomentum | None = None,
     ) -> None:
         self._parameters = list(parameters)
-        self._sparse_as_dense = sparse_as_dense
+        # Which parameters may have a sparse gradient, to be made dense in its bucket, and of what
+        # sparse dimensions it was; 0 for one that was dense.
+        self._takes_sparse = takes_sparse or [False] * len(self._parameters)
+        self.sparse_dims = [0] * len(self._parameters)
+        # With what sparse dimensions gradients are handed out; 0 for dense ones.
+        self.handed_dims = [int(needs_sparse)] * len(self._parameters)
         self._momentum = momentum
         self._overflown: set[int] = set()
         self._taken: set[int] = set()
@@ -181,6 +188,9 @@ class Gradients:
         for slot in bucket.slots:
             parameter = self._parameters[slot.parameter]
             source, grad = _view(values, slot), parameter.grad
+            if sparse_dim := self.handed_dims[slot.parameter]:
+                parameter.grad = source.to(parameter.dtype).to_sparse(sparse_dim)
+                continue
             if _can_live_in(parameter, values):
                 if grad is None or not _is_same(grad, source):
                     parameter.grad = source
@@ -193,11 +203,17 @@ class Gradients:
     def _dense(self, slot: Slot, grad: Tensor) -> Tensor:
         if grad.layout == torch.strided:
             return grad
-        if not self._sparse_as_dense:
+        if not self._takes_sparse[slot.parameter]:
+            why, way_out = "a robust rule takes", "give its parameter group the rule loft.Mean()"
+            if self._momentum is not None:  # which no rule takes off
+                why = "worker momentum takes"
+                way_out = "use worker_momentum=0, with the rule loft.Mean() for its parameter group"
             raise ArgumentTypeError(
-                f"parameter {slot.name!r} has a {grad.layout} gradient; a rule aggregates dense "
-                "ones: pass sparse_as_dense=True, or use a layer with sparse=False"
+                f"parameter {slot.name!r} has a {grad.layout} gradient; {why} dense ones: pass "
+                f"sparse_as_dense=True, use a layer with sparse=False, or {way_out}"
             )
+        if grad.layout == torch.sparse_coo:
+            self.sparse_dims[slot.parameter] = grad.sparse_dim()
         return grad.to_dense()
 
     def warn_of_overflow(self, bucket: Bucket, values: Tensor, dtype: torch.dtype) -> None:

@@ -16,11 +16,18 @@ from loft_hvd.aggregation.rules import Mean, Rule
 from loft_hvd.balance.plan import StepSizes
 from loft_hvd.errors import UsageError
 from loft_hvd.pipeline.audit import Audit
-from loft_hvd.pipeline.buckets import Bucket, ParameterSpec, agree_on_order, lay_out
+from loft_hvd.pipeline.buckets import (
+    Bucket,
+    ParameterSpec,
+    accumulation_dtype,
+    agree_on_order,
+    lay_out,
+)
 from loft_hvd.pipeline.engine import Engine
 from loft_hvd.pipeline.gradients import Gradients, OutgoingHooks, ReducerSettings, StepSource
 from loft_hvd.pipeline.momentum import Ages, Blend, WorkerMomentum
 from loft_hvd.pipeline.ring import MakeExchange, Owners, Record, flat_exchange, is_engine_sum
+from loft_hvd.pipeline.sparse import agree_on_sparse, as_sparse, sum_sparse
 from loft_hvd.pipeline.suspicion.watch import Unwatched, WorkerWatch
 from loft_hvd.pipeline.weights import PassWeights, combine_passes, in_training
 from loft_hvd.pipeline.wire import Compression
@@ -64,8 +71,17 @@ class GradientReducer:
         self._watch = watch
         self._spec_rules = [rules[spec.rule] for spec in specs]
         self._momentum = momentum
+        # A sum over ranks may be sparse; rules and averages need all values.
+        self._may_be_sparse = [
+            isinstance(rule, Mean) and momentum is None and not settings.sparse_as_dense
+            for rule in self._spec_rules
+        ]
+        self._sparse: dict[int, int] = {}  # those that are, and their sparse dimensions
         self._gradients = Gradients(
-            parameters, sparse_as_dense=settings.sparse_as_dense, momentum=momentum
+            parameters,
+            takes_sparse=[settings.sparse_as_dense or may for may in self._may_be_sparse],
+            needs_sparse=settings.needs_sparse,
+            momentum=momentum,
         )
         self._outgoing = outgoing
         self._starting = threading.Lock()  # a bucket becomes ready once, whichever thread sees it
@@ -218,6 +234,8 @@ class GradientReducer:
                 self._blocked_s += time.monotonic() - began
 
     def _take(self, index: int) -> None:
+        if index in self._sparse:
+            return  # it travels after all buckets: their number is not that of its rows
         bucket, slot = self._places[index]
         weights = self._step_weights = self._weights()  # every pass of the step has begun
         if weights.present[self._transport.rank] or self._momentum is not None:
@@ -327,6 +345,10 @@ class GradientReducer:
             if self.audit is not None:
                 self.audit.step_reduced()
             self._watch.step_reduced(self._weights())
+            if self._arrivals is not None and any(self._may_be_sparse):
+                self._agree_on_sparse()
+            else:
+                self._reduce_sparse()
             self._hand_out()
             if self._arrivals is not None:
                 self._lay_out_as_ready(self._arrivals)
@@ -370,6 +392,37 @@ class GradientReducer:
             asked,
         )
 
+    def _agree_on_sparse(self) -> None:
+        """Learn which gradients are sparse on any rank; those leave their buckets."""
+        seen = zip(self._gradients.sparse_dims, self._may_be_sparse, strict=True)
+        dims = agree_on_sparse(self._channel, [dim if may else 0 for dim, may in seen])
+        self._sparse = {index: dim for index, dim in enumerate(dims) if dim}
+        for index, dim in self._sparse.items():
+            self._gradients.handed_dims[index] = dim
+
+    def _reduce_sparse(self) -> None:
+        """Reduce the gradients that are in no bucket."""
+        if not self._sparse:
+            return
+        num_ranks, weights = self._transport.world_size, self._weights()
+        is_present = weights.present[self._transport.rank]
+        sent = []
+        for index, dim in self._sparse.items():
+            parameter, rule = self.parameters[index], self._spec_rules[index]
+            # An absent rank sends no row: 0 times what it has may be NaN.
+            row = as_sparse(parameter.grad if is_present else None, parameter, dim)
+            row = row.to(accumulation_dtype(parameter.dtype))
+            scale = self._scale(rule, weights)
+            assert isinstance(scale, float)  # without momentum
+            if not is_engine_sum(rule, self._settings.wire):
+                scale /= num_ranks  # else it is in the scale: an engine only sums
+            sent.append(row if scale == 1.0 else row * scale)
+        sums = sum_sparse(self._channel, sent, name="rows")
+        factor = self._settings.predivide * (num_ranks if self._settings.is_sum else 1)
+        for index, total in zip(self._sparse, sums, strict=True):
+            parameter = self.parameters[index]
+            parameter.grad = (total if factor == 1.0 else total * factor).to(parameter.dtype)
+
     def _hand_out(self) -> None:
         for bucket in self.buckets:
             self._gradients.hand_out(bucket, self.engine.values(bucket.index))
@@ -378,6 +431,7 @@ class GradientReducer:
         """Lay the buckets out by the order in which gradients came in rank 0's first step."""
         self._arrivals = None
         order = agree_on_order(self._channel, arrivals, len(self.parameters))
+        order = tuple(index for index in order if index not in self._sparse)
         buckets = lay_out(self._specs, bucket_bytes=self._settings.bucket_bytes, order=order)
         if buckets != self.buckets:
             self.engine.close()

@@ -33,7 +33,7 @@ from loft_hvd.aggregation.compute import decide, measure_rows
 from loft_hvd.aggregation.inputs import counting_rows
 from loft_hvd.aggregation.mixing import Decided, Floats
 from loft_hvd.aggregation.row_rules import RowRule
-from loft_hvd.aggregation.rules import Rule
+from loft_hvd.aggregation.rules import Mean, Rule
 from loft_hvd.errors import ArgumentError, MismatchError
 from loft_hvd.pipeline.weights import PassWeights
 from loft_hvd.transport.base import Transport, Watch, Work
@@ -65,7 +65,8 @@ def check_scope(scope: str, rules: Sequence[Rule], *, what: str) -> None:
         raise ArgumentError(f'{what}: scope={scope!r} must be "shard", "model" or "auto"')
     if scope != "model":
         return
-    for rule in rules:
+    # A mean beside them judges nobody.
+    for rule in [rule for rule in rules if not isinstance(rule, Mean)] or rules:
         if not isinstance(rule, RowRule):
             reason = (
                 "what its function looks at is not known"

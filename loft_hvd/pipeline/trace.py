@@ -1,7 +1,8 @@
 """Where a step's time goes, as a Chrome trace: one lane for each bucket, or part of one.
 
 Open the file in https://ui.perfetto.dev or chrome://tracing. Times are microseconds of the
-machine's monotonic clock, so that files of ranks on one machine can be laid over each other.
+machine's monotonic clock, so that files of ranks on one machine can be laid over each other; when
+that clock began is in the file, so that Horovod's timeline can (``loft-hvd trace``).
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from pathlib import Path
 
 from loft_hvd.config import config
 
-__all__ = ["Lane", "Trace", "trace_of", "trace_to"]
+__all__ = ["BEGAN", "Lane", "Trace", "trace_of", "trace_to"]
 
 _logger = logging.getLogger(__name__)
+BEGAN = "clock_began_since_epoch_in_micros"  # the name that a file has it under
 _MOST_SPANS = 200_000  # some 30 MB of JSON
 
 
@@ -72,8 +74,10 @@ class Trace:
             }
             for name, at, began_s, ended_s in spans
         ]
+        began_us = round(1e6 * (time.time() - self.clock()))
+        whole = {"traceEvents": events, "otherData": {BEGAN: began_us}}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps({"traceEvents": events}) + "\n", encoding="utf-8")
+        self.path.write_text(json.dumps(whole) + "\n", encoding="utf-8")
         if self.num_left_out:
             _logger.warning(
                 "%s holds the first %d spans; %d later ones are left out",

@@ -120,8 +120,16 @@ def reduce_op_name(op: Any) -> str:
         return "average"
     if op == hvd.Sum:
         return "sum"
+    if op == hvd.Adasum:
+        raise ArgumentError(
+            "op=hvd.Adasum is not offered: it combines ranks' updates after each has taken a step "
+            "of its own, and here ranks combine gradients before the step; use hvd.Average, with "
+            "rule= for wrong workers, or keep hvd.DistributedOptimizer for Adasum"
+        )
+    names = ("Min", "Max", "Product")
+    name = next((f"hvd.{each}" for each in names if op == getattr(hvd, each, None)), repr(op))
     raise ArgumentError(
-        f"op={op!r} is not supported; it takes hvd.Average or hvd.Sum (for anything sturdier "
+        f"op={name} is not supported; it takes hvd.Average or hvd.Sum (for anything sturdier "
         "than a sum, pass rule=)"
     )
 

@@ -277,6 +277,7 @@ def test_arguments_are_checked(options: dict[str, Any], message: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
+@pytest.mark.whole
 @pytest.mark.parametrize("scope", ["shard", "model"])
 def test_honest_ranks_pass_two_thousand_audits(scope: str) -> None:
     rule = loft.Robust(1)

@@ -38,7 +38,7 @@ def test_the_interface_of_the_engine_is_known(environ: dict[str, str], interface
 
 
 def test_every_variable_of_ours_sets_its_field() -> None:
-    words = {"isa": "avx2", "mesh": "off"}
+    words = {"isa": "avx2", "mesh": "off", "copies": "ignore"}
     for field, variable in VARIABLES.items():
         assert Config.from_environ({variable: words.get(field, "7")}) != Config()
     # By launchers.

@@ -10,15 +10,32 @@ import pytest
 import torch
 
 import loft_hvd as loft
-from loft_hvd.errors import ArgumentError, ArgumentTypeError, LoftError, PlanError
+from loft_hvd.errors import ArgumentError, ArgumentTypeError, LoftError, PlanError, UsageError
 from tests.support.alone import ALONE, model, wrap
 
 UNTYPED: Any = loft  # calls that a type checker would refuse
 
 
-def horovod_like() -> torch.optim.Optimizer:
+# What an optimizer of Horovod's keeps.
+KEPT: dict[str, Any] = {
+    "_parameter_names": {},
+    "_compression": None,
+    "_groups": None,
+    "process_set": None,
+    "op": None,
+    "backward_passes_per_step": 1,
+    "gradient_predivide_factor": 1.0,
+    "sparse_as_dense": False,
+    "_grad_accs": [],
+    "_handles": {},
+    "_allreduce_delay": {},
+}
+
+
+def horovod_like(**kept: Any) -> torch.optim.Optimizer:
     kind = type("SGD", (torch.optim.SGD,), {"__module__": "horovod.torch.optimizer"})
     made: torch.optim.Optimizer = kind(model().parameters(), lr=0.1)
+    vars(made).update(kept)
     return made
 
 
@@ -31,7 +48,12 @@ def used_up() -> Any:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: wrap(horovod_like()), ArgumentTypeError, "distributed already"),
+        (lambda: wrap(horovod_like()), ArgumentTypeError, "no _parameter_names.* the torch opt"),
+        (lambda: wrap(horovod_like(_starting_models={})), ArgumentError, "Adasum .* not offered"),
+        (lambda: wrap(horovod_like(**KEPT, step=print)), UsageError, "step.. of .* was replaced"),
+        (lambda: wrap(horovod_like(**{**KEPT, "_handles": {1: 2}})), UsageError, "on their way"),
+        (lambda: wrap(horovod_like(**KEPT), op="sum"), ArgumentError, "op is taken over from"),
+        (lambda: type(wrap())([], None), ArgumentTypeError, "turn them round: loft.Distributed"),
         (lambda: wrap(wrap()), ArgumentTypeError, "distributed already"),
         (lambda: wrap(balancer=48), ArgumentTypeError, "of type int; give a loft.Balancer"),
         (lambda: wrap(rule=torch.median), ArgumentTypeError, "is not a rule; give one such as"),

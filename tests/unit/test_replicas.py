@@ -18,6 +18,7 @@ from loft_hvd.pipeline.buckets import ParameterSpec
 from loft_hvd.transport.base import Channel
 from loft_hvd.transport.local import LocalTransport, run_ranks
 from tests.support.training import make_data, make_model
+from tests.support.worlds import environment
 
 MODEL = make_model()  # one for all: threads share torch's random numbers
 
@@ -112,6 +113,11 @@ def test_a_copy_that_changes_later_is_found_now_and_then(monkeypatch: pytest.Mon
             train(transport, spoil=shift, at_step=2, num_steps=30)
 
     run_ranks(3, work)
+
+
+def test_copies_that_differ_on_purpose_train_on() -> None:
+    with environment(LOFT_HVD_COPIES="ignore"):
+        assert run_ranks(3, lambda end: train(end, spoil=reseed)) == [3] * 3
 
 
 def test_equal_copies_train_on() -> None:

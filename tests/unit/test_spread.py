@@ -58,6 +58,17 @@ def test_one_rank_apart_does_not_move_the_usual() -> None:
     assert found.ratios[3] > 10
 
 
+def test_the_figures_have_the_same_bits_in_whatever_order_values_are_added() -> None:
+    random = np.random.default_rng(1)
+    counts = np.array([50.0, 49.0, 50.0, 31.0])
+    sums = random.standard_normal((4, 512)) * 10.0 ** random.uniform(-3, 3, 512)
+    squares = sums**2 / counts[:, None] + random.uniform(0.1, 9, (4, 512))
+    found = lasting_differences(counts, sums, squares)
+    for _ in range(5):
+        order = random.permutation(512)
+        assert lasting_differences(counts, sums[:, order], squares[:, order]) == found
+
+
 def test_what_is_not_known_is_nan() -> None:
     nothing = np.zeros((3, 4))
     assert np.isnan(lasting_differences(np.zeros(3), nothing, nothing).usual)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,8 @@ import torch
 
 import loft_hvd as loft
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, UsageError
+from loft_hvd.optimizer.wrapper import OptimizerProxy
+from loft_hvd.runlog import read_run_log
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
 from tests.support.alone import model, wrap
 
@@ -45,6 +49,19 @@ def test_a_group_is_added_whole_or_not_at_all() -> None:
     first, second = run_ranks(2, work)
     assert first == second
     assert first[0] == pytest.approx(1.0 - 0.1 * 0.5)
+
+
+def test_the_run_log_tells_of_the_rule_that_a_group_brings(tmp_path: Path) -> None:
+    def work(transport: LocalTransport) -> None:
+        optimizer = wrap(transport=transport, log_dir=tmp_path)
+        for rule in (None, "median", "median"):  # no rule of its own, a new one, a known one
+            group = {"params": [torch.nn.Parameter(torch.ones(1))]}
+            optimizer.add_param_group(group | ({} if rule is None else {"rule": rule}))
+
+    run_ranks(2, work)
+    (path,) = tmp_path.iterdir()
+    lines = [entry for entry in read_run_log(path) if entry["kind"] == "rules"]
+    assert [line["rules"] for line in lines] == [["mean"], ["mean", "median"]]
 
 
 def test_a_closure_may_be_evaluated_twice_in_a_step() -> None:
@@ -140,6 +157,151 @@ def test_a_step_without_a_backward_pass_warns_once(does_backward: bool, says: st
         optimizer.step()
     assert [each.filename for each in told] == [__file__]
     optimizer.step()  # once: a second warning would be an error here
+
+
+class _Counting(torch.optim.SGD):
+    """With state of its own beside torch's."""
+
+    num_calls = 0
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.mode = "train"
+
+    @property
+    def is_training(self) -> bool:
+        return self.mode == "train"
+
+    def eval(self) -> None:
+        self.mode = "eval"
+        self.num_calls += 1
+
+
+def test_it_is_an_optimizer_of_the_users_class_whose_attributes_are_the_users() -> None:
+    inner = _Counting(model().parameters(), lr=0.1)
+    optimizer = wrap(inner)
+    assert isinstance(optimizer, _Counting)
+    assert type(optimizer).__name__ == "_Counting"
+    assert type(optimizer).num_calls == 0
+    optimizer.eval()
+    assert (inner.mode, inner.num_calls, optimizer.is_training) == ("eval", 1, False)
+    assert optimizer.num_calls == 1
+    assert "lr: 0.1" in repr(optimizer)
+
+
+class _Schedule(torch.optim.SGD):
+    """With an attribute, a property, and an attribute by a name of the wrapper's own."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.mode, self._warmup, self._momentum = "train", 0, 0.25
+
+    @property
+    def warmup(self) -> int:
+        return self._warmup
+
+    @warmup.setter
+    def warmup(self, steps: int) -> None:
+        self._warmup = steps
+
+
+def test_what_is_set_on_the_wrapper_is_set_where_the_users_step_reads_it() -> None:
+    inner = _Schedule(model().parameters(), lr=0.1)
+    optimizer = wrap(inner)
+    optimizer.mode, optimizer.warmup = "eval", 3
+    assert (inner.mode, inner._warmup) == (optimizer.mode, optimizer.warmup) == ("eval", 3)
+    del optimizer.mode
+    assert not hasattr(inner, "mode")
+    assert (inner._momentum, optimizer._momentum) == (0.25, None)  # a name that both have
+    optimizer.note = "a script's own"
+    assert not hasattr(inner, "note")
+
+
+def test_a_schedulers_step_is_the_wrappers() -> None:
+    inner = torch.optim.SGD(model().parameters(), lr=0.1)
+    optimizer = wrap(inner)
+    torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
+    assert "step" in vars(optimizer)
+    assert "step" not in vars(inner)
+
+
+class _Freeing(torch.optim.SGD):
+    """Owns memory that is freed once, and notes what is set on it."""
+
+    num_freed = 0
+    names: list[str]
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        object.__setattr__(self, "names", [])
+        super().__init__(*args, **options)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.names.append(name)
+        super().__setattr__(name, value)
+
+    def __del__(self) -> None:
+        _Freeing.num_freed += 1
+
+
+def test_the_users_methods_of_python_run_on_the_users_optimizer_alone() -> None:
+    inner = _Freeing(model().parameters(), lr=0.1)
+    optimizer = wrap(inner)
+    assert "_world" not in inner.names
+    del optimizer
+    gc.collect()
+    assert _Freeing.num_freed == 0
+    del inner
+    gc.collect()
+    assert _Freeing.num_freed == 1
+
+
+def test_no_class_of_ours_is_among_torchs_optimizers() -> None:
+    optimizer = wrap()
+    kinds = torch.optim.Optimizer.__subclasses__()
+    assert not [kind for kind in kinds if issubclass(kind, OptimizerProxy)]
+    assert not [kind for kind in kinds if kind.__module__.startswith("loft_hvd")]
+    assert type(optimizer) in torch.optim.SGD.__subclasses__()
+
+
+def test_the_passes_of_a_step_may_change_between_steps() -> None:
+    def work(transport: LocalTransport) -> list[float]:
+        weight = torch.nn.Parameter(torch.zeros(1))
+        optimizer = loft.DistributedOptimizer(
+            torch.optim.SGD([weight], lr=1.0), [("w", weight)], transport=transport
+        )
+        seen = []
+        for passes in (1, 3, 3, 2):
+            if passes != optimizer.backward_passes_per_step:
+                optimizer.set_backward_passes_per_step(passes)
+            optimizer.zero_grad()
+            for _ in range(passes):
+                (weight * (1.0 + transport.rank)).sum().backward()
+            with pytest.raises(
+                UsageError, match=r"set_backward_passes_per_step\(\) was called after"
+            ):
+                optimizer.set_backward_passes_per_step(4)
+            optimizer.step()
+            seen.append(float(weight.detach()))
+        with pytest.raises(ArgumentError, match="backward_passes_per_step=0 must be"):
+            optimizer.set_backward_passes_per_step(0)
+        return seen
+
+    assert run_ranks(2, work) == [[-1.5, -6.0, -10.5, -13.5]] * 2
+
+
+def test_num_groups_is_the_older_name_of_groups() -> None:
+    def names_of(**groups: Any) -> list[list[str]]:
+        def work(transport: LocalTransport) -> list[list[str]]:
+            optimizer = wrap(transport=transport, **groups)
+            return [[slot.name for slot in b.slots] for b in optimizer._world._reducer.buckets]
+
+        return run_ranks(2, work)[0]
+
+    with pytest.warns(DeprecationWarning, match="`num_groups` has been replaced by `groups`"):
+        assert names_of(num_groups=2) == names_of(groups=2)
+    with pytest.warns(DeprecationWarning, match="v0.23.0"):
+        assert names_of(num_groups=4, groups=2) == names_of(groups=2)
+    assert len(names_of(groups=2)) == 2
 
 
 def test_a_script_that_waits_clips_and_steps_is_not_warned() -> None:

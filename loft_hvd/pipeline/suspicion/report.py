@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["FEWEST_WATCHED", "SuspicionReport", "WorkerReport"]
+__all__ = ["FEWEST_WATCHED", "SuspicionReport", "WorkerReport", "ZeroedParameter"]
 
 FEWEST_WATCHED = 3  # of two workers nobody can say which one is off
 _HEAD = (
@@ -47,12 +47,33 @@ class WorkerReport:
 
 
 @dataclass(frozen=True)
+class ZeroedParameter:
+    """What a robust rule takes from a parameter for which few ranks have a gradient."""
+
+    name: str
+    num_touched: int  # coordinates for which any rank had a gradient that is not zero
+    num_zeroed: int  # those of them that are zero after the rule
+
+    @property
+    def share(self) -> float:
+        """Share of what was touched that is zero after the rule, 0 to 1."""
+        return self.num_zeroed / self.num_touched if self.num_touched else 0.0
+
+    def __str__(self) -> str:
+        """Return one line of the report."""
+        return f"{self.share:>8.1%} of {self.num_touched:>10} values  {self.name}"
+
+
+@dataclass(frozen=True)
 class SuspicionReport:
     """What is known of every worker; ``print`` it for a table."""
 
     num_steps: int  # optimizer steps so far
     workers: tuple[WorkerReport, ...]  # one a rank, or a group; empty where nobody is watched
     note: str = ""  # why nobody is watched, or empty
+    # Parameters that the rule zeroes where few ranks have a gradient, the largest share first; of
+    # the steps 1, 10, 50 and 200.
+    zeroed: tuple[ZeroedParameter, ...] = ()
 
     @property
     def named(self) -> tuple[WorkerReport, ...]:
@@ -61,7 +82,10 @@ class SuspicionReport:
 
     def __str__(self) -> str:
         """Return a table, one line a worker."""
-        if self.note:
-            return self.note
-        lines = [f"after {self.num_steps} steps:", _HEAD, *map(str, self.workers)]
+        lines = [self.note]
+        if not self.note:
+            lines = [f"after {self.num_steps} steps:", _HEAD, *map(str, self.workers)]
+        if self.zeroed:
+            lines.append("zero after the rule, of what any rank had a gradient for:")
+            lines += map(str, self.zeroed)
         return "\n".join(lines)

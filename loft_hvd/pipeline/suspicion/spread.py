@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -46,24 +47,38 @@ def lasting_differences(counts: Floats, sums: Floats, squares: Floats) -> Spread
     """Compare what ranks noted, coordinate by coordinate.
 
     ``counts`` are the steps that each rank noted, [world_size]; ``sums`` and ``squares`` add up the
-    differences from the aggregate and their squares, [world_size, num_values].
+    differences from the aggregate and their squares, [world_size, num_values]. The result has the
+    same bits on every machine: ranks decide by it.
     """
     with np.errstate(all="ignore"):
         steps = counts[:, None]  # [world_size, 1]
         means = sums / steps
         # The variance of one step, by steps - 1 (the mean is estimated, too), over all values.
-        noise = ((squares / steps - means**2) * steps / (steps - 1)).sum(axis=1)
+        noise = _row_sums((squares / steps - means**2) * steps / (steps - 1))
         usable = np.isfinite(noise) & (noise > 0) & (counts > 1)
         if usable.sum() < 2:
             return Spread((float("nan"),) * len(counts), float("nan"))
         # From the median rank: the aggregate itself may lean towards a faulty one.
-        apart = ((means - np.median(means[usable], axis=0)) ** 2).sum(axis=1)
+        apart = _row_sums((means - np.median(means[usable], axis=0)) ** 2)
         # What would lie between them without a lasting difference: both means are uncertain.
         error = noise / counts
-        by_chance = error + _MEDIAN_EFFICIENCY * error[usable].mean() / usable.sum()
+        by_chance = error + _MEDIAN_EFFICIENCY * math.fsum(error[usable]) / usable.sum() ** 2
         ratios = np.sqrt(np.maximum(apart - by_chance, 0.0) / noise)
     ratios = np.where(usable, ratios, np.nan)
     return Spread(tuple(ratios.tolist()), float(np.median(ratios[usable])))
+
+
+def _row_sums(rows: Floats) -> Floats:
+    """Return each row's sum, rounded once; NaN where a value is not finite."""
+    # numpy adds in an order of its own for each instruction set.
+    return np.array([_sum(row) if np.isfinite(row).all() else math.nan for row in rows])
+
+
+def _sum(row: Floats) -> float:
+    try:
+        return math.fsum(row)
+    except OverflowError:
+        return math.inf
 
 
 class SpreadWatch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import warnings
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import loft_hvd as loft
-from loft_hvd.errors import UsageError
+from loft_hvd.errors import AggregationError, ArgumentError, ArgumentTypeError, UsageError
 from tests.support.training import OPTIMIZERS, make_data, make_model, max_difference
 
 RULES = [loft.Mean(), loft.Median()]
@@ -94,9 +95,139 @@ def test_step_after_synchronize_without_skip_warns_and_does_not_reduce_twice() -
     backward(model)
     optimizer.synchronize()
     grads = grads_of(model)
-    with pytest.warns(UserWarning, match="skip_synchronize"):
+    horovods = r"optimizer\.step\(\) called without optimizer\.skip_synchronize\(\) context after"
+    with pytest.warns(UserWarning, match=horovods):
         optimizer.step()
     assert torch.equal(grads_of(model), grads)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.SparseAdam])
+@pytest.mark.parametrize("as_dense", [False, True])
+def test_sparse_gradients_are_reduced_as_horovods_are(kind: Any, as_dense: bool) -> None:
+    tables = [torch.nn.Embedding(10, 3, sparse=True) for _ in range(2)]
+    optimizers = []
+    for table, wrapper in zip(tables, (loft, hvd), strict=True):
+        torch.nn.init.ones_(table.weight)
+        inner = kind(list(table.parameters()), lr=0.1)
+        optimizers.append(wrapper.DistributedOptimizer(inner, sparse_as_dense=as_dense))
+    hvd.broadcast_optimizer_state(optimizers[0], root_rank=0)  # Horovod's own would count a step
+    for step in range(3):
+        rows = torch.tensor([step, hvd.rank(), 5, 5])
+        for table, optimizer in zip(tables, optimizers, strict=True):
+            optimizer.zero_grad()
+            (table(rows) ** 2).sum().backward()
+            optimizer.step()
+    torch.testing.assert_close(tables[0].weight, tables[1].weight, rtol=0, atol=1e-6)
+
+
+def unequal_sizes() -> list[int]:
+    """Return sizes of 8 samples a rank: 1 on the last, the rest of it on rank 0."""
+    sizes = [8] * hvd.size()
+    if hvd.size() > 1:
+        sizes[0], sizes[-1] = 15, 1
+    return sizes
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"compression": hvd.Compression.fp16},
+        {"backward_passes_per_step": 2},
+        {"op": hvd.Sum, "groups": 2},
+        {"gradient_predivide_factor": 2.0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("rule", [loft.Mean(), loft.Median()], ids=str)
+def test_wrapping_horovods_optimizer_is_the_direct_form(
+    options: dict[str, Any], rule: loft.Rule
+) -> None:
+    if not isinstance(rule, loft.Mean) and {"op", "gradient_predivide_factor"} & options.keys():
+        pytest.skip("a robust rule takes no sum and no predivide factor")
+    sizes = unequal_sizes()
+    x, y = make_data(sum(sizes)).tensors
+    begin = sum(sizes[: hvd.rank()])
+    mine = slice(begin, begin + sizes[hvd.rank()])
+    num_passes = options.get("backward_passes_per_step", 1)
+
+    def train(*, is_wrapping: bool) -> torch.nn.Module:
+        model = make_model()
+        balancer = loft.Balancer(sum(sizes), sizes)
+        inner = OPTIMIZERS["sgd"](model.parameters())
+        if is_wrapping:
+            horovods = hvd.DistributedOptimizer(inner, model.named_parameters(), **options)
+            before = type(horovods)
+            optimizer = loft.DistributedOptimizer(horovods, rule=rule, balancer=balancer)
+            assert (before is torch.optim.SGD, type(horovods)) == (False, torch.optim.SGD)
+        else:
+            optimizer = loft.DistributedOptimizer(
+                inner, model.named_parameters(), rule=rule, balancer=balancer, **options
+            )
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        for _ in range(4):
+            optimizer.zero_grad()
+            for _ in range(num_passes):
+                with balancer.step(sizes[hvd.rank()]):
+                    F.mse_loss(model(x[mine]), y[mine]).backward()
+            if is_wrapping:
+                assert not horovods._handles  # one reduction a step: Horovod's has not begun
+            optimizer.step()
+        return model
+
+    # Horovod may add up in another order where it fuses other tensors together.
+    assert max_difference(train(is_wrapping=True), train(is_wrapping=False)) <= 1e-6
+
+
+@pytest.mark.skipif("hvd.size() == 1", reason="one rank alone takes any f")
+def test_a_wrap_that_is_refused_leaves_horovods_optimizer_as_it_was() -> None:
+    model, theirs = make_model(), make_model()
+    horovods, same = [
+        hvd.DistributedOptimizer(OPTIMIZERS["sgd"](net.parameters()), net.named_parameters())
+        for net in (model, theirs)
+    ]
+    kind, nodes, delays = type(horovods), len(horovods._grad_accs), dict(horovods._allreduce_delay)
+    with pytest.raises(AggregationError, match="2\\*f < rows"):
+        loft.DistributedOptimizer(horovods, rule=loft.TrimmedMean(f=hvd.size()))
+    assert type(horovods) is kind
+    assert (len(horovods._grad_accs), horovods._allreduce_delay) == (nodes, delays)
+    for net, optimizer in ((model, horovods), (theirs, same)):
+        backward(net)
+        optimizer.step()
+    assert max_difference(model, theirs) <= 1e-6
+
+
+def test_wrapping_keeps_the_process_set() -> None:
+    everyone = hvd.ProcessSet(range(hvd.size()))
+    everyone.process_set_id = 0  # as Horovod numbers it
+    model = make_model()
+    sgd = OPTIMIZERS["sgd"](model.parameters())
+    horovods = hvd.DistributedOptimizer(sgd, process_set=everyone)
+    assert loft.DistributedOptimizer(horovods).world_size == hvd.size()
+
+
+def test_the_reverse_order_is_an_error_with_the_edit() -> None:
+    model = make_model()
+    ours = wrapped(model)
+    with pytest.raises(
+        ArgumentTypeError, match=r"turn them round: loft\.DistributedOptimizer\(hvd"
+    ):
+        hvd.DistributedOptimizer(ours, named_parameters=model.named_parameters())
+
+
+def test_arguments_are_horovods_own_in_its_order() -> None:
+    theirs = list(inspect.signature(hvd.DistributedOptimizer).parameters)
+    ours = inspect.signature(loft.DistributedOptimizer).parameters
+    assert list(ours)[: len(theirs)] == theirs
+    positional = [name for name, each in ours.items() if each.kind is each.POSITIONAL_OR_KEYWORD]
+    assert positional == theirs
+
+
+@pytest.mark.parametrize("name", ["Adasum", "Min"])
+def test_an_op_that_is_not_offered_is_refused_by_name(name: str) -> None:
+    sgd = torch.optim.SGD(make_model().parameters(), lr=0.1)
+    with pytest.raises(ArgumentError, match=f"op=hvd.{name} is not"):
+        loft.DistributedOptimizer(sgd, op=getattr(hvd, name))
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)

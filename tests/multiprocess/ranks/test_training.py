@@ -108,3 +108,36 @@ def test_rows_that_agree_train_as_one_process_under_every_rule() -> None:
             torch.nn.functional.mse_loss(net(x), y).backward()
             stepper.step()
     assert max_difference(alone, model) <= TOLERANCE
+
+
+@pytest.mark.parametrize("early", [0, -1])
+def test_streams_train_as_one_process_until_one_of_them_ends(early: int) -> None:
+    sizes, num_steps = sizes_for("uneven"), 5
+    data = make_data(hvd.size() * 100)
+    mine = [data[100 * hvd.rank() + at] for at in range(100)]
+    if hvd.rank() == early % hvd.size():
+        mine = mine[: (num_steps + 1) * sizes[hvd.rank()] - 1]
+    model, balancer = make_model(), loft.Balancer(GLOBAL_BATCH_SIZE, policy=sizes)
+    optimizer = loft.DistributedOptimizer(
+        OPTIMIZERS["sgd"](model.parameters()), model.named_parameters(), balancer=balancer
+    )
+    taken = 0
+    # Streams of 100 samples hold more shares than that of the rank whose stream ends early.
+    for x, y in loft.StreamLoader(mine, balancer):
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        taken += 1
+    assert taken == num_steps
+    alone = make_model()
+    plain = OPTIMIZERS["sgd"](alone.parameters())
+    for step in range(num_steps):
+        parts = [
+            data[100 * rank + step * size : 100 * rank + (step + 1) * size]
+            for rank, size in enumerate(sizes)
+        ]
+        plain.zero_grad()
+        x, y = (torch.cat(part) for part in zip(*parts, strict=True))
+        torch.nn.functional.mse_loss(alone(x), y).backward()
+        plain.step()
+    assert max_difference(model, alone) <= TOLERANCE
