@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from loft_hvd.balance.balancer_options import BalancerOptions, MaxBatch
 from loft_hvd.balance.batches import BatchQueue, plan_in_force
 from loft_hvd.balance.controller import write_decisions
 from loft_hvd.balance.interval import RankTimes
+from loft_hvd.balance.latency import Held
 from loft_hvd.balance.limits import assume_limits, meet
 from loft_hvd.balance.live import LivePlan
 from loft_hvd.balance.loft import DEAD_BAND
@@ -28,7 +30,7 @@ from loft_hvd.balance.stopwatch import make_device_clock
 from loft_hvd.codec import decode
 from loft_hvd.config import config
 from loft_hvd.errors import PlanError, UsageError
-from loft_hvd.runlog import open_run_log
+from loft_hvd.runlog import MOST_ROWS, open_run_log
 from loft_hvd.transport.agreement import check_agreement
 from loft_hvd.transport.base import Channel, Transport
 from loft_hvd.transport.default import default_transport
@@ -345,6 +347,17 @@ class Balancer:
         """
         return self._live.explain(verbose=verbose)
 
+    def log_scalars(self, **values: float | Tensor) -> None:
+        """Write numbers of the script's own, such as ``loss=0.3``, to rank 0's run log, if any.
+
+        They are rank 0's values: for those of all ranks give what ``loft.average`` returned. A
+        tensor on a GPU is waited for.
+
+        Raises:
+            ArgumentTypeError: a value is no number; on every rank, not on rank 0 alone.
+        """
+        self.log.write_scalars(values)
+
     def write_plans(self, path: str | Path) -> None:
         """Write every plan so far and why it was made, one JSON object a line, on rank 0 alone.
 
@@ -457,6 +470,20 @@ class Balancer:
         self._live.settle()  # a decision under way goes by what was known when it began
         self._options.policy.share_sources(source)
 
+    def share_held(self, held: Held) -> None:
+        """Take what ranks keep of the data set, as an iteration begins."""
+        self._live.settle()
+        self._options.policy.share_held(held)
+
+    def note_reads(self, reads: Sequence[Mapping[str, int]], *, epoch: int) -> None:
+        """Log what each rank read of a sample store in an epoch, [world_size], where it did."""
+        ranks = [{"rank": rank, **counts} for rank, counts in enumerate(reads)]
+        if ranks:
+            # Of many ranks those that had the least at hand.
+            most = sorted(ranks, key=lambda each: each["own"] - each["peer"] - each["source"])
+            shown = sorted(most[:MOST_ROWS], key=lambda each: each["rank"])
+            self.log.write("store", epoch=epoch, ranks=shown)
+
     def leave_step_out(self) -> None:
         """Leave the step that goes on, if one does, out of all times: it evaluates as well."""
         if self._live.timer.since_step_s() is not None:
@@ -483,7 +510,7 @@ class Balancer:
                 "ranks samples"
             )
         self.min_ranks = max(self.min_ranks, min_ranks)
-        self._live.num_passes = num_passes
+        self._live.take_passes(num_passes)
 
     def log_to(self, log_dir: str | Path) -> None:
         """Write the run log there, unless it is being written already."""

@@ -12,7 +12,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -157,6 +157,7 @@ class Controller:
         self._num_intervals = 0
         self._failure: str | None = None  # why the newest interval led to no plan
         self._interval: Interval | None = None
+        self._unsent: Decision | None = None  # of a loaded state, whose plan no rank had by then
 
     @property
     def plan(self) -> Plan:
@@ -202,6 +203,9 @@ class Controller:
         was observed since the last call, nothing is decided.
         """
         interval, self._interval = self._interval, None
+        if interval is not None and self._unsent is not None:  # the policy counts on it
+            made, self._unsent = replace(self._unsent, first_step=step), None
+            return self._add(made)
         if interval is None or self.plan_at(interval.step) != self.plan:
             return None
         if self.quarantine.is_active:  # the policy waits: it knows nothing of quarantines
@@ -271,9 +275,20 @@ class Controller:
         reason = f"{proposal.reason}; no rank may have more than {self.max_sizes} sizes in a run"
         return Proposal(sizes, reason)
 
-    def forget_after(self, plan_id: int) -> None:
-        """Drop plans that never reached the ranks: a state was saved while one was on its way."""
+    def send_again_after(self, plan_id: int) -> None:
+        """Have a plan that never reached the ranks come with the next interval.
+
+        A state was saved while it was on its way. One beyond limits found since is dropped.
+        """
+        unsent = [made for made in self.history if made.plan_id > plan_id]
         self.history = [made for made in self.history if made.plan_id <= plan_id]
+        caps = self.task.bounds.cap.tolist()
+        fitting = [
+            made
+            for made in unsent
+            if all(size <= cap for size, cap in zip(made.sizes, caps, strict=True))
+        ]
+        self._unsent = fitting[0] if fitting else None
 
     def explain(self, *, verbose: bool = False) -> str:
         """Say in plain words what is planned, why, and what was not believed.
@@ -307,7 +322,7 @@ class Controller:
         """Return what ``state_dict`` says."""
         return ControllerState(
             made_for=self._made_for,
-            history=self.history,
+            history=[*self.history, *([] if self._unsent is None else [self._unsent])],
             num_intervals=self._num_intervals,
             quarantine=self.quarantine,
             discarded=[(rank, why, n) for (rank, why), n in sorted(self.discarded.items())],
@@ -333,5 +348,5 @@ class Controller:
             )
         self.policy.load_state_dict(saved.learnt)  # first: it refuses what it cannot read
         self.history, self._num_intervals = list(saved.history), saved.num_intervals
-        self.quarantine = saved.quarantine
+        self.quarantine, self._unsent = saved.quarantine, None
         self.discarded = Counter({(rank, why): n for rank, why, n in saved.discarded})

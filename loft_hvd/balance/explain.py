@@ -28,6 +28,7 @@ class SlowRank:
     rank: int
     ratio: float  # its own work a step over the median rank's
     cause: str  # "fetch" or "compute", whichever is further above the median rank's
+    share: float  # of a step that would be saved without it and all slower ones
 
 
 def find_slow(times: Sequence[RankTimes]) -> tuple[SlowRank, ...]:
@@ -40,15 +41,24 @@ def find_slow(times: Sequence[RankTimes]) -> tuple[SlowRank, ...]:
     compute = statistics.median(time.compute_s for time in measured)
     error = statistics.median(time.busy_error_s for time in measured)
     step_s = max(time.wall_s for time in measured)
-    slow = []
-    for time in measured:
+    longest_s = max(time.busy_s for time in measured)
+    found: list[RankTimes] = []
+    for time in sorted(measured, key=lambda each: (-each.busy_s, each.rank)):
         errors = _SLOW_ERRORS * math.hypot(time.busy_error_s, error)
         least = max((_SLOW_RATIO - 1.0) * busy, _SLOW_SHARE * step_s, errors)
         if busy > 0 and time.busy_s - busy > least:
-            is_fetch = time.stall_s - stall > time.compute_s - compute
-            cause = "fetch" if is_fetch else "compute"
-            slow.append(SlowRank(time.rank, time.busy_s / busy, cause))
-    return tuple(sorted(slow, key=lambda entry: -entry.ratio))
+            found.append(time)
+    slow = []
+    for number, time in enumerate(found):
+        is_fetch = time.stall_s - stall > time.compute_s - compute
+        # Of several slow ranks the next one hides what the first costs: each goes on from what
+        # those before it would save.
+        names = {each.rank for each in found[: number + 1]}
+        rest_s = max(each.busy_s for each in measured if each.rank not in names)
+        share = (longest_s - rest_s) / step_s if step_s > 0 else 0.0
+        cause = "fetch" if is_fetch else "compute"
+        slow.append(SlowRank(time.rank, time.busy_s / busy, cause, share))
+    return tuple(slow)
 
 
 def describe(times: Sequence[RankTimes]) -> str:
@@ -87,19 +97,14 @@ def _describe_waits(times: Sequence[RankTimes]) -> list[str]:
             f"{1e3 * step_s:.1f} ms on average, {waited_s / step_s:.0%}"
         )
     by_rank = {time.rank: time for time in times}
-    rest_s = longest_s
     for number, entry in enumerate(slow):
         why = f"its own work takes {entry.ratio:.2f}x the median rank's"
         if entry.cause == "fetch" and by_rank[entry.rank].remote > 0:
             why += f"; {by_rank[entry.rank].remote:.1f} samples a batch come from elsewhere"
-        # Of several slow ranks the next one hides what the first costs: each line goes on from
-        # what those above it would save.
-        names = {each.rank for each in slow[: number + 1]}
-        rest_s = max(time.busy_s for time in measured if time.rank not in names)
         line = f"rank {entry.rank} is slow: {entry.cause} ({why})"
         if step_s > 0:
             so_far = "without it" if number == 0 else "without it and those above"
-            line += f"; {so_far} a step would be {(longest_s - rest_s) / step_s:.1%} shorter"
+            line += f"; {so_far} a step would be {entry.share:.1%} shorter"
         lines.append(line)
     if not slow:
         lines.append("no rank is slow")
@@ -185,12 +190,17 @@ def summarise_fit(fit: Fit) -> str:
     return known + " (explain(verbose=True) lists the models)"
 
 
-def fit_record(fit: Fit, ranks: Sequence[int]) -> list[dict[str, Any]]:
-    """Return what a fit says of some ranks, JSON-able: terms in seconds, an entry a rank."""
+def fit_record(fit: Fit, ranks: Sequence[int], *, sizes: Sequence[int]) -> list[dict[str, Any]]:
+    """Return what a fit says of some ranks, JSON-able: terms in seconds, an entry a rank.
+
+    ``predicted_s`` is its own work on a batch of ``sizes`` [world_size]; NaN where no model fits.
+    """
     model = fit.model
+    predicted = np.where(fit.is_poor, np.nan, model.times(sizes))
     return [
         {
             "rank": rank,
+            "predicted_s": float(predicted[rank]),
             **{term: float(getattr(model, term)[rank]) for term in _TERMS},
             "knee": float(fit.knee[rank]),
             "overlap": float(model.overlap[rank]),

@@ -31,7 +31,7 @@ import numpy.typing as npt
 from loft_hvd.balance.plan import Floats, Ints
 from loft_hvd.errors import ArgumentError
 
-__all__ = ["Curves", "StepModel", "queued_samples", "typical_longest"]
+__all__ = ["Curves", "Held", "StepModel", "queued_samples", "typical_longest"]
 
 _NO_TERMS = ("source", "aggregate_s", "is_coupled")
 _POINTS = 96  # of an integral over time
@@ -256,6 +256,15 @@ class Curves:
 
 
 @dataclass(frozen=True)
+class Held:
+    """What ranks keep of the data set, known before it is measured."""
+
+    shares: tuple[float, ...]  # of all samples that each rank holds itself, [world_size]
+    num_samples: int  # of the data set
+    sample_bytes: float  # of a usual one, 0 where none is known
+
+
+@dataclass(frozen=True)
 class StepModel:
     """The latency model of every rank, in seconds; each array is [world_size]."""
 
@@ -320,6 +329,15 @@ class StepModel:
     def world_size(self) -> int:
         """Number of ranks."""
         return len(self.source)
+
+    def holding(self, hits: Floats) -> StepModel:
+        """Return the model of ranks that hold at least ``hits`` samples of a global batch now.
+
+        What was measured is of caches that have grown since. Both are [world_size].
+        """
+        known = np.where((self.hit_share < 1) & (hits > 0), 0.0, self.hits)  # a share was measured
+        share = np.where(hits > 0, 1.0, self.hit_share)
+        return replace(self, hits=np.maximum(known, hits), hit_share=share)
 
     def local(self, sizes: Floats) -> Floats:
         """Return the expected local samples of batches ``sizes``, both [..., world_size]."""

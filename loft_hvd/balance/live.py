@@ -371,8 +371,9 @@ class LivePlan:
     def write_head(self) -> None:
         """Begin the log with what is trained, and how."""
         self._log.step = self.num_steps
-        self._log.write(
-            "run",
+        self._log.write_run(
+            times_at=self.schedule.at,
+            num_passes=self.num_passes,
             world_size=len(self._limits),
             global_batch_size=self._options.global_batch_size,
             policy=self._options.policy.text,
@@ -384,6 +385,15 @@ class LivePlan:
     def _write_plans(self) -> None:
         for plan in self.history:
             self._log.write("plan", **asdict(plan))
+
+    def _write_schedule(self) -> None:
+        self._log.write("schedule", times_at=self.schedule.at, num_passes=self.num_passes)
+
+    def take_passes(self, num_passes: int) -> None:
+        """Count so many backward passes, each of a batch, to an optimizer step."""
+        if num_passes != self.num_passes:
+            self.num_passes = num_passes
+            self._write_schedule()
 
     def settle(self) -> None:
         """Wait until nothing works on the policy, the controller or the archive.
@@ -398,7 +408,8 @@ class LivePlan:
 
     def go_on_from(self, older: LivePlan) -> None:
         """Take over what outlives a world: what devices took, and what was plugged in."""
-        self.num_passes, self.timer.device_clock = older.num_passes, older.timer.device_clock
+        self.take_passes(older.num_passes)
+        self.timer.device_clock = older.timer.device_clock
         self._archive = older._archive
         self._recall()
 
@@ -476,7 +487,8 @@ class LivePlan:
     def _counts(self) -> bool:
         """Say whether the step that ends now shows what the newest plan's steps take."""
         trained = self._batches.trained
-        if trained is None or trained.sizes != self.plan.sizes:  # such as an epoch's last batch
+        # Others are such as an epoch's last batch.
+        if trained is None or (trained.planned or trained.sizes) != self.plan.sizes:
             return False
         return trained.step >= self.plan.first_step + SETTLE_STEPS * self.num_passes
 
@@ -542,6 +554,7 @@ class LivePlan:
         work = partial(
             self._work,
             report,
+            since=self.schedule.at - self.schedule.interval,
             step=self._batches.next_step - 1,
             sizes=self.plan.sizes,  # what was measured: counted steps are those of the newest plan
             num_steps=self.num_steps,
@@ -554,6 +567,7 @@ class LivePlan:
         self,
         report: Report,
         *,
+        since: int,
         step: int,
         sizes: Sizes,
         num_steps: int,
@@ -561,34 +575,48 @@ class LivePlan:
     ) -> _Decided:
         """Take in an interval, beside training; on rank 0 also log its times, and decide on it.
 
-        It ended with ``step``, after ``num_steps`` optimizer steps, and had these sizes. A plan
-        comes into force at ``first_step``; None is for no decision.
+        It began after ``since`` optimizer steps, ended with ``step``, after ``num_steps`` of them,
+        and had these sizes. A plan comes into force at ``first_step``; None is for no decision.
         """
         interval = report.screened(step=step, sizes=sizes)  # once for all that look at it
         if interval is not None:
             self._archive.add(self._limits.keys, interval)
-        self._log_times(report, num_steps)
+        self._log_times(report, num_steps, since=since)
         controller = self._own_controller
         if controller is None or interval is None or first_step is None:
             return None, lambda: None
         controller.observe(interval)
-        return controller.decide(first_step), partial(self._note, controller, report, num_steps)
+        plan = controller.decide(first_step)
+        made = None if plan is None else controller.history[-1]
+        return plan, partial(self._note, controller, report, num_steps, made)
 
-    def _note(self, controller: Controller, report: Report, step: int) -> None:
+    def _note(
+        self, controller: Controller, report: Report, step: int, made: Decision | None
+    ) -> None:
         """Log what rank 0's controller makes of an interval, once it has decided."""
         if self._log.path is None:
             return
-        fit = controller.policy.fit
+        if made is not None:
+            self._log.write("decision", step=step, **asdict(made))
+        fit, plan = controller.policy.fit, controller.plan
         if fit is not None:
-            ranks = ranks_to_log(report.times, most=MOST_ROWS)
-            self._log.write("fit", step=step, ranks=fit_record(fit, ranks))
+            shown = ranks_to_log(report.times, most=MOST_ROWS)
+            is_known = not fit.is_poor.any()
+            self._log.write(
+                "fit",
+                step=step,
+                plan_id=plan.plan_id,
+                predicted_s=fit.gain(plan.sizes, plan.sizes).now_s if is_known else None,
+                ranks=fit_record(fit, shown, sizes=plan.sizes),
+            )
         self._log.write("explain", step=step, text=controller.explain())
 
-    def _log_times(self, report: Report, num_steps: int) -> None:
+    def _log_times(self, report: Report, num_steps: int, *, since: int) -> None:
         if report.is_measured and self._log.path is not None:
             ranks = ranks_to_log(report.times, most=MOST_ROWS)
             shown = [asdict(report.times[rank]) for rank in ranks]
-            self._log.write("times", step=num_steps, num_ranks=len(report.times), ranks=shown)
+            num_ranks = len(report.times)
+            self._log.write("times", step=num_steps, since=since, num_ranks=num_ranks, ranks=shown)
 
     def _take_plan(self) -> None:
         """Take what rank 0 has planned, if it is under way; refuse what must not be followed."""
@@ -661,7 +689,7 @@ class LivePlan:
         is_same = can_go_on(saved, self._limits, self._options, warns=self._transport.rank == 0)
         if is_same and self._controller is not None and saved.controller is not None:
             self._controller.go_on(saved.controller)  # first: it may refuse
-            self._controller.forget_after(saved.history[-1].plan_id)
+            self._controller.send_again_after(saved.history[-1].plan_id)
         self._exchange.forget()
         self._archive.take(saved.measured)
         if is_same:
@@ -673,4 +701,5 @@ class LivePlan:
         self.num_steps = self._log.step = saved.num_steps
         self._write_plans()
         self.schedule.follow(self.num_steps, self.schedule.interval)
+        self._write_schedule()
         self._is_compared = False

@@ -31,7 +31,7 @@ import numpy.typing as npt
 from loft_hvd.balance.explain import describe_fit, summarise_fit
 from loft_hvd.balance.fit import Fit, Fitter, Gain, Past
 from loft_hvd.balance.interval import Interval
-from loft_hvd.balance.latency import typical_longest
+from loft_hvd.balance.latency import Held, StepModel, typical_longest
 from loft_hvd.balance.plan import (
     Bools,
     Bounds,
@@ -78,6 +78,9 @@ _MOST_DRIFT = 4.0  # how much slower ranks may say the cluster has become
 
 # Ranks and sources up to which ``explain`` proves how good sizes are: it takes 0.05 s a source.
 _MOST_BOUNDED = 64, 4
+# Ranks that ``explain`` names whose budget is worth enlarging, and what it must save of a step: as
+# much as the dead band asks of a change.
+_MOST_BUDGETS, _WORTH_A_BUDGET = 3, 0.03
 
 _PerRank = Annotated[list[Count], Shape("world_size")]
 
@@ -312,9 +315,19 @@ class Loft(Policy):
         self._dead_band, self._solver = dead_band, solver
         self._source = None if source is None else np.asarray(source)
         self._told: Sequence[int] = ()  # of each rank, by a loader
+        self._held: Held | None = None  # likewise
 
     def share_sources(self, source: Sequence[int]) -> None:
         self._told = source
+
+    def share_held(self, held: Held) -> None:
+        self._held = held
+
+    def _holding(self, model: StepModel) -> StepModel:
+        """Return the model with what ranks are known to keep, if they are those of this world."""
+        if self._held is None or len(self._held.shares) != model.world_size:
+            return model
+        return model.holding(np.array(self._held.shares) * self.task.global_batch_size)
 
     @property
     def _shared(self) -> npt.ArrayLike:
@@ -372,7 +385,8 @@ class Loft(Policy):
         left_over = max(interval.step_s - busy_s, 0.0)
         before = left_over if np.isnan(state.aggregate_s) else state.aggregate_s
         state.aggregate_s = before + 0.3 * (left_over - before)  # over about three intervals
-        fit = replace(fit, model=replace(fit.model, aggregate_s=state.aggregate_s))
+        model = self._holding(replace(fit.model, aggregate_s=state.aggregate_s))
+        fit = replace(fit, model=model)
         self._fit = fit
         if not self.is_adaptive:
             state.note = "sizes are not changed: the policy only reports"
@@ -518,7 +532,7 @@ class Loft(Policy):
         lines = [f"policy {self.name}: {self.state.note}"]
         if self._fit is not None:
             lines.append(summarise_fit(self._fit))
-        lines += self._say_bound()
+        lines += self._say_bound() + self._say_budgets()
         if verdicts.num_misses:
             lines.append(f"{verdicts.num_misses} plans made steps longer and were undone")
         lines += [
@@ -543,6 +557,40 @@ class Loft(Policy):
             return [line]
         least = least_s(model, self.task.global_batch_size, limits)
         return [f"{line}, and no sizes within the present limits bring it below {least:.3g} s"]
+
+    def _say_budgets(self) -> list[str]:
+        """Say which ranks would save most if they could keep all samples that they compute."""
+        held, found = self._held, self._found
+        if held is None or self._fit is None or found is None:
+            return []
+        model, (sizes, limits) = self._fit.model, found
+        if len(held.shares) != model.world_size or model.world_size > _MOST_BOUNDED[0]:
+            return []
+        batch = np.array(sizes, dtype=np.float64)
+        local, now_s = model.local(batch), model.step_s(sizes)
+        saved: list[tuple[float, str]] = []
+        for rank in np.flatnonzero(local < batch - 0.5).tolist():
+            is_it = np.arange(model.world_size) == rank
+            more = replace(
+                model,
+                hits=np.where(is_it, np.inf, model.hits),
+                hit_share=np.where(is_it, 1.0, model.hit_share),
+            )
+            then = SOLVERS[self._solver](more, self.task.global_batch_size, limits)
+            share = 1.0 - more.step_s(then) / now_s
+            if share < _WORTH_A_BUDGET:
+                continue
+            per_batch = then[rank] - local[rank]
+            num_more = per_batch / self.task.global_batch_size * held.num_samples
+            size = num_more * held.sample_bytes / 2**20
+            room = f"{num_more:,.0f} samples" + (f", {size:,.1f} MiB" if size > 0 else "")
+            line = (
+                f"rank {rank} keeps {local[rank]:.0f} of the {sizes[rank]} samples that it "
+                f"computes in a step: a budget for {room} more would make a step {share:.0%} "
+                "shorter"
+            )
+            saved.append((share, line))
+        return [line for _, line in sorted(saved, reverse=True)[:_MOST_BUDGETS]]
 
     def details(self) -> list[str]:
         return [] if self._fit is None else describe_fit(self._fit, acts=self.is_adaptive)

@@ -65,6 +65,8 @@ class StepSizes:
     digest: int = field(default=0, compare=False)
     # Micro-batches of each rank, as ``count_micro`` says; empty where nobody has more than one.
     num_micro: Sizes = ()
+    # Sizes of the plan, where batches are only up to those (a stream's); empty for ``sizes``.
+    planned: Sizes = field(default=(), compare=False)
 
     @property
     def total(self) -> int:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from loft_hvd.balance.fit import Fit
 from loft_hvd.balance.interval import Interval
+from loft_hvd.balance.latency import Held
 from loft_hvd.balance.plan import Bounds, Floats, Plan, Sizes
 from loft_hvd.balance.search import equal_within, round_to_lattice
 from loft_hvd.codec import decode, encode
@@ -106,6 +107,10 @@ class Policy(ABC):
     def share_sources(self, source: Sequence[int]) -> None:
         """Take the number of the source that each rank shares, -1 for none, [world_size]."""
         del source
+
+    def share_held(self, held: Held) -> None:
+        """Take what ranks keep of the data set, as an iteration begins."""
+        del held
 
     def recall(self, intervals: Sequence[Interval]) -> bool:
         """Learn from what these ranks' devices did in other worlds; returns whether it can."""

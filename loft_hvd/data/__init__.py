@@ -5,5 +5,6 @@ from __future__ import annotations
 from loft_hvd.data.loader import DataLoader
 from loft_hvd.data.placement import Placement, Source
 from loft_hvd.data.sampler import BatchSampler, PlanSource
+from loft_hvd.data.stream import StreamLoader
 
-__all__ = ["BatchSampler", "DataLoader", "Placement", "PlanSource", "Source"]
+__all__ = ["BatchSampler", "DataLoader", "Placement", "PlanSource", "Source", "StreamLoader"]

@@ -36,6 +36,7 @@ __all__ = [
 _GOLDEN = 2654435769  # 2 ** 32 over the golden ratio: its multiples fill 32 bits most evenly
 _BLOCK = 1 << 18  # samples counted at a time: bounds what they take beside the counts
 _MANY_RANKS = 128  # measured: more take above a millisecond a step even where sets are nested
+_NARROW = 1 << 15
 _MAX_NESTED_CHECK = 4096  # rows; bound from memory: all pairs of them, float32, take 64 MB
 
 
@@ -201,6 +202,8 @@ def hand_out(owners: Ints, free: Ints, classes: npt.NDArray[np.integer], shares:
         shares      one of class 0 to rank 2; of class 1 two to rank 0 and one to rank 3
         owners      0  2  0 -1  3
     """
+    if classes.max(initial=0) < _NARROW:  # numbers of 16 bits are sorted without comparing any
+        classes = classes.astype(np.int16)
     by_class = np.argsort(classes, kind="stable")  # [num_free]
     order = np.lexsort((shares.ranks, shares.rows))  # [num_shares], by class, then by rank
     share_class, counts = shares.rows[order], shares.counts[order]  # [num_shares] each

@@ -68,6 +68,7 @@ class Fetched:
     samples: list[Any]  # of the batch, or of each micro-batch
     is_split: bool
     cached: int  # samples that the data set's own cache had
+    ahead_s: float  # seconds that fetching took before this batch was asked for
 
 
 class FetchingDataset(Dataset[Any]):
@@ -80,30 +81,43 @@ class FetchingDataset(Dataset[Any]):
     def __getitems__(self, request: Request) -> Fetched:
         """Fetch a batch the way torch's own loader would."""
         started_s = self.clock()
-        hits = getattr(self.dataset, "cache_hits", 0)
+        hits, ahead_s, waited_s = self._told()
         get_items = getattr(self.dataset, "__getitems__", None)
         indices, samples = iter(request.indices), []
         for size in request.micro_sizes or (len(request.indices),):
             part = list(itertools.islice(indices, size))
             samples.append(get_items(part) if get_items else [self.dataset[at] for at in part])
-        cached = getattr(self.dataset, "cache_hits", 0) - hits
+        hits_now, ahead_s_now, waited_s_now = self._told()
         is_split = request.micro_sizes is not None
-        return Fetched(request.step, started_s, samples, is_split, cached)
+        # What was fetched ahead took ``ahead_s``; waiting for it is a part of that.
+        started_s += waited_s_now - waited_s
+        told = hits_now - hits, ahead_s_now - ahead_s
+        return Fetched(request.step, started_s, samples, is_split, *told)
+
+    def _told(self) -> tuple[int, float, float]:
+        """Return the data set's own sums: cache hits, seconds fetched ahead and waited for that."""
+        dataset = self.dataset
+        return (
+            getattr(dataset, "cache_hits", 0),
+            getattr(dataset, "ahead_s", 0.0),
+            getattr(dataset, "waited_s", 0.0),
+        )
 
 
 class TimedCollate:
-    """The user's collate function; adds step, seconds since the fetch began, and cache hits."""
+    """The user's collate function; adds step, seconds since the fetch began, and what was told."""
 
     def __init__(self, collate: Callable[[Any], Any], clock: Clock = time.monotonic) -> None:
         self.collate = collate
         self.clock = clock
 
-    def __call__(self, fetched: Fetched) -> tuple[Any, int, float, int]:
+    def __call__(self, fetched: Fetched) -> tuple[Any, int, float, int, float]:
         # Micro-batches are collated one by one: nobody has to know how to cut a batch.
         batches = [self.collate(samples) for samples in fetched.samples]
         batch = batches if fetched.is_split else batches[0]
         # A plain tuple, so that torch pins the batch inside it as it would pin the batch alone.
-        return batch, fetched.step, self.clock() - fetched.started_s, fetched.cached
+        took_s = self.clock() - fetched.started_s
+        return batch, fetched.step, took_s, fetched.cached, fetched.ahead_s
 
 
 class WorkerInit:
@@ -182,7 +196,9 @@ class DataLoader:
     Args:
         dataset: map-style data set: anything with ``__len__`` and ``__getitem__``. One that keeps
             samples from elsewhere in a cache counts those it served from there in ``cache_hits``;
-            they are told apart in the times, and planned with as local ones.
+            they are told apart in the times, and planned with as local ones. One that fetches
+            ahead adds up in ``ahead_s`` the seconds that this took, and in ``waited_s`` those that
+            readers waited for it.
         balancer: gives the sizes, and takes times and sizes of the batches yielded.
         placement: who holds which sample; None when every rank holds all.
         shuffle: permute the samples each epoch; None shuffles for training only.
@@ -284,7 +300,7 @@ class DataLoader:
         while True:
             began = time.monotonic()
             try:
-                batch, step, fetch_s, cached = next(fetched)
+                batch, step, fetch_s, cached, ahead_s = next(fetched)
             except StopIteration:
                 break
             stall_s = time.monotonic() - began
@@ -298,6 +314,8 @@ class DataLoader:
             self._position, self._next_step = draw.position, step + 1
             self._yielded = draw.step_sizes
             if self._train:
+                # Side by side: eight loader processes that take 16 s each bring a batch every 2 s.
+                fetch_s = fetch_s / max(self.num_workers, 1) + max(0.0, ahead_s)
                 self._begin(draw, fetch_s, stall_s, cached)
             yield batch
         if drawn is self._feed.drawn:
@@ -312,8 +330,7 @@ class DataLoader:
         cached = max(0, min(cached, remote))  # what a user's data set counts is not ours to trust
         self._balancer.begin_batch(
             draw.step_sizes,
-            # Side by side: eight loader processes that take 16 s each bring a batch every 2 s.
-            fetch_s=fetch_s / max(self.num_workers, 1),
+            fetch_s=fetch_s,
             stall_s=stall_s,
             local=local + cached,
             remote=remote - cached,

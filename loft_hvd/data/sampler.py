@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from numbers import Integral
@@ -13,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import IterableDataset, Sampler
 
+from loft_hvd.balance.latency import Held
 from loft_hvd.balance.plan import Plan, StepSizes
 from loft_hvd.codec import Count, Within, decode, encode
 from loft_hvd.data.assign import Homes
@@ -49,7 +51,7 @@ class PlanSource(PlanView, Protocol):
     ``next_step`` is the next step to train on, counted over epochs. ``plan`` is the newest plan,
     equal on all ranks between the same two steps.
 
-    Both tell ``share_sources`` when an iteration begins.
+    Both tell ``share_sources`` and ``note_reads`` when an iteration begins.
     ``loft.DataLoader`` calls ``begin_batch`` and ``end_epoch``, in the process that trains.
     ``loft.BatchSampler`` does not see batches arrive: it queues sizes with ``push_sizes``, and each
     backward pass takes the next. A loader for evaluation calls ``leave_step_out`` alone, and reads
@@ -91,13 +93,25 @@ class PlanSource(PlanView, Protocol):
     def share_sources(self, source: Sequence[int]) -> None:
         """Take the number of the source that each rank shares, -1 for none, [world_size]."""
 
+    def share_held(self, held: Held) -> None:
+        """Take what ranks keep of the data set, as an iteration begins."""
+
+    def note_reads(self, reads: Sequence[Mapping[str, int]], *, epoch: int) -> None:
+        """Take what each rank read of a keeper in an epoch, [world_size]; empty where nothing."""
+
     def leave_step_out(self) -> None:
         """Leave the step that goes on out of all times: this rank evaluates in between."""
 
 
 @runtime_checkable
 class Keeper(Protocol):
-    """A data set that keeps samples where they were computed, so that owners can follow them."""
+    """A data set that keeps samples where they were computed, so that owners can follow them.
+
+    ``steps_ahead`` steps are drawn ahead of those that are read: it can fetch their samples.
+    """
+
+    @property
+    def steps_ahead(self) -> int: ...
 
     def placement_after(
         self, given: Placement | None, *, first_step: int, world_size: int
@@ -109,6 +123,13 @@ class Keeper(Protocol):
 
     def note(self, draw: Draw) -> None:
         """Note who computes the samples of a step that was drawn, perhaps ahead of its turn."""
+
+    def reads(self) -> Sequence[Mapping[str, int]]:
+        """Return what each rank read in the iteration before, by name, [world_size]; or nothing."""
+
+    @property
+    def sample_bytes(self) -> float:
+        """Bytes of a usual sample; 0 where none is known."""
 
 
 def check_balancer(balancer: object) -> None:
@@ -138,8 +159,11 @@ def keeper_of(dataset: object) -> Keeper | None:
 
 
 def tell_sources(balancer: PlanSource, batches: GlobalBatches) -> None:
-    """Say which ranks share a source, in the world and the iteration that there is now."""
+    """Say what an iteration knows that begins: who shares a source, what was read, who keeps."""
     balancer.share_sources(batches.placement.shared_sources(balancer.world_size))
+    balancer.note_reads(batches.reads(), epoch=batches.epoch_before)
+    if (held := batches.held()) is not None:
+        balancer.share_held(held)
 
 
 @dataclass(frozen=True)
@@ -194,7 +218,8 @@ class GlobalBatches:
         self._orders = EpochOrders(settings)
         self.view = view
         self._keeper, self._given = keeper, given  # what the user gave, which None leaves open
-        self.epoch = 0
+        self.epoch = self.epoch_before = 0  # before: of the iteration that ended last
+        self._epoch_begun = 0
         self.placement = settings.placement  # who holds what in this iteration
         self.homes: Homes = settings.placement.at(view.world_size)
         self.deepest_drawn_step = -1
@@ -221,6 +246,7 @@ class GlobalBatches:
         if self._resume_position is None:
             self._done = None
         self._resume_position = None
+        self.epoch_before, self._epoch_begun = self._epoch_begun, self.epoch
         if self._keeper is not None:
             world_size = self.view.world_size
             self.placement = self._keeper.placement_after(
@@ -230,7 +256,21 @@ class GlobalBatches:
         elif self.homes.world_size != self.view.world_size:
             self.homes = self.settings.placement.at(self.view.world_size)
         self.deepest_drawn_step = first_step - 1
-        return position, self._draw(position, first_step)
+        num_ahead = 0 if self._keeper is None else self._keeper.steps_ahead
+        return position, _ahead(self._draw(position, first_step), num_ahead)
+
+    def reads(self) -> Sequence[Mapping[str, int]]:
+        """Return what each rank read of the keeper in the iteration before, [world_size]."""
+        return () if self._keeper is None else self._keeper.reads()
+
+    def held(self) -> Held | None:
+        """Return what each rank keeps in this iteration; None where nobody's cache grows."""
+        if self._keeper is None:
+            return None
+        sets, num_samples = self.homes.local.holders, len(self.homes.rows)
+        counts = np.bincount(self.homes.rows, minlength=len(sets)) @ sets
+        shares = tuple((counts / max(num_samples, 1)).tolist())
+        return Held(shares, num_samples, self._keeper.sample_bytes)
 
     def _draw(self, position: int, first_step: int) -> Iterator[Draw]:
         order = self._orders.take(self.epoch, done=self._done)
@@ -303,6 +343,16 @@ class GlobalBatches:
         self.epoch, self._resume_position = loaded.epoch, loaded.position
         self._done = loaded.mask()
         return loaded
+
+
+def _ahead(draws: Iterator[Draw], num_ahead: int) -> Iterator[Draw]:
+    """Yield the draws, each once so many after it are drawn."""
+    drawn: deque[Draw] = deque()
+    for draw in draws:
+        drawn.append(draw)
+        if len(drawn) > num_ahead:
+            yield drawn.popleft()
+    yield from drawn
 
 
 class BatchSampler(Sampler[list[int]]):
@@ -404,7 +454,7 @@ def check_length(dataset: object) -> int:
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise ArgumentTypeError(
             f"the data set is of type {type(dataset).__name__}: exactly-once batches of unequal "
-            "sizes need a map-style data set, with __len__ and __getitem__; wrap or index the "
-            "stream"
+            "sizes need a map-style data set, with __len__ and __getitem__; for a stream use "
+            "loft.StreamLoader, or index it"
         )
     return len(dataset)

@@ -397,6 +397,6 @@ def _policies(given: object, where: str) -> tuple[str | tuple[int, ...], ...]:
 
 
 def _check_keys(table: Mapping[str, Any], known: set[str], where: str, *, least: int = 0) -> None:
-    unknown = sorted(set(table) - known)
+    unknown = sorted(set(table) - known, key=repr)  # not all need be text
     if unknown or len(table) < least:
         raise ArgumentError(f"{where}: {unknown or 'a key is missing'}; keys are {sorted(known)}")

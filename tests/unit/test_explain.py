@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -30,6 +32,13 @@ def test_the_slow_rank_and_its_cause_are_named(
     (slow,) = find_slow(times(fetch_ms, compute_ms))
     assert (slow.rank, slow.cause) == (rank, cause)
     assert f"rank {rank} is slow: {cause}" in describe(times(fetch_ms, compute_ms))
+
+
+def test_a_slow_rank_costs_nothing_while_a_longer_one_may_not_be_slow() -> None:
+    line = times([0] * 5, [10, 30, 25, 10, 10])
+    line = [replace(each, wall_s=0.04, busy_s2=0.0028 * (each.rank == 1)) for each in line]
+    (slow,) = find_slow(line)
+    assert (slow.rank, slow.share) == (2, 0.0)
 
 
 def test_nothing_is_slow_among_equals() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -356,3 +358,44 @@ def test_a_policy_that_never_ends_does_not_keep_the_process() -> None:
     )
     assert ended.stdout == "trained\n"
     assert "loft-plan has not ended within 0.2 s" in ended.stderr
+
+
+class Once(Policy):
+    """Wants other sizes the second time it is asked, and never again."""
+
+    name = "once"
+
+    @dataclass
+    class State:
+        """What it has done."""
+
+        num_asked: int = 0
+
+    def __init__(self) -> None:
+        self.state = self.State()
+
+    def propose(self, interval: Interval, *, first_step: int) -> Proposal | None:
+        self.state.num_asked += 1
+        return Proposal((40, 24), "at once") if self.state.num_asked == 2 else None
+
+
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_a_plan_that_was_on_its_way_when_a_state_was_saved_arrives(is_saved: bool) -> None:
+    def work(transport: LocalTransport) -> list[tuple[int, ...]]:
+        run = Run(transport, policy=Once(), interval=INTERVAL)
+        for _ in range(2 * INTERVAL):
+            run.step()
+        sizes = run.sizes
+        if is_saved:
+            assert run.balancer.plan.plan_id == 0
+            state = json.loads(json.dumps(run.balancer.state_dict()))
+            run = Run(transport, state, policy=Once(), interval=INTERVAL)
+        for _ in range(2 * INTERVAL):
+            run.step()
+        return sizes + run.sizes if is_saved else run.sizes
+
+    ranks = run_ranks(2, work)
+    assert ranks[0] == ranks[1]
+    at = ranks[0].index((40, 24))
+    assert ranks[0] == [(32, 32)] * at + [(40, 24)] * (4 * INTERVAL - at)
+    assert at < (4 if is_saved else 3) * INTERVAL  # with the next interval

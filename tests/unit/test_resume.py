@@ -301,6 +301,18 @@ def test_a_plan_beyond_a_cap_found_since_does_not_come_back(hosts: Hosts) -> Non
     assert other[0].plan.sizes == (16, 16, 16)
 
 
+def test_a_plan_on_its_way_beyond_a_cap_found_since_is_dropped(hosts: Hosts) -> None:
+    names = ["one", "slow", "two"]
+    state = hosts.run(names, 20, None)[0].state_dict()
+    made = state["controller"]["history"]
+    assert len(made) == len(state["plans"]) + 1
+    most = max(made[-1]["sizes"])
+    again = hosts.run(names, 60, state, max_batch=most - 1)
+    assert max(max(plan.sizes) for plan in again[0].history) < most
+    others = hosts.run(names, 60, state)
+    assert others[0].history[len(state["plans"])].sizes == tuple(made[-1]["sizes"])
+
+
 def test_only_rank_0_explains_and_the_others_say_so(hosts: Hosts) -> None:
     balancers = hosts.run(["one", "slow", "two"], 40, None)
     assert "policy loft" in balancers[0].explain()

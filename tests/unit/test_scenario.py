@@ -18,6 +18,7 @@ BASE: dict[str, Any] = {"name": "x", "world_size": 2, "global_batch_size": 64}
     ("change", "match"),
     [
         ({"step": 5}, r"\['step'\]; keys are"),
+        ({"step": 5, 7: 8}, r"\['step', 7\]; keys are"),
         ({"ranks": {"speed": 1}}, r"\[ranks\]: \['speed'\]"),
         ({"events": [{"kind": "change", "rank": 0}]}, r"\[\[events\]\]: \['rank'\]"),
         ({"events": [{"kind": "melt", "ranks": [0]}]}, "kind='melt' is not one of"),
