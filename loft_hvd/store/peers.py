@@ -9,6 +9,7 @@ broken by a fork, so clients are made where they are used: in each loader proces
 
 A ticket is signed with a key that only the job's ranks have, and the key itself never travels on
 these connections. Whoever sees a ticket can ask the same owner for the same samples again, no more.
+``gate.py`` has what bounds a server, whoever calls.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from loft_hvd.errors import DataError, MissingDependencyError
+from loft_hvd.store.gate import Gate, limit_connections, watch_memory
 from loft_hvd.store.shelf import Shelf, checksum
 
 try:
@@ -42,7 +44,7 @@ except ImportError as error:  # the store is an extra
         "loft_hvd.SampleStore needs Arrow Flight: pip install 'loft_hvd[store]'"
     ) from error
 
-__all__ = ["Address", "Peers", "Server", "open_ticket", "sign_ticket"]
+__all__ = ["Address", "Peers", "Server", "open_ticket", "program", "sign_ticket"]
 
 _logger = logging.getLogger(__name__)
 MOST_SAMPLES = 1 << 16  # of one call; a choice: no batch of a rank has more
@@ -85,6 +87,8 @@ def open_ticket(ticket: bytes, key: bytes, owner: int, num_samples: int) -> list
     Raises:
         DataError: it is not of this job, or asks for what there is not.
     """
+    if len(ticket) > _MAC_BYTES + 8 * MOST_SAMPLES:  # not worth a signature
+        raise DataError(f"a ticket asks for 1 to {MOST_SAMPLES} samples; it has {len(ticket)} B")
     signature, numbers = ticket[:_MAC_BYTES], ticket[_MAC_BYTES:]
     # In constant time: how long it takes must not tell how much of a signature was right.
     if not hmac.compare_digest(signature, _signature(key, owner, numbers)):
@@ -98,22 +102,25 @@ def open_ticket(ticket: bytes, key: bytes, owner: int, num_samples: int) -> list
     return found
 
 
-def record_batches(shelf: Shelf, samples: Sequence[int]) -> Iterator[Any]:
-    """Yield those of the samples that are kept, in batches of some megabytes."""
-    found: list[tuple[int, memoryview, int]] = []
+_Kept = list[tuple[int, memoryview, int]]  # sample, bytes, checksum
+
+
+def kept_parts(shelf: Shelf, samples: Sequence[int]) -> Iterator[tuple[_Kept, int]]:
+    """Yield those of the samples that are kept, some megabytes at a time, and their bytes."""
+    found: _Kept = []
     size = 0
     for sample in samples:
         if (kept := shelf.read(sample)) is not None:
             found.append((sample, *kept))
             size += len(kept[0])
         if size >= _BATCH_BYTES:
-            yield _record_batch(found)
+            yield found, size
             found, size = [], 0
     if found:
-        yield _record_batch(found)
+        yield found, size
 
 
-def _record_batch(found: Sequence[tuple[int, memoryview, int]]) -> Any:
+def _record_batch(found: _Kept) -> Any:
     lengths = [len(data) for _, data, _ in found]
     offsets = np.zeros(len(found) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
@@ -129,30 +136,73 @@ def _record_batch(found: Sequence[tuple[int, memoryview, int]]) -> Any:
 # The server, in its own process.
 
 
+class _OnlyGet(flight.ServerMiddlewareFactory):  # type: ignore[misc]  # pyarrow has no types
+    """Refuses all other calls before anything is read of them."""
+
+    def start_call(self, info: Any, headers: Any) -> None:
+        if info.method != flight.FlightMethod.DO_GET:
+            raise flight.FlightUnauthenticatedError("a store's server answers do_get alone")
+
+
 class _FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no types
-    def __init__(self, location: str, shelf: Shelf, key: bytes, owner: int) -> None:
-        super().__init__(location)
-        self._shelf, self._key, self._owner = shelf, key, owner
+    def __init__(self, location: str, shelf: Shelf, gate: Gate, key: bytes, owner: int) -> None:
+        super().__init__(location, middleware={"only get": _OnlyGet()})
+        self._shelf, self._gate, self._key, self._owner = shelf, gate, key, owner
 
     def do_get(self, context: Any, ticket: Any) -> Any:
         try:
             samples = open_ticket(ticket.ticket, self._key, self._owner, self._shelf.num_samples)
         except DataError as error:
             raise flight.FlightUnauthenticatedError(str(error)) from error
-        return flight.GeneratorStream(_SCHEMA, record_batches(self._shelf, samples))
+        return flight.GeneratorStream(_SCHEMA, self._answer(samples))
+
+    def _answer(self, samples: Sequence[int]) -> Iterator[Any]:
+        try:
+            with self._gate.call():
+                for found, size in kept_parts(self._shelf, samples):
+                    with self._gate.room(size):
+                        yield _record_batch(found)
+        except DataError as error:
+            raise flight.FlightUnavailableError(str(error)) from error
 
 
 def serve() -> None:
-    """Serve the shelf whose state is in the first line of standard input, until that ends."""
+    """Serve the shelf whose state is in the first line of standard input, until that ends.
+
+    A server that was started anew finds the state in a file without a name, whose descriptor is its
+    argument, and listens where it did before.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the training's to answer
-    given = json.loads(sys.stdin.buffer.readline())
-    shelf = Shelf.attached(given["shelf"], given["descriptors"])
-    host = given["host"]
-    server = _FlightServer(f"grpc://{host}:0", shelf, bytes.fromhex(given["key"]), given["owner"])
-    sys.stdout.write(f"{server.port}\n")
-    sys.stdout.flush()
+    if len(sys.argv) > 1:
+        with open(int(sys.argv[1]), "rb") as file:
+            given = json.loads(file.read())
+    else:
+        given = json.loads(sys.stdin.buffer.readline())
+    shelf, gate = Shelf.attached(given["shelf"], given["descriptors"]), Gate()
+    location = f"grpc://{given['host']}:{given.get('port', 0)}"
+    server = _FlightServer(location, shelf, gate, bytes.fromhex(given["key"]), given["owner"])
+    limit_connections()
+    watch_memory(gate, lambda num_bytes: _start_anew(given | {"port": server.port}, num_bytes))
+    if "port" not in given:
+        sys.stdout.write(f"{server.port}\n")
+        sys.stdout.flush()
     sys.stdin.buffer.read()  # ends when the parent, and each process it forked, has let go of it
     os._exit(0)  # gRPC's own way down waits for calls that go on
+
+
+def _start_anew(given: dict[str, Any], num_bytes: int) -> None:
+    """Become a fresh server in the same process: only that gives back what gRPC has taken."""
+    _logger.warning(
+        "the store's server of rank %d takes %d MB and starts anew: something sends it large "
+        "requests that are not of this job",
+        given["owner"], num_bytes >> 20,
+    )  # fmt: skip
+    state = os.memfd_create("loft_hvd server", 0)
+    os.write(state, json.dumps(given).encode())
+    os.lseek(state, 0, os.SEEK_SET)
+    for descriptor in given["descriptors"]:
+        os.set_inheritable(descriptor, True)
+    os.execv(sys.executable, [*program("peers", "serve"), str(state)])
 
 
 # The package without its own imports, which would take torch: a quarter of the memory, and 0.2 s of
@@ -162,24 +212,27 @@ import sys, types
 package = types.ModuleType("loft_hvd")
 package.__path__ = [{path!r}]
 sys.modules["loft_hvd"] = package
-from loft_hvd.store.peers import serve
-serve()
+from loft_hvd.store.{module} import {name}
+{name}()
 """
+
+
+def program(module: str, name: str) -> list[str]:
+    """Return the command that runs a function of the store in a process without torch."""
+    path = str(Path(__file__).resolve().parents[1])
+    return [sys.executable, "-c", _CODE.format(path=path, module=module, name=name)]
 
 
 class Server:
     """This rank's server, and its process."""
 
     def __init__(self, shelf: Shelf, *, host: str, key: bytes, owner: int) -> None:
-        package = str(Path(__file__).resolve().parents[1])
-        state = shelf.__getstate__()
         given = {
-            "shelf": {"num_samples": shelf.num_samples, "path": None, "limits": state["limits"]},
-            "descriptors": shelf.descriptors,
+            "shelf": shelf.description, "descriptors": shelf.descriptors,
             "host": host, "key": key.hex(), "owner": owner,
         }  # fmt: skip
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _CODE.format(path=package)],
+            program("peers", "serve"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=shelf.descriptors,
@@ -279,8 +332,15 @@ class Peers:
         What an owner does not keep, or cannot send in time, is not among it: nothing raises. An
         owner that fails is left alone for a while, and a warning names it.
         """
+        found: dict[int, Received] = {}
+        for answer in self.answers(wanted):
+            found |= answer
+        return found
+
+    def answers(self, wanted: Mapping[int, Sequence[int]]) -> Iterator[dict[int, Received]]:
+        """Yield what each owner has sent once its answer has ended; as ``fetch``."""
         if not self._may_call():
-            return {}  # gRPC of a parent, copied by a fork, may wait for ever
+            return  # gRPC of a parent, copied by a fork, may wait for ever
         now = time.monotonic()
         asked = [
             (owner, samples[first : first + MOST_SAMPLES])
@@ -288,15 +348,13 @@ class Peers:
             if self._owners[owner].asked_again_s <= now
             for first in range(0, len(samples), MOST_SAMPLES)
         ]
-        found: dict[int, Received] = {}
         if len(asked) == 1:
-            self._ask(*asked[0], found)
+            yield self._ask(*asked[0])
         elif asked:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(8, thread_name_prefix="loft_hvd store")
-            for future in [self._pool.submit(self._ask, *each, found) for each in asked]:
-                future.result()
-        return found
+            for future in as_completed([self._pool.submit(self._ask, *each) for each in asked]):
+                yield future.result()
 
     def _may_call(self) -> bool:
         if self._pid != os.getpid():
@@ -315,8 +373,9 @@ class Peers:
             )
         return False
 
-    def _ask(self, rank: int, samples: Sequence[int], found: dict[int, Received]) -> None:
+    def _ask(self, rank: int, samples: Sequence[int]) -> dict[int, Received]:
         owner = self._owners[rank]
+        found: dict[int, Received] = {}
         wanted = set(samples)
         try:
             if owner.client is None:
@@ -330,6 +389,7 @@ class Peers:
             self._leave_alone(rank, owner, error)
         else:
             owner.pause_s = _FIRST_PAUSE_S
+        return found
 
     def _leave_alone(self, rank: int, owner: _Owner, error: Exception) -> None:
         owner.client = None

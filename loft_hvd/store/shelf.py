@@ -41,7 +41,7 @@ except ImportError as error:  # the store is an extra
         "loft_hvd.SampleStore needs xxhash: pip install 'loft_hvd[store]'"
     ) from error
 
-__all__ = ["Shelf", "checksum"]
+__all__ = ["Shelf", "checksum", "close_all", "map_bytes", "share_bytes"]
 
 _logger = logging.getLogger(__name__)
 _UNIT = 64  # bytes; bound from the index: 2**32 units are 256 GiB, and a cache line has 64
@@ -51,7 +51,7 @@ _FILE = struct.Struct("<8sQQ")  # at the start of the file on disk: version, sam
 _VERSION = b"loftkeep"
 _LOCK_S = 10.0  # a choice: loader processes of a job that was killed notice within 5 s
 # Of all processes of the rank: samples and bytes by where they came from, and what went wrong.
-_COUNTERS = ("own", "peer", "source", "own_bytes", "peer_bytes", "corrupt")
+_COUNTERS = ("own", "peer", "source", "ahead", "own_bytes", "peer_bytes", "corrupt")
 _TAILS = ("memory_units", "disk_units", "is_full", "is_disk_closed")  # how far the shelf is full
 _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 50e-6, 0.01  # choices: a record is written in 20 us
 _Bytes = npt.NDArray[np.uint8]
@@ -62,14 +62,15 @@ def checksum(data: Any) -> int:
     return int(xxhash.xxh3_64_intdigest(data))
 
 
-def _shared(name: str, num_bytes: int) -> int:
+def share_bytes(name: str, num_bytes: int) -> int:
     """Return a file without a name, of zeros that take no memory until they are written."""
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
     os.ftruncate(descriptor, max(num_bytes, 1))
     return descriptor
 
 
-def _mapped(descriptor: int, num_bytes: int) -> _Bytes:
+def map_bytes(descriptor: int, num_bytes: int) -> _Bytes:
+    """Return the bytes of a shared file, which all processes see."""
     if num_bytes == 0:
         return np.zeros(0, np.uint8)
     return np.frombuffer(mmap.mmap(descriptor, num_bytes), np.uint8)
@@ -101,9 +102,9 @@ class Shelf:
         # [index, numbers, memory]: what other processes get, beside the file on disk.
         numbers = 8 * (len(_COUNTERS) + len(_TAILS))
         descriptors = [
-            _shared("loft_hvd index", 6 * num_samples),
-            _shared("loft_hvd numbers", numbers),
-            _shared("loft_hvd samples", sizes[0] * _UNIT),
+            share_bytes("loft_hvd index", 6 * num_samples),
+            share_bytes("loft_hvd numbers", numbers),
+            share_bytes("loft_hvd samples", sizes[0] * _UNIT),
         ]
         self._limits = sizes  # units that may be taken
         if path is not None:
@@ -116,10 +117,12 @@ class Shelf:
     def __getstate__(self) -> dict[str, Any]:
         """Describe the shelf for a process of this rank that was not forked."""
         names = [f"/proc/{os.getpid()}/fd/{each}" for each in self.descriptors]
-        return {
-            "num_samples": self.num_samples, "path": self.path, "limits": self._limits,
-            "names": names,
-        }  # fmt: skip
+        return self.description | {"path": self.path, "names": names}
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What ``attached`` needs, beside the open files, in a process that only reads."""
+        return {"num_samples": self.num_samples, "path": None, "limits": self._limits}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._attach(state, [os.open(name, os.O_RDWR) for name in state["names"]])
@@ -138,24 +141,24 @@ class Shelf:
 
     def _map(self, descriptors: list[int]) -> None:
         self.descriptors = descriptors
-        table = _mapped(descriptors[0], 6 * self.num_samples)
+        table = map_bytes(descriptors[0], 6 * self.num_samples)
         self._index = table[: 4 * self.num_samples].view(np.uint32)
         # Rank that keeps each sample, as all ranks know it: for the owner of the shelf to fill in.
         self.keepers = table[4 * self.num_samples :].view(np.int16)
         numbers = 8 * (len(_COUNTERS) + len(_TAILS))
-        table = _mapped(descriptors[1], numbers).view(np.int64)
+        table = map_bytes(descriptors[1], numbers).view(np.int64)
         self._counters, self._tails = table[: len(_COUNTERS)], table[len(_COUNTERS) :]
         self._memory_units = self._limits[0]
-        self._halves = [_mapped(descriptors[2], self._memory_units * _UNIT)]
+        self._halves = [map_bytes(descriptors[2], self._memory_units * _UNIT)]
         if len(descriptors) == 4:
             # A file may be larger than what this run may fill: what is in it is read anyway.
             units = max(_units(os.fstat(descriptors[3]).st_size), self._limits[1])
             os.ftruncate(descriptors[3], units * _UNIT)
-            self._halves.append(_mapped(descriptors[3], units * _UNIT))
+            self._halves.append(map_bytes(descriptors[3], units * _UNIT))
         self._views = [half.data for half in self._halves]
         self._lock = threading.Lock()
         self._lock_pid = os.getpid()
-        weakref.finalize(self, _close_all, descriptors)
+        weakref.finalize(self, close_all, descriptors)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -182,6 +185,10 @@ class Shelf:
         """Return which samples are kept, [num_samples]."""
         held: npt.NDArray[np.bool_] = self._index != 0
         return held
+
+    def has(self, sample: int) -> bool:
+        """Whether a sample is kept."""
+        return bool(self._index[sample])
 
     def read(self, sample: int) -> tuple[memoryview, int] | None:
         """Return the bytes of a sample and their checksum; None when it is not kept, or broken."""
@@ -302,7 +309,8 @@ class Shelf:
         return memory * _UNIT, disk * _UNIT
 
 
-def _close_all(descriptors: list[int]) -> None:
+def close_all(descriptors: list[int]) -> None:
+    """Close what ``share_bytes`` has opened."""
     for descriptor in descriptors:
         os.close(descriptor)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import logging
 import os
 import secrets
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,13 +30,20 @@ from loft_hvd.transport.base import Channel, Transport
 from loft_hvd.transport.default import default_transport
 
 if TYPE_CHECKING:
+    from loft_hvd.store.fetcher import Fetcher, Stage
     from loft_hvd.store.peers import Peers, Server
 
 __all__ = ["SampleStore"]
 
+_logger = logging.getLogger(__name__)
 _KEY_BYTES = 32  # bound from SHA-256
+_READS = ("own", "peer", "source", "own_bytes", "peer_bytes")  # counters that ranks tell each other
 _NUM_LOOKED_AT = 16  # samples; a choice: other data differ in one of them
 _MOST_ADDRESSES = 16  # a choice: they travel at a fixed length
+# Steps that are drawn ahead, so that their samples can be fetched. A choice: a change of sizes
+# waits as long, and a fetch that takes some steps' time is hidden.
+_STEPS_AHEAD = 6
+_LEAST_PREFETCHED = 4096  # bytes; a choice: less holds next to nothing
 
 
 class SampleStore(Dataset[Any]):
@@ -60,6 +70,8 @@ class SampleStore(Dataset[Any]):
             type, length and 16 of its samples are the same. Needed with ``disk_bytes``; a folder
             on this node, not one that all nodes share.
         transform: applied to each sample that is read, wherever it came from.
+        prefetch_bytes: most bytes of samples that are fetched from peers before their batch is due,
+            by a process beside this rank; 0 for none, as by default.
         transport: the ranks; None for those of Horovod, ``torch.distributed``, or this one alone.
         timeout_s: longest wait for one answer of a peer, in seconds; the source is read then.
 
@@ -78,6 +90,7 @@ class SampleStore(Dataset[Any]):
         disk_bytes: int = 0,
         folder: str | os.PathLike[str] | None = None,
         transform: Callable[[Any], Any] | None = None,
+        prefetch_bytes: int = 0,
         transport: Transport | None = None,
         timeout_s: float = 5.0,
     ) -> None:
@@ -86,9 +99,13 @@ class SampleStore(Dataset[Any]):
 
         self.dataset = dataset
         self.transform = transform
-        self.cache_hits = 0  # of this process: kept samples that the placement did not count on
+        # Of this process, for a loader: kept samples that the placement did not count on, seconds
+        # that the fetcher took for samples that were read, and seconds that readers waited for it.
+        self.cache_hits, self.ahead_s, self.waited_s = 0, 0.0, 0.0
         num_samples = check_length(dataset)
-        _check_budgets(memory_bytes, disk_bytes, folder)
+        _check_budgets(
+            folder, memory_bytes=memory_bytes, disk_bytes=disk_bytes, prefetch_bytes=prefetch_bytes
+        )
         transport = default_transport() if transport is None else transport
         channel = Channel(transport, "loft.store")
         self.rank, self.world_size = channel.rank, channel.world_size
@@ -107,13 +124,19 @@ class SampleStore(Dataset[Any]):
         check_agreement(channel, fields, what="the sample store", refusal=refusal)
         self._homes: KeptHomes | None = KeptHomes(self._shelf.keepers, channel)
         self._homes.announce(self._shelf.held())
+        self._told: dict[str, int] = {}  # the counters when ranks last told each other
         self._server: Server | None = None
         self._peers: Peers | None = None
+        self._stage: Stage | None = None
+        self._fetcher: Fetcher | None = None
+        self._start_fetcher: Callable[[], Fetcher] | None = None
+        self._timeout_s = timeout_s
         if self.world_size > 1:
-            self._open(channel, timeout_s)
+            self._open(channel, prefetch_bytes)
 
-    def _open(self, channel: Channel, timeout_s: float) -> None:
+    def _open(self, channel: Channel, prefetch_bytes: int) -> None:
         """Start the server and learn where those of the others are."""
+        from loft_hvd.store.fetcher import Fetcher, Stage
         from loft_hvd.store.peers import Address, Peers, Server
 
         # The engine carries the key; what is not the job's own never sees it.
@@ -131,11 +154,24 @@ class SampleStore(Dataset[Any]):
         number = int.from_bytes(socket.inet_aton(host), "big")
         rows = channel.sub("servers").allgather_rows(torch.tensor([number, port])).tolist()
         addresses = [Address(socket.inet_ntoa(row[0].to_bytes(4, "big")), row[1]) for row in rows]
-        self._peers = Peers(addresses, secret, timeout_s=timeout_s)
+        self._peers = Peers(addresses, secret, timeout_s=self._timeout_s)
+        if prefetch_bytes:
+            try:
+                self._stage = Stage(len(self), prefetch_bytes)
+            except OSError as error:
+                _warn_of_no_fetcher(error)
+                return
+            # Nothing here may refer back to the store: a connection that is left to the garbage
+            # collector may be collected in a forked process, which waits for ever.
+            self._start_fetcher = functools.partial(
+                Fetcher, self._stage, self._shelf, addresses=addresses, key=secret,
+                timeout_s=self._timeout_s,
+            )  # fmt: skip
 
     def __getstate__(self) -> dict[str, Any]:
         """Describe the store for a loader process that was not forked: it reads, nothing else."""
-        return self.__dict__ | {"_homes": None, "_server": None}
+        own = ("_homes", "_server", "_fetcher", "_start_fetcher")
+        return self.__dict__ | dict.fromkeys(own)
 
     def __len__(self) -> int:
         return self._shelf.num_samples
@@ -162,23 +198,49 @@ class SampleStore(Dataset[Any]):
             counts["own_bytes"] += len(kept[0])
             self.cache_hits += int(self._shelf.keepers[number] != self.rank)
         if missing:
-            found |= self._from_peers(missing, counts)
+            wanted = [each for each in missing if self._keeper(each) is not None]
+            ahead, failed = self._from_stage(wanted, counts)
+            found |= ahead
+            lost = set(failed)
+            wanted = [each for each in wanted if each not in found and each not in lost]
+            found |= self._from_peers(wanted, counts)
             found |= self._from_source([each for each in missing if each not in found], counts)
         self._shelf.count(**{name: count for name, count in counts.items() if count})
         # A sample that is asked for twice is transformed twice: the draw may be random.
         transform = self.transform
         return [found[each] if transform is None else transform(found[each]) for each in numbers]
 
-    def _from_peers(self, missing: Sequence[int], counts: dict[str, int]) -> dict[int, Any]:
-        wanted: dict[int, list[int]] = {}
-        for number in missing:
-            keeper = int(self._shelf.keepers[number])
-            if keeper not in (NOBODY, self.rank):
-                wanted.setdefault(keeper, []).append(number)
-        if not wanted or self._peers is None:
+    def _keeper(self, number: int) -> int | None:
+        """Return the other rank that keeps a sample; None where none does."""
+        keeper = int(self._shelf.keepers[number])
+        return None if keeper in (NOBODY, self.rank) or self._peers is None else keeper
+
+    def _from_stage(
+        self, wanted: Sequence[int], counts: dict[str, int]
+    ) -> tuple[dict[int, Any], list[int]]:
+        """Take what was fetched ahead; returns it, and what its keeper did not send."""
+        if self._stage is None or not wanted:
+            return {}, []
+        # The fetcher itself waits as long for a keeper; a batch may begin while it does.
+        began = time.monotonic()
+        staged, failed = self._stage.take(wanted, timeout_s=2 * self._timeout_s)
+        self.waited_s += time.monotonic() - began
+        for number, (data, digest, seconds) in staged.items():
+            self._shelf.add(number, data, digest)
+            counts["ahead"] += 1
+            counts["peer"] += 1
+            counts["peer_bytes"] += len(data)
+            self.ahead_s += seconds
+        return {number: decode_sample(each.data) for number, each in staged.items()}, failed
+
+    def _from_peers(self, wanted: Sequence[int], counts: dict[str, int]) -> dict[int, Any]:
+        by_keeper: dict[int, list[int]] = {}
+        for number in wanted:
+            by_keeper.setdefault(int(self._shelf.keepers[number]), []).append(number)
+        if not by_keeper or self._peers is None:
             return {}
         found = {}
-        for number, (data, digest) in self._peers.fetch(wanted).items():
+        for number, (data, digest) in self._peers.fetch(by_keeper).items():
             found[number] = decode_sample(data)
             self._shelf.add(number, data, digest)
             counts["peer"] += 1
@@ -210,14 +272,75 @@ class SampleStore(Dataset[Any]):
         base = base if given is None else given
         if self._homes is None or world_size != self.world_size:
             self._homes = None
+            self._end_fetcher()
             return base
-        self._homes.settle(first_step=first_step, held=self._shelf.held())
-        return with_keepers(base, self._shelf.keepers)
+        now = self._shelf.counters
+        counts = [now[name] - self._told.get(name, 0) for name in _READS]
+        # What the source sends has no length here; the samples kept have.
+        counts.append(int((now["source"] - self._told.get("source", 0)) * self.sample_bytes))
+        self._told = now
+        self._homes.settle(first_step=first_step, held=self._shelf.held(), counts=counts)
+        keepers = self._shelf.keepers
+        self._begin_fetching()
+        return with_keepers(base, keepers)
+
+    def _begin_fetching(self) -> None:
+        """Let the fetcher begin an iteration; it saves time alone, so nothing raises here.
+
+        The other ranks go on to train: a rank that raised alone would leave them waiting.
+        """
+        if self._fetcher is not None:
+            if not self._fetcher.begin():
+                _logger.warning(
+                    "the process that fetches samples ahead has ended (%s): batches are fetched "
+                    "when they are due",
+                    self._fetcher.process.returncode,
+                )
+                self._end_fetcher()
+        elif self._start_fetcher is not None:
+            try:
+                self._fetcher = self._start_fetcher()
+            except OSError as error:
+                _warn_of_no_fetcher(error)
+                self._end_fetcher()
+
+    def _end_fetcher(self) -> None:
+        """Fetch nothing ahead any more."""
+        if self._fetcher is not None:
+            self._fetcher.close()
+        self._fetcher = self._start_fetcher = None
+
+    @property
+    def steps_ahead(self) -> int:
+        """Steps to draw ahead of those that are read, so that their samples can be fetched."""
+        return 0 if self._fetcher is None else _STEPS_AHEAD
+
+    def reads(self) -> list[dict[str, int]]:
+        """Return what each rank read between the last two iterations, as ``counters`` has it.
+
+        It is [world_size], and empty where nobody has read anything yet. ``source_bytes`` are as
+        many as those samples had if they were as long as those kept.
+        """
+        told = [] if self._homes is None else self._homes.counts
+        if not any(map(any, told)):
+            return []
+        return [dict(zip((*_READS, "source_bytes"), counts, strict=True)) for counts in told]
+
+    @property
+    def sample_bytes(self) -> float:
+        """Bytes that a usual sample takes of a budget; 0 where none is kept."""
+        return sum(self.bytes_kept) / max(self.num_kept, 1)
 
     def note(self, draw: Draw) -> None:
-        """Note who computes the samples of a step."""
-        if self._homes is not None:
-            self._homes.note(draw)
+        """Note who computes the samples of a step, and have this rank's fetched."""
+        if self._homes is None:
+            return
+        self._homes.note(draw)
+        if self._fetcher is not None:
+            mine = draw.batch[draw.assignment.owners == self.rank]
+            keepers = self._shelf.keepers[mine]
+            is_elsewhere = (keepers != NOBODY) & (keepers != self.rank)
+            self._fetcher.expect(mine[is_elsewhere], keepers[is_elsewhere])
 
     # What a user asks.
 
@@ -225,8 +348,9 @@ class SampleStore(Dataset[Any]):
     def counters(self) -> Mapping[str, int]:
         """Samples and bytes read since the start, by all loader processes of this rank.
 
-        ``own``, ``peer`` and ``source`` are samples, ``own_bytes`` and ``peer_bytes`` their bytes,
-        and ``corrupt`` those whose checksum was wrong.
+        ``own``, ``peer`` and ``source`` are samples, ``own_bytes`` and ``peer_bytes`` their bytes;
+        ``ahead`` are those of ``peer`` that had been fetched before their batch was read, and
+        ``corrupt`` those whose checksum was wrong.
         """
         return self._shelf.counters
 
@@ -241,24 +365,33 @@ class SampleStore(Dataset[Any]):
         return self._shelf.bytes_kept
 
     def close(self) -> None:
-        """End the server and let another store use the folder; what is kept stays readable."""
+        """End server and fetcher, and let another store use the folder; it stays readable."""
+        self._end_fetcher()
         if self._server is not None:
             self._server.close()
         self._shelf.close()
 
 
-def _check_budgets(
-    memory_bytes: int, disk_bytes: int, folder: str | os.PathLike[str] | None
-) -> None:
-    for name, value in (("memory_bytes", memory_bytes), ("disk_bytes", disk_bytes)):
+def _check_budgets(folder: str | os.PathLike[str] | None, **budgets: int) -> None:
+    for name, value in budgets.items():
         if isinstance(value, bool) or not isinstance(value, int):
             raise ArgumentTypeError(f"SampleStore: {name}={value!r} must be a whole number")
         if not 0 <= value <= 1 << 37:
             raise ArgumentError(f"SampleStore: {name}={value} must be 0 to {1 << 37} (128 GiB)")
+    if 0 < budgets["prefetch_bytes"] < _LEAST_PREFETCHED:
+        raise ArgumentError(
+            f"SampleStore: prefetch_bytes={budgets['prefetch_bytes']} must be 0, or at least "
+            f"{_LEAST_PREFETCHED}; give at least two batches' samples of one rank"
+        )
+    disk_bytes = budgets["disk_bytes"]
     if (disk_bytes > 0) != (folder is not None):
         raise ArgumentError(
             f"SampleStore: disk_bytes={disk_bytes} and folder={folder!r}; give both or neither"
         )
+
+
+def _warn_of_no_fetcher(error: OSError) -> None:
+    _logger.warning("samples are not fetched ahead on this rank: %s", error)
 
 
 def _file_in(folder: Path, rank: int) -> Path:

@@ -22,6 +22,9 @@ SOURCE = HomeSet(shared=("source",))
 class Cache:
     """What a rank keeps, as a store does it, without the samples."""
 
+    steps_ahead = 0
+    sample_bytes = 0.0
+
     def __init__(self, num_samples: int, budget: int, transport: LocalTransport) -> None:
         self.held = np.zeros(num_samples, bool)
         self.budget = budget
@@ -36,6 +39,9 @@ class Cache:
         self.homes.settle(first_step=first_step, held=self.held)
         base = Placement(np.zeros(len(self.held), np.int32), (SOURCE,))
         return with_keepers(base, self.keepers)
+
+    def reads(self) -> tuple[()]:
+        return ()
 
     def note(self, draw: object) -> None:
         self.homes.note(draw)  # type: ignore[arg-type]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,8 @@ from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
 from tests.support.plans import FakePlans
 
 pytest.importorskip("pyarrow.flight", reason="the extra [store] is not installed")
+from loft_hvd.store import fetcher
+
 NUM_SAMPLES = 600
 RECORD = 128  # bytes on the shelf of a sample below
 
@@ -84,6 +89,69 @@ def test_an_ordinary_loader_reads_through_it(num_workers: int) -> None:
     assert store.counters["own"] == NUM_SAMPLES
 
 
+def test_every_rank_hears_what_all_have_read_in_the_epoch_before() -> None:
+    def work(transport: LocalTransport) -> dict[int, list[Mapping[str, int]]]:
+        plans = FakePlans((30, 10), rank=transport.rank)
+        store = loft.SampleStore(Source(), memory_bytes=1 << 20, transport=transport)
+        loader = loft.DataLoader(store, plans, seed=3)
+        own = []
+        for epoch in (4, 5, 6):
+            loader.set_epoch(epoch)
+            before = dict(store.counters)
+            for _ in loader:
+                plans.next_step += 1
+            own.append({name: store.counters[name] - before[name] for name in before})
+        store.close()
+        assert list(plans.reads) == [0, 4, 5]
+        assert plans.reads[0] == []  # nothing was read before the first epoch
+        for epoch, counts in ((4, own[0]), (5, own[1])):
+            mine = plans.reads[epoch][transport.rank]
+            for name in ("own", "peer", "source", "own_bytes", "peer_bytes"):
+                assert mine[name] == counts[name]
+        return plans.reads
+
+    first, second = run_ranks(2, work)
+    assert first == second
+    for reads in (first[4], first[5]):  # each sample once
+        assert sum(each[name] for each in reads for name in ("own", "peer", "source")) == 600
+    assert [each["source"] for each in first[4]] == [450, 150]
+    assert all(each["source_bytes"] > each["source"] for each in first[4])
+    assert sum(each["source"] for each in first[5]) == 0
+
+
+def test_samples_of_peers_are_fetched_before_their_batch_is_read() -> None:
+    done = threading.Barrier(2)
+
+    def rank(transport: LocalTransport) -> tuple[list[int], dict[str, int], list[float]]:
+        store = loft.SampleStore(
+            Source(), memory_bytes=NUM_SAMPLES * RECORD, transport=transport, timeout_s=20.0,
+            prefetch_bytes=64 << 20,
+        )  # fmt: skip
+        plans = FakePlans((40, 20), rank=transport.rank)
+        loader = loft.DataLoader(store, plans, seed=3)
+        seen: list[int] = []
+        for epoch in range(3):
+            # Sizes that change places: half of what a rank computes then is kept by the other.
+            plans.sizes = (40, 20) if epoch == 0 else (20, 40)
+            loader.set_epoch(epoch)
+            plans.fetches.clear()
+            seen.clear()
+            for _, y in loader:
+                seen += y.tolist()
+                plans.next_step += 1
+                time.sleep(0.05)  # computes: what is needed next comes meanwhile
+            done.wait(60)
+        found = seen, dict(store.counters), [each.fetch_s for each in plans.fetches]
+        store.close()
+        return found
+
+    (first, counts_0, _), (second, counts_1, fetches) = run_ranks(2, rank)
+    assert sorted(first + second) == list(range(NUM_SAMPLES))
+    assert counts_0["source"] + counts_1["source"] == NUM_SAMPLES
+    assert 50 < counts_1["ahead"] <= counts_1["peer"]
+    assert min(fetches) > 0  # what was fetched ahead took its time too
+
+
 class _Epoch:
     """What one rank read in one epoch."""
 
@@ -136,16 +204,21 @@ def test_every_epoch_has_every_sample_once_and_later_ones_ask_the_source_for_not
     assert own >= 0.9 * NUM_SAMPLES
 
 
+@pytest.mark.parametrize("prefetch_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_server_costs_time_and_no_sample(
-    how: signal.Signals, caplog: pytest.LogCaptureFixture
+    how: signal.Signals,
+    prefetch_bytes: int,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     done, fault = threading.Barrier(3), threading.Barrier(3)
 
     def rank(transport: LocalTransport) -> list[list[int]]:
         store = loft.SampleStore(
-            Source(), memory_bytes=NUM_SAMPLES * RECORD, transport=transport, timeout_s=0.5
-        )
+            Source(), memory_bytes=NUM_SAMPLES * RECORD, transport=transport, timeout_s=0.5,
+            prefetch_bytes=prefetch_bytes,
+        )  # fmt: skip
         found = []
         for epoch, read in enumerate(epochs(transport, store, (50, 30, 20), 3)):
             found.append(read.seen)
@@ -161,7 +234,75 @@ def test_a_lost_server_costs_time_and_no_sample(
     by_rank = run_ranks(3, rank)
     for epoch in range(3):
         assert sorted(s for each in by_rank for s in each[epoch]) == list(range(NUM_SAMPLES))
-    assert "rank 1 does not send its samples" in caplog.text
+    # A fetcher says it on its standard error, a reader by the log: one of them has asked.
+    assert "rank 1 does not send its samples" in caplog.text + capfd.readouterr().err
+
+
+@pytest.mark.parametrize("what", ["stage", "process"])
+def test_a_fetcher_that_cannot_start_on_one_rank_costs_no_sample(
+    what: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done, made = threading.Barrier(2), threading.Barrier(2)
+
+    def refused(*_: Any, **__: Any) -> Any:
+        raise OSError(24, "Too many open files")
+
+    class Stage(fetcher.Stage):
+        def __init__(self, num_samples: int, num_bytes: int) -> None:
+            if num_bytes == 4096 and what == "stage":
+                refused()
+            super().__init__(num_samples, num_bytes)
+
+    monkeypatch.setattr(fetcher, "Stage", Stage)
+
+    def rank(transport: LocalTransport) -> tuple[list[int], int]:
+        prefetch_bytes = 4096 if transport.rank == 1 else 1 << 20
+        store = loft.SampleStore(
+            Source(), memory_bytes=1 << 20, transport=transport, prefetch_bytes=prefetch_bytes
+        )
+        made.wait(30)
+        if transport.rank == 1 and what == "process":
+            store._start_fetcher = refused
+        seen = [read.seen for read in epochs(transport, store, (50, 30), 2)]
+        num_ahead = store.steps_ahead
+        done.wait(30)
+        store.close()
+        return seen[1], num_ahead
+
+    (first, _), (second, num_ahead) = run_ranks(2, rank)
+    assert sorted(first + second) == list(range(NUM_SAMPLES))
+    assert num_ahead == 0
+    assert "not fetched ahead on this rank: [Errno 24]" in caplog.text
+
+
+def test_a_fetcher_that_was_killed_is_said_and_not_waited_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    done = threading.Barrier(2)
+
+    def rank(transport: LocalTransport) -> tuple[list[list[int]], list[int]]:
+        store = loft.SampleStore(
+            Source(), memory_bytes=1 << 20, transport=transport, timeout_s=9.0,
+            prefetch_bytes=1 << 20,
+        )  # fmt: skip
+        seen, sources = [], []
+        for epoch, read in enumerate(epochs(transport, store, (50, 30), 3)):
+            seen.append(read.seen)
+            sources.append(read.count("source"))
+            if epoch == 0 and transport.rank == 1:
+                assert store._fetcher is not None
+                store._fetcher.process.kill()
+                store._fetcher.process.wait()
+        assert store.steps_ahead == (0 if transport.rank == 1 else 6)
+        done.wait(30)
+        store.close()
+        return seen, sources
+
+    by_rank = run_ranks(2, rank)
+    for epoch in range(3):
+        assert sorted(s for seen, _ in by_rank for s in seen[epoch]) == list(range(NUM_SAMPLES))
+    assert sum(sum(sources[1:]) for _, sources in by_rank) == 0
+    assert len([each for each in caplog.messages if "has ended (-9)" in each]) == 1
 
 
 def test_a_later_run_reads_from_the_folder(tmp_path: Path) -> None:
@@ -182,6 +323,23 @@ def test_a_later_run_reads_from_the_folder(tmp_path: Path) -> None:
     assert sorted(first[0][0] + first[1][0]) == sorted(again[0][0] + again[1][0])
 
 
+def test_a_store_goes_with_its_last_user_and_leaves_nothing_to_the_garbage_collector() -> None:
+    def rank(transport: LocalTransport) -> weakref.ref[loft.SampleStore]:
+        store = loft.SampleStore(Source(), memory_bytes=1 << 20, transport=transport)
+        for read in epochs(transport, store, (40, 20), 2):
+            assert read.seen
+        done.wait(30)
+        store.close()
+        return weakref.ref(store)
+
+    done = threading.Barrier(2)
+    gc.disable()
+    try:
+        assert [each() for each in run_ranks(2, rank)] == [None, None]
+    finally:
+        gc.enable()
+
+
 def test_a_pickled_store_reads_what_is_kept() -> None:
     store = alone()
     assert store[3][1] == 3
@@ -196,6 +354,7 @@ def test_a_pickled_store_reads_what_is_kept() -> None:
     [
         ({"memory_bytes": -1}, ArgumentError, "memory_bytes=-1"),
         ({"memory_bytes": 1.5}, ArgumentTypeError, r"memory_bytes=1\.5"),
+        ({"memory_bytes": 1, "prefetch_bytes": 63}, ArgumentError, "0, or at least 4096"),
         ({"memory_bytes": 1, "disk_bytes": 5}, ArgumentError, "give both"),
         ({"memory_bytes": 1, "folder": "x"}, ArgumentError, "give both"),
     ],
@@ -279,6 +438,7 @@ def test_a_world_of_another_size_counts_on_no_keeper() -> None:
             pass
         plans = FakePlans([100])  # the other rank has gone
         seen = [y for _, ys in loft.DataLoader(store, plans) for y in ys.tolist()]
+        assert store.steps_ahead == 0  # its fetcher has gone too
         store.close()
         return len(set(seen))
 

@@ -1,0 +1,219 @@
+"""A store's server, fed with requests of all kinds: strangers', damaged, abandoned and honest ones.
+
+    python -m tests.faults.store_requests --cases 100000
+
+A case ends in the right samples, in a clear refusal, or, for what is no request at all, in a closed
+connection. Anything else is a fault. So is a server that is not the same process in the end, or
+one that has grown by more than 32 MB since its first cases.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+from pyarrow import flight
+
+from loft_hvd.store.peers import MOST_SAMPLES, Peers, Server, sign_ticket
+from loft_hvd.store.shelf import Shelf
+
+__all__ = ["Found", "fuzz_server"]
+
+NUM_SAMPLES = 2000
+MOST_GROWN_BYTES = 32e6  # what gRPC's threads and connections take; a leak of 400 B a case shows
+_KEY = bytes(range(32))
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+_REFUSALS = ("ticket", "do_get alone", "ask again")
+_LIMIT_S = 20.0
+
+
+@dataclass
+class Found:
+    """What came of the cases."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)  # number of the case, and what was wrong
+    grown_bytes: float = 0.0  # of the server's own memory, since the first tenth of the cases
+
+
+def value(sample: int) -> bytes:
+    """Return the bytes of a sample: some are tiny, some are 100 kB."""
+    return sample.to_bytes(4, "little") * (1 + sample % 7 * 4000)
+
+
+class Requests:
+    """Sends cases to one server, each drawn from a generator of its own."""
+
+    def __init__(self, server: Server) -> None:
+        self._host, self._port = server.address()
+        self._client = flight.FlightClient(f"grpc://{self._host}:{self._port}")
+        self._options = flight.FlightCallOptions(timeout=_LIMIT_S)
+        self._sockets: list[socket.socket] = []
+        self.kinds: tuple[Callable[[random.Random], str], ...] = (
+            self.honest, self.foolish, self.changed, self.noise, self.other_call, self.raw_bytes,
+            self.abandoned,
+        )  # fmt: skip
+
+    def _get(self, ticket: bytes) -> dict[int, bytes]:
+        table = self._client.do_get(flight.Ticket(ticket), self._options).read_all()
+        samples, values = table.column(0).to_pylist(), table.column(2).to_pylist()
+        return dict(zip(samples, values, strict=True))
+
+    def honest(self, rng: random.Random) -> str:
+        """Ask for what there is; half of it is kept."""
+        wanted = rng.sample(range(NUM_SAMPLES), rng.randint(1, 20))
+        found = self._get(sign_ticket(_KEY, 0, wanted))
+        assert found == {each: value(each) for each in wanted if each % 2 == 0}
+        return "answered"
+
+    def foolish(self, rng: random.Random) -> str:
+        """Ask, with the key, for what there is not."""
+        samples = rng.choice(
+            [
+                [],
+                [-rng.randint(1, 2**62)],
+                [0, NUM_SAMPLES + rng.randrange(2**60)],
+                [1] * (MOST_SAMPLES + rng.randint(1, 1000)),
+            ]
+        )
+        self._get(sign_ticket(_KEY, 0, samples))
+        return "taken"
+
+    def changed(self, rng: random.Random) -> str:
+        """Change a good ticket: a bit, its length, its key or its owner."""
+        key = _KEY if rng.random() < 0.9 else rng.randbytes(32)
+        owner = 0 if rng.random() < 0.9 else rng.randint(1, 9)
+        good = sign_ticket(_KEY, 0, [rng.randrange(NUM_SAMPLES)])
+        ticket = bytearray(sign_ticket(key, owner, [rng.randrange(NUM_SAMPLES)]))
+        ticket[rng.randrange(len(ticket))] ^= 1 << rng.randrange(8)
+        self._get(bytes(ticket[: rng.randint(1, len(ticket))]) + good * rng.randint(0, 2))
+        return "taken"
+
+    def noise(self, rng: random.Random) -> str:
+        """Send any bytes for a ticket: a few, mostly, and up to a megabyte."""
+        self._get(rng.randbytes(int(2 ** rng.uniform(0, 12 if rng.random() < 0.95 else 20))))
+        return "taken"
+
+    def other_call(self, rng: random.Random) -> str:
+        """Make another call of the protocol."""
+        options, client = self._options, self._client
+        where = flight.FlightDescriptor.for_path(rng.randbytes(8).hex())
+        calls: tuple[Callable[[], object], ...] = (
+            lambda: list(client.list_flights(options=options)),
+            lambda: list(client.list_actions(options=options)),
+            lambda: list(client.do_action(flight.Action("x", rng.randbytes(99)), options)),
+            lambda: client.get_flight_info(where, options),
+            lambda: client.get_schema(where, options),
+        )
+        rng.choice(calls)()
+        return "taken"
+
+    def raw_bytes(self, rng: random.Random) -> str:
+        """Connect, send bytes that are no request, and stay a while or go."""
+        connection = socket.create_connection((self._host, self._port), timeout=_LIMIT_S)
+        words = rng.randbytes(rng.randint(0, 200))
+        if rng.random() < 0.7:  # HTTP/2 frames: length, type, flags, stream, then whatever
+            frame = rng.randint(0, 64).to_bytes(3, "big") + bytes([rng.randrange(12)]) + words
+            words = _PREFACE[: rng.randint(0, len(_PREFACE))] + frame if words else _PREFACE
+        with suppress(ConnectionError):
+            connection.sendall(words)
+        self._sockets.append(connection)
+        if len(self._sockets) > 50:
+            self.close()
+        return "no request"
+
+    def close(self) -> None:
+        """Close the connections that are no requests."""
+        for connection in self._sockets:
+            connection.close()
+        self._sockets.clear()
+
+    def abandoned(self, rng: random.Random) -> str:
+        """Ask for much, read some of it and go."""
+        wanted = range(0, NUM_SAMPLES, 2)
+        reader = self._client.do_get(flight.Ticket(sign_ticket(_KEY, 0, wanted)), self._options)
+        for _ in range(rng.randint(0, 2)):
+            reader.read_chunk()
+        reader.cancel()
+        return "abandoned"
+
+
+def own_bytes(pid: int) -> int:
+    """Return a process's memory that is not a file's: the samples lie in files."""
+    with open(f"/proc/{pid}/status", encoding="ascii") as file:
+        (line,) = (line for line in file if line.startswith("RssAnon"))
+    return 1024 * int(line.split()[1])
+
+
+def fuzz_server(num_cases: int, *, seed: int = 0) -> Found:
+    """Start a server, send it cases and look at what it answers and takes."""
+    found = Found()
+    shelf = Shelf(NUM_SAMPLES, memory_bytes=128 << 20)
+    for sample in range(0, NUM_SAMPLES, 2):
+        assert shelf.add(sample, value(sample))
+    server = Server(shelf, host="127.0.0.1", key=_KEY, owner=0)
+    requests = Requests(server)
+    try:
+        first_bytes = 0
+        for number in range(num_cases):
+            if number == num_cases // 10:  # threads, connections and buffers are there by now
+                first_bytes = own_bytes(server.process.pid)
+            rng = random.Random(f"store requests {seed} {number}")
+            kind = rng.choice(requests.kinds)
+            try:
+                outcome = kind(rng)
+                if outcome == "taken":
+                    found.faults.append(f"{number}: {kind.__name__} was answered")
+            except (pa.ArrowException, OSError) as error:
+                outcome = type(error).__name__
+                if kind is requests.honest or not any(word in str(error) for word in _REFUSALS):
+                    found.faults.append(f"{number}: {kind.__name__}: {error}")
+            except AssertionError:
+                outcome = "wrong"
+                found.faults.append(f"{number}: {kind.__name__}: wrong samples")
+            found.outcomes[f"{kind.__name__}: {outcome}"] += 1
+        found.grown_bytes = max(0.0, own_bytes(server.process.pid) - first_bytes)
+        if found.grown_bytes > MOST_GROWN_BYTES:
+            found.faults.append(f"{found.grown_bytes / 1e6:.0f} MB more than after a tenth")
+        peers = Peers([server.address()], _KEY, timeout_s=_LIMIT_S)
+        if len(peers.fetch({0: list(range(NUM_SAMPLES))})) != NUM_SAMPLES // 2:
+            found.faults.append("afterwards the server does not send what it keeps")
+        if server.process.poll() is not None:
+            found.faults.append(f"the server ended with {server.process.returncode}")
+    finally:
+        requests.close()
+        server.close()
+    return found
+
+
+def main() -> None:
+    """Run the cases, and say what came of them."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--cases", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    began = time.monotonic()
+    found = fuzz_server(options.cases, seed=options.seed)
+    for outcome, count in sorted(found.outcomes.items()):
+        print(f"{count:8} {outcome}")
+    print(
+        f"{len(found.faults)} faults, the server grew by {found.grown_bytes / 1e6:.1f} MB, "
+        f"{time.monotonic() - began:.0f} s"
+    )
+    for fault in found.faults[:10]:
+        print(fault)
+    sys.stdout.flush()
+    os._exit(bool(found.faults))  # gRPC's clients take their time to go
+
+
+if __name__ == "__main__":
+    main()
