@@ -122,7 +122,7 @@ def main() -> None:
     sizes = options.sizes or "report"
     balancer = loft.Balancer(options.batch_size, policy=sizes)  # loft
     data = Digits.load()
-    training = Training(data, rule=loft.parse_rule(options.rule), balancer=balancer)
+    training = Training(data, rule=options.rule, balancer=balancer)
     for epoch in range(options.epochs):
         training.run_epoch(epoch)
     if hvd.rank() == 0:

@@ -5,21 +5,31 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import json
+import linecache
+import os
+import signal
 import sys
+import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from loft_hvd.check.run import check_script
 from loft_hvd.codec import printable
 from loft_hvd.doctor import inspect as doctor
 from loft_hvd.doctor.run import RunResult, run_check
 from loft_hvd.errors import DataError, LoftError, MissingDependencyError
+from loft_hvd.report.export import ScalarFeed, prometheus_text, write_whole
+from loft_hvd.report.follow import LogFollower
 from loft_hvd.report.page import render_page
+from loft_hvd.report.screen import PARTS, RankRow, make_screen
 from loft_hvd.report.text import render_text
+from loft_hvd.report.timeline import merge_traces
 from loft_hvd.runlog import newest_log, read_run_log
 
 if TYPE_CHECKING:
     import typer
+    from rich.console import RenderableType
 
 __all__ = ["build_app", "main"]
 
@@ -71,6 +81,27 @@ def _print_run(result: RunResult) -> None:
         print(result.output)
     verdict = "right" if result.is_right else "NOT right"
     print(f"  a robust all-reduce over 2 ranks is {verdict} ({result.seconds:.1f} s)")
+
+
+def _check(script: str, arguments: Sequence[str], *, num_ranks: int, seconds: float) -> int:
+    """Run a script, watched, and print what it forgot; return the exit status."""
+    build = doctor.horovod_build()
+    print(
+        f"running {printable(script)} on {num_ranks} ranks for up to {seconds:g} s ...", flush=True
+    )
+    checked = check_script(script, arguments, build=build, num_ranks=num_ranks, seconds=seconds)
+    for finding in checked.findings:
+        place, _, number = finding.place.rpartition(":")
+        print(printable(f"\n{finding.place}: {finding.what}"))
+        line = linecache.getline(place, int(number)) if number.isdigit() else ""
+        if line.strip():
+            print(printable(f"    {line.strip()}"))
+        print(printable(f"  mend: {finding.mend}"))
+    if checked.failure:
+        print(printable(f"\nThe script failed: {checked.failure}\n{checked.output}"))
+    if checked.is_fine:
+        print(f"Nothing found: {checked.num_steps} steps, all ranks alike.")
+    return 0 if checked.is_fine else 1
 
 
 def _simulate(scenario: str | None, *, json_file: str | None, plot_file: str | None) -> int:
@@ -129,7 +160,7 @@ def _report(log: str, *, html_file: str | None) -> None:
     path = newest_log(log)
     entries = read_run_log(path)
     if html_file is not None:
-        _write("--html", html_file, render_page(entries, title=path.name))
+        _write("--html", html_file, render_page(entries, title=path.name), inputs=[str(path)])
         print(f"written to {html_file}")
         return
     if path != Path(log):
@@ -137,11 +168,157 @@ def _report(log: str, *, html_file: str | None) -> None:
     print(render_text(entries))
 
 
-def _write(option: str, path: str, text: str) -> None:
+def _top(log: str, *, every_s: float, once: bool) -> None:
+    """Show a run while its log is written, until Ctrl-C; ``once`` shows it as it is."""
+    from rich.console import Console
+    from rich.live import Live
+
+    console, follower = Console(), LogFollower(log)
+    if once or not console.is_terminal:
+        follower.look(is_needed=True)
+        console.print(_screen(follower, log, width=console.width))
+        return
+    before = signal.signal(signal.SIGTERM, _end)
     try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                follower.look()
+                live.update(_screen(follower, log, width=console.width), refresh=True)
+                time.sleep(every_s)
+    except KeyboardInterrupt:  # how one leaves it
+        console.print(_screen(follower, log, width=console.width))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _end(number: int, frame: object) -> NoReturn:
+    """End on a signal by an exception, so that the terminal gets its own screen back."""
+    raise SystemExit(128 + number)
+
+
+_PART_COLOURS = {
+    "stall": "blue",
+    "compute": "red",
+    "queued": "green",
+    "wait": "yellow",
+    "other": "cyan",
+}
+_BAR = 24  # characters of the longest bar, where there is room
+_COLUMNS, _COLUMNS_WATCHED = 70, 81  # of numbers of usual lengths, and two between them
+
+
+def _screen(follower: LogFollower, log: str, *, width: int) -> RenderableType:
+    """Return one look at a log as rich draws it."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    if follower.path is None:
+        return Text(f"no run log in {printable(log)} yet")
+    screen = make_screen(follower.lines, now_s=time.time())
+    said = [Text(printable(text), style="bold") for text in screen.verdict]
+    about = [
+        Text(printable(text))
+        for text in (screen.state, screen.facts, str(follower.path), screen.note)
+        if text
+    ]
+    if not screen.rows:
+        return Group(*said, *about)
+    is_watched = any(row.suspicion is not None for row in screen.rows)
+    room = width - (_COLUMNS_WATCHED if is_watched else _COLUMNS)
+    about[-1] = Text(f"{screen.note}, parts in ms:")
+    if room < 0:
+        words = [_rank_words(row) for row in screen.rows]
+        return Group(*said, *about, *map(Text, words))
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("rank", "samples", *PARTS, "samples/s", *(["suspicion"] if is_watched else [])):
+        table.add_column(name, justify="right", style=_PART_COLOURS.get(name), no_wrap=True)
+    table.add_column("of a step" if room >= _BAR else "", no_wrap=True)
+    longest_s = max(sum(row.seconds) for row in screen.rows) or 1.0
+    for row in screen.rows:
+        bar = Text()
+        for part, seconds in zip(PARTS, row.seconds, strict=True):
+            length = round(min(room, _BAR) * seconds / longest_s)
+            bar.append("#" * length, style=_PART_COLOURS[part])
+        table.add_row(
+            str(row.rank),
+            f"{row.samples:.4g}",
+            *(f"{1e3 * seconds:.1f}" for seconds in row.seconds),
+            f"{row.samples_per_s:.0f}",
+            *([_doubt(row)] if is_watched else []),
+            bar,
+        )
+    return Group(*said, *about, table)
+
+
+def _rank_words(row: RankRow) -> str:
+    """Return a row for a terminal that is too narrow for the table."""
+    parts = ", ".join(
+        f"{part} {1e3 * seconds:.1f}" for part, seconds in zip(PARTS, row.seconds, strict=True)
+    )
+    doubt = "" if row.suspicion is None else f", suspicion {_doubt(row)}"
+    return f"rank {row.rank}: {row.samples:.4g} samples, {parts}{doubt}"
+
+
+def _doubt(row: RankRow) -> str:
+    return "-" if row.suspicion is None else f"{row.suspicion:.2f}"
+
+
+def _export(
+    log: str, *, prometheus: str | None, tensorboard: str | None, follow: bool, every_s: float
+) -> None:
+    """Write a log's numbers for other tools, once or until Ctrl-C."""
+    follower = LogFollower(log)
+    writer = None if tensorboard is None else _summary_writer(tensorboard)
+    feed = None if writer is None else ScalarFeed(log, writer)
+    try:
+        while True:
+            follower.look(is_needed=not follow)
+            if prometheus is not None and follower.lines:
+                text = prometheus_text(follower.lines)
+                _write("--prometheus", prometheus, text, inputs=[str(follower.path)])
+            count = 0 if feed is None else feed.update()
+            if writer is not None:
+                writer.flush()
+            if not follow:
+                break
+            time.sleep(every_s)
+    except KeyboardInterrupt:
+        return
+    finally:
+        if writer is not None:
+            writer.close()
+    if prometheus is not None:
+        print(f"written to {prometheus}")
+    if tensorboard is not None:
+        print(f"{count} numbers written to {tensorboard}")
+
+
+def _summary_writer(folder: str) -> Any:
+    try:
+        return importlib.import_module("torch.utils.tensorboard").SummaryWriter(folder)
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"--tensorboard needs TensorBoard ({error}): pip install tensorboard"
+        ) from error
+
+
+def _trace(files: Sequence[str], *, out: str) -> None:
+    """Lay traces and Horovod's timeline over each other in one file."""
+    _write("--out", out, merge_traces(files), inputs=files)
+    print(f"written to {out}: open it in https://ui.perfetto.dev or chrome://tracing")
+
+
+def _write(option: str, path: str, text: str, *, inputs: Sequence[str] = ()) -> None:
+    """Write a file, unless it is one of those that the text was made of."""
+    try:
+        is_input = os.path.exists(path) and any(os.path.samefile(path, each) for each in inputs)
+        if not is_input:
+            write_whole(path, text)
+    except (OSError, ValueError) as error:  # ValueError: half a surrogate pair
         raise DataError(f"{option} {path!r} cannot be written ({error})") from error
+    if is_input:
+        raise DataError(f"{option} {path!r} is what is read; name another file")
 
 
 def _print_table(rows: Sequence[Sequence[str]], *, words: Collection[int] = (0,)) -> None:
@@ -237,6 +414,30 @@ def build_app() -> typer.Typer:
             raise typer.Exit(_compare(clusters, seed=seed, json_file=json_file))
         raise typer.Exit(_simulate(scenario, json_file=json_file, plot_file=plot_file))
 
+    arguments_argument = typer.Argument(None, metavar="ARGUMENTS", help="What it is given.")
+
+    @app.command(
+        "check", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
+    )
+    def _check_command(
+        script: str = typer.Argument(..., help="A training script for Horovod."),
+        arguments: list[str] = arguments_argument,
+        num_ranks: int = typer.Option(2, "-np", "--ranks", min=2, help="Ranks on this machine."),
+        seconds: float = typer.Option(60.0, min=1.0, help="How long it works, once started."),
+    ) -> None:
+        """Run a script for a minute and say what its conversion forgot, with line and mend."""
+        code = _check(script, arguments or (), num_ranks=num_ranks, seconds=seconds)
+        raise typer.Exit(code)
+
+    _add_report_commands(app)
+    app.add_typer(_bench_app(), name="bench")
+    return app
+
+
+def _add_report_commands(app: typer.Typer) -> None:
+    """Add what looks at a run: its log, and its traces."""
+    import typer
+
     @app.command("report")
     def _report_command(
         log: str = typer.Argument(
@@ -247,8 +448,55 @@ def build_app() -> typer.Typer:
         """Say what a run log (log_dir=, LOFT_HVD_LOG_DIR) holds: who is slow, who is off."""
         _report(log, html_file=html_file)
 
-    app.add_typer(_bench_app(), name="bench")
-    return app
+    def _seconds(value: float) -> float:
+        if not 0.1 <= value <= 86_400:  # a range lets nan in
+            raise typer.BadParameter(f"{value} s: give 0.1 to 86400")
+        return value
+
+    every_option = typer.Option(
+        1.0, "--every", callback=_seconds, help="Seconds between two looks."
+    )
+
+    @app.command("top")
+    def _top_command(
+        log: str = typer.Argument(..., metavar="LOG", help="A run log, or a folder of some."),
+        every: float = every_option,
+        once: bool = typer.Option(False, "--once", help="Print it as it is now, and end."),
+    ) -> None:
+        """Show a run in the terminal while it trains: who is slow, who is off; Ctrl-C ends it."""
+        _top(log, every_s=every, once=once)
+
+    @app.command("export")
+    def _export_command(
+        log: str = typer.Argument(..., metavar="LOG", help="A run log, or a folder of some."),
+        prometheus: str = typer.Option(
+            None,
+            "--prometheus",
+            metavar="FILE",
+            help="Text for node_exporter's textfile collector.",
+        ),
+        tensorboard: str = typer.Option(
+            None, "--tensorboard", metavar="FOLDER", help="Scalars; needs tensorboard installed."
+        ),
+        follow: bool = typer.Option(False, "--follow", help="Go on while the log is written."),
+        every: float = every_option,
+    ) -> None:
+        """Write a run's numbers for other tools."""
+        if prometheus is None and tensorboard is None:
+            raise typer.BadParameter("say what to write: --prometheus FILE, --tensorboard FOLDER")
+        _export(log, prometheus=prometheus, tensorboard=tensorboard, follow=follow, every_s=every)
+
+    files_argument = typer.Argument(
+        ..., metavar="FILES", help="Of LOFT_HVD_TRACE, and of HOROVOD_TIMELINE."
+    )
+
+    @app.command("trace")
+    def _trace_command(
+        files: list[str] = files_argument,
+        out: str = typer.Option(..., "--out", metavar="FILE", help="One trace of them all."),
+    ) -> None:
+        """Lay ranks' traces and Horovod's timeline over each other, on one clock."""
+        _trace(files, out=out)
 
 
 def _numbers(text: str, option: str) -> list[float]:

@@ -2,53 +2,72 @@
 
 Every line has ``kind``, ``time_s`` (seconds since 1970) and ``step`` (optimizer steps taken):
 
-* ``run``: ``world_size``, and with a balancer ``global_batch_size``, ``policy``, ``devices`` and
-  ``caps`` [world_size];
+* ``run``: ``world_size``, ``host`` (rank 0's), ``script``, its ``commit`` where it lies in a git
+  repository, ``version`` of this package; with a balancer ``global_batch_size``, ``policy``,
+  ``devices`` and ``caps`` [world_size], ``times_at``, the step of the first times, and
+  ``num_passes``, the batches of an optimizer step;
+* ``schedule``: ``times_at`` and ``num_passes``, where they have changed since;
+* ``rules``: ``rules`` of an optimizer as text, ``over``, the ranks of a worker; ``watched_from``,
+  the step of the first ``suspicion``, or null, where ``note`` says why nobody is watched;
 * ``cap``: ``rank``, ``device`` (host/number), ``cap``: its samples at most from now on; ``size``
   that did not fit, ``source``; a run that writes to the same folder honours the newest;
-* ``plan``: ``plan_id``, ``first_step``, ``sizes`` [world_size];
-* ``times``: ``ranks``, averages a batch of each rank as in ``RankTimes``, and ``num_ranks``; of
-  more than ``MOST_ROWS`` ranks so many, evenly spaced from the fastest to the slowest;
+* ``plan``: ``plan_id``, ``first_step``, counted in batches, ``sizes`` [world_size];
+* ``times``: ``since``, the step at whose end the interval began; ``ranks``, averages a batch of
+  each rank as in ``RankTimes``; ``num_ranks``: of more than ``MOST_ROWS`` so many, evenly spaced
+  from the fastest to the slowest;
 * ``fit``: ``ranks``, what the policy's models say of the same ranks, as in ``fit_record``;
+  ``plan_id`` and ``predicted_s``, what a step of the newest plan should take from now on;
+* ``decision``: why a plan was made, as in ``Decision``;
 * ``explain``: ``text``, the policy's own words on its fit and its doubts;
 * ``spread``: ``ratios`` [world_size] and ``usual``, how far ranks' gradients lie apart for good, as
   in ``Spread``;
 * ``scope``: ``scope``, by which values rules judge rows from the next step on;
 * ``suspicion``: ``num_steps`` and ``workers``, what is known of each as in ``WorkerReport``, of
   more than ``MOST_ROWS`` the most suspicious;
+* ``scalars``: ``values`` by name that a script has given, such as its loss;
+* ``store``: ``ranks``, what each has read of a sample store since the line before, [world_size];
 * ``fault``: ``error`` and ``text``, written before the error is raised;
 * ``thinned``: ``num_lines`` of passing kinds that were left out so far, by thinning or because
   the disk was full.
 
 A number that is not finite is null.
 
-``times``, ``fit``, ``explain`` and ``suspicion`` are passing: the newest say most. When the file
-has reached its limit, half of the lines of each passing kind are taken out, the older the more, so
-that the whole run stays in sight. Lines of the other kinds are never taken out. While the disk is
-full they wait in memory, and passing ones are left out.
+``times``, ``fit``, ``explain``, ``suspicion`` and ``scalars`` are passing: the newest say most.
+When the file has reached its limit, half of the lines of each passing kind are taken out, the older
+the more, so that the whole run stays in sight. Lines of the other kinds are never taken out. While
+the disk is full they wait in memory, and passing ones are left out.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import logging
 import math
 import os
+import platform
 import re
+import reprlib
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from torch import Tensor
+
 from loft_hvd.codec import MAX_LINE_BYTES, parse_json
 from loft_hvd.config import config
-from loft_hvd.errors import ArgumentError, DataError
+from loft_hvd.errors import ArgumentError, ArgumentTypeError, DataError
 
 __all__ = [
     "MOST_ROWS",
     "RunLog",
+    "commit_near",
     "find_entries",
     "newest_log",
     "open_run_log",
@@ -63,7 +82,7 @@ MOST_ROWS = 32  # ranks or workers in a line: a line of 1,000 has 400 kB, one of
 # 0.08 s of one core, once in some 16 hours of 8 ranks.
 _MAX_BYTES = 16 * 1024 * 1024
 _MOST_READ = 8 * _MAX_BYTES  # of a file from anywhere: what must stay is not in the bound
-_PASSING = ("times", "fit", "explain", "suspicion")
+_PASSING = ("times", "fit", "explain", "suspicion", "scalars")
 _PASSING_HEAD = re.compile(
     rb'{"kind": "(' + "|".join(_PASSING).encode() + rb')", "time_s": [^,]+, "step": (\d+)'
 )
@@ -146,6 +165,39 @@ class RunLog:
             else:
                 self._waiting.clear()
                 self._num_told, self._is_failing = self._num_left_out, False
+
+    def write_run(self, **fields: Any) -> None:
+        """Append a ``run`` line: these fields, and where and from what sources it runs."""
+        if self.path is None:
+            return
+        script = Path(sys.argv[0] if sys.argv else "")
+        self.write(
+            "run",
+            **fields,
+            host=platform.node(),
+            script=script.name,  # alone: arguments and folders may hold what is nobody's business
+            commit=commit_near(script.parent),
+            version=_version(),
+        )
+
+    def write_scalars(self, values: Mapping[str, Any]) -> None:
+        """Append what a script says of its training, such as its loss; numbers by name.
+
+        Raises:
+            ArgumentTypeError: a value is no number, on every rank alike, whoever has the file.
+        """
+        for name, each in values.items():
+            if not _is_number(each):
+                raise ArgumentTypeError(
+                    f"log_scalars: {name}={reprlib.repr(each)} is not a number; give an int, a "
+                    "float or a tensor of one real value, such as loss.mean()"
+                )
+        if self.path is not None:
+            known = {
+                name: float(each.item() if isinstance(each, Tensor | np.ndarray) else each)
+                for name, each in values.items()
+            }
+            self.write("scalars", values=known)
 
     def _told(self) -> bytes:
         """Return a line that tells how much was left out, where no line has told it yet."""
@@ -271,6 +323,16 @@ def _spaced(steps: Sequence[int], *, most: int) -> list[int]:
     return chosen
 
 
+def _is_number(value: object) -> bool:
+    """Say whether float(value) is one, without waiting for a GPU."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    if isinstance(value, np.ndarray):
+        return value.size == 1 and value.dtype.kind in "biuf"
+    # float() of a greater int fails.
+    return isinstance(value, Real) and (not isinstance(value, int) or abs(value) < 2**1000)
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
@@ -279,6 +341,52 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value
+
+
+def commit_near(folder: Path) -> str | None:
+    """Return the commit of the git repository that a folder lies in; None where there is none.
+
+    It reads git's files: a rank under MPI must not start another process.
+    """
+    try:
+        folder = folder.absolute()
+    except OSError:  # the working directory is gone
+        return None
+    for place in (folder, *folder.parents):
+        git = place / ".git"
+        try:
+            if git.is_file():  # of a worktree: the file says where
+                git = place / git.read_text(encoding="utf-8").partition(":")[2].strip()
+            if not git.is_dir():
+                continue
+            head = (git / "HEAD").read_text(encoding="utf-8").strip()
+            if not head.startswith("ref: "):
+                return _hash(head)
+            common = git / "commondir"
+            home = git / common.read_text(encoding="utf-8").strip() if common.exists() else git
+            return _find_ref(home, head[len("ref: ") :])
+        except (OSError, ValueError):
+            return None
+    return None
+
+
+def _find_ref(home: Path, name: str) -> str | None:
+    if (home / name).is_file():
+        return _hash((home / name).read_text(encoding="utf-8").strip())
+    packed = (home / "packed-refs").read_text(encoding="utf-8").splitlines()
+    hashes = [line.split(" ")[0] for line in packed if line.endswith(f" {name}")]
+    return _hash(hashes[0]) if hashes else None
+
+
+def _hash(text: str) -> str | None:
+    return text[:12] if re.fullmatch(r"[0-9a-f]{40,64}", text) else None
+
+
+def _version() -> str | None:
+    try:
+        return importlib.metadata.version("loft-hvd")
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def open_run_log(log_dir: str | Path | None, *, rank: int) -> RunLog:

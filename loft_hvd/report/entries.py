@@ -6,24 +6,28 @@ DataError; keys that are not known are passed over, as a newer version may write
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, TypeVar
 
+from loft_hvd.balance.controller import Decision
 from loft_hvd.balance.interval import RankTimes
 from loft_hvd.codec import Count, Within, decode
 from loft_hvd.errors import ArgumentError, DataError
 from loft_hvd.pipeline.suspicion.report import WorkerReport
 
-__all__ = ["Explain", "Fault", "Line", "Plans", "Run", "Spread", "Suspicion", "Thinned", "Times"]
-__all__ += ["read_lines"]
+__all__ = ["Decided", "Explain", "Fault", "FitOfRank", "Fits", "Line", "Plans", "Rules", "Run"]
+__all__ += ["Scalars", "Schedule", "Spread", "Store", "StoreReads", "Suspicion", "Thinned", "Times"]
+__all__ += ["in_steps", "newest_of", "of_kind", "passes_of", "read_lines"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Line:
     """What every line has."""
 
     step: Count  # optimizer steps taken
+    time_s: float = math.nan  # since 1970
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,13 @@ class Run(Line):
     world_size: Annotated[int, Within(1)]
     global_batch_size: Count | None = None
     policy: str | None = None
+    times_at: Count | None = None  # the step of the first times; None without a balancer
+    num_passes: Annotated[int, Within(1)] | None = None  # batches of an optimizer step
+    devices: list[str] | None = None  # of each rank, host/number and name
+    host: str | None = None  # rank 0's
+    script: str | None = None
+    commit: str | None = None  # of the repository that the script lies in
+    version: str | None = None  # of this package
 
     @property
     def facts(self) -> list[str]:
@@ -44,11 +55,29 @@ class Run(Line):
 
 
 @dataclass(frozen=True)
+class Schedule(Line):
+    """What was said of a run and has changed, as an optimizer was made or a state loaded."""
+
+    times_at: Count
+    num_passes: Annotated[int, Within(1)]
+
+
+@dataclass(frozen=True)
+class Rules(Line):
+    """How an optimizer aggregates gradients, and when workers are first looked at."""
+
+    rules: list[str]
+    over: str | None = None  # the ranks of a worker; None where each is one
+    watched_from: Count | None = None  # the step; None where nobody is watched
+    note: str = ""  # why nobody is
+
+
+@dataclass(frozen=True)
 class Plans(Line):
     """A plan that came into force."""
 
     plan_id: Count
-    first_step: Count
+    first_step: Count  # counted in batches; ``in_steps`` counts as the other lines do
     sizes: list[Count]
 
 
@@ -57,6 +86,7 @@ class Times(Line):
     """Averages of an interval."""
 
     ranks: list[RankTimes]
+    since: Count | None = None  # the step at whose end the interval began
     num_ranks: Count | None = None  # that those in ``ranks`` stand for; None where they are all
 
     @property
@@ -65,6 +95,61 @@ class Times(Line):
         if self.num_ranks in (None, len(self.ranks)):
             return ""
         return f", {len(self.ranks)} of {self.num_ranks} ranks from the fastest to the slowest"
+
+
+@dataclass(frozen=True)
+class FitOfRank:
+    """What a model says of a rank."""
+
+    rank: Count
+    predicted_s: float = math.nan  # its own work on a batch of the newest plan
+
+
+@dataclass(frozen=True)
+class Fits(Line):
+    """What models say of the interval to come."""
+
+    ranks: list[FitOfRank]
+    plan_id: Count | None = None
+    predicted_s: float = math.nan  # of a step
+
+
+@dataclass(frozen=True)
+class Decided(Line, Decision):
+    """Why a plan was made."""
+
+
+@dataclass(frozen=True)
+class Scalars(Line):
+    """What a script says of its training."""
+
+    values: dict[str, float]
+
+
+@dataclass(frozen=True)
+class StoreReads:
+    """Samples that a rank has read of a sample store, by where they came from."""
+
+    rank: Count
+    own: Count
+    peer: Count
+    source: Count
+    own_bytes: Count = 0
+    peer_bytes: Count = 0
+    source_bytes: Count = 0
+
+    @property
+    def num_samples(self) -> int:
+        """All of them."""
+        return self.own + self.peer + self.source
+
+
+@dataclass(frozen=True)
+class Store(Line):
+    """What ranks read of a sample store in an epoch."""
+
+    epoch: Count
+    ranks: list[StoreReads]
 
 
 @dataclass(frozen=True)
@@ -91,7 +176,7 @@ class Suspicion(Line):
 
 @dataclass(frozen=True)
 class Fault(Line):
-    """An error that ended the run."""
+    """An error that the run has met, and most often ended by."""
 
     error: str
     text: str
@@ -108,21 +193,54 @@ class Thinned(Line):
 
     def __str__(self) -> str:
         return (
-            f"{self.num_lines} older lines of times, fits and suspicion were left out, to keep the "
-            "log small or because the disk was full"
+            f"{self.num_lines} older lines of times, fits, suspicion and scalars were left out, to "
+            "keep the log small or because the disk was full"
         )
 
 
 _KINDS: dict[str, type[Line]] = {
     "run": Run,
+    "schedule": Schedule,
+    "rules": Rules,
     "plan": Plans,
+    "decision": Decided,
     "times": Times,
+    "fit": Fits,
+    "scalars": Scalars,
+    "store": Store,
     "explain": Explain,
     "spread": Spread,
     "suspicion": Suspicion,
     "fault": Fault,
     "thinned": Thinned,
 }
+
+LineT = TypeVar("LineT", bound=Line)
+PlannedT = TypeVar("PlannedT", Plans, Decided)
+
+
+def of_kind(kind: type[LineT], read: Sequence[Line]) -> list[LineT]:
+    """Return the lines of one kind, in their order."""
+    return [line for line in read if isinstance(line, kind)]
+
+
+def newest_of(kind: type[LineT], read: Sequence[Line]) -> LineT | None:
+    """Return the last line of a kind, if any."""
+    return next((line for line in reversed(read) if isinstance(line, kind)), None)
+
+
+def passes_of(read: Sequence[Line]) -> int:
+    """Return how many batches an optimizer step has: 1 where no line says so."""
+    known = (line.num_passes for line in reversed(read) if isinstance(line, Run | Schedule))
+    return next((each for each in known if each is not None), 1)
+
+
+def in_steps(line: PlannedT, num_passes: int) -> PlannedT:
+    """Return a plan with its first whole optimizer step, as plans count batches.
+
+    With 4 passes the batch 100 is the first of step 25, and 101 is in it.
+    """
+    return replace(line, first_step=-(-line.first_step // num_passes))
 
 
 def read_lines(entries: Sequence[Mapping[str, Any]]) -> list[Line]:

@@ -2,124 +2,177 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime, timezone
 from html import escape
-from typing import Any, TypeVar
+from typing import Any
 
-from loft_hvd.balance.explain import find_slow
+from loft_hvd.balance.interval import RankTimes
 from loft_hvd.codec import printable
 from loft_hvd.report.entries import (
+    Decided,
     Fault,
+    Fits,
     Line,
     Plans,
+    Rules,
     Run,
+    Scalars,
+    Schedule,
     Spread,
+    Store,
+    StoreReads,
     Suspicion,
     Thinned,
     Times,
+    in_steps,
+    newest_of,
+    of_kind,
+    passes_of,
     read_lines,
 )
-from loft_hvd.report.svg import bars, lines
+from loft_hvd.report.screen import PARTS, throughput
+from loft_hvd.report.svg import MOST_LINES, STYLE, Point, bars, lines
 from loft_hvd.report.text import say, spread_line
+from loft_hvd.report.verdict import judge, newest_world, rules_of, step_s, when_measured
 
 __all__ = ["render_page"]
 
-LineT = TypeVar("LineT", bound=Line)
-
-# The parts of a step in the order in which it passes through them; they add up to the step.
-_PARTS = ("stall", "compute", "queued", "wait", "other")
 # Of many ranks a picture shows these, as shares of the way from the fastest to the slowest.
 _SPREAD = {"fastest": 0.0, "a quarter": 0.25, "median": 0.5, "three quarters": 0.75, "slowest": 1.0}
-_STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; max-width: 820px; margin: 2em auto; padding: 0 1em;
-  color: #222; background: #fff }
-svg { width: 100%; font-size: 12px } .axis { fill: none; stroke: #999 }
-.line { fill: none; stroke-width: 2 } .legend span { margin-right: 1.2em }
-.legend i { display: inline-block; width: .8em; height: .8em; margin-right: .4em }
-table { border-collapse: collapse; width: 100% }
-th, td { text-align: right; padding: .15em .6em; border-bottom: 1px solid #ddd }
-th:first-child, td:first-child { text-align: left }
-.bad { background: #fde8e8; padding: .6em 1em; border-left: 4px solid #c33 }
-.none { color: #777 } pre { white-space: pre-wrap; background: #f6f6f6; padding: .8em }
-"""
+_MOST_SCALARS = 50  # names with a picture each: a log may have a new one on every line
+_STYLE = f"""
+body {{ font: 15px/1.45 system-ui, sans-serif; max-width: 820px; margin: 2em auto;
+  padding: 0 1em; color: #222; background: #fff }}
+h1 {{ font-size: 1.5em; line-height: 1.25 }} h2 {{ margin-top: 1.6em }}
+table {{ border-collapse: collapse; width: 100%; margin: 1em 0 }}
+th, td {{ text-align: right; padding: .15em .6em; border-bottom: 1px solid #ddd }}
+th:first-child, td:first-child {{ text-align: left }}
+.facts td:last-child, .facts th {{ text-align: left; font-weight: normal }}
+.facts td {{ overflow-wrap: anywhere }} .facts th {{ color: #777; white-space: nowrap }}
+.bad {{ background: #fde8e8; padding: .6em 1em; border-left: 4px solid #c33 }}
+.none {{ color: #777 }} pre {{ white-space: pre-wrap; background: #f6f6f6; padding: .8em }}
+{STYLE}"""
 
 
 def render_page(entries: Sequence[dict[str, Any]], *, title: str) -> str:
     """Return a page that says and shows what a run log holds, the entries of ``read_run_log``.
 
+    Its first line is the verdict: who costs what share of a step, and whose gradients are off.
+
     Raises:
         DataError: a line lacks a field, or is of another type.
     """
     read = read_lines(entries)
-    body, text = "\n".join(_sections(read)), say(read)
+    body, text = "\n".join(_sections(read, title)), say(read)
     # One file, without scripts or links: it can be mailed, and opens where there is no network.
     return printable(
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>\n"
-        f"<h1>{escape(title)}</h1>\n{body}\n"
+        '<meta name="viewport" content="width=device-width">'
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>\n{body}\n"
         f"<h2>In words</h2><pre>{escape(text)}</pre>\n</body></html>\n"
     )
 
 
-def _of(kind: type[LineT], read: Sequence[Line]) -> list[LineT]:
-    return [line for line in read if isinstance(line, kind)]
-
-
-def _sections(read: Sequence[Line]) -> Iterator[str]:
-    # An elastic job writes a "run" line for each of its worlds; the last one is what is left.
-    for run in _of(Run, read)[-1:]:
-        yield f"<p>{escape(', '.join(run.facts))}.</p>"
-    for fault in _of(Fault, read):
+def _sections(read: Sequence[Line], title: str) -> Iterator[str]:
+    first, *others = judge(read)
+    yield f"<h1>{escape(first)}</h1>"
+    yield "".join(f"<p>{escape(sentence)}</p>" for sentence in others)
+    for fault in of_kind(Fault, read):
         yield f'<p class="bad">{escape(str(fault))}</p>'
-    for thinned in _of(Thinned, read)[-1:]:
+    for thinned in of_kind(Thinned, read)[-1:]:
         yield f"<p>{escape(str(thinned))}.</p>"
-    yield from _times(_of(Times, read))
-    yield from _plans(_of(Plans, read), last_step=max((line.step for line in read), default=0))
-    yield from _workers(_of(Suspicion, read))
-    for spread in _of(Spread, read)[-1:]:
+    # An elastic job writes a "run" line for each of its worlds; the last one is what is left.
+    world = newest_world(read)
+    yield _facts(read, world, title)
+    times, last_step = of_kind(Times, world), max((line.step for line in world), default=0)
+    later, num_passes = when_measured(world), passes_of(world)
+    plans = [in_steps(plan, num_passes) for plan in of_kind(Plans, world)]
+    yield from _step_parts(times, later)
+    yield from _throughput(times, later)
+    yield from _scalars(of_kind(Scalars, world))
+    yield from _plans(plans, last_step=last_step)
+    yield from _predictions(world, times, plans, later)
+    made = [in_steps(each, num_passes) for each in of_kind(Decided, world)]
+    yield from _decisions(made, plans, times)
+    yield from _by_rank("Each rank's own work", times, later, of=lambda each: each.busy_s)
+    yield from _by_rank("Waits for other ranks", times, later, of=lambda each: each.wait_s)
+    yield from _workers(world)
+    yield from _store(of_kind(Store, world))
+    for spread in of_kind(Spread, world)[-1:]:
         yield f"<h2>Do ranks draw from the same data?</h2><p>{escape(spread_line(spread))}</p>"
 
 
-def _times(entries: Sequence[Times]) -> Iterator[str]:
+def _facts(read: Sequence[Line], world: Sequence[Line], title: str) -> str:
+    run = newest_of(Run, world)
+    stamps = [line.time_s for line in read if math.isfinite(line.time_s)]
+    found: dict[str, str | None] = {"log": title}
+    if stamps:
+        found["started"] = _moment(stamps[0])
+        found["last line"] = f"{_moment(stamps[-1])}, step {read[-1].step}"
+    if run is not None:
+        devices = dict.fromkeys(run.devices or [])
+        found |= {
+            "host": run.host,
+            "script": run.script,
+            "commit": run.commit,
+            "loft_hvd": run.version,
+            "ranks": ", ".join(run.facts),
+            "devices": ", ".join([*devices][:8]) + (" ..." if len(devices) > 8 else ""),
+        }
+    found["rule"] = rules_of(world)
+    rows = "".join(
+        f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>"
+        for name, value in found.items()
+        if value
+    )
+    return f'<table class="facts">{rows}</table>'
+
+
+def _moment(time_s: float) -> str:
+    try:
+        when = datetime.fromtimestamp(time_s, tz=timezone.utc)
+    except (OverflowError, OSError, ValueError):  # from a clock that is none
+        return "at no time known"
+    return when.strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def _none(text: str) -> str:
+    return f'<p class="none">{escape(text)}</p>'
+
+
+def _step_parts(entries: Sequence[Times], later: str) -> Iterator[str]:
     yield "<h2>Where a step goes</h2>"
     if not entries:
-        yield '<p class="none">no times yet</p>'
+        yield _none(later)
         return
-    times = [entry.ranks for entry in entries]
-    for entry in find_slow(times[-1]):
-        line = f"rank {entry.rank} is slow: {entry.cause} ({entry.ratio:.2f}x the median rank)"
-        yield f'<p class="bad">{escape(line)}</p>'
+    newest = entries[-1]
     rows = [
-        (f"rank {t.rank}", [1e3 * getattr(t, f"{part}_s") for part in _PARTS]) for t in times[-1]
+        (f"rank {t.rank}", [1e3 * getattr(t, f"{part}_s") for part in PARTS]) for t in newest.ranks
     ]
-    last = f"Last interval, up to step {entries[-1].step}{entries[-1].which}"
+    last = f"Last interval, up to step {newest.step}{newest.which}"
     yield f"<p>{escape(last)}, an average batch:</p>"
-    yield bars(rows, _PARTS, unit="ms")
-    yield "<h2>Each rank's own work</h2>"
-    steps = [float(entry.step) for entry in entries]
-    series = []
-    for rank in sorted({time.rank for ranks in times for time in ranks}):  # worlds differ in size
+    yield bars(rows, PARTS, unit="ms")
+
+
+def _throughput(entries: Sequence[Times], later: str) -> Iterator[str]:
+    yield "<h2>Throughput</h2>"
+    rates = [(float(entry.step), throughput(entry)) for entry in entries]
+    points = [(step, rate) for step, rate in rates if rate is not None]
+    yield lines([("all ranks", points)], label="samples a second") if points else _none(later)
+
+
+def _scalars(entries: Sequence[Scalars]) -> Iterator[str]:
+    names = dict.fromkeys(name for entry in entries for name in entry.values)
+    for name in [*names][:_MOST_SCALARS]:
         points = [
-            (step, 1e3 * time.busy_s)
-            for step, ranks in zip(steps, times, strict=True)
-            for time in ranks
-            if time.rank == rank
+            (float(entry.step), entry.values[name]) for entry in entries if name in entry.values
         ]
-        series.append((f"rank {rank}", points))
-    if any(entry.which for entry in entries):  # other ranks in each line: their spread
-        own = [sorted(1e3 * time.busy_s for time in ranks) for ranks in times]
-        series = [
-            (
-                name,
-                [
-                    (step, work[round(at * (len(work) - 1))])
-                    for step, work in zip(steps, own, strict=True)
-                    if work
-                ],
-            )
-            for name, at in _SPREAD.items()
-        ]
-    yield lines(series, label="fetch waited for and computing, ms a batch")
+        yield f"<h2>{escape(name)}</h2>"
+        yield lines([(name, points)], label=name, is_from_zero=False)
+    if len(names) > _MOST_SCALARS:
+        yield _none(f"{len(names) - _MOST_SCALARS} more names of numbers are not shown")
 
 
 def _plans(entries: Sequence[Plans], *, last_step: int) -> Iterator[str]:
@@ -127,25 +180,178 @@ def _plans(entries: Sequence[Plans], *, last_step: int) -> Iterator[str]:
         return
     yield "<h2>Plans</h2>"
     num_ranks = max(len(entry.sizes) for entry in entries)
-    series = []
-    for rank in range(num_ranks):
-        points = [
-            (float(entry.first_step), float(entry.sizes[rank]))
-            for entry in entries
-            if rank < len(entry.sizes)
-        ]
-        # The last plan holds to the end of the log, as far as any line says how far that is.
-        points.append((max(float(last_step), points[-1][0]), points[-1][1]))
-        series.append((f"rank {rank}", points))
+    series: list[tuple[str, Sequence[Point]]] = []
+    if num_ranks > MOST_LINES:
+        series = _quantiles([(float(entry.first_step), entry.sizes) for entry in entries])
+    else:
+        for rank in range(num_ranks):
+            points = [
+                (float(entry.first_step), float(entry.sizes[rank]))
+                for entry in entries
+                if rank < len(entry.sizes)
+            ]
+            series.append((f"rank {rank}", points))
+    # The last plan holds to the end of the log, as far as any line says how far that is.
+    series = [
+        (name, [*points, (max(float(last_step), points[-1][0]), points[-1][1])])
+        for name, points in series
+    ]
     yield lines(series, label="samples of a step", is_stepped=True)
 
 
-def _workers(entries: Sequence[Suspicion]) -> Iterator[str]:
+def _quantiles(rows: Sequence[tuple[float, Sequence[float]]]) -> list[tuple[str, Sequence[Point]]]:
+    """Return lines from the least to the greatest of each step's values, in place of one a rank."""
+    ordered = [(step, sorted(values)) for step, values in rows if values]
+    return [
+        (name, [(step, values[round(at * (len(values) - 1))]) for step, values in ordered])
+        for name, at in _SPREAD.items()
+    ]
+
+
+def _by_rank(
+    title: str, entries: Sequence[Times], later: str, *, of: Callable[[RankTimes], float]
+) -> Iterator[str]:
+    yield f"<h2>{title}</h2>"
     if not entries:
+        yield _none(later)
+        return
+    ranks = sorted({time.rank for entry in entries for time in entry.ranks})
+    # Where each line has other ranks, or there are many, their spread.
+    if len(ranks) > MOST_LINES or any(entry.which for entry in entries):
+        rows = [(float(entry.step), [1e3 * of(each) for each in entry.ranks]) for entry in entries]
+        series = _quantiles(rows)
+    else:
+        series = [
+            (
+                f"rank {rank}",
+                [
+                    (float(entry.step), 1e3 * of(each))
+                    for entry in entries
+                    for each in entry.ranks
+                    if each.rank == rank
+                ],
+            )
+            for rank in ranks
+        ]
+    yield lines(series, label="ms a batch")
+
+
+def _predictions(
+    world: Sequence[Line], times: Sequence[Times], plans: Sequence[Plans], later: str
+) -> Iterator[str]:
+    """Show what models said of each interval before it was measured, beside what it was."""
+    yield "<h2>Predicted and realised</h2>"
+    if not times:
+        yield _none(later)
+        return
+    fit: Fits | None = None
+    predicted: list[Point] = []
+    own: Mapping[int, float] = {}
+    for line in world:
+        if isinstance(line, Times):
+            own = {}  # of this interval, or of none
+            if fit is not None and _is_of(fit, line, plans) and math.isfinite(fit.predicted_s):
+                predicted.append((float(line.step), 1e3 * fit.predicted_s))
+                own = {each.rank: each.predicted_s for each in fit.ranks}
+            fit = None
+        elif isinstance(line, Fits):
+            fit = line
+    known = [(float(entry.step), 1e3 * step_s(entry.ranks)) for entry in times]
+    realised = [point for point in known if point[1] > 0]
+    if not predicted:
+        yield _none("no model has said what the next interval would take")
+    yield lines(
+        [("realised", realised), ("predicted one interval before", predicted)][
+            : 1 + bool(predicted)
+        ],
+        label="ms a step",
+        dashed=["predicted one interval before"],
+    )
+    if own:
+        yield from _own_predictions(times[-1], own)
+
+
+def _is_of(fit: Fits, times: Times, plans: Sequence[Plans]) -> bool:
+    """Say whether a fit is of the interval before, and of the plan that the times show.
+
+    Lines of fits and of times are left out apart when a log is full.
+    """
+    if times.since is not None and times.since != fit.step:
+        return False
+    begun = [plan.plan_id for plan in plans if plan.first_step < times.step]
+    return fit.plan_id is None or not begun or fit.plan_id == begun[-1]
+
+
+def _own_predictions(newest: Times, own: Mapping[int, float]) -> Iterator[str]:
+    yield f"<p>Each rank's own work in the last interval, up to step {newest.step}:</p>"
+    rows = [
+        (
+            f"rank {each.rank}",
+            f"{each.samples:.4g}",
+            _ms(own[each.rank]),
+            _ms(each.busy_s),
+            f"{each.busy_s / own[each.rank] - 1:+.1%}",
+        )
+        for each in newest.ranks
+        if own.get(each.rank, 0.0) > 0  # NaN is not
+    ]
+    yield _table(("", "samples", "predicted ms", "realised ms", "off by"), rows)
+
+
+def _decisions(
+    made: Sequence[Decided], plans: Sequence[Plans], times: Sequence[Times]
+) -> Iterator[str]:
+    if not made:
+        return
+    rows = []
+    starts = [plan.first_step for plan in plans] + [math.inf]
+    for entry in made:
+        until = next(start for start in starts if start > entry.first_step)
+        # The interval in which a plan began has steps at its sizes only.
+        taken = [step_s(each.ranks) for each in times if entry.first_step < each.step <= until]
+        gain = entry.predicted_gain
+        rows.append(
+            (
+                f"{entry.plan_id}, from step {entry.first_step}",
+                _ms(entry.measured_s),
+                _ms(entry.predicted_s),
+                _ms(taken[0] if taken else None),
+                "-" if gain is None else f"{gain:.1%}",
+                "-"
+                if not (taken and entry.measured_s)
+                else f"{1 - taken[0] / entry.measured_s:.1%}",
+            )
+        )
+    head = ("plan", "before ms", "predicted ms", "realised ms", "should save", "saved")
+    yield _table(head, rows)
+
+
+def _ms(seconds: float | None) -> str:
+    known = seconds is not None and math.isfinite(seconds)
+    return f"{1e3 * seconds:.4g}" if known and seconds is not None else "-"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    cells = "".join(f"<th>{escape(name)}</th>" for name in head)
+    body = "".join(
+        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows
+    )
+    return f"<table><tr>{cells}</tr>{body}</table>"
+
+
+def _workers(world: Sequence[Line]) -> Iterator[str]:
+    entries, rules = of_kind(Suspicion, world), newest_of(Rules, world)
+    if rules is None and not entries:
         return
     yield "<h2>Workers</h2>"
+    if not entries:
+        at = None if rules is None else _watched_at(rules, world)
+        note = "" if rules is None else rules.note
+        yield _none(note if at is None else f"not looked at yet, first at step {at}")
+        return
     # Workers are ranks or, with over=, groups; the newest report says which ones there are now.
     newest = entries[-1]
+    shown = sorted(newest.workers, key=lambda each: -each.suspicion)[:MOST_LINES]
     series = [
         (
             f"ranks {' '.join(map(str, worker.ranks))}",
@@ -156,24 +362,73 @@ def _workers(entries: Sequence[Suspicion]) -> Iterator[str]:
                 if each.ranks == worker.ranks
             ],
         )
-        for worker in newest.workers
+        for worker in sorted(shown, key=lambda each: each.ranks)
     ]
     yield lines(series, label="suspicion, 0 as the others to 1", least_top=1.0)
-    yield "<table><tr><th>ranks</th><th>suspicion</th><th>outside</th><th>distance</th>"
-    yield "<th>left out</th><th>clipped</th><th>copied</th><th>not finite</th><th></th></tr>"
+    rows = []
     for worker in newest.workers:
         state = "in quarantine" if worker.in_quarantine_until is not None else ""
         state = state or ("stands out" if worker.is_named else "")
-        cells = (
-            " ".join(map(str, worker.ranks)),
-            f"{worker.suspicion:.2f}",
-            f"{worker.share_outside:.1%}",
-            f"{worker.distance:.3g}",
-            f"{worker.share_left_out:.1%}",
-            f"{worker.share_clipped:.1%}",
-            f"{worker.share_copied:.1%}",
-            str(worker.num_non_finite),
-            state,
+        rows.append(
+            (
+                " ".join(map(str, worker.ranks)),
+                f"{worker.suspicion:.2f}",
+                f"{worker.share_outside:.1%}",
+                f"{worker.distance:.3g}",
+                f"{worker.share_left_out:.1%}",
+                f"{worker.share_clipped:.1%}",
+                f"{worker.share_copied:.1%}",
+                str(worker.num_non_finite),
+                state,
+            )
         )
-        yield f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
-    yield "</table>"
+    head = ("ranks", "suspicion", "outside", "distance", "left out", "clipped", "copied")
+    yield _table((*head, "not finite", ""), rows)
+
+
+def _watched_at(rules: Rules, world: Sequence[Line]) -> int | None:
+    """Return the step of the first look: so many from where the run went on, if it was loaded."""
+    begun = max([rules.step, *(line.step for line in of_kind(Schedule, world))])
+    return None if rules.watched_from is None else begun + rules.watched_from - rules.step
+
+
+def _store(entries: Sequence[Store]) -> Iterator[str]:
+    if not entries:
+        return
+    yield "<h2>The sample store</h2>"
+    newest = entries[-1]
+    parts = ("own", "peers", "source")
+    rows = [
+        (f"rank {each.rank}", [float(each.own), float(each.peer), float(each.source)])
+        for each in newest.ranks
+    ]
+    yield (
+        f"<p>Where the samples of epoch {newest.epoch} came from, the newest that another has "
+        "followed:</p>"
+    )
+    yield bars(rows, parts, unit="samples")
+    cells = [_reads_row(f"{entry.epoch}", each) for entry in entries for each in entry.ranks]
+    head = (
+        "epoch",
+        "rank",
+        "samples",
+        "own",
+        "peers",
+        "source",
+        "own MB",
+        "peers MB",
+        "source MB*",
+    )
+    yield _table(head, cells)
+    yield "<p>* if they were as long as the samples that were kept.</p>"
+
+
+def _reads_row(epoch: str, reads: StoreReads) -> tuple[str, ...]:
+    total = max(reads.num_samples, 1)
+    return (
+        epoch,
+        str(reads.rank),
+        str(reads.num_samples),
+        *(f"{each / total:.1%}" for each in (reads.own, reads.peer, reads.source)),
+        *(f"{each / 1e6:.4g}" for each in (reads.own_bytes, reads.peer_bytes, reads.source_bytes)),
+    )

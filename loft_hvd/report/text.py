@@ -1,4 +1,4 @@
-"""A run log in plain text: plans, which rank was slow and why, who was off, what went wrong."""
+"""A run log in plain text: the verdict, what happened, and what was known last."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ from loft_hvd.report.entries import (
     Suspicion,
     Thinned,
     Times,
+    in_steps,
+    passes_of,
     read_lines,
 )
+from loft_hvd.report.verdict import judge, when_measured
 
 __all__ = ["render_text"]
 
@@ -30,17 +33,22 @@ def render_text(entries: Sequence[dict[str, Any]]) -> str:
 
 
 def say(lines: Sequence[Line]) -> str:
-    """Say what the lines of a run log hold, in characters that a terminal only shows."""
-    return printable("\n".join([*_history(lines), *_newest(lines)]))
+    """Say what the lines of a run log hold, in characters that a terminal only shows.
+
+    The verdict comes first.
+    """
+    return printable("\n".join([*judge(lines), "", *_history(lines), *_newest(lines)]))
 
 
 def _history(lines: Sequence[Line]) -> Iterator[str]:
     """Say what happened, in the order in which it did."""
+    num_passes = passes_of(lines)
     for line in lines:
         if isinstance(line, Run):
             yield ", ".join(line.facts)
         elif isinstance(line, Plans):
-            yield f"plan {line.plan_id} from step {line.first_step}: sizes {line.sizes}"
+            first_step = in_steps(line, num_passes).first_step
+            yield f"plan {line.plan_id} from step {first_step}: sizes {line.sizes}"
         elif isinstance(line, Fault):
             yield str(line)
 
@@ -55,7 +63,7 @@ def _newest(lines: Sequence[Line]) -> Iterator[str]:
         yield f"times up to step {times.step}{times.which}:"
         yield describe(times.ranks)
     else:
-        yield "no times yet"
+        yield f"no times: {when_measured(lines)}"
     for line in (last.get(kind) for kind in (Explain, Spread, Suspicion)):
         if isinstance(line, Explain):
             yield line.text

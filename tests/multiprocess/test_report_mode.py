@@ -40,6 +40,16 @@ def test_report_names_the_slow_rank_and_its_cause(
 
 
 @pytest.mark.long
+def test_report_begins_with_the_worker_whose_gradients_are_off(tmp_path: Path) -> None:
+    env = {"LOFT_HVD_LOG_DIR": str(tmp_path)}
+    done = launch(5, [JOB, "faulty"], timeout_s=180, env=env)
+    assert done.returncode == 0, done.output[-4000:]
+    (log,) = tmp_path.iterdir()
+    report = render_text(read_run_log(log))
+    assert report.startswith("Rank 2 sends gradients that are off"), report
+
+
+@pytest.mark.long
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="errors take no notes before Python 3.11")
 @pytest.mark.parametrize("what", ["raise", "freeze"])
 def test_a_fault_of_another_rank_is_in_the_log_when_the_job_is_gone(

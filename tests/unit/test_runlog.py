@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,12 +23,19 @@ from loft_hvd.balance.explain import ranks_to_log
 from loft_hvd.balance.interval import RankTimes
 from loft_hvd.balance.memory import logged_caps
 from loft_hvd.balance.plan import Plan
-from loft_hvd.errors import ArgumentError, DataError, MismatchError, TransportError
+from loft_hvd.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    DataError,
+    MismatchError,
+    TransportError,
+)
 from loft_hvd.pipeline.suspicion.report import WorkerReport
 from loft_hvd.report.page import render_page
 from loft_hvd.report.text import render_text
-from loft_hvd.runlog import RunLog, read_run_log
+from loft_hvd.runlog import RunLog, commit_near, read_run_log
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
+from tests.support.live import Run
 from tests.support.worlds import environment
 from tests.unit.test_balancer import Clock, train
 
@@ -116,7 +124,147 @@ def test_an_optimizer_logs_with_its_balancer_or_alone(tmp_path: Path) -> None:
         loft.DistributedOptimizer(sgd, transport=transport, log_dir=folder, **options)  # type: ignore[arg-type]
         assert "1 ranks" in render_text(read_run_log(only_file(folder)))
     assert balancer.log.path == only_file(tmp_path / "both")
-    assert kinds(only_file(tmp_path / "both")) == ["run", "plan"]
+    assert kinds(only_file(tmp_path / "both")) == ["run", "plan", "rules"]
+
+
+def test_a_log_says_how_many_batches_a_step_has(tmp_path: Path) -> None:
+    transport = LocalWorld(1).transport(0)
+    balancer = loft.Balancer(4, transport=transport, log_dir=tmp_path)
+    sgd = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1)
+    loft.DistributedOptimizer(
+        sgd, transport=transport, balancer=balancer, backward_passes_per_step=4
+    )
+    run, schedule = (
+        each for each in read_run_log(only_file(tmp_path)) if each["kind"] in ("run", "schedule")
+    )
+    assert (run["num_passes"], schedule["num_passes"]) == (1, 4)
+
+
+def test_a_log_says_why_plans_were_made_and_what_models_expect(tmp_path: Path) -> None:
+    run_ranks(2, lambda transport: train_run(transport, tmp_path))
+    entries = read_run_log(only_file(tmp_path))
+    run, made, plans, fits = (
+        [entry for entry in entries if entry["kind"] == kind]
+        for kind in ("run", "decision", "plan", "fit")
+    )
+    assert run[0]["times_at"] == 20
+    assert run[0]["host"]
+    assert [each["plan_id"] for each in made] == [each["plan_id"] for each in plans[1:]] != []
+    assert made[0]["sizes"] == plans[1]["sizes"]
+    assert made[0]["measured_s"] > made[0]["predicted_s"] > 0
+    # A sample takes 10 ms on rank 0 and 30 ms on rank 1.
+    sizes = plans[fits[-1]["plan_id"]]["sizes"]
+    expected = [0.01 * sizes[0], 0.03 * sizes[1]]
+    assert [each["predicted_s"] for each in fits[-1]["ranks"]] == pytest.approx(expected, rel=0.02)
+    assert fits[-1]["predicted_s"] == pytest.approx(max(expected), rel=0.02)
+
+
+def test_a_log_says_that_no_model_expects_anything(tmp_path: Path) -> None:
+    run_ranks(2, lambda transport: train_some(transport, log_dir=tmp_path))  # clocks of their own
+    (*_, fit) = (each for each in read_run_log(only_file(tmp_path)) if each["kind"] == "fit")
+    assert fit["ranks"][1]["is_poor"]
+    assert fit["ranks"][1]["predicted_s"] is fit["predicted_s"] is None
+
+
+def train_run(transport: LocalTransport, folder: Path) -> None:
+    """Train until there is another plan, with rank 1 three times as slow."""
+    run = Run(transport, log_dir=folder)
+    for _ in range(60):
+        run.step()
+    run.balancer.explain()
+
+
+def test_what_ranks_read_of_a_store_is_in_the_log_of_rank_0(tmp_path: Path) -> None:
+    balancer = loft.Balancer(4, transport=LocalWorld(1).transport(0), log_dir=tmp_path)
+    balancer.note_reads([], epoch=0)
+    reads = {"own": 3, "peer": 1, "source": 0, "own_bytes": 9, "peer_bytes": 2, "source_bytes": 0}
+    balancer.note_reads([reads] * 40, epoch=1)
+    (entry,) = (each for each in read_run_log(only_file(tmp_path)) if each["kind"] == "store")
+    assert entry["epoch"] == 1
+    assert entry["ranks"][0] == {"rank": 0, **reads}
+    assert len(entry["ranks"]) == 32
+
+
+def test_scalars_of_a_script_are_in_rank_0s_log(tmp_path: Path) -> None:
+    def work(transport: LocalTransport) -> None:
+        model = torch.nn.Linear(2, 1)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = loft.DistributedOptimizer(sgd, transport=transport, log_dir=tmp_path)
+        loss = model(torch.ones(1, 2)).sum()
+        optimizer.log_scalars(loss=loss, rank=transport.rank, lost=float("nan"))
+
+    run_ranks(2, work)
+    (entry,) = (each for each in read_run_log(only_file(tmp_path)) if each["kind"] == "scalars")
+    assert entry["values"]["rank"] == 0
+    assert isinstance(entry["values"]["loss"], float)
+    assert entry["values"]["lost"] is None
+
+
+@pytest.mark.parametrize(
+    "value", ["0.3", None, 1j, torch.ones(2), torch.ones(1) * 1j, [1.0], 10**400, np.ones(2)]
+)
+def test_a_scalar_that_is_no_number_is_an_error_on_every_rank(value: Any, tmp_path: Path) -> None:
+    for folder in (tmp_path, None):  # as rank 0, and as the others
+        with pytest.raises(ArgumentTypeError, match="log_scalars: loss="):
+            RunLog(folder).write_scalars({"loss": value})
+    assert only_file(tmp_path).read_text() == ""
+
+
+@pytest.mark.parametrize("value", [1, True, np.float32(1), np.ones(1), torch.ones(1, 1)])
+def test_a_scalar_may_be_any_real_number(value: Any, tmp_path: Path) -> None:
+    RunLog(tmp_path).write_scalars({"loss": value})
+    (entry,) = read_run_log(only_file(tmp_path))
+    assert entry["values"] == {"loss": 1.0}
+
+
+def test_a_log_of_a_loaded_state_says_when_the_first_times_come(tmp_path: Path) -> None:
+    transport = LocalWorld(1).transport(0)
+    balancer = loft.Balancer(4, transport=transport, interval=20, log_dir=tmp_path)
+    state = balancer.state_dict() | {"num_steps": 1000, "next_step": 1000}
+    balancer.load_state_dict(state)
+    sgd = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1)
+    loft.DistributedOptimizer(sgd, transport=transport, balancer=balancer)
+    entries = read_run_log(only_file(tmp_path))
+    assert "not measured yet, first at step 1020" in render_text(entries)
+
+
+def test_times_say_when_their_interval_began(tmp_path: Path) -> None:
+    run_ranks(2, lambda transport: train_some(transport, log_dir=tmp_path))
+    entries = read_run_log(only_file(tmp_path))
+    times = [each for each in entries if each["kind"] == "times"]
+    assert [(each["since"], each["step"]) for each in times] == [(0, 5), (5, 10)]
+
+
+def test_commit_of_a_script_is_unknown_in_a_folder_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert commit_near(Path()) is None
+
+
+@pytest.mark.parametrize("how", ["branch", "packed", "detached", "worktree"])
+def test_commit_of_a_script_is_found_without_git(how: str, tmp_path: Path) -> None:
+    commit, home, folder = "0123456789abcdef" * 2 + "01234567", tmp_path / ".git", tmp_path / "a/b"
+    folder.mkdir(parents=True)
+    (home / "refs/heads").mkdir(parents=True)
+    (home / "HEAD").write_text(f"{commit}\n" if how == "detached" else "ref: refs/heads/main\n")
+    if how == "branch":
+        (home / "refs/heads/main").write_text(f"{commit}\n")
+    elif how != "detached":
+        (home / "packed-refs").write_text(f"# pack-refs\n{commit} refs/heads/main\n")
+    if how == "worktree":
+        (home / "worktrees/b").mkdir(parents=True)
+        (home / "worktrees/b/HEAD").write_text("ref: refs/heads/main\n")
+        (home / "worktrees/b/commondir").write_text("../..\n")
+        (folder / ".git").write_text(f"gitdir: {home / 'worktrees/b'}\n")
+    assert commit_near(folder) == commit[:12]
+
+
+def test_commit_of_a_script_may_be_unknown(tmp_path: Path) -> None:
+    (tmp_path / ".git").mkdir()
+    assert commit_near(tmp_path) is None
 
 
 def test_a_fault_is_on_disk_before_the_error_goes_on_and_only_once(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
-"""Four prepared jobs for the report mode: ``report_mode.py cpu|disk|link|nothing``.
+"""Prepared jobs for the report mode: ``report_mode.py cpu|disk|link|faulty|nothing [POLICY]``.
 
 Every rank's device is emulated: a batch takes a fixed time. Then rank 2 computes more (cpu), its
-data set reads slowly (disk), it gets its samples over a throttled connection (link), or all are
-alike (nothing). Rank 0 prints what the balancer says.
+data set reads slowly (disk), it gets its samples over a throttled connection (link), it sends its
+gradients sign-flipped (faulty), or all are alike (nothing). Rank 0 prints what the balancer says.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ import loft_hvd as loft
 
 SLOW_RANK, LOCAL_BATCH, NUM_SAMPLES, NUMEL = 2, 12, 4800, 8192
 DEVICE_S = 0.04  # of a batch
-EXTRA_CPU_S = 0.06  # of a batch, by the thread's own CPU clock
+EXTRA_CPU_S = 0.005  # of a sample, by the thread's own CPU clock
 DISK_S = 0.007  # of a sample
 LINK_BYTES_PER_S = 4.5e6  # a sample is 32 kB: 7 ms
-INTERVAL, NUM_STEPS = 15, 46
+INTERVAL, NUM_STEPS, LOG_EVERY = 15, 46, 5
+FAULTY_INTERVAL, FAULTY_STEPS = 40, 80  # until a worker stands out beyond chance
 
 
 class Samples(Dataset[Tensor]):
@@ -103,7 +104,7 @@ class Device(nn.Module):
         time.sleep(DEVICE_S)
         began = time.thread_time()
         work = torch.ones(64, 64)
-        while time.thread_time() - began < self._extra_s:
+        while time.thread_time() - began < self._extra_s * len(x):
             work = work @ work / 64
         out: Tensor = self.layer(x)
         return out
@@ -120,15 +121,26 @@ def main() -> None:
         placement = loft.Placement.from_function(lambda index: [0], NUM_SAMPLES)
         dataset = RemoteSamples(serve())
     model = Device(EXTRA_CPU_S if kind == "cpu" and is_slow else 0.0)
-    balancer = loft.Balancer(LOCAL_BATCH * hvd.size(), "report", interval=INTERVAL)
+    policy = sys.argv[2] if len(sys.argv) > 2 else "report"
+    interval = FAULTY_INTERVAL if kind == "faulty" else INTERVAL
+    balancer = loft.Balancer(LOCAL_BATCH * hvd.size(), policy, interval=interval)
     loader = loft.DataLoader(dataset, balancer, placement=placement, num_workers=1)
     optimizer = loft.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=1e-6), model.named_parameters(), balancer=balancer
+        torch.optim.SGD(model.parameters(), lr=1e-4),
+        model.named_parameters(),
+        rule=loft.TrimmedMean(f=1) if kind == "faulty" else loft.Mean(),
+        balancer=balancer,
     )
-    for _, x in zip(range(NUM_STEPS), loader, strict=False):
+    if kind == "faulty":
+        loft.attacks.attach(optimizer, loft.attacks.SignFlip(scale=10), ranks=[SLOW_RANK])
+    num_steps = FAULTY_STEPS if kind == "faulty" else NUM_STEPS
+    for step, x in zip(range(num_steps), loader, strict=False):
         optimizer.zero_grad()
-        model(x).mean().backward()
+        loss = (model(x / NUM_SAMPLES) - 1).square().mean()
+        loss.backward()
         optimizer.step()
+        if step % LOG_EVERY == 0:
+            optimizer.log_scalars(loss=loss)
     if hvd.rank() == 0:
         print("\n" + balancer.explain(), flush=True)
     hvd.barrier()  # the samples' server stays up until all are done

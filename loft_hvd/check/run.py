@@ -1,0 +1,91 @@
+"""``loft-hvd check SCRIPT``: starts the script on its ranks, watched, and reads their notes."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from loft_hvd.check.findings import Finding, find
+from loft_hvd.check.notes import Notes
+from loft_hvd.codec import decode
+from loft_hvd.doctor.inspect import HorovodBuild
+from loft_hvd.doctor.launch import launch_command, run_limited
+from loft_hvd.errors import ArgumentError, DataError
+
+__all__ = ["Checked", "check_script"]
+
+_START_S = 400.0  # on top of the seconds: starting ranks, and reading data
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What came of a script."""
+
+    findings: tuple[Finding, ...]
+    num_steps: int  # that rank 0 has taken
+    failure: str  # how the script itself failed, or empty
+    output: str  # the end of what it printed
+
+    @property
+    def is_fine(self) -> bool:
+        """Whether nothing was found, and the script did not fail."""
+        return not (self.findings or self.failure)
+
+
+def check_script(
+    script: str,
+    arguments: Sequence[str] = (),
+    *,
+    build: HorovodBuild,
+    num_ranks: int = 2,
+    seconds: float = 60.0,
+) -> Checked:
+    """Run a script for so many seconds on ranks of this machine, and say what it forgot.
+
+    Args:
+        script: its file.
+        arguments: what it is given.
+        build: Horovod, as ``horovod_build`` found it.
+        num_ranks: ranks on this machine, >= 2.
+        seconds: how long it works, counted from its first collective or step.
+
+    Raises:
+        ArgumentError: fewer than two ranks, no time, or no such script.
+        DataError: a rank left no notes.
+    """
+    if num_ranks < 2 or not seconds > 0 or not Path(script).is_file():
+        raise ArgumentError(
+            f"check: {script!r} must be a file, num_ranks={num_ranks} >= 2 and seconds={seconds:g} "
+            "> 0; ranks are compared with each other"
+        )
+    with tempfile.TemporaryDirectory(prefix="loft-check-") as folder:
+        words = ("-m", "loft_hvd.check.watch", folder, str(seconds), str(num_ranks))
+        command = launch_command(build, (*words, script, *arguments), num_ranks=num_ranks)
+        done = run_limited(command, timeout_s=seconds + _START_S)
+        last = "\n".join(done.output.splitlines()[-30:])
+        ranks = [_read(path) for path in Path(folder).glob("*.json")]
+    if len(ranks) != num_ranks:
+        raise DataError(
+            f"check {script}: {len(ranks)} of {num_ranks} ranks have left notes; it ended with:\n"
+            f"{last}"
+        )
+    ranks.sort(key=lambda notes: notes.rank)
+    findings = find(ranks)
+    failure = ""
+    for notes in ranks:
+        if notes.error is not None and not notes.error.is_ours and not findings and not failure:
+            failure = (
+                f"rank {notes.rank} failed at {notes.error.place} with {notes.error.kind}: "
+                f"{notes.error.text}"
+            )
+    return Checked(tuple(findings), ranks[0].num_steps, failure, last)
+
+
+def _read(path: Path) -> Notes:
+    notes = json.loads(path.read_text(encoding="utf-8"))  # a minute of calls may have megabytes
+    return decode(
+        Notes, notes, what="notes", call="check", advice="a rank has written something else"
+    )

@@ -1,0 +1,213 @@
+"""What a run log comes to, in sentences, the weightiest first.
+
+Who ended the run, whose gradients are off, which rank costs what share of a step and by what, and
+what the plans have won: what somebody who opens a report wants to know before any picture.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+
+from loft_hvd.balance.explain import SlowRank, find_slow
+from loft_hvd.balance.interval import RankTimes
+from loft_hvd.report.entries import (
+    Fault,
+    Line,
+    Plans,
+    Rules,
+    Run,
+    Schedule,
+    Suspicion,
+    Times,
+    in_steps,
+    newest_of,
+    of_kind,
+    passes_of,
+)
+
+__all__ = ["judge", "newest_world", "step_s", "when_measured"]
+
+_DOES = {"fetch": "fetching", "compute": "computing"}
+_MOST_NAMED = 3  # sentences on slow ranks; the pictures show the others
+_MOST_TOGETHER = 8  # ranks in one of them
+_COST = 0.005  # of a step: less would be told as 0 %
+_QUEUED = 0.10  # of a step, as the least that makes a rank slow
+_STARVED = 0.30  # of a step that the usual rank waits for data: then no sizes help
+_WON = 0.01  # of a step: less is within the noise of most runs
+
+
+def judge(read: Sequence[Line]) -> list[str]:
+    """Return what the lines of a run log come to: at least one sentence."""
+    world = newest_world(read)
+    sentences = [*_ended(world), *_off(world), *_times(world)]
+    return sentences or [f"Nothing has gone wrong so far; times are {when_measured(world)}."]
+
+
+def newest_world(read: Sequence[Line]) -> Sequence[Line]:
+    """Return the lines of the newest world: an elastic job begins each with a ``run`` line."""
+    starts = [place for place, line in enumerate(read) if isinstance(line, Run)]
+    return read[starts[-1] :] if starts else read
+
+
+def when_measured(world: Sequence[Line]) -> str:
+    """Say when times come, where there are none yet."""
+    run = newest_of(Run, world)
+    said = (line.times_at for line in reversed(world) if isinstance(line, Run | Schedule))
+    times_at = next((each for each in said if each is not None), None)
+    if times_at is not None:
+        return f"not measured yet, first at step {times_at}"
+    if run is not None and run.policy is None:
+        return "not measured: that takes a Balancer, or attach"
+    return "not measured yet"
+
+
+def step_s(times: Sequence[RankTimes]) -> float:
+    """Return what a step took, wait and aggregation included; 0 where nobody has counted one.
+
+    Of usual steps, where ranks know them: a pause of the machine is no pace.
+    """
+    usual = [each.typical_wall_s for each in times if each.samples > 0]
+    return max(usual, default=0.0) or max((each.wall_s for each in times), default=0.0)
+
+
+def _ended(world: Sequence[Line]) -> Iterator[str]:
+    fault: Fault | None = None
+    last_step = 0
+    for line in world:
+        if isinstance(line, Fault):
+            fault, last_step = line, line.step
+        last_step = max(last_step, line.step) if fault is not None else 0
+    if fault is None:
+        return
+    first = fault.text.partition("\n")[0].rstrip(".")
+    if last_step > fault.step:  # a script may catch an error, and a thread beside it meet one
+        yield f"{fault.error} at step {fault.step}: {first}. The run went on to step {last_step}."
+    else:
+        yield f"The run ended at step {fault.step} with {fault.error}: {first}."
+
+
+def _off(world: Sequence[Line]) -> Iterator[str]:
+    newest = newest_of(Suspicion, world)
+    named = [] if newest is None else [each for each in newest.workers if each.is_named]
+    for worker in sorted(named, key=lambda each: -each.suspicion):
+        until = worker.in_quarantine_until
+        held = "" if until is None else f", in quarantine until step {until}"
+        who = " ".join(map(str, worker.ranks))
+        sends = "sends" if len(worker.ranks) == 1 else "send"
+        yield (
+            f"Rank{'s' if len(worker.ranks) > 1 else ''} {who} {sends} gradients that are off: "
+            f"suspicion {worker.suspicion:.2f} of 1{held}."
+        )
+
+
+def _times(world: Sequence[Line]) -> Iterator[str]:
+    entries = of_kind(Times, world)
+    if not entries:
+        return
+    newest = entries[-1].ranks
+    slow = find_slow(newest)
+    yield from _slow(slow)
+    yield from _queued(newest)
+    won = list(_won(world, entries, is_even=not slow))
+    yield from won
+    if not slow and not won:
+        yield f"No rank is slow: ranks wait for the longest {_waited(newest):.1%} of a step."
+    yield from _starved(newest)
+
+
+def _slow(slow: Sequence[SlowRank]) -> Iterator[str]:
+    before, num_told = 0.0, 0
+    held: list[SlowRank] = []  # ranks that cost something only together with the next
+    for entry in slow:
+        held.append(entry)
+        added = entry.share - before
+        if num_told < _MOST_NAMED and added >= _COST:
+            yield _cost(held, added, is_another=num_told > 0)
+            before, num_told, held = entry.share, num_told + 1, []
+    if held and num_told:
+        yield f"{len(held)} more rank{'s are' if len(held) > 1 else ' is'} slow."
+    elif held:
+        yield (
+            f"Rank {held[0].rank} is slow: its own work takes {held[0].ratio:.2f}x the median "
+            "rank's. Another takes longer, but its times vary too much to say whether it is slow."
+        )
+
+
+def _cost(ranks: Sequence[SlowRank], share: float, *, is_another: bool) -> str:
+    """Say what share of a step some ranks cost together."""
+    by = " and ".join(dict.fromkeys(_DOES[each.cause] for each in ranks))
+    costs = f"{'another ' if is_another else ''}{share:.0%} of a step by {by}"
+    takes = f"takes {min(each.ratio for each in ranks):.2f}x the median rank's"
+    if len(ranks) == 1:
+        return f"Rank {ranks[0].rank} costs {costs}: its own work {takes}."
+    names = [str(each.rank) for each in sorted(ranks, key=lambda each: each.rank)]
+    more = f" and {len(names) - _MOST_TOGETHER} more" if len(names) > _MOST_TOGETHER else ""
+    return (
+        f"Ranks {' '.join(names[:_MOST_TOGETHER])}{more} cost {costs} together: the own work of "
+        f"each {takes} or more."
+    )
+
+
+def _queued(times: Sequence[RankTimes]) -> Iterator[str]:
+    whole_s = max((each.wall_s for each in times), default=0.0)
+    queued = [each for each in times if whole_s > 0 and each.queued_s > _QUEUED * whole_s]
+    if queued:
+        worst = max(queued, key=lambda each: each.queued_s)
+        others = f", and {len(queued) - 1} more ranks queue too" if len(queued) > 1 else ""
+        yield (
+            f"Rank {worst.rank} queues for a CPU {worst.queued_s / whole_s:.0%} of a step: its "
+            f"machine has more busy threads than CPUs{others}."
+        )
+
+
+def _won(world: Sequence[Line], entries: Sequence[Times], *, is_even: bool) -> Iterator[str]:
+    """Say what the plans have won over the first sizes, and from whom they took."""
+    num_passes = passes_of(world)
+    plans = [in_steps(plan, num_passes) for plan in of_kind(Plans, world)]
+    changed = [plan for plan in plans[1:] if plan.sizes != plans[0].sizes]
+    first = [entry for entry in entries if not changed or entry.step <= changed[0].first_step]
+    after = [entry for entry in entries if changed and entry.step > plans[-1].first_step]
+    if not first or not after:
+        return
+    before_s = statistics.median(step_s(entry.ranks) for entry in first)
+    now_s = step_s(after[-1].ranks)
+    if not (before_s > 0 and now_s > 0):
+        return
+    share = 1.0 - now_s / before_s
+    took = f"{1e3 * before_s:.3g} ms, now {1e3 * now_s:.3g} ms"
+    if share > _WON:
+        cause = ""
+        for entry in find_slow(first[-1].ranks)[:1]:
+            cause = f"; rank {entry.rank} cost {entry.share:.0%} by {_DOES[entry.cause]}"
+        yield (
+            f"Plan {plans[-1].plan_id} made steps {share:.0%} shorter than the first sizes did "
+            f"({took}){cause}{', and no rank is slow now' if is_even else ''}."
+        )
+    elif share < -_WON:
+        yield f"Steps are {-share:.0%} longer than with the first sizes ({took})."
+
+
+def _waited(times: Sequence[RankTimes]) -> float:
+    """Return the share of a step that the ranks wait for the longest one, on average."""
+    busy = [each.busy_s for each in times if each.samples > 0]
+    whole_s = step_s(times)
+    if not (busy and whole_s > 0):
+        return 0.0
+    return max(max(busy) - statistics.fmean(busy), 0.0) / whole_s  # not -0.0, by rounding
+
+
+def _starved(times: Sequence[RankTimes]) -> Iterator[str]:
+    measured = [each for each in times if each.samples > 0]
+    whole_s = step_s(times)
+    stall_s = statistics.median(each.stall_s for each in measured) if measured else 0.0
+    if whole_s > 0 and stall_s > _STARVED * whole_s:
+        yield (
+            f"The usual rank waits for its data {stall_s / whole_s:.0%} of a step: more loader "
+            "processes, a faster source or a SampleStore would help all."
+        )
+
+
+def rules_of(world: Sequence[Line]) -> str:
+    """Return the rules of a run's optimizers, in words; empty where none is known."""
+    return ", ".join(dict.fromkeys(each for line in of_kind(Rules, world) for each in line.rules))

@@ -1,0 +1,205 @@
+"""``loft-hvd check``: what a conversion forgets is found, and nothing in what is right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from loft_hvd.check.run import Checked, check_script
+from loft_hvd.doctor.inspect import horovod_build
+from tests.support.marks import long_first
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.timeout(400)]
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 5.0  # after the first step: the script below is through in one
+RIGHT = """
+import horovod.torch as hvd
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import loft_hvd as loft
+
+
+def train_epoch(loader):
+    total, count = 0.0, 0
+    for (x,) in loader:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        total += float(loss.detach()) * len(x)
+        count += len(x)
+    return total / count, count
+
+
+hvd.init()
+torch.set_num_threads(1)
+torch.manual_seed(hvd.rank())
+data = TensorDataset(torch.randn(96, 8, generator=torch.Generator().manual_seed(0)))
+model = torch.nn.Linear(8, 1)
+balancer = loft.Balancer(24, policy=[16, 8])
+loader = loft.DataLoader(data, balancer, seed=3)
+optimizer = loft.DistributedOptimizer(
+    torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters(), balancer=balancer
+)
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+for epoch in range(3):
+    loader.set_epoch(epoch)
+    value, count = train_epoch(loader)
+    mean = loft.average(value, count, name="loss")
+    if hvd.rank() == 0:
+        print(f"epoch {epoch}: loss {mean:.4f}")
+"""
+LOSS = 'loft.average(value, count, name="loss")'
+# What each conversion has instead, what is found, and a piece of the line that is named.
+MISTAKES = {
+    "parameters that nobody broadcast": (
+        [("hvd.broadcast_parameters(model.state_dict(), root_rank=0)\n", "")],
+        "different first parameters",
+        "optimizer = loft.DistributedOptimizer(",
+    ),
+    "a learning rate of each rank's own": (
+        [
+            ("lr=0.01", "lr=0.001 * balancer.local_batch_size"),
+            ("hvd.broadcast_optimizer_state(optimizer, root_rank=0)\n", ""),
+        ],
+        "different options: lr",
+        "optimizer = loft.DistributedOptimizer(",
+    ),
+    "an average on rank 0 alone": (
+        [
+            (f"    mean = {LOSS}\n", ""),
+            ("    if hvd.rank() == 0:\n", f"    if hvd.rank() == 0:\n        mean = {LOSS}\n"),
+        ],
+        "unequal collectives: rank 0 calls loft.average",
+        f"mean = {LOSS}",
+    ),
+    "an all-reduce inside a branch of the loop": (
+        [
+            (
+                "        count += len(x)\n",
+                "        count += len(x)\n        if len(x) > 8:\n"
+                '            hvd.allreduce(torch.ones(3), name="norm", op=hvd.Sum)\n',
+            )
+        ],
+        "unequal collectives: rank 0 calls hvd.allreduce",
+        'hvd.allreduce(torch.ones(3), name="norm", op=hvd.Sum)',
+    ),
+    "a collective for each part of a batch": (
+        [
+            (
+                "        count += len(x)\n",
+                "        count += len(x)\n        for part in x.split(4):\n"
+                '            loft.average(float(part.mean()), len(part), name="part")\n',
+            )
+        ],
+        "a loop whose length follows the local batch: rank 0 calls loft.average",
+        'loft.average(float(part.mean()), len(part), name="part")',
+    ),
+    "steps counted by the local batch": (
+        [
+            (
+                "    for (x,) in loader:\n        optimizer.zero_grad()\n"
+                "        loss = model(x).square().mean()\n        loss.backward()\n"
+                "        optimizer.step()\n",
+                "    size = balancer.local_batch_size\n    for at in range(0, 48, size):\n"
+                "        x = data.tensors[0][at : at + size]\n        optimizer.zero_grad()\n"
+                "        with balancer.step(len(x)):\n"
+                "            loss = model(x).square().mean()\n            loss.backward()\n"
+                "            optimizer.step()\n",
+            )
+        ],
+        "a loop whose length follows the local batch: rank 1 takes more steps",
+        "optimizer.step()",
+    ),
+    "a loft.DataLoader without set_epoch": (
+        [("    loader.set_epoch(epoch)\n", "")],
+        "missing set_epoch",
+        "loader = loft.DataLoader(data, balancer, seed=3)",
+    ),
+    "a DistributedSampler without set_epoch": (
+        [
+            ("    loader.set_epoch(epoch)\n", ""),
+            ("policy=[16, 8]", 'policy="report"'),
+            (
+                "loader = loft.DataLoader(data, balancer, seed=3)",
+                "sampler = DistributedSampler(data, hvd.size(), hvd.rank())\n"
+                "loader = DataLoader(data, batch_size=12, sampler=sampler)",
+            ),
+        ],
+        "missing set_epoch",
+        "loader = DataLoader(data, batch_size=12, sampler=sampler)",
+    ),
+    "a mean over ranks": (
+        [(LOSS, 'hvd.allreduce(torch.tensor(value), name="loss")')],
+        "a metric averaged by rank: hvd.allreduce",
+        'mean = hvd.allreduce(torch.tensor(value), name="loss")',
+    ),
+    "a loader beside the balancer": (
+        [
+            (
+                "loader = loft.DataLoader(data, balancer, seed=3)",
+                "sampler = DistributedSampler(data, hvd.size(), hvd.rank())\n"
+                "loader = DataLoader(data, batch_size=12, sampler=sampler)",
+            ),
+            ("loader.set_epoch", "sampler.set_epoch"),
+        ],
+        "a loader beside the balancer",
+        "loader = DataLoader(data, batch_size=12, sampler=sampler)",
+    ),
+}
+EXAMPLES = {
+    "report_only.py": ["--epochs", "2"],
+    "fixed_sizes.py": ["--batch-sizes", "8,24", "--epochs", "2"],
+    "unequal_cluster.py": ["--epochs", "2"],
+    "digits.py": [],
+}
+
+
+def check(script: Path, *arguments: str) -> Checked:
+    return check_script(str(script), arguments, build=horovod_build(), seconds=SECONDS)
+
+
+@pytest.mark.parametrize("mistake", long_first(MISTAKES, 3))
+def test_a_planted_mistake_is_found_with_its_line(mistake: str, tmp_path: Path) -> None:
+    edits, what, line = MISTAKES[mistake]
+    text = RIGHT
+    for old, new in edits:
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    checked = check(script)
+    assert [finding.what[: len(what)] for finding in checked.findings] == [what], checked
+    (finding,) = checked.findings
+    file, _, number = finding.place.rpartition(":")
+    assert file == str(script)
+    assert text.splitlines()[int(number) - 1].strip() == line
+    assert finding.mend
+
+
+def test_nothing_is_found_in_a_right_script(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(RIGHT)
+    checked = check(script)
+    assert checked.is_fine, checked
+    assert checked.num_steps == 12
+
+
+@pytest.mark.parametrize("name", long_first(EXAMPLES))
+def test_nothing_is_found_in_the_examples(name: str) -> None:
+    checked = check(ROOT / "examples" / name, *EXAMPLES[name])
+    assert checked.is_fine, checked
+    assert checked.num_steps > 0
+
+
+def test_a_script_that_fails_is_told_as_it_failed(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(RIGHT.replace("for epoch in range(3):", "for epoch in range(tree):"))
+    checked = check(script)
+    assert not checked.is_fine
+    assert "NameError" in checked.failure
+    assert f"{script}:" in checked.failure
