@@ -31,6 +31,8 @@ SERIAL := tests/multiprocess tests/testbed
 BUILDS := tests/native
 # Unit tests spread over the cores, one thread each; a process without work takes half of another's.
 SPREAD := -n auto --maxprocesses=8 --dist worksteal
+# A test beyond all its limits, deaf in a call of C: its process shows where it is and makes way.
+DEAF := -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true
 
 help:  ## say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 20
@@ -59,7 +61,7 @@ lint: setup  ## ruff, mypy --strict, clang-format
 	$(if $(CXX_FILES),$(BIN)/clang-format --dry-run -Werror $(CXX_FILES))
 
 unit: setup-all
-	$(RANKS) $(PY) -m pytest tests $(SERIAL:%=--ignore=%) -m "not long and not multiprocess" $(SPREAD) $(TESTS)
+	$(RANKS) $(PY) -m pytest tests $(SERIAL:%=--ignore=%) -m "not long and not multiprocess" $(SPREAD) $(DEAF) $(TESTS)
 
 multiprocess: setup-all
 	$(RANKS) $(PY) -m pytest $(SERIAL) -m "not long" $(TESTS)

@@ -133,6 +133,17 @@ PYBIND11_MODULE(_loft, module) {
       .def("remove", &loft::Pulse::remove, "descriptor"_a, "End writing to it.")
       .def("stop", &loft::Pulse::stop, py::call_guard<py::gil_scoped_release>(),
            "End the thread; can be called again.");
+  // One call of C, so that no other thread runs in it, nor turns the collector on or off.
+  module.def(
+      "current_frames",
+      [] {
+        const int was_on = PyGC_Disable();
+        PyObject* frames = PyObject_CallNoArgs(PySys_GetObject("_current_frames"));
+        if (was_on) PyGC_Enable();
+        if (frames == nullptr) throw py::error_already_set();
+        return py::reinterpret_steal<py::object>(frames);
+      },
+      "Return sys._current_frames(), without a garbage collection in it.");
   module.def(
       "raise_flow",
       [](int64_t num_nodes, int64_t num_arcs, uintptr_t tails, uintptr_t heads,

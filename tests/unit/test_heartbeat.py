@@ -89,6 +89,10 @@ def pairs() -> Iterator[Pairs]:
     yield maker
     for heartbeat in maker.made:
         heartbeat.close()
+        # After an error it lives as long as its process: here that has more tests to run.
+        heartbeat._is_closed = True
+        heartbeat._thread.join(5.0)
+        assert not heartbeat._thread.is_alive()
 
 
 def test_a_rank_that_fails_ends_the_wait_of_the_other_with_its_error(pairs: Pairs) -> None:

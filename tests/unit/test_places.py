@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -131,3 +133,52 @@ def test_the_engines_function_that_the_main_thread_hangs_in_is_found_whoever_cal
     thread.join(10.0)
     assert found == ["synchronize"]
     assert engine_call() == ""
+
+
+# Collections begin in the thread that looks, and their destructors let the main thread run, which
+# starts threads.
+COLLECTIONS = """
+import gc, sys, threading, time
+from loft_hvd.transport.heartbeat.places import engine_call
+
+class Garbage:
+    def __init__(self):
+        self.own = self
+    def __del__(self):
+        global num_gone
+        num_gone += 1
+        time.sleep(0.0005)
+
+def look():
+    while True:
+        engine_call()
+
+def spin():
+    for _ in range(20):
+        pass
+
+sys.setswitchinterval(1e-5)
+gc.collect()
+gc.set_threshold(8)
+threading.Thread(target=look, daemon=True).start()
+for _ in range(200):
+    num_gone = 0
+    gc.disable()
+    made = [Garbage() for _ in range(10)]
+    del made
+    gc.enable()
+    until = time.monotonic() + 1.0
+    while num_gone == 0 and time.monotonic() < until:
+        spin()
+    while num_gone < 10 and time.monotonic() < until:
+        threading.Thread(target=int).start()
+print(gc.isenabled(), flush=True)
+import os
+os._exit(0)
+"""
+
+
+def test_looking_while_garbage_is_collected_and_threads_start_does_not_hang() -> None:
+    run = [sys.executable, "-c", COLLECTIONS]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.stderr, done.returncode) == ("True\n", "", 0)

@@ -16,6 +16,8 @@ from types import FrameType
 from typing import Any
 from urllib.parse import quote, unquote
 
+from loft_hvd._native import extension
+
 __all__ = ["Place", "PlaceWatch", "engine_call", "find_place"]
 
 _ENGINES = ("horovod.", "torch.distributed.")
@@ -54,6 +56,21 @@ class Place:
             return cls(unquote(line), unquote(call), float(call_s), has_started_others == "1")
         except ValueError:
             return cls()
+
+
+def _innermost_frame(thread: int) -> FrameType | None:
+    """Return where a thread is, by its number; None where that cannot be told.
+
+    Before Python 3.12 a garbage collection may begin while Python lists the frames, under a lock
+    that every start of a thread takes. A destructor that lets other threads run, as a tensor's
+    does, then leaves both waiting for ever (python/cpython#106883). The extension keeps it out.
+    """
+    if sys.version_info >= (3, 12):
+        list_frames = sys._current_frames
+    else:
+        list_frames = getattr(extension(), "current_frames", dict)
+    frames: dict[int, FrameType] = list_frames()
+    return frames.get(thread)
 
 
 def find_place(frame: FrameType | None) -> tuple[Place, object]:
@@ -104,7 +121,7 @@ class PlaceWatch:
 
     def look(self, thread: int) -> Place:
         """Return where a thread is."""
-        place, key = find_place(sys._current_frames().get(thread))
+        place, key = find_place(_innermost_frame(thread))
         now = self._clock()
         if key is None or key != self._key:
             self._key, self._since = key, now
@@ -113,7 +130,7 @@ class PlaceWatch:
 
 def engine_call() -> str:
     """Return the engine's function that the main thread hangs in, or ""; whoever has called it."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = _innermost_frame(threading.main_thread().ident or 0)
     # Not poll, which comes back: our own waits call it.
     if frame is None or not _is_of(frame, _ENGINES) or frame.f_code.co_name == "poll":
         return ""
