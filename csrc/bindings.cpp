@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 
 #include "aggregate.h"
+#include "leave.h"
 #include "pulse.h"
 #include "shares/shares.h"
 
@@ -133,6 +134,9 @@ PYBIND11_MODULE(_loft, module) {
       .def("remove", &loft::Pulse::remove, "descriptor"_a, "End writing to it.")
       .def("stop", &loft::Pulse::stop, py::call_guard<py::gil_scoped_release>(),
            "End the thread; can be called again.");
+  module.def(
+      "leave_in", &loft::leave_in, "seconds"_a, "why"_a,
+      "Leave the process with status 1 after so many seconds, whoever holds the interpreter.");
   // One call of C, so that no other thread runs in it, nor turns the collector on or off.
   module.def(
       "current_frames",

@@ -237,7 +237,8 @@ def draw_epoch(
     ahead = min(int(homes.is_dear), num_steps)  # steps
     begun: deque[Callable[[], Assignment]] = deque()
     drawn: deque[tuple[StepSizes, Order]] = deque()
-    with ThreadPoolExecutor(1, "loft_hvd-assign") as thread:  # starts with the first task
+    thread = ThreadPoolExecutor(1, "loft_hvd-assign")  # starts with the first task
+    try:
         for i in range(num_steps + ahead):
             if i < num_steps:
                 step_sizes, batch = _next_step(order, view, i, first_step, position)
@@ -249,6 +250,9 @@ def draw_epoch(
                 position_after = position + (i - ahead) * view.global_batch_size + len(batch)
                 deepest = first_step + min(i, num_steps - 1)
                 yield Draw(step_sizes, batch, begun.popleft()(), position_after, deepest)
+    finally:
+        # Not waited for: an iteration that was left is closed by whichever thread collects it.
+        thread.shutdown(wait=False, cancel_futures=True)
 
 
 def _next_step(

@@ -11,6 +11,7 @@ import atexit
 import functools
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -42,6 +43,7 @@ class Trace:
         self.num_left_out = 0
         self._rank = rank
         self._most_spans = most_spans
+        self._process = os.getpid()
         self._lock = threading.Lock()
         self._lanes: dict[str, int] = {}
         self._spans: list[tuple[str, int, float, float]] = []
@@ -57,6 +59,8 @@ class Trace:
 
     def write(self) -> None:
         """Write the file anew, with all spans so far."""
+        if self._process != os.getpid():
+            return  # a forked copy: the file is its parent's, and so is who holds its lock
         with self._lock:  # a copy: writing takes a second, in which hooks must not wait
             spans, lanes = list(self._spans), dict(self._lanes)
         events: list[dict[str, object]] = [

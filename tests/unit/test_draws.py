@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 import tracemalloc
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 from loft_hvd.data import draws as draws_module
-from loft_hvd.data.assign import Homes
+from loft_hvd.data.assign import Assignment, Homes, assign
 from loft_hvd.data.draws import (
     Draw,
     EpochOrders,
@@ -164,17 +164,28 @@ def test_a_dear_assignment_asks_for_the_plan_one_step_ahead() -> None:
     assert plans.asked == list(range(6))
 
 
-def test_the_thread_that_draws_ahead_ends_with_the_iteration() -> None:
-    placement = overlapping(3)
-    draws = draw_epoch(
-        epoch_order(60, seed=0, epoch=0),
-        placement.at(3),
-        FakePlans([4, 4, 2]),
-        first_step=0,
-        position=0,
-        drop_last=False,
-    )
+def test_the_thread_that_draws_ahead_ends_with_the_iteration_which_waits_for_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whichever thread collects an iteration that was left closes it, in whatever it is doing."""
+    is_free, begun = threading.Event(), threading.Semaphore(0)
+
+    def slow_assign(*arguments: Any) -> Assignment:
+        begun.release()
+        if arguments[0][0] != order[0]:  # all but the first batch
+            assert is_free.wait(30)
+        return assign(*arguments)
+
+    monkeypatch.setattr(draws_module, "assign", slow_assign)
+    homes, order = overlapping(3).at(3), epoch_order(60, seed=0, epoch=0)
+    plans = FakePlans([4, 4, 2])
+    draws = draw_epoch(order, homes, plans, first_step=0, position=0, drop_last=False)
     next(draws)
-    assert any(thread.name.startswith("loft_hvd-assign") for thread in threading.enumerate())
+    assert begun.acquire(timeout=30)
+    assert begun.acquire(timeout=30)  # the second is under way
+    (thread,) = [each for each in threading.enumerate() if each.name.startswith("loft_hvd-assign")]
     draws.close()  # type: ignore[attr-defined]  # it is a generator
-    assert not any(thread.name.startswith("loft_hvd-assign") for thread in threading.enumerate())
+    assert thread.is_alive()
+    is_free.set()
+    thread.join(30)
+    assert not thread.is_alive()

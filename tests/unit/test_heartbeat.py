@@ -347,6 +347,8 @@ class _Leaving(ProcessExit):
     def remove(self) -> None:
         self._leave_at = None  # a process that lives on: close ends all
 
+    def _leave_without_python(self) -> None: ...
+
     def leave_if_due(self) -> None:
         if self._leave_at is not None and time.monotonic() >= self._leave_at:
             self.has_left.set()

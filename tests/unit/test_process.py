@@ -5,6 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
+from loft_hvd._native import extension
 from loft_hvd.transport.heartbeat.process import ENDED, own_process, process_state
 
 
@@ -40,3 +43,36 @@ print(own_process().pid > 0)
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.stdout == "True\n", done.stderr
+
+
+# How a script hangs after its error: with the interpreter's lock in hand, or when that is gone.
+HANGS = {
+    "holding the interpreter": (
+        "lock = ctypes.create_string_buffer(64)\n"
+        "libc = ctypes.PyDLL(None)  # unlike CDLL, it keeps the interpreter's lock\n"
+        "libc.pthread_mutex_lock(lock)\n"
+        "libc.pthread_mutex_lock(lock)\n"
+    ),
+    "after the interpreter": "libc = ctypes.CDLL(None)\nlibc.on_exit(libc.pause, None)\n",
+}
+
+
+@pytest.mark.skipif(not hasattr(extension(), "leave_in"), reason="the extension is not built")
+@pytest.mark.parametrize("how", HANGS)
+def test_a_process_that_python_cannot_leave_is_left(how: str) -> None:
+    script = (
+        "import ctypes\n"
+        "from loft_hvd.transport.heartbeat.process import ProcessExit\n"
+        "ProcessExit(leave_s=0.1).arm('an error has ended the script')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script + HANGS[how]],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr == (
+        "loft_hvd: an error has ended the script, and the process does not end: leaving it\n"
+    )

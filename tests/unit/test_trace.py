@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,27 @@ def test_spans_of_a_lane_follow_each_other(tmp_path: Path) -> None:
         ("pack", 1e6, 1e6, 3),
         ("all-to-all", 2e6, 1e6, 3),
     ]
+
+
+def test_a_fork_of_the_process_leaves_the_file_alone(tmp_path: Path) -> None:
+    script = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from loft_hvd.pipeline.trace import Trace\n"
+        "trace = Trace(Path(sys.argv[1]), 0)\n"
+        "if os.fork() == 0:\n"
+        "    trace.write()\n"
+        "    os._exit(0)\n"
+        "print(os.wait()[1], Path(sys.argv[1]).exists())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "t.json")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.stdout, done.stderr) == ("0 False\n", "")
 
 
 def test_a_full_trace_keeps_its_beginning_and_says_what_is_missing(

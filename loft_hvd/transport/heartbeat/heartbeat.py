@@ -547,11 +547,13 @@ class Heartbeat:
         self._verdict_at = time.monotonic()  # first: waits look at the verdict
         self.verdict = verdict
         self._has_verdict.set()
-        level = logging.ERROR if 0 in (self.rank, verdict.rank) else logging.INFO
-        _logger.log(level, "%s", verdict.text)  # once: rank 0's verdicts reach the others
         if self.rank == 0:
             for rank in self._links:
                 self._tell_verdict(rank)
+        # Once, as rank 0's verdicts reach the others; and last, as the thread that trains may hang
+        # with a log's lock in hand.
+        level = logging.ERROR if 0 in (self.rank, verdict.rank) else logging.INFO
+        _logger.log(level, "%s", verdict.text)
 
     def _tell_verdict(self, rank: int) -> None:
         verdict = self.verdict

@@ -79,7 +79,8 @@ def find_place(frame: FrameType | None) -> tuple[Place, object]:
     is_outside = frame is not None and _is_of(frame, _ENGINES)
     key: object = None
     if frame is not None and is_outside:
-        key = id(frame), frame.f_lasti, repr(frame.f_locals.get("handle"))
+        handle = frame.f_locals.get("handle")  # never asked itself: a tensor would wait for its GPU
+        key = id(frame), frame.f_lasti, handle if isinstance(handle, int) else id(handle)
     for _ in range(_MOST_FRAMES):
         if frame is None or not _is_of(frame, _INNER):
             break
@@ -102,7 +103,8 @@ def _is_of(frame: FrameType, modules: tuple[str, ...]) -> bool:
 def _describe(calls: list[FrameType]) -> str:
     """Say which call of the engine's waits; "" when it is of some ranks only."""
     for frame in calls:
-        some = frame.f_locals.get("process_set") or frame.f_locals.get("group")
+        some = frame.f_locals.get("process_set")
+        some = frame.f_locals.get("group") if some is None else some
         if some is not None and getattr(some, "process_set_id", None) != 0:
             return ""  # who takes part is not known here
     named = [frame for frame in calls if frame.f_code.co_name not in _UNNAMED] or calls[-1:]

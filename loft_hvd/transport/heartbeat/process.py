@@ -26,6 +26,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
+from loft_hvd._native import extension
+
 __all__ = [
     "ENDED",
     "FROZEN",
@@ -107,9 +109,10 @@ def stat_fields(pid: int | str, *, proc: Path = Path("/proc")) -> list[str]:
 
 def kill_process(pid: int) -> None:
     """End a frozen process of this host."""
-    _logger.error("killing process %d: it is frozen, and the job goes on or ends without it", pid)
     with suppress(OSError):  # it has ended, or is somebody else's
         os.kill(pid, signal.SIGKILL)
+    # After the deed, as a log's lock may be held by what waits for that process.
+    _logger.error("killed process %d: it is frozen, and the job goes on or ends without it", pid)
 
 
 # What is known of a rank's failure beyond the error's own words, and who hears of it. A balancer
@@ -182,6 +185,9 @@ def _print_notes_of_uncaught_errors() -> None:
     sys.excepthook = say
 
 
+_LAST_WORDS_S = 2.0  # a choice: for logs and their handlers to be written, at the end
+
+
 class ProcessExit:
     """Hooks at the end of this process, and the clock of leaving it.
 
@@ -229,11 +235,25 @@ class ProcessExit:
             self._reason = reason
             self._armed_at = time.monotonic() - since_s
             self._leave_at = time.monotonic() + self._leave_s - since_s
+            self._leave_without_python()
 
     def leave_now(self) -> None:
         """Let an armed clock run out."""
         if self._leave_at is not None:
             self._leave_at = min(self._leave_at, time.monotonic())
+            self._leave_without_python()
+
+    def _leave_without_python(self) -> None:
+        """Leave soon after the clock also where no thread of Python's can: the last resort.
+
+        The interpreter's lock or a log's may be held for ever, or the interpreter be gone while a
+        library's last words hang.
+        """
+        leave_in = getattr(extension(), "leave_in", None)  # not in one of an older checkout
+        if leave_in is not None and self._leave_at is not None:
+            left_s = max(0.0, self._leave_at - time.monotonic())
+            why = f"loft_hvd: {self._reason}, and the process does not end: leaving it"
+            leave_in(left_s + _LAST_WORDS_S, why)
 
     def leave_if_due(self) -> None:
         """Leave the process with status 1 when the clock has run out."""

@@ -1,0 +1,65 @@
+// Layer 0, beside the pulse: leaves the process at a time, from a thread of its own.
+//
+// The last resort of a process that an error has ended: something in it may hold the Python
+// interpreter's lock for ever, or the interpreter may be gone while the engine's end hangs. So the
+// thread takes no lock of anybody's, and nothing runs at the end but the kernel.
+
+#pragma once
+
+#include <pthread.h>
+#include <signal.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+#include <system_error>
+#include <thread>
+
+namespace loft {
+
+// When to leave, in nanoseconds of the monotonic clock; 0 for never. A forked child has it without
+// the thread: it stays.
+inline std::atomic<int64_t> leaves_at_ns{0};
+
+inline int64_t monotonic_ns() {
+  timespec now{};
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return int64_t{1'000'000'000} * now.tv_sec + now.tv_nsec;
+}
+
+// Leaves the process with status 1 after so many seconds, and says why on standard error; of
+// several calls the earliest counts. Cannot be taken back. False where the machine has no thread
+// left.
+inline bool leave_in(double seconds, const std::string& why) {
+  const int64_t due = monotonic_ns() + static_cast<int64_t>(1e9 * seconds);
+  int64_t before = leaves_at_ns.load();
+  while (before == 0 || due < before) {
+    if (leaves_at_ns.compare_exchange_weak(before, due)) break;
+  }
+  if (before != 0) return true;  // its thread runs, and sees the earlier time within a moment
+  const auto* text = new std::string(why + '\n');  // for as long as the process lives
+  sigset_t all, mask;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &mask);
+  bool is_started = true;
+  try {
+    std::thread([text] {
+      while (monotonic_ns() < leaves_at_ns.load()) {
+        timespec moment{0, 50'000'000};
+        nanosleep(&moment, nullptr);
+      }
+      (void)!write(STDERR_FILENO, text->data(), text->size());
+      _exit(1);
+    }).detach();
+  } catch (const std::system_error&) {
+    leaves_at_ns.store(0);
+    delete text;
+    is_started = false;
+  }
+  pthread_sigmask(SIG_SETMASK, &mask, nullptr);
+  return is_started;
+}
+
+}  // namespace loft
