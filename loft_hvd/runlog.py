@@ -406,7 +406,7 @@ def read_run_log(path: str | Path) -> list[dict[str, Any]]:
     """Return the lines of a run log, without a last one cut off by a crash; else a DataError."""
     entries: list[dict[str, Any]] = []
     try:
-        for number, entry in enumerate(read_json_lines(path), start=1):
+        for number, entry in read_json_lines(path):
             if not isinstance(entry, dict) or not {"kind", "step"} <= entry.keys():
                 raise DataError(f"line {number} has no kind and step: not a run log")
             entries.append(entry)
@@ -415,8 +415,8 @@ def read_run_log(path: str | Path) -> list[dict[str, Any]]:
     return entries
 
 
-def read_json_lines(path: str | os.PathLike[str]) -> Iterator[Any]:
-    """Yield the value of each line of a file, but for empty ones and a last one that is cut off.
+def read_json_lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, Any]]:
+    """Yield each line's number and value, but for empty ones and a last one that is cut off.
 
     Raises:
         OSError: the file cannot be read.
@@ -439,7 +439,7 @@ def read_json_lines(path: str | os.PathLike[str]) -> Iterator[Any]:
                 failed = DataError(f"line {number} is not JSON ({error})")
                 continue
             if text.strip():
-                yield value
+                yield number, value
         if failed is not None and number == 1:  # not one whole line: no file of ours
             raise failed
 

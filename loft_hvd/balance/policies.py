@@ -85,7 +85,7 @@ class Replay(Uniform):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = os.fspath(path)
         try:
-            rows = [row for row in read_json_lines(path) if _is_plan(row)]
+            rows = [row for _, row in read_json_lines(path) if _is_plan(row)]
         except (OSError, DataError) as error:
             raise PlanError(f"Replay {self._path}: {error}; {_GIVE}") from error
         plans = [_read_plan(self._path, number, row) for number, row in enumerate(rows)]

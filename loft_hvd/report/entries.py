@@ -19,7 +19,7 @@ from loft_hvd.pipeline.suspicion.report import WorkerReport
 
 __all__ = ["Decided", "Explain", "Fault", "FitOfRank", "Fits", "Line", "Plans", "Rules", "Run"]
 __all__ += ["Scalars", "Schedule", "Spread", "Store", "StoreReads", "Suspicion", "Thinned", "Times"]
-__all__ += ["in_steps", "newest_of", "of_kind", "passes_of", "read_lines"]
+__all__ += ["in_steps", "newest_of", "of_kind", "passes_of", "read_line", "read_lines"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,10 +245,11 @@ def in_steps(line: PlannedT, num_passes: int) -> PlannedT:
 
 def read_lines(entries: Sequence[Mapping[str, Any]]) -> list[Line]:
     """Return the entries of ``read_run_log`` as what they say, those of other kinds bare."""
-    return [_read_line(number, entry) for number, entry in enumerate(entries, start=1)]
+    return [read_line(number, entry) for number, entry in enumerate(entries, start=1)]
 
 
-def _read_line(number: int, entry: Mapping[str, Any]) -> Line:
+def read_line(number: int, entry: Mapping[str, Any]) -> Line:
+    """Return the entry of a line as what it says; a DataError names the line's number."""
     kind = entry["kind"]
     try:
         return decode(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from loft_hvd.errors import DataError
-from loft_hvd.report.entries import Line, read_lines
+from loft_hvd.report.entries import Line, read_line
 from loft_hvd.runlog import newest_log
 
 __all__ = ["LogFollower"]
@@ -36,7 +36,7 @@ class LogFollower:
         self.new: Sequence[Line] = ()  # of them, those at the end that the last look has brought
         self.is_anew = False  # the last look began at the head of a file
         self._file = (0, 0)  # device and number: a log that was thinned is another file
-        self._num_read = 0  # bytes of whole lines
+        self._num_read = self._num_lines = 0  # bytes of whole lines, and these
 
     def look(self, *, is_needed: bool = False) -> bool:
         """Read what is new; say whether there was anything.
@@ -82,19 +82,24 @@ class LogFollower:
                 # What a full disk took in part is written over: then lines have moved.
                 with suppress(DataError):
                     return self._take(path, file)
-            self.path, self._file, self._num_read, self.lines = path, place, 0, []
+            self.path, self._file, self.lines = path, place, []
+            self._num_read = self._num_lines = 0
             self.is_anew = True
             return self._take(path, file)
 
     def _take(self, path: Path, file: BinaryIO) -> bool:
         file.seek(self._num_read)
         data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]  # the last line may be half written
-        entries = [_parse(path, line) for line in whole.splitlines() if line.strip()]
-        self.new = read_lines(entries)
+        *whole, part = data.split(b"\n")  # the last line may be half written
+        self.new = [
+            read_line(number, _parse(path, number, line))
+            for number, line in enumerate(whole, start=self._num_lines + 1)
+            if line.strip()
+        ]
         self.lines += self.new
-        self._num_read += len(whole)
-        return bool(entries)
+        self._num_read += len(data) - len(part)
+        self._num_lines += len(whole)
+        return bool(self.new)
 
 
 def _began(path: Path) -> list[tuple[str, int]]:
@@ -102,11 +107,12 @@ def _began(path: Path) -> list[tuple[str, int]]:
     return [(text, int(digits or 0)) for text, digits in re.findall(r"(\D*)(\d*)", path.name)]
 
 
-def _parse(path: Path, line: bytes) -> dict[str, object]:
+def _parse(path: Path, number: int, line: bytes) -> dict[str, object]:
+    what = f"{path}: line {number}"
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: a line is not JSON ({error}); name a loft-*.jsonl") from error
+        raise DataError(f"{what} is not JSON ({error}); name a loft-*.jsonl") from error
     if not isinstance(entry, dict) or not {"kind", "step"} <= entry.keys():
-        raise DataError(f"{path}: a line has no kind and step; name a loft-*.jsonl of log_dir")
+        raise DataError(f"{what} has no kind and step; name a loft-*.jsonl of log_dir")
     return entry

@@ -136,3 +136,14 @@ def test_what_is_no_log_is_our_error(text: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(DataError):
         LogFollower(path).look()
+
+
+@pytest.mark.parametrize("bad", ["1", "x", '{"kind": "plan", "step": 1}'])
+def test_an_error_names_the_line_of_the_file(bad: str, tmp_path: Path) -> None:
+    path = started(tmp_path, "20261123-090000-0", 4)
+    follower = LogFollower(path)
+    follower.look()
+    with path.open("a") as file:  # an empty line is none of the log's, but one of the file's
+        file.write('\n{"kind": "scalars", "step": 1, "values": {}}\n' + bad + "\n")
+    with pytest.raises(DataError, match="line 4"):
+        follower.look()

@@ -431,6 +431,9 @@ def test_a_cut_off_last_line_is_left_out_and_another_is_an_error(tmp_path: Path)
     path.write_text('{"kind": "ti\n{"kind": "thinned", "step": 3}\n')
     with pytest.raises(DataError, match="line 1"):
         read_run_log(path)
+    path.write_text('{"kind": "thinned", "step": 3}\n\n1\n')  # an empty line counts, as in editors
+    with pytest.raises(DataError, match="line 3"):
+        read_run_log(path)
 
 
 @pytest.mark.parametrize(
