@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 import loft_hvd as loft
-from loft_hvd.balance.controller import Controller
+from loft_hvd.balance.controller import Controller, Decision
 from loft_hvd.balance.interval import COLUMNS, Interval, RankTimes
 from loft_hvd.balance.memory import logged_caps
 from loft_hvd.errors import LoftError
@@ -44,7 +44,7 @@ from loft_hvd.simulate.scenario import read_scenario, scenario_from_dict
 from loft_hvd.transport.local import LocalWorld
 from tests.faults.mutations import mutate_text, mutate_value
 
-__all__ = ["TARGETS", "Found", "fuzz"]
+__all__ = ["TARGETS", "Found", "fuzz", "sample_log"]
 
 Case = Callable[[random.Random], None]  # raises what the reader raises
 LIMIT_S, LIMIT_BYTES = 1.0, 100e6
@@ -98,14 +98,27 @@ def _fast_folder() -> str | None:
 # Files.
 
 
-def _sample_log(folder: Path) -> bytes:
+def sample_log(folder: Path) -> bytes:
+    """Return a log with a line of every kind."""
     log = RunLog(folder)
     log.write("run", world_size=3, global_batch_size=96, policy="loft", devices=["a"], caps=[None])
     log.write("plan", plan_id=0, first_step=0, sizes=[32, 32, 32])
+    log.write("rules", rules=["median"], over=None, watched_from=10, note="")
+    log.write("schedule", times_at=20, num_passes=2)
     for log.step in (20, 40):
         ranks = [RankTimes(r, 20, 32, 32, 0, 0.1, 0.1, 0.1 + r, 0, 0, 0, 0) for r in range(3)]
-        log.write("times", ranks=[asdict(rank) for rank in ranks])
-    log.write("plan", plan_id=1, first_step=43, sizes=[40, 40, 16])
+        shown = [asdict(rank) for rank in ranks]
+        log.write("times", since=log.step - 20, num_ranks=3, ranks=shown)
+        fits = [{"rank": rank, "predicted_s": 0.1 + rank} for rank in range(3)]
+        log.write("fit", plan_id=0, predicted_s=2.1, ranks=fits)
+        log.write_scalars({"loss": 1.0 / log.step})
+    made = Decision(1, 86, (40, 40, 16), "5% less predicted", measured_s=2.1)
+    log.write("decision", **asdict(made))
+    log.write("plan", plan_id=1, first_step=86, sizes=[40, 40, 16])
+    log.write("schedule", times_at=60, num_passes=4)
+    reads = [{"rank": rank, "own": 9, "peer": 2, "source": 1} for rank in range(3)]
+    log.write("store", epoch=1, ranks=reads)
+    log.write("scope", scope="model")
     log.write("explain", text="policy loft: no times yet\nrank 1: poor")
     liar = WorkerReport((2,), 0.97, 0.9, 40.0, 0, 20, is_named=True, in_quarantine_until=90)
     honest = WorkerReport((0,), 0.02, 0.4, 1.0, 0, 20, is_named=False)
@@ -135,7 +148,7 @@ def _damaged_lines(text: bytes, rng: random.Random) -> bytes:
 
 
 def _report(folder: Path) -> Case:
-    text, path = _sample_log(folder), folder / "loft-x.jsonl"
+    text, path = sample_log(folder), folder / "loft-x.jsonl"
 
     def case(rng: random.Random) -> None:
         path.write_bytes(_damaged_lines(text, rng))
@@ -152,7 +165,7 @@ def _replay(folder: Path) -> Case:
     path = folder / "plans.jsonl"
     rows = [{"first_step": at, "sizes": [32 + at, 32 - at]} for at in (0, 5, 9)]
     plans = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    log = _sample_log(folder)
+    log = sample_log(folder)
 
     def case(rng: random.Random) -> None:
         path.write_bytes(_damaged_lines(rng.choice([plans, log]), rng))
@@ -163,7 +176,7 @@ def _replay(folder: Path) -> Case:
 
 
 def _caps(folder: Path) -> Case:
-    text, path = _sample_log(folder), folder / "loft-x.jsonl"
+    text, path = sample_log(folder), folder / "loft-x.jsonl"
 
     def case(rng: random.Random) -> None:
         path.write_bytes(_damaged_lines(text, rng))

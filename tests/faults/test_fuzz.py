@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
+
 import pytest
 
-from tests.faults.fuzz import TARGETS, fuzz
+from loft_hvd import runlog
+from tests.faults.fuzz import TARGETS, fuzz, sample_log
+
+
+def test_the_log_that_is_damaged_has_a_line_of_every_kind(tmp_path: Path) -> None:
+    """Of those that the head of ``runlog`` lists, and a field that came later."""
+    listed = re.findall(r"(?m)^\* ``(\w+)``:", str(runlog.__doc__))
+    lines = [json.loads(line) for line in sample_log(tmp_path).splitlines()]
+    assert len(listed) > 10
+    assert {line["kind"] for line in lines} == set(listed)
+    assert all("since" in line for line in lines if line["kind"] == "times")
 
 
 def check(target: str, *, num_cases: int, seed: int) -> None:
