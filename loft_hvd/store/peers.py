@@ -25,8 +25,9 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,13 +45,17 @@ except ImportError as error:  # the store is an extra
         "loft_hvd.SampleStore needs Arrow Flight: pip install 'loft_hvd[store]'"
     ) from error
 
-__all__ = ["Address", "Peers", "Server", "open_ticket", "program", "sign_ticket"]
+__all__ = ["Address", "Peers", "Received", "Server", "listening", "open_ticket", "program"]
+__all__ += ["sign_ticket"]
 
 _logger = logging.getLogger(__name__)
 MOST_SAMPLES = 1 << 16  # of one call; a choice: no batch of a rank has more
 _MAC_BYTES = 32  # SHA-256
 _BATCH_BYTES = 8 << 20  # of one record batch; a choice: several are on their way at once
 _START_S = 60.0  # a choice: a server starts in a second, on a crowded machine in ten
+# Choices: how long a server that starts anew waits for its port, and how often it asks. Its own
+# connections are gone by then, but a program of the machine may have got it for one of its own.
+_BIND_S, _BIND_AGAIN_S = 60.0, 0.5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 120.0  # choices: until an owner that failed is asked again
 _SCHEMA = pa.schema(
     [("sample", pa.int64()), ("checksum", pa.uint64()), ("bytes", pa.large_binary())]
@@ -180,7 +185,11 @@ def serve() -> None:
         given = json.loads(sys.stdin.buffer.readline())
     shelf, gate = Shelf.attached(given["shelf"], given["descriptors"]), Gate()
     location = f"grpc://{given['host']}:{given.get('port', 0)}"
-    server = _FlightServer(location, shelf, gate, bytes.fromhex(given["key"]), given["owner"])
+    make = partial(
+        _FlightServer, location, shelf, gate, bytes.fromhex(given["key"]), given["owner"]
+    )
+    # Peers know the port of one that starts anew; before that any port will do.
+    server = listening(make, location, limit_s=_BIND_S if "port" in given else 0.0)
     limit_connections()
     watch_memory(gate, lambda num_bytes: _start_anew(given | {"port": server.port}, num_bytes))
     if "port" not in given:
@@ -188,6 +197,22 @@ def serve() -> None:
         sys.stdout.flush()
     sys.stdin.buffer.read()  # ends when the parent, and each process it forked, has let go of it
     os._exit(0)  # gRPC's own way down waits for calls that go on
+
+
+def listening(make: Callable[[], Any], location: str, *, limit_s: float) -> Any:
+    """Make a server, again and again while its port is taken; a DataError at the limit."""
+    ends = time.monotonic() + limit_s
+    while True:
+        try:
+            return make()
+        except pa.ArrowException as error:
+            if time.monotonic() >= ends:
+                raise DataError(
+                    f"the store's server cannot listen on {location} ({error}), and has tried for "
+                    f"{limit_s:g} s: another program has the port, or the address is none of this "
+                    "machine; peers read this rank's samples from the source"
+                ) from error
+        time.sleep(_BIND_AGAIN_S)
 
 
 def _start_anew(given: dict[str, Any], num_bytes: int) -> None:

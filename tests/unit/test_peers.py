@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +18,16 @@ from pathlib import Path
 import pytest
 
 from loft_hvd.errors import DataError
-from loft_hvd.store.peers import Address, Peers, Server, open_ticket, sign_ticket
+from loft_hvd.store.peers import (
+    Address,
+    Peers,
+    Received,
+    Server,
+    listening,
+    open_ticket,
+    program,
+    sign_ticket,
+)
 from loft_hvd.store.shelf import Shelf
 
 flight = pytest.importorskip("pyarrow.flight", reason="the extra [store] is not installed")
@@ -42,6 +54,53 @@ def test_a_peer_sends_what_it_keeps(server: Server) -> None:
     found = peers.fetch({0: list(range(50))})
     assert sorted(found) == list(range(0, 50, 2))
     assert all(bytes(each.data) == value(sample) for sample, each in found.items())
+
+
+def test_a_server_that_starts_anew_waits_for_its_port() -> None:
+    shelf = Shelf(4, memory_bytes=1 << 20)
+    shelf.add(2, value(2))
+    taken = socket.create_server(("127.0.0.1", 0))  # by a program that got it meanwhile
+    host, port = taken.getsockname()
+    state = {
+        "shelf": shelf.description, "descriptors": shelf.descriptors,
+        "host": host, "port": port, "key": KEY.hex(), "owner": 0,
+    }  # fmt: skip
+    with tempfile.TemporaryFile() as file:
+        file.write(json.dumps(state).encode())
+        file.seek(0)
+        process = subprocess.Popen(
+            [*program("peers", "serve"), str(file.fileno())],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=[file.fileno(), *shelf.descriptors],
+        )
+    try:
+        assert process.stderr is not None
+        while b"Address already in use" not in (line := process.stderr.readline()):
+            assert line, "it has ended"
+        taken.close()
+        found: dict[int, Received] = {}
+        until = time.monotonic() + 30
+        while not found and time.monotonic() < until:
+            found = Peers([Address(host, port)], KEY, timeout_s=1.0).fetch({0: [2]})
+        assert [bytes(each.data) for each in found.values()] == [value(2)]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_port_that_stays_taken_is_an_error_at_the_limit() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        location = f"grpc://127.0.0.1:{taken.getsockname()[1]}"
+        tried: list[str] = []
+
+        def make() -> object:
+            tried.append(location)
+            return flight.FlightServerBase(location)
+
+        with pytest.raises(DataError, match=rf"listen on {location}.*has tried for 0\.3 s"):
+            listening(make, location, limit_s=0.3)
+    assert len(tried) > 1
 
 
 def test_many_samples_come_in_several_batches() -> None:
