@@ -6,6 +6,7 @@ and ``--version`` commands run with a time limit. ``loft_hvd.doctor.run`` is the
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 import platform
@@ -50,6 +51,7 @@ _PROBE_TIMEOUT_S = 60.0  # a choice: horovodrun imports torch, which a cold disk
 _LOST_HOST_S = 30.0  # a choice: three times what the heartbeat takes to name a lost host
 _BUILD_ADVICE = "`make setup` builds it; VENV=active does so in an environment of your own"
 _MPI_ADVICE = "sudo apt-get install openmpi-bin libopenmpi-dev, then `make setup`"
+_BUSY_ADVICE = "the machine may be busy: look again when it is not"
 _OPTIONAL = "optional:"  # how advice begins that nobody has to follow
 # Package -> the extra of pyproject.toml that installs it.
 EXTRAS = {
@@ -88,6 +90,7 @@ class HorovodBuild:
     controllers: tuple[str, ...] = ()  # "MPI", "Gloo"
     operations: tuple[str, ...] = ()  # such as "NCCL", "MPI", "Gloo"
     trouble: str = ""  # why this could not be found out, or ""
+    advice: str = _BUILD_ADVICE  # what to do about it
 
 
 def inspect_all(
@@ -261,14 +264,24 @@ def horovod_build(*, probe: Callable[[Sequence[str]], str] | None = None) -> Hor
     if not version or not program:
         return HorovodBuild(version=version, trouble="Horovod is not installed beside this Python")
     try:
-        return parse_check_build((probe or _probe)([program, "--check-build"]))
+        text = _check_build(program) if probe is None else probe([program, "--check-build"])
+    except subprocess.TimeoutExpired as error:
+        trouble = f"horovodrun --check-build took longer than its limit of {error.timeout:g} s"
+        return HorovodBuild(version=version, trouble=trouble, advice=_BUSY_ADVICE)
     except (OSError, subprocess.SubprocessError) as error:
         return HorovodBuild(version=version, trouble=f"horovodrun --check-build: {error}")
+    return parse_check_build(text)
+
+
+@functools.cache
+def _check_build(program: str) -> str:
+    """Return what a horovodrun says it was built with; asked once, as it takes seconds of CPU."""
+    return _probe([program, "--check-build"])
 
 
 def _horovod(build: HorovodBuild) -> tuple[Finding, ...]:
     if build.trouble:
-        return (Finding("Horovod", build.trouble, _BUILD_ADVICE),)
+        return (Finding("Horovod", build.trouble, build.advice),)
     torch_advice = "" if "PyTorch" in build.frameworks else f"built without torch: {_BUILD_ADVICE}"
     gloo_advice = "" if build.controllers else f"neither Gloo nor MPI: {_BUILD_ADVICE}"
     # mpicc was there when setup ran, or came later; in both cases building again brings MPI.
@@ -295,6 +308,9 @@ def _launchers(ask: Callable[[Sequence[str]], str]) -> tuple[Finding, ...]:
         if path and name == "mpirun":
             try:
                 value = f"{ask([path, '--version']).strip().splitlines()[0]} ({path})"
+            except subprocess.TimeoutExpired as error:
+                value = f"{path} has not answered within {error.timeout:g} s"
+                path, advice = "", _BUSY_ADVICE
             except (OSError, subprocess.SubprocessError, IndexError) as error:
                 value, advice = f"{path} does not start", f"mend or remove it: {error}"
                 path = ""

@@ -49,9 +49,11 @@ def launch_command(
         return (mpirun, *root, *kept, "-np", str(num_ranks), *python)
     wanted = {"gloo": "horovodrun with Gloo", "mpi": "mpirun with MPI"}
     needs = " or ".join(wanted.values()) if controller is None else wanted[controller]
+    if build.trouble:
+        raise MissingDependencyError(f"this needs {needs}: {build.trouble}; {build.advice}")
     raise MissingDependencyError(
-        f"this needs {needs}; Horovod here has {', '.join(build.controllers) or 'neither'} "
-        f"{build.trouble}: run `make setup`"
+        f"this needs {needs}; Horovod here has {', '.join(build.controllers) or 'neither'}: run "
+        "`make setup`"
     )
 
 

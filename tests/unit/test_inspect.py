@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -16,11 +17,13 @@ from loft_hvd.doctor.inspect import (
     Finding,
     HorovodBuild,
     Section,
+    horovod_build,
     inspect_all,
     parse_check_build,
     verdict,
 )
-from loft_hvd.errors import ArgumentError
+from loft_hvd.doctor.launch import launch_command
+from loft_hvd.errors import ArgumentError, MissingDependencyError
 
 _CHECK_BUILD = """Horovod v0.28.1:
 
@@ -143,15 +146,48 @@ def test_nothing_installed_is_advice_and_no_error(monkeypatch: pytest.MonkeyPatc
     assert all(advice[name] for name in ("torch", "horovod", "Horovod", "horovodrun", "mpirun"))
 
 
-def test_program_that_hangs_or_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_program_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     def hang(command: Sequence[str]) -> str:
-        raise subprocess.TimeoutExpired(list(command), 60.0)
+        raise OSError("no such interpreter")
 
     monkeypatch.setattr(doctor, "installed", lambda name: "1.0")
     monkeypatch.setattr(doctor, "launcher", lambda name: name)
     advice = _advice(inspect_all(probe=hang))
-    assert "timed out" in advice["mpirun"]
+    assert "no such interpreter" in advice["mpirun"]
     assert advice["Horovod"]
+
+
+def _horovodrun(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str) -> None:
+    """Let a script be every launcher."""
+    program = folder / "horovodrun"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(doctor, "installed", lambda name: "1.0")
+    monkeypatch.setattr(doctor, "launcher", lambda name: str(program))
+
+
+def test_program_that_takes_longer_than_its_limit_is_told_so_and_not_rebuilt(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _horovodrun(monkeypatch, tmp_path, "exec sleep 20")
+    monkeypatch.setattr(doctor, "_PROBE_TIMEOUT_S", 0.2)
+    found = {each.name: each for section in inspect_all() for each in section.findings}
+    late = "horovodrun --check-build took longer than its limit of 0.2 s"
+    assert found["Horovod"].value == late
+    assert found["mpirun"].value.endswith("has not answered within 0.2 s")
+    for name in ("Horovod", "mpirun"):
+        assert found[name].advice == "the machine may be busy: look again when it is not"
+    with pytest.raises(MissingDependencyError, match=f"with Gloo or .*: {late}; the machine may"):
+        launch_command(horovod_build(), ("train.py",), num_ranks=2)
+
+
+def test_horovod_is_asked_once_what_it_was_built_with(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "said").write_text(_CHECK_BUILD)
+    _horovodrun(monkeypatch, tmp_path, f"cat {tmp_path}/said; echo asked >> {tmp_path}/said")
+    assert [horovod_build(), horovod_build()] == [_BOTH] * 2
+    assert (tmp_path / "said").read_text().count("asked") == 1
 
 
 def test_wrong_setting_is_a_finding_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
