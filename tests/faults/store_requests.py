@@ -3,8 +3,8 @@
     python -m tests.faults.store_requests --cases 100000
 
 A case ends in the right samples, in a clear refusal, or, for what is no request at all, in a closed
-connection. Anything else is a fault. So is a server that is not the same process in the end, or
-one that has grown by more than 32 MB since its first cases.
+connection. Anything else is a fault. So is a server that has ended or started anew, one that has
+grown by more than 32 MB since its first cases, and one whose key can be read from outside.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from pyarrow import flight
 
 from loft_hvd.store.peers import MOST_SAMPLES, Peers, Server, sign_ticket
 from loft_hvd.store.shelf import Shelf
+from tests.support.processes import arguments_of, own_bytes, where_shown
 
 __all__ = ["Found", "fuzz_server"]
 
 NUM_SAMPLES = 2000
 MOST_GROWN_BYTES = 32e6  # what gRPC's threads and connections take; a leak of 400 B a case shows
-_KEY = bytes(range(32))
+_KEY = bytes(range(1, 33))
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _REFUSALS = ("ticket", "do_get alone", "ask again")
 _LIMIT_S = 20.0
@@ -147,13 +148,6 @@ class Requests:
         return "abandoned"
 
 
-def own_bytes(pid: int) -> int:
-    """Return a process's memory that is not a file's: the samples lie in files."""
-    with open(f"/proc/{pid}/status", encoding="ascii") as file:
-        (line,) = (line for line in file if line.startswith("RssAnon"))
-    return 1024 * int(line.split()[1])
-
-
 def fuzz_server(num_cases: int, *, seed: int = 0) -> Found:
     """Start a server, send it cases and look at what it answers and takes."""
     found = Found()
@@ -162,8 +156,9 @@ def fuzz_server(num_cases: int, *, seed: int = 0) -> Found:
         assert shelf.add(sample, value(sample))
     server = Server(shelf, host="127.0.0.1", key=_KEY, owner=0)
     requests = Requests(server)
+    started_with = arguments_of(server.process.pid)
     try:
-        first_bytes = 0
+        first_bytes = 0  # the samples lie in files, and do not count
         for number in range(num_cases):
             if number == num_cases // 10:  # threads, connections and buffers are there by now
                 first_bytes = own_bytes(server.process.pid)
@@ -189,6 +184,11 @@ def fuzz_server(num_cases: int, *, seed: int = 0) -> Found:
             found.faults.append("afterwards the server does not send what it keeps")
         if server.process.poll() is not None:
             found.faults.append(f"the server ended with {server.process.returncode}")
+        else:
+            if arguments_of(server.process.pid) != started_with:
+                found.faults.append("the server has started anew, so its growth says nothing")
+            shown = where_shown(_KEY, server.process.pid)
+            found.faults += [f"the key is in the server's /proc/.../{place}" for place in shown]
     finally:
         requests.close()
         server.close()

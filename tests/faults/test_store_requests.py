@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Callable
+
 import pytest
 
 pytest.importorskip("pyarrow.flight", reason="the extra [store] is not installed")
 
+from tests.faults import store_requests
 from tests.faults.store_requests import fuzz_server
+from tests.support.processes import where_shown
 
 
 def check(num_cases: int, *, seed: int) -> None:
@@ -17,6 +23,24 @@ def check(num_cases: int, *, seed: int) -> None:
 
 def test_requests_are_answered_or_refused_and_the_server_stays_small() -> None:
     check(300, seed=0)
+
+
+def test_a_server_that_shows_its_key_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Inherited, as a launcher's variables are.
+    monkeypatch.setenv("LOFT_TEST_KEY", store_requests._KEY.hex())
+    assert fuzz_server(20).faults == ["the key is in the server's /proc/.../environ"]
+
+
+@pytest.mark.parametrize("form", [bytes.hex, lambda key: f"--key={key.hex().upper()}", repr])
+def test_a_key_among_the_arguments_is_found(form: Callable[[bytes], str]) -> None:
+    key = bytes(range(1, 65))
+    command = [sys.executable, "-c", "print(flush=True); input()", form(key)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # it runs: only now it shows its arguments
+        shown, others = where_shown(key, process.pid), where_shown(key[::-1], process.pid)
+        process.communicate(b"\n")
+    assert (shown, others) == (["cmdline"], [])
 
 
 @pytest.mark.long
