@@ -10,7 +10,9 @@ import os
 import signal
 import sys
 import time
+from bisect import bisect_right
 from collections.abc import Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -22,14 +24,14 @@ from loft_hvd.errors import DataError, LoftError, MissingDependencyError
 from loft_hvd.report.export import ScalarFeed, prometheus_text, write_whole
 from loft_hvd.report.follow import LogFollower
 from loft_hvd.report.page import render_page
-from loft_hvd.report.screen import PARTS, RankRow, make_screen
+from loft_hvd.report.screen import PARTS, RankRow, Screen, make_screen
 from loft_hvd.report.text import render_text
 from loft_hvd.report.timeline import merge_traces
 from loft_hvd.runlog import newest_log, read_run_log
 
 if TYPE_CHECKING:
     import typer
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
 
 __all__ = ["build_app", "main"]
 
@@ -176,17 +178,18 @@ def _top(log: str, *, every_s: float, once: bool) -> None:
     console, follower = Console(), LogFollower(log)
     if once or not console.is_terminal:
         follower.look(is_needed=True)
-        console.print(_screen(follower, log, width=console.width))
+        console.print(_screen(follower, log, console))
         return
     before = signal.signal(signal.SIGTERM, _end)
     try:
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
                 follower.look()
-                live.update(_screen(follower, log, width=console.width), refresh=True)
+                drawn = _screen(follower, log, console, height=console.height)
+                live.update(drawn, refresh=True)
                 time.sleep(every_s)
-    except KeyboardInterrupt:  # how one leaves it
-        console.print(_screen(follower, log, width=console.width))
+    except KeyboardInterrupt:  # how one leaves it; the shell's own line comes below
+        console.print(_screen(follower, log, console, height=console.height - 1))
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -203,25 +206,50 @@ _PART_COLOURS = {
     "wait": "yellow",
     "other": "cyan",
 }
+_MOST_ON_SCREEN = 32  # ranks: more are in no log
+_FEWEST_ROWS = 3  # a choice: the worst ranks, before what is trained and where
 _BAR = 24  # characters of the longest bar, where there is room
 _COLUMNS, _COLUMNS_WATCHED = 70, 81  # of numbers of usual lengths, and two between them
 
 
-def _screen(follower: LogFollower, log: str, *, width: int) -> RenderableType:
-    """Return one look at a log as rich draws it."""
-    from rich.console import Group
-    from rich.table import Table
+def _screen(
+    follower: LogFollower, log: str, console: Console, *, height: int | None = None
+) -> RenderableType:
+    """Return one look at a log as rich draws it, in at most ``height`` lines; None for any."""
     from rich.text import Text
 
     if follower.path is None:
         return Text(f"no run log in {printable(log)} yet")
-    screen = make_screen(follower.lines, now_s=time.time())
+    path, make = str(follower.path), partial(make_screen, follower.lines, now_s=time.time())
+    if height is None:
+        return _drawn(make(), path, width=console.width)
+
+    def num_lines(drawn: RenderableType) -> int:
+        return len(console.render_lines(drawn, pad=False))
+
+    # Rows go before sentences, but for the worst ones; where even that is not enough, what is
+    # trained and where goes too. More rows never take fewer lines: so the most that fit are found
+    # by halving.
+    for said, shown in ((3, path), (1, "")):
+        draw = partial(_drawn, path=shown, width=console.width)
+        sizes = range(_MOST_ON_SCREEN + 1)
+        num_rows = bisect_right(
+            sizes, height, key=lambda n: num_lines(draw(make(most_rows=n, most_said=said)))
+        )
+        if num_rows > _FEWEST_ROWS:
+            break
+    return draw(make(most_rows=max(num_rows - 1, 0), most_said=said))
+
+
+def _drawn(screen: Screen, path: str, *, width: int) -> RenderableType:
+    """Return a screen as rich draws it; an empty ``path`` leaves it and what is trained out."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
     said = [Text(printable(text), style="bold") for text in screen.verdict]
-    about = [
-        Text(printable(text))
-        for text in (screen.state, screen.facts, str(follower.path), screen.note)
-        if text
-    ]
+    facts = screen.facts if path else ""
+    about = [Text(printable(text)) for text in (screen.state, facts, path, screen.note) if text]
     if not screen.rows:
         return Group(*said, *about)
     is_watched = any(row.suspicion is not None for row in screen.rows)

@@ -22,7 +22,7 @@ from loft_hvd.report.verdict import judge, newest_world, rules_of, step_s, when_
 __all__ = ["PARTS", "RankRow", "Screen", "make_screen", "throughput"]
 
 PARTS = ("stall", "compute", "queued", "wait", "other")  # of a step, in its order
-_MOST_ROWS = 24  # ranks that fit a usual terminal: of more, those that worked longest
+_MOST_ROWS = 24  # ranks, a choice
 _MOST_SAID = 3  # sentences of the verdict
 
 
@@ -48,22 +48,37 @@ class Screen:
     note: str  # why there are no rows, or what they are of
 
 
-def make_screen(lines: Sequence[Line], *, now_s: float) -> Screen:
-    """Return what to show of a log's lines, at ``now_s`` seconds since 1970."""
+def make_screen(
+    lines: Sequence[Line],
+    *,
+    now_s: float,
+    most_rows: int = _MOST_ROWS,
+    most_said: int = _MOST_SAID,
+) -> Screen:
+    """Return what to show of a log's lines, at ``now_s`` seconds since 1970.
+
+    Of more than ``most_rows`` ranks those whose gradients are off come first, then those that
+    worked longest; of more than ``most_said`` sentences the weightiest. What is left out is told.
+    """
     world = newest_world(lines)
     times = newest_of(Times, world)
     rows: tuple[RankRow, ...] = ()
     note = when_measured(world)
     if times is not None:
-        suspicion = _suspicions(world)
-        ranks = sorted(times.ranks, key=lambda each: -each.busy_s)[:_MOST_ROWS]
+        suspicion, named = _suspicions(world)
+        worst = sorted(times.ranks, key=lambda each: (each.rank not in named, -each.busy_s))
+        ranks = worst[:most_rows]
         rows = tuple(_row(each, suspicion) for each in sorted(ranks, key=lambda each: each.rank))
         num_ranks = times.num_ranks or len(times.ranks)
         note = f"an average batch up to step {times.step}"
         if len(rows) < num_ranks:
             note += f", {len(rows)} of {num_ranks} ranks"
+    said = judge(lines)
+    verdict = said[:most_said]
+    if len(said) > len(verdict):
+        verdict[-1] += f" ({len(said) - len(verdict)} more: loft-hvd report)"
     return Screen(
-        verdict=tuple(judge(lines)[:_MOST_SAID]),
+        verdict=tuple(verdict),
         facts=_facts(world),
         state=_state(world, times, now_s=now_s),
         rows=rows,
@@ -89,10 +104,12 @@ def _row(times: RankTimes, suspicion: dict[int, float]) -> RankRow:
     )
 
 
-def _suspicions(world: Sequence[Line]) -> dict[int, float]:
+def _suspicions(world: Sequence[Line]) -> tuple[dict[int, float], set[int]]:
+    """Return the suspicion of each rank, and which ranks are warned of."""
     newest = newest_of(Suspicion, world)
     workers = [] if newest is None else newest.workers
-    return {rank: worker.suspicion for worker in workers for rank in worker.ranks}
+    known = {rank: worker.suspicion for worker in workers for rank in worker.ranks}
+    return known, {rank for worker in workers if worker.is_named for rank in worker.ranks}
 
 
 def _facts(world: Sequence[Line]) -> str:

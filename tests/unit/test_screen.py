@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -14,12 +15,15 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from loft_hvd import cli
 from loft_hvd.errors import DataError
 from loft_hvd.report.entries import read_lines
+from loft_hvd.report.follow import LogFollower
 from loft_hvd.report.screen import PARTS, make_screen
+from loft_hvd.report.verdict import judge
 from loft_hvd.runlog import RunLog, read_run_log
 from tests.unit.test_verdict import LOGS, PREPARED, suspicion, times
 
@@ -42,6 +46,45 @@ def test_of_many_ranks_those_that_work_longest_are_shown() -> None:
     screen = make_screen(read_lines([times(20, *many)]), now_s=0.0)
     assert [row.rank for row in screen.rows] == list(range(76, 100))
     assert screen.note == "an average batch up to step 20, 24 of 100 ranks"
+
+
+def test_of_many_ranks_one_that_is_off_is_shown_although_it_is_fast() -> None:
+    many = [{"compute_s": 0.1 + 0.001 * rank} for rank in range(100)]
+    screen = make_screen(read_lines([times(20, *many), suspicion(20, 3)]), now_s=0.0, most_rows=4)
+    assert [row.rank for row in screen.rows] == [3, 97, 98, 99]
+    assert screen.note.endswith(", 4 of 100 ranks")
+
+
+@pytest.mark.parametrize("columns", [120, 75, 50])
+@pytest.mark.parametrize("height", [8, 12, 24, 30, 60])
+def test_top_fits_the_terminal_and_says_what_it_leaves_out(
+    height: int, columns: int, tmp_path: Path
+) -> None:
+    many = [{"compute_s": 0.1 + 0.001 * rank, "queued_s": 0.05} for rank in range(32)]
+    many[30]["compute_s"] = many[31]["compute_s"] = 0.9
+    path = tmp_path / "loft-1.jsonl"
+    run = {"kind": "run", "step": 0, "world_size": 32, "script": "train.py"}
+    entries = [run, times(20, *many), suspicion(20, 3)]
+    path.write_text("".join(json.dumps(each) + "\n" for each in entries))
+    follower = LogFollower(path)
+    follower.look()
+    console = Console(width=columns, height=height)
+    drawn = cli._screen(follower, str(tmp_path), console, height=height)
+    text = ["".join(part.text for part in line) for line in console.render_lines(drawn)]
+    assert len(text) <= height
+    words = " ".join(" ".join(text).split())
+    told = re.findall(r"(\d+) of 32 ranks", words)
+    shown = int(told[0]) if told else 32
+    assert bool(told) == ((height, columns) != (60, 120))
+    assert not told or len(text) > height - 4  # what room there is, is used
+    rows = [line.split() for line in text if re.match(r" *(rank \d+:|\d+ +8 )", line)]
+    ranks = [int(row[row[0] == "rank"].rstrip(":")) for row in rows]
+    assert len(ranks) == shown
+    assert {3, 30, 31}.issuperset(ranks) if shown < 3 else {3, 30, 31}.issubset(ranks)
+    first, *others = judge(follower.lines)
+    assert words.startswith(first)
+    assert len(others) == 3
+    assert re.search(r"\([13] more: loft-hvd report\)", words)
 
 
 def test_rows_have_the_suspicion_of_their_worker() -> None:
