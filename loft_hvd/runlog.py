@@ -4,9 +4,10 @@ Every line has ``kind``, ``time_s`` (seconds since 1970) and ``step`` (optimizer
 
 * ``run``: ``world_size``, ``host`` (rank 0's), ``script``, its ``commit`` where it lies in a git
   repository, ``version`` of this package; with a balancer ``global_batch_size``, ``policy``,
-  ``devices`` and ``caps`` [world_size], ``times_at``, the step of the first times, and
-  ``num_passes``, the batches of an optimizer step;
-* ``schedule``: ``times_at`` and ``num_passes``, where they have changed since;
+  ``devices`` and ``caps`` [world_size], ``times_at``, the step of the first times,
+  ``num_passes``, the batches of an optimizer step from here on, and ``next_batch``, which begins
+  the next one;
+* ``schedule``: ``times_at``, ``num_passes`` and ``next_batch``, where they have changed since;
 * ``rules``: ``rules`` of an optimizer as text, ``over``, the ranks of a worker; ``watched_from``,
   the step of the first ``suspicion``, or null, where ``note`` says why nobody is watched;
 * ``cap``: ``rank``, ``device`` (host/number), ``cap``: its samples at most from now on; ``size``

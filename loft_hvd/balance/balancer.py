@@ -394,10 +394,7 @@ class Balancer:
         Raises:
             ArgumentError: it is no state of a balancer.
         """
-        saved = decode(SavedRun, state, what="Balancer")
-        self._live.go_on(saved)
-        next_step = saved.num_steps if saved.next_step is None else saved.next_step
-        self._batches.restart(next_step=next_step)
+        self._live.go_on(decode(SavedRun, state, what="Balancer"))
 
     # What a loader asks for and reports (``data.sampler.PlanSource``).
 

@@ -427,19 +427,18 @@ class Report:
         most = max(self.next_interval - 2, 1)
         return min(math.ceil(decides_s / step_s), most) if step_s * most > decides_s else most
 
-    def first_free_step(self, num_passes: int, *, deciding: int) -> int:
+    def first_free_step(self, num_passes: int, *, next_batch: int, deciding: int) -> int:
         """Return a step that no rank will have drawn when a plan made from this report arrives.
 
-        Rank 0 has ``deciding`` optimizer steps to make it.
+        Rank 0 has ``deciding`` optimizer steps to make it, and ``next_batch`` begins the next one.
 
         What a rank cannot have drawn does not count: nobody can put a plan off for ever. The step
         is the first of the ``num_passes`` backward passes of an optimizer step.
         """
         drawn = int(self.column("drawn_ahead")[self._has_head].max())
-        trained = int(self.column("num_steps")[0]) * num_passes
         first = drawn + 1 + (_SLACK_STEPS + deciding) * num_passes
-        # Up to the next first pass: trained=40 of 4 passes a step, first=57 starts at 60.
-        return trained + -(-(first - trained) // num_passes) * num_passes
+        # Up to the next first pass: next_batch=41 of 4 passes a step, first=57 starts at 57.
+        return next_batch + -(-(first - next_batch) // num_passes) * num_passes
 
     @property
     def next_interval(self) -> int:

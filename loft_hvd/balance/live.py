@@ -374,6 +374,7 @@ class LivePlan:
         self._log.write_run(
             times_at=self.schedule.at,
             num_passes=self.num_passes,
+            next_batch=self._batches.next_step,
             world_size=len(self._limits),
             global_batch_size=self._options.global_batch_size,
             policy=self._options.policy.text,
@@ -387,7 +388,12 @@ class LivePlan:
             self._log.write("plan", **asdict(plan))
 
     def _write_schedule(self) -> None:
-        self._log.write("schedule", times_at=self.schedule.at, num_passes=self.num_passes)
+        self._log.write(
+            "schedule",
+            times_at=self.schedule.at,
+            num_passes=self.num_passes,
+            next_batch=self._batches.next_step,
+        )
 
     def take_passes(self, num_passes: int) -> None:
         """Count so many backward passes, each of a batch, to an optimizer step."""
@@ -550,7 +556,9 @@ class LivePlan:
         first_step = None
         if decides and self._transport.rank == 0:
             deciding = report.steps_to_decide(self.num_passes)
-            first_step = report.first_free_step(self.num_passes, deciding=deciding)
+            first_step = report.first_free_step(
+                self.num_passes, next_batch=self._batches.next_step, deciding=deciding
+            )
         work = partial(
             self._work,
             report,
@@ -698,6 +706,8 @@ class LivePlan:
             self._own_controller = make_controller(self._options, self._limits)
             self.history = first_plans(self._options, self._limits, self._controller)
             self._recall()
+        next_batch = saved.num_steps if saved.next_step is None else saved.next_step
+        self._batches.restart(next_step=next_batch)
         self.num_steps = self._log.step = saved.num_steps
         self._write_plans()
         self.schedule.follow(self.num_steps, self.schedule.interval)

@@ -19,7 +19,7 @@ from loft_hvd.pipeline.suspicion.report import WorkerReport
 
 __all__ = ["Decided", "Explain", "Fault", "FitOfRank", "Fits", "Line", "Plans", "Rules", "Run"]
 __all__ += ["Scalars", "Schedule", "Spread", "Store", "StoreReads", "Suspicion", "Thinned", "Times"]
-__all__ += ["in_steps", "newest_of", "of_kind", "passes_of", "read_line", "read_lines"]
+__all__ += ["Passes", "newest_of", "of_kind", "read_line", "read_lines"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,7 @@ class Run(Line):
     policy: str | None = None
     times_at: Count | None = None  # the step of the first times; None without a balancer
     num_passes: Annotated[int, Within(1)] | None = None  # batches of an optimizer step
+    next_batch: Count | None = None  # the first one of the next step; None in older logs
     devices: list[str] | None = None  # of each rank, host/number and name
     host: str | None = None  # rank 0's
     script: str | None = None
@@ -60,6 +61,7 @@ class Schedule(Line):
 
     times_at: Count
     num_passes: Annotated[int, Within(1)]
+    next_batch: Count | None = None  # as in ``Run``
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Plans(Line):
     """A plan that came into force."""
 
     plan_id: Count
-    first_step: Count  # counted in batches; ``in_steps`` counts as the other lines do
+    first_step: Count  # counted in batches; ``Passes`` counts as the other lines do
     sizes: list[Count]
 
 
@@ -229,18 +231,38 @@ def newest_of(kind: type[LineT], read: Sequence[Line]) -> LineT | None:
     return next((line for line in reversed(read) if isinstance(line, kind)), None)
 
 
-def passes_of(read: Sequence[Line]) -> int:
-    """Return how many batches an optimizer step has: 1 where no line says so."""
-    known = (line.num_passes for line in reversed(read) if isinstance(line, Run | Schedule))
-    return next((each for each in known if each is not None), 1)
+class Passes:
+    """How many batches the optimizer steps of one world had, from its lines: it may change."""
 
+    def __init__(self, world: Sequence[Line]) -> None:
+        # From a step on: the step, its first batch, and the batches of each.
+        self._stretches = [(0, 0, 1)]
+        for line in world:
+            if isinstance(line, Run | Schedule) and line.num_passes is not None:
+                begins = line.next_batch
+                begins = line.step * line.num_passes if begins is None else begins
+                while self._stretches and self._stretches[-1][0] >= line.step:
+                    self._stretches.pop()  # said anew before a step was taken
+                self._stretches.append((line.step, begins, line.num_passes))
 
-def in_steps(line: PlannedT, num_passes: int) -> PlannedT:
-    """Return a plan with its first whole optimizer step, as plans count batches.
+    def in_steps(self, line: PlannedT) -> PlannedT:
+        """Return a plan with its first whole optimizer step, as plans count batches.
 
-    With 4 passes the batch 100 is the first of step 25, and 101 is in it.
-    """
-    return replace(line, first_step=-(-line.first_step // num_passes))
+        With 4 passes the batch 100 is the first of step 25, and 101 is in it.
+        """
+        return replace(line, first_step=self._step_of(line.first_step))
+
+    def _step_of(self, batch: int) -> int:
+        """Return the first step that holds no batch before this one."""
+        at = max(0, sum(begins <= batch for _, begins, _ in self._stretches) - 1)
+        step, begins, num_passes = self._stretches[at]
+        for next_step, next_begins, next_passes in self._stretches[at + 1 : at + 2]:
+            if next_begins - begins == (next_step - step) * num_passes:
+                break
+            # A state was loaded in between: what was before it in its run is not in this log.
+            step, begins, num_passes = next_step, next_begins, next_passes
+        # 100 steps of 1 batch, then of 4: batch 181 is in step 120, so 121 is the first without.
+        return max(0, step - (begins - batch) // num_passes)
 
 
 def read_lines(entries: Sequence[Mapping[str, Any]]) -> list[Line]:

@@ -15,6 +15,7 @@ from loft_hvd.report.entries import (
     Fault,
     Fits,
     Line,
+    Passes,
     Plans,
     Rules,
     Run,
@@ -26,10 +27,8 @@ from loft_hvd.report.entries import (
     Suspicion,
     Thinned,
     Times,
-    in_steps,
     newest_of,
     of_kind,
-    passes_of,
     read_lines,
 )
 from loft_hvd.report.screen import PARTS, throughput
@@ -87,14 +86,14 @@ def _sections(read: Sequence[Line], title: str) -> Iterator[str]:
     world = newest_world(read)
     yield _facts(read, world, title)
     times, last_step = of_kind(Times, world), max((line.step for line in world), default=0)
-    later, num_passes = when_measured(world), passes_of(world)
-    plans = [in_steps(plan, num_passes) for plan in of_kind(Plans, world)]
+    later, passes = when_measured(world), Passes(world)
+    plans = [passes.in_steps(plan) for plan in of_kind(Plans, world)]
     yield from _step_parts(times, later)
     yield from _throughput(times, later)
     yield from _scalars(of_kind(Scalars, world))
     yield from _plans(plans, last_step=last_step)
     yield from _predictions(world, times, plans, later)
-    made = [in_steps(each, num_passes) for each in of_kind(Decided, world)]
+    made = [passes.in_steps(each) for each in of_kind(Decided, world)]
     yield from _decisions(made, plans, times)
     yield from _by_rank("Each rank's own work", times, later, of=lambda each: each.busy_s)
     yield from _by_rank("Waits for other ranks", times, later, of=lambda each: each.wait_s)

@@ -12,17 +12,16 @@ from loft_hvd.report.entries import (
     Explain,
     Fault,
     Line,
+    Passes,
     Plans,
     Run,
     Spread,
     Suspicion,
     Thinned,
     Times,
-    in_steps,
-    passes_of,
     read_lines,
 )
-from loft_hvd.report.verdict import judge, when_measured
+from loft_hvd.report.verdict import judge, when_measured, worlds
 
 __all__ = ["render_text"]
 
@@ -42,15 +41,16 @@ def say(lines: Sequence[Line]) -> str:
 
 def _history(lines: Sequence[Line]) -> Iterator[str]:
     """Say what happened, in the order in which it did."""
-    num_passes = passes_of(lines)
-    for line in lines:
-        if isinstance(line, Run):
-            yield ", ".join(line.facts)
-        elif isinstance(line, Plans):
-            first_step = in_steps(line, num_passes).first_step
-            yield f"plan {line.plan_id} from step {first_step}: sizes {line.sizes}"
-        elif isinstance(line, Fault):
-            yield str(line)
+    for world in worlds(lines):
+        passes = Passes(world)
+        for line in world:
+            if isinstance(line, Run):
+                yield ", ".join(line.facts)
+            elif isinstance(line, Plans):
+                first_step = passes.in_steps(line).first_step
+                yield f"plan {line.plan_id} from step {first_step}: sizes {line.sizes}"
+            elif isinstance(line, Fault):
+                yield str(line)
 
 
 def _newest(lines: Sequence[Line]) -> Iterator[str]:

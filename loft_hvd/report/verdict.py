@@ -8,25 +8,25 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from loft_hvd.balance.explain import SlowRank, find_slow
 from loft_hvd.balance.interval import RankTimes
 from loft_hvd.report.entries import (
     Fault,
     Line,
+    Passes,
     Plans,
     Rules,
     Run,
     Schedule,
     Suspicion,
     Times,
-    in_steps,
     newest_of,
     of_kind,
-    passes_of,
 )
 
-__all__ = ["judge", "newest_world", "step_s", "when_measured"]
+__all__ = ["judge", "newest_world", "step_s", "when_measured", "worlds"]
 
 _DOES = {"fetch": "fetching", "compute": "computing"}
 _MOST_NAMED = 3  # sentences on slow ranks; the pictures show the others
@@ -44,10 +44,15 @@ def judge(read: Sequence[Line]) -> list[str]:
     return sentences or [f"Nothing has gone wrong so far; times are {when_measured(world)}."]
 
 
-def newest_world(read: Sequence[Line]) -> Sequence[Line]:
-    """Return the lines of the newest world: an elastic job begins each with a ``run`` line."""
+def worlds(read: Sequence[Line]) -> list[Sequence[Line]]:
+    """Return the lines of each world: an elastic job begins each with a ``run`` line."""
     starts = [place for place, line in enumerate(read) if isinstance(line, Run)]
-    return read[starts[-1] :] if starts else read
+    return [read[begin:end] for begin, end in pairwise([0, *starts, len(read)])]
+
+
+def newest_world(read: Sequence[Line]) -> Sequence[Line]:
+    """Return the lines of the newest world."""
+    return worlds(read)[-1]
 
 
 def when_measured(world: Sequence[Line]) -> str:
@@ -163,8 +168,8 @@ def _queued(times: Sequence[RankTimes]) -> Iterator[str]:
 
 def _won(world: Sequence[Line], entries: Sequence[Times], *, is_even: bool) -> Iterator[str]:
     """Say what the plans have won over the first sizes, and from whom they took."""
-    num_passes = passes_of(world)
-    plans = [in_steps(plan, num_passes) for plan in of_kind(Plans, world)]
+    passes = Passes(world)
+    plans = [passes.in_steps(plan) for plan in of_kind(Plans, world)]
     changed = [plan for plan in plans[1:] if plan.sizes != plans[0].sizes]
     first = [entry for entry in entries if not changed or entry.step <= changed[0].first_step]
     after = [entry for entry in entries if changed and entry.step > plans[-1].first_step]

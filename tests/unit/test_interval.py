@@ -109,8 +109,16 @@ def test_rank_0_has_as_many_steps_to_decide_as_that_takes(
 ) -> None:
     told = report(world_size, interval=interval, steps=10, wall_s=10 * step_s)
     assert told.steps_to_decide(num_passes) == num_steps
-    at_once = told.first_free_step(num_passes, deciding=0)
-    assert told.first_free_step(num_passes, deciding=5) == at_once + 5 * num_passes
+    at_once = told.first_free_step(num_passes, next_batch=40, deciding=0)
+    assert told.first_free_step(num_passes, next_batch=40, deciding=5) == at_once + 5 * num_passes
+
+
+@pytest.mark.parametrize("next_batch", range(37, 45))
+def test_a_plan_begins_with_a_step_however_many_batches_earlier_ones_had(next_batch: int) -> None:
+    # 39 steps are taken, but their passes may have changed: 39 * 4 need not begin a step.
+    first = report(2, drawn=47).first_free_step(4, next_batch=next_batch, deciding=1)
+    assert (first - next_batch) % 4 == 0
+    assert 64 <= first < 68  # 47 are drawn, 3 steps of 4 are slack, and one is to decide
 
 
 @pytest.mark.parametrize(

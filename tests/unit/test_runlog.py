@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
 import loft_hvd as loft
 from loft_hvd.balance.explain import ranks_to_log
@@ -138,6 +139,28 @@ def test_a_log_says_how_many_batches_a_step_has(tmp_path: Path) -> None:
         each for each in read_run_log(only_file(tmp_path)) if each["kind"] in ("run", "schedule")
     )
     assert (run["num_passes"], schedule["num_passes"]) == (1, 4)
+
+
+def test_a_log_says_from_which_batch_on_steps_have_more_passes(tmp_path: Path) -> None:
+    transport = LocalWorld(1).transport(0)
+    balancer = loft.Balancer(4, "report", transport=transport, log_dir=tmp_path)
+    layer = torch.nn.Linear(1, 1)
+    sgd = torch.optim.SGD(layer.parameters(), lr=0.1)
+    optimizer = loft.DistributedOptimizer(sgd, transport=transport, balancer=balancer)
+    batches = iter(loft.DataLoader(TensorDataset(torch.ones(64, 1)), balancer))
+    for num_passes in (1, 1, 1, 4, 4):
+        if num_passes != optimizer.backward_passes_per_step:
+            optimizer.set_backward_passes_per_step(num_passes)
+        for _ in range(num_passes):
+            layer(next(batches)[0]).sum().backward()
+        optimizer.step()
+    balancer.load_state_dict(balancer.state_dict())
+    told = [
+        (each["step"], each["next_batch"], each["num_passes"])
+        for each in read_run_log(only_file(tmp_path))
+        if each["kind"] in ("run", "schedule")
+    ]
+    assert told == [(0, 0, 1), (3, 3, 4), (5, 11, 4)]
 
 
 def test_a_log_says_why_plans_were_made_and_what_models_expect(tmp_path: Path) -> None:

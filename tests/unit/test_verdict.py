@@ -152,6 +152,43 @@ def test_plan_of_batches_begins_at_the_step_that_they_belong_to() -> None:
     assert "step 25</text>" in page  # of the picture of plans
 
 
+def passes(step: int, next_batch: int, num_passes: int) -> dict[str, Any]:
+    head = {"kind": "schedule", "step": step, "times_at": step + 20}
+    return head | {"next_batch": next_batch, "num_passes": num_passes}
+
+
+def test_plans_before_a_change_of_passes_are_told_by_the_passes_of_their_time() -> None:
+    run = {"kind": "run", "step": 0, "world_size": 2, "num_passes": 1, "next_batch": 0}
+    plans = [plan(0, 0, 8, 8), plan(1, 60, 9, 7), plan(2, 100, 10, 6), plan(3, 181, 11, 5)]
+    log = [run, *plans[:2], passes(100, 100, 4), *plans[2:], times(200, {}, {})]
+    text = render_text(log)
+    # 100 steps of a batch each, then of 4: batch 181 is in step 120, so 121 is the plan's first.
+    for number, step in enumerate((0, 60, 100, 121)):
+        assert f"plan {number} from step {step}: " in text
+        assert f"step {step}</text>" in render_page(log, title="x") or not step
+
+
+@pytest.mark.parametrize("optimizer_comes_first", [True, False])
+def test_plans_from_before_a_loaded_state_are_told_by_its_passes(
+    *, optimizer_comes_first: bool
+) -> None:
+    run = {"kind": "run", "step": 0, "world_size": 2, "num_passes": 1, "next_batch": 0}
+    made, loaded = passes(0, 0, 4), passes(1000, 4000, 4)
+    if not optimizer_comes_first:  # it says its passes when the state is loaded already
+        made, loaded = passes(1000, 4000, 1), passes(1000, 4000, 4)
+    log = [run, made, plan(0, 0, 8, 8), plan(1, 3000, 9, 7), loaded, plan(2, 4100, 10, 6)]
+    for number, step in enumerate((0, 750, 1025)):
+        assert f"plan {number} from step {step}: " in render_text(log)
+
+
+def test_each_world_has_its_own_passes() -> None:
+    run = {"kind": "run", "step": 0, "world_size": 2, "num_passes": 1, "next_batch": 0}
+    log = [run, plan(0, 40, 8, 8), run | {"num_passes": 4}, plan(0, 40, 9, 7)]
+    text = render_text(log)
+    assert "plan 0 from step 40: sizes [8, 8]" in text
+    assert "plan 0 from step 10: sizes [9, 7]" in text
+
+
 def test_fault_comes_before_workers_and_workers_before_times() -> None:
     slow = times(20, {}, {"compute_s": 0.3}, {})
     fault = {"kind": "fault", "step": 30, "error": "PeerError", "text": "rank 1 is gone\nnote"}
