@@ -23,11 +23,12 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
-from loft_hvd.balance.plan import Plan, Sizes, StepSizes
-from loft_hvd.data.draws import Draw, EpochSettings, PlanView
+from loft_hvd.balance.plan import Plan, Sizes
+from loft_hvd.data.draws import Draw, EpochSettings
 from loft_hvd.data.placement import Placement, check_placement
 from loft_hvd.data.sampler import (
     GlobalBatches,
+    PlannedLoader,
     PlanSource,
     check_balancer,
     check_length,
@@ -145,6 +146,7 @@ class EvaluationView:
     min_ranks = 1
 
     def __init__(self, balancer: PlanSource) -> None:
+        check_balancer(balancer)
         self._balancer = balancer  # asked each time: in an elastic job the world changes
         self._sizes = balancer.plan.sizes
 
@@ -179,7 +181,7 @@ class EvaluationView:
         return self._balancer.count_micro(sizes)
 
 
-class DataLoader:
+class DataLoader(PlannedLoader):
     """Loads each rank's share of every global batch; batches are those of torch's own loader.
 
     Which samples form a step depends on ``seed``, the epoch and ``global_batch_size`` alone; the
@@ -248,22 +250,16 @@ class DataLoader:
         **others: Any,
     ) -> None:
         _refuse(others)
-        check_balancer(balancer)
+        super().__init__(balancer, evaluates=None if train else EvaluationView(balancer))
         given, placement = placement, check_placement(placement, check_length(dataset))
         settings = EpochSettings(
             placement, train if shuffle is None else shuffle, seed, drop_last, relaxed
         )
         self.dataset = dataset
         self.num_workers = num_workers
-        self._balancer = balancer
-        self._train = train
-        self._evaluation = None if train else EvaluationView(balancer)
-        self._view: PlanView = self._evaluation or balancer
         keeper = keeper_of(dataset) if train else None
         self._batches = GlobalBatches(settings, self._view, keeper=keeper, given=given)
         self._position = 0  # samples of the epoch, of all ranks, in the batches yielded
-        self._next_step = 0
-        self._yielded: StepSizes | None = None
         self._feed = _Feed(self._batches)
         feed: Any = self._feed  # torch expects lists of samples; requests carry more
         collate: Any = TimedCollate(collate_fn or default_collate)
@@ -285,18 +281,16 @@ class DataLoader:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._train:
-            self._balancer.clear_pending()
-            self._next_step = max(self._next_step, self._balancer.next_step)
-        if self._evaluation is not None:
+        iteration = self._begin_iteration()
+        if isinstance(self._view, EvaluationView):
             self._balancer.leave_step_out()
-            self._evaluation.begin()
+            self._view.begin()
         self._position = self._feed.start(first_step=self._next_step)
-        if self._train:
+        if self._trains:
             tell_sources(self._balancer, self._batches)
-        return self._batches_of(iter(self._loader), self._feed.drawn)
+        return self._batches_of(iter(self._loader), iteration)
 
-    def _batches_of(self, fetched: Iterator[Any], drawn: deque[Draw]) -> Iterator[Any]:
+    def _batches_of(self, fetched: Iterator[Any], iteration: int) -> Iterator[Any]:
         while True:
             began = time.monotonic()
             try:
@@ -304,23 +298,19 @@ class DataLoader:
             except StopIteration:
                 break
             stall_s = time.monotonic() - began
-            if drawn is not self._feed.drawn:
-                raise DataError(
-                    "this iteration over the loader ended when a newer one began; take batches "
-                    "from one iterator at a time, or make two loaders"
-                )
-            draw = drawn.popleft()
+            self._check_newest(iteration)
+            draw = self._feed.drawn.popleft()
             assert draw.step_sizes.step == step  # torch yields in the order of the requests
-            self._position, self._next_step = draw.position, step + 1
-            self._yielded = draw.step_sizes
-            if self._train:
+            self._position = draw.position
+            self._note(draw.step_sizes)
+            if self._trains:
                 # Side by side: eight loader processes that take 16 s each bring a batch every 2 s.
                 fetch_s = fetch_s / max(self.num_workers, 1) + max(0.0, ahead_s)
                 self._begin(draw, fetch_s, stall_s, cached)
             yield batch
-        if drawn is self._feed.drawn:
+        if iteration == self._num_iterations:
             self._position = self._batches.settings.num_samples
-            if self._train:
+            if self._trains:
                 self._balancer.end_epoch()
 
     def _begin(self, draw: Draw, fetch_s: float, stall_s: float, cached: int) -> None:
@@ -342,25 +332,7 @@ class DataLoader:
         if epoch != self._batches.epoch:
             self._position = 0
         self._batches.set_epoch(epoch)
-        if self._train:
-            self._balancer.clear_pending()
-
-    @property
-    def step_sizes(self) -> StepSizes:
-        """Plan, step and sizes of the batch yielded last; a DataError before the first."""
-        if self._yielded is None:
-            raise DataError("no batch has been yielded yet; ask inside the loop over the loader")
-        return self._yielded
-
-    @property
-    def local_batch_size(self) -> int:
-        """Samples of the batch yielded last that count, 0 for padding: the count of a metric."""
-        return self.step_sizes.sizes[self._view.rank]
-
-    @property
-    def is_padding(self) -> bool:
-        """Whether the batch yielded last is a dummy, of which nothing may count."""
-        return self.local_batch_size == 0
+        self._forget_pending()
 
     @property
     def deepest_drawn_step(self) -> int:
@@ -375,8 +347,7 @@ class DataLoader:
         """Let the next iteration go on where ``state`` was taken, with any number of ranks."""
         loaded = self._batches.load_state_dict(state)
         self._next_step, self._position = loaded.step, loaded.position
-        if self._train:
-            self._balancer.clear_pending()
+        self._forget_pending()
 
 
 def _refuse(others: Mapping[str, Any]) -> None:

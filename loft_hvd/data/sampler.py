@@ -35,6 +35,7 @@ __all__ = [
     "GlobalBatches",
     "Keeper",
     "PlanSource",
+    "PlannedLoader",
     "check_balancer",
     "check_length",
     "keeper_of",
@@ -138,6 +139,68 @@ def check_balancer(balancer: object) -> None:
         raise ArgumentTypeError(
             f"balancer={balancer!r} is of type {type(balancer).__name__}; give a loft_hvd.Balancer"
         )
+
+
+class PlannedLoader:
+    """What loaders have in common: the batch yielded last, and the step that comes next.
+
+    Args:
+        balancer: hears of batches.
+        evaluates: in place of the balancer, where a loader only evaluates: nobody hears of those.
+    """
+
+    def __init__(self, balancer: PlanSource, *, evaluates: PlanView | None = None) -> None:
+        check_balancer(balancer)
+        self._balancer = balancer
+        self._trains = evaluates is None
+        self._view: PlanView = balancer if evaluates is None else evaluates
+        self._next_step = 0  # counted over epochs
+        self._num_iterations = 0
+        self._yielded: StepSizes | None = None
+
+    @property
+    def step_sizes(self) -> StepSizes:
+        """Plan, step and sizes of the batch yielded last; a DataError before the first.
+
+        The sizes of a stream with ``cost`` are what each rank's batch amounts to.
+        """
+        if self._yielded is None:
+            raise DataError("no batch has been yielded yet; ask inside the loop over the loader")
+        return self._yielded
+
+    @property
+    def local_batch_size(self) -> int:
+        """This rank's part of ``step_sizes``, 0 for padding: the count of a metric."""
+        return self.step_sizes.sizes[self._view.rank]
+
+    @property
+    def is_padding(self) -> bool:
+        """Whether the batch yielded last is a dummy, of which nothing may count."""
+        return self.local_batch_size == 0
+
+    def _begin_iteration(self) -> int:
+        """Go on behind all that was trained; returns the iteration's number."""
+        self._forget_pending()
+        if self._trains:
+            self._next_step = max(self._next_step, self._balancer.next_step)
+        self._num_iterations += 1
+        return self._num_iterations
+
+    def _forget_pending(self) -> None:
+        """Forget batches that will not be trained: an iteration begins, or goes on elsewhere."""
+        if self._trains:
+            self._balancer.clear_pending()
+
+    def _check_newest(self, iteration: int) -> None:
+        if iteration != self._num_iterations:
+            raise DataError(
+                "this iteration over the loader ended when a newer one began; take batches "
+                "from one iterator at a time, or make two loaders"
+            )
+
+    def _note(self, step_sizes: StepSizes) -> None:
+        """Note the batch that is yielded now."""
+        self._yielded, self._next_step = step_sizes, step_sizes.step + 1
 
 
 def keeper_of(dataset: object) -> Keeper | None:

@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import default_collate
 
 from loft_hvd.balance.plan import Plan, StepSizes
-from loft_hvd.data.sampler import PlanSource, check_balancer
+from loft_hvd.data.sampler import PlannedLoader, PlanSource
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, DataError
 from loft_hvd.transport.base import Channel, Transport
 
@@ -227,7 +227,7 @@ class _Offer:
     amount: int  # samples, or their cost; 0 for a dummy batch
 
 
-class StreamLoader:
+class StreamLoader(PlannedLoader):
     """Yields each rank's share of every step from a stream that the rank reads by itself.
 
     For an ``IterableDataset``, a webdataset pipeline, a DALI iterator, or any other iterable; see
@@ -258,6 +258,8 @@ class StreamLoader:
             micro-batches.
     """
 
+    _balancer: StreamPlanSource
+
     def __init__(
         self,
         source: Iterable[Any],
@@ -267,7 +269,7 @@ class StreamLoader:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         batched: bool = False,
     ) -> None:
-        check_balancer(balancer)
+        super().__init__(balancer)
         if not hasattr(source, "__iter__"):
             raise ArgumentTypeError(
                 f"StreamLoader: source={source!r} is of type {type(source).__name__}, which is not "
@@ -289,43 +291,19 @@ class StreamLoader:
                 "lower global_batch_size, and use backward_passes_per_step"
             )
         self._source = source
-        self._balancer = balancer
         self._cost = cost
         self._collate: Callable[[list[Any]], Any] = collate_fn or default_collate
         self._is_batched = batched
-        self._next_step = 0
-        self._iteration = 0
-        self._yielded: StepSizes | None = None
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the source which epoch comes next, if it has a ``set_epoch``."""
         tell = getattr(self._source, "set_epoch", None)
         if callable(tell):
             tell(epoch)
-        self._balancer.clear_pending()
-
-    @property
-    def step_sizes(self) -> StepSizes:
-        """Plan, step and what each rank's batch amounted to, of the batch yielded last."""
-        if self._yielded is None:
-            raise DataError("no batch has been yielded yet; ask inside the loop over the loader")
-        return self._yielded
-
-    @property
-    def local_batch_size(self) -> int:
-        """What this rank's batch yielded last amounts to, 0 for padding: the count of a metric."""
-        return self.step_sizes.sizes[self._balancer.rank]
-
-    @property
-    def is_padding(self) -> bool:
-        """Whether the batch yielded last is a dummy, of which nothing may count."""
-        return self.local_batch_size == 0
+        self._forget_pending()
 
     def __iter__(self) -> Iterator[Any]:
-        self._balancer.clear_pending()
-        self._next_step = max(self._next_step, self._balancer.next_step)
-        self._iteration += 1
-        return self._batches(self._iteration, self._reader())
+        return self._batches(self._begin_iteration(), self._reader())
 
     def _reader(self) -> _Reader:
         if self._is_batched:
@@ -335,11 +313,7 @@ class StreamLoader:
     def _batches(self, iteration: int, reader: _Reader) -> Iterator[Any]:
         balancer, num_steps = self._balancer, 0
         while True:
-            if iteration != self._iteration:
-                raise DataError(
-                    "this iteration over the loader ended when a newer one began; take batches "
-                    "from one iterator at a time, or make two loaders"
-                )
+            self._check_newest(iteration)
             plan = balancer.plan_at(self._next_step)
             began = time.monotonic()
             offer = self._read(reader, plan.sizes[balancer.rank])
@@ -349,8 +323,7 @@ class StreamLoader:
             if amounts is None or offer is None:
                 break
             sizes = StepSizes(plan.plan_id, self._next_step, amounts, planned=plan.sizes)
-            self._next_step += 1
-            self._yielded = sizes
+            self._note(sizes)
             num_steps += 1
             balancer.begin_batch(
                 sizes,
