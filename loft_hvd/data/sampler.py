@@ -37,6 +37,7 @@ __all__ = [
     "PlanSource",
     "PlannedLoader",
     "check_balancer",
+    "check_epoch",
     "check_length",
     "keeper_of",
     "tell_sources",
@@ -295,10 +296,7 @@ class GlobalBatches:
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the permutation; a position loaded for another epoch is dropped."""
-        if not isinstance(epoch, Integral):
-            raise ArgumentTypeError(f"set_epoch: epoch={epoch!r}; give a whole number")
-        if epoch < 0:
-            raise DataError(f"set_epoch: epoch={epoch} must be >= 0")
+        check_epoch(epoch)
         if epoch != self.epoch:
             self._resume_position, self._done = None, None
         self.epoch = epoch
@@ -508,6 +506,14 @@ class BatchSampler(Sampler[list[int]]):
         """Let the next iteration go on where ``state`` was taken, with any number of ranks."""
         self._resume_step = self._batches.load_state_dict(state).step
         self._balancer.clear_pending()
+
+
+def check_epoch(epoch: object) -> None:
+    """Raise for what is no number of an epoch."""
+    if not isinstance(epoch, Integral):
+        raise ArgumentTypeError(f"set_epoch: epoch={epoch!r}; give a whole number")
+    if epoch < 0:
+        raise DataError(f"set_epoch: epoch={epoch} must be >= 0")
 
 
 def check_length(dataset: object) -> int:

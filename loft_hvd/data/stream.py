@@ -16,14 +16,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Annotated, Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
 from torch.utils.data import default_collate
 
 from loft_hvd.balance.plan import Plan, StepSizes
-from loft_hvd.data.sampler import PlannedLoader, PlanSource
+from loft_hvd.codec import Count, Within, decode, encode
+from loft_hvd.data.sampler import PlannedLoader, PlanSource, check_epoch
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, DataError
 from loft_hvd.transport.base import Channel, Transport
 
@@ -52,6 +53,9 @@ class _Reader(Protocol):
     def dummy(self, num_samples: int) -> Any | None:
         """Return a batch that does not count, of samples that are or will be trained."""
 
+    def ahead(self) -> list[Any]:
+        """Return what was read of the stream and not handed out, in its order."""
+
 
 class _Samples:
     """A stream of samples."""
@@ -63,12 +67,13 @@ class _Samples:
         collate: Callable[[list[Any]], Any],
         *,
         rank: int,
+        ahead: Sequence[Any],
     ) -> None:
         self._source = iter(source)
         self._cost = cost
         self._collate = collate
         self._rank = rank
-        self._ahead: deque[Any] = deque()  # read, and not handed out
+        self._ahead = deque(ahead)  # read, and not handed out
         self._newest: list[Any] = []  # of the batch handed out last
 
     def _peek(self) -> bool:
@@ -126,14 +131,17 @@ class _Samples:
         samples = samples or list(self._ahead)[:num_samples]
         return self._collate(samples) if samples else None
 
+    def ahead(self) -> list[Any]:
+        return list(self._ahead)
+
 
 class _Batches:
     """A stream of batches, cut and joined to other sizes along their first dimension."""
 
-    def __init__(self, source: Iterable[Any]) -> None:
+    def __init__(self, source: Iterable[Any], *, ahead: Sequence[Any]) -> None:
         self._source = iter(source)
-        self._ahead: deque[Any] = deque()
-        self._num_ahead = 0
+        self._ahead = deque(ahead)
+        self._num_ahead = sum(map(_length, ahead))
         self._newest: Any = None
 
     def _read(self) -> bool:
@@ -167,6 +175,9 @@ class _Batches:
             return None
         batch = self._ahead[0] if self._newest is None else self._newest
         return _slice(batch, slice(num_samples))
+
+    def ahead(self) -> list[Any]:
+        return list(self._ahead)
 
 
 def _map(batches: Sequence[Any], change: Callable[[list[Any]], Any]) -> Any:
@@ -219,12 +230,50 @@ def _join(leaves: list[Any]) -> Any:
     return cast("Callable[[list[Any]], Any]", joined)(leaves)
 
 
+def _has_state(source: object) -> bool:
+    return all(callable(getattr(source, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def _position_of(state: object) -> _Position | None:
+    """Return the position in a loader's state; an ArgumentError where it is none."""
+    given = state.get("position") if isinstance(state, Mapping) else None
+    if given is None:
+        return None
+    if not (
+        isinstance(given, Mapping)
+        and given.keys() == set(_Position._fields)
+        and isinstance(given["ahead"], list | tuple)
+    ):
+        raise ArgumentError(
+            "load_state_dict: StreamLoader.position holds no source and ahead; give what "
+            "state_dict of this version returned, whole"
+        )
+    return _Position(given["source"], list(given["ahead"]))
+
+
 @dataclass(frozen=True)
 class _Offer:
     """What a rank has for a step."""
 
     batch: Any
     amount: int  # samples, or their cost; 0 for a dummy batch
+
+
+@dataclass(frozen=True)
+class StreamState:
+    """Where a run stands; with ``position``, which is the source's own, also in its epoch."""
+
+    epoch: Count
+    step: Count  # the next one to train on, counted over epochs
+    rank: Count  # whose position it is
+    world_size: Annotated[int, Within(1)]
+
+
+class _Position(NamedTuple):
+    """Where a rank's stream stands."""
+
+    source: Any  # what its ``state_dict`` returned
+    ahead: list[Any]  # what was read by then and not handed out
 
 
 class StreamLoader(PlannedLoader):
@@ -237,8 +286,8 @@ class StreamLoader(PlannedLoader):
     have computed, and all ranks make equally many steps: the epoch ends for all at the step for
     which the stream of one holds no whole share any more. What others have read by then and not
     been given is lost to the epoch. Not promised, other than with ``loft.DataLoader``: that a step
-    has the same samples whatever the plan, that every sample is trained, and that a run goes on in
-    the middle of an epoch.
+    has the same samples whatever the plan, that every sample is trained, and, unless the source has
+    ``state_dict`` and ``load_state_dict``, that a run goes on in the middle of an epoch.
 
     With ``cost`` the unit of ``Balancer(global_batch_size)``, of sizes and of weights is the cost,
     such as tokens: a rank takes samples up to its share, at most one sample short of it, and what
@@ -294,21 +343,37 @@ class StreamLoader(PlannedLoader):
         self._cost = cost
         self._collate: Callable[[list[Any]], Any] = collate_fn or default_collate
         self._is_batched = batched
+        self._epoch = 0
+        self._reader: _Reader | None = None  # of the newest iteration, until it has ended
+        self._resumed: _Position | None = None  # where the next iteration goes on
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the source which epoch comes next, if it has a ``set_epoch``."""
+        """Tell the source which epoch comes next, if it has a ``set_epoch``.
+
+        A position loaded for another epoch is dropped.
+        """
+        check_epoch(epoch)
+        if epoch != self._epoch:
+            self._epoch, self._reader, self._resumed = int(epoch), None, None
         tell = getattr(self._source, "set_epoch", None)
         if callable(tell):
             tell(epoch)
         self._forget_pending()
 
     def __iter__(self) -> Iterator[Any]:
-        return self._batches(self._begin_iteration(), self._reader())
+        iteration, ahead = self._begin_iteration(), []
+        if self._resumed is not None:
+            source: Any = self._source
+            source.load_state_dict(self._resumed.source)
+            ahead, self._resumed = self._resumed.ahead, None
+        self._reader = self._make_reader(ahead)
+        return self._batches(iteration, self._reader)
 
-    def _reader(self) -> _Reader:
+    def _make_reader(self, ahead: Sequence[Any]) -> _Reader:
         if self._is_batched:
-            return _Batches(self._source)
-        return _Samples(self._source, self._cost, self._collate, rank=self._balancer.rank)
+            return _Batches(self._source, ahead=ahead)
+        rank = self._balancer.rank
+        return _Samples(self._source, self._cost, self._collate, rank=rank, ahead=ahead)
 
     def _batches(self, iteration: int, reader: _Reader) -> Iterator[Any]:
         balancer, num_steps = self._balancer, 0
@@ -333,7 +398,57 @@ class StreamLoader(PlannedLoader):
                 remote=0,
             )
             yield offer.batch
+        self._reader = None  # what others have left of the epoch is lost: the next begins anew
         balancer.end_epoch()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Describe the run after the batch yielded last: save it once that batch is trained.
+
+        Epoch and step are those of all ranks. ``position`` is this rank's own: what the source's
+        ``state_dict`` returns, and the samples that were read ahead of it, at most one with
+        ``cost`` and the rest of a batch with ``batched``; None where the source has no
+        ``state_dict``, or no iteration is under way. So save it on every rank.
+        """
+        position = self._resumed
+        if self._reader is not None and _has_state(self._source):
+            source: Any = self._source
+            position = _Position(source.state_dict(), self._reader.ahead())
+        balancer = self._balancer
+        state = StreamState(self._epoch, self._next_step, balancer.rank, balancer.world_size)
+        return encode(state) | {"position": None if position is None else position._asdict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next iteration go on where ``state`` was taken, on every rank.
+
+        Steps, and so the plans in force, go on. So does the stream, where the state has this rank's
+        position; else the epoch's stream begins anew, and a warning says so where the position is
+        another rank's, or of another number of ranks.
+
+        Raises:
+            ArgumentError: it is no state of a ``StreamLoader``.
+            DataError: it has a position, and the source has no ``load_state_dict``.
+        """
+        position = _position_of(state)
+        loaded = decode(StreamState, state, what="StreamLoader", is_open=True)
+        if position is not None and not _has_state(self._source):
+            raise DataError(
+                f"StreamLoader: the state has a position of its source, but this source, of type "
+                f"{type(self._source).__name__}, has no state_dict and load_state_dict; give one "
+                'that has, or begin its epoch anew: load_state_dict(state | {"position": None})'
+            )
+        balancer = self._balancer
+        of, here = (loaded.rank, loaded.world_size), (balancer.rank, balancer.world_size)
+        if position is not None and of != here:
+            warnings.warn(
+                f"StreamLoader: the state is that of rank {of[0]} of {of[1]}, this is rank "
+                f"{here[0]} of {here[1]}: its stream begins anew; save the loader's state on every "
+                "rank, and load each rank's own",
+                stacklevel=2,
+            )
+            position = None
+        self._epoch, self._next_step = loaded.epoch, loaded.step
+        self._reader, self._resumed = None, position
+        self._forget_pending()
 
     def _read(self, reader: _Reader, share: int) -> _Offer | None:
         """Return this rank's batch of a step; None where its stream has ended."""

@@ -22,7 +22,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -322,6 +322,39 @@ def _loader(*, relaxed: bool) -> Callable[[Path], Case]:
     return make
 
 
+class _Stream:
+    """A stream that takes any position."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(53))
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": 17}
+
+    def load_state_dict(self, state: object) -> None:
+        del state
+
+
+def _stream(folder: Path) -> Case:
+    del folder
+    balancer = loft.Balancer(8, "uniform", transport=LocalWorld(1).transport(0))
+    loader = loft.StreamLoader(_Stream(), balancer)
+    next(iter(loader))
+    state = json.loads(json.dumps(loader.state_dict()))
+
+    def case(rng: random.Random) -> None:
+        loader.load_state_dict(state)
+        before = _text(loader.state_dict())
+        try:
+            loader.load_state_dict(mutate_value(state, rng))
+        except LoftError:
+            assert _text(loader.state_dict()) == before
+            raise
+        loader.set_epoch(loader.state_dict()["epoch"])
+
+    return case
+
+
 def _optimizer(folder: Path) -> Case:
     del folder
     transport = LocalWorld(1).transport(0)
@@ -360,6 +393,7 @@ TARGETS: dict[str, Callable[[Path], Case]] = {
     "balancer": _balancer,
     "loader": _loader(relaxed=False),
     "loader-relaxed": _loader(relaxed=True),
+    "stream": _stream,
     "optimizer": _optimizer,
 }
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import itertools
+import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -253,6 +256,137 @@ def test_a_generator_that_is_used_up_warns_in_its_second_epoch() -> None:
     assert len(take(loader, balancer)) == 2
     with pytest.warns(UserWarning, match="an epoch without a step.*ranks \\[0\\].*begins anew"):
         assert take(loader, balancer) == []
+
+
+class Resumable(Stream):
+    """A stream that knows where it stands, and numbers its samples."""
+
+    def __init__(self, rank: int, num_samples: int, *, num_together: int = 0) -> None:
+        super().__init__(rank, num_samples)
+        self.num_together = num_together  # in a batch; 0 yields samples
+        self.at = self.resume_at = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        first, self.resume_at = self.resume_at, 0
+        for at in range(first + 1, self.num_samples + 1):
+            self.at = at
+            values = torch.arange(self.num_together or 1) + (self.num_together or 1) * at
+            yield 1000 * self.rank + (values if self.num_together else values[0])
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.resume_at = state["at"]
+
+
+@pytest.mark.parametrize("num_trained", [0, 1, 4])
+@pytest.mark.parametrize(
+    ("num_together", "options"),
+    [(0, {}), (0, {"cost": lambda sample: 1 + int(sample) % 3}), (3, {"batched": True})],
+    ids=["samples", "cost", "batches"],
+)
+def test_a_stream_that_knows_its_position_goes_on_in_mid_epoch(
+    num_together: int, options: dict[str, Any], num_trained: int
+) -> None:
+    sizes = [8, 0, 5]
+
+    def work(transport: LocalTransport) -> tuple[list[Any], list[Any], list[Any]]:
+        def begin() -> tuple[loft.Balancer, loft.StreamLoader]:
+            balancer = loft.Balancer(sum(sizes), sizes, transport=transport)
+            source = Resumable(transport.rank, 60, num_together=num_together)
+            loader = loft.StreamLoader(source, balancer, **options)
+            loader.set_epoch(2)
+            return balancer, loader
+
+        def some(balancer: loft.Balancer, loader: loft.StreamLoader, most: int) -> list[Any]:
+            found = []
+            for batch in itertools.islice(loader, most):
+                balancer.take_step()
+                balancer.step_ended(waited_s=0.0)
+                sizes_of = loader.step_sizes.step, loader.step_sizes.sizes
+                found.append((sizes_of, loader.local_batch_size and batch.tolist()))
+            return found
+
+        balancer, loader = begin()
+        before = some(balancer, loader, num_trained)
+        buffer = io.BytesIO()
+        torch.save([loader.state_dict(), balancer.state_dict()], buffer)
+        buffer.seek(0)
+        saved = torch.load(buffer, weights_only=True)
+        balancer, loader = begin()
+        loader.load_state_dict(saved[0])
+        balancer.load_state_dict(saved[1])
+        loader.set_epoch(2)
+        assert loader.state_dict() == saved[0]  # until it goes on
+        after = some(balancer, loader, 100)
+        return before, after, some(*begin(), 100)
+
+    for before, after, whole in run_ranks(3, work):
+        assert len(before) == num_trained
+        assert len(whole) > 5
+        assert before + after == whole
+
+
+def resumed(state: dict[str, Any], source: Any) -> tuple[loft.Balancer, loft.StreamLoader]:
+    balancer = loft.Balancer(4, transport=ALONE)
+    loader = loft.StreamLoader(source, balancer)
+    loader.load_state_dict(state)
+    return balancer, loader
+
+
+def state_after(source: Any, *, num_trained: int) -> dict[str, Any]:
+    balancer = loft.Balancer(4, transport=ALONE)
+    loader = loft.StreamLoader(source, balancer)
+    for _ in itertools.islice(loader, num_trained):
+        balancer.take_step()
+        balancer.step_ended(waited_s=0.0)
+    return loader.state_dict()
+
+
+def test_a_stream_without_a_position_begins_anew_and_its_steps_go_on() -> None:
+    state = state_after(torch.arange(12), num_trained=2)
+    assert state == {"epoch": 0, "step": 2, "rank": 0, "world_size": 1, "position": None}
+    balancer, loader = resumed(json.loads(json.dumps(state)), torch.arange(12))
+    assert next(iter(loader)).tolist() == [0, 1, 2, 3]
+    assert loader.step_sizes.step == 2
+    assert balancer.plan_at(loader.step_sizes.step).sizes == (4,)
+
+
+def test_a_position_is_of_its_epoch_and_ends_with_it() -> None:
+    state = state_after(Resumable(0, 12), num_trained=2)
+    _, loader = resumed(state, Resumable(0, 12))
+    loader.set_epoch(1)
+    assert next(iter(loader)).tolist() == [1, 2, 3, 4]
+    assert state_after(Resumable(0, 12), num_trained=4)["position"] is None
+
+
+def test_another_ranks_position_is_not_taken() -> None:
+    state = state_after(Resumable(0, 12), num_trained=2) | {"rank": 1, "world_size": 2}
+    with pytest.warns(UserWarning, match=r"of rank 1 of 2, this is rank 0 of 1.*on every rank"):
+        _, loader = resumed(state, Resumable(0, 12))
+    assert next(iter(loader)).tolist() == [1, 2, 3, 4]
+    assert loader.step_sizes.step == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        ({"step": -1}, ArgumentError, "step"),
+        ({"position": {"source": {}}}, ArgumentError, "position holds no source and ahead"),
+        ({"position": 3}, ArgumentError, "position holds no source and ahead"),
+        ({}, DataError, r"of type list, has no state_dict.*\"position\": None"),
+    ],
+)
+def test_states_that_cannot_be_are_refused_and_change_nothing(
+    change: dict[str, Any], error: type[Exception], says: str
+) -> None:
+    state = state_after(Resumable(0, 12), num_trained=2) | change
+    loader = loft.StreamLoader([0, 1, 2, 3], loft.Balancer(4, transport=ALONE))
+    before = loader.state_dict()
+    with pytest.raises(error, match=says):
+        loader.load_state_dict(state)
+    assert loader.state_dict() == before
 
 
 @pytest.mark.parametrize(
