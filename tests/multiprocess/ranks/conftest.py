@@ -20,7 +20,7 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 if IS_LAUNCHED:
     import horovod.torch as hvd
 
-    hvd.init()
+    hvd.init(process_sets="dynamic")  # a test adds one
     torch.set_num_threads(1)
 
     @pytest.hookimpl(wrapper=True)
