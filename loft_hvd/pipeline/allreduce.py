@@ -36,7 +36,7 @@ from loft_hvd.pipeline.wire import Compression
 from loft_hvd.transport.agreement import digest, odd_ones
 from loft_hvd.transport.base import Transport, Work, mixes_devices, watch_of
 from loft_hvd.transport.default import default_transport
-from loft_hvd.transport.mesh import meshed
+from loft_hvd.transport.mesh import connections_of, meshed
 
 __all__ = ["Handle", "allreduce", "allreduce_async", "forget_reductions", "start_allreduce"]
 
@@ -118,7 +118,8 @@ def _kind_of(
     transport: Transport, tensor: Tensor, rule: Rule, selection: SelectionPart | None
 ) -> tuple[object, ...]:
     # What calls of one name must share to use its buffers again.
-    return (tensor.shape, tensor.dtype, str(tensor.device), rule, transport.world_size, selection)
+    size, lines = transport.world_size, connections_of(transport)
+    return (tensor.shape, tensor.dtype, str(tensor.device), rule, size, selection, lines)
 
 
 @functools.cache

@@ -358,6 +358,7 @@ def _mesh_of(transport: HorovodTransport, world_size: int, rank: int) -> Mesh | 
         if (world_size, rank) not in kept.by_world:
             channel = Channel(transport, "loft.mesh")
             kept.by_world[world_size, rank] = open_mesh(channel, interface=config().interface)
+            _close_meshes_with_horovod()
         return kept.by_world[world_size, rank]
 
 
@@ -372,6 +373,27 @@ class _Meshes:
 @functools.cache
 def _meshes() -> _Meshes:
     return _Meshes()
+
+
+@functools.cache
+def _close_meshes_with_horovod() -> None:
+    """Have ``hvd.shutdown`` close this process's meshes, too: Horovod tells nobody that it ends."""
+    # Both ``hvd.shutdown`` and one that a script has imported look it up here when they are called.
+    basics = importlib.import_module("horovod.torch.mpi_ops")._basics
+    shut_down = basics.shutdown
+
+    @functools.wraps(shut_down)
+    def shut_down_and_close() -> None:
+        try:
+            shut_down()
+        finally:
+            kept = _meshes()
+            with kept.lock:
+                for mesh in filter(None, kept.by_world.values()):
+                    mesh.close()
+                kept.by_world.clear()
+
+    basics.shutdown = shut_down_and_close
 
 
 @functools.cache

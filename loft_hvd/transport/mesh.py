@@ -19,6 +19,7 @@ import hmac
 import logging
 import secrets
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol, runtime_checkable
@@ -32,7 +33,7 @@ from loft_hvd.transport.agreement import digest
 from loft_hvd.transport.base import Channel, Transport, Watch, Work
 from loft_hvd.transport.groups import subset
 
-__all__ = ["Mesh", "MeshTransport", "MeshWork", "Move", "meshed", "open_mesh"]
+__all__ = ["Mesh", "MeshTransport", "MeshWork", "Move", "connections_of", "meshed", "open_mesh"]
 
 _logger = logging.getLogger(__name__)
 _TAGS = 2**30  # bound from torch, whose tags are C's int; each operation takes two
@@ -92,12 +93,22 @@ class Mesh:
         self._group = group
         self._longest = timedelta(seconds=longest_s)
         self._expected: dict[str, list[Any]] = {}  # receives by name, until their exchange begins
+        self._parts: weakref.WeakSet[Mesh] = weakref.WeakSet()  # on the same connections
 
     def subset(self, members: Sequence[int]) -> Mesh:
         """Return the mesh among some ranks, this one too; others need not know of it."""
         ranks = [self._ranks[member] for member in members]
         at = list(members).index(self.rank)
-        return Mesh(self._group, rank=at, ranks=ranks)
+        part = Mesh(self._group, rank=at, ranks=ranks)
+        self._parts.add(part)
+        return part
+
+    def close(self) -> None:
+        """End the connections, for subsets too; what was exchanged by then has arrived."""
+        for part in self._parts:
+            part.close()
+        self._expected.clear()
+        self._group = None  # nobody else has it: with it the connections go
 
     def alltoall(self, send: Tensor, recv: Tensor, *, name: str, skips_own: bool = False) -> Move:
         """Start an all-to-all; see ``Transport``."""
@@ -152,14 +163,19 @@ class Mesh:
         return functools.partial(self._wait, started)
 
     def _send(self, values: Tensor, peer: int, name: str, phase: int = 0) -> Any:
-        return self._started(self._group.send, values, peer, _tag(name, values.nbytes, phase))
+        return self._started("send", values, peer, _tag(name, values.nbytes, phase))
 
     def _recv(self, values: Tensor, peer: int, name: str, phase: int = 0) -> Any:
-        return self._started(self._group.recv, values, peer, _tag(name, values.nbytes, phase))
+        return self._started("recv", values, peer, _tag(name, values.nbytes, phase))
 
-    def _started(self, call: Callable[..., Any], values: Tensor, peer: int, tag: int) -> Any:
+    def _started(self, call: str, values: Tensor, peer: int, tag: int) -> Any:
+        if self._group is None:
+            raise TransportError(
+                "the connections between ranks were closed with the engine, by hvd.shutdown(); "
+                "after another hvd.init() make the optimizer anew"
+            )
         try:
-            return call([values], self._ranks[peer], tag)
+            return getattr(self._group, call)([values], self._ranks[peer], tag)
         except RuntimeError as error:  # as when the peer has gone
             raise TransportError(f"to or from rank {peer}: {error}") from error
 
@@ -192,7 +208,7 @@ class MeshTransport:
 
     def __init__(self, below: Transport, mesh: Mesh) -> None:
         self._below = below
-        self._mesh = mesh
+        self.mesh = mesh
         self.rank = mesh.rank
         self.world_size = mesh.world_size
         self.node = below.node
@@ -205,22 +221,22 @@ class MeshTransport:
     def subset(self, parts: Sequence[tuple[int, ...]]) -> MeshTransport:
         """Return the ranks of this rank's part; every rank calls it alike."""
         own = next(part for part in parts if self.rank in part)
-        return MeshTransport(subset(self._below, parts), self._mesh.subset(own))
+        return MeshTransport(subset(self._below, parts), self.mesh.subset(own))
 
     def alltoall(self, send: Tensor, recv: Tensor, *, name: str, skips_own: bool = False) -> Work:
         if send.device.type != "cpu":
             return self._below.alltoall(send, recv, name=name, skips_own=skips_own)
-        return self._post(name, self._mesh.alltoall(send, recv, name=name, skips_own=skips_own))
+        return self._post(name, self.mesh.alltoall(send, recv, name=name, skips_own=skips_own))
 
     def allgather(self, send: Tensor, recv: Tensor, *, name: str) -> Work:
         if send.device.type != "cpu":
             return self._below.allgather(send, recv, name=name)
-        return self._post(name, self._mesh.allgather(send, recv, name=name))
+        return self._post(name, self.mesh.allgather(send, recv, name=name))
 
     def expect(self, recv: Tensor, *, name: str, skips_own: bool = False) -> None:
         """See ``Expecting``."""
         if recv.device.type == "cpu":
-            self._mesh.expect(recv, name=name, skips_own=skips_own)
+            self.mesh.expect(recv, name=name, skips_own=skips_own)
 
     def _post(self, name: str, move: Move) -> Work:
         work = MeshWork(name, move)
@@ -240,6 +256,12 @@ def meshed(transport: Transport) -> Transport:
     the transport itself otherwise.
     """
     return transport.meshed() if isinstance(transport, _Meshable) else transport
+
+
+def connections_of(transport: Transport) -> Mesh | None:
+    """Return the mesh that a transport exchanges rows on, if any: another one in a new world."""
+    lines = meshed(transport)
+    return lines.mesh if isinstance(lines, MeshTransport) else None
 
 
 # Opening.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,14 @@ def test_every_sample_is_computed_once_in_an_epoch_begun_by_4_ranks_and_ended_by
     kept = [sample for step, samples in before.items() if step < first for sample in samples]
     rest = [sample for samples in after.values() for sample in samples]
     assert sorted(kept + rest) == list(range(NUM_SAMPLES))
+
+
+def test_connections_between_ranks_end_with_the_engine() -> None:
+    env = {"LOFT_HVD_MESH": "on"}  # ranks of one host have none of their own otherwise
+    done = launch(3, ["tests/multiprocess/jobs/meshes.py"], timeout_s=60, env=env)
+    assert done.returncode == 0, done.output[-4000:]
+    says = r"rank \d: opened [2-9], left 0, {}, the connections between ranks were closed with"
+    assert len(re.findall(says, done.output)) == 3, done.output[-4000:]
 
 
 def test_a_rank_that_ends_leaves_the_engine_to_those_whose_last_exchange_is_under_way() -> None:

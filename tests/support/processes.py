@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import base64
 import os
+from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["arguments_of", "num_open", "num_threads", "own_bytes", "where_shown"]
+__all__ = ["arguments_of", "num_open", "num_threads", "own_bytes", "own_sockets"]
+__all__ += ["where_shown"]
 
 
 def arguments_of(pid: int) -> list[str]:
@@ -28,6 +30,15 @@ def num_threads(pid: int) -> int:
 def num_open(pid: int) -> int:
     """Return how many descriptors a process has open."""
     return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def own_sockets() -> set[str]:
+    """Return the sockets of this process, each by its own number."""
+    found = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # closed since it was listed
+            found.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return {each for each in found if each.startswith("socket:")}
 
 
 def where_shown(secret: bytes, pid: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 import loft_hvd as loft
-from loft_hvd.errors import MismatchError, TransportTimeoutError
+from loft_hvd.errors import MismatchError, TransportError, TransportTimeoutError
 from loft_hvd.pipeline import reduction as reduction_module
 from loft_hvd.pipeline.reduction import BucketReduction
 from loft_hvd.pipeline.ring import ExchangeSpec
@@ -20,6 +21,7 @@ from loft_hvd.transport.base import Channel, Transport, Work, wait_for
 from loft_hvd.transport.conformance import CHECKS
 from loft_hvd.transport.local import LocalTransport, _LocalWork, run_ranks
 from loft_hvd.transport.mesh import MeshTransport, _Addresses, open_mesh
+from tests.support.processes import own_sockets
 
 
 def over_mesh(transport: LocalTransport) -> MeshTransport:
@@ -335,8 +337,8 @@ def test_ranks_are_ready_to_receive_all_parts_before_they_send_the_second(
 
     def work(transport: LocalTransport) -> list[str]:
         ends = over_mesh(transport)
-        group = _Listening(ends._mesh._group)
-        ends._mesh._group = group
+        group = _Listening(ends.mesh._group)
+        ends.mesh._group = group
         spec = ExchangeSpec(ends, "x", 6144, torch.float32, "cpu", loft.Median())
         reduction = BucketReduction(spec, has_bucket=has_bucket)
         assert reduction.num_parts > 2
@@ -359,6 +361,52 @@ def test_ranks_are_ready_to_receive_all_parts_before_they_send_the_second(
         assert ready[num_peers] == calls.count("recv")
         # The first is under way before others are prepared.
         assert set(ready[:num_peers]) == {num_peers * (1 if num_ranks == 2 else 2)}
+
+
+def test_a_closed_mesh_has_no_connections_and_says_so() -> None:
+    before = own_sockets()
+    opened: list[set[str]] = []
+
+    def work(transport: LocalTransport) -> None:
+        ends = over_mesh(transport)
+        part = ends.subset(((0, 1, 2),))
+        row = torch.ones(3)
+        wait_for(part.alltoall(row, torch.zeros(3), name="x"), what="x", timeout_s=20)
+        transport_barrier(transport, "open")
+        opened.append(own_sockets() - before)
+        transport_barrier(transport, "seen")
+        ends.mesh.close()
+        for each in (ends, part):
+            with pytest.raises(TransportError, match=r"closed with the engine, by hvd\.shutdown"):
+                each.alltoall(row, torch.zeros(3), name="y")
+        assert transport_barrier(transport, "closed") == 3
+
+    run_ranks(3, work)
+    assert all(len(each) >= 6 for each in opened)  # one for each rank and peer
+    until = time.monotonic() + 10
+    while own_sockets() & opened[0] and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not own_sockets() & opened[0]
+
+
+def transport_barrier(transport: LocalTransport, name: str) -> int:
+    rows = Channel(transport, name, 20.0).allgather_rows(torch.ones(1, dtype=torch.int64))
+    return len(rows)
+
+
+def test_an_allreduce_takes_the_connections_that_there_are() -> None:
+    def work(transport: LocalTransport) -> list[float]:
+        ends = Meshed(transport._world, transport.rank)
+        ends.started = []
+        found = []
+        for _ in range(2):  # as after hvd.shutdown() and another hvd.init()
+            ends.mesh = over_mesh(transport)
+            result = loft.allreduce(torch.ones(6), loft.Median(), name="x", transport=ends)
+            found.append(float(result.sum()))
+            ends.mesh.mesh.close()
+        return found
+
+    assert run_ranks(2, work) == [[6.0, 6.0]] * 2
 
 
 def test_addresses_of_many_ranks_have_room() -> None:
