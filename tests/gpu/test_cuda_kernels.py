@@ -5,6 +5,8 @@ Only tests of what a CPU does not have (streams, devices, graphs) are for a GPU 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -180,6 +182,15 @@ def test_work_is_queued_on_the_callers_stream(device: str) -> None:
     assert_same_bits(result.cpu(), loft.median(gradients))
 
 
+def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """Return a graph of what a call does on the GPU."""
+    call()  # loads the kernel, which a capture may not
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # a wait for the device inside would raise
+        call()
+    return graph
+
+
 @gpu
 @pytest.mark.gpu
 def test_aggregation_is_captured_into_a_graph_and_replayed(device: str) -> None:
@@ -187,10 +198,7 @@ def test_aggregation_is_captured_into_a_graph_and_replayed(device: str) -> None:
         pytest.skip("a CPU has no graphs")
     gradients = hard_gradients(8, 10_007, torch.float32, seed=10)
     rows, out = torch.zeros(8, 10_007, device=device), torch.empty(10_007, device=device)
-    loft.trimmed_mean(rows, f=2, out=out)  # loads the kernel, which a capture may not
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):  # a wait for the device inside would raise
-        loft.trimmed_mean(rows, f=2, out=out)
+    graph = captured(lambda: loft.trimmed_mean(rows, f=2, out=out))
     rows.copy_(gradients)
     graph.replay()
     assert_same_bits(out.cpu(), loft.trimmed_mean(gradients, f=2))

@@ -17,7 +17,7 @@ from loft_hvd.aggregation import compute, fallback
 from loft_hvd.aggregation.distances import BLOCK, distance_sums
 from loft_hvd.aggregation.mixing import Decided, Mix
 from loft_hvd.aggregation.rules import Rule
-from tests.gpu.test_cuda_kernels import DEVICES, gpu
+from tests.gpu.test_cuda_kernels import DEVICES, captured, gpu
 from tests.support.gradients import DTYPES, assert_same_bits, hard_gradients, rules_for
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
@@ -156,14 +156,7 @@ def test_a_decided_mix_is_captured_into_a_graph_and_replayed(device: str) -> Non
     rule = loft.Robust(2)
     decided = compute.decide(rule, compute.measure_rows(list(gradients)), None)
     rows, out = torch.zeros(8, 10_007, device=device), torch.empty(10_007, device=device)
-
-    def call() -> None:
-        compute.aggregate_rows(list(rows), decided, weights=None, out=out)
-
-    call()  # loads the kernel, which a capture may not
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
+    graph = captured(lambda: compute.aggregate_rows(list(rows), decided, weights=None, out=out))
     rows.copy_(gradients)
     graph.replay()
     assert_same_bits(out.cpu(), loft.aggregate(gradients, rule))

@@ -12,6 +12,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -129,11 +131,11 @@ def test_top_without_a_log_says_so(words: list[str], name: str, tmp_path: Path) 
     assert str(tmp_path / name) in str(result.exception)
 
 
-@pytest.mark.long
-@pytest.mark.timeout(60)
-def test_top_goes_on_with_the_log_until_ctrl_c(tmp_path: Path) -> None:
+@contextmanager
+def top_on_a_terminal(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """Run ``loft-hvd top`` on a folder without a log, once it says so; give it and its terminal."""
     main, other = pty.openpty()
-    command = [sys.executable, "-m", "loft_hvd.cli", "top", str(tmp_path), "--every", "0.1"]
+    command = [sys.executable, "-m", "loft_hvd.cli", "top", str(folder), "--every", "0.1"]
     env = os.environ | {"TERM": "xterm", "COLUMNS": "120", "LINES": "40"}
     with subprocess.Popen(
         command, stdin=other, stdout=other, stderr=other, env=env, start_new_session=True
@@ -141,39 +143,35 @@ def test_top_goes_on_with_the_log_until_ctrl_c(tmp_path: Path) -> None:
         os.close(other)
         try:
             read_until(main, b"no run log")
-            shutil.copy(LOGS / "slow_cpu.jsonl", tmp_path / "loft-1.jsonl")
-            read_until(main, b"Rank 2 costs 33%")
-            log = RunLog(tmp_path)  # another run begins
-            log.write("run", world_size=9)
-            assert log.path is not None
-            read_until(main, b"9 ranks")
-            process.send_signal(signal.SIGINT)
-            read_until(main, LEAVES)
-            read_until(main, b"9 ranks")  # what was last shown stays
-            assert process.wait(timeout=20) == 0
+            yield process, main
         finally:
             process.kill()
             os.close(main)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(60)
+def test_top_goes_on_with_the_log_until_ctrl_c(tmp_path: Path) -> None:
+    with top_on_a_terminal(tmp_path) as (process, terminal):
+        shutil.copy(LOGS / "slow_cpu.jsonl", tmp_path / "loft-1.jsonl")
+        read_until(terminal, b"Rank 2 costs 33%")
+        log = RunLog(tmp_path)  # another run begins
+        log.write("run", world_size=9)
+        assert log.path is not None
+        read_until(terminal, b"9 ranks")
+        process.send_signal(signal.SIGINT)
+        read_until(terminal, LEAVES)
+        read_until(terminal, b"9 ranks")  # what was last shown stays
+        assert process.wait(timeout=20) == 0
 
 
 @pytest.mark.long
 @pytest.mark.timeout(60)
 def test_top_that_is_told_to_end_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
-    main, other = pty.openpty()
-    command = [sys.executable, "-m", "loft_hvd.cli", "top", str(tmp_path), "--every", "0.1"]
-    env = os.environ | {"TERM": "xterm", "COLUMNS": "120", "LINES": "40"}
-    with subprocess.Popen(
-        command, stdin=other, stdout=other, stderr=other, env=env, start_new_session=True
-    ) as process:
-        os.close(other)
-        try:
-            read_until(main, b"no run log")
-            process.send_signal(signal.SIGTERM)
-            read_until(main, LEAVES)
-            assert process.wait(timeout=20) == 128 + signal.SIGTERM
-        finally:
-            process.kill()
-            os.close(main)
+    with top_on_a_terminal(tmp_path) as (process, terminal):
+        process.send_signal(signal.SIGTERM)
+        read_until(terminal, LEAVES)
+        assert process.wait(timeout=20) == 128 + signal.SIGTERM
 
 
 @pytest.mark.parametrize("every", ["nan", "inf", "1e10", "0"])

@@ -84,6 +84,19 @@ def train(
     return Trained(torch.cat([p.detach().flatten() for p in model.parameters()]), batches, amounts)
 
 
+def check_one_process_trains_the_same(found: list[Trained]) -> None:
+    """Train on what all ranks have read of each step, and compare the weights."""
+    alone = make_model()
+    optimizer = make_optimizer(alone)
+    for parts in zip(*(each.batches for each in found), strict=True):
+        optimizer.zero_grad()
+        loss_of(alone, torch.cat(parts)).backward()
+        optimizer.step()
+    weight = torch.cat([p.detach().flatten() for p in alone.parameters()])
+    for each in found:
+        torch.testing.assert_close(each.weight, weight, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("sizes", "num_samples"),
     [
@@ -109,15 +122,7 @@ def test_training_is_that_of_one_process_on_what_all_ranks_have_read(
         if sizes[rank]:
             expected = torch.stack([x for stream in streams for x in stream])
             assert torch.equal(torch.cat(each.batches), expected)
-    alone = make_model()
-    optimizer = make_optimizer(alone)
-    for parts in zip(*(each.batches for each in found), strict=True):
-        optimizer.zero_grad()
-        loss_of(alone, torch.cat(parts)).backward()
-        optimizer.step()
-    weight = torch.cat([p.detach().flatten() for p in alone.parameters()])
-    for each in found:
-        torch.testing.assert_close(each.weight, weight, rtol=0, atol=1e-5)
+    check_one_process_trains_the_same(found)
 
 
 def sentences(rank: int, *, num_samples: int = 40) -> list[Tensor]:
@@ -160,15 +165,7 @@ def test_tokens_are_the_unit_of_sizes_and_weights() -> None:
         # At most one sample short of the share.
         assert all(sizes[rank] - 9 < len(x) <= sizes[rank] for x in each.batches)
     assert any(sum(amount) < sum(sizes) for amount in found[0].amounts)
-    alone = make_model()
-    optimizer = make_optimizer(alone)
-    for parts in zip(*(each.batches for each in found), strict=True):
-        optimizer.zero_grad()
-        loss_of(alone, torch.cat(parts)).backward()
-        optimizer.step()
-    weight = torch.cat([p.detach().flatten() for p in alone.parameters()])
-    for each in found:
-        torch.testing.assert_close(each.weight, weight, rtol=0, atol=1e-5)
+    check_one_process_trains_the_same(found)
 
 
 def test_tokens_are_timed_though_batches_are_a_little_smaller_than_planned() -> None:
