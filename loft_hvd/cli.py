@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from loft_hvd.check.run import check_script
 from loft_hvd.codec import printable
 from loft_hvd.doctor import inspect as doctor
+from loft_hvd.doctor.ranks import compare_launched, describe, to_json
 from loft_hvd.doctor.run import RunResult, run_check
-from loft_hvd.errors import DataError, LoftError, MissingDependencyError
+from loft_hvd.errors import DataError, LoftError, MissingDependencyError, UsageError
 from loft_hvd.report.export import ScalarFeed, prometheus_text, write_whole
 from loft_hvd.report.follow import LogFollower
 from loft_hvd.report.page import render_page
@@ -55,6 +56,19 @@ def _doctor(*, run: bool, as_json: bool, timeout_s: float) -> int:
             _print_run(result)
         print(f"\n{doctor.verdict(sections)}")
     return 0 if result is None or result.is_right else 1
+
+
+def _doctor_ranks(*, run: bool, as_json: bool, timeout_s: float) -> int:
+    """Compare the ranks that a launcher has started; rank 0 prints; return the exit status."""
+    if run:
+        raise UsageError(
+            "doctor: --run starts ranks of its own, --ranks takes those that are there; give one"
+        )
+    comparison = compare_launched(timeout_s=timeout_s)
+    if comparison.rank == 0:
+        text = json.dumps(to_json(comparison), indent=1) if as_json else ""
+        print(text or "\n".join(describe(comparison)), flush=True)
+    return 0 if comparison.is_fit else 1
 
 
 def _print_sections(sections: tuple[doctor.Section, ...]) -> None:
@@ -417,11 +431,15 @@ def build_app() -> typer.Typer:
     @app.command("doctor")
     def _doctor_command(
         run: bool = typer.Option(False, "--run", help="Also do a robust all-reduce on 2 ranks."),
+        ranks: bool = typer.Option(
+            False, "--ranks", help="Compare the ranks of the launcher that starts this command."
+        ),
         as_json: bool = typer.Option(False, "--json", help="Print JSON."),
         timeout_s: float = typer.Option(120.0, min=1.0, help="Longest run in seconds."),
     ) -> None:
-        """Say what is installed, built and allowed here; inspects only, unless --run is given."""
-        raise typer.Exit(_doctor(run=run, as_json=as_json, timeout_s=timeout_s))
+        """Say what is installed, built and allowed here; --run and --ranks do more than look."""
+        look = _doctor_ranks if ranks else _doctor
+        raise typer.Exit(look(run=run, as_json=as_json, timeout_s=timeout_s))
 
     @app.command("simulate")
     def _simulate_command(

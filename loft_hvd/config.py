@@ -58,7 +58,16 @@ _LOCAL_RANKS = (  # horovodrun, Open MPI, MPICH and Intel MPI, torchrun
 # The network interface of the engine: horovodrun, torch.distributed, Open MPI.
 _INTERFACES = ("HOROVOD_GLOO_IFACE", "GLOO_SOCKET_IFNAME", "OMPI_MCA_btl_tcp_if_include")
 _KEEPALIVE = "OMPI_MCA_oob_tcp_keepalive_time"  # of Open MPI; also what --mca makes for ranks
-_RANKS = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE")  # of the same
+# Of the same, and of srun, which tells every process of a job step: what mpirun or torchrun say,
+# which it may have started, comes before it.
+_RANKS = (
+    "HOROVOD_SIZE",
+    "OMPI_COMM_WORLD_SIZE",
+    "PMI_SIZE",
+    "WORLD_SIZE",
+    "SLURM_STEP_NUM_TASKS",
+)
+_TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
 @dataclass(frozen=True)
@@ -89,6 +98,7 @@ class Config:
     local_ranks: int = 1  # on this node; 1 where nothing is told
     ranks: int = 1  # of the whole job
     interface: str = ""  # the network interface that the engine uses; "" where nothing is told
+    is_torchrun: bool = False  # whether torchrun has started this
     is_mpirun: bool = False  # whether Open MPI has started this
     # Whether it has done so without being told to notice hosts that are gone.
     is_mpirun_patient: bool = False
@@ -163,6 +173,7 @@ class Config:
             local_ranks=_first_count(environ, _LOCAL_RANKS),
             ranks=_first_count(environ, _RANKS),
             interface=next((environ[name] for name in _INTERFACES if environ.get(name)), ""),
+            is_torchrun=_TORCHRUN in environ and "HOROVOD_SIZE" not in environ and not is_mpirun,
             is_mpirun=is_mpirun,
             is_mpirun_patient=is_mpirun and _KEEPALIVE not in environ,
         )

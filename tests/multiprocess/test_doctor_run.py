@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launch import launch, launcher_here
+from tests.support.launch import Finished, launch, launcher_here
 
 pytestmark = pytest.mark.multiprocess
 _SAYS = "the robust all-reduce is right on rank"
@@ -38,3 +38,52 @@ def test_ranks_of_either_launcher_find_the_result_right(launcher: str, num_ranks
     done = launch(num_ranks, ["-m", "loft_hvd.doctor.run"], launcher=launcher)
     assert done.returncode == 0, done.output
     assert done.output.count(_SAYS) == num_ranks
+
+
+def _doctor_ranks(launcher: str, *words: str, env: dict[str, str] | None = None) -> Finished:
+    script = ["-m", "loft_hvd.cli", "doctor", "--ranks", *words]
+    if launcher == "torchrun":
+        options = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        return launch(1, [*options, *script], launcher="none", timeout_s=100, env=env)
+    return launch(2, script, launcher=launcher, timeout_s=100, env=env)
+
+
+@pytest.mark.parametrize("launcher", ["gloo", "mpi", "torchrun"])
+def test_doctor_ranks_finds_two_equal_ranks_fit(launcher: str) -> None:
+    if not launcher_here(launcher):
+        pytest.skip(f"no launcher for {launcher} on this machine")
+    done = _doctor_ranks(launcher)
+    assert done.returncode == 0, done.output
+    assert done.output.count("Verdict: the 2 ranks fit together") == 1, done.output
+    engine = {"gloo": "Horovod on Gloo", "mpi": "Horovod on MPI", "torchrun": "torch.distributed"}
+    assert f"2 ranks on 1 host, {engine[launcher]}" in done.output
+
+
+_ODD = """
+import os, sys
+if os.environ.get("HOROVOD_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "1":
+    {odd}
+from loft_hvd.cli import main
+sys.argv = ["loft-hvd", "doctor", "--ranks", "--timeout-s", "{limit}"]
+main()
+"""
+
+
+def test_doctor_ranks_names_the_rank_that_is_set_otherwise(tmp_path: Path) -> None:
+    script = tmp_path / "odd.py"
+    script.write_text(_ODD.format(odd='os.environ["LOFT_HVD_MESH"] = "off"', limit=60))
+    done = launch(3, [str(script)], timeout_s=100)
+    assert done.returncode not in (0, None), done.output
+    assert "mend LOFT_HVD_MESH first, auto on ranks 0 and 2; off on rank 1" in done.output
+
+
+def test_doctor_ranks_ends_though_a_rank_never_comes(tmp_path: Path) -> None:
+    # Rank 1 lives and has the engine, but does not answer; it ends when the launcher ends it.
+    odd = "import time, horovod.torch as hvd; hvd.init(); time.sleep(90)"
+    script = tmp_path / "odd.py"
+    script.write_text(_ODD.format(odd=odd, limit=8))
+    # mpirun ends the other ranks at once, horovodrun after a quarter of a minute.
+    launcher = "mpi" if launcher_here("mpi") else "gloo"
+    done = launch(2, [str(script)], launcher=launcher, timeout_s=80)
+    assert done.returncode not in (0, None), done.output
+    assert "was not done after 8 s; this rank was comparing with the other ranks" in done.output

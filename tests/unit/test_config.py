@@ -37,12 +37,35 @@ def test_the_interface_of_the_engine_is_known(environ: dict[str, str], interface
     assert Config.from_environ(environ).interface == interface
 
 
+@pytest.mark.parametrize(
+    ("environ", "ranks", "is_torchrun"),
+    [
+        ({}, 1, False),
+        ({"SLURM_NTASKS": "4"}, 1, False),  # a batch script: nothing has been started yet
+        ({"SLURM_STEP_NUM_TASKS": "4"}, 4, False),  # srun
+        ({"SLURM_STEP_NUM_TASKS": "2", "OMPI_COMM_WORLD_SIZE": "8"}, 8, False),  # mpirun's daemons
+        (
+            {"SLURM_STEP_NUM_TASKS": "2", "WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "7"},
+            8,
+            True,
+        ),
+        ({"TORCHELASTIC_RUN_ID": "7", "HOROVOD_SIZE": "3"}, 3, False),
+    ],
+)
+def test_the_launcher_is_known_also_inside_a_slurm_job(
+    environ: dict[str, str], ranks: int, is_torchrun: bool
+) -> None:
+    told = Config.from_environ(environ)
+    assert (told.ranks, told.is_torchrun) == (ranks, is_torchrun)
+
+
 def test_every_variable_of_ours_sets_its_field() -> None:
     words = {"isa": "avx2", "mesh": "off", "copies": "ignore"}
     for field, variable in VARIABLES.items():
         assert Config.from_environ({variable: words.get(field, "7")}) != Config()
     # By launchers.
-    told = {"is_elastic", "local_ranks", "ranks", "interface", "is_mpirun", "is_mpirun_patient"}
+    told = {"is_elastic", "local_ranks", "ranks", "interface", "is_torchrun"}
+    told |= {"is_mpirun", "is_mpirun_patient"}
     assert {field.name for field in dataclasses.fields(Config)} == VARIABLES.keys() | told
 
 

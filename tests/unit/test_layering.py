@@ -159,6 +159,7 @@ _LAYERS = {
     "doctor/__init__.py": 0,
     "doctor/inspect.py": 5,
     "doctor/launch.py": 6,
+    "doctor/ranks.py": 7,
     "doctor/run.py": 7,
     "bench/__init__.py": 0,
     "bench/record.py": 1,
