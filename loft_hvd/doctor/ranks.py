@@ -337,13 +337,14 @@ def describe(comparison: Comparison) -> list[str]:
         lines.append(f"  {host}: {_ranks(members)}; {', '.join(filter(None, parts))}")
     if len(hosts) > _SHOWN_HOSTS:
         lines.append(f"  and {len(hosts) - _SHOWN_HOSTS} more hosts")
-    differing = {each.name for each in differences}
-    equal = {
-        name: value
+    # What a host's own line has, and settings, of which there are many, are not told again.
+    apart = {each.name for each in differences} | {"GPU", "GPUs", "CPU", "kernels"}
+    equal = [
+        f"{name} {value}"
         for name, value in ranks[0].facts.items()
-        if name not in differing and name not in ("GPU", "GPUs", "CPU", "kernels")
-    }
-    lines.append("equal on all: " + ", ".join(f"{name} {value}" for name, value in equal.items()))
+        if name not in apart and not name.startswith("LOFT_HVD_")
+    ]
+    lines.append("equal on all: " + ", ".join(equal))
     worst = max(comparison.offsets, key=lambda each: abs(each.seconds) + each.error_s)
     lines.append(f"clocks: at most {abs(worst.seconds) + worst.error_s:.3f} s off from rank 0's")
     for each in differences:

@@ -87,3 +87,14 @@ def test_doctor_ranks_ends_though_a_rank_never_comes(tmp_path: Path) -> None:
     done = launch(2, [str(script)], launcher=launcher, timeout_s=80)
     assert done.returncode not in (0, None), done.output
     assert "was not done after 8 s; this rank was comparing with the other ranks" in done.output
+
+
+def test_doctor_ranks_finds_that_each_process_is_a_world_of_its_own() -> None:
+    # As srun starts a Horovod that knows Gloo alone, which asks no launcher but horovodrun.
+    told = {"SLURM_STEP_NUM_TASKS": "2", "HOROVOD_CONTROLLER": "gloo"}
+    script = ["-m", "loft_hvd.cli", "doctor", "--ranks"]
+    done = launch(1, script, launcher="none", env=told)
+    assert done.returncode == 1, done.output
+    assert (
+        "the launcher has started 2 ranks, but Horovod on Gloo knows 1: each trains" in done.output
+    )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -200,6 +202,23 @@ def test_a_rank_of_another_version_is_named_though_it_says_other_things(here: Ra
 def test_what_ranks_say_cannot_steer_a_terminal(here: RankFacts) -> None:
     odd = dataclasses.replace(here, facts=here.facts | {"torch": "\x1b[2J"})
     assert "\x1b" not in "\n".join(describe(_compare([here, odd])[0]))
+
+
+def test_the_page_shows_what_is_printed(here: RankFacts) -> None:
+    told = {"loft-hvd": "0.1.0", "loft-hvd files": "3e4eb5ba", "Python": "3.11", "numpy": "2.4.6"}
+    told |= {"torch": "2.13.0", "Horovod": "0.28.1", "GPUs": "none", "LOFT_HVD_MESH": "auto"}
+    order = ("loft-hvd", "loft-hvd files", "Python", "torch", "Horovod", "numpy", "LOFT_HVD_MESH")
+    facts = {name: told[name] for name in (*order, "GPUs")}
+    first = dataclasses.replace(
+        here, threads=8, facts=facts | {"CPU": "AMD EPYC", "kernels": "avx512"}
+    )
+    odd = {"CPU": "Intel Xeon", "kernels": "avx2", "LOFT_HVD_MESH": "off"}
+    ranks = (first, dataclasses.replace(first, host="node1", facts=facts | odd))
+    offsets = (Offset(0.0, 0.0), Offset(2.002, 0.002))
+    found = Comparison(0, "Horovod on MPI", ranks, offsets, judge(ranks, offsets))
+    page = (Path(__file__).parents[2] / "docs/recipes.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"(?ms)^```text\n(.*?)\n```$", page)
+    assert "\n".join(describe(found)) == shown
 
 
 def test_many_hosts_are_counted_not_listed(here: RankFacts) -> None:

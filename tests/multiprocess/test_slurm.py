@@ -1,0 +1,146 @@
+"""The batch scripts of ``examples/slurm``: on a Slurm of the test's own, and what needs none."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.support.launch import ROOT, launcher_here
+from tests.support.slurm import missing_for_slurm, private_slurm
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
+
+FOLDER = ROOT / "examples/slurm"
+HOROVOD_SCRIPT = """
+import horovod.torch as hvd
+import torch
+import loft_hvd as loft
+
+hvd.init()
+mean = loft.average(hvd.rank(), 1)
+print(f"rank {hvd.rank()} of {hvd.size()} has finished, mean {mean}", flush=True)
+"""
+TORCH_SCRIPT = """
+import torch.distributed as dist
+import loft_hvd as loft
+
+dist.init_process_group("gloo")
+mean = loft.average(dist.get_rank(), 1)
+print(f"rank {dist.get_rank()} of {dist.get_world_size()} has finished, mean {mean}", flush=True)
+dist.destroy_process_group()
+"""
+
+
+def environ_of_a_job(more: Mapping[str, str]) -> dict[str, str]:
+    outer = ("HOROVOD_", "OMPI_", "PMIX_", "SLURM_JOB")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return kept | {"PYTHONPATH": str(ROOT)} | root | dict(more)
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, str]]:
+    if missing := missing_for_slurm():
+        pytest.skip(missing)
+    with private_slurm(tmp_path_factory.mktemp("slurm"), cpus=8) as environ:
+        yield environ
+
+
+def submit(
+    environ: Mapping[str, str], folder: Path, name: str, text: str, *options: str
+) -> tuple[int, str]:
+    """Run a batch script to its end; return its status and what it printed."""
+    script, output = folder / "train.py", folder / "job.out"
+    script.write_text(text)
+    command = ["sbatch", "--wait", "--nodes=1", "--time=00:02:00", f"--output={output}", *options]
+    done = subprocess.run(
+        [*command, str(FOLDER / name), str(Path(sys.executable).parents[1]), str(script)],
+        env=environ_of_a_job({key: environ[key] for key in ("SLURM_CONF", "PATH")}),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    return done.returncode, done.stderr + (output.read_text() if output.exists() else "")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "text", "options"),
+    [
+        ("mpirun.sbatch", HOROVOD_SCRIPT, ["--ntasks-per-node=2", "--cpus-per-task=1"]),
+        ("srun.sbatch", HOROVOD_SCRIPT, ["--ntasks-per-node=2", "--cpus-per-task=1"]),
+        (
+            "torchrun.sbatch",
+            TORCH_SCRIPT,
+            ["--export=ALL,RANKS_PER_HOST=2", "--cpus-per-task=2"],
+        ),
+    ],
+)
+def test_a_batch_script_trains_under_slurm(
+    slurm: Mapping[str, str], name: str, text: str, options: list[str], tmp_path: Path
+) -> None:
+    if name != "torchrun.sbatch" and not launcher_here("mpi"):
+        pytest.skip("no mpirun on this machine")
+    status, output = submit(slurm, tmp_path, name, text, *options)
+    assert status == 0, output
+    assert output.count("Verdict: the 2 ranks fit together") == 1, output
+    assert sorted(re.findall(r"rank \d of 2 has finished, mean 0\.5", output)) == [
+        "rank 0 of 2 has finished, mean 0.5",
+        "rank 1 of 2 has finished, mean 0.5",
+    ]
+
+
+def test_the_script_for_mpirun_trains_with_what_slurm_tells_it(tmp_path: Path) -> None:
+    if not launcher_here("mpi"):
+        pytest.skip("no mpirun on this machine")
+    script = tmp_path / "train.py"
+    script.write_text(HOROVOD_SCRIPT)
+    done = subprocess.run(
+        ["bash", FOLDER / "mpirun.sbatch", Path(sys.executable).parents[1], script],
+        env=environ_of_a_job({"SLURM_NTASKS": "2", "SLURM_CPUS_PER_TASK": "1"}),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Verdict: the 2 ranks fit together" in done.stdout
+    assert done.stdout.count("of 2 has finished, mean 0.5") == 2
+
+
+def test_a_job_ends_before_training_where_its_hosts_do_not_fit(tmp_path: Path) -> None:
+    if not launcher_here("mpi"):
+        pytest.skip("no mpirun on this machine")
+    # An environment whose doctor finds a fault: the real one, with a setting of rank 1's own.
+    real = Path(sys.executable).parents[1]
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "activate").write_text(f'PATH="{folder}:{real}/bin:$PATH"\n')
+    (folder / "loft-hvd").write_text(
+        '#!/bin/bash\n[ "$OMPI_COMM_WORLD_RANK" = 1 ] && export LOFT_HVD_MESH=off\n'
+        f'exec {real}/bin/loft-hvd "$@"\n'
+    )
+    (folder / "loft-hvd").chmod(0o755)
+    script = tmp_path / "train.py"
+    script.write_text("print('has begun')")
+    done = subprocess.run(
+        ["bash", FOLDER / "mpirun.sbatch", tmp_path, script],
+        env=environ_of_a_job({"SLURM_NTASKS": "2", "SLURM_CPUS_PER_TASK": "1"}),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "Verdict: mend LOFT_HVD_MESH first" in done.stdout, done.stdout + done.stderr
+    assert "has begun" not in done.stdout
