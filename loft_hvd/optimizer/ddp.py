@@ -3,26 +3,35 @@
 ::
 
     model = DistributedDataParallel(model)
-    model.register_comm_hook(None, loft.ddp_hook(loft.TrimmedMean(f=1)))
+    hook = loft.ddp_hook(loft.TrimmedMean(f=1))
+    model.register_comm_hook(None, hook)
+    ...
+    print(hook.report())
 
 Each of DDP's buckets is one robust all-reduce, started in the backward pass as soon as DDP has
 filled it; the backward pass ends when all are there. Traffic and memory are those of
 ``loft.allreduce``: 2 (n-1)/n of the bytes, 16-bit ones as they are, and one buffer more for each
 bucket.
+
+A step ends with the backward pass that DDP reduces after. Passes before it, under ``no_sync()``,
+add up in ``.grad``, each weighed by its own batch.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from loft_hvd.aggregation.row_rules import RowRule
 from loft_hvd.aggregation.rules import Mean, Rule
@@ -30,13 +39,19 @@ from loft_hvd.balance.balancer import Balancer
 from loft_hvd.balance.plan import StepSizes
 from loft_hvd.config import config
 from loft_hvd.errors import ArgumentError, ArgumentTypeError
-from loft_hvd.optimizer.options import EqualBatches, advised_momentum
+from loft_hvd.optimizer.options import EqualBatches, advised_momentum, check_watching
+from loft_hvd.optimizer.parameters import check_whole, parts_error
+from loft_hvd.optimizer.workers import StandingLog, make_watch
 from loft_hvd.pipeline.allreduce import Handle, start_allreduce
-from loft_hvd.pipeline.momentum import Ages, LossScaler, WorkerMomentum
+from loft_hvd.pipeline.momentum import Ages, Blend, LossScaler, WorkerMomentum
 from loft_hvd.pipeline.selection import Scope, Selection, SelectionPart, check_scope
+from loft_hvd.pipeline.suspicion.report import SuspicionReport
 from loft_hvd.pipeline.suspicion.spread import WARN_ABOVE, SpreadWatch
+from loft_hvd.pipeline.suspicion.tracker import Suspicion
+from loft_hvd.pipeline.suspicion.watch import Quarantine, Unwatched, WorkerWatch
 from loft_hvd.pipeline.weights import PassWeights, combine_passes, in_training
 from loft_hvd.runlog import RunLog
+from loft_hvd.transport.agreement import check_agreement
 from loft_hvd.transport.base import Channel, Transport, locate, watch_of
 from loft_hvd.transport.mesh import meshed
 from loft_hvd.transport.torch_distributed import TorchDistributedTransport
@@ -44,11 +59,9 @@ from loft_hvd.transport.torch_distributed import TorchDistributedTransport
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
 
-__all__ = ["ddp_hook"]
+__all__ = ["DDPHook", "ddp_hook"]
 
 _logger = logging.getLogger(__name__)
-
-CommHook = Callable[[Any, "GradBucket"], torch.futures.Future[Tensor]]
 
 
 def ddp_hook(
@@ -57,25 +70,31 @@ def ddp_hook(
     *,
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
     scope: Scope = "shard",
+    diagnostics: bool | Suspicion | None = None,
+    quarantine: bool | Quarantine = False,
     transport: Transport | None = None,
     timeout_s: float | None = None,
     worker_momentum: float | None = None,
     scaler: LossScaler | None = None,
-) -> CommHook:
+) -> DDPHook:
     """Return a communication hook that aggregates gradients by a rule.
 
     Make it on every rank alike, after ``torch.distributed.init_process_group()``, and register it:
     ``model.register_comm_hook(None, hook)``. Gradients end with the same bits on every rank.
+    ``no_sync()``, ``find_unused_parameters=True`` and ``static_graph=True`` work as without it.
 
     Args:
         rule: how rows are aggregated, ``Mean()`` by default.
-        balancer: says how many samples each rank's gradient stands for; equal without one. Then
-            every backward pass is a step: use no ``no_sync()``.
+        balancer: says how many samples each rank's gradient stands for; equal without one. Each
+            forward and backward pass, under ``no_sync()`` too, is of the next batch.
         named_parameters: ``model.named_parameters()``, so that errors name parameters.
         scope: by which values a rule that sees rows judges them: "shard", by the slice of a bucket
             that one rank aggregates; "model", by all buckets of a backward pass, so that results
             travel only after it; "auto", in shards until a warning says that ranks' gradients
             differ lastingly.
+        diagnostics: watch which worker is off, for ``report()`` and warnings; None where that is
+            cheap (on a CPU), or a ``loft.Suspicion`` with the details.
+        quarantine: leave a worker out that stands out for long; True, or a ``loft.Quarantine``.
         transport: the ranks; the default process group by default.
         timeout_s: longest wait in seconds; None takes ``LOFT_HVD_TIMEOUT_S``.
         worker_momentum: as in ``DistributedOptimizer``; the hook cannot see the optimizer, which
@@ -83,12 +102,15 @@ def ddp_hook(
         scaler: as in ``DistributedOptimizer``.
 
     Returns:
-        A function of DDP's state, which it ignores, and a ``torch.distributed.GradBucket``.
+        A hook for DDP, of its state, which is ignored, and a ``torch.distributed.GradBucket``; its
+        ``report()`` says which worker was off.
 
     Raises:
-        ArgumentTypeError: ``rule`` is not a rule.
-        ArgumentError: the balancer plans micro-batches, or ``scope`` does not suit the rule.
+        ArgumentTypeError: ``rule`` is not a rule, or a parameter is one of FSDP's.
+        ArgumentError: the balancer plans micro-batches, or ``scope`` or ``quarantine`` does not
+            suit the rule.
         AggregationError: the rule does not fit the number of ranks.
+        MismatchError: ranks were given different options.
         UsageError: ``torch.distributed`` is not initialised.
     """
     rule = Mean() if rule is None else rule
@@ -99,16 +121,31 @@ def ddp_hook(
         )
     if balancer is not None and balancer.splits:
         raise ArgumentError(
-            "ddp_hook: DDP reduces after every backward pass, and with "
-            "Balancer(micro_batches=True) ranks make different numbers of them; use "
+            "ddp_hook: with Balancer(micro_batches=True) ranks make different numbers of backward "
+            "passes, and DDP reduces after each that no_sync() does not hold back; use "
             "loft.DistributedOptimizer without DDP"
         )
+    check_watching([rule], diagnostics, quarantine)
     check_scope(scope, [rule], what="ddp_hook")
+    names = {id(parameter): (name, parameter) for name, parameter in named_parameters or ()}
+    texts = {key: name for key, (name, _) in names.items()}
+    check_whole(texts, [parameter for _, parameter in names.values()], what="ddp_hook")
     ends = TorchDistributedTransport() if transport is None else transport
+    channel = Channel(ends, "loft.ddp", config().timeout_s if timeout_s is None else timeout_s)
     if ends.world_size > 1:
         rule.check(ends.world_size)
         if isinstance(ends, TorchDistributedTransport):
             ends.open_heartbeat()
+        fields = {
+            "option rule": str(rule),
+            "option balancer": "none" if balancer is None else str(balancer.global_batch_size),
+            "option scope": scope,
+            "option diagnostics": str(diagnostics),
+            "option quarantine": str(quarantine),
+            "option worker_momentum": str(worker_momentum),
+            "option scaler": "none" if scaler is None else "given",
+        }
+        check_agreement(channel, fields, what="ddp_hook")
         if balancer is not None:  # in a world of one any plan will do
             balancer.require(min_ranks=rule.min_rows, num_passes=1)
     beta = advised_momentum([rule], worker_momentum)
@@ -121,22 +158,16 @@ def ddp_hook(
             beta,
             1 - beta,
         )
-    momentum = WorkerMomentum(beta, scaler=scaler) if beta else None
-    names = {id(parameter): name for name, parameter in named_parameters or ()}
-    channel = Channel(ends, "loft.ddp", config().timeout_s if timeout_s is None else timeout_s)
-    batches = balancer or EqualBatches(RunLog(None))
-    hook = _BucketReducer(rule, batches, channel, names, scope=scope, momentum=momentum)
-
-    def reduce_bucket(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        return hook.reduce(bucket)
-
-    # DDP compares annotations with the types themselves, not with their names.
-    reduce_bucket.__annotations__ = {
-        "state": Any,
-        "bucket": vars(dist)["GradBucket"],
-        "return": torch.futures.Future[Tensor],
-    }
-    return reduce_bucket
+    return DDPHook(
+        rule,
+        balancer or EqualBatches(RunLog(None)),
+        channel,
+        texts,
+        scope=scope,
+        diagnostics=diagnostics,
+        quarantine=quarantine,
+        momentum=WorkerMomentum(beta, scaler=scaler) if beta else None,
+    )
 
 
 @contextmanager
@@ -146,6 +177,75 @@ def _located(place: str) -> Iterator[None]:
         yield
     except BaseException as error:
         raise locate(error, place) from error.__cause__
+
+
+class _StepPasses:
+    """The batches of which DDP's buckets hold gradients: of one backward pass, or of several.
+
+    A pass begins with the first gradient after a forward pass of the model. Under ``no_sync()``
+    DDP adds its gradients to ``.grad`` and calls no hook, so each is weighed as it comes, and so
+    are those of the pass that ends the step. Gradients of a lone pass are weighed in the buckets.
+
+    Attributes:
+        sizes: of the step's batches, in order; empty where all weigh the same.
+        has_shares: whether gradients were weighed as they came.
+    """
+
+    def __init__(self, source: Balancer | EqualBatches, rank: int, *, is_mean: bool) -> None:
+        self._source = source
+        self._rank = rank
+        self._is_mean = is_mean
+        self._is_fresh = False  # no gradient has come since the newest forward pass
+        self._is_held_back = False  # that was under no_sync()
+        self.sizes: list[StepSizes] = []
+        self.has_shares = False
+
+    def forward_began(self, *, is_held_back: bool) -> None:
+        self._is_fresh, self._is_held_back = True, is_held_back
+
+    def weigh(self, grad: Tensor) -> Tensor | None:
+        """Return a gradient of this rank times its share of the batch, n x_i / X under a mean."""
+        if self._is_fresh and (self._is_held_back or self.has_shares):
+            self._begin()
+            self.has_shares = True
+        if not self.has_shares:
+            return None
+        if self._is_held_back:  # no bucket will tell
+            self._source.gradient_arrived(blocked_s=0.0)
+        newest = self.sizes[-1]
+        mine = newest.sizes[self._rank]
+        if mine == 0:
+            return torch.zeros_like(grad)  # of a dummy batch: 0 * NaN is NaN
+        share = mine * len(newest.sizes) / newest.total
+        return grad * share if self._is_mean and share != 1.0 else None
+
+    def bucket_began(self) -> None:
+        """Begin the pass that ends a step, with its first bucket, unless a gradient has."""
+        if self._is_fresh or not self.sizes:
+            self._begin()
+
+    def _begin(self) -> None:
+        self._is_fresh = False
+        sizes = self._source.take_step()
+        # A batch that the script cuts up itself is one batch, however many passes it takes.
+        if sizes is not None and not (self.sizes and sizes is self.sizes[-1]):
+            self.sizes.append(sizes)
+
+    def step_ended(self) -> None:
+        self.sizes.clear()
+        self.has_shares = self._is_fresh = False
+
+
+@dataclass(frozen=True)
+class _Weighing:
+    """What rows of a step weigh."""
+
+    weights: tuple[int, ...] | None  # of the all-reduces, [world_size]
+    present: tuple[bool, ...] | None
+    by_worker: PassWeights  # as those are told who watch workers
+    row_scale: float  # what this rank's values are multiplied by
+    blend: Blend | None  # with momentum: how its row comes about of its gradient
+    ages: Ages | None
 
 
 @dataclass(frozen=True)
@@ -158,8 +258,16 @@ class _Flight:
     place: str
 
 
-class _BucketReducer:
-    """One model's buckets, backward pass by backward pass."""
+class DDPHook:
+    """A communication hook for one model under ``DistributedDataParallel``; see ``ddp_hook``."""
+
+    # DDP compares annotations with the types themselves, not with their names: here are none.
+    __signature__ = inspect.Signature(
+        [
+            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+            for name in ("state", "bucket")
+        ]
+    )
 
     def __init__(
         self,
@@ -169,17 +277,25 @@ class _BucketReducer:
         names: dict[int, str],
         *,
         scope: Scope,
+        diagnostics: bool | Suspicion | None,
+        quarantine: bool | Quarantine,
         momentum: WorkerMomentum | None,
     ) -> None:
+        self.__name__ = self.__qualname__ = "ddp_hook"  # DDP asks a hook for both
         self._momentum = momentum
-        self._ages: Ages | None = None  # of this pass's averages, with momentum
         self._rule = rule
         self._batches = batches
         self._channel = channel
         self._names = names  # of parameters, by id
-        self._sizes: StepSizes | None = None  # of this pass; None for equal ones
+        self._passes = _StepPasses(batches, channel.rank, is_mean=isinstance(rule, Mean))
+        self._num_passes = 1  # the most of a step so far
+        self._weighing: _Weighing | None = None  # of the step whose buckets come
         self._flights: list[_Flight] = []
         self._device: torch.device | None = None  # that the balancer knows of
+        # Who watches depends on where gradients are: with the first of them.
+        self._diagnostics, self._quarantine = diagnostics, quarantine
+        self._watch: WorkerWatch | Unwatched | None = None
+        self._standing = StandingLog()
         # A mean over ranks does not mind that they draw from different data.
         self._spread = None if isinstance(rule, Mean) else SpreadWatch(channel)
         # What decides over all buckets of a pass, and each bucket's place in it, by its name.
@@ -188,6 +304,66 @@ class _BucketReducer:
         self._is_auto = scope == "auto"
         if scope == "model":
             self._judge_by_model()
+        # Equal batches need no look at the model.
+        self._stop_looking: Callable[[], object] = lambda: None
+        if isinstance(batches, Balancer):
+            self._stop_looking = _look_for_model(self)
+
+    def report(self) -> SuspicionReport:
+        """Return what is known of every worker: who was off, and how far; print it for a table."""
+        if self._watch is None:
+            return SuspicionReport(0, (), note="nobody is watched yet: no gradient has come so far")
+        return self._watch.report()
+
+    def __call__(
+        self, state: Any, bucket: GradBucket, *others: object
+    ) -> torch.futures.Future[Tensor]:
+        """Start a bucket, and with the last one of a pass wait for all; DDP calls it."""
+        if isinstance(bucket, Tensor):
+            raise parts_error("ddp_hook: it was called", made_by="FullyShardedDataParallel")
+        return self._reduce(bucket)
+
+    # The model, of which only buckets are seen otherwise.
+
+    def take_model(self, model: DistributedDataParallel) -> None:
+        """Weigh the gradients of passes that DDP holds back; called in a forward pass."""
+        self._stop_looking()
+        # Weak: torch never frees a parameter whose hooks lead back to it.
+        hook = weakref.ref(self)
+
+        def began(module: torch.nn.Module, _: Any) -> None:
+            if not torch.is_grad_enabled() or (alive := hook()) is None:
+                return
+            is_held_back = not module.require_backward_grad_sync
+            alive._passes.forward_began(is_held_back=is_held_back)
+            while is_held_back and parameters:  # once: a run without no_sync() pays nothing
+                parameters.pop().register_hook(weigh)
+
+        def weigh(grad: Tensor) -> Tensor | None:
+            return None if (alive := hook()) is None else alive._weigh(grad)
+
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        for name, parameter in model.module.named_parameters():
+            self._names.setdefault(id(parameter), name)
+        model.register_forward_pre_hook(began)
+        began(model, ())
+
+    def _weigh(self, grad: Tensor) -> Tensor | None:
+        with self._told():
+            return self._passes.weigh(grad)
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Let other ranks, and the run log, know what fails."""
+        try:
+            yield
+        except BaseException as error:
+            self._flights.clear()
+            watch_of(self._channel.transport).report(error)
+            self._batches.log.write_fault(error)
+            raise
+
+    # A step.
 
     def _judge_by_model(self) -> bool:
         """Judge rows over all buckets from the next pass on; every rank alike.
@@ -201,25 +377,25 @@ class _BucketReducer:
         self._selection = Selection(lines, self._channel.name, self._rule, scope="model")
         return True
 
-    def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Start a bucket, and with the last one of a pass wait for all."""
+    def _reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         values, place = bucket.buffer(), self._place(bucket)
         future: torch.futures.Future[Tensor] = torch.futures.Future()
-        if bucket.index() == 0:
-            self._sizes = self._batches.take_step()
-            if self._selection is not None:
-                self._selection.begin()
-        if self._device != values.device:
-            self._device = values.device
-            self._batches.compute_on(values.device)
-        self._batches.gradient_arrived(blocked_s=0.0)
-        try:
+        with self._told():
+            if bucket.index() == 0:
+                self._begin_step(values.device)
+            self._batches.gradient_arrived(blocked_s=0.0)
+            assert self._weighing is not None  # a pass begins with bucket 0
+            assert self._watch is not None
+            if self._weighing.row_scale != 1.0:
+                values.mul_(self._weighing.row_scale)
             if self._spread is not None:
                 self._spread.sent(bucket.index(), values)
-            if self._momentum is not None:
-                self._average(bucket, self._momentum)
+            if self._momentum is not None and self._weighing.blend is not None:
+                pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
+                for parameter, gradient in pairs:
+                    self._momentum.send(parameter, gradient, gradient, self._weighing.blend)
             with _located(place):
-                handle = self._start(bucket.index(), values)
+                handle = self._start(bucket.index(), values, self._weighing, self._watch)
             self._flights.append(_Flight(handle, future, values, place))
             # No thread moves these on: every new bucket gives itself and the others a push. What
             # fails of another is told when the pass is waited for.
@@ -228,40 +404,57 @@ class _BucketReducer:
             if bucket.is_last():
                 if self._selection is not None:
                     self._selection.complete()
-                self._finish()
-        except BaseException as error:
-            self._flights.clear()
-            watch_of(self._channel.transport).report(error)
-            self._batches.log.write_fault(error)
-            raise
+                self._finish(self._weighing, self._watch)
         return future
 
-    def _average(self, bucket: GradBucket, momentum: WorkerMomentum) -> None:
-        """Let a bucket hold this rank's averages in place of its gradients."""
-        if bucket.index() == 0:
-            momentum.join(self._channel, {})
-            self._ages = momentum.ages(None if self._sizes is None else self._sizes.sizes)
-        assert self._ages is not None  # a pass begins with bucket 0
-        rank = self._channel.rank
-        blend = self._ages.blend(rank, gain=self._ages.counts[rank], scale=1.0)
-        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            momentum.send(parameter, gradient, gradient, blend)
+    def _begin_step(self, device: torch.device) -> None:
+        self._stop_looking()  # a model whose hook is not this one itself stays unknown
+        if self._watch is None:
+            self._watch = make_watch(
+                self._channel,
+                [self._rule],
+                diagnostics=self._diagnostics,
+                quarantine=self._quarantine,
+                are_on_cpu=device.type == "cpu",
+            )
+            self._standing.write_rules(self._batches.log, (self._rule,), self._watch, over=None)
+        if self._device != device:
+            self._device = device
+            self._batches.compute_on(device)
+        self._passes.bucket_began()
+        self._weighing = self._weigh_rows(self._passes.sizes, self._watch)
+        if self._selection is not None:
+            self._selection.begin()
 
-    def _start(self, index: int, values: Tensor) -> Handle:
-        weights: tuple[int, ...] | None = None
-        present: tuple[bool, ...] | None = None
-        if self._sizes is not None or self._ages is not None:
-            combined = PassWeights(None, (True,) * self._channel.world_size, 1.0)
-            if self._sizes is not None:
-                combined = combine_passes([self._sizes], rank=self._channel.rank)
-            # The mean weighs exactly, by samples or by what averages are of; robust rules by
-            # capped counts.
-            if isinstance(self._rule, Mean):
-                weights = combined.counts if self._ages is None else self._ages.exact()
-                present = combined.present if self._ages is None else None
-            else:
-                combined = combined if self._ages is None else self._ages.weigh(combined)
-                weights, present = in_training(self._rule, combined).weights, combined.present
+    def _weigh_rows(self, sizes: Sequence[StepSizes], watch: WorkerWatch | Unwatched) -> _Weighing:
+        """Say what rows weigh: under a mean exactly, else by capped counts; see ``weights.py``."""
+        rank, num_ranks = self._channel.rank, self._channel.world_size
+        own = PassWeights(None, (True,) * num_ranks, 1.0)
+        if sizes:
+            own = combine_passes(sizes, rank=rank)
+        has_shares, is_mean = self._passes.has_shares, isinstance(self._rule, Mean)
+        ages = blend = None
+        if self._momentum is not None:
+            self._momentum.join(self._channel, {})
+            ages = self._momentum.ages(own.counts)
+            gain = ages.counts[rank] * own.row_scale
+            if is_mean:  # gradients with shares are times n x_i / X already
+                gain = sum(ages.counts) / num_ranks if has_shares else ages.counts[rank]
+            blend = ages.blend(rank, gain=gain, scale=1.0)
+        if is_mean:
+            exact = None if has_shares else own.counts
+            present = own.present if sizes and ages is None and not has_shares else None
+            weights = exact if ages is None else ages.exact()
+            return _Weighing(weights, present, own, 1.0, blend, ages)
+        by_worker = watch.mask(own if ages is None else ages.weigh(own))
+        # With momentum it is in the gain; an absent rank's values are not looked at.
+        row_scale = own.row_scale if ages is None and own.row_scale else 1.0
+        weights = in_training(self._rule, by_worker).weights
+        return _Weighing(weights, by_worker.present, by_worker, row_scale, blend, ages)
+
+    def _start(
+        self, index: int, values: Tensor, weighing: _Weighing, watch: WorkerWatch | Unwatched
+    ) -> Handle:
         # DDP lays its buckets out anew after the first pass: a size of its own, a name.
         name = f"{self._channel.name}.b{index:02d}.{values.numel()}"
         selection = None
@@ -272,17 +465,19 @@ class _BucketReducer:
             values,
             self._rule,
             name=name,
-            weights=weights,
-            present=present,
+            weights=weighing.weights,
+            present=weighing.present,
             transport=self._channel.transport,
             selection=selection,
+            run=watch.run,
         )
 
-    def _finish(self) -> None:
+    def _finish(self, weighing: _Weighing, watch: WorkerWatch | Unwatched) -> None:
         self._batches.computing_ended()
         began = time.monotonic()
         handles = [flight.handle for flight in self._flights]
         with watch_of(self._channel.transport).waiting():
+            watch.computing_ended()
             for flight in self._flights:
                 # One limit for all of them, as ranks come to all of them together. A bucket that
                 # fails ends the wait for any: over the model all others wait for its rows.
@@ -290,16 +485,32 @@ class _BucketReducer:
                 with self._told_by(flight):
                     flight.values.copy_(flight.handle.wait(left_s, beside=handles))
                 flight.future.set_result(flight.values)
+            watch.step_reduced(weighing.by_worker)
             reduced = [flight.values for flight in self._flights]
             found = None if self._spread is None else self._spread.step_reduced(reduced)
         if found is not None:
             self._batches.log.write("spread", **asdict(found))
+            watch.ranks_compared(are_apart=found.usual > WARN_ABOVE)
             if self._is_auto and found.usual > WARN_ABOVE and self._judge_by_model():
                 self._batches.log.write("scope", scope="model")
+        self._standing.step_reduced(self._batches.log, watch)
         self._flights.clear()
-        if self._momentum is not None and self._ages is not None:
-            self._momentum.step_ended(self._ages)
-        self._batches.step_ended(waited_s=time.monotonic() - began)
+        if self._momentum is not None and weighing.ages is not None:
+            self._momentum.step_ended(weighing.ages)
+        self._end_step(watch, waited_s=time.monotonic() - began)
+
+    def _end_step(self, watch: WorkerWatch | Unwatched, *, waited_s: float) -> None:
+        num_passes = len(self._passes.sizes)
+        if (
+            num_passes > self._num_passes and self._channel.world_size > 1
+        ):  # plans may begin with a step's first pass
+            self._num_passes = num_passes
+            self._batches.require(min_ranks=self._rule.min_rows, num_passes=num_passes)
+        self._passes.step_ended()
+        self._weighing = None
+        # Before the step ends: a plan may be made at its end.
+        self._batches.hold(watch.absent_ranks)
+        self._batches.step_ended(waited_s=waited_s)
 
     @contextmanager
     def _told_by(self, waited_for: _Flight) -> Iterator[None]:
@@ -317,3 +528,30 @@ class _BucketReducer:
         ends = [name or f"shape {list(p.shape)}" for name, p in zip(known, parameters, strict=True)]
         inside = " .. ".join(dict.fromkeys((ends[0], ends[-1]))) if ends else "no parameters"
         return f"bucket {bucket.index()} ({inside})"
+
+
+def _look_for_model(hook: DDPHook) -> Callable[[], object]:
+    """Tell a hook of the model that it is registered with, in that one's first forward pass.
+
+    Returns:
+        What ends it.
+    """
+    # DDP tells a hook of buckets alone, and of passes under no_sync() nothing. A hook on all
+    # modules costs every forward pass of the process, so it goes with the first of the model.
+    alive = weakref.ref(hook)
+
+    def began(module: torch.nn.Module, _: Any) -> None:
+        if not isinstance(module, DistributedDataParallel) or (found := alive()) is None:
+            return
+        if any(_calls(each, found) for each, _ in module._comm_hooks):
+            found.take_model(module)
+
+    handle = register_module_forward_pre_hook(began)
+    weakref.finalize(hook, handle.remove).atexit = False
+    return handle.remove
+
+
+def _calls(registered: object, hook: DDPHook) -> bool:
+    """Say whether what is registered is a hook, or a function around it, as torch's wrappers."""
+    cells = getattr(registered, "__closure__", None) or ()
+    return registered is hook or any(cell.cell_contents is hook for cell in cells)

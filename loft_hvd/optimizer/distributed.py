@@ -192,6 +192,13 @@ def _scope_for(rule: object) -> Scope:
 
 def _check_kinds(optimizer: object, named_parameters: object, balancer: object) -> None:
     """Refuse what is no optimizer to wrap, no names, or no balancer."""
+    if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
+        raise ArgumentTypeError(
+            "DistributedOptimizer: ZeroRedundancyOptimizer shares the optimizer's state out over "
+            "torch.distributed and sends parameters in its step(), so it cannot be wrapped; leave "
+            "it as it is, under DistributedDataParallel with "
+            "model.register_comm_hook(None, loft.ddp_hook(rule, balancer))"
+        )
     # An optimizer that evaluates its closure on its own compares losses that differ by rank.
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
         raise ArgumentTypeError(

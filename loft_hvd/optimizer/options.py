@@ -36,6 +36,7 @@ __all__ = [
     "check_groups",
     "check_passes",
     "check_step",
+    "check_watching",
 ]
 
 _ADVISED_MOMENTUM = 0.9  # measured: ALIE costs a trimmed mean 5 points with it, 24 without
@@ -71,19 +72,7 @@ class OptimizerOptions:
     transport: Transport | None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.diagnostics, bool | Suspicion | None):
-            raise ArgumentTypeError(
-                f"diagnostics={self.diagnostics!r} must be True, False or a loft.Suspicion"
-            )
-        if not isinstance(self.quarantine, bool | Quarantine):
-            raise ArgumentTypeError(
-                f"quarantine={self.quarantine!r} must be True, False or a loft.Quarantine"
-            )
-        if self.quarantine and self.diagnostics is False:
-            raise ArgumentError(
-                "quarantine= needs diagnostics: without them nobody is named; leave "
-                "diagnostics=False away"
-            )
+        check_watching((), self.diagnostics, self.quarantine)
         if self.scaler is not None and not callable(getattr(self.scaler, "scale", None)):
             raise ArgumentTypeError(
                 f"scaler={self.scaler!r} is of type {type(self.scaler).__name__}; give the "
@@ -111,12 +100,7 @@ class OptimizerOptions:
         """Return the parameters that the optimizer has now, with rules that fit the options."""
         found = self.find_parameters()
         robust = [rule for rule in found.rules if not isinstance(rule, Mean)]
-        if self.quarantine and len(robust) < len(found.rules):
-            raise ArgumentError(
-                "quarantine= needs a robust rule for every parameter group, but one has a mean, "
-                "which a single worker spoils before it is named; pass rule=, such as "
-                "loft.TrimmedMean(f=1)"
-            )
+        check_watching(found.rules, self.diagnostics, self.quarantine)
         check_scope(self.settings.scope, found.rules, what="DistributedOptimizer")
         self._check_audit(found.rules)
         is_sum, predivide = self.settings.is_sum, self.settings.predivide
@@ -210,6 +194,36 @@ def advised_momentum(rules: Sequence[Rule], given: float | None) -> float:
     if given is not None:
         return read_momentum(given)
     return _ADVISED_MOMENTUM if any(isinstance(rule, Robust) for rule in rules) else 0.0
+
+
+def check_watching(
+    rules: Sequence[Rule], diagnostics: bool | Suspicion | None, quarantine: bool | Quarantine
+) -> None:
+    """Raise unless workers can be watched, and left out, as asked under these rules.
+
+    Raises:
+        ArgumentError: a quarantine has no diagnostics, or a rule that one worker spoils.
+        ArgumentTypeError: one of the two is of another kind.
+    """
+    if not isinstance(diagnostics, bool | Suspicion | None):
+        raise ArgumentTypeError(
+            f"diagnostics={diagnostics!r} must be True, False or a loft.Suspicion"
+        )
+    if not isinstance(quarantine, bool | Quarantine):
+        raise ArgumentTypeError(
+            f"quarantine={quarantine!r} must be True, False or a loft.Quarantine"
+        )
+    if quarantine and diagnostics is False:
+        raise ArgumentError(
+            "quarantine= needs diagnostics: without them nobody is named; leave "
+            "diagnostics=False away"
+        )
+    if quarantine and any(isinstance(rule, Mean) for rule in rules):
+        raise ArgumentError(
+            "quarantine= needs a robust rule for every parameter group, but one has a mean, "
+            "which a single worker spoils before it is named; pass rule=, such as "
+            "loft.TrimmedMean(f=1)"
+        )
 
 
 def check_passes(passes: int) -> None:

@@ -17,7 +17,14 @@ from loft_hvd.errors import ArgumentError, ArgumentTypeError, UsageError
 from loft_hvd.pipeline.buckets import ParameterSpec
 from loft_hvd.transport.agreement import digest
 
-__all__ = ["ReducedParameters", "RuleChoice", "check_none_thawed", "collect_parameters"]
+__all__ = [
+    "ReducedParameters",
+    "RuleChoice",
+    "check_none_thawed",
+    "check_whole",
+    "collect_parameters",
+    "parts_error",
+]
 
 _SHOWN = 8  # names in an error
 
@@ -78,6 +85,8 @@ def collect_parameters(
     their parameters.
     """
     names = _names(param_groups, named_parameters, num_named_groups)
+    whole = [parameter for _, _, parameter in _places(param_groups)]
+    check_whole(names, whole, what="DistributedOptimizer")
     if isinstance(rule, Mapping):
         _check_patterns(rule, [names[id(each)] for _, _, each in _places(param_groups)])
     rules: list[Rule] = []
@@ -160,6 +169,32 @@ def check_none_thawed(
                 "gradient, but was frozen when DistributedOptimizer was made, so ranks do not "
                 "share it; make the optimizer anew after requires_grad_(True), on every rank"
             )
+
+
+def check_whole(names: Mapping[int, str], parameters: Sequence[Tensor], *, what: str) -> None:
+    """Refuse parameters of which this rank holds a part; ``what`` was asked to reduce them.
+
+    Raises:
+        ArgumentTypeError: one is a DTensor (FSDP2) or a flat parameter (FSDP1).
+    """
+    for parameter in parameters:
+        # By name: torch's modules of both take long to import, and nobody here needs them.
+        is_dtensor = any(kind.__name__ == "DTensor" for kind in type(parameter).__mro__)
+        if is_dtensor or getattr(parameter, "_is_flat_param", False):
+            name, shape = names.get(id(parameter), ""), list(parameter.shape)
+            made_by = "FSDP2 (fully_shard)" if is_dtensor else "FullyShardedDataParallel"
+            raise parts_error(f"{what}: parameter {name!r} of shape {shape} comes", made_by=made_by)
+
+
+def parts_error(what: str, *, made_by: str) -> ArgumentTypeError:
+    """Return the error for a model that is cut up over ranks."""
+    return ArgumentTypeError(
+        f"{what} from {made_by}: each rank has a part of the model, and gradients are summed as "
+        "they are cut up, so no rank's own gradient is there for a rule or a weight; use "
+        "DistributedDataParallel with model.register_comm_hook(None, loft.ddp_hook(rule, "
+        "balancer)), and torch.distributed.optim.ZeroRedundancyOptimizer where the optimizer's "
+        "state is what fills the memory"
+    )
 
 
 def _places(

@@ -34,11 +34,11 @@ from loft_hvd.pipeline.suspicion.zeroed import ZeroedWatch
 from loft_hvd.runlog import MOST_ROWS, RunLog
 from loft_hvd.transport.agreement import check_agreement
 from loft_hvd.transport.base import Channel, Transport, mixes_devices
-from loft_hvd.transport.groups import find_groups
+from loft_hvd.transport.groups import Groups, Over, find_groups
 from loft_hvd.transport.horovod import HorovodTransport
 from loft_hvd.transport.torch_distributed import TorchDistributedTransport
 
-__all__ = ["IdleWorld", "OptimizerWorld", "Workers"]
+__all__ = ["IdleWorld", "OptimizerWorld", "StandingLog", "Workers", "make_watch"]
 
 _logger = logging.getLogger(__name__)
 
@@ -46,6 +46,42 @@ _logger = logging.getLogger(__name__)
 _LOOK_EVERY = 10
 # Steps after which the run log has who is off even though nothing has changed.
 _WRITE_EVERY = 100
+
+
+def make_watch(
+    channel: Channel,
+    rules: Sequence[Rule],
+    *,
+    groups: Groups | None = None,
+    diagnostics: bool | Suspicion | None,
+    quarantine: bool | Quarantine,
+    are_on_cpu: bool,
+) -> WorkerWatch | Unwatched:
+    """Return what watches the workers of these ranks, or says why nobody does; talks to nobody."""
+    # A mean keeps every row: nobody can be outside, and nobody is looked at.
+    robust = [rule for rule in rules if not isinstance(rule, Mean)]
+    num_workers = groups.num_groups if groups else channel.world_size
+    if channel.world_size == 1:
+        return Unwatched("nobody is watched: this rank reduces alone")
+    if num_workers < FEWEST_WATCHED:
+        return Unwatched(
+            f"nobody is watched: of {num_workers} workers nobody can say which one is off"
+        )
+    # On a GPU every look waits for the device: only where it was asked for.
+    watches = are_on_cpu if diagnostics is None else bool(diagnostics)
+    if not robust or not (watches or quarantine):
+        return Unwatched(
+            "nobody is watched: that takes a robust rule, and diagnostics=True where gradients "
+            "are on a GPU"
+        )
+    return WorkerWatch(
+        channel,
+        # The rule that needs most rows says whom it can spare.
+        max(robust, key=lambda rule: rule.min_rows),
+        groups=groups,
+        settings=diagnostics if isinstance(diagnostics, Suspicion) else Suspicion(),
+        quarantine=Quarantine() if quarantine is True else quarantine or None,
+    )
 
 
 class Workers:
@@ -66,28 +102,14 @@ class Workers:
             _advise_levels(transport)
         if transport.rank == 0:
             _advise_fewer(robust, self._num_workers)
-        given, held = options.diagnostics, options.quarantine
-        # On a GPU every look waits for the device: only where it was asked for.
-        watches = found.are_on_cpu if given is None else bool(given)
-        self.watch: WorkerWatch | Unwatched
-        if self._num_workers < FEWEST_WATCHED:
-            self.watch = Unwatched(
-                f"nobody is watched: of {self._num_workers} workers nobody can say which one is off"
-            )
-        elif robust and (watches or held):
-            self.watch = WorkerWatch(
-                channel,
-                # The rule that needs most rows says whom it can spare.
-                max(robust, key=lambda rule: rule.min_rows),
-                groups=groups,
-                settings=given if isinstance(given, Suspicion) else Suspicion(),
-                quarantine=Quarantine() if held is True else held or None,
-            )
-        else:
-            self.watch = Unwatched(
-                "nobody is watched: that takes a robust rule, and diagnostics=True where gradients "
-                "are on a GPU"
-            )
+        self.watch = make_watch(
+            channel,
+            found.rules,
+            groups=groups,
+            diagnostics=options.diagnostics,
+            quarantine=options.quarantine,
+            are_on_cpu=found.are_on_cpu,
+        )
         # How values go over the wire: in one level, or in two of groups.
         self.make_exchange: MakeExchange = exchange_maker(transport, groups, run=self.watch.run)
 
@@ -175,8 +197,48 @@ def _advise_betas(param_groups: Sequence[dict[str, Any]]) -> None:
             )
 
 
+class StandingLog:
+    """Writes how gradients are aggregated, and of the steps who was off."""
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._rules: tuple[Rule, ...] = ()  # in the log
+        self._seen: tuple[object, ...] = ()  # each worker's standing in the newest line
+
+    def write_rules(
+        self, log: RunLog, rules: tuple[Rule, ...], watch: WorkerWatch | Unwatched, *, over: Over
+    ) -> None:
+        """Write the rules from here on, if they are new, and when somebody looks at gradients."""
+        if rules == self._rules:
+            return
+        self._rules = rules
+        note = watch.report().note
+        log.write(
+            "rules",
+            rules=[str(rule) for rule in rules],
+            over=None if over is None else str(over),
+            watched_from=None if note else log.step + _LOOK_EVERY,
+            note=note,
+        )
+
+    def step_reduced(self, log: RunLog, watch: WorkerWatch | Unwatched) -> None:
+        """Write who is off, if it is time to and somebody's standing is new."""
+        self._num_steps += 1
+        if log.path is None or self._num_steps % _LOOK_EVERY:
+            return
+        report = watch.report()
+        standing = tuple((worker.is_named, worker.in_quarantine_until) for worker in report.workers)
+        if report.workers and (standing != self._seen or self._num_steps % _WRITE_EVERY == 0):
+            self._seen = standing
+            # The most suspicious of many, in the order of ranks.
+            most = sorted(report.workers, key=lambda each: (not each.is_named, -each.suspicion))
+            shown = sorted(most[:MOST_ROWS], key=lambda each: each.ranks)
+            workers = [asdict(worker) for worker in shown]
+            log.write("suspicion", num_steps=report.num_steps, workers=workers)
+
+
 class GradientLog:
-    """Writes of each step's gradients how far ranks lie apart for good, and who was off.
+    """Writes of each step's gradients how far ranks lie apart for good, and what a rule zeroes.
 
     Make it on every rank alike, before what else hooks into the gradients.
     """
@@ -190,8 +252,6 @@ class GradientLog:
         parameters, names = [p for p, _ in robust], [name for _, name in robust]
         self._spread = ParameterSpread(parameters, channel)
         self.zeroed = ZeroedWatch(parameters, names, channel)
-        self._num_steps = 0
-        self._seen: tuple[object, ...] = ()  # each worker's standing in the newest line
 
     def step_reduced(self, log: RunLog, watch: WorkerWatch | Unwatched) -> Spread | None:
         """Compare ranks when enough steps were seen; write what is new.
@@ -199,26 +259,11 @@ class GradientLog:
         Returns:
             How far ranks lie apart for good, in the step that compares them, on all of them.
         """
-        self._num_steps += 1
         self.zeroed.step_reduced()
         if (spread := self._spread.step_reduced()) is not None:
             log.write("spread", **asdict(spread))
             watch.ranks_compared(are_apart=spread.usual > WARN_ABOVE)
-        self._write_standing(log, watch)
         return spread
-
-    def _write_standing(self, log: RunLog, watch: WorkerWatch | Unwatched) -> None:
-        if log.path is None or self._num_steps % _LOOK_EVERY:
-            return
-        report = watch.report()
-        standing = tuple((worker.is_named, worker.in_quarantine_until) for worker in report.workers)
-        if report.workers and (standing != self._seen or self._num_steps % _WRITE_EVERY == 0):
-            self._seen = standing
-            # The most suspicious of many, in the order of ranks.
-            most = sorted(report.workers, key=lambda each: (not each.is_named, -each.suspicion))
-            shown = sorted(most[:MOST_ROWS], key=lambda each: each.ranks)
-            workers = [asdict(worker) for worker in shown]
-            log.write("suspicion", num_steps=report.num_steps, workers=workers)
 
     def detach(self) -> None:
         self._spread.detach()
@@ -254,7 +299,7 @@ class OptimizerWorld:
         self._number = self._batches.num_worlds
         self.log = self._batches.log
         self._waited_s = 0.0
-        self._written: tuple[Rule, ...] = ()  # the rules in the log
+        self._standing = StandingLog()
         found = options.collect()
         if should_agree:
             self._agree(found)
@@ -266,18 +311,8 @@ class OptimizerWorld:
         self._lay_out(found)
 
     def _write_rules(self, found: ReducedParameters) -> None:
-        """Write how gradients are aggregated from here on, and when somebody looks at them."""
-        if found.rules == self._written:
-            return
-        self._written = found.rules
-        note = self._workers.watch.report().note
-        self.log.write(
-            "rules",
-            rules=[str(rule) for rule in found.rules],
-            over=None if self._options.over is None else str(self._options.over),
-            watched_from=None if note else self.log.step + _LOOK_EVERY,
-            note=note,
-        )
+        over = self._options.over
+        self._standing.write_rules(self.log, found.rules, self._workers.watch, over=over)
 
     def _channel(self, found: ReducedParameters) -> Channel:
         return Channel(self._transport, found.name)
@@ -368,6 +403,7 @@ class OptimizerWorld:
             self._reducer.synchronize()
             self._replicas.gradients_reduced()
             spread = self._gradient_log.step_reduced(self.log, self._workers.watch)
+            self._standing.step_reduced(self.log, self._workers.watch)
         if spread is not None and spread.usual > WARN_ABOVE:
             self._judge_by_model()
         self._waited_s += time.monotonic() - began

@@ -29,7 +29,7 @@ from loft_hvd.errors import (
 )
 from loft_hvd.pipeline.gradients import copy_scaled
 from loft_hvd.pipeline.reduction import BucketReduction, needs_no_bucket
-from loft_hvd.pipeline.ring import ExchangeSpec, is_engine_sum
+from loft_hvd.pipeline.ring import ExchangeSpec, RunRule, flat_exchange, is_engine_sum, run_rule
 from loft_hvd.pipeline.selection import SelectionPart
 from loft_hvd.pipeline.weights import PassWeights
 from loft_hvd.pipeline.wire import Compression
@@ -65,18 +65,23 @@ class NamedReduction:
         rule: Rule,
         name: str,
         selection: SelectionPart | None = None,
+        run: RunRule = run_rule,
     ) -> None:
         numel, device = tensor.numel(), str(tensor.device)
         wire = _WIRES.get(tensor.dtype, Compression.none)
         spec = ExchangeSpec(
             transport, name, numel, tensor.dtype, device, rule, wire, selection=selection
         )
-        self.kind = _kind_of(transport, tensor, rule, selection)
+        self.kind = _kind_of(transport, tensor, rule, selection, run)
         self.is_busy = False
         self.is_direct = needs_no_bucket(transport, rule, numel)
         self.is_engine_sum = is_engine_sum(rule, wire)
         self._result: Tensor | None = None  # of a direct one; else it is in the bucket
-        self._reduction = BucketReduction(spec, has_bucket=not self.is_direct)
+        self._reduction = BucketReduction(
+            spec,
+            has_bucket=not self.is_direct,
+            make_exchange=functools.partial(flat_exchange, run=run),
+        )
         self.overlaps = self._reduction.overlaps  # with others, on connections of our own
 
     def start(self, row: Tensor, weights: PassWeights, *, share: float) -> None:
@@ -115,11 +120,16 @@ class NamedReduction:
 
 
 def _kind_of(
-    transport: Transport, tensor: Tensor, rule: Rule, selection: SelectionPart | None
+    transport: Transport,
+    tensor: Tensor,
+    rule: Rule,
+    selection: SelectionPart | None,
+    run: RunRule,
 ) -> tuple[object, ...]:
     # What calls of one name must share to use its buffers again.
+    shape, dtype, device = tensor.shape, tensor.dtype, str(tensor.device)
     size, lines = transport.world_size, connections_of(transport)
-    return (tensor.shape, tensor.dtype, str(tensor.device), rule, size, selection, lines)
+    return (shape, dtype, device, rule, size, selection, lines, run)
 
 
 @functools.cache
@@ -294,8 +304,12 @@ def start_allreduce(
     present: Sequence[bool] | None,
     transport: Transport | None,
     selection: SelectionPart | None = None,
+    run: RunRule = run_rule,
 ) -> Handle:
-    """Start a robust all-reduce; with ``selection`` its rows are judged together with others'."""
+    """Start a robust all-reduce; with ``selection`` its rows are judged together with others'.
+
+    ``run`` applies the rule, and may look at the rows on the way.
+    """
     rule = Mean() if rule is None else rule
     if not isinstance(tensor, Tensor):
         raise ArgumentTypeError(
@@ -319,7 +333,7 @@ def start_allreduce(
         )
     alive = tuple(count > 0 for count in counts)
     rule.check(sum(alive))
-    reduction = _reduction_of(ends, tensor.detach(), rule, name, selection)
+    reduction = _reduction_of(ends, tensor.detach(), rule, name, selection, run)
     lines = meshed(ends)
     scope = "" if selection is None else " over the whole model"
     device = "any" if mixes_devices(ends) else tensor.device.type
@@ -407,7 +421,12 @@ def _checked(
 
 
 def _reduction_of(
-    transport: Transport, tensor: Tensor, rule: Rule, name: str, selection: SelectionPart | None
+    transport: Transport,
+    tensor: Tensor,
+    rule: Rule,
+    name: str,
+    selection: SelectionPart | None,
+    run: RunRule,
 ) -> NamedReduction:
     """Return the buffers of a name: those of its last call, unless they do not fit."""
     by_name = _reductions().setdefault(transport, {})
@@ -417,8 +436,8 @@ def _reduction_of(
             f"allreduce {name!r}: an all-reduce of that name is in flight; wait for its handle "
             "first, or use another name"
         )
-    if kept is None or kept.kind != _kind_of(transport, tensor, rule, selection):
-        kept = NamedReduction(transport, tensor, rule, name, selection)
+    if kept is None or kept.kind != _kind_of(transport, tensor, rule, selection, run):
+        kept = NamedReduction(transport, tensor, rule, name, selection, run)
     by_name.pop(name, None)
     by_name[name] = kept  # last: those at the front were not used for longest
     if len(by_name) > _MOST_KEPT:

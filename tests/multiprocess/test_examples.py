@@ -37,6 +37,29 @@ def test_unequal_cluster_gives_the_slow_rank_fewer_samples() -> None:
     assert sizes[2] < 0.75 * min(sizes[:2]), output
 
 
+def torchrun(num_ranks: int, *arguments: str) -> str:
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    done = launch(1, [*command, *arguments], launcher="none", timeout_s=180)
+    assert done.returncode == 0, done.output[-6000:]
+    return done.output
+
+
+def test_ddp_under_torchrun_leaves_the_faulty_rank_out() -> None:
+    options = ["--batch-sizes", "16,16,8,4", "--faulty", "3", "--epochs", "2"]
+    output = torchrun(4, "examples/ddp.py", *options)
+    losses = [float(loss) for loss in re.findall(r"epoch \d: loss (\d+\.\d+)", output)]
+    assert losses[-1] < 0.7 * losses[0], output
+    assert re.search(r"^ +3 +\d.* in quarantine until step \d+$", output, re.MULTILINE), output
+
+
+@pytest.mark.long
+def test_ddp_under_torchrun_holds_passes_back() -> None:
+    output = torchrun(2, "examples/ddp.py", "--batch-sizes", "24,8", "--passes", "2")
+    losses = [float(loss) for loss in re.findall(r"epoch \d: loss (\d+\.\d+)", output)]
+    assert losses[-1] < 0.5 * losses[0], output
+    assert "of 2 workers nobody can say which one is off" in output
+
+
 def test_every_example_is_listed() -> None:
     listed = (ROOT / "examples/README.md").read_text()
     for path in (ROOT / "examples").glob("*.py"):

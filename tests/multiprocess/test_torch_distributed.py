@@ -26,6 +26,11 @@ long = pytest.mark.long
         pytest.param("ddp", 2, marks=long),
         ("ddp", 3),
         pytest.param("levels", 4, marks=long),
+        pytest.param("modes", 2, marks=long),
+        ("modes", 3),
+        pytest.param("held_back", 3, marks=long),
+        pytest.param("watched", 4, marks=long),
+        pytest.param("refused", 2, marks=long),
     ],
 )
 def test_torch_ranks(what: str, num_ranks: int, tmp_path: Path) -> None:

@@ -132,6 +132,68 @@ def test_a_bucket_that_fails_ends_the_pass_at_once(scope: Any) -> None:
         assert "bucket 1 (shape [6]): allreduce 'loft.ddp.b01.6': dtype differs" in said
 
 
+def test_a_faulty_worker_is_named_held_and_left_out(tmp_path: Path) -> None:
+    watching = loft.Suspicion(every=1, interval=5, patience=5)
+
+    def work(transport: LocalTransport) -> tuple[str, list[Tensor]]:
+        generator = torch.Generator().manual_seed(transport.rank)
+        params = [torch.nn.Parameter(torch.zeros(n)) for n in (300, 100)]
+        balancer = loft.Balancer(4, [1] * 4, transport=transport, log_dir=tmp_path)
+        hook = loft.ddp_hook(
+            loft.TrimmedMean(1),
+            balancer,
+            diagnostics=watching,
+            quarantine=True,
+            transport=transport,
+        )
+        assert "no gradient has come" in str(hook.report())
+        for _ in range(60):
+            grads = {p: 1 + 0.1 * torch.randn(p.numel(), generator=generator) for p in params}
+            if transport.rank == 3:
+                grads = {p: grad * -20 for p, grad in grads.items()}
+            with balancer.step(1):
+                backward(hook, [[p] for p in params], grads)
+        (held,) = [w for w in hook.report().workers if w.in_quarantine_until is not None]
+        assert held.ranks == (3,)
+        # A row of NaN is not looked at any more.
+        with balancer.step(1):
+            row = float("nan") if transport.rank == 3 else float(transport.rank)
+            last = backward(
+                hook, [[p] for p in params], {p: torch.full_like(p, row) for p in params}
+            )
+        return str(hook.report()), [last[p].clone() for p in params]
+
+    reports, results = zip(*run_ranks(4, work), strict=True)
+    assert len(set(reports)) == 1
+    # Of rows 0, 1 and 2 the middle one stays.
+    assert all(torch.equal(values, torch.ones_like(values)) for each in results for values in each)
+    (log,) = tmp_path.iterdir()
+    lines = list(read_run_log(log))
+    assert [line["rules"] for line in lines if line["kind"] == "rules"] == [["trimmed_mean:f=1"]]
+    told = [line for line in lines if line["kind"] == "suspicion"]
+    assert [w["ranks"] for w in told[-1]["workers"] if w["in_quarantine_until"]] == [[3]]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"quarantine": True}, "quarantine= needs a robust rule"),
+        ({"rule": loft.Median(), "quarantine": True, "diagnostics": False}, "needs diagnostics"),
+        ({"diagnostics": 3}, "diagnostics=3 must be True, False or a loft.Suspicion"),
+    ],
+)
+def test_watching_that_cannot_be_is_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises((ArgumentError, ArgumentTypeError), match=says):
+        loft.ddp_hook(transport=LocalWorld(1).transport(0), **options)
+
+
+def test_fsdps_flat_gradients_are_refused_by_name() -> None:
+    hook = loft.ddp_hook(transport=LocalWorld(1).transport(0))
+    gradient: Any = torch.zeros(3)
+    with pytest.raises(ArgumentTypeError, match=r"FullyShardedDataParallel: .* use Distributed"):
+        hook(None, gradient, gradient)
+
+
 @pytest.mark.parametrize(("rule", "changes"), [(loft.Robust(1), 1), (loft.TrimmedMean(1), 0)])
 def test_auto_changes_its_scope_only_where_the_rule_judges_rows(
     rule: loft.Rule, changes: int, tmp_path: Path

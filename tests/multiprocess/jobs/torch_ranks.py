@@ -21,6 +21,7 @@ from loft_hvd.aggregation.reference import reference
 from loft_hvd.transport.conformance import CHECKS
 from loft_hvd.transport.local import run_ranks
 from loft_hvd.transport.torch_distributed import TorchDistributedTransport
+from tests.multiprocess.jobs.ddp_modes import MODES
 from tests.support.fingerprint import RULES, fingerprint, train
 from tests.support.training import make_model
 
@@ -170,6 +171,7 @@ JOBS: dict[str, Callable[[int], None]] = {
     "raise": fail("raise"),
     "kill": fail("kill"),
     "freeze": fail("freeze"),
+    **MODES,
 }
 
 

@@ -1,0 +1,247 @@
+"""What users do with DDP beside the hook: each equals training in one process, or is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import loft_hvd as loft
+from loft_hvd.aggregation.reference import reference
+from loft_hvd.errors import ArgumentTypeError, MismatchError
+from loft_hvd.pipeline.weights import capped_weights
+from loft_hvd.transport.local import LocalWorld
+from tests.support.training import make_data, make_model, max_difference
+
+SIZES = (5, 1, 2)
+# Of 50 the last batch has 2: other sizes than the plan's, one of 3 ranks has none. With 2 passes
+# a step it may share its step with a whole batch of the next epoch.
+DATA = make_data(50)
+NUM_STEPS = 14
+Batch = tuple[Tensor, Tensor]
+
+
+class Branches(torch.nn.Module):
+    """Has a second branch for rare samples: many a rank's batch leaves it unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.usual, self.rare = make_model(), make_model()
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_rare = x[:, 0] > 1.0
+        if not bool(is_rare.any()):
+            return self.usual(x)  # type: ignore[no-any-return]
+        return torch.where(is_rare[:, None], self.rare(x), self.usual(x))
+
+
+class Repeated(torch.nn.Module):
+    """Computes a layer twice, again in the backward pass: DDP takes that with static_graph=True."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(11)
+        self.first, self.again = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
+        self.last = torch.nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        for _ in range(2):
+            h = torch.tanh(checkpoint(self.again, h, use_reentrant=True))
+        return self.last(h)  # type: ignore[no-any-return]
+
+
+def batches(balancer: loft.Balancer, *, own_loader: bool) -> Iterator[Batch]:
+    """Yield batches of one epoch after another, by our loader or by torch's own."""
+    if own_loader:
+        sampler = loft.BatchSampler(DATA, balancer, seed=3)
+        theirs = torch.utils.data.DataLoader(DATA, batch_sampler=sampler)
+    ours = loft.DataLoader(DATA, balancer, seed=3) if not own_loader else None
+    for epoch in range(100):
+        if ours is None:
+            sampler.set_epoch(epoch)
+            yield from theirs
+        else:
+            ours.set_epoch(epoch)
+            yield from ours
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def train(
+    model: torch.nn.Module,
+    balancer: loft.Balancer,
+    make: Callable[[torch.nn.Module], torch.optim.Optimizer] = sgd,
+    *,
+    num_passes: int = 1,
+    own_loader: bool = False,
+) -> None:
+    """Train for some steps; with ``num_passes`` all passes of a step but the last hold back."""
+    optimizer = make(model)
+    source = batches(balancer, own_loader=own_loader)
+    for _ in range(NUM_STEPS):
+        optimizer.zero_grad()
+        for at in range(num_passes):
+            x, y = next(source)
+            is_held_back = at + 1 < num_passes and isinstance(model, DistributedDataParallel)
+            with model.no_sync() if is_held_back else nullcontext():  # type: ignore[operator]
+                torch.nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+
+def check_equal(
+    what: str,
+    make: Callable[[], torch.nn.Module],
+    options: dict[str, bool],
+    make_optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer] = sgd,
+    *,
+    num_passes: int = 1,
+    own_loader: bool = False,
+) -> None:
+    sizes = SIZES[: dist.get_world_size()]
+    alone = make()
+    one = loft.Balancer(sum(sizes), transport=LocalWorld(1).transport(0))
+    train(alone, one, num_passes=num_passes)
+    balancer = loft.Balancer(sum(sizes), policy=list(sizes))
+    model = DistributedDataParallel(make(), bucket_cap_mb=0.0003, **options)  # type: ignore[arg-type]
+    model.register_comm_hook(None, loft.ddp_hook(loft.Mean(), balancer))
+    train(model, balancer, make_optimizer, num_passes=num_passes, own_loader=own_loader)
+    apart = max_difference(alone, model.module)
+    assert apart <= 1e-5, f"{what}: {apart:g} from training alone"
+    moved = max_difference(make(), alone)
+    assert moved > 1e-2, f"{what}: nothing was trained"
+
+
+def modes(_: int) -> None:
+    """Train as DDP's users do; every way ends with the parameters of one process."""
+    check_equal("plain", make_model, {})
+    check_equal("no_sync", make_model, {}, num_passes=2)
+    check_equal("no_sync, torch's loader", make_model, {}, num_passes=3, own_loader=True)
+    views = {"gradient_as_bucket_view": True}
+    check_equal("no_sync, gradients in buckets", make_model, views, num_passes=2)
+    unused = {"find_unused_parameters": True}
+    check_equal("unused", Branches, unused)
+    check_equal("unused, no_sync", Branches, unused, num_passes=2)
+    check_equal("static", Repeated, {"static_graph": True})
+    check_equal("ZeRO", make_model, {}, sharded_sgd)
+
+
+def sharded_sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.05)
+
+
+def held_back(world_size: int) -> None:
+    """Hold passes back under a robust rule: rows are the sums of passes, weights their samples."""
+    rank, sizes = dist.get_rank(), SIZES[:world_size]
+    # An epoch's last batch reaches 2 ranks: too few for a larger f.
+    rule = loft.TrimmedMean(f=0)
+    balancer = loft.Balancer(sum(sizes), policy=list(sizes))
+    model = DistributedDataParallel(make_model(), bucket_cap_mb=0.0003)
+    model.register_comm_hook(None, loft.ddp_hook(rule, balancer))
+    twin, optimizer = make_model(), sgd(model)
+    loader = loft.DataLoader(DATA, balancer, seed=3)
+    num_idle = epoch = 0
+    source = iter(loader)
+    for _ in range(NUM_STEPS):
+        twin.load_state_dict(model.module.state_dict())
+        twin.zero_grad()
+        optimizer.zero_grad()
+        counts = []
+        for at in range(2):
+            batch = next(source, None)
+            if batch is None:
+                epoch += 1
+                loader.set_epoch(epoch)
+                source = iter(loader)
+                batch = next(source)
+            x, y = batch
+            counts.append(0 if loader.is_padding else len(x))
+            if counts[-1]:
+                torch.nn.functional.mse_loss(twin(x), y).backward()
+            with model.no_sync() if at == 0 else nullcontext():
+                torch.nn.functional.mse_loss(model(x), y).backward()
+        own = torch.zeros(sum(p.numel() for p in twin.parameters()))
+        if any(counts):
+            own = torch.cat([p.grad.flatten() for p in twin.parameters()])  # type: ignore[union-attr]
+            own *= 2 / sum(count > 0 for count in counts)
+        num_idle += 0 in counts
+        row = torch.cat([own.double(), torch.tensor([float(sum(counts))], dtype=torch.float64)])
+        rows = [torch.empty_like(row) for _ in range(world_size)]
+        dist.all_gather(rows, row)
+        table = torch.stack(rows).numpy()
+        weights = capped_weights([int(total) for total in table[:, -1]])
+        wanted = torch.from_numpy(reference(table[:, :-1], rule, weights=weights))
+        got = torch.cat([p.grad.flatten() for p in model.parameters()])  # type: ignore[union-attr]
+        torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=1e-6)
+        optimizer.step()
+    if rank == 1:
+        assert num_idle > 0, "no pass without samples was tried"
+
+
+def watched(world_size: int) -> None:
+    """Let one rank send garbage: the report names it, and a quarantine leaves it out."""
+    wrong = world_size - 1
+    scale = -20.0 if dist.get_rank() == wrong else 1.0
+    model = DistributedDataParallel(make_model())
+    assert "no gradient" in loft.ddp_hook(loft.Median()).report().note
+    watching = loft.Suspicion(every=1, interval=5, patience=5)
+    hook = loft.ddp_hook(
+        loft.TrimmedMean(f=1),
+        diagnostics=watching,
+        quarantine=loft.Quarantine(probation=500),
+    )
+    model.register_comm_hook(None, hook)
+    optimizer = sgd(model)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(40):
+        optimizer.zero_grad()
+        x, y = (part[torch.randint(50, (16,), generator=generator)] for part in DATA.tensors)
+        (scale * torch.nn.functional.mse_loss(model(x), y)).backward()
+        optimizer.step()
+    report = hook.report()
+    assert [worker.ranks for worker in report.workers] == [(r,) for r in range(world_size)]
+    held = [each.ranks for each in report.workers if each.in_quarantine_until is not None]
+    # Of 3 workers f=1 needs all: one is left out only of 4.
+    assert held == ([(wrong,)] if world_size > 3 else []), report
+
+
+def refused(world_size: int) -> None:
+    """Refuse by name what has no whole gradients, and options that differ."""
+    model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Linear(16, 2))
+    mesh = dist.init_device_mesh("cpu", (world_size,))  # type: ignore[attr-defined]
+    fully_shard(model, mesh=mesh)
+    way_out = r"register_comm_hook\(None, loft\.ddp_hook"
+    for ask in (
+        lambda: loft.ddp_hook(named_parameters=model.named_parameters()),
+        lambda: loft.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters()),
+    ):
+        expect_refusal(ask, r"parameter '0.weight' of shape \[16, 6\] comes from FSDP2.*" + way_out)
+    zero = sharded_sgd(make_model())
+    said = r"DistributedOptimizer: ZeroRedundancyOptimizer shares .*" + way_out
+    expect_refusal(lambda: loft.DistributedOptimizer(zero), said)
+    differing = loft.Suspicion(every=1 + dist.get_rank())
+    with pytest.raises(MismatchError, match="ddp_hook: option diagnostics differs on ranks"):
+        loft.ddp_hook(loft.Mean(), diagnostics=differing)
+
+
+def expect_refusal(ask: Callable[[], object], pattern: str) -> None:
+    with pytest.raises(ArgumentTypeError, match=pattern):
+        ask()
+
+
+MODES: dict[str, Callable[[int], None]] = {
+    "modes": modes,
+    "held_back": held_back,
+    "watched": watched,
+    "refused": refused,
+}
