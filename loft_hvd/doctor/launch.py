@@ -6,14 +6,19 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NoReturn
 
 from loft_hvd.doctor.inspect import HorovodBuild, launcher
 from loft_hvd.errors import MissingDependencyError
 
 __all__ = ["CONTROLLERS", "Finished", "launch_command", "run_limited"]
+
+_REST_S = 5.0  # longest wait for the last words of a job that was ended
 
 CONTROLLERS = ("gloo", "mpi")
 
@@ -70,13 +75,43 @@ def run_limited(command: Sequence[str], *, timeout_s: float) -> Finished:
         start_new_session=True,  # a group of its own, so that all of it can be ended
     )
     try:
-        output, _ = process.communicate(timeout=timeout_s)
+        with _sigterm_raises():
+            output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        # To the whole group, and not to be ignored: a launcher waits for ranks that hang.
-        os.killpg(process.pid, signal.SIGKILL)
-        output = f"{process.communicate()[0]}\nnot done within {timeout_s:g} s; ended"
-    except BaseException:  # Ctrl-C, too: ranks must not outlive the command
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        output = f"{_end(process)}\nnot done within {timeout_s:g} s; ended"
+    except BaseException:  # Ctrl-C and SIGTERM, too: ranks must not outlive the command
+        _end(process)
         raise
     return Finished(process.returncode == 0, time.monotonic() - start_s, output)
+
+
+def _end(process: subprocess.Popen[str]) -> str:
+    """End a job's whole group; return what it had printed."""
+    # Not to be ignored, as SIGTERM is: a launcher waits for ranks that hang.
+    os.killpg(process.pid, signal.SIGKILL)
+    try:
+        return process.communicate(timeout=_REST_S)[0]
+    except subprocess.TimeoutExpired as late:  # what has left the group holds the pipe open
+        said = late.output or ""
+        if process.stdout is not None:
+            process.stdout.close()
+        process.wait()  # it is killed; no pipe holds this up
+        return said if isinstance(said, str) else said.decode(errors="replace")
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """Let SIGTERM leave this process by an exception, as Ctrl-C does."""
+
+    def leave(number: int, _: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield  # elsewhere it may not be set; or the program has its own way
+        return
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -71,3 +76,29 @@ def test_job_over_its_limit_is_ended_with_all_it_started() -> None:
     assert not done.is_over
     assert "not done within 0.2 s" in done.output
     assert done.seconds < 30
+
+
+def test_what_has_left_the_group_does_not_hold_up_the_end() -> None:
+    done = run_limited(("sh", "-c", "echo said; setsid sleep 25 & sleep 25"), timeout_s=0.5)
+    assert done.output.startswith("said\n")
+    assert done.seconds < 20  # the pipe stays open for 25 s
+
+
+_JOB = """
+import sys
+from loft_hvd.doctor.launch import run_limited
+run_limited(("sh", "-c", "echo $$ > " + sys.argv[1] + "; exec sleep 50"), timeout_s=50)
+"""
+
+
+def test_a_job_ends_with_the_command_that_is_ended(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    command = subprocess.Popen((sys.executable, "-c", _JOB, str(file)))
+    ends = time.monotonic() + 40
+    while not (file.exists() and file.read_text().strip()):
+        assert time.monotonic() < ends
+        time.sleep(0.05)
+    command.send_signal(signal.SIGTERM)
+    assert command.wait(timeout=20) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(file.read_text()), 0)
