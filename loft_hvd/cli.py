@@ -114,9 +114,9 @@ def _check(script: str, arguments: Sequence[str], *, num_ranks: int, seconds: fl
             print(printable(f"    {line.strip()}"))
         print(printable(f"  mend: {finding.mend}"))
     if checked.failure:
-        print(printable(f"\nThe script failed: {checked.failure}\n{checked.output}"))
+        print(printable(f"\n{checked.failure}\n\n{checked.output}"))
     if checked.is_fine:
-        print(f"Nothing found: {checked.num_steps} steps, all ranks alike.")
+        print(printable(checked.verdict))
     return 0 if checked.is_fine else 1
 
 

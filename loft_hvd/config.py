@@ -68,6 +68,7 @@ _RANKS = (
     "SLURM_STEP_NUM_TASKS",
 )
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
+_RANK = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK", "SLURM_PROCID")
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,7 @@ class Config:
     is_elastic: bool = False  # whether Horovod runs elastically
     local_ranks: int = 1  # on this node; 1 where nothing is told
     ranks: int = 1  # of the whole job
+    rank: int = -1  # of this process; -1 where nothing is told
     interface: str = ""  # the network interface that the engine uses; "" where nothing is told
     is_torchrun: bool = False  # whether torchrun has started this
     is_mpirun: bool = False  # whether Open MPI has started this
@@ -172,6 +174,7 @@ class Config:
             is_elastic=environ.get("HOROVOD_ELASTIC", "") == "1",
             local_ranks=_first_count(environ, _LOCAL_RANKS),
             ranks=_first_count(environ, _RANKS),
+            rank=next((int(environ[n]) for n in _RANK if environ.get(n, "").isdecimal()), -1),
             interface=next((environ[name] for name in _INTERFACES if environ.get(name)), ""),
             is_torchrun=_TORCHRUN in environ and "HOROVOD_SIZE" not in environ and not is_mpirun,
             is_mpirun=is_mpirun,

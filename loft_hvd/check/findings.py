@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import ast
-import linecache
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 
-from loft_hvd.check.notes import STEP, BalancerNote, Call, LoaderNote, Notes
+from loft_hvd.check.calls import find_parting
+from loft_hvd.check.notes import BalancerNote, Finding, LoaderNote, Notes
+from loft_hvd.check.source import is_looped
 
-__all__ = ["Finding", "find"]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that a conversion forgot."""
-
-    place: str  # file:line
-    what: str
-    mend: str
+__all__ = ["find"]
 
 
 def find(ranks: Sequence[Notes]) -> list[Finding]:
@@ -27,25 +17,37 @@ def find(ranks: Sequence[Notes]) -> list[Finding]:
     Args:
         ranks: the notes of every rank, in their order.
     """
-    found = [*_parameters(ranks), *_calls(ranks), *_loaders(ranks), *_means(ranks)]
+    parting = find_parting(ranks)
+    found = [*_parameters(ranks), *([] if parting is None else [parting])]
+    found += [*_unreduced(ranks), *_loaders(ranks), *_means(ranks)]
     unique = list({(each.place, each.mend): each for each in reversed(found)}.values())[::-1]
     return unique or list(_errors(ranks))
 
 
 def _parameters(ranks: Sequence[Notes]) -> Iterator[Finding]:
-    """Compare what ranks' optimizers began with."""
-    for each in zip(*(notes.optimizers for notes in ranks), strict=False):
-        first = each[0]
-        odd = [rank for rank, note in enumerate(each) if note.digest != first.digest]
-        if odd:
+    """Compare what ranks' optimizers began with, among the ranks that each reduces over."""
+    most = max((len(notes.optimizers) for notes in ranks), default=0)
+    for number in range(most):
+        made = [
+            (notes, notes.optimizers[number]) for notes in ranks if number < len(notes.optimizers)
+        ]
+        root, first = made[0]
+        each = [
+            (notes, note)
+            for notes, note in made
+            if note.members == first.members
+            and (note.members is None or {root.rank, notes.rank} <= set(note.members))
+        ]
+        odd = [notes.rank for notes, note in each if note.digest != first.digest]
+        if odd and not any(notes.ignores_copies for notes in ranks):
             yield Finding(
                 first.made,
-                f"different first parameters: those of {_names(odd)} are not rank 0's when the "
-                "first step is taken",
-                "hvd.broadcast_parameters(model.state_dict(), root_rank=0), after the model is "
-                "made or loaded and before the first step",
+                f"different first parameters: those of {_names(odd)} are not rank {root.rank}'s "
+                "when the first step is taken",
+                f"hvd.broadcast_parameters(model.state_dict(), root_rank={root.rank}), after the "
+                "model is made or loaded and before the first step",
             )
-        for rank, note in enumerate(each):
+        for notes, note in each:
             wrong = sorted(
                 name for name in first.options if note.options.get(name) != first.options[name]
             )
@@ -53,10 +55,10 @@ def _parameters(ranks: Sequence[Notes]) -> Iterator[Finding]:
                 name = wrong[0]
                 yield Finding(
                     first.made,
-                    f"different options: {name} is {first.options[name]} on rank 0 and "
-                    f"{note.options.get(name, 'not there')} on rank {rank}",
-                    "hvd.broadcast_optimizer_state(optimizer, root_rank=0), after it is made or "
-                    "loaded; and let no rank compute an option from its own batch",
+                    f"different options: {name} is {first.options[name]} on rank {root.rank} and "
+                    f"{note.options.get(name, 'not there')} on rank {notes.rank}",
+                    f"hvd.broadcast_optimizer_state(optimizer, root_rank={root.rank}), after it is "
+                    "made or loaded; and let no rank compute an option from its own batch",
                 )
                 break
 
@@ -65,142 +67,18 @@ def _names(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _calls(ranks: Sequence[Notes]) -> Iterator[Finding]:
-    """Find the first call that not all ranks make alike; what follows from it says nothing."""
-    first, *others = (
-        replace(notes, calls=[call for call in notes.calls if call.is_ordered]) for notes in ranks
-    )
-    for notes in others:
-        finding = _parting(first, notes)
-        if finding is not None:
-            yield finding
+def _unreduced(ranks: Sequence[Notes]) -> Iterator[Finding]:
+    """Find backward passes whose gradients no rank ever sends."""
+    for notes in ranks:
+        by_hand = sum("allreduce" in call.what and call.num_values != 1 for call in notes.calls)
+        if notes.num_backward and not notes.has_reducer and by_hand < max(notes.num_plain_steps, 1):
+            yield Finding(
+                notes.first_backward,
+                "no distributed optimizer: backward passes are made here, and every rank keeps its "
+                "gradients to itself",
+                "give the optimizer to loft.DistributedOptimizer, and step that one",
+            )
             return
-
-
-def _parting(one: Notes, other: Notes) -> Finding | None:
-    """Compare two ranks, call by call."""
-    both = min(len(one.calls), len(other.calls))
-    at = next(
-        (number for number in range(both) if _key(one.calls[number]) != _key(other.calls[number])),
-        None,
-    )
-    if at is None:
-        # One has called more. Unless the other has left the script, it may be on its way there.
-        more, less = (one, other) if len(one.calls) > both else (other, one)
-        if len(more.calls) == both or less.ended != "done":
-            return None
-        at = both
-    return _explain(one, other, at)
-
-
-def _key(call: Call) -> tuple[str, str]:
-    return call.what, call.place
-
-
-def _explain(one: Notes, other: Notes, at: int) -> Finding:
-    """Say at which call ranks part: one that only some make, or one in a loop that some end sooner.
-
-    One of the two may have left the script before.
-    """
-    sides = [
-        (notes, against) for notes, against in ((one, other), (other, one)) if at < len(notes.calls)
-    ]
-    for notes, against in sides:
-        call = notes.calls[at]
-        # Of the same line since the last step: a loop over parts of a batch. In all: over steps.
-        window = 0 if call.what == STEP else _since_step(notes, at)
-        in_both = all(_key(call) in map(_key, each.calls[window:at]) for each in (notes, against))
-        if in_both and (call.what != STEP or _is_left_behind(notes, against, at)):
-            return _loop(call, notes, against, window)
-    # The call that the other rank never makes; of a step all ranks have some.
-    sides.sort(key=lambda side: side[0].calls[at].what == STEP)
-    notes, against = sides[0]
-    return _unequal(notes.calls[at], notes, against, at)
-
-
-def _is_left_behind(notes: Notes, other: Notes, at: int) -> bool:
-    """Say whether a rank takes one more step in a loop that another has left."""
-    step = notes.calls[at]
-    before = next(call for call in reversed(notes.calls[:at]) if _key(call) == _key(step))
-    if step.round != before.round:  # it has begun the loop anew, so it has left it too
-        return False
-    if at >= len(other.calls):
-        return True
-    for place in step.stack:
-        file, _, line = place.rpartition(":")
-        loop = _loop_around(file, int(line))
-        if loop is not None:
-            return not any(_is_in(loop, file, each) for each in other.calls[at].stack)
-    return False
-
-
-def _is_in(lines: range, file: str, place: str) -> bool:
-    name, _, line = place.rpartition(":")
-    return name == file and int(line) in lines
-
-
-def _loop_around(file: str, line: int) -> range | None:
-    """Return the lines of the innermost loop around a line, if any; of no file there are none."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:
-        return None
-    loops = [
-        range(node.lineno, (node.end_lineno or node.lineno) + 1)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.For | ast.While | ast.AsyncFor)
-    ]
-    return min((each for each in loops if line in each), key=len, default=None)
-
-
-def _unequal(call: Call, notes: Notes, against: Notes, at: int) -> Finding:
-    instead = "the script's end"
-    if at < len(against.calls):
-        instead = f"{against.calls[at].what} at {against.calls[at].place}"
-    return Finding(
-        call.place,
-        f"unequal collectives: rank {notes.rank} calls {call.what} here, while rank "
-        f"{against.rank} is at {instead}",
-        "let every rank call it: take it out of the branch that some ranks do not enter, such as "
-        "`if hvd.rank() == 0`",
-    )
-
-
-def _since_step(notes: Notes, at: int) -> int:
-    """Return the number of the first call after the last step before a call."""
-    return next(
-        (number + 1 for number in range(at - 1, -1, -1) if notes.calls[number].what == STEP), 0
-    )
-
-
-def _loop(call: Call, longer: Notes, shorter: Notes, window: int) -> Finding:
-    counts = [
-        sum(_key(each) == _key(call) for each in notes.calls[window:])
-        for notes in (longer, shorter)
-    ]
-    sizes = [next(iter(_sizes(notes)), None) for notes in (longer, shorter)]
-    whose = "" if None in sizes else f" (local batches of {sizes[0]} and {sizes[1]})"
-    if call.what == STEP:
-        return Finding(
-            call.place,
-            f"a loop whose length follows the local batch: rank {longer.rank} takes more steps "
-            f"here than rank {shorter.rank}{whose}",
-            "iterate over the loader itself: loft.DataLoader gives every rank equally many steps, "
-            "and len(loader) is their number",
-        )
-    return Finding(
-        call.place,
-        f"a loop whose length follows the local batch: rank {longer.rank} calls {call.what} here "
-        f"at least {counts[0]} times in a step, rank {shorter.rank} {counts[1]} times{whose}",
-        "take the collective out of the loop: add up in it, then loft.average(mean, count) once "
-        "behind it, or loft.Metric",
-    )
-
-
-def _sizes(notes: Notes) -> Iterator[int]:
-    for balancer in notes.balancers:
-        if notes.rank < len(balancer.sizes):
-            yield balancer.sizes[notes.rank]
 
 
 def _loaders(ranks: Sequence[Notes]) -> Iterator[Finding]:
@@ -209,10 +87,8 @@ def _loaders(ranks: Sequence[Notes]) -> Iterator[Finding]:
         trained = [each for each in loader.rounds if each.is_trained]
         if not trained:
             continue
-        epochs = [each.epoch for each in trained]
-        repeats = len(epochs) > len(set(epochs))
-        if loader.shuffles and (repeats or not notes.says_set_epoch):
-            again = f"{len(epochs)} epochs had the same order" if repeats else "nothing calls it"
+        again = _missing_set_epoch(loader, notes)
+        if loader.shuffles and again:
             yield Finding(
                 loader.made,
                 f"missing set_epoch: {again}",
@@ -228,6 +104,20 @@ def _loaders(ranks: Sequence[Notes]) -> Iterator[Finding]:
                     "batch_sampler=loft.BatchSampler(dataset, balancer), or each step inside "
                     "`with balancer.step(num_samples)`",
                 )
+
+
+def _missing_set_epoch(loader: LoaderNote, notes: Notes) -> str:
+    """Say how it is seen that a shuffling loader's epochs have one order; "" where they do not."""
+    trained = [each for each in loader.rounds if each.is_trained]
+    epochs = [each.epoch for each in trained if each.epoch is not None]
+    if len(epochs) > len(set(epochs)):
+        return f"{len(epochs)} epochs had the same order"
+    if notes.says_set_epoch:
+        return ""
+    # Of one epoch nothing is known yet, unless a loop around it begins the next one.
+    if len(trained) > 1 or (notes.ended == "stopped" and is_looped(trained[0].begun)):
+        return "nothing calls it"
+    return ""
 
 
 def _stands_beside(loader: LoaderNote, balancer: BalancerNote, notes: Notes) -> bool:
@@ -249,8 +139,9 @@ def _means(ranks: Sequence[Notes]) -> Iterator[Finding]:
             if call.is_mean_of_one:
                 yield Finding(
                     call.place,
-                    f"a metric averaged by rank: {call.what} weighs every rank the same, however "
-                    "many samples it has",
+                    f"this may be a metric averaged by rank: {call.what} weighs every rank the "
+                    "same, however many samples it has; right for sums and counts that are "
+                    "divided by each other, and for what does not depend on the batch",
                     "loft.average(value, count), with the samples behind the value, or loft.Metric",
                 )
 

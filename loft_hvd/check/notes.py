@@ -1,13 +1,17 @@
-"""What one rank notes of a script while it runs: who called what, from which line of the script."""
+"""What one rank notes of a script while it runs, by line of the script; and what is found in it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["STEP", "BalancerNote", "Call", "ErrorNote", "LoaderNote", "Notes", "OptimizerNote"]
-__all__ += ["Round"]
+__all__ = ["JOIN", "STANDSTILL_S", "STEP", "BalancerNote", "Call", "ErrorNote", "Finding"]
+__all__ += ["LoaderNote", "Notes", "OptimizerNote", "Round", "WaitNote"]
 
 STEP = "optimizer.step"  # a call in which gradients are reduced
+JOIN = "hvd.join"  # a rank that has called it takes part in nothing, until all have
+# So long must all ranks wait for each other, with no sign of work, to be told as a standstill. A
+# choice: the largest transfer of a step is through sooner.
+STANDSTILL_S = 10.0
 
 
 @dataclass
@@ -16,10 +20,13 @@ class Call:
 
     what: str  # such as "hvd.allreduce", or STEP
     stack: list[str]  # file:line of the script that calls, then of what called that, and so on
-    is_mean_of_one: bool = False  # an average over ranks of a single number
+    name: str | None = None  # that the script has given it
+    members: list[int] | None = None  # ranks of its process set; None: all
+    num_values: int = 0  # of a tensor that is reduced; 0 where that is not known
+    is_mean_of_one: bool = False  # an average over ranks of one number per rank, such as a loss
     is_ordered: bool = True  # ranks must call it in the same order as all others
     round: int = 0  # iterations over loaders that had begun
-    is_done: bool = False
+    is_done: bool = False  # it has returned
 
     @property
     def place(self) -> str:
@@ -33,7 +40,8 @@ class Round:
 
     epoch: int | None = None  # that its sampler was at; None where it has none
     num_batches: int = 0
-    is_trained: bool = False  # whether backward passes came in between
+    is_trained: bool = False  # whether backward passes followed its batches
+    begun: list[str] = field(default_factory=list)  # file:line as in ``Call.stack``
 
 
 @dataclass
@@ -65,6 +73,20 @@ class OptimizerNote:
     made: str
     digest: int  # of all parameters
     options: dict[str, str]  # of all parameter groups
+    members: list[int] | None = None  # ranks of its process set; None: all
+
+
+@dataclass
+class WaitNote:
+    """What a rank stood in at the end: it waited for other ranks."""
+
+    stack: list[str]  # as in ``Call.stack``
+    seconds: float  # since its last sign of work
+
+    @property
+    def place(self) -> str:
+        """The line that waits."""
+        return self.stack[0] if self.stack else "?"
 
 
 @dataclass
@@ -88,5 +110,20 @@ class Notes:
     loaders: list[LoaderNote] = field(default_factory=list)
     balancers: list[BalancerNote] = field(default_factory=list)
     optimizers: list[OptimizerNote] = field(default_factory=list)
+    wait: WaitNote | None = None
     says_set_epoch: bool = False  # it was called, or some line of the script names it
-    num_steps: int = 0
+    ignores_copies: bool = False  # LOFT_HVD_COPIES=ignore: ranks' parameters differ on purpose
+    has_reducer: bool = False  # it has made an optimizer that reduces, or torch's process group
+    num_backward: int = 0
+    first_backward: str = "?"  # its line
+    num_steps: int = 0  # of optimizers that reduce
+    num_plain_steps: int = 0  # of others, after a backward pass
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that a conversion forgot."""
+
+    place: str  # file:line
+    what: str
+    mend: str

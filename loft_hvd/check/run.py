@@ -8,15 +8,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from loft_hvd.check.findings import Finding, find
-from loft_hvd.check.notes import Notes
+from loft_hvd.check.calls import find_unfinished
+from loft_hvd.check.findings import find
+from loft_hvd.check.notes import Finding, Notes
 from loft_hvd.codec import decode
+from loft_hvd.config import VARIABLES
 from loft_hvd.doctor.inspect import HorovodBuild
 from loft_hvd.doctor.launch import launch_command, run_limited
 from loft_hvd.errors import ArgumentError, DataError
 
-__all__ = ["Checked", "check_script"]
+__all__ = ["Checked", "check_script", "judge"]
 
+_NOT_FOR_RANKS = ("log_dir", "trace_file")
 _START_S = 400.0  # on top of the seconds: starting ranks, and reading data
 
 
@@ -26,13 +29,24 @@ class Checked:
 
     findings: tuple[Finding, ...]
     num_steps: int  # that rank 0 has taken
-    failure: str  # how the script itself failed, or empty
+    failure: str  # how the script itself failed, or why nothing could be seen; or empty
     output: str  # the end of what it printed
+    unfinished: str = ""  # a call that some ranks were in, and not all, when the time was up
 
     @property
     def is_fine(self) -> bool:
         """Whether nothing was found, and the script did not fail."""
         return not (self.findings or self.failure)
+
+    @property
+    def verdict(self) -> str:
+        """What is said of a script in which nothing was found."""
+        if self.unfinished:
+            return (
+                f"Nothing found in {self.num_steps} steps. When the time was up, "
+                f"{self.unfinished}: with a longer --seconds it is seen whether it does."
+            )
+        return f"Nothing found: {self.num_steps} steps, all ranks alike."
 
 
 def check_script(
@@ -50,7 +64,7 @@ def check_script(
         arguments: what it is given.
         build: Horovod, as ``horovod_build`` found it.
         num_ranks: ranks on this machine, >= 2.
-        seconds: how long it works, counted from its first collective or step.
+        seconds: how long it works, counted from its first backward pass.
 
     Raises:
         ArgumentError: fewer than two ranks, no time, or no such script.
@@ -64,6 +78,9 @@ def check_script(
     with tempfile.TemporaryDirectory(prefix="loft-check-") as folder:
         words = ("-m", "loft_hvd.check.watch", folder, str(seconds), str(num_ranks))
         command = launch_command(build, (*words, script, *arguments), num_ranks=num_ranks)
+        # A log and a trace are of the user's own runs.
+        unset = [word for field in _NOT_FOR_RANKS for word in ("-u", VARIABLES[field])]
+        command = ("env", *unset, *command)
         done = run_limited(command, timeout_s=seconds + _START_S)
         last = "\n".join(done.output.splitlines()[-30:])
         ranks = [_read(path) for path in Path(folder).glob("*.json")]
@@ -73,15 +90,28 @@ def check_script(
             f"{last}"
         )
     ranks.sort(key=lambda notes: notes.rank)
+    return judge(ranks, last)
+
+
+def judge(ranks: Sequence[Notes], output: str) -> Checked:
+    """Say what the notes of all ranks, in their order, tell of a script that printed ``output``."""
     findings = find(ranks)
+    failed = [notes for notes in ranks if notes.error is not None and not notes.error.is_ours]
+    num_steps = ranks[0].num_steps or ranks[0].num_plain_steps
     failure = ""
-    for notes in ranks:
-        if notes.error is not None and not notes.error.is_ours and not findings and not failure:
-            failure = (
-                f"rank {notes.rank} failed at {notes.error.place} with {notes.error.kind}: "
-                f"{notes.error.text}"
-            )
-    return Checked(tuple(findings), ranks[0].num_steps, failure, last)
+    if failed and failed[0].error is not None:
+        error = failed[0].error
+        failure = (
+            f"The script failed: rank {failed[0].rank} at {error.place} with {error.kind}: "
+            f"{error.text}"
+        )
+    elif not findings and not num_steps:
+        failure = (
+            "No step was seen, so there was nothing to compare: give the optimizer to "
+            "loft.DistributedOptimizer or hvd.DistributedOptimizer and step it, or raise --seconds "
+            "where a step takes longer"
+        )
+    return Checked(tuple(findings), num_steps, failure, output, find_unfinished(ranks))
 
 
 def _read(path: Path) -> Notes:

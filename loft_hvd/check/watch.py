@@ -3,14 +3,19 @@
 Functions are replaced before the script imports them, so the script stays as it is. Each note has
 the line of the script; what libraries call among themselves is none of its business.
 
-The ranks end together: the first that reaches the limit, or fails, puts a file into a folder that
-all look at, and each goes once all have written their notes. A rank that waits in a collective for
-ever is no hindrance: a thread writes for it.
+The ranks end together: the first that reaches the limit, or fails, or sees that all stand still,
+puts a file into a folder that all look at, and each goes once all have written their notes. A rank
+that waits in a collective for ever is no hindrance: a thread writes for it. One that is through
+stays until the others are: they may test, or save.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import gc
+import inspect
+import io
 import json
 import os
 import runpy
@@ -20,19 +25,24 @@ import threading
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.data import DataLoader, DistributedSampler
 
 import loft_hvd
 from loft_hvd.balance.balancer import Balancer
 from loft_hvd.check.notes import (
+    STANDSTILL_S,
     STEP,
     BalancerNote,
     Call,
@@ -41,12 +51,16 @@ from loft_hvd.check.notes import (
     Notes,
     OptimizerNote,
     Round,
+    WaitNote,
 )
+from loft_hvd.config import config
 from loft_hvd.data.loader import DataLoader as LoftLoader
 from loft_hvd.data.sampler import BatchSampler
+from loft_hvd.data.stream import StreamLoader
 from loft_hvd.errors import LoftError
 from loft_hvd.metrics import Metric
 from loft_hvd.optimizer.wrapper import OptimizerWrapper
+from loft_hvd.transport.heartbeat.places import innermost_frame
 from loft_hvd.transport.horovod import horovod_if_initialized, horovod_module
 
 __all__ = ["main"]
@@ -54,10 +68,13 @@ __all__ = ["main"]
 # fmt: off
 _COLLECTIVES = (  # of horovod.torch
     "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "grouped_allreduce",
-    "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_", "allgather",
-    "allgather_async", "grouped_allgather", "broadcast", "broadcast_", "broadcast_async",
-    "broadcast_async_", "alltoall", "alltoall_async", "reducescatter", "barrier", "join",
-    "broadcast_parameters", "broadcast_optimizer_state", "broadcast_object", "allgather_object",
+    "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_",
+    "sparse_allreduce_async", "allgather", "allgather_async", "grouped_allgather",
+    "grouped_allgather_async", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_",
+    "alltoall", "alltoall_async", "reducescatter", "reducescatter_async", "grouped_reducescatter",
+    "grouped_reducescatter_async", "barrier", "join", "broadcast_parameters",
+    "broadcast_optimizer_state", "broadcast_object", "allgather_object", "add_process_set",
+    "remove_process_set",
 )
 # fmt: on
 _OF_LOFT = ("allreduce", "allreduce_async", "average")
@@ -65,15 +82,35 @@ _MOST_CALLS = 50_000  # noted: more than a minute of short steps has
 _MOST_FRAMES = 12  # of a call
 _LOOK_S = 0.1
 _LEAVE_S = 15.0  # longest wait for the notes of other ranks
-_START_S = 300.0  # longest start: until the script first trains or talks to other ranks
+_START_S = 300.0  # longest start: until the first backward pass
+_FLUSH_S = 5.0  # longest for what the script has written and not flushed
+
+
+def _folder_of(path: str | Path) -> str:
+    return str(Path(path).resolve()) + os.sep
+
+
+_LOFT = Path(loft_hvd.__file__).parent
 _LIBRARIES = tuple(
-    str(Path(path).resolve()) + os.sep
+    _folder_of(path)
     for path in (
         sysconfig.get_paths()["purelib"],
         sysconfig.get_paths()["platlib"],
         sysconfig.get_paths()["stdlib"],
-        Path(loft_hvd.__file__).parent,
+        _LOFT,
     )
+)
+_DATA = _folder_of(_LOFT / "data")
+# Who waits in a file of theirs waits for other ranks, or for data and arithmetic; the first that
+# fits. In files of others, such as threading's, it is as in those that call them.
+_WAITS = (
+    (_folder_of(_LOFT / "check"), None),
+    (_DATA, False),
+    (_folder_of(_LOFT / "store"), False),
+    (_folder_of(_LOFT / "aggregation"), False),
+    (_folder_of(_LOFT), True),
+    (_folder_of(Path(torch.__file__).parent / "utils" / "data"), False),
+    (_folder_of(Path(torch.__file__).parent / "distributed"), True),
 )
 
 
@@ -81,6 +118,45 @@ _LIBRARIES = tuple(
 def _is_script(file: str) -> bool:
     """Say whether a file is the script's, or one of its own modules."""
     return not file.startswith("<") and not str(Path(file).resolve()).startswith(_LIBRARIES)
+
+
+@functools.cache
+def _waits(file: str) -> bool | None:
+    """Say whether code of a file waits for other ranks; None where that is its caller's."""
+    path = str(Path(file).resolve())
+    if path.startswith(_folder_of(Path(horovod_module().__file__).parents[1])):
+        return True
+    return next((waits for folder, waits in _WAITS if path.startswith(folder)), None)
+
+
+def _waiting_line(frame: FrameType | None) -> FrameType | None:
+    """Return the script's frame that waits for other ranks, from its innermost frame; else None."""
+    waits: bool | None = None
+    while frame is not None and not _is_script(frame.f_code.co_filename):
+        if waits is None:
+            # hvd.init() takes as long as the slowest rank's imports.
+            waits = _waits(frame.f_code.co_filename) and frame.f_code.co_name != "init"
+        frame = frame.f_back
+    return frame if waits else None
+
+
+def _is_called_from(frame: FrameType | None, is_it: Callable[[FrameType], bool]) -> bool:
+    """Say whether one of a frame's callers, or itself, is it."""
+    while frame is not None:
+        if is_it(frame):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _is_of_data(frame: FrameType) -> bool:
+    return str(Path(frame.f_code.co_filename).resolve()).startswith(_DATA)
+
+
+def _broadcasts_state(frame: FrameType) -> bool:
+    """Say whether a frame is Horovod's that sets an optimizer's state up, by a step of its own."""
+    code = frame.f_code
+    return code.co_name == "broadcast_optimizer_state" and not _is_script(code.co_filename)
 
 
 def _place(frame: FrameType | None) -> str:
@@ -105,20 +181,62 @@ def _is_direct(frame: FrameType | None) -> bool:
     return frame is not None and _is_script(frame.f_code.co_filename)
 
 
+@dataclass
+class _OpenRound:
+    """A round, and how it has been trained so far."""
+
+    note: Round
+    kind: str  # of its loader
+    began: int  # trained batches of all loaders before it
+    num_trained: int = 0  # trained batches in which one of its own was new
+
+
+class _CountedBatches:
+    """The iterator of a loader, which tells of each batch."""
+
+    def __init__(self, batches: Iterator[Any], came: Callable[[], None]) -> None:
+        self._batches = batches
+        self._came = came
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        batch = next(self._batches)
+        self._came()
+        return batch
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]  # torch's have a length, ours have none
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_batches":  # not there yet, while being copied
+            raise AttributeError(name)
+        return getattr(self._batches, name)
+
+
 class Watch:
     """The notes of this rank, and what writes them."""
 
     def __init__(self, folder: Path, script: Path) -> None:
         self.notes = Notes(rank=-1)
-        self.is_begun = threading.Event()  # it has trained, or talked to other ranks
+        self.is_begun = threading.Event()  # it has trained
         self._folder = folder
         self._lock = threading.Lock()
-        self._num_backward = self._num_rounds = 0
-        self._open_rounds: list[Round] = []  # iterations that have not ended
-        self._step_backward = -1  # backward passes before the newest step
+        self._num_rounds = self._num_trained = 0
+        self._new: list[_OpenRound] = []  # those with a batch since the last backward pass
+        self._newest_kind = ""  # of the loader that the newest batch is of
         self._known: dict[int, tuple[Optimizer, str, bool]] = {}  # by id: itself, line, noted
+        self._stepped: dict[int, int] = {}  # by id: backward passes before the newest step
+        self._open_steps: dict[int, Call] = {}  # by id
+        self._watched: set[type] = {LoftLoader, BatchSampler, DistributedSampler}  # set_epoch of
         self._balancers: list[tuple[Balancer, BalancerNote]] = []
+        self._num_signs = 0  # of work
+        self._standing: tuple[object, ...] = ()  # where it waits, and signs by then
+        self._since = 0.0
+        self._wait: WaitNote | None = None
         self.notes.says_set_epoch = "set_epoch" in script.read_text(errors="replace")
+        self.notes.ignores_copies = config().copies == "ignore"
 
     # What is replaced.
 
@@ -127,13 +245,14 @@ class Watch:
         hvd = horovod_module()
         for name in _COLLECTIVES:
             if hasattr(hvd, name):
-                setattr(hvd, name, self._collective(f"hvd.{name}", getattr(hvd, name)))
+                _replace(hvd, name, self._collective(f"hvd.{name}", getattr(hvd, name)))
         for name in _OF_LOFT:
-            setattr(loft_hvd, name, self._collective(f"loft.{name}", getattr(loft_hvd, name)))
+            _replace(loft_hvd, name, self._collective(f"loft.{name}", getattr(loft_hvd, name)))
         _replace(Metric, "avg", property(self._collective("Metric.avg", vars(Metric)["avg"].fget)))
-        hvd.DistributedOptimizer = self._maker(hvd.DistributedOptimizer)
+        _replace(hvd, "DistributedOptimizer", self._maker(hvd.DistributedOptimizer))
         _replace(loft_hvd, "DistributedOptimizer", self._maker(loft_hvd.DistributedOptimizer))
         register_optimizer_step_pre_hook(self._before_step)
+        register_optimizer_step_post_hook(self._after_step)
         for kind, name, around in (
             (OptimizerWrapper, "reduce_and_step", self._step),
             (torch.Tensor, "backward", self._backward),
@@ -143,6 +262,8 @@ class Watch:
             (DataLoader, "__iter__", self._loader_begun),
             (LoftLoader, "__init__", self._loader_made),
             (LoftLoader, "__iter__", self._loader_begun),
+            (StreamLoader, "__init__", self._loader_made),
+            (StreamLoader, "__iter__", self._loader_begun),
             (LoftLoader, "set_epoch", self._epoch_set),
             (BatchSampler, "set_epoch", self._epoch_set),
             (DistributedSampler, "set_epoch", self._epoch_set),
@@ -150,21 +271,32 @@ class Watch:
             _replace(kind, name, around(vars(kind)[name]))
 
     def _collective(self, what: str, function: Any) -> Any:
+        signature = inspect.signature(function)
+
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             frame = sys._getframe(1)
             if not _is_direct(frame):
                 return function(*args, **kwargs)
+            try:
+                given = signature.bind(*args, **kwargs).arguments
+            except TypeError:  # the call says so itself
+                return function(*args, **kwargs)
+            name, tensor = given.get("name"), given.get("tensor")
             note = Call(
                 what,
                 _stack(frame),
-                is_mean_of_one=_is_mean_of_one(what, args, kwargs),
+                name=None if name is None else str(name),
+                members=_members(given.get("process_set")),
+                num_values=tensor.numel() if isinstance(tensor, torch.Tensor) else 0,
+                # A loop over torch's loader gives all ranks batches of one size.
+                is_mean_of_one=self._newest_kind != "torch" and _is_mean_of_one(what, given),
                 # Horovod matches what runs beside the script by name, in any order.
-                is_ordered="_async" not in what or kwargs.get("name") is None,
+                is_ordered="_async" not in what or name is None,
             )
             self._add(note)
             result = function(*args, **kwargs)
-            note.is_done = True
+            self._finish(note)
             return result
 
         return call
@@ -174,12 +306,22 @@ class Watch:
         with self._lock:
             if len(self.notes.calls) < _MOST_CALLS:
                 self.notes.calls.append(call)
-        self.is_begun.set()
+        self._num_signs += 1
+        # Now: at the end hvd.shutdown() may have been called, or an elastic job have other ranks.
+        if self.notes.rank < 0 and (hvd := horovod_if_initialized()) is not None:
+            self.notes.rank = hvd.rank()
+
+    def _finish(self, call: Call) -> None:
+        call.is_done = True
+        self._num_signs += 1
 
     def _maker(self, function: Any) -> Any:
         @functools.wraps(function)
         def make(*args: Any, **kwargs: Any) -> Any:
             made = function(*args, **kwargs)
+            self.notes.has_reducer = True
+            # Ours around Horovod's: it is the outer one that steps.
+            self._known.pop(id(args[0] if args else kwargs.get("optimizer")), None)
             frame = sys._getframe(1)
             if _is_direct(frame):
                 self._known[id(made)] = made, _place(frame), False
@@ -193,43 +335,75 @@ class Watch:
             note = self._note_step(optimizer, sys._getframe(1))
             result = function(optimizer, *args, **kwargs)
             if note is not None:
-                note.is_done = True
+                self._finish(note)
             return result
 
         return step
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Note a step of Horovod's optimizer, before it reduces; ours is replaced itself."""
-        if not isinstance(optimizer, OptimizerWrapper):
-            self._note_step(optimizer, sys._getframe(1))
+        if isinstance(optimizer, OptimizerWrapper):
+            return
+        note = self._note_step(optimizer, sys._getframe(1))
+        if note is not None:
+            self._open_steps[id(optimizer)] = note
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        note = self._open_steps.pop(id(optimizer), None)
+        if note is not None:
+            self._finish(note)
 
     def _note_step(self, optimizer: Any, frame: FrameType | None) -> Call | None:
-        if id(optimizer) not in self._known:
-            return None
-        made, place, is_noted = self._known[id(optimizer)]
-        if not is_noted:
-            self._known[id(optimizer)] = made, place, True
-            self.notes.optimizers.append(_describe(optimizer, place))
+        key, is_ours = id(optimizer), isinstance(optimizer, OptimizerWrapper)
         # Horovod's class steps through that of the user: one step, told of twice.
-        if self._num_backward == self._step_backward and not isinstance(
-            optimizer, OptimizerWrapper
-        ):
+        if self._stepped.get(key) == self.notes.num_backward and not is_ours:
             return None
-        self._step_backward = self._num_backward
-        note = Call(STEP, _stack(frame))
+        if _is_called_from(frame, _broadcasts_state):
+            return None
+        if key not in self._known:
+            if self.notes.num_backward:
+                self._stepped[key] = self.notes.num_backward
+                self.notes.num_plain_steps += 1
+            return None
+        self._stepped[key] = self.notes.num_backward
+        made, place, is_noted = self._known[key]
+        if not is_noted:
+            self._known[key] = made, place, True
+            self.notes.optimizers.append(_describe(optimizer, place))
+        note = Call(STEP, _stack(frame), members=_members_of(optimizer))
         self._add(note)
+        self.is_begun.set()
         self.notes.num_steps += 1
         return note
 
     def _backward(self, function: Any) -> Any:
         @functools.wraps(function)
         def backward(*args: Any, **kwargs: Any) -> Any:
-            self._num_backward += 1
-            for each in self._open_rounds:
-                each.is_trained = True
+            if not self.notes.num_backward:
+                self.notes.first_backward = _place(sys._getframe(1))
+            self.notes.num_backward += 1
+            self._num_signs += 1
+            self._mark_trained()
+            self.is_begun.set()
             return function(*args, **kwargs)
 
         return backward
+
+    def _mark_trained(self) -> None:
+        """Mark the rounds that the batches of this backward pass are of.
+
+        That of the newest batch is one. Another with a new batch may be trained beside it, or be
+        an evaluation's that is kept open and asked for a batch now and then.
+        """
+        if not self._new:
+            return
+        self._num_trained += 1
+        for each in self._new:
+            each.num_trained += 1
+            is_usual = 4 * each.num_trained > 3 * (self._num_trained - each.began)
+            if each is self._new[-1] or (each.num_trained > 1 and is_usual):
+                each.note.is_trained = True
+        self._new = []
 
     def _balancer_made(self, function: Any) -> Any:
         @functools.wraps(function)
@@ -260,30 +434,40 @@ class Watch:
                 note = _describe_loader(loader, _place(frame))
                 self.notes.loaders.append(note)
                 object.__setattr__(loader, "_loft_check", note)
+                self._watch_epochs(_sampler_of(loader))
 
         return init
+
+    def _watch_epochs(self, sampler: Any) -> None:
+        """Watch ``set_epoch`` of a sampler of the script's own class."""
+        for kind in type(sampler).__mro__:
+            if "set_epoch" in vars(kind) and kind not in self._watched:
+                self._watched.add(kind)
+                _replace(kind, "set_epoch", self._epoch_set(vars(kind)["set_epoch"]))
 
     def _loader_begun(self, function: Any) -> Any:
         @functools.wraps(function)
         def begin(loader: Any) -> Iterator[Any]:
             note = getattr(loader, "_loft_check", None)
-            batches = function(loader)
-            return batches if note is None else self._count(batches, note, _epoch_of(loader))
+            batches: Iterator[Any] = function(loader)
+            frame = sys._getframe(1)
+            # The source of a StreamLoader gives what the plan takes.
+            if note is None or _is_called_from(frame, _is_of_data):
+                return batches
+            this = Round(_epoch_of(loader), begun=_stack(frame))
+            note.rounds.append(this)
+            self._num_rounds += 1
+            opened = _OpenRound(this, note.kind, self._num_trained)
+            return _CountedBatches(batches, functools.partial(self._batch_came, opened))
 
         return begin
 
-    def _count(self, batches: Iterator[Any], note: LoaderNote, epoch: int | None) -> Iterator[Any]:
-        """Yield batches, and note how many there were, and whether they were trained on."""
-        this = Round(epoch)
-        self._num_rounds += 1
-        note.rounds.append(this)
-        self._open_rounds.append(this)
-        try:
-            for batch in batches:
-                this.num_batches += 1
-                yield batch
-        finally:
-            self._open_rounds.remove(this)
+    def _batch_came(self, this: _OpenRound) -> None:
+        this.note.num_batches += 1
+        self._num_signs += 1
+        self._newest_kind = this.kind
+        self._new = [each for each in self._new if each is not this]
+        self._new.append(this)
 
     def _epoch_set(self, function: Any) -> Any:
         @functools.wraps(function)
@@ -305,7 +489,11 @@ class Watch:
             if error is not None:
                 self.notes.error = _describe_error(error)
             hvd = horovod_if_initialized()
-            self.notes.rank = -1 if hvd is None else hvd.rank()
+            if self.notes.rank < 0:
+                self.notes.rank = config().rank if hvd is None else hvd.rank()
+            self.notes.wait = self._wait if ended == "stopped" else None
+            if torch.distributed.is_available() and torch.distributed.is_initialized():
+                self.notes.has_reducer = True
             for balancer, note in self._balancers:
                 note.sizes = list(balancer.history[-1].sizes)
             part = path.with_suffix(".part")
@@ -316,44 +504,110 @@ class Watch:
         """Ask all ranks to write their notes and to end."""
         (self._folder / "stop").touch()
 
-    def wait_for_all(self, num_ranks: int) -> bool:
-        """Wait until every rank has written its notes; say whether all did."""
+    def _have_all_written(self, num_ranks: int) -> bool:
+        return len(list(self._folder.glob("*.json"))) >= num_ranks
+
+    def wait_for_all(self, num_ranks: int) -> None:
+        """Wait until every rank has written its notes, or until it should have."""
         ends = time.monotonic() + _LEAVE_S
-        while time.monotonic() < ends:
-            if len(list(self._folder.glob("*.json"))) >= num_ranks:
-                return True
+        while time.monotonic() < ends and not self._have_all_written(num_ranks):
             time.sleep(_LOOK_S)
-        return False
+
+    def look(self, frame: FrameType | None, now: float) -> float:
+        """Return for how long the script, whose innermost frame this is, has waited for others."""
+        line = _waiting_line(frame)
+        # A loop comes back to its line: then there are signs of work.
+        standing = () if line is None else (id(line), line.f_lasti, self._num_signs)
+        if not standing or standing != self._standing:
+            self._since = now
+        self._standing = standing
+        self._wait = WaitNote(_stack(line), now - self._since) if standing else None
+        return now - self._since
+
+    def _tell_standing(self, stood_s: float) -> None:
+        """Tell the other ranks whether this one stands still."""
+        sign = self._folder / f"{os.getpid()}.stands"
+        if stood_s >= STANDSTILL_S:
+            sign.touch()
+        else:
+            sign.unlink(missing_ok=True)
+
+    def _do_all_stand(self, num_ranks: int) -> bool:
+        stands = len(list(self._folder.glob("*.stands")))
+        return stands > 0 and stands + len(list(self._folder.glob("*.json"))) >= num_ranks
 
     def run_out(self, seconds: float, num_ranks: int) -> None:
         """End this rank after so many seconds of work, or when another one asks; on a thread."""
-        latest = time.monotonic() + _START_S
-        while time.monotonic() < latest and not (self._folder / "stop").exists():
-            if self.is_begun.wait(_LOOK_S):
+        main = threading.main_thread().ident or 0
+        ends, is_begun = time.monotonic() + _START_S, False
+        while not (self._folder / "stop").exists():
+            now = time.monotonic()
+            if self.is_begun.is_set() and not is_begun:
+                ends, is_begun = now + seconds, True
+            stood_s = self.look(innermost_frame(main), now)
+            # One that has begun to stand is looked at until it is known whether it goes on.
+            if now >= ends and not 0.0 < stood_s < STANDSTILL_S:
                 break
-        ends = time.monotonic() + seconds
-        while time.monotonic() < ends and not (self._folder / "stop").exists():
+            if not self._folder.exists():  # nobody reads the notes any more
+                _leave(1)
+            self._tell_standing(stood_s)
+            if self._do_all_stand(num_ranks) or self._have_all_written(num_ranks):
+                break
             time.sleep(_LOOK_S)
-        self.end_others()
-        self.write("stopped")
-        self.wait_for_all(num_ranks)
-        os._exit(0)
+        if self._folder.exists():
+            self.end_others()
+            self.write("stopped")
+            self.wait_for_all(num_ranks)
+        _leave(0)
+
+
+def _leave(code: int) -> None:
+    """End the process, with what it has written: a collective may hang the main thread for ever."""
+    flush = threading.Thread(target=_flush, name="check flush", daemon=True)
+    flush.start()
+    flush.join(_FLUSH_S)
+    os._exit(code)
+
+
+def _flush() -> None:
+    """Write what open files hold: those of Python, then those of C."""
+    files = [each for each in gc.get_objects() if issubclass(type(each), io.IOBase)]
+    for file in [sys.stdout, sys.stderr, *files]:
+        try:
+            if not file.closed and file.writable():
+                file.flush()
+        except (OSError, ValueError, AttributeError):  # gone, detached, or half made
+            continue
+    ctypes.CDLL(None).fflush(None)
 
 
 def _replace(owner: Any, name: str, value: Any) -> None:
     setattr(owner, name, value)
 
 
-def _is_mean_of_one(what: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Say whether a call averages a single number over ranks."""
-    if not what.startswith("hvd.allreduce"):
+def _is_mean_of_one(what: str, given: Mapping[str, Any]) -> bool:
+    """Say whether a call averages a number over ranks, such as a loss: no vector, no flag."""
+    tensor, operation = given.get("tensor"), given.get("op")
+    if not what.startswith("hvd.allreduce") or not isinstance(tensor, torch.Tensor):
         return False
-    tensor = args[0] if args else kwargs.get("tensor")
     hvd = horovod_module()
-    average = args[1] if len(args) > 1 else kwargs.get("average")
-    operation = kwargs.get("op")
-    is_mean = operation == hvd.Average if operation is not None else average in (None, True)
-    return isinstance(tensor, torch.Tensor) and tensor.numel() == 1 and bool(is_mean)
+    is_mean = (
+        given.get("average") in (None, True) if operation is None else operation == hvd.Average
+    )
+    return tensor.ndim == 0 and tensor.is_floating_point() and is_mean
+
+
+def _members(process_set: Any) -> list[int] | None:
+    """Return the ranks of a process set; None for all."""
+    if process_set is None or getattr(process_set, "process_set_id", None) == 0:
+        return None
+    ranks = getattr(process_set, "ranks", None)
+    return None if ranks is None else list(ranks)
+
+
+def _members_of(optimizer: Any) -> list[int] | None:
+    options = vars(optimizer).get("_options", optimizer)  # of ours; Horovod's keeps it itself
+    return _members(getattr(options, "process_set", None))
 
 
 def _describe(optimizer: Any, place: str) -> OptimizerNote:
@@ -368,25 +622,37 @@ def _describe(optimizer: Any, place: str) -> OptimizerNote:
             for name, value in group.items()
             if isinstance(value, bool | int | float | str | tuple)
         }
-    return OptimizerNote(place, digest, options)
+    return OptimizerNote(place, digest, options, _members_of(optimizer))
 
 
 def _describe_loader(loader: Any, place: str) -> LoaderNote:
-    if isinstance(loader, LoftLoader):
-        return LoaderNote("loft", place, shuffles=bool(loader._batches.settings.shuffle))
-    is_ours = isinstance(loader.batch_sampler, BatchSampler)
-    sampler = loader.batch_sampler if is_ours else loader.sampler
-    has_epochs = hasattr(sampler, "set_epoch") and bool(getattr(sampler, "shuffle", True))
-    return LoaderNote("loft" if is_ours else "torch", place, loader.batch_size, has_epochs)
+    is_ours = isinstance(loader, LoftLoader | StreamLoader)
+    kind = "loft" if is_ours or isinstance(loader.batch_sampler, BatchSampler) else "torch"
+    batch_size = None if is_ours else getattr(loader.batch_sampler, "batch_size", loader.batch_size)
+    return LoaderNote(kind, place, batch_size, _shuffles(_sampler_of(loader)))
+
+
+def _sampler_of(loader: Any) -> Any:
+    """Return what a loader asks for its order: the first that takes epochs, or None."""
+    if isinstance(loader, LoftLoader | StreamLoader):
+        return loader if isinstance(loader, LoftLoader) else None
+    batches = loader.batch_sampler
+    each = batches, getattr(batches, "sampler", None), loader.sampler
+    return next((sampler for sampler in each if hasattr(sampler, "set_epoch")), None)
+
+
+def _shuffles(sampler: Any) -> bool:
+    """Say whether a sampler has another order in each epoch."""
+    if isinstance(sampler, LoftLoader | BatchSampler):
+        return bool(sampler._batches.settings.shuffle)
+    return sampler is not None and bool(getattr(sampler, "shuffle", True))
 
 
 def _epoch_of(loader: Any) -> int | None:
-    for each in (loader, getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)):
-        batches = getattr(each, "_batches", None)  # of ours
-        epoch = getattr(each if batches is None else batches, "epoch", None)
-        if isinstance(epoch, int):
-            return epoch
-    return None
+    sampler = _sampler_of(loader)
+    is_ours = isinstance(sampler, LoftLoader | BatchSampler)
+    epoch = getattr(sampler._batches if is_ours else sampler, "epoch", None)
+    return epoch if isinstance(epoch, int) else None
 
 
 def _describe_error(error: BaseException) -> ErrorNote:
@@ -403,9 +669,13 @@ def main(argv: list[str]) -> None:
     watch = Watch(Path(folder), Path(script))
     watch.install()
     sys.argv = [script, *arguments]
+    # As for `python SCRIPT`: its folder in place of the one that `python -m` has put there.
+    if not getattr(sys.flags, "safe_path", False):  # from Python 3.11 on
+        del sys.path[0]
     sys.path.insert(0, str(Path(script).resolve().parent))
     limits = (float(seconds), int(num_ranks))
-    threading.Thread(target=watch.run_out, args=limits, name="check", daemon=True).start()
+    ends = threading.Thread(target=watch.run_out, args=limits, name="check", daemon=True)
+    ends.start()
     run: Callable[..., Any] = runpy.run_path
     try:
         run(script, run_name="__main__")
@@ -415,12 +685,9 @@ def main(argv: list[str]) -> None:
             watch.write("error", error)
             watch.end_others()
             watch.wait_for_all(int(num_ranks))
-            os._exit(1)
+            _leave(1)
     watch.write("done")
-    if not watch.wait_for_all(int(num_ranks)):  # the others wait for what this rank left out
-        watch.end_others()
-        watch.wait_for_all(int(num_ranks))
-    os._exit(0)
+    ends.join()  # with the process: once all are done, or their time is up
 
 
 if __name__ == "__main__":

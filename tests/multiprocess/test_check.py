@@ -10,7 +10,7 @@ from loft_hvd.check.run import Checked, check_script
 from loft_hvd.doctor.inspect import horovod_build
 from tests.support.marks import long_first
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(400)]
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 5.0  # after the first step: the script below is through in one
@@ -135,7 +135,7 @@ MISTAKES = {
     ),
     "a mean over ranks": (
         [(LOSS, 'hvd.allreduce(torch.tensor(value), name="loss")')],
-        "a metric averaged by rank: hvd.allreduce",
+        "this may be a metric averaged by rank: hvd.allreduce",
         'mean = hvd.allreduce(torch.tensor(value), name="loss")',
     ),
     "a loader beside the balancer": (
@@ -163,8 +163,17 @@ def check(script: Path, *arguments: str) -> Checked:
     return check_script(str(script), arguments, build=horovod_build(), seconds=SECONDS)
 
 
+def test_a_mistake_is_found_with_its_line(tmp_path: Path) -> None:
+    find_mistake("an average on rank 0 alone", tmp_path)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("mistake", long_first(MISTAKES, 3))
 def test_a_planted_mistake_is_found_with_its_line(mistake: str, tmp_path: Path) -> None:
+    find_mistake(mistake, tmp_path)
+
+
+def find_mistake(mistake: str, tmp_path: Path) -> None:
     edits, what, line = MISTAKES[mistake]
     text = RIGHT
     for old, new in edits:
@@ -181,6 +190,23 @@ def test_a_planted_mistake_is_found_with_its_line(mistake: str, tmp_path: Path) 
     assert finding.mend
 
 
+ENDLESS = RIGHT.replace("for epoch in range(3):", "for epoch in range(10**9):")
+
+
+def test_a_script_without_an_end_is_stopped_and_its_files_are_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, log = tmp_path / "train.py", tmp_path / "log"
+    script.write_text(ENDLESS)
+    monkeypatch.setenv("LOFT_HVD_LOG_DIR", str(log))
+    monkeypatch.setenv("LOFT_HVD_TRACE", str(log / "trace.json"))
+    checked = check(script)
+    assert checked.is_fine, checked
+    assert checked.num_steps > 12
+    assert not log.exists()
+
+
+@pytest.mark.long
 def test_nothing_is_found_in_a_right_script(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(RIGHT)
@@ -189,6 +215,7 @@ def test_nothing_is_found_in_a_right_script(tmp_path: Path) -> None:
     assert checked.num_steps == 12
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", long_first(EXAMPLES))
 def test_nothing_is_found_in_the_examples(name: str) -> None:
     checked = check(ROOT / "examples" / name, *EXAMPLES[name])
@@ -196,6 +223,7 @@ def test_nothing_is_found_in_the_examples(name: str) -> None:
     assert checked.num_steps > 0
 
 
+@pytest.mark.long
 def test_a_script_that_fails_is_told_as_it_failed(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(RIGHT.replace("for epoch in range(3):", "for epoch in range(tree):"))

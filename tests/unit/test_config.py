@@ -64,7 +64,7 @@ def test_every_variable_of_ours_sets_its_field() -> None:
     for field, variable in VARIABLES.items():
         assert Config.from_environ({variable: words.get(field, "7")}) != Config()
     # By launchers.
-    told = {"is_elastic", "local_ranks", "ranks", "interface", "is_torchrun"}
+    told = {"is_elastic", "local_ranks", "ranks", "rank", "interface", "is_torchrun"}
     told |= {"is_mpirun", "is_mpirun_patient"}
     assert {field.name for field in dataclasses.fields(Config)} == VARIABLES.keys() | told
 
@@ -138,3 +138,16 @@ def test_wrong_value_names_variable_value_and_what_it_takes(variable: str, text:
     assert variable in str(error.value)
     assert text in str(error.value)
     assert "it takes" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("environ", "rank"),
+    [
+        ({}, -1),
+        ({"HOROVOD_RANK": "2"}, 2),
+        ({"OMPI_COMM_WORLD_RANK": "3"}, 3),
+        ({"HOROVOD_RANK": "-1", "SLURM_PROCID": "1"}, 1),  # not placed yet, in an elastic job
+    ],
+)
+def test_the_rank_is_what_the_launcher_tells(environ: dict[str, str], rank: int) -> None:
+    assert Config.from_environ(environ).rank == rank

@@ -8,6 +8,8 @@ import pytest
 
 from loft_hvd.check.findings import find
 from loft_hvd.check.notes import (
+    JOIN,
+    STANDSTILL_S,
     STEP,
     BalancerNote,
     Call,
@@ -16,7 +18,9 @@ from loft_hvd.check.notes import (
     Notes,
     OptimizerNote,
     Round,
+    WaitNote,
 )
+from loft_hvd.check.run import judge
 
 SCRIPT = """\
 for epoch in range(3):
@@ -111,7 +115,10 @@ def test_other_parameters_and_other_options_are_two_findings(script: str) -> Non
     [
         ([Round(0, 4, True), Round(0, 4, True)], True, 1),  # said once, too early
         ([Round(0, 4, True), Round(1, 4, True)], True, 0),
-        ([Round(0, 4, True)], False, 1),  # a minute was too short for a second epoch
+        ([Round(0, 4, True)], False, 0),  # a script of one epoch
+        ([Round(None, 4, True), Round(None, 4, True)], True, 0),  # a sampler without .epoch
+        ([Round(None, 4, True), Round(None, 4, True)], False, 1),
+        ([Round(0, 1, False), Round(0, 4, True)], True, 0),  # a look at the first batch
         ([Round(0, 4, True)], True, 0),
         ([Round(0, 4, False), Round(0, 4, False)], False, 0),  # evaluation
     ],
@@ -161,6 +168,19 @@ def test_a_mean_over_ranks(
     assert ["averaged by rank" in each.what for each in found] == [True] * is_found
 
 
+def test_a_minute_too_short_for_a_second_epoch_may_show_a_missing_set_epoch(script: str) -> None:
+    one = notes(script, 0, "")
+    this = Round(0, 4, is_trained=True, begun=[f"{script}:2"])  # a loop in the loop over epochs
+    one.loaders = [LoaderNote("loft", f"{script}:1", shuffles=True, rounds=[this])]
+    ranks = [one, notes(script, 1, "")]
+    (finding,) = find(ranks)
+    assert finding.what == "missing set_epoch: nothing calls it"
+    this.begun = [f"{script}:1"]  # around it there is no loop
+    assert find(ranks) == []
+    this.begun, one.ended = [f"{script}:2"], "done"  # it had one epoch
+    assert find(ranks) == []
+
+
 def test_an_error_of_ours_is_told_where_nothing_explains_it(script: str) -> None:
     one, other = notes(script, 0, "step"), notes(script, 1, "step")
     other.error = ErrorNote("MismatchError", "ranks differ; give the same", f"{script}:3", True)
@@ -168,3 +188,203 @@ def test_an_error_of_ours_is_told_where_nothing_explains_it(script: str) -> None
     assert (finding.place, finding.mend) == (f"{script}:3", "ranks differ; give the same")
     other.error.is_ours = False
     assert find([one, other]) == []
+
+
+def stand(notes: Notes, place: str, seconds: float = STANDSTILL_S) -> Notes:
+    """Let a rank wait at a line, with its newest call unfinished; all others have returned."""
+    notes.wait = WaitNote([place], seconds)
+    for call in notes.calls:
+        call.is_done = True
+    if notes.calls and notes.calls[-1].place == place:
+        notes.calls[-1].is_done = False
+    return notes
+
+
+def test_a_rank_whose_call_the_others_never_make_is_found_where_all_stand_still(
+    script: str,
+) -> None:
+    # `if hvd.rank() == 0: hvd.allreduce(loss)`, while the others are in state.commit().
+    ranks = [
+        stand(notes(script, 0, "step step after"), f"{script}:8"),
+        stand(notes(script, 1, "step step"), f"{script}:5"),
+    ]
+    (finding,) = find(ranks)
+    assert finding.place == f"{script}:8"
+    assert finding.what == (
+        "unequal collectives: rank 0 calls hvd.after here, while rank 1 is at "
+        f"{script}:5, where it waits for other ranks"
+    )
+
+
+def test_nothing_is_said_to_be_alike_while_a_call_is_unfinished(script: str) -> None:
+    one = stand(notes(script, 0, "step step after"), f"{script}:8", seconds=STANDSTILL_S / 2)
+    other = notes(script, 1, "step step")  # it may be on its way
+    one.num_steps = other.num_steps = 2
+    checked = judge([one, other], "")
+    assert checked.is_fine
+    assert "alike" not in checked.verdict
+    assert f"rank 0 was in hvd.after ({script}:8), and rank 1 had not come to it" in checked.verdict
+    one.calls[-1].is_done = True
+    assert judge([one, other], "").verdict == "Nothing found: 2 steps, all ranks alike."
+
+
+def test_a_standstill_without_a_watched_call_is_found(script: str) -> None:
+    ranks = [
+        stand(notes(script, rank, "step"), f"{script}:{line}") for rank, line in ((0, 5), (1, 7))
+    ]
+    (finding,) = find(ranks)
+    assert finding.place == f"{script}:5"
+    assert f"a standstill: rank 0 waits here for other ranks, rank 1 at {script}:7" in finding.what
+    ranks[1].wait = WaitNote([f"{script}:7"], STANDSTILL_S / 2)
+    assert find(ranks) == []
+
+
+def test_a_rank_that_waits_for_one_that_is_done_is_found(script: str) -> None:
+    ranks = [
+        stand(notes(script, 0, "step"), f"{script}:5"),
+        notes(script, 1, "step", ended="done"),
+    ]
+    (finding,) = find(ranks)
+    assert finding.what.endswith("waits here for ranks that have left the script")
+
+
+def test_a_call_by_name_that_only_one_rank_makes_is_found_where_all_stand_still(
+    script: str,
+) -> None:
+    ranks = [stand(notes(script, rank, "step branch inner"), f"{script}:8") for rank in (0, 1)]
+    for each in ranks:
+        for call in each.calls[1:]:
+            call.is_ordered, call.name = False, call.what
+    ranks[1].calls.reverse()  # in any order
+    (finding,) = find(ranks)
+    assert finding.what.startswith("a standstill")
+    ranks[1].calls[0].name = "another"
+    (finding,) = find(ranks)
+    assert (finding.place, "by the name 'hvd.inner'" in finding.what) == (f"{script}:7", True)
+
+
+def test_ranks_may_meet_in_a_collective_from_two_lines(script: str) -> None:
+    # `if rank != 0: hvd.barrier()` ... `if rank == 0: hvd.barrier()`
+    ranks = [notes(script, 0, "step branch step"), notes(script, 1, "step after step")]
+    for each in ranks:
+        each.calls[1].what = "hvd.barrier"
+    assert find(ranks) == []
+    for each in ranks:  # neither comes back: they wait in two of them
+        stand(each, each.calls[1].place).calls[1].is_done = False
+    (finding,) = find(ranks)
+    assert "rank 0 calls hvd.barrier here, while rank 1 is at hvd.barrier" in finding.what
+
+
+def test_without_a_step_nothing_is_fine(script: str) -> None:
+    checked = judge([notes(script, 0, "after"), notes(script, 1, "after")], "its end")
+    assert not checked.is_fine
+    assert "loft.DistributedOptimizer" in checked.failure
+    assert "raise --seconds" in checked.failure
+
+
+def test_backward_passes_without_an_optimizer_that_reduces_are_found(script: str) -> None:
+    ranks = [notes(script, rank, "after after") for rank in (0, 1)]
+    for each in ranks:
+        each.num_backward = each.num_plain_steps = 2
+        each.first_backward = f"{script}:3"
+    (finding,) = find(ranks)
+    assert (finding.place, finding.what[:24]) == (f"{script}:3", "no distributed optimizer")
+    for each in ranks:  # gradients that it averages itself
+        for call in each.calls:
+            call.what, call.num_values = "hvd.allreduce_", 9
+    assert judge(ranks, "").is_fine
+    assert judge(ranks, "").num_steps == 2
+    for each in ranks:  # the loss of each step
+        for call in each.calls:
+            call.num_values = 1
+    assert len(find(ranks)) == 1
+    for each in ranks:
+        each.has_reducer = True
+    assert find(ranks) == []
+
+
+def test_an_error_is_told_beside_what_is_found(script: str) -> None:
+    ranks = [notes(script, 0, "step branch"), notes(script, 1, "step after")]
+    ranks[1].error = ErrorNote("ValueError", "no such file", f"{script}:8", is_ours=False)
+    checked = judge(ranks, "")
+    assert len(checked.findings) == 1
+    assert (
+        checked.failure == f"The script failed: rank 1 at {script}:8 with ValueError: no such file"
+    )
+
+
+def test_ranks_are_compared_in_the_calls_of_their_process_sets(script: str) -> None:
+    ranks = [notes(script, rank, "step") for rank in range(3)]
+    (extra,) = notes(script, 1, "branch").calls
+    extra.members = [1, 2]
+    for each in ranks[1:]:
+        each.calls.insert(0, extra)
+        each.optimizers = [OptimizerNote(f"{script}:1", 8, {}, [1, 2])]
+    ranks[0].optimizers = [OptimizerNote(f"{script}:1", 7, {}, [0])]
+    assert find(ranks) == []
+    ranks[2].calls.remove(extra)
+    (finding,) = find(ranks)
+    assert "rank 1 calls hvd.branch here, while rank 2 is at" in finding.what
+
+
+def test_parameters_that_differ_on_purpose_are_no_finding(script: str) -> None:
+    ranks = [notes(script, rank, "step") for rank in (0, 1)]
+    for each in ranks:
+        each.optimizers = [OptimizerNote(f"{script}:1", each.rank, {})]
+    assert len(find(ranks)) == 1
+    for each in ranks:
+        each.ignores_copies = True
+    assert find(ranks) == []
+
+
+def test_a_rank_that_has_joined_needs_no_partner(script: str) -> None:
+    ranks = [notes(script, 0, "step after step"), notes(script, 1, "step step step after step")]
+    for each, at in ((ranks[0], 1), (ranks[1], 3)):
+        each.calls[at].what = JOIN
+    assert find(ranks) == []
+    ranks[1].calls[-1].what = "hvd.barrier"  # after the join all must meet again
+    assert len(find(ranks)) == 1
+
+
+TWO_OPTIMIZERS = """\
+for x in loader:
+    for opt in optimizers:
+        opt.step()
+    if hvd.rank() == 0:
+        loft.average(value, count)
+    hvd.allreduce(b)
+"""
+
+
+def _calls(script: str, lines: list[int]) -> list[Call]:
+    what = {3: STEP, 5: "loft.average", 6: "hvd.allreduce"}
+    return [Call(what[line], [f"{script}:{line}"], is_done=True) for line in lines]
+
+
+def test_a_call_in_a_branch_is_blamed_and_not_the_loop_of_the_other_rank(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(TWO_OPTIMIZERS)
+    one = Notes(0, calls=_calls(str(path), [3, 3, 5, 3, 3]))
+    other = Notes(1, calls=_calls(str(path), [3, 3, 3, 3]))
+    (finding,) = find([one, other])
+    assert finding.place == f"{path}:5"
+    assert finding.what.startswith("unequal collectives: rank 0 calls loft.average")
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_an_extra_all_reduce_is_blamed_and_not_the_next_of_the_other_rank(
+    tmp_path: Path, odd: int
+) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(TWO_OPTIMIZERS)
+    ranks = [Notes(rank, calls=_calls(str(path), [3, 3, 6, 3, 3])) for rank in (0, 1)]
+    ranks[odd].calls.insert(2, Call("hvd.allreduce", [f"{path}:5"], is_done=True))
+    (finding,) = find(ranks)
+    assert finding.place == f"{path}:5"
+    assert finding.what.startswith(f"unequal collectives: rank {odd} calls hvd.allreduce")
+
+
+def test_of_two_lines_in_no_branch_both_are_named(script: str) -> None:
+    (finding,) = find([notes(script, 0, "step after"), notes(script, 1, "step inner")])
+    assert f"hvd.after here, while rank 1 is at hvd.inner at {script}:7" in finding.what
+    assert "one of the two lines" in finding.mend

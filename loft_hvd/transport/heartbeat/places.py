@@ -18,7 +18,7 @@ from urllib.parse import quote, unquote
 
 from loft_hvd._native import extension
 
-__all__ = ["Place", "PlaceWatch", "engine_call", "find_place"]
+__all__ = ["Place", "PlaceWatch", "engine_call", "find_place", "innermost_frame"]
 
 _ENGINES = ("horovod.", "torch.distributed.")
 _OWN = "loft_hvd."
@@ -58,7 +58,7 @@ class Place:
             return cls()
 
 
-def _innermost_frame(thread: int) -> FrameType | None:
+def innermost_frame(thread: int) -> FrameType | None:
     """Return where a thread is, by its number; None where that cannot be told.
 
     Before Python 3.12 a garbage collection may begin while Python lists the frames, under a lock
@@ -123,7 +123,7 @@ class PlaceWatch:
 
     def look(self, thread: int) -> Place:
         """Return where a thread is."""
-        place, key = find_place(_innermost_frame(thread))
+        place, key = find_place(innermost_frame(thread))
         now = self._clock()
         if key is None or key != self._key:
             self._key, self._since = key, now
@@ -132,7 +132,7 @@ class PlaceWatch:
 
 def engine_call() -> str:
     """Return the engine's function that the main thread hangs in, or ""; whoever has called it."""
-    frame = _innermost_frame(threading.main_thread().ident or 0)
+    frame = innermost_frame(threading.main_thread().ident or 0)
     # Not poll, which comes back: our own waits call it.
     if frame is None or not _is_of(frame, _ENGINES) or frame.f_code.co_name == "poll":
         return ""
