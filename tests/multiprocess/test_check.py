@@ -8,6 +8,7 @@ import pytest
 
 from loft_hvd.check.run import Checked, check_script
 from loft_hvd.doctor.inspect import horovod_build
+from tests.support.converted import CONVERTED
 from tests.support.marks import long_first
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(400)]
@@ -204,6 +205,63 @@ def test_a_script_without_an_end_is_stopped_and_its_files_are_left_alone(
     assert checked.is_fine, checked
     assert checked.num_steps > 12
     assert not log.exists()
+
+
+@pytest.mark.long
+def test_a_collective_that_the_others_never_make_is_found_in_an_elastic_script(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "train.py"
+    text, _ = CONVERTED["elastic_mnist"]
+    line = "            state.commit()\n"
+    wrong = '            if hvd.rank() == 0:\n                hvd.allreduce(loss, name="shown")\n'
+    assert text.count(line) == 1
+    script.write_text(text.replace(line, wrong + line))
+    # The standstill ends it, long before the time is up.
+    checked = check_script(str(script), build=horovod_build(), seconds=100.0)
+    finding, *others = checked.findings
+    assert finding.what.startswith("unequal collectives: rank 0 calls hvd.allreduce here"), checked
+    assert "state.commit()" in _line(finding.what.partition("while rank 1 is at ")[2])
+    assert all("a metric averaged by rank" in each.what for each in others)
+    number = int(finding.place.rpartition(":")[2])
+    assert 'name="shown"' in script.read_text().splitlines()[number - 1]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CONVERTED)
+def test_nothing_is_found_in_a_converted_example_of_horovods(name: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    text, num_steps = CONVERTED[name]
+    script.write_text(text)
+    checked = check(script, str(tmp_path / "checkpoints"))
+    assert checked.is_fine, checked
+    assert checked.num_steps == num_steps
+
+
+def _line(place: str) -> str:
+    """Return the line of "file:line, and more"."""
+    file, _, line = place.partition(",")[0].rpartition(":")
+    return Path(file).read_text().splitlines()[int(line) - 1]
+
+
+TESTS_LATE = """
+if hvd.rank() == 0:  # the other is done by then
+    import time
+    time.sleep(17)
+    open("tested", "w").write("by rank 0")
+"""
+
+
+@pytest.mark.long
+def test_a_rank_that_is_done_lets_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "train.py"
+    script.write_text(RIGHT + TESTS_LATE)
+    checked = check_script(str(script), build=horovod_build(), seconds=60.0)
+    assert checked.is_fine, checked
+    assert (tmp_path / "tested").read_text() == "by rank 0"
 
 
 @pytest.mark.long
