@@ -12,6 +12,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -133,15 +134,22 @@ def launcher(name: str) -> str:
 
 
 def _probe(command: Sequence[str]) -> str:
-    done = subprocess.run(
+    with subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=_PROBE_TIMEOUT_S,
-        check=True,
-    )
-    return done.stdout
+        start_new_session=True,  # a group of its own, so that all of it can be ended
+    ) as process:
+        try:
+            output, errors = process.communicate(timeout=_PROBE_TIMEOUT_S)
+        except BaseException:  # nothing that it has started may outlive it
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command, output, errors)
+    return output
 
 
 def installed(name: str) -> str:
