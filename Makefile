@@ -9,7 +9,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup setup-all demo test test-all lint format unit multiprocess unit-all multiprocess-all whole pythons clean
+.PHONY: help setup setup-all demo test test-all lint format unit multiprocess unit-all multiprocess-all whole wheel pythons clean
 
 export PYTHON VENV
 # Where it is set, as in many containers, every rank compiles 500 modules of torch anew: 5 s of CPU.
@@ -76,6 +76,9 @@ whole: setup-all  # the claims of which test-all runs some cases
 
 multiprocess-all: setup-all
 	$(RANKS) $(PY) -m pytest $(SERIAL) -m "not whole" $(TESTS)
+
+wheel: setup  ## a wheel for other machines and a source archive, in dist/; LOFT_HVD_CUDA=1: with CUDA
+	$(PY) -m scripts.wheels $(ARGS)
 
 pythons:  ## set up and unit-test with each Python from 3.10 to 3.13 that is here; ARGS="--help"
 	@$(BOOT) -m scripts.pythons $(ARGS)
