@@ -1,4 +1,4 @@
-"""The code of the pages runs: both sides of the README's diff, and the loop of docs/migrate.md."""
+"""The code of the pages runs: both sides of the README's diff, and what docs/migrate.md shows."""
 
 from __future__ import annotations
 
@@ -56,3 +56,20 @@ def test_the_converted_loop_trains_on_three_ranks(tmp_path: Path) -> None:
     done = launch(3, [str(script)], timeout_s=120)
     assert done.returncode == 0, done.output[-6000:]
     assert done.output.count("has finished") == 3
+
+
+@pytest.mark.long
+def test_the_notebooks_cell_trains_on_three_ranks() -> None:
+    page = (ROOT / "docs/migrate.md").read_text()
+    cell = re.search(r"```python\n(import horovod\n.*?)```", page, re.DOTALL)
+    assert cell is not None
+    # As a notebook runs it: the function is in __main__, of which no file tells other processes.
+    check = """
+assert [each[0] for each in results] == [losses] * 3, results
+assert [each[1] is None for each in results] == [False, True, True]
+assert losses[-1] < 0.5 * losses[0], losses
+assert abs(float(weights["weight"].mean()) - 1) < 0.5
+"""
+    done = launch(1, ["-c", cell.group(1) + check], launcher="none", timeout_s=120)
+    assert done.returncode == 0, done.output[-6000:]
+    assert "of global_batch_size=60" in done.output, done.output
