@@ -201,6 +201,8 @@ def test_a_wrap_that_is_refused_leaves_horovods_optimizer_as_it_was() -> None:
 def test_wrapping_keeps_the_process_set() -> None:
     if hvd.size() == 1:
         pytest.skip("one rank has no set that is not of all")
+    if hvd.mpi_enabled():
+        pytest.skip("sets can be added here on Gloo alone")
     members = [*range(0, hvd.size(), 2)]  # [0] of 2 ranks, [0, 2] of 3 and 4
     some = hvd.add_process_set(members)
     model, alone = make_model(), make_model()
