@@ -115,7 +115,7 @@ def _missing_set_epoch(loader: LoaderNote, notes: Notes) -> str:
     if notes.says_set_epoch:
         return ""
     # Of one epoch nothing is known yet, unless a loop around it begins the next one.
-    if len(trained) > 1 or (notes.ended == "stopped" and is_looped(trained[0].begun)):
+    if len(trained) > 1 or (notes.ended != "done" and is_looped(trained[0].begun)):
         return "nothing calls it"
     return ""
 

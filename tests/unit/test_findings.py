@@ -179,6 +179,8 @@ def test_a_minute_too_short_for_a_second_epoch_may_show_a_missing_set_epoch(scri
     assert find(ranks) == []
     this.begun, one.ended = [f"{script}:2"], "done"  # it had one epoch
     assert find(ranks) == []
+    one.ended = "error"  # it would have had more
+    assert len(find(ranks)) == 1
 
 
 def test_an_error_of_ours_is_told_where_nothing_explains_it(script: str) -> None:
