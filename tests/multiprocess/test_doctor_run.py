@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -90,11 +91,9 @@ def test_doctor_ranks_ends_though_a_rank_never_comes(tmp_path: Path) -> None:
 
 
 def test_doctor_ranks_finds_that_each_process_is_a_world_of_its_own() -> None:
-    # As srun starts a Horovod that knows Gloo alone, which asks no launcher but horovodrun.
-    told = {"SLURM_STEP_NUM_TASKS": "2", "HOROVOD_CONTROLLER": "gloo"}
+    # As by an srun whose processes do not find each other: Horovod then starts, and knows itself.
     script = ["-m", "loft_hvd.cli", "doctor", "--ranks"]
-    done = launch(1, script, launcher="none", env=told)
+    done = launch(1, script, launcher="none", env={"SLURM_STEP_NUM_TASKS": "2"})
     assert done.returncode == 1, done.output
-    assert (
-        "the launcher has started 2 ranks, but Horovod on Gloo knows 1: each trains" in done.output
-    )
+    says = r"the launcher has started 2 ranks, but Horovod on \w+ knows 1: each trains"
+    assert re.search(says, done.output), done.output
