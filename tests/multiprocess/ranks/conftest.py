@@ -20,8 +20,7 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 if IS_LAUNCHED:
     import horovod.torch as hvd
 
-    # A test adds a process set, on Gloo: on MPI sets that may be added slow all other tests down.
-    hvd.init(process_sets="dynamic" if "HOROVOD_RANK" in os.environ else None)
+    hvd.init()
     torch.set_num_threads(1)
 
     @pytest.hookimpl(wrapper=True)
