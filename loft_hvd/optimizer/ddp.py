@@ -25,7 +25,8 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,16 +40,22 @@ from loft_hvd.balance.balancer import Balancer
 from loft_hvd.balance.plan import StepSizes
 from loft_hvd.config import config
 from loft_hvd.errors import ArgumentError, ArgumentTypeError
-from loft_hvd.optimizer.options import EqualBatches, advised_momentum, check_watching
+from loft_hvd.optimizer.options import (
+    EqualBatches,
+    advised_momentum,
+    batches_of,
+    check_watching,
+)
 from loft_hvd.optimizer.parameters import check_whole, parts_error
 from loft_hvd.optimizer.workers import StandingLog, make_watch
 from loft_hvd.pipeline.allreduce import Handle, start_allreduce
 from loft_hvd.pipeline.momentum import Ages, Blend, LossScaler, WorkerMomentum
 from loft_hvd.pipeline.selection import Scope, Selection, SelectionPart, check_scope
-from loft_hvd.pipeline.suspicion.report import SuspicionReport
+from loft_hvd.pipeline.suspicion.report import SuspicionReport, ZeroedParameter
 from loft_hvd.pipeline.suspicion.spread import WARN_ABOVE, SpreadWatch
 from loft_hvd.pipeline.suspicion.tracker import Suspicion
 from loft_hvd.pipeline.suspicion.watch import Quarantine, Unwatched, WorkerWatch
+from loft_hvd.pipeline.suspicion.zeroed import ZeroedWatch, is_not_zero
 from loft_hvd.pipeline.weights import PassWeights, combine_passes, in_training
 from loft_hvd.runlog import RunLog
 from loft_hvd.transport.agreement import check_agreement
@@ -62,9 +69,14 @@ if TYPE_CHECKING:
 __all__ = ["DDPHook", "ddp_hook"]
 
 _logger = logging.getLogger(__name__)
+_ZEROED_ADVICE = (
+    "ddp_hook has one rule for all parameters: use loft.DistributedOptimizer without DDP, with "
+    "rule={{{name!r}: loft.Mean(), '*': ...}}, or a rule over the ranks that have a gradient there "
+    "(docs/rules.md); see hook.report()"
+)
 
 
-def ddp_hook(
+def ddp_hook(  # noqa: PLR0913 - a script sets few of them, by name
     rule: Rule | None = None,
     balancer: Balancer | None = None,
     *,
@@ -72,6 +84,7 @@ def ddp_hook(
     scope: Scope = "shard",
     diagnostics: bool | Suspicion | None = None,
     quarantine: bool | Quarantine = False,
+    log_dir: str | Path | None = None,
     transport: Transport | None = None,
     timeout_s: float | None = None,
     worker_momentum: float | None = None,
@@ -95,6 +108,7 @@ def ddp_hook(
         diagnostics: watch which worker is off, for ``report()`` and warnings; None where that is
             cheap (on a CPU), or a ``loft.Suspicion`` with the details.
         quarantine: leave a worker out that stands out for long; True, or a ``loft.Quarantine``.
+        log_dir: as in ``DistributedOptimizer``.
         transport: the ranks; the default process group by default.
         timeout_s: longest wait in seconds; None takes ``LOFT_HVD_TIMEOUT_S``.
         worker_momentum: as in ``DistributedOptimizer``; the hook cannot see the optimizer, which
@@ -160,7 +174,7 @@ def ddp_hook(
         )
     return DDPHook(
         rule,
-        balancer or EqualBatches(RunLog(None)),
+        batches_of(balancer, RunLog(None), log_dir, rank=ends.rank, world_size=ends.world_size),
         channel,
         texts,
         scope=scope,
@@ -250,12 +264,48 @@ class _Weighing:
 
 @dataclass(frozen=True)
 class _Flight:
-    """A bucket on its way: what DDP waits for, its values, [numel], and its name in errors."""
+    """A bucket on its way: what DDP waits for, its values, [numel], its name, what it is of."""
 
     handle: Handle
     future: torch.futures.Future[Tensor]
     values: Tensor
     place: str
+    parameters: list[Tensor]
+
+
+class _ZeroedBuckets:
+    """Tells ``ZeroedWatch`` of the parameters in DDP's buckets, whose layout changes at first."""
+
+    def __init__(self, channel: Channel, names: dict[int, str]) -> None:
+        self._channel = channel
+        self._names = names  # of parameters, by id; filled before the first step ends
+        self._watch: ZeroedWatch | None = None  # made with the first step, which is looked at
+        self._own: dict[int, Tensor] = {}
+
+    def sent(self, bucket: GradBucket) -> None:
+        """Note where this rank's own gradients are not zero, if the step is looked at."""
+        if self._watch is None or self._watch.is_due:
+            for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                self._own[id(parameter)] = is_not_zero(gradient)
+
+    def step_reduced(self, flights: Sequence[_Flight]) -> None:
+        """Look at a step whose buckets are reduced by now, if it is time to."""
+        if self._watch is None:
+            parameters = [each for flight in flights for each in flight.parameters]
+            names = [self._names.get(id(p)) or f"of shape {list(p.shape)}" for p in parameters]
+            self._watch = ZeroedWatch(parameters, names, self._channel, advice=_ZEROED_ADVICE)
+        own, self._own = self._own, {}
+        results: dict[int, Tensor] = {}
+        if self._watch.is_due:
+            for flight in flights:
+                pieces = flight.values.split([p.numel() for p in flight.parameters])
+                results |= zip(map(id, flight.parameters), pieces, strict=True)
+        self._watch.step_reduced(own, results)
+
+    @property
+    def found(self) -> tuple[ZeroedParameter, ...]:
+        """The parameters that lose something, the largest share first."""
+        return () if self._watch is None else self._watch.found
 
 
 class DDPHook:
@@ -297,7 +347,9 @@ class DDPHook:
         self._watch: WorkerWatch | Unwatched | None = None
         self._standing = StandingLog()
         # A mean over ranks does not mind that they draw from different data.
-        self._spread = None if isinstance(rule, Mean) else SpreadWatch(channel)
+        is_mean = isinstance(rule, Mean)
+        self._spread = None if is_mean else SpreadWatch(channel)
+        self._zeroed = None if is_mean else _ZeroedBuckets(channel, names)
         # What decides over all buckets of a pass, and each bucket's place in it, by its name.
         self._selection: Selection | None = None
         self._parts: dict[str, SelectionPart] = {}
@@ -313,7 +365,8 @@ class DDPHook:
         """Return what is known of every worker: who was off, and how far; print it for a table."""
         if self._watch is None:
             return SuspicionReport(0, (), note="nobody is watched yet: no gradient has come so far")
-        return self._watch.report()
+        found = () if self._zeroed is None else self._zeroed.found
+        return replace(self._watch.report(), zeroed=found)
 
     def __call__(
         self, state: Any, bucket: GradBucket, *others: object
@@ -386,6 +439,8 @@ class DDPHook:
             self._batches.gradient_arrived(blocked_s=0.0)
             assert self._weighing is not None  # a pass begins with bucket 0
             assert self._watch is not None
+            if self._zeroed is not None and self._weighing.by_worker.present[self._channel.rank]:
+                self._zeroed.sent(bucket)
             if self._weighing.row_scale != 1.0:
                 values.mul_(self._weighing.row_scale)
             if self._spread is not None:
@@ -396,7 +451,7 @@ class DDPHook:
                     self._momentum.send(parameter, gradient, gradient, self._weighing.blend)
             with _located(place):
                 handle = self._start(bucket.index(), values, self._weighing, self._watch)
-            self._flights.append(_Flight(handle, future, values, place))
+            self._flights.append(_Flight(handle, future, values, place, bucket.parameters()))
             # No thread moves these on: every new bucket gives itself and the others a push. What
             # fails of another is told when the pass is waited for.
             with _located(place):
@@ -488,6 +543,8 @@ class DDPHook:
             watch.step_reduced(weighing.by_worker)
             reduced = [flight.values for flight in self._flights]
             found = None if self._spread is None else self._spread.step_reduced(reduced)
+            if self._zeroed is not None:
+                self._zeroed.step_reduced(self._flights)
         if found is not None:
             self._batches.log.write("spread", **asdict(found))
             watch.ranks_compared(are_apart=found.usual > WARN_ABOVE)

@@ -173,15 +173,7 @@ class OptimizerOptions:
 
         Without a balancer rank 0 goes on with the log of the world before.
         """
-        if self.balancer is not None:
-            if self.log_dir is not None:
-                self.balancer.log_to(self.log_dir)
-            return self.balancer
-        if rank == 0 and before.path is not None:
-            return EqualBatches(before)
-        log = open_run_log(self.log_dir, rank=rank)
-        log.write_run(world_size=world_size)
-        return EqualBatches(log)
+        return batches_of(self.balancer, before, self.log_dir, rank=rank, world_size=world_size)
 
 
 def advised_momentum(rules: Sequence[Rule], given: float | None) -> float:
@@ -293,3 +285,26 @@ class EqualBatches:
         """Time nothing, plan nothing, and let any world and any rule be right."""
 
     check_world = require = compute_on = gradient_arrived = computing_ended = hold = _ignore
+
+
+def batches_of(
+    balancer: Balancer | None,
+    before: RunLog,
+    log_dir: str | Path | None,
+    *,
+    rank: int,
+    world_size: int,
+) -> Balancer | EqualBatches:
+    """Return whom to tell of steps, the balancer if there is one, with a log that rank 0 writes.
+
+    Without a balancer rank 0 goes on with the log ``before``, if that is written.
+    """
+    if balancer is not None:
+        if log_dir is not None:
+            balancer.log_to(log_dir)
+        return balancer
+    if rank == 0 and before.path is not None:
+        return EqualBatches(before)
+    log = open_run_log(log_dir, rank=rank)
+    log.write_run(world_size=world_size)
+    return EqualBatches(log)

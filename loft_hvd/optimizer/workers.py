@@ -30,7 +30,7 @@ from loft_hvd.pipeline.suspicion.report import FEWEST_WATCHED, SuspicionReport
 from loft_hvd.pipeline.suspicion.spread import WARN_ABOVE, ParameterSpread, Spread
 from loft_hvd.pipeline.suspicion.tracker import Suspicion
 from loft_hvd.pipeline.suspicion.watch import Quarantine, Unwatched, WorkerWatch
-from loft_hvd.pipeline.suspicion.zeroed import ZeroedWatch
+from loft_hvd.pipeline.suspicion.zeroed import ParameterZeroed
 from loft_hvd.runlog import MOST_ROWS, RunLog
 from loft_hvd.transport.agreement import check_agreement
 from loft_hvd.transport.base import Channel, Transport, mixes_devices
@@ -251,7 +251,7 @@ class GradientLog:
         ]
         parameters, names = [p for p, _ in robust], [name for _, name in robust]
         self._spread = ParameterSpread(parameters, channel)
-        self.zeroed = ZeroedWatch(parameters, names, channel)
+        self.zeroed = ParameterZeroed(parameters, names, channel)
 
     def step_reduced(self, log: RunLog, watch: WorkerWatch | Unwatched) -> Spread | None:
         """Compare ranks when enough steps were seen; write what is new.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 
 import loft_hvd as loft
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, MismatchError, PeerError, UsageError
+from loft_hvd.pipeline.suspicion.report import ZeroedParameter
 from loft_hvd.runlog import read_run_log
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
 from tests.support.passes import Sizes
@@ -224,3 +226,60 @@ def test_the_advised_rule_says_what_the_optimizer_must_leave_out(caplog: Any) ->
     assert not caplog.records
     loft.ddp_hook(loft.Robust(0), transport=alone)
     assert "SGD momentum=0 and lr / 0.1, or Adam betas=(0, b2)" in caplog.text
+
+
+def test_parameters_that_the_rule_zeroes_are_reported_whatever_their_buckets(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def work(transport: LocalTransport) -> list[tuple[ZeroedParameter, ...]]:
+        shared, rare, other = (torch.nn.Parameter(torch.zeros(n)) for n in (4, 5, 2))
+        hook = loft.ddp_hook(
+            loft.TrimmedMean(1),
+            named_parameters=[("shared", shared), ("rare", rare)],
+            transport=transport,
+        )
+        found = []
+        for step in range(10):
+            layout = [[shared], [rare, other]] if step == 0 else [[other, rare], [shared]]
+            # Of "rare" each of 4 ranks has one value, and nobody has the fifth.
+            own = torch.zeros(5)
+            own[transport.rank] = 1.0
+            grads = {shared: torch.ones(4), rare: own, other: torch.ones(2)}
+            backward(hook, layout, grads)
+            found.append(hook.report().zeroed)
+        return found
+
+    with caplog.at_level(logging.WARNING):
+        told = run_ranks(4, work)
+    for found in told:
+        assert found[:9] == [(ZeroedParameter("rare", 4, 4),)] * 9
+        assert found[9] == (ZeroedParameter("rare", 8, 8),)  # the second look
+    assert caplog.text.count("of 1 parameters: rare (100%). ddp_hook has one rule") == 1
+
+
+def test_a_rank_without_samples_has_no_say_in_what_is_zeroed() -> None:
+    def work(transport: LocalTransport) -> tuple[ZeroedParameter, ...]:
+        planned: Any = Sizes([(2, 2, 2, 0)])
+        parameter = torch.nn.Parameter(torch.zeros(2))
+        hook = loft.ddp_hook(loft.Median(), planned, transport=transport)
+        # Of a dummy batch: it is not in the result either.
+        own = torch.ones(2) if transport.rank == 3 else torch.zeros(2)
+        backward(hook, [[parameter]], {parameter: own})
+        return hook.report().zeroed
+
+    assert run_ranks(4, work) == [()] * 4
+
+
+def test_a_hook_without_a_balancer_writes_a_run_log(tmp_path: Path) -> None:
+    def work(transport: LocalTransport) -> None:
+        generator = torch.Generator().manual_seed(transport.rank)
+        parameter = torch.nn.Parameter(torch.zeros(40))
+        hook = loft.ddp_hook(loft.Median(), transport=transport, log_dir=tmp_path)
+        for _ in range(10):
+            gradient = 1 + torch.randn(40, generator=generator)
+            backward(hook, [[parameter]], {parameter: gradient})
+
+    run_ranks(3, work)
+    (log,) = tmp_path.iterdir()
+    lines = [(line["kind"], line["step"]) for line in read_run_log(log)]
+    assert lines == [("run", 0), ("rules", 0), ("suspicion", 9)]

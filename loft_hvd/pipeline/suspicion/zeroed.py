@@ -10,9 +10,8 @@ rank had a gradient: in a step that is looked at, a float32 for each of their va
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from loft_hvd.pipeline.suspicion.report import FEWEST_WATCHED, ZeroedParameter
 from loft_hvd.transport.base import Channel
 
-__all__ = ["ZeroedWatch"]
+__all__ = ["ParameterZeroed", "ZeroedWatch", "is_not_zero"]
 
 _logger = logging.getLogger(__name__)
 _LOOKS = (1, 10, 50, 200)  # numbers of steps; a choice: what is lost shows early, and stays
@@ -29,61 +28,80 @@ _TELL_ABOVE = 0.01  # share lost below which nothing is told: some activations a
 _WARN_ABOVE = 0.25  # a choice
 _CHUNK = 2**23  # values of which ranks add up at once who has a gradient: 32 MiB
 _SHOWN = 5  # parameters in the warning
+_ADVICE = (
+    "Give them a rule of their own, rule={{{name!r}: loft.Mean(), '*': ...}}, or one over the "
+    "ranks that have a gradient there (docs/rules.md); see optimizer.report()"
+)
 
 
 class ZeroedWatch:
     """Looks at parameters that robust rules aggregate; every rank makes and asks it alike.
 
-    Make it before what else changes gradients in its hooks.
+    In a step that ``is_due``, who asks notes by ``is_not_zero`` where this rank's own gradients are
+    not zero, before anything changes them.
+
+    Args:
+        parameters: in an order equal on every rank.
+        names: of the parameters.
+        channel: the ranks.
+        advice: what to do about the worst parameter, whose name stands for "{name}".
     """
 
     def __init__(
-        self, parameters: Sequence[torch.nn.Parameter], names: Sequence[str], channel: Channel
+        self,
+        parameters: Sequence[Tensor],
+        names: Sequence[str],
+        channel: Channel,
+        *,
+        advice: str,
     ) -> None:
         self._parameters = list(parameters)
         self._names = list(names)
         self._channel = channel.sub("zeroed")
+        self._advice = advice
         self._num_steps = 0
-        self._own: dict[int, Tensor] = {}  # where this rank's gradient is not zero, in a look
         self._totals = torch.zeros(len(self._parameters), 2, dtype=torch.int64)
         self._has_warned = False
-        self._handles: list[RemovableHandle] = []
-        if channel.world_size >= FEWEST_WATCHED:
-            self._handles = [
-                parameter.register_post_accumulate_grad_hook(functools.partial(self._note, at))
-                for at, parameter in enumerate(self._parameters)
-            ]
+        # Nothing more is looked at; of fewer ranks no rule can drop one.
+        self.has_ended = channel.world_size < FEWEST_WATCHED
 
-    def _note(self, at: int, parameter: Tensor) -> None:
-        if self._num_steps + 1 in _LOOKS and parameter.grad is not None:
-            self._own[at] = _is_not_zero(parameter.grad)
+    @property
+    def is_due(self) -> bool:
+        """Whether the step that goes on is looked at."""
+        return not self.has_ended and self._num_steps + 1 in _LOOKS
 
-    def step_reduced(self) -> None:
-        """Look at a step whose gradients are reduced by now, if it is time to."""
-        if not self._handles:
+    def step_reduced(self, own: Mapping[int, Tensor], results: Mapping[int, Tensor]) -> None:
+        """Count a step whose gradients are reduced by now, and look at it if it is due.
+
+        Args:
+            own: where this rank's own gradients were not zero, bool, [numel], by the parameter's
+                id; those that had none lack.
+            results: the gradients after the rule, of any shape, by the parameter's id.
+        """
+        if self.has_ended:
             return
+        is_due = self.is_due
         self._num_steps += 1
-        if self._num_steps in _LOOKS:
-            own, self._own = self._own, {}
-            self._look(own)
+        self.has_ended = self._num_steps >= _LOOKS[-1]
+        if is_due:
+            self._look(own, results)
             self._warn()
-        if self._num_steps >= _LOOKS[-1]:
-            self.detach()
 
-    def _look(self, own: dict[int, Tensor]) -> None:
+    def _look(self, own: Mapping[int, Tensor], results: Mapping[int, Tensor]) -> None:
         # [2 * num_parameters]: values of this rank's that are not zero, and those of them lost.
         row = torch.zeros(len(self._parameters), 2, dtype=torch.int64)
-        results = [None if p.grad is None else _is_not_zero(p.grad) for p in self._parameters]
-        for at, mask in own.items():
-            result = results[at]
-            lost = mask if result is None else mask & ~result
-            row[at] = torch.stack([mask.sum(), lost.sum()]).cpu()
+        masks = {key: is_not_zero(result) for key, result in results.items()}
+        keys = [id(parameter) for parameter in self._parameters]
+        for at, key in enumerate(keys):
+            if (mask := own.get(key)) is not None:
+                lost = mask & ~masks[key] if key in masks else mask
+                row[at] = torch.stack([mask.sum(), lost.sum()]).cpu()
         table = self._channel.allgather_rows(row.view(-1))
         sums = table.sum(dim=0).view(-1, 2).tolist()
         for at, (num_values, num_lost) in enumerate(sums):
             # Most parameters lose nothing: nothing more is sent for them.
             if num_lost > _TELL_ABOVE * num_values:
-                self._totals[at] += self._count(at, own.get(at), results[at])
+                self._totals[at] += self._count(at, own.get(keys[at]), masks.get(keys[at]))
 
     def _count(self, at: int, own: Tensor | None, result: Tensor | None) -> Tensor:
         """Return of how many coordinates any rank had a gradient, and of how many it is lost."""
@@ -119,14 +137,49 @@ class ZeroedWatch:
             return
         named = ", ".join(f"{each.name} ({each.share:.0%})" for each in most[:_SHOWN])
         _logger.warning(
-            "the robust rule zeroes gradients that only few ranks have, of %d parameters: %s%s. "
-            "Give them a rule of their own, rule={%r: loft.Mean(), '*': ...}, or one over the "
-            "ranks that have a gradient there (docs/rules.md); see optimizer.report()",
+            "the robust rule zeroes gradients that only few ranks have, of %d parameters: %s%s. %s",
             len(most),
             named,
             ", ..." if len(most) > _SHOWN else "",
-            most[0].name,
+            self._advice.format(name=most[0].name),
         )
+
+
+class ParameterZeroed:
+    """Watches parameters by hooks on their gradients; made as ``ZeroedWatch`` is.
+
+    Make it before what else changes gradients in its hooks.
+    """
+
+    def __init__(
+        self, parameters: Sequence[torch.nn.Parameter], names: Sequence[str], channel: Channel
+    ) -> None:
+        self._parameters = list(parameters)
+        self._watch = ZeroedWatch(parameters, names, channel, advice=_ADVICE)
+        self._own: dict[int, Tensor] = {}
+        self._handles: list[RemovableHandle] = []
+        if not self._watch.has_ended:
+            self._handles = [
+                parameter.register_post_accumulate_grad_hook(self._note)
+                for parameter in self._parameters
+            ]
+
+    def _note(self, parameter: Tensor) -> None:
+        if self._watch.is_due and parameter.grad is not None:
+            self._own[id(parameter)] = is_not_zero(parameter.grad)
+
+    def step_reduced(self) -> None:
+        """Look at a step whose gradients are reduced by now, if it is time to."""
+        own, self._own = self._own, {}
+        grads = {id(p): p.grad for p in self._parameters if p.grad is not None}
+        self._watch.step_reduced(own, grads)
+        if self._watch.has_ended:
+            self.detach()
+
+    @property
+    def found(self) -> tuple[ZeroedParameter, ...]:
+        """The parameters that lose something; see ``ZeroedWatch``."""
+        return self._watch.found
 
     def detach(self) -> None:
         for handle in self._handles:
@@ -134,7 +187,7 @@ class ZeroedWatch:
         self._handles.clear()
 
 
-def _is_not_zero(gradient: Tensor) -> Tensor:
+def is_not_zero(gradient: Tensor) -> Tensor:
     """Return where a gradient is not zero, bool, [numel]."""
     dense = gradient.detach() if gradient.layout == torch.strided else gradient.to_dense()
     return dense.reshape(-1) != 0
