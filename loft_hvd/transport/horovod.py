@@ -53,6 +53,7 @@ _TAKES_OUTPUT = {
 }
 _ALL_RANKS = "horovod.0"  # 0 is the number of Horovod's global process set
 _SHOWN_SETS = 8  # a choice: an error names no more of them
+_ASK_S = 0.1  # a choice: Horovod answers in microseconds, unless it waits for a rank
 _SUMMABLE = (torch.float16, torch.float32, torch.float64, torch.int32, torch.int64)
 
 
@@ -186,7 +187,7 @@ class HorovodTransport:
         self._takes_outputs = _takes_outputs(self._ops)
         self._no_splits = torch.empty(0, dtype=torch.int32)
         self._sum = functools.partial(self._hvd.allreduce_async_, op=self._hvd.Sum)
-        self._probe: _HorovodWork | None = None  # of ``_is_down``, by the heartbeat's thread
+        self._wait_for_table = _table_question(self._ops)
 
     @property  # asked each time: in an elastic job the world changes
     def rank(self) -> int:
@@ -238,8 +239,6 @@ class HorovodTransport:
     def open_heartbeat(self) -> None:
         """Open the heartbeat of these ranks, unless it is open; every one of them calls it."""
         if self.world_size > 1:
-            if heartbeat_of(self._world) is None:  # else it is of this world, and may be in flight
-                self._probe = None
             open_heartbeat(
                 self,
                 self._world,
@@ -263,25 +262,30 @@ class HorovodTransport:
 
     def _is_down(self) -> bool:
         """Say whether Horovod has shut down, so that its calls fail instead of waiting."""
-        # Where it lives the operation only queues, and is over once every rank has asked. It is
-        # asked again until then: Horovod keeps a tensor for each that is started.
-        try:
-            if self._probe is None:
-                values = torch.zeros(1)
-                handle = self._hvd.allreduce_async_(values, op=self._hvd.Sum, name="loft.is.down")
-                self._probe = _HorovodWork(self._hvd, handle)
-            if self._probe.done():
-                probe, self._probe = self._probe, None
-                probe.finish()
-        except Exception:  # HorovodInternalError, or ValueError when it is not initialised
-            self._probe = None  # a new world does not know it
-            return True
-        return False
+        # Who asks waits for Horovod's table of process sets, which its background thread may hold
+        # for as long as a rank is frozen. So a thread asks: that gets no answer where one waits.
+        is_down = threading.Event()
+
+        def ask() -> None:
+            try:
+                self._ops._basics._get_process_set_ids_and_ranks()
+            except ValueError:  # "not initialized": it has ended, and its table with it
+                is_down.set()
+            except RuntimeError:  # a process set came or went meanwhile
+                return
+
+        threading.Thread(target=ask, name="loft-is-down", daemon=True).start()
+        return is_down.wait(_ASK_S)
 
     def _start(
         self, name: str, call: Callable[..., int], *args: Any, copy_to: Tensor | None = None
     ) -> Work:
         """Start an operation by a call of Horovod's, under the eyes of the heartbeat."""
+        # The call waits for Horovod's table with the interpreter's lock in hand. Where sets are
+        # "dynamic" its background thread holds the table over a collective in each of its cycles:
+        # while a rank is frozen nothing of Python's would run here, nor would the heartbeat, and
+        # nobody would be named. This waits without the lock, and costs a microsecond.
+        self._wait_for_table()
         try:
             handle = call(*args, name=name, process_set=self._set)
         except Exception as error:
@@ -406,6 +410,27 @@ def _warn_of_sets_in_elastic_jobs() -> None:
     )
 
 
+@functools.cache
+def _warn_of_dynamic_sets() -> None:
+    """Say once what a frozen rank does to a job whose process sets are dynamic."""
+    _logger.warning(
+        'process sets are "dynamic": while a rank is frozen, Horovod 0.28.1 then stops the whole '
+        "Python interpreter of every rank that calls hvd.allreduce or another collective of the "
+        "script's own, so that no rank is named and the job hangs. List all sets at the start "
+        "instead: hvd.init(process_sets=[...]) (docs/levels.md)"
+    )
+
+
+def _table_question(ops: Any) -> Callable[[], object]:
+    """Return what waits for Horovod's table of process sets, without the interpreter's lock.
+
+    It is a function of ctypes, which gives the lock up around each call; pybind11's do not.
+    """
+    library = getattr(getattr(ops, "_basics", None), "MPI_LIB_CTYPES", None)
+    question: Callable[[], object] = getattr(library, "horovod_number_of_process_sets", int)
+    return question
+
+
 def _takes_outputs(ops: Any) -> bool:
     """Say whether Horovod's private functions are the known ones."""
     functions = {name: getattr(ops, name, None) for name in _TAKES_OUTPUT}
@@ -460,10 +485,13 @@ def _add(hvd: Any, process_set: Any, parts: Sequence[Sequence[int]]) -> None:
     except ValueError as error:
         raise UsageError(
             f"over=: Horovod has no process set of ranks {process_set.ranks} and may not add one "
-            f'now ({error}); initialise it with hvd.init(process_sets="dynamic"), or start with '
-            f"HOROVOD_DYNAMIC_PROCESS_SETS=1, or list all sets, of each group and "
-            f"of the i-th ranks of all groups: {_init_with(parts)}"
+            f"now ({error}); list all sets at the start, of each group and of the i-th ranks of "
+            f"all groups: {_init_with(parts)}. In an elastic job, or where a rank that freezes may "
+            'stop the job without a name: hvd.init(process_sets="dynamic"), or '
+            "HOROVOD_DYNAMIC_PROCESS_SETS=1"
         ) from error
+    if hvd.rank() == 0 and not config().is_elastic:  # there sets follow the world
+        _warn_of_dynamic_sets()
 
 
 def _init_with(parts: Sequence[Sequence[int]]) -> str:

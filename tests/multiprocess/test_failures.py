@@ -77,6 +77,24 @@ def test_all_ranks_end_soon_and_name_the_one_at_fault(case: Case, launcher: str)
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_frozen_rank_is_named_where_process_sets_are_dynamic(launcher: str, rank: int) -> None:
+    """Horovod then waits for it with a lock in hand that every call of its own takes."""
+    if not launcher_here(launcher):
+        pytest.skip("mpirun is not on PATH")
+    env = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
+    done = launch(3, [JOB, "freeze", str(rank)], launcher=launcher, timeout_s=80, env=env)
+    ended_at = time.time()
+    assert done.returncode not in (0, None), done.output[-6000:]
+    says = rf"rank {rank} \(process \d+ on \S+\) is frozen"
+    assert re.search(says, done.output), done.output[-9000:]
+    fault = re.search(r"fault at ([\d.]+)", done.output)
+    assert fault is not None
+    assert ended_at - float(fault[1]) <= LIMIT_S, done.output[-6000:]
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_without_a_heartbeat_the_wait_ends_at_its_limit_and_names_the_bucket(launcher: str) -> None:
     if not launcher_here(launcher):

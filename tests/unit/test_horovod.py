@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
+import threading
+import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -12,6 +16,8 @@ import torch
 from loft_hvd.errors import UsageError
 from loft_hvd.transport.horovod import (
     HorovodTransport,
+    _table_question,
+    _warn_of_dynamic_sets,
     _warn_of_sets_in_elastic_jobs,
     own_process_set,
 )
@@ -52,7 +58,7 @@ def test_process_sets_that_exist_are_used() -> None:
 def test_process_sets_that_may_not_be_added_are_an_error_with_ways_out() -> None:
     fake = _FakeHorovod()
     with pytest.raises(
-        UsageError, match=r"\[0, 2\].*process_sets=\"dynamic\".*HOROVOD_DYNAMIC"
+        UsageError, match=r"\[0, 2\].*list all sets.*process_sets=\"dynamic\".*HOROVOD_DYNAMIC"
     ) as raised:
         own_process_set(fake, fake, [(0, 2), (1, 3)])
     assert "hvd.init(process_sets=[hvd.ProcessSet([0, 2]), hvd.ProcessSet([1, 3])])" in str(
@@ -152,86 +158,88 @@ def test_an_error_of_starting_says_which_rank_is_behind_it(
     assert told == [raised.value]
 
 
-class _Probed:
-    """Horovod as its handles tell: what is started is in flight until it ``ends``."""
+def test_process_sets_that_are_added_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Dynamic(_FakeHorovod):
+        rank = staticmethod(lambda: 0)
+        add_process_set = staticmethod(lambda _: None)
+
+    _warn_of_dynamic_sets.cache_clear()
+    own_process_set(Dynamic(), Dynamic(), [(0, 1), (2, 3)])  # they exist
+    assert caplog.text == ""
+    with elastic_job():
+        own_process_set(Dynamic(), Dynamic(), [(0, 2), (1, 3)])
+    assert caplog.text == ""
+    for _ in range(2):
+        own_process_set(Dynamic(), Dynamic(), [(0, 2), (1, 3)])
+    assert caplog.text.count("hvd.init(process_sets=[...])") == 1
+
+
+class _Table:
+    """Horovod as its table of process sets tells, which may be held for long."""
 
     Sum = "sum"
+    process_set_id = 0
 
     def __init__(self) -> None:
-        self.process_set_id = 0
-        self.global_process_set = self
-        self.open: set[int] = set()
-        self.ended: set[int] = set()
-        self.num_started = 0
+        self.global_process_set = self._basics = self.MPI_LIB_CTYPES = self
+        self.is_free = threading.Event()
+        self.is_free.set()
         self.is_down = False
+        self.calls: list[str] = []
 
-    def allreduce_async_(self, _: torch.Tensor, **__: object) -> int:
+    def _get_process_set_ids_and_ranks(self) -> dict[int, list[int]]:
+        self.is_free.wait()
         if self.is_down:
-            raise _InternalError("Horovod has been shut down")
-        self.num_started += 1
-        self.open.add(self.num_started)
-        return self.num_started
+            raise ValueError("Horovod has not been initialized properly; use hvd.init().")
+        return {0: [0, 1]}
 
-    def size(self) -> int:
-        return 2
+    def horovod_number_of_process_sets(self) -> int:
+        self.calls.append("table")
+        self.is_free.wait()
+        return 1
 
-    def end(self, *, badly: bool = False) -> None:
-        self.is_down |= badly
-        self.ended |= self.open
-
-    def poll(self, handle: int) -> bool:
-        if handle not in self.open:
-            raise ValueError(f"Handle {handle} was not created or has been cleared.")
-        return handle in self.ended
-
-    def synchronize(self, handle: int) -> None:
-        self.open.discard(handle)
-        if self.is_down:
-            raise _InternalError("Horovod has been shut down")
+    def allreduce_async_(self, *_: object, **__: object) -> int:
+        self.calls.append("allreduce")
+        return 7
 
 
-def test_asking_whether_horovod_is_down_keeps_one_operation_at_most(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Table]:
+    """Return a Horovod whose table is free, and free in the end."""
+    engine = _Table()
+    monkeypatch.setattr("loft_hvd.transport.horovod.horovod_module", lambda: engine)
+    monkeypatch.setitem(sys.modules, "horovod.torch.mpi_ops", engine)
+    yield engine
+    engine.is_free.set()
+
+
+@pytest.mark.parametrize("is_down", [False, True])
+def test_whether_horovod_is_down_is_told_by_its_table(is_down: bool, table: _Table) -> None:
+    table.is_down = is_down
+    assert HorovodTransport()._is_down() == is_down
+
+
+def test_nobody_waits_for_a_table_that_horovod_holds_over_a_collective(table: _Table) -> None:
+    transport = HorovodTransport()
+    table.is_free.clear()  # a rank is frozen
+    began = time.monotonic()
+    assert not transport._is_down()
+    assert time.monotonic() - began < 5.0
+    assert table.calls == []  # nothing is started there
+
+
+def test_an_operation_first_waits_for_the_table_without_the_interpreters_lock(
+    table: _Table,
 ) -> None:
-    engine = _Probed()
-    monkeypatch.setattr("loft_hvd.transport.horovod.horovod_module", lambda: engine)
-    monkeypatch.setitem(sys.modules, "horovod.torch.mpi_ops", engine)
-    transport = HorovodTransport()
-    assert [transport._is_down() for _ in range(5)] == [False] * 5
-    assert len(engine.open) == 1
-    engine.end()  # every rank has asked
-    assert [transport._is_down() for _ in range(5)] == [False] * 5
-    assert (len(engine.open), engine.num_started) == (1, 2)
-    engine.end(badly=True)
-    assert [transport._is_down() for _ in range(2)] == [True] * 2
-    assert not engine.open
+    HorovodTransport().allreduce(torch.zeros(4), name="sum")
+    assert table.calls == ["table", "allreduce"]
 
 
-@pytest.mark.parametrize("opens", [False, True])
-def test_a_new_world_is_asked_by_an_operation_of_its_own(
-    opens: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = _Probed()
-    monkeypatch.setattr("loft_hvd.transport.horovod.horovod_module", lambda: engine)
-    monkeypatch.setattr("loft_hvd.transport.horovod.open_heartbeat", lambda *_, **__: None)
-    monkeypatch.setitem(sys.modules, "horovod.torch.mpi_ops", engine)
-    transport = HorovodTransport()
-    assert not transport._is_down()
-    engine.open.clear()  # the world has ended, and its handles with it
-    if opens:
-        transport.open_heartbeat()
-    # Without that the first answer is of the old world.
-    assert [transport._is_down() for _ in range(3)] == [not opens, False, False]
-
-
-def test_an_open_heartbeat_keeps_its_question(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = _Probed()
-    monkeypatch.setattr("loft_hvd.transport.horovod.horovod_module", lambda: engine)
-    monkeypatch.setattr("loft_hvd.transport.horovod.open_heartbeat", lambda *_, **__: None)
-    monkeypatch.setattr("loft_hvd.transport.horovod.heartbeat_of", lambda _: SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "horovod.torch.mpi_ops", engine)
-    transport = HorovodTransport()
-    assert not transport._is_down()
-    transport.open_heartbeat()  # by another optimizer
-    assert not transport._is_down()
-    assert engine.num_started == 1  # Horovod refuses two of one name
+def test_the_table_of_the_real_horovod_is_asked_without_the_interpreters_lock() -> None:
+    ops = pytest.importorskip("horovod.torch.mpi_ops")
+    question = _table_question(ops)
+    library = ops._basics.MPI_LIB_CTYPES
+    assert question is library.horovod_number_of_process_sets
+    # Of PyDLL, a kind of CDLL, it would keep the lock.
+    assert isinstance(library, ctypes.CDLL)
+    assert not isinstance(library, ctypes.PyDLL)
