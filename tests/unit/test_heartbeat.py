@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import os
 import re
 import signal
@@ -33,7 +35,13 @@ from loft_hvd.transport.heartbeat.heartbeat import (
 )
 from loft_hvd.transport.heartbeat.launcher import LauncherGuard
 from loft_hvd.transport.heartbeat.links import Line, Link
-from loft_hvd.transport.heartbeat.process import ProcessExit, RankProcess, own_process
+from loft_hvd.transport.heartbeat.process import (
+    FailureNote,
+    ProcessExit,
+    RankProcess,
+    observe_failures,
+    own_process,
+)
 from loft_hvd.transport.heartbeat.watched import watched
 from loft_hvd.transport.local import LocalWorld, run_ranks
 
@@ -316,6 +324,52 @@ def test_a_frozen_process_is_named_and_killed_only_where_the_job_recovers_or_is_
     first.close()
     assert set(killed) == ({4242} if kills else set())
     link.close()
+
+
+def test_a_handler_of_logs_that_hangs_keeps_no_verdict_from_its_deeds(pairs: Pairs) -> None:
+    """As where a script waits for other ranks in it, or a disk does not answer."""
+    killed, handler = threading.Event(), logging.StreamHandler(io.StringIO())
+    control = ProcessControl(look=lambda pid, start: "T", kill=lambda pid: killed.set())
+    logger = logging.getLogger("loft_hvd")
+    logger.addHandler(handler)
+    handler.acquire()
+    try:
+        first, link = pairs.first(4242, is_elastic=True, control=control)
+        assert killed.wait(10.0)
+        verdict = first.wait_verdict(10.0)
+    finally:
+        handler.release()
+        logger.removeHandler(handler)
+    assert verdict is not None
+    first.close()
+    assert verdict.text in handler.stream.getvalue()
+    link.close()
+
+
+def test_an_observer_that_hangs_keeps_no_verdict_back(pairs: Pairs) -> None:
+    """As a run log on a disk that does not answer."""
+
+    class Observer:
+        def describe_failure(self, error: BaseException) -> FailureNote | None:
+            return FailureNote("it had 7 samples", 7)
+
+        def rank_failed(self, rank: int, num_samples: int) -> None:
+            heard.append((rank, num_samples))
+            goes_on.wait(30.0)
+
+    heard: list[tuple[int, int]] = []
+    goes_on, observer = threading.Event(), Observer()
+    observe_failures(observer)
+    first, second = pairs.both()
+    second.report(MemoryError("full"))
+    try:
+        verdict = first.wait_verdict(10.0)
+        assert verdict is not None
+        assert "it had 7 samples" in verdict.text
+    finally:
+        goes_on.set()
+    first.close()
+    assert heard == [(1, 7)]
 
 
 @pytest.mark.parametrize("call", ["allreduce 'loss'", ""])

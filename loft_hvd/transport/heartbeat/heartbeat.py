@@ -11,6 +11,7 @@ verdict has ended the script, so that the job ends.
 from __future__ import annotations
 
 import logging
+import functools
 import os
 import selectors
 import signal
@@ -22,6 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Protocol
+from queue import SimpleQueue
 
 from loft_hvd._native import extension
 from loft_hvd.errors import TransportError
@@ -43,11 +45,19 @@ from loft_hvd.transport.heartbeat.process import (
     tell_failure,
 )
 
-__all__ = ["Heartbeat", "HeartbeatSettings", "ProcessControl", "ReadClock", "is_of_engine"]
+__all__ = [
+    "Aside",
+    "Heartbeat",
+    "HeartbeatSettings",
+    "ProcessControl",
+    "ReadClock",
+    "is_of_engine",
+]
 
 _logger = logging.getLogger(__name__)
 _EXPLAIN_S = 1.0  # bound from the beats: what others have seen by now comes with their next one
 _LOOK_S = 0.25  # a choice: between looks at what this rank does after a verdict
+_ASIDE_S = 1.0  # a choice: at the end, for handlers to write what is still to be logged
 _MISMATCH, _UNSEEN = 1.0, 2.0  # kinds of verdicts, in the number of their line
 _ENGINE_ERRORS = ("HorovodInternalError", "HostsUpdatedInterrupt")
 
@@ -114,6 +124,49 @@ class ReadClock:
 
 
 class _Pulse(Protocol):
+class Aside:
+    """Does what the heartbeat's thread must not wait for, in order, on a thread of its own.
+
+    That is to log, and to tell others in this process: a handler's lock may be held by a thread
+    that waits for other ranks, and a disk may not answer. The thread begins with the first call.
+    """
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def log(self, level: int, text: str, *arguments: object) -> None:
+        """Log a text some time soon."""
+        self.do(functools.partial(_logger.log, level, text, *arguments))
+
+    def do(self, call: Callable[[], object]) -> None:
+        """Call something some time soon; from one thread only."""
+        self._calls.put(call)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="loft-aside", daemon=True)
+            self._thread.start()
+
+    def flush(self) -> None:
+        """Wait until all is done, for a moment at most; from any thread."""
+        if self._thread is not None:
+            is_done = threading.Event()
+            self._calls.put(is_done.set)
+            is_done.wait(_ASIDE_S)
+
+    def close(self) -> None:
+        """End the thread once all is done, and wait for a moment at most; nothing may follow."""
+        if self._thread is not None:
+            self._calls.put(None)
+            self._thread.join(_ASIDE_S)
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            try:
+                call()
+            except Exception:  # of an observer; a handler of logging's keeps its own
+                _logger.exception("the heartbeat has met an error of its own")
+
+
     """The extension's ``Pulse``."""
 
     def add(self, descriptor: int) -> None: ...
@@ -177,6 +230,7 @@ class Heartbeat:
         self._has_news = False  # what ranks are judged by at once, not at the next beat
         self._last_words: list[Line] = []  # of this rank; said again on a new link
         self._pulse = _make_pulse(settings.period_s)
+        self._aside = Aside()
         self._selector = selectors.DefaultSelector()
         self._waker, self._sleeper = socket.socketpair()  # what is written here ends a select
         if control.exit is not None:
@@ -272,12 +326,14 @@ class Heartbeat:
             if self._control.exit.is_armed:
                 self._end_launcher()
                 return  # the thread leaves the process if its end takes too long
+                self._aside.flush()
         self._is_closed = True
         if self._control.guard is not None:
             self._control.guard.close()
         self._wake()
         self._thread.join(timeout=5.0)
 
+        self._aside.close()
     def _say_at_last(self, line: Line) -> None:
         self._last_words.append(line)
         for link in list(self._links.values()):
@@ -314,7 +370,8 @@ class Heartbeat:
                 self._take(rank, link, [])
             self._loop()
         except Exception:
-            _logger.exception("rank %d: the heartbeat has ended by an error of its own", self.rank)
+            text = "rank %d: the heartbeat has ended by an error of its own\n%s"
+            self._aside.log(logging.ERROR, text, self.rank, traceback.format_exc())
         finally:
             self._close_all()
 
@@ -389,7 +446,7 @@ class Heartbeat:
         """Go on with a new link to a rank, and say again what the old one may have lost."""
         self._drop(met.rank)
         self._diagnosis.found(met.rank)
-        _logger.info("rank %d: a new link to rank %d", self.rank, met.rank)
+        self._aside.log(logging.INFO, "rank %d: a new link to rank %d", self.rank, met.rank)
         self._take(met.rank, met.link, met.lines)
         for line in self._last_words:
             met.link.send(line)
@@ -434,7 +491,7 @@ class Heartbeat:
         if line.kind == "beat":
             if self._diagnosis.is_missed(peer):  # once: a beat takes the warning back
                 process = self._diagnosis.process(peer)
-                _logger.warning("rank %d (%s) is heard again", peer, process)
+                self._aside.log(logging.WARNING, "rank %d (%s) is heard again", peer, process)
             self._diagnosis.heard(peer, Progress.decode(line.seconds, line.text))
         elif line.kind == "pulse":
             self._diagnosis.pulsed(peer)
@@ -449,7 +506,7 @@ class Heartbeat:
             self._hear_good_bye(peer, line)
         elif line.kind == "failed" and peer not in self._diagnosis.left_ranks():  # not said again
             self._diagnosis.left(peer)
-            tell_failure(peer, line.seconds)
+            self._aside.do(functools.partial(tell_failure, peer, line.seconds))
             self._decide(Verdict(peer, line.text))
         elif peer == 0 and line.kind == "verdict":
             kinds = {_MISMATCH: "is_mismatch", _UNSEEN: "is_unseen"}
@@ -501,7 +558,7 @@ class Heartbeat:
                     link.send(Line("look", rank, 0.0, f"{process.pid}|{process.start}|{kill}"))
                     break
         for warning in self._diagnosis.warnings():
-            _logger.warning("%s", warning)
+            self._aside.log(logging.WARNING, "%s", warning)
 
     def _look_at_the_rest(self, suspects: Collection[int]) -> None:
         """See who of this host ends as another rank does, though its own link is not lost yet."""
@@ -520,7 +577,7 @@ class Heartbeat:
             self._control.kill(pid)
 
     def _saw(self, rank: int, state: str) -> None:
-        """Take the state of a rank's process, and end it here if it is frozen and doomed."""
+        """Take the state of a rank's process, and end it here if it is stopped and doomed."""
         if self._diagnosis.is_silent(rank):  # else it was heard while the answer came
             self._diagnosis.saw(rank, state)
             process = self._diagnosis.process(rank)
@@ -550,10 +607,9 @@ class Heartbeat:
         if self.rank == 0:
             for rank in self._links:
                 self._tell_verdict(rank)
-        # Once, as rank 0's verdicts reach the others; and last, as the thread that trains may hang
-        # with a log's lock in hand.
+        # Once, as rank 0's verdicts reach the others.
         level = logging.ERROR if 0 in (self.rank, verdict.rank) else logging.INFO
-        _logger.log(level, "%s", verdict.text)
+        self._aside.log(level, "%s", verdict.text)
 
     def _tell_verdict(self, rank: int) -> None:
         verdict = self.verdict
