@@ -32,7 +32,7 @@ NUM_RANKS, NUM_STEPS = 3, 12
 # Who is accused, in all the words that errors, notes and logs have for it.
 _ACCUSATIONS = (
     r"rank (\d+) \(process \d+ on [^)]+\) "
-    r"(?:has (?:ended|been silent|failed)|is (?:gone|frozen|cut off))",
+    r"(?:has (?:ended|been silent|failed)|is (?:gone|frozen|cut off)|runs, but its Python)",
     r"rank (\d+) ran out of memory",
     r"ranks \[([\d, ]+)\] have ended their scripts",
 )

@@ -128,6 +128,23 @@ def test_a_rank_that_holds_its_interpreter_is_waited_for(launcher: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_rank_that_holds_its_interpreter_for_longer_than_others_may_wait_is_named(
+    launcher: str,
+) -> None:
+    """While they wait in the engine's own call, which has no limit."""
+    if not launcher_here(launcher):
+        pytest.skip("mpirun is not on PATH")
+    env = {"LOFT_HVD_TIMEOUT_S": "6"}
+    job = [JOB, "hold-foreign", "1"]
+    done = launch(3, job, launcher=launcher, timeout_s=90, env=env)
+    assert done.returncode not in (0, None), done.output[-6000:]
+    assert "has finished" not in done.output
+    says = r"rank 1 \(process \d+ on \S+\) runs, but its Python interpreter has not for \d+ s"
+    assert re.search(says, done.output), done.output[-6000:]
+
+
+@pytest.mark.long
 def test_the_same_job_finishes_when_nothing_fails() -> None:
     done = launch(3, [JOB, "nothing", "1"], timeout_s=60)
     assert done.returncode == 0, done.output[-4000:]

@@ -347,6 +347,41 @@ def test_a_pulse_tells_who_holds_the_interpreter_from_who_is_frozen(
     assert verdict.rank == 1
 
 
+@pytest.mark.parametrize("waits", ["inside", "outside", "not", "only lately"])
+@pytest.mark.parametrize("sign", ["pulse", "S"])
+def test_a_rank_whose_interpreter_stands_still_is_named_once_others_have_waited_for_long(
+    sign: str, waits: str, diagnosis: Diagnosis, clock: Clock
+) -> None:
+    for second in range(1, 301):
+        clock.now += 1.0
+        hear(diagnosis, 2)
+        if sign == "pulse":
+            diagnosis.pulsed(1)
+        elif diagnosis.is_silent(1):
+            diagnosis.saw(1, sign)
+        waited_s = second - 100.0 if waits == "only lately" else float(second)
+        own = Progress() if waits == "not" else at(max(waited_s, 0.0), "a")
+        if waits == "outside":
+            own = Progress(place=Place("train.py:9 in main", "allreduce 'loss'", waited_s))
+        assert diagnosis.is_held(1) == (second == 300)
+        verdict = diagnosis.judge(own)
+        assert verdict is None or second == 300
+    assert (verdict is not None) == (waits in ("inside", "outside"))
+    if verdict is not None:
+        assert (verdict.rank, verdict.is_held) == (1, True)
+        assert "rank 1 (process 1001 on host1) runs, but its Python interpreter" in verdict.text
+        assert "for 300 s" in verdict.text
+
+
+def test_who_beats_again_stands_still_no_more(diagnosis: Diagnosis, clock: Clock) -> None:
+    for _ in range(400):
+        clock.now += 1.0
+        diagnosis.pulsed(1)
+    assert diagnosis.is_held(1)
+    hear(diagnosis, 1)
+    assert not diagnosis.is_held(1)
+
+
 def test_a_rank_that_left_while_others_wait_is_named(diagnosis: Diagnosis) -> None:
     diagnosis.heard(2, at(0.0, "", "ab"))
     diagnosis.left(2)

@@ -58,11 +58,11 @@ class Pairs:
         return made[0], made[1]
 
     def first(
-        self, pid: int, *, is_elastic: bool = False, control: ProcessControl
+        self, pid: int, *, is_elastic: bool = False, control: ProcessControl, held_s: float = 30.0
     ) -> tuple[Heartbeat, Link]:
         """Return rank 0's heartbeat, and rank 1's end of the link."""
         other, ends = RankProcess(control.own.host_key, pid, 0, "here"), _linked()
-        made = self._make(0, ends[0], other, is_elastic=is_elastic, control=control)
+        made = self._make(0, ends[0], other, is_elastic=is_elastic, control=control, held_s=held_s)
         return made, ends[1]
 
     def _make(
@@ -73,8 +73,9 @@ class Pairs:
         *,
         is_elastic: bool,
         control: ProcessControl | None = None,
+        held_s: float = 30.0,
     ) -> Heartbeat:
-        limits = DiagnosisLimits(suspect_s=0.05, silent_s=30.0, stall_s=30.0)
+        limits = DiagnosisLimits(suspect_s=0.05, silent_s=30.0, stall_s=30.0, held_s=held_s)
         heartbeat = Heartbeat(
             {1 - rank: link},
             Diagnosis(rank, {1 - rank: other}, limits=limits),
@@ -323,6 +324,25 @@ def test_a_frozen_process_is_named_and_killed_only_where_the_job_recovers_or_is_
             threading.Event().wait(0.01)  # let it look again
     first.close()
     assert set(killed) == ({4242} if kills else set())
+    link.close()
+
+
+@pytest.mark.parametrize("is_elastic", [False, True])
+def test_a_process_whose_interpreter_stands_still_is_killed_only_where_the_job_recovers(
+    is_elastic: bool, pairs: Pairs
+) -> None:
+    killed = threading.Event()
+    control = ProcessControl(look=lambda pid, start: "S", kill=lambda pid: killed.set())
+    first, link = pairs.first(4242, is_elastic=is_elastic, control=control, held_s=0.3)
+    with first.waiting():
+        for _ in range(1000):
+            link.send(Line("pulse", 1))
+            if first.wait_verdict(0.01) is not None:
+                break
+        verdict = first.verdict
+        assert verdict is not None
+        assert "rank 1 (process 4242 on here) runs, but its Python interpreter has" in verdict.text
+        assert killed.wait(10.0 if is_elastic else 0.2) == is_elastic
     link.close()
 
 

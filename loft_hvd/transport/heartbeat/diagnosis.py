@@ -276,6 +276,7 @@ class Verdict:
     is_unseen: bool = False  # whether nobody could look at its process: its host may be gone
 
     def error(self) -> LoftError:
+    is_held: bool = False  # whether its process runs, and its interpreter does not
         """Return what a waiting rank raises."""
         return MismatchError(self.text) if self.is_mismatch else PeerError(self.text)
 
@@ -292,6 +293,8 @@ class DiagnosisLimits:
     failed_s: float = 5.0
     # How long all ranks wait for different operations before it is a mismatch. A choice.
     stall_s: float = 5.0
+    # Without a beat of a rank that runs, while others wait: the longest wait. The user's choice.
+    held_s: float = 300.0
     # How long that must stay as it is. Bound from the beats: more than two, so all have told it.
     confirm_s: float = 2.5
 
@@ -415,6 +418,14 @@ class Diagnosis:
 
     def misses_link(self, rank: int) -> bool:
         """Say whether the link to a peer is lost, or so silent that it may be."""
+    def is_held(self, rank: int) -> bool:
+        """Say whether a peer's process runs, but nothing of Python's has run there for too long."""
+        peer = self._peers[rank]
+        if peer.has_left or self._clock() - peer.heard_at < self.limits.held_s:
+            return False
+        is_pulsing = self._clock() - peer.alive_at < self.limits.suspect_s
+        return is_pulsing or peer.state not in (_UNKNOWN, FROZEN, *ENDED)
+
         peer = self._peers[rank]
         quiet_s = self._clock() - peer.alive_at
         return not peer.has_left and (peer.lost_at is not None or quiet_s >= self.limits.suspect_s)
@@ -445,6 +456,9 @@ class Diagnosis:
                 return verdict
         if (verdict := self._judge_left(live)) is not None:
             return verdict
+        for rank in sorted(self._peers):
+            if (verdict := self._judge_held(rank, live)) is not None:
+                return verdict
         sees_all = self.rank == 0 and len(live) == len(self._peers) + 1
         return self._judge_stall(live) if sees_all else None
 
@@ -491,13 +505,35 @@ class Diagnosis:
                 texts.append(other.text)
         return replace(verdict, text="; ".join(texts))
 
-    def _judge_unseen(self, rank: int, live: Mapping[int, Progress]) -> Verdict | None:
-        """Judge a silent rank whose process nobody can look at, while others wait in vain."""
-        peer = self._peers[rank]
+    def _stalled_s(self, live: Mapping[int, Progress]) -> float:
+        """Return for how long ranks have waited while no operation over all of them has ended."""
         waited_s = max(progress.stuck_s for progress in live.values())
         if self._has_engine_failed:  # that has ended this rank's own wait
             waited_s = max(waited_s, self._last_stuck_s)
-        stalled_s = min(waited_s, self._clock() - self._moved_at)
+        return min(waited_s, self._clock() - self._moved_at)
+
+    def _judge_held(self, rank: int, live: Mapping[int, Progress]) -> Verdict | None:
+        """Judge a rank that lives and does not beat, once others have waited as long as they may.
+
+        Waits in operations of ours end by themselves then. Those in the engine's own have no limit.
+        """
+        if not self.is_held(rank) or self._stalled_s(live) < self.limits.held_s:
+            return None
+        peer = self._peers[rank]
+        unheard_s = self._clock() - peer.heard_at
+        return Verdict(
+            rank,
+            f"rank {rank} ({peer.process}) runs, but its Python interpreter has not for "
+            f"{unheard_s:.0f} s, while others wait: a call of a library holds the interpreter's "
+            "lock, or waits with it for what does not come (py-spy dump shows which); where it may "
+            "take that long, raise LOFT_HVD_TIMEOUT_S",
+            is_held=True,
+        )
+
+    def _judge_unseen(self, rank: int, live: Mapping[int, Progress]) -> Verdict | None:
+        """Judge a silent rank whose process nobody can look at, while others wait in vain."""
+        peer = self._peers[rank]
+        stalled_s = self._stalled_s(live)
         silent_s = self._clock() - peer.alive_at
         # The engine may be less patient: it fails, for want of an answer, while the rank is silent.
         least_s = self.limits.failed_s if self._has_engine_failed else self.limits.silent_s

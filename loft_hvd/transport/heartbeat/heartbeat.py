@@ -4,14 +4,15 @@ Once a second each rank says that it lives, what it has started and whether it w
 the rank that is killed, frozen, raises, leaves early or takes other steps; the others' waits then
 end with an error that names it. A link that is lost is made again, and is no failure by itself.
 In elastic mode only a mismatch is raised, as Horovod's own error must reach ``hvd.elastic.run``. A
-frozen process is killed: at once in elastic mode, so that the job recovers, and elsewhere when its
-verdict has ended the script, so that the job ends.
+process that is frozen, or whose interpreter stands still for too long, is killed: at once in
+elastic mode, so that the job recovers, and elsewhere when its verdict has ended the script, so that
+the job ends.
 """
 
 from __future__ import annotations
 
-import logging
 import functools
+import logging
 import os
 import selectors
 import signal
@@ -22,8 +23,8 @@ import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
-from typing import Protocol
 from queue import SimpleQueue
+from typing import Protocol
 
 from loft_hvd._native import extension
 from loft_hvd.errors import TransportError
@@ -56,8 +57,8 @@ __all__ = [
 
 _logger = logging.getLogger(__name__)
 _EXPLAIN_S = 1.0  # bound from the beats: what others have seen by now comes with their next one
-_LOOK_S = 0.25  # a choice: between looks at what this rank does after a verdict
 _ASIDE_S = 1.0  # a choice: at the end, for handlers to write what is still to be logged
+_LOOK_S = 0.25  # a choice: between looks at what this rank does after a verdict
 _MISMATCH, _UNSEEN = 1.0, 2.0  # kinds of verdicts, in the number of their line
 _ENGINE_ERRORS = ("HorovodInternalError", "HostsUpdatedInterrupt")
 
@@ -123,7 +124,6 @@ class ReadClock:
         self._now = time.monotonic()
 
 
-class _Pulse(Protocol):
 class Aside:
     """Does what the heartbeat's thread must not wait for, in order, on a thread of its own.
 
@@ -167,6 +167,7 @@ class Aside:
                 _logger.exception("the heartbeat has met an error of its own")
 
 
+class _Pulse(Protocol):
     """The extension's ``Pulse``."""
 
     def add(self, descriptor: int) -> None: ...
@@ -229,8 +230,8 @@ class Heartbeat:
         self._gone: set[int] = set()  # ranks that have said good-bye, to whomever
         self._has_news = False  # what ranks are judged by at once, not at the next beat
         self._last_words: list[Line] = []  # of this rank; said again on a new link
-        self._pulse = _make_pulse(settings.period_s)
         self._aside = Aside()
+        self._pulse = _make_pulse(settings.period_s)
         self._selector = selectors.DefaultSelector()
         self._waker, self._sleeper = socket.socketpair()  # what is written here ends a select
         if control.exit is not None:
@@ -325,15 +326,15 @@ class Heartbeat:
                 self._control.exit.arm("an error has ended the script")
             if self._control.exit.is_armed:
                 self._end_launcher()
-                return  # the thread leaves the process if its end takes too long
                 self._aside.flush()
+                return  # the thread leaves the process if its end takes too long
         self._is_closed = True
         if self._control.guard is not None:
             self._control.guard.close()
         self._wake()
         self._thread.join(timeout=5.0)
-
         self._aside.close()
+
     def _say_at_last(self, line: Line) -> None:
         self._last_words.append(line)
         for link in list(self._links.values()):
@@ -545,7 +546,7 @@ class Heartbeat:
         suspects = self._diagnosis.suspects()
         if any(self._links[rank].is_closed for rank in suspects):
             self._look_at_the_rest(suspects)
-        for rank in suspects:
+        for rank in {*suspects, *filter(self._is_held, self._links)}:
             process = self._diagnosis.process(rank)
             if process.host_key == self._control.own.host_key:
                 self._saw(rank, self._control.look(process.pid, process.start))
@@ -554,7 +555,8 @@ class Heartbeat:
             for other, link in self._links.items():
                 is_near = self._diagnosis.process(other).host_key == process.host_key
                 if is_near and not self._diagnosis.is_silent(other):
-                    kill = int(self._dooms(rank))
+                    # 2: whatever state it is in.
+                    kill = self._dooms(rank) * (2 if self._is_held(rank) else 1)
                     link.send(Line("look", rank, 0.0, f"{process.pid}|{process.start}|{kill}"))
                     break
         for warning in self._diagnosis.warnings():
@@ -570,25 +572,40 @@ class Heartbeat:
                     self._diagnosis.saw(rank, state)
 
     def _look_for_rank_0(self, rank: int, pid: int, start: int, kill: int) -> None:
-        """Look at a rank's process on this host and tell rank 0; end it if frozen and ``kill``."""
+        """Look at a rank's process on this host and tell rank 0; end it if it is to be killed."""
         state = self._control.look(pid, start)
         self._links[0].send(Line("state", rank, 0.0, state))
-        if kill and state == FROZEN:
-            self._control.kill(pid)
+        if (kill == 1 and state == FROZEN) or (kill == 2 and state not in ENDED):
+            self._kill(pid)
 
     def _saw(self, rank: int, state: str) -> None:
         """Take the state of a rank's process, and end it here if it is stopped and doomed."""
         if self._diagnosis.is_silent(rank):  # else it was heard while the answer came
             self._diagnosis.saw(rank, state)
-            process = self._diagnosis.process(rank)
-            is_near = process.host_key == self._control.own.host_key
-            if state == FROZEN and is_near and self._dooms(rank):
-                self._control.kill(process.pid)
+        elif not self._is_held(rank):
+            return
+        process = self._diagnosis.process(rank)
+        is_near = process.host_key == self._control.own.host_key
+        is_stopped = state == FROZEN or (self._is_held(rank) and state not in ENDED)
+        if is_stopped and is_near and self._dooms(rank):
+            self._kill(process.pid)
+
+    def _kill(self, pid: int) -> None:
+        """End a process of this host that is frozen, or whose interpreter stands still."""
+        self._control.kill(pid)
+        text = "killed process %d, which is stopped: the job goes on or ends without it"
+        self._aside.log(logging.ERROR, text, pid)
 
     # Verdicts.
 
+    def _is_held(self, rank: int) -> bool:
+        """Say whether there is a verdict on a rank whose interpreter stands still, and still so."""
+        verdict = self.verdict
+        is_named = verdict is not None and verdict.is_held and verdict.rank == rank
+        return is_named and self._diagnosis.is_held(rank)
+
     def _dooms(self, rank: int) -> bool:
-        """Say whether to end a frozen rank: when the job goes on, or is over, without it.
+        """Say whether to end a stopped rank: when the job goes on, or is over, without it.
 
         Also where the script waits for it in a call of the engine's, which fails by that.
         """

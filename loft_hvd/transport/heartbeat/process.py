@@ -108,11 +108,9 @@ def stat_fields(pid: int | str, *, proc: Path = Path("/proc")) -> list[str]:
 
 
 def kill_process(pid: int) -> None:
-    """End a frozen process of this host."""
+    """End a process of this host."""
     with suppress(OSError):  # it has ended, or is somebody else's
         os.kill(pid, signal.SIGKILL)
-    # After the deed, as a log's lock may be held by what waits for that process.
-    _logger.error("killed process %d: it is frozen, and the job goes on or ends without it", pid)
 
 
 # What is known of a rank's failure beyond the error's own words, and who hears of it. A balancer

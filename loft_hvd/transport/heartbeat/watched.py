@@ -164,7 +164,7 @@ def open_heartbeat(
             )
         return None
     own = own_process()
-    limits = DiagnosisLimits(silent_s=settings.heartbeat_timeout_s)
+    limits = DiagnosisLimits(silent_s=settings.heartbeat_timeout_s, held_s=settings.timeout_s)
     is_alone = settings.is_elastic and transport.local_size == 1
     processes = {rank: met.process for rank, met in links.met.items()}
     launcher = LauncherGuard(own, limit_s=2 * settings.leave_s) if settings.is_mpirun else None

@@ -4,8 +4,9 @@ At step 5 rank RANK is killed ("kill"), stops answering ("freeze", or "freeze-fo
 others wait in a call of Horovod's own), raises in its backward pass ("raise") or in a hook
 ("raise-hook"), leaves without a word ("leave"), or steps two optimizers the other way round
 ("order"). With "shape" its model differs from the start. With "hold" nothing is wrong: the rank
-holds the Python interpreter for long, as some calls do, and the others must wait for it. With
-"sleep" it takes a minute over its step.
+holds the Python interpreter for long, as some calls do, and the others must wait for it; with
+"hold-foreign" for a minute, while they wait in a call of Horovod's own. With "sleep" it takes a
+minute over its step.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def at_once(what: str) -> None:
         sys.exit(3)
     if what == "sleep":
         time.sleep(60)
-    if what == "hold":
-        ctypes.PyDLL(None).sleep(13)  # unlike CDLL, PyDLL keeps the interpreter's lock
+    if what.startswith("hold"):  # unlike CDLL, PyDLL keeps the interpreter's lock
+        ctypes.PyDLL(None).sleep(60 if what == "hold-foreign" else 13)
 
 
 def trainer(what: str) -> tuple[Any, Callable[[bool], None]]:
@@ -84,7 +85,7 @@ def main(what: str, faulty_rank: int) -> None:
             at_once(what)
         if is_faulty and what == "raise-hook":
             optimizer.register_outgoing_hook(raise_in_hook)
-        if number == FAULT_STEP and what == "freeze-foreign":
+        if number == FAULT_STEP and what.endswith("-foreign"):
             hvd.allreduce(torch.zeros(3), name="foreign")
         for each in reversed(steps) if is_faulty else steps:
             each(is_faulty and what == "raise")
