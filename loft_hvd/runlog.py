@@ -101,8 +101,9 @@ class RunLog:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._clock = clock
-        # Lines come from the training thread and from the heartbeat's, which knows of failures.
-        self._lock = threading.Lock()
+        # Lines come from the training thread and from the heartbeat's, which knows of failures. A
+        # signal handler of the script's may write in the midst of a line of the same thread.
+        self._lock = threading.RLock()
         self._max_bytes, self._thin_at = max_bytes, max_bytes
         self._num_bytes = 0  # of whole lines in the file
         self._waiting: list[bytes] = []  # lasting lines that the disk has not taken

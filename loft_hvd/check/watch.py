@@ -222,7 +222,7 @@ class Watch:
         self.notes = Notes(rank=-1)
         self.is_begun = threading.Event()  # it has trained
         self._folder = folder
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler of the script's may call, too
         self._num_rounds = self._num_trained = 0
         self._new: list[_OpenRound] = []  # those with a batch since the last backward pass
         self._newest_kind = ""  # of the loader that the newest batch is of

@@ -44,7 +44,7 @@ class Trace:
         self._rank = rank
         self._most_spans = most_spans
         self._process = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler of the script's may reduce, too
         self._lanes: dict[str, int] = {}
         self._spans: list[tuple[str, int, float, float]] = []
 

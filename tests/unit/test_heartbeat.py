@@ -25,6 +25,7 @@ from loft_hvd.transport.heartbeat.diagnosis import (
     Progress,
     ProgressMeter,
     Verdict,
+    key_of,
 )
 from loft_hvd.transport.heartbeat.door import Caller, Links, open_links
 from loft_hvd.transport.heartbeat.heartbeat import (
@@ -390,6 +391,21 @@ def test_an_observer_that_hangs_keeps_no_verdict_back(pairs: Pairs) -> None:
         goes_on.set()
     first.close()
     assert heard == [(1, 7)]
+
+
+def test_a_signal_handler_may_wait_for_ranks_in_the_midst_of_anything(pairs: Pairs) -> None:
+    """A script's handler may save a checkpoint, whatever this thread does right now."""
+    first, _ = pairs.both()
+    work = LocalWorld(1).transport(0).allreduce(torch.zeros(1), name="x")
+    mine = watched(work, "x", first)
+    locks = [first.meter._lock, mine._releasing, next(iter(first._links.values()))._lock]
+    with ExitStack() as held:
+        for lock in locks:
+            held.enter_context(lock)
+        first.late()
+        first._beat()
+        wait_for(watched(work, "y", first), what="the sum", timeout_s=10)
+    assert first.meter.progress().counts == {key_of("x"): 1, key_of("y"): 1}
 
 
 @pytest.mark.parametrize("call", ["allreduce 'loss'", ""])

@@ -149,7 +149,9 @@ class ProgressMeter:
         self._has_started_others = has_started_others
         self._places = PlaceWatch(clock)
         self._thread = threading.get_ident()  # that trains: who made this, or waited last
-        self._lock = threading.Lock()
+        # Reentrant, as all locks that the script's thread takes: a signal handler of the script's
+        # may reduce, too, in the midst of anything.
+        self._lock = threading.RLock()
         # By name's key, started last at the end. Which names are forgotten may differ between
         # ranks, so from then on nobody says how often a new name was started.
         self._counts: OrderedDict[str, int] = OrderedDict()

@@ -68,7 +68,7 @@ class Link:
     def __init__(self, connection: socket.socket, *, max_line: int = _MAX_LINE) -> None:
         connection.setblocking(False)
         self._socket = connection
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may send, too
         self._received = b""
         self._max_line = max_line
         self.is_closed = False

@@ -43,7 +43,7 @@ class _WatchedWork:
         self._work = work
         self.watch = heartbeat
         self._is_posted = True
-        self._releasing = threading.Lock()
+        self._releasing = threading.RLock()
         self._operation = heartbeat.meter.posted(name, _question_to(weakref.ref(self)))
 
     def done(self) -> bool:
