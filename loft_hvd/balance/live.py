@@ -249,7 +249,7 @@ class Beside:
     def __init__(self, log: RunLog) -> None:
         self._log = log
         self._queue: SimpleQueue[_Task | None] = SimpleQueue()  # None ends the thread
-        self._end_thread: weakref.finalize[..., Beside] | None = None
+        self._end_thread: Callable[[], None] | None = None  # waits for the thread's end
         self._decision: _Task | None = None  # whose plan nobody has taken
         self._tasks: list[_Task] = []  # under way, or with an error that nobody has taken
 
@@ -269,8 +269,12 @@ class Beside:
             target=_work_off, args=(queue, self._log), name="loft-plan", daemon=True
         )
         thread.start()
-        # Called by ``close``, at the end of the process, or when this is dropped without either.
-        self._end_thread = weakref.finalize(self, _end, queue, thread)
+        # At the end of the process, and by ``close``, the thread is waited for. Where this is just
+        # dropped it is told to end: that may be in any thread, also the heartbeat's or its own,
+        # and in the midst of anything.
+        self._end_thread = partial(_end, queue, thread)
+        atexit.register(self._end_thread)
+        weakref.finalize(self, queue.put, None).atexit = False
 
     def take(self) -> Plan | None:
         """Return the newest plan, once."""
@@ -305,6 +309,7 @@ class Beside:
         """Drop what is under way, and end the thread; another ``begin`` starts one."""
         self.drop()
         if self._end_thread is not None:
+            atexit.unregister(self._end_thread)
             self._end_thread()
             self._end_thread = None
 
@@ -332,8 +337,6 @@ def _work_off(queue: SimpleQueue[_Task | None], log: RunLog) -> None:
 def _end(queue: SimpleQueue[_Task | None], thread: threading.Thread) -> None:
     """End a thread that works off a queue, as soon as what is under way has ended."""
     queue.put(None)
-    if thread is threading.current_thread():  # the task was the last to hold its balancer
-        return
     thread.join(_DRAIN_S)
     if thread.is_alive():
         _logger.warning("%s has not ended within %g s: it is left behind", thread.name, _DRAIN_S)

@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,10 @@ from torch.utils.data import TensorDataset
 import loft_hvd as loft
 from loft_hvd.balance.controller import Controller, Decision
 from loft_hvd.balance.interval import SUM, SUMS, Head, Interval
-from loft_hvd.balance.live import Schedule, TimesExchange, check_same_run
+from loft_hvd.balance.live import Beside, Schedule, TimesExchange, check_same_run
 from loft_hvd.balance.policy import Policy, Proposal
 from loft_hvd.errors import MismatchError
-from loft_hvd.runlog import find_entries
+from loft_hvd.runlog import RunLog, find_entries
 from loft_hvd.transport.base import Channel
 from loft_hvd.transport.local import LocalTransport, run_ranks
 from tests.support.live import Run
@@ -323,6 +325,29 @@ def test_a_new_world_ends_the_thread_of_the_old_one() -> None:
 
     others, barrier = set(threading.enumerate()), threading.Barrier(2)
     assert run_ranks(2, work) == [(2, 0)] * 2
+
+
+def test_a_plan_that_is_dropped_at_work_keeps_nobody_waiting() -> None:
+    """It may be dropped in any thread, by a garbage collection in the midst of anything."""
+
+    def decide() -> tuple[None, Callable[[], None]]:
+        threads.append(threading.current_thread())
+        is_busy.set()
+        may_end.wait(30.0)
+        return None, lambda: None
+
+    threads: list[threading.Thread] = []
+    is_busy, may_end = threading.Event(), threading.Event()
+    beside = Beside(RunLog(None))
+    beside.begin(decide)
+    assert is_busy.wait(10.0)
+    began = time.monotonic()
+    del beside
+    took_s = time.monotonic() - began
+    may_end.set()
+    threads[0].join(10.0)
+    assert not threads[0].is_alive()
+    assert took_s < 5.0
 
 
 ENDLESS = """
