@@ -170,7 +170,8 @@ class Handle:
         self._result = tensor.clone() if reduction is None else None
         self._is_over = reduction is None
         self._failure: BaseException | None = None
-        self._moving = threading.Lock()
+        self._claiming = threading.RLock()  # a signal handler of the script's may reduce, too
+        self._mover: object = None  # who moves it; None when nobody does
 
     @property
     def failure(self) -> BaseException | None:
@@ -192,22 +193,34 @@ class Handle:
     def _move(self) -> None:
         """Do what can be done without waiting; an error is told to who asks for this handle."""
         # Threads may wait for handles of their own: what one of them moves, the rest leave alone.
-        if not self._moving.acquire(blocking=False):
-            return
+        mine = object()
         try:
-            if self._is_over or self._failure is not None:
+            with self._claiming:
+                if self._mover is None:
+                    self._mover = mine
+            if self._mover is not mine:
                 return
-            assert self._reduction is not None
+            self._move_on()
+            # Only who moves it: of two that find it in the list, one would not find it any more.
+            others = _in_flight().get(self._transport, [])
+            if (self._is_over or self._failure is not None) and self in others:
+                others.remove(self)
+        finally:
+            # An interrupt comes after calls only, of which there is none here: with a lock, taken
+            # right before the ``try`` or given back in here, nobody might move it any more.
+            if self._mover is mine:
+                self._mover = None
+
+    def _move_on(self) -> None:
+        if self._is_over or self._failure is not None:
+            return
+        assert self._reduction is not None
+        try:
             self._is_over = self._advance(self._reduction)
         except BaseException as error:
             self._failure = error  # what the buffers hold by now is no result: asked again, too
             if not isinstance(error, Exception):  # as when the user interrupts
                 raise
-        finally:
-            self._moving.release()
-            others = _in_flight().get(self._transport, [])
-            if (self._is_over or self._failure is not None) and self in others:
-                others.remove(self)
 
     def _advance(self, reduction: NamedReduction) -> bool:
         if self._agreement is not None:

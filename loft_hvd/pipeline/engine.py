@@ -320,8 +320,14 @@ class Engine:
     # In the thread that has the turn: the engine's, or the user's while that waits.
 
     def _take_turn(self) -> float | None:
-        with self._turn:
+        # Never waited for: who has it does all there is to do. If an interrupt has ended that
+        # thread's wait between taking the turn and giving it back, nobody gives it back.
+        if not self._turn.acquire(blocking=False):
+            return None
+        try:
             return None if self._is_awaited else self._advance()
+        finally:
+            self._turn.release()
 
     def _advance(self) -> float | None:
         """Do what can be done without waiting; return when to come again, None when all is done."""

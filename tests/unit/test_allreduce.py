@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -208,3 +210,55 @@ def test_a_long_wait_asks_seldom_and_a_short_one_often(monkeypatch: pytest.Monke
         assert 1e-4 <= pause_s <= max(1e-4, 0.005 * at) + 1e-12
         assert pause_s <= 1e-3
     assert len(pauses) < 2000
+
+
+def test_two_threads_that_find_one_handle_over_both_go_on() -> None:
+    """Of two that looked for it among those in flight, one did not find it any more."""
+
+    def work(transport: LocalTransport) -> bool:
+        handle = loft.allreduce_async(torch.ones(3), name="x", transport=transport)
+
+        class Raced(list[Any]):
+            """Lets another thread find the handle right after this one has."""
+
+            has_raced = False
+
+            def __contains__(self, item: object) -> bool:
+                is_there = super().__contains__(item)
+                if is_there and handle._is_over and not self.has_raced:
+                    self.has_raced = True
+                    other = threading.Thread(target=handle._move)
+                    other.start()
+                    other.join(10.0)
+                return is_there
+
+        flights = allreduce_module._in_flight()
+        flights[transport] = raced = Raced(flights[transport])
+        handle.wait(30.0)
+        return raced.has_raced and list(raced) == []
+
+    assert run_ranks(2, work) == [True, True]
+
+
+def test_an_interrupt_in_the_midst_of_moving_a_handle_leaves_it_to_be_moved() -> None:
+    class Interrupted:
+        """What a handle is claimed under, where the user interrupts right after."""
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *_: object) -> None:
+            if threading.current_thread() not in interrupted:
+                interrupted.append(threading.current_thread())
+                raise KeyboardInterrupt
+
+    interrupted: list[threading.Thread] = []
+
+    def work(transport: LocalTransport) -> list[float]:
+        handle = loft.allreduce_async(torch.ones(3), name="x", transport=transport)
+        vars(handle)["_claiming"] = Interrupted()
+        with pytest.raises(KeyboardInterrupt):
+            handle.done()
+        values: list[float] = handle.wait(30.0).tolist()
+        return values
+
+    assert run_ranks(2, work) == [[1.0] * 3] * 2

@@ -110,6 +110,23 @@ def test_an_optimizer_that_never_steps_has_no_thread() -> None:
 # Errors.
 
 
+def test_a_turn_that_nobody_gives_back_keeps_no_thread(caplog: pytest.LogCaptureFixture) -> None:
+    """As where the user interrupts a wait right after it has taken the turn."""
+
+    def work(transport: LocalTransport) -> bool:
+        params = make_parameters()
+        engine = make_reducer(params, transport, loft.Median(), bucket_bytes=100).engine
+        assert engine._turn.acquire(timeout=10.0)
+        give_gradients(params)
+        wait_until(lambda: not engine._thread._has_news)  # the thread has come for its turn
+        engine.close()
+        thread = engine._thread._thread
+        return thread is not None and thread.is_alive()
+
+    assert run_ranks(2, work) == [False] * 2
+    assert "does not end" not in caplog.text
+
+
 def raise_in_hook(bucket: Bucket, values: Tensor) -> None:
     raise KeyError("a mistake of the script's")
 
