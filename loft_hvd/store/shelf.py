@@ -158,16 +158,18 @@ class Shelf:
         self._views = [half.data for half in self._halves]
         self._lock = threading.Lock()
         self._lock_pid = os.getpid()
+        self._is_left_out = False  # whether the last change of a counter was
         weakref.finalize(self, close_all, descriptors)
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _locked(self, *, is_patient: bool = True) -> Iterator[None]:
         """Exclude other threads, and other processes, even such as a fork has made."""
         if self._lock_pid != os.getpid():  # forked: a thread of the parent may have held it
             self._lock, self._lock_pid = threading.Lock(), os.getpid()
         with self._lock:
             # The kernel lets go of it when a process ends, however it ends.
-            _wait_for_lock(functools.partial(fcntl.lockf, self.descriptors[1]), "its memory")
+            lock = functools.partial(fcntl.lockf, self.descriptors[1])
+            _wait_for_lock(lock, "its memory", limit_s=_LOCK_S if is_patient else 0.0)
             try:
                 yield
             finally:
@@ -287,10 +289,18 @@ class Shelf:
     # What happened, over all processes.
 
     def count(self, **changes: int) -> None:
-        """Add to counters, by name."""
-        with self._locked():
-            for name, change in changes.items():
-                self._counters[_COUNTERS.index(name)] += change
+        """Add to counters, by name; left out while another process does not let go of the lock."""
+        # Such as a loader process that was stopped. No training ends for want of a number, nor
+        # waits for it again and again.
+        try:
+            with self._locked(is_patient=not self._is_left_out):
+                for name, change in changes.items():
+                    self._counters[_COUNTERS.index(name)] += change
+            self._is_left_out = False
+        except BlockingIOError as error:
+            if not self._is_left_out:
+                _logger.warning("%s: until it lets go nothing is counted", error)
+            self._is_left_out = True
 
     @property
     def counters(self) -> dict[str, int]:
@@ -319,16 +329,16 @@ def _units(num_bytes: int) -> int:
     return -(-num_bytes // _UNIT)
 
 
-def _wait_for_lock(lock: Callable[[int], object], what: str) -> None:
+def _wait_for_lock(lock: Callable[[int], object], what: str, *, limit_s: float) -> None:
     """Take a lock of the kernel's; a BlockingIOError when another has it for too long."""
-    until, pause = time.monotonic() + _LOCK_S, _SHORTEST_SLEEP_S
+    until, pause = time.monotonic() + limit_s, _SHORTEST_SLEEP_S
     while True:
         try:
             lock(fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:  # POSIX leaves the choice to systems
             if time.monotonic() > until:
                 raise BlockingIOError(
-                    f"the store's lock on {what} was held by another process for {_LOCK_S:g} s; "
+                    f"the store's lock on {what} was held by another process for {limit_s:g} s; "
                     "it is stopped, or very slow"
                 ) from error
             time.sleep(pause)
@@ -368,7 +378,7 @@ def _open_file(path: Path, num_samples: int, identity: int) -> int:
 def _opened(path: Path) -> int:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        _wait_for_lock(functools.partial(fcntl.flock, descriptor), str(path))
+        _wait_for_lock(functools.partial(fcntl.flock, descriptor), str(path), limit_s=_LOCK_S)
     except OSError:
         os.close(descriptor)
         raise

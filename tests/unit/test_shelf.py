@@ -53,6 +53,30 @@ def test_a_forked_process_reads_and_adds() -> None:
     assert shelf.counters["own"] == 3
 
 
+def test_a_process_that_is_stopped_with_the_lock_in_hand_costs_counts_and_no_training(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf = Shelf(10, memory_bytes=1000)
+    monkeypatch.setattr("loft_hvd.store.shelf._LOCK_S", 0.05)
+    held, ends = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with shelf._locked():
+            os.write(held[1], b"x")
+            os.read(ends[0], 1)
+        os._exit(0)
+    os.read(held[0], 1)
+    try:
+        for _ in range(3):
+            shelf.count(own=1)
+    finally:
+        os.write(ends[1], b"x")
+        os.waitpid(pid, 0)
+    assert caplog.text.count("until it lets go nothing is counted") == 1
+    shelf.count(own=2)
+    assert shelf.counters["own"] == 2
+
+
 def test_a_pickled_shelf_is_the_same_one() -> None:
     shelf = Shelf(10, memory_bytes=10_000)
     other = pickle.loads(pickle.dumps(shelf))
