@@ -159,6 +159,29 @@ def test_a_step_without_a_backward_pass_warns_once(does_backward: bool, says: st
     optimizer.step()  # once: a second warning would be an error here
 
 
+@pytest.mark.parametrize("num_passes", [1, 2, 3])
+def test_a_step_of_other_passes_than_asked_warns_once(
+    num_passes: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work(transport: LocalTransport) -> None:
+        found = model()
+        optimizer = wrap(
+            torch.optim.SGD(found.parameters(), lr=0.1),
+            transport=transport,
+            backward_passes_per_step=3,
+        )
+        for _ in range(2):
+            optimizer.zero_grad()
+            for _ in range(num_passes):
+                found(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+
+    run_ranks(2, work)
+    says = f"a step ends after {num_passes} of backward_passes_per_step=3 backward passes"
+    assert caplog.text.count(says) == (2 if num_passes < 3 else 0)  # once a rank
+    assert caplog.text.count("use loft.Metric") == caplog.text.count(says)
+
+
 class _Counting(torch.optim.SGD):
     """With state of its own beside torch's."""
 
