@@ -398,7 +398,7 @@ def test_a_signal_handler_may_wait_for_ranks_in_the_midst_of_anything(pairs: Pai
     first, _ = pairs.both()
     work = LocalWorld(1).transport(0).allreduce(torch.zeros(1), name="x")
     mine = watched(work, "x", first)
-    locks = [first.meter._lock, mine._releasing, next(iter(first._links.values()))._lock]
+    locks = [first.meter._lock, vars(mine)["_releasing"], next(iter(first._links.values()))._lock]
     with ExitStack() as held:
         for lock in locks:
             held.enter_context(lock)

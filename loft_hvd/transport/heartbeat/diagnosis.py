@@ -276,9 +276,9 @@ class Verdict:
     text: str  # what happened to it, naming it
     is_mismatch: bool = False  # whether ranks disagree, instead of one having failed
     is_unseen: bool = False  # whether nobody could look at its process: its host may be gone
+    is_held: bool = False  # whether its process runs, and its interpreter does not
 
     def error(self) -> LoftError:
-    is_held: bool = False  # whether its process runs, and its interpreter does not
         """Return what a waiting rank raises."""
         return MismatchError(self.text) if self.is_mismatch else PeerError(self.text)
 
@@ -293,10 +293,10 @@ class DiagnosisLimits:
     silent_s: float = 10.0
     # The same where the engine has failed. A choice: a rank that is killed fails it in less.
     failed_s: float = 5.0
-    # How long all ranks wait for different operations before it is a mismatch. A choice.
-    stall_s: float = 5.0
     # Without a beat of a rank that runs, while others wait: the longest wait. The user's choice.
     held_s: float = 300.0
+    # How long all ranks wait for different operations before it is a mismatch. A choice.
+    stall_s: float = 5.0
     # How long that must stay as it is. Bound from the beats: more than two, so all have told it.
     confirm_s: float = 2.5
 
@@ -418,8 +418,6 @@ class Diagnosis:
             return True
         return self._clock() - max(peer.alive_at, self._moved_at) >= self.limits.suspect_s
 
-    def misses_link(self, rank: int) -> bool:
-        """Say whether the link to a peer is lost, or so silent that it may be."""
     def is_held(self, rank: int) -> bool:
         """Say whether a peer's process runs, but nothing of Python's has run there for too long."""
         peer = self._peers[rank]
@@ -428,6 +426,8 @@ class Diagnosis:
         is_pulsing = self._clock() - peer.alive_at < self.limits.suspect_s
         return is_pulsing or peer.state not in (_UNKNOWN, FROZEN, *ENDED)
 
+    def misses_link(self, rank: int) -> bool:
+        """Say whether the link to a peer is lost, or so silent that it may be."""
         peer = self._peers[rank]
         quiet_s = self._clock() - peer.alive_at
         return not peer.has_left and (peer.lost_at is not None or quiet_s >= self.limits.suspect_s)
@@ -456,11 +456,11 @@ class Diagnosis:
         for rank in suspects:
             if (verdict := self._judge_unseen(rank, live)) is not None:
                 return verdict
-        if (verdict := self._judge_left(live)) is not None:
-            return verdict
         for rank in sorted(self._peers):
             if (verdict := self._judge_held(rank, live)) is not None:
                 return verdict
+        if (verdict := self._judge_left(live)) is not None:
+            return verdict
         sees_all = self.rank == 0 and len(live) == len(self._peers) + 1
         return self._judge_stall(live) if sees_all else None
 
@@ -652,7 +652,8 @@ class Diagnosis:
             f"while ranks {outside} wait outside of loft_hvd, in the engine's {waits[away]}"
             f"{live[away].place}; every rank must come to both equally often. With unequal "
             "batches ranks may have unequal numbers of sub-batches: where a metric is averaged "
-            "over ranks in each, use loft.Metric in its place, whose update() waits for nobody",
+            "over ranks in each, use loft.Metric in its place, whose update() waits for nobody, "
+            "and read its avg on every rank, not on rank 0 alone",
             is_mismatch=True,
         )
 

@@ -593,7 +593,7 @@ class Heartbeat:
     def _kill(self, pid: int) -> None:
         """End a process of this host that is frozen, or whose interpreter stands still."""
         self._control.kill(pid)
-        text = "killed process %d, which is stopped: the job goes on or ends without it"
+        text = "killed process %d, which stands still: the job goes on or ends without it"
         self._aside.log(logging.ERROR, text, pid)
 
     # Verdicts.

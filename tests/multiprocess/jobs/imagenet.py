@@ -1,0 +1,88 @@
+"""Runs a copy of Horovod's ImageNet example on tiny data: ``imagenet.py SCRIPT ARGUMENTS..``.
+
+Stands for torchvision, of which the example takes the data and the model; and for tqdm and
+tensorboard, which show how it goes, where they are not installed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import runpy
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+NUM_IMAGES = {"train": 48 * 4, "validation": 24}
+SIDE, NUM_CLASSES = 8, 10
+
+
+def image_folder(folder: str, transform: object) -> TensorDataset:
+    """Return as many images as the folder of that name stands for."""
+    generator = torch.Generator().manual_seed(0)
+    count = NUM_IMAGES[folder]
+    images = torch.randn(count, 3, SIDE, SIDE, generator=generator)
+    return TensorDataset(images, torch.randint(NUM_CLASSES, (count,), generator=generator))
+
+
+class Net(torch.nn.Module):
+    """A small model of images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = torch.nn.Conv2d(3, 4, 3)
+        self.norm = torch.nn.BatchNorm2d(4)
+        self.fc = torch.nn.Linear(4 * (SIDE - 2) ** 2, NUM_CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        out: Tensor = self.fc(self.norm(self.conv(images)).relu().flatten(1))
+        return out
+
+
+class Shown:
+    """What shows how it goes, and is shown to nobody."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def __enter__(self) -> Shown:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: None
+
+
+def module(name: str, **content: Any) -> ModuleType:
+    made = ModuleType(name)
+    made.__spec__ = ModuleSpec(name, None)  # torch looks for it
+    made.__dict__.update(content)
+    sys.modules[name] = made
+    return made
+
+
+def main(script: str) -> None:
+    nothing = module("torchvision.transforms")
+    for name in ("Compose", "RandomResizedCrop", "RandomHorizontalFlip", "ToTensor", "Normalize"):
+        setattr(nothing, name, Shown)
+    nothing.Resize = nothing.CenterCrop = Shown  # type: ignore[attr-defined]  # a module's content
+    module(
+        "torchvision",
+        transforms=nothing,
+        datasets=module("torchvision.datasets", ImageFolder=image_folder),
+        models=module("torchvision.models", resnet50=Net),
+    )
+    if importlib.util.find_spec("tqdm") is None:
+        module("tqdm", tqdm=Shown)
+    if importlib.util.find_spec("tensorboard") is None:
+        module("torch.utils.tensorboard", SummaryWriter=Shown)
+    del sys.argv[0]  # the script's own name is next
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
