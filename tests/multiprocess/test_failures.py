@@ -83,8 +83,10 @@ def test_a_frozen_rank_is_named_where_process_sets_are_dynamic(launcher: str, ra
     """Horovod then waits for it with a lock in hand that every call of its own takes."""
     if not launcher_here(launcher):
         pytest.skip("mpirun is not on PATH")
-    env = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
-    done = launch(3, [JOB, "freeze", str(rank)], launcher=launcher, timeout_s=80, env=env)
+    # Between two cycles, where Horovod is most of the time then, all ranks wait for the next one.
+    env = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "HOROVOD_CYCLE_TIME": "200"}
+    job = [JOB, "freeze-alone", str(rank)]
+    done = launch(3, job, launcher=launcher, timeout_s=80, env=env)
     ended_at = time.time()
     assert done.returncode not in (0, None), done.output[-6000:]
     says = rf"rank {rank} \(process \d+ on \S+\) is frozen"

@@ -1,12 +1,12 @@
 """A small training job for tests that end it in a hurry: ``train.py WHAT RANK``.
 
-At step 5 rank RANK is killed ("kill"), stops answering ("freeze", or "freeze-foreign" while the
-others wait in a call of Horovod's own), raises in its backward pass ("raise") or in a hook
-("raise-hook"), leaves without a word ("leave"), or steps two optimizers the other way round
-("order"). With "shape" its model differs from the start. With "hold" nothing is wrong: the rank
-holds the Python interpreter for long, as some calls do, and the others must wait for it; with
-"hold-foreign" for a minute, while they wait in a call of Horovod's own. With "sleep" it takes a
-minute over its step.
+At step 5 rank RANK is killed ("kill"), stops answering ("freeze", "freeze-alone" before the others
+come to that step, or "freeze-foreign" while they wait in a call of Horovod's own), raises in its
+backward pass ("raise") or in a hook ("raise-hook"), leaves without a word ("leave"), or steps two
+optimizers the other way round ("order"). With "shape" its model differs from the start. With "hold"
+nothing is wrong: the rank holds the Python interpreter for long, as some calls do, and the others
+must wait for it; with "hold-foreign" for a minute, while they wait in a call of Horovod's own. With
+"sleep" it takes a minute over its step.
 """
 
 from __future__ import annotations
@@ -85,6 +85,8 @@ def main(what: str, faulty_rank: int) -> None:
             at_once(what)
         if is_faulty and what == "raise-hook":
             optimizer.register_outgoing_hook(raise_in_hook)
+        if number == FAULT_STEP and what == "freeze-alone":
+            time.sleep(2)
         if number == FAULT_STEP and what.endswith("-foreign"):
             hvd.allreduce(torch.zeros(3), name="foreign")
         for each in reversed(steps) if is_faulty else steps:
