@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from loft_hvd.balance.balancer import Balancer
 from loft_hvd.config import config
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, UsageError
+from loft_hvd.pipeline.reducer import warn_of_other_passes
 from loft_hvd.transport.base import watch_of
 from loft_hvd.transport.horovod import HorovodTransport
 
@@ -40,6 +41,7 @@ class Attachment:
         self._num_passes = num_passes
         self._num_seen: dict[int, int] = {}  # gradients of each parameter in this step
         self._scales: list[float] = []  # of the step's batches
+        self._has_warned = False  # of a step that ended with other passes than asked
         self._depth = 0  # Horovod's step calls the user's step: both run the step hooks
         self._waited_s = 0.0
         self._synchronize: Callable[[], None] = optimizer.synchronize  # type: ignore[attr-defined]  # checked by ``attach``
@@ -111,6 +113,10 @@ class Attachment:
 
     def _synchronized(self) -> None:
         self._balancer.computing_ended()
+        # Before the wait, which it may make long.
+        if not self._has_warned:
+            rank, begun = self._balancer.rank, len(self._scales)
+            self._has_warned = warn_of_other_passes(rank, begun=begun, asked=self._num_passes)
         self._forget_gradients()  # a GradScaler may skip the step from here on
         began = time.monotonic()
         try:

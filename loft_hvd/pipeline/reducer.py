@@ -33,9 +33,25 @@ from loft_hvd.pipeline.weights import PassWeights, combine_passes, in_training
 from loft_hvd.pipeline.wire import Compression
 from loft_hvd.transport.base import Channel
 
-__all__ = ["GradientReducer"]
+__all__ = ["GradientReducer", "warn_of_other_passes"]
 
 _logger = logging.getLogger(__name__)
+
+
+def warn_of_other_passes(rank: int, *, begun: int, asked: int) -> bool:
+    """Warn of a step that ends after other numbers of passes than asked; say whether it does."""
+    if begun in (0, asked):
+        return False
+    _logger.warning(
+        "rank %d: a step ends after %d of backward_passes_per_step=%d backward passes; where "
+        "ranks have unequal batches, what each pass does with other ranks (a metric's "
+        "hvd.allreduce, say) is done more often on one rank than on another: use loft.Metric, "
+        "which talks to other ranks once a step",
+        rank,
+        begun,
+        asked,
+    )
+    return True
 
 
 class GradientReducer:
@@ -379,18 +395,8 @@ class GradientReducer:
     def _warn_of_other_passes(self) -> None:
         """Say once, before the wait that it may make long, that a step has had too few passes."""
         begun, asked = self._num_passes_begun, self._settings.num_passes
-        if self._has_warned or begun in (0, asked):
-            return
-        self._has_warned = True
-        _logger.warning(
-            "rank %d: a step ends after %d of backward_passes_per_step=%d backward passes; where "
-            "ranks have unequal batches, what each pass does with other ranks (a metric's "
-            "hvd.allreduce, say) is done more often on one rank than on another: use loft.Metric, "
-            "which talks to other ranks once a step",
-            self._transport.rank,
-            begun,
-            asked,
-        )
+        if not self._has_warned:
+            self._has_warned = warn_of_other_passes(self._transport.rank, begun=begun, asked=asked)
 
     def _agree_on_sparse(self) -> None:
         """Learn which gradients are sparse on any rank; those leave their buckets."""

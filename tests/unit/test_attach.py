@@ -157,6 +157,26 @@ def test_a_parameters_kth_gradient_is_of_the_steps_kth_batch(order: str) -> None
             assert each == pytest.approx({"a": expected, "b": expected})
 
 
+@pytest.mark.parametrize("num_passes", [1, 2])
+def test_a_step_of_other_passes_than_asked_warns_once(
+    num_passes: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    balancer = loft.Balancer(8, [8], transport=LocalWorld(1).transport(0))
+    model = Model(Clock(), 0.0)
+    optimizer = HorovodLike(model.parameters(), lr=0.0)
+    optimizer.backward_passes_per_step = 2
+    attachment = loft.attach(optimizer, balancer)
+    for step in range(2 * num_passes):
+        balancer.push_sizes(StepSizes(0, step, (8,)))
+    for _ in range(2):
+        for _ in range(num_passes):
+            model(torch.ones(2, 1)).mean().backward()
+        optimizer.step()
+    attachment.detach()
+    says = "rank 0: a step ends after 1 of backward_passes_per_step=2 backward passes"
+    assert caplog.text.count(says) == 2 - num_passes
+
+
 class Broken(HorovodLike):
     """Its engine fails."""
 
