@@ -28,6 +28,7 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
+from loft_hvd.balance.keeping import Keeping
 from loft_hvd.balance.plan import Floats, Ints
 from loft_hvd.errors import ArgumentError
 
@@ -259,9 +260,10 @@ class Curves:
 class Held:
     """What ranks keep of the data set, known before it is measured."""
 
-    shares: tuple[float, ...]  # of all samples that each rank holds itself, [world_size]
+    shares: tuple[float, ...]  # of all samples that each rank has at hand, [world_size]
     num_samples: int  # of the data set
     sample_bytes: float  # of a usual one, 0 where none is known
+    keeping: Keeping | None = None  # what they should keep besides
 
 
 @dataclass(frozen=True)

@@ -532,7 +532,7 @@ class Loft(Policy):
         lines = [f"policy {self.name}: {self.state.note}"]
         if self._fit is not None:
             lines.append(summarise_fit(self._fit))
-        lines += self._say_bound() + self._say_budgets()
+        lines += self._say_bound() + self._say_kept() + self._say_budgets()
         if verdicts.num_misses:
             lines.append(f"{verdicts.num_misses} plans made steps longer and were undone")
         lines += [
@@ -557,6 +557,13 @@ class Loft(Policy):
             return [line]
         least = least_s(model, self.task.global_batch_size, limits)
         return [f"{line}, and no sizes within the present limits bring it below {least:.3g} s"]
+
+    def _say_kept(self) -> list[str]:
+        """Say what ranks are to keep beside what they compute, and why."""
+        held = self._held
+        if held is None or held.keeping is None or len(held.shares) != self.task.world_size:
+            return []
+        return held.keeping.describe(held.num_samples)
 
     def _say_budgets(self) -> list[str]:
         """Say which ranks would save most if they could keep all samples that they compute."""

@@ -59,6 +59,10 @@ class Homes:
     near_rows: Ints | None = None  # the set in ``near`` of each set in ``local``, [num_rows]
     strata: npt.NDArray[np.int32] | None = None  # [num_samples]
     strata_cap: Fraction = Fraction(1)  # times its fair share of a stratum that a rank may take
+    # Of samples that nobody holds, how many each rank should take of a step, [world_size]; with
+    # strata they are left out. First is before the samples that it holds, else after them.
+    adopts: Ints | None = None
+    adopts_first: bool = False
 
     @property
     def is_dear(self) -> bool:
@@ -425,6 +429,8 @@ def assign(batch: npt.NDArray[np.integer], sizes: Ints, homes: Homes) -> Assignm
     owners = np.full(len(batch), -1, np.int64)
     spare = sizes.copy()
     if homes.strata is None:
+        if homes.adopts_first:
+            _adopt(owners, rows, spare, homes)
         for sets, set_of_row in ((homes.local, None), (homes.near, homes.near_rows)):
             if sets is not None and spare.any():
                 free = np.flatnonzero(owners < 0)
@@ -432,9 +438,21 @@ def assign(batch: npt.NDArray[np.integer], sizes: Ints, homes: Homes) -> Assignm
                 shares = sets.share(np.bincount(here, minlength=len(sets.holders)), spare)
                 hand_out(owners, free, here, shares)
                 np.subtract.at(spare, shares.ranks, shares.counts)
+        if not homes.adopts_first:
+            _adopt(owners, rows, spare, homes)
         owners[owners < 0] = np.repeat(np.arange(len(sizes)), spare)  # the rest, from anywhere
     else:
         owners = assign_capped(rows, homes.strata[batch], sizes, homes)
     is_local = homes.local.holders[rows, owners]
     local = np.bincount(owners[is_local], minlength=len(sizes))
     return Assignment(owners, local)
+
+
+def _adopt(owners: Ints, rows: npt.NDArray[np.integer], spare: Ints, homes: Homes) -> None:
+    """Give samples that nobody holds to the ranks that should take some; uses ``spare`` up."""
+    if homes.adopts is None:
+        return
+    free = np.flatnonzero((owners < 0) & (homes.local.width[rows] == 0))
+    given = proportional(len(free), np.minimum(homes.adopts, spare))
+    owners[free[: given.sum()]] = np.repeat(np.arange(len(given)), given)
+    spare -= given

@@ -247,23 +247,34 @@ class Placement:
         """Return the number of the source that each rank shares with others, -1 for none.
 
         A rank shares a source when at least half of the samples that it does not hold come from
-        there: its reads then wait for other ranks' reads. ``loft.Loft(source=...)`` takes these
+        there: its reads then wait for other ranks' reads. Otherwise ranks of one node share the
+        node's link, where they read from other nodes. ``loft.Loft(source=...)`` takes these
         numbers; a loader tells them to the balancer itself.
         """
         names = sorted({name for home in self.home_sets for name in home.shared})
-        if not names:
+        if not names and self.nodes is None:
             return (-1,) * world_size
         homes, ranks = self.at(world_size), np.arange(world_size)
         holders = homes.local.holders
         remote = len(self) - np.bincount(homes.rows, minlength=len(holders)) @ holders
-        served = np.zeros((len(names), world_size), np.int64)  # samples of each source and rank
+        served = np.zeros((max(len(names), 1), world_size), np.int64)  # [source, rank], samples
         counts = np.bincount(self.groups, minlength=len(self.home_sets)).tolist()
         for home, count in zip(self.home_sets, counts, strict=True):
             if home.shared and not (home.ranks or home.nodes or home.is_everywhere):
                 numbers = np.array([names.index(name) for name in home.shared])
                 served[numbers[ranks % len(numbers)], ranks] += count  # as ``source_of`` does
         is_shared = 2 * served.max(axis=0) >= np.maximum(remote, 1)
-        return tuple(np.where(is_shared, served.argmax(axis=0), -1).tolist())
+        is_shared &= served.max(axis=0) > 0
+        source = np.where(is_shared, served.argmax(axis=0), -1)
+        if self.nodes is not None and homes.near is not None:
+            node = np.unique(np.array(self.nodes), return_inverse=True)[1]  # [world_size]
+            is_far = (
+                np.bincount(homes.rows, minlength=len(holders))
+                @ ~homes.near.holders[homes.near_rows]
+            )  # samples that no rank of the node holds
+            waits = (np.bincount(node)[node] > 1) & (is_far > 0) & ~is_shared
+            source = np.where(waits, len(names) + node, source)
+        return tuple(source.tolist())
 
     def at(self, world_size: int) -> Homes:
         """Prepare the assignment for so many ranks; a DataError where homes name others."""

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Annotated, Any, Protocol, runtime_checkable
 
@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import IterableDataset, Sampler
 
+from loft_hvd.balance.keeping import Keeping
 from loft_hvd.balance.latency import Held
 from loft_hvd.balance.plan import Plan, StepSizes
 from loft_hvd.codec import Count, Within, decode, encode
@@ -128,6 +129,10 @@ class Keeper(Protocol):
 
     def reads(self) -> Sequence[Mapping[str, int]]:
         """Return what each rank read in the iteration before, by name, [world_size]; or nothing."""
+
+    @property
+    def keeping(self) -> Keeping | None:
+        """What ranks should keep in this iteration beside what they compute anyway."""
 
     @property
     def sample_bytes(self) -> float:
@@ -314,6 +319,14 @@ class GlobalBatches:
                 self._given, first_step=first_step, world_size=world_size
             )
             self.homes = self.placement.at(world_size)
+            if (keeping := self._keeper.keeping) is not None:
+                num_left = self.settings.num_samples - position
+                num_steps = count_steps(num_left, self.view, drop_last=self.settings.drop_last)
+                self.homes = replace(
+                    self.homes,
+                    adopts=np.array(keeping.of_a_step(num_steps), np.int64),
+                    adopts_first=keeping.comes_first,
+                )
         elif self.homes.world_size != self.view.world_size:
             self.homes = self.settings.placement.at(self.view.world_size)
         self.deepest_drawn_step = first_step - 1
@@ -330,8 +343,12 @@ class GlobalBatches:
             return None
         sets, num_samples = self.homes.local.holders, len(self.homes.rows)
         counts = np.bincount(self.homes.rows, minlength=len(sets)) @ sets
-        shares = tuple((counts / max(num_samples, 1)).tolist())
-        return Held(shares, num_samples, self._keeper.sample_bytes)
+        shares = counts / max(num_samples, 1)
+        keeping = self._keeper.keeping
+        if keeping is not None and keeping.comes_first:
+            # In this iteration a rank computes others in place of so many that it holds.
+            shares = np.maximum(shares - np.array(keeping.adopts) / max(num_samples, 1), 0.0)
+        return Held(tuple(shares.tolist()), num_samples, self._keeper.sample_bytes, keeping)
 
     def _draw(self, position: int, first_step: int) -> Iterator[Draw]:
         order = self._orders.take(self.epoch, done=self._done)

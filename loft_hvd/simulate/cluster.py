@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +29,7 @@ from loft_hvd.balance.interval import (
 )
 from loft_hvd.balance.latency import StepModel
 
-__all__ = ["Block", "Chance", "Cluster", "Disturbance"]
+__all__ = ["Block", "Chance", "Cluster", "Disturbance", "Served"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -40,6 +41,13 @@ _OWN = [
     FETCH_ERROR,
     COMPUTE_ERROR,
 ]  # what a rank may report wrongly: its own times
+
+
+class Served(NamedTuple):
+    """Samples of each rank that come from near by, each [num_steps, world_size]."""
+
+    local: Floats
+    peer: Floats  # from other ranks; all further ones come from their source
 
 
 @dataclass(frozen=True)
@@ -157,16 +165,28 @@ class Cluster:
         terms = {name: getattr(self.model, name) * factor for name, factor in factors.items()}
         return replace(self.model, **terms)
 
-    def run(self, first: int, sizes: Ints, local: Floats, *, steps_at_sizes: int) -> Block:
+    def run(
+        self,
+        first: int,
+        sizes: Ints,
+        served: Served,
+        *,
+        steps_at_sizes: int,
+        peer_s: Floats | None = None,
+    ) -> Block:
         """Take steps with one plan, in force for ``steps_at_sizes`` steps before ``first``.
 
-        ``local`` has the local samples of each, [num_steps, world_size].
+        ``peer_s``, [world_size], is what a sample from a peer takes, where some come from there.
         """
+        local, peer = served
         steps = slice(first, first + len(local))
         noise = self._noise[:, steps]
         # [num_steps, world_size] from here on: the mean times, disturbed, with noise.
         batch = sizes.astype(np.float64)
-        fetch = self.model.fetch(local, batch - local) * self._disturbance.fetch[steps] * noise[0]
+        fetch = self.model.fetch(local, batch - local - peer)
+        if peer_s is not None:
+            fetch += peer_s * peer
+        fetch = fetch * self._disturbance.fetch[steps] * noise[0]
         compute = self.model.compute(batch) * self._disturbance.compute[steps] * noise[1]
         slow, factor = self._slow_start
         compute[: max(slow - steps_at_sizes, 0)] *= factor

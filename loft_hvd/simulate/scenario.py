@@ -115,6 +115,7 @@ class Scenario:
     sampler: str = "locality"  # home first; "blind" takes slices of the global batch
     draws: str = "sampled"  # the real sampler's counts; "expected" is each rank's average
     policies: tuple[str | tuple[int, ...], ...] = ("uniform", "lbbsp-cpu", "lbbsp-gpu", "loft")
+    store: bool = False  # ranks keep ``cache_samples`` in a sample store, and owners follow it
     knows_sources: bool = True  # LOFT is told which ranks share a source
     first_steps: int = 0  # at new sizes that are slower
     first_steps_factor: float = 1.0  # and by how much: on their compute time
@@ -156,6 +157,12 @@ class Scenario:
                     f"scenario {self.name!r}: {what}={getattr(self, what)!r} must be one of "
                     f"{list(known)}"
                 )
+        if self.store and (self.sampler, self.draws) != ("locality", "sampled"):
+            raise ArgumentError(
+                f"scenario {self.name!r}: store=true with sampler={self.sampler!r} and "
+                f"draws={self.draws!r}: owners follow a store only where sampler is 'locality' "
+                "and draws is 'sampled'"
+            )
         for policy in self.policies:
             if isinstance(policy, str) and policy not in POLICIES:
                 raise ArgumentError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,9 @@ from loft_hvd.balance.loft import Loft
 from loft_hvd.balance.policy import Policy
 from loft_hvd.balance.search import exact
 from loft_hvd.simulate.build import Draws, build_cluster
+from loft_hvd.simulate.cluster import Served
 from loft_hvd.simulate.scenario import Scenario, read_scenario
+from loft_hvd.simulate.stores import Stores
 
 __all__ = ["PolicyRun", "Results", "rows", "run_file", "simulate"]
 
@@ -38,6 +40,7 @@ class PolicyRun:
     # None for the first plan and one that saw no interval.
     realised_gain: tuple[float | None, ...]
     explanation: str = ""  # what the controller says at the end
+    local: Floats = field(default_factory=lambda: np.zeros((0, 0)))  # samples, [steps, world_size]
 
     @property
     def mean_s(self) -> float:
@@ -91,7 +94,8 @@ class Results:
 class _Caches:
     """Samples that ranks keep: a hit turns a remote sample into a local one."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Scenario, draws: Draws) -> None:
+        self._draws = draws
         self._capacity = np.minimum(scenario.values("cache_samples"), scenario.num_samples)
         self._num_samples = scenario.num_samples
         self._kept = np.zeros(scenario.world_size)
@@ -102,14 +106,15 @@ class _Caches:
         share: Floats = self._kept / self._num_samples
         return share
 
-    def serve(self, sizes: Ints, local: Floats) -> Floats:
-        """Return local samples with hits, [num_steps, world_size], and keep what was fetched."""
+    def serve(self, first: int, last: int, sizes: Ints) -> Served:
+        """Return local samples with hits of steps first..last-1, and keep what was fetched."""
+        local = self._draws.local(first, last, sizes)
         if not self._capacity.any():
-            return local
+            return Served(local, np.zeros_like(local))
         hits = (sizes - local) * self.hit_share
         missed = (sizes - local - hits).sum(axis=0)
         self._kept = np.minimum(self._kept + missed, self._capacity)
-        return local + hits
+        return Served(local + hits, np.zeros_like(local))
 
     def model(self, model: StepModel) -> StepModel:
         """Return the model with the average hits of now."""
@@ -154,7 +159,10 @@ def _controller(scenario: Scenario, policy: str | Sequence[int]) -> Controller:
 
 def _run_policy(scenario: Scenario, policy: str | Sequence[int], draws: Draws) -> PolicyRun:
     controller = _controller(scenario, policy)
-    cluster, caches = build_cluster(scenario, draws.average_hits), _Caches(scenario)
+    cluster = build_cluster(scenario, draws.average_hits)
+    caches = Stores(scenario, cluster.model) if scenario.store else _Caches(scenario, draws)
+    peer_s = caches.peer_s if isinstance(caches, Stores) else None
+    local: list[Floats] = []
     times: list[Floats] = []
     usual: list[float] = []  # seconds of a step, of each interval
     decisions: list[Decision] = []
@@ -170,8 +178,11 @@ def _run_policy(scenario: Scenario, policy: str | Sequence[int], draws: Draws) -
             if not decisions or best != decisions[-1].sizes:
                 decisions.append(Decision(len(decisions), first, best, "knows the true times"))
             sizes = np.array(best)
-        local = caches.serve(sizes, draws.local(first, last, sizes))
-        block = cluster.run(first, sizes, local, steps_at_sizes=in_force)
+        served = caches.serve(first, last, sizes)
+        if isinstance(caches, Stores):
+            controller.policy.share_held(caches.held())
+        local.append(served.local)
+        block = cluster.run(first, sizes, served, steps_at_sizes=in_force, peer_s=peer_s)
         times.append(block.step_s)
         usual.append(float(typical(block.step_s)[0]))
         in_force += last - first
@@ -194,7 +205,7 @@ def _run_policy(scenario: Scenario, policy: str | Sequence[int], draws: Draws) -
     name = policy if isinstance(policy, str) else str(list(policy))
     gains = _realised(made, usual, scenario.interval)
     explanation = "" if policy == ORACLE else controller.explain()
-    return PolicyRun(name, np.concatenate(times), made, gains, explanation)
+    return PolicyRun(name, np.concatenate(times), made, gains, explanation, np.concatenate(local))
 
 
 def _realised(

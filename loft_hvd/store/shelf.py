@@ -51,8 +51,12 @@ _FILE = struct.Struct("<8sQQ")  # at the start of the file on disk: version, sam
 _VERSION = b"loftkeep"
 _LOCK_S = 10.0  # a choice: loader processes of a job that was killed notice within 5 s
 # Of all processes of the rank: samples and bytes by where they came from, and what went wrong.
-_COUNTERS = ("own", "peer", "source", "ahead", "own_bytes", "peer_bytes", "corrupt")
-_TAILS = ("memory_units", "disk_units", "is_full", "is_disk_closed")  # how far the shelf is full
+_COUNTERS = (
+    "own", "peer", "source", "ahead", "own_bytes", "peer_bytes", "corrupt", "peer_us", "source_us"
+)  # fmt: skip
+# How far the shelf is full, and how many copies of what other ranks keep it may still take.
+_TAILS = ("memory_units", "disk_units", "is_full", "is_disk_closed", "copies_left")
+_ANY_NUMBER = 1 << 62
 _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 50e-6, 0.01  # choices: a record is written in 20 us
 _Bytes = npt.NDArray[np.uint8]
 
@@ -102,7 +106,7 @@ class Shelf:
         # [index, numbers, memory]: what other processes get, beside the file on disk.
         numbers = 8 * (len(_COUNTERS) + len(_TAILS))
         descriptors = [
-            share_bytes("loft_hvd index", 6 * num_samples),
+            share_bytes("loft_hvd index", 8 * num_samples),
             share_bytes("loft_hvd numbers", numbers),
             share_bytes("loft_hvd samples", sizes[0] * _UNIT),
         ]
@@ -111,6 +115,7 @@ class Shelf:
             descriptors.append(_open_file(path, num_samples, identity))
         self._map(descriptors)
         self.keepers[:] = -1
+        self._tails[4] = _ANY_NUMBER
         if path is not None:
             self._find_records()
 
@@ -141,10 +146,12 @@ class Shelf:
 
     def _map(self, descriptors: list[int]) -> None:
         self.descriptors = descriptors
-        table = map_bytes(descriptors[0], 6 * self.num_samples)
+        table = map_bytes(descriptors[0], 8 * self.num_samples)
         self._index = table[: 4 * self.num_samples].view(np.uint32)
-        # Rank that keeps each sample, as all ranks know it: for the owner of the shelf to fill in.
-        self.keepers = table[4 * self.num_samples :].view(np.int16)
+        # Rank that keeps each sample, as all ranks know it, and rank that has a copy, plus 1: for
+        # the owner of the shelf to fill in.
+        ranks = table[4 * self.num_samples :].view(np.int16)
+        self.keepers, self.copies = ranks[: self.num_samples], ranks[self.num_samples :]
         numbers = 8 * (len(_COUNTERS) + len(_TAILS))
         table = map_bytes(descriptors[1], numbers).view(np.int64)
         self._counters, self._tails = table[: len(_COUNTERS)], table[len(_COUNTERS) :]
@@ -229,15 +236,30 @@ class Shelf:
 
     # Writing.
 
-    def add(self, sample: int, data: bytes | memoryview, digest: int | None = None) -> bool:
-        """Keep a sample where there is room; says whether it is kept now."""
+    def add(
+        self,
+        sample: int,
+        data: bytes | memoryview,
+        digest: int | None = None,
+        *,
+        is_copy: bool = False,
+    ) -> bool:
+        """Keep a sample where there is room; says whether it is kept now.
+
+        ``is_copy`` is one that another rank keeps: of those only ``copies_left`` are taken, and
+        none that has a copy already.
+        """
         if self._index[sample]:
             return True
+        if is_copy and not self._takes_copy(sample):
+            return False
         units = _units(_RECORD.size + len(data))
         digest = checksum(data) if digest is None else digest
         with self._locked():
             if self._index[sample]:
                 return True
+            if is_copy and not self._takes_copy(sample):
+                return False
             # Disk first: it outlives the run, and what is read of it often is in memory anyway.
             for half in reversed(range(len(self._halves))):
                 tail = int(self._tails[half])
@@ -249,9 +271,40 @@ class Shelf:
                     _RECORD.pack_into(view, begin, _MAGIC, len(data), sample, digest)
                     self._tails[half] = tail + units
                     self._index[sample] = half * self._memory_units + tail + 1
+                    self._tails[4] -= int(is_copy)
                     return True
             self._tails[2] = 1
         return False
+
+    def _takes_copy(self, sample: int) -> bool:
+        # Until copies are limited nobody counts on any, and the table of them is not looked at.
+        left = int(self._tails[4])
+        return left > _ANY_NUMBER // 2 or (left > 0 and self.copies[sample] == 0)
+
+    @property
+    def copies_left(self) -> int:
+        """How many more samples that another rank keeps are kept here, too; any at first."""
+        return int(self._tails[4])
+
+    @copies_left.setter
+    def copies_left(self, value: int) -> None:
+        self._tails[4] = value
+
+    def allow_copies(self) -> None:
+        """Keep any copy that has room: nobody counts on what is kept."""
+        self._tails[4] = _ANY_NUMBER
+
+    @property
+    def room(self) -> int:
+        """Samples that there is room for, if they are as long as those kept; 0 without any."""
+        num_kept, taken = self.num_kept, sum(self._tails[:2].tolist())
+        if self.is_full or num_kept == 0:
+            return 0
+        limits = [self._limits[0], 0 if self._tails[3] else self._limits[1]]
+        free = [
+            max(each - tail, 0) for each, tail in zip(limits, self._tails[:2].tolist(), strict=True)
+        ]
+        return int(sum(free) * num_kept // max(taken, 1))
 
     @property
     def is_full(self) -> bool:

@@ -10,6 +10,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,17 +18,20 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from loft_hvd.balance.keeping import Keeping, ReadCosts
 from loft_hvd.config import config
 from loft_hvd.data.draws import Draw
 from loft_hvd.data.placement import HomeSet, Placement
 from loft_hvd.data.sampler import check_length
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, LoftError
-from loft_hvd.store.homes import NOBODY, KeptHomes, with_keepers
+from loft_hvd.store.homes import KeptHomes
+from loft_hvd.store.keepers import NOBODY, with_keepers
 from loft_hvd.store.samples import decode_sample, encode_sample
 from loft_hvd.transport.addresses import listening_addresses, own_addresses
 from loft_hvd.transport.agreement import check_agreement
 from loft_hvd.transport.base import Channel, Transport
 from loft_hvd.transport.default import default_transport
+from loft_hvd.transport.groups import nodes_of
 
 if TYPE_CHECKING:
     from loft_hvd.store.fetcher import Fetcher, Stage
@@ -37,7 +41,8 @@ __all__ = ["SampleStore"]
 
 _logger = logging.getLogger(__name__)
 _KEY_BYTES = 32  # bound from SHA-256
-_READS = ("own", "peer", "source", "own_bytes", "peer_bytes")  # counters that ranks tell each other
+# Counters that ranks tell each other. The last two are microseconds.
+_READS = ("own", "peer", "source", "own_bytes", "peer_bytes", "peer_us", "source_us")
 _NUM_LOOKED_AT = 16  # samples; a choice: other data differ in one of them
 _MOST_ADDRESSES = 16  # a choice: they travel at a fixed length
 # Steps that are drawn ahead, so that their samples can be fetched. A choice: a change of sizes
@@ -122,9 +127,12 @@ class SampleStore(Dataset[Any]):
             refusal = str(error) or type(error).__name__
         fields = {"number of samples": str(num_samples)}
         check_agreement(channel, fields, what="the sample store", refusal=refusal)
-        self._homes: KeptHomes | None = KeptHomes(self._shelf.keepers, channel)
+        self._homes: KeptHomes | None = KeptHomes(self._shelf.keepers, self._shelf.copies, channel)
         self._homes.announce(self._shelf.held())
+        self._nodes = _shared_nodes(channel)
         self._told: dict[str, int] = {}  # the counters when ranks last told each other
+        self._costs = ReadCosts()
+        self.keeping: Keeping | None = None  # of this iteration; None before the first
         self._server: Server | None = None
         self._peers: Peers | None = None
         self._stage: Stage | None = None
@@ -226,10 +234,11 @@ class SampleStore(Dataset[Any]):
         staged, failed = self._stage.take(wanted, timeout_s=2 * self._timeout_s)
         self.waited_s += time.monotonic() - began
         for number, (data, digest, seconds) in staged.items():
-            self._shelf.add(number, data, digest)
+            self._shelf.add(number, data, digest, is_copy=True)
             counts["ahead"] += 1
             counts["peer"] += 1
             counts["peer_bytes"] += len(data)
+            counts["peer_us"] += round(1e6 * seconds)
             self.ahead_s += seconds
         return {number: decode_sample(each.data) for number, each in staged.items()}, failed
 
@@ -240,22 +249,28 @@ class SampleStore(Dataset[Any]):
         if not by_keeper or self._peers is None:
             return {}
         found = {}
-        for number, (data, digest) in self._peers.fetch(by_keeper).items():
+        began = time.monotonic()
+        answers = self._peers.fetch(by_keeper)
+        for number, (data, digest) in answers.items():
             found[number] = decode_sample(data)
-            self._shelf.add(number, data, digest)
+            self._shelf.add(number, data, digest, is_copy=True)
             counts["peer"] += 1
             counts["peer_bytes"] += len(data)
+        counts["peer_us"] += round(1e6 * (time.monotonic() - began))
         return found
 
     def _from_source(self, missing: Sequence[int], counts: dict[str, int]) -> dict[int, Any]:
         if not missing:
             return {}
+        began = time.monotonic()
         get_items = getattr(self.dataset, "__getitems__", None)
         samples = get_items(missing) if get_items else [self.dataset[each] for each in missing]
         counts["source"] += len(missing)
+        counts["source_us"] += round(1e6 * (time.monotonic() - began))
         if not self._shelf.is_full:
             for number, sample in zip(missing, samples, strict=True):
-                self._shelf.add(number, encode_sample(sample))
+                is_copy = self._keeper(number) is not None
+                self._shelf.add(number, encode_sample(sample), is_copy=is_copy)
         return dict(zip(missing, samples, strict=True))
 
     # What a sampler asks of it (``Keeper``), in the process that trains.
@@ -270,8 +285,11 @@ class SampleStore(Dataset[Any]):
         """
         base = Placement(np.zeros(len(self), np.int32), (HomeSet(shared=("source",)),))
         base = base if given is None else given
+        if base.nodes is None and world_size == self.world_size:
+            base = replace(base, nodes=self._nodes)
         if self._homes is None or world_size != self.world_size:
-            self._homes = None
+            self._homes = self.keeping = None
+            self._shelf.allow_copies()
             self._end_fetcher()
             return base
         now = self._shelf.counters
@@ -279,10 +297,13 @@ class SampleStore(Dataset[Any]):
         # What the source sends has no length here; the samples kept have.
         counts.append(int((now["source"] - self._told.get("source", 0)) * self.sample_bytes))
         self._told = now
-        self._homes.settle(first_step=first_step, held=self._shelf.held(), counts=counts)
-        keepers = self._shelf.keepers
+        shelf, homes = self._shelf, self._homes
+        homes.settle(first_step=first_step, held=shelf.held(), room=shelf.room, counts=counts)
+        self._costs = _measured(homes.counts, self._costs)
+        self.keeping = homes.choose(self._costs)
+        shelf.copies_left = self.keeping.copies[self.rank]
         self._begin_fetching()
-        return with_keepers(base, keepers)
+        return with_keepers(base, homes.keepers)
 
     def _begin_fetching(self) -> None:
         """Let the fetcher begin an iteration; it saves time alone, so nothing raises here.
@@ -324,7 +345,11 @@ class SampleStore(Dataset[Any]):
         told = [] if self._homes is None else self._homes.counts
         if not any(map(any, told)):
             return []
-        return [dict(zip((*_READS, "source_bytes"), counts, strict=True)) for counts in told]
+        names = (*_READS, "source_bytes")
+        return [
+            {name: count for name, count in zip(names, counts, strict=True) if name[-3:] != "_us"}
+            for counts in told
+        ]
 
     @property
     def sample_bytes(self) -> float:
@@ -350,7 +375,8 @@ class SampleStore(Dataset[Any]):
 
         ``own``, ``peer`` and ``source`` are samples, ``own_bytes`` and ``peer_bytes`` their bytes;
         ``ahead`` are those of ``peer`` that had been fetched before their batch was read, and
-        ``corrupt`` those whose checksum was wrong.
+        ``corrupt`` those whose checksum was wrong. ``peer_us`` and ``source_us`` are the
+        microseconds that reading took.
         """
         return self._shelf.counters
 
@@ -388,6 +414,28 @@ def _check_budgets(folder: str | os.PathLike[str] | None, **budgets: int) -> Non
         raise ArgumentError(
             f"SampleStore: disk_bytes={disk_bytes} and folder={folder!r}; give both or neither"
         )
+
+
+def _shared_nodes(channel: Channel) -> tuple[str, ...] | None:
+    """Return the node of each rank; None where all are on one, or each on a node of its own."""
+    nodes = nodes_of(channel)
+    if len(nodes) in (1, channel.world_size):
+        return None
+    node_of = {rank: str(number) for number, ranks in enumerate(nodes) for rank in ranks}
+    return tuple(node_of[rank] for rank in range(channel.world_size))
+
+
+def _measured(told: Sequence[Sequence[int]], before: ReadCosts) -> ReadCosts:
+    """Return what reading a sample took over all ranks; what was not read took what it did before.
+
+    ``told`` are the counts of each rank, as ``_READS`` names them.
+    """
+    total = dict(zip(_READS, np.sum(told, axis=0).tolist(), strict=False))
+    peer_s, source_s = (
+        1e-6 * total[f"{name}_us"] / total[name] if total[name] else known_s
+        for name, known_s in (("peer", before.peer_s), ("source", before.source_s))
+    )
+    return ReadCosts(peer_s, source_s)
 
 
 def _warn_of_no_fetcher(error: OSError) -> None:

@@ -11,75 +11,10 @@ from loft_hvd.balance.plan import equal_sizes
 from loft_hvd.data.draws import EpochSettings
 from loft_hvd.data.placement import HomeSet, Placement
 from loft_hvd.data.sampler import GlobalBatches
-from loft_hvd.store.homes import NOBODY, KeptHomes, with_keepers
-from loft_hvd.transport.base import Channel
+from loft_hvd.store.keepers import NOBODY, Keepers, with_keepers
 from loft_hvd.transport.local import LocalTransport, run_ranks
+from tests.support.caches import SOURCE, Cache, train
 from tests.support.plans import FakePlans
-
-SOURCE = HomeSet(shared=("source",))
-
-
-class Cache:
-    """What a rank keeps, as a store does it, without the samples."""
-
-    steps_ahead = 0
-    sample_bytes = 0.0
-
-    def __init__(self, num_samples: int, budget: int, transport: LocalTransport) -> None:
-        self.held = np.zeros(num_samples, bool)
-        self.budget = budget
-        self.rank = transport.rank
-        self.keepers = np.full(num_samples, NOBODY, np.int16)
-        self.homes = KeptHomes(self.keepers, Channel(transport, "test"))
-        self.num_hits = self.num_read = 0
-
-    def placement_after(
-        self, given: Placement | None, *, first_step: int, world_size: int
-    ) -> Placement:
-        self.homes.settle(first_step=first_step, held=self.held)
-        base = Placement(np.zeros(len(self.held), np.int32), (SOURCE,))
-        return with_keepers(base, self.keepers)
-
-    def reads(self) -> tuple[()]:
-        return ()
-
-    def note(self, draw: object) -> None:
-        self.homes.note(draw)  # type: ignore[arg-type]
-
-    def read(self, samples: Sequence[int]) -> None:
-        self.num_read += len(samples)
-        for sample in samples:
-            self.num_hits += int(self.held[sample])
-            if not self.held[sample] and self.budget:
-                self.held[sample] = True
-                self.budget -= 1
-
-
-def train(
-    transport: LocalTransport, sizes: Sequence[int], budget: int, *, num_samples: int, ahead: int
-) -> tuple[list[float], Cache]:
-    """Draw four epochs, up to ``ahead`` steps ahead; return hit shares by epoch."""
-    cache = Cache(num_samples, budget, transport)
-    plans = FakePlans(sizes, rank=transport.rank)
-    settings = EpochSettings(Placement.replicated(num_samples), True, 3, False, False)
-    batches = GlobalBatches(settings, plans, keeper=cache)
-    shares = []
-    for epoch in range(4):
-        cache.num_hits = cache.num_read = 0
-        batches.set_epoch(epoch)
-        _, draws = batches.start(first_step=plans.next_step)
-        waiting = []
-        for draw in draws:
-            waiting.append(draw)
-            if len(waiting) > ahead:
-                cache.read(waiting.pop(0).indices(transport.rank, min_batch=1, homes=batches.homes))
-                plans.next_step += 1
-        for draw in waiting:
-            cache.read(draw.indices(transport.rank, min_batch=1, homes=batches.homes))
-            plans.next_step += 1
-        shares.append(cache.num_hits / cache.num_read)
-    return shares, cache
-
 
 EQUAL = equal_sizes(512, 8)
 UNEQUAL = (94, 94, 93, 93, 46, 46, 23, 23)
@@ -96,25 +31,27 @@ def test_the_next_epoch_is_computed_where_it_is_kept(
     """The goals are those of the hit shares that a replay of caches promises (25,600 samples)."""
     num = 25_600
 
-    def rank(transport: LocalTransport) -> list[float]:
+    def rank(transport: LocalTransport) -> list[int]:
         ahead = transport.rank % 3  # ranks draw ahead by different numbers of steps
-        return train(transport, sizes, num // share_kept, num_samples=num, ahead=ahead)[0]
+        cache = Cache(num, num // share_kept, transport)
+        return train(cache, sizes, num_epochs=4, ahead=ahead)
 
-    by_rank = np.array(run_ranks(8, rank))  # [rank, epoch]
-    hits = by_rank.T @ np.array(sizes) / 512
+    hits = np.array(run_ranks(8, rank)).sum(axis=0) / num  # [epoch]
     assert hits[0] == 0
     assert (hits[1:] >= goal).all(), hits
 
 
 def test_all_ranks_know_the_same_keepers_and_they_are_true() -> None:
     def rank(transport: LocalTransport) -> Cache:
-        return train(transport, (40, 30, 20, 10), 300, num_samples=2000, ahead=transport.rank)[1]
+        cache = Cache(2000, 300, transport)
+        train(cache, (40, 30, 20, 10), num_epochs=4, ahead=transport.rank)
+        return cache
 
     caches = run_ranks(4, rank)
     for cache in caches:
-        np.testing.assert_array_equal(cache.keepers, caches[0].keepers)
-        assert cache.held[cache.keepers == cache.rank].all()
-    kept = [int((caches[0].keepers == rank).sum()) for rank in range(4)]
+        np.testing.assert_array_equal(cache.first, caches[0].first)
+        assert cache.held[cache.first == cache.rank].all()
+    kept = [int((caches[0].first == rank).sum()) for rank in range(4)]
     assert kept[:3] == [300, 300, 300]  # their budgets; rank 3 computes 200 samples an epoch
     assert 200 <= kept[3] < 300
 
@@ -136,9 +73,9 @@ def test_ranks_that_noted_different_owners_tell_what_they_keep(
 
     caches = run_ranks(3, rank)
     for cache in caches:
-        np.testing.assert_array_equal(cache.keepers, caches[0].keepers)
-        assert cache.held[cache.keepers == cache.rank].all()
-    assert (caches[0].keepers != NOBODY).sum() >= 40  # some samples are kept twice
+        np.testing.assert_array_equal(cache.first, caches[0].first)
+        assert cache.held[cache.first == cache.rank].all()
+    assert (caches[0].first != NOBODY).sum() >= 40  # some samples are kept twice
     assert "ranks [1] noted other owners" in caplog.text
 
 
@@ -147,7 +84,7 @@ def test_what_was_kept_before_is_announced() -> None:
         cache = Cache(30, 0, transport)
         cache.held[transport.rank * 10 : transport.rank * 10 + 15] = True
         cache.homes.announce(cache.held)
-        return cache.keepers
+        return cache.first
 
     for keepers in run_ranks(2, rank):
         assert keepers.tolist() == [0] * 15 + [1] * 10 + [NOBODY] * 5
@@ -171,13 +108,14 @@ def test_what_is_kept_without_an_order_is_told() -> None:
 
     caches = run_ranks(2, rank)
     for cache in caches:
-        np.testing.assert_array_equal(cache.keepers == cache.rank, cache.held)
-        np.testing.assert_array_equal(cache.keepers, caches[0].keepers)
+        np.testing.assert_array_equal(cache.first == cache.rank, cache.held)
+        np.testing.assert_array_equal(cache.first, caches[0].first)
 
 
 def test_keepers_join_the_homes_that_a_user_gave() -> None:
     given = Placement(np.array([0, 0, 1, 1], np.int32), (HomeSet(ranks=(2,)), SOURCE))
-    placement = with_keepers(given, np.array([NOBODY, 0, NOBODY, 1], np.int16))
+    keepers = Keepers(np.array([NOBODY, 0, NOBODY, 1], np.int16), np.zeros(4, np.int16))
+    placement = with_keepers(given, keepers)
     homes = [placement.home_sets[group] for group in placement.groups]
     assert homes == [
         HomeSet(ranks=(2,)),

@@ -157,6 +157,16 @@ def test_ranks_that_share_little_share_no_source(placement: Placement) -> None:
     assert placement.shared_sources(3)[1:] == (-1, -1)
 
 
+def test_ranks_of_a_node_share_its_link_where_they_read_from_other_nodes() -> None:
+    nodes = ("a", "a", "b", "c", "c")
+    sharded = Placement.sharded(10, 5, nodes=nodes)
+    assert sharded.shared_sources(5) == (0, 0, -1, 2, 2)  # rank 2 is alone on its node
+    on_a = Placement.from_function(lambda i: ["node:a", "node:c"], 10, nodes=nodes)
+    assert on_a.shared_sources(5) == (-1,) * 5  # nobody but rank 2 reads from elsewhere
+    nfs = Placement.from_function(lambda i: "shared:nfs", 10, nodes=nodes)
+    assert nfs.shared_sources(5) == (0,) * 5  # all wait for the server
+
+
 def test_a_loader_tells_which_ranks_share_a_source() -> None:
     plans = FakePlans([4, 4])
     placement = Placement.from_function(lambda i: 0 if i < 4 else "shared:nfs", 16)

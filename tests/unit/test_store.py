@@ -13,12 +13,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset
 
 import loft_hvd as loft
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, MismatchError
+from loft_hvd.simulate.scenario import RankTraits, Scenario
+from loft_hvd.simulate.simulation import simulate
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
 from tests.support.plans import FakePlans
 
@@ -449,3 +452,59 @@ def test_shared_sources_are_told_of_the_placement_in_use() -> None:
     plans = FakePlans([10])
     next(iter(loft.DataLoader(alone(), plans)))
     assert plans.source == (0,)
+
+
+def test_the_nodes_of_ranks_reach_the_policy() -> None:
+    done = threading.Barrier(4)
+
+    def rank(transport: LocalTransport) -> list[tuple[int, ...]]:
+        store = loft.SampleStore(Source(), memory_bytes=1 << 20, transport=transport)
+        plans = FakePlans((20, 20, 10, 10), rank=transport.rank)
+        loader = loft.DataLoader(store, plans, seed=3)
+        told = []
+        for epoch in range(2):
+            loader.set_epoch(epoch)
+            for _ in loader:
+                plans.next_step += 1
+            told.append(plans.source)
+        done.wait(30)
+        store.close()
+        return told
+
+    for first, second in run_ranks(4, rank, ranks_per_node=2):
+        assert first == (0, 0, 0, 0)  # all read from the data set
+        assert second == (1, 1, 2, 2)  # all is kept: what comes from the other node shares its link
+
+
+@pytest.mark.parametrize(
+    ("sizes", "budgets"),
+    [((20, 20, 20), (200, 200, 200)), ((40, 20, 10), (150, 150, 150)), ((40, 20, 10), (400,) * 3)],
+    ids=["equal", "4:2:1", "copies"],
+)
+def test_the_simulator_counts_the_hits_of_a_store(
+    sizes: Sequence[int], budgets: Sequence[int]
+) -> None:
+    num_samples = 10 * sum(sizes)  # the simulator leaves no last batch
+    done = threading.Barrier(3)
+
+    def rank(transport: LocalTransport) -> list[list[int]]:
+        store = loft.SampleStore(
+            Source(num_samples), memory_bytes=budgets[transport.rank] * RECORD, transport=transport
+        )
+        found = [
+            [read.count(name) for name in ("own", "peer", "source")]
+            for read in epochs(transport, store, sizes, 4)
+        ]
+        done.wait(60)
+        store.close()
+        return found
+
+    by_rank = np.array(run_ranks(3, rank))  # [rank, epoch, where from]
+    scenario = Scenario(
+        "store", 3, sum(sizes), seed=3, steps=40, interval=7, num_samples=num_samples,
+        policies=(tuple(sizes),), store=True, sources={"nfs": 1e9},
+        ranks=RankTraits(local_share=0.0, source="nfs", cache_samples=budgets),
+    )  # fmt: skip
+    local = simulate(scenario).runs[0].local.reshape(4, 10, 3).sum(axis=1)  # [epoch, rank]
+    np.testing.assert_array_equal(by_rank[:, :, 0].T, local)
+    assert by_rank.sum() == 4 * num_samples
