@@ -426,25 +426,29 @@ def assign(batch: npt.NDArray[np.integer], sizes: Ints, homes: Homes) -> Assignm
     ``batch`` holds indices of samples; ``sizes``, [world_size], add up to their number.
     """
     rows = homes.rows[batch]
-    owners = np.full(len(batch), -1, np.int64)
-    spare = sizes.copy()
-    if homes.strata is None:
-        if homes.adopts_first:
-            _adopt(owners, rows, spare, homes)
-        for sets, set_of_row in ((homes.local, None), (homes.near, homes.near_rows)):
-            if sets is not None and spare.any():
-                free = np.flatnonzero(owners < 0)
-                here = rows[free] if set_of_row is None else set_of_row[rows[free]]
-                shares = sets.share(np.bincount(here, minlength=len(sets.holders)), spare)
-                hand_out(owners, free, here, shares)
-                np.subtract.at(spare, shares.ranks, shares.counts)
-        if not homes.adopts_first:
-            _adopt(owners, rows, spare, homes)
-        owners[owners < 0] = np.repeat(np.arange(len(sizes)), spare)  # the rest, from anywhere
-    else:
+    if homes.strata is not None:
         owners = assign_capped(rows, homes.strata[batch], sizes, homes)
-    is_local = homes.local.holders[rows, owners]
-    local = np.bincount(owners[is_local], minlength=len(sizes))
+        is_local = homes.local.holders[rows, owners]
+        return Assignment(owners, np.bincount(owners[is_local], minlength=len(sizes)))
+    owners = np.full(len(batch), -1, np.int64)
+    spare, local = sizes.copy(), np.zeros_like(sizes)
+    if homes.adopts_first:
+        _adopt(owners, rows, spare, homes)
+    for sets, set_of_row in ((homes.local, None), (homes.near, homes.near_rows)):
+        if sets is not None and spare.any():
+            free = np.flatnonzero(owners < 0)
+            here = rows if len(free) == len(rows) else rows[free]
+            here = here if set_of_row is None else set_of_row[here]
+            shares = sets.share(np.bincount(here, minlength=len(sets.holders)), spare)
+            hand_out(owners, free, here, shares)
+            given = _sums(shares.ranks, shares.counts, len(sizes))
+            spare -= given
+            if sets is homes.local:
+                # All local reads: one more among the rest would mean that this flow is not maximal.
+                local = given
+    if not homes.adopts_first:
+        _adopt(owners, rows, spare, homes)
+    owners[owners < 0] = np.repeat(np.arange(len(sizes)), spare)  # the rest, from anywhere
     return Assignment(owners, local)
 
 

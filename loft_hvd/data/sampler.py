@@ -319,7 +319,8 @@ class GlobalBatches:
                 self._given, first_step=first_step, world_size=world_size
             )
             self.homes = self.placement.at(world_size)
-            if (keeping := self._keeper.keeping) is not None:
+            keeping = self._keeper.keeping
+            if keeping is not None and any(keeping.adopts):
                 num_left = self.settings.num_samples - position
                 num_steps = count_steps(num_left, self.view, drop_last=self.settings.drop_last)
                 self.homes = replace(

@@ -9,8 +9,9 @@ import numpy.typing as npt
 
 from loft_hvd.balance.keeping import ReadCosts, choose_keeping
 from loft_hvd.balance.latency import Held, StepModel
+from loft_hvd.balance.plan import StepSizes
 from loft_hvd.data.assign import Homes, assign
-from loft_hvd.data.draws import EpochSettings
+from loft_hvd.data.draws import Draw, EpochSettings
 from loft_hvd.simulate.build import build_placement
 from loft_hvd.simulate.cluster import Served
 from loft_hvd.simulate.scenario import Scenario
@@ -53,7 +54,7 @@ class Stores:
     def _begin(self, epoch: int) -> None:
         """Settle what the epoch before has left, and begin another one."""
         copies = np.array(self._keeping.copies, np.int64)
-        for claims in self._keepers.claims(self._drawn, copies > 0):
+        for claims in self._keepers.claims(self._drawn):
             self._keepers.take(claims, self._fit(claims, copies))
         self._drawn = []
         costs = np.divide(self._read[:, 1], self._read[:, 0], where=self._read[:, 0] > 0,
@@ -63,6 +64,7 @@ class Stores:
         # As a store: what it has room for is only known once it keeps something.
         room = np.where(self._num_kept > 0, self._capacity - self._num_kept, 0)
         self._keeping = choose_keeping(self._keepers.num_unkept, room.tolist(), self._costs)
+        self._may_copy = np.array(self._keeping.copies) > 0
         adopts = np.array(self._keeping.of_a_step(self._per_epoch), np.int64)
         homes = with_keepers(self._base, self._keepers).at(self._scenario.world_size)
         first = self._keeping.comes_first
@@ -86,14 +88,19 @@ class Stores:
     def serve(self, first: int, last: int, sizes: Ints) -> Served:
         """Read the samples of steps first..last-1 with one plan."""
         total, local, peer = self._scenario.global_batch_size, [], []
+        sizes_told = tuple(sizes.tolist())
         for step in range(first, last):
             epoch, at = divmod(step, self._per_epoch)
             if epoch != self.epoch:
                 self._begin(epoch)
             batch = self._order[at * total : (at + 1) * total]
             assignment = assign(batch, sizes, self._homes)
-            owners = assignment.owners.astype(np.int16)
-            self._drawn.append(Drawn(step, batch, owners, (at + 1) * total, at > 0))
+            owners = assignment.owners
+            draw = Draw(
+                StepSizes(0, step, sizes_told, 0), batch, assignment, (at + 1) * total, step
+            )
+            before = self._drawn[-1] if self._drawn else None
+            self._drawn.append(self._keepers.drawn(draw, before, self._may_copy))
             is_kept = self._keepers.first[batch] != NOBODY
             here = assignment.local.astype(np.float64)
             local.append(here)

@@ -45,11 +45,12 @@ class KeptHomes:
         self._digest = 0
         self.counts: list[list[int]] = []  # that each rank gave ``settle`` last, [world_size, k]
         self._room = [0] * channel.world_size
-        self.keeping = choose_keeping(len(first), self._room, ReadCosts())
+        self.choose(ReadCosts())
 
     def note(self, draw: Draw) -> None:
         """Note who computes the samples of a step that was drawn; ranks may draw ahead."""
-        self._drawn.append(Drawn.of(draw, self._drawn[-1] if self._drawn else None))
+        before = self._drawn[-1] if self._drawn else None
+        self._drawn.append(self.keepers.drawn(draw, before, self._may_copy))
 
     def settle(
         self, *, first_step: int, held: _Bools, room: int = 0, counts: Sequence[int] = ()
@@ -62,40 +63,37 @@ class KeptHomes:
         # How far ranks drew ahead differs; what was trained does not.
         done = [each for each in self._drawn if each.step < first_step]
         self._drawn = []
-        for each in done:
-            digest = zlib.crc32(each.samples.tobytes(), self._digest)
-            self._digest = zlib.crc32(each.owners.tobytes(), digest)
-        may_copy = np.array(self.keeping.copies) > 0
-        new, copies = self._own_claims(done, held, may_copy)
+        digests = np.array([each.digest for each in done], np.uint32)
+        self._digest = zlib.crc32(digests.tobytes(), self._digest)
+        new, copies = self._own_claims(done, held)
         # A shelf that fills keeps the first of what it is given. Where it does not, as when it was
         # full before, or loader processes overtook one another, ranks tell what they keep.
         is_prefix = all(bool(kept[: kept.sum()].all()) for kept in (new, copies))
         row = [self._digest, int(new.sum()), int(copies.sum()), int(is_prefix), room, *counts]
         told = self._channel.allgather_rows(torch.tensor(row))
         self.counts = told[:, 5:].tolist()
-        digests = told[:, 0].tolist()
-        if len(set(digests)) > 1:
-            self._start_over(digests)
-        if len(set(digests)) > 1 or not bool(told[:, 3].all()):
+        noted = told[:, 0].tolist()
+        if len(set(noted)) > 1:
+            self._start_over(noted)
+        if len(set(noted)) > 1 or not bool(told[:, 3].all()):
             self.announce(held)
         else:
             left = told[:, 1].numpy().copy(), told[:, 2].numpy().copy()  # [world_size] each
-            for claims in self.keepers.claims(done, may_copy):
+            for claims in self.keepers.claims(done):
                 self.keepers.take(claims, grant(claims, *left))
         self._room = told[:, 4].tolist()
 
     def choose(self, costs: ReadCosts) -> Keeping:
         """Decide what ranks keep besides, from what they told; the same on all ranks."""
         self.keeping = choose_keeping(self.keepers.num_unkept, self._room, costs)
+        self._may_copy = np.array(self.keeping.copies) > 0
         return self.keeping
 
-    def _own_claims(
-        self, done: Sequence[Drawn], held: _Bools, may_copy: _Bools
-    ) -> tuple[_Bools, _Bools]:
+    def _own_claims(self, done: Sequence[Drawn], held: _Bools) -> tuple[_Bools, _Bools]:
         """Return which of this rank's claims it keeps, in order: the new ones, and the copies."""
         rank = self._channel.rank
         new, copies = [np.zeros(0, bool)], [np.zeros(0, bool)]
-        for samples, owners, is_copy in self.keepers.claims(done, may_copy):
+        for samples, owners, is_copy in self.keepers.claims(done):
             new.append(held[samples[(owners == rank) & ~is_copy]])
             copies.append(held[samples[(owners == rank) & is_copy]])
         return np.concatenate(new), np.concatenate(copies)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -21,30 +22,22 @@ _BLOCK = 1 << 18  # samples worked on at a time: a megabyte or two, which a seco
 _MANY_KEYS = 1 << 24  # triples of homes and keepers; more take more memory than sorting does
 
 
-class Drawn(NamedTuple):
-    """A step that was drawn."""
-
-    step: int
-    samples: Order
-    owners: Ranks  # who computes each
-    position: int  # samples of the epoch up to its end
-    follows: bool  # it begins where the one noted before it ended
-
-    @classmethod
-    def of(cls, draw: Draw, before: Drawn | None) -> Drawn:
-        """Note a step; ``before`` is the one that was noted before it."""
-        begin = draw.position - len(draw.batch)
-        owners = draw.assignment.owners.astype(np.int16)  # a quarter: they are kept for an epoch
-        follows = before is not None and begin == before.position
-        return cls(draw.step_sizes.step, draw.batch, owners, draw.position, follows)
-
-
 class Claims(NamedTuple):
-    """Samples that the ranks which computed them may keep, in that order."""
+    """Samples that the ranks which compute them may keep, in that order."""
 
     samples: Order
     owners: Ranks
     is_copy: _Bools  # another rank keeps it, too
+
+
+class Drawn(NamedTuple):
+    """What is left of a step that was drawn."""
+
+    step: int
+    claims: Claims
+    digest: int  # of its samples and their owners
+    position: int  # samples of the epoch up to its end
+    follows: bool  # it begins where the one noted before it ended
 
 
 class Keepers:
@@ -72,30 +65,52 @@ class Keepers:
             self.second[:] = 0
         self.has_copies = False
 
-    def claims(self, done: Sequence[Drawn], may_copy: _Bools) -> Iterator[Claims]:
-        """Yield the claims of steps that were trained.
+    def drawn(self, draw: Draw, before: Drawn | None, may_copy: _Bools) -> Drawn:
+        """Note a step while what ranks keep is as it was when the iteration began.
 
-        ``may_copy`` says which ranks keep copies, [world_size]. Some steps come at a time: of an
-        epoch of many samples nothing is copied as a whole.
+        ``before`` is the step noted before it. ``may_copy`` says which ranks keep copies,
+        [world_size].
         """
-        seen = np.zeros(len(self.first), bool)  # of two loaders, both may have had a sample
-        begin = 0
-        while begin < len(done):
-            end, size = begin + 1, len(done[begin].samples)
-            # Within steps that follow one another each sample comes once.
-            while end < len(done) and done[end].follows and size < _BLOCK:
-                size += len(done[end].samples)
-                end += 1
-            samples = np.concatenate([each.samples for each in done[begin:end]])
-            owners = np.concatenate([each.owners for each in done[begin:end]])
-            begin = end
-            first = self.first[samples]
-            is_copy = (first != NOBODY) & (first != owners) & may_copy[owners]
+        samples, owners = draw.batch, draw.assignment.owners.astype(np.int16)
+        first = self.first[samples]
+        is_claimed = is_new = first == NOBODY
+        if may_copy.any():
+            is_copy = ~is_new & (first != owners) & may_copy[owners]
             if self.has_copies:
                 is_copy &= self.second[samples] == 0
-            is_claimed = (is_copy | (first == NOBODY)) & ~seen[samples]
-            seen[samples] = True
-            yield Claims(samples[is_claimed], owners[is_claimed], is_copy[is_claimed])
+            is_claimed = is_new | is_copy
+        # Most steps of most epochs claim nothing, and nothing of them is kept.
+        claims = Claims(samples[is_claimed], owners[is_claimed], ~is_new[is_claimed])
+        digest = zlib.crc32(owners.tobytes(), draw.step_sizes.digest)
+        begin = draw.position - len(samples)
+        follows = before is not None and begin == before.position
+        return Drawn(draw.step_sizes.step, claims, digest, draw.position, follows)
+
+    def claims(self, done: Sequence[Drawn]) -> Iterator[Claims]:
+        """Yield the claims of steps that were trained.
+
+        Some steps come at a time: of an epoch of many samples nothing is copied as a whole.
+        """
+        # Of two loaders, both may have had a sample; within an epoch each comes once.
+        is_one_epoch = all(each.follows for each in done[1:])
+        seen = None if is_one_epoch else np.zeros(len(self.first), bool)
+        begin = 0
+        while begin < len(done):
+            end, size = begin + 1, len(done[begin].claims.samples)
+            while end < len(done) and done[end].follows and size < _BLOCK:
+                size += len(done[end].claims.samples)
+                end += 1
+            samples, owners, is_copy = (
+                np.concatenate(parts)
+                for parts in zip(*(each.claims for each in done[begin:end]), strict=True)
+            )
+            begin = end
+            if seen is not None:
+                is_fresh = ~seen[samples]
+                seen[samples] = True
+                samples, owners, is_copy = samples[is_fresh], owners[is_fresh], is_copy[is_fresh]
+            if len(samples):
+                yield Claims(samples, owners, is_copy)
 
     def take(self, claims: Claims, is_granted: _Bools) -> None:
         """Note the claims that were granted."""
