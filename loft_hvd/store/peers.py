@@ -251,11 +251,16 @@ def program(module: str, name: str) -> list[str]:
 class Server:
     """This rank's server, and its process."""
 
-    def __init__(self, shelf: Shelf, *, host: str, key: bytes, owner: int) -> None:
-        given = {
+    def __init__(
+        self, shelf: Shelf, *, host: str, key: bytes, owner: int, port: int | None = None
+    ) -> None:
+        given: dict[str, Any] = {
             "shelf": shelf.description, "descriptors": shelf.descriptors,
             "host": host, "key": key.hex(), "owner": owner,
         }  # fmt: skip
+        if port is not None:  # that of a server that has ended: peers know it
+            given["port"] = port
+        self._shelf, self._key, self._owner = shelf, key, owner
         self.process = subprocess.Popen(
             program("peers", "serve"),
             stdin=subprocess.PIPE,
@@ -268,7 +273,14 @@ class Server:
         self.process.stdin.write(json.dumps(given).encode() + b"\n")
         self.process.stdin.flush()
         self._host = host
-        self._port = 0
+        self._port = port or 0
+
+    def again(self) -> Server:
+        """Start a server in place of this one, which has ended; it comes up by itself."""
+        self.close()
+        return Server(
+            self._shelf, host=self._host, key=self._key, owner=self._owner, port=self._port
+        )
 
     def address(self) -> Address:
         """Wait until the server listens; DataError where it does not."""

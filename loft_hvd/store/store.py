@@ -302,8 +302,23 @@ class SampleStore(Dataset[Any]):
         self._costs = _measured(homes.counts, self._costs)
         self.keeping = homes.choose(self._costs)
         shelf.copies_left = self.keeping.copies[self.rank]
+        self._keep_serving()
         self._begin_fetching()
         return with_keepers(base, homes.keepers)
+
+    def _keep_serving(self) -> None:
+        """Start the server again where it has ended; as in ``_begin_fetching`` nothing raises."""
+        if self._server is None or self._server.process.poll() is None:
+            return
+        _logger.warning(
+            "the store's server of rank %d has ended (%d): it is started again",
+            self.rank, self._server.process.returncode,
+        )  # fmt: skip
+        try:
+            self._server = self._server.again()
+        except OSError as error:
+            _logger.warning("peers read this rank's samples from the source: %s", error)
+            self._server = None
 
     def _begin_fetching(self) -> None:
         """Let the fetcher begin an iteration; it saves time alone, so nothing raises here.

@@ -326,6 +326,75 @@ def test_a_later_run_reads_from_the_folder(tmp_path: Path) -> None:
     assert sorted(first[0][0] + first[1][0]) == sorted(again[0][0] + again[1][0])
 
 
+def test_a_job_begun_again_has_its_folder_at_hand(tmp_path: Path) -> None:
+    """After three epochs a later run reads at least 90 % of its first from the own disks."""
+    barrier = threading.Barrier(3)
+
+    def rank(transport: LocalTransport, num_epochs: int) -> list[list[int]]:
+        store = loft.SampleStore(
+            Source(), memory_bytes=0, disk_bytes=NUM_SAMPLES * RECORD, folder=tmp_path,
+            transport=transport,
+        )  # fmt: skip
+        names = ("own", "peer", "source")
+        read = [
+            [each.count(name) for name in names]
+            for each in epochs(transport, store, (50, 30, 20), num_epochs)
+        ]
+        barrier.wait(60)
+        store.close()
+        return read
+
+    run_ranks(3, lambda transport: rank(transport, 3))
+    again = np.array(run_ranks(3, lambda transport: rank(transport, 1)))
+    own, peer, source = again.sum(axis=(0, 1)).tolist()
+    assert source == 0
+    assert own + peer == NUM_SAMPLES
+    assert own >= 0.9 * NUM_SAMPLES
+
+
+def test_a_server_that_was_killed_serves_again_from_the_next_epoch_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    done, fault = threading.Barrier(2), threading.Barrier(2)
+
+    def rank(transport: LocalTransport) -> list[list[int]]:
+        store = loft.SampleStore(Source(), memory_bytes=1 << 20, transport=transport, timeout_s=5.0)
+        counts = []
+        for epoch, read in enumerate(epochs(transport, store, (40, 20), 4)):
+            counts.append([read.count(name) for name in ("own", "peer", "source")])
+            fault.wait(60)
+            if epoch == 1 and transport.rank == 1:
+                assert store._server is not None
+                store._server.process.kill()
+                store._server.process.wait()
+            if epoch == 2 and transport.rank == 0:
+                _wait_for_answer(store, 1)
+            fault.wait(60)
+        done.wait(30)
+        store.close()
+        return counts
+
+    found = np.array(run_ranks(2, rank, timeout_s=120.0)).sum(axis=0)  # [epoch, where from]
+    assert "server of rank 1 has ended (-9): it is started again" in caplog.text
+    assert (found.sum(axis=1) == NUM_SAMPLES).all()
+    _own, peer, source = found[3]
+    assert peer > 0
+    assert source == 0
+
+
+def _wait_for_answer(store: loft.SampleStore, rank: int) -> None:
+    """Ask a rank until it sends what it keeps."""
+    assert store._peers is not None
+    kept = np.flatnonzero(store._shelf.keepers == rank)[:1].tolist()
+    ends = time.monotonic() + 50.0
+    while time.monotonic() < ends:
+        store._peers._owners[rank].asked_again_s = 0.0
+        if store._peers.fetch({rank: kept}):
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"rank {rank} does not answer")
+
+
 def test_a_store_goes_with_its_last_user_and_leaves_nothing_to_the_garbage_collector() -> None:
     def rank(transport: LocalTransport) -> weakref.ref[loft.SampleStore]:
         store = loft.SampleStore(Source(), memory_bytes=1 << 20, transport=transport)
