@@ -43,6 +43,7 @@ class Stores:
         self._num_kept = np.zeros(world_size, np.int64)
         first = np.full(num_samples, NOBODY, np.int16)
         self._keepers = Keepers(first, np.zeros(num_samples, np.int16))
+        self._keepers.live_at(self._base.at(world_size))
         self._keeping = choose_keeping(num_samples, [0] * world_size, ReadCosts())
         self._drawn: list[Drawn] = []
         self._read = np.zeros((2, 2))  # from peer and from source: samples, seconds

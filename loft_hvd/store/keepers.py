@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from loft_hvd.data.assign import Homes
 from loft_hvd.data.draws import Draw, Order
 from loft_hvd.data.placement import HomeSet, Placement
 
@@ -52,11 +53,19 @@ class Keepers:
     def __init__(self, first: Ranks, second: Ranks) -> None:
         self.first, self.second = first, second
         self.has_copies = False
+        self._homes: Homes | None = None
+
+    def live_at(self, homes: Homes) -> None:
+        """Take where samples are whatever is kept: what a rank has there it need not keep."""
+        self._homes = homes if homes.local.width.any() else None
 
     @property
     def num_unkept(self) -> int:
-        """Samples that nobody keeps."""
-        return int(np.count_nonzero(self.first == NOBODY))
+        """Samples that no rank has."""
+        is_unkept = self.first == NOBODY
+        if self._homes is not None:
+            is_unkept &= (self._homes.local.width == 0)[self._homes.rows]
+        return int(np.count_nonzero(is_unkept))
 
     def forget(self) -> None:
         """Forget all keepers."""
@@ -79,6 +88,8 @@ class Keepers:
             if self.has_copies:
                 is_copy &= self.second[samples] == 0
             is_claimed = is_new | is_copy
+        if self._homes is not None:
+            is_claimed = is_claimed & ~self._homes.local.holders[self._homes.rows[samples], owners]
         # Most steps of most epochs claim nothing, and nothing of them is kept.
         claims = Claims(samples[is_claimed], owners[is_claimed], ~is_new[is_claimed])
         digest = zlib.crc32(owners.tobytes(), draw.step_sizes.digest)

@@ -55,7 +55,7 @@ _COUNTERS = (
     "own", "peer", "source", "ahead", "own_bytes", "peer_bytes", "corrupt", "peer_us", "source_us"
 )  # fmt: skip
 # How far the shelf is full, and how many copies of what other ranks keep it may still take.
-_TAILS = ("memory_units", "disk_units", "is_full", "is_disk_closed", "copies_left")
+_TAILS = ("memory_units", "disk_units", "is_full", "is_disk_closed", "copies_left", "has_homes")
 _ANY_NUMBER = 1 << 62
 _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 50e-6, 0.01  # choices: a record is written in 20 us
 _Bytes = npt.NDArray[np.uint8]
@@ -106,7 +106,7 @@ class Shelf:
         # [index, numbers, memory]: what other processes get, beside the file on disk.
         numbers = 8 * (len(_COUNTERS) + len(_TAILS))
         descriptors = [
-            share_bytes("loft_hvd index", 8 * num_samples),
+            share_bytes("loft_hvd index", 9 * num_samples),
             share_bytes("loft_hvd numbers", numbers),
             share_bytes("loft_hvd samples", sizes[0] * _UNIT),
         ]
@@ -146,12 +146,13 @@ class Shelf:
 
     def _map(self, descriptors: list[int]) -> None:
         self.descriptors = descriptors
-        table = map_bytes(descriptors[0], 8 * self.num_samples)
+        table = map_bytes(descriptors[0], 9 * self.num_samples)
         self._index = table[: 4 * self.num_samples].view(np.uint32)
         # Rank that keeps each sample, as all ranks know it, and rank that has a copy, plus 1: for
         # the owner of the shelf to fill in.
-        ranks = table[4 * self.num_samples :].view(np.int16)
+        ranks = table[4 * self.num_samples : 8 * self.num_samples].view(np.int16)
         self.keepers, self.copies = ranks[: self.num_samples], ranks[self.num_samples :]
+        self._is_home = table[8 * self.num_samples :].view(np.bool_)
         numbers = 8 * (len(_COUNTERS) + len(_TAILS))
         table = map_bytes(descriptors[1], numbers).view(np.int64)
         self._counters, self._tails = table[: len(_COUNTERS)], table[len(_COUNTERS) :]
@@ -275,6 +276,20 @@ class Shelf:
                     return True
             self._tails[2] = 1
         return False
+
+    def set_homes(self, is_home: npt.NDArray[np.bool_]) -> None:
+        """Say which samples this rank has anyway, outside the shelf, [num_samples]."""
+        if is_home.any() or self._tails[5]:
+            self._is_home[:] = is_home
+            self._tails[5] = 1
+
+    def is_home(self, sample: int) -> bool:
+        """Whether this rank has a sample anyway."""
+        return bool(self._tails[5]) and bool(self._is_home[sample])
+
+    def are_home(self, samples: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.bool_]:
+        """Return ``is_home`` of many samples."""
+        return self._is_home[samples] if self._tails[5] else np.zeros(len(samples), bool)
 
     def _takes_copy(self, sample: int) -> bool:
         # Until copies are limited nobody counts on any, and the table of them is not looked at.

@@ -130,6 +130,7 @@ class SampleStore(Dataset[Any]):
         self._homes: KeptHomes | None = KeptHomes(self._shelf.keepers, self._shelf.copies, channel)
         self._homes.announce(self._shelf.held())
         self._nodes = _shared_nodes(channel)
+        self._given: Placement | None = None  # that the newest iteration was given
         self._told: dict[str, int] = {}  # the counters when ranks last told each other
         self._costs = ReadCosts()
         self.keeping: Keeping | None = None  # of this iteration; None before the first
@@ -221,7 +222,9 @@ class SampleStore(Dataset[Any]):
     def _keeper(self, number: int) -> int | None:
         """Return the other rank that keeps a sample; None where none does."""
         keeper = int(self._shelf.keepers[number])
-        return None if keeper in (NOBODY, self.rank) or self._peers is None else keeper
+        if keeper in (NOBODY, self.rank) or self._peers is None or self._shelf.is_home(number):
+            return None
+        return keeper
 
     def _from_stage(
         self, wanted: Sequence[int], counts: dict[str, int]
@@ -269,8 +272,9 @@ class SampleStore(Dataset[Any]):
         counts["source_us"] += round(1e6 * (time.monotonic() - began))
         if not self._shelf.is_full:
             for number, sample in zip(missing, samples, strict=True):
-                is_copy = self._keeper(number) is not None
-                self._shelf.add(number, encode_sample(sample), is_copy=is_copy)
+                if not self._shelf.is_home(number):
+                    is_copy = self._keeper(number) is not None
+                    self._shelf.add(number, encode_sample(sample), is_copy=is_copy)
         return dict(zip(missing, samples, strict=True))
 
     # What a sampler asks of it (``Keeper``), in the process that trains.
@@ -298,6 +302,9 @@ class SampleStore(Dataset[Any]):
         counts.append(int((now["source"] - self._told.get("source", 0)) * self.sample_bytes))
         self._told = now
         shelf, homes = self._shelf, self._homes
+        if given is not None and given is not self._given:
+            self._given = given
+            self._live_at(base, homes)
         homes.settle(first_step=first_step, held=shelf.held(), room=shelf.room, counts=counts)
         self._costs = _measured(homes.counts, self._costs)
         self.keeping = homes.choose(self._costs)
@@ -305,6 +312,12 @@ class SampleStore(Dataset[Any]):
         self._keep_serving()
         self._begin_fetching()
         return with_keepers(base, homes.keepers)
+
+    def _live_at(self, base: Placement, homes: KeptHomes) -> None:
+        """Leave out what ranks have anyway, such as on a disk that the data set reads."""
+        at = base.at(self.world_size)
+        homes.keepers.live_at(at)
+        self._shelf.set_homes(at.local.holders[at.rows, self.rank])
 
     def _keep_serving(self) -> None:
         """Start the server again where it has ended; as in ``_begin_fetching`` nothing raises."""
@@ -380,6 +393,7 @@ class SampleStore(Dataset[Any]):
             mine = draw.batch[draw.assignment.owners == self.rank]
             keepers = self._shelf.keepers[mine]
             is_elsewhere = (keepers != NOBODY) & (keepers != self.rank)
+            is_elsewhere &= ~self._shelf.are_home(mine)
             self._fetcher.expect(mine[is_elsewhere], keepers[is_elsewhere])
 
     # What a user asks.

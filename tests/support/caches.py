@@ -49,15 +49,20 @@ class Cache:
         self.homes = KeptHomes(self.first, self.copies, Channel(transport, "test"))
         self.num_hits = self.num_source = self.copies_left = 0
         self.next_step = 0
+        self.is_home = np.zeros(num_samples, bool)
+        self.base = Placement(np.zeros(num_samples, np.int32), (SOURCE,))
 
     def placement_after(
         self, given: Placement | None, *, first_step: int, world_size: int
     ) -> Placement:
+        if given is not None and given is not self.base:
+            self.base, homes = given, given.at(world_size)
+            self.homes.keepers.live_at(homes)
+            self.is_home = homes.local.holders[homes.rows, self.rank]
         room = self.budget if self.held.any() else 0
         self.homes.settle(first_step=first_step, held=self.held, room=room)
         self.copies_left = self.homes.choose(self.costs).copies[self.rank]
-        base = Placement(np.zeros(len(self.held), np.int32), (SOURCE,))
-        return with_keepers(base, self.homes.keepers)
+        return with_keepers(self.base, self.homes.keepers)
 
     @property
     def keeping(self) -> Keeping:
@@ -72,7 +77,9 @@ class Cache:
     def read(self, samples: Sequence[int]) -> None:
         """Read a batch: keep what there is room for, in order."""
         for sample in samples:
-            self.num_hits += int(self.held[sample])
+            self.num_hits += int(self.held[sample] or self.is_home[sample])
+            if self.is_home[sample]:
+                continue
             is_copy = self.first[sample] not in (NOBODY, self.rank)
             self.num_source += int(not self.held[sample] and not is_copy)
             if self.held[sample] or not self.budget:
@@ -85,12 +92,18 @@ class Cache:
 
 
 def train(
-    cache: Cache, sizes: Sequence[int], *, num_epochs: int, first_epoch: int = 0, ahead: int = 0
+    cache: Cache,
+    sizes: Sequence[int],
+    *,
+    num_epochs: int,
+    first_epoch: int = 0,
+    ahead: int = 0,
+    given: Placement | None = None,
 ) -> list[int]:
     """Draw epochs, up to ``ahead`` steps ahead; return the hits of each."""
     plans: Any = FakePlans(sizes, rank=cache.rank, next_step=cache.next_step)
     settings = EpochSettings(Placement.replicated(len(cache.held)), True, 3, False, False)
-    batches = GlobalBatches(settings, plans, keeper=cache)
+    batches = GlobalBatches(settings, plans, keeper=cache, given=given)
     hits = []
     for epoch in range(first_epoch, first_epoch + num_epochs):
         cache.num_hits = cache.num_source = 0

@@ -9,6 +9,7 @@ import pytest
 
 from loft_hvd.balance.keeping import ReadCosts, choose_keeping
 from loft_hvd.balance.plan import equal_sizes
+from loft_hvd.data.placement import Placement
 from loft_hvd.simulate.scenario import RankTraits, Scenario
 from loft_hvd.simulate.simulation import simulate
 from loft_hvd.transport.local import LocalTransport, run_ranks
@@ -93,6 +94,27 @@ def simulated(sizes: Sequence[int], budget: int, ranks: RankTraits) -> np.ndarra
 def test_the_simulator_counts_the_hits_of_a_run(sizes: Sequence[int], share_kept: int) -> None:
     hits, _ = run(sizes, NUM_SAMPLES // share_kept)
     np.testing.assert_array_equal(simulated(sizes, NUM_SAMPLES // share_kept, SHARED), hits)
+
+
+@pytest.mark.parametrize("share_kept", [8, 4])
+def test_what_a_rank_has_anyway_takes_no_budget(share_kept: int) -> None:
+    """Each rank has an eighth on its disk. At 4:2:1 the fast ones compute more, and keep that."""
+    given = Placement.sharded(NUM_SAMPLES, 8)
+    budget = NUM_SAMPLES // share_kept
+
+    def rank(transport: LocalTransport) -> tuple[list[int], Cache]:
+        cache = Cache(NUM_SAMPLES, budget, transport)
+        return train(cache, UNEQUAL, num_epochs=4, given=given), cache
+
+    by_rank = run_ranks(8, rank)
+    for _, cache in by_rank:
+        assert not (cache.held & cache.is_home).any()
+    hits = np.array([hits for hits, _ in by_rank]).T
+    shares = hits.sum(axis=1) / NUM_SAMPLES
+    assert 0.6 < shares[0] < 0.8  # disks alone
+    assert shares[3] > 0.95
+    ranks = RankTraits(local_share=None, source="")
+    np.testing.assert_array_equal(simulated(UNEQUAL, budget, ranks), hits)
 
 
 def test_copies_let_fewer_samples_be_fetched() -> None:

@@ -523,6 +523,37 @@ def test_shared_sources_are_told_of_the_placement_in_use() -> None:
     assert plans.source == (0,)
 
 
+def test_what_a_placement_has_on_a_rank_is_not_kept_there_and_asked_of_nobody() -> None:
+    done = threading.Barrier(3)
+    given = loft.Placement.sharded(NUM_SAMPLES, 3)
+
+    def rank(transport: LocalTransport) -> list[list[int]]:
+        # Room for 130 samples of others: at these sizes the fast rank computes 100 of them.
+        store = loft.SampleStore(Source(), memory_bytes=130 * RECORD, transport=transport)
+        plans = FakePlans((30, 18, 12), rank=transport.rank)
+        loader = loft.DataLoader(store, plans, seed=3, placement=given)
+        found = []
+        for epoch in range(3):
+            loader.set_epoch(epoch)
+            before, theirs = dict(store.counters), 0
+            for _, y in loader:
+                plans.next_step += 1
+                theirs += int((y // 200 != transport.rank).sum())
+            counts = [store.counters[name] - before[name] for name in ("own", "peer", "source")]
+            found.append([*counts, theirs])
+        kept = np.flatnonzero(store._shelf.held())
+        assert (kept // 200 != transport.rank).all()
+        done.wait(60)
+        store.close()
+        return found
+
+    first, _, third = np.array(run_ranks(3, rank)).sum(axis=0)
+    assert first[:3].tolist() == [0, 0, NUM_SAMPLES]
+    own, peer, _, theirs = third
+    assert own >= 0.8 * theirs  # of what lies elsewhere, nearly all is kept here
+    assert own + peer <= theirs
+
+
 def test_the_nodes_of_ranks_reach_the_policy() -> None:
     done = threading.Barrier(4)
 
