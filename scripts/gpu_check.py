@@ -8,12 +8,20 @@ The steps, in this order, each with a limit and a log of its own:
     memcheck    each kernel once under compute-sanitizer, which looks for accesses out of bounds
     racecheck   the same, for threads that share memory and do not wait for each other
     bench       loft-hvd bench kernels --device cuda
+    ddp         DistributedDataParallel on 3 ranks, which may share a GPU: Gloo's collectives
+    ddp-nccl    the same on NCCL, a rank on each GPU
+    horovod     Horovod on 3 ranks, as it was built
+    nccl-build  Horovod with NCCL
+    horovod-nccl
+                Horovod on NCCL, a rank on each GPU
 
-A step for which something is missing is skipped, and the reason is printed and kept. Without a GPU
-the kernels are built where there is nvcc, and the tests run in part, on the CPU's kernels. The
-build replaces the extension of this checkout. What all steps printed is in ``--folder``, and in an
-archive beside it, also after a failure or Ctrl-C. The exit status is 0 when all steps passed, 1
-when one failed, and 2 when none failed and some did not run or not wholly.
+All of it ends within ``--minutes``; ``--steps build,tests`` runs those alone. A step for which
+something is missing is skipped, and the reason is printed and kept. Without a GPU the kernels are
+built where there is nvcc, the tests run in part, on the CPU's kernels, and ranks train on the CPU.
+The build replaces the extension of this checkout, and nccl-build the Horovod of its environment,
+until `make setup` next runs. What all steps printed is in ``--folder``, and in an archive beside
+it, also after a failure or Ctrl-C. The exit status is 0 when all steps passed, 1 when one failed,
+and 2 when none failed and some did not run or not wholly.
 
 Standard library only, but what it starts needs the environment of `make setup`, with a torch that
 has CUDA.
@@ -24,6 +32,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -32,7 +41,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from scripts.setup.runner import output_of, say
@@ -55,6 +64,8 @@ class Machine:
         nvcc: the compiler's path.
         sanitizer: compute-sanitizer's path.
         torch_cuda: the CUDA that torch was built with, such as "13.0".
+        num_gpus: how many there are.
+        nccl: the folder with NCCL's ``include`` and ``lib``.
     """
 
     python: str
@@ -63,6 +74,11 @@ class Machine:
     nvcc: str
     sanitizer: str
     torch_cuda: str
+    num_gpus: int = 0
+    nccl: str = ""
+
+
+_NOTHING = Machine("python", "", "", "", "", "")
 
 
 @dataclass(frozen=True)
@@ -110,7 +126,8 @@ class Finding:
 def look_around(python: str) -> Machine:
     """Return what is on this machine."""
     asked = output_of(["nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader"])
-    gpu, _, arch = (asked.splitlines() or [""])[0].rpartition(",")
+    gpus = asked.splitlines()
+    gpu, _, arch = (gpus or [""])[0].rpartition(",")
     nvcc = shutil.which("nvcc") or ""
     # nvcc on the PATH may be a script or a link; the sanitizer lies beside the real one.
     beside = [Path(os.path.realpath(nvcc)).parent] if nvcc else []
@@ -124,7 +141,18 @@ def look_around(python: str) -> Machine:
         nvcc=nvcc,
         sanitizer=shutil.which("compute-sanitizer", path=path) or "",
         torch_cuda=output_of([python, "-c", code]),
+        num_gpus=len(gpus),
+        nccl=_find_nccl(python),
     )
+
+
+def _find_nccl(python: str) -> str:
+    """Return the folder of NCCL's header and library: Debian's, or what torch came with."""
+    asked = output_of([python, "-c", "import nvidia.nccl as n; print(list(n.__path__)[0])"])
+    for folder in filter(None, ["/usr", asked]):
+        if Path(folder, "include", "nccl.h").exists():
+            return folder
+    return ""
 
 
 def steps_for(machine: Machine, folder: Path) -> list[Step]:
@@ -138,6 +166,12 @@ def steps_for(machine: Machine, folder: Path) -> list[Step]:
     sanitized = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # or it would know torch's blocks only
     sanitizer = [machine.sanitizer or "compute-sanitizer", "--error-exitcode", "9"]
     bench = ["bench", "kernels", "--device", "cuda", "--rows", "4,8,16,32,64,128"]
+    beside = Path(python).parent
+    ranks = ["-m", "tests.gpu.ranks"]
+    torchrun = [python, "-m", "torch.distributed.run", "--nproc-per-node"]
+    horovodrun = [str(beside / "horovodrun"), "--gloo", "-np"]
+    num_gpus = str(max(machine.num_gpus, 1))
+    no_nccl = "" if machine.nccl else "no nccl.h, neither Debian's nor beside torch"
     return [
         Step("machine", [python, "-c", _DESCRIBE], 120),
         Step(
@@ -175,9 +209,53 @@ def steps_for(machine: Machine, folder: Path) -> list[Step]:
             missing=on_device,
             after="build",
         ),
+        Step("ddp", [*torchrun, "3", *ranks, "ddp"], 180, lacks=on_device, environ=_ONE_THREAD),
+        Step(
+            "ddp-nccl",
+            [*torchrun, num_gpus, *ranks, "ddp-nccl"],
+            180,
+            missing=on_device,
+            environ=_ONE_THREAD,
+        ),
+        Step(
+            "horovod",
+            [*horovodrun, "3", python, *ranks, "horovod"],
+            180,
+            lacks=on_device,
+            environ=_ONE_THREAD,
+        ),
+        Step(
+            "nccl-build",
+            ["sh", "-euc", _BUILD_WITH_NCCL, "sh", python, machine.nccl, str(folder / "nccl")],
+            900,
+            missing="; ".join(filter(None, (on_device, no_nccl))),
+            environ={
+                "HOROVOD_GPU_OPERATIONS": "NCCL",
+                "HOROVOD_NCCL_HOME": str(folder / "nccl"),
+                "HOROVOD_NCCL_LINK": "SHARED",
+            },
+        ),
+        Step(
+            "horovod-nccl",
+            [*horovodrun, num_gpus, python, *ranks, "horovod"],
+            180,
+            missing="; ".join(filter(None, (on_device, no_nccl))),
+            environ={**_ONE_THREAD, "EXPECT_NCCL": "1"},
+            after="nccl-build",
+        ),
     ]
 
 
+_ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # ranks share the cores
+# torch brings NCCL without the name that linkers look for.
+_BUILD_WITH_NCCL = """
+mkdir -p "$3/lib"
+ln -sfn "$2/include" "$3/include"
+for library in "$2"/lib/libnccl.so* "$2"/lib/*/libnccl.so*; do
+  if [ -e "$library" ]; then ln -sf "$library" "$3/lib/libnccl.so"; fi
+done
+exec "$1" -m scripts.setup
+"""
 _DESCRIBE = """
 import platform, shutil, subprocess, sys, torch
 print("python", sys.version.split()[0], "on", platform.platform())
@@ -225,18 +303,27 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def check(
-    steps: Sequence[Step], folder: Path, *, run: Callable[[Step, Path], str]
+    steps: Sequence[Step],
+    folder: Path,
+    *,
+    run: Callable[[Step, Path], str],
+    limit_s: float = math.inf,
 ) -> list[Finding]:
     """Run steps in order, each unless it lacks something or the step that it needs has not passed.
 
-    What is found is in ``folder/summary.json`` after every step.
+    All end within ``limit_s``. What is found is in ``folder/summary.json`` after every step.
     """
     findings: list[Finding] = []
+    end = time.monotonic() + limit_s
     for number, step in enumerate(steps):
         needed = next((one for one in findings if one.name == step.after), None)
         missing = step.missing
         if needed is not None and needed.result != "passed":
             missing = "; ".join(filter(None, (missing, f"{needed.name} has not passed")))
+        left_s = end - time.monotonic()
+        if not missing and left_s <= 0:
+            missing = "no time left"
+        step = replace(step, limit_s=min(step.limit_s, max(left_s, 0.0)))
         command, begin, reason = " ".join(step.command), time.monotonic(), missing
         result = "skipped"
         if not missing:
@@ -271,8 +358,14 @@ def main(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--folder", type=Path, default=_ROOT / "build" / "gpu-check")
+    parser.add_argument("--minutes", type=float, default=40.0, help="all ends within so long")
+    parser.add_argument("--steps", default="", help="names, such as build,tests; all by default")
     options = parser.parse_args(arguments)
     folder: Path = options.folder.resolve()
+    chosen = list(filter(None, options.steps.split(",")))
+    if unknown := set(chosen) - {step.name for step in steps_for(_NOTHING, folder)}:
+        names = ", ".join(step.name for step in steps_for(_NOTHING, folder))
+        parser.error(f"--steps {options.steps}: no step {', '.join(sorted(unknown))}; of {names}")
     if folder.is_dir() and any(folder.iterdir()):
         if not (folder / "summary.json").exists():
             parser.error(f"--folder {folder}: it holds something else; give a new or empty folder")
@@ -284,7 +377,8 @@ def main(
     # Asked to end it ends the step and packs, as after Ctrl-C: a step has a session of its own.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        findings = check(steps_for(machine, folder), folder, run=run)
+        steps = [step for step in steps_for(machine, folder) if step.name in chosen or not chosen]
+        findings = check(steps, folder, run=run, limit_s=60 * options.minutes)
     finally:
         signal.signal(signal.SIGTERM, before)
         say(f"gpu_check: all of it is in {_archive(folder)}")

@@ -98,13 +98,10 @@ def test_a_batch_script_trains_under_slurm(
     ]
 
 
-def test_the_script_for_mpirun_trains_with_what_slurm_tells_it(tmp_path: Path) -> None:
-    if not launcher_here("mpi"):
-        pytest.skip("no mpirun on this machine")
-    script = tmp_path / "train.py"
-    script.write_text(HOROVOD_SCRIPT)
-    done = subprocess.run(
-        ["bash", FOLDER / "mpirun.sbatch", Path(sys.executable).parents[1], script],
+def run_with_mpirun(environment: Path, script: Path) -> subprocess.CompletedProcess[str]:
+    """Run the batch script for mpirun as Slurm would, in a job of two ranks."""
+    return subprocess.run(
+        ["bash", FOLDER / "mpirun.sbatch", environment, script],
         env=environ_of_a_job({"SLURM_NTASKS": "2", "SLURM_CPUS_PER_TASK": "1"}),
         cwd=ROOT,
         capture_output=True,
@@ -112,6 +109,14 @@ def test_the_script_for_mpirun_trains_with_what_slurm_tells_it(tmp_path: Path) -
         timeout=180,
         check=False,
     )
+
+
+def test_the_script_for_mpirun_trains_with_what_slurm_tells_it(tmp_path: Path) -> None:
+    if not launcher_here("mpi"):
+        pytest.skip("no mpirun on this machine")
+    script = tmp_path / "train.py"
+    script.write_text(HOROVOD_SCRIPT)
+    done = run_with_mpirun(Path(sys.executable).parents[1], script)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Verdict: the 2 ranks fit together" in done.stdout
     assert done.stdout.count("of 2 has finished, mean 0.5") == 2
@@ -132,15 +137,7 @@ def test_a_job_ends_before_training_where_its_hosts_do_not_fit(tmp_path: Path) -
     (folder / "loft-hvd").chmod(0o755)
     script = tmp_path / "train.py"
     script.write_text("print('has begun')")
-    done = subprocess.run(
-        ["bash", FOLDER / "mpirun.sbatch", tmp_path, script],
-        env=environ_of_a_job({"SLURM_NTASKS": "2", "SLURM_CPUS_PER_TASK": "1"}),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
+    done = run_with_mpirun(tmp_path, script)
     assert done.returncode != 0
     assert "Verdict: mend LOFT_HVD_MESH first" in done.stdout, done.stdout + done.stderr
     assert "has begun" not in done.stdout

@@ -9,6 +9,7 @@ import select
 import signal
 import sys
 import tarfile
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,8 +18,13 @@ import pytest
 from scripts import gpu_check
 from scripts.gpu_check import Machine, Step, check, main, steps_for
 
-WHOLE = Machine("python", "NVIDIA H200", "90", "/cuda/bin/nvcc", "/cuda/bin/sanitizer", "13.0")
-HOST = replace(WHOLE, gpu="", arch="", sanitizer="", torch_cuda="")
+SANITIZER = "/cuda/bin/sanitizer"
+WHOLE = Machine(
+    "python", "NVIDIA H200", "90", "/cuda/bin/nvcc", SANITIZER, "13.0", num_gpus=2, nccl="/usr"
+)
+HOST = replace(WHOLE, gpu="", arch="", sanitizer="", torch_cuda="", num_gpus=0, nccl="")
+STEPS = ["machine", "build", "tests", "memcheck", "racecheck", "bench"]
+STEPS += ["ddp", "ddp-nccl", "horovod", "nccl-build", "horovod-nccl"]
 
 
 def passes(step: Step, log: Path) -> str:
@@ -34,10 +40,42 @@ def results_in(folder: Path) -> dict[str, tuple[str, str]]:
 def test_steps_come_in_order_and_each_has_a_limit() -> None:
     steps = steps_for(WHOLE, Path("/x"))
     names = [step.name for step in steps]
-    assert names == ["machine", "build", "tests", "memcheck", "racecheck", "bench"]
+    assert names == STEPS
     assert all(0 < step.limit_s <= 1800 for step in steps)
     assert not any(step.missing or step.lacks for step in steps)
-    assert sum(step.limit_s for step in steps) < 2 * 3600
+
+
+def test_ranks_on_nccl_have_a_gpu_each() -> None:
+    commands = {step.name: list(step.command) for step in steps_for(WHOLE, Path("/x"))}
+    assert commands["ddp-nccl"][-4:] == ["2", "-m", "tests.gpu.ranks", "ddp-nccl"]
+    assert commands["horovod-nccl"][:3] == ["horovodrun", "--gloo", "-np"]
+    assert commands["horovod-nccl"][3] == "2"
+    assert commands["ddp"][-4] == "3"
+
+
+def test_all_steps_share_the_time(tmp_path: Path) -> None:
+    limits = []
+
+    def takes(step: Step, log: Path) -> str:
+        limits.append(step.limit_s)
+        time.sleep(0.06)
+        return ""
+
+    steps = [Step(f"step {at}", ["true"], 60.0) for at in range(3)]
+    found = check(steps, tmp_path, run=takes, limit_s=0.1)
+    assert 0.06 < limits[0] <= 0.1
+    assert 0 < limits[1] < 0.06
+    assert [one.result for one in found] == ["passed", "passed", "skipped"]
+    assert found[2].reason == "no time left"
+
+
+def test_named_steps_run_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(tmp_path / "x")
+    main(["--folder", folder, "--steps", "ddp,bench"], look=lambda python: WHOLE, run=passes)
+    assert list(results_in(tmp_path / "x")) == ["bench", "ddp"]
+    with pytest.raises(SystemExit):
+        main(["--folder", folder, "--steps", "dpp"], look=lambda python: WHOLE, run=passes)
+    assert "no step dpp; of machine, build" in capsys.readouterr().err
 
 
 def test_kernels_are_built_for_the_gpu_that_is_here() -> None:
@@ -50,6 +88,7 @@ def test_what_cannot_run_on_a_host_says_why(tmp_path: Path) -> None:
     status = main(["--folder", str(tmp_path / "x")], look=lambda python: HOST, run=passes)
     assert status == 2
     found = results_in(tmp_path / "x")
+    no_nccl = "no nccl.h, neither Debian's nor beside torch"
     no_device = "no GPU here: nvidia-smi names none; torch was built without CUDA"
     assert found == {
         "machine": ("passed", ""),
@@ -58,10 +97,16 @@ def test_what_cannot_run_on_a_host_says_why(tmp_path: Path) -> None:
         "memcheck": ("skipped", f"{no_device}; no compute-sanitizer beside nvcc or on PATH"),
         "racecheck": ("skipped", f"{no_device}; no compute-sanitizer beside nvcc or on PATH"),
         "bench": ("skipped", no_device),
+        "ddp": ("passed in part", no_device),
+        "ddp-nccl": ("skipped", no_device),
+        "horovod": ("passed in part", no_device),
+        "nccl-build": ("skipped", f"{no_device}; {no_nccl}"),
+        "horovod-nccl": ("skipped", f"{no_device}; {no_nccl}; nccl-build has not passed"),
     }
     with tarfile.open(tmp_path / "x.tar.gz") as archive:
         names = {member.name for member in archive}
-    assert names == {"x", "x/summary.json", "x/0-machine.log", "x/1-build.log", "x/2-tests.log"}
+    logs = {"0-machine.log", "1-build.log", "2-tests.log", "6-ddp.log", "8-horovod.log"}
+    assert names == {"x", "x/summary.json"} | {f"x/{log}" for log in logs}
 
 
 def test_all_passed_is_status_0(tmp_path: Path) -> None:
