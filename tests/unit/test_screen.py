@@ -135,7 +135,9 @@ def test_top_without_a_log_says_so(words: list[str], name: str, tmp_path: Path) 
 def top_on_a_terminal(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """Run ``loft-hvd top`` on a folder without a log, once it says so; give it and its terminal."""
     main, other = pty.openpty()
-    command = [sys.executable, "-m", "loft_hvd.cli", "top", str(folder), "--every", "0.1"]
+    # A shell has what it starts in the background ignore Ctrl-C, and tests with it.
+    command = ["env", "--default-signal=INT", sys.executable, "-m", "loft_hvd.cli"]
+    command += ["top", str(folder), "--every", "0.1"]
     env = os.environ | {"TERM": "xterm", "COLUMNS": "120", "LINES": "40"}
     with subprocess.Popen(
         command, stdin=other, stdout=other, stderr=other, env=env, start_new_session=True
