@@ -43,6 +43,7 @@ from loft_hvd.data.placement import Placement
 from loft_hvd.data.sampler import BatchSampler
 from loft_hvd.data.stream import StreamLoader
 from loft_hvd.errors import LoftError
+from loft_hvd.lightning import LoftCallback, lightning_callback
 from loft_hvd.metrics import Metric, average
 from loft_hvd.optimizer.attach import attach
 from loft_hvd.optimizer.ddp import ddp_hook
@@ -73,6 +74,7 @@ __all__ = [
     "GeometricMedian",
     "Handle",
     "Loft",
+    "LoftCallback",
     "LoftError",
     "Mean",
     "MeanAroundMedian",
@@ -100,6 +102,7 @@ __all__ = [
     "ddp_hook",
     "diagnose",
     "elastic",
+    "lightning_callback",
     "mean",
     "mean_around_median",
     "median",

@@ -16,7 +16,8 @@ _ROOT = Path(__file__).resolve().parents[2]
 _PROJECT = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli").loads(
     (_ROOT / "pyproject.toml").read_text()
 )["project"]
-_MODULES = {"scikit-learn": "sklearn"}  # where a package and its module differ in name
+# Where a package and its module differ in name.
+_MODULES = {"scikit-learn": "sklearn", "pytorch-lightning": "pytorch_lightning"}
 # What no import statement shows: the text that uses it, and the files to look for it in.
 _USED_OTHERWISE = {
     "tomli": ('"tomli"', "loft_hvd/simulate/*.py"),  # one name of two that are tried
@@ -85,7 +86,9 @@ def test_development_pins_are_declared_or_tools() -> None:
     lines = (_ROOT / "requirements" / "dev.txt").read_text().splitlines()
     pinned = {_name(line) for line in lines if not line.startswith("#")}
     declared = {
-        name for extra in ("cli", "plots", "demo", "store", "test") for name in _EXTRAS[extra]
+        name
+        for extra in ("cli", "plots", "demo", "lightning", "store", "test")
+        for name in _EXTRAS[extra]
     }
     assert pinned - declared == {"clang-format", "mypy", "ruff"}
     assert declared - pinned == set()

@@ -1,0 +1,57 @@
+"""Lightning and Accelerate: training with unequal batches equals training in one process."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.launch import launch
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.timeout(400)]
+
+JOBS = "tests/multiprocess/jobs"
+
+
+def needs(package: str) -> pytest.MarkDecorator:
+    # Not imported here: that takes seconds, of every run that collects this file.
+    return pytest.mark.skipif(
+        importlib.util.find_spec(package) is None, reason=f"{package} is not installed"
+    )
+
+
+def torchrun(num_ranks: int, *arguments: str) -> str:
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    done = launch(1, [*command, *arguments], launcher="none", timeout_s=180)
+    assert done.returncode == 0, done.output[-8000:]
+    return done.output
+
+
+@needs("pytorch_lightning")
+def test_lightning_trains_watches_and_resumes_on_fewer_ranks(tmp_path: Path) -> None:
+    job = f"{JOBS}/lightning_fit.py"
+    for num_ranks, what in ((3, "equal,begin,watched,refused"), (2, "resume")):
+        output = torchrun(num_ranks, job, what, str(tmp_path))
+        assert output.count(f'"finished": "{what}"') == num_ranks, output[-8000:]
+
+
+@needs("accelerate")
+def test_accelerate_trains_and_resumes(tmp_path: Path) -> None:
+    output = torchrun(3, f"{JOBS}/accelerate_fit.py", str(tmp_path / "state"))
+    assert output.count("has finished") == 3, output[-8000:]
+
+
+@needs("accelerate")
+def test_the_example_for_accelerate_leaves_the_faulty_rank_out_and_goes_on(tmp_path: Path) -> None:
+    example, state = "examples/accelerate_ddp.py", str(tmp_path / "state")
+    first = torchrun(4, example, "--faulty", "3", "--epochs", "2", "--save-to", state)
+    assert re.search(r"^ +3 +\d.* in quarantine until step \d+$", first, re.MULTILINE), first
+    more = torchrun(4, example, "--passes", "2", "--epochs", "4", "--resume-from", state)
+    losses = [
+        (int(epoch), float(loss))
+        for epoch, loss in re.findall(r"epoch (\d): loss (\d+\.\d+)", first + more)
+    ]
+    assert [epoch for epoch, _ in losses] == [0, 1, 2, 3]
+    assert losses[3][1] < losses[1][1] < 0.7 * losses[0][1], losses

@@ -1,0 +1,101 @@
+"""The callback for Lightning on one device; over ranks: multiprocess/test_frameworks.py."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import loft_hvd as loft
+from loft_hvd.errors import ArgumentTypeError, UsageError
+from tests.support.training import make_data, make_model
+
+DATA = make_data(20)
+
+
+def make(**options: Any) -> tuple[loft.LoftCallback, Any]:
+    callback = loft.lightning_callback(lambda: loft.Balancer(8, policy="report"), **options)
+    return callback, callback.loader(lambda balancer: loft.DataLoader(DATA, balancer, seed=3))
+
+
+def test_without_lightning_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("lightning", "pytorch_lightning"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(UsageError, match=r"not installed; pip install 'loft-hvd\[lightning\]'"):
+        make()
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("pytorch_lightning") is None, reason="it is not installed"
+)
+@pytest.mark.filterwarnings("ignore")  # what Lightning has to say of small runs and of torch
+class TestOneDevice:
+    def fit(self, folder: Path, callback: loft.LoftCallback, loader: Any) -> Any:
+        pl: Any = importlib.import_module("pytorch_lightning")
+
+        class Module(pl.LightningModule):  # type: ignore[misc]  # Any, for mypy
+            def __init__(self) -> None:
+                super().__init__()
+                self.model = make_model()
+                self.epochs: list[list[float]] = []
+
+            def on_train_epoch_start(self) -> None:
+                self.epochs.append([])
+
+            def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
+                self.epochs[-1] += batch[0][:, 0].tolist()
+                return torch.nn.functional.mse_loss(self.model(batch[0]), batch[1])
+
+            def configure_optimizers(self) -> torch.optim.Optimizer:
+                return torch.optim.SGD(self.parameters(), lr=0.05)
+
+        module = Module()
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_epochs=2,
+            callbacks=[callback],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=folder,
+        )
+        trainer.fit(module, loader)
+        return module
+
+    def test_each_epoch_has_every_sample_in_an_order_of_its_own(self, tmp_path: Path) -> None:
+        callback, loader = make()
+        first, second = self.fit(tmp_path, callback, loader).epochs
+        wanted = sorted(DATA.tensors[0][:, 0].tolist())
+        assert (sorted(first), sorted(second)) == (wanted, wanted)
+        assert first != second
+        assert "no ranks have trained" in str(callback.report())
+
+    def test_batches_that_the_plan_does_not_know_are_refused(self, tmp_path: Path) -> None:
+        callback, _ = make()
+        with pytest.raises(ArgumentTypeError, match=r"come from a DataLoader, .* callback\.loader"):
+            self.fit(tmp_path, callback, torch.utils.data.DataLoader(DATA))
+        _, others = make()
+        with pytest.raises(UsageError, match="has not started yet, or lacks this callback"):
+            self.fit(tmp_path, callback, others)
+
+    def test_a_loader_without_a_length_is_refused(self, tmp_path: Path) -> None:
+        callback, _ = make()
+
+        def stream(balancer: loft.Balancer) -> Any:
+            return loft.StreamLoader(range(20), balancer)
+
+        made = callback.loader(stream)
+        with pytest.raises(ArgumentTypeError, match=r"a StreamLoader was made; .* a batch ahead"):
+            self.fit(tmp_path, callback, made)
+
+    def test_the_balancer_is_asked_for_too_early(self) -> None:
+        _, loader = make()
+        with pytest.raises(UsageError, match=r"has not started yet.*Trainer\(callbacks="):
+            len(loader)
