@@ -46,6 +46,26 @@ def test_script_of_the_diff_trains_on_three_ranks(sign: str, tmp_path: Path) -> 
 
 
 @pytest.mark.long
+def test_the_two_lines_report_on_plain_horovod(tmp_path: Path) -> None:
+    block = re.search(
+        r"```python\n(loft\.attach\(.*?)```\n\n    (loft-hvd report runs)", README, re.DOTALL
+    )
+    assert block is not None
+    attach, command = block.groups()
+    plain = side_of_diff("-").replace(
+        "for epoch in", f"import loft_hvd as loft\n{attach}for epoch in"
+    )
+    script = tmp_path / "train.py"
+    script.write_text(f"import os\nos.chdir({str(tmp_path)!r})\n{PRELUDE}{plain}{CHECK}")
+    done = launch(3, [str(script)], timeout_s=120)
+    assert done.returncode == 0, done.output[-6000:]
+    (_, *words) = command.replace("runs", str(tmp_path / "runs")).split()
+    told = launch(1, ["-m", "loft_hvd.cli", *words], launcher="none")
+    assert told.returncode == 0, told.output
+    assert "global_batch_size=192" in told.output
+
+
+@pytest.mark.long
 def test_the_converted_loop_trains_on_three_ranks(tmp_path: Path) -> None:
     page = (ROOT / "docs/migrate.md").read_text()
     block = re.search(r"```python\n(.*?)```", page, re.DOTALL)

@@ -64,6 +64,20 @@ def test_readme_is_short() -> None:
     assert [line for line in lines if len(line) > 120] == []
 
 
+def test_readme_says_how_many_wrong_ranks_a_rule_takes() -> None:
+    ranks, most, advised = (
+        [int(cell) for cell in line.split("|")[2:-1]]
+        for line in README.splitlines()
+        if line.startswith(("| ranks |", "| most `f`", "| advised `f`"))
+    )
+    for num_ranks, f, quarter in zip(ranks, most, advised, strict=True):
+        assert quarter == num_ranks // 4
+        for rule in (loft.TrimmedMean, loft.Phocas, loft.Robust):
+            rule(f=f).check(num_ranks)
+            with pytest.raises(loft.LoftError):
+                rule(f=f + 1).check(num_ranks)
+
+
 def test_index_lists_every_page_of_the_docs() -> None:
     listed = set(re.findall(r"\]\((\w+\.md)\)", (HOME / "docs/index.md").read_text("utf-8")))
     assert listed == {path.name for path in (HOME / "docs").glob("*.md")} - {"index.md"}
