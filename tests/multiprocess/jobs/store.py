@@ -1,8 +1,9 @@
-"""Training on a sample store: ``store.py FOLDER FIRST_EPOCH LAST_EPOCH WORKERS KILLED_RANK``.
+"""Training on a sample store: ``store.py FOLDER FIRST LAST WORKERS KILLED_SERVER KILLED_RANK``.
 
-Plans change all the time. After the first epoch the store's server of KILLED_RANK is killed (-1:
-none). State goes on from FOLDER where an earlier run left it. Rank 0 prints "found" and a JSON
-object: how far the result is from training in one process, and hit shares by epoch.
+It trains epochs FIRST to LAST - 1. Plans change all the time. After the first of them the store's
+server of rank KILLED_SERVER is killed, and in the middle of the last one KILLED_RANK itself (-1:
+none). State is saved into FOLDER after each epoch, and goes on from there. Rank 0 prints "found"
+and a JSON object: how far the result is from training in one process, and hit shares by epoch.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tests.support.training import OPTIMIZERS, make_data, make_model, max_differ
 GLOBAL_BATCH, NUM_SAMPLES = 24, 960  # 40 steps an epoch
 
 
-def main(folder: Path, first: int, last: int, num_workers: int, killed: int) -> None:
+def main(folder: Path, first: int, last: int, num_workers: int, killed: int, dying: int) -> None:
     hvd.init()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -43,7 +44,9 @@ def main(folder: Path, first: int, last: int, num_workers: int, killed: int) -> 
     shares, before = [], dict(store.counters)
     for epoch in range(first, last):
         loader.set_epoch(epoch)
-        for x, y in loader:
+        for step, (x, y) in enumerate(loader):
+            if epoch == last - 1 and dying == hvd.rank() and step == len(loader) // 2:
+                os.kill(os.getpid(), signal.SIGKILL)
             optimizer.zero_grad()
             torch.nn.functional.mse_loss(model(x), y).backward()
             optimizer.step()
@@ -55,6 +58,10 @@ def main(folder: Path, first: int, last: int, num_workers: int, killed: int) -> 
         if epoch == first and killed == hvd.rank():
             assert store._server is not None
             os.kill(store._server.process.pid, signal.SIGKILL)
+        if hvd.rank() == 0:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save(state, folder / "state.new")
+            (folder / "state.new").rename(folder / "state.pt")
     if hvd.rank() == 0:
         alone = train_alone(
             make_data(NUM_SAMPLES), OPTIMIZERS["sgd"],
@@ -62,12 +69,9 @@ def main(folder: Path, first: int, last: int, num_workers: int, killed: int) -> 
         )  # fmt: skip
         found = {"difference": max_difference(model, alone), "shares": shares}
         print("found", json.dumps(found), flush=True)
-        torch.save(
-            {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "state.pt"
-        )
     hvd.allreduce(torch.zeros(1), name="end")  # a server ends when nobody needs it
     store.close()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *(int(text) for text in sys.argv[2:6]))
+    main(Path(sys.argv[1]), *(int(text) for text in sys.argv[2:7]))
