@@ -65,7 +65,7 @@ class Stores:
         # As a store: what it has room for is only known once it keeps something.
         room = np.where(self._num_kept > 0, self._capacity - self._num_kept, 0)
         self._keeping = choose_keeping(self._keepers.num_unkept, room.tolist(), self._costs)
-        self._may_copy = np.array(self._keeping.copies) > 0
+        self._keepers.begin(self._keeping.copies)
         adopts = np.array(self._keeping.of_a_step(self._per_epoch), np.int64)
         homes = with_keepers(self._base, self._keepers).at(self._scenario.world_size)
         first = self._keeping.comes_first
@@ -101,7 +101,7 @@ class Stores:
                 StepSizes(0, step, sizes_told, 0), batch, assignment, (at + 1) * total, step
             )
             before = self._drawn[-1] if self._drawn else None
-            self._drawn.append(self._keepers.drawn(draw, before, self._may_copy))
+            self._drawn.append(self._keepers.drawn(draw, before))
             is_kept = self._keepers.first[batch] != NOBODY
             here = assignment.local.astype(np.float64)
             local.append(here)

@@ -50,7 +50,7 @@ class KeptHomes:
     def note(self, draw: Draw) -> None:
         """Note who computes the samples of a step that was drawn; ranks may draw ahead."""
         before = self._drawn[-1] if self._drawn else None
-        self._drawn.append(self.keepers.drawn(draw, before, self._may_copy))
+        self._drawn.append(self.keepers.drawn(draw, before))
 
     def settle(
         self, *, first_step: int, held: _Bools, room: int = 0, counts: Sequence[int] = ()
@@ -86,7 +86,7 @@ class KeptHomes:
     def choose(self, costs: ReadCosts) -> Keeping:
         """Decide what ranks keep besides, from what they told; the same on all ranks."""
         self.keeping = choose_keeping(self.keepers.num_unkept, self._room, costs)
-        self._may_copy = np.array(self.keeping.copies) > 0
+        self.keepers.begin(self.keeping.copies)
         return self.keeping
 
     def _own_claims(self, done: Sequence[Drawn], held: _Bools) -> tuple[_Bools, _Bools]:

@@ -41,6 +41,9 @@ class Drawn(NamedTuple):
     follows: bool  # it begins where the one noted before it ended
 
 
+_NO_CLAIMS = Claims(np.zeros(0, np.int32), np.zeros(0, np.int16), np.zeros(0, bool))
+
+
 class Keepers:
     """The first keeper of every sample, and one more rank that has a copy.
 
@@ -74,28 +77,33 @@ class Keepers:
             self.second[:] = 0
         self.has_copies = False
 
-    def drawn(self, draw: Draw, before: Drawn | None, may_copy: _Bools) -> Drawn:
-        """Note a step while what ranks keep is as it was when the iteration began.
+    def begin(self, copies: Sequence[int]) -> None:
+        """Begin an iteration; ``copies`` is how many each rank may keep, [world_size]."""
+        self._may_copy = np.array(copies) > 0
+        self._is_open = bool((self.first == NOBODY).any() or self._may_copy.any())
 
-        ``before`` is the step noted before it. ``may_copy`` says which ranks keep copies,
-        [world_size].
-        """
+    def drawn(self, draw: Draw, before: Drawn | None) -> Drawn:
+        """Note a step of the iteration; ``before`` is the step noted before it."""
         samples, owners = draw.batch, draw.assignment.owners.astype(np.int16)
+        digest = zlib.crc32(owners.tobytes(), draw.step_sizes.digest)
+        begin = draw.position - len(samples)
+        follows = before is not None and begin == before.position
+        claims = self._claims_of(samples, owners) if self._is_open else _NO_CLAIMS
+        return Drawn(draw.step_sizes.step, claims, digest, draw.position, follows)
+
+    def _claims_of(self, samples: Order, owners: Ranks) -> Claims:
         first = self.first[samples]
         is_claimed = is_new = first == NOBODY
-        if may_copy.any():
-            is_copy = ~is_new & (first != owners) & may_copy[owners]
+        if self._may_copy.any():
+            is_copy = ~is_new & (first != owners) & self._may_copy[owners]
             if self.has_copies:
                 is_copy &= self.second[samples] == 0
             is_claimed = is_new | is_copy
         if self._homes is not None:
             is_claimed = is_claimed & ~self._homes.local.holders[self._homes.rows[samples], owners]
-        # Most steps of most epochs claim nothing, and nothing of them is kept.
-        claims = Claims(samples[is_claimed], owners[is_claimed], ~is_new[is_claimed])
-        digest = zlib.crc32(owners.tobytes(), draw.step_sizes.digest)
-        begin = draw.position - len(samples)
-        follows = before is not None and begin == before.position
-        return Drawn(draw.step_sizes.step, claims, digest, draw.position, follows)
+        if is_new.all() and is_claimed.all():  # as in a first epoch: parts of its order, no copies
+            return Claims(samples, owners, np.broadcast_to(np.False_, len(samples)))
+        return Claims(samples[is_claimed], owners[is_claimed], ~is_new[is_claimed])
 
     def claims(self, done: Sequence[Drawn]) -> Iterator[Claims]:
         """Yield the claims of steps that were trained.
