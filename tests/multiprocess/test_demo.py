@@ -101,7 +101,10 @@ def test_the_plot_is_a_picture(folder: Path) -> None:
         pytest.param(
             "mpi",
             4,
-            marks=pytest.mark.skipif(not launcher_here("mpi"), reason="mpirun is not on PATH"),
+            marks=[
+                pytest.mark.skipif(not launcher_here("mpi"), reason="mpirun is not on PATH"),
+                pytest.mark.long,
+            ],
         ),
     ],
 )

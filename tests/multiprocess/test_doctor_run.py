@@ -31,7 +31,7 @@ def test_doctor_run_is_right_and_exits_0() -> None:
     assert found["Run"]["output"].count(_SAYS) == 2
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize("launcher", ["gloo", "mpi"])
 def test_ranks_of_either_launcher_find_the_result_right(launcher: str, num_ranks: int) -> None:
     if not launcher_here(launcher):

@@ -20,9 +20,9 @@ needs_mpirun = pytest.mark.skipif(
         ("gloo", 1),
         ("gloo", 2),
         ("gloo", 3),
-        ("gloo", 4),
+        pytest.param("gloo", 4, marks=pytest.mark.long),
         pytest.param("mpi", 2, marks=needs_mpirun),
-        pytest.param("mpi", 3, marks=needs_mpirun),
+        pytest.param("mpi", 3, marks=[needs_mpirun, pytest.mark.long]),
     ],
 )
 def test_ranks_pass_together(launcher: str, num_ranks: int) -> None:
