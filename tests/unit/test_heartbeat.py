@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -442,6 +442,35 @@ class _Leaving(ProcessExit):
     def leave_if_due(self) -> None:
         if self._leave_at is not None and time.monotonic() >= self._leave_at:
             self.has_left.set()
+
+
+class _LeavingAtOnce(_Leaving):
+    """Leaves as soon as it is due, and remembers whether something was done by then."""
+
+    def __init__(self, is_done: threading.Event) -> None:
+        super().__init__()
+        self._leave_s, self._is_done = 0.0, is_done
+        self.was_done = False
+
+    def leave_if_due(self) -> None:
+        if not self.has_left.is_set():
+            self.was_done = self._is_done.is_set()
+            super().leave_if_due()
+
+
+def test_a_rank_that_leaves_for_a_frozen_one_kills_it_first(
+    pairs: Pairs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its launcher waits for it, long after all others have gone."""
+    monkeypatch.setattr("loft_hvd.transport.heartbeat.heartbeat.engine_call", lambda: "")
+    killed = threading.Event()
+    end = _LeavingAtOnce(killed)
+    control = ProcessControl(exit=end, look=lambda pid, start: "T", kill=lambda pid: killed.set())
+    first, link = pairs.first(4242, control=control)
+    first.settings = replace(first.settings, leave_s=0.05)
+    assert end.has_left.wait(20.0)
+    assert end.was_done
+    link.close()
 
 
 class _Launcher(LauncherGuard):

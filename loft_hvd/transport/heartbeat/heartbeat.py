@@ -650,6 +650,9 @@ class Heartbeat:
             # Where the engine is down its calls fail, so the script goes on by itself.
             if is_due and not self._engine_is_down():
                 end.arm(verdict.text, since_s=unheard_s)
+                # By this a frozen rank is doomed. Its launcher waits for it, ten seconds at worst,
+                # and this process may leave right now: nobody would be here to kill it.
+                self._look_at_silent()
         if end.is_armed:
             self._end_launcher()
             if waits_for_ever:
