@@ -65,23 +65,23 @@ def launch_command(
 def run_limited(command: Sequence[str], *, timeout_s: float) -> Finished:
     """Run a command; at the limit end everything that it started."""
     start_s = time.monotonic()
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,  # a group of its own, so that all of it can be ended
-    )
-    try:
-        with _sigterm_raises():
+    with _sigterm_raises():  # before there is something that must not outlive this command
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # a group of its own, so that all of it can be ended
+        )
+        try:
             output, _ = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        output = f"{_end(process)}\nnot done within {timeout_s:g} s; ended"
-    except BaseException:  # Ctrl-C and SIGTERM, too: ranks must not outlive the command
-        _end(process)
-        raise
+        except subprocess.TimeoutExpired:
+            output = f"{_end(process)}\nnot done within {timeout_s:g} s; ended"
+        except BaseException:  # Ctrl-C and SIGTERM, too: ranks must not outlive the command
+            _end(process)
+            raise
     return Finished(process.returncode == 0, time.monotonic() - start_s, output)
 
 
