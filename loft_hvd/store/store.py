@@ -205,7 +205,7 @@ class SampleStore(Dataset[Any]):
             found[number] = decode_sample(kept[0])
             counts["own"] += 1
             counts["own_bytes"] += len(kept[0])
-            self.cache_hits += int(self._shelf.keepers[number] != self.rank)
+            self.cache_hits += not self._is_placed_here(number)
         if missing:
             wanted = [each for each in missing if self._keeper(each) is not None]
             ahead, failed = self._from_stage(wanted, counts)
@@ -218,6 +218,12 @@ class SampleStore(Dataset[Any]):
         # A sample that is asked for twice is transformed twice: the draw may be random.
         transform = self.transform
         return [found[each] if transform is None else transform(found[each]) for each in numbers]
+
+    def _is_placed_here(self, number: int) -> bool:
+        """Say whether the placement has a sample on this rank: then it counts as local there."""
+        shelf = self._shelf
+        is_kept = self.rank in (shelf.keepers[number], shelf.copies[number] - 1)  # 0 for no copy
+        return is_kept or shelf.is_home(number)
 
     def _keeper(self, number: int) -> int | None:
         """Return the other rank that keeps a sample; None where none does."""
@@ -424,6 +430,7 @@ class SampleStore(Dataset[Any]):
         self._end_fetcher()
         if self._server is not None:
             self._server.close()
+            self._server = None  # or the next epoch would start it again
         self._shelf.close()
 
 

@@ -382,6 +382,30 @@ def test_a_server_that_was_killed_serves_again_from_the_next_epoch_on(
     assert source == 0
 
 
+def test_a_store_that_was_closed_stays_closed(caplog: pytest.LogCaptureFixture) -> None:
+    def rank(transport: LocalTransport) -> list[int]:
+        store = loft.SampleStore(Source(), memory_bytes=1 << 20, transport=transport, timeout_s=5.0)
+        counts = []
+        for read in epochs(transport, store, (20, 20), 3):
+            counts.append(sum(read.count(name) for name in ("own", "peer", "source")))
+            store.close()
+        return counts
+
+    assert np.array(run_ranks(2, rank, timeout_s=120.0)).sum(axis=0).tolist() == [NUM_SAMPLES] * 3
+    assert "started again" not in caplog.text
+
+
+def test_a_copy_that_the_placement_knows_is_no_hit_of_the_cache() -> None:
+    store = alone()
+    store.__getitems__([0, 1, 2, 3])
+    # First kept here; by rank 1, with a copy here; by rank 1; by rank 1, with a copy at rank 1.
+    store._shelf.keepers[:4] = [0, 1, 1, 1]
+    store._shelf.copies[:4] = [0, 1, 0, 2]
+    before = store.cache_hits
+    store.__getitems__([0, 1, 2, 3])
+    assert store.cache_hits - before == 2
+
+
 def _wait_for_answer(store: loft.SampleStore, rank: int) -> None:
     """Ask a rank until it sends what it keeps."""
     assert store._peers is not None
