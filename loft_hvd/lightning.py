@@ -30,8 +30,9 @@ from torch.nn.parallel import DistributedDataParallel
 from loft_hvd.aggregation.rules import Rule
 from loft_hvd.balance.balancer import Balancer
 from loft_hvd.data.loader import DataLoader
-from loft_hvd.errors import ArgumentTypeError, UsageError
+from loft_hvd.errors import ArgumentError, ArgumentTypeError, UsageError
 from loft_hvd.optimizer.ddp import DDPHook, ddp_hook
+from loft_hvd.pipeline.momentum import LossScaler
 from loft_hvd.pipeline.suspicion.report import SuspicionReport
 from loft_hvd.pipeline.suspicion.tracker import Suspicion
 from loft_hvd.pipeline.suspicion.watch import Quarantine
@@ -46,7 +47,7 @@ MadeT = TypeVar("MadeT", bound=DataLoader)
 class MakeHook(Protocol):
     """Makes the hook of a model, once its process group is there."""
 
-    def __call__(self, balancer: Balancer, *, names: Any) -> DDPHook: ...
+    def __call__(self, balancer: Balancer, *, names: Any, scaler: LossScaler | None) -> DDPHook: ...
 
 
 def lightning_callback(
@@ -71,7 +72,8 @@ def lightning_callback(
         rule: how gradients are aggregated, ``Mean()`` by default.
         diagnostics: as in ``ddp_hook``, as are all that follow.
         quarantine: leave a worker out that stands out for long.
-        worker_momentum: let ranks send averages of their gradients over time.
+        worker_momentum: let ranks send averages of their gradients over time; the loss scale of
+            ``precision="16-mixed"`` is taken out of them.
         timeout_s: longest wait in seconds.
 
     Returns:
@@ -81,7 +83,7 @@ def lightning_callback(
         UsageError: Lightning is not installed.
     """
 
-    def make_hook(balancer: Balancer, *, names: Any) -> DDPHook:
+    def make_hook(balancer: Balancer, *, names: Any, scaler: LossScaler | None) -> DDPHook:
         return ddp_hook(
             rule,
             balancer,
@@ -90,6 +92,7 @@ def lightning_callback(
             quarantine=quarantine,
             worker_momentum=worker_momentum,
             timeout_s=timeout_s,
+            scaler=scaler,
         )
 
     kind = type("LoftCallback", (LoftCallback, *_callback_classes()), {})
@@ -135,6 +138,7 @@ class LoftCallback:
         self._balancer: Balancer | None = None
         self._hook: DDPHook | None = None
         self._feed: ScalarFeed | None = None
+        self._fed: Path | None = None  # the log that it reads
         self._trainer: Any = None  # since it has started
 
     @property
@@ -206,11 +210,15 @@ class LoftCallback:
         if trainer.loggers and folder is not None:
             self.balancer.log_to(Path(folder))
         log = self.balancer.log.path
-        self._feed = None if log is None else ScalarFeed(log, _Loggers(trainer))
+        if log != self._fed:  # another fit goes on with the log, and its numbers have been told
+            self._fed = log
+            writer = _Loggers(lambda: self._trainer.loggers)
+            self._feed = None if log is None else ScalarFeed(log, writer)
         model = trainer.strategy.model
         if isinstance(model, DistributedDataParallel):
             names = list(model.module.named_parameters())
-            self._hook = self._make_hook(self.balancer, names=names)
+            scaler = getattr(trainer.precision_plugin, "scaler", None)  # of "16-mixed"
+            self._hook = self._make_hook(self.balancer, names=names, scaler=scaler)
             model.register_comm_hook(None, self._hook)
         elif trainer.world_size > 1:
             raise UsageError(
@@ -218,6 +226,8 @@ class LoftCallback:
                 "DistributedDataParallel, where each rank has a whole gradient for the rule; use "
                 'Trainer(strategy="ddp")'
             )
+        elif self.balancer.log.refusal:  # where there are more ranks the hook says it on all
+            raise ArgumentError(self.balancer.log.refusal)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Refuse batches of which the plan knows nothing."""
@@ -249,13 +259,13 @@ class LoftCallback:
 
 
 class _Loggers:
-    """A trainer's loggers as what ``ScalarFeed`` writes to."""
+    """A trainer's loggers, those of the newest fit, as what ``ScalarFeed`` writes to."""
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+    def __init__(self, newest: Callable[[], list[Any]]) -> None:
+        self._newest = newest
 
     def log(self, values: dict[str, float], *, step: int) -> None:
-        for logger in self._trainer.loggers:
+        for logger in self._newest():
             logger.log_metrics(values, step=step)
 
 

@@ -146,6 +146,8 @@ def ddp_hook(  # noqa: PLR0913 - a script sets few of them, by name
     check_whole(texts, [parameter for _, parameter in names.values()], what="ddp_hook")
     ends = TorchDistributedTransport() if transport is None else transport
     channel = Channel(ends, "loft.ddp", config().timeout_s if timeout_s is None else timeout_s)
+    before = RunLog(None)
+    batches = batches_of(balancer, before, log_dir, rank=ends.rank, world_size=ends.world_size)
     if ends.world_size > 1:
         rule.check(ends.world_size)
         if isinstance(ends, TorchDistributedTransport):
@@ -159,9 +161,11 @@ def ddp_hook(  # noqa: PLR0913 - a script sets few of them, by name
             "option worker_momentum": str(worker_momentum),
             "option scaler": "none" if scaler is None else "given",
         }
-        check_agreement(channel, fields, what="ddp_hook")
+        check_agreement(channel, fields, what="ddp_hook", refusal=batches.log.refusal)
         if balancer is not None:  # in a world of one any plan will do
             balancer.require(min_ranks=rule.min_rows, num_passes=1)
+    elif batches.log.refusal:
+        raise ArgumentError(batches.log.refusal)
     beta = advised_momentum([rule], worker_momentum)
     if worker_momentum is None and beta and ends.rank == 0:
         _logger.warning(
@@ -174,7 +178,7 @@ def ddp_hook(  # noqa: PLR0913 - a script sets few of them, by name
         )
     return DDPHook(
         rule,
-        batches_of(balancer, RunLog(None), log_dir, rank=ends.rank, world_size=ends.world_size),
+        batches,
         channel,
         texts,
         scope=scope,

@@ -134,6 +134,21 @@ def test_a_bucket_that_fails_ends_the_pass_at_once(scope: Any) -> None:
         assert "bucket 1 (shape [6]): allreduce 'loft.ddp.b01.6': dtype differs" in said
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_folder_that_takes_no_log_is_an_error_on_every_rank(
+    world_size: int, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+
+    def work(transport: LocalTransport) -> str:
+        with pytest.raises(ArgumentError) as caught:
+            loft.ddp_hook(transport=transport, log_dir=tmp_path / "file" / "runs")
+        return str(caught.value)
+
+    for said in run_ranks(world_size, work):
+        assert f"{tmp_path}/file/runs" in said
+
+
 def test_a_faulty_worker_is_named_held_and_left_out(tmp_path: Path) -> None:
     watching = loft.Suspicion(every=1, interval=5, patience=5)
 

@@ -35,7 +35,7 @@ def test_without_lightning_the_error_says_what_to_install(monkeypatch: pytest.Mo
 )
 @pytest.mark.filterwarnings("ignore")  # what Lightning has to say of small runs and of torch
 class TestOneDevice:
-    def fit(self, folder: Path, callback: loft.LoftCallback, loader: Any) -> Any:
+    def fit(self, folder: Path, callback: loft.LoftCallback, loader: Any, **options: Any) -> Any:
         pl: Any = importlib.import_module("pytorch_lightning")
 
         class Module(pl.LightningModule):  # type: ignore[misc]  # Any, for mypy
@@ -55,17 +55,17 @@ class TestOneDevice:
                 return torch.optim.SGD(self.parameters(), lr=0.05)
 
         module = Module()
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=1,
-            max_epochs=2,
-            callbacks=[callback],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=folder,
-        )
+        usual = {
+            "accelerator": "cpu",
+            "devices": 1,
+            "max_epochs": 2,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "default_root_dir": folder,
+        }
+        trainer = pl.Trainer(callbacks=[callback], **(usual | options))
         trainer.fit(module, loader)
         return module
 
@@ -76,6 +76,16 @@ class TestOneDevice:
         assert (sorted(first), sorted(second)) == (wanted, wanted)
         assert first != second
         assert "no ranks have trained" in str(callback.report())
+
+    def test_a_second_fit_tells_nothing_again(self, tmp_path: Path) -> None:
+        loggers: Any = importlib.import_module("pytorch_lightning.loggers")
+        callback, loader = make()
+        told = []
+        for name in ("first", "second"):
+            logger = loggers.CSVLogger(tmp_path, name=name)
+            self.fit(tmp_path, callback, loader, logger=logger)
+            told.append((Path(logger.log_dir) / "metrics.csv").exists())
+        assert told == [True, False]  # the first plan; nothing has come to it
 
     def test_batches_that_the_plan_does_not_know_are_refused(self, tmp_path: Path) -> None:
         callback, _ = make()

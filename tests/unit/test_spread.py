@@ -133,6 +133,9 @@ class Bucket:
     def parameters(self) -> list[torch.Tensor]:
         return [self.values]
 
+    def gradients(self) -> list[torch.Tensor]:
+        return [self.values]
+
 
 def train_buckets(
     transport: LocalTransport, *, rule: loft.Rule, own: float, log_dir: Path, cuts: list[list[int]]
