@@ -109,8 +109,10 @@ def measure(num_samples: int, world_size: int, global_batch_size: int) -> dict[s
             placement = with_keepers(base, homes.keepers)
         del prepared
     parts["total"] = sum(parts.values())
-    return {**{name: round(value, 2) for name, value in parts.items()},
-            "peak_mb": round(_memory_mb("VmHWM") - before_mb)}  # fmt: skip
+    return {
+        **{name: round(value, 2) for name, value in parts.items()},
+        "peak_mb": round(_memory_mb("VmHWM") - before_mb),
+    }
 
 
 def main() -> None:

@@ -146,8 +146,8 @@ def ddp_hook(  # noqa: PLR0913 - a script sets few of them, by name
     check_whole(texts, [parameter for _, parameter in names.values()], what="ddp_hook")
     ends = TorchDistributedTransport() if transport is None else transport
     channel = Channel(ends, "loft.ddp", config().timeout_s if timeout_s is None else timeout_s)
-    before = RunLog(None)
-    batches = batches_of(balancer, before, log_dir, rank=ends.rank, world_size=ends.world_size)
+    world = {"rank": ends.rank, "world_size": ends.world_size}
+    batches = batches_of(balancer, RunLog(None), log_dir, **world)
     if ends.world_size > 1:
         rule.check(ends.world_size)
         if isinstance(ends, TorchDistributedTransport):

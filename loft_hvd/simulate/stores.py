@@ -58,8 +58,12 @@ class Stores:
         for claims in self._keepers.claims(self._drawn):
             self._keepers.take(claims, self._fit(claims, copies))
         self._drawn = []
-        costs = np.divide(self._read[:, 1], self._read[:, 0], where=self._read[:, 0] > 0,
-                          out=np.array([self._costs.peer_s, self._costs.source_s]))  # fmt: skip
+        costs = np.divide(
+            self._read[:, 1],
+            self._read[:, 0],
+            where=self._read[:, 0] > 0,
+            out=np.array([self._costs.peer_s, self._costs.source_s]),
+        )
         self._costs = ReadCosts(*costs.tolist())
         self._read[:] = 0
         # As a store: what it has room for is only known once it keeps something.

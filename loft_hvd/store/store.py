@@ -173,9 +173,13 @@ class SampleStore(Dataset[Any]):
             # Nothing here may refer back to the store: a connection that is left to the garbage
             # collector may be collected in a forked process, which waits for ever.
             self._start_fetcher = functools.partial(
-                Fetcher, self._stage, self._shelf, addresses=addresses, key=secret,
+                Fetcher,
+                self._stage,
+                self._shelf,
+                addresses=addresses,
+                key=secret,
                 timeout_s=self._timeout_s,
-            )  # fmt: skip
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         """Describe the store for a loader process that was not forked: it reads, nothing else."""
@@ -331,8 +335,9 @@ class SampleStore(Dataset[Any]):
             return
         _logger.warning(
             "the store's server of rank %d has ended (%d): it is started again",
-            self.rank, self._server.process.returncode,
-        )  # fmt: skip
+            self.rank,
+            self._server.process.returncode,
+        )
         try:
             self._server = self._server.again()
         except OSError as error:

@@ -132,10 +132,13 @@ def read_under_faults(num_samples: int, folder: Path, *, seed: int = 0) -> Found
             disk = stack.enter_context(small_disk(folder / "disk")) if is_reader else None
             found.had_full_disk |= disk is not None
             store = loft.SampleStore(
-                Source(num_samples), memory_bytes=0 if is_reader else 1 << 28,
-                disk_bytes=0 if disk is None else 1 << 28, folder=disk,
-                transport=transport, timeout_s=_TIMEOUT_S,
-            )  # fmt: skip
+                Source(num_samples),
+                memory_bytes=0 if is_reader else 1 << 28,
+                disk_bytes=0 if disk is None else 1 << 28,
+                folder=disk,
+                transport=transport,
+                timeout_s=_TIMEOUT_S,
+            )
             stores[transport.rank] = store
             if not is_reader:
                 store.__getitems__(range(transport.rank - 1, num_samples, _NUM_PEERS))

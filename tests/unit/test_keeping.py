@@ -79,11 +79,18 @@ def simulated(sizes: Sequence[int], budget: int, ranks: RankTraits) -> np.ndarra
     """Return local samples of each epoch and rank, as the simulator counts them."""
     per_epoch = NUM_SAMPLES // sum(sizes)
     scenario = Scenario(
-        "store", len(sizes), sum(sizes), seed=3, steps=4 * per_epoch, interval=7,
-        num_samples=NUM_SAMPLES, policies=(tuple(sizes),), store=True,
+        "store",
+        len(sizes),
+        sum(sizes),
+        seed=3,
+        steps=4 * per_epoch,
+        interval=7,
+        num_samples=NUM_SAMPLES,
+        policies=(tuple(sizes),),
+        store=True,
         ranks=RankTraits(**{**vars(ranks), "cache_samples": budget}),
         sources={"nfs": 1e9},
-    )  # fmt: skip
+    )
     local = simulate(scenario).runs[0].local.reshape(4, per_epoch, len(sizes))
     hits: np.ndarray = local.sum(axis=1)
     return hits
@@ -162,10 +169,18 @@ def test_the_simulator_adopts_where_a_source_is_dear() -> None:
     """With a source that many ranks wait for, what is unkept is adopted, as costs are measured."""
     slow_source = RankTraits(local_share=0.0, source="nfs", remote_bytes_per_s=1e9)
     scenario = Scenario(
-        "store", 8, 256, seed=3, steps=8 * 25, interval=5, num_samples=NUM_SAMPLES, store=True,
-        policies=(UNEQUAL,), sources={"nfs": 1e8},
+        "store",
+        8,
+        256,
+        seed=3,
+        steps=8 * 25,
+        interval=5,
+        num_samples=NUM_SAMPLES,
+        store=True,
+        policies=(UNEQUAL,),
+        sources={"nfs": 1e8},
         ranks=RankTraits(**{**vars(slow_source), "cache_samples": NUM_SAMPLES // 8}),
-    )  # fmt: skip
+    )
     run = simulate(scenario).runs[0]
     steps = run.step_s.reshape(8, 25).mean(axis=1)
     assert steps[-1] < 0.5 * steps[1]  # before: a quarter of an epoch comes from the source

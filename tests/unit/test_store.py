@@ -127,9 +127,12 @@ def test_samples_of_peers_are_fetched_before_their_batch_is_read() -> None:
 
     def rank(transport: LocalTransport) -> tuple[list[int], dict[str, int], list[float]]:
         store = loft.SampleStore(
-            Source(), memory_bytes=NUM_SAMPLES * RECORD, transport=transport, timeout_s=20.0,
+            Source(),
+            memory_bytes=NUM_SAMPLES * RECORD,
+            transport=transport,
+            timeout_s=20.0,
             prefetch_bytes=64 << 20,
-        )  # fmt: skip
+        )
         plans = FakePlans((40, 20), rank=transport.rank)
         loader = loft.DataLoader(store, plans, seed=3)
         seen: list[int] = []
@@ -219,9 +222,12 @@ def test_a_lost_server_costs_time_and_no_sample(
 
     def rank(transport: LocalTransport) -> list[list[int]]:
         store = loft.SampleStore(
-            Source(), memory_bytes=NUM_SAMPLES * RECORD, transport=transport, timeout_s=0.5,
+            Source(),
+            memory_bytes=NUM_SAMPLES * RECORD,
+            transport=transport,
+            timeout_s=0.5,
             prefetch_bytes=prefetch_bytes,
-        )  # fmt: skip
+        )
         found = []
         for epoch, read in enumerate(epochs(transport, store, (50, 30, 20), 3)):
             found.append(read.seen)
@@ -285,9 +291,12 @@ def test_a_fetcher_that_was_killed_is_said_and_not_waited_for(
 
     def rank(transport: LocalTransport) -> tuple[list[list[int]], list[int]]:
         store = loft.SampleStore(
-            Source(), memory_bytes=1 << 20, transport=transport, timeout_s=9.0,
+            Source(),
+            memory_bytes=1 << 20,
+            transport=transport,
+            timeout_s=9.0,
             prefetch_bytes=1 << 20,
-        )  # fmt: skip
+        )
         seen, sources = [], []
         for epoch, read in enumerate(epochs(transport, store, (50, 30), 3)):
             seen.append(read.seen)
@@ -332,9 +341,12 @@ def test_a_job_begun_again_has_its_folder_at_hand(tmp_path: Path) -> None:
 
     def rank(transport: LocalTransport, num_epochs: int) -> list[list[int]]:
         store = loft.SampleStore(
-            Source(), memory_bytes=0, disk_bytes=NUM_SAMPLES * RECORD, folder=tmp_path,
+            Source(),
+            memory_bytes=0,
+            disk_bytes=NUM_SAMPLES * RECORD,
+            folder=tmp_path,
             transport=transport,
-        )  # fmt: skip
+        )
         names = ("own", "peer", "source")
         read = [
             [each.count(name) for name in names]
@@ -625,10 +637,18 @@ def test_the_simulator_counts_the_hits_of_a_store(
 
     by_rank = np.array(run_ranks(3, rank))  # [rank, epoch, where from]
     scenario = Scenario(
-        "store", 3, sum(sizes), seed=3, steps=40, interval=7, num_samples=num_samples,
-        policies=(tuple(sizes),), store=True, sources={"nfs": 1e9},
+        "store",
+        3,
+        sum(sizes),
+        seed=3,
+        steps=40,
+        interval=7,
+        num_samples=num_samples,
+        policies=(tuple(sizes),),
+        store=True,
+        sources={"nfs": 1e9},
         ranks=RankTraits(local_share=0.0, source="nfs", cache_samples=budgets),
-    )  # fmt: skip
+    )
     local = simulate(scenario).runs[0].local.reshape(4, 10, 3).sum(axis=1)  # [epoch, rank]
     np.testing.assert_array_equal(by_rank[:, :, 0].T, local)
     assert by_rank.sum() == 4 * num_samples
