@@ -1,11 +1,11 @@
 // Layer 3. Distances of rows and mixed rows on a CUDA device: checks, which kernel, which grid. No
 // host sync. Compiled as launch.cu is.
 //
-//   rows and mixed rows   rule of the mixed rows      dtype, weights            kernel
-//   one mixed row, to 32  any                         any                       mix_kernel, one
-//   wire 1 - 32 a              median, trimmed mean, mean  any, none                 mix_kernel,
-//   ranked 1 - 16                any                         any, not float64 if any   mix_kernel,
-//   any rule the rest mix_shared_kernel
+//   rows and mixed rows   rule of mixed rows   weights                kernel
+//   1 - 32 a, one mixed   any                  any                    mix_kernel, one wire
+//   1 - 32 a              median, trimmed      none                   mix_kernel, ranked
+//   1 - 16                any                  none; not float64: any mix_kernel, any rule
+//   the rest              any                  any                    mix_shared_kernel
 //
 //   a  1 - 16 of float64
 //
@@ -54,13 +54,17 @@ void launch_mix_of(const Job& job, const Mixed& mixed, const Launch& by) {
         mix_task_of<kDType>(job, mixed.matrix.num_mixed));
 }
 
+// Numbers that CUDA copies from memory that is not pinned without waiting for the stream: 64 KB
+// (CUDA's programming guide, asynchronous concurrent execution).
+constexpr size_t kCopiedAtOnce = 64 * 1024 / sizeof(double);
+
 template <DType kDType, bool kIsWeighted>
 void launch_mix_shared(const Job& job, const Mixed& mixed, const Launch& by) {
   const int num_mixed = mixed.matrix.num_mixed, value = sizeof(typename Stored<kDType>::Value);
   const int bytes = job.num_rows() * value + num_mixed * (value + (kIsWeighted ? 4 : 0));
   const int columns = columns_for(bytes);
-  // The rows' scales and the weights; CUDA has copied them when the call returns. A graph would
-  // keep the address of what it read.
+  // The rows' scales and the weights; CUDA has read them when a call returns. A graph would keep
+  // the address of what it read.
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   check_call(cudaStreamIsCapturing(by.stream, &capture), "cudaStreamIsCapturing");
   if (capture != cudaStreamCaptureStatusNone) {
@@ -68,9 +72,12 @@ void launch_mix_shared(const Job& job, const Mixed& mixed, const Launch& by) {
   }
   std::vector<double> all = mixed.matrix.scales;
   all.insert(all.end(), mixed.matrix.weights.begin(), mixed.matrix.weights.end());
-  check_call(cudaMemcpyAsync(mixed.room, all.data(), all.size() * sizeof(double),
-                             cudaMemcpyHostToDevice, by.stream),
-             "copy of the matrix for " + describe(job));
+  for (size_t at = 0; at < all.size(); at += kCopiedAtOnce) {
+    const size_t count = std::min(kCopiedAtOnce, all.size() - at);
+    check_call(cudaMemcpyAsync(mixed.room + at, all.data() + at, count * sizeof(double),
+                               cudaMemcpyHostToDevice, by.stream),
+               "copy of the matrix for " + describe(job));
+  }
   queue("mix_shared_kernel", mix_shared_kernel<kDType, kIsWeighted>, job, by,
         grid_for(job.numel, columns, by), kBlockThreads, static_cast<size_t>(bytes) * columns,
         table_of<kMaxRows>(job.rows), table_of<kMaxRows>(job.weights), mixed.room,

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 import loft_hvd as loft
+from loft_hvd._native import extension
 from loft_hvd.aggregation import compute
 from loft_hvd.aggregation.fallback import BLOCK
 from loft_hvd.aggregation.rules import Rule
@@ -57,22 +58,33 @@ def rows_for(kernel: Kernel, numel: int) -> torch.Tensor:
     return torch.randn(kernel.rows, numel, generator=random).to(kernel.dtype)
 
 
+def apart(rows: torch.Tensor, device: str) -> list[torch.Tensor]:
+    """Return rows on a device, each in memory of its own.
+
+    So they are aligned, as shards in training are, and kernels take several coordinates at a time;
+    and a sanitizer sees reads beyond a row.
+    """
+    return [row.clone().to(device) for row in rows]
+
+
 def run_kernel(kernel: Kernel, device: str, *, numel: int) -> None:
     """Run a kernel and those of diagnostics, and compare with the CPU's, bit by bit."""
     rows = rows_for(kernel, numel)
     weights = [1 + row % 3 for row in range(kernel.rows)] if kernel.weighted else None
-    found, seen = loft.diagnose(rows.to(device), kernel.rule, weights=weights, every=1)
+    found, seen = loft.diagnose(apart(rows, device), kernel.rule, weights=weights, every=1)
     wanted, said = loft.diagnose(rows, kernel.rule, weights=weights, every=1)
     assert_same_bits(found.cpu(), wanted)
     assert seen.num_outside == said.num_outside, kernel.name
-    # A row alone in its memory, with nothing of ours before and behind it.
-    alone = [row.to(device) for row in rows[:, 1:].clone()]
-    table = compute.measure_rows(alone)
+    table = compute.measure_rows(apart(rows[:, 1:], device))
     np.testing.assert_array_equal(table, compute.measure_rows(list(rows[:, 1:])))
 
 
 def main(device: str = "cuda") -> int:
     """Run each kernel on lengths with and without a tail."""
+    module = extension()
+    if device == "cuda" and (module is None or not module.has_cuda):
+        sys.stderr.write("each_kernel: the extension was built without CUDA kernels\n")
+        return 1
     for kernel in KERNELS:
         for numel in (1, 2 * kernel.coordinates + 7):
             run_kernel(kernel, device, numel=numel)

@@ -13,7 +13,7 @@ import torch
 import loft_hvd as loft
 from loft_hvd.aggregation import compute
 from loft_hvd.aggregation.distances import BLOCK
-from tests.gpu.each_kernel import KERNELS, Kernel, run_kernel
+from tests.gpu.each_kernel import KERNELS, Kernel, apart, run_kernel
 from tests.gpu.test_cuda_kernels import DEVICES
 from tests.support.gradients import assert_same_bits
 
@@ -39,7 +39,7 @@ def long_rows(kernel: Kernel, device: str, *, offset: int = 0) -> torch.Tensor:
 def test_every_block_of_coordinates_is_aggregated(device: str, kernel: Kernel) -> None:
     rows = long_rows(kernel, device)
     weights = [1 + row % 3 for row in range(kernel.rows)] if kernel.weighted else None
-    found = loft.aggregate(rows.to(device), kernel.rule, weights=weights)
+    found = loft.aggregate(apart(rows, device), kernel.rule, weights=weights)
     assert_same_bits(found.cpu(), loft.aggregate(rows, kernel.rule, weights=weights))
 
 
