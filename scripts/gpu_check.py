@@ -20,8 +20,10 @@ something is missing is skipped, and the reason is printed and kept. Without a G
 built where there is nvcc, the tests run in part, on the CPU's kernels, and ranks train on the CPU.
 The build replaces the extension of this checkout, and nccl-build the Horovod of its environment,
 until `make setup` next runs. What all steps printed is in ``--folder``, and in an archive beside
-it, also after a failure or Ctrl-C. The exit status is 0 when all steps passed, 1 when one failed,
-and 2 when none failed and some did not run or not wholly.
+it, also after a failure or Ctrl-C; the last lines of a step that failed are printed. Where
+commands have a limit, call it for some steps at a time, with ``--minutes`` below that limit. The
+exit status is 0 when all steps passed, 1 when one failed, and 2 when none failed and some did not
+run or not wholly.
 
 Standard library only, but what it starts needs the environment of `make setup`, with a torch that
 has CUDA.
@@ -49,8 +51,10 @@ from scripts.setup.runner import output_of, say
 __all__ = ["Finding", "Machine", "Step", "check", "look_around", "main", "steps_for"]
 
 _ROOT = Path(__file__).resolve().parents[1]
+_VENV_PYTHON = _ROOT / ".venv" / "bin" / "python"
 _NO_GPU_ARCH = "90"  # what is compiled for where no GPU says what it is
 _GRACE_S = 10.0  # between asking a step to end and killing it
+_SHOWN_LINES = 40  # of the log of a step that failed; a choice
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,8 @@ class Machine:
         torch_cuda: the CUDA that torch was built with, such as "13.0".
         num_gpus: how many there are.
         nccl: the folder with NCCL's ``include`` and ``lib``.
+        horovodrun: Horovod's launcher beside the interpreter.
+        is_venv: whether the interpreter is that of `make setup`, whose Horovod may be replaced.
     """
 
     python: str
@@ -76,6 +82,8 @@ class Machine:
     torch_cuda: str
     num_gpus: int = 0
     nccl: str = ""
+    horovodrun: str = ""
+    is_venv: bool = False
 
 
 _NOTHING = Machine("python", "", "", "", "", "")
@@ -133,16 +141,19 @@ def look_around(python: str) -> Machine:
     beside = [Path(os.path.realpath(nvcc)).parent] if nvcc else []
     folders = [*beside, *sorted(Path("/usr/local").glob("cuda*/bin"), reverse=True)]
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), *map(str, folders)])
+    horovodrun = Path(python).parent / "horovodrun"
     code = "import torch; print(torch.version.cuda or '')"
     return Machine(
         python=python,
         gpu=gpu.strip(),
         arch=arch.strip().replace(".", ""),
-        nvcc=nvcc,
+        nvcc=shutil.which("nvcc", path=path) or "",
         sanitizer=shutil.which("compute-sanitizer", path=path) or "",
         torch_cuda=output_of([python, "-c", code]),
         num_gpus=len(gpus),
         nccl=_find_nccl(python),
+        horovodrun=str(horovodrun) if horovodrun.exists() else "",
+        is_venv=python == str(_VENV_PYTHON),
     )
 
 
@@ -166,20 +177,22 @@ def steps_for(machine: Machine, folder: Path) -> list[Step]:
     sanitized = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # or it would know torch's blocks only
     sanitizer = [machine.sanitizer or "compute-sanitizer", "--error-exitcode", "9"]
     bench = ["bench", "kernels", "--device", "cuda", "--rows", "4,8,16,32,64,128"]
-    beside = Path(python).parent
     ranks = ["-m", "tests.gpu.ranks"]
     torchrun = [python, "-m", "torch.distributed.run", "--nproc-per-node"]
-    horovodrun = [str(beside / "horovodrun"), "--gloo", "-np"]
+    horovodrun = [machine.horovodrun or "horovodrun", "--gloo", "-np"]
+    no_horovod = "" if machine.horovodrun else "no horovodrun beside python"
     num_gpus = str(max(machine.num_gpus, 1))
     no_nccl = "" if machine.nccl else "no nccl.h, neither Debian's nor beside torch"
+    no_venv = "" if machine.is_venv else "only in .venv is Horovod built anew: make setup first"
     return [
         Step("machine", [python, "-c", _DESCRIBE], 120),
         Step(
             "build",
             [python, "setup.py", "build_ext", "--inplace"],
             1800,
-            missing="" if machine.nvcc else "no nvcc on PATH",
+            missing="" if machine.nvcc else "no nvcc on PATH or in /usr/local/cuda*",
             environ={
+                **({"CUDACXX": machine.nvcc} if machine.nvcc else {}),
                 "LOFT_HVD_CUDA": "1",
                 "LOFT_HVD_CUDA_ARCHS": f"{machine.arch or _NO_GPU_ARCH}-real",
                 "NVCC_APPEND_FLAGS": "-Xptxas=-v",
@@ -190,6 +203,8 @@ def steps_for(machine: Machine, folder: Path) -> list[Step]:
             [python, "-m", "pytest", "tests/gpu", "-rs", "-p", "no:cacheprovider"],
             900,
             lacks=on_device,
+            # Tests of kernels that were not built would all be skipped, and that passes.
+            environ={} if on_device else {"EXPECT_CUDA": "1"},
         ),
         *(
             Step(
@@ -221,6 +236,7 @@ def steps_for(machine: Machine, folder: Path) -> list[Step]:
             "horovod",
             [*horovodrun, "3", python, *ranks, "horovod"],
             180,
+            missing=no_horovod,
             lacks=on_device,
             environ=_ONE_THREAD,
         ),
@@ -228,7 +244,7 @@ def steps_for(machine: Machine, folder: Path) -> list[Step]:
             "nccl-build",
             ["sh", "-euc", _BUILD_WITH_NCCL, "sh", python, machine.nccl, str(folder / "nccl")],
             900,
-            missing="; ".join(filter(None, (on_device, no_nccl))),
+            missing="; ".join(filter(None, (on_device, no_nccl, no_venv))),
             environ={
                 "HOROVOD_GPU_OPERATIONS": "NCCL",
                 "HOROVOD_NCCL_HOME": str(folder / "nccl"),
@@ -239,7 +255,7 @@ def steps_for(machine: Machine, folder: Path) -> list[Step]:
             "horovod-nccl",
             [*horovodrun, num_gpus, python, *ranks, "horovod"],
             180,
-            missing="; ".join(filter(None, (on_device, no_nccl))),
+            missing="; ".join(filter(None, (on_device, no_nccl, no_horovod))),
             environ={**_ONE_THREAD, "EXPECT_NCCL": "1"},
             after="nccl-build",
         ),
@@ -275,15 +291,18 @@ def _run(step: Step, log: Path) -> str:
     """Run a step into its log; return why it failed, "" where it passed."""
     environ = {**os.environ, "PYTHONUNBUFFERED": "1", **step.environ}
     with open(log, "wb") as output:
-        process = subprocess.Popen(
-            list(step.command),
-            cwd=_ROOT,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # its children end with it
-        )
+        try:
+            process = subprocess.Popen(
+                list(step.command),
+                cwd=_ROOT,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # its children end with it
+            )
+        except OSError as error:
+            return f"it did not start: {error}"
         try:
             status = process.wait(step.limit_s)
             return f"exit status {status}" if status else ""
@@ -328,7 +347,11 @@ def check(
         result = "skipped"
         if not missing:
             say(f"gpu_check: {step.name}, at most {step.limit_s:.0f} s")
-            reason = run(step, folder / f"{number}-{step.name}.log")
+            log = folder / f"{number}-{step.name}.log"
+            reason = run(step, log)
+            if reason and log.exists():  # where the archive cannot be fetched, this can be read
+                lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+                say("\n".join(lines[-_SHOWN_LINES:]))
             result = "failed" if reason else "passed in part" if step.lacks else "passed"
             reason = reason or step.lacks
         seconds = time.monotonic() - begin
@@ -371,8 +394,9 @@ def main(
             parser.error(f"--folder {folder}: it holds something else; give a new or empty folder")
         shutil.rmtree(folder)  # an earlier check's
     folder.mkdir(parents=True, exist_ok=True)
-    venv = _ROOT / ".venv" / "bin" / "python"
-    machine = look(str(venv) if venv.exists() else sys.executable)
+    # A .venv that a set-up has left half made has no torch.
+    has_torch = output_of([str(_VENV_PYTHON), "-c", "import torch; print('torch')"]) == "torch"
+    machine = look(str(_VENV_PYTHON) if has_torch else sys.executable)
     say(f"gpu_check: {machine.gpu or 'no GPU'}, torch with CUDA {machine.torch_cuda or 'none'}")
     # Asked to end it ends the step and packs, as after Ctrl-C: a step has a session of its own.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)

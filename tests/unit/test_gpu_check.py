@@ -20,7 +20,16 @@ from scripts.gpu_check import Machine, Step, check, main, steps_for
 
 SANITIZER = "/cuda/bin/sanitizer"
 WHOLE = Machine(
-    "python", "NVIDIA H200", "90", "/cuda/bin/nvcc", SANITIZER, "13.0", num_gpus=2, nccl="/usr"
+    "python",
+    "NVIDIA H200",
+    "90",
+    "/cuda/bin/nvcc",
+    SANITIZER,
+    "13.0",
+    num_gpus=2,
+    nccl="/usr",
+    horovodrun="horovodrun",
+    is_venv=True,
 )
 HOST = replace(WHOLE, gpu="", arch="", sanitizer="", torch_cuda="", num_gpus=0, nccl="")
 STEPS = ["machine", "build", "tests", "memcheck", "racecheck", "bench"]
@@ -109,6 +118,25 @@ def test_what_cannot_run_on_a_host_says_why(tmp_path: Path) -> None:
     assert names == {"x", "x/summary.json"} | {f"x/{log}" for log in logs}
 
 
+def test_a_lent_machine_without_horovod_skips_its_steps(tmp_path: Path) -> None:
+    lent = replace(WHOLE, horovodrun="", is_venv=False)
+    status = main(["--folder", str(tmp_path / "x")], look=lambda python: lent, run=passes)
+    assert status == 2
+    found = results_in(tmp_path / "x")
+    assert found["ddp-nccl"] == ("passed", "")
+    assert found["horovod"] == ("skipped", "no horovodrun beside python")
+    # It would make a .venv without torch, which the next call would take.
+    reason = "only in .venv is Horovod built anew: make setup first"
+    assert found["nccl-build"] == ("skipped", reason)
+
+
+def test_tests_that_would_all_be_skipped_on_a_gpu_fail() -> None:
+    environ = {step.name: step.environ for step in steps_for(WHOLE, Path("/x"))}
+    assert environ["tests"]["EXPECT_CUDA"] == "1"
+    on_host = {step.name: step.environ for step in steps_for(HOST, Path("/x"))}
+    assert "EXPECT_CUDA" not in on_host["tests"]
+
+
 def test_all_passed_is_status_0(tmp_path: Path) -> None:
     assert main(["--folder", str(tmp_path / "x")], look=lambda python: WHOLE, run=passes) == 0
     # A second check takes the place of the first one.
@@ -156,6 +184,24 @@ def test_a_step_is_run_with_its_variables_and_its_words_are_kept(tmp_path: Path)
     (finding,) = check([step], tmp_path, run=gpu_check._run)
     assert (finding.result, finding.reason) == ("failed", "exit status 3")
     assert (tmp_path / "0-say.log").read_text() == "hello\n"
+
+
+def test_the_last_words_of_a_step_that_failed_are_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = "print('first'); print('\\n' * 50, 'last'); raise SystemExit(3)"
+    check([Step("say", [sys.executable, "-c", code], 60.0)], tmp_path, run=gpu_check._run)
+    said = capsys.readouterr()
+    assert "last" in said.out + said.err
+    assert "first" not in said.out + said.err
+
+
+def test_a_step_that_cannot_start_does_not_end_the_others(tmp_path: Path) -> None:
+    steps = [Step("lost", ["/no/such/command"], 60.0), Step("next", ["true"], 60.0)]
+    lost, following = check(steps, tmp_path, run=gpu_check._run)
+    assert lost.result == "failed"
+    assert "it did not start" in lost.reason
+    assert following.result == "passed"
 
 
 def test_a_step_over_its_limit_is_ended_with_what_it_started(tmp_path: Path) -> None:
