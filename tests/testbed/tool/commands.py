@@ -40,6 +40,7 @@ __all__ = ["main"]
 _T = TypeVar("_T")
 _MOST_HOSTS = 64
 _CHANGE_S = 120.0  # longest wait for another command that changes the testbed
+_PRINTS = ("status", "ranks")  # and does no more
 _READS = ("exec", "run", "status", "ranks", "signal")  # need not be the only command
 
 
@@ -447,6 +448,8 @@ def main(words: Sequence[str]) -> int | str:
         if _serve(words):
             return 0
         args = _parser().parse_args(words)
+        if args.verb in _PRINTS:  # whoever reads, as ``head``, may have enough
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         do: Callable[[argparse.Namespace], int] = args.do
         with contextlib.nullcontext() if args.verb in _READS else _alone():
             return do(args)
