@@ -14,6 +14,9 @@ using namespace py::literals;  // "rows"_a names an argument
 
 namespace {
 
+// A job of Python's numbers: `rows` and `out` are addresses of numel values of the dtype, which and
+// the rule are codes of rules.h. Codes become enumerations here, so they are checked here; whatever
+// else is wrong with a job, the API says.
 loft::Job job_of(const std::vector<uintptr_t>& rows, int64_t numel, int dtype, int rule, int kind,
                  int f, std::vector<int32_t> weights, uintptr_t out) {
   if (dtype < 0 || dtype > 3 || rule < 0 || rule >= loft::kNumRules || kind < 0 || kind > 2) {
@@ -41,6 +44,8 @@ py::object found_in(const loft::Diagnostics& diagnostics, int diagnose_every) {
 }
 
 #if defined(LOFT_HAVE_CUDA)
+// Where to queue: `stream` is torch's raw stream, 0 the default one. `low`, `high` and `sums` are
+// addresses on the device, of the windows and sums of diagnostics; with diagnose_every = 0 unused.
 loft::CudaOptions cuda_options(int device, uintptr_t stream, int diagnose_every, uintptr_t low,
                                uintptr_t high, uintptr_t sums) {
   loft::CudaOptions options{device, reinterpret_cast<void*>(stream), {}};
@@ -63,6 +68,8 @@ PYBIND11_MODULE(_loft, module) {
   module.attr("built_levels") = loft::isa_levels(true);
   module.def("isa_levels", &loft::isa_levels, "all"_a = false,
              "Instruction sets that run here, or all that were built; the best last.");
+  // Rules that see coordinates. Every function below takes its arguments by value and gives up the
+  // interpreter's lock for the work: other threads of Python run meanwhile.
   module.def(
       "aggregate_cpu",
       [](const std::vector<uintptr_t>& rows, int64_t numel, int dtype, int rule, int kind, int f,
@@ -82,6 +89,8 @@ PYBIND11_MODULE(_loft, module) {
       "isa"_a, "diagnose_every"_a,
       "Aggregate rows into out. With diagnose_every > 0, look at one block of so many and return "
       "(coordinates, num_outside, num_non_finite, squared_distance), the last three one a row.");
+  // Rules that see rows: a table of distances, from which Python computes a matrix, and sums of
+  // rows by that matrix with a rule over them.
   module.def(
       "distances_cpu",
       [](const std::vector<uintptr_t>& rows, int64_t numel, int dtype, uintptr_t table, int threads,
@@ -113,6 +122,7 @@ PYBIND11_MODULE(_loft, module) {
       "f"_a, "weights"_a, "out"_a, "threads"_a, "isa"_a, "diagnose_every"_a,
       "Aggregate mixed rows, sums of rows by the weights of a matrix [num_mixed, rows], into out; "
       "weights are theirs. With diagnose_every as aggregate_cpu, of the given rows.");
+  // What a rule is measured against: each row read once, one result written.
   module.def(
       "pass_cpu",
       [](const std::vector<uintptr_t>& rows, int64_t numel, uintptr_t out, int threads,
@@ -134,6 +144,7 @@ PYBIND11_MODULE(_loft, module) {
       .def("remove", &loft::Pulse::remove, "descriptor"_a, "End writing to it.")
       .def("stop", &loft::Pulse::stop, py::call_guard<py::gil_scoped_release>(),
            "End the thread; can be called again.");
+  // Its thread does not take Python's lock either: it ends processes that hold that for ever.
   module.def(
       "leave_in", &loft::leave_in, "seconds"_a, "why"_a,
       "Leave the process with status 1 after so many seconds, whoever holds the interpreter.");
@@ -148,6 +159,8 @@ PYBIND11_MODULE(_loft, module) {
         return py::reinterpret_steal<py::object>(frames);
       },
       "Return sys._current_frames(), without a garbage collection in it.");
+  // Shares of samples. All arrays are int64 and lie in NumPy's memory; results are written in
+  // place.
   module.def(
       "raise_flow",
       [](int64_t num_nodes, int64_t num_arcs, uintptr_t tails, uintptr_t heads,
@@ -186,6 +199,8 @@ PYBIND11_MODULE(_loft, module) {
       "num_rows"_a, "num_ranks"_a, "counts"_a, "needed"_a, "room"_a, "given"_a,
       "Give samples of rows to all ranks in proportion to what they need, within room; all int64.");
 #if defined(LOFT_HAVE_CUDA)
+  // The same on a device. They queue and come back: rows, results and room must live until the
+  // stream has passed them, which torch's allocator sees to for memory of that stream.
   module.attr("has_cuda") = true;
   module.def(
       "distance_cells",

@@ -12,6 +12,7 @@ namespace {
 
 CpuOptions cpu;
 
+// Equal, or NaN both.
 template <typename V>
 bool is_same(V a, V b) {
   return a == b || (a != a && b != b);
@@ -92,6 +93,7 @@ void load_wires(const Case<kDType>& made, int64_t i, int below, device::Key<kDTy
   }
 }
 
+// register_kernel: all keys of a coordinate in one thread's registers, sorted by a network.
 template <DType kDType, int kWires, bool kIsOdd>
 void check_registers(const Case<kDType>& made, int64_t i) {
   const RuleParams& params = made.job.params;
@@ -105,6 +107,8 @@ void check_registers(const Case<kDType>& made, int64_t i) {
       "register_kernel");
 }
 
+// two_lane_kernel: two threads have 64 wires each, exchange them by a shuffle and keep the lower
+// and the upper half. Here both threads' keys are at hand, so an exchange is a copy.
 template <DType kDType>
 void check_two_lanes(const Case<kDType>& made, int64_t i) {
   using device::kHalf;
@@ -133,6 +137,7 @@ void check_two_lanes(const Case<kDType>& made, int64_t i) {
           "two_lane_kernel");
 }
 
+// any_rule_kernel: keys, and weights where there are any, in registers; the rule is no template.
 template <DType kDType, int kWires, bool kIsWeighted>
 void check_any_rule(const Case<kDType>& made, int64_t i) {
   device::Key<kDType> keys[kWires];
@@ -144,6 +149,8 @@ void check_any_rule(const Case<kDType>& made, int64_t i) {
   compare(made, i, outcome, "any_rule_kernel");
 }
 
+// shared_kernel: a block's threads sort columns in shared memory by Batcher's network, a comparator
+// each between two barriers. Comparators of one (p, k) touch no wire twice, so their order is free.
 template <DType kDType, bool kIsWeighted>
 void check_shared(const Case<kDType>& made, int64_t i) {
   const int rows = made.job.num_rows();
@@ -260,6 +267,7 @@ void check_mix_in_registers(const Case<kDType>& made, const Matrix& matrix) {
   }
 }
 
+// The kernels that rows.cu may choose for a matrix, each on rows padded to kRows.
 template <DType kDType, int kRows>
 void check_mix_of(const Case<kDType>& made, const Matrix& matrix) {
   const Job& job = made.job;
@@ -339,6 +347,7 @@ void check_mix(int rows, int num_mixed, bool is_weighted) {
   check_mixed_values(made, matrix);
 }
 
+// Both sides of every limit between two kernels, and a tail of every kind.
 template <DType kDType>
 void check_rows_seen() {
   for (int rows : {1, 2, 3, 4, 5, 8, 9, 13, 16, 17, 25, 32, 33}) {
@@ -356,12 +365,14 @@ void check_rows_seen() {
   check_distances<kDType, device::kMostSide<kDType>>(blocks);
 }
 
+// 1 to 16 rows, which have networks of their own sizes.
 template <DType kDType, int... kLess>
 void check_exact(std::integer_sequence<int, kLess...>) {
   (for_results<kDType>(kLess + 1, false, true, check_registers<kDType, kLess + 1, kLess % 2 == 0>),
    ...);
 }
 
+// Rows on more wires than they need; see padding_below.
 template <DType kDType, int kWires>
 void check_padded(int least) {
   for (int rows = least; rows <= kWires; ++rows) {

@@ -39,7 +39,8 @@ inline int report(const std::string& what) {
   return failures == 0 ? 0 : 1;
 }
 
-// Sum of pairs from the middle outwards, then a binary tree that carries an odd one up.
+// Sum of pairs from the middle outwards, then a binary tree that carries an odd one up. Of a to e:
+// leaves c, b + d, a + e; then c + (b + d) and a + e; then the sum of those two.
 template <typename V>
 V plain_sum(const std::vector<V>& values) {
   const size_t half = values.size() / 2, odd = values.size() % 2;
@@ -55,12 +56,15 @@ V plain_sum(const std::vector<V>& values) {
   return leaves[0];
 }
 
+// The values of one coordinate in ascending order, NaN last, and the weights of their rows.
 template <typename V>
 struct Ranked {
   std::vector<V> values;
   std::vector<int64_t> weights;
 };
 
+// The mean of `count` ranks from `first` on, weighted or not. A sum that overflows although all
+// values are finite is formed once more of values times 2^-64. The mean never leaves their range.
 template <typename V>
 V plain_mean(const Ranked<V>& ranked, size_t first, size_t count, bool by_weight) {
   std::vector<V> products;
@@ -91,6 +95,7 @@ struct Kept {
   V result, low, high;
 };
 
+// The middle rank, or what `kind` makes of the two that share the middle.
 template <typename V>
 Kept<V> plain_median(const Ranked<V>& ranked, MedianKind kind, bool by_weight) {
   const size_t rows = ranked.values.size();
@@ -111,6 +116,8 @@ Kept<V> plain_median(const Ranked<V>& ranked, MedianKind kind, bool by_weight) {
   return {is_upper ? upper : lower / 2 + upper / 2, lower, upper};
 }
 
+// Any rule. Those around a centre begin with the lowest rows - f ranks and move the window up by
+// one while the rank that leaves is farther from the centre than the one that enters.
 template <typename V>
 Kept<V> plain_rule(Ranked<V> ranked, const RuleParams& params) {
   const size_t rows = ranked.values.size(), f = static_cast<size_t>(params.f), keep = rows - f;

@@ -1,3 +1,7 @@
+// Layer 1. Who computes which samples: a cheapest maximum flow from groups of samples to the ranks
+// that hold them, and shares in proportion where nobody does. Integers throughout, and ties go to
+// the first, so that every rank computes the same.
+
 #include "shares.h"
 
 #include <algorithm>
@@ -10,8 +14,16 @@
 namespace loft {
 namespace {
 
+// A network in which flow is pushed by Dinic's algorithm (Soviet Math. Doklady 11, 1970), along
+// shortest paths by price where arcs have costs (successive shortest paths with potentials, Edmonds
+// and Karp, J. ACM 19, 1972).
+//
 // Half-arcs 2i and 2i + 1 are arc i and its reverse, so `half ^ 1` is the twin of either. What
-// flows through a half-arc is the room of its twin.
+// flows through a half-arc is the room of its twin. Of an arc 3 from node 0 to node 2 with capacity
+// 5 and flow 2:
+//
+//   half 6  leaves 0, head 2, room 3     what may still flow
+//   half 7  leaves 2, head 0, room 2     what may be taken back
 class Network {
  public:
   Network(const Arcs& arcs, int64_t source, int64_t sink)
@@ -46,6 +58,7 @@ class Network {
     }
   }
 
+  // Raise the flow until no path from source to sink has room, cheapest paths first.
   void maximise() {
     if (cost_.empty()) {  // every price stays 0
       while (find_levels()) push_blocking();
@@ -59,7 +72,8 @@ class Network {
   int64_t flow(int64_t arc) const { return room_[2 * arc + 1]; }
 
  private:
-  // Raise prices by the shortest distances; false when the sink is cut off.
+  // Raise prices by the shortest distances; false when the sink is cut off. Dijkstra's algorithm on
+  // reduced costs, cost + price of the tail - price of the head, none of which is below 0.
   bool reprice() {
     std::vector<int64_t> far(price_.size(), -1);  // of nodes whose distance is final
     using Entry = std::pair<int64_t, int32_t>;    // distance, node
@@ -85,6 +99,7 @@ class Network {
     return true;
   }
 
+  // Whether a half-arc has room and lies on a cheapest path.
   bool is_open(int32_t half, int32_t tail) const {
     if (room_[half] <= 0) return false;
     return cost_.empty() || cost_[half] + price_[tail] - price_[head_[half]] == 0;
@@ -158,7 +173,8 @@ class Network {
 };
 
 // Gives min(count, sum of spare) out in proportion to spare, by largest remainders; of equals the
-// first gets it.
+// first gets it. 7 to ranks that have room for 4, 4 and 2: 2.8, 2.8 and 1.4 round down to 2, 2 and
+// 1, and the two that are missing go to the first two.
 class Proportional {
  public:
   void give(int64_t count, const int64_t* spare, int64_t num_ranks, int64_t* given) {
