@@ -10,6 +10,7 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from tests.support.launch import LAUNCHERS, launch, launcher_here
+from tests.support.marks import long_first
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(100)]
 
@@ -77,8 +78,9 @@ def test_all_ranks_end_soon_and_name_the_one_at_fault(case: Case, launcher: str)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    ("launcher", "rank"), long_first([("gloo", 1), ("mpi", 0), ("gloo", 0), ("mpi", 1)], 2)
+)
 def test_a_frozen_rank_is_named_where_process_sets_are_dynamic(launcher: str, rank: int) -> None:
     """Horovod then waits for it with a lock in hand that every call of its own takes."""
     if not launcher_here(launcher):
@@ -102,7 +104,7 @@ def test_without_a_heartbeat_the_wait_ends_at_its_limit_and_names_the_bucket(lau
     if not launcher_here(launcher):
         pytest.skip("mpirun is not on PATH")
     env = {"LOFT_HVD_TIMEOUT_S": "5", "LOFT_HVD_HEARTBEAT_S": "0"}
-    done = launch(3, [JOB, "freeze", "1"], launcher=launcher, timeout_s=40, env=env)
+    done = launch(3, [JOB, "freeze", "1"], launcher=launcher, timeout_s=22, env=env)
     assert "waited 5 s for bucket 0 (" in done.output, done.output[-4000:]
 
 
@@ -119,7 +121,7 @@ def test_a_rank_that_is_too_slow_is_named_at_the_limit(launcher: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", long_first(LAUNCHERS))
 def test_a_rank_that_holds_its_interpreter_is_waited_for(launcher: str) -> None:
     if not launcher_here(launcher):
         pytest.skip("mpirun is not on PATH")
@@ -130,7 +132,7 @@ def test_a_rank_that_holds_its_interpreter_is_waited_for(launcher: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", long_first(LAUNCHERS))
 def test_a_rank_that_holds_its_interpreter_for_longer_than_others_may_wait_is_named(
     launcher: str,
 ) -> None:

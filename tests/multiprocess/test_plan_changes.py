@@ -12,7 +12,8 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
 
 JOB = "tests/multiprocess/jobs/plan_changes.py"
 QUICK = ["2:3:p"]
-ALL = ["0:", "0::m", "2:1", "2:2:p", "2:3:m", "2:4:pm", "4:1:p", "4:2", "4:3:pm", "4:4:p", "4:4:m"]
+SOME = ["0::m", "2:2:p", "4:1:p", "4:4:m"]  # each number of loaders, depth and option
+REST = ["0:", "2:1", "2:3:m", "2:4:pm", "4:2", "4:3:pm", "4:4:p"]
 SAMPLER = ["0::s", "2:2:s", "4:4:s"]
 
 
@@ -20,7 +21,8 @@ SAMPLER = ["0::s", "2:2:s", "4:4:s"]
     ("settings", "num_ranks"),
     [
         (QUICK, 3),
-        pytest.param(ALL, 3, marks=pytest.mark.long),
+        pytest.param(SOME, 3, marks=pytest.mark.long),
+        pytest.param(REST, 3, marks=[pytest.mark.long, pytest.mark.whole]),
         pytest.param(SAMPLER, 2, marks=pytest.mark.long),
     ],
 )

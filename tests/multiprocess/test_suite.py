@@ -22,7 +22,7 @@ needs_mpirun = pytest.mark.skipif(
         ("gloo", 3),
         pytest.param("gloo", 4, marks=pytest.mark.long),
         pytest.param("mpi", 2, marks=needs_mpirun),
-        pytest.param("mpi", 3, marks=[needs_mpirun, pytest.mark.long]),
+        pytest.param("mpi", 3, marks=[needs_mpirun, pytest.mark.long, pytest.mark.whole]),
     ],
 )
 def test_ranks_pass_together(launcher: str, num_ranks: int) -> None:

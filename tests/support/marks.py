@@ -13,6 +13,9 @@ __all__ = ["long_first"]
 def long_first(values: Iterable[Any], count: int = 1) -> list[Any]:
     """Return parameters for a long test of which `make test-all` runs the first so many."""
     return [
-        pytest.param(value, marks=() if at < count else pytest.mark.whole)
+        pytest.param(
+            *(value if isinstance(value, tuple) else (value,)),
+            marks=() if at < count else pytest.mark.whole,
+        )
         for at, value in enumerate(values)
     ]
