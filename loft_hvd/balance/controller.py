@@ -269,7 +269,8 @@ class Controller:
         if self.max_sizes is None:
             return proposal
         used = [made.sizes for made in self.history]
-        sizes = choose_used(proposal.sizes, used, max_sizes=self.max_sizes)
+        bounds = self.task.bounds
+        sizes = choose_used(proposal.sizes, used, max_sizes=self.max_sizes, bounds=bounds)
         if sizes == proposal.sizes:
             return proposal
         reason = f"{proposal.reason}; no rank may have more than {self.max_sizes} sizes in a run"

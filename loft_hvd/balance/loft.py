@@ -484,11 +484,7 @@ class Loft(Policy):
         step = np.array(found) - now
         others = [self.task.rounded(now + share * step) for share in _LESS]
         others.append(self.state.verdicts.equal.sizes)
-        legal = [
-            sizes
-            for sizes in others
-            if (limits.floor <= np.array(sizes)).all() and (np.array(sizes) <= limits.cap).all()
-        ]
+        legal = [sizes for sizes in others if limits.allow(sizes).all()]
         return min((found, *legal), key=lambda sizes: fit.promise(sizes)[0])
 
     def _limits(self, now: Ints, held: Bools) -> Bounds:

@@ -200,6 +200,12 @@ class Bounds:
         )
         return cls(low, high, grain)
 
+    def allow(self, sizes: npt.ArrayLike) -> Bools:
+        """Return which sizes are from floor to cap, both [..., world_size]."""
+        given = np.asarray(sizes)
+        within: Bools = (self.floor <= given) & (given <= self.cap)
+        return within
+
     def lattice(self, global_batch_size: int) -> tuple[Ints, Ints, int]:
         """Return floor and cap in grains and the samples that one rank carries beside them.
 
@@ -378,7 +384,7 @@ class QuarantineSizes:
         return tuple(wanted)
 
 
-def choose_used(wanted: Sizes, used: Sequence[Sizes], *, max_sizes: int) -> Sizes:
+def choose_used(wanted: Sizes, used: Sequence[Sizes], *, max_sizes: int, bounds: Bounds) -> Sizes:
     """Return the sizes nearest to ``wanted`` that give no rank more than ``max_sizes`` in a run.
 
     On some devices every new batch size costs a recompilation or a round of autotuning. So each
@@ -386,36 +392,39 @@ def choose_used(wanted: Sizes, used: Sequence[Sizes], *, max_sizes: int) -> Size
     fewer than ``max_sizes``. With the wanted sizes all ranks take about the same time, so the rank
     with the largest share above what is wanted for it would set the step: nearest are the sizes
     where that share is least.
+
+    No rank gets what is not within ``bounds``: no samples, as while it was in quarantine, or more
+    than a cap that was found since. Where the rest does not add up, sizes are the wanted ones: a
+    limit goes before what a new size costs.
     """
     want = np.array(wanted, np.int64)
     options = _options(want, np.array(used, np.int64), max_sizes)
+    options = np.where(bounds.allow(options), options, -1)  # -1 marks what a rank may not have
     if (options == want).any(axis=0).all():
         return wanted
     total = int(want.sum())
     shares = options / np.maximum(want, 1)  # [num_options, world_size]
     limits = np.unique(shares)
+
+    def add_up(limit: float) -> Ints | None:
+        return _add_up(np.where(shares <= limit, options, -1), want)
+
     # Below this limit even the largest sizes within it add up to too little. Where there are many
-    # ranks the sums are dense, and it will do; otherwise bisect for the least that does. Without
-    # one the past plans add up.
+    # ranks the sums are dense, and it will do; otherwise bisect for the least that does.
     low, high = 0, len(limits) - 1
     while low < high:
         middle = (low + high) // 2
         most = np.where(shares <= limits[middle], options, -1).max(axis=0)
         low, high = (low, middle) if most.min() >= 0 and most.sum() >= total else (middle + 1, high)
-    found = _add_up(np.where(shares <= limits[low], options, -1), want)
+    found = add_up(limits[low])
     if found is None:
-
-        def adds_up(limit: float) -> bool:
-            return _add_up(np.where(shares <= limit, options, -1), want) is not None
-
-        low = bisect_left(limits, True, lo=low + 1, hi=len(limits) - 1, key=adds_up)
-        found = _add_up(np.where(shares <= limits[low], options, -1), want)
-    assert found is not None
-    return tuple(found.tolist())
+        low = bisect_left(limits, True, lo=low + 1, key=lambda limit: add_up(limit) is not None)
+        found = add_up(limits[low]) if low < len(limits) else None
+    return wanted if found is None else tuple(found.tolist())
 
 
 def _options(wanted: Ints, used: Ints, max_sizes: int) -> Ints:
-    """Return the sizes that each rank may have, [num_options, world_size]; some come twice."""
+    """Return what each rank has had, or may add to it, [num_options, world_size]; some twice."""
     had = np.sort(used, axis=0)  # [num_plans, world_size]
     is_first = np.ones(had.shape, bool)
     is_first[1:] = had[1:] != had[:-1]

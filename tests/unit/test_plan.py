@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loft_hvd.balance.plan import Plan, choose_used, equal_sizes, proportional_sizes, scale_sizes
+from loft_hvd.balance.plan import (
+    Bounds,
+    Plan,
+    Sizes,
+    choose_used,
+    equal_sizes,
+    proportional_sizes,
+    scale_sizes,
+)
 from loft_hvd.errors import PlanError
 
 SIZES = st.lists(st.integers(0, 50), min_size=1, max_size=8).filter(lambda sizes: sum(sizes) > 0)
@@ -97,18 +105,35 @@ def test_the_nearest_sizes_used_are_the_best_of_all_combinations() -> None:
     for _ in range(50):
         used = [tuple(rng.multinomial(60, [0.25] * 4).tolist()) for _ in range(4)]
         wanted = tuple(rng.multinomial(60, rng.dirichlet([4.0] * 4)).tolist())
-        found = choose_used(wanted, used, max_sizes=3)
+        floor = np.minimum(rng.integers(0, 15, 4), wanted)
+        bounds = Bounds.of(4, floor=floor, cap=np.maximum(rng.integers(15, 30, 4), wanted))
+        found = choose_used(wanted, used, max_sizes=3, bounds=bounds)
         columns = [sorted(set(column)) for column in zip(*used, strict=True)]
         options = [
-            {*had, want} if len(had) < 3 else {*had}
-            for had, want in zip(columns, wanted, strict=True)
+            {size for size in (*had, *([want] if len(had) < 3 else [])) if low <= size <= high}
+            for had, want, low, high in zip(
+                columns, wanted, bounds.floor.tolist(), bounds.cap.tolist(), strict=True
+            )
         ]
-        assert sum(found) == 60
-        assert all(size in had for size, had in zip(found, options, strict=True))
-        ratios = [
+        legal = [sizes for sizes in itertools.product(*options) if sum(sizes) == 60] or [wanted]
+        assert found in legal
+        excess = [
             max(size / max(want, 1) for size, want in zip(sizes, wanted, strict=True))
-            for sizes in itertools.product(*options)
-            if sum(sizes) == 60
+            for sizes in (found, *legal)
         ]
-        excess = max(size / max(want, 1) for size, want in zip(found, wanted, strict=True))
-        assert excess == min(ratios)
+        assert excess[0] == min(excess)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "used", "cap", "expected"),
+    [
+        ((19, 19, 18, 8), [(16,) * 4, (22, 21, 21, 0), (16,) * 4], 64, (16,) * 4),  # a quarantine
+        ((19, 13), [(16, 16), (22, 10)], 20, (16, 16)),  # a cap that was found since
+        ((19, 13), [(22, 10), (23, 9)], 20, (19, 13)),  # no rank has had what it may have
+    ],
+)
+def test_sizes_that_a_rank_may_not_have_any_more_are_not_chosen(
+    wanted: Sizes, used: list[Sizes], cap: int, expected: Sizes
+) -> None:
+    bounds = Bounds.of(len(wanted), floor=2, cap=cap)
+    assert choose_used(wanted, used, max_sizes=2, bounds=bounds) == expected

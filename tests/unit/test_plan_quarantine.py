@@ -8,8 +8,9 @@ import torch
 
 import loft_hvd as loft
 from loft_hvd.balance.controller import Controller
-from loft_hvd.balance.interval import COLUMNS, COMPUTE, SIZE
+from loft_hvd.balance.interval import COLUMNS, COMPUTE, SIZE, Interval
 from loft_hvd.balance.plan import Bounds, QuarantineSizes
+from loft_hvd.balance.policy import Policy, Proposal
 from loft_hvd.codec import decode, encode
 from loft_hvd.transport.local import LocalTransport, run_ranks
 from tests.support.clusters import observe
@@ -89,6 +90,27 @@ def test_a_controller_plans_by_policy_again_after_a_quarantine() -> None:
     assert planned[3] == planned[0]
     assert all(sum(sizes) == 64 for sizes in planned)
     assert [made.plan_id for made in controller.history] == list(range(len(controller.history)))
+
+
+class Wanting(Policy):
+    """Wants the same sizes at every interval."""
+
+    name = "wanting"
+
+    def propose(self, interval: Interval, *, first_step: int) -> Proposal | None:
+        return Proposal((19, 19, 18, 8), "always")
+
+
+def test_a_rank_that_was_let_in_again_keeps_its_samples_where_sizes_are_few() -> None:
+    controller = Controller(64, 4, Wanting(), max_sizes=2)
+    planned = []
+    for interval in range(3):
+        step = 20 * (interval + 1)
+        controller.quarantine.hold([3] if interval == 0 else [])
+        observe(controller, np.zeros((4, len(COLUMNS))), step=step - 1, step_s=0.1)
+        controller.decide(step)
+        planned.append(controller.plan.sizes)
+    assert planned == [(22, 21, 21, 0), (16,) * 4, (16,) * 4]
 
 
 def test_a_rank_in_quarantine_trains_on_nothing_until_it_is_let_in_again() -> None:
