@@ -213,7 +213,7 @@ class Controller:
         proposal = self._propose(interval, step)
         if proposal is None or proposal.sizes == self.plan.sizes:
             return None
-        proposal = self._with_few_sizes(self._while_warm(proposal))
+        proposal = self._with_few_sizes(self._while_warm(self._within_caps(proposal)))
         if proposal.sizes == self.plan.sizes:
             return None
         then_s, now_s = proposal.predicted_s, proposal.instead_of_s
@@ -249,7 +249,20 @@ class Controller:
         if sizes is None:
             return None
         reason = "no samples for ranks in quarantine" if 0 in sizes else "as before the quarantine"
-        return self._add(Decision(self.plan.plan_id + 1, step, sizes, reason))
+        proposal = self._within_caps(Proposal(sizes, reason))
+        if proposal.sizes == self.plan.sizes:
+            return None
+        return self._add(Decision(self.plan.plan_id + 1, step, proposal.sizes, proposal.reason))
+
+    def _within_caps(self, proposal: Proposal) -> Proposal:
+        """Replace sizes beyond a cap by the nearest legal ones.
+
+        A state may be of a run with higher caps: policies and quarantines remember its sizes.
+        """
+        if (np.array(proposal.sizes) <= self.task.bounds.cap).all():
+            return proposal
+        sizes = self.task.rounded(np.array(proposal.sizes, dtype=np.float64))
+        return Proposal(sizes, f"{proposal.reason}; no rank above its cap")
 
     def _while_warm(self, proposal: Proposal) -> Proposal:
         """Hold ranks whose memory is unknown at their first size in the first intervals."""

@@ -213,7 +213,7 @@ def can_go_on(
 
     ``warns`` logs what has changed although the devices have not.
     """
-    newest, keys = saved.history[-1], list(limits.keys)
+    first, newest, keys = saved.history[0], saved.history[-1], list(limits.keys)
     # Sizes belong to devices, not to rank numbers: the same devices in another order start afresh.
     if newest.world_size != len(keys) or saved.devices not in (None, keys):
         return False
@@ -225,9 +225,12 @@ def can_go_on(
         )
         if before != now
     ]
+    # The first sizes too: a policy judges plans by the equal sizes of its run, and must be able to
+    # measure them anew.
+    largest = map(max, first.sizes, newest.sizes)
     changes += [
         f"rank {rank} had {size} samples, but its cap is {cap}"
-        for rank, (size, cap) in enumerate(zip(newest.sizes, limits.share_caps, strict=True))
+        for rank, (size, cap) in enumerate(zip(largest, limits.share_caps, strict=True))
         if cap is not None and size > cap
     ]
     if changes and warns:  # with other devices nobody expects the old sizes

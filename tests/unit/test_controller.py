@@ -172,6 +172,20 @@ def test_a_state_is_json_and_goes_on_as_it_was() -> None:
     assert second.plan.sizes == first.plan.sizes
 
 
+def test_no_size_that_a_state_remembers_is_put_back_above_a_new_cap() -> None:
+    model = StepModel.build(4, compute_s=np.array([1, 1, 1, 3]) * 1e-3)
+    first = Controller(256, 4)
+    drive(lambda _: model, first, intervals=10, seed=0)
+    second = Controller(256, 4, max_batch=[None, None, None, 48])
+    second.load_state_dict(first.state_dict())
+    rows, step_s = rows_of(model, second)
+    observe(second, rows, step=219, step_s=10 * step_s)  # worse than equal sizes were
+    plan = second.decide(220)
+    assert plan is not None
+    assert "undone" in second.history[-1].reason
+    assert (plan.sizes[3], sum(plan.sizes)) == (48, 256)
+
+
 def test_a_state_of_another_world_is_refused() -> None:
     with pytest.raises(PlanError, match=r"world_size=4 instead of 8, policy='loft' instead"):
         Controller(256, 8, "uniform").load_state_dict(Controller(256, 4).state_dict())

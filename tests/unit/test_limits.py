@@ -174,7 +174,19 @@ def test_no_rank_has_more_sizes_in_a_run_than_asked(max_sizes: int) -> None:
     assert max(counts[0]) == max_sizes
 
 
-def test_a_plan_beyond_a_cap_is_refused_on_every_rank() -> None:
+def test_what_a_policy_wants_beyond_a_cap_is_brought_within_it() -> None:
+    def work(transport: LocalTransport) -> list[int]:
+        return [max(plan.sizes) for plan in run(transport, max_batch=9).history]
+
+    largest = run_ranks(3, work)
+    assert largest == [largest[0]] * 3
+    assert set(largest[0]) == {8, 9}
+
+
+def test_a_plan_beyond_a_cap_is_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks trust no plan: here rank 0's controller has lost its own check."""
+    monkeypatch.setattr(Controller, "_within_caps", lambda _, proposal: proposal)
+
     def work(transport: LocalTransport) -> None:
         with pytest.raises(PlanError, match=r"rank \d should compute 11 samples, but its cap is 9"):
             run(transport, max_batch=9)

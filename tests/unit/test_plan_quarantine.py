@@ -9,7 +9,7 @@ import torch
 import loft_hvd as loft
 from loft_hvd.balance.controller import Controller
 from loft_hvd.balance.interval import COLUMNS, COMPUTE, SIZE, Interval
-from loft_hvd.balance.plan import Bounds, QuarantineSizes
+from loft_hvd.balance.plan import Bounds, QuarantineSizes, Sizes
 from loft_hvd.balance.policy import Policy, Proposal
 from loft_hvd.codec import decode, encode
 from loft_hvd.transport.local import LocalTransport, run_ranks
@@ -101,16 +101,27 @@ class Wanting(Policy):
         return Proposal((19, 19, 18, 8), "always")
 
 
+def plan_next(controller: Controller, *, step: int, held: list[int]) -> Sizes:
+    """Return the sizes in force from ``step`` on."""
+    controller.quarantine.hold(held)
+    observe(controller, np.zeros((4, len(COLUMNS))), step=step - 1, step_s=0.1)
+    controller.decide(step)
+    return controller.plan.sizes
+
+
 def test_a_rank_that_was_let_in_again_keeps_its_samples_where_sizes_are_few() -> None:
     controller = Controller(64, 4, Wanting(), max_sizes=2)
-    planned = []
-    for interval in range(3):
-        step = 20 * (interval + 1)
-        controller.quarantine.hold([3] if interval == 0 else [])
-        observe(controller, np.zeros((4, len(COLUMNS))), step=step - 1, step_s=0.1)
-        controller.decide(step)
-        planned.append(controller.plan.sizes)
-    assert planned == [(22, 21, 21, 0), (16,) * 4, (16,) * 4]
+    assert plan_next(controller, step=20, held=[3]) == (22, 21, 21, 0)
+    assert plan_next(controller, step=40, held=[]) == (16,) * 4
+    assert plan_next(controller, step=60, held=[]) == (16,) * 4
+
+
+def test_what_a_rank_gets_back_after_a_quarantine_is_within_a_cap_found_since() -> None:
+    first = Controller(64, 4, Wanting())
+    assert plan_next(first, step=20, held=[3]) == (22, 21, 21, 0)
+    second = Controller(64, 4, Wanting(), max_batch=[None, None, None, 10])
+    second.load_state_dict(first.state_dict())
+    assert plan_next(second, step=40, held=[]) == (18, 18, 18, 10)
 
 
 def test_a_rank_in_quarantine_trains_on_nothing_until_it_is_let_in_again() -> None:

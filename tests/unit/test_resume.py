@@ -46,6 +46,7 @@ def load(transport: LocalTransport, total: int, policy: Any, **given: Any) -> lo
         (32, "loft", {}, (16, 16), "global_batch_size was 64 and is 32"),
         (128, "loft", {}, (64, 64), "global_batch_size was 64 and is 128"),
         (64, "loft", {"max_batch": 40}, (32, 32), "rank 0 had 48 samples, but its cap is 40"),
+        (64, "loft", {"max_batch": [56, 24]}, (40, 24), "rank 1 had 32 samples, but its cap is 24"),
     ],
 )
 def test_sizes_of_another_setting_start_afresh_with_one_warning(
