@@ -304,6 +304,13 @@ class Controller:
         ]
         self._unsent = fitting[0] if fitting else None
 
+    def know(self, plans: Sequence[Plan]) -> None:
+        """Go on from the plans that ranks have, which may not all be this controller's own."""
+        made = {each.plan: each for each in self.history}
+        self.history = [
+            made.get(plan, Decision(**asdict(plan), reason="of an earlier run")) for plan in plans
+        ]
+
     def explain(self, *, verbose: bool = False) -> str:
         """Say in plain words what is planned, why, and what was not believed.
 

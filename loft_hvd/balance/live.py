@@ -678,12 +678,13 @@ class LivePlan:
     def state_dict(self) -> dict[str, Any]:
         """Return plans, steps, times by device and, on rank 0, what was learnt; JSON-able."""
         self.settle()
+        controller = self._controller if self._transport.rank == 0 else None  # others' saw nothing
         return encode(
             SavedRun(
                 num_steps=self.num_steps,
                 next_step=self._batches.next_step,
                 plans=[[plan.plan_id, plan.first_step, *plan.sizes] for plan in self.history],
-                controller=None if self._controller is None else self._controller.state(),
+                controller=None if controller is None else controller.state(),
                 policy=self._options.policy.text,
                 devices=list(self._limits.keys),
                 measured=self._archive.rows(),
@@ -694,21 +695,25 @@ class LivePlan:
         """Go on where a state was saved, on every rank.
 
         With other devices, or the same in another order, another policy or global batch, or caps
-        found since, plans start afresh, from what is known of each device.
+        found since, plans start afresh, from what is known of each device. From the state of a rank
+        other than 0 plans go on, and the policy learns from what is known of each device.
         """
         self._beside.drop()
         is_same = can_go_on(saved, self._limits, self._options, warns=self._transport.rank == 0)
-        if is_same and self._controller is not None and saved.controller is not None:
-            self._controller.go_on(saved.controller)  # first: it may refuse
+        learnt = saved.controller if is_same else None
+        if learnt is not None and self._controller is not None:
+            self._controller.go_on(learnt)  # first: it may refuse
             self._controller.send_again_after(saved.history[-1].plan_id)
         self._exchange.forget()
         self._archive.take(saved.measured)
-        if is_same:
-            self.history = saved.history
-        else:
+        if learnt is None:
             self._own_controller = make_controller(self._options, self._limits)
-            self.history = first_plans(self._options, self._limits, self._controller)
             self._recall()
+        self.history = (
+            saved.history if is_same else first_plans(self._options, self._limits, self._controller)
+        )
+        if self._controller is not None:
+            self._controller.know(self.history)
         next_batch = saved.num_steps if saved.next_step is None else saved.next_step
         self._batches.restart(next_step=next_batch)
         self.num_steps = self._log.step = saved.num_steps

@@ -183,7 +183,7 @@ class SavedRun:
 
     num_steps: Count  # optimizer steps taken
     plans: list[list[Count]]  # plan_id, first_step and sizes of each, the newest last
-    controller: ControllerState | None  # what rank 0's has learnt; None where there was none
+    controller: ControllerState | None  # what rank 0's has learnt; None of another rank, or policy
     next_step: Count | None = None  # to train on, counted over epochs; None for ``num_steps``
     policy: str | None = None  # its name or sizes; None fits any
     devices: list[str] | None = None  # keys by rank, [world_size]; None fits any
@@ -194,7 +194,7 @@ class SavedRun:
             raise PlanError(f"plans={reprlib.repr(self.plans)}: one has no sizes")
         plans = self.history
         check_history(plans)
-        # Rank 0's controller may know one more, on its way to the ranks; others' know the first.
+        # The controller may know one more, on its way to the ranks.
         if self.controller is not None:
             pairs = zip(self.controller.history, plans, strict=False)
             if any(made.plan != plan for made, plan in pairs):

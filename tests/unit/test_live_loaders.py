@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import TensorDataset
 
 import loft_hvd as loft
+from loft_hvd.balance.plan import Plan
 from loft_hvd.transport.local import LocalTransport, run_ranks
 from tests.support.live import Run
 
@@ -111,6 +112,41 @@ def test_a_run_that_was_saved_at_any_step_goes_on_planning(saved_at: int) -> Non
     assert sizes == others_sizes
     assert sizes[-1] == (48, 16)
     assert sizes[0] == ((48, 16) if saved_at >= 44 else (32, 32))
+
+
+@pytest.mark.parametrize("later", [[[1, 44, 40, 24]], [[1, 44, 48, 16], [2, 60, 40, 24]]])
+def test_a_run_goes_on_planning_from_the_state_of_any_rank(later: list[list[int]]) -> None:
+    def go_on(transport: LocalTransport) -> tuple[list[tuple[int, ...]], list[Plan]]:
+        run = Run(transport, json.loads(json.dumps(state)))
+        for _ in range(70):
+            run.step()
+        if transport.rank == 0:
+            assert [made.plan for made in run.balancer._live.decisions()] == run.balancer.history
+        return run.sizes, run.balancer.history
+
+    state = run_ranks(2, lambda transport: Run(transport).balancer.state_dict())[1]
+    state |= {"plans": [[0, 0, 32, 32], *later], "num_steps": 61, "next_step": 61}
+    (sizes, history), others = run_ranks(2, go_on)
+    assert (sizes, history) == others
+    assert sizes[0] == (40, 24)
+    assert sizes[-1] == (48, 16)
+
+
+def test_a_state_of_any_rank_is_read_after_a_plan_that_was_sent_again() -> None:
+    state: dict[str, Any] | None = None
+
+    def train(transport: LocalTransport) -> tuple[dict[str, Any], int]:
+        run = Run(transport, state)
+        for _ in range(41):  # at 40 rank 0 decides on a plan, which has not come by 41
+            run.step()
+        return json.loads(json.dumps(run.balancer.state_dict())), len(run.balancer.history)
+
+    num_plans = []
+    for saved_by in (0, 1, 1):
+        ranks = run_ranks(2, train)
+        state = ranks[saved_by][0]
+        num_plans.append([num for _, num in ranks])
+    assert num_plans == [[1, 1], [2, 2], [2, 2]]
 
 
 @pytest.mark.parametrize("kind", ["loader", "sampler"])
