@@ -53,7 +53,7 @@ _SLACK_STEPS = 3
 # than the dearest policy takes alone (NARX of 1,000 ranks 0.34 s, docs/balance.md, "Cost"), and
 # little beside the 30 seconds of an interval.
 _DECIDES_S = (0.05, 5e-4)
-_MOST = 1e15  # of a sum: 30 million years, or as many samples
+_MOST = 1e15  # of a sum: 30 million years, or as many samples; a state is refused beyond it
 
 Amount = Annotated[float, Within(0, _MOST)]
 
@@ -211,6 +211,16 @@ COLUMNS = (
 )
 SIZE, LOCAL, REMOTE, FETCH, STALL, COMPUTE, WAIT, OTHER, CPU, MEMORY = range(10)
 FETCH_ERROR, COMPUTE_ERROR, STEPS, SKEW = range(10, len(COLUMNS))
+# The most that a row may say, beside what limits a step. A fetch that runs beside the computing may
+# take longer than one, and so may a standard error; a share is at most 1, and rounding.
+_LIMITS = {
+    FETCH: 10 * _LONGEST_S,
+    FETCH_ERROR: 10 * _LONGEST_S,
+    COMPUTE_ERROR: _LONGEST_S,
+    CPU: 1.01,
+    MEMORY: 1.01,
+}
+_MOST_OF = tuple(_LIMITS.get(column, _MOST) for column in range(len(COLUMNS)))  # in their order
 
 
 def usual_stall(fetch_s: Floats, mean_fetch_s: Floats, mean_stall_s: Floats) -> Floats:
@@ -308,10 +318,7 @@ def screen(
     counts = np.abs(known[:, LOCAL] + known[:, REMOTE] - known[:, SIZE]) > 0.01 * planned + 0.01
     limit_s = min(_LONGEST_S, step_s * _SLACK) if step_s > 0 else _LONGEST_S
     busy = known[:, STALL] + known[:, COMPUTE]
-    # A fetch that runs beside the computing may take longer than the step, so it has its own limit.
-    hidden = known[:, FETCH] > 10 * _LONGEST_S
-    shares = (known[:, CPU] > 1.01) | (known[:, MEMORY] > 1.01)
-    out_of_range = counts | (busy > limit_s) | hidden | shares
+    out_of_range = counts | (busy > limit_s) | np.any(known > _MOST_OF, axis=1)
     wrong_size = np.abs(known[:, SIZE] - planned) > 0.1 * planned + 0.5
     # A rank has one reason at most: each one looks only at ranks that passed those before it.
     reasons = {

@@ -17,11 +17,11 @@ import numpy as np
 
 from loft_hvd.balance.balancer_options import BalancerOptions
 from loft_hvd.balance.controller import SETTLE_STEPS, Controller, ControllerState
-from loft_hvd.balance.interval import COLUMNS, SIZE, Floats, Interval
+from loft_hvd.balance.interval import COLUMNS, SIZE, Amount, Floats, Interval
 from loft_hvd.balance.limits import RankLimits
 from loft_hvd.balance.plan import Bounds, Ints, Plan, check_history, equal_sizes
 from loft_hvd.balance.search import equal_within
-from loft_hvd.codec import Count, Shape, Within
+from loft_hvd.codec import Count, Shape
 from loft_hvd.errors import PlanError
 
 __all__ = [
@@ -174,7 +174,7 @@ def first_plans(
 
 # From a saved state.
 
-_Row = Annotated[list[Annotated[float, Within(0, 1e15)]], Shape(len(COLUMNS))]
+_Row = Annotated[list[Amount], Shape(len(COLUMNS))]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,20 @@ import numpy.typing as npt
 import pytest
 
 from loft_hvd.balance.controller import Controller, write_decisions
-from loft_hvd.balance.interval import COMPUTE, FETCH, LOCAL, REMOTE, SIZE, STALL
+from loft_hvd.balance.interval import (
+    COMPUTE,
+    COMPUTE_ERROR,
+    FETCH,
+    FETCH_ERROR,
+    LOCAL,
+    OTHER,
+    REMOTE,
+    SIZE,
+    SKEW,
+    STALL,
+    STEPS,
+    WAIT,
+)
 from loft_hvd.balance.latency import StepModel
 from loft_hvd.balance.policies import Replay
 from loft_hvd.errors import ArgumentError, PlanError
@@ -56,6 +69,10 @@ def test_an_interval_is_used_once_and_an_old_plan_s_not_at_all() -> None:
         (COMPUTE, -1.0, "negative"),
         (COMPUTE, 1e9, "out of range"),
         (LOCAL, 1e6, "out of range"),
+        (WAIT, 1e16, "out of range"),
+        (FETCH_ERROR, 1e20, "out of range"),
+        (COMPUTE_ERROR, 1e200, "out of range"),  # its square is no number
+        (STEPS, 1e16, "out of range"),
     ],
 )
 def test_impossible_reports_are_discarded_and_counted(
@@ -70,6 +87,22 @@ def test_impossible_reports_are_discarded_and_counted(
     assert f"rank 1: 1 reports discarded ({reason})" in controller.explain()
     assert plan is not None
     assert plan.sizes[1] == 64, "a rank without usable times keeps its equal share"
+
+
+def test_the_largest_numbers_that_are_believed_leave_a_state_that_can_be_read() -> None:
+    largest = {WAIT: 1e15, OTHER: 1e15, STEPS: 1e15, SKEW: 1e15}
+    largest |= {FETCH: 36_000, FETCH_ERROR: 36_000, COMPUTE_ERROR: 3_600}
+    controller = Controller(256, 4)
+    for number in range(6):
+        rows, step_s = rows_of(UNEVEN, controller)
+        rows[1, list(largest)] = list(largest.values())
+        observe(controller, rows, step=20 * number + 19, step_s=step_s)
+        controller.decide(20 * number + 20)
+    assert not controller.discarded
+    state = controller.state_dict()
+    again = Controller(256, 4)
+    again.load_state_dict(json.loads(json.dumps(state)))
+    assert again.state_dict() == state
 
 
 def test_a_batch_of_another_size_is_not_believed() -> None:

@@ -13,10 +13,11 @@ import pytest
 
 import loft_hvd as loft
 from loft_hvd.balance.controller import Controller
-from loft_hvd.balance.interval import COLUMNS, COMPUTE, SIZE, Interval
+from loft_hvd.balance.interval import COLUMNS, COMPUTE, LOCAL, SIZE, Interval, screen
 from loft_hvd.balance.limits import Device, RankLimits
 from loft_hvd.balance.plan import StepSizes
-from loft_hvd.balance.resume import Archive, first_plans, make_controller
+from loft_hvd.balance.resume import Archive, SavedRun, first_plans, make_controller
+from loft_hvd.codec import decode, encode
 from loft_hvd.errors import ArgumentError, PlanError
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
 from tests.support.plans import make_options
@@ -196,6 +197,18 @@ def test_what_is_kept_is_that_of_a_list_for_each_device(seed: int) -> None:
         if rng.random() < 0.1:
             archive = Archive()
             archive.take(json.loads(json.dumps(lists)))
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+def test_no_report_makes_a_state_that_cannot_be_read(column: str) -> None:
+    rows = np.zeros((2, len(COLUMNS)))
+    rows[:, [SIZE, LOCAL]], rows[:, COMPUTE] = 8, 1.0
+    rows[1, COLUMNS.index(column)] = 1e40
+    archive = Archive()
+    archive.add(["a/0", "b/0"], screen(rows, step=19, sizes=(8, 8), step_s=1.0))
+    state = encode(SavedRun(20, [[0, 0, 8, 8]], None, measured=archive.rows()))
+    read = decode(SavedRun, json.loads(json.dumps(state)), what="Balancer")
+    assert read.measured == {"a/0": [rows[0].tolist()]}
 
 
 def train(balancer: loft.Balancer, hosts: list[str], num_steps: int, now: list[float]) -> None:
