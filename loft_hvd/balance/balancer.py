@@ -29,7 +29,7 @@ from loft_hvd.balance.resume import SavedRun
 from loft_hvd.balance.stopwatch import make_device_clock
 from loft_hvd.codec import decode
 from loft_hvd.config import config
-from loft_hvd.errors import PlanError, UsageError
+from loft_hvd.errors import ArgumentError, ArgumentTypeError, PlanError, UsageError
 from loft_hvd.runlog import MOST_ROWS, open_run_log
 from loft_hvd.transport.agreement import check_agreement
 from loft_hvd.transport.base import Channel, Transport
@@ -346,6 +346,25 @@ class Balancer:
         models of all ranks.
         """
         return self._live.explain(verbose=verbose)
+
+    def expect_depth(self, num_steps: int) -> None:
+        """Let plans start behind what a loader may draw that has not begun; call it on every rank.
+
+        ``loft.DataLoader`` does when it is made. Of any other loader the depth is learnt as it
+        draws, so call it, before training, for one that follows on a loader that draws less deep.
+
+        Args:
+            num_steps: most steps that it draws beyond the newest one trained on, >= 0: of torch's
+                own loader ``num_workers * prefetch_factor + 1``.
+
+        Raises:
+            ArgumentError: it is no such number.
+        """
+        if not isinstance(num_steps, int) or isinstance(num_steps, bool):
+            raise ArgumentTypeError(f"expect_depth: num_steps={num_steps!r} must be a whole number")
+        if num_steps < 0:
+            raise ArgumentError(f"expect_depth: num_steps={num_steps} must be >= 0")
+        self._batches.expect_depth(num_steps)
 
     def log_scalars(self, **values: float | Tensor) -> None:
         """Write numbers of the script's own, such as ``loss=0.3``, to rank 0's run log, if any.

@@ -38,7 +38,8 @@ class BatchQueue:
         self._current: StepSizes | None = None  # of a DataLoader
         self._last_trained: int | None = None  # step of the newest backward pass
         self._first_step = 0  # where the run goes on
-        self._lookahead = 0  # most steps that were ever drawn beyond the one in training
+        self._lookahead = 0  # most steps that were ever drawn beyond the newest one trained on
+        self._depth = 0  # most that a loader has said it will draw
         self.trained: StepSizes | None = None
         self.in_work: StepSizes | None = None
         # How many micro-batches sizes take; the limits of the ranks there are say so.
@@ -141,12 +142,22 @@ class BatchQueue:
         """Whether many batches went out by now and no backward pass has taken any; true once."""
         return self.trained is None and self._num_begun == _MANY_BATCHES
 
+    def expect_depth(self, num_steps: int) -> None:
+        """Note how many steps beyond the newest one trained on a loader may draw, once it begins.
+
+        It holds for the life of the loader, so also where a run goes on from elsewhere.
+        """
+        self._depth = max(self._depth, num_steps)
+
     def check_start(self, plan: Plan, *, rank: int) -> None:
         """Raise when a plan starts at a step that loaders may have drawn by an older one."""
         if plan.first_step <= self.drawn_ahead:
             raise PlanError(
                 f"rank {rank}: plan {plan.plan_id} starts at step {plan.first_step}, but steps up "
-                f"to {self.drawn_ahead} may be drawn already"
+                f"to {self.drawn_ahead} may be drawn already: a loader that draws deeper than "
+                "those before it began while the plan was on its way. Make every loft.DataLoader "
+                "before training; for a loader of another kind call "
+                f"balancer.expect_depth({self._lookahead}) on every rank before training"
             )
 
     @property
@@ -166,3 +177,9 @@ class BatchQueue:
         # Not the deepest step seen: a loader between two epochs has drawn nothing, and in the next
         # moment it has drawn as far ahead as it ever does.
         return self.next_step - 1 + self._lookahead
+
+    @property
+    def may_be_drawn(self) -> int:
+        """The deepest step that would be drawn by now if the deepest loader there is had begun."""
+        # A plan starts behind it, since any loader may begin while the plan is on its way.
+        return self.next_step - 1 + max(self._lookahead, self._depth)

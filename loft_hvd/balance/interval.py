@@ -119,7 +119,7 @@ class Head(NamedTuple):
     num_steps: int  # optimizer steps taken
     plan_id: int  # of the newest plan
     trail: int  # of every batch trained, equal on all ranks (``BatchQueue.trail``)
-    drawn_ahead: int  # deepest step that its loaders may have drawn
+    drawn_ahead: int  # deepest step that its loaders may have drawn (``BatchQueue.may_be_drawn``)
     next_interval: int  # steps to the next exchange, as this rank would have it
 
 

@@ -532,7 +532,7 @@ class LivePlan:
             num_steps=self.num_steps,
             plan_id=self.plan.plan_id,
             trail=self._batches.trail,
-            drawn_ahead=self._batches.drawn_ahead,
+            drawn_ahead=self._batches.may_be_drawn,
             next_interval=self.schedule.propose(sums, num_passes=self.num_passes),
         )
         uses = self._load.cpu_use(), self._load.memory_use()

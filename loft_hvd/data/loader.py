@@ -193,7 +193,8 @@ class DataLoader(PlannedLoader):
     one: run forward and backward on each, then take one optimizer step.
 
     A batch is drawn, up to ``num_workers * prefetch_factor`` steps ahead, with the plan in force
-    at its own step, and tells the balancer its sizes when it is yielded.
+    at its own step, and tells the balancer its sizes when it is yielded. Plans start behind what
+    loaders may have drawn: make all loaders of a run before it trains.
 
     Args:
         dataset: map-style data set: anything with ``__len__`` and ``__getitem__``. One that keeps
@@ -276,6 +277,10 @@ class DataLoader(PlannedLoader):
             timeout=timeout,
             multiprocessing_context=sure_fork(multiprocessing_context, num_workers=num_workers),
         )
+        if train:
+            # What torch has asked for beyond the batch that it yields: without processes nothing.
+            requested = num_workers * (self._loader.prefetch_factor or 0)
+            balancer.expect_depth(requested + self._batches.steps_ahead + 1)
 
     def __len__(self) -> int:
         return len(self._batches)

@@ -55,7 +55,8 @@ class PlanSource(PlanView, Protocol):
     equal on all ranks between the same two steps.
 
     Both tell ``share_sources`` and ``note_reads`` when an iteration begins.
-    ``loft.DataLoader`` calls ``begin_batch`` and ``end_epoch``, in the process that trains.
+    ``loft.DataLoader`` calls ``expect_depth`` when it is made, and ``begin_batch`` and
+    ``end_epoch`` in the process that trains.
     ``loft.BatchSampler`` does not see batches arrive: it queues sizes with ``push_sizes``, and each
     backward pass takes the next. A loader for evaluation calls ``leave_step_out`` alone, and reads
     ``plan``.
@@ -65,6 +66,9 @@ class PlanSource(PlanView, Protocol):
     def next_step(self) -> int: ...
     @property
     def plan(self) -> Plan: ...
+
+    def expect_depth(self, num_steps: int) -> None:
+        """Take how many steps beyond the newest one trained on a loader draws, once it begins."""
 
     def begin_batch(
         self,
@@ -110,7 +114,8 @@ class PlanSource(PlanView, Protocol):
 class Keeper(Protocol):
     """A data set that keeps samples where they were computed, so that owners can follow them.
 
-    ``steps_ahead`` steps are drawn ahead of those that are read: it can fetch their samples.
+    ``steps_ahead`` steps are drawn ahead of those that are read: it can fetch their samples. Before
+    the first iteration it is the most that there may be.
     """
 
     @property
@@ -333,6 +338,13 @@ class GlobalBatches:
         self.deepest_drawn_step = first_step - 1
         num_ahead = 0 if self._keeper is None else self._keeper.steps_ahead
         return position, _ahead(self._draw(position, first_step), num_ahead)
+
+    @property
+    def steps_ahead(self) -> int:
+        """Steps that may be drawn ahead of those that are read."""
+        if self._keeper is None:
+            return int(self.homes.is_dear)
+        return self._keeper.steps_ahead + 1  # what is kept may make assignments dear
 
     def reads(self) -> Sequence[Mapping[str, int]]:
         """Return what each rank read of the keeper in the iteration before, [world_size]."""

@@ -373,7 +373,8 @@ class SampleStore(Dataset[Any]):
     @property
     def steps_ahead(self) -> int:
         """Steps to draw ahead of those that are read, so that their samples can be fetched."""
-        return 0 if self._fetcher is None else _STEPS_AHEAD
+        has_fetcher = self._fetcher is not None or self._start_fetcher is not None
+        return _STEPS_AHEAD if has_fetcher else 0
 
     def reads(self) -> list[dict[str, int]]:
         """Return what each rank read between the last two iterations, as ``counters`` has it.

@@ -34,6 +34,7 @@ class FakePlans:
         fetches: what was said of each batch yielded.
         asked: steps whose plan was asked for, in order.
         next_step: the next step to train on; counts where the test does.
+        depth: steps beyond the newest one trained on that a loader said it may draw.
     """
 
     sizes: Sequence[int]
@@ -45,6 +46,7 @@ class FakePlans:
     fetches: list[Fetch] = field(default_factory=list)
     asked: list[int] = field(default_factory=list)
     next_step: int = 0
+    depth: int = 0
     num_epochs_ended: int = 0
     num_left_out: int = 0
     source: tuple[int, ...] = ()
@@ -78,6 +80,9 @@ class FakePlans:
         for plan_id, first_step in enumerate(sorted(self.later), start=1):
             plans.append(Plan(plan_id, first_step, tuple(self.later[first_step])))
         return [plan for plan in plans if plan.first_step <= step][-1]
+
+    def expect_depth(self, num_steps: int) -> None:
+        self.depth = max(self.depth, num_steps)
 
     def begin_batch(
         self,

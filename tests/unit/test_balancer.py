@@ -186,6 +186,15 @@ def test_a_batch_smaller_than_the_world_is_refused() -> None:
     run_ranks(3, work)
 
 
+@pytest.mark.parametrize(
+    ("num_steps", "error"),
+    [(-1, ArgumentError), (2.5, ArgumentTypeError), (True, ArgumentTypeError)],
+)
+def test_a_depth_is_a_count_of_steps(num_steps: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=f"expect_depth: num_steps={num_steps} must be"):
+        alone(8).expect_depth(num_steps)
+
+
 @pytest.mark.parametrize("lookahead", [0, 4])
 def test_an_adaptive_plan_evens_times_out_and_starts_at_one_step_everywhere(lookahead: int) -> None:
     """Rank 2 needs three times as long for a sample; steps are drawn ahead of training."""

@@ -12,7 +12,9 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import TensorDataset
 
 import loft_hvd as loft
+from loft_hvd.balance.batches import BatchQueue
 from loft_hvd.balance.plan import Plan
+from loft_hvd.errors import PlanError
 from loft_hvd.transport.local import LocalTransport, run_ranks
 from tests.support.live import Run
 
@@ -75,6 +77,51 @@ def test_plans_change_in_order_although_loader_processes_draw_ahead() -> None:
     sizes, others_sizes = run_ranks(2, work)
     assert sizes == others_sizes
     assert sizes[-1] == (48, 16)
+
+
+def train_in_turn(run: Run, kind: str, loaders: list[tuple[Any, Any]], until: list[int]) -> None:
+    """Train on each loader up to the end of a step, epoch after epoch."""
+    for (loader, batch_sampler), last in zip(loaders, until, strict=True):
+        for _, (samples,) in epochs(loader, batch_sampler, 0):
+            train = run.compute if kind == "loader" else run.step
+            train(len(samples))
+            if len(run.sizes) == last:
+                break
+
+
+@pytest.mark.parametrize("kind", ["loader", "sampler"])
+def test_a_loader_that_draws_deeper_may_begin_while_a_plan_is_on_its_way(kind: str) -> None:
+    def work(transport: LocalTransport) -> list[tuple[int, ...]]:
+        run = Run(transport)
+        loaders = [batches(kind, run.balancer, num_workers) for num_workers in (0, 2)]
+        if kind == "sampler":  # nobody knows how deep torch's own loader draws
+            run.balancer.expect_depth(2 * 2 + 1)
+        # At step 40 rank 0 decides on a plan, which comes two steps later.
+        train_in_turn(run, kind, loaders, [40, 60])
+        return run.sizes
+
+    sizes, others_sizes = run_ranks(2, work)
+    assert sizes == others_sizes
+    assert sizes[-1] == (48, 16)
+
+
+@pytest.mark.parametrize("kind", ["loader", "sampler"])
+def test_a_deeper_loader_that_nobody_knew_of_ends_the_job_with_the_way_out(kind: str) -> None:
+    def work(transport: LocalTransport) -> None:
+        run = Run(transport)
+        train_in_turn(run, kind, [batches(kind, run.balancer, 0)], [40])
+        train_in_turn(run, kind, [batches(kind, run.balancer, 2)], [60])
+
+    way_out = r"Make every loft.DataLoader before .* balancer.expect_depth\(5\)"
+    with pytest.raises(PlanError, match=f"starts at step 44, but steps up to 46 .*{way_out}"):
+        run_ranks(2, work)
+
+
+def test_how_deep_loaders_draw_stays_known_when_a_state_is_loaded() -> None:
+    queue = BatchQueue()
+    queue.expect_depth(9)
+    queue.restart(next_step=5)
+    assert queue.may_be_drawn == 4 + 9
 
 
 def test_a_loader_of_the_script_s_own_follows_the_plan_in_force() -> None:

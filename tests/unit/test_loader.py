@@ -114,6 +114,33 @@ def test_spawned_loader_processes_work() -> None:
     assert sorted(trained(loader)) == NUMBERS.tolist()
 
 
+@pytest.mark.parametrize(
+    ("options", "depth"),
+    [
+        ({}, 1),
+        ({"num_workers": 2}, 5),
+        ({"num_workers": 2, "prefetch_factor": 3}, 7),
+        # Sets that neither nest nor keep apart are dear: they are assigned a step ahead.
+        ({"placement": Placement.from_function(lambda i: [i % 3, (i + 1) % 3], 53)}, 2),
+    ],
+    ids=["alone", "processes", "prefetch", "dear"],
+)
+def test_a_loader_draws_as_deep_as_it_said_when_it_was_made(
+    options: dict[str, Any], depth: int
+) -> None:
+    plans = FakePlans([2, 1, 1])
+    loader = DataLoader(TensorDataset(NUMBERS), plans, **options)
+    assert plans.depth == depth
+    # Before a step is trained, the newest one trained on is the one before it.
+    assert max(max(plans.asked) - (step - 1) for step, _ in enumerate(loader)) == depth
+
+
+def test_a_loader_for_evaluation_puts_no_plan_off() -> None:
+    plans = FakePlans([8])
+    DataLoader(TensorDataset(NUMBERS), plans, train=False, num_workers=2)
+    assert plans.depth == 0
+
+
 def test_errors_of_the_data_set_pass_through() -> None:
     with pytest.raises(KeyError, match="is gone"):
         next(iter(DataLoader(Broken(), FakePlans([8]))))
