@@ -54,6 +54,7 @@ _TAKES_OUTPUT = {
 _ALL_RANKS = "horovod.0"  # 0 is the number of Horovod's global process set
 _SHOWN_SETS = 8  # a choice: an error names no more of them
 _ASK_S = 0.1  # a choice: Horovod answers in microseconds, unless it waits for a rank
+_JOINED = 2**53  # operations of a rank that has joined: more than any rank starts
 _SUMMABLE = (torch.float16, torch.float32, torch.float64, torch.int32, torch.int64)
 
 
@@ -142,9 +143,58 @@ def _wire_view(tensor: Tensor) -> Tensor:
 
 
 @functools.cache
-def _own_handles() -> set[int]:
-    """Return Horovod's handles of operations of ours that are not released."""
+def _starting() -> set[int]:
+    """Return the threads that are starting an operation of ours."""
     return set()
+
+
+class _HandleMap(dict[int, Any]):
+    """Horovod's own map from handles to tensors, which also counts what the script starts.
+
+    Each of Horovod's functions puts its operation in here once, right after starting it. Counted
+    are those over all ranks. Handles themselves do not tell: one that was started and released
+    between two looks leaves no trace, and operations of ours and of process sets have some, too.
+    """
+
+    def __init__(self, handles: dict[int, Any]) -> None:
+        super().__init__(handles)
+        self.num_others = 0
+        self.has_joined = False  # what others have done meanwhile is in no count of this rank's
+        self._counting = threading.RLock()  # a signal handler of the script's may start one, too
+
+    def __setitem__(self, handle: int, tensors: Any) -> None:
+        super().__setitem__(handle, tensors)
+        function = sys._getframe(1)
+        some = function.f_locals.get("process_set")  # that of all ranks has the number 0
+        if threading.get_ident() in _starting() or getattr(some, "process_set_id", 0) != 0:
+            return
+        with self._counting:
+            self.num_others += 1
+            self.has_joined |= function.f_code.co_name == "join"
+
+
+def _count_others(ops: Any) -> Callable[[], int]:
+    """Count what the script starts over all ranks from now on; every rank calls it alike.
+
+    Returns:
+        What tells their number; it tells -1 where Horovod keeps its handles in another way. A rank
+        that has joined has come to all that the others may do, for good.
+    """
+    known = getattr(ops, "_handle_map", None)
+    if not isinstance(known, dict):
+        return lambda: -1
+    if not isinstance(known, _HandleMap):
+        ops._handle_map = _HandleMap(known)
+        ops._handle_map.update(known)  # with what another thread has just started
+    counted: _HandleMap = ops._handle_map
+    num_before = counted.num_others
+
+    def num_others() -> int:
+        if ops._handle_map is not counted:  # hvd.init() has made another one
+            return -1
+        return _JOINED if counted.has_joined else counted.num_others - num_before
+
+    return num_others
 
 
 class _HorovodWork:
@@ -156,14 +206,12 @@ class _HorovodWork:
         self._hvd = hvd
         self._handle = handle
         self._copy_to = copy_to
-        _own_handles().add(handle)
 
     def done(self) -> bool:
         return bool(self._hvd.poll(self._handle))
 
     def finish(self) -> None:
         # Only of a done operation: on an unfinished one it spins on the interpreter's lock.
-        _own_handles().discard(self._handle)
         output = self._hvd.synchronize(self._handle)
         if self._copy_to is not None:
             self._copy_to.copy_(output[0] if isinstance(output, tuple) else output)
@@ -243,22 +291,8 @@ class HorovodTransport:
                 self,
                 self._world,
                 engine_is_down=self._is_down,
-                has_started_others=self._has_started_others,
+                num_others=_count_others(self._ops),
             )
-
-    def _has_started_others(self) -> bool:
-        """Say whether the script has operations of its own in flight; for the heartbeat's thread.
-
-        Where Horovod does not keep its handles where they are known to be, it may have.
-        """
-        known = getattr(self._ops, "_handle_map", None)
-        if not isinstance(known, dict):
-            return True
-        try:
-            others = set(known) - _own_handles()
-            return any(not self._hvd.poll(handle) for handle in others)
-        except (RuntimeError, ValueError):  # one was started, or released, meanwhile
-            return True
 
     def _is_down(self) -> bool:
         """Say whether Horovod has shut down, so that its calls fail instead of waiting."""
@@ -286,11 +320,15 @@ class HorovodTransport:
         # while a rank is frozen nothing of Python's would run here, nor would the heartbeat, and
         # nobody would be named. This waits without the lock, and costs a microsecond.
         self._wait_for_table()
+        me = threading.get_ident()
+        _starting().add(me)
         try:
             handle = call(*args, name=name, process_set=self._set)
         except Exception as error:
             self._explain(error)
             raise
+        finally:
+            _starting().discard(me)
         return self.follow(_HorovodWork(self._hvd, handle, copy_to=copy_to), name)
 
     def follow(self, work: Work, name: str) -> Work:

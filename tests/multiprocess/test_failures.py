@@ -132,6 +132,17 @@ def test_a_rank_that_holds_its_interpreter_is_waited_for(launcher: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_rank_in_a_call_of_the_engines_that_all_have_made_is_waited_for(launcher: str) -> None:
+    """A broadcast ends on some ranks long before it does on others, which a slow link leads to."""
+    if not launcher_here(launcher):
+        pytest.skip("mpirun is not on PATH")
+    done = launch(3, [JOB, "slow-foreign", "1"], launcher=launcher, timeout_s=80)
+    assert done.returncode == 0, done.output[-6000:]
+    assert done.output.count("has finished") == 3
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("launcher", long_first(LAUNCHERS))
 def test_a_rank_that_holds_its_interpreter_for_longer_than_others_may_wait_is_named(
     launcher: str,

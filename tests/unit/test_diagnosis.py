@@ -450,12 +450,17 @@ def test_a_stall_that_moves_is_none(diagnosis: Diagnosis, clock: Clock) -> None:
         clock.now += 2.0
 
 
-def outside(call_s: float, call: str = "allreduce 'loss'", started: str = "") -> Progress:
-    return replace(at(0.0, "", started), place=Place("train.py:160 in update", call, call_s))
+def outside(call_s: float, *, started: str = "", num_others: int = 3) -> Progress:
+    """Return a rank that waits in its ``num_others``-th call of the engine's."""
+    place = Place("train.py:160 in update", "allreduce 'loss'", call_s, num_others)
+    return replace(at(0.0, "", started), place=place)
 
 
-INSIDE = replace(at(6.0, "b"), place=Place("train.py:88 in train"))
-AHEAD = replace(INSIDE, place=Place("train.py:88 in train", has_started_others=True))
+def inside(num_others: int) -> Progress:
+    return replace(at(6.0, "b"), place=Place("train.py:88 in train", num_others=num_others))
+
+
+INSIDE = inside(2)
 
 
 @pytest.mark.parametrize(
@@ -468,7 +473,13 @@ AHEAD = replace(INSIDE, place=Place("train.py:88 in train", has_started_others=T
         ([outside(60.0), at(0.0), INSIDE], None),  # rank 1 computes
         ([outside(60.0), outside(60.0, started="b"), outside(60.0, started="b")], None),
         ([outside(60.0, started="b"), INSIDE, outside(60.0, started="b")], None),  # b may be slow
-        ([outside(60.0), AHEAD, outside(60.0)], None),  # what rank 0 waits for may be slow
+        # A call that a rank waits for is slow: others, which are inside, have come to it, too.
+        ([outside(60.0), inside(3), outside(60.0)], None),
+        ([inside(3), inside(3), outside(60.0)], None),
+        ([outside(60.0), inside(2), outside(60.0, num_others=2)], None),
+        ([inside(3), inside(2), outside(60.0)], [2]),
+        ([outside(60.0), inside(-1), outside(60.0)], None),  # nobody counts
+        ([outside(60.0, num_others=-1), inside(2), outside(60.0)], None),
     ],
 )
 def test_ranks_that_wait_outside_while_others_wait_inside_are_told_apart(
@@ -481,13 +492,23 @@ def test_ranks_that_wait_outside_while_others_wait_inside_are_told_apart(
         clock.now += 2.6
     assert (verdict is None) == (away is None)
     if verdict is not None:
-        inside = [rank for rank in range(3) if rank not in (away or [])]
-        assert f"ranks {inside} wait for 'b' at train.py:88 in train while ranks {away} wait" in (
+        here = [rank for rank in range(3) if rank not in (away or [])]
+        assert f"ranks {here} wait for 'b' at train.py:88 in train while ranks {away} wait" in (
             verdict.text
         )
         assert "the engine's allreduce 'loss' at train.py:160 in update" in verdict.text
         assert "loft.Metric" in verdict.text
         assert isinstance(verdict.error(), MismatchError)
+
+
+def test_a_script_that_still_starts_operations_is_not_astray(
+    diagnosis: Diagnosis, clock: Clock
+) -> None:
+    """Beats are of different moments: a rank may be about to come to what others wait for."""
+    for num_others in range(2, 12):
+        hear(diagnosis, 1, 2, progress=inside(num_others))
+        assert diagnosis.judge(outside(60.0, num_others=num_others + 1)) is None
+        clock.now += 2.0
 
 
 def test_late_ranks_have_not_started_what_is_waited_for(diagnosis: Diagnosis) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ import torch
 from loft_hvd.errors import UsageError
 from loft_hvd.transport.horovod import (
     HorovodTransport,
+    _count_others,
     _table_question,
     _warn_of_dynamic_sets,
     _warn_of_sets_in_elastic_jobs,
@@ -243,3 +246,87 @@ def test_the_table_of_the_real_horovod_is_asked_without_the_interpreters_lock() 
     # Of PyDLL, a kind of CDLL, it would keep the lock.
     assert isinstance(library, ctypes.CDLL)
     assert not isinstance(library, ctypes.PyDLL)
+
+
+# As Horovod's functions keep what they have started.
+OPS = """
+def init():
+    global _handle_map
+    _handle_map = {}
+
+def allreduce_async_(tensor, name=None, op=None, process_set=None):
+    handle = next(handles)
+    _handle_map[handle] = (tensor, tensor)
+    return handle
+
+def synchronize(handle):
+    return _handle_map.pop(handle)[-1]
+
+def join(device=-1):
+    handle = next(handles)
+    _handle_map[handle] = (None, device)
+    return synchronize(handle)
+
+init()
+"""
+SOME, ALL = SimpleNamespace(process_set_id=3), SimpleNamespace(process_set_id=0)
+
+
+@pytest.fixture
+def ops(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a Horovod whose operations end at once."""
+    made = ModuleType("horovod.torch.mpi_ops")
+    vars(made).update(handles=itertools.count(), Sum="sum", global_process_set=ALL)
+    exec(OPS, vars(made))
+    monkeypatch.setattr("loft_hvd.transport.horovod.horovod_module", lambda: made)
+    monkeypatch.setitem(sys.modules, "horovod.torch.mpi_ops", made)
+    return made
+
+
+@pytest.mark.parametrize(("process_set", "num_counted"), [(None, 1), (ALL, 1), (SOME, 0)])
+def test_operations_of_the_script_over_all_ranks_are_counted(
+    process_set: object, num_counted: int, ops: Any
+) -> None:
+    ops.allreduce_async_(7)
+    num_others = _count_others(ops)
+    for number in range(3):
+        assert num_others() == number * num_counted
+        # Released before anybody looks.
+        assert ops.synchronize(ops.allreduce_async_(8, process_set=process_set)) == 8
+
+
+def test_operations_of_ours_are_not_counted(ops: Any) -> None:
+    num_others = _count_others(ops)
+    HorovodTransport().allreduce(torch.zeros(4), name="sum").finish()
+    assert num_others() == 0
+
+
+def test_every_heartbeat_counts_from_its_own_start(ops: Any) -> None:
+    first = _count_others(ops)
+    ops.allreduce_async_(7)
+    second = _count_others(ops)
+    ops.allreduce_async_(7)
+    assert (first(), second()) == (2, 1)
+
+
+def test_what_was_in_flight_when_the_counting_began_is_still_there(ops: Any) -> None:
+    handle = ops.allreduce_async_(7)
+    _count_others(ops)
+    assert ops.synchronize(handle) == 7
+
+
+def test_a_rank_that_has_joined_has_come_to_all_that_others_do(ops: Any) -> None:
+    """Others go on without it, so that their counts and its own are not compared any more."""
+    num_others = _count_others(ops)
+    ops.join()
+    joined = num_others()
+    assert joined > 10**12
+    ops.allreduce_async_(7)
+    assert num_others() == joined
+
+
+def test_nothing_is_counted_where_horovod_keeps_its_handles_elsewhere(ops: Any) -> None:
+    num_others = _count_others(ops)
+    ops.init()
+    assert num_others() == -1
+    assert _count_others(SimpleNamespace())() == -1

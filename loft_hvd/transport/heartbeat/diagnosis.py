@@ -136,17 +136,18 @@ def _fill(items: Iterable[str], max_chars: int) -> str:
 class ProgressMeter:
     """Keeps what this rank has on the wire and since when it waits; any thread may write.
 
-    ``has_started_others`` says whether the script itself has operations of the engine's in flight.
+    ``num_others`` says how many operations of the engine's the script itself has started, as in
+    ``Place``.
     """
 
     def __init__(
         self,
         clock: Callable[[], float] = time.monotonic,
         *,
-        has_started_others: Callable[[], bool] = lambda: False,
+        num_others: Callable[[], int] = lambda: -1,
     ) -> None:
         self._clock = clock
-        self._has_started_others = has_started_others
+        self._num_others = num_others
         self._places = PlaceWatch(clock)
         self._thread = threading.get_ident()  # that trains: who made this, or waited last
         # Reentrant, as all locks that the script's thread takes: a signal handler of the script's
@@ -213,9 +214,7 @@ class ProgressMeter:
         in_flight = tuple(operation for operation, is_over in posted if not is_over())
         waited_s = 0.0 if since is None else max(self._clock() - since, _LEAST_WAIT_S)
         moved_s = self._clock() - self._moved_at
-        place = replace(
-            self._places.look(self._thread), has_started_others=self._has_started_others()
-        )
+        place = replace(self._places.look(self._thread), num_others=self._num_others())
         return Progress(waited_s, in_flight, counts, not self._has_forgotten, moved_s, place)
 
 
@@ -230,6 +229,15 @@ def blocked_by(operation: tuple[str, int], others: Mapping[int, Progress]) -> li
     ]
 
 
+def awaits_one(outside: Progress, inside: Iterable[Progress]) -> bool:
+    """Say whether a rank in a call of the engine's is known to wait for one inside ours.
+
+    That has started fewer such calls. Who has started as many has done its part: the call may be
+    on a slow link, as a broadcast ends on some ranks before others.
+    """
+    return any(-1 < each.place.num_others < outside.place.num_others for each in inside)
+
+
 def find_stall(ranks: Mapping[int, Progress], *, waited_s: float) -> dict[int, str] | None:
     """Find out whether no rank can go on: all wait, each for what others have not come to.
 
@@ -240,22 +248,19 @@ def find_stall(ranks: Mapping[int, Progress], *, waited_s: float) -> dict[int, s
         rank 1 waits for b; has started b          nobody else has started b: a stall
         rank 1 waits for b; has started a and b    a is on every rank: rank 0 can go on
 
-    A rank may wait outside, in the script's own call of the engine. It cannot go on either, as
-    those that wait in operations of ours do not come to that call; unless one of them has started
-    something outside before. Where all wait outside nothing is known.
+    A rank may wait outside, in the script's own call of the engine. It cannot go on either where
+    one of those that wait in operations of ours has not come to that call. Where all wait outside,
+    or nobody counts such calls, nothing is known.
 
     Returns:
         What each rank waits for, by rank; None where some rank can go on, or has not been waiting
         for ``waited_s``.
     """
     waits: dict[int, str] = {}
-    inside = {rank: progress for rank, progress in ranks.items() if not progress.is_outside}
-    has_outside = len(inside) < len(ranks)
-    if not inside or (has_outside and any(p.place.has_started_others for p in inside.values())):
-        return None
+    inside = [progress for progress in ranks.values() if not progress.is_outside]
     for rank, progress in sorted(ranks.items()):
         if progress.is_outside:
-            if progress.place.call_s < waited_s:
+            if progress.place.call_s < waited_s or not awaits_one(progress, inside):
                 return None
             waits[rank] = progress.place.call
             continue
@@ -266,6 +271,13 @@ def find_stall(ranks: Mapping[int, Progress], *, waited_s: float) -> dict[int, s
             return None
         waits[rank] = min(progress.in_flight)[0]
     return waits
+
+
+def _signature(progress: Progress) -> frozenset[tuple[str, int]]:
+    """Return what stays the same for as long as a rank cannot go on."""
+    place = progress.place
+    waits_for = [(place.call, 0)] if progress.is_outside else progress.in_flight
+    return frozenset([*waits_for, ("", place.num_others)])
 
 
 @dataclass(frozen=True)
@@ -616,10 +628,7 @@ class Diagnosis:
         """
         waits = find_stall(live, waited_s=self.limits.stall_s)
         # Beats of different ranks are of different moments: believe only what stays the same.
-        signature = {
-            rank: frozenset([(each.place.call, 0)] if each.is_outside else each.in_flight)
-            for rank, each in live.items()
-        }
+        signature = {rank: _signature(each) for rank, each in live.items()}
         if waits is None or signature != self._stalled:
             self._stalled = None if waits is None else signature
             self._stalled_at = self._clock()

@@ -193,7 +193,7 @@ class Heartbeat:
         entrance: how ranks that have lost their link come to another; None for links of one life.
         clock: the diagnosis' clock, where it goes by what was read.
         engine_is_down: whether the engine has ended, so that its calls fail by themselves.
-        has_started_others: whether the script has operations of its own in flight.
+        num_others: how many operations of the engine's the script has started, as in ``Place``.
 
     Owns its threads; its own thread closes its links and its entrance.
     """
@@ -208,12 +208,12 @@ class Heartbeat:
         entrance: Entrance | None = None,
         clock: ReadClock | None = None,
         engine_is_down: Callable[[], bool] = lambda: False,
-        has_started_others: Callable[[], bool] = lambda: False,
+        num_others: Callable[[], int] = lambda: -1,
     ) -> None:
         self.rank = diagnosis.rank
         self.settings = settings
         self.verdict: Verdict | None = None
-        self.meter = ProgressMeter(has_started_others=has_started_others)
+        self.meter = ProgressMeter(num_others=num_others)
         self._links = dict(links)
         self._entrance = entrance
         self._clock = ReadClock() if clock is None else clock

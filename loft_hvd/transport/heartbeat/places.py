@@ -36,24 +36,25 @@ class Place:
     line: str = ""  # of the script: "train.py:88 in train"; "" where that is not known
     call: str = ""  # of the engine's, over all ranks, outside of loft: "allreduce 'loss'"; "" none
     call_s: float = 0.0  # seconds that it has been seen in that call
-    # Whether the script has operations of the engine's in flight: others may wait for those.
-    has_started_others: bool = False
+    # How many operations over all ranks the script itself has started in the engine, from a moment
+    # that is the same on every rank; -1: not known.
+    num_others: int = -1
 
     def __str__(self) -> str:
         return f" at {self.line}" if self.line else ""
 
     def encode(self) -> str:
-        """Return it as text: "train.py%3A88%20in%20train|allreduce%20%27loss%27|7.0|0"."""
+        """Return it as text: "train.py%3A88%20in%20train|allreduce%20%27loss%27|7.0|3"."""
         texts = quote(self.line[:_MOST_CHARS]), quote(self.call[:_MOST_CHARS])
-        return "|".join([*texts, f"{self.call_s:.1f}", str(int(self.has_started_others))])
+        return "|".join([*texts, f"{self.call_s:.1f}", str(self.num_others)])
 
     @classmethod
     def decode(cls, text: str) -> Place:
         """Return the place that a text tells; nowhere where it does not parse."""
         parts = text.split("|")
         try:
-            line, call, call_s, has_started_others = parts
-            return cls(unquote(line), unquote(call), float(call_s), has_started_others == "1")
+            line, call, call_s, num_others = parts
+            return cls(unquote(line), unquote(call), float(call_s), int(num_others))
         except ValueError:
             return cls()
 

@@ -121,7 +121,7 @@ def open_heartbeat(
     world: str,
     *,
     engine_is_down: Callable[[], bool],
-    has_started_others: Callable[[], bool] = lambda: False,
+    num_others: Callable[[], int] = lambda: -1,
 ) -> Heartbeat | None:
     """Open the heartbeat of two ranks or more, unless it is open; every rank calls it alike.
 
@@ -200,6 +200,6 @@ def open_heartbeat(
             launcher=launcher,
         ),
         engine_is_down=engine_is_down,
-        has_started_others=has_started_others,
+        num_others=num_others,
     )
     return heartbeat

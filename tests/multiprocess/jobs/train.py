@@ -6,15 +6,18 @@ backward pass ("raise") or in a hook ("raise-hook"), leaves without a word ("lea
 optimizers the other way round ("order"). With "shape" its model differs from the start. With "hold"
 nothing is wrong: the rank holds the Python interpreter for long, as some calls do, and the others
 must wait for it; with "hold-foreign" for a minute, while they wait in a call of Horovod's own. With
-"sleep" it takes a minute over its step.
+"sleep" it takes a minute over its step. With "slow-foreign" that call of Horovod's own takes 12 s
+there, as over a slow link, when the others are through with it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -33,6 +36,20 @@ def raise_in_hook(*_: object) -> None:
     raise RuntimeError(f"rank {hvd.rank()} raises in a hook")
 
 
+def slow_down() -> None:
+    """Let this rank's next waits for Horovod end in 12 s."""
+    library = importlib.import_module("horovod.torch.mpi_ops").mpi_lib
+    wait, gate = library.horovod_torch_wait_and_clear, threading.Lock()
+    gate.acquire()
+    library.horovod_torch_wait_and_clear = gate.acquire  # of C, as the wait is; it takes any number
+
+    def go_on() -> None:
+        library.horovod_torch_wait_and_clear = wait
+        gate.release()
+
+    threading.Timer(12.0, go_on).start()
+
+
 def at_once(what: str) -> None:
     """Do what ends or stops this process in place."""
     print(f"fault at {time.time()}", flush=True)
@@ -46,6 +63,8 @@ def at_once(what: str) -> None:
         time.sleep(60)
     if what.startswith("hold"):  # unlike CDLL, PyDLL keeps the interpreter's lock
         ctypes.PyDLL(None).sleep(60 if what == "hold-foreign" else 13)
+    if what == "slow-foreign":
+        slow_down()
 
 
 def trainer(what: str) -> tuple[Any, Callable[[bool], None]]:
