@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -470,6 +471,26 @@ def test_a_rank_that_leaves_for_a_frozen_one_kills_it_first(
     first.settings = replace(first.settings, leave_s=0.05)
     assert end.has_left.wait(20.0)
     assert end.was_done
+    link.close()
+
+
+@pytest.mark.parametrize(
+    ("goes_on", "held_s", "leaves"), [(False, 30.0, True), (True, 30.0, False), (True, 0.2, True)]
+)
+def test_a_script_that_hangs_after_a_verdict_is_left_and_one_that_goes_on_only_late(
+    goes_on: bool, held_s: float, leaves: bool, pairs: Pairs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be writing a checkpoint; here the main thread stands, and waits to be left."""
+    if goes_on:  # another frame at every look
+        monkeypatch.setattr(
+            "loft_hvd.transport.heartbeat.places.innermost_frame", lambda thread: sys._getframe()
+        )
+    end = _LeavingAtOnce(threading.Event())
+    control = ProcessControl(exit=end, look=lambda pid, start: "R")
+    first, link = pairs.first(4242, control=control, held_s=held_s)
+    first.settings = replace(first.settings, leave_s=0.05)
+    first._decide(Verdict(1, "rank 1 has failed"))
+    assert end.has_left.wait(20.0 if leaves else 0.5) == leaves
     link.close()
 
 

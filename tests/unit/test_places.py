@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import threading
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from loft_hvd.transport.heartbeat.places import Place, PlaceWatch, engine_call
+from loft_hvd.transport.heartbeat.places import Place, PlaceWatch, StandWatch, engine_call
 
 # Its wait is a call of C, as Horovod's is: the innermost frame is the engine's own.
 ENGINE = """
@@ -133,6 +134,34 @@ def test_the_engines_function_that_the_main_thread_hangs_in_is_found_whoever_cal
     thread.join(10.0)
     assert found == ["synchronize"]
     assert engine_call() == ""
+
+
+def two_steps() -> Any:
+    yield
+    yield
+
+
+def test_a_thread_stands_while_it_is_seen_in_one_instruction_of_one_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, calls = 100.0, [two_steps(), two_steps()]
+    watch = StandWatch(lambda: now)
+
+    def seconds_in(call: Any) -> float:
+        frame = None if call is None else call.gi_frame
+        monkeypatch.setattr(
+            "loft_hvd.transport.heartbeat.places.innermost_frame", lambda thread: frame
+        )
+        return watch.look(7)
+
+    for call in calls:  # the second one stands at the same instruction
+        next(call)
+        assert seconds_in(call) == 0.0
+        now += 3.0
+        assert seconds_in(call) == 3.0
+    next(call)
+    assert seconds_in(call) == 0.0
+    assert seconds_in(None) == math.inf
 
 
 # Collections begin in the thread that looks, and their destructors let the main thread run, which

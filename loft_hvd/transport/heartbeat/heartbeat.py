@@ -32,7 +32,7 @@ from loft_hvd.transport.heartbeat.diagnosis import Diagnosis, Progress, Progress
 from loft_hvd.transport.heartbeat.door import Caller, Entrance, Met
 from loft_hvd.transport.heartbeat.launcher import LauncherGuard
 from loft_hvd.transport.heartbeat.links import MAX_TEXT, PULSE, Line, Link
-from loft_hvd.transport.heartbeat.places import engine_call
+from loft_hvd.transport.heartbeat.places import StandWatch, engine_call
 from loft_hvd.transport.heartbeat.process import (
     ENDED,
     FROZEN,
@@ -225,6 +225,7 @@ class Heartbeat:
         self._is_heard = self._has_failed = self._is_closed = False
         # Whether the main thread was in one call of the engine's at the last two looks, and which.
         self._is_stuck, self._last_call = False, ""
+        self._stand = StandWatch()
         self._late: list[int] = []
         self._asked: list[str] = []  # what rank 0 wants to know: keys of names
         self._gone: set[int] = set()  # ranks that have said good-bye, to whomever
@@ -646,13 +647,19 @@ class Heartbeat:
         waits_for_ever = self._is_stuck and self._has_lost_host()
         if verdict is not None and not (self._is_heard or end.is_armed or end.is_kept):
             unheard_s = time.monotonic() - self._verdict_at
-            is_due = waits_for_ever or unheard_s >= self.settings.leave_s
+            # A script that goes on, as it evaluates or saves, comes to a call of ours and hears of
+            # the verdict there. One that never comes to any is left after the longest wait.
+            stands_s = self._stand.look(threading.main_thread().ident or 0)
+            hangs = min(unheard_s, stands_s) >= self.settings.leave_s
+            is_due = waits_for_ever or hangs or unheard_s >= self._diagnosis.limits.held_s
             # Where the engine is down its calls fail, so the script goes on by itself.
             if is_due and not self._engine_is_down():
                 end.arm(verdict.text, since_s=unheard_s)
                 # By this a frozen rank is doomed. Its launcher waits for it, ten seconds at worst,
                 # and this process may leave right now: nobody would be here to kill it.
                 self._look_at_silent()
+        else:
+            self._stand.forget()
         if end.is_armed:
             self._end_launcher()
             if waits_for_ever:

@@ -6,6 +6,7 @@ Seen from outside, by the heartbeat's thread, in the stack of the thread that tr
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -18,7 +19,7 @@ from urllib.parse import quote, unquote
 
 from loft_hvd._native import extension
 
-__all__ = ["Place", "PlaceWatch", "engine_call", "find_place", "innermost_frame"]
+__all__ = ["Place", "PlaceWatch", "StandWatch", "engine_call", "find_place", "innermost_frame"]
 
 _ENGINES = ("horovod.", "torch.distributed.")
 _OWN = "loft_hvd."
@@ -129,6 +130,31 @@ class PlaceWatch:
         if key is None or key != self._key:
             self._key, self._since = key, now
         return replace(place, call_s=now - self._since)
+
+
+class StandWatch:
+    """Sees since when a thread has stood in one instruction, as a call of C is."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        # Itself, not its id: the next call's frame often takes the memory of one that is gone.
+        self._frame: FrameType | None = None
+        self._instruction = -1
+        self._since = 0.0
+
+    def look(self, thread: int) -> float:
+        """Return for how many seconds it has; infinite where that cannot be told."""
+        frame = innermost_frame(thread)
+        if frame is None:
+            return math.inf
+        now, instruction = self._clock(), frame.f_lasti
+        if frame is not self._frame or instruction != self._instruction:
+            self._frame, self._instruction, self._since = frame, instruction, now
+        return now - self._since
+
+    def forget(self) -> None:
+        """Let go of the frame, which keeps variables of the script's alive."""
+        self._frame = None
 
 
 def engine_call() -> str:
