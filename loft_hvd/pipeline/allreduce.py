@@ -73,7 +73,8 @@ class NamedReduction:
             transport, name, numel, tensor.dtype, device, rule, wire, selection=selection
         )
         self.kind = _kind_of(transport, tensor, rule, selection, run)
-        self.is_busy = False
+        self.is_busy = False  # values of other ranks may come into its buffers
+        self.failure = ""  # what has ended it: it is busy for good
         self.is_direct = needs_no_bucket(transport, rule, numel)
         self.is_engine_sum = is_engine_sum(rule, wire)
         self._result: Tensor | None = None  # of a direct one; else it is in the bucket
@@ -110,13 +111,20 @@ class NamedReduction:
         """Do what can be done without waiting, and say whether the result is there."""
         return self._reduction.advance()
 
+    def fail(self, error: BaseException) -> None:
+        """Note what has ended it; other ranks may not have heard of that, and go on."""
+        self.failure = f"{type(error).__name__}: {error}"
+
     def take(self, like: Tensor) -> Tensor:
-        """Return the result as a tensor of its own, with shape and dtype of ``like``."""
+        """Return the result as a tensor of its own, with shape and dtype of ``like``; once."""
         result, self._result = self._result, None
         if result is not None and like.is_contiguous():
-            return result.view(like.shape)
-        values = self._reduction.values if result is None else result
-        return torch.empty_like(like).copy_(values.view(like.shape))
+            taken = result.view(like.shape)
+        else:
+            values = self._reduction.values if result is None else result
+            taken = torch.empty_like(like).copy_(values.view(like.shape))
+        self.is_busy = False
+        return taken
 
 
 def _kind_of(
@@ -216,9 +224,14 @@ class Handle:
             return
         assert self._reduction is not None
         try:
-            self._is_over = self._advance(self._reduction)
+            if self._advance(self._reduction):
+                # At once, so that the name is free: nobody may ask for this handle any more, as
+                # where a wait for it has ended by its limit.
+                self._result = self._reduction.take(self._tensor)
+                self._is_over = True  # last: another thread may wait for it
         except BaseException as error:
             self._failure = error  # what the buffers hold by now is no result: asked again, too
+            self._reduction.fail(error)
             if not isinstance(error, Exception):  # as when the user interrupts
                 raise
 
@@ -266,10 +279,7 @@ class Handle:
                         "must call it, in time"
                     )
                 time.sleep(min(max(_POLL_PART * waited_s, _SHORTEST_POLL_S), _LONGEST_POLL_S))
-        if self._result is None:
-            assert self._reduction is not None
-            self._result = self._reduction.take(self._tensor)
-            self._reduction.is_busy = False
+        assert self._result is not None
         return self._result
 
     def _check_agreement(self, rows: Tensor) -> None:
@@ -365,7 +375,11 @@ def start_allreduce(
     if reduction.overlaps:
         handle = Handle(ends, tensor, reduction, name=name, agreement=agreement, start=start)
     else:
-        start()
+        try:
+            start()
+        except BaseException as error:
+            reduction.fail(error)
+            raise
         handle = Handle(ends, tensor, reduction, name=name, agreement=agreement)
     _in_flight().setdefault(ends, []).append(handle)
     return handle
@@ -398,6 +412,7 @@ def allreduce(
 
     Raises:
         ArgumentTypeError: the tensor is not floating point.
+        ArgumentError: an all-reduce of that name is in flight, or has failed.
         AggregationError: the rule does not fit the rows that are present.
         MismatchError: ranks brought different shapes, dtypes, rules or weights.
         TransportTimeoutError: other ranks did not answer in time.
@@ -444,6 +459,11 @@ def _reduction_of(
     """Return the buffers of a name: those of its last call, unless they do not fit."""
     by_name = _reductions().setdefault(transport, {})
     kept = by_name.get(name)
+    if kept is not None and kept.failure:
+        raise ArgumentError(
+            f"allreduce {name!r}: an all-reduce of that name has failed before ({kept.failure}), "
+            "and other ranks may still send their values for it; use another name"
+        )
     if kept is not None and kept.is_busy:
         raise ArgumentError(
             f"allreduce {name!r}: an all-reduce of that name is in flight; wait for its handle "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from torch import Tensor
 
 import loft_hvd as loft
 from loft_hvd.aggregation.reference import reference
-from loft_hvd.errors import MismatchError, TransportTimeoutError
+from loft_hvd.errors import ArgumentError, MismatchError, TransportTimeoutError
 from loft_hvd.pipeline import allreduce as allreduce_module
 from loft_hvd.pipeline import reduction as reduction_module
 from loft_hvd.transport.local import (
@@ -104,6 +105,77 @@ def test_what_has_failed_has_no_result_when_it_is_waited_for_again(
                 handle.wait(10.0)
 
     run_ranks(WORLD_SIZE, work)
+
+
+def reduce_ones(transport: LocalTransport, name: str, **options: Any) -> list[float]:
+    values: list[float] = loft.allreduce(
+        torch.ones(3), loft.Median(), name=name, transport=transport, **options
+    ).tolist()
+    return values
+
+
+def test_a_name_serves_again_when_its_operation_has_ended_after_its_wait() -> None:
+    gave_up = threading.Event()
+
+    def work(transport: LocalTransport) -> list[float]:
+        if transport.rank == 0:
+            with pytest.raises(TransportTimeoutError):
+                reduce_ones(transport, "x", timeout_s=0.1)
+            with pytest.raises(ArgumentError, match="is in flight"):
+                reduce_ones(transport, "x")
+            gave_up.set()
+        else:
+            assert gave_up.wait(20.0)
+            reduce_ones(transport, "x")
+        for other in ("y", "z"):  # they move it on, to its end
+            reduce_ones(transport, other)
+        return reduce_ones(transport, "x")
+
+    assert run_ranks(2, work) == [[1.0] * 3] * 2
+
+
+@pytest.mark.parametrize("numel", [400, 401])
+def test_a_result_that_nobody_has_taken_yet_is_kept_while_its_name_serves_again(
+    numel: int,
+) -> None:
+    def work(transport: LocalTransport) -> list[float]:
+        handles = []
+        for value in (1.0, 2.0):
+            row = torch.full((numel,), value)
+            handles.append(loft.allreduce_async(row, loft.Median(), name="x", transport=transport))
+            until = time.monotonic() + 20.0
+            while not handles[-1].done():
+                assert time.monotonic() < until, "it does not end"
+                time.sleep(0.001)
+        return [float(handle.wait()[-1]) for handle in handles]
+
+    assert run_ranks(2, work) == [[1.0, 2.0]] * 2
+
+
+def test_a_name_that_has_failed_is_refused_with_what_has_ended_it() -> None:
+    def work(transport: LocalTransport) -> list[float]:
+        with pytest.raises(ArithmeticError):
+            loft.allreduce(torch.ones(3), loft.Custom(_refuse), name="x", transport=transport)
+        says = (
+            r"'x': .* failed before \(ArithmeticError: a rule of the user's fails\).*another name"
+        )
+        with pytest.raises(ArgumentError, match=says):
+            reduce_ones(transport, "x")
+        return reduce_ones(transport, "y")
+
+    assert run_ranks(2, work) == [[1.0] * 3] * 2
+
+
+def test_a_name_whose_start_has_failed_is_refused_with_what_has_ended_it() -> None:
+    class Broken(LocalTransport):
+        def alltoall(self, *_: object, **__: object) -> _LocalWork:
+            raise ConnectionError("the wire is cut")
+
+    alone = Broken(LocalWorld(2), 0)
+    with pytest.raises(ConnectionError):
+        reduce_ones(alone, "x")
+    with pytest.raises(ArgumentError, match=r"failed before \(ConnectionError: the wire is cut"):
+        reduce_ones(alone, "x")
 
 
 @pytest.mark.parametrize("numel", [400, 401])
