@@ -31,6 +31,7 @@ from loft_hvd.pipeline.gradients import copy_scaled
 from loft_hvd.pipeline.reduction import BucketReduction, needs_no_bucket
 from loft_hvd.pipeline.ring import ExchangeSpec, RunRule, flat_exchange, is_engine_sum, run_rule
 from loft_hvd.pipeline.selection import SelectionPart
+from loft_hvd.pipeline.streams import StreamOrder, used_here
 from loft_hvd.pipeline.weights import PassWeights
 from loft_hvd.pipeline.wire import Compression
 from loft_hvd.transport.agreement import digest, odd_ones
@@ -77,6 +78,7 @@ class NamedReduction:
         self.failure = ""  # what has ended it: it is busy for good
         self.is_direct = needs_no_bucket(transport, rule, numel)
         self.is_engine_sum = is_engine_sum(rule, wire)
+        self.streams = StreamOrder(device)  # of who moves it on: any thread that waits for any
         self._result: Tensor | None = None  # of a direct one; else it is in the bucket
         self._reduction = BucketReduction(
             spec,
@@ -224,6 +226,7 @@ class Handle:
             return
         assert self._reduction is not None
         try:
+            self._reduction.streams.take()
             if self._advance(self._reduction):
                 # At once, so that the name is free: nobody may ask for this handle any more, as
                 # where a wait for it has ended by its limit.
@@ -280,6 +283,9 @@ class Handle:
                     )
                 time.sleep(min(max(_POLL_PART * waited_s, _SHORTEST_POLL_S), _LONGEST_POLL_S))
         assert self._result is not None
+        if self._reduction is not None:
+            self._reduction.streams.follow()
+            used_here(self._result)
         return self._result
 
     def _check_agreement(self, rows: Tensor) -> None:
@@ -369,6 +375,7 @@ def start_allreduce(
     weighed = PassWeights(weights=row_weights, present=alive, row_scale=1.0)
     start = functools.partial(reduction.start, tensor.detach(), weighed, share=share)
     reduction.is_busy = True
+    reduction.streams.take()  # what is queued for the tensor by now is in it
     # On an engine with its own negotiation beside the agreement, not after it: to find ranks that
     # differ costs no waiting. Where values take a mesh after it, which takes one round trip: what
     # ranks that differ had begun would stay in the way of the name's next call.

@@ -31,6 +31,7 @@ from loft_hvd.pipeline.buckets import Bucket
 from loft_hvd.pipeline.reduction import BucketReduction
 from loft_hvd.pipeline.ring import ExchangeSpec, MakeExchange, Owners, flat_exchange
 from loft_hvd.pipeline.selection import NUM_SLICES, Selection
+from loft_hvd.pipeline.streams import StreamOrder, current_stream
 from loft_hvd.pipeline.trace import Lane, trace_of
 from loft_hvd.pipeline.weights import PassWeights
 from loft_hvd.pipeline.wire import Compression, Wire
@@ -179,7 +180,7 @@ class Engine:
         # operations. That keeps them in one order on every rank.
         self._turn = threading.Lock()
         self._num_done = 0
-        self._done: dict[int, Any] = {}
+        self._streams = StreamOrder(*{bucket.device for bucket in self.buckets})
         self._open: list[int] = []
         self._pause = SHORTEST_SLEEP_S
         self._thread = ProgressThread(self._take_turn, name=f"{channel.name}.progress")
@@ -225,7 +226,9 @@ class Engine:
         assert index == self._num_queued, (index, self._num_queued)
         self._raise_failure()
         self._num_queued += 1
-        self._queue.append((index, _mark(self.buckets[index].device)))
+        # Without, the engine's thread could send it before the backward pass has filled it.
+        stream = current_stream(self.buckets[index].device)
+        self._queue.append((index, None if stream is None else stream.record_event()))
         self._thread.wake()
 
     def finish(self) -> None:
@@ -244,8 +247,7 @@ class Engine:
             self._is_awaited = False
         lane.leave()
         self._raise_failure()
-        for index, mark in self._done.items():
-            _follow(self.buckets[index].device, mark)
+        # What this thread queues from here on follows all buckets: it has had the last turn.
         self._num_queued = self._num_done = 0
 
     def _drive(self) -> None:
@@ -335,6 +337,7 @@ class Engine:
         # what others wait for.
         num_open, num_before = len(self._open), self._num_done
         try:
+            self._streams.take()
             with torch.no_grad():
                 while self._queue and self._failure is None:
                     self._begin(*self._queue.popleft())
@@ -354,14 +357,14 @@ class Engine:
     def _begin(self, index: int, mark: Any) -> None:
         self._open.append(index)
         with self._located(index):
-            _follow(self.buckets[index].device, mark)
+            if mark is not None:
+                current_stream(self.buckets[index].device).wait_event(mark)
             self.reductions[index].start()
 
     def _advance_bucket(self, index: int) -> bool:
         with self._located(index):
             if not self.reductions[index].advance():
                 return False
-        self._done[index] = _mark(self.buckets[index].device)
         self._num_done += 1
         return True
 
@@ -372,20 +375,3 @@ class Engine:
             yield
         except BaseException as error:
             raise locate(error, self._place(index)) from error.__cause__
-
-
-def _mark(device: str) -> Any:
-    """Return the point that this thread's work on a GPU has reached; None on a CPU."""
-    if not device.startswith("cuda"):
-        return None
-    event: Any = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(torch.device(device)))
-    return event
-
-
-def _follow(device: str, mark: Any) -> None:
-    """Let what this thread queues on a GPU from now on come after a mark; does not block."""
-    # Each thread has a current stream of its own: without, the engine's thread could send a bucket
-    # before the backward pass has filled it, or step() read it before the rule has.
-    if mark is not None:
-        torch.cuda.current_stream(torch.device(device)).wait_event(mark)

@@ -31,6 +31,7 @@ from torch import Tensor
 from loft_hvd.aggregation.aggregate import aggregate
 from loft_hvd.aggregation.rules import Mean, Rule
 from loft_hvd.pipeline.selection import Scope, SelectionPart, total
+from loft_hvd.pipeline.streams import used_here
 from loft_hvd.pipeline.trace import Lane
 from loft_hvd.pipeline.weights import PassWeights
 from loft_hvd.pipeline.wire import Compression, Compressor, Wire
@@ -296,13 +297,13 @@ def on_shard_owners_compressed(
         received = torch.empty_like(sent)
         yield transport.alltoall(sent, received, name=f"{name}.a2a")
         enter(Stage.UNPACK)
-        rows.view(-1).copy_(compressor.decompress(received, context))
+        rows.view(-1).copy_(_decompressed(compressor, received, context))
         yield from apply_rule(spec, run, enter, rows, weights, reduced)
         own, context = _compressed(compressor, reduced)
         enter(Stage.ALL_GATHER)
         yield transport.allgather(own, received, name=f"{name}.ag")  # of the size of all shards
         enter(Stage.UNPACK)
-        result.copy_(compressor.decompress(received, context))
+        result.copy_(_decompressed(compressor, received, context))
 
     return Exchange(steps, lane=spec.lane, held=[rows, reduced])
 
@@ -323,7 +324,7 @@ def as_engine_sum(spec: ExchangeSpec) -> Exchange:
         enter(Stage.ALL_REDUCE)
         yield spec.transport.allreduce(sent, name=spec.name)
         enter(Stage.UNPACK)
-        result.copy_(spec.wire.decompress(sent, context))
+        result.copy_(_decompressed(spec.wire, sent, context))
 
     return Exchange(steps, lane=spec.lane)
 
@@ -359,3 +360,10 @@ def between_two(spec: ExchangeSpec) -> Exchange:
 def _compressed(compressor: Compressor, values: Tensor) -> tuple[Tensor, Any]:
     sent, context = compressor.compress(values)
     return sent.contiguous(), context
+
+
+def _decompressed(compressor: Compressor, received: Tensor, context: Any) -> Tensor:
+    values = compressor.decompress(received, context)
+    # They are of one exchange only, and of the thread that moved it on before.
+    used_here(received, context)
+    return values

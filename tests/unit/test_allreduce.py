@@ -16,9 +16,12 @@ from torch import Tensor
 
 import loft_hvd as loft
 from loft_hvd.aggregation.reference import reference
+from loft_hvd.aggregation.rules import Rule
 from loft_hvd.errors import ArgumentError, MismatchError, TransportTimeoutError
 from loft_hvd.pipeline import allreduce as allreduce_module
 from loft_hvd.pipeline import reduction as reduction_module
+from loft_hvd.pipeline.ring import run_rule
+from loft_hvd.pipeline.weights import PassWeights
 from loft_hvd.transport.local import (
     LocalTransport,
     LocalWatch,
@@ -26,6 +29,7 @@ from loft_hvd.transport.local import (
     _LocalWork,
     run_ranks,
 )
+from tests.support.streams import FakeStreams
 
 WORLD_SIZE = 4
 RULES = [loft.Mean(), loft.Mean(reproducible=True), loft.Median(), loft.TrimmedMean(f=1)]
@@ -310,6 +314,37 @@ def test_two_threads_that_find_one_handle_over_both_go_on() -> None:
         return raced.has_raced and list(raced) == []
 
     assert run_ranks(2, work) == [True, True]
+
+
+def test_who_waits_on_a_gpu_follows_the_thread_that_has_moved_it_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    streams = FakeStreams(monkeypatch)
+
+    def run(rows: Tensor, rule: Rule, weights: PassWeights | None, out: Tensor) -> None:
+        assert "tensor" in streams.current.before  # which the owner's stream has made
+        run_rule(rows, rule, weights, out)
+        streams.current.queue("rule")
+
+    def work(transport: LocalTransport) -> tuple[bool, bool]:
+        streams.current.queue("tensor")
+        handle = allreduce_module.start_allreduce(
+            torch.ones(3),
+            loft.Median(),
+            name="x",
+            weights=None,
+            present=None,
+            transport=transport,
+            run=run,
+        )
+        mover = threading.Thread(target=handle.wait, args=(20.0,))
+        mover.start()
+        mover.join(30.0)
+        before = "rule" in streams.current.before
+        handle.wait()
+        return before, "rule" in streams.current.before
+
+    assert run_ranks(3, work) == [(False, True)] * 3
 
 
 def test_an_interrupt_in_the_midst_of_moving_a_handle_leaves_it_to_be_moved() -> None:

@@ -11,13 +11,17 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 import loft_hvd as loft
 from loft_hvd.errors import LoftError, TransportError
-from loft_hvd.pipeline.buckets import Bucket
+from loft_hvd.pipeline.buckets import Bucket, ParameterSpec, lay_out
+from loft_hvd.pipeline.engine import Engine
+from loft_hvd.transport.base import Channel
 from loft_hvd.transport.local import Faults, LocalTransport, run_ranks
 from tests.support.recording import RecordingTransport
+from tests.support.streams import FakeStreams
 from tests.support.wrapped import give_gradients, make_parameters, make_reducer, wrap
 
 
@@ -105,6 +109,45 @@ def test_an_optimizer_that_never_steps_has_no_thread() -> None:
     before = len(progress_threads())
     run_ranks(2, lambda transport: wrap(make_parameters(), transport))
     assert len(progress_threads()) <= before
+
+
+# Streams of a GPU.
+
+
+def test_whoever_moves_a_bucket_on_follows_those_who_did_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    streams = FakeStreams(monkeypatch)
+    engines: dict[int, Engine] = {}
+
+    class Noting(LocalTransport):
+        def allgather(self, send: Tensor, recv: Tensor, *, name: str) -> Any:
+            streams.current.queue("all-gather")
+            followed.append("pack" in streams.current.before)
+            return super().allgather(send, recv, name=name)
+
+    followed: list[bool] = []
+    buckets = lay_out([ParameterSpec("w", (50,), torch.float32)], bucket_bytes=1 << 20)
+
+    def work(end: LocalTransport) -> frozenset[str]:
+        def pack(bucket: Bucket, values: Tensor) -> None:
+            followed.append("gradient" in streams.current.before)
+            streams.current.queue("pack")
+
+        channel = Channel(Noting(end._world, end.rank), "loft", 30.0)
+        engines[end.rank] = engine = Engine(channel, buckets, [loft.Median()], pack=pack)
+        if end.rank == 1:  # the other one's thread has packed, and its user waits by now
+            wait_until(lambda: 0 in engines and engines[0]._open == [0] and engines[0]._is_awaited)
+        streams.current.queue("gradient")  # by hand: no hook has told of it
+        engine.start(0)
+        if end.rank == 0:
+            wait_until(lambda: engine._open == [0])
+        engine.finish()
+        engine.close()
+        return streams.current.before
+
+    assert run_ranks(2, work)[0] >= {"pack", "all-gather"}
+    assert followed == [True] * 4
 
 
 # Errors.

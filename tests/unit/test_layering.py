@@ -106,6 +106,7 @@ _LAYERS = {
     "store/keepers.py": 3,
     "store/store.py": 5,
     "pipeline/__init__.py": 0,
+    "pipeline/streams.py": 1,
     "pipeline/trace.py": 1,
     "pipeline/wire.py": 1,
     "pipeline/weights.py": 2,

@@ -122,3 +122,23 @@ def test_an_object_with_compress_and_decompress_is_a_wire_format(rule: loft.Rule
         return found
 
     assert run_ranks(3, work) == [2.0] * 3
+
+
+@pytest.mark.parametrize(("rule", "num_times"), [(loft.Mean(), 1), (loft.Median(), 2)], ids=str)
+def test_what_a_users_format_reads_stays_until_the_reading_thread_is_through(
+    rule: loft.Rule, num_times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU another thread's stream may still read a tensor that is dropped."""
+    read: list[Tensor] = []
+    kept: list[object] = []
+
+    class Noted(Halves):
+        @staticmethod
+        def decompress(tensor: Tensor, ctx: torch.dtype) -> Tensor:
+            read.append(tensor)
+            return Halves.decompress(tensor, ctx)
+
+    monkeypatch.setattr("loft_hvd.pipeline.ring.used_here", lambda *values: kept.extend(values))
+    run_ranks(3, lambda end: reduce_bucket(end, rule, num_times=1, wire=Noted))
+    assert len(read) == 3 * num_times
+    assert {id(tensor) for tensor in read} <= {id(value) for value in kept}
