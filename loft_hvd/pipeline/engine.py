@@ -175,7 +175,9 @@ class Engine:
         # Filled by the user's thread, emptied by the one that has the turn. A deque needs no lock:
         # hooks must not wait for the turn, which lasts as long as a rule.
         self._num_queued = 0
-        self._queue: deque[tuple[int, Any]] = deque()
+        self._queue: deque[tuple[int, list[Any]]] = deque()
+        # By bucket, the streams on which it is filled: autograd changes them from hook to hook.
+        self._streams_of: list[set[Any]] = [set() for _ in self.buckets]
         # Of the thread that has the turn: only it touches what follows, and only it starts
         # operations. That keeps them in one order on every rank.
         self._turn = threading.Lock()
@@ -220,6 +222,15 @@ class Engine:
         """Whether an error waits to be raised, or has been."""
         return self._failure is not None
 
+    def filled(self, index: int) -> None:
+        """Note that this thread has put values into a bucket, or has made what ``pack`` puts there.
+
+        From any thread that fills a part of it, before ``start``.
+        """
+        stream = current_stream(self.buckets[index].device)
+        if stream is not None:
+            self._streams_of[index].add(stream)
+
     def start(self, index: int) -> None:
         """Put bucket ``next_bucket`` on its way, or raise what has failed since the last call."""
         # It only queues, so it returns at once. One order on every rank: hence the index.
@@ -227,8 +238,10 @@ class Engine:
         self._raise_failure()
         self._num_queued += 1
         # Without, the engine's thread could send it before the backward pass has filled it.
-        stream = current_stream(self.buckets[index].device)
-        self._queue.append((index, None if stream is None else stream.record_event()))
+        self.filled(index)
+        marks = [stream.record_event() for stream in self._streams_of[index]]
+        self._streams_of[index].clear()
+        self._queue.append((index, marks))
         self._thread.wake()
 
     def finish(self) -> None:
@@ -354,10 +367,10 @@ class Engine:
         self._pause = SHORTEST_SLEEP_S if has_moved else min(self._pause * 1.5, LONGEST_SLEEP_S)
         return self._pause
 
-    def _begin(self, index: int, mark: Any) -> None:
+    def _begin(self, index: int, marks: list[Any]) -> None:
         self._open.append(index)
         with self._located(index):
-            if mark is not None:
+            for mark in marks:
                 current_stream(self.buckets[index].device).wait_event(mark)
             self.reductions[index].start()
 

@@ -257,6 +257,7 @@ class GradientReducer:
         if weights.present[self._transport.rank] or self._momentum is not None:
             scale = self._scale(self._rules[bucket.rule], weights)
             self._gradients.take(slot, self.engine.values(bucket.index), scale=scale)
+        self.engine.filled(bucket.index)
         # Counted only now that it is in its bucket: autograd has a thread for each device, and
         # another one's last gradient must not start the bucket before.
         with self._starting:

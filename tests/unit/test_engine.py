@@ -21,7 +21,7 @@ from loft_hvd.pipeline.engine import Engine
 from loft_hvd.transport.base import Channel
 from loft_hvd.transport.local import Faults, LocalTransport, run_ranks
 from tests.support.recording import RecordingTransport
-from tests.support.streams import FakeStreams
+from tests.support.streams import FakeStream, FakeStreams
 from tests.support.wrapped import give_gradients, make_parameters, make_reducer, wrap
 
 
@@ -112,6 +112,27 @@ def test_an_optimizer_that_never_steps_has_no_thread() -> None:
 
 
 # Streams of a GPU.
+
+
+def test_a_bucket_is_packed_after_what_every_stream_has_put_into_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Autograd runs each hook on the stream that the parameter was used on in the forward pass."""
+    streams = FakeStreams(monkeypatch)
+    before: list[frozenset[str]] = []
+
+    def work(transport: LocalTransport) -> None:
+        params = make_parameters()
+        optimizer = wrap(params, transport, rule=loft.Median())
+        optimizer.register_outgoing_hook(lambda *_: before.append(streams.current.before))
+        for number, param in enumerate(params):
+            streams.current = FakeStream()
+            streams.current.queue(f"gradient {number}")
+            give_gradients([param])
+        optimizer.synchronize()
+
+    run_ranks(2, work)
+    assert before == [{f"gradient {number}" for number in range(4)}] * 2
 
 
 def test_whoever_moves_a_bucket_on_follows_those_who_did_before(
