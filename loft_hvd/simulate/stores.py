@@ -106,10 +106,12 @@ class Stores:
             )
             before = self._drawn[-1] if self._drawn else None
             self._drawn.append(self._keepers.drawn(draw, before))
-            is_kept = self._keepers.first[batch] != NOBODY
             here = assignment.local.astype(np.float64)
             local.append(here)
-            peer.append(np.maximum(np.bincount(owners[is_kept], minlength=len(sizes)) - here, 0))
+            # What a rank has anyway, as on its disk, is local there, whether or not it is kept.
+            is_local = self._homes.local.holders[self._homes.rows[batch], owners]
+            is_peers = (self._keepers.first[batch] != NOBODY) & ~is_local
+            peer.append(np.bincount(owners[is_peers], minlength=len(sizes)).astype(np.float64))
             self._note_costs(sizes - here - peer[-1], peer[-1])
         return Served(np.array(local), np.array(peer))
 

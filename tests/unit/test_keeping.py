@@ -10,8 +10,10 @@ import pytest
 from loft_hvd.balance.keeping import ReadCosts, choose_keeping
 from loft_hvd.balance.plan import equal_sizes
 from loft_hvd.data.placement import Placement
+from loft_hvd.simulate.build import Draws, build_cluster, build_placement
 from loft_hvd.simulate.scenario import RankTraits, Scenario
 from loft_hvd.simulate.simulation import simulate
+from loft_hvd.simulate.stores import Stores
 from loft_hvd.transport.local import LocalTransport, run_ranks
 from tests.support.caches import UNKNOWN, Cache, train
 
@@ -75,15 +77,14 @@ def run(
     return np.array([hits for hits, _ in by_rank]).T, [cache for _, cache in by_rank]
 
 
-def simulated(sizes: Sequence[int], budget: int, ranks: RankTraits) -> np.ndarray:
-    """Return local samples of each epoch and rank, as the simulator counts them."""
-    per_epoch = NUM_SAMPLES // sum(sizes)
-    scenario = Scenario(
+def scenario_of(sizes: Sequence[int], budget: int, ranks: RankTraits) -> Scenario:
+    """Return four epochs with stores of a budget each."""
+    return Scenario(
         "store",
         len(sizes),
         sum(sizes),
         seed=3,
-        steps=4 * per_epoch,
+        steps=4 * (NUM_SAMPLES // sum(sizes)),
         interval=7,
         num_samples=NUM_SAMPLES,
         policies=(tuple(sizes),),
@@ -91,8 +92,12 @@ def simulated(sizes: Sequence[int], budget: int, ranks: RankTraits) -> np.ndarra
         ranks=RankTraits(**{**vars(ranks), "cache_samples": budget}),
         sources={"nfs": 1e9},
     )
-    local = simulate(scenario).runs[0].local.reshape(4, per_epoch, len(sizes))
-    hits: np.ndarray = local.sum(axis=1)
+
+
+def simulated(sizes: Sequence[int], budget: int, ranks: RankTraits) -> np.ndarray:
+    """Return local samples of each epoch and rank, as the simulator counts them."""
+    local = simulate(scenario_of(sizes, budget, ranks)).runs[0].local
+    hits: np.ndarray = local.reshape(4, -1, len(sizes)).sum(axis=1)
     return hits
 
 
@@ -122,6 +127,26 @@ def test_what_a_rank_has_anyway_takes_no_budget(share_kept: int) -> None:
     assert shares[3] > 0.95
     ranks = RankTraits(local_share=None, source="")
     np.testing.assert_array_equal(simulated(UNEQUAL, budget, ranks), hits)
+
+
+@pytest.mark.parametrize("sizes", [EQUAL, UNEQUAL], ids=["equal", "4:2:1"])
+def test_the_simulator_counts_what_a_run_reads_from_peers_and_source(sizes: Sequence[int]) -> None:
+    """Each rank has 5 % on its disk, and reads the rest of the data set from a shared source."""
+    budget = NUM_SAMPLES // 8
+    scenario = scenario_of(sizes, budget, RankTraits(local_share=0.05, source="nfs"))
+    given = build_placement(scenario)
+
+    def rank(transport: LocalTransport) -> tuple[list[int], int]:
+        cache = Cache(NUM_SAMPLES, budget, transport)
+        return train(cache, sizes, num_epochs=4, given=given), cache.num_source
+
+    by_rank = run_ranks(8, rank)
+    cluster = build_cluster(scenario, Draws(scenario).average_hits)
+    served = Stores(scenario, cluster.model).serve(0, scenario.steps, np.array(sizes))
+    local, peer = (each.reshape(4, -1, 8).sum(axis=1) for each in served)  # [epoch, rank]
+    np.testing.assert_array_equal(local.T, [hits for hits, _ in by_rank])
+    source = NUM_SAMPLES // sum(sizes) * np.array(sizes) - local[3] - peer[3]
+    np.testing.assert_array_equal(source, [num_source for _, num_source in by_rank])
 
 
 def test_copies_let_fewer_samples_be_fetched() -> None:
