@@ -349,8 +349,8 @@ class Shelf:
         unit = _units(_FILE.size)
         while (found := self._record(1, unit * _UNIT)) is not None:
             sample, data, _ = found
-            if self._index[sample] == 0:
-                self._index[sample] = self._memory_units + unit + 1
+            # Of two records the later: it is there because the earlier could not be read.
+            self._index[sample] = self._memory_units + unit + 1
             unit += _units(_RECORD.size + len(data))
         self._tails[1] = unit
 
@@ -423,17 +423,10 @@ def _open_file(path: Path, num_samples: int, identity: int) -> int:
         descriptor = _opened(path)
         if os.pread(descriptor, _FILE.size, 0) == head:
             return descriptor
-        # Never emptied in place: another store may still read what it has mapped.
-        fresh = path.with_name(f"{path.name}.{os.getpid()}")
-        fresh.unlink(missing_ok=True)
         try:
-            anew = _opened(fresh)
-            os.posix_fallocate(anew, 0, _UNIT)
-            os.pwrite(anew, head, 0)
-            os.replace(fresh, path)
+            return _begun_anew(path, head)
         finally:
             os.close(descriptor)
-        return anew
     except OSError as error:
         in_use = isinstance(error, BlockingIOError)
         why = "another process uses it" if in_use else str(error)
@@ -441,6 +434,23 @@ def _open_file(path: Path, num_samples: int, identity: int) -> int:
             f"the store's file {path} cannot be used: {why}; give each job a folder= of its own "
             "that can be written, or disk_bytes=0"
         ) from error
+
+
+def _begun_anew(path: Path, head: bytes) -> int:
+    """Put a new file in the place of another, and return it open."""
+    # Never emptied in place: another store may still read what it has mapped.
+    fresh = path.with_name(f"{path.name}.{os.getpid()}")
+    fresh.unlink(missing_ok=True)
+    descriptor = _opened(fresh)
+    try:
+        os.posix_fallocate(descriptor, 0, _UNIT)
+        os.pwrite(descriptor, head, 0)
+        os.replace(fresh, path)
+    except OSError:  # such as a full disk
+        os.close(descriptor)
+        fresh.unlink(missing_ok=True)
+        raise
+    return descriptor
 
 
 def _opened(path: Path) -> int:

@@ -149,6 +149,32 @@ def test_a_damaged_file_costs_samples_and_no_wrong_byte(tmp_path: Path, seed: in
     assert sum(each is not None for each in kept) > 0
 
 
+def test_a_sample_that_was_damaged_on_disk_is_whole_again_in_later_runs(tmp_path: Path) -> None:
+    path = tmp_path / "kept"
+
+    def shelf() -> Shelf:
+        return Shelf(10, memory_bytes=0, disk_bytes=10_000, path=path)
+
+    first = shelf()
+    for index in (3, 4):
+        first.add(index, DATA)
+    first.close()
+    content = bytearray(path.read_bytes())
+    content[content.index(DATA) + 50] ^= 1  # in the bytes of sample 3
+    path.write_bytes(content)
+    second = shelf()
+    assert second.read(3) is None
+    assert second.add(3, DATA)
+    taken = second.bytes_kept
+    second.close()
+    third = shelf()
+    assert bytes(third.read(3)[0]) == DATA  # type: ignore[index]
+    assert bytes(third.read(4)[0]) == DATA  # type: ignore[index]
+    assert third.counters["corrupt"] == 0
+    assert third.num_kept == 2
+    assert third.bytes_kept == taken == (0, 64 + 3 * 128)  # the damaged record stays
+
+
 def test_a_full_disk_is_said_once_and_what_is_kept_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -163,6 +189,30 @@ def test_a_full_disk_is_said_once_and_what_is_kept_stays(
     assert not shelf.add(2, DATA)
     assert shelf.read(0) is not None
     assert len([each for each in caplog.messages if "is full" in each]) == 1
+
+
+@pytest.mark.parametrize("call", ["posix_fallocate", "pwrite", "replace"])
+def test_a_file_that_cannot_be_begun_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    path = tmp_path / "kept"
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, full)
+        with pytest.raises(DataError, match="No space left"):
+            Shelf(10, memory_bytes=0, disk_bytes=1000, path=path)
+    assert list(tmp_path.glob("kept.*")) == []
+    assert not any(each.startswith(str(path)) for each in open_paths())
+    assert Shelf(10, memory_bytes=0, disk_bytes=1000, path=path).add(1, DATA)
+
+
+def open_paths() -> list[str]:
+    """Return what the descriptors of this process lead to."""
+    links = [Path("/proc/self/fd", number) for number in os.listdir("/proc/self/fd")]
+    return [os.readlink(each) for each in links if each.is_symlink()]  # that of listdir is gone
 
 
 def test_a_file_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
