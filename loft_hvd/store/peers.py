@@ -9,6 +9,9 @@ broken by a fork, so clients are made where they are used: in each loader proces
 
 A ticket is signed with a key that only the job's ranks have, and the key itself never travels on
 these connections. Whoever sees a ticket can ask the same owner for the same samples again, no more.
+An answer proves that its sender has the key and has read this ticket: where a server has ended or
+starts anew, another program of its machine may get its port. The proof covers the call, not the
+samples: who can change those on the network can change the gradients, too.
 ``gate.py`` has what bounds a server, whoever calls.
 """
 
@@ -19,6 +22,7 @@ import hmac
 import json
 import logging
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -45,12 +49,13 @@ except ImportError as error:  # the store is an extra
         "loft_hvd.SampleStore needs Arrow Flight: pip install 'loft_hvd[store]'"
     ) from error
 
-__all__ = ["Address", "Peers", "Received", "Server", "listening", "open_ticket", "program"]
-__all__ += ["sign_ticket"]
+__all__ = ["Address", "Peers", "Received", "Server", "answer_proof", "listening", "open_ticket"]
+__all__ += ["program", "sign_ticket"]
 
 _logger = logging.getLogger(__name__)
 MOST_SAMPLES = 1 << 16  # of one call; a choice: no batch of a rank has more
 _MAC_BYTES = 32  # SHA-256
+_NONCE_BYTES = 16  # a choice: no two tickets are alike, so no proof is right twice
 _BATCH_BYTES = 8 << 20  # of one record batch; a choice: several are on their way at once
 _START_S = 60.0  # a choice: a server starts in a second, on a crowded machine in ten
 # Choices: how long a server that starts anew waits for its port, and how often it asks. Its own
@@ -77,13 +82,18 @@ class Received(NamedTuple):
 
 
 def sign_ticket(key: bytes, owner: int, samples: Sequence[int]) -> bytes:
-    """Return a ticket for some samples of one owner: their signature, then their numbers."""
-    numbers = np.asarray(samples, "<i8").tobytes()
-    return _signature(key, owner, numbers) + numbers
+    """Return a new ticket for some samples of one owner: signature, nonce, numbers of samples."""
+    asked = secrets.token_bytes(_NONCE_BYTES) + np.asarray(samples, "<i8").tobytes()
+    return _signature(key, owner, asked) + asked
 
 
-def _signature(key: bytes, owner: int, numbers: bytes) -> bytes:
-    return hmac.digest(key, owner.to_bytes(8, "little") + numbers, hashlib.sha256)
+def _signature(key: bytes, owner: int, asked: bytes) -> bytes:
+    return hmac.digest(key, b"ticket" + owner.to_bytes(8, "little") + asked, hashlib.sha256)
+
+
+def answer_proof(key: bytes, ticket: bytes) -> bytes:
+    """Return what shows that the answer to a ticket comes from who has the key."""
+    return hmac.digest(key, b"answer" + ticket, hashlib.sha256)
 
 
 def open_ticket(ticket: bytes, key: bytes, owner: int, num_samples: int) -> list[int]:
@@ -92,12 +102,13 @@ def open_ticket(ticket: bytes, key: bytes, owner: int, num_samples: int) -> list
     Raises:
         DataError: it is not of this job, or asks for what there is not.
     """
-    if len(ticket) > _MAC_BYTES + 8 * MOST_SAMPLES:  # not worth a signature
+    if len(ticket) > _MAC_BYTES + _NONCE_BYTES + 8 * MOST_SAMPLES:  # not worth a signature
         raise DataError(f"a ticket asks for 1 to {MOST_SAMPLES} samples; it has {len(ticket)} B")
-    signature, numbers = ticket[:_MAC_BYTES], ticket[_MAC_BYTES:]
+    signature, asked = ticket[:_MAC_BYTES], ticket[_MAC_BYTES:]
     # In constant time: how long it takes must not tell how much of a signature was right.
-    if not hmac.compare_digest(signature, _signature(key, owner, numbers)):
+    if not hmac.compare_digest(signature, _signature(key, owner, asked)):
         raise DataError("this ticket is not signed with the key of the job")
+    numbers = asked[_NONCE_BYTES:]
     if len(numbers) % 8 or not 0 < len(numbers) // 8 <= MOST_SAMPLES:
         raise DataError(f"a ticket asks for 1 to {MOST_SAMPLES} samples; it has {len(numbers)} B")
     samples = np.frombuffer(numbers, "<i8")
@@ -159,14 +170,15 @@ class _FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow h
             samples = open_ticket(ticket.ticket, self._key, self._owner, self._shelf.num_samples)
         except DataError as error:
             raise flight.FlightUnauthenticatedError(str(error)) from error
-        return flight.GeneratorStream(_SCHEMA, self._answer(samples))
+        proof = pa.py_buffer(answer_proof(self._key, ticket.ticket))
+        return flight.GeneratorStream(_SCHEMA, self._answer(samples, proof))
 
-    def _answer(self, samples: Sequence[int]) -> Iterator[Any]:
+    def _answer(self, samples: Sequence[int], proof: Any) -> Iterator[tuple[Any, Any]]:
         try:
             with self._gate.call():
                 for found, size in kept_parts(self._shelf, samples):
                     with self._gate.room(size):
-                        yield _record_batch(found)
+                        yield _record_batch(found), proof
         except DataError as error:
             raise flight.FlightUnavailableError(str(error)) from error
 
@@ -210,7 +222,8 @@ def listening(make: Callable[[], Any], location: str, *, limit_s: float) -> Any:
                 raise DataError(
                     f"the store's server cannot listen on {location} ({error}), and has tried for "
                     f"{limit_s:g} s: another program has the port, or the address is none of this "
-                    "machine; peers read this rank's samples from the source"
+                    "machine; peers take no sample from a program without the job's key, and read "
+                    "this rank's samples from the source"
                 ) from error
         time.sleep(_BIND_AGAIN_S)
 
@@ -419,8 +432,11 @@ class Peers:
                 host, port = owner.address
                 owner.client = flight.FlightClient(f"grpc://{host}:{port}")
             options = flight.FlightCallOptions(timeout=self._timeout_s)
-            ticket = flight.Ticket(sign_ticket(self._key, rank, samples))
-            for chunk in owner.client.do_get(ticket, options):
+            ticket = sign_ticket(self._key, rank, samples)
+            proof = answer_proof(self._key, ticket)
+            for chunk in owner.client.do_get(flight.Ticket(ticket), options):
+                if not hmac.compare_digest(bytes(chunk.app_metadata or b""), proof):
+                    raise DataError("what answers there does not know the job's key")
                 _take(chunk.data, wanted, found)
         except (pa.ArrowException, OSError, DataError) as error:
             self._leave_alone(rank, owner, error)

@@ -12,11 +12,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+pytest.importorskip("pyarrow.flight", reason="the extra [store] is not installed")
+
+import pyarrow as pa
+from pyarrow import flight
 
 from loft_hvd.errors import DataError
 from loft_hvd.store.peers import (
@@ -24,14 +30,15 @@ from loft_hvd.store.peers import (
     Peers,
     Received,
     Server,
+    _record_batch,
+    answer_proof,
     listening,
     open_ticket,
     program,
     sign_ticket,
 )
-from loft_hvd.store.shelf import Shelf
+from loft_hvd.store.shelf import Shelf, checksum
 
-flight = pytest.importorskip("pyarrow.flight", reason="the extra [store] is not installed")
 KEY, OTHER_KEY = bytes(range(32)), bytes(32)
 NUM_SAMPLES = 100
 
@@ -135,6 +142,45 @@ def test_nothing_is_sent_without_the_key(server: Server, caplog: pytest.LogCaptu
     ):
         with pytest.raises(Exception, match="answers do_get alone"):
             call()
+
+
+class Impostor(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no types
+    """A program on a server's port: it sends bytes of its own with the right checksum."""
+
+    def __init__(self, proof_of: Callable[[bytes], bytes]) -> None:
+        super().__init__("grpc://127.0.0.1:0")
+        self.proof_of, self.num_calls = proof_of, 0
+
+    def do_get(self, context: Any, ticket: Any) -> Any:
+        self.num_calls += 1
+        batch = _record_batch([(2, memoryview(b"bad"), checksum(b"bad"))])
+        proof = pa.py_buffer(self.proof_of(ticket.ticket))
+        return flight.GeneratorStream(batch.schema, [(batch, proof)])
+
+
+@pytest.mark.parametrize(
+    "proof_of",
+    [
+        lambda ticket: b"",
+        lambda ticket: answer_proof(OTHER_KEY, ticket),
+        lambda ticket: answer_proof(KEY, sign_ticket(KEY, 0, [2])),  # of another call for the same
+    ],
+    ids=["none", "other key", "other call"],
+)
+def test_nothing_is_taken_from_a_program_that_cannot_prove_the_key(
+    proof_of: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    with Impostor(proof_of) as impostor:
+        peers = Peers([Address("127.0.0.1", impostor.port)], KEY, timeout_s=5.0)
+        assert peers.fetch({0: [2]}) == {}
+        assert impostor.num_calls == 1
+    assert "rank 0 does not send its samples (what answers there does not know" in caplog.text
+
+
+def test_what_comes_with_the_proof_of_its_call_is_taken() -> None:
+    with Impostor(lambda ticket: answer_proof(KEY, ticket)) as owner:
+        found = Peers([Address("127.0.0.1", owner.port)], KEY, timeout_s=5.0).fetch({0: [2]})
+    assert [bytes(each.data) for each in found.values()] == [b"bad"]
 
 
 def test_an_owner_that_ends_is_left_alone_and_named_once(
