@@ -64,7 +64,8 @@ class SampleStore(Dataset[Any]):
     costs time, no sample. A sample must not change in the data set while it is kept: random
     augmentation belongs into ``transform``.
 
-    Every rank makes it at the same place of the script, after ``hvd.init()``.
+    Every rank makes it at the same place of the script, after ``hvd.init()``. In an elastic job
+    each rank reads its own store and the source: peers are not asked.
 
     Args:
         dataset: the source, with ``__len__`` and ``__getitem__``. Samples are numbers, text, bytes,
@@ -82,8 +83,9 @@ class SampleStore(Dataset[Any]):
 
     Raises:
         ArgumentTypeError: the data set is not map-style, or holds what cannot be kept.
-        ArgumentError: on every rank, when one cannot use its file or start its server.
-        MismatchError: ranks have data sets of different lengths.
+        ArgumentError: on every rank, when one cannot use its file or start its server; in an
+            elastic job on that rank alone.
+        MismatchError: ranks have data sets of different lengths; in an elastic job nobody compares.
         MissingDependencyError: the extra ``loft_hvd[store]`` is not installed.
     """
 
@@ -125,11 +127,8 @@ class SampleStore(Dataset[Any]):
             )
         except (LoftError, OSError, MemoryError) as error:
             refusal = str(error) or type(error).__name__
-        fields = {"number of samples": str(num_samples)}
-        check_agreement(channel, fields, what="the sample store", refusal=refusal)
-        self._homes: KeptHomes | None = KeptHomes(self._shelf.keepers, self._shelf.copies, channel)
-        self._homes.announce(self._shelf.held())
-        self._nodes = _shared_nodes(channel)
+        self._homes: KeptHomes | None = None  # None: each rank keeps for itself
+        self._nodes: tuple[str, ...] | None = None
         self._given: Placement | None = None  # that the newest iteration was given
         self._told: dict[str, int] = {}  # the counters when ranks last told each other
         self._costs = ReadCosts()
@@ -140,8 +139,27 @@ class SampleStore(Dataset[Any]):
         self._fetcher: Fetcher | None = None
         self._start_fetcher: Callable[[], Fetcher] | None = None
         self._timeout_s = timeout_s
+        if config().is_elastic:
+            # A rank that joins makes its store while the others train: they would not answer.
+            if refusal:
+                raise ArgumentError(refusal)
+            if self.rank == 0:
+                _logger.warning(
+                    "in an elastic job each rank reads its own sample store and the source: peers "
+                    "are not asked, and nothing is fetched ahead"
+                )
+            return
+        self._meet(channel, num_samples, refusal)
         if self.world_size > 1:
             self._open(channel, prefetch_bytes)
+
+    def _meet(self, channel: Channel, num_samples: int, refusal: str) -> None:
+        """Compare data sets, and learn what the others keep, and on which nodes."""
+        fields = {"number of samples": str(num_samples)}
+        check_agreement(channel, fields, what="the sample store", refusal=refusal)
+        self._homes = KeptHomes(self._shelf.keepers, self._shelf.copies, channel)
+        self._homes.announce(self._shelf.held())
+        self._nodes = _shared_nodes(channel)
 
     def _open(self, channel: Channel, prefetch_bytes: int) -> None:
         """Start the server and learn where those of the others are."""

@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -24,6 +24,7 @@ from loft_hvd.simulate.scenario import RankTraits, Scenario
 from loft_hvd.simulate.simulation import simulate
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
 from tests.support.plans import FakePlans
+from tests.support.worlds import elastic_job
 
 pytest.importorskip("pyarrow.flight", reason="the extra [store] is not installed")
 from loft_hvd.store import fetcher
@@ -552,6 +553,48 @@ def test_a_world_of_another_size_counts_on_no_keeper() -> None:
         return len(set(seen))
 
     assert run_ranks(2, rank) == [NUM_SAMPLES, NUM_SAMPLES]
+
+
+class Unanswered(LocalTransport):
+    """A rank that joins: the others train, and come to none of its collectives."""
+
+    def _post(self, kind: str, name: str, *_: Any) -> NoReturn:
+        raise AssertionError(f"{kind} {name}: nobody answers")
+
+
+def test_ranks_of_an_elastic_job_keep_for_themselves_and_wait_for_nobody(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    by_rank = []
+    for rank in range(2):
+        transport = Unanswered(LocalWorld(2), rank)
+        with elastic_job():
+            store = loft.SampleStore(
+                Source(), memory_bytes=1 << 20, prefetch_bytes=1 << 20, transport=transport
+            )
+            by_rank.append(
+                [
+                    (read.seen, read.count("own"), read.count("source"))
+                    for read in epochs(transport, store, (60, 40), 2)
+                ]
+            )
+        store.close()
+    for first, second in zip(*by_rank, strict=True):
+        assert sorted(first[0] + second[0]) == list(range(NUM_SAMPLES))
+    for (before, *counts_before), (after, *counts_after) in by_rank:
+        num_again = len({*before} & {*after})
+        assert counts_before == [0, len(before)]
+        assert counts_after == [num_again, len(after) - num_again]
+    assert caplog.text.count("peers are not asked, and nothing is fetched ahead") == 1
+
+
+def test_a_folder_that_cannot_be_used_ends_one_rank_of_an_elastic_job(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    transport = Unanswered(LocalWorld(2), 1)
+    with elastic_job(), pytest.raises(ArgumentError, match="cannot be used"):
+        loft.SampleStore(
+            Source(), memory_bytes=0, disk_bytes=1000, folder=tmp_path / "file", transport=transport
+        )
 
 
 def test_shared_sources_are_told_of_the_placement_in_use() -> None:
