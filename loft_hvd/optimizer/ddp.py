@@ -47,7 +47,7 @@ from loft_hvd.optimizer.options import (
     check_watching,
 )
 from loft_hvd.optimizer.parameters import check_whole, parts_error
-from loft_hvd.optimizer.workers import StandingLog, make_watch
+from loft_hvd.optimizer.workers import StandingLog, are_all_on_cpu, make_watch
 from loft_hvd.pipeline.allreduce import Handle, start_allreduce
 from loft_hvd.pipeline.momentum import Ages, Blend, LossScaler, WorkerMomentum
 from loft_hvd.pipeline.selection import Scope, Selection, SelectionPart, check_scope
@@ -106,7 +106,7 @@ def ddp_hook(  # noqa: PLR0913 - a script sets few of them, by name
             travel only after it; "auto", in shards until a warning says that ranks' gradients
             differ lastingly.
         diagnostics: watch which worker is off, for ``report()`` and warnings; None where that is
-            cheap (on a CPU), or a ``loft.Suspicion`` with the details.
+            cheap (all ranks on CPUs), or a ``loft.Suspicion`` with the details.
         quarantine: leave a worker out that stands out for long; True, or a ``loft.Quarantine``.
         log_dir: as in ``DistributedOptimizer``.
         transport: the ranks; the default process group by default.
@@ -474,7 +474,7 @@ class DDPHook:
                 [self._rule],
                 diagnostics=self._diagnostics,
                 quarantine=self._quarantine,
-                are_on_cpu=device.type == "cpu",
+                are_on_cpu=are_all_on_cpu(self._channel, device.type == "cpu"),
             )
             self._standing.write_rules(self._batches.log, (self._rule,), self._watch, over=None)
         if self._device != device:

@@ -97,7 +97,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - the name and the arguments ar
         over: None for a rule over ranks; "nodes", or the ranks of every group, for a plain mean
             inside each group and the rule over groups, which f then counts.
         diagnostics: watch which worker is off, for ``report()`` and warnings; None where that is
-            cheap (on a CPU), or a ``loft.Suspicion`` with the details.
+            cheap (all ranks on CPUs), or a ``loft.Suspicion`` with the details.
         quarantine: leave a worker out that stands out for long; True, or a ``loft.Quarantine``.
         log_dir: folder in which rank 0 writes the run log, the balancer's own if it has one; None
             takes ``LOFT_HVD_LOG_DIR``, and without it there is none.

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from loft_hvd.aggregation.row_rules import Robust
@@ -38,7 +39,14 @@ from loft_hvd.transport.groups import Groups, Over, find_groups
 from loft_hvd.transport.horovod import HorovodTransport
 from loft_hvd.transport.torch_distributed import TorchDistributedTransport
 
-__all__ = ["IdleWorld", "OptimizerWorld", "StandingLog", "Workers", "make_watch"]
+__all__ = [
+    "IdleWorld",
+    "OptimizerWorld",
+    "StandingLog",
+    "Workers",
+    "are_all_on_cpu",
+    "make_watch",
+]
 
 _logger = logging.getLogger(__name__)
 
@@ -46,6 +54,17 @@ _logger = logging.getLogger(__name__)
 _LOOK_EVERY = 10
 # Steps after which the run log has who is off even though nothing has changed.
 _WRITE_EVERY = 100
+
+
+def are_all_on_cpu(channel: Channel, mine: bool) -> bool:
+    """Say whether gradients are on a CPU on every rank; every rank calls it alike.
+
+    ``mine`` says so of this rank.
+    """
+    if not mixes_devices(channel.transport):
+        return mine  # ranks have agreed on the kind of their devices
+    # One on a GPU that watches nobody would not come to where the others exchange evidence.
+    return bool(channel.sub("cpu").allgather_rows(torch.tensor([int(mine)])).all())
 
 
 def make_watch(
@@ -57,7 +76,10 @@ def make_watch(
     quarantine: bool | Quarantine,
     are_on_cpu: bool,
 ) -> WorkerWatch | Unwatched:
-    """Return what watches the workers of these ranks, or says why nobody does; talks to nobody."""
+    """Return what watches the workers of these ranks, or says why nobody does; talks to nobody.
+
+    All arguments are equal on every rank.
+    """
     # A mean keeps every row: nobody can be outside, and nobody is looked at.
     robust = [rule for rule in rules if not isinstance(rule, Mean)]
     num_workers = groups.num_groups if groups else channel.world_size
@@ -108,7 +130,7 @@ class Workers:
             groups=groups,
             diagnostics=options.diagnostics,
             quarantine=options.quarantine,
-            are_on_cpu=found.are_on_cpu,
+            are_on_cpu=are_all_on_cpu(channel, found.are_on_cpu),
         )
         # How values go over the wire: in one level, or in two of groups.
         self.make_exchange: MakeExchange = exchange_maker(transport, groups, run=self.watch.run)

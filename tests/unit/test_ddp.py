@@ -204,6 +204,23 @@ def test_watching_that_cannot_be_is_refused(options: dict[str, Any], says: str) 
         loft.ddp_hook(transport=LocalWorld(1).transport(0), **options)
 
 
+class Mixed(LocalTransport):
+    """A transport whose ranks may be on CPUs and on GPUs, as those of ``torch.distributed``."""
+
+    mixes_devices = True
+
+
+@pytest.mark.parametrize(("on_gpu", "is_watched"), [((0,), False), ((), True)])
+def test_ranks_on_cpus_and_gpus_watch_alike(on_gpu: tuple[int, ...], is_watched: bool) -> None:
+    def work(transport: LocalTransport) -> bool:
+        ends = Mixed(transport._world, transport.rank)
+        hook = loft.ddp_hook(loft.TrimmedMean(1), transport=ends)
+        hook._begin_step(torch.device("cuda" if ends.rank in on_gpu else "cpu"))
+        return bool(hook.report().workers)
+
+    assert run_ranks(3, work) == [is_watched] * 3
+
+
 def test_fsdps_flat_gradients_are_refused_by_name() -> None:
     hook = loft.ddp_hook(transport=LocalWorld(1).transport(0))
     gradient: Any = torch.zeros(3)

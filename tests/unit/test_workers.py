@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -322,6 +323,31 @@ def test_where_nobody_is_watched_the_report_says_why(
     report = run_ranks(world_size, lambda end: train(end, num_steps=2, **options)[0].report())[0]
     assert report.workers == ()
     assert why in str(report)
+
+
+class Mixed(LocalTransport):
+    """A transport whose ranks may be on CPUs and on GPUs, as those of ``torch.distributed``."""
+
+    mixes_devices = True
+
+
+@pytest.mark.parametrize(("on_gpu", "is_watched"), [((0,), False), ((), True)])
+def test_ranks_on_cpus_and_gpus_watch_alike(
+    on_gpu: tuple[int, ...], is_watched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_on_cpu(_: ReducedParameters) -> bool:
+        return threading.current_thread().name not in [f"loft-rank-{rank}" for rank in on_gpu]
+
+    monkeypatch.setattr(ReducedParameters, "are_on_cpu", property(is_on_cpu))
+
+    def work(end: LocalTransport) -> SuspicionReport:
+        ends = Mixed(end._world, end.rank)
+        # In the 11th step ranks that are watched exchange evidence, as they do every 10 steps.
+        return train(ends, num_steps=12, diagnostics=None)[0].report()
+
+    for report in run_ranks(3, work, timeout_s=30.0):
+        assert bool(report.workers) == is_watched, report
+        assert ("diagnostics=True where gradients are on a GPU" in report.note) != is_watched
 
 
 # Quarantine.
