@@ -41,6 +41,9 @@ class Attachment:
         self._num_passes = num_passes
         self._num_seen: dict[int, int] = {}  # gradients of each parameter in this step
         self._scales: list[float] = []  # of the step's batches
+        # A pass begins once: autograd has a thread for each device. Reentrant, as a signal handler
+        # of the script's may compute gradients.
+        self._beginning = threading.RLock()
         self._has_warned = False  # of a step that ended with other passes than asked
         self._depth = 0  # Horovod's step calls the user's step: both run the step hooks
         self._waited_s = 0.0
@@ -69,13 +72,14 @@ class Attachment:
 
     def _weigh(self, key: int, gradient: Tensor) -> Tensor | None:
         """Scale a gradient so that Horovod's average over ranks weighs every sample the same."""
-        if self._num_seen.get(key, 0) >= self._num_passes:  # the step before was never taken
-            self._forget_gradients()
-        at = self._num_seen.get(key, 0)
-        if at == len(self._scales):
-            self._begin_pass()
-        self._num_seen[key] = at + 1
-        scale = self._scales[at]
+        with self._beginning:
+            if self._num_seen.get(key, 0) >= self._num_passes:  # the step before was never taken
+                self._forget_gradients()
+            at = self._num_seen.get(key, 0)
+            if at == len(self._scales):
+                self._begin_pass()
+            self._num_seen[key] = at + 1
+            scale = self._scales[at]
         if scale == 1.0:
             return None  # equal sizes keep a gradient's bits
         # An idle rank's may be NaN, and 0 * NaN is NaN.

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -215,6 +216,9 @@ class _StepPasses:
         self._is_mean = is_mean
         self._is_fresh = False  # no gradient has come since the newest forward pass
         self._is_held_back = False  # that was under no_sync()
+        # A pass begins once: autograd has a thread for each device. Reentrant, as a signal handler
+        # of the script's may compute gradients.
+        self._beginning = threading.RLock()
         self.sizes: list[StepSizes] = []
         self.has_shares = False
 
@@ -223,9 +227,10 @@ class _StepPasses:
 
     def weigh(self, grad: Tensor) -> Tensor | None:
         """Return a gradient of this rank times its share of the batch, n x_i / X under a mean."""
-        if self._is_fresh and (self._is_held_back or self.has_shares):
-            self._begin()
-            self.has_shares = True
+        with self._beginning:
+            if self._is_fresh and (self._is_held_back or self.has_shares):
+                self._begin()
+                self.has_shares = True
         if not self.has_shares:
             return None
         if self._is_held_back:  # no bucket will tell
@@ -239,8 +244,9 @@ class _StepPasses:
 
     def bucket_began(self) -> None:
         """Begin the pass that ends a step, with its first bucket, unless a gradient has."""
-        if self._is_fresh or not self.sizes:
-            self._begin()
+        with self._beginning:
+            if self._is_fresh or not self.sizes:
+                self._begin()
 
     def _begin(self) -> None:
         self._is_fresh = False

@@ -101,6 +101,9 @@ class GradientReducer:
         )
         self._outgoing = outgoing
         self._starting = threading.Lock()  # a bucket becomes ready once, whichever thread sees it
+        # A pass begins once, too: autograd has a thread for each device. Reentrant, as a signal
+        # handler of the script's may compute gradients.
+        self._beginning = threading.RLock()
         self._has_warned = False  # of a step that ended with too few passes
         is_audited = settings.audit > 0 and channel.world_size > 1
         self.audit = Audit(settings.audit) if is_audited else None
@@ -156,24 +159,28 @@ class GradientReducer:
 
     def _begin_pass(self, number: int) -> None:
         """Learn which batch this rank's backward pass ``number`` (from 0) of a step belongs to."""
-        if number < len(self._parts):
+        if number < len(self._parts):  # without the lock: so for all gradients of a pass but one
             return
-        if self._num_passes_begun >= self._settings.num_passes:
-            raise UsageError(
-                f"a gradient arrived for backward pass {number + 1} of a step, but "
-                f"{self._expected()}; call step() in between or raise backward_passes_per_step"
-            )
-        self._join()
-        # The first gradient of a pass takes the pass's batch off the source's queue; the others
-        # of the pass find it here.
-        at = self._num_passes_begun
-        self._num_passes_begun += 1
-        self._blocked_s = 0.0
-        sizes: Sequence[int] = (1,)
-        if self._source is not None:
-            self._passes.append(self._source.take_step())
-            sizes = self._passes[at].micro_sizes(self._transport.rank)
-        self._parts += [(at, size / sum(sizes) if sum(sizes) else 1.0) for size in sizes]
+        with self._beginning:
+            if number < len(self._parts):  # another device's thread has begun it meanwhile
+                return
+            if self._num_passes_begun >= self._settings.num_passes:
+                raise UsageError(
+                    f"a gradient arrived for backward pass {number + 1} of a step, but "
+                    f"{self._expected()}; call step() in between or raise backward_passes_per_step"
+                )
+            self._join()
+            # The first gradient of a pass takes the pass's batch off the source's queue; the
+            # others of the pass find it here.
+            at = self._num_passes_begun
+            self._num_passes_begun += 1
+            self._blocked_s = 0.0
+            sizes: Sequence[int] = (1,)
+            if self._source is not None:
+                self._passes.append(self._source.take_step())
+                sizes = self._passes[at].micro_sizes(self._transport.rank)
+            # At last: who finds it here takes the rest as it is.
+            self._parts += [(at, size / sum(sizes) if sum(sizes) else 1.0) for size in sizes]
 
     def _join(self) -> None:
         """Let ranks learn what each other's averages weigh, in the first step of a world."""

@@ -1,14 +1,15 @@
-"""A balancer that has sizes for each backward pass, and nothing else."""
+"""Balancers that have sizes for each backward pass, and nothing else."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 
 from loft_hvd.balance.plan import StepSizes
 from loft_hvd.optimizer.options import EqualBatches
 from loft_hvd.runlog import RunLog
 
-__all__ = ["Sizes"]
+__all__ = ["HeldSizes", "Sizes"]
 
 
 class Sizes(EqualBatches):
@@ -25,3 +26,38 @@ class Sizes(EqualBatches):
 
     def gradient_arrived(self, *, blocked_s: float) -> None:
         assert blocked_s >= 0
+
+
+class HeldSizes(Sizes):
+    """Gives out the sizes of one pass while gradients come from two devices' threads at once."""
+
+    def __init__(self, sizes: tuple[int, ...]) -> None:
+        super().__init__([sizes])
+        self.num_taken = 0
+        self._is_taken, self._may_go = threading.Event(), threading.Event()
+
+    def take_step(self) -> StepSizes:
+        self.num_taken += 1
+        self._is_taken.set()
+        assert self._may_go.wait(30.0)
+        return StepSizes(0, 0, self.passes[0])
+
+    def arrive(self, first: Callable[[], object], second: Callable[[], object]) -> list[object]:
+        """Call both, the second while the first one takes its batch; returns what they give."""
+        given: list[object] = []
+
+        def run(call: Callable[[], object]) -> None:
+            try:
+                given.append(call())
+            except Exception as error:
+                given.append(error)
+
+        threads = [threading.Thread(target=run, args=(each,)) for each in (first, second)]
+        threads[0].start()
+        assert self._is_taken.wait(30.0)
+        threads[1].start()
+        threads[1].join(0.2)  # it goes on by itself, or waits for the first one
+        self._may_go.set()
+        for thread in threads:
+            thread.join(30.0)
+        return given

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import loft_hvd as loft
 from loft_hvd.balance.plan import StepSizes
 from loft_hvd.errors import ArgumentTypeError, UsageError
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
+from tests.support.passes import HeldSizes
+from tests.support.wrapped import give_gradients, make_parameters
 
 
 class Clock:
@@ -107,6 +110,19 @@ def test_weights_make_an_average_over_ranks_exact() -> None:
     out = run_ranks(3, work)
     assert sum(weighted for weighted, _ in out) / 3 == pytest.approx((5 * 1 + 3 * 2) / 8)
     assert [plain for _, plain in out] == [7.0] * 3  # detached
+
+
+def test_a_pass_begins_once_whichever_devices_thread_comes_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    balancer = loft.Balancer(4, "report", transport=LocalWorld(1).transport(0))
+    sizes = HeldSizes((4,))
+    monkeypatch.setattr(balancer, "take_step", sizes.take_step)
+    params = make_parameters()[:2]
+    loft.attach(HorovodLike(params, lr=0.0), balancer)
+    given = sizes.arrive(*(functools.partial(give_gradients, [p]) for p in params))
+    assert given == [None, None]
+    assert sizes.num_taken == 1
 
 
 def test_losses_without_a_common_parameter_are_one_batch_computed_to_the_last_gradient() -> None:

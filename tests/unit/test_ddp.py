@@ -13,10 +13,11 @@ from torch import Tensor
 
 import loft_hvd as loft
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, MismatchError, PeerError, UsageError
+from loft_hvd.optimizer.ddp import _StepPasses
 from loft_hvd.pipeline.suspicion.report import ZeroedParameter
 from loft_hvd.runlog import read_run_log
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
-from tests.support.passes import Sizes
+from tests.support.passes import HeldSizes, Sizes
 
 
 def test_ddp_hook_checks_what_it_is_given() -> None:
@@ -114,6 +115,15 @@ def test_averages_stay_with_their_parameters_when_ddps_buckets_change(
         for got, wanted in zip(found, expected, strict=True):
             for one, other in zip(got, wanted, strict=True):
                 torch.testing.assert_close(one.float(), other, rtol=tolerance, atol=tolerance)
+
+
+def test_a_pass_begins_once_whichever_devices_thread_comes_first() -> None:
+    sizes = HeldSizes((3, 1))
+    passes = _StepPasses(sizes, 0, is_mean=True)
+    passes.forward_began(is_held_back=True)
+    weighed: list[Any] = sizes.arrive(*[lambda: passes.weigh(torch.ones(2))] * 2)
+    assert [values.tolist() for values in weighed] == [[1.5, 1.5]] * 2  # of 2 ranks, 3 of 4 samples
+    assert sizes.num_taken == 1
 
 
 @pytest.mark.parametrize("scope", ["shard", "model"])

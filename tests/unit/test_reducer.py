@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +14,7 @@ from loft_hvd.aggregation.reference import reference
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, LoftError, TransportTimeoutError
 from loft_hvd.pipeline.buckets import Bucket
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
-from tests.support.passes import Sizes
+from tests.support.passes import HeldSizes, Sizes
 from tests.support.wrapped import give_gradients, make_parameters, make_reducer, wrap
 
 SHAPES = [(3, 5), (7,), (), (2, 3, 4), (0,)]
@@ -131,6 +133,19 @@ def test_an_outgoing_hook_changes_what_is_sent_until_it_is_removed() -> None:
         return sent[0], sent[1]
 
     assert run_ranks(2, work) == [(3.0, 1.0), (3.0, 1.0)]
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_pass_begins_once_whichever_devices_thread_comes_first(passes: int) -> None:
+    sizes = HeldSizes((4,))
+    params = make_parameters()[:2]
+    alone = LocalWorld(1).transport(0)
+    optimizer = wrap(params, alone, balancer=sizes, backward_passes_per_step=passes)
+    given = sizes.arrive(*(functools.partial(give_gradients, [p]) for p in params))
+    assert given == [None, None]
+    assert sizes.num_taken == 1
+    optimizer.step()
+    assert [float(p.mean()) for p in params] == [-1.0, -1.0]
 
 
 def test_sum_and_predivide_scale_the_mean() -> None:
