@@ -10,13 +10,22 @@ from __future__ import annotations
 import difflib
 import functools
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
 from loft_hvd.errors import ArgumentError
 
-__all__ = ["KEEPALIVE_OPTIONS", "SSH_OPTIONS", "VARIABLES", "Config", "config", "unknown_variables"]
+__all__ = [
+    "KEEPALIVE_OPTIONS",
+    "SSH_OPTIONS",
+    "VARIABLES",
+    "Config",
+    "config",
+    "has_dynamic_process_sets",
+    "unknown_variables",
+]
 
 # With them mpirun notices a host that is gone 9 s after its last sign; without, after minutes.
 _KEEPALIVE_S = {"time": 5, "intvl": 2, "probes": 2}  # 5 s of silence, then 2 probes 2 s apart
@@ -194,6 +203,14 @@ def _first_count(environ: Mapping[str, str], names: tuple[str, ...]) -> int:
 def config() -> Config:
     """Return the settings of this process, read from the environment at the first call."""
     return Config.from_environ(os.environ)
+
+
+def has_dynamic_process_sets() -> bool:
+    """Say whether Horovod's process sets are "dynamic"."""
+    # Read anew each time: ``hvd.init(process_sets="dynamic")`` sets it. As Horovod reads it, that
+    # is a number other than 0.
+    text = os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS", "")
+    return re.match(r"\s*[+-]?0*[1-9]", text) is not None
 
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

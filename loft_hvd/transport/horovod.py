@@ -15,18 +15,24 @@ import queue
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from loft_hvd.config import config
+from loft_hvd.config import config, has_dynamic_process_sets
 from loft_hvd.errors import (
     ArgumentError,
     ArgumentTypeError,
+    LoftError,
     MissingDependencyError,
+    TransportTimeoutError,
     UsageError,
 )
 from loft_hvd.transport.base import Channel, Transport, Work
@@ -45,6 +51,7 @@ __all__ = [
     "restore_process_set",
 ]
 
+_T = TypeVar("_T")
 _logger = logging.getLogger(__name__)
 # The parameters of the private functions that take the output, in Horovod 0.28.1 and its main.
 _TAKES_OUTPUT = {
@@ -217,6 +224,51 @@ class _HorovodWork:
             self._copy_to.copy_(output[0] if isinstance(output, tuple) else output)
 
 
+def _ask_aside(question: Callable[[], _T], name: str) -> Future[_T]:
+    """Ask Horovod on a thread of its own, which ends with the answer, however late that comes."""
+    answer: Future[_T] = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(question())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=ask, name=name, daemon=True).start()
+    return answer
+
+
+def _within_limit(question: Callable[[], _T], *, what: str, heartbeat: Heartbeat | None) -> _T:
+    """Ask Horovod what it answers once its table of process sets is free.
+
+    Where sets are "dynamic" its background thread holds the table over a collective in each of its
+    cycles: for as long as a rank is frozen, or its host is gone. ``what`` begins an error.
+
+    Raises:
+        TransportTimeoutError: there was no answer in time.
+        PeerError: the heartbeat knows which rank keeps this one waiting.
+        MismatchError: the same, where ranks take other steps.
+    """
+    if not has_dynamic_process_sets():
+        return question()
+    answer = _ask_aside(question, "loft-ask")
+    began, limit_s = time.monotonic(), config().timeout_s
+    with suppress(FutureTimeoutError):
+        return answer.result(min(_ASK_S, limit_s))
+    with nullcontext() if heartbeat is None else heartbeat.waiting():
+        while (left_s := limit_s - (time.monotonic() - began)) > 0:
+            with suppress(FutureTimeoutError):
+                return answer.result(min(_ASK_S, left_s))
+            if heartbeat is not None and (verdict := heartbeat.final_verdict()) is not None:
+                heartbeat.heard()
+                raise verdict.error()
+    raise TransportTimeoutError(
+        f"{what}: no answer from Horovod within {limit_s:g} s; with dynamic process sets it waits "
+        "for every rank, and one has stopped or is very slow. List all sets at the start, "
+        "hvd.init(process_sets=[...]), or raise LOFT_HVD_TIMEOUT_S"
+    )
+
+
 class HorovodTransport:
     """The ranks of a Horovod process set, all of them by default; see ``Transport``.
 
@@ -236,6 +288,7 @@ class HorovodTransport:
         self._no_splits = torch.empty(0, dtype=torch.int32)
         self._sum = functools.partial(self._hvd.allreduce_async_, op=self._hvd.Sum)
         self._wait_for_table = _table_question(self._ops)
+        self._answers: dict[Callable[[], Any], int] = {}  # of dynamic sets, which do not change
 
     @property  # asked each time: in an elastic job the world changes
     def rank(self) -> int:
@@ -247,8 +300,19 @@ class HorovodTransport:
 
     def _ask(self, question: Callable[[], Any]) -> int:
         """Ask the process set; that it is gone means in an elastic job that its world is lost."""
+        # Without waiting long: of all ranks Horovod tells without its table, and in an elastic job
+        # Gloo's own limit ends what holds that.
+        is_quick = self._world == _ALL_RANKS or config().is_elastic
         try:
-            return int(question())
+            if is_quick or not has_dynamic_process_sets():
+                return int(question())
+            if question not in self._answers:  # once: it takes a thread, and each gradient asks
+                what = f"asking for the ranks of {self._world}"
+                answer = _within_limit(question, what=what, heartbeat=self.watch)
+                self._answers[question] = int(answer)
+            return self._answers[question]
+        except LoftError:  # of the wait
+            raise
         except ValueError as error:
             if config().is_elastic and "does not exist" in str(error):
                 # ``hvd.elastic.run`` recovers from Horovod's own error, but not from a ValueError.
@@ -298,27 +362,24 @@ class HorovodTransport:
         """Say whether Horovod has shut down, so that its calls fail instead of waiting."""
         # Who asks waits for Horovod's table of process sets, which its background thread may hold
         # for as long as a rank is frozen. So a thread asks: that gets no answer where one waits.
-        is_down = threading.Event()
-
-        def ask() -> None:
-            try:
-                self._ops._basics._get_process_set_ids_and_ranks()
-            except ValueError:  # "not initialized": it has ended, and its table with it
-                is_down.set()
-            except RuntimeError:  # a process set came or went meanwhile
-                return
-
-        threading.Thread(target=ask, name="loft-is-down", daemon=True).start()
-        return is_down.wait(_ASK_S)
+        answer = _ask_aside(self._ops._basics._get_process_set_ids_and_ranks, "loft-is-down")
+        with suppress(FutureTimeoutError):
+            # "not initialized": it has ended, and its table with it. (RuntimeError: a process set
+            # came or went meanwhile.)
+            return isinstance(answer.exception(_ASK_S), ValueError)
+        return False
 
     def _start(
         self, name: str, call: Callable[..., int], *args: Any, copy_to: Tensor | None = None
     ) -> Work:
         """Start an operation by a call of Horovod's, under the eyes of the heartbeat."""
-        # The call waits for Horovod's table with the interpreter's lock in hand. Where sets are
-        # "dynamic" its background thread holds the table over a collective in each of its cycles:
-        # while a rank is frozen nothing of Python's would run here, nor would the heartbeat, and
-        # nobody would be named. This waits without the lock, and costs a microsecond.
+        # The call waits for Horovod's table with the interpreter's lock in hand: where another
+        # thread holds it while a rank is frozen, nothing of Python's would run here, nor would the
+        # heartbeat, and nobody would be named. So this waits first, without that lock.
+        if has_dynamic_process_sets():
+            _within_limit(self._wait_for_table, what=f"starting {name!r}", heartbeat=self.watch)
+        # And here, right before the call: from one thread to another takes so long that Horovod may
+        # have begun its next cycle, and with it a wait. This costs a microsecond.
         self._wait_for_table()
         me = threading.get_ident()
         _starting().add(me)
@@ -358,7 +419,7 @@ class HorovodTransport:
         # Ranks within this set become Horovod's own numbers, by which sets are made.
         ranks = self._set.ranks or range(self.world_size)
         own = [[ranks[rank] for rank in part] for part in parts]
-        return HorovodTransport(own_process_set(self._hvd, self._ops, own))
+        return HorovodTransport(own_process_set(self._hvd, self._ops, own, heartbeat=self.watch))
 
     def alltoall(self, send: Tensor, recv: Tensor, *, name: str, skips_own: bool = False) -> Work:
         source, target = _wire_view(send), _wire_view(recv)
@@ -484,17 +545,19 @@ def is_member(process_set: Any | None) -> bool:
     return process_set is None or bool(process_set.included())
 
 
-def own_process_set(hvd: Any, ops: Any, parts: Sequence[Sequence[int]]) -> Any:
+def own_process_set(
+    hvd: Any, ops: Any, parts: Sequence[Sequence[int]], *, heartbeat: Heartbeat | None = None
+) -> Any:
     """Return the process set of the part that this rank is in; every rank calls it alike.
 
     Sets that were given to ``hvd.init`` are used as they are; the others are added, all of them on
     every rank and in one order. ``parts`` are Horovod's ranks of each, ascending; ``hvd`` and
-    ``ops`` are ``horovod.torch`` and its ``mpi_ops``.
+    ``ops`` are ``horovod.torch`` and its ``mpi_ops``; ``heartbeat`` is of all ranks.
     """
     # The same walk on every rank, also over sets that it is not in: adding one takes all of them.
-    known = {
-        tuple(ranks): key for key, ranks in ops._basics._get_process_set_ids_and_ranks().items()
-    }
+    ask = ops._basics._get_process_set_ids_and_ranks
+    sets = _within_limit(ask, what="over=: asking for process sets", heartbeat=heartbeat)
+    known = {tuple(ranks): key for key, ranks in sets.items()}
     own = None
     for part in parts:
         process_set = hvd.ProcessSet(list(part))
@@ -510,16 +573,22 @@ def own_process_set(hvd: Any, ops: Any, parts: Sequence[Sequence[int]]) -> Any:
                     f"at the start: {_init_with(parts)}; in an elastic job give them to "
                     "loft.elastic.State(process_sets=[...])"
                 )
-            _add(hvd, process_set, parts)
+            _add(hvd, process_set, parts, heartbeat)
         if hvd.rank() in part:
             own = process_set
     assert own is not None, parts
     return own
 
 
-def _add(hvd: Any, process_set: Any, parts: Sequence[Sequence[int]]) -> None:
+def _add(
+    hvd: Any, process_set: Any, parts: Sequence[Sequence[int]], heartbeat: Heartbeat | None
+) -> None:
+    what = f"over=: adding the process set of ranks {process_set.ranks}"
+    add = functools.partial(hvd.add_process_set, process_set)
     try:
-        hvd.add_process_set(process_set)
+        _within_limit(add, what=what, heartbeat=heartbeat)
+    except LoftError:  # of the wait
+        raise
     except ValueError as error:
         raise UsageError(
             f"over=: Horovod has no process set of ranks {process_set.ranks} and may not add one "
@@ -549,4 +618,6 @@ def restore_process_set(hvd: Any, process_set: Any) -> None:
     if process_set.ranks == list(range(hvd.size())):
         process_set.process_set_id = hvd.global_process_set.process_set_id
     else:
-        hvd.add_process_set(process_set)
+        what = f"adding the process set of ranks {process_set.ranks}"
+        add = functools.partial(hvd.add_process_set, process_set)
+        _within_limit(add, what=what, heartbeat=None)  # which is opened after this

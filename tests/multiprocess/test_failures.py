@@ -110,6 +110,20 @@ def test_without_a_heartbeat_the_wait_ends_at_its_limit_and_names_the_bucket(lau
 
 @pytest.mark.long
 @pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_without_a_heartbeat_the_wait_for_horovods_process_sets_ends_at_its_limit(
+    launcher: str,
+) -> None:
+    if not launcher_here(launcher):
+        pytest.skip("mpirun is not on PATH")
+    env = {"LOFT_HVD_TIMEOUT_S": "5", "LOFT_HVD_HEARTBEAT_S": "0"}
+    env |= {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "HOROVOD_CYCLE_TIME": "200"}
+    done = launch(3, [JOB, "freeze-alone", "1"], launcher=launcher, timeout_s=40, env=env)
+    says = r"starting '\S+': no answer from Horovod within 5 s; .*process_sets=\[\.\.\.\]"
+    assert re.search(says, done.output), done.output[-4000:]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_rank_that_is_too_slow_is_named_at_the_limit(launcher: str) -> None:
     if not launcher_here(launcher):
         pytest.skip("mpirun is not on PATH")

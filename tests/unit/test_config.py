@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from loft_hvd.config import VARIABLES, Config, unknown_variables
+from loft_hvd.config import VARIABLES, Config, has_dynamic_process_sets, unknown_variables
 from loft_hvd.errors import ArgumentError
 
 
@@ -57,6 +57,19 @@ def test_the_launcher_is_known_also_inside_a_slurm_job(
 ) -> None:
     told = Config.from_environ(environ)
     assert (told.ranks, told.is_torchrun) == (ranks, is_torchrun)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_dynamic"),
+    [("1", True), (" 02", True), ("-1", True), ("0", False), ("", False), ("true", False)],
+)
+def test_process_sets_are_dynamic_where_horovod_says_so(
+    text: str, is_dynamic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HOROVOD_DYNAMIC_PROCESS_SETS", raising=False)
+    assert not has_dynamic_process_sets()
+    monkeypatch.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", text)  # as hvd.init may, meanwhile
+    assert has_dynamic_process_sets() == is_dynamic
 
 
 def test_every_variable_of_ours_sets_its_field() -> None:

@@ -7,15 +7,16 @@ import itertools
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from loft_hvd.errors import UsageError
+from loft_hvd.errors import MismatchError, PeerError, TransportTimeoutError, UsageError
+from loft_hvd.transport.heartbeat.diagnosis import Verdict
 from loft_hvd.transport.horovod import (
     HorovodTransport,
     _count_others,
@@ -24,7 +25,7 @@ from loft_hvd.transport.horovod import (
     _warn_of_sets_in_elastic_jobs,
     own_process_set,
 )
-from tests.support.worlds import elastic_job
+from tests.support.worlds import elastic_job, environment
 
 
 class _FakeHorovod:
@@ -181,14 +182,29 @@ class _Table:
     """Horovod as its table of process sets tells, which may be held for long."""
 
     Sum = "sum"
-    process_set_id = 0
+    process_set_id, ranks = 0, None
 
     def __init__(self) -> None:
         self.global_process_set = self._basics = self.MPI_LIB_CTYPES = self
         self.is_free = threading.Event()
         self.is_free.set()
+        self.is_added = threading.Event()  # a process set, by all ranks
         self.is_down = False
         self.calls: list[str] = []
+
+    def ProcessSet(self, ranks: list[int]) -> Any:  # noqa: N802 - Horovod's name
+        return SimpleNamespace(ranks=ranks, process_set_id=None)
+
+    def size(self) -> int:
+        return 2  # of all ranks: Horovod knows it without its table
+
+    def size_of_set(self) -> int:
+        self.calls.append("size")
+        self.is_free.wait()
+        return 1
+
+    def add_process_set(self, _: object) -> None:
+        self.is_added.wait()
 
     def _get_process_set_ids_and_ranks(self) -> dict[int, list[int]]:
         self.is_free.wait()
@@ -214,6 +230,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Table]:
     monkeypatch.setitem(sys.modules, "horovod.torch.mpi_ops", engine)
     yield engine
     engine.is_free.set()
+    engine.is_added.set()
 
 
 @pytest.mark.parametrize("is_down", [False, True])
@@ -231,11 +248,104 @@ def test_nobody_waits_for_a_table_that_horovod_holds_over_a_collective(table: _T
     assert table.calls == []  # nothing is started there
 
 
+@pytest.mark.parametrize(("dynamic", "times"), [("0", 1), ("1", 2)])
 def test_an_operation_first_waits_for_the_table_without_the_interpreters_lock(
-    table: _Table,
+    dynamic: str, times: int, table: _Table
 ) -> None:
+    with environment(HOROVOD_DYNAMIC_PROCESS_SETS=dynamic):
+        HorovodTransport().allreduce(torch.zeros(4), name="sum")
+    assert table.calls == ["table"] * times + ["allreduce"]
+
+
+def _start(table: _Table) -> None:
+    table.is_free.clear()  # a rank is frozen, or its host is gone
     HorovodTransport().allreduce(torch.zeros(4), name="sum")
-    assert table.calls == ["table", "allreduce"]
+
+
+def _ask_for_size(table: _Table) -> None:
+    table.is_free.clear()
+    some: Any = SimpleNamespace(process_set_id=3, size=table.size_of_set)
+    assert HorovodTransport(some).world_size == 1
+
+
+def _find_sets(table: _Table) -> None:
+    table.is_free.clear()
+    HorovodTransport().subset([(0, 1)])
+
+
+def _add_sets(_: _Table) -> None:
+    HorovodTransport().subset([(0,), (1,)])  # and the other rank adds none
+
+
+_WAITS = [
+    pytest.param(_start, "starting 'sum'", id="start"),
+    pytest.param(_ask_for_size, "asking for the ranks of horovod.3", id="size"),
+    pytest.param(_find_sets, "over=: asking for process sets", id="find"),
+    pytest.param(_add_sets, r"over=: adding the process set of ranks \[0\]", id="add"),
+]
+
+
+@pytest.mark.parametrize(("wait", "what"), _WAITS)
+def test_a_wait_for_the_table_has_a_limit_and_a_way_out(
+    wait: Callable[[_Table], None], what: str, table: _Table
+) -> None:
+    says = rf"{what}: no answer from Horovod within 0\.3 s; .*hvd\.init\(process_sets=\[\.\.\.\]\)"
+    variables = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "LOFT_HVD_TIMEOUT_S": "0.3"}
+    with environment(**variables), pytest.raises(TransportTimeoutError, match=says):
+        wait(table)
+    assert "allreduce" not in table.calls
+
+
+@pytest.mark.parametrize(("elastic", "times"), [("0", 1), ("1", 3)])
+def test_dynamic_sets_are_asked_for_their_ranks_once_unless_the_world_may_change(
+    elastic: str, times: int, table: _Table
+) -> None:
+    some: Any = SimpleNamespace(process_set_id=3, size=table.size_of_set)
+    with environment(HOROVOD_DYNAMIC_PROCESS_SETS="1", HOROVOD_ELASTIC=elastic):
+        transport = HorovodTransport(some)
+        assert [transport.world_size for _ in range(3)] == [1, 1, 1]
+    assert table.calls == ["size"] * times
+
+
+class _Knowing:
+    """A heartbeat with a verdict, which it tells to whom it knows to wait."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        self._verdict = verdict
+        self._has_waiter = False
+        self.is_heard = False
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        self._has_waiter = True
+        yield
+
+    def final_verdict(self) -> Verdict | None:
+        return self._verdict if self._has_waiter else None
+
+    def heard(self) -> None:
+        self.is_heard = True
+
+    def explain(self, _: Exception) -> None:
+        pytest.fail("it is not Horovod that has failed")
+
+
+@pytest.mark.parametrize(("is_mismatch", "error"), [(False, PeerError), (True, MismatchError)])
+@pytest.mark.parametrize(("wait", "_what"), _WAITS)
+def test_a_wait_for_the_table_ends_when_the_heartbeat_knows_who_is_behind_it(
+    wait: Callable[[_Table], None],
+    _what: str,
+    is_mismatch: bool,
+    error: type[Exception],
+    table: _Table,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    heartbeat = _Knowing(Verdict(1, "rank 1 is frozen", is_mismatch=is_mismatch))
+    monkeypatch.setattr("loft_hvd.transport.horovod.heartbeat_of", lambda _: heartbeat)
+    variables = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "LOFT_HVD_TIMEOUT_S": "60"}
+    with environment(**variables), pytest.raises(error, match="rank 1 is frozen"):
+        wait(table)
+    assert heartbeat.is_heard
 
 
 def test_the_table_of_the_real_horovod_is_asked_without_the_interpreters_lock() -> None:
