@@ -13,14 +13,17 @@ transport below it.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import hashlib
 import hmac
 import logging
 import secrets
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol, runtime_checkable
 
@@ -41,6 +44,8 @@ _CONNECT_S = 20.0  # a choice: ranks that are not connected by then are behind a
 # Whoever polls has a limit of its own. This one ends what was given up, and the mesh with it: Gloo
 # closes connections on which a wait ends in vain. A choice.
 _LONGEST_S = 7 * 24 * 3600.0
+_INTERRUPT = timedelta(milliseconds=1)  # bound from Gloo: 0 would be no limit
+_END_S = 5.0  # a choice: longest that ending what was given up may hold the script's end up
 _KEY_BYTES = 32  # bound from SHA-256
 # What a rank tells of its connections took 158 bytes and 8 for each rank; twice that is a choice.
 _ADDRESS_BYTES, _BYTES_A_RANK = 1024, 16
@@ -50,16 +55,21 @@ Move = Callable[[], None]
 
 
 class MeshWork:
-    """An operation whose sends and receives a thread waits for; the work joins it."""
+    """An operation of a mesh, whose sends and receives a thread waits for; the work joins it.
+
+    One that is given up is ended with its mesh, or with the script.
+    """
 
     # A thread each, as Gloo's receives say that they are done only to who waits for them.
 
     watch: Watch | None = None
 
-    def __init__(self, name: str, move: Move) -> None:
+    def __init__(self, name: str, move: Move, mesh: Mesh) -> None:
+        self.mesh = mesh
         self._move = move
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"loft-{name}", daemon=True)
+        _under_way().add(self)
         self._thread.start()
 
     def _run(self) -> None:
@@ -67,14 +77,43 @@ class MeshWork:
             self._move()
         except BaseException as error:
             self._error = error
+        finally:
+            _under_way().discard(self)
 
     def done(self) -> bool:
         return not self._thread.is_alive()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the thread, not for long."""
+        self._thread.join(timeout_s)
 
     def finish(self) -> None:
         self._thread.join()
         if self._error is not None:
             raise TransportError(f"between ranks: {self._error}") from self._error
+
+
+@functools.cache
+def _under_way() -> set[MeshWork]:
+    """Return the works whose threads have not ended; the script's end ends them."""
+    works: set[MeshWork] = set()
+    atexit.register(_end, works)
+    return works
+
+
+def _end(works: set[MeshWork]) -> None:
+    """End what was given up: its threads must not meet the interpreter's end.
+
+    Up to Python 3.13 a thread ends where it asks for the interpreter's lock after that, which in
+    torch's C++ ends the process by SIGABRT: a rank that has finished would seem to have failed.
+    """
+    # Not in a fork, such as a loader process: its threads stayed behind, and are not alive.
+    left = [work for work in works.copy() if not work.done()]
+    for mesh in {work.mesh for work in left}:
+        mesh.interrupt()
+    until = time.monotonic() + _END_S
+    for work in left:
+        work.join(max(0.0, until - time.monotonic()))
 
 
 class Mesh:
@@ -94,6 +133,7 @@ class Mesh:
         self._longest = timedelta(seconds=longest_s)
         self._expected: dict[str, list[Any]] = {}  # receives by name, until their exchange begins
         self._parts: weakref.WeakSet[Mesh] = weakref.WeakSet()  # on the same connections
+        _under_way()  # so early: what the users of a mesh do at the script's end goes before
 
     def subset(self, members: Sequence[int]) -> Mesh:
         """Return the mesh among some ranks, this one too; others need not know of it."""
@@ -103,8 +143,19 @@ class Mesh:
         self._parts.add(part)
         return part
 
+    def interrupt(self) -> None:
+        """End the waits on these connections, and with them the connections, for subsets too."""
+        # Gloo ends both where one wait ends in vain, so this waits for what nobody sends. For one
+        # peer after the other: of one that has gone there is nothing to wait for.
+        for peer in self._sources():
+            with suppress(RuntimeError):  # as it has ended; also ours, of a mesh that is closed
+                self._recv(torch.empty(1, dtype=torch.uint8), peer, "interrupt").wait(_INTERRUPT)
+
     def close(self) -> None:
         """End the connections, for subsets too; what was exchanged by then has arrived."""
+        # What was given up holds Gloo's buffers, and these the connections: they would not go.
+        if any(work.mesh._group is self._group for work in _under_way().copy()):
+            self.interrupt()
         for part in self._parts:
             part.close()
         self._expected.clear()
@@ -239,7 +290,7 @@ class MeshTransport:
             self.mesh.expect(recv, name=name, skips_own=skips_own)
 
     def _post(self, name: str, move: Move) -> Work:
-        work = MeshWork(name, move)
+        work = MeshWork(name, move, self.mesh)
         return self._below.follow(work, name) if isinstance(self._below, _Meshable) else work
 
     def allreduce(self, buffer: Tensor, *, name: str) -> Work:

@@ -127,7 +127,7 @@ class TorchDistributedTransport:
             if result.data_ptr() != target.data_ptr():
                 target.copy_(result.view_as(target))
 
-        return watched(MeshWork(name, run), name, self.watch)
+        return watched(MeshWork(name, run, self._mesh), name, self.watch)
 
 
 def _on_cpu(tensor: Tensor) -> Tensor:

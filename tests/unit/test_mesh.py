@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -20,12 +22,12 @@ from loft_hvd.transport import mesh as mesh_module
 from loft_hvd.transport.base import Channel, Transport, Work, wait_for
 from loft_hvd.transport.conformance import CHECKS
 from loft_hvd.transport.local import LocalTransport, _LocalWork, run_ranks
-from loft_hvd.transport.mesh import MeshTransport, _Addresses, open_mesh
+from loft_hvd.transport.mesh import MeshTransport, MeshWork, _Addresses, open_mesh
 from tests.support.processes import own_sockets
 
 
-def over_mesh(transport: LocalTransport) -> MeshTransport:
-    mesh = open_mesh(Channel(transport, "mesh", 20.0), interface="lo")
+def over_mesh(transport: LocalTransport, name: str = "mesh") -> MeshTransport:
+    mesh = open_mesh(Channel(transport, name, 20.0), interface="lo")
     assert mesh is not None
     return MeshTransport(transport, mesh)
 
@@ -387,6 +389,58 @@ def test_a_closed_mesh_has_no_connections_and_says_so() -> None:
     while own_sockets() & opened[0] and time.monotonic() < until:
         time.sleep(0.01)
     assert not own_sockets() & opened[0]
+
+
+def test_a_closed_mesh_ends_what_was_given_up_and_no_other_mesh() -> None:
+    def work(transport: LocalTransport) -> list[float]:
+        one, other = (over_mesh(transport, name) for name in ("one", "other"))
+        if transport.rank == 1:
+            one.mesh.close()
+        transport_barrier(transport, "rank 1 has gone")
+        if transport.rank == 2:
+            move = one.mesh.broadcast(torch.zeros(3), name="x")  # rank 0 never comes
+            given_up = MeshWork("x", move, one.mesh)
+            one.mesh.close()
+            with pytest.raises(TransportError, match="x: between ranks"):
+                wait_for(given_up, what="x", timeout_s=10)
+        transport_barrier(transport, "rank 2 has closed")
+        rows = torch.zeros(3)
+        own = torch.full((3,), float(transport.rank))
+        wait_for(other.alltoall(own, rows, name="x"), what="x", timeout_s=20)
+        one.mesh.close()
+        return rows.tolist()
+
+    assert run_ranks(3, work) == [[0.0, 1.0, 2.0]] * 3
+
+
+_GIVES_UP = """
+import atexit, threading, torch
+
+def say_what_is_left():
+    print([each.name for each in threading.enumerate() if each.name.startswith("loft-")])
+
+atexit.register(say_what_is_left)  # first, so it is called last
+
+from loft_hvd.transport.base import Channel
+from loft_hvd.transport.local import run_ranks
+from loft_hvd.transport.mesh import MeshTransport, open_mesh
+
+kept = []
+
+def work(transport):
+    mesh = open_mesh(Channel(transport, "mesh", 20.0), interface="lo")
+    kept.append(mesh)
+    if transport.rank == 0:
+        MeshTransport(transport, mesh).alltoall(torch.ones(2), torch.zeros(2), name="x")
+
+run_ranks(2, work)
+"""
+
+
+def test_what_was_given_up_ends_before_the_interpreter_does() -> None:
+    command = [sys.executable, "-c", _GIVES_UP]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
 def transport_barrier(transport: LocalTransport, name: str) -> int:
