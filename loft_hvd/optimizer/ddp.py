@@ -155,6 +155,7 @@ def ddp_hook(  # noqa: PLR0913 - a script sets few of them, by name
             ends.open_heartbeat()
         fields = {
             "option rule": str(rule),
+            "variable LOFT_HVD_MESH": config().mesh,
             "option balancer": "none" if balancer is None else str(balancer.global_batch_size),
             "option scope": scope,
             "option diagnostics": str(diagnostics),

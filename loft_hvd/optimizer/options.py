@@ -158,6 +158,7 @@ class OptimizerOptions:
             "option compression": wire_name(settings.wire),
             "option sparse_as_dense": str(settings.sparse_as_dense),
             "variable LOFT_HVD_COPIES": config().copies,
+            "variable LOFT_HVD_MESH": config().mesh,
             "option balancer": "none" if balancer is None else str(balancer.global_batch_size),
             "option scope": self.settings.scope,
             "option audit": str(self.settings.audit),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 
 import loft_hvd as loft
 from loft_hvd.aggregation.aggregate import aggregate
+from loft_hvd.config import Config, config
 from loft_hvd.errors import AggregationError, ArgumentError, ArgumentTypeError, MismatchError
 from loft_hvd.optimizer.parameters import ReducedParameters
 from loft_hvd.optimizer.wrapper import OptimizerWrapper
@@ -166,6 +168,30 @@ def test_a_balancer_must_leave_enough_groups_samples() -> None:
 def test_ranks_that_ask_for_other_groups_are_told() -> None:
     with pytest.raises(MismatchError, match="option over differs on ranks"):
         run_ranks(4, lambda end: make(end, over=None if end.rank else "nodes"))
+
+
+@pytest.mark.parametrize("kind", ["optimizer", "hook"])
+def test_ranks_told_otherwise_whether_to_connect_are_told(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One without connections of ours would wait in other exchanges than the rest."""
+    usual = config()
+
+    def read() -> Config:
+        is_odd = threading.current_thread().name == "loft-rank-1"
+        return replace(usual, mesh="off") if is_odd else usual
+
+    monkeypatch.setattr("loft_hvd.optimizer.options.config", read)
+    monkeypatch.setattr("loft_hvd.optimizer.ddp.config", read)
+
+    def work(end: LocalTransport) -> None:
+        if kind == "optimizer":
+            make(end)
+        else:
+            loft.ddp_hook(transport=end)
+
+    with pytest.raises(MismatchError, match=r"variable LOFT_HVD_MESH differs on ranks \[1\]"):
+        run_ranks(3, work)
 
 
 def test_ranks_whose_models_are_on_other_devices_are_told() -> None:
