@@ -67,7 +67,8 @@ def describe(value: object) -> str:
 def _hardware_of(parameters: Sequence[Tensor]) -> str:
     """Name what decides the last bits of an optimizer's arithmetic."""
     device = parameters[0].device
-    name = torch.backends.cpu.get_cpu_capability()
+    # By so many threads torch splits the sum or the mean of a large tensor.
+    name = f"{torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()}"
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     return f"{device.type} {name} {torch.__version__}"
@@ -154,7 +155,10 @@ class ReplicaCheck:
             self._next_look = 1 + _FEWEST_STEPS
             if bool((rows[:, 2] != rows[0, 2]).any()):
                 # Gradients have equal bits; what optimizers make of them may differ in the last.
-                _logger.info("ranks compute on different hardware: copies are compared only once")
+                _logger.info(
+                    "ranks compute on different hardware, or by other numbers of torch's threads "
+                    "(OMP_NUM_THREADS): copies are compared only once"
+                )
                 self._next_look = math.inf
             return
         most_s, fastest_s = float(rows[:, 0].max()), float(rows[:, 1].min())

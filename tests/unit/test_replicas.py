@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -113,6 +114,21 @@ def test_a_copy_that_changes_later_is_found_now_and_then(monkeypatch: pytest.Mon
             train(transport, spoil=shift, at_step=2, num_steps=30)
 
     run_ranks(3, work)
+
+
+def test_copies_are_compared_once_where_ranks_sum_by_other_numbers_of_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(replicas, "_FEWEST_STEPS", 5)
+    monkeypatch.setattr(replicas, "_MOST_STEPS", 5)
+
+    def count() -> int:
+        return 2 if threading.current_thread().name == "loft-rank-1" else 1
+
+    monkeypatch.setattr(torch, "get_num_threads", count)
+    # As an optimizer's sums may, in the last bit.
+    found = run_ranks(3, lambda end: train(end, spoil=shift, at_step=2, num_steps=30))
+    assert found == [30] * 3
 
 
 def test_copies_that_differ_on_purpose_train_on() -> None:
