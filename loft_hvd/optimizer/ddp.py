@@ -49,7 +49,7 @@ from loft_hvd.optimizer.options import (
 )
 from loft_hvd.optimizer.parameters import check_whole, parts_error
 from loft_hvd.optimizer.workers import StandingLog, are_all_on_cpu, make_watch
-from loft_hvd.pipeline.allreduce import Handle, start_allreduce
+from loft_hvd.pipeline.allreduce import Handle, forget_transport, start_allreduce
 from loft_hvd.pipeline.momentum import Ages, Blend, LossScaler, WorkerMomentum
 from loft_hvd.pipeline.selection import Scope, Selection, SelectionPart, check_scope
 from loft_hvd.pipeline.suspicion.report import SuspicionReport, ZeroedParameter
@@ -178,7 +178,7 @@ def ddp_hook(  # noqa: PLR0913 - a script sets few of them, by name
             beta,
             1 - beta,
         )
-    return DDPHook(
+    hook = DDPHook(
         rule,
         batches,
         channel,
@@ -188,6 +188,9 @@ def ddp_hook(  # noqa: PLR0913 - a script sets few of them, by name
         quarantine=quarantine,
         momentum=WorkerMomentum(beta, scaler=scaler) if beta else None,
     )
+    if transport is None:  # the hook's own: one that was given may have others on it
+        weakref.finalize(hook, forget_transport, ends).atexit = False
+    return hook
 
 
 @contextmanager

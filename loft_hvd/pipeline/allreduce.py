@@ -39,7 +39,14 @@ from loft_hvd.transport.base import Transport, Work, mixes_devices, watch_of
 from loft_hvd.transport.default import default_transport
 from loft_hvd.transport.mesh import connections_of, meshed
 
-__all__ = ["Handle", "allreduce", "allreduce_async", "forget_reductions", "start_allreduce"]
+__all__ = [
+    "Handle",
+    "allreduce",
+    "allreduce_async",
+    "forget_reductions",
+    "forget_transport",
+    "start_allreduce",
+]
 
 # Between polls: of a wait so far this part, and at least and at most so many seconds. Asked every
 # 100 us 100 MB on 4 ranks and links of 1 Gb/s took 1.7 s of CPU, where hvd.allreduce takes 1.0.
@@ -152,6 +159,13 @@ def forget_reductions() -> None:
     _reductions().clear()
     _in_flight().clear()
     _kept_end.cache_clear()
+
+
+def forget_transport(transport: Transport) -> None:
+    """Drop the buffers of a transport that nobody will use again."""
+    # Weak keys do not: buffers hold their transport.
+    _reductions().pop(transport, None)
+    _in_flight().pop(transport, None)
 
 
 class Handle:

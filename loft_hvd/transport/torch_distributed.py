@@ -8,8 +8,10 @@ per rank is that of a ring: 2 (n-1)/n of the bytes for a sum.
 
 from __future__ import annotations
 
+import functools
 import socket
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,8 +30,8 @@ __all__ = ["TorchDistributedTransport"]
 class TorchDistributedTransport:
     """The ranks of a ``torch.distributed`` process group; see ``Transport``.
 
-    Make it on every rank of the group alike. Where the group's backend is not Gloo it makes a Gloo
-    group of the same ranks, and values on other devices travel by way of the CPU.
+    Make it on every rank of the group alike. Where the group's backend is not Gloo the first one
+    makes a Gloo group of the same ranks. Values on other devices travel by way of the CPU.
 
     Args:
         group: the process group; the default one if None.
@@ -47,17 +49,14 @@ class TorchDistributedTransport:
                 "TorchDistributedTransport: torch.distributed is not initialised; call "
                 "torch.distributed.init_process_group() first"
             )
+        group = group or dist.group.WORLD
         # Numbers within the default group, by which torch addresses sends and receives.
-        self._ranks: list[int] = dist.get_process_group_ranks(group or dist.group.WORLD)
+        self._ranks: list[int] = dist.get_process_group_ranks(group)
         if dist.get_backend(group) != dist.Backend.GLOO:
-            group = dist.new_group(self._ranks, backend="gloo")
+            group = _gloo_beside(group)
         self.rank = dist.get_rank(group)
         self.world_size = len(self._ranks)
-        self._mesh = Mesh(
-            group or dist.group.WORLD,
-            rank=self.rank,
-            ranks=range(self.world_size),
-        )
+        self._mesh = Mesh(group, rank=self.rank, ranks=range(self.world_size))
         self.node = socket.gethostname()
         self.local_size = min(config().local_ranks, self.world_size)  # as the launcher tells
         self._world = "torch." + ".".join(map(str, self._ranks))
@@ -128,6 +127,12 @@ class TorchDistributedTransport:
                 target.copy_(result.view_as(target))
 
         return watched(MeshWork(name, run, self._mesh), name, self.watch)
+
+
+@functools.cache
+def _gloo_beside(group: Any) -> Any:
+    """Return a Gloo group of a group's ranks, one for each group: torch keeps every one it made."""
+    return dist.new_group(dist.get_process_group_ranks(group), backend="gloo")
 
 
 def _on_cpu(tensor: Tensor) -> Tensor:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import threading
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from torch import Tensor
 import loft_hvd as loft
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, MismatchError, PeerError, UsageError
 from loft_hvd.optimizer.ddp import _StepPasses
+from loft_hvd.pipeline.allreduce import _reductions
 from loft_hvd.pipeline.suspicion.report import ZeroedParameter
 from loft_hvd.runlog import read_run_log
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
@@ -310,6 +314,36 @@ def test_a_rank_without_samples_has_no_say_in_what_is_zeroed() -> None:
         return hook.report().zeroed
 
     assert run_ranks(4, work) == [()] * 4
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_a_hook_takes_the_buffers_of_its_own_ranks_with_it(
+    is_given: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Own(LocalTransport):
+        """As ``TorchDistributedTransport``: of the ranks there are, made by each hook."""
+
+        ends = threading.local()
+
+        def __init__(self) -> None:
+            super().__init__(self.ends.of._world, self.ends.of.rank)
+
+        def open_heartbeat(self) -> None: ...
+
+    monkeypatch.setattr("loft_hvd.optimizer.ddp.TorchDistributedTransport", Own)
+
+    def work(transport: LocalTransport) -> bool:
+        Own.ends.of = transport
+        hook = loft.ddp_hook(loft.Median(), transport=transport if is_given else None)
+        parameter = torch.nn.Parameter(torch.zeros(6))
+        backward(hook, [[parameter]], {parameter: torch.ones(6)})
+        (kept,) = _reductions()[hook._channel.transport].values()
+        reduction = weakref.ref(kept)
+        del hook, kept
+        gc.collect()
+        return reduction() is not None
+
+    assert run_ranks(2, work) == [is_given] * 2
 
 
 def test_a_hook_without_a_balancer_writes_a_run_log(tmp_path: Path) -> None:
