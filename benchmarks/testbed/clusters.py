@@ -1,0 +1,109 @@
+"""Clusters on one machine: hosts with a part of a core and a link each, and jobs on them."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.testbed.contest import GLOBAL_BATCH, Contest, make_model
+from benchmarks.testbed.shares import RECORD_BYTES, enlarge
+from tests.testbed.hosts import Testbed
+
+__all__ = ["Cluster", "Job", "run_job", "unequal", "wait_for_epochs"]
+
+# Two fast computers whose data lie on two slow ones. Together three quarters of two cores: what is
+# left are the kernel's work on the links, and this machine's other processes.
+_CPUS = (0.5, 0.5, 0.25, 0.25)
+_SHARES = (0.02, 0.02, 0.48, 0.48)
+FAST = 1e9  # bits a second
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Hosts and their links."""
+
+    cpus: tuple[float, ...]  # cores' worth of time that each host gets
+    bits_per_s: tuple[float, ...]  # of each host's link, either way
+    shares: tuple[float, ...]  # of all samples that each host has
+
+    def up(self, testbed: Testbed, *more: str) -> None:
+        """Make the hosts, with ``more`` options of ``testbed up``."""
+        cpus = ",".join(f"{each:g}" for each in self.cpus)
+        rates = ",".join(f"{each:.0f}" for each in self.bits_per_s)
+        testbed.up(len(self.cpus), "--cpu", cpus, "--fit", "--rate", rates, *more)
+
+
+def _compute_s() -> float:
+    """Return the CPU seconds of a forward and backward pass, a sample, on a core of this machine.
+
+    The median of 15 batches of 16.
+    """
+    torch.set_num_threads(1)
+    model, images, taken = make_model(), enlarge(torch.rand(16, 8, 8)), []
+    for _ in range(15):
+        began = time.process_time()
+        model(images).square().mean().backward()
+        taken.append(time.process_time() - began)
+    return statistics.median(taken) / len(images)
+
+
+def unequal(ratio: float) -> Cluster:
+    """Return a cluster whose worst fetch takes ``ratio`` times as long as its worst computing.
+
+    That is at sizes in proportion to CPUs, as LB-BSP chooses them: then computing takes all hosts
+    the same time, and the fast ones fetch most of their samples over slow links. How slow these
+    have to be follows from what a sample takes to compute, which is measured first.
+    """
+    compute_s = GLOBAL_BATCH * _compute_s() / sum(_CPUS)
+    num_fetched = GLOBAL_BATCH * (_CPUS[0] / sum(_CPUS) - _SHARES[0])
+    slow = 8 * RECORD_BYTES * num_fetched / (ratio * compute_s)
+    return Cluster(_CPUS, (slow, slow, FAST, FAST), _SHARES)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is run on the hosts: ``python -m benchmarks.testbed.MODULE``."""
+
+    contest: Contest
+    module: str = "contest"
+    options: Sequence[str] = ()  # of ``testbed run``
+    env: Mapping[str, str] | None = None
+    during: Callable[[Path], None] | None = None  # called with its folder once it has started
+    timeout_s: float = 600.0
+
+
+def run_job(testbed: Testbed, job: Job) -> Any:
+    """Run a job on hosts that are up, and return its result; a RuntimeError where it fails."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, during = Path(name), job.during
+        job.contest.save(folder)
+        done = testbed.run(
+            ["-m", f"benchmarks.testbed.{job.module}", name],
+            timeout_s=job.timeout_s,
+            env=job.env,
+            options=job.options,
+            during=None if during is None else lambda: during(folder),
+        )
+        if done.returncode != 0:
+            ended = f"ended with {done.returncode}"
+            if done.returncode is None:
+                ended = f"has not ended within {job.timeout_s:g} s"
+            raise RuntimeError(f"{job.module} {ended}:\n{done.output[-6000:]}")
+        return json.loads((folder / "result.json").read_text())
+
+
+def wait_for_epochs(folder: Path, num_epochs: int, *, timeout_s: float = 300.0) -> None:
+    """Wait until a job has trained so many epochs."""
+    told, until = folder / "epochs_done", time.monotonic() + timeout_s
+    while not told.exists() or int(told.read_text()) < num_epochs:
+        if time.monotonic() > until:
+            raise TimeoutError(f"epoch {num_epochs} is not over within {timeout_s:g} s")
+        time.sleep(0.1)
