@@ -33,6 +33,7 @@ What is assumed, beside the sources named below:
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import statistics
 import sys
@@ -222,7 +223,7 @@ def simulate_case(
     case: Case, *, steps: int, contestants: Sequence[Contestant] = CONTESTANTS
 ) -> dict[str, PolicyRun]:
     """Return the run of each contestant by its name; all see the same samples and noise."""
-    runs = {}
+    runs: dict[str, PolicyRun] = {}
     for sampler, store in dict.fromkeys((each.sampler, each.store) for each in contestants):
         alike = [each for each in contestants if (each.sampler, each.store) == (sampler, store)]
         results = simulate(case.scenario(alike, steps=steps))
@@ -321,9 +322,8 @@ def main() -> None:
         ("clusters", CLUSTERS),
     ):
         names = list(known)
-        parser.add_argument(
-            f"--{what}", type=lambda text, names=names: read_names(text, names), default=names
-        )
+        read = functools.partial(read_names, known=names)
+        parser.add_argument(f"--{what}", type=read, default=names)
     parser.add_argument("--steps", type=int, default=400, help="of which the second half counts")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

@@ -31,7 +31,7 @@ import argparse
 import math
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -306,7 +306,8 @@ def _report(title: str, rows: Mapping[str, tuple[int, list[float]]]) -> dict[str
 
 
 def _read_case(text: str) -> Case:
-    parts, known = text.split("/"), (CLUSTERS, MODELS, DATASETS, LOADERS)
+    parts = text.split("/")
+    known: list[Collection[str]] = [CLUSTERS, MODELS, DATASETS, LOADERS]
     if len(parts) != 4 or any(part not in names for part, names in zip(parts, known, strict=True)):
         raise argparse.ArgumentTypeError(
             f"{text!r} must be cluster/model/dataset/loader, of "

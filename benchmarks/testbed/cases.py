@@ -51,17 +51,17 @@ class Goal:
 
 def cold_s(result: Result) -> float:
     """Return the seconds of a mean step of the first epoch."""
-    return statistics.mean(result["epochs"][0]["step_s"])
+    return float(statistics.mean(result["epochs"][0]["step_s"]))
 
 
 def later_s(result: Result) -> float:
     """Return the seconds of the median step of all epochs but the first."""
-    return statistics.median(s for epoch in result["epochs"][1:] for s in epoch["step_s"])
+    return float(statistics.median(s for epoch in result["epochs"][1:] for s in epoch["step_s"]))
 
 
 def last_s(result: Result) -> float:
     """Return the seconds of the median step of the last epoch."""
-    return statistics.median(result["epochs"][-1]["step_s"])
+    return float(statistics.median(result["epochs"][-1]["step_s"]))
 
 
 def fetch_over_compute(result: Result) -> float:
