@@ -485,6 +485,9 @@ class Watch:
             path = self._folder / f"{os.getpid()}.json"
             if path.exists():
                 return
+            # So is an error after all were asked to end: the one who asked has told why.
+            if error is not None and self._is_to_stop():
+                ended, error = "stopped", None
             self.notes.ended = ended
             if error is not None:
                 self.notes.error = _describe_error(error)
@@ -503,6 +506,9 @@ class Watch:
     def end_others(self) -> None:
         """Ask all ranks to write their notes and to end."""
         (self._folder / "stop").touch()
+
+    def _is_to_stop(self) -> bool:
+        return (self._folder / "stop").exists()
 
     def _have_all_written(self, num_ranks: int) -> bool:
         return len(list(self._folder.glob("*.json"))) >= num_ranks
@@ -540,7 +546,7 @@ class Watch:
         """End this rank after so many seconds of work, or when another one asks; on a thread."""
         main = threading.main_thread().ident or 0
         ends, is_begun = time.monotonic() + _START_S, False
-        while not (self._folder / "stop").exists():
+        while not self._is_to_stop():
             now = time.monotonic()
             if self.is_begun.is_set() and not is_begun:
                 ends, is_begun = now + seconds, True

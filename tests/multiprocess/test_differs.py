@@ -8,6 +8,7 @@ import time
 import pytest
 
 from tests.support.launch import launch
+from tests.support.marks import long_first
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.timeout(100)]
 
@@ -25,7 +26,7 @@ FIELDS = {  # what every rank says
 }
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", long_first([2, 0]))
 @pytest.mark.parametrize("what", FIELDS)
 def test_all_ranks_end_soon_and_name_rank_and_field(what: str, rank: int) -> None:
     done = launch(3, [JOB, what, str(rank)], timeout_s=60)

@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.elastic import launch_elastic
 from tests.support.launch import Finished
+from tests.support.marks import long_first
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(160)]
 
@@ -47,7 +48,7 @@ def run(folder: Path, what: str, **options: object) -> Finished:
         pytest.param(
             "kill:loft",
             r"rank \d \(process \d+ on \S+\) has ended without a word",
-            marks=pytest.mark.long,
+            marks=[pytest.mark.long, pytest.mark.whole],
         ),
         ("freeze", r"rank \d \(process \d+ on \S+\) is frozen"),
         pytest.param(
@@ -91,7 +92,9 @@ def test_other_steps_end_the_job_instead_of_being_tried_again(tmp_path: Path) ->
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("what", "num_ranks"), [("join", 2), ("join-sets", 3), ("join:loft", 2)])
+@pytest.mark.parametrize(
+    ("what", "num_ranks"), long_first([("join-sets", 3), ("join:loft", 2), ("join", 2)], 2)
+)
 def test_a_rank_that_joins_late_takes_part(what: str, num_ranks: int, tmp_path: Path) -> None:
     hosts = [f"localhost:{num_ranks}"]
 
@@ -145,11 +148,14 @@ def run_levels(
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("what", "hosts", "later", "num_ranks"),
-    [
-        ("join", TWO_NODES[:1], TWO_NODES, 4),
-        ("leave", TWO_NODES, TWO_NODES[:1], 2),
-        ("raise", TWO_NODES, None, 2),
-    ],
+    long_first(
+        [
+            ("join", TWO_NODES[:1], TWO_NODES, 4),
+            ("leave", TWO_NODES, TWO_NODES[:1], 2),
+            ("raise", TWO_NODES, None, 2),
+        ],
+        2,
+    ),
 )
 def test_groups_follow_the_nodes_that_join_leave_or_fail(
     what: str, hosts: list[str], later: list[str] | None, num_ranks: int, tmp_path: Path

@@ -45,6 +45,8 @@ CASES = [
 ]
 # One of each kind in `make test`; all of them in `make test-all`.
 QUICK = {("kill", 1, "mpi"), ("freeze", 1, "gloo"), ("raise", 1, "gloo"), ("shape", 1, "mpi")}
+# Ends of a rank that no launcher has a part in: under one launcher there.
+ALIKE = {("freeze-foreign", 1), ("raise-hook", 1), ("raise", 0), ("leave", 1)}
 # A job that mpirun ends by itself at once need not say more than mpirun does.
 BY_MPIRUN = {"kill": r"rank 1 with PID \d+ on node \S+ exited on signal 9"}
 
@@ -54,6 +56,8 @@ def params() -> list[ParameterSet]:
     for launcher in LAUNCHERS:
         for case in CASES:
             marks = [] if (case.what, case.rank, launcher) in QUICK else [pytest.mark.long]
+            if (case.what, case.rank) in ALIKE and launcher != LAUNCHERS[0]:
+                marks.append(pytest.mark.whole)
             if not launcher_here(launcher):
                 marks.append(pytest.mark.skip(reason="mpirun is not on PATH"))
             made.append(
@@ -99,7 +103,7 @@ def test_a_frozen_rank_is_named_where_process_sets_are_dynamic(launcher: str, ra
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", long_first(LAUNCHERS))
 def test_without_a_heartbeat_the_wait_ends_at_its_limit_and_names_the_bucket(launcher: str) -> None:
     if not launcher_here(launcher):
         pytest.skip("mpirun is not on PATH")
@@ -109,7 +113,7 @@ def test_without_a_heartbeat_the_wait_ends_at_its_limit_and_names_the_bucket(lau
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", long_first(LAUNCHERS))
 def test_without_a_heartbeat_the_wait_for_horovods_process_sets_ends_at_its_limit(
     launcher: str,
 ) -> None:
@@ -123,7 +127,7 @@ def test_without_a_heartbeat_the_wait_for_horovods_process_sets_ends_at_its_limi
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", long_first(LAUNCHERS))
 def test_a_rank_that_is_too_slow_is_named_at_the_limit(launcher: str) -> None:
     if not launcher_here(launcher):
         pytest.skip("mpirun is not on PATH")
@@ -146,7 +150,7 @@ def test_a_rank_that_holds_its_interpreter_is_waited_for(launcher: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", long_first(LAUNCHERS))
 def test_a_rank_in_a_call_of_the_engines_that_all_have_made_is_waited_for(launcher: str) -> None:
     """A broadcast ends on some ranks long before it does on others, which a slow link leads to."""
     if not launcher_here(launcher):

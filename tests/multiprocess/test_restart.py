@@ -30,7 +30,7 @@ def held(folder: Path, num_ranks: int) -> dict[int, list[int]]:
     "kill_at",
     [
         9,
-        pytest.param(2, marks=pytest.mark.long),
+        pytest.param(2, marks=[pytest.mark.long, pytest.mark.whole]),
         pytest.param(16, marks=[pytest.mark.long, pytest.mark.whole]),
     ],
 )

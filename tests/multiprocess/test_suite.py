@@ -20,7 +20,7 @@ needs_mpirun = pytest.mark.skipif(
         ("gloo", 1),
         ("gloo", 2),
         ("gloo", 3),
-        pytest.param("gloo", 4, marks=pytest.mark.long),
+        pytest.param("gloo", 4, marks=[pytest.mark.long, pytest.mark.whole]),
         pytest.param("mpi", 2, marks=needs_mpirun),
         pytest.param("mpi", 3, marks=[needs_mpirun, pytest.mark.long, pytest.mark.whole]),
     ],

@@ -119,7 +119,7 @@ def test_sanitizers_find_nothing(tmp_path: Path) -> None:
     )
     build(tmp_path, "check_cpu", "check_device", "check_threads")
     assert " 0 differ" in run(tmp_path / "check_threads", levels[-1])
-    with ThreadPoolExecutor() as pool:  # not optimised: five minutes a level
+    with ThreadPoolExecutor() as pool:  # kernels that are not optimised: two minutes a level
         said = list(pool.map(lambda level: run(tmp_path / "check_cpu", level), levels))
     assert [line.split(":")[0] for line in said] == levels
     assert all(" 0 differ" in line for line in said)

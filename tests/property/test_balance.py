@@ -170,7 +170,7 @@ def test_in_nine_of_ten_wide_clusters_predicted_gains_are_realised_within_a_fact
 
 @pytest.mark.long
 @modes
-@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("solver", long_first(SOLVERS))
 def test_from_a_cold_start_with_noise_plans_reach_the_oracle(
     overlap: float | None, solver: str
 ) -> None:

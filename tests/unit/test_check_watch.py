@@ -14,7 +14,7 @@ import torch
 
 from loft_hvd.check.findings import find
 from loft_hvd.check.notes import LoaderNote, Notes
-from loft_hvd.check.watch import _is_mean_of_one, _members
+from loft_hvd.check.watch import Watch, _is_mean_of_one, _members
 from loft_hvd.codec import decode
 
 SCRIPT = """
@@ -194,6 +194,23 @@ def test_the_rank_is_kept_over_shutdown(watched: Watched) -> None:
 
 def test_what_a_script_has_not_flushed_is_written(watched: Watched) -> None:
     assert watched.text == "not flushed"
+
+
+@pytest.mark.parametrize(("is_asked", "ended"), [(False, "error"), (True, "stopped")])
+def test_an_error_after_all_were_asked_to_end_is_a_consequence(
+    is_asked: bool, ended: str, tmp_path: Path
+) -> None:
+    script, notes = tmp_path / "train.py", tmp_path / "notes"
+    script.write_text("pass\n")
+    notes.mkdir()
+    asking, failing = Watch(notes, script), Watch(notes, script)
+    if is_asked:
+        asking.end_others()
+    failing.write("error", RuntimeError("rank 1 has gone"))
+    (written,) = notes.glob("*.json")
+    found = decode(Notes, json.loads(written.read_text()), what="notes", call="check")
+    assert found.ended == ended
+    assert (found.error is None) == is_asked
 
 
 def test_a_call_has_the_ranks_of_its_process_set() -> None:

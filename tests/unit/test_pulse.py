@@ -96,6 +96,11 @@ def test_a_process_that_ends_or_forks_with_a_pulse_ends_well() -> None:
         "print(0 if child == 0 else os.waitpid(child, 0)[1], flush=True)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+        # From 3.12 on Python warns of every fork beside a thread, which the pulse is.
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "0\n0\n", "")
