@@ -23,7 +23,8 @@ def average(
         value: this rank's mean over its samples; ignored where ``count`` is 0.
         count: samples behind it, >= 0.
         name: tells averages apart that are in flight at once.
-        transport: the ranks; Horovod's by default.
+        transport: the ranks; by default Horovod's, else those of torch.distributed, else this one
+            alone.
 
     Returns:
         ``sum(value * count) / sum(count)``, equal on every rank; NaN when no rank has a sample.
@@ -82,7 +83,8 @@ class Metric:
         name: tells metrics apart; equal on every rank.
         loader: a ``loft.DataLoader`` whose padding, dummy batches on a rank without samples, is
             left out by itself.
-        transport: the ranks; Horovod's by default.
+        transport: the ranks; by default Horovod's, else those of torch.distributed, else this one
+            alone.
     """
 
     def __init__(

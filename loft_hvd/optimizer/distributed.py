@@ -101,7 +101,8 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - the name and the arguments ar
         quarantine: leave a worker out that stands out for long; True, or a ``loft.Quarantine``.
         log_dir: folder in which rank 0 writes the run log, the balancer's own if it has one; None
             takes ``LOFT_HVD_LOG_DIR``, and without it there is none.
-        transport: the ranks; Horovod's by default.
+        transport: the ranks; by default Horovod's, else those of torch.distributed, else this one
+            alone.
         worker_momentum: ranks send the average of their gradients over time, with this momentum,
             0 <= b < 1; None is 0.9 with ``Robust`` and else 0. ``.grad`` is then an average
             gradient, as long as one: where SGD had momentum=b use momentum=0 and lr / (1 - b), with

@@ -4,7 +4,7 @@ An engine such as Horovod runs one collective after the other, and within one ev
 the slowest rank; between two, links are idle. Here each exchange is sends and receives of its own,
 which torch's Gloo matches by a tag: the digest of the operation's name. So the next part of a
 tensor fills the link while this one is aggregated. On 4 hosts with links of 200 Mb/s a rule's
-exchange of 25 MB took 2.2 s on Horovod's collectives, 1.7 s so (docs/benchmarks.md).
+exchange of 25 MB took 2.2 s on Horovod's collectives, 1.7 s so.
 
 ``open_mesh`` connects ranks, which prove themselves to each other; ``MeshTransport`` is a transport
 whose all-to-all and all-gather take the mesh, and whose other collectives are those of the
