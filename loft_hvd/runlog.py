@@ -26,7 +26,8 @@ Every line has ``kind``, ``time_s`` (seconds since 1970) and ``step`` (optimizer
 * ``suspicion``: ``num_steps`` and ``workers``, what is known of each as in ``WorkerReport``, of
   more than ``MOST_ROWS`` the most suspicious;
 * ``scalars``: ``values`` by name that a script has given, such as its loss;
-* ``store``: ``ranks``, what each has read of a sample store since the line before, [world_size];
+* ``store``: ``epoch`` and ``ranks``, what each has read of a sample store in it; of more than
+  ``MOST_ROWS`` those that had the least at hand;
 * ``fault``: ``error`` and ``text``, written before the error is raised;
 * ``thinned``: ``num_lines`` of passing kinds that were left out so far, by thinning or because
   the disk was full.
@@ -453,7 +454,11 @@ def newest_log(path: str | Path) -> Path:
         DataError: the folder has none.
     """
     folder = Path(path)
-    if not folder.is_dir():
+    try:
+        is_folder = folder.is_dir()
+    except OSError:  # not allowed, or no name at all: opening it says which
+        is_folder = False
+    if not is_folder:
         return folder
     logs = _logs_in(folder)
     if not logs:

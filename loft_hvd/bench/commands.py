@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from loft_hvd.bench.ranks import (
     step_goal,
     table,
 )
-from loft_hvd.bench.record import write_record
+from loft_hvd.bench.record import check_writable, write_record
 from loft_hvd.bench.robustness import (
     KeptRuns,
     RobustnessBench,
@@ -61,6 +62,7 @@ def bench_allreduce(
     bench: AllreduceBench, *, job: BenchJob, json_file: str | None, show: Show
 ) -> int:
     """Time robust all-reduces against Horovod's; return the exit status."""
+    check_writable(json_file)
     sizes = ", ".join(f"{size:g}" for size in bench.megabytes)
     _tell(f"{job}, {sizes} MB, {bench.rounds} rounds; tables come at the end")
     found = run_bench("allreduce", dataclasses.asdict(bench), job)
@@ -80,6 +82,7 @@ def bench_allreduce(
 
 def bench_step(bench: StepBench, *, job: BenchJob, json_file: str | None, show: Show) -> int:
     """Time whole training steps against Horovod's optimizer; return the exit status."""
+    check_writable(json_file)
     _tell(f"{job}, steps of {bench.model}, {bench.rounds} rounds; tables come at the end")
     found = run_bench("step", dataclasses.asdict(bench), job)
     samples = found.pop(bench.model)
@@ -106,6 +109,9 @@ def bench_kernels(
     show: Show,
 ) -> int:
     """Time the kernels, print, judge; return 1 for a goal far missed, 2 for too much noise."""
+    check_writable(*files)
+    if files[1] is not None:
+        _check_plots()
     on_cuda = device == "cuda"
     judge_all = judge_cuda if on_cuda else judge_kernels
     timings, goals = [], []
@@ -148,6 +154,7 @@ def bench_robustness(
     progress: Callable[[int, int], None],
 ) -> int:
     """Train under attack, print a matrix of accuracies, judge; return the exit status."""
+    check_writable(*files)
     left_out: list[Untimed] = []
     kept = KeptRuns(files[1])
     cells = measure_robustness(bench, report=left_out.append, progress=progress, kept=kept)
@@ -191,14 +198,18 @@ def lines_of(timings: Sequence[Timing]) -> dict[tuple[str, str], list[tuple[int,
     return lines
 
 
-def plot_kernels(timings: Sequence[Timing], path: str | os.PathLike[str]) -> None:
-    """Draw passes over row counts, a colour for a contestant, a dash for a level; write a PNG."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
+def _check_plots() -> None:
+    if importlib.util.find_spec("matplotlib") is None:
         raise MissingDependencyError(
             "plots need matplotlib: pip install '.[plots]' in its checkout"
-        ) from error
+        )
+
+
+def plot_kernels(timings: Sequence[Timing], path: str | os.PathLike[str]) -> None:
+    """Draw passes over row counts, a colour for a contestant, a dash for a level; write a PNG."""
+    _check_plots()
+    from matplotlib.figure import Figure
+
     lines = lines_of(timings)
     colours = {name: f"C{i % 10}" for i, name in enumerate(dict.fromkeys(n for n, _ in lines))}
     figure = Figure(figsize=(10, 6), layout="constrained")

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from loft_hvd.errors import DataError
 from loft_hvd.topology import allowed_cpus
 
-__all__ = ["describe_machine", "write_record"]
+__all__ = ["check_writable", "describe_machine", "write_record"]
 
 
 def describe_machine() -> dict[str, Any]:
@@ -28,6 +29,24 @@ def describe_machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
+
+
+def check_writable(*files: str | os.PathLike[str] | None) -> None:
+    """Refuse files that cannot be written, before something is measured for them.
+
+    Raises:
+        DataError: a folder or a file cannot be made or opened there.
+    """
+    for path in (Path(file) for file in files if file is not None):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            was_there = path.exists()
+            with path.open("ab"):
+                pass
+            if not was_there:
+                path.unlink()
+        except OSError as error:
+            raise DataError(f"bench: {str(path)!r} cannot be written ({error})") from error
 
 
 def write_record(

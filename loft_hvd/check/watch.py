@@ -19,6 +19,7 @@ import io
 import json
 import os
 import runpy
+import site
 import sys
 import sysconfig
 import threading
@@ -97,7 +98,10 @@ _LIBRARIES = tuple(
         sysconfig.get_paths()["purelib"],
         sysconfig.get_paths()["platlib"],
         sysconfig.get_paths()["stdlib"],
-        _LOFT,
+        str(_LOFT),
+        str(Path(torch.__file__).parents[1]),  # packages of the user's, of the system's
+        *site.getsitepackages(),
+        site.getusersitepackages(),
     )
 )
 _DATA = _folder_of(_LOFT / "data")

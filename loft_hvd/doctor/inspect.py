@@ -341,7 +341,7 @@ def _lost_ssh(ask: Callable[[Sequence[str]], str]) -> Finding:
         return Finding(name, "not known")
     notices_s = every_s * times
     value = f"noticed after {notices_s} s" if notices_s else "not noticed"
-    advice = f"for elastic jobs on several hosts, in ~/.ssh/config: {SSH_OPTIONS}"
+    advice = f"{_OPTIONAL} elastic jobs on several hosts, in ~/.ssh/config: {SSH_OPTIONS}"
     return Finding(name, value, "" if 0 < notices_s <= _LOST_HOST_S else advice)
 
 

@@ -38,8 +38,10 @@ from loft_hvd.report.verdict import judge, newest_world, rules_of, step_s, when_
 
 __all__ = ["render_page"]
 
-# Of many ranks a picture shows these, as shares of the way from the fastest to the slowest.
-_SPREAD = {"fastest": 0.0, "a quarter": 0.25, "median": 0.5, "three quarters": 0.75, "slowest": 1.0}
+# Of many ranks a picture shows these, as shares of the way from the least to the greatest value.
+_MIDDLE = {"a quarter": 0.25, "median": 0.5, "three quarters": 0.75}
+_BY_PACE = {"fastest": 0.0, **_MIDDLE, "slowest": 1.0}  # of seconds of own work
+_BY_VALUE = {"least": 0.0, **_MIDDLE, "most": 1.0}  # of sizes and waits, which fast ranks have
 _MOST_SCALARS = 50  # names with a picture each: a log may have a new one on every line
 _STYLE = f"""
 body {{ font: 15px/1.45 system-ui, sans-serif; max-width: 820px; margin: 2em auto;
@@ -95,8 +97,10 @@ def _sections(read: Sequence[Line], title: str) -> Iterator[str]:
     yield from _predictions(world, times, plans, later)
     made = [passes.in_steps(each) for each in of_kind(Decided, world)]
     yield from _decisions(made, plans, times)
-    yield from _by_rank("Each rank's own work", times, later, of=lambda each: each.busy_s)
-    yield from _by_rank("Waits for other ranks", times, later, of=lambda each: each.wait_s)
+    own = _by_rank("Each rank's own work", times, later, _BY_PACE, of=lambda each: each.busy_s)
+    yield from own
+    waits = _by_rank("Waits for other ranks", times, later, _BY_VALUE, of=lambda each: each.wait_s)
+    yield from waits
     yield from _workers(world)
     yield from _store(of_kind(Store, world))
     for spread in of_kind(Spread, world)[-1:]:
@@ -181,7 +185,8 @@ def _plans(entries: Sequence[Plans], *, last_step: int) -> Iterator[str]:
     num_ranks = max(len(entry.sizes) for entry in entries)
     series: list[tuple[str, Sequence[Point]]] = []
     if num_ranks > MOST_LINES:
-        series = _quantiles([(float(entry.first_step), entry.sizes) for entry in entries])
+        rows = [(float(entry.first_step), entry.sizes) for entry in entries]
+        series = _quantiles(rows, _BY_VALUE)
     else:
         for rank in range(num_ranks):
             points = [
@@ -198,17 +203,24 @@ def _plans(entries: Sequence[Plans], *, last_step: int) -> Iterator[str]:
     yield lines(series, label="samples of a step", is_stepped=True)
 
 
-def _quantiles(rows: Sequence[tuple[float, Sequence[float]]]) -> list[tuple[str, Sequence[Point]]]:
+def _quantiles(
+    rows: Sequence[tuple[float, Sequence[float]]], names: Mapping[str, float]
+) -> list[tuple[str, Sequence[Point]]]:
     """Return lines from the least to the greatest of each step's values, in place of one a rank."""
     ordered = [(step, sorted(values)) for step, values in rows if values]
     return [
         (name, [(step, values[round(at * (len(values) - 1))]) for step, values in ordered])
-        for name, at in _SPREAD.items()
+        for name, at in names.items()
     ]
 
 
 def _by_rank(
-    title: str, entries: Sequence[Times], later: str, *, of: Callable[[RankTimes], float]
+    title: str,
+    entries: Sequence[Times],
+    later: str,
+    names: Mapping[str, float],
+    *,
+    of: Callable[[RankTimes], float],
 ) -> Iterator[str]:
     yield f"<h2>{title}</h2>"
     if not entries:
@@ -218,7 +230,7 @@ def _by_rank(
     # Where each line has other ranks, or there are many, their spread.
     if len(ranks) > MOST_LINES or any(entry.which for entry in entries):
         rows = [(float(entry.step), [1e3 * of(each) for each in entry.ranks]) for entry in entries]
-        series = _quantiles(rows)
+        series = _quantiles(rows, names)
     else:
         series = [
             (

@@ -19,9 +19,10 @@ from loft_hvd.report.entries import (
     Suspicion,
     Thinned,
     Times,
+    of_kind,
     read_lines,
 )
-from loft_hvd.report.verdict import judge, when_measured, worlds
+from loft_hvd.report.verdict import judge, newest_world, when_measured, worlds
 
 __all__ = ["render_text"]
 
@@ -55,15 +56,15 @@ def _history(lines: Sequence[Line]) -> Iterator[str]:
 
 def _newest(lines: Sequence[Line]) -> Iterator[str]:
     """Say what was known last of times, models, gradients and workers."""
-    last = {type(line): line for line in lines}  # later lines replace earlier ones
-    if Thinned in last:
-        yield str(last[Thinned])
+    yield from map(str, of_kind(Thinned, lines)[-1:])  # of the whole log
+    world = newest_world(lines)  # ranks of an earlier one are gone, or have other numbers
+    last = {type(line): line for line in world}  # later lines replace earlier ones
     times = last.get(Times)
     if isinstance(times, Times):
         yield f"times up to step {times.step}{times.which}:"
         yield describe(times.ranks)
     else:
-        yield f"no times: {when_measured(lines)}"
+        yield f"no times: {when_measured(world)}"
     for line in (last.get(kind) for kind in (Explain, Spread, Suspicion)):
         if isinstance(line, Explain):
             yield line.text

@@ -94,10 +94,14 @@ def _ended(world: Sequence[Line]) -> Iterator[str]:
 
 def _off(world: Sequence[Line]) -> Iterator[str]:
     newest = newest_of(Suspicion, world)
-    named = [] if newest is None else [each for each in newest.workers if each.is_named]
+    if newest is None:
+        return
+    # Who watches counts the steps that it has seen, the log those of the run.
+    num_before = max(newest.step + 1 - newest.num_steps, 0)
+    named = [each for each in newest.workers if each.is_named]
     for worker in sorted(named, key=lambda each: -each.suspicion):
         until = worker.in_quarantine_until
-        held = "" if until is None else f", in quarantine until step {until}"
+        held = "" if until is None else f", in quarantine until step {num_before + until}"
         who = " ".join(map(str, worker.ranks))
         sends = "sends" if len(worker.ranks) == 1 else "send"
         yield (
@@ -113,6 +117,11 @@ def _times(world: Sequence[Line]) -> Iterator[str]:
     newest = entries[-1].ranks
     slow = find_slow(newest)
     yield from _slow(slow)
+    if slow and entries[-1].which:
+        yield (
+            f"The log holds {len(newest)} of {entries[-1].num_ranks} ranks, from the fastest to "
+            "the slowest: ranks between the slow ones are as slow."
+        )
     yield from _queued(newest)
     won = list(_won(world, entries, is_even=not slow))
     yield from won
@@ -173,7 +182,8 @@ def _won(world: Sequence[Line], entries: Sequence[Times], *, is_even: bool) -> I
     changed = [plan for plan in plans[1:] if plan.sizes != plans[0].sizes]
     first = [entry for entry in entries if not changed or entry.step <= changed[0].first_step]
     after = [entry for entry in entries if changed and entry.step > plans[-1].first_step]
-    if not first or not after:
+    # Where the first sizes are in force again, their difference is chance.
+    if not first or not after or plans[-1].sizes == plans[0].sizes:
         return
     before_s = statistics.median(step_s(entry.ranks) for entry in first)
     now_s = step_s(after[-1].ranks)

@@ -85,7 +85,7 @@ def torch_cuda(site: Path) -> tuple[int, int] | None:
 def _root_of(nvcc: str) -> Path:
     """Return the toolkit that an nvcc belongs to, also when this nvcc is a script or a link."""
     # Works for the real nvcc and for a script that hands its arguments on; it compiles nothing.
-    top = _TOP.search(output_of([nvcc, "--dryrun", "no-such-file.cu"]))
+    top = _TOP.search(output_of([nvcc, "--dryrun", "no-such-file.cu"], with_errors=True))
     if top:
         return Path(top[1].strip()).resolve()
     return Path(os.path.realpath(nvcc)).parent.parent

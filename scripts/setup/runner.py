@@ -60,14 +60,17 @@ def clean_environ(environ: Mapping[str, str], *, bin_dir: Path | None = None) ->
     return result
 
 
-def output_of(command: Sequence[str], *, timeout_s: float = 60.0) -> str:
-    """Return what a short command prints, standard error included, or "" when it fails."""
+def output_of(command: Sequence[str], *, timeout_s: float = 60.0, with_errors: bool = False) -> str:
+    """Return what a short command prints, or "" when it fails.
+
+    Warnings on standard error are no part of an answer; ``with_errors`` takes them, too.
+    """
     try:
         done = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stderr=subprocess.STDOUT if with_errors else subprocess.DEVNULL,
             timeout=timeout_s,
             check=True,
         )

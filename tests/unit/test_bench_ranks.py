@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from loft_hvd.bench import scopes
+from loft_hvd.bench import commands, scopes
 from loft_hvd.bench.collectives import PEER
 from loft_hvd.bench.kernels import Clock, Rounds, interleaved_minimum
 from loft_hvd.bench.ranks import (
@@ -22,8 +22,9 @@ from loft_hvd.bench.ranks import (
     step_goal,
     table,
 )
-from loft_hvd.bench.record import write_record
-from loft_hvd.errors import ArgumentError
+from loft_hvd.bench.record import check_writable, write_record
+from loft_hvd.bench.steps import StepBench
+from loft_hvd.errors import ArgumentError, DataError
 
 
 def drifting(factor: float, seed: int, rounds: int = 41) -> list[float]:
@@ -149,3 +150,15 @@ def test_a_step_over_the_whole_model_hides_rows_behind_the_backward_pass_and_not
     assert cost.formula_s == pytest.approx(formula_s)
     assert cost.ratio == pytest.approx(2.44 / formula_s)
     assert (cost.step_s, cost.shards_step_s) == (2.44, 1.1)
+
+
+def test_a_record_that_cannot_be_written_is_refused_before_anything_is_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands, "run_bench", lambda *_: pytest.fail("timed"))
+    with pytest.raises(DataError, match="cannot be written"):
+        commands.bench_step(
+            StepBench(), job=BenchJob(), json_file=str(tmp_path), show=lambda _: None
+        )
+    check_writable(tmp_path / "new" / "file.json")
+    assert list((tmp_path / "new").iterdir()) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import site
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import torch
 
 from loft_hvd.check.findings import find
 from loft_hvd.check.notes import LoaderNote, Notes
-from loft_hvd.check.watch import Watch, _is_mean_of_one, _members
+from loft_hvd.check.watch import Watch, _is_mean_of_one, _is_script, _members
 from loft_hvd.codec import decode
 
 SCRIPT = """
@@ -211,6 +212,12 @@ def test_an_error_after_all_were_asked_to_end_is_a_consequence(
     found = decode(Notes, json.loads(written.read_text()), what="notes", call="check")
     assert found.ended == ended
     assert (found.error is None) == is_asked
+
+
+def test_packages_of_the_user_are_no_part_of_the_script() -> None:
+    file = Path(site.getusersitepackages(), "horovod", "torch", "mpi_ops.py")
+    assert not _is_script(str(file))
+    assert _is_script(str(Path.cwd() / "train.py"))
 
 
 def test_a_call_has_the_ranks_of_its_process_set() -> None:

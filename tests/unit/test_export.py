@@ -6,6 +6,7 @@ import math
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -15,7 +16,7 @@ from loft_hvd import cli
 from loft_hvd.errors import ArgumentTypeError, DataError
 from loft_hvd.report.entries import read_lines
 from loft_hvd.report.export import prometheus_text, scalars_of, write_whole
-from loft_hvd.runlog import RunLog, read_run_log
+from loft_hvd.runlog import RunLog, newest_log, read_run_log
 from tests.unit.test_verdict import LOGS, PREPARED, suspicion, times
 
 # A line of Prometheus' text format: a name, labels if any, a number.
@@ -254,3 +255,9 @@ def test_export_reaches_the_real_tensorboard(tmp_path: Path) -> None:
     board.Reload()
     assert {"loss", "loft/step_s", "loft/rank_2/compute_s"} <= set(board.Tags()["scalars"])
     assert [each.step for each in board.Scalars("loft/step_s")] == [15, 30, 45]
+
+
+def test_a_path_that_cannot_be_looked_at_is_our_error() -> None:
+    with pytest.raises(DataError):
+        read_run_log(newest_log("x" * 300))
+    assert loft.ScalarFeed("x" * 300, SimpleNamespace(add_scalar=print)).update() == 0

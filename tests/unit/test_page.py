@@ -93,8 +93,16 @@ def test_a_page_of_many_ranks_shows_their_spread(tmp_path: Path) -> None:
     page = render_page(read_run_log(log.path), title="many")
     assert "5 of 1000 ranks from the fastest to the slowest" in page
     names = re.findall(r"<title>([^<:]+)</title></path>", page)
-    spread = ["fastest", "a quarter", "median", "three quarters", "slowest"]
-    assert names == ["all ranks", "realised", *spread, *spread]  # own work, and waits
+    middle = ["a quarter", "median", "three quarters"]
+    own, waits = ["fastest", *middle, "slowest"], ["least", *middle, "most"]
+    assert names == ["all ranks", "realised", *own, *waits]
+
+
+def test_the_rank_with_most_samples_is_not_called_the_slowest() -> None:
+    plan = {"kind": "plan", "step": 0, "plan_id": 0, "first_step": 0, "sizes": [40, *[8] * 8]}
+    page = render_page([plan], title="x")
+    assert "slowest: 40" not in page
+    assert "most: 40" in page
 
 
 def test_a_page_says_what_was_left_out(entries: list[dict[str, Any]]) -> None:

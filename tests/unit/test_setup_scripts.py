@@ -261,6 +261,11 @@ def test_unsuited_python_says_what_is_missing(tmp_path: Path, answer: str, says:
     assert says in str(error.value)
 
 
+def test_a_warning_beside_an_answer_is_no_part_of_it(tmp_path: Path) -> None:
+    python = _script(tmp_path / "python", "echo 'ld.so: cannot be preloaded' >&2\necho 3 11 1 1")
+    assert choose_python(python, default="", needs_venv=True).version == (3, 11)
+
+
 def test_python_that_is_not_there_says_how_to_get_one() -> None:
     with pytest.raises(SetupError, match="apt-get install -y python3 python3-dev python3-venv"):
         choose_python("no-such-python", default="", needs_venv=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shlex
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.testbed.tool import commands, state
+from tests.testbed.tool import boot, commands, state
 from tests.testbed.tool.cables import parse_loss, parse_rate, parse_time_ms
 from tests.testbed.tool.jobs import JobOptions, _horovodrun, _mpirun
 from tests.testbed.tool.state import Conf, Host, Process, TestbedError
@@ -104,3 +105,11 @@ def test_launchers_are_asked_for_what_was_given(monkeypatch: pytest.MonkeyPatch)
     mpi = _mpirun(JobOptions(launcher="mpirun"), 4, slots)
     assert ("-x", "LOFT_HVD_MESH") in itertools.pairwise(mpi)
     assert ("-x", "HOME") not in itertools.pairwise(mpi)
+
+
+def test_a_path_with_a_space_is_one_word_of_sshds_settings() -> None:
+    told = boot._SSHD_CONFIG.format(
+        port=1, address="a", keys="k", host="h", own="o", path="/a b/c", state="/s"
+    )
+    line = next(each for each in told.splitlines() if each.startswith("SetEnv"))
+    assert shlex.split(line)[1] == "PATH=/a b/c"

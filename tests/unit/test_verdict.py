@@ -227,3 +227,39 @@ def test_even_ranks_leave_nothing_to_say_but_that() -> None:
     assert judge(read_lines([times(20, {}, {}, {}), suspicion(20)])) == [
         "No rank is slow: ranks wait for the longest 0.0% of a step."
     ]
+
+
+@pytest.mark.parametrize("last_s", [0.38, 0.42])
+def test_a_plan_that_was_undone_has_neither_won_nor_lost(last_s: float) -> None:
+    log = [
+        plan(0, 0, 8, 8),
+        times(20, {}, {}),
+        plan(1, 40, 9, 7),
+        times(60, {}, {}, step_s=0.5),
+        plan(2, 80, 8, 8),
+        times(120, {}, {}, step_s=last_s),
+    ]
+    assert not any("first sizes" in each for each in judge(read_lines(log)))
+
+
+def test_what_was_known_of_an_earlier_world_is_not_told_of_this_one() -> None:
+    old = [
+        {"kind": "run", "step": 0, "world_size": 4},
+        times(20, {}, {}, {}, {"compute_s": 0.3}),
+        suspicion(20, 3),
+    ]
+    text = render_text([*old, {"kind": "run", "step": 30, "world_size": 3, "times_at": 50}])
+    assert "rank 3" not in text
+    assert "STANDS OUT" not in text
+    assert "first at step 50" in text
+
+
+def test_a_verdict_on_some_ranks_of_many_says_so() -> None:
+    line = times(20, *[{}] * 24, *[{"compute_s": 0.2}] * 8) | {"num_ranks": 1000}
+    assert any("32 of 1000 ranks" in each for each in judge(read_lines([line])))
+
+
+def test_a_quarantine_after_a_resume_is_told_in_the_steps_of_the_log() -> None:
+    line = suspicion(5039, 3) | {"num_steps": 40}
+    line["workers"][3]["in_quarantine_until"] = 540
+    assert "in quarantine until step 5540" in first(line)

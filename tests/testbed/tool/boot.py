@@ -67,7 +67,7 @@ UseDNS no
 MaxStartups 100
 MaxSessions 100
 ClientAliveInterval 0
-SetEnv PATH={path} TESTBED_HOST={host} TESTBED_LOCAL={state}/local
+SetEnv "PATH={path}" TESTBED_HOST={host} TESTBED_LOCAL={state}/local
 """
 
 
