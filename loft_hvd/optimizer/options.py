@@ -305,6 +305,7 @@ def batches_of(
             balancer.log_to(log_dir)
         return balancer
     if rank == 0 and before.path is not None:
+        before.write_run(world_size=world_size)  # each world begins with one
         return EqualBatches(before)
     log = open_run_log(log_dir, rank=rank)
     log.write_run(world_size=world_size)

@@ -32,6 +32,7 @@ from loft_hvd.pipeline.suspicion.spread import WARN_ABOVE, ParameterSpread, Spre
 from loft_hvd.pipeline.suspicion.tracker import Suspicion
 from loft_hvd.pipeline.suspicion.watch import Quarantine, Unwatched, WorkerWatch
 from loft_hvd.pipeline.suspicion.zeroed import ParameterZeroed
+from loft_hvd.pipeline.weights import PassWeights
 from loft_hvd.runlog import MOST_ROWS, RunLog
 from loft_hvd.transport.agreement import check_agreement
 from loft_hvd.transport.base import Channel, Transport, mixes_devices
@@ -124,16 +125,38 @@ class Workers:
             _advise_levels(transport)
         if transport.rank == 0:
             _advise_fewer(robust, self._num_workers)
-        self.watch = make_watch(
+        self.watch = self._make_watch(channel, found, options)
+        # How values go over the wire: in one level, or in two of groups. By way of self: who
+        # watches may change with the rules.
+        self.make_exchange: MakeExchange = exchange_maker(transport, groups, run=self._run)
+
+    def _run(self, rows: Tensor, rule: Rule, weights: PassWeights | None, out: Tensor) -> None:
+        self.watch.run(rows, rule, weights, out)
+
+    def _make_watch(
+        self, channel: Channel, found: ReducedParameters, options: OptimizerOptions
+    ) -> WorkerWatch | Unwatched:
+        return make_watch(
             channel,
             found.rules,
-            groups=groups,
+            groups=self._groups,
             diagnostics=options.diagnostics,
             quarantine=options.quarantine,
             are_on_cpu=are_all_on_cpu(channel, found.are_on_cpu),
         )
-        # How values go over the wire: in one level, or in two of groups.
-        self.make_exchange: MakeExchange = exchange_maker(transport, groups, run=self.watch.run)
+
+    def take_rules(
+        self, channel: Channel, found: ReducedParameters, options: OptimizerOptions
+    ) -> None:
+        """Watch by the rules that there are now; what is known of workers stays.
+
+        Every rank calls it alike.
+        """
+        fresh = self._make_watch(channel, found, options)
+        if isinstance(self.watch, Unwatched):
+            self.watch = fresh
+        elif isinstance(fresh, WorkerWatch):
+            self.watch.judge_by(fresh.rule)
 
     def check(self, rules: Sequence[Rule]) -> None:
         """Raise ``AggregationError`` unless every rule fits the number of workers."""
@@ -163,6 +186,9 @@ class LoneWorker:
         self.make_exchange: MakeExchange = flat_exchange
 
     def check(self, rules: Sequence[Rule]) -> None:
+        pass
+
+    def take_rules(self, *_: object) -> None:
         pass
 
     def min_ranks(self, rules: Sequence[Rule]) -> int:
@@ -363,12 +389,14 @@ class OptimizerWorld:
 
         Every rank calls it alike, between two steps.
         """
+        found = options.collect()
+        # The workers stay, with what is known of them; the parameters' rules may be new. Those that
+        # do not fit are refused before anything is taken off.
+        self._workers.check(found.rules)
         self.detach()
         self._options = options
-        found = self._options.collect()
         self._agree(found)
-        # The workers stay, with what is known of them; the parameters' rules may be new.
-        self._workers.check(found.rules)
+        self._workers.take_rules(self._channel(found), found, options)
         self._write_rules(found)
         self._lay_out(found)
 

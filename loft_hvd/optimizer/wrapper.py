@@ -361,10 +361,10 @@ class OptimizerWrapper(OptimizerProxy):
         try:
             self._check_advised()
             self._options.collect()
+            self._world.lay_out_anew(self._options)
         except LoftError:
             self._optimizer.param_groups.pop()
             raise
-        self._world.lay_out_anew(self._options)
 
     def _check_between_steps(self, method: str) -> None:
         if self.world_size > 1 and self._world.has_gradients:

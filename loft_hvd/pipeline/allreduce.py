@@ -424,7 +424,8 @@ def allreduce(
         name: tells this all-reduce from others in flight; equal on every rank.
         weights: whole-number weight of each rank's row, [world_size], equal on every rank.
         present: which ranks' rows count, [world_size], equal on every rank.
-        transport: the ranks; Horovod's by default.
+        transport: the ranks; by default Horovod's, else those of torch.distributed, else this one
+            alone.
         timeout_s: longest wait in seconds; None takes ``LOFT_HVD_TIMEOUT_S``.
 
     Returns:
@@ -432,7 +433,7 @@ def allreduce(
         of one rank returns its own row.
 
     Raises:
-        ArgumentTypeError: the tensor is not floating point.
+        ArgumentTypeError: the tensor is not floating point, or weights are no whole numbers.
         ArgumentError: an all-reduce of that name is in flight, or has failed.
         AggregationError: the rule does not fit the rows that are present.
         MismatchError: ranks brought different shapes, dtypes, rules or weights.
@@ -460,6 +461,11 @@ def _checked(
 ) -> tuple[int, ...] | None:
     if values is None:
         return None
+    if not all(float(value).is_integer() for value in values):
+        raise ArgumentTypeError(
+            f"allreduce {name!r}: {what}={list(values)} must hold whole numbers; weights are "
+            "sample counts: scale shares up"
+        )
     numbers = tuple(int(value) for value in values)
     if len(numbers) != world_size or min(numbers) < 0:
         raise AggregationError(

@@ -16,8 +16,8 @@ from the rows that ranks sent, with the same bits wherever they are computed. So
 
 ``audit=p`` makes p audits a step on average. They come n at a time, one of each owner, in p/n of
 the steps: an owner that lies everywhere is met in the first of these, and ranks do not wait for
-each other's audits. One moves less than 1/16 of the d values of a step, which moves 2 (n-1) d: that
-is p / (32 (n-1)) of the traffic.
+each other's audits. One moves (n-1) / (16 n) of the d values of a step, which moves
+2 (n-1) d: that is p / (32 n) of the traffic.
 """
 
 from __future__ import annotations

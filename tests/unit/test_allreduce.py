@@ -17,7 +17,12 @@ from torch import Tensor
 import loft_hvd as loft
 from loft_hvd.aggregation.reference import reference
 from loft_hvd.aggregation.rules import Rule
-from loft_hvd.errors import ArgumentError, MismatchError, TransportTimeoutError
+from loft_hvd.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    MismatchError,
+    TransportTimeoutError,
+)
 from loft_hvd.pipeline import allreduce as allreduce_module
 from loft_hvd.pipeline import reduction as reduction_module
 from loft_hvd.pipeline.ring import run_rule
@@ -369,3 +374,12 @@ def test_an_interrupt_in_the_midst_of_moving_a_handle_leaves_it_to_be_moved() ->
         return values
 
     assert run_ranks(2, work) == [[1.0] * 3] * 2
+
+
+@pytest.mark.parametrize("weights", [[0.75, 1.25, 1.0], [1.5, 1.0, 1.0], [1, float("nan"), 1]])
+def test_weights_that_are_no_counts_are_refused(weights: Any) -> None:
+    def work(end: LocalTransport) -> None:
+        with pytest.raises(ArgumentTypeError, match="whole numbers"):
+            loft.allreduce(torch.ones(4), name="x", weights=weights, transport=end)
+
+    run_ranks(3, work)

@@ -31,6 +31,7 @@ from loft_hvd.errors import (
     MismatchError,
     TransportError,
 )
+from loft_hvd.optimizer.options import batches_of
 from loft_hvd.pipeline.suspicion.report import WorkerReport
 from loft_hvd.report.page import render_page
 from loft_hvd.report.text import render_text
@@ -594,3 +595,12 @@ def test_a_log_folder_that_works_is_taken_after_one_that_did_not(tmp_path: Path)
     log.try_open(tmp_path / "good")
     assert log.refusal == ""
     assert log.path is not None
+
+
+def test_a_world_without_a_balancer_begins_with_a_run_line(tmp_path: Path) -> None:
+    log = RunLog(tmp_path)
+    log.write_run(world_size=4)
+    batches_of(None, log, None, rank=0, world_size=3)
+    assert log.path is not None
+    runs = [entry for entry in read_run_log(log.path) if entry["kind"] == "run"]
+    assert [entry["world_size"] for entry in runs] == [4, 3]

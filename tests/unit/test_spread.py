@@ -11,7 +11,13 @@ import pytest
 import torch
 
 import loft_hvd as loft
-from loft_hvd.pipeline.suspicion.spread import WARN_ABOVE, Spread, SpreadWatch, lasting_differences
+from loft_hvd.pipeline.suspicion.spread import (
+    WARN_ABOVE,
+    Spread,
+    SpreadWatch,
+    _places,
+    lasting_differences,
+)
 from loft_hvd.runlog import read_run_log
 from loft_hvd.transport.base import Channel
 from loft_hvd.transport.local import LocalTransport, run_ranks
@@ -214,3 +220,10 @@ def test_a_ddp_hook_and_an_optimizer_find_the_same_figure_for_the_same_gradients
     run_ranks(4, lambda t: train_buckets(t, rule=rule, own=1.0, log_dir=hooked, cuts=[]))
     # The optimizer notes steps 1 to 50, the hook 2 to 51: its first pass tells it the layout.
     np.testing.assert_allclose(found(hooked), found(stepped), rtol=0.05)
+
+
+@pytest.mark.parametrize("numel", [30522 * 768, 50257 * 768, 25088 * 4096])
+def test_what_is_looked_at_of_a_large_parameter_lies_in_it(numel: int) -> None:
+    places = _places(numel, numel)
+    assert int(places[0]) == 0
+    assert int(places[-1]) == numel - 1

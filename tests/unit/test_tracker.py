@@ -432,3 +432,17 @@ def test_steps_in_which_a_worker_was_left_out_say_nothing_of_it() -> None:
     assert tracker.named() == [4]
     assert tracker.workers[4].num_steps == 53
     assert tracker.workers[4].suspicion > 0.9
+
+
+@pytest.mark.parametrize("factor", [1e100, 1e200])
+def test_a_float64_worker_too_long_to_be_squared_is_named(factor: float) -> None:
+    draw_honest = honest(4)
+
+    def draw(step: int, generator: torch.Generator) -> Tensor:
+        rows = draw_honest(step, generator).double()
+        rows[3] *= factor
+        return rows
+
+    tracker, warned = watch(draw, TrimmedMean(f=1), world_size=4, num_steps=60)
+    assert {row for _, row in warned} == {3}
+    assert all(np.isfinite(worker.distance) for worker in tracker.workers)

@@ -469,3 +469,51 @@ def test_a_copying_rank_gets_nobody_into_quarantine(caplog: pytest.LogCaptureFix
     said = [record.getMessage() for record in caplog.records]
     assert said
     assert all("100% equal another worker's bit for bit" in line for line in said), said
+
+
+def test_a_rank_is_left_out_only_in_steps_where_enough_others_have_samples() -> None:
+    sizes = [8, 8, 8, 0]
+
+    def run(end: LocalTransport) -> tuple[int | None, float]:
+        balancer = loft.Balancer(24, sizes, transport=end)
+        weight, optimizer = make(
+            end, rule=loft.TrimmedMean(f=1), balancer=balancer, diagnostics=QUICK, quarantine=True
+        )
+        loft.attacks.attach(optimizer, loft.attacks.NaN(), ranks=[2])
+        for step in range(60):
+            optimizer.zero_grad()
+            with balancer.step(sizes[end.rank] or balancer.min_batch):
+                (weight * honest_rows(4, step)[end.rank]).sum().backward()
+                optimizer.step()
+        return optimizer.report().workers[2].in_quarantine_until, float(weight.detach().sum())
+
+    found = run_ranks(4, run)
+    assert found[0][0] is not None
+    assert all(each == found[0] for each in found)
+
+
+def test_a_robust_group_that_is_added_later_is_watched() -> None:
+    def run(end: LocalTransport) -> str:
+        _, optimizer = make(end)  # Mean
+        late = torch.nn.Parameter(torch.zeros(NUMEL))
+        optimizer.add_param_group({"params": [late], "rule": "trimmed_mean:f=1"})
+        return optimizer.report().note
+
+    assert run_ranks(4, run) == [""] * 4
+
+
+def test_quarantine_leaves_enough_rows_for_a_rule_that_was_added() -> None:
+    def run(end: LocalTransport) -> int | None:
+        weight, optimizer = make(
+            end, rule=loft.TrimmedMean(f=1), diagnostics=QUICK, quarantine=True
+        )
+        late = torch.nn.Parameter(torch.zeros(NUMEL))
+        optimizer.add_param_group({"params": [late], "rule": "trimmed_mean:f=2"})
+        loft.attacks.attach(optimizer, loft.attacks.NaN(), ranks=[2])
+        for step in range(60):
+            optimizer.zero_grad()
+            ((weight + late) * honest_rows(5, step)[end.rank]).sum().backward()
+            optimizer.step()
+        return optimizer.report().workers[2].in_quarantine_until
+
+    assert run_ranks(5, run) == [None] * 5

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import loft_hvd as loft
-from loft_hvd.errors import ArgumentError, ArgumentTypeError, UsageError
+from loft_hvd.errors import AggregationError, ArgumentError, ArgumentTypeError, UsageError
 from loft_hvd.optimizer.wrapper import OptimizerProxy
 from loft_hvd.runlog import read_run_log
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
@@ -336,3 +336,19 @@ def test_a_script_that_waits_clips_and_steps_is_not_warned() -> None:
         with optimizer.skip_synchronize():
             optimizer.step()
         optimizer.zero_grad()
+
+
+def test_a_group_whose_rule_needs_more_ranks_changes_nothing() -> None:
+    def work(transport: LocalTransport) -> float:
+        p = torch.nn.Parameter(torch.zeros(1))
+        inner = torch.optim.SGD([p], lr=1.0)
+        optimizer = loft.DistributedOptimizer(inner, [("p", p)], transport=transport)
+        late = torch.nn.Parameter(torch.zeros(1))
+        with pytest.raises(AggregationError):
+            optimizer.add_param_group({"params": [late], "rule": "trimmed_mean:f=1"})
+        assert len(optimizer.param_groups) == 1
+        ((1.0 + transport.rank) * p).sum().backward()
+        optimizer.step()
+        return float(p.detach())
+
+    assert run_ranks(2, work) == [-1.5, -1.5]

@@ -207,4 +207,6 @@ def _places(numel: int, total: int) -> Tensor:
     Of 512 in all, a piece has its share, rounded up: every one is looked at.
     """
     count = min(numel, -(-_NUM_VALUES * numel // total))
-    return torch.linspace(0, max(numel - 1, 0), count).round().to(torch.int64)
+    # float64: float32 rounds numel - 1 up to numel beyond 2**24.
+    places = torch.linspace(0, max(numel - 1, 0), count, dtype=torch.float64)
+    return places.round().to(torch.int64)

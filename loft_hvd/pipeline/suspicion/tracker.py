@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,7 @@ _DISTANCE_DOUBLINGS = 4.0
 # Coordinates that honest rows are drawn with; a share of them is right within 0.5/sqrt(2048) = 1 %.
 _DRAWS = 2048
 # In place of a distance of 0, below anything that a gradient's square can be: log2 stays finite.
+_MOST_SQUARED = 1e290  # a choice: sums of it over buckets and steps stay finite
 _TINY = 1e-300
 # The columns in which evidence travels, each [num_rows].
 _SCORE, _STEPS, _SEEN, _OUTSIDE, _NON_FINITE, _SQUARED, _LEFT_OUT, _CLIPPED, _COPIED = range(9)
@@ -236,6 +237,9 @@ class Evidence:
     ) -> None:
         """Score the step's rows over all buckets; the arguments are those of ``score_rows``."""
         found, self._step = self._step, Diagnostics.empty(self._num_rows)
+        # Rows of float64 may overflow when squared.
+        squared = tuple(min(each, _MOST_SQUARED) for each in found.squared_distance)
+        found = replace(found, squared_distance=squared)
         scores = score_rows(
             found, rule, weights=weights, are_apart=are_apart, threshold=self._settings.threshold
         )
@@ -331,7 +335,9 @@ class SuspicionTracker:
         # [num_owners, num_columns, num_rows]
         shares = cells / np.maximum(seen, 1.0)[:, None]
         usual = [_low_median(line[was > 0]) for line, was in zip(squared, seen, strict=True)]
-        distances = squared / np.maximum(np.array(usual), _TINY)[:, None]
+        with np.errstate(over="ignore"):
+            distances = squared / np.maximum(np.array(usual), _TINY)[:, None]
+        distances = np.minimum(distances, _MOST_SQUARED)
         present = np.flatnonzero((seen > 0).any(axis=0)).tolist()
         num_steps = {row: int(_low_median(steps[seen[:, row] > 0, row])) for row in present}
         for row in present:

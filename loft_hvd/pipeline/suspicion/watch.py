@@ -146,14 +146,31 @@ class WorkerWatch:
         return tuple(sorted(rank for worker in self._until for rank in self._members[worker]))
 
     def mask(self, weights: PassWeights) -> PassWeights:
-        """Return the weights of a step without the ranks that are in quarantine."""
-        absent = self.absent_ranks
-        if not absent:
-            return weights
-        present = tuple(
-            is_there and rank not in absent for rank, is_there in enumerate(weights.present)
-        )
-        return replace(weights, present=present)
+        """Return a step's weights without who is in quarantine, as far as the rule can spare them.
+
+        Where others have no samples in it, those least off count again: 2f+1 rows bound f wrong
+        ones, and fewer none.
+        """
+        held = sorted(self._until, key=lambda row: (-self._tracker.excess_fault(row), row))
+        while held:
+            absent = {rank for worker in held for rank in self._members[worker]}
+            pairs = enumerate(weights.present)
+            present = tuple(is_there and rank not in absent for rank, is_there in pairs)
+            masked = replace(weights, present=present)
+            by_worker = masked if self._groups is None else group_weights(masked, self._groups)
+            if sum(by_worker.present) >= self._rule.min_rows:
+                return masked
+            held.pop()
+        return weights
+
+    @property
+    def rule(self) -> Rule:
+        """The rule by which rows are judged."""
+        return self._rule
+
+    def judge_by(self, rule: Rule) -> None:
+        """Judge rows by another rule from the next step on; every rank calls it alike."""
+        self._rule = rule
 
     def computing_ended(self) -> None:
         """Send evidence when it is time to, beside buckets in flight; every rank calls it alike."""
