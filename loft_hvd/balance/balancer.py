@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,6 +41,12 @@ from loft_hvd.transport.local import LocalWorld
 __all__ = ["Balancer"]
 
 
+@functools.cache
+def _numbers() -> Iterator[int]:
+    """Count the balancers of this process, and the worlds of each."""
+    return itertools.count()
+
+
 class Balancer:
     """Gives each rank its share of the global batch, and says where each rank's time goes.
 
@@ -66,7 +74,9 @@ class Balancer:
             device, else any number.
         interval: optimizer steps between two exchanges, >= 1, and >= 3 with an adaptive policy;
             None takes 20 at first, then at least 20 and as many as take 30 seconds.
-        dead_band: predicted gain below which "loft" leaves the sizes as they are.
+        dead_band: what a change costs, as a share of one interval: "loft" changes sizes once
+            waiting has surely lost as much. A gain of 3 % is taken at once, one of 0.5 % after six
+            intervals.
         log_dir: folder in which rank 0 writes the run log (``loft-hvd report`` reads it); None
             takes ``LOFT_HVD_LOG_DIR``, and without it there is none.
         on_resize: what an elastic world of another size keeps: "keep_global", the global batch,
@@ -74,7 +84,8 @@ class Balancer:
         micro_batches: let ``max_batch`` limit a backward pass, not a rank's share of a step: a
             share beyond it, up to 16 times, is computed in micro-batches and one optimizer step.
             A ``loft.DataLoader`` then yields the list of each step's micro-batches.
-        transport: the ranks; Horovod's by default.
+        transport: the ranks; by default Horovod's, else those of torch.distributed, else this one
+            alone.
         clock: seconds that never go back.
 
     Raises:
@@ -117,6 +128,8 @@ class Balancer:
         self._clock, self._log_dir = clock, log_dir
         self._own_cap: int | None = None  # as probed
         self._is_plugged = False  # into an optimizer
+        self._number = 0  # among the balancers of its ranks; agreed on
+        self._has_warned_ahead = False
         self._batches = BatchQueue()
         self._batches.count_micro = self.count_micro
         self.policy, self.interval, self.min_batch = policy, interval, min_batch  # as given
@@ -137,11 +150,16 @@ class Balancer:
 
     def _make_live(self) -> LivePlan:
         return LivePlan(
-            self._options, self.limits, self._transport, self._batches, self._clock, self.log
+            self._options,
+            self.limits,
+            Channel(self._transport, f"{self._options.name}.{self._number}"),
+            self._batches,
+            self._clock,
+            self.log,
         )
 
     def _agree(self) -> None:
-        """Compare what ranks were given."""
+        """Compare what ranks were given, and learn which balancer of theirs this is."""
         # Before anything is exchanged whose shape or name depends on the options.
         with self.log.faults():
             check_agreement(
@@ -150,6 +168,11 @@ class Balancer:
                 what="Balancer",
                 refusal=self.log.refusal,
             )
+            # Another of the same options has its own times and plans on the way. Ranks may have
+            # made some alone, or joined late: the highest number is new to all.
+            number = torch.tensor([next(_numbers())])
+            numbers = Channel(self._transport, "loft.balancer.number").allgather_rows(number)
+            self._number = int(numbers.max())
 
     # Worlds: the ranks there are, and what they can take.
 
@@ -291,7 +314,10 @@ class Balancer:
 
     @property
     def local_batch_size(self) -> int:
-        """Samples of this rank in the next batch to train on: those ``step`` expects."""
+        """Samples of this rank in the next batch to train on.
+
+        0 where it has none: then give ``step`` a dummy batch of ``min_batch``.
+        """
         return self._batches.upcoming(self.history).sizes[self.rank]
 
     @property
@@ -548,6 +574,14 @@ class Balancer:
         Raises:
             UsageError: no batch was handed out for it.
         """
+        if self._batches.is_ahead and self.rank == 0 and not self._has_warned_ahead:
+            self._has_warned_ahead = True
+            warnings.warn(
+                "a batch was taken from the loader before the one before it was trained: a "
+                "backward pass takes the sizes of the newest one; train each batch before the "
+                "next is taken, or use loft.BatchSampler, which queues sizes",
+                stacklevel=2,
+            )
         return self._batches.take()
 
     def gradient_arrived(self, *, blocked_s: float) -> None:

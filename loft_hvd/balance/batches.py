@@ -49,6 +49,7 @@ class BatchQueue:
         self._largest: list[int] = []  # samples that each rank has computed in a backward pass
         self._done: tuple[Sizes, Sizes] = (), ()  # the newest sizes that are in it
         self._num_begun = 0  # before any backward pass took one
+        self._num_untaken = 0  # begun in a row, of which no backward pass has taken one
 
     def push(self, step_sizes: StepSizes) -> None:
         """Queue the sizes of a batch that will be trained on, in order."""
@@ -56,7 +57,9 @@ class BatchQueue:
 
     def begin(self, step_sizes: StepSizes) -> None:
         """Note the batch that the script gets now, in place of any before it."""
+        num_untaken = self._num_untaken + 1
         self.clear()
+        self._num_untaken = num_untaken
         self._current = self.in_work = step_sizes
         if self.trained is None:
             self._num_begun += 1
@@ -86,6 +89,7 @@ class BatchQueue:
         """Forget batches that will not be trained on."""
         self._pending.clear()
         self._current = self.in_work = None
+        self._num_untaken = 0
 
     def restart(self, *, next_step: int = 0) -> None:
         """Forget all batches: a run goes on from elsewhere, at a step counted over epochs."""
@@ -96,6 +100,11 @@ class BatchQueue:
         self._taken.clear()
         self._largest.clear()
         self._done = (), ()
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether several batches were begun before a backward pass took one."""
+        return self._num_untaken > 1
 
     def take(self) -> StepSizes:
         """Return the sizes of the batch that the next backward pass belongs to, or a UsageError."""
@@ -110,6 +119,7 @@ class BatchQueue:
             # Not ``hash``: other processes salt it otherwise, and ranks compare the trail.
             mark = f"{taken.plan_id} {taken.step} {taken.sizes} {taken.digest}"
             self.trail = zlib.crc32(mark.encode(), self.trail)
+        self._num_untaken = 0
         self.trained = self.in_work = taken
         self._taken.append(taken)
         self._last_trained = taken.step

@@ -53,7 +53,7 @@ from loft_hvd.errors import MismatchError, PlanError
 from loft_hvd.runlog import MOST_ROWS, RunLog
 from loft_hvd.topology import LoadMeter, allowed_cpus, run_queue_s
 from loft_hvd.transport.agreement import check_agreement, odd_ones
-from loft_hvd.transport.base import Channel, Transport, Work, wait_for
+from loft_hvd.transport.base import Channel, Work, wait_for
 
 __all__ = ["LivePlan", "Schedule", "TimesExchange", "check_same_run"]
 
@@ -349,16 +349,17 @@ class LivePlan:
         self,
         options: BalancerOptions,
         limits: RankLimits,
-        transport: Transport,
+        channel: Channel,
         batches: BatchQueue,
         clock: Callable[[], float],
         log: RunLog,
     ) -> None:
         self._options, self._limits, self._log = options, limits, log
-        self._transport, self._batches = transport, batches
+        transport = channel.transport
+        self._channel, self._transport, self._batches = channel, transport, batches
         self._beside = Beside(log)
         self._own_controller = make_controller(options, limits)
-        self._exchange = TimesExchange(Channel(transport, options.name))
+        self._exchange = TimesExchange(channel)
         self._archive = Archive()
         self._load = LoadMeter()
         self._is_compared = False  # with the other ranks' state, at the first step
@@ -367,6 +368,7 @@ class LivePlan:
         self.schedule = Schedule(options.interval)
         self.history = first_plans(options, limits, self._controller)  # the newest last
         self._report: Report | None = None  # the newest one with times
+        self._held: tuple[int, ...] = ()  # ranks in quarantine
         self.num_passes = 1  # backward passes of an optimizer step
         self.num_steps = 0  # optimizer steps taken
         self.write_head()
@@ -445,8 +447,7 @@ class LivePlan:
 
     def hold(self, ranks: Sequence[int]) -> None:
         """Give ranks that are in quarantine no samples from the next plan on."""
-        if self._controller is not None and self._options.policy.is_adaptive:
-            self._controller.quarantine.hold(ranks)
+        self._held = tuple(ranks)  # the controller hears of it with the next interval's times
 
     # Step by step.
 
@@ -511,7 +512,7 @@ class LivePlan:
                 "batch of the first step": str(self._batches.trained),
             }
             # Not when a state is loaded: ranks may load it at different times, or one not at all.
-            channel = Channel(self._transport, f"{self._options.name}.state")
+            channel = self._channel.sub("state")
             what = "Balancer: the state after the first step"
             check_agreement(channel, fields, what=what)
 
@@ -570,6 +571,7 @@ class LivePlan:
             sizes=self.plan.sizes,  # what was measured: counted steps are those of the newest plan
             num_steps=self.num_steps,
             first_step=first_step,
+            held=self._held,
         )
         self._beside.begin(work)
         return report
@@ -583,11 +585,13 @@ class LivePlan:
         sizes: Sizes,
         num_steps: int,
         first_step: int | None,
+        held: Sequence[int],
     ) -> _Decided:
         """Take in an interval, beside training; on rank 0 also log its times, and decide on it.
 
         It began after ``since`` optimizer steps, ended with ``step``, after ``num_steps`` of them,
-        and had these sizes. A plan comes into force at ``first_step``; None is for no decision.
+        and had these sizes. A plan comes into force at ``first_step``; None is for no decision. It
+        leaves nothing to the ranks in ``held``.
         """
         interval = report.screened(step=step, sizes=sizes)  # once for all that look at it
         if interval is not None:
@@ -597,6 +601,8 @@ class LivePlan:
         if controller is None or interval is None or first_step is None:
             return None, lambda: None
         controller.observe(interval)
+        if self._options.policy.is_adaptive:
+            controller.quarantine.hold(held)
         plan = controller.decide(first_step)
         made = None if plan is None else controller.history[-1]
         return plan, partial(self._note, controller, report, num_steps, made)

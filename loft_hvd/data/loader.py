@@ -351,7 +351,8 @@ class DataLoader(PlannedLoader):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next iteration go on where ``state`` was taken, with any number of ranks."""
         loaded = self._batches.load_state_dict(state)
-        self._next_step, self._position = loaded.step, loaded.position
+        self._next_step = self._resumed_step = loaded.step
+        self._position = loaded.position
         self._forget_pending()
 
 

@@ -166,6 +166,7 @@ class PlannedLoader:
         self._trains = evaluates is None
         self._view: PlanView = balancer if evaluates is None else evaluates
         self._next_step = 0  # counted over epochs
+        self._resumed_step = 0  # of a loaded state, for the next iteration
         self._num_iterations = 0
         self._yielded: StepSizes | None = None
 
@@ -193,7 +194,9 @@ class PlannedLoader:
         """Go on behind all that was trained; returns the iteration's number."""
         self._forget_pending()
         if self._trains:
-            self._next_step = max(self._next_step, self._balancer.next_step)
+            # Not behind what was yielded: a look at a batch on one rank moves no step of its.
+            self._next_step = max(self._resumed_step, self._balancer.next_step)
+            self._resumed_step = 0
         self._num_iterations += 1
         return self._num_iterations
 
@@ -504,6 +507,9 @@ class BatchSampler(Sampler[list[int]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the permutation of the next iteration; call it on every rank."""
+        if epoch != self._batches.epoch:
+            step = self._balancer.next_step if self._resume_step is None else self._resume_step
+            self._start, self._drawn = (0, step), []
         self._batches.set_epoch(epoch)
         self._balancer.clear_pending()
 
@@ -534,7 +540,9 @@ class BatchSampler(Sampler[list[int]]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next iteration go on where ``state`` was taken, with any number of ranks."""
-        self._resume_step = self._batches.load_state_dict(state).step
+        loaded = self._batches.load_state_dict(state)
+        self._resume_step = loaded.step
+        self._start, self._drawn = (loaded.position, loaded.step), []
         self._balancer.clear_pending()
 
 

@@ -447,6 +447,7 @@ class StreamLoader(PlannedLoader):
             )
             position = None
         self._epoch, self._next_step = loaded.epoch, loaded.step
+        self._resumed_step = loaded.step
         self._reader, self._resumed = None, position
         self._forget_pending()
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -26,9 +28,9 @@ __all__ = ["Attachment", "attach"]
 class Attachment:
     """What watches an optimizer for a balancer; made by ``attach``.
 
-    A step's fetch runs from the end of the step before to the first forward pass of a module in
-    training mode, its computing from there to the last gradient. A step with an evaluation in
-    front of it (a forward pass without gradients) is left out of all times.
+    A step's fetch runs from the end of the step before to the first forward pass of a module that
+    has parameters of the optimizer, its computing from there to the last gradient. A step with an
+    evaluation in front of it (such a pass without gradients) is left out of all times.
 
     As Horovod counts, each parameter's k-th gradient in a step is of the step's k-th batch: passes
     for losses that share no parameter are one pass, whatever their order.
@@ -40,6 +42,7 @@ class Attachment:
         self._balancer = balancer
         self._num_passes = num_passes
         self._num_seen: dict[int, int] = {}  # gradients of each parameter in this step
+        self._call = (-1, 0)  # the newest call of backward(), and which batch it is of
         self._scales: list[float] = []  # of the step's batches
         # A pass begins once: autograd has a thread for each device. Reentrant, as a signal handler
         # of the script's may compute gradients.
@@ -49,7 +52,11 @@ class Attachment:
         self._waited_s = 0.0
         self._synchronize: Callable[[], None] = optimizer.synchronize  # type: ignore[attr-defined]  # checked by ``attach``
         self._optimizer = optimizer
-        self._thread = threading.get_ident()  # forward passes of other threads are not ours
+        # Forward passes of other threads, and of loader processes, which are forks with a copy of
+        # the hook, are not ours; nor are those of transforms and frozen teachers.
+        self._place = os.getpid(), threading.get_ident()
+        self._own = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        self._others: WeakSet[torch.nn.Module] = WeakSet()  # modules without any of them
         # Waits for the step's first forward pass; gone as soon as that has come, because a hook
         # on all modules costs every forward pass of the process.
         self._forward: RemovableHandle | None = None
@@ -75,7 +82,11 @@ class Attachment:
         with self._beginning:
             if self._num_seen.get(key, 0) >= self._num_passes:  # the step before was never taken
                 self._forget_gradients()
-            at = self._num_seen.get(key, 0)
+            # One that had no part in the passes before goes by the others of this backward().
+            call, at = torch._C._current_graph_task_id(), self._num_seen.get(key, 0)
+            if call == self._call[0]:
+                at = max(at, self._call[1])
+            self._call = call, at
             if at == len(self._scales):
                 self._begin_pass()
             self._num_seen[key] = at + 1
@@ -94,6 +105,7 @@ class Attachment:
         self._scales.append(mine * self._balancer.world_size / sizes.total)
 
     def _forget_gradients(self) -> None:
+        self._call = (-1, 0)
         self._num_seen.clear()
         self._scales.clear()
 
@@ -102,9 +114,12 @@ class Attachment:
             self._forward = register_module_forward_pre_hook(self._forward_began)
 
     def _forward_began(self, module: torch.nn.Module, _arguments: Any) -> None:
-        if threading.get_ident() != self._thread:
+        if (os.getpid(), threading.get_ident()) != self._place or module in self._others:
             return
-        if module.training and torch.is_grad_enabled():
+        if not any(id(parameter) in self._own for parameter in module.parameters()):
+            self._others.add(module)
+            return
+        if torch.is_grad_enabled():
             self._begin_batch()
         else:  # an evaluation
             self._balancer.leave_step_out()

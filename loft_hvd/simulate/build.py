@@ -171,7 +171,8 @@ def _slow(plain: Disturbance, event: Event, rng: np.random.Generator) -> Disturb
             changed[part][:, ranks] *= factors
     if event.kind == "interference" and event.is_visible:
         changed["use"] = plain.use.copy()
-        changed["use"][:, ranks] = np.clip(1.0 - 1.0 / np.maximum(factors, 1.0), 0.0, 1.0)
+        used = np.clip(1.0 - 1.0 / np.maximum(factors, 1.0), 0.0, 1.0)
+        changed["use"][:, ranks] = np.maximum(changed["use"][:, ranks], used)
     return replace(plain, **changed)
 
 
@@ -203,6 +204,6 @@ def _lie(plain: Disturbance, event: Event) -> Disturbance:
     fixed = {"half": 0.5, "double": 2.0, "constant": 0.0, "nan": np.nan}
     told = np.full_like(step, fixed[event.report]) if event.report in fixed else drifting
     is_on = (step >= event.from_step) & ((event.to_step == 0) | (step < event.to_step))
-    report = plain.report.copy()
-    report[:, list(event.ranks)] = np.where(is_on, told, 1.0)[:, None]
+    report, ranks = plain.report.copy(), list(event.ranks)
+    report[:, ranks] = np.where(is_on[:, None], told[:, None], report[:, ranks])
     return replace(plain, report=report)

@@ -239,3 +239,45 @@ def test_attach_refuses_what_it_cannot_watch() -> None:
     with pytest.raises(UsageError, match="closure"):
         optimizer.step(lambda: 0.0)
     attachment.detach()
+
+
+@pytest.mark.parametrize("where", ["transform", "loader process", "teacher"])
+def test_only_this_process_and_the_trained_model_begin_a_batch(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    balancer = loft.Balancer(4, "report", transport=LocalWorld(1).transport(0))
+    heard: list[str] = []
+    monkeypatch.setattr(balancer, "begin_own_batch", lambda: heard.append("begun"))
+    monkeypatch.setattr(balancer, "leave_step_out", lambda: heard.append("left out"))
+    model = Model(Clock(), 0.0)
+    attachment = loft.attach(HorovodLike(model.parameters(), lr=0.0), balancer)
+    if where == "loader process":  # a fork has a copy of the hook
+        monkeypatch.setattr("os.getpid", lambda: -1)
+        model(torch.ones(1, 1))
+    elif where == "transform":  # torchvision's are modules
+        torch.nn.Identity()(torch.ones(1))
+    else:
+        with torch.no_grad():
+            Model(Clock(), 0.0).eval()(torch.ones(1, 1))
+    monkeypatch.undo()
+    attachment.detach()
+    assert heard == []
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_a_frozen_teacher_is_no_evaluation(is_training: bool) -> None:
+    clock = Clock()
+    end = LocalWorld(1).transport(0)
+    balancer = loft.Balancer(8, "report", interval=3, clock=clock, transport=end)
+    # Models are fine-tuned in eval() mode, too, for their running averages.
+    model, teacher = Model(clock, 1.0).train(is_training), Model(clock, 0.0).eval()
+    optimizer = HorovodLike(model.parameters(), lr=0.0)
+    attachment = loft.attach(optimizer, balancer)
+    for _ in range(9):
+        clock.now += 2.0
+        with torch.no_grad():
+            teacher(torch.ones(2, 1))
+        model(torch.ones(2, 1)).mean().backward()
+        optimizer.step()
+    attachment.detach()
+    assert balancer.times[0].fetch_s == pytest.approx(2.0)

@@ -25,7 +25,7 @@ from loft_hvd.balance.policy import Policy, Proposal
 from loft_hvd.errors import MismatchError
 from loft_hvd.runlog import RunLog, find_entries
 from loft_hvd.transport.base import Channel
-from loft_hvd.transport.local import LocalTransport, run_ranks
+from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
 from tests.support.live import Run
 
 INTERVAL = 5
@@ -424,3 +424,28 @@ def test_a_plan_that_was_on_its_way_when_a_state_was_saved_arrives(is_saved: boo
     at = ranks[0].index((40, 24))
     assert ranks[0] == [(32, 32)] * at + [(40, 24)] * (4 * INTERVAL - at)
     assert at < (4 if is_saved else 3) * INTERVAL  # with the next interval
+
+
+def test_saying_who_is_held_waits_for_no_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+    balancer = loft.Balancer(64, "loft", transport=LocalWorld(1).transport(0))
+    monkeypatch.setattr(balancer._live._beside, "wait", lambda: pytest.fail("a step waits"))
+    balancer.hold(())
+
+
+def test_two_balancers_of_equal_options_exchange_times_side_by_side() -> None:
+    is_ahead = threading.Event()
+
+    def work(transport: LocalTransport) -> None:
+        pair = [loft.Balancer(8, "report", interval=3, transport=transport) for _ in range(2)]
+        for step in range(5):
+            if transport.rank == 1 and step == 1:
+                assert is_ahead.wait(20)
+            for each in pair:
+                with each.step(4):
+                    each.take_step()
+                    each.gradient_arrived(blocked_s=0.0)
+                    each.step_ended(waited_s=0.0)
+            if step == 1:
+                is_ahead.set()  # rank 0 has sent both times
+
+    run_ranks(2, work)

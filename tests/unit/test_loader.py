@@ -190,6 +190,7 @@ def test_each_batch_has_the_sizes_of_its_own_step(num_workers: int) -> None:
             assert loader.step_sizes == plans.pending.pop(0)
             assert loader.step_sizes.step == epoch * 6 + i
             assert len(x) == loader.local_batch_size == loader.step_sizes.sizes[0]
+            plans.next_step = loader.step_sizes.step + 1  # it is trained
 
 
 def test_a_batch_joins_the_fifo_when_it_is_yielded_and_not_before() -> None:
@@ -221,7 +222,7 @@ def test_an_early_break_shifts_no_weights(num_workers: int, persistent: bool) ->
         step_sizes = plans.pending.pop()
         steps.append(step_sizes.step)
         assert len(x) == step_sizes.sizes[0]
-    assert steps == [1, 2, 3, 4, 5, 6]  # step 0 was yielded by the first iteration
+    assert steps == [0, 1, 2, 3, 4, 5]  # the first iteration's step 0 was never trained
     assert plans.num_epochs_ended == 1
 
 

@@ -115,3 +115,28 @@ def test_an_epoch_without_a_step_is_said() -> None:
     loader = loft.DataLoader(list(range(5)), balancer, drop_last=True)  # type: ignore[arg-type]
     with pytest.warns(UserWarning, match="an epoch has no step: 5 samples, global_batch_size=6"):
         assert list(loader) == []
+
+
+def test_a_look_on_one_rank_moves_no_steps() -> None:
+    def work(transport: LocalTransport) -> list[int]:
+        balancer = loft.Balancer(8, [5, 3], transport=transport)
+        loader = loft.DataLoader(TensorDataset(torch.arange(64)), balancer)
+        if transport.rank == 0:
+            next(iter(loader))
+        return [balancer.take_step().step for _ in loader]
+
+    assert run_ranks(2, work) == [list(range(8))] * 2
+
+
+def test_reading_a_batch_ahead_is_told() -> None:
+    balancer = loft.Balancer(8, [8], transport=LocalWorld(1).transport(0))
+    batches = iter(loft.DataLoader(TensorDataset(torch.arange(64)), balancer))
+    next(batches)
+    balancer.take_step()
+    next(batches)
+    next(batches)
+    with pytest.warns(UserWarning, match="before the one before it was trained"):
+        balancer.take_step()
+    next(batches)
+    next(batches)
+    balancer.take_step()  # said once

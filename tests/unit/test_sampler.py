@@ -194,3 +194,23 @@ def test_options_that_do_not_fit_are_errors(options: dict[str, Any], message: st
 def test_a_negative_epoch_is_an_error() -> None:
     with pytest.raises(DataError, match="epoch=-1"):
         BatchSampler(20, FakePlans([2, 2])).set_epoch(-1)
+
+
+def test_a_loaded_state_is_what_is_saved_before_the_next_batch() -> None:
+    sampler = BatchSampler(53, FakePlans([6, 6]))
+    lists = iter(sampler)
+    for _ in range(4):
+        next(lists)
+    state = sampler.state_dict(num_trained=3)
+    resumed = BatchSampler(53, FakePlans([6, 6]))
+    resumed.load_state_dict(state)
+    assert resumed.state_dict(num_trained=0) == state
+
+
+def test_a_state_between_two_epochs_has_the_step_of_the_next() -> None:
+    plans = FakePlans([6, 6])
+    sampler = BatchSampler(48, plans)
+    assert len(list(sampler)) == 4
+    plans.next_step = 4
+    sampler.set_epoch(1)
+    assert sampler.state_dict(num_trained=0)["step"] == 4

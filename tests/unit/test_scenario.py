@@ -6,10 +6,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from loft_hvd.errors import ArgumentError
-from loft_hvd.simulate.scenario import RankTraits, Scenario, read_scenario, scenario_from_dict
+from loft_hvd.simulate.build import _disturb
+from loft_hvd.simulate.scenario import (
+    Event,
+    RankTraits,
+    Scenario,
+    read_scenario,
+    scenario_from_dict,
+)
 
 BASE: dict[str, Any] = {"name": "x", "world_size": 2, "global_batch_size": 64}
 
@@ -110,3 +118,23 @@ def test_text_that_is_not_toml_is_named(tmp_path: Path) -> None:
     (tmp_path / "bad.toml").write_text("name =")
     with pytest.raises(ArgumentError, match=r"bad.toml: not TOML"):
         read_scenario(tmp_path / "bad.toml")
+
+
+def test_a_rank_may_lie_twice() -> None:
+    lies = (
+        Event("lie", (1,), report="half", to_step=20),
+        Event("lie", (1,), report="nan", from_step=60),
+    )
+    report = _disturb(Scenario("x", 2, 8, steps=100, events=lies)).report
+    assert report[10, 1] == 0.5
+    assert report[40, 1] == 1.0
+    assert np.isnan(report[70, 1])
+
+
+def test_interference_is_seen_beside_another() -> None:
+    busy: dict[str, Any] = {"part": "compute", "quiet_steps": 1, "busy_steps": 10**6}
+    first = Event("interference", (0,), to_step=40, **busy)
+    later = Event("interference", (0,), from_step=60, **busy)
+    use = _disturb(Scenario("x", 2, 8, steps=100, events=(first, later))).use
+    assert use[20:40, 0].max() > 0
+    assert use[80:, 0].max() > 0
