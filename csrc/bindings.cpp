@@ -14,6 +14,19 @@ using namespace py::literals;  // "rows"_a names an argument
 
 namespace {
 
+// Without the interpreter's lock. The interpreter's end unwinds a thread that asks for it again,
+// which ends the process where a destructor may not throw, as that of py::gil_scoped_release.
+class Unlocked {
+ public:
+  Unlocked() : state_(PyEval_SaveThread()) {}
+  ~Unlocked() noexcept(false) { PyEval_RestoreThread(state_); }
+  Unlocked(const Unlocked&) = delete;
+  Unlocked& operator=(const Unlocked&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
 // A job of Python's numbers: `rows` and `out` are addresses of numel values of the dtype, which and
 // the rule are codes of rules.h. Codes become enumerations here, so they are checked here; whatever
 // else is wrong with a job, the API says.
@@ -80,7 +93,7 @@ PYBIND11_MODULE(_loft, module) {
         loft::CpuOptions options{threads, isa, nullptr, diagnose_every};
         if (diagnose_every > 0) options.diagnostics = &diagnostics;
         {
-          const py::gil_scoped_release release;
+          const Unlocked release;
           loft::aggregate_cpu(job, options);
         }
         return found_in(diagnostics, diagnose_every);
@@ -96,7 +109,7 @@ PYBIND11_MODULE(_loft, module) {
       [](const std::vector<uintptr_t>& rows, int64_t numel, int dtype, uintptr_t table, int threads,
          const std::string& isa) {
         const loft::Job job = job_of(rows, numel, dtype, 0, 0, 0, {}, 0);
-        const py::gil_scoped_release release;
+        const Unlocked release;
         loft::distances_cpu(job, {threads, isa, nullptr, 0}, reinterpret_cast<double*>(table));
       },
       "rows"_a, "numel"_a, "dtype"_a, "table"_a, "threads"_a, "isa"_a,
@@ -113,7 +126,7 @@ PYBIND11_MODULE(_loft, module) {
         loft::CpuOptions options{threads, isa, nullptr, diagnose_every};
         if (diagnose_every > 0) options.diagnostics = &diagnostics;
         {
-          const py::gil_scoped_release release;
+          const Unlocked release;
           loft::mix_cpu(job, {num_mixed, std::move(scales), std::move(matrix)}, options);
         }
         return found_in(diagnostics, diagnose_every);
@@ -128,7 +141,7 @@ PYBIND11_MODULE(_loft, module) {
       [](const std::vector<uintptr_t>& rows, int64_t numel, uintptr_t out, int threads,
          const std::string& isa, bool in_bursts) {
         const loft::Job job = job_of(rows, numel, 1, 0, 0, 0, {}, out);
-        const py::gil_scoped_release release;
+        const Unlocked release;
         loft::pass_cpu(job, {threads, isa, nullptr, 0}, in_bursts);
       },
       "rows"_a, "numel"_a, "out"_a, "threads"_a, "isa"_a, "in_bursts"_a,
@@ -172,7 +185,7 @@ PYBIND11_MODULE(_loft, module) {
                               counts_at(capacities),
                               counts_at(costs),
                               numbers_at(flows)};
-        const py::gil_scoped_release release;
+        const Unlocked release;
         loft::raise_flow(arcs, source, sink);
       },
       "num_nodes"_a, "num_arcs"_a, "tails"_a, "heads"_a, "capacities"_a, "costs"_a, "flows"_a,
@@ -182,7 +195,7 @@ PYBIND11_MODULE(_loft, module) {
       "fill_rows",
       [](int64_t num_rows, uintptr_t counts, uintptr_t starts, uintptr_t ranks, uintptr_t cells,
          uintptr_t spare, uintptr_t room, uintptr_t given) {
-        const py::gil_scoped_release release;
+        const Unlocked release;
         loft::fill_rows(num_rows, counts_at(counts), counts_at(starts), counts_at(ranks),
                         counts_at(cells), numbers_at(spare), numbers_at(room), numbers_at(given));
       },
@@ -192,7 +205,7 @@ PYBIND11_MODULE(_loft, module) {
       "fill_room",
       [](int64_t num_rows, int64_t num_ranks, uintptr_t counts, uintptr_t needed, uintptr_t room,
          uintptr_t given) {
-        const py::gil_scoped_release release;
+        const Unlocked release;
         loft::fill_room(num_rows, num_ranks, counts_at(counts), numbers_at(needed), counts_at(room),
                         numbers_at(given));
       },
@@ -214,7 +227,7 @@ PYBIND11_MODULE(_loft, module) {
       [](const std::vector<uintptr_t>& rows, int64_t numel, int dtype, uintptr_t sums,
          uintptr_t table, int device, uintptr_t stream) {
         const loft::Job job = job_of(rows, numel, dtype, 0, 0, 0, {}, 0);
-        const py::gil_scoped_release release;
+        const Unlocked release;
         loft::distances_cuda(job, {device, reinterpret_cast<void*>(stream), {}},
                              reinterpret_cast<double*>(sums), reinterpret_cast<double*>(table));
       },
@@ -228,7 +241,7 @@ PYBIND11_MODULE(_loft, module) {
          int diagnose_every, uintptr_t low, uintptr_t high, uintptr_t sums) {
         const loft::Job job = job_of(rows, numel, dtype, rule, kind, f, std::move(weights), out);
         const auto options = cuda_options(device, stream, diagnose_every, low, high, sums);
-        const py::gil_scoped_release release;
+        const Unlocked release;
         loft::mix_cuda(job, {num_mixed, std::move(scales), std::move(matrix)},
                        reinterpret_cast<double*>(room), options);
       },
@@ -244,7 +257,7 @@ PYBIND11_MODULE(_loft, module) {
          int diagnose_every, uintptr_t low, uintptr_t high, uintptr_t sums) {
         const loft::Job job = job_of(rows, numel, dtype, rule, kind, f, std::move(weights), out);
         const auto options = cuda_options(device, stream, diagnose_every, low, high, sums);
-        const py::gil_scoped_release release;
+        const Unlocked release;
         loft::aggregate_cuda(job, options);
       },
       "rows"_a, "numel"_a, "dtype"_a, "rule"_a, "kind"_a, "f"_a, "weights"_a, "out"_a, "device"_a,

@@ -33,7 +33,9 @@ inline int64_t monotonic_ns() {
 // several calls the earliest counts. Cannot be taken back. False where the machine has no thread
 // left.
 inline bool leave_in(double seconds, const std::string& why) {
-  const int64_t due = monotonic_ns() + static_cast<int64_t>(1e9 * seconds);
+  constexpr double kMost = 1e9;  // 30 years: nanoseconds of more, as of infinity, overflow
+  const double wait = seconds < 0 ? 0 : seconds < kMost ? seconds : kMost;  // NaN: kMost
+  const int64_t due = monotonic_ns() + static_cast<int64_t>(1e9 * wait);
   int64_t before = leaves_at_ns.load();
   while (before == 0 || due < before) {
     if (leaves_at_ns.compare_exchange_weak(before, due)) break;

@@ -26,7 +26,8 @@ class Pulse {
  public:
   Pulse(double period_s, std::string bytes)
       : owner_(getpid()), shared_(std::make_unique<Shared>()) {
-    shared_->period = std::chrono::duration<double>(period_s);
+    // More, as infinity, would overflow where it is waited for.
+    shared_->period = std::chrono::duration<double>(period_s < 1e9 ? period_s : 1e9);
     shared_->bytes = std::move(bytes);
     // Signals are for the threads of the interpreter: this one inherits that all are blocked.
     sigset_t all, before;

@@ -7,6 +7,10 @@
 
 #include "aggregate.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include <algorithm>
 #include <atomic>
 #include <cfenv>
@@ -49,13 +53,22 @@ struct Level {
   const KernelTable& (*kernels)();
 };
 
+#if defined(LOFT_HAVE_AVX2) || defined(LOFT_HAVE_AVX512)
+// GCC before 11 and clang before 18 do not know the name "f16c". AVX2 says that the system keeps
+// the registers.
+bool has_f16c() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
+}
+#endif
+
 // Those that this build has, the best last. loft_hvd/topology.py asks for the same features.
 std::vector<Level> built() {
   std::vector<Level> levels{{"baseline", true, baseline::kernels}};
 #if defined(LOFT_HAVE_AVX2) || defined(LOFT_HAVE_AVX512)
   __builtin_cpu_init();
   const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("popcnt") &&
-                        __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("f16c") &&
+                        __builtin_cpu_supports("bmi2") && has_f16c() &&
                         __builtin_cpu_supports("fma");
 #endif
 #if defined(LOFT_HAVE_AVX2)
@@ -353,6 +366,7 @@ Mixing mixing_of(const Job& job, const Matrix& matrix) {
     throw std::invalid_argument(describe(job) + ": need a weight of every row for each of " +
                                 std::to_string(matrix.num_mixed) + " mixed rows, and its scale");
   }
+  const FloatState state;  // as for the kernels: whoever calls may flush small numbers to 0
   // As the arithmetic has it: a weight that is too small for it is none.
   const auto rounded = [&](double weight) {
     return job.dtype == DType::kFloat64 ? weight : static_cast<float>(weight);

@@ -26,7 +26,9 @@ from loft_hvd.aggregation.inputs import (
     read_weights,
     spans,
 )
+from loft_hvd.aggregation.row_rules import ROW_RULES
 from loft_hvd.aggregation.rules import (
+    RULES,
     Custom,
     Mean,
     MeanAroundMedian,
@@ -129,7 +131,12 @@ def aggregate(
         if isinstance(rule, Custom):
             call_custom(part, rule)
         elif torch.compiler.is_compiling():
-            # A graph cannot hold a call that takes addresses; it can hold an operator.
+            # A graph cannot hold a call that takes addresses; it can hold an operator, which gets
+            # the rule as text.
+            if type(rule) not in (*RULES.values(), *ROW_RULES.values()):
+                raise ArgumentTypeError(
+                    f"{rule} has no kernel; use Custom(fn) for rules from elsewhere"
+                )
             rows = cast("list[Tensor]", part.rows)
             ops.aggregate_out(rows, str(rule), part.weights, cast("Tensor", part.out))
         else:

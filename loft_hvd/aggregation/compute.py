@@ -36,6 +36,7 @@ __all__ = [
     "warn_once",
 ]
 
+_MOST_THREADS = 2**31 - 1  # bound from C's int
 _DTYPES = {"float64": 0, "float32": 1, "float16": 2, "bfloat16": 3}  # as in csrc/rules.h
 NO_CUDA = (
     "gradients lie on a GPU, but loft_hvd._loft was built without CUDA kernels; build it again "
@@ -61,7 +62,7 @@ def num_threads() -> int:
     # Ranks of a node aggregate at the same time: more threads than CPUs would wait for each other.
     settings = config()
     if settings.threads is not None:
-        return settings.threads
+        return min(settings.threads, _MOST_THREADS)
     share = allowed_cpus() // settings.local_ranks
     return max(1, min(share, torch.get_num_threads()))
 

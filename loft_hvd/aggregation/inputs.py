@@ -291,7 +291,7 @@ def _as_list(label: str, values: Any, wanted: str) -> list[Any]:
 
 def _read_weight(row: int, weight: Any) -> int:
     # Counts that went through float64, as NumPy and JSON do it, are still counts.
-    if isinstance(weight, float) and weight.is_integer():
+    if isinstance(weight, float | np.floating) and float(weight).is_integer():
         weight = int(weight)
     try:
         count = operator.index(weight)

@@ -47,7 +47,7 @@ def empty_row(numel: int, dtype: torch.dtype) -> Tensor:
     """Return an unset row on the CPU, [numel]."""
     num_bytes = numel * dtype.itemsize
     if num_bytes < _LEAST_BYTES or not are_on_offer():
-        return torch.empty(numel, dtype=dtype)
+        return torch.empty(numel, dtype=dtype, device="cpu")  # whatever torch's default is
     # Whole huge pages, which kernels place at a multiple of their size.
     memory = _take(-(-num_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES)
     values = np.frombuffer(memory, dtype=np.uint8, count=num_bytes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from loft_hvd._native import extension
 from loft_hvd.aggregation import compute, fallback
 from loft_hvd.aggregation.distances import distances, finish_table
 from loft_hvd.config import Config
+from loft_hvd.errors import ArgumentTypeError
 from tests.support.gradients import (
     DTYPES,
     assert_same_bits,
@@ -197,3 +200,45 @@ def test_a_matrix_of_another_shape_is_refused() -> None:
     for scales, matrix in (([1.0] * 2, [1.0] * 6), ([1.0] * 3, [1.0] * 5)):
         with pytest.raises(ValueError, match="need a weight of every row for each of 2 mixed rows"):
             MODULE.mix_cpu(*job, scales, matrix, 2, 1, 0, 0, [], out.data_ptr(), 1, "", 0)
+
+
+def test_flushing_changes_no_scale_of_rules_that_see_rows() -> None:
+    rows = torch.full((3, 4), 4e18)
+    rule = loft.Clip(loft.Mean(), norm=1e-21)
+    wanted = loft.aggregate(rows, rule)
+    assert torch.set_flush_denormal(True)
+    try:
+        assert_same_bits(loft.aggregate(rows, rule), wanted)
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize("numel", [100, 3_000_000])
+def test_a_result_lies_where_rows_do_whatever_torchs_default_is(numel: int) -> None:
+    rows = torch.ones(3, numel)
+    with torch.device("meta"):
+        assert loft.median(rows).device.type == "cpu"
+
+
+@pytest.mark.parametrize("around", [loft.NNM, loft.ARC])
+def test_a_subclass_of_a_rule_is_not_taken_for_it(around: type[Any]) -> None:
+    class Mine(loft.TrimmedMean):
+        pass
+
+    with pytest.raises(ArgumentTypeError, match="has no kernel"):
+        loft.aggregate(torch.randn(5, 4), around(Mine(f=1)))
+
+
+def test_a_thread_in_a_kernel_does_not_abort_the_interpreters_end() -> None:
+    code = (
+        "import threading, time, torch, loft_hvd as loft\n"
+        "rows = torch.randn(8, 2_000_000); out = torch.empty(2_000_000)\n"
+        "def work():\n"
+        "    while True: loft.median(rows, out=out)\n"
+        "threading.Thread(target=work, daemon=True).start()\n"
+        "time.sleep(0.3)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")

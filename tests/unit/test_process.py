@@ -76,3 +76,14 @@ def test_a_process_that_python_cannot_leave_is_left(how: str) -> None:
     assert done.stderr == (
         "loft_hvd: an error has ended the script, and the process does not end: leaving it\n"
     )
+
+
+def test_a_wait_without_an_end_before_leaving_is_one() -> None:
+    code = (
+        "import time; from loft_hvd import _loft\n"
+        "_loft.leave_in(float('inf'), 'x'); time.sleep(0.5); print('saved', flush=True)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "saved\n"), done.stderr
