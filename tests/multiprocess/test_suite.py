@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.launch import launch, launcher_here
+from tests.support.marks import long_first
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(400)]
 
@@ -38,10 +39,11 @@ def test_ranks_pass_together(launcher: str, num_ranks: int) -> None:
 
 
 @pytest.mark.long
-def test_ranks_pass_together_over_a_mesh() -> None:
+@pytest.mark.parametrize("tests", long_first([f"{RANKS}/test_conformance.py", RANKS]))
+def test_ranks_pass_together_over_a_mesh(tests: str) -> None:
     done = launch(
         3,
-        ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=60", RANKS],
+        ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=60", tests],
         timeout_s=390,
         env={"LOFT_HVD_TIMEOUT_S": "30", "LOFT_HVD_MESH": "on"},
     )

@@ -19,8 +19,8 @@ long = pytest.mark.long
 @pytest.mark.parametrize(
     ("what", "num_ranks"),
     [
-        pytest.param("conform", 1, marks=long),
-        pytest.param("conform", 2, marks=long),
+        pytest.param("conform", 1, marks=[long, pytest.mark.whole]),
+        pytest.param("conform", 2, marks=[long, pytest.mark.whole]),
         ("conform", 3),
         pytest.param("conform", 4, marks=long),
         pytest.param("ddp", 2, marks=long),

@@ -188,7 +188,7 @@ def test_from_a_cold_start_with_noise_plans_reach_the_oracle(
 
 
 @pytest.mark.long
-@modes
+@pytest.mark.parametrize("overlap", long_first([0.0, None, 1.0], 2))  # serial, partial, full
 def test_after_a_step_change_plans_reach_the_oracle_again(overlap: float | None) -> None:
     excess = []
     for seed in range(100):

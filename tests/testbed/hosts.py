@@ -131,10 +131,11 @@ class Testbed:
                 self._end(process)  # `during` failed
 
     def _end(self, process: subprocess.Popen[str]) -> str:
-        os.killpg(process.pid, signal.SIGTERM)  # the launcher ends its ranks
+        os.killpg(process.pid, signal.SIGTERM)  # the launcher ends its ranks, on most hosts
         try:
             return process.communicate(timeout=10)[0]
         except subprocess.TimeoutExpired:
-            self.down()  # ends every process of every host
             os.killpg(process.pid, signal.SIGKILL)
             return process.communicate(timeout=10)[0]
+        finally:
+            self.down()  # ends every process of every host

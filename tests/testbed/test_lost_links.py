@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.marks import long_first
 from tests.testbed.hosts import Testbed
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.timeout(240)]
@@ -82,7 +83,7 @@ def test_a_job_whose_heartbeat_is_cut_goes_on_and_is_connected_again(
     assert 0 <= float(back[1]) - healed_at <= 5.0
 
 
-@pytest.mark.parametrize("frozen", ["host1", "host2"])
+@pytest.mark.parametrize("frozen", long_first(["host1", "host2"]))
 def test_a_rank_that_freezes_while_the_heartbeat_is_cut_is_named(
     frozen: str, testbed: Testbed, tmp_path: Path
 ) -> None:
