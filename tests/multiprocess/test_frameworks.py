@@ -37,6 +37,15 @@ def test_lightning_trains_watches_and_resumes_on_fewer_ranks(tmp_path: Path) -> 
         assert output.count(f'"finished": "{what}"') == num_ranks, output[-8000:]
 
 
+@needs("pytorch_lightning")
+def test_the_example_for_lightning_leaves_the_faulty_rank_out_and_goes_on(tmp_path: Path) -> None:
+    example, state = "examples/lightning_ddp.py", str(tmp_path / "state.ckpt")
+    first = torchrun(4, example, "--faulty", "3", "--epochs", "2", "--save-to", state)
+    assert re.search(r"^ +3 +\d.* in quarantine until step \d+$", first, re.MULTILINE), first
+    more = torchrun(4, example, "--epochs", "4", "--resume-from", state)
+    check_losses(first + more)
+
+
 @needs("accelerate")
 def test_accelerate_trains_and_resumes(tmp_path: Path) -> None:
     output = torchrun(3, f"{JOBS}/accelerate_fit.py", str(tmp_path / "state"))
@@ -49,9 +58,14 @@ def test_the_example_for_accelerate_leaves_the_faulty_rank_out_and_goes_on(tmp_p
     first = torchrun(4, example, "--faulty", "3", "--epochs", "2", "--save-to", state)
     assert re.search(r"^ +3 +\d.* in quarantine until step \d+$", first, re.MULTILINE), first
     more = torchrun(4, example, "--passes", "2", "--epochs", "4", "--resume-from", state)
+    check_losses(first + more)
+
+
+def check_losses(output: str) -> None:
+    """Check the losses of four epochs that two runs print."""
     losses = [
         (int(epoch), float(loss))
-        for epoch, loss in re.findall(r"epoch (\d): loss (\d+\.\d+)", first + more)
+        for epoch, loss in re.findall(r"epoch (\d): loss (\d+\.\d+)", output)
     ]
     assert [epoch for epoch, _ in losses] == [0, 1, 2, 3]
     assert losses[3][1] < losses[1][1] < 0.7 * losses[0][1], losses

@@ -16,7 +16,7 @@ from tests.support.launch import Finished, launch
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.timeout(400)]
 
-JOB = "tests/multiprocess/jobs/imagenet.py"
+JOB = "tests/multiprocess/jobs/horovods_example.py"
 EXAMPLE = "examples/pytorch/pytorch_imagenet_resnet50.py"
 LIMIT_S = 20.0
 # What docs/migrate.md says of each line; and when training begins.

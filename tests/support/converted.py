@@ -1,8 +1,39 @@
-"""Horovod's four examples for PyTorch as ``docs/migrate.md`` converts them, on small made data."""
+"""Horovod's four examples for PyTorch, converted.
+
+``CONVERTED`` are scripts like them, on small made data; ``DIFFS`` are what ``docs/migrate.md``
+shows of the examples themselves.
+"""
 
 from __future__ import annotations
 
-__all__ = ["CONVERTED"]
+import re
+from pathlib import Path
+
+__all__ = ["CONVERTED", "DIFFS", "patched"]
+
+_PAGE = (Path(__file__).parents[2] / "docs/migrate.md").read_text(encoding="utf-8")
+DIFFS: dict[str, str] = {
+    path: diff
+    for path, diff in re.findall(
+        r"^`(examples/\S+)`[^\n]*\n\n```diff\n(.*?)```$", _PAGE, re.M | re.S
+    )
+}
+"""By the example's path in Horovod's repository."""
+
+
+def patched(text: str, diff: str) -> str:
+    """Return a text with a diff's hunks, each at the first place that it fits after the last."""
+    done = ""
+    for hunk in diff.removeprefix("@@\n").split("\n@@\n"):
+        lines = hunk.splitlines(keepends=True)
+        lines[-1] = lines[-1].rstrip("\n") + "\n"
+        old = "".join(line[1:] for line in lines if not line.startswith("+"))
+        new = "".join(line[1:] for line in lines if not line.startswith("-"))
+        assert old in text, old
+        before, _, text = text.partition(old)
+        done += before + new
+    return done + text
+
 
 _DATA = """
 import horovod.torch as hvd
@@ -210,7 +241,7 @@ for epoch in range(resume_from_epoch, epochs):
 _ELASTIC = (
     _DATA
     + """
-balancer = loft.Balancer(16 * hvd.size())
+balancer = loft.Balancer(32)
 train_loader = loft.DataLoader(made(128, 1), balancer)
 model = Net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * hvd.size(), momentum=0.5)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tests.support.launch import Finished, launch
@@ -19,6 +19,7 @@ def launch_elastic(
     min_ranks: int,
     timeout_s: float,
     gloo_timeout_s: int = 10,
+    env: Mapping[str, str] | None = None,
     during: Callable[[Path], None] | None = None,
 ) -> Finished:
     """Run ``python ARGUMENTS`` under ``horovodrun`` with a discovery script.
@@ -31,6 +32,7 @@ def launch_elastic(
         min_ranks: fewest ranks that go on.
         timeout_s: after so many seconds the whole job is ended.
         gloo_timeout_s: how long Horovod waits for ranks of a broken or a new world.
+        env: variables of the job besides.
         during: called with the file of hosts while the job runs; may write it anew.
     """
     found, script = folder / "hosts", folder / "discover.sh"
@@ -48,6 +50,7 @@ def launch_elastic(
         env={
             "HOROVOD_GLOO_TIMEOUT_SECONDS": str(gloo_timeout_s),
             "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
+            **(env or {}),
         },
         during=None if during is None else lambda: during(found),
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import loft_hvd as loft
+from tests.support.converted import DIFFS
 
 HOME = Path(__file__).parents[2]
 README = (HOME / "README.md").read_text(encoding="utf-8")
@@ -95,4 +96,25 @@ def test_source_files_that_pages_name_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     named = re.findall(r"`([\w/.-]+/[\w.-]+\.(?:py|h|cpp|cu|toml|md))`", text)
     places = (HOME, HOME / "loft_hvd")  # pages say balance/fit.py for loft_hvd/balance/fit.py
-    assert [name for name in named if not any((place / name).exists() for place in places)] == []
+    missing = [name for name in named if not any((place / name).exists() for place in places)]
+    assert [name for name in missing if name not in DIFFS] == []  # Horovod's examples
+
+
+# Lines that are new in each of Horovod's examples; the elastic one last.
+MOST_LINES = {
+    "pytorch_mnist.py": 12,
+    "pytorch_synthetic_benchmark.py": 12,
+    "pytorch_imagenet_resnet50.py": 14,
+    "pytorch_mnist_elastic.py": 14,
+}
+
+
+def test_few_lines_convert_horovods_examples() -> None:
+    found = {
+        Path(path).name: sum(line.startswith("+") for line in diff.splitlines())
+        for path, diff in DIFFS.items()
+    }
+    assert found.keys() == MOST_LINES.keys()
+    assert all(found[name] <= most for name, most in MOST_LINES.items()), found
+    for name, count in found.items():
+        assert f"{name}`, {count} lines." in MIGRATE

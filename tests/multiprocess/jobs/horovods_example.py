@@ -1,7 +1,7 @@
-"""Runs a copy of Horovod's ImageNet example on tiny data: ``imagenet.py SCRIPT ARGUMENTS..``.
+"""Runs a copy of an example of Horovod's on tiny data: ``horovods_example.py SCRIPT ARGUMENTS..``.
 
-Stands for torchvision, of which the example takes the data and the model; and for tqdm and
-tensorboard, which show how it goes, where they are not installed.
+Stands for torchvision, of which the examples take data and models; and for tqdm and tensorboard,
+which show how it goes, where they are not installed.
 """
 
 from __future__ import annotations
@@ -21,25 +21,34 @@ NUM_IMAGES = {"train": 48 * 4, "validation": 24}
 SIDE, NUM_CLASSES = 8, 10
 
 
+def images(count: int, *shape: int) -> TensorDataset:
+    """Return images of a shape, each with its class."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(count, *shape, generator=generator)
+    return TensorDataset(values, torch.randint(NUM_CLASSES, (count,), generator=generator))
+
+
 def image_folder(folder: str, transform: object) -> TensorDataset:
     """Return as many images as the folder of that name stands for."""
-    generator = torch.Generator().manual_seed(0)
-    count = NUM_IMAGES[folder]
-    images = torch.randn(count, 3, SIDE, SIDE, generator=generator)
-    return TensorDataset(images, torch.randint(NUM_CLASSES, (count,), generator=generator))
+    return images(NUM_IMAGES[folder], 3, SIDE, SIDE)
+
+
+def digits(root: str, train: bool, transform: object, download: bool = False) -> TensorDataset:
+    """Return images of MNIST's shape."""
+    return images(NUM_IMAGES["train" if train else "validation"], 1, 28, 28)
 
 
 class Net(torch.nn.Module):
-    """A small model of images."""
+    """A small model of images of any size."""
 
     def __init__(self) -> None:
         super().__init__()
         self.conv = torch.nn.Conv2d(3, 4, 3)
         self.norm = torch.nn.BatchNorm2d(4)
-        self.fc = torch.nn.Linear(4 * (SIDE - 2) ** 2, NUM_CLASSES)
+        self.fc = torch.nn.Linear(4, 1000)
 
     def forward(self, images: Tensor) -> Tensor:
-        out: Tensor = self.fc(self.norm(self.conv(images)).relu().flatten(1))
+        out: Tensor = self.fc(self.norm(self.conv(images)).relu().mean((2, 3)))
         return out
 
 
@@ -73,7 +82,7 @@ def main(script: str) -> None:
     module(
         "torchvision",
         transforms=nothing,
-        datasets=module("torchvision.datasets", ImageFolder=image_folder),
+        datasets=module("torchvision.datasets", ImageFolder=image_folder, MNIST=digits),
         models=module("torchvision.models", resnet50=Net),
     )
     if importlib.util.find_spec("tqdm") is None:
