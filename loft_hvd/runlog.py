@@ -488,8 +488,14 @@ def find_entries(folder: str | Path, kind: str) -> Iterator[dict[str, Any]]:
 
 def _logs_in(folder: Path) -> list[Path]:
     """Return the run logs of a folder, oldest first."""
-    paths = [path for path in folder.glob("loft-*.jsonl") if path.is_file()]
-    return sorted(paths, key=_changed_ns)
+    return sorted(filter(_is_file, folder.glob("loft-*.jsonl")), key=_changed_ns)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # in a folder that may be listed and not entered
+        return False
 
 
 def _changed_ns(path: Path) -> int:

@@ -577,9 +577,10 @@ class Balancer:
         if self._batches.is_ahead and self.rank == 0 and not self._has_warned_ahead:
             self._has_warned_ahead = True
             warnings.warn(
-                "a batch was taken from the loader before the one before it was trained: a "
-                "backward pass takes the sizes of the newest one; train each batch before the "
-                "next is taken, or use loft.BatchSampler, which queues sizes",
+                "a batch was taken from the loader before the one before it was trained, or two "
+                "loaders share this balancer: a backward pass takes the sizes of the newest "
+                "batch; train each batch before the next is taken, or use loft.BatchSampler, "
+                "which queues sizes",
                 stacklevel=2,
             )
         return self._batches.take()

@@ -49,7 +49,8 @@ class BatchQueue:
         self._largest: list[int] = []  # samples that each rank has computed in a backward pass
         self._done: tuple[Sizes, Sizes] = (), ()  # the newest sizes that are in it
         self._num_begun = 0  # before any backward pass took one
-        self._num_untaken = 0  # begun in a row, of which no backward pass has taken one
+        self._num_untaken = 0  # begun in an iteration before its first backward pass
+        self._has_taken = False  # in this iteration
 
     def push(self, step_sizes: StepSizes) -> None:
         """Queue the sizes of a batch that will be trained on, in order."""
@@ -57,9 +58,8 @@ class BatchQueue:
 
     def begin(self, step_sizes: StepSizes) -> None:
         """Note the batch that the script gets now, in place of any before it."""
-        num_untaken = self._num_untaken + 1
-        self.clear()
-        self._num_untaken = num_untaken
+        self._drop()
+        self._num_untaken += not self._has_taken
         self._current = self.in_work = step_sizes
         if self.trained is None:
             self._num_begun += 1
@@ -87,9 +87,12 @@ class BatchQueue:
 
     def clear(self) -> None:
         """Forget batches that will not be trained on."""
+        self._drop()
+        self._num_untaken, self._has_taken = 0, False
+
+    def _drop(self) -> None:
         self._pending.clear()
         self._current = self.in_work = None
-        self._num_untaken = 0
 
     def restart(self, *, next_step: int = 0) -> None:
         """Forget all batches: a run goes on from elsewhere, at a step counted over epochs."""
@@ -103,8 +106,11 @@ class BatchQueue:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether several batches were begun before a backward pass took one."""
-        return self._num_untaken > 1
+        """Whether an iteration's first batches were begun before a backward pass took one.
+
+        Later ones may be skipped for their content.
+        """
+        return self._num_untaken > 1 and not self._has_taken
 
     def take(self) -> StepSizes:
         """Return the sizes of the batch that the next backward pass belongs to, or a UsageError."""
@@ -119,7 +125,7 @@ class BatchQueue:
             # Not ``hash``: other processes salt it otherwise, and ranks compare the trail.
             mark = f"{taken.plan_id} {taken.step} {taken.sizes} {taken.digest}"
             self.trail = zlib.crc32(mark.encode(), self.trail)
-        self._num_untaken = 0
+        self._has_taken = True
         self.trained = self.in_work = taken
         self._taken.append(taken)
         self._last_trained = taken.step

@@ -37,7 +37,7 @@ def check_writable(*files: str | os.PathLike[str] | None) -> None:
     Raises:
         DataError: a folder or a file cannot be made or opened there.
     """
-    for path in (Path(file) for file in files if file is not None):
+    for path in (Path(file).resolve() for file in files if file is not None):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             was_there = path.exists()

@@ -315,6 +315,7 @@ class DataLoader(PlannedLoader):
             yield batch
         if iteration == self._num_iterations:
             self._position = self._batches.settings.num_samples
+            self._resumed_step = self._next_step  # also where nobody trains what is yielded
             if self._trains:
                 self._balancer.end_epoch()
 

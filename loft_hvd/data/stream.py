@@ -399,6 +399,7 @@ class StreamLoader(PlannedLoader):
             )
             yield offer.batch
         self._reader = None  # what others have left of the epoch is lost: the next begins anew
+        self._resumed_step = self._next_step  # also where nobody trains what is yielded
         balancer.end_epoch()
 
     def state_dict(self) -> dict[str, Any]:

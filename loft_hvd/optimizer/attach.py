@@ -30,10 +30,12 @@ class Attachment:
 
     A step's fetch runs from the end of the step before to the first forward pass of a module that
     has parameters of the optimizer, its computing from there to the last gradient. A step with an
-    evaluation in front of it (such a pass without gradients) is left out of all times.
+    evaluation in front of it (a pass without gradients, or in ``eval()`` of a model that trains in
+    ``train()``) is left out of all times; a teacher that is asked in every step is no evaluation.
 
     As Horovod counts, each parameter's k-th gradient in a step is of the step's k-th batch: passes
-    for losses that share no parameter are one pass, whatever their order.
+    for losses that share no parameter are one pass, whatever their order. A parameter without a
+    part in a step's first batch is taken to be of that batch.
     """
 
     def __init__(
@@ -42,7 +44,6 @@ class Attachment:
         self._balancer = balancer
         self._num_passes = num_passes
         self._num_seen: dict[int, int] = {}  # gradients of each parameter in this step
-        self._call = (-1, 0)  # the newest call of backward(), and which batch it is of
         self._scales: list[float] = []  # of the step's batches
         # A pass begins once: autograd has a thread for each device. Reentrant, as a signal handler
         # of the script's may compute gradients.
@@ -56,7 +57,11 @@ class Attachment:
         # the hook, are not ours; nor are those of transforms and frozen teachers.
         self._place = os.getpid(), threading.get_ident()
         self._own = {id(each) for group in optimizer.param_groups for each in group["params"]}
-        self._others: WeakSet[torch.nn.Module] = WeakSet()  # modules without any of them
+        self._bare: WeakSet[torch.nn.Module] = WeakSet()  # modules without parameters
+        self._trains_in_train = False
+        # Whether models of other parameters were asked, without gradients, in front of this step
+        # and of the one before.
+        self._has_asked_others = self._asked_before = False
         # Waits for the step's first forward pass; gone as soon as that has come, because a hook
         # on all modules costs every forward pass of the process.
         self._forward: RemovableHandle | None = None
@@ -82,11 +87,7 @@ class Attachment:
         with self._beginning:
             if self._num_seen.get(key, 0) >= self._num_passes:  # the step before was never taken
                 self._forget_gradients()
-            # One that had no part in the passes before goes by the others of this backward().
-            call, at = torch._C._current_graph_task_id(), self._num_seen.get(key, 0)
-            if call == self._call[0]:
-                at = max(at, self._call[1])
-            self._call = call, at
+            at = self._num_seen.get(key, 0)
             if at == len(self._scales):
                 self._begin_pass()
             self._num_seen[key] = at + 1
@@ -105,7 +106,6 @@ class Attachment:
         self._scales.append(mine * self._balancer.world_size / sizes.total)
 
     def _forget_gradients(self) -> None:
-        self._call = (-1, 0)
         self._num_seen.clear()
         self._scales.clear()
 
@@ -114,12 +114,23 @@ class Attachment:
             self._forward = register_module_forward_pre_hook(self._forward_began)
 
     def _forward_began(self, module: torch.nn.Module, _arguments: Any) -> None:
-        if (os.getpid(), threading.get_ident()) != self._place or module in self._others:
+        if (os.getpid(), threading.get_ident()) != self._place or module in self._bare:
             return
-        if not any(id(parameter) in self._own for parameter in module.parameters()):
-            self._others.add(module)
+        parameters = list(module.parameters())
+        if not any(id(parameter) in self._own for parameter in parameters):
+            if not parameters:  # others may be a model whose parameters are replaced for a while
+                self._bare.add(module)
+            elif not torch.is_grad_enabled():
+                self._has_asked_others = True
             return
-        if torch.is_grad_enabled():
+        # A model that was trained in training mode is evaluated in the other, perhaps with
+        # gradients; one that never was is trained in that.
+        if torch.is_grad_enabled() and (module.training or not self._trains_in_train):
+            self._trains_in_train |= module.training
+            # A teacher is asked in each step, a copy of averages that is evaluated in some.
+            if self._has_asked_others != self._asked_before:
+                self._balancer.leave_step_out()
+            self._asked_before, self._has_asked_others = self._has_asked_others, False
             self._begin_batch()
         else:  # an evaluation
             self._balancer.leave_step_out()

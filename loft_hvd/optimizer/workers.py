@@ -18,7 +18,7 @@ from torch import Tensor
 
 from loft_hvd.aggregation.row_rules import Robust
 from loft_hvd.aggregation.rules import Mean, Rule
-from loft_hvd.errors import AggregationError, UsageError
+from loft_hvd.errors import AggregationError, LoftError, UsageError
 from loft_hvd.optimizer.options import OptimizerOptions
 from loft_hvd.optimizer.parameters import ReducedParameters, check_none_thawed
 from loft_hvd.optimizer.replicas import ReplicaCheck
@@ -390,23 +390,30 @@ class OptimizerWorld:
         Every rank calls it alike, between two steps.
         """
         found = options.collect()
-        # The workers stay, with what is known of them; the parameters' rules may be new. Those that
-        # do not fit are refused before anything is taken off.
-        self._workers.check(found.rules)
+        # The workers stay, with what is known of them; the parameters' rules may be new. All that
+        # refuses comes before anything is taken off, and first what all ranks refuse together.
+        before, self._options = self._options, options
+        try:
+            self._agree(found)
+            self._workers.check(found.rules)
+            self._require(found)
+        except LoftError:
+            self._options = before
+            raise
         self.detach()
-        self._options = options
-        self._agree(found)
         self._workers.take_rules(self._channel(found), found, options)
         self._write_rules(found)
         self._lay_out(found)
+
+    def _require(self, found: ReducedParameters) -> None:
+        min_ranks = self._workers.min_ranks(found.rules)
+        self._batches.require(min_ranks=min_ranks, num_passes=self._options.settings.num_passes)
 
     def _lay_out(self, found: ReducedParameters) -> None:
         options, workers = self._options, self._workers
         self._batches.check_world(self.world_size)
         self._batches.compute_on(found.parameters[0].device)
-        self._batches.require(
-            min_ranks=workers.min_ranks(found.rules), num_passes=options.settings.num_passes
-        )
+        self._require(found)
         channel = self._outgoing_channel = self._channel(found)
         # Hooks run in the order in which they are made: the log sees gradients before they move
         # into their bucket.

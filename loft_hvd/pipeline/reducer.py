@@ -133,8 +133,7 @@ class GradientReducer:
             self.audit.lay_out(channel, records)
 
     def _clear_step(self) -> None:
-        self._counts = [0] * len(self.parameters)  # the pass after the last that reached each
-        self._call = (-1, 0)  # the newest call of backward(), and which pass it is
+        self._counts = [0] * len(self.parameters)  # backward passes that have reached each
         self._unready = [len(bucket.slots) for bucket in self.buckets]
         self._passes: list[StepSizes] = []  # that have begun, with a source
         self._num_passes_begun = 0
@@ -183,19 +182,6 @@ class GradientReducer:
             # At last: who finds it here takes the rest as it is.
             self._parts += [(at, size / sum(sizes) if sum(sizes) else 1.0) for size in sizes]
 
-    def _pass_of(self, index: int) -> int:
-        """Return which pass of the step a parameter's gradient is of.
-
-        Losses that share no parameter are one pass, whatever their order, so each parameter's
-        count says it; but one that had no part in the passes before goes by those whose gradients
-        came in the same call of backward().
-        """
-        call, number = torch._C._current_graph_task_id(), self._counts[index]
-        if call == self._call[0]:
-            number = max(number, self._call[1])
-        self._call = call, number
-        return number
-
     def _join(self) -> None:
         """Let ranks learn what each other's averages weigh, in the first step of a world."""
         if self._momentum is not None:
@@ -241,9 +227,9 @@ class GradientReducer:
         return handles
 
     def _weigh_pass(self, index: int, grad: Tensor) -> Tensor | None:
-        number = self._pass_of(index)
-        self._begin_pass(number)
-        at, scale = self._parts[number]
+        # As Horovod counts: one without a part in the passes before is taken for the first.
+        self._begin_pass(self._counts[index])
+        at, scale = self._parts[self._counts[index]]
         sizes = self._passes[at]
         if sizes.sizes[self._transport.rank] == 0:
             return torch.zeros_like(grad)
@@ -257,9 +243,8 @@ class GradientReducer:
         return sizes.sizes[self._transport.rank] * self._transport.world_size / sizes.total
 
     def _arrived(self, index: int) -> None:
-        number = self._pass_of(index)
-        self._begin_pass(number)
-        self._counts[index] = number + 1
+        self._begin_pass(self._counts[index])
+        self._counts[index] += 1
         if self._source is not None:
             self._source.gradient_arrived(blocked_s=self._blocked_s)
         has_all = self._num_passes_begun == self._settings.num_passes
@@ -356,16 +341,18 @@ class GradientReducer:
         """Return the samples of each rank in this step; None where all have as many."""
         if not self._passes:
             return None
-        # A batch that the script cuts up itself is one batch, however many passes it takes.
+        return [sum(counts) for counts in zip(*(e.sizes for e in self._batches()), strict=True)]
+
+    def _batches(self) -> list[StepSizes]:
+        """Return the step's batches: one that the script cuts up itself takes several passes."""
         passes = self._passes
-        own = [each for at, each in enumerate(passes) if not at or each is not passes[at - 1]]
-        return [sum(counts) for counts in zip(*(each.sizes for each in own), strict=True)]
+        return [each for at, each in enumerate(passes) if not at or each is not passes[at - 1]]
 
     def _weights(self) -> PassWeights:
         if self._step_weights is not None:
             return self._step_weights
         if self._passes:
-            weights = combine_passes(self._passes, rank=self._transport.rank)
+            weights = combine_passes(self._batches(), rank=self._transport.rank)
         else:
             weights = PassWeights(None, (True,) * self._transport.world_size, 1.0)
         if self._momentum is not None:

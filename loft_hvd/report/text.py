@@ -22,7 +22,13 @@ from loft_hvd.report.entries import (
     of_kind,
     read_lines,
 )
-from loft_hvd.report.verdict import judge, newest_world, when_measured, worlds
+from loft_hvd.report.verdict import (
+    in_steps_of_log,
+    judge,
+    newest_world,
+    when_measured,
+    worlds,
+)
 
 __all__ = ["render_text"]
 
@@ -71,7 +77,7 @@ def _newest(lines: Sequence[Line]) -> Iterator[str]:
         elif isinstance(line, Spread):
             yield spread_line(line)
         elif isinstance(line, Suspicion):
-            yield f"workers {SuspicionReport(line.num_steps, tuple(line.workers))}"
+            yield f"workers {SuspicionReport(line.num_steps, tuple(in_steps_of_log(line)))}"
 
 
 def spread_line(line: Spread) -> str:

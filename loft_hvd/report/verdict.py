@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from loft_hvd.balance.explain import SlowRank, find_slow
 from loft_hvd.balance.interval import RankTimes
+from loft_hvd.pipeline.suspicion.report import WorkerReport
 from loft_hvd.report.entries import (
     Fault,
     Line,
@@ -26,7 +28,7 @@ from loft_hvd.report.entries import (
     of_kind,
 )
 
-__all__ = ["judge", "newest_world", "step_s", "when_measured", "worlds"]
+__all__ = ["in_steps_of_log", "judge", "newest_world", "step_s", "when_measured", "worlds"]
 
 _DOES = {"fetch": "fetching", "compute": "computing"}
 _MOST_NAMED = 3  # sentences on slow ranks; the pictures show the others
@@ -92,16 +94,28 @@ def _ended(world: Sequence[Line]) -> Iterator[str]:
         yield f"The run ended at step {fault.step} with {fault.error}: {first}."
 
 
+def in_steps_of_log(line: Suspicion) -> list[WorkerReport]:
+    """Return the workers with quarantines that end at a step of the log.
+
+    Who watches counts the steps that it has seen: after a resume those are fewer.
+    """
+    num_before = max(line.step + 1 - line.num_steps, 0)
+    return [
+        worker
+        if worker.in_quarantine_until is None
+        else replace(worker, in_quarantine_until=num_before + worker.in_quarantine_until)
+        for worker in line.workers
+    ]
+
+
 def _off(world: Sequence[Line]) -> Iterator[str]:
     newest = newest_of(Suspicion, world)
     if newest is None:
         return
-    # Who watches counts the steps that it has seen, the log those of the run.
-    num_before = max(newest.step + 1 - newest.num_steps, 0)
-    named = [each for each in newest.workers if each.is_named]
+    named = [each for each in in_steps_of_log(newest) if each.is_named]
     for worker in sorted(named, key=lambda each: -each.suspicion):
         until = worker.in_quarantine_until
-        held = "" if until is None else f", in quarantine until step {num_before + until}"
+        held = "" if until is None else f", in quarantine until step {until}"
         who = " ".join(map(str, worker.ranks))
         sends = "sends" if len(worker.ranks) == 1 else "send"
         yield (

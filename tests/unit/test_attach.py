@@ -281,3 +281,30 @@ def test_a_frozen_teacher_is_no_evaluation(is_training: bool) -> None:
         optimizer.step()
     attachment.detach()
     assert balancer.times[0].fetch_s == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("what", ["plain", "eval with gradients", "a copy of averages", "replaced"])
+def test_an_evaluation_now_and_then_is_left_out(what: str) -> None:
+    clock = Clock()
+    end = LocalWorld(1).transport(0)
+    balancer = loft.Balancer(8, "report", interval=12, clock=clock, transport=end)
+    model, copy = Model(clock, 1.0), Model(clock, 10.0)
+    optimizer = HorovodLike(model.parameters(), lr=0.0)
+    attachment = loft.attach(optimizer, balancer)
+    for step in range(24):
+        clock.now += 2.0
+        if step % 6 == 4:
+            with torch.set_grad_enabled(what == "eval with gradients"):
+                if what == "a copy of averages":
+                    copy.eval()(torch.ones(2, 1))
+                elif what == "replaced":
+                    given = {name: p.detach().clone() for name, p in model.named_parameters()}
+                    torch.func.functional_call(model, given, torch.ones(2, 1))
+                else:
+                    model.eval()(torch.ones(2, 1))
+                    model.train()
+        model(torch.ones(2, 1)).mean().backward()
+        optimizer.step()
+    attachment.detach()
+    (times,) = balancer.times
+    assert (times.fetch_s, times.compute_s) == pytest.approx((2.0, 1.0))

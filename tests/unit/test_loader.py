@@ -190,7 +190,6 @@ def test_each_batch_has_the_sizes_of_its_own_step(num_workers: int) -> None:
             assert loader.step_sizes == plans.pending.pop(0)
             assert loader.step_sizes.step == epoch * 6 + i
             assert len(x) == loader.local_batch_size == loader.step_sizes.sizes[0]
-            plans.next_step = loader.step_sizes.step + 1  # it is trained
 
 
 def test_a_batch_joins_the_fifo_when_it_is_yielded_and_not_before() -> None:

@@ -364,22 +364,6 @@ def test_a_step_with_fewer_passes_than_agreed_warns_once(caplog: pytest.LogCaptu
     assert "rank 1: a step ends after 2 of backward_passes_per_step=3 backward passes" in said
 
 
-def test_a_parameter_that_sat_a_pass_out_is_weighed_by_the_pass_it_is_in() -> None:
-    def work(end: LocalTransport) -> list[float]:
-        head, branch = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
-        optimizer = wrap(
-            [head, branch], end, balancer=Sizes([(4, 0), (2, 2)]), backward_passes_per_step=2
-        )
-        grad = 1.0 + 2 * end.rank
-        (grad * head).sum().backward()
-        late = (grad * branch).sum()  # made first, so its gradient comes after head's
-        (late + (grad * head).sum()).backward()
-        optimizer.synchronize()
-        return [float(p.grad) for p in (head, branch)]  # type: ignore[arg-type]  # both have one
-
-    assert run_ranks(2, work) == [[3.0, 2.0]] * 2
-
-
 @pytest.mark.parametrize("is_branch_later", [False, True])
 def test_losses_without_a_common_parameter_are_one_pass_in_any_order(is_branch_later: bool) -> None:
     """As Horovod counts: each parameter's k-th gradient is of the k-th batch."""
@@ -408,3 +392,15 @@ def test_a_batch_that_the_script_cuts_up_counts_once_in_averages() -> None:
         assert reducer._samples() == [24, 24]
     reducer._passes = [whole, StepSizes(0, 1, (24, 24))]
     assert reducer._samples() == [48, 48]
+
+
+def test_a_batch_that_the_script_cuts_up_weighs_alike_on_all_ranks() -> None:
+    first, second = StepSizes(0, 0, (24, 24)), StepSizes(0, 1, (24, 0))
+    found = []
+    for passes in ([first, first, second], [first, second]):
+        reducer = make_reducer(
+            make_parameters(), LocalWorld(1).transport(0), loft.Mean(), num_passes=3
+        )
+        reducer._passes = passes
+        found.append(reducer._weights())
+    assert found[0] == found[1]

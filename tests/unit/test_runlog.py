@@ -35,7 +35,7 @@ from loft_hvd.optimizer.options import batches_of
 from loft_hvd.pipeline.suspicion.report import WorkerReport
 from loft_hvd.report.page import render_page
 from loft_hvd.report.text import render_text
-from loft_hvd.runlog import RunLog, commit_near, read_run_log
+from loft_hvd.runlog import RunLog, commit_near, newest_log, read_run_log
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
 from tests.support.live import Run
 from tests.support.worlds import environment
@@ -604,3 +604,16 @@ def test_a_world_without_a_balancer_begins_with_a_run_line(tmp_path: Path) -> No
     assert log.path is not None
     runs = [entry for entry in read_run_log(log.path) if entry["kind"] == "run"]
     assert [entry["world_size"] for entry in runs] == [4, 3]
+
+
+def test_a_folder_that_may_not_be_entered_has_no_logs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "loft-1.jsonl").touch()
+
+    def refuse(path: Path) -> bool:
+        raise PermissionError(str(path))
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    with pytest.raises(DataError, match="no run log"):
+        newest_log(tmp_path)

@@ -263,3 +263,4 @@ def test_a_quarantine_after_a_resume_is_told_in_the_steps_of_the_log() -> None:
     line = suspicion(5039, 3) | {"num_steps": 40}
     line["workers"][3]["in_quarantine_until"] = 540
     assert "in quarantine until step 5540" in first(line)
+    assert "in quarantine until step 540" not in render_text([line])

@@ -10,7 +10,14 @@ import pytest
 import torch
 
 import loft_hvd as loft
-from loft_hvd.errors import AggregationError, ArgumentError, ArgumentTypeError, UsageError
+from loft_hvd.errors import (
+    AggregationError,
+    ArgumentError,
+    ArgumentTypeError,
+    MismatchError,
+    PlanError,
+    UsageError,
+)
 from loft_hvd.optimizer.wrapper import OptimizerProxy
 from loft_hvd.runlog import read_run_log
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
@@ -352,3 +359,34 @@ def test_a_group_whose_rule_needs_more_ranks_changes_nothing() -> None:
         return float(p.detach())
 
     assert run_ranks(2, work) == [-1.5, -1.5]
+
+
+def test_another_rule_on_one_rank_is_told_to_all_at_once() -> None:
+    def work(transport: LocalTransport) -> None:
+        p, late = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
+        inner = torch.optim.SGD([p], lr=1.0)
+        optimizer = loft.DistributedOptimizer(inner, [("p", p)], transport=transport)
+        rule = "mean" if transport.rank else "trimmed_mean:f=1"
+        with pytest.raises(MismatchError):
+            optimizer.add_param_group({"params": [late], "rule": rule})
+
+    run_ranks(2, work)
+
+
+def test_a_group_whose_rule_needs_more_samples_changes_nothing() -> None:
+    sizes = [4, 4, 0]
+
+    def work(transport: LocalTransport) -> float:
+        p, late = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
+        balancer = loft.Balancer(8, sizes, transport=transport)
+        optimizer = loft.DistributedOptimizer(
+            torch.optim.SGD([p], lr=1.0), [("p", p)], balancer=balancer, transport=transport
+        )
+        with pytest.raises(PlanError):
+            optimizer.add_param_group({"params": [late], "rule": "trimmed_mean:f=1"})
+        with balancer.step(sizes[transport.rank] or balancer.min_batch):
+            ((1.0 + transport.rank) * p).sum().backward()
+            optimizer.step()
+        return float(p.detach())
+
+    assert run_ranks(3, work) == [-1.5] * 3

@@ -39,8 +39,8 @@ _MEMORY_STEPS = 20.0
 _DISTANCE_DOUBLINGS = 4.0
 # Coordinates that honest rows are drawn with; a share of them is right within 0.5/sqrt(2048) = 1 %.
 _DRAWS = 2048
-# In place of a distance of 0, below anything that a gradient's square can be: log2 stays finite.
 _MOST_SQUARED = 1e290  # a choice: sums of it over buckets and steps stay finite
+# In place of a distance of 0, below anything that a gradient's square can be: log2 stays finite.
 _TINY = 1e-300
 # The columns in which evidence travels, each [num_rows].
 _SCORE, _STEPS, _SEEN, _OUTSIDE, _NON_FINITE, _SQUARED, _LEFT_OUT, _CLIPPED, _COPIED = range(9)
