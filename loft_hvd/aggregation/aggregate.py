@@ -26,9 +26,8 @@ from loft_hvd.aggregation.inputs import (
     read_weights,
     spans,
 )
-from loft_hvd.aggregation.row_rules import ROW_RULES
+from loft_hvd.aggregation.row_rules import check_is_ours
 from loft_hvd.aggregation.rules import (
-    RULES,
     Custom,
     Mean,
     MeanAroundMedian,
@@ -133,10 +132,7 @@ def aggregate(
         elif torch.compiler.is_compiling():
             # A graph cannot hold a call that takes addresses; it can hold an operator, which gets
             # the rule as text.
-            if type(rule) not in (*RULES.values(), *ROW_RULES.values()):
-                raise ArgumentTypeError(
-                    f"{rule} has no kernel; use Custom(fn) for rules from elsewhere"
-                )
+            check_is_ours(rule)
             rows = cast("list[Tensor]", part.rows)
             ops.aggregate_out(rows, str(rule), part.weights, cast("Tensor", part.out))
         else:

@@ -18,8 +18,8 @@ from loft_hvd.aggregation.distances import distance_sums, finish_table, precisio
 from loft_hvd.aggregation.fallback import BLOCK, Found, Judged
 from loft_hvd.aggregation.inputs import Row, address
 from loft_hvd.aggregation.mixing import Decided, Floats, mix_of, verdicts_of
-from loft_hvd.aggregation.row_rules import ROW_RULES, RowRule
-from loft_hvd.aggregation.rules import RULES, Rule
+from loft_hvd.aggregation.row_rules import ROW_RULES, RowRule, check_is_ours
+from loft_hvd.aggregation.rules import Rule
 from loft_hvd.config import config
 from loft_hvd.errors import ArgumentTypeError
 from loft_hvd.topology import allowed_cpus
@@ -93,9 +93,7 @@ def aggregate_rows(
     weights = reduce_weights(weights)
     if isinstance(rule, RowRule | Decided):
         return _aggregate_mixed(rows, rule, weights, out, diagnose_every)
-    # A subclass of ours from elsewhere may mean something else than the kernels compute.
-    if RULES.get(rule.name) is not type(rule):
-        raise ArgumentTypeError(f"{rule} has no kernel; use Custom(fn) for rules from elsewhere")
+    check_is_ours(rule)
     module = _extension_for(out)
     if module is None:
         tensors, target = [as_tensor(row) for row in rows], as_tensor(out)

@@ -20,6 +20,7 @@ from typing import ClassVar
 
 from loft_hvd.aggregation.inputs import read_count
 from loft_hvd.aggregation.rules import (
+    RULES,
     Custom,
     Expecting,
     Mean,
@@ -43,6 +44,7 @@ __all__ = [
     "MultiKrum",
     "Robust",
     "RowRule",
+    "check_is_ours",
 ]
 
 # Most rows that MinimumDiameter may leave out: finding them takes up to 2**f trials. Measured: f=8
@@ -355,3 +357,10 @@ ROW_RULES: dict[str, type[RowRule]] = {
         Robust,
     )
 }
+
+
+def check_is_ours(rule: Rule) -> None:
+    """Raise for a rule from elsewhere: a subclass of ours may mean something else than ours."""
+    ours = RULES.get(rule.name) or ROW_RULES.get(rule.name)
+    if ours is not type(rule):
+        raise ArgumentTypeError(f"{rule} has no kernel; use Custom(fn) for rules from elsewhere")

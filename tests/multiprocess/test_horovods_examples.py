@@ -5,13 +5,12 @@ They are in Horovod's repository alone: ``HOROVOD_SOURCE`` names a folder with v
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.support.converted import DIFFS, patched
+from tests.support.converted import DIFFS, horovods_source, patched
 from tests.support.elastic import launch_elastic
 from tests.support.launch import Finished, launch
 
@@ -65,11 +64,9 @@ def run(folder: Path, arguments: list[str], *, is_elastic: bool) -> Finished:
 
 @pytest.mark.parametrize("path", DIFFS)
 def test_a_converted_example_of_horovods_trains(path: str, tmp_path: Path) -> None:
-    source = os.environ.get("HOROVOD_SOURCE")
-    if source is None:
-        pytest.skip("HOROVOD_SOURCE names no folder with Horovod's repository at v0.28.1")
+    source = horovods_source()
     script = tmp_path / Path(path).name
-    text = patched((Path(source) / path).read_text(encoding="utf-8"), DIFFS[path])
+    text = patched((source / path).read_text(encoding="utf-8"), DIFFS[path])
     text += "\nprint(f'trained on {hvd.size()}', flush=True)\n"
     script.write_text(text, encoding="utf-8")
     words, said, count = RUNS[script.name]

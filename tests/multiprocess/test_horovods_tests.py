@@ -5,10 +5,9 @@ They are in Horovod's repository alone: ``HOROVOD_SOURCE`` names a folder with v
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
+from tests.support.converted import horovods_source
 from tests.support.launch import launch
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.timeout(200)]
@@ -35,13 +34,10 @@ TESTS = (
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("whose", ["theirs", "ours"])
 def test_horovods_tests_of_its_optimizer_pass(whose: str, num_ranks: int) -> None:
-    source = os.environ.get("HOROVOD_SOURCE")
-    if source is None:
-        pytest.skip("HOROVOD_SOURCE names no folder with Horovod's repository at v0.28.1")
+    source = str(horovods_source())
     # Their models begin otherwise on every rank: they look at calls, not at results.
     env = {"LOFT_HVD_COPIES": "ignore"}
     done = launch(num_ranks, [JOB, source, whose, *TESTS], timeout_s=150, env=env)
-    print(done.output)  # noqa: T201 - pytest -rP shows it
     assert done.returncode == 0, done.output[-9000:]
     for name in TESTS:
         assert done.output.count(f"{name}: passed") == num_ranks, done.output[-9000:]

@@ -5,13 +5,13 @@ The example is in Horovod's repository alone: ``HOROVOD_SOURCE`` names a folder 
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.support.converted import horovods_source
 from tests.support.launch import Finished, launch
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.timeout(400)]
@@ -61,11 +61,9 @@ CHANGE = {
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
     """Return the example, converted; a copy under its own name."""
-    source = os.environ.get("HOROVOD_SOURCE")
-    if source is None:
-        pytest.skip("HOROVOD_SOURCE names no folder with Horovod's repository at v0.28.1")
+    source = horovods_source()
     path = tmp_path / Path(EXAMPLE).name
-    text = (Path(source) / EXAMPLE).read_text(encoding="utf-8")
+    text = (source / EXAMPLE).read_text(encoding="utf-8")
     assert text.endswith(END)
     path.write_text(edited(text, CONVERSION) + "    print('trained', flush=True)\n")
     return path

@@ -6,10 +6,13 @@ shows of the examples themselves.
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
-__all__ = ["CONVERTED", "DIFFS", "patched"]
+import pytest
+
+__all__ = ["CONVERTED", "DIFFS", "horovods_source", "patched"]
 
 _PAGE = (Path(__file__).parents[2] / "docs/migrate.md").read_text(encoding="utf-8")
 DIFFS: dict[str, str] = {
@@ -19,6 +22,14 @@ DIFFS: dict[str, str] = {
     )
 }
 """By the example's path in Horovod's repository."""
+
+
+def horovods_source() -> Path:
+    """Return the folder with Horovod's repository, or skip the test."""
+    source = os.environ.get("HOROVOD_SOURCE")
+    if source is None:
+        pytest.skip("HOROVOD_SOURCE names no folder with Horovod's repository at v0.28.1")
+    return Path(source)
 
 
 def patched(text: str, diff: str) -> str:
