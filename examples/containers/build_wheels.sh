@@ -12,9 +12,13 @@ $python -m pip install --no-cache-dir -r requirements/build.txt -r requirements/
 $python -m pip wheel --no-cache-dir --wheel-dir "$wheels" -r requirements/run.txt \
     -r requirements/horovod.txt 'typer>=0.12' 'rich>=13' \
     -c requirements/dev.txt -c requirements/transitive.txt
-# Horovod 0.28.1 asks for C++14, torch's headers for C++20: the override settles that.
-CMAKE_TOOLCHAIN_FILE=$PWD/cmake/horovod/toolchain.cmake HOROVOD_WITH_PYTORCH=1 HOROVOD_WITH_GLOO=1 \
-    HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1 \
-    $python -m pip wheel --no-build-isolation --no-deps --no-cache-dir --wheel-dir "$wheels" \
-    -r requirements/horovod-version.txt
-LOFT_HVD_LEVELS=all $python -m pip wheel --no-build-isolation --no-deps --wheel-dir "$wheels" .
+# Horovod's wheel takes minutes. One that lies in the folder already is kept: it must be of this
+# Python and torch, as the one that the set-up of this checkout keeps in ~/.cache/loft_hvd.
+if ! compgen -G "$wheels/horovod-*.whl" > /dev/null; then
+    # Horovod 0.28.1 asks for C++14, torch's headers for C++20: the override settles that.
+    CMAKE_TOOLCHAIN_FILE=$PWD/cmake/horovod/toolchain.cmake HOROVOD_WITH_PYTORCH=1 HOROVOD_WITH_GLOO=1 \
+        HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1 \
+        $python -m pip wheel --no-build-isolation --no-deps --no-cache-dir --wheel-dir "$wheels" \
+        -r requirements/horovod-version.txt
+fi
+LOFT_HVD_LEVELS=${LOFT_HVD_LEVELS:-all} $python -m pip wheel --no-build-isolation --no-deps --wheel-dir "$wheels" .

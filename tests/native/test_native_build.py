@@ -212,6 +212,39 @@ def test_a_change_compiles_again_what_depends_on_it_only(tmp_path: Path) -> None
     assert compiled_after_touching("networks/generate.py") == set()  # the same networks come out
 
 
+@pytest.mark.long
+def test_a_build_takes_the_compiler_and_the_architectures_that_it_is_asked_for(
+    tmp_path: Path,
+) -> None:
+    for name in ("csrc", "cmake"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    for name in ("setup.py", "CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    real = shutil.which("g++") or pytest.skip("no g++ here")
+    compilers = []
+    for name in ("first", "second"):  # they will do for CMake, and end the build at our files
+        compilers.append(tmp_path / name)
+        compilers[-1].write_text(
+            f'#!/bin/sh\ncase "$*" in *csrc/*) exit 1;; esac\nexec {real} "$@"\n'
+        )
+        compilers[-1].chmod(0o755)
+
+    def known_after(compiler: Path, archs: str) -> dict[str, str]:
+        wanted = {"CXX": str(compiler), "LOFT_HVD_CUDA_ARCHS": archs, "LOFT_HVD_CUDA": "0"}
+        command = [sys.executable, "setup.py", "build_ext", "--inplace"]
+        environ = {**os.environ, "LOFT_HVD_LEVELS": "lean", **wanted}
+        subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, check=False)
+        (cache,) = tmp_path.glob("build/*/CMakeCache.txt")
+        pairs = (line.split("=", 1) for line in cache.read_text().splitlines() if "=" in line)
+        return {name.split(":")[0]: value for name, value in pairs}
+
+    known = known_after(compilers[0], "90")
+    assert (known["CMAKE_CXX_COMPILER"], known["LOFT_CUDA_ARCHS"]) == (str(compilers[0]), "90")
+    known = known_after(compilers[1], "")
+    assert known["CMAKE_CXX_COMPILER"] == str(compilers[1])
+    assert known["LOFT_CUDA_ARCHS"] == "80-real;90"
+
+
 def test_guarded_pages_do_guard() -> None:
     """The guard pages of the other tests end a process that touches them."""
     code = (

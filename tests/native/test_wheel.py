@@ -6,16 +6,21 @@ torch is not installed anew (1 GB): the fresh environment sees this one's by a p
 from __future__ import annotations
 
 import os
+import platform
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
 import tarfile
 import time
 import venv
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 from loft_hvd.topology import cpu_flags, vector_levels
 
@@ -35,17 +40,24 @@ print("levels", *built.isa_levels())
 """
 
 
-def _call(command: list[str | Path], *, cwd: Path, **variables: str) -> str:
+def _call(
+    command: list[str | Path],
+    options: Mapping[str, str] | None = None,
+    *,
+    cwd: Path,
+    limit_s: float = 1500.0,
+) -> str:
+    """Run a command with these variables in its environment; return what it prints."""
     outer = ("LOFT_HVD_", "PYTHONPATH")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
     done = subprocess.run(
         command,
         cwd=cwd,
-        env=environ | variables,
+        env={**environ, **(options or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=1500,
+        timeout=limit_s,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:]
@@ -66,21 +78,46 @@ def _fresh_environment(folder: Path, wheels: Path) -> tuple[Path, float]:
     return python, seconds
 
 
-@pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of a fresh environment with the wheel that ``make wheel`` builds."""
-    folder = tmp_path_factory.mktemp("wheel")
-    made = ["-m", "scripts.wheels", "--only", "wheel", "--folder", str(folder / "dist")]
-    output = _call([sys.executable, *made], cwd=_ROOT)
-    (wheel,) = (folder / "dist").iterdir()
+@dataclass(frozen=True)
+class Made:
+    """A wheel, and what ``make wheel`` said when it built it."""
+
+    wheel: Path
+    output: str
+
+
+def _make_wheel(folder: Path, **options: str) -> Made:
+    made = ["-m", "scripts.wheels", "--only", "wheel", "--folder", str(folder)]
+    output = _call([sys.executable, *made], options, cwd=_ROOT)
+    (wheel,) = folder.rglob("*.whl")
     assert f"wheel: {wheel}" in output
-    assert "manylinux" in wheel.name or "wheel: no manylinux tag (" in output, output
-    python, seconds = _fresh_environment(folder / "env", folder / "dist")
-    sys.stdout.write(
-        f"\n{wheel.name}: {wheel.stat().st_size} bytes, installed in {seconds:.1f} s\n"
-    )
+    return Made(wheel, output)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """The wheel that ``make wheel`` builds."""
+    return _make_wheel(tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def python(made: Made, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of a fresh environment with that wheel."""
+    folder = tmp_path_factory.mktemp("environment")
+    python, seconds = _fresh_environment(folder, made.wheel.parent)
+    size = made.wheel.stat().st_size
+    sys.stdout.write(f"\n{made.wheel.name}: {size} bytes, installed in {seconds:.1f} s\n")
     assert seconds < _INSTALL_LIMIT_S
     return python
+
+
+def test_the_wheel_has_the_tag_of_the_oldest_system_that_it_runs_on(made: Made) -> None:
+    if not (_ROOT / "build/wheel/tools/auditwheel").is_dir():
+        pytest.skip("no package index here has what requirements/wheel.txt names")
+    tags = re.findall(r"manylinux_2_(\d+)_", made.wheel.name)
+    assert tags, made.output
+    _, _, minor = platform.libc_ver()[1].partition(".")  # of "2.36", the C library's version
+    assert min(map(int, tags)) <= int(minor)
 
 
 @pytest.mark.parametrize("level", ["baseline", "avx2", "avx512"])
@@ -89,7 +126,7 @@ def test_one_environment_runs_on_hosts_of_every_instruction_set(
 ) -> None:
     if level not in vector_levels(cpu_flags()):
         pytest.skip(f"this machine has no {level}")
-    output = _call([python, "-c", _RUN], cwd=tmp_path, LOFT_HVD_ISA=level)
+    output = _call([python, "-c", _RUN], {"LOFT_HVD_ISA": level}, cwd=tmp_path)
     assert output.split() == ["levels", *vector_levels(cpu_flags())]
 
 
@@ -118,17 +155,62 @@ def test_the_source_archive_builds(tmp_path: Path) -> None:
     assert f"sdist: {archive}" in output
     with tarfile.open(archive) as packed:
         packed.extractall(tmp_path, filter="data")
-    # The general kernel alone: what the archive lacks would show as well, in a tenth of the time.
-    words = [
-        "wheel",
-        "--no-build-isolation",
-        "--no-deps",
-        "--no-cache-dir",
-        "-w",
-        str(tmp_path / "dist"),
-    ]
     source = tmp_path / archive.name.removesuffix(".tar.gz")
+    # The general kernel alone: what the archive lacks would show as well, in a tenth of the time.
     options = {"LOFT_HVD_LEVELS": "lean", "LOFT_HVD_CUDA": "0"}
-    _call([sys.executable, "-m", "pip", *words, source], cwd=tmp_path, **options)
+    words = ["wheel", "--no-build-isolation", "--no-deps", "--no-cache-dir"]
+    words += ["-w", str(tmp_path / "dist"), str(source)]
+    _call([sys.executable, "-m", "pip", *words], options, cwd=tmp_path)
     python, _ = _fresh_environment(tmp_path / "env", tmp_path / "dist")
     assert _call([python, "-c", _RUN], cwd=tmp_path).split() == ["levels", "baseline"]
+
+
+# Not in test-all, which compiles the CUDA half for another test.
+@pytest.mark.whole
+def test_the_cuda_wheel_installs_where_there_is_no_gpu(tmp_path: Path) -> None:
+    if shutil.which("nvcc") is None:
+        pytest.skip("no nvcc here")
+    # One architecture and the general kernel: three minutes of two cores in place of eight.
+    options = {"LOFT_HVD_LEVELS": "lean", "LOFT_HVD_CUDA_ARCHS": "90-real"}
+    made = _make_wheel(tmp_path / "dist", LOFT_HVD_CUDA="1", **options)
+    assert made.wheel.parent == tmp_path / "dist" / "cuda"
+    python, seconds = _fresh_environment(tmp_path / "env", made.wheel.parent)
+    assert seconds < _INSTALL_LIMIT_S
+    assert _call([python, "-c", _RUN], cwd=tmp_path).split() == ["levels", "baseline"]
+    code = "import torch, loft_hvd._loft as built; print(built.has_cuda)"
+    assert _call([python, "-c", code], {"CUDA_VISIBLE_DEVICES": ""}, cwd=tmp_path).strip() == "True"
+
+
+def _horovods_wheel() -> Path | None:
+    """Return the wheel of this Horovod that the set-up has kept, for this torch and Python."""
+    cache = Path(os.environ.get("LOFT_HVD_CACHE") or Path.home() / ".cache/loft_hvd")
+    python = f"py3{sys.version_info.minor}"
+    found = cache.glob(f"horovod/*-torch{torch.__version__}-{python}-*/horovod-*.whl")
+    return next(found, None)
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(5400)
+def test_a_folder_of_wheels_is_all_that_a_host_without_a_network_needs(tmp_path: Path) -> None:
+    """What docs/recipes.md shows. It downloads torch twice, from the index that pip knows here."""
+    kept = _horovods_wheel()
+    if kept is None:
+        pytest.skip("the set-up has kept no wheel of Horovod for this torch and Python")
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    shutil.copy(kept, wheels)
+    builder, host = tmp_path / "builder", tmp_path / "host"
+    venv.create(builder, with_pip=True)
+    venv.create(host, with_pip=True)
+    options = {"PYTHON": str(builder / "bin/python"), "LOFT_HVD_LEVELS": "lean"}
+    script = "examples/containers/build_wheels.sh"
+    _call(["bash", script, wheels], options, cwd=_ROOT, limit_s=5000.0)
+    words = ["install", "--no-index", "--find-links", str(wheels), "loft-hvd[cli,horovod]"]
+    # Nor are other folders known there, as pip's own settings may name them.
+    nowhere = {"PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": "", "PIP_EXTRA_INDEX_URL": ""}
+    _call([host / "bin/python", "-m", "pip", *words], nowhere, cwd=tmp_path)
+    path = os.pathsep.join([str(host / "bin"), os.environ["PATH"]])
+    command: list[str | Path] = [host / "bin/horovodrun", "-np", "2", "--gloo"]
+    command += [host / "bin/loft-hvd", "doctor", "--ranks"]
+    said = _call(command, {"PATH": path, "OMP_NUM_THREADS": "1"}, cwd=tmp_path)
+    assert "Verdict: the 2 ranks fit together" in said

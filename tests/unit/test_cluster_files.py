@@ -127,6 +127,15 @@ def test_both_recipes_hold_the_same_packages() -> None:
     assert found[0] == found[1]
 
 
+def test_images_build_horovod_with_mpi_or_not_at_all() -> None:
+    assert "HOROVOD_WITH_MPI=1" in _instructions("ENV")
+    build, final = _sections("post")
+    set_up, _, built = build.partition("export HOROVOD_WITH_MPI=1\n")
+    assert "libopenmpi-dev" in set_up
+    assert "build_wheels.sh" in built
+    assert "HOROVOD" not in final
+
+
 def test_horovod_is_built_as_contributing_says() -> None:
     contributing = (_ROOT / "CONTRIBUTING.md").read_text()
     for words in (_BUILD, contributing):
