@@ -319,7 +319,7 @@ class HorovodTransport:
                 lost: Exception = self._ops.HorovodInternalError(str(error))
                 self._explain(lost)
                 raise lost from error
-            self._explain(error)
+            self._explain_call(error)
             raise
 
     def explain(self, error: Exception) -> None:
@@ -330,8 +330,15 @@ class HorovodTransport:
         if is_of_engine(error):
             self._explain(error)
 
+    def _explain_call(self, error: Exception) -> None:
+        """Explain an error of a call of Horovod's, unless that has only refused what it was given.
+
+        With a ValueError its calls answer once it has shut down.
+        """
+        if is_of_engine(error) or (isinstance(error, ValueError) and self._is_down()):
+            self._explain(error)
+
     def _explain(self, error: Exception) -> None:
-        # Also a ValueError: with that Horovod's calls answer once it has shut down.
         if self.watch is not None:
             self.watch.explain(error)
 
@@ -386,7 +393,7 @@ class HorovodTransport:
         try:
             handle = call(*args, name=name, process_set=self._set)
         except Exception as error:
-            self._explain(error)
+            self._explain_call(error)
             raise
         finally:
             _starting().discard(me)

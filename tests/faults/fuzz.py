@@ -1,4 +1,4 @@
-"""Every reader of files and states from outside, fed with damaged ones.
+"""Every reader of files, states and lines from outside, fed with damaged ones.
 
     python -m tests.faults.fuzz --cases 100000            # all targets, the whole budget
     python -m tests.faults.fuzz --cases 1000 loader report
@@ -16,6 +16,7 @@ import json
 import logging
 import random
 import resource
+import socket
 import sys
 import tempfile
 import time
@@ -27,6 +28,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -36,11 +38,18 @@ from loft_hvd.balance.controller import Controller, Decision
 from loft_hvd.balance.interval import COLUMNS, Interval, RankTimes
 from loft_hvd.balance.memory import logged_caps
 from loft_hvd.errors import LoftError
+from loft_hvd.lightning import LoftCallback
 from loft_hvd.pipeline.suspicion.report import WorkerReport
 from loft_hvd.report.page import render_page
 from loft_hvd.report.text import render_text
 from loft_hvd.runlog import RunLog, read_run_log
 from loft_hvd.simulate.scenario import read_scenario, scenario_from_dict
+from loft_hvd.transport.heartbeat.diagnosis import Diagnosis, Progress
+from loft_hvd.transport.heartbeat.door import Door, Met
+from loft_hvd.transport.heartbeat.heartbeat import Heartbeat, HeartbeatSettings, ProcessControl
+from loft_hvd.transport.heartbeat.links import Line, Link
+from loft_hvd.transport.heartbeat.places import Place
+from loft_hvd.transport.heartbeat.process import RankProcess
 from loft_hvd.transport.local import LocalWorld
 from tests.faults.mutations import mutate_text, mutate_value
 
@@ -283,6 +292,29 @@ def _balancer(folder: Path) -> Case:
     return case
 
 
+def _lightning(folder: Path) -> Case:
+    del folder
+    transport = LocalWorld(1).transport(0)
+    # As the trainer has it once it has begun, and without Lightning, which calls nothing else here.
+    callback = LoftCallback(
+        lambda: loft.Balancer(64, "report", transport=transport),
+        lambda balancer, **_: loft.ddp_hook(balancer=balancer),
+    )
+    callback.setup(SimpleNamespace(world_size=1), None, "fit")
+    state = json.loads(json.dumps(callback.state_dict()))
+
+    def case(rng: random.Random) -> None:
+        callback.load_state_dict(state)
+        before = _text(callback.state_dict())
+        try:
+            callback.load_state_dict(mutate_value(state, rng))
+        except LoftError:
+            assert _text(callback.state_dict()) == before
+            raise
+
+    return case
+
+
 class _Samples(torch.utils.data.Dataset[int]):
     def __len__(self) -> int:
         return 53
@@ -381,6 +413,81 @@ def _optimizer(folder: Path) -> Case:
     return case
 
 
+# Lines.
+
+
+class _Still(Heartbeat):
+    """Rank 0's heartbeat without its thread: a case lets it read, and looks at it."""
+
+    def _run(self) -> None: ...
+
+
+def _says(rng: random.Random) -> bytes:
+    """Return what a rank 1 may say, damaged or not."""
+    place = Place("train.py:9 in main", "allreduce 'loss'", 3.0, 7)
+    progress = Progress(2.0, (("a", 1), ("b", 2)), {"1f": 3, "2e": 1}, place=place)
+    lines = [
+        Line("beat", 1, 2.0, progress.encode(12_000)),
+        Line("failed", 1, 0.0, "rank 1 (process 1001 on host1) has failed: ValueError: no"),
+        Line("hello", 1, 0.0, "0123456789abcdef"),
+        Line("proof", 1, 0.0, "0" * 64 + " 1 2 3 host1"),
+        *(Line(kind, rng.choice([0, 1, 2]), 1.0, "X") for kind in ("left", "state", "engine")),
+        *(Line(kind, 2, 1.0, "1|2|2") for kind in ("verdict", "late", "ask", "look", "pulse")),
+    ]
+    said = b"".join(each.encode() for each in rng.choices(lines, k=rng.randint(1, 4)))
+    return mutate_text(said, rng)[:60_000] if rng.random() < 0.8 else said
+
+
+def _wire(folder: Path) -> Case:
+    """A rank speaks of itself only, and a stranger is no rank, whatever they say."""
+    del folder
+    others = {rank: RankProcess(rank, 1000 + rank, 5, f"host{rank}") for rank in (1, 2)}
+    pairs = {rank: socket.socketpair() for rank in others}
+    heart = _Still(
+        {rank: Link(ours) for rank, (ours, _) in pairs.items()},
+        Diagnosis(0, others, clock=lambda: 100.0),
+        settings=HeartbeatSettings(),
+        control=ProcessControl(look=lambda pid, start: "S", kill=lambda pid: None),
+    )
+    for rank, link in list(heart._links.items()):
+        heart._take(rank, link, [])
+    ends = {rank: theirs for rank, (_, theirs) in pairs.items()}
+    door = Door({1: b"1" * 32}, others[1], ["127.0.0.1"])
+
+    def case(rng: random.Random) -> None:
+        said = _says(rng)
+        if rng.random() < 0.3:  # by a stranger
+            with socket.create_connection(door.places[0]) as stranger, suppress(ConnectionError):
+                stranger.sendall(said[:4096])
+                for _ in range(3):
+                    assert door.meet() == []
+            assert door.num_strangers <= 64
+            return
+        if heart._links[1].is_closed or heart._diagnosis.left_ranks():
+            ends[1].close()
+            ours, ends[1] = socket.socketpair()
+            heart._diagnosis = Diagnosis(0, others, clock=lambda: 100.0)
+            heart._gone.clear()
+            heart._replace(Met(1, Link(ours), others[1], []))
+        ends[1].setblocking(False)
+        with suppress(BlockingIOError):
+            ends[1].send(said)
+            heart._receive(1)
+        heart._judge()
+        for end in ends.values():
+            with suppress(BlockingIOError):
+                end.setblocking(False)
+                while end.recv(2**16):
+                    pass
+        assert set(heart.left_ranks()) <= {1}
+        verdict, heart.verdict = heart.verdict, None
+        if verdict is not None:
+            assert verdict.rank == 1
+            assert verdict.text.startswith("rank 1 (process 1001 on host1) ")
+
+    return case
+
+
 TARGETS: dict[str, Callable[[Path], Case]] = {
     "report": _report,
     "replay": _replay,
@@ -395,6 +502,8 @@ TARGETS: dict[str, Callable[[Path], Case]] = {
     "loader-relaxed": _loader(relaxed=True),
     "stream": _stream,
     "optimizer": _optimizer,
+    "wire": _wire,
+    "lightning": _lightning,
 }
 
 

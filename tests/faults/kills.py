@@ -5,9 +5,10 @@
 
 Each trial starts three ranks with a balancer and a run log, kills one or two of them at a random
 step by SIGKILL, and reads what the others have said. Wrong is an honest rank that is named as the
-one that has ended or failed or ran out of memory, a ``cap`` line in the run log, and a killed rank
-that nobody names (of those that die together with rank 0, rank 0 alone has to be). The seed of a
-trial is its number, so one that went wrong can be run again.
+one that has ended or failed or ran out of memory, a ``cap`` line in the run log, a killed rank that
+nobody names (of those that die together with rank 0, rank 0 alone has to be), and a job that ends
+as if all were well, or takes longer than it may. The seed of a trial is its number, so one that
+went wrong can be run again.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ _ACCUSATIONS = (
     r"rank (\d+) \(process \d+ on [^)]+\) "
     r"(?:has (?:ended|been silent|failed)|is (?:gone|frozen|cut off)|runs, but its Python)",
     r"rank (\d+) ran out of memory",
-    r"ranks \[([\d, ]+)\] have ended their scripts",
+    r"ranks \[([\d, ]+)\] have (?:ended their scripts|not come to it)",
+    r"(?:ranks take other steps:|differs on) ranks \[([\d, ]+)\]",
 )
+LIMIT_S = 8.0  # from the kill until the job has ended, on idle cores
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class Outcome:
     named: frozenset[int]
     num_caps: int
     seconds: float  # from the kill to the end of the job
+    returncode: int | None  # of the launcher; None where it had to be ended
     output: str
 
     @property
@@ -59,10 +63,17 @@ class Outcome:
     def is_right(self) -> bool:
         # Links lead to rank 0: who dies together with it is not seen by the others.
         wanted = frozenset([0]) if 0 in self.killed else frozenset(self.killed)
-        return wanted <= self.named <= frozenset(self.killed) and self.num_caps == 0
+        is_named = wanted <= self.named <= frozenset(self.killed)
+        return is_named and self.num_caps == 0 and self.returncode not in (0, None)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it took longer than it may on idle cores."""
+        return not self.seconds <= LIMIT_S
 
     def __str__(self) -> str:
         verdict = "ok" if self.is_right else "WRONG" if self.has_run else "NOT RUN"
+        verdict += " LATE" * (self.has_run and self.is_late)
         return (
             f"{self.seed:>5} {self.rule:<7} {self.killed!s:<8} {sorted(self.named)!s:<10} "
             f"{self.num_caps:>4} {self.seconds:>6.1f} {verdict}"
@@ -87,7 +98,8 @@ def run_trial(seed: int, *, timeout_s: float = 120.0) -> Outcome:
         ended_at, num_caps = time.time(), len(logged_caps(Path(folder)))
     fault = re.search(r"fault at ([\d.]+)", done.output)
     seconds = ended_at - float(fault[1]) if fault else float("nan")
-    return Outcome(seed, rule, killed, accused(done.output), num_caps, seconds, done.output)
+    named, code = accused(done.output), done.returncode
+    return Outcome(seed, rule, killed, named, num_caps, seconds, code, done.output)
 
 
 def main(num_trials: int, first: int) -> int:
@@ -96,7 +108,7 @@ def main(num_trials: int, first: int) -> int:
     for seed in range(first, first + num_trials):
         outcomes.append(run_trial(seed))
         print(outcomes[-1], flush=True)
-    wrong = [outcome for outcome in outcomes if not outcome.is_right]
+    wrong = [outcome for outcome in outcomes if not outcome.is_right or outcome.is_late]
     false_names = sum(len(outcome.named - set(outcome.killed)) for outcome in outcomes)
     slowest = max((each.seconds for each in outcomes if each.has_run), default=math.nan)
     num_not_run = sum(not outcome.has_run for outcome in outcomes)

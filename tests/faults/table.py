@@ -99,6 +99,8 @@ class Outcome:
     seconds: float  # from the fault until no process was left, or until training went on
     num_caps: int
     left: tuple[str, ...]  # processes that did not end, or ended too late
+    returncode: int | None  # of the launcher; None where it had to be ended
+    has_recovered: bool
     output: str
 
     def faults(self) -> list[str]:
@@ -113,6 +115,9 @@ class Outcome:
             wrong.append(f"{self.num_caps} caps")
         if self.left:
             wrong.append(f"left {len(self.left)}")
+        # A job that has recovered ends well, the others as one that has failed.
+        if self.returncode is None or (self.returncode == 0) != self.has_recovered:
+            wrong.append(f"ended with {self.returncode}")
         return wrong
 
     def __str__(self) -> str:
@@ -232,12 +237,14 @@ def run_trial(trial: Trial, testbed: Callable[[], Testbed]) -> Outcome:
             for process in processes_of(mark):
                 with suppress(OSError):
                     os.kill(process, signal.SIGKILL)
-        output = running.result().output + trouble
+        done = running.result()
+        output = done.output + trouble
         # Not of the rank itself: one that is cut off may blame the others.
         for rank in set(range(trial.num_ranks)) - {trial.rank}:
             if (log := folder / f"log{rank}.txt").exists():
                 output += f"\n---- {log.name}\n{log.read_text(errors='replace')}"
         num_caps = len(logged_caps(folder / "caps"))
+        has_recovered = (folder / "recovered").exists()
     if hosts is not None and trial.fault in FROM_OUTSIDE:
         hosts.down()
     by_launcher = {int(rank) for pattern in _BY_LAUNCHER for rank in re.findall(pattern, output)}
@@ -248,6 +255,8 @@ def run_trial(trial: Trial, testbed: Callable[[], Testbed]) -> Outcome:
         ended_at - fault_at,
         num_caps,
         left,
+        done.returncode,
+        has_recovered,
         output,
     )
 

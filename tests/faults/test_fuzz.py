@@ -26,7 +26,7 @@ def check(target: str, *, num_cases: int, seed: int) -> None:
     assert found.faults == [], "\n".join(found.faults[:3])
     assert sum(found.outcomes.values()) == num_cases
     assert found.outcomes["taken"] > 0  # not everything is refused: cases come through
-    assert target == "caps" or len(found.outcomes) > 1
+    assert target in ("caps", "wire") or len(found.outcomes) > 1  # those pass over what is damaged
 
 
 @pytest.mark.parametrize("target", TARGETS)

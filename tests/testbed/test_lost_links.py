@@ -60,8 +60,9 @@ def run(command: list[str]) -> None:
     subprocess.run(command, check=True, timeout=30)
 
 
+@pytest.mark.parametrize("trial", long_first(range(20)))
 def test_a_job_whose_heartbeat_is_cut_goes_on_and_is_connected_again(
-    testbed: Testbed, tmp_path: Path
+    trial: int, testbed: Testbed, tmp_path: Path
 ) -> None:
     testbed.up(3)
     healed_at = 0.0

@@ -190,6 +190,69 @@ def test_a_link_that_was_lost_before_does_not_count_when_the_engine_fails(
     assert verdict.rank == 2
 
 
+def test_an_operation_that_is_taken_up_late_says_nothing_of_what_came_before(
+    diagnosis: Diagnosis, clock: Clock
+) -> None:
+    """Its end is seen when the script asks for it: a rank may have died meanwhile."""
+    clock.now += 1.0
+    diagnosis.lost(2)
+    clock.now += 0.5
+    diagnosis.engine_failed()
+    verdict = diagnosis.judge(replace(moved(0.1), began_s=2.0))
+    assert verdict is not None
+    assert verdict.rank == 2
+    # One that has begun since then has had an answer of that rank: its link alone was lost.
+    assert diagnosis.judge(replace(moved(0.1), began_s=0.3)) is None
+
+
+@pytest.mark.parametrize("order", [(1, 2), (2, 1)])
+def test_of_ranks_that_ended_after_each_other_the_first_is_named(
+    order: tuple[int, int], diagnosis: Diagnosis, clock: Clock
+) -> None:
+    """A launcher ends the others, and those may have been heard since the first fell silent."""
+    for rank in order:
+        diagnosis.lost(rank)
+        clock.now += 0.5
+        hear(diagnosis, *order[order.index(rank) + 1 :])
+    for rank in order:
+        diagnosis.saw(rank, "X")
+    verdict = diagnosis.judge(moved(1e6))
+    assert verdict is not None
+    assert verdict.rank == order[0]
+
+
+def test_a_link_that_was_lost_long_before_does_not_hide_who_has_ended(
+    diagnosis: Diagnosis, clock: Clock
+) -> None:
+    """No operation has begun since: steps may take long."""
+    diagnosis.lost(1)
+    for _ in range(5):
+        clock.now += 1.0
+        hear(diagnosis, 2)
+    diagnosis.lost(2)
+    diagnosis.engine_failed()
+    verdict = diagnosis.judge(moved(20.0))
+    assert verdict is not None
+    assert verdict.rank == 2
+
+
+def test_a_rank_that_the_engine_has_ended_is_not_to_blame_at_once(
+    diagnosis: Diagnosis, clock: Clock
+) -> None:
+    diagnosis.heard(1, Progress(counts={}))
+    diagnosis.left(1, by_error=True)
+    for second in range(1, 10):
+        clock.now += 1.0
+        hear(diagnosis, 2)
+        assert diagnosis.judge(at(float(second), "a")) is None
+    clock.now += 1.0
+    hear(diagnosis, 2)
+    verdict = diagnosis.judge(at(10.0, "a"))
+    assert verdict is not None  # nobody else was behind it
+    assert "rank 1 (process 1001 on host1) has ended its script" in verdict.text
+    assert "an error of the engine" in verdict.text
+
+
 def test_a_good_bye_makes_the_end_of_a_link_none(diagnosis: Diagnosis) -> None:
     diagnosis.left(1)
     diagnosis.lost(1)

@@ -181,6 +181,8 @@ def test_a_rank_proves_nothing_to_whom_it_does_not_know() -> None:
         b"hello 1 0 a\nhello 1 0 b\n",
         b"beat 1 0 \n",
         b"\x80\x04\x95" * 300,
+        b"nonsense\n",
+        b"\n" * 100,
     ],
 )
 def test_who_says_anything_else_is_sent_away_at_once(data: bytes, street: Street) -> None:
@@ -188,6 +190,37 @@ def test_who_says_anything_else_is_sent_away_at_once(data: bytes, street: Street
     street.meet()
     assert street.door.num_strangers == 0
     assert is_cut_off(end)
+
+
+def test_a_stranger_that_speaks_in_drops_is_soon_sent_away(street: Street) -> None:
+    end = street.stranger()
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    num_said = 0
+    while num_said < 20 and (not num_said or street.door.num_strangers):
+        with suppress(ConnectionError):
+            end.sendall(b"\n")
+        num_said += 1
+        time.sleep(0.002)
+        street.meet(rounds=1)
+    assert 2 < num_said < 20
+    assert is_cut_off(end)
+
+
+def test_what_rank_0_says_right_behind_its_welcome_is_read(street: Street) -> None:
+    caller, long = street.caller(1), Line("beat", 0, 0.0, "x" * 10_000)
+    real_send = Link.send
+
+    def send(link: Link, line: Line) -> None:
+        if line.kind == "welcome":
+            link._socket.send(line.encode() + long.encode())
+        else:
+            real_send(link, line)
+
+    with pytest.MonkeyPatch.context() as both:
+        both.setattr(Link, "send", send)
+        (there,) = street.meet(caller)
+    assert there.lines == [long]
+    there.link.close()
 
 
 def test_strangers_have_two_seconds(street: Street) -> None:
@@ -240,6 +273,29 @@ def test_a_process_without_descriptors_listens_again_when_it_has_some(street: St
         assert street.door.num_strangers == 0  # what strangers held is given back
         assert 0 < street.door.due_s() < 1
         street.meet()
+    assert is_cut_off(early)
+    street.clock.now += 1.0
+    (there,) = street.meet(caller)
+    assert [met.rank for met in street.met] == [1]
+    there.link.close()
+
+
+def test_a_kernel_that_watches_no_more_connections_is_survived(
+    street: Street, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    early, caller = street.stranger(), street.caller(1)
+    street.meet()
+    caller.meet()  # it is connected as far as the kernel is concerned
+
+    def refuse(*args: object) -> None:
+        raise OSError(28, "no watch left")
+
+    with monkeypatch.context() as full:
+        full.setattr(street.door._selector, "register", refuse)
+        street.meet()
+        assert street.door.num_strangers == 0
+        street.clock.now += 1.0
+        street.meet()  # it tries to listen again, in vain
     assert is_cut_off(early)
     street.clock.now += 1.0
     (there,) = street.meet(caller)

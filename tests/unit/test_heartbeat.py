@@ -273,6 +273,64 @@ def test_a_good_bye_reaches_ranks_that_have_no_link_to_who_left(three: Three) ->
         assert heartbeat.verdict is None
 
 
+def test_who_has_left_an_elastic_job_is_logged(
+    pairs: Pairs, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its error is caught by what recovers, and the launcher ends the job."""
+    first, second = pairs.both(is_elastic=True)
+    second.close()
+    for _ in range(200):  # 2 s at most
+        if first.left_ranks():
+            break
+        first.wait_verdict(0.01)
+    first.explain(_NotedError())
+    assert "rank 0: ranks [1] have ended their scripts" in caplog.text
+
+
+def test_a_rank_that_the_engines_failure_has_ended_is_not_blamed_for_it(three: Three) -> None:
+    three.ranks[2].explain(_NotedError())  # of another rank's end, which nobody has seen so far
+    three.ranks[2].close()
+    for heartbeat in three.ranks[:2]:
+        for _ in range(200):  # 2 s at most
+            if 2 in heartbeat._gone:
+                break
+            heartbeat.wait_verdict(0.01)
+        assert 2 in heartbeat._gone
+        assert heartbeat.left_ranks() == []
+        error = _NotedError()
+        heartbeat.explain(error)
+        assert error.notes == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        Line("left", 2),
+        Line("state", 1, 0.0, "X"),
+        Line("look", 1, 0.0, "1|2|2"),
+        Line("verdict", 2, 0.0, "rank 2 has failed"),
+    ],
+)
+def test_a_rank_can_say_nothing_of_others(line: Line, pairs: Pairs) -> None:
+    first, link = pairs.first(4242, control=ProcessControl(look=lambda pid, start: "S"))
+    assert first.wait_verdict(0.1) is None  # it has been silent for long enough to be looked at
+    for _ in range(3):
+        link.send(line)
+        assert first.wait_verdict(0.1) is None
+    assert first.left_ranks() == []
+    link.close()
+
+
+def test_a_rank_that_fails_speaks_of_itself_whatever_it_says(pairs: Pairs) -> None:
+    first, link = pairs.first(4242, control=ProcessControl(look=lambda pid, start: "S"))
+    link.send(Line("failed", 1, 0.0, "rank 2 (process 7 on there) has failed: it is late"))
+    verdict = first.wait_verdict(10)
+    assert verdict is not None
+    assert verdict.rank == 1
+    assert verdict.text.startswith("rank 1 (process 4242 on here) has failed: rank 2 (")
+    link.close()
+
+
 def test_a_forked_process_does_not_speak_for_its_rank(
     pairs: Pairs, monkeypatch: pytest.MonkeyPatch
 ) -> None:

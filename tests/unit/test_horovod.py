@@ -128,12 +128,17 @@ def test_an_elastic_job_recovers_from_a_set_that_is_gone_but_not_from_mistakes(
     ask: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine = SimpleNamespace(HorovodInternalError=_InternalError, allreduce_async_=print, Sum="sum")
-    monkeypatch.setattr("loft_hvd.transport.horovod.horovod_module", lambda: engine)
-    monkeypatch.setitem(sys.modules, "horovod.torch.mpi_ops", engine)
-
     def gone() -> int:
         raise ValueError(message)
+
+    engine = SimpleNamespace(
+        HorovodInternalError=_InternalError,
+        allreduce_async_=print,
+        Sum="sum",
+        _basics=SimpleNamespace(_get_process_set_ids_and_ranks=gone),
+    )
+    monkeypatch.setattr("loft_hvd.transport.horovod.horovod_module", lambda: engine)
+    monkeypatch.setitem(sys.modules, "horovod.torch.mpi_ops", engine)
 
     lost = SimpleNamespace(rank=gone, size=gone, process_set_id=3)
     with elastic_job() if is_elastic else nullcontext():
@@ -142,16 +147,22 @@ def test_an_elastic_job_recovers_from_a_set_that_is_gone_but_not_from_mistakes(
             getattr(transport, ask)
 
 
+@pytest.mark.parametrize("is_down", [True, False])
 @pytest.mark.parametrize("fails", ["size", "alltoall_async"])
 def test_an_error_of_starting_says_which_rank_is_behind_it(
-    fails: str, monkeypatch: pytest.MonkeyPatch
+    fails: str, is_down: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """But one that has only refused what it was given says nothing of ranks."""
+
     def gone(*_: object, **__: object) -> int:
         raise ValueError("Horovod has been shut down")
 
     told: list[Exception] = []
     calls = {"size": lambda: 2, "rank": lambda: 0, "alltoall_async": print} | {fails: gone}
-    engine = SimpleNamespace(allreduce_async_=print, Sum="sum", process_set_id=0, **calls)
+    basics = SimpleNamespace(_get_process_set_ids_and_ranks=gone if is_down else dict)
+    engine = SimpleNamespace(
+        allreduce_async_=print, Sum="sum", process_set_id=0, _basics=basics, **calls
+    )
     heartbeat = SimpleNamespace(explain=told.append)
     monkeypatch.setattr("loft_hvd.transport.horovod.horovod_module", lambda: engine)
     monkeypatch.setattr("loft_hvd.transport.horovod.heartbeat_of", lambda _: heartbeat)
@@ -159,7 +170,7 @@ def test_an_error_of_starting_says_which_rank_is_behind_it(
     transport = HorovodTransport(engine)
     with pytest.raises(ValueError, match="shut down") as raised:
         transport.alltoall(torch.zeros(4), torch.zeros(4), name="shards")
-    assert told == [raised.value]
+    assert told == ([raised.value] if is_down else [])
 
 
 def test_process_sets_that_are_added_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,6 +11,7 @@ own), whether they block each other, and the ``Diagnosis`` that keeps what was h
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import threading
@@ -31,6 +32,8 @@ __all__ = ["Diagnosis", "DiagnosisLimits", "Progress", "ProgressMeter", "Verdict
 _UNKNOWN = "?"  # nobody has looked yet, or nobody can
 _IN_PART = "*"  # begins the names of operations over some of the ranks only
 _TOGETHER_S = 0.25  # between the ends of ranks that die at one moment; a choice
+_SAME_STEPS = "every rank must take the same number of steps"
+_BY_ERROR = "an error of the engine, or of a wait, has ended it"
 _LEAST_WAIT_S = 1e-3  # a wait that has only begun: the wire has three decimals, and 0 means none
 
 
@@ -64,9 +67,10 @@ class Progress:
     # How many operations of each name it has started, by ``key_of(name)``; None: not known.
     counts: Mapping[str, int] | None = field(default=None, hash=False)
     knows_all: bool = True  # whether it has started none of the names that are not in counts
-    # Seconds since an operation over all ranks has ended on it. Known of this rank only: it does
-    # not travel, as every rank sees the end of each.
+    # Seconds since an operation over all ranks has ended on it, and since the latest of those had
+    # begun. Known of this rank only: they do not travel, as every rank sees the end of each.
     moved_s: float = math.inf
+    began_s: float | None = None  # None: as moved_s
     place: Place = field(default_factory=Place)  # where its training thread is
 
     def encode(self, max_chars: int, *, asked: Sequence[str] = ()) -> str:
@@ -160,7 +164,11 @@ class ProgressMeter:
         self._in_flight: dict[tuple[str, int], Callable[[], bool]] = {}
         self._waits: dict[int, float] = {}
         self._tickets = itertools.count()
-        self._moved_at = -math.inf
+        self._moved_at = self._began_at = -math.inf
+
+    def now(self) -> float:
+        """Return the time by its clock, for ``moved``."""
+        return self._clock()
 
     def posted(self, name: str, is_over: Callable[[], bool] = lambda: False) -> tuple[str, int]:
         """Note an operation that has been started; returns it, to be given to ``ended``.
@@ -185,10 +193,12 @@ class ProgressMeter:
         with self._lock:
             self._in_flight.pop(operation, None)
 
-    def moved(self, name: str) -> None:
-        """Note that an operation has ended well: whoever takes part in it lived."""
+    def moved(self, name: str, began_at: float | None = None) -> None:
+        """Note that an operation has ended well: who takes part has lived since it began."""
         if not name.startswith(_IN_PART):
             self._moved_at = self._clock()
+            began_at = self._moved_at if began_at is None else began_at
+            self._began_at = max(self._began_at, began_at)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -213,9 +223,11 @@ class ProgressMeter:
         # in ``ended``; who asks it here waits for its.
         in_flight = tuple(operation for operation, is_over in posted if not is_over())
         waited_s = 0.0 if since is None else max(self._clock() - since, _LEAST_WAIT_S)
-        moved_s = self._clock() - self._moved_at
+        now = self._clock()
+        moved_s, began_s = now - self._moved_at, now - self._began_at
         place = replace(self._places.look(self._thread), num_others=self._num_others())
-        return Progress(waited_s, in_flight, counts, not self._has_forgotten, moved_s, place)
+        knows_all = not self._has_forgotten
+        return Progress(waited_s, in_flight, counts, knows_all, moved_s, began_s, place)
 
 
 def blocked_by(operation: tuple[str, int], others: Mapping[int, Progress]) -> list[int]:
@@ -322,6 +334,7 @@ class _Peer:
     state: str = _UNKNOWN  # as seen since it was heard last
     lost_at: float | None = None  # since when there is no connection to it
     has_left: bool = False  # has said good-bye or failed
+    was_ended: bool = False  # has said good-bye as an error had ended it
     is_warned: bool = False  # that something there holds the interpreter, or of the lost link
 
 
@@ -356,6 +369,7 @@ class Diagnosis:
         self._stalled: dict[int, frozenset[tuple[str, int]]] | None = None
         self._stalled_at = clock()
         self._moved_at = -math.inf  # when an operation over all ranks has ended
+        self._alive_since = -math.inf  # when the latest of those had begun
         self._has_engine_failed = False
         self._last_stuck_s = 0.0  # how long this rank had waited when it last looked
         self._peers = {
@@ -379,13 +393,19 @@ class Diagnosis:
         """Say whether a warning has said that a peer is not heard."""
         return self._peers[rank].is_warned
 
-    def moved(self, seconds_ago: float) -> None:
-        """Note when an operation over all ranks has ended: each of them lived then."""
-        self._moved_at = max(self._moved_at, self._clock() - seconds_ago)
+    def moved(self, seconds_ago: float, began_s_ago: float | None = None) -> None:
+        """Note when an operation over all ranks has ended here, and when it had begun.
 
-    def left(self, rank: int) -> None:
-        """Note that a peer has said good-bye."""
-        self._peers[rank].has_left = True
+        Each of them has lived since it began. It may have ended long before this rank took it up.
+        """
+        now = self._clock()
+        self._moved_at = max(self._moved_at, now - seconds_ago)
+        began_s_ago = seconds_ago if began_s_ago is None else began_s_ago
+        self._alive_since = max(self._alive_since, now - began_s_ago)
+
+    def left(self, rank: int, *, by_error: bool = False) -> None:
+        """Note that a peer has said good-bye; ``by_error`` if the engine's or a wait's ended it."""
+        self._peers[rank].has_left, self._peers[rank].was_ended = True, by_error
 
     def lost(self, rank: int) -> None:
         """Note the end of a peer's connection."""
@@ -426,7 +446,7 @@ class Diagnosis:
         peer = self._peers[rank]
         if peer.has_left:
             return False
-        if peer.lost_at is not None and peer.lost_at > self._moved_at:
+        if peer.lost_at is not None and peer.lost_at > self._alive_since:
             return True
         return self._clock() - max(peer.alive_at, self._moved_at) >= self.limits.suspect_s
 
@@ -450,7 +470,7 @@ class Diagnosis:
 
     def judge(self, own: Progress) -> Verdict | None:
         """Return why ranks cannot go on, or None when they can, as far as this rank knows."""
-        self.moved(own.moved_s)
+        self.moved(own.moved_s, own.began_s)
         if not self._has_engine_failed:
             self._last_stuck_s = own.stuck_s
         # Of a rank that is not heard the last progress is old; it is judged by its process instead.
@@ -462,7 +482,9 @@ class Diagnosis:
         }
         live[self.rank] = own
         suspects = sorted(self.suspects(), key=self._whose_silence_began, reverse=True)
-        for rank in suspects:
+        newest_at = max((self._peers[rank].alive_at for rank in suspects), default=0.0)
+        # Who ended first: a launcher ends the rest. But not a link that was lost long before.
+        for rank in sorted(suspects, key=functools.partial(self._whose_link_ended, newest_at)):
             if (verdict := self._judge_seen(rank)) is not None:
                 return self._with_the_rest(verdict)
         for rank in suspects:
@@ -480,6 +502,12 @@ class Diagnosis:
         """Order ranks by when they were heard last: who stopped a job fell silent as it stopped."""
         return self._peers[rank].alive_at, -rank
 
+    def _whose_link_ended(self, newest_at: float, rank: int) -> tuple[bool, float]:
+        """Order ranks by when their links ended, those that fell silent long before others last."""
+        peer = self._peers[rank]
+        is_old = newest_at - peer.alive_at >= self.limits.suspect_s
+        return is_old, math.inf if peer.lost_at is None else peer.lost_at
+
     def _judge_seen(self, rank: int) -> Verdict | None:
         """Judge a silent rank by what is known of its process."""
         peer = self._peers[rank]
@@ -491,7 +519,7 @@ class Diagnosis:
                 f"{who} is frozen: its process is stopped (SIGSTOP) and has been silent for "
                 f"{silent_s:.0f} s",
             )
-        has_lost_it = peer.lost_at is not None and peer.lost_at > self._moved_at
+        has_lost_it = peer.lost_at is not None and peer.lost_at > self._alive_since
         # Its link and the engine, each by itself: a link alone may have been reset on its way.
         if peer.state in ENDED or (has_lost_it and self._has_engine_failed):
             return Verdict(
@@ -606,17 +634,28 @@ class Diagnosis:
 
     def _judge_left(self, live: Mapping[int, Progress]) -> Verdict | None:
         """Find a rank that has ended before it started what another one waits for."""
-        gone = {rank: peer.progress for rank, peer in self._peers.items() if peer.has_left}
+        waited_s = max(progress.waited_s for progress in live.values())
+        gone = {
+            rank: peer.progress
+            for rank, peer in self._peers.items()
+            # Another rank is behind such an error, and is found first if anybody sees it.
+            if peer.has_left and (waited_s >= self.limits.silent_s or not peer.was_ended)
+        }
         for progress in live.values():
             if progress.waited_s < self.limits.stall_s:
                 continue
             for operation in progress.in_flight:
                 for rank in blocked_by(operation, gone):
+                    was_ended = self._peers[rank].was_ended
+                    why = (
+                        "an error of the engine, or of a wait, has ended it"
+                        if was_ended
+                        else _SAME_STEPS
+                    )
                     return Verdict(
                         rank,
                         f"rank {rank} ({self._peers[rank].process}) has ended its script while "
-                        f"others wait for it in {operation[0]!r}; every rank must take the same "
-                        "number of steps",
+                        f"others wait for it in {operation[0]!r}; {why}",
                     )
         return None
 

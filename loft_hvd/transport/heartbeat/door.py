@@ -9,7 +9,7 @@ rank 0 proves itself to it; neither a key nor anything that serves twice travels
     rank r: proof      HMAC(key of r, "rank r", both nonces, where it runs), where it runs
     rank 0: welcome    where it runs
 
-Strangers are few at a time, have little time and short lines, and give way to who speaks.
+Strangers are few at a time, have little time and few, short lines, and give way to who speaks.
 """
 
 from __future__ import annotations
@@ -196,8 +196,11 @@ class Door:
         """See ``Entrance``."""
         if self._paused_until is not None and self._clock() >= self._paused_until:
             self._paused_until = None
-            for server in self._servers:
-                self._selector.register(server, selectors.EVENT_READ)
+            try:
+                for server in self._servers:
+                    self._selector.register(server, selectors.EVENT_READ)
+            except OSError:  # the kernel may still watch no more
+                self._pause(self._limits.pause_s)
         met = []
         for key, _ in self._selector.select(0):
             if isinstance(key.fileobj, socket.socket):
@@ -229,9 +232,14 @@ class Door:
                     self._make_room()
                 return met  # nobody is there any more, or no descriptor is left
             link = Link(connection, max_line=_MAX_OPENING_LINE)
+            try:
+                self._selector.register(link, selectors.EVENT_READ)
+            except OSError:  # the kernel has no memory left to watch it, or may watch no more
+                link.reset()
+                self._make_room()
+                return met
             stranger = _Stranger(link, self._clock() + self._limits.hello_s)
             self._strangers[link] = stranger
-            self._selector.register(link, selectors.EVENT_READ)
             met += self._hear(stranger)  # a rank has spoken by now, and is not sent away below
             if len(self._strangers) > self._limits.strangers:
                 self._dismiss(self._least())
@@ -254,7 +262,8 @@ class Door:
         """Listen again later; who connects meanwhile waits in the kernel's queue."""
         self._paused_until = self._clock() + seconds
         for server in self._servers:  # else its selector would never rest
-            self._selector.unregister(server)
+            with contextlib.suppress(KeyError):  # the kernel has refused to watch it
+                self._selector.unregister(server)
 
     def _dismiss(self, stranger: _Stranger) -> None:
         del self._strangers[stranger.link]
@@ -402,6 +411,7 @@ class Caller:
                 if not _is_equal(digest, _digest(self._key, "rank 0", self._nonce, nonce)):
                     break  # not rank 0, or not of this job
                 self._is_known = True
+                link.trust()  # its first beat, which may be long, comes right behind its welcome
                 text = _describe(self._own)
                 proof = _digest(self._key, f"rank {self._rank}", self._nonce, nonce, text)
                 link.send(Line("proof", self._rank, 0.0, f"{proof} {text}"))
@@ -410,7 +420,6 @@ class Caller:
                     break
                 self._selector.unregister(link)
                 self._link = None
-                link.trust()
                 return [Met(0, link, process, lines)]
             else:
                 break

@@ -223,12 +223,16 @@ class Heartbeat:
         self._has_verdict = threading.Event()
         self._verdict_at = 0.0
         self._is_heard = self._has_failed = self._is_closed = False
+        self._has_engine_failed = False  # here
         # Whether the main thread was in one call of the engine's at the last two looks, and which.
         self._is_stuck, self._last_call = False, ""
         self._stand = StandWatch()
         self._late: list[int] = []
         self._asked: list[str] = []  # what rank 0 wants to know: keys of names
-        self._gone: set[int] = set()  # ranks that have said good-bye, to whomever
+        # Ranks that have said good-bye, to whomever; 1 where an error has ended them.
+        self._gone: dict[int, float] = {}
+        # By rank, who was asked to look at its process.
+        self._asked_to_look: dict[int, int] = {}
         self._has_news = False  # what ranks are judged by at once, not at the next beat
         self._last_words: list[Line] = []  # of this rank; said again on a new link
         self._aside = Aside()
@@ -270,8 +274,13 @@ class Heartbeat:
         return self.verdict
 
     def left_ranks(self) -> list[int]:
-        """Return the ranks that have ended, as far as this one has heard."""
-        return sorted({*self._diagnosis.left_ranks(), *self._gone})
+        """Return the ranks that have ended by themselves, as far as this one has heard.
+
+        Not those that an error has ended, the engine's or a wait's: another rank is behind that.
+        """
+        gone = dict(self._gone)  # the heartbeat's thread may add to it
+        ended = {rank for rank, by_error in gone.items() if by_error}
+        return sorted({*self._diagnosis.left_ranks(), *gone} - ended)
 
     def heard(self) -> None:
         """Note that a wait raises the verdict: from here on the script is in charge."""
@@ -303,13 +312,15 @@ class Heartbeat:
         self._note_engine_failure()
         if not (left := self.left_ranks()):
             self.wait_verdict(_EXPLAIN_S)
-            left = sorted(self._gone)  # not who ended without a word: of that comes a verdict
+            left = self.left_ranks()
         reason = f"ranks {left} have ended their scripts" if left else ""
         reason = self.verdict.text if self.verdict is not None else reason
         note = f"loft_hvd: {reason}"
         is_told = note in getattr(error, "__notes__", ())
         if reason and hasattr(error, "add_note") and not is_told:  # Python 3.11
             error.add_note(note)
+        if left and self.settings.is_elastic:  # where nobody prints the error
+            _logger.error("rank %d: %s", self.rank, reason)
 
     def close(self) -> None:
         """Say good-bye and end the thread; can be called again.
@@ -320,7 +331,8 @@ class Heartbeat:
         if self._is_closed or self._is_in_child():
             return
         self._beat()  # what this rank has done, for those who still wait
-        self._say_at_last(Line("left", self.rank))
+        was_ended = self._has_failed or self._has_engine_failed
+        self._say_at_last(Line("left", self.rank, float(was_ended)))
         if self._control.exit is not None:
             self._control.exit.remove()
             if self._has_failed or self.verdict is not None:
@@ -343,6 +355,7 @@ class Heartbeat:
 
     def _note_engine_failure(self) -> None:
         """Let this rank and rank 0 know that the engine has failed: it makes lost links count."""
+        self._has_engine_failed = True
         self._diagnosis.engine_failed()
         for link in list(self._links.values()):
             link.send(Line("engine", self.rank))
@@ -424,7 +437,7 @@ class Heartbeat:
     def _judge(self) -> None:
         self._has_news = False
         progress = self.meter.progress()
-        self._diagnosis.moved(progress.moved_s)
+        self._diagnosis.moved(progress.moved_s, progress.began_s)
         self._look_at_silent()
         self._decide(self._diagnosis.judge(progress))
 
@@ -453,14 +466,19 @@ class Heartbeat:
         for line in self._last_words:
             met.link.send(line)
         if self.rank == 0:
-            for rank in sorted(self._gone):
-                met.link.send(Line("left", rank))
+            for rank, by_error in sorted(self._gone.items()):
+                met.link.send(Line("left", rank, by_error))
             self._tell_verdict(met.rank)
         self._beat()  # at once, for who has missed this rank
 
     def _take(self, rank: int, link: Link, lines: Iterable[Line]) -> None:
         self._links[rank] = link
-        self._selector.register(link, selectors.EVENT_READ, data=rank)
+        try:
+            self._selector.register(link, selectors.EVENT_READ, data=rank)
+        except OSError:  # the kernel watches no more: as if the link were lost
+            link.close()
+            self._diagnosis.lost(rank)
+            return
         if self._pulse is not None:
             self._pulse.add(link.fileno())
         for line in lines:  # what came with its welcome
@@ -509,22 +527,27 @@ class Heartbeat:
         elif line.kind == "failed" and peer not in self._diagnosis.left_ranks():  # not said again
             self._diagnosis.left(peer)
             self._aside.do(functools.partial(tell_failure, peer, line.seconds))
-            self._decide(Verdict(peer, line.text))
+            # From others about themselves only.
+            who = f"rank {peer} ({self._diagnosis.process(peer)})"
+            is_own = peer == 0 or line.text.startswith(f"{who} ")
+            self._decide(Verdict(peer, line.text if is_own else f"{who} has failed: {line.text}"))
         elif peer == 0 and line.kind == "verdict":
             kinds = {_MISMATCH: "is_mismatch", _UNSEEN: "is_unseen"}
             flags = {kinds[line.seconds]: True} if line.seconds in kinds else {}
             self._decide(Verdict(line.rank, line.text, **flags))
         elif peer == 0 and line.kind == "look" and len(words) == 3 and "".join(words).isdecimal():
             self._look_for_rank_0(line.rank, *(int(word) for word in words))
-        elif line.kind == "state" and line.rank in self._links:
+        elif line.kind == "state" and self._asked_to_look.get(line.rank) == peer:
             self._saw(line.rank, line.text[:1])
 
     def _hear_good_bye(self, peer: int, line: Line) -> None:
         """Note who has left; rank 0 passes it on, as the others have no link to that rank."""
+        if peer not in (0, line.rank):
+            return
         is_news = line.rank not in self._gone
-        self._gone.add(line.rank if peer == 0 else peer)
+        self._gone[line.rank] = line.seconds
         if line.rank == peer:
-            self._diagnosis.left(peer)
+            self._diagnosis.left(peer, by_error=line.seconds != 0)
         for rank, link in self._links.items():
             if self.rank == 0 and rank != peer and is_news:
                 link.send(line)
@@ -558,6 +581,7 @@ class Heartbeat:
                 if is_near and not self._diagnosis.is_silent(other):
                     # 2: whatever state it is in.
                     kill = self._dooms(rank) * (2 if self._is_held(rank) else 1)
+                    self._asked_to_look[rank] = other
                     link.send(Line("look", rank, 0.0, f"{process.pid}|{process.start}|{kill}"))
                     break
         for warning in self._diagnosis.warnings():

@@ -17,6 +17,8 @@ __all__ = ["MAX_TEXT", "PULSE", "Line", "Link"]
 
 MAX_TEXT = 12_000  # characters; a choice: what is in flight on a rank takes a few hundred
 _MAX_LINE = 16_384  # bytes; bound from MAX_TEXT, with room for the words before it
+_MOST_READS = 8  # of who has not proven itself: two lines, each in a few pieces; a choice
+_MOST_ENDS = 8  # of lines in one of those reads; bound: a line has one before it and one after it
 _OPENING_KINDS = ("hello", "challenge", "proof", "welcome")  # see door.py
 _KINDS = (
     *_OPENING_KINDS,
@@ -62,7 +64,9 @@ class Link:
 
     Args:
         connection: the connected socket, which the link owns from here on.
-        max_line: longest line in bytes that the other side may send; it is cut off otherwise.
+        max_line: longest line in bytes that the other side may send; it is cut off otherwise. With
+            less than ours may have the other side is a stranger until ``trust`` is called: it has
+            few reads, and nothing but lines that parse.
     """
 
     def __init__(self, connection: socket.socket, *, max_line: int = _MAX_LINE) -> None:
@@ -71,6 +75,7 @@ class Link:
         self._lock = threading.RLock()  # a signal handler may send, too
         self._received = b""
         self._max_line = max_line
+        self._is_stranger, self._reads_left = max_line < _MAX_LINE, _MOST_READS
         self.is_closed = False
 
     def fileno(self) -> int:
@@ -79,7 +84,7 @@ class Link:
 
     def trust(self) -> None:
         """Allow lines of full length: the other side has proven who it is."""
-        self._max_line = _MAX_LINE
+        self._max_line, self._is_stranger = _MAX_LINE, False
 
     def send(self, line: Line) -> None:
         """Send a line, or lose it when the other side has not read for long."""
@@ -91,8 +96,9 @@ class Link:
         try:
             while data := self._socket.recv(self._max_line):
                 self._received += data
-                if len(self._received) > 8 * self._max_line:  # let others have a turn
-                    break
+                self._reads_left -= self._is_stranger
+                if len(self._received) > 8 * self._max_line or not self._reads_left:
+                    break  # let others have a turn
             else:  # no bytes: the other side has closed
                 self.is_closed = True
         except (BlockingIOError, InterruptedError):
@@ -103,8 +109,14 @@ class Link:
         if max(map(len, [*lines, self._received])) > self._max_line:
             self.is_closed = True  # not one of ours
             return []
-        parsed = [Line.parse(line) for line in lines]
-        return [line for line in parsed if line is not None]
+        if not self._reads_left or (self._is_stranger and len(lines) > _MOST_ENDS):
+            self.is_closed = True  # before its lines are parsed, which costs most
+            return []
+        parsed = [Line.parse(line) for line in lines if line]
+        known = [line for line in parsed if line is not None]
+        if self._is_stranger and len(known) < len(parsed):
+            self.is_closed = True
+        return known
 
     def close(self) -> None:
         """Close the connection; can be called again."""

@@ -55,9 +55,10 @@ class Place:
         parts = text.split("|")
         try:
             line, call, call_s, num_others = parts
-            return cls(unquote(line), unquote(call), float(call_s), int(num_others))
+            place = cls(unquote(line), unquote(call), float(call_s), int(num_others))
         except ValueError:
             return cls()
+        return place if math.isfinite(place.call_s) else cls()
 
 
 def innermost_frame(thread: int) -> FrameType | None:

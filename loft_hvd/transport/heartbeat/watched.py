@@ -44,6 +44,7 @@ class _WatchedWork:
         self.watch = heartbeat
         self._is_posted = True
         self._releasing = threading.RLock()
+        self._began_at = heartbeat.meter.now()
         self._operation = heartbeat.meter.posted(name, _question_to(weakref.ref(self)))
 
     def done(self) -> bool:
@@ -61,7 +62,7 @@ class _WatchedWork:
             raise verdict.error()
         try:
             self._work.finish()
-            self.watch.meter.moved(self._operation[0])
+            self.watch.meter.moved(self._operation[0], self._began_at)
         except Exception as error:
             self.watch.explain(error)
             verdict = self.watch.final_verdict(at_once=True)

@@ -1,9 +1,9 @@
 """A hostile client: ``flood.py FOLDER NUM BURSTS``: NUM connections to the place in FOLDER/place.
 
-A third says nothing, a third talks nonsense, a third says a well-formed hello; the last 500 are
-held open. They come in BURSTS, as fast as ``PER_S``, with as much time between two bursts as it
-takes to come to rest. FOLDER/state says which it is, "flood" or "calm"; there is none at first, in
-between, and after the last burst.
+They say nothing, long or short nonsense, or a well-formed hello; the last 500 are held open. They
+come in BURSTS, as fast as ``PER_S``, with as much time between two bursts as it takes to come to
+rest. FOLDER/state says which it is, "flood" or "calm"; there is none at first, in between, and
+after the last burst. FOLDER/crowd is there from the CROWD-th connection of a burst on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ PER_S = 2000
 # From a burst's begin, for each of its connections, until rank 0 has met them all: it takes 1,280 a
 # second (``DoorLimits``). Then as long without any, of which the first part does not count.
 MET_S = 1 / 1280
-SAYS = (b"", b"GET / HTTP/1.1\r\n" + b"x" * 700, b"hello 1 0.0 0123456789abcdef\n")
+CROWD = 4000  # nearly as many as the kernel lets wait for a process that takes none, 4,096
+SAYS = (
+    b"",
+    b"GET / HTTP/1.1\r\n" + b"x" * 700,
+    b"\n" * 400,
+    b"beat 1 0 x\n" * 30,
+    b"hello 1 0.0 0123456789abcdef\n",
+)
 
 
 def wait_until(when: float) -> None:
@@ -67,6 +74,8 @@ def main(folder: Path, num: int, num_bursts: int) -> None:
             held.append(connect((address, int(port)), SAYS[count % len(SAYS)]))
             if len(held) > 500:
                 held.popleft().close()
+            if count == CROWD:
+                (folder / "crowd").touch()
             wait_until(began + count / PER_S)
         wait_until(began + each * MET_S)
         state.clear()

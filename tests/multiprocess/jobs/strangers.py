@@ -38,14 +38,17 @@ def write_place(folder: Path, door: object) -> None:
 
 
 def tell_at_once(folder: Path) -> list[float]:
-    """Let strangers be there before any rank; returns a list that takes the seconds of that."""
+    """Let strangers be there before any rank; returns a list that takes the seconds of that.
+
+    A crowd of them, if it comes within 7 s: other ranks wait for the door for 10.
+    """
     real, waited = Door.__init__, [0.0]
 
     def init(self: Door, *args: object, **options: object) -> None:
         real(self, *args, **options)  # type: ignore[arg-type]
         write_place(folder, self)
         began = time.monotonic()
-        while not (folder / "state").exists() and time.monotonic() < began + 20:
+        while not (folder / "crowd").exists() and time.monotonic() < began + 7:
             time.sleep(0.01)
         waited[0] = time.monotonic() - began
 
