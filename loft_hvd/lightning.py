@@ -22,6 +22,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -29,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from loft_hvd.aggregation.rules import Rule
 from loft_hvd.balance.balancer import Balancer
+from loft_hvd.codec import decode, encode
 from loft_hvd.data.loader import DataLoader
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, UsageError
 from loft_hvd.optimizer.ddp import DDPHook, ddp_hook
@@ -42,6 +44,11 @@ __all__ = ["LightningLoader", "LoftCallback", "lightning_callback"]
 
 _STATE_KEY = "loft_hvd"  # of the callback's state in a checkpoint
 MadeT = TypeVar("MadeT", bound=DataLoader)
+
+
+@dataclass(frozen=True)
+class _CallbackState:
+    balancer: Any  # as the balancer itself reads it
 
 
 class MakeHook(Protocol):
@@ -186,11 +193,16 @@ class LoftCallback:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the balancer's state; the loader's is among those that Lightning saves."""
-        return {"balancer": self.balancer.state_dict()}
+        return encode(_CallbackState(self.balancer.state_dict()))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a checkpoint was written, with any number of ranks."""
-        self.balancer.load_state_dict(state["balancer"])
+        """Go on where a checkpoint was written, with any number of ranks.
+
+        Raises:
+            ArgumentError: it is no state of a callback; nothing has changed.
+        """
+        saved = decode(_CallbackState, state, what="LoftCallback")
+        self.balancer.load_state_dict(saved.balancer)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Make the balancer: the process group is there, data and model are not asked for yet."""

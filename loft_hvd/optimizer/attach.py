@@ -18,8 +18,10 @@ from torch.utils.hooks import RemovableHandle
 from loft_hvd.balance.balancer import Balancer
 from loft_hvd.config import config
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, UsageError
+from loft_hvd.optimizer.replicas import ReplicaCheck
 from loft_hvd.pipeline.reducer import warn_of_other_passes
-from loft_hvd.transport.base import watch_of
+from loft_hvd.transport.agreement import check_agreement
+from loft_hvd.transport.base import Channel, Transport, watch_of
 from loft_hvd.transport.horovod import HorovodTransport
 
 __all__ = ["Attachment", "attach"]
@@ -39,9 +41,15 @@ class Attachment:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, balancer: Balancer, *, num_passes: int
+        self,
+        optimizer: torch.optim.Optimizer,
+        balancer: Balancer,
+        *,
+        num_passes: int,
+        replicas: ReplicaCheck | None = None,
     ) -> None:
         self._balancer = balancer
+        self._replicas = replicas
         self._num_passes = num_passes
         self._num_seen: dict[int, int] = {}  # gradients of each parameter in this step
         self._scales: list[float] = []  # of the step's batches
@@ -50,6 +58,9 @@ class Attachment:
         self._beginning = threading.RLock()
         self._has_warned = False  # of a step that ended with other passes than asked
         self._depth = 0  # Horovod's step calls the user's step: both run the step hooks
+        # Whether gradients were reduced since the last step. Where they were not the step is one
+        # that ``hvd.broadcast_optimizer_state`` takes, on the ranks that have no state yet.
+        self._is_reduced = False
         self._waited_s = 0.0
         self._synchronize: Callable[[], None] = optimizer.synchronize  # type: ignore[attr-defined]  # checked by ``attach``
         self._optimizer = optimizer
@@ -142,6 +153,7 @@ class Attachment:
             self._balancer.begin_own_batch()
 
     def _synchronized(self) -> None:
+        self._is_reduced = True
         self._balancer.computing_ended()
         # Before the wait, which it may make long.
         if not self._has_warned:
@@ -152,6 +164,8 @@ class Attachment:
         try:
             with self._balancer.log.faults():  # outermost: it writes what was added to an error too
                 self._wait_for_engine()
+                if self._replicas is not None:
+                    self._replicas.gradients_reduced()
         finally:
             self._waited_s += time.monotonic() - began
 
@@ -176,8 +190,9 @@ class Attachment:
 
     def _step_ended(self, *_: Any) -> None:
         self._depth -= 1
-        if self._depth > 0:
+        if self._depth > 0 or not self._is_reduced:
             return
+        self._is_reduced = False
         self._forget_gradients()
         waited_s, self._waited_s = self._waited_s, 0.0
         self._balancer.step_ended(waited_s=waited_s)
@@ -197,7 +212,7 @@ class Attachment:
 def attach(optimizer: torch.optim.Optimizer, balancer: Balancer) -> Attachment:
     """Let a balancer see and weigh the steps of a ``hvd.DistributedOptimizer``.
 
-    One line in a script that otherwise stays as it is::
+    One line in a script that otherwise stays as it is, before its first step::
 
         loft.attach(optimizer, balancer)  # balancer = loft.Balancer(batch * hvd.size(), "report")
 
@@ -207,8 +222,11 @@ def attach(optimizer: torch.optim.Optimizer, balancer: Balancer) -> Attachment:
     loader of the script's own a batch is taken to have the planned size, and the fetch of later
     backward passes of one step counts as computing.
 
-    It opens a heartbeat, as ``loft.DistributedOptimizer`` does: when a rank fails, the others end
-    and say which one (``docs/failures.md``). In an elastic job ``loft.elastic.State`` opens it.
+    In the first step, and now and then, the ranks' copies of the parameters are compared: ranks
+    that start from different models, as without ``hvd.broadcast_parameters``, end with an error.
+    Not in an elastic job. It opens a heartbeat, as ``loft.DistributedOptimizer`` does: when a rank
+    fails, the others end and say which one (``docs/failures.md``). In an elastic job
+    ``loft.elastic.State`` opens it.
 
     Several backward passes for one batch (two losses, each with parameters of its own) count as
     one batch, computed from its arrival to the last gradient of them all.
@@ -224,6 +242,7 @@ def attach(optimizer: torch.optim.Optimizer, balancer: Balancer) -> Attachment:
         ArgumentTypeError: the optimizer has no ``synchronize``, as Horovod's has.
         ArgumentError: the balancer plans micro-batches.
         PlanError: the plan leaves too few ranks with samples.
+        MismatchError: later, in ``step``: copies differ; names the ranks and the parameter.
     """
     if not callable(getattr(optimizer, "synchronize", None)):
         raise ArgumentTypeError(
@@ -245,4 +264,29 @@ def attach(optimizer: torch.optim.Optimizer, balancer: Balancer) -> Attachment:
     devices = [p.device for group in optimizer.param_groups for p in group["params"]]
     if devices:
         balancer.compute_on(devices[0])
-    return Attachment(optimizer, balancer, num_passes=num_passes)
+    return Attachment(
+        optimizer, balancer, num_passes=num_passes, replicas=_replicas_of(optimizer, ranks)
+    )
+
+
+def _replicas_of(optimizer: torch.optim.Optimizer, ranks: Transport) -> ReplicaCheck | None:
+    """Return what compares the ranks' copies; None where ranks may join, or need no equal copies.
+
+    Raises:
+        MismatchError: some ranks want to compare and others do not.
+    """
+    names = getattr(optimizer, "_parameter_names", {})  # Horovod's, by parameter
+    every = (p for group in optimizer.param_groups for p in group["params"])
+    named = [(names.get(p, str(at)), p) for at, p in enumerate(every) if p.requires_grad]
+    if config().is_elastic:
+        return None
+    some = getattr(optimizer, "process_set", None)  # each set of ranks may train a model of its own
+    is_of_all = some is None or some.size() == ranks.world_size
+    channel = Channel(ranks, "loft.attach")
+    fields = {
+        "LOFT_HVD_COPIES": config().copies,
+        "number of parameters": str(len(named)),
+        "whether the optimizer is of all the balancer's ranks": str(is_of_all),
+    }
+    check_agreement(channel, fields, what="attach", advice="Start all ranks alike")
+    return ReplicaCheck(channel, optimizer, named) if named and is_of_all else None

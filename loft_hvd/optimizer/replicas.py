@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from loft_hvd.config import config
-from loft_hvd.optimizer.parameters import ReducedParameters
 from loft_hvd.transport.agreement import check_agreement, digest
 from loft_hvd.transport.base import Channel
 
@@ -32,9 +31,10 @@ _FEWEST_STEPS = 100  # between two looks; a choice
 _MOST_STEPS = 100_000  # bound: also a model that takes a minute to read is looked at in a day
 _ADVICE = (
     "Give every rank one start, before the first step: "
-    "hvd.broadcast_parameters(model.state_dict(), root_rank=0) and "
-    "hvd.broadcast_optimizer_state(optimizer, root_rank=0); later on let no rank change its copy "
-    "alone. Where copies differ on purpose, start with LOFT_HVD_COPIES=ignore"
+    "hvd.broadcast_optimizer_state(optimizer, root_rank=0), and after it, as it may take a step of "
+    "Horovod's own on ranks without a state, hvd.broadcast_parameters(model.state_dict(), "
+    "root_rank=0); later on let no rank change its copy alone. Where copies differ on purpose, "
+    "start with LOFT_HVD_COPIES=ignore"
 )
 
 
@@ -64,9 +64,9 @@ def describe(value: object) -> str:
     return type(value).__name__
 
 
-def _hardware_of(parameters: Sequence[Tensor]) -> str:
+def _hardware_of(parameter: Tensor) -> str:
     """Name what decides the last bits of an optimizer's arithmetic."""
-    device = parameters[0].device
+    device = parameter.device
     # By so many threads torch splits the sum or the mean of a large tensor.
     name = f"{torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()}"
     if device.type == "cuda":
@@ -77,21 +77,21 @@ def _hardware_of(parameters: Sequence[Tensor]) -> str:
 class ReplicaCheck:
     """Compares the copies of an optimizer's parameters; every rank makes and asks it alike.
 
-    ``batch`` says which batch was trained on last, as ranks compare it.
+    ``batch`` says which batch was trained on last, as ranks compare it, where that is known.
     """
 
     def __init__(
         self,
         channel: Channel,
         optimizer: torch.optim.Optimizer,
-        found: ReducedParameters,
+        named: Sequence[tuple[str, Tensor]],
         *,
-        batch: Callable[[], str],
+        batch: Callable[[], str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._channel = channel.sub("replicas")
         self._optimizer = optimizer
-        self._found = found
+        self._named = tuple(named)
         self._batch = batch
         self._clock = clock
         self.num_steps = 0
@@ -112,25 +112,27 @@ class ReplicaCheck:
         is_first = self.num_steps == 1
         began = self._clock()
         step_s = (began - self._looked_at) / (self.num_steps - self._looked_after)
-        self._compare(range(len(self._found.parameters)) if is_first else self._some())
+        self._compare(range(len(self._named)) if is_first else self._some())
         self._plan_next(self._clock() - began, step_s, is_first=is_first)
         self._looked_at, self._looked_after = self._clock(), self.num_steps
 
     def _some(self) -> list[int]:
         """Return the indices of the parameters whose turn it is."""
-        count, room = len(self._found.parameters), _LOOK_BYTES
+        count, room = len(self._named), _LOOK_BYTES
         taken: list[int] = []
         # At least one, and from the front again after the last.
         while len(taken) < count and (room > 0 or not taken):
             index = (self._next_parameter + len(taken)) % count
-            parameter = self._found.parameters[index]
+            _, parameter = self._named[index]
             room -= parameter.numel() * parameter.element_size()
             taken.append(index)
         self._next_parameter = (taken[-1] + 1) % count
         return taken
 
     def _compare(self, indices: Sequence[int]) -> None:
-        fields = {"the batch trained on (data set, seed, epoch, loaded state)": self._batch()}
+        fields = {}
+        if self._batch is not None:
+            fields["the batch trained on (data set, seed, epoch, loaded state)"] = self._batch()
         for number, group in enumerate(self._optimizer.param_groups):
             fields |= {
                 f"option {key} of parameter group {number}": describe(value)
@@ -138,7 +140,7 @@ class ReplicaCheck:
                 if key != "params"
             }
         for index in indices:
-            parameter, name = self._found.parameters[index], self._found.specs[index].name
+            name, parameter = self._named[index]
             state: Any = self._optimizer.state.get(parameter, {})
             fields[f"parameter {name}"] = describe(parameter)
             fields[f"optimizer state of parameter {name}"] = describe(state)
@@ -147,7 +149,7 @@ class ReplicaCheck:
 
     def _plan_next(self, spent_s: float, step_s: float, *, is_first: bool) -> None:
         """Agree on the step of the next look: by the rank that pays most for it."""
-        hardware = _hardware_of(self._found.parameters)
+        hardware = _hardware_of(self._named[0][1])
         row = torch.tensor([spent_s, step_s, float(digest(hardware) % 2**50)], dtype=torch.float64)
         rows = self._channel.sub("next").allgather_rows(row)
         if is_first:

@@ -418,8 +418,12 @@ class OptimizerWorld:
         # Hooks run in the order in which they are made: the log sees gradients before they move
         # into their bucket.
         self._gradient_log = GradientLog(channel, found)
+        names = (spec.name for spec in found.specs)
         self._replicas = ReplicaCheck(
-            channel, options.optimizer, found, batch=lambda: self._batches.newest_batch
+            channel,
+            options.optimizer,
+            list(zip(names, found.parameters, strict=True)),
+            batch=lambda: self._batches.newest_batch,
         )
         self._reducer = GradientReducer(
             found.parameters,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,10 @@ import torch
 
 import loft_hvd as loft
 from loft_hvd.balance.plan import StepSizes
-from loft_hvd.errors import ArgumentTypeError, UsageError
+from loft_hvd.errors import ArgumentTypeError, MismatchError, UsageError
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
 from tests.support.passes import HeldSizes
+from tests.support.worlds import environment
 from tests.support.wrapped import give_gradients, make_parameters
 
 
@@ -30,6 +33,8 @@ class HorovodLike(torch.optim.SGD):
     """As Horovod's optimizer: ``step`` synchronizes, then calls the user's class's ``step``."""
 
     backward_passes_per_step = 1
+    _parameter_names: Mapping[torch.Tensor, str] = {}
+    process_set: Any = None
 
     def synchronize(self) -> None: ...
 
@@ -110,6 +115,78 @@ def test_weights_make_an_average_over_ranks_exact() -> None:
     out = run_ranks(3, work)
     assert sum(weighted for weighted, _ in out) / 3 == pytest.approx((5 * 1 + 3 * 2) / 8)
     assert [plain for _, plain in out] == [7.0] * 3  # detached
+
+
+def test_ranks_that_start_from_different_models_are_told_in_the_first_step() -> None:
+    def work(transport: LocalTransport) -> str:
+        balancer = loft.Balancer(8, "report", transport=transport)
+        model = Model(Clock(), 0.0)
+        optimizer = HorovodLike(model.parameters(), lr=0.0)
+        optimizer._parameter_names = {model.inner.weight: "inner.weight"}
+        if transport.rank == 2:
+            torch.nn.init.zeros_(model.inner.weight)
+        loft.attach(optimizer, balancer)
+        model(torch.ones(2, 1)).mean().backward()
+        try:
+            optimizer.step()
+        except MismatchError as error:
+            return str(error)
+        return ""
+
+    for told in run_ranks(3, work):
+        assert "parameter inner.weight differs on ranks [2]" in told
+    with environment(LOFT_HVD_COPIES="ignore"):
+        assert run_ranks(3, work) == [""] * 3
+
+
+def test_a_step_that_reduces_nothing_is_none_of_the_trainings() -> None:
+    """As ``hvd.broadcast_optimizer_state`` takes on ranks that have loaded no state."""
+    balancer = loft.Balancer(8, "report", transport=LocalWorld(1).transport(0))
+    model = Model(Clock(), 0.0)
+    torch.optim.SGD(model.parameters(), lr=0.0)  # from here on torch calls hooks in SGD.step
+    optimizer = HorovodLike(model.parameters(), lr=0.0)
+    loft.attach(optimizer, balancer)
+    torch.optim.SGD.step(optimizer)
+    assert balancer._live.num_steps == 0
+    for step in (1, 2):
+        model(torch.ones(2, 1)).mean().backward()
+        optimizer.step()
+        assert balancer._live.num_steps == step
+
+
+class _Set:
+    """As a process set of Horovod's."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.size = lambda: num_ranks
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_models_of_parts_of_the_ranks_may_differ(num_ranks: int) -> None:
+    def work(transport: LocalTransport) -> None:
+        balancer = loft.Balancer(8, "report", transport=transport)
+        model = Model(Clock(), 0.0)
+        torch.nn.init.constant_(model.inner.weight, transport.rank)
+        optimizer = HorovodLike(model.parameters(), lr=0.0)
+        optimizer.process_set = _Set(num_ranks)
+        loft.attach(optimizer, balancer)
+        model(torch.ones(2, 1)).mean().backward()
+        optimizer.step()
+
+    with pytest.raises(MismatchError) if num_ranks == 2 else nullcontext():
+        run_ranks(2, work)
+
+
+def test_ranks_that_compare_and_ranks_that_do_not_are_told_when_they_attach() -> None:
+    def work(transport: LocalTransport) -> None:
+        balancer = loft.Balancer(8, "report", transport=transport)
+        optimizer = HorovodLike(Model(Clock(), 0.0).parameters(), lr=0.0)
+        if transport.rank:
+            optimizer.process_set = _Set(1)
+        loft.attach(optimizer, balancer)
+
+    with pytest.raises(MismatchError, match="of all the balancer's ranks differs"):
+        run_ranks(2, work)
 
 
 def test_a_pass_begins_once_whichever_devices_thread_comes_first(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import loft_hvd as loft
-from loft_hvd.errors import ArgumentTypeError, UsageError
+from loft_hvd.errors import ArgumentError, ArgumentTypeError, UsageError
 from tests.support.training import make_data, make_model
 
 DATA = make_data(20)
@@ -65,8 +66,9 @@ class TestOneDevice:
             "enable_model_summary": False,
             "default_root_dir": folder,
         }
+        ckpt_path = options.pop("ckpt_path", None)
         trainer = pl.Trainer(callbacks=[callback], **(usual | options))
-        trainer.fit(module, loader)
+        trainer.fit(module, loader, ckpt_path=ckpt_path)
         return module
 
     def test_each_epoch_has_every_sample_in_an_order_of_its_own(self, tmp_path: Path) -> None:
@@ -86,6 +88,36 @@ class TestOneDevice:
             self.fit(tmp_path, callback, loader, logger=logger)
             told.append((Path(logger.log_dir) / "metrics.csv").exists())
         assert told == [True, False]  # the first plan; nothing has come to it
+
+    @pytest.mark.parametrize(
+        ("damage", "says"),
+        [
+            (lambda state: {"elsewhere": state["balancer"]}, r"needs keys \['balancer'\], but got"),
+            (lambda state: {**state, "loader": {}}, r"needs keys \['balancer'\], but got"),
+            (lambda state: [state], r"LoftCallback needs a dict, but got"),
+            (lambda state: {"balancer": 7}, r"Balancer needs a dict, but got 7"),
+            (
+                lambda state: {"balancer": {**state["balancer"], "num_steps": "4"}},
+                r"num_steps .*'4'",
+            ),
+        ],
+    )
+    def test_a_damaged_checkpoint_is_refused_whole(
+        self, damage: Callable[[Any], Any], says: str, tmp_path: Path
+    ) -> None:
+        callback, loader = make()
+        path = tmp_path / "saved.ckpt"
+        self.fit(tmp_path, callback, loader, max_epochs=1).trainer.save_checkpoint(path)
+        checkpoint = torch.load(path, weights_only=False)
+        states = checkpoint["callbacks"]
+        states["loft_hvd"] = damage(states["loft_hvd"])
+        torch.save(checkpoint, path)
+        callback, loader = make()
+        with pytest.raises(
+            ArgumentError, match=f"load_state_dict: .*{says}.*; give what state_dict"
+        ):
+            self.fit(tmp_path, callback, loader, ckpt_path=path)
+        assert callback.balancer.next_step == 0
 
     def test_batches_that_the_plan_does_not_know_are_refused(self, tmp_path: Path) -> None:
         callback, _ = make()

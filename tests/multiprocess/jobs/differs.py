@@ -1,7 +1,8 @@
 """A job in which one rank starts otherwise than the others: ``differs.py WHAT RANK``.
 
 WHAT is "parameters", "state" (of the optimizer), "rule", "seed" (of the loader), "batch" (the
-global one), "sizes" (the ranks' shares of it), "shape" or "dtype" (of the parameters).
+global one), "sizes" (the ranks' shares of it), "shape" or "dtype" (of the parameters); "attached"
+is "parameters" with Horovod's own optimizer.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def main(what: str, other_rank: int) -> None:
     if is_other and what == "dtype":
         model[2].double()
     sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    if is_other and what == "parameters":
+    if is_other and what in ("parameters", "attached"):
         with torch.no_grad():
             model.get_parameter("2.bias")[1] += 1e-6
     if what == "state":
@@ -44,12 +45,17 @@ def main(what: str, other_rank: int) -> None:
     balancer = loft.Balancer(
         48 if not (is_other and what == "batch") else 60, sizes if what != "batch" else "uniform"
     )
-    optimizer = loft.DistributedOptimizer(
-        sgd,
-        model.named_parameters(),
-        rule=loft.Median() if not (is_other and what == "rule") else loft.TrimmedMean(f=1),
-        balancer=balancer,
-    )
+    optimizer: torch.optim.Optimizer
+    if what == "attached":
+        optimizer = hvd.DistributedOptimizer(sgd, named_parameters=model.named_parameters())
+        loft.attach(optimizer, balancer)
+    else:
+        optimizer = loft.DistributedOptimizer(
+            sgd,
+            model.named_parameters(),
+            rule=loft.Median() if not (is_other and what == "rule") else loft.TrimmedMean(f=1),
+            balancer=balancer,
+        )
     loader = loft.DataLoader(make_data(480), balancer, seed=int(is_other and what == "seed"))
     for x, y in loader:
         optimizer.zero_grad()

@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
+from pytorch_lightning.strategies import ModelParallelStrategy
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from torchmetrics import MeanMetric
 
 import loft_hvd as loft
@@ -60,6 +62,14 @@ class Module(pl.LightningModule):  # type: ignore[misc]  # a class that mypy doe
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
 
+class Sharded(Module):
+    """The same, of which each rank holds a part."""
+
+    def configure_model(self) -> None:
+        """Shard the model, as ``ModelParallelStrategy`` asks of a module."""
+        fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
+
+
 def alone(*, num_passes: int = 1) -> tuple[torch.nn.Module, list[float]]:
     """Train in this process alone; returns the model and each epoch's mean loss."""
     model = make_model()
@@ -98,6 +108,7 @@ def fit(
     loader: Any,
     *,
     scale: float = 1.0,
+    kind: type[Module] = Module,
     ckpt_path: Path | None = None,
     val: Any = None,
     more: Sequence[Any] = (),
@@ -116,7 +127,7 @@ def fit(
         "default_root_dir": folder,
     }
     trainer = pl.Trainer(**settings | options)
-    module = Module(scale=scale)
+    module = kind(scale=scale)
     module.loader, module.val_loader = loader, val
     trainer.fit(module, loader, val, ckpt_path=ckpt_path)
     return module, trainer
@@ -193,7 +204,7 @@ def watched(folder: Path) -> None:
 
 
 def refused(folder: Path) -> None:
-    """Batches of another loader, and another balancer's world."""
+    """Batches of another loader, another balancer's world, a model that is sharded."""
     callback, _ = make_callback()
     other = torch.utils.data.DataLoader(DATA, batch_size=2)
     with pytest.raises(ArgumentTypeError, match="come from a DataLoader"):
@@ -202,6 +213,12 @@ def refused(folder: Path) -> None:
     loader = single.loader(lambda balancer: loft.DataLoader(DATA, balancer))
     with pytest.raises(UsageError, match="plans for 1 rank"):
         fit(folder, single, loader)
+    # Of the strategies that shard a model, the one that Lightning runs without GPUs.
+    strategy = ModelParallelStrategy(data_parallel_size=WORLD, tensor_parallel_size=1)
+    says = r'ModelParallelStrategy does not wrap .* use Trainer\(strategy="ddp"\)'
+    callback, loader = make_callback()
+    with pytest.raises(UsageError, match=says):
+        fit(folder, callback, loader, kind=Sharded, strategy=strategy)
 
 
 if __name__ == "__main__":

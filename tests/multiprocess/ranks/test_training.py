@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import horovod.torch as hvd
 import pytest
 import torch
@@ -25,22 +27,49 @@ def sizes_for(kind: str) -> list[int]:
     return [len(part) for part in torch.arange(GLOBAL_BATCH_SIZE).tensor_split(size)]
 
 
+def wrap(
+    plain: torch.optim.Optimizer,
+    model: torch.nn.Module,
+    balancer: loft.Balancer,
+    *,
+    form: str,
+    rule: loft.Rule,
+    num_passes: int,
+) -> torch.optim.Optimizer:
+    """Return ours ("direct"), ours around Horovod's ("wrapped"), or Horovod's ("attached")."""
+    named = model.named_parameters()
+    passes: dict[str, Any] = {"backward_passes_per_step": num_passes}
+    ours: dict[str, Any] = {"rule": rule, "balancer": balancer, "bucket_bytes": 256}
+    if form == "direct":
+        return loft.DistributedOptimizer(plain, named, **passes, **ours)
+    theirs: torch.optim.Optimizer = hvd.DistributedOptimizer(plain, named, **passes)
+    if form == "wrapped":
+        return loft.DistributedOptimizer(theirs, **ours)
+    assert form == "attached"
+    assert rule == loft.Mean()  # Horovod's averages
+    loft.attach(theirs, balancer)
+    return theirs
+
+
 def train_together(
-    make_optimizer: str, policy: list[int], rule: loft.Rule, *, num_steps: int, num_passes: int = 1
+    make_optimizer: str,
+    policy: list[int],
+    rule: loft.Rule,
+    *,
+    num_steps: int,
+    num_passes: int = 1,
+    form: str = "direct",
 ) -> torch.nn.Module:
     model = make_model()
     balancer = loft.Balancer(GLOBAL_BATCH_SIZE, policy=policy)
     loader = loft.DataLoader(make_data(NUM_SAMPLES), balancer, seed=3)
-    optimizer = loft.DistributedOptimizer(
-        OPTIMIZERS[make_optimizer](model.parameters()),
-        model.named_parameters(),
-        backward_passes_per_step=num_passes,
-        rule=rule,
-        balancer=balancer,
-        bucket_bytes=256,
-    )
+    plain = OPTIMIZERS[make_optimizer](model.parameters())
+    optimizer = wrap(plain, model, balancer, form=form, rule=rule, num_passes=num_passes)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    if form != "attached":
+        # Of Horovod's optimizer it takes a first step, with gradients of zero: weight decay and
+        # Adam's count of steps see it. Of ours it takes none.
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     done = passes = epoch = 0
     while done < num_steps:
         loader.set_epoch(epoch)
@@ -50,16 +79,21 @@ def train_together(
             passes += 1
             if passes % num_passes == 0:
                 optimizer.step()
-                optimizer.zero_grad(set_to_none=done % 2 == 0)
+                if form == "attached":
+                    optimizer.zero_grad()  # Horovod's takes no arguments
+                else:
+                    optimizer.zero_grad(set_to_none=done % 2 == 0)
                 done += 1
                 if done == num_steps:
                     break
     return model
 
 
-def check_equals_one_process(rule: loft.Rule, optimizer: str, kind: str, num_passes: int) -> None:
+def check_equals_one_process(
+    rule: loft.Rule, optimizer: str, kind: str, num_passes: int, *, form: str = "direct"
+) -> None:
     together = train_together(
-        optimizer, sizes_for(kind), rule, num_steps=NUM_STEPS, num_passes=num_passes
+        optimizer, sizes_for(kind), rule, num_steps=NUM_STEPS, num_passes=num_passes, form=form
     )
     alone = train_alone(
         make_data(NUM_SAMPLES),
@@ -76,6 +110,16 @@ def check_equals_one_process(rule: loft.Rule, optimizer: str, kind: str, num_pas
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_mean_equals_one_process(optimizer: str, kind: str, num_passes: int) -> None:
     check_equals_one_process(loft.Mean(), optimizer, kind, num_passes)
+
+
+@pytest.mark.parametrize("num_passes", [1, 2])
+@pytest.mark.parametrize("kind", ["uneven", "one rank idle"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("form", ["wrapped", "attached"])
+def test_mean_with_horovods_optimizer_equals_one_process(
+    form: str, optimizer: str, kind: str, num_passes: int
+) -> None:
+    check_equals_one_process(loft.Mean(), optimizer, kind, num_passes, form=form)
 
 
 @pytest.mark.parametrize("num_passes", [1, 2])
