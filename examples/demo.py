@@ -156,10 +156,12 @@ def main() -> None:
     options = parse_options()
     hvd.init()
     torch.set_num_threads(1)  # four ranks share this machine's cores
-    logging.getLogger("loft_hvd").addHandler(Warnings())
+    warnings = Warnings()
+    logging.getLogger("loft_hvd").addHandler(warnings)
     options.out.mkdir(parents=True, exist_ok=True)
     data = digits.Digits.load()
-    fitted = fit_sizes(data)
+    with warnings.of_run("timing at equal sizes"):
+        fitted = fit_sizes(data)
     steps_per_epoch = -(-len(data.train) // GLOBAL_BATCH_SIZE)
     runs: list[Run] = []
     for rule in (loft.Mean(), loft.TrimmedMean(f=1)):
@@ -167,7 +169,8 @@ def main() -> None:
         progress = Progress(f"{rule.name}, both sizes", 2 * options.epochs * steps_per_epoch)
         for epoch in range(options.epochs):
             for one in pair:  # in turn, so that other work on the machine slows both alike
-                one.run_epoch(epoch, progress)
+                with warnings.of_run(f"{one.label} sizes"):
+                    one.run_epoch(epoch, progress)
         runs += pair
     rows = [one.finish(options.out) for one in runs]
     step_s = {one.label: one.step_s for one in runs}

@@ -6,7 +6,8 @@ import logging
 import sys
 import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ class Progress:
 
 
 class Warnings(logging.StreamHandler[Any]):
-    """Prints what loft_hvd warns of between the progress bars, each warning once.
+    """Prints what loft_hvd warns of between the progress bars, each warning once, with its run.
 
     The four runs go on for long with the same faulty rank, so they warn of it again and again.
     """
@@ -58,6 +59,16 @@ class Warnings(logging.StreamHandler[Any]):
     def __init__(self) -> None:
         super().__init__(sys.stdout)
         self._said: set[tuple[str, int]] = set()
+        self._run = ""
+
+    @contextmanager
+    def of_run(self, name: str) -> Iterator[None]:
+        """Put a run's name before what is warned of inside; runs take turns with their epochs."""
+        self._run = name
+        try:
+            yield
+        finally:
+            self._run = ""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a record unless the same line of code has warned before."""
@@ -68,7 +79,9 @@ class Warnings(logging.StreamHandler[Any]):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the message in lines that fit a terminal."""
-        return textwrap.fill(super().format(record), WIDTH_OF_TEXT, subsequent_indent="    ")
+        text = super().format(record)
+        named = f"{self._run}: {text}" if self._run else text
+        return textwrap.fill(named, WIDTH_OF_TEXT, subsequent_indent="    ")
 
 
 def print_table(rows: Sequence[Mapping[str, Any]], folder: Path) -> None:

@@ -52,9 +52,11 @@ def _doctor(*, run: bool, as_json: bool, timeout_s: float) -> int:
         print(json.dumps(found, indent=1))
     else:
         _print_sections(sections)
+        failed = ""
         if result is not None:
             _print_run(result)
-        print(f"\n{doctor.verdict(sections)}")
+            failed = "" if result.is_right else "the all-reduce over 2 ranks failed: see above"
+        print(f"\n{doctor.verdict(sections, failed=failed)}")
     return 0 if result is None or result.is_right else 1
 
 
@@ -158,12 +160,14 @@ def _list_scenarios() -> int:
 
 def _compare(num_clusters: int, *, seed: int, json_file: str | None) -> int:
     """Run all policies on random clusters, print what LOFT gains; return the exit status."""
+    from rich.console import Console
     from rich.progress import track
 
     from loft_hvd.simulate.compare import compare, summarise, summary_rows
 
     seeds = range(seed, seed + num_clusters)
-    summary = summarise(list(track(compare(seeds), "random clusters", num_clusters)))
+    told = Console(stderr=True)  # what is piped or kept is the table alone
+    summary = summarise(list(track(compare(seeds), "random clusters", num_clusters, console=told)))
     _print_table(summary_rows(summary))
     print(f"worst against the best policy of a cluster: +{100 * summary['worst_excess']:.1f} %")
     if json_file is not None:
@@ -179,9 +183,20 @@ def _report(log: str, *, html_file: str | None) -> None:
         _write("--html", html_file, render_page(entries, title=path.name), inputs=[str(path)])
         print(f"written to {html_file}")
         return
-    if path != Path(log):
-        print(f"{printable(str(path))}, the newest of its folder\n")
-    print(render_text(entries))
+    newest = "" if path == Path(log) else f"{printable(str(path))}, the newest of its folder\n\n"
+    _print_text(newest + render_text(entries))
+
+
+def _print_text(text: str) -> None:
+    """Print lines, which a narrow terminal gets broken between words: no figure is cut in two."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console()
+    if console.is_terminal:
+        console.print(Text(text))
+    else:
+        print(text)
 
 
 def _top(log: str, *, every_s: float, once: bool) -> None:
@@ -595,7 +610,10 @@ def _bench_app() -> typer.Typer:
         if device not in ("cpu", "cuda"):
             raise typer.BadParameter(f"--device {device!r}: cpu or cuda")
         chosen = tuple(level for level in levels.split(",") if level)
-        counts = tuple(int(count) for count in _numbers(rows, "--rows"))
+        found = _numbers(rows, "--rows")
+        if not all(count.is_integer() for count in found):
+            raise typer.BadParameter(f"--rows {rows!r}: give whole numbers like 3,64")
+        counts = tuple(map(int, found))
         bench = KernelBench(counts, numel, threads, repeats, seconds, levels=chosen)
         files = (json_file, plot_file)
         code = commands.bench_kernels(bench, device, files=files, gate=gate, show=_print_table)

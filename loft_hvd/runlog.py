@@ -406,13 +406,18 @@ def open_run_log(log_dir: str | Path | None, *, rank: int) -> RunLog:
 
 
 def read_run_log(path: str | Path) -> list[dict[str, Any]]:
-    """Return the lines of a run log, without a last one cut off by a crash; else a DataError."""
+    """Return the lines of a run log, one at least; else a DataError.
+
+    A last line that a crash cut off is left out.
+    """
     entries: list[dict[str, Any]] = []
     try:
         for number, entry in read_json_lines(path):
             if not isinstance(entry, dict) or not {"kind", "step"} <= entry.keys():
                 raise DataError(f"line {number} has no kind and step: not a run log")
             entries.append(entry)
+        if not entries:
+            raise DataError("it has no line")
     except (OSError, DataError) as error:
         raise DataError(f"report {path}: {error}; name a loft-*.jsonl of log_dir") from error
     return entries
@@ -463,7 +468,7 @@ def newest_log(path: str | Path) -> Path:
     logs = _logs_in(folder)
     if not logs:
         raise DataError(
-            f"report {path}: no run log (loft-*.jsonl) in this folder; name the one given as "
+            f"{path}: no run log (loft-*.jsonl) in this folder; name the one given as "
             "log_dir= or LOFT_HVD_LOG_DIR"
         )
     return logs[-1]

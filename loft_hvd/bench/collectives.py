@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from loft_hvd.aggregation.reference import reference
 from loft_hvd.aggregation.rules import Mean, Median, Rule, TrimmedMean
-from loft_hvd.errors import AggregationError
+from loft_hvd.errors import AggregationError, ArgumentError
 from loft_hvd.pipeline.allreduce import allreduce
 from loft_hvd.transport.base import Channel, Transport
 from loft_hvd.transport.horovod import HorovodTransport, horovod_module
@@ -23,6 +24,7 @@ __all__ = [
     "BASELINE_AGAIN",
     "PEER",
     "AllreduceBench",
+    "Progress",
     "interleave",
     "measure_allreduce",
 ]
@@ -34,6 +36,9 @@ _WARM_UPS = 2  # buffers, and the layout of an optimizer's buckets
 _SAMPLE_MB = 8.0  # smaller tensors are reduced several times in one sample
 
 
+Progress = Callable[[str], None]  # told how far a bench is
+
+
 @dataclass(frozen=True)
 class AllreduceBench:
     """What is measured."""
@@ -43,8 +48,19 @@ class AllreduceBench:
     # Also time the way research codes do it: a blocking exchange, torch.median, gather.
     has_peer: bool = False
 
+    def __post_init__(self) -> None:
+        # One value at least. This way round NaN is refused as well.
+        if not all(4e-6 <= megabytes < math.inf for megabytes in self.megabytes):
+            sizes = ", ".join(f"{size:g}" for size in self.megabytes)
+            raise ArgumentError(
+                f"bench allreduce: sizes of {sizes} MB; give numbers from 4e-6, which is one "
+                "float32 value"
+            )
 
-def measure_allreduce(bench: AllreduceBench) -> dict[str, Any]:
+
+def measure_allreduce(
+    bench: AllreduceBench, *, progress: Progress = lambda text: None
+) -> dict[str, Any]:
     """Return by size in megabytes and contestant the seconds of every round, the slowest rank's."""
     transport = HorovodTransport()
     # Two ranks bear no wrong row, so their trimmed mean has f = 0: a mean by the robust way.
@@ -64,7 +80,13 @@ def measure_allreduce(bench: AllreduceBench) -> dict[str, Any]:
         # Below 8 MB a sample would be a few cycles of Horovod (1 ms each), and mostly their phase.
         inner = max(1, round(_SAMPLE_MB / megabytes))
         found[f"{megabytes:g}"] = interleave(
-            transport, calls, rounds=bench.rounds, inner=inner, name=f"bench.{megabytes:g}.times"
+            transport,
+            calls,
+            rounds=bench.rounds,
+            inner=inner,
+            name=f"bench.{megabytes:g}.times",
+            title=f"{megabytes:g} MB",
+            progress=progress,
         )
     return found
 
@@ -76,8 +98,12 @@ def interleave(
     rounds: int,
     inner: int,
     name: str,
+    title: str,
+    progress: Progress,
 ) -> dict[str, list[float]]:
     """Time calls in turn, the same ones on every rank; a sample is ``inner`` calls.
+
+    ``progress`` is told of each tenth of the rounds, beside ``title``, while nothing is timed.
 
     Returns seconds of one call in every round, the slowest rank's, by name.
     """
@@ -96,6 +122,8 @@ def interleave(
             for _ in range(inner):
                 calls[key]()
             own[key].append((time.perf_counter() - began) / inner)
+        if (number + 1) * 10 // rounds > number * 10 // rounds:
+            progress(f"{title}, {number + 1} of {rounds} rounds")
     # One row a rank, [contestants * rounds]. A collective takes as long as its slowest rank.
     row = torch.tensor([own[key] for key in order], dtype=torch.float64).view(-1)
     slowest = Channel(transport, name, 300.0).allgather_rows(row).amax(dim=0)

@@ -65,7 +65,7 @@ def bench_allreduce(
     check_writable(json_file)
     sizes = ", ".join(f"{size:g}" for size in bench.megabytes)
     _tell(f"{job}, {sizes} MB, {bench.rounds} rounds; tables come at the end")
-    found = run_bench("allreduce", dataclasses.asdict(bench), job)
+    found = run_bench("allreduce", dataclasses.asdict(bench), job, progress=_tell)
     judged = {}
     for size, samples in found.items():
         goals = {name: allreduce_goal(name, float(size), job) for name in samples}
@@ -84,7 +84,7 @@ def bench_step(bench: StepBench, *, job: BenchJob, json_file: str | None, show: 
     """Time whole training steps against Horovod's optimizer; return the exit status."""
     check_writable(json_file)
     _tell(f"{job}, steps of {bench.model}, {bench.rounds} rounds; tables come at the end")
-    found = run_bench("step", dataclasses.asdict(bench), job)
+    found = run_bench("step", dataclasses.asdict(bench), job, progress=_tell)
     samples = found.pop(bench.model)
     judged = judge(samples, {name: step_goal(name) for name in samples})
     show(table(f"{bench.model}, {job}", judged))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from loft_hvd.bench.collectives import (
     BASELINE_AGAIN,
     PEER,
     AllreduceBench,
+    Progress,
     measure_allreduce,
 )
 from loft_hvd.bench.steps import StepBench, measure_step
@@ -44,6 +46,10 @@ __all__ = [
 ]
 
 MARK = "loft_hvd bench: "  # before the line of results, among what launchers print
+_PROGRESS = "loft_hvd bench has done "  # before each line of progress
+# After such a line, while all ranks wait for rank 0: launchers take CPU time to hand it on, which
+# would fall on the next sample. Horovodrun takes some milliseconds.
+_HANDED_ON_S = 0.05
 # Goals are 1.03 to 1.10: a baseline 5 % off itself says nothing about them. Gloo needs many rounds
 # to come below it (docs/benchmarks.md).
 NOISE_LIMIT = 0.05
@@ -92,17 +98,27 @@ def step_goal(contestant: str) -> float | None:
     return {"mean": 1.03, "trimmed_mean": 1.10}.get(contestant.split()[0])
 
 
-def run_bench(what: str, options: dict[str, Any], job: BenchJob) -> dict[str, Any]:
-    """Start the ranks and return what they measured: of "allreduce" or "step", by their options."""
+def run_bench(
+    what: str, options: dict[str, Any], job: BenchJob, *, progress: Progress = lambda text: None
+) -> dict[str, Any]:
+    """Start the ranks and return what they measured: of "allreduce" or "step", by their options.
+
+    ``progress`` is told how far rank 0 is, each tenth of the rounds.
+    """
+
+    def on_line(line: str) -> None:
+        if _PROGRESS in line:
+            progress(line.split(_PROGRESS, 1)[1])
+
     script = ("-m", "loft_hvd.bench.ranks", what, json.dumps(options))
     command = launch_command(
         horovod_build(), script, num_ranks=job.num_ranks, controller=job.controller
     )
-    done = run_limited(command, timeout_s=job.timeout_s)
+    done = run_limited(command, timeout_s=job.timeout_s, on_line=on_line)
     # Launchers put "[0]<stdout>:" before a line, and may write their own between ours.
     lines = [line.split(MARK, 1)[1] for line in done.output.splitlines() if MARK in line]
     if not done.is_over or len(lines) != 1:
-        lines = done.output.splitlines()
+        lines = [line for line in done.output.splitlines() if _PROGRESS not in line]
         said = [line for line in lines if line.startswith("[")] or lines  # ranks, not the launcher
         last = "\n".join(said[-20:])
         raise LoftError(f"bench {what}: the job of {job} did not end well:\n{last}")
@@ -111,19 +127,28 @@ def run_bench(what: str, options: dict[str, Any], job: BenchJob) -> dict[str, An
 
 
 def main(arguments: list[str]) -> int:
-    """Measure what the arguments ask for; rank 0 prints one line of JSON."""
+    """Measure what the arguments ask for; rank 0 prints its progress and a line of JSON."""
     torch.set_num_threads(1)  # ranks share the cores; threads of theirs would only wait
     hvd = horovod_module()
     hvd.init()
+
+    def say(line: str) -> None:
+        if hvd.rank() == 0:
+            sys.stdout.write(f"{line}\n")
+            sys.stdout.flush()
+
+    def progress(text: str) -> None:
+        say(f"{_PROGRESS}{text}")
+        time.sleep(_HANDED_ON_S)
+
     what, options = arguments[0], json.loads(arguments[1])
     if what == "allreduce":
         sizes = tuple(float(size) for size in options.pop("megabytes"))
-        found = measure_allreduce(AllreduceBench(megabytes=sizes, **options))
+        bench = AllreduceBench(megabytes=sizes, **options)
+        found = measure_allreduce(bench, progress=progress)
     else:
-        found = measure_step(StepBench(**options))
-    if hvd.rank() == 0:
-        sys.stdout.write(f"{MARK}{json.dumps(found)}\n")
-        sys.stdout.flush()
+        found = measure_step(StepBench(**options), progress=progress)
+    say(f"{MARK}{json.dumps(found)}")
     hvd.shutdown()
     return 0
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from loft_hvd.aggregation.row_rules import Robust
 from loft_hvd.aggregation.rules import Mean, Median, Rule, TrimmedMean
-from loft_hvd.bench.collectives import BASELINE, BASELINE_AGAIN, interleave
+from loft_hvd.bench.collectives import BASELINE, BASELINE_AGAIN, Progress, interleave
 from loft_hvd.bench.scopes import COMPUTING, FORWARD, MODEL, SHARDS, part_calls
 from loft_hvd.config import config
 from loft_hvd.errors import ArgumentError
@@ -97,7 +97,7 @@ class StepBench:
             )
 
 
-def measure_step(bench: StepBench) -> dict[str, Any]:
+def measure_step(bench: StepBench, *, progress: Progress = lambda text: None) -> dict[str, Any]:
     """Time training steps of every contestant; each rank calls it alike.
 
     Returns the model's parameters, and seconds of every round of each contestant, the slowest
@@ -168,7 +168,15 @@ def measure_step(bench: StepBench) -> dict[str, Any]:
     if bench.scopes:
         calls |= scopes()
     num_parameters = sum(p.numel() for p in MODELS[bench.model]().parameters())
-    samples = interleave(transport, calls, rounds=bench.rounds, inner=1, name="bench.step.times")
+    samples = interleave(
+        transport,
+        calls,
+        rounds=bench.rounds,
+        inner=1,
+        name="bench.step.times",
+        title=bench.model,
+        progress=progress,
+    )
     found = {"parameters": num_parameters, bench.model: samples}
     if bench.trace is not None:
         found["stages"] = _trace(lambda: ours(TrimmedMean(f)), bench.trace, transport.rank)

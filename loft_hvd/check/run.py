@@ -70,10 +70,12 @@ def check_script(
         ArgumentError: fewer than two ranks, no time, or no such script.
         DataError: a rank left no notes.
     """
-    if num_ranks < 2 or not seconds > 0 or not Path(script).is_file():
+    if not Path(script).is_file():
+        raise ArgumentError(f"check: there is no file {script!r}; name a training script")
+    if num_ranks < 2 or not seconds > 0:
         raise ArgumentError(
-            f"check: {script!r} must be a file, num_ranks={num_ranks} >= 2 and seconds={seconds:g} "
-            "> 0; ranks are compared with each other"
+            f"check: num_ranks={num_ranks} must be >= 2 and seconds={seconds:g} > 0; ranks are "
+            "compared with each other"
         )
     with tempfile.TemporaryDirectory(prefix="loft-check-") as folder:
         words = ("-m", "loft_hvd.check.watch", folder, str(seconds), str(num_ranks))

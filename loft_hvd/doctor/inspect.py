@@ -114,16 +114,21 @@ def inspect_all(
     )
 
 
-def verdict(sections: Sequence[Section]) -> str:
-    """Return one line: whether anything found is to be mended, and what comes first."""
+def verdict(sections: Sequence[Section], *, failed: str = "") -> str:
+    """Return one line: whether anything found is to be mended, and what comes first.
+
+    ``failed`` names what was tried beside looking, and went wrong; "" where nothing did.
+    """
     found = [finding for section in sections for finding in section.findings if finding.advice]
     needed = [finding for finding in found if not finding.advice.startswith(_OPTIONAL)]
     optional = f"; optional and not here: {len(found) - len(needed)}" * (found != needed)
+    not_ready = f"NOT ready, {failed}" if failed else ""
     if not needed:
-        return f"Verdict: ready{optional}."
+        return f"Verdict: {not_ready or 'ready'}{optional}."
     first = needed[0]
     more = f" (and {len(needed) - 1} more, marked ->)" * (len(needed) > 1)
-    return f"Verdict: mend {first.name} first: {first.advice}{more}{optional}."
+    mend = f"mend {first.name} first: {first.advice}{more}{optional}."
+    return f"Verdict: {not_ready}; {mend}" if failed else f"Verdict: {mend}"
 
 
 def launcher(name: str) -> str:

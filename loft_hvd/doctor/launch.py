@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import codecs
+import io
 import os
+import selectors
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NoReturn
@@ -62,41 +65,94 @@ def launch_command(
     )
 
 
-def run_limited(command: Sequence[str], *, timeout_s: float) -> Finished:
-    """Run a command; at the limit end everything that it started."""
+class _Output:
+    """What a job prints, kept as it comes.
+
+    Args:
+        on_line: told each whole line at once, without its end.
+    """
+
+    def __init__(self, on_line: Callable[[str], None]) -> None:
+        self._on_line = on_line
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder = io.IncrementalNewlineDecoder(decoder, translate=True)
+        self._told: list[str] = []  # whole lines
+        self._rest = ""  # of a line that goes on
+
+    @property
+    def text(self) -> str:
+        """All of it so far."""
+        return "".join([*self._told, self._rest])
+
+    def read(self, process: subprocess.Popen[bytes], *, until_s: float) -> bool:
+        """Read until nobody holds the pipe any more; False where somebody does at ``until_s``."""
+        pipe = process.stdout
+        assert pipe is not None
+        if pipe.closed:
+            return True
+        with selectors.DefaultSelector() as selector:
+            selector.register(pipe, selectors.EVENT_READ)
+            while selector.select(max(until_s - time.monotonic(), 0.0)):
+                chunk = os.read(pipe.fileno(), 1 << 16)
+                self._take(self._decoder.decode(chunk, final=not chunk))
+                if not chunk:
+                    pipe.close()
+                    return True
+        return False
+
+    def _take(self, text: str) -> None:
+        *whole, self._rest = (self._rest + text).split("\n")
+        for line in whole:
+            self._told.append(f"{line}\n")
+            self._on_line(line)
+
+
+def run_limited(
+    command: Sequence[str], *, timeout_s: float, on_line: Callable[[str], None] = lambda line: None
+) -> Finished:
+    """Run a command; at the limit end everything that it started.
+
+    ``on_line`` is told each line as soon as it is printed, and must not take long.
+    """
     start_s = time.monotonic()
+    output, too_late = _Output(on_line), ""
     with _sigterm_raises():  # before there is something that must not outlive this command
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
             start_new_session=True,  # a group of its own, so that all of it can be ended
         )
-        try:
-            output, _ = process.communicate(timeout=timeout_s)
+        try:  # nothing before it: a signal that came there would leave the job behind
+            _wait(process, output, until_s=start_s + timeout_s)
         except subprocess.TimeoutExpired:
-            output = f"{_end(process)}\nnot done within {timeout_s:g} s; ended"
+            _end(process, output)
+            too_late = f"\nnot done within {timeout_s:g} s; ended"
         except BaseException:  # Ctrl-C and SIGTERM, too: ranks must not outlive the command
-            _end(process)
+            _end(process, output)
             raise
-    return Finished(process.returncode == 0, time.monotonic() - start_s, output)
+    is_over = process.returncode == 0
+    return Finished(is_over, time.monotonic() - start_s, output.text + too_late)
 
 
-def _end(process: subprocess.Popen[str]) -> str:
-    """End a job's whole group; return what it had printed."""
+def _wait(process: subprocess.Popen[bytes], output: _Output, *, until_s: float) -> None:
+    """Read until a job has ended, and nobody holds its pipe; TimeoutExpired at ``until_s``."""
+    if not output.read(process, until_s=until_s):
+        raise subprocess.TimeoutExpired(process.args, until_s)
+    process.wait(max(until_s - time.monotonic(), 0.0))
+
+
+def _end(process: subprocess.Popen[bytes], output: _Output) -> None:
+    """End a job's whole group, and read what it has printed."""
     # Not to be ignored, as SIGTERM is: a launcher waits for ranks that hang.
     os.killpg(process.pid, signal.SIGKILL)
-    try:
-        return process.communicate(timeout=_REST_S)[0]
-    except subprocess.TimeoutExpired as late:  # what has left the group holds the pipe open
-        said = late.output or ""
-        if process.stdout is not None:
-            process.stdout.close()
-        process.wait()  # it is killed; no pipe holds this up
-        return said if isinstance(said, str) else said.decode(errors="replace")
+    assert process.stdout is not None
+    with process.stdout:
+        try:
+            output.read(process, until_s=time.monotonic() + _REST_S)
+        finally:  # what has left the group may still hold the pipe
+            process.wait()  # it is killed; no pipe holds this up
 
 
 @contextmanager

@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from loft_hvd.bench.ranks import BenchJob, run_bench
 from loft_hvd.bench.scopes import cost_of
+from loft_hvd.cli import build_app
 from loft_hvd.errors import LoftError
-from tests.support.launch import launch
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(150)]
 
@@ -18,8 +19,8 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(150)]
 def test_bench_allreduce_writes_every_contestant(tmp_path: Path) -> None:
     found = tmp_path / "found.json"
     options = ["--ranks", "2", "--mb", "0.1,1", "--rounds", "3", "--peer", "--json", str(found)]
-    done = launch(1, ["-m", "loft_hvd.cli", "bench", "allreduce", *options], launcher="none")
-    assert done.returncode == 0, done.output[-4000:]
+    done = CliRunner().invoke(build_app(), ["bench", "allreduce", *options])
+    assert done.exit_code == 0, done.output[-4000:]
     record = json.loads(found.read_text())
     assert set(record["allreduce"]) == {"0.1 MB", "1 MB"}
     for judged in record["allreduce"].values():
@@ -27,11 +28,18 @@ def test_bench_allreduce_writes_every_contestant(tmp_path: Path) -> None:
         assert {"horovod", "horovod again", "mean", "median"} < names
         assert all(entry["seconds"] > 0 for entry in judged["contestants"].values())
         assert judged["against_peer"]["ratio"] > 0
+    # What is piped is the tables; how far it is comes while it runs, and once from rank 0.
+    assert "trimmed_mean f=0" in done.stdout
+    assert "rounds" not in done.stdout
+    told = [f"bench: {size} MB, {n} of 3 rounds" for size in ("0.1", "1") for n in (1, 2, 3)]
+    assert [line for line in done.stderr.splitlines() if " of 3 rounds" in line] == told
 
 
 def test_bench_step_times_whole_steps_and_traces_their_stages(tmp_path: Path) -> None:
     options = {"model": "resnet18", "batch": 2, "rounds": 3, "trace": str(tmp_path / "t.json")}
-    found = run_bench("step", {**options, "scopes": True}, BenchJob(2))
+    told: list[str] = []
+    found = run_bench("step", {**options, "scopes": True}, BenchJob(2), progress=told.append)
+    assert told == [f"resnet18, {n} of 3 rounds" for n in (1, 2, 3)]
     cost = cost_of(found["resnet18"])
     assert 0 < cost.formula_s < 10
     assert cost.step_s > 0

@@ -8,7 +8,7 @@ import pytest
 
 from loft_hvd.check.run import Checked, check_script
 from loft_hvd.doctor.inspect import horovod_build
-from tests.support.converted import CONVERTED
+from tests.support.converted import CONVERTED, DIFFS, EXAMPLE_JOB, converted_example
 from tests.support.marks import long_first
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(400)]
@@ -160,8 +160,10 @@ EXAMPLES = {
 }
 
 
-def check(script: Path, *arguments: str) -> Checked:
-    return check_script(str(script), arguments, build=horovod_build(), seconds=SECONDS)
+def check(script: Path, *arguments: str, num_ranks: int = 2) -> Checked:
+    return check_script(
+        str(script), arguments, build=horovod_build(), num_ranks=num_ranks, seconds=SECONDS
+    )
 
 
 def test_a_mistake_is_found_with_its_line(tmp_path: Path) -> None:
@@ -229,13 +231,37 @@ def test_a_collective_that_the_others_never_make_is_found_in_an_elastic_script(
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", CONVERTED)
-def test_nothing_is_found_in_a_converted_example_of_horovods(name: str, tmp_path: Path) -> None:
+def test_nothing_is_found_in_a_script_like_an_example_of_horovods(
+    name: str, tmp_path: Path
+) -> None:
     script = tmp_path / "train.py"
     text, num_steps = CONVERTED[name]
     script.write_text(text)
     checked = check(script, str(tmp_path / "checkpoints"))
     assert checked.is_fine, checked
     assert checked.num_steps == num_steps
+
+
+# How many steps each takes: of 192 images two epochs, and one rank's 4 and 16 make a global batch.
+STEPS_OF_EXAMPLES = {
+    "pytorch_mnist.py": 2 * 4,  # of 3 * 16
+    "pytorch_synthetic_benchmark.py": 1 + 3 * 2,  # as its arguments say
+    "pytorch_imagenet_resnet50.py": 2 * 12,  # of 2 * 2 * 4
+    "pytorch_mnist_elastic.py": 2 * 3,  # of 4 * 16, for any number of ranks
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("path", DIFFS)
+def test_nothing_is_found_in_an_example_of_horovods_with_the_diff_of_the_docs(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))  # where they keep a lock
+    arguments = converted_example(path, tmp_path)
+    num_ranks = 3 if "f=1" in DIFFS[path] else 2  # as docs/migrate.md says of `-np`
+    checked = check(ROOT / EXAMPLE_JOB, *arguments, num_ranks=num_ranks)
+    assert checked.is_fine, checked
+    assert checked.num_steps == STEPS_OF_EXAMPLES[Path(path).name]
 
 
 def _line(place: str) -> str:

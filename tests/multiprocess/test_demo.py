@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from scripts.plain import plain_lines
 from tests.support.launch import ROOT, launch, launcher_here
 
 sys.path.insert(0, str(ROOT / "examples"))
+import demo_report
 import digits
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
@@ -85,9 +88,25 @@ def test_what_is_printed_repeats_no_warning_and_shows_no_launcher(folder: Path) 
     lines = list(plain_lines((folder / "output.txt").read_text().splitlines(keepends=True)))
     text = "".join(lines)
     assert text.count("rank 3 stands out for") == 1
+    # Two runs take turns, and a plain mean watches nobody.
+    assert len(re.findall(r"trimmed_mean, (equal|fitted) sizes: rank 3 stands out for", text)) == 1
     assert text.count("trimmed_mean, both sizes") == 10  # a line each tenth
     assert "<stdout>" not in text
     assert "<stderr>" not in text
+
+
+def test_a_warning_is_printed_once_and_names_the_run_it_comes_from(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shown = demo_report.Warnings()
+    logger = logging.Logger("of this test")
+    logger.addHandler(shown)
+    for run in ("mean, equal sizes", "mean, fitted sizes"):
+        with shown.of_run(run):
+            logger.warning("rank %d stands out", 3)
+    logger.warning("between two runs")
+    expected = ["mean, equal sizes: rank 3 stands out", "between two runs"]
+    assert capsys.readouterr().out.splitlines() == expected
 
 
 def test_the_plot_is_a_picture(folder: Path) -> None:

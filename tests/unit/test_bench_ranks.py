@@ -155,7 +155,7 @@ def test_a_step_over_the_whole_model_hides_rows_behind_the_backward_pass_and_not
 def test_a_record_that_cannot_be_written_is_refused_before_anything_is_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(commands, "run_bench", lambda *_: pytest.fail("timed"))
+    monkeypatch.setattr(commands, "run_bench", lambda *_, **__: pytest.fail("timed"))
     with pytest.raises(DataError, match="cannot be written"):
         commands.bench_step(
             StepBench(), job=BenchJob(), json_file=str(tmp_path), show=lambda _: None

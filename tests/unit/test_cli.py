@@ -76,6 +76,23 @@ def test_doctor_run_exits_0_only_when_the_result_is_right(
     assert ("the end of it" in result.output) is (not is_right or bool(extra))
 
 
+@pytest.mark.parametrize("sections", [(), _SECTIONS], ids=["nothing to mend", "advice"])
+@pytest.mark.parametrize("is_right", [True, False])
+def test_the_last_line_of_doctor_run_agrees_with_the_exit_status(
+    app: typer.Typer,
+    monkeypatch: pytest.MonkeyPatch,
+    is_right: bool,
+    sections: tuple[Section, ...],
+) -> None:
+    monkeypatch.setattr(doctor, "inspect_all", lambda build: sections)
+    _runs(monkeypatch, is_right=is_right)
+    last = CliRunner().invoke(app, ["doctor", "--run"]).output.splitlines()[-1]
+    failed = "Verdict: NOT ready, the all-reduce over 2 ranks failed: see above"
+    assert last.startswith(failed) is not is_right
+    assert ("mend matplotlib first" in last) is bool(sections)
+    assert (last == "Verdict: ready.") is (is_right and not sections)
+
+
 def _main(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     monkeypatch.setattr(sys, "argv", ["loft-hvd", *words])
     with pytest.raises(SystemExit) as stop:
@@ -151,6 +168,8 @@ def test_simulate_compares_policies_over_random_clusters(app: typer.Typer, tmp_p
         app, ["simulate", "--random", "2", "--seed", "5", "--json", str(found)]
     )
     assert result.exit_code == 0, result.output
+    assert "random clusters" in result.stderr
+    assert "random clusters" not in result.stdout
     summary = json.loads(found.read_text())
     assert [cluster["seed"] for cluster in summary["clusters"]] == [5, 6]
     for rival, gains in summary["gain"].items():
@@ -200,6 +219,56 @@ def test_report_takes_the_newest_log_of_a_folder(app: typer.Typer, tmp_path: Pat
         "loft-20260101-000000-0.jsonl, the newest of its folder"
     )
     assert CliRunner().invoke(app, ["report", str(tmp_path / "none")]).exit_code == 1
+
+
+@pytest.mark.parametrize("columns", [60, 41])
+def test_a_report_in_a_narrow_terminal_is_broken_between_words(
+    app: typer.Typer, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    log = str(Path(__file__).parent / "logs/faulty_worker.jsonl")
+    piped = CliRunner().invoke(app, ["report", log]).stdout
+    assert max(map(len, piped.splitlines())) > 100  # a file's lines are left alone
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes what it writes to for a terminal then
+    shown = CliRunner().invoke(app, ["report", log]).stdout
+    assert max(map(len, shown.splitlines())) <= columns
+    assert shown.split() == piped.split()
+
+
+@pytest.mark.parametrize("command", [("report",), ("top", "--once")])
+def test_an_empty_file_is_no_run_log(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    command: tuple[str, ...],
+) -> None:
+    empty = tmp_path / "loft-1.jsonl"
+    empty.touch()
+    assert _main(monkeypatch, *command, str(empty)) == 1
+    assert "it has no line" in capsys.readouterr().err
+
+
+def test_check_says_that_the_script_is_not_there(
+    app: typer.Typer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _main(monkeypatch, "check", "trian.py") == 1
+    assert "there is no file 'trian.py'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("sizes", ["0", "4,-1", "nan", "inf"])
+def test_bench_refuses_a_size_that_is_none_before_it_starts_ranks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], sizes: str
+) -> None:
+    assert _main(monkeypatch, "bench", "allreduce", "--mb", sizes) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("loft-hvd: bench allreduce: sizes of")
+    assert len(error.splitlines()) == 1
+
+
+def test_bench_refuses_half_a_row(app: typer.Typer) -> None:
+    result = CliRunner().invoke(app, ["bench", "kernels", "--rows", "3,2.5"])
+    assert result.exit_code == 2
+    assert "--rows '3,2.5'" in result.output
 
 
 def test_report_says_that_a_folder_has_no_log(

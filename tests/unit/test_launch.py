@@ -84,6 +84,22 @@ def test_what_has_left_the_group_does_not_hold_up_the_end() -> None:
     assert done.seconds < 20  # the pipe stays open for 25 s
 
 
+def test_each_line_is_told_while_the_job_goes_on(tmp_path: Path) -> None:
+    heard = tmp_path / "heard"
+    wait = "while [ ! -e $0 ]; do sleep 0.05; done"  # for ever, unless the line is told before
+    told: list[str] = []
+
+    def on_line(line: str) -> None:
+        told.append(line)
+        heard.touch()
+
+    script = f"echo first; {wait}; printf 'two\\r\\nhalf'"
+    done = run_limited(("sh", "-c", script, str(heard)), timeout_s=30, on_line=on_line)
+    assert done.is_over
+    assert told == ["first", "two"]
+    assert done.output == "first\ntwo\nhalf"
+
+
 _JOB = """
 import sys
 from loft_hvd.doctor.launch import run_limited
