@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from html import escape
 from typing import Any
@@ -42,6 +42,7 @@ __all__ = ["render_page"]
 _MIDDLE = {"a quarter": 0.25, "median": 0.5, "three quarters": 0.75}
 _BY_PACE = {"fastest": 0.0, **_MIDDLE, "slowest": 1.0}  # of seconds of own work
 _BY_VALUE = {"least": 0.0, **_MIDDLE, "most": 1.0}  # of sizes and waits, which fast ranks have
+_NAMED = ' class="named"'
 _MOST_SCALARS = 50  # names with a picture each: a log may have a new one on every line
 _STYLE = f"""
 body {{ font: 15px/1.45 system-ui, sans-serif; max-width: 820px; margin: 2em auto;
@@ -53,7 +54,8 @@ th:first-child, td:first-child {{ text-align: left }}
 .facts td:last-child, .facts th {{ text-align: left; font-weight: normal }}
 .facts td {{ overflow-wrap: anywhere }} .facts th {{ color: #777; white-space: nowrap }}
 .bad {{ background: #fde8e8; padding: .6em 1em; border-left: 4px solid #c33 }}
-.none {{ color: #777 }} pre {{ white-space: pre-wrap; background: #f6f6f6; padding: .8em }}
+.none {{ color: #777 }} .named {{ background: #fde8e8 }}
+pre {{ white-space: pre-wrap; font-size: 12px; background: #f6f6f6; padding: .8em }}
 {STYLE}"""
 
 
@@ -163,7 +165,8 @@ def _throughput(entries: Sequence[Times], later: str) -> Iterator[str]:
     yield "<h2>Throughput</h2>"
     rates = [(float(entry.step), throughput(entry)) for entry in entries]
     points = [(step, rate) for step, rate in rates if rate is not None]
-    yield lines([("all ranks", points)], label="samples a second") if points else _none(later)
+    label = "samples a second, all ranks together"
+    yield lines([("all ranks", points)], label=label) if points else _none(later)
 
 
 def _scalars(entries: Sequence[Scalars]) -> Iterator[str]:
@@ -342,10 +345,15 @@ def _ms(seconds: float | None) -> str:
     return f"{1e3 * seconds:.4g}" if known and seconds is not None else "-"
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], *, named: Collection[int] = ()
+) -> str:
+    """Return a table; the rows whose places are ``named`` stand out."""
     cells = "".join(f"<th>{escape(name)}</th>" for name in head)
     body = "".join(
-        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows
+        f"<tr{_NAMED if place in named else ''}>"
+        f"{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
+        for place, row in enumerate(rows)
     )
     return f"<table><tr>{cells}</tr>{body}</table>"
 
@@ -365,7 +373,7 @@ def _workers(world: Sequence[Line]) -> Iterator[str]:
     shown = sorted(newest.workers, key=lambda each: -each.suspicion)[:MOST_LINES]
     series = [
         (
-            f"ranks {' '.join(map(str, worker.ranks))}",
+            f"rank{'s' if len(worker.ranks) > 1 else ''} {' '.join(map(str, worker.ranks))}",
             [
                 (float(entry.step), each.suspicion)
                 for entry in entries
@@ -394,7 +402,8 @@ def _workers(world: Sequence[Line]) -> Iterator[str]:
             )
         )
     head = ("ranks", "suspicion", "outside", "distance", "left out", "clipped", "copied")
-    yield _table((*head, "not finite", ""), rows)
+    named = {place for place, worker in enumerate(newest.workers) if worker.is_named}
+    yield _table((*head, "not finite", ""), rows, named=named)
 
 
 def _watched_at(rules: Rules, world: Sequence[Line]) -> int | None:

@@ -7,7 +7,7 @@ page's style shows the band's rule, dots and values while the pointer is over it
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from html import escape
 from itertools import pairwise
 
@@ -30,21 +30,22 @@ _COLOURS = (
 MOST_LINES = len(_COLOURS)  # of a picture: more have no colours of their own
 _MOST_POINTS = 100  # of a line: closer ones could not be pointed at
 _MOST_DOTS = 40  # of a line whose points are drawn: more would touch each other
-_APART = 2.0  # between lines that would hide each other; the lines themselves are as wide
+_THICK = 2.0  # a line's width
+_APART = 3.0  # between lines, at least: closer ones would hide each other
 # Values between which a picture's heights are numbers too: JSON holds any.
 _LEAST, _MOST = 1e-300, 1e300
 _TIP_LINE = 15  # height of a line of values
-STYLE = """
-svg { width: 100%; font-size: 12px } .axis { fill: none; stroke: #999 }
-.grid { fill: none; stroke: #eee } .line { fill: none; stroke-width: 2 }
-.line:hover { stroke-width: 4 } .dashed { stroke-dasharray: 6 4 }
-.dots { fill: none; stroke-width: 6; stroke-linecap: round; pointer-events: none }
-.band { fill: transparent } .rule { fill: none; stroke: #bbb }
-.tip { pointer-events: none } .tip rect { fill: #fff; stroke: #999; opacity: .93 }
-.at .tip, .at .rule { visibility: hidden }
-.at:hover .tip, .at:hover .rule { visibility: visible }
-.legend span { margin-right: 1.2em; white-space: nowrap }
-.legend i { display: inline-block; width: .8em; height: .8em; margin-right: .4em }
+STYLE = f"""
+svg {{ width: 100%; font-size: 12px }} .axis {{ fill: none; stroke: #999 }}
+.grid {{ fill: none; stroke: #eee }} .line {{ fill: none; stroke-width: {_THICK:g} }}
+.dashed {{ stroke-dasharray: 6 4 }}
+.dots {{ fill: none; stroke-width: 6; stroke-linecap: round; pointer-events: none }}
+.band {{ fill: transparent }} .rule {{ fill: none; stroke: #bbb }}
+.tip {{ pointer-events: none }} .tip rect {{ fill: #fff; stroke: #999; opacity: .93 }}
+.at .tip, .at .rule {{ visibility: hidden }}
+.at:hover .tip, .at:hover .rule {{ visibility: visible }}
+.legend span {{ margin-right: 1.2em; white-space: nowrap }}
+.legend i {{ display: inline-block; width: .8em; height: .8em; margin-right: .4em }}
 """
 
 Point = tuple[float, float]
@@ -60,6 +61,9 @@ def _text(x: float, y: float, text: str, *, anchor: str = "start") -> str:
 
 
 def _legend(names: Sequence[str]) -> str:
+    """Return what colour is what; one colour alone is what the picture's heading says."""
+    if len(names) < 2:
+        return ""
     entries = (
         f'<span><i style="background:{_colour(number)}"></i>{escape(name)}</span>'
         for number, name in enumerate(names)
@@ -111,13 +115,23 @@ def bars(rows: Sequence[tuple[str, Sequence[float]]], parts: Sequence[str], *, u
             )
             x += value * scale
         shapes.append(_text(x + 6, y + 16, f"{sum(values):.3g} {unit}"))
-    # A view box scales to the page's width; screen readers take "img" as one picture.
-    drawing = f'<svg viewBox="0 0 {_WIDTH} {base + 20}" role="img">{"".join(shapes)}</svg>'
+    drawing = _drawing(shapes, height=base + 20, told=f"{unit}: {', '.join(parts)}")
     return drawing + _legend(parts)
 
 
+def _drawing(shapes: Sequence[str], *, height: int, told: str) -> str:
+    # A view box scales to the page's width; screen readers take "img" as one picture of that name.
+    return (
+        f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{escape(told)}">'
+        f"{''.join(shapes)}</svg>"
+    )
+
+
 class _Frame:
-    """Where steps and values lie in a picture whose axes hold all of some points."""
+    """Where steps and values lie in a picture whose axes hold all of some points.
+
+    The axis of values ends at round numbers: from 0 to 570 at 600, and from 0.13 to 0.8 at 0.1.
+    """
 
     def __init__(self, points: Sequence[Point], *, least_top: float, is_from_zero: bool) -> None:
         self.first, self.last = min(x for x, _ in points), max(x for x, _ in points)
@@ -125,8 +139,14 @@ class _Frame:
         high = max(min(max(y for _, y in points), _MOST), least_top)
         if is_from_zero or high - low <= _LEAST:  # a level line at a height of its own
             low, high = min(low, 0.0), max(high, 0.0)
-        self.low = low
-        self.high = high if high - low > _LEAST else low + 1.0  # all zeros: on the base line
+        high = high if high - low > _LEAST else low + 1.0  # all zeros: on the base line
+        self.marks = ticks(low, high)
+        apart = self.marks[1] - self.marks[0] if len(self.marks) > 1 else 0.0
+        if self.marks[0] > low + apart * 1e-6:
+            self.marks = [self.marks[0] - apart, *self.marks]
+        if self.marks[-1] < high - apart * 1e-6:
+            self.marks = [*self.marks, self.marks[-1] + apart]
+        self.low, self.high = min(low, self.marks[0]), max(high, self.marks[-1])
         # SVG's y grows downwards: a value lies (value - low) * up above the base line.
         self._across = (_WIDTH - _LEFT - _RIGHT) / ((self.last - self.first) or 1.0)
         self._up = (_HEIGHT - _BOTTOM - _TOP) / (self.high - self.low)
@@ -142,7 +162,7 @@ class _Frame:
         """Draw the axes, with round numbers on both."""
         base, end = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
         shapes = []
-        for tick in ticks(self.low, self.high):
+        for tick in self.marks:
             y = self.y(tick)
             shapes.append(f'<path class="grid" d="M{_LEFT},{y:.1f}H{end}"/>')
             shapes.append(_text(_LEFT - 6, y + 4, f"{tick:g}", anchor="end"))
@@ -168,8 +188,8 @@ def lines(
 ) -> str:
     """Draw named lines of points (step, value) over the optimizer's steps.
 
-    Where lines would hide each other, all are set apart by their own width; the values that a
-    pointer finds are the true ones.
+    Where lines would hide each other they are set apart by a little more than their width; the
+    values that a pointer finds are the true ones.
 
     Args:
         series: name and points of each line, their steps rising; values that are not finite are
@@ -187,31 +207,78 @@ def lines(
     if not points:
         return '<p class="none">nothing was logged</p>'
     frame = _Frame(points, least_top=least_top, is_from_zero=is_from_zero)
-    places = [(round(frame.x(x)), round(frame.y(y))) for x, y in points]
-    apart = _APART if len(set(places)) < len(places) else 0.0
     shapes = frame.axes(label)
-    shifts = [(number - (len(series) - 1) / 2) * apart for number in range(len(series))]
-    for number, ((name, line), shift) in enumerate(zip(series, shifts, strict=True)):
+    heights, asides = _set_apart([line for _, line in series], frame)
+    for number, ((name, line), aside) in enumerate(zip(series, asides, strict=True)):
         path = ""
-        for x, y in line:
-            at_x, at_y = frame.x(x), frame.y(y) - shift
+        for x, _ in line:
+            at_x, at_y = frame.x(x), heights[number][x]
             # Points (0, 64), (20, 76): stepped M0,64 H20 L20,76 stays at 64 until the plan changes.
             if path and is_stepped:
+                at_x = min(max(at_x + aside, _LEFT), _WIDTH - _RIGHT) if x < line[-1][0] else at_x
                 path += f"H{at_x:.1f}"
             path += f"{'L' if path else 'M'}{at_x:.1f},{at_y:.1f}"
         if len(line) == 1:
             path += "h3"  # a path of one point has no length and would not be seen
         kind = "line dashed" if name in dashed else "line"
-        shapes.append(
-            f'<path class="{kind}" stroke="{_colour(number)}" d="{path}">'
-            f"<title>{escape(name)}</title></path>"
-        )
+        shapes.append(f'<path class="{kind}" stroke="{_colour(number)}" d="{path}"/>')
         if len(line) <= _MOST_DOTS and not is_stepped:
-            dots = (f"M{frame.x(x):.1f},{frame.y(y) - shift:.1f}h0" for x, y in line)
-            shapes.append(f'<path class="dots" stroke="{_colour(number)}" d="{"".join(dots)}"/>')
-    shapes += _bands(series, shifts, frame, is_stepped=is_stepped)
-    drawing = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{"".join(shapes)}</svg>'
-    return drawing + _legend([name for name, _ in series])
+            dots = "".join(f"M{frame.x(x):.1f},{heights[number][x]:.1f}h0" for x, _ in line)
+            shapes.append(f'<path class="dots" stroke="{_colour(number)}" d="{dots}"/>')
+    shapes += _bands(series, heights, frame, is_stepped=is_stepped)
+    names = [name for name, _ in series]
+    drawing = _drawing(shapes, height=_HEIGHT, told=f"{label}: {', '.join(names)}")
+    return drawing + _legend(names)
+
+
+def _set_apart(
+    series: Sequence[Sequence[Point]], frame: _Frame
+) -> tuple[list[dict[float, float]], list[float]]:
+    """Return y of each line's points, by step, and how far its upright parts are moved aside.
+
+    Above the base line values at 40, 41 and 90 are drawn at 39, 42 and 90. Lines that are closer
+    than that keep the order of the step before, so that they do not cross without need. Upright
+    parts of stepped lines lie at the same steps, too: each has a place of its own.
+    """
+    base = _HEIGHT - _BOTTOM
+    above = [{x: base - frame.y(y) for x, y in line} for line in series]
+    usual = [sum(line.values()) / max(1, len(line)) for line in above]
+    upwards = sorted(range(len(series)), key=lambda number: (usual[number], number))
+    order = upwards
+    heights: list[dict[float, float]] = [{} for _ in series]
+    for step in sorted({x for line in above for x in line}):
+        there: list[int] = []  # lines with a point here, upwards
+        for number in (each for each in order if step in above[each]):
+            place = len(there)
+            while place and above[there[place - 1]][step] > above[number][step] + _APART:
+                place -= 1
+            there.insert(place, number)
+        for number, height in zip(there, _spread([above[n][step] for n in there]), strict=True):
+            heights[number][step] = base - height
+        ordered = iter(there)
+        order = [next(ordered) if number in there else number for number in order]
+    # The highest goes left, as it mostly was the one to rise.
+    middle = (len(series) - 1) / 2
+    return heights, [(middle - upwards.index(number)) * _APART for number in range(len(series))]
+
+
+def _spread(heights: Sequence[float]) -> list[float]:
+    """Move heights as little as makes each ``_APART`` higher than the one before, all >= 0.
+
+    Heights that are too close become a block around their mean, which may then meet the next one:
+    5, 6 and 9 become 3.67, 6.67 and 9.67.
+    """
+    blocks: list[tuple[float, int]] = []  # lowest height, number of heights
+    for height in heights:
+        low, number = height, 1
+        while blocks and blocks[-1][0] + blocks[-1][1] * _APART > low:
+            below, others = blocks.pop()
+            # The mean of what both blocks want for the lowest height of the one that they become.
+            low = (below * others + (low - others * _APART) * number) / (others + number)
+            number += others
+        blocks.append((low, number))
+    placed = [low + place * _APART for low, number in blocks for place in range(number)]
+    return [max(height, place * _APART) for place, height in enumerate(placed)]
 
 
 def _thinned(line: Sequence[Point]) -> Sequence[Point]:
@@ -226,7 +293,11 @@ def _thinned(line: Sequence[Point]) -> Sequence[Point]:
 
 
 def _bands(
-    series: Sequence[Line], shifts: Sequence[float], frame: _Frame, *, is_stepped: bool
+    series: Sequence[Line],
+    heights: Sequence[Mapping[float, float]],
+    frame: _Frame,
+    *,
+    is_stepped: bool,
 ) -> list[str]:
     """Return a band for each step: what every line's value is there."""
     steps = sorted({x for _, line in series for x, _ in line})
@@ -240,35 +311,28 @@ def _bands(
     for number, step in enumerate(steps):
         values = []
         for place, (name, line) in enumerate(series):
-            value = known[place].get(step)
-            if value is None and is_stepped:
-                value = next((y for x, y in reversed(line) if x <= step), None)
-            if value is not None:
-                values.append((place, name, value))
+            at: float | None = step if step in known[place] else None
+            if at is None and is_stepped:
+                at = next((x for x, _ in reversed(line) if x <= step), None)
+            if at is not None:
+                values.append((_colour(place), name, known[place][at], heights[place][at]))
         shapes.append(
             f'<g class="at"><rect class="band" x="{left[number]:.1f}" y="{_TOP}" '
             f'width="{right[number] - left[number]:.1f}" height="{_HEIGHT - _BOTTOM - _TOP}"/>'
             f'<path class="rule" d="M{edges[number]:.1f},{_TOP}V{_HEIGHT - _BOTTOM}"/>'
-            f"{_tip(step, values, shifts, frame)}</g>"
+            f"{_tip(step, values, frame)}</g>"
         )
     return shapes
 
 
-def _tip(
-    step: float,
-    values: Sequence[tuple[int, str, float]],
-    shifts: Sequence[float],
-    frame: _Frame,
-) -> str:
-    """Return the values at a step: a dot on each line, and a box of words beside them."""
-    words = [f"step {step:g}", *(f"{name}: {value:.4g}" for _, name, value in values)]
+def _tip(step: float, values: Sequence[tuple[str, str, float, float]], frame: _Frame) -> str:
+    """Return the values at a step, of colour, name, value and y: dots, and a box of words."""
+    words = [f"step {step:g}", *(f"{name}: {value:.4g}" for _, name, value, _ in values)]
     width = 7 * max(map(len, words)) + 12
     x = frame.x(step)
     at = x + 8 if x + 8 + width < _WIDTH else x - 8 - width
     dots = "".join(
-        f'<circle cx="{x:.1f}" cy="{frame.y(value) - shifts[place]:.1f}" r="4" '
-        f'fill="{_colour(place)}"/>'
-        for place, _, value in values
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>' for colour, _, _, y in values
     )
     text = "".join(
         _text(at + 6, _TOP + 15 + _TIP_LINE * row, line) for row, line in enumerate(words)

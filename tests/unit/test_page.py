@@ -6,11 +6,14 @@ import math
 import re
 from dataclasses import asdict
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from loft_hvd.balance.interval import RankTimes
 from loft_hvd.errors import DataError
@@ -92,7 +95,8 @@ def test_a_page_of_many_ranks_shows_their_spread(tmp_path: Path) -> None:
     assert log.path is not None
     page = render_page(read_run_log(log.path), title="many")
     assert "5 of 1000 ranks from the fastest to the slowest" in page
-    names = re.findall(r"<title>([^<:]+)</title></path>", page)
+    told = re.findall(r'aria-label="([^:"]+): ([^"]*)"', page)
+    names = [name for label, each in told if label != "ms" for name in each.split(", ")]
     middle = ["a quarter", "median", "three quarters"]
     own, waits = ["fastest", *middle, "slowest"], ["least", *middle, "most"]
     assert names == ["all ranks", "realised", *own, *waits]
@@ -296,8 +300,58 @@ def test_lines_that_would_hide_each_other_are_set_apart() -> None:
     level = [(0.0, 8.0), (10.0, 8.0)]
     drawing = lines([("a", level), ("b", level)], label="y")
     heights = re.findall(r'class="line"[^>]* d="M[\d.]+,([\d.]+)L', drawing)
-    assert abs(float(heights[0]) - float(heights[1])) == pytest.approx(2.0)
+    assert float(heights[0]) - float(heights[1]) == pytest.approx(3.0)
     assert drawing.count(": 8</text>") == 4  # the values that are told stay true
+
+
+def heights_of(*values: tuple[float, float]) -> list[tuple[float, float]]:
+    """Return where lines from step 0 to 10 begin and end in a picture of 0 to 100, in its units."""
+    series = [(f"line {number}", [(0.0, a), (10.0, b)]) for number, (a, b) in enumerate(values)]
+    drawing = lines(series, label="y", least_top=100.0)
+    found = re.findall(r'class="line"[^>]* d="M[\d.]+,([\d.]+)L[\d.]+,([\d.]+)"', drawing)
+    return [(250 - 34 - float(a), 250 - 34 - float(b)) for a, b in found]
+
+
+def test_lines_are_set_apart_where_they_meet_and_do_not_cross_there() -> None:
+    # 190 units are 100: the first two are 0.8 units apart at step 0, and far from each other at 10.
+    (a, b), (c, d), alone = heights_of((50.4, 20.0), (50.0, 50.0), (90.0, 90.0))
+    assert (a, c) == pytest.approx((95.38 - 1.5, 95.38 + 1.5), abs=0.06)
+    assert (b, d, *alone) == pytest.approx((38.0, 95.0, 171.0, 171.0), abs=0.06)
+
+
+@given(values=st.lists(st.floats(0.0, 100.0), min_size=1, max_size=8))
+def test_lines_are_apart_and_as_near_to_their_values_as_that_lets(values: list[float]) -> None:
+    found = [begin for begin, _ in heights_of(*((value, value) for value in values))]
+    ordered = sorted(found)
+    assert all(b - a >= 2.9 for a, b in pairwise(ordered))  # of what is printed with one digit
+    true = sorted(1.9 * value for value in values)
+    assert (
+        max(abs(a - b) for a, b in zip(ordered, true, strict=True)) <= 3.0 * (len(values) - 1) + 0.1
+    )
+
+
+def test_lines_that_are_set_apart_stay_above_the_base_line() -> None:
+    (first, _), (second, _) = heights_of((0.0, 0.0), (0.0, 0.0))
+    assert (first, second) == pytest.approx((0.0, 3.0))
+
+
+def test_lines_that_cross_between_steps_stay_where_they_are() -> None:
+    (a, b), (c, d) = heights_of((20.0, 80.0), (80.0, 20.0))
+    assert (a, b, c, d) == pytest.approx((38.0, 152.0, 152.0, 38.0), abs=0.06)
+
+
+@pytest.mark.parametrize("values", [[0.13, 0.79], [3.0, 570.0], [-7.0, 11.5], [1e-9, 2e-7]])
+@pytest.mark.parametrize("is_from_zero", [True, False])
+def test_an_axis_ends_at_round_numbers_beyond_all_values(
+    values: list[float], is_from_zero: bool
+) -> None:
+    series = [("a", [(20.0 * at, value) for at, value in enumerate(values)])]
+    drawing = lines(series, label="y", is_from_zero=is_from_zero)
+    found = re.findall(r'text-anchor="end">([-+\d.e]+)</text>', drawing)
+    marks = [float(each) for each in found]
+    assert marks[0] <= min(values)
+    assert marks[-1] >= max(values)
+    assert 3 <= len(marks) <= 8
 
 
 def test_pointing_at_a_step_tells_every_line_there() -> None:
