@@ -10,34 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.converted import DIFFS, horovods_source, patched
+from tests.support.converted import DIFFS, EXAMPLE_JOB, converted_example
 from tests.support.elastic import launch_elastic
 from tests.support.launch import Finished, launch
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.timeout(200)]
 
-JOB = "tests/multiprocess/jobs/horovods_example.py"
-# The arguments of each, and what it prints how often.
-RUNS = {
-    "pytorch_mnist.py": ("--batch-size 16 --epochs 2 --no-cuda", "Test set: Average loss", 2),
-    "pytorch_synthetic_benchmark.py": (
-        "--batch-size 4 --num-warmup-batches 1 --num-batches-per-iter 2 --num-iters 3 --no-cuda",
-        "Total img/sec on 3 CPU(s)",
-        1,
-    ),
-    "pytorch_imagenet_resnet50.py": (
-        "--batch-size 4 --batches-per-allreduce 2 --epochs 2 --no-cuda --train-dir train "
-        "--val-dir validation",
-        "trained",
-        3,
-    ),
-    # Long enough for the third rank to come.
-    "pytorch_mnist_elastic.py": (
-        "--batch-size 16 --epochs 300 --log-interval 1000 --no-cuda",
-        "trained on 3",
-        3,
-    ),
+# What each prints, and how often.
+SAID = {
+    "pytorch_mnist.py": ("Test set: Average loss", 2),
+    "pytorch_synthetic_benchmark.py": ("Total img/sec on 3 CPU(s)", 1),
+    "pytorch_imagenet_resnet50.py": ("trained", 3),
+    "pytorch_mnist_elastic.py": ("trained on 3", 3),
 }
+LONG_ENOUGH = ["--epochs", "300"]  # in place of 2: the third rank has time to come
 
 
 def run(folder: Path, arguments: list[str], *, is_elastic: bool) -> Finished:
@@ -46,7 +32,9 @@ def run(folder: Path, arguments: list[str], *, is_elastic: bool) -> Finished:
         return launch(3, arguments, timeout_s=150, env=env)
 
     def add_host(found: Path) -> None:
-        time.sleep(15.0)  # by then the first two train
+        until = time.monotonic() + 100.0
+        while not (folder / "trains").exists() and time.monotonic() < until:
+            time.sleep(0.1)
         found.write_text("localhost:2\n127.0.0.1:1\n")
 
     return launch_elastic(
@@ -64,15 +52,12 @@ def run(folder: Path, arguments: list[str], *, is_elastic: bool) -> Finished:
 
 @pytest.mark.parametrize("path", DIFFS)
 def test_a_converted_example_of_horovods_trains(path: str, tmp_path: Path) -> None:
-    source = horovods_source()
-    script = tmp_path / Path(path).name
-    text = patched((source / path).read_text(encoding="utf-8"), DIFFS[path])
-    text += "\nprint(f'trained on {hvd.size()}', flush=True)\n"
-    script.write_text(text, encoding="utf-8")
-    words, said, count = RUNS[script.name]
-    arguments = [JOB, str(script), *words.split()]
-    if "imagenet" in path:
-        arguments += ["--checkpoint-format", str(tmp_path / "checkpoint-{epoch}.pt")]
-    done = run(tmp_path, arguments, is_elastic="elastic" in path)
+    end = "\nprint(f'trained on {hvd.size()}', flush=True)\n"
+    arguments = [EXAMPLE_JOB, *converted_example(path, tmp_path, end=end)]
+    is_elastic = "elastic" in path
+    if is_elastic:
+        arguments += LONG_ENOUGH
+    done = run(tmp_path, arguments, is_elastic=is_elastic)
     assert done.returncode == 0, done.output[-6000:]
+    said, count = SAID[Path(path).name]
     assert done.output.count(said) == count, done.output[-6000:]

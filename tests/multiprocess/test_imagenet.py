@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.converted import horovods_source
+from tests.support.converted import EXAMPLE_JOB, horovods_source
 from tests.support.launch import Finished, launch
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.timeout(400)]
 
-JOB = "tests/multiprocess/jobs/horovods_example.py"
 EXAMPLE = "examples/pytorch/pytorch_imagenet_resnet50.py"
 LIMIT_S = 20.0
 # What docs/migrate.md says of each line; and when training begins.
@@ -80,7 +79,7 @@ def train(script: Path) -> Finished:
     options = ["--batch-size", "8", "--batches-per-allreduce", "3", "--epochs", "2", "--no-cuda"]
     folders = ["--train-dir", "train", "--val-dir", "validation"]
     checkpoint = ["--checkpoint-format", str(script.with_name("checkpoint-{epoch}.pt"))]
-    arguments = [JOB, str(script), *options, *folders, *checkpoint]
+    arguments = [EXAMPLE_JOB, str(script), *options, *folders, *checkpoint]
     return launch(3, arguments, timeout_s=180)
 
 

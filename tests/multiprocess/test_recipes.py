@@ -6,16 +6,16 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.support.launch import ROOT, launch, launcher_here
+from tests.support.pages import Block, blocks_of, read_page
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(250)]
 
-PAGE = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
+PAGE = read_page("recipes.md")
 ELASTIC = "Elastic launch"
 CHECK = """
 assert 0.5 < mean_loss < 2.0, mean_loss
@@ -31,27 +31,6 @@ print(f"rank {hvd.rank()} of {hvd.size()} has finished")
 """
 
 
-@dataclass(frozen=True)
-class Block:
-    """A fenced block of the page."""
-
-    heading: str
-    kind: str  # its language
-    text: str
-    is_shown_once: bool
-
-
-def blocks_of(page: str) -> list[Block]:
-    found = []
-    heading = ""
-    for part in re.split(r"(?m)^(?=## )", page):
-        heading = part.splitlines()[0].removeprefix("## ") if part.startswith("## ") else ""
-        for match in re.finditer(r"(?ms)^```(\w*)\n(.*?)^```$", part):
-            before = part[: match.start()].rstrip().rpartition("\n\n")[2]
-            found.append(Block(heading, match[1], match[2], before.startswith("Shown once")))
-    return found
-
-
 BLOCKS = [block for block in blocks_of(PAGE) if not block.is_shown_once]
 COMMANDS = [block for block in BLOCKS if block.kind == "bash"]
 
@@ -65,9 +44,6 @@ def test_each_block_is_run_or_marked() -> None:
     assert kinds == {"python", "bash"}
     ran = {"", "Metrics", "Sub-batches", "Evaluation", "Checkpoints", ELASTIC}
     assert {block.heading for block in BLOCKS if block.kind == "python"} == ran
-    assert len(blocks_of(PAGE)) == PAGE.count("\n```") / 2
-    marked = "Shown once:\n\n```bash\nfrob\n```\n\nText.\n\n```bash\nfrob\n```\n"
-    assert [block.is_shown_once for block in blocks_of(marked)] == [True, False]
 
 
 def test_the_python_of_the_page_trains_saves_and_goes_on(tmp_path: Path) -> None:

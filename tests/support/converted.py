@@ -1,7 +1,7 @@
 """Horovod's four examples for PyTorch, converted.
 
 ``CONVERTED`` are scripts like them, on small made data; ``DIFFS`` are what ``docs/migrate.md``
-shows of the examples themselves.
+shows of the examples themselves, which ``converted_example`` writes and ``EXAMPLE_JOB`` runs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["CONVERTED", "DIFFS", "horovods_source", "patched"]
+__all__ = ["CONVERTED", "DIFFS", "EXAMPLE_JOB", "converted_example", "horovods_source"]
 
 _PAGE = (Path(__file__).parents[2] / "docs/migrate.md").read_text(encoding="utf-8")
 DIFFS: dict[str, str] = {
@@ -22,6 +22,18 @@ DIFFS: dict[str, str] = {
     )
 }
 """By the example's path in Horovod's repository."""
+EXAMPLE_JOB = "tests/multiprocess/jobs/horovods_example.py"
+_ARGUMENTS = {  # of each, by its name
+    "pytorch_mnist.py": "--batch-size 16 --epochs 2 --no-cuda",
+    "pytorch_synthetic_benchmark.py": (
+        "--batch-size 4 --num-warmup-batches 1 --num-batches-per-iter 2 --num-iters 3 --no-cuda"
+    ),
+    "pytorch_imagenet_resnet50.py": (
+        "--batch-size 4 --batches-per-allreduce 2 --epochs 2 --no-cuda --train-dir train "
+        "--val-dir validation"
+    ),
+    "pytorch_mnist_elastic.py": "--batch-size 16 --epochs 2 --log-interval 1000 --no-cuda",
+}
 
 
 def horovods_source() -> Path:
@@ -32,7 +44,27 @@ def horovods_source() -> Path:
     return Path(source)
 
 
-def patched(text: str, diff: str) -> str:
+def converted_example(path: str, folder: Path, *, end: str = "") -> list[str]:
+    """Write an example of Horovod's, converted, into a folder; or skip the test.
+
+    Args:
+        path: of the example in Horovod's repository, one of ``DIFFS``.
+        folder: for the script and for its checkpoints.
+        end: lines to write behind it.
+
+    Returns:
+        The script and its arguments, as ``EXAMPLE_JOB`` takes them.
+    """
+    script = folder / Path(path).name
+    text = _patched((horovods_source() / path).read_text(encoding="utf-8"), DIFFS[path])
+    script.write_text(text + end, encoding="utf-8")
+    arguments = [str(script), *_ARGUMENTS[script.name].split()]
+    if "imagenet" in path:
+        arguments += ["--checkpoint-format", str(folder / "checkpoint-{epoch}.pt")]
+    return arguments
+
+
+def _patched(text: str, diff: str) -> str:
     """Return a text with a diff's hunks, each at the first place that it fits after the last."""
     done = ""
     for hunk in diff.removeprefix("@@\n").split("\n@@\n"):

@@ -105,7 +105,7 @@ MOST_LINES = {
     "pytorch_mnist.py": 12,
     "pytorch_synthetic_benchmark.py": 12,
     "pytorch_imagenet_resnet50.py": 14,
-    "pytorch_mnist_elastic.py": 14,
+    "pytorch_mnist_elastic.py": 10,
 }
 
 

@@ -1,0 +1,288 @@
+"""Every fenced block of the docs and the README is run by a test, or marked as shown once.
+
+The Python blocks of most pages are run here, in their order, one script a page. Blocks take things
+as given that a reader has, such as a model: what stands for them comes before each block.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.support.launch import ROOT, launch
+from tests.support.pages import PAGES, blocks_of, read_page
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
+
+_HEAD = """
+import horovod.torch as hvd
+import torch
+from torch.utils.data import TensorDataset
+import loft_hvd as loft
+torch.manual_seed(0)
+torch.set_num_threads(1)
+"""
+_JOB = """
+hvd.init()
+dataset = TensorDataset(torch.randn(600, 8), torch.randint(0, 3, (600,)))
+model, loss_fn, epochs = torch.nn.Linear(8, 3), torch.nn.CrossEntropyLoss(), 2
+def wrapped(**options):
+    global model  # a new one: its hooks would tell the optimizer before of each pass
+    model = torch.nn.Linear(8, 3)
+    return loft.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        named_parameters=model.named_parameters(),
+        **options,
+    )
+def total(count):
+    return int(hvd.allreduce(torch.tensor(count), op=hvd.Sum))
+"""
+
+
+@dataclass(frozen=True)
+class Script:
+    """How the Python blocks of a page are run."""
+
+    around: dict[str, tuple[str, str]]  # by a block's first line: what stands before, what checks
+    num_ranks: int = 1
+    head: str = _HEAD + _JOB
+    as_here: dict[str, str] = field(default_factory=dict)  # words of a page: what they are here
+
+
+_TRAINED = "assert total(sum(len(y) for x, y in loader)) == 600\n"
+_SCENARIO = """
+from pathlib import Path
+Path("scenario.toml").write_text(
+    'name = "small"\\nworld_size = 2\\nglobal_batch_size = 32\\nsteps = 60\\n[ranks]\\n'
+)
+"""
+_SCRIPTS = {
+    "attacks.md": Script(
+        num_ranks=8,
+        around={
+            "handle = loft.attacks.attach(optimizer, loft.attacks.SignFlip(scale=10), ranks=[3])": (
+                "rule = loft.TrimmedMean(f=2)\noptimizer = wrapped(rule=rule)\n",
+                "loss_fn(model(dataset[:8][0]), dataset[:8][1]).backward()\noptimizer.step()\n"
+                "assert model.weight.isfinite().all()\n",
+            ),
+        },
+    ),
+    "data.md": Script(
+        num_ranks=4,  # as many as the page's caps are for
+        around={
+            "balancer = loft.Balancer(global_batch_size=256)": (
+                "",
+                _TRAINED,
+            ),
+            "balancer = loft.Balancer(256, max_batch=[96, 96, 48, 16], micro_batches=True)": (
+                "",
+                "assert (len(micro_batches) > 1) is (hvd.rank() == 3)  # 22 samples, at most 16\n",
+            ),
+            "test_loader = loft.DataLoader(test_set, balancer, train=False)": (
+                "test_set = TensorDataset(*dataset[:100])\nbalancer = loft.Balancer(256)\n",
+                "assert total(count) == 100\nassert 0 <= accuracy <= 1\n",
+            ),
+            "torch.save(": (
+                "path, epoch = f'loader-{hvd.rank()}.pt', 1\n"
+                "balancer = loft.Balancer(256)\n"
+                "loader = loft.DataLoader(dataset, balancer)\n"
+                "optimizer = wrapped(balancer=balancer)\n"
+                "loader.set_epoch(epoch)\n"
+                "for x, y in loader:\n"
+                "    optimizer.zero_grad()\n"
+                "    loss_fn(model(x), y).backward()\n"
+                "    optimizer.step()\n"
+                "    break\n",
+                "assert total(sum(len(y) for x, y in loader)) == 600 - 256\n",
+            ),
+            "sampler = loft.BatchSampler(dataset, balancer, placement=placement)": (
+                "placement = loft.Placement.sharded(600, hvd.size())\n"
+                "balancer = loft.Balancer(256)\n",
+                _TRAINED,
+            ),
+            "loft.Placement.replicated(n)  # the default: every rank holds everything": (
+                "import json\n"
+                "from pathlib import Path\n"
+                "n, node_of_rank, locate = 8, [0, 0, 1, 1], lambda i: [i % 4, 'shared:nfs']\n"
+                "runs = [{'count': 8, 'homes': [0, 'shared:nfs']}]\n"
+                "text = json.dumps({'nodes': None, 'runs': runs})\n"
+                "hvd.rank() or Path('placement.json').write_text(text)\n"
+                "hvd.barrier()\n",
+                "",
+            ),
+            "placement = loft.Placement.sharded(n, hvd.size()).with_strata(labels, cap=1.5)": (
+                "n, labels = 600, dataset.tensors[1].numpy()\n",
+                "loader = loft.DataLoader(dataset, loft.Balancer(256), placement=placement)\n"
+                + _TRAINED,
+            ),
+            "from loft_hvd.data.assign import count_local, count_rows": (
+                "world_size, global_batch_size, sizes = 4, 200, [80, 60, 40, 20]\n"
+                "placement = loft.Placement.sharded(600, 4)\n",
+                "assert local.shape == (3, 4)\nassert (local <= sizes).all()\n",
+            ),
+        },
+        as_here={
+            "for micro_batches in loader:": "optimizer = wrapped(balancer=balancer)\n"
+            "for micro_batches in loader:"
+        },
+    ),
+    "failures.md": Script(
+        around={
+            "state = loft.elastic.State(model, optimizer, balancer=balancer, loader=loader, "
+            "epoch=0)": (
+                "balancer = loft.Balancer(256)\n"
+                "loader = loft.DataLoader(dataset, balancer)\n"
+                "optimizer = wrapped(balancer=balancer)\n",
+                "assert state.epoch == epochs\n",
+            ),
+            "from loft_hvd.transport.local import Faults, run_ranks": ("", ""),
+        },
+        as_here={
+            "            ...\n": "            optimizer.zero_grad()\n"
+            "            loss_fn(model(x), y).backward()\n"
+        },
+    ),
+    "report.md": Script(
+        around={
+            "optimizer.log_scalars(loss=loss, lr=0.1)  # or balancer.log_scalars(...)": (
+                "from pathlib import Path\n"
+                "optimizer, loss = wrapped(log_dir='runs'), torch.tensor(0.5)\n",
+                "(log,) = Path('runs').glob('*.jsonl')\nassert '\"lr\": 0.1' in log.read_text()\n",
+            ),
+        },
+    ),
+    "rules.md": Script(
+        around={
+            "import torch": ("", "assert out.isfinite().all()\n"),
+            "optimizer = loft.DistributedOptimizer(": (
+                "class Model(torch.nn.Module):\n"
+                "    def __init__(self):\n"
+                "        super().__init__()\n"
+                "        self.table, self.head = torch.nn.Embedding(9, 4), torch.nn.Linear(4, 3)\n"
+                "model = Model()\n",
+                "",
+            ),
+            "def median_of_touching(gradients: torch.Tensor) -> torch.Tensor:": (
+                "",
+                "rows = torch.tensor([[0.0, 1.0], [0.0, 3.0], [2.0, 5.0]])\n"
+                "assert loft.aggregate(rows, rule['table.*']).tolist() == [2.0, 3.0]\n",
+            ),
+        },
+        as_here={"TrimmedMean(f=1)},\n)": "TrimmedMean(f=0)},\n)"},  # one rank bears no wrong one
+    ),
+    "simulate.md": Script(
+        head=_HEAD,
+        around={
+            "from loft_hvd.simulate.simulation import rows, run_file": (
+                _SCENARIO,
+                "assert results.to_dict()['policies'].keys() >= {'loft', 'oracle'}\n",
+            ),
+        },
+    ),
+    "store.md": Script(
+        around={
+            "store = loft.SampleStore(dataset, memory_bytes=8 * 2**30)": (
+                "",
+                _TRAINED + "assert store.counters\nstore.close()\n",
+            ),
+        },
+    ),
+}
+"""By page."""
+# Where the blocks are run that are not run here, by the block's first line.
+_ELSEWHERE = {
+    "README.md": {
+        'loft.attach(optimizer, loft.Balancer(64 * hvd.size(), "report", log_dir="runs"))': (
+            "test_readme.py::test_the_two_lines_report_on_plain_horovod"
+        ),
+        " import horovod.torch as hvd": "test_readme.py::test_script_of_the_diff_trains",
+    },
+    "levels.md": {
+        "optimizer = loft.DistributedOptimizer(": "test_page_blocks.py::test_two_levels_train",
+        "nodes = [list(range(4 * node, 4 * node + 4)) for node in range(3)]": (
+            "test_page_blocks.py::test_two_levels_train"
+        ),
+    },
+    "migrate.md": {
+        "balancer = loft.Balancer(64 * hvd.size())": "test_readme.py::test_the_converted_loop",
+        "import horovod": "test_readme.py::test_the_notebooks_cell_trains",
+        "@@": "test_horovods_examples.py::test_",  # all diffs: `DIFFS` in tests/support
+    },
+}
+
+
+def _python_of(page: str) -> dict[str, str]:
+    blocks = blocks_of(read_page(page))
+    return {b.first_line: b.text for b in blocks if b.kind == "python" and not b.is_shown_once}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_each_block_is_run_or_marked(page: str) -> None:
+    text = read_page(page)
+    blocks = blocks_of(text)
+    assert len(blocks) == len(re.findall(r"(?m)^```", text)) / 2
+    left = [block for block in blocks if not block.is_shown_once]
+    if page == "recipes.md":  # its own test runs all of them, by their headings
+        assert {block.kind for block in left} == {"python", "bash"}
+        return
+    known = {**(_SCRIPTS[page].around if page in _SCRIPTS else {}), **_ELSEWHERE.get(page, {})}
+    assert {block.first_line for block in left} == known.keys()
+    for place in _ELSEWHERE.get(page, {}).values():
+        file, _, test = place.partition("::")
+        assert f"def {test}" in (ROOT / "tests/multiprocess" / file).read_text(), place
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_python_stands_in_fences(page: str) -> None:
+    outside = re.sub(r"(?ms)^```.*?^```$", "", read_page(page))
+    code = r"^    (?:(?:import|from|def|class|for|with) .*|\w+ = .*|@?(?:loft|hvd|torch)\..*)$"
+    assert re.findall(code, outside, re.MULTILINE) == []
+
+
+def test_a_mark_is_for_the_next_block_alone() -> None:
+    text = "Shown once:\n\n```bash\nfrob\n```\n\nText.\n\n```bash\nfrob\n```\n"
+    assert [block.is_shown_once for block in blocks_of(text)] == [True, False]
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.long if script.num_ranks > 4 else ())
+        for page, script in _SCRIPTS.items()
+    ],
+)
+def test_the_python_of_a_page_runs(page: str, tmp_path: Path) -> None:
+    script, blocks = _SCRIPTS[page], _python_of(page)
+    parts = [f"import os\nos.chdir({str(tmp_path)!r})\n", script.head]
+    for first_line, text in blocks.items():
+        before, check = script.around[first_line]
+        parts += [before, text, check]
+    body = "\n".join(parts)
+    for words, here in script.as_here.items():
+        assert words in body, words
+        body = body.replace(words, here)
+    file = tmp_path / "page.py"
+    file.write_text(f"{body}\nprint('the page is through')\n")
+    launcher = "none" if script.num_ranks == 1 else "gloo"
+    done = launch(script.num_ranks, [str(file)], launcher=launcher, timeout_s=150)
+    assert done.returncode == 0, done.output[-6000:]
+    assert done.output.count("the page is through") == script.num_ranks
+
+
+@pytest.mark.long
+def test_two_levels_train_as_the_page_sets_them_up(tmp_path: Path) -> None:
+    optimizer, sets = _python_of("levels.md").values()
+    # All ranks are on one host here: the page's own list, in place of host names.
+    grouped = optimizer.replace('over="nodes"', "over=nodes")
+    assert grouped != optimizer
+    job = _JOB.replace("hvd.init()", sets)
+    step = "loss_fn(model(dataset[:8][0]), dataset[:8][1]).backward()\noptimizer.step()\n"
+    end = f"{step}print('the page is through')\n"
+    file = tmp_path / "page.py"
+    file.write_text("\n".join([_HEAD, job, grouped, end]))
+    done = launch(12, [str(file)], timeout_s=180)
+    assert done.returncode == 0, done.output[-6000:]
+    assert done.output.count("the page is through") == 12
