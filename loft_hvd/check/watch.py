@@ -16,6 +16,7 @@ import functools
 import gc
 import inspect
 import io
+import itertools
 import json
 import os
 import runpy
@@ -26,7 +27,7 @@ import threading
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -61,7 +62,7 @@ from loft_hvd.data.stream import StreamLoader
 from loft_hvd.errors import LoftError
 from loft_hvd.metrics import Metric
 from loft_hvd.optimizer.wrapper import OptimizerWrapper
-from loft_hvd.transport.heartbeat.places import innermost_frame
+from loft_hvd.transport.heartbeat.places import stack_of
 from loft_hvd.transport.horovod import horovod_if_initialized, horovod_module
 
 __all__ = ["main"]
@@ -133,24 +134,28 @@ def _waits(file: str) -> bool | None:
     return next((waits for folder, waits in _WAITS if path.startswith(folder)), None)
 
 
-def _waiting_line(frame: FrameType | None) -> FrameType | None:
-    """Return the script's frame that waits for other ranks, from its innermost frame; else None."""
+def _waiting_lines(stack: Sequence[FrameType]) -> Sequence[FrameType]:
+    """Return a stack from the script's line on that waits for other ranks; () if none does."""
     waits: bool | None = None
-    while frame is not None and not _is_script(frame.f_code.co_filename):
+    for depth, frame in enumerate(stack):
+        if _is_script(frame.f_code.co_filename):
+            return stack[depth:] if waits else ()
         if waits is None:
             # hvd.init() takes as long as the slowest rank's imports.
             waits = _waits(frame.f_code.co_filename) and frame.f_code.co_name != "init"
+    return ()
+
+
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+    """Go through a frame of this thread's own and its callers."""
+    while frame is not None:
+        yield frame
         frame = frame.f_back
-    return frame if waits else None
 
 
 def _is_called_from(frame: FrameType | None, is_it: Callable[[FrameType], bool]) -> bool:
     """Say whether one of a frame's callers, or itself, is it."""
-    while frame is not None:
-        if is_it(frame):
-            return True
-        frame = frame.f_back
-    return False
+    return any(map(is_it, _callers(frame)))
 
 
 def _is_of_data(frame: FrameType) -> bool:
@@ -165,19 +170,16 @@ def _broadcasts_state(frame: FrameType) -> bool:
 
 def _place(frame: FrameType | None) -> str:
     """Return the innermost line of the script from a frame on."""
-    while frame is not None and not _is_script(frame.f_code.co_filename):
-        frame = frame.f_back
-    return "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return next(iter(_lines(_callers(frame))), "?")
 
 
-def _stack(frame: FrameType | None) -> list[str]:
-    """Return the lines of the script from a frame on, the innermost first."""
-    found: list[str] = []
-    while frame is not None and len(found) < _MOST_FRAMES:
-        if _is_script(frame.f_code.co_filename):
-            found.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
-        frame = frame.f_back
-    return found
+def _lines(stack: Iterable[FrameType]) -> list[str]:
+    """Return the lines of the script in a stack, the innermost first."""
+    own = (frame for frame in stack if _is_script(frame.f_code.co_filename))
+    return [
+        f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        for frame in itertools.islice(own, _MOST_FRAMES)
+    ]
 
 
 def _is_direct(frame: FrameType | None) -> bool:
@@ -289,7 +291,7 @@ class Watch:
             name, tensor = given.get("name"), given.get("tensor")
             note = Call(
                 what,
-                _stack(frame),
+                _lines(_callers(frame)),
                 name=None if name is None else str(name),
                 members=_members(given.get("process_set")),
                 num_values=tensor.numel() if isinstance(tensor, torch.Tensor) else 0,
@@ -374,7 +376,7 @@ class Watch:
         if not is_noted:
             self._known[key] = made, place, True
             self.notes.optimizers.append(_describe(optimizer, place))
-        note = Call(STEP, _stack(frame), members=_members_of(optimizer))
+        note = Call(STEP, _lines(_callers(frame)), members=_members_of(optimizer))
         self._add(note)
         self.is_begun.set()
         self.notes.num_steps += 1
@@ -458,7 +460,7 @@ class Watch:
             # The source of a StreamLoader gives what the plan takes.
             if note is None or _is_called_from(frame, _is_of_data):
                 return batches
-            this = Round(_epoch_of(loader), begun=_stack(frame))
+            this = Round(_epoch_of(loader), begun=_lines(_callers(frame)))
             note.rounds.append(this)
             self._num_rounds += 1
             opened = _OpenRound(this, note.kind, self._num_trained)
@@ -523,15 +525,15 @@ class Watch:
         while time.monotonic() < ends and not self._have_all_written(num_ranks):
             time.sleep(_LOOK_S)
 
-    def look(self, frame: FrameType | None, now: float) -> float:
-        """Return for how long the script, whose innermost frame this is, has waited for others."""
-        line = _waiting_line(frame)
+    def look(self, stack: Sequence[FrameType], now: float) -> float:
+        """Return for how long the script, whose stack this is, has waited for others."""
+        waiting = _waiting_lines(stack)
         # A loop comes back to its line: then there are signs of work.
-        standing = () if line is None else (id(line), line.f_lasti, self._num_signs)
+        standing = (id(waiting[0]), waiting[0].f_lasti, self._num_signs) if waiting else ()
         if not standing or standing != self._standing:
             self._since = now
         self._standing = standing
-        self._wait = WaitNote(_stack(line), now - self._since) if standing else None
+        self._wait = WaitNote(_lines(waiting), now - self._since) if standing else None
         return now - self._since
 
     def _tell_standing(self, stood_s: float) -> None:
@@ -554,7 +556,7 @@ class Watch:
             now = time.monotonic()
             if self.is_begun.is_set() and not is_begun:
                 ends, is_begun = now + seconds, True
-            stood_s = self.look(innermost_frame(main), now)
+            stood_s = self.look(stack_of(main), now)
             # One that has begun to stand is looked at until it is known whether it goes on.
             if now >= ends and not 0.0 < stood_s < STANDSTILL_S:
                 break

@@ -37,6 +37,7 @@ from loft_hvd.errors import (
 )
 from loft_hvd.transport.base import Channel, Transport, Work
 from loft_hvd.transport.heartbeat.heartbeat import Heartbeat, is_of_engine
+from loft_hvd.transport.heartbeat.places import locals_of
 from loft_hvd.transport.heartbeat.watched import heartbeat_of, open_heartbeat, watched
 from loft_hvd.transport.mesh import Mesh, MeshTransport, open_mesh
 
@@ -172,7 +173,7 @@ class _HandleMap(dict[int, Any]):
     def __setitem__(self, handle: int, tensors: Any) -> None:
         super().__setitem__(handle, tensors)
         function = sys._getframe(1)
-        some = function.f_locals.get("process_set")  # that of all ranks has the number 0
+        some = locals_of(function, "process_set").get("process_set")  # that of all has the number 0
         if threading.get_ident() in _starting() or getattr(some, "process_set_id", 0) != 0:
             return
         with self._counting:

@@ -543,7 +543,8 @@ def test_a_script_that_hangs_after_a_verdict_is_left_and_one_that_goes_on_only_l
     """It may be writing a checkpoint; here the main thread stands, and waits to be left."""
     if goes_on:  # another frame at every look
         monkeypatch.setattr(
-            "loft_hvd.transport.heartbeat.places.innermost_frame", lambda thread: sys._getframe()
+            "loft_hvd.transport.heartbeat.places.stack_of",
+            lambda thread, most=1: [sys._getframe()],
         )
     end = _LeavingAtOnce(threading.Event())
     control = ProcessControl(exit=end, look=lambda pid, start: "R")

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from loft_hvd.transport.heartbeat.places import Place, PlaceWatch, StandWatch, engine_call
+from loft_hvd._native import require_extension
+from loft_hvd.transport.heartbeat.places import (
+    Place,
+    PlaceWatch,
+    StandWatch,
+    engine_call,
+    locals_of,
+)
 
 # Its wait is a call of C, as Horovod's is: the innermost frame is the engine's own.
 ENGINE = """
@@ -148,9 +157,9 @@ def test_a_thread_stands_while_it_is_seen_in_one_instruction_of_one_call(
     watch = StandWatch(lambda: now)
 
     def seconds_in(call: Any) -> float:
-        frame = None if call is None else call.gi_frame
+        stack = [] if call is None else [call.gi_frame]
         monkeypatch.setattr(
-            "loft_hvd.transport.heartbeat.places.innermost_frame", lambda thread: frame
+            "loft_hvd.transport.heartbeat.places.stack_of", lambda thread, most: stack
         )
         return watch.look(7)
 
@@ -178,9 +187,13 @@ class Garbage:
         num_gone += 1
         time.sleep(0.0005)
 
+class Plain:
+    pass
+
 def look():
     while True:
         engine_call()
+        Plain()
 
 def spin():
     for _ in range(20):
@@ -211,3 +224,71 @@ def test_looking_while_garbage_is_collected_and_threads_start_does_not_hang() ->
     run = [sys.executable, "-c", COLLECTIONS]
     done = subprocess.run(run, capture_output=True, text=True, timeout=60, check=False)
     assert (done.stdout, done.stderr, done.returncode) == ("True\n", "", 0)
+
+
+class CollectionsNoted:
+    """Where collections begin while nearly every new object begins one."""
+
+    def __init__(self) -> None:
+        self.threads: list[int] = []
+        self._before = gc.get_threshold()
+
+    def __enter__(self) -> CollectionsNoted:
+        gc.callbacks.append(self._note)
+        gc.set_threshold(1)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        gc.set_threshold(*self._before)
+        gc.callbacks.remove(self._note)
+
+    def _note(self, phase: str, _: dict[str, int]) -> None:
+        self.threads.append(threading.get_ident())
+
+
+def deeper(depth: int, call: Callable[[], object]) -> object:
+    handle = call() if depth == 0 else deeper(depth - 1, call)
+    return handle
+
+
+def test_no_collection_begins_amid_a_look_at_another_threads_frames() -> None:
+    """A destructor in it would let that thread go on, and leave the frames that are read."""
+    native, arrived, over = require_extension(), threading.Event(), threading.Lock()
+    over.acquire()
+
+    def wait() -> bool:
+        arrived.set()
+        return over.acquire(timeout=10.0)
+
+    thread = threading.Thread(target=deeper, args=(50, wait))
+    thread.start()
+    assert arrived.wait(10.0)
+    with CollectionsNoted() as noted:
+        stack = native.stack_of(thread.ident, 100)
+        outermost = next(each for each in reversed(stack) if each.f_code is deeper.__code__)
+        found = native.locals_of(outermost, ["depth", "call", "handle"])
+    begun = len(noted.threads)  # beside the look; 56 where f_back and f_locals are asked
+    over.release()
+    thread.join(10.0)
+    assert found == {"depth": 50, "call": wait}  # the third is not set yet
+    assert sum(frame.f_code is deeper.__code__ for frame in stack) == 51
+    assert begun <= 10
+
+
+def test_variables_of_a_module_stay_as_they_are() -> None:
+    scope: dict[str, Any] = {"look": lambda: locals_of(sys._getframe(1), "name"), "name": "kept"}
+    exec("found = look()", scope)
+    assert scope["name"] == "kept"
+    assert scope["found"] == {}
+
+
+class Big:
+    """What a script lets go of."""
+
+
+def test_a_look_keeps_no_variable_of_the_script_alive() -> None:
+    big = Big()
+    gone = weakref.ref(big)
+    assert locals_of(sys._getframe(), "gone", "none") == {"gone": gone}
+    del big
+    assert gone() is None

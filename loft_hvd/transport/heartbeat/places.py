@@ -6,11 +6,11 @@ Seen from outside, by the heartbeat's thread, in the stack of the thread that tr
 
 from __future__ import annotations
 
+import itertools
 import math
-import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 from types import FrameType
@@ -19,7 +19,15 @@ from urllib.parse import quote, unquote
 
 from loft_hvd._native import extension
 
-__all__ = ["Place", "PlaceWatch", "StandWatch", "engine_call", "find_place", "innermost_frame"]
+__all__ = [
+    "Place",
+    "PlaceWatch",
+    "StandWatch",
+    "engine_call",
+    "find_place",
+    "locals_of",
+    "stack_of",
+]
 
 _ENGINES = ("horovod.", "torch.distributed.")
 _OWN = "loft_hvd."
@@ -61,40 +69,44 @@ class Place:
         return place if math.isfinite(place.call_s) else cls()
 
 
-def innermost_frame(thread: int) -> FrameType | None:
-    """Return where a thread is, by its number; None where that cannot be told.
+def stack_of(thread: int, most: int = _MOST_FRAMES) -> list[FrameType]:
+    """Return the frames of a thread, by its number, the innermost first; [] where none are known.
 
-    Before Python 3.12 a garbage collection may begin while Python lists the frames, under a lock
-    that every start of a thread takes. A destructor that lets other threads run, as a tensor's
-    does, then leaves both waiting for ever (python/cpython#106883). The extension keeps it out.
+    Never ``f_back`` of another thread's frame: before Python 3.12 that may crash the process.
     """
-    if sys.version_info >= (3, 12):
-        list_frames = sys._current_frames
-    else:
-        list_frames = getattr(extension(), "current_frames", dict)
-    frames: dict[int, FrameType] = list_frames()
-    return frames.get(thread)
+    native = extension()
+    return [] if native is None else native.stack_of(thread, most)
 
 
-def find_place(frame: FrameType | None) -> tuple[Place, object]:
-    """Return the place of a thread by its innermost frame, and what tells one wait from another."""
-    calls: list[FrameType] = []  # the engine's, innermost first
-    is_outside = frame is not None and _is_of(frame, _ENGINES)
+def locals_of(frame: FrameType, *names: str) -> dict[str, Any]:
+    """Return those of a frame's variables that have these names, whichever thread runs it.
+
+    Never ``f_locals`` of a frame that another thread may look at, for the same reason.
+    """
+    native = extension()
+    if native is None:  # then no thread looks at another one
+        return {name: frame.f_locals[name] for name in names if name in frame.f_locals}
+    found: dict[str, Any] = native.locals_of(frame, names)
+    return found
+
+
+def find_place(stack: Sequence[FrameType]) -> tuple[Place, object]:
+    """Return the place of a thread by its stack, and what tells one wait from another."""
+    is_outside = bool(stack) and _is_of(stack[0], _ENGINES)
     key: object = None
-    if frame is not None and is_outside:
-        handle = frame.f_locals.get("handle")  # never asked itself: a tensor would wait for its GPU
-        key = id(frame), frame.f_lasti, handle if isinstance(handle, int) else id(handle)
-    for _ in range(_MOST_FRAMES):
-        if frame is None or not _is_of(frame, _INNER):
-            break
-        is_outside &= not _is_of(frame, (_OWN,))
-        if _is_of(frame, _ENGINES):
-            calls.append(frame)
-        frame = frame.f_back
+    if is_outside:
+        # Never asked itself: a tensor would wait for its GPU.
+        handle = locals_of(stack[0], "handle").get("handle")
+        key = id(stack[0]), stack[0].f_lasti, handle if isinstance(handle, int) else id(handle)
+    inner = list(itertools.takewhile(lambda frame: _is_of(frame, _INNER), stack))
+    is_outside &= not any(_is_of(frame, (_OWN,)) for frame in inner)
     line = ""
-    if frame is not None and not _is_of(frame, _INNER):
+    if len(inner) < len(stack):
+        frame = stack[len(inner)]
         code = frame.f_code
         line = f"{PurePath(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
+    # The engine's, innermost first.
+    calls = [frame for frame in inner if _is_of(frame, _ENGINES)]
     call = _describe(calls) if is_outside else ""
     return Place(line, call), key if call else None
 
@@ -106,13 +118,14 @@ def _is_of(frame: FrameType, modules: tuple[str, ...]) -> bool:
 def _describe(calls: list[FrameType]) -> str:
     """Say which call of the engine's waits; "" when it is of some ranks only."""
     for frame in calls:
-        some = frame.f_locals.get("process_set")
-        some = frame.f_locals.get("group") if some is None else some
+        sets = locals_of(frame, "process_set", "group")
+        some = sets.get("process_set")
+        some = sets.get("group") if some is None else some
         if some is not None and getattr(some, "process_set_id", None) != 0:
             return ""  # who takes part is not known here
     named = [frame for frame in calls if frame.f_code.co_name not in _UNNAMED] or calls[-1:]
     call = named[-1]  # the one that the script has called
-    name: Any = call.f_locals.get("name")
+    name: Any = locals_of(call, "name").get("name")
     return f"{call.f_code.co_name} {name!r}" if isinstance(name, str) else call.f_code.co_name
 
 
@@ -126,7 +139,7 @@ class PlaceWatch:
 
     def look(self, thread: int) -> Place:
         """Return where a thread is."""
-        place, key = find_place(innermost_frame(thread))
+        place, key = find_place(stack_of(thread))
         now = self._clock()
         if key is None or key != self._key:
             self._key, self._since = key, now
@@ -145,9 +158,10 @@ class StandWatch:
 
     def look(self, thread: int) -> float:
         """Return for how many seconds it has; infinite where that cannot be told."""
-        frame = innermost_frame(thread)
-        if frame is None:
+        stack = stack_of(thread, most=1)
+        if not stack:
             return math.inf
+        frame = stack[0]
         now, instruction = self._clock(), frame.f_lasti
         if frame is not self._frame or instruction != self._instruction:
             self._frame, self._instruction, self._since = frame, instruction, now
@@ -160,8 +174,8 @@ class StandWatch:
 
 def engine_call() -> str:
     """Return the engine's function that the main thread hangs in, or ""; whoever has called it."""
-    frame = innermost_frame(threading.main_thread().ident or 0)
+    stack = stack_of(threading.main_thread().ident or 0, most=1)
     # Not poll, which comes back: our own waits call it.
-    if frame is None or not _is_of(frame, _ENGINES) or frame.f_code.co_name == "poll":
+    if not stack or not _is_of(stack[0], _ENGINES) or stack[0].f_code.co_name == "poll":
         return ""
-    return frame.f_code.co_name
+    return stack[0].f_code.co_name
