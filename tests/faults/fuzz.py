@@ -22,6 +22,7 @@ import tempfile
 import time
 import traceback
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -93,6 +94,7 @@ def fuzz(target: str, *, num_cases: int, seed: int = 0) -> Found:
             found.slowest_s = max(found.slowest_s, took_s)
             if took_s > LIMIT_S:
                 found.faults.append(f"{target} {number}: {took_s:.1f} s of CPU time")
+        del case
         after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         found.grown_bytes = 1024.0 * (after - before)
         if found.grown_bytes > LIMIT_BYTES:
@@ -485,6 +487,14 @@ def _wire(folder: Path) -> Case:
             assert verdict.rank == 1
             assert verdict.text.startswith("rank 1 (process 1001 on host1) ")
 
+    def close() -> None:
+        heart.close()
+        heart._close_all()
+        door.close()
+        for end in ends.values():
+            end.close()
+
+    weakref.finalize(case, close)  # with the last case, while warnings are still let pass
     return case
 
 
