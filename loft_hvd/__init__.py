@@ -38,6 +38,7 @@ from loft_hvd.aggregation.rules import (
 from loft_hvd.balance.balancer import Balancer
 from loft_hvd.balance.loft import Loft
 from loft_hvd.balance.policies import Replay
+from loft_hvd.data.blocks import BlockShuffle
 from loft_hvd.data.loader import DataLoader
 from loft_hvd.data.placement import Placement
 from loft_hvd.data.sampler import BatchSampler
@@ -62,6 +63,7 @@ __all__ = [
     "NNM",
     "Balancer",
     "BatchSampler",
+    "BlockShuffle",
     "Bucketing",
     "Bulyan",
     "CentredClipping",

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from loft_hvd.data.blocks import BlockShuffle
 from loft_hvd.data.loader import DataLoader
 from loft_hvd.data.placement import Placement, Source
 from loft_hvd.data.sampler import BatchSampler, PlanSource
 from loft_hvd.data.stream import StreamLoader
 
-__all__ = ["BatchSampler", "DataLoader", "Placement", "PlanSource", "Source", "StreamLoader"]
+__all__ = [
+    "BatchSampler",
+    "BlockShuffle",
+    "DataLoader",
+    "Placement",
+    "PlanSource",
+    "Source",
+    "StreamLoader",
+]

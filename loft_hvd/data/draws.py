@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ import numpy.typing as npt
 from loft_hvd.balance.plan import Plan, Sizes, StepSizes, scale_sizes
 from loft_hvd.config import config
 from loft_hvd.data.assign import Assignment, Homes, assign
+from loft_hvd.data.blocks import Arrangement, Order, ShardOrder
 from loft_hvd.data.placement import Placement
 from loft_hvd.errors import DataError
 
@@ -32,9 +33,6 @@ __all__ = [
 _BLOCK = 1 << 18  # samples worked on at a time: two megabytes, which a second-level cache holds
 _MANY = 1 << 20  # samples whose order takes long enough, 0.1 s, to be made ahead
 _GOLDEN = 0.618033988749895  # the golden ratio less 1: its multiples fill [0, 1) most evenly
-
-
-Order = npt.NDArray[np.signedinteger[Any]]  # indices of samples, int32 or int64
 
 
 class PlanView(Protocol):
@@ -66,7 +64,7 @@ class EpochSettings:
     """What decides which samples form a step, whatever the sizes."""
 
     placement: Placement  # who holds which sample; its length is that of the data set
-    shuffle: bool  # permute the samples each epoch
+    shuffle: bool | ShardOrder  # permute the samples each epoch, or blocks of them
     seed: int  # of the permutations, >= 0
     drop_last: bool  # leave out the samples that do not fill a global batch
     relaxed: bool  # spread each holder's samples evenly over the epoch
@@ -79,6 +77,11 @@ class EpochSettings:
                 "relaxed=True chooses the order of the samples, shuffle=False keeps the data "
                 "set's; drop one of them"
             )
+        if self.relaxed and isinstance(self.shuffle, ShardOrder):
+            raise DataError(
+                "relaxed=True spreads single samples over the epoch, but the data set is in shards "
+                "that are read in blocks; drop relaxed=True"
+            )
 
     @property
     def num_samples(self) -> int:
@@ -90,12 +93,21 @@ class EpochSettings:
 
         ``done`` are those consumed in an order that this world no longer has, [num_samples].
         """
-        order = epoch_order(self.num_samples, seed=self.seed, epoch=epoch, shuffle=self.shuffle)
+        if isinstance(self.shuffle, ShardOrder):
+            order = self.shuffle.order(seed=self.seed, epoch=epoch)
+        else:
+            order = epoch_order(self.num_samples, seed=self.seed, epoch=epoch, shuffle=self.shuffle)
         if self.relaxed:
             order = spread(order, self.placement.groups)
         if done is not None:
             order = np.concatenate([order[done[order]], order[~done[order]]])
         return order
+
+    def arrangement(self, epoch: int) -> Arrangement | None:
+        """Return how the samples of a step stand in this epoch; None: as they come."""
+        if not isinstance(self.shuffle, ShardOrder):
+            return None
+        return self.shuffle.arrangement(seed=self.seed, epoch=epoch)
 
 
 class EpochOrders:
@@ -224,13 +236,21 @@ def count_steps(num_samples: int, view: PlanView, *, drop_last: bool) -> int:
 
 
 def draw_epoch(
-    order: Order, homes: Homes, view: PlanView, *, first_step: int, position: int, drop_last: bool
+    order: Order,
+    homes: Homes,
+    view: PlanView,
+    *,
+    first_step: int,
+    position: int,
+    drop_last: bool,
+    arrangement: Arrangement | None = None,
 ) -> Iterator[Draw]:
     """Cut an epoch's order into global batches and assign each, lazily.
 
     The plan of a step is asked for when the step is drawn; it decides owners and never members.
     ``position`` samples of the order are consumed already; steps count over epochs from
-    ``first_step``. A dear assignment is drawn a step ahead, on a thread of its own, while the step
+    ``first_step``. Each batch is put in the order of ``arrangement``: an assignment gives runs of
+    it to ranks. A dear assignment is drawn a step ahead, on a thread of its own, while the step
     before it is trained: what it finds does not depend on when it looks.
     """
     num_steps = count_steps(len(order) - position, view, drop_last=drop_last)
@@ -241,7 +261,10 @@ def draw_epoch(
     try:
         for i in range(num_steps + ahead):
             if i < num_steps:
-                step_sizes, batch = _next_step(order, view, i, first_step, position)
+                begin = position + i * view.global_batch_size
+                batch = order[begin : begin + view.global_batch_size]
+                batch = batch if arrangement is None else arrangement(batch)
+                step_sizes = _sizes_of(batch, view, first_step + i)
                 drawn.append((step_sizes, batch))
                 task = partial(assign, batch, np.array(step_sizes.sizes, np.int64), homes)
                 begun.append(thread.submit(task).result if ahead else task)
@@ -255,15 +278,10 @@ def draw_epoch(
         thread.shutdown(wait=False, cancel_futures=True)
 
 
-def _next_step(
-    order: Order, view: PlanView, i: int, first_step: int, position: int
-) -> tuple[StepSizes, Order]:
-    """Return the sizes and the samples of the ``i``-th step from ``position`` on."""
-    plan = view.plan_at(first_step + i)
-    begin = position + i * view.global_batch_size
-    batch = order[begin : begin + view.global_batch_size]
+def _sizes_of(batch: Order, view: PlanView, step: int) -> StepSizes:
+    """Return the sizes of a step, by its plan, and the digest of its samples."""
+    plan = view.plan_at(step)
     sizes = scale_sizes(plan.sizes, len(batch), min_ranks=view.min_ranks)
     assert sizes is not None  # count_steps left smaller batches out
     digest = zlib.crc32(batch.tobytes())  # ranks compare it: they drew the same samples
-    num_micro = view.count_micro(sizes)
-    return StepSizes(plan.plan_id, first_step + i, sizes, digest, num_micro), batch
+    return StepSizes(plan.plan_id, step, sizes, digest, view.count_micro(sizes))

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from loft_hvd.balance.plan import Plan, Sizes
+from loft_hvd.data.blocks import BlockShuffle, check_shuffle
 from loft_hvd.data.draws import Draw, EpochSettings
 from loft_hvd.data.placement import Placement, check_placement
 from loft_hvd.data.sampler import (
@@ -204,7 +205,9 @@ class DataLoader(PlannedLoader):
             readers waited for it.
         balancer: gives the sizes, and takes times and sizes of the batches yielded.
         placement: who holds which sample; None when every rank holds all.
-        shuffle: permute the samples each epoch; None shuffles for training only.
+        shuffle: permute the samples each epoch; None shuffles for training only. Data in shards
+            (``loft.TarShards``, ``loft.ParquetShards``, whatever has ``shard_sizes``) are shuffled
+            in blocks, by a ``loft.BlockShuffle``.
         seed: of the permutations, equal on all ranks.
         drop_last: leave out the samples that do not fill a global batch.
         relaxed: spread each holder's samples evenly over the epoch (more local reads, another
@@ -234,7 +237,7 @@ class DataLoader(PlannedLoader):
         balancer: PlanSource,
         *,
         placement: Placement | None = None,
-        shuffle: bool | None = None,
+        shuffle: bool | BlockShuffle | None = None,
         seed: int = 0,
         drop_last: bool = False,
         relaxed: bool = False,
@@ -253,9 +256,8 @@ class DataLoader(PlannedLoader):
         _refuse(others)
         super().__init__(balancer, evaluates=None if train else EvaluationView(balancer))
         given, placement = placement, check_placement(placement, check_length(dataset))
-        settings = EpochSettings(
-            placement, train if shuffle is None else shuffle, seed, drop_last, relaxed
-        )
+        order = check_shuffle(train if shuffle is None else shuffle, dataset)
+        settings = EpochSettings(placement, order, seed, drop_last, relaxed)
         self.dataset = dataset
         self.num_workers = num_workers
         keeper = keeper_of(dataset) if train else None

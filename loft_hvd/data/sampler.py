@@ -19,6 +19,7 @@ from loft_hvd.balance.latency import Held
 from loft_hvd.balance.plan import Plan, StepSizes
 from loft_hvd.codec import Count, Within, decode, encode
 from loft_hvd.data.assign import Homes
+from loft_hvd.data.blocks import BlockShuffle, ShardOrder, check_shuffle
 from loft_hvd.data.draws import (
     Draw,
     EpochOrders,
@@ -255,6 +256,7 @@ class EpochState:
     seed: Annotated[int, Within(0, math.inf)]
     shuffle: bool
     relaxed: bool
+    blocks: str | None = None  # how data in shards are shuffled
 
     def __post_init__(self) -> None:
         if self.position > self.num_samples:
@@ -376,6 +378,7 @@ class GlobalBatches:
             first_step=first_step,
             position=position,
             drop_last=self.settings.drop_last,
+            arrangement=self.settings.arrangement(self.epoch),
         ):
             self.deepest_drawn_step = draw.deepest_step
             if self._keeper is not None:
@@ -423,6 +426,7 @@ class GlobalBatches:
             "seed": settings.seed,
             "shuffle": bool(settings.shuffle),  # a script may say 1
             "relaxed": bool(settings.relaxed),
+            "blocks": str(settings.shuffle) if isinstance(settings.shuffle, ShardOrder) else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> EpochState:
@@ -470,14 +474,15 @@ class BatchSampler(Sampler[list[int]]):
         balancer: PlanSource,
         *,
         placement: Placement | None = None,
-        shuffle: bool = True,
+        shuffle: bool | BlockShuffle = True,
         seed: int = 0,
         drop_last: bool = False,
         relaxed: bool = False,
     ) -> None:
         check_balancer(balancer)
         given, placement = placement, check_placement(placement, check_length(dataset))
-        settings = EpochSettings(placement, shuffle, seed, drop_last, relaxed)
+        order = check_shuffle(shuffle, dataset)
+        settings = EpochSettings(placement, order, seed, drop_last, relaxed)
         self._balancer = balancer
         keeper = keeper_of(dataset)
         self._batches = GlobalBatches(settings, balancer, keeper=keeper, given=given)
@@ -561,7 +566,8 @@ def check_length(dataset: object) -> int:
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise ArgumentTypeError(
             f"the data set is of type {type(dataset).__name__}: exactly-once batches of unequal "
-            "sizes need a map-style data set, with __len__ and __getitem__; for a stream use "
-            "loft.StreamLoader, or index it"
+            "sizes need a map-style data set, with __len__ and __getitem__. Read tar files with "
+            "loft.TarShards and Parquet files with loft.ParquetShards, which are map-style and "
+            "read blocks; for any other stream use loft.StreamLoader, or index it"
         )
     return len(dataset)

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from loft_hvd.data.assign import Homes
-from loft_hvd.data.draws import Draw, Order
+from loft_hvd.data.blocks import Order
+from loft_hvd.data.draws import Draw
 from loft_hvd.data.placement import HomeSet, Placement
 
 __all__ = ["NOBODY", "Claims", "Drawn", "Keepers", "Ranks", "grant", "with_keepers"]

@@ -207,6 +207,11 @@ class SampleStore(Dataset[Any]):
     def __len__(self) -> int:
         return self._shelf.num_samples
 
+    @property
+    def shard_sizes(self) -> Any:
+        """Samples of each shard of the data set; None where it is not in shards."""
+        return getattr(self.dataset, "shard_sizes", None)
+
     def __getitem__(self, index: int) -> Any:
         return self.__getitems__([index])[0]
 

@@ -13,11 +13,11 @@ import pytest
 
 from loft_hvd.data import draws as draws_module
 from loft_hvd.data.assign import Assignment, Homes, assign
+from loft_hvd.data.blocks import Order
 from loft_hvd.data.draws import (
     Draw,
     EpochOrders,
     EpochSettings,
-    Order,
     draw_epoch,
     epoch_order,
     spread,

@@ -91,6 +91,7 @@ _LAYERS = {
     "data/flow.py": 2,
     "data/assign.py": 2,
     "data/placement.py": 2,
+    "data/blocks.py": 2,
     "data/draws.py": 2,
     "data/sampler.py": 2,
     "data/stream.py": 2,
