@@ -42,6 +42,7 @@ from loft_hvd.data.blocks import BlockShuffle
 from loft_hvd.data.loader import DataLoader
 from loft_hvd.data.placement import Placement
 from loft_hvd.data.sampler import BatchSampler
+from loft_hvd.data.shards import ParquetShards, TarShards
 from loft_hvd.data.stream import StreamLoader
 from loft_hvd.errors import LoftError
 from loft_hvd.lightning import LoftCallback, lightning_callback
@@ -84,6 +85,7 @@ __all__ = [
     "Metric",
     "MinimumDiameter",
     "MultiKrum",
+    "ParquetShards",
     "Phocas",
     "Placement",
     "Quarantine",
@@ -94,6 +96,7 @@ __all__ = [
     "ScalarFeed",
     "StreamLoader",
     "Suspicion",
+    "TarShards",
     "TrimmedMean",
     "aggregate",
     "allreduce",

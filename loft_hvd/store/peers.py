@@ -37,17 +37,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from loft_hvd.errors import DataError, MissingDependencyError
+from loft_hvd.errors import DataError
+from loft_hvd.store.arrow import flight, pa
 from loft_hvd.store.gate import Gate, limit_connections, watch_memory
 from loft_hvd.store.shelf import Shelf, checksum
-
-try:
-    import pyarrow as pa
-    from pyarrow import flight
-except ImportError as error:  # the store is an extra
-    raise MissingDependencyError(
-        "loft_hvd.SampleStore needs Arrow Flight: pip install 'loft_hvd[store]'"
-    ) from error
 
 __all__ = ["Address", "Peers", "Received", "Server", "answer_proof", "listening", "open_ticket"]
 __all__ += ["program", "sign_ticket"]

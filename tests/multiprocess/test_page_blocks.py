@@ -98,6 +98,29 @@ _SCRIPTS = {
                 "    break\n",
                 "assert total(sum(len(y) for x, y in loader)) == 600 - 256\n",
             ),
+            "from glob import glob": (
+                "import io, tarfile\n"
+                "if hvd.rank() == 0:\n"
+                "    for place in range(6):\n"
+                "        with tarfile.open(f'train-{place}.tar', 'w') as tar:\n"
+                "            for i in range(100 * place, 100 * place + 100):\n"
+                "                for end, value in zip(('x', 'y'), dataset[i]):\n"
+                "                    info = tarfile.TarInfo(f'{i:06d}.{end}')\n"
+                "                    data = value.numpy().tobytes()\n"
+                "                    info.size = len(data)\n"
+                "                    tar.addfile(info, io.BytesIO(data))\n"
+                "hvd.barrier()\n"
+                "def decode(sample):\n"
+                "    x = torch.frombuffer(bytearray(sample['x']), dtype=torch.float32)\n"
+                "    return x, int.from_bytes(sample['y'], 'little')\n"
+                "balancer = loft.Balancer(256)\n",
+                _TRAINED,
+            ),
+            "home = {path: rank % hvd.size() for rank, path in enumerate(shards.paths)}": (
+                "",
+                "loader = loft.DataLoader(shards, loft.Balancer(256), placement=placement)\n"
+                + _TRAINED,
+            ),
             "sampler = loft.BatchSampler(dataset, balancer, placement=placement)": (
                 "placement = loft.Placement.sharded(600, hvd.size())\n"
                 "balancer = loft.Balancer(256)\n",
