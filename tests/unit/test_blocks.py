@@ -12,6 +12,7 @@ from torch.utils.data import Dataset, Subset
 import loft_hvd as loft
 from loft_hvd.data.blocks import Arrangement, BlockShuffle, ShardOrder
 from loft_hvd.data.draws import epoch_order
+from loft_hvd.data.placement import Placement
 from loft_hvd.data.sampler import BatchSampler
 from loft_hvd.errors import ArgumentTypeError, DataError
 from tests.support.plans import FakePlans
@@ -115,6 +116,21 @@ def test_published_reads_of_a_batch(
         met.append(len(np.unique(draw.batch // 1000)))
     assert round(float(np.mean(reads)), 1) == num_reads
     assert round(np.mean(met)) == num_shards
+
+
+@pytest.mark.parametrize(
+    ("shuffle", "percent"),
+    [(BlockShuffle(block=1), 96), (BlockShuffle(), 83), (BlockShuffle(block=64), 67)],
+    ids=["single samples", "blocks of 16", "blocks of 64"],
+)
+def test_published_share_of_local_reads(shuffle: BlockShuffle, percent: int) -> None:
+    """The table of docs/data.md: 64 files of 1,000 samples, dealt out to 4 ranks."""
+    placement = Placement.from_function(lambda i: i // 1000 % 4, 64_000)
+    dataset = Shelves([1000] * 64)
+    sampler = BatchSampler(dataset, FakePlans([64] * 4), shuffle=shuffle, placement=placement)
+    draws = sampler._batches.start(first_step=0)[1]
+    local = sum(int(draw.assignment.local.sum()) for draw in draws)
+    assert local / 640 == pytest.approx(percent, abs=1.0)
 
 
 @pytest.mark.parametrize("shuffle", [True, 1, BlockShuffle()])

@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 import tarfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torch.utils.data import IterableDataset
 import loft_hvd as loft
 from loft_hvd.data.shards import ParquetShards, ShardFiles, TarShards
 from loft_hvd.errors import ArgumentTypeError, DataError
+from loft_hvd.transport.local import LocalTransport, run_ranks
 from tests.support.plans import FakePlans
 
 Members = list[tuple[str, bytes]]
@@ -487,6 +489,35 @@ def test_a_store_keeps_what_shards_have_read(
     assert (steps == 1).mean() > 0.6
     assert store.counters["own"] == 100
     store.close()
+
+
+def test_stores_of_ranks_replay_who_keeps_what(make: Callable[..., ShardFiles]) -> None:
+    pytest.importorskip("pyarrow.flight", reason="the extra [store] is not installed")
+    dataset = make(200, 150, 0, 250, decode=None)
+    done = threading.Barrier(3)
+
+    def rank(transport: LocalTransport) -> tuple[list[list[int]], dict[str, int]]:
+        store = loft.SampleStore(
+            dataset, memory_bytes=1 << 20, transform=number_of, transport=transport
+        )
+        plans = FakePlans((30, 20, 10), rank=transport.rank)
+        loader = loft.DataLoader(store, plans, seed=3)
+        seen: list[list[int]] = []
+        for epoch in range(3):
+            loader.set_epoch(epoch)
+            seen.append([])
+            for batch in loader:
+                plans.next_step += 1
+                seen[-1] += batch.tolist()
+        done.wait(60)  # the others may still ask
+        store.close()
+        return seen, dict(store.counters)
+
+    by_rank = run_ranks(3, rank)
+    for epoch in range(3):
+        numbers = [number for seen, _ in by_rank for number in seen[epoch]]
+        assert sorted(numbers) == list(range(600))
+    assert sum(counters["source"] for _, counters in by_rank) == 600  # in the first epoch alone
 
 
 def test_a_store_shows_a_stream_the_way() -> None:
