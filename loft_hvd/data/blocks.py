@@ -22,7 +22,7 @@ from loft_hvd.errors import ArgumentTypeError, DataError
 
 __all__ = ["Arrangement", "BlockShuffle", "Order", "ShardOrder", "check_shuffle"]
 
-_AT_ONCE = 1 << 18  # blocks worked on at a time: what a second-level cache holds
+_AT_ONCE = 1 << 18  # samples worked on at a time: two megabytes, which a second-level cache holds
 _STREAM = 1  # of random words; those of an order without shards have no such number
 
 Order = npt.NDArray[np.signedinteger[Any]]  # indices of samples, int32 or int64
@@ -99,7 +99,7 @@ class ShardOrder:
         """
         words, shards = self._shuffled_shards(seed, epoch)
         sizes, ends = self.sizes[shards], np.cumsum(self.sizes)[shards]
-        block = self.blocks.block
+        block = min(self.blocks.block, max(int(sizes.max(initial=0)), 1))  # longer is no other
         # The first block of a shard is shorter, by chance: neighbours part ways in other epochs.
         # A shard of 10 with blocks of 4 and a first one of 3 is cut into 3 4 3.
         first = 1 + (words.random_raw(len(shards)) % np.uint64(block)).astype(np.int64)
@@ -112,9 +112,9 @@ class ShardOrder:
         order = np.empty(
             num_samples, np.int32 if num_samples <= np.iinfo(np.int32).max else np.int64
         )
-        done = 0
-        for at in range(0, num_blocks, _AT_ONCE):
-            chosen = keys[at : at + _AT_ONCE]  # numbers of blocks, [num_chosen]
+        done, at_once = 0, max(_AT_ONCE // block, 1)
+        for at in range(0, num_blocks, at_once):
+            chosen = keys[at : at + at_once]  # numbers of blocks, [num_chosen]
             shard = np.searchsorted(before, chosen, side="right") - 1
             # An empty shard begins where the next one does; the last that begins there has blocks.
             later = first[shard] + (chosen - before[shard]) * block  # where the next block begins
@@ -142,8 +142,9 @@ class ShardOrder:
 
     def _window_starts(self, sizes: _Ints, before: _Ints) -> _Ints:
         """Return the number of the first block of each window; shards are in their new order."""
-        window = (np.cumsum(sizes) - sizes) // self.blocks.window  # of each shard
-        starts: _Ints = before[np.flatnonzero(np.diff(window, prepend=-1))]
+        length = min(self.blocks.window, max(int(sizes.sum()), 1))  # longer is no other
+        windows = (np.cumsum(sizes) - sizes) // length  # of each shard
+        starts: _Ints = before[np.flatnonzero(np.diff(windows, prepend=-1))]
         return starts
 
 

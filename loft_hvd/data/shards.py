@@ -40,8 +40,9 @@ _MOST_KEPT = 4  # row groups of a process; a choice: neighbours of a batch are i
 _READ_BYTES = 8 << 20  # of one read; a choice: longer runs gain nothing
 _NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL)  # up to the first dot, and behind
 _META = re.compile(r"__[^/]*__(?:/|$)")  # names that webdataset leaves out, too
-# What a tar file that is damaged may raise; a bad number is a ValueError.
-_TAR_ERRORS = (tarfile.TarError, OSError, EOFError, ValueError, OverflowError)
+# What a tar file that is damaged may raise: a bad number is a ValueError, and headers that announce
+# one another without an end are a RecursionError.
+_TAR_ERRORS = (tarfile.TarError, OSError, EOFError, ValueError, OverflowError, RecursionError)
 
 Sample = dict[str, Any]
 T = TypeVar("T")
@@ -74,7 +75,7 @@ class ShardFiles(Dataset[Any]):
     sample 7 is the same one on every rank.
     """
 
-    _kind: bytes  # two letters: of what the kept index is
+    _kind: bytes  # two bytes: of which kind and version a kept index is
 
     def __init__(
         self,
@@ -224,9 +225,7 @@ def _read_index(kept: Path, version: bytes, status: os.stat_result) -> _Ints | N
 def _write_index(kept: Path, version: bytes, status: os.stat_result, index: _Ints) -> None:
     """Keep an index; other ranks may do so at the same time."""
     body = index.astype("<i8").tobytes()
-    head = _INDEX.pack(
-        version, status.st_size, status.st_mtime_ns, len(index), zlib.crc32(body)
-    )  # what makes it stale
+    head = _INDEX.pack(version, status.st_size, status.st_mtime_ns, len(index), zlib.crc32(body))
     mine = kept.with_name(f"{kept.name}.{os.uname().nodename}.{os.getpid()}")
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)

@@ -71,6 +71,14 @@ def test_many_blocks_and_windows_are_the_same_as_one_at_a_time(
     assert some.order(seed=1, epoch=1).tolist() == whole
 
 
+def test_longer_than_the_longest_shard_and_all_of_the_data_is_no_other_order() -> None:
+    long, longest = (
+        shards(30, 7, 40, block=block, window=window).order(seed=1, epoch=1).tolist()
+        for block, window in ((40, 77), (10**30, 10**30))
+    )
+    assert long == longest
+
+
 def test_a_window_as_long_as_the_data_mixes_all_of_it() -> None:
     order = shards(*[100] * 100, block=1, window=10**4).order(seed=0, epoch=0)
     quarter = order[:2500] // 100

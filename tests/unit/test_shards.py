@@ -382,6 +382,16 @@ def test_a_tar_file_with_a_damaged_header_is_refused(
         TarShards([path])
 
 
+def test_headers_that_announce_one_another_without_end_are_refused(tmp_path: Path) -> None:
+    info = tarfile.TarInfo("././@LongLink")
+    info.type, info.size = tarfile.GNUTYPE_LONGNAME, 512
+    header = info.tobuf(tarfile.GNU_FORMAT) + b"n" * 512
+    path = tmp_path / "deep.tar"
+    path.write_bytes(header * 2000)
+    with pytest.raises(DataError, match=r"deep.tar is no tar file that can be read"):
+        TarShards([path])
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_damage_is_an_error_of_ours_or_no_damage_to_headers(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
