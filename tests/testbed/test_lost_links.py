@@ -71,7 +71,7 @@ def test_a_job_whose_heartbeat_is_cut_goes_on_and_is_connected_again(
         nonlocal healed_at
         with cut_port(testbed, "host1", wait_place(tmp_path)[1]):
             time.sleep(CUT_S)
-        healed_at = time.time()
+            healed_at = time.time()  # not after it: on a busy machine healing takes longer
         time.sleep(5.0)
         (tmp_path / "stop").touch()
 
