@@ -70,7 +70,7 @@ LOFT_INLINE void add_lanes(double* lanes, V sum) {
 
 // One tile of kA rows and kB others.
 template <typename T, int kA, int kB>
-LOFT_INLINE void add_apart(const Tile<T>* a, const Tile<T>* b, Lanes* lanes) {
+void add_apart(const Tile<T>* a, const Tile<T>* b, Lanes* lanes) {
   using V = Vector<T>;
   constexpr int kWide = kVectorBytes / sizeof(T);
   for (int lane = 0; lane < kSumLanes; lane += kWide) {  // independent sums of each register
@@ -98,23 +98,28 @@ LOFT_INLINE void add_apart(const Tile<T>* a, const Tile<T>* b, Lanes* lanes) {
   }
 }
 
-// One tile of kA rows among each other, and their squares.
-template <typename T, int kA>
-LOFT_INLINE void add_same(const Tile<T>* a, Lanes* lanes) {
+// One tile of kA rows among each other, and their squares. The rows are read where they lie, from
+// byte `at` on, and copied to `tiles` as they come: stores that no sum waits for cost nothing.
+template <DType kDType, int kA>
+void add_same(const char* const* rows, int64_t at, Tile<Value<kDType>>* tiles, Lanes* lanes) {
+  using T = Value<kDType>;
   using V = Vector<T>;
   constexpr int kWide = kVectorBytes / sizeof(T);
   for (int lane = 0; lane < kSumLanes; lane += kWide) {
     V sums[kA][kA] = {};
 #pragma GCC unroll 2
     for (int i = lane; i < kSumTile; i += kSumLanes) {
-      V rows[kA];
+      V values[kA];
 #pragma GCC unroll 4
-      for (int p = 0; p < kA; ++p) rows[p] = load<V>(a[p] + i);
+      for (int p = 0; p < kA; ++p) {
+        values[p] = load_wide<kDType>(rows[p] + at, i);
+        store(tiles[p] + i, values[p]);
+      }
 #pragma GCC unroll 4
       for (int p = 0; p < kA; ++p) {
 #pragma GCC unroll 4
         for (int q = p; q < kA; ++q) {
-          const V away = p == q ? rows[p] : difference(rows[q], rows[p], (p + q) % 2);
+          const V away = p == q ? values[p] : difference(values[q], values[p], (p + q) % 2);
           sums[p][q] += away * away;
         }
       }
@@ -127,32 +132,35 @@ LOFT_INLINE void add_same(const Tile<T>* a, Lanes* lanes) {
   }
 }
 
-template <typename T>
-using AddPairs = void (*)(const Tile<T>*, const Tile<T>*, Lanes*);
-
 // The function for so many rows and others.
 template <typename T>
-AddPairs<T> add_apart_for(int num_a, int num_b) {
+using AddApart = void (*)(const Tile<T>*, const Tile<T>*, Lanes*);
+template <typename T>
+AddApart<T> add_apart_for(int num_a, int num_b) {
   constexpr auto table = table_of<kLeft * kRight>(
-      [](auto at) -> AddPairs<T> { return add_apart<T, at / kRight + 1, at % kRight + 1>; });
+      [](auto at) -> AddApart<T> { return add_apart<T, at / kRight + 1, at % kRight + 1>; });
   return table[(num_a - 1) * kRight + num_b - 1];
 }
-template <typename T>
-void (*add_same_for(int num_rows))(const Tile<T>*, Lanes*) {
-  constexpr auto table = table_of<kSide>(
-      [](auto rows) -> void (*)(const Tile<T>*, Lanes*) { return add_same<T, rows + 1>; });
+template <DType kDType>
+using AddSame = void (*)(const char* const*, int64_t, Tile<Value<kDType>>*, Lanes*);
+template <DType kDType>
+AddSame<kDType> add_same_for(int num_rows) {
+  constexpr auto table =
+      table_of<kSide>([](auto rows) -> AddSame<kDType> { return add_same<kDType, rows + 1>; });
   return table[num_rows - 1];
 }
 
-// The steps of a tile: calls same(row, count) and apart(row, count, other, count) so that each pair
-// has its turn. Others are shared out evenly: of 8 by up to 6, 4 and 4.
+// The steps of a tile: calls same(row, count) and then apart(row, count, other, count) so that each
+// pair has its turn. Others are shared out evenly: of 8 by up to 6, 4 and 4.
 template <typename Same, typename Apart>
 LOFT_INLINE void for_steps(const RowRanges& what, const Same& same, const Apart& apart) {
   const int num_a = what.a_end - what.a, num_b = what.b_end - what.b;
   const int side = what.is_same() ? kSide : kLeft;
+  for (int row = 0; what.is_same() && row < num_a; row += side) {
+    same(row, num_a - row < side ? num_a - row : side);
+  }
   for (int row = 0; row < num_a; row += side) {
     const int count = num_a - row < side ? num_a - row : side;
-    if (what.is_same()) same(row, count);
     const int first = what.is_same() ? row + count : 0, others = num_b - first;
     const int parts = (others + kRight - 1) / kRight;
     for (int left = row; left < row + count; left += kLeft) {
@@ -169,6 +177,7 @@ LOFT_INLINE void for_steps(const RowRanges& what, const Same& same, const Apart&
 template <DType kDType>
 void distances_of(const RowRanges& what, double* found) {
   using T = Value<kDType>;
+  using Bits = typename Stored<kDType>::Bits;
   alignas(64) Tile<T> tiles[2 * kGroupRows];
   alignas(64) Lanes lanes[kGroupRows * kGroupRows] = {};
   const int num_a = what.a_end - what.a, num_b = what.b_end - what.b;
@@ -181,15 +190,27 @@ void distances_of(const RowRanges& what, double* found) {
   int steps = 0;
   for_steps(what, [&](int, int) { ++steps; }, [&](int, int, int, int) { ++steps; });
   ComingTile<kDType> coming(rows, num_rows, steps);
+  Bits ends[2 * kGroupRows][kSumTile];  // the last values of each row, with zeros behind them
   for (int64_t at = what.begin; at < what.end; at += kSumTile) {
-    const int count = static_cast<int>(what.end - at < kSumTile ? what.end - at : kSumTile);
-    for (int row = 0; row < num_rows; ++row) load_tile<kDType>(rows[row], at, count, tiles[row]);
+    int64_t byte = at * static_cast<int64_t>(sizeof(Bits));
+    if (const int64_t count = what.end - at; count < kSumTile) {
+      for (int row = 0; row < num_rows; ++row) {
+        std::memset(ends[row], 0, sizeof(ends[row]));
+        std::memcpy(ends[row], rows[row] + byte, static_cast<size_t>(count) * sizeof(Bits));
+        rows[row] = reinterpret_cast<const char*>(ends[row]);
+      }
+      byte = 0;
+    }
+    if (!what.is_same()) {
+      for (int row = 0; row < num_rows; ++row) load_tile<kDType>(rows[row] + byte, tiles[row]);
+    }
     coming.start(at);
     for_steps(
         what,
         [&](int row, int count_a) {
           coming.fetch();
-          add_same_for<T>(count_a)(tiles + row, lanes + RowRanges::place(row, row));
+          add_same_for<kDType>(count_a)(rows + row, byte, tiles + row,
+                                        lanes + RowRanges::place(row, row));
         },
         [&](int row, int count_a, int other, int count_b) {
           coming.fetch();

@@ -36,12 +36,10 @@ void load_few(const char* from, int count, int room, Value<kDType>* to) {
   }
 }
 
-// Copies `count` values from coordinate `at` on; the rest of the tile's kSumTile are zeros.
+// Copies a tile.
 template <DType kDType>
-LOFT_INLINE void load_tile(const char* row, int64_t at, int count, Value<kDType>* to) {
+LOFT_INLINE void load_tile(const char* from, Value<kDType>* to) {
   constexpr int kLanes = kVectorBytes / sizeof(Value<kDType>);
-  const char* from = row + at * static_cast<int64_t>(sizeof(typename Stored<kDType>::Bits));
-  if (__builtin_expect(count < kSumTile, 0)) return load_few<kDType>(from, count, kSumTile, to);
 #pragma GCC unroll 8
   for (int i = 0; i < kSumTile; i += kLanes) store(to + i, load_wide<kDType>(from, i));
 }
