@@ -391,58 +391,23 @@ Mixing mixing_of(const Job& job, const Matrix& matrix) {
 
 namespace {
 
-// In which order rows are mixed, and which sums of their first terms are saved for others.
+// Mixed rows that differ, and which of them each one is: where honest rows lie together, many leave
+// out the same ones, and are mixed once.
 struct MixPlan {
-  std::vector<MixStep> steps;
-  std::vector<int> saves;
-  int most_saved = 0;
+  std::vector<MixedRow> each;
+  std::vector<int> which;
 };
 
 MixPlan plan_of(const Mixing& mixing) {
   MixPlan plan;
-  const int num_mixed = static_cast<int>(mixing.common.size());
-  for (int row = 0; row < num_mixed; ++row) {
+  std::map<std::vector<std::pair<int, double>>, int> known;  // by terms
+  for (size_t row = 0; row < mixing.common.size(); ++row) {
     const int first = mixing.starts[row], count = mixing.starts[row + 1] - first;
-    plan.steps.push_back({row, first, count, mixing.common[row], 0, 0, 0});
-  }
-  // A term is the same where its row is, and its weight, which of common ones is left to the end.
-  const auto term = [&](const MixStep& step, int k) {
-    const double by = step.common != 0 ? 0 : mixing.by[step.first + k];
-    return std::make_pair(mixing.from[step.first + k], by);
-  };
-  const auto shared = [&](const MixStep& a, const MixStep& b) {
-    const int most = (a.common != 0) == (b.common != 0) ? std::min(a.count, b.count) : 0;
-    int count = 0;
-    while (count < most && term(a, count) == term(b, count)) ++count;
-    return count;
-  };
-  // Those that begin alike stand together.
-  std::stable_sort(plan.steps.begin(), plan.steps.end(), [&](const MixStep& a, const MixStep& b) {
-    if ((a.common != 0) != (b.common != 0)) return a.common != 0;
-    const int count = shared(a, b);
-    if (count == a.count || count == b.count) return a.count < b.count;
-    return term(a, count) < term(b, count);
-  });
-  std::vector<std::vector<int>> saves(plan.steps.size());
-  for (size_t at = 1; at < plan.steps.size(); ++at) {
-    int& resume = plan.steps[at].resume;
-    resume = shared(plan.steps[at - 1], plan.steps[at]);
-    if (resume < 2) {
-      resume = 0;  // a first term is read as fast as a saved sum
-      continue;
-    }
-    size_t from = at - 1;  // the last one that adds that term itself
-    while (plan.steps[from].resume >= resume) --from;
-    saves[from].push_back(resume);
-    plan.most_saved = std::max(plan.most_saved, resume);
-  }
-  for (size_t at = 0; at < plan.steps.size(); ++at) {
-    std::vector<int>& each = saves[at];
-    std::sort(each.begin(), each.end());
-    each.erase(std::unique(each.begin(), each.end()), each.end());
-    plan.steps[at].first_saved = static_cast<int>(plan.saves.size());
-    plan.saves.insert(plan.saves.end(), each.begin(), each.end());
-    plan.steps[at].after_saved = static_cast<int>(plan.saves.size());
+    std::vector<std::pair<int, double>> terms;
+    for (int k = first; k < first + count; ++k) terms.emplace_back(mixing.from[k], mixing.by[k]);
+    const auto [place, is_new] = known.try_emplace(terms, static_cast<int>(plan.each.size()));
+    if (is_new) plan.each.push_back({first, count, mixing.common[row]});
+    plan.which.push_back(place->second);
   }
   return plan;
 }
@@ -460,14 +425,13 @@ void mix_cpu(const Job& job, const Matrix& matrix, const CpuOptions& options) {
   const MixPlan plan = plan_of(mixing);
   const MixedRows mixed{reinterpret_cast<const char* const*>(job.rows.data()),
                         job.num_rows(),
-                        matrix.num_mixed,
                         mixing.scales.data(),
                         mixing.from.data(),
                         mixing.by.data(),
-                        plan.steps.data(),
-                        plan.saves.data(),
-                        static_cast<int>(mixing.from.size()),
-                        plan.most_saved};
+                        plan.each.data(),
+                        static_cast<int>(plan.each.size()),
+                        plan.which.data(),
+                        matrix.num_mixed};
   const auto run = [&](int64_t begin, int64_t end) {
     table.mix(job.dtype, mixed, work, kernel, begin, end);
   };

@@ -1,12 +1,12 @@
-// Layer 2. Rows mixed by weights and aggregated, a tile at a time, on the vectors of one
-// instruction set: a tile of every row is read once, and what is mixed of it stays in the caches
-// until the rule's own kernel has taken it. Traffic (rows + 1) * numel * sizeof(value).
+// Layer 2. Rows mixed by weights and aggregated, some coordinates at a time, on the vectors of one
+// instruction set: what is mixed stays in the L1 cache until the rule's own kernel has taken it.
+// Traffic (rows + 1) * numel * sizeof(value).
 //
 // A mixed row adds its products in the order of the rows, in the type of the arithmetic. Rows that
-// it does not name are in no sum: they may hold anything. Sums that begin alike are added once.
+// it does not name are in no sum: they may hold anything.
 //
-// A tile is mixed in strips of some vectors: strips of 16 rows, of as many mixed ones and of what
-// is saved are 12 KiB and stay in the L1 cache, where tiles would not.
+// A core loads a value in the time of two additions. So several mixed rows are added up together in
+// registers, and each value is loaded once for all of them.
 
 #include <algorithm>
 #include <vector>
@@ -16,11 +16,20 @@
 namespace loft::LOFT_ISA {
 namespace {
 
-// Vectors of a strip: so many registers are summed at a time, so that a weight is loaded once for
-// all and no sum waits for the one before. Bound from the registers.
-constexpr int kTogether = 8;
+// Mixed rows that are added up together, and vectors of each. Bound from the registers: 16 sums and
+// 4 values of 32, or 12 sums, 3 values and the 1 of `plus` of 16.
+constexpr int kGroupMixed = 4, kTogether = kRegisters == 32 ? 4 : 3;
 template <typename T>
 constexpr int kStrip = kTogether * kVectorBytes / static_cast<int>(sizeof(T));
+
+// Bytes of a tile: of so many coordinates of all rows one mix is made after the other, and then the
+// rule is called. Measured on 16, 8 and 4 rows: 8 KiB are slower by 5, 12 and 30 %, as what is
+// mixed, the rows and what is fetched of them push each other out of the L1 cache.
+constexpr int kTileBytes = 4 * 1024;
+
+// What a sum starts with: -0 + x is x, also where x is -0.
+template <typename V>
+constexpr V kNothing = -V{};
 
 // sum + value. Of two neighbours one goes to the units that multiply: value * 1 is exact.
 template <typename V>
@@ -37,96 +46,124 @@ LOFT_INLINE V plus(V sum, V value, [[maybe_unused]] bool by_product) {
   return sum + value;
 }
 
-// The terms of all mixed rows: where the strips of their rows lie, and their weights.
+// Mixed rows that are added up together, all of them with one weight for all terms, or none.
 template <typename T>
-struct Terms {
-  std::vector<const T*> strips;
-  std::vector<T> by;
+struct MixGroup {
+  struct Term {
+    int row;
+    unsigned named;  // bit m: a term of the group's mixed row m
+    T by[kGroupMixed];
+  };
+  int count = 0;
+  int each[kGroupMixed];
+  T common[kGroupMixed];
+  std::vector<Term> terms;  // in the order of the rows
 };
 
-// One mixed row's strip. kIsCommon: its weights are all the same, so there is one product a sum.
-template <typename T, bool kIsCommon>
-LOFT_INLINE void mix_strip(const MixStep& step, const int* saves, const Terms<T>& terms, T* saved,
-                           T* out) {
+// Of mixed rows that have a common weight, or of the others. One without terms is in no group.
+template <typename T>
+std::vector<MixGroup<T>> groups_of(const MixedRows& mixed, bool is_common) {
+  std::vector<MixGroup<T>> groups;
+  for (int each = 0; each < mixed.num_each; ++each) {
+    const MixedRow& row = mixed.each[each];
+    if (row.count == 0 || (row.common != 0) != is_common) continue;
+    if (groups.empty() || groups.back().count == kGroupMixed) groups.emplace_back();
+    MixGroup<T>& group = groups.back();
+    group.each[group.count] = each;
+    group.common[group.count++] = static_cast<T>(row.common);
+  }
+  for (MixGroup<T>& group : groups) {
+    int next[kGroupMixed];  // term of each of them
+    for (int m = 0; m < group.count; ++m) next[m] = mixed.each[group.each[m]].first;
+    for (int row = 0; row < mixed.num_rows; ++row) {
+      typename MixGroup<T>::Term term{row, 0, {}};
+      for (int m = 0; m < group.count; ++m) {
+        const MixedRow& each = mixed.each[group.each[m]];
+        if (next[m] == each.first + each.count || mixed.from[next[m]] != row) continue;
+        term.named |= 1u << m;
+        term.by[m] = static_cast<T>(mixed.by[next[m]++]);
+      }
+      if (term.named) group.terms.push_back(term);
+    }
+  }
+  return groups;
+}
+
+// Fetches lines [first, end) of what is read soon after `from`.
+LOFT_INLINE void fetch_lines(const char* from, int first, int end, bool is_near) {
+  for (int line = first; line < end; ++line) {
+    is_near ? prefetch<true>(from + line * kLineBytes) : prefetch<false>(from + line * kLineBytes);
+  }
+}
+
+// A tile of `length` values of each mixed row of a group, to `out`. `tiles` are those of the rows,
+// and begin at byte `at`. Each of the groups fetches its part of the lines that come.
+template <DType kDType, bool kIsCommon>
+void mix_group(const MixGroup<Value<kDType>>& group, const MixedRows& mixed, int number,
+               int num_groups, const Value<kDType>* const* tiles, int64_t at, int length,
+               Value<kDType>* out) {
+  using T = Value<kDType>;
   using V = Vector<T>;
   constexpr int kLanes = kVectorBytes / sizeof(T);
-  const T* const* strips = terms.strips.data() + step.first;
-  const T* by = terms.by.data() + step.first;
-  V sums[kTogether];
-  const auto add = [&](int k) LOFT_INLINE_LAMBDA {
-    const T* strip = strips[k];
-#pragma GCC unroll 8
-    for (int v = 0; v < kTogether; ++v) {
-      const V value = load<V>(strip + v * kLanes);
-      sums[v] = kIsCommon ? plus(sums[v], value, v % 2) : sums[v] + value * by[k];
+  constexpr int kStripBytes = kStrip<T> * sizeof(typename Stored<kDType>::Bits);
+  constexpr int kLines = (kStripBytes + kLineBytes - 1) / kLineBytes;
+  const int first = number * kLines / num_groups, end = (number + 1) * kLines / num_groups;
+  for (int i = 0; i < length; i += kStrip<T>, at += kStripBytes) {
+    V sums[kGroupMixed][kTogether];
+#pragma GCC unroll 4
+    for (auto& sum : sums) {
+#pragma GCC unroll 4
+      for (V& part : sum) part = kNothing<V>;
     }
-  };
-  int k = step.resume;
-  if (k > 0) {
-    const T* from = saved + k * kStrip<T>;
-#pragma GCC unroll 8
-    for (int v = 0; v < kTogether; ++v) sums[v] = load<V>(from + v * kLanes);
-  } else {
-#pragma GCC unroll 8
-    for (int v = 0; v < kTogether; ++v) {
-      const V value = load<V>(strips[0] + v * kLanes);
-      sums[v] = kIsCommon ? value : value * by[0];
+    for (const auto& term : group.terms) {
+      fetch_lines(mixed.rows[term.row] + at, first, end, mixed.num_rows <= kNearRows);
+      V values[kTogether];
+#pragma GCC unroll 4
+      for (int v = 0; v < kTogether; ++v) values[v] = load<V>(tiles[term.row] + i + v * kLanes);
+#pragma GCC unroll 4
+      for (int m = 0; m < kGroupMixed; ++m) {
+        if (!(term.named >> m & 1)) continue;
+#pragma GCC unroll 4
+        for (int v = 0; v < kTogether; ++v) {
+          sums[m][v] = kIsCommon ? plus(sums[m][v], values[v], (v + m) % 2)
+                                 : sums[m][v] + values[v] * term.by[m];
+        }
+      }
     }
-    k = 1;
-  }
-  for (int save = step.first_saved; save < step.after_saved; ++save) {
-    for (; k < saves[save]; ++k) add(k);
-#pragma GCC unroll 8
-    for (int v = 0; v < kTogether; ++v) store(saved + k * kStrip<T> + v * kLanes, sums[v]);
-  }
-  for (; k < step.count; ++k) add(k);
-  const T common = static_cast<T>(step.common);
-#pragma GCC unroll 8
-  for (int v = 0; v < kTogether; ++v) {
-    store(out + v * kLanes, kIsCommon ? sums[v] * common : sums[v]);
-  }
-}
-
-// All mixed rows' strips, each into its tile of `out`.
-template <typename T>
-void mix_strips(const MixedRows& mixed, const Terms<T>& terms, T* saved, T (*out)[kSumTile],
-                int at) {
-  for (int number = 0; number < mixed.num_mixed; ++number) {
-    const MixStep& step = mixed.steps[number];
-    T* to = out[step.row] + at;
-    if (step.count == 0) {
-      std::fill_n(to, kStrip<T>, T{0});
-    } else if (step.common != 0) {
-      mix_strip<T, true>(step, mixed.saves, terms, saved, to);
-    } else {
-      mix_strip<T, false>(step, mixed.saves, terms, saved, to);
+#pragma GCC unroll 4
+    for (int m = 0; m < kGroupMixed; ++m) {
+      if (m >= group.count) break;
+      T* to = out + group.each[m] * length + i;
+#pragma GCC unroll 4
+      for (int v = 0; v < kTogether; ++v) {
+        store(to + v * kLanes, kIsCommon ? sums[m][v] * group.common[m] : sums[m][v]);
+      }
     }
   }
 }
 
-// A strip of a row, scaled: `count` values from coordinate `at` on, and zeros behind them. What
-// lies a tile ahead is fetched.
+// A tile of a row: where the row lies, if its values can be read from there as they are; else a
+// copy, widened, scaled, and with zeros behind its last value.
 template <DType kDType>
-LOFT_INLINE void load_strip(const char* row, int64_t at, int64_t count, Value<kDType> scale,
-                            Value<kDType>* to) {
+LOFT_INLINE const Value<kDType>* tile_of(const char* row, int64_t at, int count, int length,
+                                         Value<kDType> scale, Value<kDType>* room) {
   using T = Value<kDType>;
   using V = Vector<T>;
   using Bits = typename Stored<kDType>::Bits;
   constexpr int kLanes = kVectorBytes / sizeof(T);
-  constexpr int64_t kBytes = kStrip<T> * sizeof(Bits), kTileBytes = kSumTile * sizeof(Bits);
   const char* from = row + at * static_cast<int64_t>(sizeof(Bits));
-  if (__builtin_expect(count < kStrip<T>, 0)) {
-    load_few<kDType>(from, static_cast<int>(count), kStrip<T>, to);
+  // A vector across two lines is loaded in the time of two, and each value more than once.
+  const bool is_aligned = reinterpret_cast<uintptr_t>(from) % kVectorBytes == 0;
+  if (count < length) {
+    load_few<kDType>(from, count, length, room);
+  } else if (sizeof(Bits) == sizeof(T) && scale == 1 && is_aligned) {
+    return reinterpret_cast<const T*>(from);
   } else {
-#pragma GCC unroll 8
-    for (int64_t byte = 0; byte < kBytes; byte += kLineBytes) {
-      prefetch<false>(from + byte, kTileBytes);
-    }
-#pragma GCC unroll 8
-    for (int i = 0; i < kStrip<T>; i += kLanes) store(to + i, load_wide<kDType>(from, i));
+    for (int i = 0; i < length; i += kLanes) store(room + i, load_wide<kDType>(from, i));
   }
-  if (scale == 1) return;
-  for (int i = 0; i < kStrip<T>; i += kLanes) store(to + i, load<V>(to + i) * scale);
+  if (scale == 1) return room;
+  for (int i = 0; i < length; i += kLanes) store(room + i, load<V>(room + i) * scale);
+  return room;
 }
 
 // Results in the type of the arithmetic, with no -0 and no NaN but one, to 16 bits.
@@ -144,41 +181,45 @@ void mix_of(const MixedRows& mixed, const Work& work, Kernel kernel, int64_t beg
   using T = Value<kDType>;
   using Bits = typename Stored<kDType>::Bits;
   constexpr bool kIsNarrow = sizeof(Bits) < sizeof(T);
-  static_assert(kSumTile % kStrip<T> == 0, "a tile is whole strips");
-  struct alignas(64) Strip {
-    T values[kStrip<T>];
+  constexpr int kStripRows = kTileBytes / (kStrip<T> * static_cast<int>(sizeof(T)));
+  const int strips = std::max(1, kStripRows / mixed.num_rows), length = strips * kStrip<T>;
+  constexpr int kLineValues = kLineBytes / static_cast<int>(sizeof(T));
+  struct alignas(kLineBytes) Line {
+    T values[kLineValues];
   };
-  constexpr int kStrips = kSumTile / kStrip<T>;  // of a tile
-  const int num_rows = mixed.num_rows, num_saved = mixed.most_saved + 1;
-  std::vector<Strip> room(num_rows + num_saved + static_cast<size_t>(mixed.num_mixed) * kStrips);
-  T* const strips = room[0].values;
-  T* const saved = room[num_rows].values;
-  auto* const out = reinterpret_cast<T(*)[kSumTile]>(room[num_rows + num_saved].values);
+  // Tiles of rows that are copied, of mixed ones, those of no terms being zeros, and of results.
+  const size_t num_tiles = mixed.num_rows + mixed.num_each + 1;
+  std::vector<Line> room(num_tiles * length / kLineValues + 1);
+  T* const copies = room[0].values;
+  T* const out = copies + mixed.num_rows * length;
+  T* const results = out + mixed.num_each * length;
+  std::vector<const T*> tiles(mixed.num_rows);
   std::vector<const char*> rows;
   for (int row = 0; row < mixed.num_mixed; ++row) {
-    rows.push_back(reinterpret_cast<const char*>(out[row]));
+    rows.push_back(reinterpret_cast<const char*>(out + mixed.which[row] * length));
   }
-  Terms<T> terms;
-  for (int k = 0; k < mixed.num_terms; ++k) {
-    terms.strips.push_back(strips + mixed.from[k] * kStrip<T>);
-    terms.by.push_back(static_cast<T>(mixed.by[k]));
-  }
-  alignas(64) T results[kSumTile];
+  const auto common = groups_of<T>(mixed, true), others = groups_of<T>(mixed, false);
+  const int num_groups = static_cast<int>(common.size() + others.size());
   Work part = work;
   part.rows = rows.data();
-  for (int64_t at = begin; at < end; at += kSumTile) {
-    const int count = static_cast<int>(end - at < kSumTile ? end - at : kSumTile);
-    for (int strip = 0; strip < count; strip += kStrip<T>) {
-      for (int row = 0; row < num_rows; ++row) {
-        load_strip<kDType>(mixed.rows[row], at + strip, count - strip,
-                           static_cast<T>(mixed.scales[row]), strips + row * kStrip<T>);
-      }
-      mix_strips<T>(mixed, terms, saved, out, strip);
+  for (int64_t at = begin; at < end; at += length) {
+    const int count = static_cast<int>(end - at < length ? end - at : length);
+    const int64_t byte = at * static_cast<int64_t>(sizeof(Bits));
+    for (int row = 0; row < mixed.num_rows; ++row) {
+      const T scale = static_cast<T>(mixed.scales[row]);
+      tiles[row] =
+          tile_of<kDType>(mixed.rows[row], at, count, length, scale, copies + row * length);
     }
-    char* to = work.out + at * static_cast<int64_t>(sizeof(Bits));
-    part.out = kIsNarrow ? reinterpret_cast<char*>(results) : to;
+    int number = 0;
+    for (const auto& group : common) {
+      mix_group<kDType, true>(group, mixed, number++, num_groups, tiles.data(), byte, length, out);
+    }
+    for (const auto& group : others) {
+      mix_group<kDType, false>(group, mixed, number++, num_groups, tiles.data(), byte, length, out);
+    }
+    part.out = kIsNarrow ? reinterpret_cast<char*>(results) : work.out + byte;
     kernel(part, 0, count);
-    if constexpr (kIsNarrow) narrow<kDType>(results, count, to);
+    if constexpr (kIsNarrow) narrow<kDType>(results, count, work.out + byte);
   }
 }
 

@@ -19,31 +19,22 @@ struct RowRanges {
 
 // One mixed row: the sum, over its terms in their order, of by[k] times row from[k]. Where all its
 // by[k] are the same, `common`, the sum is multiplied once, at its end; else `common` is 0.
-//
-// Mixed rows that begin with the same terms share their sum: in the order of the steps, a row goes
-// on from what an earlier one has saved after its first `resume` terms. Of rows that leave one out:
-//   terms    resume  saves
-//   0 1 2    0       2      after the terms 0 1
-//   0 1 3    2
-//   0 2 3    0              a first term is read as fast as a saved sum
-//   1 2 3    0
-struct MixStep {
-  int row;           // mixed row
+struct MixedRow {
   int first, count;  // its terms
   double common;
-  int resume;                    // how many of its terms are added already; 0 for none
-  int first_saved, after_saved;  // where `saves` says after how many terms the sum is saved
 };
 
 struct MixedRows {
   const char* const* rows;
-  int num_rows, num_mixed;
+  int num_rows;
   const double* scales;  // [num_rows]: of the rows as they are read
-  const int* from;       // [num_terms]
-  const double* by;      // [num_terms]
-  const MixStep* steps;  // [num_mixed]
-  const int* saves;
-  int num_terms, most_saved;  // of all mixed rows; after how many terms the last sum is saved
+  const int* from;       // [terms], rising within a mixed row
+  const double* by;      // [terms]
+  // Mixed rows that differ, each there once, and which of them each mixed row is.
+  const MixedRow* each;
+  int num_each;
+  const int* which;  // [num_mixed]
+  int num_mixed;
 };
 
 }  // namespace loft
