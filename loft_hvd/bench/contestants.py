@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from loft_hvd.aggregation.aggregate import aggregate
+from loft_hvd.aggregation.distances import distance_sums, mixed_rows
+from loft_hvd.aggregation.mixing import Mix
 from loft_hvd.aggregation.reference import reference, window
 from loft_hvd.aggregation.rules import Mean, MeanAroundMedian, Median, Phocas, Rule, TrimmedMean
 from loft_hvd.config import config
@@ -24,9 +26,11 @@ from loft_hvd.errors import AggregationError
 __all__ = [
     "CALLED",
     "DIAGNOSED",
+    "DISTANCES",
     "EQUAL",
     "KEPT",
     "MASKED",
+    "MIXED",
     "PASS",
     "PASS_AGAIN",
     "PASS_BURSTS",
@@ -40,6 +44,8 @@ __all__ = [
     "contestants",
     "hard_rows",
     "pass_calls",
+    "random_mix",
+    "row_calls",
     "rules_of",
 ]
 
@@ -47,6 +53,8 @@ _NUMEL = 4099  # vectors of every width, and a tail: a prime
 _POISON = -3e33  # what no result is: outputs hold it before a call
 PASS, PASS_AGAIN, PASS_BURSTS = "pass", "pass again", "pass in bursts"
 WEIGHTED, DIAGNOSED = "trimmed_mean weighted", "trimmed_mean diagnosed 1/16"
+# What rules that see rows are made of: their table, and rows mixed and aggregated in one call.
+DISTANCES, MIXED = "distances", "mixed trimmed_mean"
 # Through `aggregate`, which divides weights by their divisor and leaves out absent rows.
 CALLED, EQUAL = "called: trimmed_mean", "called: trimmed_mean, equal weights"
 KEPT, MASKED = "called: median of all rows but one", "called: median, one row masked"
@@ -153,6 +161,39 @@ def pass_calls(run: KernelRun) -> dict[str, Callable[[], object]]:
     }
 
 
+def random_mix(rows: int) -> Mix:
+    """Return NNM around the trimmed mean, of rows of which each leaves out f others at random."""
+    # The dearest case: rows that lie together leave out the same others, and are mixed once.
+    (rule,) = (rule for rule in rules_of(rows).values() if isinstance(rule, TrimmedMean))
+    random = np.random.default_rng(rows)
+    matrix = np.full((rows, rows), 1 / (rows - rule.f))
+    for row in range(rows):
+        others = np.delete(np.arange(rows), row)
+        matrix[row, random.choice(others, rule.f, replace=False)] = 0
+    return Mix(np.ones(rows), matrix, None, rule)
+
+
+def row_calls(run: KernelRun) -> dict[str, Callable[[], object]]:
+    """Return what rules that see rows ask of the kernels, by name.
+
+    DISTANCES returns its table, of squared distances above the diagonal; MIXED fills ``run.out``.
+    """
+    rows, numel = run.pool.shape
+    job = ([row.data_ptr() for row in run.pool], numel, _DTYPE_CODES[torch.float32])
+    how = (run.threads, run.level)
+    table = np.zeros((rows + 1, rows + 1))
+    mix = random_mix(rows)
+    rule = (mix.rule.code, mix.rule.kind_code, mix.rule.f)
+    by = (mix.scales.tolist(), mix.matrix.ravel().tolist(), rows)
+    mixed: tuple[object, ...] = (*by, *rule, [], run.out.data_ptr())
+
+    def measure() -> object:
+        run.module.distances_cpu(*job, table.ctypes.data, *how)
+        return table
+
+    return {DISTANCES: measure, MIXED: functools.partial(run.module.mix_cpu, *job, *mixed, *how, 0)}
+
+
 def called_level(module: Any) -> str:
     """Return the instruction set that ``aggregate`` runs: LOFT_HVD_ISA, else the best one here."""
     return config().isa or str(module.isa_levels()[-1])
@@ -192,6 +233,9 @@ def check_contestants(module: Any, rows: int, levels: Sequence[str]) -> None:
     total = torch.zeros(_NUMEL)
     for row in pool:
         total += row
+    table, mix = distance_sums(list(pool)), random_mix(rows)
+    mixed = torch.stack(mixed_rows(list(pool), mix)).numpy()
+    wanted = torch.from_numpy(reference(mixed, mix.rule, precision=np.dtype(np.float32)))
     kept: dict[str, tuple[Tensor, object]] = {}
     for level in levels:
         run = KernelRun(module, pool, torch.empty(_NUMEL), level)
@@ -199,6 +243,12 @@ def check_contestants(module: Any, rows: int, levels: Sequence[str]) -> None:
             run.out.fill_(_POISON)
             call()
             _compare(f"{name}, {level},", rows, run.out, total)
+        calls = row_calls(run)
+        if not np.array_equal(np.asarray(calls[DISTANCES]()), table, equal_nan=True):
+            raise AggregationError(f"bench kernels: {DISTANCES}, {level}, of {rows} rows differ")
+        run.out.fill_(_POISON)
+        calls[MIXED]()
+        _compare(f"{MIXED}, {level},", rows, run.out, wanted.to(run.out.dtype))
         for contestant in contestants(rows, is_called=level == called_level(module)):
             found = _run(contestant, run)
             name = f"{contestant.name}, {level},"
@@ -220,6 +270,7 @@ def check_threads(one: KernelRun, many: KernelRun) -> None:
     rows = len(one.pool)
     # An error at the seam of two threads shows only where each has enough bytes to be started.
     pairs = [(name, call, pass_calls(many)[name]) for name, call in pass_calls(one).items()]
+    pairs.append((MIXED, row_calls(one)[MIXED], row_calls(many)[MIXED]))
     for contestant in contestants(rows, is_called=False):
         pairs.append((contestant.name, contestant.call(one), contestant.call(many)))
     for name, call, other in pairs:

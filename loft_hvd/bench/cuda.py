@@ -22,7 +22,7 @@ from loft_hvd.aggregation.aggregate import aggregate
 from loft_hvd.aggregation.compute import aggregate_rows, decide, measure_rows, queue_distances
 from loft_hvd.aggregation.row_rules import NNM
 from loft_hvd.aggregation.rules import Median, TrimmedMean
-from loft_hvd.bench.contestants import check_rules, hard_rows, rules_of
+from loft_hvd.bench.contestants import DISTANCES, MIXED, check_rules, hard_rows, rules_of
 from loft_hvd.bench.gate import Goal, is_quiet
 from loft_hvd.bench.kernels import KernelBench, Timing
 from loft_hvd.bench.peers import TORCH_MEDIAN, TORCH_MEDIAN_AGAIN
@@ -31,8 +31,6 @@ from loft_hvd.errors import AggregationError, MissingDependencyError
 __all__ = [
     "COPY",
     "COPY_AGAIN",
-    "DISTANCES",
-    "MIXED",
     "device_seconds",
     "judge_cuda",
     "measure_cuda",
@@ -40,7 +38,6 @@ __all__ = [
 ]
 
 COPY, COPY_AGAIN = "device copy", "device copy again"
-DISTANCES, MIXED = "distances", "mixed trimmed_mean"
 _SLEEP_CYCLES = 4_000_000  # some 2 ms, in which a call is queued many times over
 _PEER_NUMEL = 1_000_000  # torch.median takes many passes, and copies
 # Least share of the copy's bandwidth that median and trimmed mean reach, by row count. Goals that

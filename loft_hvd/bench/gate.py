@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from loft_hvd.bench.contestants import (
     CALLED,
     DIAGNOSED,
+    DISTANCES,
     EQUAL,
     KEPT,
     MASKED,
+    MIXED,
     PASS,
     PASS_AGAIN,
     WEIGHTED,
@@ -28,6 +30,7 @@ _NOISE_LIMIT = 0.08
 # Most passes for median and trimmed mean in float32, by row count: [AVX-512, AVX2].
 _PASSES = ((16, 1.15, 1.25), (32, 1.35, 2.0), (64, 1.9, 3.0), (128, 2.5, 2.5))
 _JUDGED = {"avx512": 1, "avx2": 2}  # columns of _PASSES; other levels are timed only
+_ROWS_SEEN = 2.5  # most passes of up to 16 rows for their distances, and for a mix of them
 _FOR_NOTHING = 1.05  # what equal weights and a mask may cost
 
 
@@ -91,6 +94,10 @@ def _limits(by_name: dict[str, Timing], level: str) -> Iterator[tuple[str, float
     if level == "avx512" and rows in (4, 16):
         weighted = by_name[WEIGHTED].passes
         yield "weighted trimmed mean / pass", 1.3 if rows == 4 else 3.0, weighted
+    if rows <= 16:
+        yield "distances / pass", _ROWS_SEEN, by_name[DISTANCES].passes
+        if level == "avx512":  # by AVX2 it is timed only: docs/rules.md
+            yield "mixed trimmed mean / pass", _ROWS_SEEN, by_name[MIXED].passes
     if rows <= 32:
         for name in ("mean_around_median", "phocas"):
             ratio = _starting(by_name, name).seconds / trimmed.seconds

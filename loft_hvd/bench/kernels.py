@@ -29,6 +29,7 @@ from loft_hvd.bench.contestants import (
     check_threads,
     contestants,
     pass_calls,
+    row_calls,
 )
 from loft_hvd.bench.peers import Call, Untimed, find_ways, peer_calls
 from loft_hvd.errors import ArgumentError, MissingDependencyError
@@ -234,6 +235,7 @@ def _kernel_calls(run: KernelRun) -> dict[str, Call]:
     is_called = run.level == called_level(run.module)
     for contestant in contestants(len(run.pool), is_called=is_called):
         calls[contestant.name] = contestant.call(run)
+    calls |= row_calls(run)
     calls[PASS_AGAIN] = calls[PASS]  # how far it is from the first says how noisy the rounds were
     return calls
 

@@ -13,12 +13,19 @@ from typer.testing import CliRunner
 
 from loft_hvd._native import extension
 from loft_hvd.bench import commands, kernels
-from loft_hvd.bench.contestants import CALLED, EQUAL, KEPT, MASKED
+from loft_hvd.bench.contestants import (
+    CALLED,
+    DISTANCES,
+    EQUAL,
+    KEPT,
+    MASKED,
+    MIXED,
+    check_contestants,
+    random_mix,
+)
 from loft_hvd.bench.cuda import (
     COPY,
     COPY_AGAIN,
-    DISTANCES,
-    MIXED,
     device_seconds,
     judge_cuda,
     measure_cuda,
@@ -52,7 +59,7 @@ def test_every_contestant_of_a_row_count_is_timed_at_every_level() -> None:
     for level in module.isa_levels():
         of_level = {name for name, other in names if other == level}
         assert {"pass", "pass again", "mean", "median", "trimmed_mean f=1"} <= of_level
-        assert {"median bfloat16", "trimmed_mean weighted"} <= of_level
+        assert {"median bfloat16", "trimmed_mean weighted", DISTANCES, MIXED} <= of_level
     assert {"torch.median", "torch.median again", "numpy.median"} <= {name for name, _ in names}
     called = {name for name, level in names if name.startswith("called") and level}
     assert called == {CALLED, EQUAL, KEPT, MASKED}
@@ -80,6 +87,8 @@ def made_up(passes: Mapping[str, float] | None = None, level: str = "avx512") ->
         "median float16": 0.69,
         "trimmed_mean weighted": 3.0,
         "trimmed_mean diagnosed 1/16": 1.26,
+        DISTANCES: 2.5,
+        MIXED: 2.5,
         CALLED: 1.2,
         EQUAL: 1.25,
         KEPT: 1.2,
@@ -90,7 +99,7 @@ def made_up(passes: Mapping[str, float] | None = None, level: str = "avx512") ->
 
 def test_timings_on_their_goals_meet_them() -> None:
     goals = judge_kernels(made_up())
-    assert len(goals) == 10
+    assert len(goals) == 12
     assert {goal.verdict for goal in goals} == {"met"}
 
 
@@ -102,6 +111,8 @@ def test_timings_on_their_goals_meet_them() -> None:
         ("phocas f=4", 1.1),
         (EQUAL, 1.02),
         (MASKED, 1.02),
+        (DISTANCES, 1.01),
+        (MIXED, 1.01),
     ],
 )
 def test_a_goal_that_is_missed_is_said(name: str, factor: float) -> None:
@@ -113,6 +124,31 @@ def test_a_goal_that_is_missed_is_said(name: str, factor: float) -> None:
         for t in timings
     ]
     assert "missed" in {goal.verdict for goal in judge_kernels(slower)}
+
+
+def test_mixes_by_avx2_are_timed_and_not_judged() -> None:
+    goals = {goal.what: goal.verdict for goal in judge_kernels(made_up({MIXED: 9.0}, "avx2"))}
+    assert goals["distances / pass, 16 rows, avx2"] == "met"
+    assert not any("mixed" in what for what in goals)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 16])
+def test_each_row_of_the_timed_mix_leaves_out_f_others(rows: int) -> None:
+    mix = random_mix(rows)
+    assert ((mix.matrix == 0).sum(axis=1) == mix.rule.f).all()
+    assert (mix.matrix.diagonal() > 0).all()
+
+
+@pytest.mark.parametrize("name", ["distances_cpu", "mix_cpu"])
+def test_rows_measured_or_mixed_wrongly_are_not_timed(name: str) -> None:
+    class Idle:
+        """The extension, but for one kernel that does nothing."""
+
+        def __getattr__(self, asked: str) -> object:
+            return (lambda *_: None) if asked == name else getattr(extension(), asked)
+
+    with pytest.raises(AggregationError, match="differ"):
+        check_contestants(Idle(), 4, ("baseline",))
 
 
 def test_a_pass_that_differs_from_itself_judges_nothing() -> None:
