@@ -29,9 +29,10 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,7 +50,10 @@ _logger = logging.getLogger(__name__)
 MOST_SAMPLES = 1 << 16  # of one call; a choice: no batch of a rank has more
 _MAC_BYTES = 32  # SHA-256
 _NONCE_BYTES = 16  # a choice: no two tickets are alike, so no proof is right twice
-_BATCH_BYTES = 8 << 20  # of one record batch; a choice: several are on their way at once
+# Of one record batch. A choice: several are on their way at once, and a message costs as much as
+# some samples of 110 kB. By benchmarks.store_rates parts of 1 MiB had 47 to 51 % of a bare
+# ``do_get``, of 2 MiB 51 to 57 %; of 4 MiB no more, on loopback and on a link of 1 Gb/s.
+_BATCH_BYTES = 2 << 20
 _START_S = 60.0  # a choice: a server starts in a second, on a crowded machine in ten
 # Choices: how long a server that starts anew waits for its port, and how often it asks. Its own
 # connections are gone by then, but a program of the machine may have got it for one of its own.
@@ -111,35 +115,53 @@ def open_ticket(ticket: bytes, key: bytes, owner: int, num_samples: int) -> list
     return found
 
 
-_Kept = list[tuple[int, memoryview, int]]  # sample, bytes, checksum
+_Kept = tuple[int, memoryview, int]  # sample, bytes, checksum
 
 
-def kept_parts(shelf: Shelf, samples: Sequence[int]) -> Iterator[tuple[_Kept, int]]:
-    """Yield those of the samples that are kept, some megabytes at a time, and their bytes."""
-    found: _Kept = []
+def kept_parts(shelf: Shelf, samples: Sequence[int]) -> Iterator[tuple[list[int], int]]:
+    """Yield those of the samples that are kept, a part of an answer at a time, and their bytes.
+
+    Nothing is read yet: a part takes memory once there is room for it.
+    """
+    part: list[int] = []
     size = 0
     for sample in samples:
-        if (kept := shelf.read(sample)) is not None:
-            found.append((sample, *kept))
-            size += len(kept[0])
+        if shelf.has(sample):
+            part.append(sample)
+            size += shelf.length(sample)
         if size >= _BATCH_BYTES:
-            yield found, size
-            found, size = [], 0
-    if found:
-        yield found, size
+            yield part, size
+            part, size = [], 0
+    if part:
+        yield part, size
 
 
-def _record_batch(found: _Kept) -> Any:
-    lengths = [len(data) for _, data, _ in found]
-    offsets = np.zeros(len(found) + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    joined = pa.py_buffer(b"".join(data for _, data, _ in found))
+def _read(shelf: Shelf, samples: Sequence[int]) -> Iterator[_Kept]:
+    for sample in samples:
+        if (kept := shelf.read(sample)) is not None:
+            yield sample, *kept
+
+
+def _record_batch(found: Iterable[_Kept], size: int) -> Any:
+    """Return samples as Flight sends them; what would take more than ``size`` bytes is left out."""
+    # One sample after the other is checked and copied: between the two it stays in the cache. Of
+    # Arrow's memory, which is used again: new pages cost more than the copy does.
+    joined = pa.allocate_buffer(size)
+    view, ends = memoryview(joined).cast("B"), [0]
+    numbers, digests = [], []
+    for sample, data, digest in found:
+        end = ends[-1] + len(data)
+        if end > size:  # its head has changed since its length was read
+            continue
+        view[ends[-1] : end] = data
+        numbers.append(sample)
+        digests.append(digest)
+        ends.append(end)
     column = pa.LargeBinaryArray.from_buffers(
-        pa.large_binary(), len(found), [None, pa.py_buffer(offsets), joined]
+        pa.large_binary(), len(numbers), [None, pa.py_buffer(np.array(ends, np.int64)), joined]
     )
-    numbers = pa.array([sample for sample, _, _ in found], pa.int64())
-    digests = pa.array([digest for _, _, digest in found], pa.uint64())
-    return pa.record_batch([numbers, digests, column], schema=_SCHEMA)
+    arrays = [pa.array(numbers, pa.int64()), pa.array(digests, pa.uint64()), column]
+    return pa.record_batch(arrays, schema=_SCHEMA)
 
 
 # The server, in its own process.
@@ -164,14 +186,17 @@ class _FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow h
         except DataError as error:
             raise flight.FlightUnauthenticatedError(str(error)) from error
         proof = pa.py_buffer(answer_proof(self._key, ticket.ticket))
-        return flight.GeneratorStream(_SCHEMA, self._answer(samples, proof))
+        answer = self._answer(samples, proof)
+        # Before the stream begins: else its head travels alone, and wakes a peer that still waits.
+        first = list(islice(answer, 1))
+        return flight.GeneratorStream(_SCHEMA, chain(first, answer))
 
     def _answer(self, samples: Sequence[int], proof: Any) -> Iterator[tuple[Any, Any]]:
         try:
             with self._gate.call():
-                for found, size in kept_parts(self._shelf, samples):
+                for part, size in kept_parts(self._shelf, samples):
                     with self._gate.room(size):
-                        yield _record_batch(found), proof
+                        yield _record_batch(_read(self._shelf, part), size), proof
         except DataError as error:
             raise flight.FlightUnavailableError(str(error)) from error
 
@@ -381,7 +406,10 @@ class Peers:
         return found
 
     def answers(self, wanted: Mapping[int, Sequence[int]]) -> Iterator[dict[int, Received]]:
-        """Yield what each owner has sent once its answer has ended; as ``fetch``."""
+        """Yield what came, as ``fetch``: of one owner by the parts of its answer, of several whole.
+
+        What is taken as it comes is still in the processor's cache, and more comes meanwhile.
+        """
         if not self._may_call():
             return  # gRPC of a parent, copied by a fork, may wait for ever
         now = time.monotonic()
@@ -392,7 +420,7 @@ class Peers:
             for first in range(0, len(samples), MOST_SAMPLES)
         ]
         if len(asked) == 1:
-            yield self._ask(*asked[0])
+            yield from self._parts(*asked[0])
         elif asked:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(8, thread_name_prefix="loft_hvd store")
@@ -417,9 +445,13 @@ class Peers:
         return False
 
     def _ask(self, rank: int, samples: Sequence[int]) -> dict[int, Received]:
-        owner = self._owners[rank]
         found: dict[int, Received] = {}
-        wanted = set(samples)
+        for part in self._parts(rank, samples):
+            found |= part
+        return found
+
+    def _parts(self, rank: int, samples: Sequence[int]) -> Iterator[dict[int, Received]]:
+        owner, wanted = self._owners[rank], set(samples)
         try:
             if owner.client is None:
                 host, port = owner.address
@@ -430,12 +462,11 @@ class Peers:
             for chunk in owner.client.do_get(flight.Ticket(ticket), options):
                 if not hmac.compare_digest(bytes(chunk.app_metadata or b""), proof):
                     raise DataError("what answers there does not know the job's key")
-                _take(chunk.data, wanted, found)
+                yield _taken(chunk.data, wanted)
         except (pa.ArrowException, OSError, DataError) as error:
             self._leave_alone(rank, owner, error)
         else:
             owner.pause_s = _FIRST_PAUSE_S
-        return found
 
     def _leave_alone(self, rank: int, owner: _Owner, error: Exception) -> None:
         owner.client = None
@@ -447,15 +478,29 @@ class Peers:
         )
 
 
-def _take(batch: Any, wanted: set[int], found: dict[int, Received]) -> None:
-    """Note the samples of a record batch that were asked for and are whole."""
+def _taken(batch: Any, wanted: set[int]) -> dict[int, Received]:
+    """Return the samples of a record batch, which were asked for and are whole."""
     if batch.schema != _SCHEMA:
         raise DataError(f"an answer has the columns {batch.schema.names}")
     batch.validate(full=True)  # offsets that a peer sent are within its bytes
+    found: dict[int, Received] = {}
     samples, digests = batch.column(0).to_pylist(), batch.column(1).to_pylist()
-    for number, (sample, digest) in enumerate(zip(samples, digests, strict=True)):
-        data = memoryview(batch.column(2)[number].as_buffer()).cast("B")
+    for sample, digest, data in zip(samples, digests, _views(batch.column(2)), strict=True):
         if sample not in wanted or checksum(data) != digest:
             raise DataError(f"sample {sample} came damaged, or was not asked for")
         wanted.discard(sample)
         found[sample] = Received(data, digest)
+    return found
+
+
+def _views(column: Any) -> Iterator[memoryview]:
+    """Yield the bytes of each value of a column, which is valid; Arrow's own scalars are copies."""
+    _, offsets, values = column.buffers()
+    if values is None or len(column) == 0:  # all values are empty, or there are none
+        yield from [memoryview(b"")] * len(column)
+        return
+    # Values 2 and 3 of a column that begins at 2 lie between offsets 2, 3 and 4 of its buffer.
+    ends = np.frombuffer(offsets, np.int64)[column.offset : column.offset + len(column) + 1]
+    data = memoryview(values).cast("B")
+    for begin, end in pairwise(ends.tolist()):
+        yield data[begin:end]

@@ -200,6 +200,12 @@ class Shelf:
         """Whether a sample is kept."""
         return bool(self._index[sample])
 
+    def length(self, sample: int) -> int:
+        """Return the bytes of a sample as its head says, unchecked; 0 where there is none."""
+        unit = int(self._index[sample])
+        found = self._record(*self._place(unit - 1)) if unit else None
+        return 0 if found is None else len(found[1])
+
     def read(self, sample: int) -> tuple[memoryview, int] | None:
         """Return the bytes of a sample and their checksum; None when it is not kept, or broken."""
         unit = int(self._index[sample])
@@ -252,7 +258,7 @@ class Shelf:
         """
         if self._index[sample]:
             return True
-        if is_copy and not self._takes_copy(sample):
+        if self.is_full or (is_copy and not self._takes_copy(sample)):
             return False
         units = _units(_RECORD.size + len(data))
         digest = checksum(data) if digest is None else digest

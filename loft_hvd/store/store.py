@@ -286,12 +286,12 @@ class SampleStore(Dataset[Any]):
             return {}
         found = {}
         began = time.monotonic()
-        answers = self._peers.fetch(by_keeper)
-        for number, (data, digest) in answers.items():
-            found[number] = decode_sample(data)
-            self._shelf.add(number, data, digest, is_copy=True)
-            counts["peer"] += 1
-            counts["peer_bytes"] += len(data)
+        for part in self._peers.answers(by_keeper):
+            for number, (data, digest) in part.items():
+                found[number] = decode_sample(data)
+                self._shelf.add(number, data, digest, is_copy=True)
+                counts["peer"] += 1
+                counts["peer_bytes"] += len(data)
         counts["peer_us"] += round(1e6 * (time.monotonic() - began))
         return found
 

@@ -31,6 +31,7 @@ from loft_hvd.store.peers import (
     Received,
     Server,
     _record_batch,
+    _views,
     answer_proof,
     listening,
     open_ticket,
@@ -118,12 +119,70 @@ def test_a_port_that_stays_taken_is_an_error_at_the_limit() -> None:
 def test_many_samples_come_in_several_batches() -> None:
     shelf = Shelf(300, memory_bytes=300 * 110_000)
     for sample in range(300):
-        shelf.add(sample, bytes([sample % 256]) * 100_000)  # 30 MB: four record batches
+        shelf.add(sample, bytes([sample % 256]) * 100_000)  # 30 MB: many record batches
     server = Server(shelf, host="127.0.0.1", key=KEY, owner=0)
     found = Peers([server.address()], KEY, timeout_s=20.0).fetch({0: list(range(300))})
     server.close()
     assert len(found) == 300
     assert all(bytes(each.data) == bytes([s % 256]) * 100_000 for s, each in found.items())
+
+
+def test_an_answer_comes_by_parts_and_what_came_before_a_fault_stays(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    shelf = Shelf(40, memory_bytes=40 * 410_000)
+    for sample in range(40):
+        shelf.add(sample, bytes([sample]) * 400_000)  # 16 MB: several record batches
+    server = Server(shelf, host="127.0.0.1", key=KEY, owner=0)
+    peers = Peers([server.address()], KEY, timeout_s=20.0)
+    parts = peers.answers({0: range(40)})
+    found = dict(next(parts))
+    assert 0 < len(found) < 20
+    os.kill(server.process.pid, signal.SIGKILL)
+    for part in parts:
+        found |= part
+    server.close()
+    assert 0 < len(found) < 40
+    assert all(bytes(each.data) == bytes([s]) * 400_000 for s, each in found.items())
+    assert "rank 0 does not send its samples" in caplog.text
+
+
+def test_samples_that_are_damaged_or_empty_leave_the_others_whole() -> None:
+    shelf = Shelf(5, memory_bytes=1 << 20)
+    for sample, data in enumerate([b"", value(1), value(2), value(3), b""]):
+        shelf.add(sample, data)
+    kept = shelf.read(1)
+    assert kept is not None
+    kept[0][0] ^= 1  # its bytes
+    begin = (int(shelf._index[3]) - 1) * 64
+    shelf._views[0][begin] ^= 1  # its head
+    server = Server(shelf, host="127.0.0.1", key=KEY, owner=0)
+    peers = Peers([server.address()], KEY, timeout_s=10.0)
+    damaged = peers.fetch({0: [1, 3]})  # an answer whose only part has no sample
+    found = peers.fetch({0: range(5)})
+    empty = peers.fetch({0: [0, 4]})
+    server.close()
+    assert damaged == {}
+    assert {sample: bytes(each.data) for sample, each in found.items()} == {
+        0: b"", 2: value(2), 4: b"",
+    }  # fmt: skip
+    assert {sample: bytes(each.data) for sample, each in empty.items()} == {0: b"", 4: b""}
+    assert [shelf.has(sample) for sample in range(5)] == [True, False, True, False, True]
+    assert shelf.counters["corrupt"] == 2
+
+
+def test_a_part_has_what_there_was_room_for() -> None:
+    found = [(0, memoryview(b"ab"), 1), (1, memoryview(b"too long"), 2), (2, memoryview(b"c"), 3)]
+    batch = _record_batch(found, 4)  # the second has grown since its length was read
+    assert batch.column(0).to_pylist() == [0, 2]
+    assert batch.column(2).to_pylist() == [b"ab", b"c"]
+
+
+def test_views_of_a_column_are_its_values_and_no_copies() -> None:
+    column = pa.array([b"ab", b"", b"cde", b"f"], pa.large_binary()).slice(1, 2)
+    assert [bytes(view) for view in _views(column)] == [b"", b"cde"]
+    assert [bytes(view) for view in _views(pa.array([b"", b""], pa.large_binary()))] == [b"", b""]
+    assert list(_views(pa.array([], pa.large_binary()))) == []
 
 
 def test_nothing_is_sent_without_the_key(server: Server, caplog: pytest.LogCaptureFixture) -> None:
@@ -153,7 +212,7 @@ class Impostor(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no
 
     def do_get(self, context: Any, ticket: Any) -> Any:
         self.num_calls += 1
-        batch = _record_batch([(2, memoryview(b"bad"), checksum(b"bad"))])
+        batch = _record_batch([(2, memoryview(b"bad"), checksum(b"bad"))], 3)
         proof = pa.py_buffer(self.proof_of(ticket.ticket))
         return flight.GeneratorStream(batch.schema, [(batch, proof)])
 

@@ -269,3 +269,18 @@ def test_a_full_shelf_says_so() -> None:
     assert not shelf.is_full
     assert not shelf.add(2, DATA)
     assert shelf.is_full
+
+
+def test_a_full_shelf_takes_no_smaller_sample_and_no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    shelf = Shelf(10, memory_bytes=200)
+    assert shelf.add(1, DATA)
+    assert not shelf.add(2, DATA)
+    monkeypatch.setattr(shelf, "_locked", lambda: pytest.fail("nothing is to be written"))
+    assert not shelf.add(3, b"")
+    assert shelf.add(1, DATA)  # is there
+
+
+def test_a_length_is_what_the_head_says() -> None:
+    shelf = Shelf(10, memory_bytes=200)
+    assert shelf.add(1, DATA)
+    assert [shelf.length(1), shelf.length(2)] == [len(DATA), 0]
