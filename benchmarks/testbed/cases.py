@@ -113,9 +113,8 @@ def _same_accuracy(results: Sequence[Result]) -> Goal:
 
 
 def _compare(testbed: Testbed, options: Options, *, num_workers: int) -> dict[str, Any]:
-    cluster = unequal(options.ratio)
-    cluster.up(testbed)
-    epochs = options.epochs or 4
+    cluster = unequal(testbed, options.ratio)
+    epochs = options.epochs or 6
     contest = Contest(_EVERYONE, list(cluster.shares), epochs, num_workers=num_workers)
     results = run_job(testbed, Job(contest))["contestants"]
     by_name = _by_name(results)
@@ -162,13 +161,12 @@ def control(testbed: Testbed, options: Options) -> dict[str, Any]:
 
 def unseen(testbed: Testbed, options: Options) -> dict[str, Any]:
     """What the models of one run say of steps at sizes and budgets that it never had."""
-    cluster = unequal(options.ratio)
-    cluster.up(testbed)
+    cluster = unequal(testbed, options.ratio)
     others = [
-        Contestant("equal, no store", [12, 12, 12, 12]),
-        Contestant("14 12 12 10, no store", [14, 12, 12, 10]),
-        Contestant("10 14 14 10, budget 1/8", [10, 14, 14, 10], budget=0.125),
-        Contestant("18 12 8 10, budget 1/4", [18, 12, 8, 10], budget=0.25),
+        Contestant("equal, no store", [24, 24, 24, 24]),
+        Contestant("28 24 24 20, no store", [28, 24, 24, 20]),
+        Contestant("20 28 28 20, budget 1/8", [20, 28, 28, 20], budget=0.125),
+        Contestant("36 24 16 20, budget 1/4", [36, 24, 16, 20], budget=0.25),
     ]
     contest = Contest([_STORE, *others], list(cluster.shares), options.epochs or 3)
     results = run_job(testbed, Job(contest))["contestants"]
@@ -207,7 +205,7 @@ def faulty(testbed: Testbed, options: Options) -> dict[str, Any]:
 
 def degrading(testbed: Testbed, options: Options) -> dict[str, Any]:
     """The link of a fast host becomes slow half-way."""
-    slow = unequal(options.ratio)
+    slow = unequal(testbed, options.ratio)
     before = Cluster(slow.cpus, (FAST,) * 4, slow.shares)
     before.up(testbed)
     epochs = options.epochs or 6

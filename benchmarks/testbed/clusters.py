@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 
-from benchmarks.testbed.contest import GLOBAL_BATCH, Contest, make_model
-from benchmarks.testbed.shares import RECORD_BYTES, enlarge
+from benchmarks.testbed.contest import GLOBAL_BATCH, Contest, Contestant
+from benchmarks.testbed.shares import RECORD_BYTES
 from tests.testbed.hosts import Testbed
 
 __all__ = ["Cluster", "Job", "run_job", "unequal", "wait_for_epochs"]
@@ -39,33 +38,6 @@ class Cluster:
         cpus = ",".join(f"{each:g}" for each in self.cpus)
         rates = ",".join(f"{each:.0f}" for each in self.bits_per_s)
         testbed.up(len(self.cpus), "--cpu", cpus, "--fit", "--rate", rates, *more)
-
-
-def _compute_s() -> float:
-    """Return the CPU seconds of a forward and backward pass, a sample, on a core of this machine.
-
-    The median of 15 batches of 16.
-    """
-    torch.set_num_threads(1)
-    model, images, taken = make_model(), enlarge(torch.rand(16, 8, 8)), []
-    for _ in range(15):
-        began = time.process_time()
-        model(images).square().mean().backward()
-        taken.append(time.process_time() - began)
-    return statistics.median(taken) / len(images)
-
-
-def unequal(ratio: float) -> Cluster:
-    """Return a cluster whose worst fetch takes ``ratio`` times as long as its worst computing.
-
-    That is at sizes in proportion to CPUs, as LB-BSP chooses them: then computing takes all hosts
-    the same time, and the fast ones fetch most of their samples over slow links. How slow these
-    have to be follows from what a sample takes to compute, which is measured first.
-    """
-    compute_s = GLOBAL_BATCH * _compute_s() / sum(_CPUS)
-    num_fetched = GLOBAL_BATCH * (_CPUS[0] / sum(_CPUS) - _SHARES[0])
-    slow = 8 * RECORD_BYTES * num_fetched / (ratio * compute_s)
-    return Cluster(_CPUS, (slow, slow, FAST, FAST), _SHARES)
 
 
 @dataclass(frozen=True)
@@ -107,3 +79,23 @@ def wait_for_epochs(folder: Path, num_epochs: int, *, timeout_s: float = 300.0) 
         if time.monotonic() > until:
             raise TimeoutError(f"epoch {num_epochs} is not over within {timeout_s:g} s")
         time.sleep(0.1)
+
+
+def unequal(testbed: Testbed, ratio: float) -> Cluster:
+    """Make hosts whose worst fetch takes ``ratio`` times as long as their worst computing.
+
+    That is at sizes in proportion to CPUs, as LB-BSP chooses them: then computing takes all hosts
+    the same time, and the fast ones fetch most of their samples over slow links. How slow these
+    have to be follows from an epoch at these sizes over fast links, which is trained first.
+    """
+    shares = np.array(_CPUS) / sum(_CPUS)
+    sizes = (GLOBAL_BATCH * shares).astype(int).tolist()
+    fast = Cluster(_CPUS, (FAST,) * 4, _SHARES)
+    fast.up(testbed)
+    contest = Contest([Contestant("at the sizes of LB-BSP", sizes)], list(_SHARES), epochs=2)
+    last = run_job(testbed, Job(contest))["contestants"][0]["epochs"][-1]
+    num_bits = 8 * RECORD_BYTES * (sizes[0] - last["local"][0])
+    slow = num_bits / (ratio * max(last["compute_s"]) - max(last["fetch_s"]) + num_bits / FAST)
+    cluster = Cluster(_CPUS, (slow, slow, FAST, FAST), _SHARES)
+    cluster.up(testbed)
+    return cluster
