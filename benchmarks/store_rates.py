@@ -413,6 +413,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)  # what a host runs
     given = parser.parse_args(arguments)
+    if given.rounds is not None and given.rounds < 2:
+        parser.error(f"--rounds {given.rounds}: give at least 2, of which a median can be told")
     if given.rank:
         be_rank(given.rank)
         return 0

@@ -102,7 +102,13 @@ def unequal(testbed: Testbed, ratio: float) -> Cluster:
     contest = Contest([Contestant("at the sizes of LB-BSP", sizes)], list(_SHARES), epochs=2)
     last = run_job(testbed, Job(contest))["contestants"][0]["epochs"][-1]
     num_bits = 8 * RECORD_BYTES * (sizes[0] - last["local"][0])
-    slow = num_bits / (ratio * max(last["compute_s"]) - max(last["fetch_s"]) + num_bits / FAST)
+    fetch_s = ratio * max(last["compute_s"]) - max(last["fetch_s"]) + num_bits / FAST
+    if fetch_s <= num_bits / FAST:
+        raise RuntimeError(
+            f"fetching takes {max(last['fetch_s']) / max(last['compute_s']):.2g} times as long as "
+            f"computing over the fastest links already; ask for a larger --ratio than {ratio:g}"
+        )
+    slow = num_bits / fetch_s
     cluster = Cluster(_CPUS, (slow, slow, FAST, FAST), _SHARES)
     cluster.up(testbed)
     return cluster

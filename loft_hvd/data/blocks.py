@@ -35,7 +35,8 @@ class BlockShuffle:
 
     An epoch takes the shards in random order and cuts each into blocks of neighbours, at other
     places in each epoch. The blocks of about ``window`` samples in this order are then shuffled. So
-    the samples of a block are in one step, or in two that follow one another; and all samples of a
+    the samples of a block are in as few steps as hold it, two that follow one another at most where
+    ``block`` is no longer than a global batch; and all samples of a
     shard are within one window of the epoch. Each sample comes once.
 
     Small blocks and large windows mix better, large blocks are read faster. ``block=1`` with a

@@ -40,6 +40,7 @@ _MOST_KEPT = 4  # row groups of a process; a choice: neighbours of a batch are i
 _READ_BYTES = 8 << 20  # of one read; a choice: longer runs gain nothing
 _NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL)  # up to the first dot, and behind
 _META = re.compile(r"__[^/]*__(?:/|$)")  # names that webdataset leaves out, too
+_MOST_TAIL = 1 << 20  # bytes of zeros at the end; a choice: tar fills up 10 KiB if not told else
 # What a tar file that is damaged may raise: a bad number is a ValueError, and headers that announce
 # one another without an end are a RecursionError.
 _TAR_ERRORS = (tarfile.TarError, OSError, EOFError, ValueError, OverflowError, RecursionError)
@@ -293,10 +294,7 @@ class TarShards(ShardFiles):
                         raise ValueError(f"{member.name!r} comes twice")
                     extensions.add(extension)
                 begins.append(tar.offset)
-            with open(path, "rb") as file:
-                file.seek(begins[-1])
-                if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-                    raise ValueError(f"it is damaged or cut off at byte {begins[-1]}")
+            _check_end(path, begins[-1])
         except _TAR_ERRORS as error:
             raise DataError(
                 f"{path} is no tar file that can be read: {error} (unpack a compressed one first; "
@@ -331,6 +329,21 @@ class TarShards(ShardFiles):
             return opened
 
 
+def _check_end(path: str, end: int) -> None:
+    """Raise a ValueError unless zeros alone, and not too many, are behind the last member.
+
+    ``tarfile`` takes a header that was lost, and is zeros now, for the end of the file.
+    """
+    with open(path, "rb") as file:
+        file.seek(end)
+        tail = file.read(_MOST_TAIL + 1)
+    if not tarfile.BLOCKSIZE <= len(tail) <= _MOST_TAIL or tail.strip(b"\0"):
+        raise ValueError(
+            f"it is damaged or cut off at byte {end}: behind the last member that is found there "
+            f"must be zeros alone, {tarfile.BLOCKSIZE} to {_MOST_TAIL} B of them"
+        )
+
+
 class _Descriptor:
     """An open file that is closed with its last user."""
 
@@ -345,7 +358,14 @@ def _members(tar: tarfile.TarFile) -> Iterator[tuple[str, str, tarfile.TarInfo]]
         if member.size < 0 or member.issparse():
             raise ValueError(f"member {member.name!r} is sparse, or its length is negative")
         match = _NAME.fullmatch(member.name)
-        if member.isfile() and match and not _META.match(member.name):
+        if not match or _META.match(member.name):
+            continue
+        if member.islnk() or member.issym():
+            raise ValueError(
+                f"member {member.name!r} is a link to {member.linkname!r} and has no bytes of its "
+                "own; pack files themselves (tar --hard-dereference -h)"
+            )
+        if member.isfile():
             yield match[1], match[2].lower(), member
 
 
@@ -444,7 +464,12 @@ class ParquetShards(ShardFiles):
             table = _latest(
                 own.groups, (path, part), partial(self._group, own, path, part), most=_MOST_KEPT
             )
-        rows = table_rows(table, first, last)
+        try:
+            rows = table_rows(table, first, last)
+        except ValueError as error:  # as of text that is no UTF-8
+            raise DataError(
+                f"{path}: rows {first} to {last - 1} of row group {part} cannot be read: {error}"
+            ) from error
         if len(rows) != last - first:
             raise DataError(
                 f"{path}: row group {part} has {table.num_rows} rows, of which {first} to "

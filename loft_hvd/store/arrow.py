@@ -47,8 +47,10 @@ class ParquetReader:
             raise DataError(f"{path} is no Parquet file that can be read: {error}") from error
         names = self._file.schema_arrow.names
         # Arrow passes over names that it does not know; "image.bytes" is a part of "image".
+        schema = self._file.schema
+        parts = [f"{schema.column(each).path}." for each in range(len(schema))]
         asked = self._columns or ()
-        missing = [name for name in asked if not {name, name.partition(".")[0]} & set(names)]
+        missing = [name for name in asked if not any(p.startswith(f"{name}.") for p in parts)]
         if missing:
             self.close()
             raise DataError(f"{path} has no columns {missing}; it has {names}")

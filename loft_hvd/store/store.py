@@ -35,7 +35,7 @@ from loft_hvd.transport.groups import nodes_of
 
 if TYPE_CHECKING:
     from loft_hvd.store.fetcher import Fetcher, Stage
-    from loft_hvd.store.peers import Peers, Server
+    from loft_hvd.store.peers import Peers, Received, Server
 
 __all__ = ["SampleStore"]
 
@@ -284,15 +284,18 @@ class SampleStore(Dataset[Any]):
             by_keeper.setdefault(int(self._shelf.keepers[number]), []).append(number)
         if not by_keeper or self._peers is None:
             return {}
-        found = {}
+        found: dict[int, Any] = {}
+        received: dict[int, Received] = {}
         began = time.monotonic()
         for part in self._peers.answers(by_keeper):
-            for number, (data, digest) in part.items():
-                found[number] = decode_sample(data)
-                self._shelf.add(number, data, digest, is_copy=True)
-                counts["peer"] += 1
-                counts["peer_bytes"] += len(data)
+            received |= part
+            found |= {number: decode_sample(each.data) for number, each in part.items()}
         counts["peer_us"] += round(1e6 * (time.monotonic() - began))
+        # Once all have come: the peer's time for an answer must not run while this disk writes.
+        for number, (data, digest) in received.items():
+            self._shelf.add(number, data, digest, is_copy=True)
+            counts["peer"] += 1
+            counts["peer_bytes"] += len(data)
         return found
 
     def _from_source(self, missing: Sequence[int], counts: dict[str, int]) -> dict[int, Any]:

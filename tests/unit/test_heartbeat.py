@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import io
 import logging
 import os
@@ -12,6 +11,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -21,6 +21,7 @@ import torch
 
 from loft_hvd.errors import PeerError, TransportError
 from loft_hvd.transport.base import Channel, wait_for
+from loft_hvd.transport.heartbeat import process
 from loft_hvd.transport.heartbeat.diagnosis import (
     Diagnosis,
     DiagnosisLimits,
@@ -427,7 +428,9 @@ def test_a_handler_of_logs_that_hangs_keeps_no_verdict_from_its_deeds(pairs: Pai
     link.close()
 
 
-def test_an_observer_that_hangs_keeps_no_verdict_back(pairs: Pairs) -> None:
+def test_an_observer_that_hangs_keeps_no_verdict_back(
+    pairs: Pairs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As a run log on a disk that does not answer."""
 
     class Observer:
@@ -440,7 +443,9 @@ def test_an_observer_that_hangs_keeps_no_verdict_back(pairs: Pairs) -> None:
 
     heard: list[tuple[int, int]] = []
     goes_on, observer = threading.Event(), Observer()
-    gc.collect()  # balancers of other tests in this process, which would know the error as well
+    # Balancers of other tests in this process may live on, and would know the error as well.
+    own = weakref.WeakSet[Observer]()
+    monkeypatch.setattr(process, "_observers", lambda: own)
     observe_failures(observer)
     first, second = pairs.both()
     second.report(MemoryError("full"))

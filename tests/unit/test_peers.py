@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,7 @@ from loft_hvd.store.peers import (
     _record_batch,
     _views,
     answer_proof,
+    kept_parts,
     listening,
     open_ticket,
     program,
@@ -169,6 +171,18 @@ def test_samples_that_are_damaged_or_empty_leave_the_others_whole() -> None:
     assert {sample: bytes(each.data) for sample, each in empty.items()} == {0: b"", 4: b""}
     assert [shelf.has(sample) for sample in range(5)] == [True, False, True, False, True]
     assert shelf.counters["corrupt"] == 2
+
+
+def test_a_damaged_length_asks_for_no_room() -> None:
+    """Nothing is checked before there is room: 4 MB that never were must ask for none."""
+    shelf = Shelf(3, memory_bytes=8 << 20)
+    for sample in range(3):
+        shelf.add(sample, value(sample))
+    begin = (int(shelf._index[1]) - 1) * 64
+    struct.pack_into("<I", shelf._views[0], begin + 4, 4 << 20)  # its length
+    assert shelf.length(1) == 4 << 20
+    assert list(kept_parts(shelf, range(3))) == [([0, 2], len(value(0)) + len(value(2)))]
+    assert not shelf.has(1)
 
 
 def test_a_part_has_what_there_was_room_for() -> None:

@@ -162,6 +162,18 @@ def test_parquet_rows_have_the_columns_asked_for(tmp_path: Path) -> None:
         ParquetShards(paths, columns=["label"])
 
 
+def test_parts_of_parquet_columns_are_known_too(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow", reason="the extra [store] is not installed")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pa.table({"image": [{"bytes": b"a", "path": "p"}], "imagery": [1]})
+    path = tmp_path / "parts.parquet"
+    parquet.write_table(table, path)
+    assert ParquetShards([path], columns=["image.bytes"])[0] == {"image": {"bytes": b"a"}}
+    for wrong in ("image.nope", "imag"):
+        with pytest.raises(DataError, match=rf"has no columns \['{wrong}'\]; it has"):
+            ParquetShards([path], columns=[wrong])
+
+
 def test_the_order_of_paths_does_not_matter(tmp_path: Path) -> None:
     paths = tars(tmp_path, 4, 3, 5)
     assert [number_of(each) for each in all_of(TarShards(paths[::-1]))] == list(range(12))
@@ -379,6 +391,32 @@ def test_a_tar_file_with_a_damaged_header_is_refused(
     data[1024 * member + byte] ^= 0x15
     path.write_bytes(data)
     with pytest.raises(DataError, match=r"0000.tar is no tar file that can be read"):
+        TarShards([path])
+
+
+@pytest.mark.parametrize("end", [2048 * 4 + 512, None], ids=["a header", "the rest"])
+def test_a_tar_file_that_became_zeros_is_refused(tmp_path: Path, end: int | None) -> None:
+    """``tarfile`` takes zeros for the end, with which samples would be gone without a word."""
+    (path,) = tars(tmp_path, 20)
+    data = bytearray(path.read_bytes())
+    begin = 2048 * 4
+    data[begin:end] = bytes(len(data[begin:end]))
+    if end is None:
+        data += bytes(1 << 20)
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=rf"0000.tar is no tar file .* cut off at byte {begin}"):
+        TarShards([path])
+
+
+@pytest.mark.parametrize("kind", [tarfile.LNKTYPE, tarfile.SYMTYPE])
+def test_a_link_to_a_member_is_refused(tmp_path: Path, kind: bytes) -> None:
+    path = tmp_path / "linked.tar"
+    with tarfile.open(path, "w") as tar:
+        tar.addfile(tarfile.TarInfo("0.cls"))
+        link = tarfile.TarInfo("1.cls")
+        link.type, link.linkname = kind, "0.cls"
+        tar.addfile(link)
+    with pytest.raises(DataError, match=r"member '1.cls' is a link to '0.cls'"):
         TarShards([path])
 
 

@@ -28,6 +28,9 @@ from tests.support.worlds import elastic_job
 
 pytest.importorskip("pyarrow.flight", reason="the extra [store] is not installed")
 from loft_hvd.store import fetcher
+from loft_hvd.store.peers import Received
+from loft_hvd.store.samples import encode_sample
+from loft_hvd.store.shelf import checksum
 
 NUM_SAMPLES = 600
 RECORD = 128  # bytes on the shelf of a sample below
@@ -169,6 +172,27 @@ class _Epoch:
 
     def count(self, name: str) -> int:
         return self._store.counters[name] - self._before[name]
+
+
+def test_an_answer_is_read_to_its_end_before_any_of_it_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A peer's time for an answer runs until then: a slow disk here must not use it up."""
+    store, done = alone(), list[str]()
+
+    class Peer:
+        def answers(self, by_keeper: Mapping[int, Sequence[int]]) -> Iterator[Mapping[int, Any]]:
+            for number in (1, 2):
+                data = encode_sample(number)
+                yield {number: Received(memoryview(data), checksum(data))}
+            done.append("sent")
+
+    monkeypatch.setattr(store, "_peers", Peer())
+    monkeypatch.setattr(store._shelf, "add", lambda *_, **__: done.append("kept"))
+    counts = dict.fromkeys(store.counters, 0)
+    assert store._from_peers([1, 2], counts) == {1: 1, 2: 2}
+    assert done == ["sent", "kept", "kept"]
+    assert counts["peer"] == 2
 
 
 def epochs(
