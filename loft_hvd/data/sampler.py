@@ -40,6 +40,7 @@ __all__ = [
     "PlannedLoader",
     "check_balancer",
     "check_epoch",
+    "check_indices",
     "check_length",
     "keeper_of",
     "tell_sources",
@@ -571,3 +572,11 @@ def check_length(dataset: object) -> int:
             "read blocks; for any other stream use loft.StreamLoader, or index it"
         )
     return len(dataset)
+
+
+def check_indices(indices: Sequence[int], num_samples: int) -> list[int]:
+    """Return indices of samples counted from 0 on; IndexError where there is no such sample."""
+    numbers = [index + num_samples if -num_samples <= index < 0 else index for index in indices]
+    if not all(0 <= number < num_samples for number in numbers):
+        raise IndexError(f"samples {list(indices)} of a data set of {num_samples}")
+    return numbers

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Dataset
 
+from loft_hvd.data.sampler import check_indices
 from loft_hvd.errors import ArgumentTypeError, DataError
 
 if TYPE_CHECKING:
@@ -124,10 +125,7 @@ class ShardFiles(Dataset[Any]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Read a batch: samples that are neighbours in a shard in one go, each sample once."""
-        size = len(self)
-        numbers = [index + size if -size <= index < 0 else index for index in indices]
-        if not all(0 <= number < size for number in numbers):
-            raise IndexError(f"samples {list(indices)} of a data set of {size}")
+        numbers = check_indices(indices, len(self))
         wanted = np.unique(np.array(numbers, np.int64))  # in order
         shards = np.searchsorted(self._ends, wanted, side="right")
         found: dict[int, Sample] = {}

@@ -22,7 +22,7 @@ from loft_hvd.balance.keeping import Keeping, ReadCosts
 from loft_hvd.config import config
 from loft_hvd.data.draws import Draw
 from loft_hvd.data.placement import HomeSet, Placement
-from loft_hvd.data.sampler import check_length
+from loft_hvd.data.sampler import check_indices, check_length
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, LoftError
 from loft_hvd.store.homes import KeptHomes
 from loft_hvd.store.keepers import NOBODY, with_keepers
@@ -217,10 +217,7 @@ class SampleStore(Dataset[Any]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Read a batch: what is kept, then from peers, all asked at once, then from the source."""
-        size = len(self)
-        numbers = [index + size if -size <= index < 0 else index for index in indices]
-        if not all(0 <= number < size for number in numbers):
-            raise IndexError(f"samples {list(indices)} of a data set of {size}")
+        numbers = check_indices(indices, len(self))
         counts = dict.fromkeys(self._shelf.counters, 0)
         found: dict[int, Any] = {}
         missing = []

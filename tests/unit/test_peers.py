@@ -166,8 +166,10 @@ def test_samples_that_are_damaged_or_empty_leave_the_others_whole() -> None:
     server.close()
     assert damaged == {}
     assert {sample: bytes(each.data) for sample, each in found.items()} == {
-        0: b"", 2: value(2), 4: b"",
-    }  # fmt: skip
+        0: b"",
+        2: value(2),
+        4: b"",
+    }
     assert {sample: bytes(each.data) for sample, each in empty.items()} == {0: b"", 4: b""}
     assert [shelf.has(sample) for sample in range(5)] == [True, False, True, False, True]
     assert shelf.counters["corrupt"] == 2

@@ -36,8 +36,11 @@ def test_a_step_is_timed_with_and_without_a_store() -> None:
     goals, spent = PARTS["step"](FEW)
     assert [goal.unit for goal in goals] == ["%", "%"]
     assert list(spent) == [
-        "tensors", "tensors, kept", "a mapped file", "a mapped file, kept",
-    ]  # fmt: skip
+        "tensors",
+        "tensors, kept",
+        "a mapped file",
+        "a mapped file, kept",
+    ]
 
 
 def test_a_store_that_returns_another_sample_ends_the_run() -> None:
