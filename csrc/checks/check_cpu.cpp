@@ -139,7 +139,7 @@ void check_rows_seen(const std::string& level) {
     for (int64_t numel : {0, 1, 99, 300}) {
       const Case<kDType> hard(rows, numel, kValue, false, ++seed);
       check_distances(hard, level);
-      Case<kDType> made(rows, numel, 0, false, ++seed, true);
+      Case<kDType> made(rows, numel, rows % 2 * kValue, false, ++seed, true);  // even: lines
       check_distances(made, level);
       for (int num_mixed : {1, rows / 2, rows}) {
         if (num_mixed == 0) continue;

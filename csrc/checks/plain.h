@@ -7,6 +7,7 @@
 #include <cmath>
 #include <iostream>
 #include <memory>
+#include <new>
 #include <random>
 #include <string>
 #include <vector>
@@ -257,8 +258,9 @@ inline Matrix matrix_for(int rows, int num_mixed, std::mt19937& random) {
   return matrix;
 }
 
-// Rows and result of one job, each in a heap block of just its size, `offset` bytes in. Behind the
-// first vectors only row 0 is not finite everywhere; in a tame case that is NaN, nothing else.
+// Rows and result of one job, each in a heap block of just its size, `offset` bytes behind the
+// start of a cache line. Behind the first vectors only row 0 is not finite everywhere; in a tame
+// case that is NaN, nothing else.
 template <DType kDType>
 class Case {
  public:
@@ -270,7 +272,7 @@ class Case {
     job.numel = numel;
     job.dtype = kDType;
     for (int row = 0; row <= rows; ++row) {  // the last one takes the result
-      blocks_.push_back(std::make_unique<char[]>(bytes_ + offset_));
+      blocks_.emplace_back(static_cast<char*>(::operator new(bytes_ + offset_, kLine)));
       for (int64_t i = 0; i < numel; ++i) {
         const bool is_hard = row == 0 || (i < kHard && !is_tame);
         const Bits bits = is_hard ? hard_value(random, i % 4 ? 32 : 8) : tame_value(random);
@@ -310,6 +312,10 @@ class Case {
 
  private:
   static constexpr int64_t kHard = 32;
+  static constexpr std::align_val_t kLine{64};
+  struct Free {
+    void operator()(char* block) const { ::operator delete(block, kLine); }
+  };
 
   static Bits tame_value(std::mt19937& random) {
     const float value = std::ldexp(static_cast<float>(random() % 4096) - 2048.0f,
@@ -339,7 +345,7 @@ class Case {
   }
 
   size_t bytes_, offset_;
-  std::vector<std::unique_ptr<char[]>> blocks_;
+  std::vector<std::unique_ptr<char[], Free>> blocks_;
 };
 
 // Every rule that `rows` rows allow, with no f, one, some and the most.
