@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
+from loft_hvd.aggregation.rules import Rule
 from loft_hvd.attacks import (
     ALIE,
     IPM,
@@ -38,6 +39,12 @@ from loft_hvd.attacks.optimised import aggregate_in_shards
 from loft_hvd.bench.defences import Defence
 from loft_hvd.bench.skews import draw_batches
 from loft_hvd.errors import ArgumentError, MissingDependencyError
+from loft_hvd.pipeline.suspicion.spread import (
+    COMPARED_AFTER,
+    JUDGE_BY_MODEL_ABOVE,
+    Spread,
+    lasting_differences,
+)
 
 __all__ = ["ATTACKS", "MODELS", "NONE", "Setting", "Trial", "train"]
 
@@ -197,9 +204,8 @@ class _Network:
         return torch.stack(right).float().mean(dim=1)
 
 
-def make_attack(name: str, defence: Defence, setting: Setting) -> Attack | None:
+def make_attack(name: str, rule: Rule, shards: int) -> Attack | None:
     """Return what makes the attackers' rows; None where they compute rows as honest workers do."""
-    rule, shards = defence.rule(setting.f), defence.shards(setting.num_workers)
     attacks: dict[str, Attack | None] = {
         NONE: None,
         _LABEL_FLIP: None,
@@ -258,8 +264,7 @@ def train(
     weights = torch.stack([network.first_weights(trial.seed) for trial in trials])
     flip = LabelFlip(_NUM_CLASSES)
     is_flipped = torch.tensor([trial.attack == _LABEL_FLIP for trial in trials])
-    attacks = [make_attack(trial.attack, trial.defence, setting) for trial in trials]
-    aggregators = [_aggregator(trial.defence, setting) for trial in trials]
+    sides = [_Side(trial, setting, weights.shape[1]) for trial in trials]
     at_worker = torch.tensor([not trial.defence.has_sgd_momentum for trial in trials])
     sums = torch.zeros(len(trials), drawn.shape[2], weights.shape[1])
     weight = 0.0
@@ -273,13 +278,10 @@ def train(
         rows = network.gradients(weights, data.images[chosen], labels)
         sums.mul_(_MOMENTUM).add_(rows)
         weight = _MOMENTUM * weight + 1.0
-        rows = torch.where(at_worker[:, None, None], sums / weight, rows)
-        update = torch.empty_like(weights)
-        for run, (attack, aggregator) in enumerate(zip(attacks, aggregators, strict=True)):
-            sent = rows[run]
-            if attack is not None:
-                sent = torch.cat([sent, attack(sent, num_rows=setting.f)])
-            update[run] = aggregator(sent)
+        sent = torch.where(at_worker[:, None, None], sums / weight, rows)
+        update = torch.stack(
+            [side.aggregate(sent[run], gradients=rows[run]) for run, side in enumerate(sides)]
+        )
         velocity.mul_(_MOMENTUM).add_(update, alpha=1.0 - _MOMENTUM)
         weights -= _LEARNING_RATE * torch.where(at_worker[:, None], update, velocity)
         left = setting.steps - 1 - step
@@ -290,6 +292,55 @@ def train(
     return accuracies
 
 
-def _aggregator(defence: Defence, setting: Setting) -> Callable[[Tensor], Tensor]:
-    rule, shards = defence.rule(setting.f), defence.shards(setting.num_workers)
-    return lambda rows: aggregate_in_shards(rows, rule, shards=shards)
+class _Side:
+    """Attackers and a rule, and by what values it judges them."""
+
+    def __init__(self, trial: Trial, setting: Setting, numel: int) -> None:
+        self._rule, self._attack_name, self._f = (
+            trial.defence.rule(setting.f),
+            trial.attack,
+            setting.f,
+        )
+        self._judge_in(trial.defence.shards(setting.num_workers))
+        self._watch = _Apart(setting.num_workers, numel) if trial.defence.is_auto else None
+
+    def _judge_in(self, shards: int) -> None:
+        self._shards = shards
+        self._attack = make_attack(self._attack_name, self._rule, shards)
+
+    def aggregate(self, rows: Tensor, *, gradients: Tensor) -> Tensor:
+        """Return the aggregate of what workers send and of the attackers' rows.
+
+        Args:
+            rows: of the workers that compute, [workers, numel].
+            gradients: theirs in this step, of which ``rows`` may be averages over time.
+        """
+        made = [] if self._attack is None else [self._attack(rows, num_rows=self._f)]
+        result = aggregate_in_shards(torch.cat([rows, *made]), self._rule, shards=self._shards)
+        if self._watch is not None:
+            found = self._watch.step_reduced(torch.cat([gradients, *made]), result)
+            if found is not None:
+                self._watch = None
+                if found.usual > JUDGE_BY_MODEL_ABOVE:
+                    self._judge_in(1)
+        return result
+
+
+class _Apart:
+    """Notes how workers' gradients differ from the aggregate, as ``SpreadWatch`` does in a job."""
+
+    def __init__(self, num_workers: int, numel: int) -> None:
+        self._places = torch.linspace(0, numel - 1, min(numel, 512)).round().long()
+        self._sums, self._squares = np.zeros((2, num_workers, len(self._places)))
+        self._num_steps = 0
+
+    def step_reduced(self, rows: Tensor, result: Tensor) -> Spread | None:
+        apart = (rows[:, self._places].double() - result[self._places].double()).numpy()
+        if np.isfinite(apart).all():
+            self._sums += apart
+            self._squares += apart**2
+            self._num_steps += 1
+        if self._num_steps < COMPARED_AFTER:
+            return None
+        counts = np.full(len(rows), float(self._num_steps))
+        return lasting_differences(counts, self._sums, self._squares)

@@ -30,11 +30,12 @@ __all__ = [
 ]
 
 _SGD = ", momentum in SGD"
-_SHARDS = " in shards"
+_SHARDS, _AUTO = " in shards", ", scope auto"
 _BYZFL = "byzfl "
 # The advised rule first; then parts of it and what else there is, over whole rows.
 DEFENCES = (
     "robust",
+    "robust, scope auto",
     "robust in shards",
     "mean, momentum in SGD",
     "trimmed_mean, momentum in SGD",
@@ -71,7 +72,7 @@ _NO_F_THERE = ("Median", "GeometricMedian", "Average")
 
 @dataclass(frozen=True)
 class Defence:
-    """A rule as its name has it: "robust", "robust in shards", "mean, momentum in SGD".
+    """A rule as its name has it: "robust", "robust, scope auto", "mean, momentum in SGD".
 
     A name that begins with "byzfl" is of ByzFL's rules, the outermost first.
     """
@@ -83,9 +84,14 @@ class Defence:
         """Whether momentum is kept behind the rule instead of by workers."""
         return self.name.endswith(_SGD)
 
+    @property
+    def is_auto(self) -> bool:
+        """Whether rows are whole from the step at which workers are found to differ lastingly."""
+        return self.name.removesuffix(_SGD).endswith(_AUTO)
+
     def shards(self, num_workers: int) -> int:
-        """Return into how many slices of coordinates rows are cut before the rule sees them."""
-        return num_workers if self.name.removesuffix(_SGD).endswith(_SHARDS) else 1
+        """Return into how many slices rows are cut, at first, before the rule sees them."""
+        return num_workers if self.name.removesuffix(_SGD).endswith((_SHARDS, _AUTO)) else 1
 
     def rule(self, f: int) -> Rule:
         """Return the rule that expects f Byzantine rows.
@@ -94,7 +100,7 @@ class Defence:
             ArgumentError: no rule has this name.
             MissingDependencyError: ByzFL is not installed.
         """
-        text = self.name.removesuffix(_SGD).removesuffix(_SHARDS)
+        text = self.name.removesuffix(_SGD).removesuffix(_SHARDS).removesuffix(_AUTO)
         if text.startswith(_BYZFL):
             return _from_byzfl(text.removeprefix(_BYZFL), f)
         return parse_rule(text if text in _WITHOUT_F else f"{text}:f={f}")

@@ -39,7 +39,7 @@ __all__ = [
 
 _CHUNK = 10  # runs that are computed together: their gradients stay in the caches
 _CLEAN = "mean"  # what "clean" accuracy is that of: worker momentum, shuffled, nobody attacking
-_ADVISED = "robust"
+_ADVISED, _DEFAULT, _IN_SHARDS = "robust", "robust, scope auto", "robust in shards"
 
 
 @dataclass(frozen=True)
@@ -314,8 +314,7 @@ class RobustnessGoal:
 
 
 # Skew and the most points that the worst attack may cost, or the least percent that it must leave,
-# of (8, 2) and (16, 3); and the most points with nobody attacking. In shards where no skew is left,
-# over the whole model elsewhere, as `Robust(f)` is in training.
+# of (8, 2) and (16, 3); and the most points with nobody attacking.
 _MOST_LOST = {"shuffled": 4.0, "capped": 6.0}
 _LEAST_LEFT = {"dirichlet": {8: 70.0, 16: 78.0}, "sorted": {8: 45.0, 16: 45.0}}
 _MOST_LOST_UNATTACKED = {"shuffled": 0.7, "capped": 0.7, "dirichlet": 4.0, "sorted": 4.0}
@@ -329,8 +328,7 @@ def judge_robustness(cells: Sequence[Cell]) -> list[RobustnessGoal]:
     for model, num_workers, f in dict.fromkeys(key[:3] for key in found):
         place = f"{model}, n={num_workers} f={f}"
         clean = found.get((model, num_workers, f, _CLEAN, "shuffled"))
-        for skew in SKEWS:
-            name = f"{_ADVISED} in shards" if skew in _MOST_LOST else _ADVISED
+        for skew, name in itertools.product(SKEWS, (_DEFAULT, _ADVISED)):
             ours = found.get((model, num_workers, f, name, skew))
             if ours is None:
                 continue
@@ -363,7 +361,8 @@ def _against_others(
     ours = worst.pop(_ADVISED, [])
     # Only against rules that were run on as many skews.
     others = {name: min(each) for name, each in worst.items() if len(each) == len(ours)}
-    others.pop(f"{_ADVISED} in shards", None)
+    for ours_too in (_DEFAULT, _IN_SHARDS):
+        others.pop(ours_too, None)
     if not others:
         return []
     best = max(others, key=others.__getitem__)

@@ -53,7 +53,12 @@ from loft_hvd.pipeline.allreduce import Handle, forget_transport, start_allreduc
 from loft_hvd.pipeline.momentum import Ages, Blend, LossScaler, WorkerMomentum
 from loft_hvd.pipeline.selection import Scope, Selection, SelectionPart, check_scope
 from loft_hvd.pipeline.suspicion.report import SuspicionReport, ZeroedParameter
-from loft_hvd.pipeline.suspicion.spread import WARN_ABOVE, SpreadWatch
+from loft_hvd.pipeline.suspicion.spread import (
+    JUDGE_BY_MODEL_ABOVE,
+    WARN_ABOVE,
+    SpreadWatch,
+    tell_judged_by_model,
+)
 from loft_hvd.pipeline.suspicion.tracker import Suspicion
 from loft_hvd.pipeline.suspicion.watch import Quarantine, Unwatched, WorkerWatch
 from loft_hvd.pipeline.suspicion.zeroed import ZeroedWatch, is_not_zero
@@ -104,8 +109,8 @@ def ddp_hook(  # noqa: PLR0913 - a script sets few of them, by name
         named_parameters: ``model.named_parameters()``, so that errors name parameters.
         scope: by which values a rule that sees rows judges them: "shard", by the slice of a bucket
             that one rank aggregates; "model", by all buckets of a backward pass, so that results
-            travel only after it; "auto", in shards until a warning says that ranks' gradients
-            differ lastingly.
+            travel only after it; "auto", in shards until ranks' gradients are found to differ
+            lastingly.
         diagnostics: watch which worker is off, for ``report()`` and warnings; None where that is
             cheap (all ranks on CPUs), or a ``loft.Suspicion`` with the details.
         quarantine: leave a worker out that stands out for long; True, or a ``loft.Quarantine``.
@@ -562,8 +567,11 @@ class DDPHook:
         if found is not None:
             self._batches.log.write("spread", **asdict(found))
             watch.ranks_compared(are_apart=found.usual > WARN_ABOVE)
-            if self._is_auto and found.usual > WARN_ABOVE and self._judge_by_model():
+            is_far = found.usual > JUDGE_BY_MODEL_ABOVE
+            if self._is_auto and is_far and self._judge_by_model():
                 self._batches.log.write("scope", scope="model")
+                if self._channel.rank == 0:
+                    tell_judged_by_model(found)
         self._standing.step_reduced(self._batches.log, watch)
         self._flights.clear()
         if self._momentum is not None and weighing.ages is not None:

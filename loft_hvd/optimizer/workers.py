@@ -28,7 +28,13 @@ from loft_hvd.pipeline.momentum import WorkerMomentum
 from loft_hvd.pipeline.reducer import GradientReducer
 from loft_hvd.pipeline.ring import MakeExchange, flat_exchange
 from loft_hvd.pipeline.suspicion.report import FEWEST_WATCHED, SuspicionReport
-from loft_hvd.pipeline.suspicion.spread import WARN_ABOVE, ParameterSpread, Spread
+from loft_hvd.pipeline.suspicion.spread import (
+    JUDGE_BY_MODEL_ABOVE,
+    WARN_ABOVE,
+    ParameterSpread,
+    Spread,
+    tell_judged_by_model,
+)
 from loft_hvd.pipeline.suspicion.tracker import Suspicion
 from loft_hvd.pipeline.suspicion.watch import Quarantine, Unwatched, WorkerWatch
 from loft_hvd.pipeline.suspicion.zeroed import ParameterZeroed
@@ -465,21 +471,17 @@ class OptimizerWorld:
             self._replicas.gradients_reduced()
             spread = self._gradient_log.step_reduced(self.log, self._workers.watch)
             self._standing.step_reduced(self.log, self._workers.watch)
-        if spread is not None and spread.usual > WARN_ABOVE:
-            self._judge_by_model()
+        if spread is not None and spread.usual > JUDGE_BY_MODEL_ABOVE:
+            self._judge_by_model(spread)
         self._waited_s += time.monotonic() - began
 
-    def _judge_by_model(self) -> None:
+    def _judge_by_model(self, spread: Spread) -> None:
         """Go over to the whole model where that is left to the ranks' data; every rank alike."""
         if self._options.settings.scope != "auto" or not self._reducer.judge_by_model():
             return
         self.log.write("scope", scope="model")
         if self.rank == 0:
-            _logger.warning(
-                'scope="auto": from the next step on workers are judged by their whole gradients, '
-                "which tell lasting differences from faults better than shards do; results then "
-                'travel after the backward pass. scope="shard" or scope="model" fixes it'
-            )
+            tell_judged_by_model(spread)
 
     def _check_unchanged(self) -> None:
         """Raise unless buckets and groups are those of the ranks that there are."""

@@ -43,6 +43,21 @@ def test_attacks_spoil_the_mean_no_less_than_the_advised_rule(attack: str) -> No
     assert robust > mean - 0.05
 
 
+def test_scope_auto_leaves_shards_after_50_steps_of_lasting_differences_and_no_others() -> None:
+    def trained(name: str, skew: str, steps: int) -> float:
+        setting = dataclasses.replace(SETTING, steps=steps)
+        return train([trial(name, "IPM 0.1", skew)], setting)[0]
+
+    assert trained("robust, scope auto", "shuffled", 60) == trained(
+        "robust in shards", "shuffled", 60
+    )
+    assert trained("robust, scope auto", "sorted", 50) == trained("robust in shards", "sorted", 50)
+    in_shards, auto = (
+        trained(f"robust{how}", "sorted", 120) for how in (" in shards", ", scope auto")
+    )
+    assert auto != in_shards
+
+
 def test_a_loud_attack_ruins_the_mean_and_not_the_advised_rule() -> None:
     mean, robust = (
         train([trial(name, "sign flip x10")], SETTING)[0] for name in ("mean", "robust in shards")

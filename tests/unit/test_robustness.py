@@ -48,8 +48,10 @@ CELLS = cells_of(
         ("robust", "shuffled", "none"): 96.5,
         ("robust", "shuffled", "mimic"): 95.0,
         ("robust", "shuffled", "ALIE z=1"): 92.0,
-        ("robust in shards", "shuffled", "none"): 96.0,
-        ("robust in shards", "shuffled", "ALIE z=1"): 94.0,
+        ("robust, scope auto", "shuffled", "none"): 96.0,
+        ("robust, scope auto", "shuffled", "ALIE z=1"): 94.0,
+        ("robust in shards", "shuffled", "ALIE z=1"): 93.0,
+        ("robust in shards", "sorted", "ALIE z=1"): 90.0,
         ("robust", "sorted", "ALIE z=1"): 44.0,
         ("trimmed_mean", "shuffled", "ALIE z=1"): 60.0,
         ("trimmed_mean", "sorted", "ALIE z=1"): 46.5,
@@ -113,16 +115,18 @@ def test_cells_of_one_rule() -> None:
     assert ["robust, mlp, n=8 f=2, ALIE z=1", "92.0", "-", "-", "44.0"] in rows
 
 
-def test_goals_are_judged_by_the_scope_of_the_skew() -> None:
+def test_goals_are_of_the_default_scope_and_of_the_whole_model() -> None:
     goals = {goal.what: (round(goal.found, 1), goal.is_met) for goal in judge_robustness(CELLS)}
     assert goals == {
-        "mlp, n=8 f=2, shuffled, robust in shards: points lost unattacked": (1.0, False),
-        "mlp, n=8 f=2, shuffled, robust in shards: worst (ALIE z=1), points": (3.0, True),
+        "mlp, n=8 f=2, shuffled, robust, scope auto: points lost unattacked": (1.0, False),
+        "mlp, n=8 f=2, shuffled, robust, scope auto: worst (ALIE z=1), points": (3.0, True),
+        "mlp, n=8 f=2, shuffled, robust: points lost unattacked": (0.5, True),
+        "mlp, n=8 f=2, shuffled, robust: worst (ALIE z=1), points": (5.0, False),
         "mlp, n=8 f=2, sorted, robust: worst (ALIE z=1)": (44.0, False),
         "mlp, n=8 f=2: points that trimmed_mean is better in its worst case": (2.5, False),
     }
     rows = robustness_goal_rows(judge_robustness(CELLS))
-    assert [row[3] for row in rows[1:]].count("met") == 1
+    assert [row[3] for row in rows[1:]].count("met") == 2
 
 
 def test_goals_over_dirichlet_data_depend_on_the_number_of_workers() -> None:
@@ -135,7 +139,9 @@ def test_goals_over_dirichlet_data_depend_on_the_number_of_workers() -> None:
 def test_every_defence_of_ours_is_a_rule(name: str) -> None:
     defence = Defence(name)
     assert defence.rule(3).f in (0, 3)
-    assert defence.shards(16) == (16 if name == "robust in shards" else 1)
+    begins_in_shards = name in ("robust in shards", "robust, scope auto")
+    assert defence.shards(16) == (16 if begins_in_shards else 1)
+    assert defence.is_auto == (name == "robust, scope auto")
     assert defence.has_sgd_momentum == name.endswith("in SGD")
 
 

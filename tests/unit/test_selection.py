@@ -318,7 +318,16 @@ def test_auto_goes_over_to_the_model_where_ranks_differ_lastingly(
     assert line["scope"] == "model"
 
 
-@pytest.mark.parametrize(("apart", "scope"), [(0.0, None), (3.0, "shard")])
+def test_auto_goes_over_where_ranks_differ_less_than_a_warning_needs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As under a strata cap of 1.5, which is what that warning advises."""
+    assert run_ranks(4, lambda end: steps_apart(end, 0.5)[0]) == [[""] * 50 + ["model"] * 10] * 4
+    assert "workers are judged by their whole gradients" in caplog.text
+    assert "Placement.with_strata" not in caplog.text
+
+
+@pytest.mark.parametrize(("apart", "scope"), [(0.0, None), (0.15, None), (3.0, "shard")])
 def test_shards_stay_where_ranks_are_alike_or_it_is_asked_for(
     apart: float, scope: str | None
 ) -> None:

@@ -23,11 +23,23 @@ from loft_hvd.pipeline.suspicion.report import FEWEST_WATCHED
 from loft_hvd.pipeline.suspicion.tracker import Floats
 from loft_hvd.transport.base import Channel
 
-__all__ = ["WARN_ABOVE", "ParameterSpread", "Spread", "SpreadWatch", "lasting_differences"]
+__all__ = [
+    "COMPARED_AFTER",
+    "JUDGE_BY_MODEL_ABOVE",
+    "WARN_ABOVE",
+    "ParameterSpread",
+    "Spread",
+    "SpreadWatch",
+    "lasting_differences",
+    "tell_judged_by_model",
+]
 
 # Measured on digits (docs/rules.md): shards sorted by class give 1 to 1.5, shuffled ones below 0.2.
 WARN_ABOVE = 0.8
-_NUM_STEPS = 50
+# Where scope="auto" leaves shards, which lose more from here on. Under a strata cap of 1.5 sorted
+# shards give 0.47 to 0.82, under one of 1.0 at most 0.20.
+JUDGE_BY_MODEL_ABOVE = 0.35
+COMPARED_AFTER = 50  # steps
 _NUM_VALUES = 512  # two sums of float64 for each make one exchange of 8 kB a rank
 _MEDIAN_EFFICIENCY = np.pi / 2  # a median's variance over a mean's, for normal values
 _logger = logging.getLogger(__name__)
@@ -66,6 +78,17 @@ def lasting_differences(counts: Floats, sums: Floats, squares: Floats) -> Spread
         ratios = np.sqrt(np.maximum(apart - by_chance, 0.0) / noise)
     ratios = np.where(usable, ratios, np.nan)
     return Spread(tuple(ratios.tolist()), float(np.median(ratios[usable])))
+
+
+def tell_judged_by_model(found: Spread) -> None:
+    """Say that rows are judged by all their values from now on, and why."""
+    _logger.warning(
+        'scope="auto": ranks\' gradients differ lastingly, by %.2f times their noise, so from the '
+        "next step on workers are judged by their whole gradients, which tell lasting differences "
+        "from faults better than shards do; results then travel after the backward pass. "
+        'scope="shard" or scope="model" fixes it',
+        found.usual,
+    )
 
 
 def _row_sums(rows: Floats) -> Floats:
@@ -131,7 +154,7 @@ class SpreadWatch:
         if len(pairs) == len(own):
             self._note(torch.cat([(a - b).cpu() for a, b in pairs]).numpy())
         self._num_steps += 1
-        return None if self._num_steps < _NUM_STEPS else self._compare()
+        return None if self._num_steps < COMPARED_AFTER else self._compare()
 
     def _look(self, at: int, values: Tensor | None) -> Tensor | None:
         """Return the coordinates of a piece that are looked at, float64, on its device."""
@@ -162,7 +185,7 @@ class SpreadWatch:
                 "accuracy on digits. Give the placement strata, or a lower cap: "
                 "Placement.with_strata(labels, cap=1.5). Or shuffle the shards, or use Mean(). "
                 "Being far from the others names no worker from here on",
-                _NUM_STEPS,
+                COMPARED_AFTER,
                 found.usual,
                 ", ".join(f"{ratio:.2f}" for ratio in found.ratios),
             )
