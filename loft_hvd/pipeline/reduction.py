@@ -32,7 +32,7 @@ from loft_hvd.pipeline.ring import (
 )
 from loft_hvd.pipeline.weights import PassWeights
 from loft_hvd.transport.base import Transport, overlaps
-from loft_hvd.transport.mesh import meshed
+from loft_hvd.transport.mesh import line_rate, meshed
 
 __all__ = ["OVERLAPPING_PART_BYTES", "PART_BYTES", "BucketReduction", "Pack", "needs_no_bucket"]
 
@@ -42,12 +42,16 @@ Pack = Callable[[Tensor], PassWeights | None]
 # Where an engine has one operation at a time. Bound from Horovod's cycle of 1 ms, which each part
 # waits for once more: 16 MiB take 13 ms on a link of 10 Gb/s.
 PART_BYTES = 16 * 1024 * 1024
-# Where operations overlap: six parts, the least of 2 MiB; more, at most twelve, where they would be
-# longer than 4 MiB. Measured between 4 hosts at 1 Gb/s (2 shared cores, 2026-11-23), in times of
-# hvd.allreduce and CPU of all ranks: 25 MB in parts of 2, 4, 6, 8 MiB 0.96, 0.92, 0.85, 0.91 and
-# 465, 366, 329, 330 ms; 100 MB in parts of 4, 8, 16 MiB 0.74, 0.70, 0.70 and 1.68, 1.39, 1.32 s.
-OVERLAPPING_PART_BYTES = 2 * 1024 * 1024
-_MAX_UNDER_WAY = 6  # parts; measured in the same runs
+# Where operations overlap. A part costs some 2 ms of CPU, so it should keep its line busy for much
+# longer; small parts keep hosts in step, which thin lines gain by. Between 4 hosts on 2 cores
+# (2026-11-24), 25 MB in 3, 6, 8 and 12 parts took, in times of hvd.allreduce: over lines without a
+# limit 0.98, 1.18, 1.35, 1.51; at 1 Gb/s 6, 8 and 12 parts 0.98, 0.98, 0.99; at 200 Mb/s 6 and 12
+# parts 1.03 and 1.01 in one job, 1.005 and 1.000 in another.
+OVERLAPPING_PART_BYTES = (2 * 1024 * 1024, 8 * 10**6)  # the least, and the most that is needed
+_PART_S = 0.05  # of its line
+_UNKNOWN_RATE = 125e6  # bytes a second, where nobody has tried
+_MOST_PARTS = 12  # of those longer than the least
+_MAX_UNDER_WAY = 6  # parts; of 12, 24 and 16 parts 3, 4 and 12 were no better
 # Horovod's fusion would copy smaller parts of a sum together again. Parts are below twice this, so
 # at most 2**30 values of 4 bytes: MPI counts values in 31 bits.
 _SUM_PART_BYTES = 2**31
@@ -216,5 +220,7 @@ def _bounds(spec: ExchangeSpec, num_shards: int, part_bytes: int | None) -> tupl
 
 def _overlapping_bytes(spec: ExchangeSpec) -> int:
     """Return how long parts are whose operations overlap."""
-    num_bytes, least = spec.numel * spec.dtype.itemsize, OVERLAPPING_PART_BYTES
-    return max(least, min(2 * least, num_bytes // 6), num_bytes // 12)
+    least, enough = OVERLAPPING_PART_BYTES
+    rate = line_rate(spec.transport) or _UNKNOWN_RATE
+    part_bytes = min(max(least, int(rate * _PART_S)), enough)
+    return max(part_bytes, spec.numel * spec.dtype.itemsize // _MOST_PARTS)

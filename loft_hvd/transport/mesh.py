@@ -18,6 +18,7 @@ import functools
 import hashlib
 import hmac
 import logging
+import math
 import secrets
 import threading
 import time
@@ -36,10 +37,23 @@ from loft_hvd.transport.agreement import digest
 from loft_hvd.transport.base import Channel, Transport, Watch, Work
 from loft_hvd.transport.groups import subset
 
-__all__ = ["Mesh", "MeshTransport", "MeshWork", "Move", "connections_of", "meshed", "open_mesh"]
+__all__ = [
+    "Mesh",
+    "MeshTransport",
+    "MeshWork",
+    "Move",
+    "connections_of",
+    "line_rate",
+    "meshed",
+    "open_mesh",
+]
 
 _logger = logging.getLogger(__name__)
 _TAGS = 2**30  # bound from torch, whose tags are C's int; each operation takes two
+# Bytes that a rank sends to all others, to see how fast lines are. The first try warms connections
+# up; the last tells fast lines apart, as ranks begin some milliseconds apart. Choices.
+_TRIES = (2**20, 2**20, 2**23)
+_LONG_S = 0.05  # beside a try that takes so long nothing else counts: no more are needed
 _CONNECT_S = 20.0  # a choice: ranks that are not connected by then are behind a firewall
 # Whoever polls has a limit of its own. This one ends what was given up, and the mesh with it: Gloo
 # closes connections on which a wait ends in vain. A choice.
@@ -120,12 +134,20 @@ class Mesh:
     """Sends and receives between ranks of a Gloo process group, all on the CPU.
 
     ``ranks`` are the group's numbers of those that take part, in rank order. ``longest_s`` ends
-    waits, and with them the group's connections.
+    waits, and with them the group's connections. ``bytes_per_s`` is what the slowest rank can send,
+    the same on all; None where nobody has tried.
     """
 
     def __init__(
-        self, group: Any, *, rank: int, ranks: Sequence[int], longest_s: float = _LONGEST_S
+        self,
+        group: Any,
+        *,
+        rank: int,
+        ranks: Sequence[int],
+        longest_s: float = _LONGEST_S,
+        bytes_per_s: float | None = None,
     ) -> None:
+        self.bytes_per_s = bytes_per_s
         self.rank = rank
         self.world_size = len(ranks)
         self._ranks = tuple(ranks)
@@ -139,7 +161,7 @@ class Mesh:
         """Return the mesh among some ranks, this one too; others need not know of it."""
         ranks = [self._ranks[member] for member in members]
         at = list(members).index(self.rank)
-        part = Mesh(self._group, rank=at, ranks=ranks)
+        part = Mesh(self._group, rank=at, ranks=ranks, bytes_per_s=self.bytes_per_s)
         self._parts.add(part)
         return part
 
@@ -259,6 +281,7 @@ class MeshTransport:
 
     def __init__(self, below: Transport, mesh: Mesh) -> None:
         self._below = below
+        self._follow = below.follow if isinstance(below, _Meshable) else None
         self.mesh = mesh
         self.rank = mesh.rank
         self.world_size = mesh.world_size
@@ -291,7 +314,7 @@ class MeshTransport:
 
     def _post(self, name: str, move: Move) -> Work:
         work = MeshWork(name, move, self.mesh)
-        return self._below.follow(work, name) if isinstance(self._below, _Meshable) else work
+        return work if self._follow is None else self._follow(work, name)
 
     def allreduce(self, buffer: Tensor, *, name: str) -> Work:
         return self._below.allreduce(buffer, name=name)
@@ -313,6 +336,14 @@ def connections_of(transport: Transport) -> Mesh | None:
     """Return the mesh that a transport exchanges rows on, if any: another one in a new world."""
     lines = meshed(transport)
     return lines.mesh if isinstance(lines, MeshTransport) else None
+
+
+def line_rate(transport: Transport) -> float | None:
+    """Return the bytes a second that the slowest rank can send, the same on every rank, if known.
+
+    ``transport`` is one that ``meshed`` has returned.
+    """
+    return transport.mesh.bytes_per_s if isinstance(transport, MeshTransport) else None
 
 
 # Opening.
@@ -394,7 +425,33 @@ def open_mesh(channel: Channel, *, interface: str) -> Mesh | None:
     if not _on_all(channel.sub("proven"), not reason):
         _tell(channel, reason or "a rank has met a stranger")
         return None
-    return Mesh(group, rank=channel.rank, ranks=range(channel.world_size))
+    bytes_per_s = _try_lines(group, channel.sub("lines"))
+    if bytes_per_s == 0.0:
+        _tell(channel, "a rank could not send or receive")
+        return None
+    ranks = range(channel.world_size)
+    return Mesh(group, rank=channel.rank, ranks=ranks, bytes_per_s=bytes_per_s)
+
+
+def _try_lines(group: Any, channel: Channel) -> float:
+    """Return the bytes a second that the slowest rank sends, the same on all; 0.0 for failure."""
+    num_ranks = channel.world_size
+    mesh = Mesh(group, rank=channel.rank, ranks=range(num_ranks), longest_s=_CONNECT_S)
+    best = 0.0
+    for at, num_bytes in enumerate(_TRIES):
+        shard = -(-num_bytes // max(1, num_ranks - 1))
+        sent, received = torch.zeros((2, num_ranks * shard), dtype=torch.uint8)
+        began, took_s = time.monotonic(), math.inf
+        with suppress(RuntimeError, TransportError):
+            mesh.alltoall(sent, received, name=f"line {at}")()
+            took_s = time.monotonic() - began
+        slowest_s = float(channel.allgather_rows(torch.tensor([took_s]).double()).max())
+        if math.isinf(slowest_s):
+            return 0.0
+        best = max(best, num_bytes / slowest_s)
+        if slowest_s > _LONG_S:
+            break
+    return best
 
 
 def _share_keys(channel: Channel) -> list[bytes]:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -22,7 +23,14 @@ from loft_hvd.transport import mesh as mesh_module
 from loft_hvd.transport.base import Channel, Transport, Work, wait_for
 from loft_hvd.transport.conformance import CHECKS
 from loft_hvd.transport.local import LocalTransport, _LocalWork, run_ranks
-from loft_hvd.transport.mesh import MeshTransport, MeshWork, _Addresses, open_mesh
+from loft_hvd.transport.mesh import (
+    Mesh,
+    MeshTransport,
+    MeshWork,
+    _Addresses,
+    line_rate,
+    open_mesh,
+)
 from tests.support.processes import own_sockets
 
 
@@ -90,6 +98,84 @@ def test_a_stranger_that_says_nothing_is_waited_for_no_longer_than_for_a_connect
 
     assert run_ranks(2, work) == [True] * 2
     assert "rank 0: no connections between all ranks (not all ranks have proven" in caplog.text
+
+
+def slow_lines(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[str]:
+    """Let rank 1 come late to what tries lines; returns the names of tries, as they are made."""
+    tries: list[str] = []
+
+    def alltoall(self: Mesh, *given: Any, name: str, **options: Any) -> Any:
+        if name.startswith("line ") and self.rank == 1:
+            tries.append(name)
+            time.sleep(seconds)
+        return honest(self, *given, name=name, **options)
+
+    honest = Mesh.alltoall
+    monkeypatch.setattr(Mesh, "alltoall", alltoall)
+    return tries
+
+
+@pytest.mark.parametrize(("late_s", "long_s", "num_tries"), [(0.01, 60.0, 3), (0.1, 0.09, 1)])
+def test_all_ranks_know_how_fast_the_slowest_line_is(
+    late_s: float, long_s: float, num_tries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mesh_module, "_LONG_S", long_s)
+    tries = slow_lines(monkeypatch, late_s)
+
+    def work(transport: LocalTransport) -> list[float | None]:
+        ends = over_mesh(transport)
+        groups = [(0, 1), (2,)]
+        return [line_rate(ends), line_rate(ends.subset(groups)), line_rate(transport)]
+
+    found = run_ranks(3, work)
+    rate = found[0][0]
+    assert rate is not None
+    assert 0 < rate <= 2**23 / late_s
+    assert num_tries > 1 or rate <= 2**20 / late_s
+    assert found == [[rate, rate, None]] * 3
+    assert len(tries) == num_tries
+
+
+def test_lines_on_which_nothing_arrives_leave_all_without_a_mesh(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def alltoall(self: Mesh, *given: Any, name: str, **options: Any) -> Any:
+        if name == "line 1":
+            monkeypatch.setattr(mesh_module, "_CONNECT_S", 0.2)
+            if self.rank == 1:
+                raise TransportError("gone")
+            self._longest = timedelta(seconds=0.2)
+        return honest(self, *given, name=name, **options)
+
+    honest = Mesh.alltoall
+    monkeypatch.setattr(Mesh, "alltoall", alltoall)
+    monkeypatch.setattr(mesh_module, "_LONG_S", 60.0)
+
+    def work(transport: LocalTransport) -> bool:
+        return open_mesh(Channel(transport, "mesh", 20.0), interface="lo") is None
+
+    assert run_ranks(3, work) == [True] * 3
+    assert "rank 0: no connections between all ranks (a rank could not send" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "num_parts"),
+    [(25e6, 11), (125e6, 4), (1e9, 3), (None, 4)],  # 200 Mb/s, 1 Gb/s, 8 Gb/s
+)
+def test_thin_lines_take_smaller_parts(bytes_per_s: float | None, num_parts: int) -> None:
+    """Of 25 MB; of 100 MB there are twelve, whatever the line."""
+
+    def work(transport: LocalTransport) -> list[int]:
+        ends = over_mesh(transport)
+        ends.mesh.bytes_per_s = bytes_per_s
+        return [
+            BucketReduction(
+                ExchangeSpec(ends, f"x{numel}", numel, torch.float32, "cpu", loft.Median())
+            ).num_parts
+            for numel in (6_250_000, 25_000_000)
+        ]
+
+    assert run_ranks(3, work) == [[num_parts, 12]] * 3
 
 
 def test_every_two_ranks_have_a_key_that_no_third_has() -> None:
@@ -293,7 +379,7 @@ def test_groups_of_a_mesh_exchange_among_themselves() -> None:
 def test_parts_of_parts_have_the_same_bits(
     num_ranks: int, wire: loft.Compression, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reduction_module, "OVERLAPPING_PART_BYTES", 4096)
+    monkeypatch.setattr(reduction_module, "OVERLAPPING_PART_BYTES", (4096, 4096))
 
     def reduced(ends: Transport, row: Tensor, num_parts: int) -> Tensor:
         spec = ExchangeSpec(ends, "x", row.numel(), torch.float32, "cpu", loft.Median(), wire)
@@ -309,8 +395,8 @@ def test_parts_of_parts_have_the_same_bits(
     def work(transport: LocalTransport) -> bool:
         row = torch.randn(20_011, generator=torch.Generator().manual_seed(transport.rank))
         whole = reduced(transport, row, 1)
-        # Of 80,044 bytes: six parts would be longer than twice the least, twelve shorter.
-        return torch.equal(whole, reduced(over_mesh(transport), row, 9))
+        # Of 80,044 bytes, twelve parts are longer than the least.
+        return torch.equal(whole, reduced(over_mesh(transport), row, 12))
 
     assert run_ranks(num_ranks, work) == [True] * num_ranks
 
@@ -335,7 +421,7 @@ class _Listening:
 def test_ranks_are_ready_to_receive_all_parts_before_they_send_the_second(
     num_ranks: int, has_bucket: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reduction_module, "OVERLAPPING_PART_BYTES", 4096)
+    monkeypatch.setattr(reduction_module, "OVERLAPPING_PART_BYTES", (4096, 4096))
 
     def work(transport: LocalTransport) -> list[str]:
         ends = over_mesh(transport)
