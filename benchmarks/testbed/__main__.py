@@ -31,6 +31,8 @@ def main() -> int:
     parser.add_argument("--ratio", type=float, default=2.3, help="worst fetch over worst computing")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
+    if given.epochs is not None and given.epochs < 2:
+        parser.error(f"--epochs {given.epochs}: later epochs are compared, so two at least")
     if reason := why_not():
         parser.error(reason)
     testbed = Testbed(os.environ.get("TESTBED_NAME", f"bench{os.getpid()}"))

@@ -44,6 +44,7 @@ from loft_hvd.pipeline.suspicion.spread import (
     JUDGE_BY_MODEL_ABOVE,
     Spread,
     lasting_differences,
+    looked_at,
 )
 
 __all__ = ["ATTACKS", "MODELS", "NONE", "Setting", "Trial", "train"]
@@ -264,7 +265,7 @@ def train(
     weights = torch.stack([network.first_weights(trial.seed) for trial in trials])
     flip = LabelFlip(_NUM_CLASSES)
     is_flipped = torch.tensor([trial.attack == _LABEL_FLIP for trial in trials])
-    sides = [_Side(trial, setting, weights.shape[1]) for trial in trials]
+    aggregators = [_Aggregator(trial, setting, weights.shape[1]) for trial in trials]
     at_worker = torch.tensor([not trial.defence.has_sgd_momentum for trial in trials])
     sums = torch.zeros(len(trials), drawn.shape[2], weights.shape[1])
     weight = 0.0
@@ -280,7 +281,7 @@ def train(
         weight = _MOMENTUM * weight + 1.0
         sent = torch.where(at_worker[:, None, None], sums / weight, rows)
         update = torch.stack(
-            [side.aggregate(sent[run], gradients=rows[run]) for run, side in enumerate(sides)]
+            [each.aggregate(sent[run], gradients=rows[run]) for run, each in enumerate(aggregators)]
         )
         velocity.mul_(_MOMENTUM).add_(update, alpha=1.0 - _MOMENTUM)
         weights -= _LEARNING_RATE * torch.where(at_worker[:, None], update, velocity)
@@ -292,20 +293,17 @@ def train(
     return accuracies
 
 
-class _Side:
-    """Attackers and a rule, and by what values it judges them."""
+class _Aggregator:
+    """A trial's attack and rule, and by what values the rule judges rows."""
 
     def __init__(self, trial: Trial, setting: Setting, numel: int) -> None:
-        self._rule, self._attack_name, self._f = (
-            trial.defence.rule(setting.f),
-            trial.attack,
-            setting.f,
-        )
+        self._rule, self._attack_name = trial.defence.rule(setting.f), trial.attack
+        self._f = setting.f
         self._judge_in(trial.defence.shards(setting.num_workers))
-        self._watch = _Apart(setting.num_workers, numel) if trial.defence.is_auto else None
+        self._watch = _SpreadNotes(setting.num_workers, numel) if trial.defence.is_auto else None
 
     def _judge_in(self, shards: int) -> None:
-        self._shards = shards
+        self.shards = shards
         self._attack = make_attack(self._attack_name, self._rule, shards)
 
     def aggregate(self, rows: Tensor, *, gradients: Tensor) -> Tensor:
@@ -316,7 +314,7 @@ class _Side:
             gradients: theirs in this step, of which ``rows`` may be averages over time.
         """
         made = [] if self._attack is None else [self._attack(rows, num_rows=self._f)]
-        result = aggregate_in_shards(torch.cat([rows, *made]), self._rule, shards=self._shards)
+        result = aggregate_in_shards(torch.cat([rows, *made]), self._rule, shards=self.shards)
         if self._watch is not None:
             found = self._watch.step_reduced(torch.cat([gradients, *made]), result)
             if found is not None:
@@ -326,21 +324,22 @@ class _Side:
         return result
 
 
-class _Apart:
-    """Notes how workers' gradients differ from the aggregate, as ``SpreadWatch`` does in a job."""
+class _SpreadNotes:
+    """What all workers' ``SpreadWatch`` would note, of one piece."""
 
     def __init__(self, num_workers: int, numel: int) -> None:
-        self._places = torch.linspace(0, numel - 1, min(numel, 512)).round().long()
+        self._places = looked_at(numel, numel)
+        self._counts = np.zeros(num_workers)
         self._sums, self._squares = np.zeros((2, num_workers, len(self._places)))
         self._num_steps = 0
 
     def step_reduced(self, rows: Tensor, result: Tensor) -> Spread | None:
         apart = (rows[:, self._places].double() - result[self._places].double()).numpy()
-        if np.isfinite(apart).all():
-            self._sums += apart
-            self._squares += apart**2
-            self._num_steps += 1
+        noted = np.isfinite(apart).all(axis=1)
+        self._counts += noted
+        self._sums[noted] += apart[noted]
+        self._squares[noted] += apart[noted] ** 2
+        self._num_steps += 1
         if self._num_steps < COMPARED_AFTER:
             return None
-        counts = np.full(len(rows), float(self._num_steps))
-        return lasting_differences(counts, self._sums, self._squares)
+        return lasting_differences(self._counts, self._sums, self._squares)

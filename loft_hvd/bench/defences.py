@@ -65,7 +65,7 @@ PEER_DEFENCES = (
     "byzfl ARC+NNM+SMEA",
 )
 ALL_DEFENCES = (*DEFENCES, *PEER_DEFENCES)
-QUICK_DEFENCES = ("robust", "robust in shards", "mean", "trimmed_mean")
+QUICK_DEFENCES = ("robust", "robust, scope auto", "mean", "trimmed_mean")
 _WITHOUT_F = ("mean", "median")
 _NO_F_THERE = ("Median", "GeometricMedian", "Average")
 
@@ -100,7 +100,8 @@ class Defence:
             ArgumentError: no rule has this name.
             MissingDependencyError: ByzFL is not installed.
         """
-        text = self.name.removesuffix(_SGD).removesuffix(_SHARDS).removesuffix(_AUTO)
+        text = self.name.removesuffix(_SGD)
+        text = text.removesuffix(_AUTO if self.is_auto else _SHARDS)
         if text.startswith(_BYZFL):
             return _from_byzfl(text.removeprefix(_BYZFL), f)
         return parse_rule(text if text in _WITHOUT_F else f"{text}:f={f}")

@@ -234,13 +234,14 @@ class _Summary:
     mean: float | None  # of all attacks
     worst: float | None
     worst_attack: str
+    num_attacks: int
 
     def __str__(self) -> str:
         numbers = (self.none, self.mean, self.worst)
         return "/".join("-" if number is None else f"{number:.1f}" for number in numbers)
 
 
-_NOT_RUN = _Summary(None, None, None, "")
+_NOT_RUN = _Summary(None, None, None, "", 0)
 _Key = tuple[str, int, int, str, str]  # model, workers, f, rule, skew
 
 
@@ -258,6 +259,7 @@ def _summaries(cells: Sequence[Cell]) -> dict[_Key, _Summary]:
             statistics.fmean(attacked.values()) if attacked else None,
             attacked.get(worst_attack),
             worst_attack,
+            len(attacked),
         )
     return found
 
@@ -339,7 +341,7 @@ def judge_robustness(cells: Sequence[Cell]) -> list[RobustnessGoal]:
                 goals.append(RobustnessGoal(f"{say}: points lost unattacked", lost, limit, False))
             if ours.worst is None:
                 continue
-            worst = f"{say}: worst ({ours.worst_attack})"
+            worst = f"{say}: worst of {ours.num_attacks} attacks ({ours.worst_attack})"
             if skew in _MOST_LOST and clean is not None and clean.none is not None:
                 lost = clean.none - ours.worst
                 goals.append(RobustnessGoal(f"{worst}, points", lost, _MOST_LOST[skew], False))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -32,7 +33,7 @@ from loft_hvd.pipeline.ring import (
 )
 from loft_hvd.pipeline.weights import PassWeights
 from loft_hvd.transport.base import Transport, overlaps
-from loft_hvd.transport.mesh import line_rate, meshed
+from loft_hvd.transport.mesh import link_bytes_per_s, meshed
 
 __all__ = ["OVERLAPPING_PART_BYTES", "PART_BYTES", "BucketReduction", "Pack", "needs_no_bucket"]
 
@@ -42,16 +43,16 @@ Pack = Callable[[Tensor], PassWeights | None]
 # Where an engine has one operation at a time. Bound from Horovod's cycle of 1 ms, which each part
 # waits for once more: 16 MiB take 13 ms on a link of 10 Gb/s.
 PART_BYTES = 16 * 1024 * 1024
-# Where operations overlap. A part costs some 2 ms of CPU, so it should keep its line busy for much
-# longer; small parts keep hosts in step, which thin lines gain by. Between 4 hosts on 2 cores
-# (2026-11-24), 25 MB in 3, 6, 8 and 12 parts took, in times of hvd.allreduce: over lines without a
-# limit 0.98, 1.18, 1.35, 1.51; at 1 Gb/s 6, 8 and 12 parts 0.98, 0.98, 0.99; at 200 Mb/s 6 and 12
-# parts 1.03 and 1.01 in one job, 1.005 and 1.000 in another.
-OVERLAPPING_PART_BYTES = (2 * 1024 * 1024, 8 * 10**6)  # the least, and the most that is needed
-_PART_S = 0.05  # of its line
-_UNKNOWN_RATE = 125e6  # bytes a second, where nobody has tried
-_MOST_PARTS = 12  # of those longer than the least
-_MAX_UNDER_WAY = 6  # parts; of 12, 24 and 16 parts 3, 4 and 12 were no better
+# Where operations overlap: bytes of a part, for links of up to so many bytes a second. A part costs
+# some 2 ms of CPU, which fast links lose by; small ones keep hosts in step, which thin links gain
+# by. Steps instead of a formula, so that one cluster is cut alike from run to run. 4 hosts on 2
+# cores, 25 MB, times of hvd.allreduce (2026-11-23 and -24, docs/benchmarks.md): links without a
+# limit, in parts of 2, 4 and 8 MB 1.51, 1.18, 0.98; 1 Gb/s, in parts of 2, 4, 6 and 8 MiB 0.96,
+# 0.92, 0.85, 0.91; 200 Mb/s, in parts of 2 and 4 MB 1.008 and 1.033, 1.000 and 1.005.
+OVERLAPPING_PART_BYTES = ((60e6, 2 * 2**20), (160e6, 4 * 2**20), (math.inf, 6 * 2**20))
+_UNKNOWN_BYTES_PER_S = 125e6  # of links that nobody has tried
+_MOST_PARTS = 12  # then they get longer
+_MAX_UNDER_WAY = 6  # parts; 3 of 12, 4 of 16, and 4, 6 or 12 of 24 were no better at 200 Mb/s
 # Horovod's fusion would copy smaller parts of a sum together again. Parts are below twice this, so
 # at most 2**30 values of 4 bytes: MPI counts values in 31 bits.
 _SUM_PART_BYTES = 2**31
@@ -220,7 +221,6 @@ def _bounds(spec: ExchangeSpec, num_shards: int, part_bytes: int | None) -> tupl
 
 def _overlapping_bytes(spec: ExchangeSpec) -> int:
     """Return how long parts are whose operations overlap."""
-    least, enough = OVERLAPPING_PART_BYTES
-    rate = line_rate(spec.transport) or _UNKNOWN_RATE
-    part_bytes = min(max(least, int(rate * _PART_S)), enough)
-    return max(part_bytes, spec.numel * spec.dtype.itemsize // _MOST_PARTS)
+    rate = link_bytes_per_s(spec.transport) or _UNKNOWN_BYTES_PER_S
+    least = next(part for most, part in OVERLAPPING_PART_BYTES if rate <= most)
+    return max(least, spec.numel * spec.dtype.itemsize // _MOST_PARTS)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -120,7 +120,6 @@ def mixes_devices(transport: Transport) -> bool:
     return bool(getattr(transport, "mixes_devices", False))
 
 
-@runtime_checkable
 class Expecting(Protocol):
     """A transport to which one can say in advance where what it brings shall lie."""
 
@@ -134,9 +133,8 @@ class Expecting(Protocol):
 def expect(transport: Transport, recv: Tensor, *, name: str, skips_own: bool = False) -> None:
     """See ``Expecting``; nothing to a transport that cannot be told."""
     # Not isinstance: of a protocol that takes 50 microseconds, twice for each part of a bucket.
-    told: Any = getattr(transport, "expect", None)
-    if told is not None:
-        told(recv, name=name, skips_own=skips_own)
+    if hasattr(transport, "expect"):
+        cast(Expecting, transport).expect(recv, name=name, skips_own=skips_own)
 
 
 class _NoWatch:

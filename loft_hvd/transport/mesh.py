@@ -43,17 +43,17 @@ __all__ = [
     "MeshWork",
     "Move",
     "connections_of",
-    "line_rate",
+    "link_bytes_per_s",
     "meshed",
     "open_mesh",
 ]
 
 _logger = logging.getLogger(__name__)
 _TAGS = 2**30  # bound from torch, whose tags are C's int; each operation takes two
-# Bytes that a rank sends to all others, to see how fast lines are. The first try warms connections
-# up; the last tells fast lines apart, as ranks begin some milliseconds apart. Choices.
-_TRIES = (2**20, 2**20, 2**23)
-_LONG_S = 0.05  # beside a try that takes so long nothing else counts: no more are needed
+# Bytes that a rank sends to all others, time after time, to see how fast links are. Choices: the
+# first time warms connections up; ranks begin milliseconds apart, which only many bytes outweigh.
+_TRIED_BYTES = (2**20, 2**20, 2**23, 2**23)
+_LONG_TRY_S = 0.05  # more bytes would say no more
 _CONNECT_S = 20.0  # a choice: ranks that are not connected by then are behind a firewall
 # Whoever polls has a limit of its own. This one ends what was given up, and the mesh with it: Gloo
 # closes connections on which a wait ends in vain. A choice.
@@ -338,7 +338,7 @@ def connections_of(transport: Transport) -> Mesh | None:
     return lines.mesh if isinstance(lines, MeshTransport) else None
 
 
-def line_rate(transport: Transport) -> float | None:
+def link_bytes_per_s(transport: Transport) -> float | None:
     """Return the bytes a second that the slowest rank can send, the same on every rank, if known.
 
     ``transport`` is one that ``meshed`` has returned.
@@ -425,33 +425,41 @@ def open_mesh(channel: Channel, *, interface: str) -> Mesh | None:
     if not _on_all(channel.sub("proven"), not reason):
         _tell(channel, reason or "a rank has met a stranger")
         return None
-    bytes_per_s = _try_lines(group, channel.sub("lines"))
-    if bytes_per_s == 0.0:
-        _tell(channel, "a rank could not send or receive")
+    bytes_per_s, silent = _try_links(group, channel.sub("links"))
+    if silent:
+        _tell(channel, f"ranks {silent} could not send or receive")
         return None
+    if channel.rank == 0:
+        _logger.info("between ranks: at least %.0f Mb/s out of each", 8e-6 * bytes_per_s)
     ranks = range(channel.world_size)
     return Mesh(group, rank=channel.rank, ranks=ranks, bytes_per_s=bytes_per_s)
 
 
-def _try_lines(group: Any, channel: Channel) -> float:
-    """Return the bytes a second that the slowest rank sends, the same on all; 0.0 for failure."""
-    num_ranks = channel.world_size
-    mesh = Mesh(group, rank=channel.rank, ranks=range(num_ranks), longest_s=_CONNECT_S)
+def _try_links(
+    group: Any, channel: Channel, *, clock: Callable[[], float] = time.monotonic
+) -> tuple[float, list[int]]:
+    """Return the bytes a second that the slowest rank sends, and the ranks that could not.
+
+    Both are the same on every rank.
+    """
+    num_ranks, limit_s = channel.world_size, min(_CONNECT_S, channel.timeout_s / 2)
+    mesh = Mesh(group, rank=channel.rank, ranks=range(num_ranks), longest_s=limit_s)
     best = 0.0
-    for at, num_bytes in enumerate(_TRIES):
+    for at, num_bytes in enumerate(_TRIED_BYTES):
         shard = -(-num_bytes // max(1, num_ranks - 1))
         sent, received = torch.zeros((2, num_ranks * shard), dtype=torch.uint8)
-        began, took_s = time.monotonic(), math.inf
-        with suppress(RuntimeError, TransportError):
-            mesh.alltoall(sent, received, name=f"line {at}")()
-            took_s = time.monotonic() - began
-        slowest_s = float(channel.allgather_rows(torch.tensor([took_s]).double()).max())
-        if math.isinf(slowest_s):
-            return 0.0
+        began, took_s = clock(), math.inf
+        with suppress(RuntimeError, TransportError):  # all ranks hear of it below
+            mesh.alltoall(sent, received, name=f"link {at}")()
+            took_s = clock() - began
+        by_rank = channel.allgather_rows(torch.tensor([took_s], dtype=torch.float64)).flatten()
+        if silent := by_rank.isinf().nonzero().flatten().tolist():
+            return best, silent
+        slowest_s = float(by_rank.max())
         best = max(best, num_bytes / slowest_s)
-        if slowest_s > _LONG_S:
+        if at > 0 and slowest_s > _LONG_TRY_S:
             break
-    return best
+    return best, []
 
 
 def _share_keys(channel: Channel) -> list[bytes]:

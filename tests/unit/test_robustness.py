@@ -119,10 +119,13 @@ def test_goals_are_of_the_default_scope_and_of_the_whole_model() -> None:
     goals = {goal.what: (round(goal.found, 1), goal.is_met) for goal in judge_robustness(CELLS)}
     assert goals == {
         "mlp, n=8 f=2, shuffled, robust, scope auto: points lost unattacked": (1.0, False),
-        "mlp, n=8 f=2, shuffled, robust, scope auto: worst (ALIE z=1), points": (3.0, True),
+        "mlp, n=8 f=2, shuffled, robust, scope auto: worst of 1 attacks (ALIE z=1), points": (
+            3.0,
+            True,
+        ),
         "mlp, n=8 f=2, shuffled, robust: points lost unattacked": (0.5, True),
-        "mlp, n=8 f=2, shuffled, robust: worst (ALIE z=1), points": (5.0, False),
-        "mlp, n=8 f=2, sorted, robust: worst (ALIE z=1)": (44.0, False),
+        "mlp, n=8 f=2, shuffled, robust: worst of 2 attacks (ALIE z=1), points": (5.0, False),
+        "mlp, n=8 f=2, sorted, robust: worst of 1 attacks (ALIE z=1)": (44.0, False),
         "mlp, n=8 f=2: points that trimmed_mean is better in its worst case": (2.5, False),
     }
     rows = robustness_goal_rows(judge_robustness(CELLS))

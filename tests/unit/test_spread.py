@@ -15,8 +15,8 @@ from loft_hvd.pipeline.suspicion.spread import (
     WARN_ABOVE,
     Spread,
     SpreadWatch,
-    _places,
     lasting_differences,
+    looked_at,
 )
 from loft_hvd.runlog import read_run_log
 from loft_hvd.transport.base import Channel
@@ -224,6 +224,6 @@ def test_a_ddp_hook_and_an_optimizer_find_the_same_figure_for_the_same_gradients
 
 @pytest.mark.parametrize("numel", [30522 * 768, 50257 * 768, 25088 * 4096])
 def test_what_is_looked_at_of_a_large_parameter_lies_in_it(numel: int) -> None:
-    places = _places(numel, numel)
+    places = looked_at(numel, numel)
     assert int(places[0]) == 0
     assert int(places[-1]) == numel - 1

@@ -31,13 +31,14 @@ __all__ = [
     "Spread",
     "SpreadWatch",
     "lasting_differences",
+    "looked_at",
     "tell_judged_by_model",
 ]
 
 # Measured on digits (docs/rules.md): shards sorted by class give 1 to 1.5, shuffled ones below 0.2.
 WARN_ABOVE = 0.8
-# Where scope="auto" leaves shards, which lose more from here on. Under a strata cap of 1.5 sorted
-# shards give 0.47 to 0.82, under one of 1.0 at most 0.20.
+# Where scope="auto" leaves shards, which lose more from here on: between what sorted shards give
+# under a strata cap of 1.5, 0.47 to 0.82, and under one of 1.0, at most 0.20 (docs/rules.md).
 JUDGE_BY_MODEL_ABOVE = 0.35
 COMPARED_AFTER = 50  # steps
 _NUM_VALUES = 512  # two sums of float64 for each make one exchange of 8 kB a rank
@@ -124,7 +125,7 @@ class SpreadWatch:
 
     def _begin(self, layout: Sequence[int]) -> None:
         self._layout = list(layout)
-        self._places = [_places(numel, max(1, sum(layout))) for numel in layout]
+        self._places = [looked_at(numel, max(1, sum(layout))) for numel in layout]
         self._own: list[Tensor | None] = [None] * len(layout)
         self._sums, self._squares = np.zeros((2, sum(map(len, self._places))))
         self._num_steps = self._num_noted = 0
@@ -224,8 +225,8 @@ class ParameterSpread:
         self._handles.clear()
 
 
-def _places(numel: int, total: int) -> Tensor:
-    """Return the coordinates of a piece that are looked at, spread evenly over it.
+def looked_at(numel: int, total: int) -> Tensor:
+    """Return the coordinates of a piece of ``total`` that are looked at, spread evenly over it.
 
     Of 512 in all, a piece has its share, rounded up: every one is looked at.
     """
