@@ -287,7 +287,7 @@ def _spread(value: Value, world_size: int, rng: np.random.Generator, where: str)
             cycled: Floats = np.resize(np.asarray(numbers, dtype=np.float64), world_size)
             return cycled
         if kind in ("uniform", "loguniform") and len(numbers) == 2:
-            low, high = numbers
+            low, high = map(float, numbers)  # no lists: NumPy has words of its own for deep ones
             if kind == "uniform":
                 return rng.uniform(low, high, world_size)
             logs: Floats = np.exp(rng.uniform(np.log(low), np.log(high), world_size))

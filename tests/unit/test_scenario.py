@@ -98,6 +98,8 @@ def test_a_scenario_needs_its_basics() -> None:
         {"uniform": ["x", 1]},
         {"loguniform": [-1, 1]},
         {"uniform": 3},
+        {"uniform": [np.zeros((1,) * 61).tolist(), 1.0]},  # NumPy iterates over 32 dimensions
+        {"loguniform": [1.0, np.ones((1,) * 61).tolist()]},
     ],
 )
 def test_a_wrong_rank_value_is_refused(value: Any) -> None:
