@@ -17,7 +17,7 @@ from loft_hvd.errors import ArgumentTypeError, DataError
 
 __all__ = ["HomeSet", "Placement", "Source", "Where", "check_placement"]
 
-_MOST_SAMPLES = 2**31  # of a file: its groups take 8 GB
+_MOST_SAMPLES = 2**28  # of a file, which may be damaged: 4 bytes each, so 1 GB
 
 Where = int | str | Iterable[int | str]
 
@@ -155,7 +155,7 @@ class Placement:
         Runs follow the order of the samples; homes are written as for ``from_function``.
 
         Raises:
-            DataError: the file does not have that form.
+            DataError: the file does not have that form, or has more than 268 million samples.
         """
         try:
             with open(path, encoding="utf-8") as file:
@@ -174,8 +174,8 @@ class Placement:
             ) from error
         names = None if nodes is None else tuple(str(node) for node in nodes)
         home_sets = tuple(dict.fromkeys(homes))
-        groups = np.repeat([home_sets.index(home) for home in homes], counts)
-        return cls(_groups(groups), home_sets, names)
+        groups = np.repeat(_groups([home_sets.index(home) for home in homes]), counts)
+        return cls(groups, home_sets, names)
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write the placement as ``from_json`` reads it; strata are not part of the file."""

@@ -59,6 +59,7 @@ __all__ = ["TARGETS", "Found", "fuzz", "sample_log"]
 Case = Callable[[random.Random], None]  # raises what the reader raises
 LIMIT_S, LIMIT_BYTES = 1.0, 100e6
 _SCENARIOS = Path(loft.__file__).parent / "simulate" / "scenarios"
+_MOST_BYTES = 8 * 2**30  # of address space, of which torch takes 1 to 2 GB
 
 
 @dataclass
@@ -525,6 +526,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     has_faults = False
+    # What asks for more ends in a MemoryError, a fault, and not in the end of other processes.
+    resource.setrlimit(resource.RLIMIT_AS, (_MOST_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
     logging.disable()  # what is said of damaged states is not at issue
     for target in options.targets or TARGETS:
         found = fuzz(target, num_cases=options.cases, seed=options.seed)

@@ -68,6 +68,7 @@ def test_json_round_trip(tmp_path: Path) -> None:
         '{"nodes": null, "runs": [{"count": -3, "homes": [0]}]}',
         '{"nodes": null, "runs": [{"count": 2.7, "homes": [0]}]}',
         '{"nodes": 5, "runs": []}',
+        '{"nodes": null, "runs": [{"count": 2147483648, "homes": [0]}]}',  # one bit is wrong
     ],
 )
 def test_json_of_another_form_is_an_error_that_shows_the_form(tmp_path: Path, text: str) -> None:
