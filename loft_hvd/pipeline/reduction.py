@@ -44,11 +44,12 @@ Pack = Callable[[Tensor], PassWeights | None]
 # waits for once more: 16 MiB take 13 ms on a link of 10 Gb/s.
 PART_BYTES = 16 * 1024 * 1024
 # Where operations overlap: bytes of a part, for links of up to so many bytes a second. A part costs
-# some 2 ms of CPU, which fast links lose by; small ones keep hosts in step, which thin links gain
-# by. Steps instead of a formula, so that one cluster is cut alike from run to run. 4 hosts on 2
-# cores, 25 MB, times of hvd.allreduce (2026-11-23 and -24, docs/benchmarks.md): links without a
-# limit, in parts of 2, 4 and 8 MB 1.51, 1.18, 0.98; 1 Gb/s, in parts of 2, 4, 6 and 8 MiB 0.96,
-# 0.92, 0.85, 0.91; 200 Mb/s, in parts of 2 and 4 MB 1.008 and 1.033, 1.000 and 1.005.
+# some 2 ms of CPU, which fast links lose by; beside other work small ones keep hosts in step. Steps
+# instead of a formula, so that one cluster is cut alike from run to run. 4 hosts on 2 cores, 25 MB,
+# times of hvd.allreduce (2026-11-23 and -24, docs/benchmarks.md): links without a limit, parts of
+# 2, 4 and 8 MB, 1.51, 1.18, 0.98; 1 Gb/s, parts of 2, 4, 6 and 8 MiB, 0.96, 0.92, 0.85, 0.91;
+# 200 Mb/s, parts of 2 and 4 MB, in four jobs 1.01 and 1.03, 1.00 and 1.01, 0.97 and 0.99, 1.02 and
+# 1.00.
 OVERLAPPING_PART_BYTES = ((60e6, 2 * 2**20), (160e6, 4 * 2**20), (math.inf, 6 * 2**20))
 _UNKNOWN_BYTES_PER_S = 125e6  # of links that nobody has tried
 _MOST_PARTS = 12  # then they get longer
