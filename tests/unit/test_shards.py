@@ -48,7 +48,7 @@ def numbered(first: int, count: int) -> Members:
 
 def write_parquet(path: Path, first: int, count: int, *, rows: int = 10) -> Path:
     pa = pytest.importorskip("pyarrow", reason="the extra [store] is not installed")
-    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="the extra [store] is not installed")
     numbers = range(first, first + count)
     table = pa.table({"cls": [str(i).encode() for i in numbers], "number": list(numbers)})
     parquet.write_table(table, path, row_group_size=rows, write_page_checksum=True)
@@ -164,7 +164,7 @@ def test_parquet_rows_have_the_columns_asked_for(tmp_path: Path) -> None:
 
 def test_parts_of_parquet_columns_are_known_too(tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow", reason="the extra [store] is not installed")
-    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="the extra [store] is not installed")
     table = pa.table({"image": [{"bytes": b"a", "path": "p"}], "imagery": [1]})
     path = tmp_path / "parts.parquet"
     parquet.write_table(table, path)
