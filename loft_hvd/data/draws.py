@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -30,7 +31,9 @@ __all__ = [
     "epoch_order",
 ]
 
-_BLOCK = 1 << 18  # samples worked on at a time: two megabytes, which a second-level cache holds
+_BLOCK = 1 << 17  # samples worked on at a time: a megabyte, which a second-level cache holds
+_BIN = 1 << 15  # keys sorted at a time: a quarter of a megabyte, likewise
+_MOST_BIN_BITS = 10  # measured: more gain little, as a block's part of a bin gets short
 _MANY = 1 << 20  # samples whose order takes long enough, 0.1 s, to be made ahead
 _GOLDEN = 0.618033988749895  # the golden ratio less 1: its multiples fill [0, 1) most evenly
 
@@ -182,27 +185,48 @@ def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool = True
     is_small = num_samples <= np.iinfo(np.int32).max
     if not shuffle:
         return np.arange(num_samples, dtype=np.int32 if is_small else np.int64)
-    # One array from the words to the order: an epoch may have many millions of samples.
-    keys = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(num_samples)
+    # One array from the words to the order: an epoch may have many millions of samples. They go
+    # into bins by their highest bits first, as a bin is sorted in a core's own cache: 20 million
+    # take 1.0 s of CPU, and 1.6 s at once. Words are drawn twice, which costs less than room.
+    bits = min(max((num_samples // _BIN).bit_length(), 1), _MOST_BIN_BITS)
+    shift = np.uint64(64 - bits)
     # Six samples, the largest is 5: low = 0b111, and the word ..10110 of sample 2 becomes ..10010.
     low = np.uint64((1 << max(num_samples - 1, 0).bit_length()) - 1)
-    keys &= ~low
-    for begin in range(0, num_samples, _BLOCK):
-        end = min(begin + _BLOCK, num_samples)
-        keys[begin:end] |= np.arange(begin, end, dtype=np.uint64)
-    keys.sort()
-    if not is_small:
-        keys &= low
-        return keys.view(np.int64)
+    counts = np.zeros(1 << bits, np.int64)  # keys of each bin
+    for _, words in _words(num_samples, seed, epoch):
+        counts += np.bincount((words >> shift).view(np.int64), minlength=len(counts))
+    ends = np.cumsum(counts)
+    filled = (ends - counts).tolist()  # where the next key of each bin goes
+    keys = np.empty(num_samples, np.uint64)
+    for begin, words in _words(num_samples, seed, epoch):
+        words &= ~low
+        words |= np.arange(begin, begin + len(words), dtype=np.uint64)
+        bins = (words >> shift).astype(np.uint16)  # sorted without comparing any
+        words = words[np.argsort(bins, kind="stable")]
+        at = 0
+        for number, count in enumerate(np.bincount(bins).tolist()):
+            to = filled[number]
+            keys[to : to + count] = words[at : at + count]
+            filled[number] = to + count
+            at += count
     # Indices take half of a key's bytes. They are written where keys were that have been read, and
     # the other half of the array goes back.
-    order = keys.view(np.int32)
-    for begin in range(0, num_samples, _BLOCK):
-        end = min(begin + _BLOCK, num_samples)
+    order = keys.view(np.int32 if is_small else np.int64)
+    for begin, end in itertools.pairwise([0, *ends.tolist()]):
+        keys[begin:end].sort()
         order[begin:end] = keys[begin:end] & low
+    if not is_small:
+        return order
     del order  # a view of memory that may move
     keys.resize(-(-num_samples // 2), refcheck=False)
     return keys.view(np.int32)[:num_samples]
+
+
+def _words(num_samples: int, seed: int, epoch: int) -> Iterator[tuple[int, npt.NDArray[np.uint64]]]:
+    """Yield the words of an epoch's samples, block by block, each with where it begins."""
+    generator = np.random.PCG64(np.random.SeedSequence([seed, epoch]))
+    for begin in range(0, num_samples, _BLOCK):
+        yield begin, generator.random_raw(min(_BLOCK, num_samples - begin))
 
 
 def spread(order: Order, groups: npt.NDArray[np.int32]) -> Order:

@@ -93,7 +93,7 @@ class Keepers:
         return Drawn(draw.step_sizes.step, claims, digest, draw.position, follows)
 
     def _claims_of(self, samples: Order, owners: Ranks) -> Claims:
-        first = self.first[samples]
+        first = self.first.take(samples)
         is_claimed = is_new = first == NOBODY
         if self._may_copy.any():
             is_copy = ~is_new & (first != owners) & self._may_copy[owners]
