@@ -3,8 +3,7 @@
 Every rank ends with the same bits. Cost per rank: 2 (n-1)/n of the tensor's bytes sent, one
 tensor-sized receive buffer kept for each of the newest 256 names (two where numel is no multiple of
 the number of ranks: such tensors are copied), and one exchange of four numbers that finds ranks
-which disagree about shape, dtype, device or rule. Values travel beside it where an engine has its
-own negotiation, and where ranks agreed on the same in the name's last call; else after it.
+which disagree about shape, dtype, device or rule.
 """
 
 from __future__ import annotations
@@ -13,9 +12,7 @@ import functools
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -86,7 +83,6 @@ class NamedReduction:
         self.kind = _kind_of(transport, tensor, rule, selection, run)
         self.is_busy = False  # values of other ranks may come into its buffers
         self.failure = ""  # what has ended it: it is busy for good
-        self.agreed: list[int] = []  # the row of its last call's agreement
         self.is_direct = needs_no_bucket(transport, rule, numel)
         self.is_engine_sum = is_engine_sum(rule, wire)
         self.streams = StreamOrder(device)  # of who moves it on: any thread that waits for any
@@ -128,10 +124,6 @@ class NamedReduction:
         """Note what has ended it; other ranks may not have heard of that, and go on."""
         self.failure = f"{type(error).__name__}: {error}"
 
-    def abandon(self) -> None:
-        """Leave what has begun as it is: nobody waits for it any more."""
-        self._reduction.abandon()
-
     def take(self, like: Tensor) -> Tensor:
         """Return the result as a tensor of its own, with shape and dtype of ``like``; once."""
         result, self._result = self._result, None
@@ -157,34 +149,23 @@ def _kind_of(
     return (shape, dtype, device, rule, size, selection, lines, run)
 
 
-@dataclass(eq=False)
-class _Calls:
-    """The all-reduces of one transport."""
-
-    reductions: dict[str, NamedReduction] = field(default_factory=dict)
-    in_flight: list[Handle] = field(default_factory=list)  # not over, in the order of their start
-    mismatches: Counter[str] = field(default_factory=Counter)  # by name; the same on every rank
-
-
 @functools.cache
-def _all_calls() -> weakref.WeakKeyDictionary[Transport, _Calls]:
+def _reductions() -> weakref.WeakKeyDictionary[Transport, dict[str, NamedReduction]]:
     return weakref.WeakKeyDictionary()
-
-
-def _calls_of(transport: Transport) -> _Calls:
-    return _all_calls().setdefault(transport, _Calls())
 
 
 def forget_reductions() -> None:
     """Drop all buffers, also of operations in flight: their world has ended."""
-    _all_calls().clear()
+    _reductions().clear()
+    _in_flight().clear()
     _kept_end.cache_clear()
 
 
 def forget_transport(transport: Transport) -> None:
     """Drop the buffers of a transport that nobody will use again."""
     # Weak keys do not: buffers hold their transport.
-    _all_calls().pop(transport, None)
+    _reductions().pop(transport, None)
+    _in_flight().pop(transport, None)
 
 
 class Handle:
@@ -224,7 +205,7 @@ class Handle:
     def done(self) -> bool:
         """Say whether ``wait`` would return at once; moves work on, never blocks."""
         if not self._is_over and self._failure is None:
-            others = _calls_of(self._transport).in_flight
+            others = _in_flight().get(self._transport, [])
             for handle in others.copy():
                 handle._move()
             if self not in others:  # over by now; or forgotten, as its world has ended
@@ -245,7 +226,7 @@ class Handle:
                 return
             self._move_on()
             # Only who moves it: of two that find it in the list, one would not find it any more.
-            others = _calls_of(self._transport).in_flight
+            others = _in_flight().get(self._transport, [])
             if (self._is_over or self._failure is not None) and self in others:
                 others.remove(self)
         finally:
@@ -273,13 +254,12 @@ class Handle:
 
     def _advance(self, reduction: NamedReduction) -> bool:
         if self._agreement is not None:
-            work, row, rows = self._agreement
+            work, _, rows = self._agreement
             if not work.done():
                 return False
             work.finish()
             self._agreement = None
             self._check_agreement(rows)
-            reduction.agreed = row.tolist()
         if self._start is not None:
             self._start()
             self._start = None
@@ -323,23 +303,24 @@ class Handle:
         return self._result
 
     def _check_agreement(self, rows: Tensor) -> None:
-        names = ("numel", "dtype", "rule, weights, present or scope", "device")
-        for column, name in enumerate(names):
+        fields = ("numel", "dtype", "rule, weights, present or scope", "device")
+        for column, field in enumerate(fields):
             values = rows[:, column].tolist()
             if len(set(values)) == 1:
                 continue
-            # What some had begun stays in the way of the name's next call: that has another stem.
-            calls = _calls_of(self._transport)
-            calls.reductions.pop(self._name, None)
-            calls.mismatches[self._name] += 1
-            if self._reduction is not None:
-                self._reduction.abandon()
-            by_rank = f" (by rank: {values})" if name == "numel" else ""
+            _reductions()[self._transport].pop(self._name, None)
+            by_rank = f" (by rank: {values})" if field == "numel" else ""
             raise MismatchError(
-                f"allreduce {self._name!r}: {name} differs on ranks {odd_ones(values)}{by_rank}; "
+                f"allreduce {self._name!r}: {field} differs on ranks {odd_ones(values)}{by_rank}; "
                 f"rank {self._transport.rank} brought {self._tensor.numel()} values of "
                 f"{self._tensor.dtype} on {self._tensor.device}. Every rank must bring the same"
             )
+
+
+@functools.cache
+def _in_flight() -> weakref.WeakKeyDictionary[Transport, list[Handle]]:
+    """Return the handles that are not over, by transport, in the order in which they began."""
+    return weakref.WeakKeyDictionary()
 
 
 def allreduce_async(
@@ -410,19 +391,18 @@ def start_allreduce(
     reduction.is_busy = True
     reduction.streams.take()  # what is queued for the tensor by now is in it
     # On an engine with its own negotiation beside the agreement, not after it: to find ranks that
-    # differ costs no waiting. Where values take a mesh so only if ranks agreed on the same the last
-    # time: those that differ now wait for the agreement, and have begun nothing.
-    waits = reduction.overlaps and reduction.agreed != row.tolist()
-    if not waits:
+    # differ costs no waiting. Where values take a mesh after it, which takes one round trip: what
+    # ranks that differ had begun would stay in the way of the name's next call.
+    if reduction.overlaps:
+        handle = Handle(ends, tensor, reduction, name=name, agreement=agreement, start=start)
+    else:
         try:
             start()
         except BaseException as error:
             reduction.fail(error)
             raise
-    handle = Handle(
-        ends, tensor, reduction, name=name, agreement=agreement, start=start if waits else None
-    )
-    _calls_of(ends).in_flight.append(handle)
+        handle = Handle(ends, tensor, reduction, name=name, agreement=agreement)
+    _in_flight().setdefault(ends, []).append(handle)
     return handle
 
 
@@ -504,8 +484,7 @@ def _reduction_of(
     run: RunRule,
 ) -> NamedReduction:
     """Return the buffers of a name: those of its last call, unless they do not fit."""
-    calls = _calls_of(transport)
-    by_name = calls.reductions
+    by_name = _reductions().setdefault(transport, {})
     kept = by_name.get(name)
     if kept is not None and kept.failure:
         raise ArgumentError(
@@ -518,8 +497,7 @@ def _reduction_of(
             "first, or use another name"
         )
     if kept is None or kept.kind != _kind_of(transport, tensor, rule, selection, run):
-        stem = f"{name}~{calls.mismatches[name]}" if name in calls.mismatches else name
-        kept = NamedReduction(transport, tensor, rule, stem, selection, run)
+        kept = NamedReduction(transport, tensor, rule, name, selection, run)
     by_name.pop(name, None)
     by_name[name] = kept  # last: those at the front were not used for longest
     if len(by_name) > _MOST_KEPT:

@@ -196,13 +196,6 @@ class BucketReduction:
                 self._lane.enter("")
         return self._stage is Stage.DONE
 
-    def abandon(self) -> None:
-        """Wait no more for what is under way, and begin nothing: ranks do not agree on it."""
-        self._to_come.clear()
-        for exchange in self._under_way:
-            exchange.abandon()
-        self._under_way.clear()
-
     def memory_bytes(self) -> int:
         """Return the bytes of the bucket, and of what its exchanges hold."""
         return self.padded.nbytes + sum(each.memory_bytes() for _, each in self._parts)

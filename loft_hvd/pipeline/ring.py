@@ -35,7 +35,7 @@ from loft_hvd.pipeline.streams import used_here
 from loft_hvd.pipeline.trace import Lane
 from loft_hvd.pipeline.weights import PassWeights
 from loft_hvd.pipeline.wire import Compression, Compressor, Wire
-from loft_hvd.transport.base import Transport, Work, abandon, expect
+from loft_hvd.transport.base import Transport, Work, expect
 
 __all__ = [
     "Enter",
@@ -188,12 +188,6 @@ class Exchange:
             self._work.finish()
             self._next()
         return True
-
-    def abandon(self) -> None:
-        """Wait no more for what is in flight, which other ranks may never come to."""
-        if self._work is not None:
-            abandon(self._work)
-            self._work = None
 
     def _next(self) -> None:
         self._work = next(self._steps, None)

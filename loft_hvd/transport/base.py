@@ -25,7 +25,6 @@ __all__ = [
     "Transport",
     "Watch",
     "Work",
-    "abandon",
     "locate",
     "mixes_devices",
     "overlaps",
@@ -136,12 +135,6 @@ def expect(transport: Transport, recv: Tensor, *, name: str, skips_own: bool = F
     # Not isinstance: of a protocol that takes 50 microseconds, twice for each part of a bucket.
     if hasattr(transport, "expect"):
         cast(Expecting, transport).expect(recv, name=name, skips_own=skips_own)
-
-
-def abandon(work: Work) -> None:
-    """Tell the watch of a work, if it has one, that nobody waits for it any more."""
-    if hasattr(work, "abandon"):
-        work.abandon()
 
 
 class _NoWatch:

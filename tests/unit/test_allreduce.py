@@ -240,7 +240,7 @@ def test_names_that_never_come_again_keep_no_buffers() -> None:
         for step in range(300):
             loft.allreduce(torch.ones(4), name=f"loss of step {step}", transport=transport)
         assert torch.equal(first.wait(), torch.ones(4))  # what is in flight is kept
-        return len(allreduce_module._calls_of(transport).reductions)
+        return len(allreduce_module._reductions()[transport])
 
     assert max(run_ranks(2, work)) <= 256
 
@@ -313,8 +313,8 @@ def test_two_threads_that_find_one_handle_over_both_go_on() -> None:
                     other.join(10.0)
                 return is_there
 
-        calls = allreduce_module._calls_of(transport)
-        calls.in_flight = raced = Raced(calls.in_flight)
+        flights = allreduce_module._in_flight()
+        flights[transport] = raced = Raced(flights[transport])
         handle.wait(30.0)
         return raced.has_raced and list(raced) == []
 

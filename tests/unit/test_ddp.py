@@ -17,7 +17,7 @@ from torch import Tensor
 import loft_hvd as loft
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, MismatchError, PeerError, UsageError
 from loft_hvd.optimizer.ddp import _StepPasses
-from loft_hvd.pipeline.allreduce import _calls_of
+from loft_hvd.pipeline.allreduce import _reductions
 from loft_hvd.pipeline.suspicion.report import ZeroedParameter
 from loft_hvd.runlog import read_run_log
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
@@ -337,7 +337,7 @@ def test_a_hook_takes_the_buffers_of_its_own_ranks_with_it(
         hook = loft.ddp_hook(loft.Median(), transport=transport if is_given else None)
         parameter = torch.nn.Parameter(torch.zeros(6))
         backward(hook, [[parameter]], {parameter: torch.ones(6)})
-        (kept,) = _calls_of(hook._channel.transport).reductions.values()
+        (kept,) = _reductions()[hook._channel.transport].values()
         reduction = weakref.ref(kept)
         del hook, kept
         gc.collect()

@@ -27,7 +27,6 @@ from loft_hvd.transport.mesh import (
     Mesh,
     MeshTransport,
     MeshWork,
-    Move,
     _Addresses,
     link_bytes_per_s,
     open_mesh,
@@ -244,56 +243,6 @@ def test_ranks_that_bring_other_sizes_to_an_allreduce_hear_so_and_may_try_again(
 
     for result in run_ranks(3, work):
         assert torch.equal(result, torch.ones(7))
-
-
-class _Kept(MeshTransport):
-    """Keeps the names of what it has begun."""
-
-    def __init__(self, below: Transport, mesh: Mesh) -> None:
-        super().__init__(below, mesh)
-        self.begun: list[str] = []
-
-    def _post(self, name: str, move: Move) -> Work:
-        self.begun.append(name)
-        return super()._post(name, move)
-
-
-def test_values_travel_beside_the_agreement_where_ranks_agreed_on_the_same_the_last_time() -> None:
-    def work(transport: LocalTransport) -> list[list[str]]:
-        ends = _Kept(transport, over_mesh(transport).mesh)
-        begun = []
-        for rule in (loft.Median(), loft.Median(), loft.TrimmedMean(f=1), loft.TrimmedMean(f=1)):
-            ends.begun.clear()
-            row = torch.full((6,), float(ends.rank))
-            handle = loft.allreduce_async(row, rule, name="x", transport=ends)
-            begun.append(ends.begun.copy())
-            assert torch.equal(handle.wait(20.0), torch.ones(6))
-        return begun
-
-    waits, beside = ["x.agree"], ["x.agree", "x.a2a"]
-    assert run_ranks(3, work) == [[waits, beside, waits, beside]] * 3
-
-
-@pytest.mark.parametrize("numel", [6, 3_000_000])
-def test_what_had_begun_when_ranks_differ_does_not_meet_the_names_next_call(numel: int) -> None:
-    """Ranks 0 and 2 send what nobody takes; another value must not come from it later."""
-
-    def work(transport: LocalTransport) -> list[list[float]]:
-        ends = over_mesh(transport)
-        found = []
-        for at in range(4):
-            row = torch.full((numel,), 10.0 * at + ends.rank)
-            if at % 2:  # agreed the last time
-                rule = loft.TrimmedMean(f=1) if ends.rank == 1 else loft.Median()
-                with pytest.raises(MismatchError, match=r"rule.* differs on ranks \[1\]"):
-                    loft.allreduce(row, rule, name="x", transport=ends)
-            for _ in range(2):
-                result = loft.allreduce(row, loft.Median(), name="x", transport=ends)
-                found.append(result.unique().tolist())
-        return found
-
-    expected = [[10.0 * at + 1] for at in (0, 0, 1, 1, 2, 2, 3, 3)]
-    assert run_ranks(3, work) == [expected] * 3
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch
 
 from loft_hvd.config import config
 from loft_hvd.errors import MismatchError
-from loft_hvd.transport.base import Channel, abandon, wait_for
+from loft_hvd.transport.base import Channel, wait_for
 from loft_hvd.transport.heartbeat.diagnosis import Diagnosis, DiagnosisLimits, key_of
 from loft_hvd.transport.heartbeat.door import open_links
 from loft_hvd.transport.heartbeat.heartbeat import Heartbeat, HeartbeatSettings, ProcessControl
@@ -171,14 +171,6 @@ def test_an_engine_that_fails_when_asked_does_not_end_the_heartbeat(
     assert heartbeat.meter.progress().in_flight == (("x", 1),)
     with pytest.raises(type(error), match=str(error)):
         work.done()
-
-
-def test_an_abandoned_operation_is_in_flight_no_more(heartbeat: Heartbeat) -> None:
-    """Nobody is late for it, though the engine never has it done."""
-    works = [watched(_Engine(), name, heartbeat) for name in ("agreed", "refused")]
-    abandon(works[1])
-    abandon(_Engine())  # one without a watch
-    assert [name for name, _ in heartbeat.meter.progress().in_flight] == ["agreed"]
 
 
 def test_an_operation_that_was_given_up_stays_in_flight_without_its_tensors(

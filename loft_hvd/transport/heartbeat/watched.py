@@ -71,11 +71,6 @@ class _WatchedWork:
                 raise verdict.error() from error
             raise
 
-    def abandon(self) -> None:
-        """Note that nobody waits for it any more: no rank is late for it."""
-        with self._releasing:
-            self._end()
-
     def is_over(self) -> bool:
         """Say whether the engine is done with it; for the heartbeat's thread."""
         with self._releasing:
