@@ -46,12 +46,23 @@ def test_the_permutation_is_made_in_one_array(num_samples: int) -> None:
         most = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert most <= 8 * num_samples + 5_000_000  # and a block of two megabytes, twice
+    assert most <= 8 * num_samples + 5_000_000  # and what a block of a megabyte takes
     words = np.random.PCG64(np.random.SeedSequence([5, 2])).random_raw(num_samples)
     low = np.uint64((1 << max(num_samples - 1, 0).bit_length()) - 1)
     keys = (words & ~low) | np.arange(num_samples, dtype=np.uint64)
     assert (order == np.argsort(keys)).all()
     assert order.dtype == np.int32
+
+
+def test_many_samples_come_in_the_order_of_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bins that hold more than a cache does, and more samples than 32 bits number."""
+    expected = epoch_order(1000, seed=5, epoch=2)
+    monkeypatch.setattr(draws_module, "_BIN", 10)  # 1000 samples would take 7 bits
+    monkeypatch.setattr(draws_module, "_MOST_BIN_BITS", 3)
+    monkeypatch.setattr(draws_module, "_MOST_NARROW", 999)
+    found = epoch_order(1000, seed=5, epoch=2)
+    assert found.dtype == np.int64
+    assert (found == expected).all()
 
 
 class Noting(EpochSettings):
