@@ -27,7 +27,7 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("case", choices=CASES)
-    parser.add_argument("--epochs", type=int, help="two at least")
+    parser.add_argument("--epochs", type=int, help="two at least; jobs for cold")
     parser.add_argument("--ratio", type=float, default=2.3, help="worst fetch over worst computing")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
