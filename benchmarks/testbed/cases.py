@@ -28,7 +28,7 @@ _EQUAL = Cluster((0.35,) * 4, (FAST,) * 4, (0.25,) * 4)
 class Options:
     """What the command line says."""
 
-    epochs: int | None  # None: as many as the case takes
+    epochs: int | None  # in ``cold`` jobs of one each; None: as many as the case takes
     ratio: float  # worst fetch over worst computing, where hosts are unequal
 
 
