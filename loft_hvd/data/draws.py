@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -157,7 +156,6 @@ class Draw:
     batch: Order  # indices of the samples in the data set, [num_samples]
     assignment: Assignment  # the owner of each, and local samples of each rank
     position: int  # samples of the epoch consumed once this step is trained
-    deepest_step: int  # the last step whose plan has been asked for by now
 
     def indices(self, rank: int, *, min_batch: int, homes: Homes) -> list[int]:
         """Return the samples of ``rank``, or those of its dummy batch where it has none.
@@ -275,38 +273,45 @@ def draw_epoch(
     The plan of a step is asked for when the step is drawn; it decides owners and never members.
     ``position`` samples of the order are consumed already; steps count over epochs from
     ``first_step``. Each batch is put in the order of ``arrangement``: an assignment gives runs of
-    it to ranks. A dear assignment is drawn a step ahead, on a thread of its own, while the step
-    before it is trained: what it finds does not depend on when it looks.
+    it to ranks. A dear assignment is begun while the step before it is trained, on a thread of its
+    own and by the plan of that step; where another plan comes into force it is made anew.
     """
     num_steps = count_steps(len(order) - position, view, drop_last=drop_last)
-    ahead = min(int(homes.is_dear), num_steps)  # steps
-    begun: deque[Callable[[], Assignment]] = deque()
-    drawn: deque[tuple[StepSizes, Order]] = deque()
     thread = ThreadPoolExecutor(1, "loft_hvd-assign")  # starts with the first task
+
+    def batch_at(begin: int) -> Order:
+        batch = order[begin : begin + view.global_batch_size]
+        return batch if arrangement is None else arrangement(batch)
+
+    def begun(batch: Order, sizes: Sizes) -> Callable[[], Assignment]:
+        task = partial(assign, batch, np.array(sizes, np.int64), homes)
+        return thread.submit(task).result if homes.is_dear else task
+
     try:
-        for i in range(num_steps + ahead):
-            if i < num_steps:
-                begin = position + i * view.global_batch_size
-                batch = order[begin : begin + view.global_batch_size]
-                batch = batch if arrangement is None else arrangement(batch)
-                step_sizes = _sizes_of(batch, view, first_step + i)
-                drawn.append((step_sizes, batch))
-                task = partial(assign, batch, np.array(step_sizes.sizes, np.int64), homes)
-                begun.append(thread.submit(task).result if ahead else task)
-            if i >= ahead:
-                step_sizes, batch = drawn.popleft()
-                position_after = position + (i - ahead) * view.global_batch_size + len(batch)
-                deepest = first_step + min(i, num_steps - 1)
-                yield Draw(step_sizes, batch, begun.popleft()(), position_after, deepest)
+        following = batch_at(position)
+        likely: Sizes = ()
+        assigned: Callable[[], Assignment] | None = None
+        for step in range(first_step, first_step + num_steps):
+            batch, position = following, position + len(following)
+            plan = view.plan_at(step)
+            sizes = _sizes_of(plan, batch, view)
+            if assigned is None or sizes != likely:
+                assigned = begun(batch, sizes)
+            assignment = assigned()
+            if step + 1 < first_step + num_steps:
+                following = batch_at(position)
+                likely = _sizes_of(plan, following, view)
+                assigned = begun(following, likely)
+            digest = zlib.crc32(batch.tobytes())  # ranks compare it: they drew the same samples
+            step_sizes = StepSizes(plan.plan_id, step, sizes, digest, view.count_micro(sizes))
+            yield Draw(step_sizes, batch, assignment, position)
     finally:
         # Not waited for: an iteration that was left is closed by whichever thread collects it.
         thread.shutdown(wait=False, cancel_futures=True)
 
 
-def _sizes_of(batch: Order, view: PlanView, step: int) -> StepSizes:
-    """Return the sizes of a step, by its plan, and the digest of its samples."""
-    plan = view.plan_at(step)
+def _sizes_of(plan: Plan, batch: Order, view: PlanView) -> Sizes:
+    """Return the samples of each rank in a step of a plan, which the last batch may not fill."""
     sizes = scale_sizes(plan.sizes, len(batch), min_ranks=view.min_ranks)
     assert sizes is not None  # count_steps left smaller batches out
-    digest = zlib.crc32(batch.tobytes())  # ranks compare it: they drew the same samples
-    return StepSizes(plan.plan_id, step, sizes, digest, view.count_micro(sizes))
+    return sizes

@@ -342,15 +342,12 @@ class GlobalBatches:
         elif self.homes.world_size != self.view.world_size:
             self.homes = self.settings.placement.at(self.view.world_size)
         self.deepest_drawn_step = first_step - 1
-        num_ahead = 0 if self._keeper is None else self._keeper.steps_ahead
-        return position, _ahead(self._draw(position, first_step), num_ahead)
+        return position, _ahead(self._draw(position, first_step), self.steps_ahead)
 
     @property
     def steps_ahead(self) -> int:
         """Steps that may be drawn ahead of those that are read."""
-        if self._keeper is None:
-            return int(self.homes.is_dear)
-        return self._keeper.steps_ahead + 1  # what is kept may make assignments dear
+        return 0 if self._keeper is None else self._keeper.steps_ahead
 
     def reads(self) -> Sequence[Mapping[str, int]]:
         """Return what each rank read of the keeper in the iteration before, [world_size]."""
@@ -381,7 +378,7 @@ class GlobalBatches:
             drop_last=self.settings.drop_last,
             arrangement=self.settings.arrangement(self.epoch),
         ):
-            self.deepest_drawn_step = draw.deepest_step
+            self.deepest_drawn_step = draw.step_sizes.step
             if self._keeper is not None:
                 self._keeper.note(draw)
             yield draw

@@ -101,9 +101,8 @@ class Stores:
             batch = self._order[at * total : (at + 1) * total]
             assignment = assign(batch, sizes, self._homes)
             owners = assignment.owners
-            draw = Draw(
-                StepSizes(0, step, sizes_told, 0), batch, assignment, (at + 1) * total, step
-            )
+            step_sizes = StepSizes(0, step, sizes_told, 0)
+            draw = Draw(step_sizes, batch, assignment, (at + 1) * total)
             before = self._drawn[-1] if self._drawn else None
             self._drawn.append(self._keepers.drawn(draw, before))
             here = assignment.local.astype(np.float64)

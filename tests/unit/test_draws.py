@@ -142,7 +142,7 @@ class InTime(Homes):
 
 
 def drawn(placement: Placement, plans: FakePlans, *, is_ahead: bool) -> list[Draw]:
-    """Draw an epoch, one step ahead or not, whatever the assignment costs."""
+    """Draw an epoch, with assignments begun ahead or not, whatever they cost."""
     homes = placement.at(plans.world_size)
     assert homes.is_dear
     if not is_ahead:
@@ -151,7 +151,7 @@ def drawn(placement: Placement, plans: FakePlans, *, is_ahead: bool) -> list[Dra
     return list(draw_epoch(order, homes, plans, first_step=3, position=6, drop_last=False))
 
 
-def test_what_is_drawn_ahead_is_what_would_be_drawn_in_time() -> None:
+def test_what_is_begun_ahead_is_what_would_be_found_in_time() -> None:
     later = {5: [2, 3, 5], 8: [8, 1, 1]}
     ahead, in_time = (
         drawn(overlapping(3), FakePlans([4, 4, 2], later=later), is_ahead=is_ahead)
@@ -164,18 +164,21 @@ def test_what_is_drawn_ahead_is_what_would_be_drawn_in_time() -> None:
         assert one.batch.tolist() == other.batch.tolist()
 
 
-def test_a_dear_assignment_asks_for_the_plan_one_step_ahead() -> None:
-    plans, placement = FakePlans([4, 4, 2]), overlapping(3)
-    homes = placement.at(3)
+def test_a_plan_is_asked_for_in_its_own_step_also_where_the_assignment_was_begun_before() -> None:
+    plans, homes = FakePlans([4, 4, 2]), overlapping(3).at(3)
     assert homes.is_dear
     order = epoch_order(60, seed=0, epoch=0)
     draws = draw_epoch(order, homes, plans, first_step=0, position=0, drop_last=False)
-    deepest = [(draw.deepest_step, plans.asked[-1]) for draw in draws]
-    assert deepest == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (5, 5)]
-    assert plans.asked == list(range(6))
+    assert next(draws).step_sizes.sizes == (4, 4, 2)
+    assert plans.asked == [0]
+    plans.later = {1: [2, 3, 5]}  # while the assignment of step 1 by the older plan is under way
+    second = next(draws)
+    assert second.step_sizes.sizes == (2, 3, 5)
+    assert np.bincount(second.assignment.owners).tolist() == [2, 3, 5]
+    assert plans.asked == [0, 1]
 
 
-def test_the_thread_that_draws_ahead_ends_with_the_iteration_which_waits_for_nothing(
+def test_the_thread_that_assigns_ahead_ends_with_the_iteration_which_waits_for_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whichever thread collects an iteration that was left closes it, in whatever it is doing."""
