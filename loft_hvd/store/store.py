@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -298,16 +299,17 @@ class SampleStore(Dataset[Any]):
     def _from_source(self, missing: Sequence[int], counts: dict[str, int]) -> dict[int, Any]:
         if not missing:
             return {}
-        began = time.monotonic()
+        shelf = self._shelf
+        kept = [] if shelf.is_full else [not shelf.is_home(number) for number in missing]
         get_items = getattr(self.dataset, "__getitems__", None)
-        samples = get_items(missing) if get_items else [self.dataset[each] for each in missing]
+        began = time.monotonic()
+        with shelf.clearing(sum(kept)):
+            samples = get_items(missing) if get_items else [self.dataset[each] for each in missing]
         counts["source"] += len(missing)
         counts["source_us"] += round(1e6 * (time.monotonic() - began))
-        if not self._shelf.is_full:
-            for number, sample in zip(missing, samples, strict=True):
-                if not self._shelf.is_home(number):
-                    is_copy = self._keeper(number) is not None
-                    self._shelf.add(number, encode_sample(sample), is_copy=is_copy)
+        for number, sample in compress(zip(missing, samples, strict=True), kept):
+            is_copy = self._keeper(number) is not None
+            shelf.add(number, encode_sample(sample), is_copy=is_copy)
         return dict(zip(missing, samples, strict=True))
 
     # What a sampler asks of it (``Keeper``), in the process that trains.

@@ -6,6 +6,8 @@ import errno
 import os
 import pickle
 import random
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -178,17 +180,89 @@ def test_a_sample_that_was_damaged_on_disk_is_whole_again_in_later_runs(tmp_path
 def test_a_full_disk_is_said_once_and_what_is_kept_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    shelf = Shelf(10, memory_bytes=0, disk_bytes=10_000, path=tmp_path / "kept")
-    shelf.add(0, DATA)
+    path, write, room = tmp_path / "kept", os.pwrite, [150]
 
-    def full(descriptor: int, offset: int, length: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def put(descriptor: int, data: bytes, offset: int) -> int:
+        if room[0] == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = write(descriptor, data[: room[0]], offset)  # what still goes on the disk
+        room[0] -= written
+        return written
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    shelf = Shelf(10, memory_bytes=0, disk_bytes=10_000, path=path)
+    monkeypatch.setattr(os, "pwrite", put)
+    assert shelf.add(0, DATA)  # with its head 124 bytes
     assert not shelf.add(1, DATA)
     assert not shelf.add(2, DATA)
     assert shelf.read(0) is not None
     assert len([each for each in caplog.messages if "is full" in each]) == 1
+    shelf.close()
+    again = Shelf(10, memory_bytes=0, disk_bytes=10_000, path=path)  # a part of 1 is in the file
+    assert again.held().nonzero()[0].tolist() == [0]
+
+
+def test_memory_that_is_refused_is_said_and_what_is_kept_stays(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shelf = Shelf(10, memory_bytes=10_000)
+    assert shelf.add(0, DATA)
+
+    def refused(*_: object) -> int:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(os, "pwrite", refused)
+    assert not shelf.add(1, DATA)
+    assert shelf.is_full
+    assert not shelf.add(2, DATA)
+    assert shelf.read(0) is not None
+    assert len([each for each in caplog.messages if "Cannot allocate memory" in each]) == 1
+
+
+def cleared_bytes(shelf: Shelf, at_least: int) -> int:
+    """Wait until the kernel has given so many bytes to a shelf's memory; return how many it has."""
+    until, given = time.monotonic() + 30, 0
+    while given < at_least and time.monotonic() < until:
+        given = 512 * os.fstat(shelf.descriptors[2]).st_blocks
+    return given
+
+
+def test_memory_is_cleared_while_samples_are_read_and_what_is_there_stays() -> None:
+    shelf, data = Shelf(100, memory_bytes=512_000), bytes(range(256)) * 250
+    with shelf.clearing(4):  # how long samples are is not known yet
+        pass
+    assert cleared_bytes(shelf, 0) == 0
+    assert shelf.add(0, data)  # of 64,064 bytes with its head
+    with shelf.clearing(4):
+        assert 320_000 <= cleared_bytes(shelf, 320_000) <= 330_000
+    assert all(shelf.add(index, data) for index in range(1, 6))
+    with shelf.clearing(4):  # for which the budget has no room
+        assert 505_000 <= cleared_bytes(shelf, 505_000) <= 512_000
+    assert [bytes(shelf.read(index)[0]) == data for index in range(6)] == [True] * 6  # type: ignore[index]
+
+
+def test_no_memory_is_cleared_for_what_goes_on_the_disk(tmp_path: Path) -> None:
+    shelf = Shelf(10, memory_bytes=1000, disk_bytes=10_000, path=tmp_path / "kept")
+    assert shelf.add(0, DATA)
+    before = threading.active_count()
+    with shelf.clearing(4):
+        assert threading.active_count() == before
+
+
+def test_a_source_that_is_quick_does_not_wait_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    shelf, calls = Shelf(10, memory_bytes=64 << 20), []
+
+    class Slow:
+        def madvise(self, *_: object) -> int:
+            calls.append(0)
+            time.sleep(0.01)
+            return 0
+
+    assert shelf.add(0, bytes(32 << 20))
+    monkeypatch.setattr("loft_hvd.store.shelf.ctypes.CDLL", lambda _: Slow())
+    with shelf.clearing(1):
+        pass
+    assert len(calls) <= 1  # of 128
+    assert not any(each.name == "loft_hvd-clear" for each in threading.enumerate())
 
 
 @pytest.mark.parametrize("call", ["posix_fallocate", "pwrite", "replace"])
