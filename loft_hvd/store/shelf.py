@@ -60,7 +60,7 @@ _TAILS = ("memory_units", "disk_units", "is_full", "is_disk_closed", "copies_lef
 _ANY_NUMBER = 1 << 62
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14, which Python does not name
 _CLEARED_BYTES = 1 << 18  # in one call, a choice: 0.1 ms where memory is at hand, 1 ms where not
-_SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 50e-6, 0.01  # choices: a record is written in 20 us
+_SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 50e-6, 0.01  # choices: a record is written in 20 to 400 us
 _Bytes = npt.NDArray[np.uint8]
 
 
@@ -170,7 +170,7 @@ class Shelf:
         self._lock = threading.Lock()
         self._lock_pid = os.getpid()
         self._is_left_out = False  # whether the last change of a counter was
-        self._units_in_memory = 0  # of the last record this process added; 0 where that is on disk
+        self._added = [0, 0]  # records that this process put into memory, and their units
         weakref.finalize(self, close_all, descriptors)
 
     @contextlib.contextmanager
@@ -277,7 +277,8 @@ class Shelf:
                 is_open = tail + units <= self._limits[half] and not self._tails[2 + half]
                 if is_open and self._write(half, tail, sample, data, digest):
                     self._tails[half] = tail + units
-                    self._units_in_memory = 0 if half else units
+                    if half == 0:
+                        self._added = [self._added[0] + 1, self._added[1] + units]
                     self._index[sample] = half * self._memory_units + tail + 1
                     self._tails[4] -= int(is_copy)
                     return True
@@ -288,23 +289,28 @@ class Shelf:
     def clearing(self, num_samples: int) -> Iterator[None]:
         """Have memory for so many more samples cleared on a thread, while the caller reads them.
 
-        New memory is what keeping a sample costs: where a virtual machine gets it from the host
-        page by page, 0.4 ms for 110 kB with it and 0.05 without. A source that is waited for
-        leaves the time.
+        New memory is most of what keeping a sample costs: 0.4 ms for 110 kB where a virtual machine
+        gets it from its host page by page, 0.05 ms where it was cleared before. A source that is
+        waited for leaves the time. Samples are taken to be as long as those that this process has
+        put into memory so far. Of processes that read side by side each clears from the same place.
         """
-        begin = int(self._tails[0])
-        end = min(begin + num_samples * self._units_in_memory, self._memory_units)
+        begin, (num_added, units) = int(self._tails[0]), self._added
+        end = min(begin + num_samples * units // max(num_added, 1), self._memory_units)
         is_over = threading.Event()
         args = is_over, self._halves[0][begin * _UNIT : end * _UNIT]
         thread = threading.Thread(target=_clear, args=args, name="loft_hvd-clear", daemon=True)
-        if begin < end:
-            thread.start()
+        is_started = begin < end
+        if is_started:
+            try:
+                thread.start()
+            except RuntimeError:  # too many threads: it saves time, nothing else
+                is_started = False
         try:
             yield
         finally:
             is_over.set()
-            if begin < end:
-                thread.join()
+            if is_started:
+                thread.join()  # for one call of ``_CLEARED_BYTES``
 
     def set_homes(self, is_home: npt.NDArray[np.bool_]) -> None:
         """Say which samples this rank has anyway, outside the shelf, [num_samples]."""
@@ -358,8 +364,8 @@ class Shelf:
     def _write(self, half: int, unit: int, sample: int, data: Any, digest: int) -> bool:
         """Write a record; says whether there was room.
 
-        By calls, not through the map: new pages take half the time, and one for which there is no
-        disk is an error there, where here it would end the process.
+        By calls, not through the map: new pages take half the time, and where the disk is full the
+        call fails, while a fault would end the process.
         """
         begin = unit * _UNIT
         head = _RECORD.pack(_MAGIC, len(data), sample, digest)
@@ -424,17 +430,26 @@ class Shelf:
         return memory * _UNIT, disk * _UNIT
 
 
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
+def _advise(begin: int, num_bytes: int, advice: int) -> int:
+    """Call ``madvise``; unlike mmap's own method it lets other threads run meanwhile."""
+    return int(_libc().madvise(ctypes.c_void_p(begin), ctypes.c_size_t(num_bytes), advice))
+
+
 def _clear(is_over: threading.Event, memory: _Bytes) -> None:
     """Have the kernel give pages to memory and clear them, until it has or ``is_over``.
 
     What is in pages that are there stays. Where the kernel does not know this call nothing happens.
     """
-    libc = ctypes.CDLL(None)  # unlike mmap's own method its calls let other threads run
     end = memory.ctypes.data + memory.nbytes
     begin = memory.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
     while begin < end and not is_over.is_set():
         num_bytes = min(_CLEARED_BYTES, end - begin)
-        if libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(num_bytes), _POPULATE_WRITE):
+        if _advise(begin, num_bytes, _POPULATE_WRITE) != 0:
             return
         begin += num_bytes
 

@@ -300,15 +300,21 @@ class SampleStore(Dataset[Any]):
         if not missing:
             return {}
         shelf = self._shelf
-        kept = [] if shelf.is_full else [not shelf.is_home(number) for number in missing]
+        copies = [self._keeper(number) is not None for number in missing]
+        kept = [
+            not shelf.is_full
+            and not shelf.is_home(number)
+            and not (is_copy and shelf.copies_left <= 0)
+            for number, is_copy in zip(missing, copies, strict=True)
+        ]
         get_items = getattr(self.dataset, "__getitems__", None)
-        began = time.monotonic()
         with shelf.clearing(sum(kept)):
+            began = time.monotonic()
             samples = get_items(missing) if get_items else [self.dataset[each] for each in missing]
+            seconds = time.monotonic() - began
         counts["source"] += len(missing)
-        counts["source_us"] += round(1e6 * (time.monotonic() - began))
-        for number, sample in compress(zip(missing, samples, strict=True), kept):
-            is_copy = self._keeper(number) is not None
+        counts["source_us"] += round(1e6 * seconds)
+        for number, sample, is_copy in compress(zip(missing, samples, copies, strict=True), kept):
             shelf.add(number, encode_sample(sample), is_copy=is_copy)
         return dict(zip(missing, samples, strict=True))
 

@@ -178,6 +178,20 @@ def test_a_plan_is_asked_for_in_its_own_step_also_where_the_assignment_was_begun
     assert plans.asked == [0, 1]
 
 
+def test_an_assignment_is_found_once_but_where_the_plan_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun: list[list[int]] = []
+
+    def noted(batch: Any, sizes: Any, homes: Homes) -> Assignment:
+        begun.append(sizes.tolist())
+        return assign(batch, sizes, homes)
+
+    monkeypatch.setattr(draws_module, "assign", noted)
+    drawn(overlapping(3), FakePlans([4, 4, 2], later={7: [8, 1, 1]}), is_ahead=True)
+    assert begun == [[4, 4, 2]] * 5 + [[8, 1, 1]] + [[3, 1, 0]]  # steps 3 to 7, 7 anew, 8
+
+
 def test_the_thread_that_assigns_ahead_ends_with_the_iteration_which_waits_for_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

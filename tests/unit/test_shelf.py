@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import mmap
 import os
 import pickle
 import random
@@ -10,8 +12,11 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
+import loft_hvd.store.shelf as shelf_module
 from loft_hvd.errors import DataError
 from loft_hvd.store.shelf import Shelf
 
@@ -180,21 +185,30 @@ def test_a_sample_that_was_damaged_on_disk_is_whole_again_in_later_runs(tmp_path
 def test_a_full_disk_is_said_once_and_what_is_kept_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path, write, room = tmp_path / "kept", os.pwrite, [150]
+    path, write, room, tried = tmp_path / "kept", os.pwrite, [150], list[int]()
 
     def put(descriptor: int, data: bytes, offset: int) -> int:
+        tried.append(descriptor)
+        if descriptor != disk:
+            return write(descriptor, data, offset)
         if room[0] == 0:
             raise OSError(errno.ENOSPC, "No space left on device")
         written = write(descriptor, data[: room[0]], offset)  # what still goes on the disk
         room[0] -= written
         return written
 
-    shelf = Shelf(10, memory_bytes=0, disk_bytes=10_000, path=path)
+    shelf = Shelf(10, memory_bytes=10_000, disk_bytes=10_000, path=path)
+    disk = shelf.descriptors[3]
     monkeypatch.setattr(os, "pwrite", put)
     assert shelf.add(0, DATA)  # with its head 124 bytes
-    assert not shelf.add(1, DATA)
-    assert not shelf.add(2, DATA)
-    assert shelf.read(0) is not None
+    assert shelf.bytes_kept == (0, 64 + 128)
+    tried.clear()
+    assert shelf.add(1, DATA)  # in memory
+    assert tried.count(disk) == 2  # what went on the disk, and the call that failed
+    assert shelf.add(2, DATA)
+    assert tried.count(disk) == 2
+    assert shelf.bytes_kept == (256, 64 + 128)
+    assert all(shelf.read(index) is not None for index in range(3))
     assert len([each for each in caplog.messages if "is full" in each]) == 1
     shelf.close()
     again = Shelf(10, memory_bytes=0, disk_bytes=10_000, path=path)  # a part of 1 is in the file
@@ -218,51 +232,106 @@ def test_memory_that_is_refused_is_said_and_what_is_kept_stays(
     assert len([each for each in caplog.messages if "Cannot allocate memory" in each]) == 1
 
 
-def cleared_bytes(shelf: Shelf, at_least: int) -> int:
+def given_bytes(shelf: Shelf, at_least: int = 0) -> int:
     """Wait until the kernel has given so many bytes to a shelf's memory; return how many it has."""
-    until, given = time.monotonic() + 30, 0
-    while given < at_least and time.monotonic() < until:
-        given = 512 * os.fstat(shelf.descriptors[2]).st_blocks
+    until = time.monotonic() + 30
+    while (given := 512 * os.fstat(shelf.descriptors[2]).st_blocks) < at_least:
+        assert time.monotonic() < until
+        time.sleep(0.001)
     return given
 
 
+def can_clear() -> bool:
+    """Whether the kernel knows the call."""
+    with mmap.mmap(-1, mmap.PAGESIZE) as memory:
+        begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        return shelf_module._advise(begin, mmap.PAGESIZE, shelf_module._POPULATE_WRITE) == 0
+
+
+@pytest.mark.skipif(not can_clear(), reason="a kernel without MADV_POPULATE_WRITE")
 def test_memory_is_cleared_while_samples_are_read_and_what_is_there_stays() -> None:
     shelf, data = Shelf(100, memory_bytes=512_000), bytes(range(256)) * 250
-    with shelf.clearing(4):  # how long samples are is not known yet
-        pass
-    assert cleared_bytes(shelf, 0) == 0
     assert shelf.add(0, data)  # of 64,064 bytes with its head
     with shelf.clearing(4):
-        assert 320_000 <= cleared_bytes(shelf, 320_000) <= 330_000
+        assert given_bytes(shelf, at_least=320_000) < 512_000
     assert all(shelf.add(index, data) for index in range(1, 6))
     with shelf.clearing(4):  # for which the budget has no room
-        assert 505_000 <= cleared_bytes(shelf, 505_000) <= 512_000
-    assert [bytes(shelf.read(index)[0]) == data for index in range(6)] == [True] * 6  # type: ignore[index]
+        given_bytes(shelf, at_least=505_000)
+    assert os.fstat(shelf.descriptors[2]).st_size == 512_000
+    kept = [shelf.read(index) for index in range(6)]
+    assert all(each is not None and bytes(each[0]) == data for each in kept)
 
 
-def test_no_memory_is_cleared_for_what_goes_on_the_disk(tmp_path: Path) -> None:
-    shelf = Shelf(10, memory_bytes=1000, disk_bytes=10_000, path=tmp_path / "kept")
-    assert shelf.add(0, DATA)
-    before = threading.active_count()
-    with shelf.clearing(4):
-        assert threading.active_count() == before
+class Cleared:
+    """Notes what would be cleared, in bytes, in place of ``_clear``."""
+
+    def __init__(self) -> None:
+        self.num_bytes: list[int] = []
+
+    def __call__(self, is_over: threading.Event, memory: npt.NDArray[np.uint8]) -> None:
+        self.num_bytes.append(memory.nbytes)
 
 
-def test_a_source_that_is_quick_does_not_wait_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    shelf, calls = Shelf(10, memory_bytes=64 << 20), []
-
-    class Slow:
-        def madvise(self, *_: object) -> int:
-            calls.append(0)
-            time.sleep(0.01)
-            return 0
-
-    assert shelf.add(0, bytes(32 << 20))
-    monkeypatch.setattr("loft_hvd.store.shelf.ctypes.CDLL", lambda _: Slow())
-    with shelf.clearing(1):
+def test_no_more_is_cleared_than_samples_have_taken_on_average(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cleared = Cleared()
+    monkeypatch.setattr(shelf_module, "_clear", cleared)
+    shelf = Shelf(100, memory_bytes=100_000)
+    with shelf.clearing(4):  # how long samples are is not known yet
         pass
-    assert len(calls) <= 1  # of 128
-    assert not any(each.name == "loft_hvd-clear" for each in threading.enumerate())
+    shelf.add(0, bytes(40))  # 64 bytes with its head, then 19,200
+    shelf.add(1, bytes(19_176))
+    for num_samples in (4, 0, 50):
+        with shelf.clearing(num_samples):
+            pass
+    assert cleared.num_bytes == [4 * 9632, 100_000 // 64 * 64 - 19_264]
+
+
+def test_no_memory_is_cleared_for_what_goes_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cleared = Cleared()
+    monkeypatch.setattr(shelf_module, "_clear", cleared)
+    shelf = Shelf(10, memory_bytes=1000, disk_bytes=200, path=tmp_path / "kept")
+    assert shelf.add(0, DATA)
+    with shelf.clearing(2):
+        pass
+    assert cleared.num_bytes == []
+    assert shelf.add(1, DATA)  # in memory: the disk is full
+    with shelf.clearing(2):
+        pass
+    assert cleared.num_bytes == [256]
+
+
+@pytest.mark.parametrize(("result", "most"), [(0, 2), (-1, 1)])
+def test_clearing_ends_with_the_reading_or_where_the_kernel_does_not_know_it(
+    monkeypatch: pytest.MonkeyPatch, result: int, most: int
+) -> None:
+    is_over, calls = threading.Event(), []
+
+    def advise(begin: int, num_bytes: int, advice: int) -> int:
+        calls.append(num_bytes)
+        if len(calls) == 2:
+            is_over.set()
+        return result
+
+    monkeypatch.setattr(shelf_module, "_advise", advise)
+    shelf_module._clear(is_over, np.zeros(4 << 20, np.uint8))  # 16 calls
+    assert calls == [1 << 18] * most
+
+
+def test_a_thread_that_cannot_start_costs_time_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    shelf = Shelf(10, memory_bytes=1000)
+    assert shelf.add(0, DATA)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        with shelf.clearing(1):
+            pass
+    assert shelf.add(1, DATA)
 
 
 @pytest.mark.parametrize("call", ["posix_fallocate", "pwrite", "replace"])
