@@ -66,16 +66,17 @@ unit: setup-all
 multiprocess: setup-all
 	$(RANKS) $(PY) -m pytest $(SERIAL) -m "not long" $(TESTS)
 
-# Builds of the extension come first and alone: each takes all cores, and others measure CPU time.
+# Builds of the extension come first: others measure CPU time. Each takes all cores, but links and
+# checks one; two files of them at a time fill what it leaves.
 unit-all: setup-all
-	$(PY) -m pytest $(BUILDS) -m "not whole" $(TESTS) || [ $$? -eq 5 ]  # 5: TESTS chooses none of them
+	$(PY) -m pytest $(BUILDS) -m "not whole" -n 2 --dist loadfile --durations=20 $(TESTS) || [ $$? -eq 5 ]  # 5: TESTS chooses none of them
 	$(RANKS) $(PY) -m pytest tests $(SERIAL:%=--ignore=%) $(BUILDS:%=--ignore=%) -m "not multiprocess and not whole" $(SPREAD) $(TESTS)
 
 whole: setup-all  # the claims of which test-all runs some cases
 	$(RANKS) $(PY) -m pytest tests -m "whole" $(SPREAD) $(TESTS)
 
 multiprocess-all: setup-all
-	$(RANKS) $(PY) -m pytest $(SERIAL) -m "not whole" $(TESTS)
+	$(RANKS) $(PY) -m pytest $(SERIAL) -m "not whole" --durations=40 $(TESTS)
 
 wheel: setup  ## a wheel for other machines and a source archive, in dist/; LOFT_HVD_CUDA=1: with CUDA
 	$(PY) -m scripts.wheels $(ARGS)
