@@ -67,9 +67,9 @@ multiprocess: setup-all
 	$(RANKS) $(PY) -m pytest $(SERIAL) -m "not long" $(TESTS)
 
 # Builds of the extension come first: others measure CPU time. Each takes all cores, but links and
-# checks one; two files of them at a time fill what it leaves.
+# checks one; two of them at a time fill what is left.
 unit-all: setup-all
-	$(PY) -m pytest $(BUILDS) -m "not whole" -n 2 --dist loadfile --durations=20 $(TESTS) || [ $$? -eq 5 ]  # 5: TESTS chooses none of them
+	$(PY) -m pytest $(BUILDS) -m "not whole" -n 2 --dist worksteal --durations=20 $(TESTS) || [ $$? -eq 5 ]  # 5: TESTS chooses none of them
 	$(RANKS) $(PY) -m pytest tests $(SERIAL:%=--ignore=%) $(BUILDS:%=--ignore=%) -m "not multiprocess and not whole" $(SPREAD) $(TESTS)
 
 whole: setup-all  # the claims of which test-all runs some cases
