@@ -38,17 +38,28 @@ class Clock:
         return self.now
 
 
+class Work:
+    """Seconds of a core: a millisecond passes between two looks."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 0.001
+        return self.now
+
+
 @dataclass
 class Street:
     """A door, and everybody in front of it; closed in the end."""
 
     clock: Clock = field(default_factory=Clock)
+    work: Work = field(default_factory=Work)
     door: Door = field(init=False)
     ends: list[Callable[[], None]] = field(default_factory=list)
     met: list[Met] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.door = Door(KEYS, HOST, ["127.0.0.1"], clock=self.clock)
+        self.door = Door(KEYS, HOST, ["127.0.0.1"], clock=self.clock, cpu_clock=self.work)
         self.ends.append(self.door.close)
 
     def caller(self, rank: int, key: bytes | None = None) -> Caller:
@@ -364,18 +375,21 @@ def test_a_caller_tries_every_address_until_one_answers(street: Street) -> None:
 
 
 def test_the_limits_are_those_that_the_docs_name() -> None:
-    assert DoorLimits() == DoorLimits(strangers=64, hello_s=2.0, pause_s=0.25, rest_s=0.05)
+    assert DoorLimits() == DoorLimits(64, hello_s=2.0, pause_s=0.25, share=0.05, burst=16)
 
 
-def test_in_training_a_crowd_is_let_in_by_and_by(street: Street) -> None:
+def test_in_training_a_crowd_takes_a_share_of_a_core_at_most(street: Street) -> None:
     street.door.is_opening = False
     crowd = [street.stranger(b"x" * 600) for _ in range(200)]
     caller = street.caller(1)
     caller.meet()
-    for _ in range(3):  # 64 at a time, each of which is sent away at once
-        assert street.meet(caller) == []
-        assert 0 < street.door.due_s() <= 0.05
-        street.clock.now += 0.05
+    for num_looks in [1] + 11 * [2]:  # a millisecond of work each, 5 % of a core
+        assert street.meet(caller, rounds=1) == []  # lets 16 in, and sends them away
+        assert street.door.due_s() == pytest.approx(0.019 * num_looks)
+        street.clock.now += 0.019 * num_looks - 0.001
+        assert street.meet(caller, rounds=1) == []  # lets nobody in yet
+        assert street.door.due_s() == pytest.approx(0.001)
+        street.clock.now += 0.0011
     (there,) = street.meet(caller)
     there.link.close()
     assert all(is_cut_off(end) for end in crowd)

@@ -16,7 +16,6 @@ from loft_hvd.errors import ArgumentError, PlanError
 from tests.support.clusters import OVERLAPS, least_step_s, random_model, tabulate
 
 Solver = Callable[..., tuple[int, ...]]
-_LONGEST_S = 0.01  # a search over 1,024 ranks
 solvers = pytest.mark.parametrize("solve", SOLVERS.values(), ids=SOLVERS.keys())
 
 
@@ -260,11 +259,15 @@ def test_a_thousand_ranks_take_milliseconds(solve: Solver, source: int | None) -
         shared_s=1e-3 if source is None else 1e-4,
     )
     bounds = Bounds.of(1024, floor=2, cap=512)
-    taken = []
-    for _ in range(7):
-        began = time.process_time()  # of this process: others on the machine do not count
+    equal = equal_sizes(64 * 1024, 1024)
+    taken, one_evaluation = [], []
+    for _ in range(7):  # by turns, in time of this process: how busy the machine is does not count
+        began = time.process_time()
         sizes = solve(model, 64 * 1024, bounds)
-        taken.append(time.process_time() - began)
-    assert model.step_s(sizes) < model.step_s(equal_sizes(64 * 1024, 1024))
-    # A quiet machine takes 1 to 2 ms without a source, 7 to 10 with; a busy one gets twice that.
-    assert min(taken) < (_LONGEST_S if source == -1 else 2 * _LONGEST_S)
+        solved = time.process_time()
+        before_s = max(model.step_s(equal) for _ in range(10))
+        taken.append(solved - began)
+        one_evaluation.append((time.process_time() - solved) / 10)
+    assert model.step_s(sizes) < before_s
+    # 1 to 2 ms are 23 to 33 evaluations of the model without a source, 9 to 13 ms 57 to 80 with.
+    assert min(taken) / min(one_evaluation) <= (60 if source == -1 else 150)

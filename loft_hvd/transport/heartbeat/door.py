@@ -121,9 +121,10 @@ class DoorLimits:
     strangers: int = 64  # connections at a time: a quarter of the fewest descriptors in use, 256
     hello_s: float = 2.0  # until a connection must have proven itself
     pause_s: float = 0.25  # until the next try, when this process has no descriptor left
-    # In training, after as many new connections as there may be strangers: so 1,280 a second are
-    # taken at most, at 36 us each 5 % of a core (measured on 10,000).
-    rest_s: float = 0.05
+    # In training. How many connections a second that is depends on the machine: beside ranks that
+    # compute, one takes 120 us with all it says, so 400 (measured on 10,000).
+    share: float = 0.05  # of a core, for new connections and strangers: a rest follows each burst
+    burst: int = 16  # new connections in one go: meanwhile other threads wait for the interpreter
 
 
 @dataclass
@@ -151,11 +152,14 @@ class Door:
         *,
         limits: DoorLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
+        cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
         self._keys = dict(keys)
         self._own = own
         self._limits = DoorLimits() if limits is None else limits
         self._clock = clock
+        self._cpu_clock = cpu_clock
+        self._spent_s = 0.0  # of a core, since the last rest
         self._strangers: dict[object, _Stranger] = {}  # by link, the oldest first
         self._paused_until: float | None = None
         self.is_opening = True  # whether nothing else is to be done here than to let ranks in
@@ -201,15 +205,20 @@ class Door:
                     self._selector.register(server, selectors.EVENT_READ)
             except OSError:  # the kernel may still watch no more
                 self._pause(self._limits.pause_s)
-        met = []
+        met, began, has_accepted = [], self._cpu_clock(), False
         for key, _ in self._selector.select(0):
             if isinstance(key.fileobj, socket.socket):
                 met += self._accept(key.fileobj)
+                has_accepted = True
             elif (stranger := self._strangers.get(key.fileobj)) is not None:  # not sent away above
                 met += self._hear(stranger)
         now = self._clock()
         for stranger in [each for each in self._strangers.values() if each.until <= now]:
             self._dismiss(stranger)
+        self._spent_s += self._cpu_clock() - began
+        if has_accepted and not self.is_opening and self._paused_until is None:
+            self._pause(self._spent_s / self._limits.share - self._spent_s)
+            self._spent_s = 0.0
         return met
 
     def close(self) -> None:
@@ -222,7 +231,7 @@ class Door:
 
     def _accept(self, server: socket.socket) -> list[Met]:
         met: list[Met] = []
-        for _ in range(self._limits.strangers):
+        for _ in range(self._limits.strangers if self.is_opening else self._limits.burst):
             if self._paused_until is not None:
                 break
             try:
@@ -243,8 +252,6 @@ class Door:
             met += self._hear(stranger)  # a rank has spoken by now, and is not sent away below
             if len(self._strangers) > self._limits.strangers:
                 self._dismiss(self._least())
-        if not self.is_opening and self._paused_until is None:
-            self._pause(self._limits.rest_s)
         return met
 
     def _least(self) -> _Stranger:
