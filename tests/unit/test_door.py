@@ -38,8 +38,8 @@ class Clock:
         return self.now
 
 
-class Work:
-    """Seconds of a core: a millisecond passes between two looks."""
+class CpuClock:
+    """Seconds of CPU: a millisecond passes between two looks."""
 
     now = 0.0
 
@@ -53,13 +53,13 @@ class Street:
     """A door, and everybody in front of it; closed in the end."""
 
     clock: Clock = field(default_factory=Clock)
-    work: Work = field(default_factory=Work)
+    cpu_clock: CpuClock = field(default_factory=CpuClock)
     door: Door = field(init=False)
     ends: list[Callable[[], None]] = field(default_factory=list)
     met: list[Met] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.door = Door(KEYS, HOST, ["127.0.0.1"], clock=self.clock, cpu_clock=self.work)
+        self.door = Door(KEYS, HOST, ["127.0.0.1"], clock=self.clock, cpu_clock=self.cpu_clock)
         self.ends.append(self.door.close)
 
     def caller(self, rank: int, key: bytes | None = None) -> Caller:
@@ -375,7 +375,9 @@ def test_a_caller_tries_every_address_until_one_answers(street: Street) -> None:
 
 
 def test_the_limits_are_those_that_the_docs_name() -> None:
-    assert DoorLimits() == DoorLimits(64, hello_s=2.0, pause_s=0.25, share=0.05, burst=16)
+    assert DoorLimits() == DoorLimits(
+        strangers=64, hello_s=2.0, pause_s=0.25, core_share=0.05, num_burst=16
+    )
 
 
 def test_in_training_a_crowd_takes_a_share_of_a_core_at_most(street: Street) -> None:
@@ -383,16 +385,43 @@ def test_in_training_a_crowd_takes_a_share_of_a_core_at_most(street: Street) -> 
     crowd = [street.stranger(b"x" * 600) for _ in range(200)]
     caller = street.caller(1)
     caller.meet()
-    for num_looks in [1] + 11 * [2]:  # a millisecond of work each, 5 % of a core
+    for _ in range(12):
         assert street.meet(caller, rounds=1) == []  # lets 16 in, and sends them away
-        assert street.door.due_s() == pytest.approx(0.019 * num_looks)
-        street.clock.now += 0.019 * num_looks - 0.001
+        assert street.door.due_s() == pytest.approx(0.019)  # a millisecond of work is 5 % then
+        street.clock.now += 0.018
         assert street.meet(caller, rounds=1) == []  # lets nobody in yet
         assert street.door.due_s() == pytest.approx(0.001)
         street.clock.now += 0.0011
     (there,) = street.meet(caller)
     there.link.close()
     assert all(is_cut_off(end) for end in crowd)
+
+
+def test_only_what_strangers_cost_in_training_keeps_the_door_shut(street: Street) -> None:
+    for _ in range(40):
+        street.stranger(b"x" * 600)
+    street.meet()  # at the opening all are let in, whatever that costs
+    street.door.is_opening = False
+    street.meet(rounds=1000)  # nobody is there
+    street.stranger(b"x" * 600)
+    street.meet(rounds=1)
+    assert street.door.due_s() == pytest.approx(0.019)
+
+
+def test_a_caller_that_nobody_answers_waits_longer_each_time(street: Street) -> None:
+    caller = street.caller(1)
+    for answer_s in (2.0, 4.0, 8.0, 16.0, 16.0):
+        caller.meet()  # calls
+        caller.meet()  # is connected as far as the kernel is concerned
+        assert caller.due_s() == pytest.approx(answer_s)
+        street.clock.now += answer_s
+        caller.meet()  # hangs up
+    (there,) = street.meet(caller)
+    there.link.close()
+    street.clock.now += 0.5
+    caller.meet()
+    caller.meet()
+    assert caller.due_s() == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize("world_size", [2, 5])

@@ -244,7 +244,9 @@ def test_rounding_follows_the_wish_and_keeps_the_sum() -> None:
 
 @solvers
 @pytest.mark.parametrize("source", [-1, 0, None], ids=["own links", "one source", "128 sources"])
-def test_a_thousand_ranks_take_milliseconds(solve: Solver, source: int | None) -> None:
+def test_a_search_over_a_thousand_ranks_takes_few_evaluations(
+    solve: Solver, source: int | None
+) -> None:
     rng = np.random.default_rng(0)
     model = StepModel.build(
         1024,
@@ -260,14 +262,15 @@ def test_a_thousand_ranks_take_milliseconds(solve: Solver, source: int | None) -
     )
     bounds = Bounds.of(1024, floor=2, cap=512)
     equal = equal_sizes(64 * 1024, 1024)
-    taken, one_evaluation = [], []
+    searches, evaluations = [], []
     for _ in range(7):  # by turns, in time of this process: how busy the machine is does not count
         began = time.process_time()
         sizes = solve(model, 64 * 1024, bounds)
-        solved = time.process_time()
-        before_s = max(model.step_s(equal) for _ in range(10))
-        taken.append(solved - began)
-        one_evaluation.append((time.process_time() - solved) / 10)
-    assert model.step_s(sizes) < before_s
-    # 1 to 2 ms are 23 to 33 evaluations of the model without a source, 9 to 13 ms 57 to 80 with.
-    assert min(taken) / min(one_evaluation) <= (60 if source == -1 else 150)
+        searches.append(time.process_time() - began)
+        began = time.process_time()
+        for _ in range(10):
+            equal_s = model.step_s(equal)
+        evaluations.append((time.process_time() - began) / 10)
+    assert model.step_s(sizes) < equal_s
+    # Twice the most that was seen, 33 without a source and 80 with: 2 and 13 ms on an AMD EPYC.
+    assert min(searches) / min(evaluations) <= (66 if source == -1 else 160)

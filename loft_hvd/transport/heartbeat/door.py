@@ -52,6 +52,9 @@ _MAX_ADDRESSES = 16  # bound from the header's fixed length: more interfaces go 
 _MAX_OPENING_LINE = 512  # bytes; bound from a proof: two numbers, a digest and a host's name
 _SECRET_BYTES = 32  # bound from SHA-256: a key of its length
 _CALL_S = 2.0  # a choice: an address behind a firewall must not use up the time of the next
+# For an answer, twice as long each time that none came, as others may stand before this rank: bound
+# from the longest queue of the kernel's, 4,096, of which rank 0 lets in some 400 a second.
+_MOST_ANSWER_S = 16.0
 _AGAIN_S = 0.5  # a choice: between two calls, where the first is refused at once
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -121,10 +124,10 @@ class DoorLimits:
     strangers: int = 64  # connections at a time: a quarter of the fewest descriptors in use, 256
     hello_s: float = 2.0  # until a connection must have proven itself
     pause_s: float = 0.25  # until the next try, when this process has no descriptor left
-    # In training. How many connections a second that is depends on the machine: beside ranks that
-    # compute, one takes 120 us with all it says, so 400 (measured on 10,000).
-    share: float = 0.05  # of a core, for new connections and strangers: a rest follows each burst
-    burst: int = 16  # new connections in one go: meanwhile other threads wait for the interpreter
+    # These hold in training. A connection with all it says takes 120 us of CPU beside ranks that
+    # compute (10,000 of them, 2 cores of an AMD EPYC, 2026-11-24), so 400 a second are let in.
+    core_share: float = 0.05  # for new connections and strangers: a rest follows each burst
+    num_burst: int = 16  # at each address; meanwhile other threads wait for the interpreter
 
 
 @dataclass
@@ -159,7 +162,7 @@ class Door:
         self._limits = DoorLimits() if limits is None else limits
         self._clock = clock
         self._cpu_clock = cpu_clock
-        self._spent_s = 0.0  # of a core, since the last rest
+        self._spent_s = 0.0  # of CPU in training, since the last burst
         self._strangers: dict[object, _Stranger] = {}  # by link, the oldest first
         self._paused_until: float | None = None
         self.is_opening = True  # whether nothing else is to be done here than to let ranks in
@@ -198,6 +201,7 @@ class Door:
 
     def meet(self) -> list[Met]:
         """See ``Entrance``."""
+        began = self._cpu_clock()
         if self._paused_until is not None and self._clock() >= self._paused_until:
             self._paused_until = None
             try:
@@ -205,20 +209,21 @@ class Door:
                     self._selector.register(server, selectors.EVENT_READ)
             except OSError:  # the kernel may still watch no more
                 self._pause(self._limits.pause_s)
-        met, began, has_accepted = [], self._cpu_clock(), False
-        for key, _ in self._selector.select(0):
+        met = []
+        events = self._selector.select(0)
+        for key, _ in events:
             if isinstance(key.fileobj, socket.socket):
                 met += self._accept(key.fileobj)
-                has_accepted = True
             elif (stranger := self._strangers.get(key.fileobj)) is not None:  # not sent away above
                 met += self._hear(stranger)
         now = self._clock()
-        for stranger in [each for each in self._strangers.values() if each.until <= now]:
+        expired = [each for each in self._strangers.values() if each.until <= now]
+        for stranger in expired:
             self._dismiss(stranger)
-        self._spent_s += self._cpu_clock() - began
-        if has_accepted and not self.is_opening and self._paused_until is None:
-            self._pause(self._spent_s / self._limits.share - self._spent_s)
-            self._spent_s = 0.0
+        if (events or expired) and not self.is_opening:  # a look at nothing is not their doing
+            self._spent_s += self._cpu_clock() - began
+            if any(isinstance(key.fileobj, socket.socket) for key, _ in events):
+                self._rest()
         return met
 
     def close(self) -> None:
@@ -231,7 +236,7 @@ class Door:
 
     def _accept(self, server: socket.socket) -> list[Met]:
         met: list[Met] = []
-        for _ in range(self._limits.strangers if self.is_opening else self._limits.burst):
+        for _ in range(self._limits.strangers if self.is_opening else self._limits.num_burst):
             if self._paused_until is not None:
                 break
             try:
@@ -264,6 +269,12 @@ class Door:
         for stranger in list(self._strangers.values()):
             self._dismiss(stranger)
         self._pause(self._limits.pause_s)
+
+    def _rest(self) -> None:
+        """Let nobody in until what was spent is the share of a core that it may be."""
+        if self._paused_until is None:
+            self._pause(self._spent_s / self._limits.core_share - self._spent_s)
+            self._spent_s = 0.0
 
     def _pause(self, seconds: float) -> None:
         """Listen again later; who connects meanwhile waits in the kernel's queue."""
@@ -341,6 +352,7 @@ class Caller:
         self._nonce = ""
         self._is_known = False  # whether rank 0 has proven itself
         self._until = self._again_at = clock()
+        self._answer_s = _CALL_S
 
     def fileno(self) -> int:
         """For selectors."""
@@ -360,6 +372,8 @@ class Caller:
                 if now >= self._again_at:
                     self._begin()
             elif now >= self._until:
+                if self._link is not None:
+                    self._answer_s = min(2 * self._answer_s, _MOST_ANSWER_S)
                 self.hang_up()
             for key, _ in self._selector.select(0):
                 if key.fileobj is self._connecting:
@@ -404,6 +418,7 @@ class Caller:
             raise OSError(code, "cannot connect")
         self._selector.unregister(connection)
         self._connecting = None
+        self._until = self._clock() + self._answer_s
         self._link = Link(connection, max_line=_MAX_OPENING_LINE)
         self._selector.register(self._link, selectors.EVENT_READ)
         self._nonce, self._is_known = secrets.token_hex(16), False
@@ -426,7 +441,7 @@ class Caller:
                 if (process := _parse_process(line.text)) is None:
                     break
                 self._selector.unregister(link)
-                self._link = None
+                self._link, self._answer_s = None, _CALL_S
                 return [Met(0, link, process, lines)]
             else:
                 break

@@ -1,11 +1,12 @@
 """A hostile client: ``flood.py FOLDER NUM BURSTS``: NUM connections to the place in FOLDER/place.
 
 They say nothing, long or short nonsense, or a well-formed hello; the last 500 are held open. They
-come in BURSTS, as fast as ``PER_S``. Where there are several, as many go to a listener of this
-process after each: what connecting itself takes of the machine's cores, which strangers elsewhere
-would not take, is taken in both. FOLDER/state says where they go, "flood" or "calm"; there is none
-at first, in between, and after the last. FOLDER/crowd is there from the CROWD-th connection of a
-burst on.
+come in BURSTS, as fast as ``PER_S``, each of which ends when rank 0 has met its last connection.
+
+Where there are several, each is followed by as many connections, for as long, to a listener of this
+process. Connecting takes of this machine's cores, of which strangers elsewhere would take nothing:
+so it does in both. FOLDER/state says where they go, "flood" or "calm"; there is none at first, in
+between, and after the last. FOLDER/crowd is there from the CROWD-th connection of a burst on.
 """
 
 from __future__ import annotations
@@ -19,9 +20,8 @@ from contextlib import suppress
 from pathlib import Path
 
 PER_S = 2000
-# From a burst's begin, for each of its connections, until rank 0 has met them all: it takes 400 a
-# second in training (``DoorLimits``). A quarter of that between two bursts does not count.
-MET_S = 1 / 400
+MET_S = 60.0  # until rank 0 must have met all connections of a burst
+BETWEEN_S = 0.3  # two bursts, which counts for neither
 CROWD = 4000  # nearly as many as the kernel lets wait for a process that takes none, 4,096
 SAYS = (
     b"",
@@ -72,7 +72,7 @@ def step_back() -> None:
 
 
 def come(place: tuple[str, int], num: int, held: deque[socket.socket], crowd: Path) -> None:
-    """Connect so many times, and stay until rank 0 would have met them all."""
+    """Connect so many times."""
     began = time.monotonic()
     for count in range(num):
         held.append(connect(place, SAYS[count % len(SAYS)]))
@@ -81,7 +81,13 @@ def come(place: tuple[str, int], num: int, held: deque[socket.socket], crowd: Pa
         if count == CROWD:
             crowd.touch()
         wait_until(began + count / PER_S)
-    wait_until(began + num * MET_S)
+
+
+def wait_for_its_end(last: socket.socket) -> None:
+    """Wait until rank 0 has met somebody that talks nonsense, and sent them away."""
+    last.settimeout(MET_S)
+    with suppress(ConnectionError):
+        assert last.recv(1) == b""
 
 
 def main(folder: Path, num: int, num_bursts: int) -> None:
@@ -93,17 +99,22 @@ def main(folder: Path, num: int, num_bursts: int) -> None:
     state = State(folder)
     each = num // num_bursts
     for _ in range(num_bursts):
+        began = time.monotonic()
         state.tell("flood")
         come((address, int(port)), each, held, folder / "crowd")
+        wait_for_its_end(connect((address, int(port)), b"x" * 600))
         state.clear()
+        took_s = time.monotonic() - began
         if num_bursts == 1:
             break
-        time.sleep(each * MET_S / 4)
+        time.sleep(BETWEEN_S)
         with socket.create_server((address, 0), backlog=socket.SOMAXCONN) as nobody:
+            began = time.monotonic()
             state.tell("calm")
             come(nobody.getsockname(), each, held, folder / "crowd")
+            wait_until(began + took_s)
             state.clear()
-        time.sleep(each * MET_S / 4)
+        time.sleep(BETWEEN_S)
     (folder / "ended").touch()
     time.sleep(2.0)
 

@@ -2,8 +2,8 @@
 
 Rank 0 writes to FOLDER/place where its heartbeat listens: with "opening" as soon as it does, before
 the other rank knows, and with "training" at step 20. It prints how long the opening took, what
-steps took while strangers came and in between, how much memory all that took, and a digest of the
-weights after as many steps as a calm job takes.
+steps took while strangers came here and while they went elsewhere, how much memory all that took,
+and a digest of the weights after as many steps as a calm job takes.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def time_opening() -> list[float]:
 
 
 def read_state(folder: Path) -> str:
-    """Return what the strangers are doing: "flood", "calm", or "" where that is not clear."""
+    """Return where the strangers go: "flood" (here), "calm" (elsewhere), or "" (not clear)."""
     try:
         return (folder / "state").read_text()
     except FileNotFoundError:
