@@ -1,10 +1,10 @@
 """A hostile client: ``flood.py FOLDER NUM BURSTS``: NUM connections to the place in FOLDER/place.
 
 They say nothing, long or short nonsense, or a well-formed hello; the last 500 are held open. They
-come in BURSTS, as fast as ``PER_S``, each of which ends when rank 0 has met its last connection.
+come in BURSTS, as fast as ``PER_S``.
 
-Where there are several, each is followed by as many connections, for as long, to a listener of this
-process. Connecting takes of this machine's cores, of which strangers elsewhere would take nothing:
+Where there are several, each ends when rank 0 has met its last connection, and is followed by as
+many, for as long, to a listener of this process. Connecting takes of this machine's cores, of which strangers elsewhere would take nothing:
 so it does in both. FOLDER/state says where they go, "flood" or "calm"; there is none at first, in
 between, and after the last. FOLDER/crowd is there from the CROWD-th connection of a burst on.
 """
@@ -102,11 +102,12 @@ def main(folder: Path, num: int, num_bursts: int) -> None:
         began = time.monotonic()
         state.tell("flood")
         come((address, int(port)), each, held, folder / "crowd")
+        if num_bursts == 1:
+            state.clear()
+            break
         wait_for_its_end(connect((address, int(port)), b"x" * 600))
         state.clear()
         took_s = time.monotonic() - began
-        if num_bursts == 1:
-            break
         time.sleep(BETWEEN_S)
         with socket.create_server((address, 0), backlog=socket.SOMAXCONN) as nobody:
             began = time.monotonic()
