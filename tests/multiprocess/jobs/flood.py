@@ -1,12 +1,12 @@
 """A hostile client: ``flood.py FOLDER NUM BURSTS``: NUM connections to the place in FOLDER/place.
 
 They say nothing, long or short nonsense, or a well-formed hello; the last 500 are held open. They
-come in BURSTS, as fast as ``PER_S``.
+come in BURSTS, as fast as ``PER_S``. Where there are several, each ends when rank 0 has met its
+last connection, and is followed by as many, for as long, to a listener of this process: connecting
+takes of this machine's cores, of which strangers elsewhere would take nothing, in both.
 
-Where there are several, each ends when rank 0 has met its last connection, and is followed by as
-many, for as long, to a listener of this process. Connecting takes of this machine's cores, of which strangers elsewhere would take nothing:
-so it does in both. FOLDER/state says where they go, "flood" or "calm"; there is none at first, in
-between, and after the last. FOLDER/crowd is there from the CROWD-th connection of a burst on.
+FOLDER/state says where they go, "flood" or "calm"; there is none at first, in between, and after
+the last. FOLDER/crowd is there from the CROWD-th connection of a burst on.
 """
 
 from __future__ import annotations
