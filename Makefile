@@ -28,9 +28,10 @@ CXX_FILES := $(shell find csrc -name generated -prune -o \( -name '*.h' -o -name
 RANKS := OMP_NUM_THREADS=1
 # Tests that start ranks run one after the other.
 SERIAL := tests/multiprocess tests/testbed
-# Two at a time if the long ones are among them, as they often wait; but these judge times closely.
-TIMED := $(addprefix tests/multiprocess/test_,bench.py demo.py doctor_run.py emulated.py gpu_ranks.py \
-  long_runs.py store.py strangers.py) $(addprefix tests/testbed/test_,benchmark.py testbed.py)
+# With the long ones among them two at a time, as many wait; but these judge times closely, or have
+# Horovod start anew in its processes, which Gloo does not always survive on crowded cores.
+ALONE := $(addprefix tests/multiprocess/test_,bench.py demo.py doctor_run.py elastic.py emulated.py gpu_ranks.py \
+  horovods_tests.py long_runs.py store.py strangers.py) $(addprefix tests/testbed/test_,benchmark.py testbed.py)
 BUILDS := tests/native
 # Unit tests spread over the cores, one thread each; a process without work takes half of another's.
 SPREAD := -n auto --maxprocesses=8 --dist worksteal
@@ -78,8 +79,8 @@ whole: setup-all  # the claims of which test-all runs some cases
 	$(RANKS) $(PY) -m pytest tests -m "whole" $(SPREAD) $(TESTS)
 
 multiprocess-all: setup-all
-	$(RANKS) $(PY) -m pytest $(SERIAL) $(TIMED:%=--ignore=%) -m "not whole" -n 2 --dist worksteal --durations=40 $(TESTS)
-	$(RANKS) $(PY) -m pytest $(TIMED) -m "not whole" --durations=40 $(TESTS)
+	$(RANKS) $(PY) -m pytest $(SERIAL) $(ALONE:%=--ignore=%) -m "not whole" -n 2 --dist worksteal --durations=40 $(TESTS)
+	$(RANKS) $(PY) -m pytest $(ALONE) -m "not whole" --durations=40 $(TESTS)
 
 wheel: setup  ## a wheel for other machines and a source archive, in dist/; LOFT_HVD_CUDA=1: with CUDA
 	$(PY) -m scripts.wheels $(ARGS)
