@@ -108,7 +108,7 @@ def test_without_a_heartbeat_the_wait_ends_at_its_limit_and_names_the_bucket(lau
     if not launcher_here(launcher):
         pytest.skip("mpirun is not on PATH")
     env = {"LOFT_HVD_TIMEOUT_S": "5", "LOFT_HVD_HEARTBEAT_S": "0"}
-    done = launch(3, [JOB, "freeze", "1"], launcher=launcher, timeout_s=40, env=env)
+    done = launch(3, [JOB, "freeze", "1"], launcher=launcher, timeout_s=22, env=env)
     assert "waited 5 s for bucket 0 (" in done.output, done.output[-4000:]
 
 
@@ -121,7 +121,7 @@ def test_without_a_heartbeat_the_wait_for_horovods_process_sets_ends_at_its_limi
         pytest.skip("mpirun is not on PATH")
     env = {"LOFT_HVD_TIMEOUT_S": "5", "LOFT_HVD_HEARTBEAT_S": "0"}
     env |= {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "HOROVOD_CYCLE_TIME": "200"}
-    done = launch(3, [JOB, "freeze-alone", "1"], launcher=launcher, timeout_s=40, env=env)
+    done = launch(3, [JOB, "freeze-alone", "1"], launcher=launcher, timeout_s=25, env=env)
     says = r"starting '\S+': no answer from Horovod within 5 s; .*process_sets=\[\.\.\.\]"
     assert re.search(says, done.output), done.output[-4000:]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
+import resource
 import shutil
 import subprocess
 import sys
@@ -22,7 +22,7 @@ from loft_hvd.topology import cpu_flags, vector_levels
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_BYTES = 25_000_000
-MOST_BUILD_S = 2 * 6 * 60.0  # six minutes on two cores
+MOST_BUILD_CPU_S = 2 * 6 * 60.0  # six minutes on two cores
 
 
 def tool(name: str) -> str:
@@ -35,10 +35,7 @@ def tool(name: str) -> str:
 
 
 def run(
-    *command: str | Path,
-    limit_s: float = 2400.0,
-    environ: Mapping[str, str] | None = None,
-    folder: Path = ROOT,
+    *command: str | Path, limit_s: float = 2400.0, environ: Mapping[str, str] | None = None
 ) -> str:
     """Run a command to its end and return what it prints; fail with that when it fails."""
     sanitizers = {"ASAN_OPTIONS": "detect_leaks=1", "UBSAN_OPTIONS": "print_stacktrace=1"}
@@ -48,7 +45,6 @@ def run(
         stderr=subprocess.STDOUT,
         text=True,
         timeout=limit_s,
-        cwd=folder,
         env={**os.environ, **sanitizers, **(environ or {})},
         check=False,
     )
@@ -65,28 +61,6 @@ def configure(folder: Path, *options: str, source: Path = ROOT) -> None:
 def build(folder: Path, *targets: str, environ: Mapping[str, str] | None = None) -> str:
     jobs = str(len(os.sched_getaffinity(0)))
     return run(tool("ninja"), "-C", folder, "-j", jobs, *targets, environ=environ)
-
-
-def folder_of_setup() -> Path:
-    """Return the folder in which the installed extension was built, with every level."""
-    folder = ROOT / "build" / f"{sys.implementation.cache_tag}-release"
-    cache = folder / "CMakeCache.txt"
-    if not cache.exists() or "LOFT_LEVELS:STRING=all\n" not in cache.read_text():
-        pytest.skip("no build of every level here; make setup-all makes it")
-    return folder
-
-
-def spent_s(folder: Path) -> float:
-    """Return the seconds that making the extension's objects and library took, one after another.
-
-    From Ninja's log, whose columns are begin and end in ms, a time, the output and a hash.
-    """
-    took: dict[str, float] = {}
-    for line in (folder / ".ninja_log").read_text().splitlines()[1:]:
-        begin, end, _, output, _ = line.split("\t")
-        took[output] = 1e-3 * (int(end) - int(begin))  # the last time that it was made
-    made = re.compile(r"CMakeFiles/(?!check_).*\.o|_loft.*\.so")
-    return sum(each for output, each in took.items() if made.fullmatch(output))
 
 
 def stacks_in(said: str) -> dict[str, int]:
@@ -114,34 +88,21 @@ def test_extension_is_small(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(2700)
-def test_cpu_half_was_built_in_time_and_every_kernel_is_right() -> None:
-    folder = folder_of_setup()
-    assert "no work to do" in build(folder, "_loft")
-    assert 0 < spent_s(folder) < MOST_BUILD_S
-    (library,) = folder.glob("_loft*.so")
-    assert stripped_bytes(library, folder) < MOST_BYTES
-    checks = ("check_cpu", "check_device", "check_threads")
-    build(folder, *checks)
-    for check in checks:
-        assert " 0 differ" in run(folder / check)
-    # 1,000,000 take a quarter of an hour: CONTRIBUTING.md.
-    assert " 0 differ" in run(folder / "check_cpu", "--random", "50000")
-
-
-@pytest.mark.long
-@pytest.mark.timeout(600)
-def test_the_compiler_warns_of_nothing(tmp_path: Path) -> None:
+def test_cpu_half_builds_in_time_and_every_kernel_is_right(tmp_path: Path) -> None:
     configure(tmp_path, "-DLOFT_CUDA=0", "-DLOFT_WERROR=1")
-    build(tmp_path, "loft_networks")
-    commands = run(tool("ninja"), "-C", tmp_path, "-t", "commands", "_loft").splitlines()
-    commands = [command for command in commands if " -c " in command]
-    assert len(commands) > 30
-
-    def check(command: str) -> str:
-        return run(*shlex.split(command), "-fsyntax-only", folder=tmp_path)
-
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # all but generating code
-        assert set(pool.map(check, commands)) == {""}
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    build(tmp_path, "_loft")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    spent_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert spent_s < MOST_BUILD_CPU_S
+    assert "no work to do" in build(tmp_path, "_loft")
+    (library,) = tmp_path.glob("_loft*.so")
+    assert stripped_bytes(library, tmp_path) < MOST_BYTES
+    build(tmp_path, "check_cpu", "check_device", "check_threads")
+    for check in ("check_cpu", "check_device", "check_threads"):
+        assert " 0 differ" in run(tmp_path / check)
+    # 1,000,000 take a quarter of an hour: CONTRIBUTING.md.
+    assert " 0 differ" in run(tmp_path / "check_cpu", "--random", "50000")
 
 
 @pytest.mark.long
@@ -233,7 +194,7 @@ def test_a_change_compiles_again_what_depends_on_it_only(tmp_path: Path) -> None
     for name in ("csrc", "cmake"):
         shutil.copytree(ROOT / name, source / name)
     shutil.copy(ROOT / "CMakeLists.txt", source)
-    configure(folder, "-DLOFT_CUDA=0", "-DLOFT_LEVELS=baseline", "-DLOFT_WERROR=1", source=source)
+    configure(folder, "-DLOFT_CUDA=0", source=source)
     targets = ("loft_core", "loft_baseline_table", "loft_networks")
     build(folder, *targets)
 

@@ -14,8 +14,10 @@ from loft_hvd.balance.plan import Bounds, equal_sizes
 from loft_hvd.balance.search import SOLVERS, equal_within, exact, least_s, round_to_lattice
 from loft_hvd.errors import ArgumentError, PlanError
 from tests.support.clusters import OVERLAPS, least_step_s, random_model, tabulate
+from tests.support.slowness import slowness
 
 Solver = Callable[..., tuple[int, ...]]
+_LONGEST_S = 0.01  # a search over 1,024 ranks
 solvers = pytest.mark.parametrize("solve", SOLVERS.values(), ids=SOLVERS.keys())
 
 
@@ -244,9 +246,7 @@ def test_rounding_follows_the_wish_and_keeps_the_sum() -> None:
 
 @solvers
 @pytest.mark.parametrize("source", [-1, 0, None], ids=["own links", "one source", "128 sources"])
-def test_a_search_over_a_thousand_ranks_takes_few_evaluations(
-    solve: Solver, source: int | None
-) -> None:
+def test_a_thousand_ranks_take_milliseconds(solve: Solver, source: int | None) -> None:
     rng = np.random.default_rng(0)
     model = StepModel.build(
         1024,
@@ -261,16 +261,12 @@ def test_a_search_over_a_thousand_ranks_takes_few_evaluations(
         shared_s=1e-3 if source is None else 1e-4,
     )
     bounds = Bounds.of(1024, floor=2, cap=512)
-    equal = equal_sizes(64 * 1024, 1024)
-    searches, evaluations = [], []
-    for _ in range(7):  # by turns, in time of this process: how busy the machine is does not count
-        began = time.process_time()
+    taken = []
+    for _ in range(7):
+        began = time.process_time()  # of this process: others on the machine do not count
         sizes = solve(model, 64 * 1024, bounds)
-        searches.append(time.process_time() - began)
-        began = time.process_time()
-        for _ in range(10):
-            equal_s = model.step_s(equal)
-        evaluations.append((time.process_time() - began) / 10)
-    assert model.step_s(sizes) < equal_s
-    # Twice the most that was seen, 33 without a source and 80 with: 2 and 13 ms on an AMD EPYC.
-    assert min(searches) / min(evaluations) <= (66 if source == -1 else 160)
+        taken.append(time.process_time() - began)
+    assert model.step_s(sizes) < model.step_s(equal_sizes(64 * 1024, 1024))
+    # A quiet machine takes 1 to 2 ms without a source, 7 to 11 with. A busy one gets twice
+    # that, times how much slower than a quiet one it is.
+    assert min(taken) < (_LONGEST_S if source == -1 else 2 * _LONGEST_S) * slowness()

@@ -209,11 +209,12 @@ class Door:
                     self._selector.register(server, selectors.EVENT_READ)
             except OSError:  # the kernel may still watch no more
                 self._pause(self._limits.pause_s)
-        met = []
+        met, has_accepted = [], False
         events = self._selector.select(0)
         for key, _ in events:
             if isinstance(key.fileobj, socket.socket):
                 met += self._accept(key.fileobj)
+                has_accepted = True
             elif (stranger := self._strangers.get(key.fileobj)) is not None:  # not sent away above
                 met += self._hear(stranger)
         now = self._clock()
@@ -222,7 +223,7 @@ class Door:
             self._dismiss(stranger)
         if (events or expired) and not self.is_opening:  # a look at nothing is not their doing
             self._spent_s += self._cpu_clock() - began
-            if any(isinstance(key.fileobj, socket.socket) for key, _ in events):
+            if has_accepted:
                 self._rest()
         return met
 
