@@ -204,30 +204,36 @@ class Shelf:
         """Whether a sample is kept."""
         return bool(self._index[sample])
 
-    def length(self, sample: int) -> int:
-        """Return the bytes of a sample as its head says, unchecked; 0 where there is none."""
-        unit = int(self._index[sample])
-        found = self._record(*self._place(unit - 1)) if unit else None
-        return 0 if found is None else len(found[1])
+    def find(self, sample: int) -> tuple[memoryview, int] | None:
+        """Return the bytes of a sample and their checksum, which are not compared yet.
 
-    def read(self, sample: int) -> tuple[memoryview, int] | None:
-        """Return the bytes of a sample and their checksum; None when it is not kept, or broken."""
+        None when it is not kept, or its head is broken.
+        """
         unit = int(self._index[sample])
         if unit == 0:
             return None
-        half, begin = self._place(unit - 1)
-        found = self._record(half, begin)
-        if found is not None and found[0] == sample:
-            _, data, digest = found
-            if checksum(data) == digest:
-                return data, digest
+        found = self._record(*self._place(unit - 1))
+        if found is None or found[0] != sample:
+            self._drop(sample)
+            return None
+        return found[1:]
+
+    def read(self, sample: int) -> tuple[memoryview, int] | None:
+        """Return the bytes of a sample and their checksum; None when it is not kept, or broken."""
+        found = self.find(sample)
+        if found is not None and checksum(found[0]) != found[1]:
+            self._drop(sample)
+            return None
+        return found
+
+    def _drop(self, sample: int) -> None:
+        half, _ = self._place(int(self._index[sample]) - 1)
         self._index[sample] = 0
         self.count(corrupt=1)
         _logger.warning(
             "sample %d is damaged %s: it is read from the source again",
             sample, f"in {self.path}" if half else "in memory",
         )  # fmt: skip
-        return None
 
     def _place(self, unit: int) -> tuple[int, int]:
         """Return the half and the first byte in it: unit 5 of 4 + 8 is byte 64 of half 1."""

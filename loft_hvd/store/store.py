@@ -282,19 +282,17 @@ class SampleStore(Dataset[Any]):
             by_keeper.setdefault(int(self._shelf.keepers[number]), []).append(number)
         if not by_keeper or self._peers is None:
             return {}
-        found: dict[int, Any] = {}
         received: dict[int, Received] = {}
         began = time.monotonic()
-        for part in self._peers.answers(by_keeper):
+        for part in self._peers.answers(by_keeper, decode_sample):
             received |= part
-            found |= {number: decode_sample(each.data) for number, each in part.items()}
         counts["peer_us"] += round(1e6 * (time.monotonic() - began))
         # Once all have come: the peer's time for an answer must not run while this disk writes.
-        for number, (data, digest) in received.items():
+        for number, (data, digest, _) in received.items():
             self._shelf.add(number, data, digest, is_copy=True)
             counts["peer"] += 1
             counts["peer_bytes"] += len(data)
-        return found
+        return {number: each.value for number, each in received.items()}
 
     def _from_source(self, missing: Sequence[int], counts: dict[str, int]) -> dict[int, Any]:
         if not missing:

@@ -33,6 +33,7 @@ from loft_hvd.store.peers import (
     Server,
     _record_batch,
     _views,
+    _whole,
     answer_proof,
     kept_parts,
     listening,
@@ -176,22 +177,63 @@ def test_samples_that_are_damaged_or_empty_leave_the_others_whole() -> None:
 
 
 def test_a_damaged_length_asks_for_no_room() -> None:
-    """Nothing is checked before there is room: 4 MB that never were must ask for none."""
+    """What is in reach is checked when there is room: 4 MB that never were must ask for none."""
     shelf = Shelf(3, memory_bytes=8 << 20)
     for sample in range(3):
         shelf.add(sample, value(sample))
     begin = (int(shelf._index[1]) - 1) * 64
     struct.pack_into("<I", shelf._views[0], begin + 4, 4 << 20)  # its length
-    assert shelf.length(1) == 4 << 20
-    assert list(kept_parts(shelf, range(3))) == [([0, 2], len(value(0)) + len(value(2)))]
+    found = shelf.find(1)
+    assert found is not None
+    assert len(found[0]) == 4 << 20
+    ((part, size),) = kept_parts(shelf, range(3))
+    assert [sample for sample, *_ in part] == [0, 2]
+    assert size == len(value(0)) + len(value(2))
     assert not shelf.has(1)
 
 
-def test_a_part_has_what_there_was_room_for() -> None:
-    found = [(0, memoryview(b"ab"), 1), (1, memoryview(b"too long"), 2), (2, memoryview(b"c"), 3)]
-    batch = _record_batch(found, 4)  # the second has grown since its length was read
-    assert batch.column(0).to_pylist() == [0, 2]
-    assert batch.column(2).to_pylist() == [b"ab", b"c"]
+def test_a_sample_that_was_kept_again_meanwhile_stays() -> None:
+    shelf = Shelf(3, memory_bytes=1 << 20)
+    for sample in range(3):
+        shelf.add(sample, value(sample))
+    ((part, _),) = kept_parts(shelf, range(3))
+    part[0][1][0] ^= 1
+    part[1][1][0] ^= 1
+    assert shelf.read(1) is None
+    assert shelf.add(1, value(1))
+    assert [sample for sample, *_ in _whole(shelf, part)] == [2]
+    assert [shelf.has(sample) for sample in range(3)] == [False, True, True]
+    assert shelf.counters["corrupt"] == 2
+
+
+def test_an_answer_comes_in_two_parts_at_least_and_in_none_that_is_not_worth_it() -> None:
+    shelf = Shelf(60, memory_bytes=60 * 110_100)
+    for sample in range(60):
+        shelf.add(sample, bytes(110_000))
+
+    def parts(num_samples: int) -> list[int]:
+        return [len(part) for part, _ in kept_parts(shelf, range(num_samples))]
+
+    assert parts(16) == [11, 5]  # 2/3 of 1.8 MB
+    assert parts(6) == [5, 1]  # 512 KiB
+    assert parts(4) == [4]
+    assert parts(60) == [20, 20, 20]  # 2 MiB
+    assert parts(0) == []
+    assert list(kept_parts(Shelf(60, memory_bytes=0), range(60))) == []
+
+
+def test_what_is_made_of_a_sample_comes_with_it_and_nonsense_is_the_owners_fault(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    peers = Peers([server.address()], KEY, timeout_s=10.0)
+    (found,) = peers.answers({0: [2, 4]}, lambda data: len(data))
+    assert {sample: each.value for sample, each in found.items()} == {2: 12, 4: 14}
+
+    def refuse(data: memoryview) -> None:
+        raise DataError("it is no sample")
+
+    assert list(peers.answers({0: [2, 4]}, refuse)) == []
+    assert "rank 0 does not send its samples (it is no sample)" in caplog.text
 
 
 def test_views_of_a_column_are_its_values_and_no_copies() -> None:

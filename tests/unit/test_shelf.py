@@ -18,7 +18,7 @@ import pytest
 
 import loft_hvd.store.shelf as shelf_module
 from loft_hvd.errors import DataError
-from loft_hvd.store.shelf import Shelf
+from loft_hvd.store.shelf import Shelf, checksum
 
 DATA = bytes(range(100))  # takes two units of 64 bytes, with its record
 
@@ -423,7 +423,16 @@ def test_a_full_shelf_takes_no_smaller_sample_and_no_lock(monkeypatch: pytest.Mo
     assert shelf.add(1, DATA)  # is there
 
 
-def test_a_length_is_what_the_head_says() -> None:
-    shelf = Shelf(10, memory_bytes=200)
+def test_what_is_found_is_not_compared_yet() -> None:
+    shelf = Shelf(10, memory_bytes=400)
     assert shelf.add(1, DATA)
-    assert [shelf.length(1), shelf.length(2)] == [len(DATA), 0]
+    found = shelf.find(1)
+    assert found is not None
+    assert (bytes(found[0]), found[1]) == (DATA, checksum(DATA))
+    found[0][0] ^= 1
+    assert shelf.find(1) is not None
+    assert shelf.find(2) is None
+    assert shelf.counters["corrupt"] == 0
+    assert shelf.read(1) is None
+    assert not shelf.has(1)
+    assert shelf.counters["corrupt"] == 1

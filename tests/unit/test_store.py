@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -181,10 +181,12 @@ def test_an_answer_is_read_to_its_end_before_any_of_it_is_kept(
     store, done = alone(), list[str]()
 
     class Peer:
-        def answers(self, by_keeper: Mapping[int, Sequence[int]]) -> Iterator[Mapping[int, Any]]:
+        def answers(
+            self, by_keeper: Mapping[int, Sequence[int]], make: Callable[[memoryview], Any]
+        ) -> Iterator[Mapping[int, Any]]:
             for number in (1, 2):
-                data = encode_sample(number)
-                yield {number: Received(memoryview(data), checksum(data))}
+                data = memoryview(encode_sample(number))
+                yield {number: Received(data, checksum(data), make(data))}
             done.append("sent")
 
     monkeypatch.setattr(store, "_peers", Peer())
