@@ -50,15 +50,19 @@ _logger = logging.getLogger(__name__)
 MOST_SAMPLES = 1 << 16  # of one call; a choice: no batch of a rank has more
 _MAC_BYTES = 32  # SHA-256
 _NONCE_BYTES = 16  # a choice: no two tickets are alike, so no proof is right twice
-# Of one record batch, at most. A choice: several are on their way at once, and a message costs as
-# much as some samples of 110 kB. By benchmarks.store_rates parts of 1 MiB had 47 to 51 % of a bare
-# ``do_get``, of 2 MiB 51 to 57 %; of 4 MiB no more, on loopback and on a link of 1 Gb/s.
+# A part of an answer, which is one record batch, ends here. A choice: several are on their way at
+# once, and a message costs as much as some samples of 110 kB. By benchmarks.store_rates parts of
+# 1 MiB had 47 to 51 % of a bare ``do_get``, of 2 MiB 51 to 57 %; of 4 MiB no more, on loopback and
+# on a link of 1 Gb/s.
 _BATCH_BYTES = 2 << 20
-# An answer that fits into one part comes in two all the same: the first, two thirds of it, is
-# checked and decoded while the other is read and sent. Choices: of 1.8 MB 2/3 and 1/3 had 56.6 % of
-# a bare ``do_get``, halves 52.9, one part 52.4 (medians of 7 runs by turns).
+# Or here, a choice: while a part waits for room each of its samples takes 300 bytes of the server.
+_BATCH_SAMPLES = 1024
+# Or once it has this share of the samples asked for, so that the reader checks and decodes them
+# while the server reads and sends the rest. Choices: 16 samples of 110 kB as 2/3 and 1/3 had
+# 56.6 % of a bare ``do_get``, as halves 52.9, as one part 52.4 (medians of 7 runs by turns, single
+# ones 47 to 63). Where it would be below half a MiB, a message of its own costs what it brings.
 _FIRST_SHARE = 2 / 3
-_LEAST_PART_BYTES = 512 << 10
+_LEAST_SPLIT_BYTES = 512 << 10
 _START_S = 60.0  # a choice: a server starts in a second, on a crowded machine in ten
 # Choices: how long a server that starts anew waits for its port, and how often it asks. Its own
 # connections are gone by then, but a program of the machine may have got it for one of its own.
@@ -81,10 +85,10 @@ class Received(NamedTuple):
 
     data: memoryview
     digest: int
-    value: Any = None  # what the caller has made of the bytes
+    value: Any = None  # what ``decode`` made of the bytes
 
 
-Make = Callable[[memoryview], Any]  # a sample of its bytes
+_Decode = Callable[[memoryview], Any]
 
 
 def sign_ticket(key: bytes, owner: int, samples: Sequence[int]) -> bytes:
@@ -128,43 +132,39 @@ _Kept = tuple[int, memoryview, int]  # sample, bytes, checksum
 
 
 def kept_parts(shelf: Shelf, samples: Sequence[int]) -> Iterator[tuple[list[_Kept], int]]:
-    """Yield those of the samples that are kept, a part of an answer at a time, and their bytes.
+    """Yield those of the samples that are kept by parts of an answer, and how many bytes each has.
 
-    Only their heads are read yet: a part takes memory once there is room for it.
+    Of the usual ones only heads are read yet: a part takes memory once there is room for it.
     """
     part: list[_Kept] = []
-    size = limit = 0
+    size = 0
+    first = _FIRST_SHARE * len(samples)
     for sample in samples:
         found = shelf.find(sample)
         # A length is not checked yet: one that is damaged must not ask for more than a part's room.
         if found is not None and len(found[0]) > _BATCH_BYTES:
             found = shelf.read(sample)
-        if found is not None:
-            part.append((sample, *found))
-            size += len(found[0])
-            limit = limit or _part_bytes(len(samples) * size)
-        if part and size >= limit:
+        if found is None:
+            continue
+        part.append((sample, *found))
+        size += len(found[0])
+        is_first_done = len(part) >= first and size >= _LEAST_SPLIT_BYTES
+        if is_first_done or size >= _BATCH_BYTES or len(part) >= _BATCH_SAMPLES:
             yield part, size
             part, size = [], 0
     if part:
         yield part, size
 
 
-def _part_bytes(answer_bytes: int) -> int:
-    """Return after how many bytes a part ends, in an answer of about so many."""
-    return min(max(int(_FIRST_SHARE * answer_bytes), _LEAST_PART_BYTES), _BATCH_BYTES)
-
-
-def _whole(shelf: Shelf, part: Iterable[_Kept]) -> Iterator[_Kept]:
-    """Yield what is not damaged."""
+def _undamaged(shelf: Shelf, part: Iterable[_Kept]) -> Iterator[_Kept]:
+    """Yield what has its checksum."""
     for kept in part:
         sample, data, digest = kept
         if checksum(data) == digest:
             yield kept
         else:
-            shelf.read(
-                sample
-            )  # keeps it no more; another, where it was read again meanwhile, stays
+            # The shelf drops it, unless it holds another by now: one that was read again.
+            shelf.read(sample)
 
 
 def _record_batch(found: Iterable[_Kept], size: int) -> Any:
@@ -219,7 +219,7 @@ class _FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow h
             with self._gate.call():
                 for part, size in kept_parts(self._shelf, samples):
                     with self._gate.room(size):
-                        yield _record_batch(_whole(self._shelf, part), size), proof
+                        yield _record_batch(_undamaged(self._shelf, part), size), proof
         except DataError as error:
             raise flight.FlightUnavailableError(str(error)) from error
 
@@ -429,13 +429,14 @@ class Peers:
         return found
 
     def answers(
-        self, wanted: Mapping[int, Sequence[int]], make: Make | None = None
+        self, wanted: Mapping[int, Sequence[int]], decode: _Decode | None = None
     ) -> Iterator[dict[int, Received]]:
         """Yield what came, as ``fetch``: of one owner by the parts of its answer, of several whole.
 
-        ``make`` gets the bytes of each sample and returns its ``value``. It is called once they are
-        checked: they are still in the processor's cache, and more come meanwhile. A DataError that
-        it raises is the owner's fault.
+        ``decode`` gets the bytes of each sample once they are checked, and returns its ``value``:
+        what came last is still in the processor's cache, and more comes meanwhile. Where several
+        owners are asked it is called on threads of their own. A DataError that it raises is the
+        owner's fault, as a wrong checksum is.
         """
         if not self._may_call():
             return  # gRPC of a parent, copied by a fork, may wait for ever
@@ -447,12 +448,12 @@ class Peers:
             for first in range(0, len(samples), MOST_SAMPLES)
         ]
         if len(asked) == 1:
-            yield from self._parts(*asked[0], make)
+            yield from self._parts(*asked[0], decode)
         elif asked:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(8, thread_name_prefix="loft_hvd store")
             for future in as_completed(
-                [self._pool.submit(self._ask, *each, make) for each in asked]
+                [self._pool.submit(self._ask, *each, decode) for each in asked]
             ):
                 yield future.result()
 
@@ -473,14 +474,16 @@ class Peers:
             )
         return False
 
-    def _ask(self, rank: int, samples: Sequence[int], make: Make | None) -> dict[int, Received]:
+    def _ask(
+        self, rank: int, samples: Sequence[int], decode: _Decode | None
+    ) -> dict[int, Received]:
         found: dict[int, Received] = {}
-        for part in self._parts(rank, samples, make):
+        for part in self._parts(rank, samples, decode):
             found |= part
         return found
 
     def _parts(
-        self, rank: int, samples: Sequence[int], make: Make | None
+        self, rank: int, samples: Sequence[int], decode: _Decode | None
     ) -> Iterator[dict[int, Received]]:
         owner, wanted = self._owners[rank], set(samples)
         try:
@@ -493,7 +496,7 @@ class Peers:
             for chunk in owner.client.do_get(flight.Ticket(ticket), options):
                 if not hmac.compare_digest(bytes(chunk.app_metadata or b""), proof):
                     raise DataError("what answers there does not know the job's key")
-                yield _taken(chunk.data, wanted, make)
+                yield _taken(chunk.data, wanted, decode)
         except (pa.ArrowException, OSError, DataError) as error:
             self._leave_alone(rank, owner, error)
         else:
@@ -509,7 +512,7 @@ class Peers:
         )
 
 
-def _taken(batch: Any, wanted: set[int], make: Make | None) -> dict[int, Received]:
+def _taken(batch: Any, wanted: set[int], decode: _Decode | None) -> dict[int, Received]:
     """Return the samples of a record batch, which were asked for and are whole."""
     if batch.schema != _SCHEMA:
         raise DataError(f"an answer has the columns {batch.schema.names}")
@@ -520,7 +523,7 @@ def _taken(batch: Any, wanted: set[int], make: Make | None) -> dict[int, Receive
         if sample not in wanted or checksum(data) != digest:
             raise DataError(f"sample {sample} came damaged, or was not asked for")
         wanted.discard(sample)
-        found[sample] = Received(data, digest, make(data) if make else None)
+        found[sample] = Received(data, digest, decode(data) if decode else None)
     return found
 
 

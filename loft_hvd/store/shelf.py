@@ -207,27 +207,31 @@ class Shelf:
     def find(self, sample: int) -> tuple[memoryview, int] | None:
         """Return the bytes of a sample and their checksum, which are not compared yet.
 
-        None when it is not kept, or its head is broken.
+        None when it is not kept. One whose head is broken is dropped, as ``read`` does it.
         """
         unit = int(self._index[sample])
         if unit == 0:
             return None
         found = self._record(*self._place(unit - 1))
         if found is None or found[0] != sample:
-            self._drop(sample)
+            self._drop(sample, unit)
             return None
         return found[1:]
 
     def read(self, sample: int) -> tuple[memoryview, int] | None:
         """Return the bytes of a sample and their checksum; None when it is not kept, or broken."""
+        unit = int(self._index[sample])
         found = self.find(sample)
         if found is not None and checksum(found[0]) != found[1]:
-            self._drop(sample)
+            self._drop(sample, unit)
             return None
         return found
 
-    def _drop(self, sample: int) -> None:
-        half, _ = self._place(int(self._index[sample]) - 1)
+    def _drop(self, sample: int, unit: int) -> None:
+        """Keep a damaged sample no more, unless somebody else has dropped it or kept another."""
+        if int(self._index[sample]) != unit:
+            return
+        half, _ = self._place(unit - 1)
         self._index[sample] = 0
         self.count(corrupt=1)
         _logger.warning(

@@ -24,7 +24,7 @@ from loft_hvd.config import config
 from loft_hvd.data.draws import Draw
 from loft_hvd.data.placement import HomeSet, Placement
 from loft_hvd.data.sampler import check_indices, check_length
-from loft_hvd.errors import ArgumentError, ArgumentTypeError, LoftError
+from loft_hvd.errors import ArgumentError, ArgumentTypeError, DataError, LoftError
 from loft_hvd.store.homes import KeptHomes
 from loft_hvd.store.keepers import NOBODY, with_keepers
 from loft_hvd.store.samples import decode_sample, encode_sample
@@ -267,14 +267,21 @@ class SampleStore(Dataset[Any]):
         began = time.monotonic()
         staged, failed = self._stage.take(wanted, timeout_s=2 * self._timeout_s)
         self.waited_s += time.monotonic() - began
+        found: dict[int, Any] = {}
         for number, (data, digest, seconds) in staged.items():
+            try:
+                found[number] = decode_sample(data)
+            except DataError as error:
+                _logger.warning("sample %d is read from the source: a peer sent %s", number, error)
+                failed.append(number)
+                continue
             self._shelf.add(number, data, digest, is_copy=True)
             counts["ahead"] += 1
             counts["peer"] += 1
             counts["peer_bytes"] += len(data)
             counts["peer_us"] += round(1e6 * seconds)
             self.ahead_s += seconds
-        return {number: decode_sample(each.data) for number, each in staged.items()}, failed
+        return found, failed
 
     def _from_peers(self, wanted: Sequence[int], counts: dict[str, int]) -> dict[int, Any]:
         by_keeper: dict[int, list[int]] = {}

@@ -32,8 +32,8 @@ from loft_hvd.store.peers import (
     Received,
     Server,
     _record_batch,
+    _undamaged,
     _views,
-    _whole,
     answer_proof,
     kept_parts,
     listening,
@@ -177,7 +177,7 @@ def test_samples_that_are_damaged_or_empty_leave_the_others_whole() -> None:
 
 
 def test_a_damaged_length_asks_for_no_room() -> None:
-    """What is in reach is checked when there is room: 4 MB that never were must ask for none."""
+    """Usual lengths are checked when there is room; 4 MB that never were must ask for none."""
     shelf = Shelf(3, memory_bytes=8 << 20)
     for sample in range(3):
         shelf.add(sample, value(sample))
@@ -201,38 +201,63 @@ def test_a_sample_that_was_kept_again_meanwhile_stays() -> None:
     part[1][1][0] ^= 1
     assert shelf.read(1) is None
     assert shelf.add(1, value(1))
-    assert [sample for sample, *_ in _whole(shelf, part)] == [2]
+    assert [sample for sample, *_ in _undamaged(shelf, part)] == [2]
     assert [shelf.has(sample) for sample in range(3)] == [False, True, True]
     assert shelf.counters["corrupt"] == 2
 
 
-def test_an_answer_comes_in_two_parts_at_least_and_in_none_that_is_not_worth_it() -> None:
-    shelf = Shelf(60, memory_bytes=60 * 110_100)
-    for sample in range(60):
-        shelf.add(sample, bytes(110_000))
+def test_a_length_that_is_damaged_while_a_part_waits_changes_nothing() -> None:
+    shelf = Shelf(3, memory_bytes=1 << 20)
+    for sample in range(3):
+        shelf.add(sample, value(sample))
+    ((part, size),) = kept_parts(shelf, range(3))
+    begin = (int(shelf._index[1]) - 1) * 64
+    struct.pack_into("<I", shelf._views[0], begin + 4, 1000)
+    batch = _record_batch(_undamaged(shelf, part), size)
+    assert batch.column(2).to_pylist() == [value(0), value(1), value(2)]
 
-    def parts(num_samples: int) -> list[int]:
-        return [len(part) for part, _ in kept_parts(shelf, range(num_samples))]
 
-    assert parts(16) == [11, 5]  # 2/3 of 1.8 MB
-    assert parts(6) == [5, 1]  # 512 KiB
-    assert parts(4) == [4]
-    assert parts(60) == [20, 20, 20]  # 2 MiB
-    assert parts(0) == []
+@pytest.mark.parametrize(
+    ("sizes", "parts"),
+    [
+        ([110_000] * 16, [11, 5]),  # two thirds of them
+        ([10] + [110_000] * 15, [11, 5]),
+        ([110_000] * 6, [5, 1]),  # 512 KiB
+        ([110_000] * 4, [4]),
+        ([110_000] * 60, [20, 20, 20]),  # 2 MiB
+        ([10] * 2500, [1024, 1024, 452]),
+        ([], []),
+    ],
+)
+def test_an_answer_comes_in_parts(sizes: list[int], parts: list[int]) -> None:
+    shelf = Shelf(len(sizes) + 1, memory_bytes=8 << 20)
+    for sample, size in enumerate(sizes):
+        assert shelf.add(sample, bytes([sample % 256]) * size)
+    found = [part for part, _ in kept_parts(shelf, range(len(sizes)))]
+    assert [len(part) for part in found] == parts
+    assert [each[0] for part in found for each in part] == list(range(len(sizes)))
+
+
+def test_nothing_that_is_kept_is_no_part() -> None:
     assert list(kept_parts(Shelf(60, memory_bytes=0), range(60))) == []
 
 
-def test_what_is_made_of_a_sample_comes_with_it_and_nonsense_is_the_owners_fault(
-    server: Server, caplog: pytest.LogCaptureFixture
-) -> None:
-    peers = Peers([server.address()], KEY, timeout_s=10.0)
-    (found,) = peers.answers({0: [2, 4]}, lambda data: len(data))
+def test_what_is_decoded_comes_with_its_sample(server: Server) -> None:
+    (found,) = Peers([server.address()], KEY, timeout_s=10.0).answers({0: [2, 4]}, len)
     assert {sample: each.value for sample, each in found.items()} == {2: 12, 4: 14}
 
+
+@pytest.mark.parametrize("num_owners", [1, 2])
+def test_what_cannot_be_decoded_is_its_owners_fault(
+    num_owners: int, server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
     def refuse(data: memoryview) -> None:
         raise DataError("it is no sample")
 
-    assert list(peers.answers({0: [2, 4]}, refuse)) == []
+    # The same server as that of another rank knows no ticket of it.
+    peers = Peers([server.address()] * num_owners, KEY, timeout_s=10.0)
+    wanted = {owner: [2 + owner] for owner in range(num_owners)}
+    assert [found for found in peers.answers(wanted, refuse) if found] == []
     assert "rank 0 does not send its samples (it is no sample)" in caplog.text
 
 

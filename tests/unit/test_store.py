@@ -28,6 +28,7 @@ from tests.support.worlds import elastic_job
 
 pytest.importorskip("pyarrow.flight", reason="the extra [store] is not installed")
 from loft_hvd.store import fetcher
+from loft_hvd.store.fetcher import Staged
 from loft_hvd.store.peers import Received
 from loft_hvd.store.samples import encode_sample
 from loft_hvd.store.shelf import checksum
@@ -161,6 +162,51 @@ def test_samples_of_peers_are_fetched_before_their_batch_is_read() -> None:
     assert counts_0["source"] + counts_1["source"] == NUM_SAMPLES
     assert 50 < counts_1["ahead"] <= counts_1["peer"]
     assert min(fetches) > 0  # what was fetched ahead took its time too
+
+
+def test_what_a_peer_sends_that_is_no_sample_is_read_from_the_source(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    done = threading.Barrier(2)
+
+    def rank(transport: LocalTransport) -> tuple[list[int], dict[str, int]]:
+        store = loft.SampleStore(
+            Source(), memory_bytes=1 << 20, transport=transport, timeout_s=20.0
+        )
+        if transport.rank == 0:
+            store.__getitems__([4])
+            store._shelf.add(5, b"no sample")  # its checksum is right
+        store._shelf.keepers[4:6] = 0
+        done.wait(60)
+        found = [store[number][1] for number in (4, 5)] if transport.rank == 1 else []
+        done.wait(60)
+        counts = dict(store.counters)
+        store.close()
+        return found, counts
+
+    _, (found, counts) = run_ranks(2, rank)
+    assert found == [4, 5]
+    assert (counts["peer"], counts["source"]) == (1, 1)
+    assert "rank 0 does not send its samples (a sample of 9 bytes" in caplog.text
+
+
+def test_what_was_fetched_ahead_and_is_no_sample_is_read_from_the_source(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = alone()
+
+    class Stage:
+        def take(
+            self, wanted: Sequence[int], *, timeout_s: float
+        ) -> tuple[dict[int, Staged], list[int]]:
+            held = {4: encode_sample(4), 5: b"no sample"}
+            return {each: Staged(held[each], checksum(held[each]), 0.1) for each in wanted}, []
+
+    monkeypatch.setattr(store, "_stage", Stage())
+    counts = dict.fromkeys(store.counters, 0)
+    assert store._from_stage([4, 5], counts) == ({4: 4}, [5])
+    assert (counts["ahead"], counts["peer"], store.num_kept) == (1, 1, 1)
+    assert "sample 5 is read from the source: a peer sent a sample of 9 bytes" in caplog.text
 
 
 class _Epoch:
