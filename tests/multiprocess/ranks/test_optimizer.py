@@ -35,6 +35,17 @@ def grads_of(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
+def own_grads() -> torch.Tensor:
+    """Return this rank's own gradients of ``make_model()``, [numel].
+
+    Of a model without an optimizer of ours: in a wrapped one the result may take their place as
+    soon as ``backward`` has ended.
+    """
+    twin = make_model()
+    backward(twin)
+    return grads_of(twin)
+
+
 def wrapped(model: torch.nn.Module, kind: str = "sgd", rule: loft.Rule | None = None) -> Any:
     return loft.DistributedOptimizer(
         OPTIMIZERS[kind](model.parameters()), model.named_parameters(), rule=rule
@@ -382,10 +393,9 @@ def test_fp16_on_the_wire_is_close_and_equal_on_every_rank(rule: loft.Rule) -> N
         rule=rule,
     )
     backward(model)
-    local = grads_of(model)
     optimizer.step()
     reduced = grads_of(model)
-    rows = hvd.allgather(local.view(1, -1))
+    rows = hvd.allgather(own_grads().view(1, -1))
     expected = loft.aggregate(rows, rule)
     torch.testing.assert_close(reduced, expected, rtol=2e-3, atol=1e-4)
     assert bool((hvd.allgather(reduced.view(1, -1)) == reduced).all())
@@ -426,10 +436,9 @@ def test_trimmed_mean_keeps_an_attacked_job_within_the_honest_range(
     )
     loft.attacks.attach(optimizer, attack, ranks=[1])
     backward(model)
-    local = grads_of(model)
     optimizer.step()
     reduced = grads_of(model)
-    rows = hvd.allgather(local.view(1, -1))
+    rows = hvd.allgather(own_grads().view(1, -1))
     honest = rows[[rank for rank in range(hvd.size()) if rank != 1]]
     assert bool((reduced >= honest.amin(dim=0)).all())
     assert bool((reduced <= honest.amax(dim=0)).all())
