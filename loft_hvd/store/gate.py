@@ -21,7 +21,8 @@ MOST_CALLS = 256  # a choice: 64 ranks with 3 loader processes and a fetcher eac
 _MOST_CONNECTIONS = 1024  # a choice: 64 ranks with 15 loader processes and a fetcher each
 _MOST_BYTES = 64 << 20  # of answers under way; a choice: 32 record batches
 _LONGEST_WAIT_S = 2.5  # a choice: half of what peers wait by default, so that they hear of it
-# Connections and threads at their bounds take 100 MB, answers 64 MB or the largest sample.
+# Connections and threads at their bounds take 100 MB, answers 64 MB or the largest sample, and
+# calls that wait for room 80 MB: what they know of 1,024 samples each.
 _MOST_MEMORY_BYTES = 256 << 20
 _LOOK_S = 0.05  # a choice: a request over loopback grows by 100 MB until the next look
 

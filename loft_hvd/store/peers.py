@@ -60,7 +60,7 @@ _BATCH_SAMPLES = 1024
 # Or once it has this share of the samples asked for, so that the reader checks and decodes them
 # while the server reads and sends the rest. Choices: 16 samples of 110 kB as 2/3 and 1/3 had
 # 56.6 % of a bare ``do_get``, as halves 52.9, as one part 52.4 (medians of 7 runs by turns, single
-# ones 47 to 63). Where it would be below half a MiB, a message of its own costs what it brings.
+# ones 47 to 63). A first part below half a MiB would bring less than a message costs.
 _FIRST_SHARE = 2 / 3
 _LEAST_SPLIT_BYTES = 512 << 10
 _START_S = 60.0  # a choice: a server starts in a second, on a crowded machine in ten
@@ -132,13 +132,14 @@ _Kept = tuple[int, memoryview, int]  # sample, bytes, checksum
 
 
 def kept_parts(shelf: Shelf, samples: Sequence[int]) -> Iterator[tuple[list[_Kept], int]]:
-    """Yield those of the samples that are kept by parts of an answer, and how many bytes each has.
+    """Yield the parts of an answer: those of the samples that are kept, and their bytes in all.
 
-    Of the usual ones only heads are read yet: a part takes memory once there is room for it.
+    Samples above 2 MiB are checked here. Of others only the head is read: their bytes are checked
+    when there is room for a copy.
     """
     part: list[_Kept] = []
     size = 0
-    first = _FIRST_SHARE * len(samples)
+    num_first = _FIRST_SHARE * len(samples)
     for sample in samples:
         found = shelf.find(sample)
         # A length is not checked yet: one that is damaged must not ask for more than a part's room.
@@ -148,7 +149,7 @@ def kept_parts(shelf: Shelf, samples: Sequence[int]) -> Iterator[tuple[list[_Kep
             continue
         part.append((sample, *found))
         size += len(found[0])
-        is_first_done = len(part) >= first and size >= _LEAST_SPLIT_BYTES
+        is_first_done = len(part) >= num_first and size >= _LEAST_SPLIT_BYTES
         if is_first_done or size >= _BATCH_BYTES or len(part) >= _BATCH_SAMPLES:
             yield part, size
             part, size = [], 0

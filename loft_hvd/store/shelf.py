@@ -207,7 +207,7 @@ class Shelf:
     def find(self, sample: int) -> tuple[memoryview, int] | None:
         """Return the bytes of a sample and their checksum, which are not compared yet.
 
-        None when it is not kept. One whose head is broken is dropped, as ``read`` does it.
+        None when it is not kept, or when its head is broken: then it is dropped, as by ``read``.
         """
         unit = int(self._index[sample])
         if unit == 0:
@@ -228,7 +228,11 @@ class Shelf:
         return found
 
     def _drop(self, sample: int, unit: int) -> None:
-        """Keep a damaged sample no more, unless somebody else has dropped it or kept another."""
+        """Keep a damaged sample no more, unless somebody else has dropped it or kept another.
+
+        Between the look and the change another process may do either: that costs one read of the
+        source.
+        """
         if int(self._index[sample]) != unit:
             return
         half, _ = self._place(unit - 1)
@@ -236,7 +240,7 @@ class Shelf:
         self.count(corrupt=1)
         _logger.warning(
             "sample %d is damaged %s: it is read from the source again",
-            sample, f"in {self.path}" if half else "in memory",
+            sample, f"in {self.path or 'the file on disk'}" if half else "in memory",
         )  # fmt: skip
 
     def _place(self, unit: int) -> tuple[int, int]:

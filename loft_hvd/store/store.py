@@ -260,7 +260,7 @@ class SampleStore(Dataset[Any]):
     def _from_stage(
         self, wanted: Sequence[int], counts: dict[str, int]
     ) -> tuple[dict[int, Any], list[int]]:
-        """Take what was fetched ahead; returns it, and what its keeper did not send."""
+        """Take what was fetched ahead; returns it, and what its keeper did not send rightly."""
         if self._stage is None or not wanted:
             return {}, []
         # The fetcher itself waits as long for a keeper; a batch may begin while it does.

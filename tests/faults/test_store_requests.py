@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import pytest
 pytest.importorskip("pyarrow.flight", reason="the extra [store] is not installed")
 
 from tests.faults import store_requests
-from tests.faults.store_requests import fuzz_server
+from tests.faults.store_requests import MOST_GROWN_BYTES, fuzz_server, grown_bytes
 from tests.support.processes import where_shown
 
 
@@ -23,6 +24,21 @@ def check(num_cases: int, *, seed: int) -> None:
 
 def test_requests_are_answered_or_refused_and_the_server_stays_small() -> None:
     check(300, seed=0)
+
+
+@pytest.mark.parametrize(("leak_bytes", "is_found"), [(500, True), (0, False)])
+def test_a_leak_shows_in_memory_that_goes_up_and_down(leak_bytes: int, is_found: bool) -> None:
+    for seed in range(20):
+        rng = random.Random(seed)
+        begun = [20_000_000 * look for look in range(1, 4)]  # threads and buffers are made
+        # 100 looks in 100,000 cases
+        late = [
+            80_000_000 + 1000 * leak_bytes * look + rng.randint(0, 30_000_000)
+            for look in range(3, 100)
+        ]
+        assert (grown_bytes(begun + late) > MOST_GROWN_BYTES) == is_found
+        assert grown_bytes((begun + late)[::-1]) < MOST_GROWN_BYTES
+    assert [grown_bytes([1] * number) for number in (0, 1, 2, 9)] == [0.0] * 4
 
 
 def test_a_server_that_shows_its_key_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,25 +226,37 @@ def test_a_length_that_is_damaged_while_a_part_waits_changes_nothing() -> None:
         ([110_000] * 4, [4]),
         ([110_000] * 60, [20, 20, 20]),  # 2 MiB
         ([10] * 2500, [1024, 1024, 452]),
+        ([110_000, None] * 8, [8]),  # two thirds of what was asked for, not of what is kept
+        ([None] * 3, []),
         ([], []),
     ],
 )
-def test_an_answer_comes_in_parts(sizes: list[int], parts: list[int]) -> None:
+def test_an_answer_comes_in_parts(sizes: list[int | None], parts: list[int]) -> None:
     shelf = Shelf(len(sizes) + 1, memory_bytes=8 << 20)
-    for sample, size in enumerate(sizes):
+    kept = [(sample, size) for sample, size in enumerate(sizes) if size is not None]
+    for sample, size in kept:
         assert shelf.add(sample, bytes([sample % 256]) * size)
-    found = [part for part, _ in kept_parts(shelf, range(len(sizes)))]
-    assert [len(part) for part in found] == parts
-    assert [each[0] for part in found for each in part] == list(range(len(sizes)))
+    found = list(kept_parts(shelf, range(len(sizes))))
+    assert [len(part) for part, _ in found] == parts
+    assert [(each[0], len(each[1])) for part, _ in found for each in part] == kept
+    assert [size for _, size in found] == [sum(len(each[1]) for each in part) for part, _ in found]
 
 
-def test_nothing_that_is_kept_is_no_part() -> None:
-    assert list(kept_parts(Shelf(60, memory_bytes=0), range(60))) == []
-
-
-def test_what_is_decoded_comes_with_its_sample(server: Server) -> None:
-    (found,) = Peers([server.address()], KEY, timeout_s=10.0).answers({0: [2, 4]}, len)
-    assert {sample: each.value for sample, each in found.items()} == {2: 12, 4: 14}
+@pytest.mark.parametrize("num_owners", [1, 2])
+def test_what_is_decoded_comes_with_its_sample(num_owners: int) -> None:
+    shelf = Shelf(NUM_SAMPLES, memory_bytes=1 << 20)
+    for sample in range(NUM_SAMPLES):
+        shelf.add(sample, value(sample))
+    with ExitStack() as stack:
+        addresses = []
+        for owner in range(num_owners):
+            server = Server(shelf, host="127.0.0.1", key=KEY, owner=owner)
+            stack.callback(server.close)
+            addresses.append(server.address())
+        peers = Peers(addresses, KEY, timeout_s=10.0)
+        answers = list(peers.answers({owner: [2 + owner] for owner in range(num_owners)}, len))
+    found = {sample: each.value for answer in answers for sample, each in answer.items()}
+    assert found == {2 + owner: 12 + owner for owner in range(num_owners)}
 
 
 @pytest.mark.parametrize("num_owners", [1, 2])
@@ -254,7 +266,7 @@ def test_what_cannot_be_decoded_is_its_owners_fault(
     def refuse(data: memoryview) -> None:
         raise DataError("it is no sample")
 
-    # The same server as that of another rank knows no ticket of it.
+    # The server is rank 0's, and refuses tickets for rank 1.
     peers = Peers([server.address()] * num_owners, KEY, timeout_s=10.0)
     wanted = {owner: [2 + owner] for owner in range(num_owners)}
     assert [found for found in peers.answers(wanted, refuse) if found] == []

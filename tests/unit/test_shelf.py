@@ -436,3 +436,40 @@ def test_what_is_found_is_not_compared_yet() -> None:
     assert shelf.read(1) is None
     assert not shelf.has(1)
     assert shelf.counters["corrupt"] == 1
+
+
+@pytest.mark.parametrize("is_kept_again", [True, False])
+def test_a_sample_that_another_drops_while_it_is_read_is_dropped_once(
+    is_kept_again: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shelf = Shelf(10, memory_bytes=400)
+    assert shelf.add(1, DATA)
+    kept = shelf.read(1)
+    assert kept is not None
+    kept[0][0] ^= 1
+
+    def drop_meanwhile(data: memoryview) -> int:
+        monkeypatch.undo()
+        assert shelf.read(1) is None
+        if is_kept_again:
+            assert shelf.add(1, DATA)
+        return checksum(data)
+
+    monkeypatch.setattr(shelf_module, "checksum", drop_meanwhile)
+    assert shelf.read(1) is None
+    assert shelf.has(1) == is_kept_again
+    assert shelf.counters["corrupt"] == 1
+    assert caplog.text.count("sample 1 is damaged") == 1
+
+
+def test_a_process_that_only_reads_names_the_half_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shelf = Shelf(10, memory_bytes=0, disk_bytes=4096, path=tmp_path / "kept")
+    assert shelf.add(1, DATA)
+    kept = shelf.read(1)
+    assert kept is not None
+    kept[0][0] ^= 1
+    descriptors = [os.dup(each) for each in shelf.descriptors]
+    assert Shelf.attached(shelf.description, descriptors).read(1) is None
+    assert "sample 1 is damaged in the file on disk" in caplog.text

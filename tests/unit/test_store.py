@@ -28,7 +28,6 @@ from tests.support.worlds import elastic_job
 
 pytest.importorskip("pyarrow.flight", reason="the extra [store] is not installed")
 from loft_hvd.store import fetcher
-from loft_hvd.store.fetcher import Staged
 from loft_hvd.store.peers import Received
 from loft_hvd.store.samples import encode_sample
 from loft_hvd.store.shelf import checksum
@@ -194,18 +193,18 @@ def test_what_was_fetched_ahead_and_is_no_sample_is_read_from_the_source(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = alone()
-
-    class Stage:
-        def take(
-            self, wanted: Sequence[int], *, timeout_s: float
-        ) -> tuple[dict[int, Staged], list[int]]:
-            held = {4: encode_sample(4), 5: b"no sample"}
-            return {each: Staged(held[each], checksum(held[each]), 0.1) for each in wanted}, []
-
-    monkeypatch.setattr(store, "_stage", Stage())
-    counts = dict.fromkeys(store.counters, 0)
-    assert store._from_stage([4, 5], counts) == ({4: 4}, [5])
-    assert (counts["ahead"], counts["peer"], store.num_kept) == (1, 1, 1)
+    stage = fetcher.Stage(NUM_SAMPLES, 1 << 20)
+    ring = fetcher.Ring(stage)
+    for number, data in ((4, encode_sample("from a peer")), (5, b"no sample")):
+        assert ring.add(number, Received(memoryview(data), checksum(data)), 0.1)
+    store._shelf.keepers[4:6] = 1
+    monkeypatch.setattr(store, "_stage", stage)
+    monkeypatch.setattr(store, "_peers", object())  # is there; nothing is left to ask
+    first, second = store.__getitems__([4, 5])
+    assert first == "from a peer"
+    assert second[1] == 5
+    counts = store.counters
+    assert (counts["ahead"], counts["peer"], counts["source"]) == (1, 1, 1)
     assert "sample 5 is read from the source: a peer sent a sample of 9 bytes" in caplog.text
 
 
