@@ -227,11 +227,11 @@ def test_an_answer_is_read_to_its_end_before_any_of_it_is_kept(
 
     class Peer:
         def answers(
-            self, by_keeper: Mapping[int, Sequence[int]], make: Callable[[memoryview], Any]
+            self, by_keeper: Mapping[int, Sequence[int]], decode: Callable[[memoryview], Any]
         ) -> Iterator[Mapping[int, Any]]:
             for number in (1, 2):
                 data = memoryview(encode_sample(number))
-                yield {number: Received(data, checksum(data), make(data))}
+                yield {number: Received(data, checksum(data), decode(data))}
             done.append("sent")
 
     monkeypatch.setattr(store, "_peers", Peer())
