@@ -7,6 +7,7 @@
 #include <frameobject.h>  // after pybind11, which takes Python.h first
 
 #include "aggregate.h"
+#include "grace.h"
 #include "leave.h"
 #include "pulse.h"
 #include "shares/shares.h"
@@ -230,6 +231,14 @@ PYBIND11_MODULE(_loft, module) {
   module.def(
       "leave_in", &loft::leave_in, "seconds"_a, "why"_a,
       "Leave the process with status 1 after so many seconds, whoever holds the interpreter.");
+  module.def(
+      "add_grace", &loft::add_grace, "descriptor"_a, "seconds"_a,
+      "Let SIGTERM write to a socket at once, and end the process so many seconds later; False "
+      "where it does not take its default action.");
+  module.def("told_s", &loft::told_s,
+             "Return the seconds since SIGTERM gave this process its last ones, or -1.");
+  module.def("remove_grace", &loft::remove_grace, "descriptor"_a,
+             "End writing to it; after the last one SIGTERM ends the process at once.");
   module.def("stack_of", &stack_of, "thread"_a, "most"_a,
              "Return the frames of a thread, the innermost first.");
   module.def("locals_of", &locals_of, "frame"_a, "names"_a,

@@ -6,8 +6,6 @@
 
 #pragma once
 
-#include <pthread.h>
-#include <signal.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -15,7 +13,8 @@
 #include <cstdint>
 #include <string>
 #include <system_error>
-#include <thread>
+
+#include "threads.h"
 
 namespace loft {
 
@@ -42,12 +41,8 @@ inline bool leave_in(double seconds, const std::string& why) {
   }
   if (before != 0) return true;  // its thread runs, and sees the earlier time within a moment
   const auto* text = new std::string(why + '\n');  // for as long as the process lives
-  sigset_t all, mask;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &mask);
-  bool is_started = true;
   try {
-    std::thread([text] {
+    deaf_thread([text] {
       while (monotonic_ns() < leaves_at_ns.load()) {
         timespec moment{0, 50'000'000};
         nanosleep(&moment, nullptr);
@@ -58,10 +53,9 @@ inline bool leave_in(double seconds, const std::string& why) {
   } catch (const std::system_error&) {
     leaves_at_ns.store(0);
     delete text;
-    is_started = false;
+    return false;
   }
-  pthread_sigmask(SIG_SETMASK, &mask, nullptr);
-  return is_started;
+  return true;
 }
 
 }  // namespace loft

@@ -6,8 +6,6 @@
 #pragma once
 
 #include <fcntl.h>
-#include <pthread.h>
-#include <signal.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -20,6 +18,8 @@
 #include <thread>
 #include <utility>
 
+#include "threads.h"
+
 namespace loft {
 
 class Pulse {
@@ -29,12 +29,8 @@ class Pulse {
     // More, as infinity, would overflow where it is waited for.
     shared_->period = std::chrono::duration<double>(period_s < 1e9 ? period_s : 1e9);
     shared_->bytes = std::move(bytes);
-    // Signals are for the threads of the interpreter: this one inherits that all are blocked.
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    thread_ = std::make_unique<std::thread>([shared = shared_.get()] { shared->run(); });
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    thread_ =
+        std::make_unique<std::thread>(deaf_thread([shared = shared_.get()] { shared->run(); }));
   }
 
   Pulse(const Pulse&) = delete;

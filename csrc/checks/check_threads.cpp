@@ -1,5 +1,5 @@
 // Layer 4. What runs in several threads, for the thread sanitizer: blocks of one job, jobs of
-// several callers at a time, and a pulse whose sockets come and go while it beats.
+// several callers at a time, and a pulse and a grace whose sockets come and go.
 //
 //   check_threads [LEVEL]   instruction set; default: the best that runs here
 
@@ -7,6 +7,7 @@
 
 #include <thread>
 
+#include "grace.h"
 #include "plain.h"
 #include "pulse.h"
 
@@ -97,6 +98,26 @@ void check_pulse() {
   for (int heard : num_heard) expect(heard == kTurns, heard, " of ", kTurns, " sockets heard it");
 }
 
+// Two threads add and remove sockets of the grace, until SIGTERM comes; one stays and hears it.
+void check_grace() {
+  int ends[2];
+  const bool is_made = socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0;
+  expect(is_made && add_grace(ends[0], 30.0), "there is no grace");
+  in_threads(2, [&](int caller) {
+    for (int turn = 0; turn < 100; ++turn) {
+      const int other = dup(ends[0]);
+      const bool is_added = add_grace(other, 30.0);
+      expect(is_added || told_s() >= 0, "there is no grace in turn ", turn);
+      if (caller == 0 && turn == 50) kill(getpid(), SIGTERM);
+      remove_grace(other);
+      close(other);
+    }
+  });
+  expect(told_s() >= 0 && is_heard(ends[1]), "nobody has heard of SIGTERM");
+  remove_grace(ends[0]);
+  for (int end : ends) close(end);
+}
+
 }  // namespace
 }  // namespace loft::checks
 
@@ -108,5 +129,6 @@ int main(int argc, char** argv) {
   checks::check_jobs<DType::kFloat64>(20, 3 * kBlock + 5, false);
   checks::check_jobs<DType::kBFloat16>(40, 5 * kBlock + 5, true);
   checks::check_pulse();
+  checks::check_grace();  // at last: half a minute later the process ends
   return checks::report("threads");
 }

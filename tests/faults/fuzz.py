@@ -434,7 +434,10 @@ def _says(rng: random.Random) -> bytes:
         Line("failed", 1, 0.0, "rank 1 (process 1001 on host1) has failed: ValueError: no"),
         Line("hello", 1, 0.0, "0123456789abcdef"),
         Line("proof", 1, 0.0, "0" * 64 + " 1 2 3 host1"),
-        *(Line(kind, rng.choice([0, 1, 2]), 1.0, "X") for kind in ("left", "state", "engine")),
+        *(
+            Line(kind, rng.choice([0, 1, 2]), 1.0, "X")
+            for kind in ("left", "state", "engine", "term")
+        ),
         *(Line(kind, 2, 1.0, "1|2|2") for kind in ("verdict", "late", "ask", "look", "pulse")),
     ]
     said = b"".join(each.encode() for each in rng.choices(lines, k=rng.randint(1, 4)))

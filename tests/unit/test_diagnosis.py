@@ -236,6 +236,92 @@ def test_a_link_that_was_lost_long_before_does_not_hide_who_has_ended(
     assert verdict.rank == 2
 
 
+def test_a_rank_that_is_told_to_end_is_named_for_that(diagnosis: Diagnosis, clock: Clock) -> None:
+    diagnosis.told(2)
+    assert diagnosis.is_over()
+    assert diagnosis.judge(moved(1e6)) is None  # it lives
+    clock.now += 0.5
+    diagnosis.lost(2)
+    verdict = diagnosis.judge(moved(1e6))
+    assert verdict is not None
+    assert verdict.text.startswith(
+        "rank 2 (process 1002 on host2) has ended: it was told to by SIGTERM"
+    )
+
+
+@pytest.mark.parametrize(("own_s", "names"), [(0.1, False), (0.6, True)])
+def test_a_launcher_tells_all_at_once_and_who_was_told_before_is_named(
+    own_s: float, names: bool, diagnosis: Diagnosis, clock: Clock
+) -> None:
+    diagnosis.told(2)
+    clock.now += own_s
+    diagnosis.told()
+    diagnosis.lost(2)
+    assert (diagnosis.judge(moved(1e6)) is not None) == names
+
+
+@pytest.mark.parametrize(("later_s", "names"), [(0.1, True), (0.4, False)])
+def test_the_end_that_comes_with_a_launchers_word_was_before_it(
+    later_s: float, names: bool, diagnosis: Diagnosis, clock: Clock
+) -> None:
+    """Who ends later was told, too, but could not say so: something held its interpreter."""
+    diagnosis.told()
+    clock.now += later_s
+    diagnosis.lost(2)
+    diagnosis.engine_failed()
+    assert (diagnosis.judge(moved(1e6)) is not None) == names
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_who_was_killed_is_named_and_not_who_was_told_to_end(
+    is_lost: bool, own: bool, diagnosis: Diagnosis
+) -> None:
+    """All is read at one moment; what the killed one has forked may hold its link for long."""
+    if own:
+        diagnosis.told()
+    diagnosis.told(1)
+    diagnosis.lost(1)
+    if is_lost:
+        diagnosis.lost(2)
+    for rank in (1, 2):
+        diagnosis.saw(rank, "X")
+    verdict = diagnosis.judge(moved(1e6))
+    assert verdict is not None
+    assert verdict.text.startswith("rank 2 (process 1002 on host2) has ended without a word")
+    assert "rank 1 (" not in verdict.text
+
+
+def test_who_ends_by_the_end_of_one_that_was_told_is_not_named(
+    diagnosis: Diagnosis, clock: Clock
+) -> None:
+    """Horovod may abort the others, right after."""
+    diagnosis.told(2)
+    clock.now += 0.5
+    for rank in (2, 1):
+        diagnosis.lost(rank)
+        diagnosis.saw(rank, "X")
+    verdict = diagnosis.judge(moved(1e6))
+    assert verdict is not None
+    assert verdict.text.startswith("rank 2 (process 1002 on host2) has ended: it was told to")
+    assert "rank 1 (" not in verdict.text
+
+
+def test_ranks_that_go_on_were_not_told_for_long(diagnosis: Diagnosis, clock: Clock) -> None:
+    """A script may prevent its end."""
+    diagnosis.told(2)
+    diagnosis.told()
+    clock.now += 2.5
+    hear(diagnosis, 1, 2)
+    assert not diagnosis.is_over()
+    diagnosis.lost(2)
+    assert diagnosis.judge(moved(1e6)) is None  # the link alone
+    diagnosis.saw(2, "X")
+    verdict = diagnosis.judge(moved(1e6))
+    assert verdict is not None
+    assert "has ended without a word" in verdict.text
+
+
 def test_a_rank_that_the_engine_has_ended_is_not_to_blame_at_once(
     diagnosis: Diagnosis, clock: Clock
 ) -> None:

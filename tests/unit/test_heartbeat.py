@@ -356,7 +356,7 @@ class _ArmedExit(ProcessExit):
 
     is_armed = True
 
-    def install(self, *hooks: object) -> None: ...
+    def install(self, *hooks: object, **options: object) -> None: ...
 
     def remove(self) -> None:
         self.is_armed = False  # a process that lives on: close ends all
@@ -498,7 +498,7 @@ class _Leaving(ProcessExit):
         super().__init__(leave_s=60.0)
         self.has_left = threading.Event()
 
-    def install(self, *hooks: object) -> None: ...
+    def install(self, *hooks: object, **options: object) -> None: ...
 
     def remove(self) -> None:
         self._leave_at = None  # a process that lives on: close ends all

@@ -31,6 +31,7 @@ __all__ = ["Diagnosis", "DiagnosisLimits", "Progress", "ProgressMeter", "Verdict
 
 _UNKNOWN = "?"  # nobody has looked yet, or nobody can
 _IN_PART = "*"  # begins the names of operations over some of the ranks only
+_STILL_ENDS_S = 2.0  # from SIGTERM, for who ends half a second after it; a choice
 _TOGETHER_S = 0.25  # between the ends of ranks that die at one moment; a choice
 _SAME_STEPS = "every rank must take the same number of steps"
 _BY_ERROR = "an error of the engine, or of a wait, has ended it"
@@ -335,6 +336,7 @@ class _Peer:
     lost_at: float | None = None  # since when there is no connection to it
     has_left: bool = False  # has said good-bye or failed
     was_ended: bool = False  # has said good-bye as an error had ended it
+    told_at: float | None = None  # when it said that it is told to end
     is_warned: bool = False  # that something there holds the interpreter, or of the lost link
 
 
@@ -371,6 +373,7 @@ class Diagnosis:
         self._moved_at = -math.inf  # when an operation over all ranks has ended
         self._alive_since = -math.inf  # when the latest of those had begun
         self._has_engine_failed = False
+        self._told_at: float | None = None  # when this rank was told to end
         self._last_stuck_s = 0.0  # how long this rank had waited when it last looked
         self._peers = {
             peer: _Peer(process, clock(), clock()) for peer, process in processes.items()
@@ -384,6 +387,8 @@ class Diagnosis:
         peer = self._peers[rank]
         peer.heard_at, peer.progress = self._clock(), progress
         peer.state, peer.is_warned = _UNKNOWN, False
+        if peer.told_at is not None and peer.heard_at - peer.told_at > _STILL_ENDS_S:
+            peer.told_at = None  # its script has prevented its end
 
     def pulsed(self, rank: int) -> None:
         """Note that a peer's process runs."""
@@ -422,6 +427,22 @@ class Diagnosis:
         """Note that the engine has given up operations, here or on a peer; from any thread."""
         self._has_engine_failed = True
 
+    def told(self, rank: int | None = None) -> None:
+        """Note that a peer is told to end by SIGTERM, and will in a moment; None: this rank."""
+        if rank is None:
+            self._told_at = self._clock()
+        elif self._peers[rank].told_at is None:
+            self._peers[rank].told_at = self._clock()
+
+    def is_over(self) -> bool:
+        """Say whether ranks are told to end, so that one may have ended before."""
+        told = (peer.told_at for peer in self._peers.values() if not peer.has_left)
+        return self._is_ending() or any(at is not None for at in told)
+
+    def _is_ending(self) -> bool:
+        """Say whether this rank is told to end, and has not prevented it."""
+        return self._told_at is not None and self._clock() - self._told_at <= _STILL_ENDS_S
+
     def saw(self, rank: int, state: str) -> None:
         """Note the state letter of a peer's process, as ``/proc`` shows it."""
         self._peers[rank].state = state
@@ -446,7 +467,7 @@ class Diagnosis:
         peer = self._peers[rank]
         if peer.has_left:
             return False
-        if peer.lost_at is not None and peer.lost_at > self._alive_since:
+        if peer.state in ENDED or (peer.lost_at is not None and peer.lost_at > self._alive_since):
             return True
         return self._clock() - max(peer.alive_at, self._moved_at) >= self.limits.suspect_s
 
@@ -483,7 +504,8 @@ class Diagnosis:
         live[self.rank] = own
         suspects = sorted(self.suspects(), key=self._whose_silence_began, reverse=True)
         newest_at = max((self._peers[rank].alive_at for rank in suspects), default=0.0)
-        # Who ended first: a launcher ends the rest. But not a link that was lost long before.
+        # Who ended first: a launcher ends the rest, by SIGTERM. But not a link that was lost long
+        # before.
         for rank in sorted(suspects, key=functools.partial(self._whose_link_ended, newest_at)):
             if (verdict := self._judge_seen(rank)) is not None:
                 return self._with_the_rest(verdict)
@@ -502,11 +524,17 @@ class Diagnosis:
         """Order ranks by when they were heard last: who stopped a job fell silent as it stopped."""
         return self._peers[rank].alive_at, -rank
 
-    def _whose_link_ended(self, newest_at: float, rank: int) -> tuple[bool, float]:
-        """Order ranks by when their links ended, those that fell silent long before others last."""
+    def _whose_link_ended(self, newest_at: float, rank: int) -> tuple[bool, bool, float, bool]:
+        """Order ranks by when their links ended.
+
+        Those that fell silent long before others are last. Before them are those that were told to
+        end, where this rank read of that and of the end at one moment: others may have been first.
+        """
         peer = self._peers[rank]
         is_old = newest_at - peer.alive_at >= self.limits.suspect_s
-        return is_old, math.inf if peer.lost_at is None else peer.lost_at
+        lost_at = math.inf if peer.lost_at is None else peer.lost_at
+        is_late = peer.told_at is not None and lost_at - peer.told_at < _TOGETHER_S
+        return is_old, is_late, lost_at, peer.told_at is None
 
     def _judge_seen(self, rank: int) -> Verdict | None:
         """Judge a silent rank by what is known of its process."""
@@ -521,13 +549,35 @@ class Diagnosis:
             )
         has_lost_it = peer.lost_at is not None and peer.lost_at > self._alive_since
         # Its link and the engine, each by itself: a link alone may have been reset on its way.
-        if peer.state in ENDED or (has_lost_it and self._has_engine_failed):
+        has_ended = peer.state in ENDED or (has_lost_it and self._has_engine_failed)
+        if self._is_told_with(peer):
+            return None
+        if peer.told_at is not None and (has_ended or has_lost_it):
+            return Verdict(
+                rank,
+                f"{who} has ended: it was told to by SIGTERM, which launchers, schedulers and "
+                "users send",
+            )
+        if has_ended:
             return Verdict(
                 rank,
                 f"{who} has ended without a word: it was killed, it crashed, or it ran out of "
                 "memory",
             )
         return None
+
+    def _is_told_with(self, peer: _Peer) -> bool:
+        """Say whether a peer ends as this rank does, by a launcher that tells all.
+
+        Who is at fault is told long before, as it ends before others are told. Of who has not said
+        that it is told, as nothing of Python's may run there, the end tells: it comes late.
+        """
+        if self._told_at is None or not self._is_ending():
+            return False
+        if peer.told_at is not None:
+            return self._told_at - peer.told_at < _TOGETHER_S
+        ended_at = self._clock() if peer.lost_at is None else peer.lost_at
+        return ended_at - self._told_at >= _TOGETHER_S
 
     def _with_the_rest(self, verdict: Verdict) -> Verdict:
         """Name also the ranks that have died at the same moment, as a host without memory kills.
@@ -538,7 +588,8 @@ class Diagnosis:
         first = self._peers[verdict.rank]
         texts = [verdict.text]
         for rank, peer in self._peers.items():
-            if rank == verdict.rank or first.lost_at is None or peer.has_left:
+            is_alike = (peer.told_at is None) == (first.told_at is None)
+            if rank == verdict.rank or first.lost_at is None or peer.has_left or not is_alike:
                 continue
             # Who ends later may have been ended by the first one's death, as by a launcher.
             lost_at = self._clock() if peer.lost_at is None else peer.lost_at

@@ -36,6 +36,7 @@ from loft_hvd.transport.heartbeat.places import StandWatch, engine_call
 from loft_hvd.transport.heartbeat.process import (
     ENDED,
     FROZEN,
+    TERM,
     ProcessExit,
     ProcessGuard,
     RankProcess,
@@ -224,6 +225,7 @@ class Heartbeat:
         self._verdict_at = 0.0
         self._is_heard = self._has_failed = self._is_closed = False
         self._has_engine_failed = False  # here
+        self._ends_by_term = False  # once there is a verdict
         # Whether the main thread was in one call of the engine's at the last two looks, and which.
         self._is_stuck, self._last_call = False, ""
         self._stand = StandWatch()
@@ -240,7 +242,7 @@ class Heartbeat:
         self._selector = selectors.DefaultSelector()
         self._waker, self._sleeper = socket.socketpair()  # what is written here ends a select
         if control.exit is not None:
-            control.exit.install(self.report, self.close)
+            control.exit.install(self.report, self.close, waker=self._waker)
         self._thread = threading.Thread(target=self._run, name="loft-heartbeat", daemon=True)
         self._thread.start()
 
@@ -294,7 +296,9 @@ class Heartbeat:
         if is_of_engine(error):
             self._note_engine_failure()
         is_echo = isinstance(error, TransportError) or is_of_engine(error)
-        if self.verdict is not None or is_echo:
+        # Who is told to end may lose processes of its own in that moment, which are told, too.
+        is_told = self._control.exit is not None and self._control.exit.is_told
+        if self.verdict is not None or is_echo or is_told:
             return
         who = f"rank {self.rank} ({self._control.own})"
         note = describe_failure(who, _interruption(error) or error)
@@ -412,7 +416,8 @@ class Heartbeat:
                 self._diagnosis.restarted()  # suspended, or kept from the interpreter
             for key, _ in events:
                 if key.fileobj is self._sleeper:
-                    self._sleeper.recv(64)
+                    if TERM in self._sleeper.recv(64):
+                        self._hear_term()
                     self._has_news = True
                 elif isinstance(key.fileobj, Link):
                     self._receive(key.data)
@@ -423,10 +428,27 @@ class Heartbeat:
                 self._beat()
             if is_due or self._has_news:
                 self._judge()
+            self._end_if_told()
             if time.monotonic() >= next_look:
                 self._leave_if_stuck()
                 pause_s = self.settings.period_s if self.verdict is None else _LOOK_S
                 next_look = time.monotonic() + min(pause_s, self.settings.period_s)
+
+    def _hear_term(self) -> None:
+        """Note that this process is told to end, as by its launcher when another rank has."""
+        self._ends_by_term = True
+        self._diagnosis.told()
+        self._say_at_last(Line("term", self.rank))
+
+    def _end_if_told(self) -> None:
+        """End a process that was told to, once it has said which rank was the first to end."""
+        end = self._control.exit
+        if not self._ends_by_term or self.verdict is None or end is None:
+            return
+        self._ends_by_term = False
+        if end.is_told:  # still: its script has not prevented it
+            self._aside.flush()
+            end.end_by_term()
 
     def _due_s(self, due_at: float) -> float:
         due_s = due_at - time.monotonic()
@@ -513,11 +535,8 @@ class Heartbeat:
                 process = self._diagnosis.process(peer)
                 self._aside.log(logging.WARNING, "rank %d (%s) is heard again", peer, process)
             self._diagnosis.heard(peer, Progress.decode(line.seconds, line.text))
-        elif line.kind == "pulse":
-            self._diagnosis.pulsed(peer)
-        elif line.kind == "engine":
-            self._diagnosis.engine_failed()
-            self._has_news = True
+        elif line.kind in ("pulse", "engine", "term"):
+            self._hear_sign(peer, line.kind)
         elif line.kind == "late" and peer == 0:
             self._late = [int(word) for word in words if word.isdecimal()]
         elif line.kind == "ask" and peer == 0:
@@ -539,6 +558,17 @@ class Heartbeat:
             self._look_for_rank_0(line.rank, *(int(word) for word in words))
         elif line.kind == "state" and self._asked_to_look.get(line.rank) == peer:
             self._saw(line.rank, line.text[:1])
+
+    def _hear_sign(self, peer: int, kind: str) -> None:
+        """Take what a peer says of itself in a word."""
+        if kind == "pulse":
+            self._diagnosis.pulsed(peer)
+        elif kind == "term":
+            self._diagnosis.told(peer)
+            self._has_news = True
+        else:
+            self._diagnosis.engine_failed()
+            self._has_news = True
 
     def _hear_good_bye(self, peer: int, line: Line) -> None:
         """Note who has left; rank 0 passes it on, as the others have no link to that rank."""
@@ -584,6 +614,8 @@ class Heartbeat:
                     self._asked_to_look[rank] = other
                     link.send(Line("look", rank, 0.0, f"{process.pid}|{process.start}|{kill}"))
                     break
+        if self._diagnosis.is_over():
+            self._look_for_the_first()
         for warning in self._diagnosis.warnings():
             self._aside.log(logging.WARNING, "%s", warning)
 
@@ -595,6 +627,22 @@ class Heartbeat:
                 state = self._control.look(process.pid, process.start)
                 if state in ENDED:
                     self._diagnosis.saw(rank, state)
+
+    def _look_for_the_first(self) -> None:
+        """See who of this host has ended, where a launcher has begun to end the rest.
+
+        It has seen that end, though the link may stay for long: the kernel takes back the memory
+        first, and processes that a rank has forked hold its links, too.
+        """
+        for rank, link in list(self._links.items()):
+            process = self._diagnosis.process(rank)
+            if process.host_key != self._control.own.host_key:
+                continue
+            state = self._control.look(process.pid, process.start)
+            if state in ENDED:
+                if not link.is_closed:
+                    self._receive(rank)  # all that it has said: a good-bye, or its error
+                self._diagnosis.saw(rank, state)
 
     def _look_for_rank_0(self, rank: int, pid: int, start: int, kill: int) -> None:
         """Look at a rank's process on this host and tell rank 0; end it if it is to be killed."""

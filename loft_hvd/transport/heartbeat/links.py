@@ -22,7 +22,19 @@ _MOST_ENDS = 8  # of lines in one of those reads; bound: a line has one before i
 _OPENING_KINDS = ("hello", "challenge", "proof", "welcome")  # see door.py
 _KINDS = (
     *_OPENING_KINDS,
-    *("beat", "pulse", "late", "ask", "left", "failed", "engine", "verdict", "look", "state"),
+    *(
+        "beat",
+        "pulse",
+        "late",
+        "ask",
+        "left",
+        "failed",
+        "engine",
+        "verdict",
+        "look",
+        "state",
+        "term",
+    ),
 )
 
 

@@ -31,6 +31,7 @@ from loft_hvd._native import extension
 __all__ = [
     "ENDED",
     "FROZEN",
+    "TERM",
     "FailureNote",
     "FailureObserver",
     "ProcessExit",
@@ -184,6 +185,11 @@ def _print_notes_of_uncaught_errors() -> None:
 
 
 _LAST_WORDS_S = 2.0  # a choice: for logs and their handlers to be written, at the end
+TERM = b"T"  # what a waker gets; from csrc/grace.h
+# From SIGTERM to the end of a process that has no verdict by then. A choice: a rank's end takes
+# tenths of a second on a busy host, and Open MPI kills 1 s after SIGTERM, horovodrun 5 s.
+_TERM_S = 0.5
+_STILL_ENDS_S = 2.0  # a choice: after that a script has prevented its end
 
 
 class ProcessExit:
@@ -200,11 +206,23 @@ class ProcessExit:
         self._armed_at = 0.0
 
     def install(
-        self, on_error: Callable[[BaseException], None], on_exit: Callable[[], None]
+        self,
+        on_error: Callable[[BaseException], None],
+        on_exit: Callable[[], None],
+        *,
+        waker: socket.socket,
     ) -> None:
-        """Call these with an error that nothing has caught, and when the interpreter ends."""
+        """Call these with an error that nothing has caught, and when the interpreter ends.
+
+        The first SIGTERM, where the script does not handle it, writes ``TERM`` to the waker,
+        whatever the main thread does, and ends the process a moment later: its launcher may end it
+        before it has seen which rank has ended first.
+        """
         self._on_error = on_error
         self._on_exit = on_exit
+        self._told_by = waker.fileno()
+        if (add_grace := getattr(extension(), "add_grace", None)) is not None:
+            add_grace(self._told_by, _TERM_S)
         self._previous_hook = sys.excepthook
         self._hook = self._uncaught  # one object: each access to a bound method makes a new one
         sys.excepthook = self._hook
@@ -270,8 +288,20 @@ class ProcessExit:
         logging.shutdown()
         os._exit(1)  # sys.exit would run the engine's exit hook, which is what hangs
 
+    @property
+    def is_told(self) -> bool:
+        """Whether this process is told to end, and does in a moment; from any thread."""
+        told_s = getattr(extension(), "told_s", None)
+        return told_s is not None and 0.0 <= told_s() < _STILL_ENDS_S
+
+    def end_by_term(self) -> None:
+        """End this process by the SIGTERM that it has had."""
+        os.kill(os.getpid(), signal.SIGTERM)  # which has its default action again, or the script's
+
     def remove(self) -> None:
         """Take the hooks away; an armed clock runs on."""
+        if (remove_grace := getattr(extension(), "remove_grace", None)) is not None:
+            remove_grace(self._told_by)
         atexit.unregister(self._on_exit)
         if sys.excepthook is self._hook:
             sys.excepthook = self._previous_hook
