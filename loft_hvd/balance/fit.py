@@ -9,7 +9,7 @@ times showed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
@@ -172,9 +172,9 @@ class Past:
     fetch: Annotated[TermFitter, Size(num_terms=len(_FETCH_TERMS))]
     compute: Annotated[TermFitter, Size(num_terms=len(_COMPUTE_TERMS))]
     knee: RankFloats  # as in the newest ``Fit``
-    rows: Annotated[list[_Rows], Shape("num_rows")] = field(default_factory=list)
-    valid: Annotated[list[RankBools], Shape("num_rows")] = field(default_factory=list)  # usable
-    added: Count = 0  # rows so far
+    rows: Annotated[list[_Rows], Shape("num_rows")]
+    valid: Annotated[list[RankBools], Shape("num_rows")]  # usable
+    added: Count  # rows so far
 
     @classmethod
     def of(cls, world_size: int) -> Past:
@@ -182,7 +182,7 @@ class Past:
         fetch, compute = (
             TermFitter.of(world_size, len(terms)) for terms in (_FETCH_TERMS, _COMPUTE_TERMS)
         )
-        return cls(fetch, compute, np.zeros(world_size))
+        return cls(fetch, compute, np.zeros(world_size), [], [], 0)
 
 
 class Fitter:

@@ -224,16 +224,21 @@ def test_a_state_of_another_world_is_refused() -> None:
         Controller(256, 8, "uniform").load_state_dict(Controller(256, 4).state_dict())
 
 
-@pytest.mark.parametrize("part", ["history", "learnt"])
+@pytest.mark.parametrize("part", ["history", "learnt", "rows", "valid", "added"])
 def test_a_state_that_is_not_whole_is_named_and_changes_nothing(part: str) -> None:
     first, second = Controller(256, 4), Controller(256, 4)
     drive(lambda _: UNEVEN, first, intervals=3, seed=0)
     state, before = json.loads(json.dumps(first.state_dict())), second.state_dict()
     if part == "history":
         del state["history"][1]["sizes"]
-    else:
+    elif part == "learnt":
         state["learnt"]["past"]["fetch"]["since"] = "soon"
-    where = r"controller.history\[1\] needs keys" if part == "history" else r"loft.past.fetch.since"
+    else:
+        del state["learnt"]["past"][part]
+    where = {
+        "history": r"controller.history\[1\] needs keys",
+        "learnt": r"loft.past.fetch.since",
+    }.get(part, r"loft.past needs keys \['fetch', .*, but got \['")
     with pytest.raises(ArgumentError, match=where):
         second.load_state_dict(state)
     assert second.state_dict() == before
