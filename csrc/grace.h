@@ -115,7 +115,7 @@ inline bool add_grace(int descriptor, double seconds) {
   if (own < 0) return false;
   struct sigaction action{};
   action.sa_handler = on_term;
-  action.sa_flags = SA_RESTART;
+  action.sa_flags = SA_RESTART | SA_ONSTACK;
   sigfillset(&action.sa_mask);
   sigaction(SIGTERM, &action, nullptr);
   shared.drop(descriptor);

@@ -5,7 +5,6 @@
 #include <pthread.h>
 #include <signal.h>
 
-#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -21,7 +20,7 @@ std::thread deaf_thread(Body body) {
   std::thread started;
   try {
     started = std::thread(std::move(body));
-  } catch (const std::system_error&) {
+  } catch (...) {
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     throw;
   }

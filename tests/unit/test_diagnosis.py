@@ -242,11 +242,31 @@ def test_a_rank_that_is_told_to_end_is_named_for_that(diagnosis: Diagnosis, cloc
     assert diagnosis.judge(moved(1e6)) is None  # it lives
     clock.now += 0.5
     diagnosis.lost(2)
+    assert diagnosis.judge(moved(1e6)) is None  # the link alone
+    diagnosis.engine_failed()
     verdict = diagnosis.judge(moved(1e6))
     assert verdict is not None
     assert verdict.text.startswith(
         "rank 2 (process 1002 on host2) has ended: it was told to by SIGTERM"
     )
+
+
+@pytest.mark.parametrize("state", ["?", "X"])
+def test_who_is_told_is_not_named_while_an_earlier_end_is_not_proven(
+    state: str, diagnosis: Diagnosis, clock: Clock
+) -> None:
+    """A launcher on other hosts may tell rank 2, and not this one, that rank 1 was killed."""
+    diagnosis.lost(1)
+    diagnosis.told(2)
+    clock.now += 0.5
+    diagnosis.lost(2)
+    diagnosis.saw(2, state)
+    assert diagnosis.judge(moved(1e6)) is None
+    diagnosis.engine_failed()
+    verdict = diagnosis.judge(moved(1e6))
+    assert verdict is not None
+    assert verdict.text.startswith("rank 1 (process 1001 on host1) has ended without a word")
+    assert "rank 2 (" not in verdict.text
 
 
 @pytest.mark.parametrize(("own_s", "names"), [(0.1, False), (0.6, True)])
@@ -257,6 +277,7 @@ def test_a_launcher_tells_all_at_once_and_who_was_told_before_is_named(
     clock.now += own_s
     diagnosis.told()
     diagnosis.lost(2)
+    diagnosis.engine_failed()
     assert (diagnosis.judge(moved(1e6)) is not None) == names
 
 

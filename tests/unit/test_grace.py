@@ -114,9 +114,9 @@ def test_a_rank_that_is_told_to_end_says_so_and_ends_in_a_moment(ranks: Ranks) -
 
 def test_ranks_that_are_all_told_to_end_name_nobody(ranks: Ranks) -> None:
     one = ranks.start(term_s=1.0)
-    ranks.link.send(b"\nterm 0 0.000 \n")
     one.terminate()
     ranks.hear(b"\nterm 1 ")
+    ranks.link.send(b"\nterm 0 0.000 \n")
     ranks.zero.kill()
     ranks.link.close()
     _, said = one.communicate(timeout=60)

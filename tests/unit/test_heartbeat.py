@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -624,7 +625,14 @@ def test_the_end_of_a_link_alone_is_no_verdict(pairs: Pairs) -> None:
 def test_a_rank_that_dies_as_another_one_does_is_named_with_it(says_good_bye: bool) -> None:
     """Though its own link has not ended yet: a launcher leaves no time to wait for that."""
     ends = {rank: _linked() for rank in (1, 2, 3)}
-    control = ProcessControl(look=lambda pid, start: "S" if pid == 1003 else "X")
+    seen = Counter[int]()
+
+    def look(pid: int, start: int) -> str:
+        del start
+        seen[pid] += 1
+        return "S" if pid == 1003 or seen[pid] == 1 else "X"  # they live when their links begin
+
+    control = ProcessControl(look=look)
     known = {rank: RankProcess(control.own.host_key, 1000 + rank, 5, "here") for rank in ends}
     if says_good_bye:
         ends[2][1].send(Line("left", 2))

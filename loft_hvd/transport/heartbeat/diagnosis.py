@@ -25,13 +25,12 @@ from urllib.parse import quote, unquote
 
 from loft_hvd.errors import LoftError, MismatchError, PeerError
 from loft_hvd.transport.heartbeat.places import Place, PlaceWatch
-from loft_hvd.transport.heartbeat.process import ENDED, FROZEN, RankProcess
+from loft_hvd.transport.heartbeat.process import ENDED, FROZEN, STILL_ENDS_S, RankProcess
 
 __all__ = ["Diagnosis", "DiagnosisLimits", "Progress", "ProgressMeter", "Verdict", "key_of"]
 
 _UNKNOWN = "?"  # nobody has looked yet, or nobody can
 _IN_PART = "*"  # begins the names of operations over some of the ranks only
-_STILL_ENDS_S = 2.0  # from SIGTERM, for who ends half a second after it; a choice
 _TOGETHER_S = 0.25  # between the ends of ranks that die at one moment; a choice
 _SAME_STEPS = "every rank must take the same number of steps"
 _BY_ERROR = "an error of the engine, or of a wait, has ended it"
@@ -387,7 +386,7 @@ class Diagnosis:
         peer = self._peers[rank]
         peer.heard_at, peer.progress = self._clock(), progress
         peer.state, peer.is_warned = _UNKNOWN, False
-        if peer.told_at is not None and peer.heard_at - peer.told_at > _STILL_ENDS_S:
+        if peer.told_at is not None and peer.heard_at - peer.told_at > STILL_ENDS_S:
             peer.told_at = None  # its script has prevented its end
 
     def pulsed(self, rank: int) -> None:
@@ -441,7 +440,7 @@ class Diagnosis:
 
     def _is_ending(self) -> bool:
         """Say whether this rank is told to end, and has not prevented it."""
-        return self._told_at is not None and self._clock() - self._told_at <= _STILL_ENDS_S
+        return self._told_at is not None and self._clock() - self._told_at <= STILL_ENDS_S
 
     def saw(self, rank: int, state: str) -> None:
         """Note the state letter of a peer's process, as ``/proc`` shows it."""
@@ -506,9 +505,14 @@ class Diagnosis:
         newest_at = max((self._peers[rank].alive_at for rank in suspects), default=0.0)
         # Who ended first: a launcher ends the rest, by SIGTERM. But not a link that was lost long
         # before.
+        is_open = False  # whether a link ended of which nothing more is known yet
         for rank in sorted(suspects, key=functools.partial(self._whose_link_ended, newest_at)):
+            peer = self._peers[rank]
+            if is_open and peer.told_at is not None:
+                continue  # perhaps for that end
             if (verdict := self._judge_seen(rank)) is not None:
                 return self._with_the_rest(verdict)
+            is_open = is_open or (peer.lost_at is not None and peer.told_at is None)
         for rank in suspects:
             if (verdict := self._judge_unseen(rank, live)) is not None:
                 return verdict
@@ -550,21 +554,18 @@ class Diagnosis:
         has_lost_it = peer.lost_at is not None and peer.lost_at > self._alive_since
         # Its link and the engine, each by itself: a link alone may have been reset on its way.
         has_ended = peer.state in ENDED or (has_lost_it and self._has_engine_failed)
-        if self._is_told_with(peer):
+        if not has_ended or self._is_told_with(peer):
             return None
-        if peer.told_at is not None and (has_ended or has_lost_it):
+        if peer.told_at is not None:
             return Verdict(
                 rank,
                 f"{who} has ended: it was told to by SIGTERM, which launchers, schedulers and "
                 "users send",
             )
-        if has_ended:
-            return Verdict(
-                rank,
-                f"{who} has ended without a word: it was killed, it crashed, or it ran out of "
-                "memory",
-            )
-        return None
+        return Verdict(
+            rank,
+            f"{who} has ended without a word: it was killed, it crashed, or it ran out of memory",
+        )
 
     def _is_told_with(self, peer: _Peer) -> bool:
         """Say whether a peer ends as this rank does, by a launcher that tells all.

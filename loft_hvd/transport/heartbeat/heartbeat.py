@@ -233,6 +233,7 @@ class Heartbeat:
         self._asked: list[str] = []  # what rank 0 wants to know: keys of names
         # Ranks that have said good-bye, to whomever; 1 where an error has ended them.
         self._gone: dict[int, float] = {}
+        self._is_in_view: set[int] = set()  # ranks whose processes were seen here, alive
         # By rank, who was asked to look at its process.
         self._asked_to_look: dict[int, int] = {}
         self._has_news = False  # what ranks are judged by at once, not at the next beat
@@ -501,6 +502,10 @@ class Heartbeat:
             link.close()
             self._diagnosis.lost(rank)
             return
+        process = self._diagnosis.process(rank)
+        is_near = process.host_key == self._control.own.host_key
+        if is_near and self._control.look(process.pid, process.start) not in ("?", *ENDED):
+            self._is_in_view.add(rank)
         if self._pulse is not None:
             self._pulse.add(link.fileno())
         for line in lines:  # what came with its welcome
@@ -517,14 +522,19 @@ class Heartbeat:
             self._pulse.remove(link.fileno())
         link.close()
 
-    def _receive(self, peer: int) -> None:
+    def _receive(self, peer: int) -> bool:
+        """Take what a peer has said; returns whether there may be more."""
         link = self._links[peer]
-        for line in link.receive():
+        if link.is_closed:
+            return False
+        lines = link.receive()
+        for line in lines:
             self._handle(peer, line)
         if link.is_closed:
             self._drop(peer)
             self._diagnosis.lost(peer)
             self._has_news = True
+        return bool(lines) and not link.is_closed
 
     def _handle(self, peer: int, line: Line) -> None:
         # Rank 0 is trusted with all; from others count only words about themselves, and what they
@@ -598,8 +608,9 @@ class Heartbeat:
     def _look_at_silent(self) -> None:
         """Look at the processes of silent ranks, or ask a rank of their host to."""
         suspects = self._diagnosis.suspects()
-        if any(self._links[rank].is_closed for rank in suspects):
+        if self._diagnosis.is_over() or any(self._links[rank].is_closed for rank in suspects):
             self._look_at_the_rest(suspects)
+            suspects = self._diagnosis.suspects()
         for rank in {*suspects, *filter(self._is_held, self._links)}:
             process = self._diagnosis.process(rank)
             if process.host_key == self._control.own.host_key:
@@ -614,34 +625,21 @@ class Heartbeat:
                     self._asked_to_look[rank] = other
                     link.send(Line("look", rank, 0.0, f"{process.pid}|{process.start}|{kill}"))
                     break
-        if self._diagnosis.is_over():
-            self._look_for_the_first()
         for warning in self._diagnosis.warnings():
             self._aside.log(logging.WARNING, "%s", warning)
 
     def _look_at_the_rest(self, suspects: Collection[int]) -> None:
-        """See who of this host ends as another rank does, though its own link is not lost yet."""
-        for rank in self._links.keys() - {*suspects, *self._diagnosis.left_ranks()}:
-            process = self._diagnosis.process(rank)
-            if process.host_key == self._control.own.host_key:
-                state = self._control.look(process.pid, process.start)
-                if state in ENDED:
-                    self._diagnosis.saw(rank, state)
+        """See who of this host has ended, too, though its own link is not lost yet.
 
-    def _look_for_the_first(self) -> None:
-        """See who of this host has ended, where a launcher has begun to end the rest.
-
-        It has seen that end, though the link may stay for long: the kernel takes back the memory
-        first, and processes that a rank has forked hold its links, too.
+        That may take long: the kernel takes back its memory first, and processes that it has forked
+        hold the link. Where ranks are told to end, their launcher has seen such an end.
         """
-        for rank, link in list(self._links.items()):
+        for rank in self._is_in_view - {*suspects, *self._diagnosis.left_ranks()}:
             process = self._diagnosis.process(rank)
-            if process.host_key != self._control.own.host_key:
-                continue
             state = self._control.look(process.pid, process.start)
             if state in ENDED:
-                if not link.is_closed:
-                    self._receive(rank)  # all that it has said: a good-bye, or its error
+                while self._receive(rank):  # all that it has said: a good-bye, or its error
+                    pass
                 self._diagnosis.saw(rank, state)
 
     def _look_for_rank_0(self, rank: int, pid: int, start: int, kill: int) -> None:

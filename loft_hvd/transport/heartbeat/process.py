@@ -31,6 +31,7 @@ from loft_hvd._native import extension
 __all__ = [
     "ENDED",
     "FROZEN",
+    "STILL_ENDS_S",
     "TERM",
     "FailureNote",
     "FailureObserver",
@@ -85,12 +86,14 @@ def process_state(pid: int, start: int) -> str:
     """Return a process's state letter as ``/proc`` of this host shows it; X when it ends.
 
     That is before its connections end: a process gives back its memory first, which takes 70 ms
-    for 800 MB (measured on two cores).
+    for 800 MB (measured on two cores). "?" where it cannot be read.
     """
     try:
         fields = stat_fields(pid)
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return "X"
+    except OSError:
+        return "?"
     # Another start: the process has ended, and its id was given to a later one.
     is_another = start != 0 and int(fields[19]) != start
     is_ending = int(fields[6]) & _EXITING or int(fields[28]) & _KILL_IS_PENDING
@@ -189,7 +192,7 @@ TERM = b"T"  # what a waker gets; from csrc/grace.h
 # From SIGTERM to the end of a process that has no verdict by then. A choice: a rank's end takes
 # tenths of a second on a busy host, and Open MPI kills 1 s after SIGTERM, horovodrun 5 s.
 _TERM_S = 0.5
-_STILL_ENDS_S = 2.0  # a choice: after that a script has prevented its end
+STILL_ENDS_S = 2.0  # a choice: who lives after that has prevented its end
 
 
 class ProcessExit:
@@ -292,7 +295,7 @@ class ProcessExit:
     def is_told(self) -> bool:
         """Whether this process is told to end, and does in a moment; from any thread."""
         told_s = getattr(extension(), "told_s", None)
-        return told_s is not None and 0.0 <= told_s() < _STILL_ENDS_S
+        return told_s is not None and 0.0 <= told_s() < STILL_ENDS_S
 
     def end_by_term(self) -> None:
         """End this process by the SIGTERM that it has had."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import math
 import os
 import signal
 import sys
@@ -51,20 +52,21 @@ def slow_down() -> None:
 
 
 def await_pause() -> None:
-    """Return between two of Horovod's cycles, 60 ms after one at least, or after 5 s.
+    """Return between two of Horovod's cycles, 60 ms after one.
 
     With dynamic process sets a cycle begins with a wait for all ranks, for which it holds the table
     of sets; so a look into that table waits, too. The rest of an idle cycle takes less than 60 ms,
     also on busy cores.
     """
     library = importlib.import_module("horovod.torch.mpi_ops")._basics.MPI_LIB_CTYPES
-    free_since = before = began = time.monotonic()
-    while before - free_since < 0.06 and before - began < 5.0:
+    now, limit, held_at = time.monotonic(), time.monotonic() + 5.0, math.inf
+    while now - held_at < 0.06 or held_at == math.inf:
+        assert now < limit, "no cycle of Horovod's in 5 s, or no pause"
+        before = time.monotonic()
         library.horovod_number_of_process_sets()
         now = time.monotonic()
         if now - before > 1e-4:  # a look takes microseconds
-            free_since = now
-        before = now
+            held_at = now
 
 
 def at_once(what: str) -> None:
