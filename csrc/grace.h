@@ -17,9 +17,9 @@
 #include <atomic>
 #include <cerrno>
 #include <cstdint>
+#include <exception>
 #include <map>
 #include <mutex>
-#include <system_error>
 
 #include "leave.h"
 #include "threads.h"
@@ -105,7 +105,7 @@ inline bool add_grace(int descriptor, double seconds) {
     shared.seconds = seconds > 0 && seconds < 60 ? seconds : 0;  // NaN: none
     try {
       deaf_thread(end_after_grace).detach();
-    } catch (const std::system_error&) {
+    } catch (const std::exception&) {
       for (const int end : shared.told) close(end);
       return false;
     }

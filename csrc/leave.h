@@ -11,8 +11,8 @@
 
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <string>
-#include <system_error>
 
 #include "threads.h"
 
@@ -50,7 +50,7 @@ inline bool leave_in(double seconds, const std::string& why) {
       (void)!write(STDERR_FILENO, text->data(), text->size());
       _exit(1);
     }).detach();
-  } catch (const std::system_error&) {
+  } catch (const std::exception&) {
     leaves_at_ns.store(0);
     delete text;
     return false;

@@ -11,7 +11,7 @@
 namespace loft {
 
 // Starts a thread in which all signals are blocked, which a thread inherits. Throws what
-// std::thread does where the machine has no thread left.
+// std::thread does where the machine has no thread or memory left.
 template <typename Body>
 std::thread deaf_thread(Body body) {
   sigset_t all, before;

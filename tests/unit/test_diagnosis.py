@@ -113,6 +113,28 @@ def test_a_peer_that_is_heard_again_is_no_suspect(diagnosis: Diagnosis, clock: C
     assert diagnosis.judge(WAITING) is None  # what was seen then does not count now
 
 
+def test_a_look_that_fails_tells_nothing(diagnosis: Diagnosis) -> None:
+    diagnosis.saw(1, "X")
+    diagnosis.saw(1, "?")
+    assert diagnosis.is_silent(1)
+    diagnosis.found(1)
+    assert not diagnosis.is_silent(1)
+
+
+def test_a_living_rank_without_a_link_does_not_hide_who_was_told(
+    diagnosis: Diagnosis, clock: Clock
+) -> None:
+    diagnosis.lost(1)
+    diagnosis.saw(1, "S")
+    diagnosis.told(2)
+    clock.now += 0.5
+    diagnosis.lost(2)
+    diagnosis.saw(2, "X")
+    verdict = diagnosis.judge(moved(1e6))
+    assert verdict is not None
+    assert verdict.rank == 2
+
+
 def test_a_rank_that_was_out_itself_starts_anew(diagnosis: Diagnosis, clock: Clock) -> None:
     clock.now += 1000.0
     diagnosis.restarted()

@@ -93,6 +93,7 @@ def ranks() -> Iterator[Ranks]:
 def test_a_rank_that_is_told_to_end_says_which_rank_ended_first(ranks: Ranks) -> None:
     """Rank 0's link is held for long, as what a rank has forked does, or its last memory."""
     one = ranks.start(term_s=50.0)
+    ranks.hear(b"\nbeat 1 ")  # it has seen rank 0 alive
     ranks.zero.kill()
     one.terminate()
     began = time.monotonic()
@@ -113,7 +114,7 @@ def test_a_rank_that_is_told_to_end_says_so_and_ends_in_a_moment(ranks: Ranks) -
 
 
 def test_ranks_that_are_all_told_to_end_name_nobody(ranks: Ranks) -> None:
-    one = ranks.start(term_s=1.0)
+    one = ranks.start(term_s=1.5)
     one.terminate()
     ranks.hear(b"\nterm 1 ")
     ranks.link.send(b"\nterm 0 0.000 \n")

@@ -621,6 +621,56 @@ def test_the_end_of_a_link_alone_is_no_verdict(pairs: Pairs) -> None:
     assert first.wait_verdict(0.2) is None
 
 
+def test_a_link_that_has_ended_before_it_is_taken_is_dropped(pairs: Pairs) -> None:
+    """Its end may come with the welcome; the door has read both then."""
+    ours, theirs = _linked()
+    theirs.close()
+    assert ours.receive() == []
+    assert ours.is_closed
+    own = own_process()
+    first = pairs._make(0, ours, RankProcess(own.host_key + 1, 7, 0, "there"), is_elastic=False)
+    until = time.monotonic() + 10
+    while ours.fileno() >= 0 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert ours.fileno() < 0
+    assert first._diagnosis.misses_link(1)
+
+
+@pytest.mark.parametrize("how", ["is seen to end", "was never seen", "says good-bye"])
+def test_where_ranks_are_told_to_end_processes_tell_who_has_ended(how: str) -> None:
+    """The link of rank 2, which is killed, is held by a process that it has started."""
+    ends = {rank: _linked() for rank in (1, 2)}
+    looks = Counter[int]()
+
+    def look(pid: int, start: int) -> str:
+        del start
+        looks[pid] += 1
+        if pid == 1001 or (looks[pid] == 1 and how != "was never seen"):
+            return "S"
+        if how == "says good-bye":  # and is gone, right before this look
+            ends[2][1].send(Line("left", 2))
+        return "X"
+
+    control = ProcessControl(look=look)
+    known = {rank: RankProcess(control.own.host_key, 1000 + rank, 5, "here") for rank in ends}
+    made = Heartbeat(
+        {rank: ours for rank, (ours, _) in ends.items()},
+        Diagnosis(0, known),
+        settings=HeartbeatSettings(period_s=0.05),
+        control=control,
+    )
+    ends[1][1].send(Line("term", 1))
+    verdict = made.wait_verdict(10 if how == "is seen to end" else 0.5)
+    made.close()
+    for _, theirs in ends.values():
+        theirs.close()
+    if how == "is seen to end":
+        assert verdict is not None
+        assert verdict.text.startswith("rank 2 (process 1002 on here) has ended without a word")
+    else:
+        assert verdict is None
+
+
 @pytest.mark.parametrize("says_good_bye", [False, True])
 def test_a_rank_that_dies_as_another_one_does_is_named_with_it(says_good_bye: bool) -> None:
     """Though its own link has not ended yet: a launcher leaves no time to wait for that."""

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from loft_hvd._native import extension
+from loft_hvd.transport.heartbeat import process
 from loft_hvd.transport.heartbeat.process import ENDED, own_process, process_state
 
 
@@ -15,6 +16,20 @@ def test_process_states() -> None:
     own = own_process()
     assert process_state(own.pid, own.start) in "RS"
     assert process_state(own.pid, own.start + 1) == "X"  # another process had that id
+
+
+@pytest.mark.parametrize(
+    ("error", "state"),
+    [(FileNotFoundError, "X"), (ProcessLookupError, "X"), (PermissionError, "?"), (OSError, "?")],
+)
+def test_a_process_that_cannot_be_read_has_not_ended_by_that(
+    error: type[OSError], state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: int) -> list[str]:
+        raise error(24, "too many open files")
+
+    monkeypatch.setattr(process, "stat_fields", fail)
+    assert process_state(1, 0) == state
 
 
 def test_a_process_that_is_being_killed_counts_as_ended_from_the_first_moment() -> None:

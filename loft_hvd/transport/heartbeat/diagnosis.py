@@ -25,11 +25,16 @@ from urllib.parse import quote, unquote
 
 from loft_hvd.errors import LoftError, MismatchError, PeerError
 from loft_hvd.transport.heartbeat.places import Place, PlaceWatch
-from loft_hvd.transport.heartbeat.process import ENDED, FROZEN, STILL_ENDS_S, RankProcess
+from loft_hvd.transport.heartbeat.process import (
+    ENDED,
+    FROZEN,
+    STILL_ENDS_S,
+    UNKNOWN,
+    RankProcess,
+)
 
 __all__ = ["Diagnosis", "DiagnosisLimits", "Progress", "ProgressMeter", "Verdict", "key_of"]
 
-_UNKNOWN = "?"  # nobody has looked yet, or nobody can
 _IN_PART = "*"  # begins the names of operations over some of the ranks only
 _TOGETHER_S = 0.25  # between the ends of ranks that die at one moment; a choice
 _SAME_STEPS = "every rank must take the same number of steps"
@@ -331,7 +336,7 @@ class _Peer:
     heard_at: float  # its last beat
     alive_at: float  # its last beat or pulse
     progress: Progress = field(default_factory=Progress)
-    state: str = _UNKNOWN  # as seen since it was heard last
+    state: str = UNKNOWN  # as seen since it was heard last
     lost_at: float | None = None  # since when there is no connection to it
     has_left: bool = False  # has said good-bye or failed
     was_ended: bool = False  # has said good-bye as an error had ended it
@@ -385,7 +390,7 @@ class Diagnosis:
         self.pulsed(rank)
         peer = self._peers[rank]
         peer.heard_at, peer.progress = self._clock(), progress
-        peer.state, peer.is_warned = _UNKNOWN, False
+        peer.state, peer.is_warned = UNKNOWN, False
         if peer.told_at is not None and peer.heard_at - peer.told_at > STILL_ENDS_S:
             peer.told_at = None  # its script has prevented its end
 
@@ -419,7 +424,7 @@ class Diagnosis:
 
     def found(self, rank: int) -> None:
         """Note a new connection to a peer."""
-        self._peers[rank].lost_at = None
+        self._peers[rank].lost_at, self._peers[rank].state = None, UNKNOWN
         self.pulsed(rank)
 
     def engine_failed(self) -> None:
@@ -444,7 +449,8 @@ class Diagnosis:
 
     def saw(self, rank: int, state: str) -> None:
         """Note the state letter of a peer's process, as ``/proc`` shows it."""
-        self._peers[rank].state = state
+        if state != UNKNOWN:
+            self._peers[rank].state = state
 
     def restarted(self) -> None:
         """Note that this rank itself was out for a while: silence until now means nothing."""
@@ -476,7 +482,7 @@ class Diagnosis:
         if peer.has_left or self._clock() - peer.heard_at < self.limits.held_s:
             return False
         is_pulsing = self._clock() - peer.alive_at < self.limits.suspect_s
-        return is_pulsing or peer.state not in (_UNKNOWN, FROZEN, *ENDED)
+        return is_pulsing or peer.state not in (UNKNOWN, FROZEN, *ENDED)
 
     def misses_link(self, rank: int) -> bool:
         """Say whether the link to a peer is lost, or so silent that it may be."""
@@ -512,7 +518,8 @@ class Diagnosis:
                 continue  # perhaps for that end
             if (verdict := self._judge_seen(rank)) is not None:
                 return self._with_the_rest(verdict)
-            is_open = is_open or (peer.lost_at is not None and peer.told_at is None)
+            is_unclear = peer.lost_at is not None and peer.state == UNKNOWN
+            is_open = is_open or (is_unclear and peer.told_at is None)
         for rank in suspects:
             if (verdict := self._judge_unseen(rank, live)) is not None:
                 return verdict
@@ -631,7 +638,7 @@ class Diagnosis:
         silent_s = self._clock() - peer.alive_at
         # The engine may be less patient: it fails, for want of an answer, while the rank is silent.
         least_s = self.limits.failed_s if self._has_engine_failed else self.limits.silent_s
-        if peer.state != _UNKNOWN or min(silent_s, stalled_s) < min(least_s, self.limits.silent_s):
+        if peer.state != UNKNOWN or min(silent_s, stalled_s) < min(least_s, self.limits.silent_s):
             return None
         # The link was lost before, while operations still ended: that it is silent says nothing.
         # What is left is that every other rank has come to what they all wait for.
@@ -777,7 +784,7 @@ class Diagnosis:
             if peer.has_left or peer.is_warned or unheard_s < self.limits.silent_s:
                 continue
             who = f"rank {rank} ({peer.process})"
-            is_seen = self.is_silent(rank) and peer.state not in (_UNKNOWN, FROZEN, *ENDED)
+            is_seen = self.is_silent(rank) and peer.state not in (UNKNOWN, FROZEN, *ENDED)
             if is_seen or not self.misses_link(rank):
                 peer.is_warned = True
                 warnings.append(

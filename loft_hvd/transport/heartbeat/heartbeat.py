@@ -37,6 +37,7 @@ from loft_hvd.transport.heartbeat.process import (
     ENDED,
     FROZEN,
     TERM,
+    UNKNOWN,
     ProcessExit,
     ProcessGuard,
     RankProcess,
@@ -59,6 +60,7 @@ __all__ = [
 _logger = logging.getLogger(__name__)
 _EXPLAIN_S = 1.0  # bound from the beats: what others have seen by now comes with their next one
 _ASIDE_S = 1.0  # a choice: at the end, for handlers to write what is still to be logged
+_MOST_READS = 64  # bound: each takes 64 kB at least, more than a kernel keeps for a link
 _LOOK_S = 0.25  # a choice: between looks at what this rank does after a verdict
 _MISMATCH, _UNSEEN = 1.0, 2.0  # kinds of verdicts, in the number of their line
 _ENGINE_ERRORS = ("HorovodInternalError", "HostsUpdatedInterrupt")
@@ -233,7 +235,7 @@ class Heartbeat:
         self._asked: list[str] = []  # what rank 0 wants to know: keys of names
         # Ranks that have said good-bye, to whomever; 1 where an error has ended them.
         self._gone: dict[int, float] = {}
-        self._is_in_view: set[int] = set()  # ranks whose processes were seen here, alive
+        self._in_view: set[int] = set()  # ranks whose processes were seen here, alive
         # By rank, who was asked to look at its process.
         self._asked_to_look: dict[int, int] = {}
         self._has_news = False  # what ranks are judged by at once, not at the next beat
@@ -439,7 +441,8 @@ class Heartbeat:
         """Note that this process is told to end, as by its launcher when another rank has."""
         self._ends_by_term = True
         self._diagnosis.told()
-        self._say_at_last(Line("term", self.rank))
+        for link in self._links.values():  # not again on a new one: the end comes first
+            link.send(Line("term", self.rank))
 
     def _end_if_told(self) -> None:
         """End a process that was told to, once it has said which rank was the first to end."""
@@ -504,8 +507,8 @@ class Heartbeat:
             return
         process = self._diagnosis.process(rank)
         is_near = process.host_key == self._control.own.host_key
-        if is_near and self._control.look(process.pid, process.start) not in ("?", *ENDED):
-            self._is_in_view.add(rank)
+        if is_near and self._control.look(process.pid, process.start) not in (UNKNOWN, *ENDED):
+            self._in_view.add(rank)
         if self._pulse is not None:
             self._pulse.add(link.fileno())
         for line in lines:  # what came with its welcome
@@ -525,7 +528,7 @@ class Heartbeat:
     def _receive(self, peer: int) -> bool:
         """Take what a peer has said; returns whether there may be more."""
         link = self._links[peer]
-        if link.is_closed:
+        if link.fileno() < 0:  # dropped
             return False
         lines = link.receive()
         for line in lines:
@@ -634,19 +637,20 @@ class Heartbeat:
         That may take long: the kernel takes back its memory first, and processes that it has forked
         hold the link. Where ranks are told to end, their launcher has seen such an end.
         """
-        for rank in self._is_in_view - {*suspects, *self._diagnosis.left_ranks()}:
+        for rank in self._in_view - {*suspects, *self._diagnosis.left_ranks()}:
             process = self._diagnosis.process(rank)
             state = self._control.look(process.pid, process.start)
             if state in ENDED:
-                while self._receive(rank):  # all that it has said: a good-bye, or its error
-                    pass
+                for _ in range(_MOST_READS):  # all that it has said: a good-bye, or its error
+                    if not self._receive(rank):
+                        break
                 self._diagnosis.saw(rank, state)
 
     def _look_for_rank_0(self, rank: int, pid: int, start: int, kill: int) -> None:
         """Look at a rank's process on this host and tell rank 0; end it if it is to be killed."""
         state = self._control.look(pid, start)
         self._links[0].send(Line("state", rank, 0.0, state))
-        if (kill == 1 and state == FROZEN) or (kill == 2 and state not in ENDED):
+        if (kill == 1 and state == FROZEN) or (kill == 2 and state not in (UNKNOWN, *ENDED)):
             self._kill(pid)
 
     def _saw(self, rank: int, state: str) -> None:

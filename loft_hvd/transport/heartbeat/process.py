@@ -33,6 +33,7 @@ __all__ = [
     "FROZEN",
     "STILL_ENDS_S",
     "TERM",
+    "UNKNOWN",
     "FailureNote",
     "FailureObserver",
     "ProcessExit",
@@ -49,6 +50,7 @@ __all__ = [
 
 _logger = logging.getLogger(__name__)
 FROZEN = "T"  # the kernel's letter for a process that SIGSTOP has stopped
+UNKNOWN = "?"  # nobody has looked at the process yet, or nobody can
 ENDED = ("X", "Z")  # its letters: has ended; has ended, but its parent has not asked
 _EXITING = 4  # from the kernel's sched.h, PF_EXITING: the process is giving back what it holds
 _KILL_IS_PENDING = 1 << (signal.SIGKILL - 1)
@@ -86,14 +88,14 @@ def process_state(pid: int, start: int) -> str:
     """Return a process's state letter as ``/proc`` of this host shows it; X when it ends.
 
     That is before its connections end: a process gives back its memory first, which takes 70 ms
-    for 800 MB (measured on two cores). "?" where it cannot be read.
+    for 800 MB (measured on two cores). ``UNKNOWN`` where it cannot be read.
     """
     try:
         fields = stat_fields(pid)
     except (FileNotFoundError, ProcessLookupError):
         return "X"
     except OSError:
-        return "?"
+        return UNKNOWN
     # Another start: the process has ended, and its id was given to a later one.
     is_another = start != 0 and int(fields[19]) != start
     is_ending = int(fields[6]) & _EXITING or int(fields[28]) & _KILL_IS_PENDING
