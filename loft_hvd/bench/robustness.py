@@ -40,6 +40,7 @@ __all__ = [
 _CHUNK = 10  # runs that are computed together: their gradients stay in the caches
 _CLEAN = "mean"  # what "clean" accuracy is that of: worker momentum, shuffled, nobody attacking
 _ADVISED, _DEFAULT, _IN_SHARDS = "robust", "robust, scope auto", "robust in shards"
+_JUDGED = (_DEFAULT, _ADVISED)
 
 
 @dataclass(frozen=True)
@@ -145,10 +146,12 @@ def _trials(
     """Yield all runs, the seeds of a cell in their order."""
     for model, (num_workers, f) in itertools.product(bench.models, bench.counts):
         setting = Setting(model, num_workers, f, steps=bench.steps)
-        for defence, attack, skew, seed in itertools.product(
-            found[num_workers, f], bench.attacks, bench.skews, range(bench.seeds)
-        ):
-            yield setting, Trial(defence, attack, skew, seed)
+        cells = list(itertools.product(found[num_workers, f], bench.attacks, bench.skews))
+        clean = (Defence(_CLEAN), NONE, SKEWS[0])
+        if clean not in cells and any(one.name in _JUDGED for one in found[num_workers, f]):
+            cells.append(clean)  # goals are points lost of it
+        for cell, seed in itertools.product(cells, range(bench.seeds)):
+            yield setting, Trial(*cell, seed)
 
 
 def _chunks(runs: Sequence[tuple[Setting, Trial]]) -> Iterator[tuple[Setting, list[Trial]]]:
@@ -330,7 +333,7 @@ def judge_robustness(cells: Sequence[Cell]) -> list[RobustnessGoal]:
     for model, num_workers, f in dict.fromkeys(key[:3] for key in found):
         place = f"{model}, n={num_workers} f={f}"
         clean = found.get((model, num_workers, f, _CLEAN, "shuffled"))
-        for skew, name in itertools.product(SKEWS, (_DEFAULT, _ADVISED)):
+        for skew, name in itertools.product(SKEWS, _JUDGED):
             ours = found.get((model, num_workers, f, name, skew))
             if ours is None:
                 continue
@@ -360,17 +363,20 @@ def _against_others(
     for (model, num_workers, f, name, _), summary in found.items():
         if (model, num_workers, f) == key and summary.worst is not None:
             worst[name].append(summary.worst)
-    ours = worst.pop(_ADVISED, [])
-    # Only against rules that were run on as many skews.
-    others = {name: min(each) for name, each in worst.items() if len(each) == len(ours)}
-    for ours_too in (_DEFAULT, _IN_SHARDS):
-        others.pop(ours_too, None)
-    if not others:
-        return []
-    best = max(others, key=others.__getitem__)
-    ahead = others[best] - min(ours)
-    what = f"{place}: points that {best} is better in its worst case"
-    return [RobustnessGoal(what, ahead, _MOST_BEHIND, False)]
+    goals = []
+    for ours in (name for name in _JUDGED if name in worst):
+        # Only against rules that were run on as many skews.
+        others = {
+            name: min(each)
+            for name, each in worst.items()
+            if name not in (*_JUDGED, _IN_SHARDS) and len(each) == len(worst[ours])
+        }
+        if others:
+            best = max(others, key=others.__getitem__)
+            ahead = others[best] - min(worst[ours])
+            what = f"{place}: points that {best} is better in its worst case than {ours}"
+            goals.append(RobustnessGoal(what, ahead, _MOST_BEHIND, False))
+    return goals
 
 
 def robustness_goal_rows(goals: Sequence[RobustnessGoal]) -> list[list[str]]:
