@@ -33,6 +33,7 @@ from loft_hvd.attacks import (
     Mimic,
     OptimisedALIE,
     OptimisedIPM,
+    Scaled,
     SignFlip,
 )
 from loft_hvd.attacks.optimised import aggregate_in_shards
@@ -47,9 +48,9 @@ from loft_hvd.pipeline.suspicion.spread import (
     looked_at,
 )
 
-__all__ = ["ATTACKS", "MODELS", "NONE", "Setting", "Trial", "train"]
+__all__ = ["ATTACKS", "MODELS", "NONE", "ODD_STEPS", "Setting", "Trial", "train"]
 
-NONE, _LABEL_FLIP = "none", "label flip"
+NONE, ODD_STEPS, _LABEL_FLIP = "none", "odd steps x10", "label flip"
 ATTACKS = (
     NONE,
     "sign flip x10",
@@ -58,6 +59,7 @@ ATTACKS = (
     "IPM 0.1",
     "optimised IPM",
     "mimic",
+    ODD_STEPS,
     _LABEL_FLIP,
 )
 _NUM_TEST = 360  # images that are not trained on, as in examples/digits.py
@@ -205,6 +207,22 @@ class _Network:
         return torch.stack(right).float().mean(dim=1)
 
 
+class _OddSteps:
+    """Honest in even steps, a ``SignFlip`` in odd ones: it preys on what a rule learns of the past.
+
+    A rule that selected rows by the step before would take the odd steps' for honest.
+    """
+
+    def __init__(self, *, scale: float) -> None:
+        self._honest, self._wrong = Scaled(1.0), SignFlip(scale)
+        self._step = 0
+
+    def __call__(self, honest: Tensor, *, num_rows: int) -> Tensor:
+        attack = self._wrong if self._step % 2 else self._honest
+        self._step += 1
+        return attack(honest, num_rows=num_rows)
+
+
 def make_attack(name: str, rule: Rule, shards: int) -> Attack | None:
     """Return what makes the attackers' rows; None where they compute rows as honest workers do."""
     attacks: dict[str, Attack | None] = {
@@ -216,6 +234,7 @@ def make_attack(name: str, rule: Rule, shards: int) -> Attack | None:
         "IPM 0.1": IPM(eps=0.1),
         "optimised IPM": OptimisedIPM(rule, shards=shards),
         "mimic": Mimic(row=0),
+        ODD_STEPS: _OddSteps(scale=10.0),
     }
     if name not in attacks:
         raise ArgumentError(f"attack {name!r} is unknown; the attacks are {', '.join(ATTACKS)}")

@@ -19,7 +19,16 @@ from pathlib import Path
 
 import torch
 
-from loft_hvd.bench.attacked import ATTACKS, MODELS, NONE, Setting, Trial, count_computing, train
+from loft_hvd.bench.attacked import (
+    ATTACKS,
+    MODELS,
+    NONE,
+    ODD_STEPS,
+    Setting,
+    Trial,
+    count_computing,
+    train,
+)
 from loft_hvd.bench.defences import DEFENCES, Defence, find_defences
 from loft_hvd.bench.peers import Untimed
 from loft_hvd.bench.skews import SKEWS
@@ -233,18 +242,33 @@ def _cells(runs: Sequence[tuple[Setting, Trial]], kept: KeptRuns) -> list[Cell]:
 class _Summary:
     """A rule on one skew, in percent; None where no such run was asked for."""
 
-    none: float | None  # nobody attacking
-    mean: float | None  # of all attacks
-    worst: float | None
-    worst_attack: str
-    num_attacks: int
+    by_attack: Mapping[str, float]
+
+    @property
+    def none(self) -> float | None:
+        """Nobody attacking."""
+        return self.by_attack.get(NONE)
+
+    @property
+    def attacked(self) -> dict[str, float]:
+        return {attack: found for attack, found in self.by_attack.items() if attack != NONE}
+
+    @property
+    def worst_attack(self) -> str:
+        """Return the attack that leaves least, "" where there was none."""
+        return min(self.attacked, key=self.attacked.__getitem__, default="")
+
+    @property
+    def worst(self) -> float | None:
+        return self.attacked.get(self.worst_attack)
 
     def __str__(self) -> str:
-        numbers = (self.none, self.mean, self.worst)
+        mean = statistics.fmean(self.attacked.values()) if self.attacked else None
+        numbers = (self.none, mean, self.worst)
         return "/".join("-" if number is None else f"{number:.1f}" for number in numbers)
 
 
-_NOT_RUN = _Summary(None, None, None, "", 0)
+_NOT_RUN = _Summary({})
 _Key = tuple[str, int, int, str, str]  # model, workers, f, rule, skew
 
 
@@ -253,18 +277,7 @@ def _summaries(cells: Sequence[Cell]) -> dict[_Key, _Summary]:
     for cell in cells:
         key = (cell.model, cell.num_workers, cell.f, cell.defence, cell.skew)
         by_key[key][cell.attack] = cell.accuracy
-    found = {}
-    for key, accuracies in by_key.items():
-        attacked = {attack: a for attack, a in accuracies.items() if attack != NONE}
-        worst_attack = min(attacked, key=attacked.__getitem__) if attacked else ""
-        found[key] = _Summary(
-            accuracies.get(NONE),
-            statistics.fmean(attacked.values()) if attacked else None,
-            attacked.get(worst_attack),
-            worst_attack,
-            len(attacked),
-        )
-    return found
+    return {key: _Summary(accuracies) for key, accuracies in by_key.items()}
 
 
 def matrix_rows(cells: Sequence[Cell]) -> list[list[list[str]]]:
@@ -323,6 +336,7 @@ class RobustnessGoal:
 _MOST_LOST = {"shuffled": 4.0, "capped": 6.0}
 _LEAST_LEFT = {"dirichlet": {8: 70.0, 16: 78.0}, "sorted": {8: 45.0, 16: 45.0}}
 _MOST_LOST_UNATTACKED = {"shuffled": 0.7, "capped": 0.7, "dirichlet": 4.0, "sorted": 4.0}
+_MOST_LOST_IN_ODD_STEPS = 1.0  # shuffled
 _MOST_BEHIND = 2.0  # points that another rule's worst case may be better by
 
 
@@ -344,10 +358,14 @@ def judge_robustness(cells: Sequence[Cell]) -> list[RobustnessGoal]:
                 goals.append(RobustnessGoal(f"{say}: points lost unattacked", lost, limit, False))
             if ours.worst is None:
                 continue
-            worst = f"{say}: worst of {ours.num_attacks} attacks ({ours.worst_attack})"
+            worst = f"{say}: worst of {len(ours.attacked)} attacks ({ours.worst_attack})"
             if skew in _MOST_LOST and clean is not None and clean.none is not None:
                 lost = clean.none - ours.worst
                 goals.append(RobustnessGoal(f"{worst}, points", lost, _MOST_LOST[skew], False))
+                if skew == "shuffled" and ODD_STEPS in ours.attacked:
+                    lost = clean.none - ours.attacked[ODD_STEPS]
+                    what = f"{say}: points lost under {ODD_STEPS}"
+                    goals.append(RobustnessGoal(what, lost, _MOST_LOST_IN_ODD_STEPS, False))
             if num_workers in _LEAST_LEFT.get(skew, {}):
                 limit = _LEAST_LEFT[skew][num_workers]
                 goals.append(RobustnessGoal(worst, ours.worst, limit, True))

@@ -160,6 +160,18 @@ def test_clean_runs_are_made_along_where_goals_are_judged_by_them() -> None:
     assert runs("median") == [("median", "IPM 0.1", "sorted")]
 
 
+@pytest.mark.parametrize(("accuracy", "is_met"), [(96.1, True), (95.9, False)])
+def test_who_is_honest_every_other_step_may_cost_a_point(accuracy: float, is_met: bool) -> None:
+    numbers = {
+        ("mean", "shuffled", "none"): 97.0,
+        ("robust, scope auto", "shuffled", "odd steps x10"): accuracy,
+        ("robust, scope auto", "capped", "odd steps x10"): 95.0,
+    }
+    goals = [one for one in judge_robustness(cells_of(numbers)) if "odd" in one.what]
+    (under,) = (one for one in goals if "points lost under odd steps x10" in one.what)
+    assert (under.what.split(",")[2], under.is_met) == (" shuffled", is_met)
+
+
 def test_goals_over_dirichlet_data_depend_on_the_number_of_workers() -> None:
     numbers = {("robust", "dirichlet", "mimic"): 75.0}
     assert [goal.is_met for goal in judge_robustness(cells_of(numbers))] == [True]
