@@ -64,6 +64,16 @@ def test_one_rank_apart_does_not_move_the_usual() -> None:
     assert found.ratios[3] > 10
 
 
+@pytest.mark.parametrize("noise", [100.0, 1e6, 0.01])
+def test_one_noisy_rank_hides_no_lasting_difference_and_makes_none(noise: float) -> None:
+    """One wild step is such noise, too; it had raised what all ranks would differ by by chance."""
+    noises = [1.0] * 7 + [noise]
+    assert noted([1.3] * 8, noises).usual == pytest.approx(
+        noted([1.3] * 8, [1.0] * 8).usual, rel=0.1
+    )
+    assert max(noted([0.0] * 8, noises).ratios[:7]) < 0.15
+
+
 def test_the_figures_have_the_same_bits_in_whatever_order_values_are_added() -> None:
     random = np.random.default_rng(1)
     counts = np.array([50.0, 49.0, 50.0, 31.0])

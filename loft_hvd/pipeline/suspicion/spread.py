@@ -42,7 +42,9 @@ WARN_ABOVE = 0.8
 JUDGE_BY_MODEL_ABOVE = 0.35
 COMPARED_AFTER = 50  # steps
 _NUM_VALUES = 512  # two sums of float64 for each make one exchange of 8 kB a rank
-_MEDIAN_EFFICIENCY = np.pi / 2  # a median's variance over a mean's, for normal values
+# The variance of the median of n normal values about one mean, of deviations d, is this times
+# n / (sum of 1 / d) ** 2: by their density there, for many of them.
+_MEDIAN_EFFICIENCY = np.pi / 2
 _logger = logging.getLogger(__name__)
 
 
@@ -73,9 +75,12 @@ def lasting_differences(counts: Floats, sums: Floats, squares: Floats) -> Spread
             return Spread((float("nan"),) * len(counts), float("nan"))
         # From the median rank: the aggregate itself may lean towards a faulty one.
         apart = _row_sums((means - np.median(means[usable], axis=0)) ** 2)
-        # What would lie between them without a lasting difference: both means are uncertain.
+        # What would lie between them without a lasting difference: both means are uncertain. The
+        # median's error is that of normal values of these deviations: one rank's noise, however
+        # much, moves it by little, as it moves the median.
         error = noise / counts
-        by_chance = error + _MEDIAN_EFFICIENCY * math.fsum(error[usable]) / usable.sum() ** 2
+        certain = math.fsum(1 / np.sqrt(error[usable]))
+        by_chance = error + _MEDIAN_EFFICIENCY * usable.sum() / certain**2
         ratios = np.sqrt(np.maximum(apart - by_chance, 0.0) / noise)
     ratios = np.where(usable, ratios, np.nan)
     return Spread(tuple(ratios.tolist()), float(np.median(ratios[usable])))
