@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from loft_hvd.aggregation.row_rules import Robust
 from loft_hvd.aggregation.rules import Mean
 from loft_hvd.balance.balancer import Balancer
 from loft_hvd.config import config
 from loft_hvd.errors import ArgumentError, ArgumentTypeError
 from loft_hvd.optimizer.horovods import end_horovods, is_horovods, read_horovods
-from loft_hvd.optimizer.options import OptimizerOptions, check_passes
+from loft_hvd.optimizer.options import OptimizerOptions, advised_scope, check_passes
 from loft_hvd.optimizer.parameters import RuleChoice
 from loft_hvd.optimizer.wrapper import OptimizerWrapper, wrap
 from loft_hvd.pipeline.gradients import ReducerSettings, StepSource
@@ -159,7 +159,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - the name and the arguments ar
         sparse_as_dense=sparse_as_dense,
         needs_sparse=isinstance(optimizer, torch.optim.SparseAdam),
         wire=read_compression(compression),
-        scope=_scope_for(rule) if scope is None else scope,
+        scope="shard" if scope is None else scope,
         audit=audit,
     )
     options = OptimizerOptions(
@@ -180,15 +180,13 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - the name and the arguments ar
         process_set=process_set,
         transport=transport,
     )
+    if scope is None:  # the rules' own, which may be given as text, and by parameter group
+        scope = advised_scope(options.find_parameters().rules)
+        options = replace(options, settings=replace(settings, scope=scope))
     wrapper = wrap(options)
     if is_horovods(optimizer):  # only now: where the wrap is refused, Horovod's goes on as it was
         end_horovods(optimizer)
     return wrapper
-
-
-def _scope_for(rule: object) -> Scope:
-    rules = rule.values() if isinstance(rule, Mapping) else [rule]
-    return "auto" if any(isinstance(each, Robust) for each in rules) else "shard"
 
 
 def _check_kinds(optimizer: object, named_parameters: object, balancer: object) -> None:

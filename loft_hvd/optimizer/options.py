@@ -19,7 +19,7 @@ from loft_hvd.errors import ArgumentError, ArgumentTypeError
 from loft_hvd.optimizer.parameters import ReducedParameters, RuleChoice, collect_parameters
 from loft_hvd.pipeline.gradients import ReducerSettings
 from loft_hvd.pipeline.momentum import LossScaler, WorkerMomentum, read_momentum
-from loft_hvd.pipeline.selection import check_scope
+from loft_hvd.pipeline.selection import Scope, check_scope
 from loft_hvd.pipeline.suspicion.tracker import Suspicion
 from loft_hvd.pipeline.suspicion.watch import Quarantine
 from loft_hvd.pipeline.wire import Compression, wire_name
@@ -33,6 +33,7 @@ __all__ = [
     "EqualBatches",
     "OptimizerOptions",
     "advised_momentum",
+    "advised_scope",
     "check_groups",
     "check_passes",
     "check_step",
@@ -187,6 +188,11 @@ def advised_momentum(rules: Sequence[Rule], given: float | None) -> float:
     if given is not None:
         return read_momentum(given)
     return _ADVISED_MOMENTUM if any(isinstance(rule, Robust) for rule in rules) else 0.0
+
+
+def advised_scope(rules: Sequence[Rule]) -> Scope:
+    """Return by which values these rules judge rows unless told otherwise."""
+    return "auto" if any(isinstance(rule, Robust) for rule in rules) else "shard"
 
 
 def check_watching(

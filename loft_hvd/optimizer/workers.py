@@ -304,8 +304,16 @@ class GradientLog:
             (p, spec.name) for p, spec in pairs if not isinstance(found.rules[spec.rule], Mean)
         ]
         parameters, names = [p for p, _ in robust], [name for _, name in robust]
+        self._found = found
         self._spread = ParameterSpread(parameters, channel)
         self.zeroed = ParameterZeroed(parameters, names, channel)
+
+    def is_of(self, found: ReducedParameters) -> bool:
+        """Whether these are the parameters, and rules, that it was made for."""
+        own = self._found
+        if (found.specs, found.rules) != (own.specs, own.rules):
+            return False
+        return all(a is b for a, b in zip(found.parameters, own.parameters, strict=True))
 
     def step_reduced(self, log: RunLog, watch: WorkerWatch | Unwatched) -> Spread | None:
         """Compare ranks when enough steps were seen; write what is new.
@@ -354,6 +362,7 @@ class OptimizerWorld:
         self.log = self._batches.log
         self._waited_s = 0.0
         self._standing = StandingLog()
+        self._is_by_model = False  # whether scope="auto" has left shards, in this world for good
         found = options.collect()
         if should_agree:
             self._agree(found)
@@ -362,6 +371,9 @@ class OptimizerWorld:
         if momentum is not None and self.rank == 0:
             _advise_betas(options.optimizer.param_groups)
         self._write_rules(found)
+        # Hooks run in the order in which they are made: the log sees gradients before they move
+        # into their bucket.
+        self._gradient_log = GradientLog(self._channel(found), found)
         self._lay_out(found)
 
     def _write_rules(self, found: ReducedParameters) -> None:
@@ -406,9 +418,12 @@ class OptimizerWorld:
         except LoftError:
             self._options = before
             raise
-        self.detach()
+        self._reducer.detach()
         self._workers.take_rules(self._channel(found), found, options)
         self._write_rules(found)
+        if not self._gradient_log.is_of(found):
+            self._gradient_log.detach()
+            self._gradient_log = GradientLog(self._channel(found), found)
         self._lay_out(found)
 
     def _require(self, found: ReducedParameters) -> None:
@@ -421,9 +436,6 @@ class OptimizerWorld:
         self._batches.compute_on(found.parameters[0].device)
         self._require(found)
         channel = self._outgoing_channel = self._channel(found)
-        # Hooks run in the order in which they are made: the log sees gradients before they move
-        # into their bucket.
-        self._gradient_log = GradientLog(channel, found)
         names = (spec.name for spec in found.specs)
         self._replicas = ReplicaCheck(
             channel,
@@ -443,6 +455,8 @@ class OptimizerWorld:
             watch=workers.watch,
             momentum=self._momentum,
         )
+        if self._is_by_model:
+            self._reducer.judge_by_model()
 
     def gather_outgoing(self, values: Tensor, *, name: str) -> Tensor:
         """Return every rank's values of a bucket, [world_size, numel]; see the wrapper's."""
@@ -477,8 +491,10 @@ class OptimizerWorld:
 
     def _judge_by_model(self, spread: Spread) -> None:
         """Go over to the whole model where that is left to the ranks' data; every rank alike."""
-        if self._options.settings.scope != "auto" or not self._reducer.judge_by_model():
+        is_left_to_data = self._options.settings.scope == "auto" and not self._is_by_model
+        if not is_left_to_data or not self._reducer.judge_by_model():
             return
+        self._is_by_model = True
         self.log.write("scope", scope="model")
         if self.rank == 0:
             tell_judged_by_model(spread)

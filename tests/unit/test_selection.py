@@ -287,7 +287,14 @@ def test_ranks_must_agree_about_the_scope() -> None:
 # Scope "auto": by the model once ranks' gradients are found to differ lastingly.
 
 
-def steps_apart(end: LocalTransport, apart: float, **options: Any) -> tuple[list[str], Any]:
+def steps_apart(
+    end: LocalTransport,
+    apart: float,
+    *,
+    noise: float = 1.0,
+    lay_out_every: int = 1000,
+    **options: Any,
+) -> tuple[list[str], Any]:
     """Take 60 steps of one parameter whose gradients differ by rank; return what was sent."""
     transport = RecordingTransport(end)
     params = make_parameters([(600,)])
@@ -296,10 +303,12 @@ def steps_apart(end: LocalTransport, apart: float, **options: Any) -> tuple[list
     generator = torch.Generator().manual_seed(end.rank)
     mean = apart * torch.randn(600, generator=generator)
     sent = []
-    for _ in range(60):
+    for step in range(60):
+        if step % lay_out_every == lay_out_every - 1:
+            optimizer.set_backward_passes_per_step(1)
         transport.names.clear()
         optimizer.zero_grad()
-        backward(params, [mean + torch.randn(600, generator=generator)])
+        backward(params, [mean + noise * torch.randn(600, generator=generator)])
         optimizer.step()
         sent.append("model" if any(name.endswith(".tables") for name in transport.names) else "")
     return sent, optimizer
@@ -348,10 +357,66 @@ def test_nothing_is_said_to_change_where_no_rule_judges_rows(
     assert not [line for line in read_run_log(log) if line["kind"] == "scope"]
 
 
-def test_auto_is_the_default_of_the_advised_rule_alone() -> None:
+def test_one_noisy_rank_does_not_keep_the_others_in_shards() -> None:
     def work(end: LocalTransport) -> list[str]:
-        params = make_parameters()
-        rules: list[loft.Rule] = [loft.Robust(1), loft.MultiKrum(1), loft.Median()]
-        return [wrap(params, end, rule=rule)._options.settings.scope for rule in rules]
+        return steps_apart(end, 1.5, noise=100.0 if end.rank == 3 else 1.0)[0]
 
-    assert run_ranks(1, work) == [["auto", "shard", "shard"]]
+    assert run_ranks(4, work) == [[""] * 50 + ["model"] * 10] * 4
+
+
+@pytest.mark.parametrize("every", [20, 55])
+def test_the_decision_stands_and_comes_when_buckets_are_laid_out_anew(
+    every: int, tmp_path: Path
+) -> None:
+    def work(end: LocalTransport) -> list[str]:
+        return steps_apart(end, 3.0, lay_out_every=every, log_dir=tmp_path)[0]
+
+    assert run_ranks(4, work) == [[""] * 50 + ["model"] * 10] * 4
+    (log,) = tmp_path.glob("**/*.jsonl")
+    assert [line["scope"] for line in read_run_log(log) if line["kind"] == "scope"] == ["model"]
+
+
+def test_ranks_are_compared_anew_for_parameters_that_are_added_and_not_taken_back() -> None:
+    def work(end: LocalTransport) -> list[bool]:
+        _, optimizer = steps_apart(end, 3.0)
+        more = torch.nn.Parameter(torch.zeros(600))
+        optimizer.add_param_group({"params": [more]})
+        found = []
+        for _ in range(60):
+            optimizer.zero_grad()
+            (more * torch.randn(600)).sum().backward()
+            optimizer.step()
+            found.append(optimizer._world._reducer._scope == "model")
+        return found
+
+    assert run_ranks(4, work) == [[True] * 60] * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "scope"),
+    [
+        ({"rule": loft.Robust(0)}, "auto"),
+        ({"rule": "robust:f=0"}, "auto"),
+        ({"rule": {"p0": "mean", "*": "robust:f=0"}}, "auto"),
+        ({"rule": "robust:f=0", "scope": "shard"}, "shard"),
+        ({"rule": loft.MultiKrum(0)}, "shard"),
+        ({"rule": "median"}, "shard"),
+        ({}, "shard"),
+    ],
+)
+def test_auto_is_the_default_of_the_advised_rule_alone(options: dict[str, Any], scope: str) -> None:
+    def work(end: LocalTransport) -> str:
+        found = wrap(make_parameters(), end, **options)._options.settings.scope
+        return str(found)
+
+    assert run_ranks(1, work) == [scope]
+
+
+def test_a_parameter_groups_rule_brings_its_scope() -> None:
+    def work(end: LocalTransport) -> str:
+        first, second = make_parameters([(3,), (4,)])
+        groups: Any = [{"params": [first]}, {"params": [second], "rule": "robust:f=0"}]
+        optimizer = torch.optim.SGD(groups, lr=0.1)
+        return str(loft.DistributedOptimizer(optimizer, transport=end)._options.settings.scope)
+
+    assert run_ranks(1, work) == ["auto"]
