@@ -24,6 +24,7 @@ __all__ = [
     "BASELINE_AGAIN",
     "PEER",
     "AllreduceBench",
+    "Part",
     "Progress",
     "interleave",
     "measure_allreduce",
@@ -37,6 +38,13 @@ _SAMPLE_MB = 8.0  # smaller tensors are reduced several times in one sample
 
 
 Progress = Callable[[str], None]  # told how far a bench is
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a call returns of which a part alone is to be timed."""
+
+    seconds: float  # of that part
 
 
 @dataclass(frozen=True)
@@ -103,6 +111,8 @@ def interleave(
 ) -> dict[str, list[float]]:
     """Time calls in turn, the same ones on every rank; a sample is ``inner`` calls.
 
+    Of a call that returns a ``Part`` that part is the sample.
+
     ``progress`` is told of each tenth of the rounds, beside ``title``, while nothing is timed.
 
     Returns seconds of one call in every round, the slowest rank's, by name.
@@ -120,8 +130,9 @@ def interleave(
             hvd.barrier()  # else a rank that is ahead would time its wait for the others
             began = time.perf_counter()
             for _ in range(inner):
-                calls[key]()
-            own[key].append((time.perf_counter() - began) / inner)
+                found = calls[key]()
+            took = (time.perf_counter() - began) / inner
+            own[key].append(found.seconds if isinstance(found, Part) else took)
         if (number + 1) * 10 // rounds > number * 10 // rounds:
             progress(f"{title}, {number + 1} of {rounds} rounds")
     # One row a rank, [contestants * rounds]. A collective takes as long as its slowest rank.

@@ -1,11 +1,12 @@
-"""What ``scope="model"`` costs in a step, beside what it should cost by formula; on every rank.
+"""What ``Robust`` costs in a step, and ``scope="model"`` beside its formula; on every rank.
 
 In shards all but the last results travel during the backward pass. Over the whole model they travel
-after it, so that a step should take, where computing and sending do not slow each other,
+after it, so that this should be left when the last rank has ended its backward pass:
 
-    computing + max(0, all-to-all - backward) + table + mixing + all-gather
+    max(0, all-to-all - backward) + table + mixing + all-gather
 
-Each of these is timed alone, in turn with whole steps.
+A step should take as much longer than computing alone, where computing and sending do not slow each
+other. Each of these is timed alone, in turn with whole steps.
 """
 
 from __future__ import annotations
@@ -24,10 +25,21 @@ from loft_hvd.pipeline.selection import decide_by, measure, num_pairs, total
 from loft_hvd.transport.base import Transport, Work, wait_for
 from loft_hvd.transport.mesh import meshed
 
-__all__ = ["COMPUTING", "FORWARD", "MODEL", "SHARDS", "ScopeCost", "cost_of", "part_calls"]
+__all__ = [
+    "COMPUTING",
+    "FORWARD",
+    "MODEL",
+    "MODEL_EXPOSED",
+    "SHARDS",
+    "SHARDS_EXPOSED",
+    "ScopeCost",
+    "cost_of",
+    "part_calls",
+]
 
 COMPUTING, FORWARD = "computing alone", "forward alone"
 SHARDS, MODEL = "robust, in shards", "robust, whole model"
+SHARDS_EXPOSED, MODEL_EXPOSED = f"{SHARDS}: exposed", f"{MODEL}: exposed"
 ALL_TO_ALL, DISTANCES, TABLE = "all-to-alls alone", "distances alone", "table alone"
 MIXING, ALL_GATHER = "mixing alone", "all-gathers alone"
 
@@ -95,22 +107,40 @@ def part_calls(
 
 @dataclass(frozen=True)
 class ScopeCost:
-    """A step over the whole model, in seconds; medians over rounds."""
+    """Steps of ``Robust``, in seconds; medians over rounds."""
 
-    step_s: float
-    shards_step_s: float  # of the same rule in shards
-    formula_s: float
+    over_trimmed_mean: float  # a step in shards over one of ``TrimmedMean``, round by round
+    shards_step_s: float
+    step_s: float  # over the whole model, as all that follows
+    step_formula_s: float
+    shards_exposed_s: float  # left when the last rank has ended its backward pass
+    exposed_s: float
+    exposed_formula_s: float
 
     @property
     def ratio(self) -> float:
-        """What a step takes of what it should."""
-        return self.step_s / self.formula_s
+        """What is left after the backward pass, of what should be."""
+        return self.exposed_s / self.exposed_formula_s
 
 
-def cost_of(samples: Mapping[str, Sequence[float]]) -> ScopeCost:
-    """Return what steps took and should take, from the seconds of every round by name."""
+def cost_of(samples: Mapping[str, Sequence[float]], trimmed_mean: str) -> ScopeCost:
+    """Return what steps took and should take, from the seconds of every round by name.
+
+    Args:
+        samples: of all that ``bench step`` has timed.
+        trimmed_mean: the name there of ``TrimmedMean`` of the same f.
+    """
     took = {name: statistics.median(seconds) for name, seconds in samples.items()}
     backward_s = took[COMPUTING] - took[FORWARD]
-    formula_s = took[COMPUTING] + max(0.0, took[ALL_TO_ALL] - backward_s)
-    formula_s += took[TABLE] + took[MIXING] + took[ALL_GATHER]
-    return ScopeCost(took[MODEL], took[SHARDS], formula_s)
+    exposed_s = max(0.0, took[ALL_TO_ALL] - backward_s)
+    exposed_s += took[TABLE] + took[MIXING] + took[ALL_GATHER]
+    rounds = zip(samples[SHARDS], samples[trimmed_mean], strict=True)
+    return ScopeCost(
+        over_trimmed_mean=statistics.median(ours / theirs for ours, theirs in rounds),
+        shards_step_s=took[SHARDS],
+        step_s=took[MODEL],
+        step_formula_s=took[COMPUTING] + exposed_s,
+        shards_exposed_s=took[SHARDS_EXPOSED],
+        exposed_s=took[MODEL_EXPOSED],
+        exposed_formula_s=exposed_s,
+    )

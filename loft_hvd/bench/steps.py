@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +12,16 @@ from torch import Tensor, nn
 
 from loft_hvd.aggregation.row_rules import Robust
 from loft_hvd.aggregation.rules import Mean, Median, Rule, TrimmedMean
-from loft_hvd.bench.collectives import BASELINE, BASELINE_AGAIN, Progress, interleave
-from loft_hvd.bench.scopes import COMPUTING, FORWARD, MODEL, SHARDS, part_calls
+from loft_hvd.bench.collectives import BASELINE, BASELINE_AGAIN, Part, Progress, interleave
+from loft_hvd.bench.scopes import (
+    COMPUTING,
+    FORWARD,
+    MODEL,
+    MODEL_EXPOSED,
+    SHARDS,
+    SHARDS_EXPOSED,
+    part_calls,
+)
 from loft_hvd.config import config
 from loft_hvd.errors import ArgumentError
 from loft_hvd.optimizer.distributed import DistributedOptimizer
@@ -115,7 +124,9 @@ def measure_step(bench: StepBench, *, progress: Progress = lambda text: None) ->
 
     # Each contestant has a model of its own with the same first weights: a step changes weights and
     # gives gradients a place, so contestants must not share them.
-    def contestant(wrap: Callable[[nn.Module, torch.optim.Optimizer], Any]) -> Callable[[], None]:
+    def contestant(
+        wrap: Callable[[nn.Module, torch.optim.Optimizer], Any], *, is_exposed: bool = False
+    ) -> Callable[[], object]:
         torch.manual_seed(0)
         model = MODELS[bench.model]()
         optimizer = wrap(model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9))
@@ -125,9 +136,23 @@ def measure_step(bench: StepBench, *, progress: Progress = lambda text: None) ->
             nn.functional.cross_entropy(model(inputs), targets).backward()
             optimizer.step()
 
-        return step
+        def exposed() -> Part:
+            """Time what is left when the last rank has ended its backward pass."""
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(inputs), targets).backward()
+            hvd.barrier()
+            began = time.perf_counter()
+            optimizer.synchronize()
+            took = time.perf_counter() - began
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            return Part(took)
 
-    def ours(rule: Rule, scope: Scope = "shard") -> Callable[[], None]:
+        return exposed if is_exposed else step
+
+    def ours(
+        rule: Rule, scope: Scope = "shard", *, is_exposed: bool = False
+    ) -> Callable[[], object]:
         return contestant(
             lambda model, optimizer: DistributedOptimizer(
                 optimizer,
@@ -135,7 +160,8 @@ def measure_step(bench: StepBench, *, progress: Progress = lambda text: None) ->
                 rule=rule,
                 scope=scope,
                 worker_momentum=0.0,  # SGD has it, for every contestant
-            )
+            ),
+            is_exposed=is_exposed,
         )
 
     def scopes() -> dict[str, Callable[[], object]]:
@@ -148,6 +174,8 @@ def measure_step(bench: StepBench, *, progress: Progress = lambda text: None) ->
         return {
             SHARDS: ours(rule),
             MODEL: ours(rule, "model"),
+            SHARDS_EXPOSED: ours(rule, is_exposed=True),
+            MODEL_EXPOSED: ours(rule, "model", is_exposed=True),
             COMPUTING: contestant(lambda _, optimizer: optimizer),
             FORWARD: lambda: nn.functional.cross_entropy(model(inputs), targets),
             **part_calls(transport, rule, buckets),
@@ -183,7 +211,7 @@ def measure_step(bench: StepBench, *, progress: Progress = lambda text: None) ->
     return found
 
 
-def _trace(make: Callable[[], Callable[[], None]], file: str, rank: int) -> dict[str, float]:
+def _trace(make: Callable[[], Callable[[], object]], file: str, rank: int) -> dict[str, float]:
     """Trace some steps after a first one, which lays buckets out; return seconds by stage."""
     trace_to(file)
     step = make()

@@ -132,8 +132,8 @@ def test_a_blocking_exchange_is_compared_round_by_round(
     assert found == {"ratio": 3.0, "goal": goal, "verdict": verdict}
 
 
-@pytest.mark.parametrize(("all_to_all_s", "formula_s"), [(0.1, 1.0 + 0.22), (0.9, 1.3 + 0.22)])
-def test_a_step_over_the_whole_model_hides_rows_behind_the_backward_pass_and_nothing_else(
+@pytest.mark.parametrize(("all_to_all_s", "formula_s"), [(0.1, 0.22), (0.9, 0.3 + 0.22)])
+def test_the_whole_model_hides_rows_behind_the_backward_pass_and_nothing_else(
     all_to_all_s: float, formula_s: float
 ) -> None:
     seconds = {
@@ -145,11 +145,17 @@ def test_a_step_over_the_whole_model_hides_rows_behind_the_backward_pass_and_not
         scopes.ALL_GATHER: 0.15,
         scopes.MODEL: 2.44,
         scopes.SHARDS: 1.1,
+        scopes.MODEL_EXPOSED: 0.33,
+        scopes.SHARDS_EXPOSED: 0.1,
     }
-    cost = scopes.cost_of({name: [9.0, taken, 0.001] for name, taken in seconds.items()})
-    assert cost.formula_s == pytest.approx(formula_s)
-    assert cost.ratio == pytest.approx(2.44 / formula_s)
+    samples = {name: [9.0, taken, 0.001] for name, taken in seconds.items()}
+    cost = scopes.cost_of({**samples, "trimmed": [3.0, 1.0, 0.1]}, "trimmed")
+    assert cost.exposed_formula_s == pytest.approx(formula_s)
+    assert cost.step_formula_s == pytest.approx(1.0 + formula_s)
+    assert cost.ratio == pytest.approx(0.33 / formula_s)
     assert (cost.step_s, cost.shards_step_s) == (2.44, 1.1)
+    assert (cost.exposed_s, cost.shards_exposed_s) == (0.33, 0.1)
+    assert cost.over_trimmed_mean == pytest.approx(1.1)  # of 3, 1.1 and 0.01
 
 
 def test_a_record_that_cannot_be_written_is_refused_before_anything_is_timed(
