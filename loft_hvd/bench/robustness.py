@@ -376,22 +376,22 @@ def judge_robustness(cells: Sequence[Cell]) -> list[RobustnessGoal]:
 def _against_others(
     found: Mapping[_Key, _Summary], key: tuple[str, int, int], place: str
 ) -> list[RobustnessGoal]:
-    """Compare worst cases over the whole row of skews: no rule may be much better."""
-    worst: dict[str, list[float]] = defaultdict(list)
-    for (model, num_workers, f, name, _), summary in found.items():
-        if (model, num_workers, f) == key and summary.worst is not None:
-            worst[name].append(summary.worst)
+    """Compare worst cases over all skews and attacks of ours: no rule may be much better."""
+    cells: dict[str, dict[tuple[str, str], float]] = defaultdict(dict)  # by rule: of skew, attack
+    for (model, num_workers, f, name, skew), summary in found.items():
+        if (model, num_workers, f) == key:
+            cells[name] |= {(skew, attack): a for attack, a in summary.attacked.items()}
     goals = []
-    for ours in (name for name in _JUDGED if name in worst):
-        # Only against rules that were run on as many skews.
+    for ours in (name for name in _JUDGED if cells.get(name)):
+        # Only against rules that met all that ours met.
         others = {
-            name: min(each)
-            for name, each in worst.items()
-            if name not in (*_JUDGED, _IN_SHARDS) and len(each) == len(worst[ours])
+            name: min(own[cell] for cell in cells[ours])
+            for name, own in cells.items()
+            if name not in (*_JUDGED, _IN_SHARDS) and own.keys() >= cells[ours].keys()
         }
         if others:
             best = max(others, key=others.__getitem__)
-            ahead = others[best] - min(worst[ours])
+            ahead = others[best] - min(cells[ours].values())
             what = f"{place}: points that {best} is better in its worst case than {ours}"
             goals.append(RobustnessGoal(what, ahead, _MOST_BEHIND, False))
     return goals
