@@ -50,7 +50,7 @@ Floats = npt.NDArray[np.float64]
 # Bound from the table, which holds about 1e-7 of a squared distance: times this, 1e-4 of the square
 # of the length that is left.
 _MOST_SHRINKING = 1e-3
-_FAR = 1e3  # rows this many median distances away are left out of a centre; the same bound
+_FAR = 1e3  # rows this many usual distances away are left out of a centre; the same bound
 _CLIPPING_STEPS = 5
 _MEDIAN_STEPS = 200  # a bound: some 20 to 60 do
 
@@ -248,13 +248,26 @@ def _multi_krum(rule: Any, rows: _Rows) -> tuple[_Rows, Rule]:
 
 
 def _geometric_median(rule: Any, rows: _Rows) -> tuple[_Rows, Rule]:
-    near = np.flatnonzero(_near(rows, rule.f)[1])
+    shares = _shares(rows.weights, len(rows.matrix))
+    # By weight, as what the rule survives: a ball with more than half of it holds a right row,
+    # and the smallest is no wider than right rows are apart. By f neighbours it would not be.
+    radii = _radii(rows.distances, shares)
+    first = int(_lowest(radii, 1)[0])
+    near = np.flatnonzero(_is_near(rows, first, float(radii[first])))
     if len(near) == 0:  # none is measured
         return _mean_of(rows, np.arange(len(rows.matrix)))
-    shares = _shares(rows.weights, len(rows.matrix))[near]
     by = np.zeros(len(rows.matrix))
-    by[near] = _weiszfeld(rows.distances[np.ix_(near, near)], shares / _total(shares))
+    by[near] = _weiszfeld(rows.distances[np.ix_(near, near)], shares[near] / _total(shares[near]))
     return _mixed(rows, by[None], None, Mean())
+
+
+def _radii(squared: Floats, shares: Floats) -> Floats:
+    """Return for each row the squared distance within which more than half of the weight lies."""
+    order = np.argsort(squared, axis=1, kind="stable")
+    reaches = 2 * np.cumsum(shares[order], axis=1) > _total(shares)  # whole numbers: exact
+    last = np.take_along_axis(order, reaches.argmax(axis=1)[:, None], axis=1)
+    radii: Floats = np.take_along_axis(squared, last, axis=1)[:, 0]
+    return radii
 
 
 def _weiszfeld(squared: Floats, shares: Floats) -> Floats:
@@ -290,7 +303,9 @@ def _centred_clipping(rule: Any, rows: _Rows) -> tuple[_Rows, Rule]:
     num_rows = len(rows.matrix)
     shares = _shares(rows.weights, num_rows)
     shares = shares / _total(shares)
-    first, near = _near(rows, rule.f)
+    first = int(_lowest(_scores(rows.distances, num_rows - rule.f), 1)[0])
+    median = float(np.sort(rows.distances[first])[(num_rows - 1) // 2])
+    near = _is_near(rows, first, median)
     squared = np.where(np.isfinite(rows.distances), rows.distances, 0.0)
     centre = np.zeros(num_rows)
     centre[first] = 1.0
@@ -415,16 +430,17 @@ def _scores(squared: Floats, keep: int) -> Floats:
     return _sum(np.sort(squared, axis=1)[:, :keep].T)
 
 
-def _near(rows: _Rows, f: int) -> tuple[int, npt.NDArray[np.bool_]]:
-    """Return the row of the lowest score, and which rows are near enough to it for a centre.
+def _is_near(rows: _Rows, first: int, usual: float) -> npt.NDArray[np.bool_]:
+    """Return which rows are near enough to row ``first`` for a centre; ``usual`` is squared.
 
     Those left out are so far away that the weight of one, times its squared distance as the table
     holds it, would drown the distances of the others.
     """
-    first = int(_lowest(_scores(rows.distances, len(rows.matrix) - f), 1)[0])
-    away = rows.distances[first]
-    limit = _FAR**2 * np.sort(away)[(len(away) - 1) // 2]  # by the median distance
-    return first, rows.is_measured & ((away <= limit) | (limit == 0))
+    limit = _FAR**2 * usual
+    near: npt.NDArray[np.bool_] = rows.is_measured & (
+        (rows.distances[first] <= limit) | (limit == 0)
+    )
+    return near
 
 
 def _squared_from(squared: Floats, weights: Floats) -> Floats:

@@ -214,6 +214,33 @@ def test_wrong_rows_move_a_result_by_no_more_than_the_right_ones_differ(
         assert away <= 1.5 * widest
 
 
+@pytest.mark.parametrize(
+    "weights", [[1] * 3, [1] * 5, [1] * 6, [3, 1, 1, 1, 1], [1, 2, 2, 4, 1, 1]]
+)
+@pytest.mark.parametrize("f", [0, 1])
+def test_a_geometric_median_survives_rows_of_less_than_half_of_the_weight(
+    f: int, weights: list[int]
+) -> None:
+    rule, num_rows, total = loft.GeometricMedian(f), len(weights), sum(weights)
+    honest = some_rows(num_rows, 1001, seed=f).astype(np.float32)
+    survived = rule.tolerance(weights)
+    far = [1e15, float("nan"), -1e9, 1e9 + 1, 1e3]  # unlike each other: no two of them agree
+    for count in range(1, num_rows):
+        for wrong in itertools.permutations(range(num_rows), count):
+            weight = sum(weights[row] for row in wrong)
+            if count > survived.rows and weight > survived.weight:
+                continue
+            rows = honest.copy()
+            for row, value in zip(wrong, far, strict=False):
+                rows[row] = value
+            result = loft.aggregate(rows, rule, weights=weights)
+            right = np.delete(honest, wrong, axis=0).astype(np.float64)
+            widest = np.sqrt(squared(right).max())
+            # Of rows that weigh `weight` of `total`: bound from Minsker (arXiv 1308.1334).
+            most = 2 * (total - weight) / (total - 2 * weight) * widest
+            assert np.linalg.norm(result - right.mean(axis=0)) <= most + 1e-6, wrong
+
+
 def test_bulyan_survives_what_it_says() -> None:
     honest = torch.randn(6, 1001, generator=torch.Generator().manual_seed(1)) + 3
     for wrong in WRONG:
