@@ -122,8 +122,8 @@ class _Around(RowRule):
     def _needs(self) -> str:
         return self.rule._needs() if isinstance(self.rule, RowRule) else super()._needs()
 
-    def _rows_survived(self, counting: list[int]) -> int:
-        return self.rule._rows_survived(counting)
+    def _rows_survived(self, counting: list[int], spoils: int = 1) -> int:
+        return self.rule._rows_survived(counting, spoils)
 
     def __str__(self) -> str:
         return f"{self.name}+{self.rule}"
@@ -169,7 +169,7 @@ class NNM(_Around):
         """False: mixed rows weigh the same."""
         return False
 
-    def _rows_survived(self, counting: list[int]) -> int:
+    def _rows_survived(self, counting: list[int], spoils: int = 1) -> int:
         return self.f  # of more, right rows' neighbours may be wrong ones
 
 
@@ -229,16 +229,9 @@ class Bucketing(_Around):
     def _needs(self) -> str:
         return f"{self.rule.min_rows} buckets of up to {self.size} rows"
 
-    def _rows_survived(self, counting: list[int]) -> int:
-        if not self.counts_weight:
-            return self.rule._rows_survived(counting)  # a wrong row is a wrong bucket
-        # These count weight, and r wrong rows spoil buckets of at most the r * size heaviest rows.
-        total, spoilt = sum(counting), 0
-        for rows in range(len(counting)):
-            spoilt += sum(counting[max(0, len(counting) - (rows + 1) * self.size) :][: self.size])
-            if 2 * spoilt >= total:
-                return rows
-        return len(counting)
+    def _rows_survived(self, counting: list[int], spoils: int = 1) -> int:
+        # A wrong row is a wrong bucket, which holds up to `size` times as many of the rows.
+        return self.rule._rows_survived(counting, spoils * self.size)
 
     def __str__(self) -> str:
         return f"{self.name}:size={self.size}+{self.rule}"
@@ -270,8 +263,8 @@ class GeometricMedian(RowRule, Expecting):
         """True: distances count by weight."""
         return True
 
-    def _rows_survived(self, counting: list[int]) -> int:
-        return Median()._rows_survived(counting)
+    def _rows_survived(self, counting: list[int], spoils: int = 1) -> int:
+        return Median()._rows_survived(counting, spoils)
 
     def _weight_survived(self, counting: list[int], rows: int) -> int:
         return Median()._weight_survived(counting, rows)

@@ -201,8 +201,11 @@ class Rule:
         rows = self._rows_survived(counting)
         return Tolerance(rows=rows, weight=self._weight_survived(counting, rows))
 
-    def _rows_survived(self, counting: list[int]) -> int:
-        """Return how many of the rows, weights ascending, may hold any values."""
+    def _rows_survived(self, counting: list[int], spoils: int = 1) -> int:
+        """Return how many of the rows, weights ascending, may hold any values.
+
+        Each spoils up to ``spoils`` rows: those that it was averaged with, on the way to the rule.
+        """
         return self.f
 
     def _weight_survived(self, counting: list[int], rows: int) -> int:
@@ -268,15 +271,12 @@ class Median(Rule):
     def __str__(self) -> str:
         return "median" if self.kind == "midpoint" else f"median:kind={self.kind}"
 
-    def _rows_survived(self, counting: list[int]) -> int:
-        # Wrong rows that weigh half of the total together can move the middle value anywhere. The
+    def _rows_survived(self, counting: list[int], spoils: int = 1) -> int:
+        # Spoilt rows that weigh half of the total together can move the middle value anywhere. The
         # fewest rows that weigh so much are the heaviest: weights 1 1 2 3 survive one row, as 3 is
         # less than half of 7 and 3 + 2 is more.
-        total, heaviest, rows = sum(counting), 0, 0
-        for weight in reversed(counting):
-            heaviest += weight
-            if 2 * heaviest >= total:
-                break
+        total, rows = sum(counting), 0
+        while 2 * sum(counting[-(rows + 1) * spoils :]) < total:
             rows += 1
         return rows
 

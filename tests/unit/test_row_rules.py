@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+
+import numpy as np
 import pytest
 
 import loft_hvd as loft
@@ -79,6 +82,8 @@ def test_a_function_of_the_users_is_not_stood_around() -> None:
         ("clip:norm=1.0+median", 1, 4),
         ("bucketing:size=2+trimmed_mean:f=2", 9, 2),  # 5 buckets: 4 of two rows and one of one
         ("bucketing:size=2+median", 1, 2),  # 2 of 5 buckets
+        ("bucketing:size=2+bucketing:size=2+median", 1, 1),  # 1 of 3, of at most 4 rows
+        ("bucketing:size=2+bucketing:size=2+trimmed_mean:f=1", 9, 1),
         ("multi_krum:f=2", 5, 2),
         ("geometric_median:f=2", 5, 4),
         ("nnm+geometric_median:f=2", 5, 2),
@@ -109,6 +114,39 @@ def test_weights_that_a_median_of_buckets_counts_are_those_of_the_heaviest_rows(
     # heaviest rows are more.
     assert rule.tolerance([1, 1, 1, 1, 3, 3]).rows == 0
     assert rule.tolerance([1] * 6).rows == 1
+
+
+NESTED = [
+    "bucketing:size=2+bucketing:size=2+median",
+    "bucketing:size=3+bucketing:size=2+median:kind=lower",
+    "bucketing:size=2+clip:norm=9.0+bucketing:size=2+median",
+    "clip:norm=9.0+bucketing:size=3+median",
+    "bucketing:size=2+arc+bucketing:size=2+geometric_median:f=1",
+    "bucketing:size=2+bucketing:size=2+trimmed_mean:f=1",
+    "bucketing:size=2+nnm+bucketing:size=2+trimmed_mean:f=1",
+    "nnm+bucketing:size=2+geometric_median:f=1",
+    "arc+bucketing:size=3+multi_krum:f=1",
+]
+
+
+@pytest.mark.parametrize("text", NESTED)
+@pytest.mark.parametrize("more", range(9))
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_nested_rules_survive_what_they_state(text: str, more: int, is_weighted: bool) -> None:
+    rule = loft.parse_rule(text)
+    num_rows = rule.min_rows + more
+    source = np.random.default_rng(more)
+    weights = source.integers(1, 4, num_rows).tolist() if is_weighted else [1] * num_rows
+    honest = source.standard_normal((num_rows, 5)) + 3
+    survived = rule.tolerance(weights)
+    for count in range(1, num_rows):
+        for wrong in itertools.combinations(range(num_rows), count):
+            if count > survived.rows and sum(weights[row] for row in wrong) > survived.weight:
+                continue
+            rows = honest.copy()
+            rows[list(wrong)] = 1e9
+            result = loft.aggregate(rows, rule, weights=weights)
+            assert np.linalg.norm(result) <= 10 * np.linalg.norm(honest, axis=1).max(), wrong
 
 
 def test_rules_of_coordinates_do_not_see_rows() -> None:
