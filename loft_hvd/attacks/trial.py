@@ -9,8 +9,8 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from loft_hvd.attacks.attack import Attack
-from loft_hvd.errors import ArgumentError
+from loft_hvd.attacks.attack import Attack, LabelFlip
+from loft_hvd.errors import ArgumentError, ArgumentTypeError
 
 __all__ = ["attach"]
 
@@ -61,7 +61,14 @@ def attach(
 
     Raises:
         ArgumentError: a rank that does not exist, or nobody is left to be honest.
+        ArgumentTypeError: ``attack`` is a ``LabelFlip``, which changes labels.
     """
+    if isinstance(attack, LabelFlip):
+        raise ArgumentTypeError(
+            f"attach: {attack} changes labels, not the rows that ranks send; on the attacking "
+            "ranks give it the labels before the loss, such as "
+            f"loss_function(output, {attack}(labels)), and attach nothing"
+        )
     chosen = sorted(set(ranks))
     outside = [rank for rank in chosen if not 0 <= rank < optimizer.world_size]
     if outside:

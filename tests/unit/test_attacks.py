@@ -12,7 +12,7 @@ import torch
 import loft_hvd as loft
 from loft_hvd import attacks
 from loft_hvd.attacks.optimised import aggregate_in_shards
-from loft_hvd.errors import AggregationError, ArgumentError
+from loft_hvd.errors import AggregationError, ArgumentError, ArgumentTypeError
 from loft_hvd.pipeline.buckets import shard_numel
 from loft_hvd.transport.local import LocalTransport, run_ranks
 from tests.support.wrapped import wrap
@@ -237,6 +237,46 @@ def test_collusion_is_said_loudly(caplog: pytest.LogCaptureFixture) -> None:
     (record,) = caplog.records
     assert "ATTACK TRIAL: ranks [1] collude" in record.message
     assert "for trials only" in record.message
+
+
+ROBUST = loft.Robust(2)
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        attacks.OptimisedALIE(ROBUST, shards=5),
+        attacks.OptimisedIPM(ROBUST, shards=5),
+        attacks.IPM(eps=0.1),
+        attacks.Mimic(row=1),
+    ],
+    ids=lambda attack: type(attack).__name__,
+)
+def test_an_attack_in_a_job_is_the_attack_on_its_rows(attack: attacks.Attack) -> None:
+    rows = torch.randn(5, 2000, generator=torch.Generator().manual_seed(7)) + 1
+
+    def work(transport: LocalTransport) -> torch.Tensor:
+        (param,) = params = [torch.nn.Parameter(torch.zeros(2000))]
+        optimizer = wrap(params, transport, rule=ROBUST, worker_momentum=0, scope="shard")
+        attacks.attach(optimizer, attack, ranks=[3, 4], colluding=True)
+        param.backward(rows[transport.rank])
+        optimizer.synchronize()
+        assert param.grad is not None
+        return param.grad.clone()
+
+    sent = torch.cat([rows[:3], attack(rows[:3], num_rows=2)])
+    expected = aggregate_in_shards(sent, ROBUST, shards=5)
+    assert not torch.equal(expected, aggregate_in_shards(rows, ROBUST, shards=5))
+    for reduced in run_ranks(5, work):
+        assert torch.equal(reduced, expected)
+
+
+@pytest.mark.parametrize("colluding", [False, True])
+def test_an_attack_on_labels_is_not_attached(colluding: bool) -> None:
+    optimizer = SimpleNamespace(rank=0, world_size=3)
+    flip: Any = attacks.LabelFlip(10)
+    with pytest.raises(ArgumentTypeError, match=r"LabelFlip\(num_classes=10\)\(labels\)"):
+        attacks.attach(optimizer, flip, ranks=[1], colluding=colluding)
 
 
 def test_attackers_alone_have_nobody_to_learn_from() -> None:
