@@ -35,6 +35,7 @@ from loft_hvd.data.loader import DataLoader
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, UsageError
 from loft_hvd.optimizer.ddp import DDPHook, ddp_hook
 from loft_hvd.pipeline.momentum import LossScaler
+from loft_hvd.pipeline.selection import Scope
 from loft_hvd.pipeline.suspicion.report import SuspicionReport
 from loft_hvd.pipeline.suspicion.tracker import Suspicion
 from loft_hvd.pipeline.suspicion.watch import Quarantine
@@ -61,6 +62,7 @@ def lightning_callback(
     make_balancer: Callable[[], Balancer],
     rule: Rule | None = None,
     *,
+    scope: Scope | None = None,
     diagnostics: bool | Suspicion | None = None,
     quarantine: bool | Quarantine = False,
     worker_momentum: float | None = None,
@@ -95,6 +97,7 @@ def lightning_callback(
             rule,
             balancer,
             named_parameters=names,
+            scope=scope,
             diagnostics=diagnostics,
             quarantine=quarantine,
             worker_momentum=worker_momentum,

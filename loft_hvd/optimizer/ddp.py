@@ -44,6 +44,7 @@ from loft_hvd.errors import ArgumentError, ArgumentTypeError
 from loft_hvd.optimizer.options import (
     EqualBatches,
     advised_momentum,
+    advised_scope,
     batches_of,
     check_watching,
 )
@@ -87,7 +88,7 @@ def ddp_hook(  # noqa: PLR0913 - a script sets few of them, by name
     balancer: Balancer | None = None,
     *,
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
-    scope: Scope = "shard",
+    scope: Scope | None = None,
     diagnostics: bool | Suspicion | None = None,
     quarantine: bool | Quarantine = False,
     log_dir: str | Path | None = None,
@@ -110,7 +111,7 @@ def ddp_hook(  # noqa: PLR0913 - a script sets few of them, by name
         scope: by which values a rule that sees rows judges them: "shard", by the slice of a bucket
             that one rank aggregates; "model", by all buckets of a backward pass, so that results
             travel only after it; "auto", in shards until ranks' gradients are found to differ
-            lastingly.
+            lastingly. None is "auto" with loft.Robust(f), else "shard".
         diagnostics: watch which worker is off, for ``report()`` and warnings; None where that is
             cheap (all ranks on CPUs), or a ``loft.Suspicion`` with the details.
         quarantine: leave a worker out that stands out for long; True, or a ``loft.Quarantine``.
@@ -146,6 +147,7 @@ def ddp_hook(  # noqa: PLR0913 - a script sets few of them, by name
             "loft.DistributedOptimizer without DDP"
         )
     check_watching([rule], diagnostics, quarantine)
+    scope = advised_scope([rule], scope)
     check_scope(scope, [rule], what="ddp_hook")
     names = {id(parameter): (name, parameter) for name, parameter in named_parameters or ()}
     texts = {key: name for key, (name, _) in names.items()}

@@ -180,9 +180,9 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - the name and the arguments ar
         process_set=process_set,
         transport=transport,
     )
-    if scope is None:  # the rules' own, which may be given as text, and by parameter group
-        scope = advised_scope(options.find_parameters().rules)
-        options = replace(options, settings=replace(settings, scope=scope))
+    # By the rules as read: they may be given as text, and by parameter group.
+    scope = advised_scope(options.find_parameters().rules, scope)
+    options = replace(options, settings=replace(settings, scope=scope))
     wrapper = wrap(options)
     if is_horovods(optimizer):  # only now: where the wrap is refused, Horovod's goes on as it was
         end_horovods(optimizer)

@@ -190,8 +190,10 @@ def advised_momentum(rules: Sequence[Rule], given: float | None) -> float:
     return _ADVISED_MOMENTUM if any(isinstance(rule, Robust) for rule in rules) else 0.0
 
 
-def advised_scope(rules: Sequence[Rule]) -> Scope:
-    """Return by which values these rules judge rows unless told otherwise."""
+def advised_scope(rules: Sequence[Rule], given: Scope | None) -> Scope:
+    """Return by which values these rules judge rows: with the advised one "auto" unless told."""
+    if given is not None:
+        return given
     return "auto" if any(isinstance(rule, Robust) for rule in rules) else "shard"
 
 

@@ -242,16 +242,25 @@ def test_fsdps_flat_gradients_are_refused_by_name() -> None:
         hook(None, gradient, gradient)
 
 
-@pytest.mark.parametrize(("rule", "changes"), [(loft.Robust(1), 1), (loft.TrimmedMean(1), 0)])
+@pytest.mark.parametrize(
+    ("rule", "given", "changes"),
+    [
+        (loft.Robust(1), {}, 1),  # its default
+        (loft.Robust(1), {"scope": "auto"}, 1),
+        (loft.Robust(1), {"scope": "shard"}, 0),
+        (loft.NNM(loft.TrimmedMean(1)), {}, 0),
+        (loft.TrimmedMean(1), {"scope": "auto"}, 0),
+    ],
+)
 def test_auto_changes_its_scope_only_where_the_rule_judges_rows(
-    rule: loft.Rule, changes: int, tmp_path: Path
+    rule: loft.Rule, given: dict[str, Any], changes: int, tmp_path: Path
 ) -> None:
     def work(transport: LocalTransport) -> None:
         generator = torch.Generator().manual_seed(transport.rank)
         mean = 3 * torch.randn(600, generator=generator)
         parameter = torch.nn.Parameter(torch.zeros(600))
         balancer = loft.Balancer(4, [1] * 4, transport=transport, log_dir=tmp_path)
-        options: Any = {"scope": "auto", "transport": transport, "worker_momentum": 0.0}
+        options = {"transport": transport, "worker_momentum": 0.0, **given}
         hook = loft.ddp_hook(rule, balancer, **options)
         for _ in range(55):
             with balancer.step(1):

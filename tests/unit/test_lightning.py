@@ -31,9 +31,28 @@ def test_without_lightning_the_error_says_what_to_install(monkeypatch: pytest.Mo
         make()
 
 
-@pytest.mark.skipif(
+lightning_only = pytest.mark.skipif(
     importlib.util.find_spec("pytorch_lightning") is None, reason="it is not installed"
 )
+
+
+@lightning_only
+@pytest.mark.parametrize(
+    "given", [{}, {"scope": "model", "worker_momentum": 0.5, "timeout_s": 3.0}], ids=str
+)
+def test_the_hook_gets_what_the_callback_was_given(
+    given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    got: dict[str, Any] = {}
+    monkeypatch.setattr("loft_hvd.lightning.ddp_hook", lambda *_, **options: got.update(options))
+    callback, _ = make(**given)
+    callback._make_hook(loft.Balancer(8, policy="report"), names=[], scaler=None)
+    # None for what suits the rule, as with the hook itself.
+    wanted = {"scope": None, "worker_momentum": None, "timeout_s": None, **given}
+    assert {name: got[name] for name in wanted} == wanted
+
+
+@lightning_only
 @pytest.mark.filterwarnings("ignore")  # what Lightning has to say of small runs and of torch
 class TestOneDevice:
     def fit(self, folder: Path, callback: loft.LoftCallback, loader: Any, **options: Any) -> Any:
