@@ -366,7 +366,7 @@ class DDPHook:
         # Who watches depends on where gradients are: with the first of them.
         self._diagnostics, self._quarantine = diagnostics, quarantine
         self._watch: WorkerWatch | Unwatched | None = None
-        self._standing = StandingLog()
+        self._standing = StandingLog(rank=channel.rank, num_workers=channel.world_size)
         # A mean over ranks does not mind that they draw from different data.
         is_mean = isinstance(rule, Mean)
         self._spread = None if is_mean else SpreadWatch(channel)

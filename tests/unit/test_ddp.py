@@ -283,6 +283,21 @@ def test_the_advised_rule_says_what_the_optimizer_must_leave_out(caplog: Any) ->
     assert "SGD momentum=0 and lr / 0.1, or Adam betas=(0, b2)" in caplog.text
 
 
+@pytest.mark.parametrize(("world_size", "is_advised"), [(4, False), (3, True)])
+def test_fewer_wrong_workers_are_advised_once_as_by_the_optimizer(
+    world_size: int, is_advised: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work(transport: LocalTransport) -> None:
+        parameter = torch.nn.Parameter(torch.zeros(6))
+        hook = loft.ddp_hook(loft.Robust(1), transport=transport, worker_momentum=0.0)
+        for _ in range(2):
+            backward(hook, [[parameter]], {parameter: torch.ones(6)})
+
+    with caplog.at_level(logging.WARNING):
+        run_ranks(world_size, work)
+    assert caplog.text.count("robust:f=1 expects more than a quarter of 3 workers") == is_advised
+
+
 def test_parameters_that_the_rule_zeroes_are_reported_whatever_their_buckets(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -241,7 +241,24 @@ def test_fewer_wrong_workers_are_advised_where_more_than_a_quarter_are_expected(
     assert len(said) == int(is_advised), said
     if is_advised:
         assert "more than a quarter of 3 workers" in said[0]
-        assert "with_strata(labels, cap=1.5)" in said[0]
+        # What it costs, and the way out.
+        assert "67.8 % on data sorted by class" in said[0]
+        way_out = "Placement.with_strata(labels, cap=1.5); then use 4 workers or more, or f <= 0"
+        assert said[0].endswith(f"First give the placement strata: {way_out}")
+
+
+def test_the_rule_of_a_group_that_is_added_later_is_advised_on_too(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def add(transport: LocalTransport) -> None:
+        _, optimizer = make(transport, rule=loft.TrimmedMean(f=1), worker_momentum=0.0)
+        for _ in range(2):  # the second has no rule that is new
+            weight = torch.nn.Parameter(torch.zeros(3))
+            optimizer.add_param_group({"params": [weight], "rule": loft.Robust(1)})
+
+    with caplog.at_level(logging.WARNING, logger="loft_hvd.optimizer.workers"):
+        run_ranks(3, add)
+    assert caplog.text.count("robust:f=1 expects more than a quarter of 3 workers") == 1
 
 
 @pytest.mark.parametrize(
