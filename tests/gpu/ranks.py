@@ -5,66 +5,107 @@
     horovodrun --gloo -np 3 python -m tests.gpu.ranks horovod
 
 Rank r computes on GPU r modulo their number. With batches of unequal sizes the mean must end where
-training in one process does, to 1e-5, and a robust rule with the same bits on every rank.
+training in one process does, to 1e-5, with torch's momentum too where ranks send averages, and a
+robust rule with the same bits on every rank.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
 
 import loft_hvd as loft
 from loft_hvd.aggregation.rules import Rule
+from loft_hvd.pipeline.selection import Scope
 from tests.support.training import OPTIMIZERS, make_data, make_model, max_difference, train_alone
 
 SIZES = (24, 12, 6, 6)
 NUM_STEPS = 40
 MOST_APART = 1e-5  # a goal: over ranks as in one process
+MOMENTUM, LR = 0.9, 0.02
 
 Gather = Callable[[Tensor], Tensor]  # a rank's row of any length to [world_size, length]
 
 
-def on_ddp(rule: Rule, device: torch.device, sizes: tuple[int, ...]) -> torch.nn.Module:
+@dataclass(frozen=True)
+class Case:
+    """How gradients are reduced."""
+
+    rule: Rule
+    scope: Scope | None = None
+    worker_momentum: float = 0.0
+
+    def make_optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        """Return torch's part; ranks that send averages have no momentum in it."""
+        make = plain_sgd if self.worker_momentum else OPTIMIZERS["sgd"]
+        return make(parameters)
+
+    def make_data(self, global_batch_size: int) -> TensorDataset:
+        """Return data of several epochs."""
+        # Averages go by samples, torch's momentum by steps: they agree where batches are whole.
+        return make_data(12 * global_batch_size if self.worker_momentum else 500)
+
+
+def plain_sgd(
+    parameters: Iterable[torch.nn.Parameter], *, momentum: float = 0.0
+) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=LR, momentum=momentum)
+
+
+def on_ddp(case: Case, device: torch.device, sizes: tuple[int, ...]) -> torch.nn.Module:
     """Train with DistributedDataParallel and the hook."""
     balancer = loft.Balancer(sum(sizes), policy=list(sizes))
     model = DistributedDataParallel(make_model().to(device))
-    model.register_comm_hook(None, loft.ddp_hook(rule, balancer))
-    train(model, OPTIMIZERS["sgd"](model.parameters()), balancer, device)
+    hook = loft.ddp_hook(
+        case.rule, balancer, scope=case.scope, worker_momentum=case.worker_momentum
+    )
+    model.register_comm_hook(None, hook)
+    train(case, model, case.make_optimizer(model.parameters()), balancer, device)
     return model.module  # type: ignore[no-any-return]
 
 
-def on_horovod(rule: Rule, device: torch.device, sizes: tuple[int, ...]) -> torch.nn.Module:
+def on_horovod(case: Case, device: torch.device, sizes: tuple[int, ...]) -> torch.nn.Module:
     """Train with Horovod and the optimizer around torch's."""
     balancer = loft.Balancer(sum(sizes), policy=list(sizes))
     model = make_model().to(device)
-    inner = OPTIMIZERS["sgd"](model.parameters())
     optimizer = loft.DistributedOptimizer(
-        inner, named_parameters=model.named_parameters(), rule=rule, balancer=balancer
+        case.make_optimizer(model.parameters()),
+        named_parameters=model.named_parameters(),
+        rule=case.rule,
+        balancer=balancer,
+        scope=case.scope,
+        worker_momentum=case.worker_momentum,
     )
-    train(model, optimizer, balancer, device)
+    train(case, model, optimizer, balancer, device)
     return model
 
 
 def train(
+    case: Case,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     balancer: loft.Balancer,
     device: torch.device,
 ) -> None:
-    loader = loft.DataLoader(make_data(500), balancer, seed=3)
-    done = 0
+    loader = loft.DataLoader(case.make_data(balancer.global_batch_size), balancer, seed=3)
+    b, done = case.worker_momentum, 0
     for epoch in itertools.count():
         loader.set_epoch(epoch)
         for x, y in loader:
             torch.nn.functional.mse_loss(model(x.to(device)), y.to(device)).backward()
+            if b:  # the lr with which averages make the steps of torch's momentum (docs/rules.md)
+                optimizer.param_groups[0]["lr"] = LR * (1 - b ** (done + 1)) / (1 - b)
             optimizer.step()
             optimizer.zero_grad()
             done += 1
@@ -73,33 +114,46 @@ def train(
 
 
 def check(
-    way: Callable[[Rule, torch.device, tuple[int, ...]], torch.nn.Module],
+    way: Callable[[Case, torch.device, tuple[int, ...]], torch.nn.Module],
     gather: Gather,
     *,
     rank: int,
     num_ranks: int,
 ) -> None:
-    """Train by the mean and by a robust rule, and compare."""
+    """Train by the mean and by robust rules, and compare."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     sizes = tuple(itertools.islice(itertools.cycle(SIZES), num_ranks))
-    alone = train_alone(
-        make_data(500), OPTIMIZERS["sgd"], global_batch_size=sum(sizes), num_steps=NUM_STEPS
-    )
-    apart = max_difference(alone, way(loft.Mean(), device, sizes).cpu())
-    assert apart <= MOST_APART, f"rank {rank}: {apart:g} from training in one process"
-    rule = loft.TrimmedMean(f=1 if num_ranks > 2 else 0)
-    trained = way(rule, device, sizes)
-    moved = max_difference(make_model(), trained.cpu())
-    assert moved > 1e-2, "nothing was trained"
-    bits = torch.cat([each.detach().cpu().view(-1) for each in trained.parameters()])
-    rows = gather(bits.view(torch.int32))
-    assert bool((rows == rows[0]).all()), f"rank {rank}: ranks ended with other bits"
+    apart = {}
+    for momentum in (0.0, MOMENTUM):
+        case = Case(loft.Mean(), worker_momentum=momentum)
+        with_momentum = functools.partial(plain_sgd, momentum=momentum)
+        make_optimizer = with_momentum if momentum else OPTIMIZERS["sgd"]
+        data, total = case.make_data(sum(sizes)), sum(sizes)
+        alone = train_alone(data, make_optimizer, global_batch_size=total, num_steps=NUM_STEPS)
+        apart[momentum] = max_difference(alone, way(case, device, sizes).cpu())
+        said = f"rank {rank}: {apart[momentum]:g} from training in one process by {case}"
+        assert apart[momentum] <= MOST_APART, said
+    f = 1 if num_ranks > 2 else 0
+    for case in (
+        Case(loft.TrimmedMean(f)),
+        Case(loft.Robust(f), worker_momentum=MOMENTUM),
+        Case(loft.Robust(f), scope="model"),
+        Case(loft.GeometricMedian(f), scope="model", worker_momentum=MOMENTUM),
+    ):
+        trained = way(case, device, sizes)
+        moved = max_difference(make_model(), trained.cpu())
+        assert moved > 1e-2, f"nothing was trained by {case}"
+        bits = torch.cat([each.detach().cpu().view(-1) for each in trained.parameters()])
+        rows = gather(bits.view(torch.int32))
+        assert bool((rows == rows[0]).all()), f"rank {rank}: ranks ended with other bits by {case}"
     if rank == 0:
         where = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
-        said = f"{num_ranks} ranks on {where}: {apart:.1e} from training alone, equal bits"
+        mean, averaged = apart.values()
+        said = f"{num_ranks} ranks on {where}: {mean:.1e} from training alone, equal bits"
+        said += f"; {averaged:.1e} with averages"
         print(said)  # noqa: T201 - a script that reports
 
 
