@@ -93,7 +93,8 @@ def test_other_steps_end_the_job_instead_of_being_tried_again(tmp_path: Path) ->
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("what", "num_ranks"), long_first([("join-sets", 3), ("join:loft", 2), ("join", 2)], 2)
+    ("what", "num_ranks"),
+    long_first([("join-sets", 3), ("join:loft", 2), ("join-averaged", 2), ("join", 2)], 3),
 )
 def test_a_rank_that_joins_late_takes_part(what: str, num_ranks: int, tmp_path: Path) -> None:
     hosts = [f"localhost:{num_ranks}"]

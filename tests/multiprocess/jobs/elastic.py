@@ -3,7 +3,7 @@
 At step 8 the rank on host 127.0.0.1 is killed ("kill"), frozen ("freeze") or raises ("raise"),
 once, or reduces something of its own ("astray"); with "mismatch" it has another model. With "join"
 ranks train until three are there; with "join-sets" until four are, and only ranks 0 and 1 reduce
-gradients.
+gradients; with "join-averaged" ranks send averages over time, which each keeps by itself as well.
 At the end ranks compare the states of their loaders and balancers. FOLDER takes the times of the
 fault and of the first step that the newest world has committed.
 """
@@ -28,6 +28,7 @@ import loft_hvd as loft
 NUM_SAMPLES = 192
 EPOCHS = 3
 FAULT_STEP = 8
+MOMENTUM = 0.9
 
 
 def fail_once(folder: Path, what: str, state: Any) -> None:
@@ -47,6 +48,35 @@ def fail_once(folder: Path, what: str, state: Any) -> None:
         raise RuntimeError(f"rank {hvd.rank()} raises")
 
 
+class Averages:
+    """What this process's averages hold, written out, while the world may change around it.
+
+    Make it before the optimizer, whose own hooks then find the gradients as they come.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._parameters = list(model.parameters())
+        self._own: dict[torch.Tensor, torch.Tensor] = {}
+        for parameter in self._parameters:
+            parameter.register_post_accumulate_grad_hook(self._arrived)
+        self._sums = torch.zeros(sum(p.numel() for p in self._parameters), dtype=torch.float64)
+        self._weight = 0.0
+
+    def _arrived(self, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        self._own[parameter] = parameter.grad.double().flatten()
+
+    def check(self, count: int) -> None:
+        """Let a step of ``count`` samples in; compare what the ranks of now have reduced by it."""
+        row = torch.cat([self._own[p] for p in self._parameters])
+        self._sums = MOMENTUM * self._sums + count * row
+        self._weight = MOMENTUM * self._weight + count
+        mine = torch.cat([self._sums, torch.tensor([self._weight], dtype=torch.float64)])
+        total = hvd.allgather(mine.view(1, -1), name="written-out").sum(dim=0)
+        got = torch.cat([p.grad.flatten() for p in self._parameters])  # type: ignore[union-attr]
+        torch.testing.assert_close(got.double(), total[:-1] / total[-1], rtol=1e-4, atol=1e-6)
+
+
 def main(folder: Path, what: str) -> None:
     hvd.init()
     torch.set_num_threads(1)
@@ -61,12 +91,14 @@ def main(folder: Path, what: str) -> None:
     numbers = torch.arange(NUM_SAMPLES)
     loader = loft.DataLoader(TensorDataset(x, numbers), balancer, seed=5)
     sets = [hvd.add_process_set([0, 1])] if what == "join-sets" else []
+    averages = Averages(model) if what == "join-averaged" else None
     optimizer = loft.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
+        torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.0 if averages else MOMENTUM),
         model.named_parameters(),
-        rule=loft.Median(),
+        rule=loft.Mean() if averages else loft.Median(),
         balancer=None if sets else balancer,
         process_set=sets[0] if sets else None,
+        worker_momentum=MOMENTUM if averages else 0.0,
     )
     state = loft.elastic.State(
         model,
@@ -91,6 +123,8 @@ def main(folder: Path, what: str) -> None:
                 optimizer.zero_grad()
                 model(inputs).square().mean().backward()
                 optimizer.step()
+                if averages is not None:
+                    averages.check(loader.local_batch_size)
                 if sets and optimizer.rank < 0:
                     assert hvd.rank() >= 2
                 rows = hvd.allgather_object(which[: loader.local_batch_size].tolist())
