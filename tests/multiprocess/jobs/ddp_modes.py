@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -140,6 +142,31 @@ def sharded_sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
     return ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.05)
 
 
+def counted(loader: loft.DataLoader) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """Yield batches of one epoch after another, and how many of their samples count."""
+    for epoch in itertools.count():
+        loader.set_epoch(epoch)
+        for x, y in loader:
+            yield x, y, 0 if loader.is_padding else len(x)
+
+
+def flat_grad(model: torch.nn.Module) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters()])  # type: ignore[union-attr]
+
+
+def gathered(row: Tensor) -> Tensor:
+    """Return the row of every rank, [world_size, ...]."""
+    rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, row)
+    return torch.stack(rows)
+
+
+def check_bits(values: Tensor) -> None:
+    """Raise unless all ranks have the same."""
+    rows = gathered(values)
+    assert bool((rows == values).all()), "other bits on another rank"
+
+
 def held_back(world_size: int) -> None:
     """Hold passes back under a robust rule: rows are the sums of passes, weights their samples."""
     rank, sizes = dist.get_rank(), SIZES[:world_size]
@@ -149,41 +176,95 @@ def held_back(world_size: int) -> None:
     model = DistributedDataParallel(make_model(), bucket_cap_mb=0.0003)
     model.register_comm_hook(None, loft.ddp_hook(rule, balancer))
     twin, optimizer = make_model(), sgd(model)
-    loader = loft.DataLoader(DATA, balancer, seed=3)
-    num_idle = epoch = 0
-    source = iter(loader)
+    source = counted(loft.DataLoader(DATA, balancer, seed=3))
+    num_idle = 0
     for _ in range(NUM_STEPS):
         twin.load_state_dict(model.module.state_dict())
         twin.zero_grad()
         optimizer.zero_grad()
         counts = []
         for at in range(2):
-            batch = next(source, None)
-            if batch is None:
-                epoch += 1
-                loader.set_epoch(epoch)
-                source = iter(loader)
-                batch = next(source)
-            x, y = batch
-            counts.append(0 if loader.is_padding else len(x))
-            if counts[-1]:
+            x, y, count = next(source)
+            counts.append(count)
+            if count:
                 torch.nn.functional.mse_loss(twin(x), y).backward()
             with model.no_sync() if at == 0 else nullcontext():
                 torch.nn.functional.mse_loss(model(x), y).backward()
         own = torch.zeros(sum(p.numel() for p in twin.parameters()))
         if any(counts):
-            own = torch.cat([p.grad.flatten() for p in twin.parameters()])  # type: ignore[union-attr]
+            own = flat_grad(twin)
             own *= 2 / sum(count > 0 for count in counts)
         num_idle += 0 in counts
         row = torch.cat([own.double(), torch.tensor([float(sum(counts))], dtype=torch.float64)])
-        rows = [torch.empty_like(row) for _ in range(world_size)]
-        dist.all_gather(rows, row)
-        table = torch.stack(rows).numpy()
+        table = gathered(row).numpy()
         weights = capped_weights([int(total) for total in table[:, -1]])
         wanted = torch.from_numpy(reference(table[:, :-1], rule, weights=weights))
-        got = torch.cat([p.grad.flatten() for p in model.parameters()])  # type: ignore[union-attr]
-        torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(flat_grad(model).double(), wanted, rtol=1e-4, atol=1e-6)
         optimizer.step()
+    if rank == 1:
+        assert num_idle > 0, "no pass without samples was tried"
+
+
+def averaged(world_size: int) -> None:
+    """Send averages over time, of passes held back too, with a loss scale that grows."""
+    for rule in (loft.Mean(), loft.TrimmedMean(f=0)):
+        for num_passes in (1, 2):
+            check_averages(world_size, rule, num_passes)
+
+
+def check_averages(world_size: int, rule: loft.Rule, num_passes: int) -> None:
+    rank, sizes, b = dist.get_rank(), SIZES[:world_size], 0.9
+    balancer = loft.Balancer(sum(sizes), policy=list(sizes))
+    model = DistributedDataParallel(make_model(), bucket_cap_mb=0.0003)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=4)
+    hook = loft.ddp_hook(rule, balancer, worker_momentum=b, scaler=scaler)
+    model.register_comm_hook(None, hook)
+    twin, optimizer = make_model(), sgd(model)
+    source = counted(loft.DataLoader(DATA, balancer, seed=3))
+    numel = sum(p.numel() for p in twin.parameters())
+    # Of every rank: s_i <- b s_i + x_i g_i and w_i <- b w_i + x_i; it sends s_i / w_i.
+    sums, weights = np.zeros((world_size, numel)), np.zeros(world_size)
+    num_idle = 0
+    for _ in range(NUM_STEPS):
+        twin.load_state_dict(model.module.state_dict())
+        optimizer.zero_grad()
+        own = torch.zeros(num_passes, numel + 1, dtype=torch.float64)
+        for at in range(num_passes):
+            x, y, count = next(source)
+            num_idle += count == 0
+            if count:
+                twin.zero_grad()
+                torch.nn.functional.mse_loss(twin(x), y).backward()
+                own[at, :-1], own[at, -1] = flat_grad(twin), count
+            with model.no_sync() if at + 1 < num_passes else nullcontext():
+                scaler.scale(torch.nn.functional.mse_loss(model(x), y)).backward()
+        every = gathered(own).numpy()  # [world_size, num_passes, numel + 1]
+        gradients, counts = every[..., :-1], every[..., -1]
+        mine = counts.sum(axis=1)
+        if isinstance(rule, loft.Mean):  # of each pass the mean over all its samples
+            shares = counts / counts.sum(axis=0)
+            added = counts.sum() * (gradients * shares[..., None]).sum(axis=1)
+        else:  # as many gradients as those have that had samples in all passes
+            num_real = np.maximum((counts > 0).sum(axis=1), 1)
+            added = (mine * num_passes / num_real)[:, None] * gradients.sum(axis=1)
+        sums, weights = b * sums + added, b * weights + mine
+        if isinstance(rule, loft.Mean):
+            wanted = sums.sum(axis=0) / weights.sum()
+        else:
+            whole = [round(512 * each) for each in weights / weights.mean()]
+            is_there = [
+                x > 0 or 4 * w >= weights.mean() for x, w in zip(mine, weights, strict=True)
+            ]
+            used = capped_weights([w if p else 0 for w, p in zip(whole, is_there, strict=True)])
+            rows = sums / np.maximum(weights, 1)[:, None]
+            wanted = reference(rows, rule, weights=used, present=is_there)
+        scaler.unscale_(optimizer)
+        got = flat_grad(model)
+        np.testing.assert_allclose(got.double().numpy(), wanted, rtol=1e-4, atol=1e-6)
+        check_bits(got)
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() > 256.0
     if rank == 1:
         assert num_idle > 0, "no pass without samples was tried"
 
@@ -242,6 +323,7 @@ def expect_refusal(ask: Callable[[], object], pattern: str) -> None:
 MODES: dict[str, Callable[[int], None]] = {
     "modes": modes,
     "held_back": held_back,
+    "averaged": averaged,
     "watched": watched,
     "refused": refused,
 }

@@ -18,10 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import loft_hvd as loft
 from loft_hvd.aggregation.reference import reference
+from loft_hvd.pipeline.selection import Scope
 from loft_hvd.transport.conformance import CHECKS
 from loft_hvd.transport.local import run_ranks
 from loft_hvd.transport.torch_distributed import TorchDistributedTransport
-from tests.multiprocess.jobs.ddp_modes import MODES
+from tests.multiprocess.jobs.ddp_modes import MODES, check_bits, flat_grad
 from tests.support.fingerprint import RULES, fingerprint, train
 from tests.support.training import make_model
 
@@ -65,7 +66,7 @@ def rows_of(
         model.zero_grad()
         x, y = own_batch(rank, step, sizes[rank])
         torch.nn.functional.mse_loss(model(x), y).backward()
-        rows.append(torch.cat([p.grad.flatten() for p in model.parameters()]))  # type: ignore[union-attr]
+        rows.append(flat_grad(model))
     return torch.stack(rows).double().numpy()
 
 
@@ -77,7 +78,16 @@ def ddp(world_size: int) -> None:
             check_ddp(world_size, rule, is_balanced)
 
 
-def check_ddp(world_size: int, rule: loft.Rule, is_balanced: bool) -> None:
+def whole(world_size: int) -> None:
+    """Train under DDP, and judge rows over the whole model, of which each bucket is a part."""
+    for rule in (loft.Robust(1), loft.GeometricMedian(1)):
+        for is_balanced in (False, True):
+            check_ddp(world_size, rule, is_balanced, scope="model")
+
+
+def check_ddp(
+    world_size: int, rule: loft.Rule, is_balanced: bool, *, scope: Scope | None = None
+) -> None:
     rank, sizes = dist.get_rank(), SIZES[:world_size] if is_balanced else (3,) * world_size
     balancer = loft.Balancer(sum(sizes), policy=list(sizes))
     assert balancer.world_size == world_size  # found by itself
@@ -86,7 +96,11 @@ def check_ddp(world_size: int, rule: loft.Rule, is_balanced: bool) -> None:
     model.register_comm_hook(
         None,
         loft.ddp_hook(
-            rule, balancer if is_balanced else None, named_parameters=model.named_parameters()
+            rule,
+            balancer if is_balanced else None,
+            named_parameters=model.named_parameters(),
+            scope=scope,
+            worker_momentum=0.0,
         ),
     )
     twin = make_model()
@@ -100,7 +114,7 @@ def check_ddp(world_size: int, rule: loft.Rule, is_balanced: bool) -> None:
         else:
             capped = [min(size * present, 2 * total) for size in sizes]
             # In training a median takes no weights.
-            used = None if isinstance(rule, loft.Median) else capped
+            used = None if rule.counts_weight else capped
             wanted = reference(expected, rule, weights=used)
         optimizer.zero_grad()
         x, y = own_batch(rank, step, sizes[rank])
@@ -109,12 +123,34 @@ def check_ddp(world_size: int, rule: loft.Rule, is_balanced: bool) -> None:
                 torch.nn.functional.mse_loss(model(x), y).backward()
         else:
             torch.nn.functional.mse_loss(model(x), y).backward()
-        got = torch.cat([p.grad.flatten() for p in model.parameters()])  # type: ignore[union-attr]
+        got = flat_grad(model)
         np.testing.assert_allclose(got.double().numpy(), wanted, rtol=1e-4, atol=1e-6)
-        everyone = [torch.empty_like(got) for _ in range(world_size)]
-        dist.all_gather(everyone, got)
-        assert all(torch.equal(each, got) for each in everyone), "other bits on another rank"
+        check_bits(got)
         optimizer.step()
+
+
+def auto(world_size: int) -> None:
+    """Train ranks whose samples lie apart for good: they are judged by their whole gradients."""
+    rank, rule = dist.get_rank(), loft.Robust(1)
+    model = DistributedDataParallel(make_model(), bucket_cap_mb=0.0003)
+    model.register_comm_hook(None, loft.ddp_hook(rule, worker_momentum=0.0))
+    is_whole = []
+    for step in range(56):  # of which 50 are compared, after the first
+        model.zero_grad()
+        x, y = own_batch(rank, step, 3)
+        torch.nn.functional.mse_loss(model(x), y + 10.0 * (rank - 1)).backward()
+        twin = make_model()
+        rows = []
+        for other in range(world_size):
+            twin.zero_grad()
+            x, y = own_batch(other, step, 3)
+            torch.nn.functional.mse_loss(twin(x), y + 10.0 * (other - 1)).backward()
+            rows.append(flat_grad(twin))
+        got = flat_grad(model)
+        check_bits(got)
+        is_whole.append(torch.allclose(got, loft.aggregate(torch.stack(rows), rule), atol=1e-5))
+    assert not all(is_whole[:51]), "shards decide as the whole model: that shows nothing"
+    assert all(is_whole[51:]), is_whole
 
 
 def spread(world_size: int) -> None:
@@ -166,6 +202,8 @@ def levels(world_size: int) -> None:
 JOBS: dict[str, Callable[[int], None]] = {
     "conform": conform,
     "ddp": ddp,
+    "whole": whole,
+    "auto": auto,
     "levels": levels,
     "spread": spread,
     "raise": fail("raise"),
