@@ -128,7 +128,9 @@ class RankTimes:
     """What one rank spent on an average batch of the last interval."""
 
     rank: Count
-    steps: Count  # batches measured, but for last ones of an epoch and the first with a new size
+    # Batches measured, but for last ones of an epoch and the first with a new size; of more than
+    # 4,096 steps, those of so many drawn at random.
+    steps: Count
     samples: Amount  # of a batch; 0 for a rank that computes dummy batches only
     local: Amount  # of them from the rank's own node
     remote: Amount  # of them from elsewhere

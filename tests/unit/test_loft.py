@@ -144,36 +144,53 @@ class Clock:
         return self.now
 
 
-def test_stalls_of_seconds_lead_to_no_plan_in_training() -> None:
-    """Three equal ranks; rank 1 stands still for 1 to 8 s in nine of 600 steps."""
-    rng = np.random.default_rng(3)
-    stalls = dict(
-        zip(rng.choice(600, 9, replace=False).tolist(), rng.uniform(1, 8, 9), strict=True)
-    )
-    noise = rng.normal(1.0, 0.03, (600, 3))
+def train(seconds: Floats, *, interval: int) -> tuple[list[tuple[int, ...]], str]:
+    """Train on ranks that need so long a sample, [num_steps, world_size]; 16 samples a rank.
 
-    def work(transport: LocalTransport) -> tuple[int, str]:
+    Returns the sizes of all plans, and what is explained at the end.
+    """
+    num_steps, world_size = seconds.shape
+
+    def work(transport: LocalTransport) -> tuple[list[tuple[int, ...]], str]:
         clock = Clock()
-        balancer = loft.Balancer(48, "loft", interval=20, transport=transport, clock=clock)
-        for step in range(600):
+        balancer = loft.Balancer(
+            16 * world_size, "loft", interval=interval, transport=transport, clock=clock
+        )
+        for step in range(num_steps):
             plan = balancer.plan_at(step)
             mine = plan.sizes[transport.rank]
             sizes = StepSizes(plan.plan_id, step, plan.sizes)
             balancer.begin_batch(sizes, fetch_s=0.0, stall_s=0.0, local=mine, remote=0)
             balancer.take_step()
-            own = 0.01 * np.array(plan.sizes) * noise[step]
-            own[1] += stalls.get(step, 0.0)
+            own = seconds[step] * plan.sizes
             clock.now += own[transport.rank]
             balancer.gradient_arrived(blocked_s=0.0)
             balancer.computing_ended()
             waited_s = float(own.max() - own[transport.rank])
             clock.now += waited_s
             balancer.step_ended(waited_s=waited_s)
-        return balancer.plan.plan_id, balancer.explain()
+        return [made.sizes for made in balancer.history], balancer.explain()
 
-    plan_id, text = run_ranks(3, work)[0]
-    assert plan_id == 0, text
+    return run_ranks(world_size, work)[0]
+
+
+def test_stalls_of_seconds_lead_to_no_plan_in_training() -> None:
+    """Three equal ranks; rank 1 stands still for 1 to 8 s in nine of 600 steps."""
+    rng = np.random.default_rng(3)
+    at, stalls_s = rng.choice(600, 9, replace=False), rng.uniform(1, 8, 9)
+    seconds = 0.01 * rng.normal(1.0, 0.03, (600, 3))
+    seconds[at, 1] += stalls_s / 16
+    plans, text = train(seconds, interval=20)
+    assert plans == [(16, 16, 16)], text
     assert "no rank is slow" in text
+
+
+def test_a_burst_in_less_than_a_fifth_of_a_long_interval_leads_to_no_plan_in_training() -> None:
+    """Four equal ranks; rank 0 takes twice as long in the last 50 steps of 300."""
+    seconds = 0.006 * np.random.default_rng(0).normal(1.0, 0.01, (620, 4))
+    seconds[550:600, 0] *= 2.0
+    plans, text = train(seconds, interval=300)
+    assert plans == [(16, 16, 16, 16)], text
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import loft_hvd as loft
 from loft_hvd.balance.interval import SUMS, Head
+from loft_hvd.balance.stopwatch import StepSums
 from loft_hvd.data.draws import Draw, EpochSettings
 from loft_hvd.data.flow import _native
 from loft_hvd.data.placement import Placement
@@ -207,3 +208,22 @@ def test_an_interval_costs_the_training_thread_two_milliseconds_a_step(
     spent = seconds_by_place(balancer, engine, clock, 9)
     assert (balancer.plan.plan_id > 0) == (policy in ("loft", "lbbsp-cpu"))
     assert max(spent) <= MOST_S, [f"{1e3 * each:.2f} ms" for each in spent]
+
+
+@pytest.mark.parametrize("num_steps", [300, 4096, 30_000])
+def test_a_step_costs_microseconds_to_keep_and_a_long_interval_little_to_add_up(
+    num_steps: int,
+) -> None:
+    rows = np.random.default_rng(0).lognormal(0.0, 0.3, (num_steps, len(SUMS)))
+    kept_s, summed_s = [], []
+    for _ in range(9):
+        sums = StepSums()
+        began = time.thread_time()
+        for row in rows:
+            sums.add(row)
+        kept = time.thread_time()
+        sums.take()
+        kept_s.append((kept - began) / num_steps)
+        summed_s.append(time.thread_time() - kept)
+    assert np.median(kept_s) <= 3e-6
+    assert np.median(summed_s) <= MOST_S

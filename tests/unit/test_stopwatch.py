@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from loft_hvd.balance.interval import SUM, SUMS
-from loft_hvd.balance.stopwatch import DeviceClock, StepTimer
+from loft_hvd.balance.interval import SUM, SUMS, typical
+from loft_hvd.balance.plan import Bools, Floats
+from loft_hvd.balance.stopwatch import DeviceClock, StepSums, StepTimer
 
 FOLLOWS = {
     "busy_s2",
@@ -169,6 +171,20 @@ def test_a_checkpoint_that_nobody_announced_is_a_pause_and_no_step(clock: FakeCl
     )
 
 
+@pytest.mark.parametrize("num_steps", [257, 260])
+def test_a_pause_is_none_of_the_steps_wherever_it_is_in_a_long_interval(
+    num_steps: int, clock: FakeClock
+) -> None:
+    timer = StepTimer(clock)
+    for step in range(num_steps):
+        if step == num_steps - 1:
+            clock.now += 600
+        one_step(timer, clock)
+    sums = timer.take()
+    assert sums[SUM["steps"]] == num_steps - 1
+    assert sums[SUM["paused_s"]] == 600
+
+
 def test_a_block_left_out_within_another_is_left_out_once(clock: FakeClock) -> None:
     timer = StepTimer(clock)
     for _ in range(2):
@@ -284,3 +300,49 @@ def test_steps_of_older_sizes_do_not_come_back_from_a_slow_device(clock: FakeClo
     timer.discard()
     device.now = 9.0
     assert_sums(timer)
+
+
+def summed(compute_s: Floats) -> dict[str, float]:
+    """Return the sums of an interval whose steps computed for so long, [num_steps]."""
+    sums = StepSums()
+    for seconds in compute_s.tolist():
+        row = np.zeros(len(SUMS))
+        row[[SUM["steps"], SUM["compute_s"], SUM["wall_s"]]] = 1.0, seconds, seconds
+        sums.add(row)
+    return dict(zip(SUMS, sums.take().tolist(), strict=True))
+
+
+@pytest.mark.parametrize("long_s", [0.2, 8.0])
+@pytest.mark.parametrize(
+    ("num_steps", "num_long"), [(20, 3), (257, 1), (260, 4), (300, 50), (4096, 800)]
+)
+def test_an_interval_is_trimmed_as_a_whole_wherever_its_long_steps_are(
+    num_steps: int, num_long: int, long_s: float
+) -> None:
+    seconds = np.random.default_rng(0).normal(0.1, 0.003, num_steps)
+    seconds[-num_long:] = long_s
+    sums = summed(seconds)
+    assert sums["typical_compute_s"] / num_steps == pytest.approx(float(typical(seconds)[0]))
+    assert sums["typical_compute_s"] / num_steps == pytest.approx(0.1, abs=0.003)
+    assert sums["compute_spread_s2"] / num_steps == pytest.approx(float(typical(seconds)[1]))
+
+
+@pytest.mark.parametrize(
+    "is_long",
+    [
+        np.arange(20_000) >= 16_600,
+        np.arange(20_000) < 3_400,
+        np.arange(20_000) % 16 < 2,
+        np.arange(20_000) % 6 == 5,
+    ],
+    ids=["in the end", "at first", "two of sixteen", "every sixth"],
+)
+def test_long_steps_are_no_more_than_their_share_of_an_interval_of_many_steps(
+    is_long: Bools,
+) -> None:
+    seconds = np.random.default_rng(0).normal(0.001, 3e-5, len(is_long))
+    seconds[is_long] = 8.0
+    sums = summed(seconds)
+    assert sums["steps"] == 4096
+    assert sums["typical_compute_s"] / 4096 == pytest.approx(0.001, abs=3e-5)
+    assert sums["compute_s"] / 4096 == pytest.approx(seconds.mean(), rel=0.1)
