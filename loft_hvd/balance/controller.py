@@ -30,7 +30,7 @@ from loft_hvd.balance.plan import (
     choose_used,
 )
 from loft_hvd.balance.policies import make_policy
-from loft_hvd.balance.policy import Policy, Proposal, Task
+from loft_hvd.balance.policy import Allowed, Policy, Proposal, Task
 from loft_hvd.balance.search import round_to_lattice
 from loft_hvd.codec import Count, decode, encode
 from loft_hvd.errors import ArgumentError, PlanError
@@ -44,6 +44,8 @@ SETTLE_STEPS = 3  # the first steps of a run, and of a plan, are slower than the
 # A rank whose memory is unknown stays at its first size so long: a batch that has been computed
 # twice fits, while the largest one that fits is known only once it was too large.
 _WARM_UP_INTERVALS = 2
+
+_BAR_OF_CAPS = "no rank above its cap"
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,7 @@ class Controller:
         self.history = [Decision(0, 0, self.policy.start(self.task), f"start: {self.policy.name}")]
         self.discarded: Counter[tuple[int, str]] = Counter()
         self._is_capped = [True] * world_size
+        self.policy.share_bars(self.allowed)
         self.quarantine = QuarantineSizes()
         self._num_intervals = 0
         self._failure: str | None = None  # why the newest interval led to no plan
@@ -203,6 +206,7 @@ class Controller:
         was observed since the last call, nothing is decided.
         """
         interval, self._interval = self._interval, None
+        self._failure = None if interval is not None else self._failure
         if interval is not None and self._unsent is not None:  # the policy counts on it
             made, self._unsent = replace(self._unsent, first_step=step), None
             return self._add(made)
@@ -213,8 +217,11 @@ class Controller:
         proposal = self._propose(interval, step)
         if proposal is None or proposal.sizes == self.plan.sizes:
             return None
-        proposal = self._with_few_sizes(self._while_warm(self._within_caps(proposal)))
+        allowed = self.allowed(proposal.sizes)
+        if allowed.bars:
+            proposal = Proposal(allowed.sizes, "; ".join((proposal.reason, *allowed.bars)))
         if proposal.sizes == self.plan.sizes:
+            self._failure = f"no new plan at step {step}, sizes stay: {proposal.reason}"
             return None
         then_s, now_s = proposal.predicted_s, proposal.instead_of_s
         is_predicted = then_s > 0 and now_s > 0
@@ -236,7 +243,6 @@ class Controller:
 
     def _propose(self, interval: Interval, step: int) -> Proposal | None:
         """Ask the policy; one that finds no legal sizes must not end training: sizes stay."""
-        self._failure = None
         try:
             return self.policy.propose(interval, first_step=step)
         except PlanError as error:
@@ -249,45 +255,53 @@ class Controller:
         if sizes is None:
             return None
         reason = "no samples for ranks in quarantine" if 0 in sizes else "as before the quarantine"
-        proposal = self._within_caps(Proposal(sizes, reason))
-        if proposal.sizes == self.plan.sizes:
+        legal = self._within_caps(sizes)
+        if legal == self.plan.sizes:
             return None
-        return self._add(Decision(self.plan.plan_id + 1, step, proposal.sizes, proposal.reason))
+        reason += "" if legal == sizes else f"; {_BAR_OF_CAPS}"
+        return self._add(Decision(self.plan.plan_id + 1, step, legal, reason))
 
-    def _within_caps(self, proposal: Proposal) -> Proposal:
+    def allowed(self, wanted: Sizes) -> Allowed:
+        """Return the sizes that may come into force now in place of ``wanted``, and why."""
+        sizes, bars = wanted, []
+        for restrict, bar in (
+            (self._within_caps, _BAR_OF_CAPS),
+            (self._while_warm, "warm-up: no rank above its first size before two intervals"),
+            (self._with_few_sizes, f"no rank may have more than {self.max_sizes} sizes in a run"),
+        ):
+            legal = restrict(sizes)
+            if legal != sizes:
+                sizes = legal
+                bars.append(bar)
+        return Allowed(sizes, tuple(bars))
+
+    def _within_caps(self, sizes: Sizes) -> Sizes:
         """Replace sizes beyond a cap by the nearest legal ones.
 
         A state may be of a run with higher caps: policies and quarantines remember its sizes.
         """
-        if (np.array(proposal.sizes) <= self.task.bounds.cap).all():
-            return proposal
-        sizes = self.task.rounded(np.array(proposal.sizes, dtype=np.float64))
-        return Proposal(sizes, f"{proposal.reason}; no rank above its cap")
+        if (np.array(sizes) <= self.task.bounds.cap).all():
+            return sizes
+        return self.task.rounded(np.array(sizes, dtype=np.float64))
 
-    def _while_warm(self, proposal: Proposal) -> Proposal:
+    def _while_warm(self, sizes: Sizes) -> Sizes:
         """Hold ranks whose memory is unknown at their first size in the first intervals."""
         if self._num_intervals >= _WARM_UP_INTERVALS:
-            return proposal
+            return sizes
         first, bounds = np.array(self.history[0].sizes), self.task.bounds
         cap = np.where(self._is_capped, bounds.cap, first)
-        if (np.array(proposal.sizes) <= cap).all():
-            return proposal
+        if (np.array(sizes) <= cap).all():
+            return sizes
         held = Bounds(np.minimum(bounds.floor, cap), cap, bounds.grain)
-        wanted = np.array(proposal.sizes, dtype=np.float64)
-        sizes = round_to_lattice(wanted, self.task.global_batch_size, held)
-        return Proposal(sizes, f"{proposal.reason}; warm-up: no rank above its first size")
+        wanted = np.array(sizes, dtype=np.float64)
+        return round_to_lattice(wanted, self.task.global_batch_size, held)
 
-    def _with_few_sizes(self, proposal: Proposal) -> Proposal:
+    def _with_few_sizes(self, sizes: Sizes) -> Sizes:
         """Replace sizes that would be too many for a rank by the nearest that it has had."""
         if self.max_sizes is None:
-            return proposal
+            return sizes
         used = [made.sizes for made in self.history]
-        bounds = self.task.bounds
-        sizes = choose_used(proposal.sizes, used, max_sizes=self.max_sizes, bounds=bounds)
-        if sizes == proposal.sizes:
-            return proposal
-        reason = f"{proposal.reason}; no rank may have more than {self.max_sizes} sizes in a run"
-        return Proposal(sizes, reason)
+        return choose_used(sizes, used, max_sizes=self.max_sizes, bounds=self.task.bounds)
 
     def send_again_after(self, plan_id: int) -> None:
         """Have a plan that never reached the ranks come with the next interval.

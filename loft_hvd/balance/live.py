@@ -671,7 +671,8 @@ class LivePlan:
             head = f"{head}\n{own}"
             if self._transport.rank == 0:
                 head = self._controller.explain(verbose=verbose)
-        return f"{describe(self.times)}\n{head}"
+        due = f"ranks exchange times next at step {self.schedule.at}"
+        return f"{describe(self.times)}\n{head}\n{due}"
 
     def decisions(self) -> list[Decision]:
         """Return every plan and why it was made, which rank 0 alone knows."""

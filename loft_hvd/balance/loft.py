@@ -21,7 +21,7 @@ forgiven with time, since neighbours on a machine come and go.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
@@ -40,7 +40,7 @@ from loft_hvd.balance.plan import (
     RankNumbers,
     Sizes,
 )
-from loft_hvd.balance.policy import Policy, Proposal, Task
+from loft_hvd.balance.policy import Allowed, Policy, Proposal, Task
 from loft_hvd.balance.search import SOLVERS, least_s, round_to_lattice
 from loft_hvd.codec import Count, Shape, Within
 from loft_hvd.errors import ArgumentError, PlanError
@@ -253,7 +253,12 @@ class LoftState:
     lost: Annotated[float, Within(0, _DEAREST)] = 0.0
     stuck: Count = 0  # intervals that a rank has been slowest without a remedy
     probe_after: Count = _PROBE_AFTER  # so many of these
-    note: str = "the first decision comes after the first interval"  # what the last one was
+    note: str = "nothing has been measured"  # why sizes are what they are
+
+
+def _sure(gain: Gain) -> float:
+    """Return the share of the step that is saved surely; negative where nothing is."""
+    return gain.share - _SIGMAS * gain.error
 
 
 def _is_let_down(forecast: Forecast, interval: Interval) -> bool:
@@ -266,20 +271,40 @@ def _is_let_down(forecast: Forecast, interval: Interval) -> bool:
     return brought + _SIGMAS * error < forecast.gain
 
 
-def _why_not(gain: Gain, sure: float, *, lost: float, price: float) -> str:
-    """Say in a sentence why sizes stay, and when that is decided anew."""
-    if not gain.share >= 0.001:  # also where a model of odd times predicts nothing
+def _why_not(
+    best: Gain, left: Gain, bars: Sequence[str], *, lost: float, dead_band: float, times: float
+) -> str:
+    """Say in a sentence why sizes stay.
+
+    Args:
+        best: what the best sizes known would bring.
+        left: what the sizes that are left by ``bars`` would.
+        bars: what bars the best ones, in plain words.
+        lost: what waiting has cost so far, as a share of an interval.
+        dead_band: what it may cost, likewise, but for
+        times: so often it may, since plans were undone.
+    """
+    if not best.share >= 0.001:  # also where a model of odd times predicts nothing
         return "nothing to win: no sizes known would make the step shorter"
-    if not sure > 0:
+    if not _sure(best) > 0:
         return (
-            f"nothing to win that is sure: other sizes might save {gain.share:.1%} of the step, "
-            f"which is within the error of the times ({_SIGMAS * gain.error:.1%})"
+            f"nothing to win that is sure: other sizes might save {best.share:.1%} of the step, "
+            f"which is within the error of the times ({_SIGMAS * best.error:.1%})"
         )
-    waits = max(int(np.ceil((price - lost) / sure)), 1)
+    barred = f"other sizes would surely save {_sure(best):.1%} of the step"
+    others = f"{barred}; they"
+    if bars:
+        barred += f", but are barred ({'; '.join(bars)})"
+        if not _sure(left) > 0:
+            return f"{barred}, and what is left saves nothing that is sure"
+        others = f"{barred}; those left surely save {_sure(left):.1%}, and"
+    price = dead_band * times
+    waits = max(int(np.ceil((price - lost) / _sure(left))), 1)
+    undone = f", {times:.0f} times over since plans were undone" if times > 1 else ""
     return (
-        f"other sizes would surely save {sure:.1%} of the step; they are taken when waiting has "
-        f"cost as much as a change may, the dead band of {price:.0%} of an interval: so far it has "
-        f"cost {lost:.1%}, so that is {waits} intervals away"
+        f"{others} are taken when waiting has cost as much as a change may, the dead band of "
+        f"{dead_band:.0%} of an interval{undone}: so far it has cost {lost:.1%}, so that is "
+        f"about {waits} intervals away"
     )
 
 
@@ -316,12 +341,16 @@ class Loft(Policy):
         self._source = None if source is None else np.asarray(source)
         self._told: Sequence[int] = ()  # of each rank, by a loader
         self._held: Held | None = None  # likewise
+        self._allowed: Callable[[Sizes], Allowed] = Allowed  # what a controller lets come of sizes
 
     def share_sources(self, source: Sequence[int]) -> None:
         self._told = source
 
     def share_held(self, held: Held) -> None:
         self._held = held
+
+    def share_bars(self, allowed: Callable[[Sizes], Allowed]) -> None:
+        self._allowed = allowed
 
     def _holding(self, model: StepModel) -> StepModel:
         """Return the model with what ranks are known to keep, if they are those of this world."""
@@ -378,6 +407,7 @@ class Loft(Policy):
         fitter.add(interval)
         fit = fitter.fit()
         if fit is None or not interval.valid.any():
+            state.note = "no rank has reported times that can be used"
             return None
         # By chance another rank is the longest in each step: the mean of the longest is above the
         # longest mean.
@@ -398,15 +428,26 @@ class Loft(Policy):
             return self._announce(verdict, interval, fit)
         if state.verdicts.num_misses > num_misses:
             # One interval more tells what the model did not know; "drifting" is 3.6 % faster by it.
-            state.note = "sizes wait, since a plan was undone: the next interval decides"
+            state.note = "sizes wait for one interval, since a plan was undone"
             return None
         return self._search(interval, fit)
 
+    def _legal(self, sizes: Sizes, reason: str) -> Proposal:
+        """Return what comes into force when these sizes are proposed."""
+        allowed = self._allowed(sizes)
+        return Proposal(allowed.sizes, "; ".join((reason, *allowed.bars)))
+
     def _announce(
         self, proposal: Proposal, interval: Interval, fit: Fit, *, gain: float = 0.0
-    ) -> Proposal:
-        """Remember what is expected of a proposal, so that it can be judged."""
+    ) -> Proposal | None:
+        """Remember what is expected of a legal proposal, so that it can be judged.
+
+        One of the sizes that are in force is none: something barred what was wanted.
+        """
         state, now = self.state, tuple(interval.sizes.tolist())
+        if proposal.sizes == now:
+            state.note = f"sizes stay: {proposal.reason}"
+            return None
         before = Measured(now, interval.step_s, interval.step_error_s, fit.model.step_s(now))
         state.forecast = Forecast(proposal.sizes, fit.model.times(proposal.sizes), before, gain)
         state.note, state.lost, state.is_let_down = proposal.reason, 0.0, False
@@ -420,12 +461,13 @@ class Loft(Policy):
             verdicts.measure_equal(interval, busy_s, model_s=model.step_s(sizes))
         if trial is not None and sizes == trial.instead and verdicts.comes_back(trial, interval):
             verdicts.passed(np.array(trial.sizes))
-            return Proposal(trial.sizes, "other sizes were no better: the cluster has changed")
+            return self._legal(trial.sizes, "other sizes were no better: the cluster has changed")
         if sizes == verdicts.equal.sizes:
             return None
         forecast = state.forecast
         rivals = {"equal sizes": verdicts.equal}
-        is_new = forecast is not None and sizes != forecast.before.sizes
+        # A promise is judged by the sizes that it was for: a quarantine brings others.
+        is_new = forecast is not None and forecast.sizes == sizes
         if is_new and forecast is not None:
             if forecast.before.sizes != verdicts.equal.sizes:
                 rivals = {"the sizes before": forecast.before, **rivals}
@@ -434,16 +476,18 @@ class Loft(Policy):
             state.is_let_down = is_explained and is_let_down
             if forecast.gain > 0 and not is_let_down:
                 verdicts.price = 1.0
-        # The controller may have put nearby sizes into force instead of those proposed.
-        if forecast is None or forecast.sizes != sizes:
+        if forecast is None or not is_new:
             forecast = Forecast(sizes, model.times(sizes), verdicts.equal)
         for name, rival in rivals.items():
             drift = model.step_s(rival.sizes) / rival.model_s if rival.model_s > 0 else 1.0
             drift = min(drift, _MOST_DRIFT)
-            if verdicts.is_worse(interval, busy_s, rival, is_new=is_new, drift=drift):
-                verdicts.undo(interval, busy_s, forecast, instead=rival.sizes)
-                reason = f"undone: a step took {interval.step_s:.3g} s, but {rival.step_s:.3g} s"
-                return Proposal(rival.sizes, f"{reason} with {name}")
+            if not verdicts.is_worse(interval, busy_s, rival, is_new=is_new, drift=drift):
+                continue
+            reason = f"undone: a step took {interval.step_s:.3g} s, but {rival.step_s:.3g} s"
+            instead = self._legal(rival.sizes, f"{reason} with {name}")
+            if instead.sizes != sizes:  # else a cap has come between, and these are the nearest
+                verdicts.undo(interval, busy_s, forecast, instead=instead.sizes)
+                return instead
         verdicts.passed(interval.sizes)
         state.forecast = None
         return None
@@ -458,22 +502,30 @@ class Loft(Policy):
             is_equal = tuple(now.tolist()) == verdicts.equal.sizes
             if is_equal:
                 return None
-            return self._announce(Proposal(verdicts.equal.sizes, state.note), interval, fit)
+            return self._announce(self._legal(verdicts.equal.sizes, state.note), interval, fit)
         limits = self._limits(now, held)
         found = SOLVERS[self._solver](fit.model, task.global_batch_size, limits)
         found = self._choose(fit, now, found, limits)
         self._found = found, limits
-        gain = fit.gain(now, found)
-        sure = gain.share - _SIGMAS * gain.error
-        state.lost = state.lost + sure if sure > 0 else 0.0
-        price = 0.0 if state.is_let_down else self._dead_band * verdicts.price
+        best, allowed = fit.gain(now, found), self._allowed(found)
+        left = fit.gain(now, allowed.sizes) if allowed.bars else best
+        sure, times = _sure(left), verdicts.price
+        if sure > 0:
+            state.lost += sure
+        elif not (allowed.bars and _sure(best) > 0):  # while sizes are barred nobody waits
+            state.lost = 0.0
+        price = 0.0 if state.is_let_down else self._dead_band * times
         if sure > 0 and state.lost >= price:
             state.probe_after = _PROBE_AFTER
-            proposal = Proposal(found, f"{gain.share:.1%} less predicted", gain.then_s, gain.now_s)
-            return self._announce(proposal, interval, fit, gain=gain.share)
-        state.note = _why_not(gain, sure, lost=state.lost, price=price)
+            reason = "; ".join((f"{left.share:.1%} less predicted", *allowed.bars))
+            proposal = Proposal(allowed.sizes, reason, left.then_s, left.now_s)
+            return self._announce(proposal, interval, fit, gain=left.share)
+        lost, dead_band = state.lost, self._dead_band
+        state.note = _why_not(best, left, allowed.bars, lost=lost, dead_band=dead_band, times=times)
         probe = self._probe(interval, limits)
-        return None if probe is None else self._announce(probe, interval, fit)
+        if probe is None or probe.sizes == tuple(now.tolist()):  # barred too
+            return None
+        return self._announce(probe, interval, fit)
 
     def _choose(self, fit: Fit, now: Ints, found: Sizes, limits: Bounds) -> Sizes:
         """Return ``found`` or, where a step should take less, sizes nearer ``now`` or equal ones.
@@ -521,11 +573,13 @@ class Loft(Policy):
         except PlanError:  # the others cannot take what it would give
             return None
         state.stuck, state.probe_after = 0, min(2 * state.probe_after, _LONGEST_PROBE)
-        return Proposal(sizes, f"rank {slowest} stays slowest: does it depend on its batch?")
+        return self._legal(sizes, f"rank {slowest} stays slowest: does it depend on its batch?")
 
     def explain(self) -> list[str]:
         verdicts = self.state.verdicts
         lines = [f"policy {self.name}: {self.state.note}"]
+        if self.is_adaptive:
+            lines[0] += "; the next decision comes with the next interval's times"
         if self._fit is not None:
             lines.append(summarise_fit(self._fit))
         lines += self._say_bound() + self._say_kept() + self._say_budgets()

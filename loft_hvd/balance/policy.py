@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from loft_hvd.balance.plan import Bounds, Floats, Plan, Sizes
 from loft_hvd.balance.search import equal_within, round_to_lattice
 from loft_hvd.codec import decode, encode
 
-__all__ = ["Policy", "Proposal", "Task"]
+__all__ = ["Allowed", "Policy", "Proposal", "Task"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,14 @@ class Proposal:
     reason: str  # in plain words
     predicted_s: float = float("nan")  # of a step with them; NaN when not predicted
     instead_of_s: float = float("nan")  # of a step without the change; NaN likewise
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """The sizes nearest to others that are wanted which may come into force now."""
+
+    sizes: Sizes
+    bars: tuple[str, ...] = ()  # to those wanted, in plain words; none where they are the same
 
 
 @dataclass
@@ -111,6 +119,14 @@ class Policy(ABC):
     def share_held(self, held: Held) -> None:
         """Take what ranks keep of the data set, as an iteration begins."""
         del held
+
+    def share_bars(self, allowed: Callable[[Sizes], Allowed]) -> None:
+        """Take what tells the sizes that may come into force in place of others.
+
+        A proposal of any other sizes is replaced by these. A policy that weighs what sizes would
+        bring asks first, and weighs what it would get.
+        """
+        del allowed
 
     def recall(self, intervals: Sequence[Interval]) -> bool:
         """Learn from what these ranks' devices did in other worlds; returns whether it can."""

@@ -216,7 +216,13 @@ def test_no_size_that_a_state_remembers_is_put_back_above_a_new_cap() -> None:
     plan = second.decide(220)
     assert plan is not None
     assert "undone" in second.history[-1].reason
+    assert second.history[-1].reason.endswith("; no rank above its cap")
     assert (plan.sizes[3], sum(plan.sizes)) == (48, 256)
+    rows, step_s = rows_of(model, second)
+    observe(second, rows, step=239, step_s=20 * step_s)  # worse still, but none are nearer
+    second.decide(240)
+    assert "undone" not in second.history[-1].reason
+    assert second.state_dict()["learnt"]["verdicts"]["num_misses"] == 0
 
 
 def test_a_state_of_another_world_is_refused() -> None:

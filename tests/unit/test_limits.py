@@ -145,8 +145,10 @@ def test_in_warm_up_nothing_moves_where_no_cap_is_known() -> None:
     controller.warm_up([False] * 3)
     observe(controller, [1e-3, 1e-3, 4e-3], 4)
     assert controller.decide(8) is None
+    assert "sizes stay: in proportion to predicted speeds; warm-up: no" in controller.explain()
     observe(controller, [1e-3, 1e-3, 4e-3], 12)
     assert controller.decide(16) is not None
+    assert "sizes stay" not in controller.explain()
 
 
 def run(transport: LocalTransport, **options: Any) -> loft.Balancer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +14,12 @@ import loft_hvd as loft
 from loft_hvd.balance.controller import Controller
 from loft_hvd.balance.interval import COLUMNS, Interval
 from loft_hvd.balance.latency import StepModel
-from loft_hvd.balance.loft import Loft, Measured, Verdicts
-from loft_hvd.balance.plan import Bounds, Floats, StepSizes
+from loft_hvd.balance.loft import Loft, LoftState, Measured, Verdicts
+from loft_hvd.balance.plan import Bounds, Floats, Plan, StepSizes
 from loft_hvd.simulate.compare import hiccup_scenario, random_scenario, wide_scenario
 from loft_hvd.simulate.simulation import simulate
 from loft_hvd.transport.local import LocalTransport, run_ranks
-from tests.support.clusters import drive
+from tests.support.clusters import drive, measure, observe
 
 EVEN = StepModel.build(4, compute_fixed_s=0.01, compute_s=4e-3)
 
@@ -65,6 +66,128 @@ def test_what_waiting_costs_adds_up_to_the_price_of_a_change() -> None:
         plans = drive(lambda _: model, controller, intervals=14, seed=0, noise=0.001)
         changed_at = next(number for number, sizes in enumerate(plans) if sizes != plans[0])
         assert least <= changed_at <= most, f"dead band {dead_band}: interval {changed_at}"
+
+
+UNEVEN = StepModel.build(4, compute_s=np.array([1.0, 1.0, 2.0, 4.0]) * 1e-3)
+SOON = "the next decision comes with the next interval's times"
+
+
+def show(controller: Controller, model: StepModel, number: int, *, noise: float = 0.0) -> None:
+    """Let a controller see an interval of 20 steps, and decide."""
+    sizes = controller.plan_at(20 * number + 19).sizes
+    rows, step_s = measure(model, sizes, seed=[number], noise=noise, steps=20)
+    observe(controller, rows, step=20 * number + 19, step_s=step_s)
+    controller.decide(20 * number + 20)
+
+
+def said(controller: Controller) -> str:
+    """Return what LOFT says of its last decision."""
+    [line] = [each for each in controller.explain().splitlines() if each.startswith("policy loft")]
+    assert line.endswith(SOON), line
+    return line
+
+
+def learnt(controller: Controller) -> LoftState:
+    assert isinstance(controller.policy, Loft)
+    return controller.policy.state
+
+
+def test_before_the_first_interval_no_reason_is_made_up() -> None:
+    assert said(Controller(256, 4)) == f"policy loft: nothing has been measured; {SOON}"
+
+
+def test_a_gain_that_warm_up_bars_is_said_to_be_barred_until_it_is_over() -> None:
+    controller = Controller(256, 4)
+    controller.warm_up([False] * 4)
+    learnt(controller).lost = 0.02
+    show(controller, UNEVEN, 0)
+    assert controller.plan.plan_id == 0
+    assert "other sizes would surely save 62.8% of the step, but are barred" in said(controller)
+    assert "(warm-up: no rank above its first size before two intervals)" in said(controller)
+    assert learnt(controller).lost == 0.02
+    assert learnt(controller).forecast is None
+    show(controller, UNEVEN, 1)
+    assert controller.plan.plan_id == 1
+    assert re.match("policy loft: 6\\d\\.\\d% less predicted;", said(controller))
+
+
+def test_a_gain_for_which_no_new_size_is_left_is_said_to_be_barred() -> None:
+    controller = Controller(256, 4, max_sizes=1)
+    for number in range(4):
+        show(controller, UNEVEN, number)
+        assert "but are barred (no rank may have more than 1 sizes in a run)" in said(controller)
+        assert "what is left saves nothing that is sure" in said(controller)
+    assert controller.plan.plan_id == 0
+
+
+def test_what_is_promised_is_what_the_sizes_bring_that_come_into_force() -> None:
+    controller = Controller(256, 4)
+    controller.warm_up([False, True, True, True])  # rank 0 may not grow, though it is fast
+    show(controller, UNEVEN, 0)
+    made, forecast = controller.history[-1], learnt(controller).forecast
+    gain = 1.0 - UNEVEN.step_s(made.sizes) / UNEVEN.step_s([64] * 4)
+    assert made.sizes[0] == 64 < made.sizes[1]
+    assert made.predicted_gain == pytest.approx(gain, rel=0.01)
+    assert made.reason == (
+        f"{made.predicted_gain:.1%} less predicted; warm-up: no rank above its first size before "
+        "two intervals"
+    )
+    assert forecast is not None
+    assert forecast.sizes == made.sizes
+    assert forecast.gain == made.predicted_gain
+    show(controller, UNEVEN, 1)
+    assert not learnt(controller).is_let_down
+
+
+def test_a_promise_is_not_judged_by_other_sizes() -> None:
+    controller = Controller(256, 4)
+    show(controller, UNEVEN, 0)
+    state = learnt(controller)
+    assert state.forecast is not None
+    state.forecast, state.verdicts.price = replace(state.forecast, gain=0.1), 4.0
+    controller.know([*[each.plan for each in controller.history], Plan(2, 21, (120, 80, 37, 19))])
+    show(controller, UNEVEN, 1)  # half of the step is saved
+    assert state.verdicts.price == 4.0
+
+
+def test_no_gain_within_the_error_of_the_times_is_said_to_be_one() -> None:
+    controller = Controller(2048, 2)
+    model = StepModel.build(2, compute_s=np.array([1.0, 1.05]) * 1e-3)
+    show(controller, model, 0, noise=0.05)
+    assert re.search(
+        r"nothing to win that is sure: other sizes might save \d\.\d% of the step, which is within "
+        r"the error of the times \(\d\.\d%\)",
+        said(controller),
+    )
+
+
+@pytest.mark.parametrize(("price", "undone"), [(1.0, ""), (4.0, ", 4 times over since plans were")])
+def test_the_intervals_that_a_change_is_said_to_be_away_are_those_it_takes(
+    price: float, undone: str
+) -> None:
+    controller = Controller(2048, 2)
+    model = StepModel.build(2, compute_s=np.array([1.0, 1.024]) * 1e-3)  # 1 % to gain
+    learnt(controller).verdicts.price = price
+    show(controller, model, 0)
+    told = re.search(
+        rf"other sizes would surely save 0\.8% of the step; they are taken when .* the dead band "
+        rf"of 3% of an interval{undone}.* has cost 0\.8%, so that is about (\d+) intervals away",
+        said(controller),
+    )
+    assert told is not None, said(controller)
+    number = 0
+    while controller.plan.plan_id == 0:
+        number += 1
+        show(controller, model, number)
+    assert number <= int(told[1]) <= 1.5 * number  # with more intervals the gain is surer
+
+
+def test_times_that_cannot_be_used_are_the_reason_that_is_given() -> None:
+    controller = Controller(256, 4)
+    show(controller, EVEN, 0)
+    observe(controller, np.full((4, len(COLUMNS)), np.nan), step=39)
+    controller.decide(40)
+    assert "no rank has reported times that can be used" in said(controller)
 
 
 def test_pins_run_out() -> None:
@@ -183,6 +306,7 @@ def test_stalls_of_seconds_lead_to_no_plan_in_training() -> None:
     plans, text = train(seconds, interval=20)
     assert plans == [(16, 16, 16)], text
     assert "no rank is slow" in text
+    assert text.endswith("ranks exchange times next at step 620")
 
 
 def test_a_burst_in_less_than_a_fifth_of_a_long_interval_leads_to_no_plan_in_training() -> None:
