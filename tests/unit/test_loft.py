@@ -55,6 +55,7 @@ def test_a_rank_that_was_shrunk_wrongly_is_back_within_three_intervals(seed: int
         return slower(EVEN, 1, 3.0 if number == 5 else 1.0)  # most steps of one interval alone
 
     plans = drive(cluster, Controller(256, 4), intervals=14, seed=seed)
+    assert min(plans[number][1] for number in range(6, 9)) < 60, f"never shrunk: {plans}"
     assert all(plans[number][1] >= 60 for number in range(9, 14)), plans
 
 
@@ -298,15 +299,15 @@ def train(seconds: Floats, *, interval: int) -> tuple[list[tuple[int, ...]], str
 
 
 def test_stalls_of_seconds_lead_to_no_plan_in_training() -> None:
-    """Three equal ranks; rank 1 stands still for 1 to 8 s in nine of 600 steps."""
+    """Three equal ranks; rank 1 stands still for 1 to 8 s in ten of 1,000 steps."""
     rng = np.random.default_rng(3)
-    at, stalls_s = rng.choice(600, 9, replace=False), rng.uniform(1, 8, 9)
-    seconds = 0.01 * rng.normal(1.0, 0.03, (600, 3))
+    at, stalls_s = rng.choice(1000, 10, replace=False), rng.uniform(1, 8, 10)
+    seconds = 0.01 * rng.normal(1.0, 0.03, (1000, 3))
     seconds[at, 1] += stalls_s / 16
     plans, text = train(seconds, interval=20)
     assert plans == [(16, 16, 16)], text
     assert "no rank is slow" in text
-    assert text.endswith("ranks exchange times next at step 620")
+    assert text.endswith("ranks exchange times next at step 1020")
 
 
 def test_a_burst_in_less_than_a_fifth_of_a_long_interval_leads_to_no_plan_in_training() -> None:
