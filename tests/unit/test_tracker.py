@@ -272,7 +272,16 @@ def test_a_copying_worker_and_whom_it_copies_are_named() -> None:
 
 @pytest.mark.parametrize(
     ("world_size", "rule", "by"),
-    [(4, Robust(f=1), [3]), (8, Robust(f=2), [6, 7]), (5, MultiKrum(f=1), [4])],
+    [
+        (4, Robust(f=1), [3]),
+        (8, Robust(f=2), [6, 7]),
+        (5, MultiKrum(f=1), [4]),
+        # Of 2f+1 most are equal: what is not lies far from the result, and is honest.
+        (3, Robust(f=1), [2]),
+        (5, Robust(f=2), [3, 4]),
+        (7, Robust(f=3), [4, 5, 6]),
+        (5, MultiKrum(f=2), [3, 4]),
+    ],
     ids=str,
 )
 def test_copies_alone_put_nobody_at_fault(world_size: int, rule: Rule, by: list[int]) -> None:
@@ -280,6 +289,55 @@ def test_copies_alone_put_nobody_at_fault(world_size: int, rule: Rule, by: list[
     assert {row for _, row in warned} == {0, *by}
     assert tracker.named() == [0, *by]
     assert tracker.at_fault() == []
+
+
+def changed(world_size: int, change: Callable[[Tensor], None]) -> Draw:
+    """Let ``change`` spoil honest rows."""
+    draw_honest = honest(world_size)
+
+    def draw(step: int, generator: torch.Generator) -> Tensor:
+        rows = draw_honest(step, generator)
+        change(rows)
+        return rows
+
+    return draw
+
+
+@pytest.mark.parametrize("rule", [Robust(f=2), MultiKrum(f=2)], ids=str)
+def test_a_worker_that_is_far_off_is_at_fault_beside_one_that_copies(rule: Rule) -> None:
+    def change(rows: Tensor) -> None:
+        rows[3] = rows[0]
+        rows[4] *= -10
+
+    tracker, _ = watch(changed(5, change), rule, world_size=5)
+    assert tracker.named() == [0, 3, 4]
+    assert tracker.at_fault() == [4]
+
+
+def test_two_workers_that_copy_two_others_are_named_with_them() -> None:
+    def change(rows: Tensor) -> None:
+        rows[3:] = rows[:2]
+
+    tracker, _ = watch(changed(5, change), Robust(f=2), world_size=5)
+    assert tracker.named() == [0, 1, 3, 4]
+    assert tracker.at_fault() == []
+
+
+def test_equal_workers_that_are_far_off_are_at_fault() -> None:
+    def change(rows: Tensor) -> None:
+        rows[3:] = -10 * rows[3]
+
+    tracker, _ = watch(changed(5, change), Robust(f=2), world_size=5)
+    assert tracker.named() == tracker.at_fault() == [3, 4]
+
+
+@pytest.mark.parametrize("world_size", [4, 6])
+def test_where_right_rows_are_equal_the_one_that_is_not_stands_out(world_size: int) -> None:
+    def change(rows: Tensor) -> None:
+        rows[:-1] = rows[0]
+
+    tracker, _ = watch(changed(world_size, change), Robust(f=1), world_size=world_size)
+    assert tracker.named() == tracker.at_fault() == [world_size - 1]
 
 
 def test_a_worker_that_copies_and_is_far_off_is_at_fault_alone() -> None:

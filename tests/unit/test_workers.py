@@ -471,19 +471,24 @@ def _held_of_three(end: LocalTransport) -> SuspicionReport:
     return optimizer.report()
 
 
-def test_a_copying_rank_gets_nobody_into_quarantine(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("world_size", "by"), [(3, [2]), (4, [3]), (5, [3, 4])])
+def test_copying_ranks_get_nobody_into_quarantine(
+    world_size: int, by: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
     def copies(step: int) -> Tensor:
-        rows = honest_rows(4, step)
-        rows[ATTACKED] = rows[0]
+        rows = honest_rows(world_size, step)
+        rows[by] = rows[0].clone()
         return rows
 
-    options: dict[str, Any] = {"rule": loft.Robust(1), "quarantine": True, "rows": copies}
+    rule = loft.Robust(len(by))
+    options: dict[str, Any] = {"rule": rule, "quarantine": True, "rows": copies}
     with caplog.at_level(logging.WARNING, logger="loft_hvd.pipeline"):
-        reports = run_ranks(4, lambda end: train(end, num_steps=60, **options)[0].report())
+        reports = run_ranks(world_size, lambda end: train(end, num_steps=60, **options)[0].report())
     assert all(report == reports[0] for report in reports)
-    assert [worker.ranks for worker in reports[0].named] == [(0,), (ATTACKED,)]
+    assert [worker.ranks for worker in reports[0].named] == [(rank,) for rank in (0, *by)]
     assert all(worker.in_quarantine_until is None for worker in reports[0].workers)
-    said = [record.getMessage() for record in caplog.records]
+    watched = [record for record in caplog.records if record.name.startswith("loft_hvd.pipeline")]
+    said = [record.getMessage() for record in watched]
     assert said
     assert all("100% equal another worker's bit for bit" in line for line in said), said
 

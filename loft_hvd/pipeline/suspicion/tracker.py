@@ -53,6 +53,9 @@ _SHARES = (_OUTSIDE, _LEFT_OUT, _CLIPPED, _COPIED)
 # times the usual squared distance; on Dirichlet(0.1) shares of them, at 142 times.
 _MOST_BY_NEIGHBOURS = 0.5
 _BELOW_THRESHOLD = 1.2  # of the default threshold, 0.6, that is 0.5 as well
+# A row counts as a copy if more of it equals another one. With less, others are at most twice as
+# far from the result as the copies: log2(2) / 4 = 0.25 of a score.
+_MOST_COPIED = 0.5
 
 Floats = npt.NDArray[np.float64]
 
@@ -104,6 +107,10 @@ def score_rows(
     outside or far says 0.5 at most. Instead of 0.5 it is 5/6 of ``threshold`` where that is less:
     neither names anybody.
 
+    Copies (``score_copies``) are no measure of what is usual: where they and the row that they copy
+    are the majority, the result is that row, and all others lie far from it. So rows are compared
+    with those that copy nothing; with fewer than three of these, non-finite values alone count.
+
     Absent rows have ``num_seen`` 0, and get a score of 0. ``weights`` are the samples behind each
     row, where they differ, [world_size]. Returns None where nothing can be said.
     """
@@ -118,10 +125,20 @@ def score_rows(
     aside = _aside(found)[rows]
     if not (non_finite.any() or outside.any() or distances.any()):
         return None  # rows that are equal everywhere
+    scores = np.zeros(len(seen))
+    scores[rows] = non_finite
+    is_copy = score_copies(found, rule)[rows] > _MOST_COPIED
+    if len(rows) - is_copy.sum() < FEWEST_WATCHED:
+        return tuple(scores.tolist())  # all wrong rows are among the copies
     others = _others(len(rows))  # [rows, rows - 1]
+    is_other = ~is_copy[others]
+
+    def of_others(values: Floats) -> Floats:
+        return np.where(is_other, values[others], np.nan)
+
     shares, log2 = outside[rows] / seen[rows], _log2(distances[rows])
-    base, explained = _medians(shares[others]), np.zeros(len(rows))
-    aside_base = _medians(aside[others])
+    base, explained = _medians(of_others(shares)), np.zeros(len(rows))
+    aside_base = _medians(of_others(aside))
     if not isinstance(rule, Custom):
         counts = (1,) * len(rows) if weights is None else tuple(weights[int(row)] for row in rows)
         usual_shares, usual_aside, usual_log2 = _expected(rule, counts)
@@ -130,15 +147,17 @@ def score_rows(
         base = np.maximum(base, usual_shares)
         if weights is not None:
             aside_base = np.maximum(aside_base, usual_aside)
-            explained = np.maximum(0.0, usual_log2 - _medians(usual_log2[others]))
+            explained = np.maximum(0.0, usual_log2 - _medians(of_others(usual_log2)))
     outsides = _above(shares, base)
     most_by_neighbours = min(_MOST_BY_NEIGHBOURS, threshold / _BELOW_THRESHOLD)
     asides = most_by_neighbours * _above(aside, aside_base)
-    middle = _medians(log2[others])
-    # Of the others' spread the widest f - 1 are left out: they may be Byzantine as well.
-    spread = np.sort(np.abs(log2[others] - middle[:, None]))[:, -max(rule.f, 1)]
+    middle = _medians(of_others(log2))
+    # Of the others' spread the widest f - 1 are left out: they may be Byzantine as well. Of copies
+    # at least every other one is.
+    num_wrong = max(rule.f - (int(is_copy.sum()) + 1) // 2, 1)
+    spreads = np.sort(np.abs(of_others(log2) - middle[:, None]))  # NaN comes last
+    spread = spreads[np.arange(len(rows)), is_other.sum(axis=1) - num_wrong]
     aways = (log2 - middle - spread - explained) / _DISTANCE_DOUBLINGS
-    scores = np.zeros(len(seen))
     away = np.maximum(outsides, aways)
     if are_apart:
         away = np.minimum(away, most_by_neighbours)
@@ -147,18 +166,20 @@ def score_rows(
     return tuple(scores.tolist())
 
 
-def score_copies(found: Diagnostics) -> Floats:
+def score_copies(found: Diagnostics, rule: Rule) -> Floats:
     """Score the share of each row that equals another one in a step of one shard, [world_size].
 
-    From the others' median (0) to all of it (1). Apart from ``score_rows``, as it accuses the row
-    that is copied as well as the one that copies: nobody can know who was first.
+    From what 2f + 1 rows reach (0) to all of it (1): f wrong rows can copy f others, so where more
+    rows are equal, right ones are. Apart from ``score_rows``, as it accuses the row that is copied
+    as well as the one that copies: nobody can know who was first.
     """
     seen = np.array(found.num_seen)
     scores = np.zeros(len(seen))
     rows = np.flatnonzero(seen)
     if len(rows) >= FEWEST_WATCHED:
         copied = np.array(found.copied)[rows] / seen[rows]
-        scores[rows] = np.clip(_above(copied, _medians(copied[_others(len(rows))])), 0.0, 1.0)
+        usual = np.sort(copied)[max(len(rows) - 1 - 2 * max(rule.f, 1), 0)]
+        scores[rows] = np.clip(_above(copied, usual), 0.0, 1.0)
     return scores
 
 
@@ -171,7 +192,7 @@ def _aside(found: Diagnostics) -> Floats:
     return aside
 
 
-def _above(shares: Floats, base: Floats) -> Floats:
+def _above(shares: Floats, base: Floats | np.float64) -> Floats:
     """Return how far shares are on the way from ``base`` to 1; below 0 where they are below it."""
     way: Floats = (shares - base) / np.maximum(1 - base, 1e-12)
     return way
@@ -206,10 +227,10 @@ def _log2(values: Floats) -> Floats:
 
 
 def _medians(lines: Floats) -> Floats:
-    """Return the median of each line; np.median is several times slower on a few values."""
-    ordered = np.sort(lines, axis=1)
-    last = lines.shape[1] - 1
-    middle: Floats = (ordered[:, last // 2] + ordered[:, (last + 1) // 2]) / 2
+    """Return the median of each line without its NaN; np.nanmedian takes several times as long."""
+    ordered, at = np.sort(lines, axis=1), np.arange(len(lines))  # NaN comes last
+    last = lines.shape[1] - 1 - np.isnan(lines).sum(axis=1)
+    middle: Floats = (ordered[at, last // 2] + ordered[at, (last + 1) // 2]) / 2
     return middle
 
 
@@ -245,7 +266,7 @@ class Evidence:
         )
         if scores is not None:
             self._num_steps += np.array(found.num_seen) > 0
-            self._scores += np.maximum(scores, score_copies(found))
+            self._scores += np.maximum(scores, score_copies(found, rule))
             self._faults += np.array(scores)
             self._sum += found
 
@@ -359,7 +380,7 @@ class SuspicionTracker:
 
     def excess_fault(self, row: int) -> float:
         """Return how far a worker's fault is above the median of the others'."""
-        return _excess([worker.fault for worker in self.workers], row)
+        return self._above_others(self.workers[row].fault, row)
 
     def named(self) -> list[int]:
         """Return the workers that have stood out for ``patience`` steps in a row."""
@@ -377,11 +398,19 @@ class SuspicionTracker:
         worker.suspicion = worker.fault = 0.0
         worker.steps_out = worker.steps_at_fault = 0
 
+    def _above_others(self, value: float, row: int) -> float:
+        """Return how far a worker's value is above the median of the others' faults.
+
+        Their copies are no measure: of 2f + 1 rows most may be equal.
+        """
+        faults = [worker.fault for other, worker in enumerate(self.workers) if other != row]
+        return value - float(np.median(faults)) if faults else 0.0
+
     def _should_warn(self, row: int, num_steps: int) -> bool:
         worker = self.workers[row]
         is_at_fault = self.excess_fault(row) >= self._settings.threshold
         worker.steps_at_fault = worker.steps_at_fault + num_steps if is_at_fault else 0
-        if _excess([other.suspicion for other in self.workers], row) < self._settings.threshold:
+        if self._above_others(worker.suspicion, row) < self._settings.threshold:
             worker.steps_out = 0
             return False
         worker.steps_out += num_steps
@@ -390,12 +419,6 @@ class SuspicionTracker:
             return False
         worker.next_warning = 2 * due
         return True
-
-
-def _excess(values: Sequence[float], row: int) -> float:
-    """Return how far a row's value is above the median of the others'."""
-    others = [value for other, value in enumerate(values) if other != row]
-    return values[row] - float(np.median(others)) if others else 0.0
 
 
 def _believable(cells: Floats) -> Floats:
