@@ -8,7 +8,9 @@ x_i samples and the mean gradient g_i in a step, and keeps an average m_i for ea
 
 Every rank knows all w_i, as they follow from the plan, and a row weighs w_i. So a first gradient
 counts whole, a larger batch counts more, and the average of a rank without samples stands while its
-weight fades.
+weight fades. In the first step of a world each rank tells what its averages weigh. A robust rule
+lets none weigh more than an average can by that world's plans: the samples of its largest step over
+1 - b.
 
 What an average itself holds is another number, which stays on its device: a gradient that is not
 finite counts as no samples, a parameter that is added late begins at 0, and a frozen one's average
@@ -29,7 +31,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from loft_hvd.errors import ArgumentError, ArgumentTypeError
+from loft_hvd.errors import ArgumentError, ArgumentTypeError, MismatchError
 from loft_hvd.pipeline.weights import PassWeights, capped_weights
 from loft_hvd.transport.base import Channel
 
@@ -94,6 +96,7 @@ class Ages:
     beta: float
     counts: tuple[int, ...]  # samples of the step
     weights: tuple[float, ...]
+    most_samples: int  # of all ranks, in any step of this world up to this one
 
     @property
     def total(self) -> float:
@@ -116,16 +119,19 @@ class Ages:
 
         A rank without samples is absent while its average has faded.
         """
-        mean = self.total / len(self.weights)
+        # What a rank brought into this world is its own claim.
+        most = self.most_samples / (1 - self.beta)
+        believed = [min(weight, most) for weight in self.weights]
+        mean = math.fsum(believed) / len(believed)
         if mean == 0:
             return weights
         present = tuple(
             count > 0 or weight * _FAINT >= mean
-            for count, weight in zip(self.counts, self.weights, strict=True)
+            for count, weight in zip(self.counts, believed, strict=True)
         )
         counts = tuple(
             max(1, round(weight / mean * _WHOLE)) if is_there else 0
-            for weight, is_there in zip(self.weights, present, strict=True)
+            for weight, is_there in zip(believed, present, strict=True)
         )
         return replace(weights, weights=capped_weights(counts), present=present, counts=counts)
 
@@ -146,6 +152,7 @@ class WorkerMomentum:
         self._averages: dict[int, tuple[Tensor, Average]] = {}
         self._own = 0.0  # the weight of this rank's averages
         self._weights: tuple[float, ...] | None = None  # of all ranks; None until they have met
+        self._most_samples = 0  # of all ranks, in any step of this world
         self._rank = self._world_size = -1
         self._loaded: Mapping[str, Any] | None = None  # a state that no step was made from yet
         self._has_stepped = False
@@ -154,11 +161,15 @@ class WorkerMomentum:
     def begin_world(self) -> None:
         """Let ranks meet anew before their next step; this one's averages stay."""
         self._weights = None
+        self._most_samples = 0
 
     def join(self, channel: Channel, named: Mapping[str, Tensor]) -> None:
         """Learn what every rank's averages weigh; every rank calls it alike in its first step.
 
         ``named`` are the parameters by name, for a state that was loaded.
+
+        Raises:
+            MismatchError: a rank tells what no average weighs; on every rank.
         """
         with self._joining:  # autograd has a thread for each device
             if self._weights is not None:
@@ -170,6 +181,13 @@ class WorkerMomentum:
             row = torch.tensor([own, has], dtype=torch.float64)
             rows = channel.sub("momentum").allgather_rows(row)  # [world_size, 2]
             weights: list[float] = rows[:, 0].tolist()
+            wrong = [rank for rank, weight in enumerate(weights) if not 0 <= weight < math.inf]
+            if wrong:
+                raise MismatchError(
+                    f"worker momentum: ranks {wrong} tell that their averages weigh "
+                    f"{[weights[rank] for rank in wrong]} samples, which must be >= 0 and finite; "
+                    "look at those machines"
+                )
             # What was loaded goes on everywhere or nowhere: one rank's would outweigh the others'.
             loaded = rows[:, 1] == _LOADED
             if bool(loaded.any()) and bool((rows[:, 1] == _NOTHING).any()):
@@ -200,11 +218,13 @@ class WorkerMomentum:
         assert self._weights is not None  # ``join`` came before
         counts = (1,) * len(self._weights) if counts is None else tuple(counts)
         pairs = zip(self._weights, counts, strict=True)
-        return Ages(self.beta, counts, tuple(self.beta * weight + count for weight, count in pairs))
+        weights = tuple(self.beta * weight + count for weight, count in pairs)
+        return Ages(self.beta, counts, weights, max(self._most_samples, sum(counts)))
 
     def step_ended(self, ages: Ages) -> None:
         """Let the weights after a step be those before the next one."""
         self._weights = ages.weights
+        self._most_samples = ages.most_samples
         self._own = ages.weights[self._rank]
         self._has_stepped = True
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import loft_hvd as loft
 from loft_hvd.aggregation.reference import reference
-from loft_hvd.errors import ArgumentError, ArgumentTypeError
+from loft_hvd.errors import ArgumentError, ArgumentTypeError, MismatchError
 from loft_hvd.pipeline.buckets import Bucket
 from loft_hvd.pipeline.momentum import Blend, WorkerMomentum, absorb
 from loft_hvd.pipeline.weights import PassWeights
@@ -204,6 +204,39 @@ def test_a_rank_without_samples_is_absent_once_its_average_has_faded() -> None:
         momentum.step_ended(ages)
     # The mean is 28/3, 30/3, 31/3 and so on: a quarter of it is about 2.5.
     assert seen == [(4.0, True), (2.0, False), (1.0, False), (0.5, False)]
+
+
+def joined(transport: LocalTransport, claims: tuple[float, ...]) -> WorkerMomentum:
+    """Begin a world in which each rank claims what its averages weigh."""
+    momentum = WorkerMomentum(0.5)
+    momentum._own = claims[transport.rank]
+    momentum.join(Channel(transport, "loft", 30.0), {})
+    return momentum
+
+
+def test_no_rank_counts_more_than_the_plan_allows_whatever_it_claims() -> None:
+    def work(transport: LocalTransport) -> list[tuple[int, ...] | None]:
+        momentum = joined(transport, (16.0, 8.0, 4.0, 1e300))
+        found = []
+        for counts in [(8, 4, 4, 4), (2, 1, 1, 1)]:
+            ages = momentum.ages(counts)
+            found.append(ages.weigh(PassWeights(None, (True,) * 4, 1.0)).counts)
+            momentum.step_ended(ages)
+        return found
+
+    # Steps have 20 samples at most, so no average weighs more than 40: rank 3's counts so much.
+    weighing = [(16, 8, 6, 40), (10, 5, 4, 40)]
+    expected = [tuple(round(w / (sum(each) / 4) * 512) for w in each) for each in weighing]
+    assert run_ranks(4, work) == [expected] * 4
+
+
+@pytest.mark.parametrize("claim", [float("nan"), float("inf"), -1.0])
+def test_a_rank_that_claims_what_no_average_weighs_is_named_on_every_rank(claim: float) -> None:
+    def work(transport: LocalTransport) -> None:
+        with pytest.raises(MismatchError, match=r"ranks \[1\] tell that their averages weigh"):
+            joined(transport, (8.0, claim, 8.0))
+
+    run_ranks(3, work)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
