@@ -228,6 +228,27 @@ def test_an_audit_moves_a_thirty_second_of_an_n_th_of_a_step() -> None:
         assert audit_bytes <= 4 / (32 * 3) * step_bytes + beside
 
 
+@pytest.mark.parametrize("world_size", [3, 5])
+def test_an_audit_of_a_rule_that_sees_rows_moves_the_tables_too(world_size: int) -> None:
+    num_tables: list[int] = []
+
+    def work(end: LocalTransport) -> int:
+        transport = RecordingTransport(end)
+        sent = []
+        for rule in (loft.TrimmedMean(1), loft.Robust(1)):
+            audit = train(transport, rule, num_steps=1)
+            sent.append(transport.sent_bytes)
+            transport.sent_bytes = 0
+        num_tables.append(sum(record.spec.selection is not None for record in audit._records))
+        return sent[1] - sent[0]
+
+    found = run_ranks(world_size, work)
+    assert min(num_tables) >= 2
+    # 16 slices of a table of n (n + 1) / 2 float64 a bucket, to each other rank.
+    tables = 64 * (world_size - 1) * world_size * (world_size + 1) * num_tables[0]
+    assert found == [tables] * world_size
+
+
 def test_weights_and_absent_ranks_are_known_to_auditors() -> None:
     sizes = [(40, 1, 3, 0, 2)] * 40
 
