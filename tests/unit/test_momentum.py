@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -147,49 +148,91 @@ def test_a_world_of_one_has_momentum_too() -> None:
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
 
 
-def test_a_robust_rule_sees_averages_that_weigh_what_they_are_of() -> None:
-    plans = [(40, 8, 8, 8, 0), (40, 8, 8, 8, 4), (0, 30, 8, 8, 4), (40, 8, 8, 8, 4)]
-    rule = loft.TrimmedMean(f=1)
+def written_out(
+    plans: Sequence[tuple[int, ...]], *, beta: float, passes: int
+) -> Iterator[tuple[Tensor, list[int]]]:
+    """Yield each step's averages, [num_ranks, 33], and what they weigh; 0 for those left out."""
+    num_ranks, zeros = len(plans[0]), torch.zeros(33)
+    sums = torch.zeros(num_ranks, 33, dtype=torch.float64)
+    weights = [0.0] * num_ranks
+    for step in range(len(plans) // passes):
+        sizes = plans[step * passes : (step + 1) * passes]
+        samples = [sum(counts) for counts in zip(*sizes, strict=True)]
+        for rank in range(num_ranks):
+            weights[rank] = beta * weights[rank] + samples[rank]
+            sums[rank] *= beta
+            real = [batch for batch in range(passes) if sizes[batch][rank]]
+            for batch in real:  # passes add up, and one without samples counts as the others
+                grad = gradient_at(zeros, step=step, batch=batch, rank=rank)
+                sums[rank] += samples[rank] * passes / len(real) * grad
+        mean = sum(weights) / num_ranks
+        there = [w > 0 and (x > 0 or 4 * w >= mean) for w, x in zip(weights, samples, strict=True)]
+        averages = torch.stack([sums[r] / (weights[r] or 1.0) for r in range(num_ranks)])
+        yield averages, [round(w / mean * 512) * ok for w, ok in zip(weights, there, strict=True)]
 
-    def work(transport: LocalTransport) -> list[Tensor]:
-        p = torch.nn.Parameter(torch.zeros(33))
-        optimizer = wrap([p], transport, rule=rule, balancer=Sizes(list(plans)))
-        found = []
-        for step in range(len(plans)):
-            backward([p], [gradient_at(p, step=step, batch=0, rank=transport.rank)])
-            optimizer.synchronize()
-            assert p.grad is not None
-            found.append(p.grad.clone())
-            optimizer.zero_grad()
-        return found
 
-    sums = torch.zeros(5, 33, dtype=torch.float64)
-    weights = [0.0] * 5
-    expected = []
-    zeros = torch.zeros(33)
-    for step, sizes in enumerate(plans):
-        for rank, size in enumerate(sizes):
-            weights[rank] = B * weights[rank] + size
-            sums[rank] = B * sums[rank]
-            if size:
-                sums[rank] += size * gradient_at(zeros, step=step, batch=0, rank=rank)
-        mean = sum(weights) / 5
-        there = [
-            w > 0 and (size > 0 or 4 * w >= mean) for w, size in zip(weights, sizes, strict=True)
-        ]
-        whole = [
-            round(w / mean * 512) if is_there else 0
-            for w, is_there in zip(weights, there, strict=True)
-        ]
-        cap = 2 * sum(whole) / sum(there)
-        rows = torch.stack([sums[r] / (weights[r] or 1.0) for r in range(5)])
-        capped = [round(min(w, cap) * 1000) for w in whole]
-        expected.append(torch.from_numpy(reference(rows.numpy(), rule, weights=capped)))
-    for found in run_ranks(5, work):
-        for step, (got, wanted) in enumerate(zip(found, expected, strict=True)):
+def capped(whole: list[int]) -> list[int]:
+    """Return weights in proportion to these, none above twice the mean of those above 0."""
+    cap = 2 * sum(whole) / sum(weight > 0 for weight in whole)
+    return [round(min(weight, cap) * 1000) for weight in whole]
+
+
+def reduced_by_step(
+    transport: LocalTransport, plans: Sequence[tuple[int, ...]], *, passes: int = 1, **options: Any
+) -> list[Tensor]:
+    """Return the gradient of 33 values after each step."""
+    p = torch.nn.Parameter(torch.zeros(33))
+    balancer = Sizes(list(plans))
+    options |= {"balancer": balancer, "backward_passes_per_step": passes}
+    optimizer = wrap([p], transport, **options)
+    found = []
+    for step in range(len(plans) // passes):
+        for batch in range(passes):
+            wrong = 1.0 if plans[step * passes + batch][transport.rank] else float("nan")
+            grad = gradient_at(p, step=step, batch=batch, rank=transport.rank)
+            backward([p], [grad * wrong])  # what an idle rank computes is not read
+        optimizer.synchronize()
+        assert p.grad is not None
+        found.append(p.grad.clone())
+        optimizer.zero_grad()
+    return found
+
+
+def assert_steps_are(found: list[list[Tensor]], expected: list[Tensor]) -> None:
+    for by_rank in found:
+        for step, (got, wanted) in enumerate(zip(by_rank, expected, strict=True)):
             torch.testing.assert_close(
                 got.double(), wanted, rtol=1e-5, atol=1e-5, msg=f"step {step}: {got} {wanted}"
             )
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_robust_rule_sees_averages_that_weigh_what_they_are_of(passes: int) -> None:
+    plans = [(40, 8, 8, 8, 0), (40, 8, 8, 8, 4), (0, 30, 8, 8, 4), (40, 8, 8, 8, 4)] * passes
+    rule = loft.TrimmedMean(f=1)
+    expected = [
+        torch.from_numpy(reference(averages.numpy(), rule, weights=capped(whole)))
+        for averages, whole in written_out(plans, beta=B, passes=passes)
+    ]
+    found = run_ranks(5, lambda end: reduced_by_step(end, plans, passes=passes, rule=rule))
+    assert_steps_are(found, expected)
+
+
+def test_groups_of_ranks_average_averages_that_have_not_faded() -> None:
+    groups = [[0, 1], [2, 3], [4, 5]]
+    plans = [(8, 8, 8, 4, 8, 6), (8, 0, 8, 4, 2, 6), (8, 0, 8, 4, 8, 6), (8, 0, 8, 4, 8, 6)]
+    rule, expected, are_in = loft.TrimmedMean(f=1), [], []
+    for averages, whole in written_out(plans, beta=0.5, passes=1):
+        weights = torch.tensor(whole, dtype=torch.float64)
+        means = torch.stack(
+            [(weights[g] @ averages[g]) / weights[g].sum() for g in groups]
+        )  # [num_groups, 33]
+        sums = [sum(whole[rank] for rank in group) for group in groups]
+        expected.append(torch.from_numpy(reference(means.numpy(), rule, weights=capped(sums))))
+        are_in.append(whole[1] > 0)
+    assert are_in == [True, True, False, False]  # rank 1, below a quarter of the mean
+    options: dict[str, Any] = {"rule": rule, "over": groups, "worker_momentum": 0.5}
+    assert_steps_are(run_ranks(6, lambda end: reduced_by_step(end, plans, **options)), expected)
 
 
 def test_a_rank_without_samples_is_absent_once_its_average_has_faded() -> None:
