@@ -29,15 +29,15 @@ Every line has ``kind``, ``time_s`` (seconds since 1970) and ``step`` (optimizer
 * ``store``: ``epoch`` and ``ranks``, what each has read of a sample store in it; of more than
   ``MOST_ROWS`` those that had the least at hand;
 * ``fault``: ``error`` and ``text``, written before the error is raised;
-* ``thinned``: ``num_lines`` that were left out so far, by thinning or because the disk was full.
+* ``thinned``: ``num_lines`` of passing kinds that were left out so far, by thinning or because
+  the disk was full.
 
 A number that is not finite is null.
 
 ``times``, ``fit``, ``explain``, ``suspicion`` and ``scalars`` are passing: the newest say most.
 When the file has reached its limit, half of the lines of each passing kind are taken out, the older
-the more, so that the whole run stays in sight. Where other lines fill 64 MiB, half of them go
-likewise, but for ``run``, ``cap`` and ``fault`` and the first of each kind: a log can always be
-read. While the disk is full they wait in memory, and passing ones are left out.
+the more, so that the whole run stays in sight. Lines of the other kinds are never taken out. While
+the disk is full they wait in memory, and passing ones are left out.
 """
 
 from __future__ import annotations
@@ -83,13 +83,11 @@ MOST_ROWS = 32  # ranks or workers in a line: a line of 1,000 has 400 kB, one of
 # Bounds a file, but for what must stay: a run of weeks must not fill a disk. Thinning as much takes
 # 0.08 s of one core, once in some 16 hours of 8 ranks.
 _MAX_BYTES = 16 * 1024 * 1024
-_MOST_READ = 8 * _MAX_BYTES  # bytes of a file from anywhere; one of ours has fewer (_LONGEST)
+_MOST_READ = 8 * _MAX_BYTES  # of a file from anywhere: what must stay is not in the bound
 _PASSING = ("times", "fit", "explain", "suspicion", "scalars")
-# These never give way. All others do where they fill 64 MiB, older ones first: of 1,000 ranks plan
-# and decision have 10 kB, and may come every 30 s. So a log stays below what its readers take.
-_STAYING = ("run", "cap", "fault")
-_MOST_LASTING, _LONGEST = _MOST_READ // 2, _MOST_READ * 3 // 4  # bytes: of them, of the whole file
-_HEAD = re.compile(rb'{"kind": "(\w+)", "time_s": [^,]+, "step": (\d+)')
+_PASSING_HEAD = re.compile(
+    rb'{"kind": "(' + "|".join(_PASSING).encode() + rb')", "time_s": [^,]+, "step": (\d+)'
+)
 _MOST_TEXT = 20_000  # letters of a fault: an engine's own may hold a whole compiler's output
 
 
@@ -246,7 +244,7 @@ class RunLog:
         content = path.read_bytes() if path.exists() else b""  # somebody may have tidied up
         lines = content[: self._num_bytes].splitlines(keepends=True)
         others = [line for line in lines if not line.startswith(_mark("thinned"))]
-        kept = _thinned(others, max_bytes=self._max_bytes)
+        kept = _thinned(others, most_bytes=self._max_bytes // 2)
         part = path.with_suffix(".part")  # put in place whole: a crash loses nothing
         try:
             part.write_bytes(b"".join(kept))
@@ -258,8 +256,7 @@ class RunLog:
         self._num_left_out += len(others) - len(kept)
         self._num_told = 0
         # Where lasting lines alone fill the file, it grows on, and is thinned less and less often.
-        longest = max(_LONGEST, self._num_bytes + self._max_bytes)
-        self._thin_at = min(max(self._max_bytes, 2 * self._num_bytes), longest)
+        self._thin_at = max(self._max_bytes, 2 * self._num_bytes)
 
     @contextmanager
     def faults(self) -> Iterator[None]:
@@ -285,44 +282,28 @@ def _mark(kind: str) -> bytes:
     return json.dumps({"kind": kind})[:-1].encode() + b","
 
 
-def _thinned(lines: Sequence[bytes], *, max_bytes: int) -> list[bytes]:
-    """Return lines with passing ones taken out, and others only where they are far too many.
+def _thinned(lines: Sequence[bytes], *, most_bytes: int) -> list[bytes]:
+    """Return lines with half of each passing kind gone, so often until they are small enough.
 
-    The newest of each kind stays, of lasting ones the first too: a run begins with its first plan.
-    """
-    kept = _halved(lines, most_bytes=max_bytes // 2, are_passing=True)
-    if sum(map(len, kept)) <= _MOST_LASTING:
-        return kept
-    return _halved(kept, most_bytes=_MOST_LASTING // 2, are_passing=False)
-
-
-def _halved(lines: Sequence[bytes], *, most_bytes: int, are_passing: bool) -> list[bytes]:
-    """Return lines with half of each kind gone, so often until they are small enough.
-
-    The kinds are the passing ones, or those that neither pass nor stay.
+    The newest of each kind stays, and so do all lines of the other kinds.
     """
     # A line's number, step and length, by kind; no line is parsed: there may be 100,000.
-    leaving: dict[str, list[tuple[int, int, int]]] = {}
+    passing: dict[bytes, list[tuple[int, int, int]]] = {}
     kept, num_bytes = [], 0  # numbers and bytes of the other lines
     for number, line in enumerate(lines):
-        found = _HEAD.match(line)
-        kind = found[1].decode() if found else ""
-        if found and kind not in _STAYING and (kind in _PASSING) == are_passing:
-            is_first = kind not in leaving
-            entries = leaving.setdefault(kind, [])
-            if are_passing or not is_first:
-                entries.append((number, int(found[2]), len(line)))
-                continue
-        kept.append(number)
-        num_bytes += len(line)
-    while num_bytes + sum(each[2] for entries in leaving.values() for each in entries) > most_bytes:
-        if all(len(entries) <= 1 for entries in leaving.values()):
+        if found := _PASSING_HEAD.match(line):
+            entry = number, int(found[2]), len(line)
+            passing.setdefault(found[1], []).append(entry)
+        else:
+            kept.append(number)
+            num_bytes += len(line)
+    while num_bytes + sum(each[2] for entries in passing.values() for each in entries) > most_bytes:
+        if all(len(entries) == 1 for entries in passing.values()):
             break
-        for kind, entries in leaving.items():
-            if entries:
-                chosen = _spaced([step for _, step, _ in entries], most=len(entries) // 2)
-                leaving[kind] = [entries[at] for at in chosen]
-    kept += [number for entries in leaving.values() for number, _, _ in entries]
+        for kind, entries in passing.items():
+            chosen = _spaced([step for _, step, _ in entries], most=len(entries) // 2)
+            passing[kind] = [entries[at] for at in chosen]
+    kept += [number for entries in passing.values() for number, _, _ in entries]
     return [lines[number] for number in sorted(kept)]
 
 

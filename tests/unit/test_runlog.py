@@ -24,7 +24,6 @@ from loft_hvd.balance.explain import ranks_to_log
 from loft_hvd.balance.interval import RankTimes
 from loft_hvd.balance.memory import logged_caps
 from loft_hvd.balance.plan import Plan
-from loft_hvd.balance.policies import Replay
 from loft_hvd.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -392,35 +391,6 @@ def full_disk(path: Path, *, num_free: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def test_a_log_can_be_read_however_many_plans_a_run_makes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small = {"_MOST_LASTING": 40_000, "_LONGEST": 60_000, "_MOST_READ": 80_000}
-    for name, num_bytes in small.items():
-        monkeypatch.setattr(f"loft_hvd.runlog.{name}", num_bytes)
-    log = RunLog(tmp_path, max_bytes=10_000)
-    assert log.path is not None
-    log.write_run(world_size=64)
-    log.write("cap", rank=3, cap=40)
-    for number in range(1000):
-        log.step = 20 * number
-        plan = {"plan_id": number, "first_step": log.step, "sizes": [8] * 64}
-        log.write("decision", **plan, reason="in proportion to predicted speeds")
-        log.write("plan", **plan)
-        log.write("times", ranks=[0.1] * 8)
-        if number == 500:
-            log.write_fault(RuntimeError("rank 3 is lost"))
-        assert log.path.stat().st_size <= 60_000
-    by_kind: dict[str, list[dict[str, Any]]] = {}
-    for entry in read_run_log(log.path):
-        by_kind.setdefault(entry["kind"], []).append(entry)
-    assert [len(by_kind[kind]) for kind in ("run", "cap", "fault")] == [1, 1, 1]
-    at = [plan["first_step"] for plan in by_kind["plan"]]
-    assert at[0] == 0
-    assert at[-20:] == list(range(19_600, 20_000, 20))
-    assert [plan.first_step for plan in Replay(log.path).plans] == at
 
 
 @pytest.mark.parametrize("num_free", [0, 10, 150])
