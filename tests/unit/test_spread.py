@@ -74,6 +74,22 @@ def test_one_noisy_rank_hides_no_lasting_difference_and_makes_none(noise: float)
     assert max(noted([0.0] * 8, noises).ratios[:7]) < 0.15
 
 
+@pytest.mark.parametrize("variance", [1e-310, 5e-324, 1e300])
+def test_a_rank_that_notes_no_noise_or_too_much_ends_nothing(variance: float) -> None:
+    counts, sums = np.full(4, 50.0), np.zeros((4, 16))
+    squares = np.full((4, 16), 50.0)
+    squares[2] = variance
+    assert lasting_differences(counts, sums, squares).usual == 0.0
+
+
+@pytest.mark.parametrize("offset", [0.0, 50.0])
+@pytest.mark.parametrize("noise", [1e-3, 1.0, 1e9])
+def test_one_of_four_ranks_moves_the_usual_by_little(offset: float, noise: float) -> None:
+    honest = noted([0.8] * 4, [1.0] * 4).usual
+    found = noted([0.8, 0.8, 0.8, offset], [1.0, 1.0, 1.0, noise]).usual
+    assert 0.7 * honest < found < 1.5 * honest
+
+
 def test_the_figures_have_the_same_bits_in_whatever_order_values_are_added() -> None:
     random = np.random.default_rng(1)
     counts = np.array([50.0, 49.0, 50.0, 31.0])

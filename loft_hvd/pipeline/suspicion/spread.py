@@ -55,7 +55,7 @@ class Spread:
     # Of each rank, its gradients' lasting difference from the other ranks' over their own noise
     # from step to step, [world_size]; 0 for ranks alike, NaN where unknown.
     ratios: tuple[float, ...]
-    usual: float  # the median rank's, which one faulty rank cannot move
+    usual: float  # the median rank's: one faulty rank of four or more moves it little
 
 
 def lasting_differences(counts: Floats, sums: Floats, squares: Floats) -> Spread:
@@ -80,7 +80,7 @@ def lasting_differences(counts: Floats, sums: Floats, squares: Floats) -> Spread
         # much, moves it by little, as it moves the median.
         error = noise / counts
         certain = math.fsum(1 / np.sqrt(error[usable]))
-        by_chance = error + _MEDIAN_EFFICIENCY * usable.sum() / certain**2
+        by_chance = error + _MEDIAN_EFFICIENCY * usable.sum() / certain / certain
         ratios = np.sqrt(np.maximum(apart - by_chance, 0.0) / noise)
     ratios = np.where(usable, ratios, np.nan)
     return Spread(tuple(ratios.tolist()), float(np.median(ratios[usable])))
