@@ -79,7 +79,8 @@ def lightning_callback(
     Args:
         make_balancer: makes the balancer, on every rank alike, when ranks are there.
         rule: how gradients are aggregated, ``Mean()`` by default.
-        diagnostics: as in ``ddp_hook``, as are all that follow.
+        scope: by which values rows are judged, as in ``ddp_hook``, as are all that follow.
+        diagnostics: watch which worker is off.
         quarantine: leave a worker out that stands out for long.
         worker_momentum: let ranks send averages of their gradients over time; the loss scale of
             ``precision="16-mixed"`` is taken out of them.

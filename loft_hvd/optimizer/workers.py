@@ -231,14 +231,13 @@ def _advise_fewer(rules: Sequence[Rule], num_workers: int) -> None:
                 "accuracy even if none is, and most where workers draw from different data. With "
                 "a quarter, the worst attack on digits left 96.1 %% right on shuffled data, 67.8 "
                 "%% on data sorted by class and 95.0 %% on these with strata (8 workers, "
-                'scope="model", docs/attacks.md); past f/n = 1 / (2 + B^2) no rule works, where '
-                "honest gradients lie B times their mean's length from it (arXiv 2309.13591). "
+                'scope="model", docs/attacks.md). '
                 "First give the placement strata: Placement.with_strata(labels, cap=1.5); then "
-                "use %d workers or more, or f <= %d",
+                "use %d workers or more%s",
                 f,
                 num_workers,
                 4 * f,
-                num_workers // 4,
+                f", or f <= {num_workers // 4}" if num_workers >= 4 else "",
             )
 
 
@@ -309,22 +308,22 @@ class GradientLog:
     Make it on every rank alike, before what else hooks into the gradients.
     """
 
-    def __init__(self, channel: Channel, found: ReducedParameters) -> None:
+    def __init__(self, channel: Channel, found: ReducedParameters, *, num_passes: int) -> None:
         pairs = zip(found.parameters, found.specs, strict=True)
         # A mean over ranks does not mind that they draw from different data.
         robust = [
             (p, spec.name) for p, spec in pairs if not isinstance(found.rules[spec.rule], Mean)
         ]
         parameters, names = [p for p, _ in robust], [name for _, name in robust]
-        self._found = found
+        self._found, self._num_passes = found, num_passes
         self._spread = ParameterSpread(parameters, channel)
         self.zeroed = ParameterZeroed(parameters, names, channel)
 
-    def is_of(self, found: ReducedParameters) -> bool:
-        """Whether these are the parameters, and rules, that it was made for."""
+    def is_of(self, found: ReducedParameters, *, num_passes: int) -> bool:
+        """Whether these are the parameters, rules and passes a step that it was made for."""
         own = self._found
-        if (found.specs, found.rules) != (own.specs, own.rules):
-            return False
+        if (found.specs, found.rules, num_passes) != (own.specs, own.rules, self._num_passes):
+            return False  # sums of more passes have other lengths
         return all(a is b for a, b in zip(found.parameters, own.parameters, strict=True))
 
     def step_reduced(self, log: RunLog, watch: WorkerWatch | Unwatched) -> Spread | None:
@@ -385,7 +384,8 @@ class OptimizerWorld:
         self._write_rules(found)
         # Hooks run in the order in which they are made: the log sees gradients before they move
         # into their bucket.
-        self._gradient_log = GradientLog(self._channel(found), found)
+        num_passes = options.settings.num_passes
+        self._gradient_log = GradientLog(self._channel(found), found, num_passes=num_passes)
         self._lay_out(found)
 
     def _write_rules(self, found: ReducedParameters) -> None:
@@ -433,9 +433,10 @@ class OptimizerWorld:
         self._reducer.detach()
         self._workers.take_rules(self._channel(found), found, options)
         self._write_rules(found)
-        if not self._gradient_log.is_of(found):
+        num_passes = options.settings.num_passes
+        if not self._gradient_log.is_of(found, num_passes=num_passes):
             self._gradient_log.detach()
-            self._gradient_log = GradientLog(self._channel(found), found)
+            self._gradient_log = GradientLog(self._channel(found), found, num_passes=num_passes)
         self._lay_out(found)
 
     def _require(self, found: ReducedParameters) -> None:

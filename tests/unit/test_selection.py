@@ -376,20 +376,47 @@ def test_the_decision_stands_and_comes_when_buckets_are_laid_out_anew(
     assert [line["scope"] for line in read_run_log(log) if line["kind"] == "scope"] == ["model"]
 
 
-def test_ranks_are_compared_anew_for_parameters_that_are_added_and_not_taken_back() -> None:
-    def work(end: LocalTransport) -> list[bool]:
-        _, optimizer = steps_apart(end, 3.0)
-        more = torch.nn.Parameter(torch.zeros(600))
-        optimizer.add_param_group({"params": [more]})
-        found = []
+def test_ranks_are_compared_anew_for_parameters_that_are_added_and_scope_stays(
+    tmp_path: Path,
+) -> None:
+    def work(end: LocalTransport) -> list[str]:
+        _, optimizer = steps_apart(end, 3.0, log_dir=tmp_path)
+        params = [optimizer.param_groups[0]["params"][0], torch.nn.Parameter(torch.zeros(600))]
+        optimizer.add_param_group({"params": [params[1]]})
+        generator = torch.Generator().manual_seed(10 + end.rank)
+        mean = 3.0 * torch.randn(600, generator=generator)
+        scopes = []
         for _ in range(60):
             optimizer.zero_grad()
-            (more * torch.randn(600)).sum().backward()
+            backward(params, [mean + torch.randn(600, generator=generator) for _ in params])
             optimizer.step()
-            found.append(optimizer._world._reducer._scope == "model")
-        return found
+            scopes.append(optimizer._world._reducer._scope)
+        return scopes
 
-    assert run_ranks(4, work) == [[True] * 60] * 4
+    assert run_ranks(4, work) == [["model"] * 60] * 4
+    (log,) = tmp_path.glob("**/*.jsonl")
+    kinds = [line["kind"] for line in read_run_log(log)]
+    assert (kinds.count("spread"), kinds.count("scope")) == (2, 1)
+
+
+def test_ranks_are_compared_anew_where_a_step_has_other_passes(tmp_path: Path) -> None:
+    def work(end: LocalTransport) -> None:
+        params = make_parameters([(600,)])
+        optimizer = wrap(params, end, rule=loft.Robust(1), worker_momentum=0.0, log_dir=tmp_path)
+        generator = torch.Generator().manual_seed(end.rank)
+        mean = 0.5 * torch.randn(600, generator=generator)
+        for step in range(90):
+            if step == 40:
+                optimizer.set_backward_passes_per_step(16)
+            optimizer.zero_grad()
+            for _ in range(optimizer.backward_passes_per_step):
+                backward(params, [mean + torch.randn(600, generator=generator)])
+            optimizer.step()
+
+    run_ranks(4, work)
+    (log,) = tmp_path.glob("**/*.jsonl")
+    (line,) = [line for line in read_run_log(log) if line["kind"] == "spread"]
+    assert line["usual"] > 1.5  # a sum of 16 passes has four times the noise, and 16 times the mean
 
 
 @pytest.mark.parametrize(
