@@ -42,9 +42,9 @@ Progress = Callable[[str], None]  # told how far a bench is
 
 @dataclass(frozen=True)
 class Part:
-    """What a call returns of which a part alone is to be timed."""
+    """A call returns this to have a part of it timed alone."""
 
-    seconds: float  # of that part
+    seconds: float  # that the part took
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def interleave(
 ) -> dict[str, list[float]]:
     """Time calls in turn, the same ones on every rank; a sample is ``inner`` calls.
 
-    Of a call that returns a ``Part`` that part is the sample.
+    With one call a sample, a call may return a ``Part``, which is then the sample.
 
     ``progress`` is told of each tenth of the rounds, beside ``title``, while nothing is timed.
 
@@ -129,10 +129,10 @@ def interleave(
         for key in random.Random(number).sample(order, len(order)):
             hvd.barrier()  # else a rank that is ahead would time its wait for the others
             began = time.perf_counter()
-            for _ in range(inner):
-                found = calls[key]()
+            found = [calls[key]() for _ in range(inner)]
             took = (time.perf_counter() - began) / inner
-            own[key].append(found.seconds if isinstance(found, Part) else took)
+            is_part = inner == 1 and isinstance(found[0], Part)
+            own[key].append(found[0].seconds if is_part else took)
         if (number + 1) * 10 // rounds > number * 10 // rounds:
             progress(f"{title}, {number + 1} of {rounds} rounds")
     # One row a rank, [contestants * rounds]. A collective takes as long as its slowest rank.

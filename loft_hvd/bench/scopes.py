@@ -118,7 +118,7 @@ class ScopeCost:
     exposed_formula_s: float
 
     @property
-    def ratio(self) -> float:
+    def exposed_ratio(self) -> float:
         """What is left after the backward pass, of what should be."""
         return self.exposed_s / self.exposed_formula_s
 

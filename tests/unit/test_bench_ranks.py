@@ -152,7 +152,7 @@ def test_the_whole_model_hides_rows_behind_the_backward_pass_and_nothing_else(
     cost = scopes.cost_of({**samples, "trimmed": [3.0, 1.0, 0.1]}, "trimmed")
     assert cost.exposed_formula_s == pytest.approx(formula_s)
     assert cost.step_formula_s == pytest.approx(1.0 + formula_s)
-    assert cost.ratio == pytest.approx(0.33 / formula_s)
+    assert cost.exposed_ratio == pytest.approx(0.33 / formula_s)
     assert (cost.step_s, cost.shards_step_s) == (2.44, 1.1)
     assert (cost.exposed_s, cost.shards_exposed_s) == (0.33, 0.1)
     assert cost.over_trimmed_mean == pytest.approx(1.1)  # of 3, 1.1 and 0.01
