@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.fingerprint import RULES
 from tests.support.launch import launch, launcher_here
 from tests.support.marks import long_first
 
@@ -60,6 +61,36 @@ def test_mpi_ranks_conform_in_the_other_world_sizes_too(num_ranks: int) -> None:
     done = launch(num_ranks, arguments, launcher="mpi", timeout_s=300)
     assert done.returncode == 0, done.output[-8000:]
     assert done.output.count(" passed") == num_ranks, done.output[-8000:]
+
+
+LARGER = [
+    pytest.param(
+        transport,
+        num_ranks,
+        marks=[
+            pytest.mark.long,
+            *([needs_mpirun] if transport == "mpi" else []),
+            *([pytest.mark.whole] if num_ranks != 8 else []),
+        ],
+    )
+    for transport in ("gloo", "mpi", "mesh")
+    for num_ranks in (5, 6, 7, 8)
+]
+
+
+@pytest.mark.parametrize(("transport", "num_ranks"), LARGER)
+def test_larger_worlds_give_the_bits_of_local_ranks(transport: str, num_ranks: int) -> None:
+    suite = f"{RANKS}/test_conformance.py"
+    arguments = ["-q", "-p", "no:cacheprovider", "--timeout=120", suite, "-k", "bits_of_local"]
+    done = launch(
+        num_ranks,
+        ["-m", "pytest", *arguments],
+        launcher="mpi" if transport == "mpi" else "gloo",
+        timeout_s=380,
+        env={"LOFT_HVD_TIMEOUT_S": "60", "LOFT_HVD_MESH": "on" if transport == "mesh" else "off"},
+    )
+    assert done.returncode == 0, done.output[-8000:]
+    assert done.output.count(f"{len(RULES)} passed") == num_ranks, done.output[-8000:]
 
 
 @needs_mpirun

@@ -23,6 +23,8 @@ long = pytest.mark.long
         pytest.param("conform", 2, marks=[long, pytest.mark.whole]),
         ("conform", 3),
         pytest.param("conform", 4, marks=long),
+        *(pytest.param("conform", n, marks=[long, pytest.mark.whole]) for n in (5, 6, 7)),
+        pytest.param("conform", 8, marks=long),
         pytest.param("ddp", 2, marks=long),
         ("ddp", 3),
         pytest.param("levels", 4, marks=long),
