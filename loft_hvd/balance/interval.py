@@ -142,7 +142,9 @@ class RankTimes:
     other_s: Amount  # everything else, the optimizer and the script's own code
     wall_s: Amount  # from the end of the step before to the end of this one
     cached: Amount = 0.0  # of ``local``, samples that belong elsewhere but were in a cache
-    paused_s: Amount = 0.0  # checkpoints, evaluation, whose steps are left out of the rest
+    # Checkpoints, evaluation, whose steps are left out of the rest: all of the interval's, over
+    # ``steps``.
+    paused_s: Amount = 0.0
     busy_s2: Amount = 0.0  # mean square of ``busy_s`` over the batches
     # What batches usually take, and the variance of one batch about it (``typical``).
     typical_fetch_s: Amount = 0.0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -107,6 +108,7 @@ class StepSums:
 
     def __init__(self) -> None:
         self._rows: Floats = np.empty((_MOST, len(SUMS)))  # in the order of ``SUMS``
+        self._others = array("d")  # ``other_s`` of the steps that are not among the rows
         self._num_steps = 0  # of the interval so far
         self._random = random.Random(0)
 
@@ -115,16 +117,20 @@ class StepSums:
         at, self._num_steps = self._num_steps, self._num_steps + 1
         if at >= _MOST:  # Vitter's algorithm R (1985): each step is as likely to be among the rows
             at = self._random.randrange(self._num_steps)
+            left_out = self._rows[at] if at < _MOST else row
+            self._others.append(left_out[SUM["other_s"]])
         if at < _MOST:
             self._rows[at] = row
 
     def clear(self) -> None:
         """Forget the interval's steps."""
         self._num_steps = 0
+        self._others = array("d")
 
     def take(self) -> Floats:
         """Return the sums, [len(SUMS)], and start afresh."""
         rows = self._rows[: self._num_steps]  # [num_steps, 21], at most all
+        others = np.array(self._others)
         self.clear()
         if len(rows) < _FEWEST:
             return _add_up(rows)
@@ -134,7 +140,8 @@ class StepSums:
         limit = _USUAL * usual + _OF_STEP * float(np.median(rows[:, SUM["wall_s"]]))
         is_paused = other > limit
         sums = _add_up(rows[~is_paused])
-        sums[SUM["paused_s"]] += float((other[is_paused] - usual).sum())
+        pauses = np.concatenate([other[is_paused], others[others > limit]])
+        sums[SUM["paused_s"]] += float((pauses - usual).sum())
         return sums
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from loft_hvd.balance.interval import SUM, SUMS, typical
+from loft_hvd.balance.explain import describe
+from loft_hvd.balance.interval import SUM, SUMS, read_times, typical
 from loft_hvd.balance.plan import Bools, Floats
 from loft_hvd.balance.stopwatch import DeviceClock, StepSums, StepTimer
 
@@ -183,6 +184,23 @@ def test_a_pause_is_none_of_the_steps_wherever_it_is_in_a_long_interval(
     sums = timer.take()
     assert sums[SUM["steps"]] == num_steps - 1
     assert sums[SUM["paused_s"]] == 600
+
+
+@pytest.mark.parametrize("num_pauses", [1, 40])
+def test_pauses_add_up_to_what_they_took_however_long_the_interval(num_pauses: int) -> None:
+    num_steps = 20_000  # of which 4,096 stand for all
+    rows = np.zeros((num_steps, len(SUMS)))
+    rows[:, SUM["steps"]] = rows[:, SUM["compute_s"]] = rows[:, SUM["wall_s"]] = 1.0
+    at = np.random.default_rng(0).choice(num_steps, num_pauses, replace=False)
+    rows[at, SUM["other_s"]] = 600.0
+    rows[at, SUM["wall_s"]] = 601.0
+    sums = StepSums()
+    for _ in range(2):  # nothing of an interval is left for the next
+        for row in rows:
+            sums.add(row)
+        [rank] = read_times(sums.take()[None])
+        assert rank.paused_s * rank.steps == pytest.approx(600 * num_pauses)
+        assert f"rank 0: {600 * num_pauses:.2f} s of pauses are left out" in describe([rank])
 
 
 def test_a_block_left_out_within_another_is_left_out_once(clock: FakeClock) -> None:
