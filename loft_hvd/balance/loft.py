@@ -510,10 +510,7 @@ class Loft(Policy):
         best, allowed = fit.gain(now, found), self._allowed(found)
         left = fit.gain(now, allowed.sizes) if allowed.bars else best
         sure, times = _sure(left), verdicts.price
-        if sure > 0:
-            state.lost += sure
-        elif not (allowed.bars and _sure(best) > 0):  # while sizes are barred nobody waits
-            state.lost = 0.0
+        state.lost = state.lost + sure if sure > 0 else 0.0
         price = 0.0 if state.is_let_down else self._dead_band * times
         if sure > 0 and state.lost >= price:
             state.probe_after = _PROBE_AFTER
