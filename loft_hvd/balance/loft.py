@@ -478,6 +478,7 @@ class Loft(Policy):
                 verdicts.price = 1.0
         if forecast is None or not is_new:
             forecast = Forecast(sizes, model.times(sizes), verdicts.equal)
+        is_barred = False  # it is worse, but what it replaced may not come back
         for name, rival in rivals.items():
             drift = model.step_s(rival.sizes) / rival.model_s if rival.model_s > 0 else 1.0
             drift = min(drift, _MOST_DRIFT)
@@ -485,9 +486,12 @@ class Loft(Policy):
                 continue
             reason = f"undone: a step took {interval.step_s:.3g} s, but {rival.step_s:.3g} s"
             instead = self._legal(rival.sizes, f"{reason} with {name}")
-            if instead.sizes != sizes:  # else a cap has come between, and these are the nearest
+            if instead.sizes != sizes:
                 verdicts.undo(interval, busy_s, forecast, instead=instead.sizes)
                 return instead
+            is_barred = True  # a cap has come between, and these are the nearest
+        if is_barred:
+            return None  # it stays under watch: neither undone nor proven
         verdicts.passed(interval.sizes)
         state.forecast = None
         return None

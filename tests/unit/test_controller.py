@@ -25,6 +25,7 @@ from loft_hvd.balance.interval import (
     WAIT,
 )
 from loft_hvd.balance.latency import StepModel
+from loft_hvd.balance.loft import Loft
 from loft_hvd.balance.policies import Replay
 from loft_hvd.errors import ArgumentError, PlanError
 from tests.support.clusters import drive, measure, observe, random_model
@@ -223,6 +224,26 @@ def test_no_size_that_a_state_remembers_is_put_back_above_a_new_cap() -> None:
     second.decide(240)
     assert "undone" not in second.history[-1].reason
     assert second.state_dict()["learnt"]["verdicts"]["num_misses"] == 0
+
+
+def test_a_plan_that_is_worse_and_may_not_be_undone_is_not_proven() -> None:
+    model = StepModel.build(4, compute_s=np.array([1, 1, 1, 3]) * 1e-3)
+    first = Controller(256, 4)
+    drive(lambda _: model, first, intervals=10, seed=0)
+    second = Controller(256, 4, max_batch=[None, None, None, 48])
+    second.load_state_dict(first.state_dict())
+    assert isinstance(second.policy, Loft)
+    verdicts = second.policy.state.verdicts
+    for step, factor in ((219, 10), (239, 5)):  # undone, then not as bad, but worse than equal ones
+        verdicts.proven = [64] * 4
+        rows, step_s = rows_of(model, second)
+        observe(second, rows, step=step, step_s=factor * step_s)
+        second.decide(step + 1)
+    assert second.plan.sizes[3] == 48, "the nearest to equal sizes"
+    assert verdicts.proven == [64] * 4
+    observe(second, rows, step=259, step_s=step_s)
+    second.decide(260)
+    assert verdicts.proven[:3] != [64] * 3, "it is no worse any more"
 
 
 def test_a_state_of_another_world_is_refused() -> None:
