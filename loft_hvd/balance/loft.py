@@ -524,9 +524,7 @@ class Loft(Policy):
         lost, dead_band = state.lost, self._dead_band
         state.note = _why_not(best, left, allowed.bars, lost=lost, dead_band=dead_band, times=times)
         probe = self._probe(interval, limits)
-        if probe is None or probe.sizes == tuple(now.tolist()):  # barred too
-            return None
-        return self._announce(probe, interval, fit)
+        return None if probe is None else self._announce(probe, interval, fit)
 
     def _choose(self, fit: Fit, now: Ints, found: Sizes, limits: Bounds) -> Sizes:
         """Return ``found`` or, where a step should take less, sizes nearer ``now`` or equal ones.
@@ -573,8 +571,12 @@ class Loft(Policy):
             sizes = round_to_lattice(wanted, total, replace(limits, cap=cap))
         except PlanError:  # the others cannot take what it would give
             return None
+        reason = f"rank {slowest} stays slowest: does it depend on its batch?"
+        probe = self._legal(sizes, reason)
+        if probe.sizes[slowest] >= now[slowest]:  # barred: other sizes would tell nothing of it
+            return None
         state.stuck, state.probe_after = 0, min(2 * state.probe_after, _LONGEST_PROBE)
-        return self._legal(sizes, f"rank {slowest} stays slowest: does it depend on its batch?")
+        return probe
 
     def explain(self) -> list[str]:
         verdicts = self.state.verdicts

@@ -12,10 +12,11 @@ import pytest
 
 import loft_hvd as loft
 from loft_hvd.balance.controller import Controller
-from loft_hvd.balance.interval import COLUMNS, Interval
+from loft_hvd.balance.interval import COLUMNS, COMPUTE, Interval
 from loft_hvd.balance.latency import StepModel
 from loft_hvd.balance.loft import Loft, LoftState, Measured, Verdicts
 from loft_hvd.balance.plan import Bounds, Floats, Plan, StepSizes
+from loft_hvd.balance.policy import Allowed, Task
 from loft_hvd.simulate.compare import hiccup_scenario, random_scenario, wide_scenario
 from loft_hvd.simulate.simulation import simulate
 from loft_hvd.transport.local import LocalTransport, run_ranks
@@ -124,6 +125,25 @@ def test_chance_gains_of_what_bars_leave_do_not_add_up_to_a_change() -> None:
     learnt(controller).lost = 0.02  # of the interval in 44 whose sizes seemed better by chance
     show(controller, UNEVEN, 0)
     assert learnt(controller).lost == 0.0
+
+
+@pytest.mark.parametrize(
+    ("then", "is_made"), [((56, 64, 72, 64), False), ((64,) * 4, False), ((67, 67, 56, 66), True)]
+)
+def test_a_probe_takes_samples_from_the_slowest_rank_or_is_not_made(
+    then: tuple[int, ...], is_made: bool
+) -> None:
+    policy = Loft()
+    policy.start(Task(256, Bounds.of(4, floor=1, cap=256)))
+    policy.share_bars(lambda _: Allowed(then, ("no rank may have new sizes",)))
+    rows = np.zeros((4, len(COLUMNS)))
+    rows[:, COMPUTE] = [1.0, 1.0, 2.0, 1.0]
+    state, interval = policy.state, Interval(0, np.array([64] * 4), rows, np.ones(4, bool), 2.0)
+    state.stuck, probe_after = state.probe_after, state.probe_after
+    probe = policy._probe(interval, policy.task.bounds)
+    assert (probe is not None) == is_made
+    assert (state.stuck == 0) == is_made
+    assert state.probe_after == (2 if is_made else 1) * probe_after
 
 
 def test_what_is_promised_is_what_the_sizes_bring_that_come_into_force() -> None:
