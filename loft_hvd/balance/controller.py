@@ -343,7 +343,15 @@ class Controller:
             f"rank {rank}: {count} reports discarded ({reason})"
             for (rank, reason), count in sorted(self.discarded.items())
         ]
+        lines += [self._say_next()] if self.policy.is_adaptive else []
         return "\n".join(lines)
+
+    def _say_next(self) -> str:
+        """Say on which times the policy decides next."""
+        if self.quarantine.is_active:
+            return "the policy decides next on times measured after the quarantine"
+        newest = self._unsent or self.history[-1]
+        return f"the policy decides next on times measured with plan {newest.plan_id}"
 
     @property
     def _made_for(self) -> MadeFor:

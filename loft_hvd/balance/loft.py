@@ -581,8 +581,6 @@ class Loft(Policy):
     def explain(self) -> list[str]:
         verdicts = self.state.verdicts
         lines = [f"policy {self.name}: {self.state.note}"]
-        if self.is_adaptive:
-            lines[0] += "; the next decision comes with the next interval's times"
         if self._fit is not None:
             lines.append(summarise_fit(self._fit))
         lines += self._say_bound() + self._say_kept() + self._say_budgets()

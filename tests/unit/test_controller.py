@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -320,6 +321,49 @@ def test_an_impossible_batch_fails_at_the_start() -> None:
         Controller(256, 4, max_batch=40)
     with pytest.raises(ArgumentError, match="2 entries for 4 ranks"):
         Controller(256, 4, max_batch=[64, 64])
+
+
+def says_next(controller: Controller) -> str:
+    """Return on which times the policy is said to decide next."""
+    line = controller.explain().splitlines()[-1]
+    told = re.fullmatch("the policy decides next on times measured (.*)", line)
+    assert told is not None, line
+    return told[1]
+
+
+def test_the_times_that_the_policy_is_said_to_decide_on_next_are_those_it_is_asked_on() -> None:
+    controller = Controller(256, 4)
+    assert says_next(controller) == "with plan 0"
+    rows, step_s = rows_of(UNEVEN, controller)
+    observe(controller, rows, step=19, step_s=step_s)
+    controller.decide(40)
+    assert says_next(controller) == "with plan 1"
+    observe(controller, rows, step=39, step_s=step_s)  # the plan is on its way
+    assert controller.decide(60) is None
+    assert says_next(controller) == "with plan 1"
+    controller.quarantine.hold([3])
+    for step in (59, 79):
+        rows, step_s = rows_of(UNEVEN, controller)
+        observe(controller, rows, step=step, step_s=step_s)
+        controller.decide(step + 1)
+        assert says_next(controller) == "after the quarantine"
+    controller.quarantine.hold([])
+    assert says_next(controller) == "after the quarantine"
+    observe(controller, rows, step=99, step_s=step_s)
+    controller.decide(100)
+    assert says_next(controller) == "with plan 3"
+
+
+def test_times_before_a_plan_that_no_rank_had_when_a_run_was_saved_are_not_decided_on() -> None:
+    first, second = Controller(256, 4), Controller(256, 4)
+    drive(lambda _: UNEVEN, first, intervals=1, seed=0)
+    second.load_state_dict(first.state_dict())
+    second.send_again_after(0)
+    assert says_next(second) == "with plan 1"
+
+
+def test_a_policy_that_makes_no_plans_is_not_said_to_decide() -> None:
+    assert "decides next" not in Controller(256, 4, "uniform").explain()
 
 
 def test_nothing_to_win_is_said() -> None:

@@ -71,7 +71,6 @@ def test_what_waiting_costs_adds_up_to_the_price_of_a_change() -> None:
 
 
 UNEVEN = StepModel.build(4, compute_s=np.array([1.0, 1.0, 2.0, 4.0]) * 1e-3)
-SOON = "the next decision comes with the next interval's times"
 
 
 def show(controller: Controller, model: StepModel, number: int, *, noise: float = 0.0) -> None:
@@ -85,7 +84,6 @@ def show(controller: Controller, model: StepModel, number: int, *, noise: float 
 def said(controller: Controller) -> str:
     """Return what LOFT says of its last decision."""
     [line] = [each for each in controller.explain().splitlines() if each.startswith("policy loft")]
-    assert line.endswith(SOON), line
     return line
 
 
@@ -95,7 +93,7 @@ def learnt(controller: Controller) -> LoftState:
 
 
 def test_before_the_first_interval_no_reason_is_made_up() -> None:
-    assert said(Controller(256, 4)) == f"policy loft: nothing has been measured; {SOON}"
+    assert said(Controller(256, 4)) == "policy loft: nothing has been measured"
 
 
 def test_a_gain_that_warm_up_bars_is_said_to_be_barred_until_it_is_over() -> None:
@@ -108,7 +106,7 @@ def test_a_gain_that_warm_up_bars_is_said_to_be_barred_until_it_is_over() -> Non
     assert learnt(controller).forecast is None
     show(controller, UNEVEN, 1)
     assert controller.plan.plan_id == 1
-    assert re.match("policy loft: 6\\d\\.\\d% less predicted;", said(controller))
+    assert re.fullmatch("policy loft: 6\\d\\.\\d% less predicted", said(controller))
 
 
 def test_a_gain_for_which_no_new_size_is_left_is_said_to_be_barred() -> None:
