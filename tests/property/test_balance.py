@@ -30,7 +30,6 @@ SHIPPED = {
     path.stem: path
     for path in sorted((Path(loft_hvd.simulate.__file__).parent / "scenarios").glob("*.toml"))
 }
-Rivals = tuple[str | tuple[int, ...], ...]
 modes = pytest.mark.parametrize("overlap", OVERLAPS.values(), ids=OVERLAPS.keys())
 
 # facts: LOFT against LB-BSP with the locality sampler, against LB-BSP with a blind one, sizing
@@ -117,23 +116,31 @@ class Pins:
         monkeypatch.setattr(Loft, "propose", watched)
 
 
-def assert_a_hiccup_costs_little(seed: int, *, steps: int, policies: Rivals, pins: Pins) -> None:
-    """Run a relative of hiccups.toml; print how far LOFT settles above the best, and its plans."""
+def assert_hiccups_cost_little(scenario: Scenario, pins: Pins) -> None:
+    """Run a cluster with hiccups; print how far LOFT settles above the best, and its plans."""
     pins.ranks.clear()
-    results = simulate(replace(hiccup_scenario(seed, steps=steps), policies=policies))
+    results, name = simulate(scenario), scenario.name
     found = results.run("loft")
     best = min(run.settled_s for run in results.runs if run.name != "oracle")
     above, plans = found.settled_s / best - 1, len(found.decisions)
-    sys.stdout.write(f"hiccups {seed}: {above:+.2%} above the best policy, {plans} plans\n")
-    assert len(pins.ranks) == steps // 20
-    assert not any(pins.ranks[10:]), f"seed {seed}: ranks pinned {pins.ranks}"
-    assert above <= 0.02, f"seed {seed}"
-    assert plans <= 12, f"seed {seed}"
+    sys.stdout.write(f"{name}: {above:+.2%} above the best policy, {plans} plans\n")
+    assert len(pins.ranks) == scenario.steps // 20
+    assert not any(pins.ranks[10:]), f"{name}: ranks pinned {pins.ranks}"
+    assert above <= 0.02, name
+    assert plans <= 12, name
 
 
 def test_hiccups_cost_little(monkeypatch: pytest.MonkeyPatch) -> None:
     rivals = ("uniform", "lbbsp-cpu:busy", "loft")
-    assert_a_hiccup_costs_little(2, steps=1500, policies=rivals, pins=Pins(monkeypatch))
+    scenario = replace(hiccup_scenario(2, steps=1500), policies=rivals)
+    assert_hiccups_cost_little(scenario, Pins(monkeypatch))
+
+
+@pytest.mark.long
+def test_hiccups_cost_little_in_the_shipped_scenario(monkeypatch: pytest.MonkeyPatch) -> None:
+    scenario = read_scenario(SHIPPED["hiccups"])
+    assert scenario.steps == 4000
+    assert_hiccups_cost_little(scenario, Pins(monkeypatch))
 
 
 @pytest.mark.long
@@ -141,9 +148,9 @@ def test_hiccups_cost_little(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_hiccups_cost_little_in_thirty_clusters(
     first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rivals, pins = hiccup_scenario(0).policies, Pins(monkeypatch)
+    pins = Pins(monkeypatch)
     for seed in range(first, first + 3):
-        assert_a_hiccup_costs_little(seed, steps=4000, policies=rivals, pins=pins)
+        assert_hiccups_cost_little(hiccup_scenario(seed), pins)
 
 
 def usual_s(run: PolicyRun) -> float:
