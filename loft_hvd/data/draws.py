@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,8 @@ _MOST_BIN_BITS = 10  # a choice: more gain little, as a block's part of a bin ge
 _MOST_NARROW = 2**31 - 1  # samples that 32 bits number
 _MANY = 1 << 20  # samples whose order takes long enough, 0.1 s, to be made ahead
 _GOLDEN = 0.618033988749895  # the golden ratio less 1: its multiples fill [0, 1) most evenly
+
+_Made = TypeVar("_Made")  # by a thread beside the training
 
 
 class PlanView(Protocol):
@@ -129,7 +131,8 @@ class EpochOrders:
         """Return ``EpochSettings.order``, and begin that of the epoch after it."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead[0] == epoch and done is None:
-            order = _made_ahead(ahead[1], epoch)
+            since = "the end of the epoch before it"
+            order = _in_time(ahead[1], what=f"epoch {epoch}: its order", since=since)
         else:
             order = self._settings.order(epoch, done=done)
         if self._settings.shuffle and self._settings.num_samples >= _MANY:
@@ -137,13 +140,13 @@ class EpochOrders:
         return order
 
 
-def _made_ahead(future: Future[Order], epoch: int) -> Order:
-    """Return an order that was begun an epoch ago; a DataError where it takes too long."""
+def _in_time(future: Future[_Made], *, what: str, since: str) -> _Made:
+    """Return what a thread makes beside the training; a DataError where it takes too long."""
     timeout_s = config().timeout_s
     if not wait([future], timeout_s).done:
         raise DataError(
-            f"epoch {epoch}: its order has not been made within {timeout_s:g} s of the end of the "
-            "epoch before it; this machine is very slow (raise LOFT_HVD_TIMEOUT_S to wait longer)"
+            f"{what} has not been made within {timeout_s:g} s of {since}; this machine is very "
+            "slow (raise LOFT_HVD_TIMEOUT_S to wait longer)"
         )
     return future.result()
 
@@ -283,9 +286,12 @@ def draw_epoch(
         batch = order[begin : begin + view.global_batch_size]
         return batch if arrangement is None else arrangement(batch)
 
-    def begun(batch: Order, sizes: Sizes) -> Callable[[], Assignment]:
+    def begun(step: int, batch: Order, sizes: Sizes) -> Callable[[], Assignment]:
         task = partial(assign, batch, np.array(sizes, np.int64), homes)
-        return thread.submit(task).result if homes.is_dear else task
+        if not homes.is_dear:
+            return task
+        what = f"step {step}: the assignment of its samples to ranks"
+        return partial(_in_time, thread.submit(task), what=what, since="when training needed it")
 
     try:
         following = batch_at(position)
@@ -296,12 +302,12 @@ def draw_epoch(
             plan = view.plan_at(step)
             sizes = _sizes_of(plan, batch, view)
             if assigned is None or sizes != likely:
-                assigned = begun(batch, sizes)
+                assigned = begun(step, batch, sizes)
             assignment = assigned()
             if step + 1 < first_step + num_steps:
                 following = batch_at(position)
                 likely = _sizes_of(plan, following, view)
-                assigned = begun(following, likely)
+                assigned = begun(step + 1, following, likely)
             digest = zlib.crc32(batch.tobytes())  # ranks compare it: they drew the same samples
             step_sizes = StepSizes(plan.plan_id, step, sizes, digest, view.count_micro(sizes))
             yield Draw(step_sizes, batch, assignment, position)

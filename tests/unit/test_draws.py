@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import tracemalloc
 from types import SimpleNamespace
@@ -192,6 +193,38 @@ def test_an_assignment_is_found_once_but_where_the_plan_changes(
     assert begun == [[4, 4, 2]] * 5 + [[8, 1, 1]] + [[3, 1, 0]]  # steps 3 to 7, 7 anew, 8
 
 
+def assigning_threads() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name.startswith("loft_hvd-assign")]
+
+
+@pytest.mark.parametrize("late", [3, 5])  # the first step of the iteration, and a later one
+def test_an_assignment_that_is_not_done_in_time_is_an_error(
+    late: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_free, numbers, limit = threading.Event(), itertools.count(3), SimpleNamespace(timeout_s=60)
+
+    def slow_assign(*arguments: Any) -> Assignment:
+        if next(numbers) == late:
+            is_free.wait(10)
+        return assign(*arguments)
+
+    monkeypatch.setattr(draws_module, "assign", slow_assign)
+    monkeypatch.setattr(draws_module, "config", lambda: limit)
+    homes, order = overlapping(3).at(3), epoch_order(60, seed=0, epoch=0)
+    plans = FakePlans([4, 4, 2])
+    draws = draw_epoch(order, homes, plans, first_step=3, position=0, drop_last=False)
+    assert [next(draws).step_sizes.step for _ in range(3, late)] == [*range(3, late)]
+    limit.timeout_s = 0.05
+    try:
+        with pytest.raises(DataError, match=rf"step {late}: the assignment .* within 0\.05 s"):
+            next(draws)
+    finally:
+        is_free.set()
+        draws.close()  # type: ignore[attr-defined]  # it is a generator
+        for thread in assigning_threads():
+            thread.join(30)
+
+
 def test_the_thread_that_assigns_ahead_ends_with_the_iteration_which_waits_for_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -211,7 +244,7 @@ def test_the_thread_that_assigns_ahead_ends_with_the_iteration_which_waits_for_n
     next(draws)
     assert begun.acquire(timeout=30)
     assert begun.acquire(timeout=30)  # the second is under way
-    (thread,) = [each for each in threading.enumerate() if each.name.startswith("loft_hvd-assign")]
+    (thread,) = assigning_threads()
     draws.close()  # type: ignore[attr-defined]  # it is a generator
     assert thread.is_alive()
     is_free.set()
