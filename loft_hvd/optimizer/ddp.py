@@ -511,7 +511,9 @@ class DDPHook:
         has_shares, is_mean = self._passes.has_shares, isinstance(self._rule, Mean)
         ages = blend = None
         if self._momentum is not None:
-            self._momentum.join(self._channel, {})
+            # This step's: a hook begins with no averages, so an honest claim is 0.
+            most = num_ranks if own.counts is None else sum(own.counts)
+            self._momentum.join(self._channel, {}, most_samples=most)
             ages = self._momentum.ages(own.counts)
             gain = ages.counts[rank] * own.row_scale
             if is_mean:  # gradients with shares are times n x_i / X already

@@ -47,6 +47,10 @@ class StepSource(Protocol):
     """What the reducer asks of a balancer, and tells it."""
 
     @property
+    def global_batch_size(self) -> int:
+        """Samples of one backward pass, at most, on all ranks that there are now together."""
+
+    @property
     def splits(self) -> bool:
         """Whether a batch may come in micro-batches, a backward pass each."""
 

@@ -8,9 +8,9 @@ x_i samples and the mean gradient g_i in a step, and keeps an average m_i for ea
 
 Every rank knows all w_i, as they follow from the plan, and a row weighs w_i. So a first gradient
 counts whole, a larger batch counts more, and the average of a rank without samples stands while its
-weight fades. In the first step of a world each rank tells what its averages weigh. A robust rule
-lets none weigh more than an average can by that world's plans: the samples of its largest step over
-1 - b.
+weight fades. In the first step of a world each rank tells what its averages weigh. None is taken
+for more than an average can weigh there: a whole step's samples over 1 - b, where one rank has them
+all. What is taken fades as any weight does, whatever was told.
 
 What an average itself holds is another number, which stays on its device: a gradient that is not
 finite counts as no samples, a parameter that is added late begins at 0, and a frozen one's average
@@ -96,7 +96,6 @@ class Ages:
     beta: float
     counts: tuple[int, ...]  # samples of the step
     weights: tuple[float, ...]
-    most_samples: int  # of all ranks, in any step of this world up to this one
 
     @property
     def total(self) -> float:
@@ -119,19 +118,16 @@ class Ages:
 
         A rank without samples is absent while its average has faded.
         """
-        # What a rank brought into this world is its own claim.
-        most = self.most_samples / (1 - self.beta)
-        believed = [min(weight, most) for weight in self.weights]
-        mean = math.fsum(believed) / len(believed)
+        mean = self.total / len(self.weights)
         if mean == 0:
             return weights
         present = tuple(
             count > 0 or weight * _FAINT >= mean
-            for count, weight in zip(self.counts, believed, strict=True)
+            for count, weight in zip(self.counts, self.weights, strict=True)
         )
         counts = tuple(
             max(1, round(weight / mean * _WHOLE)) if is_there else 0
-            for weight, is_there in zip(believed, present, strict=True)
+            for weight, is_there in zip(self.weights, present, strict=True)
         )
         return replace(weights, weights=capped_weights(counts), present=present, counts=counts)
 
@@ -152,7 +148,6 @@ class WorkerMomentum:
         self._averages: dict[int, tuple[Tensor, Average]] = {}
         self._own = 0.0  # the weight of this rank's averages
         self._weights: tuple[float, ...] | None = None  # of all ranks; None until they have met
-        self._most_samples = 0  # of all ranks, in any step of this world
         self._rank = self._world_size = -1
         self._loaded: Mapping[str, Any] | None = None  # a state that no step was made from yet
         self._has_stepped = False
@@ -161,12 +156,15 @@ class WorkerMomentum:
     def begin_world(self) -> None:
         """Let ranks meet anew before their next step; this one's averages stay."""
         self._weights = None
-        self._most_samples = 0
 
-    def join(self, channel: Channel, named: Mapping[str, Tensor]) -> None:
+    def join(self, channel: Channel, named: Mapping[str, Tensor], *, most_samples: int) -> None:
         """Learn what every rank's averages weigh; every rank calls it alike in its first step.
 
-        ``named`` are the parameters by name, for a state that was loaded.
+        Args:
+            channel: of the ranks whose rows meet.
+            named: the parameters by name, for a state that was loaded.
+            most_samples: that a step of this world has on all ranks together; from the plan and
+                equal on every rank, in an epoch's short last step too.
 
         Raises:
             MismatchError: a rank tells what no average weighs; on every rank.
@@ -204,8 +202,11 @@ class WorkerMomentum:
                     average = Average(values.to(device, copy=True), weight.to(device, copy=True))
                     self._averages[id(parameter)] = (parameter, average)
             self._loaded = None
-            self._own = weights[self._rank]
-            self._weights = tuple(weights)
+            # Each is a rank's own claim. Kept at most so large, it also fades as an honest one. None
+            # of a run that is resumed with the same global batch is larger, so it goes on exactly.
+            most = most_samples / (1 - self.beta)
+            self._weights = tuple(min(weight, most) for weight in weights)
+            self._own = self._weights[self._rank]
 
     def _fitting(self, state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
         """Return a loaded state if it is this rank's, of a world of this size."""
@@ -219,12 +220,11 @@ class WorkerMomentum:
         counts = (1,) * len(self._weights) if counts is None else tuple(counts)
         pairs = zip(self._weights, counts, strict=True)
         weights = tuple(self.beta * weight + count for weight, count in pairs)
-        return Ages(self.beta, counts, weights, max(self._most_samples, sum(counts)))
+        return Ages(self.beta, counts, weights)
 
     def step_ended(self, ages: Ages) -> None:
         """Let the weights after a step be those before the next one."""
         self._weights = ages.weights
-        self._most_samples = ages.most_samples
         self._own = ages.weights[self._rank]
         self._has_stepped = True
 

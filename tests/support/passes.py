@@ -13,13 +13,17 @@ __all__ = ["HeldSizes", "Sizes"]
 
 
 class Sizes(EqualBatches):
-    """Gives out the sizes of one backward pass after another."""
+    """Gives out the sizes of one backward pass after another.
 
-    global_batch_size = 1
+    Their global batch is that of the largest unless it is given.
+    """
 
-    def __init__(self, passes: Sequence[tuple[int, ...]]) -> None:
+    def __init__(
+        self, passes: Sequence[tuple[int, ...]], *, global_batch_size: int | None = None
+    ) -> None:
         super().__init__(RunLog(None))
         self.passes = list(passes)
+        self.global_batch_size = global_batch_size or max(map(sum, self.passes))
 
     def take_step(self) -> StepSizes:
         return StepSizes(0, 0, self.passes.pop(0))

@@ -178,15 +178,29 @@ def capped(whole: list[int]) -> list[int]:
 
 
 def reduced_by_step(
-    transport: LocalTransport, plans: Sequence[tuple[int, ...]], *, passes: int = 1, **options: Any
+    transport: LocalTransport,
+    plans: Sequence[tuple[int, ...]],
+    *,
+    passes: int = 1,
+    resumed_at: int | None = None,
+    **options: Any,
 ) -> list[Tensor]:
     """Return the gradient of 33 values after each step."""
+
+    def make(p: torch.nn.Parameter, from_step: int) -> Any:
+        sizes = Sizes(plans[from_step * passes :], global_batch_size=max(map(sum, plans)))
+        passed = {"balancer": sizes, "backward_passes_per_step": passes}
+        return wrap([p], transport, **options, **passed)
+
     p = torch.nn.Parameter(torch.zeros(33))
-    balancer = Sizes(list(plans))
-    options |= {"balancer": balancer, "backward_passes_per_step": passes}
-    optimizer = wrap([p], transport, **options)
+    optimizer = make(p, 0)
     found = []
     for step in range(len(plans) // passes):
+        if step == resumed_at:  # by a new process
+            state = copy.deepcopy(optimizer.state_dict())
+            p = torch.nn.Parameter(p.detach().clone())
+            optimizer = make(p, step)
+            optimizer.load_state_dict(state)
         for batch in range(passes):
             wrong = 1.0 if plans[step * passes + batch][transport.rank] else float("nan")
             grad = gradient_at(p, step=step, batch=batch, rank=transport.rank)
@@ -218,6 +232,26 @@ def test_a_robust_rule_sees_averages_that_weigh_what_they_are_of(passes: int) ->
     assert_steps_are(found, expected)
 
 
+@pytest.mark.parametrize("resumed_at", [3, 4])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_robust_rule_goes_on_exactly_when_an_epoch_ends_with_a_short_step(
+    passes: int, resumed_at: int
+) -> None:
+    plans = [(400, 80, 80, 80)] * 3 * passes + [(2, 1, 1, 0)] * passes
+    plans += [(400, 80, 80, 80)] * 3 * passes
+
+    def work(transport: LocalTransport) -> list[list[Tensor]]:
+        rule = loft.TrimmedMean(f=1)
+        return [
+            reduced_by_step(transport, plans, passes=passes, resumed_at=at, rule=rule)
+            for at in (None, resumed_at)
+        ]
+
+    for whole, resumed in run_ranks(4, work):
+        for step, (one, other) in enumerate(zip(whole, resumed, strict=True)):
+            assert torch.equal(one, other), f"step {step}"
+
+
 def test_groups_of_ranks_average_averages_that_have_not_faded() -> None:
     groups = [[0, 1], [2, 3], [4, 5]]
     plans = [(8, 8, 8, 4, 8, 6), (8, 0, 8, 4, 2, 6), (8, 0, 8, 4, 8, 6), (8, 0, 8, 4, 8, 6)]
@@ -237,7 +271,7 @@ def test_groups_of_ranks_average_averages_that_have_not_faded() -> None:
 
 def test_a_rank_without_samples_is_absent_once_its_average_has_faded() -> None:
     momentum = WorkerMomentum(0.5)
-    momentum.join(Channel(LocalWorld(1).transport(0), "loft", 1.0), {})
+    momentum.join(Channel(LocalWorld(1).transport(0), "loft", 1.0), {}, most_samples=16)
     momentum._weights = (8.0, 8.0, 8.0)
     seen = []
     for _ in range(4):
@@ -250,10 +284,10 @@ def test_a_rank_without_samples_is_absent_once_its_average_has_faded() -> None:
 
 
 def joined(transport: LocalTransport, claims: tuple[float, ...]) -> WorkerMomentum:
-    """Begin a world in which each rank claims what its averages weigh."""
+    """Begin a world of 20 samples a step in which each rank claims what its averages weigh."""
     momentum = WorkerMomentum(0.5)
     momentum._own = claims[transport.rank]
-    momentum.join(Channel(transport, "loft", 30.0), {})
+    momentum.join(Channel(transport, "loft", 30.0), {}, most_samples=20)
     return momentum
 
 
@@ -267,10 +301,28 @@ def test_no_rank_counts_more_than_the_plan_allows_whatever_it_claims() -> None:
             momentum.step_ended(ages)
         return found
 
-    # Steps have 20 samples at most, so no average weighs more than 40: rank 3's counts so much.
-    weighing = [(16, 8, 6, 40), (10, 5, 4, 40)]
+    # Steps have 20 samples at most, so no average weighs more than 40: rank 3's is taken for that.
+    weighing = [(16, 8, 6, 24), (10, 5, 4, 13)]
     expected = [tuple(round(w / (sum(each) / 4) * 512) for w in each) for each in weighing]
     assert run_ranks(4, work) == [expected] * 4
+
+
+def test_a_claim_fades_as_the_largest_honest_weight_does() -> None:
+    def work(transport: LocalTransport) -> list[int]:
+        found = []
+        for claim in (40.0, 1e12):
+            momentum, num_steps = joined(transport, (8.0, 8.0, 8.0, claim)), 0
+            is_there = True
+            while is_there:
+                ages = momentum.ages((7, 7, 6, 0))
+                is_there = ages.weigh(PassWeights(None, (True,) * 3 + (False,), 1.0)).present[3]
+                momentum.step_ended(ages)
+                num_steps += 1
+            found.append(num_steps)
+        return found
+
+    # 40 fades to 20, 10, 5 and 2.5. By then the others weigh 13.6, 13.6 and 11.8: the mean is 10.4.
+    assert run_ranks(4, work) == [[4, 4]] * 4
 
 
 @pytest.mark.parametrize("claim", [float("nan"), float("inf"), -1.0])
