@@ -188,6 +188,11 @@ class BatchQueue:
         return self._first_step if self._last_trained is None else self._last_trained + 1
 
     @property
+    def step_began(self) -> int:
+        """The step of the first batch of the optimizer step that goes on, or of the next one."""
+        return self._taken[0].step if self._taken else self.next_step
+
+    @property
     def drawn_ahead(self) -> int:
         """The deepest step that may be drawn by now, also across the end of an epoch."""
         # Not the deepest step seen: a loader between two epochs has drawn nothing, and in the next

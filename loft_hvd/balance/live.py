@@ -665,14 +665,22 @@ class LivePlan:
             f"plan {self.plan.plan_id}: sizes {list(self.plan.sizes)} of global_batch_size={total}"
         )
         if not self.times:
-            return f"{head}\nno times yet: ranks exchange them at step {self.schedule.at}"
+            return f"{head}\nno times yet: ranks exchange them at step {self._say_due()}"
         if self._controller is not None:
             own = "models and reasons are rank 0's: call explain() there, or read the run log"
             head = f"{head}\n{own}"
             if self._transport.rank == 0:
                 head = self._controller.explain(verbose=verbose)
-        due = f"ranks exchange times next at step {self.schedule.at}"
+        due = f"ranks exchange times next at step {self._say_due()}"
         return f"{describe(self.times)}\n{head}\n{due}"
+
+    def _say_due(self) -> str:
+        """Say at which step times are exchanged next, counted in batches as plans count."""
+        left = self.schedule.at - self.num_steps
+        due = str(self._batches.step_began + left * self.num_passes)
+        if self.num_passes == 1:
+            return due
+        return f"{due} (steps are batches here, {self.num_passes} of them an optimizer step)"
 
     def decisions(self) -> list[Decision]:
         """Return every plan and why it was made, which rank 0 alone knows."""

@@ -272,6 +272,26 @@ def broken_run(transport: LocalTransport, log_dir: Path) -> tuple[Run, dict[str,
     return run, saved
 
 
+def test_the_next_exchange_is_told_in_the_steps_that_plans_count() -> None:
+    transport = LocalWorld(1).transport(0)
+    balancer = loft.Balancer(4, "report", transport=transport, interval=3)
+    layer = torch.nn.Linear(1, 1)
+    sgd = torch.optim.SGD(layer.parameters(), lr=0.1)
+    optimizer = loft.DistributedOptimizer(
+        sgd, transport=transport, balancer=balancer, backward_passes_per_step=4
+    )
+    batches = iter(loft.DataLoader(TensorDataset(torch.ones(112, 1)), balancer))
+    told = []
+    for at in range(28):
+        told.append(balancer.explain().splitlines()[-1])
+        layer(next(batches)[0]).sum().backward()
+        if at % 4 == 3:
+            optimizer.step()
+    says = "(steps are batches here, 4 of them an optimizer step)"
+    assert told[:12] == [f"no times yet: ranks exchange them at step 12 {says}"] * 12
+    assert told[24:] == [f"ranks exchange times next at step 36 {says}"] * 4
+
+
 def test_a_mistake_in_a_policy_is_logged_and_no_state_is_saved_over_it(tmp_path: Path) -> None:
     def work(transport: LocalTransport) -> None:
         run, _ = broken_run(transport, tmp_path)
