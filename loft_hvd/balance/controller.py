@@ -158,7 +158,7 @@ class Controller:
         self.policy.share_bars(self.allowed)
         self.quarantine = QuarantineSizes()
         self._num_intervals = 0
-        self._failure: str | None = None  # why the newest interval led to no plan
+        self._hindrance: str | None = None  # no legal sizes, or a bar: of the newest interval
         self._interval: Interval | None = None
         self._unsent: Decision | None = None  # of a loaded state, whose plan no rank had by then
 
@@ -206,7 +206,8 @@ class Controller:
         was observed since the last call, nothing is decided.
         """
         interval, self._interval = self._interval, None
-        self._failure = None if interval is not None else self._failure
+        if interval is not None:
+            self._hindrance = None
         if interval is not None and self._unsent is not None:  # the policy counts on it
             made, self._unsent = replace(self._unsent, first_step=step), None
             return self._add(made)
@@ -221,7 +222,7 @@ class Controller:
         if allowed.bars:
             proposal = Proposal(allowed.sizes, "; ".join((proposal.reason, *allowed.bars)))
         if proposal.sizes == self.plan.sizes:
-            self._failure = f"no new plan at step {step}, sizes stay: {proposal.reason}"
+            self._hindrance = f"no new plan at step {step}, sizes stay: {proposal.reason}"
             return None
         then_s, now_s = proposal.predicted_s, proposal.instead_of_s
         is_predicted = then_s > 0 and now_s > 0
@@ -246,8 +247,8 @@ class Controller:
         try:
             return self.policy.propose(interval, first_step=step)
         except PlanError as error:
-            self._failure = f"no new plan at step {step}, sizes stay: {error}"
-            _logger.warning("policy %s: %s", self.policy.name, self._failure)
+            self._hindrance = f"no new plan at step {step}, sizes stay: {error}"
+            _logger.warning("policy %s: %s", self.policy.name, self._hindrance)
             return None
 
     def _plan_quarantine(self, step: int) -> Plan | None:
@@ -267,7 +268,7 @@ class Controller:
         for restrict, bar in (
             (self._within_caps, _BAR_OF_CAPS),
             (self._while_warm, "warm-up: no rank above its first size before two intervals"),
-            (self._with_few_sizes, f"no rank may have more than {self.max_sizes} sizes in a run"),
+            (self._with_few_sizes, f"no rank may have more sizes than max_sizes={self.max_sizes}"),
         ):
             legal = restrict(sizes)
             if legal != sizes:
@@ -338,7 +339,7 @@ class Controller:
         if made.predicted_s is not None and made.predicted_gain is not None:
             line += f"; a step should take {made.predicted_s:.3g} s, {made.predicted_gain:.1%} less"
         lines = [line, *self.policy.explain(), *(self.policy.details() if verbose else [])]
-        lines += [] if self._failure is None else [self._failure]
+        lines += [] if self._hindrance is None else [self._hindrance]
         lines += [
             f"rank {rank}: {count} reports discarded ({reason})"
             for (rank, reason), count in sorted(self.discarded.items())

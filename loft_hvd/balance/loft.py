@@ -281,8 +281,8 @@ def _why_not(
         left: what the sizes that are left by ``bars`` would.
         bars: what bars the best ones, in plain words.
         lost: what waiting has cost so far, as a share of an interval.
-        dead_band: what it may cost, likewise, but for
-        times: so often it may, since plans were undone.
+        dead_band: what it may cost while no plan was undone, likewise.
+        times: the factor on ``dead_band`` that plans which were undone have brought.
     """
     if not best.share >= 0.001:  # also where a model of odd times predicts nothing
         return "nothing to win: no sizes known would make the step shorter"
@@ -446,7 +446,7 @@ class Loft(Policy):
         """
         state, now = self.state, tuple(interval.sizes.tolist())
         if proposal.sizes == now:
-            state.note = f"sizes stay: {proposal.reason}"
+            state.note = f"sizes stay, though others are wanted ({proposal.reason})"
             return None
         before = Measured(now, interval.step_s, interval.step_error_s, fit.model.step_s(now))
         state.forecast = Forecast(proposal.sizes, fit.model.times(proposal.sizes), before, gain)
@@ -502,11 +502,12 @@ class Loft(Policy):
         held = fit.is_poor.copy()
         held[verdicts.pinned] = True
         if held.sum() > len(held) // 2:
-            state.note = "equal sizes: the times of most ranks fit no model"
-            is_equal = tuple(now.tolist()) == verdicts.equal.sizes
-            if is_equal:
+            reason = "the times of most ranks fit no model"
+            if tuple(now.tolist()) == verdicts.equal.sizes:
+                state.note = f"sizes stay equal: {reason}"
                 return None
-            return self._announce(self._legal(verdicts.equal.sizes, state.note), interval, fit)
+            proposal = self._legal(verdicts.equal.sizes, f"equal sizes, since {reason}")
+            return self._announce(proposal, interval, fit)
         limits = self._limits(now, held)
         found = SOLVERS[self._solver](fit.model, task.global_batch_size, limits)
         found = self._choose(fit, now, found, limits)

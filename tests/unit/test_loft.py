@@ -113,7 +113,7 @@ def test_a_gain_for_which_no_new_size_is_left_is_said_to_be_barred() -> None:
     controller = Controller(256, 4, max_sizes=1)
     for number in range(4):
         show(controller, UNEVEN, number)
-        assert "but are barred (no rank may have more than 1 sizes in a run)" in said(controller)
+        assert "but are barred (no rank may have more sizes than max_sizes=1)" in said(controller)
         assert "what is left saves nothing that is sure" in said(controller)
     assert controller.plan.plan_id == 0
 
@@ -212,6 +212,35 @@ def test_times_that_cannot_be_used_are_the_reason_that_is_given() -> None:
     observe(controller, np.full((4, len(COLUMNS)), np.nan), step=39)
     controller.decide(40)
     assert "no rank has reported times that can be used" in said(controller)
+
+
+@pytest.mark.parametrize(
+    ("now", "then", "note"),
+    [
+        ((64,) * 4, (64,) * 4, "sizes stay equal: the times of most ranks fit no model"),
+        (
+            (70, 62, 62, 62),
+            (70, 62, 62, 62),
+            "sizes stay, though others are wanted (equal sizes, since the times of most ranks fit "
+            "no model; a bar)",
+        ),
+        (
+            (70, 62, 62, 62),
+            (64,) * 4,
+            "equal sizes, since the times of most ranks fit no model; a bar",
+        ),
+    ],
+)
+def test_where_no_model_fits_it_is_said_what_comes_of_it(
+    now: tuple[int, ...], then: tuple[int, ...], note: str
+) -> None:
+    policy = Loft()
+    policy.start(Task(256, Bounds.of(4, floor=1, cap=256)))
+    policy.share_bars(lambda _: Allowed(then, ("a bar",)))
+    rows, step_s = measure(UNEVEN, now, seed=[0], noise=0.0, steps=20)
+    interval = Interval(19, np.array(now), rows, np.array([True, False, False, False]), step_s)
+    policy.propose(interval, first_step=20)
+    assert policy.state.note == note
 
 
 def test_pins_run_out() -> None:
