@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import loft_hvd as loft
-from loft_hvd.balance.interval import SUMS, Head
+from loft_hvd.balance.interval import SUM, SUMS, Head
 from loft_hvd.balance.stopwatch import StepSums
 from loft_hvd.data.draws import Draw, EpochSettings
 from loft_hvd.data.flow import _native
@@ -160,15 +160,29 @@ class Echoes:
 INTERVAL = 6
 
 
+def fill(sums: StepSums, samples: int, rng: np.random.Generator) -> None:
+    """Add as many steps as are kept of an interval, each a batch that took about a second."""
+    rows = np.zeros((4096, len(SUMS)))
+    rows[:, [SUM["steps"], SUM["samples"], SUM["local"]]] = 1, samples, samples
+    seconds = rng.normal(1.0, 0.02, len(rows))
+    rows[:, SUM["compute_s"]] = rows[:, SUM["wall_s"]] = seconds
+    rows[:, SUM["busy_s2"]] = seconds**2
+    for row in rows:
+        sums.add(row)
+
+
 def seconds_by_place(
     balancer: loft.Balancer, engine: Echoes, clock: Clock, num_intervals: int
 ) -> list[float]:
     """Return what this thread spends on a step, by its place in an interval; medians, [INTERVAL].
 
-    The time of a batch on this rank is a second, however many samples it has.
+    The time of a batch on this rank is a second, however many samples it has. Every interval has as
+    many steps before these as its end takes in.
     """
-    spent = []
-    for _ in range(num_intervals * INTERVAL):
+    spent, rng = [], np.random.default_rng(0)
+    for number in range(num_intervals * INTERVAL):
+        if number % INTERVAL == INTERVAL - 2:  # at its end times are sent
+            fill(balancer._live.timer._sums, balancer.plan.sizes[0], rng)
         began = time.thread_time() - engine.spent_s
         with balancer.step(balancer.local_batch_size):
             balancer.take_step()
