@@ -53,6 +53,9 @@ STATE_KEY = "worker_momentum"
 # Whole-number weight of a row of mean weight. Bound from the kernels, whose weights add up to less
 # than 2**30: those of 1,024 rows, capped, do.
 _WHOLE = 512
+# An average weighs no more than all samples that its rank has had. float64 counts them one by one
+# up to here, and no job has as many.
+_MOST_SAMPLES = 2**53
 _FAINT = 4  # a rank without samples is absent below the mean weight over this; a choice
 # What a rank brings into a world: no averages, some that it has loaded, or its own.
 _NOTHING, _LOADED, _STEPPED = 0.0, 1.0, 2.0
@@ -179,12 +182,14 @@ class WorkerMomentum:
             row = torch.tensor([own, has], dtype=torch.float64)
             rows = channel.sub("momentum").allgather_rows(row)  # [world_size, 2]
             weights: list[float] = rows[:, 0].tolist()
-            wrong = [rank for rank, weight in enumerate(weights) if not 0 <= weight < math.inf]
+            wrong = [
+                rank for rank, weight in enumerate(weights) if not 0 <= weight <= _MOST_SAMPLES
+            ]
             if wrong:
                 raise MismatchError(
                     f"worker momentum: ranks {wrong} tell that their averages weigh "
-                    f"{[weights[rank] for rank in wrong]} samples, which must be >= 0 and finite; "
-                    "look at those machines"
+                    f"{[weights[rank] for rank in wrong]} samples, which must be >= 0 and <= "
+                    f"{_MOST_SAMPLES}; look at those machines"
                 )
             # What was loaded goes on everywhere or nowhere: one rank's would outweigh the others'.
             loaded = rows[:, 1] == _LOADED
@@ -373,10 +378,10 @@ def _fault_of(state: object, named: Mapping[str, Tensor]) -> str:
         if isinstance(value, bool) or not isinstance(value, int):
             return f"{key}={value!r} must be a whole number"
     weight, averages = state.get("weight"), state.get("averages")
-    if isinstance(weight, bool) or not isinstance(weight, int | float):
-        return f"weight={weight!r} must be a number"
-    if not 0 <= weight < math.inf:
-        return f"weight={weight} must be >= 0 and finite"
+    if not isinstance(weight, float):
+        return f"weight is of type {type(weight).__name__}, no float"
+    if not 0 <= weight <= _MOST_SAMPLES:
+        return f"weight={weight} must be >= 0 and <= {_MOST_SAMPLES}"
     if not isinstance(averages, Mapping):
         return f"averages are of type {type(averages).__name__}, no dict"
     average_weights = state.get("average_weights")
@@ -405,6 +410,6 @@ def _fault_of_average(average: object, weight: object, like: Tensor) -> str:
         return "has values that are not finite"
     if not isinstance(weight, Tensor) or weight.dtype != torch.float64 or weight.dim() != 0:
         return f"weighs {weight!r}, no torch.float64 tensor without dimensions"
-    if not 0 <= float(weight) < math.inf:
-        return f"weighs {float(weight)}, which must be >= 0 and finite"
+    if not 0 <= float(weight) <= _MOST_SAMPLES:
+        return f"weighs {float(weight)}, which must be >= 0 and <= {_MOST_SAMPLES}"
     return ""

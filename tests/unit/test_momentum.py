@@ -293,7 +293,7 @@ def joined(transport: LocalTransport, claims: tuple[float, ...]) -> WorkerMoment
 
 def test_no_rank_counts_more_than_the_plan_allows_whatever_it_claims() -> None:
     def work(transport: LocalTransport) -> list[tuple[int, ...] | None]:
-        momentum = joined(transport, (16.0, 8.0, 4.0, 1e300))
+        momentum = joined(transport, (16.0, 8.0, 4.0, 1e15))
         found = []
         for counts in [(8, 4, 4, 4), (2, 1, 1, 1)]:
             ages = momentum.ages(counts)
@@ -325,11 +325,11 @@ def test_a_claim_fades_as_the_largest_honest_weight_does() -> None:
     assert run_ranks(4, work) == [[4, 4]] * 4
 
 
-@pytest.mark.parametrize("claim", [float("nan"), float("inf"), -1.0])
-def test_a_rank_that_claims_what_no_average_weighs_is_named_on_every_rank(claim: float) -> None:
+@pytest.mark.parametrize("claim", [float("nan"), float("inf"), -1.0, 2.0**54, 1.7e308])
+def test_ranks_that_claim_what_no_average_weighs_are_named_on_every_rank(claim: float) -> None:
     def work(transport: LocalTransport) -> None:
-        with pytest.raises(MismatchError, match=r"ranks \[1\] tell that their averages weigh"):
-            joined(transport, (8.0, claim, 8.0))
+        with pytest.raises(MismatchError, match=r"ranks \[1, 2\] tell that their averages weigh"):
+            joined(transport, (8.0, claim, claim))
 
     run_ranks(3, work)
 
@@ -765,6 +765,8 @@ def test_a_state_with_averages_loads_into_an_optimizer_without() -> None:
         {"world_size": True},
         {"weight": float("nan")},
         {"weight": -1.0},
+        {"weight": 2.0**54},
+        pytest.param({"weight": 10**400}, id="a weight that no float holds"),
         {"weight": None},
         {"averages": None},
         {"averages": {"p0": 3}},
@@ -777,6 +779,7 @@ def test_a_state_with_averages_loads_into_an_optimizer_without() -> None:
         {"average_weights": {"p0": torch.tensor(1.0)}},
         {"average_weights": {"p0": torch.ones(1, dtype=torch.float64)}},
         {"average_weights": {"p0": torch.tensor(-1.0, dtype=torch.float64)}},
+        {"average_weights": {"p0": torch.tensor(2.0**54, dtype=torch.float64)}},
         {"average_weights": {"p0": torch.tensor(float("inf"), dtype=torch.float64)}},
     ],
     ids=str,
