@@ -207,8 +207,8 @@ class WorkerMomentum:
                     average = Average(values.to(device, copy=True), weight.to(device, copy=True))
                     self._averages[id(parameter)] = (parameter, average)
             self._loaded = None
-            # Each is a rank's own claim. Kept at most so large, it also fades as an honest one. None
-            # is larger when a run is resumed with the same global batch: it goes on exactly.
+            # Each is a rank's own claim. Kept at most so large, it also fades as an honest one.
+            # None is larger when a run is resumed with the same global batch: it goes on exactly.
             most = most_samples / (1 - self.beta)
             self._weights = tuple(min(weight, most) for weight in weights)
             self._own = self._weights[self._rank]
