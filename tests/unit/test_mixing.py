@@ -149,6 +149,28 @@ def test_no_point_has_a_smaller_sum_of_distances_than_the_geometric_median(weigh
                 assert cost(result) <= cost(result + size * step) + 1e-9, seed
 
 
+@pytest.mark.parametrize("num_rows", [3, 4, 7, 16])
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_rows_pull_equally_at_the_geometric_median_or_it_is_a_row(
+    num_rows: int, is_weighted: bool
+) -> None:
+    """Also where it is nearly a row: one in a hundred inputs, which need other steps than most."""
+    for seed in range(200):
+        rows = some_rows(num_rows, 3, seed)
+        by = np.random.default_rng(seed).integers(1, 4, num_rows) if is_weighted else None
+        weights = None if by is None else by.tolist()
+        point = loft.aggregate(rows, loft.GeometricMedian(1), weights=weights)
+        away = np.linalg.norm(rows - point, axis=1)
+        if away.min() == 0:
+            continue
+        shares = (np.ones(num_rows) if by is None else by) / away
+        pull = (shares[:, None] * (rows - point)).sum(axis=0)
+        # So far the point may be from where it vanishes: of the second derivative the least part.
+        units = (rows - point) / away[:, None]
+        curvature = shares.sum() * np.eye(3) - (units * shares[:, None]).T @ units
+        assert np.abs(np.linalg.solve(curvature, pull)).max() < 1e-6, seed
+
+
 def test_a_geometric_median_that_is_a_row_is_that_row() -> None:
     rows = np.array([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [-1.0, -1.0], [0.0, 0.0]])
     np.testing.assert_array_equal(loft.aggregate(rows, loft.GeometricMedian(1)), [0.0, 0.0])
