@@ -324,7 +324,7 @@ def test_bench_robustness_prints_a_matrix_and_writes_it(
     result = CliRunner().invoke(app, ["bench", "robustness", *options])
     assert result.exit_code == 0, result.output
     assert "mlp, n=4 f=1" in result.stdout
-    assert "4 of 4 runs" in result.stderr
+    assert "5 of 5 runs" in result.stderr  # and what clean is, by which goals are judged
     found = json.loads(file.read_text())
     assert {(cell["defence"], cell["attack"]) for cell in found["cells"]} == {
         (rule, attack) for rule in ("robust", "mean") for attack in ("none", "mimic")
