@@ -1,12 +1,14 @@
-"""How much slower this machine is just now than a quiet one, for tests that limit CPU time.
+"""How much slower this machine is just now than a quiet one, for tests that limit times.
 
-What others do on the same cores and caches makes the same work take more CPU time, too.
+What others do on the same cores and caches makes the same work take more CPU time, too, and on the
+clock it also waits for its turn.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -27,14 +29,14 @@ def _work() -> float:
     return total
 
 
-def slowness() -> float:
-    """Return how many times the CPU time of a quiet machine work takes now: 1.0 at the least.
+def slowness(clock: Callable[[], float] = time.process_time) -> float:
+    """Return how many times the time of a quiet machine work takes now: 1.0 at the least.
 
-    It takes a second.
+    It takes a second of CPU time. ``clock`` gives seconds, of CPU time or of any other.
     """
     taken = []
     for _ in range(_REPEATS):
-        began = time.process_time()
+        began = clock()
         _work()
-        taken.append(time.process_time() - began)
+        taken.append(clock() - began)
     return max(1.0, statistics.median(taken) / _QUIET_S)
