@@ -250,15 +250,17 @@ def test_a_lying_rank_costs_at_most_an_interval_a_try(report: str, is_even: bool
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)  # wall time, on cores that other tests share
 def test_a_thousand_ranks_for_2000_steps_take_under_20_seconds() -> None:
-    slow = slowness()
+    scenario, slow = read_scenario(SHIPPED["thousand-ranks"]), slowness()
     began = time.process_time()  # not the clock: other work may share the machine
-    results = simulate(read_scenario(SHIPPED["thousand-ranks"]))
+    results = simulate(scenario)
     taken_s = time.process_time() - began
     assert taken_s < 20 * (slow + slowness()) / 2
-    assert results.run("loft").mean_s <= 1.02 * min(
-        run.mean_s for run in results.runs if run.name != "oracle"
-    )
+    # The strongest rival is not in the scenario, whose time is limited.
+    busy = simulate(replace(scenario, policies=("lbbsp-cpu:busy",)))
+    runs = [run for run in (*results.runs, *busy.runs) if run.name != "oracle"]
+    assert results.run("loft").mean_s <= 1.02 * min(run.mean_s for run in runs)
 
 
 LARGE = """
