@@ -34,8 +34,9 @@ def watch(
     seed: int = 0,
     settings: Suspicion = SETTINGS,
     are_apart: bool = False,
+    bucket_sizes: tuple[int, ...] = (NUMEL,),
 ) -> tuple[SuspicionTracker, list[tuple[int, int]]]:
-    """Let every rank own a shard and exchange evidence; return warnings as (step, worker)."""
+    """Let every rank own a shard of each bucket; return warnings as (step, worker)."""
     generator = torch.Generator().manual_seed(seed)
     owners = [Evidence(world_size, settings) for _ in range(world_size)]
     tracker = SuspicionTracker(world_size, settings)
@@ -44,7 +45,8 @@ def watch(
         rows = draw(step, generator)
         for owner, shard in zip(owners, rows.chunk(world_size, dim=1), strict=True):
             used = None if isinstance(rule, Median) else weights
-            owner.add(diagnose(shard, rule, weights=used, every=1)[1])
+            for part in shard.split(bucket_sizes, dim=1):
+                owner.add(diagnose(part, rule, weights=used, every=1)[1])
             owner.step_reduced(rule, weights=weights, are_apart=are_apart)
         if step % settings.interval == 0:
             table = np.stack([change(at, owner.take()) for at, owner in enumerate(owners)])
@@ -338,6 +340,76 @@ def test_where_right_rows_are_equal_the_one_that_is_not_stands_out(world_size: i
 
     tracker, _ = watch(changed(world_size, change), Robust(f=1), world_size=world_size)
     assert tracker.named() == tracker.at_fault() == [world_size - 1]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "f", "num_copied"),
+    [
+        *(
+            (world_size, f, 141)
+            for world_size, f in [(3, 1), (4, 1), (5, 2), (6, 2), (7, 3), (8, 3)]
+        ),
+        *((world_size, f, 230) for world_size, f in [(3, 1), (4, 1), (6, 2)]),
+    ],
+)  # 55 % and 90 % of 256
+def test_workers_that_copy_one_bucket_and_are_far_off_in_the_other_are_at_fault(
+    world_size: int, f: int, num_copied: int
+) -> None:
+    wrong = list(range(world_size - f, world_size))
+
+    def change(rows: Tensor) -> None:
+        shards = rows.view(world_size, world_size, NUMEL)  # [worker, owner, value]
+        shards[wrong, :, :num_copied] = shards[:f, :, :num_copied]
+        shards[wrong, :, num_copied:] *= -10
+
+    tracker, _ = watch(
+        changed(world_size, change),
+        Robust(f=f),
+        world_size=world_size,
+        bucket_sizes=(num_copied, NUMEL - num_copied),
+    )
+    assert tracker.at_fault() == wrong
+    assert set(wrong) <= set(tracker.named()) <= {*range(f), *wrong}  # who is copied, by that
+
+
+@pytest.mark.parametrize(("world_size", "f"), [(5, 2), (7, 3)])
+def test_workers_that_copy_in_turn_and_are_far_off_in_turn_are_at_fault(
+    world_size: int, f: int
+) -> None:
+    wrong = list(range(world_size - f, world_size))
+    size = NUMEL // f
+
+    def change(rows: Tensor) -> None:
+        buckets = rows.view(world_size, world_size, NUMEL)[..., : f * size].chunk(f, dim=2)
+        for turn, bucket in enumerate(buckets):
+            for worker in wrong:
+                if worker == wrong[turn]:
+                    bucket[worker] *= -10
+                else:
+                    bucket[worker] = bucket[0]
+
+    sizes = (*[size] * f, NUMEL - f * size)
+    tracker, _ = watch(
+        changed(world_size, change),
+        Robust(f=f),
+        world_size=world_size,
+        num_steps=60,
+        bucket_sizes=tuple(size for size in sizes if size),
+    )
+    assert tracker.at_fault() == wrong
+
+
+@pytest.mark.parametrize("num_copied", [128, 141, 230])
+def test_a_worker_that_copies_one_bucket_puts_nobody_at_fault(num_copied: int) -> None:
+    def change(rows: Tensor) -> None:
+        shards = rows.view(3, 3, NUMEL)  # [worker, owner, value]
+        shards[2, :, :num_copied] = shards[0, :, :num_copied]
+
+    sizes = (num_copied, NUMEL - num_copied)
+    tracker, _ = watch(
+        changed(3, change), Robust(f=1), world_size=3, num_steps=60, bucket_sizes=sizes
+    )
+    assert max(worker.fault for worker in tracker.workers) < 0.25
 
 
 def test_a_worker_that_copies_and_is_far_off_is_at_fault_alone() -> None:

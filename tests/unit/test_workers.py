@@ -493,6 +493,31 @@ def test_copying_ranks_get_nobody_into_quarantine(
     assert all("100% equal another worker's bit for bit" in line for line in said), said
 
 
+def test_a_rank_that_copies_one_bucket_and_is_far_off_in_the_other_is_held() -> None:
+    def run(end: LocalTransport) -> list[int | None]:
+        weights = [torch.nn.Parameter(torch.zeros(numel)) for numel in (550, 450)]
+        optimizer = loft.DistributedOptimizer(
+            torch.optim.SGD(weights, lr=1.0),
+            rule=loft.Robust(1),
+            transport=end,
+            bucket_bytes=1024,  # each parameter is a bucket
+            diagnostics=QUICK,
+            quarantine=True,
+        )
+        for step in range(60):
+            rows = honest_rows(4, step)
+            rows[ATTACKED, :550] = rows[0, :550]
+            rows[ATTACKED, 550:] *= -10
+            optimizer.zero_grad()
+            copied, far_off = rows[end.rank, :1000].split([550, 450])
+            ((weights[0] * copied).sum() + (weights[1] * far_off).sum()).backward()
+            optimizer.step()
+        return [worker.in_quarantine_until for worker in optimizer.report().workers]
+
+    for held_until in run_ranks(4, run):
+        assert [until is not None for until in held_until] == [False, False, False, True]
+
+
 def test_a_rank_is_left_out_only_in_steps_where_enough_others_have_samples() -> None:
     sizes = [8, 8, 8, 0]
 

@@ -29,6 +29,7 @@ __all__ = [
     "WorkerState",
     "score_copies",
     "score_rows",
+    "without_copies",
 ]
 
 # A step counts 1/20 in the smoothed numbers. A worker that is wrong in every step from now on has
@@ -53,9 +54,6 @@ _SHARES = (_OUTSIDE, _LEFT_OUT, _CLIPPED, _COPIED)
 # times the usual squared distance; on Dirichlet(0.1) shares of them, at 142 times.
 _MOST_BY_NEIGHBOURS = 0.5
 _BELOW_THRESHOLD = 1.2  # of the default threshold, 0.6, that is 0.5 as well
-# A row counts as a copy if more of it equals another one. With less, others are at most twice as
-# far from the result as the copies: log2(2) / 4 = 0.25 of a score.
-_MOST_COPIED = 0.5
 
 Floats = npt.NDArray[np.float64]
 
@@ -93,6 +91,7 @@ def score_rows(
     found: Diagnostics,
     rule: Rule,
     *,
+    compared: Diagnostics | None = None,
     weights: Sequence[int] | None = None,
     are_apart: bool = False,
     threshold: float = Suspicion.threshold,
@@ -107,9 +106,8 @@ def score_rows(
     outside or far says 0.5 at most. Instead of 0.5 it is 5/6 of ``threshold`` where that is less:
     neither names anybody.
 
-    Copies (``score_copies``) are no measure of what is usual: where they and the row that they copy
-    are the majority, the result is that row, and all others lie far from it. So rows are compared
-    with those that copy nothing; with fewer than three of these, non-finite values alone count.
+    The others are taken from ``compared``, the sum of what ``without_copies`` made of each bucket;
+    without it ``found`` is one bucket. A row itself is judged by all of its values, copied or not.
 
     Absent rows have ``num_seen`` 0, and get a score of 0. ``weights`` are the samples behind each
     row, where they differ, [world_size]. Returns None where nothing can be said.
@@ -125,20 +123,11 @@ def score_rows(
     aside = _aside(found)[rows]
     if not (non_finite.any() or outside.any() or distances.any()):
         return None  # rows that are equal everywhere
-    scores = np.zeros(len(seen))
-    scores[rows] = non_finite
-    is_copy = score_copies(found, rule)[rows] > _MOST_COPIED
-    if len(rows) - is_copy.sum() < FEWEST_WATCHED:
-        return tuple(scores.tolist())  # all wrong rows are among the copies
+    compared = without_copies(found, rule) if compared is None else compared
     others = _others(len(rows))  # [rows, rows - 1]
-    is_other = ~is_copy[others]
-
-    def of_others(values: Floats) -> Floats:
-        return np.where(is_other, values[others], np.nan)
-
     shares, log2 = outside[rows] / seen[rows], _log2(distances[rows])
-    base, explained = _medians(of_others(shares)), np.zeros(len(rows))
-    aside_base = _medians(of_others(aside))
+    base, explained = _medians(shares[others]), np.zeros(len(rows))
+    aside_base = _medians(_aside(compared)[rows][others])
     if not isinstance(rule, Custom):
         counts = (1,) * len(rows) if weights is None else tuple(weights[int(row)] for row in rows)
         usual_shares, usual_aside, usual_log2 = _expected(rule, counts)
@@ -147,23 +136,45 @@ def score_rows(
         base = np.maximum(base, usual_shares)
         if weights is not None:
             aside_base = np.maximum(aside_base, usual_aside)
-            explained = np.maximum(0.0, usual_log2 - _medians(of_others(usual_log2)))
+            explained = np.maximum(0.0, usual_log2 - _medians(usual_log2[others]))
     outsides = _above(shares, base)
     most_by_neighbours = min(_MOST_BY_NEIGHBOURS, threshold / _BELOW_THRESHOLD)
     asides = most_by_neighbours * _above(aside, aside_base)
-    middle = _medians(of_others(log2))
-    # Of the others' spread the widest f - 1 are left out: they may be Byzantine as well. Of copies
-    # at least every other one is.
-    num_wrong = max(rule.f - (int(is_copy.sum()) + 1) // 2, 1)
-    spreads = np.sort(np.abs(of_others(log2) - middle[:, None]))  # NaN comes last
-    spread = spreads[np.arange(len(rows)), is_other.sum(axis=1) - num_wrong]
-    aways = (log2 - middle - spread - explained) / _DISTANCE_DOUBLINGS
+    others_log2 = _log2(np.array(compared.squared_distance)[rows])[others]
+    aways = (log2 - _reach(others_log2, rule) - explained) / _DISTANCE_DOUBLINGS
     away = np.maximum(outsides, aways)
     if are_apart:
         away = np.minimum(away, most_by_neighbours)
     most = np.maximum(away, asides)
+    scores = np.zeros(len(seen))
     scores[rows] = np.where(non_finite, 1.0, np.clip(most, 0.0, 1.0))
     return tuple(scores.tolist())
+
+
+def without_copies(found: Diagnostics, rule: Rule) -> Diagnostics:
+    """Put what is usual among the rows that equal no other in place of copies, in one bucket.
+
+    Copies are no measure: where they and the row that they copy are the majority, the result is
+    that row, and all others lie far from it. Of c rows that equal others, half at least are wrong
+    where right ones differ. So of the others, n - c of n >= 2f + 1, most are right, however few.
+    Over several buckets that fails: a worker may copy in some of them and be far off in the rest.
+    """
+    if not any(found.copied):
+        return found
+    is_copy = score_copies(found, rule) > 0
+    is_measure = (np.array(found.num_seen) > 0) & ~is_copy
+
+    def replaced(values: tuple[float, ...]) -> tuple[float, ...]:
+        usual = np.median(np.array(values)[is_measure])
+        return tuple(np.where(is_copy, usual, values).tolist())
+
+    # No rule that finds copies has a window.
+    return replace(
+        found,
+        squared_distance=replaced(found.squared_distance),
+        left_out=replaced(found.left_out),
+        clipped=replaced(found.clipped),
+    )
 
 
 def score_copies(found: Diagnostics, rule: Rule) -> Floats:
@@ -181,6 +192,15 @@ def score_copies(found: Diagnostics, rule: Rule) -> Floats:
         usual = np.sort(copied)[max(len(rows) - 1 - 2 * max(rule.f, 1), 0)]
         scores[rows] = np.clip(_above(copied, usual), 0.0, 1.0)
     return scores
+
+
+def _reach(others_log2: Floats, rule: Rule) -> Floats:
+    """Return the log2 of the squared distance that each row's others reach, [rows]."""
+    middle = _medians(others_log2)
+    # Of their spread the widest f - 1 are left out: they may be Byzantine as well.
+    spread = np.sort(np.abs(others_log2 - middle[:, None]))[:, -max(rule.f, 1)]
+    reach: Floats = middle + spread
+    return reach
 
 
 def _aside(found: Diagnostics) -> Floats:
@@ -227,10 +247,10 @@ def _log2(values: Floats) -> Floats:
 
 
 def _medians(lines: Floats) -> Floats:
-    """Return the median of each line without its NaN; np.nanmedian takes several times as long."""
-    ordered, at = np.sort(lines, axis=1), np.arange(len(lines))  # NaN comes last
-    last = lines.shape[1] - 1 - np.isnan(lines).sum(axis=1)
-    middle: Floats = (ordered[at, last // 2] + ordered[at, (last + 1) // 2]) / 2
+    """Return the median of each line; np.median is several times slower on a few values."""
+    ordered = np.sort(lines, axis=1)
+    last = lines.shape[1] - 1
+    middle: Floats = (ordered[:, last // 2] + ordered[:, (last + 1) // 2]) / 2
     return middle
 
 
@@ -240,7 +260,7 @@ class Evidence:
     def __init__(self, num_rows: int, settings: Suspicion) -> None:
         self._num_rows = num_rows
         self._settings = settings
-        self._step = Diagnostics.empty(num_rows)
+        self._buckets: list[Diagnostics] = []  # of this step
         self._clear()
 
     def _clear(self) -> None:
@@ -251,18 +271,24 @@ class Evidence:
 
     def add(self, found: Diagnostics) -> None:
         """Take what was found in a shard of one bucket in this step."""
-        self._step += found
+        # Rows of float64 may overflow when squared.
+        squared = tuple(min(each, _MOST_SQUARED) for each in found.squared_distance)
+        self._buckets.append(replace(found, squared_distance=squared))
 
     def step_reduced(
         self, rule: Rule, *, weights: Sequence[int] | None = None, are_apart: bool = False
     ) -> None:
         """Score the step's rows over all buckets; the arguments are those of ``score_rows``."""
-        found, self._step = self._step, Diagnostics.empty(self._num_rows)
-        # Rows of float64 may overflow when squared.
-        squared = tuple(min(each, _MOST_SQUARED) for each in found.squared_distance)
-        found = replace(found, squared_distance=squared)
+        buckets, self._buckets = self._buckets, []
+        none = Diagnostics.empty(self._num_rows)
+        found = sum(buckets, none)
         scores = score_rows(
-            found, rule, weights=weights, are_apart=are_apart, threshold=self._settings.threshold
+            found,
+            rule,
+            compared=sum((without_copies(each, rule) for each in buckets), none),
+            weights=weights,
+            are_apart=are_apart,
+            threshold=self._settings.threshold,
         )
         if scores is not None:
             self._num_steps += np.array(found.num_seen) > 0
