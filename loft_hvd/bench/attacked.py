@@ -42,7 +42,7 @@ from loft_hvd.bench.skews import draw_batches
 from loft_hvd.errors import ArgumentError, MissingDependencyError
 from loft_hvd.pipeline.suspicion.spread import (
     COMPARED_AFTER,
-    JUDGE_BY_MODEL_ABOVE,
+    JUDGE_IN_SHARDS_BELOW,
     Spread,
     lasting_differences,
     looked_at,
@@ -317,7 +317,7 @@ class _Aggregator:
 
     def __init__(self, trial: Trial, setting: Setting, numel: int) -> None:
         self._rule, self._attack_name = trial.defence.rule(setting.f), trial.attack
-        self._f = setting.f
+        self._f, self._num_workers = setting.f, setting.num_workers
         self._judge_in(trial.defence.shards(setting.num_workers))
         self._watch = _SpreadNotes(setting.num_workers, numel) if trial.defence.is_auto else None
 
@@ -338,8 +338,8 @@ class _Aggregator:
             found = self._watch.step_reduced(torch.cat([gradients, *made]), result)
             if found is not None:
                 self._watch = None
-                if found.usual > JUDGE_BY_MODEL_ABOVE:
-                    self._judge_in(1)
+                if found.usual <= JUDGE_IN_SHARDS_BELOW:
+                    self._judge_in(self._num_workers)
         return result
 
 

@@ -86,12 +86,12 @@ class Defence:
 
     @property
     def is_auto(self) -> bool:
-        """Whether rows are whole from the step at which workers are found to differ lastingly."""
+        """Whether rows are in shards from the step at which workers are found to be alike."""
         return self.name.removesuffix(_SGD).endswith(_AUTO)
 
     def shards(self, num_workers: int) -> int:
         """Return into how many slices rows are cut, at first, before the rule sees them."""
-        return num_workers if self.name.removesuffix(_SGD).endswith((_SHARDS, _AUTO)) else 1
+        return num_workers if self.name.removesuffix(_SGD).endswith(_SHARDS) else 1
 
     def rule(self, f: int) -> Rule:
         """Return the rule that expects f Byzantine rows.

@@ -55,10 +55,10 @@ from loft_hvd.pipeline.momentum import Ages, Blend, LossScaler, WorkerMomentum
 from loft_hvd.pipeline.selection import Scope, Selection, SelectionPart, check_scope
 from loft_hvd.pipeline.suspicion.report import SuspicionReport, ZeroedParameter
 from loft_hvd.pipeline.suspicion.spread import (
-    JUDGE_BY_MODEL_ABOVE,
+    JUDGE_IN_SHARDS_BELOW,
     WARN_ABOVE,
     SpreadWatch,
-    tell_judged_by_model,
+    tell_scope,
 )
 from loft_hvd.pipeline.suspicion.tracker import Suspicion
 from loft_hvd.pipeline.suspicion.watch import Quarantine, Unwatched, WorkerWatch
@@ -110,8 +110,8 @@ def ddp_hook(  # noqa: PLR0913 - a script sets few of them, by name
         named_parameters: ``model.named_parameters()``, so that errors name parameters.
         scope: by which values a rule that sees rows judges them: "shard", by the slice of a bucket
             that one rank aggregates; "model", by all buckets of a backward pass, so that results
-            travel only after it; "auto", in shards until ranks' gradients are found to differ
-            lastingly. None is "auto" with loft.Robust(f), else "shard".
+            travel only after it; "auto", over the model until ranks' gradients are found to be
+            alike. None is "auto" with loft.Robust(f), else "shard".
         diagnostics: watch which worker is off, for ``report()`` and warnings; None where that is
             cheap (all ranks on CPUs), or a ``loft.Suspicion`` with the details.
         quarantine: leave a worker out that stands out for long; True, or a ``loft.Quarantine``.
@@ -375,8 +375,12 @@ class DDPHook:
         self._selection: Selection | None = None
         self._parts: dict[str, SelectionPart] = {}
         self._is_auto = scope == "auto"
-        if scope == "model":
-            self._judge_by_model()
+        # Without other ranks there is nothing to judge, and of few nobody says that they are alike.
+        is_compared = self._spread is not None and not self._spread.has_ended
+        is_whole = scope == "model" or (self._is_auto and is_compared)
+        if is_whole and isinstance(rule, RowRule) and channel.world_size > 1:
+            lines = meshed(channel.transport)
+            self._selection = Selection(lines, channel.name, rule, scope="model")
         # Equal batches need no look at the model.
         self._stop_looking: Callable[[], object] = lambda: None
         if isinstance(batches, Balancer):
@@ -438,18 +442,6 @@ class DDPHook:
             raise
 
     # A step.
-
-    def _judge_by_model(self) -> bool:
-        """Judge rows over all buckets from the next pass on; every rank alike.
-
-        Returns:
-            Whether there is anything to judge: a rule that sees rows, and other ranks.
-        """
-        if not isinstance(self._rule, RowRule) or self._channel.world_size == 1:
-            return False
-        lines = meshed(self._channel.transport)
-        self._selection = Selection(lines, self._channel.name, self._rule, scope="model")
-        return True
 
     def _reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         values, place = bucket.buffer(), self._place(bucket)
@@ -571,11 +563,13 @@ class DDPHook:
         if found is not None:
             self._batches.log.write("spread", **asdict(found))
             watch.ranks_compared(are_apart=found.usual > WARN_ABOVE)
-            is_far = found.usual > JUDGE_BY_MODEL_ABOVE
-            if self._is_auto and is_far and self._judge_by_model():
-                self._batches.log.write("scope", scope="model")
+            if self._is_auto and self._selection is not None:
+                is_alike = found.usual <= JUDGE_IN_SHARDS_BELOW
+                if is_alike:  # every rank alike, from the next pass on
+                    self._selection = None
+                    self._batches.log.write("scope", scope="shard")
                 if self._channel.rank == 0:
-                    tell_judged_by_model(found)
+                    tell_scope(found, is_model=not is_alike)
         self._standing.step_reduced(self._batches.log, watch)
         self._flights.clear()
         if self._momentum is not None and weighing.ages is not None:

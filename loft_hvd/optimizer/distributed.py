@@ -89,8 +89,8 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - the name and the arguments ar
         bucket_bytes: most bytes sent together; None takes ``LOFT_HVD_BUCKET_BYTES``.
         scope: by which values rules that see rows, such as ``loft.Robust``, judge them: "shard", by
             the slice of a bucket that one rank aggregates; "model", by all values of the rule, so
-            that results travel only after the backward pass; "auto", in shards at first, and over
-            the model once ranks' gradients are found to differ lastingly. None is "auto"
+            that results travel only after the backward pass; "auto", over the model at first, and
+            in shards once ranks' gradients are found to be alike. None is "auto"
             with a ``rule=`` that is or has ``loft.Robust(f)``, else "shard".
         audit: how many shard owners are audited a step, on average, 0 to 1: another rank computes
             1/16 of what one owner did again, and a bit that differs ends the job on every rank.

@@ -29,11 +29,11 @@ from loft_hvd.pipeline.reducer import GradientReducer
 from loft_hvd.pipeline.ring import MakeExchange, flat_exchange
 from loft_hvd.pipeline.suspicion.report import FEWEST_WATCHED, SuspicionReport
 from loft_hvd.pipeline.suspicion.spread import (
-    JUDGE_BY_MODEL_ABOVE,
+    JUDGE_IN_SHARDS_BELOW,
     WARN_ABOVE,
     ParameterSpread,
     Spread,
-    tell_judged_by_model,
+    tell_scope,
 )
 from loft_hvd.pipeline.suspicion.tracker import Suspicion
 from loft_hvd.pipeline.suspicion.watch import Quarantine, Unwatched, WorkerWatch
@@ -319,6 +319,11 @@ class GradientLog:
         self._spread = ParameterSpread(parameters, channel)
         self.zeroed = ParameterZeroed(parameters, names, channel)
 
+    @property
+    def compares_ranks(self) -> bool:
+        """Whether ranks are still to be compared."""
+        return not self._spread.has_ended
+
     def is_of(self, found: ReducedParameters, *, num_passes: int) -> bool:
         """Whether these are the parameters, rules and passes a step that it was made for."""
         own = self._found
@@ -372,7 +377,6 @@ class OptimizerWorld:
         self._number = self._batches.num_worlds
         self.log = self._batches.log
         self._waited_s = 0.0
-        self._is_by_model = False  # whether scope="auto" has left shards, in this world for good
         found = options.collect()
         if should_agree:
             self._agree(found)
@@ -386,6 +390,8 @@ class OptimizerWorld:
         # into their bucket.
         num_passes = options.settings.num_passes
         self._gradient_log = GradientLog(self._channel(found), found, num_passes=num_passes)
+        # Whether scope="auto" is over the whole model no longer; never, where nobody compares.
+        self._is_in_shards = not self._gradient_log.compares_ranks
         self._lay_out(found)
 
     def _write_rules(self, found: ReducedParameters) -> None:
@@ -468,8 +474,8 @@ class OptimizerWorld:
             watch=workers.watch,
             momentum=self._momentum,
         )
-        if self._is_by_model:
-            self._reducer.judge_by_model()
+        if options.settings.scope == "auto" and self._is_in_shards:
+            self._reducer.judge_in_shards()
 
     def gather_outgoing(self, values: Tensor, *, name: str) -> Tensor:
         """Return every rank's values of a bucket, [world_size, numel]; see the wrapper's."""
@@ -498,19 +504,21 @@ class OptimizerWorld:
             self._replicas.gradients_reduced()
             spread = self._gradient_log.step_reduced(self.log, self._workers.watch)
             self._standing.step_reduced(self.log, self._workers.watch)
-        if spread is not None and spread.usual > JUDGE_BY_MODEL_ABOVE:
-            self._judge_by_model(spread)
+        if spread is not None:
+            self._judge_by(spread)
         self._waited_s += time.monotonic() - began
 
-    def _judge_by_model(self, spread: Spread) -> None:
-        """Go over to the whole model where that is left to the ranks' data; every rank alike."""
-        is_left_to_data = self._options.settings.scope == "auto" and not self._is_by_model
-        if not is_left_to_data or not self._reducer.judge_by_model():
+    def _judge_by(self, spread: Spread) -> None:
+        """Go over to shards where ranks are alike and that is left to their data; all alike."""
+        is_left_to_data = self._options.settings.scope == "auto" and not self._is_in_shards
+        if not is_left_to_data or not self._reducer.engine.sees_rows:
             return
-        self._is_by_model = True
-        self.log.write("scope", scope="model")
+        self._is_in_shards = spread.usual <= JUDGE_IN_SHARDS_BELOW
+        if self._is_in_shards:
+            self._reducer.judge_in_shards()
+            self.log.write("scope", scope="shard")
         if self.rank == 0:
-            tell_judged_by_model(spread)
+            tell_scope(spread, is_model=not self._is_in_shards)
 
     def _check_unchanged(self) -> None:
         """Raise unless buckets and groups are those of the ranks that there are."""

@@ -280,15 +280,19 @@ class Engine:
                     self._turn.release()
                 time.sleep(pause or 0.0)  # at least lets the other thread have the lock
 
-    def judge_by_model(self) -> bool:
-        """Let rules that see rows judge them over the whole model from now on; say if one does.
+    @property
+    def sees_rows(self) -> bool:
+        """Whether a rule judges rows by their distances."""
+        return bool(self._selections)
+
+    def judge_in_shards(self) -> None:
+        """Let rules that see rows judge them shard by shard from now on.
 
         Called between two steps, before the same one on every rank.
         """
         assert self._num_queued == 0, self._num_queued
         for selection in self._selections:
-            selection.is_model = True
-        return bool(self._selections)
+            selection.is_model = False
 
     def memory_bytes(self) -> int:
         """Return the bytes of all buffers that the engine holds, the buckets included."""

@@ -401,14 +401,10 @@ class GradientReducer:
             self._momentum.step_ended(self._ages())
         self._clear_step()
 
-    def judge_by_model(self) -> bool:
-        """Let rules judge rows over the whole model from the next step on; every rank alike.
-
-        Returns:
-            Whether a rule sees rows: without one nothing changes.
-        """
-        self._scope = "model"
-        return self.engine.judge_by_model()
+    def judge_in_shards(self) -> None:
+        """Let rules judge rows shard by shard from the next step on; every rank alike."""
+        self._scope = "shard"
+        self.engine.judge_in_shards()
 
     def _warn_of_other_passes(self) -> None:
         """Say once, before the wait that it may make long, that a step has had too few passes."""

@@ -14,7 +14,7 @@ Scope "model": rows are judged by all values that the rule aggregates, as if the
 
 Results travel only after the last bucket's rows have come: that is the overlap which it costs.
 
-Scope "auto" begins with shards, and goes over to the model in a step that all ranks know alike.
+Scope "auto" begins with the model, and goes over to shards in a step that all ranks know alike.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Selection:
         num_slices: int = 1,
     ) -> None:
         self.rule = rule
-        self.is_model = scope == "model"
+        self.is_model = scope != "shard"  # "auto" begins so
         self.num_slices = num_slices
         self.parts: list[SelectionPart] = []
         self.told: Floats | None = None

@@ -15,6 +15,7 @@ __all__ = ["RULES", "fingerprint", "train"]
 # All on shard owners.
 RULES = ("mean", "median", "trimmed_mean", "phocas", "robust", "robust model", "robust audited")
 _OPTIONS: dict[str, dict[str, Any]] = {
+    "robust": {"scope": "shard"},
     "robust model": {"scope": "model"},
     "robust audited": {"scope": "model", "audit": 1.0},
 }

@@ -187,7 +187,7 @@ def test_goals_over_dirichlet_data_depend_on_the_number_of_workers() -> None:
 def test_every_defence_of_ours_is_a_rule(name: str) -> None:
     defence = Defence(name)
     assert defence.rule(3).f in (0, 3)
-    begins_in_shards = name in ("robust in shards", "robust, scope auto")
+    begins_in_shards = name == "robust in shards"
     assert defence.shards(16) == (16 if begins_in_shards else 1)
     assert defence.is_auto == (name == "robust, scope auto")
     assert defence.has_sgd_momentum == name.endswith("in SGD")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -284,7 +285,7 @@ def test_ranks_must_agree_about_the_scope() -> None:
     run_ranks(3, work)
 
 
-# Scope "auto": by the model once ranks' gradients are found to differ lastingly.
+# Scope "auto": in shards once ranks' gradients are found to be alike.
 
 
 def steps_apart(
@@ -314,33 +315,51 @@ def steps_apart(
     return sent, optimizer
 
 
-def test_auto_goes_over_to_the_model_where_ranks_differ_lastingly(
-    caplog: pytest.LogCaptureFixture, tmp_path: Path
+MODEL, SHARDS = ["model"] * 60, [""] * 60
+AUTO = ["model"] * 50 + [""] * 10  # where ranks are found to be alike
+
+
+@pytest.mark.parametrize("apart", [0.0, 0.15])
+def test_auto_goes_over_to_shards_where_ranks_are_alike(
+    apart: float, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     def work(end: LocalTransport) -> list[str]:
-        return steps_apart(end, 3.0, log_dir=tmp_path)[0]
+        return steps_apart(end, apart, log_dir=tmp_path)[0]
 
-    assert run_ranks(4, work) == [[""] * 50 + ["model"] * 10] * 4
-    assert caplog.text.count("workers are judged by their whole gradients") == 1
+    with caplog.at_level(logging.INFO, logger="loft_hvd"):
+        assert run_ranks(4, work) == [AUTO] * 4
+    assert caplog.text.count("workers are judged shard by shard") == 1
     (log,) = tmp_path.glob("**/*.jsonl")
     (line,) = [line for line in read_run_log(log) if line["kind"] == "scope"]
-    assert line["scope"] == "model"
+    assert line["scope"] == "shard"
 
 
-def test_auto_goes_over_where_ranks_differ_less_than_a_warning_needs(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("apart", [0.5, 3.0])  # 0.5 as under a strata cap of 1.5
+def test_auto_stays_with_the_model_where_ranks_differ_lastingly(
+    apart: float, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    """As under a strata cap of 1.5, which is what that warning advises."""
-    assert run_ranks(4, lambda end: steps_apart(end, 0.5)[0]) == [[""] * 50 + ["model"] * 10] * 4
-    assert "workers are judged by their whole gradients" in caplog.text
-    assert "Placement.with_strata" not in caplog.text
+    def work(end: LocalTransport) -> list[str]:
+        return steps_apart(end, apart, log_dir=tmp_path)[0]
+
+    assert run_ranks(4, work) == [MODEL] * 4
+    assert caplog.text.count("workers are judged by their whole gradients") == 1
+    # Only what differs more is told of strata: a cap of 1.5 is what that warning advises.
+    assert ("Placement.with_strata" in caplog.text) == (apart == 3.0)
+    (log,) = tmp_path.glob("**/*.jsonl")
+    assert not [line for line in read_run_log(log) if line["kind"] == "scope"]
 
 
-@pytest.mark.parametrize(("apart", "scope"), [(0.0, None), (0.15, None), (3.0, "shard")])
-def test_shards_stay_where_ranks_are_alike_or_it_is_asked_for(
-    apart: float, scope: str | None
-) -> None:
-    assert run_ranks(4, lambda end: steps_apart(end, apart, scope=scope)[0]) == [[""] * 60] * 4
+@pytest.mark.parametrize(("apart", "scope"), [(0.0, "model"), (3.0, "shard")])
+def test_a_scope_that_is_asked_for_stays(apart: float, scope: str) -> None:
+    expected = MODEL if scope == "model" else SHARDS
+    assert run_ranks(4, lambda end: steps_apart(end, apart, scope=scope)[0]) == [expected] * 4
+
+
+def test_auto_is_in_shards_from_the_start_where_nobody_compares() -> None:
+    def work(end: LocalTransport) -> list[str]:
+        return steps_apart(end, 0.0, rule=loft.Robust(0))[0]
+
+    assert run_ranks(2, work) == [SHARDS] * 2
 
 
 @pytest.mark.parametrize("rule", [loft.TrimmedMean(1), loft.Custom(lambda rows: rows.mean(0))])
@@ -350,18 +369,18 @@ def test_nothing_is_said_to_change_where_no_rule_judges_rows(
     def work(end: LocalTransport) -> list[str]:
         return steps_apart(end, 3.0, rule=rule, scope="auto", log_dir=tmp_path)[0]
 
-    assert run_ranks(4, work) == [[""] * 60] * 4
+    assert run_ranks(4, work) == [SHARDS] * 4
     assert "differ lastingly" in caplog.text
     assert "judged by their whole gradients" not in caplog.text
     (log,) = tmp_path.glob("**/*.jsonl")
     assert not [line for line in read_run_log(log) if line["kind"] == "scope"]
 
 
-def test_one_noisy_rank_does_not_keep_the_others_in_shards() -> None:
+def test_one_noisy_rank_does_not_bring_the_others_into_shards() -> None:
     def work(end: LocalTransport) -> list[str]:
         return steps_apart(end, 1.5, noise=100.0 if end.rank == 3 else 1.0)[0]
 
-    assert run_ranks(4, work) == [[""] * 50 + ["model"] * 10] * 4
+    assert run_ranks(4, work) == [MODEL] * 4
 
 
 @pytest.mark.parametrize("every", [20, 55])
@@ -369,18 +388,18 @@ def test_the_decision_stands_and_comes_when_buckets_are_laid_out_anew(
     every: int, tmp_path: Path
 ) -> None:
     def work(end: LocalTransport) -> list[str]:
-        return steps_apart(end, 3.0, lay_out_every=every, log_dir=tmp_path)[0]
+        return steps_apart(end, 0.0, lay_out_every=every, log_dir=tmp_path)[0]
 
-    assert run_ranks(4, work) == [[""] * 50 + ["model"] * 10] * 4
+    assert run_ranks(4, work) == [AUTO] * 4
     (log,) = tmp_path.glob("**/*.jsonl")
-    assert [line["scope"] for line in read_run_log(log) if line["kind"] == "scope"] == ["model"]
+    assert [line["scope"] for line in read_run_log(log) if line["kind"] == "scope"] == ["shard"]
 
 
 def test_ranks_are_compared_anew_for_parameters_that_are_added_and_scope_stays(
     tmp_path: Path,
 ) -> None:
     def work(end: LocalTransport) -> list[str]:
-        _, optimizer = steps_apart(end, 3.0, log_dir=tmp_path)
+        _, optimizer = steps_apart(end, 0.0, log_dir=tmp_path)
         params = [optimizer.param_groups[0]["params"][0], torch.nn.Parameter(torch.zeros(600))]
         optimizer.add_param_group({"params": [params[1]]})
         generator = torch.Generator().manual_seed(10 + end.rank)
@@ -393,7 +412,7 @@ def test_ranks_are_compared_anew_for_parameters_that_are_added_and_scope_stays(
             scopes.append(optimizer._world._reducer._scope)
         return scopes
 
-    assert run_ranks(4, work) == [["model"] * 60] * 4
+    assert run_ranks(4, work) == [["shard"] * 60] * 4
     (log,) = tmp_path.glob("**/*.jsonl")
     kinds = [line["kind"] for line in read_run_log(log)]
     assert (kinds.count("spread"), kinds.count("scope")) == (2, 1)

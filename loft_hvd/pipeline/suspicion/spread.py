@@ -25,21 +25,21 @@ from loft_hvd.transport.base import Channel
 
 __all__ = [
     "COMPARED_AFTER",
-    "JUDGE_BY_MODEL_ABOVE",
+    "JUDGE_IN_SHARDS_BELOW",
     "WARN_ABOVE",
     "ParameterSpread",
     "Spread",
     "SpreadWatch",
     "lasting_differences",
     "looked_at",
-    "tell_judged_by_model",
+    "tell_scope",
 ]
 
 # Measured on digits (docs/rules.md): shards sorted by class give 1 to 1.5, shuffled ones below 0.2.
 WARN_ABOVE = 0.8
-# Where scope="auto" leaves shards, which lose more from here on: between what sorted shards give
+# Where scope="auto" goes over to shards, which lose more above it: between what sorted shards give
 # under a strata cap of 1.5, 0.47 to 0.82, and under one of 1.0, at most 0.20 (docs/rules.md).
-JUDGE_BY_MODEL_ABOVE = 0.35
+JUDGE_IN_SHARDS_BELOW = 0.35
 COMPARED_AFTER = 50  # steps
 _NUM_VALUES = 512  # two sums of float64 for each make one exchange of 8 kB a rank
 # The variance of the median of n normal values about one mean, of deviations d, is this times
@@ -86,15 +86,21 @@ def lasting_differences(counts: Floats, sums: Floats, squares: Floats) -> Spread
     return Spread(tuple(ratios.tolist()), float(np.median(ratios[usable])))
 
 
-def tell_judged_by_model(found: Spread) -> None:
-    """Say that rows are judged by all their values from now on, and why."""
-    _logger.warning(
-        'scope="auto": ranks\' gradients differ lastingly, by %.2f times their noise, so from the '
-        "next step on workers are judged by their whole gradients, which tell lasting differences "
-        "from faults better than shards do; results then travel after the backward pass. "
-        'scope="shard" or scope="model" fixes it',
-        found.usual,
-    )
+def tell_scope(found: Spread, *, is_model: bool) -> None:
+    """Say by which values scope="auto" judges rows from the next step on, and why."""
+    if is_model:
+        _logger.warning(
+            'scope="auto": ranks\' gradients differ lastingly, by %.2f times their noise, so '
+            "workers are judged by their whole gradients as before, which tell lasting "
+            "differences from faults better than shards do; results travel after the backward "
+            'pass. scope="shard" or scope="model" fixes it',
+            found.usual,
+        )
+    else:
+        _logger.info(
+            'scope="auto": ranks\' gradients are alike, so from the next step on workers are '
+            "judged shard by shard, and results travel during the backward pass"
+        )
 
 
 def _row_sums(rows: Floats) -> Floats:
@@ -213,6 +219,11 @@ class ParameterSpread:
                 parameter.register_post_accumulate_grad_hook(functools.partial(self._sent, at))
                 for at, parameter in enumerate(self._parameters)
             ]
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more is noted: ranks are compared, or too few."""
+        return self._watch.has_ended
 
     def _sent(self, at: int, parameter: Tensor) -> None:
         self._watch.sent(at, parameter.grad)
