@@ -567,6 +567,7 @@ class DDPHook:
                 is_alike = found.usual <= JUDGE_IN_SHARDS_BELOW
                 if is_alike:  # every rank alike, from the next pass on
                     self._selection = None
+                    self._parts.clear()
                     self._batches.log.write("scope", scope="shard")
                 if self._channel.rank == 0:
                     tell_scope(found, is_model=not is_alike)

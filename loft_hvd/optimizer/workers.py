@@ -8,6 +8,7 @@ has three shapes: ranks that reduce together (``OptimizerWorld``), one alone (it
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -390,8 +391,8 @@ class OptimizerWorld:
         # into their bucket.
         num_passes = options.settings.num_passes
         self._gradient_log = GradientLog(self._channel(found), found, num_passes=num_passes)
-        # Whether scope="auto" is over the whole model no longer; never, where nobody compares.
-        self._is_in_shards = not self._gradient_log.compares_ranks
+        # How scope="auto" judges rows now: in shards from the start where nobody will compare.
+        self._is_model, self._is_compared = self._gradient_log.compares_ranks, False
         self._lay_out(found)
 
     def _write_rules(self, found: ReducedParameters) -> None:
@@ -443,6 +444,8 @@ class OptimizerWorld:
         if not self._gradient_log.is_of(found, num_passes=num_passes):
             self._gradient_log.detach()
             self._gradient_log = GradientLog(self._channel(found), found, num_passes=num_passes)
+            if not self._is_compared:
+                self._is_model = self._gradient_log.compares_ranks
         self._lay_out(found)
 
     def _require(self, found: ReducedParameters) -> None:
@@ -474,8 +477,8 @@ class OptimizerWorld:
             watch=workers.watch,
             momentum=self._momentum,
         )
-        if options.settings.scope == "auto" and self._is_in_shards:
-            self._reducer.judge_in_shards()
+        if options.settings.scope == "auto":
+            self._reducer.judge_by(is_model=self._is_model)
 
     def gather_outgoing(self, values: Tensor, *, name: str) -> Tensor:
         """Return every rank's values of a bucket, [world_size, numel]; see the wrapper's."""
@@ -509,16 +512,17 @@ class OptimizerWorld:
         self._waited_s += time.monotonic() - began
 
     def _judge_by(self, spread: Spread) -> None:
-        """Go over to shards where ranks are alike and that is left to their data; all alike."""
-        is_left_to_data = self._options.settings.scope == "auto" and not self._is_in_shards
-        if not is_left_to_data or not self._reducer.engine.sees_rows:
+        """Take the scope that suits ranks so far apart, if that is left to them; all alike."""
+        if self._options.settings.scope != "auto" or not self._reducer.engine.sees_rows:
             return
-        self._is_in_shards = spread.usual <= JUDGE_IN_SHARDS_BELOW
-        if self._is_in_shards:
-            self._reducer.judge_in_shards()
-            self.log.write("scope", scope="shard")
+        if not math.isnan(spread.usual):
+            was_model, self._is_compared = self._is_model, True
+            self._is_model = spread.usual > JUDGE_IN_SHARDS_BELOW
+            if self._is_model != was_model:
+                self._reducer.judge_by(is_model=self._is_model)
+                self.log.write("scope", scope="model" if self._is_model else "shard")
         if self.rank == 0:
-            tell_scope(spread, is_model=not self._is_in_shards)
+            tell_scope(spread, is_model=self._is_model)
 
     def _check_unchanged(self) -> None:
         """Raise unless buckets and groups are those of the ranks that there are."""

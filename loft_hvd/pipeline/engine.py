@@ -285,14 +285,14 @@ class Engine:
         """Whether a rule judges rows by their distances."""
         return bool(self._selections)
 
-    def judge_in_shards(self) -> None:
-        """Let rules that see rows judge them shard by shard from now on.
+    def judge_by(self, *, is_model: bool) -> None:
+        """Let rules that see rows judge them over the whole model, or in shards, from now on.
 
         Called between two steps, before the same one on every rank.
         """
         assert self._num_queued == 0, self._num_queued
         for selection in self._selections:
-            selection.is_model = False
+            selection.is_model = is_model
 
     def memory_bytes(self) -> int:
         """Return the bytes of all buffers that the engine holds, the buckets included."""

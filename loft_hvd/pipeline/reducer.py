@@ -401,10 +401,10 @@ class GradientReducer:
             self._momentum.step_ended(self._ages())
         self._clear_step()
 
-    def judge_in_shards(self) -> None:
-        """Let rules judge rows shard by shard from the next step on; every rank alike."""
-        self._scope = "shard"
-        self.engine.judge_in_shards()
+    def judge_by(self, *, is_model: bool) -> None:
+        """Let rules judge rows so from the next step on; every rank alike."""
+        self._scope = "model" if is_model else "shard"
+        self.engine.judge_by(is_model=is_model)
 
     def _warn_of_other_passes(self) -> None:
         """Say once, before the wait that it may make long, that a step has had too few passes."""

@@ -395,7 +395,7 @@ def test_the_decision_stands_and_comes_when_buckets_are_laid_out_anew(
     assert [line["scope"] for line in read_run_log(log) if line["kind"] == "scope"] == ["shard"]
 
 
-def test_ranks_are_compared_anew_for_parameters_that_are_added_and_scope_stays(
+def test_ranks_are_compared_anew_for_parameters_that_are_added_and_scope_follows(
     tmp_path: Path,
 ) -> None:
     def work(end: LocalTransport) -> list[str]:
@@ -412,10 +412,41 @@ def test_ranks_are_compared_anew_for_parameters_that_are_added_and_scope_stays(
             scopes.append(optimizer._world._reducer._scope)
         return scopes
 
-    assert run_ranks(4, work) == [["shard"] * 60] * 4
+    assert run_ranks(4, work) == [["shard"] * 49 + ["model"] * 11] * 4
     (log,) = tmp_path.glob("**/*.jsonl")
-    kinds = [line["kind"] for line in read_run_log(log)]
-    assert (kinds.count("spread"), kinds.count("scope")) == (2, 1)
+    lines = read_run_log(log)
+    assert len([line for line in lines if line["kind"] == "spread"]) == 2
+    assert [line["scope"] for line in lines if line["kind"] == "scope"] == ["shard", "model"]
+
+
+def test_ranks_that_cannot_be_compared_stay_with_the_model(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def work(end: LocalTransport) -> list[str]:
+        params = make_parameters([(600,), (5,)])
+        optimizer = wrap(params, end, rule=loft.Robust(1), worker_momentum=0.0)
+        generator = torch.Generator().manual_seed(end.rank)
+        for _ in range(55):
+            optimizer.zero_grad()
+            backward(params[:1], [torch.randn(600, generator=generator)])
+            optimizer.step()
+        return [optimizer._world._reducer._scope]
+
+    assert run_ranks(4, work) == [["model"]] * 4
+    assert caplog.text.count("ranks could not be compared") == 1
+    assert "nan" not in caplog.text
+
+
+def test_a_robust_group_that_is_added_to_means_begins_with_the_model() -> None:
+    def work(end: LocalTransport) -> list[str]:
+        params = make_parameters([(600,)])
+        optimizer = wrap(params, end, scope="auto")
+        scopes = [optimizer._world._reducer._scope]
+        more = torch.nn.Parameter(torch.zeros(600))
+        optimizer.add_param_group({"params": [more], "rule": loft.MultiKrum(1)})
+        return [*scopes, optimizer._world._reducer._scope]
+
+    assert run_ranks(4, work) == [["shard", "model"]] * 4
 
 
 def test_ranks_are_compared_anew_where_a_step_has_other_passes(tmp_path: Path) -> None:

@@ -88,13 +88,23 @@ def lasting_differences(counts: Floats, sums: Floats, squares: Floats) -> Spread
 
 def tell_scope(found: Spread, *, is_model: bool) -> None:
     """Say by which values scope="auto" judges rows from the next step on, and why."""
-    if is_model:
+    fixed = 'scope="shard" or scope="model" fixes it'
+    if math.isnan(found.usual):
+        _logger.warning(
+            'scope="auto": ranks could not be compared, as a parameter had no gradient, or no '
+            "finite one, or all of them equal ones, in their first %d steps; workers are judged "
+            "%s as before; %s",
+            COMPARED_AFTER,
+            "by their whole gradients" if is_model else "shard by shard",
+            fixed,
+        )
+    elif is_model:
         _logger.warning(
             'scope="auto": ranks\' gradients differ lastingly, by %.2f times their noise, so '
-            "workers are judged by their whole gradients as before, which tell lasting "
-            "differences from faults better than shards do; results travel after the backward "
-            'pass. scope="shard" or scope="model" fixes it',
+            "workers are judged by their whole gradients, which tell lasting differences from "
+            "faults better than shards do; results travel after the backward pass; %s",
             found.usual,
+            fixed,
         )
     else:
         _logger.info(
