@@ -507,8 +507,8 @@ class OptimizerWorld:
             self._replicas.gradients_reduced()
             spread = self._gradient_log.step_reduced(self.log, self._workers.watch)
             self._standing.step_reduced(self.log, self._workers.watch)
-        if spread is not None:
-            self._judge_by(spread)
+            if spread is not None:
+                self._judge_by(spread)
         self._waited_s += time.monotonic() - began
 
     def _judge_by(self, spread: Spread) -> None:
