@@ -207,12 +207,18 @@ def test_a_state_is_json_and_goes_on_as_it_was() -> None:
     assert second.plan.sizes == first.plan.sizes
 
 
-def test_no_size_that_a_state_remembers_is_put_back_above_a_new_cap() -> None:
+def resumed_under_a_lower_cap() -> tuple[StepModel, Controller]:
+    """Return a controller with the state of another one, whose sizes for rank 3 it may not give."""
     model = StepModel.build(4, compute_s=np.array([1, 1, 1, 3]) * 1e-3)
     first = Controller(256, 4)
     drive(lambda _: model, first, intervals=10, seed=0)
     second = Controller(256, 4, max_batch=[None, None, None, 48])
     second.load_state_dict(first.state_dict())
+    return model, second
+
+
+def test_no_size_that_a_state_remembers_is_put_back_above_a_new_cap() -> None:
+    model, second = resumed_under_a_lower_cap()
     rows, step_s = rows_of(model, second)
     observe(second, rows, step=219, step_s=10 * step_s)  # worse than equal sizes were
     plan = second.decide(220)
@@ -228,11 +234,7 @@ def test_no_size_that_a_state_remembers_is_put_back_above_a_new_cap() -> None:
 
 
 def test_a_plan_that_is_worse_and_may_not_be_undone_is_not_proven() -> None:
-    model = StepModel.build(4, compute_s=np.array([1, 1, 1, 3]) * 1e-3)
-    first = Controller(256, 4)
-    drive(lambda _: model, first, intervals=10, seed=0)
-    second = Controller(256, 4, max_batch=[None, None, None, 48])
-    second.load_state_dict(first.state_dict())
+    model, second = resumed_under_a_lower_cap()
     assert isinstance(second.policy, Loft)
     verdicts = second.policy.state.verdicts
     for step, factor in ((219, 10), (239, 5)):  # undone, then not as bad, but worse than equal ones
