@@ -150,14 +150,21 @@ def queue_distances(module: ModuleType, rows: Sequence[Row], device: torch.devic
     return table
 
 
-def decide(rule: RowRule, sums: Floats, weights: Sequence[int] | None) -> Decided:
+def decide(
+    rule: RowRule,
+    sums: Floats,
+    weights: Sequence[int] | None,
+    *,
+    precision: torch.dtype = torch.float32,
+) -> Decided:
     """Return what a rule makes of rows, already checked, from the sums of ``measure_rows``.
 
-    The same on every machine. ``weights`` are above 0, one for each row, or None.
+    The same on every machine. ``weights`` are above 0, one for each row, or None; ``precision`` is
+    ``precision_of`` the rows, the lowest if they differ.
     """
     if ROW_RULES.get(rule.name) is not type(rule):
         raise ArgumentTypeError(f"{rule} has no law; use Custom(fn) for rules from elsewhere")
-    mix = mix_of(rule, finish_table(sums), reduce_weights(weights))
+    mix = mix_of(rule, finish_table(sums), reduce_weights(weights), precision=precision)
     return Decided(rule, mix._replace(weights=reduce_weights(mix.weights)))
 
 
@@ -169,7 +176,11 @@ def _aggregate_mixed(
     diagnose_every: int,
 ) -> Judged | None:
     """Aggregate by a rule that sees rows: their distances, its weights, one weighted pass."""
-    decided = rule if isinstance(rule, Decided) else decide(rule, measure_rows(rows), weights)
+    if isinstance(rule, Decided):
+        decided = rule
+    else:
+        precision = precision_of(as_tensor(rows[0]).dtype)
+        decided = decide(rule, measure_rows(rows), weights, precision=precision)
     mix, module = decided.mix, _extension_for(out)
     # Of few rows Bulyan keeps less than half around the median, for which there is no kernel.
     if module is not None and 2 * mix.rule.f < len(mix.matrix):

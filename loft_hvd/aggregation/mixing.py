@@ -24,6 +24,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from loft_hvd.aggregation.row_rules import (
     ARC,
@@ -46,11 +47,11 @@ __all__ = ["Decided", "Floats", "Mix", "Verdicts", "mix_of", "verdicts_of"]
 
 Floats = npt.NDArray[np.float64]
 
-# A row this much longer than what it is clipped to is taken to be as far away as its length allows.
-# Bound from the table, which holds about 1e-7 of a squared distance: times this, 1e-4 of the square
-# of the length that is left.
-_MOST_SHRINKING = 1e-3
-_FAR = 1e3  # rows this many usual distances away are left out of a centre; the same bound
+# How much longer than others a row may be for its distances to say something of theirs. A longer
+# one is clipped as if it were as far away as its length allows, and left out of a centre. The table
+# holds about 1e-7 of a squared distance, of float64 rows 1e-16; times this, 1e-4 of the square of
+# the others' lengths, or 1e-9.
+_REACH = {torch.float32: 1e3, torch.float64: 1e7}
 _CLIPPING_STEPS = 5
 _MEDIAN_STEPS = 200  # a bound: some 20 to 60 do, but where the median is nearly a row
 _NEWTON_STEPS = 50  # a bound: some 5 do
@@ -113,6 +114,7 @@ class _Rows(NamedTuple):
     matrix: Floats  # [m, n], of the scaled ones
     table: Floats  # [m + 1, m + 1]
     weights: list[int] | None  # [m]
+    reach: float  # one of _REACH
     is_mixed: bool = False  # else the matrix is that of ones on the diagonal
 
     @property
@@ -131,16 +133,19 @@ class _Rows(NamedTuple):
         return np.isfinite(self.table[-1, :-1])
 
 
-def mix_of(rule: RowRule, table: Floats, weights: Sequence[int] | None) -> Mix:
+def mix_of(
+    rule: RowRule, table: Floats, weights: Sequence[int] | None, *, precision: torch.dtype
+) -> Mix:
     """Return what ``rule`` makes of rows with these distances.
 
     Args:
         rule: already checked against the rows.
         table: squared distances, [n + 1, n + 1], as the module's head says.
         weights: a weight above 0 for each row, or None for equal ones, [n].
+        precision: float32 or float64, in which distances were taken before they were added up.
     """
-    ones = np.ones(len(table) - 1)
-    rows = _Rows(ones, np.diag(ones), table, None if weights is None else list(weights))
+    ones, counts = np.ones(len(table) - 1), None if weights is None else list(weights)
+    rows = _Rows(ones, np.diag(ones), table, counts, _REACH[precision])
     inner: Rule = rule
     while isinstance(inner, RowRule):
         law = _LAWS.get(type(inner))
@@ -203,7 +208,7 @@ def _clipped(rows: _Rows, limit: float) -> _Rows:
     table = by[:, None] * by * np.where(np.isfinite(rows.table), rows.table, 0.0)
     table += (by[:, None] - by) * (squared[:, None] - squared)
     least, most = (known[:, None] - known) ** 2, (known[:, None] + known) ** 2
-    is_far = by < _MOST_SHRINKING
+    is_far = by < 1.0 / rows.reach
     table = np.where(is_far[:, None] | is_far, most, np.clip(table, least, most))
     table = np.where(np.isfinite(rows.table), table, np.inf)
     np.fill_diagonal(table, np.diag(rows.table))
@@ -487,7 +492,7 @@ def _is_near(rows: _Rows, first: int, usual: float) -> npt.NDArray[np.bool_]:
     Those left out are so far away that the weight of one, times its squared distance as the table
     holds it, would drown the distances of the others.
     """
-    limit = _FAR**2 * usual
+    limit = rows.reach**2 * usual
     near: npt.NDArray[np.bool_] = rows.is_measured & (
         (rows.distances[first] <= limit) | (limit == 0)
     )
@@ -512,7 +517,7 @@ def _mixed(rows: _Rows, by: Floats, weights: list[int] | None, inner: Rule) -> t
     """Mix rows by the weights ``by``, [num_mixed, m], for ``inner`` to aggregate."""
     matrix = _product(by, rows.matrix)
     table = _table_of(rows, by) if isinstance(inner, RowRule) else rows.table
-    return _Rows(rows.scales, matrix, table, weights, is_mixed=True), inner
+    return _Rows(rows.scales, matrix, table, weights, rows.reach, is_mixed=True), inner
 
 
 def _table_of(rows: _Rows, by: Floats) -> Floats:

@@ -29,7 +29,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from loft_hvd.aggregation.distances import distances, mixed_rows
+from loft_hvd.aggregation.distances import distances, mixed_rows, precision_of
 from loft_hvd.aggregation.mixing import mix_of
 from loft_hvd.aggregation.row_rules import RowRule
 from loft_hvd.aggregation.rules import (
@@ -226,7 +226,8 @@ def reference(
             part, inner, by = values[rows, span].astype(precision), rule, _reduced(counts[rows])
             if isinstance(inner, RowRule):
                 given = [torch.from_numpy(row) for row in part]
-                mix = mix_of(inner, distances(given), by.tolist())
+                reach = precision_of(given[0].dtype)
+                mix = mix_of(inner, distances(given), by.tolist(), precision=reach)
                 part = torch.stack(mixed_rows(given, mix)).numpy()
                 inner, by = mix.rule, np.array(mix.weights or [1] * len(part))
             result[span] = _ranked_and_applied(part, inner, by, precision)[0]

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from loft_hvd.aggregation.compute import decide, measure_rows
+from loft_hvd.aggregation.distances import precision_of
 from loft_hvd.aggregation.inputs import counting_rows
 from loft_hvd.aggregation.mixing import Decided, Floats
 from loft_hvd.aggregation.row_rules import RowRule
@@ -105,15 +106,21 @@ def measure(rule: Rule, rows: Tensor, weights: PassWeights | None) -> Floats:
     return table[_upper(len(rows))]
 
 
-def decide_by(rule: RowRule, sums: Floats, weights: PassWeights | None) -> Decided:
-    """Return what a rule makes of rows that are so far apart, [num_pairs(n)]."""
+def decide_by(
+    rule: RowRule,
+    sums: Floats,
+    weights: PassWeights | None,
+    *,
+    precision: torch.dtype = torch.float32,
+) -> Decided:
+    """Return what a rule makes of rows that are so far apart, [num_pairs(n)]; float64, or less."""
     num_rows = math.isqrt(2 * len(sums))
     table = np.zeros((num_rows + 1, num_rows + 1))
     table[_upper(num_rows)] = sums
     chosen = _counting(rule, num_rows, weights)
     counts = None if weights is None else weights.weights
     by = None if counts is None else [counts[row] for row in chosen]
-    return decide(rule, table[_among(chosen, num_rows)], by)
+    return decide(rule, table[_among(chosen, num_rows)], by, precision=precision)
 
 
 def total(tables: Iterable[Floats]) -> Floats:
@@ -215,7 +222,9 @@ class Selection:
             work.finish()
             self.told = rows.numpy()
             self._check(self.told)
-            self._decided = decide_by(self.rule, total(self.told), weights)
+            is_exact = all(part.precision == torch.float64 for part in self.parts)
+            precision = torch.float64 if is_exact else torch.float32
+            self._decided = decide_by(self.rule, total(self.told), weights, precision=precision)
         return self._decided
 
     def _check(self, tables: Floats) -> None:
@@ -232,11 +241,13 @@ class SelectionPart:
     Attributes:
         selection: what it is a part of.
         sums: how far the rows of this rank's shard are apart in this step, [num_slices, pairs].
+        precision: float64 where rows are, else float32; on every rank alike.
     """
 
     def __init__(self, selection: Selection) -> None:
         self.selection = selection
         self.sums: Floats = np.zeros((0, 0))
+        self.precision = torch.float32
 
     @property
     def is_model(self) -> bool:
@@ -250,6 +261,7 @@ class SelectionPart:
 
     def measure(self, rows: Tensor, weights: PassWeights | None) -> None:
         """Measure the rows of this rank's shard, [n, shard]."""
+        self.precision = precision_of(rows.dtype)
         rule, num_slices = self.selection.rule, self.selection.num_slices
         spans = [slice_of(rows.shape[1], at, num_slices) for at in range(num_slices)]
         self.sums = np.stack([measure(rule, rows[:, span], weights) for span in spans])
@@ -264,7 +276,7 @@ class SelectionPart:
         """Return what rows are aggregated by whose shard they are so far apart in, [pairs]."""
         if self.is_model:
             return self.selection.decided(weights)
-        return decide_by(self.selection.rule, sums, weights)
+        return decide_by(self.selection.rule, sums, weights, precision=self.precision)
 
 
 class _Tables:

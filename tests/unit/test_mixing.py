@@ -121,6 +121,18 @@ def test_a_rule_is_its_definition(
         np.testing.assert_allclose(result, law(rows, f), rtol=1e-9, atol=1e-11, err_msg=f"f={f}")
 
 
+@pytest.mark.parametrize("away", [3e3, 3e5, 3e6])
+def test_far_rows_of_float64_count_as_defined(away: float) -> None:
+    rows = some_rows(8, 19, seed=3)
+    rows[5] += away
+    for text, law in CASES:
+        result = loft.aggregate(rows, loft.parse_rule(text.format(f=2)))
+        np.testing.assert_allclose(result, law(rows, 2), rtol=0, atol=1e-9, err_msg=text)
+    middle = loft.aggregate(rows, loft.GeometricMedian(2))
+    pulls = (middle - rows) / np.linalg.norm(middle - rows, axis=1)[:, None]
+    assert np.linalg.norm(pulls.sum(axis=0)) < 1e-8
+
+
 @pytest.mark.parametrize(("num_rows", "f"), [(3, 0), (7, 1), (8, 1), (11, 2), (13, 2)])
 def test_bulyan_is_its_definition(num_rows: int, f: int) -> None:
     rows = some_rows(num_rows, 19, seed=f)
@@ -219,12 +231,13 @@ SURVIVING = [
 
 @pytest.mark.parametrize("text", SURVIVING)
 @pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_wrong_rows_move_a_result_by_no_more_than_the_right_ones_differ(
-    text: str, wrong: float
+    text: str, wrong: float, dtype: torch.dtype
 ) -> None:
-    honest = torch.randn(5, 1001, generator=torch.Generator().manual_seed(1)) + 3
+    honest = (torch.randn(5, 1001, generator=torch.Generator().manual_seed(1)) + 3).to(dtype)
     for one_value in (False, True):
-        rows = torch.cat([torch.full((2, 1001), wrong), honest])
+        rows = torch.cat([torch.full((2, 1001), wrong, dtype=dtype), honest])
         if one_value:
             rows[:2, 1:] = honest[:2, 1:]
         result = loft.aggregate(rows, loft.parse_rule(text.format(f=2)))

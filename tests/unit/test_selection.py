@@ -104,6 +104,35 @@ def test_what_f_ranks_send_moves_no_result_beyond_the_others(
     assert all(torch.equal(result, results[0]) for result in results)
 
 
+@pytest.mark.parametrize("options", [{"scope": "model"}, {"scope": "shard", "audit": 1.0}], ids=str)
+@pytest.mark.parametrize("dtypes", [(torch.float64,), (torch.float64, torch.float32)], ids=str)
+def test_rows_far_away_count_as_far_as_their_precision_reaches(
+    options: dict[str, Any], dtypes: tuple[torch.dtype, ...]
+) -> None:
+    rule = loft.GeometricMedian(1)
+    rows = torch.randn(4, 512, generator=torch.Generator().manual_seed(0)).double()
+    rows[3] += 3e5
+
+    def work(end: LocalTransport) -> list[Tensor]:
+        params = [torch.nn.Parameter(torch.zeros(512, dtype=dtype)) for dtype in dtypes]
+        optimizer = wrap(params, end, rule=rule, worker_momentum=0.0, **options)
+        backward(params, [rows[end.rank].to(dtype) for dtype in dtypes])
+        optimizer.synchronize()
+        return [p.grad.clone() for p in params]  # type: ignore[union-attr]
+
+    parts = run_ranks(4, work)[0]
+    # Float32 leaves the far row out, in the whole model of all that is judged with it.
+    is_model = options["scope"] == "model"
+    is_narrow = is_model and len(dtypes) == 2
+    for begin in range(0, 512, 512 if is_model else 128):
+        span = slice(begin, begin + (512 if is_model else 128))
+        given = rows[:, span].float() if is_narrow else rows[:, span]
+        expected = loft.aggregate(given, rule)
+        torch.testing.assert_close(parts[0][span], expected.double(), rtol=1e-6, atol=1e-6)
+    far = loft.aggregate(rows, rule) - loft.aggregate(rows[:3], rule)
+    assert far.abs().max() > 1e-2  # else nothing would be shown
+
+
 @pytest.mark.parametrize("text", ["robust:f=1", "geometric_median:f=1"])
 @pytest.mark.parametrize("sizes", [(40, 1, 3, 0, 2), (2, 2, 0, 2, 2)], ids=str)
 def test_absent_ranks_are_not_read_and_weights_are_those_of_training(
