@@ -46,19 +46,26 @@ class Digits:
 def make_model() -> torch.nn.Sequential:
     """Return the network, with the same first weights on every rank."""
     torch.manual_seed(1)
-    return torch.nn.Sequential(
-        torch.nn.Conv2d(1, 32, 3, padding=1),
-        torch.nn.ReLU(),
-        torch.nn.Conv2d(32, 64, 3, padding=1),
-        torch.nn.ReLU(),
-        torch.nn.Conv2d(64, 64, 3, padding=1),
-        torch.nn.ReLU(),
+    model = torch.nn.Sequential(
+        *convolution(1, 32),
+        *convolution(32, 64),
+        *convolution(64, 64),
         torch.nn.MaxPool2d(2),
-        torch.nn.Conv2d(64, 64, 3, padding=1),
-        torch.nn.ReLU(),
+        *convolution(64, 64),
         torch.nn.Flatten(),
         torch.nn.Linear(64 * 16, 10),
     )
+    torch.nn.init.zeros_(model[-1].weight)
+    torch.nn.init.zeros_(model[-1].bias)
+    return model
+
+
+def convolution(before: int, after: int) -> list[torch.nn.Module]:
+    """Return a layer whose gradients differ little between ranks: docs/attacks.md, "The CNN"."""
+    layer = torch.nn.Conv2d(before, after, 3, padding=1)
+    torch.nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+    torch.nn.init.zeros_(layer.bias)
+    return [layer, torch.nn.GroupNorm(8, after), torch.nn.ReLU()]
 
 
 def accuracy(model: torch.nn.Module, data: TensorDataset) -> float:
@@ -86,7 +93,7 @@ class Training:
         # loft: was torch's DataLoader with a DistributedSampler
         self.loader = loft.DataLoader(data.train, balancer, seed=3)
         self.optimizer = loft.DistributedOptimizer(  # loft: was hvd.DistributedOptimizer
-            torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9),
+            torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9),
             named_parameters=self.model.named_parameters(),
             rule=rule,  # loft
             balancer=balancer,  # loft
