@@ -309,7 +309,9 @@ def train(
             [each.aggregate(sent[run], gradients=rows[run]) for run, each in enumerate(aggregators)]
         )
         velocity.mul_(_MOMENTUM).add_(update, alpha=1.0 - _MOMENTUM)
-        weights -= _LEARNING_RATES[setting.model] * torch.where(at_worker[:, None], update, velocity)
+        weights -= _LEARNING_RATES[setting.model] * torch.where(
+            at_worker[:, None], update, velocity
+        )
         left = setting.steps - 1 - step
         if left < _LAST_STEPS and left % _LOOK_EVERY == 0:
             looks.append(network.accuracies(weights, data.test_images, data.test_labels))
