@@ -30,6 +30,10 @@ __all__ = [
 # dtype: what travels must have the same layout whatever the wire's format.
 _SHARD_ALIGNMENT = 16
 
+# No backward pass hides what the last bucket takes: if it is large, what is ready last becomes a
+# small one, and the rest begins earlier.
+_TAIL_BYTES = 4 << 20
+
 
 @dataclass(frozen=True)
 class ParameterSpec:
@@ -123,6 +127,7 @@ def lay_out(
     A parameter larger than ``bucket_bytes`` gets a bucket of its own; a bucket holds one
     accumulation dtype, device and rule; a user's group is one bucket for each of these. Buckets
     are numbered by when their last parameter is ready, and their exchange starts in that order.
+    Of a large last bucket the last 4 MiB are one by themselves, unless a user's group is in it.
 
     ``order`` is the parameters' indices as their gradients become ready, equal on every rank; None
     stands for last parameter first, which is roughly what a backward pass does.
@@ -151,7 +156,23 @@ def lay_out(
     # bucket was opened early.
     ready_at = {parameter: at for at, parameter in enumerate(in_order)}
     gathered.sort(key=lambda members: ready_at[members[-1]])
+    if gathered and parameters[gathered[-1][0]].group is None:
+        gathered[-1:] = _without_tail(gathered[-1], parameters)
     return tuple(_bucket(index, members, parameters) for index, members in enumerate(gathered))
+
+
+def _without_tail(members: list[int], parameters: Sequence[ParameterSpec]) -> list[list[int]]:
+    """Cut what is ready last off the last bucket, if that leaves most of it before."""
+    num_bytes = [
+        parameters[each].numel * accumulation_dtype(parameters[each].dtype).itemsize
+        for each in members
+    ]
+    at, tail = len(members), 0
+    while at and tail + num_bytes[at - 1] <= _TAIL_BYTES:
+        at -= 1
+        tail += num_bytes[at]
+    is_cut = tail and sum(num_bytes) >= 2 * _TAIL_BYTES
+    return [members[:at], members[at:]] if is_cut else [members]
 
 
 def _bucket(index: int, members: list[int], parameters: Sequence[ParameterSpec]) -> Bucket:

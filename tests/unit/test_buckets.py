@@ -72,6 +72,29 @@ def test_a_group_stays_together_whatever_its_size() -> None:
     assert bucket.numel == 1000
 
 
+@pytest.mark.parametrize(
+    ("megabytes", "expected"),
+    [
+        ([1, 2, 1, 6, 9], [[4, 3], [2, 1, 0]]),  # 4 MiB at most
+        ([1, 2, 2, 6, 8], [[4, 3, 2], [1, 0]]),
+        ([0, 1, 7, 30], [[3], [2], [1, 0]]),  # of the last one alone
+        ([5, 5], [[1, 0]]),  # what is ready last is no smaller
+        ([1, 2, 4], [[2, 1, 0]]),  # too little is left to begin earlier
+        ([0, 0, 20], [[2, 1, 0]]),
+        ([40], [[0]]),
+    ],
+    ids=str,
+)
+def test_what_is_ready_last_is_a_small_bucket(
+    megabytes: list[int], expected: list[list[int]]
+) -> None:
+    sizes = [number << 18 for number in megabytes]  # values of 4 bytes
+    buckets = lay_out(specs(sizes), bucket_bytes=32 << 20)
+    assert [[slot.parameter for slot in bucket.slots] for bucket in buckets] == expected
+    (whole,) = lay_out(specs([8 << 18, 1 << 18], group=0), bucket_bytes=32 << 20)
+    assert len(whole.slots) == 2  # a group is not cut
+
+
 def test_bucket_bytes_must_be_positive() -> None:
     with pytest.raises(ArgumentError, match="bucket_bytes=0"):
         lay_out(specs([1]), bucket_bytes=0)
