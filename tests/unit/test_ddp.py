@@ -22,6 +22,7 @@ from loft_hvd.pipeline.suspicion.report import ZeroedParameter
 from loft_hvd.runlog import read_run_log
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
 from tests.support.passes import HeldSizes, Sizes
+from tests.support.recording import RecordingTransport
 
 
 def test_ddp_hook_checks_what_it_is_given() -> None:
@@ -119,6 +120,28 @@ def test_averages_stay_with_their_parameters_when_ddps_buckets_change(
         for got, wanted in zip(found, expected, strict=True):
             for one, other in zip(got, wanted, strict=True):
                 torch.testing.assert_close(one.float(), other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("rule", [loft.Mean(), loft.TrimmedMean(1), loft.Robust(1)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_gradients_travel_in_their_own_width(rule: loft.Rule, dtype: torch.dtype) -> None:
+    numel = 4 * 16 * 100  # whole shards, without padding
+
+    def work(end: LocalTransport) -> int:
+        transport = RecordingTransport(end)
+        parameter = torch.nn.Parameter(torch.zeros(numel, dtype=dtype))
+        hook = loft.ddp_hook(rule, transport=transport, worker_momentum=0.0, scope="shard")
+        before = 0
+        for step in range(3):
+            before = transport.sent_bytes
+            gradient = torch.full((numel,), 1.0 + end.rank + step, dtype=dtype)
+            backward(hook, [[parameter]], {parameter: gradient})
+        return transport.sent_bytes - before
+
+    # Rows and results: each rank sends three quarters of the bucket, twice.
+    values = 2 * numel * 3 // 4 * dtype.itemsize
+    for sent in run_ranks(4, work):
+        assert values <= sent <= values + 200  # and a few words of agreement
 
 
 def test_a_pass_begins_once_whichever_devices_thread_comes_first() -> None:
