@@ -55,16 +55,17 @@ def make_model() -> torch.nn.Sequential:
         torch.nn.Flatten(),
         torch.nn.Linear(64 * 16, 10),
     )
-    torch.nn.init.zeros_(model[-1].weight)
-    torch.nn.init.zeros_(model[-1].bias)
+    for values in model[-1].parameters():
+        torch.nn.init.zeros_(values)
     return model
 
 
 def convolution(before: int, after: int) -> list[torch.nn.Module]:
     """Return a layer whose gradients differ little between ranks: docs/attacks.md, "The CNN"."""
     layer = torch.nn.Conv2d(before, after, 3, padding=1)
-    torch.nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
-    torch.nn.init.zeros_(layer.bias)
+    weight, bias = layer.parameters()
+    torch.nn.init.kaiming_normal_(weight, nonlinearity="relu")
+    torch.nn.init.zeros_(bias)
     return [layer, torch.nn.GroupNorm(8, after), torch.nn.ReLU()]
 
 

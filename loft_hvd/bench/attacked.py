@@ -137,15 +137,16 @@ def _cnn() -> nn.Module:
         nn.Flatten(),
         nn.Linear(64 * 16, _NUM_CLASSES),
     )
-    nn.init.zeros_(model[-1].weight)
-    nn.init.zeros_(model[-1].bias)
+    for values in model[-1].parameters():
+        nn.init.zeros_(values)
     return model
 
 
 def _convolution(before: int, after: int) -> list[nn.Module]:
     layer = nn.Conv2d(before, after, 3, padding=1)
-    nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
-    nn.init.zeros_(layer.bias)
+    weight, bias = layer.parameters()
+    nn.init.kaiming_normal_(weight, nonlinearity="relu")
+    nn.init.zeros_(bias)
     return [layer, nn.GroupNorm(8, after), nn.ReLU()]
 
 

@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from loft_hvd._native import extension
-from loft_hvd.bench import commands, kernels
+from loft_hvd.bench import commands, gate, kernels
 from loft_hvd.bench.contestants import (
     CALLED,
     DISTANCES,
@@ -20,6 +20,7 @@ from loft_hvd.bench.contestants import (
     KEPT,
     MASKED,
     MIXED,
+    NEW,
     check_contestants,
     random_mix,
 )
@@ -62,7 +63,7 @@ def test_every_contestant_of_a_row_count_is_timed_at_every_level() -> None:
         assert {"median bfloat16", "trimmed_mean weighted", DISTANCES, MIXED} <= of_level
     assert {"torch.median", "torch.median again", "numpy.median"} <= {name for name, _ in names}
     called = {name for name, level in names if name.startswith("called") and level}
-    assert called == {CALLED, EQUAL, KEPT, MASKED}
+    assert called == {CALLED, EQUAL, KEPT, MASKED, NEW}
     assert len(names) == len(set(names))
     assert all(timing.seconds > 0 for timing in timings)
     for level in module.isa_levels():
@@ -124,6 +125,19 @@ def test_a_goal_that_is_missed_is_said(name: str, factor: float) -> None:
         for t in timings
     ]
     assert "missed" in {goal.verdict for goal in judge_kernels(slower)}
+
+
+@pytest.mark.parametrize("passes", [1.4, 1.6])
+@pytest.mark.parametrize("numel", [1000, 10_000_000])
+@pytest.mark.parametrize("has_huge_pages", [True, False])
+def test_a_new_result_is_judged_where_huge_pages_are_on_offer(
+    monkeypatch: pytest.MonkeyPatch, passes: float, numel: int, has_huge_pages: bool
+) -> None:
+    monkeypatch.setattr(gate, "are_on_offer", lambda: has_huge_pages)
+    given = [replace(t, rows=4, numel=numel) for t in made_up({NEW: passes})]
+    found = [goal.verdict for goal in judge_kernels(given) if "new result" in goal.what]
+    is_judged = has_huge_pages and numel > 1000
+    assert found == (["met" if passes < 1.5 else "missed"] if is_judged else [])
 
 
 def test_mixes_by_avx2_are_timed_and_not_judged() -> None:
