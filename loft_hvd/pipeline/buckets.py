@@ -31,7 +31,8 @@ __all__ = [
 _SHARD_ALIGNMENT = 16
 
 # No backward pass hides what the last bucket takes: if it is large, what is ready last becomes a
-# small one, and the rest begins earlier.
+# small one, and the rest begins earlier. Measured on ResNet-18, 4 ranks: of 16 MB, 4 MiB left less
+# after the backward pass than 1 MiB on Gloo, and as little on MPI.
 _TAIL_BYTES = 4 << 20
 
 
@@ -50,6 +51,11 @@ class ParameterSpec:
     def numel(self) -> int:
         """Number of values."""
         return int(torch.Size(self.shape).numel())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in its bucket."""
+        return self.numel * accumulation_dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True)
@@ -127,7 +133,8 @@ def lay_out(
     A parameter larger than ``bucket_bytes`` gets a bucket of its own; a bucket holds one
     accumulation dtype, device and rule; a user's group is one bucket for each of these. Buckets
     are numbered by when their last parameter is ready, and their exchange starts in that order.
-    Of a large last bucket the last 4 MiB are one by themselves, unless a user's group is in it.
+    Of a kind's last bucket, if it has 8 MiB or more and is no user's group, the parameters ready
+    last are one by themselves, 4 MiB at most.
 
     ``order`` is the parameters' indices as their gradients become ready, equal on every rank; None
     stands for last parameter first, which is roughly what a backward pass does.
@@ -144,7 +151,7 @@ def lay_out(
         spec = parameters[index]
         dtype = accumulation_dtype(spec.dtype)
         kind = (dtype, spec.device, spec.rule, spec.group)
-        size = spec.numel * dtype.itemsize
+        size = spec.num_bytes
         at = filling.get(kind)
         if at is None or (spec.group is None and num_bytes[at] + size > bucket_bytes):
             at = filling[kind] = len(gathered)
@@ -152,27 +159,28 @@ def lay_out(
             num_bytes.append(0)
         gathered[at].append(index)
         num_bytes[at] += size
+    for (*_, group), at in filling.items():
+        if group is None:
+            gathered[at], tail = _without_tail(gathered[at], parameters)
+            gathered += [tail] if tail else []
     # A bucket can start when its last member is ready; a kind that is rare fills late, though its
     # bucket was opened early.
     ready_at = {parameter: at for at, parameter in enumerate(in_order)}
     gathered.sort(key=lambda members: ready_at[members[-1]])
-    if gathered and parameters[gathered[-1][0]].group is None:
-        gathered[-1:] = _without_tail(gathered[-1], parameters)
     return tuple(_bucket(index, members, parameters) for index, members in enumerate(gathered))
 
 
-def _without_tail(members: list[int], parameters: Sequence[ParameterSpec]) -> list[list[int]]:
-    """Cut what is ready last off the last bucket, if that leaves most of it before."""
-    num_bytes = [
-        parameters[each].numel * accumulation_dtype(parameters[each].dtype).itemsize
-        for each in members
-    ]
+def _without_tail(
+    members: list[int], parameters: Sequence[ParameterSpec]
+) -> tuple[list[int], list[int]]:
+    """Return a bucket's members, and those ready last that become one by themselves, or none."""
     at, tail = len(members), 0
-    while at and tail + num_bytes[at - 1] <= _TAIL_BYTES:
+    while at and tail + parameters[members[at - 1]].num_bytes <= _TAIL_BYTES:
         at -= 1
-        tail += num_bytes[at]
-    is_cut = tail and sum(num_bytes) >= 2 * _TAIL_BYTES
-    return [members[:at], members[at:]] if is_cut else [members]
+        tail += parameters[members[at]].num_bytes
+    whole = sum(parameters[each].num_bytes for each in members)
+    is_cut = tail > 0 and whole >= 2 * _TAIL_BYTES
+    return (members[:at], members[at:]) if is_cut else (members, [])
 
 
 def _bucket(index: int, members: list[int], parameters: Sequence[ParameterSpec]) -> Bucket:

@@ -73,7 +73,7 @@ def test_a_group_stays_together_whatever_its_size() -> None:
 
 
 @pytest.mark.parametrize(
-    ("megabytes", "expected"),
+    ("mebibytes", "expected"),
     [
         ([1, 2, 1, 6, 9], [[4, 3], [2, 1, 0]]),  # 4 MiB at most
         ([1, 2, 2, 6, 8], [[4, 3, 2], [1, 0]]),
@@ -86,13 +86,42 @@ def test_a_group_stays_together_whatever_its_size() -> None:
     ids=str,
 )
 def test_what_is_ready_last_is_a_small_bucket(
-    megabytes: list[int], expected: list[list[int]]
+    mebibytes: list[int], expected: list[list[int]]
 ) -> None:
-    sizes = [number << 18 for number in megabytes]  # values of 4 bytes
+    sizes = [number << 18 for number in mebibytes]  # values of 4 bytes
     buckets = lay_out(specs(sizes), bucket_bytes=32 << 20)
     assert [[slot.parameter for slot in bucket.slots] for bucket in buckets] == expected
-    (whole,) = lay_out(specs([8 << 18, 1 << 18], group=0), bucket_bytes=32 << 20)
-    assert len(whole.slots) == 2  # a group is not cut
+
+
+def test_a_group_that_is_ready_last_is_not_cut() -> None:
+    (whole,) = lay_out(specs([1 << 18, 8 << 18], group=0), bucket_bytes=32 << 20)
+    assert [slot.parameter for slot in whole.slots] == [1, 0]
+
+
+@given(
+    sizes=st.lists(st.integers(0, 6), min_size=1, max_size=12),
+    kinds=st.lists(st.integers(0, 2), min_size=12, max_size=12),
+    order=st.permutations(range(12)),
+)
+def test_buckets_begin_in_the_order_in_which_they_are_ready(
+    sizes: list[int], kinds: list[int], order: list[int]
+) -> None:
+    parameters = [
+        ParameterSpec(f"p{at}", (size << 18,), torch.float32, rule=kinds[at])
+        for at, size in enumerate(sizes)
+    ]
+    order = [each for each in order if each < len(sizes)]
+    buckets = lay_out(parameters, bucket_bytes=16 << 20, order=order)
+    placed = [[slot.parameter for slot in bucket.slots] for bucket in buckets]
+    assert sorted(each for members in placed for each in members) == list(range(len(sizes)))
+    ready = [max(order.index(each) for each in members) for members in placed]
+    assert ready == sorted(ready)
+    for kind in {kinds[at] for at in range(len(sizes))}:
+        own = [bucket for bucket in buckets if bucket.rule == kind]
+        assert all(bucket.numel <= 4 << 20 for bucket in own)
+        # What is ready last is small, or one parameter that is larger than that.
+        last = parameters[placed[own[-1].index][-1]]
+        assert own[-1].numel < 2 << 20 or last.numel > 1 << 20
 
 
 def test_bucket_bytes_must_be_positive() -> None:
