@@ -155,7 +155,7 @@ def decide(
     sums: Floats,
     weights: Sequence[int] | None,
     *,
-    precision: torch.dtype = torch.float32,
+    precision: torch.dtype,
 ) -> Decided:
     """Return what a rule makes of rows, already checked, from the sums of ``measure_rows``.
 
@@ -179,7 +179,8 @@ def _aggregate_mixed(
     if isinstance(rule, Decided):
         decided = rule
     else:
-        precision = precision_of(as_tensor(rows[0]).dtype)
+        is_exact = str(rows[0].dtype).endswith("float64")  # torch's, or NumPy's
+        precision = torch.float64 if is_exact else torch.float32
         decided = decide(rule, measure_rows(rows), weights, precision=precision)
     mix, module = decided.mix, _extension_for(out)
     # Of few rows Bulyan keeps less than half around the median, for which there is no kernel.

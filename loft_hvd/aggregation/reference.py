@@ -226,8 +226,8 @@ def reference(
             part, inner, by = values[rows, span].astype(precision), rule, _reduced(counts[rows])
             if isinstance(inner, RowRule):
                 given = [torch.from_numpy(row) for row in part]
-                reach = precision_of(given[0].dtype)
-                mix = mix_of(inner, distances(given), by.tolist(), precision=reach)
+                kind = precision_of(given[0].dtype)
+                mix = mix_of(inner, distances(given), by.tolist(), precision=kind)
                 part = torch.stack(mixed_rows(given, mix)).numpy()
                 inner, by = mix.rule, np.array(mix.weights or [1] * len(part))
             result[span] = _ranked_and_applied(part, inner, by, precision)[0]

@@ -129,7 +129,7 @@ def _mixed_call(pool: Tensor) -> Callable[[Tensor], object]:
     """Return the call that mixes rows as NNM does and takes their trimmed mean."""
     rows = list(pool)
     f = max(1, len(rows) // 4) if len(rows) >= 3 else 0
-    decided = decide(NNM(TrimmedMean(f)), measure_rows(rows), None)
+    decided = decide(NNM(TrimmedMean(f)), measure_rows(rows), None, precision=torch.float32)
     return lambda out: aggregate_rows(rows, decided, weights=None, out=out)
 
 

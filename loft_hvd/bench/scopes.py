@@ -59,7 +59,7 @@ class _Parts:
         self._table = torch.zeros(num_pairs(size), dtype=torch.float64)
         self._tables = torch.zeros(size * num_pairs(size), dtype=torch.float64)
         self.exchange_rows()
-        self._decided = decide_by(rule, total(self.measure()), None)
+        self._decided = decide_by(rule, total(self.measure()), None, precision=torch.float32)
 
     def exchange_rows(self) -> None:
         pairs = enumerate(zip(self._sent, self._rows, strict=True))

@@ -111,9 +111,12 @@ def decide_by(
     sums: Floats,
     weights: PassWeights | None,
     *,
-    precision: torch.dtype = torch.float32,
+    precision: torch.dtype,
 ) -> Decided:
-    """Return what a rule makes of rows that are so far apart, [num_pairs(n)]; float64, or less."""
+    """Return what a rule makes of rows that are so far apart, [num_pairs(n)].
+
+    ``precision`` is float64 where all rows are, else float32.
+    """
     num_rows = math.isqrt(2 * len(sums))
     table = np.zeros((num_rows + 1, num_rows + 1))
     table[_upper(num_rows)] = sums

@@ -104,33 +104,45 @@ def test_what_f_ranks_send_moves_no_result_beyond_the_others(
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-@pytest.mark.parametrize("options", [{"scope": "model"}, {"scope": "shard", "audit": 1.0}], ids=str)
-@pytest.mark.parametrize("dtypes", [(torch.float64,), (torch.float64, torch.float32)], ids=str)
-def test_rows_far_away_count_as_far_as_their_precision_reaches(
-    options: dict[str, Any], dtypes: tuple[torch.dtype, ...]
-) -> None:
-    rule = loft.GeometricMedian(1)
-    rows = torch.randn(4, 512, generator=torch.Generator().manual_seed(0)).double()
-    rows[3] += 3e5
+FAR_RULE = loft.GeometricMedian(1)
+FAR_ROWS = torch.randn(4, 512, generator=torch.Generator().manual_seed(0)).double()
+FAR_ROWS[3] += 3e5  # farther than distances in float32 reach
+
+
+def reduce_far_rows(dtypes: list[torch.dtype], **options: Any) -> list[Tensor]:
+    """Return the results of one parameter of each dtype, whose rows are FAR_ROWS."""
 
     def work(end: LocalTransport) -> list[Tensor]:
         params = [torch.nn.Parameter(torch.zeros(512, dtype=dtype)) for dtype in dtypes]
-        optimizer = wrap(params, end, rule=rule, worker_momentum=0.0, **options)
-        backward(params, [rows[end.rank].to(dtype) for dtype in dtypes])
+        optimizer = wrap(params, end, rule=FAR_RULE, worker_momentum=0.0, **options)
+        backward(params, [FAR_ROWS[end.rank].to(dtype) for dtype in dtypes])
         optimizer.synchronize()
         return [p.grad.clone() for p in params]  # type: ignore[union-attr]
 
-    parts = run_ranks(4, work)[0]
-    # Float32 leaves the far row out, in the whole model of all that is judged with it.
-    is_model = options["scope"] == "model"
-    is_narrow = is_model and len(dtypes) == 2
-    for begin in range(0, 512, 512 if is_model else 128):
-        span = slice(begin, begin + (512 if is_model else 128))
-        given = rows[:, span].float() if is_narrow else rows[:, span]
-        expected = loft.aggregate(given, rule)
-        torch.testing.assert_close(parts[0][span], expected.double(), rtol=1e-6, atol=1e-6)
-    far = loft.aggregate(rows, rule) - loft.aggregate(rows[:3], rule)
-    assert far.abs().max() > 1e-2  # else nothing would be shown
+    found = run_ranks(4, work)
+    for results in found:
+        assert all(map(torch.equal, results, found[0]))
+    return found[0]
+
+
+def test_far_rows_of_float64_count_over_the_whole_model() -> None:
+    (found,) = reduce_far_rows([torch.float64], scope="model")
+    torch.testing.assert_close(found, loft.aggregate(FAR_ROWS, FAR_RULE), rtol=1e-9, atol=1e-9)
+    without = loft.aggregate(FAR_ROWS[:3], FAR_RULE)
+    assert (found - without).abs().max() > 1e-2  # else nothing would be shown
+
+
+def test_far_rows_of_float64_count_in_shards_whose_parts_are_audited() -> None:
+    (found,) = reduce_far_rows([torch.float64], scope="shard", audit=1.0)
+    shards = [loft.aggregate(rows, FAR_RULE) for rows in FAR_ROWS.split(128, dim=1)]
+    torch.testing.assert_close(found, torch.cat(shards), rtol=1e-9, atol=1e-9)
+
+
+def test_far_rows_are_left_out_where_float32_is_judged_with_them() -> None:
+    wide, narrow = reduce_far_rows([torch.float64, torch.float32], scope="model")
+    expected = loft.aggregate(FAR_ROWS.float(), FAR_RULE)
+    torch.testing.assert_close(narrow, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(wide.float(), expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("text", ["robust:f=1", "geometric_median:f=1"])
