@@ -53,8 +53,8 @@ from benchmarks.published_claim import (
     simulate_case,
 )
 from loft_hvd.attacks import ALIE, Attack, Gaussian, LabelFlip, SignFlip, Zero
+from loft_hvd.bench.attacked import LEARNING_RATES, load_digits
 from loft_hvd.bench.attacked import MODELS as NETWORKS
-from loft_hvd.bench.attacked import load_digits
 from loft_hvd.bench.record import write_record
 from loft_hvd.data.draws import epoch_order
 from loft_hvd.pipeline.weights import capped_weights
@@ -92,7 +92,7 @@ FAULTS = {
     "ALIE z=1": Fault(ALIE(z=1.0), knows_all=True),
 }
 _NUM_CLASSES = 10
-_MOMENTUM, _LEARNING_RATE = 0.9, 0.5  # as in `loft-hvd bench robustness`
+_MOMENTUM = 0.9  # and rates: as in `loft-hvd bench robustness`
 _GUESSING = math.log(_NUM_CLASSES)  # the loss of saying that all digits are equally likely
 
 
@@ -150,6 +150,7 @@ def train(training: Training, *, seed: int, looks: Sequence[int], network: str) 
     numels = [parameter.numel() for parameter in parameters]
     fault, faulty = FAULTS[training.fault], seed % len(sizes)
     flip = LabelFlip(_NUM_CLASSES)
+    rate = LEARNING_RATES[network]
     sums, weight = torch.zeros(len(sizes), sum(numels)), 0.0  # worker momentum, a row a worker
     losses = []
     batches = _global_batches(len(labels), sum(sizes), seed)
@@ -170,7 +171,7 @@ def train(training: Training, *, seed: int, looks: Sequence[int], network: str) 
         update: Tensor = loft.aggregate(rows, training.rule, weights=training.weights)
         with torch.no_grad():
             for parameter, part in zip(parameters, update.split(numels), strict=True):
-                parameter.sub_(part.view_as(parameter), alpha=_LEARNING_RATE)
+                parameter.sub_(part.view_as(parameter), alpha=rate)
             if step in looks:
                 found = float(F.cross_entropy(model(images), labels))
                 losses.append(found if math.isfinite(found) else math.inf)

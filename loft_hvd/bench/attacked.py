@@ -48,7 +48,7 @@ from loft_hvd.pipeline.suspicion.spread import (
     looked_at,
 )
 
-__all__ = ["ATTACKS", "MODELS", "NONE", "ODD_STEPS", "Setting", "Trial", "train"]
+__all__ = ["ATTACKS", "LEARNING_RATES", "MODELS", "NONE", "ODD_STEPS", "Setting", "Trial", "train"]
 
 NONE, ODD_STEPS, _LABEL_FLIP = "none", "odd steps x10", "label flip"
 ATTACKS = (
@@ -66,7 +66,6 @@ _NUM_TEST = 360  # images that are not trained on, as in examples/digits.py
 _NUM_CLASSES = 10
 _MOMENTUM = 0.9
 _LAST_STEPS, _LOOK_EVERY = 50, 5  # accuracy is the mean of looks in the last steps
-_LEARNING_RATES = {"mlp": 0.5, "cnn": 0.1}
 
 
 @dataclass(frozen=True)
@@ -151,6 +150,7 @@ def _convolution(before: int, after: int) -> list[nn.Module]:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": _mlp, "cnn": _cnn}
+LEARNING_RATES = {"mlp": 0.5, "cnn": 0.1}  # by model
 
 
 class _Network:
@@ -310,9 +310,7 @@ def train(
             [each.aggregate(sent[run], gradients=rows[run]) for run, each in enumerate(aggregators)]
         )
         velocity.mul_(_MOMENTUM).add_(update, alpha=1.0 - _MOMENTUM)
-        weights -= _LEARNING_RATES[setting.model] * torch.where(
-            at_worker[:, None], update, velocity
-        )
+        weights -= LEARNING_RATES[setting.model] * torch.where(at_worker[:, None], update, velocity)
         left = setting.steps - 1 - step
         if left < _LAST_STEPS and left % _LOOK_EVERY == 0:
             looks.append(network.accuracies(weights, data.test_images, data.test_labels))
