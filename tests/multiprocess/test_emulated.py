@@ -29,6 +29,19 @@ def test_five_replans_after_a_slowdown_steps_are_near_the_best_fixed_split() -> 
     assert statistics.median(steps) <= 1.10 * found["best_s"], found
 
 
+def test_a_slowdown_is_answered_within_two_intervals_and_its_end_within_four() -> None:
+    found = run("changing", 100)
+    sizes, begins, interval = found["sizes"], found["begins"], found["interval"]
+    assert sizes[begins] == [24] * 4
+    assert sizes[begins + 2 * interval][2] <= 14, found  # of a rank three times as slow: 9.6
+    assert min(sizes[begins + 100 + 4 * interval]) >= 22, found
+
+
+def test_stalls_alone_change_no_plan() -> None:
+    found = run("stalling", 1000)  # ten of 1 to 8 s
+    assert found["plans"] == [[24] * 4], found
+
+
 def test_on_equal_ranks_planning_costs_a_hundredth_of_a_step_at_most() -> None:
     found = run("equal", 10)
     # The first quarter of the rounds: what other work on the machine did to the rest is not ours.
