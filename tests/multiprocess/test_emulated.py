@@ -37,6 +37,13 @@ def test_a_slowdown_is_answered_within_two_intervals_and_its_end_within_four() -
     assert min(sizes[begins + 100 + 4 * interval]) >= 22, found
 
 
+def test_a_rank_that_was_shrunk_wrongly_is_back_within_three_intervals() -> None:
+    found = run("changing", 15)  # slow until its share has become smaller
+    sizes, begins, interval = found["sizes"], found["begins"], found["interval"]
+    shrunk_at = next(step for step in range(begins, len(sizes)) if sizes[step][2] <= 14)
+    assert min(sizes[shrunk_at + 3 * interval]) >= 22, found
+
+
 def test_stalls_alone_change_no_plan() -> None:
     found = run("stalling", 1000)  # ten of 1 to 8 s
     assert found["plans"] == [[24] * 4], found
