@@ -20,6 +20,7 @@ from loft_hvd.transport.base import Transport, Work, wait_for
 __all__ = ["CHECKS"]
 
 _LIMIT_S = 30.0  # a choice: a crowded machine takes a second
+_LARGE_BYTES = 4 * 2**20  # of a result; a choice: engines treat such unlike small ones
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _MOVED = (*_FLOATS, torch.int64, torch.int32, torch.uint8)
 _SUMMED = (torch.float64, torch.float32, torch.int64)
@@ -172,6 +173,28 @@ def check_many_in_flight(transport: Transport) -> None:
         _expect(torch.equal(recv, expected), transport, f"operation {number} of 20: wrong values")
 
 
+def check_large(transport: Transport) -> None:
+    """Large results of every dtype, gathered at once, arrive apart and with their bits."""
+    size, rank = transport.world_size, transport.rank
+    for dtype in _FLOATS:
+        shard = -(-_LARGE_BYTES // (size * dtype.itemsize))
+        odd = torch.tensor(_ODD_VALUES).to(dtype)
+        flights: list[tuple[Work, Tensor, Tensor]] = []
+        for number in range(5):
+            send = torch.full((shard,), 10.0 * number + rank, dtype=dtype)
+            send[: len(odd)] = odd
+            recv = torch.zeros(size * shard, dtype=dtype)
+            name = f"c.large.{dtype}.{number}"
+            flights.append((transport.allgather(send, recv, name=name), recv, send))
+        for number, (work, recv, _) in enumerate(flights):
+            what = f"all-gather {number} of 5 large ones of {dtype}"
+            _wait(work, what)
+            for peer, row in enumerate(recv.view(size, shard)):
+                is_right = bool((row[len(odd) :] == 10.0 * number + peer).all())
+                is_right &= _has_bits_of(row[: len(odd)], odd)
+                _expect(is_right, transport, f"{what}: wrong values")
+
+
 def check_names_again(transport: Transport) -> None:
     """A name and its buffers serve again and again."""
     size, rank = transport.world_size, transport.rank
@@ -235,6 +258,7 @@ CHECKS: dict[str, Callable[[Transport], None]] = {
     "allreduce": check_allreduce,
     "broadcast": check_broadcast,
     "bits": check_bits,
+    "large": check_large,
     "many in flight": check_many_in_flight,
     "names again": check_names_again,
     "polling": check_polling,

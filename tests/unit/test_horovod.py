@@ -21,8 +21,10 @@ from loft_hvd.transport.horovod import (
     HorovodTransport,
     _count_others,
     _table_question,
+    _unfused,
     _warn_of_dynamic_sets,
     _warn_of_sets_in_elastic_jobs,
+    _wire_view,
     own_process_set,
 )
 from tests.support.worlds import elastic_job, environment
@@ -51,6 +53,40 @@ class _FakeHorovod:
     @staticmethod
     def add_process_set(_: object) -> None:
         raise ValueError("Set HOROVOD_DYNAMIC_PROCESS_SETS=1")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_large_results_of_neighbouring_buckets_have_different_dtypes(dtype: torch.dtype) -> None:
+    # Of one dtype, Horovod would copy them together and apart again.
+    shard = _wire_view(torch.zeros(2**20, dtype=dtype))
+    result = _wire_view(torch.zeros(4 * 2**20, dtype=dtype))
+    views = [_unfused(shard, result, f"loft.b{number:02d}.ag") for number in range(8, 12)]
+    assert len({source.dtype for source, _ in views}) == 4
+    for source, target in views:
+        assert source.dtype == target.dtype
+        assert (source.nbytes, target.nbytes) == (shard.nbytes, result.nbytes)
+        assert (source.data_ptr(), target.data_ptr()) == (shard.data_ptr(), result.data_ptr())
+
+
+@pytest.mark.parametrize(
+    ("numel", "dtype"),
+    [
+        (2**20 - 4, torch.float32),  # small ones share a cycle
+        (2**23, torch.uint8),  # no dtype is narrower
+        (2**29, torch.float32),  # more bytes than MPI can count
+    ],
+)
+def test_other_results_keep_their_dtype(numel: int, dtype: torch.dtype) -> None:
+    shard, result = (torch.empty(size, dtype=dtype, device="meta") for size in (numel // 4, numel))
+    assert all(
+        [each.dtype for each in _unfused(shard, result, f"b{number}")] == [dtype, dtype]
+        for number in range(4)
+    )
+
+
+def test_bfloat16_does_not_travel_as_a_dtype_that_nccl_cannot_gather() -> None:
+    # ``GetNCCLDataType`` in Horovod 0.28.1 raises for 16-bit integers, in its own thread.
+    assert _wire_view(torch.zeros(2, dtype=torch.bfloat16)).dtype == torch.float16
 
 
 def test_process_sets_that_exist_are_used() -> None:
