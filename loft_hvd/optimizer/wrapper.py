@@ -210,7 +210,7 @@ class OptimizerWrapper(OptimizerProxy):
         self._outgoing.begin_world()
         self._world.detach()
         if self._momentum is not None:
-            self._momentum.begin_world()
+            self._momentum.begin_world(self._named())
         self._world = self._make_world(should_agree=True)
         self._is_synchronized = False
 

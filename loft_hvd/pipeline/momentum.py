@@ -153,12 +153,34 @@ class WorkerMomentum:
         self._weights: tuple[float, ...] | None = None  # of all ranks; None until they have met
         self._rank = self._world_size = -1
         self._loaded: Mapping[str, Any] | None = None  # a state that no step was made from yet
+        self._committed: Mapping[str, Any] | None = (
+            None  # its own, loaded again since its last step
+        )
         self._has_stepped = False
         self._joining = threading.Lock()
 
-    def begin_world(self) -> None:
-        """Let ranks meet anew before their next step; this one's averages stay."""
+    def begin_world(self, named: Mapping[str, Tensor]) -> None:
+        """Let ranks meet anew before their next step.
+
+        This one's averages stay; those of the last commit where an elastic job has gone back to it,
+        which trains on the samples since then again. ``named`` are the parameters by name.
+        """
         self._weights = None
+        if not self._has_stepped:  # a first step may have failed
+            self._averages.clear()
+            self._own = 0.0
+        elif self._committed is not None:
+            self._take(self._committed, named)
+            self._own, self._committed = self._committed["weight"], None
+
+    def _take(self, state: Mapping[str, Any], named: Mapping[str, Tensor]) -> None:
+        """Let a state's averages be this rank's."""
+        self._averages.clear()
+        for name, values in state["averages"].items():
+            parameter, weight = named[name], state["average_weights"][name]
+            device = parameter.device
+            average = Average(values.to(device, copy=True), weight.to(device, copy=True))
+            self._averages[id(parameter)] = (parameter, average)
 
     def join(self, channel: Channel, named: Mapping[str, Tensor], *, most_samples: int) -> None:
         """Learn what every rank's averages weigh; every rank calls it alike in its first step.
@@ -201,11 +223,7 @@ class WorkerMomentum:
                     )
                 weights = rows[:, 0].masked_fill(loaded, 0.0).tolist()
             elif mine is not None:
-                for name, values in mine["averages"].items():
-                    parameter, weight = named[name], mine["average_weights"][name]
-                    device = parameter.device
-                    average = Average(values.to(device, copy=True), weight.to(device, copy=True))
-                    self._averages[id(parameter)] = (parameter, average)
+                self._take(mine, named)
             self._loaded = None
             # Each is a rank's own claim. Kept at most so large, it also fades as an honest one.
             # None is larger when a run is resumed with the same global batch: it goes on exactly.
@@ -214,7 +232,7 @@ class WorkerMomentum:
             self._own = self._weights[self._rank]
 
     def _fitting(self, state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-        """Return a loaded state if it is this rank's, of a world of this size."""
+        """Return a loaded state if it is this rank's, of a world of this size; of the last one."""
         place = (self._rank, self._world_size)
         fits = state is not None and (state["rank"], state["world_size"]) == place
         return state if fits else None
@@ -232,6 +250,7 @@ class WorkerMomentum:
         self._weights = ages.weights
         self._own = ages.weights[self._rank]
         self._has_stepped = True
+        self._committed = None
 
     def send(self, parameter: Tensor, grad: Tensor | None, target: Tensor, blend: Blend) -> None:
         """Let a parameter's gradient into its average, and put what is sent into ``target``.
@@ -275,9 +294,15 @@ class WorkerMomentum:
         }
 
     def load_state_dict(self, state: Any) -> None:
-        """Take a checked state for the first step; a process that has made steps keeps its own."""
+        """Take a checked state for the first step.
+
+        A process that has made steps keeps its averages, but in a new world goes back to this state
+        if it is its own.
+        """
         if not self._has_stepped:
             self._loaded = state
+        elif self._fitting(state) is not None or (state is not None and state["rank"] < 0):
+            self._committed = state  # below 0: from before the first step
 
 
 def absorb(

@@ -832,3 +832,43 @@ def test_averages_stay_with_processes_that_remain_and_who_joins_begins_small() -
     total = (kept * 3 + 10) + (kept * 1 + 20) + 30
     wanted = total / (2 * (kept + 1) + 1)
     assert run_ranks(3, go_on) == pytest.approx([wanted] * 3)
+
+
+@pytest.mark.parametrize("steps_since", [0, 2])
+@pytest.mark.parametrize("steps", [0, 3])
+def test_what_a_failed_step_and_those_since_the_commit_left_in_averages_is_gone(
+    steps: int, steps_since: int
+) -> None:
+    def begin(transport: LocalTransport) -> tuple[Moving, Any]:
+        moving = Moving(transport)
+        optimizer = wrap([torch.nn.Parameter(torch.zeros(2))], moving, lr=0.0)
+        for _ in range(steps):
+            train(optimizer, transport.rank + 1.0)
+        committed = copy.deepcopy(optimizer.state_dict())
+        for _ in range(steps_since):
+            train(optimizer, 1e3)
+        # The next step fails: its gradients are in the averages, and it does not end.
+        (p,) = optimizer._named().values()
+        optimizer._momentum.send(p, torch.full((2,), 1e6), torch.zeros(2), Blend(B, 1, 1.0))
+        optimizer.load_state_dict(committed)
+        return moving, optimizer
+
+    def go_on(transport: LocalTransport) -> float:
+        moving, optimizer = before[transport.rank + 1]  # rank 0 is lost
+        moving.end = transport
+        optimizer.begin_world()
+        return train(optimizer, 10.0)
+
+    before = run_ranks(3, begin)
+    kept = 0.9 * (1 + 0.9 + 0.81) if steps else 0.0
+    wanted = (kept * 2 + 10 + kept * 3 + 10) / (2 * (kept + 1))
+    assert run_ranks(2, go_on) == pytest.approx([wanted] * 2)
+
+
+def test_a_new_world_does_not_go_back_to_a_state_from_before_the_last_step() -> None:
+    optimizer = trained(ALONE)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    after = train(optimizer, 10.0)
+    optimizer.begin_world()
+    kept = 0.9 * (1 + 0.9 + 0.81 + 0.729)
+    assert train(optimizer, 0.0) == pytest.approx(after * kept / (kept + 1))
