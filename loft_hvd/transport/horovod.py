@@ -12,6 +12,7 @@ import importlib
 import inspect
 import logging
 import queue
+import re
 import socket
 import sys
 import threading
@@ -63,13 +64,13 @@ _ALL_RANKS = "horovod.0"  # 0 is the number of Horovod's global process set
 _SHOWN_SETS = 8  # a choice: an error names no more of them
 _ASK_S = 0.1  # a choice: Horovod answers in microseconds, unless it waits for a rank
 _JOINED = 2**53  # operations of a rank that has joined: more than any rank starts
-# Where MPI carries them, all-gathers of so many bytes travel alone. Two ready at once, by the time
-# they take fused: 1, 4 and 16 MiB on 4 ranks 1.00, 1.08 and 0.78, on 2 ranks 1.00, 0.85 and 0.59.
-# Gloo takes more from a cycle of their own: 1.28, 0.97 and 0.83, and what `Robust` leaves after the
-# backward pass grew from 26.6 to 28.6 ms (2 shared cores, 2026-11-26).
-_UNFUSED_BYTES = 4 * 2**20
+# Of what all-gathers bring, for them not to be fused. Time of two that are ready at once, over that
+# of two fused: of 4, 8, 16 and 25 MiB on 4 ranks of MPI 1.04, 0.94, 0.80 and 0.74, on 2 ranks 0.79,
+# 0.69, 0.80 and 0.70; of 1, 4 and 16 MiB on 4 ranks of Gloo 1.28, 0.97 and 0.83 (2 cores,
+# 2026-11-26).
+_UNFUSED_BYTES = 8 * 2**20
 _COUNTED_BYTES = 2**31 - 1  # bound from MPI, which counts values, here of a byte, in 31 bits
-_MOVABLE = (torch.uint8, torch.int8, torch.int16, torch.float16)  # known to MPI as such
+_MOVABLE = (torch.uint8, torch.int8, torch.int16, torch.float16)  # of no more than 2 bytes
 _SUMMABLE = (torch.float16, torch.float32, torch.float64, torch.int32, torch.int64)
 
 
@@ -153,21 +154,21 @@ def reduce_op_name(op: Any) -> str:
 
 def _wire_view(tensor: Tensor) -> Tensor:
     """Show a dtype that Horovod does not know as one of the same width that it does."""
-    # Right for what is only moved; a sum of such bits would be nonsense (``_SUMMABLE``). Not as
-    # int16: with NCCL Horovod ends the process that gathers those.
-    return tensor.view(torch.float16) if tensor.dtype == torch.bfloat16 else tensor
+    # Right for what is only moved; a sum of such bits would be nonsense (``_SUMMABLE``).
+    return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
 
 
 def _unfused(send: Tensor, recv: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """Show large values to gather as a dtype by which Horovod gathers them alone.
+    """Show what is gathered, if it is large, as a dtype that few others are shown as.
 
-    All-gathers of one dtype that are ready in one of its cycles it copies into one buffer first,
-    and out of it last. Names that end in numbers 1 to 3 apart get different dtypes here.
+    Horovod fuses all-gathers of one dtype that are ready in one of its cycles: it copies the values
+    of all into a buffer, and the results out of it. Names with numbers 1 to 3 apart get different
+    dtypes here.
     """
     if not _UNFUSED_BYTES <= recv.nbytes <= _COUNTED_BYTES or send.element_size() == 1:
         return send, recv
-    digits = "".join(filter(str.isdigit, name))
-    dtype = _MOVABLE[int(digits or "0") % len(_MOVABLE)]
+    number = sum(int(digits) for digits in re.findall(r"[0-9]{1,9}", name))
+    dtype = _MOVABLE[number % len(_MOVABLE)]
     return send.view(dtype), recv.view(dtype)
 
 
@@ -465,7 +466,7 @@ class HorovodTransport:
 
     def allgather(self, send: Tensor, recv: Tensor, *, name: str) -> Work:
         source, target = _wire_view(send), _wire_view(recv)
-        if send.device.type == "cpu" and self._hvd.mpi_enabled():
+        if send.device.type == "cpu":
             source, target = _unfused(source, target, name)
         if not self._takes_outputs:
             return self._start(name, self._hvd.allgather_async, source, copy_to=target)

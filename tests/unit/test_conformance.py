@@ -67,6 +67,11 @@ class Broken(LocalTransport):
             send.add_(1)
         return work
 
+    def allgather(self, send: torch.Tensor, recv: torch.Tensor, *, name: str) -> _LocalWork:
+        if self.fault == "large results reversed" and recv.nbytes > 2**20:
+            send = send.flip(0)
+        return super().allgather(send, recv, name=name)
+
     def allreduce(self, buffer: torch.Tensor, *, name: str) -> _LocalWork:
         if self.fault == "sum differs by rank" and self.rank:
             buffer.mul_(2)
@@ -83,6 +88,7 @@ class Broken(LocalTransport):
         "shards reversed",
         "output elsewhere",
         "input written",
+        "large results reversed",
         "sum differs by rank",
         "no root",
     ],

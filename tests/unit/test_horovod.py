@@ -18,13 +18,13 @@ import torch
 from loft_hvd.errors import MismatchError, PeerError, TransportTimeoutError, UsageError
 from loft_hvd.transport.heartbeat.diagnosis import Verdict
 from loft_hvd.transport.horovod import (
+    _UNFUSED_BYTES,
     HorovodTransport,
     _count_others,
     _table_question,
     _unfused,
     _warn_of_dynamic_sets,
     _warn_of_sets_in_elastic_jobs,
-    _wire_view,
     own_process_set,
 )
 from tests.support.worlds import elastic_job, environment
@@ -53,40 +53,6 @@ class _FakeHorovod:
     @staticmethod
     def add_process_set(_: object) -> None:
         raise ValueError("Set HOROVOD_DYNAMIC_PROCESS_SETS=1")
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_large_results_of_neighbouring_buckets_have_different_dtypes(dtype: torch.dtype) -> None:
-    # Of one dtype, Horovod would copy them together and apart again.
-    shard = _wire_view(torch.zeros(2**20, dtype=dtype))
-    result = _wire_view(torch.zeros(4 * 2**20, dtype=dtype))
-    views = [_unfused(shard, result, f"loft.b{number:02d}.ag") for number in range(8, 12)]
-    assert len({source.dtype for source, _ in views}) == 4
-    for source, target in views:
-        assert source.dtype == target.dtype
-        assert (source.nbytes, target.nbytes) == (shard.nbytes, result.nbytes)
-        assert (source.data_ptr(), target.data_ptr()) == (shard.data_ptr(), result.data_ptr())
-
-
-@pytest.mark.parametrize(
-    ("numel", "dtype"),
-    [
-        (2**20 - 4, torch.float32),  # small ones share a cycle
-        (2**23, torch.uint8),  # no dtype is narrower
-        (2**29, torch.float32),  # more bytes than MPI can count
-    ],
-)
-def test_other_results_keep_their_dtype(numel: int, dtype: torch.dtype) -> None:
-    shard, result = (torch.empty(size, dtype=dtype, device="meta") for size in (numel // 4, numel))
-    assert all(
-        [each.dtype for each in _unfused(shard, result, f"b{number}")] == [dtype, dtype]
-        for number in range(4)
-    )
-
-
-def test_bfloat16_does_not_travel_as_a_dtype_that_nccl_cannot_gather() -> None:
-    # ``GetNCCLDataType`` in Horovod 0.28.1 raises for 16-bit integers, in its own thread.
-    assert _wire_view(torch.zeros(2, dtype=torch.bfloat16)).dtype == torch.float16
 
 
 def test_process_sets_that_exist_are_used() -> None:
@@ -487,3 +453,52 @@ def test_nothing_is_counted_where_horovod_keeps_its_handles_elsewhere(ops: Any) 
     ops.init()
     assert num_others() == -1
     assert _count_others(SimpleNamespace())() == -1
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.int16])
+@pytest.mark.parametrize("name", ["loft.b{:02d}.ag", "grad.1.p{}.ag", "loft.ddp.b{:02d}.400.ag"])
+def test_large_results_of_neighbours_have_different_dtypes(name: str, dtype: torch.dtype) -> None:
+    # Of one dtype, Horovod would fuse them.
+    shard, result = (torch.zeros(each * 2**22, dtype=dtype) for each in (1, 4))
+    views = [_unfused(shard, result, name.format(number)) for number in range(8, 12)]
+    assert len({source.dtype for source, _ in views}) == 4
+    for source, target in views:
+        assert source.dtype == target.dtype
+        assert (source.nbytes, target.nbytes) == (shard.nbytes, result.nbytes)
+        assert (source.data_ptr(), target.data_ptr()) == (shard.data_ptr(), result.data_ptr())
+
+
+@pytest.mark.parametrize("name", ["", "gradients", "\u00b2", "9" * 5000, "b3", "b4", "b5", "b6"])
+@pytest.mark.parametrize(
+    ("numel", "dtype"),
+    [
+        (_UNFUSED_BYTES // 4 - 4, torch.float32),  # small ones share a cycle
+        (2**26, torch.uint8),  # no dtype is narrower
+        (2**29, torch.float32),  # more bytes than MPI can count
+    ],
+)
+def test_other_results_keep_their_dtype(numel: int, dtype: torch.dtype, name: str) -> None:
+    shard, result = (torch.empty(each, dtype=dtype, device="meta") for each in (numel // 4, numel))
+    assert [each.dtype for each in _unfused(shard, result, name)] == [dtype, dtype]
+
+
+@pytest.mark.parametrize("name", ["", "gradients", "\u00b2", "9" * 5000])
+def test_a_large_result_may_have_any_name(name: str) -> None:
+    shard, result = (torch.zeros(each * 2**22) for each in (1, 4))
+    assert _unfused(shard, result, name)[0].dtype in (torch.uint8, torch.int8, torch.int16)
+
+
+def test_a_large_result_is_gathered_as_another_dtype(ops: Any) -> None:
+    given: list[torch.Tensor] = []
+
+    def gather(tensor: torch.Tensor, name: str, process_set: object) -> int:
+        given.append(tensor)
+        handle: int = ops.allreduce_async_(tensor.repeat(4))
+        return handle
+
+    ops.allgather_async = gather
+    shard = torch.arange(2**22, dtype=torch.float32)
+    result = torch.zeros(4 * 2**22)
+    HorovodTransport().allgather(shard, result, name="b1").finish()
+    assert given[0].dtype == torch.int8
+    assert torch.equal(result, shard.repeat(4))
