@@ -229,7 +229,8 @@ class OptimizerWrapper(OptimizerProxy):
         """Load the state of the user's optimizer; one that torch refuses changes nothing.
 
         The averages of worker momentum go on where, before the first step, every rank loads what it
-        has saved in a world of the same size; else they begin anew. After the first step they stay.
+        has saved in a world of the same size; else they begin anew. After the first step they stay,
+        unless ``loft.elastic.State`` goes back to a commit for ranks that are lost.
 
         Raises:
             ArgumentError: torch, or the optimizer, cannot take it.

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import logging
 import math
+import secrets
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -152,18 +153,19 @@ class WorkerMomentum:
         self._own = 0.0  # the weight of this rank's averages
         self._weights: tuple[float, ...] | None = None  # of all ranks; None until they have met
         self._rank = self._world_size = -1
-        self._loaded: Mapping[str, Any] | None = None  # a state that no step was made from yet
-        self._committed: Mapping[str, Any] | None = (
-            None  # its own, loaded again since its last step
-        )
+        self._process = secrets.token_hex(8)  # tells what it has saved from what others have
         self._has_stepped = False
+        # States that were loaded: before the first step, kept until that ends, and since the last
+        # one. The latter is one that it has saved itself.
+        self._loaded: Mapping[str, Any] | None = None
+        self._committed: Mapping[str, Any] | None = None
         self._joining = threading.Lock()
 
     def begin_world(self, named: Mapping[str, Tensor]) -> None:
         """Let ranks meet anew before their next step.
 
-        This one's averages stay; those of the last commit where an elastic job has gone back to it,
-        which trains on the samples since then again. ``named`` are the parameters by name.
+        This rank's averages stay. Where an elastic job has gone back to a commit they do so, too:
+        what came in since then is trained on again. ``named`` are the parameters by name.
         """
         self._weights = None
         if not self._has_stepped:  # a first step may have failed
@@ -174,13 +176,13 @@ class WorkerMomentum:
             self._own, self._committed = self._committed["weight"], None
 
     def _take(self, state: Mapping[str, Any], named: Mapping[str, Tensor]) -> None:
-        """Let a state's averages be this rank's."""
-        self._averages.clear()
-        for name, values in state["averages"].items():
-            parameter, weight = named[name], state["average_weights"][name]
-            device = parameter.device
-            average = Average(values.to(device, copy=True), weight.to(device, copy=True))
-            self._averages[id(parameter)] = (parameter, average)
+        """Let a state's averages be those of these parameters."""
+        for name, parameter in named.items():
+            self._averages.pop(id(parameter), None)
+            if (values := state["averages"].get(name)) is not None:
+                device, weight = parameter.device, state["average_weights"][name]
+                average = Average(values.to(device, copy=True), weight.to(device, copy=True))
+                self._averages[id(parameter)] = (parameter, average)
 
     def join(self, channel: Channel, named: Mapping[str, Tensor], *, most_samples: int) -> None:
         """Learn what every rank's averages weigh; every rank calls it alike in its first step.
@@ -222,9 +224,10 @@ class WorkerMomentum:
                         "(load on each rank what optimizer.state_dict() gave there, to go on)"
                     )
                 weights = rows[:, 0].masked_fill(loaded, 0.0).tolist()
+                mine = None
             elif mine is not None:
                 self._take(mine, named)
-            self._loaded = None
+            self._loaded = mine
             # Each is a rank's own claim. Kept at most so large, it also fades as an honest one.
             # None is larger when a run is resumed with the same global batch: it goes on exactly.
             most = most_samples / (1 - self.beta)
@@ -232,7 +235,7 @@ class WorkerMomentum:
             self._own = self._weights[self._rank]
 
     def _fitting(self, state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-        """Return a loaded state if it is this rank's, of a world of this size; of the last one."""
+        """Return a loaded state if it is this rank's, of a world of this size."""
         place = (self._rank, self._world_size)
         fits = state is not None and (state["rank"], state["world_size"]) == place
         return state if fits else None
@@ -250,7 +253,7 @@ class WorkerMomentum:
         self._weights = ages.weights
         self._own = ages.weights[self._rank]
         self._has_stepped = True
-        self._committed = None
+        self._loaded = self._committed = None
 
     def send(self, parameter: Tensor, grad: Tensor | None, target: Tensor, blend: Blend) -> None:
         """Let a parameter's gradient into its average, and put what is sent into ``target``.
@@ -286,6 +289,7 @@ class WorkerMomentum:
         known = {name: self._averages.get(id(each)) for name, each in named.items()}
         averages = {name: pair[1] for name, pair in known.items() if pair is not None}
         return {
+            "process": self._process,
             "rank": self._rank,
             "world_size": self._world_size,
             "weight": self._own,
@@ -296,13 +300,14 @@ class WorkerMomentum:
     def load_state_dict(self, state: Any) -> None:
         """Take a checked state for the first step.
 
-        A process that has made steps keeps its averages, but in a new world goes back to this state
-        if it is its own.
+        A process that has made steps keeps its averages. If it has saved the state itself, it goes
+        back to that as the next world begins, unless a step ends before.
         """
         if not self._has_stepped:
             self._loaded = state
-        elif self._fitting(state) is not None or (state is not None and state["rank"] < 0):
-            self._committed = state  # below 0: from before the first step
+        else:
+            is_own = state is not None and state["process"] == self._process
+            self._committed = state if is_own else None
 
 
 def absorb(
@@ -402,6 +407,8 @@ def _fault_of(state: object, named: Mapping[str, Tensor]) -> str:
         value = state.get(key)
         if isinstance(value, bool) or not isinstance(value, int):
             return f"{key}={value!r} must be a whole number"
+    if not isinstance(process := state.get("process"), str):
+        return f"process={process!r} must be a text"
     weight, averages = state.get("weight"), state.get("averages")
     if not isinstance(weight, float):
         return f"weight is of type {type(weight).__name__}, no float"

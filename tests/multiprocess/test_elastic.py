@@ -52,7 +52,9 @@ def run(folder: Path, what: str, **options: object) -> Finished:
         ),
         ("freeze", r"rank \d \(process \d+ on \S+\) is frozen"),
         pytest.param(
-            "raise", r"rank \d .* has failed: RuntimeError: rank \d raises", marks=pytest.mark.long
+            "raise-averaged",
+            r"rank \d .* has failed: RuntimeError: rank \d raises",
+            marks=pytest.mark.long,
         ),
     ],
 )

@@ -761,6 +761,7 @@ def test_a_state_with_averages_loads_into_an_optimizer_without() -> None:
     "wrong",
     [
         3,
+        {"process": None},
         {"rank": "0"},
         {"world_size": True},
         {"weight": float("nan")},
@@ -834,38 +835,103 @@ def test_averages_stay_with_processes_that_remain_and_who_joins_begins_small() -
     assert run_ranks(3, go_on) == pytest.approx([wanted] * 3)
 
 
-@pytest.mark.parametrize("steps_since", [0, 2])
-@pytest.mark.parametrize("steps", [0, 3])
-def test_what_a_failed_step_and_those_since_the_commit_left_in_averages_is_gone(
-    steps: int, steps_since: int
-) -> None:
-    def begin(transport: LocalTransport) -> tuple[Moving, Any]:
-        moving = Moving(transport)
-        optimizer = wrap([torch.nn.Parameter(torch.zeros(2))], moving, lr=0.0)
-        for _ in range(steps):
-            train(optimizer, transport.rank + 1.0)
-        committed = copy.deepcopy(optimizer.state_dict())
-        for _ in range(steps_since):
-            train(optimizer, 1e3)
-        # The next step fails: its gradients are in the averages, and it does not end.
-        (p,) = optimizer._named().values()
-        optimizer._momentum.send(p, torch.full((2,), 1e6), torch.zeros(2), Blend(B, 1, 1.0))
-        optimizer.load_state_dict(committed)
-        return moving, optimizer
+class Elastic:
+    """An optimizer that commits and goes back as ``loft.elastic.State`` has it do."""
+
+    def __init__(self, transport: LocalTransport, *, loaded: Any = None) -> None:
+        self.moving = Moving(transport)
+        self.optimizer = wrap([torch.nn.Parameter(torch.zeros(2))], self.moving, lr=0.0)
+        if loaded is not None:
+            self.optimizer.load_state_dict(loaded)
+        self.commit()
+
+    def commit(self) -> None:
+        self.saved = copy.deepcopy(self.optimizer.state_dict())
+
+    def fail(self) -> None:
+        """Let a gradient into the averages, in a step that does not end, and go back."""
+        (p,) = self.optimizer._named().values()
+        self.optimizer._momentum.send(p, torch.full((2,), 1e6), torch.zeros(2), Blend(B, 1, 1.0))
+        self.optimizer.load_state_dict(copy.deepcopy(self.saved))
+
+    def go_on(self, transport: LocalTransport) -> None:
+        self.moving.end = transport
+        self.optimizer.begin_world()
+        self.commit()
+
+
+def without_rank_0(before: list[Elastic], value: float) -> list[float]:
+    """Return what a step of the others reduces in a world of their own; it is committed."""
 
     def go_on(transport: LocalTransport) -> float:
-        moving, optimizer = before[transport.rank + 1]  # rank 0 is lost
-        moving.end = transport
-        optimizer.begin_world()
-        return train(optimizer, 10.0)
+        rank = before[transport.rank + 1]
+        rank.go_on(transport)
+        return train(rank.optimizer, value)
 
-    before = run_ranks(3, begin)
+    return run_ranks(len(before) - 1, go_on)
+
+
+@pytest.mark.parametrize("steps_since", [0, 2])
+@pytest.mark.parametrize("steps", [0, 3])
+def test_what_came_into_averages_since_the_commit_is_gone_after_each_loss(
+    steps: int, steps_since: int
+) -> None:
+    def begin(transport: LocalTransport) -> Elastic:
+        rank = Elastic(transport)
+        for _ in range(steps):
+            train(rank.optimizer, transport.rank + 1.0)
+        rank.commit()
+        for _ in range(steps_since):
+            train(rank.optimizer, 1e3)
+        rank.fail()
+        return rank
+
+    before = run_ranks(4, begin)
     kept = 0.9 * (1 + 0.9 + 0.81) if steps else 0.0
-    wanted = (kept * 2 + 10 + kept * 3 + 10) / (2 * (kept + 1))
-    assert run_ranks(2, go_on) == pytest.approx([wanted] * 2)
+    held = [kept * rank + 10 for rank in (2, 3, 4)]
+    assert without_rank_0(before, 10.0) == pytest.approx([sum(held) / (3 * (kept + 1))] * 3)
+    # The next rank is lost before anything was committed in this world.
+    for rank in before[1:]:
+        rank.fail()
+    held = [kept * rank + 20 for rank in (3, 4)]
+    assert without_rank_0(before[1:], 20.0) == pytest.approx([sum(held) / (2 * (kept + 1))] * 2)
 
 
-def test_a_new_world_does_not_go_back_to_a_state_from_before_the_last_step() -> None:
+def test_no_rank_goes_back_to_averages_that_all_have_left_out() -> None:
+    def begin(transport: LocalTransport) -> Elastic:
+        rank = Elastic(transport, loaded=loaded)  # rank 0's on all, as after torch.load
+        assert train(rank.optimizer, 10.0) == pytest.approx(10.0)
+        rank.fail()
+        return rank
+
+    loaded = run_ranks(3, lambda transport: trained(transport).state_dict())[0]
+    before = run_ranks(3, begin)
+    weights = [rank.optimizer.state_dict()["worker_momentum"]["weight"] for rank in before]
+    assert weights == [1.0] * 3
+    run_ranks(3, lambda transport: before[transport.rank].go_on(transport))
+    weights = [rank.optimizer.state_dict()["worker_momentum"]["weight"] for rank in before]
+    assert weights == [1.0] * 3
+
+
+def test_loaded_averages_go_on_in_a_world_that_begins_within_the_first_step() -> None:
+    states = run_ranks(2, lambda transport: trained(transport).state_dict())
+
+    def work(transport: LocalTransport) -> float:
+        rank = Elastic(transport, loaded=states[transport.rank])
+        rank.fail()
+        rank.go_on(transport)
+        return train(rank.optimizer, 10.0)
+
+    direct = run_ranks(2, lambda transport: goes_on(transport, states))
+    assert run_ranks(2, work) == pytest.approx(direct)
+
+
+def goes_on(transport: LocalTransport, states: list[Any]) -> float:
+    rank = Elastic(transport, loaded=states[transport.rank])
+    return train(rank.optimizer, 10.0)
+
+
+def test_a_new_world_does_not_go_back_to_what_was_loaded_before_the_last_step() -> None:
     optimizer = trained(ALONE)
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     after = train(optimizer, 10.0)

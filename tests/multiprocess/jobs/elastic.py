@@ -3,7 +3,8 @@
 At step 8 the rank on host 127.0.0.1 is killed ("kill"), frozen ("freeze") or raises ("raise"),
 once, or reduces something of its own ("astray"); with "mismatch" it has another model. With "join"
 ranks train until three are there; with "join-sets" until four are, and only ranks 0 and 1 reduce
-gradients; with "join-averaged" ranks send averages over time, which each keeps by itself as well.
+gradients; with "join-averaged" and "raise-averaged" ranks send averages over time, which each keeps
+by itself as well.
 At the end ranks compare the states of their loaders and balancers. FOLDER takes the times of the
 fault and of the first step that the newest world has committed.
 """
@@ -59,19 +60,20 @@ class Averages:
         self._own: dict[torch.Tensor, torch.Tensor] = {}
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._arrived)
-        self._sums = torch.zeros(sum(p.numel() for p in self._parameters), dtype=torch.float64)
-        self._weight = 0.0
+        self._held: dict[int, tuple[torch.Tensor, float]] = {}  # before each step
 
     def _arrived(self, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
         self._own[parameter] = parameter.grad.double().flatten()
 
-    def check(self, count: int) -> None:
+    def check(self, count: int, step: int) -> None:
         """Let a step of ``count`` samples in; compare what the ranks of now have reduced by it."""
         row = torch.cat([self._own[p] for p in self._parameters])
-        self._sums = MOMENTUM * self._sums + count * row
-        self._weight = MOMENTUM * self._weight + count
-        mine = torch.cat([self._sums, torch.tensor([self._weight], dtype=torch.float64)])
+        # Of a step that is tried again what was held before it the first time.
+        sums, weight = self._held.get(step, (torch.zeros_like(row), 0.0))
+        sums, weight = MOMENTUM * sums + count * row, MOMENTUM * weight + count
+        self._held[step + 1] = sums, weight
+        mine = torch.cat([sums, torch.tensor([weight], dtype=torch.float64)])
         total = hvd.allgather(mine.view(1, -1), name="written-out").sum(dim=0)
         got = torch.cat([p.grad.flatten() for p in self._parameters])  # type: ignore[union-attr]
         torch.testing.assert_close(got.double(), total[:-1] / total[-1], rtol=1e-4, atol=1e-6)
@@ -91,7 +93,7 @@ def main(folder: Path, what: str) -> None:
     numbers = torch.arange(NUM_SAMPLES)
     loader = loft.DataLoader(TensorDataset(x, numbers), balancer, seed=5)
     sets = [hvd.add_process_set([0, 1])] if what == "join-sets" else []
-    averages = Averages(model) if what == "join-averaged" else None
+    averages = Averages(model) if what.endswith("-averaged") else None
     optimizer = loft.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.0 if averages else MOMENTUM),
         model.named_parameters(),
@@ -119,12 +121,12 @@ def main(folder: Path, what: str) -> None:
             loader.set_epoch(state.epoch)
             for inputs, which in loader:
                 if not is_joined:
-                    fail_once(folder, what, state)
+                    fail_once(folder, what.removesuffix("-averaged"), state)
                 optimizer.zero_grad()
                 model(inputs).square().mean().backward()
                 optimizer.step()
                 if averages is not None:
-                    averages.check(loader.local_batch_size)
+                    averages.check(loader.local_batch_size, state.step)
                 if sets and optimizer.rank < 0:
                     assert hvd.rank() >= 2
                 rows = hvd.allgather_object(which[: loader.local_batch_size].tolist())
