@@ -144,7 +144,7 @@ class State:
         self._saved = states | values
 
     def restore(self) -> None:
-        """Go back to the last ``commit``."""
+        """Go back to the last ``commit``; averages of worker momentum do as a new world begins."""
         # hvd.elastic.run calls it while it handles the engine's error. That may come from a call of
         # the script's own: then nobody has been asked yet which rank is behind it, and the
         # heartbeat, which knows, ends with this world.

@@ -155,17 +155,20 @@ class WorkerMomentum:
         self._rank = self._world_size = -1
         self._process = secrets.token_hex(8)  # tells what it has saved from what others have
         self._has_stepped = False
-        # States that were loaded: before the first step, kept until that ends, and since the last
-        # one. The latter is one that it has saved itself.
+        # What was loaded before the first step, until that has ended; whose it was, and whether
+        # averages went on from it.
         self._loaded: Mapping[str, Any] | None = None
+        self._loaded_process: object = None
+        self._has_gone_on = False
+        # What was loaded since the last step, if averages have been so before.
         self._committed: Mapping[str, Any] | None = None
         self._joining = threading.Lock()
 
     def begin_world(self, named: Mapping[str, Tensor]) -> None:
         """Let ranks meet anew before their next step.
 
-        This rank's averages stay. Where an elastic job has gone back to a commit they do so, too:
-        what came in since then is trained on again. ``named`` are the parameters by name.
+        This rank's averages stay, but for an elastic job that has gone back to a commit: then they
+        go back with it. ``named`` are the parameters by name.
         """
         self._weights = None
         if not self._has_stepped:  # a first step may have failed
@@ -215,6 +218,8 @@ class WorkerMomentum:
                     f"{[weights[rank] for rank in wrong]} samples, which must be >= 0 and <= "
                     f"{_MOST_SAMPLES}; look at those machines"
                 )
+            if self._loaded is not None:
+                self._loaded_process = self._loaded.get("process")
             # What was loaded goes on everywhere or nowhere: one rank's would outweigh the others'.
             loaded = rows[:, 1] == _LOADED
             if bool(loaded.any()) and bool((rows[:, 1] == _NOTHING).any()):
@@ -228,6 +233,7 @@ class WorkerMomentum:
             elif mine is not None:
                 self._take(mine, named)
             self._loaded = mine
+            self._has_gone_on = mine is not None
             # Each is a rank's own claim. Kept at most so large, it also fades as an honest one.
             # None is larger when a run is resumed with the same global batch: it goes on exactly.
             most = most_samples / (1 - self.beta)
@@ -300,14 +306,18 @@ class WorkerMomentum:
     def load_state_dict(self, state: Any) -> None:
         """Take a checked state for the first step.
 
-        A process that has made steps keeps its averages. If it has saved the state itself, it goes
-        back to that as the next world begins, unless a step ends before.
+        A process that has made steps keeps its averages. As the next world begins, unless a step
+        ends before, it goes back to a state that its averages were in: one that it has saved, or
+        what it loaded before its first step, which is none where that was left out.
         """
+        self._committed = None
         if not self._has_stepped:
             self._loaded = state
-        else:
-            is_own = state is not None and state["process"] == self._process
-            self._committed = state if is_own else None
+        elif state is not None and (process := state.get("process")) is not None:
+            if process == self._process or (process == self._loaded_process and self._has_gone_on):
+                self._committed = state
+            elif process == self._loaded_process:
+                self._committed = {"weight": 0.0, "averages": {}}
 
 
 def absorb(
@@ -407,7 +417,7 @@ def _fault_of(state: object, named: Mapping[str, Tensor]) -> str:
         value = state.get(key)
         if isinstance(value, bool) or not isinstance(value, int):
             return f"{key}={value!r} must be a whole number"
-    if not isinstance(process := state.get("process"), str):
+    if not isinstance(process := state.get("process", ""), str):
         return f"process={process!r} must be a text"
     weight, averages = state.get("weight"), state.get("averages")
     if not isinstance(weight, float):

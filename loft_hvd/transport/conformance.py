@@ -20,7 +20,7 @@ from loft_hvd.transport.base import Transport, Work, wait_for
 __all__ = ["CHECKS"]
 
 _LIMIT_S = 30.0  # a choice: a crowded machine takes a second
-_LARGE_BYTES = 16 * 2**20  # from here on a transport may take another way; one of ours does
+_LARGE_BYTES = 16 * 2**20  # more than those from which on ours take another way
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _MOVED = (*_FLOATS, torch.int64, torch.int32, torch.uint8)
 _SUMMED = (torch.float64, torch.float32, torch.int64)
@@ -181,7 +181,7 @@ def check_large(transport: Transport) -> None:
         odd = torch.tensor(_ODD_VALUES if dtype.is_floating_point else ()).to(dtype)
         flights: list[tuple[Work, Tensor, Tensor]] = []
         for number in range(5):
-            send = torch.full((shard,), 10 * number + rank).to(dtype)  # tells operation and rank
+            send = _values(rank + 4 * number, shard, dtype)
             send[: len(odd)] = odd
             recv = torch.zeros(size * shard, dtype=dtype)
             name = f"c.large.{dtype}.{number}"
@@ -190,8 +190,9 @@ def check_large(transport: Transport) -> None:
             what = f"all-gather {number} of 5 large ones of {dtype}"
             _wait(work, what)
             for peer, row in enumerate(recv.view(size, shard)):
-                is_right = bool((row[len(odd) :] == 10 * number + peer).all())
-                is_right &= _has_bits_of(row[: len(odd)], odd)
+                expected = _values(peer + 4 * number, shard, dtype)
+                expected[: len(odd)] = odd
+                is_right = _has_bits_of(row, expected)
                 _expect(is_right, transport, f"{what}: wrong values")
 
 

@@ -64,13 +64,18 @@ _ALL_RANKS = "horovod.0"  # 0 is the number of Horovod's global process set
 _SHOWN_SETS = 8  # a choice: an error names no more of them
 _ASK_S = 0.1  # a choice: Horovod answers in microseconds, unless it waits for a rank
 _JOINED = 2**53  # operations of a rank that has joined: more than any rank starts
-# Of what all-gathers bring, for them not to be fused. Time of two that are ready at once, over that
-# of two fused: of 4, 8, 16 and 25 MiB on 4 ranks of MPI 1.04, 0.94, 0.80 and 0.74, on 2 ranks 0.79,
-# 0.69, 0.80 and 0.70; of 1, 4 and 16 MiB on 4 ranks of Gloo 1.28, 0.97 and 0.83 (2 cores,
-# 2026-11-26).
+# All-gathers whose results have so many bytes or more are not fused. Time of two that are ready at
+# once, over that of two fused: of 4, 8, 16 and 25 MiB on 4 ranks of MPI 1.04, 0.94, 0.80 and 0.74,
+# on 2 ranks 0.79, 0.69, 0.80 and 0.70; in a second job 0.56 to 0.81, and 0.98 for 4 MiB on 4 ranks.
+# Of 1, 4 and 16 MiB on 4 ranks of Gloo 1.28, 0.97 and 0.83 (2 cores, 2026-11-26).
 _UNFUSED_BYTES = 8 * 2**20
 _COUNTED_BYTES = 2**31 - 1  # bound from MPI, which counts values, here of a byte, in 31 bits
-_MOVABLE = (torch.uint8, torch.int8, torch.int16, torch.float16)  # of no more than 2 bytes
+_MOVABLE = (
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.float16,
+)  # narrow: of any wider dtype's bytes
 _SUMMABLE = (torch.float16, torch.float32, torch.float64, torch.int32, torch.int64)
 
 
@@ -162,8 +167,8 @@ def _unfused(send: Tensor, recv: Tensor, name: str) -> tuple[Tensor, Tensor]:
     """Show what is gathered, if it is large, as a dtype that few others are shown as.
 
     Horovod fuses all-gathers of one dtype that are ready in one of its cycles: it copies the values
-    of all into a buffer, and the results out of it. Names with numbers 1 to 3 apart get different
-    dtypes here.
+    of all into a buffer, and the results out of it. Names get different dtypes here where the sums
+    of their numbers differ by 1 to 3, as those of neighbouring buckets and parts of a bucket do.
     """
     if not _UNFUSED_BYTES <= recv.nbytes <= _COUNTED_BYTES or send.element_size() == 1:
         return send, recv

@@ -456,7 +456,7 @@ def test_nothing_is_counted_where_horovod_keeps_its_handles_elsewhere(ops: Any) 
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.int16])
-@pytest.mark.parametrize("name", ["loft.b{:02d}.ag", "grad.1.p{}.ag", "loft.ddp.b{:02d}.400.ag"])
+@pytest.mark.parametrize("name", ["loft.b{:02d}.ag", "grad.1.p{}.ag"])
 def test_large_results_of_neighbours_have_different_dtypes(name: str, dtype: torch.dtype) -> None:
     # Of one dtype, Horovod would fuse them.
     shard, result = (torch.zeros(each * 2**22, dtype=dtype) for each in (1, 4))

@@ -897,38 +897,50 @@ def test_what_came_into_averages_since_the_commit_is_gone_after_each_loss(
     assert without_rank_0(before[1:], 20.0) == pytest.approx([sum(held) / (2 * (kept + 1))] * 2)
 
 
-def test_no_rank_goes_back_to_averages_that_all_have_left_out() -> None:
-    def begin(transport: LocalTransport) -> Elastic:
-        rank = Elastic(transport, loaded=loaded)  # rank 0's on all, as after torch.load
-        assert train(rank.optimizer, 10.0) == pytest.approx(10.0)
-        rank.fail()
-        return rank
+@pytest.mark.parametrize("whose", ["own", "rank 0's"])
+def test_a_resumed_job_goes_back_to_what_its_first_step_began_with(whose: str) -> None:
+    states = run_ranks(2, lambda transport: trained(transport).state_dict())
 
-    loaded = run_ranks(3, lambda transport: trained(transport).state_dict())[0]
-    before = run_ranks(3, begin)
-    weights = [rank.optimizer.state_dict()["worker_momentum"]["weight"] for rank in before]
-    assert weights == [1.0] * 3
-    run_ranks(3, lambda transport: before[transport.rank].go_on(transport))
-    weights = [rank.optimizer.state_dict()["worker_momentum"]["weight"] for rank in before]
-    assert weights == [1.0] * 3
+    def begin(transport: LocalTransport) -> tuple[Elastic, float]:
+        rank = Elastic(transport, loaded=states[transport.rank if whose == "own" else 0])
+        first = train(rank.optimizer, 10.0)
+        train(rank.optimizer, 1e3)
+        rank.fail()
+        return rank, first
+
+    def go_on(transport: LocalTransport) -> float:
+        rank = before[transport.rank][0]
+        rank.go_on(transport)
+        return train(rank.optimizer, 10.0)
+
+    before = run_ranks(2, begin)
+    firsts = [first for _, first in before]
+    assert (firsts[0] == pytest.approx(10.0)) == (whose != "own")  # rank 0's are left out
+    assert run_ranks(2, go_on) == pytest.approx(firsts)
 
 
 def test_loaded_averages_go_on_in_a_world_that_begins_within_the_first_step() -> None:
     states = run_ranks(2, lambda transport: trained(transport).state_dict())
 
-    def work(transport: LocalTransport) -> float:
+    def work(transport: LocalTransport, *, is_cut: bool) -> float:
         rank = Elastic(transport, loaded=states[transport.rank])
-        rank.fail()
-        rank.go_on(transport)
+        if is_cut:
+            momentum, named = rank.optimizer._momentum, rank.optimizer._named()
+            momentum.join(Channel(transport, "first", 5.0), named, most_samples=2)
+            momentum.send(named["p0"], torch.full((2,), 1e6), torch.zeros(2), Blend(B, 1, 1.0))
+            rank.go_on(transport)
         return train(rank.optimizer, 10.0)
 
-    direct = run_ranks(2, lambda transport: goes_on(transport, states))
-    assert run_ranks(2, work) == pytest.approx(direct)
+    whole = run_ranks(2, lambda transport: work(transport, is_cut=False))
+    assert run_ranks(2, lambda transport: work(transport, is_cut=True)) == pytest.approx(whole)
 
 
-def goes_on(transport: LocalTransport, states: list[Any]) -> float:
-    rank = Elastic(transport, loaded=states[transport.rank])
-    return train(rank.optimizer, 10.0)
+def test_a_state_that_tells_no_process_is_taken() -> None:
+    state = copy.deepcopy(trained(ALONE).state_dict())
+    del state["worker_momentum"]["process"]
+    optimizer = trained(ALONE, steps=0)
+    optimizer.load_state_dict(state)
+    assert train(optimizer, 10.0) == pytest.approx(train(trained(ALONE), 10.0))
 
 
 def test_a_new_world_does_not_go_back_to_what_was_loaded_before_the_last_step() -> None:
