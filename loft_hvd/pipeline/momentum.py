@@ -232,8 +232,8 @@ class WorkerMomentum:
                 mine = None
             elif mine is not None:
                 self._take(mine, named)
-            self._loaded = mine
-            self._has_gone_on = mine is not None
+            if self._loaded is not None:  # else: of a world before this one
+                self._loaded, self._has_gone_on = mine, mine is not None
             # Each is a rank's own claim. Kept at most so large, it also fades as an honest one.
             # None is larger when a run is resumed with the same global batch: it goes on exactly.
             most = most_samples / (1 - self.beta)

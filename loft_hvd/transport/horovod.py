@@ -70,12 +70,7 @@ _JOINED = 2**53  # operations of a rank that has joined: more than any rank star
 # Of 1, 4 and 16 MiB on 4 ranks of Gloo 1.28, 0.97 and 0.83 (2 cores, 2026-11-26).
 _UNFUSED_BYTES = 8 * 2**20
 _COUNTED_BYTES = 2**31 - 1  # bound from MPI, which counts values, here of a byte, in 31 bits
-_MOVABLE = (
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.float16,
-)  # narrow: of any wider dtype's bytes
+_MOVABLE = (torch.uint8, torch.int8, torch.int16, torch.float16)  # as which any may be shown
 _SUMMABLE = (torch.float16, torch.float32, torch.float64, torch.int32, torch.int64)
 
 
