@@ -114,8 +114,11 @@ void aggregate_cuda(const Job& job, const CudaOptions& options);
 int64_t distance_cells(const Job& job);
 void distances_cuda(const Job& job, const CudaOptions& options, double* sums, double* table);
 
-// As mix_cpu. `room`: [num_mixed + 1, rows] on the device. With diagnostics, `low` and `high` are
+// As mix_cpu. `room`: mix_cells float64 on the device. With diagnostics, `low` and `high` are
 // given filled, as wide as all values are.
+inline int64_t mix_cells(int64_t rows, int64_t num_mixed) {
+  return (num_mixed + 1) * (rows + 1) + num_mixed * ((rows + 31) / 32);
+}
 void mix_cuda(const Job& job, const Matrix& matrix, double* room, const CudaOptions& options);
 
 }  // namespace loft

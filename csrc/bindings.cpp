@@ -304,6 +304,8 @@ PYBIND11_MODULE(_loft, module) {
       },
       "rows"_a, "numel"_a, "dtype"_a, "sums"_a, "table"_a, "device"_a, "stream"_a,
       "Queue distances_cpu on a CUDA device; sums, of distance_cells, and table lie there.");
+  module.def("mix_cells", &loft::mix_cells, "rows"_a, "num_mixed"_a,
+             "How many float64 mix_cuda needs room for.");
   module.def(
       "mix_cuda",
       [](const std::vector<uintptr_t>& rows, int64_t numel, int dtype, std::vector<double> scales,
@@ -319,7 +321,7 @@ PYBIND11_MODULE(_loft, module) {
       "rows"_a, "numel"_a, "dtype"_a, "scales"_a, "matrix"_a, "num_mixed"_a, "rule"_a, "kind"_a,
       "f"_a, "weights"_a, "out"_a, "room"_a, "device"_a, "stream"_a, "diagnose_every"_a, "low"_a,
       "high"_a, "sums"_a,
-      "Queue mix_cpu on a CUDA device; room for [num_mixed + 1, rows] float64 lies there, and with "
+      "Queue mix_cpu on a CUDA device; room, of mix_cells, lies there, and with "
       "diagnose_every > 0 low and high are filled.");
   module.def(
       "aggregate_cuda",

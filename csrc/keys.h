@@ -98,7 +98,13 @@ LOFT_INLINE I narrow_bfloat16(V value) {
 template <DType kDType>
 LOFT_INLINE typename Stored<kDType>::Value value_of(typename Stored<kDType>::Bits bits) {
   if constexpr (kDType == DType::kFloat16) {
+#if defined(__CUDA_ARCH__)
+    float value;  // in one instruction
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+#else
     return widen_float16<float>(int32_t{bits});
+#endif
   } else if constexpr (kDType == DType::kBFloat16) {
     return bit_cast<float>(int32_t{bits} * 65536);  // a bfloat16 is the upper half of a float32
   } else {
@@ -111,7 +117,13 @@ template <DType kDType>
 LOFT_INLINE typename Stored<kDType>::Bits bits_of(typename Stored<kDType>::Value value) {
   value = value + static_cast<typename Stored<kDType>::Value>(0);
   if constexpr (kDType == DType::kFloat16) {
+#if defined(__CUDA_ARCH__)
+    int16_t bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+#else
     return static_cast<int16_t>(narrow_float16<int32_t>(value));
+#endif
   } else if constexpr (kDType == DType::kBFloat16) {
     return static_cast<int16_t>(narrow_bfloat16<uint32_t>(value));
   } else {

@@ -82,14 +82,13 @@ void check_places() {
 
 // One coordinate's keys on kWires wires with `below` of padding at the lower end.
 template <DType kDType, int kWires>
-void load_wires(const Case<kDType>& made, int64_t i, int below, device::Key<kDType> (&keys)[kWires],
-                int first_wire = 0) {
+void load_wires(const Case<kDType>& made, int64_t i, int below,
+                device::Wire<kDType> (&keys)[kWires], int first_wire = 0) {
   for (int wire = 0; wire < kWires; ++wire) {
     const int row = first_wire + wire - below;
-    keys[wire] = row < 0 ? device::kFirst<kDType>
-                 : row >= made.job.num_rows()
-                     ? device::kLast<kDType>
-                     : static_cast<device::Key<kDType>>(key_of<kDType>(made.get(row, i)));
+    keys[wire] = row < 0                      ? device::wire_below<kDType>()
+                 : row >= made.job.num_rows() ? device::wire_above<kDType>()
+                                              : device::wire_of<kDType>(made.get(row, i));
   }
 }
 
@@ -97,7 +96,7 @@ void load_wires(const Case<kDType>& made, int64_t i, int below, device::Key<kDTy
 template <DType kDType, int kWires, bool kIsOdd>
 void check_registers(const Case<kDType>& made, int64_t i) {
   const RuleParams& params = made.job.params;
-  device::Key<kDType> keys[kWires];
+  device::Wire<kDType> keys[kWires];
   load_wires(made, i, device::padding_below<kWires>(made.job.num_rows()), keys);
   compare(
       made, i,
@@ -115,7 +114,7 @@ void check_two_lanes(const Case<kDType>& made, int64_t i) {
   const RuleParams& params = made.job.params;
   const int rows = made.job.num_rows();
   const int below = device::padding_below<2 * kHalf>(rows);
-  device::Key<kDType> keys[2][kHalf], other[2][kHalf];
+  device::Wire<kDType> keys[2][kHalf], other[2][kHalf];
   for (int side : {0, 1}) {
     load_wires(made, i, below, keys[side], side * kHalf);
     device::SortNetwork<kHalf>::apply(keys[side]);
@@ -140,7 +139,7 @@ void check_two_lanes(const Case<kDType>& made, int64_t i) {
 // any_rule_kernel: keys, and weights where there are any, in registers; the rule is no template.
 template <DType kDType, int kWires, bool kIsWeighted>
 void check_any_rule(const Case<kDType>& made, int64_t i) {
-  device::Key<kDType> keys[kWires];
+  device::Wire<kDType> keys[kWires];
   int32_t weights[kWires] = {};
   load_wires(made, i, 0, keys);
   std::copy(made.job.weights.begin(), made.job.weights.end(), weights);
@@ -190,9 +189,9 @@ void for_results(int rows, bool is_weighted, bool is_ranked, const Check& check)
 // --- rules that see rows
 
 // One block of threads, a step of all its threads after the other.
-template <DType kDType, int kSide>
-void measure_block(const device::Distances<kDType, kSide>& what, double* sums) {
-  using Of = device::Distances<kDType, kSide>;
+template <DType kDType, int kSide, bool kOneGroup>
+void measure_block(const device::Distances<kDType, kSide, kOneGroup>& what, double* sums) {
+  using Of = device::Distances<kDType, kSide, kOneGroup>;
   const auto shared = std::make_unique<typename Of::Shared>();
   std::vector<typename Of::Lanes> mine(device::kSlotThreads);
   const auto step = [&](const auto& body) {
@@ -206,20 +205,25 @@ void measure_block(const device::Distances<kDType, kSide>& what, double* sums) {
   step([&](int thread) { what.finish(thread, *shared, sums); });
 }
 
-// The table of the CPU kernel, by groups of kSide rows.
-template <DType kDType, int kSide>
+// The table of the CPU kernel, by groups of kSide rows, or by one group of them.
+template <DType kDType, int kSide, bool kOneGroup = false>
 void check_distances(const Case<kDType>& made) {
+  if constexpr (!kOneGroup) {
+    if (made.job.num_rows() <= kSide) check_distances<kDType, kSide, true>(made);
+  }
   const int rows = made.job.num_rows(), groups = device::groups_of(rows, kSide);
   const size_t side = static_cast<size_t>(rows) + 1;
   std::vector<double> wanted(side * side);
   distances_cpu(made.job, cpu, wanted.data());
   const device::DistanceSums shape{rows, kSide, (made.job.numel + kBlock - 1) / kBlock};
   std::vector<double> sums(static_cast<size_t>(shape.blocks * shape.cells()), -1.0);
+  std::vector<const void*> table = made.job.rows;  // and addresses for the rest of the last group
+  table.resize(static_cast<size_t>(groups * kSide), made.job.rows[0]);
   for (int64_t item = 0; item < shape.blocks * shape.group_pairs(); ++item) {
     const auto groups_at = device::group_pair_at(item % shape.group_pairs(), groups);
     const int64_t begin = item / shape.group_pairs() * kBlock;
-    measure_block<kDType, kSide>(
-        {made.job.rows.data(), rows, groups_at, begin, std::min(begin + kBlock, made.job.numel)},
+    measure_block<kDType, kSide, kOneGroup>(
+        {table.data(), rows, groups_at, begin, std::min(begin + kBlock, made.job.numel)},
         &sums[static_cast<size_t>(item * kSide * kSide)]);
   }
   for (int row = 0; row < rows; ++row) {
@@ -254,7 +258,7 @@ void check_mix_in_registers(const Case<kDType>& made, const Matrix& matrix) {
         values[turn][row] = value_of<kDType>(made.get(row, i + turn)) * table.scales[row];
       }
     }
-    device::Key<kOf> keys[kTurns][kWires];
+    device::Wire<kOf> keys[kTurns][kWires];
     device::mix_keys<kDType, kRows, kWires, kTurns>(
         values, table, matrix.num_mixed, Ranked::template below<kWires>(matrix.num_mixed), keys);
     for (int turn = 0; turn < kTurns; ++turn) {
@@ -299,27 +303,31 @@ void check_mix_of(const Case<kDType>& made, const Matrix& matrix) {
   }
 }
 
-// The matrix as it lies in the device's memory: what mix_shared_kernel mixes. Its sort and its rule
-// are those of shared_kernel.
+// The matrix as it lies in the device's memory: what mix_shared_kernel mixes, some at a time. Its
+// sort and its rule are those of shared_kernel.
 template <DType kDType>
 void check_mixed_values(const Case<kDType>& made, const Matrix& matrix) {
   using V = typename Stored<kDType>::Value;
-  const int rows = made.job.num_rows();
-  std::vector<double> all = matrix.scales;
-  all.insert(all.end(), matrix.weights.begin(), matrix.weights.end());
+  constexpr int kTogether = 8;
+  const int rows = made.job.num_rows(), num_mixed = matrix.num_mixed;
+  const std::vector<double> room = device::mix_many_of<V>(mixing_of(made.job, matrix));
+  const auto table = device::mix_many_at<V>(room.data(), rows, num_mixed);
   for (int64_t i = 0; i < made.job.numel; ++i) {
     std::vector<V> column;
     for (int row = 0; row < rows; ++row) column.push_back(value_of<kDType>(made.get(row, i)));
     const std::vector<V> wanted = plain_mixed(column, matrix);
-    const auto value = [&](int k) { return column[k] * static_cast<V>(all[k]); };
-    for (int mixed = 0; mixed < matrix.num_mixed; ++mixed) {
-      const auto weight = [&](int k) { return device::weight_in<V>(all.data(), rows, mixed, k); };
-      const V found = device::mixed_value<V>(rows, value, weight);
-      const bool is_right =
-          is_same(found, wanted[mixed]) && std::signbit(found) == std::signbit(wanted[mixed]);
-      expect(is_right || (found != found && wanted[mixed] != wanted[mixed]),
-             "mix_shared_kernel, row ", mixed, " of ", made.job, ", coordinate ", i, ": ", found,
-             ", not ", wanted[mixed]);
+    const auto value = [&](int k) { return column[k] * table.scales[k]; };
+    for (int first = 0; first < num_mixed; first += kTogether) {
+      V found[kTogether];
+      device::mix_many<kTogether>(table, first, value, found);
+      for (int mixed = first; mixed < std::min(first + kTogether, num_mixed); ++mixed) {
+        const V one = found[mixed - first];
+        const bool is_right =
+            is_same(one, wanted[mixed]) && std::signbit(one) == std::signbit(wanted[mixed]);
+        expect(is_right || (one != one && wanted[mixed] != wanted[mixed]),
+               "mix_shared_kernel, row ", mixed, " of ", made.job, ", coordinate ", i, ": ", one,
+               ", not ", wanted[mixed]);
+      }
     }
   }
 }
@@ -350,7 +358,7 @@ void check_mix(int rows, int num_mixed, bool is_weighted) {
 // Both sides of every limit between two kernels, and a tail of every kind.
 template <DType kDType>
 void check_rows_seen() {
-  for (int rows : {1, 2, 3, 4, 5, 8, 9, 13, 16, 17, 25, 32, 33}) {
+  for (int rows : {1, 2, 3, 4, 5, 8, 9, 13, 16, 17, 25, 32, 33, 70}) {
     for (int64_t numel : {1, 255, 2500}) {
       const unsigned seed = static_cast<unsigned>(rows + numel);
       const Case<kDType> made(rows, numel, 0, false, seed, numel > 300);  // with NaN in row 0 only

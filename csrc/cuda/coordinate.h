@@ -24,39 +24,103 @@
 
 namespace loft::device {
 
+// The smaller and the larger of two wires. Of floats a NaN is larger than any number and -0 smaller
+// than +0, as their keys are: what PTX's min and max.NaN do, so no key need be made.
+template <typename E>
+LOFT_INLINE E smaller(E a, E b) {
+  return a < b ? a : b;
+}
+template <typename E>
+LOFT_INLINE E larger(E a, E b) {
+  return a < b ? b : a;
+}
+LOFT_INLINE float smaller(float a, float b) {
+#if defined(__CUDA_ARCH__)
+  float least;
+  asm("min.f32 %0, %1, %2;" : "=f"(least) : "f"(a), "f"(b));
+  return least;
+#else
+  constexpr DType kOf = DType::kFloat32;
+  return key_of<kOf>(bit_cast<int32_t>(b)) < key_of<kOf>(bit_cast<int32_t>(a)) ? b : a;
+#endif
+}
+LOFT_INLINE float larger(float a, float b) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  float most;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(a), "f"(b));
+  return most;
+#elif defined(__CUDA_ARCH__)
+  float most;
+  asm("max.f32 %0, %1, %2;" : "=f"(most) : "f"(a), "f"(b));
+  return a == a && b == b ? most : bit_cast<float>(Stored<DType::kFloat32>::kNaN);
+#else
+  constexpr DType kOf = DType::kFloat32;
+  return key_of<kOf>(bit_cast<int32_t>(b)) < key_of<kOf>(bit_cast<int32_t>(a)) ? a : b;
+#endif
+}
+
 template <typename E>
 LOFT_INLINE void exchange(E& a, E& b) {
-  const E low = a < b ? a : b;
-  b = a < b ? b : a;
+  const E low = smaller(a, b);
+  b = larger(a, b);
   a = low;
 }
 template <typename E>
 LOFT_INLINE void keep_min(E& a, E& b) {
-  a = a < b ? a : b;
+  a = smaller(a, b);
 }
 template <typename E>
 LOFT_INLINE void keep_max(E& a, E& b) {
-  b = a < b ? b : a;
+  b = larger(a, b);
 }
 
 #include "networks.h"
 
 template <DType kDType>
 using Bits = typename Stored<kDType>::Bits;
-// 16-bit keys are compared as 32-bit integers: one register each, one instruction a minimum.
+// What a wire of a network holds: a value as sums have it, of float64 its key, as devices have no
+// minimum of doubles in one instruction.
+template <DType kDType>
+using Wire = std::conditional_t<kDType == DType::kFloat64, int64_t, float>;
+// What is sorted in shared memory.
 template <DType kDType>
 using Key = std::conditional_t<kDType == DType::kFloat64, int64_t, int32_t>;
 
+// On wires without a row: not before, and not behind, any row's value.
 template <DType kDType>
-constexpr Key<kDType> kLast =
-    static_cast<Key<kDType>>(kDType == DType::kFloat64 ? INT64_MAX : INT32_MAX);
+LOFT_INLINE Wire<kDType> wire_below() {
+  if constexpr (kDType == DType::kFloat64) {
+    return INT64_MIN;
+  } else {
+    return -bit_cast<float>(Stored<DType::kFloat32>::kInfinity);
+  }
+}
 template <DType kDType>
-constexpr Key<kDType> kFirst =
-    static_cast<Key<kDType>>(kDType == DType::kFloat64 ? INT64_MIN : INT32_MIN);
+LOFT_INLINE Wire<kDType> wire_above() {
+  if constexpr (kDType == DType::kFloat64) {
+    return INT64_MAX;
+  } else {
+    return bit_cast<float>(Stored<DType::kFloat32>::kNaN);
+  }
+}
 
 template <DType kDType>
-LOFT_INLINE typename Stored<kDType>::Value value_at(Key<kDType> key) {
-  return value_of<kDType>(flip_bits(static_cast<Bits<kDType>>(key)));
+LOFT_INLINE Wire<kDType> wire_of(Bits<kDType> bits) {
+  if constexpr (kDType == DType::kFloat64) {
+    return key_of<kDType>(bits);
+  } else {
+    return value_of<kDType>(bits);
+  }
+}
+
+// Of a wire or a key.
+template <DType kDType, typename K>
+LOFT_INLINE typename Stored<kDType>::Value value_at(K key) {
+  if constexpr (std::is_same_v<K, float>) {
+    return key;
+  } else {
+    return value_of<kDType>(flip_bits(static_cast<Bits<kDType>>(key)));
+  }
 }
 
 // Wires below the rows when `rows` rows lie on kWires wires.
@@ -124,7 +188,7 @@ LOFT_INLINE Outcome<kDType> mean_of_pairs(const LowerAt& lower, const UpperAt& u
 
 // On kWires wires, of which wire (kWires - 1) / 2 has the lower middle.
 template <DType kDType, int kWires, bool kIsOdd>
-LOFT_INLINE Outcome<kDType> median_of(Key<kDType> (&keys)[kWires], MedianKind kind) {
+LOFT_INLINE Outcome<kDType> median_of(Wire<kDType> (&keys)[kWires], MedianKind kind) {
   MedianNetwork<kWires>::apply(keys);
   const auto lower = value_at<kDType>(keys[(kWires - 1) / 2]);
   const auto upper = kIsOdd ? lower : value_at<kDType>(keys[kWires / 2]);
@@ -132,7 +196,7 @@ LOFT_INLINE Outcome<kDType> median_of(Key<kDType> (&keys)[kWires], MedianKind ki
 }
 
 template <DType kDType, int kWires, bool kIsOdd>
-LOFT_INLINE Outcome<kDType> trimmed_mean_of(Key<kDType> (&keys)[kWires], int rows, int f) {
+LOFT_INLINE Outcome<kDType> trimmed_mean_of(Wire<kDType> (&keys)[kWires], int rows, int f) {
   using V = typename Stored<kDType>::Value;
   SortNetwork<kWires>::apply(keys);
   constexpr int kLower = (kWires - 1) / 2, kUpper = kLower + !kIsOdd;
@@ -156,8 +220,7 @@ template <typename K>
 LOFT_INLINE void keep_half(K (&keys)[kHalf], const K (&other)[kHalf], int side) {
   LOFT_UNROLL
   for (int wire = 0; wire < kHalf; ++wire) {  // the even lane keeps minima, the odd lane maxima
-    const bool takes_other = (other[wire] < keys[wire]) == (side == 0);
-    keys[wire] = takes_other ? other[wire] : keys[wire];
+    keys[wire] = side == 0 ? smaller(keys[wire], other[wire]) : larger(keys[wire], other[wire]);
   }
 }
 
@@ -167,7 +230,7 @@ LOFT_INLINE K edge_of(const K (&keys)[kHalf], int side) {
   K edge = keys[0];  // keys are bitonic here, so all are looked at
   LOFT_UNROLL
   for (int wire = 1; wire < kHalf; ++wire) {
-    edge = (keys[wire] > edge) == (side == 0) ? keys[wire] : edge;
+    edge = side == 0 ? larger(edge, keys[wire]) : smaller(edge, keys[wire]);
   }
   return edge;
 }
@@ -187,7 +250,7 @@ LOFT_INLINE void sort_half(K (&keys)[kHalf]) {
 // On the even lane: `keys` and `above`, the odd lane's values, both ascending.
 template <DType kDType>
 LOFT_INLINE Outcome<kDType> trimmed_mean_of_halves(
-    const Key<kDType> (&keys)[kHalf], const typename Stored<kDType>::Value (&above)[kHalf],
+    const Wire<kDType> (&keys)[kHalf], const typename Stored<kDType>::Value (&above)[kHalf],
     int rows, int f) {
   using V = typename Stored<kDType>::Value;
   const bool is_odd = rows % 2;
@@ -291,29 +354,36 @@ LOFT_HOST_DEVICE Outcome<kDType> rule_of(const RuleParams& params, int rows, int
   return ranked.mean_around(centre, f);
 }
 
-// Any rule on up to kWires rows of one coordinate in registers, in row order; `keys` beyond the
-// rows are kLast. Weights travel below their 32-bit keys, so that ties order by weight. After
-// sorting, `rule_of` indexes the ranked values, which therefore lie in the thread's local memory.
+// Sorts up to kWires rows of one coordinate in registers, in row order; `keys` beyond the rows are
+// wire_above. Weights travel below 32-bit keys, so that ties order by weight.
 template <DType kDType, int kWires, bool kIsWeighted>
-LOFT_INLINE Outcome<kDType> any_rule_of(Key<kDType> (&keys)[kWires], int32_t (&weights)[kWires],
-                                        int rows, int64_t total_weight, const RuleParams& params) {
-  static_assert(!kIsWeighted || sizeof(Key<kDType>) == 4, "a key and its weight share 64 bits");
+LOFT_INLINE void sort_rows(Wire<kDType> (&keys)[kWires], int32_t (&weights)[kWires], int rows) {
   if constexpr (kIsWeighted) {
+    static_assert(kDType != DType::kFloat64, "a key and its weight share 64 bits");
+    constexpr DType kOf = DType::kFloat32;
     int64_t entries[kWires];
     LOFT_UNROLL
     for (int i = 0; i < kWires; ++i) {
-      entries[i] = static_cast<int64_t>(keys[i]) * (int64_t{1} << 32) + weights[i];
+      const int64_t key = i < rows ? key_of<kOf>(bit_cast<int32_t>(keys[i])) : INT32_MAX;
+      entries[i] = key * (int64_t{1} << 32) + weights[i];
     }
     SortNetwork<kWires>::apply(entries);
     LOFT_UNROLL
     for (int i = 0; i < kWires; ++i) {
-      keys[i] = static_cast<Key<kDType>>(entries[i] >> 32);  // weights are >= 0
+      keys[i] = value_at<kOf>(static_cast<int32_t>(entries[i] >> 32));  // weights are >= 0
       weights[i] = static_cast<int32_t>(entries[i] & 0x7fffffff);
     }
   } else {
     SortNetwork<kWires>::apply(keys);
   }
-  const auto key = [&](int i) -> Key<kDType>& { return keys[i]; };
+}
+
+// Any rule on them. `rule_of` indexes the ranked values, which therefore lie in local memory.
+template <DType kDType, int kWires, bool kIsWeighted>
+LOFT_INLINE Outcome<kDType> any_rule_of(Wire<kDType> (&keys)[kWires], int32_t (&weights)[kWires],
+                                        int rows, int64_t total_weight, const RuleParams& params) {
+  sort_rows<kDType, kWires, kIsWeighted>(keys, weights, rows);
+  const auto key = [&](int i) -> Wire<kDType>& { return keys[i]; };
   const auto weight = [&](int i) -> int32_t& { return weights[i]; };
   return rule_of<kDType, kIsWeighted>(params, rows, total_weight, key, weight);
 }

@@ -29,9 +29,11 @@ struct Table {
 template <int kMost>
 using Rows = Table<const void*, kMost>;
 
+// A part of a job: kernels count its coordinates in 32 bits, which spares them sums in 64.
 template <DType kDType>
 struct Task {
-  int64_t numel;
+  uint32_t numel;
+  int64_t first;  // the part's first coordinate in the job
   int rows;
   int64_t total_weight;
   RuleParams params;
@@ -48,61 +50,95 @@ struct alignas(sizeof(B) * kWide) Pack {
   B values[kWide];
 };
 
-// One thread for kWide neighbouring coordinates; a warp reads each row coalesced, up to 16 bytes a
-// lane. rows <= kWires; the rest of the wires are padding. Traffic (rows + 1) * numel *
-// sizeof(value) bytes; no shared memory; deterministic.
-template <DType kDType, int kWires, int kWide, bool kIsOdd, Rule kRule>
-__global__ void __launch_bounds__(kBlockThreads)
-    register_kernel(const __grid_constant__ Rows<kWires> table, Bits<kDType>* __restrict__ out,
-                    const __grid_constant__ Task<kDType> task) {
-  const int64_t numel = task.numel;
-  const int rows = task.rows;
-  using B = Bits<kDType>;
-  const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x * kWide;
-  const int below = padding_below<kWires>(rows);
-  for (int64_t i = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * kWide; i < numel;
-       i += stride) {
-    const bool is_whole = i + kWide <= numel;
-    Key<kDType> keys[kWide][kWires];  // [coordinates of this thread, wires]
+// All rows' values at one pack of kWide neighbouring coordinates. Nothing is computed, and nothing
+// decided row by row, before all are asked for: so a warp waits for the memory once, not once a
+// row. `from`: the rows' addresses, by wire; a wire without a row has any row's.
+template <typename B, int kWide, int kWires>
+__device__ __forceinline__ void load_packs(const Rows<kWires>& from, uint32_t pack, uint32_t numel,
+                                           Pack<B, kWide> (&packs)[kWires]) {
+  if ((pack + 1) * kWide <= numel) {
+#pragma unroll
+    for (int wire = 0; wire < kWires; ++wire) {  // one load of up to 16 bytes each
+      packs[wire] = static_cast<const Pack<B, kWide>*>(from.at[wire])[pack];
+    }
+  } else {  // the tail: value by value
 #pragma unroll
     for (int wire = 0; wire < kWires; ++wire) {
-      const int row = wire - below;
-      const bool is_row = row >= 0 && row < rows;
-      const B* from = static_cast<const B*>(table.at[is_row ? row : 0]) + i;
-      Pack<B, kWide> pack{};
-      if (is_row && is_whole) {
-        pack = *reinterpret_cast<const Pack<B, kWide>*>(from);  // one load of up to 16 bytes
-      } else if (is_row) {                                      // the tail: value by value
-#pragma unroll
-        for (int lane = 0; lane < kWide; ++lane) {
-          if (i + lane < numel) pack.values[lane] = from[lane];
-        }
-      }
 #pragma unroll
       for (int lane = 0; lane < kWide; ++lane) {
-        keys[lane][wire] = is_row ? static_cast<Key<kDType>>(key_of<kDType>(pack.values[lane]))
-                                  : (row < 0 ? kFirst<kDType> : kLast<kDType>);
+        const uint32_t i = pack * kWide + lane;
+        packs[wire].values[lane] = i < numel ? static_cast<const B*>(from.at[wire])[i] : B{0};
       }
     }
+  }
+}
+
+// Fewest rows on so many wires: those for which cuda/launch.cu has no kernel of fewer wires.
+template <int kWires>
+constexpr int kLeastRows = kWires <= 16   ? kWires
+                           : kWires == 24 ? 17
+                           : kWires == 32 ? 25
+                           : kWires == 48 ? 33
+                                          : 49;
+
+// A value on its wire; only the outer wires, of some row counts, have none.
+template <DType kDType, int kWires>
+__device__ __forceinline__ Wire<kDType> on_wire(int wire, int below, int rows, Bits<kDType> bits) {
+  constexpr int kMostBelow = padding_below<kWires>(kLeastRows<kWires>);
+  const Wire<kDType> value = wire_of<kDType>(bits);
+  if (wire < kMostBelow && wire < below) return wire_below<kDType>();
+  if (wire >= kMostBelow + kLeastRows<kWires> && wire >= below + rows) return wire_above<kDType>();
+  return value;
+}
+
+// Blocks that a multiprocessor is to hold where a thread has so many bytes of values, which bounds
+// its registers: as many warps as there can be without values in local memory (ptxas for sm_90).
+template <Rule kRule, int kBytes>
+constexpr int kLeastBlocks = kBytes <= 64             ? 8
+                             : kBytes <= 144          ? 6
+                             : kRule == Rule::kMedian ? 4
+                                                      : 3;
+
+// One thread for kWide neighbouring coordinates; a warp reads each row coalesced, up to 16 bytes a
+// lane. rows <= kWires; the rest of the wires are padding. `table` is by wire. Traffic (rows + 1) *
+// numel * sizeof(value) bytes; no shared memory; deterministic.
+template <DType kDType, int kWires, int kWide, bool kIsOdd, Rule kRule>
+__global__ void __launch_bounds__(kBlockThreads,
+                                  kLeastBlocks<kRule, kWires * kWide* int{sizeof(Wire<kDType>)}>)
+    register_kernel(const __grid_constant__ Rows<kWires> table, Bits<kDType>* __restrict__ out,
+                    const __grid_constant__ Task<kDType> task) {
+  const uint32_t numel = task.numel, num_packs = (numel + kWide - 1) / kWide;
+  const int rows = kWires <= 16 ? kWires : task.rows;
+  using B = Bits<kDType>;
+  const int below = padding_below<kWires>(rows);
+  for (uint32_t at = blockIdx.x * blockDim.x + threadIdx.x; at < num_packs;
+       at += gridDim.x * blockDim.x) {
+    Pack<B, kWide> packs[kWires];
+    load_packs(table, at, numel, packs);
     Pack<B, kWide> result;
-    const int64_t place = task.windows.place(i);  // negative where nobody asks
+    const int64_t place = task.windows.place(task.first + int64_t{at} * kWide);  // < 0: unasked
 #pragma unroll
     for (int lane = 0; lane < kWide; ++lane) {
+      Wire<kDType> wires[kWires];
+#pragma unroll
+      for (int wire = 0; wire < kWires; ++wire) {
+        wires[wire] = on_wire<kDType, kWires>(wire, below, rows, packs[wire].values[lane]);
+      }
       Outcome<kDType> outcome;
       if constexpr (kRule == Rule::kMedian) {
-        outcome = median_of<kDType, kWires, kIsOdd>(keys[lane], task.params.kind);
+        outcome = median_of<kDType, kWires, kIsOdd>(wires, task.params.kind);
       } else {
-        outcome = trimmed_mean_of<kDType, kWires, kIsOdd>(keys[lane], rows, task.params.f);
+        outcome = trimmed_mean_of<kDType, kWires, kIsOdd>(wires, rows, task.params.f);
       }
       result.values[lane] = outcome.result;
       if (place >= 0) task.windows.put(place + lane, outcome);  // has room for whole blocks
     }
-    if (is_whole) {
-      *reinterpret_cast<Pack<B, kWide>*>(out + i) = result;
+    if ((at + 1) * kWide <= numel) {
+      reinterpret_cast<Pack<B, kWide>*>(out)[at] = result;
     } else {
 #pragma unroll
       for (int lane = 0; lane < kWide; ++lane) {
-        if (i + lane < numel) out[i + lane] = result.values[lane];
+        if (at * kWide + lane < numel) out[at * kWide + lane] = result.values[lane];
       }
     }
   }
@@ -110,88 +146,133 @@ __global__ void __launch_bounds__(kBlockThreads)
 
 // Two neighbouring lanes for a coordinate with 65 to 128 rows: each sorts 64 wires in registers;
 // one exchange by shuffles leaves the smaller half in the even lane and the larger in the odd one.
-// Traffic as above; a warp reads 16 neighbouring values of two rows at a time.
+// Traffic as above; a warp reads 16 neighbouring values of two rows at a time. `table` is by wire.
+// Rules around a centre, of which kRule is any, index the ranks: these go to 32 KiB of shared
+// memory, the only ones there.
 template <DType kDType, Rule kRule>
-__global__ void __launch_bounds__(kBlockThreads)
+__global__ void __launch_bounds__(kBlockThreads, kRule == Rule::kMedian ? 4 : 3)
     two_lane_kernel(const __grid_constant__ Rows<128> table, Bits<kDType>* __restrict__ out,
                     const __grid_constant__ Task<kDType> task) {
-  const int64_t numel = task.numel;
+  const uint32_t numel = task.numel;
   const int rows = task.rows;
   using V = typename Stored<kDType>::Value;
-  const int side = threadIdx.x & 1;  // 0: the lower 64 wires, 1: the upper
+  using B = Bits<kDType>;
+  using W = Wire<kDType>;
+  constexpr bool kIsAround = kRule != Rule::kMedian && kRule != Rule::kTrimmedMean;
+  constexpr int kColumns = kBlockThreads / 2;  // coordinates
+  const int side = threadIdx.x & 1;            // 0: the lower 64 wires, 1: the upper
   const int below = padding_below<2 * kHalf>(rows);
-  const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x / 2;
-  const int64_t first = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / 2;
+  const uint32_t stride = gridDim.x * kColumns;
   // Every lane runs every round, so that all take part in the shuffles.
-  const int64_t rounds = (numel + stride - 1) / stride;
-  for (int64_t round = 0; round < rounds; ++round) {
-    const int64_t i = first + round * stride;
-    Key<kDType> keys[kHalf];
+  for (uint32_t round = blockIdx.x * kColumns; round < numel; round += stride) {
+    const uint32_t i = round + threadIdx.x / 2;
+    const uint32_t from = i < numel ? i : numel - 1;  // behind the end: read, and not stored
+    B bits[kHalf];
+#pragma unroll
+    for (int wire = 0; wire < kHalf; ++wire) {
+      bits[wire] = static_cast<const B*>(table.at[side * kHalf + wire])[from];
+    }
+    W keys[kHalf];
 #pragma unroll
     for (int wire = 0; wire < kHalf; ++wire) {
       const int row = side * kHalf + wire - below;
-      const bool is_row = row >= 0 && row < rows && i < numel;
-      keys[wire] = is_row    ? load_key<kDType>(table.at[row], i)
-                   : row < 0 ? kFirst<kDType>
-                             : kLast<kDType>;
+      keys[wire] = row < 0       ? wire_below<kDType>()
+                   : row >= rows ? wire_above<kDType>()
+                                 : wire_of<kDType>(bits[wire]);
     }
     SortNetwork<kHalf>::apply(keys);
-    Key<kDType> other[kHalf];  // the other lane's, in descending order
+    W other[kHalf];  // the other lane's, in descending order
 #pragma unroll
     for (int wire = 0; wire < kHalf; ++wire) {
       other[wire] = __shfl_xor_sync(kAllLanes, keys[kHalf - 1 - wire], 1);
     }
     keep_half(keys, other, side);  // now side 0 has minima, side 1 maxima
+    const bool stores = side == 0 && i < numel;
+    const int64_t place = task.windows.place(task.first + i);
     if constexpr (kRule == Rule::kMedian) {
-      const Key<kDType> lower = edge_of(keys, side);
-      const Key<kDType> upper = __shfl_xor_sync(kAllLanes, lower, 1);
-      if (side == 0 && i < numel) {
+      const W lower = edge_of(keys, side);
+      const W upper = __shfl_xor_sync(kAllLanes, lower, 1);
+      if (stores) {
         const auto outcome = median_of_middle<kDType>(
             value_at<kDType>(lower), value_at<kDType>(upper), rows % 2, task.params.kind);
         out[i] = outcome.result;
-        task.windows.put(task.windows.place(i), outcome);
+        task.windows.put(place, outcome);
       }
+      continue;
+    }
+    sort_half(keys);  // what is left is bitonic
+    if constexpr (kIsAround) {
+      __shared__ W ranked[2 * kHalf * kColumns + 16];  // [wires][columns]
+      // The two sides of 16 columns use all banks.
+      const auto at = [&](int wire) -> W& {
+        return ranked[wire * kColumns + threadIdx.x / 2 + (wire < kHalf ? 0 : 16)];
+      };
+#pragma unroll
+      for (int wire = 0; wire < kHalf; ++wire) at(side * kHalf + wire) = keys[wire];
+      __syncwarp();
+      if (stores) {
+        const auto key = [&](int rank) -> W& { return at(below + rank); };
+        const auto weight = [&](int rank) -> int32_t& {  // not called
+          return reinterpret_cast<int32_t&>(at(rank));
+        };
+        const auto outcome =
+            rule_of<kDType, false>(task.params, rows, task.total_weight, key, weight);
+        out[i] = outcome.result;
+        task.windows.put(place, outcome);
+      }
+      __syncwarp();
     } else {
-      sort_half(keys);  // what is left is bitonic
       V above[kHalf];
 #pragma unroll
       for (int wire = 0; wire < kHalf; ++wire) {
         above[wire] = __shfl_xor_sync(kAllLanes, value_at<kDType>(keys[wire]), 1);
       }
-      if (side == 0 && i < numel) {
+      if (stores) {
         const auto outcome = trimmed_mean_of_halves<kDType>(keys, above, rows, task.params.f);
         out[i] = outcome.result;
-        task.windows.put(task.windows.place(i), outcome);
+        task.windows.put(place, outcome);
       }
     }
   }
 }
 
-// One thread a coordinate, any rule, weights or not; rows <= kWires. A warp reads each row
-// coalesced. Traffic (rows + 1) * numel * sizeof(value) bytes; local memory for the ranked values,
-// 128 bytes a thread at 16 rows and 320 at 32 with weights (by ptxas for sm_90), more than the L1
-// cache has for all threads; no shared memory; deterministic.
+// One thread a coordinate, any rule, weights or not; rows <= kWires, sorted in registers. What is
+// done with the ranks indexes them, so each thread has a column of shared memory for them, up to 32
+// KiB a block. A warp reads each row coalesced. Traffic (rows + 1) * numel * sizeof(value) bytes;
+// deterministic.
 template <DType kDType, int kWires, bool kIsWeighted>
 __global__ void __launch_bounds__(kBlockThreads)
     any_rule_kernel(const __grid_constant__ Rows<kWires> table,
                     const __grid_constant__ Table<int32_t, kWires> weight_table,
                     Bits<kDType>* __restrict__ out, const __grid_constant__ Task<kDType> task) {
-  const int64_t numel = task.numel;
+  __shared__ Wire<kDType> ranked[kWires][kBlockThreads];
+  __shared__ int32_t ranked_weights[kIsWeighted ? kWires : 1][kBlockThreads];
+  const uint32_t numel = task.numel;
   const int rows = task.rows;
-  const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < numel;
-       i += stride) {
-    Key<kDType> keys[kWires];
+  for (uint32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < numel; i += gridDim.x * blockDim.x) {
+    Pack<Bits<kDType>, 1> packs[kWires];
+    load_packs(table, i, numel, packs);
+    Wire<kDType> keys[kWires];
     int32_t weights[kWires];
 #pragma unroll
     for (int row = 0; row < kWires; ++row) {
-      keys[row] = row < rows ? load_key<kDType>(table.at[row], i) : kLast<kDType>;
+      keys[row] = row < rows ? wire_of<kDType>(packs[row].values[0]) : wire_above<kDType>();
       weights[row] = kIsWeighted ? weight_table.at[row] : 0;
     }
-    const auto outcome = any_rule_of<kDType, kWires, kIsWeighted>(keys, weights, rows,
-                                                                  task.total_weight, task.params);
+    sort_rows<kDType, kWires, kIsWeighted>(keys, weights, rows);
+#pragma unroll
+    for (int rank = 0; rank < kWires; ++rank) {
+      ranked[rank][threadIdx.x] = keys[rank];
+      if (kIsWeighted) ranked_weights[rank][threadIdx.x] = weights[rank];
+    }
+    const auto key = [&](int rank) -> Wire<kDType>& { return ranked[rank][threadIdx.x]; };
+    const auto weight = [&](int rank) -> int32_t& {
+      return ranked_weights[kIsWeighted ? rank : 0][threadIdx.x];
+    };
+    const auto outcome =
+        rule_of<kDType, kIsWeighted>(task.params, rows, task.total_weight, key, weight);
     out[i] = outcome.result;
-    task.windows.put(task.windows.place(i), outcome);
+    task.windows.put(task.windows.place(task.first + i), outcome);
   }
 }
 
@@ -257,7 +338,7 @@ __global__ void __launch_bounds__(kBlockThreads)
       const auto outcome =
           rule_of<kDType, kIsWeighted>(task.params, rows, task.total_weight, key, weight);
       out[i] = outcome.result;
-      task.windows.put(task.windows.place(i), outcome);
+      task.windows.put(task.windows.place(task.first + i), outcome);
     }
     __syncthreads();
   }

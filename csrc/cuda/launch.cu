@@ -4,9 +4,10 @@
 //   rule                rows       dtype, weights            kernel
 //   median, trimmed     1 - 16     any, none                 register_kernel, exact
 //   mean (and mean)     17 - 64    not float64, none         register_kernel, 24, 32, 48, 64 wires
-//                       65 - 128   not float64, none         two_lane_kernel
 //   any                 1 - 16     any, not float64 if any   any_rule_kernel, padded to 4, 8, 16
 //                       17 - 32    not float64, any          any_rule_kernel, padded to 32
+//                       33 - 64    not float64, none         any_rule_kernel, padded to 64
+//                       65 - 128   not float64, none         two_lane_kernel
 //   any                 the rest                             shared_kernel
 //
 // Diagnostics queue compare_kernel behind it.
@@ -17,11 +18,20 @@ namespace loft::device {
 namespace {
 
 template <DType kDType>
-Task<kDType> task_of(const Job& job, const Launch& by) {
+Windows<kDType> windows_of(const Launch& by) {
   using V = typename Stored<kDType>::Value;
   const CudaDiagnostics& to = by.diagnostics;
-  const Windows<kDType> windows{static_cast<V*>(to.low), static_cast<V*>(to.high), to.every};
-  return {job.numel, job.num_rows(), job.total_weight(), job.params, windows};
+  return {static_cast<V*>(to.low), static_cast<V*>(to.high), to.every};
+}
+
+template <DType kDType>
+Task<kDType> task_of(const Job& job, const Launch& by) {
+  return {static_cast<uint32_t>(job.numel),
+          by.first,
+          job.num_rows(),
+          job.total_weight(),
+          job.params,
+          windows_of<kDType>(by)};
 }
 
 [[maybe_unused]] bool is_aligned(const Job& job, size_t bytes) {
@@ -30,11 +40,11 @@ Task<kDType> task_of(const Job& job, const Launch& by) {
   return all % bytes == 0;  // no address has a lower bit set
 }
 
-// Coordinates a thread: loads of 16 bytes where the registers have room for as many keys, fewer for
-// many rows. Bound from the registers: 64 keys and what a network needs are below 128.
+// Coordinates a thread: loads of 16 bytes where the registers have room for as many values, fewer
+// for many rows.
 template <DType kDType, int kWires>
 constexpr int kWidth =
-    std::min(16 / static_cast<int>(sizeof(Bits<kDType>)), 64 / (2 * split_of(kWires)));
+    std::max(1, std::min(16 / static_cast<int>(sizeof(Bits<kDType>)), 64 / (2 * split_of(kWires))));
 
 template <DType kDType, int kWires, bool kIsOdd, int kWide = kWidth<kDType, kWires>>
 void launch_wires(const Job& job, const Launch& by) {
@@ -47,8 +57,8 @@ void launch_wires(const Job& job, const Launch& by) {
                           ? register_kernel<kDType, kWires, kWide, kIsOdd, Rule::kMedian>
                           : register_kernel<kDType, kWires, kWide, kIsOdd, Rule::kTrimmedMean>;
   queue("register_kernel", kernel, job, by, grid_for(job.numel, kWide * kBlockThreads, by),
-        kBlockThreads, 0, table_of<kWires>(job.rows), out_of<kDType>(job),
-        task_of<kDType>(job, by));
+        kBlockThreads, 0, wires_of<kWires>(job.rows, padding_below<kWires>(job.num_rows())),
+        out_of<kDType>(job), task_of<kDType>(job, by));
 }
 
 template <DType kDType, int kWires>
@@ -67,17 +77,19 @@ void launch_exact(const Job& job, const Launch& by) {
 
 template <DType kDType>
 void launch_two_lanes(const Job& job, const Launch& by) {
-  const auto kernel = job.params.rule == Rule::kMedian
-                          ? two_lane_kernel<kDType, Rule::kMedian>
-                          : two_lane_kernel<kDType, Rule::kTrimmedMean>;
+  const auto kernel = job.params.rule == Rule::kMedian ? two_lane_kernel<kDType, Rule::kMedian>
+                      : job.params.rule == Rule::kTrimmedMean
+                          ? two_lane_kernel<kDType, Rule::kTrimmedMean>
+                          : two_lane_kernel<kDType, Rule::kPhocas>;
   queue("two_lane_kernel", kernel, job, by, grid_for(job.numel, kBlockThreads / 2, by),
-        kBlockThreads, 0, table_of<128>(job.rows), out_of<kDType>(job), task_of<kDType>(job, by));
+        kBlockThreads, 0, wires_of<128>(job.rows, padding_below<128>(job.num_rows())),
+        out_of<kDType>(job), task_of<kDType>(job, by));
 }
 
 template <DType kDType, int kWires, bool kIsWeighted>
 void launch_any_rule(const Job& job, const Launch& by) {
   queue("any_rule_kernel", any_rule_kernel<kDType, kWires, kIsWeighted>, job, by,
-        grid_for(job.numel, kBlockThreads, by), kBlockThreads, 0, table_of<kWires>(job.rows),
+        grid_for(job.numel, kBlockThreads, by), kBlockThreads, 0, wires_of<kWires>(job.rows, 0),
         table_of<kWires>(job.weights), out_of<kDType>(job), task_of<kDType>(job, by));
 }
 
@@ -101,6 +113,10 @@ void launch_any_shape(const Job& job, const Launch& by) {
     if (rows <= 16) return launch_any_rule<kDType, 16, kIsWeighted>(job, by);
     if constexpr (kDType != DType::kFloat64) {
       if (rows <= 32) return launch_any_rule<kDType, 32, kIsWeighted>(job, by);
+      if constexpr (!kIsWeighted) {
+        if (rows <= 64) return launch_any_rule<kDType, 64, kIsWeighted>(job, by);
+        if (rows <= 128) return launch_two_lanes<kDType>(job, by);
+      }
     }
   }
   launch_shared<kDType, kIsWeighted>(job, by);
@@ -127,7 +143,7 @@ void launch_rule(const Job& job, const Launch& by) {
 
 template <DType kDType>
 void launch_compare(const Job& job, const Launch& by) {
-  const Windows<kDType> windows = task_of<kDType>(job, by).windows;
+  const Windows<kDType> windows = windows_of<kDType>(by);
   if (!windows.low) return;  // nobody asks who was off
   const dim3 grid(static_cast<unsigned>(blocks_looked_at(job.numel, windows.every)),
                   static_cast<unsigned>(job.rows.size()));
@@ -139,7 +155,7 @@ void launch_compare(const Job& job, const Launch& by) {
 // Queues one job of its dtype, which has numel > 0 and has passed `check`.
 template <DType kDType>
 void launch_job(const Job& job, const Launch& by) {
-  launch_rule<kDType>(job, by);
+  for_parts(job, by, launch_rule<kDType>);
   launch_compare<kDType>(job, by);
 }
 

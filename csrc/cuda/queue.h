@@ -17,6 +17,7 @@ struct Launch {
   cudaStream_t stream;
   int multiprocessors;
   CudaDiagnostics diagnostics;
+  int64_t first = 0;  // the part's first coordinate in the whole job; see for_parts
 };
 
 inline void check_call(cudaError_t status, const std::string& what) {
@@ -74,13 +75,42 @@ Table<T, kMost> table_of(const std::vector<T>& values) {
   return table;
 }
 
+// The rows' addresses by wire, `below` wires before the first; wires without a row have its.
+template <int kWires>
+Rows<kWires> wires_of(const std::vector<const void*>& rows, int below) {
+  Rows<kWires> table;
+  std::fill(std::begin(table.at), std::end(table.at), rows[0]);
+  std::copy(rows.begin(), rows.end(), table.at + below);
+  return table;
+}
+
+// Calls body(part, by) for parts of a job whose coordinates kernels count in 32 bits.
+template <typename Body>
+void for_parts(const Job& job, Launch by, const Body& body) {
+  constexpr int64_t kMost = int64_t{1} << 30;  // of one part; keeps rows aligned
+  if (job.numel <= kMost) return body(job, by);
+  Job part = job;
+  for (int64_t first = 0; first < job.numel; first += kMost) {
+    const int64_t bytes = first * size_of(job.dtype);
+    for (size_t row = 0; row < job.rows.size(); ++row) {
+      part.rows[row] = static_cast<const char*>(job.rows[row]) + bytes;
+    }
+    part.out = static_cast<char*>(job.out) + bytes;
+    part.numel = std::min(kMost, job.numel - first);
+    by.first = first;
+    body(part, by);
+  }
+}
+
 template <DType kDType>
 Bits<kDType>* out_of(const Job& job) {
   return static_cast<Bits<kDType>*>(job.out);
 }
 
 // Coordinates of a block of threads that has so many bytes of shared memory for each.
-inline int columns_for(int bytes) { return std::max(1, std::min(32, kSharedBytes / bytes)); }
+inline int columns_for(int bytes, int most = 32) {
+  return std::max(1, std::min(most, kSharedBytes / bytes));
+}
 
 // Compares the rows with the result and the windows behind it, where somebody asks who was off.
 template <DType kDType>

@@ -17,12 +17,15 @@ namespace {  // one copy a dtype: each is compiled on its own
 // A block of threads takes one pair of groups of kSide rows in one block of coordinates, and then
 // the next; pairs of the same coordinates are neighbours, so that they share the L2 cache. A warp
 // reads two tiles, 16 neighbouring values of each. Traffic: of g groups each row is read g times,
-// all but once from the L2 cache; shared memory up to 36 KiB; deterministic.
-template <DType kDType, int kSide>
-__global__ void __launch_bounds__(kSlotThreads)
+// all but once from the L2 cache; shared memory up to 36 KiB; deterministic. `table` has a row's
+// address for each row of a group, those behind the last one, too. Few rows are one group, and of
+// few coordinates there are fewer blocks than fill the device: these take registers for more blocks
+// a multiprocessor.
+template <DType kDType, int kSide, bool kOneGroup>
+__global__ void __launch_bounds__(kSlotThreads, kOneGroup ? 6 : 4)
     distances_kernel(const __grid_constant__ Rows<kMaxRows> table, int64_t numel,
                      const __grid_constant__ DistanceSums shape, double* __restrict__ sums) {
-  using Of = Distances<kDType, kSide>;
+  using Of = Distances<kDType, kSide, kOneGroup>;
   __shared__ typename Of::Shared shared;
   const int64_t group_pairs = shape.group_pairs();
   for (int64_t item = blockIdx.x; item < shape.blocks * group_pairs; item += gridDim.x) {
@@ -44,36 +47,46 @@ __global__ void __launch_bounds__(kSlotThreads)
   }
 }
 
-// One thread a pair of rows, or a row's length, adds the sums of all blocks in their order;
-// entries [row, column > row] of `result`, [rows + 1, rows + 1]. Reads each sum once.
+// A warp for a pair of rows, or for a row's length, adds the sums of all blocks in their order: its
+// lanes read those of the next 32 blocks while these are added. Entries [row, column > row] of
+// `result`, [rows + 1, rows + 1]. Reads each sum once.
 [[maybe_unused]] __global__ void __launch_bounds__(kBlockThreads)
     add_blocks_kernel(const __grid_constant__ DistanceSums shape, const double* __restrict__ sums,
                       double* __restrict__ result) {
-  const int side = shape.rows + 1;
+  constexpr int kLanes = 32, kWarps = kBlockThreads / kLanes;
+  const int side = shape.rows + 1, lane = threadIdx.x % kLanes;
   const int64_t cells = shape.cells();
-  for (int place = blockIdx.x * blockDim.x + threadIdx.x; place < side * side;
-       place += gridDim.x * blockDim.x) {
-    const int row = place / side, column = place % side;
+  const int64_t entries = int64_t{side} * side;
+  for (int64_t place = blockIdx.x * kWarps + threadIdx.x / kLanes; place < entries;
+       place += gridDim.x * kWarps) {  // one place a warp, so its lanes stay together
+    const int row = static_cast<int>(place / side), column = static_cast<int>(place % side);
     if (column <= row) continue;
     const double* from = sums + shape.cell(row, column);
-    double sum = 0;
-#pragma unroll 16  // so many reads are under way at a time
-    for (int64_t block = 0; block < shape.blocks; ++block) sum += from[block * cells];
-    result[place] = sum;
+    double sum = 0, next = lane < shape.blocks ? from[lane * cells] : 0;
+    for (int64_t block = 0; block < shape.blocks; block += kLanes) {
+      const double these = next;
+      const int64_t ahead = block + kLanes + lane;
+      next = ahead < shape.blocks ? from[ahead * cells] : 0;
+      if (block + kLanes <= shape.blocks) {
+#pragma unroll
+        for (int k = 0; k < kLanes; ++k) sum += __shfl_sync(kAllLanes, these, k);
+      } else {
+        const int left = static_cast<int>(shape.blocks - block);
+        for (int k = 0; k < left; ++k) sum += __shfl_sync(kAllLanes, these, k);
+      }
+    }
+    if (lane == 0) result[place] = sum;
   }
 }
 
 // What a mixing kernel is told of its job besides the matrix; weights and rule are the mixed rows'.
 template <DType kDType>
 struct MixTask {
-  int64_t numel;
+  uint32_t numel;  // of a part, as in Task
   int rows, num_mixed;
   int64_t total_weight;
   RuleParams params;
 };
-
-template <DType kDType>
-using WideKey = Key<kWide<kDType>>;
 
 // One thread for kTurns coordinates, kBlockThreads apart, so that a warp reads each row coalesced
 // at any alignment and a weight that is loaded serves them all. Up to kRows rows are mixed onto
@@ -85,26 +98,35 @@ __global__ void __launch_bounds__(kBlockThreads)
                const __grid_constant__ Table<int32_t, kWires> weights,
                Bits<kDType>* __restrict__ out, const __grid_constant__ MixTask<kDType> task) {
   using V = typename Stored<kDType>::Value;
-  constexpr int64_t kTogether = int64_t{kBlockThreads} * kTurns;
-  for (int64_t base = blockIdx.x * kTogether; base < task.numel;
-       base += static_cast<int64_t>(gridDim.x) * kTogether) {
+  using B = Bits<kDType>;
+  constexpr uint32_t kTogether = kBlockThreads * kTurns;
+  for (uint32_t base = blockIdx.x * kTogether; base < task.numel; base += gridDim.x * kTogether) {
+    B bits[kTurns][kRows];
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+      // Behind the end: read, and not stored. All is asked for before any is used; see load_packs.
+      const uint32_t i = base + turn * kBlockThreads + threadIdx.x;
+      const uint32_t from = i < task.numel ? i : task.numel - 1;
+#pragma unroll
+      for (int row = 0; row < kRows; ++row) {
+        bits[turn][row] = static_cast<const B*>(table.at[row])[from];
+      }
+    }
     V values[kTurns][kRows];
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
 #pragma unroll
       for (int turn = 0; turn < kTurns; ++turn) {
-        const int64_t i = base + turn * kBlockThreads + threadIdx.x;
-        const bool is_value = row < task.rows && i < task.numel;
-        const auto* from = static_cast<const Bits<kDType>*>(table.at[row]);
-        values[turn][row] = is_value ? value_of<kDType>(from[i]) * by.scales[row] : V{0};
+        const V value = value_of<kDType>(bits[turn][row]) * by.scales[row];
+        values[turn][row] = row < task.rows ? value : V{0};
       }
     }
-    WideKey<kDType> keys[kTurns][kWires];
+    Wire<kWide<kDType>> keys[kTurns][kWires];
     mix_keys<kDType, kRows, kWires, kTurns>(values, by, task.num_mixed,
                                             Ranked::template below<kWires>(task.num_mixed), keys);
 #pragma unroll
     for (int turn = 0; turn < kTurns; ++turn) {
-      const int64_t i = base + turn * kBlockThreads + threadIdx.x;
+      const uint32_t i = base + turn * kBlockThreads + threadIdx.x;
       const auto result = Ranked::template apply<kWide<kDType>>(keys[turn], weights, task.num_mixed,
                                                                 task.total_weight, task.params);
       if (i < task.numel) out[i] = narrowed<kDType>(result);
@@ -112,44 +134,98 @@ __global__ void __launch_bounds__(kBlockThreads)
   }
 }
 
+// How the mixed rows of a block's columns are sorted: by Batcher's network in shared memory, any
+// number of them, or in the registers of one thread or two neighbouring ones, up to 64 or 128.
+enum class SortBy { kBatcher, kThread, kTwoLanes };
+
+// Sorts columns of up to 64 or 128 values [num_mixed][columns] in shared memory, in registers. All
+// threads of a block, after a barrier; ends with one.
+template <SortBy kSort>
+__device__ void sort_in_registers(float* values, int num_mixed, int columns) {
+  constexpr bool kIsOne = kSort == SortBy::kThread;
+  const int column = kIsOne ? threadIdx.x : threadIdx.x / 2, side = kIsOne ? 0 : threadIdx.x & 1;
+  const bool is_used = column < columns;
+  if (column / (kIsOne ? 32 : 16) * (kIsOne ? 32 : 16) < columns) {  // warp by warp
+    float wires[kHalf];
+#pragma unroll
+    for (int wire = 0; wire < kHalf; ++wire) {
+      const int row = side * kHalf + wire;
+      wires[wire] = is_used && row < num_mixed ? values[row * columns + column]
+                                               : wire_above<DType::kFloat32>();
+    }
+    SortNetwork<kHalf>::apply(wires);
+    if constexpr (!kIsOne) {
+      float other[kHalf];  // the other lane's, in descending order
+#pragma unroll
+      for (int wire = 0; wire < kHalf; ++wire) {
+        other[wire] = __shfl_xor_sync(kAllLanes, wires[kHalf - 1 - wire], 1);
+      }
+      keep_half(wires, other, side);
+      sort_half(wires);
+    }
+#pragma unroll
+    for (int wire = 0; wire < kHalf; ++wire) {
+      const int row = side * kHalf + wire;
+      if (is_used && row < num_mixed) values[row * columns + column] = wires[wire];
+    }
+  }
+  __syncthreads();
+}
+
 // A block for `columns` neighbouring coordinates: values [rows][columns] in shared memory, from
-// which keys [num_mixed][columns] are mixed, one thread a cell, and ranked as in shared_kernel. Any
-// job. `matrix` lies in the device's memory: scales [rows], then weights [num_mixed][rows]. Shared
-// memory (rows * value + num_mixed * (key + weight)) * columns bytes.
-template <DType kDType, bool kIsWeighted>
+// which keys [num_mixed][columns] are mixed, a thread for kMixed of a column, and ranked; then one
+// thread a coordinate applies the rule. Any job; kSort says of how many mixed rows. `by` lies in
+// the device's memory. Shared memory (rows * value + num_mixed * (key + weight)) * columns bytes.
+template <DType kDType, bool kIsWeighted, SortBy kSort>
 __global__ void __launch_bounds__(kBlockThreads)
     mix_shared_kernel(const __grid_constant__ Rows<kMaxRows> table,
                       const __grid_constant__ Table<int32_t, kMaxRows> weight_table,
-                      const double* __restrict__ matrix, Bits<kDType>* __restrict__ out,
-                      const __grid_constant__ MixTask<kDType> task, int columns) {
+                      const __grid_constant__ MixMany<typename Stored<kDType>::Value> by,
+                      Bits<kDType>* __restrict__ out, const __grid_constant__ MixTask<kDType> task,
+                      int columns) {
   using V = typename Stored<kDType>::Value;
-  using K = WideKey<kDType>;
   constexpr DType kOf = kWide<kDType>;
+  using K = std::conditional_t<kSort == SortBy::kBatcher, Key<kOf>, Wire<kOf>>;
+  constexpr int kMixed = 8;
   extern __shared__ char shared[];
-  const int rows = task.rows, num_mixed = task.num_mixed, cells = num_mixed * columns;
+  const int rows = task.rows, num_mixed = task.num_mixed;
   V* values = reinterpret_cast<V*>(shared);                 // [rows][columns]
   K* keys = reinterpret_cast<K*>(values + rows * columns);  // [num_mixed][columns]
-  int32_t* weights = reinterpret_cast<int32_t*>(keys + cells);
+  int32_t* weights = reinterpret_cast<int32_t*>(keys + num_mixed * columns);
   for (int64_t base = static_cast<int64_t>(blockIdx.x) * columns; base < task.numel;
        base += static_cast<int64_t>(gridDim.x) * columns) {
+#pragma unroll 8
     for (int cell = threadIdx.x; cell < rows * columns; cell += blockDim.x) {
       const int row = cell / columns;  // neighbouring threads read neighbouring coordinates
       const int64_t i = base + cell % columns;
       const auto* from = static_cast<const Bits<kDType>*>(table.at[row]);
-      const V value = i < task.numel ? value_of<kDType>(from[i]) : V{0};
-      values[cell] = value * static_cast<V>(matrix[row]);
+      const V value = value_of<kDType>(from[i < task.numel ? i : task.numel - 1]);
+      values[cell] = value * by.scales[row];
     }
     __syncthreads();
-    for (int cell = threadIdx.x; cell < cells; cell += blockDim.x) {
-      const int row = cell / columns, column = cell % columns;
-      const V mixed = mixed_value<V>(
-          rows, [&](int k) { return values[k * columns + column]; },
-          [&](int k) { return weight_in<V>(matrix, rows, row, k); });
-      keys[cell] = key_of<kOf>(bit_cast<Bits<kOf>>(mixed));
-      if (kIsWeighted) weights[cell] = weight_table.at[row];
+    const int tasks = (num_mixed + kMixed - 1) / kMixed * columns;
+    for (int cell = threadIdx.x; cell < tasks; cell += blockDim.x) {
+      const int first = cell / columns * kMixed, column = cell % columns;
+      V mixed[kMixed];
+      mix_many<kMixed>(by, first, [&](int k) { return values[k * columns + column]; }, mixed);
+#pragma unroll
+      for (int o = 0; o < kMixed; ++o) {
+        if (first + o >= num_mixed) break;
+        const int place = (first + o) * columns + column;
+        if constexpr (kSort == SortBy::kBatcher) {
+          keys[place] = key_of<kOf>(bit_cast<Bits<kOf>>(mixed[o]));
+        } else {
+          keys[place] = mixed[o];
+        }
+        if (kIsWeighted) weights[place] = weight_table.at[first + o];
+      }
     }
     __syncthreads();
-    sort_columns<kIsWeighted>(keys, weights, num_mixed, columns);
+    if constexpr (kSort == SortBy::kBatcher) {
+      sort_columns<kIsWeighted>(keys, weights, num_mixed, columns);
+    } else {
+      sort_in_registers<kSort>(keys, num_mixed, columns);
+    }
     for (int column = threadIdx.x; column < columns; column += blockDim.x) {
       const int64_t i = base + column;
       if (i >= task.numel) continue;  // the last block of coordinates is not full

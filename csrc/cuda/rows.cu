@@ -20,7 +20,7 @@ namespace loft::device {
 struct Mixed {
   const Matrix& matrix;
   const Mixing& mixing;
-  double* room;  // [num_mixed + 1, rows], on the device
+  double* room;  // mix_cells, on the device
 };
 
 namespace {
@@ -29,13 +29,16 @@ template <DType kDType, int kSide>
 void launch_distances_by(const Job& job, const Launch& by, const DistanceSums& shape,
                          double* sums) {
   const int64_t items = shape.blocks * shape.group_pairs();
-  queue("distances_kernel", distances_kernel<kDType, kSide>, job, by, grid_for(items, 1, by),
-        kSlotThreads, 0, table_of<kMaxRows>(job.rows), job.numel, shape, sums);
+  const auto kernel = shape.group_pairs() == 1 ? distances_kernel<kDType, kSide, true>
+                                               : distances_kernel<kDType, kSide, false>;
+  queue("distances_kernel", kernel, job, by, grid_for(items, 1, by), kSlotThreads, 0,
+        wires_of<kMaxRows>(job.rows, 0), job.numel, shape, sums);
 }
 
 template <DType kDType>
 MixTask<kDType> mix_task_of(const Job& job, int num_mixed) {
-  return {job.numel, job.num_rows(), num_mixed, job.total_weight(), job.params};
+  return {static_cast<uint32_t>(job.numel), job.num_rows(), num_mixed, job.total_weight(),
+          job.params};
 }
 
 // Coordinates a thread. Bound from the registers: values and keys of two coordinates are up to 64.
@@ -49,39 +52,63 @@ void launch_mix_of(const Job& job, const Mixed& mixed, const Launch& by) {
   using V = typename Stored<kDType>::Value;
   queue("mix_kernel", mix_kernel<kDType, kRows, kWires, kTogether, Ranked>, job, by,
         grid_for(job.numel, kTogether * kBlockThreads, by), kBlockThreads, 0,
-        table_of<kRows>(job.rows), mix_table_of<V, kRows>(mixed.mixing),
+        wires_of<kRows>(job.rows, 0), mix_table_of<V, kRows>(mixed.mixing),
         table_of<kWires>(job.weights), out_of<kDType>(job),
         mix_task_of<kDType>(job, mixed.matrix.num_mixed));
 }
 
-// Numbers that CUDA copies from memory that is not pinned without waiting for the stream: 64 KB
-// (CUDA's programming guide, asynchronous concurrent execution).
-constexpr size_t kCopiedAtOnce = 64 * 1024 / sizeof(double);
-
-template <DType kDType, bool kIsWeighted>
-void launch_mix_shared(const Job& job, const Mixed& mixed, const Launch& by) {
-  const int num_mixed = mixed.matrix.num_mixed, value = sizeof(typename Stored<kDType>::Value);
-  const int bytes = job.num_rows() * value + num_mixed * (value + (kIsWeighted ? 4 : 0));
-  const int columns = columns_for(bytes);
-  // The rows' scales and the weights; CUDA has read them when a call returns. A graph would keep
-  // the address of what it read.
+// Queues the copy of what is mixed into the device's memory; CUDA has read it when a call returns.
+template <typename V>
+MixMany<V> copy_mixing(const Job& job, const Mixed& mixed, const Launch& by) {
+  // A graph would keep the address of what it read.
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   check_call(cudaStreamIsCapturing(by.stream, &capture), "cudaStreamIsCapturing");
   if (capture != cudaStreamCaptureStatusNone) {
     throw std::invalid_argument(describe(job) + ": so many rows are not mixed inside a CUDA graph");
   }
-  std::vector<double> all = mixed.matrix.scales;
-  all.insert(all.end(), mixed.matrix.weights.begin(), mixed.matrix.weights.end());
+  // Numbers that CUDA copies from memory that is not pinned without waiting for the stream: 64 KB
+  // (CUDA's programming guide, asynchronous concurrent execution).
+  constexpr size_t kCopiedAtOnce = 64 * 1024 / sizeof(double);
+  const std::vector<double> all = mix_many_of<V>(mixed.mixing);
   for (size_t at = 0; at < all.size(); at += kCopiedAtOnce) {
     const size_t count = std::min(kCopiedAtOnce, all.size() - at);
     check_call(cudaMemcpyAsync(mixed.room + at, all.data() + at, count * sizeof(double),
                                cudaMemcpyHostToDevice, by.stream),
                "copy of the matrix for " + describe(job));
   }
-  queue("mix_shared_kernel", mix_shared_kernel<kDType, kIsWeighted>, job, by,
+  return mix_many_at<V>(mixed.room, job.num_rows(), mixed.matrix.num_mixed);
+}
+
+template <DType kDType, bool kIsWeighted, SortBy kSort>
+void launch_mix_shared(const Job& job, const Mixed& mixed, const Launch& by) {
+  using V = typename Stored<kDType>::Value;
+  const int num_mixed = mixed.matrix.num_mixed, value = sizeof(V);
+  const int bytes = job.num_rows() * value + num_mixed * (value + (kIsWeighted ? 4 : 0));
+  // One thread sorts a column: more columns keep more threads at work.
+  const int columns = columns_for(bytes, kSort == SortBy::kThread ? 64 : 32);
+  queue("mix_shared_kernel", mix_shared_kernel<kDType, kIsWeighted, kSort>, job, by,
         grid_for(job.numel, columns, by), kBlockThreads, static_cast<size_t>(bytes) * columns,
-        table_of<kMaxRows>(job.rows), table_of<kMaxRows>(job.weights), mixed.room,
-        out_of<kDType>(job), mix_task_of<kDType>(job, num_mixed), columns);
+        table_of<kMaxRows>(job.rows), table_of<kMaxRows>(job.weights),
+        copy_mixing<V>(job, mixed, by), out_of<kDType>(job), mix_task_of<kDType>(job, num_mixed),
+        columns);
+}
+
+// More rows, or weights.
+template <DType kDType>
+void launch_mix_many(const Job& job, const Mixed& mixed, const Launch& by) {
+  if (!job.weights.empty()) {
+    return launch_mix_shared<kDType, true, SortBy::kBatcher>(job, mixed, by);
+  }
+  if constexpr (kDType != DType::kFloat64) {
+    const int num_mixed = mixed.matrix.num_mixed;
+    if (num_mixed <= kHalf) {
+      return launch_mix_shared<kDType, false, SortBy::kThread>(job, mixed, by);
+    }
+    if (num_mixed <= 2 * kHalf) {
+      return launch_mix_shared<kDType, false, SortBy::kTwoLanes>(job, mixed, by);
+    }
+  }
+  launch_mix_shared<kDType, false, SortBy::kBatcher>(job, mixed, by);
 }
 
 // Up to kRows rows and mixed rows, in registers; false where no kernel takes them so.
@@ -132,8 +159,7 @@ void launch_mix_rule(const Job& job, const Mixed& mixed, const Launch& by) {
   if constexpr (kDType != DType::kFloat64) {
     if (most > 16 && most <= 32 && launch_mix_in_registers<kDType, 32>(job, mixed, by)) return;
   }
-  job.weights.empty() ? launch_mix_shared<kDType, false>(job, mixed, by)
-                      : launch_mix_shared<kDType, true>(job, mixed, by);
+  launch_mix_many<kDType>(job, mixed, by);
 }
 
 }  // namespace
@@ -148,13 +174,14 @@ void launch_distances(const Job& job, const Launch& by, const DistanceSums& shap
     launch_distances_by<kDType, 8>(job, by, shape, sums);
   }
   const int64_t entries = int64_t{shape.rows + 1} * (shape.rows + 1);
-  queue("add_blocks_kernel", add_blocks_kernel, job, by, grid_for(entries, kBlockThreads, by),
+  queue("add_blocks_kernel", add_blocks_kernel, job, by, grid_for(entries, kBlockThreads / 32, by),
         kBlockThreads, 0, shape, static_cast<const double*>(sums), table);
 }
 
 template <DType kDType>
 void launch_mix(const Job& job, const Mixed& mixed, const Launch& by) {
-  launch_mix_rule<kDType>(job, mixed, by);
+  for_parts(job, by,
+            [&](const Job& part, const Launch& to) { launch_mix_rule<kDType>(part, mixed, to); });
   launch_compare<kDType>(job, by);
 }
 

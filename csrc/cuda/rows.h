@@ -42,14 +42,17 @@ LOFT_HOST_DEVICE constexpr GroupPair group_pair_at(int64_t place, int groups) {
 template <DType kDType>
 constexpr int kMostSide = kDType == DType::kFloat64 ? 4 : 8;
 
-// What is asked of one block of threads.
-template <DType kDType, int kSide>
+// What is asked of one block of threads. kOneGroup: of up to kSide rows, which are one group.
+template <DType kDType, int kSide, bool kOneGroup>
 struct Distances {
   using V = typename Stored<kDType>::Value;
   using B = Bits<kDType>;
   static constexpr int kPairs = kSide * kSide;
   static constexpr int kCells = kPairs * kSumLanes / kSlotThreads;  // (pair, lane) a thread
   static_assert(kCells * kSlotThreads == kPairs * kSumLanes, "every thread adds as many");
+  // Steps of a tile whose values are read before the first is used. Bound from the registers.
+  static constexpr int kTogether = !kOneGroup ? 1 : 16 / kSide;
+  static_assert(kSumTile % (kTogether * kSumLanes) == 0, "a tile has whole groups of steps");
   // The padding lets the 32 lanes of a warp, which read two pairs, use 32 banks.
   union Shared {
     V squares[kPairs][kSlotThreads + kSumLanes];
@@ -59,7 +62,7 @@ struct Distances {
     double at[kCells];  // this thread's (pair, lane), in double
   };
 
-  const void* const* rows;
+  const void* const* rows;  // behind the last one any row's address, for the group's rest
   int num_rows;
   GroupPair groups;    // each from row `side * group` on
   int64_t begin, end;  // coordinates, of one block
@@ -69,35 +72,59 @@ struct Distances {
     return static_cast<int>((end - begin + kRound - 1) / kRound);
   }
 
-  // Rows behind the last one, and coordinates behind the end, are 0.
+  // Rows behind the last one, and coordinates behind the end, are 0; kIsWhole: there are none. What
+  // is read does not depend on that, so that many reads are under way at a time.
+  template <bool kIsWhole>
   LOFT_INLINE V value(int row, int64_t i) const {
-    return row < num_rows && i < end ? value_of<kDType>(static_cast<const B*>(rows[row])[i]) : V{0};
+    const B* from = static_cast<const B*>(rows[row]);
+    if constexpr (kIsWhole) {
+      return value_of<kDType>(from[i]);
+    } else {
+      const V value = value_of<kDType>(from[i < end ? i : end - 1]);
+      return row < num_rows && i < end ? value : V{0};
+    }
   }
 
   // Step 1 of a round: one lane's squares of one tile, for all pairs.
   LOFT_HOST_DEVICE void measure(int thread, int round, Shared& shared) const {
-    groups.a == groups.b ? measure_pairs<true>(thread, round, shared)
-                         : measure_pairs<false>(thread, round, shared);
+    const int64_t tile = begin + int64_t{round} * kSlots * kSumTile;
+    const bool is_whole =
+        tile + kSlots * kSumTile <= end && (groups.b + 1) * kSide <= num_rows;  // for all threads
+    if (kOneGroup || groups.a == groups.b) {
+      is_whole ? measure_pairs<true, true>(thread, tile, shared)
+               : measure_pairs<true, false>(thread, tile, shared);
+    } else if constexpr (!kOneGroup) {
+      is_whole ? measure_pairs<false, true>(thread, tile, shared)
+               : measure_pairs<false, false>(thread, tile, shared);
+    }
   }
-  template <bool kIsSame>
-  LOFT_INLINE void measure_pairs(int thread, int round, Shared& shared) const {
-    const int64_t tile = begin + (int64_t{round} * kSlots + thread / kSumLanes) * kSumTile;
-    const int64_t first = tile + thread % kSumLanes;
+  template <bool kIsSame, bool kIsWhole>
+  LOFT_INLINE void measure_pairs(int thread, int64_t tile, Shared& shared) const {
+    const int64_t first = tile + thread / kSumLanes * kSumTile + thread % kSumLanes;
+    const int a = kOneGroup ? 0 : groups.a * kSide, b = kOneGroup ? 0 : groups.b * kSide;
     V sums[kSide][kSide] = {};
-    for (int step = 0; step < kSumTile; step += kSumLanes) {
-      V left[kSide], right[kSide];
+    for (int step = 0; step < kSumTile; step += kTogether * kSumLanes) {
+      V left[kTogether][kSide], right[kTogether][kSide];
       LOFT_UNROLL
-      for (int p = 0; p < kSide; ++p) left[p] = value(groups.a * kSide + p, first + step);
-      LOFT_UNROLL
-      for (int q = 0; q < kSide; ++q) {
-        right[q] = kIsSame ? left[q] : value(groups.b * kSide + q, first + step);
+      for (int at = 0; at < kTogether; ++at) {
+        const int64_t i = first + step + at * kSumLanes;
+        LOFT_UNROLL
+        for (int p = 0; p < kSide; ++p) left[at][p] = value<kIsWhole>(a + p, i);
+        LOFT_UNROLL
+        for (int q = 0; q < kSide; ++q) {
+          right[at][q] = kIsSame ? left[at][q] : value<kIsWhole>(b + q, i);
+        }
       }
       LOFT_UNROLL
-      for (int p = 0; p < kSide; ++p) {
+      for (int at = 0; at < kTogether; ++at) {
         LOFT_UNROLL
-        for (int q = kIsSame ? p : 0; q < kSide; ++q) {
-          const V away = kIsSame && p == q ? left[p] : right[q] - left[p];  // p == q: the length
-          sums[p][q] += away * away;
+        for (int p = 0; p < kSide; ++p) {
+          LOFT_UNROLL
+          for (int q = kIsSame ? p : 0; q < kSide; ++q) {
+            const bool is_length = kIsSame && p == q;
+            const V away = is_length ? left[at][p] : right[at][q] - left[at][p];
+            sums[p][q] += away * away;
+          }
         }
       }
     }
@@ -219,7 +246,7 @@ constexpr DType kWide = kDType == DType::kFloat64 ? DType::kFloat64 : DType::kFl
 template <DType kDType, int kRows, int kWires, int kTurns>
 LOFT_INLINE void mix_keys(const typename Stored<kDType>::Value (&values)[kTurns][kRows],
                           const MixTable<typename Stored<kDType>::Value, kRows>& table,
-                          int num_mixed, int below, Key<kWide<kDType>> (&keys)[kTurns][kWires]) {
+                          int num_mixed, int below, Wire<kWide<kDType>> (&keys)[kTurns][kWires]) {
   constexpr DType kOf = kWide<kDType>;
   using V = typename Stored<kDType>::Value;
   LOFT_UNROLL
@@ -230,9 +257,9 @@ LOFT_INLINE void mix_keys(const typename Stored<kDType>::Value (&values)[kTurns]
     if (is_row) mix_row(values, table, row, mixed);
     LOFT_UNROLL
     for (int turn = 0; turn < kTurns; ++turn) {
-      keys[turn][wire] = is_row    ? key_of<kOf>(bit_cast<Bits<kOf>>(mixed[turn]))
-                         : row < 0 ? kFirst<kOf>
-                                   : kLast<kOf>;
+      keys[turn][wire] = is_row    ? wire_of<kOf>(bit_cast<Bits<kOf>>(mixed[turn]))
+                         : row < 0 ? wire_below<kOf>()
+                                   : wire_above<kOf>();
     }
   }
 }
@@ -245,7 +272,7 @@ struct RankedRule {
     return padding_below<kWires>(rows);
   }
   template <DType kOf, int kWires, typename Weights>
-  static LOFT_INLINE Bits<kOf> apply(Key<kOf> (&keys)[kWires], const Weights&, int rows, int64_t,
+  static LOFT_INLINE Bits<kOf> apply(Wire<kOf> (&keys)[kWires], const Weights&, int rows, int64_t,
                                      const RuleParams& params) {
     if constexpr (kRule == Rule::kMedian) {
       return median_of<kOf, kWires, kIsOdd>(keys, params.kind).result;
@@ -261,7 +288,7 @@ struct AnyRule {
     return 0;
   }
   template <DType kOf, int kWires, typename Weights>
-  static LOFT_INLINE Bits<kOf> apply(Key<kOf> (&keys)[kWires], const Weights& weights, int rows,
+  static LOFT_INLINE Bits<kOf> apply(Wire<kOf> (&keys)[kWires], const Weights& weights, int rows,
                                      int64_t total_weight, const RuleParams& params) {
     int32_t counts[kWires];
     LOFT_UNROLL
@@ -276,31 +303,101 @@ LOFT_INLINE Bits<kDType> narrowed(Bits<kWide<kDType>> result) {
   return result_bits<kDType>(bit_cast<typename Stored<kDType>::Value>(result));
 }
 
-// Row k's weight in a mixed row as the arithmetic has it, 0 where its scale is 0; `matrix` has the
-// scales, [rows], and then the weights, [num_mixed, rows].
+// How many rows are mixed, in the device's memory: as MixTable, but for as many as there are.
 template <typename V>
-LOFT_HOST_DEVICE V weight_in(const double* matrix, int rows, int mixed, int k) {
-  const V by = static_cast<V>(matrix[(int64_t{mixed} + 1) * rows + k]);
-  return static_cast<V>(matrix[k]) == 0 ? V{0} : by;
+struct MixMany {
+  const V* by;            // [num_mixed, rows]
+  const V* scales;        // [rows]
+  const V* common;        // [num_mixed]
+  const uint32_t* named;  // [num_mixed, words]: bit k of word w: row 32 w + k is in the sum
+  int rows, num_mixed, words;
+};
+
+// Where its parts are in memory that begins at `room`, of mix_cells.
+template <typename V>
+MixMany<V> mix_many_at(const void* room, int rows, int num_mixed) {
+  const V* by = static_cast<const V*>(room);
+  const V* scales = by + int64_t{num_mixed} * rows;
+  const V* common = scales + rows;
+  const auto* named = reinterpret_cast<const uint32_t*>(common + num_mixed);
+  return {by, scales, common, named, rows, num_mixed, (rows + 31) / 32};
 }
 
-// One value of a mixed row of any number of rows: `value(k)`, already scaled, and `weight(k)` of
-// row k; a weight of 0 leaves the row out. Whether the weights are all the same shows at the end
-// only, so both sums are kept.
-template <typename V, typename ValueAt, typename WeightAt>
-LOFT_HOST_DEVICE V mixed_value(int rows, const ValueAt& value, const WeightAt& weight) {
-  V plain = kNothing<V>, products = kNothing<V>, first = 0;
-  bool is_common = true;
-  for (int k = 0; k < rows; ++k) {
-    const V by = weight(k);
-    if (by == 0) continue;
-    if (first == 0) first = by;
-    is_common = is_common && by == first;
-    plain += value(k);
-    products += value(k) * by;
+// What is to lie there, from what mixing_of gives.
+template <typename V>
+std::vector<double> mix_many_of(const Mixing& mixing) {
+  const int rows = static_cast<int>(mixing.scales.size());
+  const int num_mixed = static_cast<int>(mixing.common.size());
+  std::vector<double> room(static_cast<size_t>(mix_cells(rows, num_mixed)));
+  const MixMany<V> table = mix_many_at<V>(room.data(), rows, num_mixed);
+  std::copy(mixing.scales.begin(), mixing.scales.end(), const_cast<V*>(table.scales));
+  std::copy(mixing.common.begin(), mixing.common.end(), const_cast<V*>(table.common));
+  for (int mixed = 0; mixed < num_mixed; ++mixed) {
+    for (int at = mixing.starts[mixed]; at < mixing.starts[mixed + 1]; ++at) {
+      const int k = mixing.from[at];
+      const_cast<V*>(table.by)[int64_t{mixed} * rows + k] = static_cast<V>(mixing.by[at]);
+      const_cast<uint32_t*>(table.named)[int64_t{mixed} * table.words + k / 32] |= uint32_t{1}
+                                                                                   << k % 32;
+    }
   }
-  if (first == 0) return V{0};  // no row
-  return is_common ? plain * first : products;
+  return room;
+}
+
+// One coordinate of mixed rows first .. first + kTogether - 1, or up to the last one: each value,
+// `value(k)` of row k, already scaled, is read once for all of them.
+template <int kTogether, typename V, typename ValueAt>
+LOFT_INLINE void mix_many(const MixMany<V>& table, int first, const ValueAt& value,
+                          V (&mixed)[kTogether]) {
+  V common[kTogether];
+  bool has_own = false;  // a mixed row whose weights differ
+  LOFT_UNROLL
+  for (int o = 0; o < kTogether; ++o) {
+    mixed[o] = kNothing<V>;
+    common[o] = first + o < table.num_mixed ? table.common[first + o] : V{1};
+    has_own = has_own || common[o] == 0;
+  }
+  for (int word = 0; word < table.words; ++word) {
+    uint32_t named[kTogether];
+    LOFT_UNROLL
+    for (int o = 0; o < kTogether; ++o) {
+      named[o] =
+          first + o < table.num_mixed ? table.named[int64_t{first + o} * table.words + word] : 0;
+    }
+    const int begin = 32 * word, count = table.rows - begin < 32 ? table.rows - begin : 32;
+    const auto add = [&](int k) {
+      const V one = value(begin + k);
+      LOFT_UNROLL
+      for (int o = 0; o < kTogether; ++o) {
+        if (!(named[o] >> k & 1)) continue;
+        mixed[o] +=
+            common[o] != 0 ? one : one * table.by[int64_t{first + o} * table.rows + begin + k];
+      }
+    };
+    if (has_own || count < 32) {
+      for (int k = 0; k < count; ++k) add(k);
+    } else {  // the usual case, with constants for bits
+      LOFT_UNROLL
+      for (int k = 0; k < 32; ++k) {
+        const V one = value(begin + k);
+        LOFT_UNROLL
+        for (int o = 0; o < kTogether; ++o) {
+          if (named[o] >> k & 1) mixed[o] += one;
+        }
+      }
+    }
+  }
+  LOFT_UNROLL
+  for (int o = 0; o < kTogether; ++o) {
+    if (common[o] != 0) {
+      mixed[o] *= common[o];
+    } else {
+      bool has_any = false;
+      for (int word = 0; word < table.words; ++word) {
+        has_any = has_any || table.named[int64_t{first + o} * table.words + word];
+      }
+      if (!has_any) mixed[o] = V{0};
+    }
+  }
 }
 
 }  // namespace loft::device

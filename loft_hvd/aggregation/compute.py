@@ -198,7 +198,8 @@ def _aggregate_mixed(
             address(out),
         )
         if isinstance(out, Tensor) and out.is_cuda:
-            room = torch.empty(mix.matrix.size + len(rows), dtype=torch.float64, device=out.device)
+            cells = module.mix_cells(len(rows), len(mix.matrix))
+            room = torch.empty(cells, dtype=torch.float64, device=out.device)
             call = functools.partial(module.mix_cuda, *job, room.data_ptr())
             found = _run_cuda(call, len(rows), out, diagnose_every, has_window=False)
         else:

@@ -42,13 +42,18 @@ KERNELS = [
     Kernel("two lanes, trimmed", 64, 70, loft.TrimmedMean(10)),
     Kernel("any rule", 128, 6, loft.Phocas(2)),
     Kernel("any rule, weighted", 128, 6, loft.MeanAroundMedian(2), weighted=True),
-    Kernel("shared", 32, 40, loft.Phocas(9)),
+    Kernel("any rule, 64 rows", 128, 40, loft.Phocas(9)),
+    Kernel("two lanes, any rule", 64, 70, loft.MeanAroundMedian(10)),
+    Kernel("shared", 32, 140, loft.Phocas(9)),
     Kernel("shared, weighted", 32, 40, loft.TrimmedMean(9), weighted=True),
     Kernel("mix, ranked", 256, 8, loft.Robust(2)),
     Kernel("mix, ranked, 32 rows", 128, 20, loft.NNM(loft.TrimmedMean(4))),
     Kernel("mix, one row", 256, 8, loft.MultiKrum(2)),
     Kernel("mix, any rule", 128, 7, loft.NNM(loft.Phocas(2)), weighted=True),
-    Kernel("mix, shared", 32, 40, loft.Robust(9)),
+    Kernel("mix, shared, one thread", 32, 40, loft.Robust(9)),
+    Kernel("mix, shared, two lanes", 32, 70, loft.NNM(loft.TrimmedMean(9))),
+    Kernel("mix, shared, Batcher", 32, 140, loft.Robust(30)),
+    Kernel("mix, shared, weighted", 32, 40, loft.Robust(9), weighted=True),
 ]
 
 

@@ -23,7 +23,7 @@ from tests.support.gradients import DTYPES, assert_same_bits, hard_gradients, ru
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 # Every kernel and both sides of every limit between two of them.
-ROWS = [1, 2, 3, 4, 5, 8, 9, 16, 17, 31, 32, 33, 65]
+ROWS = [1, 2, 3, 4, 5, 8, 9, 16, 17, 31, 32, 33, 64, 65, 129]
 
 
 def quiet_gradients(rows: int, numel: int, dtype: torch.dtype, *, seed: int) -> Tensor:
