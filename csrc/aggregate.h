@@ -1,6 +1,7 @@
 // Layer 2. The C++ API: aggregate rows of gradients that lie anywhere in memory.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <numeric>
 #include <string>
@@ -106,6 +107,28 @@ struct CudaOptions {
   CudaDiagnostics diagnostics;
 };
 
+// Coordinates that kernels take at a time, which they count in 32 bits: no sum of such counts in a
+// grid reaches 2^32. Whole blocks, for the windows of diagnostics, and whole packs.
+constexpr int64_t kMostAtOnce = int64_t{1} << 30;
+static_assert(kMostAtOnce % kBlock == 0, "a part has whole blocks");
+
+// Calls body(part, first) for parts of a job of up to `most` coordinates, from coordinate `first`
+// on.
+template <typename Body>
+void for_parts(const Job& job, int64_t most, const Body& body) {
+  if (job.numel <= most) return body(job, int64_t{0});
+  Job part = job;
+  for (int64_t first = 0; first < job.numel; first += most) {
+    const int64_t bytes = first * size_of(job.dtype);
+    for (size_t row = 0; row < job.rows.size(); ++row) {
+      part.rows[row] = static_cast<const char*>(job.rows[row]) + bytes;
+    }
+    part.out = static_cast<char*>(job.out) + bytes;
+    part.numel = std::min(most, job.numel - first);
+    body(part, first);
+  }
+}
+
 // Queues the work and returns, diagnostics too; throws std::invalid_argument as `check` does and
 // std::runtime_error with CUDA's own words when a launch fails.
 void aggregate_cuda(const Job& job, const CudaOptions& options);
@@ -114,11 +137,14 @@ void aggregate_cuda(const Job& job, const CudaOptions& options);
 int64_t distance_cells(const Job& job);
 void distances_cuda(const Job& job, const CudaOptions& options, double* sums, double* table);
 
-// As mix_cpu. `room`: mix_cells float64 on the device. With diagnostics, `low` and `high` are
-// given filled, as wide as all values are.
+// Float64 cells for what is mixed; see MixMany: weights, scales, what is common, and the words of
+// who is named, each counted as a cell.
 inline int64_t mix_cells(int64_t rows, int64_t num_mixed) {
   return (num_mixed + 1) * (rows + 1) + num_mixed * ((rows + 31) / 32);
 }
+
+// As mix_cpu. `room`: mix_cells float64 on the device. With diagnostics, `low` and `high` are
+// given filled, as wide as all values are.
 void mix_cuda(const Job& job, const Matrix& matrix, double* room, const CudaOptions& options);
 
 }  // namespace loft

@@ -11,6 +11,7 @@ namespace loft::checks {
 namespace {
 
 CpuOptions cpu;
+int num_quick = 0;  // mixed rows of matrices that all have a common weight
 
 // Equal, or NaN both.
 template <typename V>
@@ -80,6 +81,33 @@ void check_places() {
   }
 }
 
+// Parts of a job: whole blocks one after the other, and their rows where they lie.
+void check_parts() {
+  for (const DType dtype : {DType::kFloat64, DType::kFloat32, DType::kFloat16}) {
+    std::vector<double> memory(3 * 100);
+    Job job;
+    job.dtype = dtype;
+    job.numel = 70;
+    for (int row = 0; row < 2; ++row) job.rows.push_back(&memory[100 * row]);
+    job.out = &memory[200];
+    for (const int64_t most : {int64_t{32}, int64_t{35}, int64_t{69}, int64_t{70}}) {
+      int64_t next = 0;
+      for_parts(job, most, [&](const Job& part, int64_t first) {
+        const auto is_at = [&](const void* from, const void* whole) {
+          return from == static_cast<const char*>(whole) + first * size_of(dtype);
+        };
+        const bool is_right = first == next && part.numel > 0 && part.numel <= most &&
+                              is_at(part.rows[0], job.rows[0]) &&
+                              is_at(part.rows[1], job.rows[1]) && is_at(part.out, job.out) &&
+                              part.dtype == dtype;
+        expect(is_right, "part from ", first, " of ", job, " by ", most);
+        next += part.numel;
+      });
+      expect(next == job.numel, "parts of ", job, " by ", most, " end at ", next);
+    }
+  }
+}
+
 // One coordinate's keys on kWires wires with `below` of padding at the lower end.
 template <DType kDType, int kWires>
 void load_wires(const Case<kDType>& made, int64_t i, int below,
@@ -108,7 +136,7 @@ void check_registers(const Case<kDType>& made, int64_t i) {
 
 // two_lane_kernel: two threads have 64 wires each, exchange them by a shuffle and keep the lower
 // and the upper half. Here both threads' keys are at hand, so an exchange is a copy.
-template <DType kDType>
+template <DType kDType, bool kIsRanked>
 void check_two_lanes(const Case<kDType>& made, int64_t i) {
   using device::kHalf;
   const RuleParams& params = made.job.params;
@@ -123,20 +151,30 @@ void check_two_lanes(const Case<kDType>& made, int64_t i) {
     for (int wire = 0; wire < kHalf; ++wire) other[side][wire] = keys[1 - side][kHalf - 1 - wire];
   }
   for (int side : {0, 1}) device::keep_half(keys[side], other[side], side);
-  if (params.rule == Rule::kMedian) {
+  if (params.rule == Rule::kMedian && kIsRanked) {
     const auto lower = device::value_at<kDType>(device::edge_of(keys[0], 0));
     const auto upper = device::value_at<kDType>(device::edge_of(keys[1], 1));
     return compare(made, i, device::median_of_middle<kDType>(lower, upper, rows % 2, params.kind),
                    "two_lane_kernel");
   }
   for (int side : {0, 1}) device::sort_half(keys[side]);
+  if constexpr (!kIsRanked) {  // ranks in shared memory, which any rule indexes
+    const auto key = [&](int rank) -> device::Wire<kDType>& {
+      return keys[(below + rank) / kHalf][(below + rank) % kHalf];
+    };
+    int32_t none = 0;
+    const auto weight = [&](int) -> int32_t& { return none; };
+    return compare(made, i, device::rule_of<kDType, false>(params, rows, 0, key, weight),
+                   "two_lane_kernel, any rule");
+  }
   typename Stored<kDType>::Value above[kHalf];
   for (int wire = 0; wire < kHalf; ++wire) above[wire] = device::value_at<kDType>(keys[1][wire]);
   compare(made, i, device::trimmed_mean_of_halves<kDType>(keys[0], above, rows, params.f),
           "two_lane_kernel");
 }
 
-// any_rule_kernel: keys, and weights where there are any, in registers; the rule is no template.
+// any_rule_kernel and mix_kernel with any rule: keys, and weights where there are any, in
+// registers; the rule is no template. The first has the ranks in shared memory.
 template <DType kDType, int kWires, bool kIsWeighted>
 void check_any_rule(const Case<kDType>& made, int64_t i) {
   device::Wire<kDType> keys[kWires];
@@ -246,7 +284,9 @@ void check_mix_in_registers(const Case<kDType>& made, const Matrix& matrix) {
   constexpr DType kOf = device::kWide<kDType>;
   constexpr int kTurns = 2;
   const Mixing mixing = mixing_of(made.job, matrix);
-  const auto table = device::mix_table_of<V, kRows>(mixing);
+  const auto table = device::mix_table_of<V, kRows, kWires>(
+      mixing, Ranked::template below<kWires>(matrix.num_mixed));
+  for (double common : mixing.common) num_quick += common != 0 && table.is_quick;
   struct {
     int32_t at[kWires] = {};
   } weights;
@@ -259,7 +299,7 @@ void check_mix_in_registers(const Case<kDType>& made, const Matrix& matrix) {
       }
     }
     device::Wire<kOf> keys[kTurns][kWires];
-    device::mix_keys<kDType, kRows, kWires, kTurns>(
+    device::mix_keys<kDType, Ranked::kMindsZeros, kRows, kWires, kTurns>(
         values, table, matrix.num_mixed, Ranked::template below<kWires>(matrix.num_mixed), keys);
     for (int turn = 0; turn < kTurns; ++turn) {
       const auto found = device::narrowed<kDType>(Ranked::template apply<kOf>(
@@ -303,14 +343,16 @@ void check_mix_of(const Case<kDType>& made, const Matrix& matrix) {
   }
 }
 
-// The matrix as it lies in the device's memory: what mix_shared_kernel mixes, some at a time. Its
-// sort and its rule are those of shared_kernel.
+// The matrix as it lies in the device's memory: what mix_shared_kernel mixes, some at a time.
 template <DType kDType>
 void check_mixed_values(const Case<kDType>& made, const Matrix& matrix) {
   using V = typename Stored<kDType>::Value;
-  constexpr int kTogether = 8;
+  constexpr int kTogether = device::kMixedTogether;
   const int rows = made.job.num_rows(), num_mixed = matrix.num_mixed;
-  const std::vector<double> room = device::mix_many_of<V>(mixing_of(made.job, matrix));
+  const std::vector<char> bytes = device::mix_many_of<V>(mixing_of(made.job, matrix));
+  std::vector<double> room(static_cast<size_t>(mix_cells(rows, num_mixed)));
+  expect(bytes.size() <= room.size() * sizeof(double), "mix_cells, ", made.job, ": no room");
+  std::memcpy(room.data(), bytes.data(), bytes.size());
   const auto table = device::mix_many_at<V>(room.data(), rows, num_mixed);
   for (int64_t i = 0; i < made.job.numel; ++i) {
     std::vector<V> column;
@@ -319,7 +361,7 @@ void check_mixed_values(const Case<kDType>& made, const Matrix& matrix) {
     const auto value = [&](int k) { return column[k] * table.scales[k]; };
     for (int first = 0; first < num_mixed; first += kTogether) {
       V found[kTogether];
-      device::mix_many<kTogether>(table, first, value, found);
+      device::mix_many(table, first, value, found);
       for (int mixed = first; mixed < std::min(first + kTogether, num_mixed); ++mixed) {
         const V one = found[mixed - first];
         const bool is_right =
@@ -334,10 +376,10 @@ void check_mixed_values(const Case<kDType>& made, const Matrix& matrix) {
 
 // Mixed rows of a case, of every rule.
 template <DType kDType>
-void check_mix(int rows, int num_mixed, bool is_weighted) {
+void check_mix(int rows, int num_mixed, bool is_weighted, bool is_common) {
   Case<kDType> made(rows, 54, 0, false, static_cast<unsigned>(700 + rows), rows % 2);
   std::mt19937 random(static_cast<unsigned>(num_mixed + 7 * rows));
-  const Matrix matrix = matrix_for(rows, num_mixed, random);
+  const Matrix matrix = matrix_for(rows, num_mixed, random, is_common);
   for (const RuleParams& rule : rules_for(num_mixed)) {
     made.job.params = rule;
     made.job.weights.clear();
@@ -366,7 +408,10 @@ void check_rows_seen() {
       if constexpr (device::kMostSide<kDType> == 8) check_distances<kDType, 8>(made);
     }
     for (int num_mixed : {1, (rows + 1) / 2, rows}) {
-      for (bool is_weighted : {false, true}) check_mix<kDType>(rows, num_mixed, is_weighted);
+      for (bool is_weighted : {false, true}) {
+        check_mix<kDType>(rows, num_mixed, is_weighted, false);
+        check_mix<kDType>(rows, num_mixed, is_weighted, true);
+      }
     }
   }
   const Case<kDType> blocks(9, 2 * kBlock + 77, 0, false, 3, true);
@@ -394,7 +439,7 @@ template <DType kDType, int kWires>
 void check_any_rules(int least) {
   for (int rows = least; rows <= kWires; ++rows) {
     for_results<kDType>(rows, false, false, check_any_rule<kDType, kWires, false>);
-    if constexpr (kDType != DType::kFloat64) {
+    if constexpr (kDType != DType::kFloat64 && kWires <= 32) {
       for_results<kDType>(rows, true, false, check_any_rule<kDType, kWires, true>);
     }
   }
@@ -408,12 +453,14 @@ void check_dtype() {
   check_any_rules<kDType, 16>(9);
   if constexpr (kDType != DType::kFloat64) {
     check_any_rules<kDType, 32>(17);
+    check_any_rules<kDType, 64>(33);
     check_padded<kDType, 24>(17);
     check_padded<kDType, 32>(25);
     check_padded<kDType, 48>(33);
     check_padded<kDType, 64>(49);
     for (int rows = 65; rows <= 128; ++rows) {
-      for_results<kDType>(rows, false, true, check_two_lanes<kDType>);
+      for_results<kDType>(rows, false, true, check_two_lanes<kDType, true>);
+      for_results<kDType>(rows, false, false, check_two_lanes<kDType, false>);
     }
   }
   for (int rows : {1, 2, 5, 40}) {
@@ -432,9 +479,11 @@ void check_dtype() {
 int main(int argc, char** argv) {
   if (argc > 1) loft::checks::cpu.isa = argv[1];
   loft::checks::check_places();
+  loft::checks::check_parts();
   loft::checks::check_dtype<loft::DType::kFloat64>();
   loft::checks::check_dtype<loft::DType::kFloat32>();
   loft::checks::check_dtype<loft::DType::kFloat16>();
   loft::checks::check_dtype<loft::DType::kBFloat16>();
+  loft::checks::expect(loft::checks::num_quick > 1000, "few mixes by a common weight");
   return loft::checks::report("device code on the host");
 }

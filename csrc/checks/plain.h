@@ -239,12 +239,20 @@ std::vector<V> plain_mixed(const std::vector<V>& column, const Matrix& matrix) {
   return mixed;
 }
 
-// Weights of rows with zeros, with lines that are all the same or begin alike, and with no row.
-inline Matrix matrix_for(int rows, int num_mixed, std::mt19937& random) {
+// Weights of rows with zeros, with lines that are all the same or begin alike, and with no row; or,
+// with `is_common`, lines of one weight each, as of nearest neighbours.
+inline Matrix matrix_for(int rows, int num_mixed, std::mt19937& random, bool is_common = false) {
   Matrix matrix{num_mixed, {}, {}};
   const double scales[] = {1, 1, 0.3, 0, 1e-60};  // the last one is 0 for all but float64
   for (int row = 0; row < rows; ++row) matrix.scales.push_back(scales[random() % 5]);
-  for (int mixed = 0; mixed < num_mixed; ++mixed) {
+  if (is_common) matrix.scales.back() = 1;
+  for (int mixed = 0; mixed < num_mixed && is_common; ++mixed) {
+    for (int row = 0; row < rows; ++row) {
+      const bool is_named = row + 1 == rows || random() % 4 != 0;
+      matrix.weights.push_back(is_named ? 1.0 / (1 + mixed) : 0);
+    }
+  }
+  for (int mixed = 0; mixed < num_mixed && !is_common; ++mixed) {
     const unsigned kind = random() % 4;
     for (int row = 0; row < rows; ++row) {
       const double weight = kind == 0 ? 1.0 / rows : (random() % 1000) / 700.0 - 0.2;

@@ -1,14 +1,14 @@
 // Layer 1. What one CUDA thread does for its coordinates, as host and device code, so that it is
-// tested on machines without a GPU: keys in registers, a network, a rule. Where a comment does not
-// say otherwise every index is known when it is compiled: registers have no addresses, so an array
-// with an index that is known only at run time lies in local memory, which is the GPU's DRAM.
+// tested on machines without a GPU: values in registers, a network, a rule. Where a comment does
+// not say otherwise every index is known when it is compiled: registers have no addresses, so an
+// array with an index that is known only at run time lies in local memory, which is the GPU's DRAM.
 //
-// kWires registers hold the rows between as many -inf below as put the middle in its place: the
+// kWires registers hold the rows between as many wire_below as put the middle in its place: the
 // lower middle rank is always wire (kWires - 1) / 2. Rows are even in number when kWires is the row
 // count, or padded with the same parity; `kIsOdd` says which, because the sum's first pair differs.
 // Of 5 rows on 8 wires, kIsOdd (the middle is rank 2):
 //   wire   0     1   2   3   4   5   6     7
-//   holds  -inf  r0  r1  r2  r3  r4  +inf  +inf
+//   holds  -inf  r0  r1  r2  r3  r4  NaN   NaN
 #pragma once
 
 #include <type_traits>
@@ -82,7 +82,7 @@ using Bits = typename Stored<kDType>::Bits;
 // minimum of doubles in one instruction.
 template <DType kDType>
 using Wire = std::conditional_t<kDType == DType::kFloat64, int64_t, float>;
-// What is sorted in shared memory.
+// What Batcher's network sorts in shared memory.
 template <DType kDType>
 using Key = std::conditional_t<kDType == DType::kFloat64, int64_t, int32_t>;
 

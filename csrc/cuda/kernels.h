@@ -1,12 +1,12 @@
 // Layer 2. The CUDA kernels; cuda/launch.cu chooses among them. Only nvcc compiles this file.
 //
 // register_kernel  up to 64 rows, median, mean and trimmed mean: a few coordinates a thread
-// two_lane_kernel  65 to 128 rows, the same rules: two neighbouring lanes a coordinate
-// any_rule_kernel  up to 32 rows, weights and the rules around a centre: one coordinate a thread
+// any_rule_kernel  up to 64 rows, 32 with weights, any rule: one coordinate a thread
+// two_lane_kernel  65 to 128 rows without weights: two neighbouring lanes a coordinate
 // shared_kernel    whatever is left: keys in shared memory
 // compare_kernel   diagnostics: rows against the window that the others left
 //
-// Nothing here needs more than sm_70 offers.
+// Compiled for sm_75 to sm_90, run on sm_90 alone; so are bounds that ptxas or a GPU gave.
 #pragma once
 
 #include "cuda/coordinate.h"
@@ -29,7 +29,8 @@ struct Table {
 template <int kMost>
 using Rows = Table<const void*, kMost>;
 
-// A part of a job: kernels count its coordinates in 32 bits, which spares them sums in 64.
+// A part of a job, of up to kMostAtOnce coordinates. Kernels that rank in registers count them in
+// 32 bits: an address is one instruction then, where a sum of 64 bits is two.
 template <DType kDType>
 struct Task {
   uint32_t numel;
@@ -56,7 +57,7 @@ struct alignas(sizeof(B) * kWide) Pack {
 template <typename B, int kWide, int kWires>
 __device__ __forceinline__ void load_packs(const Rows<kWires>& from, uint32_t pack, uint32_t numel,
                                            Pack<B, kWide> (&packs)[kWires]) {
-  if ((pack + 1) * kWide <= numel) {
+  if (kWide == 1 || (pack + 1) * kWide <= numel) {
 #pragma unroll
     for (int wire = 0; wire < kWires; ++wire) {  // one load of up to 16 bytes each
       packs[wire] = static_cast<const Pack<B, kWide>*>(from.at[wire])[pack];
@@ -144,11 +145,24 @@ __global__ void __launch_bounds__(kBlockThreads,
   }
 }
 
+// Of two neighbouring lanes with 64 wires each, side 0 is left with the smaller half of all, side 1
+// with the larger: bitonic, not sorted. All lanes of a warp.
+template <typename W>
+__device__ __forceinline__ void sort_and_exchange(W (&wires)[kHalf], int side) {
+  SortNetwork<kHalf>::apply(wires);
+  W other[kHalf];  // the other lane's, in descending order
+#pragma unroll
+  for (int wire = 0; wire < kHalf; ++wire) {
+    other[wire] = __shfl_xor_sync(kAllLanes, wires[kHalf - 1 - wire], 1);
+  }
+  keep_half(wires, other, side);
+}
+
 // Two neighbouring lanes for a coordinate with 65 to 128 rows: each sorts 64 wires in registers;
 // one exchange by shuffles leaves the smaller half in the even lane and the larger in the odd one.
 // Traffic as above; a warp reads 16 neighbouring values of two rows at a time. `table` is by wire.
-// Rules around a centre, of which kRule is any, index the ranks: these go to 32 KiB of shared
-// memory, the only ones there.
+// A kRule that is neither the median nor the trimmed mean stands for both rules around a centre.
+// They index the ranks, which are in 32 KiB of shared memory then.
 template <DType kDType, Rule kRule>
 __global__ void __launch_bounds__(kBlockThreads, kRule == Rule::kMedian ? 4 : 3)
     two_lane_kernel(const __grid_constant__ Rows<128> table, Bits<kDType>* __restrict__ out,
@@ -180,13 +194,7 @@ __global__ void __launch_bounds__(kBlockThreads, kRule == Rule::kMedian ? 4 : 3)
                    : row >= rows ? wire_above<kDType>()
                                  : wire_of<kDType>(bits[wire]);
     }
-    SortNetwork<kHalf>::apply(keys);
-    W other[kHalf];  // the other lane's, in descending order
-#pragma unroll
-    for (int wire = 0; wire < kHalf; ++wire) {
-      other[wire] = __shfl_xor_sync(kAllLanes, keys[kHalf - 1 - wire], 1);
-    }
-    keep_half(keys, other, side);  // now side 0 has minima, side 1 maxima
+    sort_and_exchange(keys, side);
     const bool stores = side == 0 && i < numel;
     const int64_t place = task.windows.place(task.first + i);
     if constexpr (kRule == Rule::kMedian) {

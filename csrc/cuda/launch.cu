@@ -4,7 +4,7 @@
 //   rule                rows       dtype, weights            kernel
 //   median, trimmed     1 - 16     any, none                 register_kernel, exact
 //   mean (and mean)     17 - 64    not float64, none         register_kernel, 24, 32, 48, 64 wires
-//   any                 1 - 16     any, not float64 if any   any_rule_kernel, padded to 4, 8, 16
+//   any                 1 - 16     none; not float64: any    any_rule_kernel, padded to 4, 8, 16
 //                       17 - 32    not float64, any          any_rule_kernel, padded to 32
 //                       33 - 64    not float64, none         any_rule_kernel, padded to 64
 //                       65 - 128   not float64, none         two_lane_kernel
@@ -155,7 +155,7 @@ void launch_compare(const Job& job, const Launch& by) {
 // Queues one job of its dtype, which has numel > 0 and has passed `check`.
 template <DType kDType>
 void launch_job(const Job& job, const Launch& by) {
-  for_parts(job, by, launch_rule<kDType>);
+  queue_parts(job, by, launch_rule<kDType>);
   launch_compare<kDType>(job, by);
 }
 

@@ -17,7 +17,7 @@ struct Launch {
   cudaStream_t stream;
   int multiprocessors;
   CudaDiagnostics diagnostics;
-  int64_t first = 0;  // the part's first coordinate in the whole job; see for_parts
+  int64_t first = 0;  // the part's first coordinate in the whole job
 };
 
 inline void check_call(cudaError_t status, const std::string& what) {
@@ -84,22 +84,13 @@ Rows<kWires> wires_of(const std::vector<const void*>& rows, int below) {
   return table;
 }
 
-// Calls body(part, by) for parts of a job whose coordinates kernels count in 32 bits.
+// Calls body(part, by) for parts of a job that kernels take at a time.
 template <typename Body>
-void for_parts(const Job& job, Launch by, const Body& body) {
-  constexpr int64_t kMost = int64_t{1} << 30;  // of one part; keeps rows aligned
-  if (job.numel <= kMost) return body(job, by);
-  Job part = job;
-  for (int64_t first = 0; first < job.numel; first += kMost) {
-    const int64_t bytes = first * size_of(job.dtype);
-    for (size_t row = 0; row < job.rows.size(); ++row) {
-      part.rows[row] = static_cast<const char*>(job.rows[row]) + bytes;
-    }
-    part.out = static_cast<char*>(job.out) + bytes;
-    part.numel = std::min(kMost, job.numel - first);
+void queue_parts(const Job& job, Launch by, const Body& body) {
+  for_parts(job, kMostAtOnce, [&](const Job& part, int64_t first) {
     by.first = first;
     body(part, by);
-  }
+  });
 }
 
 template <DType kDType>

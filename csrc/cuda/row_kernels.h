@@ -3,9 +3,10 @@
 //
 // distances_kernel     squares of differences of every pair of rows, summed a block of coordinates
 // add_blocks_kernel    those of all blocks, in their order
-// mix_kernel           up to 32 rows mixed and aggregated in registers
-// mix_shared_kernel    whatever is left: values and keys in shared memory, the matrix in the
-// device's
+// mix_kernel           up to 32 rows mixed and aggregated in registers; the rules around a centre
+// up
+//                      to 16, which index local memory: they are rare here
+// mix_shared_kernel    whatever is left: values and keys in shared memory
 #pragma once
 
 #include "cuda/kernels.h"
@@ -94,7 +95,7 @@ struct MixTask {
 template <DType kDType, int kRows, int kWires, int kTurns, typename Ranked>
 __global__ void __launch_bounds__(kBlockThreads)
     mix_kernel(const __grid_constant__ Rows<kRows> table,
-               const __grid_constant__ MixTable<typename Stored<kDType>::Value, kRows> by,
+               const __grid_constant__ MixTable<typename Stored<kDType>::Value, kRows, kWires> by,
                const __grid_constant__ Table<int32_t, kWires> weights,
                Bits<kDType>* __restrict__ out, const __grid_constant__ MixTask<kDType> task) {
   using V = typename Stored<kDType>::Value;
@@ -118,12 +119,13 @@ __global__ void __launch_bounds__(kBlockThreads)
 #pragma unroll
       for (int turn = 0; turn < kTurns; ++turn) {
         const V value = value_of<kDType>(bits[turn][row]) * by.scales[row];
-        values[turn][row] = row < task.rows ? value : V{0};
+        // 0 also where no mixed row has it: a NaN there is nobody's.
+        values[turn][row] = by.used >> row & 1 ? value : V{0};
       }
     }
     Wire<kWide<kDType>> keys[kTurns][kWires];
-    mix_keys<kDType, kRows, kWires, kTurns>(values, by, task.num_mixed,
-                                            Ranked::template below<kWires>(task.num_mixed), keys);
+    mix_keys<kDType, Ranked::kMindsZeros, kRows, kWires, kTurns>(
+        values, by, task.num_mixed, Ranked::template below<kWires>(task.num_mixed), keys);
 #pragma unroll
     for (int turn = 0; turn < kTurns; ++turn) {
       const uint32_t i = base + turn * kBlockThreads + threadIdx.x;
@@ -153,14 +155,10 @@ __device__ void sort_in_registers(float* values, int num_mixed, int columns) {
       wires[wire] = is_used && row < num_mixed ? values[row * columns + column]
                                                : wire_above<DType::kFloat32>();
     }
-    SortNetwork<kHalf>::apply(wires);
-    if constexpr (!kIsOne) {
-      float other[kHalf];  // the other lane's, in descending order
-#pragma unroll
-      for (int wire = 0; wire < kHalf; ++wire) {
-        other[wire] = __shfl_xor_sync(kAllLanes, wires[kHalf - 1 - wire], 1);
-      }
-      keep_half(wires, other, side);
+    if constexpr (kIsOne) {
+      SortNetwork<kHalf>::apply(wires);
+    } else {
+      sort_and_exchange(wires, side);
       sort_half(wires);
     }
 #pragma unroll
@@ -173,9 +171,10 @@ __device__ void sort_in_registers(float* values, int num_mixed, int columns) {
 }
 
 // A block for `columns` neighbouring coordinates: values [rows][columns] in shared memory, from
-// which keys [num_mixed][columns] are mixed, a thread for kMixed of a column, and ranked; then one
-// thread a coordinate applies the rule. Any job; kSort says of how many mixed rows. `by` lies in
-// the device's memory. Shared memory (rows * value + num_mixed * (key + weight)) * columns bytes.
+// which keys [num_mixed][columns] are mixed, a thread for kMixedTogether of a column, and ranked;
+// then one thread a coordinate applies the rule. Any job; kSort says of how many mixed rows. `by`
+// lies in the device's memory. Shared memory (rows * value + num_mixed * (key + weight)) * columns
+// bytes.
 template <DType kDType, bool kIsWeighted, SortBy kSort>
 __global__ void __launch_bounds__(kBlockThreads)
     mix_shared_kernel(const __grid_constant__ Rows<kMaxRows> table,
@@ -186,7 +185,6 @@ __global__ void __launch_bounds__(kBlockThreads)
   using V = typename Stored<kDType>::Value;
   constexpr DType kOf = kWide<kDType>;
   using K = std::conditional_t<kSort == SortBy::kBatcher, Key<kOf>, Wire<kOf>>;
-  constexpr int kMixed = 8;
   extern __shared__ char shared[];
   const int rows = task.rows, num_mixed = task.num_mixed;
   V* values = reinterpret_cast<V*>(shared);                 // [rows][columns]
@@ -203,13 +201,13 @@ __global__ void __launch_bounds__(kBlockThreads)
       values[cell] = value * by.scales[row];
     }
     __syncthreads();
-    const int tasks = (num_mixed + kMixed - 1) / kMixed * columns;
-    for (int cell = threadIdx.x; cell < tasks; cell += blockDim.x) {
-      const int first = cell / columns * kMixed, column = cell % columns;
-      V mixed[kMixed];
-      mix_many<kMixed>(by, first, [&](int k) { return values[k * columns + column]; }, mixed);
+    const int num_groups = (num_mixed + kMixedTogether - 1) / kMixedTogether;
+    for (int cell = threadIdx.x; cell < num_groups * columns; cell += blockDim.x) {
+      const int first = cell / columns * kMixedTogether, column = cell % columns;
+      V mixed[kMixedTogether];
+      mix_many(by, first, [&](int k) { return values[k * columns + column]; }, mixed);
 #pragma unroll
-      for (int o = 0; o < kMixed; ++o) {
+      for (int o = 0; o < kMixedTogether; ++o) {
         if (first + o >= num_mixed) break;
         const int place = (first + o) * columns + column;
         if constexpr (kSort == SortBy::kBatcher) {

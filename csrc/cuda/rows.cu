@@ -11,6 +11,8 @@
 //
 // Diagnostics queue compare_kernel behind it.
 
+#include <memory>
+
 #include "cuda/queue.h"
 #include "cuda/row_kernels.h"
 
@@ -50,32 +52,36 @@ template <DType kDType, int kRows, int kWires, typename Ranked,
           int kTogether = kTurns<kDType, kRows>>
 void launch_mix_of(const Job& job, const Mixed& mixed, const Launch& by) {
   using V = typename Stored<kDType>::Value;
+  const int below = Ranked::template below<kWires>(mixed.matrix.num_mixed);
   queue("mix_kernel", mix_kernel<kDType, kRows, kWires, kTogether, Ranked>, job, by,
         grid_for(job.numel, kTogether * kBlockThreads, by), kBlockThreads, 0,
-        wires_of<kRows>(job.rows, 0), mix_table_of<V, kRows>(mixed.mixing),
+        wires_of<kRows>(job.rows, 0), mix_table_of<V, kRows, kWires>(mixed.mixing, below),
         table_of<kWires>(job.weights), out_of<kDType>(job),
         mix_task_of<kDType>(job, mixed.matrix.num_mixed));
 }
 
-// Queues the copy of what is mixed into the device's memory; CUDA has read it when a call returns.
+// Queues the copy of what is mixed into the device's memory.
 template <typename V>
 MixMany<V> copy_mixing(const Job& job, const Mixed& mixed, const Launch& by) {
-  // A graph would keep the address of what it read.
+  // A graph would read the host's memory again when it is replayed.
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   check_call(cudaStreamIsCapturing(by.stream, &capture), "cudaStreamIsCapturing");
   if (capture != cudaStreamCaptureStatusNone) {
-    throw std::invalid_argument(describe(job) + ": so many rows are not mixed inside a CUDA graph");
+    throw std::invalid_argument(
+        describe(job) + ", mixed into " + std::to_string(mixed.matrix.num_mixed) +
+        ": not inside a CUDA graph, which takes up to 32 rows without weights by the median or the "
+        "trimmed mean, up to 16 by any rule, and one mixed row of up to 32 (float64: up to 16, "
+        "without weights but for one mixed row); aggregate outside the graph");
   }
-  // Numbers that CUDA copies from memory that is not pinned without waiting for the stream: 64 KB
-  // (CUDA's programming guide, asynchronous concurrent execution).
-  constexpr size_t kCopiedAtOnce = 64 * 1024 / sizeof(double);
-  const std::vector<double> all = mix_many_of<V>(mixed.mixing);
-  for (size_t at = 0; at < all.size(); at += kCopiedAtOnce) {
-    const size_t count = std::min(kCopiedAtOnce, all.size() - at);
-    check_call(cudaMemcpyAsync(mixed.room + at, all.data() + at, count * sizeof(double),
-                               cudaMemcpyHostToDevice, by.stream),
-               "copy of the matrix for " + describe(job));
-  }
+  // The host's memory lives until the device has read it: CUDA says only of copies that wait that
+  // they have when they return.
+  auto bytes = std::make_unique<std::vector<char>>(mix_many_of<V>(mixed.mixing));
+  check_call(
+      cudaMemcpyAsync(mixed.room, bytes->data(), bytes->size(), cudaMemcpyHostToDevice, by.stream),
+      "copy of the matrix for " + describe(job));
+  const auto free_it = [](void* all) { delete static_cast<std::vector<char>*>(all); };
+  check_call(cudaLaunchHostFunc(by.stream, free_it, bytes.get()), "cudaLaunchHostFunc");
+  bytes.release();  // the stream's from here on
   return mix_many_at<V>(mixed.room, job.num_rows(), mixed.matrix.num_mixed);
 }
 
@@ -180,8 +186,8 @@ void launch_distances(const Job& job, const Launch& by, const DistanceSums& shap
 
 template <DType kDType>
 void launch_mix(const Job& job, const Mixed& mixed, const Launch& by) {
-  for_parts(job, by,
-            [&](const Job& part, const Launch& to) { launch_mix_rule<kDType>(part, mixed, to); });
+  queue_parts(job, by,
+              [&](const Job& part, const Launch& to) { launch_mix_rule<kDType>(part, mixed, to); });
   launch_compare<kDType>(job, by);
 }
 

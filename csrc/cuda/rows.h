@@ -180,27 +180,35 @@ struct DistanceSums {
 
 // --- mixing
 
-// How rows of up to kRows are mixed into as many, as kernel parameters.
-template <typename V, int kRows>
+// How up to kRows rows are mixed onto kWires wires, as kernel parameters, by wire: so a weight is
+// at a place that is known when it is compiled, and an operand.
+template <typename V, int kRows, int kWires>
 struct MixTable {
   V scales[kRows];
-  uint32_t named[kRows];  // bit k: mixed row i has row k in its sum
-  V common[kRows];        // by this its sum is multiplied; 0: each row has a weight of its own
-  V by[kRows][kRows];
+  uint32_t named[kWires];  // bit k: row k is in the sum
+  V common[kWires];        // by this a sum is multiplied; 0: each row has a weight of its own
+  V by[kWires][kRows];     // 1 where the weight is common
+  uint32_t used;           // bit k: some mixed row has row k in its sum
+  bool is_quick;           // all have a common weight
 };
 
-// On the host, from what mixing_of gives.
-template <typename V, int kRows>
-MixTable<V, kRows> mix_table_of(const Mixing& mixing) {
-  MixTable<V, kRows> table{};
+// On the host, from what mixing_of gives, the first mixed row on wire `below`.
+template <typename V, int kRows, int kWires>
+MixTable<V, kRows, kWires> mix_table_of(const Mixing& mixing, int below) {
+  MixTable<V, kRows, kWires> table{};
   for (size_t row = 0; row < mixing.scales.size(); ++row) {
     table.scales[row] = static_cast<V>(mixing.scales[row]);
   }
-  for (size_t mixed = 0; mixed + 1 < mixing.starts.size(); ++mixed) {
-    table.common[mixed] = static_cast<V>(mixing.common[mixed]);
+  table.is_quick = true;
+  for (size_t mixed = 0; mixed < mixing.common.size(); ++mixed) {
+    const size_t wire = mixed + below;
+    const double common = mixing.common[mixed];
+    table.common[wire] = static_cast<V>(common);
+    table.is_quick = table.is_quick && common != 0;
     for (int at = mixing.starts[mixed]; at < mixing.starts[mixed + 1]; ++at) {
-      table.named[mixed] |= uint32_t{1} << mixing.from[at];
-      table.by[mixed][mixing.from[at]] = static_cast<V>(mixing.by[at]);
+      table.named[wire] |= uint32_t{1} << mixing.from[at];
+      table.used |= uint32_t{1} << mixing.from[at];
+      table.by[wire][mixing.from[at]] = static_cast<V>(common != 0 ? 1 : mixing.by[at]);
     }
   }
   return table;
@@ -211,12 +219,27 @@ MixTable<V, kRows> mix_table_of(const Mixing& mixing) {
 template <typename V>
 constexpr V kNothing = -V{0};
 
+// sum + value * by, of which `by` is 1 or 0: the product is exact, so that one rounding, as a fused
+// operation has it, gives the bits of two.
+template <typename V>
+LOFT_INLINE V add_product(V sum, V value, V by) {
+#if defined(__CUDA_ARCH__)
+  if constexpr (sizeof(V) == 4) {
+    return __fmaf_rn(value, by, sum);
+  } else {
+    return __fma_rn(value, by, sum);
+  }
+#else
+  return sum + value * by;
+#endif
+}
+
 // A mixed row at kTurns coordinates, from scaled values.
-template <typename V, int kRows, int kTurns>
-LOFT_INLINE void mix_row(const V (&values)[kTurns][kRows], const MixTable<V, kRows>& table, int row,
-                         V (&sums)[kTurns]) {
-  const uint32_t named = table.named[row];
-  const V common = table.common[row];
+template <typename V, int kRows, int kWires, int kTurns>
+LOFT_INLINE void mix_row(const V (&values)[kTurns][kRows], const MixTable<V, kRows, kWires>& table,
+                         int wire, V (&sums)[kTurns]) {
+  const uint32_t named = table.named[wire];
+  const V common = table.common[wire];
   LOFT_UNROLL
   for (int turn = 0; turn < kTurns; ++turn) sums[turn] = named ? kNothing<V> : V{0};
   if (common != 0) {
@@ -234,39 +257,71 @@ LOFT_INLINE void mix_row(const V (&values)[kTurns][kRows], const MixTable<V, kRo
   for (int k = 0; k < kRows; ++k) {
     if (!(named >> k & 1)) continue;
     LOFT_UNROLL
-    for (int turn = 0; turn < kTurns; ++turn) sums[turn] += values[turn][k] * table.by[row][k];
+    for (int turn = 0; turn < kTurns; ++turn) sums[turn] += values[turn][k] * table.by[wire][k];
   }
+}
+
+// The same of finite values with a common weight, but for the sign of a zero: a fused sum takes one
+// instruction, a question and a sum take three.
+template <typename V, int kRows, int kWires, int kTurns>
+LOFT_INLINE void mix_row_quickly(const V (&values)[kTurns][kRows],
+                                 const MixTable<V, kRows, kWires>& table, int wire,
+                                 V (&sums)[kTurns]) {
+  LOFT_UNROLL
+  for (int turn = 0; turn < kTurns; ++turn) sums[turn] = 0;
+  LOFT_UNROLL
+  for (int k = 0; k < kRows; ++k) {
+    LOFT_UNROLL
+    for (int turn = 0; turn < kTurns; ++turn) {
+      sums[turn] = add_product(sums[turn], values[turn][k], table.by[wire][k]);
+    }
+  }
+  LOFT_UNROLL
+  for (int turn = 0; turn < kTurns; ++turn) sums[turn] *= table.common[wire];
 }
 
 // The arithmetic type's own format: mixed rows are neither widened nor narrowed.
 template <DType kDType>
 constexpr DType kWide = kDType == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
 
-// Mixed rows as keys on kWires wires, from wire `below` on.
-template <DType kDType, int kRows, int kWires, int kTurns>
+// Mixed rows on kWires wires, from wire `below` on. kMindsZeros: what comes tells -0 from +0.
+template <DType kDType, bool kMindsZeros, int kRows, int kWires, int kTurns>
 LOFT_INLINE void mix_keys(const typename Stored<kDType>::Value (&values)[kTurns][kRows],
-                          const MixTable<typename Stored<kDType>::Value, kRows>& table,
+                          const MixTable<typename Stored<kDType>::Value, kRows, kWires>& table,
                           int num_mixed, int below, Wire<kWide<kDType>> (&keys)[kTurns][kWires]) {
   constexpr DType kOf = kWide<kDType>;
   using V = typename Stored<kDType>::Value;
-  LOFT_UNROLL
-  for (int wire = 0; wire < kWires; ++wire) {
-    const int row = wire - below;
-    const bool is_row = row >= 0 && row < num_mixed;
-    V mixed[kTurns];
-    if (is_row) mix_row(values, table, row, mixed);
+  const auto on_wires = [&](const auto& mix) {
     LOFT_UNROLL
-    for (int turn = 0; turn < kTurns; ++turn) {
-      keys[turn][wire] = is_row    ? wire_of<kOf>(bit_cast<Bits<kOf>>(mixed[turn]))
-                         : row < 0 ? wire_below<kOf>()
-                                   : wire_above<kOf>();
+    for (int wire = 0; wire < kWires; ++wire) {
+      const bool is_row = wire >= below && wire < below + num_mixed;
+      V mixed[kTurns];
+      if (is_row) mix(wire, mixed);
+      LOFT_UNROLL
+      for (int turn = 0; turn < kTurns; ++turn) {
+        keys[turn][wire] = is_row         ? wire_of<kOf>(bit_cast<Bits<kOf>>(mixed[turn]))
+                           : wire < below ? wire_below<kOf>()
+                                          : wire_above<kOf>();
+      }
     }
+  };
+  V none = 0;  // the sum of values times 0: NaN where one is not finite
+  LOFT_UNROLL
+  for (int k = 0; k < kRows; ++k) {
+    LOFT_UNROLL
+    for (int turn = 0; turn < kTurns; ++turn) none = add_product(none, values[turn][k], V{0});
+  }
+  if (!kMindsZeros && table.is_quick && none == 0) {
+    on_wires([&](int wire, V(&mixed)[kTurns]) { mix_row_quickly(values, table, wire, mixed); });
+  } else {
+    on_wires([&](int wire, V(&mixed)[kTurns]) { mix_row(values, table, wire, mixed); });
   }
 }
 
 // What a rule makes of keys on its wires, and where mixed rows begin there.
 template <Rule kRule, bool kIsOdd>
 struct RankedRule {
+  static constexpr bool kMindsZeros = false;
   template <int kWires>
   static LOFT_INLINE int below(int rows) {
     return padding_below<kWires>(rows);
@@ -283,6 +338,7 @@ struct RankedRule {
 };
 template <bool kIsWeighted>
 struct AnyRule {
+  static constexpr bool kMindsZeros = kIsWeighted;  // ties are dropped by weight
   template <int kWires>
   static LOFT_INLINE int below(int) {
     return 0;
@@ -303,12 +359,12 @@ LOFT_INLINE Bits<kDType> narrowed(Bits<kWide<kDType>> result) {
   return result_bits<kDType>(bit_cast<typename Stored<kDType>::Value>(result));
 }
 
-// How many rows are mixed, in the device's memory: as MixTable, but for as many as there are.
+// How more rows are mixed: a table in the device's memory, in this order.
 template <typename V>
 struct MixMany {
   const V* by;            // [num_mixed, rows]
   const V* scales;        // [rows]
-  const V* common;        // [num_mixed]
+  const V* common;        // [num_mixed]; as in MixTable
   const uint32_t* named;  // [num_mixed, words]: bit k of word w: row 32 w + k is in the sum
   int rows, num_mixed, words;
 };
@@ -323,43 +379,49 @@ MixMany<V> mix_many_at(const void* room, int rows, int num_mixed) {
   return {by, scales, common, named, rows, num_mixed, (rows + 31) / 32};
 }
 
-// What is to lie there, from what mixing_of gives.
+// The bytes that are to lie there, from what mixing_of gives.
 template <typename V>
-std::vector<double> mix_many_of(const Mixing& mixing) {
-  const int rows = static_cast<int>(mixing.scales.size());
-  const int num_mixed = static_cast<int>(mixing.common.size());
-  std::vector<double> room(static_cast<size_t>(mix_cells(rows, num_mixed)));
-  const MixMany<V> table = mix_many_at<V>(room.data(), rows, num_mixed);
-  std::copy(mixing.scales.begin(), mixing.scales.end(), const_cast<V*>(table.scales));
-  std::copy(mixing.common.begin(), mixing.common.end(), const_cast<V*>(table.common));
-  for (int mixed = 0; mixed < num_mixed; ++mixed) {
+std::vector<char> mix_many_of(const Mixing& mixing) {
+  const size_t rows = mixing.scales.size(), num_mixed = mixing.common.size();
+  const size_t words = (rows + 31) / 32;
+  std::vector<V> numbers(num_mixed * rows);  // by, scales, common
+  numbers.insert(numbers.end(), mixing.scales.begin(), mixing.scales.end());
+  numbers.insert(numbers.end(), mixing.common.begin(), mixing.common.end());
+  std::vector<uint32_t> named(num_mixed * words);
+  for (size_t mixed = 0; mixed < num_mixed; ++mixed) {
     for (int at = mixing.starts[mixed]; at < mixing.starts[mixed + 1]; ++at) {
-      const int k = mixing.from[at];
-      const_cast<V*>(table.by)[int64_t{mixed} * rows + k] = static_cast<V>(mixing.by[at]);
-      const_cast<uint32_t*>(table.named)[int64_t{mixed} * table.words + k / 32] |= uint32_t{1}
-                                                                                   << k % 32;
+      const size_t k = static_cast<size_t>(mixing.from[at]);
+      numbers[mixed * rows + k] = static_cast<V>(mixing.by[at]);
+      named[mixed * words + k / 32] |= uint32_t{1} << k % 32;
     }
   }
-  return room;
+  const size_t num_bytes = numbers.size() * sizeof(V);
+  std::vector<char> bytes(num_bytes + named.size() * sizeof(uint32_t));
+  std::memcpy(bytes.data(), numbers.data(), num_bytes);
+  std::memcpy(bytes.data() + num_bytes, named.data(), named.size() * sizeof(uint32_t));
+  return bytes;
 }
 
-// One coordinate of mixed rows first .. first + kTogether - 1, or up to the last one: each value,
-// `value(k)` of row k, already scaled, is read once for all of them.
-template <int kTogether, typename V, typename ValueAt>
+// Mixed rows that one thread adds up at a time.
+constexpr int kMixedTogether = 8;
+
+// One coordinate of mixed rows first .. first + kMixedTogether - 1, or up to the last one: each
+// value, `value(k)` of row k, already scaled, is read once for all of them.
+template <typename V, typename ValueAt>
 LOFT_INLINE void mix_many(const MixMany<V>& table, int first, const ValueAt& value,
-                          V (&mixed)[kTogether]) {
-  V common[kTogether];
+                          V (&mixed)[kMixedTogether]) {
+  V common[kMixedTogether];
   bool has_own = false;  // a mixed row whose weights differ
   LOFT_UNROLL
-  for (int o = 0; o < kTogether; ++o) {
+  for (int o = 0; o < kMixedTogether; ++o) {
     mixed[o] = kNothing<V>;
     common[o] = first + o < table.num_mixed ? table.common[first + o] : V{1};
     has_own = has_own || common[o] == 0;
   }
   for (int word = 0; word < table.words; ++word) {
-    uint32_t named[kTogether];
+    uint32_t named[kMixedTogether];
     LOFT_UNROLL
-    for (int o = 0; o < kTogether; ++o) {
+    for (int o = 0; o < kMixedTogether; ++o) {
       named[o] =
           first + o < table.num_mixed ? table.named[int64_t{first + o} * table.words + word] : 0;
     }
@@ -367,7 +429,7 @@ LOFT_INLINE void mix_many(const MixMany<V>& table, int first, const ValueAt& val
     const auto add = [&](int k) {
       const V one = value(begin + k);
       LOFT_UNROLL
-      for (int o = 0; o < kTogether; ++o) {
+      for (int o = 0; o < kMixedTogether; ++o) {
         if (!(named[o] >> k & 1)) continue;
         mixed[o] +=
             common[o] != 0 ? one : one * table.by[int64_t{first + o} * table.rows + begin + k];
@@ -380,17 +442,17 @@ LOFT_INLINE void mix_many(const MixMany<V>& table, int first, const ValueAt& val
       for (int k = 0; k < 32; ++k) {
         const V one = value(begin + k);
         LOFT_UNROLL
-        for (int o = 0; o < kTogether; ++o) {
+        for (int o = 0; o < kMixedTogether; ++o) {
           if (named[o] >> k & 1) mixed[o] += one;
         }
       }
     }
   }
   LOFT_UNROLL
-  for (int o = 0; o < kTogether; ++o) {
+  for (int o = 0; o < kMixedTogether; ++o) {
     if (common[o] != 0) {
       mixed[o] *= common[o];
-    } else {
+    } else {  // a mixed row, as common is 1 behind the last one
       bool has_any = false;
       for (int word = 0; word < table.words; ++word) {
         has_any = has_any || table.named[int64_t{first + o} * table.words + word];

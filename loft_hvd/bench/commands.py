@@ -11,7 +11,7 @@ from pathlib import Path
 
 from loft_hvd.aggregation.rules import RULES
 from loft_hvd.bench.collectives import AllreduceBench
-from loft_hvd.bench.cuda import judge_cuda, measure_cuda, require_cuda
+from loft_hvd.bench.cuda import describe_device, judge_cuda, measure_cuda, require_cuda
 from loft_hvd.bench.gate import goal_rows, judge_kernels, timing_rows
 from loft_hvd.bench.kernels import KernelBench, Timing, measure_kernels
 from loft_hvd.bench.peers import PEER_PACKAGES, Untimed, peer_rows, peers
@@ -140,9 +140,12 @@ def bench_kernels(
     judge_all = judge_cuda if on_cuda else judge_kernels
     timings, goals = [], []
     untimed: list[Untimed] = []
+    on_what: dict[str, object] = {}
     if on_cuda:
         # Packages in host memory, and rows in device memory: their times have nothing in common.
-        steps = measure_cuda(bench, require_cuda())
+        cuda = require_cuda()
+        on_what = {"device": describe_device(cuda)}
+        steps = measure_cuda(bench, cuda)
         reason = "takes rows in host memory here; timed without --device cuda"
         untimed += [Untimed(f"{name} {version}", None, reason) for name, version in peers().items()]
     else:
@@ -157,6 +160,7 @@ def bench_kernels(
     show(peer_rows(untimed))
     show(goal_rows(goals))
     results: dict[str, object] = {
+        **on_what,
         "peers": peers(),
         "untimed": [asdict(one) for one in untimed],
         "timings": [asdict(timing) for timing in timings],

@@ -31,6 +31,7 @@ from loft_hvd.errors import AggregationError, MissingDependencyError
 __all__ = [
     "COPY",
     "COPY_AGAIN",
+    "describe_device",
     "device_seconds",
     "judge_cuda",
     "measure_cuda",
@@ -59,6 +60,11 @@ def require_cuda() -> torch.device:
             "build it with LOFT_HVD_CUDA=1 and nvcc"
         )
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def describe_device(device: torch.device) -> dict[str, str]:
+    """Return the name of a CUDA device, and the CUDA that torch was built with."""
+    return {"name": torch.cuda.get_device_name(device), "cuda": str(torch.version.cuda)}
 
 
 def measure_cuda(bench: KernelBench, device: torch.device) -> Iterator[list[Timing]]:

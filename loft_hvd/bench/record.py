@@ -20,12 +20,11 @@ __all__ = ["check_writable", "describe_machine", "write_record"]
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return processor, cores, load, GPUs, operating system, Python and torch."""
+    """Return processor, cores, load, operating system, Python and torch."""
     return {
         "processor": _processor(),
         "allowed_cpus": allowed_cpus(),
         "load_1_min": round(os.getloadavg()[0], 2),
-        "gpus": [torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())],
         "system": platform.platform(),
         "python": platform.python_version(),
         "torch": torch.__version__,

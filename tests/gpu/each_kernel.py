@@ -50,10 +50,18 @@ KERNELS = [
     Kernel("mix, ranked, 32 rows", 128, 20, loft.NNM(loft.TrimmedMean(4))),
     Kernel("mix, one row", 256, 8, loft.MultiKrum(2)),
     Kernel("mix, any rule", 128, 7, loft.NNM(loft.Phocas(2)), weighted=True),
-    Kernel("mix, shared, one thread", 32, 40, loft.Robust(9)),
+    Kernel("mix, shared, one thread", 64, 40, loft.Robust(9)),
     Kernel("mix, shared, two lanes", 32, 70, loft.NNM(loft.TrimmedMean(9))),
     Kernel("mix, shared, Batcher", 32, 140, loft.Robust(30)),
     Kernel("mix, shared, weighted", 32, 40, loft.Robust(9), weighted=True),
+    Kernel("register, padded, 16 bits", 128, 30, loft.TrimmedMean(7), torch.float16),
+    Kernel("two lanes, 16 bits", 64, 90, loft.Phocas(20), torch.bfloat16),
+    Kernel("any rule, 64 bits", 128, 6, loft.Phocas(2), torch.float64),
+    Kernel("shared, weighted, 64 bits", 32, 40, loft.Phocas(9), torch.float64, weighted=True),
+    Kernel("mix, 64 bits", 128, 8, loft.Robust(2), torch.float64),
+    Kernel("mix, 16 bits", 256, 8, loft.Robust(2), torch.bfloat16),
+    Kernel("mix, shared, 64 bits", 32, 40, loft.Robust(9), torch.float64, weighted=True),
+    Kernel("mix, shared, 16 bits", 32, 70, loft.Robust(9), torch.float16),
 ]
 
 

@@ -23,7 +23,7 @@ from tests.support.gradients import DTYPES, assert_same_bits, hard_gradients, ru
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 # Every kernel and both sides of every limit between two of them.
-ROWS = [1, 2, 3, 4, 5, 8, 9, 16, 17, 31, 32, 33, 64, 65, 129]
+ROWS = [1, 2, 3, 4, 5, 8, 9, 16, 17, 31, 32, 33, 64, 65, 128, 129]
 
 
 def quiet_gradients(rows: int, numel: int, dtype: torch.dtype, *, seed: int) -> Tensor:
@@ -33,6 +33,14 @@ def quiet_gradients(rows: int, numel: int, dtype: torch.dtype, *, seed: int) -> 
     if rows >= 3 and numel:
         values[-1, numel // 2] = math.nan
     return values
+
+
+def common_mix(rows: int, num_mixed: int, rule: Rule) -> Mix:
+    """Return a mix with one weight a line, as of nearest neighbours."""
+    draw = np.random.default_rng(num_mixed)
+    matrix = (draw.random((num_mixed, rows)) < 0.75) / np.arange(1, num_mixed + 1)[:, None]
+    matrix[:, 0] = 1 / np.arange(1, num_mixed + 1)
+    return Mix(np.ones(rows), matrix, None, rule)
 
 
 def any_mix(rows: int, num_mixed: int, rule: Rule, weights: list[int] | None, seed: int) -> Mix:
@@ -101,6 +109,24 @@ def test_mixed_rows_have_the_bits_of_the_definition(
             assert_same_bits(found.cpu(), wanted_mixed(gradients, mix))
 
 
+@pytest.mark.parametrize("is_finite", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", ROWS)
+def test_rows_mixed_by_a_common_weight_have_the_bits_of_the_definition(
+    device: str, rows: int, dtype: torch.dtype, is_finite: bool
+) -> None:
+    if device == "cpu" and rows != 5:
+        pytest.skip("csrc/checks has the CPU's every row count")
+    gradients = hard_gradients(rows, 777, dtype, seed=rows)
+    if is_finite:
+        gradients = torch.where(gradients.isfinite(), gradients, -torch.zeros_like(gradients))
+    for num_mixed in sorted({1, (rows + 1) // 2, rows}):
+        for rule in rules_for(num_mixed):
+            mix = common_mix(rows, num_mixed, rule)
+            found, _ = aggregate_mixed(list(gradients.to(device)), mix)
+            assert_same_bits(found.cpu(), wanted_mixed(gradients, mix))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "text",
@@ -145,6 +171,18 @@ def test_diagnostics_of_mixed_rows_say_the_same_on_every_device(device: str, row
     assert found.num_outside == said.num_outside == (0,) * rows
     assert found.num_non_finite == said.num_non_finite
     assert found.squared_distance == pytest.approx(said.squared_distance, rel=1e-10)
+
+
+@gpu
+@pytest.mark.gpu
+def test_mixes_of_many_rows_are_refused_inside_a_graph(device: str) -> None:
+    if device == "cpu":
+        pytest.skip("a CPU has no graphs")
+    rows, out = torch.zeros(40, 99, device=device), torch.empty(99, device=device)
+    sums = compute.measure_rows(list(quiet_gradients(40, 99, torch.float32, seed=1)))
+    decided = compute.decide(loft.Robust(9), sums, None, precision=torch.float32)
+    with pytest.raises(ValueError, match=r"CUDA graph, which takes up to 32 rows"):
+        captured(lambda: compute.aggregate_rows(list(rows), decided, weights=None, out=out))
 
 
 @gpu
