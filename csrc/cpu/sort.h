@@ -27,8 +27,10 @@ template <typename F>
 constexpr int64_t byte_of(int64_t coordinate) {
   return coordinate * static_cast<int64_t>(sizeof(typename F::Bits));
 }
+// Bytes a row. No function is called for it: GCC 13 would say that it is used before its
+// definition.
 template <typename F>
-constexpr int kStep = static_cast<int>(byte_of<F>(F::kLanes));  // bytes a row
+constexpr int kStep = F::kLanes * static_cast<int>(sizeof(typename F::Bits));
 template <typename F>
 constexpr int kVectorsALine = kLineBytes / kStep<F> > 1 ? kLineBytes / kStep<F> : 1;
 
