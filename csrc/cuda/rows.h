@@ -305,17 +305,21 @@ LOFT_INLINE void mix_keys(const typename Stored<kDType>::Value (&values)[kTurns]
       }
     }
   };
-  V none = 0;  // the sum of values times 0: NaN where one is not finite
-  LOFT_UNROLL
-  for (int k = 0; k < kRows; ++k) {
+  // Of 32 rows the weights are more than the device's cache of constants holds: measured on an
+  // H100, 32 rows take 3.9 passes so and 2.9 by questions, 16 rows 1.4 and 1.9.
+  if constexpr (!kMindsZeros && kRows <= 16) {
+    V none = 0;  // the sum of values times 0: NaN where one is not finite
     LOFT_UNROLL
-    for (int turn = 0; turn < kTurns; ++turn) none = add_product(none, values[turn][k], V{0});
+    for (int k = 0; k < kRows; ++k) {
+      LOFT_UNROLL
+      for (int turn = 0; turn < kTurns; ++turn) none = add_product(none, values[turn][k], V{0});
+    }
+    if (table.is_quick && none == 0) {
+      return on_wires(
+          [&](int wire, V(&mixed)[kTurns]) { mix_row_quickly(values, table, wire, mixed); });
+    }
   }
-  if (!kMindsZeros && table.is_quick && none == 0) {
-    on_wires([&](int wire, V(&mixed)[kTurns]) { mix_row_quickly(values, table, wire, mixed); });
-  } else {
-    on_wires([&](int wire, V(&mixed)[kTurns]) { mix_row(values, table, wire, mixed); });
-  }
+  on_wires([&](int wire, V(&mixed)[kTurns]) { mix_row(values, table, wire, mixed); });
 }
 
 // What a rule makes of keys on its wires, and where mixed rows begin there.
