@@ -384,17 +384,21 @@ def test_device_goals_are_not_judged_where_a_reference_differs_from_itself() -> 
     ("again", "far", "status"), [(1.0, False, 0), (1.2, False, 2), (1.2, True, 1)]
 )
 def test_device_gate_ends_with_2_where_a_reference_is_noisy(
-    again: float, far: bool, status: int, monkeypatch: pytest.MonkeyPatch
+    again: float, far: bool, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     named = {COPY: 1.0, COPY_AGAIN: again, "median": 1.0, "trimmed_mean f=4": 1.0}
     named |= {"torch.median": 10.0 if far else 60.0, "torch.median again": 10.0 if far else 60.0}
     timings = [Timing(name, "", 16, 1000, ratio, ratio, 1) for name, ratio in named.items()]
+    device = {"name": "scripted", "cuda": "13.0"}
     monkeypatch.setattr(commands, "require_cuda", lambda: torch.device("cpu"))
+    monkeypatch.setattr(commands, "describe_device", lambda found: device)
     monkeypatch.setattr(commands, "measure_cuda", lambda bench, device: iter([timings]))
+    path = tmp_path / "kernels.json"
     found = commands.bench_kernels(
-        SMALL, "cuda", files=(None, None), gate=True, show=lambda rows: None
+        SMALL, "cuda", files=(str(path), None), gate=True, show=lambda rows: None
     )
     assert found == status
+    assert json.loads(path.read_text())["device"] == device
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
