@@ -67,6 +67,12 @@ def wanted_mixed(rows: Tensor, mix: Mix) -> Tensor:
     return out
 
 
+def assert_mixes(gradients: Tensor, mix: Mix, device: str) -> None:
+    """Mix on ``device`` and compare bit for bit with the definition."""
+    found, _ = aggregate_mixed(list(gradients.to(device)), mix)
+    assert_same_bits(found.cpu(), wanted_mixed(gradients, mix))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [*ROWS, 200])
 def test_distances_have_the_bits_of_the_definition(
@@ -105,8 +111,7 @@ def test_mixed_rows_have_the_bits_of_the_definition(
         weights = [1 + row % 3 for row in range(num_mixed)] if is_weighted else None
         for rule in rules_for(num_mixed):
             mix = any_mix(rows, num_mixed, rule, weights, seed=num_mixed)
-            found, _ = aggregate_mixed(list(gradients.to(device)), mix)
-            assert_same_bits(found.cpu(), wanted_mixed(gradients, mix))
+            assert_mixes(gradients, mix, device)
 
 
 @pytest.mark.parametrize("is_finite", [False, True])
@@ -122,9 +127,7 @@ def test_rows_mixed_by_a_common_weight_have_the_bits_of_the_definition(
         gradients = torch.where(gradients.isfinite(), gradients, -torch.zeros_like(gradients))
     for num_mixed in sorted({1, (rows + 1) // 2, rows}):
         for rule in rules_for(num_mixed):
-            mix = common_mix(rows, num_mixed, rule)
-            found, _ = aggregate_mixed(list(gradients.to(device)), mix)
-            assert_same_bits(found.cpu(), wanted_mixed(gradients, mix))
+            assert_mixes(gradients, common_mix(rows, num_mixed, rule), device)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
