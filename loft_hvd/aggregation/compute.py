@@ -17,7 +17,7 @@ from loft_hvd.aggregation import fallback
 from loft_hvd.aggregation.distances import distance_sums, finish_table, precision_of
 from loft_hvd.aggregation.fallback import BLOCK, Found, Judged
 from loft_hvd.aggregation.inputs import Row, address
-from loft_hvd.aggregation.mixing import Decided, Floats, mix_of, verdicts_of
+from loft_hvd.aggregation.mixing import Decided, Floats, mix_of
 from loft_hvd.aggregation.row_rules import ROW_RULES, RowRule, check_is_ours
 from loft_hvd.aggregation.rules import Rule
 from loft_hvd.config import config
@@ -205,13 +205,13 @@ def _aggregate_mixed(
         else:
             found = module.mix_cpu(*job, num_threads(), config().isa or "", diagnose_every)
         _tell_autograd(out)
-        return None if found is None else (*found, verdicts_of(mix))
+        return None if found is None else (*found, decided.verdicts)
     tensors, target = [as_tensor(row) for row in rows], as_tensor(out)
     fallback.aggregate_mixed(tensors, mix, out=target)
     if not diagnose_every:
         return None
     found = fallback.diagnose_rows(tensors, rule, weights=weights, out=target, every=diagnose_every)
-    return (*found, verdicts_of(mix))
+    return (*found, decided.verdicts)
 
 
 def _job_of(rows: Sequence[Row]) -> tuple[list[int], int, int]:

@@ -75,6 +75,8 @@ class Rows:
                 )
             _check_memory("gradients", gradients)
             rows = _cut(gradients)
+            if rows and isinstance(gradients, Tensor) and _has_plain_rows(gradients):
+                return cls(rows, int(gradients.shape[1]), is_numpy=False)  # all alike
         elif isinstance(gradients, Iterable):
             rows = tuple(gradients)
         else:
@@ -131,6 +133,13 @@ def _cut(matrix: Tensor | npt.NDArray[Any]) -> tuple[Row, ...]:
     if isinstance(matrix, Tensor):
         return matrix.detach().unbind(0)
     return tuple(matrix)
+
+
+def _has_plain_rows(matrix: Tensor) -> bool:
+    """Say whether the rows of a tensor are of a dtype that we take, and need no copy."""
+    if torch.compiler.is_compiling():
+        return False
+    return matrix.dtype in _TORCH_DTYPES and matrix.stride(1) == 1 and not matrix.is_neg()
 
 
 def _unit(row: Row) -> int:

@@ -18,6 +18,7 @@ All is float64, added up in row order, so that the same table gives the same wei
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -43,7 +44,7 @@ from loft_hvd.aggregation.row_rules import (
 from loft_hvd.aggregation.rules import Custom, Mean, MeanAroundMedian, Rule
 from loft_hvd.errors import ArgumentTypeError
 
-__all__ = ["Decided", "Floats", "Mix", "Verdicts", "mix_of", "verdicts_of"]
+__all__ = ["Decided", "Floats", "Mix", "Verdicts", "mix_of"]
 
 Floats = npt.NDArray[np.float64]
 
@@ -103,6 +104,24 @@ class Decided(Rule):
         """As the rule that has decided."""
         return self.rule.min_rows
 
+    @functools.cached_property
+    def verdicts(self) -> Verdicts:
+        """What became of each row: left out, clipped, or found twice."""
+        mix, num_rows = self.mix, len(self.mix.scales)
+        lacks = mix.matrix == 0  # [num_mixed, n]
+        # A mixed row of one row alone judges nobody: it was not mixed, or is not measured.
+        judges = (~lacks).sum(axis=1) > 1
+        is_own = np.zeros_like(lacks)
+        if len(lacks) == num_rows:  # row by row: nobody is a judge of its own
+            np.fill_diagonal(is_own, True)
+        counts = judges[:, None] & ~is_own
+        left_out = (lacks & counts).sum(axis=0) / np.maximum(counts.sum(axis=0), 1)
+        return Verdicts(
+            left_out.tolist(),
+            (mix.scales < 1).astype(np.float64).tolist(),
+            [float(is_copy) for is_copy in mix.is_copy or (False,) * num_rows],
+        )
+
     def __str__(self) -> str:
         return str(self.rule)
 
@@ -158,24 +177,6 @@ def mix_of(
     alike = (table[:-1, :-1] == 0) & ~np.eye(len(ones), dtype=np.bool_)
     is_copy = alike.any(axis=1) & (table[-1, :-1] > 0)
     return Mix(rows.scales, rows.matrix, rows.weights, inner, tuple(is_copy.tolist()))
-
-
-def verdicts_of(mix: Mix) -> Verdicts:
-    """Return what became of each row: left out, clipped, or found twice."""
-    num_rows = len(mix.scales)
-    lacks = mix.matrix == 0  # [num_mixed, n]
-    # A mixed row of one row alone judges nobody: it was not mixed, or is not measured.
-    judges = (~lacks).sum(axis=1) > 1
-    is_own = np.zeros_like(lacks)
-    if len(lacks) == num_rows:  # row by row: nobody is a judge of its own
-        np.fill_diagonal(is_own, True)
-    counts = judges[:, None] & ~is_own
-    left_out = (lacks & counts).sum(axis=0) / np.maximum(counts.sum(axis=0), 1)
-    return Verdicts(
-        left_out.tolist(),
-        (mix.scales < 1).astype(np.float64).tolist(),
-        [float(is_copy) for is_copy in mix.is_copy or (False,) * num_rows],
-    )
 
 
 # --- rules around rules

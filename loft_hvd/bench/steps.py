@@ -28,6 +28,7 @@ from loft_hvd.optimizer.distributed import DistributedOptimizer
 from loft_hvd.pipeline.buckets import ParameterSpec, lay_out
 from loft_hvd.pipeline.ring import Stage
 from loft_hvd.pipeline.selection import Scope
+from loft_hvd.pipeline.suspicion.spread import COMPARED_AFTER
 from loft_hvd.pipeline.trace import trace_of, trace_to
 from loft_hvd.transport.base import Channel
 from loft_hvd.transport.horovod import HorovodTransport, horovod_module
@@ -197,6 +198,10 @@ def measure_step(bench: StepBench, *, progress: Progress = lambda text: None) ->
     calls[f"trimmed_mean f={f}"] = ours(TrimmedMean(f))
     if bench.scopes:
         calls |= scopes()
+        # In its first steps an optimizer also compares ranks, once: no step after them does.
+        for _ in range(COMPARED_AFTER):
+            for name in (SHARDS, MODEL, SHARDS_EXPOSED, MODEL_EXPOSED):
+                calls[name]()
     num_parameters = sum(p.numel() for p in MODELS[bench.model]().parameters())
     samples = interleave(
         transport,

@@ -354,12 +354,15 @@ class Engine:
         # what others wait for.
         num_open, num_before = len(self._open), self._num_done
         try:
-            self._streams.take()
-            with torch.no_grad():
-                while self._queue and self._failure is None:
-                    self._begin(*self._queue.popleft())
-                if self._failure is None:
-                    self._open = [at for at in self._open if not self._advance_bucket(at)]
+            # Mostly nothing has come, and ranks that share cores take time from each other by
+            # asking: more than that costs only where there is something to do.
+            if self._queue or any(map(self._has_news, self._open)):
+                self._streams.take()
+                with torch.no_grad():
+                    while self._queue and self._failure is None:
+                        self._begin(*self._queue.popleft())
+                    if self._failure is None:
+                        self._open = [at for at in self._open if not self._advance_bucket(at)]
         except BaseException as error:
             self._fail(error)
         if self._failure is not None or not (self._open or self._queue):
@@ -370,6 +373,12 @@ class Engine:
         has_moved = num_open != len(self._open) or num_before != self._num_done
         self._pause = SHORTEST_SLEEP_S if has_moved else min(self._pause * 1.5, LONGEST_SLEEP_S)
         return self._pause
+
+    def _has_news(self, index: int) -> bool:
+        try:
+            return self.reductions[index].has_news
+        except BaseException as error:
+            raise locate(error, self._place(index)) from error.__cause__
 
     def _begin(self, index: int, marks: list[Any]) -> None:
         self._open.append(index)

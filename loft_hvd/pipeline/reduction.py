@@ -177,6 +177,11 @@ class BucketReduction:
         while self._to_come and len(self._under_way) < _MAX_UNDER_WAY:
             self._under_way.append(self._to_come.popleft()())
 
+    @property
+    def has_news(self) -> bool:
+        """Whether ``advance`` has something to do; asking costs little."""
+        return any(exchange.has_news for exchange in self._under_way)
+
     def advance(self) -> bool:
         """Do what can be done without waiting, and say whether the result is there."""
         with self._on_device():

@@ -180,6 +180,11 @@ class Exchange:
         self._steps = self._way(self._enter, source, result, weights)
         self._next()
 
+    @property
+    def has_news(self) -> bool:
+        """Whether what is in flight is done, or nothing is."""
+        return self._work is None or self._work.done()
+
     def advance(self) -> bool:
         """Go as far as is possible without waiting, and say whether all steps are done."""
         while self._work is not None:

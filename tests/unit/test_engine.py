@@ -211,6 +211,35 @@ def test_an_error_in_the_thread_is_raised_by_step_as_it_is_and_says_where() -> N
         assert "bucket 0 (p3 .. p0) in pack" in note
 
 
+class Unanswering:
+    """An operation that cannot say whether it is done."""
+
+    watch = None
+
+    def done(self) -> bool:
+        raise TransportError("the engine has lost it")
+
+    def finish(self) -> None:
+        raise AssertionError("nobody knows that it is done")
+
+
+def test_an_error_of_asking_whether_values_have_come_says_where() -> None:
+    class Losing(LocalTransport):
+        def alltoall(self, *_: Any, **__: Any) -> Any:
+            return Unanswering()
+
+    def work(end: LocalTransport) -> str:
+        params = make_parameters()
+        optimizer = wrap(params, Losing(end._world, end.rank), rule=loft.TrimmedMean(1))
+        give_gradients(params)
+        with pytest.raises(TransportError) as caught:
+            optimizer.step()
+        return str(caught.value)
+
+    for message in run_ranks(3, work):
+        assert "bucket 0 (p3 .. p0) in all-to-all: the engine has lost it" in message
+
+
 def test_an_error_in_the_thread_is_raised_in_the_next_backward_pass() -> None:
     def work(transport: LocalTransport) -> str:
         params = make_parameters()
