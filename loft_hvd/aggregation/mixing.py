@@ -530,8 +530,9 @@ def _table_of(rows: _Rows, by: Floats) -> Floats:
     finite = np.where(np.isfinite(rows.table), rows.table, 0.0)
     cross = _product(full, _product(finite, full.T))
     halves = np.diag(cross) / 2
-    table = np.maximum(cross - halves[:, None] - halves, 0.0)
-    np.fill_diagonal(table, 0.0)
+    # Both halves the same, whatever roundings say: two rows are as far from each other either way.
+    upper = np.triu(np.maximum(cross - halves[:, None] - halves, 0.0), 1)
+    table: Floats = upper + upper.T
     # A mix of a row that is not measured is not either.
     is_lost = (by[:, ~rows.is_measured] != 0).any(axis=1)
     lost = np.append(is_lost, False)

@@ -219,6 +219,19 @@ def best_set(rows: Rows, text: str) -> list[int]:
     return min(sets, key=lambda each: float(squared(rows[each]).max()))
 
 
+@pytest.mark.parametrize("seed", [3041, 4670])
+def test_mixed_rows_that_tie_are_as_far_apart_either_way(seed: int) -> None:
+    """Once rounding made a distance larger than the same one taken back, and no set was found."""
+    rows: Rows = np.random.default_rng(seed).integers(0, 3, (11, 3)) * np.float64(1.05)
+    mixed = nnm(rows, 2)
+    result = loft.aggregate(rows, loft.parse_rule("nnm+minimum_diameter:f=2"))
+    sets = [list(each) for each in itertools.combinations(range(11), 9)]
+    least = min(squared(mixed[each]).max() for each in sets)
+    # Of several sets with ties it may be any.
+    found = [each for each in sets if np.allclose(mixed[each].mean(axis=0), result)]
+    assert any(squared(mixed[each]).max() <= least * (1 + 1e-12) for each in found)
+
+
 # --- traps that published rules fall into
 
 WRONG = [float("nan"), float("inf"), -float("inf"), 1e30, 3e38, 1e17, 1e9]
