@@ -138,7 +138,7 @@ def _cut(matrix: Tensor | npt.NDArray[Any]) -> tuple[Row, ...]:
 def _has_plain_rows(matrix: Tensor) -> bool:
     """Say whether the rows of a tensor are of a dtype that we take, and need no copy."""
     if torch.compiler.is_compiling():
-        return False
+        return False  # a graph follows the checks of single rows
     return matrix.dtype in _TORCH_DTYPES and matrix.stride(1) == 1 and not matrix.is_neg()
 
 

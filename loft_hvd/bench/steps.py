@@ -198,9 +198,12 @@ def measure_step(bench: StepBench, *, progress: Progress = lambda text: None) ->
     calls[f"trimmed_mean f={f}"] = ours(TrimmedMean(f))
     if bench.scopes:
         calls |= scopes()
-        # In its first steps an optimizer also compares ranks, once: no step after them does.
+        # In its first steps an optimizer notes some coordinates of each gradient, to compare ranks
+        # once: no step after them does.
+        progress(f"{bench.model}, {COMPARED_AFTER} steps of each rule before the first round")
+        robust = ("median", f"trimmed_mean f={f}", SHARDS, MODEL, SHARDS_EXPOSED, MODEL_EXPOSED)
         for _ in range(COMPARED_AFTER):
-            for name in (SHARDS, MODEL, SHARDS_EXPOSED, MODEL_EXPOSED):
+            for name in robust:
                 calls[name]()
     num_parameters = sum(p.numel() for p in MODELS[bench.model]().parameters())
     samples = interleave(

@@ -354,10 +354,11 @@ class Engine:
         # what others wait for.
         num_open, num_before = len(self._open), self._num_done
         try:
+            # Also where nothing is left to do: what the thread before has queued comes first.
+            self._streams.take()
             # Mostly nothing has come, and ranks that share cores take time from each other by
             # asking: more than that costs only where there is something to do.
-            if self._queue or any(map(self._has_news, self._open)):
-                self._streams.take()
+            if self._queue or any(map(self._can_advance, self._open)):
                 with torch.no_grad():
                     while self._queue and self._failure is None:
                         self._begin(*self._queue.popleft())
@@ -374,8 +375,8 @@ class Engine:
         self._pause = SHORTEST_SLEEP_S if has_moved else min(self._pause * 1.5, LONGEST_SLEEP_S)
         return self._pause
 
-    def _has_news(self, index: int) -> bool:
-        try:
+    def _can_advance(self, index: int) -> bool:
+        try:  # not ``_located``, which would take longer than asking
             return self.reductions[index].has_news
         except BaseException as error:
             raise locate(error, self._place(index)) from error.__cause__

@@ -180,7 +180,7 @@ class BucketReduction:
     @property
     def has_news(self) -> bool:
         """Whether ``advance`` has something to do; asking costs little."""
-        return any(exchange.has_news for exchange in self._under_way)
+        return not self._under_way or any(exchange.has_news for exchange in self._under_way)
 
     def advance(self) -> bool:
         """Do what can be done without waiting, and say whether the result is there."""

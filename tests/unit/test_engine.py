@@ -171,6 +171,25 @@ def test_whoever_moves_a_bucket_on_follows_those_who_did_before(
     assert followed == [True] * 4
 
 
+def test_who_finds_all_done_follows_who_did_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a script on a stream of its own would read results before they are there."""
+    streams = FakeStreams(monkeypatch)
+    buckets = lay_out([ParameterSpec("w", (50,), torch.float32)], bucket_bytes=1 << 20)
+
+    def work(end: LocalTransport) -> frozenset[str]:
+        def pack(bucket: Bucket, values: Tensor) -> None:
+            streams.current.queue("pack")
+
+        engine = Engine(Channel(end, "loft", 30.0), buckets, [loft.Median()], pack=pack)
+        engine.start(0)
+        wait_until(lambda: engine._num_done == 1)  # by its thread
+        engine.finish()
+        engine.close()
+        return streams.current.before
+
+    assert all("pack" in before for before in run_ranks(2, work))
+
+
 # Errors.
 
 
