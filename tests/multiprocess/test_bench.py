@@ -39,7 +39,8 @@ def test_bench_step_times_whole_steps_and_traces_their_stages(tmp_path: Path) ->
     options = {"model": "resnet18", "batch": 2, "rounds": 3, "trace": str(tmp_path / "t.json")}
     told: list[str] = []
     found = run_bench("step", {**options, "scopes": True}, BenchJob(2), progress=told.append)
-    assert told == [f"resnet18, {n} of 3 rounds" for n in (1, 2, 3)]
+    assert told[0] == "resnet18, 50 steps of each rule before the first round"
+    assert told[1:] == [f"resnet18, {n} of 3 rounds" for n in (1, 2, 3)]
     cost = cost_of(found["resnet18"], "trimmed_mean f=0")
     assert 0 < cost.exposed_formula_s < cost.step_formula_s < 10
     assert min(cost.step_s, cost.exposed_s, cost.shards_step_s, cost.shards_exposed_s) > 0
