@@ -71,6 +71,8 @@ class Mix(NamedTuple):
     weights: list[int] | None  # of the mixed rows, all > 0; None for equal ones
     rule: Rule  # coordinate-wise: aggregates the mixed rows
     is_copy: tuple[bool, ...] = ()  # [n]: equals another row, and is not all zeros; or not known
+    # [n, n]: of which rows nearest-neighbour mixing has made each one. None where nothing mixed so.
+    near: Floats | None = None
 
 
 class Verdicts(NamedTuple):
@@ -108,7 +110,8 @@ class Decided(Rule):
     def verdicts(self) -> Verdicts:
         """What became of each row: left out, clipped, or found twice."""
         mix, num_rows = self.mix, len(self.mix.scales)
-        lacks = mix.matrix == 0  # [num_mixed, n]
+        # What followed the neighbourhoods may keep few of them; all of them judge.
+        lacks = (mix.matrix if mix.near is None else mix.near) == 0  # [num_mixed, n]
         # A mixed row of one row alone judges nobody: it was not mixed, or is not measured.
         judges = (~lacks).sum(axis=1) > 1
         is_own = np.zeros_like(lacks)
@@ -135,6 +138,7 @@ class _Rows(NamedTuple):
     weights: list[int] | None  # [m]
     reach: float  # one of _REACH
     is_mixed: bool = False  # else the matrix is that of ones on the diagonal
+    near: Floats | None = None  # as `Mix.near`
 
     @property
     def distances(self) -> Floats:
@@ -176,7 +180,7 @@ def mix_of(
     # Zeros are no copies: of an embedding's rows two batches may use none.
     alike = (table[:-1, :-1] == 0) & ~np.eye(len(ones), dtype=np.bool_)
     is_copy = alike.any(axis=1) & (table[-1, :-1] > 0)
-    return Mix(rows.scales, rows.matrix, rows.weights, inner, tuple(is_copy.tolist()))
+    return Mix(rows.scales, rows.matrix, rows.weights, inner, tuple(is_copy.tolist()), rows.near)
 
 
 # --- rules around rules
@@ -228,7 +232,8 @@ def _nnm(rule: Any, rows: _Rows) -> tuple[_Rows, Rule]:
     lost = np.flatnonzero(~rows.is_measured)
     by[lost], by[lost, lost] = 0.0, 1.0
     by /= _sum(by.T)[:, None]
-    return _mixed(rows, by, None, rule.rule)
+    mixed, inner = _mixed(rows, by, None, rule.rule)
+    return mixed._replace(near=rows.near if rows.is_mixed else by), inner
 
 
 def _bucketing(rule: Any, rows: _Rows) -> tuple[_Rows, Rule]:
@@ -518,7 +523,8 @@ def _mixed(rows: _Rows, by: Floats, weights: list[int] | None, inner: Rule) -> t
     """Mix rows by the weights ``by``, [num_mixed, m], for ``inner`` to aggregate."""
     matrix = _product(by, rows.matrix)
     table = _table_of(rows, by) if isinstance(inner, RowRule) else rows.table
-    return _Rows(rows.scales, matrix, table, weights, rows.reach, is_mixed=True), inner
+    changed = rows._replace(matrix=matrix, table=table, weights=weights, is_mixed=True)
+    return changed, inner
 
 
 def _table_of(rows: _Rows, by: Floats) -> Floats:
