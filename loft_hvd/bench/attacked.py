@@ -5,6 +5,10 @@ attackers make their rows of the honest ones; loft_hvd's own kernels aggregate; 
 What is not there is what carries rows from rank to rank, which changes no value. Gradients of all
 runs are computed together (one batched product instead of one a run); rules and attacks run by run.
 
+Which ranks attack is drawn for each seed: of rows that are equally good several rules take that of
+the lower rank. A rule that draws, as some of ByzFL's do, draws the same when an attack tries it and
+when it then aggregates: what all ranks must draw alike the attackers know.
+
 Worker momentum is ``m = s / w`` with ``s = b s + g`` and ``w = b w + 1``: all workers draw equally
 many samples. "SGD momentum" keeps one buffer behind the rule instead, as torch's optimizer does.
 """
@@ -24,7 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from loft_hvd.aggregation.rules import Rule
+from loft_hvd.aggregation.aggregate import aggregate
+from loft_hvd.aggregation.rules import Custom, Rule
 from loft_hvd.attacks import (
     ALIE,
     IPM,
@@ -323,14 +328,25 @@ class _Aggregator:
     """A trial's attack and rule, and by what values the rule judges rows."""
 
     def __init__(self, trial: Trial, setting: Setting, numel: int) -> None:
-        self._rule, self._attack_name = trial.defence.rule(setting.f), trial.attack
+        self._inner, self._attack_name = trial.defence.rule(setting.f), trial.attack
+        self._rule = Custom(self._aggregate_by_rank, f=setting.f)
         self._f, self._num_workers = setting.f, setting.num_workers
+        draw = torch.Generator().manual_seed(trial.seed)
+        self._ranks = torch.randperm(setting.num_workers, generator=draw)
+        self._num_steps = 0
         self._judge_in(trial.defence.shards(setting.num_workers))
         self._watch = _SpreadNotes(setting.num_workers, numel) if trial.defence.is_auto else None
 
     def _judge_in(self, shards: int) -> None:
         self.shards = shards
         self._attack = make_attack(self._attack_name, self._rule, shards)
+
+    def _aggregate_by_rank(self, rows: Tensor) -> Tensor:
+        """Aggregate rows of the honest and then the attackers, as the ranks hold them."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self._num_steps)
+            result: Tensor = aggregate(rows[self._ranks], self._inner)
+        return result
 
     def aggregate(self, rows: Tensor, *, gradients: Tensor) -> Tensor:
         """Return the aggregate of what workers send and of the attackers' rows.
@@ -339,6 +355,7 @@ class _Aggregator:
             rows: of the workers that compute, [workers, numel].
             gradients: theirs in this step, of which ``rows`` may be averages over time.
         """
+        self._num_steps += 1
         made = [] if self._attack is None else [self._attack(rows, num_rows=self._f)]
         result = aggregate_in_shards(torch.cat([rows, *made]), self._rule, shards=self.shards)
         if self._watch is not None:

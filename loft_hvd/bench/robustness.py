@@ -46,6 +46,9 @@ __all__ = [
     "robustness_goal_rows",
 ]
 
+# How runs were made, in files of kept ones. Until 2026-11-26 the last ranks attacked, not drawn
+# ones, and lines ended without it: those are run anew.
+_MADE = "ranks drawn"
 _CHUNK = 10  # runs that are computed together: their gradients stay in the caches
 _CLEAN = "mean"  # what "clean" accuracy is that of: worker momentum, shuffled, nobody attacking
 _ADVISED, _DEFAULT, _IN_SHARDS = "robust", "robust, scope auto", "robust in shards"
@@ -130,7 +133,8 @@ class KeptRuns:
     @staticmethod
     def _key(setting: Setting, trial: Trial) -> list[object]:
         """Return all that decides a run's result, but the code."""
-        return [*astuple(setting), trial.defence.name, trial.attack, trial.skew, trial.seed]
+        of_trial = (trial.defence.name, trial.attack, trial.skew, trial.seed)
+        return [*astuple(setting), *of_trial, _MADE]
 
     def get(self, setting: Setting, trial: Trial) -> float | None:
         """Return a run's accuracy, or None if it has not been run."""

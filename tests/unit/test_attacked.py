@@ -7,8 +7,10 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 import loft_hvd as loft
+from loft_hvd.aggregation.rules import Custom
 from loft_hvd.bench import attacked
 from loft_hvd.bench.attacked import ATTACKS, NONE, Setting, Trial, count_computing, train
 from loft_hvd.bench.defences import Defence
@@ -128,3 +130,48 @@ def test_unknown_models_and_attacks_are_refused() -> None:
         train([trial()], dataclasses.replace(SETTING, model="lstm"))
     with pytest.raises(ArgumentError, match="'gas' is unknown"):
         train([trial(attack="gas")], SETTING)
+
+
+def watching(found: list[Tensor], draws: list[float]) -> Defence:
+    """Return a mean that notes the rows that it is given, and draws as ByzFL's rules do."""
+
+    def aggregate(rows: Tensor) -> Tensor:
+        found.append(rows.clone())
+        draws.append(float(torch.rand(())))
+        return rows.mean(dim=0)
+
+    class Watching(Defence):
+        def rule(self, f: int) -> Custom:
+            return Custom(aggregate, f=f)
+
+    return Watching("mean")
+
+
+def places(seed: int) -> list[int]:
+    """Return which two of 8 ranks attack."""
+    found: list[Tensor] = []
+    setting = Setting("mlp", 8, 2)
+    watched = Trial(watching(found, []), "IPM 0.1", "shuffled", seed)
+    aggregator = attacked._Aggregator(watched, setting, 3)
+    rows = torch.ones(6, 3)
+    aggregator.aggregate(rows, gradients=rows)
+    return (found[0][:, 0] < 0).nonzero().flatten().tolist()
+
+
+def test_which_ranks_attack_is_drawn_for_each_seed() -> None:
+    drawn = [places(seed) for seed in range(40)]
+    assert {len(ranks) for ranks in drawn} == {2}
+    assert drawn == [places(seed) for seed in range(40)]
+    assert {rank for ranks in drawn for rank in ranks} == set(range(8))
+
+
+def test_an_attack_tries_the_rule_with_the_draws_that_it_will_make() -> None:
+    draws: list[float] = []
+    watched = Trial(watching([], draws), "optimised IPM", "shuffled", 0)
+    aggregator = attacked._Aggregator(watched, Setting("mlp", 8, 2), 3)
+    for _ in range(2):
+        aggregator.aggregate(torch.randn(6, 3), gradients=torch.zeros(6, 3))
+    first, second = draws[: len(draws) // 2], draws[len(draws) // 2 :]
+    assert len(first) > 2
+    assert len(set(first)) == len(set(second)) == 1
+    assert first[0] != second[0]

@@ -219,7 +219,6 @@ def test_neighbourhoods_judge_whatever_is_made_of_the_mixed_rows(inner: str) -> 
     assert found.left_out == wanted.left_out
 
 
-
 def test_who_is_farther_than_the_others_is_in_nobodys_neighbourhood() -> None:
     rows = torch.randn(5, 200, generator=torch.Generator().manual_seed(5))
     rows[3] += 10.0
