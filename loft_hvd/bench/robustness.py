@@ -328,6 +328,7 @@ class RobustnessGoal:
     found: float  # percent, or points
     limit: float
     is_least: bool  # whether ``limit`` is the least allowed, or the most
+    error: float | None = None  # standard error of ``found``, where seeds say
 
     @property
     def is_met(self) -> bool:
@@ -373,42 +374,46 @@ def judge_robustness(cells: Sequence[Cell]) -> list[RobustnessGoal]:
             if num_workers in _LEAST_LEFT.get(skew, {}):
                 limit = _LEAST_LEFT[skew][num_workers]
                 goals.append(RobustnessGoal(worst, ours.worst, limit, True))
-        goals += _against_others(found, (model, num_workers, f), place)
+        own = [c for c in cells if (c.model, c.num_workers, c.f) == (model, num_workers, f)]
+        goals += _against_others(own, place)
     return goals
 
 
-def _against_others(
-    found: Mapping[_Key, _Summary], key: tuple[str, int, int], place: str
-) -> list[RobustnessGoal]:
+def _against_others(cells: Sequence[Cell], place: str) -> list[RobustnessGoal]:
     """Compare worst cases over all skews and attacks of ours: no rule may be much better."""
-    cells: dict[str, dict[tuple[str, str], float]] = defaultdict(dict)  # by rule: of skew, attack
-    for (model, num_workers, f, name, skew), summary in found.items():
-        if (model, num_workers, f) == key:
-            cells[name] |= {(skew, attack): a for attack, a in summary.attacked.items()}
+    found: dict[str, dict[tuple[str, str], Cell]] = defaultdict(dict)  # by rule: of skew, attack
+    for cell in cells:
+        if cell.attack != NONE:
+            found[cell.defence][cell.skew, cell.attack] = cell
     goals = []
-    for ours in (name for name in _JUDGED if cells.get(name)):
+    for ours in (name for name in _JUDGED if found.get(name)):
         # Only against rules that met all that ours met.
-        others = {
-            name: min(own[cell] for cell in cells[ours])
-            for name, own in cells.items()
-            if name not in (*_JUDGED, _IN_SHARDS) and own.keys() >= cells[ours].keys()
+        worst = {
+            name: min((own[at] for at in found[ours]), key=lambda cell: cell.accuracy)
+            for name, own in found.items()
+            if name == ours
+            or (name not in (*_JUDGED, _IN_SHARDS) and own.keys() >= found[ours].keys())
         }
-        if others:
-            best = max(others, key=others.__getitem__)
-            ahead = others[best] - min(cells[ours].values())
+        least = worst.pop(ours)
+        if worst:
+            best = max(worst, key=lambda name: worst[name].accuracy)
             what = f"{place}: points that {best} is better in its worst case than {ours}"
-            goals.append(RobustnessGoal(what, ahead, _MOST_BEHIND, False))
+            # A seed has the same data, first weights and attackers for both.
+            ahead = [a - b for a, b in zip(worst[best].by_seed, least.by_seed, strict=True)]
+            error = statistics.stdev(ahead) / len(ahead) ** 0.5 if len(ahead) > 1 else None
+            points = worst[best].accuracy - least.accuracy
+            goals.append(RobustnessGoal(what, points, _MOST_BEHIND, False, error))
     return goals
 
 
 def robustness_goal_rows(goals: Sequence[RobustnessGoal]) -> list[list[str]]:
-    """Return the goals as a table with a header."""
+    """Return the goals as a table with a header; "se" is a standard error, over seeds."""
     return [
         ["goal", "found", "limit", ""],
         *(
             [
                 goal.what,
-                f"{goal.found:.1f}",
+                f"{goal.found:.1f}" + ("" if goal.error is None else f" (se {goal.error:.1f})"),
                 f"{'>=' if goal.is_least else '<='} {goal.limit:g}",
                 "met" if goal.is_met else "missed",
             ]

@@ -152,6 +152,17 @@ def test_others_are_judged_against_the_default_too() -> None:
         assert not any("better" in one.what for one in judge_robustness([*cells, *more]))
 
 
+def test_what_another_is_ahead_has_a_standard_error_over_seeds() -> None:
+    ours, other = cells_of({(rule, "sorted", "mimic"): 0.0 for rule in ("robust", "median")})
+    cells = [replace(ours, by_seed=(60.0, 70.0)), replace(other, by_seed=(66.0, 72.0))]
+    (goal,) = (one for one in judge_robustness(cells) if "better" in one.what)
+    assert goal.error == pytest.approx(2.0)  # of 6 and 2
+    assert robustness_goal_rows([goal])[1][1] == "4.0 (se 2.0)"
+    alone = [replace(cell, by_seed=cell.by_seed[:1]) for cell in cells]
+    (goal,) = (one for one in judge_robustness(alone) if "better" in one.what)
+    assert robustness_goal_rows([goal])[1][1] == "6.0"
+
+
 def test_clean_runs_are_made_along_where_goals_are_judged_by_them() -> None:
     pytest.importorskip("sklearn", reason="the digits ship inside scikit-learn")
     few = replace(QUICK, skews=("sorted",), attacks=("IPM 0.1",), seeds=1)
