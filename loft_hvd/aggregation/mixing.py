@@ -71,8 +71,8 @@ class Mix(NamedTuple):
     weights: list[int] | None  # of the mixed rows, all > 0; None for equal ones
     rule: Rule  # coordinate-wise: aggregates the mixed rows
     is_copy: tuple[bool, ...] = ()  # [n]: equals another row, and is not all zeros; or not known
-    # [n, n]: of which rows nearest-neighbour mixing has made each one. None where nothing mixed so.
-    near: Floats | None = None
+    # [num_rows, n]: which rows the neighbourhood of each row holds, of the first NNM; None without.
+    near: npt.NDArray[np.bool_] | None = None
 
 
 class Verdicts(NamedTuple):
@@ -110,8 +110,8 @@ class Decided(Rule):
     def verdicts(self) -> Verdicts:
         """What became of each row: left out, clipped, or found twice."""
         mix, num_rows = self.mix, len(self.mix.scales)
-        # What followed the neighbourhoods may keep few of them; all of them judge.
-        lacks = (mix.matrix if mix.near is None else mix.near) == 0  # [num_mixed, n]
+        # A rule after NNM may keep few mixed rows; every neighbourhood still counts.
+        lacks = mix.matrix == 0 if mix.near is None else ~mix.near  # [num_mixed, n]
         # A mixed row of one row alone judges nobody: it was not mixed, or is not measured.
         judges = (~lacks).sum(axis=1) > 1
         is_own = np.zeros_like(lacks)
@@ -138,7 +138,7 @@ class _Rows(NamedTuple):
     weights: list[int] | None  # [m]
     reach: float  # one of _REACH
     is_mixed: bool = False  # else the matrix is that of ones on the diagonal
-    near: Floats | None = None  # as `Mix.near`
+    near: npt.NDArray[np.bool_] | None = None  # as `Mix.near`
 
     @property
     def distances(self) -> Floats:
@@ -233,7 +233,7 @@ def _nnm(rule: Any, rows: _Rows) -> tuple[_Rows, Rule]:
     by[lost], by[lost, lost] = 0.0, 1.0
     by /= _sum(by.T)[:, None]
     mixed, inner = _mixed(rows, by, None, rule.rule)
-    return mixed._replace(near=rows.near if rows.is_mixed else by), inner
+    return mixed if rows.near is not None else mixed._replace(near=mixed.matrix != 0), inner
 
 
 def _bucketing(rule: Any, rows: _Rows) -> tuple[_Rows, Rule]:

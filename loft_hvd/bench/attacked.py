@@ -5,9 +5,10 @@ attackers make their rows of the honest ones; loft_hvd's own kernels aggregate; 
 What is not there is what carries rows from rank to rank, which changes no value. Gradients of all
 runs are computed together (one batched product instead of one a run); rules and attacks run by run.
 
-Which ranks attack is drawn for each seed: of rows that are equally good several rules take that of
-the lower rank. A rule that draws, as some of ByzFL's do, draws the same when an attack tries it and
-when it then aggregates: what all ranks must draw alike the attackers know.
+Which ranks attack depends on the seed, as several rules break ties in favour of the lower rank; in
+``ceil(workers / f)`` seeds every rank has attacked. A rule that draws, as some of ByzFL's do, draws
+the same when an attack tries it and when it then aggregates: all ranks must draw alike, so
+attackers know the draws.
 
 Worker momentum is ``m = s / w`` with ``s = b s + g`` and ``w = b w + 1``: all workers draw equally
 many samples. "SGD momentum" keeps one buffer behind the rule instead, as torch's optimizer does.
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from loft_hvd.aggregation.aggregate import aggregate
+from loft_hvd.aggregation.compute import aggregate_rows
 from loft_hvd.aggregation.rules import Custom, Rule
 from loft_hvd.attacks import (
     ALIE,
@@ -96,7 +98,7 @@ class Trial:
     defence: Defence
     attack: str  # one of ATTACKS
     skew: str  # one of SKEWS
-    seed: int  # of data and first weights
+    seed: int  # of data, first weights, which ranks attack, and a rule's draws
 
 
 class Digits(NamedTuple):
@@ -324,16 +326,31 @@ def train(
     return accuracies
 
 
+def row_by_rank(setting: Setting, seed: int) -> list[int]:
+    """Return which row each rank holds, of those of the honest and then of the attackers."""
+    num_workers, f = setting.num_workers, setting.f
+    # One order of ranks, of which each seed takes the next f: five seeds that each drew f of 8
+    # would leave out 2 ranks, one of which may be rank 0.
+    order = torch.randperm(num_workers, generator=torch.Generator().manual_seed(0)).tolist()
+    attackers = [order[(seed * f + at) % num_workers] for at in range(f)]
+    honest = torch.randperm(num_workers - f, generator=torch.Generator().manual_seed(seed))
+    row_of = dict(zip(attackers, range(num_workers - f, num_workers), strict=True))
+    others = [rank for rank in range(num_workers) if rank not in row_of]
+    row_of |= dict(zip(others, honest.tolist(), strict=True))
+    return [row_of[rank] for rank in range(num_workers)]
+
+
 class _Aggregator:
     """A trial's attack and rule, and by what values the rule judges rows."""
 
     def __init__(self, trial: Trial, setting: Setting, numel: int) -> None:
         self._inner, self._attack_name = trial.defence.rule(setting.f), trial.attack
-        self._rule = Custom(self._aggregate_by_rank, f=setting.f)
+        self._rule = self._inner
+        if self._inner.sees_rows:  # others see no order of rows
+            self._rule = Custom(self._aggregate_by_rank, f=self._inner.f)
         self._f, self._num_workers = setting.f, setting.num_workers
-        draw = torch.Generator().manual_seed(trial.seed)
-        self._ranks = torch.randperm(setting.num_workers, generator=draw)
-        self._num_steps = 0
+        self._row_by_rank = row_by_rank(setting, trial.seed)
+        self._draw = trial.seed * 1_000_000  # a step's; no run has so many
         self._judge_in(trial.defence.shards(setting.num_workers))
         self._watch = _SpreadNotes(setting.num_workers, numel) if trial.defence.is_auto else None
 
@@ -343,10 +360,16 @@ class _Aggregator:
 
     def _aggregate_by_rank(self, rows: Tensor) -> Tensor:
         """Aggregate rows of the honest and then the attackers, as the ranks hold them."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self._num_steps)
-            result: Tensor = aggregate(rows[self._ranks], self._inner)
-        return result
+        by_rank = [rows[row] for row in self._row_by_rank]
+        out = torch.empty_like(rows[0])
+        if isinstance(self._inner, Custom):
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(self._draw)
+                aggregate(by_rank, self._inner, out=out)
+        else:
+            self._inner.check(len(rows))
+            aggregate_rows(by_rank, self._inner, weights=None, out=out)
+        return out
 
     def aggregate(self, rows: Tensor, *, gradients: Tensor) -> Tensor:
         """Return the aggregate of what workers send and of the attackers' rows.
@@ -355,7 +378,7 @@ class _Aggregator:
             rows: of the workers that compute, [workers, numel].
             gradients: theirs in this step, of which ``rows`` may be averages over time.
         """
-        self._num_steps += 1
+        self._draw += 1
         made = [] if self._attack is None else [self._attack(rows, num_rows=self._f)]
         result = aggregate_in_shards(torch.cat([rows, *made]), self._rule, shards=self.shards)
         if self._watch is not None:

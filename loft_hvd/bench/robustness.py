@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -46,9 +46,9 @@ __all__ = [
     "robustness_goal_rows",
 ]
 
-# How runs were made, in files of kept ones. Until 2026-11-26 the last ranks attacked, not drawn
-# ones, and lines ended without it: those are run anew.
-_MADE = "ranks drawn"
+# How runs are made, in files of kept ones. Until 2026-11-26 the last ranks attacked in every seed,
+# and lines had no such word: those are run anew.
+_MADE = "ranks by seed"
 _CHUNK = 10  # runs that are computed together: their gradients stay in the caches
 _CLEAN = "mean"  # what "clean" accuracy is that of: worker momentum, shuffled, nobody attacking
 _ADVISED, _DEFAULT, _IN_SHARDS = "robust", "robust, scope auto", "robust in shards"
@@ -132,7 +132,7 @@ class KeptRuns:
 
     @staticmethod
     def _key(setting: Setting, trial: Trial) -> list[object]:
-        """Return all that decides a run's result, but the code."""
+        """Return all that decides a run's result; of the code what ``_MADE`` says."""
         of_trial = (trial.defence.name, trial.attack, trial.skew, trial.seed)
         return [*astuple(setting), *of_trial, _MADE]
 
@@ -328,7 +328,7 @@ class RobustnessGoal:
     found: float  # percent, or points
     limit: float
     is_least: bool  # whether ``limit`` is the least allowed, or the most
-    error: float | None = None  # standard error of ``found``, where seeds say
+    standard_error: float | None = None  # of ``found``; None of one seed, and of other goals
 
     @property
     def is_met(self) -> bool:
@@ -387,33 +387,42 @@ def _against_others(cells: Sequence[Cell], place: str) -> list[RobustnessGoal]:
             found[cell.defence][cell.skew, cell.attack] = cell
     goals = []
     for ours in (name for name in _JUDGED if found.get(name)):
-        # Only against rules that met all that ours met.
-        worst = {
-            name: min((own[at] for at in found[ours]), key=lambda cell: cell.accuracy)
+        met = found[ours]
+        # Only rules that met all that ours met.
+        others = {
+            name: _worst(own[at] for at in met)
             for name, own in found.items()
-            if name == ours
-            or (name not in (*_JUDGED, _IN_SHARDS) and own.keys() >= found[ours].keys())
+            if name not in (*_JUDGED, _IN_SHARDS) and own.keys() >= met.keys()
         }
-        least = worst.pop(ours)
-        if worst:
-            best = max(worst, key=lambda name: worst[name].accuracy)
-            what = f"{place}: points that {best} is better in its worst case than {ours}"
-            # A seed has the same data, first weights and attackers for both.
-            ahead = [a - b for a, b in zip(worst[best].by_seed, least.by_seed, strict=True)]
-            error = statistics.stdev(ahead) / len(ahead) ** 0.5 if len(ahead) > 1 else None
-            points = worst[best].accuracy - least.accuracy
-            goals.append(RobustnessGoal(what, points, _MOST_BEHIND, False, error))
+        if not others:
+            continue
+        best = max(others, key=lambda name: others[name].accuracy)
+        what = f"{place}: points that {best} is better in its worst case than {ours}"
+        worst = _worst(met.values())
+        ahead = [a - b for a, b in zip(others[best].by_seed, worst.by_seed, strict=True)]
+        error = statistics.stdev(ahead) / len(ahead) ** 0.5 if len(ahead) > 1 else None
+        points = others[best].accuracy - worst.accuracy
+        goals.append(RobustnessGoal(what, points, _MOST_BEHIND, False, error))
     return goals
 
 
+def _worst(cells: Iterable[Cell]) -> Cell:
+    return min(cells, key=lambda cell: cell.accuracy)
+
+
 def robustness_goal_rows(goals: Sequence[RobustnessGoal]) -> list[list[str]]:
-    """Return the goals as a table with a header; "se" is a standard error, over seeds."""
+    """Return the goals as a table with a header.
+
+    "se" is a standard error over seeds, of the difference of two worst cells. That the same seeds
+    have chosen these cells as the worst is not in it.
+    """
     return [
         ["goal", "found", "limit", ""],
         *(
             [
                 goal.what,
-                f"{goal.found:.1f}" + ("" if goal.error is None else f" (se {goal.error:.1f})"),
+                f"{goal.found:.1f}"
+                + ("" if goal.standard_error is None else f" (se {goal.standard_error:.1f})"),
                 f"{'>=' if goal.is_least else '<='} {goal.limit:g}",
                 "met" if goal.is_met else "missed",
             ]

@@ -147,31 +147,51 @@ def watching(found: list[Tensor], draws: list[float]) -> Defence:
     return Watching("mean")
 
 
-def places(seed: int) -> list[int]:
-    """Return which two of 8 ranks attack."""
+EIGHT = Setting("mlp", 8, 2)
+
+
+@pytest.mark.parametrize(("attack", "num_rows"), [("IPM 0.1", 6), ("label flip", 8)])
+def test_ranks_hold_the_rows_of_the_honest_and_of_the_attackers(attack: str, num_rows: int) -> None:
     found: list[Tensor] = []
-    setting = Setting("mlp", 8, 2)
-    watched = Trial(watching(found, []), "IPM 0.1", "shuffled", seed)
-    aggregator = attacked._Aggregator(watched, setting, 3)
-    rows = torch.ones(6, 3)
-    aggregator.aggregate(rows, gradients=rows)
-    return (found[0][:, 0] < 0).nonzero().flatten().tolist()
+    for seed in range(4):
+        watched = Trial(watching(found, []), attack, "shuffled", seed)
+        aggregator = attacked._Aggregator(watched, EIGHT, 3)
+        rows = torch.arange(1.0, num_rows + 1)[:, None].expand(-1, 3).clone()
+        for _ in range(2):
+            aggregator.aggregate(rows, gradients=rows)
+        assert torch.equal(found[-1], found[-2])  # one placement for all steps
+        sent = found[-1][:, 0].tolist()
+        wrong = [7.0, 8.0] if attack == "label flip" else [-0.35, -0.35]
+        assert sorted(sent) == pytest.approx(sorted([1, 2, 3, 4, 5, 6, *wrong]))
 
 
-def test_which_ranks_attack_is_drawn_for_each_seed() -> None:
-    drawn = [places(seed) for seed in range(40)]
-    assert {len(ranks) for ranks in drawn} == {2}
-    assert drawn == [places(seed) for seed in range(40)]
-    assert {rank for ranks in drawn for rank in ranks} == set(range(8))
+@pytest.mark.parametrize("setting", [EIGHT, Setting("mlp", 16, 3), Setting("mlp", 4, 3)])
+def test_every_rank_attacks_within_as_many_seeds_as_can_be(setting: Setting) -> None:
+    num_honest = setting.num_workers - setting.f
+    num_seeds = -(-setting.num_workers // setting.f)
+    rows = [attacked.row_by_rank(setting, seed) for seed in range(num_seeds)]
+    assert all(sorted(held) == list(range(setting.num_workers)) for held in rows)
+    attacks = [[row >= num_honest for row in held] for held in rows]
+    assert all(map(any, zip(*attacks, strict=True)))
+    assert rows[0] != [*range(setting.num_workers)]
 
 
 def test_an_attack_tries_the_rule_with_the_draws_that_it_will_make() -> None:
-    draws: list[float] = []
-    watched = Trial(watching([], draws), "optimised IPM", "shuffled", 0)
-    aggregator = attacked._Aggregator(watched, Setting("mlp", 8, 2), 3)
-    for _ in range(2):
-        aggregator.aggregate(torch.randn(6, 3), gradients=torch.zeros(6, 3))
-    first, second = draws[: len(draws) // 2], draws[len(draws) // 2 :]
-    assert len(first) > 2
-    assert len(set(first)) == len(set(second)) == 1
-    assert first[0] != second[0]
+    of_seeds = []
+    for seed in range(2):
+        draws: list[float] = []
+        watched = Trial(watching([], draws), "optimised IPM", "shuffled", seed)
+        aggregator = attacked._Aggregator(watched, EIGHT, 3)
+        for _ in range(2):
+            aggregator.aggregate(torch.randn(6, 3), gradients=torch.zeros(6, 3))
+        first, second = draws[: len(draws) // 2], draws[len(draws) // 2 :]
+        assert len(first) > 2
+        assert len(set(first)) == len(set(second)) == 1
+        of_seeds += [first[0], second[0]]
+    assert len(set(of_seeds)) == 4
+
+
+@pytest.mark.parametrize("rule", ["mean", "median"])
+def test_rules_without_f_are_tried_with_half_of_the_workers_attacking(rule: str) -> None:
+    setting = dataclasses.replace(SETTING, num_workers=4, f=2, steps=3)
+    assert len(train([trial(rule, "IPM 0.1")], setting)) == 1

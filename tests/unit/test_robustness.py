@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import loft_hvd as loft
+from loft_hvd.bench.attacked import Setting, Trial
 from loft_hvd.bench.defences import DEFENCES, PEER_DEFENCES, Defence, find_defences
 from loft_hvd.bench.peers import Untimed
 from loft_hvd.bench.robustness import (
@@ -99,6 +100,14 @@ def test_runs_that_are_kept_are_not_run_again(tmp_path: Path) -> None:
         assert (one.defence, one.attack, one.skew) == (other.defence, other.attack, other.skew)
 
 
+def test_runs_that_were_kept_while_the_last_ranks_attacked_are_run_anew(tmp_path: Path) -> None:
+    setting, trial = Setting("mlp", 8, 2), Trial(Defence("mean"), "none", "sorted", 3)
+    line = '["mlp", 8, 2, 400, 256, "mean", "none", "sorted", 3, {}0.5]'
+    for said, found in (("", None), ('"ranks by seed", ', 0.5)):
+        (tmp_path / "runs").write_text(line.format(said))
+        assert KeptRuns(tmp_path / "runs").get(setting, trial) == found
+
+
 def test_kept_runs_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be read"):
         KeptRuns(tmp_path)
@@ -156,8 +165,13 @@ def test_what_another_is_ahead_has_a_standard_error_over_seeds() -> None:
     ours, other = cells_of({(rule, "sorted", "mimic"): 0.0 for rule in ("robust", "median")})
     cells = [replace(ours, by_seed=(60.0, 70.0)), replace(other, by_seed=(66.0, 72.0))]
     (goal,) = (one for one in judge_robustness(cells) if "better" in one.what)
-    assert goal.error == pytest.approx(2.0)  # of 6 and 2
+    assert goal.standard_error == pytest.approx(2.0)  # of 6 and 2
     assert robustness_goal_rows([goal])[1][1] == "4.0 (se 2.0)"
+    # The worst cells of both count, which may be others.
+    better = [
+        replace(cell, skew="capped", by_seed=(99.0, 10.0 * at)) for at, cell in enumerate(cells, 9)
+    ]
+    assert judge_robustness([*cells, *better])[-1] == goal
     alone = [replace(cell, by_seed=cell.by_seed[:1]) for cell in cells]
     (goal,) = (one for one in judge_robustness(alone) if "better" in one.what)
     assert robustness_goal_rows([goal])[1][1] == "6.0"
