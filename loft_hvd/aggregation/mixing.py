@@ -71,7 +71,7 @@ class Mix(NamedTuple):
     weights: list[int] | None  # of the mixed rows, all > 0; None for equal ones
     rule: Rule  # coordinate-wise: aggregates the mixed rows
     is_copy: tuple[bool, ...] = ()  # [n]: equals another row, and is not all zeros; or not known
-    # [num_rows, n]: which rows the neighbourhood of each row holds, of the first NNM; None without.
+    # [num_mixed, n]: which given rows are in each neighbourhood of the first NNM; None without NNM.
     near: npt.NDArray[np.bool_] | None = None
 
 

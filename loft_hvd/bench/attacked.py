@@ -346,11 +346,12 @@ class _Aggregator:
     def __init__(self, trial: Trial, setting: Setting, numel: int) -> None:
         self._inner, self._attack_name = trial.defence.rule(setting.f), trial.attack
         self._rule = self._inner
-        if self._inner.sees_rows:  # others see no order of rows
+        if self._inner.sees_rows:  # coordinate-wise ones do not depend on their order
             self._rule = Custom(self._aggregate_by_rank, f=self._inner.f)
         self._f, self._num_workers = setting.f, setting.num_workers
         self._row_by_rank = row_by_rank(setting, trial.seed)
-        self._draw = trial.seed * 1_000_000  # a step's; no run has so many
+        # The seed of a step's draws; runs have fewer steps than that, so no two share one.
+        self._draw = trial.seed * 1_000_000
         self._judge_in(trial.defence.shards(setting.num_workers))
         self._watch = _SpreadNotes(setting.num_workers, numel) if trial.defence.is_auto else None
 
@@ -366,7 +367,7 @@ class _Aggregator:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(self._draw)
                 aggregate(by_rank, self._inner, out=out)
-        else:
+        else:  # straight to the kernels: reading arguments again made runs twice as long
             self._inner.check(len(rows))
             aggregate_rows(by_rank, self._inner, weights=None, out=out)
         return out

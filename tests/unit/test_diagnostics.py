@@ -205,17 +205,28 @@ def test_a_rule_that_sees_rows_says_who_was_left_out_clipped_and_found_twice() -
     assert plain.left_out == plain.clipped == plain.copied == (0.0,) * 6
 
 
-@pytest.mark.parametrize("before", ["", "arc+", "bucketing:size=1+", "bucketing:size=2+"])
+@pytest.mark.parametrize(
+    ("before", "last"),
+    [
+        ("", (13, 1)),  # of the 15 neighbourhoods of others
+        ("bucketing:size=1+", (13, 1)),
+        ("arc+", (5, 9)),
+        ("bucketing:size=2+", (7, 7)),  # of all 8: they lie in one bucket, which all but it lack
+    ],
+)
 @pytest.mark.parametrize(
     "inner", ["multi_krum:f=1", "minimum_diameter:f=1", "nnm+trimmed_mean:f=1", "nnm+bulyan:f=1"]
 )
-def test_neighbourhoods_judge_whatever_is_made_of_the_mixed_rows(before: str, inner: str) -> None:
+def test_neighbourhoods_judge_whatever_is_made_of_the_mixed_rows(
+    before: str, inner: str, last: tuple[int, int]
+) -> None:
     rows = torch.randn(16, 100, generator=torch.Generator().manual_seed(1))
     rows[14:] += 3
-    _, wanted = loft.diagnose(rows, loft.parse_rule(f"{before}nnm+trimmed_mean:f=1"), every=1)
     _, found = loft.diagnose(rows, loft.parse_rule(f"{before}nnm+{inner}"), every=1)
+    judges = 8 if before == "bucketing:size=2+" else 15
+    assert found.left_out[14:] == pytest.approx([100 * count / judges for count in last])
+    _, wanted = loft.diagnose(rows, loft.parse_rule(f"{before}nnm+trimmed_mean:f=1"), every=1)
     assert found.left_out == wanted.left_out
-    assert 0 < min(wanted.left_out) + max(wanted.left_out) < 200  # not all or nothing
 
 
 def test_who_is_farther_than_the_others_is_in_nobodys_neighbourhood() -> None:
