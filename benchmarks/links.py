@@ -12,8 +12,9 @@ Contestants are called in turn, every second round from last to first, and a sam
 rank's. Ratios are those of samples of one round, the median over rounds: a slow minute of the
 machine falls on both. The line needs 2 (n-1)/n of the tensor's bytes at ``--rate``. Headers are not
 among them, and take their part of a link: with frames of 1,514 bytes, of which TCP leaves 1,448 to
-values, nobody can have more than 95.6 % of the line. Bytes are those that a host's interfaces have
-sent (/proc/net/dev, loopback left out), headers included; nothing else should use the network.
+values, nobody who sends values as they are can have more than 95.6 % of the line; those that travel
+compact do (``LOFT_HVD_COMPACT``). Bytes are those that a host's interfaces have sent
+(/proc/net/dev, loopback left out), headers included; nothing else should use the network.
 Linux only, one rank a host.
 """
 

@@ -216,6 +216,33 @@ PYBIND11_MODULE(_loft, module) {
       },
       "rows"_a, "numel"_a, "out"_a, "threads"_a, "isa"_a, "in_bursts"_a,
       "Sum float32 rows in row order: the memory pass of the benchmarks.");
+  // Values in fewer bytes, for links slower than memory.
+  module.def(
+      "compact_room",
+      [](int64_t count, int dtype) {
+        return loft::compact_room(count, static_cast<loft::DType>(dtype));
+      },
+      "count"_a, "dtype"_a, "How many bytes compact_cpu may write for so many values.");
+  module.def(
+      "compact_cpu",
+      [](uintptr_t values, int64_t count, int dtype, uintptr_t out, const std::string& isa) {
+        const Unlocked release;
+        return loft::compact_cpu(reinterpret_cast<const void*>(values), count,
+                                 static_cast<loft::DType>(dtype), reinterpret_cast<void*>(out),
+                                 isa);
+      },
+      "values"_a, "count"_a, "dtype"_a, "out"_a, "isa"_a,
+      "Write a message of float32, float16 or bfloat16 values into out; return its bytes.");
+  module.def(
+      "expand_cpu",
+      [](uintptr_t from, int64_t room, uintptr_t values, int64_t count, int dtype,
+         const std::string& isa) {
+        const Unlocked release;
+        loft::expand_cpu(reinterpret_cast<const void*>(from), room, reinterpret_cast<void*>(values),
+                         count, static_cast<loft::DType>(dtype), isa);
+      },
+      "from"_a, "room"_a, "values"_a, "count"_a, "dtype"_a, "isa"_a,
+      "Read the values of such a message, bit for bit; ValueError where it is none.");
   // Its thread never takes Python's lock, so that holding it keeps no object from its end.
   py::class_<loft::Pulse>(module, "Pulse",
                           "Bytes on sockets once a period, whoever holds the interpreter.")

@@ -45,6 +45,7 @@ VARIABLES = {  # of each field that a user sets
     "heartbeat_timeout_s": "LOFT_HVD_HEARTBEAT_TIMEOUT_S",
     "leave_s": "LOFT_HVD_LEAVE_S",
     "mesh": "LOFT_HVD_MESH",
+    "compact": "LOFT_HVD_COMPACT",
     "copies": "LOFT_HVD_COPIES",
 }
 
@@ -100,6 +101,9 @@ class Config:
     # Whether rules take connections of our own between all ranks (transport/mesh.py) where Horovod
     # runs on Gloo: "auto" where ranks are on several nodes, "on" on one node too, or "off".
     mesh: str = "auto"
+    # Whether floats travel in fewer bytes on these connections (transport/compact.py): "auto" where
+    # links are slow, "on" where all ranks say so, "off" where any does.
+    compact: str = "auto"
     # Whether ranks "compare" their copies of the parameters and the optimizer's state, or "ignore"
     # what differs: in a script whose ranks differ on purpose.
     copies: str = "compare"
@@ -177,6 +181,9 @@ class Config:
             ),
             leave_s=read("LEAVE_S", float, cls.leave_s, takes="seconds above 0"),
             mesh=read("MESH", one_of("auto", "on", "off"), cls.mesh, takes="auto, on or off"),
+            compact=read(
+                "COMPACT", one_of("auto", "on", "off"), cls.compact, takes="auto, on or off"
+            ),
             copies=read(
                 "COPIES", one_of("compare", "ignore"), cls.copies, takes="compare or ignore"
             ),

@@ -1,7 +1,7 @@
 // Layer 4. Every CPU kernel of every instruction set that runs here against the plain form, over
-// dtypes, rules, weights, rows, lengths, alignments, threads and diagnostics; distances of rows and
-// mixed rows, too. Built with sanitizers it also shows that no path reads or writes out of its rows
-// or computes what C++ leaves undefined.
+// dtypes, rules, weights, rows, lengths, alignments, threads and diagnostics; distances of rows,
+// mixed rows and compact messages, too. Built with sanitizers it also shows that no path reads or
+// writes out of its rows or computes what C++ leaves undefined.
 //
 //   check_cpu [LEVEL...]                   default: all levels that run here
 //   check_cpu --random NUMBER [FIRST]      so many random cases instead, each from its number
@@ -153,6 +153,72 @@ void check_rows_seen(const std::string& level) {
   check_mix(long_rows, 3, true, level, rules_for(3));
 }
 
+// --- compact messages
+
+// A message in a block of just its size comes back as the values, bit for bit; what is no message
+// is refused, and nothing outside of its room is read.
+template <DType kDType>
+void check_compact(const Case<kDType>& made, const std::string& level, std::mt19937& random) {
+  const auto* values = static_cast<const char*>(made.job.rows[0]);
+  const int64_t count = made.job.numel;
+  const auto bytes = static_cast<size_t>(count) * sizeof(typename Stored<kDType>::Bits);
+  std::vector<char> room(static_cast<size_t>(compact_room(count, kDType)));
+  const int64_t length = compact_cpu(values, count, kDType, room.data(), level);
+  expect(length <= static_cast<int64_t>(room.size()), level, ": ", length, " bytes of ", count,
+         " values, in a room of ", room.size());
+  const auto back = std::make_unique<char[]>(bytes);
+  const auto expands = [&](const std::vector<char>& message) {
+    const auto exact = std::make_unique<char[]>(message.size());
+    std::copy(message.begin(), message.end(), exact.get());
+    try {
+      expand_cpu(exact.get(), static_cast<int64_t>(message.size()), back.get(), count, kDType,
+                 level);
+      return true;
+    } catch (const std::invalid_argument&) {
+      return false;
+    }
+  };
+  const std::vector<char> message(room.begin(), room.begin() + length);
+  expect(expands(message) && std::memcmp(back.get(), values, bytes) == 0, level, ", ", made.job,
+         ": other values come back");
+  // The same length in fewer bytes; then a shorter message, and a byte of the message changed.
+  expect(!expands({message.begin(), message.end() - 1}), level, ", ", made.job, ": a byte is gone");
+  for (int turn = 0; turn < 8; ++turn) {
+    std::vector<char> wrong = message;
+    const int64_t shorter = static_cast<int64_t>(random() % static_cast<size_t>(length));
+    if (turn % 2) std::memcpy(wrong.data(), &shorter, sizeof(shorter));
+    if (turn % 2) wrong.resize(std::max(sizeof(shorter), static_cast<size_t>(shorter)));
+    if (turn % 2 == 0) wrong[random() % wrong.size()] ^= static_cast<char>(1 << random() % 8);
+    const bool is_read = expands(wrong);
+    if (turn % 2) expect(!is_read, level, ", ", made.job, ": ", shorter, " bytes are enough");
+  }
+}
+
+template <DType kDType>
+void check_messages(const std::string& level) {
+  using Bits = typename Stored<kDType>::Bits;
+  std::mt19937 random(600);
+  for (int64_t count : {0, 1, 511, 512, 513, 1024, 5 * 512 + 77, 40'000}) {
+    for (int offset : {0, static_cast<int>(sizeof(Bits))}) {
+      const auto seed = static_cast<unsigned>(count + offset);
+      check_compact(Case<kDType>(1, count, offset, false, seed), level, random);
+      Case<kDType> made(2, count, offset, false, seed, true);
+      made.fill([&] { return uint64_t{random()} << 32 | random(); });  // any bits
+      check_compact(made, level, random);
+      // Few exponents; those of zeros among them; one only.
+      for (int halvings : {6, 20, 0}) {
+        made.fill([&] {
+          const bool is_zero = halvings == 20 && random() % 2;
+          const int by = halvings == 0 ? 0 : static_cast<int>(random() % halvings);
+          const float value = 1.0f + static_cast<float>(random() % 1000) / 1001.0f;
+          return is_zero ? Bits{0} : bits_of<kDType>(std::ldexp(value, -by));
+        });
+        check_compact(made, level, random);
+      }
+    }
+  }
+}
+
 template <DType kDType>
 void check_dtype(const std::string& level) {
   std::vector<int> counts{48, 63, 64, 65, 96, 100, 128, 129};
@@ -180,6 +246,9 @@ void check_dtype(const std::string& level) {
 }
 
 void check_level(const std::string& level) {
+  check_messages<DType::kFloat32>(level);
+  check_messages<DType::kFloat16>(level);
+  check_messages<DType::kBFloat16>(level);
   check_dtype<DType::kFloat64>(level);
   check_dtype<DType::kFloat32>(level);
   check_dtype<DType::kFloat16>(level);
@@ -221,6 +290,9 @@ void check_random(const std::string& level, std::mt19937& random) {
   const Bits minus_0 = std::numeric_limits<Bits>::min();
   const Bits ties[] = {bits_of<kDType>(-1.0f), minus_0, 0, bits_of<kDType>(1.0f)};
   if (values == 3) made.fill([&] { return ties[random() % 4]; });
+  if constexpr (kDType != DType::kFloat64) {
+    if (random() % 8 == 0) check_compact(made, level, random);
+  }
   if (what == 6) return check_distances(made, level);
   if (what == 7) {
     const int num_mixed = 1 + static_cast<int>(random() % rows);

@@ -131,6 +131,8 @@ void burst(const Work&, int64_t, int64_t);                                 // pa
 void compare_rows(DType, const Compared&, RowLanes*);                      // compare.cpp
 void distances(DType, const RowRanges&, double*);                          // distances.cpp
 void mix(DType, const MixedRows&, const Work&, Kernel, int64_t, int64_t);  // mix.cpp
+int64_t compact(DType, const char*, int64_t, char*);                       // compact.cpp
+bool expand(DType, const char*, int64_t, char*, int64_t);                  // compact.cpp
 
 const KernelTable& kernels() {
   static const KernelTable table{
@@ -141,7 +143,9 @@ const KernelTable& kernels() {
       burst,
       compare_rows,
       distances,
-      mix};
+      mix,
+      compact,
+      expand};
   return table;
 }
 

@@ -59,6 +59,13 @@ using Distances = void (*)(DType dtype, const RowRanges& what, double* found);
 using Mix = void (*)(DType dtype, const MixedRows& mixed, const Work& work, Kernel kernel,
                      int64_t begin, int64_t end);
 
+// Values in fewer bytes, and back; see compact.h. Compact returns the bytes written, Expand whether
+// so many bytes are what Compact writes for so many values.
+constexpr int kCompactHead = 4;  // bytes a block, besides what its values take
+constexpr int64_t kCompactValues = 512;
+using Compact = int64_t (*)(DType dtype, const char* values, int64_t count, char* out);
+using Expand = bool (*)(DType dtype, const char* from, int64_t bytes, char* values, int64_t count);
+
 struct KernelTable {
   Kernel kernels[2][4];  // [weighted][dtype]
   Kernel pass;           // row sums in row order, all rows line by line
@@ -66,6 +73,8 @@ struct KernelTable {
   Compare compare;
   Distances distances;
   Mix mix;
+  Compact compact;
+  Expand expand;
 };
 
 // Every level has one; it is linked in where the build has the level.

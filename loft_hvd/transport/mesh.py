@@ -4,7 +4,8 @@ An engine such as Horovod runs one collective after the other, and within one ev
 the slowest rank; between two, links are idle. Here each exchange is sends and receives of its own,
 which torch's Gloo matches by a tag: the digest of the operation's name. So the next part of a
 tensor fills the link while this one is aggregated. On 4 hosts with links of 200 Mb/s a rule's
-exchange of 25 MB took 2.2 s on Horovod's collectives, 1.7 s so.
+exchange of 25 MB took 2.2 s on Horovod's collectives, 1.7 s so. Where links are slow, floats travel
+in fewer bytes (``compact.py``).
 
 ``open_mesh`` connects ranks, which prove themselves to each other; ``MeshTransport`` is a transport
 whose all-to-all and all-gather take the mesh, and whose other collectives are those of the
@@ -33,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from loft_hvd.errors import TransportError
+from loft_hvd.transport import compact
 from loft_hvd.transport.agreement import digest
 from loft_hvd.transport.base import Channel, Transport, Watch, Work
 from loft_hvd.transport.groups import subset
@@ -53,6 +55,11 @@ _TAGS = 2**30  # bound from torch, whose tags are C's int; each operation takes 
 # Bytes that a rank sends to all others, time after time, to see how fast links are. Choices: the
 # first time warms connections up; ranks begin milliseconds apart, which only many bytes outweigh.
 _TRIED_BYTES = (2**20, 2**20, 2**23, 2**23)
+# Links up to which floats travel compact, and the least bytes of a message, and of what a rank
+# sends in an exchange. Measured (docs/benchmarks.md): a gain of 14 % at 1 Gb/s and a loss of 4 at
+# 2.5, on hosts with half a core; of 0.75 MB at 1 Gb/s it costs what it saves.
+_COMPACT_BYTES_PER_S = 150e6
+_COMPACT_BYTES, _COMPACT_EXCHANGE_BYTES = 64 * 1024, 2**20
 _LONG_TRY_S = 0.05  # more bytes would say no more
 _CONNECT_S = 20.0  # a choice: ranks that are not connected by then are behind a firewall
 # Whoever polls has a limit of its own. This one ends what was given up, and the mesh with it: Gloo
@@ -135,7 +142,8 @@ class Mesh:
 
     ``ranks`` are the group's numbers of those that take part, in rank order. ``longest_s`` ends
     waits, and with them the group's connections. ``bytes_per_s`` is what the slowest rank can send,
-    the same on all; None where nobody has tried.
+    the same on all; None where nobody has tried. ``is_compact``, the same on all, has floats travel
+    in fewer bytes.
     """
 
     def __init__(
@@ -146,8 +154,10 @@ class Mesh:
         ranks: Sequence[int],
         longest_s: float = _LONGEST_S,
         bytes_per_s: float | None = None,
+        is_compact: bool = False,
     ) -> None:
         self.bytes_per_s = bytes_per_s
+        self.is_compact = is_compact
         self.rank = rank
         self.world_size = len(ranks)
         self._ranks = tuple(ranks)
@@ -161,7 +171,13 @@ class Mesh:
         """Return the mesh among some ranks, this one too; others need not know of it."""
         ranks = [self._ranks[member] for member in members]
         at = list(members).index(self.rank)
-        part = Mesh(self._group, rank=at, ranks=ranks, bytes_per_s=self.bytes_per_s)
+        part = Mesh(
+            self._group,
+            rank=at,
+            ranks=ranks,
+            bytes_per_s=self.bytes_per_s,
+            is_compact=self.is_compact,
+        )
         self._parts.add(part)
         return part
 
@@ -217,9 +233,10 @@ class Mesh:
         if started is None:
             started = [self._recv(recvs[peer], peer, name, phase) for peer in self._sources()]
         # Of 4 ranks rank 1 sends to 2, 3, 0 in turn: at no time do all send to the same rank.
+        made: dict[int, Tensor] = {}
         for shift in range(1, self.world_size):
             target = (self.rank + shift) % self.world_size
-            started.append(self._send(sends[target], target, name, phase))
+            started.append(self._send(sends[target], target, name, phase, made=made))
         # The own part is copied, unless it is the same memory, as in the second phase of a sum.
         if recvs[self.rank].data_ptr() != sends[self.rank].data_ptr():
             recvs[self.rank].copy_(sends[self.rank].view_as(recvs[self.rank]))
@@ -228,18 +245,41 @@ class Mesh:
     def broadcast(self, values: Tensor, *, name: str) -> Move:
         """Start to send rank 0's values to all others."""
         others = range(1, self.world_size)
+        made: dict[int, Tensor] = {}
         started = (
-            [self._send(values, peer, name) for peer in others]
+            [self._send(values, peer, name, made=made) for peer in others]
             if self.rank == 0
             else [self._recv(values, 0, name)]
         )
         return functools.partial(self._wait, started)
 
-    def _send(self, values: Tensor, peer: int, name: str, phase: int = 0) -> Any:
-        return self._started("send", values, peer, _tag(name, values.nbytes, phase))
+    def _send(
+        self, values: Tensor, peer: int, name: str, phase: int = 0, *, made: dict[int, Tensor]
+    ) -> Any:
+        # ``made`` has the exchange's messages by their values' place: in an all-gather one for all.
+        tag = _tag(name, values.nbytes, phase)
+        if not self._travels_compact(values):
+            return self._started("send", values, peer, tag)
+        place = values.data_ptr()
+        if place not in made:
+            made[place] = compact.message_of(values)
+        return self._started("send", made[place], peer, tag)
 
     def _recv(self, values: Tensor, peer: int, name: str, phase: int = 0) -> Any:
-        return self._started("recv", values, peer, _tag(name, values.nbytes, phase))
+        tag = _tag(name, values.nbytes, phase)
+        if not self._travels_compact(values):
+            return self._started("recv", values, peer, tag)
+        room = compact.room_for(values)
+        return _Unread(self._started("recv", room, peer, tag), room, values, peer=peer)
+
+    def _travels_compact(self, values: Tensor) -> bool:
+        others = self.world_size - 1
+        return (
+            self.is_compact
+            and values.nbytes >= _COMPACT_BYTES
+            and values.nbytes * others >= _COMPACT_EXCHANGE_BYTES
+            and compact.can_write(values)
+        )
 
     def _started(self, call: str, values: Tensor, peer: int, tag: int) -> Any:
         if self._group is None:
@@ -255,6 +295,23 @@ class Mesh:
     def _wait(self, started: list[Any]) -> None:
         for each in started:
             each.wait(self._longest)
+
+
+class _Unread:
+    """A message that comes into a room of its own; its values are there when ``wait`` ends."""
+
+    def __init__(self, work: Any, room: Tensor, values: Tensor, *, peer: int) -> None:
+        self._work = work
+        self._room = room
+        self._values = values
+        self._peer = peer
+
+    def wait(self, longest: timedelta) -> None:
+        self._work.wait(longest)
+        try:
+            compact.read(self._room, self._values)
+        except TransportError as error:
+            raise TransportError(f"from rank {self._peer}: {error}: that rank is faulty") from error
 
 
 def _tag(name: str, num_bytes: int, phase: int) -> int:
@@ -386,12 +443,14 @@ class _Addresses(_STORE):  # type: ignore[misc]  # a base that mypy cannot know
             self._known[name.decode()] = address
 
 
-def open_mesh(channel: Channel, *, interface: str) -> Mesh | None:
+def open_mesh(channel: Channel, *, interface: str, compacts: str = "auto") -> Mesh | None:
     """Connect every rank to every other; every rank calls it alike.
 
     Args:
         channel: carries the addresses.
         interface: of the network that ranks reach each other by, such as "eth0"; empty for none.
+        compacts: whether floats travel in fewer bytes: "on", "off", or "auto", where links are
+            slow. They do where no rank has a reason against it.
 
     Returns:
         The mesh, or None on every rank where some rank has no interface, cannot be reached, or has
@@ -429,10 +488,22 @@ def open_mesh(channel: Channel, *, interface: str) -> Mesh | None:
     if silent:
         _tell(channel, f"ranks {silent} could not send or receive")
         return None
+    wanted = compacts == "on" or (compacts == "auto" and bytes_per_s <= _COMPACT_BYTES_PER_S)
+    is_compact = _on_all(channel.sub("compact"), wanted and compact.is_available())
     if channel.rank == 0:
-        _logger.info("between ranks: at least %.0f Mb/s out of each", 8e-6 * bytes_per_s)
+        _logger.info(
+            "between ranks: at least %.0f Mb/s out of each, floats travel %s",
+            8e-6 * bytes_per_s,
+            "compact" if is_compact else "plain",
+        )
     ranks = range(channel.world_size)
-    return Mesh(group, rank=channel.rank, ranks=ranks, bytes_per_s=bytes_per_s)
+    return Mesh(
+        group,
+        rank=channel.rank,
+        ranks=ranks,
+        bytes_per_s=bytes_per_s,
+        is_compact=is_compact,
+    )
 
 
 def _try_links(

@@ -107,6 +107,33 @@ def refuse_all(
     calls.refused(mix, *given, ones, ones, 1, 1, 0, 1, none, to, *end)
 
 
+def compact_all(calls: Calls, draw: np.random.Generator) -> None:
+    """Values become messages in rooms of just their size, and values again."""
+    module = calls.module
+    for code in range(1, 4):
+        for count in (0, 1, 512, 5000):
+            (values,) = rows_of(draw, 0, count, code)
+            room = np.zeros(module.compact_room(count, code), np.uint8)
+            back = np.zeros_like(values)
+            given = values.ctypes.data, count, code, room.ctypes.data, ""
+            length = module.compact_cpu(*given)
+            calls.right(module.compact_cpu, *given)
+            message = room[:length].copy()
+            place = message.ctypes.data, length, back.ctypes.data, count, code, ""
+            calls.right(module.expand_cpu, *place)
+            assert np.array_equal(back.view(np.uint8), values.view(np.uint8))
+            calls.refused(module.expand_cpu, place[0], length - 1, *place[2:])
+            calls.refused(module.expand_cpu, place[0], 7, *place[2:])
+            calls.refused(module.expand_cpu, 0, *place[1:])
+            calls.refused(module.expand_cpu, *place[:3], count + 1, code, "")
+            calls.refused(module.compact_cpu, *given[:3], 0, "")
+            if count > 0:
+                calls.refused(module.compact_cpu, 0, *given[1:])
+    for code in (0, 4, -1):
+        calls.refused(module.compact_room, 8, code)
+    calls.refused(module.compact_room, -1, 1)
+
+
 def share_all(calls: Calls) -> None:
     """Give samples to ranks: two rows of 6 and 4 samples, three ranks."""
     module = calls.module
@@ -155,6 +182,7 @@ def beat(calls: Calls) -> None:
 def main(path: str) -> int:
     calls = Calls(load(path))
     aggregate_all(calls, np.random.default_rng(0))
+    compact_all(calls, np.random.default_rng(1))
     share_all(calls)
     beat(calls)
     print(f"{calls.num_calls} calls, {calls.num_wrong} wrong")

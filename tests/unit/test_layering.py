@@ -49,6 +49,7 @@ _LAYERS = {
     "transport/__init__.py": 0,
     "transport/addresses.py": 0,
     "transport/base.py": 1,
+    "transport/compact.py": 2,
     "transport/agreement.py": 2,
     "transport/conformance.py": 2,
     "transport/groups.py": 2,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import subprocess
 import sys
@@ -15,10 +16,12 @@ import torch
 from torch import Tensor
 
 import loft_hvd as loft
+from loft_hvd._native import extension
 from loft_hvd.errors import MismatchError, TransportError, TransportTimeoutError
 from loft_hvd.pipeline import reduction as reduction_module
 from loft_hvd.pipeline.reduction import BucketReduction
 from loft_hvd.pipeline.ring import ExchangeSpec
+from loft_hvd.transport import compact
 from loft_hvd.transport import mesh as mesh_module
 from loft_hvd.transport.base import Channel, Transport, Work, wait_for
 from loft_hvd.transport.conformance import CHECKS
@@ -34,20 +37,152 @@ from loft_hvd.transport.mesh import (
 from tests.support.processes import own_sockets
 
 
-def over_mesh(transport: LocalTransport, name: str = "mesh") -> MeshTransport:
-    mesh = open_mesh(Channel(transport, name, 20.0), interface="lo")
+def over_mesh(
+    transport: LocalTransport, name: str = "mesh", *, compacts: str = "auto"
+) -> MeshTransport:
+    mesh = open_mesh(Channel(transport, name, 20.0), interface="lo", compacts=compacts)
     assert mesh is not None
     return MeshTransport(transport, mesh)
 
 
+needs_extension = pytest.mark.skipif(extension() is None, reason="the extension is not built")
+COMPACTS = ["off", pytest.param("on", marks=needs_extension)]
+
+
+@pytest.fixture
+def short_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Floats travel compact however few they are."""
+    monkeypatch.setattr(mesh_module, "_COMPACT_BYTES", 0)
+    monkeypatch.setattr(mesh_module, "_COMPACT_EXCHANGE_BYTES", 0)
+
+
+@pytest.mark.usefixtures("short_messages")
+@pytest.mark.parametrize("compacts", COMPACTS)
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_mesh_conforms(world_size: int) -> None:
+def test_a_mesh_conforms(world_size: int, compacts: str) -> None:
     def work(transport: LocalTransport) -> None:
-        ends = over_mesh(transport)
+        ends = over_mesh(transport, compacts=compacts)
+        assert ends.mesh.is_compact == (compacts == "on")
         for check in CHECKS.values():
             check(ends)
 
     run_ranks(world_size, work)
+
+
+@needs_extension
+@pytest.mark.parametrize(
+    ("by_rank", "bytes_per_s", "is_compact"),
+    [
+        (("auto", "auto"), 25e6, True),  # 200 Mb/s
+        (("auto", "auto"), 115e6, True),  # 1 Gb/s
+        (("auto", "auto"), 300e6, False),  # 2.5 Gb/s
+        (("on", "on"), 1e9, True),
+        (("on", "auto"), 1e9, False),
+        (("auto", "off"), 25e6, False),
+    ],
+)
+def test_floats_travel_compact_where_links_are_slow_and_all_ranks_agree(
+    by_rank: tuple[str, str],
+    bytes_per_s: float,
+    is_compact: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(mesh_module, "_try_links", lambda *_: (bytes_per_s, []))
+
+    def work(transport: LocalTransport) -> list[bool]:
+        ends = over_mesh(transport, compacts=by_rank[transport.rank])
+        part = ends.subset([(0, 1)])
+        return [ends.mesh.is_compact, part.mesh.is_compact]
+
+    assert run_ranks(2, work) == [[is_compact] * 2] * 2
+    how = "compact" if is_compact else "plain"
+    assert f"{8e-6 * bytes_per_s:.0f} Mb/s out of each, floats travel {how}" in caplog.text
+
+
+def test_floats_travel_plain_where_a_rank_has_no_extension(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = iter([True, False])
+    monkeypatch.setattr(compact, "is_available", lambda: next(answers))
+    compacts = run_ranks(2, lambda each: over_mesh(each, compacts="on").mesh.is_compact)
+    assert compacts == [False, False]
+
+
+class _Weighing:
+    """A process group that adds up the bytes that it is given to send."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.num_bytes = 0
+
+    def send(self, tensors: list[Tensor], *given: Any) -> Any:
+        self.num_bytes += sum(each.nbytes for each in tensors)
+        return self.group.send(tensors, *given)
+
+    def recv(self, *given: Any) -> Any:
+        return self.group.recv(*given)
+
+
+@needs_extension
+@pytest.mark.parametrize(
+    ("dtype", "numel", "share"),
+    [
+        (torch.float32, 1_500_000, 0.855),
+        (torch.float16, 1_500_000, 0.895),
+        (torch.bfloat16, 1_500_000, 0.71),
+        (torch.float32, 150_000, 1.0),  # so few that it would gain nothing
+        (torch.float64, 600_000, 1.0),
+    ],
+)
+def test_an_allreduce_over_slow_links_sends_fewer_bytes_and_has_the_same_bits(
+    dtype: torch.dtype, numel: int, share: float
+) -> None:
+    def work(transport: LocalTransport) -> float:
+        row = torch.randn(numel, generator=torch.Generator().manual_seed(transport.rank)).to(dtype)
+        ends = over_mesh(transport, compacts="on")
+        group = _Weighing(ends.mesh._group)
+        ends.mesh._group = group
+        rule = loft.TrimmedMean(f=1)
+        given = loft.allreduce(row, rule, name="x", transport=transport)
+        assert torch.equal(loft.allreduce(row, rule, name="x", transport=ends), given)
+        return group.num_bytes / (2 * (2 / 3) * row.nbytes)
+
+    for sent in run_ranks(3, work):
+        assert share - 0.02 < sent < share + 1e-3
+
+
+@needs_extension
+@pytest.mark.usefixtures("short_messages")
+def test_a_message_that_is_none_ends_the_exchange_with_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    honest = compact.message_of
+
+    def message_of(values: Tensor) -> Tensor:
+        message = honest(values)
+        if values[0] == 1:  # rank 1's
+            message[8] = 77
+        return message
+
+    monkeypatch.setattr(compact, "message_of", message_of)
+
+    def work(transport: LocalTransport) -> str:
+        ends = over_mesh(transport, compacts="on")
+        row = torch.full((1024,), float(ends.rank))
+        works = ends.allgather(row, torch.zeros(2048), name="x")
+        if ends.rank == 1:
+            wait_for(works, what="x", timeout_s=20)
+            return ""
+        with pytest.raises(TransportError) as caught:
+            wait_for(works, what="x", timeout_s=20)
+        return str(caught.value)
+
+    first, second = run_ranks(2, work)
+    assert "between ranks: from rank 1: " in first
+    assert first.endswith("bytes are no message of 1024 values: that rank is faulty")
+    assert second == ""
 
 
 def test_a_rank_without_an_interface_leaves_all_without_a_mesh(
@@ -375,10 +510,12 @@ def test_groups_of_a_mesh_exchange_among_themselves() -> None:
     assert run_ranks(4, work) == [[0, 2], [1, 3], [0, 2], [1, 3]]
 
 
+@pytest.mark.usefixtures("short_messages")
+@pytest.mark.parametrize("compacts", COMPACTS)
 @pytest.mark.parametrize("wire", [loft.Compression.none, loft.Compression.bf16])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_parts_of_parts_have_the_same_bits(
-    num_ranks: int, wire: loft.Compression, monkeypatch: pytest.MonkeyPatch
+    num_ranks: int, wire: loft.Compression, compacts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reduction_module, "OVERLAPPING_PART_BYTES", ((math.inf, 4096),))
 
@@ -397,7 +534,7 @@ def test_parts_of_parts_have_the_same_bits(
         row = torch.randn(20_011, generator=torch.Generator().manual_seed(transport.rank))
         whole = reduced(transport, row, 1)
         # Of 80,044 bytes, twelve parts are longer than the least.
-        return torch.equal(whole, reduced(over_mesh(transport), row, 12))
+        return torch.equal(whole, reduced(over_mesh(transport, compacts=compacts), row, 12))
 
     assert run_ranks(num_ranks, work) == [True] * num_ranks
 

@@ -1,0 +1,31 @@
+"""Floats travel in fewer bytes over thin links, and arrive as they were."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.testbed.hosts import Testbed
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
+
+
+def test_an_allreduce_over_thin_links_sends_fewer_bytes_than_its_values_have(
+    testbed: Testbed, tmp_path: Path
+) -> None:
+    testbed.up(3, "--rate", "200mbit")
+    found = tmp_path / "links.json"
+    asked = ["--rate", "2e8", "--mb", "4", "--rounds", "1", "--json", str(found)]
+    done = testbed.run(["benchmarks/links.py", *asked], timeout_s=120)  # which compares results
+    assert done.returncode == 0, done.output[-6000:]
+    rows = {row["contestant"]: row for row in json.loads(found.read_text())["results"]}
+    plain_bytes = 2 * (2 / 3) * 4e6  # two thirds of the values, twice
+    for name, share in (
+        ("trimmed_mean float32", 0.86),
+        ("trimmed_mean bfloat16", 0.72 / 2),
+        ("trimmed_mean float16", 0.9 / 2),
+    ):
+        headers = 1514 / 1448 * 1.03  # frames, and what acknowledges them
+        assert rows[name]["host_bytes"] < share * headers * plain_bytes
