@@ -299,19 +299,30 @@ def test_links_on_which_nothing_arrives_leave_all_without_a_mesh(
 
 
 @pytest.mark.parametrize(
-    ("bytes_per_s", "num_parts"),
-    [(25e6, 11), (110e6, 5), (1e9, 3), (None, 5)],  # 200 Mb/s, 900 Mb/s, 8 Gb/s, unknown
+    ("bytes_per_s", "megabytes", "num_parts"),
+    [
+        (25e6, 5, 2),  # 200 Mb/s
+        (25e6, 12.5, 5),
+        (25e6, 25, 11),
+        (110e6, 5, 2),  # 900 Mb/s
+        (110e6, 12.5, 5),
+        (110e6, 25, 5),
+        (1e9, 12.5, 1),  # 8 Gb/s
+        (1e9, 25, 3),
+        (None, 12.5, 5),  # unknown
+        (None, 25, 5),
+        *((bytes_per_s, 100, 12) for bytes_per_s in (25e6, 110e6, 1e9, None)),
+    ],
 )
-@pytest.mark.parametrize("megabytes", [25, 100])
 def test_thin_links_take_smaller_parts(
-    bytes_per_s: float | None, num_parts: int, megabytes: int
+    bytes_per_s: float | None, megabytes: float, num_parts: int
 ) -> None:
     mesh = Mesh(None, rank=0, ranks=range(3), bytes_per_s=bytes_per_s)
     ends = MeshTransport(LocalWorld(3).transport(0), mesh)
-    numel = megabytes * 250_000
+    numel = int(megabytes * 250_000)
     spec = ExchangeSpec(ends, "x", numel, torch.float32, "cpu", loft.Median())
     bounds = reduction_module._bounds(spec, 3, None)
-    assert len(bounds) - 1 == (num_parts if megabytes == 25 else 12)
+    assert len(bounds) - 1 == num_parts
 
 
 def test_every_two_ranks_have_a_key_that_no_third_has() -> None:
