@@ -88,18 +88,6 @@ std::vector<std::string> isa_levels(bool all = false);
 // `in_bursts`: row by row over a tile, which reads many rows with fewer streams at a time.
 void pass_cpu(const Job& job, const CpuOptions& options, bool in_bursts);
 
-// Floats in fewer bytes and back, bit for bit, for links slower than memory: a message of its
-// length as an int64, which counts itself, and of what cpu/compact.cpp writes. `out` has
-// compact_room bytes, of which the message takes as many as are returned. Not float64.
-int64_t compact_room(int64_t count, DType dtype);
-int64_t compact_cpu(const void* values, int64_t count, DType dtype, void* out,
-                    const std::string& isa);
-// Reads the message at the beginning of `room` bytes. Throws std::invalid_argument where it is not
-// one of so many values: whatever it is, nothing outside of the room is read. Values are written in
-// part then.
-void expand_cpu(const void* from, int64_t room, void* values, int64_t count, DType dtype,
-                const std::string& isa);
-
 // --- the CUDA half, where it was built
 
 // Device memory for diagnostics. low, high: float64 for float64 rows, else float32,

@@ -9,6 +9,7 @@
 #include "aggregate.h"
 #include "grace.h"
 #include "leave.h"
+#include "messages.h"
 #include "pulse.h"
 #include "shares/shares.h"
 
@@ -238,11 +239,12 @@ PYBIND11_MODULE(_loft, module) {
       [](uintptr_t from, int64_t room, uintptr_t values, int64_t count, int dtype,
          const std::string& isa) {
         const Unlocked release;
-        loft::expand_cpu(reinterpret_cast<const void*>(from), room, reinterpret_cast<void*>(values),
-                         count, static_cast<loft::DType>(dtype), isa);
+        return loft::expand_cpu(reinterpret_cast<const void*>(from), room,
+                                reinterpret_cast<void*>(values), count,
+                                static_cast<loft::DType>(dtype), isa);
       },
       "from"_a, "room"_a, "values"_a, "count"_a, "dtype"_a, "isa"_a,
-      "Read the values of such a message, bit for bit; ValueError where it is none.");
+      "Read the values of such a message, bit for bit; False where it is none.");
   // Its thread never takes Python's lock, so that holding it keeps no object from its end.
   py::class_<loft::Pulse>(module, "Pulse",
                           "Bytes on sockets once a period, whoever holds the interpreter.")

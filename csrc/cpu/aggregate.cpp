@@ -14,7 +14,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cfenv>
-#include <cstring>
 #include <exception>
 #include <functional>
 #include <limits>
@@ -84,6 +83,8 @@ std::vector<Level> built() {
   return levels;
 }
 
+}  // namespace
+
 const KernelTable& table_for(const std::string& wanted) {
   const KernelTable& (*found)() = nullptr;
   std::string names;
@@ -96,6 +97,8 @@ const KernelTable& table_for(const std::string& wanted) {
   throw std::invalid_argument("isa=" + wanted + " does not run here or was not built: use one of " +
                               names + ", or build again with LOFT_HVD_LEVELS=all");
 }
+
+namespace {
 
 Work work_of(const Job& job) {
   const int32_t* weights = job.weights.empty() ? nullptr : job.weights.data();
@@ -450,59 +453,6 @@ void pass_cpu(const Job& job, const CpuOptions& options, bool in_bursts) {
   const Kernel kernel = in_bursts ? table.burst : table.pass;
   const Work work = work_of(job);
   for_blocks(job, options.threads, [&](int64_t begin, int64_t end) { kernel(work, begin, end); });
-}
-
-namespace {
-
-constexpr int64_t kLengthBytes = sizeof(int64_t);  // at the beginning of a message
-
-void check_compact(int64_t count, DType dtype) {
-  if (dtype != DType::kFloat32 && dtype != DType::kFloat16 && dtype != DType::kBFloat16) {
-    throw std::invalid_argument("dtype=" + std::to_string(static_cast<int>(dtype)) +
-                                " has no messages: float32, float16 and bfloat16 have");
-  }
-  if (count < 0) throw std::invalid_argument("count=" + std::to_string(count) + " must be >= 0");
-}
-void check_places(const void* values, int64_t count, const void* message) {
-  if ((values || count == 0) && message) return;
-  throw std::invalid_argument("values or their message lie nowhere");
-}
-
-}  // namespace
-
-int64_t compact_room(int64_t count, DType dtype) {
-  check_compact(count, dtype);
-  return kLengthBytes + count * size_of(dtype) + count / kCompactValues * kCompactHead;
-}
-
-int64_t compact_cpu(const void* values, int64_t count, DType dtype, void* out,
-                    const std::string& isa) {
-  check_compact(count, dtype);
-  check_places(values, count, out);
-  const KernelTable& table = table_for(isa);
-  char* body = static_cast<char*>(out) + kLengthBytes;
-  const int64_t length =
-      kLengthBytes + table.compact(dtype, static_cast<const char*>(values), count, body);
-  std::memcpy(out, &length, kLengthBytes);
-  return length;
-}
-
-void expand_cpu(const void* from, int64_t room, void* values, int64_t count, DType dtype,
-                const std::string& isa) {
-  check_compact(count, dtype);
-  check_places(values, count, from);
-  const KernelTable& table = table_for(isa);
-  int64_t length = 0;
-  if (room >= kLengthBytes) std::memcpy(&length, from, kLengthBytes);
-  if (length < kLengthBytes || length > room) {
-    throw std::invalid_argument("a message of " + std::to_string(length) + " bytes in a room of " +
-                                std::to_string(room));
-  }
-  const char* body = static_cast<const char*>(from) + kLengthBytes;
-  if (!table.expand(dtype, body, length - kLengthBytes, static_cast<char*>(values), count)) {
-    throw std::invalid_argument(std::to_string(length) + " bytes are no message of " +
-                                std::to_string(count) + " values");
-  }
 }
 
 }  // namespace loft

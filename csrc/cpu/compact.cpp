@@ -38,7 +38,7 @@ struct BlockHead {
   uint8_t top;
   uint16_t exceptions;
 };
-static_assert(sizeof(BlockHead) == kCompactHead, "compact_room counts so many bytes a block");
+static_assert(sizeof(BlockHead) == kCompactHeadBytes, "compact_room counts them");
 
 // An exponent that is `below` a block's top, in 3 bits: 0 to 6 as it is, 7 for an exception; in 4:
 // 0 to 13 as it is, 14 for exponent 0, as zeros have it, 15 for an exception.
@@ -315,7 +315,7 @@ int64_t compact_as(const char* values, int64_t count, char* out) {
     to += sizeof(rest);
   }
   const auto left = static_cast<size_t>(count) * sizeof(typename S::Bits);
-  std::memcpy(to, values, left);
+  if (left > 0) std::memcpy(to, values, left);
   return to + left - out;
 }
 
@@ -349,7 +349,7 @@ bool expand_as(const char* from, int64_t bytes, char* values, int64_t count) {
   }
   const int64_t left = count * static_cast<int64_t>(sizeof(typename S::Bits));
   if (end - from != left) return false;
-  std::memcpy(values, from, static_cast<size_t>(left));
+  if (left > 0) std::memcpy(values, from, static_cast<size_t>(left));
   return true;
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 #include "rules.h"
 
@@ -59,10 +60,10 @@ using Distances = void (*)(DType dtype, const RowRanges& what, double* found);
 using Mix = void (*)(DType dtype, const MixedRows& mixed, const Work& work, Kernel kernel,
                      int64_t begin, int64_t end);
 
-// Values in fewer bytes, and back; see compact.h. Compact returns the bytes written, Expand whether
-// so many bytes are what Compact writes for so many values.
-constexpr int kCompactHead = 4;  // bytes a block, besides what its values take
-constexpr int64_t kCompactValues = 512;
+// Values in fewer bytes, and back (compact.cpp). Compact returns the bytes written, Expand whether
+// so many bytes can be read as so many values. A block has so many values, and a head of so many
+// bytes.
+constexpr int64_t kCompactValues = 512, kCompactHeadBytes = 4;
 using Compact = int64_t (*)(DType dtype, const char* values, int64_t count, char* out);
 using Expand = bool (*)(DType dtype, const char* from, int64_t bytes, char* values, int64_t count);
 
@@ -76,6 +77,10 @@ struct KernelTable {
   Compact compact;
   Expand expand;
 };
+
+// The table of a level, or with "" of the best one here. Throws std::invalid_argument for a level
+// that does not run here.
+const KernelTable& table_for(const std::string& level);
 
 // Every level has one; it is linked in where the build has the level.
 namespace baseline {

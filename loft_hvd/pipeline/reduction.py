@@ -32,6 +32,7 @@ from loft_hvd.pipeline.ring import (
     suits_two,
 )
 from loft_hvd.pipeline.weights import PassWeights
+from loft_hvd.pipeline.wire import Compression
 from loft_hvd.transport.base import Transport, overlaps
 from loft_hvd.transport.mesh import link_bytes_per_s, meshed
 
@@ -49,12 +50,15 @@ PART_BYTES = 16 * 1024 * 1024
 # times of hvd.allreduce (2026-11-23 and -24, docs/benchmarks.md): links without a limit, parts of
 # 2, 4 and 8 MB, 1.51, 1.18, 0.98; 1 Gb/s, parts of 2, 4, 6 and 8 MiB, 0.96, 0.92, 0.85, 0.91;
 # 200 Mb/s, parts of 2 and 4 MB, in four jobs 1.01 and 1.03, 1.00 and 1.01, 0.97 and 0.99, 1.02 and
-# 1.00.
-OVERLAPPING_PART_BYTES = ((60e6, 2 * 2**20), (160e6, 4 * 2**20), (math.inf, 6 * 2**20))
-# On links that are not fast, values of fewer bytes are cut into so many parts, too: at 1 Gb/s 6.25
-# and 12.5 MB of float16 in two parts took 92 and 159 ms, in five or six 85 and 158 (2026-11-26).
-_USUAL_PARTS, _FAST_BYTES_PER_S = 5, 160e6
-_UNKNOWN_BYTES_PER_S = 125e6  # of links that nobody has tried
+# 1.00. At 1 Gb/s 6.25 MB of float16 took 90 to 94 ms as one part, 83 to 86 as two; 12.5 MB as two
+# and five parts 157 to 161, 157 and 158 (2026-11-26).
+OVERLAPPING_PART_BYTES = (  # least and most; between them a fifth of what is sent
+    (60e6, 2 * 2**20, 2 * 2**20),
+    (160e6, 2 * 2**20, 4 * 2**20),
+    (math.inf, 6 * 2**20, 6 * 2**20),
+)
+_USUAL_PARTS = 5
+_UNTRIED_PART_BYTES = 4 * 2**20  # on links that nobody has tried
 _MOST_PARTS = 12  # then they get longer
 _MAX_UNDER_WAY = 6  # parts; 3 of 12, 4 of 16, and 4, 6 or 12 of 24 were no better at 200 Mb/s
 # Horovod's fusion would copy smaller parts of a sum together again. Parts are below twice this, so
@@ -229,10 +233,14 @@ def _bounds(spec: ExchangeSpec, num_shards: int, part_bytes: int | None) -> tupl
 
 
 def _overlapping_bytes(spec: ExchangeSpec) -> int:
-    """Return how long parts are whose operations overlap."""
-    rate = link_bytes_per_s(spec.transport) or _UNKNOWN_BYTES_PER_S
-    least = next(part for most, part in OVERLAPPING_PART_BYTES if rate <= most)
-    num_bytes = spec.numel * spec.dtype.itemsize
-    if rate <= _FAST_BYTES_PER_S:
-        least = min(least, max(num_bytes // _USUAL_PARTS, OVERLAPPING_PART_BYTES[0][1]))
-    return max(least, num_bytes // _MOST_PARTS)
+    """Return how long parts are whose operations overlap, in bytes of the values' own dtype."""
+    own = spec.dtype.itemsize
+    sent = own  # bytes of a value on the wire; of a user's own format nobody knows
+    if isinstance(spec.wire, Compression) and spec.wire.dtype is not None:
+        sent = spec.wire.dtype.itemsize
+    num_bytes, rate = spec.numel * sent, link_bytes_per_s(spec.transport)
+    part = _UNTRIED_PART_BYTES
+    if rate is not None:
+        least, longest = next(each[1:] for each in OVERLAPPING_PART_BYTES if rate <= each[0])
+        part = min(longest, max(least, num_bytes // _USUAL_PARTS))
+    return max(part, num_bytes // _MOST_PARTS) * own // sent

@@ -1,9 +1,10 @@
 """Floats in fewer bytes while they travel, bit for bit the same at the other end.
 
 Exponents of a gradient's values lie close together: ``csrc/cpu/compact.cpp`` writes each in 3 or 4
-bits instead of 8. That takes a seventh off float32, three tenths off bfloat16 and a tenth off
-float16 where values are like normal ones, at several GB/s a core each way: worth it on links that
-are slower than that. Values of which it would take more travel as they are, 4 bytes a block longer.
+bits instead of 8 (of float16 5). That takes a seventh off float32, three tenths off bfloat16 and a
+tenth off float16 where values are like normal ones, at several GB/s a core each way: worth it on
+links that are slower than that. Values that would not get shorter travel as they are, 4 bytes more
+for each 512.
 
 ``message_of`` makes a message, ``room_for`` has space for any of so many values, and ``read`` takes
 the values out.
@@ -18,19 +19,19 @@ from loft_hvd._native import extension, require_extension
 from loft_hvd.config import config
 from loft_hvd.errors import TransportError
 
-__all__ = ["can_write", "is_available", "message_of", "read", "room_for"]
+__all__ = ["has_messages", "is_available", "message_of", "read", "room_for"]
 
 _CODES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}  # DType in csrc/rules.h
 
 
 def is_available() -> bool:
-    """Say whether this process can: the extension is built."""
-    return extension() is not None
+    """Say whether this process can: the extension is built, with these kernels."""
+    return hasattr(extension(), "compact_cpu")
 
 
-def can_write(values: Tensor) -> bool:
-    """Say whether values are of a dtype that has messages."""
-    return values.dtype in _CODES
+def has_messages(dtype: torch.dtype) -> bool:
+    """Say whether values of a dtype can be sent so."""
+    return dtype in _CODES
 
 
 def room_for(values: Tensor) -> Tensor:
@@ -41,11 +42,9 @@ def room_for(values: Tensor) -> Tensor:
 
 
 def message_of(values: Tensor) -> Tensor:
-    """Return a message, uint8, of values that lie one after the other in memory."""
-    room, code = room_for(values), _CODES[values.dtype]
-    num_bytes = require_extension().compact_cpu(
-        values.data_ptr(), values.numel(), code, room.data_ptr(), config().isa or ""
-    )
+    """Return a message, uint8, of contiguous values on the CPU."""
+    room = room_for(values)
+    num_bytes = require_extension().compact_cpu(*_place(values), room.data_ptr(), _level())
     return room[:num_bytes]
 
 
@@ -55,15 +54,20 @@ def read(room: Tensor, values: Tensor) -> None:
     Raises:
         TransportError: it is no message of so many values, whatever it is.
     """
-    code = _CODES[values.dtype]
-    try:
-        require_extension().expand_cpu(
-            room.data_ptr(),
-            room.numel(),
-            values.data_ptr(),
-            values.numel(),
-            code,
-            config().isa or "",
+    place = _place(values)
+    if not require_extension().expand_cpu(room.data_ptr(), room.numel(), *place, _level()):
+        raise TransportError(f"what came is no message of {values.numel()} {values.dtype} values")
+
+
+def _place(values: Tensor) -> tuple[int, int, int]:
+    """Return values as kernels take them: address, how many, dtype."""
+    if not (values.is_contiguous() and values.device.type == "cpu"):
+        raise TransportError(
+            f"values of shape {list(values.shape)}, strides {values.stride()} on {values.device} "
+            "do not lie one after the other in the CPU's memory; send values.contiguous().cpu()"
         )
-    except ValueError as error:
-        raise TransportError(str(error)) from error
+    return values.data_ptr(), values.numel(), _CODES[values.dtype]
+
+
+def _level() -> str:
+    return config().isa or ""

@@ -493,7 +493,7 @@ def _mesh_of(transport: HorovodTransport, world_size: int, rank: int) -> Mesh | 
         if (world_size, rank) not in kept.by_world:
             channel = Channel(transport, "loft.mesh")
             kept.by_world[world_size, rank] = open_mesh(
-                channel, interface=config().interface, compacts=config().compact
+                channel, interface=config().interface, compact_floats=config().compact
             )
             _close_meshes_with_horovod()
         return kept.by_world[world_size, rank]

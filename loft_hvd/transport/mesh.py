@@ -37,7 +37,7 @@ from loft_hvd.errors import TransportError
 from loft_hvd.transport import compact
 from loft_hvd.transport.agreement import digest
 from loft_hvd.transport.base import Channel, Transport, Watch, Work
-from loft_hvd.transport.groups import subset
+from loft_hvd.transport.groups import nodes_of, subset
 
 __all__ = [
     "Mesh",
@@ -56,10 +56,11 @@ _TAGS = 2**30  # bound from torch, whose tags are C's int; each operation takes 
 # first time warms connections up; ranks begin milliseconds apart, which only many bytes outweigh.
 _TRIED_BYTES = (2**20, 2**20, 2**23, 2**23)
 # Links up to which floats travel compact, and the least bytes of a message, and of what a rank
-# sends in an exchange. Measured (docs/benchmarks.md): a gain of 14 % at 1 Gb/s and a loss of 4 at
-# 2.5, on hosts with half a core; of 0.75 MB at 1 Gb/s it costs what it saves.
+# sends in an exchange. Measured (docs/benchmarks.md): a gain of 13 % at 1 Gb/s and a loss of 3 at
+# 2.5, on hosts with half a core; at 1 Gb/s exchanges of 3 MB gain 4 %, and those of 0.75 lose 12.
+# What lies between are choices.
 _COMPACT_BYTES_PER_S = 150e6
-_COMPACT_BYTES, _COMPACT_EXCHANGE_BYTES = 64 * 1024, 2**20
+_COMPACT_BYTES, _COMPACT_EXCHANGE_BYTES = 64 * 1024, 10**6
 _LONG_TRY_S = 0.05  # more bytes would say no more
 _CONNECT_S = 20.0  # a choice: ranks that are not connected by then are behind a firewall
 # Whoever polls has a limit of its own. This one ends what was given up, and the mesh with it: Gloo
@@ -73,6 +74,10 @@ _ADDRESS_BYTES, _BYTES_A_RANK = 1024, 16
 
 Move = Callable[[], None]
 """Waits for sends and receives that are under way."""
+
+_Made = dict[tuple[int, int], Tensor]
+"""An exchange's compact messages by where their values lie and how many: one for all peers where
+all get the same, as in an all-gather."""
 
 
 class MeshWork:
@@ -143,7 +148,8 @@ class Mesh:
     ``ranks`` are the group's numbers of those that take part, in rank order. ``longest_s`` ends
     waits, and with them the group's connections. ``bytes_per_s`` is what the slowest rank can send,
     the same on all; None where nobody has tried. ``is_compact``, the same on all, has floats travel
-    in fewer bytes.
+    in fewer bytes, where a rank sends at least ``compact_bytes`` of them in an exchange; but not
+    among some ranks of one of several ``nodes``, which are given by their ranks.
     """
 
     def __init__(
@@ -155,9 +161,13 @@ class Mesh:
         longest_s: float = _LONGEST_S,
         bytes_per_s: float | None = None,
         is_compact: bool = False,
+        compact_bytes: float | None = None,
+        nodes: Sequence[Sequence[int]] = (),
     ) -> None:
         self.bytes_per_s = bytes_per_s
         self.is_compact = is_compact
+        self._compact_bytes = _COMPACT_EXCHANGE_BYTES if compact_bytes is None else compact_bytes
+        self._nodes = tuple(nodes)
         self.rank = rank
         self.world_size = len(ranks)
         self._ranks = tuple(ranks)
@@ -171,12 +181,16 @@ class Mesh:
         """Return the mesh among some ranks, this one too; others need not know of it."""
         ranks = [self._ranks[member] for member in members]
         at = list(members).index(self.rank)
+        is_near = len(self._nodes) > 1 and any(set(ranks) <= set(node) for node in self._nodes)
         part = Mesh(
             self._group,
             rank=at,
             ranks=ranks,
             bytes_per_s=self.bytes_per_s,
-            is_compact=self.is_compact,
+            is_compact=self.is_compact and not is_near,
+            # Parts are under way at once, and share the links that their ranks have in common.
+            compact_bytes=self._compact_bytes * len(ranks) / self.world_size,
+            nodes=self._nodes,
         )
         self._parts.add(part)
         return part
@@ -233,7 +247,7 @@ class Mesh:
         if started is None:
             started = [self._recv(recvs[peer], peer, name, phase) for peer in self._sources()]
         # Of 4 ranks rank 1 sends to 2, 3, 0 in turn: at no time do all send to the same rank.
-        made: dict[int, Tensor] = {}
+        made: _Made = {}
         for shift in range(1, self.world_size):
             target = (self.rank + shift) % self.world_size
             started.append(self._send(sends[target], target, name, phase, made=made))
@@ -245,7 +259,7 @@ class Mesh:
     def broadcast(self, values: Tensor, *, name: str) -> Move:
         """Start to send rank 0's values to all others."""
         others = range(1, self.world_size)
-        made: dict[int, Tensor] = {}
+        made: _Made = {}
         started = (
             [self._send(values, peer, name, made=made) for peer in others]
             if self.rank == 0
@@ -253,32 +267,30 @@ class Mesh:
         )
         return functools.partial(self._wait, started)
 
-    def _send(
-        self, values: Tensor, peer: int, name: str, phase: int = 0, *, made: dict[int, Tensor]
-    ) -> Any:
-        # ``made`` has the exchange's messages by their values' place: in an all-gather one for all.
-        tag = _tag(name, values.nbytes, phase)
+    def _send(self, values: Tensor, peer: int, name: str, phase: int = 0, *, made: _Made) -> Any:
+        tag = _tag(name, values, phase)
         if not self._travels_compact(values):
             return self._started("send", values, peer, tag)
-        place = values.data_ptr()
+        place = values.data_ptr(), values.numel()
         if place not in made:
             made[place] = compact.message_of(values)
         return self._started("send", made[place], peer, tag)
 
     def _recv(self, values: Tensor, peer: int, name: str, phase: int = 0) -> Any:
-        tag = _tag(name, values.nbytes, phase)
+        tag = _tag(name, values, phase)
         if not self._travels_compact(values):
             return self._started("recv", values, peer, tag)
         room = compact.room_for(values)
-        return _Unread(self._started("recv", room, peer, tag), room, values, peer=peer)
+        work = self._started("recv", room, peer, tag)
+        return _Unread(work, room, values, rank=self._ranks[peer])
 
     def _travels_compact(self, values: Tensor) -> bool:
-        others = self.world_size - 1
+        # By nothing but what the tag has, so that both ends of a message think alike.
         return (
             self.is_compact
             and values.nbytes >= _COMPACT_BYTES
-            and values.nbytes * others >= _COMPACT_EXCHANGE_BYTES
-            and compact.can_write(values)
+            and values.nbytes * (self.world_size - 1) >= self._compact_bytes
+            and compact.has_messages(values.dtype)
         )
 
     def _started(self, call: str, values: Tensor, peer: int, tag: int) -> Any:
@@ -290,36 +302,46 @@ class Mesh:
         try:
             return getattr(self._group, call)([values], self._ranks[peer], tag)
         except RuntimeError as error:  # as when the peer has gone
-            raise TransportError(f"to or from rank {peer}: {error}") from error
+            raise TransportError(f"to or from rank {self._ranks[peer]}: {error}") from error
 
     def _wait(self, started: list[Any]) -> None:
+        faults = []
         for each in started:
-            each.wait(self._longest)
+            try:
+                each.wait(self._longest)
+            except _FaultyMessageError as error:  # the others are under way, and will come
+                faults.append(error)
+        if faults:
+            raise faults[0]
+
+
+class _FaultyMessageError(TransportError):
+    """What a rank has sent cannot be read."""
 
 
 class _Unread:
     """A message that comes into a room of its own; its values are there when ``wait`` ends."""
 
-    def __init__(self, work: Any, room: Tensor, values: Tensor, *, peer: int) -> None:
+    def __init__(self, work: Any, room: Tensor, values: Tensor, *, rank: int) -> None:
         self._work = work
         self._room = room
         self._values = values
-        self._peer = peer
+        self._rank = rank
 
     def wait(self, longest: timedelta) -> None:
         self._work.wait(longest)
         try:
             compact.read(self._room, self._values)
         except TransportError as error:
-            raise TransportError(f"from rank {self._peer}: {error}: that rank is faulty") from error
+            raise _FaultyMessageError(f"from rank {self._rank}: {error}") from error
 
 
-def _tag(name: str, num_bytes: int, phase: int) -> int:
-    """Return the tag of an operation's messages of some size, the same on every rank."""
-    # With the size: Gloo ends the process that receives more than it expects. Ranks that disagree
-    # wait instead, and what they gave up stays in the way of the name's next operation: whoever
-    # is not sure that ranks agree compares first.
-    return 2 * (digest(f"{name} {num_bytes}") % (_TAGS // 2)) + phase
+def _tag(name: str, values: Tensor, phase: int) -> int:
+    """Return the tag of an operation's messages of such values, the same on every rank."""
+    # With size and dtype, by which they travel: Gloo ends the process that receives more than it
+    # expects. Ranks that disagree wait instead, and what they gave up stays in the way of the
+    # name's next operation: whoever is not sure that ranks agree compares first.
+    return 2 * (digest(f"{name} {values.nbytes} {values.dtype}") % (_TAGS // 2)) + phase
 
 
 @runtime_checkable
@@ -443,14 +465,14 @@ class _Addresses(_STORE):  # type: ignore[misc]  # a base that mypy cannot know
             self._known[name.decode()] = address
 
 
-def open_mesh(channel: Channel, *, interface: str, compacts: str = "auto") -> Mesh | None:
+def open_mesh(channel: Channel, *, interface: str, compact_floats: str = "auto") -> Mesh | None:
     """Connect every rank to every other; every rank calls it alike.
 
     Args:
         channel: carries the addresses.
         interface: of the network that ranks reach each other by, such as "eth0"; empty for none.
-        compacts: whether floats travel in fewer bytes: "on", "off", or "auto", where links are
-            slow. They do where no rank has a reason against it.
+        compact_floats: whether floats travel in fewer bytes: "on", "off", or "auto", where links
+            are slow. They do where no rank has a reason against it.
 
     Returns:
         The mesh, or None on every rank where some rank has no interface, cannot be reached, or has
@@ -488,7 +510,8 @@ def open_mesh(channel: Channel, *, interface: str, compacts: str = "auto") -> Me
     if silent:
         _tell(channel, f"ranks {silent} could not send or receive")
         return None
-    wanted = compacts == "on" or (compacts == "auto" and bytes_per_s <= _COMPACT_BYTES_PER_S)
+    is_slow = bytes_per_s <= _COMPACT_BYTES_PER_S
+    wanted = compact_floats == "on" or (compact_floats == "auto" and is_slow)
     is_compact = _on_all(channel.sub("compact"), wanted and compact.is_available())
     if channel.rank == 0:
         _logger.info(
@@ -503,6 +526,7 @@ def open_mesh(channel: Channel, *, interface: str, compacts: str = "auto") -> Me
         ranks=ranks,
         bytes_per_s=bytes_per_s,
         is_compact=is_compact,
+        nodes=nodes_of(channel),
     )
 
 

@@ -121,17 +121,20 @@ def compact_all(calls: Calls, draw: np.random.Generator) -> None:
             message = room[:length].copy()
             place = message.ctypes.data, length, back.ctypes.data, count, code, ""
             calls.right(module.expand_cpu, *place)
+            assert module.expand_cpu(*place)
             assert np.array_equal(back.view(np.uint8), values.view(np.uint8))
-            calls.refused(module.expand_cpu, place[0], length - 1, *place[2:])
-            calls.refused(module.expand_cpu, place[0], 7, *place[2:])
+            for size, wanted in ((length - 1, count), (7, count), (length, count + 1)):
+                more = np.zeros(count + 1, DTYPES[code])
+                at = more.ctypes.data
+                assert not module.expand_cpu(place[0], size, at, wanted, code, "")
             calls.refused(module.expand_cpu, 0, *place[1:])
-            calls.refused(module.expand_cpu, *place[:3], count + 1, code, "")
             calls.refused(module.compact_cpu, *given[:3], 0, "")
             if count > 0:
                 calls.refused(module.compact_cpu, 0, *given[1:])
     for code in (0, 4, -1):
         calls.refused(module.compact_room, 8, code)
     calls.refused(module.compact_room, -1, 1)
+    calls.refused(module.compact_room, 2**62, 1)
 
 
 def share_all(calls: Calls) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from typing import Any
 
@@ -85,13 +84,13 @@ def test_a_row_may_begin_anywhere(dtype: torch.dtype) -> None:
     assert torch.equal(back, values)
 
 
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 100.0])
 @pytest.mark.parametrize(
     ("dtype", "share"), [(torch.float32, 0.855), (torch.float16, 0.895), (torch.bfloat16, 0.71)]
 )
-def test_normal_values_take_fewer_bytes(dtype: torch.dtype, share: float) -> None:
+def test_normal_values_take_fewer_bytes(dtype: torch.dtype, share: float, scale: float) -> None:
     values = normal(512 * 1000, dtype)
-    for scale in (1e-3, 1.0):  # whatever their size
-        assert compact.message_of(values * scale).numel() < share * values.nbytes
+    assert compact.message_of(values * scale).numel() < share * values.nbytes
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -112,29 +111,44 @@ def test_all_instruction_sets_write_the_same_bytes(
     assert all(torch.equal(message, written[0]) for message in written)
 
 
+def lengths_in(message: Tensor) -> Tensor:
+    """Return a view of a message's first 8 bytes, its length."""
+    return message[:8].view(torch.int64)
+
+
+@pytest.mark.parametrize("length", [-1, 0, 7, 8, 100, 2**62])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_no_message_is_refused_and_reads_no_other_memory(dtype: torch.dtype) -> None:
+def test_a_message_with_a_wrong_length_is_refused(dtype: torch.dtype, length: int) -> None:
     values = half_zeros(3 * 512 + 5, dtype)
     message = compact.message_of(values)
-    back = torch.empty_like(values)
-    short = message[: message.numel() // 2]
-    with pytest.raises(TransportError, match=r"a message of \d+ bytes in a room of \d+"):
-        compact.read(short, back)
-    for length in (-1, 0, 7, 2**62):
-        wrong = message.clone()
-        wrong[:8].view(torch.int64)[0] = length
-        with pytest.raises(TransportError, match=f"a message of {length} bytes"):
-            compact.read(wrong, back)
-    longer = message.clone()
-    longer[:8].view(torch.int64)[0] = 100
-    with pytest.raises(TransportError, match="100 bytes are no message of 1541 values"):
-        compact.read(longer, back)
-    # Heads of blocks: an unknown width, more exceptions than values, others than there are.
-    for at, byte in ((8, 5), (11, 255), (10, 1)):
-        wrong = message.clone()
-        wrong[at] ^= byte
-        with pytest.raises(TransportError, match="no message of"):
-            compact.read(wrong, back)
+    lengths_in(message)[0] = length
+    with pytest.raises(TransportError, match=rf"is no message of 1541 {dtype} values"):
+        compact.read(message, torch.empty_like(values))
+
+
+@pytest.mark.parametrize(
+    ("at", "by"),
+    [(8, 5), (11, 255), (10, 1)],
+    ids=["an unknown width", "more exceptions than values", "others than there are"],
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_message_with_a_wrong_head_is_refused(dtype: torch.dtype, at: int, by: int) -> None:
+    values = half_zeros(3 * 512 + 5, dtype)
+    message = compact.message_of(values)
+    message[at] ^= by
+    with pytest.raises(TransportError, match="is no message of 1541"):
+        compact.read(message, torch.empty_like(values))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_message_that_was_cut_off_is_refused(dtype: torch.dtype) -> None:
+    values = half_zeros(3 * 512 + 5, dtype)
+    message = compact.message_of(values)
+    short = message[: message.numel() // 2].clone()
+    for length in (message.numel(), short.numel()):
+        lengths_in(short)[0] = length
+        with pytest.raises(TransportError, match="is no message of 1541"):
+            compact.read(short, torch.empty_like(values))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -161,10 +175,33 @@ def test_whatever_a_peer_sends_is_read_or_refused_within_its_room(
     assert num_refused > 0
 
 
-def test_other_dtypes_have_no_messages() -> None:
-    for dtype in (torch.float64, torch.int64, torch.uint8):
-        assert not compact.can_write(torch.zeros(3, dtype=dtype))
-    assert all(compact.can_write(torch.zeros(3, dtype=dtype)) for dtype in DTYPES)
-    module = importlib.import_module("loft_hvd._loft")
-    with pytest.raises(ValueError, match="dtype=0 has no messages"):
-        module.compact_room(5, 0)
+@pytest.mark.parametrize(
+    "values", [torch.arange(2048.0)[::2], torch.ones(1).expand(1024), torch.ones(4, device="meta")]
+)
+def test_values_that_do_not_lie_in_a_row_are_refused(values: Tensor) -> None:
+    with pytest.raises(TransportError, match=r"do not lie one after the other .* send values\.con"):
+        compact.message_of(values)
+    with pytest.raises(TransportError, match="do not lie one after the other"):
+        compact.read(compact.message_of(torch.ones(values.numel())), values)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "has_messages"),
+    [
+        (torch.float32, True),
+        (torch.float16, True),
+        (torch.bfloat16, True),
+        (torch.float64, False),
+        (torch.int64, False),
+        (torch.uint8, False),
+    ],
+)
+def test_floats_of_at_most_32_bits_have_messages(dtype: torch.dtype, has_messages: bool) -> None:
+    assert compact.has_messages(dtype) == has_messages
+
+
+def test_an_extension_without_these_kernels_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compact.is_available()
+    for module in (None, object()):  # none, or one of an earlier version
+        monkeypatch.setattr(compact, "extension", lambda module=module: module)
+        assert not compact.is_available()
