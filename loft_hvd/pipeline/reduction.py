@@ -52,9 +52,10 @@ PART_BYTES = 16 * 1024 * 1024
 # 200 Mb/s, parts of 2 and 4 MB, in four jobs 1.01 and 1.03, 1.00 and 1.01, 0.97 and 0.99, 1.02 and
 # 1.00. At 1 Gb/s 6.25 MB of float16 took 90 to 94 ms as one part, 83 to 86 as two; 12.5 MB as two
 # and five parts 157 to 161, 157 and 158 (2026-11-26).
-OVERLAPPING_PART_BYTES = (  # least and most; between them a fifth of what is sent
+_FAST_BYTES_PER_S = 160e6
+OVERLAPPING_PART_BYTES = (  # least and most; between them a fifth of the values
     (60e6, 2 * 2**20, 2 * 2**20),
-    (160e6, 2 * 2**20, 4 * 2**20),
+    (_FAST_BYTES_PER_S, 2 * 2**20, 4 * 2**20),
     (math.inf, 6 * 2**20, 6 * 2**20),
 )
 _USUAL_PARTS = 5
@@ -234,13 +235,14 @@ def _bounds(spec: ExchangeSpec, num_shards: int, part_bytes: int | None) -> tupl
 
 def _overlapping_bytes(spec: ExchangeSpec) -> int:
     """Return how long parts are whose operations overlap, in bytes of the values' own dtype."""
-    own = spec.dtype.itemsize
-    sent = own  # bytes of a value on the wire; of a user's own format nobody knows
-    if isinstance(spec.wire, Compression) and spec.wire.dtype is not None:
-        sent = spec.wire.dtype.itemsize
-    num_bytes, rate = spec.numel * sent, link_bytes_per_s(spec.transport)
-    part = _UNTRIED_PART_BYTES
+    rate = link_bytes_per_s(spec.transport)
+    counted = own = spec.dtype.itemsize
+    # Slow links count the bytes that travel; those of a user's own format nobody knows.
+    is_slow = rate is not None and rate <= _FAST_BYTES_PER_S
+    if is_slow and isinstance(spec.wire, Compression) and spec.wire.dtype is not None:
+        counted = spec.wire.dtype.itemsize
+    num_bytes, part = spec.numel * counted, _UNTRIED_PART_BYTES
     if rate is not None:
         least, longest = next(each[1:] for each in OVERLAPPING_PART_BYTES if rate <= each[0])
         part = min(longest, max(least, num_bytes // _USUAL_PARTS))
-    return max(part, num_bytes // _MOST_PARTS) * own // sent
+    return max(part, num_bytes // _MOST_PARTS) * own // counted

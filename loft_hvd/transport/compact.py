@@ -37,7 +37,8 @@ def has_messages(dtype: torch.dtype) -> bool:
 def room_for(values: Tensor) -> Tensor:
     """Return a buffer, uint8, for any message of as many values."""
     # A fresh one each time: rooms that were kept and used again made no exchange faster.
-    num_bytes = require_extension().compact_room(values.numel(), _CODES[values.dtype])
+    _, *kind = _place(values)
+    num_bytes = require_extension().compact_room(*kind)
     return torch.empty(num_bytes, dtype=torch.uint8)
 
 

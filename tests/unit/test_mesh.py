@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -222,7 +223,6 @@ def test_a_faulty_message_among_some_ranks_names_the_rank_of_the_job_and_others_
     assert found[2] == ("", [1.0, 2.0, 3.0])
 
 
-@needs_extension
 def test_ranks_of_one_node_send_each_other_floats_as_they_are() -> None:
     """Of two nodes; between nodes each rank has its share of what must be sent to gain."""
     nodes = ((0, 1, 2, 3), (4, 5, 6, 7))
@@ -239,7 +239,7 @@ def test_ranks_of_one_node_send_each_other_floats_as_they_are() -> None:
 
 @pytest.mark.parametrize("wire", [loft.Compression.none, loft.Compression.bf16])
 @pytest.mark.parametrize("bytes_per_s", [25e6, 115e6])
-@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8, 16])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8, 16, 33, 64, 100])
 @pytest.mark.parametrize("megabytes", [5, 12.5, 25, 33.5])
 def test_every_part_of_a_bucket_travels_compact_over_slow_links(
     megabytes: float, num_ranks: int, bytes_per_s: float, wire: loft.Compression
@@ -252,6 +252,31 @@ def test_every_part_of_a_bucket_travels_compact_over_slow_links(
     for begin, end in itertools.pairwise(bounds):
         shard = torch.zeros((end - begin) // num_ranks, dtype=wire.dtype or torch.float32)
         assert mesh._travels_compact(shard)
+
+
+class _Over:
+    """A send or receive that ends at once, well or badly."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+
+    def wait(self, longest: timedelta) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+def test_a_connection_that_fails_after_a_faulty_message_does_not_hide_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fault = mesh_module._FaultyMessageError("from rank 2: what came is no message")
+    closed = RuntimeError("Connection closed by peer")
+    mesh = Mesh(None, rank=0, ranks=range(4))
+    with pytest.raises(TransportError, match="from rank 2") as caught:
+        mesh._wait([_Over(), _Over(fault), _Over(closed)])
+    assert caught.value.__cause__ is closed
+    assert "from rank 2: what came is no message" in caplog.text
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        mesh._wait([_Over(), _Over(closed)])
 
 
 @needs_extension
@@ -387,30 +412,38 @@ def test_links_on_which_nothing_arrives_leave_all_without_a_mesh(
 
 
 @pytest.mark.parametrize(
-    ("bytes_per_s", "megabytes", "num_parts"),
+    ("bytes_per_s", "megabytes", "num_parts", "of_16_bits"),
     [
-        (25e6, 5, 2),  # 200 Mb/s
-        (25e6, 12.5, 5),
-        (25e6, 25, 11),
-        (110e6, 5, 2),  # 900 Mb/s
-        (110e6, 12.5, 5),
-        (110e6, 25, 5),
-        (1e9, 12.5, 1),  # 8 Gb/s
-        (1e9, 25, 3),
-        (None, 12.5, 2),  # unknown
-        (None, 25, 5),
-        *((bytes_per_s, 100, 12) for bytes_per_s in (25e6, 110e6, 1e9, None)),
+        (25e6, 5, 2, 1),  # 200 Mb/s
+        (25e6, 12.5, 5, 2),
+        (25e6, 25, 11, 5),
+        (110e6, 5, 2, 1),  # 900 Mb/s
+        (110e6, 12.5, 5, 2),
+        (110e6, 25, 5, 5),
+        (1e9, 12.5, 1, 1),  # 8 Gb/s
+        (1e9, 25, 3, 3),
+        (None, 12.5, 2, 2),  # unknown
+        (None, 25, 5, 5),
+        (25e6, 100, 12, 12),
+        (110e6, 100, 12, 11),
+        (1e9, 100, 12, 12),
+        (None, 100, 12, 12),
     ],
 )
+@pytest.mark.parametrize("wire", [loft.Compression.none, loft.Compression.fp16])
 def test_thin_links_take_smaller_parts(
-    bytes_per_s: float | None, megabytes: float, num_parts: int
+    bytes_per_s: float | None,
+    megabytes: float,
+    num_parts: int,
+    of_16_bits: int,
+    wire: loft.Compression,
 ) -> None:
     mesh = Mesh(None, rank=0, ranks=range(3), bytes_per_s=bytes_per_s)
     ends = MeshTransport(LocalWorld(3).transport(0), mesh)
     numel = int(megabytes * 250_000)
-    spec = ExchangeSpec(ends, "x", numel, torch.float32, "cpu", loft.Median())
+    spec = ExchangeSpec(ends, "x", numel, torch.float32, "cpu", loft.Median(), wire)
     bounds = reduction_module._bounds(spec, 3, None)
-    assert len(bounds) - 1 == num_parts
+    assert len(bounds) - 1 == (num_parts if wire is loft.Compression.none else of_16_bits)
 
 
 def test_every_two_ranks_have_a_key_that_no_third_has() -> None:
@@ -632,10 +665,8 @@ def test_parts_of_parts_have_the_same_bits(
     def work(transport: LocalTransport) -> bool:
         row = torch.randn(20_011, generator=torch.Generator().manual_seed(transport.rank))
         whole = reduced(transport, row, 1)
-        # Of 80,044 bytes, twelve parts are longer than the least; of half as many nine are.
-        num_parts = 12 if wire is loft.Compression.none else 9
-        ends = over_mesh(transport, compacts=compacts)
-        return torch.equal(whole, reduced(ends, row, num_parts))
+        # Of 80,044 bytes, twelve parts are longer than the least.
+        return torch.equal(whole, reduced(over_mesh(transport, compacts=compacts), row, 12))
 
     assert run_ranks(num_ranks, work) == [True] * num_ranks
 
