@@ -155,20 +155,25 @@ def test_an_allreduce_over_slow_links_sends_fewer_bytes_and_has_the_same_bits(
         assert share - 0.02 < sent < share + 1e-3
 
 
+def spoil_messages(monkeypatch: pytest.MonkeyPatch, *, first: float) -> None:
+    """Have messages of values that begin with ``first`` be none."""
+    honest = compact.message_of
+
+    def message_of(values: Tensor) -> Tensor:
+        message = honest(values)
+        if values[0] == first:
+            message[8] = 77  # a width of exponents that there is not
+        return message
+
+    monkeypatch.setattr(compact, "message_of", message_of)
+
+
 @needs_extension
 @pytest.mark.usefixtures("short_messages")
 def test_a_message_that_is_none_ends_the_exchange_with_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    honest = compact.message_of
-
-    def message_of(values: Tensor) -> Tensor:
-        message = honest(values)
-        if values[0] == 1:  # rank 1's
-            message[8] = 77
-        return message
-
-    monkeypatch.setattr(compact, "message_of", message_of)
+    spoil_messages(monkeypatch, first=1.0)
 
     def work(transport: LocalTransport) -> str:
         ends = over_mesh(transport, compacts="on")
@@ -193,15 +198,7 @@ def test_a_message_that_is_none_ends_the_exchange_with_an_error(
 def test_a_faulty_message_among_some_ranks_names_the_rank_of_the_job_and_others_arrive(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    honest = compact.message_of
-
-    def message_of(values: Tensor) -> Tensor:
-        message = honest(values)
-        if values[0] == 2:  # rank 2's
-            message[8] = 77
-        return message
-
-    monkeypatch.setattr(compact, "message_of", message_of)
+    spoil_messages(monkeypatch, first=2.0)
 
     def work(transport: LocalTransport) -> tuple[str, list[float]]:
         part = over_mesh(transport, compacts="on").subset([(1, 2, 3), (0,)])
