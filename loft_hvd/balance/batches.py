@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -123,8 +124,9 @@ class BatchQueue:
             )
         if taken is not self.trained:  # once a batch: ranks may cut theirs into more passes or less
             # Not ``hash``: other processes salt it otherwise, and ranks compare the trail.
-            mark = f"{taken.plan_id} {taken.step} {taken.sizes} {taken.digest}"
+            mark = f"{taken.plan_id} {taken.step} {taken.digest}"
             self.trail = zlib.crc32(mark.encode(), self.trail)
+            self.trail = zlib.crc32(array("q", taken.sizes), self.trail)  # of thousands of ranks
         self._has_taken = True
         self.trained = self.in_work = taken
         self._taken.append(taken)

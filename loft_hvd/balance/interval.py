@@ -75,9 +75,10 @@ def typical(values: npt.ArrayLike) -> tuple[Floats, Floats]:
     Returns:
         Means and variances, each [...]; the variance of a single step is 0.
     """
-    ordered = np.sort(np.asarray(values, dtype=np.float64), axis=0)
-    num = len(ordered)
+    steps = np.asarray(values, dtype=np.float64)
+    num = len(steps)
     dropped = int(_TRIMMED * num)  # at either end
+    ordered = np.partition(steps, (dropped, num - dropped - 1), axis=0)
     kept = ordered[dropped : num - dropped]
     mean: Floats = kept.mean(axis=0)
     if num < 2:
@@ -102,10 +103,18 @@ def skewness(values: npt.ArrayLike) -> Floats:
         where fewer than five steps, or steps that are all alike, do not tell.
     """
     steps = np.asarray(values, dtype=np.float64)
-    if len(steps) < 5:
+    num = len(steps)
+    if num < 5:
         return np.zeros(steps.shape[1:])
-    ends = (_TRIMMED, 0.5, 1.0 - _TRIMMED)
-    low, middle, high = np.quantile(steps, ends, axis=0, method="median_unbiased")
+    # Quantiles that are right in the median whatever the distribution (Hyndman and Fan, 1996, their
+    # eighth). ``np.quantile`` takes four times as long for a column, on the thread that trains.
+    places = [(num + 1 / 3) * end - 2 / 3 for end in (_TRIMMED, 0.5, 1.0 - _TRIMMED)]  # from 0
+    nearest = [int(place) for place in places]
+    ordered = np.partition(steps, [*nearest, *(place + 1 for place in nearest)], axis=0)
+    low, middle, high = (
+        ordered[at] + (place - at) * (ordered[at + 1] - ordered[at])
+        for at, place in zip(nearest, places, strict=True)
+    )
     below = middle - low
     return np.where(below > 0, (high - middle) / np.where(below > 0, below, 1.0), 0.0)
 

@@ -63,6 +63,13 @@ def test_skewness_tells_long_tails_from_normal_noise_and_knows_no_hiccups() -> N
     assert skewness(np.ones((20, 2))).tolist() == [0.0, 0.0]  # all alike
 
 
+@pytest.mark.parametrize("num_steps", [5, 6, 7, 8, 20, 301])
+def test_skewness_is_of_quantiles_that_are_right_in_the_median(num_steps: int) -> None:
+    steps = np.random.default_rng(num_steps).lognormal(size=(num_steps, 50))
+    ends = np.quantile(steps, (0.2, 0.5, 0.8), axis=0, method="median_unbiased")
+    assert skewness(steps) == pytest.approx((ends[2] - ends[1]) / (ends[1] - ends[0]))
+
+
 @pytest.mark.parametrize("num_steps", [1, 2, 4])
 def test_of_few_steps_all_count(num_steps: int) -> None:
     steps = np.arange(2.0 * num_steps).reshape(num_steps, 2)
