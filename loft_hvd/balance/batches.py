@@ -126,7 +126,8 @@ class BatchQueue:
             # Not ``hash``: other processes salt it otherwise, and ranks compare the trail.
             mark = f"{taken.plan_id} {taken.step} {taken.digest}"
             self.trail = zlib.crc32(mark.encode(), self.trail)
-            self.trail = zlib.crc32(array("q", taken.sizes), self.trail)  # of thousands of ranks
+            # Their bytes: the text of thousands of sizes takes three times as long.
+            self.trail = zlib.crc32(array("q", taken.sizes), self.trail)
         self._has_taken = True
         self.trained = self.in_work = taken
         self._taken.append(taken)

@@ -323,7 +323,7 @@ class Controller:
         """Go on from the plans that ranks have, which may not all be this controller's own."""
         made = {each.plan: each for each in self.history}
         self.history = [
-            made.get(plan, Decision(**vars(plan), reason="of an earlier run")) for plan in plans
+            made.get(plan, Decision(**plan.fields(), reason="of an earlier run")) for plan in plans
         ]
 
     def explain(self, *, verbose: bool = False) -> str:

@@ -390,7 +390,7 @@ class LivePlan:
 
     def _write_plans(self) -> None:
         for plan in self.history:
-            self._log.write("plan", **vars(plan))
+            self._log.write("plan", **plan.fields())
 
     def _write_schedule(self) -> None:
         self._log.write(
@@ -654,7 +654,7 @@ class LivePlan:
             _logger.info(
                 "plan %d from step %d: sizes %s", plan.plan_id, plan.first_step, list(plan.sizes)
             )
-        self._log.write("plan", **vars(plan))
+        self._log.write("plan", **plan.fields())
 
     # What it says, and what goes on.
 
@@ -688,7 +688,7 @@ class LivePlan:
             # It has numbered plans that are still on their way to the ranks.
             made = self._controller.history
             return [each for each in made if each.plan_id <= self.plan.plan_id]
-        return [Decision(**vars(plan), reason="given") for plan in self.history]
+        return [Decision(**plan.fields(), reason="given") for plan in self.history]
 
     def state_dict(self) -> dict[str, Any]:
         """Return plans, steps, times by device and, on rank 0, what was learnt; JSON-able."""

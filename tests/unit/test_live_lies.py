@@ -192,3 +192,16 @@ def test_a_batch_in_other_numbers_of_passes_leaves_one_trail() -> None:
                 queue.take()
             queue.step_ended()
     assert queues[0].trail == queues[1].trail != 0
+
+
+@pytest.mark.parametrize(
+    "other", [(1, 5, (8, 16), 77), (0, 6, (8, 16), 77), (0, 5, (16, 8), 77), (0, 5, (8, 16), 78)]
+)
+def test_another_plan_step_sizes_or_samples_leave_another_trail(
+    other: tuple[int, int, tuple[int, int], int],
+) -> None:
+    queues = [BatchQueue(), BatchQueue()]
+    for queue, taken in zip(queues, ((0, 5, (8, 16), 77), other), strict=True):
+        queue.begin(StepSizes(*taken))
+        queue.take()
+    assert queues[0].trail != queues[1].trail

@@ -171,12 +171,14 @@ INTERVAL = 6
 
 
 def fill(sums: StepSums, samples: int, rng: np.random.Generator) -> None:
-    """Add as many steps as are kept of an interval, each a batch that took about a second."""
+    """Add as many steps as are kept of an interval, of about a second each, one with a pause."""
     rows = np.zeros((4096, len(SUMS)))
     rows[:, [SUM["steps"], SUM["samples"], SUM["local"]]] = 1, samples, samples
     seconds = rng.normal(1.0, 0.02, len(rows))
     rows[:, SUM["compute_s"]] = rows[:, SUM["wall_s"]] = seconds
     rows[:, SUM["busy_s2"]] = seconds**2
+    rows[1000, SUM["other_s"]] = 60.0
+    rows[1000, SUM["wall_s"]] += 60.0
     for row in rows:
         sums.add(row)
 
@@ -235,10 +237,12 @@ def test_an_interval_costs_the_training_thread_two_milliseconds_a_step(
 
 
 @pytest.mark.parametrize("num_steps", [300, 4096, 30_000])
+@pytest.mark.parametrize("num_pauses", [0, 1, 100])
 def test_a_step_costs_microseconds_to_keep_and_a_long_interval_little_to_add_up(
-    num_steps: int,
+    num_steps: int, num_pauses: int
 ) -> None:
     rows = np.random.default_rng(0).lognormal(0.0, 0.3, (num_steps, len(SUMS)))
+    rows[:num_pauses, SUM["other_s"]] = 60.0
     kept_s, summed_s = [], []
     for _ in range(9):
         sums = StepSums()

@@ -203,6 +203,20 @@ def test_pauses_add_up_to_what_they_took_however_long_the_interval(num_pauses: i
         assert f"rank 0: {600 * num_pauses:.2f} s of pauses are left out" in describe([rank])
 
 
+@pytest.mark.parametrize("num_steps", [6, 20])
+def test_pauses_are_told_where_half_of_the_steps_have_one(num_steps: int) -> None:
+    sums = StepSums()
+    pauses = np.random.default_rng(0).uniform(60.0, 600.0, num_steps // 2)
+    for pause_s in [*pauses, *np.zeros(num_steps // 2)]:
+        row = np.zeros(len(SUMS))
+        row[[SUM["steps"], SUM["compute_s"]]] = 1.0
+        row[SUM["other_s"]], row[SUM["wall_s"]] = pause_s, 1.0 + pause_s
+        sums.add(row)
+    [rank] = read_times(sums.take()[None])
+    assert (rank.steps, rank.wall_s) == (num_steps // 2, 1.0)
+    assert rank.paused_s * rank.steps == pytest.approx(pauses.sum())
+
+
 def test_a_block_left_out_within_another_is_left_out_once(clock: FakeClock) -> None:
     timer = StepTimer(clock)
     for _ in range(2):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import platform
-import time
+import os
 from pathlib import Path
 
 import pytest
 
+from loft_hvd import topology
 from loft_hvd._native import extension
 from loft_hvd.topology import LoadMeter, cpu_flags, vector_levels
 
@@ -39,22 +39,43 @@ def test_levels_are_those_of_the_extension() -> None:
     assert [level for level in vector_levels(flags) if level in built] == list(module.isa_levels())
 
 
-@pytest.mark.skipif(platform.system() != "Linux", reason="other systems do not tell")
-def test_the_memory_that_is_not_available_is_in_use() -> None:
-    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    sizes = {name: int(size) for name, size, *_ in lines}
-    used = 1.0 - sizes["MemAvailable:"] / sizes["MemTotal:"]
-    assert LoadMeter.memory_use() == pytest.approx(used, abs=0.05)
+TICKS = "cpu  {busy} 0 100 {idle} 40 0 0 0 0 0\n" + 300 * "cpu7 0 0 0 0 0 0 0 0 0 0\n"
 
 
-@pytest.mark.skipif(platform.system() != "Linux", reason="other systems do not tell")
-def test_what_this_process_computes_is_no_use_by_others() -> None:
+def test_others_use_what_cpus_were_busy_without_this_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    own = [3.0, 3.0 + 100 / os.sysconf("SC_CLK_TCK")]  # 100 ticks
+    stat = tmp_path / "stat"
+    monkeypatch.setattr(topology, "_STAT", stat)
+    monkeypatch.setattr("time.process_time", lambda: own.pop(0))
+    stat.write_text(TICKS.format(busy=1000, idle=5000))
     meter = LoadMeter()
-    end = time.perf_counter() + 0.5
-    while time.perf_counter() < end:
-        sum(range(10_000))
-    busy, total, own = (
-        after - before for before, after in zip(meter._last, meter._read(), strict=True)
-    )
-    assert own > 0.1
-    assert meter.cpu_use() == pytest.approx(max(0.0, busy - own) / total, abs=0.1)
+    stat.write_text(TICKS.format(busy=1300, idle=5500))  # 300 busy of 800, 100 of them its own
+    assert meter.cpu_use() == pytest.approx(0.25)
+
+
+def test_a_cpu_that_does_not_tell_is_used_by_nobody(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(topology, "_STAT", tmp_path / "none")
+    assert LoadMeter().cpu_use() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "use"),
+    [
+        ("MemTotal: 1000 kB\nMemFree: 100 kB\nMemAvailable: 400 kB\nBuffers: 1 kB\n", 0.6),
+        ("MemTotal: 1000 kB\nMemFree: 100 kB\nBuffers: 400 kB\n", 0.0),  # Linux before 3.14
+        ("MemTotal: 0 kB\nMemFree: 0 kB\nMemAvailable: 0 kB\n", 0.0),
+        ("", 0.0),
+        (None, 0.0),
+    ],
+)
+def test_memory_that_is_not_available_is_in_use(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str | None, use: float
+) -> None:
+    monkeypatch.setattr(topology, "_MEMINFO", tmp_path / "meminfo")
+    if text is not None:
+        (tmp_path / "meminfo").write_text(text)
+    assert LoadMeter.memory_use() == pytest.approx(use)
