@@ -14,7 +14,7 @@ from torch import Tensor
 
 from loft_hvd.aggregation.reference import reference
 from loft_hvd.aggregation.rules import Mean, Median, Rule, TrimmedMean
-from loft_hvd.errors import AggregationError, ArgumentError
+from loft_hvd.errors import AggregationError, ArgumentError, MissingDependencyError
 from loft_hvd.pipeline.allreduce import allreduce
 from loft_hvd.transport.base import Channel, Transport
 from loft_hvd.transport.horovod import HorovodTransport, horovod_module
@@ -26,8 +26,10 @@ __all__ = [
     "AllreduceBench",
     "Part",
     "Progress",
+    "check_device",
     "interleave",
     "measure_allreduce",
+    "rank_device",
 ]
 
 BASELINE, BASELINE_AGAIN = "horovod", "horovod again"
@@ -55,8 +57,10 @@ class AllreduceBench:
     rounds: int = 15  # samples of each contestant, taken in turn
     # Also time the way research codes do it: a blocking exchange, torch.median, gather.
     has_peer: bool = False
+    device: str = "cpu"  # or "cuda"; see `rank_device`
 
     def __post_init__(self) -> None:
+        check_device("bench allreduce", self.device)
         # One value at least. This way round NaN is refused as well.
         if not all(4e-6 <= megabytes < math.inf for megabytes in self.megabytes):
             sizes = ", ".join(f"{size:g}" for size in self.megabytes)
@@ -66,11 +70,31 @@ class AllreduceBench:
             )
 
 
+def check_device(what: str, device: str) -> None:
+    """Raise unless a bench can run on a device here."""
+    if device not in ("cpu", "cuda"):
+        raise ArgumentError(f"{what}: device={device!r} is not one of cpu, cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise MissingDependencyError(
+            f"{what} --device cuda needs a CUDA device, but torch finds none here; run it on a "
+            "machine with a GPU, or without --device"
+        )
+
+
+def rank_device(device: str) -> torch.device:
+    """Return where this rank's tensors lie: for "cuda" on one of the machine's GPUs, in turn."""
+    if device == "cpu":
+        return torch.device("cpu")
+    found = torch.device("cuda", horovod_module().local_rank() % torch.cuda.device_count())
+    torch.cuda.set_device(found)
+    return found
+
+
 def measure_allreduce(
     bench: AllreduceBench, *, progress: Progress = lambda text: None
 ) -> dict[str, Any]:
     """Return by size in megabytes and contestant the seconds of every round, the slowest rank's."""
-    transport = HorovodTransport()
+    transport, device = HorovodTransport(), rank_device(bench.device)
     # Two ranks bear no wrong row, so their trimmed mean has f = 0: a mean by the robust way.
     f = max((transport.world_size - 1) // 2, 0)
     rules: dict[str, Rule] = {
@@ -81,7 +105,7 @@ def measure_allreduce(
     found = {}
     for megabytes in bench.megabytes:
         generator = torch.Generator().manual_seed(transport.rank)
-        tensor = torch.randn(int(megabytes * 1e6 / 4), generator=generator)
+        tensor = torch.randn(int(megabytes * 1e6 / 4), generator=generator).to(device)
         calls = _calls(tensor, rules, stem=f"bench.{megabytes:g}", has_peer=bench.has_peer)
         for name, rule in rules.items():
             _check(transport, tensor, calls[name](), rule)
@@ -90,6 +114,7 @@ def measure_allreduce(
         found[f"{megabytes:g}"] = interleave(
             transport,
             calls,
+            device=device,
             rounds=bench.rounds,
             inner=inner,
             name=f"bench.{megabytes:g}.times",
@@ -103,6 +128,7 @@ def interleave(
     transport: Transport,
     calls: dict[str, Callable[[], Any]],
     *,
+    device: torch.device,
     rounds: int,
     inner: int,
     name: str,
@@ -111,6 +137,8 @@ def interleave(
 ) -> dict[str, list[float]]:
     """Time calls in turn, the same ones on every rank; a sample is ``inner`` calls.
 
+    It ends when ``device`` has done all that they queued.
+
     With one call a sample, a call may return a ``Part``, which is then the sample.
 
     ``progress`` is told of each tenth of the rounds, beside ``title``, while nothing is timed.
@@ -118,11 +146,17 @@ def interleave(
     Returns seconds of one call in every round, the slowest rank's, by name.
     """
     hvd = horovod_module()
+
+    def settle() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
     order = list(calls)
     own: dict[str, list[float]] = {key: [] for key in order}
     for _ in range(_WARM_UPS):
         for call in calls.values():
             call()
+    settle()
     # Another order each round, so that no call always runs behind the same one; seeded by the
     # round, because ranks that called in different orders would wait for each other for ever.
     for number in range(rounds):
@@ -130,6 +164,7 @@ def interleave(
             hvd.barrier()  # else a rank that is ahead would time its wait for the others
             began = time.perf_counter()
             found = [calls[key]() for _ in range(inner)]
+            settle()
             took = (time.perf_counter() - began) / inner
             is_part = inner == 1 and isinstance(found[0], Part)
             own[key].append(found[0].seconds if is_part else took)
@@ -164,7 +199,7 @@ def _blocking_median(tensor: Tensor, stem: str) -> Tensor:
     hvd = horovod_module()
     world_size = hvd.size()
     shard = -(-tensor.numel() // world_size)  # equal shards: the last one is padded with zeros
-    padded = torch.zeros(world_size * shard)
+    padded = tensor.new_zeros(world_size * shard)
     padded[: tensor.numel()] = tensor
     rows = hvd.alltoall(padded, name=f"{stem}.peer.a2a").view(world_size, shard)
     result: Tensor = hvd.allgather(rows.median(dim=0).values, name=f"{stem}.peer.ag")
@@ -174,9 +209,9 @@ def _blocking_median(tensor: Tensor, stem: str) -> Tensor:
 def _check(transport: Transport, tensor: Tensor, result: Tensor, rule: Rule) -> None:
     """Compare a slice of a result with the rule's definition on everybody's rows."""
     kept = min(_CHECKED, tensor.numel())
-    rows = Channel(transport, "bench.check", 300.0).allgather_rows(tensor[:kept])
+    rows = Channel(transport, "bench.check", 300.0).allgather_rows(tensor[:kept].cpu())
     wanted = torch.from_numpy(reference(rows.numpy(), rule))
-    worst = float((result[:kept].double() - wanted).abs().max()) if kept else 0.0
+    worst = float((result[:kept].cpu().double() - wanted).abs().max()) if kept else 0.0
     if not worst <= 1e-6:
         raise AggregationError(
             f"bench: {rule} of {tensor.numel()} values differs from its definition by {worst:g}"

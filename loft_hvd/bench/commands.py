@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
+
 from loft_hvd.aggregation.rules import RULES
 from loft_hvd.bench.collectives import AllreduceBench
 from loft_hvd.bench.cuda import describe_device, judge_cuda, measure_cuda, require_cuda
@@ -35,7 +37,7 @@ from loft_hvd.bench.robustness import (
     measure_robustness,
     robustness_goal_rows,
 )
-from loft_hvd.bench.scopes import ScopeCost, cost_of
+from loft_hvd.bench.scopes import SHARDS_EXPOSED, ScopeCost, cost_of
 from loft_hvd.bench.steps import StepBench
 from loft_hvd.errors import MissingDependencyError
 
@@ -78,7 +80,7 @@ def bench_allreduce(
             show(
                 [["Median against a blocking exchange", "times as fast", "goal", ""], ["", *cells]]
             )
-    return _write({"ranks": job.num_ranks, "allreduce": judged}, json_file)
+    return _write({**_described(job, bench.device), "allreduce": judged}, json_file)
 
 
 def bench_step(bench: StepBench, *, job: BenchJob, json_file: str | None, show: Show) -> int:
@@ -89,7 +91,7 @@ def bench_step(bench: StepBench, *, job: BenchJob, json_file: str | None, show: 
     samples = found.pop(bench.model)
     judged = judge(samples, {name: step_goal(name) for name in samples})
     show(table(f"{bench.model}, {job}", judged))
-    if bench.scopes:
+    if SHARDS_EXPOSED in samples:
         cost = cost_of(samples, next(name for name in samples if name.startswith("trimmed_mean")))
         # As above, by how far Horovod's step was from itself.
         verdicts = {
@@ -102,7 +104,13 @@ def bench_step(bench: StepBench, *, job: BenchJob, json_file: str | None, show: 
     if "stages" in found:
         stages = [[name, f"{1e3 * spent:.2f}"] for name, spent in found["stages"].items()]
         show([["stage, TrimmedMean, rank 0", "ms a step"], *stages])
-    return _write({"ranks": job.num_ranks, **found, bench.model: judged}, json_file)
+    return _write({**_described(job, bench.device), **found, bench.model: judged}, json_file)
+
+
+def _described(job: BenchJob, device: str) -> dict[str, object]:
+    """Return what a record says of the ranks, and of the first of the GPUs that they are on."""
+    on_gpu = {} if device == "cpu" else {"device": describe_device(torch.device(device, 0))}
+    return {"ranks": job.num_ranks, **on_gpu}
 
 
 def _scope_rows(cost: ScopeCost, step: Judgement, exposed: Judgement) -> list[list[str]]:

@@ -12,7 +12,15 @@ from torch import Tensor, nn
 
 from loft_hvd.aggregation.row_rules import Robust
 from loft_hvd.aggregation.rules import Mean, Median, Rule, TrimmedMean
-from loft_hvd.bench.collectives import BASELINE, BASELINE_AGAIN, Part, Progress, interleave
+from loft_hvd.bench.collectives import (
+    BASELINE,
+    BASELINE_AGAIN,
+    Part,
+    Progress,
+    check_device,
+    interleave,
+    rank_device,
+)
 from loft_hvd.bench.scopes import (
     COMPUTING,
     FORWARD,
@@ -99,13 +107,16 @@ class StepBench:
     # File of a Chrome trace of a few more steps with `TrimmedMean`, or None; every rank writes its
     # own.
     trace: str | None = None
-    scopes: bool = False  # also `Robust` in shards and over the whole model, and their parts
+    # Also `Robust` in shards and over the whole model, and their parts, which are timed on the CPU.
+    scopes: bool = False
+    device: str = "cpu"  # or "cuda": where models are trained (`rank_device`)
 
     def __post_init__(self) -> None:
         if self.model not in MODELS:
             raise ArgumentError(
                 f"bench step: model={self.model!r} is not one of {', '.join(MODELS)}"
             )
+        check_device("bench step", self.device)
 
 
 def measure_step(bench: StepBench, *, progress: Progress = lambda text: None) -> dict[str, Any]:
@@ -114,7 +125,7 @@ def measure_step(bench: StepBench, *, progress: Progress = lambda text: None) ->
     Returns the model's parameters, and seconds of every round of each contestant, the slowest
     rank's; with a trace also rank 0's seconds in each stage of a step.
     """
-    transport = HorovodTransport()
+    transport, device = HorovodTransport(), rank_device(bench.device)
     hvd = horovod_module()
     channel = Channel(transport, "bench.step.ended", 300.0)
     f = min((transport.world_size - 1) // 2, 1)
@@ -123,7 +134,8 @@ def measure_step(bench: StepBench, *, progress: Progress = lambda text: None) ->
         inputs = torch.randint(0, _VOCABULARY, (bench.batch, _TOKENS), generator=generator)
     else:
         inputs = torch.randn(bench.batch, 3, 64, 64, generator=generator)
-    targets = torch.randint(0, 1000, (bench.batch,), generator=generator)
+    targets = torch.randint(0, 1000, (bench.batch,), generator=generator).to(device)
+    inputs = inputs.to(device)
 
     # Each contestant has a model of its own with the same first weights: a step changes weights and
     # gives gradients a place, so contestants must not share them.
@@ -131,7 +143,7 @@ def measure_step(bench: StepBench, *, progress: Progress = lambda text: None) ->
         wrap: Callable[[nn.Module, torch.optim.Optimizer], Any], *, is_exposed: bool = False
     ) -> Callable[[], object]:
         torch.manual_seed(0)
-        model = MODELS[bench.model]()
+        model = MODELS[bench.model]().to(device)
         optimizer = wrap(model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9))
 
         def step() -> None:
@@ -169,14 +181,16 @@ def measure_step(bench: StepBench, *, progress: Progress = lambda text: None) ->
 
     def scopes() -> dict[str, Callable[[], object]]:
         rule = Robust(f)
+        steps = {SHARDS: ours(rule), MODEL: ours(rule, "model")}
+        if device.type != "cpu":
+            return steps
         model = MODELS[bench.model]()
         specs = [
             ParameterSpec(name, tuple(p.shape), p.dtype) for name, p in model.named_parameters()
         ]
         buckets = lay_out(specs, bucket_bytes=config().bucket_bytes)
         return {
-            SHARDS: ours(rule),
-            MODEL: ours(rule, "model"),
+            **steps,
             SHARDS_EXPOSED: ours(rule, is_exposed=True),
             MODEL_EXPOSED: ours(rule, "model", is_exposed=True),
             COMPUTING: contestant(lambda _, optimizer: optimizer),
@@ -203,12 +217,13 @@ def measure_step(bench: StepBench, *, progress: Progress = lambda text: None) ->
         progress(f"{bench.model}, {COMPARED_AFTER} steps of each rule before the first round")
         robust = ("median", f"trimmed_mean f={f}", SHARDS, MODEL, SHARDS_EXPOSED, MODEL_EXPOSED)
         for _ in range(COMPARED_AFTER):
-            for name in robust:
+            for name in filter(calls.__contains__, robust):
                 calls[name]()
     num_parameters = sum(p.numel() for p in MODELS[bench.model]().parameters())
     samples = interleave(
         transport,
         calls,
+        device=device,
         rounds=bench.rounds,
         inner=1,
         name="bench.step.times",

@@ -265,6 +265,25 @@ def test_bench_refuses_a_size_that_is_none_before_it_starts_ranks(
     assert len(error.splitlines()) == 1
 
 
+@pytest.mark.parametrize("bench", ["allreduce", "step"])
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [("tpu", "device='tpu' is not one of cpu, cuda"), ("cuda", "torch finds none")],
+)
+def test_bench_refuses_a_device_that_is_not_here_before_it_starts_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    bench: str,
+    device: str,
+    said: str,
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert _main(monkeypatch, "bench", bench, "--device", device) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"loft-hvd: bench {bench}")
+    assert said in error
+
+
 def test_bench_refuses_half_a_row(app: typer.Typer) -> None:
     result = CliRunner().invoke(app, ["bench", "kernels", "--rows", "3,2.5"])
     assert result.exit_code == 2
