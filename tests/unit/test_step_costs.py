@@ -189,11 +189,11 @@ def seconds_by_place(
     """Return what this thread spends on a step, by its place in an interval; medians, [INTERVAL].
 
     The time of a batch on this rank is a second, however many samples it has. Every interval has as
-    many steps before these as its end takes in.
+    many steps before these as are kept of one.
     """
     spent, rng = [], np.random.default_rng(0)
     for number in range(num_intervals * INTERVAL):
-        if number % INTERVAL == INTERVAL - 2:  # at its end times are sent
+        if number % INTERVAL == INTERVAL - 3:  # at its end times are summed, at the next one sent
             fill(balancer._live.timer._sums, balancer.plan.sizes[0], rng)
         began = time.thread_time() - engine.spent_s
         with balancer.step(balancer.local_batch_size):

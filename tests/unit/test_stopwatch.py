@@ -203,6 +203,27 @@ def test_pauses_add_up_to_what_they_took_however_long_the_interval(num_pauses: i
         assert f"rank 0: {600 * num_pauses:.2f} s of pauses are left out" in describe([rank])
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_steps_with_a_pause_are_left_out_and_no_others(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    num_steps = int(rng.integers(5, 60))
+    rows = rng.uniform(1.0, 2.0, (num_steps, len(SUMS)))
+    rows[:, SUM["steps"]] = 1.0
+    rows[:, SUM["other_s"]] *= 0.1
+    is_paused = rng.permutation(num_steps) < rng.integers(0, num_steps // 2 + 1)
+    rows[is_paused, SUM["other_s"]] = 60.0
+    sums = StepSums()
+    for row in rows:
+        sums.add(row)
+    found, kept = sums.take(), rows[~is_paused]
+    whole = [at for name, at in SUM.items() if name not in FOLLOWS | {"paused_s"}]
+    np.testing.assert_allclose(found[whole], kept[:, whole].sum(axis=0))
+    usual = np.mean(typical(kept[:, SUM["compute_s"]])[0]) * len(kept)
+    assert found[SUM["typical_compute_s"]] - kept[:, SUM["typical_compute_s"]].sum() == (
+        pytest.approx(usual)
+    )
+
+
 @pytest.mark.parametrize("num_steps", [6, 20])
 def test_pauses_are_told_where_half_of_the_steps_have_one(num_steps: int) -> None:
     sums = StepSums()
@@ -331,6 +352,25 @@ def test_steps_of_older_sizes_do_not_come_back_from_a_slow_device(clock: FakeClo
     timer.step_ended(waited_s=0.0)
     timer.discard()
     device.now = 9.0
+    assert_sums(timer)
+
+
+def test_what_is_summed_ahead_is_taken_once_and_later_steps_the_next_time(
+    clock: FakeClock,
+) -> None:
+    timer = StepTimer(clock)
+    timer.sum_up()  # nothing so far, which hides nothing of what follows
+    one_step(timer, clock)
+    assert timer.take()[SUM["steps"]] == 1
+    for _ in range(3):
+        one_step(timer, clock)
+    timer.sum_up()
+    one_step(timer, clock)
+    assert timer.take()[SUM["steps"]] == 3
+    assert timer.take()[SUM["steps"]] == 1
+    one_step(timer, clock)
+    timer.sum_up()
+    timer.discard()
     assert_sums(timer)
 
 
