@@ -152,34 +152,62 @@ LOFT_HOST_DEVICE inline V mean_of_sum(V sum, V count, V low, V high, const Rescu
   return clamp_mean(mean, low, high);
 }
 
+// Calls run(std::integral_constant<int, n>) for kFrom <= n <= kTo: all threads take one way. On a
+// host run(n), which does the same with less to compile.
+template <int kFrom, int kTo, typename Run>
+LOFT_INLINE void with_constant(int n, const Run& run) {
+#if defined(__CUDA_ARCH__)
+  if constexpr (kFrom == kTo) {
+    run(std::integral_constant<int, kFrom>{});
+  } else {
+    constexpr int kMiddle = (kFrom + kTo) / 2;
+    n <= kMiddle ? with_constant<kFrom, kMiddle>(n, run) : with_constant<kMiddle + 1, kTo>(n, run);
+  }
+#else
+  run(n);
+#endif
+}
+
 // The trimmed mean with static indices: lower(k) and upper(k) are the values that lie k from the
 // middle; with is_one, an odd count, lower(0) is the middle alone. Pairs from (rows - 2 f + 1) / 2
-// on count as zero, which leaves the bits of the sum as they are. The outermost kept pair is picked
-// by masks: a comparison with k makes one index of the loop, and local memory of the keys (measured
-// by ptxas for sm_90: a stack of 128 bytes a thread for 8 rows by 4 coordinates, none by masks).
+// on count as zero, which leaves the bits of the sum as they are. Of more than 4 pairs each number
+// of kept ones has code of its own: by masks 32 rows took 1.20 passes of an H200, so they take
+// 1.05. Of fewer the outermost kept pair is picked by masks: a comparison with k makes one index of
+// the loop, and local memory of the keys (measured by ptxas for sm_90: a stack of 128 bytes a
+// thread for 8 rows by 4 coordinates, none by masks).
 template <DType kDType, int kPairs, typename LowerAt, typename UpperAt>
 LOFT_INLINE Outcome<kDType> mean_of_pairs(const LowerAt& lower, const UpperAt& upper, bool is_one,
                                           int rows, int f) {
   using V = typename Stored<kDType>::Value;
   using I = std::conditional_t<sizeof(V) == 8, int64_t, int32_t>;
   const int count = rows - 2 * f, pairs = (count + 1) / 2;
-  const auto pair = [&](int k, auto scale) {
+  const auto pair = [&](int k, int kept, auto scale) {
     using S = decltype(scale);
-    if (k >= pairs) return S{0};
+    if (k >= kept) return S{0};
     const S low = static_cast<S>(lower(k)) * scale;
     return is_one && k == 0 ? low : low + static_cast<S>(upper(k)) * scale;
   };
-  I low_bits = 0, high_bits = 0;
-  LOFT_UNROLL
-  for (int k = 0; k < kPairs; ++k) {
-    const I mask = -static_cast<I>(k == pairs - 1);  // all bits or none
-    low_bits |= bit_cast<I>(lower(k)) & mask;
-    high_bits |= bit_cast<I>(upper(k)) & mask;
+  V sum{}, low{}, high{};
+  if constexpr (kPairs > 4) {
+    with_constant<1, kPairs>(pairs, [&](auto kept) {
+      sum = Tree<kPairs>::sum([&](int k) { return pair(k, kept, V{1}); }, 0);
+      low = lower(kept - 1);
+      high = upper(kept - 1);
+    });
+  } else {
+    I low_bits = 0, high_bits = 0;
+    LOFT_UNROLL
+    for (int k = 0; k < kPairs; ++k) {
+      const I mask = -static_cast<I>(k == pairs - 1);  // all bits or none
+      low_bits |= bit_cast<I>(lower(k)) & mask;
+      high_bits |= bit_cast<I>(upper(k)) & mask;
+    }
+    sum = Tree<kPairs>::sum([&](int k) { return pair(k, pairs, V{1}); }, 0);
+    low = bit_cast<V>(low_bits);
+    high = bit_cast<V>(high_bits);
   }
-  const V low = bit_cast<V>(low_bits), high = bit_cast<V>(high_bits);
-  const V sum = Tree<kPairs>::sum([&](int k) { return pair(k, V{1}); }, 0);
   const auto rescue = [&] {
-    const auto scaled = [&](int k) { return pair(k, kRescueScale); };
+    const auto scaled = [&](int k) { return pair(k, pairs, kRescueScale); };
     return Tree<kPairs>::sum(scaled, 0) / count / kRescueScale;
   };
   const V mean = mean_of_sum(sum, static_cast<V>(count), low, high, rescue);

@@ -94,18 +94,17 @@ __device__ __forceinline__ Wire<kDType> on_wire(int wire, int below, int rows, B
 
 // Blocks that a multiprocessor is to hold where a thread has so many bytes of values, which bounds
 // its registers: as many warps as there can be without values in local memory (ptxas for sm_90).
-template <Rule kRule, int kBytes>
-constexpr int kLeastBlocks = kBytes <= 64             ? 8
-                             : kBytes <= 144          ? 6
-                             : kRule == Rule::kMedian ? 4
-                                                      : 3;
+template <int kBytes>
+constexpr int kLeastBlocks = kBytes <= 64    ? 8
+                             : kBytes <= 144 ? 6
+                                             : 4;
 
 // One thread for kWide neighbouring coordinates; a warp reads each row coalesced, up to 16 bytes a
 // lane. rows <= kWires; the rest of the wires are padding. `table` is by wire. Traffic (rows + 1) *
 // numel * sizeof(value) bytes; no shared memory; deterministic.
 template <DType kDType, int kWires, int kWide, bool kIsOdd, Rule kRule>
 __global__ void __launch_bounds__(kBlockThreads,
-                                  kLeastBlocks<kRule, kWires * kWide* int{sizeof(Wire<kDType>)}>)
+                                  kLeastBlocks<kWires * kWide* int{sizeof(Wire<kDType>)}>)
     register_kernel(const __grid_constant__ Rows<kWires> table, Bits<kDType>* __restrict__ out,
                     const __grid_constant__ Task<kDType> task) {
   const uint32_t numel = task.numel, num_packs = (numel + kWide - 1) / kWide;

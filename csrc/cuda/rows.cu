@@ -43,13 +43,12 @@ MixTask<kDType> mix_task_of(const Job& job, int num_mixed) {
           job.params};
 }
 
-// Coordinates a thread. Bound from the registers: values and keys of two coordinates are up to 64.
+// Coordinates a thread. Bound from the registers: values and keys of two coordinates are up to 128.
 // A rule that ranks in local memory takes one.
-template <DType kDType, int kRows>
-constexpr int kTurns = kRows <= 16 && kDType != DType::kFloat64 ? 2 : 1;
+template <DType kDType>
+constexpr int kTurns = kDType == DType::kFloat64 ? 1 : 2;
 
-template <DType kDType, int kRows, int kWires, typename Ranked,
-          int kTogether = kTurns<kDType, kRows>>
+template <DType kDType, int kRows, int kWires, typename Ranked, int kTogether = kTurns<kDType>>
 void launch_mix_of(const Job& job, const Mixed& mixed, const Launch& by) {
   using V = typename Stored<kDType>::Value;
   const int below = Ranked::template below<kWires>(mixed.matrix.num_mixed);
