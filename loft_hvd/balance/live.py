@@ -1,11 +1,11 @@
 """The live plan: times out, plans in, at the same step on every rank.
 
-Nothing waits for the exchange. With an interval of ``k`` steps, times leave at the end of step
-``k - 1`` and are read at the end of step ``k``. Rank 0 decides on a thread of its own, while ranks
-train ``d`` more steps; its plan, one int64 tensor, leaves at the end of step ``k + d`` and is read
-one step later. It comes into force at a step that no rank has drawn yet. The times bring along
-after how many steps the next exchange comes, and how long a step takes, from which every rank works
-out ``d``: agreeing costs nothing more.
+Nothing waits for the exchange. With an interval of ``k`` steps, times are summed at the end of step
+``k - 2``, leave at the end of step ``k - 1`` and are read at the end of step ``k``. Rank 0 decides
+on a thread of its own, while ranks train ``d`` more steps; its plan, one int64 tensor, leaves at
+the end of step ``k + d`` and is read one step later. It comes into force at a step that no rank has
+drawn yet. The times bring along after how many steps the next exchange comes, and how long a step
+takes, from which every rank works out ``d``: agreeing costs nothing more.
 
 A script may end while one of these is under way. Horovod's shutdown on the first rank to end takes
 the engine away from all, so a rank that ends waits for what it has started: by then every other
@@ -492,7 +492,8 @@ class LivePlan:
         """Close an epoch; a run shorter than an interval still exchanges times once."""
         self.timer.pause()
         if self._report is None:
-            self._read_times(decides=False)
+            self._read_times(decides=False)  # those of an interval that the epoch ends in
+        if self._report is None:
             self._send_times()
             self._read_times(decides=False)
 
@@ -733,6 +734,7 @@ class LivePlan:
             self._controller.know(self.history)
         next_batch = saved.num_steps if saved.next_step is None else saved.next_step
         self._batches.restart(next_step=next_batch)
+        self.timer.discard()  # steps of the run before
         self.num_steps = self._log.step = saved.num_steps
         self._write_plans()
         self.schedule.follow(self.num_steps, self.schedule.interval)

