@@ -588,7 +588,7 @@ def _bench_app() -> typer.Typer:
     ranks_option = typer.Option(4, "--ranks", min=2, help="Ranks on this machine.")
     controller_option = typer.Option("gloo", help="gloo (horovodrun) or mpi (mpirun).")
     rounds_option = typer.Option(15, min=3, help="Samples of each contestant.")
-    on_option = typer.Option("cpu", "--device", help="cpu, or cuda: ranks share the GPUs here.")
+    device_option = typer.Option("cpu", "--device", help="cpu, or cuda: ranks share the GPUs here.")
     json_option = typer.Option(None, "--json", metavar="FILE", help="Write all of it.")
 
     @app.command("kernels")
@@ -627,7 +627,7 @@ def _bench_app() -> typer.Typer:
         controller: str = controller_option,
         rounds: int = rounds_option,
         peer: bool = typer.Option(False, "--peer", help="Also a blocking exchange as in research."),
-        device: str = on_option,
+        device: str = device_option,
         json_file: str = json_option,
     ) -> None:
         """Time robust all-reduces against Horovod's own."""
@@ -645,8 +645,10 @@ def _bench_app() -> typer.Typer:
         controller: str = controller_option,
         rounds: int = rounds_option,
         trace: str = typer.Option(None, "--trace", metavar="FILE", help="Also a Chrome trace."),
-        scopes: bool = typer.Option(False, "--scopes", help="Also Robust, in both scopes."),
-        device: str = on_option,
+        scopes: bool = typer.Option(
+            False, "--scopes", help="Also Robust, in both scopes; on the CPU its parts."
+        ),
+        device: str = device_option,
         json_file: str = json_option,
     ) -> None:
         """Time training steps against hvd.DistributedOptimizer."""

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from loft_hvd.aggregation.reference import reference
 from loft_hvd.aggregation.rules import Mean, Median, Rule, TrimmedMean
-from loft_hvd.errors import AggregationError, ArgumentError, MissingDependencyError
+from loft_hvd.bench.cuda import require_cuda
+from loft_hvd.errors import AggregationError, ArgumentError
 from loft_hvd.pipeline.allreduce import allreduce
 from loft_hvd.transport.base import Channel, Transport
 from loft_hvd.transport.horovod import HorovodTransport, horovod_module
@@ -74,11 +75,8 @@ def check_device(what: str, device: str) -> None:
     """Raise unless a bench can run on a device here."""
     if device not in ("cpu", "cuda"):
         raise ArgumentError(f"{what}: device={device!r} is not one of cpu, cuda")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise MissingDependencyError(
-            f"{what} --device cuda needs a CUDA device, but torch finds none here; run it on a "
-            "machine with a GPU, or without --device"
-        )
+    if device == "cuda":
+        require_cuda(what)
 
 
 def rank_device(device: str) -> torch.device:

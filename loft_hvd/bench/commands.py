@@ -151,7 +151,7 @@ def bench_kernels(
     on_what: dict[str, object] = {}
     if on_cuda:
         # Packages in host memory, and rows in device memory: their times have nothing in common.
-        cuda = require_cuda()
+        cuda = require_cuda("bench kernels")
         on_what = {"device": describe_device(cuda)}
         steps = measure_cuda(bench, cuda)
         reason = "takes rows in host memory here; timed without --device cuda"

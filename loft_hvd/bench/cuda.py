@@ -46,17 +46,20 @@ _SHARES = ((16, 0.90), (32, 0.85), (64, 0.75))
 _TIMES_TORCH = 50.0
 
 
-def require_cuda() -> torch.device:
-    """Return the current CUDA device; raise where there is none, or no CUDA kernels to time."""
+def require_cuda(what: str) -> torch.device:
+    """Return the current CUDA device; raise where there is none, or no CUDA kernels to time.
+
+    ``what`` is the bench that was asked for.
+    """
     if not torch.cuda.is_available():
         raise MissingDependencyError(
-            "bench kernels --device cuda needs a CUDA device, but torch finds none here; "
-            "run it on a machine with a GPU, or without --device for the CPU kernels"
+            f"{what} --device cuda needs a CUDA device, but torch finds none here; run it on a "
+            "machine with a GPU, or without --device for the CPU kernels"
         )
     module = extension()
     if module is None or not module.has_cuda:
         raise MissingDependencyError(
-            "bench kernels --device cuda times the CUDA kernels, which this extension lacks: "
+            f"{what} --device cuda times the CUDA kernels, which this extension lacks: "
             "build it with LOFT_HVD_CUDA=1 and nvcc"
         )
     return torch.device("cuda", torch.cuda.current_device())

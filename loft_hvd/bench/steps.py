@@ -107,7 +107,7 @@ class StepBench:
     # File of a Chrome trace of a few more steps with `TrimmedMean`, or None; every rank writes its
     # own.
     trace: str | None = None
-    # Also `Robust` in shards and over the whole model, and their parts, which are timed on the CPU.
+    # Also `Robust` in shards and over the whole model; on the CPU also the parts of its steps.
     scopes: bool = False
     device: str = "cpu"  # or "cuda": where models are trained (`rank_device`)
 

@@ -390,7 +390,7 @@ def test_device_gate_ends_with_2_where_a_reference_is_noisy(
     named |= {"torch.median": 10.0 if far else 60.0, "torch.median again": 10.0 if far else 60.0}
     timings = [Timing(name, "", 16, 1000, ratio, ratio, 1) for name, ratio in named.items()]
     device = {"name": "scripted", "cuda": "13.0"}
-    monkeypatch.setattr(commands, "require_cuda", lambda: torch.device("cpu"))
+    monkeypatch.setattr(commands, "require_cuda", lambda what: torch.device("cpu"))
     monkeypatch.setattr(commands, "describe_device", lambda found: device)
     monkeypatch.setattr(commands, "measure_cuda", lambda bench, device: iter([timings]))
     path = tmp_path / "kernels.json"
