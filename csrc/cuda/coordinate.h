@@ -152,7 +152,7 @@ LOFT_HOST_DEVICE inline V mean_of_sum(V sum, V count, V low, V high, const Rescu
   return clamp_mean(mean, low, high);
 }
 
-// Calls run(std::integral_constant<int, n>) for kFrom <= n <= kTo: all threads take one way. On a
+// Calls run(std::integral_constant<int, n>) for kFrom <= n <= kTo: all threads branch alike. On a
 // host run(n), which does the same with less to compile.
 template <int kFrom, int kTo, typename Run>
 LOFT_INLINE void with_constant(int n, const Run& run) {
@@ -171,8 +171,8 @@ LOFT_INLINE void with_constant(int n, const Run& run) {
 // The trimmed mean with static indices: lower(k) and upper(k) are the values that lie k from the
 // middle; with is_one, an odd count, lower(0) is the middle alone. Pairs from (rows - 2 f + 1) / 2
 // on count as zero, which leaves the bits of the sum as they are. Of more than 4 pairs each number
-// of kept ones has code of its own: by masks 32 rows took 1.20 passes of an H200, so they take
-// 1.05. Of fewer the outermost kept pair is picked by masks: a comparison with k makes one index of
+// of kept ones has unrolled code of its own: by masks 32 rows took 1.20 passes of an H200, this way
+// 1.07. Of fewer the outermost kept pair is picked by masks: a comparison with k makes one index of
 // the loop, and local memory of the keys (measured by ptxas for sm_90: a stack of 128 bytes a
 // thread for 8 rows by 4 coordinates, none by masks).
 template <DType kDType, int kPairs, typename LowerAt, typename UpperAt>

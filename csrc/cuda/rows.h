@@ -235,13 +235,14 @@ LOFT_INLINE V add_product(V sum, V value, V by) {
 }
 
 // Adds values at kTurns coordinates if a row is in the sum, which all threads find alike. Of many
-// rows the question would take longer than the sums: on a device it is one instruction for two
-// coordinates, and no way around the sums (32 rows: 6.9 passes of an H200 before).
+// rows a branch would take longer than the additions: on a device one predicate serves those of two
+// coordinates (32 rows: 4.8 passes of an H200, 6.9 before).
 template <bool kIsMany, typename V, int kTurns, int kRows>
 LOFT_INLINE void add_named(V (&sums)[kTurns], const V (&values)[kTurns][kRows], int k,
                            uint32_t named) {
 #if defined(__CUDA_ARCH__)
-  if constexpr (kIsMany && kTurns == 2 && sizeof(V) == 4) {
+  if constexpr (kIsMany) {
+    static_assert(kTurns == 2 && sizeof(V) == 4, "of float64 there are no kernels of many rows");
     asm("{\n"
         ".reg .pred p;\n"
         ".reg .b32 bit;\n"
@@ -328,7 +329,8 @@ LOFT_INLINE void mix_keys(const typename Stored<kDType>::Value (&values)[kTurns]
     }
   };
   // Of 32 rows the weights are more than the device's cache of constants holds: measured on an
-  // H100, 32 rows take 3.9 passes so and 2.9 by questions, 16 rows 1.4 and 1.9.
+  // H100, one coordinate a thread, 32 rows took 3.9 passes so and 2.9 by branches, 16 rows 1.4 and
+  // 1.9. With two coordinates a thread 32 rows were not tried so.
   if constexpr (!kMindsZeros && kRows <= 16) {
     V none = 0;  // the sum of values times 0: NaN where one is not finite
     LOFT_UNROLL
