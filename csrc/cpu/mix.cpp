@@ -1,5 +1,5 @@
 // Layer 2. Rows mixed by weights and aggregated, some coordinates at a time, on the vectors of one
-// instruction set: what is mixed stays in the L1 cache until the rule's own kernel has taken it.
+// instruction set: what is mixed stays in a cache until the rule's own kernel has taken it.
 // Traffic (rows + 1) * numel * sizeof(value).
 //
 // A mixed row adds its products in the order of the rows, in the type of the arithmetic. Rows that
@@ -23,17 +23,21 @@ constexpr int kGroupMixed = kRegisters == 32 ? 8 : 4, kTogether = 3;
 template <typename T>
 constexpr int kStrip = kTogether * kVectorBytes / static_cast<int>(sizeof(T));
 
-// Bytes of a tile of a row: of so many coordinates of all rows one mix is made after the other, and
-// then the rule is called. Measured on 16 and 32 rows: half of it takes 1.03 times as long.
+// Values of a tile, whole strips of at most 512 bytes: of so many coordinates of all rows one mix
+// is made after the other, and then the rule is called. Measured on 16 and 32 rows: half of it
+// takes 1.03 times as long; on 512 rows by AVX2, a strip takes 2.2 times.
 constexpr int kTileBytes = 512;
+static_assert(kTileBytes >= kTogether * kVectorBytes);
+template <typename T>
+constexpr int kTile = kTileBytes / (kTogether * kVectorBytes) * kStrip<T>;
 
-// How far ahead of a tile rows are fetched, into the L2 cache. Measured on 16 rows: 2048 are as
-// good, and into the L1 cache takes 1.1 times as long.
-constexpr int64_t kTilesAhead = 1024;
+// How far beyond a tile rows are fetched, into the L2 cache. Measured on 16 rows: 2048 are as good,
+// and into the L1 cache takes 1.1 times as long.
+constexpr int64_t kFetchAheadBytes = 1024;
 
 // Groups from which on tiles are copied: a tile that more groups read where it lies is lost between
-// two of them. Measured on AVX2: copies of 16 rows, four groups, take 0.7 of the time, and of 8
-// rows, two groups, 1.2.
+// two of them. Measured: of 16 rows by AVX2, four groups, copies take 0.7 of the time; of 8 rows,
+// two groups, 1.2, and of 16 rows by AVX-512, two groups too, 1.09.
 constexpr int kCopiedGroups = 3;
 
 // What a sum starts with: -0 + x is x, also where x is -0.
@@ -98,13 +102,31 @@ std::vector<MixGroup<T>> groups_of(const MixedRows& mixed, bool is_common) {
   return groups;
 }
 
-// Fetches what is read soon after `bytes` of a row at `from`.
-LOFT_INLINE void fetch_ahead(const char* from, int bytes) {
-  const int first = -reinterpret_cast<uintptr_t>(from) % kLineBytes;
-  for (int at = first; at < bytes; at += kLineBytes) prefetch<false>(from + at, kTilesAhead);
+// The rows that some group has a term of, rising.
+template <typename T>
+std::vector<int> rows_named(const std::vector<MixGroup<T>>& common,
+                            const std::vector<MixGroup<T>>& others, int num_rows) {
+  std::vector<bool> is_named(num_rows);
+  for (const auto* groups : {&common, &others}) {
+    for (const MixGroup<T>& group : *groups) {
+      for (const auto& term : group.terms) is_named[term.row] = true;
+    }
+  }
+  std::vector<int> rows;
+  for (int row = 0; row < num_rows; ++row) {
+    if (is_named[row]) rows.push_back(row);
+  }
+  return rows;
 }
 
-// A tile of `length` values of each mixed row of a group, to `out`, from `tiles` of the rows.
+// Fetches the lines that begin in `bytes` of a row at `from`, kFetchAheadBytes further on.
+LOFT_INLINE void fetch_ahead(const char* from, int bytes) {
+  const int first = -reinterpret_cast<uintptr_t>(from) % kLineBytes;
+  for (int at = first; at < bytes; at += kLineBytes) prefetch<false>(from + at, kFetchAheadBytes);
+}
+
+// The first `length` values of the tile of each mixed row of a group, to `out`, from those of rows;
+// whole strips.
 template <DType kDType, bool kIsCommon>
 void mix_group(const MixGroup<Value<kDType>>& group, const Value<kDType>* const* tiles, int length,
                Value<kDType>* out) {
@@ -112,7 +134,8 @@ void mix_group(const MixGroup<Value<kDType>>& group, const Value<kDType>* const*
   using V = Vector<T>;
   constexpr int kLanes = kVectorBytes / sizeof(T);
   for (int i = 0; i < length; i += kStrip<T>) {
-    // Loaded for each strip: kept in a register, it takes one of 16 from the sums.
+    // The compiler must not know it, or it keeps it in a register: there are 16 on AVX2, and then
+    // two sums lie in memory.
     V nothing = kNothing<V>;
     asm volatile("" : "+m"(nothing));
     V sums[kGroupMixed][kTogether];
@@ -138,7 +161,7 @@ void mix_group(const MixGroup<Value<kDType>>& group, const Value<kDType>* const*
 #pragma GCC unroll 8
     for (int m = 0; m < kGroupMixed; ++m) {
       if (m >= group.count) break;
-      T* to = out + group.each[m] * length + i;
+      T* to = out + group.each[m] * kTile<T> + i;
 #pragma GCC unroll 8
       for (int v = 0; v < kTogether; ++v) {
         store(to + v * kLanes, kIsCommon ? sums[m][v] * group.common[m] : sums[m][v]);
@@ -186,41 +209,42 @@ void mix_of(const MixedRows& mixed, const Work& work, Kernel kernel, int64_t beg
   using T = Value<kDType>;
   using Bits = typename Stored<kDType>::Bits;
   constexpr bool kIsNarrow = sizeof(Bits) < sizeof(T);
-  constexpr int kStripBytes = kStrip<T> * static_cast<int>(sizeof(T));
-  constexpr int length = kTileBytes / kStripBytes * kStrip<T>;
   constexpr int kLineValues = kLineBytes / static_cast<int>(sizeof(T));
   struct alignas(kLineBytes) Line {
     T values[kLineValues];
   };
   // Tiles of rows that are copied, of mixed ones, those of no terms being zeros, and of results.
   const size_t num_tiles = mixed.num_rows + mixed.num_each + 1;
-  std::vector<Line> room(num_tiles * length / kLineValues + 1);
-  T* const copies = room[0].values;
-  T* const out = copies + mixed.num_rows * length;
-  T* const results = out + mixed.num_each * length;
+  std::vector<Line> room(num_tiles * kTile<T> / kLineValues + 1);
+  T* const copies = reinterpret_cast<T*>(room.data());
+  T* const out = copies + mixed.num_rows * kTile<T>;
+  T* const results = out + mixed.num_each * kTile<T>;
   std::vector<const T*> tiles(mixed.num_rows);
   std::vector<const char*> rows;
   for (int row = 0; row < mixed.num_mixed; ++row) {
-    rows.push_back(reinterpret_cast<const char*>(out + mixed.which[row] * length));
+    rows.push_back(reinterpret_cast<const char*>(out + mixed.which[row] * kTile<T>));
   }
   const auto common = groups_of<T>(mixed, true), others = groups_of<T>(mixed, false);
   const int num_groups = static_cast<int>(common.size() + others.size());
   const bool are_copied = num_groups >= kCopiedGroups;
+  const std::vector<int> named = rows_named<T>(common, others, mixed.num_rows);
+  const int num_named = static_cast<int>(named.size());
   Work part = work;
   part.rows = rows.data();
-  for (int64_t at = begin; at < end; at += length) {
-    const int count = static_cast<int>(end - at < length ? end - at : length);
+  for (int64_t at = begin; at < end; at += kTile<T>) {
+    const int count = static_cast<int>(end - at < kTile<T> ? end - at : kTile<T>);
+    const int length = (count + kStrip<T> - 1) / kStrip<T> * kStrip<T>;
     const int64_t byte = at * static_cast<int64_t>(sizeof(Bits));
-    for (int row = 0; row < mixed.num_rows; ++row) {
+    for (int row : named) {
       const T scale = static_cast<T>(mixed.scales[row]);
       tiles[row] = tile_of<kDType>(mixed.rows[row], at, count, length, scale, are_copied,
-                                   copies + row * length);
+                                   copies + row * kTile<T>);
     }
-    int fetched = 0;  // rows: each of the groups begins with its part of them
+    // Each of the groups first fetches its part of what comes.
+    int number = 0, fetched = 0;
     const auto fetch_part = [&] {
-      const int end = std::min(fetched + mixed.num_rows / num_groups + 1, mixed.num_rows);
-      for (; fetched < end; ++fetched) {
-        fetch_ahead(mixed.rows[fetched] + byte, length * sizeof(Bits));
+      for (const int end_row = ++number * num_named / num_groups; fetched < end_row; ++fetched) {
+        fetch_ahead(mixed.rows[named[fetched]] + byte, count * static_cast<int>(sizeof(Bits)));
       }
     };
     for (const auto& group : common) {
