@@ -284,8 +284,8 @@ void check_mix_in_registers(const Case<kDType>& made, const Matrix& matrix) {
   constexpr DType kOf = device::kWide<kDType>;
   constexpr int kTurns = 2;
   const Mixing mixing = mixing_of(made.job, matrix);
-  const auto table = device::mix_table_of<V, kRows, kWires>(
-      mixing, Ranked::template below<kWires>(matrix.num_mixed));
+  const int below = Ranked::template below<kWires>(matrix.num_mixed);
+  const auto table = device::mix_table_of<V, kRows, kWires>(mixing, below);
   for (double common : mixing.common) num_quick += common != 0 && table.is_quick;
   struct {
     int32_t at[kWires] = {};
@@ -299,8 +299,14 @@ void check_mix_in_registers(const Case<kDType>& made, const Matrix& matrix) {
       }
     }
     device::Wire<kOf> keys[kTurns][kWires];
-    device::mix_keys<kDType, Ranked::kMindsZeros, kRows, kWires, kTurns>(
-        values, table, matrix.num_mixed, Ranked::template below<kWires>(matrix.num_mixed), keys);
+    if constexpr (device::kIsInTurn<kWires>) {
+      device::mix_keys_in_turn<kDType>(
+          values, table, matrix.num_mixed, below,
+          [&](int turn, int wire, auto key) { keys[turn][wire] = key; });
+    } else {
+      device::mix_keys<kDType, Ranked::kMindsZeros, kRows, kWires, kTurns>(
+          values, table, matrix.num_mixed, below, keys);
+    }
     for (int turn = 0; turn < kTurns; ++turn) {
       const auto found = device::narrowed<kDType>(Ranked::template apply<kOf>(
           keys[turn], weights, matrix.num_mixed, made.job.total_weight(), made.job.params));

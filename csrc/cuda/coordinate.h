@@ -18,8 +18,10 @@
 
 #if defined(__CUDACC__)
 #define LOFT_UNROLL _Pragma("unroll")
+#define LOFT_NO_UNROLL _Pragma("unroll 1")
 #else
 #define LOFT_UNROLL
+#define LOFT_NO_UNROLL
 #endif
 
 namespace loft::device {

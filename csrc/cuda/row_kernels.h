@@ -3,9 +3,8 @@
 //
 // distances_kernel     squares of differences of every pair of rows, summed a block of coordinates
 // add_blocks_kernel    those of all blocks, in their order
-// mix_kernel           up to 32 rows mixed and aggregated in registers; the rules around a centre
-// up
-//                      to 16, which index local memory: they are rare here
+// mix_kernel           up to 32 rows mixed and aggregated in registers; by the rules around a
+//                      centre, which index local memory, up to 16: they are rare here
 // mix_shared_kernel    whatever is left: values and keys in shared memory
 #pragma once
 
@@ -91,7 +90,8 @@ struct MixTask {
 
 // One thread for kTurns coordinates, kBlockThreads apart, so that a warp reads each row coalesced
 // at any alignment and a weight that is loaded serves them all. Up to kRows rows are mixed onto
-// kWires wires. Traffic (rows + 1) * numel * sizeof(value) bytes; no shared memory; deterministic.
+// kWires wires. Traffic (rows + 1) * numel * sizeof(value) bytes; deterministic. Shared memory: of
+// 32 mixed rows 32 KiB a block.
 template <DType kDType, int kRows, int kWires, int kTurns, typename Ranked>
 __global__ void __launch_bounds__(kBlockThreads)
     mix_kernel(const __grid_constant__ Rows<kRows> table,
@@ -123,15 +123,31 @@ __global__ void __launch_bounds__(kBlockThreads)
         values[turn][row] = by.used >> row & 1 ? value : V{0};
       }
     }
-    Wire<kWide<kDType>> keys[kTurns][kWires];
-    mix_keys<kDType, Ranked::kMindsZeros, kRows, kWires, kTurns>(
-        values, by, task.num_mixed, Ranked::template below<kWires>(task.num_mixed), keys);
-#pragma unroll
-    for (int turn = 0; turn < kTurns; ++turn) {
+    const int below = Ranked::template below<kWires>(task.num_mixed);
+    const auto finish = [&](Wire<kWide<kDType>>(&keys)[kWires], int turn) {
       const uint32_t i = base + turn * kBlockThreads + threadIdx.x;
-      const auto result = Ranked::template apply<kWide<kDType>>(keys[turn], weights, task.num_mixed,
+      const auto result = Ranked::template apply<kWide<kDType>>(keys, weights, task.num_mixed,
                                                                 task.total_weight, task.params);
       if (i < task.numel) out[i] = narrowed<kDType>(result);
+    };
+    if constexpr (kIsInTurn<kWires>) {  // each thread has cells of its own, so that none waits
+      __shared__ Wire<kWide<kDType>> room[kTurns][kWires][kBlockThreads];
+      mix_keys_in_turn<kDType>(
+          values, by, task.num_mixed, below,
+          [&](int turn, int wire, auto key) { room[turn][wire][threadIdx.x] = key; });
+#pragma unroll 1
+      for (int turn = 0; turn < kTurns; ++turn) {
+        Wire<kWide<kDType>> keys[kWires];
+#pragma unroll
+        for (int wire = 0; wire < kWires; ++wire) keys[wire] = room[turn][wire][threadIdx.x];
+        finish(keys, turn);
+      }
+    } else {
+      Wire<kWide<kDType>> keys[kTurns][kWires];
+      mix_keys<kDType, Ranked::kMindsZeros, kRows, kWires, kTurns>(values, by, task.num_mixed,
+                                                                   below, keys);
+#pragma unroll
+      for (int turn = 0; turn < kTurns; ++turn) finish(keys[turn], turn);
     }
   }
 }

@@ -236,7 +236,7 @@ LOFT_INLINE V add_product(V sum, V value, V by) {
 
 // Adds values at kTurns coordinates if a row is in the sum, which all threads find alike. Of many
 // rows a branch would take longer than the additions: on a device one predicate serves those of two
-// coordinates (32 rows: 4.8 passes of an H200, 6.9 before).
+// coordinates.
 template <bool kIsMany, typename V, int kTurns, int kRows>
 LOFT_INLINE void add_named(V (&sums)[kTurns], const V (&values)[kTurns][kRows], int k,
                            uint32_t named) {
@@ -328,10 +328,7 @@ LOFT_INLINE void mix_keys(const typename Stored<kDType>::Value (&values)[kTurns]
       }
     }
   };
-  // Of 32 rows the weights are more than the device's cache of constants holds: measured on an
-  // H100, one coordinate a thread, 32 rows took 3.9 passes so and 2.9 by branches, 16 rows 1.4 and
-  // 1.9. With two coordinates a thread 32 rows were not tried so.
-  if constexpr (!kMindsZeros && kRows <= 16) {
+  if constexpr (!kMindsZeros && kRows <= 16) {  // of more, one wire: not worth its code
     V none = 0;  // the sum of values times 0: NaN where one is not finite
     LOFT_UNROLL
     for (int k = 0; k < kRows; ++k) {
@@ -344,6 +341,39 @@ LOFT_INLINE void mix_keys(const typename Stored<kDType>::Value (&values)[kTurns]
     }
   }
   on_wires([&](int wire, V(&mixed)[kTurns]) { mix_row(values, table, wire, mixed); });
+}
+
+// Whether mixed rows are made one after the other, by a loop. Unrolled, 32 rows take 11,000
+// instructions, and keys take the registers of threads that could run meanwhile: 4.8 passes of an
+// H200, and 2.8 so.
+template <int kWires>
+constexpr bool kIsInTurn = kWires > 16;
+
+// The same as mix_keys, in a loop over the mixed rows, each key to put(turn, wire, key).
+template <DType kDType, int kRows, int kWires, int kTurns, typename Put>
+LOFT_INLINE void mix_keys_in_turn(
+    const typename Stored<kDType>::Value (&values)[kTurns][kRows],
+    const MixTable<typename Stored<kDType>::Value, kRows, kWires>& table, int num_mixed, int below,
+    const Put& put) {
+  constexpr DType kOf = kWide<kDType>;
+  const auto fill = [&](int from, int to, Wire<kOf> key) {
+    LOFT_NO_UNROLL
+    for (int wire = from; wire < to; ++wire) {
+      LOFT_UNROLL
+      for (int turn = 0; turn < kTurns; ++turn) put(turn, wire, key);
+    }
+  };
+  fill(0, below, wire_below<kOf>());
+  LOFT_NO_UNROLL
+  for (int wire = below; wire < below + num_mixed; ++wire) {
+    typename Stored<kDType>::Value mixed[kTurns];
+    mix_row(values, table, wire, mixed);
+    LOFT_UNROLL
+    for (int turn = 0; turn < kTurns; ++turn) {
+      put(turn, wire, wire_of<kOf>(bit_cast<Bits<kOf>>(mixed[turn])));
+    }
+  }
+  fill(below + num_mixed, kWires, wire_above<kOf>());
 }
 
 // What a rule makes of keys on its wires, and where mixed rows begin there.
