@@ -4,7 +4,8 @@ The steps, in this order, each with a limit and a log of its own:
 
     machine     what is here: GPU, driver, toolkit, torch, commit
     build       the extension with CUDA kernels for this GPU, with what ptxas says of each
-    tests       tests/gpu
+    tests       tests/gpu, spread over the cores, one thread each
+    memory      of these what fills the GPU's memory, alone
     memcheck    each kernel once under compute-sanitizer, which looks for accesses out of bounds
     racecheck   the same, for threads that share memory and do not wait for each other
     bench       loft-hvd bench kernels --device cuda
@@ -173,6 +174,9 @@ def steps_for(machine: Machine, folder: Path) -> list[Step]:
     no_torch = "" if machine.torch_cuda else "torch was built without CUDA"
     on_device = "; ".join(filter(None, (no_gpu, no_torch)))
     no_sanitizer = "" if machine.sanitizer else "no compute-sanitizer beside nvcc or on PATH"
+    pytest = [python, "-m", "pytest", "-rs", "-p", "no:cacheprovider"]
+    # Tests of kernels that were not built would all be skipped, and that passes.
+    expected = {**_ONE_THREAD, **({} if on_device else {"EXPECT_CUDA": "1"})}
     each = [python, "-m", "tests.gpu.each_kernel"]
     sanitized = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # or it would know torch's blocks only
     sanitizer = [machine.sanitizer or "compute-sanitizer", "--error-exitcode", "9"]
@@ -198,14 +202,15 @@ def steps_for(machine: Machine, folder: Path) -> list[Step]:
                 "NVCC_APPEND_FLAGS": "-Xptxas=-v",
             },
         ),
+        # Most of the time of tests is the plain form's on the CPU, which they compare with.
         Step(
             "tests",
-            [python, "-m", "pytest", "tests/gpu", "-rs", "-p", "no:cacheprovider"],
+            [*pytest, "tests/gpu", f"--ignore={_FILLS_MEMORY}", *_SPREAD],
             900,
             lacks=on_device,
-            # Tests of kernels that were not built would all be skipped, and that passes.
-            environ={} if on_device else {"EXPECT_CUDA": "1"},
+            environ=expected,
         ),
+        Step("memory", [*pytest, _FILLS_MEMORY], 180, missing=on_device, environ=expected),
         *(
             Step(
                 tool,
@@ -262,7 +267,9 @@ def steps_for(machine: Machine, folder: Path) -> list[Step]:
     ]
 
 
-_ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # ranks share the cores
+_ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # ranks and tests share the cores
+_FILLS_MEMORY = "tests/gpu/test_device_memory.py"
+_SPREAD = ("-n", "auto", "--maxprocesses=12", "--dist", "worksteal")  # 12 share a GPU's memory
 # torch brings NCCL without the name that linkers look for.
 _BUILD_WITH_NCCL = """
 mkdir -p "$3/lib"

@@ -32,7 +32,7 @@ WHOLE = Machine(
     is_venv=True,
 )
 HOST = replace(WHOLE, gpu="", arch="", sanitizer="", torch_cuda="", num_gpus=0, nccl="")
-STEPS = ["machine", "build", "tests", "memcheck", "racecheck", "bench"]
+STEPS = ["machine", "build", "tests", "memory", "memcheck", "racecheck", "bench"]
 STEPS += ["ddp", "ddp-nccl", "horovod", "nccl-build", "horovod-nccl"]
 
 
@@ -103,6 +103,7 @@ def test_what_cannot_run_on_a_host_says_why(tmp_path: Path) -> None:
         "machine": ("passed", ""),
         "build": ("passed", ""),
         "tests": ("passed in part", no_device),
+        "memory": ("skipped", no_device),
         "memcheck": ("skipped", f"{no_device}; no compute-sanitizer beside nvcc or on PATH"),
         "racecheck": ("skipped", f"{no_device}; no compute-sanitizer beside nvcc or on PATH"),
         "bench": ("skipped", no_device),
@@ -114,7 +115,7 @@ def test_what_cannot_run_on_a_host_says_why(tmp_path: Path) -> None:
     }
     with tarfile.open(tmp_path / "x.tar.gz") as archive:
         names = {member.name for member in archive}
-    logs = {"0-machine.log", "1-build.log", "2-tests.log", "6-ddp.log", "8-horovod.log"}
+    logs = {"0-machine.log", "1-build.log", "2-tests.log", "7-ddp.log", "9-horovod.log"}
     assert names == {"x", "x/summary.json"} | {f"x/{log}" for log in logs}
 
 
@@ -130,9 +131,18 @@ def test_a_lent_machine_without_horovod_skips_its_steps(tmp_path: Path) -> None:
     assert found["nccl-build"] == ("skipped", reason)
 
 
+def test_what_fills_the_memory_runs_alone() -> None:
+    commands = {step.name: list(step.command) for step in steps_for(WHOLE, Path("/x"))}
+    (alone,) = [word for word in commands["memory"] if word.startswith("tests/")]
+    assert f"--ignore={alone}" in commands["tests"]
+    assert (Path(__file__).parents[2] / alone).is_file()
+    assert "-n" in commands["tests"]
+    assert "-n" not in commands["memory"]
+
+
 def test_tests_that_would_all_be_skipped_on_a_gpu_fail() -> None:
     environ = {step.name: step.environ for step in steps_for(WHOLE, Path("/x"))}
-    assert environ["tests"]["EXPECT_CUDA"] == "1"
+    assert environ["tests"]["EXPECT_CUDA"] == environ["memory"]["EXPECT_CUDA"] == "1"
     on_host = {step.name: step.environ for step in steps_for(HOST, Path("/x"))}
     assert "EXPECT_CUDA" not in on_host["tests"]
 
