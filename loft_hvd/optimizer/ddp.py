@@ -180,7 +180,7 @@ def ddp_hook(  # noqa: PLR0913 - a script sets few of them, by name
         _logger.warning(
             "ddp_hook: with %s ranks send averages of worker_momentum=%g; the optimizer under DDP "
             "must have no momentum of its own: SGD momentum=0 and lr / %.3g, or Adam "
-            "betas=(0, b2); give worker_momentum= to say so",
+            "betas=(0.0, b2); give worker_momentum= to say so",
             rule,
             beta,
             1 - beta,

@@ -106,7 +106,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - the name and the arguments ar
         worker_momentum: ranks send the average of their gradients over time, with this momentum,
             0 <= b < 1; None is 0.9 with ``Robust`` and else 0. ``.grad`` is then an average
             gradient, as long as one: where SGD had momentum=b use momentum=0 and lr / (1 - b), with
-            Adam betas=(0, b2). A rank keeps one float32 value more for each of the parameters'.
+            Adam betas=(0.0, b2). A rank keeps one float32 value more for each of the parameters'.
         scaler: the ``torch.amp.GradScaler`` whose ``scale`` multiplies the loss, for
             ``worker_momentum``: averages are kept without its scale.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from loft_hvd.transport.groups import Over
 from loft_hvd.transport.horovod import is_member
 
 __all__ = [
+    "BetasAdvice",
     "EqualBatches",
     "OptimizerOptions",
     "advised_momentum",
@@ -39,6 +41,8 @@ __all__ = [
     "check_step",
     "check_watching",
 ]
+
+_logger = logging.getLogger(__name__)
 
 _ADVISED_MOMENTUM = 0.9  # measured: ALIE costs a trimmed mean 5 points with it, 24 without
 
@@ -272,6 +276,29 @@ def _with_momentum(
         own = float(group.get("momentum") or 0.0)
         if own > 0:
             yield number, group, own
+
+
+class BetasAdvice:
+    """Says once of a parameter group when an optimizer such as Adam averages averages over time."""
+
+    def __init__(self) -> None:
+        self._told: set[int] = set()
+
+    def check(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        """Warn of groups that do so by now: a scheduler, or a state that is loaded, sets betas."""
+        for number, group in enumerate(param_groups):
+            betas = group.get("betas")
+            if number in self._told or not betas or float(betas[0]) <= 0:
+                continue
+            self._told.add(number)
+            _logger.warning(
+                "parameter group %d averages gradients by betas=(%g, ...), and with worker "
+                "momentum they are averages already, so steps lag behind twice; use "
+                "betas=(0.0, %s), and cycle_momentum=False with a scheduler such as OneCycleLR",
+                number,
+                betas[0],
+                ", ".join(f"{float(beta):g}" for beta in betas[1:]),
+            )
 
 
 class EqualBatches:

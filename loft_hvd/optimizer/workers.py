@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,10 +98,14 @@ def make_watch(
         )
     # On a GPU every look waits for the device: only where it was asked for.
     watches = are_on_cpu if diagnostics is None else bool(diagnostics)
-    if not robust or not (watches or quarantine):
+    if not robust:
+        return Unwatched("nobody is watched: that takes a robust rule; a mean keeps every value")
+    if not (watches or quarantine):
         return Unwatched(
-            "nobody is watched: that takes a robust rule, and diagnostics=True where gradients "
-            "are on a GPU"
+            "nobody is watched: diagnostics=False was given"
+            if diagnostics is False
+            else "nobody is watched: where gradients are on a GPU that takes diagnostics=True, and "
+            "each bucket then waits for the device"
         )
     return WorkerWatch(
         channel,
@@ -242,20 +245,6 @@ def _advise_fewer(rules: Sequence[Rule], num_workers: int) -> None:
             )
 
 
-def _advise_betas(param_groups: Sequence[dict[str, Any]]) -> None:
-    """Say when an optimizer such as Adam averages gradients that are averages over time already."""
-    for number, group in enumerate(param_groups):
-        betas = group.get("betas")
-        if betas and float(betas[0]) > 0:
-            _logger.warning(
-                "parameter group %d averages gradients by betas=(%g, ...), and with worker "
-                "momentum they are averages already, so steps lag behind twice; use betas=(0, %s)",
-                number,
-                betas[0],
-                ", ".join(f"{float(beta):g}" for beta in betas[1:]),
-            )
-
-
 class StandingLog:
     """Writes how gradients are aggregated, and of the steps who was off.
 
@@ -384,8 +373,6 @@ class OptimizerWorld:
         is_alone = transport.world_size == 1
         self._workers = LoneWorker() if is_alone else Workers(self._channel(found), found, options)
         self._standing = StandingLog(rank=self.rank, num_workers=self._workers.num_workers)
-        if momentum is not None and self.rank == 0:
-            _advise_betas(options.optimizer.param_groups)
         self._write_rules(found)
         # Hooks run in the order in which they are made: the log sees gradients before they move
         # into their bucket.

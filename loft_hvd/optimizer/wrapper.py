@@ -25,6 +25,7 @@ from loft_hvd.config import config
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, LoftError, UsageError
 from loft_hvd.optimizer.horovods import HOROVODS_MODULE, users_class
 from loft_hvd.optimizer.options import (
+    BetasAdvice,
     OptimizerOptions,
     advised_momentum,
     check_groups,
@@ -176,6 +177,7 @@ class OptimizerWrapper(OptimizerProxy):
         self._options = options
         self._outgoing = OutgoingHooks()  # they outlive worlds
         self._momentum = options.make_momentum()  # this rank's averages do, too
+        self._betas = BetasAdvice()
         self._should_synchronize = True
         self._is_synchronized = False
         self._has_warned = False  # of a step without gradients
@@ -190,6 +192,7 @@ class OptimizerWrapper(OptimizerProxy):
             self._world = self._make_world(should_agree=not is_elastic)
         # Last: from here on what the user's optimizer has by the name of an attribute is set there.
         super().__init__(options.optimizer)
+        self._advise_betas()
 
     def _make_world(self, *, should_agree: bool) -> OptimizerWorld | IdleWorld:
         transport = self._options.find_transport()
@@ -203,6 +206,10 @@ class OptimizerWrapper(OptimizerProxy):
             should_agree=should_agree,
             momentum=self._momentum,
         )
+
+    def _advise_betas(self) -> None:
+        if self._momentum is not None and self.rank == 0:
+            self._betas.check(self._options.optimizer.param_groups)
 
     def begin_world(self) -> None:
         """Lay out buckets for the ranks there are now; ``loft.elastic.State`` calls it on each."""
@@ -320,6 +327,7 @@ class OptimizerWrapper(OptimizerProxy):
         """
         if self._momentum is not None:
             check_step(self.param_groups, self._momentum.beta)
+            self._advise_betas()
         if closure is None:
             self._prepare_step()
             result = self._optimizer.step()

@@ -302,7 +302,7 @@ def test_the_advised_rule_says_what_the_optimizer_must_leave_out(caplog: Any) ->
     loft.ddp_hook(loft.Robust(0), transport=alone, worker_momentum=0.0)
     assert not caplog.records
     loft.ddp_hook(loft.Robust(0), transport=alone)
-    assert "SGD momentum=0 and lr / 0.1, or Adam betas=(0, b2)" in caplog.text
+    assert "SGD momentum=0 and lr / 0.1, or Adam betas=(0.0, b2)" in caplog.text
 
 
 @pytest.mark.parametrize(("world_size", "is_advised"), [(4, False), (3, True)])

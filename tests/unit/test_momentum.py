@@ -682,7 +682,31 @@ def test_adam_is_advised_to_leave_its_first_moment_out(caplog: Any) -> None:
     loft.DistributedOptimizer(adam(0.0), worker_momentum=0.9, transport=ALONE)
     assert not caplog.records
     loft.DistributedOptimizer(adam(0.9), worker_momentum=0.9, transport=ALONE)
-    assert "use betas=(0, 0.99)" in caplog.text
+    assert "use betas=(0.0, 0.99)" in caplog.text
+    torch.optim.Adam([torch.nn.Parameter(torch.zeros(3))], betas=(0.0, 0.99))  # torch takes it
+
+
+@pytest.mark.parametrize("how", ["scheduler", "loaded", "group"])
+def test_a_first_moment_that_adam_gets_later_is_said_once(how: str, caplog: Any) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    adam = torch.optim.Adam([parameter], betas=(0.0, 0.99))
+    optimizer = loft.DistributedOptimizer(adam, worker_momentum=0.9, transport=ALONE)
+    later = torch.nn.Parameter(torch.zeros(3))
+    if how == "scheduler":
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=10)
+    elif how == "loaded":
+        optimizer.load_state_dict(torch.optim.Adam([torch.zeros(3)]).state_dict())
+    else:
+        optimizer.add_param_group({"params": [later], "betas": (0.9, 0.99)})
+    for _ in range(2):
+        (parameter.sum() + later.sum()).backward()
+        optimizer.step()
+    said = [
+        record.message for record in caplog.records if "averages gradients by" in record.message
+    ]
+    assert len(said) == 1
+    assert f"parameter group {int(how == 'group')} averages gradients by betas=(0.9" in said[0]
+    assert "cycle_momentum=False" in said[0]
 
 
 @pytest.mark.parametrize("wrong", [1.0, -0.1, float("nan"), float("inf")])
