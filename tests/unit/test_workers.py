@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -321,7 +322,25 @@ def test_a_wrong_rank_is_named_alike_on_every_rank(
     said = [record.getMessage() for record in caplog.records]
     assert said
     assert all(line.startswith("rank 3 stands out for") for line in said)
+    assert all("% of its values are outside the rule's window" in line for line in said)
     assert "STANDS OUT" in str(reports[0]).splitlines()[2 + ATTACKED]
+
+
+def test_of_a_rule_without_a_window_a_warning_says_what_the_rule_does(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def run(end: LocalTransport) -> None:
+        train(end, rule=loft.Robust(1), num_steps=60, attack=loft.attacks.SignFlip(10))
+
+    with caplog.at_level(logging.WARNING, logger="loft_hvd.pipeline"):
+        run_ranks(4, run)
+    said = [line for record in caplog.records if "stands out" in (line := record.getMessage())]
+    assert said
+    found = re.findall(
+        r"neighbourhoods lack it to (\d+) %, (\d+) % of its values are clipped", said[0]
+    )
+    assert max(map(int, found[0])) > 50
+    assert "window" not in said[0]
 
 
 def test_honest_ranks_are_reported_and_not_named() -> None:
@@ -357,7 +376,7 @@ def test_groups_are_watched_as_one_worker_each() -> None:
         (1, {}, "reduces alone"),
         (2, {"rule": loft.Median()}, "of 2 workers nobody can say"),
         (4, {"rule": loft.Mean()}, "takes a robust rule"),
-        (4, {"diagnostics": False}, "takes a robust rule, and diagnostics=True"),
+        (4, {"diagnostics": False}, "diagnostics=False was given"),
     ],
 )
 def test_where_nobody_is_watched_the_report_says_why(
@@ -390,7 +409,7 @@ def test_ranks_on_cpus_and_gpus_watch_alike(
 
     for report in run_ranks(3, work, timeout_s=30.0):
         assert bool(report.workers) == is_watched, report
-        assert ("diagnostics=True where gradients are on a GPU" in report.note) != is_watched
+        assert ("on a GPU that takes diagnostics=True" in report.note) != is_watched
 
 
 # Quarantine.

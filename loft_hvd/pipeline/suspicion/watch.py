@@ -20,7 +20,12 @@ from loft_hvd.errors import ArgumentError, ArgumentTypeError, MismatchError
 from loft_hvd.pipeline.levels import group_weights
 from loft_hvd.pipeline.ring import run_rule
 from loft_hvd.pipeline.suspicion.report import SuspicionReport, WorkerReport
-from loft_hvd.pipeline.suspicion.tracker import Evidence, Suspicion, SuspicionTracker
+from loft_hvd.pipeline.suspicion.tracker import (
+    Evidence,
+    Suspicion,
+    SuspicionTracker,
+    WorkerState,
+)
 from loft_hvd.pipeline.weights import PassWeights
 from loft_hvd.transport.base import Channel, Work
 from loft_hvd.transport.groups import Groups
@@ -80,6 +85,17 @@ class Unwatched:
 
     def report(self) -> SuspicionReport:
         return SuspicionReport(0, (), note=self._why)
+
+
+def _tell_judgement(known: WorkerState, rule: Rule) -> str:
+    """Say what the rule makes of a worker's values."""
+    if not rule.sees_rows:
+        return f"{100 * known.share_outside:.0f} % of its values are outside the rule's window"
+    # Such a rule has no window.
+    return (
+        f"the others' neighbourhoods lack it to {100 * known.share_left_out:.0f} %, "
+        f"{100 * known.share_clipped:.0f} % of its values are clipped"
+    )
 
 
 def _tell_copies(share: float) -> str:
@@ -216,13 +232,13 @@ class WorkerWatch:
             known = self._tracker.workers[worker]
             self._say(
                 logging.WARNING,
-                "%s stands out for %d steps: suspicion %.2f; %.0f %% of its values are outside the "
-                "rule's window, %d were not finite, and the finite ones are %.3g times as far from "
-                "the result as usual%s; see optimizer.report()",
+                "%s stands out for %d steps: suspicion %.2f; %s, %d were not finite, and the "
+                "finite ones are %.3g times as far from the result as usual%s; see "
+                "optimizer.report()",
                 self._label(worker),
                 known.steps_out,
                 known.suspicion,
-                100 * known.share_outside,
+                _tell_judgement(known, self._rule),
                 known.num_non_finite,
                 known.distance**0.5,
                 _tell_copies(known.share_copied),
