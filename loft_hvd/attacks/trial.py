@@ -61,13 +61,19 @@ def attach(
 
     Raises:
         ArgumentError: a rank that does not exist, or nobody is left to be honest.
-        ArgumentTypeError: ``attack`` is a ``LabelFlip``, which changes labels.
+        ArgumentTypeError: ``attack`` is a ``LabelFlip``, which changes labels, or ``optimizer`` is
+            none of ours, such as a ``ddp_hook``.
     """
     if isinstance(attack, LabelFlip):
         raise ArgumentTypeError(
             f"attach: {attack} changes labels, not the rows that ranks send; on the attacking "
             "ranks give it the labels before the loss, such as "
             f"loss_function(output, {attack}(labels)), and attach nothing"
+        )
+    if not hasattr(optimizer, "register_outgoing_hook"):
+        raise ArgumentTypeError(
+            f"attach: takes a loft_hvd.DistributedOptimizer, not a {type(optimizer).__name__}; try "
+            "the rule with such an optimizer in place of DistributedDataParallel or Lightning"
         )
     chosen = sorted(set(ranks))
     outside = [rank for rank in chosen if not 0 <= rank < optimizer.world_size]

@@ -1,8 +1,9 @@
 """What is tried against attacks: rules with where they look, and where momentum is kept.
 
-ByzFL's rules stand beside ours where it is installed. Of those that both have ours is tried, as
-tests/property/test_byzfl.py holds them to the same results; here are the ones that we lack. Its
-centred clipping is left out: it needs a length for each problem, and keeps state from call to call.
+ByzFL's rules stand beside ours where it is installed. Of those that both have ours is tried:
+tests/property/test_byzfl.py holds nearest neighbours, ARC, Multi-Krum and the geometric median to
+the same results. Here are the ones that we lack. Its centred clipping is left out: it needs a
+length for each problem, and keeps state from call to call.
 """
 
 from __future__ import annotations
@@ -104,7 +105,10 @@ class Defence:
         text = text.removesuffix(_AUTO if self.is_auto else _SHARDS)
         if text.startswith(_BYZFL):
             return _from_byzfl(text.removeprefix(_BYZFL), f)
-        return parse_rule(text if text in _WITHOUT_F else f"{text}:f={f}")
+        innermost, _, options = text.rpartition("+")[2].partition(":")
+        if innermost in _WITHOUT_F:
+            return parse_rule(text)
+        return parse_rule(f"{text}{',' if options else ':'}f={f}")
 
 
 @functools.cache

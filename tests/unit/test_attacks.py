@@ -80,7 +80,7 @@ def test_only_the_named_ranks_attack_whoever_has_these_numbers() -> None:
 
 
 def test_ranks_that_do_not_exist_are_refused() -> None:
-    optimizer = SimpleNamespace(rank=0, world_size=2)
+    optimizer = SimpleNamespace(rank=0, world_size=2, register_outgoing_hook=None)
     with pytest.raises(ArgumentError, match=r"ranks \[2\] do not exist"):
         attacks.attach(optimizer, attacks.Zero(), ranks=[0, 2])
 
@@ -273,14 +273,20 @@ def test_an_attack_in_a_job_is_the_attack_on_its_rows(attack: attacks.Attack) ->
 
 @pytest.mark.parametrize("colluding", [False, True])
 def test_an_attack_on_labels_is_not_attached(colluding: bool) -> None:
-    optimizer = SimpleNamespace(rank=0, world_size=3)
+    optimizer: Any = SimpleNamespace(rank=0, world_size=3, register_outgoing_hook=None)
     flip: Any = attacks.LabelFlip(10)
     with pytest.raises(ArgumentTypeError, match=r"LabelFlip\(num_classes=10\)\(labels\)"):
         attacks.attach(optimizer, flip, ranks=[1], colluding=colluding)
 
 
+def test_what_is_no_optimizer_of_ours_is_not_attacked() -> None:
+    hook: Any = object()
+    with pytest.raises(ArgumentTypeError, match="DistributedOptimizer, not a obj"):
+        attacks.attach(hook, attacks.SignFlip(), ranks=[0])
+
+
 def test_attackers_alone_have_nobody_to_learn_from() -> None:
-    optimizer = SimpleNamespace(rank=0, world_size=2)
+    optimizer = SimpleNamespace(rank=0, world_size=2, register_outgoing_hook=None)
     with pytest.raises(ArgumentError, match="no honest row"):
         attacks.attach(optimizer, attacks.IPM(), ranks=[0, 1], colluding=True)
 

@@ -223,6 +223,20 @@ def test_the_advised_rule_is_what_its_name_says() -> None:
     assert Defence("mean, momentum in SGD").rule(2) == loft.Mean()
 
 
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("bucketing:size=2+median", "bucketing:size=2+median:kind=midpoint"),
+        ("clip:norm=1.0+mean in shards", "clip:norm=1.0+mean"),
+        ("median:kind=lower, momentum in SGD", "median:kind=lower"),
+        ("clip:norm=1.0+trimmed_mean", "clip:norm=1.0+trimmed_mean:f=2"),
+        ("mean:reproducible=true", "mean:reproducible=true"),
+    ],
+)
+def test_f_is_given_to_rules_that_take_it(name: str, wanted: str) -> None:
+    assert Defence(name).rule(2) == loft.parse_rule(wanted)
+
+
 def test_peers_that_are_not_installed_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "byzfl", None)
     missing = Defence("byzfl Absent")
