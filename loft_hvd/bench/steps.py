@@ -140,11 +140,15 @@ def measure_step(bench: StepBench, *, progress: Progress = lambda text: None) ->
     # Each contestant has a model of its own with the same first weights: a step changes weights and
     # gives gradients a place, so contestants must not share them.
     def contestant(
-        wrap: Callable[[nn.Module, torch.optim.Optimizer], Any], *, is_exposed: bool = False
+        wrap: Callable[[nn.Module, torch.optim.Optimizer], Any],
+        *,
+        momentum: float = 0.9,
+        is_exposed: bool = False,
     ) -> Callable[[], object]:
         torch.manual_seed(0)
         model = MODELS[bench.model]().to(device)
-        optimizer = wrap(model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9))
+        lr = 1e-4 / (1 - momentum)  # for steps as long
+        optimizer = wrap(model, torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum))
 
         def step() -> None:
             optimizer.zero_grad()
@@ -165,17 +169,15 @@ def measure_step(bench: StepBench, *, progress: Progress = lambda text: None) ->
 
         return exposed if is_exposed else step
 
+    # `Robust` has workers keep the momentum, by default; of the others SGD keeps it.
     def ours(
         rule: Rule, scope: Scope = "shard", *, is_exposed: bool = False
     ) -> Callable[[], object]:
         return contestant(
             lambda model, optimizer: DistributedOptimizer(
-                optimizer,
-                named_parameters=model.named_parameters(),
-                rule=rule,
-                scope=scope,
-                worker_momentum=0.0,  # SGD has it, for every contestant
+                optimizer, named_parameters=model.named_parameters(), rule=rule, scope=scope
             ),
+            momentum=0.0 if isinstance(rule, Robust) else 0.9,
             is_exposed=is_exposed,
         )
 
