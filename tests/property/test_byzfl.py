@@ -1,10 +1,14 @@
-"""Our rules give ByzFL's results, where it is installed: 10,000 random inputs.
+"""Our rules give ByzFL's results: 10,000 random inputs. ``make test-all`` brings ByzFL along.
 
 In float64: its distances come from products of rows, which in float32 lose what rows differ by.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -15,10 +19,25 @@ from torch import Tensor
 
 import loft_hvd as loft
 
-byzfl: Any = pytest.importorskip("byzfl", reason="pip install byzfl to compare with it")
+
+def _import_rules() -> Any:
+    """Return ByzFL's rules without its own ``__init__``, which imports what its examples need."""
+    spec = importlib.util.find_spec("byzfl")
+    if spec is None:
+        pytest.skip("no byzfl here; make test-all compares with it", allow_module_level=True)
+    package = types.ModuleType("byzfl")
+    package.__path__ = list(spec.submodule_search_locations or ())
+    sys.modules["byzfl"] = package
+    return importlib.import_module("byzfl.aggregators")
+
+
+byzfl = _import_rules()
 
 _NUM_INPUTS = 2500  # a rule
-_MOST = 1e-5  # relative to the largest value of the input
+# Relative to the largest value of the input. Of one that is 400 times its result ByzFL's geometric
+# median lies 1.6e-5 of the result away, however many steps it takes, and its sum of distances is
+# the larger one.
+_MOST = 1e-5
 
 
 def _trimmed_after(name: str) -> Callable[[Tensor, int], Tensor]:
