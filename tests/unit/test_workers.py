@@ -326,21 +326,36 @@ def test_a_wrong_rank_is_named_alike_on_every_rank(
     assert "STANDS OUT" in str(reports[0]).splitlines()[2 + ATTACKED]
 
 
-def test_of_a_rule_without_a_window_a_warning_says_what_the_rule_does(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def warnings_under(rule: loft.Rule, caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return what is said of a rank that flips signs under a rule without a window."""
+
     def run(end: LocalTransport) -> None:
-        train(end, rule=loft.Robust(1), num_steps=60, attack=loft.attacks.SignFlip(10))
+        train(end, rule=rule, num_steps=60, attack=loft.attacks.SignFlip(10))
 
     with caplog.at_level(logging.WARNING, logger="loft_hvd.pipeline"):
         run_ranks(4, run)
-    said = [line for record in caplog.records if "stands out" in (line := record.getMessage())]
+    said = [line for line in caplog.messages if "stands out" in line]
     assert said
+    assert not any("window" in line for line in said)
+    return said
+
+
+def test_of_a_rule_that_sees_rows_a_warning_says_what_it_does(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    said = warnings_under(loft.Robust(1), caplog)
     found = re.findall(
         r"neighbourhoods lack it to (\d+) %, (\d+) % of its values are clipped", said[0]
     )
     assert max(map(int, found[0])) > 50
-    assert "window" not in said[0]
+
+
+def test_of_a_users_own_rule_a_warning_says_nothing_but_distances(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    own = loft.Custom(lambda rows: rows.median(dim=0).values, f=1)
+    (said, *_) = warnings_under(own, caplog)
+    assert "its rule says nothing of single workers" in said
 
 
 def test_honest_ranks_are_reported_and_not_named() -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from loft_hvd.aggregation.diagnostics import diagnose
-from loft_hvd.aggregation.rules import Mean, Rule
+from loft_hvd.aggregation.rules import Custom, Mean, Rule
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, MismatchError
 from loft_hvd.pipeline.levels import group_weights
 from loft_hvd.pipeline.ring import run_rule
@@ -91,7 +91,9 @@ def _tell_judgement(known: WorkerState, rule: Rule) -> str:
     """Say what the rule makes of a worker's values."""
     if not rule.sees_rows:
         return f"{100 * known.share_outside:.0f} % of its values are outside the rule's window"
-    # Such a rule has no window.
+    if isinstance(rule, Custom):
+        return "its rule says nothing of single workers"
+    # Rules that see rows have no window.
     return (
         f"the others' neighbourhoods lack it to {100 * known.share_left_out:.0f} %, "
         f"{100 * known.share_clipped:.0f} % of its values are clipped"
