@@ -3,7 +3,7 @@
 In shards all but the last results travel during the backward pass. Over the whole model they travel
 after it, so that this should be left when the last rank has ended its backward pass:
 
-    max(0, all-to-all - backward) + table + choosing and mixing + all-gather
+    max(0, all-to-all - backward) + table + (choosing and mixing) + all-gather
 
 A step should take as much longer than computing alone, where computing and sending do not slow each
 other. Each of these is timed alone, in turn with whole steps.
@@ -59,7 +59,7 @@ class _Parts:
         self._table = torch.zeros(num_pairs(size), dtype=torch.float64)
         self._tables = torch.zeros(size * num_pairs(size), dtype=torch.float64)
         self.exchange_rows()
-        self._apart = total(self.measure())  # how far all values of two rows are
+        self._sums = total(self.measure())  # squared distances of each two rows in the shards here
 
     def exchange_rows(self) -> None:
         pairs = enumerate(zip(self._sent, self._rows, strict=True))
@@ -76,7 +76,7 @@ class _Parts:
         self._wait([self._transport.allgather(self._table, self._tables, name=name)])
 
     def mix(self) -> None:
-        decided = decide_by(self._rule, self._apart, None, precision=torch.float32)
+        decided = decide_by(self._rule, self._sums, None, precision=torch.float32)
         for rows, result in zip(self._rows, self._results, strict=True):
             run_rule(rows, decided, None, result)
 
