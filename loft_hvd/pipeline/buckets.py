@@ -31,9 +31,11 @@ __all__ = [
 _SHARD_ALIGNMENT = 16
 
 # No backward pass hides what the last bucket takes: if it is large, what is ready last becomes a
-# small one, and the rest begins earlier. Measured on ResNet-18, 4 ranks: of 16 MB, 4 MiB left less
-# after the backward pass than 1 MiB on Gloo, and as little on MPI.
-_TAIL_BYTES = 4 << 20
+# small one, and the rest begins earlier; and what is last of that once more. Measured on ResNet-18,
+# 4 ranks (docs/benchmarks.md): of 16 MB, 4 MiB left less after the backward pass than 1 MiB on
+# Gloo, and as little on MPI; with 512 KiB of these 4 MiB behind them 9.6 ms were left instead of 15
+# on MPI, with 1 MiB 11.5.
+_TAILS_BYTES = (4 << 20, 512 << 10)
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,8 @@ def lay_out(
     accumulation dtype, device and rule; a user's group is one bucket for each of these. Buckets
     are numbered by when their last parameter is ready, and their exchange starts in that order.
     Of a kind's last bucket, if it has 8 MiB or more and is no user's group, the parameters ready
-    last are one by themselves, 4 MiB at most.
+    last are one by themselves, 4 MiB at most; and of that, if it has 1 MiB or more, 512 KiB at
+    most.
 
     ``order`` is the parameters' indices as their gradients become ready, equal on every rank; None
     stands for last parameter first, which is roughly what a backward pass does.
@@ -160,9 +163,13 @@ def lay_out(
         gathered[at].append(index)
         num_bytes[at] += size
     for (*_, group), at in filling.items():
-        if group is None:
-            gathered[at], tail = _without_tail(gathered[at], parameters)
-            gathered += [tail] if tail else []
+        last = at
+        for most in _TAILS_BYTES if group is None else ():
+            gathered[last], tail = _without_tail(gathered[last], parameters, most_bytes=most)
+            if not tail:
+                break
+            last = len(gathered)
+            gathered.append(tail)
     # A bucket can start when its last member is ready; a kind that is rare fills late, though its
     # bucket was opened early.
     ready_at = {parameter: at for at, parameter in enumerate(in_order)}
@@ -171,15 +178,15 @@ def lay_out(
 
 
 def _without_tail(
-    members: list[int], parameters: Sequence[ParameterSpec]
+    members: list[int], parameters: Sequence[ParameterSpec], *, most_bytes: int
 ) -> tuple[list[int], list[int]]:
     """Return a bucket's members, and those ready last that become one by themselves, or none."""
     at, tail = len(members), 0
-    while at and tail + parameters[members[at - 1]].num_bytes <= _TAIL_BYTES:
+    while at and tail + parameters[members[at - 1]].num_bytes <= most_bytes:
         at -= 1
         tail += parameters[members[at]].num_bytes
     whole = sum(parameters[each].num_bytes for each in members)
-    is_cut = tail > 0 and whole >= 2 * _TAIL_BYTES
+    is_cut = tail > 0 and whole >= 2 * most_bytes
     return (members[:at], members[at:]) if is_cut else (members, [])
 
 

@@ -82,13 +82,17 @@ def test_a_group_stays_together_whatever_its_size() -> None:
         ([1, 2, 4], [[2, 1, 0]]),  # too little is left to begin earlier
         ([0, 0, 20], [[2, 1, 0]]),
         ([40], [[0]]),
+        ([0.25, 0.25, 1, 20], [[3], [2], [1, 0]]),  # and of these 512 KiB at most
+        ([0.25, 0.5, 20], [[2], [1, 0]]),  # less than 1 MiB
+        ([0.75, 1, 20], [[2], [1, 0]]),
+        ([0.25, 0.25, 1, 4], [[3, 2, 1, 0]]),  # less than 8 MiB
     ],
     ids=str,
 )
 def test_what_is_ready_last_is_a_small_bucket(
-    mebibytes: list[int], expected: list[list[int]]
+    mebibytes: list[float], expected: list[list[int]]
 ) -> None:
-    sizes = [number << 18 for number in mebibytes]  # values of 4 bytes
+    sizes = [round(number * 2**18) for number in mebibytes]  # values of 4 bytes
     buckets = lay_out(specs(sizes), bucket_bytes=32 << 20)
     assert [[slot.parameter for slot in bucket.slots] for bucket in buckets] == expected
 
