@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(400)]
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 5.0  # after the first step: the script below is through in one
+TO_THE_END_S = 120.0  # for scripts that end by themselves, all of whose steps are counted
 RIGHT = """
 import horovod.torch as hvd
 import torch
@@ -160,9 +161,9 @@ EXAMPLES = {
 }
 
 
-def check(script: Path, *arguments: str, num_ranks: int = 2) -> Checked:
+def check(script: Path, *arguments: str, num_ranks: int = 2, seconds: float = SECONDS) -> Checked:
     return check_script(
-        str(script), arguments, build=horovod_build(), num_ranks=num_ranks, seconds=SECONDS
+        str(script), arguments, build=horovod_build(), num_ranks=num_ranks, seconds=seconds
     )
 
 
@@ -237,7 +238,7 @@ def test_nothing_is_found_in_a_script_like_an_example_of_horovods(
     script = tmp_path / "train.py"
     text, num_steps = CONVERTED[name]
     script.write_text(text)
-    checked = check(script, str(tmp_path / "checkpoints"))
+    checked = check(script, str(tmp_path / "checkpoints"), seconds=TO_THE_END_S)
     assert checked.is_fine, checked
     assert checked.num_steps == num_steps
 
@@ -259,7 +260,7 @@ def test_nothing_is_found_in_an_example_of_horovods_with_the_diff_of_the_docs(
     monkeypatch.setenv("HOME", str(tmp_path))  # where they keep a lock
     arguments = converted_example(path, tmp_path)
     num_ranks = 3 if "f=1" in DIFFS[path] else 2  # as docs/migrate.md says of `-np`
-    checked = check(ROOT / EXAMPLE_JOB, *arguments, num_ranks=num_ranks)
+    checked = check(ROOT / EXAMPLE_JOB, *arguments, num_ranks=num_ranks, seconds=TO_THE_END_S)
     assert checked.is_fine, checked
     assert checked.num_steps == STEPS_OF_EXAMPLES[Path(path).name]
 
@@ -294,7 +295,7 @@ def test_a_rank_that_is_done_lets_the_others_go_on(
 def test_nothing_is_found_in_a_right_script(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(RIGHT)
-    checked = check(script)
+    checked = check(script, seconds=TO_THE_END_S)
     assert checked.is_fine, checked
     assert checked.num_steps == 12
 
