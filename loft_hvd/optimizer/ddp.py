@@ -548,6 +548,7 @@ class DDPHook:
         handles = [flight.handle for flight in self._flights]
         with watch_of(self._channel.transport).waiting():
             watch.computing_ended()
+            watch.score()
             for flight in self._flights:
                 # One limit for all of them, as ranks come to all of them together. A bucket that
                 # fails ends the wait for any: over the model all others wait for its rows.

@@ -244,14 +244,17 @@ class Engine:
         self._queue.append((index, marks))
         self._thread.wake()
 
-    def finish(self) -> None:
-        """Wait until every bucket is done, then be ready for the next step."""
+    def finish(self, *, meanwhile: Callable[[], None] | None = None) -> None:
+        """Wait until every bucket is done, then be ready for the next step.
+
+        ``meanwhile`` is called once, when all buckets are on the wire.
+        """
         self._raise_failure()
         lane = Lane(self._trace, "step")
         lane.enter("wait")
         try:
             with watch_of(self._transport).waiting():
-                self._drive()
+                self._drive(meanwhile)
         except BaseException as error:  # also an interrupt: buckets are in flight
             self._is_raised = True
             self._fail(error)
@@ -263,7 +266,7 @@ class Engine:
         # What this thread queues from here on follows all buckets: it has had the last turn.
         self._num_queued = self._num_done = 0
 
-    def _drive(self) -> None:
+    def _drive(self, meanwhile: Callable[[], None] | None) -> None:
         """Move buckets on in the thread that waits for them."""
         until = self._clock() + self._timeout_s
         # From here the engine's thread leaves its turns to this one: two threads that poll would
@@ -278,7 +281,11 @@ class Engine:
                     pause = self._advance()
                 finally:
                     self._turn.release()
-                time.sleep(pause or 0.0)  # at least lets the other thread have the lock
+                if meanwhile is not None:
+                    meanwhile()
+                    meanwhile = None
+                else:
+                    time.sleep(pause or 0.0)  # at least lets the other thread have the lock
 
     @property
     def sees_rows(self) -> bool:

@@ -134,7 +134,7 @@ class Gradients:
         # on 2 cores, docs/allreduce.md).
         with torch.no_grad():
             target = _view(values, slot)
-            is_home = _is_same(grad, target)
+            is_home = _is_home(grad, values, slot)
             if isinstance(scale, Blend):
                 self._send(parameter, grad, target, scale)
             elif not is_home:
@@ -169,7 +169,7 @@ class Gradients:
                 )
             elif grad is None:
                 target.zero_()  # as Horovod does, so that ranks stay in step
-            elif not _is_same(grad, target):
+            elif not _is_home(grad, values, slot):
                 if slot.parameter in self._taken and scale != 1.0:
                     raise UsageError(
                         f"the gradient of parameter {slot.name!r} was replaced after its hook: it "
@@ -191,13 +191,15 @@ class Gradients:
         """Let the parameters have the bucket's values as gradients; in the user's thread."""
         for slot in bucket.slots:
             parameter = self._parameters[slot.parameter]
-            source, grad = _view(values, slot), parameter.grad
-            if sparse_dim := self.handed_dims[slot.parameter]:
+            grad, sparse_dim = parameter.grad, self.handed_dims[slot.parameter]
+            if grad is not None and not sparse_dim and _is_home(grad, values, slot):
+                continue  # without a view made first: most are, and all ranks are here at once
+            source = _view(values, slot)
+            if sparse_dim:
                 parameter.grad = source.to(parameter.dtype).to_sparse(sparse_dim)
                 continue
             if _can_live_in(parameter, values):
-                if grad is None or not _is_same(grad, source):
-                    parameter.grad = source
+                parameter.grad = source
                 continue
             if grad is None or grad.layout != torch.strided:
                 parameter.grad = grad = torch.empty_like(parameter)
@@ -263,15 +265,14 @@ def _view(values: Tensor, slot: Slot) -> Tensor:
     return values[slot.offset : slot.offset + slot.numel].view(slot.shape)
 
 
-def _is_same(grad: Tensor, target: Tensor) -> bool:
-    """Say whether a gradient is its place in the bucket; both are of one shape."""
-    return (
-        grad.layout == torch.strided
-        and grad.dtype == target.dtype
-        and grad.data_ptr() == target.data_ptr()
-        and grad.stride() == target.stride()
-        and not grad.requires_grad
-    )
+def _is_home(grad: Tensor, values: Tensor, slot: Slot) -> bool:
+    """Say whether a gradient, of the slot's shape, is its place in the bucket's values."""
+    if grad.layout != torch.strided or grad.dtype != values.dtype or grad.requires_grad:
+        return False
+    if slot.numel == 0:  # of nothing the address is 0
+        return True
+    place = values.data_ptr() + slot.offset * values.itemsize
+    return grad.data_ptr() == place and grad.is_contiguous()
 
 
 class OutgoingHooks:

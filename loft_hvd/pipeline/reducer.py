@@ -375,7 +375,7 @@ class GradientReducer:
                 self.engine.start(index)
             # Evidence goes out once all buckets are queued, so at one place in every rank's order.
             self._watch.computing_ended()
-            self.engine.finish()
+            self.engine.finish(meanwhile=self._watch.score)
             if self.audit is not None:
                 self.audit.step_reduced()
             self._watch.step_reduced(self._weights())

@@ -18,7 +18,7 @@ import loft_hvd as loft
 from loft_hvd.errors import LoftError, TransportError
 from loft_hvd.pipeline.buckets import Bucket, ParameterSpec, lay_out
 from loft_hvd.pipeline.engine import Engine
-from loft_hvd.transport.base import Channel
+from loft_hvd.transport.base import Channel, Work
 from loft_hvd.transport.local import Faults, LocalTransport, run_ranks
 from tests.support.recording import RecordingTransport
 from tests.support.streams import FakeStream, FakeStreams
@@ -54,6 +54,83 @@ def test_a_backward_pass_queues_buckets_and_never_waits_for_the_wire() -> None:
 
     for names in run_ranks(2, work):
         assert sum(name.endswith(".a2a") for name in names) == 3
+
+
+class Held:
+    """An operation that is not done before it is let go."""
+
+    watch = None
+
+    def __init__(self, work: Work, may_end: threading.Event) -> None:
+        self._work = work
+        self._may_end = may_end
+
+    def done(self) -> bool:
+        return self._may_end.is_set() and self._work.done()
+
+    def finish(self) -> None:
+        self._work.finish()
+
+
+class Holding(LocalTransport):
+    """A local transport whose all-to-alls are done while ``may_end`` is set."""
+
+    def __init__(self, end: LocalTransport) -> None:
+        super().__init__(end._world, end.rank)
+        self.may_end = threading.Event()
+        self.num_started = 0
+
+    def alltoall(self, *args: Any, **options: Any) -> Any:
+        self.num_started += 1
+        return Held(super().alltoall(*args, **options), self.may_end)
+
+
+def test_what_is_done_meanwhile_is_done_once_a_step_with_all_buckets_on_the_wire() -> None:
+    specs = [ParameterSpec(name, (50,), torch.float32) for name in "vw"]
+    buckets = lay_out(specs, bucket_bytes=200)
+
+    def work(end: LocalTransport) -> list[int]:
+        transport = Holding(end)
+        engine = Engine(
+            Channel(transport, "loft", 30.0), buckets, [loft.Median()], pack=lambda *_: None
+        )
+        num_started = []
+
+        def meanwhile() -> None:
+            num_started.append(transport.num_started)
+            transport.may_end.set()
+
+        for _ in range(2):
+            transport.may_end.clear()
+            for index in range(len(buckets)):
+                engine.start(index)
+            engine.finish(meanwhile=meanwhile)
+        engine.close()
+        return num_started
+
+    assert len(buckets) == 2
+    assert run_ranks(3, work) == [[2, 4]] * 3
+
+
+def test_an_error_of_what_is_done_meanwhile_is_raised_and_ends_the_exchange() -> None:
+    buckets = lay_out([ParameterSpec("w", (50,), torch.float32)], bucket_bytes=1 << 20)
+
+    def meanwhile() -> None:
+        raise KeyError("a mistake")
+
+    def work(end: LocalTransport) -> None:
+        transport = Holding(end)
+        engine = Engine(
+            Channel(transport, "loft", 30.0), buckets, [loft.Median()], pack=lambda *_: None
+        )
+        engine.start(0)
+        with pytest.raises(KeyError, match="a mistake"):
+            engine.finish(meanwhile=meanwhile)
+        with pytest.raises(LoftError, match="has failed before"):
+            engine.finish()
+        engine.close()
+
+    run_ranks(3, work)
 
 
 def test_buckets_go_out_by_index_whatever_the_order_of_gradients() -> None:

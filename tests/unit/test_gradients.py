@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import cast
+
 import pytest
 import torch
 
@@ -106,3 +109,47 @@ def test_a_parameter_of_two_optimizers_is_scaled_once_by_each() -> None:
     values = torch.zeros(3)
     both[0].take(bucket.slots[0], values, scale=0.5)
     assert parameter.grad.data_ptr() == values.data_ptr()
+
+
+def _moved(grad: torch.Tensor) -> torch.Tensor:
+    grad.data = grad.data.clone()  # the same object, elsewhere
+    return grad
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        torch.clone,
+        _moved,
+        lambda grad: torch.zeros(3, 2),
+        lambda grad: grad.data.T.reshape(3, 2).t().reshape(2, 3).t(),  # other strides
+        lambda grad: grad.detach().requires_grad_(),
+        lambda grad: None,
+    ],
+    ids=["clone", "data", "zeros", "strides", "requires_grad", "none"],
+)
+def test_results_are_handed_out_whatever_has_become_of_the_gradient(
+    change: Callable[[torch.Tensor], torch.Tensor | None],
+) -> None:
+    shapes = ((3, 2), (4,), (0,))
+    parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    specs = [ParameterSpec(str(i), tuple(p.shape), p.dtype) for i, p in enumerate(parameters)]
+    (bucket,) = lay_out(specs, bucket_bytes=1 << 20)
+    values = torch.zeros(bucket.numel)
+    gradients = Gradients(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    for slot in bucket.slots:
+        gradients.take(slot, values, scale=1.0)
+    stayed = [parameter.grad for parameter in parameters[1:]]
+    parameters[0].grad = change(cast(torch.Tensor, parameters[0].grad))
+    values.copy_(torch.arange(float(bucket.numel)))
+    gradients.hand_out(bucket, values)
+    for slot in bucket.slots:
+        grad = parameters[slot.parameter].grad
+        assert grad is not None
+        assert not grad.requires_grad
+        wanted = values[slot.offset : slot.offset + slot.numel].view(slot.shape)
+        assert torch.equal(grad, wanted)
+        assert grad.data_ptr() == wanted.data_ptr()
+    assert all(p.grad is grad for p, grad in zip(parameters[1:], stayed, strict=True))

@@ -564,6 +564,32 @@ def test_steps_in_which_a_worker_was_left_out_say_nothing_of_it() -> None:
     assert tracker.workers[4].suspicion > 0.9
 
 
+def test_a_closed_step_is_scored_by_itself_whenever_that_is_asked_for() -> None:
+    """By what it was closed with, though another thread has begun to add the next one's buckets."""
+    generator = torch.Generator().manual_seed(4)
+    rows = honest(5)(0, generator)
+    rows[4] *= -10
+    wrong, right = (
+        diagnose(each, Robust(f=1), every=1)[1] for each in (rows, rows[[0, 1, 2, 3, 0]])
+    )
+
+    def taken(*, scores_at_once: bool) -> np.ndarray:
+        evidence = Evidence(5, SETTINGS)
+        for found in (wrong, right, wrong):
+            evidence.add(found)
+            if not scores_at_once:
+                evidence.score()  # the step before, with a bucket of this one there
+            evidence.step_reduced(Robust(f=1))
+            if scores_at_once:
+                evidence.score()
+        return evidence.take()
+
+    at_once = taken(scores_at_once=True)
+    np.testing.assert_array_equal(taken(scores_at_once=False), at_once)
+    num_steps = at_once.reshape(-1, 5)[1]
+    assert num_steps.tolist() == [3.0] * 5
+
+
 @pytest.mark.parametrize("factor", [1e100, 1e200])
 def test_a_float64_worker_too_long_to_be_squared_is_named(factor: float) -> None:
     draw_honest = honest(4)

@@ -9,7 +9,7 @@ stands out whose suspicion stays above the others'.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -261,6 +261,7 @@ class Evidence:
         self._num_rows = num_rows
         self._settings = settings
         self._buckets: list[Diagnostics] = []  # of this step
+        self._unscored: Callable[[], None] | None = None  # scores the step before
         self._clear()
 
     def _clear(self) -> None:
@@ -278,8 +279,32 @@ class Evidence:
     def step_reduced(
         self, rule: Rule, *, weights: Sequence[int] | None = None, are_apart: bool = False
     ) -> None:
-        """Score the step's rows over all buckets; the arguments are those of ``score_rows``."""
+        """Close a step, to be scored over all buckets; arguments are those of ``score_rows``."""
+        self.score()
         buckets, self._buckets = self._buckets, []
+        self._unscored = functools.partial(
+            self._score, buckets, rule, weights=weights, are_apart=are_apart
+        )
+
+    def score(self) -> None:
+        """Score the step that was closed last, if it was not; best where there is time for it.
+
+        Other threads may ``add`` meanwhile.
+        """
+        # Some 60 small operations, whose code is in no cache after a step: 0.9 to 1.3 ms of a
+        # step of 4 ranks on 2 cores, 0.2 when repeated (2026-11-27). So not where all wait for it.
+        unscored, self._unscored = self._unscored, None
+        if unscored is not None:
+            unscored()
+
+    def _score(
+        self,
+        buckets: Sequence[Diagnostics],
+        rule: Rule,
+        *,
+        weights: Sequence[int] | None,
+        are_apart: bool,
+    ) -> None:
         none = Diagnostics.empty(self._num_rows)
         found = sum(buckets, none)
         scores = score_rows(
@@ -298,6 +323,7 @@ class Evidence:
 
     def take(self) -> Floats:
         """Return what was seen since the last call, float64, [num_columns * num_rows]."""
+        self.score()
         columns: list[npt.ArrayLike] = [()] * _NUM_COLUMNS
         columns[_SCORE], columns[_STEPS] = self._scores, self._num_steps
         columns[_SEEN], columns[_OUTSIDE] = self._sum.num_seen, self._sum.num_outside

@@ -78,7 +78,7 @@ class Unwatched:
     def _ignore(self, weights: PassWeights | None = None) -> None:
         """Send nothing, read nothing."""
 
-    computing_ended = step_reduced = _ignore
+    computing_ended = score = step_reduced = _ignore
 
     def ranks_compared(self, *, are_apart: bool) -> None:
         """Judge nobody, whatever data ranks have."""
@@ -202,6 +202,13 @@ class WorkerWatch:
         rows = torch.zeros(self._channel.world_size, row.numel(), dtype=torch.float64)
         work = self._channel.transport.allgather(row, rows.view(-1), name=self._channel.name)
         self._exchange = (work, row, rows)
+
+    def score(self) -> None:
+        """Score the rows of the step before: a millisecond, for while this step's are on the way.
+
+        Else the next step scores them when it is closed.
+        """
+        self._evidence.score()
 
     def step_reduced(self, weights: PassWeights) -> None:
         """Close a step, in which no bucket is in flight any more; every rank calls it alike."""
