@@ -247,7 +247,8 @@ class Engine:
     def finish(self, *, meanwhile: Callable[[], None] | None = None) -> None:
         """Wait until every bucket is done, then be ready for the next step.
 
-        ``meanwhile`` is called once, when all buckets are on the wire.
+        ``meanwhile`` is called once all buckets have begun, unless one has failed. None moves on
+        before it returns, so it must be short.
         """
         self._raise_failure()
         lane = Lane(self._trace, "step")
@@ -281,7 +282,7 @@ class Engine:
                     pause = self._advance()
                 finally:
                     self._turn.release()
-                if meanwhile is not None:
+                if meanwhile is not None and self._failure is None:
                     meanwhile()
                     meanwhile = None
                 else:

@@ -193,7 +193,7 @@ class Gradients:
             parameter = self._parameters[slot.parameter]
             grad, sparse_dim = parameter.grad, self.handed_dims[slot.parameter]
             if grad is not None and not sparse_dim and _is_home(grad, values, slot):
-                continue  # without a view made first: most are, and all ranks are here at once
+                continue  # most are in place, and views of all took 0.5 to 0.7 ms of a ResNet-18
             source = _view(values, slot)
             if sparse_dim:
                 parameter.grad = source.to(parameter.dtype).to_sparse(sparse_dim)
@@ -269,7 +269,7 @@ def _is_home(grad: Tensor, values: Tensor, slot: Slot) -> bool:
     """Say whether a gradient, of the slot's shape, is its place in the bucket's values."""
     if grad.layout != torch.strided or grad.dtype != values.dtype or grad.requires_grad:
         return False
-    if slot.numel == 0:  # of nothing the address is 0
+    if slot.numel == 0:  # whose data_ptr() is 0
         return True
     place = values.data_ptr() + slot.offset * values.itemsize
     return grad.data_ptr() == place and grad.is_contiguous()

@@ -19,10 +19,13 @@ from loft_hvd.errors import ArgumentError, ArgumentTypeError, MismatchError, Pee
 from loft_hvd.optimizer.ddp import _StepPasses
 from loft_hvd.pipeline.allreduce import _reductions
 from loft_hvd.pipeline.suspicion.report import ZeroedParameter
+from loft_hvd.pipeline.suspicion.watch import WorkerWatch
+from loft_hvd.pipeline.weights import PassWeights
 from loft_hvd.runlog import read_run_log
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
 from tests.support.passes import HeldSizes, Sizes
 from tests.support.recording import RecordingTransport
+from tests.support.wrapped import give_gradients, wrap
 
 
 def test_ddp_hook_checks_what_it_is_given() -> None:
@@ -405,3 +408,52 @@ def test_a_hook_without_a_balancer_writes_a_run_log(tmp_path: Path) -> None:
     (log,) = tmp_path.iterdir()
     lines = [(line["kind"], line["step"]) for line in read_run_log(log)]
     assert lines == [("run", 0), ("rules", 0), ("suspicion", 9)]
+
+
+@pytest.mark.parametrize("wraps", ["hook", "optimizer"])
+def test_rows_are_scored_in_the_next_step_while_its_buckets_are_on_the_wire(
+    wraps: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not after its last result, when every rank would wait for it."""
+
+    def names_of(watch: WorkerWatch) -> list[str]:
+        assert isinstance(watch._channel.transport, RecordingTransport)
+        return watch._channel.transport.names
+
+    score, step_reduced = WorkerWatch.score, WorkerWatch.step_reduced
+
+    def noted_score(self: WorkerWatch) -> None:
+        names_of(self).append("scored")
+        score(self)
+
+    def noted_step_reduced(self: WorkerWatch, weights: PassWeights) -> None:
+        names_of(self).append("closed")
+        step_reduced(self, weights)
+
+    monkeypatch.setattr(WorkerWatch, "score", noted_score)
+    monkeypatch.setattr(WorkerWatch, "step_reduced", noted_step_reduced)
+
+    def work(end: LocalTransport) -> list[list[str]]:
+        transport = RecordingTransport(end)
+        params = [torch.nn.Parameter(torch.zeros(6)) for _ in range(2)]
+        if wraps == "optimizer":
+            optimizer = wrap(params, transport, rule=loft.Median(), bucket_bytes=24)
+        else:
+            hook = loft.ddp_hook(loft.Median(), transport=transport)
+        steps = []
+        for _ in range(3):
+            transport.names.clear()
+            if wraps == "optimizer":
+                give_gradients(params)
+                optimizer.step()
+            else:
+                backward(hook, [[p] for p in params], {p: torch.ones(6) for p in params})
+            steps.append(list(transport.names))
+        return steps
+
+    for steps in run_ranks(3, work):
+        for names in steps:
+            at = names.index("scored")
+            assert sum(name.endswith(".a2a") for name in names[:at]) == 2
+            assert names[at:].count("closed") == 1
+            assert names.count("scored") == 1

@@ -122,7 +122,7 @@ def _moved(grad: torch.Tensor) -> torch.Tensor:
         torch.clone,
         _moved,
         lambda grad: torch.zeros(3, 2),
-        lambda grad: grad.data.T.reshape(3, 2).t().reshape(2, 3).t(),  # other strides
+        lambda grad: grad.detach().view(2, 3).t(),  # in its place, with other strides
         lambda grad: grad.detach().requires_grad_(),
         lambda grad: None,
     ],

@@ -566,28 +566,31 @@ def test_steps_in_which_a_worker_was_left_out_say_nothing_of_it() -> None:
 
 def test_a_closed_step_is_scored_by_itself_whenever_that_is_asked_for() -> None:
     """By what it was closed with, though another thread has begun to add the next one's buckets."""
-    generator = torch.Generator().manual_seed(4)
-    rows = honest(5)(0, generator)
+    rows = honest(5)(0, torch.Generator().manual_seed(4))
     rows[4] *= -10
-    wrong, right = (
-        diagnose(each, Robust(f=1), every=1)[1] for each in (rows, rows[[0, 1, 2, 3, 0]])
-    )
+    steps: list[tuple[Rule, list[int] | None, bool]] = [
+        (Robust(f=1), None, False),
+        (TrimmedMean(f=1), [4, 4, 4, 4, 1], False),
+        (Robust(f=1), None, True),
+        (MultiKrum(f=1), [1, 2, 3, 4, 5], False),
+    ]
 
-    def taken(*, scores_at_once: bool) -> np.ndarray:
+    def taken(*, scores_at_once: bool, num_steps: int) -> np.ndarray:
         evidence = Evidence(5, SETTINGS)
-        for found in (wrong, right, wrong):
-            evidence.add(found)
+        for rule, weights, are_apart in steps[:num_steps]:
+            evidence.add(diagnose(rows, rule, every=1)[1])
             if not scores_at_once:
                 evidence.score()  # the step before, with a bucket of this one there
-            evidence.step_reduced(Robust(f=1))
+            evidence.step_reduced(rule, weights=weights, are_apart=are_apart)
             if scores_at_once:
                 evidence.score()
-        return evidence.take()
+        return evidence.take().reshape(-1, 5)
 
-    at_once = taken(scores_at_once=True)
-    np.testing.assert_array_equal(taken(scores_at_once=False), at_once)
-    num_steps = at_once.reshape(-1, 5)[1]
-    assert num_steps.tolist() == [3.0] * 5
+    for num_steps in range(1, len(steps) + 1):
+        at_once = taken(scores_at_once=True, num_steps=num_steps)
+        later = taken(scores_at_once=False, num_steps=num_steps)
+        np.testing.assert_array_equal(later, at_once)
+        assert at_once[1].tolist() == [num_steps] * 5
 
 
 @pytest.mark.parametrize("factor", [1e100, 1e200])

@@ -204,9 +204,10 @@ class WorkerWatch:
         self._exchange = (work, row, rows)
 
     def score(self) -> None:
-        """Score the rows of the step before: a millisecond, for while this step's are on the way.
+        """Score the rows of the step before, while this step's are on their way.
 
-        Else the next step scores them when it is closed.
+        It takes about a millisecond, and more where ranks have new batch sizes. Without this call
+        ``step_reduced`` does it, or the next exchange.
         """
         self._evidence.score()
 
