@@ -17,7 +17,7 @@ from torch import Tensor
 import loft_hvd as loft
 from loft_hvd.errors import LoftError, TransportError
 from loft_hvd.pipeline.buckets import Bucket, ParameterSpec, lay_out
-from loft_hvd.pipeline.engine import Engine
+from loft_hvd.pipeline.engine import Engine, ProgressThread
 from loft_hvd.transport.base import Channel, Work
 from loft_hvd.transport.local import Faults, LocalTransport, run_ranks
 from tests.support.recording import RecordingTransport
@@ -72,20 +72,21 @@ class Held:
         self._work.finish()
 
 
-class Holding(LocalTransport):
-    """A local transport whose all-to-alls are done while ``may_end`` is set."""
+class Holding(RecordingTransport):
+    """A recording transport whose all-to-alls are done while ``may_end`` is set."""
 
     def __init__(self, end: LocalTransport) -> None:
-        super().__init__(end._world, end.rank)
+        super().__init__(end)
         self.may_end = threading.Event()
-        self.num_started = 0
 
     def alltoall(self, *args: Any, **options: Any) -> Any:
-        self.num_started += 1
         return Held(super().alltoall(*args, **options), self.may_end)
 
 
-def test_what_is_done_meanwhile_is_done_once_a_step_with_all_buckets_on_the_wire() -> None:
+def test_what_is_done_meanwhile_is_done_once_a_step_with_all_buckets_on_the_wire(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ProgressThread, "wake", lambda _: None)  # so ``finish`` starts them all
     specs = [ParameterSpec(name, (50,), torch.float32) for name in "vw"]
     buckets = lay_out(specs, bucket_bytes=200)
 
@@ -94,11 +95,10 @@ def test_what_is_done_meanwhile_is_done_once_a_step_with_all_buckets_on_the_wire
         engine = Engine(
             Channel(transport, "loft", 30.0), buckets, [loft.Median()], pack=lambda *_: None
         )
-        engine._thread.wake = lambda: None  # type: ignore[method-assign]  # finish starts them all
         num_started = []
 
         def meanwhile() -> None:
-            num_started.append(transport.num_started)
+            num_started.append(sum(name.endswith(".a2a") for name in transport.names))
             transport.may_end.set()
 
         for _ in range(2):
