@@ -6,9 +6,14 @@
 
 #include <frameobject.h>  // after pybind11, which takes Python.h first
 
+#include <sys/mman.h>
+
+#include <cstring>
+
 #include "aggregate.h"
 #include "grace.h"
 #include "leave.h"
+#include "mailboxes.h"
 #include "messages.h"
 #include "pulse.h"
 #include "shares/shares.h"
@@ -245,6 +250,51 @@ PYBIND11_MODULE(_loft, module) {
       },
       "from"_a, "room"_a, "values"_a, "count"_a, "dtype"_a, "isa"_a,
       "Read the values of such a message, bit for bit; False where it is none.");
+  // Memory that processes share, by address. The interpreter's lock keeps threads apart here, and
+  // no signal's handler runs within a call.
+  py::class_<loft::Mailboxes>(module, "Mailboxes", "Messages between processes that share memory.")
+      .def(py::init<std::vector<uintptr_t>, int, uint64_t, uint64_t>(), "heads"_a, "rank"_a,
+           "num_bytes"_a, "capacity"_a)
+      .def_static("head_bytes", &loft::Mailboxes::head_bytes, "num_ranks"_a, "capacity"_a,
+                  "Return how much of a memory is boxes.")
+      .def("post", &loft::Mailboxes::post, "series"_a, "tag"_a, "places"_a, "num_bytes"_a,
+           "Tell each other rank where values for it lie; return the exchange's number.")
+      .def("has_all", &loft::Mailboxes::has_all, "tag"_a, "number"_a,
+           "Say whether the values of all other ranks lie ready.")
+      .def(
+          "read",
+          [](loft::Mailboxes& boxes, int peer, uint64_t tag, uint64_t number, uintptr_t memory,
+             uintptr_t target, uint64_t num_bytes) {
+            const uint64_t place = boxes.take_place(peer, tag, number, num_bytes);
+            {
+              const Unlocked release;
+              std::memcpy(reinterpret_cast<void*>(target),
+                          reinterpret_cast<const void*>(memory + place), num_bytes);
+            }
+            boxes.has_read(peer);
+          },
+          "peer"_a, "tag"_a, "number"_a, "memory"_a, "target"_a, "num_bytes"_a,
+          "Copy a rank's values out of its memory.")
+      .def("end", &loft::Mailboxes::end, "series"_a,
+           "Forget what was sent in a series, and what may come yet.")
+      .def("all_is_read", &loft::Mailboxes::all_is_read,
+           "Say whether all that was posted was read.")
+      .def_property_readonly("num_posted", &loft::Mailboxes::num_posted,
+                             "Messages that each other rank was sent.");
+  module.def(
+      "own_alone",
+      [](uintptr_t memory, uint64_t num_bytes, int descriptor) {
+        void* alone = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE,
+                           descriptor, 0);
+        if (alone == MAP_FAILED) return false;
+        void* there = reinterpret_cast<void*>(memory);
+        const int move = MREMAP_MAYMOVE | MREMAP_FIXED;  // nothing is lost where it is refused
+        if (mremap(alone, num_bytes, num_bytes, move, there) != MAP_FAILED) return true;
+        munmap(alone, num_bytes);
+        return false;
+      },
+      "memory"_a, "num_bytes"_a, "descriptor"_a,
+      "Have what this process writes to shared memory from now on be its own; False if refused.");
   // Its thread never takes Python's lock, so that holding it keeps no object from its end.
   py::class_<loft::Pulse>(module, "Pulse",
                           "Bytes on sockets once a period, whoever holds the interpreter.")

@@ -98,8 +98,9 @@ class Config:
     # Silence that ends the waits of others, for a rank whose process none of them can look at.
     heartbeat_timeout_s: float = 10.0
     leave_s: float = 5.0  # after an error, until a process is left whose engine does not come down
-    # Whether rules take connections of our own between all ranks (transport/mesh.py) where Horovod
-    # runs on Gloo: "auto" where ranks are on several nodes, "on" on one node too, or "off".
+    # What rules take instead of Horovod's collectives: "auto" memory that ranks of one node share
+    # (transport/shared_memory.py), and where Gloo's ranks are on several nodes connections of our
+    # own (transport/mesh.py); "on" these alone, also on one node; or "off", nothing.
     mesh: str = "auto"
     # Whether floats travel in fewer bytes on these connections (transport/compact.py): "auto" where
     # links are slow, "on" where all ranks say so, "off" where any does.

@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "grace.h"
+#include "mailboxes.h"
 #include "plain.h"
 #include "pulse.h"
 
@@ -121,6 +122,35 @@ void check_grace() {
   for (int end : ends) close(end);
 }
 
+// Two threads that are two ranks exchange values in boxes that go round.
+void check_mailboxes() {
+  constexpr uint64_t kCapacity = 3, kTag = 7, kTurns = 3000;
+  const uint64_t head = Mailboxes::head_bytes(2, kCapacity);
+  std::vector<uint64_t> memories[2];  // boxes, and two values in turn
+  for (auto& memory : memories) memory.resize(head / 8 + 2);
+  const auto begin = [&](int rank) { return reinterpret_cast<uintptr_t>(memories[rank].data()); };
+  uint64_t num_right[2] = {};
+  in_threads(2, [&](int rank) {
+    const int peer = 1 - rank;
+    Mailboxes boxes({begin(0), begin(1)}, rank, head + 16, kCapacity);
+    for (uint64_t turn = 0; turn < kTurns; ++turn) {
+      // The other one has read what lay there: it has posted since.
+      const uint64_t at = head / 8 + turn % 2;
+      memories[rank][at] = 1000 * turn + rank;
+      const uint64_t number = boxes.post(1, kTag, {8 * at, 8 * at}, 8);
+      for (int64_t asked = 0; !boxes.has_all(kTag, number) && asked < 100'000'000; ++asked) {
+        std::this_thread::yield();
+      }
+      const uint64_t place = boxes.take_place(peer, kTag, number, 8);
+      num_right[rank] += memories[peer][place / 8] == 1000 * turn + peer;
+      boxes.has_read(peer);
+    }
+  });
+  for (uint64_t right : num_right) {
+    expect(right == kTurns, right, " of ", kTurns, " values came through the boxes");
+  }
+}
+
 }  // namespace
 }  // namespace loft::checks
 
@@ -132,6 +162,7 @@ int main(int argc, char** argv) {
   checks::check_jobs<DType::kFloat64>(20, 3 * kBlock + 5, false);
   checks::check_jobs<DType::kBFloat16>(40, 5 * kBlock + 5, true);
   checks::check_pulse();
+  checks::check_mailboxes();
   checks::check_grace();  // at last: half a minute later the process ends
   return checks::report("threads");
 }

@@ -22,8 +22,9 @@ from loft_hvd.aggregation.row_rules import RowRule
 from loft_hvd.pipeline.buckets import Bucket, shard_numel
 from loft_hvd.pipeline.ring import run_rule
 from loft_hvd.pipeline.selection import decide_by, measure, num_pairs, total
-from loft_hvd.transport.base import Transport, Work, wait_for
+from loft_hvd.transport.base import Transport, Work, in_place, shared_zeros, wait_for
 from loft_hvd.transport.mesh import meshed
+from loft_hvd.transport.shared_memory import sharing
 
 __all__ = [
     "COMPUTING",
@@ -48,15 +49,19 @@ class _Parts:
     """The parts of a step's exchange, each by itself, for buckets of float32 on the CPU."""
 
     def __init__(self, transport: Transport, rule: RowRule, buckets: Sequence[Bucket]) -> None:
-        self._transport = meshed(transport)
+        ends = meshed(sharing(transport))
+        self._transport = in_place(ends)
         self._rule = rule
         size = transport.world_size
         generator = torch.Generator().manual_seed(transport.rank)
         shards = [shard_numel(bucket.numel, size) for bucket in buckets]
-        self._sent = [torch.randn(size * shard, generator=generator) for shard in shards]
+        f32 = torch.float32
+        self._sent = [
+            shared_zeros(ends, size * shard, f32).normal_(generator=generator) for shard in shards
+        ]
         self._rows = [torch.zeros(size, shard) for shard in shards]
-        self._results = [torch.zeros(shard) for shard in shards]
-        self._table = torch.zeros(num_pairs(size), dtype=torch.float64)
+        self._results = [shared_zeros(ends, shard, f32) for shard in shards]
+        self._table = shared_zeros(ends, num_pairs(size), torch.float64)
         self._tables = torch.zeros(size * num_pairs(size), dtype=torch.float64)
         self.exchange_rows()
         self._sums = total(self.measure())  # squared distances of each two rows in the shards here

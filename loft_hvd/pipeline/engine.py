@@ -19,6 +19,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,7 +30,13 @@ from loft_hvd.aggregation.rules import Mean, Rule
 from loft_hvd.errors import LoftError, TransportTimeoutError
 from loft_hvd.pipeline.buckets import Bucket
 from loft_hvd.pipeline.reduction import BucketReduction
-from loft_hvd.pipeline.ring import ExchangeSpec, MakeExchange, Owners, flat_exchange
+from loft_hvd.pipeline.ring import (
+    ExchangeSpec,
+    MakeExchange,
+    Owners,
+    flat_exchange,
+    is_engine_sum,
+)
 from loft_hvd.pipeline.selection import NUM_SLICES, Selection
 from loft_hvd.pipeline.streams import StreamOrder, current_stream
 from loft_hvd.pipeline.trace import Lane, trace_of
@@ -43,6 +50,7 @@ from loft_hvd.transport.base import (
     watch_of,
 )
 from loft_hvd.transport.mesh import meshed
+from loft_hvd.transport.shared_memory import sharing
 
 __all__ = ["Engine", "ProgressThread"]
 
@@ -137,6 +145,12 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.buckets = tuple(buckets)
+        # A user's own format has buffers of its own, and a sum is the engine's.
+        if isinstance(wire, Compression) and any(
+            bucket.device == "cpu" and not is_engine_sum(rules[bucket.rule], wire)
+            for bucket in self.buckets
+        ):
+            channel = replace(channel, transport=sharing(channel.transport))
         self._transport = transport = channel.transport
         self._timeout_s = channel.timeout_s
         self._clock = clock

@@ -108,7 +108,7 @@ class BucketReduction:
         if device.type == "cuda":
             self._on_device = functools.partial(torch.cuda.device, device)
         self._stage = Stage.IDLE
-        self.padded = spec.zeros(bounds[-1] if has_bucket else 0)  # to whole shards
+        self.padded = spec.shared_zeros(bounds[-1] if has_bucket else 0)  # to whole shards
         self.values = self.padded[: spec.numel]
         spans = [slice(begin, end) for begin, end in itertools.pairwise(bounds)]
         suffixes = [""] if len(spans) == 1 else [f".p{at}" for at in range(len(spans))]

@@ -35,7 +35,7 @@ from loft_hvd.pipeline.streams import used_here
 from loft_hvd.pipeline.trace import Lane
 from loft_hvd.pipeline.weights import PassWeights
 from loft_hvd.pipeline.wire import Compression, Compressor, Wire
-from loft_hvd.transport.base import Transport, Work, expect
+from loft_hvd.transport.base import Transport, Work, expect, in_place, shared_zeros
 
 __all__ = [
     "Enter",
@@ -88,6 +88,17 @@ class ExchangeSpec:
     def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return a buffer; written once, so that no page of it is faulted in during a step."""
         return torch.zeros(shape, dtype=dtype or self.dtype, device=self.device)
+
+    def shared_zeros(self, numel: int, *, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a buffer, [numel], to send by ``in_place`` from."""
+        if self.device != "cpu" or is_engine_sum(self.rule, self.wire):
+            return self.zeros(numel, dtype=dtype)
+        return shared_zeros(self.transport, numel, dtype or self.dtype)
+
+    @property
+    def in_place(self) -> Transport:
+        """The transport on which others read what is sent where it lies, if ranks share memory."""
+        return in_place(self.transport) if self.device == "cpu" else self.transport
 
 
 @dataclass(eq=False)
@@ -244,14 +255,16 @@ def flat_exchange(spec: ExchangeSpec, *, run: RunRule = run_rule) -> Exchange:
 
 def on_shard_owners(spec: ExchangeSpec, wire: Compression, run: RunRule) -> Exchange:
     """Apply a rule on shard owners; see the module's head."""
-    transport, name, num_ranks = spec.transport, spec.name, spec.transport.world_size
+    # Others may read in place what is sent here: shard j of it is overwritten only by rank j's
+    # result, which rank j sends once it has read it, and a result once all have sent rows again.
+    transport, name, num_ranks = spec.in_place, spec.name, spec.transport.world_size
     # A narrower wire needs a copy to send from, and to receive into; others need none. An audit
     # asks for what was sent when results are there, so then the two are apart.
     is_own = wire.dtype in (None, spec.dtype)
-    narrow = None if is_own else spec.zeros(spec.numel, dtype=wire.dtype)
-    kept = None if spec.records is None else spec.zeros(spec.numel, dtype=wire.dtype)
+    narrow = None if is_own else spec.shared_zeros(spec.numel, dtype=wire.dtype)
+    kept = None if spec.records is None else spec.shared_zeros(spec.numel, dtype=wire.dtype)
     rows = spec.zeros(num_ranks, spec.numel // num_ranks, dtype=wire.dtype)  # [n, shard]
-    reduced = torch.zeros_like(rows[0])  # [shard]
+    reduced = spec.shared_zeros(spec.numel // num_ranks, dtype=wire.dtype)  # [shard]
     record = None if kept is None else Record(spec, kept, rows, received=kept)
     if spec.records is not None and record is not None:
         spec.records.append(record)

@@ -37,7 +37,7 @@ from loft_hvd.aggregation.row_rules import RowRule
 from loft_hvd.aggregation.rules import Mean, Rule
 from loft_hvd.errors import ArgumentError, MismatchError
 from loft_hvd.pipeline.weights import PassWeights
-from loft_hvd.transport.base import Transport, Watch, Work
+from loft_hvd.transport.base import Transport, Watch, Work, in_place, shared_zeros
 
 __all__ = [
     "NUM_SLICES",
@@ -157,6 +157,9 @@ class Selection:
         self.parts: list[SelectionPart] = []
         self.told: Floats | None = None
         self._transport = transport
+        # Others may read the table in place: the next one is written once all have sent rows again.
+        self._lines = in_place(transport)
+        self._row: Tensor | None = None
         self._name = name
         # Of one step, and of the thread that moves its buckets on.
         self._is_complete = True
@@ -202,9 +205,12 @@ class Selection:
         if not self._is_complete or self._num_measured < len(self.parts):
             return
         # In the order of parts, not in that in which their rows came.
-        row = torch.from_numpy(total(total(part.sums) for part in self.parts))
+        told = total(total(part.sums) for part in self.parts)
+        if self._row is None:
+            self._row = shared_zeros(self._transport, len(told), torch.float64)
+        row = self._row.copy_(torch.from_numpy(told))
         rows = torch.zeros(self._transport.world_size, len(row), dtype=row.dtype)
-        work = self._transport.allgather(row, rows.view(-1), name=f"{self._name}.tables")
+        work = self._lines.allgather(row, rows.view(-1), name=f"{self._name}.tables")
         self._gather = work, row, rows
 
     @property

@@ -22,12 +22,17 @@ from loft_hvd.errors import MismatchError, TransportError, TransportTimeoutError
 
 __all__ = [
     "Channel",
+    "OverTransport",
+    "Sharing",
     "Transport",
     "Watch",
     "Work",
+    "closed_error",
+    "in_place",
     "locate",
     "mixes_devices",
     "overlaps",
+    "shared_zeros",
     "wait_for",
     "watch_of",
 ]
@@ -135,6 +140,73 @@ def expect(transport: Transport, recv: Tensor, *, name: str, skips_own: bool = F
     # Not isinstance: of a protocol that takes 50 microseconds, twice for each part of a bucket.
     if hasattr(transport, "expect"):
         cast(Expecting, transport).expect(recv, name=name, skips_own=skips_own)
+
+
+class Sharing(Protocol):
+    """A transport whose ranks can read each other's memory."""
+
+    @property
+    def in_place(self) -> Transport:
+        """The same ranks; what they send out of buffers of ``shared_zeros`` is read in place.
+
+        It sends nothing else. Do not change what was sent before you have received something that
+        every other rank sends only after it has read that.
+        """
+
+    def shared_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return a buffer on the CPU, [numel], zeros, that all ranks can read."""
+
+
+def shared_zeros(transport: Transport, numel: int, dtype: torch.dtype) -> Tensor:
+    """Return a buffer on the CPU, [numel], zeros, to send ``in_place`` from."""
+    if hasattr(transport, "shared_zeros"):
+        return cast(Sharing, transport).shared_zeros(numel, dtype)
+    return torch.zeros(numel, dtype=dtype, device="cpu")
+
+
+def in_place(transport: Transport) -> Transport:
+    """Return the transport that sends out of such buffers; see ``Sharing``.
+
+    That is the transport itself where its ranks share no memory.
+    """
+    return cast(Sharing, transport).in_place if hasattr(transport, "in_place") else transport
+
+
+class OverTransport:
+    """A transport over another, whose collectives are its own until it has better ones."""
+
+    overlaps = False
+
+    def __init__(self, below: Transport) -> None:
+        self._below = below
+        self.rank = below.rank
+        self.world_size = below.world_size
+        self.node = below.node
+        self.local_size = below.local_size
+
+    @property
+    def watch(self) -> Watch | None:
+        return self._below.watch
+
+    def alltoall(self, send: Tensor, recv: Tensor, *, name: str, skips_own: bool = False) -> Work:
+        return self._below.alltoall(send, recv, name=name, skips_own=skips_own)
+
+    def allgather(self, send: Tensor, recv: Tensor, *, name: str) -> Work:
+        return self._below.allgather(send, recv, name=name)
+
+    def allreduce(self, buffer: Tensor, *, name: str) -> Work:
+        return self._below.allreduce(buffer, name=name)
+
+    def broadcast(self, buffer: Tensor, *, name: str) -> Work:
+        return self._below.broadcast(buffer, name=name)
+
+
+def closed_error(what: str) -> TransportError:
+    """Return the error of who still uses what was closed with the engine; ``what`` is plural."""
+    return TransportError(
+        f"the {what} were closed with the engine, by hvd.shutdown(); after another "
+        "hvd.init() make the optimizer anew"
+    )
 
 
 class _NoWatch:

@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -41,6 +41,11 @@ from loft_hvd.transport.heartbeat.heartbeat import Heartbeat, is_of_engine
 from loft_hvd.transport.heartbeat.places import locals_of
 from loft_hvd.transport.heartbeat.watched import heartbeat_of, open_heartbeat, watched
 from loft_hvd.transport.mesh import Mesh, MeshTransport, open_mesh
+from loft_hvd.transport.shared_memory import (
+    SharedMemory,
+    open_shared_memory,
+    over_memory,
+)
 
 __all__ = [
     "ElasticNotices",
@@ -441,8 +446,23 @@ class HorovodTransport:
             return self
         if setting == "auto" and self.local_size == self.world_size:
             return self  # loopback: as fast without (docs/benchmarks.md)
-        mesh = _mesh_of(self, self.world_size, self.rank)
+        mesh = _opened(self, _open_mesh)
         return self if mesh is None else MeshTransport(self, mesh)
+
+    def sharing(self) -> Transport:
+        """Return these ranks over shared memory where all are on one node; see ``sharing``.
+
+        Not where they have a mesh there, and like that not in elastic jobs, nor for some of the
+        ranks only.
+        """
+        world_size = self.world_size
+        is_global = self._set.process_set_id == self._hvd.global_process_set.process_set_id
+        if config().mesh != "auto" or config().is_elastic or not is_global:
+            return self
+        if world_size == 1 or self.local_size != world_size:
+            return self
+        memory = _opened(self, open_shared_memory)
+        return self if memory is None else over_memory(Channel(self, "loft.memory"), memory)
 
     def subset(self, parts: Sequence[tuple[int, ...]]) -> HorovodTransport:
         """Return the ranks of this rank's part, as a process set; every rank calls it alike."""
@@ -486,35 +506,43 @@ class HorovodTransport:
         return self._start(name, self._hvd.broadcast_async_, _wire_view(buffer), root)
 
 
-def _mesh_of(transport: HorovodTransport, world_size: int, rank: int) -> Mesh | None:
-    """Return the mesh of a world's ranks, which the first call opens with all of them."""
-    kept = _meshes()
+_Opened = TypeVar("_Opened", Mesh, SharedMemory)
+
+
+def _opened(
+    transport: HorovodTransport, open_it: Callable[[Channel], _Opened | None]
+) -> _Opened | None:
+    """Return the mesh or memory of a world's ranks, which the first call opens with all of them."""
+    kept = _kept_open()
+    key = (open_it.__name__, transport.world_size, transport.rank)
     with kept.lock:
-        if (world_size, rank) not in kept.by_world:
-            channel = Channel(transport, "loft.mesh")
-            kept.by_world[world_size, rank] = open_mesh(
-                channel, interface=config().interface, compact_floats=config().compact
-            )
-            _close_meshes_with_horovod()
-        return kept.by_world[world_size, rank]
+        if key not in kept.by_world:
+            kept.by_world[key] = open_it(Channel(transport, f"loft.{open_it.__name__}"))
+            _close_with_horovod()
+        return cast("_Opened | None", kept.by_world[key])
+
+
+def _open_mesh(channel: Channel) -> Mesh | None:
+    return open_mesh(channel, interface=config().interface, compact_floats=config().compact)
 
 
 @dataclass(frozen=True)
-class _Meshes:
-    """The meshes of this process, by world size and rank; None where ranks cannot connect."""
+class _KeptOpen:
+    """What this process has open, by kind, world size and rank; None where ranks cannot have it."""
 
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    by_world: dict[tuple[int, int], Mesh | None] = field(default_factory=dict)
-
-
-@functools.cache
-def _meshes() -> _Meshes:
-    return _Meshes()
+    # Reentrant: a signal handler may shut Horovod down while this opens.
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    by_world: dict[tuple[str, int, int], Mesh | SharedMemory | None] = field(default_factory=dict)
 
 
 @functools.cache
-def _close_meshes_with_horovod() -> None:
-    """Have ``hvd.shutdown`` close this process's meshes, too: Horovod tells nobody that it ends."""
+def _kept_open() -> _KeptOpen:
+    return _KeptOpen()
+
+
+@functools.cache
+def _close_with_horovod() -> None:
+    """Have ``hvd.shutdown`` close what is open, too: Horovod tells nobody that it ends."""
     # Both ``hvd.shutdown`` and one that a script has imported look it up here when they are called.
     basics = importlib.import_module("horovod.torch.mpi_ops")._basics
     shut_down = basics.shutdown
@@ -524,10 +552,11 @@ def _close_meshes_with_horovod() -> None:
         try:
             shut_down()
         finally:
-            kept = _meshes()
+            kept = _kept_open()
             with kept.lock:
-                for mesh in filter(None, kept.by_world.values()):
-                    mesh.close()
+                for each in list(kept.by_world.values()):
+                    if each is not None:
+                        each.close()
                 kept.by_world.clear()
 
     basics.shutdown = shut_down_and_close

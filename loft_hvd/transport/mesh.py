@@ -36,7 +36,7 @@ from torch import Tensor
 from loft_hvd.errors import TransportError
 from loft_hvd.transport import compact
 from loft_hvd.transport.agreement import digest
-from loft_hvd.transport.base import Channel, Transport, Watch, Work
+from loft_hvd.transport.base import Channel, OverTransport, Transport, Watch, Work, closed_error
 from loft_hvd.transport.groups import nodes_of, subset
 
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "MeshWork",
     "Move",
     "connections_of",
+    "follower_of",
     "link_bytes_per_s",
     "meshed",
     "open_mesh",
@@ -296,10 +297,7 @@ class Mesh:
 
     def _started(self, call: str, values: Tensor, peer: int, tag: int) -> Any:
         if self._group is None:
-            raise TransportError(
-                "the connections between ranks were closed with the engine, by hvd.shutdown(); "
-                "after another hvd.init() make the optimizer anew"
-            )
+            raise closed_error("connections between ranks")
         try:
             return getattr(self._group, call)([values], self._ranks[peer], tag)
         except RuntimeError as error:  # as when the peer has gone
@@ -359,23 +357,22 @@ class _Meshable(Protocol):
     def follow(self, work: Work, name: str) -> Work: ...  # under the eyes of its watch
 
 
-class MeshTransport:
+def follower_of(transport: Transport) -> Callable[[Work, str], Work]:
+    """Return what puts a work of a name under the eyes of a transport's watch, if it has one."""
+    if isinstance(transport, _Meshable):
+        return transport.follow
+    return lambda work, _: work
+
+
+class MeshTransport(OverTransport):
     """A transport whose all-to-all and all-gather of CPU tensors take a mesh; see ``Transport``."""
 
     overlaps = True
 
     def __init__(self, below: Transport, mesh: Mesh) -> None:
-        self._below = below
-        self._follow = below.follow if isinstance(below, _Meshable) else None
+        super().__init__(below)
+        self._follow = follower_of(below)
         self.mesh = mesh
-        self.rank = mesh.rank
-        self.world_size = mesh.world_size
-        self.node = below.node
-        self.local_size = below.local_size
-
-    @property
-    def watch(self) -> Watch | None:
-        return self._below.watch
 
     def subset(self, parts: Sequence[tuple[int, ...]]) -> MeshTransport:
         """Return the ranks of this rank's part; every rank calls it alike."""
@@ -384,12 +381,12 @@ class MeshTransport:
 
     def alltoall(self, send: Tensor, recv: Tensor, *, name: str, skips_own: bool = False) -> Work:
         if send.device.type != "cpu":
-            return self._below.alltoall(send, recv, name=name, skips_own=skips_own)
+            return super().alltoall(send, recv, name=name, skips_own=skips_own)
         return self._post(name, self.mesh.alltoall(send, recv, name=name, skips_own=skips_own))
 
     def allgather(self, send: Tensor, recv: Tensor, *, name: str) -> Work:
         if send.device.type != "cpu":
-            return self._below.allgather(send, recv, name=name)
+            return super().allgather(send, recv, name=name)
         return self._post(name, self.mesh.allgather(send, recv, name=name))
 
     def expect(self, recv: Tensor, *, name: str, skips_own: bool = False) -> None:
@@ -398,14 +395,7 @@ class MeshTransport:
             self.mesh.expect(recv, name=name, skips_own=skips_own)
 
     def _post(self, name: str, move: Move) -> Work:
-        work = MeshWork(name, move, self.mesh)
-        return work if self._follow is None else self._follow(work, name)
-
-    def allreduce(self, buffer: Tensor, *, name: str) -> Work:
-        return self._below.allreduce(buffer, name=name)
-
-    def broadcast(self, buffer: Tensor, *, name: str) -> Work:
-        return self._below.broadcast(buffer, name=name)
+        return self._follow(MeshWork(name, move, self.mesh), name)
 
 
 def meshed(transport: Transport) -> Transport:

@@ -59,6 +59,13 @@ def test_connections_between_ranks_end_with_the_engine() -> None:
     assert len(re.findall(says, done.output)) == 3, done.output[-4000:]
 
 
+def test_shared_memory_ends_with_the_engine_and_comes_with_the_next() -> None:
+    done = launch(3, ["tests/multiprocess/jobs/shared_memory.py"], timeout_s=60)
+    assert done.returncode == 0, done.output[-4000:]
+    says = r"rank \d: mapped 2, left 0, the memories that ranks share were closed with"
+    assert len(re.findall(says, done.output)) == 3, done.output[-4000:]
+
+
 def test_a_rank_that_ends_leaves_the_engine_to_those_whose_last_exchange_is_under_way() -> None:
     done = launch(3, ["tests/multiprocess/jobs/last_step.py"], timeout_s=60)
     assert done.returncode == 0, done.output[-4000:]

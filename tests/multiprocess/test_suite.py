@@ -17,23 +17,25 @@ needs_mpirun = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize(
-    ("launcher", "num_ranks"),
+    ("launcher", "num_ranks", "mesh"),
     [
-        ("gloo", 1),
-        ("gloo", 2),
-        ("gloo", 3),
-        pytest.param("gloo", 4, marks=[pytest.mark.long, pytest.mark.whole]),
-        pytest.param("mpi", 2, marks=needs_mpirun),
-        pytest.param("mpi", 3, marks=[needs_mpirun, pytest.mark.long, pytest.mark.whole]),
+        ("gloo", 1, "auto"),
+        ("gloo", 2, "auto"),
+        ("gloo", 3, "auto"),
+        pytest.param("gloo", 3, "off", marks=pytest.mark.long),
+        pytest.param("gloo", 4, "auto", marks=[pytest.mark.long, pytest.mark.whole]),
+        pytest.param("mpi", 2, "off", marks=needs_mpirun),
+        pytest.param("mpi", 3, "auto", marks=[needs_mpirun, pytest.mark.long, pytest.mark.whole]),
     ],
 )
-def test_ranks_pass_together(launcher: str, num_ranks: int) -> None:
+def test_ranks_pass_together(launcher: str, num_ranks: int, mesh: str) -> None:
+    """With "auto" ranks share memory, with "off" all is Horovod's."""
     done = launch(
         num_ranks,
         ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=60", RANKS],
         launcher=launcher,
         timeout_s=390,
-        env={"LOFT_HVD_TIMEOUT_S": "30"},
+        env={"LOFT_HVD_TIMEOUT_S": "30", "LOFT_HVD_MESH": mesh},
     )
     assert done.returncode == 0, done.output[-8000:]
     assert done.output.count(" passed") == num_ranks, done.output[-8000:]
@@ -63,6 +65,7 @@ def test_mpi_ranks_conform_in_the_other_world_sizes_too(num_ranks: int) -> None:
     assert done.output.count(" passed") == num_ranks, done.output[-8000:]
 
 
+MESH = {"mesh": "on", "memory": "auto"}
 LARGER = [
     pytest.param(
         transport,
@@ -73,7 +76,7 @@ LARGER = [
             *([pytest.mark.whole] if num_ranks != 8 else []),
         ],
     )
-    for transport in ("gloo", "mpi", "mesh")
+    for transport in ("gloo", "mpi", "mesh", "memory")
     for num_ranks in (5, 6, 7, 8)
 ]
 
@@ -87,7 +90,7 @@ def test_larger_worlds_give_the_bits_of_local_ranks(transport: str, num_ranks: i
         ["-m", "pytest", *arguments],
         launcher="mpi" if transport == "mpi" else "gloo",
         timeout_s=380,
-        env={"LOFT_HVD_TIMEOUT_S": "60", "LOFT_HVD_MESH": "on" if transport == "mesh" else "off"},
+        env={"LOFT_HVD_TIMEOUT_S": "60", "LOFT_HVD_MESH": MESH.get(transport, "off")},
     )
     assert done.returncode == 0, done.output[-8000:]
     assert done.output.count(f"{len(RULES)} passed") == num_ranks, done.output[-8000:]

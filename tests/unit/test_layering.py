@@ -55,6 +55,7 @@ _LAYERS = {
     "transport/groups.py": 2,
     "transport/local.py": 2,
     "transport/mesh.py": 2,
+    "transport/shared_memory.py": 2,
     "transport/horovod.py": 3,
     "transport/torch_distributed.py": 3,
     "transport/default.py": 4,

@@ -11,7 +11,8 @@ from horovod.torch import shutdown  # as scripts may import it
 
 import loft_hvd as loft
 from loft_hvd.errors import TransportError
-from loft_hvd.transport.horovod import _meshes
+from loft_hvd.transport.horovod import _kept_open
+from loft_hvd.transport.mesh import Mesh
 from tests.support.processes import own_sockets
 
 
@@ -20,8 +21,8 @@ def main() -> None:
     torch.set_num_threads(1)
     engines = own_sockets()
     loft.allreduce(torch.ones(6), loft.Median(), name="x")
-    (mesh,) = _meshes().by_world.values()
-    assert mesh is not None
+    (mesh,) = _kept_open().by_world.values()
+    assert isinstance(mesh, Mesh)
     opened = own_sockets() - engines
     rank = hvd.rank()
     hvd.barrier()  # another rank may count while this one shuts down
@@ -36,7 +37,7 @@ def main() -> None:
     except TransportError as error:
         said = str(error)
     sys.stdout.write(
-        f"rank {rank}: opened {len(opened)}, left {left}, {_meshes().by_world}, {said}\n"
+        f"rank {rank}: opened {len(opened)}, left {left}, {_kept_open().by_world}, {said}\n"
     )
 
 

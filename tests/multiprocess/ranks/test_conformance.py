@@ -6,9 +6,11 @@ import horovod.torch as hvd
 import pytest
 import torch
 
+from loft_hvd.config import config
 from loft_hvd.transport.conformance import CHECKS
 from loft_hvd.transport.horovod import HorovodTransport
 from loft_hvd.transport.local import run_ranks
+from loft_hvd.transport.shared_memory import SharedMemoryTransport, sharing
 from tests.support.fingerprint import RULES, fingerprint, train
 
 
@@ -22,6 +24,17 @@ def test_horovod_conforms_where_outputs_are_copied(check: str) -> None:
     transport = HorovodTransport()
     transport._takes_outputs = False  # as with a Horovod whose private functions have changed
     CHECKS[check](transport)
+
+
+@pytest.mark.skipif(
+    hvd.size() == 1 or config().mesh != "auto", reason="LOFT_HVD_MESH is not auto, or one rank"
+)
+def test_ranks_of_one_host_share_memory() -> None:
+    ends = sharing(HorovodTransport())
+    assert isinstance(ends, SharedMemoryTransport)
+    before = ends.memory.num_posted
+    train(HorovodTransport(), RULES[0], num_steps=2)
+    assert ends.memory.num_posted > before
 
 
 @pytest.mark.parametrize("rule", RULES)
