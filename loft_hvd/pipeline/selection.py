@@ -158,7 +158,7 @@ class Selection:
         self.told: Floats | None = None
         self._transport = transport
         # Others may read the table in place: the next one is written once all have sent rows again.
-        self._lines = in_place(transport)
+        self._in_place = in_place(transport)
         self._row: Tensor | None = None
         self._name = name
         # Of one step, and of the thread that moves its buckets on.
@@ -210,7 +210,7 @@ class Selection:
             self._row = shared_zeros(self._transport, len(told), torch.float64)
         row = self._row.copy_(torch.from_numpy(told))
         rows = torch.zeros(self._transport.world_size, len(row), dtype=row.dtype)
-        work = self._lines.allgather(row, rows.view(-1), name=f"{self._name}.tables")
+        work = self._in_place.allgather(row, rows.view(-1), name=f"{self._name}.tables")
         self._gather = work, row, rows
 
     @property

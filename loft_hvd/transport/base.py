@@ -32,6 +32,7 @@ __all__ = [
     "locate",
     "mixes_devices",
     "overlaps",
+    "shards_of",
     "shared_zeros",
     "wait_for",
     "watch_of",
@@ -142,6 +143,18 @@ def expect(transport: Transport, recv: Tensor, *, name: str, skips_own: bool = F
         cast(Expecting, transport).expect(recv, name=name, skips_own=skips_own)
 
 
+class HasRank(Protocol):
+    """One of some ranks."""
+
+    @property
+    def rank(self) -> int:
+        """This rank, 0 <= rank < world_size."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+
+
 class Sharing(Protocol):
     """A transport whose ranks can read each other's memory."""
 
@@ -170,6 +183,14 @@ def in_place(transport: Transport) -> Transport:
     That is the transport itself where its ranks share no memory.
     """
     return cast(Sharing, transport).in_place if hasattr(transport, "in_place") else transport
+
+
+def shards_of(transport: HasRank, values: Tensor, *, skips_own: bool = False) -> list[Tensor]:
+    """Return the shards of values by rank, this rank's own empty where they skip it."""
+    shards = list(values.chunk(transport.world_size - skips_own))
+    if skips_own:  # in its place, so that shard j is rank j's again
+        shards.insert(transport.rank, values[:0])
+    return shards
 
 
 class OverTransport:

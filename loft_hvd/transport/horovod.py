@@ -446,14 +446,14 @@ class HorovodTransport:
             return self
         if setting == "auto" and self.local_size == self.world_size:
             return self  # loopback: as fast without (docs/benchmarks.md)
-        mesh = _opened(self, _open_mesh)
+        mesh = _opened(self, "loft.mesh", _open_mesh)
         return self if mesh is None else MeshTransport(self, mesh)
 
     def sharing(self) -> Transport:
         """Return these ranks over shared memory where all are on one node; see ``sharing``.
 
-        Not where they have a mesh there, and like that not in elastic jobs, nor for some of the
-        ranks only.
+        Not where ``LOFT_HVD_MESH`` says otherwise, not in elastic jobs, and not for some of the
+        ranks only: see ``meshed``.
         """
         world_size = self.world_size
         is_global = self._set.process_set_id == self._hvd.global_process_set.process_set_id
@@ -461,8 +461,9 @@ class HorovodTransport:
             return self
         if world_size == 1 or self.local_size != world_size:
             return self
-        memory = _opened(self, open_shared_memory)
-        return self if memory is None else over_memory(Channel(self, "loft.memory"), memory)
+        name = "loft.memory"
+        memory = _opened(self, name, open_shared_memory)
+        return self if memory is None else over_memory(Channel(self, name), memory)
 
     def subset(self, parts: Sequence[tuple[int, ...]]) -> HorovodTransport:
         """Return the ranks of this rank's part, as a process set; every rank calls it alike."""
@@ -510,14 +511,14 @@ _Opened = TypeVar("_Opened", Mesh, SharedMemory)
 
 
 def _opened(
-    transport: HorovodTransport, open_it: Callable[[Channel], _Opened | None]
+    transport: HorovodTransport, name: str, open_it: Callable[[Channel], _Opened | None]
 ) -> _Opened | None:
     """Return the mesh or memory of a world's ranks, which the first call opens with all of them."""
     kept = _kept_open()
-    key = (open_it.__name__, transport.world_size, transport.rank)
+    key = (name, transport.world_size, transport.rank)
     with kept.lock:
         if key not in kept.by_world:
-            kept.by_world[key] = open_it(Channel(transport, f"loft.{open_it.__name__}"))
+            kept.by_world[key] = open_it(Channel(transport, name))
             _close_with_horovod()
         return cast("_Opened | None", kept.by_world[key])
 
@@ -528,7 +529,7 @@ def _open_mesh(channel: Channel) -> Mesh | None:
 
 @dataclass(frozen=True)
 class _KeptOpen:
-    """What this process has open, by kind, world size and rank; None where ranks cannot have it."""
+    """What this process has open, by name, world size and rank; None where ranks cannot have it."""
 
     # Reentrant: a signal handler may shut Horovod down while this opens.
     lock: threading.RLock = field(default_factory=threading.RLock)

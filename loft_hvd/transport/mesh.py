@@ -36,7 +36,15 @@ from torch import Tensor
 from loft_hvd.errors import TransportError
 from loft_hvd.transport import compact
 from loft_hvd.transport.agreement import digest
-from loft_hvd.transport.base import Channel, OverTransport, Transport, Watch, Work, closed_error
+from loft_hvd.transport.base import (
+    Channel,
+    OverTransport,
+    Transport,
+    Watch,
+    Work,
+    closed_error,
+    shards_of,
+)
 from loft_hvd.transport.groups import nodes_of, subset
 
 __all__ = [
@@ -218,25 +226,21 @@ class Mesh:
     def alltoall(self, send: Tensor, recv: Tensor, *, name: str, skips_own: bool = False) -> Move:
         """Start an all-to-all; see ``Transport``."""
         return self.exchange(
-            self._shards(send, skips_own), self._shards(recv, skips_own), name=name
+            shards_of(self, send, skips_own=skips_own),
+            shards_of(self, recv, skips_own=skips_own),
+            name=name,
         )
 
     def allgather(self, send: Tensor, recv: Tensor, *, name: str) -> Move:
         """Start an all-gather; see ``Transport``."""
-        return self.exchange([send] * self.world_size, self._shards(recv), name=name)
+        return self.exchange([send] * self.world_size, shards_of(self, recv), name=name)
 
     def expect(self, recv: Tensor, *, name: str, skips_own: bool = False) -> None:
         """Start to receive what the next exchange of that name brings; see ``Expecting``."""
         # Gloo sends values once the other side has said that it is ready to receive them, and says
         # so behind all that is being sent on that connection.
-        shards = self._shards(recv, skips_own)
+        shards = shards_of(self, recv, skips_own=skips_own)
         self._expected[name] = [self._recv(shards[peer], peer, name, 0) for peer in self._sources()]
-
-    def _shards(self, tensor: Tensor, skips_own: bool = False) -> list[Tensor]:
-        shards = list(tensor.chunk(self.world_size - skips_own))
-        if skips_own:  # an empty shard in its place, so that shard j is rank j's again
-            shards.insert(self.rank, tensor[:0])
-        return shards
 
     def _sources(self) -> list[int]:
         return [(self.rank - shift) % self.world_size for shift in range(1, self.world_size)]

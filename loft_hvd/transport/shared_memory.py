@@ -33,7 +33,15 @@ from torch import Tensor
 from loft_hvd._native import extension, require_extension
 from loft_hvd.errors import TransportError
 from loft_hvd.transport.agreement import digest
-from loft_hvd.transport.base import Channel, OverTransport, Transport, Watch, Work, closed_error
+from loft_hvd.transport.base import (
+    Channel,
+    OverTransport,
+    Transport,
+    Watch,
+    Work,
+    closed_error,
+    shards_of,
+)
 from loft_hvd.transport.groups import subset
 from loft_hvd.transport.mesh import follower_of
 
@@ -287,16 +295,11 @@ class _InPlace(OverTransport):
         weakref.finalize(self, memory.end, series).atexit = False
 
     def alltoall(self, send: Tensor, recv: Tensor, *, name: str, skips_own: bool = False) -> Work:
-        return self._exchange(self._shards(send, skips_own), self._shards(recv, skips_own), name)
+        sends, recvs = (shards_of(self, each, skips_own=skips_own) for each in (send, recv))
+        return self._exchange(sends, recvs, name)
 
     def allgather(self, send: Tensor, recv: Tensor, *, name: str) -> Work:
-        return self._exchange([send] * self.world_size, self._shards(recv), name)
-
-    def _shards(self, values: Tensor, skips_own: bool = False) -> list[Tensor]:
-        shards = list(values.chunk(self.world_size - skips_own))
-        if skips_own:  # an empty shard in its place, so that shard j is rank j's again
-            shards.insert(self.rank, values[:0])
-        return shards
+        return self._exchange([send] * self.world_size, shards_of(self, recv), name)
 
     def _exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor], name: str) -> Work:
         # With size and dtype, as in a mesh: ranks that disagree wait instead, until their limit.
