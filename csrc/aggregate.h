@@ -88,6 +88,21 @@ std::vector<std::string> isa_levels(bool all = false);
 // `in_bursts`: row by row over a tile, which reads many rows with fewer streams at a time.
 void pass_cpu(const Job& job, const CpuOptions& options, bool in_bursts);
 
+// --- averages over time, of worker momentum
+
+// Writes gain * gradient + keep * average to out, and to the average, too, unless a value of it is
+// not finite; says whether it has. float32 or float64. `gradient` is null for zeros; it may be out,
+// else the three do not overlap.
+struct AverageUpdate {
+  const void* gradient;
+  void* average;
+  void* out;
+  int64_t numel;
+  DType dtype;
+  double gain, keep;
+};
+bool absorb_cpu(const AverageUpdate& what, const CpuOptions& options);
+
 // --- the CUDA half, where it was built
 
 // Device memory for diagnostics. low, high: float64 for float64 rows, else float32,

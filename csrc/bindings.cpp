@@ -211,6 +211,25 @@ PYBIND11_MODULE(_loft, module) {
       "f"_a, "weights"_a, "out"_a, "threads"_a, "isa"_a, "diagnose_every"_a,
       "Aggregate mixed rows, sums of rows by the weights of a matrix [num_mixed, rows], into out; "
       "weights are theirs. With diagnose_every as aggregate_cpu, of the given rows.");
+  // Averages over time.
+  module.def(
+      "absorb_cpu",
+      [](uintptr_t gradient, uintptr_t average, uintptr_t out, int64_t numel, int dtype,
+         double gain, double keep, int threads, const std::string& isa) {
+        const loft::AverageUpdate what{reinterpret_cast<const void*>(gradient),
+                                       reinterpret_cast<void*>(average),
+                                       reinterpret_cast<void*>(out),
+                                       numel,
+                                       static_cast<loft::DType>(dtype),
+                                       gain,
+                                       keep};
+        const Unlocked release;
+        return loft::absorb_cpu(what, {threads, isa, nullptr, 0});
+      },
+      "gradient"_a, "average"_a, "out"_a, "numel"_a, "dtype"_a, "gain"_a, "keep"_a, "threads"_a,
+      "isa"_a,
+      "Write gain * gradient + keep * average to out, and to average unless a value is not finite; "
+      "say whether it has. A gradient at 0 is zeros.");
   // What a rule is measured against: each row read once, one result written.
   module.def(
       "pass_cpu",

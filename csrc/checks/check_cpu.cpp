@@ -1,7 +1,7 @@
 // Layer 4. Every CPU kernel of every instruction set that runs here against the plain form, over
 // dtypes, rules, weights, rows, lengths, alignments, threads and diagnostics; distances of rows,
-// mixed rows and compact messages, too. Built with sanitizers it also shows that no path reads or
-// writes out of its rows or computes what C++ leaves undefined.
+// mixed rows, averages and compact messages, too. Built with sanitizers it also shows that no path
+// reads or writes out of its rows or computes what C++ leaves undefined.
 //
 //   check_cpu [LEVEL...]                   default: all levels that run here
 //   check_cpu --random NUMBER [FIRST]      so many random cases instead, each from its number
@@ -215,6 +215,41 @@ void check_messages(const std::string& level) {
   }
 }
 
+// --- averages over time
+
+// A gradient into an average, by one thread and by three: the average becomes what comes out if all
+// of that is finite, else it stays. One value before each, so that none is aligned.
+template <typename T>
+void check_absorb(DType dtype, const std::string& level) {
+  constexpr T kInfinity = std::numeric_limits<T>::infinity();
+  const double gain = 0.3, keep = 0.7;
+  std::mt19937 random(700);
+  for (int64_t count : {int64_t{1}, int64_t{7}, int64_t{33}, kBlock + 5, int64_t{600'001}}) {
+    const auto size = static_cast<size_t>(count), bytes = size * sizeof(T);
+    std::vector<T> gradient(size + 1), before(size + 1);
+    for (T& value : gradient) value = static_cast<T>(random() % 2001) / T{7} - T{140};
+    for (T& value : before) value = static_cast<T>(random() % 2001) / T{9} - T{110};
+    enum Kind { kFinite, kNoGradient, kInPlace, kFirst, kMiddle, kLast };  // of infinite ones
+    for (Kind kind : {kFinite, kNoGradient, kInPlace, kFirst, kMiddle, kLast}) {
+      std::vector<T> given = gradient, average = before, apart(size + 1), wanted(size + 1);
+      const size_t places[] = {1, (size + 1) / 2, size};
+      if (kind >= kFirst) given[places[kind - kFirst]] = random() % 2 ? kInfinity : -kInfinity;
+      for (size_t i = 1; i <= size; ++i) {
+        const T own = kind == kNoGradient ? T{0} : given[i] * static_cast<T>(gain);
+        wanted[i] = own + average[i] * static_cast<T>(keep);
+      }
+      const T* const from = kind == kNoGradient ? nullptr : given.data() + 1;
+      T* const out = (kind == kInPlace ? given : apart).data() + 1;
+      const AverageUpdate what{from, average.data() + 1, out, count, dtype, gain, keep};
+      const bool is_kept = absorb_cpu(what, {kind == kFinite ? 1 : 3, level, nullptr, 0});
+      const std::vector<T>& then = kind >= kFirst ? before : wanted;
+      expect(is_kept == (kind < kFirst) && std::memcmp(out, wanted.data() + 1, bytes) == 0 &&
+                 std::memcmp(average.data() + 1, then.data() + 1, bytes) == 0,
+             level, ": ", count, " values into an average, kind ", int{kind}, ", kept ", is_kept);
+    }
+  }
+}
+
 template <DType kDType>
 void check_dtype(const std::string& level) {
   std::vector<int> counts{48, 63, 64, 65, 96, 100, 128, 129};
@@ -245,6 +280,8 @@ void check_level(const std::string& level) {
   check_messages<DType::kFloat32>(level);
   check_messages<DType::kFloat16>(level);
   check_messages<DType::kBFloat16>(level);
+  check_absorb<double>(DType::kFloat64, level);
+  check_absorb<float>(DType::kFloat32, level);
   check_dtype<DType::kFloat64>(level);
   check_dtype<DType::kFloat32>(level);
   check_dtype<DType::kFloat16>(level);

@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cfenv>
+#include <cstring>
 #include <exception>
 #include <functional>
 #include <limits>
@@ -460,6 +461,34 @@ void pass_cpu(const Job& job, const CpuOptions& options, bool in_bursts) {
   const Kernel kernel = in_bursts ? table.burst : table.pass;
   const Work work = work_of(job);
   for_blocks(job, options.threads, [&](int64_t begin, int64_t end) { kernel(work, begin, end); });
+}
+
+bool absorb_cpu(const AverageUpdate& what, const CpuOptions& options) {
+  if (what.dtype != DType::kFloat64 && what.dtype != DType::kFloat32) {
+    throw std::invalid_argument("dtype=" + std::to_string(static_cast<int>(what.dtype)) +
+                                ": averages are float64 or float32, 0 or 1");
+  }
+  Job job;  // two rows are read; the average stands for a gradient that may be null
+  job.rows = {what.average, what.average};
+  job.numel = what.numel;
+  job.dtype = what.dtype;
+  check_rows(job, what.out);
+  const KernelTable& table = table_for(options.isa);
+  char* const average = static_cast<char*>(what.average);
+  char* const out = static_cast<char*>(what.out);
+  const Absorbed part{static_cast<const char*>(what.gradient), average, what.gain, what.keep, out};
+  std::atomic<bool> is_finite{true};
+  for_blocks(job, options.threads, [&](int64_t begin, int64_t end) {
+    if (!table.absorb(what.dtype, part, begin, end)) is_finite = false;
+  });
+  if (!is_finite) return false;
+  // Not before all are known: the average is to be all new or all old.
+  const int64_t bytes = size_of(what.dtype);
+  for_blocks(job, options.threads, [&](int64_t begin, int64_t end) {
+    std::memcpy(average + begin * bytes, out + begin * bytes,
+                static_cast<size_t>((end - begin) * bytes));
+  });
+  return true;
 }
 
 }  // namespace loft

@@ -133,6 +133,7 @@ void distances(DType, const RowRanges&, double*);                          // di
 void mix(DType, const MixedRows&, const Work&, Kernel, int64_t, int64_t);  // mix.cpp
 int64_t compact(DType, const char*, int64_t, char*);                       // compact.cpp
 bool expand(DType, const char*, int64_t, char*, int64_t);                  // compact.cpp
+bool absorb(DType, const Absorbed&, int64_t, int64_t);                     // absorb.cpp
 
 const KernelTable& kernels() {
   static const KernelTable table{
@@ -145,7 +146,8 @@ const KernelTable& kernels() {
       distances,
       mix,
       compact,
-      expand};
+      expand,
+      absorb};
   return table;
 }
 

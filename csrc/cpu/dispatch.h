@@ -67,6 +67,16 @@ constexpr int64_t kCompactValues = 512, kCompactHeadBytes = 4;
 using Compact = int64_t (*)(DType dtype, const char* values, int64_t count, char* out);
 using Expand = bool (*)(DType dtype, const char* from, int64_t bytes, char* values, int64_t count);
 
+// How a gradient goes into an average over time (absorb.cpp), float32 or float64.
+struct Absorbed {
+  const char* gradient;  // null for zeros
+  const char* average;
+  double gain, keep;  // what each is multiplied by, rounded to the values' type
+  char* out;          // may be the gradient itself
+};
+// Writes the sums of coordinates [begin, end), and says whether all of them are finite.
+using Absorb = bool (*)(DType dtype, const Absorbed& what, int64_t begin, int64_t end);
+
 struct KernelTable {
   Kernel kernels[2][4];  // [weighted][dtype]
   Kernel pass;           // row sums in row order, all rows line by line
@@ -76,6 +86,7 @@ struct KernelTable {
   Mix mix;
   Compact compact;
   Expand expand;
+  Absorb absorb;
 };
 
 // The table of a level, or with "" of the best one here. Throws std::invalid_argument for a level

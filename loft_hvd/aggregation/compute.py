@@ -33,6 +33,7 @@ __all__ = [
     "num_threads",
     "queue_distances",
     "reduce_weights",
+    "tell_autograd",
     "warn_once",
 ]
 
@@ -118,7 +119,7 @@ def aggregate_rows(
         found = _run_cuda(call, len(rows), out, diagnose_every, has_window=True)
     else:
         found = module.aggregate_cpu(*job, num_threads(), config().isa or "", diagnose_every)
-    _tell_autograd(out)
+    tell_autograd(out)
     return found
 
 
@@ -204,7 +205,7 @@ def _aggregate_mixed(
             found = _run_cuda(call, len(rows), out, diagnose_every, has_window=False)
         else:
             found = module.mix_cpu(*job, num_threads(), config().isa or "", diagnose_every)
-        _tell_autograd(out)
+        tell_autograd(out)
         return None if found is None else (*found, decided.verdicts)
     tensors, target = [as_tensor(row) for row in rows], as_tensor(out)
     fallback.aggregate_mixed(tensors, mix, out=target)
@@ -273,9 +274,9 @@ def _run_cuda(
     return fallback.read_tally(sums.sum(dim=2), out.numel(), diagnose_every)
 
 
-def _tell_autograd(out: Row) -> None:
-    """Say that ``out`` was written, so that a backward pass that saved it raises."""
-    # The extension wrote through an address, so torch has not seen it. An inference tensor has no
+def tell_autograd(out: Row) -> None:
+    """Say that the extension wrote ``out``, so that a backward pass that saved it raises."""
+    # It wrote through an address, so torch has not seen it. An inference tensor has no
     # version to count, and nothing that is saved for a backward pass.
     if isinstance(out, Tensor) and not out.is_inference():
         torch.autograd.graph.increment_version(out)

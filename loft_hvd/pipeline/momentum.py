@@ -27,11 +27,15 @@ import secrets
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from loft_hvd._native import extension
+from loft_hvd.aggregation.compute import num_threads, tell_autograd
+from loft_hvd.config import config
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, MismatchError
 from loft_hvd.pipeline.weights import PassWeights, capped_weights
 from loft_hvd.transport.base import Channel
@@ -354,17 +358,10 @@ def absorb(
             if average is None:
                 values = torch.zeros_like(made, memory_format=torch.contiguous_format)
                 average = Average(values, values.new_zeros((), dtype=torch.float64))
-            whole = average.weight + blend.samples
-            if grad is None:
-                made.zero_()
-            elif grad.dtype == dtype:
-                torch.mul(grad, blend.gain / whole, out=made)
+            if scale is None and (module := _kernel_for(average.values, grad, made)) is not None:
+                _absorb_by_kernel(module, average, grad, made, blend)
             else:
-                made.copy_(grad).mul_(blend.gain / whole)
-            if scale is not None:
-                made.div_(scale)
-            made.addcmul_(average.values, average.weight / whole)
-            _keep_finite(average, made, blend.samples)
+                _absorb_by_torch(average, grad, made, blend, scale)
         if blend.scale != 1.0:
             made.mul_(blend.scale)
         if scale is not None:
@@ -372,6 +369,66 @@ def absorb(
         if made is not target:
             target.copy_(made)
     return average
+
+
+def _kernel_for(values: Tensor, grad: Tensor | None, made: Tensor) -> ModuleType | None:
+    """Return the extension where it can take these, else None: plain torch takes all."""
+    module = extension()
+    if not hasattr(module, "absorb_cpu") or made.numel() == 0:
+        return None
+    for each in (values, made) if grad is None else (values, made, grad):
+        # It is given addresses of so many values in this order, and nothing else.
+        is_like = each.dtype == made.dtype and each.shape == made.shape
+        if not is_like or each.device.type != "cpu" or not each.is_contiguous():
+            return None
+        if each.is_neg() or each.data_ptr() == 0:  # memory with the other sign, or none
+            return None
+    return module
+
+
+def _absorb_by_kernel(
+    module: ModuleType, average: Average, grad: Tensor | None, made: Tensor, blend: Blend
+) -> None:
+    """Do what ``_absorb_by_torch`` does, but for a rounding, in two passes over memory."""
+    # ResNet-18's 11.7 million float32, 56 parameters, one thread, by turns: 31.8 and 33.7 ms by
+    # torch, 18.6 and 19.9 so. Copies and SGD's momentum, in its place, take 6.8 and 12.1 (2 cores
+    # of an Intel Xeon, 2026-11-28).
+    kept = average.weight.item()
+    whole = kept + blend.samples
+    is_finite = module.absorb_cpu(
+        0 if grad is None else grad.data_ptr(),
+        average.values.data_ptr(),
+        made.data_ptr(),
+        made.numel(),
+        0 if made.dtype == torch.float64 else 1,  # DType in csrc/rules.h
+        1 / whole * blend.gain,
+        kept / whole,
+        num_threads(),
+        config().isa or "",
+    )
+    tell_autograd(made)
+    if is_finite:
+        tell_autograd(average.values)
+        average.weight.fill_(whole)
+
+
+def _absorb_by_torch(
+    average: Average, grad: Tensor | None, made: Tensor, blend: Blend, scale: Tensor | None
+) -> None:
+    """Make the average of a gradient, and keep it if it is finite; never waits for a device."""
+    whole = average.weight + blend.samples
+    if grad is None:
+        made.zero_()
+    else:
+        by = whole.reciprocal() * blend.gain
+        if grad.dtype == made.dtype:
+            torch.mul(grad, by, out=made)
+        else:
+            made.copy_(grad).mul_(by)
+    if scale is not None:
+        made.div_(scale)
+    made.addcmul_(average.values, average.weight / whole)
+    _keep_finite(average, made, blend.samples)
 
 
 def _keep_finite(average: Average, made: Tensor, samples: int) -> None:

@@ -107,6 +107,26 @@ def refuse_all(
     calls.refused(mix, *given, ones, ones, 1, 1, 0, 1, none, to, *end)
 
 
+def absorb_all(calls: Calls, draw: np.random.Generator) -> None:
+    """Gradients go into averages, in blocks of just their size."""
+    absorb = calls.module.absorb_cpu
+    for code in range(2):
+        for numel in (1, 16, 17, 20_000):
+            gradient, average, out = rows_of(draw, 2, numel, code)
+            places = [each.ctypes.data for each in (gradient, average, out)]
+            end = 0.3, 0.7, 2, ""
+            calls.right(absorb, *places, numel, code, *end)
+            calls.right(absorb, 0, *places[1:], numel, code, *end)
+            calls.right(absorb, places[0], places[1], places[0], numel, code, *end)
+            calls.right(absorb, 0, 0, 0, 0, code, *end)
+            calls.refused(absorb, *places, numel, 2, *end)
+            calls.refused(absorb, *places, numel, -1, *end)
+            calls.refused(absorb, *places, -1, code, *end)
+            calls.refused(absorb, places[0], 0, places[2], numel, code, *end)
+            calls.refused(absorb, *places[:2], 0, numel, code, *end)
+            calls.refused(absorb, *places, numel, code, 0.3, 0.7, 2, "wide")
+
+
 def compact_all(calls: Calls, draw: np.random.Generator) -> None:
     """Values become messages in rooms of just their size, and values again."""
     module = calls.module
@@ -185,6 +205,7 @@ def beat(calls: Calls) -> None:
 def main(path: str) -> int:
     calls = Calls(load(path))
     aggregate_all(calls, np.random.default_rng(0))
+    absorb_all(calls, np.random.default_rng(2))
     compact_all(calls, np.random.default_rng(1))
     share_all(calls)
     beat(calls)

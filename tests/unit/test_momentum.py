@@ -6,15 +6,19 @@ import copy
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import loft_hvd as loft
+from loft_hvd._native import extension, require_extension
 from loft_hvd.aggregation.reference import reference
+from loft_hvd.config import Config
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, MismatchError
+from loft_hvd.pipeline import momentum as worker_momentum
 from loft_hvd.pipeline.buckets import Bucket
-from loft_hvd.pipeline.momentum import Blend, WorkerMomentum, absorb
+from loft_hvd.pipeline.momentum import Average, Blend, WorkerMomentum, absorb
 from loft_hvd.pipeline.weights import PassWeights
 from loft_hvd.transport.base import Channel
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
@@ -377,6 +381,127 @@ def test_averages_begin_with_the_first_finite_gradient_of_a_grad_scaler() -> Non
     for found in run_ranks(3, work):
         assert found[:6] == [float("inf")] * 6
         assert found[6:] == pytest.approx([1.0] * 6)
+
+
+def levels() -> list[str]:
+    module = extension()
+    return [] if module is None else list(module.isa_levels())
+
+
+def absorbed(average: Average | None, grad: Tensor, target: Tensor | None = None) -> Average:
+    """Let one sample's gradient into an average."""
+    target = torch.empty_like(grad) if target is None else target
+    average = absorb(average, grad, target, Blend(B, 1, gain=1.0))
+    assert average is not None
+    return average
+
+
+@pytest.mark.parametrize("level", levels())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("numel", [1, 15, 33, 600_001])
+def test_the_kernel_does_what_plain_torch_does(
+    numel: int, dtype: torch.dtype, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, num_calls = require_extension(), 0
+
+    class Counting:
+        @staticmethod
+        def absorb_cpu(*arguments: Any) -> bool:
+            nonlocal num_calls
+            num_calls += 1
+            return bool(module.absorb_cpu(*arguments))
+
+    generator = torch.Generator().manual_seed(numel)
+    normal = [torch.randn(numel + 1, dtype=dtype, generator=generator)[1:] for _ in range(4)]
+    has_nan, large = torch.ones(numel, dtype=dtype), torch.zeros(numel, dtype=dtype)
+    has_nan[-1] = float("nan")
+    large[0] = torch.finfo(dtype).max / 2  # overflows when it is multiplied
+    grads = [normal[0], has_nan, normal[1], None, normal[2], large, normal[3]]
+    gains = [1.0, 3.0, 4.0, 9.0, 11.0, 99.0, 16.0]
+    found = []
+    for by_kernel in (False, True):
+        monkeypatch.setattr(
+            worker_momentum, "extension", lambda on=by_kernel: Counting if on else None
+        )
+        monkeypatch.setattr(worker_momentum, "config", lambda: Config(isa=level))
+        monkeypatch.setattr(worker_momentum, "num_threads", lambda: 3)
+        average, states = None, []
+        for step, grad in enumerate(grads):
+            own = None if grad is None else grad.clone()
+            target = own if own is not None and step % 2 == 0 else torch.full_like(large, 7.0)
+            blend = Blend(B, 1 + step, gain=gains[step], scale=1.0 if step < 3 else 0.75)
+            average = absorb(average, own, target, blend)
+            assert average is not None
+            states.append((target, average.values.clone(), average.weight.clone()))
+            if by_kernel and grad is not None and step < 1:
+                assert torch.equal(target, grad)  # the first one counts whole
+        found.append(states)
+    assert num_calls == len(grads)
+    for step, (torchs, kernels) in enumerate(zip(*found, strict=True)):
+        assert bool(kernels[0].isfinite().all()) == (step not in (1, 5))
+        # A sum of two products loses up to a rounding of the larger one.
+        for torchs_own, kernels_own in zip(torchs[:2], kernels[:2], strict=True):
+            torch.testing.assert_close(
+                kernels_own, torchs_own, rtol=0, atol=16 * torch.finfo(dtype).eps, equal_nan=True
+            )
+        assert torch.equal(kernels[2], torchs[2])
+
+
+@pytest.mark.parametrize("level", levels())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_averages_have_the_same_bits_at_every_level(
+    dtype: torch.dtype, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_momentum, "config", lambda: Config(isa=level))
+    generator = torch.Generator().manual_seed(3)
+    average, values, weight = None, np.zeros(1003, str(dtype).removeprefix("torch.")), 0.0
+    for _ in range(4):
+        grad = torch.randn(1003, dtype=dtype, generator=generator)
+        average = absorb(average, grad, torch.empty_like(grad), Blend(B, 3, gain=2.0))
+        assert average is not None
+        kept, weight = B * weight, B * weight + 3
+        by, keep = (values.dtype.type(each) for each in (1 / weight * 2.0, kept / weight))
+        values = grad.numpy() * by + values * keep
+        assert average.values.numpy().tobytes() == values.tobytes()
+
+
+@pytest.mark.parametrize("at", [0, 15, 16, 700, -2, -1])
+def test_one_value_that_is_not_finite_keeps_all_of_an_average(at: int) -> None:
+    average = absorbed(None, torch.ones(1003))
+    grad = torch.full((1003,), 2.0)
+    grad[at] = float("inf")
+    average = absorbed(average, grad)
+    assert average.values.tolist() == [1.0] * 1003
+    assert float(average.weight) == B
+
+
+def test_an_average_of_another_size_raises() -> None:
+    average = absorbed(None, torch.ones(8))
+    for numel in (7, 9):
+        with pytest.raises(RuntimeError, match="size"):
+            absorbed(average, torch.ones(numel))
+
+
+def test_a_gradient_that_negates_its_memory_keeps_its_sign() -> None:
+    target = torch.empty(4)
+    average = absorbed(None, torch._neg_view(torch.ones(4)), target)
+    assert target.tolist() == average.values.tolist() == [-1.0] * 4
+
+
+def test_a_backward_pass_that_saved_what_the_kernel_writes_raises() -> None:
+    target = torch.ones(4)
+    saved = torch.ones(4, requires_grad=True) * target
+    absorbed(None, torch.ones(4), target)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.sum().backward()
+
+
+def test_gradients_of_other_layouts_go_into_averages_by_their_places() -> None:
+    grad = torch.arange(12.0).view(3, 4).t()  # [4, 3], its values not in order of rows
+    target = torch.empty(4, 3)
+    average = absorbed(None, grad, target)
+    assert torch.equal(target, grad)
+    assert torch.equal(average.values, grad)
 
 
 def test_one_nan_is_gone_in_the_next_step() -> None:
