@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import os
 import statistics
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -40,6 +41,7 @@ __all__ = [
     "RobustnessBench",
     "RobustnessGoal",
     "cell_rows",
+    "end_with_parent",
     "judge_robustness",
     "matrix_rows",
     "measure_robustness",
@@ -221,11 +223,27 @@ def measure_robustness(
     else:
         # Spawned: a fork would copy torch's threads' locks.
         context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(bench.jobs, mp_context=context) as pool:
+        with ProcessPoolExecutor(
+            bench.jobs, mp_context=context, initializer=end_with_parent
+        ) as pool:
             futures = {pool.submit(_run_chunk, *chunk): chunk for chunk in chunks}
             for future in as_completed(futures):
                 keep(futures[future], future.result())
     return _cells(runs, kept)
+
+
+def end_with_parent() -> None:
+    """Have this process end when the one that started it does, however that ends.
+
+    Else it goes on with what it was given, for nobody.
+    """
+
+    def wait() -> None:
+        if (parent := multiprocessing.parent_process()) is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _cells(runs: Sequence[tuple[Setting, Trial]], kept: KeptRuns) -> list[Cell]:

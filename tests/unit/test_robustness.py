@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +28,7 @@ from loft_hvd.bench.robustness import (
     robustness_goal_rows,
 )
 from loft_hvd.errors import ArgumentError, DataError, MissingDependencyError
+from tests.support.processes import arguments_of
 
 QUICK = RobustnessBench(
     defences=("mean", "robust", "bulyan"),
@@ -288,3 +292,36 @@ def test_peer_names_are_read() -> None:
 def test_what_does_not_exist_is_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         RobustnessBench(**options)  # type: ignore[arg-type]  # wrong on purpose
+
+
+KILLED = """
+import multiprocessing, os, time
+from concurrent.futures import ProcessPoolExecutor
+from loft_hvd.bench.robustness import end_with_parent
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context, initializer=end_with_parent) as pool:
+        print(pool.submit(os.getpid).result(), flush=True)
+        pool.submit(time.sleep, 60).result()
+"""
+
+
+def is_running(pid: int) -> bool:
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return bool(arguments_of(pid))  # one that nobody has waited for has none
+    return False
+
+
+def test_processes_of_a_bench_that_is_killed_end_with_it(tmp_path: Path) -> None:
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True) as bench:
+        assert bench.stdout is not None
+        worker = int(bench.stdout.readline())
+        bench.kill()
+        bench.wait(10)
+        deadline = time.monotonic() + 10
+        while is_running(worker) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert not is_running(worker)
