@@ -23,7 +23,7 @@ SAID = {
     "pytorch_imagenet_resnet50.py": ("trained", 3),
     "pytorch_mnist_elastic.py": ("trained on 3", 3),
 }
-LONG_ENOUGH = ["--epochs", "150"]  # in place of 2: the third rank comes after some ten
+LONG_ENOUGH = ["--epochs", "150"]  # in place of 2: the third rank comes after some ten epochs
 
 
 def run(folder: Path, arguments: list[str], *, is_elastic: bool) -> Finished:
