@@ -296,6 +296,7 @@ PYBIND11_MODULE(_loft, module) {
           "Copy a rank's values out of its memory.")
       .def("end", &loft::Mailboxes::end, "series"_a,
            "Forget what was sent in a series, and what may come yet.")
+      .def("leave", &loft::Mailboxes::leave, "Say that this rank posts nothing any more.")
       .def("all_is_read", &loft::Mailboxes::all_is_read,
            "Say whether all that was posted was read.")
       .def_property_readonly("num_posted", &loft::Mailboxes::num_posted,

@@ -43,6 +43,7 @@ class Mailboxes {
   // exchange of that tag it is for this rank, from 1 on. The tag is one of the series' alone.
   uint64_t post(uint64_t series, uint64_t tag, const std::vector<uint64_t>& places,
                 uint64_t num_bytes) {
+    if (has_left_) throw std::runtime_error("this rank has left, and posts nothing any more");
     for (int peer = 0; peer < size(); ++peer) {
       if (peer == rank_) continue;
       if (peers_[peer].num_posted - load(peer, rank_, kTaken) >= capacity_) {
@@ -63,11 +64,15 @@ class Mailboxes {
   }
 
   // Whether the values of every other rank for an exchange lie ready. What was left of earlier ones
-  // of that tag, which this rank has given up, is forgotten.
+  // of that tag, which this rank has given up, is forgotten. Throws if a rank has left before it
+  // posted its values.
   bool has_all(uint64_t tag, uint64_t number) {
     bool has = true;
+    std::string gone;
     for (int peer = 0; peer < size(); ++peer) {
       if (peer == rank_) continue;
+      // Before its messages are taken: what a rank posts it posts before it leaves.
+      const bool has_left = left_at(peer)->load(std::memory_order_acquire) != 0;
       take(peer);
       const auto found = peers_[peer].waiting.find(tag);
       if (found != peers_[peer].waiting.end()) {
@@ -76,10 +81,24 @@ class Mailboxes {
           has_read(peer);
         }
       }
-      has &= found != peers_[peer].waiting.end() && !found->second.empty() &&
-             found->second.front().number == number;
+      const bool is_there = found != peers_[peer].waiting.end() && !found->second.empty() &&
+                            found->second.front().number == number;
+      if (has_left && !is_there) gone += (gone.empty() ? "" : ", ") + std::to_string(peer);
+      has &= is_there;
+    }
+    if (!gone.empty()) {
+      throw std::runtime_error("ranks [" + gone +
+                               "] have ended their scripts, or called hvd.shutdown(), before an "
+                               "exchange that this rank waits for; look for an error above, or "
+                               "have all ranks take the same number of steps");
     }
     return has;
+  }
+
+  // Says that this rank posts nothing any more.
+  void leave() {
+    has_left_ = true;
+    left_at(rank_)->store(1, std::memory_order_release);
   }
 
   // Returns where a rank's values for an exchange lie in its memory, once: has_all was true. They
@@ -148,8 +167,10 @@ class Mailboxes {
   using Word = std::atomic<uint64_t>;
   static_assert(Word::is_always_lock_free && sizeof(Word) == 8, "other processes see words whole");
 
-  // A memory's first line is its owner's to tell it by. Each count has a line of 64 bytes to
-  // itself: bound from x86-64 and most of arm64.
+  // A memory's first line is its owner's to tell it by, but for its last word, which is not 0 once
+  // the owner has left. Each count has a line of 64 bytes to itself: bound from x86-64 and most of
+  // arm64.
+  static constexpr uint64_t kLeft = 56;
   static constexpr uint64_t kFirst = 64, kPosted = 0, kTaken = 64, kRead = 128, kRing = 192;
 
   static uint64_t box_bytes(uint64_t capacity) {
@@ -157,6 +178,8 @@ class Mailboxes {
   }
 
   int size() const { return static_cast<int>(heads_.size()); }
+
+  Word* left_at(int owner) const { return reinterpret_cast<Word*>(heads_[owner] + kLeft); }
 
   uintptr_t box(int owner, int peer) const {
     return heads_[owner] + kFirst + static_cast<uint64_t>(peer) * box_bytes(capacity_);
@@ -203,6 +226,7 @@ class Mailboxes {
   std::vector<Peer> peers_;
   std::unordered_map<uint64_t, uint64_t> num_begun_;  // exchanges of this rank, by tag
   std::set<uint64_t> ended_;                          // series
+  bool has_left_ = false;                             // this rank
 };
 
 }  // namespace loft

@@ -5,6 +5,7 @@
 
 #include <poll.h>
 
+#include <stdexcept>
 #include <thread>
 
 #include "grace.h"
@@ -122,7 +123,7 @@ void check_grace() {
   for (int end : ends) close(end);
 }
 
-// Two threads that are two ranks exchange values in boxes that go round.
+// Two threads that are two ranks exchange values in boxes that go round, and then leave.
 void check_mailboxes() {
   constexpr uint64_t kCapacity = 3, kTag = 7, kTurns = 3000;
   const uint64_t head = Mailboxes::head_bytes(2, kCapacity);
@@ -130,6 +131,7 @@ void check_mailboxes() {
   for (auto& memory : memories) memory.resize(head / 8 + 2);
   const auto begin = [&](int rank) { return reinterpret_cast<uintptr_t>(memories[rank].data()); };
   uint64_t num_right[2] = {};
+  bool is_told[2] = {};
   in_threads(2, [&](int rank) {
     const int peer = 1 - rank;
     Mailboxes boxes({begin(0), begin(1)}, rank, head + 16, kCapacity);
@@ -145,10 +147,20 @@ void check_mailboxes() {
       num_right[rank] += memories[peer][place / 8] == 1000 * turn + peer;
       boxes.has_read(peer);
     }
+    boxes.leave();
+    for (int64_t asked = 0; !is_told[rank] && asked < 1'000'000; ++asked) {
+      try {
+        boxes.has_all(kTag, kTurns + 1);
+        std::this_thread::yield();
+      } catch (const std::runtime_error&) {
+        is_told[rank] = true;
+      }
+    }
   });
   for (uint64_t right : num_right) {
     expect(right == kTurns, right, " of ", kTurns, " values came through the boxes");
   }
+  for (int rank : {0, 1}) expect(is_told[rank], "rank ", rank, " has not heard who has left");
 }
 
 }  // namespace

@@ -259,6 +259,9 @@ def locate(error: BaseException, place: str) -> BaseException:
     if isinstance(error, TransportError | MismatchError):
         located = type(error)(f"{place}: {error}")
         located.__cause__ = error.__cause__
+        if hasattr(located, "add_note"):
+            for note in getattr(error, "__notes__", ()):  # such as who is behind it
+                located.add_note(note)
         return located
     if hasattr(error, "add_note"):
         error.add_note(f"loft_hvd: raised while waiting for {place}")

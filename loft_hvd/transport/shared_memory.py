@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -55,7 +55,9 @@ __all__ = [
 
 _logger = logging.getLogger(__name__)
 _NAME = "loft_hvd"  # of the memory, in /proc
-_TOKEN_WORDS = 2  # 126 random bits, at the beginning of each memory
+# 126 random bits, at the beginning of each memory. The last word of that line of 64 bytes is the
+# mailboxes' (csrc/mailboxes.h).
+_TOKEN_WORDS = 2
 # Messages that a rank may be ahead of another, which is two steps at most, as all wait for all: a
 # choice, for two exchanges of 1,000 parts of buckets.
 _CAPACITY = 4096
@@ -89,10 +91,16 @@ class SharedMemory:
         self._own = _Own(self._bases[rank], descriptor, num_used=head)
         _own_memories()[memories[rank]] = self._own
         weakref.finalize(memories[rank], os.close, descriptor)
+        # At the process's end, too: who waits for this rank has no connection that would break.
+        self._leave = weakref.finalize(self, _leave, self._boxes, os.getpid())
 
     def close(self) -> None:
-        """Exchange nothing any more; memory goes with the last buffer and user of it."""
+        """Exchange nothing any more; memory goes with the last buffer and user of it.
+
+        Other ranks' waits for this one fail, also where its process ends without this.
+        """
         self._is_closed = True
+        self._leave()
 
     def next_series(self, channel: Channel) -> int:
         """Return a number, equal on all ranks, that none of them has had; all call it."""
@@ -204,6 +212,12 @@ class SharedMemory:
     def _check_open(self) -> None:
         if self._is_closed:
             raise closed_error("memories that ranks share")
+
+
+def _leave(boxes: Any, pid: int) -> None:
+    """Tell the other ranks that this one sends nothing any more; not from a forked child."""
+    if os.getpid() == pid:
+        boxes.leave()
 
 
 @dataclass

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import pytest
 import torch
 
@@ -30,6 +33,14 @@ def test_engine_errors_keep_their_identity_and_gain_a_note() -> None:
     located = locate(PeerError("rank 1 is gone"), "bucket 0 (w)")
     assert isinstance(located, PeerError)
     assert str(located) == "bucket 0 (w): rank 1 is gone"
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have notes from Python 3.11 on")
+def test_an_error_of_ours_keeps_its_notes_when_it_says_where_it_was_met() -> None:
+    error: Any = PeerError("rank 1 is gone")
+    error.add_note("loft_hvd: ranks [1] have ended their scripts")
+    located: Any = locate(error, "bucket 0 (w)")
+    assert located.__notes__ == ["loft_hvd: ranks [1] have ended their scripts"]
 
 
 def test_a_channel_names_its_parts_and_keeps_its_limit() -> None:

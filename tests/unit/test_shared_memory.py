@@ -385,6 +385,36 @@ def test_what_was_closed_says_so() -> None:
     run_ranks(2, work)
 
 
+@pytest.mark.parametrize("how", ["closes", "forgets"])
+def test_a_wait_ends_if_a_rank_has_left_before_it_posted(how: str) -> None:
+    def work(end: LocalTransport) -> None:
+        ends = sharing(end)
+        gate = Channel(end, "gate", 20.0)
+        sent, received = ends.shared_zeros(2, torch.float32), torch.zeros(6)
+        sent.fill_(end.rank)
+        works = [in_place(ends).allgather(sent, received, name="sent")]
+        if end.rank == 1:
+            wait(works.pop())
+            boxes = ends.memory._boxes
+            if how == "closes":
+                ends.memory.close()
+            del ends  # what leaves at a process's end leaves here
+            gc.collect()
+            with pytest.raises(RuntimeError, match="this rank has left"):
+                boxes.post(1, 1, [0, 0, 0], 8)
+            gate.allgather_rows(torch.zeros(1))
+            return
+        shared_memory._leave(ends.memory._boxes, os.getpid() + 1)  # a forked child's leaves nothing
+        gate.allgather_rows(torch.zeros(1))
+        works.append(in_place(ends).allgather(sent, torch.zeros(6), name="missing"))
+        wait(works[0])
+        assert received.tolist() == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
+        with pytest.raises(TransportError, match=r"ranks \[1\] have ended their scripts, or"):
+            wait(works[1])
+
+    run_ranks(3, work)
+
+
 # Who lies, or is another.
 
 
