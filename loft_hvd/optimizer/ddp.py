@@ -505,7 +505,7 @@ class DDPHook:
         if self._momentum is not None:
             # This step's: a hook begins with no averages, so an honest claim is 0.
             most = num_ranks if own.counts is None else sum(own.counts)
-            self._momentum.join(self._channel, {}, most_samples=most)
+            self._momentum.join(self._channel, most_samples=most)
             ages = self._momentum.ages(own.counts)
             gain = ages.counts[rank] * own.row_scale
             if is_mean:  # gradients with shares are times n x_i / X already

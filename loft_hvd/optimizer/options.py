@@ -17,7 +17,12 @@ from loft_hvd.balance.balancer import Balancer
 from loft_hvd.balance.plan import StepSizes
 from loft_hvd.config import config
 from loft_hvd.errors import ArgumentError, ArgumentTypeError
-from loft_hvd.optimizer.parameters import ReducedParameters, RuleChoice, collect_parameters
+from loft_hvd.optimizer.parameters import (
+    ReducedParameters,
+    RuleChoice,
+    collect_parameters,
+    parameters_by_name,
+)
 from loft_hvd.pipeline.gradients import ReducerSettings
 from loft_hvd.pipeline.momentum import LossScaler, WorkerMomentum, read_momentum
 from loft_hvd.pipeline.selection import Scope, check_scope
@@ -100,6 +105,10 @@ class OptimizerOptions:
             groups=self.groups,
             num_named_groups=self.num_named_groups,
         )
+
+    def named(self) -> dict[str, torch.nn.Parameter]:
+        """Return all parameters that the optimizer has now by name, frozen ones among them."""
+        return parameters_by_name(self.optimizer.param_groups, self.names, self.num_named_groups)
 
     def collect(self) -> ReducedParameters:
         """Return the parameters that the optimizer has now, with rules that fit the options."""

@@ -23,6 +23,7 @@ __all__ = [
     "check_none_thawed",
     "check_whole",
     "collect_parameters",
+    "parameters_by_name",
     "parts_error",
 ]
 
@@ -68,6 +69,16 @@ class ReducedParameters:
             number = numbers.setdefault(spec.device, len(numbers))
             fields[f"device of parameter {spec.name}"] = f"{kind}, number {number} of the model"
         return fields
+
+
+def parameters_by_name(
+    param_groups: Sequence[dict[str, Any]],
+    pairs: Sequence[tuple[str, torch.nn.Parameter]] | None,
+    num_named_groups: int,
+) -> dict[str, torch.nn.Parameter]:
+    """Return every parameter by name, frozen or not; arguments as in ``collect_parameters``."""
+    names = _names(param_groups, pairs, num_named_groups)
+    return {names[id(parameter)]: parameter for _, _, parameter in _places(param_groups)}
 
 
 def collect_parameters(

@@ -476,6 +476,11 @@ class OptimizerWorld:
         return rows
 
     @property
+    def parameters(self) -> Sequence[torch.nn.Parameter]:
+        """What is reduced, also while it is frozen."""
+        return self._reducer.parameters
+
+    @property
     def has_gradients(self) -> bool:
         return self._reducer.has_gradients
 
@@ -546,6 +551,7 @@ class IdleWorld:
     """In place of an ``OptimizerWorld``: outside the process set, or (``error``) not begun yet."""
 
     has_gradients = is_in_flight = False
+    parameters: Sequence[torch.nn.Parameter] = ()
 
     def __init__(self, transport: Transport | None = None, *, error: str = "") -> None:
         self.rank = -1 if transport is None else transport.rank

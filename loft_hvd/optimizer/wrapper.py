@@ -217,9 +217,25 @@ class OptimizerWrapper(OptimizerProxy):
         self._outgoing.begin_world()
         self._world.detach()
         if self._momentum is not None:
-            self._momentum.begin_world(self._named())
-        self._world = self._make_world(should_agree=True)
+            self._momentum.begin_world()
+        with self._all_thawed():
+            self._world = self._make_world(should_agree=True)
         self._is_synchronized = False
+
+    @contextmanager
+    def _all_thawed(self) -> Iterator[None]:
+        """Let parameters that are reduced, but frozen at the moment, be laid out with the others.
+
+        Else they would be left out when they thaw, and ranks that join have them.
+        """
+        frozen = [each for each in self._world.parameters if not each.requires_grad]
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        try:
+            yield
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the user's optimizer's state; it loads into one that is wrapped or not.
@@ -229,7 +245,7 @@ class OptimizerWrapper(OptimizerProxy):
         """
         state = super().state_dict()
         if self._momentum is not None:
-            state[STATE_KEY] = self._momentum.state_dict(self._named())
+            state[STATE_KEY] = self._momentum.state_dict(self._options.named())
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -246,19 +262,14 @@ class OptimizerWrapper(OptimizerProxy):
         if self._momentum is not None and isinstance(state_dict, Mapping):
             averages = state_dict.get(STATE_KEY)
             if averages is not None:
-                check_state(averages, self._named())
+                check_state(averages, self._options.named())
         super().load_state_dict(state_dict)
         if self._momentum is not None:
-            self._momentum.load_state_dict(averages)
+            self._momentum.load_state_dict(averages, self._options.named())
 
     def _check_loaded(self) -> None:
         if self._momentum is not None:  # a state from before may bring SGD's own momentum back
             check_groups(self.param_groups, self._momentum.beta)
-
-    def _named(self) -> dict[str, torch.nn.Parameter]:
-        # Unchecked: a state is saved as it is, whatever a script has done to its groups.
-        found = self._options.find_parameters()
-        return {spec.name: p for spec, p in zip(found.specs, found.parameters, strict=True)}
 
     def synchronize(self) -> None:
         """Wait until every gradient is reduced; for clipping or unscaling before ``step``."""
@@ -369,8 +380,9 @@ class OptimizerWrapper(OptimizerProxy):
         self._optimizer.add_param_group(param_group)
         try:
             self._check_advised()
-            self._options.collect()
-            self._world.lay_out_anew(self._options)
+            with self._all_thawed():
+                self._options.collect()
+                self._world.lay_out_anew(self._options)
         except LoftError:
             self._optimizer.param_groups.pop()
             raise
@@ -398,7 +410,8 @@ class OptimizerWrapper(OptimizerProxy):
         self._check_between_steps("set_backward_passes_per_step")
         settings = replace(self._options.settings, num_passes=passes)
         self._options = replace(self._options, settings=settings)
-        self._world.lay_out_anew(self._options)
+        with self._all_thawed():
+            self._world.lay_out_anew(self._options)
 
     def _check_advised(self) -> None:
         """Raise where the rules that there are now advise another worker momentum than there is."""

@@ -166,37 +166,37 @@ class WorkerMomentum:
         self._has_gone_on = False
         # What was loaded since the last step, if averages have been so before.
         self._committed: Mapping[str, Any] | None = None
+        self._named: Mapping[str, Tensor] = {}  # the parameters of what was loaded
         self._joining = threading.Lock()
 
-    def begin_world(self, named: Mapping[str, Tensor]) -> None:
+    def begin_world(self) -> None:
         """Let ranks meet anew before their next step.
 
         This rank's averages stay, but for an elastic job that has gone back to a commit: then they
-        go back with it. ``named`` are the parameters by name.
+        go back with it.
         """
         self._weights = None
         if not self._has_stepped:  # a first step may have failed
             self._averages.clear()
             self._own = 0.0
         elif self._committed is not None:
-            self._take(self._committed, named)
+            self._take(self._committed)
             self._own, self._committed = self._committed["weight"], None
 
-    def _take(self, state: Mapping[str, Any], named: Mapping[str, Tensor]) -> None:
-        """Let a state's averages be those of these parameters."""
-        for name, parameter in named.items():
+    def _take(self, state: Mapping[str, Any]) -> None:
+        """Let a loaded state's averages be those of the parameters."""
+        for name, parameter in self._named.items():
             self._averages.pop(id(parameter), None)
             if (values := state["averages"].get(name)) is not None:
                 device, weight = parameter.device, state["average_weights"][name]
                 average = Average(values.to(device, copy=True), weight.to(device, copy=True))
                 self._averages[id(parameter)] = (parameter, average)
 
-    def join(self, channel: Channel, named: Mapping[str, Tensor], *, most_samples: int) -> None:
+    def join(self, channel: Channel, *, most_samples: int) -> None:
         """Learn what every rank's averages weigh; every rank calls it alike in its first step.
 
         Args:
             channel: of the ranks whose rows meet.
-            named: the parameters by name, for a state that was loaded.
             most_samples: that a step of this world has on all ranks together; from the plan and
                 equal on every rank, in an epoch's short last step too.
 
@@ -235,7 +235,7 @@ class WorkerMomentum:
                 weights = rows[:, 0].masked_fill(loaded, 0.0).tolist()
                 mine = None
             elif mine is not None:
-                self._take(mine, named)
+                self._take(mine)
             if self._loaded is not None:  # else: of a world before this one
                 self._loaded, self._has_gone_on = mine, mine is not None
             # Each is a rank's own claim. Kept at most so large, it also fades as an honest one.
@@ -293,7 +293,10 @@ class WorkerMomentum:
     # What is saved.
 
     def state_dict(self, named: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return this rank's averages by the parameters' names, and what they weigh."""
+        """Return this rank's averages by the parameters' names, and what they weigh.
+
+        ``named`` are all parameters, as a frozen one's average waits.
+        """
         if self._loaded is not None:
             return dict(self._loaded)
         known = {name: self._averages.get(id(each)) for name, each in named.items()}
@@ -307,14 +310,14 @@ class WorkerMomentum:
             "average_weights": {name: average.weight for name, average in averages.items()},
         }
 
-    def load_state_dict(self, state: Any) -> None:
-        """Take a checked state for the first step.
+    def load_state_dict(self, state: Any, named: Mapping[str, Tensor]) -> None:
+        """Take a checked state of these parameters, frozen ones among them, for the first step.
 
         A process that has made steps keeps its averages. As the next world begins, unless a step
         ends before, it goes back to a state that its averages were in: one that it has saved, or
         what it loaded before its first step, which is none where that was left out.
         """
-        self._committed = None
+        self._committed, self._named = None, named
         if not self._has_stepped:
             self._loaded = state
         elif state is not None and (process := state.get("process")) is not None:

@@ -185,12 +185,10 @@ class GradientReducer:
     def _join(self) -> None:
         """Let ranks learn what each other's averages weigh, in the first step of a world."""
         if self._momentum is not None:
-            names = (spec.name for spec in self._specs)
-            named = dict(zip(names, self.parameters, strict=True))
             most = self._transport.world_size  # a sample each, as in ``Ages``
             if self._source is not None:
                 most = self._source.global_batch_size * self._settings.num_passes
-            self._momentum.join(self._channel, named, most_samples=most)
+            self._momentum.join(self._channel, most_samples=most)
 
     def _expected(self) -> str:
         text = f"backward_passes_per_step={self._settings.num_passes}"

@@ -275,7 +275,7 @@ def test_groups_of_ranks_average_averages_that_have_not_faded() -> None:
 
 def test_a_rank_without_samples_is_absent_once_its_average_has_faded() -> None:
     momentum = WorkerMomentum(0.5)
-    momentum.join(Channel(LocalWorld(1).transport(0), "loft", 1.0), {}, most_samples=16)
+    momentum.join(Channel(LocalWorld(1).transport(0), "loft", 1.0), most_samples=16)
     momentum._weights = (8.0, 8.0, 8.0)
     seen = []
     for _ in range(4):
@@ -291,7 +291,7 @@ def joined(transport: LocalTransport, claims: tuple[float, ...]) -> WorkerMoment
     """Begin a world of 20 samples a step in which each rank claims what its averages weigh."""
     momentum = WorkerMomentum(0.5)
     momentum._own = claims[transport.rank]
-    momentum.join(Channel(transport, "loft", 30.0), {}, most_samples=20)
+    momentum.join(Channel(transport, "loft", 30.0), most_samples=20)
     return momentum
 
 
@@ -999,7 +999,7 @@ class Elastic:
 
     def fail(self) -> None:
         """Let a gradient into the averages, in a step that does not end, and go back."""
-        (p,) = self.optimizer._named().values()
+        (p,) = self.optimizer._options.named().values()
         self.optimizer._momentum.send(p, torch.full((2,), 1e6), torch.zeros(2), Blend(B, 1, 1.0))
         self.optimizer.load_state_dict(copy.deepcopy(self.saved))
 
@@ -1074,8 +1074,8 @@ def test_loaded_averages_go_on_in_a_world_that_begins_within_the_first_step() ->
     def work(transport: LocalTransport, *, is_cut: bool) -> float:
         rank = Elastic(transport, loaded=states[transport.rank])
         if is_cut:
-            momentum, named = rank.optimizer._momentum, rank.optimizer._named()
-            momentum.join(Channel(transport, "first", 5.0), named, most_samples=2)
+            momentum, named = rank.optimizer._momentum, rank.optimizer._options.named()
+            momentum.join(Channel(transport, "first", 5.0), most_samples=2)
             momentum.send(named["p0"], torch.full((2,), 1e6), torch.zeros(2), Blend(B, 1, 1.0))
             rank.go_on(transport)
         return train(rank.optimizer, 10.0)
@@ -1099,3 +1099,101 @@ def test_a_new_world_does_not_go_back_to_what_was_loaded_before_the_last_step() 
     optimizer.begin_world()
     kept = 0.9 * (1 + 0.9 + 0.81 + 0.729)
     assert train(optimizer, 0.0) == pytest.approx(after * kept / (kept + 1))
+
+
+def freezing(transport: LocalTransport) -> tuple[Any, torch.nn.Parameter]:
+    """Return an optimizer of two parameters, and the first, which is to be frozen."""
+    parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    return wrap(parameters, transport, lr=1.0), parameters[0]
+
+
+def steps_of(optimizer: Any, values: list[float]) -> list[float]:
+    """Return where the first parameter is after each step that it has a gradient in, if thawed."""
+    found = []
+    for value in values:
+        each = [p for p in optimizer.param_groups[0]["params"] if p.requires_grad]
+        sum(value * p.sum() for p in each).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(optimizer.param_groups[0]["params"][0].detach()[0]))
+    return found
+
+
+def test_what_is_saved_while_a_parameter_is_frozen_goes_on_as_it_thaws() -> None:
+    def work(transport: LocalTransport, *, is_cut: bool) -> list[float]:
+        optimizer, frozen = freezing(transport)
+        steps_of(optimizer, [transport.rank + 1.0, 2.0, 3.0])
+        frozen.requires_grad_(False)
+        steps_of(optimizer, [4.0])
+        if is_cut:
+            state, at = copy.deepcopy(optimizer.state_dict()), frozen.detach().clone()
+            optimizer, frozen = freezing(transport)
+            frozen.requires_grad_(False).copy_(at)
+            optimizer.load_state_dict(state)
+        steps_of(optimizer, [5.0])  # a first step, of which it is no part
+        if is_cut:
+            assert set(optimizer.state_dict()["worker_momentum"]["averages"]) == {"p0", "p1"}
+        frozen.requires_grad_(True)
+        return steps_of(optimizer, [10.0, 20.0])
+
+    whole = run_ranks(3, lambda transport: work(transport, is_cut=False))
+    assert run_ranks(3, lambda transport: work(transport, is_cut=True)) == whole
+
+
+def test_a_state_is_saved_and_taken_where_every_parameter_is_frozen() -> None:
+    def work(transport: LocalTransport) -> list[float]:
+        optimizer, frozen = freezing(transport)
+        steps_of(optimizer, [1.0, 2.0])
+        at = frozen.detach().clone()
+        for p in optimizer.param_groups[0]["params"]:  # as a generator's step leaves its critic
+            p.requires_grad_(False)
+        state = copy.deepcopy(optimizer.state_dict())
+        optimizer, _ = freezing(transport)
+        for p in optimizer.param_groups[0]["params"]:
+            p.requires_grad_(False).copy_(at)
+        optimizer.load_state_dict(state)
+        for p in optimizer.param_groups[0]["params"]:
+            p.requires_grad_(True)
+        return steps_of(optimizer, [10.0])
+
+    def uncut(transport: LocalTransport) -> list[float]:
+        return steps_of(freezing(transport)[0], [1.0, 2.0, 10.0])[-1:]
+
+    assert run_ranks(2, work) == run_ranks(2, uncut)
+
+
+@pytest.mark.parametrize("num_frozen", [1, 2])
+def test_a_job_that_loses_a_rank_while_parameters_are_frozen_goes_on_as_they_thaw(
+    num_frozen: int,
+) -> None:
+    def freeze(optimizer: Any, is_frozen: bool) -> None:
+        for p in optimizer.param_groups[0]["params"][:num_frozen]:
+            p.requires_grad_(not is_frozen)
+
+    def begin(transport: LocalTransport) -> tuple[Moving, Any]:
+        moving = Moving(transport)
+        parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+        optimizer = wrap(parameters, moving, lr=0.0)
+        steps_of(optimizer, [transport.rank + 1.0] * 3)
+        saved = copy.deepcopy(optimizer.state_dict())
+        steps_of(optimizer, [1e3])
+        freeze(optimizer, True)
+        optimizer.load_state_dict(saved)
+        return moving, optimizer
+
+    def go_on(transport: LocalTransport) -> list[float]:
+        moving, optimizer = before[transport.rank + 1]
+        moving.end = transport
+        optimizer.begin_world()
+        assert [p.requires_grad for p in optimizer._world.parameters].count(False) == num_frozen
+        freeze(optimizer, False)
+        parameters = optimizer.param_groups[0]["params"]
+        sum(10.0 * p.sum() for p in parameters).backward()
+        optimizer.synchronize()
+        return [float(p.grad[0]) for p in parameters]
+
+    before = run_ranks(3, begin)
+    kept = 0.9 * (1 + 0.9 + 0.81)  # of what 3 steps weigh; ranks 1 and 2 held 2 and 3
+    held = (kept * 2 + 10 + kept * 3 + 10) / (2 * (kept + 1))
+    for found in run_ranks(2, go_on):
+        assert found == pytest.approx([held] * 2)

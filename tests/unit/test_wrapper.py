@@ -390,3 +390,28 @@ def test_a_group_whose_rule_needs_more_samples_changes_nothing() -> None:
         return float(p.detach())
 
     assert run_ranks(3, work) == [-1.5] * 3
+
+
+@pytest.mark.parametrize("change", ["passes", "group"])
+def test_what_is_frozen_while_buckets_are_laid_out_is_reduced_as_it_thaws(change: str) -> None:
+    def work(transport: LocalTransport) -> list[float]:
+        weight, other, added = (torch.nn.Parameter(torch.zeros(1)) for _ in range(3))
+        optimizer = loft.DistributedOptimizer(
+            torch.optim.SGD([weight, other], lr=1.0),
+            [("w", weight), ("o", other)],
+            transport=transport,
+        )
+        weight.requires_grad_(False)
+        if change == "passes":
+            optimizer.set_backward_passes_per_step(2)
+        else:
+            optimizer.add_param_group({"params": [added]})
+        assert not weight.requires_grad
+        weight.requires_grad_(True)
+        for _ in range(optimizer.backward_passes_per_step):
+            ((weight + other + added) * (1.0 + transport.rank)).sum().backward()
+        optimizer.step()
+        return [float(weight.detach()), float(other.detach())]
+
+    total = -3.0 if change == "passes" else -1.5
+    assert run_ranks(2, work) == [[total] * 2] * 2
