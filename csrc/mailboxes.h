@@ -67,8 +67,10 @@ class Mailboxes {
   // of that tag, which this rank has given up, is forgotten. Throws if a rank has left before it
   // posted its values.
   bool has_all(uint64_t tag, uint64_t number) {
-    bool has = true;
-    std::string gone;
+    std::string gone, missing;
+    const auto add = [](std::string& ranks, int rank) {
+      ranks += (ranks.empty() ? "" : ", ") + std::to_string(rank);
+    };
     for (int peer = 0; peer < size(); ++peer) {
       if (peer == rank_) continue;
       // Before its messages are taken: what a rank posts it posts before it leaves.
@@ -83,16 +85,20 @@ class Mailboxes {
       }
       const bool is_there = found != peers_[peer].waiting.end() && !found->second.empty() &&
                             found->second.front().number == number;
-      if (has_left && !is_there) gone += (gone.empty() ? "" : ", ") + std::to_string(peer);
-      has &= is_there;
+      if (!is_there) add(has_left ? gone : missing, peer);
     }
     if (!gone.empty()) {
+      // A rank may have left because it has waited for another in vain.
+      const std::string others =
+          missing.empty() ? "" : ", to which ranks [" + missing + "] have not come yet either";
       throw std::runtime_error("ranks [" + gone +
-                               "] have ended their scripts, or called hvd.shutdown(), before an "
-                               "exchange that this rank waits for; look for an error above, or "
-                               "have all ranks take the same number of steps");
+                               "] have left, by the end of their scripts or hvd.shutdown(), before "
+                               "an exchange that this rank waits for" +
+                               others +
+                               "; look for an error above, or have all ranks take the same number "
+                               "of steps");
     }
-    return has;
+    return missing.empty();
   }
 
   // Says that this rank posts nothing any more.

@@ -12,6 +12,7 @@ decided when it is made, never by where values happen to lie: ranks could differ
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import functools
 import logging
@@ -92,7 +93,10 @@ class SharedMemory:
         _own_memories()[memories[rank]] = self._own
         weakref.finalize(memories[rank], os.close, descriptor)
         # At the process's end, too: who waits for this rank has no connection that would break.
+        # Registered now, so that Horovod's own end and what else was there before, come after it.
         self._leave = weakref.finalize(self, _leave, self._boxes, os.getpid())
+        self._leave.atexit = False
+        atexit.register(self._leave)
 
     def close(self) -> None:
         """Exchange nothing any more; memory goes with the last buffer and user of it.
@@ -101,6 +105,7 @@ class SharedMemory:
         """
         self._is_closed = True
         self._leave()
+        atexit.unregister(self._leave)
 
     def next_series(self, channel: Channel) -> int:
         """Return a number, equal on all ranks, that none of them has had; all call it."""
@@ -356,9 +361,9 @@ def open_shared_memory(channel: Channel) -> SharedMemory | None:
         None on every rank where some rank cannot: it has no extension, its kernel or its limits
         refuse, or it does not see the others' processes, as one in another container.
     """
-    own, descriptor, reason = None, -1, "the C++ extension is not built"
+    own, descriptor, reason = None, -1, "no C++ extension is built of this checkout"
     token = [secrets.randbits(63) for _ in range(_TOKEN_WORDS)]
-    if hasattr(extension(), "Mailboxes"):
+    if hasattr(getattr(extension(), "Mailboxes", None), "leave"):  # not in one of an older checkout
         try:
             descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(descriptor, _most_bytes(channel.world_size))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 from dataclasses import dataclass
 
@@ -27,6 +28,8 @@ class Case:
     says: str
 
 
+# What the heartbeat notes of a rank that leaves, and what shared memory says of it.
+NOTE, MARK = r"loft_hvd: ranks \[1\] have ended their scripts", r"ranks \[1\] have left"
 CASES = [
     Case("kill", 1, r"rank 1 \(process \d+ on \S+\) has ended without a word"),
     Case("freeze", 1, r"rank 1 \(process \d+ on \S+\) is frozen"),
@@ -35,7 +38,7 @@ CASES = [
     Case("raise", 1, r"rank 1 .* has failed: RuntimeError: rank 1 raises in its backward"),
     Case("raise-hook", 1, r"rank 1 .* has failed: RuntimeError: rank 1 raises in a hook"),
     Case("raise", 0, r"rank 0 .* has failed: RuntimeError: rank 0 raises in its backward"),
-    Case("leave", 1, r"ranks \[1\] have ended their scripts"),
+    Case("leave", 1, NOTE if sys.version_info >= (3, 11) else MARK),
     Case("shape", 1, r"MismatchError: .*on(ly)? ranks? \[1\]|ranks \[1\] describe other things"),
     Case(
         "order",
@@ -125,6 +128,18 @@ def test_without_a_heartbeat_the_wait_for_horovods_process_sets_ends_at_its_limi
     done = launch(3, [JOB, "freeze-alone", "1"], launcher=launcher, timeout_s=25, env=env)
     says = r"starting '\S+': no answer from Horovod within 5 s; .*process_sets=\[\.\.\.\]"
     assert re.search(says, done.output), done.output[-4000:]
+
+
+@pytest.mark.long
+def test_a_rank_that_leaves_is_named_before_its_exit_handlers_are_through() -> None:
+    """Without a heartbeat, which says good-bye."""
+    env = {"LOFT_HVD_HEARTBEAT_S": "0"}
+    done = launch(3, [JOB, "leave-slowly", "1"], timeout_s=60, env=env)
+    ended_at = time.time()
+    assert re.search(MARK, done.output), done.output[-6000:]
+    fault = re.search(r"fault at ([\d.]+)", done.output)
+    assert fault is not None
+    assert ended_at - float(fault[1]) <= LIMIT_S, done.output[-6000:]
 
 
 @pytest.mark.long

@@ -275,6 +275,20 @@ def test_a_good_bye_reaches_ranks_that_have_no_link_to_who_left(three: Three) ->
         assert heartbeat.verdict is None
 
 
+def test_an_error_that_comes_before_the_good_bye_does_not_wait_longer(pairs: Pairs) -> None:
+    """The launcher ends all ranks half a second after one has left."""
+    first, second = pairs.both()
+    leaving = threading.Timer(0.1, second.close)
+    leaving.name = "leaving"
+    leaving.start()
+    began = time.monotonic()
+    first.explain(error := _NotedError())
+    took_s = time.monotonic() - began
+    leaving.join(timeout=10)
+    assert error.notes == ["loft_hvd: ranks [1] have ended their scripts"]
+    assert took_s < 0.9  # of the second that it has
+
+
 def test_who_has_left_an_elastic_job_is_logged(
     pairs: Pairs, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -409,8 +409,27 @@ def test_a_wait_ends_if_a_rank_has_left_before_it_posted(how: str) -> None:
         works.append(in_place(ends).allgather(sent, torch.zeros(6), name="missing"))
         wait(works[0])
         assert received.tolist() == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
-        with pytest.raises(TransportError, match=r"ranks \[1\] have ended their scripts, or"):
+        with pytest.raises(TransportError, match=r"ranks \[1\] have left, .* waits for.*; look"):
             wait(works[1])
+
+    run_ranks(3, work)
+
+
+def test_who_has_not_come_is_named_beside_who_has_left() -> None:
+    """A rank may have left because it has waited for another in vain."""
+
+    def work(end: LocalTransport) -> None:
+        ends = sharing(end)
+        gate = Channel(end, "gate", 20.0)
+        sent, received = ends.shared_zeros(2, torch.float32), torch.zeros(6)
+        if end.rank == 1:
+            ends.memory.close()
+        gate.allgather_rows(torch.zeros(1))
+        if end.rank == 0:
+            late = r"ranks \[1\] have left, .*, to which ranks \[2\] have not come yet either; look"
+            with pytest.raises(TransportError, match=late):
+                wait(in_place(ends).allgather(sent, received, name="sent"))
+        gate.allgather_rows(torch.zeros(1))
 
     run_ranks(3, work)
 
@@ -486,7 +505,7 @@ def refuse(*_: object) -> int:
 @pytest.mark.parametrize(
     ("what", "says"),
     [
-        ("no extension", r"rank \d shares .* \(the C\+\+ extension is not built\)"),
+        ("no extension", r"rank \d shares .* \(no C\+\+ extension is built of this checkout\)"),
         ("no memory", r"rank \d shares .* \(no more memory\)"),
         ("strangers", r"rank \d shares .* \(the memory of rank \d is out of reach\)"),
     ],

@@ -59,6 +59,7 @@ __all__ = [
 
 _logger = logging.getLogger(__name__)
 _EXPLAIN_S = 1.0  # bound from the beats: what others have seen by now comes with their next one
+_LISTEN_S = 0.02  # a choice: between two looks for a good-bye
 _ASIDE_S = 1.0  # a choice: at the end, for handlers to write what is still to be logged
 _MOST_READS = 64  # bound: each takes 64 kB at least, more than a kernel keeps for a link
 _LOOK_S = 0.25  # a choice: between looks at what this rank does after a verdict
@@ -317,9 +318,12 @@ class Heartbeat:
             return  # the engine lives
         self._is_heard = True
         self._note_engine_failure()
-        if not (left := self.left_ranks()):
-            self.wait_verdict(_EXPLAIN_S)
-            left = self.left_ranks()
+        until = time.monotonic() + _EXPLAIN_S
+        while not (left := self.left_ranks()) and not self._has_verdict.is_set():
+            # In parts: a good-bye may come first, and nobody is woken by it.
+            if (left_s := until - time.monotonic()) <= 0:
+                break
+            self.wait_verdict(min(left_s, _LISTEN_S))
         reason = f"ranks {left} have ended their scripts" if left else ""
         reason = self.verdict.text if self.verdict is not None else reason
         note = f"loft_hvd: {reason}"

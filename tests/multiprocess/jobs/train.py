@@ -2,7 +2,8 @@
 
 At step 5 rank RANK is killed ("kill"), stops answering ("freeze", "freeze-alone" before the others
 come to that step, or "freeze-foreign" while they wait in a call of Horovod's own), raises in its
-backward pass ("raise") or in a hook ("raise-hook"), leaves without a word ("leave"), or steps two
+backward pass ("raise") or in a hook ("raise-hook"), leaves without a word ("leave", or
+"leave-slowly", with an exit handler from before Horovod began that takes 30 s), or steps two
 optimizers the other way round ("order"). With "shape" its model differs from the start. With "hold"
 nothing is wrong: the rank holds the Python interpreter for long, as some calls do, and the others
 must wait for it; with "hold-foreign" for a minute, while they wait in a call of Horovod's own. With
@@ -12,6 +13,7 @@ there, as over a slow link, when the others are through with it.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import importlib
 import math
@@ -31,6 +33,7 @@ from tests.support.raising import raise_in_backward
 from tests.support.training import make_data, make_model
 
 FAULT_STEP = 5
+is_at_fault = threading.Event()  # for an exit handler, which knows no rank when it is registered
 
 
 def raise_in_hook(*_: object) -> None:
@@ -68,6 +71,12 @@ def await_pause() -> None:
             held_at = now
 
 
+def take_long_to_end() -> None:
+    """End this process 30 s late, if it is the one at fault."""
+    if is_at_fault.is_set():
+        time.sleep(30)
+
+
 def at_once(what: str) -> None:
     """Do what ends or stops this process in place."""
     if what == "freeze-alone":
@@ -77,7 +86,8 @@ def at_once(what: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if what.startswith("freeze"):
         os.kill(os.getpid(), signal.SIGSTOP)
-    if what == "leave":
+    if what.startswith("leave"):
+        is_at_fault.set()
         sys.exit(3)
     if what == "sleep":
         time.sleep(60)
@@ -109,6 +119,8 @@ def trainer(what: str) -> tuple[Any, Callable[[bool], None]]:
 
 
 def main(what: str, faulty_rank: int) -> None:
+    if what == "leave-slowly":
+        atexit.register(take_long_to_end)
     hvd.init()
     torch.set_num_threads(1)
     is_faulty_rank = hvd.rank() == faulty_rank
