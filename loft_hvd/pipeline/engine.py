@@ -57,6 +57,7 @@ __all__ = ["Engine", "ProgressThread"]
 _logger = logging.getLogger(__name__)
 _UNAWAITED_SLEEP_S = 2e-3  # while the user's thread computes: polling takes time from it
 _JOIN_S = 5.0  # longest that ending a thread may hold the user's up
+_LAST_WORD_S = 0.5  # a choice: from a limit in one thread to what another, at its own, says
 
 
 class ProgressThread:
@@ -291,7 +292,9 @@ class Engine:
         while pause is not None and self._failure is None:
             if (left_s := until - self._clock()) <= 0:
                 raise self._timeout()
-            if self._turn.acquire(timeout=left_s):
+            # Who has the turn may be at its own limit, as in the start of an operation, and its
+            # error says more.
+            if self._turn.acquire(timeout=left_s + _LAST_WORD_S):
                 try:
                     pause = self._advance()
                 finally:

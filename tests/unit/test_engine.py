@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import loft_hvd as loft
+from loft_hvd.config import config
 from loft_hvd.errors import LoftError, TransportError
 from loft_hvd.pipeline.buckets import Bucket, ParameterSpec, lay_out
 from loft_hvd.pipeline.engine import Engine, ProgressThread
@@ -22,6 +23,7 @@ from loft_hvd.transport.base import Channel, Work
 from loft_hvd.transport.local import Faults, LocalTransport, run_ranks
 from tests.support.recording import RecordingTransport
 from tests.support.streams import FakeStream, FakeStreams
+from tests.support.worlds import environment
 from tests.support.wrapped import give_gradients, make_parameters, make_reducer, wrap
 
 
@@ -54,6 +56,27 @@ def test_a_backward_pass_queues_buckets_and_never_waits_for_the_wire() -> None:
 
     for names in run_ranks(2, work):
         assert sum(name.endswith(".a2a") for name in names) == 3
+
+
+class Refusing(RecordingTransport):
+    """A transport whose all-to-alls end by their own limit, a little after a step's."""
+
+    def alltoall(self, send: Tensor, recv: Tensor, *, name: str, skips_own: bool = False) -> Any:
+        time.sleep(config().timeout_s + 0.1)
+        raise TransportError("no answer from the engine")
+
+
+def test_a_start_that_ends_by_the_same_limit_says_why() -> None:
+    def work(end: LocalTransport) -> None:
+        params = make_parameters()
+        optimizer = wrap(params, Refusing(end), rule=loft.Median(), bucket_bytes=100)
+        give_gradients(params)
+        wait_until(optimizer._world._reducer.engine._turn.locked)
+        with pytest.raises(TransportError, match="no answer from the engine"):
+            optimizer.synchronize()
+
+    with environment(LOFT_HVD_TIMEOUT_S="0.5"):
+        run_ranks(2, work)
 
 
 class Held:
