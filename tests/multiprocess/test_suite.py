@@ -20,7 +20,7 @@ needs_mpirun = pytest.mark.skipif(
     ("launcher", "num_ranks", "mesh"),
     [
         ("gloo", 1, "auto"),
-        ("gloo", 2, "auto"),
+        pytest.param("gloo", 2, "auto", marks=pytest.mark.long),
         ("gloo", 3, "auto"),
         pytest.param("gloo", 3, "off", marks=pytest.mark.long),
         pytest.param("gloo", 4, "auto", marks=[pytest.mark.long, pytest.mark.whole]),
