@@ -19,6 +19,7 @@ from loft_hvd.errors import ArgumentError
 
 __all__ = [
     "KEEPALIVE_OPTIONS",
+    "LANES",
     "SSH_OPTIONS",
     "VARIABLES",
     "Config",
@@ -44,10 +45,13 @@ VARIABLES = {  # of each field that a user sets
     "heartbeat_s": "LOFT_HVD_HEARTBEAT_S",
     "heartbeat_timeout_s": "LOFT_HVD_HEARTBEAT_TIMEOUT_S",
     "leave_s": "LOFT_HVD_LEAVE_S",
+    "lane": "LOFT_HVD_LANE",
     "mesh": "LOFT_HVD_MESH",
     "compact": "LOFT_HVD_COMPACT",
     "copies": "LOFT_HVD_COPIES",
 }
+
+LANES = ("shared-memory", "mesh", "peer-memory", "device", "engine")  # transport/lanes.py
 
 _OF_THE_BUILD = (  # what setup.py and `make setup` read: no misspelt setting either
     "LOFT_HVD_CACHE",
@@ -98,6 +102,9 @@ class Config:
     # Silence that ends the waits of others, for a rank whose process none of them can look at.
     heartbeat_timeout_s: float = 10.0
     leave_s: float = 5.0  # after an error, until a process is left whose engine does not come down
+    # How values move between ranks (transport/lanes.py): "auto", or a lane by its name, which is
+    # taken by all values for which ranks can open it. Else they take the engine's collectives.
+    lane: str = "auto"
     # What rules take instead of Horovod's collectives: "auto" memory that ranks of one node share
     # (transport/shared_memory.py), and where Gloo's ranks are on several nodes connections of our
     # own (transport/mesh.py); "on" these alone, also on one node; or "off", nothing.
@@ -181,6 +188,9 @@ class Config:
                 "HEARTBEAT_TIMEOUT_S", float, cls.heartbeat_timeout_s, takes="seconds above 0"
             ),
             leave_s=read("LEAVE_S", float, cls.leave_s, takes="seconds above 0"),
+            lane=read(
+                "LANE", one_of("auto", *LANES), cls.lane, takes=f"auto or one of {', '.join(LANES)}"
+            ),
             mesh=read("MESH", one_of("auto", "on", "off"), cls.mesh, takes="auto, on or off"),
             compact=read(
                 "COMPACT", one_of("auto", "on", "off"), cls.compact, takes="auto, on or off"

@@ -22,9 +22,8 @@ from loft_hvd.aggregation.row_rules import RowRule
 from loft_hvd.pipeline.buckets import Bucket, shard_numel
 from loft_hvd.pipeline.ring import run_rule
 from loft_hvd.pipeline.selection import decide_by, measure, num_pairs, total
-from loft_hvd.transport.base import Transport, Work, in_place, shared_zeros, wait_for
-from loft_hvd.transport.mesh import meshed
-from loft_hvd.transport.shared_memory import sharing
+from loft_hvd.transport.base import Channel, Transport, Work, wait_for
+from loft_hvd.transport.lanes import Needs, choose_lane
 
 __all__ = [
     "COMPUTING",
@@ -49,19 +48,18 @@ class _Parts:
     """The parts of a step's exchange, each by itself, for buckets of float32 on the CPU."""
 
     def __init__(self, transport: Transport, rule: RowRule, buckets: Sequence[Bucket]) -> None:
-        ends = meshed(sharing(transport))
-        self._transport = in_place(ends)
+        lane = self._lane = choose_lane(Channel(transport, "bench.scopes"), Needs("cpu"))
         self._rule = rule
         size = transport.world_size
         generator = torch.Generator().manual_seed(transport.rank)
         shards = [shard_numel(bucket.numel, size) for bucket in buckets]
         f32 = torch.float32
         self._sent = [
-            shared_zeros(ends, size * shard, f32).normal_(generator=generator) for shard in shards
+            lane.zeros(size * shard, f32).normal_(generator=generator) for shard in shards
         ]
         self._rows = [torch.zeros(size, shard) for shard in shards]
-        self._results = [shared_zeros(ends, shard, f32) for shard in shards]
-        self._table = shared_zeros(ends, num_pairs(size), torch.float64)
+        self._results = [lane.zeros(shard, f32) for shard in shards]
+        self._table = lane.zeros(num_pairs(size), torch.float64)
         self._tables = torch.zeros(size * num_pairs(size), dtype=torch.float64)
         self.exchange_rows()
         self._sums = total(self.measure())  # squared distances of each two rows in the shards here
@@ -69,7 +67,7 @@ class _Parts:
     def exchange_rows(self) -> None:
         pairs = enumerate(zip(self._sent, self._rows, strict=True))
         self._wait(
-            self._transport.alltoall(sent, rows.view(-1), name=f"bench.scopes.{at}.a2a")
+            self._lane.alltoall(sent, rows.view(-1), name=f"bench.scopes.{at}.a2a")
             for at, (sent, rows) in pairs
         )
 
@@ -78,7 +76,7 @@ class _Parts:
 
     def exchange_tables(self) -> None:
         name = "bench.scopes.tables"
-        self._wait([self._transport.allgather(self._table, self._tables, name=name)])
+        self._wait([self._lane.allgather(self._table, self._tables, name=name)])
 
     def mix(self) -> None:
         decided = decide_by(self._rule, self._sums, None, precision=torch.float32)
@@ -88,7 +86,7 @@ class _Parts:
     def exchange_results(self) -> None:
         pairs = enumerate(zip(self._results, self._sent, strict=True))
         self._wait(
-            self._transport.allgather(result, received, name=f"bench.scopes.{at}.ag")
+            self._lane.allgather(result, received, name=f"bench.scopes.{at}.ag")
             for at, (result, received) in pairs
         )
 

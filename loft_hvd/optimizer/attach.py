@@ -19,10 +19,9 @@ from loft_hvd.balance.balancer import Balancer
 from loft_hvd.config import config
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, UsageError
 from loft_hvd.optimizer.replicas import ReplicaCheck
-from loft_hvd.pipeline.reducer import warn_of_other_passes
+from loft_hvd.pipeline.passes import Passes
 from loft_hvd.transport.agreement import check_agreement
 from loft_hvd.transport.base import Channel, Transport, watch_of
-from loft_hvd.transport.horovod import HorovodTransport
 
 __all__ = ["Attachment", "attach"]
 
@@ -52,11 +51,14 @@ class Attachment:
         self._replicas = replicas
         self._num_passes = num_passes
         self._num_seen: dict[int, int] = {}  # gradients of each parameter in this step
-        self._scales: list[float] = []  # of the step's batches
-        # A pass begins once: autograd has a thread for each device. Reentrant, as a signal handler
-        # of the script's may compute gradients.
-        self._beginning = threading.RLock()
-        self._has_warned = False  # of a step that ended with other passes than asked
+        # A gradient is counted once: autograd has a thread for each device. Reentrant, as a signal
+        # handler of the script's may compute gradients.
+        self._counting = threading.RLock()
+        # Horovod divides the sum by world_size: shares make it sum_i size_i / total * gradient_i.
+        self._passes = Passes(
+            balancer, Channel(balancer.transport, "loft.attach"), num_passes=num_passes
+        )
+        self._passes.has_shares = True
         self._depth = 0  # Horovod's step calls the user's step: both run the step hooks
         # Whether gradients were reduced since the last step. Where they were not the step is one
         # that ``hvd.broadcast_optimizer_state`` takes, on the ranks that have no state yet.
@@ -95,30 +97,20 @@ class Attachment:
 
     def _weigh(self, key: int, gradient: Tensor) -> Tensor | None:
         """Scale a gradient so that Horovod's average over ranks weighs every sample the same."""
-        with self._beginning:
+        with self._counting:
             if self._num_seen.get(key, 0) >= self._num_passes:  # the step before was never taken
                 self._forget_gradients()
             at = self._num_seen.get(key, 0)
-            if at == len(self._scales):
-                self._begin_pass()
+            if at == self._passes.num_begun:
+                self._depth = 0
+                self._begin_batch()
+                self._passes.begin(at)
             self._num_seen[key] = at + 1
-            scale = self._scales[at]
-        if scale == 1.0:
-            return None  # equal sizes keep a gradient's bits
-        # An idle rank's may be NaN, and 0 * NaN is NaN.
-        return gradient * scale if scale else torch.zeros_like(gradient)
-
-    def _begin_pass(self) -> None:
-        self._depth = 0
-        self._begin_batch()
-        sizes = self._balancer.take_step()
-        # Horovod divides the sum by world_size: this makes it sum_i size_i / total * gradient_i.
-        mine = sizes.sizes[self._balancer.rank]
-        self._scales.append(mine * self._balancer.world_size / sizes.total)
+            return self._passes.weigh(at, gradient, is_mean=True)
 
     def _forget_gradients(self) -> None:
         self._num_seen.clear()
-        self._scales.clear()
+        self._passes.clear()
 
     def _await_forward(self) -> None:
         if self._forward is None:
@@ -155,10 +147,7 @@ class Attachment:
     def _synchronized(self) -> None:
         self._is_reduced = True
         self._balancer.computing_ended()
-        # Before the wait, which it may make long.
-        if not self._has_warned:
-            rank, begun = self._balancer.rank, len(self._scales)
-            self._has_warned = warn_of_other_passes(rank, begun=begun, asked=self._num_passes)
+        self._passes.warn_of_other_passes()  # before the wait, which it may make long
         self._forget_gradients()  # a GradScaler may skip the step from here on
         began = time.monotonic()
         try:
@@ -176,8 +165,7 @@ class Attachment:
             with watch_of(ranks).waiting():
                 self._synchronize()
         except Exception as error:
-            if isinstance(ranks, HorovodTransport):
-                ranks.explain(error)
+            ranks.can.explain(error)
             raise
 
     def _step_began(self, _optimizer: Any, arguments: Any, options: Any) -> None:
@@ -256,9 +244,8 @@ def attach(optimizer: torch.optim.Optimizer, balancer: Balancer) -> Attachment:
             "the balancer to loft.DistributedOptimizer"
         )
     ranks = balancer.transport
-    # Ranks that join an elastic job would open theirs while the others train.
-    if isinstance(ranks, HorovodTransport) and not config().is_elastic:
-        ranks.open_heartbeat()
+    if not config().is_elastic:  # ranks that join would open theirs while the others train
+        ranks.can.open_heartbeat()
     num_passes = int(getattr(optimizer, "backward_passes_per_step", 1))
     balancer.require(min_ranks=1, num_passes=num_passes)
     devices = [p.device for group in optimizer.param_groups for p in group["params"]]

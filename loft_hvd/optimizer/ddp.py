@@ -8,10 +8,9 @@
     ...
     print(hook.report())
 
-Each of DDP's buckets is one robust all-reduce, started in the backward pass as soon as DDP has
-filled it; the backward pass ends when all are there. Traffic and memory are those of
-``loft.allreduce``: 2 (n-1)/n of the bytes, 16-bit ones as they are, and one buffer more for each
-bucket.
+Each of DDP's buckets starts in the backward pass as soon as DDP has filled it, on the engine that
+serves ``loft.DistributedOptimizer``; the backward pass ends when all are there. Traffic is
+2 (n-1)/n of the bytes, 16-bit ones as they are.
 
 A step ends with the backward pass that DDP reduces after. Passes before it, under ``no_sync()``,
 add up in ``.grad``, each weighed by its own batch.
@@ -19,14 +18,14 @@ add up in ``.grad``, each weighed by its own batch.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,10 +34,8 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from loft_hvd.aggregation.row_rules import RowRule
 from loft_hvd.aggregation.rules import Mean, Rule
 from loft_hvd.balance.balancer import Balancer
-from loft_hvd.balance.plan import StepSizes
 from loft_hvd.config import config
 from loft_hvd.errors import ArgumentError, ArgumentTypeError
 from loft_hvd.optimizer.options import (
@@ -49,25 +46,21 @@ from loft_hvd.optimizer.options import (
     check_watching,
 )
 from loft_hvd.optimizer.parameters import check_whole, parts_error
-from loft_hvd.optimizer.workers import StandingLog, are_all_on_cpu, make_watch
-from loft_hvd.pipeline.allreduce import Handle, forget_transport, start_allreduce
-from loft_hvd.pipeline.momentum import Ages, Blend, LossScaler, WorkerMomentum
-from loft_hvd.pipeline.selection import Scope, Selection, SelectionPart, check_scope
-from loft_hvd.pipeline.suspicion.report import SuspicionReport, ZeroedParameter
-from loft_hvd.pipeline.suspicion.spread import (
-    JUDGE_IN_SHARDS_BELOW,
-    WARN_ABOVE,
-    SpreadWatch,
-    tell_scope,
-)
+from loft_hvd.pipeline.buckets import Bucket, Slot
+from loft_hvd.pipeline.engine import Engine
+from loft_hvd.pipeline.gradients import copy_scaled
+from loft_hvd.pipeline.momentum import Blend, LossScaler, WorkerMomentum
+from loft_hvd.pipeline.passes import Passes, StepSource
+from loft_hvd.pipeline.ring import Owners, flat_exchange
+from loft_hvd.pipeline.selection import Scope, check_scope
+from loft_hvd.pipeline.suspicion.judgement import Judgement, Watching
+from loft_hvd.pipeline.suspicion.report import SuspicionReport
 from loft_hvd.pipeline.suspicion.tracker import Suspicion
-from loft_hvd.pipeline.suspicion.watch import Quarantine, Unwatched, WorkerWatch
-from loft_hvd.pipeline.suspicion.zeroed import ZeroedWatch, is_not_zero
-from loft_hvd.pipeline.weights import PassWeights, combine_passes, in_training
+from loft_hvd.pipeline.suspicion.watch import Quarantine
+from loft_hvd.pipeline.weights import PassWeights
 from loft_hvd.runlog import RunLog
 from loft_hvd.transport.agreement import check_agreement
-from loft_hvd.transport.base import Channel, Transport, locate, watch_of
-from loft_hvd.transport.mesh import meshed
+from loft_hvd.transport.base import Channel, Transport, watch_of
 from loft_hvd.transport.torch_distributed import TorchDistributedTransport
 
 if TYPE_CHECKING:
@@ -158,10 +151,10 @@ def ddp_hook(  # noqa: PLR0913 - a script sets few of them, by name
     batches = batches_of(balancer, RunLog(None), log_dir, **world)
     if ends.world_size > 1:
         rule.check(ends.world_size)
-        if isinstance(ends, TorchDistributedTransport):
-            ends.open_heartbeat()
+        ends.can.open_heartbeat()
         fields = {
             "option rule": str(rule),
+            "variable LOFT_HVD_LANE": config().lane,
             "variable LOFT_HVD_MESH": config().mesh,
             "option balancer": "none" if balancer is None else str(balancer.global_batch_size),
             "option scope": scope,
@@ -185,148 +178,14 @@ def ddp_hook(  # noqa: PLR0913 - a script sets few of them, by name
             beta,
             1 - beta,
         )
-    hook = DDPHook(
+    return DDPHook(
         rule,
         batches,
         channel,
         texts,
-        scope=scope,
-        diagnostics=diagnostics,
-        quarantine=quarantine,
+        watching=Watching(scope, diagnostics, quarantine),
         momentum=WorkerMomentum(beta, scaler=scaler) if beta else None,
     )
-    if transport is None:  # the hook's own: one that was given may have others on it
-        weakref.finalize(hook, forget_transport, ends).atexit = False
-    return hook
-
-
-@contextmanager
-def _located(place: str) -> Iterator[None]:
-    """Let errors say which bucket they met."""
-    try:
-        yield
-    except BaseException as error:
-        raise locate(error, place) from error.__cause__
-
-
-class _StepPasses:
-    """The batches of which DDP's buckets hold gradients: of one backward pass, or of several.
-
-    A pass begins with the first gradient after a forward pass of the model. Under ``no_sync()``
-    DDP adds its gradients to ``.grad`` and calls no hook, so each is weighed as it comes, and so
-    are those of the pass that ends the step. Gradients of a lone pass are weighed in the buckets.
-
-    Attributes:
-        sizes: of the step's batches, in order; empty where all weigh the same.
-        has_shares: whether gradients were weighed as they came.
-    """
-
-    def __init__(self, source: Balancer | EqualBatches, rank: int, *, is_mean: bool) -> None:
-        self._source = source
-        self._rank = rank
-        self._is_mean = is_mean
-        self._is_fresh = False  # no gradient has come since the newest forward pass
-        self._is_held_back = False  # that was under no_sync()
-        # A pass begins once: autograd has a thread for each device. Reentrant, as a signal handler
-        # of the script's may compute gradients.
-        self._beginning = threading.RLock()
-        self.sizes: list[StepSizes] = []
-        self.has_shares = False
-
-    def forward_began(self, *, is_held_back: bool) -> None:
-        self._is_fresh, self._is_held_back = True, is_held_back
-
-    def weigh(self, grad: Tensor) -> Tensor | None:
-        """Return a gradient of this rank times its share of the batch, n x_i / X under a mean."""
-        with self._beginning:
-            if self._is_fresh and (self._is_held_back or self.has_shares):
-                self._begin()
-                self.has_shares = True
-        if not self.has_shares:
-            return None
-        if self._is_held_back:  # no bucket will tell
-            self._source.gradient_arrived(blocked_s=0.0)
-        newest = self.sizes[-1]
-        mine = newest.sizes[self._rank]
-        if mine == 0:
-            return torch.zeros_like(grad)  # of a dummy batch: 0 * NaN is NaN
-        share = mine * len(newest.sizes) / newest.total
-        return grad * share if self._is_mean and share != 1.0 else None
-
-    def bucket_began(self) -> None:
-        """Begin the pass that ends a step, with its first bucket, unless a gradient has."""
-        with self._beginning:
-            if self._is_fresh or not self.sizes:
-                self._begin()
-
-    def _begin(self) -> None:
-        self._is_fresh = False
-        sizes = self._source.take_step()
-        # A batch that the script cuts up itself is one batch, however many passes it takes.
-        if sizes is not None and not (self.sizes and sizes is self.sizes[-1]):
-            self.sizes.append(sizes)
-
-    def step_ended(self) -> None:
-        self.sizes.clear()
-        self.has_shares = self._is_fresh = False
-
-
-@dataclass(frozen=True)
-class _Weighing:
-    """What rows of a step weigh."""
-
-    weights: tuple[int, ...] | None  # of the all-reduces, [world_size]
-    present: tuple[bool, ...] | None
-    by_worker: PassWeights  # as those are told who watch workers
-    row_scale: float  # what this rank's values are multiplied by
-    blend: Blend | None  # with momentum: how its row comes about of its gradient
-    ages: Ages | None
-
-
-@dataclass(frozen=True)
-class _Flight:
-    """A bucket on its way: what DDP waits for, its values, [numel], its name, what it is of."""
-
-    handle: Handle
-    future: torch.futures.Future[Tensor]
-    values: Tensor
-    place: str
-    parameters: list[Tensor]
-
-
-class _ZeroedBuckets:
-    """Tells ``ZeroedWatch`` of the parameters in DDP's buckets, whose layout changes at first."""
-
-    def __init__(self, channel: Channel, names: dict[int, str]) -> None:
-        self._channel = channel
-        self._names = names  # of parameters, by id; filled before the first step ends
-        self._watch: ZeroedWatch | None = None  # made with the first step, which is looked at
-        self._own: dict[int, Tensor] = {}
-
-    def sent(self, bucket: GradBucket) -> None:
-        """Note where this rank's own gradients are not zero, if the step is looked at."""
-        if self._watch is None or self._watch.is_due:
-            for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-                self._own[id(parameter)] = is_not_zero(gradient)
-
-    def step_reduced(self, flights: Sequence[_Flight]) -> None:
-        """Look at a step whose buckets are reduced by now, if it is time to."""
-        if self._watch is None:
-            parameters = [each for flight in flights for each in flight.parameters]
-            names = [self._names.get(id(p)) or f"of shape {list(p.shape)}" for p in parameters]
-            self._watch = ZeroedWatch(parameters, names, self._channel, advice=_ZEROED_ADVICE)
-        own, self._own = self._own, {}
-        results: dict[int, Tensor] = {}
-        if self._watch.is_due:
-            for flight in flights:
-                pieces = flight.values.split([p.numel() for p in flight.parameters])
-                results |= zip(map(id, flight.parameters), pieces, strict=True)
-        self._watch.step_reduced(own, results)
-
-    @property
-    def found(self) -> tuple[ZeroedParameter, ...]:
-        """The parameters that lose something, the largest share first."""
-        return () if self._watch is None else self._watch.found
 
 
 class DDPHook:
@@ -347,40 +206,37 @@ class DDPHook:
         channel: Channel,
         names: dict[int, str],
         *,
-        scope: Scope,
-        diagnostics: bool | Suspicion | None,
-        quarantine: bool | Quarantine,
+        watching: Watching,
         momentum: WorkerMomentum | None,
     ) -> None:
         self.__name__ = self.__qualname__ = "ddp_hook"  # DDP asks a hook for both
-        self._momentum = momentum
         self._rule = rule
         self._batches = batches
         self._channel = channel
         self._names = names  # of parameters, by id
-        self._passes = _StepPasses(batches, channel.rank, is_mean=isinstance(rule, Mean))
-        self._num_passes = 1  # the most of a step so far
-        self._weighing: _Weighing | None = None  # of the step whose buckets come
-        self._flights: list[_Flight] = []
-        self._device: torch.device | None = None  # that the balancer knows of
-        # Who watches depends on where gradients are: with the first of them.
-        self._diagnostics, self._quarantine = diagnostics, quarantine
-        self._watch: WorkerWatch | Unwatched | None = None
-        self._standing = StandingLog(rank=channel.rank, num_workers=channel.world_size)
-        # A mean over ranks does not mind that they draw from different data.
-        is_mean = isinstance(rule, Mean)
-        self._spread = None if is_mean else SpreadWatch(channel)
-        self._zeroed = None if is_mean else _ZeroedBuckets(channel, names)
-        # What decides over all buckets of a pass, and each bucket's place in it, by its name.
-        self._selection: Selection | None = None
-        self._parts: dict[str, SelectionPart] = {}
-        self._is_auto = scope == "auto"
-        # Without other ranks there is nothing to judge, and of few nobody says that they are alike.
-        is_compared = self._spread is not None and not self._spread.has_ended
-        is_whole = scope == "model" or (self._is_auto and is_compared)
-        if is_whole and isinstance(rule, RowRule) and channel.world_size > 1:
-            lines = meshed(channel.transport)
-            self._selection = Selection(lines, channel.name, rule, scope="model")
+        self._watching = watching
+        self._momentum = momentum
+        self._passes = Passes(
+            batches if isinstance(batches, StepSource) else None,
+            channel,
+            momentum=momentum,
+            mask=self._mask,
+        )
+        # Of the forward pass before: whether no gradient has come since, and whether it was one
+        # under no_sync(), after which DDP adds gradients to .grad and calls no hook.
+        self._is_fresh = self._is_held_back = False
+        # A pass begins once: autograd has a thread for each device. Reentrant, as a signal handler
+        # of the script's may compute gradients.
+        self._beginning = threading.RLock()
+        self._most_passes = 1  # of a step so far
+        # What depends on where gradients are is made with the first of them.
+        self._device: torch.device | None = None
+        self._engine: Engine | None = None
+        self._judgement: Judgement | None = None
+        self._parameters: dict[int, Tensor] = {}  # by id, in the order in which they came first
+        self._places: dict[int, int] = {}  # by id
+        self._is_looked_at = False
+        self._step: list[tuple[GradBucket, torch.futures.Future[Tensor]]] = []
         # Equal batches need no look at the model.
         self._stop_looking: Callable[[], object] = lambda: None
         if isinstance(batches, Balancer):
@@ -388,10 +244,9 @@ class DDPHook:
 
     def report(self) -> SuspicionReport:
         """Return what is known of every worker: who was off, and how far; print it for a table."""
-        if self._watch is None:
+        if self._judgement is None:
             return SuspicionReport(0, (), note="nobody is watched yet: no gradient has come so far")
-        found = () if self._zeroed is None else self._zeroed.found
-        return replace(self._watch.report(), zeroed=found)
+        return self._judgement.report()
 
     def __call__(
         self, state: Any, bucket: GradBucket, *others: object
@@ -413,7 +268,7 @@ class DDPHook:
             if not torch.is_grad_enabled() or (alive := hook()) is None:
                 return
             is_held_back = not module.require_backward_grad_sync
-            alive._passes.forward_began(is_held_back=is_held_back)
+            alive._is_fresh, alive._is_held_back = True, is_held_back
             while is_held_back and parameters:  # once: a run without no_sync() pays nothing
                 parameters.pop().register_hook(weigh)
 
@@ -427,8 +282,22 @@ class DDPHook:
         began(model, ())
 
     def _weigh(self, grad: Tensor) -> Tensor | None:
+        """Weigh a gradient that DDP adds to ``.grad``, or that follows such ones."""
         with self._told():
-            return self._passes.weigh(grad)
+            with self._beginning:
+                if self._is_fresh and (self._is_held_back or self._passes.has_shares):
+                    self._begin_pass()
+                    self._passes.has_shares = True
+            if not self._passes.has_shares:
+                return None
+            if self._is_held_back:  # no bucket will tell
+                self._batches.gradient_arrived(blocked_s=0.0)
+            newest = len(self._passes.parts) - 1
+            return self._passes.weigh(newest, grad, is_mean=isinstance(self._rule, Mean))
+
+    def _begin_pass(self) -> None:
+        self._is_fresh = False
+        self._passes.begin(self._passes.num_begun)
 
     @contextmanager
     def _told(self) -> Iterator[None]:
@@ -436,177 +305,150 @@ class DDPHook:
         try:
             yield
         except BaseException as error:
-            self._flights.clear()
+            self._step.clear()
             watch_of(self._channel.transport).report(error)
             self._batches.log.write_fault(error)
             raise
 
     # A step.
 
+    def _mask(self, weights: PassWeights) -> PassWeights:
+        return weights if self._judgement is None else self._judgement.watch.mask(weights)
+
     def _reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        values, place = bucket.buffer(), self._place(bucket)
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         with self._told():
             if bucket.index() == 0:
-                self._begin_step(values.device)
+                self._begin_step(bucket.buffer().device)
             self._batches.gradient_arrived(blocked_s=0.0)
-            assert self._weighing is not None  # a pass begins with bucket 0
-            assert self._watch is not None
-            if self._zeroed is not None and self._weighing.by_worker.present[self._channel.rank]:
-                self._zeroed.sent(bucket)
-            if self._weighing.row_scale != 1.0:
-                values.mul_(self._weighing.row_scale)
-            if self._spread is not None:
-                self._spread.sent(bucket.index(), values)
-            if self._momentum is not None and self._weighing.blend is not None:
-                pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
-                for parameter, gradient in pairs:
-                    self._momentum.send(parameter, gradient, gradient, self._weighing.blend)
-            with _located(place):
-                handle = self._start(bucket.index(), values, self._weighing, self._watch)
-            self._flights.append(_Flight(handle, future, values, place, bucket.parameters()))
-            # No thread moves these on: every new bucket gives itself and the others a push. What
-            # fails of another is told when the pass is waited for.
-            with _located(place):
-                handle.done()
+            self._step.append((bucket, future))
+            self._start(bucket)
             if bucket.is_last():
-                if self._selection is not None:
-                    self._selection.complete()
-                self._finish(self._weighing, self._watch)
+                self._finish()
         return future
 
     def _begin_step(self, device: torch.device) -> None:
         self._stop_looking()  # a model whose hook is not this one itself stays unknown
-        if self._watch is None:
-            self._watch = make_watch(
+        if self._judgement is None:
+            self._judgement = Judgement(
                 self._channel,
                 [self._rule],
-                diagnostics=self._diagnostics,
-                quarantine=self._quarantine,
-                are_on_cpu=are_all_on_cpu(self._channel, device.type == "cpu"),
+                self._watching,
+                is_on_cpu=device.type == "cpu",
+                log=self._batches.log,
             )
-            self._standing.write_rules(self._batches.log, (self._rule,), self._watch, over=None)
         if self._device != device:
             self._device = device
             self._batches.compute_on(device)
-        self._passes.bucket_began()
-        self._weighing = self._weigh_rows(self._passes.sizes, self._watch)
-        if self._selection is not None:
-            self._selection.begin()
+        with self._beginning:
+            if self._is_fresh or self._passes.num_begun == 0:
+                self._begin_pass()
+        self._passes.fix_weights()
 
-    def _weigh_rows(self, sizes: Sequence[StepSizes], watch: WorkerWatch | Unwatched) -> _Weighing:
-        """Say what rows weigh: under a mean exactly, else by capped counts; see ``weights.py``."""
-        rank, num_ranks = self._channel.rank, self._channel.world_size
-        own = PassWeights(None, (True,) * num_ranks, 1.0)
-        if sizes:
-            own = combine_passes(sizes, rank=rank)
-        has_shares, is_mean = self._passes.has_shares, isinstance(self._rule, Mean)
-        ages = blend = None
-        if self._momentum is not None:
-            # This step's: a hook begins with no averages, so an honest claim is 0.
-            most = num_ranks if own.counts is None else sum(own.counts)
-            self._momentum.join(self._channel, most_samples=most)
-            ages = self._momentum.ages(own.counts)
-            gain = ages.counts[rank] * own.row_scale
-            if is_mean:  # gradients with shares are times n x_i / X already
-                gain = sum(ages.counts) / num_ranks if has_shares else ages.counts[rank]
-            blend = ages.blend(rank, gain=gain, scale=1.0)
-        if is_mean:
-            exact = None if has_shares else own.counts
-            present = own.present if sizes and ages is None and not has_shares else None
-            weights = exact if ages is None else ages.exact()
-            return _Weighing(weights, present, own, 1.0, blend, ages)
-        by_worker = watch.mask(own if ages is None else ages.weigh(own))
-        # With momentum it is in the gain; an absent rank's values are not looked at.
-        row_scale = own.row_scale if ages is None and own.row_scale else 1.0
-        weights = in_training(self._rule, by_worker).weights
-        return _Weighing(weights, by_worker.present, by_worker, row_scale, blend, ages)
+    def _start(self, bucket: GradBucket) -> None:
+        assert self._judgement is not None  # a step begins with bucket 0
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            key = id(parameter)
+            if key not in self._places:
+                self._places[key], self._parameters[key] = len(self._places), parameter
+            if self._passes.weights().present[self._channel.rank]:
+                self._judgement.sent(self._places[key], gradient)
+        values = bucket.buffer()
+        if self._channel.world_size == 1:  # the identity, but for an average
+            self._pack(self._laid_out(bucket), values)
+            return
+        engine = self._engine_for(bucket)
+        engine.filled(bucket.index())
+        engine.start(bucket.index(), values)
 
-    def _start(
-        self, index: int, values: Tensor, weighing: _Weighing, watch: WorkerWatch | Unwatched
-    ) -> Handle:
-        # DDP lays its buckets out anew after the first pass: a size of its own, a name.
-        name = f"{self._channel.name}.b{index:02d}.{values.numel()}"
-        selection = None
-        if self._selection is not None and values.numel():
-            selection = self._parts.setdefault(name, SelectionPart(self._selection))
-            self._selection.join(selection)
-        return start_allreduce(
-            values,
-            self._rule,
-            name=name,
-            weights=weighing.weights,
-            present=weighing.present,
-            transport=self._channel.transport,
-            selection=selection,
-            run=watch.run,
-        )
+    def _engine_for(self, bucket: GradBucket) -> Engine:
+        """Return the engine, which knows this bucket: DDP lays them out anew after a first pass."""
+        assert self._judgement is not None
+        if self._engine is None:
+            self._engine = Engine(
+                self._channel,
+                (),
+                [self._rule],
+                pack=self._pack,
+                owners=Owners("model" if self._judgement.is_model else "shard"),
+                make_exchange=functools.partial(flat_exchange, run=self._judgement.run),
+                is_given=True,
+            )
+        engine, made, index = self._engine, self._laid_out(bucket), bucket.index()
+        if index < len(engine.buckets) and engine.buckets[index] != made:
+            engine.cut(index)
+        if index == len(engine.buckets):
+            # What DDP has checked are parameters; here what travels is compared, once a layout.
+            fields = {"number of values": str(made.numel), "dtype": str(made.dtype)}
+            check_agreement(self._channel.sub("bucket"), fields, what=f"ddp_hook: {made}")
+            engine.add(made, is_last=bucket.is_last())
+        return engine
 
-    def _finish(self, weighing: _Weighing, watch: WorkerWatch | Unwatched) -> None:
+    def _laid_out(self, bucket: GradBucket) -> Bucket:
+        values, slots, offset = bucket.buffer(), [], 0
+        for parameter in bucket.parameters():
+            key, numel = id(parameter), parameter.numel()
+            name = self._names.get(key) or f"shape {list(parameter.shape)}"
+            slots.append(Slot(self._places[key], name, offset, numel, tuple(parameter.shape)))
+            offset += numel
+        return Bucket(bucket.index(), values.dtype, str(values.device), 0, tuple(slots))
+
+    def _pack(self, bucket: Bucket, values: Tensor) -> PassWeights:
+        """Fill in what is sent of a bucket; it may be DDP's own memory."""
+        given, passes, rule = self._step[bucket.index][0].buffer(), self._passes, self._rule
+        is_sum = self._engine is not None and self._engine.is_sum(bucket.index)
+        if passes.has_gradient:
+            scale = passes.scale(rule, is_sum=is_sum)
+            if isinstance(scale, Blend):
+                assert self._momentum is not None
+                for slot, parameter in zip(
+                    bucket.slots, self._step[bucket.index][0].parameters(), strict=True
+                ):
+                    span = slice(slot.offset, slot.offset + slot.numel)
+                    own, sent = given[span].view(slot.shape), values[span].view(slot.shape)
+                    self._momentum.send(parameter, own, sent, scale)
+            elif values.data_ptr() != given.data_ptr() or scale != 1.0:
+                copy_scaled(given, values, scale)
+        if passes.sends_zeros(rule):
+            values.zero_()
+        return passes.row_weights(rule)
+
+    def _finish(self) -> None:
+        judgement = self._judgement
+        assert judgement is not None
         self._batches.computing_ended()
         began = time.monotonic()
-        handles = [flight.handle for flight in self._flights]
-        with watch_of(self._channel.transport).waiting():
-            watch.computing_ended()
-            watch.score()
-            for flight in self._flights:
-                # One limit for all of them, as ranks come to all of them together. A bucket that
-                # fails ends the wait for any: over the model all others wait for its rows.
-                left_s = max(0.0, self._channel.timeout_s - (time.monotonic() - began))
-                with self._told_by(flight):
-                    flight.values.copy_(flight.handle.wait(left_s, beside=handles))
-                flight.future.set_result(flight.values)
-            watch.step_reduced(weighing.by_worker)
-            reduced = [flight.values for flight in self._flights]
-            found = None if self._spread is None else self._spread.step_reduced(reduced)
-            if self._zeroed is not None:
-                self._zeroed.step_reduced(self._flights)
-        if found is not None:
-            self._batches.log.write("spread", **asdict(found))
-            watch.ranks_compared(are_apart=found.usual > WARN_ABOVE)
-            if self._is_auto and self._selection is not None:
-                is_alike = found.usual <= JUDGE_IN_SHARDS_BELOW
-                if is_alike:  # every rank alike, from the next pass on
-                    self._selection = None
-                    self._parts.clear()
-                    self._batches.log.write("scope", scope="shard")
-                if self._channel.rank == 0:
-                    tell_scope(found, is_model=not is_alike)
-        self._standing.step_reduced(self._batches.log, watch)
-        self._flights.clear()
-        if self._momentum is not None and weighing.ages is not None:
-            self._momentum.step_ended(weighing.ages)
-        self._end_step(watch, waited_s=time.monotonic() - began)
+        # Evidence goes out once all buckets are queued, so at one place in every rank's order.
+        judgement.computing_ended()
+        if self._engine is not None:
+            self._engine.finish(meanwhile=judgement.score)
+        results: list[Tensor | None] = [None] * len(self._places)
+        for bucket, future in self._step:
+            future.set_result(bucket.buffer())
+            for parameter, result in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                results[self._places[id(parameter)]] = result
+        judgement.step_reduced(self._passes.weights())
+        if not self._is_looked_at:
+            self._is_looked_at = True
+            parameters = list(self._parameters.values())
+            names = [self._names.get(id(p)) or f"of shape {list(p.shape)}" for p in parameters]
+            judgement.look_at(parameters, names, [self._rule] * len(names), _ZEROED_ADVICE)
+        if judgement.gradients_reduced(results) and self._engine is not None:
+            self._engine.judge_by(is_model=judgement.is_model)
+        self._step.clear()
+        self._end_step(waited_s=time.monotonic() - began)
 
-    def _end_step(self, watch: WorkerWatch | Unwatched, *, waited_s: float) -> None:
-        num_passes = len(self._passes.sizes)
-        if (
-            num_passes > self._num_passes and self._channel.world_size > 1
-        ):  # plans may begin with a step's first pass
-            self._num_passes = num_passes
+    def _end_step(self, *, waited_s: float) -> None:
+        assert self._judgement is not None
+        num_passes = len(self._passes.batches())
+        if num_passes > self._most_passes and self._channel.world_size > 1:
+            self._most_passes = num_passes  # plans may begin with a step's first pass
             self._batches.require(min_ranks=self._rule.min_rows, num_passes=num_passes)
-        self._passes.step_ended()
-        self._weighing = None
+        self._passes.step_reduced()
+        self._passes.has_shares = self._is_fresh = False
         # Before the step ends: a plan may be made at its end.
-        self._batches.hold(watch.absent_ranks)
+        self._batches.hold(self._judgement.watch.absent_ranks)
         self._batches.step_ended(waited_s=waited_s)
-
-    @contextmanager
-    def _told_by(self, waited_for: _Flight) -> Iterator[None]:
-        """Let errors say which bucket has failed: perhaps another than the one waited for."""
-        try:
-            yield
-        except BaseException as error:
-            failed = (each for each in self._flights if each.handle.failure is error)
-            with _located(next(failed, waited_for).place):
-                raise
-
-    def _place(self, bucket: GradBucket) -> str:
-        parameters = bucket.parameters()
-        known = [self._names.get(id(parameter), "") for parameter in parameters]
-        ends = [name or f"shape {list(p.shape)}" for name, p in zip(known, parameters, strict=True)]
-        inside = " .. ".join(dict.fromkeys((ends[0], ends[-1]))) if ends else "no parameters"
-        return f"bucket {bucket.index()} ({inside})"
 
 
 def _look_for_model(hook: DDPHook) -> Callable[[], object]:

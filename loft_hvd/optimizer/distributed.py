@@ -19,8 +19,9 @@ from loft_hvd.optimizer.horovods import end_horovods, is_horovods, read_horovods
 from loft_hvd.optimizer.options import OptimizerOptions, advised_scope, check_passes
 from loft_hvd.optimizer.parameters import RuleChoice
 from loft_hvd.optimizer.wrapper import OptimizerWrapper, wrap
-from loft_hvd.pipeline.gradients import ReducerSettings, StepSource
+from loft_hvd.pipeline.gradients import ReducerSettings
 from loft_hvd.pipeline.momentum import LossScaler
+from loft_hvd.pipeline.passes import StepSource
 from loft_hvd.pipeline.selection import Scope
 from loft_hvd.pipeline.suspicion.tracker import Suspicion
 from loft_hvd.pipeline.suspicion.watch import Quarantine

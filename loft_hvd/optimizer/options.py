@@ -26,6 +26,7 @@ from loft_hvd.optimizer.parameters import (
 from loft_hvd.pipeline.gradients import ReducerSettings
 from loft_hvd.pipeline.momentum import LossScaler, WorkerMomentum, read_momentum
 from loft_hvd.pipeline.selection import Scope, check_scope
+from loft_hvd.pipeline.suspicion.judgement import Watching
 from loft_hvd.pipeline.suspicion.tracker import Suspicion
 from loft_hvd.pipeline.suspicion.watch import Quarantine
 from loft_hvd.pipeline.wire import Compression, wire_name
@@ -88,6 +89,11 @@ class OptimizerOptions:
                 f"scaler={self.scaler!r} is of type {type(self.scaler).__name__}; give the "
                 "torch.amp.GradScaler whose scale() multiplies the loss"
             )
+
+    @property
+    def watching(self) -> Watching:
+        """How workers are judged."""
+        return Watching(self.settings.scope, self.diagnostics, self.quarantine, self.over)
 
     def find_transport(self) -> Transport | None:
         """Return the ranks there are now; None where this rank is not in the process set."""
@@ -172,6 +178,7 @@ class OptimizerOptions:
             "option compression": wire_name(settings.wire),
             "option sparse_as_dense": str(settings.sparse_as_dense),
             "variable LOFT_HVD_COPIES": config().copies,
+            "variable LOFT_HVD_LANE": config().lane,
             "variable LOFT_HVD_MESH": config().mesh,
             "option balancer": "none" if balancer is None else str(balancer.global_batch_size),
             "option scope": self.settings.scope,

@@ -231,7 +231,7 @@ class Audit:
             said.append(
                 f"rank {auditor} has {_FOUND[finding.what]} than rank {owner}, the owner, from "
                 f"coordinate {finding.coordinate} of its shard of "
-                f"{self._records[finding.record].spec.lane.name}; rank {owner} or rank {auditor} "
+                f"{self._records[finding.record].spec.row.name}; rank {owner} or rank {auditor} "
                 f"is wrong{senders}"
             )
         return (

@@ -14,13 +14,11 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from loft_hvd.balance.plan import StepSizes
 from loft_hvd.errors import ArgumentTypeError, UsageError
 from loft_hvd.pipeline.buckets import Bucket, Slot
 from loft_hvd.pipeline.momentum import Blend, WorkerMomentum
@@ -32,7 +30,6 @@ __all__ = [
     "OutgoingHook",
     "OutgoingHooks",
     "ReducerSettings",
-    "StepSource",
     "copy_scaled",
 ]
 
@@ -40,25 +37,6 @@ _logger = logging.getLogger(__name__)
 
 OutgoingHook = Callable[[Bucket, Tensor], None]
 """``(bucket, values)``: looks at, or changes, what a rank is about to send, [numel]."""
-
-
-@runtime_checkable
-class StepSource(Protocol):
-    """What the reducer asks of a balancer, and tells it."""
-
-    @property
-    def global_batch_size(self) -> int:
-        """Samples of one backward pass, at most, on all ranks that there are now together."""
-
-    @property
-    def splits(self) -> bool:
-        """Whether a batch may come in micro-batches, a backward pass each."""
-
-    def take_step(self) -> StepSizes:
-        """Return the sizes of the batch that the next backward pass belongs to."""
-
-    def gradient_arrived(self, *, blocked_s: float) -> None:
-        """Hear of each gradient, and what its hook and those before it spent on the wire."""
 
 
 @dataclass(frozen=True)

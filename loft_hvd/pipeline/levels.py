@@ -17,6 +17,7 @@ With m ranks in each of g groups, such as nodes, and d values:
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -35,14 +36,12 @@ from loft_hvd.pipeline.ring import (
     Stage,
     apply_rule,
     flat_exchange,
-    is_engine_sum,
     run_rule,
 )
 from loft_hvd.pipeline.weights import PassWeights, capped_weights, in_training
 from loft_hvd.pipeline.wire import Compression
-from loft_hvd.transport.base import Transport, Work
-from loft_hvd.transport.groups import Groups, subset
-from loft_hvd.transport.mesh import meshed
+from loft_hvd.transport.base import Lane, Work
+from loft_hvd.transport.groups import Groups
 
 __all__ = ["exchange_maker", "group_weights", "two_level_exchange"]
 
@@ -62,22 +61,25 @@ def group_weights(weights: PassWeights, groups: Groups) -> PassWeights:
     )
 
 
-def exchange_maker(
-    transport: Transport, groups: Groups | None, *, run: RunRule = run_rule
-) -> MakeExchange:
+def exchange_maker(groups: Groups | None, *, run: RunRule = run_rule) -> MakeExchange:
     """Return what makes exchanges, over all ranks at once without groups; every rank alike.
 
     ``run`` applies the rule, and may look at the rows on the way.
     """
     if groups is None:
         return functools.partial(flat_exchange, run=run)
-    meshes = meshed(transport)
-    inside, across = subset(meshes, groups.members), subset(meshes, groups.across)
+    # Of each lane, those of its parts: made once, as all ranks make them together.
+    parts: weakref.WeakKeyDictionary[Lane, tuple[Lane, Lane]] = weakref.WeakKeyDictionary()
 
     def make(spec: ExchangeSpec) -> Exchange:
-        if spec.numel == 0 or is_engine_sum(spec.rule, spec.wire):
+        if spec.numel == 0 or spec.is_sum:
             return flat_exchange(spec, run=run)
-        return two_level_exchange(spec, groups, inside, across, run=run)
+        if spec.lane not in parts:
+            parts[spec.lane] = (
+                spec.lane.subset(groups.members),
+                spec.lane.subset(groups.across),
+            )
+        return two_level_exchange(spec, groups, *parts[spec.lane], run=run)
 
     return make
 
@@ -101,7 +103,7 @@ class _Together:
 
 
 def two_level_exchange(
-    spec: ExchangeSpec, groups: Groups, inside: Transport, across: Transport, *, run: RunRule
+    spec: ExchangeSpec, groups: Groups, inside: Lane, across: Lane, *, run: RunRule
 ) -> Exchange:
     """Make the exchange of some values among the ranks of this rank's group, and across groups.
 
@@ -146,13 +148,13 @@ def two_level_exchange(
         work = inside.allgather(mean, received, name=f"{name}.in.ag")
         # All ranks meet at the end: one that went on to shut Horovod down while another group is
         # not done would take the engine away from it.
-        yield _Together(work, spec.transport.allreduce(mark, name=f"{name}.end"))
+        yield _Together(work, spec.lane.allreduce(mark, name=f"{name}.end"))
         if narrow is not None:
             enter(Stage.UNPACK)
             result.copy_(narrow)
 
     held = [ours, mean, rows, reduced] if narrow is None else [narrow, ours, mean, rows, reduced]
-    return Exchange(steps, lane=spec.lane, held=held)
+    return Exchange(steps, row=spec.row, held=held)
 
 
 def _average(

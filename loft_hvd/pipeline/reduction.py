@@ -19,7 +19,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from loft_hvd.aggregation.rules import Rule
 from loft_hvd.pipeline.buckets import part_bounds
 from loft_hvd.pipeline.ring import (
     Exchange,
@@ -28,18 +27,15 @@ from loft_hvd.pipeline.ring import (
     Stage,
     between_two,
     flat_exchange,
-    is_engine_sum,
     suits_two,
 )
 from loft_hvd.pipeline.weights import PassWeights
 from loft_hvd.pipeline.wire import Compression
-from loft_hvd.transport.base import Transport, overlaps
-from loft_hvd.transport.mesh import link_bytes_per_s, meshed
 
-__all__ = ["OVERLAPPING_PART_BYTES", "PART_BYTES", "BucketReduction", "Pack", "needs_no_bucket"]
+__all__ = ["OVERLAPPING_PART_BYTES", "PART_BYTES", "BucketReduction", "Pack"]
 
 Pack = Callable[[Tensor], PassWeights | None]
-"""Fills a bucket's values, [numel], and returns the weights of this time."""
+"""Fills in what a rank sends, [numel], and returns the weights of this time."""
 
 # Where an engine has one operation at a time. Bound from Horovod's cycle of 1 ms, which each part
 # waits for once more: 16 MiB take 13 ms on a link of 10 Gb/s.
@@ -67,49 +63,53 @@ _MAX_UNDER_WAY = 6  # parts; 3 of 12, 4 of 16, and 4, 6 or 12 of 24 were no bett
 _SUM_PART_BYTES = 2**31
 
 
-def needs_no_bucket(transport: Transport, rule: Rule, numel: int) -> bool:
-    """Say whether values can travel from the caller's tensor into another, without any padding."""
-    return numel > 0 and (numel % transport.world_size == 0 or suits_two(transport, rule))
-
-
 class BucketReduction:
-    """Reduces the values of one bucket, again and again.
+    """Reduces some values, again and again; a lane carries them.
 
-    Its bucket holds this rank's values before and the aggregated ones after; ``start`` has ``pack``
-    fill it. Without a bucket values go from one tensor of the caller's into another;
-    ``needs_no_bucket`` must hold for them. Aggregated values are multiplied by ``factor`` at last.
-    Values of at least twice ``part_bytes`` are cut into parts; None for what suits the transport.
+    ``start`` has ``pack`` fill in what this rank sends, and gives the weights of this time. Values
+    lie in a bucket of its own, this rank's before and the aggregated ones after. With ``is_given``
+    they come from one tensor of the caller's and the aggregated ones go into another, or into the
+    same one (``is_in_place``), and a bucket is between only where the lane or the shards' length
+    asks for one. Aggregated values are
+    multiplied by ``factor`` at last. Values of at least twice ``part_bytes`` are cut into parts;
+    None for what suits the lane.
     """
 
     def __init__(
         self,
         spec: ExchangeSpec,
         *,
-        has_bucket: bool = True,
-        pack: Pack | None = None,
+        pack: Pack,
+        is_given: bool = False,
+        is_in_place: bool = False,
         factor: float = 1.0,
         make_exchange: MakeExchange = flat_exchange,
         part_bytes: int | None = None,
     ) -> None:
-        spec = replace(spec, transport=_transport_for(spec))
-        self.overlaps = overlaps(spec.transport)
-        num_shards = spec.transport.world_size
-        if not has_bucket and suits_two(spec.transport, spec.rule):
+        lane, num_shards = spec.lane, spec.lane.world_size
+        is_two = is_given and not is_in_place and suits_two(lane, spec.rule)
+        if is_two:
             make_exchange, num_shards = between_two, 1
         bounds = _bounds(spec, num_shards, part_bytes)
-        if not has_bucket:
-            bounds = (*bounds[:-1], spec.numel)  # no padding at the end
+        # Whole shards need no padding at the end, and so no memory of our own for a result.
+        self._is_exact = is_given and (is_two or spec.is_sum or spec.numel % lane.world_size == 0)
+        if self._is_exact:
+            bounds = (*bounds[:-1], spec.numel)
+        self.is_sum = spec.is_sum
+        self.selection = spec.selection
         self._pack = pack
         self._factor = factor
-        self._lane = spec.lane
-        self._bucket_stages = spec.lane.row(spec.lane.name)  # within the bucket's own span
+        self._row = spec.row
+        self._bucket_stages = spec.row.row(spec.row.name)  # within the bucket's own span
         device = torch.device(spec.device)
         self._on_device: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
         if device.type == "cuda":
             self._on_device = functools.partial(torch.cuda.device, device)
         self._stage = Stage.IDLE
-        self.padded = spec.shared_zeros(bounds[-1] if has_bucket else 0)  # to whole shards
+        has_bucket = not self._is_exact or (lane.lends and not spec.is_sum)
+        self.padded = spec.sent_from(bounds[-1] if has_bucket else 0)  # to whole shards
         self.values = self.padded[: spec.numel]
+        self._result: Tensor | None = None  # that is given, until values are in it
         spans = [slice(begin, end) for begin, end in itertools.pairwise(bounds)]
         suffixes = [""] if len(spans) == 1 else [f".p{at}" for at in range(len(spans))]
         self._under_way: deque[Exchange] = deque()
@@ -122,7 +122,7 @@ class BucketReduction:
                         spec,
                         name=f"{spec.name}{suffix}",
                         numel=span.stop - span.start,
-                        lane=spec.lane.row(f"{spec.lane.name}{suffix}"),
+                        row=spec.row.row(f"{spec.row.name}{suffix}"),
                     )
                 ),
             )
@@ -142,25 +142,29 @@ class BucketReduction:
         parts = (exchange.stage for _, exchange in self._parts)
         return next((stage for stage in parts if stage is not Stage.DONE), Stage.UNPACK)
 
-    def start(self) -> None:
-        """Fill the bucket and put it on the wire."""
-        assert self._pack is not None
-        with self._on_device():
-            self._stage = Stage.PACK
-            self._lane.enter(self._lane.name)
-            self._bucket_stages.enter(Stage.PACK.value)
-            weights = self._pack(self.values)
-            self._bucket_stages.enter("")
-            self._send(self.padded, self.padded, weights)
+    def start(self, row: Tensor | None = None, result: Tensor | None = None) -> None:
+        """Fill in what is sent and put it on the wire.
 
-    def start_from(self, source: Tensor, result: Tensor, weights: PassWeights | None) -> None:
-        """Put values on the wire as they are, from one tensor into another, both [numel].
-
-        With a bucket both are ``padded``; for an engine's sum they are one, too. Leave ``source``
-        as it is until the end.
+        Where values are given, ``row`` has this rank's, [numel], and ``result`` gets the aggregated
+        ones. Where there is no bucket ``pack`` fills ``row`` itself, or
+        ``result`` where that is summed in place, and both are to be left alone until the end.
         """
         with self._on_device():
-            self._send(source, result, weights)
+            self._stage = Stage.PACK
+            self._row.enter(self._row.name)
+            self._bucket_stages.enter(Stage.PACK.value)
+            source, into = self.padded, self.padded
+            sent = self.values
+            if row is not None and result is not None:
+                self._result = result
+                if self._is_exact:
+                    into = result
+                    if self.padded.numel() == 0:
+                        source = result if self.is_sum else row
+                        sent = source
+            weights = self._pack(sent)
+            self._bucket_stages.enter("")
+            self._send(source, into, weights)
 
     def _send(self, source: Tensor, result: Tensor, weights: PassWeights | None) -> None:
         self._stage = Stage.ALL_TO_ALL
@@ -202,11 +206,16 @@ class BucketReduction:
                     return False
                 self._stage = Stage.UNPACK
                 self._bucket_stages.enter(Stage.UNPACK.value)
+                values, result, self._result = self.values, self._result, None
+                if result is not None:
+                    if not self._is_exact:
+                        result.copy_(values)
+                    values = result
                 if self._factor != 1.0:
-                    self.values.mul_(self._factor)
+                    values.mul_(self._factor)
                 self._bucket_stages.enter("")
                 self._stage = Stage.DONE
-                self._lane.enter("")
+                self._row.enter("")
         return self._stage is Stage.DONE
 
     def memory_bytes(self) -> int:
@@ -214,28 +223,19 @@ class BucketReduction:
         return self.padded.nbytes + sum(each.memory_bytes() for _, each in self._parts)
 
 
-def _transport_for(spec: ExchangeSpec) -> Transport:
-    """Return the transport that suits the values, for which every rank calls it alike."""
-    # Not by numel, which ranks may disagree about: an error shall say so, and no rank wait for it.
-    if spec.device == "cpu" and not is_engine_sum(spec.rule, spec.wire):
-        return meshed(spec.transport)
-    return spec.transport
-
-
 def _bounds(spec: ExchangeSpec, num_shards: int, part_bytes: int | None) -> tuple[int, ...]:
     if part_bytes is None:
-        can_overlap = overlaps(spec.transport)
-        part_bytes = _overlapping_bytes(spec) if can_overlap else PART_BYTES
+        part_bytes = _overlapping_bytes(spec) if spec.lane.overlaps else PART_BYTES
     if spec.rule.sees_rows:
         part_bytes = None  # its result depends on the block: whole shards, however long
-    elif is_engine_sum(spec.rule, spec.wire):
+    elif spec.is_sum:
         part_bytes = max(part_bytes, _SUM_PART_BYTES)
     return part_bounds(spec.numel, num_shards, itemsize=spec.dtype.itemsize, part_bytes=part_bytes)
 
 
 def _overlapping_bytes(spec: ExchangeSpec) -> int:
     """Return how long parts are whose operations overlap, in bytes of the values' own dtype."""
-    rate = link_bytes_per_s(spec.transport)
+    rate = spec.lane.bytes_per_s
     counted = own = spec.dtype.itemsize
     # Slow links count the bytes that travel; those of a user's own format nobody knows.
     is_slow = rate is not None and rate <= _FAST_BYTES_PER_S

@@ -9,7 +9,7 @@
     ALL_GATHER  rank j's result travels to every rank
     UNPACK      values are taken out of the wire's format: the same bits on every rank
 
-``as_engine_sum`` is the engine's own all-reduce instead, for a plain mean. ``between_two`` serves
+``as_lane_sum`` is the lane's own all-reduce instead, for a plain mean. ``between_two`` serves
 worlds of two ranks, and ``levels.py`` groups of ranks. Each sends 2 (n-1)/n of the values' bytes
 per rank, which is a ring all-reduce's traffic, or less.
 
@@ -32,10 +32,10 @@ from loft_hvd.aggregation.aggregate import aggregate
 from loft_hvd.aggregation.rules import Mean, Rule
 from loft_hvd.pipeline.selection import Scope, SelectionPart, total
 from loft_hvd.pipeline.streams import used_here
-from loft_hvd.pipeline.trace import Lane
+from loft_hvd.pipeline.trace import TraceRow
 from loft_hvd.pipeline.weights import PassWeights
 from loft_hvd.pipeline.wire import Compression, Compressor, Wire
-from loft_hvd.transport.base import Transport, Work, expect, in_place, shared_zeros
+from loft_hvd.transport.base import Lane, Work
 
 __all__ = [
     "Enter",
@@ -49,7 +49,7 @@ __all__ = [
     "apply_rule",
     "between_two",
     "flat_exchange",
-    "is_engine_sum",
+    "is_lane_sum",
     "run_rule",
     "suits_two",
 ]
@@ -74,14 +74,14 @@ class Stage(enum.Enum):
 class ExchangeSpec:
     """What is exchanged among whom, and how; equal on every rank."""
 
-    transport: Transport
+    lane: Lane
     name: str  # stem of the operations' names
     numel: int  # values of each rank
     dtype: torch.dtype  # of what is given and returned
     device: str
     rule: Rule  # aggregates the ranks' rows
     wire: Wire = Compression.none  # the format in which values travel
-    lane: Lane = field(default_factory=lambda: Lane(None, ""))  # where stages show in a trace
+    row: TraceRow = field(default_factory=lambda: TraceRow(None, ""))  # of its stages in a trace
     selection: SelectionPart | None = None  # of a rule that judges rows by their distances
     records: list[Record] | None = None  # where exchanges leave what audits need; None without
 
@@ -89,16 +89,14 @@ class ExchangeSpec:
         """Return a buffer; written once, so that no page of it is faulted in during a step."""
         return torch.zeros(shape, dtype=dtype or self.dtype, device=self.device)
 
-    def shared_zeros(self, numel: int, *, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a buffer, [numel], to send by ``in_place`` from."""
-        if self.device != "cpu" or is_engine_sum(self.rule, self.wire):
-            return self.zeros(numel, dtype=dtype)
-        return shared_zeros(self.transport, numel, dtype or self.dtype)
+    def sent_from(self, numel: int, *, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a buffer, [numel], to send from."""
+        return self.lane.zeros(numel, dtype or self.dtype, self.device)
 
     @property
-    def in_place(self) -> Transport:
-        """The transport on which others read what is sent where it lies, if ranks share memory."""
-        return in_place(self.transport) if self.device == "cpu" else self.transport
+    def is_sum(self) -> bool:
+        """Whether it is the lane's own all-reduce."""
+        return is_lane_sum(self.rule, self.wire, self.lane)
 
 
 @dataclass(eq=False)
@@ -171,14 +169,14 @@ class Exchange:
         self,
         steps: Steps,
         *,
-        lane: Lane,
+        row: TraceRow,
         held: Sequence[Tensor] = (),
         prepare: Callable[[Tensor], None] = lambda _: None,
     ) -> None:
         self.stage = Stage.IDLE
         self._way = steps
         self.prepare = prepare  # for the values of the next ``start``, given the result [numel]
-        self._lane = lane
+        self._row = row
         self._held = tuple(held)
         self._steps: Iterator[Work] = iter(())
         self._work: Work | None = None  # in flight; None when all steps are done
@@ -212,7 +210,7 @@ class Exchange:
 
     def _enter(self, stage: Stage) -> None:
         self.stage = stage
-        self._lane.enter("" if stage is Stage.DONE else stage.value)
+        self._row.enter("" if stage is Stage.DONE else stage.value)
 
     def memory_bytes(self) -> int:
         """Return the bytes of its own buffers; source and result are not among them."""
@@ -222,21 +220,25 @@ class Exchange:
 MakeExchange = Callable[[ExchangeSpec], Exchange]
 
 
-def is_engine_sum(rule: Rule, wire: Wire = Compression.none) -> bool:
-    """Say whether a rule is the engine's own all-reduce instead of a rule on shard owners.
+def is_lane_sum(rule: Rule, wire: Wire, lane: Lane) -> bool:
+    """Say whether a rule is the lane's own all-reduce instead of a rule on shard owners.
 
-    Engines add 16-bit values up in 16 bits, or not at all; shard owners do it in float32.
+    Engines add 16-bit values up in 16 bits, or not at all; shard owners do it in float32. What a
+    user's own format makes of values only that can add up.
     """
-    is_plain_mean = isinstance(rule, Mean) and not rule.reproducible
-    return is_plain_mean and wire not in (Compression.fp16, Compression.bf16)
+    if not isinstance(rule, Mean) or rule.reproducible:
+        return False
+    return lane.adds_up if wire is Compression.none else not isinstance(wire, Compression)
 
 
-def suits_two(transport: Transport, rule: Rule) -> bool:
+def suits_two(lane: Lane, rule: Rule) -> bool:
     """Say whether a rule may be applied on both of two ranks instead of on shard owners.
 
-    One that sees rows may not: its result is that of shards, whoever computes them.
+    One that sees rows may not: its result is that of shards, whoever computes them. Nor where rows
+    are read in place: nobody would tell when they have been.
     """
-    return transport.world_size == 2 and not is_engine_sum(rule) and not rule.sees_rows
+    is_sum = is_lane_sum(rule, Compression.none, lane)
+    return lane.world_size == 2 and not (is_sum or rule.sees_rows or lane.lends)
 
 
 def flat_exchange(spec: ExchangeSpec, *, run: RunRule = run_rule) -> Exchange:
@@ -245,9 +247,9 @@ def flat_exchange(spec: ExchangeSpec, *, run: RunRule = run_rule) -> Exchange:
     ``run`` applies the rule, and may look at the rows on the way.
     """
     if spec.numel == 0:
-        return Exchange(lambda *_: iter(()), lane=spec.lane)
-    if is_engine_sum(spec.rule, spec.wire):
-        return as_engine_sum(spec)
+        return Exchange(lambda *_: iter(()), row=spec.row)
+    if spec.is_sum:
+        return as_lane_sum(spec)
     if isinstance(spec.wire, Compression):
         return on_shard_owners(spec, spec.wire, run)
     return on_shard_owners_compressed(spec, spec.wire, run)
@@ -257,14 +259,14 @@ def on_shard_owners(spec: ExchangeSpec, wire: Compression, run: RunRule) -> Exch
     """Apply a rule on shard owners; see the module's head."""
     # Others may read in place what is sent here: shard j of it is overwritten only by rank j's
     # result, which rank j sends once it has read it, and a result once all have sent rows again.
-    transport, name, num_ranks = spec.in_place, spec.name, spec.transport.world_size
+    lane, name, num_ranks = spec.lane, spec.name, spec.lane.world_size
     # A narrower wire needs a copy to send from, and to receive into; others need none. An audit
     # asks for what was sent when results are there, so then the two are apart.
     is_own = wire.dtype in (None, spec.dtype)
-    narrow = None if is_own else spec.shared_zeros(spec.numel, dtype=wire.dtype)
-    kept = None if spec.records is None else spec.shared_zeros(spec.numel, dtype=wire.dtype)
+    narrow = None if is_own else spec.sent_from(spec.numel, dtype=wire.dtype)
+    kept = None if spec.records is None else spec.sent_from(spec.numel, dtype=wire.dtype)
     rows = spec.zeros(num_ranks, spec.numel // num_ranks, dtype=wire.dtype)  # [n, shard]
-    reduced = spec.shared_zeros(spec.numel // num_ranks, dtype=wire.dtype)  # [shard]
+    reduced = spec.sent_from(spec.numel // num_ranks, dtype=wire.dtype)  # [shard]
     record = None if kept is None else Record(spec, kept, rows, received=kept)
     if spec.records is not None and record is not None:
         spec.records.append(record)
@@ -279,30 +281,30 @@ def on_shard_owners(spec: ExchangeSpec, wire: Compression, run: RunRule) -> Exch
         if record is not None:
             record.received, record.weights = received, weights
         enter(Stage.ALL_TO_ALL)
-        yield transport.alltoall(sent, rows.view(-1), name=f"{name}.a2a")
+        yield lane.alltoall(sent, rows.view(-1), name=f"{name}.a2a")
         yield from apply_rule(spec, run, enter, rows, weights, reduced)
         # What was sent may be overwritten from here on: its collective is done.
         enter(Stage.ALL_GATHER)
-        yield transport.allgather(reduced, received, name=f"{name}.ag")
+        yield lane.allgather(reduced, received, name=f"{name}.ag")
         if narrow is not None:
             enter(Stage.UNPACK)
             result.copy_(narrow)
 
     def prepare(result: Tensor) -> None:
-        expect(transport, rows.view(-1), name=f"{name}.a2a")
+        lane.expect(rows.view(-1), name=f"{name}.a2a")
         # Also where that still holds what is to be sent: rank j sends its shard of the result only
         # once it has what lies there.
-        expect(transport, result if narrow is None else narrow, name=f"{name}.ag")
+        lane.expect(result if narrow is None else narrow, name=f"{name}.ag")
 
     held = [each for each in (narrow, kept, rows, reduced) if each is not None]
-    return Exchange(steps, lane=spec.lane, held=held, prepare=prepare)
+    return Exchange(steps, row=spec.row, held=held, prepare=prepare)
 
 
 def on_shard_owners_compressed(
     spec: ExchangeSpec, compressor: Compressor, run: RunRule
 ) -> Exchange:
     """Apply a rule on shard owners; values and results travel in a user's own format."""
-    transport, name, num_ranks = spec.transport, spec.name, spec.transport.world_size
+    lane, name, num_ranks = spec.lane, spec.name, spec.lane.world_size
     rows = spec.zeros(num_ranks, spec.numel // num_ranks)  # [n, shard]
     reduced = torch.zeros_like(rows[0])  # [shard]
 
@@ -313,21 +315,21 @@ def on_shard_owners_compressed(
         sent, context = _compressed(compressor, source)
         enter(Stage.ALL_TO_ALL)
         received = torch.empty_like(sent)
-        yield transport.alltoall(sent, received, name=f"{name}.a2a")
+        yield lane.alltoall(sent, received, name=f"{name}.a2a")
         enter(Stage.UNPACK)
         rows.view(-1).copy_(_decompressed(compressor, received, context))
         yield from apply_rule(spec, run, enter, rows, weights, reduced)
         own, context = _compressed(compressor, reduced)
         enter(Stage.ALL_GATHER)
-        yield transport.allgather(own, received, name=f"{name}.ag")  # of the size of all shards
+        yield lane.allgather(own, received, name=f"{name}.ag")  # of the size of all shards
         enter(Stage.UNPACK)
         result.copy_(_decompressed(compressor, received, context))
 
-    return Exchange(steps, lane=spec.lane, held=[rows, reduced])
+    return Exchange(steps, row=spec.row, held=[rows, reduced])
 
 
-def as_engine_sum(spec: ExchangeSpec) -> Exchange:
-    """Sum by the engine's own all-reduce, in place; each rank's are already scaled by its share."""
+def as_lane_sum(spec: ExchangeSpec) -> Exchange:
+    """Sum by the lane's own all-reduce, in place; each rank's are already scaled by its share."""
 
     def steps(
         enter: Enter, source: Tensor, result: Tensor, weights: PassWeights | None
@@ -335,16 +337,16 @@ def as_engine_sum(spec: ExchangeSpec) -> Exchange:
         assert source is result
         if isinstance(spec.wire, Compression):
             enter(Stage.ALL_REDUCE)
-            yield spec.transport.allreduce(result, name=spec.name)
+            yield spec.lane.allreduce(result, name=spec.name)
             return
         enter(Stage.PACK)
         sent, context = _compressed(spec.wire, source)
         enter(Stage.ALL_REDUCE)
-        yield spec.transport.allreduce(sent, name=spec.name)
+        yield spec.lane.allreduce(sent, name=spec.name)
         enter(Stage.UNPACK)
         result.copy_(_decompressed(spec.wire, sent, context))
 
-    return Exchange(steps, lane=spec.lane)
+    return Exchange(steps, row=spec.row)
 
 
 def between_two(spec: ExchangeSpec) -> Exchange:
@@ -357,22 +359,22 @@ def between_two(spec: ExchangeSpec) -> Exchange:
     # MPI ranks took 1.72 times hvd.allreduce's time on shard owners, 1.20 times so (`loft-hvd bench
     # collectives`, 2 shared cores, 2026-11-21). An all-gather of the rows would also copy a rank's
     # own row: 1.15 times as long from 25 MB on (2 Gloo ranks, 2 shared cores, 2026-11-22).
-    transport, name, rank = spec.transport, spec.name, spec.transport.rank
+    lane, name, rank = spec.lane, spec.name, spec.lane.rank
     other = spec.zeros(spec.numel)
 
     def steps(
         enter: Enter, source: Tensor, result: Tensor, weights: PassWeights | None
     ) -> Iterator[Work]:
         enter(Stage.ALL_TO_ALL)
-        yield transport.alltoall(source, other, name=f"{name}.swap", skips_own=True)
+        yield lane.alltoall(source, other, name=f"{name}.swap", skips_own=True)
         enter(Stage.AGGREGATE)
         # Rows are in rank order, so that weights belong to them.
         run_rule([source, other] if rank == 0 else [other, source], spec.rule, weights, result)
 
     def prepare(_: Tensor) -> None:
-        expect(transport, other, name=f"{name}.swap", skips_own=True)
+        lane.expect(other, name=f"{name}.swap", skips_own=True)
 
-    return Exchange(steps, lane=spec.lane, held=[other], prepare=prepare)
+    return Exchange(steps, row=spec.row, held=[other], prepare=prepare)
 
 
 def _compressed(compressor: Compressor, values: Tensor) -> tuple[Tensor, Any]:

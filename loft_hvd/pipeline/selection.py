@@ -37,7 +37,7 @@ from loft_hvd.aggregation.row_rules import RowRule
 from loft_hvd.aggregation.rules import Mean, Rule
 from loft_hvd.errors import ArgumentError, MismatchError
 from loft_hvd.pipeline.weights import PassWeights
-from loft_hvd.transport.base import Transport, Watch, Work, in_place, shared_zeros
+from loft_hvd.transport.base import Lane, Watch, Work
 
 __all__ = [
     "NUM_SLICES",
@@ -139,12 +139,13 @@ class Selection:
         is_model: whether all buckets decide together; changed only between two steps, on every
             rank alike.
         parts: the buckets, in an order equal on every rank.
+        is_whole: whether that is all of them; ``complete`` makes it so.
         told: the tables of all owners, of the last step over the whole model, [world_size, pairs].
     """
 
     def __init__(
         self,
-        transport: Transport,
+        lane: Lane,
         name: str,
         rule: RowRule,
         *,
@@ -155,14 +156,13 @@ class Selection:
         self.is_model = scope != "shard"  # "auto" begins so
         self.num_slices = num_slices
         self.parts: list[SelectionPart] = []
+        self.is_whole = True
         self.told: Floats | None = None
-        self._transport = transport
         # Others may read the table in place: the next one is written once all have sent rows again.
-        self._in_place = in_place(transport)
+        self._lane = lane
         self._row: Tensor | None = None
         self._name = name
         # Of one step, and of the thread that moves its buckets on.
-        self._is_complete = True
         self._num_measured = 0
         self._gather: tuple[Work, Tensor, Tensor] | None = None  # what is sent, what arrives
         self._decided: Decided | None = None
@@ -172,23 +172,17 @@ class Selection:
         self.parts.append(SelectionPart(self))
         return self.parts[-1]
 
-    def begin(self) -> None:
-        """Begin a step in which buckets are known as they come: ``join`` each, then ``complete``.
-
-        Without, every step has all parts.
-        """
-        self.parts.clear()
-        self._is_complete = False
-        self._clear()
-
-    def join(self, part: SelectionPart) -> None:
-        """Count on a part in this step."""
-        self.parts.append(part)
+    def forget(self, parts: Iterable[SelectionPart]) -> None:
+        """Take parts out; others may come in their place, until ``complete``."""
+        gone = {id(part) for part in parts}
+        self.parts = [part for part in self.parts if id(part) not in gone]
+        self.is_whole = False
 
     def complete(self) -> None:
-        """Count on no more parts in this step."""
-        self._is_complete = True
-        self._send()
+        """Hear that no more parts come than there are by now; in the thread that moves them on."""
+        self.is_whole = True
+        if self.is_model and self.parts:
+            self._send()
 
     def _clear(self) -> None:
         self._num_measured = 0
@@ -202,15 +196,15 @@ class Selection:
         self._send()
 
     def _send(self) -> None:
-        if not self._is_complete or self._num_measured < len(self.parts):
+        if not self.is_whole or self._num_measured < len(self.parts):
             return
         # In the order of parts, not in that in which their rows came.
         told = total(total(part.sums) for part in self.parts)
         if self._row is None:
-            self._row = shared_zeros(self._transport, len(told), torch.float64)
+            self._row = self._lane.zeros(len(told), torch.float64)
         row = self._row.copy_(torch.from_numpy(told))
-        rows = torch.zeros(self._transport.world_size, len(row), dtype=row.dtype)
-        work = self._in_place.allgather(row, rows.view(-1), name=f"{self._name}.tables")
+        rows = torch.zeros(self._lane.world_size, len(row), dtype=row.dtype)
+        work = self._lane.allgather(row, rows.view(-1), name=f"{self._name}.tables")
         self._gather = work, row, rows
 
     @property

@@ -30,6 +30,11 @@ class StreamOrder:
     def __init__(self, *devices: str) -> None:
         self._last: dict[str, Any] = dict.fromkeys(devices)  # the streams of who took last
 
+    def add(self, *devices: str) -> None:
+        """Keep the order on these devices, too."""
+        for device in devices:
+            self._last.setdefault(device, None)
+
     def take(self) -> None:
         """Have this thread's work follow what there is; what others queue later follows it."""
         self.follow()

@@ -1,4 +1,4 @@
-"""Where a step's time goes, as a Chrome trace: one lane for each bucket, or part of one.
+"""Where a step's time goes, as a Chrome trace: one row for each bucket, or part of one.
 
 Open the file in https://ui.perfetto.dev or chrome://tracing. Times are microseconds of the
 machine's monotonic clock, so that files of ranks on one machine can be laid over each other; when
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from loft_hvd.config import config
 
-__all__ = ["BEGAN", "Lane", "Trace", "trace_of", "trace_to"]
+__all__ = ["BEGAN", "Trace", "TraceRow", "trace_of", "trace_to"]
 
 _logger = logging.getLogger(__name__)
 BEGAN = "clock_began_since_epoch_in_micros"  # the name that a file has it under
@@ -45,13 +45,13 @@ class Trace:
         self._most_spans = most_spans
         self._process = os.getpid()
         self._lock = threading.RLock()  # a signal handler of the script's may reduce, too
-        self._lanes: dict[str, int] = {}
+        self._rows: dict[str, int] = {}
         self._spans: list[tuple[str, int, float, float]] = []
 
-    def add(self, lane: str, name: str, began_s: float, ended_s: float) -> None:
-        """Add a span to a lane."""
+    def add(self, row: str, name: str, began_s: float, ended_s: float) -> None:
+        """Add a span to a row."""
         with self._lock:
-            at = self._lanes.setdefault(lane, len(self._lanes))
+            at = self._rows.setdefault(row, len(self._rows))
             if len(self._spans) < self._most_spans:
                 self._spans.append((name, at, began_s, ended_s))
             else:
@@ -62,11 +62,11 @@ class Trace:
         if self._process != os.getpid():
             return  # a forked copy: the file is its parent's, and so is who holds its lock
         with self._lock:  # a copy: writing takes a second, in which hooks must not wait
-            spans, lanes = list(self._spans), dict(self._lanes)
+            spans, rows = list(self._spans), dict(self._rows)
         events: list[dict[str, object]] = [
             _named("process_name", self._rank, 0, f"rank {self._rank}")
         ]
-        events += [_named("thread_name", self._rank, at, lane) for lane, at in lanes.items()]
+        events += [_named("thread_name", self._rank, at, row) for row, at in rows.items()]
         events += [
             {
                 "name": name,
@@ -99,11 +99,11 @@ class Trace:
         return totals
 
 
-def _named(kind: str, rank: int, lane: int, name: str) -> dict[str, object]:
-    return {"name": kind, "ph": "M", "pid": rank, "tid": lane, "args": {"name": name}}
+def _named(kind: str, rank: int, row: int, name: str) -> dict[str, object]:
+    return {"name": kind, "ph": "M", "pid": rank, "tid": row, "args": {"name": name}}
 
 
-class Lane:
+class TraceRow:
     """One row of the picture: spans that follow each other, written as each ends.
 
     Without a trace they go nowhere.
@@ -117,7 +117,7 @@ class Lane:
 
     def enter(self, span: str) -> None:
         """End the open span, if any, and begin another; "" begins none."""
-        if self._trace is not None:  # else two comparisons are all that a lane costs
+        if self._trace is not None:  # else two comparisons are all that a row costs
             now = self._trace.clock()
             if self._span:
                 self._trace.add(self.name, self._span, self._began_s, now)
@@ -127,9 +127,9 @@ class Lane:
         """End the open span."""
         self.enter("")
 
-    def row(self, name: str) -> Lane:
-        """Return another lane of the same trace."""
-        return Lane(self._trace, name)
+    def row(self, name: str) -> TraceRow:
+        """Return another row of the same trace."""
+        return TraceRow(self._trace, name)
 
 
 @dataclass

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from loft_hvd.errors import ArgumentTypeError
 
-__all__ = ["Compression", "Compressor", "Wire", "read_compression", "wire_name"]
+__all__ = ["Compression", "Compressor", "Wire", "own_wire", "read_compression", "wire_name"]
 
 
 class Compressor(Protocol):
@@ -77,6 +77,12 @@ def read_compression(compression: Any) -> Wire:
         f"compression={compression!r} has no compress and decompress; pass loft.Compression.none, "
         ".fp16 or .bf16, one of hvd.Compression, or an object with both"
     )
+
+
+def own_wire(dtype: torch.dtype) -> Compression:
+    """Return the format in which values travel as they are: 16-bit ones in 16 bits."""
+    wires = {torch.float16: Compression.fp16, torch.bfloat16: Compression.bf16}
+    return wires.get(dtype, Compression.none)
 
 
 def wire_name(wire: Wire) -> str:

@@ -9,31 +9,33 @@ and untouched until the work is done.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Protocol, cast
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from loft_hvd.config import config
-from loft_hvd.errors import MismatchError, TransportError, TransportTimeoutError
+from loft_hvd.errors import (
+    MismatchError,
+    TransportError,
+    TransportTimeoutError,
+    UsageError,
+)
 
 __all__ = [
+    "Abilities",
     "Channel",
-    "OverTransport",
-    "Sharing",
+    "Lane",
     "Transport",
     "Watch",
     "Work",
     "closed_error",
-    "in_place",
     "locate",
-    "mixes_devices",
-    "overlaps",
     "shards_of",
-    "shared_zeros",
+    "subset",
     "wait_for",
     "watch_of",
 ]
@@ -75,8 +77,51 @@ class Work(Watched, Protocol):
         """Release a done operation; raise the engine's own error if it failed."""
 
 
+def _ignore(*_: object) -> None:
+    """Do nothing, for a transport that need not."""
+
+
+def _as_it_is(work: Work, _: str) -> Work:
+    return work
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """What a transport's ranks can, beside its collectives; equal on every rank.
+
+    The default suits a transport that can no more. ``lanes.py`` opens what is found here.
+
+    Attributes:
+        overlaps: several collectives are on the wire at once.
+        mixes_devices: ranks may bring one tensor on a CPU here and on a GPU there.
+        world: names these ranks, which stay for the length of the job, in this process; lanes may
+            be opened beside them, and are kept by it. None where none may, as in an elastic job.
+        at_end: has something called as the engine ends, such as what closes lanes.
+        open_mesh: connects all ranks, or returns None on all; None where that never pays.
+        open_group: makes a ``DeviceGroup`` of the same ranks, for tensors of a device, or returns
+            None on all of them.
+        follow: puts a work of a name under the eyes of the transport's watch.
+        open_heartbeat: opens the heartbeat of these ranks, unless it is open.
+        explain: lets an error of the engine's own say which rank is behind it.
+    """
+
+    overlaps: bool = False
+    mixes_devices: bool = False
+    world: Hashable = None
+    at_end: Callable[[Callable[[], None]], None] = _ignore
+    open_mesh: Callable[[Channel], Any] | None = None
+    open_group: Callable[[Channel, torch.device], Any] | None = None
+    follow: Callable[[Work, str], Work] = _as_it_is
+    open_heartbeat: Callable[[], object] = _ignore
+    explain: Callable[[Exception], None] = _ignore
+
+
 class Transport(Watched, Protocol):
     """What the pipeline needs from an engine such as Horovod."""
+
+    @property
+    def can(self) -> Abilities:
+        """What these ranks can, beside the collectives below."""
 
     @property
     def rank(self) -> int:
@@ -114,35 +159,6 @@ class Transport(Watched, Protocol):
         """Replace ``buffer``, any contiguous tensor, by rank 0's."""
 
 
-def overlaps(transport: Transport) -> bool:
-    """Say whether several collectives of a transport are on the wire at once."""
-    # A transport of a user's own that does not say is taken for an engine that has one at a time.
-    return bool(getattr(transport, "overlaps", False))
-
-
-def mixes_devices(transport: Transport) -> bool:
-    """Say whether ranks may bring one tensor on a CPU here and on a GPU there."""
-    # An engine has another way for each, and a rank on one would wait for those on the other.
-    return bool(getattr(transport, "mixes_devices", False))
-
-
-class Expecting(Protocol):
-    """A transport to which one can say in advance where what it brings shall lie."""
-
-    def expect(self, recv: Tensor, *, name: str, skips_own: bool = False) -> None:
-        """Take in what the next all-to-all or all-gather of that name brings, as soon as it comes.
-
-        That one has the same ``recv``. Each shard of it must be free once its rank sends it.
-        """
-
-
-def expect(transport: Transport, recv: Tensor, *, name: str, skips_own: bool = False) -> None:
-    """See ``Expecting``; nothing to a transport that cannot be told."""
-    # Not isinstance: of a protocol that takes 50 microseconds, twice for each part of a bucket.
-    if hasattr(transport, "expect"):
-        cast(Expecting, transport).expect(recv, name=name, skips_own=skips_own)
-
-
 class HasRank(Protocol):
     """One of some ranks."""
 
@@ -155,36 +171,6 @@ class HasRank(Protocol):
         """Number of ranks."""
 
 
-class Sharing(Protocol):
-    """A transport whose ranks can read each other's memory."""
-
-    @property
-    def in_place(self) -> Transport:
-        """The same ranks; what they send out of buffers of ``shared_zeros`` is read in place.
-
-        It sends nothing else. Do not change what was sent before you have received something that
-        every other rank sends only after it has read that.
-        """
-
-    def shared_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a buffer on the CPU, [numel], zeros, that all ranks can read."""
-
-
-def shared_zeros(transport: Transport, numel: int, dtype: torch.dtype) -> Tensor:
-    """Return a buffer on the CPU, [numel], zeros, to send ``in_place`` from."""
-    if hasattr(transport, "shared_zeros"):
-        return cast(Sharing, transport).shared_zeros(numel, dtype)
-    return torch.zeros(numel, dtype=dtype, device="cpu")
-
-
-def in_place(transport: Transport) -> Transport:
-    """Return the transport that sends out of such buffers; see ``Sharing``.
-
-    That is the transport itself where its ranks share no memory.
-    """
-    return cast(Sharing, transport).in_place if hasattr(transport, "in_place") else transport
-
-
 def shards_of(transport: HasRank, values: Tensor, *, skips_own: bool = False) -> list[Tensor]:
     """Return the shards of values by rank, this rank's own empty where they skip it."""
     shards = list(values.chunk(transport.world_size - skips_own))
@@ -193,13 +179,31 @@ def shards_of(transport: HasRank, values: Tensor, *, skips_own: bool = False) ->
     return shards
 
 
-class OverTransport:
-    """A transport over another, whose collectives are its own until it has better ones."""
+class Lane:
+    """One way by which values move between ranks; here by the transport's own collectives.
 
-    overlaps = False
+    It is a transport itself. Others say what they do better:
+
+    Attributes:
+        name: as users and the log know it.
+        overlaps: several exchanges are on the wire at once.
+        adds_up: its all-reduce is the best way to a sum. Else shard owners are, as for any rule.
+        lends: other ranks read what is sent where it lies, so it must lie in what ``zeros`` made.
+        is_queued: an exchange is done for the host as soon as it is begun; what comes after it
+            waits on the device. All ranks then begin exchanges in one order.
+        bytes_per_s: what the slowest rank can send; None where nobody has tried.
+    """
+
+    name = "the engine's own"
+    adds_up = True
+    lends = False
+    is_queued = False
+    bytes_per_s: float | None = None
 
     def __init__(self, below: Transport) -> None:
-        self._below = below
+        self.below = below
+        self.can = below.can
+        self.overlaps = below.can.overlaps
         self.rank = below.rank
         self.world_size = below.world_size
         self.node = below.node
@@ -207,19 +211,59 @@ class OverTransport:
 
     @property
     def watch(self) -> Watch | None:
-        return self._below.watch
+        return self.below.watch
+
+    def zeros(self, numel: int, dtype: torch.dtype, device: str = "cpu") -> Tensor:
+        """Return a buffer to send from, [numel], zeros: no page of it is faulted in later.
+
+        Do not change what was sent before you have received something that every other rank sends
+        only after it has that.
+        """
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+    def expect(self, recv: Tensor, *, name: str, skips_own: bool = False) -> None:
+        """Take in what the next all-to-all or all-gather of that name brings, as soon as it comes.
+
+        That one has the same ``recv``. Each shard of it must be free once its rank sends it. Lanes
+        that cannot be told wait for that exchange.
+        """
+
+    def subset(self, parts: Sequence[tuple[int, ...]]) -> Lane:
+        """Return the ranks of this rank's part; every rank calls it alike."""
+        return Lane(subset(self.below, parts))
 
     def alltoall(self, send: Tensor, recv: Tensor, *, name: str, skips_own: bool = False) -> Work:
-        return self._below.alltoall(send, recv, name=name, skips_own=skips_own)
+        return self.below.alltoall(send, recv, name=name, skips_own=skips_own)
 
     def allgather(self, send: Tensor, recv: Tensor, *, name: str) -> Work:
-        return self._below.allgather(send, recv, name=name)
+        return self.below.allgather(send, recv, name=name)
 
     def allreduce(self, buffer: Tensor, *, name: str) -> Work:
-        return self._below.allreduce(buffer, name=name)
+        return self.below.allreduce(buffer, name=name)
 
     def broadcast(self, buffer: Tensor, *, name: str) -> Work:
-        return self._below.broadcast(buffer, name=name)
+        return self.below.broadcast(buffer, name=name)
+
+
+@runtime_checkable
+class _Divisible(Protocol):
+    """A transport that can be cut into transports among some of its ranks."""
+
+    # Apart from Transport: one of a user's own need not have it, where nobody asks for over=.
+    def subset(self, parts: Sequence[tuple[int, ...]]) -> Transport: ...
+
+
+def subset(transport: Transport, parts: Sequence[tuple[int, ...]]) -> Transport:
+    """Return the transport among the ranks of this rank's part; every rank calls it alike.
+
+    Every rank is in exactly one of the parts, ranks ascending.
+    """
+    if not isinstance(transport, _Divisible):
+        raise UsageError(
+            f"over=: a {type(transport).__name__} cannot exchange among some of its ranks; leave "
+            "over= away, or give the transport a method subset(parts)"
+        )
+    return transport.subset(parts)
 
 
 def closed_error(what: str) -> TransportError:

@@ -8,26 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import torch
 
-from loft_hvd.errors import ArgumentError, ArgumentTypeError, UsageError
+from loft_hvd.errors import ArgumentError, ArgumentTypeError
 from loft_hvd.transport.agreement import digest
-from loft_hvd.transport.base import Channel, Transport
+from loft_hvd.transport.base import Channel
 
-__all__ = ["Groups", "Over", "find_groups", "nodes_of", "subset"]
+__all__ = ["Groups", "Over", "find_groups", "nodes_of"]
 
 Over = str | Sequence[Sequence[int]] | None
 """``"nodes"``, or the ranks of every group; None for no groups."""
-
-
-@runtime_checkable
-class _Divisible(Protocol):
-    """A transport that can be cut into transports among some of its ranks."""
-
-    # Apart from Transport: one of a user's own need not have it, where nobody asks for over=.
-    def subset(self, parts: Sequence[tuple[int, ...]]) -> Transport: ...
 
 
 @dataclass(frozen=True)
@@ -112,16 +103,3 @@ def find_groups(channel: Channel, over: Over) -> Groups | None:
             ) from error
         groups = Groups.of(members, world_size=channel.world_size)
     return groups if groups.group_size > 1 else None
-
-
-def subset(transport: Transport, parts: Sequence[tuple[int, ...]]) -> Transport:
-    """Return the transport among the ranks of this rank's part; every rank calls it alike.
-
-    Every rank is in exactly one of the parts, ranks ascending.
-    """
-    if not isinstance(transport, _Divisible):
-        raise UsageError(
-            f"over=: a {type(transport).__name__} cannot exchange among some of its ranks; leave "
-            "over= away, or give the transport a method subset(parts)"
-        )
-    return transport.subset(parts)

@@ -21,8 +21,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,16 +35,12 @@ from loft_hvd.errors import (
     TransportTimeoutError,
     UsageError,
 )
-from loft_hvd.transport.base import Channel, Transport, Work
+from loft_hvd.transport.base import Abilities, Channel, Work
+from loft_hvd.transport.device import DeviceGroup, group_beside
 from loft_hvd.transport.heartbeat.heartbeat import Heartbeat, is_of_engine
 from loft_hvd.transport.heartbeat.places import locals_of
 from loft_hvd.transport.heartbeat.watched import heartbeat_of, open_heartbeat, watched
-from loft_hvd.transport.mesh import Mesh, MeshTransport, open_mesh
-from loft_hvd.transport.shared_memory import (
-    SharedMemory,
-    open_shared_memory,
-    over_memory,
-)
+from loft_hvd.transport.mesh import Mesh, open_mesh
 
 __all__ = [
     "ElasticNotices",
@@ -318,6 +313,28 @@ class HorovodTransport:
         self._wait_for_table = _table_question(self._ops)
         self._answers: dict[Callable[[], Any], int] = {}  # of dynamic sets, which do not change
 
+    @functools.cached_property
+    def can(self) -> Abilities:
+        """What these ranks can; see ``Transport``."""
+        is_global = self._set.process_set_id == self._hvd.global_process_set.process_set_id
+        # Elastic jobs recover by the errors of Horovod's own operations.
+        if config().is_elastic or not is_global:
+            return Abilities(
+                follow=self._follow, open_heartbeat=self.open_heartbeat, explain=self.explain
+            )
+        is_gloo = self._hvd.gloo_enabled() and not self._hvd.mpi_enabled()
+        # On one host loopback is as fast without (docs/benchmarks.md).
+        pays = config().mesh == "on" or self.local_size < self.world_size
+        return Abilities(
+            world=("horovod", self.world_size, self.rank),
+            at_end=lambda call: _at_shutdown().append(call),
+            open_mesh=_open_mesh if is_gloo and pays else None,
+            open_group=_open_group,
+            follow=self._follow,
+            open_heartbeat=self.open_heartbeat,
+            explain=self.explain,
+        )
+
     @property  # asked each time: in an elastic job the world changes
     def rank(self) -> int:
         return self._ask(self._set.rank)
@@ -425,45 +442,13 @@ class HorovodTransport:
             raise
         finally:
             _starting().discard(me)
-        return self.follow(_HorovodWork(self._hvd, handle, copy_to=copy_to), name)
+        return self._follow(_HorovodWork(self._hvd, handle, copy_to=copy_to), name)
 
-    def follow(self, work: Work, name: str) -> Work:
+    def _follow(self, work: Work, name: str) -> Work:
         """Put an operation under the eyes of the heartbeat."""
         if heartbeat_of(self._world) is None:
             name = f"*{name}"  # the heartbeat is of all ranks, the operation of some
         return watched(work, name, self.watch)
-
-    def meshed(self) -> Transport:
-        """Return these ranks over a mesh where Gloo's are on several nodes; see ``mesh.meshed``.
-
-        Not in elastic jobs, which recover by the errors of Horovod's own operations, and not for
-        some of the ranks only.
-        """
-        setting = config().mesh
-        is_global = self._set.process_set_id == self._hvd.global_process_set.process_set_id
-        is_gloo = self._hvd.gloo_enabled() and not self._hvd.mpi_enabled()
-        if setting == "off" or config().is_elastic or not (is_global and is_gloo):
-            return self
-        if setting == "auto" and self.local_size == self.world_size:
-            return self  # loopback: as fast without (docs/benchmarks.md)
-        mesh = _opened(self, "loft.mesh", _open_mesh)
-        return self if mesh is None else MeshTransport(self, mesh)
-
-    def sharing(self) -> Transport:
-        """Return these ranks over shared memory where all are on one node; see ``sharing``.
-
-        Not where ``LOFT_HVD_MESH`` says otherwise, not in elastic jobs, and not for some of the
-        ranks only: see ``meshed``.
-        """
-        world_size = self.world_size
-        is_global = self._set.process_set_id == self._hvd.global_process_set.process_set_id
-        if config().mesh != "auto" or config().is_elastic or not is_global:
-            return self
-        if world_size == 1 or self.local_size != world_size:
-            return self
-        name = "loft.memory"
-        memory = _opened(self, name, open_shared_memory)
-        return self if memory is None else over_memory(Channel(self, name), memory)
 
     def subset(self, parts: Sequence[tuple[int, ...]]) -> HorovodTransport:
         """Return the ranks of this rank's part, as a process set; every rank calls it alike."""
@@ -507,60 +492,35 @@ class HorovodTransport:
         return self._start(name, self._hvd.broadcast_async_, _wire_view(buffer), root)
 
 
-_Opened = TypeVar("_Opened", Mesh, SharedMemory)
-
-
-def _opened(
-    transport: HorovodTransport, name: str, open_it: Callable[[Channel], _Opened | None]
-) -> _Opened | None:
-    """Return the mesh or memory of a world's ranks, which the first call opens with all of them."""
-    kept = _kept_open()
-    key = (name, transport.world_size, transport.rank)
-    with kept.lock:
-        if key not in kept.by_world:
-            kept.by_world[key] = open_it(Channel(transport, name))
-            _close_with_horovod()
-        return cast("_Opened | None", kept.by_world[key])
-
-
 def _open_mesh(channel: Channel) -> Mesh | None:
     return open_mesh(channel, interface=config().interface, compact_floats=config().compact)
 
 
-@dataclass(frozen=True)
-class _KeptOpen:
-    """What this process has open, by name, world size and rank; None where ranks cannot have it."""
-
-    # Reentrant: a signal handler may shut Horovod down while this opens.
-    lock: threading.RLock = field(default_factory=threading.RLock)
-    by_world: dict[tuple[str, int, int], Mesh | SharedMemory | None] = field(default_factory=dict)
-
-
-@functools.cache
-def _kept_open() -> _KeptOpen:
-    return _KeptOpen()
+def _open_group(channel: Channel, device: torch.device) -> DeviceGroup | None:
+    """Make a process group of torch's beside Horovod, whatever Horovod was built with."""
+    if device.type == "cpu":  # without a GPU: on a mesh's connections
+        mesh = _open_mesh(channel)
+        return None if mesh is None else DeviceGroup(mesh.group, device, mesh.close)
+    return group_beside(channel, device)
 
 
 @functools.cache
-def _close_with_horovod() -> None:
-    """Have ``hvd.shutdown`` close what is open, too: Horovod tells nobody that it ends."""
+def _at_shutdown() -> list[Callable[[], None]]:
+    """Return what ``hvd.shutdown`` calls, too, at its end: Horovod tells nobody that it ends."""
     # Both ``hvd.shutdown`` and one that a script has imported look it up here when they are called.
     basics = importlib.import_module("horovod.torch.mpi_ops")._basics
-    shut_down = basics.shutdown
+    shut_down, calls = basics.shutdown, list[Callable[[], None]]()
 
     @functools.wraps(shut_down)
-    def shut_down_and_close() -> None:
+    def shut_down_and_call() -> None:
         try:
             shut_down()
         finally:
-            kept = _kept_open()
-            with kept.lock:
-                for each in list(kept.by_world.values()):
-                    if each is not None:
-                        each.close()
-                kept.by_world.clear()
+            while calls:
+                calls.pop()()
 
-    basics.shutdown = shut_down_and_close
+    basics.shutdown = shut_down_and_call
+    return calls
 
 
 @functools.cache

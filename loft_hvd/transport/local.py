@@ -33,6 +33,7 @@ from loft_hvd.errors import (
     TransportError,
     TransportTimeoutError,
 )
+from loft_hvd.transport.base import Abilities
 
 __all__ = ["Faults", "LocalTransport", "LocalWatch", "LocalWorld", "run_ranks"]
 
@@ -296,6 +297,8 @@ class _LocalWork:
 
 class LocalTransport:
     """One rank's end of a ``LocalWorld``, among all of its ranks or some; see ``Transport``."""
+
+    can = Abilities()
 
     def __init__(
         self, world: LocalWorld, rank: int, *, members: tuple[int, ...] | None = None

@@ -7,9 +7,9 @@ tensor fills the link while this one is aggregated. On 4 hosts with links of 200
 exchange of 25 MB took 2.2 s on Horovod's collectives, 1.7 s so. Where links are slow, floats travel
 in fewer bytes (``compact.py``).
 
-``open_mesh`` connects ranks, which prove themselves to each other; ``MeshTransport`` is a transport
-whose all-to-all and all-gather take the mesh, and whose other collectives are those of the
-transport below it.
+``open_mesh`` connects ranks, which prove themselves to each other, and ``try_mesh`` takes the
+connections of a process group that there is; ``MeshLane`` is the lane of all-to-alls and
+all-gathers on them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,25 +38,23 @@ from loft_hvd.transport import compact
 from loft_hvd.transport.agreement import digest
 from loft_hvd.transport.base import (
     Channel,
-    OverTransport,
+    Lane,
     Transport,
     Watch,
     Work,
     closed_error,
     shards_of,
+    subset,
 )
-from loft_hvd.transport.groups import nodes_of, subset
+from loft_hvd.transport.groups import nodes_of
 
 __all__ = [
     "Mesh",
-    "MeshTransport",
+    "MeshLane",
     "MeshWork",
     "Move",
-    "connections_of",
-    "follower_of",
-    "link_bytes_per_s",
-    "meshed",
     "open_mesh",
+    "try_mesh",
 ]
 
 _logger = logging.getLogger(__name__)
@@ -205,6 +203,11 @@ class Mesh:
         self._parts.add(part)
         return part
 
+    @property
+    def group(self) -> Any:
+        """The process group; None once it is closed."""
+        return self._group
+
     def interrupt(self) -> None:
         """End the waits on these connections, and with them the connections, for subsets too."""
         # Gloo ends both where one wait ends in vain, so this waits for what nobody sends. For one
@@ -236,7 +239,7 @@ class Mesh:
         return self.exchange([send] * self.world_size, shards_of(self, recv), name=name)
 
     def expect(self, recv: Tensor, *, name: str, skips_own: bool = False) -> None:
-        """Start to receive what the next exchange of that name brings; see ``Expecting``."""
+        """Start to receive what the next exchange of that name brings; see ``Lane``."""
         # Gloo sends values once the other side has said that it is ready to receive them, and says
         # so behind all that is being sent on that connection.
         shards = shards_of(self, recv, skips_own=skips_own)
@@ -352,77 +355,32 @@ def _tag(name: str, values: Tensor, phase: int) -> int:
     return 2 * (digest(f"{name} {values.nbytes} {values.dtype}") % (_TAGS // 2)) + phase
 
 
-@runtime_checkable
-class _Meshable(Protocol):
-    """A transport that may have a mesh."""
+class MeshLane(Lane):
+    """Exchanges of CPU tensors on a mesh; its other collectives are those of the transport."""
 
-    def meshed(self) -> Transport: ...
-
-    def follow(self, work: Work, name: str) -> Work: ...  # under the eyes of its watch
-
-
-def follower_of(transport: Transport) -> Callable[[Work, str], Work]:
-    """Return what puts a work of a name under the eyes of a transport's watch, if it has one."""
-    if isinstance(transport, _Meshable):
-        return transport.follow
-    return lambda work, _: work
-
-
-class MeshTransport(OverTransport):
-    """A transport whose all-to-all and all-gather of CPU tensors take a mesh; see ``Transport``."""
-
-    overlaps = True
+    name = "mesh"
 
     def __init__(self, below: Transport, mesh: Mesh) -> None:
         super().__init__(below)
-        self._follow = follower_of(below)
+        self.overlaps = True
         self.mesh = mesh
+        self.bytes_per_s = mesh.bytes_per_s
 
-    def subset(self, parts: Sequence[tuple[int, ...]]) -> MeshTransport:
-        """Return the ranks of this rank's part; every rank calls it alike."""
+    def subset(self, parts: Sequence[tuple[int, ...]]) -> MeshLane:
         own = next(part for part in parts if self.rank in part)
-        return MeshTransport(subset(self._below, parts), self.mesh.subset(own))
+        return MeshLane(subset(self.below, parts), self.mesh.subset(own))
 
     def alltoall(self, send: Tensor, recv: Tensor, *, name: str, skips_own: bool = False) -> Work:
-        if send.device.type != "cpu":
-            return super().alltoall(send, recv, name=name, skips_own=skips_own)
         return self._post(name, self.mesh.alltoall(send, recv, name=name, skips_own=skips_own))
 
     def allgather(self, send: Tensor, recv: Tensor, *, name: str) -> Work:
-        if send.device.type != "cpu":
-            return super().allgather(send, recv, name=name)
         return self._post(name, self.mesh.allgather(send, recv, name=name))
 
     def expect(self, recv: Tensor, *, name: str, skips_own: bool = False) -> None:
-        """See ``Expecting``."""
-        if recv.device.type == "cpu":
-            self.mesh.expect(recv, name=name, skips_own=skips_own)
+        self.mesh.expect(recv, name=name, skips_own=skips_own)
 
     def _post(self, name: str, move: Move) -> Work:
-        return self._follow(MeshWork(name, move, self.mesh), name)
-
-
-def meshed(transport: Transport) -> Transport:
-    """Return the transport to exchange rows on; every rank calls it alike.
-
-    That is one over a mesh where the transport has one, which it opens by the first such call, and
-    the transport itself otherwise.
-    """
-    return transport.meshed() if isinstance(transport, _Meshable) else transport
-
-
-def connections_of(transport: Transport) -> Mesh | None:
-    """Return the mesh that a transport exchanges rows on, if any: another one in a new world."""
-    lines = meshed(transport)
-    return lines.mesh if isinstance(lines, MeshTransport) else None
-
-
-def link_bytes_per_s(transport: Transport) -> float | None:
-    """Return the bytes a second that the slowest rank can send, the same on every rank, if known.
-
-    ``transport`` is one that ``meshed`` has returned.
-    """
-    return transport.mesh.bytes_per_s if isinstance(transport, MeshTransport) else None
+        return self.can.follow(MeshWork(name, move, self.mesh), name)
 
 
 # Opening.
@@ -506,10 +464,30 @@ def open_mesh(channel: Channel, *, interface: str, compact_floats: str = "auto")
     if not _on_all(channel.sub("proven"), not reason):
         _tell(channel, reason or "a rank has met a stranger")
         return None
-    bytes_per_s, silent = _try_links(group, channel.sub("links"))
-    if silent:
-        _tell(channel, f"ranks {silent} could not send or receive")
+    mesh = try_mesh(group, range(channel.world_size), channel, compact_floats=compact_floats)
+    if isinstance(mesh, str):
+        _tell(channel, mesh)
         return None
+    return mesh
+
+
+def try_mesh(
+    group: Any, ranks: Sequence[int], channel: Channel, *, compact_floats: str = "auto"
+) -> Mesh | str:
+    """Try how fast connections are, and choose how floats travel; every rank calls it alike.
+
+    Args:
+        group: a Gloo process group that nobody else sends on by the mesh's tags.
+        ranks: the group's numbers of the ranks, in rank order.
+        channel: the ranks.
+        compact_floats: as in ``open_mesh``.
+
+    Returns:
+        The mesh; or, on every rank, why some rank cannot use the connections.
+    """
+    bytes_per_s, silent = _try_links(group, ranks, channel.sub("links"))
+    if silent:
+        return f"ranks {silent} could not send or receive"
     is_slow = bytes_per_s <= _COMPACT_BYTES_PER_S
     wanted = compact_floats == "on" or (compact_floats == "auto" and is_slow)
     is_compact = _on_all(channel.sub("compact"), wanted and compact.is_available())
@@ -519,7 +497,6 @@ def open_mesh(channel: Channel, *, interface: str, compact_floats: str = "auto")
             8e-6 * bytes_per_s,
             "compact" if is_compact else "plain",
         )
-    ranks = range(channel.world_size)
     return Mesh(
         group,
         rank=channel.rank,
@@ -531,14 +508,18 @@ def open_mesh(channel: Channel, *, interface: str, compact_floats: str = "auto")
 
 
 def _try_links(
-    group: Any, channel: Channel, *, clock: Callable[[], float] = time.monotonic
+    group: Any,
+    ranks: Sequence[int],
+    channel: Channel,
+    *,
+    clock: Callable[[], float] = time.monotonic,
 ) -> tuple[float, list[int]]:
     """Return the bytes a second that the slowest rank sends, and the ranks that could not.
 
     Both are the same on every rank.
     """
     num_ranks, limit_s = channel.world_size, min(_CONNECT_S, channel.timeout_s / 2)
-    mesh = Mesh(group, rank=channel.rank, ranks=range(num_ranks), longest_s=limit_s)
+    mesh = Mesh(group, rank=channel.rank, ranks=ranks, longest_s=limit_s)
     best = 0.0
     for at, num_bytes in enumerate(_TRIED_BYTES):
         shard = -(-num_bytes // max(1, num_ranks - 1))

@@ -5,9 +5,8 @@ its own that takes turns with all others. Here a rank's buffers lie in memory th
 read and not write. It tells them which exchange's values lie ready, and where, and who has heard
 that of all ranks copies the values to where they belong (docs/benchmarks.md, "On one host").
 
-``open_shared_memory`` connects ranks; ``SharedMemoryTransport`` is a transport that has such
-buffers, beside the collectives of the transport below it. Whether an exchange goes by them is
-decided when it is made, never by where values happen to lie: ranks could differ.
+``open_shared_memory`` connects ranks; ``SharedMemoryLane`` has such buffers. Whether an exchange
+goes by them is decided when it is made, never by where values happen to lie: ranks could differ.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,22 +35,19 @@ from loft_hvd.errors import TransportError
 from loft_hvd.transport.agreement import digest
 from loft_hvd.transport.base import (
     Channel,
-    OverTransport,
+    Lane,
     Transport,
     Watch,
     Work,
     closed_error,
     shards_of,
 )
-from loft_hvd.transport.groups import subset
-from loft_hvd.transport.mesh import follower_of
 
 __all__ = [
     "SharedMemory",
-    "SharedMemoryTransport",
+    "SharedMemoryLane",
     "open_shared_memory",
     "over_memory",
-    "sharing",
 ]
 
 _logger = logging.getLogger(__name__)
@@ -282,36 +278,26 @@ class _SharedWork:
             memory.read(peer, *self._exchange, self._recvs[peer])
 
 
-class SharedMemoryTransport(OverTransport):
-    """A transport whose ranks can read each other's buffers in place; see ``Sharing``.
+class SharedMemoryLane(Lane):
+    """All-to-alls and all-gathers of what lies in buffers that ``zeros`` has made, read there.
 
     Its exchanges are one series, which ends with it: what another has left is nothing to them. All
     else is as in the transport below it, groups of some of the ranks too.
     """
 
+    name = "shared memory"
+    lends = True
+    adds_up = False  # owners read each value once, where an engine's sum copies it twice
+
     def __init__(self, below: Transport, memory: SharedMemory, *, series: int) -> None:
         super().__init__(below)
+        self.overlaps = False
         self.memory = memory
-        self.in_place = _InPlace(below, memory, series)
-
-    def shared_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """See ``Sharing``."""
-        return self.memory.zeros(numel, dtype)
-
-    def subset(self, parts: Sequence[tuple[int, ...]]) -> Transport:
-        """Return the ranks of this rank's part; every rank calls it alike."""
-        return subset(self._below, parts)
-
-
-class _InPlace(OverTransport):
-    """All-to-alls and all-gathers of what lies in shared buffers, read where it lies."""
-
-    def __init__(self, below: Transport, memory: SharedMemory, series: int) -> None:
-        super().__init__(below)
-        self._memory = memory
         self._series = series
-        self._follow = follower_of(below)
         weakref.finalize(self, memory.end, series).atexit = False
+
+    def zeros(self, numel: int, dtype: torch.dtype, device: str = "cpu") -> Tensor:
+        return self.memory.zeros(numel, dtype)
 
     def alltoall(self, send: Tensor, recv: Tensor, *, name: str, skips_own: bool = False) -> Work:
         sends, recvs = (shards_of(self, each, skips_own=skips_own) for each in (send, recv))
@@ -324,31 +310,15 @@ class _InPlace(OverTransport):
         # With size and dtype, as in a mesh: ranks that disagree wait instead, until their limit.
         num_bytes = max(each.nbytes for each in recvs)
         tag = digest(f"{self._series} {name} {num_bytes} {recvs[0].dtype}")
-        number = self._memory.post(self._series, tag, sends)
+        number = self.memory.post(self._series, tag, sends)
         recvs[self.rank].copy_(sends[self.rank])
-        return self._follow(_SharedWork(self._memory, tag, number, recvs), name)
+        return self.can.follow(_SharedWork(self.memory, tag, number, recvs), name)
 
 
-@runtime_checkable
-class _Shareable(Protocol):
-    """A transport whose ranks may share memory."""
-
-    def sharing(self) -> Transport: ...
-
-
-def sharing(transport: Transport) -> Transport:
-    """Return the transport to make buffers of values on; every rank calls it alike.
-
-    That is one over shared memory where the transport's ranks have it, which they open by the first
-    such call, and the transport itself otherwise.
-    """
-    return transport.sharing() if isinstance(transport, _Shareable) else transport
-
-
-def over_memory(channel: Channel, memory: SharedMemory) -> SharedMemoryTransport:
-    """Return a channel's transport over shared memory, with a series of its own; all call it."""
+def over_memory(channel: Channel, memory: SharedMemory) -> SharedMemoryLane:
+    """Return a lane of a channel's transport, with a series of its own; every rank calls it."""
     series = memory.next_series(channel.sub("series"))
-    return SharedMemoryTransport(channel.transport, memory, series=series)
+    return SharedMemoryLane(channel.transport, memory, series=series)
 
 
 # Opening.

@@ -18,11 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from loft_hvd.config import config
-from loft_hvd.errors import ArgumentTypeError, UsageError
-from loft_hvd.transport.base import Work
+from loft_hvd.errors import ArgumentTypeError, TransportError, UsageError
+from loft_hvd.transport.base import Abilities, Channel, Work
+from loft_hvd.transport.device import DeviceGroup, has_own_devices
+from loft_hvd.transport.groups import nodes_of
 from loft_hvd.transport.heartbeat.heartbeat import Heartbeat
 from loft_hvd.transport.heartbeat.watched import heartbeat_of, open_heartbeat, watched
-from loft_hvd.transport.mesh import Mesh, MeshWork, Move
+from loft_hvd.transport.mesh import Mesh, MeshWork, Move, try_mesh
 
 __all__ = ["TorchDistributedTransport"]
 
@@ -40,9 +42,6 @@ class TorchDistributedTransport:
         UsageError: ``torch.distributed`` is not initialised.
     """
 
-    overlaps = True
-    mixes_devices = True
-
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise UsageError(
@@ -52,19 +51,58 @@ class TorchDistributedTransport:
         group = group or dist.group.WORLD
         # Numbers within the default group, by which torch addresses sends and receives.
         self._ranks: list[int] = dist.get_process_group_ranks(group)
+        self._given = group
         if dist.get_backend(group) != dist.Backend.GLOO:
             group = _gloo_beside(group)
         self.rank = dist.get_rank(group)
         self.world_size = len(self._ranks)
+        self._group = group
+        self._parts: dict[tuple[int, ...], TorchDistributedTransport] = {}
         self._mesh = Mesh(group, rank=self.rank, ranks=range(self.world_size))
         self.node = socket.gethostname()
-        self.local_size = min(config().local_ranks, self.world_size)  # as the launcher tells
         self._world = "torch." + ".".join(map(str, self._ranks))
+        self.can = Abilities(
+            overlaps=True,
+            mixes_devices=True,
+            world=("torch", group),
+            open_mesh=self._open_mesh,
+            open_group=self._open_group,
+            follow=lambda work, name: watched(work, name, self.watch),
+            open_heartbeat=self.open_heartbeat,
+        )
+        # Where a launcher tells that the whole job is on this host, nobody need be asked.
+        self.local_size = self.world_size
+        if config().local_ranks < dist.get_world_size():
+            nodes = nodes_of(Channel(self, f"loft.{self._world}"))
+            self.local_size = next(len(node) for node in nodes if self.rank in node)
 
     @property
     def watch(self) -> Heartbeat | None:
         """The heartbeat of these ranks; None where none was opened."""
         return heartbeat_of(self._world)
+
+    def _open_mesh(self, channel: Channel) -> Mesh | None:
+        if self.local_size == self.world_size:
+            return self._mesh  # loopback needs no trial
+        mesh = try_mesh(
+            self._group, range(self.world_size), channel, compact_floats=config().compact
+        )
+        if isinstance(mesh, str):
+            raise TransportError(f"{channel.name}: {mesh}, by the process group's connections")
+        return mesh
+
+    def _open_group(self, channel: Channel, device: torch.device) -> DeviceGroup | None:
+        if device.type == "cpu":  # without a GPU
+            return DeviceGroup(self._new_group("gloo"), device)
+        if "nccl" in str(dist.get_backend_config(self._given)):
+            return DeviceGroup(self._given, device)
+        if not dist.is_nccl_available() or not has_own_devices(channel, device):
+            return None
+        return DeviceGroup(self._new_group("nccl"), device)
+
+    def _new_group(self, backend: str) -> Any:
+        # Locally: the ranks of other parts make groups of their own at the same time.
+        return dist.new_group(self._ranks, backend=backend, use_local_synchronization=True)
 
     def open_heartbeat(self) -> None:
         """Open the heartbeat of these ranks, unless it is open; every one of them calls it."""
@@ -75,9 +113,11 @@ class TorchDistributedTransport:
         """Return the ranks of this rank's part, as a group; every rank calls it alike."""
         part = next(part for part in parts if self.rank in part)
         ranks = [self._ranks[rank] for rank in part]
-        # Locally: the ranks of other parts make groups of their own at the same time.
-        group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        return TorchDistributedTransport(group)
+        if (key := tuple(ranks)) not in self._parts:  # torch keeps each group that it made
+            # Locally: the ranks of other parts make groups of their own at the same time.
+            group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            self._parts[key] = TorchDistributedTransport(group)
+        return self._parts[key]
 
     def alltoall(self, send: Tensor, recv: Tensor, *, name: str, skips_own: bool = False) -> Work:
         received = _on_cpu(recv)
@@ -88,11 +128,6 @@ class TorchDistributedTransport:
         received = _on_cpu(recv)
         move = self._mesh.allgather(_on_cpu(send), received, name=name)
         return self._post(name, move, received, recv)
-
-    def expect(self, recv: Tensor, *, name: str, skips_own: bool = False) -> None:
-        """See ``Expecting``."""
-        if recv.device.type == "cpu":
-            self._mesh.expect(recv, name=name, skips_own=skips_own)
 
     def allreduce(self, buffer: Tensor, *, name: str) -> Work:
         if buffer.dtype == torch.bool:
@@ -126,7 +161,7 @@ class TorchDistributedTransport:
             if result.data_ptr() != target.data_ptr():
                 target.copy_(result.view_as(target))
 
-        return watched(MeshWork(name, run, self._mesh), name, self.watch)
+        return self.can.follow(MeshWork(name, run, self._mesh), name)
 
 
 @functools.cache

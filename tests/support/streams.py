@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from loft_hvd.pipeline import engine, streams
+from loft_hvd.pipeline import allreduce, engine, flights, streams
 
 __all__ = ["FakeStream", "FakeStreams"]
 
@@ -40,7 +40,7 @@ class FakeStreams:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._own = threading.local()
-        for module in (engine, streams):
+        for module in (allreduce, engine, flights, streams):
             monkeypatch.setattr(module, "current_stream", lambda device: self.current)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,13 +10,15 @@ import torch
 from torch import Tensor
 
 import loft_hvd as loft
-from loft_hvd.pipeline.buckets import Bucket, ParameterSpec, lay_out
-from loft_hvd.pipeline.engine import Engine
+from loft_hvd.pipeline.buckets import ParameterSpec
 from loft_hvd.pipeline.gradients import OutgoingHooks, ReducerSettings
 from loft_hvd.pipeline.reducer import GradientReducer
-from loft_hvd.pipeline.suspicion.watch import Unwatched
-from loft_hvd.pipeline.weights import PassWeights
-from loft_hvd.transport.base import Channel
+from loft_hvd.pipeline.reduction import BucketReduction
+from loft_hvd.pipeline.ring import ExchangeSpec
+from loft_hvd.pipeline.suspicion.judgement import Judgement, Watching
+from loft_hvd.pipeline.wire import Wire
+from loft_hvd.runlog import RunLog
+from loft_hvd.transport.base import Channel, Lane
 from loft_hvd.transport.local import LocalTransport
 from tests.support.recording import RecordingTransport
 
@@ -49,15 +52,22 @@ def make_reducer(
 
     ``settings`` are more of ``ReducerSettings``.
     """
+    channel = Channel(transport, "loft.test", timeout_s)
     return GradientReducer(
         params,
         [ParameterSpec(f"p{at}", tuple(p.shape), p.dtype) for at, p in enumerate(params)],
         [rule],
         settings=ReducerSettings(bucket_bytes=bucket_bytes, **settings),
-        channel=Channel(transport, "loft.test", timeout_s),
+        channel=channel,
         source=None,
         outgoing=OutgoingHooks(),
-        watch=Unwatched("a test"),
+        judgement=Judgement(
+            channel,
+            [rule],
+            Watching(settings.get("scope", "shard"), diagnostics=False),
+            is_on_cpu=True,
+            log=RunLog(None),
+        ),
     )
 
 
@@ -69,20 +79,25 @@ def give_gradients(params: list[torch.nn.Parameter], value: float = 1.0) -> None
 
 
 def reduce_bucket(
-    end: LocalTransport, rule: loft.Rule, *, numel: int = 5003, num_times: int = 2, **options: Any
-) -> tuple[Tensor, Engine, RecordingTransport]:
-    """Reduce one bucket of seeded values a few times with an engine of its own."""
+    end: LocalTransport,
+    rule: loft.Rule,
+    *,
+    numel: int = 5003,
+    num_times: int = 2,
+    wire: Wire = loft.Compression.none,
+    part_bytes: int | None = None,
+) -> tuple[Tensor, BucketReduction, RecordingTransport]:
+    """Reduce one bucket of seeded values a few times."""
     transport = RecordingTransport(end)
-    buckets = lay_out([ParameterSpec("w", (numel,), torch.float32)], bucket_bytes=1 << 30)
 
-    def pack(bucket: Bucket, values: Tensor) -> PassWeights | None:
+    def pack(values: Tensor) -> None:
         generator = torch.Generator().manual_seed(end.rank)
         values.copy_(torch.randn(numel, generator=generator))
-        return None
 
-    engine = Engine(Channel(transport, "loft", 30.0), buckets, [rule], pack=pack, **options)
+    spec = ExchangeSpec(Lane(transport), "loft", numel, torch.float32, "cpu", rule, wire)
+    reduction = BucketReduction(spec, pack=pack, part_bytes=part_bytes)
     for _ in range(num_times):
-        engine.start(0)
-        engine.finish()
-    engine.close()
-    return engine.values(0).clone(), engine, transport
+        reduction.start()
+        while not reduction.advance():
+            time.sleep(1e-4)
+    return reduction.values.clone(), reduction, transport

@@ -16,7 +16,6 @@ from torch import Tensor
 
 import loft_hvd as loft
 from loft_hvd.aggregation.reference import reference
-from loft_hvd.aggregation.rules import Rule
 from loft_hvd.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -24,9 +23,10 @@ from loft_hvd.errors import (
     TransportTimeoutError,
 )
 from loft_hvd.pipeline import allreduce as allreduce_module
+from loft_hvd.pipeline import flights
 from loft_hvd.pipeline import reduction as reduction_module
-from loft_hvd.pipeline.ring import run_rule
-from loft_hvd.pipeline.weights import PassWeights
+from loft_hvd.pipeline.streams import StreamOrder
+from loft_hvd.transport.base import Lane
 from loft_hvd.transport.local import (
     LocalTransport,
     LocalWatch,
@@ -220,7 +220,12 @@ def test_results_are_tensors_of_their_own() -> None:
 def test_even_tensors_take_no_bucket(numel: int, is_direct: bool) -> None:
     def work(transport: LocalTransport) -> bool:
         tensor = torch.zeros(numel)
-        return allreduce_module.NamedReduction(transport, tensor, loft.Median(), "x").is_direct
+        return (
+            allreduce_module.NamedReduction(
+                Lane(transport), tensor, loft.Median(), "x"
+            )._reduction.padded.numel()
+            == 0
+        )
 
     assert run_ranks(WORLD_SIZE, work) == [is_direct] * WORLD_SIZE
 
@@ -240,7 +245,7 @@ def test_names_that_never_come_again_keep_no_buffers() -> None:
         for step in range(300):
             loft.allreduce(torch.ones(4), name=f"loss of step {step}", transport=transport)
         assert torch.equal(first.wait(), torch.ones(4))  # what is in flight is kept
-        return len(allreduce_module._reductions()[transport])
+        return len(allreduce_module._worlds()[transport].by_name)
 
     assert max(run_ranks(2, work)) <= 256
 
@@ -282,43 +287,33 @@ def test_a_long_wait_asks_seldom_and_a_short_one_often(monkeypatch: pytest.Monke
         now += pause_s
 
     clock = SimpleNamespace(monotonic=lambda: now, sleep=sleep)
-    monkeypatch.setattr(allreduce_module, "time", clock)
+    monkeypatch.setattr(flights, "time", clock)
     alone = LocalWorld(2).transport(0)  # the other rank never comes
     handle = loft.allreduce_async(torch.ones(6), loft.Median(), name="x", transport=alone)
     with pytest.raises(TransportTimeoutError):
         handle.wait(1.0)
+    allreduce_module.forget_reductions()  # and with them who still asks for it
     for at, pause_s in pauses:
         assert 1e-4 <= pause_s <= max(1e-4, 0.005 * at) + 1e-12
         assert pause_s <= 1e-3
     assert len(pauses) < 2000
 
 
-def test_two_threads_that_find_one_handle_over_both_go_on() -> None:
-    """Of two that looked for it among those in flight, one did not find it any more."""
-
-    def work(transport: LocalTransport) -> bool:
+def test_threads_that_wait_for_one_handle_all_get_its_result() -> None:
+    def work(transport: LocalTransport) -> list[float]:
         handle = loft.allreduce_async(torch.ones(3), name="x", transport=transport)
+        found: list[float] = []
+        others = [
+            threading.Thread(target=lambda: found.append(float(handle.wait(20.0)[0])))
+            for _ in range(3)
+        ]
+        for other in others:
+            other.start()
+        for other in others:
+            other.join(30.0)
+        return found
 
-        class Raced(list[Any]):
-            """Lets another thread find the handle right after this one has."""
-
-            has_raced = False
-
-            def __contains__(self, item: object) -> bool:
-                is_there = super().__contains__(item)
-                if is_there and handle._is_over and not self.has_raced:
-                    self.has_raced = True
-                    other = threading.Thread(target=handle._move)
-                    other.start()
-                    other.join(10.0)
-                return is_there
-
-        flights = allreduce_module._in_flight()
-        flights[transport] = raced = Raced(flights[transport])
-        handle.wait(30.0)
-        return raced.has_raced and list(raced) == []
-
-    assert run_ranks(2, work) == [True, True]
+    assert run_ranks(2, work) == [[1.0] * 3] * 2
 
 
 def test_who_waits_on_a_gpu_follows_the_thread_that_has_moved_it_on(
@@ -326,21 +321,15 @@ def test_who_waits_on_a_gpu_follows_the_thread_that_has_moved_it_on(
 ) -> None:
     streams = FakeStreams(monkeypatch)
 
-    def run(rows: Tensor, rule: Rule, weights: PassWeights | None, out: Tensor) -> None:
+    def rule(rows: Tensor) -> Tensor:
         assert "tensor" in streams.current.before  # which the owner's stream has made
-        run_rule(rows, rule, weights, out)
         streams.current.queue("rule")
+        return rows.mean(dim=0)
 
     def work(transport: LocalTransport) -> tuple[bool, bool]:
         streams.current.queue("tensor")
-        handle = allreduce_module.start_allreduce(
-            torch.ones(3),
-            loft.Median(),
-            name="x",
-            weights=None,
-            present=None,
-            transport=transport,
-            run=run,
+        handle = loft.allreduce_async(
+            torch.ones(3), loft.Custom(rule), name="x", transport=transport
         )
         mover = threading.Thread(target=handle.wait, args=(20.0,))
         mover.start()
@@ -352,24 +341,25 @@ def test_who_waits_on_a_gpu_follows_the_thread_that_has_moved_it_on(
     assert run_ranks(3, work) == [(False, True)] * 3
 
 
-def test_an_interrupt_in_the_midst_of_moving_a_handle_leaves_it_to_be_moved() -> None:
-    class Interrupted:
-        """What a handle is claimed under, where the user interrupts right after."""
-
-        def __enter__(self) -> None: ...
-
-        def __exit__(self, *_: object) -> None:
-            if threading.current_thread() not in interrupted:
-                interrupted.append(threading.current_thread())
-                raise KeyboardInterrupt
-
+def test_an_interrupt_in_the_midst_of_a_wait_leaves_the_handle_to_be_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     interrupted: list[threading.Thread] = []
+    take = StreamOrder.take
+
+    def interrupt(self: StreamOrder) -> None:
+        thread = threading.current_thread()
+        if thread.name.startswith("loft-rank") and thread not in interrupted:
+            interrupted.append(thread)
+            raise KeyboardInterrupt
+        take(self)
+
+    monkeypatch.setattr(StreamOrder, "take", interrupt)
 
     def work(transport: LocalTransport) -> list[float]:
-        handle = loft.allreduce_async(torch.ones(3), name="x", transport=transport)
-        vars(handle)["_claiming"] = Interrupted()
+        handle = loft.allreduce_async(torch.ones(3), loft.Median(), name="x", transport=transport)
         with pytest.raises(KeyboardInterrupt):
-            handle.done()
+            handle.wait(30.0)
         values: list[float] = handle.wait(30.0).tolist()
         return values
 

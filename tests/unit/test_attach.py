@@ -15,6 +15,7 @@ import torch
 import loft_hvd as loft
 from loft_hvd.balance.plan import StepSizes
 from loft_hvd.errors import ArgumentTypeError, MismatchError, UsageError
+from loft_hvd.transport.base import Abilities
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
 from tests.support.passes import HeldSizes
 from tests.support.worlds import environment
@@ -278,20 +279,15 @@ class Broken(HorovodLike):
 
 
 def test_the_run_log_of_an_attached_job_names_the_rank_behind_an_engines_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    class Explaining(LocalTransport):
-        """A rank's end whose heartbeat knows which rank is behind an error."""
+    def explain(error: Exception) -> None:
+        """Say which rank is behind an error, as a heartbeat does."""
+        vars(error)["__notes__"] = ["loft_hvd: rank 1 has ended"]  # add_note: from 3.11 on
 
-        def open_heartbeat(self) -> None: ...
-
-        def explain(self, error: Exception) -> None:
-            vars(error)["__notes__"] = ["loft_hvd: rank 1 has ended"]  # add_note: from 3.11 on
-
-    monkeypatch.setattr("loft_hvd.optimizer.attach.HorovodTransport", Explaining)
-    balancer = loft.Balancer(
-        2, "report", transport=Explaining(LocalWorld(1), 0), log_dir=str(tmp_path)
-    )
+    ends = LocalWorld(1).transport(0)
+    ends.can = Abilities(explain=explain)
+    balancer = loft.Balancer(2, "report", transport=ends, log_dir=str(tmp_path))
     parameter = torch.nn.Parameter(torch.ones(1))
     optimizer = Broken([parameter], lr=0.1)
     attachment = loft.attach(optimizer, balancer)

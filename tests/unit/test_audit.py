@@ -155,7 +155,7 @@ def test_an_owner_that_measures_falsely_in_every_slice_is_named(
 
     def lying(self: selection.SelectionPart, rows: Tensor, weights: Any) -> None:
         honest(self, rows, weights)
-        if self.selection._transport.rank == 2:  # a lie that all it does agrees with
+        if self.selection._lane.rank == 2:  # a lie that all it does agrees with
             self.sums[:, 4] *= 1.5
 
     monkeypatch.setattr(selection.SelectionPart, "measure", lying)

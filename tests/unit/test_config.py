@@ -73,7 +73,7 @@ def test_process_sets_are_dynamic_where_horovod_says_so(
 
 
 def test_every_variable_of_ours_sets_its_field() -> None:
-    words = {"isa": "avx2", "mesh": "off", "compact": "off", "copies": "ignore"}
+    words = {"isa": "avx2", "lane": "mesh", "mesh": "off", "compact": "off", "copies": "ignore"}
     for field, variable in VARIABLES.items():
         assert Config.from_environ({variable: words.get(field, "7")}) != Config()
     # By launchers.

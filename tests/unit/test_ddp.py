@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-import threading
+import time
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +16,12 @@ from torch import Tensor
 
 import loft_hvd as loft
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, MismatchError, PeerError, UsageError
-from loft_hvd.optimizer.ddp import _StepPasses
-from loft_hvd.pipeline.allreduce import _reductions
+from loft_hvd.pipeline.passes import Passes
 from loft_hvd.pipeline.suspicion.report import ZeroedParameter
 from loft_hvd.pipeline.suspicion.watch import WorkerWatch
 from loft_hvd.pipeline.weights import PassWeights
 from loft_hvd.runlog import read_run_log
+from loft_hvd.transport.base import Abilities, Channel
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
 from tests.support.passes import HeldSizes, Sizes
 from tests.support.recording import RecordingTransport
@@ -149,9 +149,14 @@ def test_gradients_travel_in_their_own_width(rule: loft.Rule, dtype: torch.dtype
 
 def test_a_pass_begins_once_whichever_devices_thread_comes_first() -> None:
     sizes = HeldSizes((3, 1))
-    passes = _StepPasses(sizes, 0, is_mean=True)
-    passes.forward_began(is_held_back=True)
-    weighed: list[Any] = sizes.arrive(*[lambda: passes.weigh(torch.ones(2))] * 2)
+    passes = Passes(sizes, Channel(LocalWorld(2).transport(0), "passes"))
+    passes.has_shares = True
+
+    def weigh() -> Any:
+        passes.begin(0)
+        return passes.weigh(0, torch.ones(2), is_mean=True)
+
+    weighed: list[Any] = sizes.arrive(weigh, weigh)
     assert [values.tolist() for values in weighed] == [[1.5, 1.5]] * 2  # of 2 ranks, 3 of 4 samples
     assert sizes.num_taken == 1
 
@@ -171,7 +176,7 @@ def test_a_bucket_that_fails_ends_the_pass_at_once(scope: Any) -> None:
         return str(caught.value)
 
     for said in run_ranks(3, work):
-        assert "bucket 1 (shape [6]): allreduce 'loft.ddp.b01.6': dtype differs" in said
+        assert "ddp_hook: bucket 1 (shape [6]): dtype differs on ranks [1]" in said
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -247,7 +252,7 @@ def test_watching_that_cannot_be_is_refused(options: dict[str, Any], says: str) 
 class Mixed(LocalTransport):
     """A transport whose ranks may be on CPUs and on GPUs, as those of ``torch.distributed``."""
 
-    mixes_devices = True
+    can = Abilities(mixes_devices=True)
 
 
 @pytest.mark.parametrize(("on_gpu", "is_watched"), [((0,), False), ((), True)])
@@ -365,34 +370,20 @@ def test_a_rank_without_samples_has_no_say_in_what_is_zeroed() -> None:
     assert run_ranks(4, work) == [()] * 4
 
 
-@pytest.mark.parametrize("is_given", [False, True])
-def test_a_hook_takes_the_buffers_of_its_own_ranks_with_it(
-    is_given: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Own(LocalTransport):
-        """As ``TorchDistributedTransport``: of the ranks there are, made by each hook."""
-
-        ends = threading.local()
-
-        def __init__(self) -> None:
-            super().__init__(self.ends.of._world, self.ends.of.rank)
-
-        def open_heartbeat(self) -> None: ...
-
-    monkeypatch.setattr("loft_hvd.optimizer.ddp.TorchDistributedTransport", Own)
-
+def test_a_hook_takes_its_buffers_with_it() -> None:
     def work(transport: LocalTransport) -> bool:
-        Own.ends.of = transport
-        hook = loft.ddp_hook(loft.Median(), transport=transport if is_given else None)
+        hook = loft.ddp_hook(loft.Median(), transport=transport)
         parameter = torch.nn.Parameter(torch.zeros(6))
         backward(hook, [[parameter]], {parameter: torch.ones(6)})
-        (kept,) = _reductions()[hook._channel.transport].values()
-        reduction = weakref.ref(kept)
-        del hook, kept
-        gc.collect()
-        return reduction() is not None
+        engine = weakref.ref(hook._engine)
+        del hook
+        until = time.monotonic() + 20.0
+        while engine() is not None and time.monotonic() < until:  # its thread may be at work
+            gc.collect()
+            time.sleep(0.01)
+        return engine() is None
 
-    assert run_ranks(2, work) == [is_given] * 2
+    assert run_ranks(2, work) == [True] * 2
 
 
 def test_a_hook_without_a_balancer_writes_a_run_log(tmp_path: Path) -> None:

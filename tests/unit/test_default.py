@@ -37,6 +37,7 @@ def test_ranks_on_another_backend_have_one_gloo_group(monkeypatch: pytest.Monkey
         get_backend=lambda _: "nccl",
         get_process_group_ranks=lambda _: [0, 1],
         get_rank=lambda _: 0,
+        get_world_size=lambda: 1,  # a launcher has told of all
         new_group=new_group,
     )
     monkeypatch.setattr("loft_hvd.transport.torch_distributed.dist", fake)

@@ -18,7 +18,8 @@ import loft_hvd as loft
 from loft_hvd.config import config
 from loft_hvd.errors import LoftError, TransportError
 from loft_hvd.pipeline.buckets import Bucket, ParameterSpec, lay_out
-from loft_hvd.pipeline.engine import Engine, ProgressThread
+from loft_hvd.pipeline.engine import Engine
+from loft_hvd.pipeline.flights import ProgressThread
 from loft_hvd.transport.base import Channel, Work
 from loft_hvd.transport.local import Faults, LocalTransport, run_ranks
 from tests.support.recording import RecordingTransport
@@ -71,7 +72,7 @@ def test_a_start_that_ends_by_the_same_limit_says_why() -> None:
         params = make_parameters()
         optimizer = wrap(params, Refusing(end), rule=loft.Median(), bucket_bytes=100)
         give_gradients(params)
-        wait_until(optimizer._world._reducer.engine._turn.locked)
+        wait_until(optimizer._world._reducer.engine._flights._turn.locked)
         with pytest.raises(TransportError, match="no answer from the engine"):
             optimizer.synchronize()
 
@@ -215,6 +216,10 @@ def test_an_optimizer_that_never_steps_has_no_thread() -> None:
 # Streams of a GPU.
 
 
+def is_open(engine: Engine) -> bool:
+    return engine._flights._open == engine._members
+
+
 def test_a_bucket_is_packed_after_what_every_stream_has_put_into_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -259,11 +264,12 @@ def test_whoever_moves_a_bucket_on_follows_those_who_did_before(
         channel = Channel(Noting(end._world, end.rank), "loft", 30.0)
         engines[end.rank] = engine = Engine(channel, buckets, [loft.Median()], pack=pack)
         if end.rank == 1:  # the other one's thread has packed, and its user waits by now
-            wait_until(lambda: 0 in engines and engines[0]._open == [0] and engines[0]._is_awaited)
+            wait_until(lambda: 0 in engines and is_open(engines[0]))
+            wait_until(lambda: engines[0]._flights._num_awaiting > 0)
         streams.current.queue("gradient")  # by hand: no hook has told of it
         engine.start(0)
         if end.rank == 0:
-            wait_until(lambda: engine._open == [0])
+            wait_until(lambda: is_open(engine))
         engine.finish()
         engine.close()
         return streams.current.before
@@ -283,7 +289,7 @@ def test_who_finds_all_done_follows_who_did_it(monkeypatch: pytest.MonkeyPatch) 
 
         engine = Engine(Channel(end, "loft", 30.0), buckets, [loft.Median()], pack=pack)
         engine.start(0)
-        wait_until(lambda: engine._num_done == 1)  # by its thread
+        wait_until(lambda: engine._members[0].has_arrived)  # by its thread
         engine.finish()
         engine.close()
         return streams.current.before
@@ -300,11 +306,13 @@ def test_a_turn_that_nobody_gives_back_keeps_no_thread(caplog: pytest.LogCapture
     def work(transport: LocalTransport) -> bool:
         params = make_parameters()
         engine = make_reducer(params, transport, loft.Median(), bucket_bytes=100).engine
-        assert engine._turn.acquire(timeout=10.0)
+        assert engine._flights._turn.acquire(timeout=10.0)
         give_gradients(params)
-        wait_until(lambda: not engine._thread._has_news)  # the thread has come for its turn
+        wait_until(
+            lambda: not engine._flights._thread._has_news
+        )  # the thread has come for its turn
         engine.close()
-        thread = engine._thread._thread
+        thread = engine._flights._thread._thread
         return thread is not None and thread.is_alive()
 
     assert run_ranks(2, work) == [False] * 2
@@ -365,7 +373,7 @@ def test_an_error_in_the_thread_is_raised_in_the_next_backward_pass() -> None:
         params = make_parameters()
         reducer = make_reducer(params, transport, loft.Median(), bucket_bytes=100)
         give_gradients(params[3:])
-        wait_until(lambda: reducer.engine.has_failed)
+        wait_until(lambda: reducer.engine.error is not None)
         with pytest.raises(TransportError) as caught:
             give_gradients(params[:3])
         return str(caught.value)

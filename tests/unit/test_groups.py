@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, UsageError
-from loft_hvd.transport.base import Channel, Transport, wait_for
-from loft_hvd.transport.groups import Groups, Over, find_groups, nodes_of, subset
+from loft_hvd.transport.base import Channel, Transport, subset, wait_for
+from loft_hvd.transport.groups import Groups, Over, find_groups, nodes_of
 from loft_hvd.transport.local import Faults, LocalTransport, LocalWorld, run_ranks
 
 

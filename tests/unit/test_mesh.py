@@ -8,7 +8,7 @@ import math
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, cast
@@ -25,26 +25,40 @@ from loft_hvd.pipeline.reduction import BucketReduction
 from loft_hvd.pipeline.ring import ExchangeSpec
 from loft_hvd.transport import compact
 from loft_hvd.transport import mesh as mesh_module
-from loft_hvd.transport.base import Channel, Transport, Work, wait_for
+from loft_hvd.transport.base import Abilities, Channel, Lane, wait_for
 from loft_hvd.transport.conformance import CHECKS
 from loft_hvd.transport.local import LocalTransport, LocalWorld, _LocalWork, run_ranks
 from loft_hvd.transport.mesh import (
     Mesh,
-    MeshTransport,
+    MeshLane,
     MeshWork,
     _Addresses,
-    link_bytes_per_s,
     open_mesh,
 )
 from tests.support.processes import own_sockets
 
 
-def over_mesh(
-    transport: LocalTransport, name: str = "mesh", *, compacts: str = "auto"
-) -> MeshTransport:
+def over_mesh(transport: LocalTransport, name: str = "mesh", *, compacts: str = "auto") -> MeshLane:
     mesh = open_mesh(Channel(transport, name, 20.0), interface="lo", compact_floats=compacts)
     assert mesh is not None
-    return MeshTransport(transport, mesh)
+    return MeshLane(transport, mesh)
+
+
+class Meshed(LocalTransport):
+    """An engine that has a mesh for rules, as Horovod on several nodes; keeps what it started."""
+
+    def __init__(self, end: LocalTransport, **options: Any) -> None:
+        super().__init__(end._world, end.rank)
+        self.started: list[str] = []
+        self.mesh = over_mesh(end, **options).mesh
+        self.at_end: list[Callable[[], None]] = []
+        self.can = Abilities(
+            world=("meshed", id(self)), at_end=self.at_end.append, open_mesh=lambda _: self.mesh
+        )
+
+    def _post(self, kind: str, name: str, send: Tensor, recv: Tensor) -> _LocalWork:
+        self.started.append(f"{kind} {name}")
+        return super()._post(kind, name, send, recv)
 
 
 needs_extension = pytest.mark.skipif(extension() is None, reason="the extension is not built")
@@ -143,7 +157,7 @@ def test_an_allreduce_over_slow_links_sends_fewer_bytes_and_has_the_same_bits(
 ) -> None:
     def work(transport: LocalTransport) -> float:
         row = torch.randn(numel, generator=torch.Generator().manual_seed(transport.rank)).to(dtype)
-        ends = over_mesh(transport, compacts="on")
+        ends = Meshed(transport, compacts="on")
         group = _Weighing(ends.mesh._group)
         ends.mesh._group = group
         rule = loft.TrimmedMean(f=1)
@@ -242,7 +256,7 @@ def test_every_part_of_a_bucket_travels_compact_over_slow_links(
     megabytes: float, num_ranks: int, bytes_per_s: float, wire: loft.Compression
 ) -> None:
     mesh = Mesh(None, rank=0, ranks=range(num_ranks), bytes_per_s=bytes_per_s, is_compact=True)
-    ends = MeshTransport(LocalWorld(num_ranks).transport(0), mesh)
+    ends = MeshLane(LocalWorld(num_ranks).transport(0), mesh)
     numel = int(megabytes * 250_000)
     spec = ExchangeSpec(ends, "x", numel, torch.float32, "cpu", loft.Median(), wire)
     bounds = reduction_module._bounds(spec, num_ranks, None)
@@ -362,7 +376,9 @@ def test_all_ranks_know_how_fast_the_slowest_link_is(
         readings = iter([at for each in took_s for at in (0.0, share * each)])
         ends = over_mesh(transport)
         channel = Channel(transport, "again", 20.0)
-        found = mesh_module._try_links(ends.mesh._group, channel, clock=lambda: next(readings))
+        found = mesh_module._try_links(
+            ends.mesh._group, range(3), channel, clock=lambda: next(readings)
+        )
         assert next(readings, None) is None
         return found
 
@@ -374,7 +390,7 @@ def test_all_ranks_know_how_fast_the_slowest_link_is(
 def test_a_mesh_and_its_groups_know_how_fast_links_are() -> None:
     def work(transport: LocalTransport) -> list[float | None]:
         ends = over_mesh(transport)
-        return [link_bytes_per_s(each) for each in (ends, ends.subset([(0, 1), (2,)]), transport)]
+        return [each.bytes_per_s for each in (ends, ends.subset([(0, 1), (2,)]), Lane(transport))]
 
     found = run_ranks(3, work)
     rate = found[0][0]
@@ -436,7 +452,7 @@ def test_thin_links_take_smaller_parts(
     wire: loft.Compression,
 ) -> None:
     mesh = Mesh(None, rank=0, ranks=range(3), bytes_per_s=bytes_per_s)
-    ends = MeshTransport(LocalWorld(3).transport(0), mesh)
+    ends = MeshLane(LocalWorld(3).transport(0), mesh)
     numel = int(megabytes * 250_000)
     spec = ExchangeSpec(ends, "x", numel, torch.float32, "cpu", loft.Median(), wire)
     bounds = reduction_module._bounds(spec, 3, None)
@@ -498,7 +514,7 @@ def test_ranks_that_disagree_on_the_size_wait_and_go_on() -> None:
 
 def test_ranks_that_bring_other_sizes_to_an_allreduce_hear_so_and_may_try_again() -> None:
     def work(transport: LocalTransport) -> Tensor:
-        ends = over_mesh(transport)
+        ends = Meshed(transport)
         with pytest.raises(MismatchError, match=r"numel differs on ranks \[1\]"):
             loft.allreduce(torch.zeros(6 + ends.rank % 2), loft.Median(), name="x", transport=ends)
         return loft.allreduce(
@@ -515,7 +531,7 @@ def test_ranks_that_bring_other_sizes_to_an_allreduce_hear_so_and_may_try_again(
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_ranks_may_wait_for_allreduces_in_any_order(num_ranks: int, rule: loft.Rule) -> None:
     def work(transport: LocalTransport) -> list[float]:
-        ends = over_mesh(transport)
+        ends = Meshed(transport)
         names = ["a", "b", "c"]
         handles = {
             name: loft.allreduce_async(
@@ -533,7 +549,7 @@ def test_ranks_may_wait_for_allreduces_in_any_order(num_ranks: int, rule: loft.R
 
 def test_whoever_asks_for_one_allreduce_moves_those_on_that_began_before_and_after() -> None:
     def work(transport: LocalTransport) -> Tensor:
-        ends = over_mesh(transport)
+        ends = Meshed(transport)
         handles = [
             loft.allreduce_async(torch.ones(6), loft.Median(), name=name, transport=ends)
             for name in ("a", "b", "c")
@@ -552,7 +568,7 @@ def test_an_allreduce_that_fails_tells_who_waits_for_it_and_nobody_else() -> Non
         raise ArithmeticError("a rule of the user's fails")
 
     def work(transport: LocalTransport) -> Tensor:
-        ends = over_mesh(transport)
+        ends = Meshed(transport)
         bad = loft.allreduce_async(torch.ones(6), loft.Custom(refuse), name="bad", transport=ends)
         good = loft.allreduce_async(torch.ones(6), loft.Median(), name="good", transport=ends)
         result = good.wait(5.0)
@@ -564,30 +580,12 @@ def test_an_allreduce_that_fails_tells_who_waits_for_it_and_nobody_else() -> Non
         assert torch.equal(result, torch.ones(6))
 
 
-class Meshed(LocalTransport):
-    """An engine that has a mesh for rules, as Horovod on several nodes; keeps what it started."""
-
-    started: list[str]
-    mesh: MeshTransport
-
-    def meshed(self) -> Transport:
-        return self.mesh
-
-    def follow(self, work: Work, name: str) -> Work:
-        return work
-
-    def _post(self, kind: str, name: str, send: Tensor, recv: Tensor) -> _LocalWork:
-        self.started.append(f"{kind} {name}")
-        return super()._post(kind, name, send, recv)
-
-
 @pytest.mark.parametrize(
     ("rule", "started"), [(loft.Mean(), ["allreduce x"]), (loft.Median(), [])], ids=str
 )
 def test_a_mean_that_takes_the_engine_begins_at_once(rule: loft.Rule, started: list[str]) -> None:
     def work(transport: LocalTransport) -> list[str]:
-        ends = Meshed(transport._world, transport.rank)
-        ends.started, ends.mesh = [], over_mesh(transport)
+        ends = Meshed(transport)
         handle = loft.allreduce_async(torch.ones(6), rule, name="x", transport=ends)
         begun = list(ends.started)
         assert torch.equal(handle.wait(5.0), torch.ones(6))
@@ -619,8 +617,7 @@ class MeshedForSome(Meshed):
 
 def test_ranks_that_bring_a_tensor_on_other_devices_are_told() -> None:
     def work(transport: LocalTransport) -> None:
-        ends = MeshedForSome(transport._world, transport.rank)
-        ends.started, ends.mesh = [], over_mesh(transport)
+        ends = MeshedForSome(transport)
         row = torch.zeros(6, device="meta" if ends.rank == 1 else "cpu")
         with pytest.raises(MismatchError, match=r"device differs on ranks \[1\]"):
             loft.allreduce(row, loft.Median(), name="x", transport=ends, timeout_s=60.0)
@@ -648,22 +645,25 @@ def test_parts_of_parts_have_the_same_bits(
 ) -> None:
     monkeypatch.setattr(reduction_module, "OVERLAPPING_PART_BYTES", ((math.inf, 4096, 4096),))
 
-    def reduced(ends: Transport, row: Tensor, num_parts: int) -> Tensor:
-        spec = ExchangeSpec(ends, "x", row.numel(), torch.float32, "cpu", loft.Median(), wire)
-        reduction = BucketReduction(spec)
+    def reduced(lane: Lane, row: Tensor, num_parts: int) -> Tensor:
+        spec = ExchangeSpec(lane, "x", row.numel(), torch.float32, "cpu", loft.Median(), wire)
+
+        def pack(values: Tensor) -> None:
+            values.copy_(row)
+
+        reduction = BucketReduction(spec, pack=pack)
         assert reduction.num_parts == num_parts
         for _ in range(3):  # buffers and names serve again
-            reduction.values.copy_(row)
-            reduction.start_from(reduction.padded, reduction.padded, None)
+            reduction.start()
             while not reduction.advance():
                 pass
         return reduction.values.clone()
 
     def work(transport: LocalTransport) -> bool:
         row = torch.randn(20_011, generator=torch.Generator().manual_seed(transport.rank))
-        whole = reduced(transport, row, 1)
+        whole = reduced(Lane(transport), row, 1)
         ends = over_mesh(transport, compacts=compacts)
-        ends.mesh.bytes_per_s = 1e9  # a busy machine has measured less, by which it cuts otherwise
+        ends.bytes_per_s = 1e9  # a busy machine has measured less, by which it cuts otherwise
         # Of 80,044 bytes, twelve parts are longer than the least.
         return torch.equal(whole, reduced(ends, row, 12))
 
@@ -697,13 +697,15 @@ def test_ranks_are_ready_to_receive_all_parts_before_they_send_the_second(
         group = _Listening(ends.mesh._group)
         ends.mesh._group = group
         spec = ExchangeSpec(ends, "x", 6144, torch.float32, "cpu", loft.Median())
-        reduction = BucketReduction(spec, has_bucket=has_bucket)
-        assert reduction.num_parts > 2
         row = torch.full((6144,), float(ends.rank))
+
+        def pack(values: Tensor) -> None:
+            values.copy_(row)
+
+        reduction = BucketReduction(spec, pack=pack, is_given=not has_bucket)
+        assert reduction.num_parts > 2
         result = reduction.padded if has_bucket else torch.zeros(6144)
-        source = result if has_bucket else row
-        source.copy_(row)
-        reduction.start_from(source, result, None)
+        reduction.start(*(() if has_bucket else (row.clone(), result)))
         while not reduction.advance():
             pass
         assert torch.equal(result, torch.full((6144,), (num_ranks - 1) / 2))
@@ -778,7 +780,7 @@ atexit.register(say_what_is_left)  # first, so it is called last
 
 from loft_hvd.transport.base import Channel
 from loft_hvd.transport.local import run_ranks
-from loft_hvd.transport.mesh import MeshTransport, open_mesh
+from loft_hvd.transport.mesh import MeshLane, open_mesh
 
 kept = []
 
@@ -786,7 +788,7 @@ def work(transport):
     mesh = open_mesh(Channel(transport, "mesh", 20.0), interface="lo")
     kept.append(mesh)
     if transport.rank == 0:
-        MeshTransport(transport, mesh).alltoall(torch.ones(2), torch.zeros(2), name="x")
+        MeshLane(transport, mesh).alltoall(torch.ones(2), torch.zeros(2), name="x")
 
 run_ranks(2, work)
 """
@@ -805,14 +807,14 @@ def transport_barrier(transport: LocalTransport, name: str) -> int:
 
 def test_an_allreduce_takes_the_connections_that_there_are() -> None:
     def work(transport: LocalTransport) -> list[float]:
-        ends = Meshed(transport._world, transport.rank)
-        ends.started = []
+        ends = Meshed(transport)
         found = []
-        for _ in range(2):  # as after hvd.shutdown() and another hvd.init()
-            ends.mesh = over_mesh(transport)
+        for _ in range(2):
             result = loft.allreduce(torch.ones(6), loft.Median(), name="x", transport=ends)
             found.append(float(result.sum()))
-            ends.mesh.mesh.close()
+            while ends.at_end:  # as hvd.shutdown() does, and then hvd.init()
+                ends.at_end.pop()()
+            ends.mesh = over_mesh(transport).mesh
         return found
 
     assert run_ranks(2, work) == [[6.0, 6.0]] * 2

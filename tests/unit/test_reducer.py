@@ -15,6 +15,8 @@ from loft_hvd.balance.plan import StepSizes
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, LoftError, TransportTimeoutError
 from loft_hvd.pipeline import buckets
 from loft_hvd.pipeline.buckets import Bucket
+from loft_hvd.pipeline.passes import Passes
+from loft_hvd.transport.base import Channel
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
 from tests.support.passes import HeldSizes, Sizes
 from tests.support.wrapped import give_gradients, make_parameters, make_reducer, wrap
@@ -387,24 +389,21 @@ def test_losses_without_a_common_parameter_are_one_pass_in_any_order(is_branch_l
     assert run_ranks(2, work) == [[3.0, 3.0]] * 2
 
 
+def passes_of(*sizes: StepSizes) -> Passes:
+    """Return the passes of a step by their batches."""
+    passes = Passes(None, Channel(LocalWorld(1).transport(0), "passes"))
+    passes._sizes = list(sizes)
+    return passes
+
+
 def test_a_batch_that_the_script_cuts_up_counts_once_in_averages() -> None:
-    end = LocalWorld(1).transport(0)
-    reducer = make_reducer(make_parameters(), end, loft.Mean(), num_passes=3)
-    whole = StepSizes(0, 0, (24, 24))
+    whole, next_one = StepSizes(0, 0, (24, 24)), StepSizes(0, 1, (24, 24))
     for passes in ([whole] * 3, [whole]):
-        reducer._passes = list(passes)
-        assert reducer._samples() == [24, 24]
-    reducer._passes = [whole, StepSizes(0, 1, (24, 24))]
-    assert reducer._samples() == [48, 48]
+        assert passes_of(*passes).batches() == [whole]
+    assert passes_of(whole, next_one).batches() == [whole, next_one]
 
 
 def test_a_batch_that_the_script_cuts_up_weighs_alike_on_all_ranks() -> None:
     first, second = StepSizes(0, 0, (24, 24)), StepSizes(0, 1, (24, 0))
-    found = []
-    for passes in ([first, first, second], [first, second]):
-        reducer = make_reducer(
-            make_parameters(), LocalWorld(1).transport(0), loft.Mean(), num_passes=3
-        )
-        reducer._passes = passes
-        found.append(reducer._weights())
+    found = [passes_of(*each).weights() for each in ([first, first, second], [first, second])]
     assert found[0] == found[1]

@@ -20,8 +20,8 @@ def test_parts_do_not_change_a_bit(wire: loft.Compression, world_size: int) -> N
         whole, _, transport = reduce_bucket(end, rule, wire=wire)
         assert len(set(transport.names)) == 2
         for part_bytes in (2500, 10_000):
-            parts, engine, transport = reduce_bucket(end, rule, wire=wire, part_bytes=part_bytes)
-            assert len(set(transport.names)) == 2 * engine.reductions[0].num_parts > 2
+            parts, reduction, transport = reduce_bucket(end, rule, wire=wire, part_bytes=part_bytes)
+            assert len(set(transport.names)) == 2 * reduction.num_parts > 2
             assert torch.equal(parts, whole)
 
     run_ranks(world_size, work)
@@ -34,8 +34,8 @@ def middle_row(rows: Tensor) -> Tensor:
 @pytest.mark.parametrize("rule", [loft.Custom(middle_row), loft.Robust(1)], ids=str)
 def test_a_rule_that_sees_rows_sees_its_shard_whole(rule: loft.Rule) -> None:
     def work(end: LocalTransport) -> None:
-        _, engine, _ = reduce_bucket(end, rule, part_bytes=1000)
-        assert engine.reductions[0].num_parts == 1
+        _, reduction, _ = reduce_bucket(end, rule, part_bytes=1000)
+        assert reduction.num_parts == 1
 
     run_ranks(3, work)
 
@@ -47,11 +47,11 @@ def test_a_bucket_has_at_most_two_more_of_its_size(
     rule: loft.Rule, wire: loft.Compression, part_bytes: int
 ) -> None:
     def work(end: LocalTransport) -> None:
-        _, engine, _ = reduce_bucket(end, rule, numel=250_000, wire=wire, part_bytes=part_bytes)
-        held = engine.memory_bytes()
+        _, reduction, _ = reduce_bucket(end, rule, numel=250_000, wire=wire, part_bytes=part_bytes)
+        held = reduction.memory_bytes()
         assert 4 * 250_000 <= held <= 3 * 4 * 250_000
         # What docs/allreduce.md says, for buckets and rows that are padded to whole shards.
-        padded = engine.values(0).untyped_storage().nbytes()
+        padded = reduction.values.untyped_storage().nbytes()
         if rule == loft.Mean() and wire is loft.Compression.none:
             assert held == padded
         else:

@@ -13,6 +13,7 @@ from loft_hvd.aggregation import fallback
 from loft_hvd.pipeline.reduction import BucketReduction
 from loft_hvd.pipeline.ring import ExchangeSpec, suits_two
 from loft_hvd.pipeline.weights import PassWeights
+from loft_hvd.transport.base import Lane
 from loft_hvd.transport.local import LocalTransport, run_ranks
 from tests.support.recording import RecordingTransport
 
@@ -56,10 +57,10 @@ def between_two(
     spec: ExchangeSpec, row: Tensor, weights: PassWeights, part_bytes: int | None
 ) -> Tensor:
     """Reduce a row from tensor to tensor."""
-    assert suits_two(spec.transport, spec.rule)
-    reduction = BucketReduction(spec, has_bucket=False, part_bytes=part_bytes)
+    assert suits_two(spec.lane, spec.rule)
+    reduction = BucketReduction(spec, pack=lambda _: weights, is_given=True, part_bytes=part_bytes)
     result = torch.empty_like(row)
-    reduction.start_from(row, result, weights)
+    reduction.start(row, result)
     finish(reduction)
     return result
 
@@ -77,7 +78,7 @@ def test_a_swap_gives_the_bits_of_shard_owners(
         row, transport = row_of(end.rank, numel), RecordingTransport(end)
         results = [
             reduce(
-                ExchangeSpec(transport, reduce.__name__, numel, torch.float32, "cpu", rule),
+                ExchangeSpec(Lane(transport), reduce.__name__, numel, torch.float32, "cpu", rule),
                 row,
                 weights,
                 part_bytes,

@@ -243,7 +243,7 @@ def test_it_sends_a_table_more_and_results_after_it() -> None:
         backward(params, row_of(end.rank))
         optimizer.synchronize()
         num_padded = sum(
-            reduction.padded.nbytes for reduction in optimizer._world._reducer.engine.reductions
+            member.reduction.padded.nbytes for member in optimizer._world._reducer.engine._members
         )
         return transport.names, transport.sent_bytes, num_padded
 
@@ -436,6 +436,10 @@ def test_the_decision_stands_and_comes_when_buckets_are_laid_out_anew(
     assert [line["scope"] for line in read_run_log(log) if line["kind"] == "scope"] == ["shard"]
 
 
+def scope_of(optimizer: Any) -> str:
+    return "model" if optimizer._world._judgement.is_model else "shard"
+
+
 def test_ranks_are_compared_anew_for_parameters_that_are_added_and_scope_follows(
     tmp_path: Path,
 ) -> None:
@@ -450,7 +454,7 @@ def test_ranks_are_compared_anew_for_parameters_that_are_added_and_scope_follows
             optimizer.zero_grad()
             backward(params, [mean + torch.randn(600, generator=generator) for _ in params])
             optimizer.step()
-            scopes.append(optimizer._world._reducer._scope)
+            scopes.append(scope_of(optimizer))
         return scopes
 
     assert run_ranks(4, work) == [["shard"] * 49 + ["model"] * 11] * 4
@@ -471,7 +475,7 @@ def test_ranks_that_cannot_be_compared_stay_with_the_model(
             optimizer.zero_grad()
             backward(params[:1], [torch.randn(600, generator=generator)])
             optimizer.step()
-        return [optimizer._world._reducer._scope]
+        return [scope_of(optimizer)]
 
     assert run_ranks(4, work) == [["model"]] * 4
     assert caplog.text.count("ranks could not be compared") == 1
@@ -482,10 +486,10 @@ def test_a_robust_group_that_is_added_to_means_begins_with_the_model() -> None:
     def work(end: LocalTransport) -> list[str]:
         params = make_parameters([(600,)])
         optimizer = wrap(params, end, scope="auto")
-        scopes = [optimizer._world._reducer._scope]
+        scopes = [scope_of(optimizer)]
         more = torch.nn.Parameter(torch.zeros(600))
         optimizer.add_param_group({"params": [more], "rule": loft.MultiKrum(1)})
-        return [*scopes, optimizer._world._reducer._scope]
+        return [*scopes, scope_of(optimizer)]
 
     assert run_ranks(4, work) == [["shard", "model"]] * 4
 

@@ -28,22 +28,21 @@ from loft_hvd.pipeline.buckets import Bucket, ParameterSpec, lay_out
 from loft_hvd.pipeline.engine import Engine
 from loft_hvd.pipeline.ring import Owners
 from loft_hvd.pipeline.selection import Scope
-from loft_hvd.transport import shared_memory
+from loft_hvd.transport import lanes, shared_memory
 from loft_hvd.transport.agreement import digest
 from loft_hvd.transport.base import (
+    Abilities,
     Channel,
-    OverTransport,
+    Lane,
     Transport,
     Work,
-    in_place,
-    shared_zeros,
     wait_for,
 )
 from loft_hvd.transport.conformance import CHECKS
 from loft_hvd.transport.local import LocalTransport, run_ranks
 from loft_hvd.transport.shared_memory import (
     SharedMemory,
-    SharedMemoryTransport,
+    SharedMemoryLane,
     open_shared_memory,
     over_memory,
 )
@@ -51,7 +50,7 @@ from loft_hvd.transport.shared_memory import (
 pytestmark = pytest.mark.skipif(extension() is None, reason="the extension is not built")
 
 
-def sharing(end: Transport) -> SharedMemoryTransport:
+def sharing(end: Transport) -> SharedMemoryLane:
     channel = Channel(end, "memory", 20.0)
     memory = open_shared_memory(channel)
     assert memory is not None
@@ -75,21 +74,21 @@ class _Work:
         self._sent = None
 
 
-class FromBuffers(OverTransport):
+class FromBuffers(Lane):
     """Sends all from shared buffers, one for each exchange, given back when that is done here."""
 
-    def __init__(self, ends: SharedMemoryTransport) -> None:
+    def __init__(self, ends: SharedMemoryLane) -> None:
         super().__init__(ends)
         self.ends = ends
 
     def alltoall(self, send: Tensor, recv: Tensor, *, name: str, skips_own: bool = False) -> Work:
-        sent = shared_zeros(self.ends, send.numel(), send.dtype).copy_(send)
-        work = in_place(self.ends).alltoall(sent, recv, name=name, skips_own=skips_own)
+        sent = self.ends.zeros(send.numel(), send.dtype).copy_(send)
+        work = self.ends.alltoall(sent, recv, name=name, skips_own=skips_own)
         return _Work(work, sent)
 
     def allgather(self, send: Tensor, recv: Tensor, *, name: str) -> Work:
-        sent = shared_zeros(self.ends, send.numel(), send.dtype).copy_(send)
-        return _Work(in_place(self.ends).allgather(sent, recv, name=name), sent)
+        sent = self.ends.zeros(send.numel(), send.dtype).copy_(send)
+        return _Work(self.ends.allgather(sent, recv, name=name), sent)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -100,6 +99,14 @@ def test_ranks_that_share_memory_conform(world_size: int) -> None:
             check(ends)
 
     run_ranks(world_size, work)
+
+
+class OfOneHost(LocalTransport):
+    """One rank's end of a world whose ranks may share memory."""
+
+    def __init__(self, end: LocalTransport) -> None:
+        super().__init__(end._world, end.rank)
+        self.can = Abilities(world=(end._world, end.rank))
 
 
 def results_of_steps(end: Transport, rule: loft.Rule, **options: Any) -> list[Tensor]:
@@ -140,7 +147,6 @@ def test_steps_have_the_bits_of_the_transport_below(
     """Also where ranks overtake each other, and read what is soon written again."""
 
     def work(end: LocalTransport) -> None:
-        ends = sharing(end)
         below, shared = (
             results_of_steps(
                 each,
@@ -148,13 +154,14 @@ def test_steps_have_the_bits_of_the_transport_below(
                 wire=wire,
                 owners=Owners(scope=scope, records=[] if has_records else None),
             )
-            for each in (end, ends)
+            for each in (end, OfOneHost(end))
         )
         # [3 buckets of 12 steps, rows of all ranks]
         assert all(torch.equal(*each) for each in zip(below, shared, strict=True))
         # Both exchanges of 3 buckets in 12 steps, and a table in each step over the whole model.
         num_posted = 2 * 3 * 12 + (12 if scope == "model" else 0)
-        assert ends.memory.num_posted == num_posted
+        memory = lanes._worlds()[end._world, end.rank].by_kind["shared-memory", "cpu"]
+        assert memory.num_posted == num_posted
 
     run_ranks(4, work)
 
@@ -172,11 +179,8 @@ def test_only_what_lies_in_shared_buffers_is_read_in_place() -> None:
     def work(end: LocalTransport) -> None:
         ends = sharing(end)
         received = torch.zeros(2 * 8)
-        shared = ends.shared_zeros(8, torch.float32)
-        wait(ends.allgather(shared, received, name="below"))
-        assert ends.memory.num_posted == 0
         with pytest.raises(TransportError, match=r"share_memory\(\).*LOFT_HVD_MESH=off"):
-            in_place(ends).allgather(torch.zeros(8), received, name="elsewhere")
+            ends.allgather(torch.zeros(8), received, name="elsewhere")
         assert ends.memory.num_posted == 0
 
     run_ranks(2, work)
@@ -185,11 +189,11 @@ def test_only_what_lies_in_shared_buffers_is_read_in_place() -> None:
 def test_what_was_given_up_is_not_taken_for_what_is_sent_later() -> None:
     def work(end: LocalTransport) -> None:
         ends = sharing(end)
-        sent, received = ends.shared_zeros(4, torch.float32), torch.zeros(8)
+        sent, received = ends.zeros(4, torch.float32), torch.zeros(8)
         for _ in range(3):  # begun by all ranks, and waited for by none
-            in_place(ends).allgather(sent.fill_(7.0), received, name="x")
-        given = ends.shared_zeros(4, torch.float32).fill_(1.0 + end.rank)
-        wait(in_place(ends).allgather(given, received, name="x"))
+            ends.allgather(sent.fill_(7.0), received, name="x")
+        given = ends.zeros(4, torch.float32).fill_(1.0 + end.rank)
+        wait(ends.allgather(given, received, name="x"))
         assert received.tolist() == [1.0] * 4 + [2.0] * 4
         Channel(end, "read", 20.0).allgather_rows(torch.zeros(1))
         assert ends.memory._boxes.all_is_read()
@@ -204,9 +208,9 @@ def test_the_nth_exchange_of_a_name_is_the_nth_of_every_rank() -> None:
         received = torch.zeros(2)
 
         def begin(value: float) -> Work:
-            sent = ends.shared_zeros(1, torch.float32).fill_(value)
+            sent = ends.zeros(1, torch.float32).fill_(value)
             kept.append(sent)
-            return in_place(ends).allgather(sent, received, name="x")
+            return ends.allgather(sent, received, name="x")
 
         kept: list[Tensor] = []
         if end.rank == 0:
@@ -236,13 +240,13 @@ def test_an_optimizer_made_after_an_error_has_its_own_values(failing: set[int]) 
 
         def reduce(value: float, *, fails: bool) -> Tensor:
             given = over_memory(Channel(end, "series", 20.0), memory)
-            sent = given.shared_zeros(6, torch.float32).fill_(value)
+            sent = given.zeros(6, torch.float32).fill_(value)
             rows, received = torch.zeros(6), torch.zeros(6)
-            wait(given.in_place.alltoall(sent, rows, name="a2a"))
+            wait(given.alltoall(sent, rows, name="a2a"))
             if fails:
                 return rows
-            result = given.shared_zeros(2, torch.float32).copy_(rows.view(3, 2).mean(dim=0))
-            gather = given.in_place.allgather(result, received, name="ag")
+            result = given.zeros(2, torch.float32).copy_(rows.view(3, 2).mean(dim=0))
+            gather = given.allgather(result, received, name="ag")
             if failing and value == 7.0:
                 return received  # as one who hears that another has failed
             wait(gather)
@@ -269,8 +273,8 @@ def test_two_optimizers_of_one_name_do_not_mix() -> None:
         begun = []
         for given in (ends, others) if end.rank == 0 else (others, ends):
             value = 1.0 if given is ends else 2.0
-            sent, received = given.shared_zeros(4, torch.float32).fill_(value), torch.zeros(8)
-            begun.append((given.in_place.allgather(sent, received, name="x"), received, value))
+            sent, received = given.zeros(4, torch.float32).fill_(value), torch.zeros(8)
+            begun.append((given.allgather(sent, received, name="x"), received, value))
         for work, received, value in reversed(begun):
             wait(work)
             assert received.eq(value).all()
@@ -292,9 +296,9 @@ def test_exchanges_of_one_name_come_in_order_in_a_ring_that_goes_round(
         for first in range(0, 40, 4):
             flights: list[tuple[Work, Tensor, Tensor]] = []
             for number in range(first, first + 4):
-                sent = ends.shared_zeros(3, torch.float32).fill_(float(number))
+                sent = ends.zeros(3, torch.float32).fill_(float(number))
                 received = torch.zeros(6)
-                work = in_place(ends).allgather(sent, received, name=f"{number // 2}")
+                work = ends.allgather(sent, received, name=f"{number // 2}")
                 flights.append((work, received, sent))
             for number, (work, received, _) in enumerate(flights, first):
                 wait(work)
@@ -308,19 +312,19 @@ def test_a_rank_that_is_too_far_ahead_is_told_what_to_do(monkeypatch: pytest.Mon
 
     def work(end: LocalTransport) -> None:
         ends = sharing(end)
-        sent, received = ends.shared_zeros(1, torch.float32), torch.zeros(3)
+        sent, received = ends.zeros(1, torch.float32), torch.zeros(3)
         gate = Channel(end, "gate", 20.0)
         if end.rank != 1:
             for _ in range(4):
-                in_place(ends).allgather(sent, received, name="x")
+                ends.allgather(sent, received, name="x")
             says = r"4 exchanges .* rank \d .*LOFT_HVD_BUCKET_BYTES.*LOFT_HVD_MESH=off"
             with pytest.raises(TransportError, match=says):
-                in_place(ends).allgather(sent, received, name="x")
+                ends.allgather(sent, received, name="x")
         gate.allgather_rows(torch.zeros(1))
         ends.memory.has_all(1, 1)  # hears of them
         gate.allgather_rows(torch.zeros(1))
         if end.rank != 1:
-            in_place(ends).allgather(sent, received, name="x")
+            ends.allgather(sent, received, name="x")
 
     run_ranks(3, work)
 
@@ -330,20 +334,20 @@ def test_room_serves_again_once_all_ranks_have_read_what_was_there() -> None:
         ends = sharing(end)
         memory, numel = ends.memory, 1 << 20
         gate = Channel(end, "gate", 20.0)
-        sent = ends.shared_zeros(numel, torch.float32).fill_(7.0)
+        sent = ends.zeros(numel, torch.float32).fill_(7.0)
         first, received = place(memory, sent), torch.zeros(2 * numel)
-        work = in_place(ends).allgather(sent, received, name="x")
+        work = ends.allgather(sent, received, name="x")
         del sent
-        other = ends.shared_zeros(numel, torch.float32).fill_(8.0)
+        other = ends.zeros(numel, torch.float32).fill_(8.0)
         assert place(memory, other) != first  # nobody reads before the gate
         gate.allgather_rows(torch.zeros(1))
         wait(work)
         assert received.eq(7.0).all()
         gate.allgather_rows(torch.zeros(1))
         before = held_bytes(memory)
-        wait(in_place(ends).allgather(other, received, name="x"))  # the next exchange gives it back
+        wait(ends.allgather(other, received, name="x"))  # the next exchange gives it back
         assert held_bytes(memory) <= before - 4 * numel
-        again = ends.shared_zeros(numel, torch.float32)
+        again = ends.zeros(numel, torch.float32)
         assert place(memory, again) == first
         assert not again.any()
         assert other.eq(8.0).all()
@@ -372,13 +376,13 @@ def test_an_error_says_that_no_room_is_left(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_was_closed_says_so() -> None:
     def work(end: LocalTransport) -> None:
         ends = sharing(end)
-        sent = ends.shared_zeros(2, torch.float32)
-        work = in_place(ends).allgather(sent, torch.zeros(4), name="x")
+        sent = ends.zeros(2, torch.float32)
+        work = ends.allgather(sent, torch.zeros(4), name="x")
         ends.memory.close()
         ends.memory.close()
         sent.fill_(1.0)  # a buffer outlives it
         assert work.done()  # badly
-        for use in (work.finish, lambda: ends.shared_zeros(1, torch.float32)):
+        for use in (work.finish, lambda: ends.zeros(1, torch.float32)):
             with pytest.raises(TransportError, match=r"memories that ranks share were closed with"):
                 use()
 
@@ -390,9 +394,9 @@ def test_a_wait_ends_if_a_rank_has_left_before_it_posted(how: str) -> None:
     def work(end: LocalTransport) -> None:
         ends = sharing(end)
         gate = Channel(end, "gate", 20.0)
-        sent, received = ends.shared_zeros(2, torch.float32), torch.zeros(6)
+        sent, received = ends.zeros(2, torch.float32), torch.zeros(6)
         sent.fill_(end.rank)
-        works = [in_place(ends).allgather(sent, received, name="sent")]
+        works = [ends.allgather(sent, received, name="sent")]
         if end.rank == 1:
             wait(works.pop())
             boxes = ends.memory._boxes
@@ -406,7 +410,7 @@ def test_a_wait_ends_if_a_rank_has_left_before_it_posted(how: str) -> None:
             return
         shared_memory._leave(ends.memory._boxes, os.getpid() + 1)  # a forked child's leaves nothing
         gate.allgather_rows(torch.zeros(1))
-        works.append(in_place(ends).allgather(sent, torch.zeros(6), name="missing"))
+        works.append(ends.allgather(sent, torch.zeros(6), name="missing"))
         wait(works[0])
         assert received.tolist() == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
         with pytest.raises(TransportError, match=r"ranks \[1\] have left, .* waits for.*; look"):
@@ -421,14 +425,14 @@ def test_who_has_not_come_is_named_beside_who_has_left() -> None:
     def work(end: LocalTransport) -> None:
         ends = sharing(end)
         gate = Channel(end, "gate", 20.0)
-        sent, received = ends.shared_zeros(2, torch.float32), torch.zeros(6)
+        sent, received = ends.zeros(2, torch.float32), torch.zeros(6)
         if end.rank == 1:
             ends.memory.close()
         gate.allgather_rows(torch.zeros(1))
         if end.rank == 0:
             late = r"ranks \[1\] have left, .*, to which ranks \[2\] have not come yet either; look"
             with pytest.raises(TransportError, match=late):
-                wait(in_place(ends).allgather(sent, received, name="sent"))
+                wait(ends.allgather(sent, received, name="sent"))
         gate.allgather_rows(torch.zeros(1))
 
     run_ranks(3, work)
@@ -441,13 +445,13 @@ def test_a_rank_that_lies_is_named() -> None:
     def work(end: LocalTransport) -> None:
         ends = sharing(end)
         memory, gate = ends.memory, Channel(end, "gate", 20.0)
-        sent, received = ends.shared_zeros(4, torch.float32), torch.zeros(8)
+        sent, received = ends.zeros(4, torch.float32), torch.zeros(8)
         for name, shown, num_bytes in (("few", place(memory, sent), 8), ("far", 1 << 63, 16)):
             if end.rank == 1:
                 tag = digest(f"1 {name} 16 {received.dtype}")
                 memory._boxes.post(1, tag, [shown, 0], num_bytes)
                 continue
-            work = in_place(ends).allgather(sent, received, name=name)
+            work = ends.allgather(sent, received, name=name)
             with pytest.raises(TransportError, match=rf"rank 1 shows {num_bytes} bytes at {shown}"):
                 wait(work)
         gate.allgather_rows(torch.zeros(1))
@@ -539,7 +543,7 @@ def test_opening_leaves_no_descriptor_but_those_of_what_is_mapped() -> None:
 
     def work(end: LocalTransport) -> None:
         ends = sharing(end)
-        assert ends.shared_zeros(5, torch.float32).numel() == 5
+        assert ends.zeros(5, torch.float32).numel() == 5
 
     run_ranks(3, work)
     gc.collect()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -149,6 +150,7 @@ def test_a_robust_rule_over_ranks_apart_warns_once_with_the_figure(
 class Bucket:
     """What DDP gives its hook."""
 
+    members: list[torch.nn.Parameter]
     values: torch.Tensor
     at: int
     of: int
@@ -162,30 +164,37 @@ class Bucket:
     def is_last(self) -> bool:
         return self.at == self.of - 1
 
-    def parameters(self) -> list[torch.Tensor]:
-        return [self.values]
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return self.members
 
     def gradients(self) -> list[torch.Tensor]:
-        return [self.values]
+        return list(self.values.split([each.numel() for each in self.members]))
 
 
 def train_buckets(
     transport: LocalTransport, *, rule: loft.Rule, own: float, log_dir: Path, cuts: list[list[int]]
 ) -> None:
-    """Reduce the gradients of ``train`` by a ``ddp_hook``, the first passes in other buckets."""
+    """Reduce the gradients of ``train`` by a ``ddp_hook``, the first passes in other buckets.
+
+    They are of parameters of 200 values each; ``cuts`` are how many of them a bucket has.
+    """
     random = torch.Generator().manual_seed(100 + transport.rank)
     sign = torch.randn(600, generator=random).sign() * own
     world_size = transport.world_size
     balancer = loft.Balancer(world_size, [1] * world_size, transport=transport, log_dir=log_dir)
     hook = loft.ddp_hook(rule, balancer, transport=transport)
-    for sizes in [*cuts, *[[600]] * (NUM_STEPS + 2)]:
+    parameters = [torch.nn.Parameter(torch.zeros(200)) for _ in range(3)]
+    for sizes in [*cuts, *[[3]] * (NUM_STEPS + 2)]:
         gradient = torch.randn(1, 600, generator=random).view(-1) + sign
+        left = list(parameters)
         with balancer.step(1):
-            for at, values in enumerate(gradient.split(sizes)):
-                hook(None, Bucket(values, at, len(sizes)))  # type: ignore[arg-type]  # no GradBucket
+            for at, values in enumerate(gradient.split([200 * size for size in sizes])):
+                members, left = left[: sizes[at]], left[sizes[at] :]
+                bucket: Any = Bucket(members, values, at, len(sizes))
+                hook(None, bucket)
 
 
-@pytest.mark.parametrize("cuts", [[], [[200, 400]], [[600], [400, 200], [200, 400]]])
+@pytest.mark.parametrize("cuts", [[], [[1, 2]], [[3], [2, 1], [1, 2]]])
 @CASES
 def test_a_ddp_hook_warns_once_too_however_its_buckets_change_at_first(
     rule: loft.Rule,
@@ -215,11 +224,11 @@ def test_a_ddp_hook_warns_once_too_however_its_buckets_change_at_first(
 
 def test_a_pass_that_failed_leaves_nothing_behind() -> None:
     def watch(transport: LocalTransport) -> Spread | None:
-        spread = SpreadWatch(Channel(transport, "test", 10))
+        spread = SpreadWatch(Channel(transport, "test", 10), [600])
         random = torch.Generator().manual_seed(transport.rank)
         own = torch.randn(600, generator=random)
         found = None
-        for step in range(NUM_STEPS + 1):
+        for step in range(NUM_STEPS):
             values = torch.randn(600, generator=random) + own
             if step == 5:
                 spread.sent(0, 1e9 * values)  # and then an error

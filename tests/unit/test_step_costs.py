@@ -22,6 +22,7 @@ from loft_hvd.data.draws import EpochSettings
 from loft_hvd.data.flow import _native
 from loft_hvd.data.placement import Placement
 from loft_hvd.data.sampler import GlobalBatches
+from loft_hvd.transport.base import Abilities
 from tests.support.live import Clock
 from tests.support.plans import FakePlans
 from tests.support.slowness import slowness
@@ -139,6 +140,7 @@ class Echoes:
     """Rank 0's end of a world in which all do as it does, but compute at a pace of their own."""
 
     rank, node, local_size, watch = 0, "here", 1, None
+    can = Abilities()
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size

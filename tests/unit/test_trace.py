@@ -18,7 +18,8 @@ import loft_hvd as loft
 from loft_hvd.pipeline import engine as engine_module
 from loft_hvd.pipeline.reduction import BucketReduction
 from loft_hvd.pipeline.ring import ExchangeSpec
-from loft_hvd.pipeline.trace import Lane, Trace, trace_of, trace_to
+from loft_hvd.pipeline.trace import Trace, TraceRow, trace_of, trace_to
+from loft_hvd.transport.base import Lane
 from loft_hvd.transport.local import LocalTransport, run_ranks
 
 
@@ -34,19 +35,19 @@ def ticking() -> Callable[[], float]:
 
 
 def load(path: Path) -> tuple[list[dict[str, Any]], dict[int, str]]:
-    """Return a file's spans, and the names of its lanes."""
+    """Return a file's spans, and the names of its rows."""
     events = json.loads(path.read_text())["traceEvents"]
     names = {each["tid"]: each["args"]["name"] for each in events if each["name"] == "thread_name"}
     return [each for each in events if each["ph"] == "X"], names
 
 
-def test_spans_of_a_lane_follow_each_other(tmp_path: Path) -> None:
+def test_spans_of_a_row_follow_each_other(tmp_path: Path) -> None:
     trace = Trace(tmp_path / "new" / "t.json", 3, clock=ticking())
-    lane = Lane(trace, "bucket 0")
+    row = TraceRow(trace, "bucket 0")
     for span in ("pack", "all-to-all"):
-        lane.enter(span)
-    lane.leave()
-    lane.leave()  # nothing is open any more
+        row.enter(span)
+    row.leave()
+    row.leave()  # nothing is open any more
     trace.write()
     spans, names = load(trace.path)
     assert names == {0: "bucket 0"}
@@ -82,7 +83,7 @@ def test_a_full_trace_keeps_its_beginning_and_says_what_is_missing(
 ) -> None:
     trace = Trace(tmp_path / "t.json", 0, most_spans=2)
     for number in range(5):
-        trace.add("lane", f"span {number}", float(number), number + 1.0)
+        trace.add("row", f"span {number}", float(number), number + 1.0)
     with caplog.at_level(logging.WARNING):
         trace.write()
     assert [each["name"] for each in load(trace.path)[0]] == ["span 0", "span 1"]
@@ -114,17 +115,17 @@ def test_stages_lie_in_order_inside_their_bucket(
         spans, names = load(trace.path)
         assert set(names.values()) == {"step", "bucket 0 (b)", "bucket 1 (a)"}
         assert {each["pid"] for each in spans} == {rank}
-        for lane, name in names.items():
+        for row, name in names.items():
             if name == "step":
                 continue
-            buckets = [each for each in spans if each["tid"] == lane and each["name"] == name]
+            buckets = [each for each in spans if each["tid"] == row and each["name"] == name]
             assert len(buckets) == 3
             for bucket in buckets:
                 begin, end = bucket["ts"], bucket["ts"] + bucket["dur"]
                 inside = [
                     each
                     for each in spans
-                    if each["tid"] == lane and each is not bucket and begin <= each["ts"] <= end
+                    if each["tid"] == row and each is not bucket and begin <= each["ts"] <= end
                 ]
                 stages = ["pack", "all-to-all", "aggregate", "all-gather", "unpack"]
                 assert [each["name"] for each in inside] == stages
@@ -133,18 +134,18 @@ def test_stages_lie_in_order_inside_their_bucket(
                 assert inside[-1]["ts"] + inside[-1]["dur"] <= end + 0.2
 
 
-def test_the_parts_of_a_large_bucket_have_lanes_of_their_own(tmp_path: Path) -> None:
+def test_the_parts_of_a_large_bucket_have_rows_of_their_own(tmp_path: Path) -> None:
     traces = [Trace(tmp_path / f"t.{rank}.json", rank) for rank in range(2)]
 
     def work(transport: LocalTransport) -> None:
         spec = ExchangeSpec(
-            transport,
+            Lane(transport),
             name="n",
             numel=3200,
             dtype=torch.float32,
             device="cpu",
             rule=loft.Median(),
-            lane=Lane(traces[transport.rank], "bucket 0"),
+            row=TraceRow(traces[transport.rank], "bucket 0"),
         )
         reduction = BucketReduction(spec, pack=lambda values: None, part_bytes=6400)
         reduction.start()
@@ -164,8 +165,8 @@ def test_a_process_can_be_told_to_trace(tmp_path: Path) -> None:
         assert trace is not None
         assert trace is trace_of(2)
         assert trace.path == tmp_path / "t.2.json"
-        trace.add("lane", "pack", 1.0, 3.0)
-        trace.add("lane", "pack", 5.0, 5.5)
+        trace.add("row", "pack", 1.0, 3.0)
+        trace.add("row", "pack", 5.0, 5.5)
         assert trace.seconds() == {"pack": 2.5}
     finally:
         trace_to(None)

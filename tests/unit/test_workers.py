@@ -22,6 +22,7 @@ from loft_hvd.optimizer.wrapper import OptimizerWrapper
 from loft_hvd.pipeline.buckets import ParameterSpec
 from loft_hvd.pipeline.suspicion.report import SuspicionReport
 from loft_hvd.pipeline.weights import capped_weights
+from loft_hvd.transport.base import Abilities
 from loft_hvd.transport.groups import Over
 from loft_hvd.transport.local import Faults, LocalTransport, run_ranks
 
@@ -405,7 +406,7 @@ def test_where_nobody_is_watched_the_report_says_why(
 class Mixed(LocalTransport):
     """A transport whose ranks may be on CPUs and on GPUs, as those of ``torch.distributed``."""
 
-    mixes_devices = True
+    can = Abilities(mixes_devices=True)
 
 
 @pytest.mark.parametrize(("on_gpu", "is_watched"), [((0,), False), ((), True)])
@@ -521,7 +522,7 @@ def test_copying_ranks_get_nobody_into_quarantine(
     assert all(report == reports[0] for report in reports)
     assert [worker.ranks for worker in reports[0].named] == [(rank,) for rank in (0, *by)]
     assert all(worker.in_quarantine_until is None for worker in reports[0].workers)
-    watched = [record for record in caplog.records if record.name.startswith("loft_hvd.pipeline")]
+    watched = [record for record in caplog.records if record.name.endswith("suspicion.watch")]
     said = [record.getMessage() for record in watched]
     assert said
     assert all("100% equal another worker's bit for bit" in line for line in said), said

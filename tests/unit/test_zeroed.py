@@ -99,7 +99,7 @@ def test_a_rule_over_the_ranks_that_touched_it_keeps_their_median() -> None:
 
 @pytest.mark.parametrize("rule", [loft.Mean(), loft.Median()], ids=str)
 def test_what_all_ranks_use_is_not_told_and_no_step_after_the_looks_costs(rule: loft.Rule) -> None:
-    def work(transport: LocalTransport) -> tuple[Any, int]:
+    def work(transport: LocalTransport) -> tuple[Any, bool]:
         weight = torch.nn.Parameter(torch.zeros(5))
         sgd = torch.optim.SGD([weight], lr=0.0)
         optimizer = loft.DistributedOptimizer(sgd, rule=rule, transport=transport)
@@ -107,10 +107,10 @@ def test_what_all_ranks_use_is_not_told_and_no_step_after_the_looks_costs(rule: 
             optimizer.zero_grad()
             (weight * (1.0 + step + transport.rank)).sum().backward()
             optimizer.step()
-        watch = optimizer._world._gradient_log.zeroed  # type: ignore[union-attr]  # it has ranks
-        return optimizer.report().zeroed, len(watch._handles)
+        watch: Any = optimizer._world._judgement._zeroed  # type: ignore[union-attr]  # it has ranks
+        return optimizer.report().zeroed, watch.has_ended
 
-    assert run_ranks(3, work) == [((), 0)] * 3
+    assert run_ranks(3, work) == [((), True)] * 3
 
 
 def test_first_pattern_that_fits_counts_and_a_groups_own_rule_goes_before() -> None:

@@ -8,7 +8,6 @@ coordinates of its gradient differ from the aggregate, and one small exchange co
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 from collections.abc import Sequence
@@ -17,7 +16,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from loft_hvd.pipeline.suspicion.report import FEWEST_WATCHED
 from loft_hvd.pipeline.suspicion.tracker import Floats
@@ -27,7 +25,6 @@ __all__ = [
     "COMPARED_AFTER",
     "JUDGE_IN_SHARDS_BELOW",
     "WARN_ABOVE",
-    "ParameterSpread",
     "Spread",
     "SpreadWatch",
     "lasting_differences",
@@ -129,31 +126,23 @@ def _sum(row: Floats) -> float:
 class SpreadWatch:
     """Notes some coordinates of this rank's gradients for 50 steps, then compares ranks once.
 
-    Gradients come in pieces: parameters, or buckets whose layout may change at first, as DDP's. A
-    step calls ``sent`` for each piece, in any order, and ``step_reduced`` in the end. Where the
-    layout is not given, a step with another one than the step before is not noted, and the count
-    begins anew. ``layout`` is the numel of each piece, where it is known and stays. Equal on every
-    rank.
+    A step calls ``sent`` for each parameter, in any order, and ``step_reduced`` in the end.
+    ``layout`` is the numel of each. Equal on every rank.
     """
 
-    def __init__(self, channel: Channel, *, layout: Sequence[int] | None = None) -> None:
+    def __init__(self, channel: Channel, layout: Sequence[int]) -> None:
         self._channel = channel.sub("spread")
-        self._is_fixed = layout is not None
-        self._begin(layout or ())
-        has_values = layout is None or sum(layout) > 0
-        # Nothing more is noted: ranks are compared, or too few.
-        self.has_ended = channel.world_size < FEWEST_WATCHED or not has_values
-
-    def _begin(self, layout: Sequence[int]) -> None:
         self._layout = list(layout)
         self._places = [looked_at(numel, max(1, sum(layout))) for numel in layout]
         self._own: list[Tensor | None] = [None] * len(layout)
         self._sums, self._squares = np.zeros((2, sum(map(len, self._places))))
         self._num_steps = self._num_noted = 0
+        # Nothing more is noted: ranks are compared, or too few.
+        self.has_ended = channel.world_size < FEWEST_WATCHED or sum(layout) == 0
 
     def sent(self, at: int, values: Tensor | None) -> None:
-        """Note what this rank sends of a step's piece ``at``; that of a step that failed goes."""
-        if not self.has_ended and at < len(self._layout):
+        """Note what this rank sends of parameter ``at``; that of a step that failed goes."""
+        if not self.has_ended:
             self._own[at] = self._look(at, values)
 
     def step_reduced(self, reduced: Sequence[Tensor | None]) -> Spread | None:
@@ -165,12 +154,6 @@ class SpreadWatch:
         if self.has_ended:
             return None
         own, self._own = self._own, [None] * len(self._layout)
-        # Every rank sees the same layout, so all of them begin anew, and compare, at one step.
-        if not self._is_fixed:
-            layout = [0 if values is None else values.numel() for values in reduced]
-            if layout != self._layout:
-                self._begin(layout)
-                return None
         looked = [self._look(at, values) for at, values in enumerate(reduced)]
         pairs = [(a, b) for a, b in zip(own, looked, strict=True) if not (a is None or b is None)]
         if len(pairs) == len(own):
@@ -179,7 +162,7 @@ class SpreadWatch:
         return None if self._num_steps < COMPARED_AFTER else self._compare()
 
     def _look(self, at: int, values: Tensor | None) -> Tensor | None:
-        """Return the coordinates of a piece that are looked at, float64, on its device."""
+        """Return the coordinates of a parameter that are looked at, float64, on its device."""
         places = self._places[at]
         if values is None or values.layout != torch.strided or values.numel() != self._layout[at]:
             return None
@@ -214,47 +197,10 @@ class SpreadWatch:
         return found
 
 
-class ParameterSpread:
-    """Watches parameters, in an order equal on every rank, by hooks on their gradients.
-
-    Make it before what else changes gradients in its hooks.
-    """
-
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], channel: Channel) -> None:
-        self._parameters = list(parameters)
-        self._watch = SpreadWatch(channel, layout=[p.numel() for p in self._parameters])
-        self._handles: list[RemovableHandle] = []
-        if not self._watch.has_ended:
-            self._handles = [
-                parameter.register_post_accumulate_grad_hook(functools.partial(self._sent, at))
-                for at, parameter in enumerate(self._parameters)
-            ]
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether nothing more is noted: ranks are compared, or too few."""
-        return self._watch.has_ended
-
-    def _sent(self, at: int, parameter: Tensor) -> None:
-        self._watch.sent(at, parameter.grad)
-
-    def step_reduced(self) -> Spread | None:
-        """Note a step whose gradients are reduced by now; after the last one, compare ranks."""
-        found = self._watch.step_reduced([parameter.grad for parameter in self._parameters])
-        if found is not None:
-            self.detach()
-        return found
-
-    def detach(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-
 def looked_at(numel: int, total: int) -> Tensor:
-    """Return the coordinates of a piece of ``total`` that are looked at, spread evenly over it.
+    """Return the coordinates of a parameter of ``total`` that are looked at, spread evenly over it.
 
-    Of 512 in all, a piece has its share, rounded up: every one is looked at.
+    Of 512 in all, a parameter has its share, rounded up: every one is looked at.
     """
     count = min(numel, -(-_NUM_VALUES * numel // total))
     # float64: float32 rounds numel - 1 up to numel beyond 2**24.

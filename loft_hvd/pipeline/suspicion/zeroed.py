@@ -11,16 +11,15 @@ rank had a gradient: in a step that is looked at, a float32 for each of their va
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from loft_hvd.pipeline.suspicion.report import FEWEST_WATCHED, ZeroedParameter
 from loft_hvd.transport.base import Channel
 
-__all__ = ["ParameterZeroed", "ZeroedWatch", "is_not_zero"]
+__all__ = ["ZeroedWatch", "is_not_zero"]
 
 _logger = logging.getLogger(__name__)
 _LOOKS = (1, 10, 50, 200)  # numbers of steps; a choice: what is lost shows early, and stays
@@ -28,10 +27,6 @@ _TELL_ABOVE = 0.01  # share lost below which nothing is told: some activations a
 _WARN_ABOVE = 0.25  # a choice
 _CHUNK = 2**23  # values of which ranks add up at once who has a gradient: 32 MiB
 _SHOWN = 5  # parameters in the warning
-_ADVICE = (
-    "Give them a rule of their own, rule={{{name!r}: loft.Mean(), '*': ...}}, or one over the "
-    "ranks that have a gradient there (docs/rules.md); see optimizer.report()"
-)
 
 
 class ZeroedWatch:
@@ -70,13 +65,13 @@ class ZeroedWatch:
         """Whether the step that goes on is looked at."""
         return not self.has_ended and self._num_steps + 1 in _LOOKS
 
-    def step_reduced(self, own: Mapping[int, Tensor], results: Mapping[int, Tensor]) -> None:
+    def step_reduced(self, own: Sequence[Tensor | None], results: Sequence[Tensor | None]) -> None:
         """Count a step whose gradients are reduced by now, and look at it if it is due.
 
         Args:
-            own: where this rank's own gradients were not zero, bool, [numel], by the parameter's
-                id; those that had none lack.
-            results: the gradients after the rule, of any shape, by the parameter's id.
+            own: of each parameter where this rank's own gradient was not zero, bool, [numel]; None
+                where there was none.
+            results: of each the gradient after the rule, of any shape.
         """
         if self.has_ended:
             return
@@ -87,21 +82,20 @@ class ZeroedWatch:
             self._look(own, results)
             self._warn()
 
-    def _look(self, own: Mapping[int, Tensor], results: Mapping[int, Tensor]) -> None:
+    def _look(self, own: Sequence[Tensor | None], results: Sequence[Tensor | None]) -> None:
         # [2 * num_parameters]: values of this rank's that are not zero, and those of them lost.
         row = torch.zeros(len(self._parameters), 2, dtype=torch.int64)
-        masks = {key: is_not_zero(result) for key, result in results.items()}
-        keys = [id(parameter) for parameter in self._parameters]
-        for at, key in enumerate(keys):
-            if (mask := own.get(key)) is not None:
-                lost = mask & ~masks[key] if key in masks else mask
+        kept = [None if result is None else is_not_zero(result) for result in results]
+        for at, (mask, left) in enumerate(zip(own, kept, strict=True)):
+            if mask is not None:
+                lost = mask if left is None else mask & ~left
                 row[at] = torch.stack([mask.sum(), lost.sum()]).cpu()
         table = self._channel.allgather_rows(row.view(-1))
         sums = table.sum(dim=0).view(-1, 2).tolist()
         for at, (num_values, num_lost) in enumerate(sums):
             # Most parameters lose nothing: nothing more is sent for them.
             if num_lost > _TELL_ABOVE * num_values:
-                self._totals[at] += self._count(at, own.get(keys[at]), masks.get(keys[at]))
+                self._totals[at] += self._count(at, own[at], kept[at])
 
     def _count(self, at: int, own: Tensor | None, result: Tensor | None) -> Tensor:
         """Return of how many coordinates any rank had a gradient, and of how many it is lost."""
@@ -143,48 +137,6 @@ class ZeroedWatch:
             ", ..." if len(most) > _SHOWN else "",
             self._advice.format(name=most[0].name),
         )
-
-
-class ParameterZeroed:
-    """Watches parameters by hooks on their gradients; made as ``ZeroedWatch`` is.
-
-    Make it before what else changes gradients in its hooks.
-    """
-
-    def __init__(
-        self, parameters: Sequence[torch.nn.Parameter], names: Sequence[str], channel: Channel
-    ) -> None:
-        self._parameters = list(parameters)
-        self._watch = ZeroedWatch(parameters, names, channel, advice=_ADVICE)
-        self._own: dict[int, Tensor] = {}
-        self._handles: list[RemovableHandle] = []
-        if not self._watch.has_ended:
-            self._handles = [
-                parameter.register_post_accumulate_grad_hook(self._note)
-                for parameter in self._parameters
-            ]
-
-    def _note(self, parameter: Tensor) -> None:
-        if self._watch.is_due and parameter.grad is not None:
-            self._own[id(parameter)] = is_not_zero(parameter.grad)
-
-    def step_reduced(self) -> None:
-        """Look at a step whose gradients are reduced by now, if it is time to."""
-        own, self._own = self._own, {}
-        grads = {id(p): p.grad for p in self._parameters if p.grad is not None}
-        self._watch.step_reduced(own, grads)
-        if self._watch.has_ended:
-            self.detach()
-
-    @property
-    def found(self) -> tuple[ZeroedParameter, ...]:
-        """The parameters that lose something; see ``ZeroedWatch``."""
-        return self._watch.found
-
-    def detach(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
 
 
 def is_not_zero(gradient: Tensor) -> Tensor:

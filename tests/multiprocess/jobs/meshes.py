@@ -11,7 +11,7 @@ from horovod.torch import shutdown  # as scripts may import it
 
 import loft_hvd as loft
 from loft_hvd.errors import TransportError
-from loft_hvd.transport.horovod import _kept_open
+from loft_hvd.transport.lanes import _worlds
 from loft_hvd.transport.mesh import Mesh
 from tests.support.processes import own_sockets
 
@@ -21,7 +21,7 @@ def main() -> None:
     torch.set_num_threads(1)
     engines = own_sockets()
     loft.allreduce(torch.ones(6), loft.Median(), name="x")
-    (mesh,) = _kept_open().by_world.values()
+    ((mesh,),) = [world.by_kind.values() for world in _worlds().values()]
     assert isinstance(mesh, Mesh)
     opened = own_sockets() - engines
     rank = hvd.rank()
@@ -36,9 +36,7 @@ def main() -> None:
         said = "nothing"
     except TransportError as error:
         said = str(error)
-    sys.stdout.write(
-        f"rank {rank}: opened {len(opened)}, left {left}, {_kept_open().by_world}, {said}\n"
-    )
+    sys.stdout.write(f"rank {rank}: opened {len(opened)}, left {left}, {_worlds()}, {said}\n")
 
 
 if __name__ == "__main__":

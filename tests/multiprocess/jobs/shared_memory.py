@@ -12,7 +12,7 @@ import torch
 
 import loft_hvd as loft
 from loft_hvd.errors import TransportError
-from loft_hvd.transport.horovod import _kept_open
+from loft_hvd.transport.lanes import _worlds
 from loft_hvd.transport.shared_memory import SharedMemory
 
 
@@ -50,7 +50,7 @@ def main() -> None:
     torch.set_num_threads(1)
     rank = hvd.rank()
     weight = step()
-    (memory,) = _kept_open().by_world.values()
+    ((memory,),) = [world.by_kind.values() for world in _worlds().values()]
     assert isinstance(memory, SharedMemory)
     assert memory.num_posted > 0
     fork_and_write(weight)
@@ -64,7 +64,7 @@ def main() -> None:
         said = str(error)
     hvd.init()
     step()
-    (again,) = _kept_open().by_world.values()
+    ((again,),) = [world.by_kind.values() for world in _worlds().values()]
     assert again is not memory
     hvd.barrier()
     hvd.shutdown()

@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from loft_hvd.config import config
+from loft_hvd.transport.base import Channel
 from loft_hvd.transport.conformance import CHECKS
 from loft_hvd.transport.horovod import HorovodTransport
+from loft_hvd.transport.lanes import Needs, choose_lane
 from loft_hvd.transport.local import run_ranks
-from loft_hvd.transport.shared_memory import SharedMemoryTransport, sharing
+from loft_hvd.transport.shared_memory import SharedMemoryLane
 from tests.support.fingerprint import RULES, fingerprint, train
 
 
@@ -30,8 +32,8 @@ def test_horovod_conforms_where_outputs_are_copied(check: str) -> None:
     hvd.size() == 1 or config().mesh != "auto", reason="LOFT_HVD_MESH is not auto, or one rank"
 )
 def test_ranks_of_one_host_share_memory() -> None:
-    ends = sharing(HorovodTransport())
-    assert isinstance(ends, SharedMemoryTransport)
+    ends = choose_lane(Channel(HorovodTransport(), "test"), Needs("cpu"))
+    assert isinstance(ends, SharedMemoryLane)
     before = ends.memory.num_posted
     train(HorovodTransport(), RULES[0], num_steps=2)
     assert ends.memory.num_posted > before

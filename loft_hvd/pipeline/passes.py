@@ -1,0 +1,304 @@
+"""The backward passes of one optimizer step: whose batch each is, and what its gradients weigh.
+
+Every front end has one ``Passes`` and tells it when a pass begins. It takes the pass's batch from
+the balancer, and says by which numbers gradients are multiplied on their way to the other ranks:
+a pass's share as they come where passes add up, else a row's scale in its bucket. With worker
+momentum it is a ``Blend`` of a gradient and its average.
+
+Under a plain mean rank i of n has ``x_i`` of a batch's ``X`` samples, so that the mean of rows
+``n x_i / X * g_i`` is exact. Robust rules take the ranks' own mean gradients and cap what rows
+weigh (``weights.py``).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from loft_hvd.aggregation.rules import Mean, Rule
+from loft_hvd.balance.plan import StepSizes
+from loft_hvd.errors import UsageError
+from loft_hvd.pipeline.momentum import Ages, Blend, WorkerMomentum
+from loft_hvd.pipeline.weights import PassWeights, combine_passes, in_training
+from loft_hvd.transport.base import Channel
+
+__all__ = ["Passes", "StepSource"]
+
+_logger = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class StepSource(Protocol):
+    """What front ends ask of a balancer, and tell it."""
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of one backward pass, at most, on all ranks that there are now together."""
+
+    @property
+    def splits(self) -> bool:
+        """Whether a batch may come in micro-batches, a backward pass each."""
+
+    def take_step(self) -> StepSizes:
+        """Return the sizes of the batch that the next backward pass belongs to."""
+
+    def gradient_arrived(self, *, blocked_s: float) -> None:
+        """Hear of each gradient, and what its hook and those before it spent on the wire."""
+
+
+def _all_there(weights: PassWeights) -> PassWeights:
+    return weights
+
+
+class Passes:
+    """The passes of a step, over and over; a pass begins once, whichever thread comes first.
+
+    Args:
+        source: gives each pass's batch; None where all batches weigh the same.
+        channel: the ranks.
+        num_passes: backward passes of a step, as the script says; None where it does not.
+        momentum: keeps this rank's averages, if ranks send such.
+        mask: takes from a step's weights who is left out.
+        predivide: what a mean divides by before ranks' rows are added up.
+
+    Attributes:
+        has_shares: gradients are weighed as they come (``weigh``), as passes add up in ``.grad``.
+        parts: this rank's backward passes of the step so far: which pass each is of, and its share
+            of the rank's samples in that. Other ranks may make more or fewer.
+        num_begun: passes that have begun.
+    """
+
+    def __init__(
+        self,
+        source: StepSource | None,
+        channel: Channel,
+        *,
+        num_passes: int | None = None,
+        momentum: WorkerMomentum | None = None,
+        mask: Callable[[PassWeights], PassWeights] = _all_there,
+        predivide: float = 1.0,
+    ) -> None:
+        self._source = source
+        self._channel = channel
+        self._num_passes = num_passes
+        self._momentum = momentum
+        self._mask = mask
+        self._predivide = predivide
+        self._has_warned = False  # of a step that ended with other passes than asked
+        # Autograd has a thread for each device. Reentrant, as a signal handler of the script's may
+        # compute gradients.
+        self._beginning = threading.RLock()
+        self.has_shares = False
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the step: gradients are new from here on."""
+        self.num_begun = 0
+        self.parts: list[tuple[int, float]] = []
+        self._sizes: list[StepSizes] = []  # of the passes that have begun, with a source
+        self._weights: PassWeights | None = None
+        self._ages: Ages | None = None
+        self._blends: dict[tuple[Rule, bool], Blend] = {}
+
+    # Passes.
+
+    def begin(self, number: int) -> bool:
+        """Let this rank's backward pass ``number`` (from 0) begin; say whether that is news.
+
+        Raises:
+            UsageError: the step has had all of its passes.
+        """
+        if number < len(self.parts):  # without the lock: so for all gradients of a pass but one
+            return False
+        with self._beginning:
+            if number < len(self.parts):  # another device's thread has begun it meanwhile
+                return False
+            if self._num_passes is not None and self.num_begun >= self._num_passes:
+                raise UsageError(
+                    f"a gradient arrived for backward pass {number + 1} of a step, but "
+                    f"{self._expected()}; call step() in between or raise backward_passes_per_step"
+                )
+            self.join()
+            # The first gradient of a pass takes the pass's batch off the source's queue; the
+            # others of the pass find it here.
+            at = self.num_begun
+            self.num_begun += 1
+            sizes: Sequence[int] = (1,)
+            if self._source is not None:
+                self._sizes.append(self._source.take_step())
+                sizes = self._sizes[at].micro_sizes(self._channel.rank)
+            # At last: who finds it here takes the rest as it is.
+            self.parts += [(at, size / sum(sizes) if sum(sizes) else 1.0) for size in sizes]
+            return True
+
+    def join(self) -> None:
+        """Let ranks learn what each other's averages weigh, in the first step of a world."""
+        if self._momentum is None:
+            return
+        most = self._channel.world_size  # a sample each, as in ``Ages``
+        if self._source is not None:
+            most = self._source.global_batch_size * (self._num_passes or 1)
+        self._momentum.join(self._channel, most_samples=most)
+
+    @property
+    def has_begun_all(self) -> bool:
+        """Whether the last pass of the step has begun, as far as the script says how many."""
+        return self.num_begun == self._num_passes
+
+    def _expected(self) -> str:
+        text = f"backward_passes_per_step={self._num_passes}"
+        if len(self.parts) > self.num_begun:
+            rank = self._channel.rank
+            sizes = [list(sizes.micro_sizes(rank)) for sizes in self._sizes]
+            text += f" and rank {rank} has micro-batches of {sizes} samples"
+        return text
+
+    def check_complete(self, num_seen: int) -> None:
+        """Raise when micro-batches of a batch are missing: the step would leave them out."""
+        if num_seen < len(self.parts):
+            raise UsageError(
+                f"{num_seen} backward passes came before step(), but {self._expected()}: "
+                "with Balancer(micro_batches=True) a loader yields the list of a step's "
+                "micro-batches; run forward and backward on each, then step() once"
+            )
+
+    def warn_of_other_passes(self) -> None:
+        """Say once of a step that ends after other numbers of passes than asked."""
+        if self._has_warned or self.num_begun in (0, self._num_passes):
+            return
+        self._has_warned = True
+        _logger.warning(
+            "rank %d: a step ends after %d of backward_passes_per_step=%d backward passes; where "
+            "ranks have unequal batches, what each pass does with other ranks (a metric's "
+            "hvd.allreduce, say) is done more often on one rank than on another: use loft.Metric, "
+            "which talks to other ranks once a step",
+            self._channel.rank,
+            self.num_begun,
+            self._num_passes,
+        )
+
+    # What gradients are multiplied by.
+
+    def share(self, at: int) -> float:
+        """Return this rank's part of pass ``at``'s batch, times the number of ranks: n x_i / X."""
+        if not self._sizes:
+            return 1.0
+        sizes = self._sizes[at]
+        return sizes.sizes[self._channel.rank] * self._channel.world_size / sizes.total
+
+    def weigh(self, number: int, gradient: Tensor, *, is_mean: bool) -> Tensor | None:
+        """Return a gradient of backward pass ``number`` as it adds up in ``.grad``.
+
+        None where it stays as it is.
+        """
+        at, scale = self.parts[number]
+        if self._sizes and self._sizes[at].sizes[self._channel.rank] == 0:
+            return torch.zeros_like(gradient)  # of a dummy batch: 0 * NaN is NaN
+        if self.has_shares and is_mean and self._channel.world_size > 1:
+            scale *= self.share(at)
+        return None if scale == 1.0 else gradient * scale
+
+    def scale(self, rule: Rule, *, is_sum: bool) -> float | Blend:
+        """Return what this rank's gradients are multiplied by before they are sent.
+
+        ``is_sum``: the lane only adds rows up, so that each rank sends its part of the mean.
+        """
+        if self._momentum is None:
+            return self.row_scale(rule, is_sum=is_sum)
+        if (rule, is_sum) not in self._blends:  # once a step, not once a parameter
+            self._blends[rule, is_sum] = self._blend(rule, is_sum=is_sum)
+        return self._blends[rule, is_sum]
+
+    def row_scale(self, rule: Rule, *, is_sum: bool) -> float:
+        """Return ``scale`` without momentum."""
+        if not isinstance(rule, Mean):
+            return self.weights().row_scale
+        scale = 1 / self._predivide
+        if self._sizes and not self.has_shares:
+            scale *= self.share(0)
+        return scale / self._channel.world_size if is_sum else scale
+
+    def _blend(self, rule: Rule, *, is_sum: bool) -> Blend:
+        """Return how this rank's row comes about of its averages and its gradients."""
+        weights, ages = self.weights(), self._all_ages()
+        rank, num_ranks = self._channel.rank, self._channel.world_size
+        count, total = ages.counts[rank], sum(ages.counts)
+        if not isinstance(rule, Mean):
+            return ages.blend(rank, gain=count * weights.row_scale, scale=1.0)
+        # Gradients with shares are n x_i / X times theirs already.
+        has_shares = bool(self._sizes) and self.has_shares
+        gain = total / num_ranks if has_shares else count
+        # A row is scaled as in row_scale, by its average's weight in place of its samples.
+        scale = 1.0
+        if num_ranks > 1:
+            scale = ages.weights[rank] * num_ranks / ages.total / self._predivide
+        return ages.blend(rank, gain=gain, scale=scale / num_ranks if is_sum else scale)
+
+    # What rows weigh.
+
+    def row_weights(self, rule: Rule) -> PassWeights:
+        """Return what the rows of all ranks weigh under a rule."""
+        if isinstance(rule, Mean):
+            # Its weights are in the values already, zeros for an absent rank: rows count alike.
+            present = (True,) * self._channel.world_size
+            return PassWeights(weights=None, present=present, row_scale=1.0)
+        return in_training(rule, self.weights())
+
+    def sends_zeros(self, rule: Rule) -> bool:
+        """Say whether this rank has nothing to send: never 0 times what an absent rank has.
+
+        An absent rank's average goes on: in quarantine it has samples all the same. A mean takes
+        averages, however faint.
+        """
+        is_present = self.weights().present[self._channel.rank]
+        return not is_present and not (isinstance(rule, Mean) and self._momentum is not None)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether this rank's gradients go anywhere: to other ranks, or into its averages."""
+        return self._momentum is not None or self.weights().present[self._channel.rank]
+
+    def weights(self) -> PassWeights:
+        """Return what ranks weigh in the step, once all of its passes have begun."""
+        if self._weights is not None:
+            return self._weights
+        if self._sizes:
+            weights = combine_passes(self.batches(), rank=self._channel.rank)
+        else:
+            weights = PassWeights(None, (True,) * self._channel.world_size, 1.0)
+        if self._momentum is not None:
+            weights = self._all_ages().weigh(weights)
+        return self._mask(weights)
+
+    def fix_weights(self) -> None:
+        """Let weights stay as they are by now: every pass of the step has begun."""
+        self._weights = self.weights()
+
+    def batches(self) -> list[StepSizes]:
+        """Return the step's batches: one that the script cuts up itself takes several passes."""
+        passes = self._sizes
+        return [each for at, each in enumerate(passes) if not at or each is not passes[at - 1]]
+
+    def _all_ages(self) -> Ages:
+        assert self._momentum is not None
+        if self._ages is None:
+            # Not before all passes have begun. Two threads that come here find the same.
+            samples = None
+            if self._sizes:
+                samples = [
+                    sum(counts)
+                    for counts in zip(*(each.sizes for each in self.batches()), strict=True)
+                ]
+            self._ages = self._momentum.ages(samples)
+        return self._ages
+
+    def step_reduced(self) -> None:
+        """Let averages be those after the step, and begin the next one."""
+        if self._momentum is not None:
+            self._momentum.step_ended(self._all_ages())
+        self.clear()

@@ -1,0 +1,181 @@
+"""Which lanes there are, and which of them values take: chosen once for each engine.
+
+========================  ======  =====================================================
+lane                      values  how they move
+========================  ======  =====================================================
+``shared-memory``         CPU     one host: a rank's buffers are read where they lie
+``mesh``                  CPU     connections of our own, any number of exchanges at once
+``peer-memory``           GPU     one host: GPUs read each other's memory
+``device``                GPU     collectives of a torch process group, queued on a stream
+``engine``                any     the transport's own collectives: in elastic jobs, process
+                                  sets, and wherever no other lane can be opened
+========================  ======  =====================================================
+
+A transport declares what its ranks can (``Abilities``); nobody else asks for it. What a lane needs,
+such as connections, is opened with all ranks by the first engine that may take it, and serves all
+later ones of the same world. A new lane is a file with a subclass of ``Lane`` and a row below.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from loft_hvd.config import config
+from loft_hvd.transport.base import Channel, Lane
+from loft_hvd.transport.device import DeviceLane
+from loft_hvd.transport.mesh import MeshLane
+from loft_hvd.transport.shared_memory import open_shared_memory, over_memory
+
+__all__ = ["Needs", "choose_lane"]
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What is asked of a lane; equal on every rank.
+
+    Attributes:
+        device: of the values, such as "cpu" or "cuda:0".
+        is_named: exchanges may begin in another order on every rank, and are told apart by their
+            names alone.
+        has_buffers: what is sent lies in buffers of the lane's own.
+    """
+
+    device: str = "cpu"
+    is_named: bool = False
+    has_buffers: bool = True
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A lane that may be taken."""
+
+    name: str  # as LOFT_HVD_LANE has it
+    device: str  # whose values take it unless LOFT_HVD_LANE names it
+    suits: Callable[[Channel, Needs], bool]
+    opens: Callable[[Channel, Needs], Any]  # once a world; None where some rank cannot
+    lane: Callable[[Channel, Any], Lane]  # once an engine
+
+
+def _is_one_host(channel: Channel) -> bool:
+    return channel.transport.local_size == channel.world_size
+
+
+def _made(call: Callable[..., Any] | None) -> Callable[..., Any]:
+    assert call is not None  # ``suits`` has asked
+    return call
+
+
+_KINDS = (
+    _Kind(
+        "shared-memory",
+        "cpu",
+        suits=lambda channel, needs: needs.has_buffers and _is_one_host(channel),
+        opens=lambda channel, _: open_shared_memory(channel),
+        lane=over_memory,
+    ),
+    _Kind(
+        "mesh",
+        "cpu",
+        suits=lambda channel, _: channel.transport.can.open_mesh is not None,
+        opens=lambda channel, _: _made(channel.transport.can.open_mesh)(channel),
+        lane=lambda channel, mesh: MeshLane(channel.transport, mesh),
+    ),
+    _Kind(
+        "device",
+        "cuda",
+        suits=lambda channel, needs: (
+            channel.transport.can.open_group is not None and not needs.is_named
+        ),
+        opens=lambda channel, needs: _made(channel.transport.can.open_group)(
+            channel, torch.device(needs.device)
+        ),
+        lane=lambda channel, group: DeviceLane(channel.transport, group),
+    ),
+)
+
+
+def choose_lane(channel: Channel, needs: Needs) -> Lane:
+    """Return the lane of values among a channel's ranks; every rank calls it alike.
+
+    Args:
+        channel: the ranks. Its name plays no part.
+        needs: of the values.
+    """
+    transport = channel.transport
+    if transport.can.world is None or transport.world_size == 1:
+        return Lane(transport)
+    device = torch.device(needs.device).type
+    if transport.can.mixes_devices:
+        # A rank on a CPU would wait in one lane for who is in that of GPUs.
+        kinds = channel.sub("device").allgather_rows(torch.tensor([int(device == "cpu")]))
+        if kinds.unique().numel() > 1:
+            return Lane(transport)
+    for kind in _KINDS:
+        if not (_is_allowed(kind, device) and kind.suits(channel, needs)):
+            continue
+        named = Channel(transport, f"loft.{kind.name}", channel.timeout_s)
+        if (opened := _opened(kind, named, needs)) is not None:
+            return kind.lane(named, opened)
+    return Lane(transport)
+
+
+def _is_allowed(kind: _Kind, device: str) -> bool:
+    """Say whether users leave a lane to us, or have named it."""
+    wanted, mesh = config().lane, config().mesh
+    if wanted != "auto":
+        return kind.name == wanted
+    if kind.device != device or (device == "cpu" and mesh == "off"):
+        return False
+    return mesh != "on" or device != "cpu" or kind.name == "mesh"
+
+
+# What is open.
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """What this process has open for the lanes of a world; None where ranks cannot have it."""
+
+    # Reentrant: a signal handler may shut the engine down while this opens.
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    by_kind: dict[Hashable, Any] = field(default_factory=dict)
+
+    def close(self) -> None:
+        with self.lock:
+            for each in self.by_kind.values():
+                if each is not None:
+                    each.close()
+            self.by_kind.clear()
+
+
+@functools.cache
+def _worlds() -> dict[Hashable, _Opened]:
+    return {}
+
+
+def _opened(kind: _Kind, channel: Channel, needs: Needs) -> Any:
+    """Return what a lane needs, which the first call opens with all ranks of the world."""
+    can = channel.transport.can
+    fresh = _Opened()
+    kept = _worlds().setdefault(can.world, fresh)
+    if kept is fresh:
+        can.at_end(functools.partial(_close, can.world))
+    key = (kind.name, needs.device)
+    with kept.lock:
+        if key not in kept.by_kind:
+            kept.by_kind[key] = kind.opens(channel, needs)
+        return kept.by_kind[key]
+
+
+def _close(world: Hashable) -> None:
+    if (kept := _worlds().pop(world, None)) is not None:
+        kept.close()
