@@ -328,7 +328,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     record: dict[str, object] = {
-        "what": "a simulation; docs/benchmarks.md says of what",
+        "what": "a simulation; docs/simulate.md says of what",
         "published_percent": PUBLISHED,
         "steps": options.steps,
     }

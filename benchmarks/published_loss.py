@@ -336,7 +336,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     record: dict[str, object] = {
-        "what": "real training in simulated time; docs/benchmarks.md says of what",
+        "what": "real training in simulated time; docs/simulate.md says of what",
         "published_percent": PUBLISHED,
         "network": options.network,
         "global_batch": GLOBAL_BATCH,
