@@ -138,9 +138,28 @@ def _kernels_cpu() -> Made:
     lines = [(label, _passes(record, contestant, level)) for label, contestant, level in wanted]
     rows = list(lines[0][1])
     body = [[label, *(_number(found[count]) for count in rows)] for label, found in lines]
-    mixing = "kernels-cpu-mixing.json"
-    origin = f"{_origin(name)} {_goals(name)}. {_origin(mixing)} {_goals(mixing)}."
-    return origin, ["rows", *map(str, rows)], body
+    return f"{_origin(name)} {_goals(name)}.", ["rows", *map(str, rows)], body
+
+
+def _kernels_mixing() -> Made:
+    """Return what rules that see rows take: distances, and rows mixed and aggregated."""
+    name, alike = "kernels-cpu-mixing.json", "kernels-cpu-alike.json"
+    levels = ("avx512", "avx2")
+    wanted = {
+        "distances": "distances",
+        "mixing and the trimmed mean, rows left out at random": "mixed trimmed_mean",
+    }
+    record = _record(name)
+    body = [
+        [label, *(_number(x) for level in levels for x in _passes(record, one, level).values())]
+        for label, one in wanted.items()
+    ]
+    passes = _record(alike)["passes"]
+    cells = [f"{took:.1f}" for level in levels for took in passes[level]]
+    body.append(["the same, honest rows leave out the same f", *cells])
+    header = [f"{level}, {rows}" for level in levels for rows in _passes(record, "mean", level)]
+    origin = f"{_origin(name)} {_goals(name)}. The last line: {_origin(alike)}"
+    return origin, ["rows", *header], body
 
 
 def _kernels_gpu() -> Made:
@@ -472,6 +491,7 @@ def _in_short() -> Made:
 TABLES: dict[str, Callable[[], Made]] = {
     "in-short": _in_short,
     "kernels-cpu": _kernels_cpu,
+    "kernels-mixing": _kernels_mixing,
     "kernels-gpu": _kernels_gpu,
     "on-a-gpu": _on_a_gpu,
     "against-horovod": _against_horovod,

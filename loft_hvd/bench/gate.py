@@ -100,7 +100,7 @@ def _limits(by_name: dict[str, Timing], level: str) -> Iterator[tuple[str, float
         yield "weighted trimmed mean / pass", 1.3 if rows == 4 else 3.0, weighted
     if rows <= 16:
         yield "distances / pass", _ROWS_SEEN, by_name[DISTANCES].passes
-        if level == "avx512":  # by AVX2 it is timed only: docs/rules.md
+        if level == "avx512":  # by AVX2 it is timed only
             yield "mixed trimmed mean / pass", _ROWS_SEEN, by_name[MIXED].passes
     if rows <= 32:
         for name in ("mean_around_median", "phocas"):
