@@ -22,6 +22,11 @@ struct Job {
   void* out = nullptr;
 
   int num_rows() const { return static_cast<int>(rows.size()); }
+  int64_t coordinate_bytes() const { return size_of(dtype) * static_cast<int64_t>(rows.size()); }
+  const char* const* row_addresses() const {
+    return reinterpret_cast<const char* const*>(rows.data());
+  }
+  const int32_t* weights_or_null() const { return weights.empty() ? nullptr : weights.data(); }
   int64_t total_weight() const {  // 0 without weights
     return std::accumulate(weights.begin(), weights.end(), int64_t{0});
   }
@@ -40,7 +45,7 @@ struct Diagnostics {
 
 struct CpuOptions {
   int threads = 1;
-  std::string isa;  // "baseline", "avx2", "avx512" or "" for the best here
+  std::string isa;  // a level by its name, or "" for the best here
   Diagnostics* diagnostics = nullptr;
   int diagnose_every = 16;  // one block of so many
 };
@@ -80,9 +85,6 @@ struct Mixing {
 };
 // Checks the job and its matrix, too.
 Mixing mixing_of(const Job& job, const Matrix& matrix);
-
-// The levels of this build that this machine runs, or all of them; the best last.
-std::vector<std::string> isa_levels(bool all = false);
 
 // Sum of the rows, float32, in row order: the memory pass that kernels are measured against.
 // `in_bursts`: row by row over a tile, which reads many rows with fewer streams at a time.

@@ -11,12 +11,13 @@
 #include <cstring>
 
 #include "aggregate.h"
-#include "grace.h"
-#include "leave.h"
-#include "mailboxes.h"
-#include "messages.h"
-#include "pulse.h"
+#include "levels.h"
+#include "process/grace.h"
+#include "process/leave.h"
+#include "process/pulse.h"
 #include "shares/shares.h"
+#include "wire/mailboxes.h"
+#include "wire/messages.h"
 
 namespace py = pybind11;
 using namespace py::literals;  // "rows"_a names an argument

@@ -14,8 +14,7 @@ _SCHEDSTAT = Path("/proc/thread-self/schedstat")  # cpu ns, ns runnable but not 
 _STAT = Path("/proc/stat")  # first line: cpu user nice system idle iowait irq softirq steal ...
 _MEMINFO = Path("/proc/meminfo")  # first lines: MemTotal, MemFree, MemAvailable
 _CPUINFO = Path("/proc/cpuinfo")
-# What each level of the CPU kernels needs beside the level before; csrc/cpu/aggregate.cpp has the
-# same.
+# What each level of the CPU kernels needs beside the level before; csrc/levels.cpp has the same.
 _LEVELS = {
     "avx2": {"avx2", "popcnt", "bmi2", "f16c", "fma"},
     "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"},

@@ -6,8 +6,9 @@
 //   check_cpu [LEVEL...]                   default: all levels that run here
 //   check_cpu --random NUMBER [FIRST]      so many random cases instead, each from its number
 
-#include "messages.h"
-#include "plain.h"
+#include "checks/plain.h"
+#include "levels.h"
+#include "wire/messages.h"
 
 namespace loft::checks {
 namespace {

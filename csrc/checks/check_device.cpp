@@ -4,8 +4,8 @@
 //
 //   check_device [LEVEL]   instruction set of the CPU kernels; default: the best that runs here
 
+#include "checks/plain.h"
 #include "cuda/rows.h"
-#include "plain.h"
 
 namespace loft::checks {
 namespace {

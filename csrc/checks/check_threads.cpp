@@ -8,10 +8,11 @@
 #include <stdexcept>
 #include <thread>
 
-#include "grace.h"
-#include "mailboxes.h"
-#include "plain.h"
-#include "pulse.h"
+#include "checks/plain.h"
+#include "levels.h"
+#include "process/grace.h"
+#include "process/pulse.h"
+#include "wire/mailboxes.h"
 
 namespace loft::checks {
 namespace {

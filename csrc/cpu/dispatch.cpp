@@ -131,8 +131,6 @@ void burst(const Work&, int64_t, int64_t);                                 // pa
 void compare_rows(DType, const Compared&, RowLanes*);                      // compare.cpp
 void distances(DType, const RowRanges&, double*);                          // distances.cpp
 void mix(DType, const MixedRows&, const Work&, Kernel, int64_t, int64_t);  // mix.cpp
-int64_t compact(DType, const char*, int64_t, char*);                       // compact.cpp
-bool expand(DType, const char*, int64_t, char*, int64_t);                  // compact.cpp
 bool absorb(DType, const Absorbed&, int64_t, int64_t);                     // absorb.cpp
 
 const KernelTable& kernels() {
@@ -145,8 +143,6 @@ const KernelTable& kernels() {
       compare_rows,
       distances,
       mix,
-      compact,
-      expand,
       absorb};
   return table;
 }

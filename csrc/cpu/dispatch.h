@@ -1,8 +1,7 @@
-// Layer 2. The kernels of one instruction set in a table: all that aggregate.cpp sees of a level.
+// Layer 2. The kernels of one instruction set in a table: all that callers see of a level.
 #pragma once
 
 #include <cstdint>
-#include <string>
 
 #include "rules.h"
 
@@ -60,13 +59,6 @@ using Distances = void (*)(DType dtype, const RowRanges& what, double* found);
 using Mix = void (*)(DType dtype, const MixedRows& mixed, const Work& work, Kernel kernel,
                      int64_t begin, int64_t end);
 
-// Values in fewer bytes, and back (compact.cpp). Compact returns the bytes written, Expand whether
-// so many bytes can be read as so many values. A block has so many values, and a head of so many
-// bytes.
-constexpr int64_t kCompactValues = 512, kCompactHeadBytes = 4;
-using Compact = int64_t (*)(DType dtype, const char* values, int64_t count, char* out);
-using Expand = bool (*)(DType dtype, const char* from, int64_t bytes, char* values, int64_t count);
-
 // How a gradient goes into an average over time (absorb.cpp), float32 or float64.
 struct Absorbed {
   const char* gradient;  // null for zeros
@@ -84,16 +76,10 @@ struct KernelTable {
   Compare compare;
   Distances distances;
   Mix mix;
-  Compact compact;
-  Expand expand;
   Absorb absorb;
 };
 
-// The table of a level, or with "" of the best one here. Throws std::invalid_argument for a level
-// that does not run here.
-const KernelTable& table_for(const std::string& level);
-
-// Every level has one; it is linked in where the build has the level.
+// Every level has one; levels.h finds it.
 namespace baseline {
 const KernelTable& kernels();
 }

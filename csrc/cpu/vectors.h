@@ -1,8 +1,8 @@
 // Layer 0. Vectors of one instruction set: types, loads, compare-exchange.
 //
-// Every file of this folder is compiled once a level. LOFT_ISA names the level and its namespace,
-// so that two levels never share a symbol: the linker would keep one copy of a shared template, and
-// might keep the one with instructions that the machine does not have.
+// A file that includes this one is compiled once a level. LOFT_ISA names the level and its
+// namespace, so that two levels never share a symbol: the linker would keep one copy of a shared
+// template, and might keep the one with instructions that the machine does not have.
 #pragma once
 
 #include <array>

@@ -2,7 +2,7 @@
 // that hold them, and shares in proportion where nobody does. Integers throughout, and ties go to
 // the first, so that every rank computes the same.
 
-#include "shares.h"
+#include "shares/shares.h"
 
 #include <algorithm>
 #include <functional>

@@ -1,6 +1,6 @@
 """Floats in fewer bytes while they travel, bit for bit the same at the other end.
 
-Exponents of a gradient's values lie close together: ``csrc/cpu/compact.cpp`` writes each in 3 or 4
+Exponents of a gradient's values lie close together: ``csrc/wire/compact.cpp`` writes each in 3 or 4
 bits instead of 8 (of float16 5). That takes a seventh off float32, three tenths off bfloat16 and a
 tenth off float16 where values are like normal ones, at several GB/s a core each way: worth it on
 links that are slower than that. Values that would not get shorter travel as they are, 4 bytes more

@@ -53,7 +53,7 @@ __all__ = [
 _logger = logging.getLogger(__name__)
 _NAME = "loft_hvd"  # of the memory, in /proc
 # 126 random bits, at the beginning of each memory. The last word of that line of 64 bytes is the
-# mailboxes' (csrc/mailboxes.h).
+# mailboxes' (csrc/wire/mailboxes.h).
 _TOKEN_WORDS = 2
 # Messages that a rank may be ahead of another, which is two steps at most, as all wait for all: a
 # choice, for two exchanges of 1,000 parts of buckets.

@@ -206,7 +206,10 @@ def test_a_change_compiles_again_what_depends_on_it_only(tmp_path: Path) -> None
         }
 
     assert "no work to do" in build(folder, *targets)
-    assert compiled_after_touching("aggregate.h") == {"aggregate.cpp"}
+    jobs = {"aggregate.cpp", "row_rules.cpp", "diagnostics.cpp", "job_checks.cpp"}
+    assert compiled_after_touching("aggregate.h") == jobs
+    codec = {"compact.cpp", "messages.cpp", "levels.cpp"}
+    assert compiled_after_touching("wire/compact.h") == codec
     assert compiled_after_touching("cpu/pass.cpp") == {"pass.cpp"}
     assert compiled_after_touching("cpu/finish.h") == {"dispatch.cpp"}
     assert compiled_after_touching("networks/generate.py") == set()  # the same networks come out

@@ -190,7 +190,7 @@ def _print_notes_of_uncaught_errors() -> None:
 
 
 _LAST_WORDS_S = 2.0  # a choice: for logs and their handlers to be written, at the end
-TERM = b"T"  # what a waker gets; from csrc/grace.h
+TERM = b"T"  # what a waker gets; from csrc/process/grace.h
 # From SIGTERM to the end of a process that has no verdict by then. A choice: a rank's end takes
 # tenths of a second on a busy host, and Open MPI kills 1 s after SIGTERM, horovodrun 5 s.
 _TERM_S = 0.5

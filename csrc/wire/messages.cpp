@@ -1,12 +1,13 @@
 // Layer 3. Messages of compact floats: checks, their length, the best instruction set.
 
-#include "messages.h"
+#include "wire/messages.h"
 
 #include <cstring>
 #include <limits>
 #include <stdexcept>
 
-#include "cpu/dispatch.h"
+#include "levels.h"
+#include "wire/compact.h"
 
 namespace loft {
 namespace {
@@ -42,8 +43,8 @@ int64_t compact_cpu(const void* values, int64_t count, DType dtype, void* out,
   check_kind(count, dtype);
   check_places(values, count, out);
   char* body = static_cast<char*>(out) + kLengthBytes;
-  const int64_t length =
-      kLengthBytes + table_for(isa).compact(dtype, static_cast<const char*>(values), count, body);
+  const int64_t length = kLengthBytes + level_for(isa).codec().compact(
+                                            dtype, static_cast<const char*>(values), count, body);
   std::memcpy(out, &length, kLengthBytes);
   return length;
 }
@@ -52,12 +53,12 @@ bool expand_cpu(const void* from, int64_t room, void* values, int64_t count, DTy
                 const std::string& isa) {
   check_kind(count, dtype);
   check_places(values, count, from);
-  const KernelTable& table = table_for(isa);
+  const BlockCodec& codec = level_for(isa).codec();
   int64_t length = 0;
   if (room >= kLengthBytes) std::memcpy(&length, from, kLengthBytes);
   if (length < kLengthBytes || length > room) return false;
   const char* body = static_cast<const char*>(from) + kLengthBytes;
-  return table.expand(dtype, body, length - kLengthBytes, static_cast<char*>(values), count);
+  return codec.expand(dtype, body, length - kLengthBytes, static_cast<char*>(values), count);
 }
 
 }  // namespace loft

@@ -8,8 +8,8 @@
 
 namespace loft {
 
-// A message is its length as an int64, which counts itself, and what cpu/compact.cpp writes. Dtypes
-// are float32, float16 and bfloat16. Throws std::invalid_argument for other arguments.
+// A message is its length as an int64, which counts itself, and what wire/compact.cpp writes.
+// Dtypes are float32, float16 and bfloat16. Throws std::invalid_argument for other arguments.
 
 // The most bytes that a message of so many values has.
 int64_t compact_room(int64_t count, DType dtype);

@@ -1,4 +1,4 @@
-// Layer 0, beside the kernels: bytes on sockets once a period, from a thread of its own.
+// Layer 0. Bytes on sockets once a period, from a thread of its own.
 //
 // Who reads them knows that this process runs and is not stopped, even while something in it holds
 // the Python interpreter's lock. Knows nothing of what the bytes mean or of who reads them.
@@ -18,7 +18,7 @@
 #include <thread>
 #include <utility>
 
-#include "threads.h"
+#include "process/threads.h"
 
 namespace loft {
 

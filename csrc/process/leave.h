@@ -1,4 +1,4 @@
-// Layer 0, beside the pulse: leaves the process at a time, from a thread of its own.
+// Layer 0. Leaves the process at a time, from a thread of its own.
 //
 // The last resort of a process that an error has ended: something in it may hold the Python
 // interpreter's lock for ever, or the interpreter may be gone while the engine's end hangs. So the
@@ -14,7 +14,7 @@
 #include <exception>
 #include <string>
 
-#include "threads.h"
+#include "process/threads.h"
 
 namespace loft {
 

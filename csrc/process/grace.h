@@ -1,5 +1,4 @@
-// Layer 0, beside the pulse: SIGTERM ends the process a moment later, and those who asked hear of
-// it first.
+// Layer 0. SIGTERM ends the process a moment later, and those who asked hear of it first.
 //
 // A launcher ends all ranks as soon as one has ended, perhaps before the others have seen which. A
 // handler of the interpreter's would run when the main thread comes back to Python, which may be
@@ -21,8 +20,8 @@
 #include <map>
 #include <mutex>
 
-#include "leave.h"
-#include "threads.h"
+#include "process/leave.h"
+#include "process/threads.h"
 
 namespace loft {
 

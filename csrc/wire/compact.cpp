@@ -22,10 +22,11 @@
 // Plain loops, which compilers turn into vectors of this instruction set; but exceptions are found
 // by masks: one in forty values is one.
 
+#include "wire/compact.h"
+
 #include <cstdint>
 #include <cstring>
 
-#include "cpu/dispatch.h"
 #include "cpu/vectors.h"
 
 namespace loft::LOFT_ISA {
@@ -353,8 +354,6 @@ bool expand_as(const char* from, int64_t bytes, char* values, int64_t count) {
   return true;
 }
 
-}  // namespace
-
 int64_t compact(DType dtype, const char* values, int64_t count, char* out) {
   switch (dtype) {
     case DType::kFloat32: return compact_as<DType::kFloat32>(values, count, out);
@@ -373,6 +372,13 @@ bool expand(DType dtype, const char* from, int64_t bytes, char* values, int64_t 
     case DType::kFloat64: break;
   }
   return false;
+}
+
+}  // namespace
+
+const BlockCodec& codec() {
+  static const BlockCodec both{compact, expand};
+  return both;
 }
 
 }  // namespace loft::LOFT_ISA
