@@ -237,7 +237,7 @@ def _own_memories() -> weakref.WeakKeyDictionary[mmap.mmap, _Own]:
 
     def leave_to_parent() -> None:
         for own in memories.values():
-            if not require_extension().own_alone(own.base, own.num_used, own.descriptor):
+            if not require_extension().make_private(own.base, own.num_used, own.descriptor):
                 _logger.warning(
                     "the gradients of this forked process are those of its parent: do not write to "
                     "them; start processes by spawn, or set LOFT_HVD_MESH=off"

@@ -329,21 +329,68 @@ def test_only_config_reads_the_environment(name: str) -> None:
     assert _environment_faults(name, _FILES[name]) == []
 
 
-_CXX_FILES = sorted(
-    path
+_CXX_FILES = {
+    path.relative_to(_ROOT / "csrc").as_posix(): path.read_text(encoding="utf-8")
     for pattern in ("*.h", "*.cpp", "*.cu")
     for path in (_ROOT / "csrc").rglob(pattern)
     if "generated" not in path.parts
-)
+}
+_INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)
+
+# What knows Python: each room's binding, and what they share.
+_BINDINGS = {
+    "bindings.h",
+    "bindings.cpp",
+    "process/bind_frames.cpp",
+    "process/bind_process.cpp",
+    "shares/bind_shares.cpp",
+    "wire/bind_wire.cpp",
+}
+# Whose headers a room's files may include, "" for those of csrc itself.
+_CXX_ROOMS = {
+    "": {""},
+    "checks": {"", "checks", "cpu", "cuda", "process", "wire"},
+    "cpu": {"", "cpu"},
+    "cuda": {"", "cuda"},
+    "process": {"process"},
+    "shares": {"shares"},
+    "wire": {"", "cpu", "wire"},
+    "levels.cpp": {"", "cpu", "wire"},  # what each level has, of both
+}
 
 
-@pytest.mark.parametrize("path", _CXX_FILES, ids=lambda path: path.name)
-def test_kernels_know_nothing_of_python_torch_or_ranks(path: Path) -> None:
-    included = re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', path.read_text(), re.MULTILINE)
+def _binding_faults(name: str, included: list[str]) -> list[str]:
     banned = ["torch/", "ATen/", "c10/", "mpi.h", "horovod", "gloo/"]
-    if path.name != "bindings.cpp":
-        banned += ["pybind11/", "Python.h"]
-    assert [name for name in included if name.startswith(tuple(banned))] == []
+    if name not in _BINDINGS:
+        banned += ["pybind11/", "Python.h", "frameobject.h", "bindings.h"]
+    return [each for each in included if each.startswith(tuple(banned))]
+
+
+def _room(name: str) -> str:
+    return name.rpartition("/")[0]
+
+
+def _room_faults(name: str, included: list[str]) -> list[str]:
+    rooms = _CXX_ROOMS.get(name) or _CXX_ROOMS[_room(name)]
+    files = _CXX_FILES.keys() | {"networks.h", "windows.h"}  # the build makes these
+    return [each for each in included if each not in files or _room(each) not in rooms]
+
+
+@pytest.mark.parametrize("name", sorted(_CXX_FILES))
+def test_kernels_know_nothing_of_python_torch_or_ranks(name: str) -> None:
+    assert _binding_faults(name, re.findall(_INCLUDE, _CXX_FILES[name])) == []
+
+
+def test_binding_files_are_there_and_know_python() -> None:
+    for name in _BINDINGS - {"bindings.h"}:
+        assert '#include "bindings.h"' in _CXX_FILES[name]
+    assert "#include <pybind11/pybind11.h>" in _CXX_FILES["bindings.h"]
+
+
+@pytest.mark.parametrize("name", sorted(_CXX_FILES))
+def test_cxx_file_includes_only_rooms_that_it_may_know(name: str) -> None:
+    quoted = re.findall(r'^\s*#\s*include\s*"([^"]+)"', _CXX_FILES[name], re.MULTILINE)
+    assert _room_faults(name, list({*quoted} - {"bindings.h"})) == []
 
 
 # The checks themselves must be able to fail: small houses with one fault each.
@@ -401,3 +448,31 @@ def test_environment_check_finds_a_reader(text: str, is_fault: bool) -> None:
 def test_late_check_finds_an_import_at_the_top() -> None:
     assert _late_faults("cli.py", "import typer") != []
     assert _late_faults("cli.py", "def f():\n    import typer") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "included", "is_fault"),
+    [
+        ("bindings.h", "pybind11/stl.h", False),
+        ("wire/bind_wire.cpp", "bindings.h", False),
+        ("wire/messages.cpp", "bindings.h", True),
+        ("cpu/aggregate.cpp", "pybind11/pybind11.h", True),
+        ("bindings.cpp", "torch/extension.h", True),
+    ],
+)
+def test_binding_check_finds_another_file(name: str, included: str, is_fault: bool) -> None:
+    assert bool(_binding_faults(name, [included])) is is_fault
+
+
+@pytest.mark.parametrize(
+    ("name", "included", "is_fault"),
+    [
+        ("cpu/absorb.cpp", "cpu/vectors.h", False),
+        ("levels.cpp", "wire/compact.h", False),
+        ("cpu/aggregate.cpp", "wire/compact.h", True),
+        ("process/grace.h", "rules.h", True),
+        ("process/grace.h", "leave.h", True),  # not from csrc on
+    ],
+)
+def test_room_check_finds_another_room(name: str, included: str, is_fault: bool) -> None:
+    assert bool(_room_faults(name, [included])) is is_fault
