@@ -31,7 +31,7 @@ void bind_process(py::module_& module) {
       "add_grace", &add_grace, "descriptor"_a, "seconds"_a,
       "Let SIGTERM write to a socket at once, and end the process so many seconds later; False "
       "where it does not take its default action.");
-  module.def("told_s", &told_s,
+  module.def("since_sigterm_s", &since_sigterm_s,
              "Return the seconds since SIGTERM gave this process its last ones, or -1.");
   module.def("remove_grace", &remove_grace, "descriptor"_a,
              "End writing to it; after the last one SIGTERM ends the process at once.");

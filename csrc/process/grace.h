@@ -58,7 +58,7 @@ inline void on_term(int) {
 }
 
 // Seconds since this process was told to end by SIGTERM; below zero where it was not.
-inline double told_s() {
+inline double since_sigterm_s() {
   const Grace& shared = grace();
   const int64_t at = shared.owner == getpid() ? shared.told_ns.load() : 0;
   return at == 0 ? -1 : 1e-9 * static_cast<double>(monotonic_ns() - at);

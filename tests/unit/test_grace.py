@@ -216,7 +216,7 @@ def test_a_script_that_handles_sigterm_keeps_its_handler() -> None:
         "signal.signal(signal.SIGTERM, lambda *_: print('saved'))\n"
         "print(_loft.add_grace(ours.fileno(), 30.0))\n"
         "os.kill(os.getpid(), signal.SIGTERM)\n"
-        "print(_loft.told_s())\n"
+        "print(_loft.since_sigterm_s())\n"
         "signal.signal(signal.SIGTERM, signal.SIG_DFL)\n" + ADDED + "print('added')\n"
         # One that is set later takes its place.
         "signal.signal(signal.SIGTERM, lambda *_: print('saved'))\n"

@@ -296,8 +296,8 @@ class ProcessExit:
     @property
     def is_told(self) -> bool:
         """Whether this process is told to end, and does in a moment; from any thread."""
-        told_s = getattr(extension(), "told_s", None)
-        return told_s is not None and 0.0 <= told_s() < STILL_ENDS_S
+        since_sigterm_s = getattr(extension(), "since_sigterm_s", None)
+        return since_sigterm_s is not None and 0.0 <= since_sigterm_s() < STILL_ENDS_S
 
     def end_by_term(self) -> None:
         """End this process by the SIGTERM that it has had."""
