@@ -49,6 +49,10 @@ void bind_wire(py::module_& module) {
            "Tell each other rank where values for it lie; return the exchange's number.")
       .def("has_all", &Mailboxes::has_all, "tag"_a, "number"_a,
            "Say whether the values of all other ranks lie ready.")
+      .def("take_place", &Mailboxes::take_place, "peer"_a, "tag"_a, "number"_a, "num_bytes"_a,
+           "Return where a rank's values lie in its memory, to be read until has_read.")
+      .def("has_read", &Mailboxes::has_read, "peer"_a,
+           "Say that what one take_place of a rank has shown is not read any more.")
       .def(
           "read",
           [](Mailboxes& boxes, int peer, uint64_t tag, uint64_t number, uintptr_t memory,

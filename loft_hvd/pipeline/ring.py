@@ -44,6 +44,7 @@ __all__ = [
     "MakeExchange",
     "Owners",
     "Record",
+    "Rows",
     "RunRule",
     "Stage",
     "apply_rule",
@@ -118,7 +119,10 @@ class Owners:
     records: list[Record] | None = None  # where exchanges put what audits need; None for none
 
 
-RunRule = Callable[[Tensor, Rule, PassWeights | None, Tensor], None]
+Rows = Tensor | Sequence[Tensor]
+"""Rows of values, [num_rows, numel], or one by one."""
+
+RunRule = Callable[[Rows, Rule, PassWeights | None, Tensor], None]
 """``(rows, rule, weights, out)``: rows is [num_rows, numel], out is [numel], of one dtype."""
 
 Enter = Callable[[Stage], None]
@@ -126,9 +130,7 @@ Steps = Callable[[Enter, Tensor, Tensor, PassWeights | None], Iterator[Work]]
 """``(enter, source, result, weights)``: says which stage begins, yields what is in flight."""
 
 
-def run_rule(
-    rows: Tensor | Sequence[Tensor], rule: Rule, weights: PassWeights | None, out: Tensor
-) -> None:
+def run_rule(rows: Rows, rule: Rule, weights: PassWeights | None, out: Tensor) -> None:
     """Apply a rule to rows [num_rows, numel]; ``out`` is [numel]."""
     aggregate(
         rows,
@@ -143,7 +145,7 @@ def apply_rule(
     spec: ExchangeSpec,
     run: RunRule,
     enter: Enter,
-    rows: Tensor,
+    rows: Rows,
     weights: PassWeights | None,
     out: Tensor,
 ) -> Iterator[Work]:
@@ -265,9 +267,11 @@ def on_shard_owners(spec: ExchangeSpec, wire: Compression, run: RunRule) -> Exch
     is_own = wire.dtype in (None, spec.dtype)
     narrow = None if is_own else spec.sent_from(spec.numel, dtype=wire.dtype)
     kept = None if spec.records is None else spec.sent_from(spec.numel, dtype=wire.dtype)
-    rows = spec.zeros(num_ranks, spec.numel // num_ranks, dtype=wire.dtype)  # [n, shard]
+    rows = None  # [n, shard], where owners do not read them in their ranks' own memory
+    if spec.records is not None or not lane.lends:
+        rows = spec.zeros(num_ranks, spec.numel // num_ranks, dtype=wire.dtype)
     reduced = spec.sent_from(spec.numel // num_ranks, dtype=wire.dtype)  # [shard]
-    record = None if kept is None else Record(spec, kept, rows, received=kept)
+    record = None if kept is None or rows is None else Record(spec, kept, rows, received=kept)
     if spec.records is not None and record is not None:
         spec.records.append(record)
 
@@ -281,8 +285,10 @@ def on_shard_owners(spec: ExchangeSpec, wire: Compression, run: RunRule) -> Exch
         if record is not None:
             record.received, record.weights = received, weights
         enter(Stage.ALL_TO_ALL)
-        yield lane.alltoall(sent, rows.view(-1), name=f"{name}.a2a")
-        yield from apply_rule(spec, run, enter, rows, weights, reduced)
+        work, brought = lane.bring(sent, rows, name=f"{name}.a2a")
+        yield work
+        yield from apply_rule(spec, run, enter, brought.rows, weights, reduced)
+        brought.release()
         # What was sent may be overwritten from here on: its collective is done.
         enter(Stage.ALL_GATHER)
         yield lane.allgather(reduced, received, name=f"{name}.ag")
@@ -291,7 +297,8 @@ def on_shard_owners(spec: ExchangeSpec, wire: Compression, run: RunRule) -> Exch
             result.copy_(narrow)
 
     def prepare(result: Tensor) -> None:
-        lane.expect(rows.view(-1), name=f"{name}.a2a")
+        if rows is not None:
+            lane.expect(rows.view(-1), name=f"{name}.a2a")
         # Also where that still holds what is to be sent: rank j sends its shard of the result only
         # once it has what lies there.
         lane.expect(result if narrow is None else narrow, name=f"{name}.ag")

@@ -91,7 +91,7 @@ def slice_of(numel: int, at: int, num_slices: int = NUM_SLICES) -> slice:
     return slice(numel * at // num_slices, numel * (at + 1) // num_slices)
 
 
-def measure(rule: Rule, rows: Tensor, weights: PassWeights | None) -> Floats:
+def measure(rule: Rule, rows: Sequence[Tensor] | Tensor, weights: PassWeights | None) -> Floats:
     """Return how far rows [n, numel] are apart, [num_pairs(n)]; zeros for those that do not count.
 
     Infinity stands for all that is no number. The bits are the same on every machine.
@@ -262,12 +262,14 @@ class SelectionPart:
         """Whether rows are measured by ``measure``, not by the rule where it aggregates them."""
         return self.is_model or self.selection.num_slices > 1
 
-    def measure(self, rows: Tensor, weights: PassWeights | None) -> None:
+    def measure(self, rows: Sequence[Tensor] | Tensor, weights: PassWeights | None) -> None:
         """Measure the rows of this rank's shard, [n, shard]."""
-        self.precision = precision_of(rows.dtype)
+        self.precision = precision_of(rows[0].dtype)
         rule, num_slices = self.selection.rule, self.selection.num_slices
-        spans = [slice_of(rows.shape[1], at, num_slices) for at in range(num_slices)]
-        self.sums = np.stack([measure(rule, rows[:, span], weights) for span in spans])
+        spans = [slice_of(len(rows[0]), at, num_slices) for at in range(num_slices)]
+        self.sums = np.stack(
+            [measure(rule, [row[span] for row in rows], weights) for span in spans]
+        )
 
     def wait(self) -> Iterator[Work]:
         """Yield what is waited for until ``rule_by`` can tell, after ``measure``."""

@@ -27,6 +27,7 @@ from loft_hvd.errors import (
 
 __all__ = [
     "Abilities",
+    "Brought",
     "Channel",
     "Lane",
     "Transport",
@@ -179,6 +180,20 @@ def shards_of(transport: HasRank, values: Tensor, *, skips_own: bool = False) ->
     return shards
 
 
+class Brought:
+    """What an exchange has brought to this rank, once its work is finished.
+
+    Attributes:
+        rows: one of each rank, [shard]; not to be written to.
+    """
+
+    def __init__(self, rows: Sequence[Tensor] | Tensor) -> None:
+        self.rows = rows
+
+    def release(self) -> None:
+        """Say that nobody reads the rows any more."""
+
+
 class Lane:
     """One way by which values move between ranks; here by the transport's own collectives.
 
@@ -234,6 +249,15 @@ class Lane:
 
     def alltoall(self, send: Tensor, recv: Tensor, *, name: str, skips_own: bool = False) -> Work:
         return self.below.alltoall(send, recv, name=name, skips_own=skips_own)
+
+    def bring(self, send: Tensor, room: Tensor | None, *, name: str) -> tuple[Work, Brought]:
+        """Start an all-to-all of ``send`` whose rows are read once, and released.
+
+        ``room`` is where they shall lie, [world_size, shard]; None where the lane ``lends``: rows
+        are then read where their ranks have them.
+        """
+        assert room is not None, self.name
+        return self.alltoall(send, room.view(-1), name=name), Brought(room)
 
     def allgather(self, send: Tensor, recv: Tensor, *, name: str) -> Work:
         return self.below.allgather(send, recv, name=name)

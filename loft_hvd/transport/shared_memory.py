@@ -12,6 +12,7 @@ goes by them is decided when it is made, never by where values happen to lie: ra
 from __future__ import annotations
 
 import atexit
+import ctypes
 import fcntl
 import functools
 import logging
@@ -34,6 +35,7 @@ from loft_hvd._native import extension, require_extension
 from loft_hvd.errors import TransportError
 from loft_hvd.transport.agreement import digest
 from loft_hvd.transport.base import (
+    Brought,
     Channel,
     Lane,
     Transport,
@@ -85,6 +87,8 @@ class SharedMemory:
         self._free = [(head, self._num_bytes - head)]  # places and their bytes, ascending
         self._returned: deque[tuple[int, int]] = deque()  # a deque: any thread adds to it
         self._num_series = 0
+        # What others have shown, read only: a process that writes there ends by SIGSEGV.
+        self._views: dict[tuple[int, int, int, torch.dtype], Tensor] = {}
         self._own = _Own(self._bases[rank], descriptor, num_used=head)
         _own_memories()[memories[rank]] = self._own
         weakref.finalize(memories[rank], os.close, descriptor)
@@ -210,6 +214,27 @@ class SharedMemory:
         except RuntimeError as error:
             raise TransportError(str(error)) from None
 
+    def take(self, peer: int, tag: int, number: int, like: Tensor) -> Tensor:
+        """Return a rank's values for an exchange where they lie, until ``has_read``.
+
+        ``has_all`` was true; ``like`` has their number and dtype.
+        """
+        self._check_open()
+        try:
+            place = int(self._boxes.take_place(peer, tag, number, like.nbytes))
+        except RuntimeError as error:
+            raise TransportError(str(error)) from None
+        key = peer, place, like.numel(), like.dtype
+        if key not in self._views:  # they lie there in each step
+            address = ctypes.c_uint8 * like.nbytes
+            shown = address.from_address(self._bases[peer] + place)
+            self._views[key] = torch.frombuffer(shown, dtype=like.dtype)
+        return self._views[key]
+
+    def has_read(self, peer: int) -> None:
+        """Say that what one ``take`` of a rank has shown is not read any more."""
+        self._boxes.has_read(peer)
+
     def _check_open(self) -> None:
         if self._is_closed:
             raise closed_error("memories that ranks share")
@@ -278,6 +303,41 @@ class _SharedWork:
             memory.read(peer, *self._exchange, self._recvs[peer])
 
 
+class _Lent(Brought):
+    """Rows that lie where their ranks have them, and the work that waits for them."""
+
+    watch: Watch | None = None
+
+    def __init__(self, memory: SharedMemory, tag: int, number: int, own: Tensor) -> None:
+        super().__init__(())
+        self._memory = memory
+        self._exchange = tag, number
+        self._own = own
+        self._error: TransportError | None = None
+
+    def done(self) -> bool:
+        try:
+            return self._memory.has_all(*self._exchange)
+        except TransportError as error:
+            self._error = error
+            return True
+
+    def finish(self) -> None:
+        if self._error is not None:
+            raise self._error
+        memory = self._memory
+        self.rows = [
+            self._own if peer == memory.rank else memory.take(peer, *self._exchange, self._own)
+            for peer in range(memory.world_size)
+        ]
+
+    def release(self) -> None:
+        self.rows = ()
+        for peer in range(self._memory.world_size):
+            if peer != self._memory.rank:
+                self._memory.has_read(peer)
+
+
 class SharedMemoryLane(Lane):
     """All-to-alls and all-gathers of what lies in buffers that ``zeros`` has made, read there.
 
@@ -303,16 +363,27 @@ class SharedMemoryLane(Lane):
         sends, recvs = (shards_of(self, each, skips_own=skips_own) for each in (send, recv))
         return self._exchange(sends, recvs, name)
 
+    def bring(self, send: Tensor, room: Tensor | None, *, name: str) -> tuple[Work, Brought]:
+        if room is not None:
+            return super().bring(send, room, name=name)
+        sends = shards_of(self, send)
+        tag = self._tag(name, sends[0])
+        number = self.memory.post(self._series, tag, sends)
+        lent = _Lent(self.memory, tag, number, sends[self.rank])
+        return self.can.follow(lent, name), lent
+
     def allgather(self, send: Tensor, recv: Tensor, *, name: str) -> Work:
         return self._exchange([send] * self.world_size, shards_of(self, recv), name)
 
     def _exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor], name: str) -> Work:
-        # With size and dtype, as in a mesh: ranks that disagree wait instead, until their limit.
-        num_bytes = max(each.nbytes for each in recvs)
-        tag = digest(f"{self._series} {name} {num_bytes} {recvs[0].dtype}")
+        tag = self._tag(name, max(recvs, key=lambda each: each.nbytes))
         number = self.memory.post(self._series, tag, sends)
         recvs[self.rank].copy_(sends[self.rank])
         return self.can.follow(_SharedWork(self.memory, tag, number, recvs), name)
+
+    def _tag(self, name: str, like: Tensor) -> int:
+        # With size and dtype, as in a mesh: ranks that disagree wait instead, until their limit.
+        return digest(f"{self._series} {name} {like.nbytes} {like.dtype}")
 
 
 def over_memory(channel: Channel, memory: SharedMemory) -> SharedMemoryLane:
@@ -333,7 +404,7 @@ def open_shared_memory(channel: Channel) -> SharedMemory | None:
     """
     own, descriptor, reason = None, -1, "no C++ extension is built of this checkout"
     token = [secrets.randbits(63) for _ in range(_TOKEN_WORDS)]
-    if hasattr(getattr(extension(), "Mailboxes", None), "leave"):  # not in one of an older checkout
+    if hasattr(getattr(extension(), "Mailboxes", None), "take_place"):  # not in one of an older checkout
         try:
             descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(descriptor, _most_bytes(channel.world_size))

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from loft_hvd.aggregation.row_rules import Robust, RowRule
 from loft_hvd.aggregation.rules import Mean, Rule
+from loft_hvd.pipeline.ring import Rows
 from loft_hvd.pipeline.selection import Scope
 from loft_hvd.pipeline.suspicion.report import FEWEST_WATCHED, SuspicionReport
 from loft_hvd.pipeline.suspicion.spread import (
@@ -162,7 +163,7 @@ class Judgement:
 
     # A step, in the engine's thread.
 
-    def run(self, rows: Tensor, rule: Rule, weights: PassWeights | None, out: Tensor) -> None:
+    def run(self, rows: Rows, rule: Rule, weights: PassWeights | None, out: Tensor) -> None:
         """Apply a rule to rows, as ``run_rule``, and look at them on the way."""
         self.watch.run(rows, rule, weights, out)
 

@@ -18,7 +18,7 @@ from loft_hvd.aggregation.diagnostics import diagnose
 from loft_hvd.aggregation.rules import Custom, Mean, Rule
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, MismatchError
 from loft_hvd.pipeline.levels import group_weights
-from loft_hvd.pipeline.ring import run_rule
+from loft_hvd.pipeline.ring import Rows, run_rule
 from loft_hvd.pipeline.suspicion.report import SuspicionReport, WorkerReport
 from loft_hvd.pipeline.suspicion.tracker import (
     Evidence,
@@ -69,7 +69,7 @@ class Unwatched:
     def __init__(self, why: str) -> None:
         self._why = why
 
-    def run(self, rows: Tensor, rule: Rule, weights: PassWeights | None, out: Tensor) -> None:
+    def run(self, rows: Rows, rule: Rule, weights: PassWeights | None, out: Tensor) -> None:
         run_rule(rows, rule, weights, out)
 
     def mask(self, weights: PassWeights) -> PassWeights:
@@ -141,7 +141,7 @@ class WorkerWatch:
 
     # In the engine's thread.
 
-    def run(self, rows: Tensor, rule: Rule, weights: PassWeights | None, out: Tensor) -> None:
+    def run(self, rows: Rows, rule: Rule, weights: PassWeights | None, out: Tensor) -> None:
         """Apply a rule to rows, as ``run_rule``, and look at them on the way."""
         if isinstance(rule, Mean):  # it keeps every value: no row could be outside
             run_rule(rows, rule, weights, out)
