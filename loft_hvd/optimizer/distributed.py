@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from loft_hvd.config import config
 from loft_hvd.errors import ArgumentError, ArgumentTypeError
 from loft_hvd.optimizer.horovods import end_horovods, is_horovods, read_horovods
 from loft_hvd.optimizer.options import OptimizerOptions, advised_scope, check_passes
-from loft_hvd.optimizer.parameters import RuleChoice
+from loft_hvd.optimizer.parameters import RuleChoice, collect_parameters
 from loft_hvd.optimizer.wrapper import OptimizerWrapper, wrap
 from loft_hvd.pipeline.gradients import ReducerSettings
 from loft_hvd.pipeline.momentum import LossScaler
@@ -152,6 +151,13 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - the name and the arguments ar
             stacklevel=2,
         )
         groups = num_groups if groups is None else groups
+    # A generator gives its items once, and groups may be added later: kept as a list.
+    names = None if named_parameters is None else list(named_parameters)
+    rule, num_named_groups = Mean() if rule is None else rule, len(optimizer.param_groups)
+    # Rules as read: they may be given as text, and by parameter group.
+    rules = collect_parameters(
+        optimizer.param_groups, names, rule=rule, groups=groups, num_named_groups=num_named_groups
+    ).rules
     settings = ReducerSettings(
         bucket_bytes=config().bucket_bytes if bucket_bytes is None else bucket_bytes,
         num_passes=backward_passes_per_step,
@@ -160,16 +166,15 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - the name and the arguments ar
         sparse_as_dense=sparse_as_dense,
         needs_sparse=isinstance(optimizer, torch.optim.SparseAdam),
         wire=read_compression(compression),
-        scope="shard" if scope is None else scope,
+        scope=advised_scope(rules, scope),
         audit=audit,
     )
     options = OptimizerOptions(
         optimizer=optimizer,
-        # A generator gives its items once, and groups may be added later: kept as a list.
-        names=None if named_parameters is None else list(named_parameters),
-        num_named_groups=len(optimizer.param_groups),
+        names=names,
+        num_named_groups=num_named_groups,
         groups=groups,
-        rule=Mean() if rule is None else rule,
+        rule=rule,
         settings=settings,
         over=over,
         diagnostics=diagnostics,
@@ -181,9 +186,6 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - the name and the arguments ar
         process_set=process_set,
         transport=transport,
     )
-    # By the rules as read: they may be given as text, and by parameter group.
-    scope = advised_scope(options.find_parameters().rules, scope)
-    options = replace(options, settings=replace(settings, scope=scope))
     wrapper = wrap(options)
     if is_horovods(optimizer):  # only now: where the wrap is refused, Horovod's goes on as it was
         end_horovods(optimizer)

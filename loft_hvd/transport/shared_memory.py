@@ -404,7 +404,8 @@ def open_shared_memory(channel: Channel) -> SharedMemory | None:
     """
     own, descriptor, reason = None, -1, "no C++ extension is built of this checkout"
     token = [secrets.randbits(63) for _ in range(_TOKEN_WORDS)]
-    if hasattr(getattr(extension(), "Mailboxes", None), "take_place"):  # not in one of an older checkout
+    # Not in one of an older checkout.
+    if hasattr(getattr(extension(), "Mailboxes", None), "take_place"):
         try:
             descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(descriptor, _most_bytes(channel.world_size))
