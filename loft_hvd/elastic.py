@@ -32,9 +32,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from loft_hvd.errors import ArgumentError
+from loft_hvd.failures.watched import close_heartbeats
 from loft_hvd.pipeline.allreduce import forget_reductions
 from loft_hvd.transport.base import watch_of
-from loft_hvd.transport.heartbeat.watched import close_heartbeats
 from loft_hvd.transport.horovod import (
     ElasticNotices,
     HorovodTransport,

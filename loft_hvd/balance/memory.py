@@ -20,9 +20,9 @@ from loft_hvd.balance.batches import BatchQueue
 from loft_hvd.balance.limits import RankLimits
 from loft_hvd.codec import Within, decode
 from loft_hvd.errors import ArgumentError, LoftError, PeerError, PlanError
+from loft_hvd.failures.causes import FailureNote, annotate_failures
 from loft_hvd.runlog import RunLog, find_entries
 from loft_hvd.transport.base import Channel, Transport
-from loft_hvd.transport.heartbeat.process import FailureNote, observe_failures
 
 __all__ = [
     "MemoryWatch",
@@ -119,7 +119,7 @@ class MemoryWatch:
         self.limits, self.log = limits, log  # set anew in each world
         self.caps: dict[str, int] = {}  # most samples by device, as found so far
         self._last: tuple[BaseException, FailureNote] | None = None
-        observe_failures(self)
+        annotate_failures(self)
 
     def describe_failure(self, error: BaseException) -> FailureNote | None:
         """Say with which batch this rank ran out of memory; None for any other error."""

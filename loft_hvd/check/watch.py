@@ -60,9 +60,9 @@ from loft_hvd.data.loader import DataLoader as LoftLoader
 from loft_hvd.data.sampler import BatchSampler
 from loft_hvd.data.stream import StreamLoader
 from loft_hvd.errors import LoftError
+from loft_hvd.failures.call_sites import stack_of
 from loft_hvd.metrics import Metric
 from loft_hvd.optimizer.wrapper import OptimizerWrapper
-from loft_hvd.transport.heartbeat.places import stack_of
 from loft_hvd.transport.horovod import horovod_if_initialized, horovod_module
 
 __all__ = ["main"]

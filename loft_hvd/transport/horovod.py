@@ -35,11 +35,12 @@ from loft_hvd.errors import (
     TransportTimeoutError,
     UsageError,
 )
+from loft_hvd.failures.call_sites import locals_of
+from loft_hvd.failures.causes import is_of_engine
+from loft_hvd.failures.heartbeat import Heartbeat
+from loft_hvd.failures.watched import heartbeat_of, open_heartbeat, watched
 from loft_hvd.transport.base import Abilities, Channel, Work
 from loft_hvd.transport.device import DeviceGroup, group_beside
-from loft_hvd.transport.heartbeat.heartbeat import Heartbeat, is_of_engine
-from loft_hvd.transport.heartbeat.places import locals_of
-from loft_hvd.transport.heartbeat.watched import heartbeat_of, open_heartbeat, watched
 from loft_hvd.transport.mesh import Mesh, open_mesh
 
 __all__ = [

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from loft_hvd.config import config
 from loft_hvd.errors import ArgumentTypeError, TransportError, UsageError
+from loft_hvd.failures.heartbeat import Heartbeat
+from loft_hvd.failures.watched import heartbeat_of, open_heartbeat, watched
 from loft_hvd.transport.base import Abilities, Channel, Work
 from loft_hvd.transport.device import DeviceGroup, has_own_devices
 from loft_hvd.transport.groups import nodes_of
-from loft_hvd.transport.heartbeat.heartbeat import Heartbeat
-from loft_hvd.transport.heartbeat.watched import heartbeat_of, open_heartbeat, watched
 from loft_hvd.transport.mesh import Mesh, MeshWork, Move, try_mesh
 
 __all__ = ["TorchDistributedTransport"]

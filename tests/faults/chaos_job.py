@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 import loft_hvd as loft
+from loft_hvd.failures.watched import heartbeat_of
 from loft_hvd.transport.base import Channel, Transport
 from loft_hvd.transport.default import default_transport
-from loft_hvd.transport.heartbeat.watched import heartbeat_of
 from tests.support.raising import raise_in_backward
 from tests.support.training import make_data, make_model
 
@@ -192,7 +192,7 @@ def train(
 def write_place(folder: Path) -> None:
     """Tell strangers where rank 0 listens."""
     heartbeat: Any = heartbeat_of("horovod.0")
-    (address, port), *_ = heartbeat._entrance.places
+    (address, port), *_ = heartbeat._connections._maker.addresses
     part = folder / "place.part"
     part.write_text(f"{address} {port}")
     part.rename(folder / "place")

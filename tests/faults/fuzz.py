@@ -39,18 +39,20 @@ from loft_hvd.balance.controller import Controller, Decision
 from loft_hvd.balance.interval import COLUMNS, Interval, RankTimes
 from loft_hvd.balance.memory import logged_caps
 from loft_hvd.errors import LoftError
+from loft_hvd.failures.actions import HeartbeatSettings, ProcessControl
+from loft_hvd.failures.call_sites import CallSite
+from loft_hvd.failures.diagnosis import Diagnosis
+from loft_hvd.failures.handshake import Listener, NewLink
+from loft_hvd.failures.heartbeat import Heartbeat
+from loft_hvd.failures.links import Link, Message
+from loft_hvd.failures.process import RankProcess
+from loft_hvd.failures.progress import Progress
 from loft_hvd.lightning import LoftCallback
 from loft_hvd.pipeline.suspicion.report import WorkerReport
 from loft_hvd.report.page import render_page
 from loft_hvd.report.text import render_text
 from loft_hvd.runlog import RunLog, read_run_log
 from loft_hvd.simulate.scenario import read_scenario, scenario_from_dict
-from loft_hvd.transport.heartbeat.diagnosis import Diagnosis, Progress
-from loft_hvd.transport.heartbeat.door import Door, Met
-from loft_hvd.transport.heartbeat.heartbeat import Heartbeat, HeartbeatSettings, ProcessControl
-from loft_hvd.transport.heartbeat.links import Line, Link
-from loft_hvd.transport.heartbeat.places import Place
-from loft_hvd.transport.heartbeat.process import RankProcess
 from loft_hvd.transport.local import LocalWorld
 from tests.faults.mutations import mutate_text, mutate_value
 
@@ -427,18 +429,18 @@ class _Still(Heartbeat):
 
 def _says(rng: random.Random) -> bytes:
     """Return what a rank 1 may say, damaged or not."""
-    place = Place("train.py:9 in main", "allreduce 'loss'", 3.0, 7)
-    progress = Progress(2.0, (("a", 1), ("b", 2)), {"1f": 3, "2e": 1}, place=place)
+    site = CallSite("train.py:9 in main", "allreduce 'loss'", 3.0, 7)
+    progress = Progress(2.0, (("a", 1), ("b", 2)), {"1f": 3, "2e": 1}, site=site)
     lines = [
-        Line("beat", 1, 2.0, progress.encode(12_000)),
-        Line("failed", 1, 0.0, "rank 1 (process 1001 on host1) has failed: ValueError: no"),
-        Line("hello", 1, 0.0, "0123456789abcdef"),
-        Line("proof", 1, 0.0, "0" * 64 + " 1 2 3 host1"),
+        Message("beat", 1, 2.0, progress.encode(12_000)),
+        Message("failed", 1, 0.0, "rank 1 (process 1001 on host1) has failed: ValueError: no"),
+        Message("hello", 1, 0.0, "0123456789abcdef"),
+        Message("proof", 1, 0.0, "0" * 64 + " 1 2 3 host1"),
         *(
-            Line(kind, rng.choice([0, 1, 2]), 1.0, "X")
+            Message(kind, rng.choice([0, 1, 2]), 1.0, "X")
             for kind in ("left", "state", "engine", "term")
         ),
-        *(Line(kind, 2, 1.0, "1|2|2") for kind in ("verdict", "late", "ask", "look", "pulse")),
+        *(Message(kind, 2, 1.0, "1|2|2") for kind in ("verdict", "late", "ask", "look", "pulse")),
     ]
     said = b"".join(each.encode() for each in rng.choices(lines, k=rng.randint(1, 4)))
     return mutate_text(said, rng)[:60_000] if rng.random() < 0.8 else said
@@ -455,30 +457,35 @@ def _wire(folder: Path) -> Case:
         settings=HeartbeatSettings(),
         control=ProcessControl(look=lambda pid, start: "S", kill=lambda pid: None),
     )
-    for rank, link in list(heart._links.items()):
-        heart._take(rank, link, [])
+    observer, actions = heart._observer, heart._actions
+    for rank in others:
+        observer.watch(rank)
     ends = {rank: theirs for rank, (_, theirs) in pairs.items()}
-    door = Door({1: b"1" * 32}, others[1], ["127.0.0.1"])
+    listener = Listener({1: b"1" * 32}, others[1], ["127.0.0.1"])
 
     def case(rng: random.Random) -> None:
         said = _says(rng)
         if rng.random() < 0.3:  # by a stranger
-            with socket.create_connection(door.places[0]) as stranger, suppress(ConnectionError):
+            with (
+                socket.create_connection(listener.addresses[0]) as stranger,
+                suppress(ConnectionError),
+            ):
                 stranger.sendall(said[:4096])
                 for _ in range(3):
-                    assert door.meet() == []
-            assert door.num_strangers <= 64
+                    assert listener.poll() == []
+            assert listener.num_strangers <= 64
             return
-        if heart._links[1].is_closed or heart._diagnosis.left_ranks():
+        if heart._connections.is_lost(1) or heart._diagnosis.left_ranks():
             ends[1].close()
             ours, ends[1] = socket.socketpair()
-            heart._diagnosis = Diagnosis(0, others, clock=lambda: 100.0)
-            heart._gone.clear()
-            heart._replace(Met(1, Link(ours), others[1], []))
+            fresh = Diagnosis(0, others, clock=lambda: 100.0)
+            heart._diagnosis = observer._diagnosis = actions._diagnosis = fresh
+            observer.gone.clear()
+            observer.go_on(NewLink(1, Link(ours), others[1], []))
         ends[1].setblocking(False)
         with suppress(BlockingIOError):
             ends[1].send(said)
-            heart._receive(1)
+            observer.receive(1)
         heart._judge()
         for end in ends.values():
             with suppress(BlockingIOError):
@@ -486,15 +493,15 @@ def _wire(folder: Path) -> Case:
                 while end.recv(2**16):
                     pass
         assert set(heart.left_ranks()) <= {1}
-        verdict, heart.verdict = heart.verdict, None
+        verdict, actions.verdict = heart.verdict, None
         if verdict is not None:
             assert verdict.rank == 1
             assert verdict.text.startswith("rank 1 (process 1001 on host1) ")
 
     def close() -> None:
         heart.close()
-        heart._close_all()
-        door.close()
+        heart._connections.close()
+        listener.close()
         for end in ends.values():
             end.close()
 

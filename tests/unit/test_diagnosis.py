@@ -7,16 +7,10 @@ from dataclasses import replace
 import pytest
 
 from loft_hvd.errors import MismatchError, PeerError
-from loft_hvd.transport.heartbeat.diagnosis import (
-    Diagnosis,
-    DiagnosisLimits,
-    Progress,
-    ProgressMeter,
-    blocked_by,
-    key_of,
-)
-from loft_hvd.transport.heartbeat.places import Place
-from loft_hvd.transport.heartbeat.process import RankProcess
+from loft_hvd.failures.call_sites import CallSite
+from loft_hvd.failures.diagnosis import Diagnosis, DiagnosisLimits
+from loft_hvd.failures.process import RankProcess
+from loft_hvd.failures.progress import Progress, ProgressMeter, key_of
 
 
 def at(waited_s: float, in_flight: str = "", started: str | None = None) -> Progress:
@@ -407,10 +401,10 @@ def test_a_rank_that_is_waited_for_outside_of_our_operations_is_named_too(
     for second in range(1, 11):
         clock.now += 1.0
         hear(diagnosis, 2)
-        outside = Progress(place=Place("train.py:9 in main", "allreduce 'loss'", second - 0.1))
+        outside = Progress(site=CallSite("train.py:9 in main", "allreduce 'loss'", second - 0.1))
         assert diagnosis.judge(outside) is None
     clock.now += 1.0
-    verdict = diagnosis.judge(replace(outside, place=replace(outside.place, call_s=10.9)))
+    verdict = diagnosis.judge(replace(outside, site=replace(outside.site, call_s=10.9)))
     assert verdict is not None
     assert (verdict.rank, verdict.is_unseen) == (1, True)
 
@@ -554,7 +548,7 @@ def test_a_rank_whose_interpreter_stands_still_is_named_once_others_have_waited_
         waited_s = second - 100.0 if waits == "only lately" else float(second)
         own = Progress() if waits == "not" else at(max(waited_s, 0.0), "a")
         if waits == "outside":
-            own = Progress(place=Place("train.py:9 in main", "allreduce 'loss'", waited_s))
+            own = Progress(site=CallSite("train.py:9 in main", "allreduce 'loss'", waited_s))
         assert diagnosis.is_held(1) == (second == 300)
         verdict = diagnosis.judge(own)
         assert verdict is None or second == 300
@@ -644,12 +638,12 @@ def test_a_stall_that_moves_is_none(diagnosis: Diagnosis, clock: Clock) -> None:
 
 def outside(call_s: float, *, started: str = "", num_others: int = 3) -> Progress:
     """Return a rank that waits in its ``num_others``-th call of the engine's."""
-    place = Place("train.py:160 in update", "allreduce 'loss'", call_s, num_others)
-    return replace(at(0.0, "", started), place=place)
+    site = CallSite("train.py:160 in update", "allreduce 'loss'", call_s, num_others)
+    return replace(at(0.0, "", started), site=site)
 
 
 def inside(num_others: int) -> Progress:
-    return replace(at(6.0, "b"), place=Place("train.py:88 in train", num_others=num_others))
+    return replace(at(6.0, "b"), site=CallSite("train.py:88 in train", num_others=num_others))
 
 
 INSIDE = inside(2)
@@ -711,36 +705,6 @@ def test_late_ranks_have_not_started_what_is_waited_for(diagnosis: Diagnosis) ->
     assert diagnosis.late_for(0, Progress()) == []
 
 
-NAMES = ["a|b", "a#1;x=2", "two words", "a\nb", "gewächs", "\ud800", "*of some", "%7C"]
-
-
-@pytest.mark.parametrize("name", [*NAMES, "x" * 5000], ids=lambda name: ascii(name[:20]))
-def test_operations_of_any_name_travel(name: str) -> None:
-    meter = ProgressMeter()
-    for _ in range(3):
-        meter.ended(meter.posted(name))
-    posted = meter.posted(name)
-    back = Progress.decode(2.0, meter.progress().encode(1000))
-    assert back.in_flight == (posted,)
-    assert posted[1] == 4
-    others = {1: back, 2: Progress(counts={}), 3: at(1.0, "z")}
-    assert blocked_by(back.in_flight[0], others) == ([] if name.startswith("*") else [2, 3])
-
-
-@pytest.mark.parametrize("progress", [Progress(2.0), at(2.0, "ab", "abb"), at(2.0, "", "x")])
-def test_progress_travels_as_text(progress: Progress) -> None:
-    back = Progress.decode(2.0, progress.encode(1000))
-    assert back.in_flight == progress.in_flight
-    assert back.counts == (progress.counts or {})
-
-
-@pytest.mark.parametrize("text", ["", "x", "a#b;;", "a#1;k=v", "a#1;=;", "a#1;*;a|b|c|d"])
-def test_progress_that_does_not_parse_tells_nothing(text: str) -> None:
-    assert Progress.decode(2.0, text).place == Place()
-    if not text.startswith("a#1;*"):
-        assert Progress.decode(2.0, text) == Progress(2.0)
-
-
 def test_a_rank_of_1200_names_is_still_found_astray(diagnosis: Diagnosis, clock: Clock) -> None:
     meters = [ProgressMeter(clock) for _ in range(3)]
     for rank, meter in enumerate(meters):
@@ -762,27 +726,6 @@ def test_a_rank_of_1200_names_is_still_found_astray(diagnosis: Diagnosis, clock:
             clock.now += 1.0
     assert verdict is not None
     assert "ranks [1] wait for 'gradient.of.layer.0.bias'" in verdict.text
-
-
-def test_names_that_never_come_again_take_no_more_memory_and_blame_nobody() -> None:
-    meters = [ProgressMeter(), ProgressMeter()]
-    meters[1].ended(meters[1].posted("seldom"))
-    meters[1].ended(meters[1].posted("often"))
-    for number in range(10_000):
-        for meter in meters:
-            meter.ended(meter.posted(f"loss of step {number}"))
-        if number % 1000 == 0:
-            meters[1].ended(meters[1].posted("often"))
-    for name in ("seldom", "often"):  # rank 1 no longer knows how often it did the first
-        meters[0].posted(name)
-    ones = meters[1].progress()
-    assert len(ones.counts or {}) == 8192
-    assert not ones.knows_all
-    assert ones.has_started(("seldom", 1))
-    assert ones.has_started(("often", 11))
-    assert not ones.has_started(("often", 12))
-    assert [number for _, number in meters[0].progress().in_flight] == [0, 0]
-    assert Progress.decode(0.0, ones.encode(100_000)).knows_all is False
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 import pytest
 
 from loft_hvd._native import extension
-from loft_hvd.transport.heartbeat.process import stat_fields
+from loft_hvd.failures.process import stat_fields
 
 pytestmark = pytest.mark.skipif(
     not hasattr(extension(), "add_grace"), reason="the extension is not built"
@@ -28,10 +28,11 @@ while True:
 RANK = (
     """
 import os, signal, socket, sys
-from loft_hvd.transport.heartbeat import process
-from loft_hvd.transport.heartbeat.diagnosis import Diagnosis
-from loft_hvd.transport.heartbeat.heartbeat import Heartbeat, HeartbeatSettings, ProcessControl
-from loft_hvd.transport.heartbeat.links import Link
+from loft_hvd.failures import process
+from loft_hvd.failures.diagnosis import Diagnosis
+from loft_hvd.failures.actions import HeartbeatSettings, ProcessControl
+from loft_hvd.failures.heartbeat import Heartbeat
+from loft_hvd.failures.links import Link
 link, pid, start = map(int, sys.argv[1:4])
 process._TERM_S = float(sys.argv[4])
 other = process.RankProcess(process.own_process().host_key, pid, start, "here")
@@ -129,7 +130,7 @@ def test_who_is_told_to_end_blames_nothing_that_ends_with_it(ranks: Ranks) -> No
     script = RANK.replace(
         NEVER_BACK,
         'print("ready", flush=True)\n'
-        "while not heartbeat._control.exit.is_told: pass\n"
+        "while not heartbeat._actions.control.exit.is_told: pass\n"
         'heartbeat.report(RuntimeError("a loader process has ended"))\n'
         "os.kill(os.getpid(), signal.SIGTERM)\n",
     )

@@ -21,33 +21,20 @@ import pytest
 import torch
 
 from loft_hvd.errors import PeerError, TransportError
+from loft_hvd.failures import causes
+from loft_hvd.failures.actions import HeartbeatSettings, ProcessControl
+from loft_hvd.failures.causes import FailureNote, annotate_failures
+from loft_hvd.failures.connections import ReadClock
+from loft_hvd.failures.diagnosis import Diagnosis, DiagnosisLimits, Verdict
+from loft_hvd.failures.guards import LauncherGuard
+from loft_hvd.failures.handshake import Caller, OpenedLinks, open_links
+from loft_hvd.failures.heartbeat import Heartbeat
+from loft_hvd.failures.links import Link, Message
+from loft_hvd.failures.observer import Observer
+from loft_hvd.failures.process import ProcessExit, RankProcess, own_process
+from loft_hvd.failures.progress import Progress, ProgressMeter, key_of
+from loft_hvd.failures.watched import watched
 from loft_hvd.transport.base import Channel, wait_for
-from loft_hvd.transport.heartbeat import process
-from loft_hvd.transport.heartbeat.diagnosis import (
-    Diagnosis,
-    DiagnosisLimits,
-    Progress,
-    ProgressMeter,
-    Verdict,
-    key_of,
-)
-from loft_hvd.transport.heartbeat.door import Caller, Links, open_links
-from loft_hvd.transport.heartbeat.heartbeat import (
-    Heartbeat,
-    HeartbeatSettings,
-    ProcessControl,
-    ReadClock,
-)
-from loft_hvd.transport.heartbeat.launcher import LauncherGuard
-from loft_hvd.transport.heartbeat.links import Line, Link
-from loft_hvd.transport.heartbeat.process import (
-    FailureNote,
-    ProcessExit,
-    RankProcess,
-    observe_failures,
-    own_process,
-)
-from loft_hvd.transport.heartbeat.watched import watched
 from loft_hvd.transport.local import LocalWorld, run_ranks
 
 
@@ -308,10 +295,10 @@ def test_a_rank_that_the_engines_failure_has_ended_is_not_blamed_for_it(three: T
     three.ranks[2].close()
     for heartbeat in three.ranks[:2]:
         for _ in range(200):  # 2 s at most
-            if 2 in heartbeat._gone:
+            if 2 in heartbeat._observer.gone:
                 break
             heartbeat.wait_verdict(0.01)
-        assert 2 in heartbeat._gone
+        assert 2 in heartbeat._observer.gone
         assert heartbeat.left_ranks() == []
         error = _NotedError()
         heartbeat.explain(error)
@@ -319,19 +306,19 @@ def test_a_rank_that_the_engines_failure_has_ended_is_not_blamed_for_it(three: T
 
 
 @pytest.mark.parametrize(
-    "line",
+    "message",
     [
-        Line("left", 2),
-        Line("state", 1, 0.0, "X"),
-        Line("look", 1, 0.0, "1|2|2"),
-        Line("verdict", 2, 0.0, "rank 2 has failed"),
+        Message("left", 2),
+        Message("state", 1, 0.0, "X"),
+        Message("look", 1, 0.0, "1|2|2"),
+        Message("verdict", 2, 0.0, "rank 2 has failed"),
     ],
 )
-def test_a_rank_can_say_nothing_of_others(line: Line, pairs: Pairs) -> None:
+def test_a_rank_can_say_nothing_of_others(message: Message, pairs: Pairs) -> None:
     first, link = pairs.first(4242, control=ProcessControl(look=lambda pid, start: "S"))
     assert first.wait_verdict(0.1) is None  # it has been silent for long enough to be looked at
     for _ in range(3):
-        link.send(line)
+        link.send(message)
         assert first.wait_verdict(0.1) is None
     assert first.left_ranks() == []
     link.close()
@@ -339,7 +326,7 @@ def test_a_rank_can_say_nothing_of_others(line: Line, pairs: Pairs) -> None:
 
 def test_a_rank_that_fails_speaks_of_itself_whatever_it_says(pairs: Pairs) -> None:
     first, link = pairs.first(4242, control=ProcessControl(look=lambda pid, start: "S"))
-    link.send(Line("failed", 1, 0.0, "rank 2 (process 7 on there) has failed: it is late"))
+    link.send(Message("failed", 1, 0.0, "rank 2 (process 7 on there) has failed: it is late"))
     verdict = first.wait_verdict(10)
     assert verdict is not None
     assert verdict.rank == 1
@@ -413,7 +400,7 @@ def test_a_process_whose_interpreter_stands_still_is_killed_only_where_the_job_r
     first, link = pairs.first(4242, is_elastic=is_elastic, control=control, held_s=0.3)
     with first.waiting():
         for _ in range(1000):
-            link.send(Line("pulse", 1))
+            link.send(Message("pulse", 1))
             if first.wait_verdict(0.01) is not None:
                 break
         verdict = first.verdict
@@ -443,12 +430,12 @@ def test_a_handler_of_logs_that_hangs_keeps_no_verdict_from_its_deeds(pairs: Pai
     link.close()
 
 
-def test_an_observer_that_hangs_keeps_no_verdict_back(
+def test_an_annotator_that_hangs_keeps_no_verdict_back(
     pairs: Pairs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a run log on a disk that does not answer."""
 
-    class Observer:
+    class Annotator:
         def describe_failure(self, error: BaseException) -> FailureNote | None:
             return FailureNote("it had 7 samples", 7)
 
@@ -457,11 +444,11 @@ def test_an_observer_that_hangs_keeps_no_verdict_back(
             goes_on.wait(30.0)
 
     heard: list[tuple[int, int]] = []
-    goes_on, observer = threading.Event(), Observer()
+    goes_on, annotator = threading.Event(), Annotator()
     # Balancers of other tests in this process may live on, and would know the error as well.
-    own = weakref.WeakSet[Observer]()
-    monkeypatch.setattr(process, "_observers", lambda: own)
-    observe_failures(observer)
+    own = weakref.WeakSet[Annotator]()
+    monkeypatch.setattr(causes, "_annotators", lambda: own)
+    annotate_failures(annotator)
     first, second = pairs.both()
     second.report(MemoryError("full"))
     try:
@@ -479,12 +466,13 @@ def test_a_signal_handler_may_wait_for_ranks_in_the_midst_of_anything(pairs: Pai
     first, _ = pairs.both()
     work = LocalWorld(1).transport(0).allreduce(torch.zeros(1), name="x")
     mine = watched(work, "x", first)
-    locks = [first.meter._lock, vars(mine)["_releasing"], next(iter(first._links.values()))._lock]
+    link = first._connections._links[1]
+    locks = [first.meter._lock, vars(mine)["_releasing"], link._lock]
     with ExitStack() as held:
         for lock in locks:
             held.enter_context(lock)
         first.late()
-        first._beat()
+        first._observer.beat()
         wait_for(watched(work, "y", first), what="the sum", timeout_s=10)
     assert first.meter.progress().counts == {key_of("x"): 1, key_of("y"): 1}
 
@@ -494,7 +482,7 @@ def test_a_frozen_rank_that_a_script_waits_for_in_the_engine_is_killed(
     call: str, pairs: Pairs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The call fails by that; else its script would hang until the process is left."""
-    monkeypatch.setattr("loft_hvd.transport.heartbeat.heartbeat.engine_call", lambda: call)
+    monkeypatch.setattr("loft_hvd.failures.actions.engine_call", lambda: call)
     is_killed, end = threading.Event(), _Leaving()
     control = ProcessControl(
         exit=end, look=lambda pid, start: "T", kill=lambda pid: is_killed.set()
@@ -543,12 +531,12 @@ def test_a_rank_that_leaves_for_a_frozen_one_kills_it_first(
     pairs: Pairs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else its launcher waits for it, long after all others have gone."""
-    monkeypatch.setattr("loft_hvd.transport.heartbeat.heartbeat.engine_call", lambda: "")
+    monkeypatch.setattr("loft_hvd.failures.actions.engine_call", lambda: "")
     killed = threading.Event()
     end = _LeavingAtOnce(killed)
     control = ProcessControl(exit=end, look=lambda pid, start: "T", kill=lambda pid: killed.set())
     first, link = pairs.first(4242, control=control)
-    first.settings = replace(first.settings, leave_s=0.05)
+    first._actions.settings = replace(first._actions.settings, leave_s=0.05)
     assert end.has_left.wait(20.0)
     assert end.was_done
     link.close()
@@ -563,14 +551,14 @@ def test_a_script_that_hangs_after_a_verdict_is_left_and_one_that_goes_on_only_l
     """It may be writing a checkpoint; here the main thread stands, and waits to be left."""
     if goes_on:  # another frame at every look
         monkeypatch.setattr(
-            "loft_hvd.transport.heartbeat.places.stack_of",
+            "loft_hvd.failures.call_sites.stack_of",
             lambda thread, most=1: [sys._getframe()],
         )
     end = _LeavingAtOnce(threading.Event())
     control = ProcessControl(exit=end, look=lambda pid, start: "R")
     first, link = pairs.first(4242, control=control, held_s=held_s)
-    first.settings = replace(first.settings, leave_s=0.05)
-    first._decide(Verdict(1, "rank 1 has failed"))
+    first._actions.settings = replace(first._actions.settings, leave_s=0.05)
+    first._actions.decide(Verdict(1, "rank 1 has failed"))
     assert end.has_left.wait(20.0 if leaves else 0.5) == leaves
     link.close()
 
@@ -598,10 +586,10 @@ class _Launcher(LauncherGuard):
 def test_who_hangs_in_the_engine_after_the_loss_of_a_host_leaves_at_once_and_ends_the_launcher(
     is_unseen: bool, call: str, leaves: bool, pairs: Pairs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("loft_hvd.transport.heartbeat.heartbeat.engine_call", lambda: call)
+    monkeypatch.setattr("loft_hvd.failures.actions.engine_call", lambda: call)
     end, launcher = _Leaving(), _Launcher()
     first, link = pairs.first(4242, control=ProcessControl(exit=end, launcher=launcher))
-    first._decide(Verdict(1, "rank 1 has been silent", is_unseen=is_unseen))
+    first._actions.decide(Verdict(1, "rank 1 has been silent", is_unseen=is_unseen))
     if not call:
         first.heard()
         end.arm("an error has ended the script")
@@ -618,7 +606,7 @@ def test_an_end_without_a_word_is_named(sign: str, pairs: Pairs) -> None:
 
     first, link = pairs.first(4242, control=ProcessControl(look=look))
     if sign == "engine of another":
-        link.send(Line("engine", 1))
+        link.send(Message("engine", 1))
     link.close()
     error = _NotedError()
     if sign == "engine":
@@ -636,7 +624,7 @@ def test_the_end_of_a_link_alone_is_no_verdict(pairs: Pairs) -> None:
 
 
 def test_a_link_that_has_ended_before_it_is_taken_is_dropped(pairs: Pairs) -> None:
-    """Its end may come with the welcome; the door has read both then."""
+    """Its end may come with the welcome; the handshake has read both then."""
     ours, theirs = _linked()
     theirs.close()
     assert ours.receive() == []
@@ -664,7 +652,7 @@ def test_where_ranks_are_told_to_end_processes_tell_who_has_ended(how: str) -> N
         if pid == 1001 or (looks[pid] == 1 and how != "was never seen"):
             return "S"
         if how == "says good-bye":  # and is gone, right before this look
-            ends[2][1].send(Line("left", 2))
+            ends[2][1].send(Message("left", 2))
         return "X"
 
     control = ProcessControl(look=look)
@@ -675,7 +663,7 @@ def test_where_ranks_are_told_to_end_processes_tell_who_has_ended(how: str) -> N
         settings=HeartbeatSettings(period_s=0.05),
         control=control,
     )
-    ends[1][1].send(Line("term", 1))
+    ends[1][1].send(Message("term", 1))
     verdict = made.wait_verdict(10 if how == "is seen to end" else 0.5)
     made.close()
     for _, theirs in ends.values():
@@ -701,7 +689,7 @@ def test_a_rank_that_dies_as_another_one_does_is_named_with_it(says_good_bye: bo
     control = ProcessControl(look=look)
     known = {rank: RankProcess(control.own.host_key, 1000 + rank, 5, "here") for rank in ends}
     if says_good_bye:
-        ends[2][1].send(Line("left", 2))
+        ends[2][1].send(Message("left", 2))
     ends[1][1].close()
     made = Heartbeat(
         {rank: ours for rank, (ours, _) in ends.items()},
@@ -723,17 +711,17 @@ def test_a_rank_that_is_kept_from_running_blames_nobody_for_what_it_has_not_read
     goes_by_reading: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a clock that runs on it blames the other: that is what the clock of reading is for."""
-    beat, is_kept, clock = Heartbeat._beat, threading.Event(), ReadClock()
+    beat, is_kept, clock = Observer.beat, threading.Event(), ReadClock()
     ours, theirs = _linked()
 
-    def slow_beat(self: Heartbeat) -> None:
+    def slow_beat(self: Observer) -> None:
         beat(self)
         for _ in range(0 if is_kept.is_set() else 12):  # 0.6 s between reading and judging
-            theirs.send(Line("beat", 1))
+            theirs.send(Message("beat", 1))
             is_kept.wait(0.05)
         is_kept.set()
 
-    monkeypatch.setattr(Heartbeat, "_beat", slow_beat)
+    monkeypatch.setattr(Observer, "beat", slow_beat)
     monkeypatch.setattr(ProgressMeter, "progress", lambda self: Progress(waited_s=100.0))
     limits = DiagnosisLimits(suspect_s=0.2, silent_s=0.4, stall_s=30.0)
     known = {1: RankProcess(1, 4242, 5, "far")}
@@ -755,18 +743,18 @@ def test_a_rank_that_is_kept_from_running_blames_nobody_for_what_it_has_not_read
 
 @dataclass
 class Reunion:
-    """Ranks 0 and 1 with a door between them; closed in the end."""
+    """Ranks 0 and 1, which make links anew; closed in the end."""
 
     ranks: list[Heartbeat]
 
     def cut(self) -> None:
         """End the link as a network does, so that both sides see it."""
-        link = self.ranks[0]._links[1]  # rank 1 may not have heard of a new one yet
+        link = self.ranks[0]._connections._links[1]  # rank 1 may not have heard of a new one yet
         link._socket.shutdown(socket.SHUT_RDWR)
 
     def wait_link(self, old: Link) -> None:
         for _ in range(1000):  # 10 s at most
-            if self.ranks[0]._links[1] is not old:
+            if self.ranks[0]._connections._links[1] is not old:
                 return
             threading.Event().wait(0.01)
         raise AssertionError("no new link")
@@ -775,16 +763,16 @@ class Reunion:
 @pytest.fixture
 def reunion() -> Iterator[Reunion]:
     own, limits = own_process(), DiagnosisLimits(suspect_s=1.5, silent_s=30.0, stall_s=30.0)
-    links: list[Links] = run_ranks(2, lambda t: open_links(Channel(t, "links", 10)))
+    links: list[OpenedLinks] = run_ranks(2, lambda t: open_links(Channel(t, "links", 10)))
     made = []
     for rank, each in enumerate(links):
         made.append(
             Heartbeat(
-                {peer: met.link for peer, met in each.met.items()},
+                {peer: new.link for peer, new in each.made.items()},
                 Diagnosis(rank, {1 - rank: own}, limits=limits),
                 settings=HeartbeatSettings(period_s=0.01, grace_s=0.0),
                 control=ProcessControl(),
-                entrance=each.entrance,
+                maker=each.maker,
             )
         )
     yield Reunion(made)
@@ -795,7 +783,7 @@ def reunion() -> Iterator[Reunion]:
 def test_a_lost_link_is_made_again_and_carries_what_was_said(reunion: Reunion) -> None:
     first, second = reunion.ranks
     for _ in range(2):
-        old = first._links[1]
+        old = first._connections._links[1]
         reunion.cut()
         reunion.wait_link(old)
         assert (first.verdict, second.verdict) == (None, None)
@@ -807,7 +795,7 @@ def test_a_lost_link_is_made_again_and_carries_what_was_said(reunion: Reunion) -
 
 def test_what_is_said_while_the_link_is_lost_is_said_again(reunion: Reunion) -> None:
     first, second = reunion.ranks
-    old = first._links[1]
+    old = first._connections._links[1]
     reunion.cut()
     second.report(ValueError("said into the void"))
     reunion.wait_link(old)
@@ -827,14 +815,14 @@ def test_what_is_said_while_the_link_is_lost_is_said_again(reunion: Reunion) -> 
 def test_a_verdict_reaches_a_rank_that_comes_back(verdict: Verdict, reunion: Reunion) -> None:
     first, second = reunion.ranks
     reunion.cut()
-    first._decide(verdict)
+    first._actions.decide(verdict)
     assert second.wait_verdict(10) == verdict
 
 
 def test_a_rank_whose_link_is_silent_calls_again() -> None:
     own, clock = own_process(), Clock()
-    links: list[Links] = run_ranks(2, lambda t: open_links(Channel(t, "links", 10)))
-    old, cut_off = links[0].met[1].link, links[1].met[0].link
+    links: list[OpenedLinks] = run_ranks(2, lambda t: open_links(Channel(t, "links", 10)))
+    old, cut_off = links[0].made[1].link, links[1].made[0].link
     deaf, dead = _linked()  # what swallows all, as a firewall does
     limits = DiagnosisLimits(suspect_s=30.0, silent_s=60.0, stall_s=60.0)
     ends, clocks = [{1: old}, {0: deaf}], [Clock(), clock]  # only rank 1's time goes on
@@ -844,13 +832,13 @@ def test_a_rank_whose_link_is_silent_calls_again() -> None:
             Diagnosis(rank, {1 - rank: own}, limits=limits, clock=clocks[rank]),
             settings=HeartbeatSettings(period_s=0.01, grace_s=0.0),
             control=ProcessControl(),
-            entrance=links[rank].entrance,
+            maker=links[rank].maker,
         )
         for rank in (0, 1)
     ]
     try:
         assert made[1].wait_verdict(0.05) is None
-        assert made[0]._links[1] is old  # it has not been silent for long
+        assert made[0]._connections._links[1] is old  # it has not been silent for long
         clock.now += 31.0
         Reunion(made).wait_link(old)
         made[1].report(ValueError("heard"))

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from loft_hvd.errors import MismatchError, PeerError, TransportTimeoutError, UsageError
-from loft_hvd.transport.heartbeat.diagnosis import Verdict
+from loft_hvd.failures.diagnosis import Verdict
 from loft_hvd.transport.horovod import (
     _UNFUSED_BYTES,
     HorovodTransport,

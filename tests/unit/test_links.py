@@ -7,15 +7,15 @@ import threading
 
 import pytest
 
-from loft_hvd.transport.heartbeat.links import PULSE, Line, Link
+from loft_hvd.failures.links import PULSE, Link, Message
 
 
 @pytest.mark.parametrize("text", ["", "a b  c", "line\nbreak", "ü" * 10, "x" * 20_000])
 def test_lines_keep_their_words_and_their_limit(text: str) -> None:
-    data = Line("failed", 3, 1.5, text).encode()
+    data = Message("failed", 3, 1.5, text).encode()
     assert data.count(b"\n") == 2
-    line = Line.parse(data[1:-1])
-    assert line == Line("failed", 3, 1.5, text[:12_000].replace("\n", " "))
+    line = Message.parse(data[1:-1])
+    assert line == Message("failed", 3, 1.5, text[:12_000].replace("\n", " "))
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_lines_keep_their_words_and_their_limit(text: str) -> None:
     ],
 )
 def test_what_does_not_parse_is_dropped(data: bytes) -> None:
-    assert Line.parse(data) is None
+    assert Message.parse(data) is None
 
 
 def test_a_stranger_that_sends_no_lines_is_cut_off() -> None:
@@ -48,12 +48,12 @@ def test_a_line_that_is_cut_off_does_not_spoil_the_next() -> None:
     ours, theirs = socket.socketpair()
     sender, receiver = Link(ours), Link(theirs)
     for _ in range(1000):
-        sender.send(Line("beat", 1, 0.0, "x" * 9000))  # until the buffer is full
+        sender.send(Message("beat", 1, 0.0, "x" * 9000))  # until the buffer is full
     while receiver.receive():
         pass
     ours.sendall(PULSE)  # from a thread of its own, between any two sends
-    sender.send(Line("left", 1))
-    assert receiver.receive()[-2:] == [Line("pulse", 0), Line("left", 1)]
+    sender.send(Message("left", 1))
+    assert receiver.receive()[-2:] == [Message("pulse", 0), Message("left", 1)]
     sender.close()
     receiver.close()
 

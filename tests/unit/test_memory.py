@@ -22,8 +22,8 @@ from loft_hvd.balance.memory import (
 )
 from loft_hvd.balance.plan import StepSizes
 from loft_hvd.errors import ArgumentError, PeerError, PlanError, UsageError
+from loft_hvd.failures.causes import describe_failure, tell_failure
 from loft_hvd.runlog import RunLog
-from loft_hvd.transport.heartbeat.process import describe_failure, tell_failure
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
 
 

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from loft_hvd._native import extension
-from loft_hvd.transport.heartbeat import process
-from loft_hvd.transport.heartbeat.process import ENDED, own_process, process_state
+from loft_hvd.failures import process
+from loft_hvd.failures.process import ENDED, own_process, process_state
 
 
 def test_process_states() -> None:
@@ -51,7 +51,7 @@ def test_a_process_name_that_is_cut_inside_a_character_is_read() -> None:
     script = f"""
 import ctypes
 ctypes.CDLL(None).prctl(15, {name!r}, 0, 0, 0)  # PR_SET_NAME
-from loft_hvd.transport.heartbeat.process import own_process
+from loft_hvd.failures.process import own_process
 print(own_process().pid > 0)
 """
     done = subprocess.run(
@@ -77,7 +77,7 @@ HANGS = {
 def test_a_process_that_python_cannot_leave_is_left(how: str) -> None:
     script = (
         "import ctypes\n"
-        "from loft_hvd.transport.heartbeat.process import ProcessExit\n"
+        "from loft_hvd.failures.process import ProcessExit\n"
         "ProcessExit(leave_s=0.1).arm('an error has ended the script')\n"
     )
     done = subprocess.run(

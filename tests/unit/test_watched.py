@@ -14,13 +14,15 @@ import torch
 
 from loft_hvd.config import config
 from loft_hvd.errors import MismatchError
+from loft_hvd.failures.actions import HeartbeatSettings, ProcessControl
+from loft_hvd.failures.diagnosis import Diagnosis, DiagnosisLimits
+from loft_hvd.failures.handshake import open_links
+from loft_hvd.failures.heartbeat import Heartbeat
+from loft_hvd.failures.links import Link, Message
+from loft_hvd.failures.process import own_process
+from loft_hvd.failures.progress import key_of
+from loft_hvd.failures.watched import open_heartbeat, watched
 from loft_hvd.transport.base import Channel, wait_for
-from loft_hvd.transport.heartbeat.diagnosis import Diagnosis, DiagnosisLimits, key_of
-from loft_hvd.transport.heartbeat.door import open_links
-from loft_hvd.transport.heartbeat.heartbeat import Heartbeat, HeartbeatSettings, ProcessControl
-from loft_hvd.transport.heartbeat.links import Line, Link
-from loft_hvd.transport.heartbeat.process import own_process
-from loft_hvd.transport.heartbeat.watched import open_heartbeat, watched
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
 
 
@@ -204,7 +206,7 @@ def test_a_mismatch_ends_every_wait_and_is_not_tried_again(
     heartbeat = watching.make(is_elastic=is_elastic)
     work = LocalWorld(2).transport(0).allreduce(torch.zeros(1), name="x")
     open_work, failed = watched(work, "x", heartbeat), watched(_Failed(), "y", heartbeat)
-    watching.peers[0].send(Line("verdict", 1, 1.0, "ranks take other steps"))  # 1.0: a mismatch
+    watching.peers[0].send(Message("verdict", 1, 1.0, "ranks take other steps"))  # 1.0: a mismatch
     assert heartbeat.wait_verdict(10) is not None
     for each in (open_work, failed):
         with pytest.raises(MismatchError, match="take other steps"):
@@ -220,10 +222,10 @@ def test_no_heartbeat_where_a_rank_cannot_reach_rank_0(
         links = real(replace(channel, timeout_s=0.5))
         if channel.rank == 2:
             links.close()
-            links.met.clear()
+            links.made.clear()
         return links
 
-    monkeypatch.setattr("loft_hvd.transport.heartbeat.watched.open_links", without_rank_2)
+    monkeypatch.setattr("loft_hvd.failures.watched.open_links", without_rank_2)
 
     def work(transport: LocalTransport) -> object:
         return open_heartbeat(transport, "test", engine_is_down=lambda: False)

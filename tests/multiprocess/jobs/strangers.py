@@ -21,18 +21,18 @@ import horovod.torch as hvd
 import torch
 
 import loft_hvd as loft
+from loft_hvd.failures import watched
+from loft_hvd.failures.handshake import Listener, OpenedLinks
+from loft_hvd.failures.watched import heartbeat_of
 from loft_hvd.transport.base import Channel
-from loft_hvd.transport.heartbeat import watched
-from loft_hvd.transport.heartbeat.door import Door, Links
-from loft_hvd.transport.heartbeat.watched import heartbeat_of
 
 NUM_STEPS = 400  # before the digest; a job goes on until the strangers have ended
 MOST_STEPS = 20_000
 
 
-def write_place(folder: Path, door: object) -> None:
-    assert isinstance(door, Door)
-    (address, port), *_ = door.places
+def write_place(folder: Path, listener: object) -> None:
+    assert isinstance(listener, Listener)
+    (address, port), *_ = listener.addresses
     (folder / "part").write_text(f"{address} {port}")
     (folder / "part").rename(folder / "place")
 
@@ -42,9 +42,9 @@ def tell_at_once(folder: Path) -> list[float]:
 
     A crowd of them, if it comes within 7 s: other ranks wait for the door for 10.
     """
-    real, waited = Door.__init__, [0.0]
+    real, waited = Listener.__init__, [0.0]
 
-    def init(self: Door, *args: object, **options: object) -> None:
+    def init(self: Listener, *args: object, **options: object) -> None:
         real(self, *args, **options)  # type: ignore[arg-type]
         write_place(folder, self)
         began = time.monotonic()
@@ -52,7 +52,7 @@ def tell_at_once(folder: Path) -> list[float]:
             time.sleep(0.01)
         waited[0] = time.monotonic() - began
 
-    Door.__init__ = init  # type: ignore[method-assign]
+    Listener.__init__ = init  # type: ignore[method-assign]
     return waited
 
 
@@ -61,9 +61,9 @@ def time_opening() -> list[float]:
     module: Any = watched
     real, taken = module.open_links, [0.0]
 
-    def open_links(channel: Channel) -> Links:
+    def open_links(channel: Channel) -> OpenedLinks:
         began = time.monotonic()
-        links: Links = real(channel)
+        links: OpenedLinks = real(channel)
         taken[0] = time.monotonic() - began
         return links
 
@@ -108,7 +108,7 @@ def main(folder: Path, what: str) -> None:
         if state in times and read_state(folder) == state:
             times[state].append(time.monotonic() - began)
         if hvd.rank() == 0 and what == "training" and step == 20:
-            write_place(folder, heartbeat_of("horovod.0")._entrance)  # type: ignore[union-attr]
+            write_place(folder, heartbeat_of("horovod.0")._connections._maker)  # type: ignore[union-attr]
         if step == NUM_STEPS:
             weights = torch.cat([each.detach().flatten() for each in model.parameters()])
             digest = hashlib.sha256(weights.numpy().tobytes()).hexdigest()

@@ -17,8 +17,8 @@ import horovod.torch as hvd
 import torch
 
 import loft_hvd as loft
-from loft_hvd.transport.heartbeat.door import Door
-from loft_hvd.transport.heartbeat.watched import heartbeat_of
+from loft_hvd.failures.handshake import Listener
+from loft_hvd.failures.watched import heartbeat_of
 from tests.support.training import make_data, make_model
 
 NUM_STEPS = 3000
@@ -29,8 +29,9 @@ HOLD_S = 16
 def write_place(folder: Path) -> None:
     heartbeat = heartbeat_of("horovod.0")
     assert heartbeat is not None
-    assert isinstance(heartbeat._entrance, Door)
-    (address, port), *_ = heartbeat._entrance.places
+    listener = heartbeat._connections._maker
+    assert isinstance(listener, Listener)
+    (address, port), *_ = listener.addresses
     (folder / "part").write_text(f"{address} {port}")
     (folder / "part").rename(folder / "place")
 

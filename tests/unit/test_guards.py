@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from loft_hvd.transport.heartbeat.launcher import _GUARD_SCRIPT, find_launcher
+from loft_hvd.failures.guards import _LAUNCHER_SCRIPT, find_launcher
 
 # A rank of a launcher that does not end: the copy of a shell that runs it waits for its input.
 RANK = """
 import os, resource, sys
-from loft_hvd.transport.heartbeat.launcher import LauncherGuard
-from loft_hvd.transport.heartbeat.process import own_process
+from loft_hvd.failures.guards import LauncherGuard
+from loft_hvd.failures.process import own_process
 num_open = int(sys.argv[1])
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -125,7 +125,7 @@ def test_who_ends_by_itself_meanwhile_keeps_no_signal_from_the_rest(
         monkeypatch.setattr(sys, "argv", ["guard", *map(str, asked)])
         with monkeypatch.context() as patch:
             patch.setattr(signal, "pidfd_send_signal", send)
-            exec(_GUARD_SCRIPT, {})
+            exec(_LAUNCHER_SCRIPT, {})
         children = {handle for handle, _ in sent} - set(handles)
         for handle in (*children, handles[0]):
             signal.pidfd_send_signal(handle, signal.SIGKILL)

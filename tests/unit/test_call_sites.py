@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from loft_hvd._native import require_extension
-from loft_hvd.transport.heartbeat.places import (
-    Place,
-    PlaceWatch,
+from loft_hvd.failures.call_sites import (
+    CallSite,
+    CallSiteWatch,
     StandWatch,
     engine_call,
     locals_of,
@@ -57,12 +57,12 @@ class Waiter:
         self._over.acquire()
         self.names = {"arrive": self._arrived.release, "wait": self._over.acquire}
 
-    def look(self, call: Callable[[], object], clock: Callable[[], float]) -> list[Place]:
+    def look(self, call: Callable[[], object], clock: Callable[[], float]) -> list[CallSite]:
         """Look twice at a thread that is in a call."""
         thread = threading.Thread(target=call)
         thread.start()
         assert self._arrived.acquire(timeout=10.0)
-        watch = PlaceWatch(clock)
+        watch = CallSiteWatch(clock)
         found = [watch.look(thread.ident or 0) for _ in range(2)]
         self._over.release()
         thread.join(10.0)
@@ -74,7 +74,7 @@ def waiter() -> Waiter:
     return Waiter()
 
 
-def look(waiter: Waiter, call: Callable[[], object]) -> Place:
+def look(waiter: Waiter, call: Callable[[], object]) -> CallSite:
     seconds = iter((5.0, 8.5))
     first, second = waiter.look(call, lambda: next(seconds))
     assert (first.call_s, second.call_s) == (0.0, 3.5 if second.call else 0.0)
@@ -88,11 +88,11 @@ def test_a_scripts_own_call_of_the_engine_is_found_with_its_line(name: str, wait
     def average_metric() -> None:
         engine.allreduce(0, name="train loss")
 
-    place = look(waiter, average_metric)
-    assert place.call == "allreduce 'train loss'"
-    assert place.line.startswith("test_places.py:")
-    assert place.line.endswith(" in average_metric")
-    assert Place.decode(place.encode()) == place
+    site = look(waiter, average_metric)
+    assert site.call == "allreduce 'train loss'"
+    assert site.line.startswith("test_call_sites.py:")
+    assert site.line.endswith(" in average_metric")
+    assert CallSite.decode(site.encode()) == site
 
 
 def test_an_operation_over_some_ranks_only_is_not_judged(waiter: Waiter) -> None:
@@ -112,15 +112,15 @@ def test_a_wait_of_our_own_is_not_outside_but_has_the_scripts_line(waiter: Waite
     def train() -> None:
         own.step(engine.allreduce.__get__(0))
 
-    place = look(waiter, train)
-    assert place.call == ""
-    assert place.line.endswith(" in train")
+    site = look(waiter, train)
+    assert site.call == ""
+    assert site.line.endswith(" in train")
 
 
 def test_a_thread_that_computes_or_has_ended_waits_nowhere(waiter: Waiter) -> None:
     script = module("__main__", ENGINE, **waiter.names)
     assert look(waiter, lambda: script.allreduce(0)).call == ""
-    assert PlaceWatch().look(-1) == Place()
+    assert CallSiteWatch().look(-1) == CallSite()
 
 
 def test_the_engines_function_that_the_main_thread_hangs_in_is_found_whoever_called_it() -> None:
@@ -158,9 +158,7 @@ def test_a_thread_stands_while_it_is_seen_in_one_instruction_of_one_call(
 
     def seconds_in(call: Any) -> float:
         stack = [] if call is None else [call.gi_frame]
-        monkeypatch.setattr(
-            "loft_hvd.transport.heartbeat.places.stack_of", lambda thread, most: stack
-        )
+        monkeypatch.setattr("loft_hvd.failures.call_sites.stack_of", lambda thread, most: stack)
         return watch.look(7)
 
     for call in calls:  # the second one stands at the same instruction
@@ -177,7 +175,7 @@ def test_a_thread_stands_while_it_is_seen_in_one_instruction_of_one_call(
 # starts threads.
 COLLECTIONS = """
 import gc, sys, threading, time
-from loft_hvd.transport.heartbeat.places import engine_call
+from loft_hvd.failures.call_sites import engine_call
 
 class Garbage:
     def __init__(self):

@@ -1,4 +1,4 @@
-"""Rank 0's door: ranks come through whoever else is there, and nobody else does."""
+"""How ranks come to their links: they do whoever else calls, and nobody else does."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 import pytest
 
 from loft_hvd.errors import TransportError
-from loft_hvd.transport.base import Channel
-from loft_hvd.transport.heartbeat.door import (
+from loft_hvd.failures.handshake import (
     Caller,
-    Door,
-    DoorLimits,
-    Met,
+    Listener,
+    NewLink,
+    StrangerLimits,
     open_links,
 )
-from loft_hvd.transport.heartbeat.links import Line, Link
-from loft_hvd.transport.heartbeat.process import RankProcess
+from loft_hvd.failures.links import Link, Message
+from loft_hvd.failures.process import RankProcess
+from loft_hvd.transport.base import Channel
 from loft_hvd.transport.local import LocalTransport, run_ranks
 
 KEYS = {1: b"1" * 32, 2: b"2" * 32}
@@ -50,36 +50,38 @@ class CpuClock:
 
 @dataclass
 class Street:
-    """A door, and everybody in front of it; closed in the end."""
+    """Rank 0's listener, and everybody who calls it; closed in the end."""
 
     clock: Clock = field(default_factory=Clock)
     cpu_clock: CpuClock = field(default_factory=CpuClock)
-    door: Door = field(init=False)
+    listener: Listener = field(init=False)
     ends: list[Callable[[], None]] = field(default_factory=list)
-    met: list[Met] = field(default_factory=list)
+    met: list[NewLink] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.door = Door(KEYS, HOST, ["127.0.0.1"], clock=self.clock, cpu_clock=self.cpu_clock)
-        self.ends.append(self.door.close)
+        self.listener = Listener(
+            KEYS, HOST, ["127.0.0.1"], clock=self.clock, cpu_clock=self.cpu_clock
+        )
+        self.ends.append(self.listener.close)
 
     def caller(self, rank: int, key: bytes | None = None) -> Caller:
         own = RankProcess(8, 100 + rank, 6, f"node {rank}")
-        made = Caller(self.door.places, rank, key or KEYS[rank], own, clock=self.clock)
+        made = Caller(self.listener.addresses, rank, key or KEYS[rank], own, clock=self.clock)
         self.ends.append(made.close)
         return made
 
     def stranger(self, data: bytes = b"") -> socket.socket:
-        made = socket.create_connection(self.door.places[0])
+        made = socket.create_connection(self.listener.addresses[0])
         self.ends.append(made.close)
         made.sendall(data)
         return made
 
-    def meet(self, caller: Caller | None = None, *, rounds: int = 20) -> list[Met]:
-        """Let both sides go on; returns whom the caller has met, the door's are in ``met``."""
+    def poll(self, caller: Caller | None = None, *, rounds: int = 20) -> list[NewLink]:
+        """Let both sides go on; returns the caller's new links, the listener's are in ``met``."""
         found = []
         for _ in range(rounds):
-            found += [] if caller is None else caller.meet()
-            self.met += self.door.meet()
+            found += [] if caller is None else caller.poll()
+            self.met += self.listener.poll()
             if found and self.met:
                 break
             time.sleep(0)  # let the kernel deliver
@@ -88,7 +90,7 @@ class Street:
 
 @pytest.fixture
 def street() -> Iterator[Street]:
-    """Return a door that only tests speak to."""
+    """Return a listener that only tests speak to."""
     made = Street()
     yield made
     for end in reversed(made.ends):
@@ -111,15 +113,15 @@ def is_cut_off(end: socket.socket) -> bool:
 
 
 def test_a_rank_and_rank_0_learn_where_the_other_runs(street: Street) -> None:
-    (there,) = street.meet(street.caller(2))
+    (there,) = street.poll(street.caller(2))
     (here,) = street.met
     assert (there.rank, there.process) == (0, HOST)
     assert (here.rank, here.process) == (2, RankProcess(8, 102, 6, "node 2"))
-    there.link.send(Line("beat", 2, 1.5, "x" * 9000))  # of full length from now on
-    heard: list[Line] = []
+    there.link.send(Message("beat", 2, 1.5, "x" * 9000))  # of full length from now on
+    heard: list[Message] = []
     for _ in range(100):
         heard += here.link.receive()
-    assert heard == [Line("beat", 2, 1.5, "x" * 9000)]
+    assert heard == [Message("beat", 2, 1.5, "x" * 9000)]
     there.link.close()
 
 
@@ -127,7 +129,7 @@ def test_a_rank_and_rank_0_learn_where_the_other_runs(street: Street) -> None:
 def test_a_rank_with_another_key_than_its_own_is_not_met(
     rank: int, key: bytes, street: Street
 ) -> None:
-    assert street.meet(street.caller(rank, key)) == []
+    assert street.poll(street.caller(rank, key)) == []
     assert street.met == []
 
 
@@ -137,28 +139,28 @@ def handshake(street: Street, rank: int) -> tuple[bytes, bytes]:
     with pytest.MonkeyPatch.context() as patch:
         real = Link.send
 
-        def send(self: Link, line: Line) -> None:
-            if line.kind in ("hello", "proof"):
-                sent.append(line.encode())
-            real(self, line)
+        def send(self: Link, message: Message) -> None:
+            if message.kind in ("hello", "proof"):
+                sent.append(message.encode())
+            real(self, message)
 
         patch.setattr(Link, "send", send)
-        for met in street.meet(street.caller(rank)):
+        for met in street.poll(street.caller(rank)):
             met.link.close()
     hello, proof = sent
     return hello, proof
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_what_was_overheard_opens_no_door(at_once: bool, street: Street) -> None:
+def test_what_was_overheard_makes_no_link(at_once: bool, street: Street) -> None:
     hello, proof = handshake(street, 1)
     (met,) = street.met
     assert not any(KEYS[1].hex().encode() in each or KEYS[1] in each for each in (hello, proof))
     thief = street.stranger(hello + proof if at_once else hello)
-    street.meet()
+    street.poll()
     if not at_once:
         thief.sendall(proof)
-        street.meet()
+        street.poll()
     assert street.met == [met]
     assert is_cut_off(thief)
 
@@ -166,15 +168,15 @@ def test_what_was_overheard_opens_no_door(at_once: bool, street: Street) -> None
 def test_a_rank_proves_nothing_to_whom_it_does_not_know() -> None:
     with socket.create_server(("127.0.0.1", 0)) as impostor:
         caller = Caller([impostor.getsockname()], 1, KEYS[1], HOST)
-        caller.meet()
+        caller.poll()
         end, _ = impostor.accept()
-        caller.meet()
+        caller.poll()
         end.settimeout(5)
         assert end.recv(4096).startswith(b"\nhello 1 ")
-        end.sendall(Line("challenge", 0, 0.0, f"{'a' * 32} {'b' * 64}").encode())
-        end.sendall(Line("welcome", 0, 0.0, "7 100 5 node").encode())
+        end.sendall(Message("challenge", 0, 0.0, f"{'a' * 32} {'b' * 64}").encode())
+        end.sendall(Message("welcome", 0, 0.0, "7 100 5 node").encode())
         for _ in range(20):
-            assert caller.meet() == []
+            assert caller.poll() == []
             time.sleep(0.001)
         assert is_cut_off(end)  # and no proof came
         caller.close()
@@ -198,8 +200,8 @@ def test_a_rank_proves_nothing_to_whom_it_does_not_know() -> None:
 )
 def test_who_says_anything_else_is_sent_away_at_once(data: bytes, street: Street) -> None:
     end = street.stranger(data)
-    street.meet()
-    assert street.door.num_strangers == 0
+    street.poll()
+    assert street.listener.num_strangers == 0
     assert is_cut_off(end)
 
 
@@ -207,44 +209,44 @@ def test_a_stranger_that_speaks_in_drops_is_soon_sent_away(street: Street) -> No
     end = street.stranger()
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     num_said = 0
-    while num_said < 20 and (not num_said or street.door.num_strangers):
+    while num_said < 20 and (not num_said or street.listener.num_strangers):
         with suppress(ConnectionError):
             end.sendall(b"\n")
         num_said += 1
         time.sleep(0.002)
-        street.meet(rounds=1)
+        street.poll(rounds=1)
     assert 2 < num_said < 20
     assert is_cut_off(end)
 
 
 def test_what_rank_0_says_right_behind_its_welcome_is_read(street: Street) -> None:
-    caller, long = street.caller(1), Line("beat", 0, 0.0, "x" * 10_000)
+    caller, long = street.caller(1), Message("beat", 0, 0.0, "x" * 10_000)
     real_send = Link.send
 
-    def send(link: Link, line: Line) -> None:
-        if line.kind == "welcome":
-            link._socket.send(line.encode() + long.encode())
+    def send(link: Link, message: Message) -> None:
+        if message.kind == "welcome":
+            link._socket.send(message.encode() + long.encode())
         else:
-            real_send(link, line)
+            real_send(link, message)
 
     with pytest.MonkeyPatch.context() as both:
         both.setattr(Link, "send", send)
-        (there,) = street.meet(caller)
-    assert there.lines == [long]
+        (there,) = street.poll(caller)
+    assert there.messages == [long]
     there.link.close()
 
 
 def test_strangers_have_two_seconds(street: Street) -> None:
     silent = street.stranger()
-    street.meet()
-    assert street.door.num_strangers == 1
-    assert street.door.due_s() == 2.0
+    street.poll()
+    assert street.listener.num_strangers == 1
+    assert street.listener.due_s() == 2.0
     street.clock.now += 1.9
-    street.meet()
-    assert street.door.num_strangers == 1
+    street.poll()
+    assert street.listener.num_strangers == 1
     street.clock.now += 0.1
-    street.meet()
-    assert street.door.num_strangers == 0
+    street.poll()
+    assert street.listener.num_strangers == 0
     assert is_cut_off(silent)
 
 
@@ -252,10 +254,10 @@ def test_strangers_have_two_seconds(street: Street) -> None:
 def test_strangers_are_few_and_a_rank_comes_through_them(data: bytes, street: Street) -> None:
     crowd = [street.stranger(data) for _ in range(300)]
     caller = street.caller(2)
-    caller.meet()
+    caller.poll()
     latecomers = [street.stranger(data) for _ in range(50)]
-    (there,) = street.meet(caller, rounds=200)
-    assert street.door.num_strangers <= 64
+    (there,) = street.poll(caller, rounds=200)
+    assert street.listener.num_strangers <= 64
     assert [met.rank for met in street.met] == [2]
     there.link.close()
     for end in crowd + latecomers:
@@ -275,18 +277,18 @@ def no_descriptor_left() -> Iterator[None]:
 
 def test_a_process_without_descriptors_listens_again_when_it_has_some(street: Street) -> None:
     early = street.stranger()
-    street.meet()
-    assert street.door.num_strangers == 1
+    street.poll()
+    assert street.listener.num_strangers == 1
     caller = street.caller(1)
-    caller.meet()  # it is connected as far as the kernel is concerned
+    caller.poll()  # it is connected as far as the kernel is concerned
     with no_descriptor_left():
-        street.meet()  # today's door ended here, by an OSError
-        assert street.door.num_strangers == 0  # what strangers held is given back
-        assert 0 < street.door.due_s() < 1
-        street.meet()
+        street.poll()  # a listener ended here once, by an OSError
+        assert street.listener.num_strangers == 0  # what strangers held is given back
+        assert 0 < street.listener.due_s() < 1
+        street.poll()
     assert is_cut_off(early)
     street.clock.now += 1.0
-    (there,) = street.meet(caller)
+    (there,) = street.poll(caller)
     assert [met.rank for met in street.met] == [1]
     there.link.close()
 
@@ -295,21 +297,21 @@ def test_a_kernel_that_watches_no_more_connections_is_survived(
     street: Street, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     early, caller = street.stranger(), street.caller(1)
-    street.meet()
-    caller.meet()  # it is connected as far as the kernel is concerned
+    street.poll()
+    caller.poll()  # it is connected as far as the kernel is concerned
 
     def refuse(*args: object) -> None:
         raise OSError(28, "no watch left")
 
     with monkeypatch.context() as full:
-        full.setattr(street.door._selector, "register", refuse)
-        street.meet()
-        assert street.door.num_strangers == 0
+        full.setattr(street.listener._selector, "register", refuse)
+        street.poll()
+        assert street.listener.num_strangers == 0
         street.clock.now += 1.0
-        street.meet()  # it tries to listen again, in vain
+        street.poll()  # it tries to listen again, in vain
     assert is_cut_off(early)
     street.clock.now += 1.0
-    (there,) = street.meet(caller)
+    (there,) = street.poll(caller)
     assert [met.rank for met in street.met] == [1]
     there.link.close()
 
@@ -317,9 +319,9 @@ def test_a_kernel_that_watches_no_more_connections_is_survived(
 def test_a_caller_without_descriptors_calls_later(street: Street) -> None:
     caller = street.caller(1)
     with no_descriptor_left():
-        assert caller.meet() == []
+        assert caller.poll() == []
     street.clock.now += 1.0
-    (there,) = street.meet(caller)
+    (there,) = street.poll(caller)
     there.link.close()
 
 
@@ -333,24 +335,24 @@ def test_a_caller_whose_call_is_not_watched_by_the_kernel_gives_it_up(
 
     with monkeypatch.context() as full:
         full.setattr(caller._selector, "register", refuse)
-        assert caller.meet() == []
+        assert caller.poll() == []
     street.clock.now += 1.0
-    (there,) = street.meet(caller)
+    (there,) = street.poll(caller)
     there.link.close()
 
 
 def test_an_opening_that_fails_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    doors: list[Door] = []
-    real = Door.__init__
+    listeners: list[Listener] = []
+    real = Listener.__init__
 
-    def note(self: Door, *args: object, **options: object) -> None:
-        doors.append(self)
+    def note(self: Listener, *args: object, **options: object) -> None:
+        listeners.append(self)
         real(self, *args, **options)  # type: ignore[arg-type]
 
     def fail(self: LocalTransport, *args: object, **options: object) -> None:
         raise TransportError("the keys are not carried")
 
-    monkeypatch.setattr(Door, "__init__", note)
+    monkeypatch.setattr(Listener, "__init__", note)
     monkeypatch.setattr(LocalTransport, "alltoall", fail)
 
     def work(transport: LocalTransport) -> None:
@@ -358,69 +360,69 @@ def test_an_opening_that_fails_leaves_nothing_open(monkeypatch: pytest.MonkeyPat
             open_links(Channel(transport, "links", 10))
 
     run_ranks(2, work)
-    (door,) = doors
-    assert [server.fileno() for server in door._servers] == [-1]
+    (listener,) = listeners
+    assert [server.fileno() for server in listener._servers] == [-1]
 
 
 def test_a_caller_tries_every_address_until_one_answers(street: Street) -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
         nowhere = gone.getsockname()
-    caller = Caller([nowhere, street.door.places[0]], 1, KEYS[1], HOST, clock=street.clock)
+    caller = Caller([nowhere, street.listener.addresses[0]], 1, KEYS[1], HOST, clock=street.clock)
     street.ends.append(caller.close)
-    assert street.meet(caller) == []
+    assert street.poll(caller) == []
     assert caller.due_s() == 0.5
     street.clock.now += 0.5
-    (there,) = street.meet(caller)
+    (there,) = street.poll(caller)
     there.link.close()
 
 
 def test_the_limits_are_those_that_the_docs_name() -> None:
-    assert DoorLimits() == DoorLimits(
+    assert StrangerLimits() == StrangerLimits(
         strangers=64, hello_s=2.0, pause_s=0.25, core_share=0.05, num_burst=16
     )
 
 
 def test_in_training_a_crowd_takes_a_share_of_a_core_at_most(street: Street) -> None:
-    street.door.is_opening = False
+    street.listener.is_opening = False
     crowd = [street.stranger(b"x" * 600) for _ in range(200)]
     caller = street.caller(1)
-    caller.meet()
+    caller.poll()
     for _ in range(12):
-        assert street.meet(caller, rounds=1) == []  # lets 16 in, and sends them away
-        assert street.door.due_s() == pytest.approx(0.019)  # a millisecond of work is 5 % then
+        assert street.poll(caller, rounds=1) == []  # lets 16 in, and sends them away
+        assert street.listener.due_s() == pytest.approx(0.019)  # a millisecond of work is 5 % then
         street.clock.now += 0.018
-        assert street.meet(caller, rounds=1) == []  # lets nobody in yet
-        assert street.door.due_s() == pytest.approx(0.001)
+        assert street.poll(caller, rounds=1) == []  # lets nobody in yet
+        assert street.listener.due_s() == pytest.approx(0.001)
         street.clock.now += 0.0011
-    (there,) = street.meet(caller)
+    (there,) = street.poll(caller)
     there.link.close()
     assert all(is_cut_off(end) for end in crowd)
 
 
-def test_only_what_strangers_cost_in_training_keeps_the_door_shut(street: Street) -> None:
+def test_only_what_strangers_cost_in_training_keeps_the_listener_shut(street: Street) -> None:
     for _ in range(40):
         street.stranger(b"x" * 600)
-    street.meet()  # at the opening all are let in, whatever that costs
-    street.door.is_opening = False
-    street.meet(rounds=1000)  # nobody is there
+    street.poll()  # at the opening all are let in, whatever that costs
+    street.listener.is_opening = False
+    street.poll(rounds=1000)  # nobody is there
     street.stranger(b"x" * 600)
-    street.meet(rounds=1)
-    assert street.door.due_s() == pytest.approx(0.019)
+    street.poll(rounds=1)
+    assert street.listener.due_s() == pytest.approx(0.019)
 
 
 def test_a_caller_that_nobody_answers_waits_longer_each_time(street: Street) -> None:
     caller = street.caller(1)
     for answer_s in (2.0, 4.0, 8.0, 16.0, 16.0):
-        caller.meet()  # calls
-        caller.meet()  # is connected as far as the kernel is concerned
+        caller.poll()  # calls
+        caller.poll()  # is connected as far as the kernel is concerned
         assert caller.due_s() == pytest.approx(answer_s)
         street.clock.now += answer_s
-        caller.meet()  # hangs up
-    (there,) = street.meet(caller)
+        caller.poll()  # hangs up
+    (there,) = street.poll(caller)
     there.link.close()
     street.clock.now += 0.5
-    caller.meet()
-    caller.meet()
+    caller.poll()
+    caller.poll()
     assert caller.due_s() == pytest.approx(2.0)
 
 
@@ -443,8 +445,8 @@ def test_links_connect_all_ranks_whoever_is_there_first(
 
     def work(transport: LocalTransport) -> list[int]:
         links = open_links(Channel(transport, "links", 10))
-        assert {met.process.pid for met in links.met.values()} == {os.getpid()}
-        found = sorted(links.met)
+        assert {met.process.pid for met in links.made.values()} == {os.getpid()}
+        found = sorted(links.made)
         links.close()
         return found
 
@@ -462,13 +464,13 @@ def test_nobody_waits_or_calls_where_rank_0_cannot_listen(
 ) -> None:
     # An address for documentation (RFC 5737), which no host has.
     monkeypatch.setattr(
-        "loft_hvd.transport.heartbeat.door.listening_addresses", lambda *_, **__: ["192.0.2.1"]
+        "loft_hvd.failures.handshake.listening_addresses", lambda *_, **__: ["192.0.2.1"]
     )
 
     def work(transport: LocalTransport) -> tuple[bool, int]:
         links = open_links(Channel(transport, "links", 2))
         links.close()
-        return links.entrance is None, len(links.met)
+        return links.maker is None, len(links.made)
 
     assert run_ranks(3, work) == [(True, 0)] * 3
     assert "rank 0 cannot listen on ['192.0.2.1']" in caplog.text

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from loft_hvd.transport.heartbeat.process import ProcessGuard, RankProcess
+from loft_hvd.failures.guards import ProcessGuard
+from loft_hvd.failures.process import RankProcess
 
 pytestmark = [
     pytest.mark.multiprocess,

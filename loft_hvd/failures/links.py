@@ -1,7 +1,7 @@
 """The heartbeat's wire: lines of text on connections that never block.
 
-Nothing is pickled: a line is a word, a rank, seconds and a short text, and whatever does not parse
-is dropped. ``door.py`` says who may connect.
+Nothing is pickled: a message is a word, a rank, seconds and a short text on one line, and whatever
+does not parse is dropped. ``handshake.py`` says who may connect.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import struct
 import threading
 from dataclasses import dataclass
 
-__all__ = ["MAX_TEXT", "PULSE", "Line", "Link"]
+__all__ = ["MAX_TEXT", "PULSE", "Link", "Message"]
 
 MAX_TEXT = 12_000  # characters; a choice: what is in flight on a rank takes a few hundred
 _MAX_LINE = 16_384  # bytes; bound from MAX_TEXT, with room for the words before it
 _MOST_READS = 8  # of who has not proven itself: two lines, each in a few pieces; a choice
 _MOST_ENDS = 8  # of lines in one of those reads; bound: a line has one before it and one after it
-_OPENING_KINDS = ("hello", "challenge", "proof", "welcome")  # see door.py
+_OPENING_KINDS = ("hello", "challenge", "proof", "welcome")  # see handshake.py
 _KINDS = (
     *_OPENING_KINDS,
     *(
@@ -39,7 +39,7 @@ _KINDS = (
 
 
 @dataclass(frozen=True)
-class Line:
+class Message:
     """One message."""
 
     kind: str  # one of ``_KINDS``
@@ -48,27 +48,27 @@ class Line:
     text: str = ""  # at most 12,000 characters
 
     def encode(self) -> bytes:
-        """Return the line's bytes, with an end before it and after it."""
+        """Return its line's bytes, with an end before it and after it."""
         # A full buffer takes part of a line; the end before the next one keeps that from spoiling
         # it: "\nbeat 1 0.0 a" + "\nleft 1 0.0 \n".
         text = " ".join(self.text[:MAX_TEXT].split("\n"))
         return f"\n{self.kind} {self.rank} {self.seconds:.3f} {text}\n".encode(errors="replace")
 
     @classmethod
-    def parse(cls, data: bytes) -> Line | None:
-        """Return the line that some bytes, without their ends, hold; None when they hold none."""
+    def parse(cls, data: bytes) -> Message | None:
+        """Return the message that a line holds, without its ends; None when it holds none."""
         parts = data.decode(errors="replace").split(" ", 3)
         if len(parts) != 4 or parts[0] not in _KINDS:
             return None
         try:
-            line = cls(parts[0], int(parts[1]), float(parts[2]), parts[3][:MAX_TEXT])
+            message = cls(parts[0], int(parts[1]), float(parts[2]), parts[3][:MAX_TEXT])
         except ValueError:
             return None
-        return line if math.isfinite(line.seconds) else None
+        return message if math.isfinite(message.seconds) else None
 
 
 # Says that a process runs, whoever holds its interpreter. Of no rank: a link knows its other end.
-PULSE = Line("pulse", 0).encode()
+PULSE = Message("pulse", 0).encode()
 
 
 class Link:
@@ -98,13 +98,13 @@ class Link:
         """Allow lines of full length: the other side has proven who it is."""
         self._max_line, self._is_stranger = _MAX_LINE, False
 
-    def send(self, line: Line) -> None:
-        """Send a line, or lose it when the other side has not read for long."""
+    def send(self, message: Message) -> None:
+        """Send a message, or lose it when the other side has not read for long."""
         with self._lock, contextlib.suppress(OSError):
-            self._socket.send(line.encode(), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            self._socket.send(message.encode(), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
-    def receive(self) -> list[Line]:
-        """Return the lines that have come; sets ``is_closed`` at the connection's end."""
+    def receive(self) -> list[Message]:
+        """Return the messages that have come; sets ``is_closed`` at the connection's end."""
         try:
             while data := self._socket.recv(self._max_line):
                 self._received += data
@@ -124,8 +124,8 @@ class Link:
         if not self._reads_left or (self._is_stranger and len(lines) > _MOST_ENDS):
             self.is_closed = True  # before its lines are parsed, which costs most
             return []
-        parsed = [Line.parse(line) for line in lines if line]
-        known = [line for line in parsed if line is not None]
+        parsed = [Message.parse(line) for line in lines if line]
+        known = [message for message in parsed if message is not None]
         if self._is_stranger and len(known) < len(parsed):
             self.is_closed = True
         return known

@@ -1,4 +1,4 @@
-"""Rank 0's door: how the other ranks come to their links, and what strangers can do there.
+"""How ranks come to their links: they call rank 0, both prove who they are, strangers are kept out.
 
 Rank 0 listens on the interface that the engine uses, for as long as ranks may have to come back.
 Every rank proves itself with a key of its own, which rank 0 has sent it through the engine, and
@@ -31,18 +31,18 @@ from typing import Protocol
 import torch
 
 from loft_hvd.config import config
+from loft_hvd.failures.links import Link, Message
+from loft_hvd.failures.process import RankProcess, own_process
 from loft_hvd.transport.addresses import listening_addresses, own_addresses
 from loft_hvd.transport.base import Channel
-from loft_hvd.transport.heartbeat.links import Line, Link
-from loft_hvd.transport.heartbeat.process import RankProcess, own_process
 
 __all__ = [
     "Caller",
-    "Door",
-    "DoorLimits",
-    "Entrance",
-    "Links",
-    "Met",
+    "LinkMaker",
+    "Listener",
+    "NewLink",
+    "OpenedLinks",
+    "StrangerLimits",
     "open_links",
 ]
 
@@ -60,26 +60,26 @@ _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 @dataclass(frozen=True)
-class Met:
-    """A rank that has proven itself."""
+class NewLink:
+    """A link to a rank that has proven itself."""
 
     rank: int
     link: Link
     process: RankProcess  # where it runs, by its own word
-    lines: list[Line]  # what it has said already
+    messages: list[Message]  # that have come already
 
 
-class Entrance(Protocol):
-    """How a rank comes to its links: rank 0 has a ``Door``, the others a ``Caller``."""
+class LinkMaker(Protocol):
+    """How a rank comes to its links: rank 0 has a ``Listener``, the others a ``Caller``."""
 
     def fileno(self) -> int:
         """For selectors."""
 
-    def meet(self) -> list[Met]:
-        """Go on with what has come or is due, without waiting; returns who has proven itself."""
+    def poll(self) -> list[NewLink]:
+        """Go on with what has come or is due, without waiting; returns the links made."""
 
     def due_s(self) -> float:
-        """Return in how many seconds ``meet`` has something to do though nothing has come."""
+        """Return in how many seconds ``poll`` has something to do though nothing has come."""
 
     def close(self) -> None:
         """Close it; can be called again."""
@@ -118,7 +118,7 @@ def _parse_process(text: str) -> RankProcess | None:
 
 
 @dataclass(frozen=True)
-class DoorLimits:
+class StrangerLimits:
     """What those who have not proven themselves can use up, all choices."""
 
     strangers: int = 64  # connections at a time: a quarter of the fewest descriptors in use, 256
@@ -138,11 +138,11 @@ class _Stranger:
     nonces: tuple[str, str] = ("", "")  # its own and ours
 
 
-class Door:
-    """Where rank 0 meets the other ranks, at the beginning and when their links were lost.
+class Listener:
+    """Rank 0's end: it listens for the others, at the beginning and when their links were lost.
 
     Args:
-        keys: each rank's key; no other rank is met.
+        keys: each rank's key; no other rank is let in.
         own: where rank 0 runs.
         addresses: this host's IPv4 addresses to listen on, each on a port of the kernel's choice.
     """
@@ -153,13 +153,13 @@ class Door:
         own: RankProcess,
         addresses: Sequence[str],
         *,
-        limits: DoorLimits | None = None,
+        limits: StrangerLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
         cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
         self._keys = dict(keys)
         self._own = own
-        self._limits = DoorLimits() if limits is None else limits
+        self._limits = StrangerLimits() if limits is None else limits
         self._clock = clock
         self._cpu_clock = cpu_clock
         self._spent_s = 0.0  # of CPU in training, since the last burst
@@ -179,7 +179,7 @@ class Door:
             self._selector.register(server, selectors.EVENT_READ)
 
     @property
-    def places(self) -> list[tuple[str, int]]:
+    def addresses(self) -> list[tuple[str, int]]:
         """Where it listens, as (address, port)."""
         return [server.getsockname() for server in self._servers]
 
@@ -193,14 +193,14 @@ class Door:
         return self._selector.fileno()
 
     def due_s(self) -> float:
-        """See ``Entrance``."""
+        """See ``LinkMaker``."""
         ends = [stranger.until for stranger in self._strangers.values()][:1]
         if self._paused_until is not None:
             ends.append(self._paused_until)
         return max(0.0, min(ends) - self._clock()) if ends else float("inf")
 
-    def meet(self) -> list[Met]:
-        """See ``Entrance``."""
+    def poll(self) -> list[NewLink]:
+        """See ``LinkMaker``."""
         began = self._cpu_clock()
         if self._paused_until is not None and self._clock() >= self._paused_until:
             self._paused_until = None
@@ -209,14 +209,14 @@ class Door:
                     self._selector.register(server, selectors.EVENT_READ)
             except OSError:  # the kernel may still watch no more
                 self._pause(self._limits.pause_s)
-        met, has_accepted = [], False
+        made, has_accepted = [], False
         events = self._selector.select(0)
         for key, _ in events:
             if isinstance(key.fileobj, socket.socket):
-                met += self._accept(key.fileobj)
+                made += self._accept(key.fileobj)
                 has_accepted = True
             elif (stranger := self._strangers.get(key.fileobj)) is not None:  # not sent away above
-                met += self._hear(stranger)
+                made += self._hear(stranger)
         now = self._clock()
         expired = [each for each in self._strangers.values() if each.until <= now]
         for stranger in expired:
@@ -225,18 +225,18 @@ class Door:
             self._spent_s += self._cpu_clock() - began
             if has_accepted:
                 self._rest()
-        return met
+        return made
 
     def close(self) -> None:
-        """See ``Entrance``."""
+        """See ``LinkMaker``."""
         for stranger in list(self._strangers.values()):
             self._dismiss(stranger)
         for server in self._servers:
             server.close()
         self._selector.close()
 
-    def _accept(self, server: socket.socket) -> list[Met]:
-        met: list[Met] = []
+    def _accept(self, server: socket.socket) -> list[NewLink]:
+        made: list[NewLink] = []
         for _ in range(self._limits.strangers if self.is_opening else self._limits.num_burst):
             if self._paused_until is not None:
                 break
@@ -245,20 +245,20 @@ class Door:
             except OSError as error:
                 if error.errno in _OUT_OF_DESCRIPTORS:
                     self._make_room()
-                return met  # nobody is there any more, or no descriptor is left
+                return made  # nobody is there any more, or no descriptor is left
             link = Link(connection, max_line=_MAX_OPENING_LINE)
             try:
                 self._selector.register(link, selectors.EVENT_READ)
             except OSError:  # the kernel has no memory left to watch it, or may watch no more
                 link.reset()
                 self._make_room()
-                return met
+                return made
             stranger = _Stranger(link, self._clock() + self._limits.hello_s)
             self._strangers[link] = stranger
-            met += self._hear(stranger)  # a rank has spoken by now, and is not sent away below
+            made += self._hear(stranger)  # a rank has spoken by now, and is not sent away below
             if len(self._strangers) > self._limits.strangers:
                 self._dismiss(self._least())
-        return met
+        return made
 
     def _least(self) -> _Stranger:
         """Return who has to go for another: the oldest that has said nothing, else the oldest."""
@@ -289,28 +289,28 @@ class Door:
         self._selector.unregister(stranger.link)
         stranger.link.reset()
 
-    def _hear(self, stranger: _Stranger) -> list[Met]:
+    def _hear(self, stranger: _Stranger) -> list[NewLink]:
         """Take what a stranger says; one that says anything else than it should is sent away."""
-        link, lines = stranger.link, stranger.link.receive()
-        while lines:
-            line = lines.pop(0)
-            key = self._keys.get(line.rank)
-            if key is not None and line.kind == "hello" and not stranger.rank:
-                nonces = line.text[:_MAX_OPENING_LINE], secrets.token_hex(16)
-                stranger.rank, stranger.nonces = line.rank, nonces
+        link, messages = stranger.link, stranger.link.receive()
+        while messages:
+            message = messages.pop(0)
+            key = self._keys.get(message.rank)
+            if key is not None and message.kind == "hello" and not stranger.rank:
+                nonces = message.text[:_MAX_OPENING_LINE], secrets.token_hex(16)
+                stranger.rank, stranger.nonces = message.rank, nonces
                 answer = f"{nonces[1]} {_digest(key, 'rank 0', *nonces)}"
-                link.send(Line("challenge", 0, 0.0, answer))
-            elif key is not None and line.kind == "proof" and line.rank == stranger.rank:
-                digest, _, text = line.text.partition(" ")
-                right = _digest(key, f"rank {line.rank}", *stranger.nonces, text)
+                link.send(Message("challenge", 0, 0.0, answer))
+            elif key is not None and message.kind == "proof" and message.rank == stranger.rank:
+                digest, _, text = message.text.partition(" ")
+                right = _digest(key, f"rank {message.rank}", *stranger.nonces, text)
                 process = _parse_process(text)
                 if not _is_equal(digest, right) or process is None:
                     break
                 del self._strangers[link]
                 self._selector.unregister(link)
                 link.trust()
-                link.send(Line("welcome", 0, 0.0, _describe(self._own)))
-                return [Met(line.rank, link, process, lines)]
+                link.send(Message("welcome", 0, 0.0, _describe(self._own)))
+                return [NewLink(message.rank, link, process, messages)]
             else:
                 break
         else:
@@ -327,7 +327,7 @@ class Caller:
     """How a rank reaches rank 0: it calls its addresses, one after the other, until one answers.
 
     Args:
-        places: rank 0's addresses and ports, one at least.
+        addresses: rank 0's addresses and ports, one at least.
         rank: this rank.
         key: this rank's key.
         own: where this rank runs.
@@ -335,14 +335,14 @@ class Caller:
 
     def __init__(
         self,
-        places: Sequence[tuple[str, int]],
+        addresses: Sequence[tuple[str, int]],
         rank: int,
         key: bytes,
         own: RankProcess,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._places = list(places)
+        self._addresses = list(addresses)
         self._rank = rank
         self._key = key
         self._own = own
@@ -360,13 +360,13 @@ class Caller:
         return self._selector.fileno()
 
     def due_s(self) -> float:
-        """See ``Entrance``."""
+        """See ``LinkMaker``."""
         is_calling = self._connecting is not None or self._link is not None
         at = self._until if is_calling else self._again_at
         return max(0.0, at - self._clock())
 
-    def meet(self) -> list[Met]:
-        """See ``Entrance``; begins a call where none is under way."""
+    def poll(self) -> list[NewLink]:
+        """See ``LinkMaker``; begins a call where none is under way."""
         now = self._clock()
         try:
             if self._connecting is None and self._link is None:
@@ -395,20 +395,20 @@ class Caller:
         self._connecting = self._link = None
 
     def close(self) -> None:
-        """See ``Entrance``."""
+        """See ``LinkMaker``."""
         self.hang_up()
         self._selector.close()
 
     def _begin(self) -> None:
         now = self._clock()
         self._until, self._again_at = now + _CALL_S, now + _AGAIN_S
-        place = self._places.pop(0)
-        self._places.append(place)
+        address = self._addresses.pop(0)
+        self._addresses.append(address)
         connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         connection.setblocking(False)
         self._connecting = connection
         self._selector.register(connection, selectors.EVENT_WRITE)
-        code = connection.connect_ex(place)
+        code = connection.connect_ex(address)
         if code not in (0, errno.EINPROGRESS):
             raise OSError(code, "cannot connect")
 
@@ -423,27 +423,27 @@ class Caller:
         self._link = Link(connection, max_line=_MAX_OPENING_LINE)
         self._selector.register(self._link, selectors.EVENT_READ)
         self._nonce, self._is_known = secrets.token_hex(16), False
-        self._link.send(Line("hello", self._rank, 0.0, self._nonce))
+        self._link.send(Message("hello", self._rank, 0.0, self._nonce))
 
-    def _hear(self, link: Link) -> list[Met]:
-        lines = link.receive()
-        while lines:
-            line = lines.pop(0)
-            if line.kind == "challenge" and not self._is_known:
-                nonce, _, digest = line.text.partition(" ")
+    def _hear(self, link: Link) -> list[NewLink]:
+        messages = link.receive()
+        while messages:
+            message = messages.pop(0)
+            if message.kind == "challenge" and not self._is_known:
+                nonce, _, digest = message.text.partition(" ")
                 if not _is_equal(digest, _digest(self._key, "rank 0", self._nonce, nonce)):
                     break  # not rank 0, or not of this job
                 self._is_known = True
                 link.trust()  # its first beat, which may be long, comes right behind its welcome
                 text = _describe(self._own)
                 proof = _digest(self._key, f"rank {self._rank}", self._nonce, nonce, text)
-                link.send(Line("proof", self._rank, 0.0, f"{proof} {text}"))
-            elif line.kind == "welcome" and self._is_known:
-                if (process := _parse_process(line.text)) is None:
+                link.send(Message("proof", self._rank, 0.0, f"{proof} {text}"))
+            elif message.kind == "welcome" and self._is_known:
+                if (process := _parse_process(message.text)) is None:
                     break
                 self._selector.unregister(link)
                 self._link, self._answer_s = None, _CALL_S
-                return [Met(0, link, process, lines)]
+                return [NewLink(0, link, process, messages)]
             else:
                 break
         else:
@@ -465,27 +465,27 @@ def _as_addresses(numbers: Sequence[int]) -> list[str]:
 
 
 @dataclass
-class Links:
+class OpenedLinks:
     """What a rank has after the opening; ranks that could not be reached are missing."""
 
-    entrance: Entrance | None = None  # None: rank 0 listens nowhere
-    met: dict[int, Met] = field(default_factory=dict)  # by rank
+    maker: LinkMaker | None = None  # None: rank 0 listens nowhere
+    made: dict[int, NewLink] = field(default_factory=dict)  # by rank
 
     def close(self) -> None:
         """Close everything."""
-        for each in self.met.values():
+        for each in self.made.values():
             each.link.close()
-        if self.entrance is not None:
-            self.entrance.close()
+        if self.maker is not None:
+            self.maker.close()
 
 
-def open_links(channel: Channel) -> Links:
+def open_links(channel: Channel) -> OpenedLinks:
     """Connect every rank to rank 0; every rank calls it alike.
 
     The channel tells where ranks run and carries addresses and keys; its limit holds for that and
     for connecting.
     """
-    links = Links()
+    links = OpenedLinks()
     try:
         _open(links, channel)
     except BaseException:
@@ -494,7 +494,7 @@ def open_links(channel: Channel) -> Links:
     return links
 
 
-def _open(links: Links, channel: Channel) -> None:
+def _open(links: OpenedLinks, channel: Channel) -> None:
     """Fill the links of a rank, which are closed by the caller if that fails."""
     own = own_process()
     addresses = own_addresses()[:_MAX_ADDRESSES]
@@ -519,13 +519,13 @@ def _open(links: Links, channel: Channel) -> None:
             of_interface=own_addresses(name) if name else (),
         )
         try:
-            links.entrance = door = Door(keys, own, listening[:_MAX_ADDRESSES])
+            links.maker = listener = Listener(keys, own, listening[:_MAX_ADDRESSES])
         except OSError as error:  # the others are told no address, and all go on without
             _logger.warning("rank 0 cannot listen on %s: %s", listening, error)
-            places = []
+            to_call = []
         else:
-            places = door.places
-        for index, (address, port) in enumerate(places):
+            to_call = listener.addresses
+        for index, (address, port) in enumerate(to_call):
             sent[:, 2 * index : 2 * index + 2] = torch.tensor([*_as_numbers([address]), port])
         for rank, key in keys.items():
             sent[rank, 2 * _MAX_ADDRESSES :] = torch.tensor(list(key))
@@ -536,22 +536,24 @@ def _open(links: Links, channel: Channel) -> None:
     if channel.rank != 0:
         mine: list[int] = received[0].tolist()
         ports = mine[1 : 2 * _MAX_ADDRESSES : 2]  # as long as addresses, behind which are zeros
-        places = list(zip(_as_addresses(mine[: 2 * _MAX_ADDRESSES : 2]), ports, strict=False))
-        if places:  # with nowhere to call a caller would be due at once, for ever
-            links.entrance = Caller(places, channel.rank, bytes(mine[2 * _MAX_ADDRESSES :]), own)
-    if links.entrance is not None:
-        _meet_all(links, links.entrance, channel.world_size - 1 if channel.rank == 0 else 1, until)
-    if isinstance(links.entrance, Door):
-        links.entrance.is_opening = False
+        to_call = list(zip(_as_addresses(mine[: 2 * _MAX_ADDRESSES : 2]), ports, strict=False))
+        if to_call:  # with nowhere to call a caller would be due at once, for ever
+            links.maker = Caller(to_call, channel.rank, bytes(mine[2 * _MAX_ADDRESSES :]), own)
+    if links.maker is not None:
+        _wait_for_links(
+            links, links.maker, channel.world_size - 1 if channel.rank == 0 else 1, until
+        )
+    if isinstance(links.maker, Listener):
+        links.maker.is_opening = False
 
 
-def _meet_all(links: Links, entrance: Entrance, num_ranks: int, until: float) -> None:
-    """Wait until so many ranks have been met, or until the time is over."""
+def _wait_for_links(links: OpenedLinks, maker: LinkMaker, num_links: int, until: float) -> None:
+    """Wait until there are so many links, or until the time is over."""
     with selectors.DefaultSelector() as selector:
-        selector.register(entrance, selectors.EVENT_READ)
-        while len(links.met) < num_ranks and (left_s := until - time.monotonic()) > 0:
-            selector.select(min(left_s, entrance.due_s()))
-            for met in entrance.meet():
-                if (old := links.met.get(met.rank)) is not None:
+        selector.register(maker, selectors.EVENT_READ)
+        while len(links.made) < num_links and (left_s := until - time.monotonic()) > 0:
+            selector.select(min(left_s, maker.due_s()))
+            for new in maker.poll():
+                if (old := links.made.get(new.rank)) is not None:
                     old.link.close()  # it did not hear its welcome in time
-                links.met[met.rank] = met
+                links.made[new.rank] = new

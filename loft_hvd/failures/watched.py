@@ -13,17 +13,14 @@ import torch
 
 from loft_hvd.config import KEEPALIVE_OPTIONS, config
 from loft_hvd.errors import TransportError
+from loft_hvd.failures.actions import HeartbeatSettings, ProcessControl
+from loft_hvd.failures.connections import ReadClock
+from loft_hvd.failures.diagnosis import Diagnosis, DiagnosisLimits
+from loft_hvd.failures.guards import LauncherGuard, ProcessGuard
+from loft_hvd.failures.handshake import open_links
+from loft_hvd.failures.heartbeat import Heartbeat
+from loft_hvd.failures.process import ProcessExit, own_process
 from loft_hvd.transport.base import Channel, Transport, Work
-from loft_hvd.transport.heartbeat.diagnosis import Diagnosis, DiagnosisLimits
-from loft_hvd.transport.heartbeat.door import open_links
-from loft_hvd.transport.heartbeat.heartbeat import (
-    Heartbeat,
-    HeartbeatSettings,
-    ProcessControl,
-    ReadClock,
-)
-from loft_hvd.transport.heartbeat.launcher import LauncherGuard
-from loft_hvd.transport.heartbeat.process import ProcessExit, ProcessGuard, own_process
 
 __all__ = ["close_heartbeats", "heartbeat_of", "open_heartbeat", "watched"]
 
@@ -147,7 +144,7 @@ def open_heartbeat(
         return None
     links = open_links(replace(channel, timeout_s=_OPEN_S))
     num_links = transport.world_size - 1 if transport.rank == 0 else 1
-    reached = torch.tensor([int(len(links.met) == num_links)])
+    reached = torch.tensor([int(len(links.made) == num_links)])
     try:
         rows = channel.sub("reached").allgather_rows(reached)
     except BaseException:
@@ -167,7 +164,7 @@ def open_heartbeat(
     own = own_process()
     limits = DiagnosisLimits(silent_s=settings.heartbeat_timeout_s, held_s=settings.timeout_s)
     is_alone = settings.is_elastic and transport.local_size == 1
-    processes = {rank: met.process for rank, met in links.met.items()}
+    processes = {rank: new.process for rank, new in links.made.items()}
     launcher = LauncherGuard(own, limit_s=2 * settings.leave_s) if settings.is_mpirun else None
     is_patient = settings.is_mpirun_patient and not (launcher and launcher.finds_launcher)
     hint = _PATIENT_MPIRUN if is_patient else ""
@@ -182,9 +179,9 @@ def open_heartbeat(
         clock=clock,
     )
     _heartbeats()[world] = heartbeat = Heartbeat(
-        {rank: met.link for rank, met in links.met.items()},
+        {rank: new.link for rank, new in links.made.items()},
         diagnosis,
-        entrance=links.entrance,
+        maker=links.maker,
         clock=clock,
         settings=HeartbeatSettings(
             period_s=settings.heartbeat_s,

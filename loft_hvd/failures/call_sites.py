@@ -20,11 +20,11 @@ from urllib.parse import quote, unquote
 from loft_hvd._native import extension
 
 __all__ = [
-    "Place",
-    "PlaceWatch",
+    "CallSite",
+    "CallSiteWatch",
     "StandWatch",
     "engine_call",
-    "find_place",
+    "find_call_site",
     "locals_of",
     "stack_of",
 ]
@@ -39,7 +39,7 @@ _MOST_FRAMES = 100  # bound: deeper stacks, such as recursions, hold no wait of 
 
 
 @dataclass(frozen=True)
-class Place:
+class CallSite:
     """Where a rank's training thread is; texts for messages."""
 
     line: str = ""  # of the script: "train.py:88 in train"; "" where that is not known
@@ -58,15 +58,15 @@ class Place:
         return "|".join([*texts, f"{self.call_s:.1f}", str(self.num_others)])
 
     @classmethod
-    def decode(cls, text: str) -> Place:
-        """Return the place that a text tells; nowhere where it does not parse."""
+    def decode(cls, text: str) -> CallSite:
+        """Return the call site that a text tells; nowhere where it does not parse."""
         parts = text.split("|")
         try:
             line, call, call_s, num_others = parts
-            place = cls(unquote(line), unquote(call), float(call_s), int(num_others))
+            call_site = cls(unquote(line), unquote(call), float(call_s), int(num_others))
         except ValueError:
             return cls()
-        return place if math.isfinite(place.call_s) else cls()
+        return call_site if math.isfinite(call_site.call_s) else cls()
 
 
 def stack_of(thread: int, most: int = _MOST_FRAMES) -> list[FrameType]:
@@ -90,8 +90,8 @@ def locals_of(frame: FrameType, *names: str) -> dict[str, Any]:
     return found
 
 
-def find_place(stack: Sequence[FrameType]) -> tuple[Place, object]:
-    """Return the place of a thread by its stack, and what tells one wait from another."""
+def find_call_site(stack: Sequence[FrameType]) -> tuple[CallSite, object]:
+    """Return where a thread is by its stack, and what tells one wait from another."""
     is_outside = bool(stack) and _is_of(stack[0], _ENGINES)
     key: object = None
     if is_outside:
@@ -108,7 +108,7 @@ def find_place(stack: Sequence[FrameType]) -> tuple[Place, object]:
     # The engine's, innermost first.
     calls = [frame for frame in inner if _is_of(frame, _ENGINES)]
     call = _describe(calls) if is_outside else ""
-    return Place(line, call), key if call else None
+    return CallSite(line, call), key if call else None
 
 
 def _is_of(frame: FrameType, modules: tuple[str, ...]) -> bool:
@@ -129,7 +129,7 @@ def _describe(calls: list[FrameType]) -> str:
     return f"{call.f_code.co_name} {name!r}" if isinstance(name, str) else call.f_code.co_name
 
 
-class PlaceWatch:
+class CallSiteWatch:
     """Sees since when a thread has been in one call of the engine's."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -137,13 +137,13 @@ class PlaceWatch:
         self._key: object = None
         self._since = 0.0
 
-    def look(self, thread: int) -> Place:
+    def look(self, thread: int) -> CallSite:
         """Return where a thread is."""
-        place, key = find_place(stack_of(thread))
+        call_site, key = find_call_site(stack_of(thread))
         now = self._clock()
         if key is None or key != self._key:
             self._key, self._since = key, now
-        return replace(place, call_s=now - self._since)
+        return replace(call_site, call_s=now - self._since)
 
 
 class StandWatch:

@@ -1,30 +1,25 @@
-"""This process among ranks: where it runs, what others are told of its end, and how it ends.
+"""Processes of ranks: where one runs, what state it is in, and how this one ends.
 
 Horovod's shutdown waits for ranks that may never answer. So a process is left some seconds after
-an error has ended its script, or when the script hangs in a call that is not ours; a process that
-is frozen is killed.
+an error has ended its script, or when the script hangs in a call that is not ours.
 """
 
 from __future__ import annotations
 
 import atexit
-import functools
 import hashlib
 import logging
 import os
 import secrets
 import signal
 import socket
-import subprocess
 import sys
 import time
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
 
 from loft_hvd._native import extension
 
@@ -34,18 +29,12 @@ __all__ = [
     "STILL_ENDS_S",
     "TERM",
     "UNKNOWN",
-    "FailureNote",
-    "FailureObserver",
     "ProcessExit",
-    "ProcessGuard",
     "RankProcess",
-    "describe_failure",
     "kill_process",
-    "observe_failures",
     "own_process",
     "process_state",
     "stat_fields",
-    "tell_failure",
 ]
 
 _logger = logging.getLogger(__name__)
@@ -54,7 +43,6 @@ UNKNOWN = "?"  # nobody has looked at the process yet, or nobody can
 ENDED = ("X", "Z")  # its letters: has ended; has ended, but its parent has not asked
 _EXITING = 4  # from the kernel's sched.h, PF_EXITING: the process is giving back what it holds
 _KILL_IS_PENDING = 1 << (signal.SIGKILL - 1)
-_MOST_SAMPLES = 2**53  # bound from float64, in which counts travel: whole numbers are exact to here
 
 
 @dataclass(frozen=True)
@@ -117,76 +105,6 @@ def kill_process(pid: int) -> None:
     """End a process of this host."""
     with suppress(OSError):  # it has ended, or is somebody else's
         os.kill(pid, signal.SIGKILL)
-
-
-# What is known of a rank's failure beyond the error's own words, and who hears of it. A balancer
-# knows which batch an error has hit, the heartbeat tells the other ranks; neither knows the other.
-
-
-@dataclass(frozen=True)
-class FailureNote:
-    """What an observer adds to an error."""
-
-    text: str  # a sentence for the message
-    num_samples: int = 0  # samples of the batch that did not fit into memory, or 0
-
-
-class FailureObserver(Protocol):
-    """Who knows more of failures, or wants to know of them."""
-
-    def describe_failure(self, error: BaseException) -> FailureNote | None:
-        """Add to an error that ends this rank; called again for the same error now and then."""
-
-    def rank_failed(self, rank: int, num_samples: int) -> None:
-        """Hear that a rank's memory did not hold a batch; on rank 0, from any thread."""
-
-
-@functools.cache
-def _observers() -> weakref.WeakSet[FailureObserver]:
-    """Return who observes in this process."""
-    return weakref.WeakSet()
-
-
-def observe_failures(observer: FailureObserver) -> None:
-    """Ask an observer about errors that nothing catches, for as long as it lives."""
-    _observers().add(observer)
-    _print_notes_of_uncaught_errors()
-
-
-def _note_of(error: BaseException) -> FailureNote | None:
-    """Return what an observer knows of an error that ends this rank."""
-    notes = (observer.describe_failure(error) for observer in list(_observers()))
-    return next((note for note in notes if note is not None), None)
-
-
-def describe_failure(who: str, error: BaseException) -> FailureNote:
-    """Return what the other ranks are told of an error that ends this one."""
-    note = _note_of(error)
-    text = f"{who} has failed: {type(error).__name__}: {error}"
-    if note is None:
-        return FailureNote(text)
-    return FailureNote(f"{text}; {note.text}", note.num_samples)
-
-
-def tell_failure(rank: int, num_samples: float) -> None:
-    """Tell observers what another rank has said of its failure."""
-    if 0 < num_samples < _MOST_SAMPLES:  # what comes from another rank is checked
-        for observer in list(_observers()):
-            observer.rank_failed(rank, int(num_samples))
-
-
-@functools.cache
-def _print_notes_of_uncaught_errors() -> None:
-    """Say what is known of an error that ends the script; hooked in once a process."""
-    previous = sys.excepthook
-
-    def say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        note = _note_of(error)
-        previous(kind, error, trace)
-        if note is not None:
-            _logger.error("%s", note.text)
-
-    sys.excepthook = say
 
 
 _LAST_WORDS_S = 2.0  # a choice: for logs and their handlers to be written, at the end
@@ -310,51 +228,3 @@ class ProcessExit:
         atexit.unregister(self._on_exit)
         if sys.excepthook is self._hook:
             sys.excepthook = self._previous_hook
-
-
-# Run by a Python of its own with nothing imported but this: 8 MB (measured by its RSS).
-_GUARD_SCRIPT = """
-import os, signal, sys, time
-pid, start, limit_s, who = int(sys.argv[1]), sys.argv[2], float(sys.argv[3]), sys.argv[4]
-stopped_s = 0.0
-while True:
-    time.sleep(1.0)
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            fields = stat.read().rpartition(")")[2].split()
-    except OSError:
-        break
-    if fields[19] != start or fields[0] in "ZX":
-        break
-    stopped_s = stopped_s + 1.0 if fields[0] == "T" else 0.0
-    if stopped_s >= limit_s:
-        print(f"{who} is frozen (SIGSTOP): killing it, an elastic job can do without it",
-              file=sys.stderr, flush=True)
-        os.kill(pid, signal.SIGKILL)
-        break
-"""
-
-
-class ProcessGuard:
-    """Ends a frozen rank that has no other rank on its host to do so: a small process beside it.
-
-    Horovod's elastic launcher waits for a frozen process for ever. Ranks of one host end each
-    other; a rank that is alone gets this guard, which looks at it in ``/proc`` once a second and
-    ends with it. It lets the process be stopped for ``limit_s``. Owned by the rank's heartbeat.
-    """
-
-    def __init__(self, rank: int, guarded: RankProcess, *, limit_s: float) -> None:
-        self.process = subprocess.Popen(
-            [
-                sys.executable,
-                *("-I", "-S", "-c", _GUARD_SCRIPT),  # no site, no user's folders: quick and small
-                *(str(guarded.pid), str(guarded.start), str(limit_s), f"rank {rank} ({guarded})"),
-            ],
-            stdin=subprocess.DEVNULL,
-        )
-
-    def close(self) -> None:
-        """End the guard; can be called again."""
-        self.process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout=5.0)

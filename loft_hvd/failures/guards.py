@@ -1,8 +1,8 @@
-"""The ``mpirun`` of a job that has lost a host: found above this process, and ended after it.
+"""Small processes beside a rank, that end what would keep its job waiting.
 
-Open MPI's launcher waits for its daemon on a host that is gone, for as long as TCP tries to reach
-it: minutes. The ranks have ended by then. So a rank that ends for the loss of a host, and runs
-below the launcher, leaves a small process behind that gives it two seconds to end by itself.
+``ProcessGuard`` ends the rank itself where it is frozen. ``LauncherGuard`` ends the ``mpirun`` of a
+job that has lost a host: it waits for its daemon there for as long as TCP tries to reach it, which
+is minutes, and the ranks have ended by then. Each is a Python of its own, with nothing imported.
 """
 
 from __future__ import annotations
@@ -14,18 +14,66 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from loft_hvd.transport.heartbeat.process import RankProcess, stat_fields
+from loft_hvd.failures.process import RankProcess, stat_fields
 
-__all__ = ["LauncherGuard", "find_launcher"]
+__all__ = ["LauncherGuard", "ProcessGuard", "find_launcher"]
 
 _logger = logging.getLogger(__name__)
 _LAUNCHERS = ("mpirun", "orterun", "prterun")  # Open MPI's, by their programs' files
 _MOST_ANCESTORS = 64  # bound: process trees are less deep
 _GRACE_S = 2.0  # a choice: mpirun ends ranks in 1 s, and by itself right after
 
+# 8 MB (measured by its RSS).
+_PROCESS_SCRIPT = """
+import os, signal, sys, time
+pid, start, limit_s, who = int(sys.argv[1]), sys.argv[2], float(sys.argv[3]), sys.argv[4]
+stopped_s = 0.0
+while True:
+    time.sleep(1.0)
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            fields = stat.read().rpartition(")")[2].split()
+    except OSError:
+        break
+    if fields[19] != start or fields[0] in "ZX":
+        break
+    stopped_s = stopped_s + 1.0 if fields[0] == "T" else 0.0
+    if stopped_s >= limit_s:
+        print(f"{who} is frozen (SIGSTOP): killing it, an elastic job can do without it",
+              file=sys.stderr, flush=True)
+        os.kill(pid, signal.SIGKILL)
+        break
+"""
+
+
+class ProcessGuard:
+    """Ends a frozen rank that has no other rank on its host to do so: a small process beside it.
+
+    Horovod's elastic launcher waits for a frozen process for ever. Ranks of one host end each
+    other; a rank that is alone gets this guard, which looks at it in ``/proc`` once a second and
+    ends with it. It lets the process be stopped for ``limit_s``. Owned by the rank's heartbeat.
+    """
+
+    def __init__(self, rank: int, guarded: RankProcess, *, limit_s: float) -> None:
+        self.process = subprocess.Popen(
+            [
+                sys.executable,
+                *("-I", "-S", "-c", _PROCESS_SCRIPT),  # no site, no user's folders: quick and small
+                *(str(guarded.pid), str(guarded.start), str(limit_s), f"rank {rank} ({guarded})"),
+            ],
+            stdin=subprocess.DEVNULL,
+        )
+
+    def close(self) -> None:
+        """End the guard; can be called again."""
+        self.process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=5.0)
+
+
 # Run by a Python of its own, with nothing of the rank's but two handles: a handle is of that very
 # process, whatever its number is given to later. mpirun's ssh to the lost host would outlive it.
-_GUARD_SCRIPT = """
+_LAUNCHER_SCRIPT = """
 import os, select, signal, sys
 pid, launcher, rank, limit_s, grace_s = *map(int, sys.argv[1:4]), *map(float, sys.argv[4:])
 def ends_within(process, seconds):
@@ -113,7 +161,7 @@ class LauncherGuard:
             self.process = subprocess.Popen(
                 [
                     sys.executable,
-                    *("-I", "-S", "-c", _GUARD_SCRIPT),  # no site, no user's folders
+                    *("-I", "-S", "-c", _LAUNCHER_SCRIPT),  # no site, no user's folders
                     *map(str, (launcher, *handles, self._limit_s, self._grace_s)),
                 ],
                 pass_fds=handles,

@@ -1,1 +1,0 @@
-"""A small TCP connection from each rank to rank 0, which names the rank that failed."""
