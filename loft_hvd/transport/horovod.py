@@ -1,15 +1,12 @@
-"""Horovod as the engine: the only file that imports it, and only when it is used.
+"""Horovod as the engine: imported here, and only when it is used.
 
-The public ``hvd.alltoall_async`` and ``hvd.allgather_async`` allocate their output on every call,
-which costs more than the exchange itself for large buckets. Their private halves take the output
-tensor; they are used when their signatures are the known ones, else the public calls and a copy.
+What is not public of it comes from ``horovod_private.py``, the only other file that imports it.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import logging
 import queue
 import re
@@ -35,12 +32,23 @@ from loft_hvd.errors import (
     TransportTimeoutError,
     UsageError,
 )
-from loft_hvd.failures.call_sites import locals_of
 from loft_hvd.failures.causes import is_of_engine
 from loft_hvd.failures.heartbeat import Heartbeat
 from loft_hvd.failures.watched import heartbeat_of, open_heartbeat, watched
 from loft_hvd.transport.base import Abilities, Channel, Work
 from loft_hvd.transport.device import DeviceGroup, group_beside
+from loft_hvd.transport.horovod_private import (
+    allgather_of,
+    alltoall_of,
+    calls_at_shutdown,
+    check_version,
+    count_others,
+    hosts_updated_error,
+    operations,
+    process_sets_of,
+    starting,
+    table_question,
+)
 from loft_hvd.transport.mesh import Mesh, open_mesh
 
 __all__ = [
@@ -56,15 +64,9 @@ __all__ = [
 
 _T = TypeVar("_T")
 _logger = logging.getLogger(__name__)
-# The parameters of the private functions that take the output, in Horovod 0.28.1 and its main.
-_TAKES_OUTPUT = {
-    "_alltoall_async": "tensor, splits, output, output_received_splits, name, process_set",
-    "_allgather_async": "tensor, output, name, process_set",
-}
 _ALL_RANKS = "horovod.0"  # 0 is the number of Horovod's global process set
 _SHOWN_SETS = 8  # a choice: an error names no more of them
 _ASK_S = 0.1  # a choice: Horovod answers in microseconds, unless it waits for a rank
-_JOINED = 2**53  # operations of a rank that has joined: more than any rank starts
 # All-gathers whose results have so many bytes or more are not fused. Time of two that are ready at
 # once, over that of two fused: of 4, 8, 16 and 25 MiB on 4 ranks of MPI 1.04, 0.94, 0.80 and 0.74,
 # on 2 ranks 0.79, 0.69, 0.80 and 0.70; in a second job 0.56 to 0.81, and 0.98 for 4 MiB on 4 ranks.
@@ -79,12 +81,15 @@ _SUMMABLE = (torch.float16, torch.float32, torch.float64, torch.int32, torch.int
 def horovod_module() -> Any:
     """Import and return ``horovod.torch``."""
     try:
-        return importlib.import_module("horovod.torch")
+        hvd = importlib.import_module("horovod.torch")
+        version = importlib.import_module("horovod").__version__
     except ImportError as error:
         raise MissingDependencyError(
             f"horovod.torch cannot be imported ({error}); `make setup` builds Horovod for the "
             "installed torch, and `loft-hvd doctor` says what is there"
         ) from error
+    check_version(version)
+    return hvd
 
 
 def horovod_if_initialized() -> Any | None:
@@ -100,7 +105,7 @@ class ElasticNotices:
     """The launcher's notices that hosts have come or gone, as ``hvd.elastic`` keeps them."""
 
     def __init__(self) -> None:
-        self._module = importlib.import_module("horovod.common.elastic")
+        self._error = hosts_updated_error()
         self._last = 0
         self._messages: queue.Queue[tuple[int, int]] = queue.Queue()
 
@@ -127,7 +132,7 @@ class ElasticNotices:
         # Rank 0's count, so that every rank raises at the same commit, whichever notices came here.
         last, self._last, changes = broadcast_object((self._last, newest, changes))
         if self._last > last:
-            raise self._module.HostsUpdatedInterrupt(False)
+            raise self._error(False)
 
 
 def reduce_op_name(op: Any) -> str:
@@ -173,79 +178,21 @@ def _unfused(send: Tensor, recv: Tensor, name: str) -> tuple[Tensor, Tensor]:
     return send.view(dtype), recv.view(dtype)
 
 
-@functools.cache
-def _starting() -> set[int]:
-    """Return the threads that are starting an operation of ours."""
-    return set()
-
-
-class _HandleMap(dict[int, Any]):
-    """Horovod's own map from handles to tensors, which also counts what the script starts.
-
-    Each of Horovod's functions puts its operation in here once, right after starting it. Counted
-    are those over all ranks. Handles themselves do not tell: one that was started and released
-    between two looks leaves no trace, and operations of ours and of process sets have some, too.
-    """
-
-    def __init__(self, handles: dict[int, Any]) -> None:
-        super().__init__(handles)
-        self.num_others = 0
-        self.has_joined = False  # what others have done meanwhile is in no count of this rank's
-        self._counting = threading.RLock()  # a signal handler of the script's may start one, too
-
-    def __setitem__(self, handle: int, tensors: Any) -> None:
-        super().__setitem__(handle, tensors)
-        function = sys._getframe(1)
-        some = locals_of(function, "process_set").get("process_set")  # that of all has the number 0
-        if threading.get_ident() in _starting() or getattr(some, "process_set_id", 0) != 0:
-            return
-        with self._counting:
-            self.num_others += 1
-            self.has_joined |= function.f_code.co_name == "join"
-
-
-def _count_others(ops: Any) -> Callable[[], int]:
-    """Count what the script starts over all ranks from now on; every rank calls it alike.
-
-    Returns:
-        What tells their number; it tells -1 where Horovod keeps its handles in another way. A rank
-        that has joined has come to all that the others may do, for good.
-    """
-    known = getattr(ops, "_handle_map", None)
-    if not isinstance(known, dict):
-        return lambda: -1
-    if not isinstance(known, _HandleMap):
-        ops._handle_map = _HandleMap(known)
-        ops._handle_map.update(known)  # with what another thread has just started
-    counted: _HandleMap = ops._handle_map
-    num_before = counted.num_others
-
-    def num_others() -> int:
-        if ops._handle_map is not counted:  # hvd.init() has made another one
-            return -1
-        return _JOINED if counted.has_joined else counted.num_others - num_before
-
-    return num_others
-
-
 class _HorovodWork:
-    """A Horovod handle, with the tensors that must live until it is done."""
+    """A Horovod handle."""
 
     watch = None
 
-    def __init__(self, hvd: Any, handle: int, *, copy_to: Tensor | None = None) -> None:
+    def __init__(self, hvd: Any, handle: int) -> None:
         self._hvd = hvd
         self._handle = handle
-        self._copy_to = copy_to
 
     def done(self) -> bool:
         return bool(self._hvd.poll(self._handle))
 
     def finish(self) -> None:
         # Only of a done operation: on an unfinished one it spins on the interpreter's lock.
-        output = self._hvd.synchronize(self._handle)
-        if self._copy_to is not None:
-            self._copy_to.copy_(output[0] if isinstance(output, tuple) else output)
+        self._hvd.synchronize(self._handle)
 
 
 def _ask_aside(question: Callable[[], _T], name: str) -> Future[_T]:
@@ -302,16 +249,15 @@ class HorovodTransport:
 
     def __init__(self, process_set: Any | None = None) -> None:
         self._hvd = horovod_module()
-        self._ops = importlib.import_module("horovod.torch.mpi_ops")
+        self._ops = operations()
         if process_set is not None and config().is_elastic:
             _warn_of_sets_in_elastic_jobs()
         self._set = self._hvd.global_process_set if process_set is None else process_set
         # In elastic training a set keeps its number in a new world: heartbeats are closed before.
         self._world = f"horovod.{self._set.process_set_id}"
-        self._takes_outputs = _takes_outputs(self._ops)
         self._no_splits = torch.empty(0, dtype=torch.int32)
         self._sum = functools.partial(self._hvd.allreduce_async_, op=self._hvd.Sum)
-        self._wait_for_table = _table_question(self._ops)
+        self._wait_for_table = table_question(self._ops)
         self._answers: dict[Callable[[], Any], int] = {}  # of dynamic sets, which do not change
 
     @functools.cached_property
@@ -328,7 +274,7 @@ class HorovodTransport:
         pays = config().mesh == "on" or self.local_size < self.world_size
         return Abilities(
             world=("horovod", self.world_size, self.rank),
-            at_end=lambda call: _at_shutdown().append(call),
+            at_end=lambda call: calls_at_shutdown().append(call),
             open_mesh=_open_mesh if is_gloo and pays else None,
             open_group=_open_group,
             follow=self._follow,
@@ -408,42 +354,38 @@ class HorovodTransport:
                 self,
                 self._world,
                 engine_is_down=self._is_down,
-                num_others=_count_others(self._ops),
+                num_others=count_others(self._ops),
             )
 
     def _is_down(self) -> bool:
         """Say whether Horovod has shut down, so that its calls fail instead of waiting."""
         # Who asks waits for Horovod's table of process sets, which its background thread may hold
         # for as long as a rank is frozen. So a thread asks: that gets no answer where one waits.
-        answer = _ask_aside(self._ops._basics._get_process_set_ids_and_ranks, "loft-is-down")
+        answer = _ask_aside(process_sets_of(self._ops), "loft-is-down")
         with suppress(FutureTimeoutError):
             # "not initialized": it has ended, and its table with it. (RuntimeError: a process set
             # came or went meanwhile.)
             return isinstance(answer.exception(_ASK_S), ValueError)
         return False
 
-    def _start(
-        self, name: str, call: Callable[..., int], *args: Any, copy_to: Tensor | None = None
-    ) -> Work:
+    def _start(self, name: str, call: Callable[..., int], *args: Any) -> Work:
         """Start an operation by a call of Horovod's, under the eyes of the heartbeat."""
         # The call waits for Horovod's table with the interpreter's lock in hand: where another
         # thread holds it while a rank is frozen, nothing of Python's would run here, nor would the
         # heartbeat, and nobody would be named. So this waits first, without that lock.
         if has_dynamic_process_sets():
             _within_limit(self._wait_for_table, what=f"starting {name!r}", heartbeat=self.watch)
-        # And here, right before the call: from one thread to another takes so long that Horovod may
-        # have begun its next cycle, and with it a wait. This costs a microsecond.
-        self._wait_for_table()
-        me = threading.get_ident()
-        _starting().add(me)
         try:
-            handle = call(*args, name=name, process_set=self._set)
+            with starting():
+                # And here, right before the call: from one thread to another takes so long that
+                # Horovod may have begun its next cycle, and with it a wait. This costs a
+                # microsecond.
+                self._wait_for_table()
+                handle = call(*args, name=name, process_set=self._set)
         except Exception as error:
             self._explain_call(error)
             raise
-        finally:
-            _starting().discard(me)
-        return self._follow(_HorovodWork(self._hvd, handle, copy_to=copy_to), name)
+        return self._follow(_HorovodWork(self._hvd, handle), name)
 
     def _follow(self, work: Work, name: str) -> Work:
         """Put an operation under the eyes of the heartbeat."""
@@ -465,19 +407,14 @@ class HorovodTransport:
         if skips_own:
             splits = torch.full((num_ranks,), send.numel() // (num_ranks - 1), dtype=torch.int32)
             splits[self.rank] = 0
-        if not self._takes_outputs:
-            given = splits if skips_own else None
-            return self._start(name, self._hvd.alltoall_async, source, given, copy_to=target)
         received = torch.empty(num_ranks, dtype=torch.int32)  # what came from whom: asked by nobody
-        return self._start(name, self._ops._alltoall_async, source, splits, target, received)
+        return self._start(name, alltoall_of(self._ops), source, splits, target, received)
 
     def allgather(self, send: Tensor, recv: Tensor, *, name: str) -> Work:
         source, target = _wire_view(send), _wire_view(recv)
         if send.device.type == "cpu":
             source, target = _unfused(source, target, name)
-        if not self._takes_outputs:
-            return self._start(name, self._hvd.allgather_async, source, copy_to=target)
-        return self._start(name, self._ops._allgather_async, source, target)
+        return self._start(name, allgather_of(self._ops), source, target)
 
     def allreduce(self, buffer: Tensor, *, name: str) -> Work:
         if buffer.dtype not in _SUMMABLE:
@@ -506,25 +443,6 @@ def _open_group(channel: Channel, device: torch.device) -> DeviceGroup | None:
 
 
 @functools.cache
-def _at_shutdown() -> list[Callable[[], None]]:
-    """Return what ``hvd.shutdown`` calls, too, at its end: Horovod tells nobody that it ends."""
-    # Both ``hvd.shutdown`` and one that a script has imported look it up here when they are called.
-    basics = importlib.import_module("horovod.torch.mpi_ops")._basics
-    shut_down, calls = basics.shutdown, list[Callable[[], None]]()
-
-    @functools.wraps(shut_down)
-    def shut_down_and_call() -> None:
-        try:
-            shut_down()
-        finally:
-            while calls:
-                calls.pop()()
-
-    basics.shutdown = shut_down_and_call
-    return calls
-
-
-@functools.cache
 def _warn_of_sets_in_elastic_jobs() -> None:
     """Say once what a killed rank does to an elastic job with process sets."""
     _logger.warning(
@@ -545,23 +463,6 @@ def _warn_of_dynamic_sets() -> None:
     )
 
 
-def _table_question(ops: Any) -> Callable[[], object]:
-    """Return what waits for Horovod's table of process sets, without the interpreter's lock.
-
-    It is a function of ctypes, which gives the lock up around each call; pybind11's do not.
-    """
-    library = getattr(getattr(ops, "_basics", None), "MPI_LIB_CTYPES", None)
-    question: Callable[[], object] = getattr(library, "horovod_number_of_process_sets", int)
-    return question
-
-
-def _takes_outputs(ops: Any) -> bool:
-    """Say whether Horovod's private functions are the known ones."""
-    functions = {name: getattr(ops, name, None) for name in _TAKES_OUTPUT}
-    found = {n: ", ".join(inspect.signature(f).parameters) for n, f in functions.items() if f}
-    return found == _TAKES_OUTPUT
-
-
 # Process sets: found where they exist, else made, and made again in a new world.
 
 
@@ -580,7 +481,7 @@ def own_process_set(
     ``ops`` are ``horovod.torch`` and its ``mpi_ops``; ``heartbeat`` is of all ranks.
     """
     # The same walk on every rank, also over sets that it is not in: adding one takes all of them.
-    ask = ops._basics._get_process_set_ids_and_ranks
+    ask = process_sets_of(ops)
     sets = _within_limit(ask, what="over=: asking for process sets", heartbeat=heartbeat)
     known = {tuple(ranks): key for key, ranks in sets.items()}
     own = None

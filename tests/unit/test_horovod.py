@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-import ctypes
-import itertools
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from loft_hvd.errors import MismatchError, PeerError, TransportTimeoutError, UsageError
+from loft_hvd.errors import (
+    MismatchError,
+    PeerError,
+    TransportTimeoutError,
+    UsageError,
+)
 from loft_hvd.failures.diagnosis import Verdict
 from loft_hvd.transport.horovod import (
     _UNFUSED_BYTES,
     HorovodTransport,
-    _count_others,
-    _table_question,
     _unfused,
     _warn_of_dynamic_sets,
     _warn_of_sets_in_elastic_jobs,
     own_process_set,
 )
+from tests.support.fake_horovod import basics, fake_operations
 from tests.support.worlds import elastic_job, environment
 
 
@@ -96,7 +98,9 @@ def test_process_sets_in_an_elastic_job_are_warned_of_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     every = SimpleNamespace(process_set_id=0)
-    engine = SimpleNamespace(allreduce_async_=print, Sum="sum", global_process_set=every)
+    engine = SimpleNamespace(
+        allreduce_async_=print, Sum="sum", global_process_set=every, _basics=basics()
+    )
     monkeypatch.setattr("loft_hvd.transport.horovod.horovod_module", lambda: engine)
     monkeypatch.setitem(sys.modules, "horovod.torch.mpi_ops", engine)
     _warn_of_sets_in_elastic_jobs.cache_clear()
@@ -137,7 +141,7 @@ def test_an_elastic_job_recovers_from_a_set_that_is_gone_but_not_from_mistakes(
         HorovodInternalError=_InternalError,
         allreduce_async_=print,
         Sum="sum",
-        _basics=SimpleNamespace(_get_process_set_ids_and_ranks=gone),
+        _basics=basics(_get_process_set_ids_and_ranks=gone),
     )
     monkeypatch.setattr("loft_hvd.transport.horovod.horovod_module", lambda: engine)
     monkeypatch.setitem(sys.modules, "horovod.torch.mpi_ops", engine)
@@ -150,7 +154,7 @@ def test_an_elastic_job_recovers_from_a_set_that_is_gone_but_not_from_mistakes(
 
 
 @pytest.mark.parametrize("is_down", [True, False])
-@pytest.mark.parametrize("fails", ["size", "alltoall_async"])
+@pytest.mark.parametrize("fails", ["size", "_alltoall_async"])
 def test_an_error_of_starting_says_which_rank_is_behind_it(
     fails: str, is_down: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,10 +164,13 @@ def test_an_error_of_starting_says_which_rank_is_behind_it(
         raise ValueError("Horovod has been shut down")
 
     told: list[Exception] = []
-    calls = {"size": lambda: 2, "rank": lambda: 0, "alltoall_async": print} | {fails: gone}
-    basics = SimpleNamespace(_get_process_set_ids_and_ranks=gone if is_down else dict)
+    calls = {"size": lambda: 2, "rank": lambda: 0, "_alltoall_async": print} | {fails: gone}
     engine = SimpleNamespace(
-        allreduce_async_=print, Sum="sum", process_set_id=0, _basics=basics, **calls
+        allreduce_async_=print,
+        Sum="sum",
+        process_set_id=0,
+        _basics=basics(_get_process_set_ids_and_ranks=gone if is_down else dict),
+        **calls,
     )
     heartbeat = SimpleNamespace(explain=told.append)
     monkeypatch.setattr("loft_hvd.transport.horovod.horovod_module", lambda: engine)
@@ -361,98 +368,10 @@ def test_a_wait_for_the_table_ends_when_the_heartbeat_knows_who_is_behind_it(
     assert heartbeat.is_heard
 
 
-def test_the_table_of_the_real_horovod_is_asked_without_the_interpreters_lock() -> None:
-    ops = pytest.importorskip("horovod.torch.mpi_ops")
-    question = _table_question(ops)
-    library = ops._basics.MPI_LIB_CTYPES
-    assert question is library.horovod_number_of_process_sets
-    # Of PyDLL, a kind of CDLL, it would keep the lock.
-    assert isinstance(library, ctypes.CDLL)
-    assert not isinstance(library, ctypes.PyDLL)
-
-
-# As Horovod's functions keep what they have started.
-OPS = """
-def init():
-    global _handle_map
-    _handle_map = {}
-
-def allreduce_async_(tensor, name=None, op=None, process_set=None):
-    handle = next(handles)
-    _handle_map[handle] = (tensor, tensor)
-    return handle
-
-def synchronize(handle):
-    return _handle_map.pop(handle)[-1]
-
-def join(device=-1):
-    handle = next(handles)
-    _handle_map[handle] = (None, device)
-    return synchronize(handle)
-
-init()
-"""
-SOME, ALL = SimpleNamespace(process_set_id=3), SimpleNamespace(process_set_id=0)
-
-
 @pytest.fixture
 def ops(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a Horovod whose operations end at once."""
-    made = ModuleType("horovod.torch.mpi_ops")
-    vars(made).update(handles=itertools.count(), Sum="sum", global_process_set=ALL)
-    exec(OPS, vars(made))
-    monkeypatch.setattr("loft_hvd.transport.horovod.horovod_module", lambda: made)
-    monkeypatch.setitem(sys.modules, "horovod.torch.mpi_ops", made)
-    return made
-
-
-@pytest.mark.parametrize(("process_set", "num_counted"), [(None, 1), (ALL, 1), (SOME, 0)])
-def test_operations_of_the_script_over_all_ranks_are_counted(
-    process_set: object, num_counted: int, ops: Any
-) -> None:
-    ops.allreduce_async_(7)
-    num_others = _count_others(ops)
-    for number in range(3):
-        assert num_others() == number * num_counted
-        # Released before anybody looks.
-        assert ops.synchronize(ops.allreduce_async_(8, process_set=process_set)) == 8
-
-
-def test_operations_of_ours_are_not_counted(ops: Any) -> None:
-    num_others = _count_others(ops)
-    HorovodTransport().allreduce(torch.zeros(4), name="sum").finish()
-    assert num_others() == 0
-
-
-def test_every_heartbeat_counts_from_its_own_start(ops: Any) -> None:
-    first = _count_others(ops)
-    ops.allreduce_async_(7)
-    second = _count_others(ops)
-    ops.allreduce_async_(7)
-    assert (first(), second()) == (2, 1)
-
-
-def test_what_was_in_flight_when_the_counting_began_is_still_there(ops: Any) -> None:
-    handle = ops.allreduce_async_(7)
-    _count_others(ops)
-    assert ops.synchronize(handle) == 7
-
-
-def test_a_rank_that_has_joined_has_come_to_all_that_others_do(ops: Any) -> None:
-    """Others go on without it, so that their counts and its own are not compared any more."""
-    num_others = _count_others(ops)
-    ops.join()
-    joined = num_others()
-    assert joined > 10**12
-    ops.allreduce_async_(7)
-    assert num_others() == joined
-
-
-def test_nothing_is_counted_where_horovod_keeps_its_handles_elsewhere(ops: Any) -> None:
-    num_others = _count_others(ops)
-    ops.init()
-    assert num_others() == -1
-    assert _count_others(SimpleNamespace())() == -1
+    return fake_operations(monkeypatch)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.int16])
@@ -491,12 +410,12 @@ def test_a_large_result_may_have_any_name(name: str) -> None:
 def test_a_large_result_is_gathered_as_another_dtype(ops: Any) -> None:
     given: list[torch.Tensor] = []
 
-    def gather(tensor: torch.Tensor, name: str, process_set: object) -> int:
+    def gather(tensor: torch.Tensor, output: torch.Tensor, name: str, process_set: object) -> int:
         given.append(tensor)
-        handle: int = ops.allreduce_async_(tensor.repeat(4))
+        handle: int = ops.allreduce_async_(output.copy_(tensor.repeat(4)))
         return handle
 
-    ops.allgather_async = gather
+    ops._allgather_async = gather
     shard = torch.arange(2**22, dtype=torch.float32)
     result = torch.zeros(4 * 2**22)
     HorovodTransport().allgather(shard, result, name="b1").finish()

@@ -59,6 +59,7 @@ _LAYERS = {
     "transport/device.py": 2,
     "transport/lanes.py": 3,
     "transport/horovod.py": 3,
+    "transport/horovod_private.py": 3,
     "transport/torch_distributed.py": 3,
     "transport/default.py": 4,
     "failures/__init__.py": 0,
@@ -203,7 +204,8 @@ _LAYERS = {
 # The only file that may import a module or what is inside it.
 _SINGLE_IMPORTERS = {
     "loft_hvd._loft": "_native.py",
-    "horovod": "transport/horovod.py",
+    # What is public of it in the first, what is not in the second.
+    "horovod": "transport/horovod.py or transport/horovod_private.py",
     "matplotlib": "bench/commands.py or simulate/plots.py",
     "lightning": "lightning.py",
     "pytorch_lightning": "lightning.py",
@@ -429,6 +431,7 @@ def test_layer_check_finds_an_upward_import(name: str, text: str, is_fault: bool
         ("optimizer.py", "import importlib\nimportlib.import_module('horovod.torch')", True),
         ("optimizer.py", "import horovodish", False),
         ("transport/horovod.py", "import horovod.torch", False),
+        ("transport/horovod_private.py", "import horovod.torch.mpi_ops", False),
         ("cli.py", "import rich.table", False),
         ("aggregation/compute.py", "from loft_hvd import _loft", True),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 
 import horovod.torch as hvd
@@ -10,7 +9,8 @@ import pytest
 import torch
 
 from loft_hvd.transport.base import wait_for
-from loft_hvd.transport.horovod import HorovodTransport, _count_others
+from loft_hvd.transport.horovod import HorovodTransport
+from loft_hvd.transport.horovod_private import count_others, operations
 
 ONES = torch.ones(4)
 CALLS: dict[str, Callable[[], object]] = {
@@ -28,7 +28,7 @@ CALLS: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize("call", CALLS)
 def test_each_of_horovods_operations_counts_once(call: str) -> None:
-    num_others = _count_others(importlib.import_module("horovod.torch.mpi_ops"))
+    num_others = count_others(operations())
     CALLS[call]()
     own = HorovodTransport().allreduce(torch.zeros(2), name="calls.own")
     wait_for(own, what="the sum", timeout_s=10)
