@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
+import signal
+import subprocess
 import sys
-import threading
 from pathlib import Path
-from types import FrameType
 
 import pytest
 import torch
@@ -16,9 +16,9 @@ import loft_hvd as loft
 from loft_hvd._native import extension
 from loft_hvd.transport.base import Transport
 from loft_hvd.transport.local import run_ranks
+from tests.support.files_run import FilesRun
 
 HOME = Path(__file__).parents[2]
-PACKAGE = HOME / "loft_hvd"
 PAGE = (HOME / "docs/architecture.md").read_text(encoding="utf-8")
 SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE))
 FILES = sorted(set(re.findall(r"`([\w/]+\.(?:py|h|cpp|cu|md))`", PAGE)))
@@ -38,35 +38,14 @@ def beside(section: str) -> list[str]:
     return re.findall(r"`([\w/]+\.\w+)`", text)
 
 
-class FilesRun:
-    """The files of the package in which this thread, and those it starts, run something."""
-
-    def __init__(self) -> None:
-        self.found: set[str] = set()
-
-    def note(self, frame: FrameType, event: str, _: object) -> None:
-        path = Path(frame.f_code.co_filename)
-        if event == "call" and PACKAGE in path.parents:
-            self.found.add(f"loft_hvd/{path.relative_to(PACKAGE).as_posix()}")
-
-    def __enter__(self) -> set[str]:
-        self._before = sys.getprofile()
-        threading.setprofile(self.note)
-        sys.setprofile(self.note)
-        return self.found
-
-    def __exit__(self, *_: object) -> None:
-        sys.setprofile(self._before)
-        threading.setprofile(None)
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_file_that_the_page_names_exists(name: str) -> None:
     assert (HOME / name).is_file()
 
 
 @pytest.mark.parametrize(
-    ("section", "most_files", "most_climbs"), [("A gradient", 10, 2), ("A batch size", 16, 99)]
+    ("section", "most_files", "most_climbs"),
+    [("A gradient", 10, 2), ("A batch size", 16, 99), ("A rank's failure", 14, 2)],
 )
 def test_way_is_short(section: str, most_files: int, most_climbs: int) -> None:
     files = way(section)
@@ -134,8 +113,41 @@ def test_gradient_passes_the_files_of_the_page() -> None:
     assert run <= known
 
 
+KNOWN = {name for section in SECTIONS for name in (*way(section), *beside(section))}
+
+
 def test_batch_size_passes_the_files_of_the_page() -> None:
     run = files_of_training(num_steps=12, policy="loft")
     assert set(way("A batch size")) - run == {"loft_hvd/transport/horovod.py"}
-    known = {name for section in SECTIONS for name in (*way(section), *beside(section))}
-    assert run <= known | {"loft_hvd/transport/local.py"}
+    assert run <= KNOWN | {"loft_hvd/transport/local.py"}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("how", "says"), [("kill", "has ended without a word"), ("stop", "is frozen")]
+)
+def test_failure_passes_the_files_of_the_page_names_its_rank_and_ends_every_process(
+    how: str, says: str, tmp_path: Path
+) -> None:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.support.files_run", str(tmp_path), str(rank), how],
+            cwd=HOME,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        _, said = ranks[0].communicate(timeout=250)
+        assert ranks[1].wait(timeout=10) == -signal.SIGKILL  # a frozen one by rank 0
+    finally:
+        for each in ranks:
+            each.kill()
+            each.communicate()
+    assert ranks[0].returncode == 1
+    named = rf"PeerError: bucket 0 .* rank 1 \(process \d+ on .*\) {says}"
+    assert re.search(named, said), said
+    run = set((tmp_path / "files").read_text(encoding="utf-8").split())
+    assert {name for name in way("A rank's failure") if name.startswith("loft_hvd/")} <= run
+    assert run <= KNOWN
