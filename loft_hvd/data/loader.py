@@ -70,7 +70,6 @@ class Fetched:
     samples: list[Any]  # of the batch, or of each micro-batch
     is_split: bool
     cached: int  # samples that the data set's own cache had
-    ahead_s: float  # seconds that fetching took before this batch was asked for
 
 
 class FetchingDataset(Dataset[Any]):
@@ -83,43 +82,34 @@ class FetchingDataset(Dataset[Any]):
     def __getitems__(self, request: Request) -> Fetched:
         """Fetch a batch the way torch's own loader would."""
         started_s = self.clock()
-        hits, ahead_s, waited_s = self._told()
+        hits = self._hits()
         get_items = getattr(self.dataset, "__getitems__", None)
         indices, samples = iter(request.indices), []
         for size in request.micro_sizes or (len(request.indices),):
             part = list(itertools.islice(indices, size))
             samples.append(get_items(part) if get_items else [self.dataset[at] for at in part])
-        hits_now, ahead_s_now, waited_s_now = self._told()
         is_split = request.micro_sizes is not None
-        # What was fetched ahead took ``ahead_s``; waiting for it is a part of that.
-        started_s += waited_s_now - waited_s
-        told = hits_now - hits, ahead_s_now - ahead_s
-        return Fetched(request.step, started_s, samples, is_split, *told)
+        return Fetched(request.step, started_s, samples, is_split, self._hits() - hits)
 
-    def _told(self) -> tuple[int, float, float]:
-        """Return the data set's own sums: cache hits, seconds fetched ahead and waited for that."""
-        dataset = self.dataset
-        return (
-            getattr(dataset, "cache_hits", 0),
-            getattr(dataset, "ahead_s", 0.0),
-            getattr(dataset, "waited_s", 0.0),
-        )
+    def _hits(self) -> int:
+        """Return the samples that the data set's own cache had so far."""
+        hits: int = getattr(self.dataset, "cache_hits", 0)
+        return hits
 
 
 class TimedCollate:
-    """The user's collate function; adds step, seconds since the fetch began, and what was told."""
+    """The user's collate function; adds step, seconds since the fetch began, and cache hits."""
 
     def __init__(self, collate: Callable[[Any], Any], clock: Clock = time.monotonic) -> None:
         self.collate = collate
         self.clock = clock
 
-    def __call__(self, fetched: Fetched) -> tuple[Any, int, float, int, float]:
+    def __call__(self, fetched: Fetched) -> tuple[Any, int, float, int]:
         # Micro-batches are collated one by one: nobody has to know how to cut a batch.
         batches = [self.collate(samples) for samples in fetched.samples]
         batch = batches if fetched.is_split else batches[0]
         # A plain tuple, so that torch pins the batch inside it as it would pin the batch alone.
-        took_s = self.clock() - fetched.started_s
-        return batch, fetched.step, took_s, fetched.cached, fetched.ahead_s
+        return batch, fetched.step, self.clock() - fetched.started_s, fetched.cached
 
 
 class WorkerInit:
@@ -200,9 +190,7 @@ class DataLoader(PlannedLoader):
     Args:
         dataset: map-style data set: anything with ``__len__`` and ``__getitem__``. One that keeps
             samples from elsewhere in a cache counts those it served from there in ``cache_hits``;
-            they are told apart in the times, and planned with as local ones. One that fetches
-            ahead adds up in ``ahead_s`` the seconds that this took, and in ``waited_s`` those that
-            readers waited for it.
+            they are told apart in the times, and planned with as local ones.
         balancer: gives the sizes, and takes times and sizes of the batches yielded.
         placement: who holds which sample; None when every rank holds all.
         shuffle: permute the samples each epoch; None shuffles for training only. Data in shards
@@ -282,7 +270,7 @@ class DataLoader(PlannedLoader):
         if train:
             # What torch has asked for beyond the batch that it yields: without processes nothing.
             requested = num_workers * (self._loader.prefetch_factor or 0)
-            balancer.expect_depth(requested + self._batches.steps_ahead + 1)
+            balancer.expect_depth(requested + 1)
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -301,7 +289,7 @@ class DataLoader(PlannedLoader):
         while True:
             began = time.monotonic()
             try:
-                batch, step, fetch_s, cached, ahead_s = next(fetched)
+                batch, step, fetch_s, cached = next(fetched)
             except StopIteration:
                 break
             stall_s = time.monotonic() - began
@@ -312,8 +300,7 @@ class DataLoader(PlannedLoader):
             self._note(draw.step_sizes)
             if self._trains:
                 # Side by side: eight loader processes that take 16 s each bring a batch every 2 s.
-                fetch_s = fetch_s / max(self.num_workers, 1) + max(0.0, ahead_s)
-                self._begin(draw, fetch_s, stall_s, cached)
+                self._begin(draw, fetch_s / max(self.num_workers, 1), stall_s, cached)
             yield batch
         if iteration == self._num_iterations:
             self._position = self._batches.settings.num_samples

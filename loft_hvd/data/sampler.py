@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from numbers import Integral
@@ -114,14 +113,7 @@ class PlanSource(PlanView, Protocol):
 
 @runtime_checkable
 class Keeper(Protocol):
-    """A data set that keeps samples where they were computed, so that owners can follow them.
-
-    ``steps_ahead`` steps are drawn ahead of those that are read: it can fetch their samples. Before
-    the first iteration it is the most that there may be.
-    """
-
-    @property
-    def steps_ahead(self) -> int: ...
+    """A data set that keeps samples where they were computed, so that owners can follow them."""
 
     def placement_after(
         self, given: Placement | None, *, first_step: int, world_size: int
@@ -342,12 +334,7 @@ class GlobalBatches:
         elif self.homes.world_size != self.view.world_size:
             self.homes = self.settings.placement.at(self.view.world_size)
         self.deepest_drawn_step = first_step - 1
-        return position, _ahead(self._draw(position, first_step), self.steps_ahead)
-
-    @property
-    def steps_ahead(self) -> int:
-        """Steps that may be drawn ahead of those that are read."""
-        return 0 if self._keeper is None else self._keeper.steps_ahead
+        return position, self._draw(position, first_step)
 
     def reads(self) -> Sequence[Mapping[str, int]]:
         """Return what each rank read of the keeper in the iteration before, [world_size]."""
@@ -439,16 +426,6 @@ class GlobalBatches:
         self.epoch, self._resume_position = loaded.epoch, loaded.position
         self._done = loaded.mask()
         return loaded
-
-
-def _ahead(draws: Iterator[Draw], num_ahead: int) -> Iterator[Draw]:
-    """Yield the draws, each once so many after it are drawn."""
-    drawn: deque[Draw] = deque()
-    for draw in draws:
-        drawn.append(draw)
-        if len(drawn) > num_ahead:
-            yield drawn.popleft()
-    yield from drawn
 
 
 class BatchSampler(Sampler[list[int]]):

@@ -17,8 +17,8 @@ from loft_hvd.errors import DataError
 
 __all__ = ["Gate", "limit_connections", "watch_memory"]
 
-MOST_CALLS = 256  # a choice: 64 ranks with 3 loader processes and a fetcher each, all at once
-_MOST_CONNECTIONS = 1024  # a choice: 64 ranks with 15 loader processes and a fetcher each
+MOST_CALLS = 256  # a choice: 64 ranks with 4 loader processes each, all at once
+_MOST_CONNECTIONS = 1024  # a choice: 64 ranks with 16 loader processes each
 _MOST_BYTES = 64 << 20  # of answers under way; a choice: 32 record batches
 _LONGEST_WAIT_S = 2.5  # a choice: half of what peers wait by default, so that they hear of it
 # Connections and threads at their bounds take 100 MB, answers 64 MB or the largest sample, and

@@ -30,7 +30,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain, islice, pairwise
 from pathlib import Path
@@ -282,7 +282,7 @@ def _start_anew(given: dict[str, Any], num_bytes: int) -> None:
     os.lseek(state, 0, os.SEEK_SET)
     for descriptor in given["descriptors"]:
         os.set_inheritable(descriptor, True)
-    os.execv(sys.executable, [*program("peers", "serve"), str(state)])
+    os.execv(sys.executable, [*program(), str(state)])
 
 
 # The package without its own imports, which would take torch: a quarter of the memory, and 0.2 s of
@@ -292,15 +292,15 @@ import sys, types
 package = types.ModuleType("loft_hvd")
 package.__path__ = [{path!r}]
 sys.modules["loft_hvd"] = package
-from loft_hvd.store.{module} import {name}
-{name}()
+from loft_hvd.store.peers import serve
+serve()
 """
 
 
-def program(module: str, name: str) -> list[str]:
-    """Return the command that runs a function of the store in a process without torch."""
+def program() -> list[str]:
+    """Return the command that runs ``serve`` in a process without torch."""
     path = str(Path(__file__).resolve().parents[1])
-    return [sys.executable, "-c", _CODE.format(path=path, module=module, name=name)]
+    return [sys.executable, "-c", _CODE.format(path=path)]
 
 
 class Server:
@@ -317,7 +317,7 @@ class Server:
             given["port"] = port
         self._shelf, self._key, self._owner = shelf, key, owner
         self.process = subprocess.Popen(
-            program("peers", "serve"),
+            program(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=shelf.descriptors,
@@ -418,21 +418,13 @@ class Peers:
         self._inherited = None
         self._forget()
 
-    def fetch(self, wanted: Mapping[int, Sequence[int]]) -> dict[int, Received]:
+    def fetch(
+        self, wanted: Mapping[int, Sequence[int]], decode: _Decode | None = None
+    ) -> dict[int, Received]:
         """Ask owners at once for samples, ``{owner: samples}``; returns what came, by sample.
 
         What an owner does not keep, or cannot send in time, is not among it: nothing raises. An
         owner that fails is left alone for a while, and a warning names it.
-        """
-        found: dict[int, Received] = {}
-        for answer in self.answers(wanted):
-            found |= answer
-        return found
-
-    def answers(
-        self, wanted: Mapping[int, Sequence[int]], decode: _Decode | None = None
-    ) -> Iterator[dict[int, Received]]:
-        """Yield what came, as ``fetch``: of one owner by the parts of its answer, of several whole.
 
         ``decode`` gets the bytes of each sample once they are checked, and returns its ``value``:
         what came last is still in the processor's cache, and more comes meanwhile. Where several
@@ -440,7 +432,7 @@ class Peers:
         owner's fault, as a wrong checksum is.
         """
         if not self._may_call():
-            return  # gRPC of a parent, copied by a fork, may wait for ever
+            return {}  # gRPC of a parent, copied by a fork, may wait for ever
         now = time.monotonic()
         asked = [
             (owner, samples[first : first + MOST_SAMPLES])
@@ -449,14 +441,14 @@ class Peers:
             for first in range(0, len(samples), MOST_SAMPLES)
         ]
         if len(asked) == 1:
-            yield from self._parts(*asked[0], decode)
-        elif asked:
+            return self._ask(*asked[0], decode)
+        found: dict[int, Received] = {}
+        if asked:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(8, thread_name_prefix="loft_hvd store")
-            for future in as_completed(
-                [self._pool.submit(self._ask, *each, decode) for each in asked]
-            ):
-                yield future.result()
+            for ask in [self._pool.submit(self._ask, *each, decode) for each in asked]:
+                found |= ask.result()
+        return found
 
     def _may_call(self) -> bool:
         if self._pid != os.getpid():
@@ -478,14 +470,8 @@ class Peers:
     def _ask(
         self, rank: int, samples: Sequence[int], decode: _Decode | None
     ) -> dict[int, Received]:
+        """Return what one owner sends, up to what it fails at."""
         found: dict[int, Received] = {}
-        for part in self._parts(rank, samples, decode):
-            found |= part
-        return found
-
-    def _parts(
-        self, rank: int, samples: Sequence[int], decode: _Decode | None
-    ) -> Iterator[dict[int, Received]]:
         owner, wanted = self._owners[rank], set(samples)
         try:
             if owner.client is None:
@@ -497,11 +483,12 @@ class Peers:
             for chunk in owner.client.do_get(flight.Ticket(ticket), options):
                 if not hmac.compare_digest(bytes(chunk.app_metadata or b""), proof):
                     raise DataError("what answers there does not know the job's key")
-                yield _taken(chunk.data, wanted, decode)
+                found |= _taken(chunk.data, wanted, decode)
         except (pa.ArrowException, OSError, DataError) as error:
             self._leave_alone(rank, owner, error)
         else:
             owner.pause_s = _FIRST_PAUSE_S
+        return found
 
     def _leave_alone(self, rank: int, owner: _Owner, error: Exception) -> None:
         owner.client = None

@@ -42,7 +42,7 @@ except ImportError as error:  # the store is an extra
         "loft_hvd.SampleStore needs xxhash: pip install 'loft_hvd[store]'"
     ) from error
 
-__all__ = ["Shelf", "checksum", "close_all", "map_bytes", "share_bytes"]
+__all__ = ["Shelf", "checksum"]
 
 _logger = logging.getLogger(__name__)
 _UNIT = 64  # bytes; bound from the index: 2**32 units are 256 GiB, and a cache line has 64
@@ -53,7 +53,7 @@ _VERSION = b"loftkeep"
 _LOCK_S = 10.0  # a choice: loader processes of a job that was killed notice within 5 s
 # Of all processes of the rank: samples and bytes by where they came from, and what went wrong.
 _COUNTERS = (
-    "own", "peer", "source", "ahead", "own_bytes", "peer_bytes", "corrupt", "peer_us", "source_us"
+    "own", "peer", "source", "own_bytes", "peer_bytes", "corrupt", "peer_us", "source_us"
 )  # fmt: skip
 # How far the shelf is full, and how many copies of what other ranks keep it may still take.
 _TAILS = ("memory_units", "disk_units", "is_full", "is_disk_closed", "copies_left", "has_homes")
@@ -69,18 +69,24 @@ def checksum(data: Any) -> int:
     return int(xxhash.xxh3_64_intdigest(data))
 
 
-def share_bytes(name: str, num_bytes: int) -> int:
+def _share_bytes(name: str, num_bytes: int) -> int:
     """Return a file without a name, of zeros that take no memory until they are written."""
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
     os.ftruncate(descriptor, max(num_bytes, 1))
     return descriptor
 
 
-def map_bytes(descriptor: int, num_bytes: int) -> _Bytes:
+def _map_bytes(descriptor: int, num_bytes: int) -> _Bytes:
     """Return the bytes of a shared file, which all processes see."""
     if num_bytes == 0:
         return np.zeros(0, np.uint8)
     return np.frombuffer(mmap.mmap(descriptor, num_bytes), np.uint8)
+
+
+def _close_all(descriptors: list[int]) -> None:
+    """Close what ``_share_bytes`` and ``_open_file`` have opened."""
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 class Shelf:
@@ -109,9 +115,9 @@ class Shelf:
         # [index, numbers, memory]: what other processes get, beside the file on disk.
         numbers = 8 * (len(_COUNTERS) + len(_TAILS))
         descriptors = [
-            share_bytes("loft_hvd index", 9 * num_samples),
-            share_bytes("loft_hvd numbers", numbers),
-            share_bytes("loft_hvd samples", sizes[0] * _UNIT),
+            _share_bytes("loft_hvd index", 9 * num_samples),
+            _share_bytes("loft_hvd numbers", numbers),
+            _share_bytes("loft_hvd samples", sizes[0] * _UNIT),
         ]
         self._limits = sizes  # units that may be taken
         if path is not None:
@@ -149,7 +155,7 @@ class Shelf:
 
     def _map(self, descriptors: list[int]) -> None:
         self.descriptors = descriptors
-        table = map_bytes(descriptors[0], 9 * self.num_samples)
+        table = _map_bytes(descriptors[0], 9 * self.num_samples)
         self._index = table[: 4 * self.num_samples].view(np.uint32)
         # Rank that keeps each sample, as all ranks know it, and rank that has a copy, plus 1: for
         # the owner of the shelf to fill in.
@@ -157,21 +163,21 @@ class Shelf:
         self.keepers, self.copies = ranks[: self.num_samples], ranks[self.num_samples :]
         self._is_home = table[8 * self.num_samples :].view(np.bool_)
         numbers = 8 * (len(_COUNTERS) + len(_TAILS))
-        table = map_bytes(descriptors[1], numbers).view(np.int64)
+        table = _map_bytes(descriptors[1], numbers).view(np.int64)
         self._counters, self._tails = table[: len(_COUNTERS)], table[len(_COUNTERS) :]
         self._memory_units = self._limits[0]
-        self._halves = [map_bytes(descriptors[2], self._memory_units * _UNIT)]
+        self._halves = [_map_bytes(descriptors[2], self._memory_units * _UNIT)]
         if len(descriptors) == 4:
             # A file may be larger than what this run may fill: what is in it is read anyway.
             units = max(_units(os.fstat(descriptors[3]).st_size), self._limits[1])
             os.ftruncate(descriptors[3], units * _UNIT)
-            self._halves.append(map_bytes(descriptors[3], units * _UNIT))
+            self._halves.append(_map_bytes(descriptors[3], units * _UNIT))
         self._views = [half.data for half in self._halves]
         self._lock = threading.Lock()
         self._lock_pid = os.getpid()
         self._is_left_out = False  # whether the last change of a counter was
         self._added = [0, 0]  # records that this process put into memory, and their units
-        weakref.finalize(self, close_all, descriptors)
+        weakref.finalize(self, _close_all, descriptors)
 
     @contextlib.contextmanager
     def _locked(self, *, is_patient: bool = True) -> Iterator[None]:
@@ -199,10 +205,6 @@ class Shelf:
         """Return which samples are kept, [num_samples]."""
         held: npt.NDArray[np.bool_] = self._index != 0
         return held
-
-    def has(self, sample: int) -> bool:
-        """Whether a sample is kept."""
-        return bool(self._index[sample])
 
     def find(self, sample: int) -> tuple[memoryview, int] | None:
         """Return the bytes of a sample and their checksum, which are not compared yet.
@@ -336,10 +338,6 @@ class Shelf:
         """Whether this rank has a sample anyway."""
         return bool(self._tails[5]) and bool(self._is_home[sample])
 
-    def are_home(self, samples: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.bool_]:
-        """Return ``is_home`` of many samples."""
-        return self._is_home[samples] if self._tails[5] else np.zeros(len(samples), bool)
-
     def _takes_copy(self, sample: int) -> bool:
         # Until copies are limited nobody counts on any, and the table of them is not looked at.
         left = int(self._tails[4])
@@ -466,12 +464,6 @@ def _clear(is_over: threading.Event, memory: _Bytes) -> None:
         if _advise(begin, num_bytes, _POPULATE_WRITE) != 0:
             return
         begin += num_bytes
-
-
-def close_all(descriptors: list[int]) -> None:
-    """Close what ``share_bytes`` has opened."""
-    for descriptor in descriptors:
-        os.close(descriptor)
 
 
 def _units(num_bytes: int) -> int:

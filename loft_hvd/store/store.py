@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import logging
 import os
@@ -24,7 +23,7 @@ from loft_hvd.config import config
 from loft_hvd.data.draws import Draw
 from loft_hvd.data.placement import HomeSet, Placement
 from loft_hvd.data.sampler import check_indices, check_length
-from loft_hvd.errors import ArgumentError, ArgumentTypeError, DataError, LoftError
+from loft_hvd.errors import ArgumentError, ArgumentTypeError, LoftError
 from loft_hvd.store.homes import KeptHomes
 from loft_hvd.store.keepers import NOBODY, with_keepers
 from loft_hvd.store.samples import decode_sample, encode_sample
@@ -35,8 +34,7 @@ from loft_hvd.transport.default import default_transport
 from loft_hvd.transport.groups import nodes_of
 
 if TYPE_CHECKING:
-    from loft_hvd.store.fetcher import Fetcher, Stage
-    from loft_hvd.store.peers import Peers, Received, Server
+    from loft_hvd.store.peers import Peers, Server
 
 __all__ = ["SampleStore"]
 
@@ -46,10 +44,6 @@ _KEY_BYTES = 32  # bound from SHA-256
 _READS = ("own", "peer", "source", "own_bytes", "peer_bytes", "peer_us", "source_us")
 _NUM_LOOKED_AT = 16  # samples; a choice: other data differ in one of them
 _MOST_ADDRESSES = 16  # a choice: they travel at a fixed length
-# Steps that are drawn ahead, so that their samples can be fetched. A choice: a change of sizes
-# waits as long, and a fetch that takes some steps' time is hidden.
-_STEPS_AHEAD = 6
-_LEAST_PREFETCHED = 4096  # bytes; a choice: less holds next to nothing
 
 
 class SampleStore(Dataset[Any]):
@@ -77,8 +71,6 @@ class SampleStore(Dataset[Any]):
             type, length and 16 of its samples are the same. Needed with ``disk_bytes``; a folder
             on this node, not one that all nodes share.
         transform: applied to each sample that is read, wherever it came from.
-        prefetch_bytes: most bytes of samples that are fetched from peers before their batch is due,
-            by a process beside this rank; 0 for none, as by default.
         transport: the ranks; None for those of Horovod, ``torch.distributed``, or this one alone.
         timeout_s: longest wait for one answer of a peer, in seconds; the source is read then.
 
@@ -98,7 +90,6 @@ class SampleStore(Dataset[Any]):
         disk_bytes: int = 0,
         folder: str | os.PathLike[str] | None = None,
         transform: Callable[[Any], Any] | None = None,
-        prefetch_bytes: int = 0,
         transport: Transport | None = None,
         timeout_s: float = 5.0,
     ) -> None:
@@ -107,13 +98,10 @@ class SampleStore(Dataset[Any]):
 
         self.dataset = dataset
         self.transform = transform
-        # Of this process, for a loader: kept samples that the placement did not count on, seconds
-        # that the fetcher took for samples that were read, and seconds that readers waited for it.
-        self.cache_hits, self.ahead_s, self.waited_s = 0, 0.0, 0.0
+        # Of this process, for a loader: kept samples that the placement did not count on.
+        self.cache_hits = 0
         num_samples = check_length(dataset)
-        _check_budgets(
-            folder, memory_bytes=memory_bytes, disk_bytes=disk_bytes, prefetch_bytes=prefetch_bytes
-        )
+        _check_budgets(folder, memory_bytes=memory_bytes, disk_bytes=disk_bytes)
         transport = default_transport() if transport is None else transport
         channel = Channel(transport, "loft.store")
         self.rank, self.world_size = channel.rank, channel.world_size
@@ -136,9 +124,6 @@ class SampleStore(Dataset[Any]):
         self.keeping: Keeping | None = None  # of this iteration; None before the first
         self._server: Server | None = None
         self._peers: Peers | None = None
-        self._stage: Stage | None = None
-        self._fetcher: Fetcher | None = None
-        self._start_fetcher: Callable[[], Fetcher] | None = None
         self._timeout_s = timeout_s
         if config().is_elastic:
             # A rank that joins makes its store while the others train: they would not answer.
@@ -147,12 +132,12 @@ class SampleStore(Dataset[Any]):
             if self.rank == 0:
                 _logger.warning(
                     "in an elastic job each rank reads its own sample store and the source: peers "
-                    "are not asked, and nothing is fetched ahead"
+                    "are not asked"
                 )
             return
         self._meet(channel, num_samples, refusal)
         if self.world_size > 1:
-            self._open(channel, prefetch_bytes)
+            self._open(channel)
 
     def _meet(self, channel: Channel, num_samples: int, refusal: str) -> None:
         """Compare data sets, and learn what the others keep, and on which nodes."""
@@ -162,9 +147,8 @@ class SampleStore(Dataset[Any]):
         self._homes.announce(self._shelf.held())
         self._nodes = _shared_nodes(channel)
 
-    def _open(self, channel: Channel, prefetch_bytes: int) -> None:
+    def _open(self, channel: Channel) -> None:
         """Start the server and learn where those of the others are."""
-        from loft_hvd.store.fetcher import Fetcher, Stage
         from loft_hvd.store.peers import Address, Peers, Server
 
         # The engine carries the key; what is not the job's own never sees it.
@@ -183,27 +167,10 @@ class SampleStore(Dataset[Any]):
         rows = channel.sub("servers").allgather_rows(torch.tensor([number, port])).tolist()
         addresses = [Address(socket.inet_ntoa(row[0].to_bytes(4, "big")), row[1]) for row in rows]
         self._peers = Peers(addresses, secret, timeout_s=self._timeout_s)
-        if prefetch_bytes:
-            try:
-                self._stage = Stage(len(self), prefetch_bytes)
-            except OSError as error:
-                _warn_of_no_fetcher(error)
-                return
-            # Nothing here may refer back to the store: a connection that is left to the garbage
-            # collector may be collected in a forked process, which waits for ever.
-            self._start_fetcher = functools.partial(
-                Fetcher,
-                self._stage,
-                self._shelf,
-                addresses=addresses,
-                key=secret,
-                timeout_s=self._timeout_s,
-            )
 
     def __getstate__(self) -> dict[str, Any]:
         """Describe the store for a loader process that was not forked: it reads, nothing else."""
-        own = ("_homes", "_server", "_fetcher", "_start_fetcher")
-        return self.__dict__ | dict.fromkeys(own)
+        return self.__dict__ | dict.fromkeys(("_homes", "_server"))
 
     def __len__(self) -> int:
         return self._shelf.num_samples
@@ -233,10 +200,6 @@ class SampleStore(Dataset[Any]):
             self.cache_hits += not self._is_placed_here(number)
         if missing:
             wanted = [each for each in missing if self._keeper(each) is not None]
-            ahead, failed = self._from_stage(wanted, counts)
-            found |= ahead
-            lost = set(failed)
-            wanted = [each for each in wanted if each not in found and each not in lost]
             found |= self._from_peers(wanted, counts)
             found |= self._from_source([each for each in missing if each not in found], counts)
         self._shelf.count(**{name: count for name, count in counts.items() if count})
@@ -257,42 +220,14 @@ class SampleStore(Dataset[Any]):
             return None
         return keeper
 
-    def _from_stage(
-        self, wanted: Sequence[int], counts: dict[str, int]
-    ) -> tuple[dict[int, Any], list[int]]:
-        """Take what was fetched ahead; returns it, and what its keeper did not send rightly."""
-        if self._stage is None or not wanted:
-            return {}, []
-        # The fetcher itself waits as long for a keeper; a batch may begin while it does.
-        began = time.monotonic()
-        staged, failed = self._stage.take(wanted, timeout_s=2 * self._timeout_s)
-        self.waited_s += time.monotonic() - began
-        found: dict[int, Any] = {}
-        for number, (data, digest, seconds) in staged.items():
-            try:
-                found[number] = decode_sample(data)
-            except DataError as error:
-                _logger.warning("sample %d is read from the source: a peer sent %s", number, error)
-                failed.append(number)
-                continue
-            self._shelf.add(number, data, digest, is_copy=True)
-            counts["ahead"] += 1
-            counts["peer"] += 1
-            counts["peer_bytes"] += len(data)
-            counts["peer_us"] += round(1e6 * seconds)
-            self.ahead_s += seconds
-        return found, failed
-
     def _from_peers(self, wanted: Sequence[int], counts: dict[str, int]) -> dict[int, Any]:
         by_keeper: dict[int, list[int]] = {}
         for number in wanted:
             by_keeper.setdefault(int(self._shelf.keepers[number]), []).append(number)
         if not by_keeper or self._peers is None:
             return {}
-        received: dict[int, Received] = {}
         began = time.monotonic()
-        for part in self._peers.answers(by_keeper, decode_sample):
-            received |= part
+        received = self._peers.fetch(by_keeper, decode_sample)
         counts["peer_us"] += round(1e6 * (time.monotonic() - began))
         # Once all have come: the peer's time for an answer must not run while this disk writes.
         for number, (data, digest, _) in received.items():
@@ -340,7 +275,6 @@ class SampleStore(Dataset[Any]):
         if self._homes is None or world_size != self.world_size:
             self._homes = self.keeping = None
             self._shelf.allow_copies()
-            self._end_fetcher()
             return base
         now = self._shelf.counters
         counts = [now[name] - self._told.get(name, 0) for name in _READS]
@@ -356,7 +290,6 @@ class SampleStore(Dataset[Any]):
         self.keeping = homes.choose(self._costs)
         shelf.copies_left = self.keeping.copies[self.rank]
         self._keep_serving()
-        self._begin_fetching()
         return with_keepers(base, homes.keepers)
 
     def _live_at(self, base: Placement, homes: KeptHomes) -> None:
@@ -366,7 +299,10 @@ class SampleStore(Dataset[Any]):
         self._shelf.set_homes(at.local.holders[at.rows, self.rank])
 
     def _keep_serving(self) -> None:
-        """Start the server again where it has ended; as in ``_begin_fetching`` nothing raises."""
+        """Start the server again where it has ended; nothing raises.
+
+        The other ranks go on to train: a rank that raised alone would leave them waiting.
+        """
         if self._server is None or self._server.process.poll() is None:
             return
         _logger.warning(
@@ -379,38 +315,6 @@ class SampleStore(Dataset[Any]):
         except OSError as error:
             _logger.warning("peers read this rank's samples from the source: %s", error)
             self._server = None
-
-    def _begin_fetching(self) -> None:
-        """Let the fetcher begin an iteration; it saves time alone, so nothing raises here.
-
-        The other ranks go on to train: a rank that raised alone would leave them waiting.
-        """
-        if self._fetcher is not None:
-            if not self._fetcher.begin():
-                _logger.warning(
-                    "the process that fetches samples ahead has ended (%s): batches are fetched "
-                    "when they are due",
-                    self._fetcher.process.returncode,
-                )
-                self._end_fetcher()
-        elif self._start_fetcher is not None:
-            try:
-                self._fetcher = self._start_fetcher()
-            except OSError as error:
-                _warn_of_no_fetcher(error)
-                self._end_fetcher()
-
-    def _end_fetcher(self) -> None:
-        """Fetch nothing ahead any more."""
-        if self._fetcher is not None:
-            self._fetcher.close()
-        self._fetcher = self._start_fetcher = None
-
-    @property
-    def steps_ahead(self) -> int:
-        """Steps to draw ahead of those that are read, so that their samples can be fetched."""
-        has_fetcher = self._fetcher is not None or self._start_fetcher is not None
-        return _STEPS_AHEAD if has_fetcher else 0
 
     def reads(self) -> list[dict[str, int]]:
         """Return what each rank read between the last two iterations, as ``counters`` has it.
@@ -433,16 +337,9 @@ class SampleStore(Dataset[Any]):
         return sum(self.bytes_kept) / max(self.num_kept, 1)
 
     def note(self, draw: Draw) -> None:
-        """Note who computes the samples of a step, and have this rank's fetched."""
-        if self._homes is None:
-            return
-        self._homes.note(draw)
-        if self._fetcher is not None:
-            mine = draw.batch[draw.assignment.owners == self.rank]
-            keepers = self._shelf.keepers[mine]
-            is_elsewhere = (keepers != NOBODY) & (keepers != self.rank)
-            is_elsewhere &= ~self._shelf.are_home(mine)
-            self._fetcher.expect(mine[is_elsewhere], keepers[is_elsewhere])
+        """Note who computes the samples of a step."""
+        if self._homes is not None:
+            self._homes.note(draw)
 
     # What a user asks.
 
@@ -451,8 +348,7 @@ class SampleStore(Dataset[Any]):
         """Samples and bytes read since the start, by all loader processes of this rank.
 
         ``own``, ``peer`` and ``source`` are samples, ``own_bytes`` and ``peer_bytes`` their bytes;
-        ``ahead`` are those of ``peer`` that had been fetched before their batch was read, and
-        ``corrupt`` those whose checksum was wrong. ``peer_us`` and ``source_us`` are the
+        ``corrupt`` are those whose checksum was wrong. ``peer_us`` and ``source_us`` are the
         microseconds that reading took.
         """
         return self._shelf.counters
@@ -468,8 +364,7 @@ class SampleStore(Dataset[Any]):
         return self._shelf.bytes_kept
 
     def close(self) -> None:
-        """End server and fetcher, and let another store use the folder; it stays readable."""
-        self._end_fetcher()
+        """End the server, and let another store use the folder; it stays readable."""
         if self._server is not None:
             self._server.close()
             self._server = None  # or the next epoch would start it again
@@ -482,11 +377,6 @@ def _check_budgets(folder: str | os.PathLike[str] | None, **budgets: int) -> Non
             raise ArgumentTypeError(f"SampleStore: {name}={value!r} must be a whole number")
         if not 0 <= value <= 1 << 37:
             raise ArgumentError(f"SampleStore: {name}={value} must be 0 to {1 << 37} (128 GiB)")
-    if 0 < budgets["prefetch_bytes"] < _LEAST_PREFETCHED:
-        raise ArgumentError(
-            f"SampleStore: prefetch_bytes={budgets['prefetch_bytes']} must be 0, or at least "
-            f"{_LEAST_PREFETCHED}; give at least two batches' samples of one rank"
-        )
     disk_bytes = budgets["disk_bytes"]
     if (disk_bytes > 0) != (folder is not None):
         raise ArgumentError(
@@ -514,10 +404,6 @@ def _measured(told: Sequence[Sequence[int]], before: ReadCosts) -> ReadCosts:
         for name, known_s in (("peer", before.peer_s), ("source", before.source_s))
     )
     return ReadCosts(peer_s, source_s)
-
-
-def _warn_of_no_fetcher(error: OSError) -> None:
-    _logger.warning("samples are not fetched ahead on this rank: %s", error)
 
 
 def _file_in(folder: Path, rank: int) -> Path:

@@ -31,7 +31,6 @@ class Cache:
         costs: what ranks have measured.
     """
 
-    steps_ahead = 0
     sample_bytes = 0.0
 
     def __init__(

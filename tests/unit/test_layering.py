@@ -114,7 +114,6 @@ _LAYERS = {
     "store/gate.py": 1,
     "store/shelf.py": 1,
     "store/peers.py": 2,
-    "store/fetcher.py": 2,
     "store/homes.py": 3,
     "store/keepers.py": 3,
     "store/store.py": 5,

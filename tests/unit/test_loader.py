@@ -155,7 +155,7 @@ def test_fetch_time_runs_from_the_request_to_the_collated_batch() -> None:
     fetched = FetchingDataset(TensorDataset(NUMBERS), clock).__getitems__(Request(4, [1, 2]))
     timed = TimedCollate(torch.utils.data.default_collate, clock)(fetched)
     (batch, *rest) = timed
-    assert (batch[0].tolist(), *rest) == ([1, 2], 4, 2.5, 0, 0.0)
+    assert (batch[0].tolist(), *rest) == ([1, 2], 4, 2.5, 0)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2])

@@ -434,7 +434,7 @@ def test_what_is_found_is_not_compared_yet() -> None:
     assert shelf.find(2) is None
     assert shelf.counters["corrupt"] == 0
     assert shelf.read(1) is None
-    assert not shelf.has(1)
+    assert not shelf.held()[1]
     assert shelf.counters["corrupt"] == 1
 
 
@@ -457,7 +457,7 @@ def test_a_sample_that_another_drops_while_it_is_read_is_dropped_once(
 
     monkeypatch.setattr(shelf_module, "checksum", drop_meanwhile)
     assert shelf.read(1) is None
-    assert shelf.has(1) == is_kept_again
+    assert shelf.held()[1] == is_kept_again
     assert shelf.counters["corrupt"] == 1
     assert caplog.text.count("sample 1 is damaged") == 1
 

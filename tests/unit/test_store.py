@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,11 +27,6 @@ from tests.support.plans import FakePlans
 from tests.support.worlds import elastic_job
 
 pytest.importorskip("pyarrow.flight", reason="the extra [store] is not installed")
-from loft_hvd.store import fetcher
-from loft_hvd.store.peers import Received
-from loft_hvd.store.samples import encode_sample
-from loft_hvd.store.shelf import checksum
-
 NUM_SAMPLES = 600
 RECORD = 128  # bytes on the shelf of a sample below
 
@@ -126,43 +121,6 @@ def test_every_rank_hears_what_all_have_read_in_the_epoch_before() -> None:
     assert sum(each["source"] for each in first[5]) == 0
 
 
-def test_samples_of_peers_are_fetched_before_their_batch_is_read() -> None:
-    done = threading.Barrier(2)
-
-    def rank(transport: LocalTransport) -> tuple[list[int], dict[str, int], list[float]]:
-        store = loft.SampleStore(
-            Source(),
-            memory_bytes=NUM_SAMPLES * RECORD,
-            transport=transport,
-            timeout_s=20.0,
-            prefetch_bytes=64 << 20,
-        )
-        plans = FakePlans((40, 20), rank=transport.rank)
-        loader = loft.DataLoader(store, plans, seed=3)
-        seen: list[int] = []
-        for epoch in range(3):
-            # Sizes that change places: half of what a rank computes then is kept by the other.
-            plans.sizes = (40, 20) if epoch == 0 else (20, 40)
-            loader.set_epoch(epoch)
-            plans.fetches.clear()
-            seen.clear()
-            for _, y in loader:
-                seen += y.tolist()
-                assert max(plans.asked) - (plans.next_step - 1) <= plans.depth == 7
-                plans.next_step += 1
-                time.sleep(0.05)  # computes: what is needed next comes meanwhile
-            done.wait(60)
-        found = seen, dict(store.counters), [each.fetch_s for each in plans.fetches]
-        store.close()
-        return found
-
-    (first, counts_0, _), (second, counts_1, fetches) = run_ranks(2, rank)
-    assert sorted(first + second) == list(range(NUM_SAMPLES))
-    assert counts_0["source"] + counts_1["source"] == NUM_SAMPLES
-    assert 50 < counts_1["ahead"] <= counts_1["peer"]
-    assert min(fetches) > 0  # what was fetched ahead took its time too
-
-
 def test_what_a_peer_sends_that_is_no_sample_is_read_from_the_source(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -189,25 +147,6 @@ def test_what_a_peer_sends_that_is_no_sample_is_read_from_the_source(
     assert "rank 0 does not send its samples (a sample of 9 bytes" in caplog.text
 
 
-def test_what_was_fetched_ahead_and_is_no_sample_is_read_from_the_source(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    store = alone()
-    stage = fetcher.Stage(NUM_SAMPLES, 1 << 20)
-    ring = fetcher.Ring(stage)
-    for number, data in ((4, encode_sample("from a peer")), (5, b"no sample")):
-        assert ring.add(number, Received(memoryview(data), checksum(data)), 0.1)
-    store._shelf.keepers[4:6] = 1
-    monkeypatch.setattr(store, "_stage", stage)
-    monkeypatch.setattr(store, "_peers", object())  # is there; nothing is left to ask
-    first, second = store.__getitems__([4, 5])
-    assert first == "from a peer"
-    assert second[1] == 5
-    counts = store.counters
-    assert (counts["ahead"], counts["peer"], counts["source"]) == (1, 1, 1)
-    assert "sample 5 is read from the source: a peer sent a sample of 9 bytes" in caplog.text
-
-
 class _Epoch:
     """What one rank read in one epoch."""
 
@@ -217,29 +156,6 @@ class _Epoch:
 
     def count(self, name: str) -> int:
         return self._store.counters[name] - self._before[name]
-
-
-def test_an_answer_is_read_to_its_end_before_any_of_it_is_kept(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A peer's time for an answer runs until then: a slow disk here must not use it up."""
-    store, done = alone(), list[str]()
-
-    class Peer:
-        def answers(
-            self, by_keeper: Mapping[int, Sequence[int]], decode: Callable[[memoryview], Any]
-        ) -> Iterator[Mapping[int, Any]]:
-            for number in (1, 2):
-                data = memoryview(encode_sample(number))
-                yield {number: Received(data, checksum(data), decode(data))}
-            done.append("sent")
-
-    monkeypatch.setattr(store, "_peers", Peer())
-    monkeypatch.setattr(store._shelf, "add", lambda *_, **__: done.append("kept"))
-    counts = dict.fromkeys(store.counters, 0)
-    assert store._from_peers([1, 2], counts) == {1: 1, 2: 2}
-    assert done == ["sent", "kept", "kept"]
-    assert counts["peer"] == 2
 
 
 def epochs(
@@ -283,13 +199,9 @@ def test_every_epoch_has_every_sample_once_and_later_ones_ask_the_source_for_not
     assert own >= 0.9 * NUM_SAMPLES
 
 
-@pytest.mark.parametrize("prefetch_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_server_costs_time_and_no_sample(
-    how: signal.Signals,
-    prefetch_bytes: int,
-    caplog: pytest.LogCaptureFixture,
-    capfd: pytest.CaptureFixture[str],
+    how: signal.Signals, caplog: pytest.LogCaptureFixture
 ) -> None:
     done, fault = threading.Barrier(3), threading.Barrier(3)
 
@@ -299,7 +211,6 @@ def test_a_lost_server_costs_time_and_no_sample(
             memory_bytes=NUM_SAMPLES * RECORD,
             transport=transport,
             timeout_s=0.5,
-            prefetch_bytes=prefetch_bytes,
         )
         found = []
         for epoch, read in enumerate(epochs(transport, store, (50, 30, 20), 3)):
@@ -316,78 +227,7 @@ def test_a_lost_server_costs_time_and_no_sample(
     by_rank = run_ranks(3, rank)
     for epoch in range(3):
         assert sorted(s for each in by_rank for s in each[epoch]) == list(range(NUM_SAMPLES))
-    # A fetcher says it on its standard error, a reader by the log: one of them has asked.
-    assert "rank 1 does not send its samples" in caplog.text + capfd.readouterr().err
-
-
-@pytest.mark.parametrize("what", ["stage", "process"])
-def test_a_fetcher_that_cannot_start_on_one_rank_costs_no_sample(
-    what: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done, made = threading.Barrier(2), threading.Barrier(2)
-
-    def refused(*_: Any, **__: Any) -> Any:
-        raise OSError(24, "Too many open files")
-
-    class Stage(fetcher.Stage):
-        def __init__(self, num_samples: int, num_bytes: int) -> None:
-            if num_bytes == 4096 and what == "stage":
-                refused()
-            super().__init__(num_samples, num_bytes)
-
-    monkeypatch.setattr(fetcher, "Stage", Stage)
-
-    def rank(transport: LocalTransport) -> tuple[list[int], int]:
-        prefetch_bytes = 4096 if transport.rank == 1 else 1 << 20
-        store = loft.SampleStore(
-            Source(), memory_bytes=1 << 20, transport=transport, prefetch_bytes=prefetch_bytes
-        )
-        made.wait(30)
-        if transport.rank == 1 and what == "process":
-            store._start_fetcher = refused
-        seen = [read.seen for read in epochs(transport, store, (50, 30), 2)]
-        num_ahead = store.steps_ahead
-        done.wait(30)
-        store.close()
-        return seen[1], num_ahead
-
-    (first, _), (second, num_ahead) = run_ranks(2, rank)
-    assert sorted(first + second) == list(range(NUM_SAMPLES))
-    assert num_ahead == 0
-    assert "not fetched ahead on this rank: [Errno 24]" in caplog.text
-
-
-def test_a_fetcher_that_was_killed_is_said_and_not_waited_for(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    done = threading.Barrier(2)
-
-    def rank(transport: LocalTransport) -> tuple[list[list[int]], list[int]]:
-        store = loft.SampleStore(
-            Source(),
-            memory_bytes=1 << 20,
-            transport=transport,
-            timeout_s=9.0,
-            prefetch_bytes=1 << 20,
-        )
-        seen, sources = [], []
-        for epoch, read in enumerate(epochs(transport, store, (50, 30), 3)):
-            seen.append(read.seen)
-            sources.append(read.count("source"))
-            if epoch == 0 and transport.rank == 1:
-                assert store._fetcher is not None
-                store._fetcher.process.kill()
-                store._fetcher.process.wait()
-        assert store.steps_ahead == (0 if transport.rank == 1 else 6)
-        done.wait(30)
-        store.close()
-        return seen, sources
-
-    by_rank = run_ranks(2, rank)
-    for epoch in range(3):
-        assert sorted(s for seen, _ in by_rank for s in seen[epoch]) == list(range(NUM_SAMPLES))
-    assert sum(sum(sources[1:]) for _, sources in by_rank) == 0
-    assert len([each for each in caplog.messages if "has ended (-9)" in each]) == 1
+    assert "rank 1 does not send its samples" in caplog.text
 
 
 def test_a_later_run_reads_from_the_folder(tmp_path: Path) -> None:
@@ -535,7 +375,6 @@ def test_a_pickled_store_reads_what_is_kept() -> None:
     [
         ({"memory_bytes": -1}, ArgumentError, "memory_bytes=-1"),
         ({"memory_bytes": 1.5}, ArgumentTypeError, r"memory_bytes=1\.5"),
-        ({"memory_bytes": 1, "prefetch_bytes": 63}, ArgumentError, "0, or at least 4096"),
         ({"memory_bytes": 1, "disk_bytes": 5}, ArgumentError, "give both"),
         ({"memory_bytes": 1, "folder": "x"}, ArgumentError, "give both"),
     ],
@@ -619,7 +458,6 @@ def test_a_world_of_another_size_counts_on_no_keeper() -> None:
             pass
         plans = FakePlans([100])  # the other rank has gone
         seen = [y for _, ys in loft.DataLoader(store, plans) for y in ys.tolist()]
-        assert store.steps_ahead == 0  # its fetcher has gone too
         store.close()
         return len(set(seen))
 
@@ -640,9 +478,7 @@ def test_ranks_of_an_elastic_job_keep_for_themselves_and_wait_for_nobody(
     for rank in range(2):
         transport = Unanswered(LocalWorld(2), rank)
         with elastic_job():
-            store = loft.SampleStore(
-                Source(), memory_bytes=1 << 20, prefetch_bytes=1 << 20, transport=transport
-            )
+            store = loft.SampleStore(Source(), memory_bytes=1 << 20, transport=transport)
             by_rank.append(
                 [
                     (read.seen, read.count("own"), read.count("source"))
@@ -656,7 +492,7 @@ def test_ranks_of_an_elastic_job_keep_for_themselves_and_wait_for_nobody(
         num_again = len({*before} & {*after})
         assert counts_before == [0, len(before)]
         assert counts_after == [num_again, len(after) - num_again]
-    assert caplog.text.count("peers are not asked, and nothing is fetched ahead") == 1
+    assert caplog.text.count("peers are not asked") == 1
 
 
 def test_a_folder_that_cannot_be_used_ends_one_rank_of_an_elastic_job(tmp_path: Path) -> None:
