@@ -29,7 +29,7 @@ from loft_hvd.data.sampler import check_indices
 from loft_hvd.errors import ArgumentTypeError, DataError
 
 if TYPE_CHECKING:
-    from loft_hvd.store.arrow import ParquetReader
+    from loft_hvd.data.arrow import ParquetReader
 
 __all__ = ["ParquetShards", "ShardFiles", "TarShards"]
 
@@ -434,7 +434,7 @@ class ParquetShards(ShardFiles):
         folder: str | os.PathLike[str] | None = None,
     ) -> None:
         # pyarrow is an extra; imported here, and not by threads that look at files.
-        import loft_hvd.store.arrow  # noqa: F401 - for its error
+        import loft_hvd.data.arrow  # noqa: F401 - for its error
 
         self._columns = columns
         super().__init__(paths, decode=decode, folder=folder)
@@ -450,12 +450,12 @@ class ParquetShards(ShardFiles):
         return index
 
     def _reader(self, path: str) -> ParquetReader:
-        from loft_hvd.store.arrow import ParquetReader
+        from loft_hvd.data.arrow import ParquetReader
 
         return ParquetReader(path, self._columns)
 
     def _read(self, file: int, part: int, first: int, last: int) -> list[Sample]:
-        from loft_hvd.store.arrow import table_rows
+        from loft_hvd.data.arrow import table_rows
 
         path, own = self.paths[file], self._own()
         with own.lock:

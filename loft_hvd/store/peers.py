@@ -38,8 +38,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from loft_hvd.data.arrow import flight, pa
 from loft_hvd.errors import DataError
-from loft_hvd.store.arrow import flight, pa
 from loft_hvd.store.gate import Gate, limit_connections, watch_memory
 from loft_hvd.store.shelf import Shelf, checksum
 

@@ -14,9 +14,9 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
 
-from loft_hvd.data import DataLoader, Placement
 from loft_hvd.data import loader as loader_module
-from loft_hvd.data.loader import FetchingDataset, Request, TimedCollate, sure_fork
+from loft_hvd.data.loader import DataLoader, FetchingDataset, Request, TimedCollate, sure_fork
+from loft_hvd.data.placement import Placement
 from loft_hvd.errors import ArgumentTypeError, DataError
 from tests.support.plans import FakePlans
 

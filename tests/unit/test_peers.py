@@ -68,6 +68,13 @@ def test_a_peer_sends_what_it_keeps(server: Server) -> None:
     assert all(bytes(each.data) == value(sample) for sample, each in found.items())
 
 
+def test_a_server_takes_no_torch() -> None:
+    python, option, code = program()
+    code = code.replace("\nserve()", "\nprint('torch' in sys.modules)")
+    done = subprocess.run([python, option, code], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("False\n", "")
+
+
 def test_a_server_that_starts_anew_waits_for_its_port() -> None:
     shelf = Shelf(4, memory_bytes=1 << 20)
     shelf.add(2, value(2))

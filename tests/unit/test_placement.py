@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from loft_hvd.data import BatchSampler, DataLoader, Placement, Source
-from loft_hvd.data.placement import Where, check_placement
+from loft_hvd.data.loader import DataLoader
+from loft_hvd.data.placement import Placement, Source, Where, check_placement
+from loft_hvd.data.sampler import BatchSampler
 from loft_hvd.errors import ArgumentTypeError, DataError
 from tests.support.plans import FakePlans
 

@@ -214,7 +214,7 @@ def test_batches_of_a_loader_come_in_blocks(
 
 def test_a_row_group_is_read_once_for_its_block(tmp_path: Path) -> None:
     dataset = ParquetShards(parquets(tmp_path, 100, 100), decode=number_of)
-    reader = pytest.importorskip("loft_hvd.store.arrow").ParquetReader
+    reader = pytest.importorskip("loft_hvd.data.arrow").ParquetReader
     found: list[int] = []
     read_group = reader.read_group
 

@@ -1,4 +1,4 @@
-"""Arrow: the only file that imports pyarrow. Flight for ``peers.py``; Parquet files, read by group.
+"""Arrow: the only file that imports pyarrow. Parquet files, read by group; Flight for the store.
 
 Reading starts no threads and maps no memory: loader processes are forks of one that has read.
 """
