@@ -1,6 +1,5 @@
-// Layer 1. Whole samples shared out among ranks: the slow parts of loft_hvd/data/assign.py, which
-// defines them and takes their place where the extension is not built. Each step and each choice
-// among equals is that of the Python: all ranks of a job must find the same shares.
+// Layer 1. Whole samples shared out among ranks, for loft_hvd/data/assign.py. Of equals the first is
+// chosen throughout: all ranks of a job must find the same shares.
 #pragma once
 
 #include <cstdint>

@@ -7,7 +7,7 @@ import pytest
 
 from loft_hvd.data.assign import Shares, assign, count_local, count_rows, hand_out
 from loft_hvd.data.draws import EpochSettings
-from loft_hvd.data.flow import Network, proportional
+from loft_hvd.data.flow import proportional
 from loft_hvd.data.placement import Placement
 from loft_hvd.data.sampler import GlobalBatches
 from tests.support.plans import FakePlans
@@ -46,16 +46,6 @@ def test_overlapping_homes_are_rearranged_to_the_optimum(ranks: list[int]) -> No
     sizes = np.zeros(3, np.int64)
     sizes[[a, b]] = 4
     assert assign(np.arange(8), sizes, homes).owners.tolist() == [a] * 4 + [b] * 4
-
-
-def test_flow_takes_a_cheap_detour_before_a_dear_arc() -> None:
-    network = Network(4)
-    network.add_arc(0, 1, 2)
-    dear = network.add_arc(1, 3, 2, cost=1)
-    network.add_arc(1, 2, 1)
-    cheap = network.add_arc(2, 3, 5)
-    network.maximise(0, 3)
-    assert (network.flow(cheap), network.flow(dear)) == (1, 1)
 
 
 def test_counting_many_steps_agrees_with_drawing_them() -> None:

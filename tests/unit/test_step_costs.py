@@ -19,7 +19,6 @@ import loft_hvd as loft
 from loft_hvd.balance.interval import SUM, SUMS, Head
 from loft_hvd.balance.stopwatch import StepSums
 from loft_hvd.data.draws import EpochSettings
-from loft_hvd.data.flow import _native
 from loft_hvd.data.placement import Placement
 from loft_hvd.data.sampler import GlobalBatches
 from loft_hvd.transport.base import Abilities
@@ -89,10 +88,8 @@ DEAR = [
     pytest.param(replicas, [32] * 256, id="pairs"),
     pytest.param(replicas, unequal(256, 32), id="pairs-4:2:1"),
 ]
-native = pytest.mark.skipif(_native() is None, reason="the extension is not built")
 
 
-@native
 @pytest.mark.parametrize(
     ("placement", "sizes"),
     [*DEAR, pytest.param(nodes, unequal(1024, 32), id="nodes-4:2:1")],
@@ -104,7 +101,6 @@ def test_drawing_costs_the_training_thread_two_milliseconds(
     assert np.median(spent) <= MOST_S, [f"{1e3 * each:.2f} ms" for each in spent]
 
 
-@native
 @pytest.mark.timeout(600)  # wall time, on cores that other tests share
 @pytest.mark.parametrize(("placement", "sizes"), DEAR)
 def test_training_that_takes_no_time_waits_20_milliseconds_for_a_batch(
