@@ -76,19 +76,18 @@ class Scaled:
 
 @dataclass(frozen=True)
 class Gaussian:
-    """Send noise of standard deviation ``sigma``, the same in every run with the same ``seed``.
+    """Send noise of standard deviation ``sigma``, the same in every run.
 
-    Each step, bucket and rank has noise of its own, drawn from the seed and the honest values.
+    Each step, bucket and rank has noise of its own, drawn from the honest values.
     """
 
     sigma: float = 1.0
-    seed: int = 0
 
     def __call__(self, honest: Tensor, *, num_rows: int) -> Tensor:
-        # Seeded by what is attacked, too: noise is new in each step, bucket and rank, and the same
-        # again in a second run.
+        # Seeded by what is attacked: noise is new in each step, bucket and rank, and the same again
+        # in a second run.
         told = zlib.crc32(honest.detach().double().cpu().numpy().tobytes())
-        generator = torch.Generator().manual_seed(self.seed << 32 | told)
+        generator = torch.Generator().manual_seed(told)
         noise = torch.randn(num_rows, honest.shape[1], generator=generator, dtype=torch.float64)
         return noise.mul(self.sigma).to(honest)
 
@@ -111,15 +110,13 @@ class NaN:
 
 @dataclass(frozen=True)
 class HugeValue:
-    """Send the honest mean with one coordinate replaced by ``value``."""
+    """Send the honest mean with its first coordinate replaced by ``value``."""
 
     value: float = 1e30  # its square overflows float32, so that norms and distances do as well
-    coordinate: int = 0
 
     def __call__(self, honest: Tensor, *, num_rows: int) -> Tensor:
         rows = _repeat(honest.mean(dim=0), num_rows)
-        if honest.shape[1]:  # a bucket may be shorter than the coordinate, or empty
-            rows[:, self.coordinate % honest.shape[1]] = self.value
+        rows[:, :1] = self.value  # of an empty bucket nothing
         return rows
 
 

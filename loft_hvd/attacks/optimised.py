@@ -56,23 +56,19 @@ class _Optimised:
     Attributes:
         rule: what the attackers' rows go through; all rows weigh the same. Its f is not looked at:
             as many attackers send as the call says.
-        strengths: what is tried, at least one.
         shards: into how many slices of coordinates ranks cut a row before the rule sees it: in
             training the number of ranks, 1 for a rule over whole rows.
     """
 
     family: ClassVar[Callable[[float], Attack]]
+    strengths: ClassVar[tuple[float, ...]]  # what is tried
 
     rule: Rule
-    strengths: tuple[float, ...]
     shards: int = 1
 
     def __post_init__(self) -> None:
-        if not self.strengths or self.shards < 1:
-            raise ArgumentError(
-                f"{type(self).__name__}: strengths={self.strengths} must hold at least one, and "
-                f"shards={self.shards} be >= 1"
-            )
+        if self.shards < 1:
+            raise ArgumentError(f"{type(self).__name__}: shards={self.shards} must be >= 1")
 
     def __call__(self, honest: Tensor, *, num_rows: int) -> Tensor:
         return self.strongest(honest, num_rows=num_rows)(honest, num_rows=num_rows)
@@ -99,8 +95,7 @@ class OptimisedALIE(_Optimised):
     """``ALIE`` of the ``z``, of either sign, that moves the rule most."""
 
     family = ALIE
-
-    strengths: tuple[float, ...] = (-3.0, -1.5, -0.7, 0.7, 1.5, 3.0)
+    strengths = (-3.0, -1.5, -0.7, 0.7, 1.5, 3.0)
 
 
 @dataclass(frozen=True)
@@ -108,5 +103,4 @@ class OptimisedIPM(_Optimised):
     """``IPM`` of the ``eps`` that moves the rule most."""
 
     family = IPM
-
-    strengths: tuple[float, ...] = (0.1, 0.3, 1.0, 3.0, 10.0)
+    strengths = (0.1, 0.3, 1.0, 3.0, 10.0)

@@ -329,11 +329,6 @@ class DataLoader(PlannedLoader):
         self._batches.set_epoch(epoch)
         self._forget_pending()
 
-    @property
-    def deepest_drawn_step(self) -> int:
-        """The last step, over epochs, whose samples are drawn on this rank."""
-        return self._batches.deepest_drawn_step
-
     def state_dict(self) -> dict[str, Any]:
         """Describe the run after the batch yielded last: save it once that batch is trained."""
         return self._batches.state_dict(position=self._position, step=self._next_step)

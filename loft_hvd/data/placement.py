@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -15,19 +14,11 @@ import numpy.typing as npt
 from loft_hvd.data.assign import HolderSets, Homes
 from loft_hvd.errors import ArgumentTypeError, DataError
 
-__all__ = ["HomeSet", "Placement", "Source", "Where", "check_placement"]
+__all__ = ["HomeSet", "Placement", "Where", "check_placement"]
 
 _MOST_SAMPLES = 2**28  # of a file, which may be damaged: 4 bytes each, so 1 GB
 
 Where = int | str | Iterable[int | str]
-
-
-@dataclass(frozen=True, order=True)
-class Source:
-    """Where a rank reads a sample: its own store, another rank, or something all ranks share."""
-
-    kind: Literal["local", "peer", "shared"]
-    name: str = ""  # "rank 3" of a peer, the name of a shared source, or ""
 
 
 @dataclass(frozen=True, order=True)
@@ -65,11 +56,6 @@ class HomeSet:
             )
         ordered = (tuple(sorted(ranks)), tuple(sorted(nodes)), tuple(sorted(shared)))
         return cls(*ordered, is_everywhere=everywhere)
-
-    def to_list(self) -> list[int | str]:
-        """Return the homes as ``parse`` reads them."""
-        names = [f"node:{name}" for name in self.nodes] + [f"shared:{name}" for name in self.shared]
-        return [*self.ranks, *names, *(["everywhere"] if self.is_everywhere else [])]
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,18 +163,6 @@ class Placement:
         groups = np.repeat(_groups([home_sets.index(home) for home in homes]), counts)
         return cls(groups, home_sets, names)
 
-    def to_json(self, path: str | os.PathLike[str]) -> None:
-        """Write the placement as ``from_json`` reads it; strata are not part of the file."""
-        # Groups 0 0 1 1 1 0 begin runs at 0, 2 and 5; each ends where the next begins.
-        starts = np.flatnonzero(np.diff(self.groups, prepend=-1))
-        ends = np.append(starts[1:], len(self))
-        runs = [
-            {"count": int(end - start), "homes": self.home_sets[self.groups[start]].to_list()}
-            for start, end in zip(starts, ends[: len(starts)], strict=True)
-        ]
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump({"nodes": self.nodes, "runs": runs}, file)
-
     def with_strata(self, labels: npt.ArrayLike, *, cap: float = 1.5) -> Placement:
         """Cap a rank's share of every stratum, for robust rules on data sorted by label.
 
@@ -216,33 +190,6 @@ class Placement:
         strata = None if self.strata is None else self.strata[chosen]
         return replace(self, groups=self.groups[chosen], strata=strata)
 
-    def source_of(self, index: int, *, rank: int) -> Source:
-        """Return where ``rank`` reads sample ``index``: local first, then a peer, then shared.
-
-        Of several peers one on the same node is taken first; ranks spread over the rest by number.
-        """
-        return self._source(self.home_sets[self.groups[index]], rank)
-
-    def _source(self, home: HomeSet, rank: int) -> Source:
-        my_node = None if self.nodes is None else self.nodes[rank]
-        if home.is_everywhere or rank in home.ranks or my_node in home.nodes:
-            return Source("local")
-        peers = self._holding_ranks(home)
-        near = [peer for peer in peers if self.nodes and self.nodes[peer] == my_node]
-        peers = near or peers
-        if peers:
-            return Source("peer", f"rank {peers[rank % len(peers)]}")
-        return Source("shared", home.shared[rank % len(home.shared)])
-
-    def count_sources(self, indices: Iterable[int], *, rank: int) -> dict[Source, int]:
-        """Count the samples that ``rank`` reads from each source."""
-        counts = np.bincount(self.groups[np.fromiter(indices, np.int64)])
-        found: dict[Source, int] = {}
-        for group in np.flatnonzero(counts):
-            source = self._source(self.home_sets[group], rank)
-            found[source] = found.get(source, 0) + int(counts[group])
-        return found
-
     def shared_sources(self, world_size: int) -> tuple[int, ...]:
         """Return the number of the source that each rank shares with others, -1 for none.
 
@@ -262,7 +209,7 @@ class Placement:
         for home, count in zip(self.home_sets, counts, strict=True):
             if home.shared and not (home.ranks or home.nodes or home.is_everywhere):
                 numbers = np.array([names.index(name) for name in home.shared])
-                served[numbers[ranks % len(numbers)], ranks] += count  # as ``source_of`` does
+                served[numbers[ranks % len(numbers)], ranks] += count
         is_shared = 2 * served.max(axis=0) >= np.maximum(remote, 1)
         is_shared &= served.max(axis=0) > 0
         source = np.where(is_shared, served.argmax(axis=0), -1)

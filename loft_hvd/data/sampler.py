@@ -294,7 +294,6 @@ class GlobalBatches:
         self._epoch_begun = 0
         self.placement = settings.placement  # who holds what in this iteration
         self.homes: Homes = settings.placement.at(view.world_size)
-        self.deepest_drawn_step = -1
         self._resume_position: int | None = None
         self._done: npt.NDArray[np.bool_] | None = None  # of self.epoch, in an older order
         self._has_warned = False
@@ -333,7 +332,6 @@ class GlobalBatches:
                 )
         elif self.homes.world_size != self.view.world_size:
             self.homes = self.settings.placement.at(self.view.world_size)
-        self.deepest_drawn_step = first_step - 1
         return position, self._draw(position, first_step)
 
     def reads(self) -> Sequence[Mapping[str, int]]:
@@ -365,7 +363,6 @@ class GlobalBatches:
             drop_last=self.settings.drop_last,
             arrangement=self.settings.arrangement(self.epoch),
         ):
-            self.deepest_drawn_step = draw.step_sizes.step
             if self._keeper is not None:
                 self._keeper.note(draw)
             yield draw
@@ -492,11 +489,6 @@ class BatchSampler(Sampler[list[int]]):
             self._start, self._drawn = (0, step), []
         self._batches.set_epoch(epoch)
         self._balancer.clear_pending()
-
-    @property
-    def deepest_drawn_step(self) -> int:
-        """The last step, over epochs, whose samples are drawn on this rank."""
-        return self._batches.deepest_drawn_step
 
     def step_sizes_at(self, index: int) -> StepSizes:
         """Return the sizes of the ``index``-th batch of this iteration; 0 here is padding."""

@@ -27,7 +27,7 @@ HONEST = torch.tensor([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0]])  # mean 2, 2, 2
         (attacks.SignFlip(scale=10), [-20, -20, -20]),
         (attacks.Scaled(factor=100), [200, 200, 200]),
         (attacks.Zero(), [0, 0, 0]),
-        (attacks.HugeValue(value=1e30, coordinate=4), [2, 1e30, 2]),
+        (attacks.HugeValue(value=1e30), [1e30, 2, 2]),
         (attacks.NaN(), [float("nan")] * 3),
         (attacks.ALIE(z=1.5), [0.5, 2, 0.5]),  # deviations 1, 0, 1
         (attacks.ALIE(z=-1.0), [3, 2, 3]),
@@ -45,7 +45,7 @@ def test_rows_sent(attack: attacks.Attack, row: list[float], num_rows: int) -> N
 
 
 def test_gaussian_noise_has_its_sigma_and_repeats() -> None:
-    attack = attacks.Gaussian(sigma=5.0, seed=3)
+    attack = attacks.Gaussian(sigma=5.0)
     rows = attack(torch.zeros(1, 20_000), num_rows=2)
     assert float(rows.std()) == pytest.approx(5.0, rel=0.05)
     assert not torch.equal(rows[0], rows[1])
@@ -86,7 +86,7 @@ def test_ranks_that_do_not_exist_are_refused() -> None:
 
 
 def test_noise_is_new_at_every_step() -> None:
-    attack = attacks.Gaussian(sigma=1.0, seed=3)
+    attack = attacks.Gaussian(sigma=1.0)
     first, second = torch.zeros(1, 50), torch.ones(1, 50)
     assert torch.equal(attack(first, num_rows=1), attack(first, num_rows=1))
     assert not torch.equal(attack(first, num_rows=1), attack(second, num_rows=1))
@@ -172,9 +172,9 @@ def test_a_rule_that_does_not_fit_is_refused() -> None:
         attacks.OptimisedALIE(loft.TrimmedMean(2))(HONEST, num_rows=2)
 
 
-def test_no_strengths_are_refused() -> None:
-    with pytest.raises(ArgumentError, match="strengths="):
-        attacks.OptimisedALIE(loft.Robust(1), strengths=())
+def test_no_shards_are_refused() -> None:
+    with pytest.raises(ArgumentError, match="shards=0"):
+        attacks.OptimisedALIE(loft.Robust(1), shards=0)
 
 
 # --- attackers that collude in a job

@@ -1,7 +1,8 @@
-"""Placement: homes as users write them, and where a rank reads a sample."""
+"""Placement: homes as users write them, and which ranks hold a sample."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from loft_hvd.data.loader import DataLoader
-from loft_hvd.data.placement import Placement, Source, Where, check_placement
+from loft_hvd.data.placement import Placement, Where, check_placement
 from loft_hvd.data.sampler import BatchSampler
 from loft_hvd.errors import ArgumentTypeError, DataError
 from tests.support.plans import FakePlans
@@ -47,16 +48,17 @@ def test_a_home_that_is_none_is_refused(where: object) -> None:
         Placement.from_function(lambda i: where, 1)  # type: ignore[arg-type,return-value]
 
 
-def test_json_round_trip(tmp_path: Path) -> None:
+def test_a_file_of_runs_places_samples_in_their_order(tmp_path: Path) -> None:
+    homes = [[0], [1, "shared:nfs"], ["node:b"], [0], ["everywhere"]]
+    runs = [{"count": n, "homes": h} for n, h in zip([2, 1, 1, 1, 1], homes, strict=True)]
+    path = tmp_path / "placement.json"
+    path.write_text(json.dumps({"nodes": ["a", "b"], "runs": runs}))
+    read = Placement.from_json(path)
     where: list[int | str | list[int | str]] = [0, 0, [1, "shared:nfs"], "node:b", 0, "everywhere"]
-    placement = Placement.from_function(lambda i: where[i], len(where), nodes=["a", "b"])
-    placement.to_json(tmp_path / "placement.json")
-    read = Placement.from_json(tmp_path / "placement.json")
-    assert holders(read, 2) == holders(placement, 2)
-    assert read.nodes == placement.nodes
-    assert [read.source_of(i, rank=1) for i in range(6)] == [
-        placement.source_of(i, rank=1) for i in range(6)
-    ]
+    written = Placement.from_function(lambda i: where[i], len(where), nodes=["a", "b"])
+    assert holders(read, 2) == holders(written, 2)
+    assert read.nodes == written.nodes
+    assert read.shared_sources(2) == written.shared_sources(2)
 
 
 @pytest.mark.parametrize(
@@ -76,28 +78,6 @@ def test_json_of_another_form_is_an_error_that_shows_the_form(tmp_path: Path, te
     (tmp_path / "placement.json").write_text(text)
     with pytest.raises(DataError, match='"runs"'):
         Placement.from_json(tmp_path / "placement.json")
-
-
-def test_a_rank_reads_its_own_store_then_a_peer_of_its_node_then_a_peer_then_shared() -> None:
-    where: list[list[int | str]] = [[1], [0, 2, 3], [0], ["shared:nfs"], [0, "shared:nfs"]]
-    placement = Placement.from_function(lambda i: where[i], len(where), nodes=["a", "a", "b", "b"])
-    assert [placement.source_of(i, rank=1) for i in range(5)] == [
-        Source("local"),
-        Source("peer", "rank 0"),
-        Source("peer", "rank 0"),
-        Source("shared", "nfs"),
-        Source("peer", "rank 0"),
-    ]
-    assert placement.count_sources([0, 1, 1, 3], rank=1) == {
-        Source("local"): 1,
-        Source("peer", "rank 0"): 2,
-        Source("shared", "nfs"): 1,
-    }
-
-
-def test_reads_spread_over_the_peers_that_hold_a_sample() -> None:
-    placement = Placement.from_function(lambda i: [0, 1], 1)
-    assert {placement.source_of(0, rank=rank).name for rank in (2, 3)} == {"rank 0", "rank 1"}
 
 
 def test_subset_places_what_torch_subset_holds() -> None:

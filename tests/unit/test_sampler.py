@@ -46,7 +46,6 @@ def test_a_plan_set_later_applies_to_steps_not_yet_drawn() -> None:
     draws = batches.start(first_step=0)[1]
     next(draws)
     next(draws)
-    assert batches.deepest_drawn_step == 1
     assert plans.asked == [0, 1]
     plans.later = {2: [7, 1]}
     assert next(draws).step_sizes.sizes == (7, 1)
