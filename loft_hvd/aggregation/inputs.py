@@ -52,7 +52,6 @@ class Rows:
 
     rows: tuple[Row, ...]  # torch tensors or NumPy arrays, never mixed, each [numel]
     numel: int  # coordinates of each row
-    is_numpy: bool  # whether the rows are NumPy arrays
 
     @classmethod
     def read(cls, gradients: Gradients) -> Rows:
@@ -76,7 +75,7 @@ class Rows:
             _check_memory("gradients", gradients)
             rows = _cut(gradients)
             if rows and isinstance(gradients, Tensor) and _has_plain_rows(gradients):
-                return cls(rows, int(gradients.shape[1]), is_numpy=False)  # all alike
+                return cls(rows, int(gradients.shape[1]))  # all alike
         elif isinstance(gradients, Iterable):
             rows = tuple(gradients)
         else:
@@ -90,7 +89,7 @@ class Rows:
             if not isinstance(gradients, Tensor):  # whose rows lie where it lies
                 _check_memory(f"row {number}", row)
         unit = tuple(_with_unit_stride(row) for row in rows)
-        return cls(unit, int(first.shape[0]), isinstance(first, np.ndarray))
+        return cls(unit, int(first.shape[0]))
 
     def empty(self) -> Row:
         """Return an unset row of the same kind, [numel]."""

@@ -273,15 +273,12 @@ def _batches(trial: Trial, setting: Setting, labels: npt.NDArray[Any]) -> npt.ND
     return np.concatenate([honest, wrong], axis=1)
 
 
-def train(
-    trials: Sequence[Trial], setting: Setting, *, advance: Callable[[int], None] = lambda _: None
-) -> list[float]:
+def train(trials: Sequence[Trial], setting: Setting) -> list[float]:
     """Train every run and return its test accuracy, the mean over looks in the last 50 steps.
 
     Args:
         trials: runs in which equally many workers compute (``count_computing``).
         setting: what they have in common.
-        advance: told how many steps of one run have been computed since the last call.
 
     Returns:
         Shares of the 360 test images, one a trial.
@@ -321,7 +318,6 @@ def train(
         left = setting.steps - 1 - step
         if left < _LAST_STEPS and left % _LOOK_EVERY == 0:
             looks.append(network.accuracies(weights, data.test_images, data.test_labels))
-        advance(len(trials))
     accuracies: list[float] = torch.stack(looks).mean(dim=0).tolist()
     return accuracies
 

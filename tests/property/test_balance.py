@@ -19,11 +19,12 @@ from loft_hvd.balance.latency import StepModel
 from loft_hvd.balance.loft import Loft
 from loft_hvd.balance.policy import Proposal
 from loft_hvd.balance.search import SOLVERS, exact
-from loft_hvd.simulate.compare import hiccup_scenario, random_scenario, wide_scenario
+from loft_hvd.simulate.compare import random_scenario
 from loft_hvd.simulate.scenario import Event, RankTraits, Scenario, read_scenario
 from loft_hvd.simulate.simulation import PolicyRun, simulate
 from tests.support.clusters import OVERLAPS, drive, measure, observe, random_model
 from tests.support.marks import long_first
+from tests.support.scenarios import hiccup_scenario, wide_scenario
 from tests.support.slowness import slowness
 
 SHIPPED = {

@@ -17,10 +17,11 @@ from loft_hvd.balance.latency import StepModel
 from loft_hvd.balance.loft import Loft, LoftState, Measured, Verdicts
 from loft_hvd.balance.plan import Bounds, Floats, Plan, StepSizes
 from loft_hvd.balance.policy import Allowed, Task
-from loft_hvd.simulate.compare import hiccup_scenario, random_scenario, wide_scenario
+from loft_hvd.simulate.compare import random_scenario
 from loft_hvd.simulate.simulation import simulate
 from loft_hvd.transport.local import LocalTransport, run_ranks
 from tests.support.clusters import drive, measure, observe
+from tests.support.scenarios import hiccup_scenario, wide_scenario
 
 EVEN = StepModel.build(4, compute_fixed_s=0.01, compute_s=4e-3)
 
