@@ -23,7 +23,7 @@ __all__ = ["CONTROLLERS", "Finished", "launch_command", "run_limited"]
 
 _REST_S = 5.0  # longest wait for the last words of a job that was ended
 
-CONTROLLERS = ("gloo", "mpi")
+CONTROLLERS = ("gloo", "mpi", "torchrun")
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,12 @@ def launch_command(
 ) -> tuple[str, ...]:
     """Return the command that runs ``python SCRIPT`` on every rank of this machine.
 
-    ``controller`` is "gloo" (horovodrun) or "mpi" (mpirun); None takes the first that is there.
+    ``controller`` is "gloo" (horovodrun), "mpi" (mpirun) or "torchrun" (without Horovod); None
+    takes the first of Horovod's that is there.
     """
+    if controller == "torchrun":
+        torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+        return (*torchrun, "--nproc-per-node", str(num_ranks), *script)
     horovodrun, mpirun = launcher("horovodrun"), launcher("mpirun")
     python = (sys.executable, *script)
     if controller != "mpi" and "Gloo" in build.controllers and horovodrun:

@@ -47,6 +47,13 @@ def test_launcher_is_one_that_horovod_was_built_for(
     assert command[command.index("-np") + 1] == "3"
 
 
+def test_torchrun_needs_no_horovod() -> None:
+    build = HorovodBuild("", (), (), trouble="there is none")
+    command = launch_command(build, ("-m", "train"), num_ranks=3, controller="torchrun")
+    assert command[:3] == (sys.executable, "-m", "torch.distributed.run")
+    assert command[-4:] == ("--nproc-per-node", "3", "-m", "train")
+
+
 def test_only_root_is_allowed_to_run_as_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "launcher", _LAUNCHERS.__getitem__)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
