@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from loft_hvd.bench.models import MODELS
 from loft_hvd.bench.record import write_record
-from loft_hvd.bench.steps import MODELS
 from loft_hvd.transport import compact
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -586,7 +586,12 @@ def _bench_app() -> typer.Typer:
 
     app = typer.Typer(no_args_is_help=True, help="Measure speed, and accuracy under attack.")
     ranks_option = typer.Option(4, "--ranks", min=2, help="Ranks on this machine.")
-    controller_option = typer.Option("gloo", help="gloo (horovodrun) or mpi (mpirun).")
+    controller_option = typer.Option(
+        "gloo", help="gloo (horovodrun), mpi (mpirun); torchrun: --engine ddp without Horovod."
+    )
+    gate_option = typer.Option(
+        False, "--gate", help="Exit 1 when a goal is missed by 15 %, 2 if noisy."
+    )
     rounds_option = typer.Option(15, min=3, help="Samples of each contestant.")
     device_option = typer.Option("cpu", "--device", help="cpu, or cuda: ranks share the GPUs here.")
     json_option = typer.Option(None, "--json", metavar="FILE", help="Write all of it.")
@@ -600,7 +605,7 @@ def _bench_app() -> typer.Typer:
         repeats: int = typer.Option(5, min=1, help="Rounds at least; the fastest counts."),
         seconds: float = typer.Option(0, max=3600, help="CPU: rounds of a set go on so long."),
         device: str = typer.Option("cpu", help="cpu, or cuda against a copy on the GPU."),
-        gate: bool = typer.Option(False, help="Exit 1 when a goal is missed by 15 %, 2 if noisy."),
+        gate: bool = gate_option,
         json_file: str = json_option,
         plot_file: str = typer.Option(None, "--plot", metavar="FILE", help="Draw it, as a PNG."),
     ) -> None:
@@ -638,8 +643,13 @@ def _bench_app() -> typer.Typer:
         raise typer.Exit(code)
 
     @app.command("step")
-    def _step_command(
-        model: str = typer.Option("resnet18", help="resnet18 or transformer."),
+    def _step_command(  # noqa: PLR0913 - a command's options
+        model: str = typer.Option("resnet18", help="resnet18, transformer or mlp."),
+        engine: str = typer.Option(
+            "horovod",
+            help="What steps are compared with: horovod (hvd.DistributedOptimizer) or ddp "
+            "(DistributedDataParallel; Horovod's and ours by turns with it, five steps each).",
+        ),
         batch: int = typer.Option(4, min=1, help="Samples of a rank."),
         ranks: int = ranks_option,
         controller: str = controller_option,
@@ -649,12 +659,15 @@ def _bench_app() -> typer.Typer:
             False, "--scopes", help="Also Robust, in both scopes; on the CPU its parts."
         ),
         device: str = device_option,
+        gate: bool = gate_option,
         json_file: str = json_option,
     ) -> None:
-        """Time training steps against hvd.DistributedOptimizer."""
-        bench = StepBench(model, batch, rounds, trace, scopes, device)
+        """Time training steps against hvd.DistributedOptimizer's, or plain DDP's."""
+        bench = StepBench(model, batch, rounds, trace, scopes, device, engine)
         job = BenchJob(ranks, controller)
-        code = commands.bench_step(bench, job=job, json_file=json_file, show=_print_table)
+        code = commands.bench_step(
+            bench, job=job, json_file=json_file, gate=gate, show=_print_table
+        )
         raise typer.Exit(code)
 
     @app.command("robustness")

@@ -15,25 +15,30 @@ from torch import Tensor
 from loft_hvd.aggregation.reference import reference
 from loft_hvd.aggregation.rules import Mean, Median, Rule, TrimmedMean
 from loft_hvd.bench.cuda import require_cuda
+from loft_hvd.config import config
 from loft_hvd.errors import AggregationError, ArgumentError
 from loft_hvd.pipeline.allreduce import allreduce
 from loft_hvd.transport.base import Channel, Transport
-from loft_hvd.transport.horovod import HorovodTransport, horovod_module
+from loft_hvd.transport.horovod import (
+    HorovodTransport,
+    horovod_if_initialized,
+    horovod_module,
+)
 
 __all__ = [
-    "BASELINE",
-    "BASELINE_AGAIN",
+    "HOROVOD",
     "PEER",
     "AllreduceBench",
     "Part",
     "Progress",
+    "again",
     "check_device",
     "interleave",
     "measure_allreduce",
     "rank_device",
 ]
 
-BASELINE, BASELINE_AGAIN = "horovod", "horovod again"
+HOROVOD = "horovod"
 PEER = "blocking, torch.median"
 _CHECKED = 4096  # values of each result that are compared; the definition takes seconds for all
 _WARM_UPS = 2  # buffers, and the layout of an optimizer's buckets
@@ -71,6 +76,11 @@ class AllreduceBench:
             )
 
 
+def again(baseline: str) -> str:
+    """Return the name of a baseline that is timed a second time: its noise."""
+    return f"{baseline} again"
+
+
 def check_device(what: str, device: str) -> None:
     """Raise unless a bench can run on a device here."""
     if device not in ("cpu", "cuda"):
@@ -83,7 +93,9 @@ def rank_device(device: str) -> torch.device:
     """Return where this rank's tensors lie: for "cuda" on one of the machine's GPUs, in turn."""
     if device == "cpu":
         return torch.device("cpu")
-    found = torch.device("cuda", horovod_module().local_rank() % torch.cuda.device_count())
+    hvd = horovod_if_initialized()
+    local_rank = config().rank if hvd is None else hvd.local_rank()  # torchrun's are all here
+    found = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(found)
     return found
 
@@ -112,6 +124,7 @@ def measure_allreduce(
         found[f"{megabytes:g}"] = interleave(
             transport,
             calls,
+            barrier=horovod_module().barrier,
             device=device,
             rounds=bench.rounds,
             inner=inner,
@@ -126,6 +139,7 @@ def interleave(
     transport: Transport,
     calls: dict[str, Callable[[], Any]],
     *,
+    barrier: Callable[[], object],
     device: torch.device,
     rounds: int,
     inner: int,
@@ -135,7 +149,8 @@ def interleave(
 ) -> dict[str, list[float]]:
     """Time calls in turn, the same ones on every rank; a sample is ``inner`` calls.
 
-    It ends when ``device`` has done all that they queued.
+    It begins behind a ``barrier`` of all ranks, and ends when ``device`` has done all that was
+    queued.
 
     With one call a sample, a call may return a ``Part``, which is then the sample.
 
@@ -143,7 +158,6 @@ def interleave(
 
     Returns seconds of one call in every round, the slowest rank's, by name.
     """
-    hvd = horovod_module()
 
     def settle() -> None:
         if device.type == "cuda":
@@ -159,7 +173,7 @@ def interleave(
     # round, because ranks that called in different orders would wait for each other for ever.
     for number in range(rounds):
         for key in random.Random(number).sample(order, len(order)):
-            hvd.barrier()  # else a rank that is ahead would time its wait for the others
+            barrier()  # else a rank that is ahead would time its wait for the others
             began = time.perf_counter()
             found = [calls[key]() for _ in range(inner)]
             settle()
@@ -183,8 +197,8 @@ def _calls(
         return lambda: allreduce(tensor, rule, name=f"{stem}.{name}")
 
     calls: dict[str, Callable[[], Tensor]] = {
-        BASELINE: lambda: hvd.allreduce(tensor, name=f"{stem}.h"),
-        BASELINE_AGAIN: lambda: hvd.allreduce(tensor, name=f"{stem}.h"),
+        HOROVOD: lambda: hvd.allreduce(tensor, name=f"{stem}.h"),
+        again(HOROVOD): lambda: hvd.allreduce(tensor, name=f"{stem}.h"),
     }
     calls |= {name: ours(name, rule) for name, rule in rules.items()}
     if has_peer:

@@ -14,15 +14,16 @@ import torch
 from loft_hvd.aggregation.rules import RULES
 from loft_hvd.bench.collectives import AllreduceBench
 from loft_hvd.bench.cuda import describe_device, judge_cuda, measure_cuda, require_cuda
-from loft_hvd.bench.gate import goal_rows, judge_kernels, timing_rows
+from loft_hvd.bench.gate import Goal, exit_status, goal_rows, judge_kernels, timing_rows
 from loft_hvd.bench.kernels import KernelBench, Timing, measure_kernels
 from loft_hvd.bench.peers import PEER_PACKAGES, Untimed, peer_rows, peers
 from loft_hvd.bench.ranks import (
     BenchJob,
-    Judgement,
     allreduce_goal,
+    goals_of,
     judge,
     judge_peer,
+    ratio_goal,
     run_bench,
     step_goal,
     table,
@@ -83,28 +84,32 @@ def bench_allreduce(
     return _write({**_described(job, bench.device), "allreduce": judged}, json_file)
 
 
-def bench_step(bench: StepBench, *, job: BenchJob, json_file: str | None, show: Show) -> int:
-    """Time whole training steps against Horovod's optimizer; return the exit status."""
+def bench_step(
+    bench: StepBench, *, job: BenchJob, json_file: str | None, gate: bool = False, show: Show
+) -> int:
+    """Time whole training steps against another way's; return the exit status (``exit_status``)."""
     check_writable(json_file)
     _tell(f"{job}, steps of {bench.model}, {bench.rounds} rounds; tables come at the end")
     found = run_bench("step", asdict(bench), job, progress=_tell)
     samples = found.pop(bench.model)
-    judged = judge(samples, {name: step_goal(name) for name in samples})
-    show(table(f"{bench.model}, {job}", judged))
+    limits = {name: step_goal(name, bench) for name in samples}
+    judged = judge(samples, limits, baseline=bench.engine)
+    goals = goals_of(judged)
+    show(table(f"{bench.model}, {job}", judged, baseline=bench.engine))
     if SHARDS_EXPOSED in samples:
         cost = cost_of(samples, next(name for name in samples if name.startswith("trimmed_mean")))
         # As above, by how far Horovod's step was from itself.
-        verdicts = {
-            "over_trimmed_mean": Judgement(1.10, cost.over_trimmed_mean, judged["noise"]),
-            "exposed": Judgement(1.15, cost.exposed_ratio, judged["noise"]),
-        }
-        goals = {name: asdict(each) | {"verdict": each.verdict} for name, each in verdicts.items()}
-        found["scopes"] = asdict(cost) | {"goals": goals}
-        show(_scope_rows(cost, verdicts["over_trimmed_mean"], verdicts["exposed"]))
+        noise = judged["noise"]
+        step = ratio_goal("over_trimmed_mean", 1.10, cost.over_trimmed_mean, noise=noise)
+        exposed = ratio_goal("exposed", 1.15, cost.exposed_ratio, noise=noise)
+        goals += [step, exposed]
+        found["scopes"] = asdict(cost) | {"goals": [_with_verdict(step), _with_verdict(exposed)]}
+        show(_scope_rows(cost, step, exposed))
     if "stages" in found:
         stages = [[name, f"{1e3 * spent:.2f}"] for name, spent in found["stages"].items()]
         show([["stage, TrimmedMean, rank 0", "ms a step"], *stages])
-    return _write({**_described(job, bench.device), **found, bench.model: judged}, json_file)
+    _write({**_described(job, bench.device), **found, bench.model: judged}, json_file)
+    return exit_status(goals) if gate else 0
 
 
 def _described(job: BenchJob, device: str) -> dict[str, object]:
@@ -113,14 +118,18 @@ def _described(job: BenchJob, device: str) -> dict[str, object]:
     return {"ranks": job.num_ranks, **on_gpu}
 
 
-def _scope_rows(cost: ScopeCost, step: Judgement, exposed: Judgement) -> list[list[str]]:
+def _with_verdict(goal: Goal) -> dict[str, object]:
+    return {**asdict(goal), "verdict": goal.verdict}
+
+
+def _scope_rows(cost: ScopeCost, step: Goal, exposed: Goal) -> list[list[str]]:
     """Return what ``Robust`` costs as a table with a header."""
 
     def ms(seconds: float) -> str:
         return f"{1e3 * seconds:.1f}"
 
-    def judged(each: Judgement) -> list[str]:
-        return [f"{each.ratio:.2f}", f"{each.goal:.2f}", each.verdict]
+    def judged(goal: Goal) -> list[str]:
+        return [f"{goal.found:.2f}", f"{goal.limit:.2f}", goal.verdict]
 
     formula = ms(cost.exposed_formula_s)
     return [
@@ -140,7 +149,7 @@ def bench_kernels(
     gate: bool,
     show: Show,
 ) -> int:
-    """Time the kernels, print, judge; return 1 for a goal far missed, 2 for too much noise."""
+    """Time the kernels, print, judge; return the exit status (``exit_status``)."""
     check_writable(*files)
     if files[1] is not None:
         _check_plots()
@@ -172,14 +181,12 @@ def bench_kernels(
         "peers": peers(),
         "untimed": [asdict(one) for one in untimed],
         "timings": [asdict(timing) for timing in timings],
-        "goals": [{**asdict(goal), "verdict": goal.verdict} for goal in goals],
+        "goals": [_with_verdict(goal) for goal in goals],
     }
     _write(results, files[0])  # first: a picture in the repository would make its commit "dirty"
     if files[1] is not None:
         plot_kernels(timings, files[1])
-    if gate and any(goal.is_far for goal in goals):
-        return 1
-    return 2 if gate and not all(goal.is_judged for goal in goals) else 0
+    return exit_status(goals) if gate else 0
 
 
 def bench_robustness(

@@ -5,25 +5,30 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from loft_hvd.bench import commands, scopes
 from loft_hvd.bench.collectives import PEER
+from loft_hvd.bench.gate import exit_status
 from loft_hvd.bench.kernels import Clock, Rounds, interleaved_minimum
+from loft_hvd.bench.models import MODELS
 from loft_hvd.bench.ranks import (
     BenchJob,
-    Judgement,
     allreduce_goal,
+    goals_of,
     judge,
     judge_peer,
     paired_ratios,
+    ratio_goal,
+    run_bench,
     step_goal,
     table,
 )
 from loft_hvd.bench.record import check_writable, write_record
-from loft_hvd.bench.steps import StepBench
+from loft_hvd.bench.steps import DDP, StepBench
 from loft_hvd.errors import ArgumentError, DataError
 
 
@@ -57,7 +62,7 @@ def test_ratios_hold_on_a_machine_that_slows_down() -> None:
 def test_goal_is_met_within_half_the_noise_or_not_judged(
     ratio: float, noise: float, verdict: str
 ) -> None:
-    assert Judgement(1.10, ratio, noise).verdict == verdict
+    assert ratio_goal("", 1.10, ratio, noise=noise).verdict == verdict
 
 
 def test_judged_samples_carry_goals_noise_and_verdicts() -> None:
@@ -71,8 +76,32 @@ def test_judged_samples_carry_goals_noise_and_verdicts() -> None:
     assert judged["contestants"]["mean"]["ratio"] == 2
     assert judged["contestants"]["mean"]["verdict"] == "missed"
     assert "goal" not in judged["contestants"]["horovod"]
-    rows = table("here", judged)
+    header, *rows = table("here", judged)
+    assert header == ["here", "ms", "x horovod", "spread", "goal", "verdict"]
     assert ["mean", "4000.0", "2.00", "0.00", "1.03", "missed"] in rows
+
+
+@pytest.mark.parametrize(
+    ("hook_s", "again_s", "verdict", "status"),
+    [
+        (1.0, 1.0, "met", 0),
+        (1.1, 1.0, "missed", 0),
+        (1.2, 1.0, "missed", 1),
+        (1.0, 1.2, "too noisy", 2),
+    ],
+)
+def test_steps_are_judged_and_gated_by_what_they_are_compared_with(
+    hook_s: float, again_s: float, verdict: str, status: int
+) -> None:
+    seconds = {"ddp": 1.0, "ddp again": again_s, "horovod": 9.0, "hook mean": hook_s}
+    samples = {name: [taken] * 3 for name, taken in seconds.items()}
+    bench = StepBench(engine=DDP)
+    judged = judge(samples, {name: step_goal(name, bench) for name in samples}, baseline=DDP)
+    assert judged["contestants"]["hook mean"]["verdict"] == verdict
+    assert table("", judged, baseline=DDP)[0][2] == "x ddp"
+    (goal,) = goals_of(judged)
+    assert (goal.what, goal.limit, goal.verdict) == ("hook mean", 1.01, verdict)
+    assert exit_status([goal]) == status
 
 
 def test_goals_are_those_of_the_ranks_and_rules_they_were_set_for() -> None:
@@ -83,7 +112,48 @@ def test_goals_are_those_of_the_ranks_and_rules_they_were_set_for() -> None:
     assert allreduce_goal("median", 100.0, two_mpi) == 1.3
     assert allreduce_goal("mean", 100.0, four) is None
     assert allreduce_goal("trimmed_mean f=1", 1.0, four) is None
-    assert (step_goal("mean"), step_goal("trimmed_mean f=1")) == (1.03, 1.10)
+
+
+@pytest.mark.parametrize(
+    ("engine", "limits"),
+    [
+        ("horovod", {"mean": 1.03, "trimmed_mean f=1": 1.10, "median": None, "hook mean": None}),
+        ("ddp", {"hook mean": 1.01, "hook trimmed_mean f=1": 1.00, "hook robust f=1": 1.15}),
+        ("ddp", {"optimizer mean": 1.00, "optimizer robust f=1": None, "horovod": None}),
+    ],
+)
+def test_goals_of_steps_are_those_of_the_contestant_and_the_engine(
+    engine: str, limits: dict[str, float | None]
+) -> None:
+    bench = StepBench(engine=engine)
+    assert {name: step_goal(name, bench) for name in limits} == limits
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"engine": "nccl"}, "engine='nccl' is not one of horovod, ddp"),
+        ({"model": "vgg"}, "model='vgg' is not one of resnet18, transformer, mlp"),
+        ({"engine": "ddp", "scopes": True}, "scopes=True and trace=None go with engine='horovod'"),
+        ({"engine": "ddp", "trace": "t.json"}, "trace='t.json' go with engine='horovod'"),
+    ],
+)
+def test_steps_that_no_bench_takes_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ArgumentError, match=said):
+        StepBench(**options)
+
+
+@pytest.mark.parametrize(("what", "engine"), [("allreduce", None), ("step", "horovod")])
+def test_torchrun_starts_only_what_does_without_horovod(what: str, engine: str | None) -> None:
+    with pytest.raises(ArgumentError, match=f"bench {what}: controller='torchrun'"):
+        run_bench(what, {"engine": engine}, BenchJob(2, "torchrun"))
+
+
+@pytest.mark.parametrize(("model", "millions"), [("resnet18", 11.7), ("mlp", 12.6)])
+def test_models_have_the_parameters_that_figures_are_given_for(model: str, millions: float) -> None:
+    assert sum(p.numel() for p in MODELS[model]().parameters()) == pytest.approx(
+        1e6 * millions, rel=0.01
+    )
 
 
 @pytest.mark.parametrize(("num_ranks", "controller"), [(1, "gloo"), (4, "nccl")])

@@ -193,6 +193,7 @@ _LAYERS = {
     "bench/defences.py": 8,
     "bench/gate.py": 8,
     "bench/kernels.py": 8,
+    "bench/models.py": 8,
     "bench/peers.py": 8,
     "bench/ranks.py": 8,
     "bench/robustness.py": 8,
