@@ -83,7 +83,8 @@ class BenchJob:
 
     num_ranks: int = 4  # ranks on this machine
     controller: str = "gloo"  # "gloo" (horovodrun), "mpi" (mpirun), or "torchrun" without Horovod
-    timeout_s: float = 600.0  # longest run in seconds; the job is ended then
+    # Longest run in seconds; the job is ended then. Ranks that hang end by limits of their own.
+    timeout_s: float = 3600.0
 
     def __post_init__(self) -> None:
         if self.num_ranks < 2 or self.controller not in CONTROLLERS:
