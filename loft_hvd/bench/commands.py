@@ -36,7 +36,6 @@ from loft_hvd.bench.robustness import (
     judge_robustness,
     matrix_rows,
     measure_robustness,
-    robustness_goal_rows,
 )
 from loft_hvd.bench.scopes import SHARDS_EXPOSED, ScopeCost, cost_of
 from loft_hvd.bench.steps import StepBench
@@ -210,13 +209,13 @@ def bench_robustness(
         reasons = [[f"{one.contestant}, n={one.rows}: {one.reason}"] for one in left_out]
         show([["left out"], *reasons])
     if goals:
-        show(robustness_goal_rows(goals))
+        show(goal_rows(goals, digits=1))
     results: dict[str, object] = {
         "bench": asdict(bench),
         "peers": peers(),
         "left_out": [asdict(one) for one in left_out],
         "cells": [asdict(cell) for cell in cells],
-        "goals": [{**asdict(goal), "is_met": goal.is_met} for goal in goals],
+        "goals": [_with_verdict(goal) for goal in goals],
     }
     return _write(results, files[0])
 

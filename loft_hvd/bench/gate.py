@@ -48,6 +48,7 @@ class Goal:
     is_floor: bool = False  # more is better
     is_judged: bool = True  # False where what it is measured against differed too much from itself
     slack: float = 0.0  # by how much ``found`` may miss ``limit``
+    standard_error: float | None = None  # of ``found``, where that is known
 
     @property
     def verdict(self) -> str:
@@ -192,10 +193,13 @@ def timing_rows(timings: Sequence[Timing]) -> list[list[str]]:
     return [["contestant", "rows", "ns/coordinate", "GB/s", "x pass"], *body]
 
 
-def goal_rows(goals: Sequence[Goal]) -> list[list[str]]:
-    """Return rows to print, the first of them the header."""
-    sign = {True: ">=", False: "<="}
-    body = [
-        [g.what, f"{g.found:.2f}", f"{sign[g.is_floor]} {g.limit:.2f}", g.verdict] for g in goals
-    ]
-    return [["goal", "found", "limit", "verdict"], *body]
+def goal_rows(goals: Sequence[Goal], *, digits: int = 2) -> list[list[str]]:
+    """Return rows to print, the first of them the header; "se" is a standard error."""
+    rows = [["goal", "found", "limit", "verdict"]]
+    for goal in goals:
+        found = f"{goal.found:.{digits}f}"
+        if goal.standard_error is not None:
+            found += f" (se {goal.standard_error:.{digits}f})"
+        limit = f"{'>=' if goal.is_floor else '<='} {goal.limit:.{digits}f}"
+        rows.append([goal.what, found, limit, goal.verdict])
+    return rows

@@ -31,6 +31,7 @@ from loft_hvd.bench.attacked import (
     train,
 )
 from loft_hvd.bench.defences import DEFENCES, Defence, find_defences
+from loft_hvd.bench.gate import Goal
 from loft_hvd.bench.peers import Untimed
 from loft_hvd.bench.skews import SKEWS
 from loft_hvd.errors import ArgumentError, DataError
@@ -39,13 +40,11 @@ __all__ = [
     "Cell",
     "KeptRuns",
     "RobustnessBench",
-    "RobustnessGoal",
     "cell_rows",
     "end_with_parent",
     "judge_robustness",
     "matrix_rows",
     "measure_robustness",
-    "robustness_goal_rows",
 ]
 
 # How runs are made, in files of kept ones. Until 2026-11-26 the last ranks attacked in every seed,
@@ -338,22 +337,6 @@ def cell_rows(cells: Sequence[Cell], defence: str) -> list[list[str]]:
     return rows
 
 
-@dataclass(frozen=True)
-class RobustnessGoal:
-    """What the advised rule is to reach, and what it did."""
-
-    what: str
-    found: float  # percent, or points
-    limit: float
-    is_least: bool  # whether ``limit`` is the least allowed, or the most
-    standard_error: float | None = None  # of ``found``; None of one seed, and of other goals
-
-    @property
-    def is_met(self) -> bool:
-        """Whether it did."""
-        return self.found >= self.limit if self.is_least else self.found <= self.limit
-
-
 # Skew and the most points that the worst attack may cost, or the least percent that it must leave,
 # of (8, 2) and (16, 3); and the most points with nobody attacking.
 _MOST_LOST = {"shuffled": 4.0, "capped": 6.0}
@@ -363,7 +346,7 @@ _MOST_LOST_IN_ODD_STEPS = 1.0  # shuffled
 _MOST_BEHIND = 2.0  # points that another rule's worst case may be better by
 
 
-def judge_robustness(cells: Sequence[Cell]) -> list[RobustnessGoal]:
+def judge_robustness(cells: Sequence[Cell]) -> list[Goal]:
     """Judge what can be judged of these cells."""
     found = _summaries(cells)
     goals = []
@@ -378,27 +361,31 @@ def judge_robustness(cells: Sequence[Cell]) -> list[RobustnessGoal]:
             if ours.none is not None and clean is not None and clean.none is not None:
                 lost = clean.none - ours.none
                 limit = _MOST_LOST_UNATTACKED[skew]
-                goals.append(RobustnessGoal(f"{say}: points lost unattacked", lost, limit, False))
+                goals.append(Goal(f"{say}: points lost unattacked", limit, lost))
             if ours.worst is None:
                 continue
             worst = f"{say}: worst of {len(ours.attacked)} attacks ({ours.worst_attack})"
             if skew in _MOST_LOST and clean is not None and clean.none is not None:
                 lost = clean.none - ours.worst
-                goals.append(RobustnessGoal(f"{worst}, points", lost, _MOST_LOST[skew], False))
+                goals.append(Goal(f"{worst}, points", _MOST_LOST[skew], lost))
                 if skew == "shuffled" and ODD_STEPS in ours.attacked:
                     lost = clean.none - ours.attacked[ODD_STEPS]
                     what = f"{say}: points lost under {ODD_STEPS}"
-                    goals.append(RobustnessGoal(what, lost, _MOST_LOST_IN_ODD_STEPS, False))
+                    goals.append(Goal(what, _MOST_LOST_IN_ODD_STEPS, lost))
             if num_workers in _LEAST_LEFT.get(skew, {}):
                 limit = _LEAST_LEFT[skew][num_workers]
-                goals.append(RobustnessGoal(worst, ours.worst, limit, True))
+                goals.append(Goal(worst, limit, ours.worst, is_floor=True))
         own = [c for c in cells if (c.model, c.num_workers, c.f) == (model, num_workers, f)]
         goals += _against_others(own, place)
     return goals
 
 
-def _against_others(cells: Sequence[Cell], place: str) -> list[RobustnessGoal]:
-    """Compare worst cases over all skews and attacks of ours: no rule may be much better."""
+def _against_others(cells: Sequence[Cell], place: str) -> list[Goal]:
+    """Compare worst cases over all skews and attacks of ours: no rule may be much better.
+
+    The standard error over seeds is of the difference of two worst cells. That the same seeds have
+    chosen these cells as the worst is not in it.
+    """
     found: dict[str, dict[tuple[str, str], Cell]] = defaultdict(dict)  # by rule: of skew, attack
     for cell in cells:
         if cell.attack != NONE:
@@ -420,30 +407,9 @@ def _against_others(cells: Sequence[Cell], place: str) -> list[RobustnessGoal]:
         ahead = [a - b for a, b in zip(others[best].by_seed, worst.by_seed, strict=True)]
         error = statistics.stdev(ahead) / len(ahead) ** 0.5 if len(ahead) > 1 else None
         points = others[best].accuracy - worst.accuracy
-        goals.append(RobustnessGoal(what, points, _MOST_BEHIND, False, error))
+        goals.append(Goal(what, _MOST_BEHIND, points, standard_error=error))
     return goals
 
 
 def _worst(cells: Iterable[Cell]) -> Cell:
     return min(cells, key=lambda cell: cell.accuracy)
-
-
-def robustness_goal_rows(goals: Sequence[RobustnessGoal]) -> list[list[str]]:
-    """Return the goals as a table with a header.
-
-    "se" is a standard error over seeds, of the difference of two worst cells. That the same seeds
-    have chosen these cells as the worst is not in it.
-    """
-    return [
-        ["goal", "found", "limit", ""],
-        *(
-            [
-                goal.what,
-                f"{goal.found:.1f}"
-                + ("" if goal.standard_error is None else f" (se {goal.standard_error:.1f})"),
-                f"{'>=' if goal.is_least else '<='} {goal.limit:g}",
-                "met" if goal.is_met else "missed",
-            ]
-            for goal in goals
-        ),
-    ]

@@ -16,6 +16,7 @@ import torch
 import loft_hvd as loft
 from loft_hvd.bench.attacked import Setting, Trial
 from loft_hvd.bench.defences import DEFENCES, PEER_DEFENCES, Defence, find_defences
+from loft_hvd.bench.gate import goal_rows
 from loft_hvd.bench.peers import Untimed
 from loft_hvd.bench.robustness import (
     Cell,
@@ -25,7 +26,6 @@ from loft_hvd.bench.robustness import (
     judge_robustness,
     matrix_rows,
     measure_robustness,
-    robustness_goal_rows,
 )
 from loft_hvd.errors import ArgumentError, DataError, MissingDependencyError
 from tests.support.processes import arguments_of
@@ -131,25 +131,25 @@ def test_cells_of_one_rule() -> None:
 
 
 def test_goals_are_of_the_default_scope_and_of_the_whole_model() -> None:
-    goals = {goal.what: (round(goal.found, 1), goal.is_met) for goal in judge_robustness(CELLS)}
+    goals = {goal.what: (round(goal.found, 1), goal.verdict) for goal in judge_robustness(CELLS)}
     assert goals == {
-        "mlp, n=8 f=2, shuffled, robust, scope auto: points lost unattacked": (1.0, False),
+        "mlp, n=8 f=2, shuffled, robust, scope auto: points lost unattacked": (1.0, "missed"),
         "mlp, n=8 f=2, shuffled, robust, scope auto: worst of 1 attacks (ALIE z=1), points": (
             3.0,
-            True,
+            "met",
         ),
-        "mlp, n=8 f=2, shuffled, robust: points lost unattacked": (0.5, True),
-        "mlp, n=8 f=2, shuffled, robust: worst of 2 attacks (ALIE z=1), points": (5.0, False),
-        "mlp, n=8 f=2, sorted, robust: worst of 1 attacks (ALIE z=1)": (44.0, False),
+        "mlp, n=8 f=2, shuffled, robust: points lost unattacked": (0.5, "met"),
+        "mlp, n=8 f=2, shuffled, robust: worst of 2 attacks (ALIE z=1), points": (5.0, "missed"),
+        "mlp, n=8 f=2, sorted, robust: worst of 1 attacks (ALIE z=1)": (44.0, "missed"),
         "mlp, n=8 f=2: points that trimmed_mean is better in its worst case than robust": (
             2.5,
-            False,
+            "missed",
         ),
         # Of what the default met, one attack.
         "mlp, n=8 f=2: points that trimmed_mean is better in its worst case than robust, scope "
-        "auto": (-34.0, True),
+        "auto": (-34.0, "met"),
     }
-    rows = robustness_goal_rows(judge_robustness(CELLS))
+    rows = goal_rows(judge_robustness(CELLS), digits=1)
     assert [row[3] for row in rows[1:]].count("met") == 3
 
 
@@ -159,7 +159,7 @@ def test_others_are_judged_against_the_default_too() -> None:
     cells = cells_of({(rule, "sorted", "mimic"): a for rule, a in worst.items()})
     (goal,) = (one for one in judge_robustness(cells) if "better" in one.what)
     assert goal.what.endswith("mean is better in its worst case than robust, scope auto")
-    assert (round(goal.found, 1), goal.is_met) == (2.1, False)
+    assert (round(goal.found, 1), goal.verdict) == (2.1, "missed")
     for skew, attack in (("capped", "mimic"), ("sorted", "IPM 0.1")):  # which no other met
         more = cells_of({("robust, scope auto", skew, attack): 90.0})
         assert not any("better" in one.what for one in judge_robustness([*cells, *more]))
@@ -170,7 +170,7 @@ def test_what_another_is_ahead_has_a_standard_error_over_seeds() -> None:
     cells = [replace(ours, by_seed=(60.0, 70.0)), replace(other, by_seed=(66.0, 72.0))]
     (goal,) = (one for one in judge_robustness(cells) if "better" in one.what)
     assert goal.standard_error == pytest.approx(2.0)  # of 6 and 2
-    assert robustness_goal_rows([goal])[1][1] == "4.0 (se 2.0)"
+    assert goal_rows([goal], digits=1)[1][1] == "4.0 (se 2.0)"
     # The worst cells of both count, which may be others.
     better = [
         replace(cell, skew="capped", by_seed=(99.0, 10.0 * at)) for at, cell in enumerate(cells, 9)
@@ -178,7 +178,7 @@ def test_what_another_is_ahead_has_a_standard_error_over_seeds() -> None:
     assert judge_robustness([*cells, *better])[-1] == goal
     alone = [replace(cell, by_seed=cell.by_seed[:1]) for cell in cells]
     (goal,) = (one for one in judge_robustness(alone) if "better" in one.what)
-    assert robustness_goal_rows([goal])[1][1] == "6.0"
+    assert goal_rows([goal], digits=1)[1][1] == "6.0"
 
 
 def test_clean_runs_are_made_along_where_goals_are_judged_by_them() -> None:
@@ -194,8 +194,8 @@ def test_clean_runs_are_made_along_where_goals_are_judged_by_them() -> None:
     assert runs("median") == [("median", "IPM 0.1", "sorted")]
 
 
-@pytest.mark.parametrize(("accuracy", "is_met"), [(96.1, True), (95.9, False)])
-def test_who_is_honest_every_other_step_may_cost_a_point(accuracy: float, is_met: bool) -> None:
+@pytest.mark.parametrize(("accuracy", "verdict"), [(96.1, "met"), (95.9, "missed")])
+def test_who_is_honest_every_other_step_may_cost_a_point(accuracy: float, verdict: str) -> None:
     numbers = {
         ("mean", "shuffled", "none"): 97.0,
         ("robust, scope auto", "shuffled", "odd steps x10"): accuracy,
@@ -203,13 +203,13 @@ def test_who_is_honest_every_other_step_may_cost_a_point(accuracy: float, is_met
     }
     goals = [one for one in judge_robustness(cells_of(numbers)) if "odd" in one.what]
     (under,) = (one for one in goals if "points lost under odd steps x10" in one.what)
-    assert (under.what.split(",")[2], under.is_met) == (" shuffled", is_met)
+    assert (under.what.split(",")[2], under.verdict) == (" shuffled", verdict)
 
 
 def test_goals_over_dirichlet_data_depend_on_the_number_of_workers() -> None:
     numbers = {("robust", "dirichlet", "mimic"): 75.0}
-    assert [goal.is_met for goal in judge_robustness(cells_of(numbers))] == [True]
-    assert [goal.is_met for goal in judge_robustness(cells_of(numbers, workers=16))] == [False]
+    assert [goal.verdict for goal in judge_robustness(cells_of(numbers))] == ["met"]
+    assert [goal.verdict for goal in judge_robustness(cells_of(numbers, workers=16))] == ["missed"]
 
 
 @pytest.mark.parametrize("name", DEFENCES)
