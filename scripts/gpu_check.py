@@ -9,6 +9,7 @@ The steps, in this order, each with a limit and a log of its own:
     memcheck    each kernel once under compute-sanitizer, which looks for accesses out of bounds
     racecheck   the same, for threads that share memory and do not wait for each other
     bench       loft-hvd bench kernels --device cuda
+    bench-ddp   loft-hvd bench step --engine ddp --device cuda, 4 ranks of torchrun
     ddp         DistributedDataParallel on 3 ranks, which may share a GPU: Gloo's collectives
     ddp-nccl    the same on NCCL, a rank on each GPU
     horovod     Horovod on 3 ranks, as it was built
@@ -227,6 +228,18 @@ def steps_for(machine: Machine, folder: Path) -> list[Step]:
             [python, "-m", "loft_hvd.cli", *bench, "--json", str(folder / "kernels-cuda.json")],
             900,
             missing=on_device,
+            after="build",
+        ),
+        Step(
+            "bench-ddp",
+            [
+                *(python, "-m", "loft_hvd.cli", "bench", "step", "--engine", "ddp"),
+                *("--controller", "torchrun", "--batch", "32", "--device", "cuda"),
+                *("--json", str(folder / "step-ddp-cuda.json")),
+            ],
+            300,
+            missing=on_device,
+            environ=_ONE_THREAD,
             after="build",
         ),
         Step("ddp", [*torchrun, "3", *ranks, "ddp"], 180, lacks=on_device, environ=_ONE_THREAD),

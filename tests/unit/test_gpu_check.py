@@ -33,7 +33,7 @@ WHOLE = Machine(
 )
 HOST = replace(WHOLE, gpu="", arch="", sanitizer="", torch_cuda="", num_gpus=0, nccl="")
 STEPS = ["machine", "build", "tests", "memory", "memcheck", "racecheck", "bench"]
-STEPS += ["ddp", "ddp-nccl", "horovod", "nccl-build", "horovod-nccl"]
+STEPS += ["bench-ddp", "ddp", "ddp-nccl", "horovod", "nccl-build", "horovod-nccl"]
 
 
 def passes(step: Step, log: Path) -> str:
@@ -107,6 +107,7 @@ def test_what_cannot_run_on_a_host_says_why(tmp_path: Path) -> None:
         "memcheck": ("skipped", f"{no_device}; no compute-sanitizer beside nvcc or on PATH"),
         "racecheck": ("skipped", f"{no_device}; no compute-sanitizer beside nvcc or on PATH"),
         "bench": ("skipped", no_device),
+        "bench-ddp": ("skipped", no_device),
         "ddp": ("passed in part", no_device),
         "ddp-nccl": ("skipped", no_device),
         "horovod": ("passed in part", no_device),
@@ -115,7 +116,7 @@ def test_what_cannot_run_on_a_host_says_why(tmp_path: Path) -> None:
     }
     with tarfile.open(tmp_path / "x.tar.gz") as archive:
         names = {member.name for member in archive}
-    logs = {"0-machine.log", "1-build.log", "2-tests.log", "7-ddp.log", "9-horovod.log"}
+    logs = {"0-machine.log", "1-build.log", "2-tests.log", "8-ddp.log", "10-horovod.log"}
     assert names == {"x", "x/summary.json"} | {f"x/{log}" for log in logs}
 
 
