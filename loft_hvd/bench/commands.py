@@ -102,7 +102,8 @@ def bench_step(
         step = ratio_goal("over_trimmed_mean", 1.10, cost.over_trimmed_mean, noise=noise)
         exposed = ratio_goal("exposed", 1.15, cost.exposed_ratio, noise=noise)
         goals += [step, exposed]
-        found["scopes"] = asdict(cost) | {"goals": [_with_verdict(step), _with_verdict(exposed)]}
+        judgements = {goal.what: _with_verdict(goal) for goal in (step, exposed)}
+        found["scopes"] = asdict(cost) | {"goals": judgements}
         show(_scope_rows(cost, step, exposed))
     if "stages" in found:
         stages = [[name, f"{1e3 * spent:.2f}"] for name, spent in found["stages"].items()]
