@@ -218,7 +218,7 @@ def ratio_goal(what: str, limit: float, ratio: float, *, noise: float) -> Goal:
 
     ``noise`` is by how much the baseline differs from itself; above `NOISE_LIMIT` nothing is shown.
     """
-    return Goal(what, limit, ratio, is_judged=noise <= NOISE_LIMIT, slack=0.5 * noise)
+    return Goal(what, limit, ratio, is_judged=noise <= NOISE_LIMIT, margin=0.5 * noise)
 
 
 def judge(

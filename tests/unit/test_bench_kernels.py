@@ -226,11 +226,11 @@ def test_two_threads_are_not_judged_where_a_pass_differs_from_itself(
     assert of_two_threads(0.5, 0.57, **again).verdict == "too noisy"
 
 
-def test_a_goal_is_met_within_its_slack() -> None:
-    assert Goal("", 1.0, 1.01, slack=0.01 + 1e-9).verdict == "met"
-    assert Goal("", 1.0, 1.02, slack=0.01).verdict == "missed"
-    assert Goal("", 50.0, 49.5, is_floor=True, slack=0.5).verdict == "met"
-    assert Goal("", 50.0, 49.4, is_floor=True, slack=0.5).verdict == "missed"
+def test_a_goal_is_met_within_its_margin() -> None:
+    assert Goal("", 1.0, 1.01, margin=0.01 + 1e-9).verdict == "met"
+    assert Goal("", 1.0, 1.02, margin=0.01).verdict == "missed"
+    assert Goal("", 50.0, 49.5, is_floor=True, margin=0.5).verdict == "met"
+    assert Goal("", 50.0, 49.4, is_floor=True, margin=0.5).verdict == "missed"
 
 
 def test_gate_is_for_goals_missed_by_more_than_15_percent() -> None:
