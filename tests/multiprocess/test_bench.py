@@ -81,9 +81,11 @@ def test_bench_step_times_ddp_horovod_and_ours_in_one_job() -> None:
 def test_bench_step_gates_ranks_of_torchrun_without_horovod(tmp_path: Path) -> None:
     found = tmp_path / "found.json"
     options = ["--engine", "ddp", "--controller", "torchrun", "--ranks", "3", "--rounds", "3"]
+    options += ["--model", "mlp", "--batch", "1"]
     files = ["--json", str(found)]
     done = CliRunner().invoke(build_app(), ["bench", "step", *options, *files, "--gate"])
-    judged = json.loads(found.read_text())["resnet18"]
+    assert found.exists(), done.output[-4000:]
+    judged = json.loads(found.read_text())["mlp"]
     assert list(judged["contestants"]) == [
         "ddp",
         "ddp again",
