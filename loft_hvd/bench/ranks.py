@@ -26,7 +26,7 @@ from loft_hvd.bench.collectives import (
 from loft_hvd.bench.gate import Goal
 from loft_hvd.bench.steps import DDP, StepBench, measure_step
 from loft_hvd.config import config
-from loft_hvd.doctor.inspect import horovod_build
+from loft_hvd.doctor.inspect import HorovodBuild, horovod_build
 from loft_hvd.doctor.launch import CONTROLLERS, launch_command, run_limited
 from loft_hvd.errors import ArgumentError, LoftError
 from loft_hvd.transport.horovod import horovod_module
@@ -134,9 +134,9 @@ def run_bench(
             progress(line.split(_PROGRESS, 1)[1])
 
     script = ("-m", "loft_hvd.bench.ranks", what, json.dumps(options))
-    command = launch_command(
-        horovod_build(), script, num_ranks=job.num_ranks, controller=job.controller
-    )
+    # Horovod takes seconds to say what it was built with; torchrun does not ask.
+    build = HorovodBuild() if job.controller == "torchrun" else horovod_build()
+    command = launch_command(build, script, num_ranks=job.num_ranks, controller=job.controller)
     done = run_limited(command, timeout_s=job.timeout_s, on_line=on_line)
     # Launchers put "[0]<stdout>:" before a line, and may write their own between ours.
     lines = [line.split(MARK, 1)[1] for line in done.output.splitlines() if MARK in line]
