@@ -54,7 +54,7 @@ from loft_hvd.report.text import render_text
 from loft_hvd.runlog import RunLog, read_run_log
 from loft_hvd.simulate.scenario import read_scenario, scenario_from_dict
 from loft_hvd.transport.local import LocalWorld
-from tests.faults.mutations import mutate_text, mutate_value
+from tests.faults.damage import damaged_text, damaged_value
 
 __all__ = ["TARGETS", "Found", "fuzz", "sample_log"]
 
@@ -150,14 +150,14 @@ def sample_log(folder: Path) -> bytes:
 def _damaged_lines(text: bytes, rng: random.Random) -> bytes:
     """Damage the bytes of a file of JSON lines, or the values of one of them."""
     if rng.random() < 0.5:
-        return mutate_text(text, rng)
+        return damaged_text(text, rng)
     lines = text.splitlines()
     at = rng.randrange(len(lines))
     # Damage that JSON cannot hold goes into the bytes, above.
     try:
-        lines[at] = json.dumps(mutate_value(json.loads(lines[at]), rng)).encode()
+        lines[at] = json.dumps(damaged_value(json.loads(lines[at]), rng)).encode()
     except (ValueError, TypeError, RecursionError):
-        return mutate_text(text, rng)
+        return damaged_text(text, rng)
     return b"\n".join(lines) + b"\n"
 
 
@@ -207,10 +207,10 @@ def _scenario(folder: Path) -> Case:
 
     def case(rng: random.Random) -> None:
         if rng.random() < 0.5:
-            path.write_bytes(mutate_text(rng.choice(texts), rng))
+            path.write_bytes(damaged_text(rng.choice(texts), rng))
             read_scenario(path)
         else:
-            content = mutate_value(rng.choice(contents), rng)
+            content = damaged_value(rng.choice(contents), rng)
             scenario_from_dict(content)
 
     return case
@@ -256,7 +256,7 @@ def _of_controller(policy: str) -> Callable[[Path], Case]:
             fresh = Controller(96, 3, policy)
             before = _text(fresh.state_dict())
             try:
-                fresh.load_state_dict(mutate_value(state, rng))
+                fresh.load_state_dict(damaged_value(state, rng))
             except LoftError:
                 assert _text(fresh.state_dict()) == before
                 raise
@@ -286,7 +286,7 @@ def _balancer(folder: Path) -> Case:
         balancer.load_state_dict(saved)
         before = _text(balancer.state_dict())
         try:
-            balancer.load_state_dict(mutate_value(saved, rng))
+            balancer.load_state_dict(damaged_value(saved, rng))
         except LoftError:
             assert _text(balancer.state_dict()) == before
             raise
@@ -312,7 +312,7 @@ def _lightning(folder: Path) -> Case:
         callback.load_state_dict(state)
         before = _text(callback.state_dict())
         try:
-            callback.load_state_dict(mutate_value(state, rng))
+            callback.load_state_dict(damaged_value(state, rng))
         except LoftError:
             assert _text(callback.state_dict()) == before
             raise
@@ -342,7 +342,7 @@ def _loader(*, relaxed: bool) -> Callable[[Path], Case]:
 
         def case(rng: random.Random) -> None:
             loader.load_state_dict(state)
-            damaged = mutate_value(state, rng)
+            damaged = damaged_value(state, rng)
             before = _text(loader.state_dict())
             try:
                 loader.load_state_dict(damaged)
@@ -383,7 +383,7 @@ def _stream(folder: Path) -> Case:
         loader.load_state_dict(state)
         before = _text(loader.state_dict())
         try:
-            loader.load_state_dict(mutate_value(state, rng))
+            loader.load_state_dict(damaged_value(state, rng))
         except LoftError:
             assert _text(loader.state_dict()) == before
             raise
@@ -410,7 +410,7 @@ def _optimizer(folder: Path) -> Case:
         optimizer.load_state_dict(state)
         before = _text(optimizer.state_dict())
         try:
-            optimizer.load_state_dict(mutate_value(state, rng))
+            optimizer.load_state_dict(damaged_value(state, rng))
         except LoftError:
             assert _text(optimizer.state_dict()) == before
             raise
@@ -443,7 +443,7 @@ def _says(rng: random.Random) -> bytes:
         *(Message(kind, 2, 1.0, "1|2|2") for kind in ("verdict", "late", "ask", "look", "pulse")),
     ]
     said = b"".join(each.encode() for each in rng.choices(lines, k=rng.randint(1, 4)))
-    return mutate_text(said, rng)[:60_000] if rng.random() < 0.8 else said
+    return damaged_text(said, rng)[:60_000] if rng.random() < 0.8 else said
 
 
 def _wire(folder: Path) -> Case:

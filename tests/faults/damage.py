@@ -6,7 +6,7 @@ import copy
 import random
 from typing import Any
 
-__all__ = ["mutate_text", "mutate_value"]
+__all__ = ["damaged_text", "damaged_value"]
 
 
 def _deep(depth: int) -> Any:
@@ -78,7 +78,7 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, list)
 
 
-def mutate_value(value: Any, rng: random.Random) -> Any:
+def damaged_value(value: Any, rng: random.Random) -> Any:
     """Return a copy of a JSON value with one to four places damaged."""
     value = copy.deepcopy(value)
     for _ in range(rng.choice([1, 1, 1, 2, 4])):
@@ -111,7 +111,7 @@ def _damage(holder: Any, key: Any, rng: random.Random) -> None:
         holder[key] = _hostile(rng)
 
 
-def mutate_text(text: bytes, rng: random.Random) -> bytes:
+def damaged_text(text: bytes, rng: random.Random) -> bytes:
     """Return a text with one to four of its stretches damaged."""
     for _ in range(rng.choice([1, 1, 2, 4])):
         at = rng.randrange(len(text) + 1)
