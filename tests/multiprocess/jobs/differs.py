@@ -1,8 +1,9 @@
-"""A job in which one rank starts otherwise than the others: ``differs.py WHAT RANK``.
+"""A job in which one rank starts otherwise than the others: ``differs.py RANK WHAT ..``.
 
-WHAT is "parameters", "state" (of the optimizer), "rule", "seed" (of the loader), "batch" (the
-global one), "sizes" (the ranks' shares of it), "shape" or "dtype" (of the parameters); "attached"
-is "parameters" with Horovod's own optimizer.
+Of several WHATs the next one follows where every rank has raised for the one before, and the last
+one ends the job. WHAT is "parameters", "state" (of the optimizer), "rule", "seed" (of the loader),
+"batch" (the global one), "sizes" (the ranks' shares of it), "shape" or "dtype" (of the parameters);
+"attached" is "parameters" with Horovod's own optimizer.
 """
 
 from __future__ import annotations
@@ -14,17 +15,12 @@ import horovod.torch as hvd
 import torch
 
 import loft_hvd as loft
+from loft_hvd.errors import MismatchError
 from tests.support.training import make_data, make_model
 
 
-def main(what: str, other_rank: int) -> None:
-    hvd.init()
-    torch.set_num_threads(1)
-    is_other = hvd.rank() == other_rank
-    torch.optim.SGD([torch.zeros(1)])  # imports half of torch: not what is timed here
-    hvd.barrier()
-    if is_other:
-        print(f"differs at {time.time()}", flush=True)
+def train(what: str, *, is_other: bool) -> None:
+    """Train as one of several ranks, and otherwise where ``is_other``."""
     model = make_model()
     assert isinstance(model, torch.nn.Sequential)  # whose parts are put in by number
     if is_other and what == "shape":
@@ -61,8 +57,24 @@ def main(what: str, other_rank: int) -> None:
         optimizer.zero_grad()
         torch.nn.functional.mse_loss(model(x.to(torch.float32)), y).backward()
         optimizer.step()
+
+
+def main(other_rank: int, *whats: str) -> None:
+    hvd.init()
+    torch.set_num_threads(1)
+    is_other = hvd.rank() == other_rank
+    torch.optim.SGD([torch.zeros(1)])  # imports half of torch: not what is timed here
+    for what in whats[:-1]:
+        try:
+            train(what, is_other=is_other)
+        except MismatchError as error:
+            print(f"{what}: MismatchError: {error}", flush=True)
+    hvd.barrier()
+    if is_other:
+        print(f"differs at {time.time()}", flush=True)
+    train(whats[-1], is_other=is_other)
     print(f"rank {hvd.rank()} has finished", flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(int(sys.argv[1]), *sys.argv[2:])
