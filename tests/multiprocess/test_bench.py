@@ -95,6 +95,7 @@ def test_bench_step_gates_ranks_of_torchrun_without_horovod(tmp_path: Path) -> N
     assert done.exit_code == exit_status(goals_of(judged))
 
 
+@pytest.mark.long
 def test_bench_that_fails_shows_what_its_ranks_said() -> None:
     with pytest.raises(LoftError, match="unexpected keyword argument 'speed'"):
         run_bench("step", {"speed": 2}, BenchJob(2))

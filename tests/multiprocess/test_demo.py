@@ -113,23 +113,13 @@ def test_the_plot_is_a_picture(folder: Path) -> None:
     assert (folder / "steps.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-@pytest.mark.parametrize(
-    ("launcher", "num_ranks"),
-    [
-        ("none", 1),
-        pytest.param(
-            "mpi",
-            4,
-            marks=[
-                pytest.mark.skipif(not launcher_here("mpi"), reason="mpirun is not on PATH"),
-                pytest.mark.long,
-            ],
-        ),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("launcher", "num_ranks"), [("none", 1), ("mpi", 4)])
 def test_the_same_script_runs_alone_and_under_mpirun(
     launcher: str, num_ranks: int, tmp_path: Path
 ) -> None:
+    if not launcher_here(launcher):
+        pytest.skip("mpirun is not on PATH")
     arguments = ["examples/demo.py", "--epochs", "1", "--out", str(tmp_path)]
     done = launch(num_ranks, arguments, launcher=launcher, timeout_s=200)
     assert done.returncode == 0, done.output[-6000:]

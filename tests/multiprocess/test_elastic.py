@@ -96,7 +96,7 @@ def test_other_steps_end_the_job_instead_of_being_tried_again(tmp_path: Path) ->
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("what", "num_ranks"),
-    long_first([("join-sets", 3), ("join:loft", 2), ("join-averaged", 2), ("join", 2)], 3),
+    long_first([("join-sets", 3), ("join:loft", 2), ("join-averaged", 2), ("join", 2)], 2),
 )
 def test_a_rank_that_joins_late_takes_part(what: str, num_ranks: int, tmp_path: Path) -> None:
     hosts = [f"localhost:{num_ranks}"]
@@ -175,18 +175,20 @@ def test_groups_follow_the_nodes_that_join_leave_or_fail(
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("what", "later", "says"),
-    [
-        (
-            "uneven",
-            ["localhost:2", "127.0.0.1:1"],
-            r"their\w* are \[2, 1\] .* as many ranks on every",
-        ),
-        (
-            "listed",
-            TWO_NODES,
-            r"over=\[\[0, 1\]\] must hold every rank from 0 to 3 once; over=.nodes",
-        ),
-    ],
+    long_first(
+        [
+            (
+                "uneven",
+                ["localhost:2", "127.0.0.1:1"],
+                r"their\w* are \[2, 1\] .* as many ranks on every",
+            ),
+            (
+                "listed",
+                TWO_NODES,
+                r"over=\[\[0, 1\]\] must hold every rank from 0 to 3 once; over=.nodes",
+            ),
+        ]
+    ),
 )
 def test_groups_that_do_not_fit_the_ranks_that_join_end_the_job_at_once(
     what: str, later: list[str], says: str, tmp_path: Path

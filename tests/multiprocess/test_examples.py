@@ -17,11 +17,13 @@ def run(num_ranks: int, *arguments: str) -> str:
     return done.output
 
 
+@pytest.mark.long
 def test_report_only_names_the_rank_with_the_slow_disk() -> None:
     output = run(3, "examples/report_only.py", "--slow-disk", "2", "--epochs", "2")
     assert re.findall(r"rank (\d) is slow: (\w+)", output) == [("2", "fetch")], output
 
 
+@pytest.mark.long
 def test_fixed_sizes_trains_with_the_sizes_of_the_list() -> None:
     output = run(4, "examples/fixed_sizes.py", "--batch-sizes", "2,2,2,15", "--epochs", "2")
     assert "sizes [2, 2, 2, 15] of global_batch_size=21" in output
@@ -29,6 +31,7 @@ def test_fixed_sizes_trains_with_the_sizes_of_the_list() -> None:
     assert losses[1] < 0.5 * losses[0]
 
 
+@pytest.mark.long
 def test_unequal_cluster_gives_the_slow_rank_fewer_samples() -> None:
     output = run(3, "examples/unequal_cluster.py", "--slow", "2", "--epochs", "10")
     (*_, last) = re.findall(r"epoch \d+: .* sizes \[(\d+), (\d+), (\d+)\]", output)

@@ -46,10 +46,10 @@ CASES = [
         r"take other steps: ranks \[1\] wait for '[^']+' at \S+ in \w+ while ranks \[0, 2\]",
     ),
 ]
-# One of each kind in `make test`; all of them in `make test-all`.
-QUICK = {("kill", 1, "mpi"), ("freeze", 1, "gloo"), ("raise", 1, "gloo"), ("shape", 1, "mpi")}
-# Ends of a rank that no launcher has a part in: under one launcher there.
-ALIKE = {("freeze-foreign", 1), ("raise-hook", 1), ("raise", 0), ("leave", 1)}
+# In `make test`, beside a kill (test_kills.py) and an error (test_memory.py).
+QUICK = {("freeze", 1, "gloo"), ("shape", 1, "mpi")}
+# In `make test-all` each under one launcher, but what a launcher has a part in.
+BY_MPI = {"shape", "order"}
 # A job that mpirun ends by itself at once need not say more than mpirun does.
 BY_MPIRUN = {"kill": r"rank 1 with PID \d+ on node \S+ exited on signal 9"}
 
@@ -59,7 +59,7 @@ def params() -> list[ParameterSet]:
     for launcher in LAUNCHERS:
         for case in CASES:
             marks = [] if (case.what, case.rank, launcher) in QUICK else [pytest.mark.long]
-            if (case.what, case.rank) in ALIKE and launcher != LAUNCHERS[0]:
+            if case.what != "kill" and (launcher == "mpi") != (case.what in BY_MPI):
                 marks.append(pytest.mark.whole)
             if not launcher_here(launcher):
                 marks.append(pytest.mark.skip(reason="mpirun is not on PATH"))

@@ -13,7 +13,12 @@ LOADED_S = 10.0  # more than on idle cores, for which the limit is
 
 # 9: two at once, beside rank 0; 1: two at once, rank 0 among them; 6: one.
 @pytest.mark.parametrize(
-    "seed", [9, pytest.param(1, marks=pytest.mark.long), pytest.param(6, marks=pytest.mark.long)]
+    "seed",
+    [
+        9,
+        pytest.param(1, marks=pytest.mark.long),
+        pytest.param(6, marks=[pytest.mark.long, pytest.mark.whole]),
+    ],
 )
 def test_killed_ranks_are_named_and_no_honest_one_is(seed: int) -> None:
     outcome = run_trial(seed)

@@ -35,14 +35,14 @@ def side_of_diff(sign: str) -> str:
     return "\n".join(line[1:] for line in lines if line[:1] in ("", " ", sign))
 
 
-@pytest.mark.parametrize("sign", ["-", "+"], ids=["plain Horovod", "loft_hvd"])
-def test_script_of_the_diff_trains_on_three_ranks(sign: str, tmp_path: Path) -> None:
+def test_script_of_the_diff_trains_on_three_ranks(tmp_path: Path) -> None:
+    """With what it adds; without, it trains in the next test."""
     script = tmp_path / "train.py"
-    script.write_text(PRELUDE + side_of_diff(sign) + CHECK)
+    script.write_text(PRELUDE + side_of_diff("+") + CHECK)
     done = launch(3, [str(script)], timeout_s=120)
     assert done.returncode == 0, done.output[-6000:]
     assert done.output.count("has finished") == 3
-    assert done.output.count("of global_batch_size=192") == (1 if sign == "+" else 0), done.output
+    assert done.output.count("of global_batch_size=192") == 1, done.output
 
 
 @pytest.mark.long

@@ -11,6 +11,7 @@ import pytest
 from loft_hvd.report.text import render_text
 from loft_hvd.runlog import read_run_log
 from tests.support.launch import launch
+from tests.support.marks import long_first
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
 
@@ -51,7 +52,7 @@ def test_report_begins_with_the_worker_whose_gradients_are_off(tmp_path: Path) -
 
 @pytest.mark.long
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="errors take no notes before Python 3.11")
-@pytest.mark.parametrize("what", ["raise", "freeze"])
+@pytest.mark.parametrize("what", long_first(["raise", "freeze"]))
 def test_a_fault_of_another_rank_is_in_the_log_when_the_job_is_gone(
     what: str, tmp_path: Path
 ) -> None:

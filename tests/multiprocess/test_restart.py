@@ -51,6 +51,7 @@ def test_every_sample_is_computed_once_in_an_epoch_begun_by_4_ranks_and_ended_by
     assert sorted(kept + rest) == list(range(NUM_SAMPLES))
 
 
+@pytest.mark.long
 def test_connections_between_ranks_end_with_the_engine() -> None:
     env = {"LOFT_HVD_MESH": "on"}  # ranks of one host have none of their own otherwise
     done = launch(3, ["tests/multiprocess/jobs/meshes.py"], timeout_s=60, env=env)
@@ -66,6 +67,7 @@ def test_shared_memory_ends_with_the_engine_and_comes_with_the_next() -> None:
     assert len(re.findall(says, done.output)) == 3, done.output[-4000:]
 
 
+@pytest.mark.long
 def test_a_rank_that_ends_leaves_the_engine_to_those_whose_last_exchange_is_under_way() -> None:
     done = launch(3, ["tests/multiprocess/jobs/last_step.py"], timeout_s=60)
     assert done.returncode == 0, done.output[-4000:]

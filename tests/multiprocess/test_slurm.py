@@ -122,6 +122,7 @@ def test_the_script_for_mpirun_trains_with_what_slurm_tells_it(tmp_path: Path) -
     assert done.stdout.count("of 2 has finished, mean 0.5") == 2
 
 
+@pytest.mark.long
 def test_a_job_ends_before_training_where_its_hosts_do_not_fit(tmp_path: Path) -> None:
     if not launcher_here("mpi"):
         pytest.skip("no mpirun on this machine")

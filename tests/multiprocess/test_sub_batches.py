@@ -30,6 +30,7 @@ def test_a_metric_of_the_engines_in_each_sub_batch_ends_with_both_places_named()
     assert ended_at - float(begun[1]) <= LIMIT_S
 
 
+@pytest.mark.long
 def test_the_change_that_the_error_tells_makes_it_run() -> None:
     done = launch(3, [JOB, "loft"], timeout_s=80)
     assert done.returncode == 0, done.output[-6000:]
