@@ -16,30 +16,23 @@ JOB = "tests/multiprocess/jobs/torch_ranks.py"
 long = pytest.mark.long
 
 
+whole = [pytest.mark.long, pytest.mark.whole]
+
+
 @pytest.mark.parametrize(
-    ("what", "num_ranks"),
+    ("whats", "num_ranks"),
     [
-        pytest.param("conform", 1, marks=[long, pytest.mark.whole]),
-        pytest.param("conform", 2, marks=[long, pytest.mark.whole]),
-        ("conform", 3),
-        pytest.param("conform", 4, marks=long),
-        *(pytest.param("conform", n, marks=[long, pytest.mark.whole]) for n in (5, 6, 7)),
+        ("conform ddp modes", 3),
+        *(pytest.param("conform", n, marks=whole) for n in (1, 2, 4, 5, 6, 7)),
         pytest.param("conform", 8, marks=long),
-        pytest.param("ddp", 2, marks=long),
-        ("ddp", 3),
-        pytest.param("levels", 4, marks=long),
-        pytest.param("modes", 2, marks=long),
-        ("modes", 3),
-        pytest.param("whole", 3, marks=long),
-        pytest.param("auto", 3, marks=long),
-        pytest.param("held_back", 3, marks=long),
-        pytest.param("averaged", 3, marks=long),
-        pytest.param("watched", 4, marks=long),
-        pytest.param("refused", 2, marks=long),
+        pytest.param("ddp modes refused", 2, marks=long),
+        pytest.param("whole auto held_back averaged", 3, marks=long),
+        pytest.param("levels watched", 4, marks=long),
     ],
 )
-def test_torch_ranks(what: str, num_ranks: int, tmp_path: Path) -> None:
-    done = launch(1, [JOB, what, str(num_ranks), str(tmp_path)], launcher="none", timeout_s=120)
+def test_torch_ranks(whats: str, num_ranks: int, tmp_path: Path) -> None:
+    """Ranks pass one job after the other in one process group."""
+    done = launch(1, [JOB, whats, str(num_ranks), str(tmp_path)], launcher="none", timeout_s=140)
     assert done.returncode == 0, done.output[-6000:]
     assert done.output.count("has finished") == num_ranks
 

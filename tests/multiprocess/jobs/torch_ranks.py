@@ -1,4 +1,4 @@
-"""Jobs on ``torch.distributed`` ranks: ``torch_ranks.py WHAT WORLD_SIZE FOLDER``."""
+"""Jobs on ``torch.distributed`` ranks: ``torch_ranks.py "WHAT .." WORLD_SIZE FOLDER``."""
 
 from __future__ import annotations
 
@@ -215,12 +215,13 @@ JOBS: dict[str, Callable[[int], None]] = {
 }
 
 
-def work(rank: int, what: str, world_size: int, folder: str) -> None:
+def work(rank: int, whats: str, world_size: int, folder: str) -> None:
     torch.set_num_threads(1)
     where = f"file://{Path(folder) / 'rendezvous'}"
     dist.init_process_group("gloo", init_method=where, rank=rank, world_size=world_size)
     try:
-        JOBS[what](world_size)
+        for what in whats.split():
+            JOBS[what](world_size)
         print(f"rank {rank} has finished", flush=True)
     except BaseException as error:  # said here, as a failing rank ends the others
         print(f"rank {rank}: {type(error).__name__}: {error}", flush=True)
