@@ -270,16 +270,13 @@ def test_a_mark_is_for_the_next_block_alone() -> None:
     assert [block.is_shown_once for block in blocks_of(text)] == [True, False]
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(page, marks=pytest.mark.long if script.num_ranks > 4 else ())
-        for page, script in _SCRIPTS.items()
-    ],
-)
-def test_the_python_of_a_page_runs(page: str, tmp_path: Path) -> None:
+def _write_script(page: str, folder: Path) -> Path:
+    """Write what runs a page's Python blocks, in a folder of their own."""
     script, blocks = _SCRIPTS[page], _python_of(page)
-    parts = [f"import os\nos.chdir({str(tmp_path)!r})\n", script.head]
+    file = folder / page.replace(".md", ".py")
+    own = file.with_suffix("")
+    own.mkdir()
+    parts = [f"import os\nos.chdir({str(own)!r})\n", script.head]
     for first_line, text in blocks.items():
         before, check = script.around[first_line]
         parts += [before, text, check]
@@ -287,12 +284,36 @@ def test_the_python_of_a_page_runs(page: str, tmp_path: Path) -> None:
     for words, here in script.as_here.items():
         assert words in body, words
         body = body.replace(words, here)
-    file = tmp_path / "page.py"
     file.write_text(f"{body}\nprint('the page is through')\n")
-    launcher = "none" if script.num_ranks == 1 else "gloo"
-    done = launch(script.num_ranks, [str(file)], launcher=launcher, timeout_s=150)
+    return file
+
+
+# One process goes through all pages for one rank: torch's import is most of what one takes.
+_TOGETHER = [
+    [page for page, script in _SCRIPTS.items() if script.num_ranks == 1],
+    *([page] for page, script in _SCRIPTS.items() if script.num_ranks > 1),
+]
+
+
+@pytest.mark.parametrize(
+    "pages",
+    [
+        pytest.param(
+            pages, marks=pytest.mark.long if _SCRIPTS[pages[0]].num_ranks > 4 else (), id=pages[0]
+        )
+        for pages in _TOGETHER
+    ],
+)
+def test_the_python_of_pages_runs(pages: list[str], tmp_path: Path) -> None:
+    files = [str(_write_script(page, tmp_path)) for page in pages]
+    num_ranks = _SCRIPTS[pages[0]].num_ranks
+    run = f"import runpy\nfor each in {files}: runpy.run_path(each, run_name='__main__')"
+    launcher = "none" if num_ranks == 1 else "gloo"
+    file = tmp_path / "pages.py"
+    file.write_text(run)
+    done = launch(num_ranks, [str(file)], launcher=launcher, timeout_s=150)
     assert done.returncode == 0, done.output[-6000:]
-    assert done.output.count("the page is through") == script.num_ranks
+    assert done.output.count("the page is through") == len(pages) * num_ranks
 
 
 @pytest.mark.long
