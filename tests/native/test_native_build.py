@@ -19,6 +19,7 @@ import pytest
 
 from loft_hvd._native import extension
 from loft_hvd.topology import cpu_flags, vector_levels
+from tests.support.marks import long_first
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_BYTES = 25_000_000
@@ -105,38 +106,34 @@ def test_cpu_half_builds_in_time_and_every_kernel_is_right(tmp_path: Path) -> No
     assert " 0 differ" in run(tmp_path / "check_cpu", "--random", "50000")
 
 
+@pytest.fixture(scope="module")
+def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the checks and the extension, built with sanitizers for the levels."""
+    folder = tmp_path_factory.mktemp("sanitized")
+    # A lean baseline and, where it runs, AVX2: wider vectors take as long again to compile.
+    built = "lean,avx2" if "avx2" in vector_levels(cpu_flags()) else "baseline"
+    sanitize = "-DLOFT_SANITIZE=address,undefined"
+    configure(folder, "-DLOFT_CUDA=0", f"-DLOFT_LEVELS={built}", sanitize)
+    build(folder, "check_cpu", "check_device", "check_threads", "_loft")
+    return folder
+
+
 @pytest.mark.long
 @pytest.mark.timeout(2700)
-def test_sanitizers_find_nothing(tmp_path: Path) -> None:
-    # A lean baseline and, where it runs, AVX2: wider vectors take as long again to compile.
+def test_sanitizers_find_nothing(sanitized: Path) -> None:
     levels = vector_levels(cpu_flags())[:2]
-    built = "lean,avx2" if "avx2" in levels else "baseline"
-    configure(
-        tmp_path,
-        "-DLOFT_CUDA=0",
-        f"-DLOFT_LEVELS={built}",
-        "-DLOFT_SANITIZE=address,undefined",
-    )
-    build(tmp_path, "check_cpu", "check_device", "check_threads")
-    assert " 0 differ" in run(tmp_path / "check_threads", levels[-1])
+    assert " 0 differ" in run(sanitized / "check_threads", levels[-1])
     with ThreadPoolExecutor() as pool:  # kernels that are not optimised: two minutes a level
-        said = list(pool.map(lambda level: run(tmp_path / "check_cpu", level), levels))
+        said = list(pool.map(lambda level: run(sanitized / "check_cpu", level), levels))
     assert [line.split(":")[0] for line in said] == levels
     assert all(" 0 differ" in line for line in said)
-    assert " 0 differ" in run(tmp_path / "check_device", levels[-1])
+    assert " 0 differ" in run(sanitized / "check_device", levels[-1])
 
 
 @pytest.mark.long
 @pytest.mark.timeout(2700)
-def test_address_sanitizer_finds_nothing_in_the_bindings(tmp_path: Path) -> None:
-    configure(
-        tmp_path,
-        "-DLOFT_CUDA=0",
-        "-DLOFT_LEVELS=lean",
-        "-DLOFT_SANITIZE=address,undefined",
-    )
-    build(tmp_path, "_loft")
-    (library,) = tmp_path.glob("_loft*.so")
+def test_address_sanitizer_finds_nothing_in_the_bindings(sanitized: Path) -> None:
+    (library,) = sanitized.glob("_loft*.so")
     # Python is not built with it: it must be there before Python, and objects that Python keeps
     # until its end are no leaks of ours.
     # So must what it wraps: it looks for the C++ library's throw at its own start.
@@ -163,12 +160,14 @@ def test_thread_sanitizer_finds_nothing(tmp_path: Path) -> None:
     assert " 0 differ" in run(*fixed, tmp_path / "check_threads", environ=environ)
 
 
+# A second architecture takes as long again: what is compiled for it is the same source.
 @pytest.mark.long
 @pytest.mark.timeout(2700)
-def test_cuda_half_compiles_and_loads_without_a_gpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize("archs", long_first(["90-real", "80-real;90"]))
+def test_cuda_half_compiles_and_loads_without_a_gpu(archs: str, tmp_path: Path) -> None:
     if shutil.which("nvcc") is None:
         pytest.skip("no nvcc here")
-    configure(tmp_path, "-DLOFT_CUDA=1", "-DLOFT_LEVELS=lean")
+    configure(tmp_path, "-DLOFT_CUDA=1", "-DLOFT_LEVELS=lean", f"-DLOFT_CUDA_ARCHS={archs}")
     said = build(tmp_path, "_loft", environ={"NVCC_APPEND_FLAGS": "-Xptxas=-v"})
     # Networks are made for registers: a few bytes may spill, an index at run time takes hundreds.
     ranked = {name: size for name, size in stacks_in(said).items() if "register_kernel" in name}
