@@ -6,17 +6,11 @@ from typing import Any
 
 import loft_hvd as loft
 from loft_hvd.transport.local import LocalTransport
+from tests.support.clock import Clock
 
 __all__ = ["Run"]
 
 SECONDS = (1e-2, 3e-2)  # a sample, on each of two ranks
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Run:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from loft_hvd.errors import MismatchError
-from loft_hvd.transport.agreement import check_agreement
+from loft_hvd.transport.agreement import check_agreement, odd_ones
 from loft_hvd.transport.base import Channel
 from loft_hvd.transport.local import LocalTransport, run_ranks
 
@@ -36,3 +36,12 @@ def test_disagreement_names_rank_and_field_on_every_rank(
             check_agreement(Channel(transport, "n", 10), fields, what="it")
 
     run_ranks(4, work)
+
+
+@pytest.mark.parametrize(
+    ("values", "odd"), [([5, 5, 7], [2]), ([7, 5, 5], [0]), ([5, 7], [1]), ([7, 5, 5, 7], [1, 2])]
+)
+def test_the_most_common_value_is_right_and_in_a_tie_the_lowest_ranks(
+    values: list[float], odd: list[int]
+) -> None:
+    assert odd_ones(values) == odd

@@ -17,17 +17,10 @@ from loft_hvd.balance.plan import StepSizes
 from loft_hvd.errors import ArgumentTypeError, MismatchError, UsageError
 from loft_hvd.transport.base import Abilities
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
+from tests.support.clock import Clock
 from tests.support.passes import HeldSizes
 from tests.support.worlds import environment
 from tests.support.wrapped import give_gradients, make_parameters
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class HorovodLike(torch.optim.SGD):

@@ -13,6 +13,7 @@ import loft_hvd as loft
 from loft_hvd.errors import AuditError, LoftError, MismatchError
 from loft_hvd.pipeline import selection
 from loft_hvd.pipeline.audit import Audit
+from loft_hvd.transport.base import Channel
 from loft_hvd.transport.local import LocalTransport, run_ranks
 from tests.support.passes import Sizes
 from tests.support.recording import RecordingTransport
@@ -61,6 +62,23 @@ def test_what_travels_in_16_bits_is_audited_in_16_bits(
     rule: loft.Rule, wire: loft.Compression
 ) -> None:
     run_ranks(4, lambda end: train(end, rule, num_steps=4, wire=wire))
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_each_rank_is_drawn_to_be_audited_by_another_and_every_other_comes(
+    world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[int] = []
+    monkeypatch.setattr(Audit, "_audit", lambda audit, draw, *_: drawn.append(draw.shift))
+
+    def work(end: LocalTransport) -> None:
+        audit = Audit(world_size)
+        audit.lay_out(Channel(end, "loft", 30.0), [])
+        for _ in range(80):
+            audit.step_reduced()
+
+    run_ranks(world_size, work)
+    assert set(drawn) == set(range(1, world_size))
 
 
 class Liar(RecordingTransport):

@@ -10,18 +10,11 @@ import loft_hvd as loft
 from loft_hvd.balance.plan import Plan, StepSizes
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, LoftError, PlanError, UsageError
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
+from tests.support.clock import Clock
 
 
 def alone(*arguments: Any, **options: Any) -> loft.Balancer:
     return loft.Balancer(*arguments, transport=LocalWorld(1).transport(0), **options)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def begin(balancer: loft.Balancer, sizes: StepSizes, *, fetch_s: float = 0.0) -> None:

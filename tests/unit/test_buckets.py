@@ -9,8 +9,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loft_hvd.errors import ArgumentError
-from loft_hvd.pipeline.buckets import ParameterSpec, lay_out, part_bounds, shard_numel
+from loft_hvd.errors import ArgumentError, MismatchError
+from loft_hvd.pipeline.buckets import (
+    ParameterSpec,
+    agree_on_order,
+    lay_out,
+    part_bounds,
+    shard_numel,
+)
+from loft_hvd.transport.base import Channel, OverTransport, Work
+from loft_hvd.transport.local import LocalTransport, run_ranks
 
 
 def specs(numels: list[int], **options: object) -> list[ParameterSpec]:
@@ -158,3 +166,33 @@ def test_parts_touch_and_only_the_last_one_is_padded(
             assert (begin, end) == (0, world_size * shard_numel(numel, world_size))
     for begin, end in itertools.pairwise(bounds[:-1]):
         assert (end - begin) * 4 >= (part_bytes or 0)
+
+
+@pytest.mark.parametrize("arrived", [(2, 0, 1), (2, 1), ()])
+def test_all_ranks_take_rank_0s_order_and_what_did_not_come_is_last(
+    arrived: tuple[int, ...],
+) -> None:
+    def work(transport: LocalTransport) -> tuple[int, ...]:
+        own = arrived if transport.rank == 0 else (1, 0, 2)
+        return agree_on_order(Channel(transport, "loft", 30.0), own, 3)
+
+    rest = [at for at in (2, 1, 0) if at not in arrived]
+    assert run_ranks(3, work) == [(*arrived, *rest)] * 3
+
+
+@pytest.mark.parametrize("told", [(0, 0, 1), (0, 1, 3), (-1, 0, 1)])
+def test_an_order_that_is_none_is_refused_on_every_rank(told: tuple[int, ...]) -> None:
+    class Telling(OverTransport):
+        """Rank 0 tells another order than its own."""
+
+        def broadcast(self, buffer: torch.Tensor, *, name: str) -> Work:
+            if self.rank == 0:
+                buffer.copy_(torch.tensor(told))
+            return super().broadcast(buffer, name=name)
+
+    def work(transport: LocalTransport) -> None:
+        channel = Channel(Telling(transport), "loft", 30.0)
+        with pytest.raises(MismatchError, match="is no order of this rank's 3 parameters"):
+            agree_on_order(channel, (0, 1, 2), 3)
+
+    run_ranks(2, work)

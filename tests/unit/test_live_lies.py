@@ -18,19 +18,13 @@ from loft_hvd.balance.plan import Plan, StepSizes
 from loft_hvd.errors import MismatchError
 from loft_hvd.transport.base import Work
 from loft_hvd.transport.local import LocalTransport, run_ranks
+from tests.support.clock import Clock
 
 Sums = npt.NDArray[np.float64]
 Lie = Callable[[Sums, int], Sums]  # sums in the order of SUMS, number of the interval
 
 NUM_INTERVALS, INTERVAL = 24, 6
 EQUAL_S = 0.64
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def scaled(factor: Callable[[int], float], **more: float) -> Lie:

@@ -20,6 +20,7 @@ from loft_hvd.balance.policy import Allowed, Task
 from loft_hvd.simulate.compare import random_scenario
 from loft_hvd.simulate.simulation import simulate
 from loft_hvd.transport.local import LocalTransport, run_ranks
+from tests.support.clock import Clock
 from tests.support.clusters import drive, measure, observe
 from tests.support.scenarios import hiccup_scenario, wide_scenario
 
@@ -312,13 +313,6 @@ def test_sizes_that_even_out_mean_times_only_to_lose_by_chance_are_not_taken(see
     results = simulate(replace(random_scenario(seed), policies=policies))
     best = min(run.mean_s for run in results.runs if run.name != "oracle")
     assert results.run("loft").mean_s <= 1.01 * best
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def train(seconds: Floats, *, interval: int) -> tuple[list[tuple[int, ...]], str]:

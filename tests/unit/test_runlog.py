@@ -37,9 +37,10 @@ from loft_hvd.report.page import render_page
 from loft_hvd.report.text import render_text
 from loft_hvd.runlog import RunLog, commit_near, newest_log, read_run_log
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
+from tests.support.clock import Clock
 from tests.support.live import Run
 from tests.support.worlds import environment
-from tests.unit.test_balancer import Clock, train
+from tests.unit.test_balancer import train
 
 
 def train_some(transport: LocalTransport, **options: Any) -> loft.Balancer:

@@ -40,6 +40,7 @@ from scripts.setup.machine import (
 )
 from scripts.setup.runner import Runner, SetupError, clean_environ
 from scripts.setup.state import digest, exclusive, read_stamp, write_stamp
+from tests.support.clock import Clock
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PYTHONS = [(3, 10), (3, 11), (3, 12), (3, 13)]
@@ -137,23 +138,10 @@ def test_stamp_is_read_back_and_missing_is_empty(tmp_path: Path) -> None:
     assert [path.name for path in stamp.parent.iterdir()] == ["stamp"]
 
 
-class _Clock:
-    """Seconds that pass only when someone pauses."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def pause(self, seconds: float) -> None:
-        self.now += seconds
-
-
 def test_second_setup_gives_up_after_its_limit_and_names_the_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    clock, lock = _Clock(), tmp_path / "lock"
+    clock, lock = Clock(), tmp_path / "lock"
     with (
         exclusive(lock, timeout_s=1.0),
         pytest.raises(SetupError, match=f"process {os.getpid()}.* 100 s"),

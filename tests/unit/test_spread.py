@@ -50,7 +50,7 @@ def noted(offsets: list[float], noises: list[float]) -> Spread:
 
 @pytest.mark.parametrize("noises", [[1.0] * 4, [1.0] * 8, [1.0, 3.0, 3.0, 3.0], [1.0, 1.0, 3.0]])
 def test_ranks_alike_differ_by_nothing_whatever_their_batches(noises: list[float]) -> None:
-    assert max(noted([0.0] * len(noises), noises).ratios) < 0.15
+    assert max(noted([0.0] * len(noises), noises).ratios) < 0.05  # by chance alone 0.14 and more
 
 
 def test_a_lasting_difference_is_measured_in_units_of_noise() -> None:

@@ -22,7 +22,7 @@ from loft_hvd.data.draws import EpochSettings
 from loft_hvd.data.placement import Placement
 from loft_hvd.data.sampler import GlobalBatches
 from loft_hvd.transport.base import Abilities
-from tests.support.live import Clock
+from tests.support.clock import Clock
 from tests.support.plans import FakePlans
 from tests.support.slowness import slowness
 

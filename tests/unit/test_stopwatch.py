@@ -9,20 +9,13 @@ from loft_hvd.balance.explain import describe
 from loft_hvd.balance.interval import SUM, SUMS, read_times, typical
 from loft_hvd.balance.plan import Bools, Floats
 from loft_hvd.balance.stopwatch import DeviceClock, StepSums, StepTimer
+from tests.support.clock import Clock
 
 FOLLOWS = {
     "busy_s2",
     "busy_skew",
     *(name for name in SUMS if "typical" in name or "spread" in name),
 }
-
-
-class FakeClock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def assert_sums(timer: StepTimer, **expected: float) -> None:
@@ -34,11 +27,11 @@ def assert_sums(timer: StepTimer, **expected: float) -> None:
 
 
 @pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
+def clock() -> Clock:
+    return Clock(100.0)
 
 
-def one_step(timer: StepTimer, clock: FakeClock, *, samples: int = 8, counts: bool = True) -> None:
+def one_step(timer: StepTimer, clock: Clock, *, samples: int = 8, counts: bool = True) -> None:
     """Fetch 2 s, compute 5 s (1 s of it blocked in hooks), wait 3 s, 1 s of everything else."""
     clock.now += 2
     timer.batch_arrived(local=samples, remote=0, fetch_s=2.0, stall_s=2.0)
@@ -52,7 +45,7 @@ def one_step(timer: StepTimer, clock: FakeClock, *, samples: int = 8, counts: bo
     timer.step_ended(waited_s=3.0, counts=counts)
 
 
-def test_a_step_is_told_apart_into_its_parts(clock: FakeClock) -> None:
+def test_a_step_is_told_apart_into_its_parts(clock: Clock) -> None:
     timer = StepTimer(clock)
     one_step(timer, clock)
     one_step(timer, clock)
@@ -71,13 +64,13 @@ def test_a_step_is_told_apart_into_its_parts(clock: FakeClock) -> None:
     assert_sums(timer)
 
 
-def test_a_step_that_does_not_count_is_left_out(clock: FakeClock) -> None:
+def test_a_step_that_does_not_count_is_left_out(clock: Clock) -> None:
     timer = StepTimer(clock)
     one_step(timer, clock, counts=False)
     assert_sums(timer)
 
 
-def test_excluded_time_belongs_to_no_part(clock: FakeClock) -> None:
+def test_excluded_time_belongs_to_no_part(clock: Clock) -> None:
     timer = StepTimer(clock)
     one_step(timer, clock)
     with timer.exclude():
@@ -104,7 +97,7 @@ def test_excluded_time_belongs_to_no_part(clock: FakeClock) -> None:
     )
 
 
-def test_a_pause_between_epochs_belongs_to_no_step(clock: FakeClock) -> None:
+def test_a_pause_between_epochs_belongs_to_no_step(clock: Clock) -> None:
     timer = StepTimer(clock)
     one_step(timer, clock)
     timer.pause()
@@ -124,8 +117,8 @@ def test_a_pause_between_epochs_belongs_to_no_step(clock: FakeClock) -> None:
     )
 
 
-def test_time_queued_for_a_core_is_not_computing(clock: FakeClock) -> None:
-    queue = FakeClock()
+def test_time_queued_for_a_core_is_not_computing(clock: Clock) -> None:
+    queue = Clock(100.0)
     timer = StepTimer(clock, queue)
     clock.now += 1
     timer.batch_arrived(local=8, remote=0, fetch_s=1.0, stall_s=1.0)
@@ -139,7 +132,7 @@ def test_time_queued_for_a_core_is_not_computing(clock: FakeClock) -> None:
     )
 
 
-def test_fetching_beside_the_computing_stalls_nobody(clock: FakeClock) -> None:
+def test_fetching_beside_the_computing_stalls_nobody(clock: Clock) -> None:
     timer = StepTimer(clock)
     clock.now += 1
     timer.batch_arrived(local=8, remote=0, fetch_s=6.0, stall_s=0.5)
@@ -151,7 +144,7 @@ def test_fetching_beside_the_computing_stalls_nobody(clock: FakeClock) -> None:
     )
 
 
-def test_a_checkpoint_that_nobody_announced_is_a_pause_and_no_step(clock: FakeClock) -> None:
+def test_a_checkpoint_that_nobody_announced_is_a_pause_and_no_step(clock: Clock) -> None:
     timer = StepTimer(clock)
     for step in range(10):
         if step == 6:
@@ -174,7 +167,7 @@ def test_a_checkpoint_that_nobody_announced_is_a_pause_and_no_step(clock: FakeCl
 
 @pytest.mark.parametrize("num_steps", [257, 260])
 def test_a_pause_is_none_of_the_steps_wherever_it_is_in_a_long_interval(
-    num_steps: int, clock: FakeClock
+    num_steps: int, clock: Clock
 ) -> None:
     timer = StepTimer(clock)
     for step in range(num_steps):
@@ -238,7 +231,7 @@ def test_pauses_are_told_where_half_of_the_steps_have_one(num_steps: int) -> Non
     assert rank.paused_s * rank.steps == pytest.approx(pauses.sum())
 
 
-def test_a_block_left_out_within_another_is_left_out_once(clock: FakeClock) -> None:
+def test_a_block_left_out_within_another_is_left_out_once(clock: Clock) -> None:
     timer = StepTimer(clock)
     for _ in range(2):
         with timer.exclude():
@@ -252,7 +245,7 @@ def test_a_block_left_out_within_another_is_left_out_once(clock: FakeClock) -> N
     assert timer.take().tolist() == plain.take().tolist()
 
 
-def test_slow_steps_are_no_pauses(clock: FakeClock) -> None:
+def test_slow_steps_are_no_pauses(clock: Clock) -> None:
     timer = StepTimer(clock)
     for step in range(10):
         clock.now += 500 if step == 6 else 2
@@ -265,7 +258,7 @@ def test_slow_steps_are_no_pauses(clock: FakeClock) -> None:
     assert (sums["steps"], sums["stall_s"], sums["paused_s"]) == (10, 518, 0)
 
 
-def test_the_square_of_the_work_gives_its_variation(clock: FakeClock) -> None:
+def test_the_square_of_the_work_gives_its_variation(clock: Clock) -> None:
     timer = StepTimer(clock)
     for seconds in (3.0, 5.0):
         clock.now += 1
@@ -276,7 +269,7 @@ def test_the_square_of_the_work_gives_its_variation(clock: FakeClock) -> None:
     assert timer.take()[SUM["busy_s2"]] == pytest.approx(4**2 + 6**2)
 
 
-def test_samples_from_a_cache_are_local_and_told_apart(clock: FakeClock) -> None:
+def test_samples_from_a_cache_are_local_and_told_apart(clock: Clock) -> None:
     timer = StepTimer(clock)
     timer.batch_arrived(local=6, remote=2, cached=4, fetch_s=0.0, stall_s=0.0)
     clock.now += 1
@@ -312,7 +305,7 @@ class FakeEvent:
         return 1e3 * (end.at - self.at)
 
 
-def test_a_device_is_timed_by_its_own_clock_and_never_waited_for(clock: FakeClock) -> None:
+def test_a_device_is_timed_by_its_own_clock_and_never_waited_for(clock: Clock) -> None:
     """The host queues 10 s of work in 1 s, then waits 12 s: 9 for the device, 3 for the wire."""
     device = FakeDevice()
     timer = StepTimer(clock)
@@ -342,7 +335,7 @@ def test_a_device_is_timed_by_its_own_clock_and_never_waited_for(clock: FakeCloc
     )
 
 
-def test_steps_of_older_sizes_do_not_come_back_from_a_slow_device(clock: FakeClock) -> None:
+def test_steps_of_older_sizes_do_not_come_back_from_a_slow_device(clock: Clock) -> None:
     device = FakeDevice()
     timer = StepTimer(clock)
     timer.device_clock = DeviceClock(device.event)
@@ -356,7 +349,7 @@ def test_steps_of_older_sizes_do_not_come_back_from_a_slow_device(clock: FakeClo
 
 
 def test_what_is_summed_ahead_is_taken_once_and_later_steps_the_next_time(
-    clock: FakeClock,
+    clock: Clock,
 ) -> None:
     timer = StepTimer(clock)
     timer.sum_up()  # nothing so far, which hides nothing of what follows

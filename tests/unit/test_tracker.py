@@ -184,11 +184,13 @@ def test_a_huge_value_is_counted_by_its_owner_all_the_same() -> None:
     assert [worker.num_non_finite for worker in tracker.workers] == [0, 0, 0, 100]
 
 
-@pytest.mark.parametrize("world_size", [3, 4])
+@pytest.mark.parametrize(("world_size", "num_liars"), [(3, 1), (4, 1), (4, 2), (6, 3)])
 @pytest.mark.parametrize("framed", [0, 1])
-def test_one_owner_alone_cannot_frame_a_worker(world_size: int, framed: int) -> None:
+def test_half_of_the_owners_cannot_frame_a_worker(
+    world_size: int, num_liars: int, framed: int
+) -> None:
     def lie(owner: int, wire: np.ndarray) -> np.ndarray:
-        if owner == world_size - 1:
+        if owner >= world_size - num_liars:
             wire = wire.copy()
             wire[framed] = wire[world_size + framed]  # score 1 in every step
         return wire
