@@ -1,7 +1,7 @@
 """Would the tests notice? One-line changes of the core, each of which some test has to catch.
 
     python -m tests.faults.mutants            # all of them, some 5 minutes of one core
-    python -m tests.faults.mutants momentum   # those whose file or law has this text in it
+    python -m tests.faults.mutants momentum   # those whose file or law has one of these texts
 
 Each mutant breaks one law, in a copy of the working tree. It is caught if one of its tests fails
 there, which passes without it. Who shortens the tests runs this before and after: no fewer may be
@@ -25,6 +25,7 @@ __all__ = ["MUTANTS", "Mutant"]
 
 ROOT = Path(__file__).resolve().parents[2]
 _LIMIT_S = 900.0  # of a mutant's tests; a choice
+_MOST_FAILING = 4  # tests that fail anyway, before it is given up; a choice
 
 
 @dataclass(frozen=True)
@@ -205,10 +206,10 @@ MUTANTS = (
         ("unit/test_plan.py", "unit/test_search.py", "property/test_balance.py"),
     ),
     Mutant(
-        "grains that are left go to the largest remainders",
+        "no rank is taken below its floor while samples move",
         "balance/search.py",
-        "np.argsort(-remainders",
-        "np.argsort(remainders",
+        "sizes[giver] - step >= bounds.floor[giver]",
+        "sizes[giver] - step >= 0",
         ("unit/test_search.py", "property/test_balance.py"),
     ),
     Mutant(
@@ -281,10 +282,10 @@ def copied_tree(target: Path) -> None:
             shutil.copy2(ROOT / name, target / name)
 
 
-def failing_test(tree: Path, tests: Iterable[str]) -> str | None:
+def failing_test(tree: Path, tests: Iterable[str], *, but: Iterable[str] = ()) -> str | None:
     """Run tests of ``make test`` until one fails; return that, or None where all pass."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
-    command += ["-m", "not long", *tests]
+    command += ["-m", "not long", *(f"--deselect={name}" for name in but), *tests]
     # A file's compiled form is known by its size and second: a mutant's may be those of the file.
     for cache in (tree / "loft_hvd").rglob("__pycache__"):
         shutil.rmtree(cache)
@@ -307,23 +308,33 @@ def failing_test(tree: Path, tests: Iterable[str]) -> str | None:
     return None if found is None else found[1]
 
 
-def main(wanted: str = "") -> None:
-    mutants = [each for each in MUTANTS if wanted in each.path or wanted in each.law]
+def catch(mutant: Mutant, tree: Path) -> str:
+    """Return the test that catches a mutant in a copy of the tree, or that none does."""
+    path, fail_anyway = tree / "loft_hvd" / mutant.path, list[str]()
+    original, changed = path.read_text(encoding="utf-8"), mutant.applied(tree)
+    while len(fail_anyway) < _MOST_FAILING:
+        path.write_text(changed, encoding="utf-8")
+        found = failing_test(tree, [f"tests/{name}" for name in mutant.tests], but=fail_anyway)
+        path.write_text(original, encoding="utf-8")
+        if found is None:
+            return "NOT CAUGHT"
+        if "::" not in found or failing_test(tree, [found]) is None:
+            return f"caught by {found}"
+        fail_anyway.append(found)  # a limit on a crowded machine, say
+    return f"NOT KNOWN: without it, too, these fail: {', '.join(fail_anyway)}"
+
+
+def main(*wanted: str) -> None:
+    mutants = [
+        each for each in MUTANTS if any(word in each.path + each.law for word in wanted or [""])
+    ]
     num_caught = 0
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
         copied_tree(tree)
         for mutant in mutants:
-            path, began = tree / "loft_hvd" / mutant.path, time.monotonic()
-            original = path.read_text(encoding="utf-8")
-            path.write_text(mutant.applied(tree), encoding="utf-8")
-            caught_by = failing_test(tree, [f"tests/{name}" for name in mutant.tests])
-            path.write_text(original, encoding="utf-8")
-            said = f"caught by {caught_by}"
-            if caught_by is None:
-                said = "NOT CAUGHT"
-            elif "::" in caught_by and failing_test(tree, [caught_by]) is not None:
-                said = f"NOT KNOWN: {caught_by} fails without it, too"
+            began = time.monotonic()
+            said = catch(mutant, tree)
             num_caught += said.startswith("caught")
             print(f"{time.monotonic() - began:4.0f} s  {mutant.law}: {said}", flush=True)
     print(f"caught {num_caught} of {len(mutants)}")
@@ -331,4 +342,4 @@ def main(wanted: str = "") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    main(*sys.argv[1:])

@@ -61,6 +61,20 @@ class Meshed(LocalTransport):
         return super()._post(kind, name, send, recv)
 
 
+def test_messages_meet_by_name_size_dtype_and_phase_alone() -> None:
+    values = torch.zeros(6)
+    tags = [
+        mesh_module._tag("loft.0", values, 0),
+        mesh_module._tag("loft.0", values, 1),
+        mesh_module._tag("loft.1", values, 0),
+        mesh_module._tag("loft.0", values[:5], 0),
+        mesh_module._tag("loft.0", values.view(torch.int32), 0),
+    ]
+    assert len(set(tags)) == len(tags)
+    assert all(0 <= tag < 2**31 for tag in tags)  # what C's int holds
+    assert mesh_module._tag("loft.0", torch.ones(2, 3), 0) == tags[0]
+
+
 needs_extension = pytest.mark.skipif(extension() is None, reason="the extension is not built")
 COMPACTS = ["off", pytest.param("on", marks=needs_extension)]
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 import logging
 import os
@@ -618,3 +619,20 @@ def test_a_folder_that_may_not_be_entered_has_no_logs(
     monkeypatch.setattr(Path, "is_file", refuse)
     with pytest.raises(DataError, match="no run log"):
         newest_log(tmp_path)
+
+
+def test_a_log_of_lines_that_must_stay_is_written_anew_ever_more_rarely(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, real, sizes = RunLog(tmp_path, max_bytes=2000), RunLog._thin, list[int]()
+
+    def thin(log: RunLog, path: Path) -> None:
+        sizes.append(path.stat().st_size)
+        real(log, path)
+
+    monkeypatch.setattr(RunLog, "_thin", thin)
+    for step in range(400):
+        log.write("plan", plan_id=step, first_step=step, sizes=[1, 2, 3])
+    assert kinds(only_file(tmp_path)) == ["plan"] * 400
+    assert sizes[0] > 1800
+    assert all(after > 1.9 * before for before, after in itertools.pairwise(sizes))

@@ -548,3 +548,17 @@ def test_opening_leaves_no_descriptor_but_those_of_what_is_mapped() -> None:
     run_ranks(3, work)
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_series_is_equal_on_all_ranks_and_new_on_each() -> None:
+    def work(end: LocalTransport) -> list[int]:
+        memory, channel = sharing(end).memory, Channel(end, "again", 20.0)
+        memory._num_series += 3 * end.rank  # as of ranks that have failed alone so often
+        before = memory._num_series
+        found = [memory.next_series(channel) for _ in range(2)]
+        assert found[0] > before
+        return found
+
+    first, *others = run_ranks(3, work)
+    assert first[1] > first[0]
+    assert all(each == first for each in others)

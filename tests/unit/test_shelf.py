@@ -473,3 +473,13 @@ def test_a_process_that_only_reads_names_the_half_too(
     descriptors = [os.dup(each) for each in shelf.descriptors]
     assert Shelf.attached(shelf.description, descriptors).read(1) is None
     assert "sample 1 is damaged in the file on disk" in caplog.text
+
+
+def test_a_record_of_another_sample_is_not_taken_for_one() -> None:
+    shelf = Shelf(10, memory_bytes=1000)
+    assert shelf.add(1, DATA)
+    assert shelf.add(2, DATA[::-1])
+    shelf._index[2] = shelf._index[1]
+    assert shelf.read(2) is None
+    assert shelf.counters["corrupt"] == 1
+    assert shelf.read(1) is not None
