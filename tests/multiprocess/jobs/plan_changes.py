@@ -1,9 +1,10 @@
 """Training through 20 changes of plan: ``plan_changes.py WORKERS:PREFETCH[:FLAGS] ...``.
 
 FLAGS are letters: p for persistent loader processes, m for pinned memory, s for a
-``loft.BatchSampler`` behind torch's own loader. For each setting rank 0 prints "found" and a JSON
-object: the number of changes and steps, at how many steps ranks had different plans or batches of
-another size than planned, and how far the result is from training in one process.
+``loft.BatchSampler`` behind torch's own loader, d for double steps, of two backward passes. For
+each setting rank 0 prints "found" and a JSON object: the number of changes and steps, at how many
+steps ranks had different plans or batches of another size than planned, and how far the result is
+from training in one process.
 """
 
 from __future__ import annotations
@@ -50,22 +51,28 @@ def train(setting: str) -> dict[str, Any]:
     torch.manual_seed(0)
     model = make_model()
     balancer = loft.Balancer(GLOBAL_BATCH, Wandering(GLOBAL_BATCH), interval=4)
+    num_passes = 2 if "d" in setting else 1
     optimizer = loft.DistributedOptimizer(
-        OPTIMIZERS["sgd"](model.parameters()), model.named_parameters(), balancer=balancer
+        OPTIMIZERS["sgd"](model.parameters()),
+        model.named_parameters(),
+        backward_passes_per_step=num_passes,
+        balancer=balancer,
     )
     used: list[tuple[int, ...]] = []
     num_odd = 0
     for (x, y), sizes in batches(balancer, setting):
         with balancer.step(len(x)) if "s" in setting else nullcontext():
-            optimizer.zero_grad()
             torch.nn.functional.mse_loss(model(x), y).backward()
-            optimizer.step()
-        used.append((sizes.step, sizes.plan_id, *sizes.sizes))
+            used.append((sizes.step, sizes.plan_id, *sizes.sizes))
+            is_step = len(used) % num_passes == 0
+            if is_step:
+                optimizer.step()
+                optimizer.zero_grad()
         planned = balancer.plan_at(sizes.step)
         is_full = sizes.total == GLOBAL_BATCH
         num_odd += len(x) != sizes.sizes[hvd.rank()] or (planned.plan_id != sizes.plan_id)
         num_odd += is_full and planned.sizes != sizes.sizes
-        if sizes.plan_id == NUM_CHANGES and sizes.step > planned.first_step + 2:
+        if is_step and sizes.plan_id >= NUM_CHANGES and sizes.step > planned.first_step + 2:
             break
     everyone = hvd.allgather(torch.tensor(used).unsqueeze(0))
     odd = hvd.allgather(torch.tensor([num_odd]))
@@ -73,7 +80,8 @@ def train(setting: str) -> dict[str, Any]:
         make_data(NUM_SAMPLES),
         OPTIMIZERS["sgd"],
         global_batch_size=GLOBAL_BATCH,
-        num_steps=len(used),
+        num_steps=len(used) // num_passes,
+        num_passes=num_passes,
     )
     return {
         "setting": setting,
