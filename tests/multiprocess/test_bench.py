@@ -22,11 +22,11 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(150)]
 
 def test_bench_allreduce_writes_every_contestant(tmp_path: Path) -> None:
     found = tmp_path / "found.json"
-    options = ["--ranks", "2", "--mb", "0.1,1", "--rounds", "3", "--peer", "--json", str(found)]
+    options = ["--ranks", "2", "--mb", "2,4", "--rounds", "3", "--peer", "--json", str(found)]
     done = CliRunner().invoke(build_app(), ["bench", "allreduce", *options])
     assert done.exit_code == 0, done.output[-4000:]
     record = json.loads(found.read_text())
-    assert set(record["allreduce"]) == {"0.1 MB", "1 MB"}
+    assert set(record["allreduce"]) == {"2 MB", "4 MB"}
     for judged in record["allreduce"].values():
         names = set(judged["contestants"])
         assert {"horovod", "horovod again", "mean", "median"} < names
@@ -35,7 +35,7 @@ def test_bench_allreduce_writes_every_contestant(tmp_path: Path) -> None:
     # What is piped is the tables; how far it is comes while it runs, and once from rank 0.
     assert "trimmed_mean f=0" in done.stdout
     assert "rounds" not in done.stdout
-    told = [f"bench: {size} MB, {n} of 3 rounds" for size in ("0.1", "1") for n in (1, 2, 3)]
+    told = [f"bench: {size} MB, {n} of 3 rounds" for size in ("2", "4") for n in (1, 2, 3)]
     assert [line for line in done.stderr.splitlines() if " of 3 rounds" in line] == told
 
 

@@ -12,9 +12,11 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
 
 
 def run(num_ranks: int, *arguments: str) -> str:
-    done = launch(num_ranks, ["-W", "error", *arguments], timeout_s=180)
-    assert done.returncode == 0, done.output[-6000:]
-    return done.output
+    return launch(num_ranks, ["-W", "error", *arguments], timeout_s=180).succeeded()
+
+
+def torchrun(num_ranks: int, *arguments: str) -> str:
+    return launch(num_ranks, arguments, launcher="torchrun", timeout_s=180).succeeded()
 
 
 @pytest.mark.long
@@ -38,13 +40,6 @@ def test_unequal_cluster_gives_the_slow_rank_fewer_samples() -> None:
     sizes = [int(size) for size in last]
     assert sum(sizes) == 96
     assert sizes[2] < 0.75 * min(sizes[:2]), output
-
-
-def torchrun(num_ranks: int, *arguments: str) -> str:
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    done = launch(1, [*command, *arguments], launcher="none", timeout_s=180)
-    assert done.returncode == 0, done.output[-6000:]
-    return done.output
 
 
 def test_ddp_under_torchrun_leaves_the_faulty_rank_out() -> None:

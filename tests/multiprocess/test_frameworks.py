@@ -23,10 +23,7 @@ def needs(package: str) -> pytest.MarkDecorator:
 
 
 def torchrun(num_ranks: int, *arguments: str) -> str:
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    done = launch(1, [*command, *arguments], launcher="none", timeout_s=180)
-    assert done.returncode == 0, done.output[-8000:]
-    return done.output
+    return launch(num_ranks, arguments, launcher="torchrun", timeout_s=180).succeeded()
 
 
 @needs("pytorch_lightning")

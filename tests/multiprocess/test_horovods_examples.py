@@ -58,6 +58,6 @@ def test_a_converted_example_of_horovods_trains(path: str, tmp_path: Path) -> No
     if is_elastic:
         arguments += LONG_ENOUGH
     done = run(tmp_path, arguments, is_elastic=is_elastic)
-    assert done.returncode == 0, done.output[-6000:]
+    done.succeeded()
     said, count = SAID[Path(path).name]
     assert done.output.count(said) == count, done.output[-6000:]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 __all__ = ["LAUNCHERS", "Finished", "launch", "launcher_here"]
 
@@ -24,10 +28,32 @@ class Finished:
     Attributes:
         returncode: the launcher's exit status; None when the limit was reached.
         output: stdout and stderr of all ranks.
+        ended_at: when, in seconds since 1970.
     """
 
     returncode: int | None
     output: str
+    ended_at: float
+
+    def succeeded(self, num_finished: int | None = None) -> str:
+        """Return what it said; it must have ended well, "has finished" said so many times."""
+        assert self.returncode == 0, self.output[-9000:]
+        if num_finished is not None:
+            assert self.output.count("has finished") == num_finished, self.output[-9000:]
+        return self.output
+
+    def failed(self, says: str, *, within_s: float | None = None) -> None:
+        """Fail unless it ended with an error that ``says`` finds, and no rank "has finished".
+
+        ``within_s``: at most so long after the "fault at" that it told.
+        """
+        assert self.returncode not in (0, None), self.output[-9000:]
+        assert "has finished" not in self.output
+        assert re.search(says, self.output), self.output[-9000:]
+        if within_s is not None:
+            fault = re.search(r"fault at ([\d.]+)", self.output)
+            assert fault is not None, self.output[-9000:]
+            assert self.ended_at - float(fault[1]) <= within_s, self.output[-9000:]
 
 
 def launcher_here(launcher: str) -> bool:
@@ -45,21 +71,26 @@ def launch(
     options: Sequence[str] = (),
     during: Callable[[], None] | None = None,
 ) -> Finished:
-    """Run ``python ARGUMENTS`` on every rank.
+    """Run ``python ARGUMENTS`` on every rank; skip the test where the launcher is not here.
 
     Args:
         num_ranks: ranks on this machine.
         arguments: what python is given.
-        launcher: "gloo" (horovodrun), "mpi" (mpirun), "elastic" (horovodrun with discovery) or
-            "none" (python alone, one rank).
+        launcher: "gloo" (horovodrun), "mpi" (mpirun), "elastic" (horovodrun with discovery),
+            "torchrun" or "none" (python alone, one rank).
         timeout_s: after so many seconds the whole job is ended.
         env: variables on top of this process's.
         options: more options of the launcher.
         during: called once the job has been started.
     """
+    if not launcher_here(launcher):
+        pytest.skip("mpirun is not on PATH (Debian: openmpi-bin libopenmpi-dev)")
     python = [sys.executable, *arguments]
     if launcher == "none":
         command = python
+    elif launcher == "torchrun":
+        options = ["--standalone", *options, "--nproc-per-node", str(num_ranks)]
+        command = [sys.executable, "-m", "torch.distributed.run", *options, *arguments]
     elif launcher in ("gloo", "elastic"):
         runner = str(Path(sys.executable).with_name("horovodrun"))
         command = [runner, "--gloo", "-np", str(num_ranks), *options, *python]
@@ -86,9 +117,9 @@ def launch(
         if during is not None:
             during()
         output, _ = process.communicate(timeout=timeout_s)
-        return Finished(process.returncode, output)
+        return Finished(process.returncode, output, time.time())
     except subprocess.TimeoutExpired:
-        return Finished(None, _end(process))
+        return Finished(None, _end(process), time.time())
     except BaseException:  # such as a test's own limit
         _end(process)
         raise

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -123,9 +124,9 @@ class Testbed:
             if during is not None:
                 during()
             output, _ = process.communicate(timeout=timeout_s)
-            return Finished(process.returncode, output)
+            return Finished(process.returncode, output, time.time())
         except subprocess.TimeoutExpired:
-            return Finished(None, self._end(process))
+            return Finished(None, self._end(process), time.time())
         finally:
             if process.poll() is None:
                 self._end(process)  # `during` failed

@@ -19,7 +19,7 @@ def test_an_allreduce_over_thin_links_sends_fewer_bytes_than_its_values_have(
     found = tmp_path / "links.json"
     asked = ["--rate", "2e8", "--mb", "4", "--rounds", "1", "--json", str(found)]
     done = testbed.run(["benchmarks/links.py", *asked], timeout_s=120)  # which compares results
-    assert done.returncode == 0, done.output[-6000:]
+    done.succeeded()
     rows = {row["contestant"]: row for row in json.loads(found.read_text())["results"]}
     plain_bytes = 2 * (2 / 3) * 4e6  # two thirds of the values, twice
     for name, share in (
