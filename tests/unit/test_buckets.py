@@ -17,7 +17,7 @@ from loft_hvd.pipeline.buckets import (
     part_bounds,
     shard_numel,
 )
-from loft_hvd.transport.base import Channel, OverTransport, Work
+from loft_hvd.transport.base import Channel, Lane, Work
 from loft_hvd.transport.local import LocalTransport, run_ranks
 
 
@@ -182,7 +182,7 @@ def test_all_ranks_take_rank_0s_order_and_what_did_not_come_is_last(
 
 @pytest.mark.parametrize("told", [(0, 0, 1), (0, 1, 3), (-1, 0, 1)])
 def test_an_order_that_is_none_is_refused_on_every_rank(told: tuple[int, ...]) -> None:
-    class Telling(OverTransport):
+    class Telling(Lane):
         """Rank 0 tells another order than its own."""
 
         def broadcast(self, buffer: torch.Tensor, *, name: str) -> Work:
