@@ -35,6 +35,7 @@ _logger = logging.getLogger(__name__)
 _EXPLAIN_S = 1.0  # bound from the beats: what others have seen by now comes with their next one
 _LISTEN_S = 0.02  # a choice: between two looks for a good-bye
 _LOOK_S = 0.25  # a choice: between looks at what this rank does after a verdict
+_LAST_LOOK_S = 1.0  # a choice: longest that a look at frozen ranks may hold the end up
 
 
 class Heartbeat:
@@ -80,6 +81,7 @@ class Heartbeat:
         )
         self._observer = Observer(diagnosis, self._connections, self.meter, self._actions)
         self._has_failed = self._is_closed = False
+        self._has_looked = threading.Event()
         self._has_engine_failed = False  # here
         if control.exit is not None:
             control.exit.install(self.report, self.close, waker=self._connections.waker)
@@ -188,6 +190,10 @@ class Heartbeat:
         was_ended = self._has_failed or self._has_engine_failed
         self._connections.say_at_last(Message("left", self.rank, float(was_ended)))
         if self._actions.unhook(has_failed=self._has_failed):
+            # A frozen rank is doomed by that: who leaves at once would leave it there.
+            self._has_looked.clear()
+            self._connections.wake()
+            self._has_looked.wait(_LAST_LOOK_S)
             return  # the thread leaves the process if its end takes too long
         self._is_closed = True
         self._connections.wake()
@@ -266,6 +272,7 @@ class Heartbeat:
         progress = self.meter.progress()
         self._diagnosis.moved(progress.moved_s, progress.began_s)
         self._observer.look()
+        self._has_looked.set()
         self._actions.decide(self._diagnosis.judge(progress))
 
     def _leave_if_stuck(self) -> None:
