@@ -20,6 +20,7 @@ from loft_hvd.transport.device import DeviceGroup
 from loft_hvd.transport.local import LocalTransport, run_ranks
 from loft_hvd.transport.mesh import open_mesh
 from tests.support.files_run import FilesRun
+from tests.support.plans import FakePlans
 from tests.support.worlds import environment
 
 HOME = Path(__file__).parents[2]
@@ -51,7 +52,7 @@ def test_file_that_the_page_names_exists(name: str) -> None:
     ("section", "most_files", "most_climbs"),
     [
         ("A gradient", 16, 2),
-        ("A stored sample", 10, 0),
+        ("A stored sample", 9, 0),
         ("A batch size", 16, 99),
         ("A rank's failure", 14, 2),
     ],
@@ -198,6 +199,30 @@ def test_batch_size_passes_the_files_of_the_page() -> None:
     run = files_of_training(num_steps=12, policy="loft")
     assert set(way("A batch size")) - run == {"loft_hvd/transport/horovod.py"}
     assert run <= KNOWN | {"loft_hvd/transport/local.py"}
+
+
+def test_stored_sample_passes_the_files_of_the_page() -> None:
+    pytest.importorskip("pyarrow.flight", reason="the extra [store] is not installed")
+    runs: dict[int, set[str]] = {}
+
+    def read(end: LocalTransport) -> None:
+        plans = FakePlans((30, 10), rank=end.rank)
+        dataset = TensorDataset(torch.arange(400.0))
+        store = loft.SampleStore(dataset, memory_bytes=1 << 20, transport=end)
+        loader = loft.DataLoader(store, plans, seed=3)
+        with FilesRun() as runs[end.rank]:
+            for epoch in range(3):
+                loader.set_epoch(epoch)
+                for _ in loader:
+                    plans.next_step += 1
+        store.close()
+
+    run_ranks(2, read)
+    run = {name for each in runs.values() for name in each}
+    # The gate is in the process of a server.
+    assert set(way("A stored sample")) - run <= {"loft_hvd/store/gate.py"}
+    named = KNOWN | {"loft_hvd/transport/local.py"}
+    assert run <= named
 
 
 @pytest.mark.timeout(300)
