@@ -189,22 +189,25 @@ def forget_reductions() -> None:
     _kept_end.cache_clear()
 
 
-class Handle:
-    """An all-reduce in flight; made by ``allreduce_async``."""
+class _Call:
+    """One all-reduce on its way; see ``Flight``."""
+
+    place = ""  # errors name the all-reduce themselves
 
     def __init__(
         self,
         world: _World,
         tensor: Tensor,
-        reduction: NamedReduction | None,
+        reduction: NamedReduction,
         *,
         name: str,
-        weights: PassWeights | None = None,
-        share: float = 1.0,
-        fields: Sequence[int] = (),
+        weights: PassWeights,
+        share: float,
+        fields: Sequence[int],
     ) -> None:
         self.device = str(tensor.device)
-        self.place = ""  # errors name the all-reduce themselves
+        self.result: Tensor | None = None
+        self.failure: BaseException | None = None
         self._world = world
         self._tensor = tensor
         self._reduction = reduction
@@ -214,63 +217,14 @@ class Handle:
         self._fields = fields  # by which ranks see that they mean the same
         self._agreement: tuple[Work, Tensor, Tensor] | None = None
         self._has_started = False
-        self._result = tensor.clone() if reduction is None else None
-        self._failure: BaseException | None = None
-
-    def done(self) -> bool:
-        """Say whether ``wait`` would return at once; raises what has ended it. Never blocks."""
-        if self._failure is not None:
-            raise self._failure
-        return self._result is not None
-
-    def wait(self, timeout_s: float | None = None) -> Tensor:
-        """Return the aggregated tensor.
-
-        Args:
-            timeout_s: longest wait in seconds; None takes ``LOFT_HVD_TIMEOUT_S``.
-
-        Returns:
-            A new tensor with shape, dtype and device of the input, equal bits on every rank.
-
-        Raises:
-            TransportTimeoutError: other ranks did not answer in time.
-            MismatchError: ranks brought different shapes, dtypes, rules or weights.
-        """
-        limit_s = config().timeout_s if timeout_s is None else timeout_s
-        if not self.done():
-            with watch_of(self._world.channel.transport).waiting():
-                self._world.flights.wait(
-                    self.done,
-                    timeout_s=limit_s,
-                    too_late=lambda: self._too_late(limit_s),
-                    pauses=lambda waited_s: min(
-                        max(_POLL_PART * waited_s, _SHORTEST_POLL_S), _LONGEST_POLL_S
-                    ),
-                )
-        assert self._result is not None
-        if self._reduction is not None:
-            self._world.flights.follow()
-            used_here(self._result)
-        return self._result
-
-    def _too_late(self, limit_s: float) -> TransportTimeoutError:
-        late = watch_of(self._world.channel.transport).late()
-        who = f"; ranks {late} have not come to it" if late else ""
-        return TransportTimeoutError(
-            f"allreduce {self._name!r}: no answer from all {self._world.channel.world_size} ranks "
-            f"within {limit_s:g} s{who}; every rank must call it, in time"
-        )
-
-    # For who has the turn; see ``Flight``.
 
     @property
     def has_news(self) -> bool:
         if self._agreement is not None and not self._agreement[0].done():
             return False
-        return not self._has_started or self._reduction is None or self._reduction.has_news
+        return not self._has_started or self._reduction.has_news
 
     def begin(self) -> None:
-        assert self._reduction is not None
         lane = self._world.lane("cpu")  # where the numbers are
         row = lane.zeros(len(self._fields), torch.int64).copy_(torch.tensor(self._fields))
         rows = torch.empty(lane.world_size, row.numel(), dtype=row.dtype)
@@ -281,15 +235,13 @@ class Handle:
         # would stay in the way of the name's next call.
         is_engines_own = type(self._reduction.lane) is Lane and not self._reduction.lane.overlaps
         if self._reduction.is_sum or is_engines_own:
-            self._start(self._reduction)
+            self._start()
 
-    def _start(self, reduction: NamedReduction) -> None:
-        assert self._weights is not None
+    def _start(self) -> None:
         self._has_started = True
-        reduction.start(self._tensor, self._weights, share=self._share)
+        self._reduction.start(self._tensor, self._weights, share=self._share)
 
     def advance(self) -> bool:
-        assert self._reduction is not None
         if self._agreement is not None:
             work, _, rows = self._agreement
             if not work.done():
@@ -298,18 +250,17 @@ class Handle:
             self._agreement = None
             self._check_agreement(rows)
         if not self._has_started:
-            self._start(self._reduction)
+            self._start()
         if not self._reduction.advance():
             return False
-        # At once, so that the name is free: nobody may ask for this handle any more, as where a
+        # At once, so that the name is free: nobody may ask for the handle any more, as where a
         # wait for it has ended by its limit.
-        self._result = self._reduction.take(self._tensor)
+        self.result = self._reduction.take(self._tensor)
         return True
 
     def failed(self, error: BaseException) -> None:
-        self._failure = error  # what the buffers hold by now is no result: asked again, too
-        if self._reduction is not None:
-            self._reduction.failure = f"{type(error).__name__}: {error}"
+        self.failure = error  # what the buffers hold by now is no result: asked again, too
+        self._reduction.failure = f"{type(error).__name__}: {error}"
 
     def _check_agreement(self, rows: Tensor) -> None:
         fields = ("numel", "dtype", "rule, weights or present", "device")
@@ -324,6 +275,64 @@ class Handle:
                 f"rank {self._world.channel.rank} brought {self._tensor.numel()} values of "
                 f"{self._tensor.dtype} on {self._tensor.device}. Every rank must bring the same"
             )
+
+
+class Handle:
+    """An all-reduce in flight; made by ``allreduce_async``."""
+
+    def __init__(self, world: _World, name: str, call: _Call | None, alone: Tensor | None) -> None:
+        self._world = world
+        self._name = name
+        self._call = call
+        self._alone = alone  # the result in a world of one, where nothing travels
+
+    def done(self) -> bool:
+        """Say whether ``wait`` would return at once; raises what has ended it. Never blocks."""
+        if self._call is None:
+            return True
+        if self._call.failure is not None:
+            raise self._call.failure
+        return self._call.result is not None
+
+    def wait(self, timeout_s: float | None = None) -> Tensor:
+        """Return the aggregated tensor.
+
+        Args:
+            timeout_s: longest wait in seconds; None takes ``LOFT_HVD_TIMEOUT_S``.
+
+        Returns:
+            A new tensor with shape, dtype and device of the input, equal bits on every rank.
+
+        Raises:
+            TransportTimeoutError: other ranks did not answer in time.
+            MismatchError: ranks brought different shapes, dtypes, rules or weights.
+        """
+        if self._call is None:
+            assert self._alone is not None
+            return self._alone
+        limit_s = config().timeout_s if timeout_s is None else timeout_s
+        if not self.done():
+            with watch_of(self._world.channel.transport).waiting():
+                self._world.flights.wait(
+                    self.done,
+                    timeout_s=limit_s,
+                    too_late=lambda: self._too_late(limit_s),
+                    pauses=lambda waited_s: min(
+                        max(_POLL_PART * waited_s, _SHORTEST_POLL_S), _LONGEST_POLL_S
+                    ),
+                )
+        assert self._call.result is not None
+        self._world.flights.follow()
+        used_here(self._call.result)
+        return self._call.result
+
+    def _too_late(self, limit_s: float) -> TransportTimeoutError:
+        late = watch_of(self._world.channel.transport).late()
+        who = f"; ranks {late} have not come to it" if late else ""
+        return TransportTimeoutError(
+            f"allreduce {self._name!r}: no answer from all {self._world.channel.world_size} ranks "
+            f"within {limit_s:g} s{who}; every rank must call it, in time"
+        )
 
 
 def allreduce_async(
@@ -352,7 +361,7 @@ def allreduce_async(
     row_present = _checked(present, "present", name, world_size)
     world = _world_of(ends)
     if world_size == 1:
-        return Handle(world, tensor.detach(), None, name=name)
+        return Handle(world, name, None, tensor.detach().clone())
     counts = (1,) * world_size if row_weights is None else row_weights
     if row_present is not None:
         counts = tuple(
@@ -365,7 +374,7 @@ def allreduce_async(
     kinds = (str(tensor.dtype), f"{rule} {row_weights} {alive}", device)
     # Lanes only sum, so their rows are weighed here; a rule weighs the rows that it gets.
     share = counts[ends.rank] / sum(counts) if reduction.is_sum else float(alive[ends.rank])
-    handle = Handle(
+    call = _Call(
         world,
         tensor.detach(),
         reduction,
@@ -376,9 +385,9 @@ def allreduce_async(
     )
     reduction.is_busy = True
     # What is queued for the tensor by now is in it.
-    stream = current_stream(handle.device)
-    world.flights.post(handle, [] if stream is None else [stream.record_event()])
-    return handle
+    stream = current_stream(call.device)
+    world.flights.post(call, [] if stream is None else [stream.record_event()])
+    return Handle(world, name, call, None)
 
 
 def allreduce(

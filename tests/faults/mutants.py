@@ -131,8 +131,8 @@ MUTANTS = (
     Mutant(
         "rules that see rows go to shard owners, of two ranks too",
         "pipeline/ring.py",
-        "== 2 and not is_engine_sum(rule) and not rule.sees_rows",
-        "== 2 and not is_engine_sum(rule)",
+        "== 2 and not (is_sum or rule.sees_rows or lane.lends)",
+        "== 2 and not (is_sum or lane.lends)",
         ("unit/test_ring.py", "unit/test_reduction.py", "unit/test_selection.py"),
     ),
     Mutant(
@@ -193,7 +193,7 @@ MUTANTS = (
     ),
     Mutant(
         "a lost link alone ends nobody",
-        "transport/heartbeat/diagnosis.py",
+        "failures/diagnosis.py",
         "or (has_lost_it and self._has_engine_failed)",
         "or has_lost_it",
         ("unit/test_diagnosis.py",),

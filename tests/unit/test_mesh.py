@@ -7,6 +7,7 @@ import logging
 import math
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -49,6 +50,7 @@ class Meshed(LocalTransport):
 
     def __init__(self, end: LocalTransport, **options: Any) -> None:
         super().__init__(end._world, end.rank)
+        self.local_size = 1  # a host of its own: else ranks would share memory
         self.started: list[str] = []
         self.mesh = over_mesh(end, **options).mesh
         self.at_end: list[Callable[[], None]] = []
@@ -597,11 +599,22 @@ def test_an_allreduce_that_fails_tells_who_waits_for_it_and_nobody_else() -> Non
 @pytest.mark.parametrize(
     ("rule", "started"), [(loft.Mean(), ["allreduce x"]), (loft.Median(), [])], ids=str
 )
-def test_a_mean_that_takes_the_engine_begins_at_once(rule: loft.Rule, started: list[str]) -> None:
+def test_a_mean_that_takes_the_engine_begins_before_ranks_agree(
+    rule: loft.Rule, started: list[str]
+) -> None:
+    may_come = threading.Event()
+
     def work(transport: LocalTransport) -> list[str]:
         ends = Meshed(transport)
+        loft.allreduce(torch.ones(1), loft.Median(), name="first", transport=ends)
+        if ends.rank == 1:
+            assert may_come.wait(20.0)
         handle = loft.allreduce_async(torch.ones(6), rule, name="x", transport=ends)
-        begun = list(ends.started)
+        until = time.monotonic() + (20.0 if started else 0.2)
+        while ends.rank == 0 and not ends.started and time.monotonic() < until:
+            time.sleep(0.001)
+        begun = list(ends.started) if ends.rank == 0 else started
+        may_come.set()
         assert torch.equal(handle.wait(5.0), torch.ones(6))
         return begun
 
