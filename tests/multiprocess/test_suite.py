@@ -6,59 +6,41 @@ import pytest
 
 from tests.support.fingerprint import RULES
 from tests.support.launch import launch, launcher_here
-from tests.support.marks import long_first
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(400)]
 
 RANKS = "tests/multiprocess/ranks"
+CONFORM = f"{RANKS}/test_conformance.py"
+long, whole = pytest.mark.long, [pytest.mark.long, pytest.mark.whole]
 
 
 @pytest.mark.parametrize(
-    ("launcher", "num_ranks", "mesh"),
+    ("launcher", "num_ranks", "mesh", "tests"),
     [
-        ("gloo", 1, "auto"),
-        pytest.param("gloo", 2, "auto", marks=pytest.mark.long),
-        ("gloo", 3, "auto"),
-        pytest.param("gloo", 3, "off", marks=[pytest.mark.long, pytest.mark.whole]),
-        pytest.param("gloo", 4, "auto", marks=[pytest.mark.long, pytest.mark.whole]),
-        ("mpi", 2, "off"),
-        pytest.param("mpi", 3, "auto", marks=[pytest.mark.long, pytest.mark.whole]),
+        ("gloo", 1, "auto", RANKS),
+        pytest.param("gloo", 2, "auto", RANKS, marks=long),
+        ("gloo", 3, "auto", RANKS),
+        pytest.param("gloo", 3, "off", RANKS, marks=whole),
+        pytest.param("gloo", 3, "on", CONFORM, marks=long),
+        pytest.param("gloo", 3, "on", RANKS, marks=whole),
+        pytest.param("gloo", 4, "auto", RANKS, marks=whole),
+        pytest.param("mpi", 1, "auto", CONFORM, marks=whole),
+        ("mpi", 2, "off", RANKS),
+        pytest.param("mpi", 3, "auto", RANKS, marks=whole),
+        pytest.param("mpi", 4, "auto", CONFORM, marks=long),
     ],
 )
-def test_ranks_pass_together(launcher: str, num_ranks: int, mesh: str) -> None:
-    """With "auto" ranks share memory, with "off" all is Horovod's."""
+def test_ranks_pass_together(launcher: str, num_ranks: int, mesh: str, tests: str) -> None:
+    """With "auto" ranks share memory, with "on" they have a mesh, with "off" all is Horovod's."""
     done = launch(
         num_ranks,
-        ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=60", RANKS],
+        ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=60", tests],
         launcher=launcher,
         timeout_s=390,
         env={"LOFT_HVD_TIMEOUT_S": "30", "LOFT_HVD_MESH": mesh},
     )
-    done.succeeded()
-    assert done.output.count(" passed") == num_ranks, done.output[-8000:]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("tests", long_first([f"{RANKS}/test_conformance.py", RANKS]))
-def test_ranks_pass_together_over_a_mesh(tests: str) -> None:
-    done = launch(
-        3,
-        ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=60", tests],
-        timeout_s=390,
-        env={"LOFT_HVD_TIMEOUT_S": "30", "LOFT_HVD_MESH": "on"},
-    )
-    done.succeeded()
-    assert done.output.count(" passed") == 3, done.output[-8000:]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("num_ranks", long_first([4, 1]))
-def test_mpi_ranks_conform_in_the_other_world_sizes_too(num_ranks: int) -> None:
-    suite = f"{RANKS}/test_conformance.py"
-    arguments = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=60", suite]
-    done = launch(num_ranks, arguments, launcher="mpi", timeout_s=300)
-    done.succeeded()
-    assert done.output.count(" passed") == num_ranks, done.output[-8000:]
+    output = done.succeeded()
+    assert output.count(" passed") == num_ranks, output[-8000:]
 
 
 MESH = {"mesh": "on", "memory": "auto"}
@@ -67,7 +49,7 @@ LARGER = [
         transport,
         num_ranks,
         marks=[
-            pytest.mark.long,
+            long,
             # Their collectives are in other tests; these have sums and orders of their own.
             *([pytest.mark.whole] if num_ranks != 8 or transport == "mpi" else []),
         ],
@@ -79,8 +61,7 @@ LARGER = [
 
 @pytest.mark.parametrize(("transport", "num_ranks"), LARGER)
 def test_larger_worlds_give_the_bits_of_local_ranks(transport: str, num_ranks: int) -> None:
-    suite = f"{RANKS}/test_conformance.py"
-    arguments = ["-q", "-p", "no:cacheprovider", "--timeout=120", suite, "-k", "bits_of_local"]
+    arguments = ["-q", "-p", "no:cacheprovider", "--timeout=120", CONFORM, "-k", "bits_of_local"]
     done = launch(
         num_ranks,
         ["-m", "pytest", *arguments],
