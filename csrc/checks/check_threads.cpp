@@ -112,14 +112,14 @@ void check_grace() {
     for (int turn = 0; turn < kTurns; ++turn) {
       const int other = dup(ends[0]);
       const bool is_added = add_grace(other, 30.0);
-      num_added[caller] += is_added || told_s() >= 0;
+      num_added[caller] += is_added || since_sigterm_s() >= 0;
       if (caller == 0 && turn == kTurns / 2) kill(getpid(), SIGTERM);
       remove_grace(other);
       close(other);
     }
   });
   for (int added : num_added) expect(added == kTurns, "a grace in ", added, " of ", kTurns);
-  expect(told_s() >= 0 && is_heard(ends[1]), "nobody has heard of SIGTERM");
+  expect(since_sigterm_s() >= 0 && is_heard(ends[1]), "nobody has heard of SIGTERM");
   remove_grace(ends[0]);
   for (int end : ends) close(end);
 }
