@@ -131,7 +131,7 @@ def decode(
     Raises:
         ArgumentError: a field is missing, not known, or not what its type says; names it.
     """
-    reader = _Reader(is_open, call, advice)
+    reader = _FieldReader(is_open, call, advice)
     made: T = reader.read(kind, state, what, dict(sizes or {}))
     return made
 
@@ -158,7 +158,7 @@ def _plain(value: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Reader:
+class _FieldReader:
     """Reads values by their types; ``where`` is the way to one, as ``Loft.fitter.rows[3]``.
 
     It goes as deep as the types do, however deep the values are. ``sizes`` are what names of shapes

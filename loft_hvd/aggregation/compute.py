@@ -17,7 +17,7 @@ from loft_hvd.aggregation import fallback
 from loft_hvd.aggregation.distances import distance_sums, finish_table, precision_of
 from loft_hvd.aggregation.fallback import BLOCK, Found, Judged
 from loft_hvd.aggregation.inputs import Row, address
-from loft_hvd.aggregation.mixing import Decided, Floats, mix_of
+from loft_hvd.aggregation.mixing import Floats, MixedRule, mix_of
 from loft_hvd.aggregation.row_rules import ROW_RULES, RowRule, check_is_ours
 from loft_hvd.aggregation.rules import Rule
 from loft_hvd.config import config
@@ -92,7 +92,7 @@ def aggregate_rows(
     if out.shape[0] == 0 and not diagnose_every:
         return None
     weights = reduce_weights(weights)
-    if isinstance(rule, RowRule | Decided):
+    if isinstance(rule, RowRule | MixedRule):
         return _aggregate_mixed(rows, rule, weights, out, diagnose_every)
     check_is_ours(rule)
     module = _extension_for(out)
@@ -157,7 +157,7 @@ def decide(
     weights: Sequence[int] | None,
     *,
     precision: torch.dtype,
-) -> Decided:
+) -> MixedRule:
     """Return what a rule makes of rows, already checked, from the sums of ``measure_rows``.
 
     The same on every machine. ``weights`` are above 0, one for each row, or None; ``precision`` is
@@ -166,18 +166,18 @@ def decide(
     if ROW_RULES.get(rule.name) is not type(rule):
         raise ArgumentTypeError(f"{rule} has no law; use Custom(fn) for rules from elsewhere")
     mix = mix_of(rule, finish_table(sums), reduce_weights(weights), precision=precision)
-    return Decided(rule, mix._replace(weights=reduce_weights(mix.weights)))
+    return MixedRule(rule, mix._replace(weights=reduce_weights(mix.weights)))
 
 
 def _aggregate_mixed(
     rows: Sequence[Row],
-    rule: RowRule | Decided,
+    rule: RowRule | MixedRule,
     weights: list[int] | None,
     out: Row,
     diagnose_every: int,
 ) -> Judged | None:
     """Aggregate by a rule that sees rows: their distances, its weights, one weighted pass."""
-    if isinstance(rule, Decided):
+    if isinstance(rule, MixedRule):
         decided = rule
     else:
         is_exact = str(rows[0].dtype).endswith("float64")  # torch's, or NumPy's

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from loft_hvd.aggregation.distances import BLOCK, mixed_rows
-from loft_hvd.aggregation.mixing import Mix, Verdicts
+from loft_hvd.aggregation.mixing import Mix, RowVerdicts
 from loft_hvd.aggregation.reference import Kept, apply
 from loft_hvd.aggregation.rules import Rule
 
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 Found: TypeAlias = "tuple[int, list[int], list[int], list[float]]"  # see diagnose_rows
-Judged: TypeAlias = "tuple[int, list[int], list[int], list[float], Verdicts]"  # and a mix's
+Judged: TypeAlias = "tuple[int, list[int], list[int], list[float], RowVerdicts]"  # and a mix's
 
 _TILE = 32 * 1024  # coordinates; the tile of 16 float32 rows is 2 MiB, about a core's own cache
 _KEYS = {

@@ -44,7 +44,7 @@ from loft_hvd.aggregation.row_rules import (
 from loft_hvd.aggregation.rules import Custom, Mean, MeanAroundMedian, Rule
 from loft_hvd.errors import ArgumentTypeError
 
-__all__ = ["Decided", "Floats", "Mix", "Verdicts", "mix_of"]
+__all__ = ["Floats", "Mix", "MixedRule", "RowVerdicts", "mix_of"]
 
 Floats = npt.NDArray[np.float64]
 
@@ -75,7 +75,7 @@ class Mix(NamedTuple):
     near: npt.NDArray[np.bool_] | None = None
 
 
-class Verdicts(NamedTuple):
+class RowVerdicts(NamedTuple):
     """What a mix made of each row, [n] each, from 0 to 1."""
 
     left_out: list[float]  # share of the other rows' neighbourhoods that lack it
@@ -84,7 +84,7 @@ class Verdicts(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Decided(Rule):
+class MixedRule(Rule):
     """A rule that sees rows, and what it has made of some: it aggregates any of their coordinates.
 
     Attributes:
@@ -107,7 +107,7 @@ class Decided(Rule):
         return self.rule.min_rows
 
     @functools.cached_property
-    def verdicts(self) -> Verdicts:
+    def verdicts(self) -> RowVerdicts:
         """What became of each row: left out, clipped, or found twice."""
         mix, num_rows = self.mix, len(self.mix.scales)
         # A rule after NNM may keep few mixed rows; every neighbourhood still counts.
@@ -119,7 +119,7 @@ class Decided(Rule):
             np.fill_diagonal(is_own, True)
         counts = judges[:, None] & ~is_own
         left_out = (lacks & counts).sum(axis=0) / np.maximum(counts.sum(axis=0), 1)
-        return Verdicts(
+        return RowVerdicts(
             left_out.tolist(),
             (mix.scales < 1).astype(np.float64).tolist(),
             [float(is_copy) for is_copy in mix.is_copy or (False,) * num_rows],
@@ -129,7 +129,7 @@ class Decided(Rule):
         return str(self.rule)
 
 
-class _Rows(NamedTuple):
+class _MeasuredRows(NamedTuple):
     """Rows on their way from the given ones to the mixed ones; m of them."""
 
     scales: Floats  # [n], of the given rows
@@ -168,7 +168,7 @@ def mix_of(
         precision: float32 or float64, in which distances were taken before they were added up.
     """
     ones, counts = np.ones(len(table) - 1), None if weights is None else list(weights)
-    rows = _Rows(ones, np.diag(ones), table, counts, _REACH[precision])
+    rows = _MeasuredRows(ones, np.diag(ones), table, counts, _REACH[precision])
     inner: Rule = rule
     while isinstance(inner, RowRule):
         law = _LAWS.get(type(inner))
@@ -186,18 +186,18 @@ def mix_of(
 # --- rules around rules
 
 
-def _arc(rule: Any, rows: _Rows) -> tuple[_Rows, Rule]:
+def _arc(rule: Any, rows: _MeasuredRows) -> tuple[_MeasuredRows, Rule]:
     num_rows, f = len(rows.matrix), rule.f
     num_clipped = 2 * f * (num_rows - f) // num_rows
     limit = np.sort(rows.lengths)[num_rows - num_clipped - 1]
     return _clipped(rows, float(limit)), rule.rule
 
 
-def _clip(rule: Any, rows: _Rows) -> tuple[_Rows, Rule]:
+def _clip(rule: Any, rows: _MeasuredRows) -> tuple[_MeasuredRows, Rule]:
     return _clipped(rows, rule.norm), rule.rule
 
 
-def _clipped(rows: _Rows, limit: float) -> _Rows:
+def _clipped(rows: _MeasuredRows, limit: float) -> _MeasuredRows:
     """Shrink rows that are longer than ``limit`` to that length; those not measured stay."""
     lengths = rows.lengths
     shrinks = (lengths > limit) & rows.is_measured
@@ -223,7 +223,7 @@ def _clipped(rows: _Rows, limit: float) -> _Rows:
     return rows._replace(matrix=scales[:, None] * rows.matrix, table=table)
 
 
-def _nnm(rule: Any, rows: _Rows) -> tuple[_Rows, Rule]:
+def _nnm(rule: Any, rows: _MeasuredRows) -> tuple[_MeasuredRows, Rule]:
     num_rows = len(rows.matrix)
     near = np.argsort(rows.distances, axis=1, kind="stable")[:, : num_rows - rule.f]
     by = np.zeros((num_rows, num_rows))
@@ -236,7 +236,7 @@ def _nnm(rule: Any, rows: _Rows) -> tuple[_Rows, Rule]:
     return mixed if rows.near is not None else mixed._replace(near=mixed.matrix != 0), inner
 
 
-def _bucketing(rule: Any, rows: _Rows) -> tuple[_Rows, Rule]:
+def _bucketing(rule: Any, rows: _MeasuredRows) -> tuple[_MeasuredRows, Rule]:
     num_rows = len(rows.matrix)
     shares = _shares(rows.weights, num_rows)
     starts = range(0, num_rows, rule.size)
@@ -248,19 +248,19 @@ def _bucketing(rule: Any, rows: _Rows) -> tuple[_Rows, Rule]:
     return _mixed(rows, by, [sum(counts[at : at + rule.size]) for at in starts], rule.rule)
 
 
-def _robust(rule: Any, rows: _Rows) -> tuple[_Rows, Rule]:
+def _robust(rule: Any, rows: _MeasuredRows) -> tuple[_MeasuredRows, Rule]:
     return rows, rule.rule
 
 
 # --- rules of their own
 
 
-def _multi_krum(rule: Any, rows: _Rows) -> tuple[_Rows, Rule]:
+def _multi_krum(rule: Any, rows: _MeasuredRows) -> tuple[_MeasuredRows, Rule]:
     keep = len(rows.matrix) - rule.f
     return _mean_of(rows, _lowest(_scores(rows.distances, keep), keep))
 
 
-def _geometric_median(rule: Any, rows: _Rows) -> tuple[_Rows, Rule]:
+def _geometric_median(rule: Any, rows: _MeasuredRows) -> tuple[_MeasuredRows, Rule]:
     shares = _shares(rows.weights, len(rows.matrix))
     # By weight, as what the rule survives: a ball with more than half of it holds a right row,
     # and the smallest is no wider than right rows are apart. By f neighbours it would not be.
@@ -361,7 +361,7 @@ def _solved(matrix: Floats, right: Floats) -> Floats:
     return rows[:, -1:]
 
 
-def _centred_clipping(rule: Any, rows: _Rows) -> tuple[_Rows, Rule]:
+def _centred_clipping(rule: Any, rows: _MeasuredRows) -> tuple[_MeasuredRows, Rule]:
     num_rows = len(rows.matrix)
     shares = _shares(rows.weights, num_rows)
     shares = shares / _total(shares)
@@ -383,7 +383,7 @@ def _centred_clipping(rule: Any, rows: _Rows) -> tuple[_Rows, Rule]:
     return _mixed(rows, centre[None], None, Mean())
 
 
-def _bulyan(rule: Any, rows: _Rows) -> tuple[_Rows, Rule]:
+def _bulyan(rule: Any, rows: _MeasuredRows) -> tuple[_MeasuredRows, Rule]:
     num_rows, f = len(rows.matrix), rule.f
     left = np.arange(num_rows)
     chosen = []
@@ -398,7 +398,7 @@ def _bulyan(rule: Any, rows: _Rows) -> tuple[_Rows, Rule]:
     return _mixed(rows, np.eye(num_rows)[chosen], weights, inner)
 
 
-def _minimum_diameter(rule: Any, rows: _Rows) -> tuple[_Rows, Rule]:
+def _minimum_diameter(rule: Any, rows: _MeasuredRows) -> tuple[_MeasuredRows, Rule]:
     num_rows, squared = len(rows.matrix), rows.distances
     low, diameters = 0, np.unique(squared)  # ascending; some set has one of these
     high = len(diameters) - 1
@@ -446,7 +446,7 @@ def _leaves_out(conflicts: list[int], out: int, spare: int) -> int | None:
     return _leaves_out(conflicts, out | left[row], spare - most)
 
 
-_LAWS: dict[type[RowRule], Callable[[Any, _Rows], tuple[_Rows, Rule]]] = {
+_LAWS: dict[type[RowRule], Callable[[Any, _MeasuredRows], tuple[_MeasuredRows, Rule]]] = {
     ARC: _arc,
     NNM: _nnm,
     Clip: _clip,
@@ -492,7 +492,7 @@ def _scores(squared: Floats, keep: int) -> Floats:
     return _sum(np.sort(squared, axis=1)[:, :keep].T)
 
 
-def _is_near(rows: _Rows, first: int, usual: float) -> npt.NDArray[np.bool_]:
+def _is_near(rows: _MeasuredRows, first: int, usual: float) -> npt.NDArray[np.bool_]:
     """Return which rows are near enough to row ``first`` for a centre; ``usual`` is squared.
 
     Those left out are so far away that the weight of one, times its squared distance as the table
@@ -511,7 +511,7 @@ def _squared_from(squared: Floats, weights: Floats) -> Floats:
     return to_rows - _total(weights * to_rows) / 2
 
 
-def _mean_of(rows: _Rows, chosen: npt.NDArray[np.intp]) -> tuple[_Rows, Rule]:
+def _mean_of(rows: _MeasuredRows, chosen: npt.NDArray[np.intp]) -> tuple[_MeasuredRows, Rule]:
     """Average the chosen rows by weight."""
     shares = _shares(rows.weights, len(rows.matrix))[chosen]
     by = np.zeros((1, len(rows.matrix)))
@@ -519,7 +519,9 @@ def _mean_of(rows: _Rows, chosen: npt.NDArray[np.intp]) -> tuple[_Rows, Rule]:
     return _mixed(rows, by, None, Mean())
 
 
-def _mixed(rows: _Rows, by: Floats, weights: list[int] | None, inner: Rule) -> tuple[_Rows, Rule]:
+def _mixed(
+    rows: _MeasuredRows, by: Floats, weights: list[int] | None, inner: Rule
+) -> tuple[_MeasuredRows, Rule]:
     """Mix rows by the weights ``by``, [num_mixed, m], for ``inner`` to aggregate."""
     matrix = _product(by, rows.matrix)
     table = _table_of(rows, by) if isinstance(inner, RowRule) else rows.table
@@ -527,7 +529,7 @@ def _mixed(rows: _Rows, by: Floats, weights: list[int] | None, inner: Rule) -> t
     return changed, inner
 
 
-def _table_of(rows: _Rows, by: Floats) -> Floats:
+def _table_of(rows: _MeasuredRows, by: Floats) -> Floats:
     """Return the table of mixed rows, by the formula of the module's head."""
     num_mixed = len(by)
     full = np.zeros((num_mixed + 1, len(rows.table)))

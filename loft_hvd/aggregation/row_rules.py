@@ -22,10 +22,10 @@ from loft_hvd.aggregation.inputs import read_count
 from loft_hvd.aggregation.rules import (
     RULES,
     Custom,
-    Expecting,
     Mean,
     Median,
     Rule,
+    RuleWithF,
     TrimmedMean,
     outvoted,
 )
@@ -238,7 +238,7 @@ class Bucketing(_Around):
 
 
 @dataclass(frozen=True)
-class MultiKrum(RowRule, Expecting):
+class MultiKrum(RowRule, RuleWithF):
     """The mean by weight of the ``n - f`` rows of the lowest scores.
 
     A row's score is the sum of its squared distances to its ``n - f`` nearest rows, itself
@@ -249,7 +249,7 @@ class MultiKrum(RowRule, Expecting):
 
 
 @dataclass(frozen=True)
-class GeometricMedian(RowRule, Expecting):
+class GeometricMedian(RowRule, RuleWithF):
     """The point whose distances to the rows, by weight, have the least sum.
 
     f sets how many rows are needed. With weights it survives rows of less than half of the weight;
@@ -271,7 +271,7 @@ class GeometricMedian(RowRule, Expecting):
 
 
 @dataclass(frozen=True)
-class CentredClipping(RowRule, Expecting):
+class CentredClipping(RowRule, RuleWithF):
     """Clip the rows' differences from a centre, move the centre by their mean; five times.
 
     The first centre is the row of the lowest ``MultiKrum`` score. Differences shrink to their
@@ -282,7 +282,7 @@ class CentredClipping(RowRule, Expecting):
 
 
 @dataclass(frozen=True)
-class Bulyan(RowRule, Expecting):
+class Bulyan(RowRule, RuleWithF):
     """Choose ``n - 2f`` rows by Krum, one after the other; of these the mean around the median.
 
     Each coordinate is the mean by weight of the ``n - 4f`` chosen values nearest to their median.
@@ -300,7 +300,7 @@ class Bulyan(RowRule, Expecting):
 
 
 @dataclass(frozen=True)
-class MinimumDiameter(RowRule, Expecting):
+class MinimumDiameter(RowRule, RuleWithF):
     """The mean by weight of those ``n - f`` rows whose greatest distance is the smallest.
 
     Of several such sets the one whose row numbers come first. f is at most 8: to find the set takes
@@ -319,7 +319,7 @@ class MinimumDiameter(RowRule, Expecting):
 
 
 @dataclass(frozen=True)
-class Robust(RowRule, Expecting):
+class Robust(RowRule, RuleWithF):
     """The advised rule: ``ARC(NNM(TrimmedMean(f)))``.
 
     Clipping bounds long rows, mixing shrinks the differences of honest rows, and the trimmed mean

@@ -24,12 +24,12 @@ __all__ = [
     "MAX_ROWS",
     "RULES",
     "Custom",
-    "Expecting",
     "Mean",
     "MeanAroundMedian",
     "Median",
     "Phocas",
     "Rule",
+    "RuleWithF",
     "Tolerance",
     "TrimmedMean",
     "outvoted",
@@ -285,7 +285,7 @@ class Median(Rule):
 
 
 @dataclass(frozen=True)
-class Expecting(Rule):
+class RuleWithF(Rule):
     """Base class of the rules with a number of Byzantine rows, which they validate."""
 
     f: int
@@ -298,7 +298,7 @@ class Expecting(Rule):
 
 
 @dataclass(frozen=True)
-class TrimmedMean(Expecting):
+class TrimmedMean(RuleWithF):
     """Average what is left after dropping the f smallest and f largest values of a coordinate."""
 
     name: ClassVar[str] = "trimmed_mean"
@@ -306,7 +306,7 @@ class TrimmedMean(Expecting):
 
 
 @dataclass(frozen=True)
-class MeanAroundMedian(Expecting):
+class MeanAroundMedian(RuleWithF):
     """Average the rows - f values nearest to the median; of two equally near the lower stays."""
 
     name: ClassVar[str] = "mean_around_median"
@@ -314,7 +314,7 @@ class MeanAroundMedian(Expecting):
 
 
 @dataclass(frozen=True)
-class Phocas(Expecting):
+class Phocas(RuleWithF):
     """Average the rows - f values nearest to the f-trimmed mean; ties keep the lower."""
 
     name: ClassVar[str] = "phocas"

@@ -213,7 +213,7 @@ def check_same_run(report: Report) -> None:
 _Decided = tuple[Plan | None, Callable[[], None]]  # a new plan, and what is noted once it is out
 
 
-class _Task:
+class _IntervalTask:
     """What is done with an interval: first a plan, then what the run log says about it."""
 
     def __init__(self, decide: Callable[[], _Decided]) -> None:
@@ -235,7 +235,7 @@ class _Task:
             self.is_decided.set()
 
 
-class Beside:
+class IntervalWorker:
     """The work on intervals, on a thread of its own while ranks train.
 
     Its result does not depend on how far the thread has come: whoever needs it waits for it, and
@@ -248,17 +248,17 @@ class Beside:
 
     def __init__(self, log: RunLog) -> None:
         self._log = log
-        self._queue: SimpleQueue[_Task | None] = SimpleQueue()  # None ends the thread
+        self._queue: SimpleQueue[_IntervalTask | None] = SimpleQueue()  # None ends the thread
         self._end_thread: Callable[[], None] | None = None  # waits for the thread's end
-        self._decision: _Task | None = None  # whose plan nobody has taken
-        self._tasks: list[_Task] = []  # under way, or with an error that nobody has taken
+        self._decision: _IntervalTask | None = None  # whose plan nobody has taken
+        self._tasks: list[_IntervalTask] = []  # under way, or with an error that nobody has taken
 
     def begin(self, decide: Callable[[], _Decided]) -> None:
         """Start on an interval."""
         self.take()
         if self._end_thread is None:
             self._start()
-        self._decision = _Task(decide)
+        self._decision = _IntervalTask(decide)
         self._tasks.append(self._decision)
         self._queue.put(self._decision)
 
@@ -322,19 +322,19 @@ class Beside:
             )
 
 
-def _raise_first(tasks: Sequence[_Task]) -> None:
+def _raise_first(tasks: Sequence[_IntervalTask]) -> None:
     for task in tasks:
         if task.error is not None:
             raise task.error
 
 
-def _work_off(queue: SimpleQueue[_Task | None], log: RunLog) -> None:
+def _work_off(queue: SimpleQueue[_IntervalTask | None], log: RunLog) -> None:
     while (task := queue.get()) is not None:
         task.run(log)
         del task  # its balancer may be dropped while this thread sleeps
 
 
-def _end(queue: SimpleQueue[_Task | None], thread: threading.Thread) -> None:
+def _end(queue: SimpleQueue[_IntervalTask | None], thread: threading.Thread) -> None:
     """End a thread that works off a queue, as soon as what is under way has ended."""
     queue.put(None)
     thread.join(_DRAIN_S)
@@ -357,7 +357,7 @@ class LivePlan:
         self._options, self._limits, self._log = options, limits, log
         transport = channel.transport
         self._channel, self._transport, self._batches = channel, transport, batches
-        self._beside = Beside(log)
+        self._beside = IntervalWorker(log)
         self._own_controller = make_controller(options, limits)
         self._exchange = TimesExchange(channel)
         self._archive = Archive()

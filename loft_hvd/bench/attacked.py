@@ -55,7 +55,16 @@ from loft_hvd.pipeline.suspicion.spread import (
     looked_at,
 )
 
-__all__ = ["ATTACKS", "LEARNING_RATES", "MODELS", "NONE", "ODD_STEPS", "Setting", "Trial", "train"]
+__all__ = [
+    "ATTACKS",
+    "LEARNING_RATES",
+    "MODELS",
+    "NONE",
+    "ODD_STEPS",
+    "AttackTrial",
+    "Setting",
+    "train",
+]
 
 NONE, ODD_STEPS, _LABEL_FLIP = "none", "odd steps x10", "label flip"
 ATTACKS = (
@@ -92,7 +101,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Trial:
+class AttackTrial:
     """One run."""
 
     defence: Defence
@@ -261,7 +270,9 @@ def count_computing(attack: str, setting: Setting) -> int:
     return setting.num_workers if is_all else setting.num_workers - setting.f
 
 
-def _batches(trial: Trial, setting: Setting, labels: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+def _batches(
+    trial: AttackTrial, setting: Setting, labels: npt.NDArray[Any]
+) -> npt.NDArray[np.int64]:
     """Return what each worker that computes draws, [steps, workers, batch]."""
     # Under attack honest workers hold all data among them; the attackers' labels are others.
     num_honest = setting.num_workers - (0 if trial.attack == NONE else setting.f)
@@ -273,7 +284,7 @@ def _batches(trial: Trial, setting: Setting, labels: npt.NDArray[Any]) -> npt.ND
     return np.concatenate([honest, wrong], axis=1)
 
 
-def train(trials: Sequence[Trial], setting: Setting) -> list[float]:
+def train(trials: Sequence[AttackTrial], setting: Setting) -> list[float]:
     """Train every run and return its test accuracy, the mean over looks in the last 50 steps.
 
     Args:
@@ -339,7 +350,7 @@ def row_by_rank(setting: Setting, seed: int) -> list[int]:
 class _Aggregator:
     """A trial's attack and rule, and by what values the rule judges rows."""
 
-    def __init__(self, trial: Trial, setting: Setting, numel: int) -> None:
+    def __init__(self, trial: AttackTrial, setting: Setting, numel: int) -> None:
         self._inner, self._attack_name = trial.defence.rule(setting.f), trial.attack
         self._rule = self._inner
         if self._inner.sees_rows:  # coordinate-wise ones do not depend on their order

@@ -29,8 +29,8 @@ __all__ = [
     "HOROVOD",
     "PEER",
     "AllreduceBench",
-    "Part",
     "Progress",
+    "TimedPart",
     "again",
     "check_device",
     "interleave",
@@ -49,7 +49,7 @@ Progress = Callable[[str], None]  # told how far a bench is
 
 
 @dataclass(frozen=True)
-class Part:
+class TimedPart:
     """A call returns this to have a part of it timed alone."""
 
     seconds: float  # that the part took
@@ -152,7 +152,7 @@ def interleave(
     It begins behind a ``barrier`` of all ranks, and ends when ``device`` has done all that was
     queued.
 
-    With one call a sample, a call may return a ``Part``, which is then the sample.
+    With one call a sample, a call may return a ``TimedPart``, which is then the sample.
 
     ``progress`` is told of each tenth of the rounds, beside ``title``, while nothing is timed.
 
@@ -178,7 +178,7 @@ def interleave(
             found = [calls[key]() for _ in range(inner)]
             settle()
             took = (time.perf_counter() - began) / inner
-            is_part = inner == 1 and isinstance(found[0], Part)
+            is_part = inner == 1 and isinstance(found[0], TimedPart)
             own[key].append(found[0].seconds if is_part else took)
         if (number + 1) * 10 // rounds > number * 10 // rounds:
             progress(f"{title}, {number + 1} of {rounds} rounds")

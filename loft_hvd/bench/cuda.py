@@ -93,7 +93,7 @@ def measure_cuda(bench: KernelBench, device: torch.device) -> Iterator[list[Timi
 
 
 @dataclass(frozen=True)
-class _Call:
+class _TimedCall:
     """What is timed: its name, the call, coordinates of the result and bytes moved."""
 
     name: str
@@ -102,26 +102,28 @@ class _Call:
     moved: int
 
 
-def _calls(pool: Tensor) -> Iterator[_Call]:
+def _calls(pool: Tensor) -> Iterator[_TimedCall]:
     rows, numel = pool.shape
     few = pool[:, : min(numel, _PEER_NUMEL)].contiguous()
     target = torch.empty_like(pool)
     out = torch.empty(numel, device=pool.device)
     copy = functools.partial(target.copy_, pool)
-    yield _Call(COPY, copy, rows * numel, 8 * rows * numel)
+    yield _TimedCall(COPY, copy, rows * numel, 8 * rows * numel)
     for name, rule in rules_of(rows).items():
         run = functools.partial(aggregate, pool, rule, out=out)
-        yield _Call(name, run, numel, 4 * numel * (rows + 1))
-    yield _Call(DISTANCES, functools.partial(_measure, list(pool)), numel, 4 * numel * rows)
-    yield _Call(MIXED, functools.partial(_mixed_call(pool), out), numel, 4 * numel * (rows + 1))
+        yield _TimedCall(name, run, numel, 4 * numel * (rows + 1))
+    yield _TimedCall(DISTANCES, functools.partial(_measure, list(pool)), numel, 4 * numel * rows)
+    yield _TimedCall(
+        MIXED, functools.partial(_mixed_call(pool), out), numel, 4 * numel * (rows + 1)
+    )
     for dtype in (torch.bfloat16, torch.float16):
         name = f"median {str(dtype).removeprefix('torch.')}"
         run = functools.partial(aggregate, pool.to(dtype), Median(), out=out.to(dtype))
-        yield _Call(name, run, numel, 2 * numel * (rows + 1))
+        yield _TimedCall(name, run, numel, 2 * numel * (rows + 1))
     torch_median = functools.partial(torch.median, few, dim=0)
     for name in (TORCH_MEDIAN, TORCH_MEDIAN_AGAIN):
-        yield _Call(name, torch_median, few.shape[1], 4 * few.shape[1] * (rows + 1))
-    yield _Call(COPY_AGAIN, copy, rows * numel, 8 * rows * numel)
+        yield _TimedCall(name, torch_median, few.shape[1], 4 * few.shape[1] * (rows + 1))
+    yield _TimedCall(COPY_AGAIN, copy, rows * numel, 8 * rows * numel)
 
 
 def _measure(rows: Sequence[Tensor]) -> object:
@@ -198,7 +200,7 @@ def device_seconds(
     )
 
 
-def _timings(calls: Sequence[_Call], best: dict[str, float], rows: int) -> list[Timing]:
+def _timings(calls: Sequence[_TimedCall], best: dict[str, float], rows: int) -> list[Timing]:
     copy = next(call for call in calls if call.name == COPY)
     seconds_a_byte = best[COPY] / copy.moved
     return [

@@ -25,8 +25,8 @@ from loft_hvd.bench.attacked import (
     MODELS,
     NONE,
     ODD_STEPS,
+    AttackTrial,
     Setting,
-    Trial,
     count_computing,
     train,
 )
@@ -132,16 +132,18 @@ class KeptRuns:
                 continue
 
     @staticmethod
-    def _key(setting: Setting, trial: Trial) -> list[object]:
+    def _key(setting: Setting, trial: AttackTrial) -> list[object]:
         """Return all that decides a run's result; of the code what ``_MADE`` says."""
         of_trial = (trial.defence.name, trial.attack, trial.skew, trial.seed)
         return [*astuple(setting), *of_trial, _MADE]
 
-    def get(self, setting: Setting, trial: Trial) -> float | None:
+    def get(self, setting: Setting, trial: AttackTrial) -> float | None:
         """Return a run's accuracy, or None if it has not been run."""
         return self._found.get(json.dumps(self._key(setting, trial)))
 
-    def add(self, setting: Setting, trials: Sequence[Trial], accuracies: Sequence[float]) -> None:
+    def add(
+        self, setting: Setting, trials: Sequence[AttackTrial], accuracies: Sequence[float]
+    ) -> None:
         """Keep runs, on disk before this returns."""
         lines = []
         for trial, accuracy in zip(trials, accuracies, strict=True):
@@ -156,7 +158,7 @@ class KeptRuns:
 
 def _trials(
     bench: RobustnessBench, found: Mapping[tuple[int, int], Sequence[Defence]]
-) -> Iterator[tuple[Setting, Trial]]:
+) -> Iterator[tuple[Setting, AttackTrial]]:
     """Yield all runs, the seeds of a cell in their order."""
     for model, (num_workers, f) in itertools.product(bench.models, bench.counts):
         setting = Setting(model, num_workers, f, steps=bench.steps)
@@ -165,12 +167,14 @@ def _trials(
         if clean not in cells and any(one.name in _JUDGED for one in found[num_workers, f]):
             cells.append(clean)  # goals are points lost of it
         for cell, seed in itertools.product(cells, range(bench.seeds)):
-            yield setting, Trial(*cell, seed)
+            yield setting, AttackTrial(*cell, seed)
 
 
-def _chunks(runs: Sequence[tuple[Setting, Trial]]) -> Iterator[tuple[Setting, list[Trial]]]:
+def _chunks(
+    runs: Sequence[tuple[Setting, AttackTrial]],
+) -> Iterator[tuple[Setting, list[AttackTrial]]]:
     """Yield runs that are computed together."""
-    together: dict[tuple[Setting, int], list[Trial]] = defaultdict(list)
+    together: dict[tuple[Setting, int], list[AttackTrial]] = defaultdict(list)
     for setting, trial in runs:
         together[setting, count_computing(trial.attack, setting)].append(trial)
     for (setting, _), trials in together.items():
@@ -178,7 +182,7 @@ def _chunks(runs: Sequence[tuple[Setting, Trial]]) -> Iterator[tuple[Setting, li
             yield setting, trials[begin : begin + _CHUNK]
 
 
-def _run_chunk(setting: Setting, trials: Sequence[Trial]) -> list[float]:
+def _run_chunk(setting: Setting, trials: Sequence[AttackTrial]) -> list[float]:
     torch.set_num_threads(1)  # a process a core
     return train(trials, setting)
 
@@ -210,7 +214,7 @@ def measure_robustness(
     chunks = list(_chunks([run for run in runs if kept.get(*run) is None]))
     done = len(runs) - sum(len(trials) for _, trials in chunks)
 
-    def keep(chunk: tuple[Setting, list[Trial]], accuracies: Sequence[float]) -> None:
+    def keep(chunk: tuple[Setting, list[AttackTrial]], accuracies: Sequence[float]) -> None:
         nonlocal done
         kept.add(*chunk, accuracies)
         done += len(accuracies)
@@ -245,7 +249,7 @@ def end_with_parent() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def _cells(runs: Sequence[tuple[Setting, Trial]], kept: KeptRuns) -> list[Cell]:
+def _cells(runs: Sequence[tuple[Setting, AttackTrial]], kept: KeptRuns) -> list[Cell]:
     seeds: dict[tuple[Setting, Defence, str, str], list[float]] = defaultdict(list)
     for setting, trial in runs:
         accuracy = kept.get(setting, trial)

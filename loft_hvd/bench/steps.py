@@ -24,8 +24,8 @@ from loft_hvd.aggregation.row_rules import Robust
 from loft_hvd.aggregation.rules import Mean, Median, Rule, TrimmedMean
 from loft_hvd.bench.collectives import (
     HOROVOD,
-    Part,
     Progress,
+    TimedPart,
     again,
     check_device,
     interleave,
@@ -58,7 +58,7 @@ __all__ = ["DDP", "ENGINES", "StepBench", "measure_step"]
 
 DDP = "ddp"
 # What steps are compared with, and how many steps a contestant takes in its turn. Against DDP
-# several, as the first finds its memory out of the caches; with one a part can be timed (`Part`).
+# several, as the first finds its memory out of the caches; with one a part is timed (`TimedPart`).
 ENGINES = {HOROVOD: 1, DDP: 5}
 _TRACED_STEPS = 5
 
@@ -115,7 +115,7 @@ class _Training:
         self.backward()
         self.optimizer.step()
 
-    def exposed(self, channel: Channel) -> Part:
+    def exposed(self, channel: Channel) -> TimedPart:
         """Time what is left when the last rank has ended its backward pass."""
         self.backward()
         ended = torch.tensor([time.perf_counter()], dtype=torch.float64)  # the machine's clock
@@ -124,7 +124,7 @@ class _Training:
         last = channel.allgather_rows(ended).max()
         with self.optimizer.skip_synchronize():
             self.optimizer.step()
-        return Part(now - float(last))
+        return TimedPart(now - float(last))
 
 
 class _Contestants:

@@ -221,7 +221,7 @@ class _CountedBatches:
         return getattr(self._batches, name)
 
 
-class Watch:
+class ScriptWatch:
     """The notes of this rank, and what writes them."""
 
     def __init__(self, folder: Path, script: Path) -> None:
@@ -678,7 +678,7 @@ def _describe_error(error: BaseException) -> ErrorNote:
 def main(argv: list[str]) -> None:
     """Be a rank of the script: FOLDER SECONDS NUM_RANKS SCRIPT ARGUMENTS."""
     folder, seconds, num_ranks, script, *arguments = argv
-    watch = Watch(Path(folder), Path(script))
+    watch = ScriptWatch(Path(folder), Path(script))
     watch.install()
     sys.argv = [script, *arguments]
     # As for `python SCRIPT`: its folder in place of the one that `python -m` has put there.

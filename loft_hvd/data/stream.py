@@ -44,7 +44,7 @@ class StreamPlanSource(PlanSource, Protocol):
         """Leave what runs inside out of all times."""
 
 
-class _Reader(Protocol):
+class _StreamReader(Protocol):
     """Reads one rank's stream, once."""
 
     def take(self, share: int) -> tuple[Any, int] | None:
@@ -344,7 +344,7 @@ class StreamLoader(PlannedLoader):
         self._collate: Callable[[list[Any]], Any] = collate_fn or default_collate
         self._is_batched = batched
         self._epoch = 0
-        self._reader: _Reader | None = None  # of the newest iteration, until it has ended
+        self._reader: _StreamReader | None = None  # of the newest iteration, until it has ended
         self._resumed: _Position | None = None  # where the next iteration goes on
 
     def set_epoch(self, epoch: int) -> None:
@@ -369,13 +369,13 @@ class StreamLoader(PlannedLoader):
         self._reader = self._make_reader(ahead)
         return self._batches(iteration, self._reader)
 
-    def _make_reader(self, ahead: Sequence[Any]) -> _Reader:
+    def _make_reader(self, ahead: Sequence[Any]) -> _StreamReader:
         if self._is_batched:
             return _Batches(self._source, ahead=ahead)
         rank = self._balancer.rank
         return _Samples(self._source, self._cost, self._collate, rank=rank, ahead=ahead)
 
-    def _batches(self, iteration: int, reader: _Reader) -> Iterator[Any]:
+    def _batches(self, iteration: int, reader: _StreamReader) -> Iterator[Any]:
         balancer, num_steps = self._balancer, 0
         while True:
             self._check_newest(iteration)
@@ -452,7 +452,7 @@ class StreamLoader(PlannedLoader):
         self._reader, self._resumed = None, position
         self._forget_pending()
 
-    def _read(self, reader: _Reader, share: int) -> _Offer | None:
+    def _read(self, reader: _StreamReader, share: int) -> _Offer | None:
         """Return this rank's batch of a step; None where its stream has ended."""
         if share == 0:
             dummy = reader.dummy(self._balancer.min_batch)

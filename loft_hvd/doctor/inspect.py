@@ -36,7 +36,7 @@ from loft_hvd.topology import cpu_flags, vector_levels
 
 __all__ = [
     "EXTRAS",
-    "Finding",
+    "DoctorFinding",
     "HorovodBuild",
     "Section",
     "cuda_kernels",
@@ -66,7 +66,7 @@ EXTRAS = {
 
 
 @dataclass(frozen=True)
-class Finding:
+class DoctorFinding:
     """One thing that was looked at."""
 
     name: str  # what
@@ -79,7 +79,7 @@ class Section:
     """Findings that belong together."""
 
     title: str
-    findings: tuple[Finding, ...]
+    findings: tuple[DoctorFinding, ...]
 
 
 @dataclass(frozen=True)
@@ -164,10 +164,10 @@ def installed(name: str) -> str:
         return ""
 
 
-def _versions() -> tuple[Finding, ...]:
+def _versions() -> tuple[DoctorFinding, ...]:
     findings = [
-        Finding("Python", f"{platform.python_version()} ({sys.executable})"),
-        Finding("platform", f"{platform.platform()}, {' '.join(platform.libc_ver())}"),
+        DoctorFinding("Python", f"{platform.python_version()} ({sys.executable})"),
+        DoctorFinding("platform", f"{platform.platform()}, {' '.join(platform.libc_ver())}"),
     ]
     for name in ("loft-hvd", "torch", "numpy", *EXTRAS):
         version = installed(name)
@@ -181,14 +181,14 @@ def _versions() -> tuple[Finding, ...]:
                 advice = (
                     f"{_OPTIONAL} pip install 'loft-hvd[{extra}]', or '.[{extra}]' in a checkout"
                 )
-        findings.append(Finding(name, version or "not installed", advice))
+        findings.append(DoctorFinding(name, version or "not installed", advice))
     return tuple(findings)
 
 
-def _kernels() -> tuple[Finding, ...]:
+def _kernels() -> tuple[DoctorFinding, ...]:
     module = extension()
     if module is None:
-        return (Finding("extension", "not built; torch does its work", explain_missing()),)
+        return (DoctorFinding("extension", "not built; torch does its work", explain_missing()),)
     levels = [str(level) for level in module.isa_levels()]  # the best last
     asked = _usable_config().isa
     advice = ""
@@ -200,10 +200,10 @@ def _kernels() -> tuple[Finding, ...]:
                 f"LOFT_HVD_LEVELS=all, or use one of {', '.join(levels)}"
             )
     return (
-        Finding("extension", str(module.__file__)),
-        Finding("instruction sets", ", ".join(levels)),
-        Finding("instruction set used", asked or levels[-1], advice),
-        Finding("CUDA kernels", *cuda_kernels(bool(module.has_cuda), devices=_num_devices())),
+        DoctorFinding("extension", str(module.__file__)),
+        DoctorFinding("instruction sets", ", ".join(levels)),
+        DoctorFinding("instruction set used", asked or levels[-1], advice),
+        DoctorFinding("CUDA kernels", *cuda_kernels(bool(module.has_cuda), devices=_num_devices())),
     )
 
 
@@ -231,19 +231,19 @@ def cuda_kernels(is_built: bool, *, devices: int) -> tuple[str, str]:
     )
 
 
-def _cuda() -> tuple[Finding, ...]:
+def _cuda() -> tuple[DoctorFinding, ...]:
     built = torch.version.cuda
     devices = _num_devices()
     found = [
-        Finding("torch built for", f"CUDA {built}" if built else "CPU only"),
-        Finding("device files", f"{devices} NVIDIA" if devices else "none"),
+        DoctorFinding("torch built for", f"CUDA {built}" if built else "CPU only"),
+        DoctorFinding("device files", f"{devices} NVIDIA" if devices else "none"),
     ]
     if devices and not built:
-        found.append(Finding("available", "no", "install a torch that is built for CUDA"))
+        found.append(DoctorFinding("available", "no", "install a torch that is built for CUDA"))
     elif built:
         usable = torch.cuda.is_available()
         advice = "" if usable or not devices else "the driver is too old for this torch, or hidden"
-        found.append(Finding("available", "yes" if usable else "no", advice))
+        found.append(DoctorFinding("available", "yes" if usable else "no", advice))
     return tuple(found)
 
 
@@ -292,22 +292,22 @@ def _check_build(program: str) -> str:
     return _probe([program, "--check-build"])
 
 
-def _horovod(build: HorovodBuild) -> tuple[Finding, ...]:
+def _horovod(build: HorovodBuild) -> tuple[DoctorFinding, ...]:
     if build.trouble:
-        return (Finding("Horovod", build.trouble, build.advice),)
+        return (DoctorFinding("Horovod", build.trouble, build.advice),)
     torch_advice = "" if "PyTorch" in build.frameworks else f"built without torch: {_BUILD_ADVICE}"
     gloo_advice = "" if build.controllers else f"neither Gloo nor MPI: {_BUILD_ADVICE}"
     # mpicc was there when setup ran, or came later; in both cases building again brings MPI.
     if "MPI" not in build.controllers and shutil.which("mpicc"):
         gloo_advice = f"MPI is here but Horovod was built without it: {_BUILD_ADVICE}"
     return (
-        Finding("frameworks", ", ".join(build.frameworks) or "none", torch_advice),
-        Finding("controllers", ", ".join(build.controllers) or "none", gloo_advice),
-        Finding("operations", ", ".join(build.operations) or "none"),
+        DoctorFinding("frameworks", ", ".join(build.frameworks) or "none", torch_advice),
+        DoctorFinding("controllers", ", ".join(build.controllers) or "none", gloo_advice),
+        DoctorFinding("operations", ", ".join(build.operations) or "none"),
     )
 
 
-def _launchers(ask: Callable[[Sequence[str]], str]) -> tuple[Finding, ...]:
+def _launchers(ask: Callable[[Sequence[str]], str]) -> tuple[DoctorFinding, ...]:
     findings = []
     for name, advice in (
         ("horovodrun", _BUILD_ADVICE),
@@ -327,7 +327,7 @@ def _launchers(ask: Callable[[Sequence[str]], str]) -> tuple[Finding, ...]:
             except (OSError, subprocess.SubprocessError, IndexError) as error:
                 value, advice = f"{path} does not start", f"mend or remove it: {error}"
                 path = ""
-        findings.append(Finding(name, value, "" if path else advice))
+        findings.append(DoctorFinding(name, value, "" if path else advice))
         if path and name == "mpirun" and "Open MPI" in value:
             findings.append(_lost_hosts(ask))
         if path and name == "horovodrun":
@@ -335,7 +335,7 @@ def _launchers(ask: Callable[[Sequence[str]], str]) -> tuple[Finding, ...]:
     return tuple(findings)
 
 
-def _lost_ssh(ask: Callable[[Sequence[str]], str]) -> Finding:
+def _lost_ssh(ask: Callable[[Sequence[str]], str]) -> DoctorFinding:
     """Say after how long horovodrun's ssh notices that a host is gone, as it is set here."""
     name = "ssh, lost hosts"
     try:  # -G: the settings for a host, which is not asked
@@ -343,14 +343,14 @@ def _lost_ssh(ask: Callable[[Sequence[str]], str]) -> Finding:
         told = dict(re.findall(r"(?m)^serveralive(interval|countmax) (\d+)$", text))
         every_s, times = int(told["interval"]), int(told["countmax"])
     except (OSError, subprocess.SubprocessError, KeyError):
-        return Finding(name, "not known")
+        return DoctorFinding(name, "not known")
     notices_s = every_s * times
     value = f"noticed after {notices_s} s" if notices_s else "not noticed"
     advice = f"{_OPTIONAL} elastic jobs on several hosts, in ~/.ssh/config: {SSH_OPTIONS}"
-    return Finding(name, value, "" if 0 < notices_s <= _LOST_HOST_S else advice)
+    return DoctorFinding(name, value, "" if 0 < notices_s <= _LOST_HOST_S else advice)
 
 
-def _lost_hosts(ask: Callable[[Sequence[str]], str]) -> Finding:
+def _lost_hosts(ask: Callable[[Sequence[str]], str]) -> DoctorFinding:
     """Say after how long mpirun notices that a host is gone, as it is set here."""
     name = "mpirun, lost hosts"
     command = [launcher("ompi_info"), *("--param", "oob", "tcp", "--level", "9", "--parsable")]
@@ -358,37 +358,39 @@ def _lost_hosts(ask: Callable[[Sequence[str]], str]) -> Finding:
         told = dict(re.findall(r"oob_tcp_keepalive_(\w+):value:(\d+)", ask(command)))
         idle_s, every_s, times = (int(told[key]) for key in ("time", "intvl", "probes"))
     except (OSError, subprocess.SubprocessError, KeyError):
-        return Finding(name, "not known")  # as of Open MPI 5, which has other daemons
+        return DoctorFinding(name, "not known")  # as of Open MPI 5, which has other daemons
     notices_s = idle_s + every_s * times
     value = f"noticed after {notices_s} s, unless a rank runs beside mpirun and ends it"
     advice = f"{_OPTIONAL} jobs launched from a host without ranks: mpirun {KEEPALIVE_OPTIONS}"
-    return Finding(name, value, advice if notices_s > _LOST_HOST_S else "")
+    return DoctorFinding(name, value, advice if notices_s > _LOST_HOST_S else "")
 
 
-def _cpu() -> tuple[Finding, ...]:
+def _cpu() -> tuple[DoctorFinding, ...]:
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     ranks = _usable_config().local_ranks
     hint = '; with several nodes, over="nodes" sends fewer bytes between them (docs/levels.md)'
     return (
-        Finding("cores", f"{allowed} allowed of {os.cpu_count()}"),
-        Finding("ranks here, says the launcher", f"{ranks}{hint if ranks > 1 else ''}"),
-        Finding("vector instructions", ", ".join(vector_levels(cpu_flags()))),
-        Finding("threads of torch", str(torch.get_num_threads())),
+        DoctorFinding("cores", f"{allowed} allowed of {os.cpu_count()}"),
+        DoctorFinding("ranks here, says the launcher", f"{ranks}{hint if ranks > 1 else ''}"),
+        DoctorFinding("vector instructions", ", ".join(vector_levels(cpu_flags()))),
+        DoctorFinding("threads of torch", str(torch.get_num_threads())),
     )
 
 
-def _settings() -> tuple[Finding, ...]:
+def _settings() -> tuple[DoctorFinding, ...]:
     findings = []
     # A misspelt variable is the one mistake that nothing else can tell.
     for name, nearest in unknown_variables().items():
         advice = f"is {nearest} meant?" if nearest else "nothing reads it; unset it"
-        findings.append(Finding(name, "no setting of this name", advice))
+        findings.append(DoctorFinding(name, "no setting of this name", advice))
     try:
         settings = config()
     except ArgumentError as error:
-        return (*findings, Finding("LOFT_HVD_*", "not usable", str(error)))
+        return (*findings, DoctorFinding("LOFT_HVD_*", "not usable", str(error)))
     for name, variable in VARIABLES.items():
         value = getattr(settings, name)
         text = "not set" if value is None else str(value)
-        findings.append(Finding(variable, text + " (default)" * (value == getattr(Config, name))))
-    return (*findings, Finding("threads of an aggregation", str(num_threads())))
+        findings.append(
+            DoctorFinding(variable, text + " (default)" * (value == getattr(Config, name)))
+        )
+    return (*findings, DoctorFinding("threads of an aggregation", str(num_threads())))

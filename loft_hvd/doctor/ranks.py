@@ -34,9 +34,9 @@ from loft_hvd.transport.horovod import HorovodTransport, horovod_module
 from loft_hvd.transport.torch_distributed import TorchDistributedTransport
 
 __all__ = [
-    "Comparison",
     "Difference",
     "Offset",
+    "RankComparison",
     "RankFacts",
     "clock_offsets",
     "compare",
@@ -110,7 +110,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RankComparison:
     """What all ranks found, judged."""
 
     rank: int  # which of them this is
@@ -318,7 +318,7 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {listed}"
 
 
-def describe(comparison: Comparison) -> list[str]:
+def describe(comparison: RankComparison) -> list[str]:
     """Return what a person reads of it, the verdict in the last line."""
     ranks, differences = comparison.ranks, comparison.differences
     hosts = _hosts(ranks)
@@ -373,7 +373,7 @@ def compare(
     engine: str,
     timeout_s: float,
     clock: Callable[[], float] = time.time,
-) -> Comparison:
+) -> RankComparison:
     """Compare ranks over a transport; every rank calls it alike, and all return the same.
 
     Args:
@@ -389,10 +389,10 @@ def compare(
     channel = Channel(transport, _STEM, timeout_s)
     ranks = gather_facts(channel, own)
     offsets = clock_offsets(channel, clock=clock)
-    return Comparison(transport.rank, engine, ranks, offsets, judge(ranks, offsets))
+    return RankComparison(transport.rank, engine, ranks, offsets, judge(ranks, offsets))
 
 
-def compare_launched(*, timeout_s: float) -> Comparison:
+def compare_launched(*, timeout_s: float) -> RankComparison:
     """Start the engine of the launcher that has started this process, and compare its ranks.
 
     Where that takes longer than the limit, the process says where it stands and ends with status 1:
@@ -410,7 +410,7 @@ def compare_launched(*, timeout_s: float) -> Comparison:
             "horovodrun, srun --mpi=pmix, or torchrun --no-python"
         )
     stages = ["looking at this host"]
-    results: list[Comparison] = []
+    results: list[RankComparison] = []
     errors: list[BaseException] = []
 
     def work() -> None:
@@ -475,6 +475,6 @@ def _leave(text: str) -> None:
     os._exit(1)
 
 
-def to_json(comparison: Comparison) -> Mapping[str, object]:
+def to_json(comparison: RankComparison) -> Mapping[str, object]:
     """Return it as values that JSON can hold."""
     return encode(comparison) | {"is_fit": comparison.is_fit}

@@ -189,7 +189,7 @@ def forget_reductions() -> None:
     _kept_end.cache_clear()
 
 
-class _Call:
+class _AllreduceFlight:
     """One all-reduce on its way; see ``Flight``."""
 
     place = ""  # errors name the all-reduce themselves
@@ -280,7 +280,9 @@ class _Call:
 class Handle:
     """An all-reduce in flight; made by ``allreduce_async``."""
 
-    def __init__(self, world: _World, name: str, call: _Call | None, alone: Tensor | None) -> None:
+    def __init__(
+        self, world: _World, name: str, call: _AllreduceFlight | None, alone: Tensor | None
+    ) -> None:
         self._world = world
         self._name = name
         self._call = call
@@ -374,7 +376,7 @@ def allreduce_async(
     kinds = (str(tensor.dtype), f"{rule} {row_weights} {alive}", device)
     # Lanes only sum, so their rows are weighed here; a rule weighs the rows that it gets.
     share = counts[ends.rank] / sum(counts) if reduction.is_sum else float(alive[ends.rank])
-    call = _Call(
+    call = _AllreduceFlight(
         world,
         tensor.detach(),
         reduction,

@@ -64,14 +64,14 @@ _FOUND = (
 _RESULT, _TABLE, _PUBLISHED = range(1, 4)
 
 
-class _Draw(NamedTuple):
+class _AuditDraw(NamedTuple):
     """Who audits what in a step."""
 
     shift: int  # owner j's auditor is rank j + shift, modulo the ranks
     slices: list[int]  # by owner: which of NUM_SLICES of its shards
 
 
-class _Finding(NamedTuple):
+class _AuditFinding(NamedTuple):
     """The first difference that an auditor has found."""
 
     what: int = 0  # index of _FOUND; 0 for none
@@ -124,7 +124,7 @@ class Audit:
         self.num_audited += 1
         size = self._channel.world_size
         shift = 1 + int(draws.random() * (size - 1))
-        drawn = _Draw(shift, [int(draws.random() * NUM_SLICES) for _ in range(size)])
+        drawn = _AuditDraw(shift, [int(draws.random() * NUM_SLICES) for _ in range(size)])
         self._audit(drawn, tables, [each[_DIGEST_BYTES:] for each in published])
 
     def _gather(self, what: str, row: bytes) -> list[bytes]:
@@ -137,7 +137,7 @@ class Audit:
         parts = [record.spec.selection for record in self._records]
         return [part.sums for part in parts if part is not None]
 
-    def _audit(self, drawn: _Draw, tables: bytes, published: list[bytes]) -> None:
+    def _audit(self, drawn: _AuditDraw, tables: bytes, published: list[bytes]) -> None:
         rank, size = self._channel.rank, self._channel.world_size
         received = self._exchange(drawn, tables)
         # What this rank has held as an owner, and what it has been sent as an auditor.
@@ -155,10 +155,10 @@ class Audit:
         if bool(lines[:, 0].any()):
             raise AuditError(self._describe(drawn, lines.numpy()))
 
-    def _span(self, record: Record, owner: int, drawn: _Draw) -> slice:
+    def _span(self, record: Record, owner: int, drawn: _AuditDraw) -> slice:
         return slice_of(record.rows.shape[1], drawn.slices[owner])
 
-    def _exchange(self, drawn: _Draw, tables: bytes) -> Tensor:
+    def _exchange(self, drawn: _AuditDraw, tables: bytes) -> Tensor:
         """Return what ranks send this one as an auditor, [world_size, bytes].
 
         A row holds the rank's values of every bucket, each with room for the longest slice, and at
@@ -184,11 +184,11 @@ class Audit:
         return received
 
     def _compare(
-        self, owner: int, drawn: _Draw, rows: list[Tensor], told: bytes, published: bytes
-    ) -> _Finding:
+        self, owner: int, drawn: _AuditDraw, rows: list[Tensor], told: bytes, published: bytes
+    ) -> _AuditFinding:
         """Do an owner's part again: ``rows`` are [n, numel] of each bucket, ``told`` its tables."""
         if _digest(told) != published:
-            return _Finding(_PUBLISHED)
+            return _AuditFinding(_PUBLISHED)
         size = self._channel.world_size
         tables = iter(np.frombuffer(told).reshape(-1, NUM_SLICES, num_pairs(size)))
         models: dict[Selection, list[Floats]] = {}  # what decides over several buckets
@@ -199,7 +199,7 @@ class Audit:
                 table = next(tables)  # [NUM_SLICES, pairs]
                 found = measure(record.spec.rule, part, record.weights)
                 if found.tobytes() != table[drawn.slices[owner]].tobytes():
-                    return _Finding(_TABLE, number, span.start)
+                    return _AuditFinding(_TABLE, number, span.start)
                 sums = total(table)
                 rule = selection.rule_by(sums, record.weights)
                 if selection.is_model:
@@ -210,19 +210,19 @@ class Audit:
             differs = (_bytes(result) != _bytes(other)).nonzero()
             if len(differs):
                 first = int(differs[0]) // part.element_size()
-                return _Finding(_RESULT, number, span.start + first)
+                return _AuditFinding(_RESULT, number, span.start + first)
         for whole, shares in models.items():
             assert whole.told is not None
             if total(shares).tobytes() != whole.told[owner].tobytes():
-                return _Finding(_PUBLISHED)
-        return _Finding()
+                return _AuditFinding(_PUBLISHED)
+        return _AuditFinding()
 
-    def _describe(self, drawn: _Draw, lines: npt.NDArray[np.int64]) -> str:
+    def _describe(self, drawn: _AuditDraw, lines: npt.NDArray[np.int64]) -> str:
         """Say which audits have found what; ``lines`` are those of all ranks."""
         size, said = self._channel.world_size, []
-        digests = lines[:, len(_Finding()) :].reshape(size, 2, size)  # as owner, as auditor
+        digests = lines[:, len(_AuditFinding()) :].reshape(size, 2, size)  # as owner, as auditor
         for auditor, line in enumerate(lines.tolist()):
-            finding = _Finding(*line[: len(_Finding())])
+            finding = _AuditFinding(*line[: len(_AuditFinding())])
             if finding.what == 0:
                 continue
             owner = (auditor - drawn.shift) % size

@@ -42,8 +42,8 @@ from loft_hvd.transport.base import Channel
 
 __all__ = [
     "STATE_KEY",
-    "Ages",
     "Average",
+    "AverageWeights",
     "Blend",
     "LossScaler",
     "WorkerMomentum",
@@ -98,7 +98,7 @@ class Blend(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Ages:
+class AverageWeights:
     """What all ranks' averages weigh after a step, in samples, [world_size]."""
 
     beta: float
@@ -250,15 +250,15 @@ class WorkerMomentum:
         fits = state is not None and (state["rank"], state["world_size"]) == place
         return state if fits else None
 
-    def ages(self, counts: Sequence[int] | None) -> Ages:
+    def average_weights(self, counts: Sequence[int] | None) -> AverageWeights:
         """Return what averages weigh in a step with these samples, [world_size]; None for equal."""
         assert self._weights is not None  # ``join`` came before
         counts = (1,) * len(self._weights) if counts is None else tuple(counts)
         pairs = zip(self._weights, counts, strict=True)
         weights = tuple(self.beta * weight + count for weight, count in pairs)
-        return Ages(self.beta, counts, weights)
+        return AverageWeights(self.beta, counts, weights)
 
-    def step_ended(self, ages: Ages) -> None:
+    def step_ended(self, ages: AverageWeights) -> None:
         """Let the weights after a step be those before the next one."""
         self._weights = ages.weights
         self._own = ages.weights[self._rank]

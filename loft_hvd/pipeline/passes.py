@@ -23,7 +23,7 @@ from torch import Tensor
 from loft_hvd.aggregation.rules import Mean, Rule
 from loft_hvd.balance.plan import StepSizes
 from loft_hvd.errors import UsageError
-from loft_hvd.pipeline.momentum import Ages, Blend, WorkerMomentum
+from loft_hvd.pipeline.momentum import AverageWeights, Blend, WorkerMomentum
 from loft_hvd.pipeline.weights import PassWeights, combine_passes, in_training
 from loft_hvd.transport.base import Channel
 
@@ -102,7 +102,7 @@ class Passes:
         self.parts: list[tuple[int, float]] = []
         self._sizes: list[StepSizes] = []  # of the passes that have begun, with a source
         self._weights: PassWeights | None = None
-        self._ages: Ages | None = None
+        self._averages_weigh: AverageWeights | None = None
         self._blends: dict[tuple[Rule, bool], Blend] = {}
 
     # Passes.
@@ -140,7 +140,7 @@ class Passes:
         """Let ranks learn what each other's averages weigh, in the first step of a world."""
         if self._momentum is None:
             return
-        most = self._channel.world_size  # a sample each, as in ``Ages``
+        most = self._channel.world_size  # a sample each, as in ``AverageWeights``
         if self._source is not None:
             most = self._source.global_batch_size * (self._num_passes or 1)
         self._momentum.join(self._channel, most_samples=most)
@@ -225,7 +225,7 @@ class Passes:
 
     def _blend(self, rule: Rule, *, is_sum: bool) -> Blend:
         """Return how this rank's row comes about of its averages and its gradients."""
-        weights, ages = self.weights(), self._all_ages()
+        weights, ages = self.weights(), self._average_weights()
         rank, num_ranks = self._channel.rank, self._channel.world_size
         count, total = ages.counts[rank], sum(ages.counts)
         if not isinstance(rule, Mean):
@@ -272,7 +272,7 @@ class Passes:
         else:
             weights = PassWeights(None, (True,) * self._channel.world_size, 1.0)
         if self._momentum is not None:
-            weights = self._all_ages().weigh(weights)
+            weights = self._average_weights().weigh(weights)
         return self._mask(weights)
 
     def fix_weights(self) -> None:
@@ -284,9 +284,9 @@ class Passes:
         passes = self._sizes
         return [each for at, each in enumerate(passes) if not at or each is not passes[at - 1]]
 
-    def _all_ages(self) -> Ages:
+    def _average_weights(self) -> AverageWeights:
         assert self._momentum is not None
-        if self._ages is None:
+        if self._averages_weigh is None:
             # Not before all passes have begun. Two threads that come here find the same.
             samples = None
             if self._sizes:
@@ -294,11 +294,11 @@ class Passes:
                     sum(counts)
                     for counts in zip(*(each.sizes for each in self.batches()), strict=True)
                 ]
-            self._ages = self._momentum.ages(samples)
-        return self._ages
+            self._averages_weigh = self._momentum.average_weights(samples)
+        return self._averages_weigh
 
     def step_reduced(self) -> None:
         """Let averages be those after the step, and begin the next one."""
         if self._momentum is not None:
-            self._momentum.step_ended(self._all_ages())
+            self._momentum.step_ended(self._average_weights())
         self.clear()

@@ -32,7 +32,7 @@ from torch import Tensor
 from loft_hvd.aggregation.compute import decide, measure_rows
 from loft_hvd.aggregation.distances import precision_of
 from loft_hvd.aggregation.inputs import counting_rows
-from loft_hvd.aggregation.mixing import Decided, Floats
+from loft_hvd.aggregation.mixing import Floats, MixedRule
 from loft_hvd.aggregation.row_rules import RowRule
 from loft_hvd.aggregation.rules import Mean, Rule
 from loft_hvd.errors import ArgumentError, MismatchError
@@ -112,7 +112,7 @@ def decide_by(
     weights: PassWeights | None,
     *,
     precision: torch.dtype,
-) -> Decided:
+) -> MixedRule:
     """Return what a rule makes of rows that are so far apart, [num_pairs(n)].
 
     ``precision`` is float64 where all rows are, else float32.
@@ -165,7 +165,7 @@ class Selection:
         # Of one step, and of the thread that moves its buckets on.
         self._num_measured = 0
         self._gather: tuple[Work, Tensor, Tensor] | None = None  # what is sent, what arrives
-        self._decided: Decided | None = None
+        self._decided: MixedRule | None = None
 
     def part(self) -> SelectionPart:
         """Return the place of one more bucket."""
@@ -217,7 +217,7 @@ class Selection:
         """Whether the tables of all ranks are here, and were read."""
         return self._decided is not None
 
-    def decided(self, weights: PassWeights | None) -> Decided:
+    def decided(self, weights: PassWeights | None) -> MixedRule:
         """Return what the whole model decides; the tables of all ranks are there."""
         if self._decided is None:
             assert self._gather is not None
@@ -277,7 +277,7 @@ class SelectionPart:
             self.selection.measured()
             yield _Tables(self.selection)
 
-    def rule_by(self, sums: Floats, weights: PassWeights | None) -> Decided:
+    def rule_by(self, sums: Floats, weights: PassWeights | None) -> MixedRule:
         """Return what rows are aggregated by whose shard they are so far apart in, [pairs]."""
         if self.is_model:
             return self.selection.decided(weights)

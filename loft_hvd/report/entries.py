@@ -17,9 +17,10 @@ from loft_hvd.codec import Count, Within, decode
 from loft_hvd.errors import ArgumentError, DataError
 from loft_hvd.pipeline.suspicion.report import WorkerReport
 
-__all__ = ["Decided", "Explain", "Fault", "FitOfRank", "Fits", "Line", "Plans", "Rules", "Run"]
-__all__ += ["Scalars", "Schedule", "Spread", "Store", "StoreReads", "Suspicion", "Thinned", "Times"]
-__all__ += ["Passes", "newest_of", "of_kind", "read_line", "read_lines"]
+__all__ = ["DecisionLine", "Explain", "Fault", "FitOfRank", "Fits", "Line", "PassCounts", "Plans"]
+__all__ += ["Rules", "Run", "Scalars", "ScheduleLine", "SpreadLine", "Store", "StoreReads"]
+__all__ += ["SuspicionLine", "Thinned", "Times"]
+__all__ += ["newest_of", "of_kind", "read_line", "read_lines"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,7 @@ class Run(Line):
 
 
 @dataclass(frozen=True)
-class Schedule(Line):
+class ScheduleLine(Line):
     """What was said of a run and has changed, as an optimizer was made or a state loaded."""
 
     times_at: Count
@@ -79,7 +80,7 @@ class Plans(Line):
     """A plan that came into force."""
 
     plan_id: Count
-    first_step: Count  # counted in batches; ``Passes`` counts as the other lines do
+    first_step: Count  # counted in batches; ``PassCounts`` counts as the other lines do
     sizes: list[Count]
 
 
@@ -117,7 +118,7 @@ class Fits(Line):
 
 
 @dataclass(frozen=True)
-class Decided(Line, Decision):
+class DecisionLine(Line, Decision):
     """Why a plan was made."""
 
 
@@ -162,14 +163,14 @@ class Explain(Line):
 
 
 @dataclass(frozen=True)
-class Spread(Line):
+class SpreadLine(Line):
     """How far ranks' gradients lie apart for good."""
 
     ratios: list[float | None]  # None where too little was seen of a rank
 
 
 @dataclass(frozen=True)
-class Suspicion(Line):
+class SuspicionLine(Line):
     """What is known of each worker."""
 
     num_steps: Count
@@ -202,23 +203,23 @@ class Thinned(Line):
 
 _KINDS: dict[str, type[Line]] = {
     "run": Run,
-    "schedule": Schedule,
+    "schedule": ScheduleLine,
     "rules": Rules,
     "plan": Plans,
-    "decision": Decided,
+    "decision": DecisionLine,
     "times": Times,
     "fit": Fits,
     "scalars": Scalars,
     "store": Store,
     "explain": Explain,
-    "spread": Spread,
-    "suspicion": Suspicion,
+    "spread": SpreadLine,
+    "suspicion": SuspicionLine,
     "fault": Fault,
     "thinned": Thinned,
 }
 
 LineT = TypeVar("LineT", bound=Line)
-PlannedT = TypeVar("PlannedT", Plans, Decided)
+PlannedT = TypeVar("PlannedT", Plans, DecisionLine)
 
 
 def of_kind(kind: type[LineT], read: Sequence[Line]) -> list[LineT]:
@@ -231,14 +232,14 @@ def newest_of(kind: type[LineT], read: Sequence[Line]) -> LineT | None:
     return next((line for line in reversed(read) if isinstance(line, kind)), None)
 
 
-class Passes:
+class PassCounts:
     """How many batches the optimizer steps of one world had, from its lines: it may change."""
 
     def __init__(self, world: Sequence[Line]) -> None:
         # From a step on: the step, its first batch, and the batches of each.
         self._stretches = [(0, 0, 1)]
         for line in world:
-            if isinstance(line, Run | Schedule) and line.num_passes is not None:
+            if isinstance(line, Run | ScheduleLine) and line.num_passes is not None:
                 begins = line.next_batch
                 begins = line.step * line.num_passes if begins is None else begins
                 while self._stretches and self._stretches[-1][0] >= line.step:

@@ -20,7 +20,7 @@ from loft_hvd.report.entries import (
     Plans,
     Scalars,
     Store,
-    Suspicion,
+    SuspicionLine,
     Times,
     newest_of,
     of_kind,
@@ -49,7 +49,7 @@ def _named(line: Line) -> Iterator[tuple[str, float]]:
         yield "loft/predicted_step_s", line.predicted_s
     elif isinstance(line, Plans):
         yield "loft/plan", line.plan_id
-    elif isinstance(line, Suspicion):
+    elif isinstance(line, SuspicionLine):
         for worker in line.workers:
             yield f"loft/suspicion/{' '.join(map(str, worker.ranks))}", worker.suspicion
     elif isinstance(line, Store):
@@ -163,7 +163,7 @@ def prometheus_text(lines: Sequence[Line]) -> str:
         metrics.add("loft_predicted_step_seconds", help_text, fit.predicted_s)
     if plan is not None:
         metrics.add("loft_plan", "Number of the newest plan.", plan.plan_id)
-    suspicion = newest_of(Suspicion, world)
+    suspicion = newest_of(SuspicionLine, world)
     for worker in [] if suspicion is None else suspicion.workers:
         who = {"ranks": " ".join(map(str, worker.ranks))}
         metrics.add("loft_worker_suspicion", "0 as the others to 1.", worker.suspicion, who)

@@ -11,20 +11,20 @@ from typing import Any
 from loft_hvd.balance.interval import RankTimes
 from loft_hvd.codec import printable
 from loft_hvd.report.entries import (
-    Decided,
+    DecisionLine,
     Fault,
     Fits,
     Line,
-    Passes,
+    PassCounts,
     Plans,
     Rules,
     Run,
     Scalars,
-    Schedule,
-    Spread,
+    ScheduleLine,
+    SpreadLine,
     Store,
     StoreReads,
-    Suspicion,
+    SuspicionLine,
     Thinned,
     Times,
     newest_of,
@@ -90,14 +90,14 @@ def _sections(read: Sequence[Line], title: str) -> Iterator[str]:
     world = newest_world(read)
     yield _facts(read, world, title)
     times, last_step = of_kind(Times, world), max((line.step for line in world), default=0)
-    later, passes = when_measured(world), Passes(world)
+    later, passes = when_measured(world), PassCounts(world)
     plans = [passes.in_steps(plan) for plan in of_kind(Plans, world)]
     yield from _step_parts(times, later)
     yield from _throughput(times, later)
     yield from _scalars(of_kind(Scalars, world))
     yield from _plans(plans, last_step=last_step)
     yield from _predictions(world, times, plans, later)
-    made = [passes.in_steps(each) for each in of_kind(Decided, world)]
+    made = [passes.in_steps(each) for each in of_kind(DecisionLine, world)]
     yield from _decisions(made, plans, times)
     own = _by_rank("Each rank's own work", times, later, _BY_PACE, of=lambda each: each.busy_s)
     yield from own
@@ -105,7 +105,7 @@ def _sections(read: Sequence[Line], title: str) -> Iterator[str]:
     yield from waits
     yield from _workers(world)
     yield from _store(of_kind(Store, world))
-    for spread in of_kind(Spread, world)[-1:]:
+    for spread in of_kind(SpreadLine, world)[-1:]:
         yield f"<h2>Do ranks draw from the same data?</h2><p>{escape(spread_line(spread))}</p>"
 
 
@@ -313,7 +313,7 @@ def _own_predictions(newest: Times, own: Mapping[int, float]) -> Iterator[str]:
 
 
 def _decisions(
-    made: Sequence[Decided], plans: Sequence[Plans], times: Sequence[Times]
+    made: Sequence[DecisionLine], plans: Sequence[Plans], times: Sequence[Times]
 ) -> Iterator[str]:
     if not made:
         return
@@ -359,7 +359,7 @@ def _table(
 
 
 def _workers(world: Sequence[Line]) -> Iterator[str]:
-    entries, rules = of_kind(Suspicion, world), newest_of(Rules, world)
+    entries, rules = of_kind(SuspicionLine, world), newest_of(Rules, world)
     if rules is None and not entries:
         return
     yield "<h2>Workers</h2>"
@@ -408,7 +408,7 @@ def _workers(world: Sequence[Line]) -> Iterator[str]:
 
 def _watched_at(rules: Rules, world: Sequence[Line]) -> int | None:
     """Return the step of the first look: so many from where the run went on, if it was loaded."""
-    begun = max([rules.step, *(line.step for line in of_kind(Schedule, world))])
+    begun = max([rules.step, *(line.step for line in of_kind(ScheduleLine, world))])
     return None if rules.watched_from is None else begun + rules.watched_from - rules.step
 
 

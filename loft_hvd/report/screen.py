@@ -12,7 +12,7 @@ from loft_hvd.report.entries import (
     Plans,
     Run,
     Scalars,
-    Suspicion,
+    SuspicionLine,
     Times,
     newest_of,
     of_kind,
@@ -106,7 +106,7 @@ def _row(times: RankTimes, suspicion: dict[int, float]) -> RankRow:
 
 def _suspicions(world: Sequence[Line]) -> tuple[dict[int, float], set[int]]:
     """Return the suspicion of each rank, and which ranks are warned of."""
-    newest = newest_of(Suspicion, world)
+    newest = newest_of(SuspicionLine, world)
     workers = [] if newest is None else newest.workers
     known = {rank: worker.suspicion for worker in workers for rank in worker.ranks}
     return known, {rank for worker in workers if worker.is_named for rank in worker.ranks}

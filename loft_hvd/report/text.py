@@ -12,11 +12,11 @@ from loft_hvd.report.entries import (
     Explain,
     Fault,
     Line,
-    Passes,
+    PassCounts,
     Plans,
     Run,
-    Spread,
-    Suspicion,
+    SpreadLine,
+    SuspicionLine,
     Thinned,
     Times,
     of_kind,
@@ -49,7 +49,7 @@ def say(lines: Sequence[Line]) -> str:
 def _history(lines: Sequence[Line]) -> Iterator[str]:
     """Say what happened, in the order in which it did."""
     for world in worlds(lines):
-        passes = Passes(world)
+        passes = PassCounts(world)
         for line in world:
             if isinstance(line, Run):
                 yield ", ".join(line.facts)
@@ -71,16 +71,16 @@ def _newest(lines: Sequence[Line]) -> Iterator[str]:
         yield describe(times.ranks)
     else:
         yield f"no times: {when_measured(world)}"
-    for line in (last.get(kind) for kind in (Explain, Spread, Suspicion)):
+    for line in (last.get(kind) for kind in (Explain, SpreadLine, SuspicionLine)):
         if isinstance(line, Explain):
             yield line.text
-        elif isinstance(line, Spread):
+        elif isinstance(line, SpreadLine):
             yield spread_line(line)
-        elif isinstance(line, Suspicion):
+        elif isinstance(line, SuspicionLine):
             yield f"workers {SuspicionReport(line.num_steps, tuple(in_steps_of_log(line)))}"
 
 
-def spread_line(line: Spread) -> str:
+def spread_line(line: SpreadLine) -> str:
     """Say how much ranks' gradients differ."""
     ratios = ", ".join("unknown" if ratio is None else f"{ratio:.2f}" for ratio in line.ratios)
     return (

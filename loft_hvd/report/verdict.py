@@ -17,12 +17,12 @@ from loft_hvd.pipeline.suspicion.report import WorkerReport
 from loft_hvd.report.entries import (
     Fault,
     Line,
-    Passes,
+    PassCounts,
     Plans,
     Rules,
     Run,
-    Schedule,
-    Suspicion,
+    ScheduleLine,
+    SuspicionLine,
     Times,
     newest_of,
     of_kind,
@@ -60,7 +60,7 @@ def newest_world(read: Sequence[Line]) -> Sequence[Line]:
 def when_measured(world: Sequence[Line]) -> str:
     """Say when times come, where there are none yet."""
     run = newest_of(Run, world)
-    said = (line.times_at for line in reversed(world) if isinstance(line, Run | Schedule))
+    said = (line.times_at for line in reversed(world) if isinstance(line, Run | ScheduleLine))
     times_at = next((each for each in said if each is not None), None)
     if times_at is not None:
         return f"not measured yet, first at step {times_at}"
@@ -94,7 +94,7 @@ def _ended(world: Sequence[Line]) -> Iterator[str]:
         yield f"The run ended at step {fault.step} with {fault.error}: {first}."
 
 
-def in_steps_of_log(line: Suspicion) -> list[WorkerReport]:
+def in_steps_of_log(line: SuspicionLine) -> list[WorkerReport]:
     """Return the workers with quarantines that end at a step of the log.
 
     Who watches counts the steps that it has seen: after a resume those are fewer.
@@ -109,7 +109,7 @@ def in_steps_of_log(line: Suspicion) -> list[WorkerReport]:
 
 
 def _off(world: Sequence[Line]) -> Iterator[str]:
-    newest = newest_of(Suspicion, world)
+    newest = newest_of(SuspicionLine, world)
     if newest is None:
         return
     named = [each for each in in_steps_of_log(newest) if each.is_named]
@@ -191,7 +191,7 @@ def _queued(times: Sequence[RankTimes]) -> Iterator[str]:
 
 def _won(world: Sequence[Line], entries: Sequence[Times], *, is_even: bool) -> Iterator[str]:
     """Say what the plans have won over the first sizes, and from whom they took."""
-    passes = Passes(world)
+    passes = PassCounts(world)
     plans = [passes.in_steps(plan) for plan in of_kind(Plans, world)]
     changed = [plan for plan in plans[1:] if plan.sizes != plans[0].sizes]
     first = [entry for entry in entries if not changed or entry.step <= changed[0].first_step]

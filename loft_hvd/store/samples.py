@@ -157,7 +157,7 @@ def encode_sample(sample: Any) -> bytes:
     return b"".join([start, bytes(_padding(len(start))), *writer.parts])
 
 
-class _Reader:
+class _SampleReader:
     """A body, read from front to back."""
 
     def __init__(self, body: memoryview) -> None:
@@ -172,7 +172,7 @@ class _Reader:
         return self.body[begin:end]
 
 
-_Read = Callable[[_Reader], Any]
+_Read = Callable[[_SampleReader], Any]
 
 
 def _size(value: Any) -> int:
@@ -232,7 +232,7 @@ def _build(head: Any, depth: int = 0) -> _Read:  # noqa: C901 - one branch for e
 def _tensor_reader(dtype: torch.dtype, shape: list[int], numel: int) -> _Read:
     num_bytes = numel * dtype.itemsize
 
-    def read(reader: _Reader) -> Tensor:
+    def read(reader: _SampleReader) -> Tensor:
         # A copy: the script may change a sample in place, and what is kept must stay.
         copied = bytearray(reader.take(num_bytes))
         if not copied:
@@ -247,7 +247,7 @@ def _array_reader(name: str, shape: list[int], numel: int, *, is_scalar: bool) -
     if dtype.char not in _ARRAYS:
         raise DataError(f"a sample's head has the dtype {name!r}")
 
-    def read(reader: _Reader) -> Any:
+    def read(reader: _SampleReader) -> Any:
         taken = reader.take(numel * dtype.itemsize)
         array = np.frombuffer(bytearray(taken), dtype).reshape(shape)
         return array[()] if is_scalar else array
@@ -261,7 +261,7 @@ def _image_reader(mode: Any, size: Any, num_bytes: Any) -> _Read:
     if mode not in _PIL_MODES:
         raise DataError(f"a sample's head has the image mode {mode!r}")
 
-    def read(reader: _Reader) -> Any:
+    def read(reader: _SampleReader) -> Any:
         from PIL import Image  # only where a data set gave one, so it is installed
 
         return Image.frombytes(mode, (width, height), bytes(reader.take(length)))
@@ -295,7 +295,7 @@ def decode_sample(data: bytes | memoryview) -> Any:
         raise DataError(f"a sample of {len(view)} bytes has a head of {length}")
     head = bytes(view[_HEAD.size : _HEAD.size + length])
     try:
-        return _reader_of(head)(_Reader(view[begin:]))
+        return _reader_of(head)(_SampleReader(view[begin:]))
     except DataError:
         raise
     except (ValueError, TypeError, RuntimeError, MemoryError) as error:

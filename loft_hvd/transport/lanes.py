@@ -142,7 +142,7 @@ def _is_allowed(kind: _Kind, device: str) -> bool:
 
 
 @dataclass(frozen=True)
-class _Opened:
+class _OpenedWorld:
     """What this process has open for the lanes of a world; None where ranks cannot have it."""
 
     # Reentrant: a signal handler may shut the engine down while this opens.
@@ -158,14 +158,14 @@ class _Opened:
 
 
 @functools.cache
-def _worlds() -> dict[Hashable, _Opened]:
+def _worlds() -> dict[Hashable, _OpenedWorld]:
     return {}
 
 
 def _opened(kind: _Kind, channel: Channel, needs: Needs) -> Any:
     """Return what a lane needs, which the first call opens with all ranks of the world."""
     can = channel.transport.can
-    fresh = _Opened()
+    fresh = _OpenedWorld()
     kept = _worlds().setdefault(can.world, fresh)
     if kept is fresh:
         can.at_end(functools.partial(_close, can.world))

@@ -15,7 +15,7 @@ from torch import Tensor
 import loft_hvd as loft
 from loft_hvd.aggregation import compute, fallback
 from loft_hvd.aggregation.distances import BLOCK, distance_sums
-from loft_hvd.aggregation.mixing import Decided, Mix
+from loft_hvd.aggregation.mixing import Mix, MixedRule
 from loft_hvd.aggregation.rules import Rule
 from tests.gpu.test_cuda_kernels import DEVICES, captured, gpu
 from tests.support.gradients import DTYPES, assert_same_bits, hard_gradients, rules_for
@@ -57,7 +57,7 @@ def any_mix(rows: int, num_mixed: int, rule: Rule, weights: list[int] | None, se
 def aggregate_mixed(rows: list[Tensor], mix: Mix, *, every: int = 0) -> tuple[Tensor, object]:
     """Aggregate by the kernels of the rows' device."""
     out = torch.full_like(rows[0], 7)
-    decided = Decided(loft.Robust(0), mix)
+    decided = MixedRule(loft.Robust(0), mix)
     return out, compute.aggregate_rows(rows, decided, weights=None, out=out, diagnose_every=every)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 import loft_hvd as loft
 from loft_hvd.aggregation.rules import Custom
 from loft_hvd.bench import attacked
-from loft_hvd.bench.attacked import ATTACKS, NONE, Setting, Trial, count_computing, train
+from loft_hvd.bench.attacked import ATTACKS, NONE, AttackTrial, Setting, count_computing, train
 from loft_hvd.bench.defences import Defence
 from loft_hvd.bench.skews import draw_batches
 from loft_hvd.errors import ArgumentError
@@ -22,8 +22,8 @@ pytest.importorskip("sklearn", reason="the digits ship inside scikit-learn")
 SETTING = Setting("mlp", 5, 1, steps=60, global_batch=80)
 
 
-def trial(defence: str = "robust", attack: str = NONE, skew: str = "shuffled") -> Trial:
-    return Trial(Defence(defence), attack, skew, seed=0)
+def trial(defence: str = "robust", attack: str = NONE, skew: str = "shuffled") -> AttackTrial:
+    return AttackTrial(Defence(defence), attack, skew, seed=0)
 
 
 def test_it_learns_and_repeats() -> None:
@@ -154,7 +154,7 @@ EIGHT = Setting("mlp", 8, 2)
 def test_ranks_hold_the_rows_of_the_honest_and_of_the_attackers(attack: str, num_rows: int) -> None:
     found: list[Tensor] = []
     for seed in range(4):
-        watched = Trial(watching(found, []), attack, "shuffled", seed)
+        watched = AttackTrial(watching(found, []), attack, "shuffled", seed)
         aggregator = attacked._Aggregator(watched, EIGHT, 3)
         rows = torch.arange(1.0, num_rows + 1)[:, None].expand(-1, 3).clone()
         for _ in range(2):
@@ -180,7 +180,7 @@ def test_an_attack_tries_the_rule_with_the_draws_that_it_will_make() -> None:
     of_seeds = []
     for seed in range(2):
         draws: list[float] = []
-        watched = Trial(watching([], draws), "optimised IPM", "shuffled", seed)
+        watched = AttackTrial(watching([], draws), "optimised IPM", "shuffled", seed)
         aggregator = attacked._Aggregator(watched, EIGHT, 3)
         for _ in range(2):
             aggregator.aggregate(torch.randn(6, 3), gradients=torch.zeros(6, 3))

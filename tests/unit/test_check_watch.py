@@ -15,7 +15,7 @@ import torch
 
 from loft_hvd.check.findings import find
 from loft_hvd.check.notes import LoaderNote, Notes
-from loft_hvd.check.watch import Watch, _is_mean_of_one, _is_script, _members
+from loft_hvd.check.watch import ScriptWatch, _is_mean_of_one, _is_script, _members
 from loft_hvd.codec import decode
 
 SCRIPT = """
@@ -204,7 +204,7 @@ def test_an_error_after_all_were_asked_to_end_is_a_consequence(
     script, notes = tmp_path / "train.py", tmp_path / "notes"
     script.write_text("pass\n")
     notes.mkdir()
-    asking, failing = Watch(notes, script), Watch(notes, script)
+    asking, failing = ScriptWatch(notes, script), ScriptWatch(notes, script)
     if is_asked:
         asking.end_others()
     failing.write("error", RuntimeError("rank 1 has gone"))

@@ -12,14 +12,15 @@ from typer.testing import CliRunner
 import loft_hvd
 from loft_hvd import cli
 from loft_hvd.doctor import inspect as doctor
-from loft_hvd.doctor.inspect import Finding, HorovodBuild, Section
+from loft_hvd.doctor.inspect import DoctorFinding, HorovodBuild, Section
 from loft_hvd.doctor.run import RunResult
 from loft_hvd.errors import MissingDependencyError
 from loft_hvd.simulate.scenario import read_scenario, shipped_scenarios
 
 _SECTIONS = (
     Section(
-        "Versions", (Finding("torch", "2.13.0"), Finding("matplotlib", "none", "pip install x"))
+        "Versions",
+        (DoctorFinding("torch", "2.13.0"), DoctorFinding("matplotlib", "none", "pip install x")),
     ),
 )
 

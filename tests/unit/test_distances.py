@@ -9,7 +9,7 @@ import torch
 import loft_hvd as loft
 from loft_hvd.aggregation import compute, fallback
 from loft_hvd.aggregation.distances import BLOCK, distance_sums, distances, mixed_rows
-from loft_hvd.aggregation.mixing import Decided, Mix
+from loft_hvd.aggregation.mixing import Mix, MixedRule
 from tests.support.gradients import DTYPES, assert_same_bits
 
 
@@ -92,7 +92,7 @@ def test_mixed_rows_that_begin_alike_have_the_bits_of_rows_alone(
     mix = Mix(np.ones(num_rows), matrix, None, loft.TrimmedMean(num_rows // 4))
     rows = list(torch.from_numpy(draw.standard_normal((num_rows, 1111)).astype(np.float32)))
     found, wanted = torch.empty(1111), torch.empty(1111)
-    decided = Decided(loft.NNM(loft.TrimmedMean(num_rows // 4)), mix)
+    decided = MixedRule(loft.NNM(loft.TrimmedMean(num_rows // 4)), mix)
     compute.aggregate_rows(rows, decided, weights=None, out=found)
     fallback.aggregate_mixed(rows, mix, out=wanted)
     assert_same_bits(found, wanted)

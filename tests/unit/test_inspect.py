@@ -15,7 +15,7 @@ from loft_hvd.aggregation.compute import num_threads
 from loft_hvd.config import Config
 from loft_hvd.doctor import inspect as doctor
 from loft_hvd.doctor.inspect import (
-    Finding,
+    DoctorFinding,
     HorovodBuild,
     Section,
     horovod_build,
@@ -294,8 +294,14 @@ def test_inspection_never_imports_horovod_into_this_process() -> None:
 
 
 def test_the_verdict_counts_what_is_to_be_mended_and_not_what_is_optional() -> None:
-    fine, extra = Finding("torch", "2.13.0"), Finding("rich", "not installed", "optional: pip x")
-    wrong = [Finding("Horovod", "none", "make setup"), Finding("LOFT", "no", "unset it")]
+    fine, extra = (
+        DoctorFinding("torch", "2.13.0"),
+        DoctorFinding("rich", "not installed", "optional: pip x"),
+    )
+    wrong = [
+        DoctorFinding("Horovod", "none", "make setup"),
+        DoctorFinding("LOFT", "no", "unset it"),
+    ]
     assert verdict([Section("a", (fine,))]) == "Verdict: ready."
     assert verdict([Section("a", (fine, extra))]) == "Verdict: ready; optional and not here: 1."
     assert verdict([Section("a", (extra, wrong[0])), Section("b", (wrong[1],))]) == (

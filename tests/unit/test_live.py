@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 import loft_hvd as loft
 from loft_hvd.balance.controller import SETTLE_STEPS, Controller, Decision
 from loft_hvd.balance.interval import SUM, SUMS, Head, Interval
-from loft_hvd.balance.live import Beside, Schedule, TimesExchange, check_same_run
+from loft_hvd.balance.live import IntervalWorker, Schedule, TimesExchange, check_same_run
 from loft_hvd.balance.policy import Policy, Proposal
 from loft_hvd.errors import MismatchError
 from loft_hvd.runlog import RunLog, find_entries
@@ -390,7 +390,7 @@ def test_a_plan_that_is_dropped_at_work_keeps_nobody_waiting() -> None:
 
     threads: list[threading.Thread] = []
     is_busy, may_end = threading.Event(), threading.Event()
-    beside = Beside(RunLog(None))
+    beside = IntervalWorker(RunLog(None))
     beside.begin(decide)
     assert is_busy.wait(10.0)
     began = time.monotonic()

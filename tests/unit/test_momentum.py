@@ -279,7 +279,7 @@ def test_a_rank_without_samples_is_absent_once_its_average_has_faded() -> None:
     momentum._weights = (8.0, 8.0, 8.0)
     seen = []
     for _ in range(4):
-        ages = momentum.ages((8, 0, 8))
+        ages = momentum.average_weights((8, 0, 8))
         weighed = ages.weigh(PassWeights(None, (True, False, True), 1.0))
         seen.append((ages.weights[1], weighed.present[1]))
         momentum.step_ended(ages)
@@ -300,7 +300,7 @@ def test_no_rank_counts_more_than_the_plan_allows_whatever_it_claims() -> None:
         momentum = joined(transport, (16.0, 8.0, 4.0, 1e15))
         found = []
         for counts in [(8, 4, 4, 4), (2, 1, 1, 1)]:
-            ages = momentum.ages(counts)
+            ages = momentum.average_weights(counts)
             found.append(ages.weigh(PassWeights(None, (True,) * 4, 1.0)).counts)
             momentum.step_ended(ages)
         return found
@@ -318,7 +318,7 @@ def test_a_claim_fades_as_the_largest_honest_weight_does() -> None:
             momentum, num_steps = joined(transport, (8.0, 8.0, 8.0, claim)), 0
             is_there = True
             while is_there:
-                ages = momentum.ages((7, 7, 6, 0))
+                ages = momentum.average_weights((7, 7, 6, 0))
                 is_there = ages.weigh(PassWeights(None, (True,) * 3 + (False,), 1.0)).present[3]
                 momentum.step_ended(ages)
                 num_steps += 1

@@ -15,8 +15,8 @@ from loft_hvd import cli
 from loft_hvd.config import Config, config
 from loft_hvd.doctor import ranks as doctor
 from loft_hvd.doctor.ranks import (
-    Comparison,
     Offset,
+    RankComparison,
     RankFacts,
     clock_offsets,
     compare,
@@ -43,10 +43,10 @@ def here() -> RankFacts:
     return dataclasses.replace(look_here(), host="node0", cpus=tuple(range(8)), threads=1)
 
 
-def _compare(ranks: list[RankFacts], *, offsets: tuple[float, ...] = ()) -> list[Comparison]:
+def _compare(ranks: list[RankFacts], *, offsets: tuple[float, ...] = ()) -> list[RankComparison]:
     ahead = offsets or (0.0,) * len(ranks)
 
-    def work(transport: LocalTransport) -> Comparison:
+    def work(transport: LocalTransport) -> RankComparison:
         rank = transport.rank
         return compare(
             transport,
@@ -215,7 +215,7 @@ def test_the_page_shows_what_is_printed(here: RankFacts) -> None:
     odd = {"CPU": "Intel Xeon", "kernels": "avx2", "LOFT_HVD_MESH": "off"}
     ranks = (first, dataclasses.replace(first, host="node1", facts=facts | odd))
     offsets = (Offset(0.0, 0.0), Offset(2.002, 0.002))
-    found = Comparison(0, "Horovod on MPI", ranks, offsets, judge(ranks, offsets))
+    found = RankComparison(0, "Horovod on MPI", ranks, offsets, judge(ranks, offsets))
     page = (Path(__file__).parents[2] / "docs/recipes.md").read_text(encoding="utf-8")
     (shown,) = re.findall(r"(?ms)^```text\n(.*?)\n```$", page)
     assert "\n".join(describe(found)) == shown
@@ -223,7 +223,7 @@ def test_the_page_shows_what_is_printed(here: RankFacts) -> None:
 
 def test_many_hosts_are_counted_not_listed(here: RankFacts) -> None:
     ranks = tuple(_like(here, host=f"node{number}") for number in range(40))
-    lines = describe(Comparison(0, "threads", ranks, (Offset(0.0, 0.0),) * 40, ()))
+    lines = describe(RankComparison(0, "threads", ranks, (Offset(0.0, 0.0),) * 40, ()))
     assert "  and 8 more hosts" in lines
     assert len(lines) < 40
 

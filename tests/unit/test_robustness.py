@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import loft_hvd as loft
-from loft_hvd.bench.attacked import Setting, Trial
+from loft_hvd.bench.attacked import AttackTrial, Setting
 from loft_hvd.bench.defences import DEFENCES, PEER_DEFENCES, Defence, find_defences
 from loft_hvd.bench.gate import goal_rows
 from loft_hvd.bench.peers import Untimed
@@ -105,7 +105,7 @@ def test_runs_that_are_kept_are_not_run_again(tmp_path: Path) -> None:
 
 
 def test_runs_that_were_kept_while_the_last_ranks_attacked_are_run_anew(tmp_path: Path) -> None:
-    setting, trial = Setting("mlp", 8, 2), Trial(Defence("mean"), "none", "sorted", 3)
+    setting, trial = Setting("mlp", 8, 2), AttackTrial(Defence("mean"), "none", "sorted", 3)
     line = '["mlp", 8, 2, 400, 256, "mean", "none", "sorted", 3, {}0.5]'
     for said, found in (("", None), ('"ranks by seed", ', 0.5)):
         (tmp_path / "runs").write_text(line.format(said))
