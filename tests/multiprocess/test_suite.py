@@ -22,6 +22,8 @@ long, whole = pytest.mark.long, [pytest.mark.long, pytest.mark.whole]
         ("gloo", 3, "auto", RANKS),
         pytest.param("gloo", 3, "off", RANKS, marks=whole),
         pytest.param("gloo", 3, "on", CONFORM, marks=long),
+        ("gloo", 3, "device", CONFORM),
+        pytest.param("gloo", 3, "device", RANKS, marks=whole),
         pytest.param("gloo", 3, "on", RANKS, marks=whole),
         pytest.param("gloo", 4, "auto", RANKS, marks=whole),
         pytest.param("mpi", 1, "auto", CONFORM, marks=whole),
@@ -31,13 +33,17 @@ long, whole = pytest.mark.long, [pytest.mark.long, pytest.mark.whole]
     ],
 )
 def test_ranks_pass_together(launcher: str, num_ranks: int, mesh: str, tests: str) -> None:
-    """With "auto" ranks share memory, with "on" they have a mesh, with "off" all is Horovod's."""
+    """With "auto" ranks share memory, with "on" they have a mesh, with "off" all is Horovod's.
+
+    With "device" they have a process group of torch's beside Horovod, as on GPUs.
+    """
+    lane = {"LOFT_HVD_LANE": mesh} if mesh == "device" else {"LOFT_HVD_MESH": mesh}
     done = launch(
         num_ranks,
         ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=60", tests],
         launcher=launcher,
         timeout_s=390,
-        env={"LOFT_HVD_TIMEOUT_S": "30", "LOFT_HVD_MESH": mesh},
+        env={"LOFT_HVD_TIMEOUT_S": "30", **lane},
     )
     output = done.succeeded()
     assert output.count(" passed") == num_ranks, output[-8000:]

@@ -336,6 +336,16 @@ def test_only_config_reads_the_environment(name: str) -> None:
     assert _environment_faults(name, _FILES[name]) == []
 
 
+def test_no_class_name_stands_twice() -> None:
+    """One name, one thing; ``_Reader`` and ``Reader`` are one name."""
+    places: dict[str, list[str]] = {}
+    for name, text in _FILES.items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name.lstrip("_"), []).append(name)
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
 _CXX_FILES = {
     path.relative_to(_ROOT / "csrc").as_posix(): path.read_text(encoding="utf-8")
     for pattern in ("*.h", "*.cpp", "*.cu")
