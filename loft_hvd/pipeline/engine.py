@@ -236,11 +236,6 @@ class Engine:
         """Index of the next bucket to start; the number of buckets when all are on their way."""
         return self._num_queued
 
-    @property
-    def error(self) -> BaseException | None:
-        """What has failed in any thread; None while nothing has."""
-        return self._failure.error
-
     def filled(self, index: int) -> None:
         """Note that this thread has put values into a bucket, or has made what ``pack`` puts there.
 
@@ -304,11 +299,6 @@ class Engine:
         self._is_whole = True
         for selection in self._selections.values():
             selection.complete()
-
-    @property
-    def sees_rows(self) -> bool:
-        """Whether a rule judges rows by their distances."""
-        return bool(self._selections)
 
     def judge_by(self, *, is_model: bool) -> None:
         """Let rules that see rows judge them over the whole model, or in shards, from now on.

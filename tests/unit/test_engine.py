@@ -373,7 +373,7 @@ def test_an_error_in_the_thread_is_raised_in_the_next_backward_pass() -> None:
         params = make_parameters()
         reducer = make_reducer(params, transport, loft.Median(), bucket_bytes=100)
         give_gradients(params[3:])
-        wait_until(lambda: reducer.engine.error is not None)
+        wait_until(lambda: reducer.engine._failure.error is not None)
         with pytest.raises(TransportError) as caught:
             give_gradients(params[:3])
         return str(caught.value)
