@@ -52,3 +52,21 @@ def test_a_ddp_hook_says_once_that_ranks_lie_apart_for_good(tmp_path: Path) -> N
 def test_a_failing_rank_ends_all_and_is_named(what: str, says: str, tmp_path: Path) -> None:
     done = launch(1, [JOB, what, "3", str(tmp_path)], launcher="none", timeout_s=60)
     done.failed(says, within_s=20.0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("kill", r"rank 1 .*has ended without a word"),
+        ("freeze", r"PeerError: bucket 0 \(.*0\.weight.*\).*rank 1 .* is frozen"),
+        ("raise", r"rank 1 .*has failed: RuntimeError: rank 1"),
+    ],
+)
+def test_a_rank_that_fails_while_others_wait_inside_a_collective_is_named(
+    what: str, says: str, tmp_path: Path
+) -> None:
+    """As on the device lane, where nothing but the collective itself is waited for."""
+    env = {"LOFT_HVD_LANE": "device"}
+    done = launch(1, [JOB, what, "3", str(tmp_path)], launcher="none", timeout_s=60, env=env)
+    done.failed(says, within_s=20.0)
