@@ -1,5 +1,5 @@
-// Layer 1. Whole samples shared out among ranks, for loft_hvd/data/assign.py. Of equals the first is
-// chosen throughout: all ranks of a job must find the same shares.
+// Layer 1. Whole samples shared out among ranks, for loft_hvd/data/assign.py. Of equals the first
+// is chosen throughout: all ranks of a job must find the same shares.
 #pragma once
 
 #include <cstdint>
