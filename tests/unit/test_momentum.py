@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -109,8 +110,10 @@ def test_mean_of_averages_is_torchs_momentum_of_the_weighted_mean(
         optimizer = make(params, 0)
         for step in range(num_steps):
             if step == resumed_at:
-                # A new process: new parameters, and a state of this rank's own.
-                state = copy.deepcopy(optimizer.state_dict())
+                # A new process: new parameters, and a state of this rank's own from a file.
+                file = io.BytesIO()
+                torch.save(optimizer.state_dict(), file)
+                state = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
                 params = [torch.nn.Parameter(p.detach().clone()) for p in params]
                 optimizer = make(params, step)
                 optimizer.load_state_dict(state)

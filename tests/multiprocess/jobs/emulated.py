@@ -5,9 +5,7 @@ half-way; then fixed splits are tried, interleaved, on the slowed ranks. ``conte
 same with real computing, for which the ranks compete. ``equal ROUNDS``: "loft" against "uniform"
 on ranks that are alike, in turn, and the share of a step that timing and planning take. ``capped
 STEPS``: on such ranks with little memory, caps as limits of a rank's share, of a micro-batch, and
-none, a step of each in turn. ``changing STEPS``: one rank is slow for so many steps, from the
-middle of an interval on. ``stalling STEPS``: equal ranks, of which one stalls ten times, 1 to 8 s.
-Rank 0 prints one line of JSON.
+none, a step of each in turn. Rank 0 prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import horovod.torch as hvd
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -41,11 +38,9 @@ class Device(nn.Module):
         super().__init__()
         self.layer = nn.Linear(16, 4)
         self.factor = 1.0
-        self.stall_s = 0.0  # of the next batch
 
     def forward(self, x: Tensor) -> Tensor:
-        time.sleep(self.factor * SAMPLE_S * len(x) + self.stall_s)
-        self.stall_s = 0.0
+        time.sleep(self.factor * SAMPLE_S * len(x))
         out: Tensor = self.layer(x)
         return out
 
@@ -200,40 +195,6 @@ def equal(num_rounds: int) -> dict[str, Any]:
     }
 
 
-def changing(num_slow: int) -> dict[str, Any]:
-    """Slow a rank down, and let it recover, in the middle of intervals; return all sizes."""
-    run, begins = Run("loft"), CHANGE_STEP + INTERVAL // 2
-    sizes = []
-    for step in range(begins + num_slow + 8 * INTERVAL):
-        run.model.factor = 1.0
-        if begins <= step < begins + num_slow:
-            run.slow_down()
-        run.step()
-        sizes.append(list(run.balancer.plan.sizes))
-    return {"sizes": sizes, "begins": begins, "interval": INTERVAL}
-
-
-def stalling(num_steps: int) -> dict[str, Any]:
-    """Let one of equal ranks stall now and then; return the plans."""
-    run = Run("loft")
-    random = np.random.default_rng(0)
-    stalls = dict(
-        zip(
-            random.choice(np.arange(50, num_steps), 10, replace=False).tolist(),
-            random.uniform(1.0, 8.0, 10).tolist(),
-            strict=True,
-        )
-    )
-    for step in range(num_steps):
-        stall_s = stalls.get(step, 0.0) if hvd.rank() == 1 else 0.0
-        if step % 2:  # while it computes, or between two steps
-            run.model.stall_s = stall_s
-        else:
-            time.sleep(stall_s)
-        run.step()
-    return {"plans": [list(plan.sizes) for plan in run.balancer.history], "stalls": stalls}
-
-
 def flat(model: nn.Module) -> Tensor:
     """Return a copy of all weights, [numel]."""
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
@@ -277,10 +238,6 @@ def main() -> None:
         found = equal(count)
     elif mode == "capped":
         found = capped(count)
-    elif mode == "changing":
-        found = changing(count)
-    elif mode == "stalling":
-        found = stalling(count)
     else:
         found = slowdown(count, Processor if mode == "contended" else Device)
     if hvd.rank() == 0:
