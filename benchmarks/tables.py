@@ -302,6 +302,25 @@ def _robust_steps() -> Made:
     return _origin(*jobs.values()), ["4 ranks, ResNet-18", *jobs, "at most"], body
 
 
+def _against_ddp() -> Made:
+    """Return steps under DDP with our hook, and over Horovod, of plain DDP's in the same round."""
+    models = {"mlp": "MLP of 12.6 M", "resnet18": "ResNet-18"}
+    files = [f"step-ddp-{model}-4-gloo.json" for model in models]
+    judged = [_record(file)[model] for file, model in zip(files, models, strict=True)]
+    body = []
+    for name, first in judged[0]["contestants"].items():
+        cells = []
+        for each in judged:
+            found = each["contestants"][name]
+            ms = f"{1000 * found['seconds']:.0f} ms"
+            missed = ", missed" if found.get("verdict") == "missed" else ""
+            cells += [ms if name == "ddp" else f"{_number(found['ratio'])}{missed}"]
+        goal = first.get("goal")
+        body.append([name, *cells, "" if goal is None else _number(goal)])
+    header = ["4 ranks on one host, Gloo", *models.values(), "at most"]
+    return _origin(*files), header, body
+
+
 # Links
 
 
@@ -495,6 +514,7 @@ TABLES: dict[str, Callable[[], Made]] = {
     "kernels-gpu": _kernels_gpu,
     "on-a-gpu": _on_a_gpu,
     "against-horovod": _against_horovod,
+    "against-ddp": _against_ddp,
     "robust-steps": _robust_steps,
     "momentum": _as_it_is("step-momentum.json"),
     "one-host": _as_it_is("exchanges-one-host.json"),
