@@ -130,8 +130,8 @@ class _World:
     def lane(self, device: str) -> Lane:
         """Return the lane of a device's values, which the first call chooses with all ranks."""
         if device not in self._lanes:
-            self._lanes[device] = choose_lane(self.channel, Needs(device, is_named=True))
-            self.flights.add(device)
+            lane = self._lanes[device] = choose_lane(self.channel, Needs(device, is_named=True))
+            self.flights.add(device, lane)
         return self._lanes[device]
 
     def reduction(self, tensor: Tensor, rule: Rule, name: str) -> NamedReduction:

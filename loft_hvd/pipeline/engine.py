@@ -184,7 +184,6 @@ class Engine:
             make_exchange=self._make_exchange,
         )
         self.buckets = (*self.buckets, bucket)
-        self._flights.add(bucket.device)
         self._members.append(_BucketFlight(bucket, reduction, self._failure, self._flights.stop))
 
     def cut(self, index: int) -> None:
@@ -206,7 +205,7 @@ class Engine:
             # A user's own format has buffers of its own.
             needs = Needs(device, has_buffers=isinstance(self._wire, Compression))
             lane = self._lanes[device] = choose_lane(self._channel, needs)
-            self._flights.is_queued |= lane.is_queued
+            self._flights.add(device, lane)
         return self._lanes[device]
 
     def _selection_of(self, at: int, rule: RowRule) -> Selection:

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 
 from loft_hvd.pipeline.streams import StreamOrder, current_stream
-from loft_hvd.transport.base import LONGEST_SLEEP_S, SHORTEST_SLEEP_S, locate
+from loft_hvd.transport.base import LONGEST_SLEEP_S, SHORTEST_SLEEP_S, Lane, locate
 
 __all__ = ["Flight", "Flights", "ProgressThread"]
 
@@ -123,11 +123,12 @@ class Flight(Protocol):
 class Flights:
     """What is under way on the lanes of one engine.
 
-    With ``is_queued`` lanes everything is done by the thread that calls, on a stream of its own.
+    With ``is_queued`` lanes everything is done by the thread that calls.
     """
 
     def __init__(self, *, name: str) -> None:
         self.is_queued = False
+        self.has_stream = False  # of its own, for what is queued on a GPU
         # Filled by the user's thread, emptied by the one that has the turn. A deque needs no lock:
         # hooks must not wait for the turn, which lasts as long as a rule.
         self._queue: deque[tuple[Flight, list[Any]]] = deque()
@@ -218,9 +219,11 @@ class Flights:
         for device, side in self._side.items():
             current_stream(device).wait_stream(side)
 
-    def add(self, *devices: str) -> None:
-        """Keep the order of what is queued on these devices."""
-        self._streams.add(*devices)
+    def add(self, device: str, lane: Lane) -> None:
+        """Take what goes on a lane, and keep the order of what is queued on its device."""
+        self.is_queued |= lane.is_queued
+        self.has_stream |= lane.has_stream
+        self._streams.add(device)
 
     def stop(self) -> None:
         """Move nothing on any more; from any thread."""
@@ -309,7 +312,7 @@ class Flights:
 
     def _on_side(self, device: str) -> AbstractContextManager[Any]:
         """Queue on a stream of our own what is queued, so that it runs beside the script's."""
-        if not (self.is_queued and device.startswith("cuda")):
+        if not (self.has_stream and device.startswith("cuda")):
             return nullcontext()
         if device not in self._side:
             self._side[device] = torch.cuda.Stream(torch.device(device))

@@ -224,11 +224,11 @@ class BucketReduction:
 
 
 def _bounds(spec: ExchangeSpec, num_shards: int, part_bytes: int | None) -> tuple[int, ...]:
-    if part_bytes is None:
+    if part_bytes is None and spec.lane.has_parts:
         part_bytes = _overlapping_bytes(spec) if spec.lane.overlaps else PART_BYTES
     if spec.rule.sees_rows:
         part_bytes = None  # its result depends on the block: whole shards, however long
-    elif spec.is_sum:
+    elif spec.is_sum and part_bytes is not None:
         part_bytes = max(part_bytes, _SUM_PART_BYTES)
     return part_bounds(spec.numel, num_shards, itemsize=spec.dtype.itemsize, part_bytes=part_bytes)
 

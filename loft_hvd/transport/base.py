@@ -206,6 +206,9 @@ class Lane:
         lends: other ranks read what is sent where it lies, so it must lie in what ``zeros`` made.
         is_queued: an exchange is done for the host as soon as it is begun; what comes after it
             waits on the device. All ranks then begin exchanges in one order.
+        has_stream: what is queued on a GPU waits there for other ranks, so it has a stream beside
+            the script's.
+        has_parts: it pays to exchange large values in parts.
         bytes_per_s: what the slowest rank can send; None where nobody has tried.
     """
 
@@ -213,6 +216,8 @@ class Lane:
     adds_up = True
     lends = False
     is_queued = False
+    has_stream = False
+    has_parts = True
     bytes_per_s: float | None = None
 
     def __init__(self, below: Transport) -> None:

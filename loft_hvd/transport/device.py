@@ -81,6 +81,7 @@ class DeviceLane(Lane):
 
     name = "device"
     is_queued = True
+    has_stream = True
 
     def __init__(self, below: Transport, opened: DeviceGroup) -> None:
         super().__init__(below)

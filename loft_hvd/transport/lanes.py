@@ -31,6 +31,7 @@ from loft_hvd.config import config
 from loft_hvd.transport.base import Channel, Lane
 from loft_hvd.transport.device import DeviceLane
 from loft_hvd.transport.mesh import MeshLane
+from loft_hvd.transport.peer_memory import open_peer_memory, over_peers
 from loft_hvd.transport.shared_memory import open_shared_memory, over_memory
 
 __all__ = ["Needs", "choose_lane"]
@@ -88,6 +89,17 @@ _KINDS = (
         suits=lambda channel, _: channel.transport.can.open_mesh is not None,
         opens=lambda channel, _: _made(channel.transport.can.open_mesh)(channel),
         lane=lambda channel, mesh: MeshLane(channel.transport, mesh),
+    ),
+    _Kind(
+        "peer-memory",
+        "cuda",
+        suits=lambda channel, needs: (
+            torch.device(needs.device).type == "cuda"
+            and needs.has_buffers
+            and _is_one_host(channel)
+        ),
+        opens=lambda channel, needs: open_peer_memory(channel, torch.device(needs.device)),
+        lane=over_peers,
     ),
     _Kind(
         "device",

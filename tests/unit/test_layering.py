@@ -57,6 +57,8 @@ _LAYERS = {
     "transport/mesh.py": 2,
     "transport/shared_memory.py": 2,
     "transport/device.py": 2,
+    "transport/cuda_peers.py": 2,
+    "transport/peer_memory.py": 2,
     "transport/lanes.py": 3,
     "transport/horovod.py": 3,
     "transport/horovod_private.py": 3,
