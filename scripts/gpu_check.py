@@ -10,6 +10,13 @@ The steps, in this order, each with a limit and a log of its own:
     racecheck   the same, for threads that share memory and do not wait for each other
     bench       loft-hvd bench kernels --device cuda
     bench-ddp   loft-hvd bench step --engine ddp --device cuda, 4 ranks of torchrun
+    peers       the peer lane by 4 ranks, which may share a GPU: bits of the CPU's lanes
+    peers-memcheck
+                the same for fewer values under compute-sanitizer
+    peers-bound TrimmedMean(1) of 100 MB by 4 ranks on the first GPU, at most 1.5 times two copies
+    nccl        the device lane on NCCL by one rank of torchrun: bits of the CPU's lanes
+    nccl-horovod
+                the same for a rank of Horovod's, by a group beside it
     ddp         DistributedDataParallel on 3 ranks, which may share a GPU: Gloo's collectives
     ddp-nccl    the same on NCCL, a rank on each GPU
     horovod     Horovod on 3 ranks, as it was built
@@ -17,9 +24,12 @@ The steps, in this order, each with a limit and a log of its own:
     horovod-nccl
                 Horovod on NCCL, a rank on each GPU
 
-All of it ends within ``--minutes``; ``--steps build,tests`` runs those alone. A step for which
-something is missing is skipped, and the reason is printed and kept. Without a GPU the kernels are
-built where there is nvcc, the tests run in part, on the CPU's kernels, and ranks train on the CPU.
+All of it ends within ``--minutes``; ``--steps build,tests`` runs those alone. The lanes of GPUs
+are shown in ten minutes, by ``--minutes 10`` and
+``--steps build,peers,peers-memcheck,peers-bound,nccl,nccl-horovod,bench-ddp,ddp``.
+A step for which something is missing is skipped, and the reason is printed and kept. Without a GPU
+the kernels are built where there is nvcc, the tests run in part, on the CPU's kernels, and ranks
+train on the CPU.
 The build replaces the extension of this checkout, and nccl-build the Horovod of its environment,
 until `make setup` next runs. What all steps printed is in ``--folder``, and in an archive beside
 it, also after a failure or Ctrl-C; the last lines of a step that failed are printed. Where
@@ -187,6 +197,10 @@ def steps_for(machine: Machine, folder: Path) -> list[Step]:
     horovodrun = [machine.horovodrun or "horovodrun", "--gloo", "-np"]
     no_horovod = "" if machine.horovodrun else "no horovodrun beside python"
     num_gpus = str(max(machine.num_gpus, 1))
+    lanes = ["-m", "tests.gpu.lanes"]
+    by_peers = [*lanes, "bits", "--lane", "peer-memory"]
+    by_nccl = [*lanes, "bits", "--lane", "device"]
+    one_gpu = {**_ONE_THREAD, "CUDA_VISIBLE_DEVICES": "0"}
     no_nccl = "" if machine.nccl else "no nccl.h, neither Debian's nor beside torch"
     no_venv = "" if machine.is_venv else "only in .venv is Horovod built anew: make setup first"
     return [
@@ -234,12 +248,56 @@ def steps_for(machine: Machine, folder: Path) -> list[Step]:
             "bench-ddp",
             [
                 *(python, "-m", "loft_hvd.cli", "bench", "step", "--engine", "ddp"),
-                *("--controller", "torchrun", "--batch", "32", "--device", "cuda"),
+                *("--controller", "torchrun", "--batch", "32", "--device", "cuda", "--gate"),
                 *("--json", str(folder / "step-ddp-cuda.json")),
             ],
             300,
             missing=on_device,
             environ=_ONE_THREAD,
+            after="build",
+        ),
+        Step(
+            "peers",
+            [*torchrun, "4", *by_peers],
+            180,
+            missing=on_device,
+            environ=_ONE_THREAD,
+            after="build",
+        ),
+        # With torch's own memory: only its blocks can be mapped by other processes.
+        Step(
+            "peers-memcheck",
+            [*sanitizer, "--target-processes", "all", *torchrun, "4", *by_peers, "--few"],
+            240,
+            missing="; ".join(filter(None, (on_device, no_sanitizer))),
+            environ=one_gpu,
+            after="build",
+        ),
+        Step(
+            "peers-bound",
+            [
+                *(*torchrun, "4", *lanes, "bound", "--lane", "peer-memory"),
+                *("--json", str(folder / "peers-bound.json")),
+            ],
+            120,
+            missing=on_device,
+            environ=one_gpu,
+            after="build",
+        ),
+        Step(
+            "nccl",
+            [*torchrun, "1", *by_nccl],
+            120,
+            missing=on_device,
+            environ=one_gpu,
+            after="build",
+        ),
+        Step(
+            "nccl-horovod",
+            [*horovodrun, "1", python, *by_nccl, "--horovod"],
+            120,
+            missing="; ".join(filter(None, (on_device, no_horovod))),
+            environ=one_gpu,
             after="build",
         ),
         Step("ddp", [*torchrun, "3", *ranks, "ddp"], 180, lacks=on_device, environ=_ONE_THREAD),

@@ -123,7 +123,9 @@ def choose_lane(channel: Channel, needs: Needs) -> Lane:
         needs: of the values.
     """
     transport = channel.transport
-    if transport.can.world is None or transport.world_size == 1:
+    # One rank takes the device lane where that is named: so NCCL is tried by a single GPU.
+    is_alone = transport.world_size == 1 and config().lane != "device"
+    if transport.can.world is None or is_alone:
         return Lane(transport)
     device = torch.device(needs.device).type
     if transport.can.mixes_devices:

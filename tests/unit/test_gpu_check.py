@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import sys
@@ -33,7 +34,8 @@ WHOLE = Machine(
 )
 HOST = replace(WHOLE, gpu="", arch="", sanitizer="", torch_cuda="", num_gpus=0, nccl="")
 STEPS = ["machine", "build", "tests", "memory", "memcheck", "racecheck", "bench"]
-STEPS += ["bench-ddp", "ddp", "ddp-nccl", "horovod", "nccl-build", "horovod-nccl"]
+STEPS += ["bench-ddp", "peers", "peers-memcheck", "peers-bound", "nccl", "nccl-horovod"]
+STEPS += ["ddp", "ddp-nccl", "horovod", "nccl-build", "horovod-nccl"]
 
 
 def passes(step: Step, log: Path) -> str:
@@ -60,6 +62,19 @@ def test_ranks_on_nccl_have_a_gpu_each() -> None:
     assert commands["horovod-nccl"][:3] == ["horovodrun", "--gloo", "-np"]
     assert commands["horovod-nccl"][3] == "2"
     assert commands["ddp"][-4] == "3"
+
+
+def test_lanes_are_tried_by_ranks_that_share_a_gpu() -> None:
+    steps = {step.name: step for step in steps_for(WHOLE, Path("/x"))}
+    for name in ("peers-memcheck", "peers-bound", "nccl", "nccl-horovod"):
+        assert steps[name].environ["CUDA_VISIBLE_DEVICES"] == "0"
+    assert "4" in steps["peers"].command
+    assert list(steps["peers-memcheck"].command)[-1] == "--few"
+    # Other processes can map torch's own memory only.
+    assert "PYTORCH_NO_CUDA_MEMORY_CACHING" not in steps["peers-memcheck"].environ
+    names = re.search(r"``--minutes 10`` and\n``--steps ([\w,-]+)``", gpu_check.__doc__ or "")
+    assert names is not None
+    assert set(names[1].split(",")) <= steps.keys()
 
 
 def test_all_steps_share_the_time(tmp_path: Path) -> None:
@@ -108,6 +123,11 @@ def test_what_cannot_run_on_a_host_says_why(tmp_path: Path) -> None:
         "racecheck": ("skipped", f"{no_device}; no compute-sanitizer beside nvcc or on PATH"),
         "bench": ("skipped", no_device),
         "bench-ddp": ("skipped", no_device),
+        "peers": ("skipped", no_device),
+        "peers-memcheck": ("skipped", f"{no_device}; no compute-sanitizer beside nvcc or on PATH"),
+        "peers-bound": ("skipped", no_device),
+        "nccl": ("skipped", no_device),
+        "nccl-horovod": ("skipped", no_device),
         "ddp": ("passed in part", no_device),
         "ddp-nccl": ("skipped", no_device),
         "horovod": ("passed in part", no_device),
@@ -116,7 +136,7 @@ def test_what_cannot_run_on_a_host_says_why(tmp_path: Path) -> None:
     }
     with tarfile.open(tmp_path / "x.tar.gz") as archive:
         names = {member.name for member in archive}
-    logs = {"0-machine.log", "1-build.log", "2-tests.log", "8-ddp.log", "10-horovod.log"}
+    logs = {"0-machine.log", "1-build.log", "2-tests.log", "13-ddp.log", "15-horovod.log"}
     assert names == {"x", "x/summary.json"} | {f"x/{log}" for log in logs}
 
 
