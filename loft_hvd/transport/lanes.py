@@ -5,7 +5,7 @@ lane                      values  how they move
 ========================  ======  =====================================================
 ``shared-memory``         CPU     one host: a rank's buffers are read where they lie
 ``mesh``                  CPU     connections of our own, any number of exchanges at once
-``peer-memory``           GPU     one host: GPUs read each other's memory
+``peer-memory``           GPU     one host: GPUs read each other's memory; by name alone so far
 ``device``                GPU     collectives of a torch process group, queued on a stream
 ``engine``                any     the transport's own collectives: in elastic jobs, process
                                   sets, and wherever no other lane can be opened
@@ -94,7 +94,9 @@ _KINDS = (
         "peer-memory",
         "cuda",
         suits=lambda channel, needs: (
-            torch.device(needs.device).type == "cuda"
+            # By name alone until it has run on a GPU: nobody shall meet it unasked before.
+            config().lane == "peer-memory"
+            and torch.device(needs.device).type == "cuda"
             and needs.has_buffers
             and _is_one_host(channel)
         ),

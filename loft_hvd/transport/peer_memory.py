@@ -55,7 +55,7 @@ _MOST_GONE = 8  # ended buffers that one message names; others wait for the next
 _LEAVE_S = 5.0  # a choice: longest that this rank's end waits for those that copy its values
 
 
-class Peers(Protocol):
+class PeerDevice(Protocol):
     """A rank's device, as ranks in other processes reach it; see ``CudaPeers``."""
 
     @property
@@ -76,7 +76,7 @@ class Peers(Protocol):
 # Messages.
 
 
-class _Message(NamedTuple):
+class _Notice(NamedTuple):
     """Where values lie, and what they come after; the words of a message before the description."""
 
     place: int  # bytes from the buffer's begin, for the rank that is told
@@ -87,7 +87,7 @@ class _Message(NamedTuple):
     event: int  # one of the sender's
 
 
-_HEAD = len(_Message._fields)
+_HEAD = len(_Notice._fields)
 _DESCRIBED = _HEAD + _MOST_GONE  # where the description begins
 _WORDS = _DESCRIBED + DESCRIPTION_BYTES // 8
 
@@ -115,7 +115,7 @@ class _Buffer:
 class _Series:
     """The exchanges of one lane: this rank's buffers, those that it has mapped, and events."""
 
-    def __init__(self, channel: Channel, memory: SharedMemory, peers: Peers) -> None:
+    def __init__(self, channel: Channel, memory: SharedMemory, peers: PeerDevice) -> None:
         self.is_over = False
         self._lane = over_memory(channel, memory)
         self._peers = peers
@@ -180,7 +180,7 @@ class _Series:
         self._next_event = (event + 1) % _NUM_EVENTS
         self._peers.record(self._own_events[event])
         kind = digest(str(shown.dtype))
-        message = _Message(0, buffer.number, buffer.num_bytes, shown.nbytes, kind, event)
+        message = _Notice(0, buffer.number, buffer.num_bytes, shown.nbytes, kind, event)
         rows = table.view(self._size, _WORDS)
         rows[:, :_DESCRIBED] = torch.tensor([*message, *self._told_now()])
         base = shown.untyped_storage().data_ptr()
@@ -207,7 +207,7 @@ class _Series:
     def show(self, peer: int, words: Tensor, like: Tensor) -> Tensor:
         """Return a rank's values where they lie, as this rank's stream may read from here on."""
         head = words[:_DESCRIBED].tolist()
-        message = _Message(*head[:_HEAD])
+        message = _Notice(*head[:_HEAD])
         for number in head[_HEAD:]:
             self._mapped.pop((peer, number), None)
         wanted = like.nbytes, digest(str(like.dtype))
@@ -262,7 +262,7 @@ def _cut(words: Tensor, num_bytes: int) -> list[bytes]:
 class PeerMemory:
     """What ranks of one host have open, so that their devices read each other's memory."""
 
-    def __init__(self, memory: SharedMemory, peers: Peers) -> None:
+    def __init__(self, memory: SharedMemory, peers: PeerDevice) -> None:
         self.peers = peers
         self._memory = memory
         self._series: list[_Series] = []
@@ -405,7 +405,7 @@ def open_peer_memory(channel: Channel, device: torch.device) -> PeerMemory | Non
     return connect_peers(channel, lambda: CudaPeers(device))
 
 
-def connect_peers(channel: Channel, make: Callable[[], Peers]) -> PeerMemory | None:
+def connect_peers(channel: Channel, make: Callable[[], PeerDevice]) -> PeerMemory | None:
     """Try whether the ranks' devices read each other's memory; every rank calls it alike."""
     memory = open_shared_memory(channel)
     if memory is None:
@@ -452,7 +452,7 @@ _TOKEN_WORDS = 2
 _SHOWN = 2 + _TOKEN_WORDS + EVENT_BYTES // 8  # words before the descriptions
 
 
-def _unread(peers: Peers, rows: Tensor, rank: int) -> str:
+def _unread(peers: PeerDevice, rows: Tensor, rank: int) -> str:
     """Read what each rank has shown; say what is out of reach, "" where nothing is."""
     for peer, row in enumerate(rows):
         if peer == rank:

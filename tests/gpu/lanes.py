@@ -95,9 +95,9 @@ def results(
 
 def check_bits(transport: Transport, device: str, lane: str, *, is_few: bool) -> None:
     """Compare with the CPU's lane; every rank says alike whether all is equal."""
-    dtypes, rules = DTYPES, rules_of(transport.world_size)
+    dtypes, rules = list(DTYPES), rules_of(transport.world_size)
     if is_few:  # under a sanitizer, which makes kernels hundreds of times slower
-        dtypes, rules = DTYPES[:1], rules[1:3]
+        dtypes, rules = dtypes[:1], rules[1:3]
     with environment(LOFT_HVD_LANE=lane):
         channel = Channel(transport, "lanes.asked", 60.0)
         taken = choose_lane(channel, Needs(device)).name
