@@ -105,9 +105,10 @@ class Config:
     # How values move between ranks (transport/lanes.py): "auto", or a lane by its name, which is
     # taken by all values for which ranks can open it. Else they take the engine's collectives.
     lane: str = "auto"
-    # What rules take instead of Horovod's collectives: "auto" memory that ranks of one node share
-    # (transport/shared_memory.py), and where Gloo's ranks are on several nodes connections of our
-    # own (transport/mesh.py); "on" these alone, also on one node; or "off", nothing.
+    # What values of CPUs take instead of the engine's collectives where ``lane`` is "auto": "auto"
+    # memory that ranks of one node share (transport/shared_memory.py), and where Gloo's ranks are
+    # on several nodes connections of our own (transport/mesh.py); "on" these alone, also on one
+    # node; or "off", nothing.
     mesh: str = "auto"
     # Whether floats travel in fewer bytes on these connections (transport/compact.py): "auto" where
     # links are slow, "on" where all ranks say so, "off" where any does.

@@ -50,7 +50,7 @@ class Mailboxes {
         throw std::runtime_error(std::to_string(capacity_) +
                                  " exchanges are under way of which rank " + std::to_string(peer) +
                                  " has not heard; have fewer at once (LOFT_HVD_BUCKET_BYTES for "
-                                 "larger buckets), or set LOFT_HVD_MESH=off");
+                                 "larger buckets), or set LOFT_HVD_LANE=engine");
       }
     }
     const uint64_t number = ++num_begun_[tag];

@@ -156,7 +156,7 @@ def open_heartbeat(
             away = [rank for rank, row in enumerate(rows.flatten().tolist()) if rank and not row]
             _logger.warning(
                 "heartbeat off: ranks %s cannot reach rank 0 by TCP; a rank that stops is found "
-                "only after LOFT_HVD_TIMEOUT_S=%g s. LOFT_HVD_HEARTBEAT_S=0 turns it off in peace",
+                "only after LOFT_HVD_TIMEOUT_S=%g s. LOFT_HVD_HEARTBEAT_S=0 does so unasked",
                 away,
                 settings.timeout_s,
             )

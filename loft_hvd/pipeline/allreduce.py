@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -130,6 +130,10 @@ class _World:
     def lane(self, device: str) -> Lane:
         """Return the lane of a device's values, which the first call chooses with all ranks."""
         if device not in self._lanes:
+            if device != "cpu":
+                # All flights need it, and ranks that begin with values of different devices meet
+                # in it; opened here, where the caller waits, and not in the thread that moves on.
+                self.lane("cpu")
             lane = self._lanes[device] = choose_lane(self.channel, Needs(device, is_named=True))
             self.flights.add(device, lane)
         return self._lanes[device]
@@ -432,14 +436,14 @@ def allreduce(
 
 
 @functools.cache
-def _kept_end(world_size: int, rank: int) -> Transport:
+def _kept_end(kind: type[Transport], world: Hashable, world_size: int, rank: int) -> Transport:
     return default_transport()
 
 
 def _default_end() -> Transport:
-    """Return one transport object per Horovod world, so that its buffers are found again."""
+    """Return one transport object per world, so that its buffers are found again."""
     fresh = default_transport()
-    return _kept_end(fresh.world_size, fresh.rank)
+    return _kept_end(type(fresh), fresh.can.world, fresh.world_size, fresh.rank)
 
 
 def _checked(

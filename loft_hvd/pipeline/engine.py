@@ -196,7 +196,8 @@ class Engine:
             for selection in self._selections.values():
                 selection.forget(part for part in gone if part is not None)
 
-        self._flights.in_turn(forget)
+        self._failure.tell()
+        self._in_turn(forget)
         self.buckets = self.buckets[:index]
         del self._members[index:]
 
@@ -275,7 +276,7 @@ class Engine:
         try:
             with watch_of(self._channel.transport).waiting():
                 if not self._is_whole:
-                    self._flights.in_turn(self._complete)
+                    self._in_turn(self._complete)
                 self._flights.wait(
                     lambda: (
                         self._failure.error is not None
@@ -293,6 +294,9 @@ class Engine:
         self._failure.tell()
         # What this thread queues from here on follows all buckets: it has had the last turn.
         self._num_queued = 0
+
+    def _in_turn(self, call: Callable[[], None]) -> None:
+        self._flights.in_turn(call, timeout_s=self._channel.timeout_s, too_late=self._too_late)
 
     def _complete(self) -> None:
         self._is_whole = True

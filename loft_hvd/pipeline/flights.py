@@ -208,10 +208,21 @@ class Flights:
             if self._num_awaiting == 0 and (self._open or self._queue) and not self.is_queued:
                 self._thread.wake()
 
-    def in_turn(self, call: Callable[[], None]) -> None:
-        """Call something while nobody moves anything on."""
-        with self._turn:
+    def in_turn(
+        self,
+        call: Callable[[], None],
+        *,
+        timeout_s: float,
+        too_late: Callable[[], Exception],
+    ) -> None:
+        """Call something while nobody moves anything on; raise ``too_late()`` at the limit."""
+        # As in ``wait``: who has the turn may be at its own limit, and its error says more.
+        if not self._turn.acquire(timeout=timeout_s + _LAST_WORD_S):
+            raise too_late()
+        try:
             call()
+        finally:
+            self._turn.release()
 
     def follow(self) -> None:
         """Let what this thread queues on devices come after all that is queued by now."""

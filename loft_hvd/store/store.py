@@ -27,11 +27,10 @@ from loft_hvd.errors import ArgumentError, ArgumentTypeError, LoftError
 from loft_hvd.store.homes import KeptHomes
 from loft_hvd.store.keepers import NOBODY, with_keepers
 from loft_hvd.store.samples import decode_sample, encode_sample
-from loft_hvd.transport.addresses import listening_addresses, own_addresses
 from loft_hvd.transport.agreement import check_agreement
 from loft_hvd.transport.base import Channel, Transport
 from loft_hvd.transport.default import default_transport
-from loft_hvd.transport.groups import nodes_of
+from loft_hvd.transport.groups import address_for_others, nodes_of
 
 if TYPE_CHECKING:
     from loft_hvd.store.peers import Peers, Server
@@ -43,7 +42,6 @@ _KEY_BYTES = 32  # bound from SHA-256
 # Counters that ranks tell each other. The last two are microseconds.
 _READS = ("own", "peer", "source", "own_bytes", "peer_bytes", "peer_us", "source_us")
 _NUM_LOOKED_AT = 16  # samples; a choice: other data differ in one of them
-_MOST_ADDRESSES = 16  # a choice: they travel at a fixed length
 
 
 class SampleStore(Dataset[Any]):
@@ -155,7 +153,7 @@ class SampleStore(Dataset[Any]):
         key = torch.tensor(list(secrets.token_bytes(_KEY_BYTES)), dtype=torch.uint8)
         channel.sub("key").broadcast(key, what="the store's key")
         secret = bytes(key.tolist())
-        host = _host(channel)
+        host = address_for_others(channel)
         port, refusal = 0, ""
         try:
             self._server = Server(self._shelf, host=host, key=secret, owner=self.rank)
@@ -420,16 +418,3 @@ def _identity(dataset: Dataset[Any], num_samples: int) -> int:
             encode_sample(dataset[place * num_samples // min(_NUM_LOOKED_AT, num_samples)])
         )
     return int.from_bytes(whole.digest()[:8], "little") >> 1
-
-
-def _host(channel: Channel) -> str:
-    """Return the address at which the other ranks reach this one; all ranks call it alike."""
-    is_one_host = channel.transport.local_size == channel.world_size
-    own = own_addresses()[:_MOST_ADDRESSES]
-    row = torch.zeros(_MOST_ADDRESSES, dtype=torch.int64)  # 0: no address
-    row[: len(own)] = torch.tensor([int.from_bytes(socket.inet_aton(each), "big") for each in own])
-    numbers = channel.sub("hosts").allgather_rows(row).flatten().tolist()
-    others = [socket.inet_ntoa(number.to_bytes(4, "big")) for number in numbers if number]
-    name = config().interface
-    of_interface = own_addresses(name) if name else ()
-    return listening_addresses(own, others, is_one_host=is_one_host, of_interface=of_interface)[0]

@@ -25,8 +25,11 @@ from torch import Tensor
 from loft_hvd.config import config
 from loft_hvd.transport.agreement import digest
 from loft_hvd.transport.base import Channel, Lane, Transport, Watch, Work, subset, wait_for
+from loft_hvd.transport.groups import address_for_others
 
 __all__ = ["DeviceGroup", "DeviceLane", "group_beside", "has_own_devices"]
+
+_CONNECT_S = 20.0  # a choice: ranks that do not reach the store by then are behind a firewall
 
 _logger = logging.getLogger(__name__)
 
@@ -153,38 +156,53 @@ def group_beside(channel: Channel, device: torch.device) -> DeviceGroup | None:
         return None
     if not has_own_devices(channel, device):
         return None
+    store, reason = _store_of(channel)
     group: Any = None
-    reason = ""
-    try:
-        make: Any = vars(dist)["ProcessGroupNCCL"]  # not in a torch without CUDA
-        group = make(_store_of(channel), channel.rank, channel.world_size)
-    except Exception as error:  # what it raises differs from version to version
-        reason = str(error)
+    if _on_all(channel.sub("met"), store is not None):
+        try:
+            make: Any = vars(dist)["ProcessGroupNCCL"]  # not in a torch without CUDA
+            group = make(store, channel.rank, channel.world_size)
+        except Exception as error:  # what it raises differs from version to version
+            reason = str(error)
     if not _on_all(channel.sub("made"), group is not None):
-        _logger.warning("rank %d: no NCCL group of all ranks (%s)", channel.rank, reason)
+        _logger.warning(
+            "rank %d: no NCCL group of all ranks (%s); values of GPUs take the engine's "
+            "collectives. LOFT_HVD_LANE=engine does so without a trial",
+            channel.rank,
+            reason or "another rank says why",
+        )
         return None
     return DeviceGroup(group, device, group.shutdown)
 
 
-def _store_of(channel: Channel) -> Any:
-    """Return a store by which ranks meet, on rank 0's host; every rank calls it alike."""
-    timeout = timedelta(seconds=channel.timeout_s)
-    host, store = socket.gethostbyname(socket.gethostname()), None
+def _store_of(channel: Channel) -> tuple[Any, str]:
+    """Return a store by which ranks meet, on rank 0's host; every rank calls it alike.
+
+    Returns:
+        None and the reason on a rank that cannot have it; it waits for no rank in vain.
+    """
+    host = address_for_others(channel)
+    options = {"timeout": timedelta(seconds=min(_CONNECT_S, channel.timeout_s / 2))}
     make: Any = vars(dist)["TCPStore"]
+    store, reason = None, ""
+    place = torch.zeros(2, dtype=torch.int64)  # port 0: there is none
     if channel.rank == 0:
-        store = make(
-            host, 0, channel.world_size, is_master=True, wait_for_workers=False, timeout=timeout
-        )
-    place = torch.zeros(5, dtype=torch.int64)
-    if store is not None:
-        place[:4] = torch.tensor([int(part) for part in host.split(".")])
-        place[4] = store.port
+        try:
+            store = make(
+                host, 0, channel.world_size, is_master=True, wait_for_workers=False, **options
+            )
+            place = torch.tensor([int.from_bytes(socket.inet_aton(host), "big"), store.port])
+        except Exception as error:  # what it raises differs from version to version
+            reason = f"no store at {host}: {error}"
     channel.sub("store").broadcast(place, what="where ranks meet")
-    if store is None:
-        *parts, port = place.tolist()
-        host = ".".join(map(str, parts))
-        store = make(host, port, channel.world_size, is_master=False, timeout=timeout)
-    return store
+    number, port = place.tolist()
+    if channel.rank != 0 and port:
+        host = socket.inet_ntoa(number.to_bytes(4, "big"))
+        try:
+            store = make(host, port, channel.world_size, is_master=False, **options)
+        except Exception as error:
+            reason = f"no answer from the store at {host}:{port}: {error}"
+    return store, reason
 
 
 def _on_all(channel: Channel, is_so: bool) -> bool:

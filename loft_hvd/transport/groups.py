@@ -6,16 +6,21 @@ do its columns: the i-th rank of every group.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from loft_hvd.config import config
 from loft_hvd.errors import ArgumentError, ArgumentTypeError
+from loft_hvd.transport.addresses import listening_addresses, own_addresses
 from loft_hvd.transport.agreement import digest
 from loft_hvd.transport.base import Channel
 
-__all__ = ["Groups", "Over", "find_groups", "nodes_of"]
+__all__ = ["Groups", "Over", "address_for_others", "find_groups", "nodes_of"]
+
+_MOST_ADDRESSES = 16  # a choice: they travel at a fixed length
 
 Over = str | Sequence[Sequence[int]] | None
 """``"nodes"``, or the ranks of every group; None for no groups."""
@@ -103,3 +108,16 @@ def find_groups(channel: Channel, over: Over) -> Groups | None:
             ) from error
         groups = Groups.of(members, world_size=channel.world_size)
     return groups if groups.group_size > 1 else None
+
+
+def address_for_others(channel: Channel) -> str:
+    """Return the address at which the other ranks reach this one; all ranks call it alike."""
+    is_one_host = channel.transport.local_size == channel.world_size
+    own = own_addresses()[:_MOST_ADDRESSES]
+    row = torch.zeros(_MOST_ADDRESSES, dtype=torch.int64)  # 0: no address
+    row[: len(own)] = torch.tensor([int.from_bytes(socket.inet_aton(each), "big") for each in own])
+    numbers = channel.sub("hosts").allgather_rows(row).flatten().tolist()
+    others = [socket.inet_ntoa(number.to_bytes(4, "big")) for number in numbers if number]
+    name = config().interface
+    of_interface = own_addresses(name) if name else ()
+    return listening_addresses(own, others, is_one_host=is_one_host, of_interface=of_interface)[0]

@@ -121,7 +121,7 @@ def choose_lane(channel: Channel, needs: Needs) -> Lane:
     """Return the lane of values among a channel's ranks; every rank calls it alike.
 
     Args:
-        channel: the ranks. Its name plays no part.
+        channel: the ranks. Those that call at the same time have the same name.
         needs: of the values.
     """
     transport = channel.transport
@@ -147,6 +147,8 @@ def choose_lane(channel: Channel, needs: Needs) -> Lane:
 def _is_allowed(kind: _Kind, device: str) -> bool:
     """Say whether users leave a lane to us, or have named it."""
     wanted, mesh = config().lane, config().mesh
+    if kind.device == "cpu" and device != "cpu":
+        return False  # whoever names it: the host cannot read what is on a GPU
     if wanted != "auto":
         return kind.name == wanted
     if kind.device != device or (device == "cpu" and mesh == "off"):

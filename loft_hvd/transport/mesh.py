@@ -595,7 +595,7 @@ def _on_all(channel: Channel, is_so: bool) -> bool:
 def _tell(channel: Channel, reason: str) -> None:
     _logger.warning(
         "rank %d: no connections between all ranks (%s); rules take the engine's collectives. "
-        "LOFT_HVD_MESH=off says so in peace",
+        "LOFT_HVD_LANE=engine does so without a trial",
         channel.rank,
         reason,
     )

@@ -148,7 +148,7 @@ class SharedMemory:
                 return place
         raise TransportError(
             f"no {num_bytes} bytes in a row are left of the {self._num_bytes} that this rank shares"
-            " with the others of its host; LOFT_HVD_MESH=off shares none"
+            " with the others of its host; LOFT_HVD_LANE=engine shares none"
         )
 
     def _take_back(self) -> None:
@@ -186,7 +186,7 @@ class SharedMemory:
             raise TransportError(
                 "what other ranks are to read lies in other memory than it was made in, as after "
                 "share_memory() or a queue of torch.multiprocessing; clone what you hand on, or "
-                "set LOFT_HVD_MESH=off"
+                "set LOFT_HVD_LANE=engine"
             )
         places[self.rank] = 0
         self._check_open()
@@ -265,7 +265,7 @@ def _own_memories() -> weakref.WeakKeyDictionary[mmap.mmap, _Own]:
             if not require_extension().make_private(own.base, own.num_used, own.descriptor):
                 _logger.warning(
                     "the gradients of this forked process are those of its parent: do not write to "
-                    "them; start processes by spawn, or set LOFT_HVD_MESH=off"
+                    "them; start processes by spawn, or set LOFT_HVD_LANE=engine"
                 )
         memories.clear()  # a child of the child copies what it writes to, as always
 

@@ -88,7 +88,10 @@ class TorchDistributedTransport:
             self._group, range(self.world_size), channel, compact_floats=config().compact
         )
         if isinstance(mesh, str):
-            raise TransportError(f"{channel.name}: {mesh}, by the process group's connections")
+            raise TransportError(
+                f"{channel.name}: {mesh}, by the process group's connections; look at the "
+                "network between these hosts (GLOO_SOCKET_IFNAME names the interface)"
+            )
         return mesh
 
     def _open_group(self, channel: Channel, device: torch.device) -> DeviceGroup | None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from loft_hvd._native import extension
 from loft_hvd.aggregation import compute
+from loft_hvd.transport import lanes
 
 
 @pytest.fixture(params=["extension", "plain torch"])
@@ -16,3 +19,11 @@ def both_paths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(compute, "warn_once", lambda: None)
     elif extension() is None:
         pytest.skip("the C++ extension is not built")
+
+
+@pytest.fixture(autouse=True)
+def no_world_stays_open() -> Iterator[None]:
+    """Close what a test's ranks have opened for their lanes, as the end of an engine does."""
+    yield
+    for world in list(lanes._worlds()):
+        lanes._close(world)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +27,7 @@ from loft_hvd.pipeline import allreduce as allreduce_module
 from loft_hvd.pipeline import flights
 from loft_hvd.pipeline import reduction as reduction_module
 from loft_hvd.pipeline.streams import StreamOrder
-from loft_hvd.transport.base import Lane
+from loft_hvd.transport.base import Lane, Transport
 from loft_hvd.transport.local import (
     LocalTransport,
     LocalWatch,
@@ -373,3 +374,32 @@ def test_weights_that_are_no_counts_are_refused(weights: Any) -> None:
             loft.allreduce(torch.ones(4), name="x", weights=weights, transport=end)
 
     run_ranks(3, work)
+
+
+def test_the_turn_is_waited_for_no_longer_than_the_limit() -> None:
+    moving = flights.Flights(name="test.turn")
+    done: list[int] = []
+    moving.in_turn(lambda: done.append(1), timeout_s=5, too_late=lambda: ValueError("late"))
+    with moving._turn, pytest.raises(ValueError, match="late"):
+        moving.in_turn(lambda: done.append(2), timeout_s=0.01, too_late=lambda: ValueError("late"))
+    assert done == [1]
+    moving.close()
+
+
+def test_a_world_of_the_same_size_that_is_opened_anew_has_its_own_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def world(key: str) -> Transport:
+        end = run_ranks(1, lambda end: end)[0]
+        end.can = replace(end.can, world=key)
+        return end
+
+    allreduce_module._kept_end.cache_clear()
+    ends = []
+    for key in ("first", "first", "second"):
+        monkeypatch.setattr(allreduce_module, "default_transport", lambda key=key: world(key))
+        ends.append(allreduce_module._default_end())
+    assert ends[0] is ends[1]
+    assert ends[2] is not ends[1]
+    assert ends[2].can.world == "second"
+    allreduce_module._kept_end.cache_clear()

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import loft_hvd as loft
 from loft_hvd._native import extension
 from loft_hvd.transport.base import Abilities, Channel
 from loft_hvd.transport.conformance import CHECKS
-from loft_hvd.transport.device import DeviceGroup, DeviceLane
+from loft_hvd.transport.device import DeviceGroup, DeviceLane, _store_of
 from loft_hvd.transport.lanes import Needs, choose_lane
 from loft_hvd.transport.local import LocalTransport, run_ranks
 from loft_hvd.transport.mesh import open_mesh
@@ -172,6 +175,47 @@ def test_it_conforms(world_size: int) -> None:
 
     with environment(LOFT_HVD_LANE="device"):
         run_ranks(world_size, work)
+
+
+@pytest.mark.parametrize("named", ["shared-memory", "mesh"])
+def test_values_on_a_gpu_take_no_lane_of_the_cpu_that_is_named(named: str) -> None:
+    def work(end: LocalTransport) -> list[str]:
+        with_mesh = WithGroup(end)
+        with_mesh.can = replace(
+            with_mesh.can, open_mesh=lambda channel: open_mesh(channel, interface="lo")
+        )
+        channel = Channel(with_mesh, "test")
+        return [choose_lane(channel, Needs(device)).name for device in ("cpu", "cuda:0")]
+
+    with environment(LOFT_HVD_LANE=named):
+        for on_cpu, on_gpu in run_ranks(2, work):
+            assert on_cpu != on_gpu == "the engine's own"
+
+
+def test_ranks_meet_in_a_store_on_rank_0s_host() -> None:
+    def work(end: LocalTransport) -> str:
+        store, reason = _store_of(Channel(end, "test", 20.0))
+        assert not reason
+        store.set(f"of {end.rank}", str(end.rank))
+        return str(store.get(f"of {1 - end.rank}").decode())
+
+    assert run_ranks(2, work) == ["1", "0"]
+
+
+def test_where_rank_0_opens_no_store_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no port is left")
+
+    monkeypatch.setattr(dist, "TCPStore", refuse)
+
+    def work(end: LocalTransport) -> tuple[Any, str]:
+        return _store_of(Channel(end, "test", 20.0))
+
+    began = time.monotonic()
+    first, second = run_ranks(2, work)
+    assert time.monotonic() - began < 10
+    assert first == (None, "no store at 127.0.0.1: no port is left")
+    assert second == (None, "")
 
 
 def test_what_may_begin_in_any_order_takes_another_lane() -> None:

@@ -179,7 +179,7 @@ def test_only_what_lies_in_shared_buffers_is_read_in_place() -> None:
     def work(end: LocalTransport) -> None:
         ends = sharing(end)
         received = torch.zeros(2 * 8)
-        with pytest.raises(TransportError, match=r"share_memory\(\).*LOFT_HVD_MESH=off"):
+        with pytest.raises(TransportError, match=r"share_memory\(\).*LOFT_HVD_LANE=engine"):
             ends.allgather(torch.zeros(8), received, name="elsewhere")
         assert ends.memory.num_posted == 0
 
@@ -317,7 +317,7 @@ def test_a_rank_that_is_too_far_ahead_is_told_what_to_do(monkeypatch: pytest.Mon
         if end.rank != 1:
             for _ in range(4):
                 ends.allgather(sent, received, name="x")
-            says = r"4 exchanges .* rank \d .*LOFT_HVD_BUCKET_BYTES.*LOFT_HVD_MESH=off"
+            says = r"4 exchanges .* rank \d .*LOFT_HVD_BUCKET_BYTES.*LOFT_HVD_LANE=engine"
             with pytest.raises(TransportError, match=says):
                 ends.allgather(sent, received, name="x")
         gate.allgather_rows(torch.zeros(1))
@@ -369,7 +369,9 @@ def test_room_of_neighbours_is_joined_and_its_pages_go_back() -> None:
 def test_an_error_says_that_no_room_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "_most_bytes", lambda num_ranks: 1 << 20)
     (memory,) = run_ranks(1, lambda end: sharing(end).memory)
-    with pytest.raises(TransportError, match=r"no 2097152 bytes .* LOFT_HVD_MESH=off shares none"):
+    with pytest.raises(
+        TransportError, match=r"no 2097152 bytes .* LOFT_HVD_LANE=engine shares none"
+    ):
         memory.zeros(1 << 19, torch.float32)
 
 
