@@ -235,7 +235,8 @@ def attach(optimizer: torch.optim.Optimizer, balancer: Balancer) -> Attachment:
     if not callable(getattr(optimizer, "synchronize", None)):
         raise ArgumentTypeError(
             f"attach: {type(optimizer).__name__} has no synchronize(); it takes what "
-            "hvd.DistributedOptimizer returned, or give balancer= to loft.DistributedOptimizer"
+            "hvd.DistributedOptimizer returned; or give balancer= to loft.DistributedOptimizer or, "
+            "under DistributedDataParallel, to loft.ddp_hook"
         )
     if balancer.splits:
         raise ArgumentError(

@@ -41,7 +41,7 @@ def default_transport(process_set: Any | None = None) -> Transport:
         started = f"one of {config().ranks} ranks" if config().ranks > 1 else "an elastic rank"
         raise UsageError(
             f"a launcher has started this process as {started}, but neither hvd.init() nor "
-            "torch.distributed.init_process_group() has been called; call hvd.init() before "
+            "torch.distributed.init_process_group() has been called; call one of them before "
             "anything of loft_hvd (for this process alone: transport=LocalWorld(1).transport(0))"
         )
     return LocalWorld(1).transport(0)  # alone: a world of one, where nothing travels

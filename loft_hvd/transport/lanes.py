@@ -124,6 +124,25 @@ def choose_lane(channel: Channel, needs: Needs) -> Lane:
         channel: the ranks. Those that call at the same time have the same name.
         needs: of the values.
     """
+    lane = _chosen(channel, needs)
+    wanted, device = config().lane, torch.device(needs.device).type
+    is_named = wanted not in ("auto", "engine") and not needs.is_named  # any order: as documented
+    if is_named and type(lane) is Lane and channel.rank == 0 and channel.world_size > 1:
+        _warn_once(wanted, device)
+    return lane
+
+
+@functools.cache
+def _warn_once(wanted: str, device: str) -> None:
+    _logger.warning(
+        "LOFT_HVD_LANE=%s: values on a %s device cannot take this lane among these ranks, and take "
+        "the engine's collectives instead; auto takes the best lane that they can",
+        wanted,
+        device,
+    )
+
+
+def _chosen(channel: Channel, needs: Needs) -> Lane:
     transport = channel.transport
     # One rank takes the device lane where that is named: so NCCL is tried by a single GPU.
     is_alone = transport.world_size == 1 and config().lane != "device"

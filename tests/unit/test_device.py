@@ -13,6 +13,7 @@ from torch import Tensor
 
 import loft_hvd as loft
 from loft_hvd._native import extension
+from loft_hvd.transport import lanes
 from loft_hvd.transport.base import Abilities, Channel
 from loft_hvd.transport.conformance import CHECKS
 from loft_hvd.transport.device import DeviceGroup, DeviceLane, _store_of
@@ -190,6 +191,19 @@ def test_values_on_a_gpu_take_no_lane_of_the_cpu_that_is_named(named: str) -> No
     with environment(LOFT_HVD_LANE=named):
         for on_cpu, on_gpu in run_ranks(2, work):
             assert on_cpu != on_gpu == "the engine's own"
+
+
+def test_a_named_lane_that_is_not_taken_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    def work(end: LocalTransport) -> None:
+        for _ in range(2):
+            choose_lane(Channel(WithGroup(end), "test"), Needs("cpu"))
+
+    lanes._warn_once.cache_clear()
+    with environment(LOFT_HVD_LANE="peer-memory"):
+        run_ranks(2, work)
+    lanes._warn_once.cache_clear()
+    (record,) = caplog.records
+    assert "LOFT_HVD_LANE=peer-memory: values on a cpu device cannot" in record.getMessage()
 
 
 def test_ranks_meet_in_a_store_on_rank_0s_host() -> None:
