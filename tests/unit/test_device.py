@@ -208,10 +208,13 @@ def test_a_named_lane_that_is_not_taken_is_told_once(caplog: pytest.LogCaptureFi
 
 def test_ranks_meet_in_a_store_on_rank_0s_host() -> None:
     def work(end: LocalTransport) -> str:
-        store, reason = _store_of(Channel(end, "test", 20.0))
+        channel = Channel(end, "test", 20.0)
+        store, reason = _store_of(channel)
         assert not reason
         store.set(f"of {end.rank}", str(end.rank))
-        return str(store.get(f"of {1 - end.rank}").decode())
+        got = str(store.get(f"of {1 - end.rank}").decode())
+        channel.allgather_rows(torch.zeros(1))  # rank 0's store ends with its last reference
+        return got
 
     assert run_ranks(2, work) == ["1", "0"]
 
