@@ -253,7 +253,7 @@ def steps_for(machine: Machine, folder: Path) -> list[Step]:
             ],
             300,
             missing=on_device,
-            environ=_ONE_THREAD,
+            environ={**_ONE_THREAD, "LOFT_HVD_LANE": "peer-memory"},
             after="build",
         ),
         Step(

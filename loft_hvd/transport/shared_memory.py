@@ -273,17 +273,14 @@ def _own_memories() -> weakref.WeakKeyDictionary[mmap.mmap, _Own]:
     return memories
 
 
-class _SharedWork:
-    """Values that other ranks have ready, or will have."""
+class _Awaited:
+    """An exchange for which other ranks have values ready, or will have."""
 
     watch: Watch | None = None
 
-    def __init__(
-        self, memory: SharedMemory, tag: int, number: int, recvs: Sequence[Tensor]
-    ) -> None:
+    def __init__(self, memory: SharedMemory, tag: int, number: int) -> None:
         self._memory = memory
         self._exchange = tag, number
-        self._recvs = recvs
         self._error: TransportError | None = None
 
     def done(self) -> bool:
@@ -296,6 +293,22 @@ class _SharedWork:
     def finish(self) -> None:
         if self._error is not None:
             raise self._error
+        self._take()
+
+    def _take(self) -> None:
+        raise NotImplementedError
+
+
+class _SharedWork(_Awaited):
+    """Values that are copied to where this rank wants them."""
+
+    def __init__(
+        self, memory: SharedMemory, tag: int, number: int, recvs: Sequence[Tensor]
+    ) -> None:
+        super().__init__(memory, tag, number)
+        self._recvs = recvs
+
+    def _take(self) -> None:
         # Of 4 ranks rank 1 reads from 0, 3, 2 in turn: at no time do all read from the same rank.
         memory = self._memory
         for shift in range(1, memory.world_size):
@@ -303,28 +316,15 @@ class _SharedWork:
             memory.read(peer, *self._exchange, self._recvs[peer])
 
 
-class _Lent(Brought):
+class _Lent(_Awaited, Brought):
     """Rows that lie where their ranks have them, and the work that waits for them."""
 
-    watch: Watch | None = None
-
     def __init__(self, memory: SharedMemory, tag: int, number: int, own: Tensor) -> None:
-        super().__init__(())
-        self._memory = memory
-        self._exchange = tag, number
+        _Awaited.__init__(self, memory, tag, number)
+        Brought.__init__(self, ())
         self._own = own
-        self._error: TransportError | None = None
 
-    def done(self) -> bool:
-        try:
-            return self._memory.has_all(*self._exchange)
-        except TransportError as error:
-            self._error = error
-            return True
-
-    def finish(self) -> None:
-        if self._error is not None:
-            raise self._error
+    def _take(self) -> None:
         memory = self._memory
         self.rows = [
             self._own if peer == memory.rank else memory.take(peer, *self._exchange, self._own)
