@@ -224,8 +224,8 @@ class _AllreduceFlight:
 
     @property
     def has_news(self) -> bool:
-        if self._agreement is not None and not self._agreement[0].done():
-            return False
+        if self._agreement is not None:  # also where what was begun beside it never comes
+            return self._agreement[0].done()
         return not self._has_started or self._reduction.has_news
 
     def begin(self) -> None:

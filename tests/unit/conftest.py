@@ -8,6 +8,7 @@ import pytest
 
 from loft_hvd._native import extension
 from loft_hvd.aggregation import compute
+from loft_hvd.pipeline.allreduce import forget_reductions
 from loft_hvd.transport import lanes
 
 
@@ -22,8 +23,12 @@ def both_paths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.fixture(autouse=True)
-def no_world_stays_open() -> Iterator[None]:
-    """Close what a test's ranks have opened for their lanes, as the end of an engine does."""
+def no_world_stays_open(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Close what a test's ranks have opened for their lanes, as the end of an engine does.
+
+    Before what the test has replaced is put back: no thread of it may meet the original.
+    """
     yield
+    forget_reductions()
     for world in list(lanes._worlds()):
         lanes._close(world)

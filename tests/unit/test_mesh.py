@@ -636,18 +636,28 @@ class _Endless:
 class MeshedForSome(Meshed):
     """An engine on which values of another device wait for those of other ranks in vain."""
 
+    def __init__(self, end: LocalTransport, waits: threading.Event) -> None:
+        super().__init__(end)
+        self._waits = waits
+
     def alltoall(
         self, send: Tensor, recv: Tensor, *, name: str, skips_own: bool = False
     ) -> _LocalWork:
+        self._waits.set()
         return cast(_LocalWork, _Endless())
 
 
 def test_ranks_that_bring_a_tensor_on_other_devices_are_told() -> None:
+    waits = threading.Event()
+
     def work(transport: LocalTransport) -> None:
-        ends = MeshedForSome(transport)
+        ends = MeshedForSome(transport, waits)
         row = torch.zeros(6, device="meta" if ends.rank == 1 else "cpu")
+        if ends.rank != 1:  # which has looked in vain by the time it hears of the others
+            assert waits.wait(20.0)
+            time.sleep(0.1)
         with pytest.raises(MismatchError, match=r"device differs on ranks \[1\]"):
-            loft.allreduce(row, loft.Median(), name="x", transport=ends, timeout_s=60.0)
+            loft.allreduce(row, loft.Median(), name="x", transport=ends, timeout_s=20.0)
 
     run_ranks(3, work)
 
