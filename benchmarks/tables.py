@@ -304,9 +304,13 @@ def _robust_steps() -> Made:
 
 def _against_ddp() -> Made:
     """Return steps under DDP with our hook, and over Horovod, of plain DDP's in the same round."""
-    models = {"mlp": "MLP of 12.6 M", "resnet18": "ResNet-18"}
-    files = [f"step-ddp-{model}-4-gloo.json" for model in models]
-    judged = [_record(file)[model] for file, model in zip(files, models, strict=True)]
+    jobs = {
+        "mlp-4-gloo": "MLP of 12.6 M, one host",
+        "resnet18-4-gloo": "ResNet-18, one host",
+        "resnet18-4x1-1gbit": "ResNet-18, 4 hosts, 1 Gb/s",
+    }
+    files = [f"step-ddp-{job}.json" for job in jobs]
+    judged = [_record(file)[job.split("-")[0]] for file, job in zip(files, jobs, strict=True)]
     body = []
     for name, first in judged[0]["contestants"].items():
         cells = []
@@ -317,7 +321,7 @@ def _against_ddp() -> Made:
             cells += [ms if name == "ddp" else f"{_number(found['ratio'])}{missed}"]
         goal = first.get("goal")
         body.append([name, *cells, "" if goal is None else _number(goal)])
-    header = ["4 ranks on one host, Gloo", *models.values(), "at most"]
+    header = ["4 ranks, Gloo", *jobs.values(), "at most"]
     return _origin(*files), header, body
 
 
