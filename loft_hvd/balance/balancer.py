@@ -37,6 +37,7 @@ from loft_hvd.transport.agreement import check_agreement
 from loft_hvd.transport.base import Channel, Transport
 from loft_hvd.transport.default import default_transport
 from loft_hvd.transport.local import LocalWorld
+from loft_hvd.transport.waits import meter_torch
 
 __all__ = ["Balancer"]
 
@@ -111,6 +112,7 @@ class Balancer:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._transport = default_transport() if transport is None else transport
+        meter_torch()  # a script may wait in collectives of torch's beside any engine
         self._options = BalancerOptions(
             global_batch_size,
             self._transport.world_size,
@@ -597,7 +599,7 @@ class Balancer:
         """Give ranks that are in quarantine no samples from the next adaptive plan on."""
         self._live.hold(ranks)
 
-    def step_ended(self, *, waited_s: float) -> None:
+    def step_ended(self) -> None:
         """Close an optimizer step; exchange times and plans when it is time for them."""
         with self.log.faults():
-            self._live.step_ended(waited_s=waited_s)
+            self._live.step_ended()

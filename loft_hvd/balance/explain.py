@@ -13,11 +13,21 @@ import numpy as np
 from loft_hvd.balance.fit import Fit
 from loft_hvd.balance.interval import RankTimes
 
-__all__ = ["SlowRank", "describe", "describe_fit", "find_slow", "fit_record", "ranks_to_log"]
+__all__ = [
+    "SlowRank",
+    "describe",
+    "describe_fit",
+    "find_slow",
+    "fit_record",
+    "ranks_to_log",
+    "versus",
+    "waited_share",
+    "why_none",
+]
 
-# A rank is slow when its own work takes a tenth more than the median rank's, when the step would be
-# 3 % shorter without the difference (as much as the dead band asks of a change: less is not worth
-# words), and when the difference is three of its standard errors: chance makes one in 700.
+# A rank is slow when its own work takes a tenth more than the median of the others', when the
+# difference is 3 % of a step (as much as the dead band asks of a change: less is not worth words),
+# and when it is three of its standard errors: chance makes one in 700.
 _SLOW_RATIO, _SLOW_SHARE, _SLOW_ERRORS = 1.10, 0.03, 3.0
 
 
@@ -26,39 +36,80 @@ class SlowRank:
     """A rank that the others wait for."""
 
     rank: int
-    ratio: float  # its own work a step over the median rank's
-    cause: str  # "fetch" or "compute", whichever is further above the median rank's
+    ratio: float  # its own work a step over the median of the other ranks'
+    cause: str  # "fetch" or "compute", whichever is further above the median of the others'
     share: float  # of a step that would be saved without it and all slower ones
 
 
+def _differs(one: RankTimes, others: Sequence[RankTimes], *, step_s: float) -> float:
+    """Return by how many seconds a rank's own work differs from the others'; 0 where by chance."""
+    usual_s = statistics.median(each.busy_s for each in others)
+    error_s = math.hypot(one.busy_error_s, statistics.median(each.busy_error_s for each in others))
+    difference = one.busy_s - usual_s
+    ratio_s = (_SLOW_RATIO - 1.0) * min(usual_s, one.busy_s)
+    least = max(ratio_s, _SLOW_SHARE * step_s, _SLOW_ERRORS * error_s)
+    return difference if abs(difference) > least else 0.0
+
+
 def find_slow(times: Sequence[RankTimes]) -> tuple[SlowRank, ...]:
-    """Return the ranks whose own work takes well over the median rank's, slowest first."""
+    """Return the ranks whose own work takes well over that of the others, slowest first.
+
+    Each is compared with the median of the other ranks: of two with the other one.
+    """
     measured = [time for time in times if time.samples > 0]
     if len(measured) < 2:
         return ()
-    busy = statistics.median(time.busy_s for time in measured)
-    stall = statistics.median(time.stall_s for time in measured)
-    compute = statistics.median(time.compute_s for time in measured)
-    error = statistics.median(time.busy_error_s for time in measured)
     step_s = max(time.wall_s for time in measured)
     longest_s = max(time.busy_s for time in measured)
-    found: list[RankTimes] = []
+    slow: list[SlowRank] = []
+    names: set[int] = set()
     for time in sorted(measured, key=lambda each: (-each.busy_s, each.rank)):
-        errors = _SLOW_ERRORS * math.hypot(time.busy_error_s, error)
-        least = max((_SLOW_RATIO - 1.0) * busy, _SLOW_SHARE * step_s, errors)
-        if busy > 0 and time.busy_s - busy > least:
-            found.append(time)
-    slow = []
-    for number, time in enumerate(found):
-        is_fetch = time.stall_s - stall > time.compute_s - compute
+        others = [each for each in measured if each is not time]
+        usual_s = statistics.median(each.busy_s for each in others)
+        if not (usual_s > 0 and _differs(time, others, step_s=step_s) > 0):
+            continue
+        stall_s = time.stall_s - statistics.median(each.stall_s for each in others)
+        compute_s = time.compute_s - statistics.median(each.compute_s for each in others)
         # Of several slow ranks the next one hides what the first costs: each goes on from what
         # those before it would save.
-        names = {each.rank for each in found[: number + 1]}
-        rest_s = max(each.busy_s for each in measured if each.rank not in names)
+        names.add(time.rank)
+        rest_s = max((each.busy_s for each in measured if each.rank not in names), default=0.0)
         share = (longest_s - rest_s) / step_s if step_s > 0 else 0.0
-        cause = "fetch" if is_fetch else "compute"
-        slow.append(SlowRank(time.rank, time.busy_s / busy, cause, share))
+        cause = "fetch" if stall_s > compute_s else "compute"
+        slow.append(SlowRank(time.rank, time.busy_s / usual_s, cause, share))
     return tuple(slow)
+
+
+def why_none(times: Sequence[RankTimes]) -> str:
+    """Say why ranks wait though none is slow; "" where they hardly wait."""
+    measured = [time for time in times if time.samples > 0]
+    step_s = max((time.wall_s for time in measured), default=0.0)
+    if len(measured) < 2 or waited_share(times) < _SLOW_SHARE:
+        return ""
+    fast = [
+        str(time.rank)
+        for time in measured
+        if _differs(time, [each for each in measured if each is not time], step_s=step_s) < 0
+    ]
+    if fast:
+        if len(fast) > 1:
+            return f"ranks {' '.join(fast)} are faster than the others, and wait for them"
+        return f"rank {fast[0]} is faster than the others, and waits for them"
+    return "their times vary too much, or are too few, to say which rank is the slow one"
+
+
+def waited_share(times: Sequence[RankTimes]) -> float:
+    """Return the share of a step that ranks wait for the longest one, on average."""
+    busy = [each.busy_s for each in times if each.samples > 0]
+    step_s = max((each.wall_s for each in times if each.samples > 0), default=0.0)
+    if not (busy and step_s > 0):
+        return 0.0
+    return max(max(busy) - statistics.fmean(busy), 0.0) / step_s  # not -0.0, by rounding
+
+
+def versus(num_ranks: int) -> str:
+    """Name what a rank's own work is compared with."""
+    return "the other rank's" if num_ranks == 2 else "the median of the others'"
 
 
 def describe(times: Sequence[RankTimes]) -> str:
@@ -88,17 +139,16 @@ def _describe_waits(times: Sequence[RankTimes]) -> list[str]:
     """Say what waiting for others costs, and which ranks cause it by how much."""
     measured = [time for time in times if time.samples > 0]
     step_s = max((time.wall_s for time in measured), default=0.0)
-    longest_s = max((time.busy_s for time in measured), default=0.0)
     slow, lines = find_slow(times), []
     if step_s > 0 and len(measured) > 1:
-        waited_s = longest_s - statistics.fmean(time.busy_s for time in measured)
+        share = waited_share(times)
         lines.append(
-            f"ranks wait for the longest one {1e3 * waited_s:.1f} ms of a step of "
-            f"{1e3 * step_s:.1f} ms on average, {waited_s / step_s:.0%}"
+            f"ranks wait for the longest one {1e3 * share * step_s:.1f} ms of a step of "
+            f"{1e3 * step_s:.1f} ms on average, {share:.0%}"
         )
     by_rank = {time.rank: time for time in times}
     for number, entry in enumerate(slow):
-        why = f"its own work takes {entry.ratio:.2f}x the median rank's"
+        why = f"its own work takes {entry.ratio:.2f}x {versus(len(measured))}"
         if entry.cause == "fetch" and by_rank[entry.rank].remote > 0:
             why += f"; {by_rank[entry.rank].remote:.1f} samples a batch come from elsewhere"
         line = f"rank {entry.rank} is slow: {entry.cause} ({why})"
@@ -107,7 +157,8 @@ def _describe_waits(times: Sequence[RankTimes]) -> list[str]:
             line += f"; {so_far} a step would be {entry.share:.1%} shorter"
         lines.append(line)
     if not slow:
-        lines.append("no rank is slow")
+        why = why_none(times)
+        lines.append(f"no rank is slow: {why}" if why else "no rank is slow")
     lines += [
         f"rank {time.rank}: a few long steps add {1e3 * time.accident_s:.1f} ms to its average; "
         "sizes do not follow them"

@@ -467,9 +467,9 @@ class LivePlan:
         local = sizes.sizes[self._transport.rank]
         self.timer.batch_arrived(local=local, remote=0, fetch_s=fetch_s, stall_s=fetch_s)
 
-    def step_ended(self, *, waited_s: float) -> None:
+    def step_ended(self) -> None:
         """Close an optimizer step; exchange times and plans when it is time for them."""
-        self.timer.step_ended(waited_s=waited_s, counts=self._counts())
+        self.timer.step_ended(counts=self._counts())
         self._batches.step_ended()
         self.num_steps += 1
         self._log.step = self.num_steps

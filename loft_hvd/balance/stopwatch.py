@@ -7,10 +7,11 @@ its host, and ``StepSums`` adds steps up without those in which the script did s
 from __future__ import annotations
 
 import random
+import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,7 @@ import numpy.typing as npt
 import torch
 
 from loft_hvd.balance.interval import SUM, SUMS, TYPICAL, skewness, typical
+from loft_hvd.transport.waits import seconds, totals, watchers
 
 __all__ = ["DeviceClock", "StepTimer", "make_device_clock"]
 
@@ -38,8 +40,9 @@ _OF_STEP = 0.5  # and of the median step, that make a pause
 class Span:
     """The device's time between two events on its stream: a batch's arrival and last gradient."""
 
-    def __init__(self, start: Any, end: Any) -> None:
+    def __init__(self, start: Any, end: Any, waits: Sequence[tuple[Any, Any]] = ()) -> None:
         self._start, self._end = start, end
+        self._waits = tuple(waits)
 
     @property
     def is_over(self) -> bool:
@@ -47,8 +50,13 @@ class Span:
         return bool(self._end.query())
 
     @property
+    def waited_s(self) -> float:
+        """Seconds that the device waited for other ranks in it; only once it is over."""
+        return sum(float(began.elapsed_time(ended)) for began, ended in self._waits) * 1e-3
+
+    @property
     def seconds(self) -> float:
-        """Seconds on the device; only once it is over."""
+        """Seconds on the device, waits among them; only once it is over."""
         return float(self._start.elapsed_time(self._end)) * 1e-3
 
 
@@ -66,24 +74,48 @@ class DeviceClock:
         self._stream = stream
         self._start: Any = None
         self._end: Any = None
+        self._threads: set[int] = set()  # that compute the batch: others' waits do not hold it up
+        self._waits: list[tuple[Any, Any]] = []
+        self._num_inside = 0  # of these, those before the last gradient
+        self._wait_began: Any = None
+        watchers.add(self)
+
+    def _mark(self) -> Any:
+        event = self._make_event()
+        event.record(self._stream())
+        return event
 
     def arrived(self) -> None:
         """Mark the arrival of a batch."""
-        self._start, self._end = self._make_event(), None
-        self._start.record(self._stream())
+        self._threads = {threading.get_ident()}
+        self._waits, self._num_inside, self._wait_began = [], 0, None
+        self._start, self._end = self._mark(), None
 
     def gradient(self) -> None:
         """Mark a gradient; the last one counts."""
         if self._start is not None:
+            self._threads.add(threading.get_ident())
+            self._num_inside = len(self._waits)
             if self._end is None:
                 self._end = self._make_event()
             self._end.record(self._stream())
 
+    def wait_began(self) -> None:
+        """Mark where the batch begins to wait for other ranks."""
+        if self._start is not None and threading.get_ident() in self._threads:
+            self._wait_began = self._mark()
+
+    def wait_ended(self) -> None:
+        """Mark where it goes on."""
+        if self._wait_began is not None and threading.get_ident() in self._threads:
+            self._waits.append((self._wait_began, self._mark()))
+            self._wait_began = None
+
     def take(self) -> Span | None:
         """Return the span of the batch that arrived last, or None when it had no gradient."""
-        start, end = self._start, self._end
+        start, end, waits = self._start, self._end, self._waits[: self._num_inside]
         self._start = self._end = None
-        return None if start is None or end is None else Span(start, end)
+        return None if start is None or end is None else Span(start, end, waits)
 
 
 def make_device_clock(device: torch.device) -> DeviceClock | None:
@@ -195,6 +227,7 @@ class _Step:
     amounts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SUMS, 0.0))
     spans: list[Span] = field(default_factory=list)  # of its batches, on a device
     host_s: float = 0.0  # from the batches' arrivals to the end of their backward passes
+    host_waited_s: float = 0.0  # of that, waits for other ranks
     is_left_out: bool = False
 
     def add(self, **amounts: float) -> None:
@@ -211,10 +244,14 @@ class _Step:
         amounts = self.amounts
         if self.spans:
             # The host queued 10 s of work in 1 s and then waited 12 s: 9 of them its own device
-            # still computed (beyond = 10 - 1), so only 3 were waiting for other ranks.
-            amounts["compute_s"] = sum(span.seconds for span in self.spans)
-            beyond = max(0.0, amounts["compute_s"] - self.host_s)
-            amounts["wait_s"] = max(0.0, amounts["wait_s"] - beyond)
+            # still computed (beyond = 10 - 1), so only 3 were waiting for other ranks. What the
+            # device itself waited for within its 10 s is none of its work.
+            device_s = sum(span.seconds for span in self.spans)
+            device_waited_s = min(device_s, sum(span.waited_s for span in self.spans))
+            beyond = max(0.0, device_s - self.host_s)
+            after_s = max(0.0, amounts["wait_s"] - self.host_waited_s - beyond)
+            amounts["wait_s"] = device_waited_s + after_s
+            amounts["compute_s"] = device_s - device_waited_s
             amounts["queued_s"] = 0.0  # the host's queue for a CPU does not slow its device
         parts = ("stall_s", "compute_s", "queued_s", "wait_s")
         spent = sum(amounts[part] for part in parts)
@@ -228,11 +265,12 @@ class _Step:
 class StepTimer:
     """Sums of this rank's times, batch by batch, since those that were taken last.
 
-    A step runs from the end of the step before to its own end. Time inside ``exclude`` (a user's
-    own collectives, evaluation, checkpoints) belongs to no step, and a step with a pause that was
-    not announced is left out (``StepSums``). Where ranks share CPUs, the time that a rank was ready
-    to compute but another held the CPU says nothing of its own speed: it is told apart from the
-    computing. On a device that runs beside its host the computing is taken by the device's clock.
+    A step runs from the end of the step before to its own end. Time inside ``exclude`` (evaluation,
+    checkpoints) belongs to no step, and a step with a pause that was not announced is left out
+    (``StepSums``). What a step's threads wait for other ranks (``transport/waits.py``) is waiting,
+    wherever it lies. Where ranks share CPUs, the time that a rank was ready to compute but another
+    held the CPU says nothing of its own speed: it is told apart from the computing. On a device
+    that runs beside its host the computing is taken by the device's clock.
 
     Args:
         clock: seconds that never go back.
@@ -254,12 +292,26 @@ class StepTimer:
         self._num_excluding = 0  # blocks of ``exclude`` that are open
         self.device_clock: DeviceClock | None = None
         self._clear_step()
+        if queue_clock is not None:
+            watchers.add(self)
 
     def _clear_step(self) -> None:
         self._step = _Step()
         self._batch_compute_s = 0.0
         self._arrived: float | None = None  # of a batch, on a clock without what is excluded
         self._queue_at_arrival = 0.0
+        self._batch_thread = 0  # that the batch came to
+        self._queue_at_wait: float | None = None
+        self._threads: set[int] = set()  # that work on this step
+        self._waits_before = totals()
+        self._excluded_waits_s = 0.0
+        self._waited_at_arrival = 0.0
+        self._batch_waited_s = 0.0
+
+    def _waited_s(self) -> float:
+        """Return how long this step's threads have waited in it for other ranks by now."""
+        self._threads.add(threading.get_ident())
+        return seconds(self._threads, self._waits_before) - self._excluded_waits_s
 
     def batch_arrived(
         self, *, local: int, remote: int, fetch_s: float, stall_s: float, cached: int = 0
@@ -269,22 +321,37 @@ class StepTimer:
         now = self._clock()
         if self._step_began is None:
             self._step_began = now - stall_s
+            self._waits_before, self._excluded_waits_s = totals(), 0.0
         samples = local + remote
         self._step.add(steps=1, samples=samples, local=local, remote=remote, cached=cached)
         self._step.add(fetch_s=fetch_s, stall_s=stall_s)
         self._arrived = now - self._excluded_s
+        self._waited_at_arrival, self._batch_waited_s = self._waited_s(), 0.0
         self._queue_at_arrival = self._queue_clock()
+        self._batch_thread, self._queue_at_wait = threading.get_ident(), None
         if self.device_clock is not None:
             self.device_clock.arrived()
+
+    # What a thread that waits queues for, as it asks over and over, is no part of its computing.
+
+    def wait_began(self) -> None:
+        if self._arrived is not None and threading.get_ident() == self._batch_thread:
+            self._queue_at_wait = self._queue_clock()
+
+    def wait_ended(self) -> None:
+        if self._queue_at_wait is not None and threading.get_ident() == self._batch_thread:
+            self._queue_at_arrival += self._queue_clock() - self._queue_at_wait
+            self._queue_at_wait = None
 
     def gradient_arrived(self, *, blocked_s: float = 0.0) -> None:
         """Note that a gradient of the newest batch is there; its last one ends the computing.
 
-        Hooks spent ``blocked_s`` since the batch's arrival on communication.
+        Hooks spent ``blocked_s`` since the batch's arrival on communication, waits not counted.
         """
         if self._arrived is not None:
             spent = self._clock() - self._excluded_s - self._arrived
-            self._batch_compute_s = max(0.0, spent - blocked_s)
+            self._batch_waited_s = self._waited_s() - self._waited_at_arrival
+            self._batch_compute_s = max(0.0, spent - blocked_s - self._batch_waited_s)
             if self.device_clock is not None:
                 self.device_clock.gradient()
 
@@ -298,6 +365,7 @@ class StepTimer:
         self._step.add(compute_s=self._batch_compute_s - queued, queued_s=queued)
         if self.device_clock is not None:
             self._step.host_s += max(0.0, self._clock() - self._excluded_s - self._arrived)
+            self._step.host_waited_s += self._waited_s() - self._waited_at_arrival
             span = self.device_clock.take()
             if span is not None:
                 self._step.spans.append(span)
@@ -307,27 +375,28 @@ class StepTimer:
     @contextmanager
     def exclude(self) -> Iterator[None]:
         """Leave the time inside out of every step; a block within another changes nothing."""
-        began = self._clock()
+        began, waited_s = self._clock(), self._waited_s()
         self._num_excluding += 1
         try:
             yield
         finally:
             self._num_excluding -= 1
-            if not self._num_excluding and self._step_began is not None:  # else it is in no step
-                self._excluded_s += self._clock() - began
+            if not self._num_excluding:
+                self._excluded_waits_s += self._waited_s() - waited_s
+                if self._step_began is not None:  # else it is in no step
+                    self._excluded_s += self._clock() - began
 
-    def step_ended(self, *, waited_s: float, counts: bool = True) -> None:
+    def step_ended(self, *, counts: bool = True) -> None:
         """Close a step and add it to the sums.
 
         Args:
-            waited_s: seconds of it spent waiting for other ranks and the wire.
             counts: False leaves it out: other sizes than the plan's, or the first steps with it.
         """
         self.computing_ended()
         now = self._clock()
         step = self._step
         if self._step_began is not None and counts and not step.is_left_out:
-            step.add(wait_s=waited_s, wall_s=now - self._step_began - self._excluded_s)
+            step.add(wait_s=self._waited_s(), wall_s=now - self._step_began - self._excluded_s)
             if step.amounts["steps"]:
                 self._unknown.append(step)
         self._step_began = now
@@ -341,10 +410,11 @@ class StepTimer:
             self._sums.add(self._unknown.popleft().row())
 
     def since_step_s(self) -> float | None:
-        """Return the seconds since the last step ended, less those excluded; None if unknown."""
+        """Return this rank's seconds since the last step ended, waits left out; None if unknown."""
         if self._step_began is None:
             return None
-        return max(0.0, self._clock() - self._step_began - self._excluded_s)
+        since = self._clock() - self._step_began - self._excluded_s
+        return max(0.0, since - self._waited_s())
 
     def leave_out(self) -> None:
         """Leave the step that goes on out of the sums."""

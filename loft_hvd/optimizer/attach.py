@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
@@ -22,6 +21,7 @@ from loft_hvd.optimizer.replicas import ReplicaCheck
 from loft_hvd.pipeline.passes import Passes
 from loft_hvd.transport.agreement import check_agreement
 from loft_hvd.transport.base import Channel, Transport, watch_of
+from loft_hvd.transport.waits import waiting
 
 __all__ = ["Attachment", "attach"]
 
@@ -63,7 +63,6 @@ class Attachment:
         # Whether gradients were reduced since the last step. Where they were not the step is one
         # that ``hvd.broadcast_optimizer_state`` takes, on the ranks that have no state yet.
         self._is_reduced = False
-        self._waited_s = 0.0
         self._synchronize: Callable[[], None] = optimizer.synchronize  # type: ignore[attr-defined]  # checked by ``attach``
         self._optimizer = optimizer
         # Forward passes of other threads, and of loader processes, which are forks with a copy of
@@ -149,14 +148,10 @@ class Attachment:
         self._balancer.computing_ended()
         self._passes.warn_of_other_passes()  # before the wait, which it may make long
         self._forget_gradients()  # a GradScaler may skip the step from here on
-        began = time.monotonic()
-        try:
-            with self._balancer.log.faults():  # outermost: it writes what was added to an error too
-                self._wait_for_engine()
-                if self._replicas is not None:
-                    self._replicas.gradients_reduced()
-        finally:
-            self._waited_s += time.monotonic() - began
+        with waiting(), self._balancer.log.faults():  # it writes what was added to an error too
+            self._wait_for_engine()
+            if self._replicas is not None:
+                self._replicas.gradients_reduced()
 
     def _wait_for_engine(self) -> None:
         """Synchronize as Horovod does; its errors say which rank is behind them."""
@@ -182,8 +177,7 @@ class Attachment:
             return
         self._is_reduced = False
         self._forget_gradients()
-        waited_s, self._waited_s = self._waited_s, 0.0
-        self._balancer.step_ended(waited_s=waited_s)
+        self._balancer.step_ended()
         self._await_forward()
 
     def detach(self) -> None:

@@ -22,7 +22,6 @@ import functools
 import inspect
 import logging
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -62,6 +61,7 @@ from loft_hvd.runlog import RunLog
 from loft_hvd.transport.agreement import check_agreement
 from loft_hvd.transport.base import Channel, Transport, watch_of
 from loft_hvd.transport.torch_distributed import TorchDistributedTransport
+from loft_hvd.transport.waits import waiting
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -414,10 +414,15 @@ class DDPHook:
         return passes.row_weights(rule)
 
     def _finish(self) -> None:
+        self._batches.computing_ended()
+        with waiting():
+            self._reduced()
+        self._end_step()
+
+    def _reduced(self) -> None:
+        """Wait until all buckets are reduced, and hand them to DDP."""
         judgement = self._judgement
         assert judgement is not None
-        self._batches.computing_ended()
-        began = time.monotonic()
         # Evidence goes out once all buckets are queued, so at one place in every rank's order.
         judgement.computing_ended()
         if self._engine is not None:
@@ -436,9 +441,8 @@ class DDPHook:
         if judgement.gradients_reduced(results) and self._engine is not None:
             self._engine.judge_by(is_model=judgement.is_model)
         self._step.clear()
-        self._end_step(waited_s=time.monotonic() - began)
 
-    def _end_step(self, *, waited_s: float) -> None:
+    def _end_step(self) -> None:
         assert self._judgement is not None
         num_passes = len(self._passes.batches())
         if num_passes > self._most_passes and self._channel.world_size > 1:
@@ -448,7 +452,7 @@ class DDPHook:
         self._passes.has_shares = self._is_fresh = False
         # Before the step ends: a plan may be made at its end.
         self._batches.hold(self._judgement.watch.absent_ranks)
-        self._batches.step_ended(waited_s=waited_s)
+        self._batches.step_ended()
 
 
 def _look_for_model(hook: DDPHook) -> Callable[[], object]:

@@ -330,7 +330,7 @@ class EqualBatches:
     def take_step(self) -> StepSizes | None:
         return None  # sizes are equal
 
-    def step_ended(self, *, waited_s: float) -> None:
+    def step_ended(self) -> None:
         self.log.step += 1
 
     def _ignore(self, *_: Any, **__: Any) -> None:

@@ -8,7 +8,6 @@ takes no part (``IdleWorld``).
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 
 import torch
@@ -29,6 +28,7 @@ from loft_hvd.runlog import RunLog
 from loft_hvd.transport.agreement import check_agreement
 from loft_hvd.transport.base import Channel, Transport
 from loft_hvd.transport.groups import Over, find_groups
+from loft_hvd.transport.waits import waiting
 
 __all__ = ["IdleWorld", "OptimizerWorld", "Workers"]
 
@@ -123,7 +123,6 @@ class OptimizerWorld:
         self._batches = options.batches(before, rank=self.rank, world_size=self.world_size)
         self._number = self._batches.num_worlds
         self.log = self._batches.log
-        self._waited_s = 0.0
         found = options.collect()
         if should_agree:
             self._agree(found)
@@ -252,11 +251,9 @@ class OptimizerWorld:
         if self.world_size > 1:  # alone, a gradient that is not reduced parts no models
             check_none_thawed(self._options.optimizer.param_groups, self._reducer.parameters)
         self._batches.computing_ended()
-        began = time.monotonic()
-        with self.log.faults():
+        with waiting(), self.log.faults():
             self._reducer.synchronize()
             self._replicas.gradients_reduced()
-        self._waited_s += time.monotonic() - began
 
     def _check_unchanged(self) -> None:
         """Raise unless buckets and groups are those of the ranks that there are."""
@@ -277,8 +274,7 @@ class OptimizerWorld:
         """Note that the optimizer has taken its step."""
         # Before the step ends: a plan may be made at its end.
         self._batches.hold(self._judgement.watch.absent_ranks)
-        self._batches.step_ended(waited_s=self._waited_s)
-        self._waited_s = 0.0
+        self._batches.step_ended()
 
     def report(self) -> SuspicionReport:
         return self._judgement.report()

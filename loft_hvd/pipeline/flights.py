@@ -24,6 +24,7 @@ import torch
 
 from loft_hvd.pipeline.streams import StreamOrder, current_stream
 from loft_hvd.transport.base import LONGEST_SLEEP_S, SHORTEST_SLEEP_S, Lane, locate
+from loft_hvd.transport.waits import waiting
 
 __all__ = ["Flight", "Flights", "ProgressThread"]
 
@@ -174,39 +175,50 @@ class Flights:
         ``meanwhile`` is called once all that is queued has begun. None moves on before it returns,
         so it must be short. ``pauses`` says how long to sleep after so many seconds of waiting.
         """
-        began = time.monotonic()
         # From here the thread leaves its turns to this one: two threads that poll would fight for
         # the interpreter's lock, and waking one takes as long as a small exchange.
         with self._counting:
             self._num_awaiting += 1
         try:
-            while True:
-                left_s = timeout_s - (time.monotonic() - began)
-                if left_s <= 0 and not is_over():
-                    raise too_late()
-                pause: float | None = 0.0
-                # Who has the turn may be at its own limit, as in the start of an operation, and
-                # its error says more.
-                if self._turn.acquire(timeout=max(0.0, left_s) + _LAST_WORD_S):
-                    try:
-                        pause = self._advance()
-                    finally:
-                        self._turn.release()
-                    if meanwhile is not None and not self._is_stopped:
-                        call, meanwhile = meanwhile, None
-                        call()
-                        pause = 0.0
-                if is_over():
-                    self.follow()
-                    return
-                if pauses is not None:
-                    pause = pauses(time.monotonic() - began)
-                time.sleep(pause or 0.0)  # at least lets the other thread have the lock
+            with waiting():
+                self._move_until(is_over, timeout_s, too_late, meanwhile, pauses)
         finally:
             with self._counting:
                 self._num_awaiting -= 1
             if self._num_awaiting == 0 and (self._open or self._queue) and not self.is_queued:
                 self._thread.wake()
+
+    def _move_until(
+        self,
+        is_over: Callable[[], bool],
+        timeout_s: float,
+        too_late: Callable[[], Exception],
+        meanwhile: Callable[[], None] | None,
+        pauses: Callable[[float], float] | None,
+    ) -> None:
+        began = time.monotonic()
+        while True:
+            left_s = timeout_s - (time.monotonic() - began)
+            if left_s <= 0 and not is_over():
+                raise too_late()
+            pause: float | None = 0.0
+            # Who has the turn may be at its own limit, as in the start of an operation, and its
+            # error says more.
+            if self._turn.acquire(timeout=max(0.0, left_s) + _LAST_WORD_S):
+                try:
+                    pause = self._advance()
+                finally:
+                    self._turn.release()
+                if meanwhile is not None and not self._is_stopped:
+                    call, meanwhile = meanwhile, None
+                    call()
+                    pause = 0.0
+            if is_over():
+                self.follow()
+                return
+            if pauses is not None:
+                pause = pauses(time.monotonic() - began)
+            time.sleep(pause or 0.0)  # at least lets the other thread have the lock
 
     def in_turn(
         self,

@@ -48,7 +48,10 @@ class StepSource(Protocol):
         """Return the sizes of the batch that the next backward pass belongs to."""
 
     def gradient_arrived(self, *, blocked_s: float) -> None:
-        """Hear of each gradient, and what its hook and those before it spent on the wire."""
+        """Hear of each gradient, and what its hook and those before it spent on the wire.
+
+        Waits are not in it.
+        """
 
 
 def _all_there(weights: PassWeights) -> PassWeights:

@@ -30,6 +30,7 @@ from loft_hvd.pipeline.suspicion.judgement import Judgement
 from loft_hvd.pipeline.weights import PassWeights
 from loft_hvd.pipeline.wire import Compression
 from loft_hvd.transport.base import Channel
+from loft_hvd.transport.waits import seconds, totals
 
 __all__ = ["GradientReducer"]
 
@@ -176,9 +177,10 @@ class GradientReducer:
                 self._arrivals.append(index)
             if self._world_size > 1:
                 # What a hook spends is no computing: the balancer subtracts it.
-                began = time.monotonic()
+                began, waits = time.monotonic(), totals()
                 self._take(index)
-                self._blocked_s += time.monotonic() - began
+                waited_s = seconds([threading.get_ident()], waits)
+                self._blocked_s += time.monotonic() - began - waited_s
 
     def _take(self, index: int) -> None:
         if index in self._sparse:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from loft_hvd.balance.explain import SlowRank, find_slow
+from loft_hvd.balance.explain import SlowRank, find_slow, versus, waited_share, why_none
 from loft_hvd.balance.interval import RankTimes
 from loft_hvd.pipeline.suspicion.report import WorkerReport
 from loft_hvd.report.entries import (
@@ -35,7 +35,7 @@ _MOST_NAMED = 3  # sentences on slow ranks; the pictures show the others
 _MOST_TOGETHER = 8  # ranks in one of them
 _COST = 0.005  # of a step: less would be told as 0 %
 _QUEUED = 0.10  # of a step, as the least that makes a rank slow
-_STARVED = 0.30  # of a step that the usual rank waits for data: then no sizes help
+_STARVED = 0.30  # of a step that most ranks wait for data: then no sizes help
 _WON = 0.01  # of a step: less is within the noise of most runs
 
 
@@ -130,43 +130,46 @@ def _times(world: Sequence[Line]) -> Iterator[str]:
         return
     newest = entries[-1].ranks
     slow = find_slow(newest)
-    yield from _slow(slow)
+    than = versus(sum(each.samples > 0 for each in newest))
+    yield from _slow(slow, than)
     if slow and entries[-1].which:
         yield (
             f"The log holds {len(newest)} of {entries[-1].num_ranks} ranks, from the fastest to "
             "the slowest: ranks between the slow ones are as slow."
         )
     yield from _queued(newest)
-    won = list(_won(world, entries, is_even=not slow))
+    why = why_none(newest)
+    won = list(_won(world, entries, is_even=not (slow or why)))
     yield from won
-    if not slow and not won:
-        yield f"No rank is slow: ranks wait for the longest {_waited(newest):.1%} of a step."
+    if not slow and (why or not won):
+        waits = f"No rank is slow: ranks wait for the longest {waited_share(newest):.1%} of a step"
+        yield f"{waits}; {why}." if why else f"{waits}."
     yield from _starved(newest)
 
 
-def _slow(slow: Sequence[SlowRank]) -> Iterator[str]:
+def _slow(slow: Sequence[SlowRank], than: str) -> Iterator[str]:
     before, num_told = 0.0, 0
     held: list[SlowRank] = []  # ranks that cost something only together with the next
     for entry in slow:
         held.append(entry)
         added = entry.share - before
         if num_told < _MOST_NAMED and added >= _COST:
-            yield _cost(held, added, is_another=num_told > 0)
+            yield _cost(held, added, than, is_another=num_told > 0)
             before, num_told, held = entry.share, num_told + 1, []
     if held and num_told:
         yield f"{len(held)} more rank{'s are' if len(held) > 1 else ' is'} slow."
     elif held:
         yield (
-            f"Rank {held[0].rank} is slow: its own work takes {held[0].ratio:.2f}x the median "
-            "rank's. Another takes longer, but its times vary too much to say whether it is slow."
+            f"Rank {held[0].rank} is slow: its own work takes {held[0].ratio:.2f}x {than}. "
+            "Another takes longer, but its times vary too much to say whether it is slow."
         )
 
 
-def _cost(ranks: Sequence[SlowRank], share: float, *, is_another: bool) -> str:
+def _cost(ranks: Sequence[SlowRank], share: float, than: str, *, is_another: bool) -> str:
     """Say what share of a step some ranks cost together."""
     by = " and ".join(dict.fromkeys(_DOES[each.cause] for each in ranks))
     costs = f"{'another ' if is_another else ''}{share:.0%} of a step by {by}"
-    takes = f"takes {min(each.ratio for each in ranks):.2f}x the median rank's"
+    takes = f"takes {min(each.ratio for each in ranks):.2f}x {than}"
     if len(ranks) == 1:
         return f"Rank {ranks[0].rank} costs {costs}: its own work {takes}."
     names = [str(each.rank) for each in sorted(ranks, key=lambda each: each.rank)]
@@ -217,23 +220,15 @@ def _won(world: Sequence[Line], entries: Sequence[Times], *, is_even: bool) -> I
         yield f"Steps are {-share:.0%} longer than with the first sizes ({took})."
 
 
-def _waited(times: Sequence[RankTimes]) -> float:
-    """Return the share of a step that the ranks wait for the longest one, on average."""
-    busy = [each.busy_s for each in times if each.samples > 0]
-    whole_s = step_s(times)
-    if not (busy and whole_s > 0):
-        return 0.0
-    return max(max(busy) - statistics.fmean(busy), 0.0) / whole_s  # not -0.0, by rounding
-
-
 def _starved(times: Sequence[RankTimes]) -> Iterator[str]:
     measured = [each for each in times if each.samples > 0]
     whole_s = step_s(times)
-    stall_s = statistics.median(each.stall_s for each in measured) if measured else 0.0
+    # The lower one of two: what more than half of the ranks wait at least, of two ranks both.
+    stall_s = statistics.median_low(each.stall_s for each in measured) if measured else 0.0
     if whole_s > 0 and stall_s > _STARVED * whole_s:
         yield (
-            f"The usual rank waits for its data {stall_s / whole_s:.0%} of a step: more loader "
-            "processes, a faster source or a SampleStore would help all."
+            f"More than half of the ranks wait for their data {stall_s / whole_s:.0%} of a step or "
+            "more: more loader processes, a faster source or a SampleStore would help all."
         )
 
 

@@ -24,6 +24,7 @@ from loft_hvd.errors import (
     TransportTimeoutError,
     UsageError,
 )
+from loft_hvd.transport.waits import waiting
 
 __all__ = [
     "Abilities",
@@ -353,7 +354,7 @@ def wait_for(
     start = clock()
     pause = SHORTEST_SLEEP_S
     watch = watch_of(work)
-    with watch.waiting():
+    with watch.waiting(), waiting():
         while not work.done():
             if clock() - start > timeout_s:
                 late = watch.late()

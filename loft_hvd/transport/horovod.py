@@ -44,6 +44,7 @@ from loft_hvd.transport.horovod_private import (
     check_version,
     count_others,
     hosts_updated_error,
+    meter_waits,
     operations,
     process_sets_of,
     starting,
@@ -250,6 +251,7 @@ class HorovodTransport:
     def __init__(self, process_set: Any | None = None) -> None:
         self._hvd = horovod_module()
         self._ops = operations()
+        meter_waits(self._ops)
         if process_set is not None and config().is_elastic:
             _warn_of_sets_in_elastic_jobs()
         self._set = self._hvd.global_process_set if process_set is None else process_set

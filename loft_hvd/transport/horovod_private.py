@@ -18,6 +18,7 @@ from typing import Any
 
 from loft_hvd.errors import MissingDependencyError
 from loft_hvd.failures.call_sites import locals_of
+from loft_hvd.transport.waits import meter
 
 __all__ = [
     "allgather_of",
@@ -26,6 +27,7 @@ __all__ = [
     "check_version",
     "count_others",
     "hosts_updated_error",
+    "meter_waits",
     "operations",
     "process_sets_of",
     "starting",
@@ -92,6 +94,14 @@ def hosts_updated_error() -> type[Exception]:
         "horovod.common.exceptions"
     ).HostsUpdatedInterrupt
     return error
+
+
+def meter_waits(ops: Any) -> None:
+    """Have what waits in Horovod's operations count as waits, from now on.
+
+    All that is synchronous, and ``hvd.synchronize``, ends in this call of the library.
+    """
+    meter(ops.mpi_lib, "horovod_torch_wait_and_clear")
 
 
 # What a script starts by itself.

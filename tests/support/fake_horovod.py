@@ -21,6 +21,7 @@ def allreduce_async_(tensor, name=None, op=None, process_set=None):
     return handle
 
 def synchronize(handle):
+    mpi_lib.horovod_torch_wait_and_clear(handle)
     return _handle_map.pop(handle)[-1]
 
 def join(device=-1):
@@ -43,7 +44,11 @@ def fake_operations(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Put operations that end at once in the place of Horovod's, and return them."""
     made = ModuleType("horovod.torch.mpi_ops")
     vars(made).update(
-        handles=itertools.count(), Sum="sum", global_process_set=ALL, _basics=basics()
+        handles=itertools.count(),
+        Sum="sum",
+        global_process_set=ALL,
+        _basics=basics(),
+        mpi_lib=SimpleNamespace(horovod_torch_wait_and_clear=lambda handle: None),
     )
     exec(OPS, vars(made))
     monkeypatch.setattr("loft_hvd.transport.horovod.horovod_module", lambda: made)

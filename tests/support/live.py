@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import loft_hvd as loft
+from loft_hvd.transport import waits
 from loft_hvd.transport.local import LocalTransport
 from tests.support.clock import Clock
 
@@ -37,7 +38,8 @@ class Run:
         balancer.computing_ended()
         waited_s = max(seconds) - seconds[balancer.rank]
         clock.now += waited_s
-        balancer.step_ended(waited_s=waited_s)
+        waits.add(waited_s)
+        balancer.step_ended()
         self.sizes.append(taken.sizes)
 
     def step(self, num_samples: int | None = None) -> None:

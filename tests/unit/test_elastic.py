@@ -231,7 +231,7 @@ def test_every_sample_is_trained_once_though_the_world_changes_twice_in_an_epoch
         mine: list[int] = []
         for number, (x,) in enumerate(loader, start=1):
             balancer.take_step()
-            balancer.step_ended(waited_s=0.0)
+            balancer.step_ended()
             mine += [] if loader.is_padding else x.tolist()
             if number == num_steps:
                 break

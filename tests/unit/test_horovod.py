@@ -99,7 +99,7 @@ def test_process_sets_in_an_elastic_job_are_warned_of_once(
 ) -> None:
     every = SimpleNamespace(process_set_id=0)
     engine = SimpleNamespace(
-        allreduce_async_=print, Sum="sum", global_process_set=every, _basics=basics()
+        mpi_lib=None, allreduce_async_=print, Sum="sum", global_process_set=every, _basics=basics()
     )
     monkeypatch.setattr("loft_hvd.transport.horovod.horovod_module", lambda: engine)
     monkeypatch.setitem(sys.modules, "horovod.torch.mpi_ops", engine)
@@ -138,6 +138,7 @@ def test_an_elastic_job_recovers_from_a_set_that_is_gone_but_not_from_mistakes(
         raise ValueError(message)
 
     engine = SimpleNamespace(
+        mpi_lib=None,
         HorovodInternalError=_InternalError,
         allreduce_async_=print,
         Sum="sum",
@@ -166,6 +167,7 @@ def test_an_error_of_starting_says_which_rank_is_behind_it(
     told: list[Exception] = []
     calls = {"size": lambda: 2, "rank": lambda: 0, "_alltoall_async": print} | {fails: gone}
     engine = SimpleNamespace(
+        mpi_lib=None,
         allreduce_async_=print,
         Sum="sum",
         process_set_id=0,
@@ -202,6 +204,7 @@ class _Table:
     """Horovod as its table of process sets tells, which may be held for long."""
 
     Sum = "sum"
+    mpi_lib = None
     process_set_id, ranks = 0, None
 
     def __init__(self) -> None:

@@ -161,7 +161,7 @@ def run(transport: LocalTransport, **options: Any) -> loft.Balancer:
         balancer.begin_batch(sizes, fetch_s=1e-3, stall_s=1e-3, local=own, remote=0)
         balancer.take_step()
         balancer.gradient_arrived(blocked_s=0.0)
-        balancer.step_ended(waited_s=0.0)
+        balancer.step_ended()
     return balancer
 
 

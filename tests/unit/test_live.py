@@ -41,7 +41,7 @@ def train(balancer: loft.Balancer, batches: Any, *, skip: int | None = None) -> 
     for number, _ in enumerate(batches):
         if number != skip:
             balancer.take_step()
-            balancer.step_ended(waited_s=0.0)
+            balancer.step_ended()
 
 
 def test_a_rank_with_other_samples_is_named_after_the_first_step() -> None:
@@ -82,7 +82,7 @@ def test_ranks_that_train_the_same_run_agree_over_epochs_and_loaded_states() -> 
         for _ in range(3):
             next(batches)
             balancer.take_step()
-            balancer.step_ended(waited_s=0.0)
+            balancer.step_ended()
         states = loader.state_dict(), balancer.state_dict()
         balancer, loader = make(transport)
         loader.load_state_dict(states[0])
@@ -496,7 +496,7 @@ def test_two_balancers_of_equal_options_exchange_times_side_by_side() -> None:
                 with each.step(4):
                     each.take_step()
                     each.gradient_arrived(blocked_s=0.0)
-                    each.step_ended(waited_s=0.0)
+                    each.step_ended()
             if step == 1:
                 is_ahead.set()  # rank 0 has sent both times
 

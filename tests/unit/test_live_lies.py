@@ -16,6 +16,7 @@ from loft_hvd.balance.batches import BatchQueue
 from loft_hvd.balance.interval import SUM, SUMS, Head
 from loft_hvd.balance.plan import Plan, StepSizes
 from loft_hvd.errors import MismatchError
+from loft_hvd.transport import waits
 from loft_hvd.transport.base import Work
 from loft_hvd.transport.local import LocalTransport, run_ranks
 from tests.support.clock import Clock
@@ -140,7 +141,8 @@ def train(
             balancer.computing_ended()
             steps.append(float(np.max(sample_s * plan.sizes)))
             clock.now += steps[-1] - own_s
-            balancer.step_ended(waited_s=steps[-1] - own_s)
+            waits.add(steps[-1] - own_s)
+            balancer.step_ended()
         step_s = np.array(steps).reshape(NUM_INTERVALS, INTERVAL).mean(axis=1)
         return step_s, balancer.explain(), balancer.plan
 

@@ -243,7 +243,7 @@ def test_the_dummy_batch_of_a_small_last_batch_is_as_large_as_can_be() -> None:
         for indices in sampler:
             with balancer.step(len(indices)):
                 balancer.take_step()
-            balancer.step_ended(waited_s=0.0)
+            balancer.step_ended()
             lengths.append(len(indices))
         return lengths
 

@@ -19,6 +19,7 @@ from loft_hvd.balance.plan import Bounds, Floats, Plan, StepSizes
 from loft_hvd.balance.policy import Allowed, Task
 from loft_hvd.simulate.compare import random_scenario
 from loft_hvd.simulate.simulation import simulate
+from loft_hvd.transport import waits
 from loft_hvd.transport.local import LocalTransport, run_ranks
 from tests.support.clock import Clock
 from tests.support.clusters import drive, measure, observe
@@ -339,7 +340,8 @@ def train(seconds: Floats, *, interval: int) -> tuple[list[tuple[int, ...]], str
             balancer.computing_ended()
             waited_s = float(own.max() - own[transport.rank])
             clock.now += waited_s
-            balancer.step_ended(waited_s=waited_s)
+            waits.add(waited_s)
+            balancer.step_ended()
         return [made.sizes for made in balancer.history], balancer.explain()
 
     return run_ranks(world_size, work)[0]

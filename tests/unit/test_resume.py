@@ -19,6 +19,7 @@ from loft_hvd.balance.plan import StepSizes
 from loft_hvd.balance.resume import Archive, SavedRun, first_plans, make_controller
 from loft_hvd.codec import decode, encode
 from loft_hvd.errors import ArgumentError, PlanError
+from loft_hvd.transport import waits
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
 from tests.support.plans import make_options
 
@@ -226,7 +227,8 @@ def train(balancer: loft.Balancer, hosts: list[str], num_steps: int, now: list[f
         balancer.computing_ended()
         slowest = max(a * b for a, b in zip(per_sample, plan.sizes, strict=True))
         now[0] += slowest - spent
-        balancer.step_ended(waited_s=slowest - spent)
+        waits.add(slowest - spent)
+        balancer.step_ended()
 
 
 class Hosts:

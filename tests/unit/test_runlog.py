@@ -312,13 +312,13 @@ def test_a_fault_is_on_disk_before_the_error_goes_on_and_only_once(tmp_path: Pat
 def test_ranks_that_part_ways_leave_a_fault_in_the_log(tmp_path: Path) -> None:
     def work(transport: LocalTransport) -> str:
         balancer = loft.Balancer(8, interval=5, transport=transport, log_dir=tmp_path)
-        balancer.step_ended(waited_s=0.0)
+        balancer.step_ended()
         if transport.rank == 1:
             balancer.history.append(Plan(9, 0, (4, 4)))  # a plan that only this rank has
         for _ in range(3):
-            balancer.step_ended(waited_s=0.0)
+            balancer.step_ended()
         with pytest.raises(loft.LoftError, match="with plan 9"):
-            balancer.step_ended(waited_s=0.0)
+            balancer.step_ended()
         return "done"
 
     assert run_ranks(2, work) == ["done", "done"]

@@ -31,7 +31,7 @@ def train(balancer: loft.Balancer, placement: loft.Placement, kind: str = "loade
             balancer.take_step()
             balancer.gradient_arrived(blocked_s=0.0)
             balancer.computing_ended()
-            balancer.step_ended(waited_s=0.0)
+            balancer.step_ended()
     balancer.explain()  # waits for what rank 0 makes of the last interval
 
 

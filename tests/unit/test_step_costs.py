@@ -199,7 +199,7 @@ def seconds_by_place(
             clock.now += 1.0
             balancer.gradient_arrived(blocked_s=0.0)
             balancer.computing_ended()
-            balancer.step_ended(waited_s=0.0)
+            balancer.step_ended()
         spent.append(time.thread_time() - engine.spent_s - began)
     by_place = np.array(spent).reshape(num_intervals, INTERVAL)[2:]
     return [float(each) for each in np.median(by_place, axis=0)]

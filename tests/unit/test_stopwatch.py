@@ -9,6 +9,7 @@ from loft_hvd.balance.explain import describe
 from loft_hvd.balance.interval import SUM, SUMS, read_times, typical
 from loft_hvd.balance.plan import Bools, Floats
 from loft_hvd.balance.stopwatch import DeviceClock, StepSums, StepTimer
+from loft_hvd.transport import waits
 from tests.support.clock import Clock
 
 FOLLOWS = {
@@ -42,7 +43,8 @@ def one_step(timer: StepTimer, clock: Clock, *, samples: int = 8, counts: bool =
     timer.computing_ended()
     clock.now += 3
     clock.now += 1
-    timer.step_ended(waited_s=3.0, counts=counts)
+    waits.add(3.0)
+    timer.step_ended(counts=counts)
 
 
 def test_a_step_is_told_apart_into_its_parts(clock: Clock) -> None:
@@ -81,7 +83,7 @@ def test_excluded_time_belongs_to_no_part(clock: Clock) -> None:
         clock.now += 70
     clock.now += 5
     timer.gradient_arrived()
-    timer.step_ended(waited_s=0.0)
+    timer.step_ended()
     assert_sums(
         timer,
         steps=2,
@@ -126,7 +128,7 @@ def test_time_queued_for_a_core_is_not_computing(clock: Clock) -> None:
     queue.now += 4
     timer.gradient_arrived()
     timer.computing_ended()
-    timer.step_ended(waited_s=0.0)
+    timer.step_ended()
     assert_sums(
         timer, steps=1, samples=8, local=8, fetch_s=1, stall_s=1, compute_s=6, queued_s=4, wall_s=11
     )
@@ -138,7 +140,7 @@ def test_fetching_beside_the_computing_stalls_nobody(clock: Clock) -> None:
     timer.batch_arrived(local=8, remote=0, fetch_s=6.0, stall_s=0.5)
     clock.now += 10
     timer.gradient_arrived()
-    timer.step_ended(waited_s=0.0)
+    timer.step_ended()
     assert_sums(
         timer, steps=1, samples=8, local=8, fetch_s=6, stall_s=0.5, compute_s=10, wall_s=10.5
     )
@@ -253,7 +255,7 @@ def test_slow_steps_are_no_pauses(clock: Clock) -> None:
         timer.batch_arrived(local=8, remote=0, fetch_s=fetch_s, stall_s=fetch_s)
         clock.now += 5
         timer.gradient_arrived()
-        timer.step_ended(waited_s=0.0)
+        timer.step_ended()
     sums = dict(zip(SUMS, timer.take(), strict=True))
     assert (sums["steps"], sums["stall_s"], sums["paused_s"]) == (10, 518, 0)
 
@@ -265,7 +267,7 @@ def test_the_square_of_the_work_gives_its_variation(clock: Clock) -> None:
         timer.batch_arrived(local=8, remote=0, fetch_s=1.0, stall_s=1.0)
         clock.now += seconds
         timer.gradient_arrived()
-        timer.step_ended(waited_s=0.0)
+        timer.step_ended()
     assert timer.take()[SUM["busy_s2"]] == pytest.approx(4**2 + 6**2)
 
 
@@ -274,7 +276,7 @@ def test_samples_from_a_cache_are_local_and_told_apart(clock: Clock) -> None:
     timer.batch_arrived(local=6, remote=2, cached=4, fetch_s=0.0, stall_s=0.0)
     clock.now += 1
     timer.gradient_arrived()
-    timer.step_ended(waited_s=0.0)
+    timer.step_ended()
     assert_sums(timer, steps=1, samples=8, local=6, remote=2, cached=4, compute_s=1, wall_s=1)
 
 
@@ -319,7 +321,8 @@ def test_a_device_is_timed_by_its_own_clock_and_never_waited_for(clock: Clock) -
     timer.gradient_arrived()
     timer.computing_ended()
     clock.now += 12
-    timer.step_ended(waited_s=12.0)
+    waits.add(12.0)
+    timer.step_ended()
     assert_sums(timer)  # not known yet
     device.now = 20.0
     assert_sums(
@@ -342,7 +345,7 @@ def test_steps_of_older_sizes_do_not_come_back_from_a_slow_device(clock: Clock) 
     timer.batch_arrived(local=8, remote=0, fetch_s=0.0, stall_s=0.0)
     device.ends += 4
     timer.gradient_arrived()
-    timer.step_ended(waited_s=0.0)
+    timer.step_ended()
     timer.discard()
     device.now = 9.0
     assert_sums(timer)

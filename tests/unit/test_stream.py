@@ -190,7 +190,7 @@ def take(loader: loft.StreamLoader, balancer: loft.Balancer) -> list[Any]:
     batches = []
     for batch in loader:
         balancer.take_step()
-        balancer.step_ended(waited_s=0.0)
+        balancer.step_ended()
         batches.append(batch)
     return batches
 
@@ -233,7 +233,7 @@ def test_a_rank_without_a_share_gets_a_dummy_of_batches_too() -> None:
         for x in loader:
             yield x
             balancer.take_step()
-            balancer.step_ended(waited_s=0.0)
+            balancer.step_ended()
 
     assert run_ranks(2, work) == [
         [([0, 1, 2, 3], False), ([4, 5, 6, 7], False)],
@@ -300,7 +300,7 @@ def test_a_stream_that_knows_its_position_goes_on_in_mid_epoch(
             found = []
             for batch in itertools.islice(loader, most):
                 balancer.take_step()
-                balancer.step_ended(waited_s=0.0)
+                balancer.step_ended()
                 sizes_of = loader.step_sizes.step, loader.step_sizes.sizes
                 found.append((sizes_of, loader.local_batch_size and batch.tolist()))
             return found
@@ -337,7 +337,7 @@ def state_after(source: Any, *, num_trained: int) -> dict[str, Any]:
     loader = loft.StreamLoader(source, balancer)
     for _ in itertools.islice(loader, num_trained):
         balancer.take_step()
-        balancer.step_ended(waited_s=0.0)
+        balancer.step_ended()
     return loader.state_dict()
 
 

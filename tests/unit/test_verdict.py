@@ -97,7 +97,7 @@ def test_ranks_as_slow_as_each_other_are_told_together() -> None:
     sentences = judge(read_lines([times(20, {}, each, {}, each, {"compute_s": 0.2}, {}, {})]))
     assert sentences[0] == (
         "Ranks 1 3 cost 25% of a step by computing together: the own work of each takes 3.00x the "
-        "median rank's or more."
+        "median of the others' or more."
     )
     assert sentences[1].startswith("Rank 4 costs another 25% of a step by computing")
 
@@ -106,8 +106,8 @@ def test_slow_rank_behind_one_whose_times_vary_costs_nothing_for_sure() -> None:
     line = times(20, {}, {"compute_s": 0.3}, {"compute_s": 0.25}, {}, {})
     line["ranks"][1]["busy_s2"] = 0.28  # a standard error of 0.1 s
     assert judge(read_lines([line])) == [
-        "Rank 2 is slow: its own work takes 2.50x the median rank's. Another takes longer, but its "
-        "times vary too much to say whether it is slow."
+        "Rank 2 is slow: its own work takes 2.50x the median of the others'. Another takes longer, "
+        "but its times vary too much to say whether it is slow."
     ]
 
 
@@ -220,7 +220,7 @@ def test_only_the_newest_world_is_judged() -> None:
 def test_all_that_wait_for_data_are_told_so() -> None:
     sentences = judge(read_lines([times(20, {"stall_s": 0.2}, {"stall_s": 0.2})]))
     assert sentences[0] == "No rank is slow: ranks wait for the longest 0.0% of a step."
-    assert "The usual rank waits for its data 50% of a step" in sentences[1]
+    assert "More than half of the ranks wait for their data 50% of a step or more" in sentences[1]
 
 
 def test_even_ranks_leave_nothing_to_say_but_that() -> None:
