@@ -359,7 +359,7 @@ class MeshLane(Lane):
     """Exchanges of CPU tensors on a mesh; its other collectives are those of the transport."""
 
     name = "mesh"
-    adds_up = False  # links are idle less than in one collective after the other (docs/benchmarks.md)
+    adds_up = False  # owners keep links busier than one collective after the other
 
     def __init__(self, below: Transport, mesh: Mesh) -> None:
         super().__init__(below)
