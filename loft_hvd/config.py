@@ -48,6 +48,7 @@ VARIABLES = {  # of each field that a user sets
     "lane": "LOFT_HVD_LANE",
     "mesh": "LOFT_HVD_MESH",
     "compact": "LOFT_HVD_COMPACT",
+    "links": "LOFT_HVD_LINKS",
     "copies": "LOFT_HVD_COPIES",
 }
 
@@ -74,13 +75,13 @@ _INTERFACES = ("HOROVOD_GLOO_IFACE", "GLOO_SOCKET_IFNAME", "OMPI_MCA_btl_tcp_if_
 _KEEPALIVE = "OMPI_MCA_oob_tcp_keepalive_time"  # of Open MPI; also what --mca makes for ranks
 # Of the same, and of srun, which tells every process of a job step: what mpirun or torchrun say,
 # which it may have started, comes before it.
-_RANKS = (
-    "HOROVOD_SIZE",
-    "OMPI_COMM_WORLD_SIZE",
-    "PMI_SIZE",
-    "WORLD_SIZE",
-    "SLURM_STEP_NUM_TASKS",
-)
+_RANKS = {
+    "HOROVOD_SIZE": "horovodrun",
+    "OMPI_COMM_WORLD_SIZE": "mpirun",
+    "PMI_SIZE": "mpiexec",
+    "WORLD_SIZE": "torchrun",
+    "SLURM_STEP_NUM_TASKS": "srun",
+}
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
 _RANK = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK", "SLURM_PROCID")
 
@@ -113,6 +114,9 @@ class Config:
     # Whether floats travel in fewer bytes on these connections (transport/compact.py): "auto" where
     # links are slow, "on" where all ranks say so, "off" where any does.
     compact: str = "auto"
+    # Which congestion control connections between ranks have (transport/congestion.py): "auto" BBR
+    # where links are long or lossy, "bbr" everywhere, "off" what the host takes.
+    links: str = "auto"
     # Whether ranks "compare" their copies of the parameters and the optimizer's state, or "ignore"
     # what differs: in a script whose ranks differ on purpose.
     copies: str = "compare"
@@ -120,6 +124,7 @@ class Config:
     is_elastic: bool = False  # whether Horovod runs elastically
     local_ranks: int = 1  # on this node; 1 where nothing is told
     ranks: int = 1  # of the whole job
+    launcher: str = "a launcher"  # who tells that number
     rank: int = -1  # of this process; -1 where nothing is told
     interface: str = ""  # the network interface that the engine uses; "" where nothing is told
     is_torchrun: bool = False  # whether torchrun has started this
@@ -196,12 +201,14 @@ class Config:
             compact=read(
                 "COMPACT", one_of("auto", "on", "off"), cls.compact, takes="auto, on or off"
             ),
+            links=read("LINKS", one_of("auto", "bbr", "off"), cls.links, takes="auto, bbr or off"),
             copies=read(
                 "COPIES", one_of("compare", "ignore"), cls.copies, takes="compare or ignore"
             ),
             is_elastic=environ.get("HOROVOD_ELASTIC", "") == "1",
             local_ranks=_first_count(environ, _LOCAL_RANKS),
-            ranks=_first_count(environ, _RANKS),
+            ranks=_first_count(environ, tuple(_RANKS)),
+            launcher=next((who for name, who in _RANKS.items() if environ.get(name)), cls.launcher),
             rank=next((int(environ[n]) for n in _RANK if environ.get(n, "").isdecimal()), -1),
             interface=next((environ[name] for name in _INTERFACES if environ.get(name)), ""),
             is_torchrun=_TORCHRUN in environ and "HOROVOD_SIZE" not in environ and not is_mpirun,

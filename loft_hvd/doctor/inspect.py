@@ -33,6 +33,7 @@ from loft_hvd.config import (
 )
 from loft_hvd.errors import ArgumentError
 from loft_hvd.topology import cpu_flags, vector_levels
+from loft_hvd.transport.congestion import has_bbr
 
 __all__ = [
     "EXTRAS",
@@ -110,6 +111,7 @@ def inspect_all(
         Section("Horovod", _horovod(build or horovod_build(probe=ask))),
         Section("Launchers", _launchers(ask)),
         Section("CPU", _cpu()),
+        Section("Links", _links()),
         Section("Settings", _settings()),
     )
 
@@ -375,6 +377,15 @@ def _cpu() -> tuple[DoctorFinding, ...]:
         DoctorFinding("vector instructions", ", ".join(vector_levels(cpu_flags()))),
         DoctorFinding("threads of torch", str(torch.get_num_threads())),
     )
+
+
+def _links() -> tuple[DoctorFinding, ...]:
+    if has_bbr():
+        return (DoctorFinding("BBR, for long and lossy links", "here"),)
+    advice = (
+        f"{_OPTIONAL} `sudo modprobe tcp_bbr`, where hosts are far from each other or lose packets"
+    )
+    return (DoctorFinding("BBR, for long and lossy links", "not in this kernel by now", advice),)
 
 
 def _settings() -> tuple[DoctorFinding, ...]:

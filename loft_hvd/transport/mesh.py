@@ -5,7 +5,7 @@ the slowest rank; between two, links are idle. Here each exchange is sends and r
 which torch's Gloo matches by a tag: the digest of the operation's name. So the next part of a
 tensor fills the link while this one is aggregated. On 4 hosts with links of 200 Mb/s a rule's
 exchange of 25 MB took 2.2 s on Horovod's collectives, 1.7 s so. Where links are slow, floats travel
-in fewer bytes (``compact.py``).
+in fewer bytes (``compact.py``); long and lossy ones take BBR (``congestion.py``).
 
 ``open_mesh`` connects ranks, which prove themselves to each other, and ``try_mesh`` takes the
 connections of a process group that there is; ``MeshLane`` is the lane of all-to-alls and
@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from loft_hvd.config import config
 from loft_hvd.errors import TransportError
 from loft_hvd.transport import compact
 from loft_hvd.transport.agreement import digest
@@ -46,6 +47,7 @@ from loft_hvd.transport.base import (
     shards_of,
     subset,
 )
+from loft_hvd.transport.congestion import CongestionControl, links_between
 from loft_hvd.transport.groups import nodes_of
 
 __all__ = [
@@ -171,6 +173,7 @@ class Mesh:
         is_compact: bool = False,
         compact_bytes: float | None = None,
         nodes: Sequence[Sequence[int]] = (),
+        congestion: CongestionControl | None = None,
     ) -> None:
         self.bytes_per_s = bytes_per_s
         self.is_compact = is_compact
@@ -179,6 +182,7 @@ class Mesh:
         self.rank = rank
         self.world_size = len(ranks)
         self._ranks = tuple(ranks)
+        self._congestion = congestion  # of its connections, where they are between hosts
         self._group = group
         self._longest = timedelta(seconds=longest_s)
         self._expected: dict[str, list[Any]] = {}  # receives by name, until their exchange begins
@@ -199,6 +203,7 @@ class Mesh:
             # Such subsets exchange at once, and share the links that their ranks have in common.
             compact_bytes=self._compact_bytes * len(ranks) / self.world_size,
             nodes=self._nodes,
+            congestion=self._congestion,
         )
         self._parts.add(part)
         return part
@@ -252,6 +257,8 @@ class Mesh:
         self, sends: Sequence[Tensor], recvs: Sequence[Tensor], *, name: str, phase: int = 0
     ) -> Move:
         """Start to send ``sends[j]`` to rank j and to fill ``recvs[i]`` from rank i, near first."""
+        if self._congestion is not None:
+            self._congestion.look()
         started = self._expected.pop(name, None) if phase == 0 else None
         if started is None:
             started = [self._recv(recvs[peer], peer, name, phase) for peer in self._sources()]
@@ -486,6 +493,9 @@ def try_mesh(
     Returns:
         The mesh; or, on every rank, why some rank cannot use the connections.
     """
+    links = links_between(channel.sub("connections"))
+    congestion = CongestionControl(links, rank=channel.rank, wish=config().links)
+    congestion.look()
     bytes_per_s, silent = _try_links(group, ranks, channel.sub("links"))
     if silent:
         return f"ranks {silent} could not send or receive"
@@ -505,6 +515,7 @@ def try_mesh(
         bytes_per_s=bytes_per_s,
         is_compact=is_compact,
         nodes=nodes_of(channel),
+        congestion=congestion,
     )
 
 

@@ -74,11 +74,12 @@ def test_process_sets_are_dynamic_where_horovod_says_so(
 
 def test_every_variable_of_ours_sets_its_field() -> None:
     words = {"isa": "avx2", "lane": "mesh", "mesh": "off", "compact": "off", "copies": "ignore"}
+    words["links"] = "bbr"
     for field, variable in VARIABLES.items():
         assert Config.from_environ({variable: words.get(field, "7")}) != Config()
     # By launchers.
-    told = {"is_elastic", "local_ranks", "ranks", "rank", "interface", "is_torchrun"}
-    told |= {"is_mpirun", "is_mpirun_patient"}
+    told = {"is_elastic", "local_ranks", "ranks", "rank", "launcher", "interface"}
+    told |= {"is_torchrun", "is_mpirun", "is_mpirun_patient"}
     assert {field.name for field in dataclasses.fields(Config)} == VARIABLES.keys() | told
 
 

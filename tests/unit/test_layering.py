@@ -51,6 +51,7 @@ _LAYERS = {
     "transport/waits.py": 0,
     "transport/base.py": 1,
     "transport/compact.py": 2,
+    "transport/congestion.py": 2,
     "transport/agreement.py": 2,
     "transport/conformance.py": 2,
     "transport/groups.py": 2,
