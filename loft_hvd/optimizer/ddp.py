@@ -60,7 +60,7 @@ from loft_hvd.pipeline.weights import PassWeights
 from loft_hvd.runlog import RunLog
 from loft_hvd.transport.agreement import check_agreement
 from loft_hvd.transport.base import Channel, Transport, watch_of
-from loft_hvd.transport.torch_distributed import TorchDistributedTransport
+from loft_hvd.transport.default import torch_transport
 from loft_hvd.transport.waits import waiting
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def ddp_hook(  # noqa: PLR0913 - a script sets few of them, by name
     names = {id(parameter): (name, parameter) for name, parameter in named_parameters or ()}
     texts = {key: name for key, (name, _) in names.items()}
     check_whole(texts, [parameter for _, parameter in names.values()], what="ddp_hook")
-    ends = TorchDistributedTransport() if transport is None else transport
+    ends = torch_transport() if transport is None else transport
     channel = Channel(ends, "loft.ddp", config().timeout_s if timeout_s is None else timeout_s)
     world = {"rank": ends.rank, "world_size": ends.world_size}
     batches = batches_of(balancer, RunLog(None), log_dir, **world)
