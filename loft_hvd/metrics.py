@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,35 +13,49 @@ from loft_hvd.transport.default import default_transport
 
 __all__ = ["Metric", "average"]
 
+_Value = TypeVar("_Value", float, Tensor)
+
 
 def average(
-    value: float, count: int, *, name: str = "metric", transport: Transport | None = None
-) -> float:
+    value: _Value, count: int, *, name: str = "metric", transport: Transport | None = None
+) -> _Value:
     """Average a metric over the samples of all ranks; every rank calls it alike.
 
     Args:
-        value: this rank's mean over its samples; ignored where ``count`` is 0.
+        value: this rank's mean over its samples, a number or a tensor of one value; ignored where
+            ``count`` is 0.
         count: samples behind it, >= 0.
         name: tells averages apart that are in flight at once.
         transport: the ranks; by default Horovod's, else those of torch.distributed, else this one
             alone.
 
     Returns:
-        ``sum(value * count) / sum(count)``, equal on every rank; NaN when no rank has a sample.
+        ``sum(value * count) / sum(count)``, worked out in float64, equal on every rank; NaN when no
+        rank has a sample. What was given: a float, or a tensor of that shape, dtype and device,
+        without a gradient.
 
     Raises:
         ArgumentTypeError: ``count`` is not a whole number.
-        ArgumentError: ``count`` is negative.
+        ArgumentError: ``count`` is negative, or the tensor has not one value.
     """
     check_count(count, what="average")
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ArgumentError(
+            f"average of {name!r}: the value has shape {list(value.shape)}; give its mean over "
+            "this rank's samples, value.mean(), or use loft.Metric for one value a sample"
+        )
     ends = default_transport() if transport is None else transport
     # Where there is no sample the value may be NaN, which 0 would not take away.
-    sums = torch.tensor([float(value) * count if count else 0.0, float(count)], dtype=torch.float64)
+    own = float(value.detach() if isinstance(value, Tensor) else value)
+    sums = torch.tensor([own * count if count else 0.0, float(count)], dtype=torch.float64)
     if ends.world_size > 1:
         channel = Channel(ends, f"loft.average.{name}")
         channel.wait(ends.allreduce(sums, name=channel.name), what=f"average of {name!r}")
     total, samples = sums.tolist()
-    return total / samples if samples else float("nan")
+    mean = total / samples if samples else float("nan")
+    if isinstance(value, Tensor):
+        return torch.full_like(value, mean, requires_grad=False)
+    return mean
 
 
 def check_count(count: int, *, what: str) -> None:

@@ -159,7 +159,12 @@ class BatchQueue:
     @property
     def seems_forgotten(self) -> bool:
         """Whether many batches went out by now and no backward pass has taken any; true once."""
-        return self.trained is None and self._num_begun == _MANY_BATCHES
+        return self.num_untold == _MANY_BATCHES
+
+    @property
+    def num_untold(self) -> int:
+        """Batches that went out while no backward pass has ever taken one."""
+        return self._num_begun if self.trained is None else 0
 
     def expect_depth(self, num_steps: int) -> None:
         """Note how many steps beyond the newest one trained on a loader may draw, once it begins.

@@ -667,6 +667,13 @@ class LivePlan:
         head = (
             f"plan {self.plan.plan_id}: sizes {list(self.plan.sizes)} of global_batch_size={total}"
         )
+        if not self.times and self._batches.num_untold > 1:
+            return (
+                f"{head}\nno times: {self._batches.num_untold} batches have gone out, and no "
+                "gradient has come to this balancer. Give balancer= to loft.DistributedOptimizer, "
+                "or to a loft.ddp_hook that the model registers, or call "
+                "loft.attach(optimizer, balancer)"
+            )
         if not self.times:
             return f"{head}\nno times yet: ranks exchange them at step {self._say_due()}"
         if self._controller is not None:

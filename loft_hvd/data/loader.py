@@ -14,7 +14,7 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from multiprocessing import context, popen_fork, process
 from typing import Any
@@ -248,12 +248,15 @@ class DataLoader(PlannedLoader):
         settings = EpochSettings(placement, order, seed, drop_last, relaxed)
         self.dataset = dataset
         self.num_workers = num_workers
+        self.drop_last = drop_last
+        self.pin_memory = pin_memory
+        self.collate_fn: Callable[[list[Any]], Any] = collate_fn or default_collate
         keeper = keeper_of(dataset) if train else None
         self._batches = GlobalBatches(settings, self._view, keeper=keeper, given=given)
         self._position = 0  # samples of the epoch, of all ranks, in the batches yielded
         self._feed = _Feed(self._batches)
         feed: Any = self._feed  # torch expects lists of samples; requests carry more
-        collate: Any = TimedCollate(collate_fn or default_collate)
+        collate: Any = TimedCollate(self.collate_fn)
         self._loader = TorchDataLoader(
             FetchingDataset(dataset),
             batch_sampler=feed,
@@ -274,6 +277,24 @@ class DataLoader(PlannedLoader):
 
     def __len__(self) -> int:
         return len(self._batches)
+
+    # What scripts read of torch's own loader, as far as it means something here.
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of this rank in a batch by the newest plan; it may change with each plan."""
+        return self._view.plan_at(self._next_step).sizes[self._view.rank]
+
+    @property
+    def sampler(self) -> Sized:
+        """What has a length, as a ``DistributedSampler``: an equal share of an epoch's samples."""
+        # Rounded up: scripts look at len(sampler) * world_size for samples that are left over.
+        return range(-(-self._batches.settings.num_samples // self._view.world_size))
+
+    @property
+    def batch_sampler(self) -> Sized:
+        """What has a length: the steps of an epoch."""
+        return range(len(self))
 
     def __iter__(self) -> Iterator[Any]:
         iteration = self._begin_iteration()

@@ -537,6 +537,16 @@ def check_length(dataset: object) -> int:
             "loft.TarShards and Parquet files with loft.ParquetShards, which are map-style and "
             "read blocks; for any other stream use loft.StreamLoader, or index it"
         )
+    if not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")):
+        is_sampler = isinstance(dataset, Sampler)
+        advice = (
+            "a sampler says which samples are drawn and how often, and here each is drawn once an "
+            "epoch, which the balancer's ranks share; give the data set. Draws by weight are not "
+            "served: repeat samples in the data set instead"
+            if is_sampler
+            else "give the map-style data set itself, with __len__ and __getitem__"
+        )
+        raise ArgumentTypeError(f"the data set is of type {type(dataset).__name__}: {advice}")
     return len(dataset)
 
 

@@ -272,3 +272,12 @@ def test_steps_that_nobody_times_are_warned_of_once(caplog: pytest.LogCaptureFix
     said = [record.getMessage() for record in caplog.records]
     assert [text[:44] for text in said] == ["no step has been timed in the first 8, so si"]
     assert "with balancer.step(num_samples)" in said[0]
+
+
+def test_batches_without_a_gradient_are_told_with_the_way_out() -> None:
+    balancer = loft.Balancer(8, "report", transport=LocalWorld(1).transport(0))
+    for _ in range(60):
+        with balancer.step(8):
+            pass
+    assert "60 batches have gone out, and no gradient has come" in balancer.explain()
+    assert "loft.attach(optimizer, balancer)" in balancer.explain()

@@ -12,11 +12,20 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
+from torch.utils.data import (
+    Dataset,
+    IterableDataset,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+    get_worker_info,
+)
 
 from loft_hvd.data import loader as loader_module
 from loft_hvd.data.loader import DataLoader, FetchingDataset, Request, TimedCollate, sure_fork
 from loft_hvd.data.placement import Placement
+from loft_hvd.data.sampler import BatchSampler
 from loft_hvd.errors import ArgumentTypeError, DataError
 from tests.support.plans import FakePlans
 
@@ -504,3 +513,28 @@ def test_too_many_that_do_not_start_are_an_error_with_the_way_out(
 @pytest.mark.parametrize(("wanted", "num_workers"), [("spawn", 2), ("forkserver", 1), ("fork", 0)])
 def test_other_start_methods_are_left_alone(wanted: str, num_workers: int) -> None:
     assert sure_fork(wanted, num_workers=num_workers) is wanted
+
+
+def test_what_scripts_read_of_torchs_own_loader() -> None:
+    loader = DataLoader(
+        TensorDataset(NUMBERS), FakePlans([5, 3, 0], rank=1), collate_fn=keep_lists, drop_last=True
+    )
+    assert (loader.batch_size, loader.drop_last, loader.collate_fn) == (3, True, keep_lists)
+    assert len(loader.batch_sampler) == len(loader) == 6
+    # As pytorch/examples' ImageNet script looks for samples that are left over.
+    assert not len(loader.sampler) * 3 < len(NUMBERS) <= len(loader.sampler) * 3 + 2
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (WeightedRandomSampler([1.0, 0.0], 100), "Draws by weight are not served"),
+        (SequentialSampler(range(9)), "give the data set"),
+        (TorchDataLoader(range(9)), "give the map-style data set itself"),  # type: ignore[arg-type]  # has a length
+    ],
+    ids=["weights", "order", "loader"],
+)
+def test_what_draws_samples_is_no_data_set(given: Any, says: str) -> None:
+    for make in (DataLoader, BatchSampler):
+        with pytest.raises(ArgumentTypeError, match=says):
+            make(given, FakePlans([5, 3]))

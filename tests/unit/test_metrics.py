@@ -81,3 +81,21 @@ def test_a_metric_is_read_as_horovods_example_reads_its_own() -> None:
 def test_counts_that_are_none_are_refused(value: Any, count: Any, error: Any, says: str) -> None:
     with pytest.raises(error, match=says):
         UNTYPED.Metric("x").update(value, count)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
+def test_an_average_is_what_was_given(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def work(end: LocalTransport) -> tuple[Any, Any]:
+        loss = torch.full(shape, 1.0 + end.rank, dtype=dtype, requires_grad=True)
+        return loft.average(loss, 2 * end.rank, transport=end), loft.average(1.0, 1, transport=end)
+
+    for mean, number in run_ranks(3, work):
+        assert (mean.shape, mean.dtype, mean.requires_grad) == (shape, dtype, False)
+        assert float(mean) == pytest.approx((2 * 2 + 3 * 4) / 6, rel=1e-2)
+        assert isinstance(number, float)
+
+
+def test_several_values_have_no_one_count() -> None:
+    with pytest.raises(ArgumentError, match=r"shape \[4\]; give its mean"):
+        loft.average(torch.ones(4), 4)
