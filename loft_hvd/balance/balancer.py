@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,19 +31,13 @@ from loft_hvd.codec import decode
 from loft_hvd.config import config
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, PlanError, UsageError
 from loft_hvd.runlog import MOST_ROWS, open_run_log
-from loft_hvd.transport.agreement import check_agreement
+from loft_hvd.transport.agreement import check_agreement, new_number
 from loft_hvd.transport.base import Channel, Transport
 from loft_hvd.transport.default import default_transport
 from loft_hvd.transport.local import LocalWorld
 from loft_hvd.transport.waits import meter_torch
 
 __all__ = ["Balancer"]
-
-
-@functools.cache
-def _numbers() -> Iterator[int]:
-    """Count the balancers of this process, and the worlds of each."""
-    return itertools.count()
 
 
 class Balancer:
@@ -170,11 +162,8 @@ class Balancer:
                 what="Balancer",
                 refusal=self.log.refusal,
             )
-            # Another of the same options has its own times and plans on the way. Ranks may have
-            # made some alone, or joined late: the highest number is new to all.
-            number = torch.tensor([next(_numbers())])
-            numbers = Channel(self._transport, "loft.balancer.number").allgather_rows(number)
-            self._number = int(numbers.max())
+            # Another of the same options has its own times and plans on the way.
+            self._number = new_number(Channel(self._transport, "loft.balancer.number"))
 
     # Worlds: the ranks there are, and what they can take.
 

@@ -58,7 +58,7 @@ from loft_hvd.pipeline.suspicion.tracker import Suspicion
 from loft_hvd.pipeline.suspicion.watch import Quarantine
 from loft_hvd.pipeline.weights import PassWeights
 from loft_hvd.runlog import RunLog
-from loft_hvd.transport.agreement import check_agreement
+from loft_hvd.transport.agreement import check_agreement, new_number
 from loft_hvd.transport.base import Channel, Transport, watch_of
 from loft_hvd.transport.default import torch_transport
 from loft_hvd.transport.waits import waiting
@@ -164,6 +164,7 @@ def ddp_hook(  # noqa: PLR0913 - a script sets few of them, by name
             "option scaler": "none" if scaler is None else "given",
         }
         check_agreement(channel, fields, what="ddp_hook", refusal=batches.log.refusal)
+        channel = channel.sub(str(new_number(channel.sub("number"))))  # one for each model
         if balancer is not None:  # in a world of one any plan will do
             balancer.require(min_ranks=rule.min_rows, num_passes=1)
     elif batches.log.refusal:

@@ -25,7 +25,7 @@ from loft_hvd.pipeline.reducer import GradientReducer
 from loft_hvd.pipeline.suspicion.judgement import Judgement
 from loft_hvd.pipeline.suspicion.report import SuspicionReport
 from loft_hvd.runlog import RunLog
-from loft_hvd.transport.agreement import check_agreement
+from loft_hvd.transport.agreement import check_agreement, new_number
 from loft_hvd.transport.base import Channel, Transport
 from loft_hvd.transport.groups import Over, find_groups
 from loft_hvd.transport.waits import waiting
@@ -123,9 +123,13 @@ class OptimizerWorld:
         self._batches = options.batches(before, rank=self.rank, world_size=self.world_size)
         self._number = self._batches.num_worlds
         self.log = self._batches.log
+        # Two optimizers over models of one kind have the same names for their parameters. In an
+        # elastic job ranks of the first world are not there together.
+        self._own = ""
         found = options.collect()
         if should_agree:
             self._agree(found)
+            self._own = f".{new_number(Channel(transport, 'loft.optimizer.number'))}"
         self._workers = Workers(self._channel(found), found.rules, options.over)
         self._judgement = Judgement(
             self._channel(found),
@@ -153,7 +157,7 @@ class OptimizerWorld:
         return all(a is b for a, b in zip(found.parameters, own.parameters, strict=True))
 
     def _channel(self, found: ReducedParameters) -> Channel:
-        return Channel(self._transport, found.name)
+        return Channel(self._transport, f"{found.name}{self._own}")
 
     @property
     def rank(self) -> int:

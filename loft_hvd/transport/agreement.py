@@ -5,15 +5,17 @@ Only fixed-length digests travel: nothing that another rank sent is ever unpickl
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from loft_hvd.errors import ArgumentError, MismatchError
 from loft_hvd.transport.base import Channel
 
-__all__ = ["check_agreement", "digest", "odd_ones"]
+__all__ = ["check_agreement", "digest", "new_number", "odd_ones"]
 
 _SHOWN = 200  # characters of a value; a choice: a line or two of an error
 _REFUSAL_BYTES = 1000  # a choice
@@ -84,6 +86,17 @@ def _raise_refusal(channel: Channel, refusal: str) -> None:
     # The first rank that has something to say: the same one on every rank.
     rank, text = next((rank, text) for rank, text in enumerate(told) if text)
     raise ArgumentError(text if rank == channel.rank else f"on rank {rank}: {text}")
+
+
+@functools.cache
+def _numbers() -> Iterator[int]:
+    return itertools.count()
+
+
+def new_number(channel: Channel) -> int:
+    """Return a number, equal on all ranks, that none of them has had; every rank calls it alike."""
+    # Ranks may have had some alone, or joined late: the highest is new to all.
+    return int(channel.allgather_rows(torch.tensor([next(_numbers())])).max())
 
 
 def odd_ones(values: Sequence[float]) -> list[int]:

@@ -442,3 +442,23 @@ def test_trimmed_mean_keeps_an_attacked_job_within_the_honest_range(
     honest = rows[[rank for rank in range(hvd.size()) if rank != 1]]
     assert bool((reduced >= honest.amin(dim=0)).all())
     assert bool((reduced <= honest.amax(dim=0)).all())
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_twins_have_names_of_their_own(rule: loft.Rule) -> None:
+    """Two models of one kind, no names given, both on their way at once, and a later one."""
+    expected = loft.allreduce(own_grads(), rule, name="twins")
+    for _ in range(2):  # a second training while the first one's optimizers are still there
+        models = make_model(), make_model()
+        optimizers = [
+            loft.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), rule=rule)
+            for model in models
+        ]
+        for _ in range(2):
+            for model in models:
+                model.zero_grad()
+                backward(model)
+            for optimizer in reversed(optimizers):
+                optimizer.synchronize()
+            for model in models:
+                torch.testing.assert_close(grads_of(model), expected, rtol=1e-5, atol=1e-6)
