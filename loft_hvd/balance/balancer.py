@@ -29,7 +29,7 @@ from loft_hvd.balance.resume import SavedRun
 from loft_hvd.balance.stopwatch import make_device_clock
 from loft_hvd.codec import decode
 from loft_hvd.config import config
-from loft_hvd.errors import ArgumentError, ArgumentTypeError, PlanError, UsageError
+from loft_hvd.errors import ArgumentError, ArgumentTypeError, NeverCopied, PlanError, UsageError
 from loft_hvd.runlog import MOST_ROWS, open_run_log
 from loft_hvd.transport.agreement import check_agreement, new_number
 from loft_hvd.transport.base import Channel, Transport
@@ -40,7 +40,7 @@ from loft_hvd.transport.waits import meter_torch
 __all__ = ["Balancer"]
 
 
-class Balancer:
+class Balancer(NeverCopied):
     """Gives each rank its share of the global batch, and says where each rank's time goes.
 
     Make it on every rank, after ``hvd.init()``. The loader draws batches of ``local_batch_size``
@@ -85,6 +85,10 @@ class Balancer:
         PlanError: sizes are of the wrong number or sum, or the limits leave none.
         MismatchError: ranks were given different values.
     """
+
+    _in_place_of_a_copy = (
+        "its state_dict() can be, or make another Balancer with the same arguments, on every rank"
+    )
 
     def __init__(  # noqa: PLR0913 - a script sets few of them, by name
         self,

@@ -28,7 +28,7 @@ from loft_hvd.data.draws import (
     draw_epoch,
 )
 from loft_hvd.data.placement import Placement, check_placement
-from loft_hvd.errors import ArgumentTypeError, DataError
+from loft_hvd.errors import ArgumentTypeError, DataError, NeverCopied
 
 __all__ = [
     "BatchSampler",
@@ -146,13 +146,15 @@ def check_balancer(balancer: object) -> None:
         )
 
 
-class PlannedLoader:
+class PlannedLoader(NeverCopied):
     """What loaders have in common: the batch yielded last, and the step that comes next.
 
     Args:
         balancer: hears of batches.
         evaluates: in place of the balancer, where a loader only evaluates: nobody hears of those.
     """
+
+    _in_place_of_a_copy = "its state_dict() can be, or make another one with the same arguments"
 
     def __init__(self, balancer: PlanSource, *, evaluates: PlanView | None = None) -> None:
         check_balancer(balancer)
@@ -425,7 +427,7 @@ class GlobalBatches:
         return loaded
 
 
-class BatchSampler(Sampler[list[int]]):
+class BatchSampler(NeverCopied, Sampler[list[int]]):
     """Index lists for a user's own ``torch.utils.data.DataLoader(batch_sampler=...)``.
 
     Torch draws index lists ahead of the batches it yields, and yields them in that order. So each
@@ -439,6 +441,8 @@ class BatchSampler(Sampler[list[int]]):
         balancer: gives the sizes and takes what was drawn.
         placement, shuffle, seed, drop_last, relaxed: see ``loft.DataLoader``.
     """
+
+    _in_place_of_a_copy = PlannedLoader._in_place_of_a_copy
 
     def __init__(
         self,

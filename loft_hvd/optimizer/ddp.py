@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from loft_hvd.aggregation.rules import Mean, Rule
 from loft_hvd.balance.balancer import Balancer
 from loft_hvd.config import config
-from loft_hvd.errors import ArgumentError, ArgumentTypeError
+from loft_hvd.errors import ArgumentError, ArgumentTypeError, NeverCopied
 from loft_hvd.optimizer.options import (
     EqualBatches,
     advised_momentum,
@@ -189,8 +189,10 @@ def ddp_hook(  # noqa: PLR0913 - a script sets few of them, by name
     )
 
 
-class DDPHook:
+class DDPHook(NeverCopied):
     """A communication hook for one model under ``DistributedDataParallel``; see ``ddp_hook``."""
+
+    _in_place_of_a_copy = "make another one by loft.ddp_hook() for another model, on every rank"
 
     # DDP compares annotations with the types themselves, not with their names: here are none.
     __signature__ = inspect.Signature(

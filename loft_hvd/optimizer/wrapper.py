@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from loft_hvd.config import config
-from loft_hvd.errors import ArgumentError, ArgumentTypeError, LoftError, UsageError
+from loft_hvd.errors import ArgumentError, ArgumentTypeError, LoftError, NeverCopied, UsageError
 from loft_hvd.optimizer.horovods import HOROVODS_MODULE, users_class
 from loft_hvd.optimizer.options import (
     BetasAdvice,
@@ -162,8 +162,12 @@ class OptimizerProxy(_Optimizer):
     step.hooked = True  # type: ignore[attr-defined]  # the user's own step runs the step hooks
 
 
-class OptimizerWrapper(OptimizerProxy):
+class OptimizerWrapper(NeverCopied, OptimizerProxy):
     """The user's optimizer with reduced gradients; made by ``wrap``."""
+
+    _in_place_of_a_copy = (
+        "copy its state_dict(), or wrap an optimizer of a copied model, on every rank alike"
+    )
 
     def __init__(self, options: OptimizerOptions, *_: object) -> None:
         if not isinstance(options, OptimizerOptions):
