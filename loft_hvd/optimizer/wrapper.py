@@ -9,6 +9,7 @@ whose ``step`` communicates: it then calls the base class's ``step``, the proxy'
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
 import warnings
@@ -59,6 +60,8 @@ class OptimizerProxy(_Optimizer):
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         # No super().__init__: it would build a second state and second parameter groups.
+        # What tells the state that ``step`` has made up from one of training, by parameter.
+        self._made_up: dict[Any, dict[str, Any]] = {}
         self._optimizer = optimizer
 
     def __getattr__(self, name: str) -> Any:
@@ -116,6 +119,7 @@ class OptimizerProxy(_Optimizer):
         before = self._optimizer.__dict__.copy()
         try:
             self._optimizer.load_state_dict(state_dict)
+            self._made_up = {}
             self._check_loaded()
         except Exception as error:
             self._optimizer.__dict__.update(before)
@@ -137,29 +141,62 @@ class OptimizerProxy(_Optimizer):
         empty (a new run, or a worker that joins one).
         """
         # A step with zero gradients moves parameters by weight decay, and by momentum if there is
-        # any: the decay is switched off, and what moves all the same is put back.
+        # any, and some optimizers count in their groups: all of it is put back.
         groups = self._optimizer.param_groups
-        decays = [group.get("weight_decay") for group in groups]
         kept = [[p.detach().clone() for p in group["params"]] for group in groups]
+        options = [
+            {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+            for group in groups
+        ]
         for group in groups:
             if "weight_decay" in group:
                 group["weight_decay"] = 0
         try:
             self._optimizer.step()
         finally:
-            for group, decay, values in zip(groups, decays, kept, strict=True):
-                if decay is not None:
-                    group["weight_decay"] = decay
+            for group, before, values in zip(groups, options, kept, strict=True):
+                group.update(before)
                 with torch.no_grad():
                     for parameter, value in zip(group["params"], values, strict=True):
                         parameter.copy_(value)
-        # The step did not count: AdamW's first real one must not be taken for its second.
-        for entry in self._optimizer.state.values():
+        # The step did not count. NAdam, say, has more in its state than numbers that begin at 0,
+        # so what was made up goes before the first real step, unless another rank's took its place.
+        state = self._optimizer.state
+        for entry in state.values():
             if "step" in entry:
                 entry["step"] = entry["step"] * 0
+        self._made_up = {parameter: _mark_of(entry) for parameter, entry in state.items()}
         return None
 
+    def _drop_made_up(self) -> None:
+        """Forget the state that ``step`` has made up, if it is still there."""
+        made_up, self._made_up = self._made_up, {}
+        state = self._optimizer.state
+        if made_up and all(
+            parameter in state and _has_mark(state[parameter], mark)
+            for parameter, mark in made_up.items()
+        ):
+            state.clear()
+
     step.hooked = True  # type: ignore[attr-defined]  # the user's own step runs the step hooks
+
+
+def _mark_of(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what tells a parameter's state: its numbers, or where it has none all of it."""
+    numbers = {
+        name: value
+        for name, value in entry.items()
+        if not isinstance(value, Tensor) or value.dim() == 0
+    }
+    return copy.deepcopy(numbers or dict(entry))
+
+
+def _has_mark(entry: Mapping[str, Any], mark: Mapping[str, Any]) -> bool:
+    return all(
+        name in entry
+        and (torch.equal(entry[name], value) if isinstance(value, Tensor) else entry[name] == value)
+        for name, value in mark.items()
+    )
 
 
 class OptimizerWrapper(NeverCopied, OptimizerProxy):
@@ -343,6 +380,7 @@ class OptimizerWrapper(NeverCopied, OptimizerProxy):
         if self._momentum is not None:
             check_step(self.param_groups, self._momentum.beta)
             self._advise_betas()
+        self._drop_made_up()
         if closure is None:
             self._prepare_step()
             result = self._optimizer.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from pathlib import Path
 from typing import Any
@@ -415,3 +416,103 @@ def test_what_is_frozen_while_buckets_are_laid_out_is_reduced_as_it_thaws(change
 
     total = -3.0 if change == "passes" else -1.5
     assert run_ranks(2, work) == [[total] * 2] * 2
+
+
+class Counts(torch.optim.SGD):
+    """Keeps numbers that do not begin at 0, and are not called ``step``, here and in its groups."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        for group in self.param_groups:
+            group["k"] = 3
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["k"] += 1
+            for parameter in group["params"]:
+                entry = self.state[parameter]
+                entry["warmth"] = entry.get("warmth", 0.5) * 0.5
+                parameter.data -= group["lr"] * entry["warmth"] / group["k"] * parameter.grad
+
+
+KINDS: dict[str, Any] = {
+    name: functools.partial(getattr(torch.optim, name), lr=0.01)
+    for name in [
+        "NAdam",
+        "RAdam",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "Adadelta",
+        "Adagrad",
+        "ASGD",
+        "RMSprop",
+        "Rprop",
+        "SGD",
+    ]
+} | {
+    "momentum": functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9, dampening=0.5),
+    "decay": functools.partial(torch.optim.NAdam, lr=0.01, weight_decay=0.1),
+    "counts": functools.partial(Counts, lr=0.01),
+}
+
+
+def as_horovods_broadcast(optimizer: Any) -> None:
+    """Make up a state as ``hvd.broadcast_optimizer_state`` does where there is none."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    super(optimizer.__class__, optimizer).step()
+    assert len(optimizer.state_dict()["state"]) in (0, 2)  # what it then sends
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_that_a_broadcast_made_up_survives(kind: str) -> None:
+    nets = [torch.nn.Linear(3, 2) for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    plain = KINDS[kind](nets[0].parameters())
+    wrapped: Any = loft.DistributedOptimizer(
+        KINDS[kind](nets[1].parameters()), transport=LocalWorld(1).transport(0)
+    )
+    as_horovods_broadcast(wrapped)
+    for step in range(4):
+        for net, optimizer in zip(nets, (plain, wrapped), strict=True):
+            optimizer.zero_grad()
+            (net(torch.arange(3.0) + step) ** 2).sum().backward()
+            optimizer.step()
+    for one, other in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("kind", ["NAdam", "momentum", "counts"])
+def test_what_a_trained_root_has_sent_stays(kind: str) -> None:
+    nets = [torch.nn.Linear(3, 2) for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    root = KINDS[kind](nets[0].parameters())
+    late: Any = loft.DistributedOptimizer(
+        KINDS[kind](nets[1].parameters()), transport=LocalWorld(1).transport(0)
+    )
+
+    def train(net: torch.nn.Module, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        (net(torch.arange(3.0)) ** 2).sum().backward()
+        optimizer.step()
+
+    for _ in range(2):
+        train(nets[0], root)
+    as_horovods_broadcast(late)
+    nets[1].load_state_dict(nets[0].state_dict())
+    pairs = zip(root.param_groups[0]["params"], late.param_groups[0]["params"], strict=True)
+    for one, other in pairs:
+        for name, value in root.state[one].items():  # in place, or as numbers
+            if isinstance(value, torch.Tensor):
+                late.state[other][name].copy_(value)
+            else:
+                late.state[other][name] = value
+    for name, value in root.param_groups[0].items():
+        if name != "params":
+            late.param_groups[0][name] = value
+    for net, optimizer in zip(nets, (root, late), strict=True):
+        train(net, optimizer)
+    for one, other in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        assert torch.equal(one, other)
