@@ -419,7 +419,7 @@ class Loft(Policy):
         fit = replace(fit, model=model)
         self._fit = fit
         if not self.is_adaptive:
-            state.note = "sizes are not changed: the policy only reports"
+            state.note = self._say_what_it_would_do(interval, fit)
             return None
         state.verdicts.pass_interval()
         num_misses = state.verdicts.num_misses
@@ -431,6 +431,29 @@ class Loft(Policy):
             state.note = "sizes wait for one interval, since a plan was undone"
             return None
         return self._search(interval, fit)
+
+    def _say_what_it_would_do(self, interval: Interval, fit: Fit) -> str:
+        """Say which sizes would be chosen in the end, and what they would save."""
+        text, now = "sizes are not changed, as the policy only reports", interval.sizes
+        if fit.is_poor.any():  # as after a few steps: sizes by what a sample takes now
+            if not (interval.valid.all() and (now > 0).all() and (interval.busy_s > 0).all()):
+                return f"{text}; the times of some ranks fit no model, by which to choose others"
+            sample_s = interval.busy_s / now
+            found = self.task.rounded(now.sum() / sample_s / (1 / sample_s).sum())
+            now_s = interval.step_s
+            then_s = now_s - float(interval.busy_s.max() - (sample_s * np.array(found)).max())
+            is_sure = now_s - then_s > self._dead_band * now_s
+        else:
+            found = SOLVERS[self._solver](fit.model, int(now.sum()), self.task.bounds)
+            found = self._choose(fit, now, found, self.task.bounds)
+            gain = fit.gain(now, found)
+            then_s, now_s, is_sure = gain.then_s, gain.now_s, _sure(gain) > 0
+        if not is_sure or found == tuple(now.tolist()):
+            return f"{text}; no others would surely make a step shorter"
+        return (
+            f'{text}; policy="loft" would choose {list(found)}, for a step of '
+            f"{1e3 * then_s:.3g} ms in place of {1e3 * now_s:.3g} ms, {1 - then_s / now_s:.1%} less"
+        )
 
     def _legal(self, sizes: Sizes, reason: str) -> Proposal:
         """Return what comes into force when these sizes are proposed."""

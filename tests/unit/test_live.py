@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -501,3 +502,36 @@ def test_two_balancers_of_equal_options_exchange_times_side_by_side() -> None:
                 is_ahead.set()  # rank 0 has sent both times
 
     run_ranks(2, work)
+
+
+def test_a_report_ends_with_the_sizes_that_it_would_choose_and_what_they_would_save() -> None:
+    def work(transport: LocalTransport) -> str:
+        run = Run(transport, policy="report")
+        for _ in range(45):
+            run.step()
+        return run.balancer.explain()
+
+    text = run_ranks(2, work)[0]
+    told = re.search(
+        r'policy="loft" would choose \[(\d+), (\d+)\], for a step of ([\d.]+) ms in place of '
+        r"([\d.]+) ms, ([\d.]+)% less",
+        text,
+    )
+    assert told is not None, text
+    # 32 samples of 10 and 30 ms: 960 ms; 48 and 16 take 480 on both.
+    assert (int(told[1]), int(told[2])) == (48, 16)
+    assert float(told[3]) == pytest.approx(480, rel=0.03)
+    assert float(told[4]) == pytest.approx(960, rel=0.01)
+    assert float(told[5]) == pytest.approx(50, abs=2)
+
+
+def test_a_report_of_even_ranks_would_choose_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.support.live.SECONDS", (1e-2, 1e-2))
+
+    def work(transport: LocalTransport) -> str:
+        run = Run(transport, policy="report")
+        for _ in range(45):
+            run.step()
+        return run.balancer.explain()
+
+    assert "no others would surely make a step shorter" in run_ranks(2, work)[0]
