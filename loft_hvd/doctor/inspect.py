@@ -282,7 +282,10 @@ def horovod_build(*, probe: Callable[[Sequence[str]], str] | None = None) -> Hor
         text = _check_build(program) if probe is None else probe([program, "--check-build"])
     except subprocess.TimeoutExpired as error:
         trouble = f"horovodrun --check-build took longer than its limit of {error.timeout:g} s"
-        return HorovodBuild(version=version, trouble=trouble, advice=_BUSY_ADVICE)
+        # Who starts ranks goes on: Gloo is what a build has unless it was told otherwise.
+        return HorovodBuild(
+            version=version, controllers=("Gloo",), trouble=trouble, advice=_BUSY_ADVICE
+        )
     except (OSError, subprocess.SubprocessError) as error:
         return HorovodBuild(version=version, trouble=f"horovodrun --check-build: {error}")
     return parse_check_build(text)
