@@ -73,8 +73,8 @@ _LOCAL_RANKS = (  # horovodrun, Open MPI, MPICH and Intel MPI, torchrun
 # The network interface of the engine: horovodrun, torch.distributed, Open MPI.
 _INTERFACES = ("HOROVOD_GLOO_IFACE", "GLOO_SOCKET_IFNAME", "OMPI_MCA_btl_tcp_if_include")
 _KEEPALIVE = "OMPI_MCA_oob_tcp_keepalive_time"  # of Open MPI; also what --mca makes for ranks
-# Of the same, and of srun, which tells every process of a job step: what mpirun or torchrun say,
-# which it may have started, comes before it.
+# What tells the number of ranks, and who tells it. srun, last, tells every process of a job step,
+# and what it starts may be mpirun or torchrun.
 _RANKS = {
     "HOROVOD_SIZE": "horovodrun",
     "OMPI_COMM_WORLD_SIZE": "mpirun",
@@ -171,6 +171,9 @@ class Config:
 
         # A job of horovodrun's may itself be started by a script that runs under mpirun.
         is_mpirun = "OMPI_COMM_WORLD_SIZE" in environ and "HOROVOD_SIZE" not in environ
+        is_torchrun = _TORCHRUN in environ and "HOROVOD_SIZE" not in environ
+        # mpirun, or srun by PMI, may start a torchrun on each host.
+        told = ("WORLD_SIZE", *_RANKS) if is_torchrun else tuple(_RANKS)
         threads: int | None = None
         level: str | None = None
         no_file: str | None = None
@@ -207,11 +210,11 @@ class Config:
             ),
             is_elastic=environ.get("HOROVOD_ELASTIC", "") == "1",
             local_ranks=_first_count(environ, _LOCAL_RANKS),
-            ranks=_first_count(environ, tuple(_RANKS)),
-            launcher=next((who for name, who in _RANKS.items() if environ.get(name)), cls.launcher),
+            ranks=_first_count(environ, told),
+            launcher=_RANKS.get(_first_counting(environ, told), cls.launcher),
             rank=next((int(environ[n]) for n in _RANK if environ.get(n, "").isdecimal()), -1),
             interface=next((environ[name] for name in _INTERFACES if environ.get(name)), ""),
-            is_torchrun=_TORCHRUN in environ and "HOROVOD_SIZE" not in environ and not is_mpirun,
+            is_torchrun=is_torchrun and not is_mpirun,
             is_mpirun=is_mpirun,
             is_mpirun_patient=is_mpirun and _KEEPALIVE not in environ,
         )
@@ -219,10 +222,14 @@ class Config:
 
 def _first_count(environ: Mapping[str, str], names: tuple[str, ...]) -> int:
     """Return how many ranks the launcher says it started; 1 where it does not say."""
-    for name in names:  # the first that tells: one launcher may have started another
-        if (text := environ.get(name, "")).isdecimal() and int(text) > 0:
-            return int(text)
-    return 1
+    return int(environ.get(_first_counting(environ, names), "1"))
+
+
+def _first_counting(environ: Mapping[str, str], names: tuple[str, ...]) -> str:
+    """Return the first variable that tells a number of ranks; "" where none does."""
+    # The first: one launcher may have started another.
+    counts = (n for n in names if environ.get(n, "").isdecimal() and int(environ[n]) > 0)
+    return next(counts, "")
 
 
 @functools.cache

@@ -103,15 +103,12 @@ class PeerError(TransportError):
 
 
 class NeverCopied:
-    """Base of what is connected to other ranks, of which a copy would be a second one here.
-
-    Raises:
-        UsageError: it is copied or pickled.
-    """
+    """Base of what is connected to other ranks, of which a copy would be a second one here."""
 
     _in_place_of_a_copy = ""  # the way out
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be copied or pickled, by ``UsageError``."""
         raise UsageError(
             f"{type(self).__name__}: it is connected to the other ranks, so it cannot be copied or "
             f"pickled; {self._in_place_of_a_copy}"

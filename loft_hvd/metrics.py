@@ -31,30 +31,32 @@ def average(
 
     Returns:
         ``sum(value * count) / sum(count)``, worked out in float64, equal on every rank; NaN when no
-        rank has a sample. What was given: a float, or a tensor of that shape, dtype and device,
-        without a gradient.
+        rank has a sample. What was given: a float, or a tensor of that shape, device and floating
+        dtype (the default one for whole numbers), without a gradient.
 
     Raises:
         ArgumentTypeError: ``count`` is not a whole number.
         ArgumentError: ``count`` is negative, or the tensor has not one value.
     """
     check_count(count, what="average")
-    if isinstance(value, Tensor) and value.numel() != 1:
+    if count and isinstance(value, Tensor) and value.numel() != 1:
         raise ArgumentError(
             f"average of {name!r}: the value has shape {list(value.shape)}; give its mean over "
             "this rank's samples, value.mean(), or use loft.Metric for one value a sample"
         )
     ends = default_transport() if transport is None else transport
     # Where there is no sample the value may be NaN, which 0 would not take away.
-    own = float(value.detach() if isinstance(value, Tensor) else value)
-    sums = torch.tensor([own * count if count else 0.0, float(count)], dtype=torch.float64)
+    own = value.detach() if isinstance(value, Tensor) else value
+    sum_ = float(own) * count if count else 0.0
+    sums = torch.tensor([sum_, float(count)], dtype=torch.float64)
     if ends.world_size > 1:
         channel = Channel(ends, f"loft.average.{name}")
         channel.wait(ends.allreduce(sums, name=channel.name), what=f"average of {name!r}")
     total, samples = sums.tolist()
     mean = total / samples if samples else float("nan")
     if isinstance(value, Tensor):
-        return torch.full_like(value, mean, requires_grad=False)
+        dtype = value.dtype if value.is_floating_point() else torch.get_default_dtype()
+        return torch.full_like(value, mean, dtype=dtype, requires_grad=False)
     return mean
 
 

@@ -357,7 +357,7 @@ class Balancer(NeverCopied):
         yield
 
     def exclude(self) -> AbstractContextManager[None]:
-        """Leave what runs inside (evaluation, checkpoints, own collectives) out of all times."""
+        """Leave what runs inside (evaluation, checkpoints) out of all times."""
         return self._live.timer.exclude()
 
     def explain(self, *, verbose: bool = False) -> str:

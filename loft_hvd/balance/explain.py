@@ -95,6 +95,11 @@ def why_none(times: Sequence[RankTimes]) -> str:
         if len(fast) > 1:
             return f"ranks {' '.join(fast)} are faster than the others, and wait for them"
         return f"rank {fast[0]} is faster than the others, and waits for them"
+    longest = max(measured, key=lambda each: each.busy_s)
+    others = [each for each in measured if each is not longest]
+    usual_s = statistics.median(each.busy_s for each in others)
+    if longest.busy_s - usual_s <= (_SLOW_RATIO - 1.0) * usual_s:
+        return "none takes a tenth more than the others"
     return "their times vary too much, or are too few, to say which rank is the slow one"
 
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from loft_hvd.balance.interval import SUM, SUMS, TYPICAL, skewness, typical
-from loft_hvd.transport.waits import seconds, totals, watchers
+from loft_hvd.transport.waits import seconds, totals, watch
 
 __all__ = ["DeviceClock", "StepTimer", "make_device_clock"]
 
@@ -46,8 +46,8 @@ class Span:
 
     @property
     def is_over(self) -> bool:
-        """Whether the device has come to the last gradient."""
-        return bool(self._end.query())
+        """Whether the device has come to the last gradient, and to the ends of all waits."""
+        return all(event.query() for event in (self._end, *(end for _, end in self._waits)))
 
     @property
     def waited_s(self) -> float:
@@ -78,7 +78,8 @@ class DeviceClock:
         self._waits: list[tuple[Any, Any]] = []
         self._num_inside = 0  # of these, those before the last gradient
         self._wait_began: Any = None
-        watchers.add(self)
+        self._own: Any = None  # the stream of the batch
+        watch(self)
 
     def _mark(self) -> Any:
         event = self._make_event()
@@ -89,6 +90,7 @@ class DeviceClock:
         """Mark the arrival of a batch."""
         self._threads = {threading.get_ident()}
         self._waits, self._num_inside, self._wait_began = [], 0, None
+        self._own = self._stream()
         self._start, self._end = self._mark(), None
 
     def gradient(self) -> None:
@@ -102,7 +104,9 @@ class DeviceClock:
 
     def wait_began(self) -> None:
         """Mark where the batch begins to wait for other ranks."""
-        if self._start is not None and threading.get_ident() in self._threads:
+        if self._start is None or threading.get_ident() not in self._threads:
+            return
+        if self._stream() == self._own:  # on another stream a wait holds up what is there alone
             self._wait_began = self._mark()
 
     def wait_ended(self) -> None:
@@ -293,7 +297,7 @@ class StepTimer:
         self.device_clock: DeviceClock | None = None
         self._clear_step()
         if queue_clock is not None:
-            watchers.add(self)
+            watch(self)
 
     def _clear_step(self) -> None:
         self._step = _Step()
@@ -332,13 +336,13 @@ class StepTimer:
         if self.device_clock is not None:
             self.device_clock.arrived()
 
-    # What a thread that waits queues for, as it asks over and over, is no part of its computing.
-
     def wait_began(self) -> None:
+        """Note that a thread waits: what it queues for, as it asks on and on, is no computing."""
         if self._arrived is not None and threading.get_ident() == self._batch_thread:
             self._queue_at_wait = self._queue_clock()
 
     def wait_ended(self) -> None:
+        """Note that it goes on."""
         if self._queue_at_wait is not None and threading.get_ident() == self._batch_thread:
             self._queue_at_arrival += self._queue_clock() - self._queue_at_wait
             self._queue_at_wait = None

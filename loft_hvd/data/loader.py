@@ -12,6 +12,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sized
@@ -37,6 +38,7 @@ from loft_hvd.data.sampler import (
     tell_sources,
 )
 from loft_hvd.errors import ArgumentTypeError, DataError
+from loft_hvd.transport.waits import seconds, totals
 
 __all__ = ["DataLoader", "FetchingDataset", "Request", "TimedCollate", "WorkerInit", "sure_fork"]
 
@@ -283,7 +285,10 @@ class DataLoader(PlannedLoader):
     @property
     def batch_size(self) -> int:
         """Samples of this rank in a batch by the newest plan; it may change with each plan."""
-        return self._view.plan_at(self._next_step).sizes[self._view.rank]
+        # Not ``plan_at``, which is asked for batches that are drawn.
+        return (self._balancer.plan if self._trains else self._view.plan_at(0)).sizes[
+            self._view.rank
+        ]
 
     @property
     def sampler(self) -> Sized:
@@ -308,12 +313,13 @@ class DataLoader(PlannedLoader):
 
     def _batches_of(self, fetched: Iterator[Any], iteration: int) -> Iterator[Any]:
         while True:
-            began = time.monotonic()
+            began, waits = time.monotonic(), totals()
             try:
                 batch, step, fetch_s, cached = next(fetched)
             except StopIteration:
                 break
-            stall_s = time.monotonic() - began
+            # A data set that meets other ranks waits for them there.
+            stall_s = time.monotonic() - began - seconds([threading.get_ident()], waits)
             self._check_newest(iteration)
             draw = self._feed.drawn.popleft()
             assert draw.step_sizes.step == step  # torch yields in the order of the requests

@@ -10,6 +10,7 @@ which one of them has no whole share left.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import warnings
 from collections import deque
@@ -27,6 +28,7 @@ from loft_hvd.codec import Count, Within, decode, encode
 from loft_hvd.data.sampler import PlannedLoader, PlanSource, check_epoch
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, DataError
 from loft_hvd.transport.base import Channel, Transport
+from loft_hvd.transport.waits import seconds, totals
 
 __all__ = ["StreamLoader", "StreamPlanSource"]
 
@@ -380,9 +382,9 @@ class StreamLoader(PlannedLoader):
         while True:
             self._check_newest(iteration)
             plan = balancer.plan_at(self._next_step)
-            began = time.monotonic()
+            began, waits = time.monotonic(), totals()
             offer = self._read(reader, plan.sizes[balancer.rank])
-            fetch_s = time.monotonic() - began
+            fetch_s = time.monotonic() - began - seconds([threading.get_ident()], waits)
             with balancer.exclude():  # it waits for the slowest reader
                 amounts = self._compare(plan, offer, num_steps)
             if amounts is None or offer is None:

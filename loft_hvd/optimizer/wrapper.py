@@ -60,8 +60,10 @@ class OptimizerProxy(_Optimizer):
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         # No super().__init__: it would build a second state and second parameter groups.
-        # What tells the state that ``step`` has made up from one of training, by parameter.
-        self._made_up: dict[Any, dict[str, Any]] = {}
+        # Of our own, as they are set before there is an optimizer: whether it has taken a step of
+        # training, and what tells the state that ``step`` has made up from a later one.
+        self._is_stepped = False
+        self._made_up: dict[Any, Any] = {}
         self._optimizer = optimizer
 
     def __getattr__(self, name: str) -> Any:
@@ -119,8 +121,8 @@ class OptimizerProxy(_Optimizer):
         before = self._optimizer.__dict__.copy()
         try:
             self._optimizer.load_state_dict(state_dict)
-            self._made_up = {}
             self._check_loaded()
+            self._is_stepped = False  # what is loaded may be from before the first step
         except Exception as error:
             self._optimizer.__dict__.update(before)
             raise ArgumentError(
@@ -155,6 +157,8 @@ class OptimizerProxy(_Optimizer):
             self._optimizer.step()
         finally:
             for group, before, values in zip(groups, options, kept, strict=True):
+                for name in set(group) - set(before) - {"params"}:
+                    del group[name]
                 group.update(before)
                 with torch.no_grad():
                     for parameter, value in zip(group["params"], values, strict=True):
@@ -165,38 +169,42 @@ class OptimizerProxy(_Optimizer):
         for entry in state.values():
             if "step" in entry:
                 entry["step"] = entry["step"] * 0
-        self._made_up = {parameter: _mark_of(entry) for parameter, entry in state.items()}
+        self._made_up, self._is_stepped = _marks_of(state), False
         return None
 
     def _drop_made_up(self) -> None:
-        """Forget the state that ``step`` has made up, if it is still there."""
-        made_up, self._made_up = self._made_up, {}
+        """Before the first real step forget a state that no step of training has made.
+
+        Decided by what is equal on all ranks after a broadcast, also on those that have loaded it.
+        """
+        if self._is_stepped:
+            return
+        self._is_stepped = True
         state = self._optimizer.state
-        if made_up and all(
-            parameter in state and _has_mark(state[parameter], mark)
-            for parameter, mark in made_up.items()
-        ):
+        is_new = all(_is_unstepped(entry) for entry in state.values())
+        if is_new or (self._made_up and self._made_up == _marks_of(state)):
             state.clear()
 
-    step.hooked = True  # type: ignore[attr-defined]  # the user's own step runs the step hooks
+
+def _is_unstepped(entry: Mapping[str, Any]) -> bool:
+    """Say whether a parameter's state has seen no step: its count is 0, or all of it."""
+    if "step" in entry:
+        return float(entry["step"]) == 0
+    return all(isinstance(value, Tensor) and not value.any() for value in entry.values())
 
 
-def _mark_of(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what tells a parameter's state: its numbers, or where it has none all of it."""
-    numbers = {
-        name: value
-        for name, value in entry.items()
-        if not isinstance(value, Tensor) or value.dim() == 0
+def _marks_of(state: Mapping[Any, Mapping[str, Any]]) -> dict[Any, Any]:
+    """Return what tells a state from a later one: numbers, and sums of tensors."""
+    # On the CPU: a script may move the state meanwhile.
+    return {
+        parameter: {
+            name: (float(value.double().sum()), float(value.double().abs().sum()))
+            if isinstance(value, Tensor)
+            else repr(value)
+            for name, value in entry.items()
+        }
+        for parameter, entry in state.items()
     }
-    return copy.deepcopy(numbers or dict(entry))
-
-
-def _has_mark(entry: Mapping[str, Any], mark: Mapping[str, Any]) -> bool:
-    return all(
-        name in entry
-        and (torch.equal(entry[name], value) if isinstance(value, Tensor) else entry[name] == value)
-        for name, value in mark.items()
-    )
 
 
 class OptimizerWrapper(NeverCopied, OptimizerProxy):

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -89,14 +88,17 @@ def _raise_refusal(channel: Channel, refusal: str) -> None:
 
 
 @functools.cache
-def _numbers() -> Iterator[int]:
-    return itertools.count()
+def _next_number() -> list[int]:
+    return [0]
 
 
 def new_number(channel: Channel) -> int:
     """Return a number, equal on all ranks, that none of them has had; every rank calls it alike."""
-    # Ranks may have had some alone, or joined late: the highest is new to all.
-    return int(channel.allgather_rows(torch.tensor([next(_numbers())])).max())
+    # Ranks may have had some with others, or joined late: the highest is new to all.
+    own = _next_number()
+    number = int(channel.allgather_rows(torch.tensor(own)).max())
+    own[0] = max(own[0], number + 1)
+    return number
 
 
 def odd_ones(values: Sequence[float]) -> list[int]:

@@ -9,6 +9,8 @@ that need it. The sender alone decides; the other end is not asked.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import ipaddress
 import logging
 import os
@@ -18,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,11 +42,17 @@ _LOOK_S = 5.0  # a choice: between two looks at the connections, which take 10 u
 # at 1 ms without loss, 0.9 with 1 %, 0.3 at 10 ms with 1 %; 1.4 at 1 ms where queues of 8 kB
 # overflow. What lies between are choices.
 _LONG_S, _LOSSY_S, _LOSSY_SHARE = 5e-3, 2e-3, 0.005
-_FAMILIES = (socket.AF_INET, socket.AF_INET6)
+_PLACES = {
+    int(socket.AF_INET): slice(4, 8),
+    int(socket.AF_INET6): slice(8, 24),
+}  # of a sockaddr's address
+_NAMES = ("getsockname", "getpeername")
 _MOST_A_RANK, _MOST_OTHERS = 4, 64  # a choice: connections that a process tells the others of
+_FEWEST_TRIPS = 20  # packets, of which the quickest says how long a link is: the first may be slow
 _FEWEST_SENT = 1000  # packets, before their losses say something
 # Of Linux's struct tcp_info: total_retrans, then min_rtt in us and data_segs_out behind it.
 _RETRANSMITTED, _REST, _INFO_BYTES = (100, "=I"), (148, "=III"), 160
+_UNKNOWN_US = 2**32 - 1  # bound from Linux: no round trip was timed
 
 
 @dataclass(frozen=True)
@@ -69,7 +77,8 @@ class LinkQuality:
         """Whether it is long, or loses packets on a way that is not short."""
         lost = self.num_sent_again / max(1, self.num_sent)
         is_lossy = self.num_sent >= _FEWEST_SENT and lost >= _LOSSY_SHARE
-        return self.round_trip_s >= _LONG_S or (is_lossy and self.round_trip_s >= _LOSSY_S)
+        is_long = self.num_sent >= _FEWEST_TRIPS and self.round_trip_s >= _LONG_S
+        return is_long or (is_lossy and self.round_trip_s >= _LOSSY_S)
 
     def __str__(self) -> str:
         lost = self.num_sent_again / max(1, self.num_sent)
@@ -102,24 +111,61 @@ def _ends() -> Iterator[tuple[HostLink, str, str]]:
                 name = os.readlink(_FOLDER / entry)
                 if not name.startswith("socket:"):
                     continue
-                with _opened(int(entry)) as end:
-                    if end.type == socket.SOCK_STREAM and end.family in _FAMILIES:
-                        local, peer = _address(end.getsockname()), _address(end.getpeername())
-                        if not ipaddress.ip_address(peer.split()[0]).is_loopback:
-                            yield HostLink(int(entry), name, peer.split()[0]), local, peer
+                descriptor = int(entry)
+                kind = _option(descriptor, socket.SOL_SOCKET, socket.SO_TYPE, 4)
+                if int.from_bytes(kind, sys.byteorder) == socket.SOCK_STREAM:
+                    local, peer = (_address(descriptor, end) for end in _NAMES)
+                    if not ipaddress.ip_address(peer.split()[0]).is_loopback:
+                        yield HostLink(descriptor, name, peer.split()[0]), local, peer
 
 
-def _address(name: tuple[Any, ...]) -> str:
-    address = ipaddress.ip_address(str(name[0]).partition("%")[0])
-    mapped = getattr(address, "ipv4_mapped", None)
-    return f"{mapped or address} {name[1]}"
+# By calls of C: a socket object of Python's, even of a copy of the descriptor, changes whether the
+# other library's own socket blocks, where the script has set a default time limit.
 
 
-@contextmanager
-def _opened(descriptor: int) -> Iterator[socket.socket]:
-    # A copy of the descriptor for as long as it takes: one that is kept would keep the connection.
-    with socket.socket(fileno=os.dup(descriptor)) as opened:
-        yield opened
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _call(name: str, *arguments: Any) -> None:
+    if getattr(_libc(), name)(*arguments) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def _option(descriptor: int, level: int, option: int, most_bytes: int) -> bytes:
+    """Return a socket's option, of at most so many bytes."""
+    room = ctypes.create_string_buffer(most_bytes)
+    size = ctypes.c_uint32(most_bytes)
+    _call("getsockopt", descriptor, level, option, room, ctypes.byref(size))
+    return room.raw[: size.value]
+
+
+def _set_control(descriptor: int, control: bytes) -> None:
+    at = socket.IPPROTO_TCP, socket.TCP_CONGESTION
+    _call("setsockopt", descriptor, *at, control, len(control))
+
+
+def _address(descriptor: int, end: str) -> str:
+    """Return address and port of an end of a connection: "getsockname" or "getpeername"."""
+    room = ctypes.create_string_buffer(128)
+    size = ctypes.c_uint32(len(room))
+    _call(end, descriptor, room, ctypes.byref(size))
+    return _text_of(room.raw)
+
+
+def _text_of(name: bytes) -> str:
+    """Return address and port of a ``sockaddr``.
+
+    Raises:
+        OSError: it is of no such family.
+    """
+    family, port = int.from_bytes(name[:2], sys.byteorder), int.from_bytes(name[2:4], "big")
+    if family not in _PLACES:
+        raise OSError(f"a socket of family {family}")
+    address = ipaddress.ip_address(name[_PLACES[family]])
+    return f"{getattr(address, 'ipv4_mapped', None) or address} {port}"
 
 
 def has_bbr() -> bool:
@@ -183,18 +229,17 @@ class CongestionControl:
         try:
             if os.readlink(_FOLDER / str(connection.descriptor)) != connection.name:
                 return True  # it is closed
-            with _opened(connection.descriptor) as end:
-                control = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
-                if control.rstrip(b"\0") == _BBR:
-                    return True
-                quality = _quality_of(end)
-                if not (self._takes_all or quality.needs_bbr):
-                    return False
-                try:
-                    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _BBR)
-                except OSError as error:
-                    self._warn(connection, quality, error)
-                    return True
+            at = socket.IPPROTO_TCP, socket.TCP_CONGESTION
+            if _option(connection.descriptor, *at, 16).rstrip(b"\0") == _BBR:
+                return True
+            quality = _quality_of(connection.descriptor)
+            if not (self._takes_all or quality.needs_bbr):
+                return False
+            try:
+                _set_control(connection.descriptor, _BBR)
+            except OSError as error:
+                self._warn(connection, quality, error)
+                return True
         except OSError:  # it is closed
             return True
         self._taken.append((connection, quality))
@@ -202,9 +247,9 @@ class CongestionControl:
 
     def _warn(self, connection: HostLink, quality: LinkQuality, error: OSError) -> None:
         _logger.warning(
-            "rank %d: the link to %s is long or loses packets (%s), where BBR is up to ten times "
-            "as fast, and this host's kernel refuses it (%s): `modprobe tcp_bbr` on the host "
-            "suffices. LOFT_HVD_LINKS=off does without",
+            "rank %d: the link to %s (%s) shall have BBR, which is up to ten times as fast on "
+            "links that are long or lose packets, and this host's kernel refuses it (%s): "
+            "`modprobe tcp_bbr` on the host suffices. LOFT_HVD_LINKS=off does without",
             self._rank,
             connection.peer,
             quality,
@@ -217,10 +262,12 @@ def _round_trip(quality: LinkQuality) -> float:
     return quality.round_trip_s
 
 
-def _quality_of(end: socket.socket) -> LinkQuality:
-    info = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+def _quality_of(descriptor: int) -> LinkQuality:
+    info = _option(descriptor, socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
     if len(info) < _INFO_BYTES:  # before Linux 4.9
         return LinkQuality(0.0, 0, 0)
     (num_sent_again,) = struct.unpack_from(_RETRANSMITTED[1], info, _RETRANSMITTED[0])
     round_trip_us, _, num_sent = struct.unpack_from(_REST[1], info, _REST[0])
+    if round_trip_us == _UNKNOWN_US:
+        round_trip_us = 0
     return LinkQuality(1e-6 * round_trip_us, num_sent, num_sent_again)

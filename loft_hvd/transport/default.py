@@ -21,14 +21,14 @@ def default_transport(process_set: Any | None = None) -> Transport:
     """Return the ranks of Horovod, else of ``torch.distributed``, else this process alone.
 
     An engine counts once it is initialised. A process that a launcher started as one of several
-    is never taken for one that is alone, nor for one of fewer: it would train without the others.
+    is never taken for one that is alone, also where the engine is: each would train for itself.
 
     Args:
         process_set: a ``hvd.ProcessSet``, for some of Horovod's ranks only.
 
     Raises:
         UsageError: Horovod is not initialised, but a process set was given or a launcher has
-            started several ranks; or the engine has another number of ranks than the launcher.
+            started several ranks; or the engine connects this one alone.
     """
     # Horovod first: a script may use torch.distributed beside it, as for its data.
     if (hvd := horovod_if_initialized()) is not None:
@@ -53,7 +53,7 @@ def torch_transport() -> Transport:
     """Return the ranks of ``torch.distributed``'s default group.
 
     Raises:
-        UsageError: it is not initialised, or has another number of ranks than the launcher.
+        UsageError: it is not initialised, or connects this rank alone of several.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise UsageError(
@@ -66,10 +66,11 @@ def torch_transport() -> Transport:
 
 
 def _check_started(engine: str, size: int, *, why: str) -> None:
-    """Raise unless an engine connects as many ranks as the launcher has started."""
+    """Raise where an engine connects one rank alone of several that a launcher has started."""
     settings = config()
-    # A launcher's number is that of the start; ranks of an elastic job come and go.
-    if settings.is_elastic or settings.ranks in (1, size):
+    # Of one alone: a script may connect some of the ranks on purpose, or start more by itself. A
+    # launcher's number is that of the start; ranks of an elastic job come and go.
+    if settings.is_elastic or settings.ranks == 1 or size > 1:
         return
     raise UsageError(
         f"{settings.launcher} has started this process as one of {settings.ranks} ranks, but "

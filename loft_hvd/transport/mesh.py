@@ -495,8 +495,7 @@ def try_mesh(
     """
     links = links_between(channel.sub("connections"))
     congestion = CongestionControl(links, rank=channel.rank, wish=config().links)
-    congestion.look()
-    bytes_per_s, silent = _try_links(group, ranks, channel.sub("links"))
+    bytes_per_s, silent = _try_links(group, ranks, channel.sub("links"), when_warm=congestion.look)
     if silent:
         return f"ranks {silent} could not send or receive"
     is_slow = bytes_per_s <= _COMPACT_BYTES_PER_S
@@ -524,11 +523,12 @@ def _try_links(
     ranks: Sequence[int],
     channel: Channel,
     *,
+    when_warm: Callable[[], None] = lambda: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[float, list[int]]:
     """Return the bytes a second that the slowest rank sends, and the ranks that could not.
 
-    Both are the same on every rank.
+    Both are the same on every rank. ``when_warm`` is called after the first bytes.
     """
     num_ranks, limit_s = channel.world_size, min(_CONNECT_S, channel.timeout_s / 2)
     mesh = Mesh(group, rank=channel.rank, ranks=ranks, longest_s=limit_s)
@@ -547,6 +547,8 @@ def _try_links(
         best = max(best, num_bytes / slowest_s)
         if at > 0 and slowest_s > _LONG_TRY_S:
             break
+        if at == 0:
+            when_warm()
     return best, []
 
 

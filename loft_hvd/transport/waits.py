@@ -12,19 +12,16 @@ import importlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
-from weakref import WeakSet
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["WaitWatcher", "add", "meter", "meter_torch", "seconds", "totals", "waiting", "watchers"]
+__all__ = ["WaitWatcher", "add", "meter", "meter_torch", "seconds", "totals", "waiting", "watch"]
 
 _T = TypeVar("_T")
-_totals: dict[int, float] = {}  # seconds by thread; an ident that is used again goes on
-_inside: set[int] = set()  # threads that wait now
-
-
 _COLLECTIVES = (
     "_allgather_base",
     "_reduce_scatter_base",
@@ -55,7 +52,7 @@ _COLLECTIVES = (
 
 
 class WaitWatcher(Protocol):
-    """What marks waits on a device's stream."""
+    """What marks waits on a device's stream, say; it must not raise."""
 
     def wait_began(self) -> None:
         """Hear that the calling thread begins to wait."""
@@ -64,7 +61,20 @@ class WaitWatcher(Protocol):
         """Hear that it has waited."""
 
 
-watchers: WeakSet[WaitWatcher] = WeakSet()
+@dataclass
+class _Meter:
+    """What this process has waited; threads only touch entries of their own."""
+
+    totals: dict[int, float] = field(default_factory=dict)  # seconds; an ident may come again
+    inside: set[int] = field(default_factory=set)  # threads that wait now
+    # Replaced as a whole, as other threads go through it meanwhile.
+    watchers: tuple[ref[WaitWatcher], ...] = ()
+    changing: threading.RLock = field(default_factory=threading.RLock)
+
+
+@functools.cache
+def _meter() -> _Meter:
+    return _Meter()
 
 
 class waiting:  # noqa: N801 - used as a function, and quicker than a generator
@@ -73,47 +83,64 @@ class waiting:  # noqa: N801 - used as a function, and quicker than a generator
     __slots__ = ("_began", "_is_outer")
 
     def __enter__(self) -> None:
-        me = threading.get_ident()
-        self._is_outer = me not in _inside
+        meter, me = _meter(), threading.get_ident()
+        self._is_outer = me not in meter.inside
         if self._is_outer:
-            _inside.add(me)
-            for each in list(watchers):
-                each.wait_began()
+            meter.inside.add(me)
+            for each in meter.watchers:
+                if (watcher := each()) is not None:
+                    watcher.wait_began()
             self._began = time.monotonic()
 
     def __exit__(self, *_: object) -> None:
         if self._is_outer:
+            meter = _meter()
+            meter.inside.discard(threading.get_ident())
             add(time.monotonic() - self._began)
-            for each in list(watchers):
-                each.wait_ended()
-            _inside.discard(threading.get_ident())
+            for each in meter.watchers:
+                if (watcher := each()) is not None:
+                    watcher.wait_ended()
+
+
+def watch(watcher: WaitWatcher) -> None:
+    """Let something hear of waits, in whichever thread, for as long as it lives."""
+    meter = _meter()
+    with meter.changing:
+        alive = (each for each in meter.watchers if each() is not None)
+        meter.watchers = (*alive, ref(watcher))
 
 
 def add(waited_s: float) -> None:
     """Count seconds as a wait of this thread."""
-    me = threading.get_ident()
-    _totals[me] = _totals.get(me, 0.0) + waited_s
+    totals, me = _meter().totals, threading.get_ident()
+    totals[me] = totals.get(me, 0.0) + waited_s
 
 
 def totals() -> Mapping[int, float]:
     """Return the seconds that each thread has waited so far, by its ident."""
-    return _totals.copy()
+    return _meter().totals.copy()
 
 
 def seconds(threads: Iterable[int], since: Mapping[int, float]) -> float:
     """Return how long some threads have waited since ``totals`` were taken."""
-    return sum(_totals.get(each, 0.0) - since.get(each, 0.0) for each in threads)
+    totals = _meter().totals
+    return sum(totals.get(each, 0.0) - since.get(each, 0.0) for each in threads)
 
 
 def meter(owner: Any, *names: str) -> None:
-    """Have calls of some functions of a module or class count as waits, from now on."""
+    """Have calls of some functions of a module, or methods of a class, count as waits from now on.
+
+    Of a function that is traced by ``torch.compile`` nothing is counted.
+    """
     for name in names:
         call = getattr(owner, name, None)
         if call is not None and not getattr(call, "is_metered", False):
-            setattr(owner, name, _metered(call))
+            made = _method(call, name) if isinstance(owner, type) else _function(call)
+            made.is_metered = True  # type: ignore[attr-defined]  # asked for above
+            setattr(owner, name, made)
 
 
-def _metered(call: Callable[..., _T]) -> Callable[..., _T]:
+def _function(call: Callable[..., _T]) -> Callable[..., _T]:
     @functools.wraps(call)
     def wait(*arguments: Any, **options: Any) -> _T:
         if torch.compiler.is_compiling():  # what is traced has no clock
@@ -121,8 +148,18 @@ def _metered(call: Callable[..., _T]) -> Callable[..., _T]:
         with waiting():
             return call(*arguments, **options)
 
-    wait.is_metered = True  # type: ignore[attr-defined]  # asked for above
     return wait
+
+
+def _method(call: Callable[..., _T], name: str) -> Callable[..., _T]:
+    def wait(self: Any, *arguments: Any, **options: Any) -> _T:
+        with waiting():
+            return call(self, *arguments, **options)
+
+    # pybind11 looks for a method that a subclass in Python overrides, and knows by the caller's
+    # name and ``self`` that it is called from that very method: else it would call this for ever.
+    wait.__code__ = wait.__code__.replace(co_name=name)
+    return functools.wraps(call)(wait)
 
 
 def meter_torch() -> None:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 import loft_hvd as loft
+from loft_hvd.config import Config
 from loft_hvd.errors import UsageError
 from loft_hvd.transport import default
 from loft_hvd.transport.torch_distributed import TorchDistributedTransport
@@ -101,6 +102,8 @@ def test_a_launchers_ranks_that_horovod_has_not_found_are_told(
         {"SLURM_STEP_NUM_TASKS": "2", "HOROVOD_SIZE": "3"},  # and one task a node of srun
         {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "8"},  # one process in an allocation
         {"HOROVOD_SIZE": "2", "HOROVOD_ELASTIC": "1"},  # ranks have come since
+        {"OMPI_COMM_WORLD_SIZE": "8"},  # some of them, by hvd.init(comm=[...])
+        {"WORLD_SIZE": "2"},  # hosts, as some templates have it
     ],
     ids=str,
 )
@@ -125,3 +128,25 @@ def test_a_torch_world_of_one_under_a_launcher_of_three_is_told(
         pytest.raises(UsageError, match=r"srun has started .* torch.distributed connects 1"),
     ):
         loft.ddp_hook(loft.Median())
+
+
+@pytest.mark.parametrize(
+    ("told", "ranks", "launcher"),
+    [
+        (
+            {"OMPI_COMM_WORLD_SIZE": "2", "WORLD_SIZE": "16", "TORCHELASTIC_RUN_ID": "x"},
+            16,
+            "torchrun",
+        ),
+        ({"PMI_SIZE": "2", "WORLD_SIZE": "16", "TORCHELASTIC_RUN_ID": "x"}, 16, "torchrun"),
+        ({"PMI_SIZE": "none", "SLURM_STEP_NUM_TASKS": "3"}, 3, "srun"),
+        ({"HOROVOD_SIZE": "4", "WORLD_SIZE": "16", "TORCHELASTIC_RUN_ID": "x"}, 4, "horovodrun"),
+        ({}, 1, "a launcher"),
+    ],
+    ids=str,
+)
+def test_the_innermost_launcher_tells_the_ranks(
+    told: dict[str, str], ranks: int, launcher: str
+) -> None:
+    found = Config.from_environ(told)
+    assert (found.ranks, found.launcher) == (ranks, launcher)

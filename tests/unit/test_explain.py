@@ -111,3 +111,8 @@ def test_a_slow_fetch_says_how_much_comes_from_elsewhere() -> None:
     text = describe(read_times(np.array([far, near, near])))
     assert "rank 0 is slow: fetch" in text
     assert "8.0 samples a batch come from elsewhere" in text
+
+
+def test_a_wait_for_less_than_a_tenth_is_told_as_that() -> None:
+    line = [replace(each, wall_s=0.0109) for each in times([0] * 4, [10, 10, 10, 10.9])]
+    assert "no rank is slow: none takes a tenth more than the others" in describe(line)

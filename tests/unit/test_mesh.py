@@ -122,7 +122,7 @@ def test_floats_travel_compact_where_links_are_slow_and_all_ranks_agree(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(mesh_module, "_try_links", lambda *_: (bytes_per_s, []))
+    monkeypatch.setattr(mesh_module, "_try_links", lambda *_, **__: (bytes_per_s, []))
 
     def work(transport: LocalTransport) -> list[bool]:
         ends = over_mesh(transport, compacts=by_rank[transport.rank])
@@ -425,9 +425,9 @@ def test_links_on_which_nothing_arrives_leave_all_without_a_mesh(
             raise TransportError("gone")
         return honest(self, *given, name=name, **options)
 
-    def try_links(*given: Any) -> Any:
+    def try_links(*given: Any, **options: Any) -> Any:
         monkeypatch.setattr(mesh_module, "_CONNECT_S", 0.2)  # ranks are connected by now
-        return honest_tries(*given)
+        return honest_tries(*given, **options)
 
     honest, honest_tries = Mesh.alltoall, mesh_module._try_links
     monkeypatch.setattr(Mesh, "alltoall", alltoall)

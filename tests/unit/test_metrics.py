@@ -99,3 +99,19 @@ def test_an_average_is_what_was_given(shape: tuple[int, ...], dtype: torch.dtype
 def test_several_values_have_no_one_count() -> None:
     with pytest.raises(ArgumentError, match=r"shape \[4\]; give its mean"):
         loft.average(torch.ones(4), 4)
+
+
+def test_a_value_without_samples_is_not_looked_at() -> None:
+    def work(end: LocalTransport) -> float:
+        own: Any = 3.0 if end.rank == 0 else [None, torch.ones(4)][end.rank - 1]
+        mean: Any = loft.average(own, 2 * (end.rank == 0), transport=end)
+        return float(torch.as_tensor(mean).flatten()[0])
+
+    assert run_ranks(3, work) == [3.0] * 3
+
+
+def test_a_mean_of_whole_numbers_is_no_whole_number() -> None:
+    def work(end: LocalTransport) -> Any:
+        return loft.average(torch.tensor(3 + end.rank), 1, transport=end)
+
+    assert [(float(each), each.dtype) for each in run_ranks(2, work)] == [(3.5, torch.float32)] * 2

@@ -209,3 +209,61 @@ def test_what_is_queued_for_while_waiting_is_no_computing_either() -> None:
     sums = dict(zip(SUMS, timer.take(), strict=True))
     assert sums["queued_s"] == pytest.approx(0.05)
     assert sums["compute_s"] == pytest.approx(0.15, abs=1e-3)
+
+
+def test_a_process_group_in_python_still_has_what_it_does_not_override() -> None:
+    waits.meter_torch()
+
+    class Own(dist.ProcessGroup):  # as of a library that wraps groups
+        def allreduce(self, *arguments: Any) -> Any:
+            return super().allreduce(*arguments)
+
+    group: Any = vars()["Own"](0, 1)
+    calls: list[Callable[[], Any]] = [group.barrier, lambda: group.allreduce([torch.ones(1)])]
+    for call in calls:
+        with pytest.raises(RuntimeError) as caught:  # torch's own words: it has no backend
+            call()
+        assert not isinstance(caught.value, RecursionError)
+
+
+def test_watchers_may_come_and_go_while_threads_wait() -> None:
+    ends = threading.Event()
+
+    def make() -> None:
+        while not ends.is_set():
+            DeviceClock(lambda: None)
+
+    makers = [threading.Thread(target=make) for _ in range(2)]
+    for each in makers:
+        each.start()
+    for _ in range(3000):
+        with waits.waiting():
+            pass
+    ends.set()
+    for each in makers:
+        each.join(10.0)
+    assert waited_in(lambda: TORCHS["barrier"](group_alone())) > 0
+
+
+def group_alone() -> Any:
+    store = vars(dist)["HashStore"]()
+    group = c10d.ProcessGroup(store, 0, 1)
+    backend = c10d.ProcessGroupGloo(store, 0, 1, timedelta(seconds=30))
+    group._register_backend(torch.device("cpu"), c10d.ProcessGroup.BackendType.GLOO, backend)
+    group._set_default_backend(c10d.ProcessGroup.BackendType.GLOO)
+    return group
+
+
+def test_a_wait_on_another_stream_is_not_the_batchs() -> None:
+    clock, stream = Clock(), [0]
+    marks = DeviceClock(lambda: FakeEvent(clock), lambda: stream[0])
+    marks.arrived()
+    clock.now += 0.2
+    stream[0] = 1
+    with waits.waiting():
+        clock.now += 0.3
+    stream[0] = 0
+    marks.gradient()
+    span = marks.take()
+    assert span is not None
+    assert (span.seconds, span.waited_s) == pytest.approx((0.5, 0.0))

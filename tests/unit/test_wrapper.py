@@ -516,3 +516,39 @@ def test_what_a_trained_root_has_sent_stays(kind: str) -> None:
         train(net, optimizer)
     for one, other in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("kind", ["NAdam", "momentum"])
+def test_ranks_that_made_a_state_up_or_loaded_it_go_on_alike(kind: str) -> None:
+    """As in an elastic job that loses a rank before the first step, or goes back to before it."""
+
+    def work(end: LocalTransport) -> list[torch.Tensor]:
+        net = torch.nn.Linear(3, 2)
+        torch.nn.init.ones_(net.weight)
+        torch.nn.init.zeros_(net.bias)
+        optimizer: Any = loft.DistributedOptimizer(KINDS[kind](net.parameters()), transport=end)
+        as_horovods_broadcast(optimizer)
+        if end.rank == 0:
+            optimizer.load_state_dict(optimizer.state_dict())
+        for step in range(3):
+            optimizer.zero_grad()
+            (net(torch.arange(3.0) + step) ** 2).sum().backward()
+            optimizer.step()
+        return [each.detach() for each in net.parameters()]
+
+    one, other = run_ranks(2, work)  # ranks compare their copies after the first step
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_an_option_that_begins_with_the_made_up_step_goes_with_it() -> None:
+    class Late(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                group["t"] = group.get("t", 0) + 1
+            return super().step(closure)
+
+    wrapped: Any = loft.DistributedOptimizer(
+        Late(torch.nn.Linear(3, 2).parameters(), lr=0.1), transport=LocalWorld(1).transport(0)
+    )
+    as_horovods_broadcast(wrapped)
+    assert "t" not in wrapped.param_groups[0]
