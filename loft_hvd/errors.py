@@ -21,8 +21,6 @@ training restores and retries on them, and must not do so for a mistake in a scr
 
 from __future__ import annotations
 
-from typing import Any
-
 __all__ = [
     "AggregationError",
     "AllocationError",
@@ -100,16 +98,3 @@ class TransportTimeoutError(TransportError, TimeoutError):
 
 class PeerError(TransportError):
     """Another rank failed; the message names it."""
-
-
-class NeverCopied:
-    """Base of what is connected to other ranks, of which a copy would be a second one here."""
-
-    _in_place_of_a_copy = ""  # the way out
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be copied or pickled, by ``UsageError``."""
-        raise UsageError(
-            f"{type(self).__name__}: it is connected to the other ranks, so it cannot be copied or "
-            f"pickled; {self._in_place_of_a_copy}"
-        )

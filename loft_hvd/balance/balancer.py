@@ -29,7 +29,8 @@ from loft_hvd.balance.resume import SavedRun
 from loft_hvd.balance.stopwatch import make_device_clock
 from loft_hvd.codec import decode
 from loft_hvd.config import config
-from loft_hvd.errors import ArgumentError, ArgumentTypeError, NeverCopied, PlanError, UsageError
+from loft_hvd.copies import NeverCopied
+from loft_hvd.errors import ArgumentError, ArgumentTypeError, PlanError, UsageError
 from loft_hvd.runlog import MOST_ROWS, open_run_log
 from loft_hvd.transport.agreement import check_agreement, new_number
 from loft_hvd.transport.base import Channel, Transport

@@ -17,6 +17,7 @@ from loft_hvd.balance.keeping import Keeping
 from loft_hvd.balance.latency import Held
 from loft_hvd.balance.plan import Plan, StepSizes
 from loft_hvd.codec import Count, Within, decode, encode
+from loft_hvd.copies import NeverCopied
 from loft_hvd.data.assign import Homes
 from loft_hvd.data.blocks import BlockShuffle, ShardOrder, check_shuffle
 from loft_hvd.data.draws import (
@@ -28,7 +29,7 @@ from loft_hvd.data.draws import (
     draw_epoch,
 )
 from loft_hvd.data.placement import Placement, check_placement
-from loft_hvd.errors import ArgumentTypeError, DataError, NeverCopied
+from loft_hvd.errors import ArgumentTypeError, DataError
 
 __all__ = [
     "BatchSampler",

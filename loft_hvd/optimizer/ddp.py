@@ -36,7 +36,8 @@ from torch.nn.parallel import DistributedDataParallel
 from loft_hvd.aggregation.rules import Mean, Rule
 from loft_hvd.balance.balancer import Balancer
 from loft_hvd.config import config
-from loft_hvd.errors import ArgumentError, ArgumentTypeError, NeverCopied
+from loft_hvd.copies import NeverCopied
+from loft_hvd.errors import ArgumentError, ArgumentTypeError
 from loft_hvd.optimizer.options import (
     EqualBatches,
     advised_momentum,

@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from loft_hvd.config import config
-from loft_hvd.errors import ArgumentError, ArgumentTypeError, LoftError, NeverCopied, UsageError
+from loft_hvd.copies import NeverCopied
+from loft_hvd.errors import ArgumentError, ArgumentTypeError, LoftError, UsageError
 from loft_hvd.optimizer.horovods import HOROVODS_MODULE, users_class
 from loft_hvd.optimizer.options import (
     BetasAdvice,

@@ -26,6 +26,7 @@ _LAYERS = {
     "attacks/attack.py": 1,
     "attacks/optimised.py": 4,
     "attacks/trial.py": 4,
+    "copies.py": 1,
     "runlog.py": 1,
     "metrics.py": 5,
     "elastic.py": 7,
