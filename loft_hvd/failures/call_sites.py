@@ -31,6 +31,7 @@ __all__ = [
 
 _ENGINES = ("horovod.", "torch.distributed.")
 _OWN = "loft_hvd."
+_TIMING = "loft_hvd.transport.waits"
 # Between a script's line and the call that waits: no script's own frames.
 _INNER = (*_ENGINES, _OWN, "torch.", "contextlib.", "functools.", "threading.")
 _UNNAMED = ("wrapper", "forward", "backward", "apply", "synchronize")  # names that tell nothing
@@ -72,10 +73,12 @@ class CallSite:
 def stack_of(thread: int, most: int = _MOST_FRAMES) -> list[FrameType]:
     """Return the frames of a thread, by its number, the innermost first; [] where none are known.
 
+    Without those that time an engine's wait for us (``waits.py``): it is the engine's all the same.
     Never ``f_back`` of another thread's frame: before Python 3.12 that may crash the process.
     """
     native = extension()
-    return [] if native is None else native.stack_of(thread, most)
+    stack = [] if native is None else native.stack_of(thread, most)
+    return [frame for frame in stack if frame.f_globals.get("__name__") != _TIMING]
 
 
 def locals_of(frame: FrameType, *names: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +21,9 @@ from loft_hvd.failures.call_sites import (
     StandWatch,
     engine_call,
     locals_of,
+    stack_of,
 )
+from loft_hvd.transport import waits
 
 # Its wait is a call of C, as Horovod's is: the innermost frame is the engine's own.
 ENGINE = """
@@ -290,3 +292,13 @@ def test_a_look_keeps_no_variable_of_the_script_alive() -> None:
     assert locals_of(sys._getframe(), "gone", "none") == {"gone": gone}
     del big
     assert gone() is None
+
+
+def test_a_wait_of_the_engines_that_is_timed_for_us_is_the_engines() -> None:
+    module: Any = SimpleNamespace(wait=lambda: found.append(stack_of(threading.get_ident())))
+    found: list[list[FrameType]] = []
+    waits.meter(module, "wait")
+    module.wait()
+    names = [frame.f_globals["__name__"] for frame in found[0]]
+    assert names[1:3] == [__name__] * 2  # behind stack_of itself: the call, and who has made it
+    assert waits.__name__ not in names
