@@ -33,7 +33,9 @@ print("has finished, one of", dist.get_world_size(), flush=True)
     ("script", "arguments", "launcher", "says"),
     [
         (HOROVOD, [], "torchrun", "it reads nothing of torchrun's; start `horovodrun -np 3"),
-        (TORCH, ["alone"], "torchrun", "torch.distributed connects 1"),
+        pytest.param(
+            TORCH, ["alone"], "torchrun", "torch.distributed connects 1", marks=pytest.mark.long
+        ),
         (TORCH, ["alone"], "mpi", "mpirun has started this process as one of 3 ranks"),
     ],
     ids=["torchrun-horovod", "torchrun-alone", "mpirun-alone"],
@@ -56,6 +58,7 @@ def test_an_error_names_the_launcher_and_the_way_out(
 @pytest.mark.parametrize(
     ("script", "launcher"), [(HOROVOD, "gloo"), (HOROVOD, "mpi"), (TORCH, "torchrun")]
 )
+@pytest.mark.long  # every other test of ranks says so, too
 def test_ranks_that_meet_are_not_refused(script: str, launcher: str, tmp_path: Path) -> None:
     job = tmp_path / "train.py"
     job.write_text(script, encoding="utf-8")
