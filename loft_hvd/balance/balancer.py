@@ -21,6 +21,7 @@ from loft_hvd.balance.latency import Held
 from loft_hvd.balance.limits import assume_limits, meet
 from loft_hvd.balance.live import LivePlan
 from loft_hvd.balance.loft import DEAD_BAND
+from loft_hvd.balance.meetings import follow, weigh_meetings
 from loft_hvd.balance.memory import MemoryWatch, agree_on_probes, logged_caps, try_batches
 from loft_hvd.balance.plan import MIN_BATCH, Plan, StepSizes, proportional_sizes
 from loft_hvd.balance.policies import make_policy
@@ -110,6 +111,7 @@ class Balancer(NeverCopied):
     ) -> None:
         self._transport = default_transport() if transport is None else transport
         meter_torch()  # a script may wait in collectives of torch's beside any engine
+        weigh_meetings()
         self._options = BalancerOptions(
             global_batch_size,
             self._transport.world_size,
@@ -346,6 +348,7 @@ class Balancer(NeverCopied):
         Raises:
             PlanError: the batch is not of the planned size, so its weight would be wrong.
         """
+        follow(self)
         sizes = self._batches.begin_next(self.history)
         planned = sizes.sizes[self.rank]  # 0 for a rank that computes a dummy batch
         if num_samples != (planned or min(self.min_batch, sizes.total)):
@@ -356,6 +359,34 @@ class Balancer(NeverCopied):
             )
         self._live.timer.batch_arrived(local=planned, remote=0, fetch_s=fetch_s, stall_s=fetch_s)
         yield
+
+    def weigh(self, loss: Tensor) -> Tensor:
+        """Weigh a batch's loss by its samples before the backward pass, in which ranks meet.
+
+        For a model or a loss that exchanges values with other ranks and sends gradients back, such
+        as a contrastive loss over gathered features::
+
+            balancer.weigh(loss).backward()
+
+        Gradients then count every sample the same wherever they cross ranks, and nothing weighs
+        them again: neither ``DistributedOptimizer``, ``attach`` and ``ddp_hook``, nor need a plain
+        all-reduce, ``DistributedDataParallel`` or FSDP2, which average over ranks. Weigh all
+        losses of a training, or none. ``SyncBatchNorm`` is exact without it.
+
+        Args:
+            loss: the mean over this rank's samples of the batch, or of the next micro-batch; not
+                what other ranks' losses were averaged into.
+
+        Returns:
+            It, times ``world_size * size / global_batch_size``; 0 for a dummy batch.
+
+        Raises:
+            ArgumentTypeError: it is no tensor.
+        """
+        if not isinstance(loss, Tensor):
+            raise ArgumentTypeError(f"weigh: loss is a {type(loss).__name__}, and must be a tensor")
+        factor = self._batches.weigh(self.forward_sizes(), rank=self.rank)
+        return loss if factor == 1.0 else loss * factor
 
     def exclude(self) -> AbstractContextManager[None]:
         """Leave what runs inside (evaluation, checkpoints) out of all times."""
@@ -468,6 +499,7 @@ class Balancer(NeverCopied):
 
     def push_sizes(self, step_sizes: StepSizes) -> None:
         """Queue the sizes of a batch that this rank will train on next, in order."""
+        follow(self)
         self._batches.push(step_sizes)
 
     def begin_batch(
@@ -481,11 +513,13 @@ class Balancer(NeverCopied):
         cached: int = 0,
     ) -> None:
         """Note the batch that the script gets now, in place of any before it; start its clock."""
+        follow(self)
         self._batches.begin(step_sizes)
         if self._batches.seems_forgotten and self.rank == 0 and self.world_size > 1:
+            also = " and gradients of unequal batches are not weighted"
             warnings.warn(
-                "batches go out, but no backward pass takes their sizes, so nothing is timed and "
-                "gradients of unequal batches are not weighted: give the optimizer balancer=, or "
+                "batches go out, but no backward pass takes their sizes, so nothing is timed"
+                f"{'' if self._batches.weighed else also}: give the optimizer balancer=, or "
                 "call loft.attach(optimizer, balancer); to evaluate, use a loader with train=False",
                 stacklevel=3,
             )
@@ -562,6 +596,7 @@ class Balancer(NeverCopied):
 
     def begin_own_batch(self) -> None:
         """Note that training on a batch begins, if no loader of ours has said so."""
+        follow(self)
         self._live.begin_own_batch()
 
     def take_step(self) -> StepSizes:
@@ -580,6 +615,14 @@ class Balancer(NeverCopied):
                 stacklevel=2,
             )
         return self._batches.take()
+
+    def forward_sizes(self) -> StepSizes:
+        """Return the sizes of the batch that a forward pass is for."""
+        return self._batches.forward(self.history)
+
+    def is_weighed(self, batch: StepSizes) -> bool:
+        """Say whether a batch's loss was weighed before its backward pass."""
+        return batch is self._batches.weighed
 
     def gradient_arrived(self, *, blocked_s: float) -> None:
         """Note a gradient; the last one of a batch ends its computing (``StepTimer``)."""

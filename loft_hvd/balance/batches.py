@@ -7,6 +7,8 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import torch
+
 from loft_hvd.balance.plan import Plan, Sizes, StepSizes
 from loft_hvd.errors import PlanError, UsageError
 
@@ -52,6 +54,9 @@ class BatchQueue:
         self._num_begun = 0  # before any backward pass took one
         self._num_untaken = 0  # begun in an iteration before its first backward pass
         self._has_taken = False  # in this iteration
+        self._taken_in = -1  # backward pass, as autograd counts them, that took the newest batch
+        self.weighed: StepSizes | None = None  # the newest batch whose loss was weighed
+        self._num_weighed = 0  # losses of it
 
     def push(self, step_sizes: StepSizes) -> None:
         """Queue the sizes of a batch that will be trained on, in order."""
@@ -105,6 +110,26 @@ class BatchQueue:
         self._largest.clear()
         self._done = (), ()
 
+    def forward(self, plans: Sequence[Plan]) -> StepSizes:
+        """Return the sizes of the batch that a forward pass is for: the next one to be taken."""
+        if self.trained is not None and self._taken_in == torch._C._current_graph_task_id() != -1:
+            return self.trained  # computed again within the backward pass that has taken it
+        if self._current is not None and not self._pending:
+            return self._current
+        return self.upcoming(plans)
+
+    def weigh(self, sizes: StepSizes, *, rank: int) -> float:
+        """Return by what a batch's loss is weighed: n x_i / X, of a micro-batch's its part of it.
+
+        Called once for each micro-batch, in their order, or any number of times without such.
+        """
+        if sizes is not self.weighed:
+            self.weighed, self._num_weighed = sizes, 0
+        micro = sizes.micro_sizes(rank)
+        size = micro[self._num_weighed % len(micro)]
+        self._num_weighed += 1
+        return size * len(sizes.sizes) / sizes.total
+
     @property
     def is_ahead(self) -> bool:
         """Whether an iteration's first batches were begun before a backward pass took one.
@@ -129,6 +154,7 @@ class BatchQueue:
             # Their bytes: the text of thousands of sizes takes three times as long.
             self.trail = zlib.crc32(array("q", taken.sizes), self.trail)
         self._has_taken = True
+        self._taken_in = torch._C._current_graph_task_id()
         self.trained = self.in_work = taken
         self._taken.append(taken)
         self._last_trained = taken.step

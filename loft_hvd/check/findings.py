@@ -130,11 +130,18 @@ def _stands_beside(loader: LoaderNote, balancer: BalancerNote, notes: Notes) -> 
 
 
 def _means(ranks: Sequence[Notes]) -> Iterator[Finding]:
-    """Find averages over ranks, where ranks have unequal batches."""
+    """Find means over ranks that are not over samples, where ranks have unequal batches."""
     for notes in ranks:
         unequal = [each for each in notes.balancers if each.policy not in ("report", "uniform")]
         if not any(each.is_adaptive or len(set(each.sizes)) > 1 for each in unequal):
             continue
+        if notes.met_backward:
+            yield Finding(
+                notes.met_backward,
+                "a collective in the backward pass of a loss that is not weighed: "
+                "gradients that cross ranks there count the samples of small batches for more",
+                "balancer.weigh(loss).backward()",
+            )
         for call in notes.calls:
             if call.is_mean_of_one:
                 yield Finding(

@@ -116,6 +116,7 @@ class Notes:
     has_reducer: bool = False  # it has made an optimizer that reduces, or torch's process group
     num_backward: int = 0
     first_backward: str = "?"  # its line
+    met_backward: str = ""  # line of a collective in a backward pass whose loss was not weighed
     num_steps: int = 0  # of optimizers that reduce
     num_plain_steps: int = 0  # of others, after a backward pass
 

@@ -43,6 +43,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import loft_hvd
 from loft_hvd.balance.balancer import Balancer
+from loft_hvd.balance.meetings import unweighed_meeting
 from loft_hvd.check.notes import (
     STANDSTILL_S,
     STEP,
@@ -64,6 +65,7 @@ from loft_hvd.failures.call_sites import stack_of
 from loft_hvd.metrics import Metric
 from loft_hvd.optimizer.wrapper import OptimizerWrapper
 from loft_hvd.transport.horovod import horovod_if_initialized, horovod_module
+from loft_hvd.transport.waits import watch_backward
 
 __all__ = ["main"]
 
@@ -257,6 +259,7 @@ class ScriptWatch:
         _replace(Metric, "avg", property(self._collective("Metric.avg", vars(Metric)["avg"].fget)))
         _replace(hvd, "DistributedOptimizer", self._maker(hvd.DistributedOptimizer))
         _replace(loft_hvd, "DistributedOptimizer", self._maker(loft_hvd.DistributedOptimizer))
+        watch_backward(self._met_in_backward)
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         for kind, name, around in (
@@ -394,6 +397,10 @@ class ScriptWatch:
             return function(*args, **kwargs)
 
         return backward
+
+    def _met_in_backward(self, frame: FrameType) -> None:
+        if not self.notes.met_backward:
+            self.notes.met_backward = unweighed_meeting(frame) or ""
 
     def _mark_trained(self) -> None:
         """Mark the rounds that the batches of this backward pass are of.

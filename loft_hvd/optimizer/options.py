@@ -330,6 +330,9 @@ class EqualBatches:
     def take_step(self) -> StepSizes | None:
         return None  # sizes are equal
 
+    def is_weighed(self, _: StepSizes) -> bool:
+        return False
+
     def step_ended(self) -> None:
         self.log.step += 1
 

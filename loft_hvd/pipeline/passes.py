@@ -7,7 +7,8 @@ momentum it is a ``Blend`` of a gradient and its average.
 
 Under a plain mean rank i of n has ``x_i`` of a batch's ``X`` samples, so that the mean of rows
 ``n x_i / X * g_i`` is exact. Robust rules take the ranks' own mean gradients and cap what rows
-weigh (``weights.py``).
+weigh (``weights.py``). Where the loss itself was weighed before the backward pass, gradients come
+times ``n x_i / X``: a mean leaves them so, and for other rules it is taken back.
 """
 
 from __future__ import annotations
@@ -46,6 +47,9 @@ class StepSource(Protocol):
 
     def take_step(self) -> StepSizes:
         """Return the sizes of the batch that the next backward pass belongs to."""
+
+    def is_weighed(self, batch: StepSizes) -> bool:
+        """Say whether a batch's loss was weighed before its backward pass: n x_i / X."""
 
     def gradient_arrived(self, *, blocked_s: float) -> None:
         """Hear of each gradient, and what its hook and those before it spent on the wire.
@@ -104,6 +108,7 @@ class Passes:
         self.num_begun = 0
         self.parts: list[tuple[int, float]] = []
         self._sizes: list[StepSizes] = []  # of the passes that have begun, with a source
+        self._weighed: list[bool] = []  # whether their losses were weighed by shares
         self._weights: PassWeights | None = None
         self._averages_weigh: AverageWeights | None = None
         self._blends: dict[tuple[Rule, bool], Blend] = {}
@@ -134,6 +139,7 @@ class Passes:
             sizes: Sequence[int] = (1,)
             if self._source is not None:
                 self._sizes.append(self._source.take_step())
+                self._weighed.append(self._source.is_weighed(self._sizes[at]))
                 sizes = self._sizes[at].micro_sizes(self._channel.rank)
             # At last: who finds it here takes the rest as it is.
             self.parts += [(at, size / sum(sizes) if sum(sizes) else 1.0) for size in sizes]
@@ -202,7 +208,9 @@ class Passes:
         at, scale = self.parts[number]
         if self._sizes and self._sizes[at].sizes[self._channel.rank] == 0:
             return torch.zeros_like(gradient)  # of a dummy batch: 0 * NaN is NaN
-        if self.has_shares and is_mean and self._channel.world_size > 1:
+        if self._sizes and self._weighed[at]:
+            scale = 1 / self.share(at) if self.has_shares and not is_mean else 1.0
+        elif self.has_shares and is_mean and self._channel.world_size > 1:
             scale *= self.share(at)
         return None if scale == 1.0 else gradient * scale
 
@@ -220,11 +228,24 @@ class Passes:
     def row_scale(self, rule: Rule, *, is_sum: bool) -> float:
         """Return ``scale`` without momentum."""
         if not isinstance(rule, Mean):
-            return self.weights().row_scale
+            return self.weights().row_scale * self._taken_back
         scale = 1 / self._predivide
-        if self._sizes and not self.has_shares:
+        if self._sizes and not self._has_share:
             scale *= self.share(0)
         return scale / self._channel.world_size if is_sum else scale
+
+    @property
+    def _has_share(self) -> bool:
+        """Whether what is in ``.grad`` is times this rank's share already."""
+        return bool(self._sizes) and (self.has_shares or self._weighed[0])
+
+    @property
+    def _taken_back(self) -> float:
+        """By what ``.grad`` is multiplied to be a mean gradient, where the loss was weighed."""
+        if not self._sizes or self.has_shares or not self._weighed[0]:
+            return 1.0
+        share = self.share(0)
+        return 1 / share if share else 1.0
 
     def _blend(self, rule: Rule, *, is_sum: bool) -> Blend:
         """Return how this rank's row comes about of its averages and its gradients."""
@@ -232,10 +253,10 @@ class Passes:
         rank, num_ranks = self._channel.rank, self._channel.world_size
         count, total = ages.counts[rank], sum(ages.counts)
         if not isinstance(rule, Mean):
-            return ages.blend(rank, gain=count * weights.row_scale, scale=1.0)
+            gain = count * weights.row_scale * self._taken_back
+            return ages.blend(rank, gain=gain, scale=1.0)
         # Gradients with shares are n x_i / X times theirs already.
-        has_shares = bool(self._sizes) and self.has_shares
-        gain = total / num_ranks if has_shares else count
+        gain = total / num_ranks if self._has_share else count
         # A row is scaled as in row_scale, by its average's weight in place of its samples.
         scale = 1.0
         if num_ranks > 1:

@@ -9,17 +9,29 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, Protocol, TypeVar
 from weakref import ref
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["WaitWatcher", "add", "meter", "meter_torch", "seconds", "totals", "waiting", "watch"]
+__all__ = [
+    "WaitWatcher",
+    "add",
+    "meter",
+    "meter_torch",
+    "seconds",
+    "totals",
+    "waiting",
+    "watch",
+    "watch_backward",
+]
 
 _T = TypeVar("_T")
 _COLLECTIVES = (
@@ -69,6 +81,7 @@ class _Meter:
     inside: set[int] = field(default_factory=set)  # threads that wait now
     # Replaced as a whole, as other threads go through it meanwhile.
     watchers: tuple[ref[WaitWatcher], ...] = ()
+    in_backward: tuple[Callable[[FrameType], None], ...] = ()
     changing: threading.RLock = field(default_factory=threading.RLock)
 
 
@@ -110,6 +123,21 @@ def watch(watcher: WaitWatcher) -> None:
         meter.watchers = (*alive, ref(watcher))
 
 
+def watch_backward(met: Callable[[FrameType], None]) -> None:
+    """Call something with the frame of each metered call that is made within a backward pass."""
+    meter = _meter()
+    with meter.changing:
+        if met not in meter.in_backward:
+            meter.in_backward = (*meter.in_backward, met)
+
+
+def _tell_of_backward() -> None:
+    called = _meter().in_backward
+    if called and torch._C._current_graph_task_id() != -1:
+        for met in called:
+            met(sys._getframe(2))
+
+
 def add(waited_s: float) -> None:
     """Count seconds as a wait of this thread."""
     totals, me = _meter().totals, threading.get_ident()
@@ -145,6 +173,7 @@ def _function(call: Callable[..., _T]) -> Callable[..., _T]:
     def wait(*arguments: Any, **options: Any) -> _T:
         if torch.compiler.is_compiling():  # what is traced has no clock
             return call(*arguments, **options)
+        _tell_of_backward()
         with waiting():
             return call(*arguments, **options)
 
@@ -153,6 +182,7 @@ def _function(call: Callable[..., _T]) -> Callable[..., _T]:
 
 def _method(call: Callable[..., _T], name: str) -> Callable[..., _T]:
     def wait(self: Any, *arguments: Any, **options: Any) -> _T:
+        _tell_of_backward()
         with waiting():
             return call(self, *arguments, **options)
 

@@ -140,6 +140,16 @@ MISTAKES = {
         "this may be a metric averaged by rank: hvd.allreduce",
         'mean = hvd.allreduce(torch.tensor(value), name="loss")',
     ),
+    "a loss over gathered features": (
+        [
+            (
+                "loss = model(x).square().mean()",
+                'loss = (model(x) - hvd.allgather(model(x), name="all").mean()).square().mean()',
+            )
+        ],
+        "a collective in the backward pass of a loss that is not weighed",
+        "loss.backward()",
+    ),
     "a loader beside the balancer": (
         [
             (

@@ -96,6 +96,7 @@ _LAYERS = {
     "balance/policies.py": 2,
     "balance/policy.py": 2,
     "balance/stopwatch.py": 2,
+    "balance/meetings.py": 2,
     "balance/balancer_options.py": 3,
     "balance/controller.py": 3,
     "balance/balancer.py": 5,

@@ -48,6 +48,8 @@ def train(
     num_passes: int = 1,
     set_to_none: bool = True,
     kind: str = "loader",
+    momentum: float = 0.0,
+    weighs: bool = False,
 ) -> tuple[list[Tensor], int]:
     """Train 20 steps; returns the weights, and the most samples of a backward pass."""
     balancer = loft.Balancer(
@@ -55,9 +57,10 @@ def train(
     )
     model = make_model()
     optimizer = loft.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.0 if momentum else 0.9),
         model.named_parameters(),
         rule=rule,
+        worker_momentum=momentum,
         balancer=balancer,
         backward_passes_per_step=num_passes,
         transport=transport,
@@ -77,7 +80,8 @@ def train(
             parts = batch if balancer.splits else [batch]
         for (x,) in parts:
             largest = max(largest, len(x))
-            model(x).square().mean().backward()
+            loss = model(x).square().mean()
+            (balancer.weigh(loss) if weighs else loss).backward()
         if (number + 1) % num_passes == 0:
             optimizer.step()
             optimizer.zero_grad(set_to_none=set_to_none)
@@ -116,6 +120,48 @@ def test_training_in_micro_batches_equals_training_without_caps(
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
         assert cap is None or largest <= cap
     assert any(largest > (cap or 99) for (_, largest), cap in zip(whole, caps, strict=True))
+
+
+@pytest.mark.parametrize("num_passes", [1, 2])
+@pytest.mark.parametrize(
+    ("sizes", "caps", "rule", "momentum"),
+    [
+        ([10, 0, 7, 3], [4, 4, 3, 3], loft.Mean(), 0.0),
+        ([10, 0, 7, 3], [4, 4, 3, 3], loft.Mean(), 0.9),
+        ([8, 5, 7], [3, 5, 2], loft.TrimmedMean(f=1), 0.0),
+        ([8, 5, 7], [3, 5, 2], loft.TrimmedMean(f=1), 0.9),
+        ([9, 3, 4, 4], [3, 3, 2, 4], loft.Robust(f=1), 0.9),
+    ],
+    ids=str,
+)
+def test_a_loss_weighed_before_the_backward_pass_is_not_weighed_again(
+    sizes: list[int],
+    caps: list[int | None],
+    rule: loft.Rule,
+    momentum: float,
+    num_passes: int,
+) -> None:
+    given: dict[str, Any] = {
+        "sizes": sizes,
+        "rule": rule,
+        "num_passes": num_passes,
+        "momentum": momentum,
+    }
+    plain = run_ranks(len(sizes), lambda transport: train(transport, caps=None, **given))
+    for cut in (None, caps):
+        found = run_ranks(
+            len(sizes),
+            lambda transport, cut=cut: train(transport, caps=cut, weighs=True, **given),  # type: ignore[misc]  # a default of its own
+        )
+        for (weights, _), (expected, _) in zip(found, plain, strict=True):
+            for got, want in zip(weights, expected, strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_loss_that_is_no_tensor_is_refused() -> None:
+    balancer = loft.Balancer(4, transport=LocalWorld(1).transport(0))
+    with pytest.raises(ArgumentTypeError, match="weigh: loss is a float, and must be a tensor"):
+        balancer.weigh(0.5)  # type: ignore[arg-type]
 
 
 def test_a_loader_of_the_scripts_own_splits_by_the_balancer() -> None:
