@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
@@ -12,19 +12,22 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from loft_hvd.balance.plan import Plan, Sizes, StepSizes, scale_sizes
 from loft_hvd.config import config
 from loft_hvd.data.assign import Assignment, Homes, assign
-from loft_hvd.data.blocks import Arrangement, Order, ShardOrder
+from loft_hvd.data.blocks import Arrangement, BlockShuffle, Order, ShardOrder
 from loft_hvd.data.placement import Placement
-from loft_hvd.errors import DataError
+from loft_hvd.errors import ArgumentTypeError, DataError
 
 __all__ = [
     "Draw",
     "EpochOrders",
     "EpochSettings",
     "PlanView",
+    "WeightedDraws",
+    "check_weights",
     "count_steps",
     "draw_epoch",
     "epoch_order",
@@ -36,7 +39,9 @@ _MOST_BIN_BITS = 10  # a choice: more gain little, as a block's part of a bin ge
 _MOST_NARROW = 2**31 - 1  # samples that 32 bits number
 _MANY = 1 << 20  # samples whose order takes long enough, 0.1 s, to be made ahead
 _GOLDEN = 0.618033988749895  # the golden ratio less 1: its multiples fill [0, 1) most evenly
+_STREAM = 2  # of random words; an order of samples has no such number, one of blocks has another
 
+Weights = Sequence[float] | npt.NDArray[np.floating] | Tensor
 _Made = TypeVar("_Made")  # by a thread beside the training
 
 
@@ -64,6 +69,95 @@ class PlanView(Protocol):
         """Return how many micro-batches each rank's share takes; empty where none is split."""
 
 
+@dataclass(frozen=True, eq=False)
+class WeightedDraws:
+    """Samples drawn with replacement, each as often as its weight says.
+
+    Attributes:
+        ends: running sums of the weights, [num_samples], the largest of which is 1.
+        num_draws: samples of an epoch, >= 0.
+    """
+
+    ends: npt.NDArray[np.float64]
+    num_draws: int
+
+    def __str__(self) -> str:
+        return f"{zlib.crc32(self.ends.tobytes()):08x}"
+
+    def order(self, *, seed: int, epoch: int) -> Order:
+        """Draw an epoch's samples, the same on every machine and version.
+
+        Returns int32 where that holds the indices, else int64. The k-th sample is the one in whose
+        part of the running sums the k-th raw word of ``PCG64(SeedSequence([seed, epoch, 2]))``
+        falls. Weights 1, 0, 3 have the sums 1, 1, 4: a word of 0.2 of its range is 0.8 and sample
+        0, one of 0.25 is 1.0 and sample 2, and none is sample 1.
+        """
+        is_small = len(self.ends) <= _MOST_NARROW
+        order = np.empty(self.num_draws, np.int32 if is_small else np.int64)
+        for begin, words in _words(self.num_draws, seed, epoch, _STREAM):
+            # 53 bits, which a float64 holds: never 1, so never beyond the last sample.
+            places = (words >> np.uint64(11)) * (self.ends[-1] * 2.0**-53)
+            order[begin : begin + len(words)] = np.searchsorted(self.ends, places, side="right")
+        return order
+
+
+def check_weights(
+    weights: Weights | None,
+    num_draws: int | None,
+    num_samples: int,
+    *,
+    shuffle: bool | BlockShuffle | None,
+) -> WeightedDraws | None:
+    """Return how a loader draws by ``weights``, or None where it has none.
+
+    ``num_draws`` is the loader's argument ``num_samples``; ``num_samples`` are the data set's.
+    """
+    if weights is None:
+        if num_draws is not None:
+            raise DataError(
+                f"num_samples={num_draws} is how many samples an epoch draws by weights=, and "
+                "without them each sample comes once an epoch; leave it away, or give a "
+                "torch.utils.data.Subset"
+            )
+        return None
+    if shuffle not in (None, True):
+        raise DataError(
+            f"shuffle={shuffle} orders samples that come once an epoch, and weights= draws at "
+            "random; leave shuffle away"
+        )
+    try:
+        given = weights.detach().cpu().double().numpy() if isinstance(weights, Tensor) else weights
+        values = np.array(given, np.float64)
+    except (TypeError, ValueError) as error:
+        raise ArgumentTypeError(
+            f"weights= is of type {type(weights).__name__} and no row of numbers ({error}); give "
+            "one weight for each sample"
+        ) from None
+    if values.shape != (num_samples,):
+        raise DataError(
+            f"weights= has the shape {list(values.shape)}, but the data set has {num_samples} "
+            "samples; give one weight for each sample: with one for each class that is "
+            "class_weights[labels]"
+        )
+    bad = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
+    if len(bad):
+        raise DataError(
+            f"weights= must be finite and >= 0, but {len(bad)} of {num_samples} are not: that of "
+            f"sample {bad[0]} is {values[bad[0]]}; give 0 to samples that are never to be drawn"
+        )
+    if not values.any():
+        raise DataError(
+            f"weights= are 0 for all of the {num_samples} samples; at least one must be positive"
+        )
+    if num_draws is None:
+        num_draws = num_samples
+    if isinstance(num_draws, bool) or not isinstance(num_draws, int):
+        raise ArgumentTypeError(f"num_samples={num_draws!r} must be a whole number")
+    if num_draws < 1:
+        raise DataError(f"num_samples={num_draws} must be >= 1: so many samples an epoch draws")
+    return WeightedDraws(np.cumsum(values / values.max()), num_draws)
+
+
 @dataclass(frozen=True)
 class EpochSettings:
     """What decides which samples form a step, whatever the sizes."""
@@ -73,6 +167,7 @@ class EpochSettings:
     seed: int  # of the permutations, >= 0
     drop_last: bool  # leave out the samples that do not fill a global batch
     relaxed: bool  # spread each holder's samples evenly over the epoch
+    weighted: WeightedDraws | None = None  # draws with replacement, in place of each sample once
 
     def __post_init__(self) -> None:
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
@@ -87,18 +182,26 @@ class EpochSettings:
                 "relaxed=True spreads single samples over the epoch, but the data set is in shards "
                 "that are read in blocks; drop relaxed=True"
             )
+        if self.relaxed and self.weighted is not None:
+            raise DataError(
+                "relaxed=True spreads samples over the epoch that come once in it, and weights= "
+                "draws at random; drop relaxed=True"
+            )
 
     @property
     def num_samples(self) -> int:
-        """Samples of the data set."""
-        return len(self.placement)
+        """Samples of an epoch: those of the data set, or so many draws by weight."""
+        return len(self.placement) if self.weighted is None else self.weighted.num_draws
 
     def order(self, epoch: int, *, done: npt.NDArray[np.bool_] | None = None) -> Order:
         """Return the samples in the order of this epoch, those of ``done`` first.
 
-        ``done`` are those consumed in an order that this world no longer has, [num_samples].
+        ``done`` are those consumed in an order that this world no longer has, [num_samples]; None
+        where they are drawn by weight.
         """
-        if isinstance(self.shuffle, ShardOrder):
+        if self.weighted is not None:
+            order = self.weighted.order(seed=self.seed, epoch=epoch)
+        elif isinstance(self.shuffle, ShardOrder):
             order = self.shuffle.order(seed=self.seed, epoch=epoch)
         else:
             order = epoch_order(self.num_samples, seed=self.seed, epoch=epoch, shuffle=self.shuffle)
@@ -224,9 +327,9 @@ def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool = True
     return keys.view(np.int32)[:num_samples]
 
 
-def _words(num_samples: int, seed: int, epoch: int) -> Iterator[tuple[int, npt.NDArray[np.uint64]]]:
+def _words(num_samples: int, *key: int) -> Iterator[tuple[int, npt.NDArray[np.uint64]]]:
     """Yield the words of an epoch's samples, block by block, each with where it begins."""
-    generator = np.random.PCG64(np.random.SeedSequence([seed, epoch]))
+    generator = np.random.PCG64(np.random.SeedSequence(key))
     for begin in range(0, num_samples, _BLOCK):
         yield begin, generator.random_raw(min(_BLOCK, num_samples - begin))
 

@@ -26,7 +26,8 @@ from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from loft_hvd.balance.plan import Plan, Sizes
 from loft_hvd.data.blocks import BlockShuffle, check_shuffle
-from loft_hvd.data.draws import Draw, EpochSettings
+from loft_hvd.data.draws import Draw, EpochSettings, Weights, check_weights
+from loft_hvd.data.instead import LOADER, refuse_others
 from loft_hvd.data.placement import Placement, check_placement
 from loft_hvd.data.sampler import (
     GlobalBatches,
@@ -37,17 +38,12 @@ from loft_hvd.data.sampler import (
     keeper_of,
     tell_sources,
 )
-from loft_hvd.errors import ArgumentTypeError, DataError
+from loft_hvd.errors import DataError
 from loft_hvd.transport.waits import seconds, totals
 
 __all__ = ["DataLoader", "FetchingDataset", "Request", "TimedCollate", "WorkerInit", "sure_fork"]
 
 _logger = logging.getLogger(__name__)
-_INSTEAD = {
-    "batch_size": "leave it away: the balancer gives each rank its share of global_batch_size",
-    "sampler": "leave it away: seed= and set_epoch choose the order, placement= the owners",
-    "batch_sampler": "leave it away, or give torch's own loader a loft.BatchSampler",
-}
 START_LIMIT_S = 10.0  # a child takes milliseconds, on a crowded machine a second
 _TRIES = 4  # 1 fork in 600 is stuck, measured by a script that forks beside Horovod
 
@@ -202,6 +198,11 @@ class DataLoader(PlannedLoader):
         drop_last: leave out the samples that do not fill a global batch.
         relaxed: spread each holder's samples evenly over the epoch (more local reads, another
             order of samples).
+        weights: draw samples with replacement, each with a probability in proportion to its weight,
+            [number of samples of the data set], finite and >= 0; as torch's
+            ``WeightedRandomSampler`` does. In place of each sample once an epoch.
+        num_samples: samples that an epoch draws by ``weights``; None for as many as the data set
+            has.
         train: False for evaluation: every sample once, by the plan there is when an iteration
             begins (begin it between the same two steps on every rank); no sizes or times reach the
             balancer.
@@ -218,19 +219,22 @@ class DataLoader(PlannedLoader):
 
     Raises:
         ArgumentTypeError: torch's ``batch_size``, ``sampler`` or ``batch_sampler``, which the
-            balancer stands for, or an argument nobody knows.
+            balancer stands for, an argument nobody knows, or one behind ``balancer`` that has no
+            name.
     """
 
     def __init__(  # noqa: PLR0913 - torch's own arguments, by name
         self,
         dataset: Dataset[Any],
         balancer: PlanSource,
-        *,
+        *positional: Any,
         placement: Placement | None = None,
         shuffle: bool | BlockShuffle | None = None,
         seed: int = 0,
         drop_last: bool = False,
         relaxed: bool = False,
+        weights: Weights | None = None,
+        num_samples: int | None = None,
         train: bool = True,
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -243,11 +247,17 @@ class DataLoader(PlannedLoader):
         multiprocessing_context: Any = None,
         **others: Any,
     ) -> None:
-        _refuse(others)
         super().__init__(balancer, evaluates=None if train else EvaluationView(balancer))
+        refuse_others("DataLoader", positional, others, LOADER)
         given, placement = placement, check_placement(placement, check_length(dataset))
+        weighted = check_weights(weights, num_samples, len(placement), shuffle=shuffle)
+        if weighted is not None and not train:
+            raise DataError(
+                "train=False takes every sample once, and weights= draws some of them several "
+                "times; leave weights= away, and weigh what is counted"
+            )
         order = check_shuffle(train if shuffle is None else shuffle, dataset)
-        settings = EpochSettings(placement, order, seed, drop_last, relaxed)
+        settings = EpochSettings(placement, order, seed, drop_last, relaxed, weighted)
         self.dataset = dataset
         self.num_workers = num_workers
         self.drop_last = drop_last
@@ -366,13 +376,6 @@ class DataLoader(PlannedLoader):
         self._next_step = self._resumed_step = loaded.step
         self._position = loaded.position
         self._forget_pending()
-
-
-def _refuse(others: Mapping[str, Any]) -> None:
-    """Say what stands for the arguments of torch's loader that have no place here."""
-    for name in others:
-        advice = _INSTEAD.get(name, f"it takes those of torch's own but {', '.join(_INSTEAD)}")
-        raise ArgumentTypeError(f"DataLoader: unexpected argument {name!r}; {advice}")
 
 
 class _Feed:

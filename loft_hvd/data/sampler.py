@@ -11,6 +11,7 @@ from typing import Annotated, Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 from torch.utils.data import IterableDataset, Sampler
 
 from loft_hvd.balance.keeping import Keeping
@@ -25,9 +26,12 @@ from loft_hvd.data.draws import (
     EpochOrders,
     EpochSettings,
     PlanView,
+    Weights,
+    check_weights,
     count_steps,
     draw_epoch,
 )
+from loft_hvd.data.instead import SAMPLER, in_place_of, refuse_others
 from loft_hvd.data.placement import Placement, check_placement
 from loft_hvd.errors import ArgumentTypeError, DataError
 
@@ -143,7 +147,9 @@ def check_balancer(balancer: object) -> None:
     """Raise an ArgumentTypeError for what cannot say the sizes of a step."""
     if not hasattr(balancer, "plan_at"):
         raise ArgumentTypeError(
-            f"balancer={balancer!r} is of type {type(balancer).__name__}; give a loft_hvd.Balancer"
+            f"balancer={balancer!r} is of type {type(balancer).__name__}; give a "
+            "loft_hvd.Balancer(global_batch_size), which has the samples of all ranks in a step: "
+            "64 * hvd.size() where each rank had a batch_size of 64"
         )
 
 
@@ -248,11 +254,12 @@ class EpochState:
     position: Count  # samples of the epoch's order that are consumed
     step: Count  # the next one to train on, counted over epochs
     done: str | None  # one bit a sample consumed, hexadecimal; None where position says it
-    num_samples: Count  # this and what follows must be equal where a run goes on
+    num_samples: Count  # of an epoch; this and what follows must be equal where a run goes on
     seed: Annotated[int, Within(0, math.inf)]
     shuffle: bool
     relaxed: bool
     blocks: str | None = None  # how data in shards are shuffled
+    weights: str | None = None  # a digest of those that samples are drawn by
 
     def __post_init__(self) -> None:
         if self.position > self.num_samples:
@@ -299,7 +306,8 @@ class GlobalBatches:
         self.homes: Homes = settings.placement.at(view.world_size)
         self._resume_position: int | None = None
         self._done: npt.NDArray[np.bool_] | None = None  # of self.epoch, in an older order
-        self._has_warned = False
+        self._has_warned = self._has_warned_again = False
+        self._finished: int | None = None  # the epoch that was drawn to its end last
 
     def __len__(self) -> int:
         return count_steps(self.settings.num_samples, self.view, drop_last=self.settings.drop_last)
@@ -355,8 +363,10 @@ class GlobalBatches:
         return Held(tuple(shares.tolist()), num_samples, self._keeper.sample_bytes, keeping)
 
     def _draw(self, position: int, first_step: int) -> Iterator[Draw]:
-        order = self._orders.take(self.epoch, done=self._done)
+        epoch = self.epoch
+        order = self._orders.take(epoch, done=self._done)
         self._warn_of_skipped(len(order) - position)
+        self._warn_of_same_draws()
         for draw in draw_epoch(
             order,
             self.homes,
@@ -369,6 +379,19 @@ class GlobalBatches:
             if self._keeper is not None:
                 self._keeper.note(draw)
             yield draw
+        self._finished = epoch
+
+    def _warn_of_same_draws(self) -> None:
+        """Say on rank 0, once, that an epoch draws what the one before it drew."""
+        if self._has_warned_again or self.settings.weighted is None or self.view.rank != 0:
+            return
+        if self._finished == self.epoch:
+            self._has_warned_again = True
+            warnings.warn(
+                f"epoch {self.epoch} begins again, and draws the same samples by weights= as it "
+                "did before: call set_epoch(epoch) before each epoch, on every rank",
+                stacklevel=2,
+            )
 
     def _warn_of_skipped(self, num_left: int) -> None:
         """Say on rank 0, once, that samples are left out of every epoch."""
@@ -412,6 +435,7 @@ class GlobalBatches:
             "shuffle": bool(settings.shuffle),  # a script may say 1
             "relaxed": bool(settings.relaxed),
             "blocks": str(settings.shuffle) if isinstance(settings.shuffle, ShardOrder) else None,
+            "weights": None if settings.weighted is None else str(settings.weighted),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> EpochState:
@@ -440,7 +464,13 @@ class BatchSampler(NeverCopied, Sampler[list[int]]):
     Args:
         dataset: the data set, or its number of samples.
         balancer: gives the sizes and takes what was drawn.
-        placement, shuffle, seed, drop_last, relaxed: see ``loft.DataLoader``.
+        placement, shuffle, seed, drop_last, relaxed, weights, num_samples: see
+            ``loft.DataLoader``.
+
+    Raises:
+        ArgumentTypeError: a sampler or indices in the data set's place, or an argument of torch's
+            samplers and loader that has no place here.
+        DataError: the options, or one of them and the data set, do not fit.
     """
 
     _in_place_of_a_copy = PlannedLoader._in_place_of_a_copy
@@ -449,17 +479,23 @@ class BatchSampler(NeverCopied, Sampler[list[int]]):
         self,
         dataset: Sized | int,
         balancer: PlanSource,
-        *,
+        *positional: Any,
         placement: Placement | None = None,
         shuffle: bool | BlockShuffle = True,
         seed: int = 0,
         drop_last: bool = False,
         relaxed: bool = False,
+        weights: Weights | None = None,
+        num_samples: int | None = None,
+        **others: Any,
     ) -> None:
         check_balancer(balancer)
+        refuse_others("BatchSampler", positional, others, SAMPLER)
+        _check_no_indices(dataset)
         given, placement = placement, check_placement(placement, check_length(dataset))
+        weighted = check_weights(weights, num_samples, len(placement), shuffle=shuffle)
         order = check_shuffle(shuffle, dataset)
-        settings = EpochSettings(placement, order, seed, drop_last, relaxed)
+        settings = EpochSettings(placement, order, seed, drop_last, relaxed, weighted)
         self._balancer = balancer
         keeper = keeper_of(dataset)
         self._batches = GlobalBatches(settings, balancer, keeper=keeper, given=given)
@@ -535,6 +571,11 @@ def check_length(dataset: object) -> int:
     """Return the number of samples of a data set; ArgumentTypeError if it is not map-style."""
     if isinstance(dataset, int) and not isinstance(dataset, bool) and dataset >= 0:
         return dataset
+    if isinstance(dataset, Sampler):
+        raise ArgumentTypeError(
+            f"the data set is of type {type(dataset).__name__}, a sampler, and here ranks share "
+            f"global batches of the data set: {in_place_of(dataset)}"
+        )
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise ArgumentTypeError(
             f"the data set is of type {type(dataset).__name__}: exactly-once batches of unequal "
@@ -543,16 +584,29 @@ def check_length(dataset: object) -> int:
             "read blocks; for any other stream use loft.StreamLoader, or index it"
         )
     if not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")):
-        is_sampler = isinstance(dataset, Sampler)
-        advice = (
-            "a sampler says which samples are drawn and how often, and here each is drawn once an "
-            "epoch, which the balancer's ranks share; give the data set. Draws by weight are not "
-            "served: repeat samples in the data set instead"
-            if is_sampler
-            else "give the map-style data set itself, with __len__ and __getitem__"
+        raise ArgumentTypeError(
+            f"the data set is of type {type(dataset).__name__}: give the map-style data set "
+            "itself, with __len__ and __getitem__"
         )
-        raise ArgumentTypeError(f"the data set is of type {type(dataset).__name__}: {advice}")
     return len(dataset)
+
+
+def _check_no_indices(dataset: object) -> None:
+    """Raise an ArgumentTypeError for numbers of samples, whose places would be drawn."""
+    if not isinstance(dataset, list | tuple | range | np.ndarray | Tensor) or not len(dataset):
+        return
+    if isinstance(dataset, list | tuple) and not all(isinstance(at, Integral) for at in dataset):
+        return
+    numbers = np.asarray(dataset)
+    if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
+        return
+    if not np.array_equal(numbers, np.arange(len(numbers))):
+        raise ArgumentTypeError(
+            f"the data set is a {type(dataset).__name__} of {len(numbers)} whole numbers from "
+            f"{numbers.min()} to {numbers.max()}, of which places would be drawn. If they are "
+            "indices, give torch.utils.data.Subset(dataset, indices), here and to torch's loader; "
+            "if they are the samples, give len() of them"
+        )
 
 
 def check_indices(indices: Sequence[int], num_samples: int) -> list[int]:

@@ -21,10 +21,11 @@ from typing import Annotated, Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data import Sampler, default_collate
 
 from loft_hvd.balance.plan import Plan, StepSizes
 from loft_hvd.codec import Count, Within, decode, encode
+from loft_hvd.data.instead import STREAM, in_place_of, refuse_others
 from loft_hvd.data.sampler import PlannedLoader, PlanSource, check_epoch
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, DataError
 from loft_hvd.transport.base import Channel, Transport
@@ -304,7 +305,8 @@ class StreamLoader(PlannedLoader):
         batched: ``source`` yields batches, which are cut and joined along their first dimension.
 
     Raises:
-        ArgumentTypeError: ``source`` is not iterable, or ``cost`` no function.
+        ArgumentTypeError: ``source`` is not iterable or a sampler, ``cost`` no function, or an
+            argument of torch's loader, which has no place here.
         ArgumentError: ``batched`` with ``cost`` or ``collate_fn``, or a balancer that plans
             micro-batches.
     """
@@ -315,12 +317,19 @@ class StreamLoader(PlannedLoader):
         self,
         source: Iterable[Any],
         balancer: StreamPlanSource,
-        *,
+        *positional: Any,
         cost: Callable[[Any], int] | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         batched: bool = False,
+        **others: Any,
     ) -> None:
         super().__init__(balancer)
+        refuse_others("StreamLoader", positional, others, STREAM)
+        if isinstance(source, Sampler):
+            raise ArgumentTypeError(
+                f"StreamLoader: the source is a {type(source).__name__}, which yields numbers of "
+                f"samples; a map-style data set goes to loft.DataLoader: {in_place_of(source)}"
+            )
         if not hasattr(source, "__iter__"):
             raise ArgumentTypeError(
                 f"StreamLoader: source={source!r} is of type {type(source).__name__}, which is not "

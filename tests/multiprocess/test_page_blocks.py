@@ -81,6 +81,10 @@ _SCRIPTS = {
                 "",
                 "assert (len(micro_batches) > 1) is (hvd.rank() == 3)  # 22 samples, at most 16\n",
             ),
+            "weights = (1 / labels.bincount())[labels]  # one for each sample": (
+                "labels = dataset.tensors[1]\nbalancer = loft.Balancer(256)\n",
+                _TRAINED,
+            ),
             "test_loader = loft.DataLoader(test_set, balancer, train=False)": (
                 "test_set = TensorDataset(*dataset[:100])\nbalancer = loft.Balancer(256)\n",
                 "assert total(count) == 100\nassert 0 <= accuracy <= 1\n",

@@ -110,6 +110,7 @@ _LAYERS = {
     "data/assign.py": 2,
     "data/placement.py": 2,
     "data/blocks.py": 2,
+    "data/instead.py": 2,
     "data/draws.py": 2,
     "data/sampler.py": 2,
     "data/shards.py": 2,

@@ -528,8 +528,8 @@ def test_what_scripts_read_of_torchs_own_loader() -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (WeightedRandomSampler([1.0, 0.0], 100), "Draws by weight are not served"),
-        (SequentialSampler(range(9)), "give the data set"),
+        (WeightedRandomSampler([1.0, 0.0], 100), "the data set, weights=weights, num_samples=100"),
+        (SequentialSampler(range(9)), "give the data set, and shuffle=False"),
         (TorchDataLoader(range(9)), "give the map-style data set itself"),  # type: ignore[arg-type]  # has a length
     ],
     ids=["weights", "order", "loader"],

@@ -78,7 +78,7 @@ def test_backward_passes_take_the_sizes_of_their_own_batch_after_a_break(kind: s
     [
         ({"batch_size": 16}, "'batch_size'; leave it away: the balancer gives"),
         ({"sampler": None}, "'sampler'; leave it away: seed="),
-        ({"workers": 3}, "'workers'; it takes those of torch's own but"),
+        ({"workers": 3}, "'workers'; there is no argument of this name"),
     ],
 )
 def test_a_ported_loader_hears_what_stands_for_its_arguments(
