@@ -312,11 +312,12 @@ class Balancer(NeverCopied):
 
     @property
     def local_batch_size(self) -> int:
-        """Samples of this rank in the next batch to train on.
+        """Samples of this rank in the next batch to fetch.
 
-        0 where it has none: then give ``step`` a dummy batch of ``min_batch``.
+        That is the next one to train on; inside ``step``, before the backward pass, the one after
+        it. 0 where this rank has none: then give ``step`` a dummy batch of ``min_batch``.
         """
-        return self._batches.upcoming(self.history).sizes[self.rank]
+        return self._batches.to_fetch(self.history).sizes[self.rank]
 
     @property
     def micro_batch_sizes(self) -> tuple[int, ...]:
@@ -355,7 +356,10 @@ class Balancer(NeverCopied):
             raise PlanError(
                 f"rank {self.rank}: a batch of {num_samples} samples, but the sizes of step "
                 f"{sizes.step} are {list(sizes.sizes)}; load as many as planned, or use "
-                "loft.DataLoader, which also plans the last batch of an epoch"
+                "loft.DataLoader, which also plans the last batch of an epoch. A loop that fetches "
+                "one batch ahead reads balancer.local_batch_size inside `with balancer.step`, "
+                "before the backward pass; one that fetches more or earlier asks "
+                "balancer.plan_at(step).sizes[rank], of the step that the batch is for"
             )
         self._live.timer.batch_arrived(local=planned, remote=0, fetch_s=fetch_s, stall_s=fetch_s)
         yield
@@ -512,9 +516,19 @@ class Balancer(NeverCopied):
         remote: int,
         cached: int = 0,
     ) -> None:
-        """Note the batch that the script gets now, in place of any before it; start its clock."""
+        """Note the batch that the script gets now; its clock starts, unless it waits for others."""
         follow(self)
-        self._batches.begin(step_sizes)
+        arrival: dict[str, Any] = {
+            "local": local,
+            "remote": remote,
+            "cached": cached,
+            "fetch_s": fetch_s,
+        }
+        if self._batches.begin(step_sizes):
+            self._batches.arrivals[step_sizes.step] = arrival
+            self._live.timer.fetched_ahead(stall_s=stall_s)
+        else:
+            self._live.timer.batch_arrived(**arrival, stall_s=stall_s)
         if self._batches.seems_forgotten and self.rank == 0 and self.world_size > 1:
             also = " and gradients of unequal batches are not weighted"
             warnings.warn(
@@ -523,19 +537,29 @@ class Balancer(NeverCopied):
                 "call loft.attach(optimizer, balancer); to evaluate, use a loader with train=False",
                 stacklevel=3,
             )
-        self._live.timer.batch_arrived(
-            local=local, remote=remote, cached=cached, fetch_s=fetch_s, stall_s=stall_s
-        )
+
+    @property
+    def num_waiting(self) -> int:
+        """Batches that the script has fetched ahead, and that will be trained."""
+        return self._batches.num_waiting
 
     def clear_pending(self) -> None:
-        """Forget queued sizes and the current batch: they will not be trained on."""
-        self._batches.clear()
+        """Forget batches that were fetched or queued: they will not be trained on."""
+        self._batches.drop()
+
+    def begin_iteration(self) -> None:
+        """Forget batches that will not be trained on: an iteration begins, or will."""
+        self._batches.begin_iteration()
+
+    def all_drawn(self) -> None:
+        """Note that a ``BatchSampler`` has queued the last batch of its iteration."""
+        self._batches.all_drawn()
 
     def end_epoch(self) -> None:
         """Close an epoch; every rank calls it at the same step."""
         with self.log.faults():
             self._live.epoch_ended()
-        self._batches.clear()
+        self._batches.end_iteration()
 
     def share_sources(self, source: Sequence[int]) -> None:
         """Take the number of the source that each rank shares, -1 for none, [world_size]."""
@@ -583,6 +607,7 @@ class Balancer(NeverCopied):
             )
         self.min_ranks = max(self.min_ranks, min_ranks)
         self._live.take_passes(num_passes)
+        self._batches.num_passes = num_passes
 
     def log_to(self, log_dir: str | Path) -> None:
         """Write the run log there, unless it is being written already."""
@@ -605,16 +630,16 @@ class Balancer(NeverCopied):
         Raises:
             UsageError: no batch was handed out for it.
         """
-        if self._batches.is_ahead and self.rank == 0 and not self._has_warned_ahead:
+        taken = self._batches.take()
+        guess, self._batches.guess = self._batches.guess, ""
+        if guess and self.rank == 0 and not self._has_warned_ahead:
             self._has_warned_ahead = True
-            warnings.warn(
-                "a batch was taken from the loader before the one before it was trained, or two "
-                "loaders share this balancer: a backward pass takes the sizes of the newest "
-                "batch; train each batch before the next is taken, or use loft.BatchSampler, "
-                "which queues sizes",
-                stacklevel=2,
-            )
-        return self._batches.take()
+            warnings.warn(guess, stacklevel=2)
+        if (arrival := self._batches.arrivals.pop(taken.step, None)) is not None:
+            self._live.timer.batch_joined(**arrival)
+            if not self._batches.is_ahead:  # its clock is that of one that was skipped
+                self._live.timer.leave_out()
+        return taken
 
     def forward_sizes(self) -> StepSizes:
         """Return the sizes of the batch that a forward pass is for."""
@@ -640,3 +665,9 @@ class Balancer(NeverCopied):
         """Close an optimizer step; exchange times and plans when it is time for them."""
         with self.log.faults():
             self._live.step_ended()
+        waits = self._batches.in_work  # fetched by now: its turn begins
+        if (
+            waits is not None
+            and (arrival := self._batches.arrivals.pop(waits.step, None)) is not None
+        ):
+            self._live.timer.batch_arrived(**arrival, stall_s=0.0)

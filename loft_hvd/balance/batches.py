@@ -6,6 +6,7 @@ import zlib
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -15,6 +16,26 @@ from loft_hvd.errors import PlanError, UsageError
 __all__ = ["BatchQueue", "plan_in_force"]
 
 _MANY_BATCHES = 10  # a script may look at a few batches before it trains
+_MOST_AHEAD = 4  # a choice: batches that a loop fetches ahead; one that resumes skips many more
+_FETCH_LATER = (
+    "Fetch each batch when the one before it has been trained (num_workers= loads ahead all the "
+    "same), or call balancer.clear_pending() behind batches that are skipped"
+)
+_AHEAD = (
+    "batches were taken from the loader before the first backward pass: the loop is taken to fetch "
+    "ahead, so that each backward pass has the sizes of the oldest batch that was not trained. If "
+    "it skips the first batches instead, call balancer.clear_pending() behind them"
+)
+_NEWEST = (
+    "batches were taken from the loader before the first backward pass: all but the newest are "
+    "taken to be skipped. A loop that fetches so many ahead leaves that to num_workers= and "
+    "prefetch_factor="
+)
+_OTHER_LOADER = (
+    "a batch was taken from the loader before the one before it was trained, and two loaders share "
+    "this balancer: a backward pass takes the sizes of the newest batch; train each batch before "
+    "the next is taken, or use loft.BatchSampler, which queues sizes"
+)
 
 
 def plan_in_force(plans: Sequence[Plan], step: float) -> Plan:
@@ -26,19 +47,41 @@ class BatchQueue:
     """The sizes of batches between the loader that draws them and the backward pass they are for.
 
     ``loft.DataLoader`` says when it yields a batch (``begin``), which then stands for every
-    backward pass until the next. A ``loft.BatchSampler`` runs ahead of its loader and queues sizes
-    (``push``); each backward pass takes one.
+    backward pass until the next one is taken. A ``loft.BatchSampler`` runs ahead of its loader and
+    queues sizes (``push``); each backward pass takes one.
+
+    A loop may fetch batches ahead of their steps: then those yielded wait for their turn. How many
+    wait is learnt in an iteration's first backward pass, and stays. Of ``F`` that fetches and ``B``
+    that takes::
+
+        F B F B F B              none ahead: the newest batch is meant
+        F B F F B F B            none ahead: a batch was skipped, and the newest is meant
+        F F B F B F B B          one ahead: the oldest that waits is meant, to the epoch's end
+
+    A batch that is skipped at the very beginning looks like one fetched ahead; ``guess`` says so.
 
     Attributes:
         trained: sizes of the newest batch that a backward pass has taken.
         in_work: sizes of the batch that is being computed; None between two steps.
         trail: 32 bits that depend on every batch taken: its plan, step, sizes and samples. Equal
             on all ranks between the same two steps.
+        num_passes: most backward passes of an optimizer step, as far as known.
+        guess: what the newest ``take`` went by, where a script may mean something else; else "".
+        arrivals: by step, what the timer hears of batches that wait once it is their turn.
     """
 
     def __init__(self) -> None:
         self._pending: deque[StepSizes] = deque()  # of a BatchSampler, in the order of training
-        self._current: StepSizes | None = None  # of a DataLoader
+        self._waiting: deque[StepSizes] = deque()  # yielded by a DataLoader, and not taken
+        self._current: StepSizes | None = None  # taken last
+        self._num_ahead: int | None = None  # batches that wait behind the one meant; None: unknown
+        self._num_left: int | None = None  # that wait of an iteration that has ended
+        self._is_own = False  # the newest batch was begun without a loader of ours
+        self._has_taken = False  # of this iteration
+        self._is_all_drawn = False  # of an iteration of a BatchSampler
+        # What an iteration was left with, and how many batches the first backward pass of the next
+        # must find if these were not meant to be trained.
+        self._doubt: tuple[str, int] | None = None
         self._last_trained: int | None = None  # step of the newest backward pass
         self._first_step = 0  # where the run goes on
         self._lookahead = 0  # most steps that were ever drawn beyond the newest one trained on
@@ -52,57 +95,104 @@ class BatchQueue:
         self._largest: list[int] = []  # samples that each rank has computed in a backward pass
         self._done: tuple[Sizes, Sizes] = (), ()  # the newest sizes that are in it
         self._num_begun = 0  # before any backward pass took one
-        self._num_untaken = 0  # begun in an iteration before its first backward pass
-        self._has_taken = False  # in this iteration
         self._taken_in = -1  # backward pass, as autograd counts them, that took the newest batch
         self.weighed: StepSizes | None = None  # the newest batch whose loss was weighed
         self._num_weighed = 0  # losses of it
+        self.num_passes = 1
+        self.guess = ""
+        self.arrivals: dict[int, dict[str, Any]] = {}
 
     def push(self, step_sizes: StepSizes) -> None:
         """Queue the sizes of a batch that will be trained on, in order."""
         self._pending.append(step_sizes)
 
-    def begin(self, step_sizes: StepSizes) -> None:
-        """Note the batch that the script gets now, in place of any before it."""
-        self._drop()
-        self._num_untaken += not self._has_taken
-        self._current = self.in_work = step_sizes
+    def begin(self, step_sizes: StepSizes, *, is_own: bool = False) -> bool:
+        """Note a batch that the script gets now; say whether it may wait behind others.
+
+        ``is_own``: it is of a loader of the script's own.
+        """
+        self._pending.clear()
+        if self._waiting and step_sizes.step != self._waiting[-1].step + 1:
+            self._waiting.clear()
+            self.arrivals.clear()
+            self.guess = "" if self._is_own else _OTHER_LOADER
+        self._is_own = is_own
+        self._waiting.append(step_sizes)
         if self.trained is None:
             self._num_begun += 1
+        is_ahead = len(self._waiting) > 1 and self._num_ahead != 0
+        if not is_ahead:
+            self.in_work = step_sizes
+        return is_ahead
 
     def upcoming(self, plans: Sequence[Plan]) -> StepSizes:
         """Return the sizes queued for the next backward pass, or those of the plan in force."""
-        if self._pending:
-            return self._pending[0]
-        plan = plan_in_force(plans, self.next_step)
+        return self._pending[0] if self._pending else self._planned(plans, self.next_step)
+
+    def _planned(self, plans: Sequence[Plan], step: int) -> StepSizes:
+        plan = plan_in_force(plans, step)
         num_micro = self.count_micro(plan.sizes)
-        return StepSizes(plan.plan_id, self.next_step, plan.sizes, num_micro=num_micro)
+        return StepSizes(plan.plan_id, step, plan.sizes, num_micro=num_micro)
+
+    def to_fetch(self, plans: Sequence[Plan]) -> StepSizes:
+        """Return the sizes of the batch that a loader of the script's own fetches next."""
+        if self._is_own and self.has_fresh:  # it fetches while the batch begun is computed
+            step = self._waiting[-1].step + 1
+            self.drawn(step)
+            return self._planned(plans, step)
+        return self.upcoming(plans)
 
     def current(self, plans: Sequence[Plan]) -> StepSizes:
-        """Return the sizes of the batch that was begun last, or else what ``upcoming`` does."""
-        fresh = self._current if self.has_fresh else None
-        return fresh or self.upcoming(plans)
+        """Return the sizes of the batch whose turn it is, or else what ``upcoming`` does."""
+        if not self._waiting:
+            return self.upcoming(plans)
+        return self._waiting[0 if self.is_ahead else -1]
 
     def begin_next(self, plans: Sequence[Plan]) -> StepSizes:
         """Return what ``upcoming`` does, and begin that batch unless it is queued."""
         sizes = self.upcoming(plans)
         if not self._pending:
             self.drawn(sizes.step)
-            self.begin(sizes)
+            self.begin(sizes, is_own=True)
         return sizes
 
-    def clear(self) -> None:
-        """Forget batches that will not be trained on."""
-        self._drop()
-        self._num_untaken, self._has_taken = 0, False
+    def all_drawn(self) -> None:
+        """Note that a ``BatchSampler`` has queued the last batch of its iteration."""
+        self._is_all_drawn = True
 
-    def _drop(self) -> None:
+    def end_iteration(self) -> None:
+        """Note that the script has got the last batch of an iteration; those that wait may come."""
+        if self.num_waiting:
+            self._num_left = self.num_waiting
+        else:
+            self.drop()
+
+    def begin_iteration(self) -> None:
+        """Forget batches that will not be trained on: an iteration begins, or will.
+
+        Those that a loop had fetched ahead when the one before it ended will be, in front of it.
+        """
+        if self._num_left is not None and self._waiting:
+            return
+        doubt = None
+        if self._num_ahead and self._waiting:
+            doubt = f"{len(self._waiting)} batches fetched ahead", 1 + self._num_ahead
+        elif self._pending and self._is_all_drawn and self._has_taken:
+            doubt = f"{len(self._pending)} batches of a loft.BatchSampler", 1
+        self.drop()
+        self._doubt = doubt
+
+    def drop(self) -> None:
+        """Forget all batches that no backward pass has taken."""
         self._pending.clear()
-        self._current = self.in_work = None
+        self._waiting.clear()
+        self.arrivals.clear()
+        self._current = self.in_work = self._num_ahead = self._num_left = self._doubt = None
+        self._is_all_drawn = self._has_taken = False
 
     def restart(self, *, next_step: int = 0) -> None:
         """Forget all batches: a run goes on from elsewhere, at a step counted over epochs."""
-        self.clear()
+        self.drop()
         self._first_step = next_step
         self._last_trained = self.trained = None
         self._lookahead = self.trail = 0
@@ -114,9 +204,17 @@ class BatchQueue:
         """Return the sizes of the batch that a forward pass is for: the next one to be taken."""
         if self.trained is not None and self._taken_in == torch._C._current_graph_task_id() != -1:
             return self.trained  # computed again within the backward pass that has taken it
-        if self._current is not None and not self._pending:
-            return self._current
-        return self.upcoming(plans)
+        if self._pending:
+            return self._pending[0]
+        if self._waiting:
+            is_ahead = self._guessed_ahead() if self._num_ahead is None else self._num_ahead
+            return self._waiting[0 if is_ahead else -1]
+        return self._current or self.upcoming(plans)
+
+    def _guessed_ahead(self) -> int:
+        """Return how many batches a loop fetches ahead, by those that wait for its first pass."""
+        num_waiting = len(self._waiting)
+        return num_waiting - 1 if num_waiting <= _MOST_AHEAD + self.num_passes else 0
 
     def weigh(self, sizes: StepSizes, *, rank: int) -> float:
         """Return by what a batch's loss is weighed: n x_i / X, of a micro-batch's its part of it.
@@ -132,15 +230,19 @@ class BatchQueue:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether an iteration's first batches were begun before a backward pass took one.
+        """Whether the loop of this iteration fetches ahead."""
+        return bool(self._num_ahead)
 
-        Later ones may be skipped for their content.
-        """
-        return self._num_untaken > 1 and not self._has_taken
+    @property
+    def num_waiting(self) -> int:
+        """Batches that a loop has fetched ahead by now, and that will be trained."""
+        return len(self._waiting) if self.is_ahead else 0
 
     def take(self) -> StepSizes:
         """Return the sizes of the batch that the next backward pass belongs to, or a UsageError."""
-        taken = self._pending.popleft() if self._pending else self._current
+        if self._doubt is not None:
+            self._resolve(*self._doubt)
+        taken = self._pending.popleft() if self._pending else self._next_in_turn()
         if taken is None:
             raise UsageError(
                 "a backward pass without a batch: the optimizer has a balancer, so each backward "
@@ -170,7 +272,62 @@ class BatchQueue:
                 self._largest = list(map(max, self._largest or sizes, sizes))
                 self._done = done
         self._taken.clear()
-        self.in_work = None
+        self.in_work = self._waiting[0] if self.num_waiting else None
+        if self._num_left is not None and not self._waiting:
+            self.drop()  # the last batch of the iteration
+
+    def _next_in_turn(self) -> StepSizes | None:
+        """Return the batch whose turn it is, or the one taken last where none waits."""
+        if not self._waiting:
+            if self._num_ahead and self._current is not None:
+                raise UsageError(
+                    f"a second backward pass takes the batch of step {self._current.step}, in a "
+                    f"loop that fetches {self._num_ahead} ahead: which batch a pass is of cannot "
+                    f"be told there. {_FETCH_LATER}"
+                )
+            return self._current
+        num_waiting = len(self._waiting)
+        if self._num_ahead is None:
+            self._num_ahead = self._guessed_ahead()
+            if num_waiting > 1:
+                self.guess = f"{num_waiting} {_AHEAD if self._num_ahead else _NEWEST}"
+        extra = num_waiting - 1 - self._num_ahead
+        if extra > 0:
+            self._leave_out(extra)
+        self._current = self._waiting.popleft()
+        if self._num_left is not None:
+            self._num_left -= 1
+            if not self._num_left and self._waiting:
+                self._num_left = None  # the next iteration has begun
+        return self._current
+
+    def _resolve(self, what: str, least: int) -> None:
+        """Raise a UsageError where a backward pass may be of a batch that was dropped."""
+        if self._waiting and len(self._waiting) >= least:
+            self._doubt = None
+            return
+        raise UsageError(
+            f"an iteration was left with {what} that no backward pass had taken, and another "
+            "began: whether this backward pass is of one of them cannot be told. A loop that "
+            "leaves early calls balancer.clear_pending() where it does; one that fetches ahead "
+            "goes on to the end of a loft.DataLoader, whose last batches are then trained in front "
+            "of the next epoch's"
+        )
+
+    def _leave_out(self, num_batches: int) -> None:
+        """Drop batches that wait and that no backward pass will take, as far as that is sure."""
+        assert self._num_ahead is not None
+        is_sure = not self._num_ahead or num_batches == self._num_left
+        if not is_sure and len({(each.sizes, each.num_micro) for each in self._waiting}) > 1:
+            sizes = [list(each.sizes) for each in self._waiting]
+            raise UsageError(
+                f"{len(self._waiting)} batches wait for a backward pass, in a loop that fetched "
+                f"{self._num_ahead} ahead so far: which of them was skipped cannot be told, and "
+                f"their sizes differ ({sizes}). {_FETCH_LATER}"
+            )
+        for _ in range(num_batches):
+            self.arrivals.pop(self._waiting.popleft().step, None)
+        self._num_left = None
 
     def largest_done(self, rank: int) -> int:
         """Return the most samples that a rank has computed in one backward pass, 0 at first."""
@@ -213,8 +370,7 @@ class BatchQueue:
     @property
     def has_fresh(self) -> bool:
         """Whether a loader has begun a batch that no backward pass has taken yet."""
-        current = self._current
-        return current is not None and current.step >= self.next_step
+        return bool(self._waiting)
 
     @property
     def next_step(self) -> int:

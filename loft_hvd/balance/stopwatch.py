@@ -310,7 +310,7 @@ class StepTimer:
         self._waits_before = totals()
         self._excluded_waits_s = 0.0
         self._waited_at_arrival = 0.0
-        self._batch_waited_s = 0.0
+        self._batch_waited_s = self._batch_stalled_s = 0.0
 
     def _waited_s(self) -> float:
         """Return how long this step's threads have waited in it for other ranks by now."""
@@ -326,15 +326,26 @@ class StepTimer:
         if self._step_began is None:
             self._step_began = now - stall_s
             self._waits_before, self._excluded_waits_s = totals(), 0.0
-        samples = local + remote
-        self._step.add(steps=1, samples=samples, local=local, remote=remote, cached=cached)
-        self._step.add(fetch_s=fetch_s, stall_s=stall_s)
+        self.batch_joined(local=local, remote=remote, cached=cached, fetch_s=fetch_s)
+        self._step.add(stall_s=stall_s)
+        self._batch_stalled_s = 0.0
         self._arrived = now - self._excluded_s
         self._waited_at_arrival, self._batch_waited_s = self._waited_s(), 0.0
         self._queue_at_arrival = self._queue_clock()
         self._batch_thread, self._queue_at_wait = threading.get_ident(), None
         if self.device_clock is not None:
             self.device_clock.arrived()
+
+    def batch_joined(self, *, local: int, remote: int, fetch_s: float, cached: int = 0) -> None:
+        """Note one more batch that is computed from here on, on the clock of the one before it."""
+        samples = local + remote
+        self._step.add(steps=1, samples=samples, local=local, remote=remote, cached=cached)
+        self._step.add(fetch_s=fetch_s)
+
+    def fetched_ahead(self, *, stall_s: float) -> None:
+        """Note that the script waited for a batch that is computed later, beside the newest one."""
+        self._step.add(stall_s=stall_s)
+        self._batch_stalled_s += stall_s
 
     def wait_began(self) -> None:
         """Note that a thread waits: what it queues for, as it asks on and on, is no computing."""
@@ -355,7 +366,8 @@ class StepTimer:
         if self._arrived is not None:
             spent = self._clock() - self._excluded_s - self._arrived
             self._batch_waited_s = self._waited_s() - self._waited_at_arrival
-            self._batch_compute_s = max(0.0, spent - blocked_s - self._batch_waited_s)
+            spent -= self._batch_waited_s + self._batch_stalled_s
+            self._batch_compute_s = max(0.0, spent - blocked_s)
             if self.device_clock is not None:
                 self.device_clock.gradient()
 

@@ -317,6 +317,7 @@ class DataLoader(PlannedLoader):
             self._balancer.leave_step_out()
             self._view.begin()
         self._position = self._feed.start(first_step=self._next_step)
+        self._stands.append((self._next_step, self._position))
         if self._trains:
             tell_sources(self._balancer, self._batches)
         return self._batches_of(iter(self._loader), iteration)
@@ -334,7 +335,7 @@ class DataLoader(PlannedLoader):
             draw = self._feed.drawn.popleft()
             assert draw.step_sizes.step == step  # torch yields in the order of the requests
             self._position = draw.position
-            self._note(draw.step_sizes)
+            self._note(draw.step_sizes, draw.position)
             if self._trains:
                 # Side by side: eight loader processes that take 16 s each bring a batch every 2 s.
                 self._begin(draw, fetch_s / max(self.num_workers, 1), stall_s, cached)
@@ -363,12 +364,17 @@ class DataLoader(PlannedLoader):
         """Choose the permutation of the next iteration; call it on every rank."""
         if epoch != self._batches.epoch:
             self._position = 0
+            self._stands.clear()
         self._batches.set_epoch(epoch)
-        self._forget_pending()
+        self._epoch_set()
 
     def state_dict(self) -> dict[str, Any]:
-        """Describe the run after the batch yielded last: save it once that batch is trained."""
-        return self._batches.state_dict(position=self._position, step=self._next_step)
+        """Describe the run after the batch yielded last: save it once that batch is trained.
+
+        Batches that the loop has fetched ahead come again where a run goes on.
+        """
+        step, position = self._stand(self._position)
+        return self._batches.state_dict(position=position, step=step)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next iteration go on where ``state`` was taken, with any number of ranks."""

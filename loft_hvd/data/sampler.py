@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from numbers import Integral
@@ -33,7 +34,7 @@ from loft_hvd.data.draws import (
 )
 from loft_hvd.data.instead import SAMPLER, in_place_of, refuse_others
 from loft_hvd.data.placement import Placement, check_placement
-from loft_hvd.errors import ArgumentTypeError, DataError
+from loft_hvd.errors import ArgumentTypeError, DataError, UsageError
 
 __all__ = [
     "BatchSampler",
@@ -52,6 +53,7 @@ __all__ = [
 
 
 _MOST_WRAPPERS = 8  # a choice: data sets around one another
+_MOST_KEPT = 64  # bound: a loop fetches fewer batches ahead (``balance.batches``)
 
 
 class PlanSource(PlanView, Protocol):
@@ -62,7 +64,8 @@ class PlanSource(PlanView, Protocol):
 
     Both tell ``share_sources`` and ``note_reads`` when an iteration begins.
     ``loft.DataLoader`` calls ``expect_depth`` when it is made, and ``begin_batch`` and
-    ``end_epoch`` in the process that trains.
+    ``end_epoch`` in the process that trains. A script may fetch ahead: ``num_waiting`` batches were
+    yielded and are not trained so far.
     ``loft.BatchSampler`` does not see batches arrive: it queues sizes with ``push_sizes``, and each
     backward pass takes the next. A loader for evaluation calls ``leave_step_out`` alone, and reads
     ``plan``.
@@ -97,8 +100,17 @@ class PlanSource(PlanView, Protocol):
     def push_sizes(self, step_sizes: StepSizes) -> None:
         """Queue the sizes of a batch whose indices were drawn; torch yields in that order."""
 
+    @property
+    def num_waiting(self) -> int: ...
+
     def clear_pending(self) -> None:
-        """Forget batches that no backward pass took: an iteration begins, or an epoch is set."""
+        """Forget batches that no backward pass took: a run goes on elsewhere."""
+
+    def begin_iteration(self) -> None:
+        """Forget batches that none will take, as an iteration begins or an epoch is set."""
+
+    def all_drawn(self) -> None:
+        """Note that the last batch of an iteration was queued."""
 
     def end_epoch(self) -> None:
         """Note that an iteration ran to its end, at the same step on every rank."""
@@ -172,6 +184,8 @@ class PlannedLoader(NeverCopied):
         self._resumed_step = 0  # of a loaded state, for the next iteration
         self._num_iterations = 0
         self._yielded: StepSizes | None = None
+        # Next steps and positions after the batches yielded last, and where the iteration began.
+        self._stands: deque[tuple[int, int]] = deque(maxlen=_MOST_KEPT)
 
     @property
     def step_sizes(self) -> StepSizes:
@@ -195,16 +209,22 @@ class PlannedLoader(NeverCopied):
 
     def _begin_iteration(self) -> int:
         """Go on behind all that was trained; returns the iteration's number."""
-        self._forget_pending()
         if self._trains:
+            self._balancer.begin_iteration()
             # Not behind what was yielded: a look at a batch on one rank moves no step of its.
             self._next_step = max(self._resumed_step, self._balancer.next_step)
             self._resumed_step = 0
+        self._stands.clear()
         self._num_iterations += 1
         return self._num_iterations
 
+    def _epoch_set(self) -> None:
+        """Tell the balancer that another iteration will begin."""
+        if self._trains:
+            self._balancer.begin_iteration()
+
     def _forget_pending(self) -> None:
-        """Forget batches that will not be trained: an iteration begins, or goes on elsewhere."""
+        """Forget batches that will not be trained: a run goes on elsewhere."""
         if self._trains:
             self._balancer.clear_pending()
 
@@ -215,9 +235,25 @@ class PlannedLoader(NeverCopied):
                 "from one iterator at a time, or make two loaders"
             )
 
-    def _note(self, step_sizes: StepSizes) -> None:
-        """Note the batch that is yielded now."""
+    def _note(self, step_sizes: StepSizes, position: int = 0) -> None:
+        """Note the batch that is yielded now, and the samples consumed once it is trained."""
         self._yielded, self._next_step = step_sizes, step_sizes.step + 1
+        self._stands.append((self._next_step, position))
+
+    def _stand(self, position: int = 0) -> tuple[int, int]:
+        """Return the next step and the position, before batches that were fetched ahead.
+
+        ``position`` is that after the newest.
+        """
+        num_waiting = self._balancer.num_waiting if self._trains else 0
+        if not num_waiting:
+            return self._next_step, position
+        if num_waiting >= len(self._stands):
+            raise UsageError(
+                f"state_dict: {num_waiting} batches were fetched ahead and are not trained, the "
+                "first of them of the epoch before; save once that one is trained"
+            )
+        return self._stands[-1 - num_waiting]
 
 
 def keeper_of(dataset: object) -> Keeper | None:
@@ -509,7 +545,7 @@ class BatchSampler(NeverCopied, Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         # A generator, so that nothing starts before the first list: torch makes two iterators of
         # a batch sampler when it has loader processes, and drops the first.
-        self._balancer.clear_pending()
+        self._balancer.begin_iteration()
         resumed, self._resume_step = self._resume_step, None
         first_step = self._balancer.next_step if resumed is None else resumed
         position, draws = self._batches.start(first_step=first_step)
@@ -522,6 +558,7 @@ class BatchSampler(NeverCopied, Sampler[list[int]]):
             drawn.append((draw.step_sizes, draw.position))
             self._balancer.push_sizes(draw.step_sizes)
             yield draw.indices(view.rank, min_batch=view.min_batch, homes=homes)
+        self._balancer.all_drawn()
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the permutation of the next iteration; call it on every rank."""
@@ -529,7 +566,7 @@ class BatchSampler(NeverCopied, Sampler[list[int]]):
             step = self._balancer.next_step if self._resume_step is None else self._resume_step
             self._start, self._drawn = (0, step), []
         self._batches.set_epoch(epoch)
-        self._balancer.clear_pending()
+        self._balancer.begin_iteration()
 
     def step_sizes_at(self, index: int) -> StepSizes:
         """Return the sizes of the ``index``-th batch of this iteration; 0 here is padding."""

@@ -27,7 +27,7 @@ from loft_hvd.balance.plan import Plan, StepSizes
 from loft_hvd.codec import Count, Within, decode, encode
 from loft_hvd.data.instead import STREAM, in_place_of, refuse_others
 from loft_hvd.data.sampler import PlannedLoader, PlanSource, check_epoch
-from loft_hvd.errors import ArgumentError, ArgumentTypeError, DataError
+from loft_hvd.errors import ArgumentError, ArgumentTypeError, DataError, UsageError
 from loft_hvd.transport.base import Channel, Transport
 from loft_hvd.transport.waits import seconds, totals
 
@@ -366,13 +366,15 @@ class StreamLoader(PlannedLoader):
         check_epoch(epoch)
         if epoch != self._epoch:
             self._epoch, self._reader, self._resumed = int(epoch), None, None
+            self._stands.clear()
         tell = getattr(self._source, "set_epoch", None)
         if callable(tell):
             tell(epoch)
-        self._forget_pending()
+        self._epoch_set()
 
     def __iter__(self) -> Iterator[Any]:
         iteration, ahead = self._begin_iteration(), []
+        self._stands.append((self._next_step, 0))
         if self._resumed is not None:
             source: Any = self._source
             source.load_state_dict(self._resumed.source)
@@ -421,12 +423,19 @@ class StreamLoader(PlannedLoader):
         ``cost`` and the rest of a batch with ``batched``; None where the source has no
         ``state_dict``, or no iteration is under way. So save it on every rank.
         """
-        position = self._resumed
+        position, num_waiting = self._resumed, self._balancer.num_waiting
+        step, _ = self._stand()
         if self._reader is not None and _has_state(self._source):
+            if num_waiting:
+                raise UsageError(
+                    f"state_dict: {num_waiting} batches were fetched ahead and are not trained, "
+                    "and a stream cannot go back to them; fetch each batch when the one before it "
+                    "has been trained"
+                )
             source: Any = self._source
             position = _Position(source.state_dict(), self._reader.ahead())
         balancer = self._balancer
-        state = StreamState(self._epoch, self._next_step, balancer.rank, balancer.world_size)
+        state = StreamState(self._epoch, step, balancer.rank, balancer.world_size)
         return encode(state) | {"position": None if position is None else position._asdict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -102,6 +102,12 @@ _SCRIPTS = {
                 "    break\n",
                 "assert total(sum(len(y) for x, y in loader)) == 600 - 256\n",
             ),
+            "batches = iter(loader)": (
+                "balancer = loft.Balancer(256, [96, 96, 48, 16])\n"
+                "loader = loft.DataLoader(dataset, balancer)\n"
+                "optimizer = wrapped(balancer=balancer)\n",
+                "assert balancer.next_step == 3\n",
+            ),
             "from glob import glob": (
                 "import io, tarfile\n"
                 "if hvd.rank() == 0:\n"

@@ -52,6 +52,7 @@ class FakePlans:
     source: tuple[int, ...] = ()
     held: Held | None = None
     reads: dict[int, list[Mapping[str, int]]] = field(default_factory=dict)  # by epoch
+    num_waiting: int = 0
     caps: Sequence[int | None] = ()  # of a backward pass, where shares are split
 
     @property
@@ -104,6 +105,11 @@ class FakePlans:
 
     def clear_pending(self) -> None:
         self.pending.clear()
+
+    def begin_iteration(self) -> None:
+        self.pending.clear()
+
+    def all_drawn(self) -> None: ...
 
     def end_epoch(self) -> None:
         self.num_epochs_ended += 1

@@ -128,15 +128,6 @@ def test_a_look_on_one_rank_moves_no_steps() -> None:
     assert run_ranks(2, work) == [list(range(8))] * 2
 
 
-def test_reading_a_batch_ahead_is_told() -> None:
-    balancer = loft.Balancer(8, [8], transport=LocalWorld(1).transport(0))
-    batches = iter(loft.DataLoader(TensorDataset(torch.arange(64)), balancer))
-    next(batches)
-    next(batches)
-    with pytest.warns(UserWarning, match="before the one before it was trained"):
-        balancer.take_step()
-
-
 def test_a_batch_that_is_skipped_is_not_taken_for_reading_ahead() -> None:
     balancer = loft.Balancer(8, [8], transport=LocalWorld(1).transport(0))
     for number, _ in enumerate(loft.DataLoader(TensorDataset(torch.arange(64)), balancer)):
