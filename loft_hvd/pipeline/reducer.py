@@ -221,6 +221,8 @@ class GradientReducer:
     def synchronize(self) -> None:
         """Reduce every gradient that is not on its way yet, and wait until all are there."""
         self._passes.check_complete(max(self._counts, default=0))
+        if self._world_size > 1:  # alone, nothing is on its way
+            self._gradients.untouched.check()
         self._passes.warn_of_other_passes()  # before the wait that it may make long
         self._passes.join()
         if self._world_size > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -344,6 +345,86 @@ def test_a_script_that_waits_clips_and_steps_is_not_warned() -> None:
         with optimizer.skip_synchronize():
             optimizer.step()
         optimizer.zero_grad()
+
+
+def _clip(found: Any) -> None:
+    torch.nn.utils.clip_grad_norm_(found.parameters(), 1e-3)
+
+
+def _replace(found: Any) -> None:
+    found.second.bias.grad = 0.5 * found.second.bias.grad
+
+
+def _drop(found: Any) -> None:
+    found.first.weight.grad = None
+
+
+@pytest.mark.parametrize("change", [_clip, _replace, _drop])
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("num_passes", [1, 2])
+def test_gradients_changed_while_ranks_exchange_them_are_refused(
+    change: Callable[[Any], None], keeps: bool, num_passes: int
+) -> None:
+    """Also once they live in their buckets, which results change."""
+
+    def work(transport: LocalTransport) -> float:
+        found = model()
+        sgd = torch.optim.SGD(found.parameters(), lr=0.1)
+        named = found.named_parameters()
+        optimizer: Any = loft.DistributedOptimizer(
+            sgd, named, transport=transport, backward_passes_per_step=num_passes
+        )
+        for step in range(4):
+            optimizer.zero_grad(set_to_none=not keeps)
+            for _ in range(num_passes):
+                found(torch.full((2, 3), 1.0 + transport.rank)).sum().backward()
+            if step == 3:
+                change(found)
+                with pytest.raises(UsageError, match=r"parameter '\w+\.\w+' was changed between"):
+                    optimizer.step()
+            elif step == 2:  # as it is done
+                optimizer.synchronize()
+                change(found)
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            else:
+                optimizer.step()
+        return float(found.first.weight.detach().sum())
+
+    assert len(set(run_ranks(2, work))) == 1
+
+
+def test_a_hook_changes_what_is_sent_where_it_comes_before_the_optimizer() -> None:
+    def work(transport: LocalTransport, is_before: bool) -> float:
+        weight = torch.nn.Parameter(torch.zeros(2))
+
+        def halve(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            parameter.grad.mul_(0.5)
+
+        if is_before:
+            weight.register_post_accumulate_grad_hook(halve)
+        sgd = torch.optim.SGD([weight], lr=1.0)
+        optimizer = loft.DistributedOptimizer(sgd, [("w", weight)], transport=transport)
+        if not is_before:
+            weight.register_post_accumulate_grad_hook(halve)
+        (weight * (2.0 + 4.0 * transport.rank)).sum().backward()
+        optimizer.step()
+        return float(weight.detach()[0])
+
+    assert run_ranks(2, lambda end: work(end, is_before=True)) == [-2.0] * 2
+    with pytest.raises(UsageError, match=r"'w' was changed .* before the optimizer is made"):
+        run_ranks(2, lambda end: work(end, is_before=False))
+
+
+def test_alone_gradients_may_be_clipped_whenever() -> None:
+    found = model()
+    optimizer = wrap(torch.optim.SGD(found.parameters(), lr=1.0))
+    before = found.first.weight.detach().clone()
+    found(torch.ones(2, 3)).sum().backward()
+    _clip(found)
+    optimizer.step()
+    assert 0 < float((found.first.weight.detach() - before).abs().max()) <= 1e-3
 
 
 def test_a_group_whose_rule_needs_more_ranks_changes_nothing() -> None:
