@@ -18,6 +18,8 @@ from loft_hvd.balance.balancer import Balancer
 from loft_hvd.config import config
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, UsageError
 from loft_hvd.optimizer.replicas import ReplicaCheck
+from loft_hvd.optimizer.scalers import tell_of_unscaling
+from loft_hvd.pipeline.gradients import Untouched
 from loft_hvd.pipeline.passes import Passes
 from loft_hvd.transport.agreement import check_agreement
 from loft_hvd.transport.base import Channel, Transport, watch_of
@@ -51,6 +53,8 @@ class Attachment:
         self._replicas = replicas
         self._num_passes = num_passes
         self._num_seen: dict[int, int] = {}  # gradients of each parameter in this step
+        self._untouched = Untouched()
+        self._names: dict[Tensor, str] = getattr(optimizer, "_parameter_names", {})  # Horovod's
         # A gradient is counted once: autograd has a thread for each device. Reentrant, as a signal
         # handler of the script's may compute gradients.
         self._counting = threading.RLock()
@@ -89,10 +93,12 @@ class Attachment:
                     arrived = parameter.register_post_accumulate_grad_hook(self._arrived)
                     self._handles.append(arrived)
         optimizer.synchronize = self._synchronized  # type: ignore[attr-defined]  # Horovod's step calls it
+        tell_of_unscaling(self)
         self._await_forward()
 
-    def _arrived(self, _: Tensor) -> None:
+    def _arrived(self, parameter: Tensor) -> None:
         self._balancer.gradient_arrived(blocked_s=0.0)  # Horovod's own hooks do not wait
+        self._untouched.note(self._names.get(parameter, "without a name"), parameter)
 
     def _weigh(self, key: int, gradient: Tensor) -> Tensor | None:
         """Scale a gradient so that Horovod's average over ranks weighs every sample the same."""
@@ -107,8 +113,27 @@ class Attachment:
             self._num_seen[key] = at + 1
             return self._passes.weigh(at, gradient, is_mean=True)
 
+    def before_unscaling(
+        self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Refuse that a ``GradScaler`` unscales gradients on their way; compare its scale."""
+        if optimizer is not self._optimizer:
+            return
+        if self._num_seen and self._balancer.transport.world_size > 1:
+            raise UsageError(
+                "attach: torch.amp.GradScaler was called between loss.backward() and "
+                "optimizer.synchronize(): gradients are on their way to other ranks, and come back "
+                "with their scale. As Horovod's examples have it: optimizer.synchronize(), "
+                "scaler.unscale_(optimizer), `with optimizer.skip_synchronize(): "
+                "scaler.step(optimizer)`, scaler.update(); loft.DistributedOptimizer needs no such "
+                "lines"
+            )
+        if self._replicas is not None:
+            self._replicas.scales.use(scaler)
+
     def _forget_gradients(self) -> None:
         self._num_seen.clear()
+        self._untouched.clear()
         self._passes.clear()
 
     def _await_forward(self) -> None:
@@ -147,6 +172,8 @@ class Attachment:
         self._is_reduced = True
         self._balancer.computing_ended()
         self._passes.warn_of_other_passes()  # before the wait, which it may make long
+        if self._balancer.transport.world_size > 1:
+            self._untouched.check()
         self._forget_gradients()  # a GradScaler may skip the step from here on
         with waiting(), self._balancer.log.faults():  # it writes what was added to an error too
             self._wait_for_engine()

@@ -46,6 +46,7 @@ from loft_hvd.optimizer.options import (
     check_watching,
 )
 from loft_hvd.optimizer.parameters import check_whole, parts_error
+from loft_hvd.optimizer.scalers import ScaleCheck, tell_of_unscaling
 from loft_hvd.pipeline.buckets import Bucket, Slot
 from loft_hvd.pipeline.engine import Engine
 from loft_hvd.pipeline.gradients import copy_scaled
@@ -241,6 +242,8 @@ class DDPHook(NeverCopied):
         self._places: dict[int, int] = {}  # by id
         self._is_looked_at = False
         self._step: list[tuple[GradBucket, torch.futures.Future[Tensor]]] = []
+        self._scales = ScaleCheck(channel)
+        tell_of_unscaling(self)
         # Equal batches need no look at the model.
         self._stop_looking: Callable[[], object] = lambda: None
         if isinstance(batches, Balancer):
@@ -251,6 +254,15 @@ class DDPHook(NeverCopied):
         if self._judgement is None:
             return SuspicionReport(0, (), note="nobody is watched yet: no gradient has come so far")
         return self._judgement.report()
+
+    def before_unscaling(
+        self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Compare the scale that a ``GradScaler`` takes off this model's gradients."""
+        given = (id(each) for group in optimizer.param_groups for each in group["params"])
+        if not self._parameters.keys().isdisjoint(given):
+            with self._told():
+                self._scales.use(scaler)
 
     def __call__(
         self, state: Any, bucket: GradBucket, *others: object

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from loft_hvd.config import config
+from loft_hvd.optimizer.scalers import ScaleCheck
 from loft_hvd.transport.agreement import check_agreement, digest
 from loft_hvd.transport.base import Channel
 
@@ -94,6 +95,7 @@ class ReplicaCheck:
         self._named = tuple(named)
         self._batch = batch
         self._clock = clock
+        self.scales = ScaleCheck(self._channel)
         self.num_steps = 0
         # The number of a step; infinity for none.
         self._next_look = math.inf if config().copies == "ignore" else 1.0
@@ -130,6 +132,7 @@ class ReplicaCheck:
         return taken
 
     def _compare(self, indices: Sequence[int]) -> None:
+        self.scales.compare()  # first, as copies that differ may come from it
         fields = {}
         if self._batch is not None:
             fields["the batch trained on (data set, seed, epoch, loaded state)"] = self._batch()

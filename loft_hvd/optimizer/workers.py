@@ -259,6 +259,11 @@ class OptimizerWorld:
             self._reducer.synchronize()
             self._replicas.gradients_reduced()
 
+    def scaler_used(self, scaler: torch.amp.GradScaler) -> None:
+        """Compare a scaler's scale over ranks, before it takes it off reduced gradients."""
+        with self.log.faults():
+            self._replicas.scales.use(scaler)
+
     def _check_unchanged(self) -> None:
         """Raise unless buckets and groups are those of the ranks that there are."""
         if self._made_for != self.world_size:
@@ -304,6 +309,9 @@ class IdleWorld:
         """Lay out nothing, tell nobody."""
 
     lay_out_anew = step_ended = detach = _ignore
+
+    def scaler_used(self, scaler: torch.amp.GradScaler) -> None:
+        """Compare nothing."""
 
     def synchronize(self) -> None:
         """Leave gradients as they are, or raise that they cannot be reduced yet."""

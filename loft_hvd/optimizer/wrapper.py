@@ -34,6 +34,7 @@ from loft_hvd.optimizer.options import (
     check_passes,
     check_step,
 )
+from loft_hvd.optimizer.scalers import tell_of_unscaling
 from loft_hvd.optimizer.workers import IdleWorld, OptimizerWorld
 from loft_hvd.pipeline.gradients import OutgoingHook, OutgoingHooks
 from loft_hvd.pipeline.momentum import STATE_KEY, check_state
@@ -230,6 +231,7 @@ class OptimizerWrapper(NeverCopied, OptimizerProxy):
         self._betas = BetasAdvice()
         self._should_synchronize = True
         self._is_synchronized = False
+        self._is_unscaled = False  # by a scaler, which had the gradients reduced before
         self._has_warned = False  # of a step without gradients
         self._world: OptimizerWorld | IdleWorld = IdleWorld()
         is_elastic = config().is_elastic
@@ -243,6 +245,7 @@ class OptimizerWrapper(NeverCopied, OptimizerProxy):
         # Last: from here on what the user's optimizer has by the name of an attribute is set there.
         super().__init__(options.optimizer)
         self._advise_betas()
+        tell_of_unscaling(self)
 
     def _make_world(self, *, should_agree: bool) -> OptimizerWorld | IdleWorld:
         transport = self._options.find_transport()
@@ -343,19 +346,22 @@ class OptimizerWrapper(NeverCopied, OptimizerProxy):
         finally:
             self._should_synchronize = True
 
+    def before_unscaling(
+        self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Reduce the gradients of which a ``GradScaler`` takes its scale; it calls this itself."""
+        if optimizer is not self:
+            return
+        if self._world.has_gradients:
+            self.synchronize()
+            self._is_unscaled = True
+        self._world.scaler_used(scaler)
+
     def _prepare_step(self) -> None:
         if self._is_synchronized:
             if not self._should_synchronize:
                 return
-            warnings.warn(
-                # The first sentences are Horovod's own: scripts filter the warning by them.
-                "optimizer.step() called without optimizer.skip_synchronize() context after "
-                "optimizer.synchronize(). This can cause training slowdown. You may want to "
-                "consider using optimizer.skip_synchronize() context if you use "
-                "optimizer.synchronize() in your code. Here the gradients are taken as they are, "
-                "and nothing is reduced again.",
-                stacklevel=3,
-            )
+            self._warn_of_synchronized()
             if not self._world.has_gradients:
                 return
         misses = "" if self._is_synchronized else self._missing_gradients()
@@ -363,6 +369,18 @@ class OptimizerWrapper(NeverCopied, OptimizerProxy):
         if misses:  # only now: an error of the wait says more
             self._has_warned = True
             warnings.warn(misses, stacklevel=3)
+
+    def _warn_of_synchronized(self) -> None:
+        if not self._is_unscaled:
+            warnings.warn(
+                # The first sentences are Horovod's own: scripts filter the warning by them.
+                "optimizer.step() called without optimizer.skip_synchronize() context after "
+                "optimizer.synchronize(). This can cause training slowdown. You may want to "
+                "consider using optimizer.skip_synchronize() context if you use "
+                "optimizer.synchronize() in your code. Here the gradients are taken as they are, "
+                "and nothing is reduced again.",
+                stacklevel=4,
+            )
 
     def _missing_gradients(self) -> str:
         """Say, once, of a step that no backward pass came before; "" otherwise."""
@@ -395,7 +413,7 @@ class OptimizerWrapper(NeverCopied, OptimizerProxy):
             result = self._optimizer.step()
         else:
             result = self._optimizer.step(functools.partial(self._evaluate, closure))
-        self._is_synchronized = False
+        self._is_synchronized = self._is_unscaled = False
         self._world.step_ended()
         return result
 

@@ -158,6 +158,7 @@ _LAYERS = {
     "optimizer/options.py": 7,
     "optimizer/parameters.py": 7,
     "optimizer/replicas.py": 7,
+    "optimizer/scalers.py": 7,
     "optimizer/workers.py": 7,
     "optimizer/wrapper.py": 7,
     "simulate/__init__.py": 0,
