@@ -12,7 +12,7 @@ import functools
 import logging
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -209,10 +209,16 @@ class Gradients:
             for target in at_home if len(at_home) < len(bucket.slots) else [values]:
                 target.mul_(scale)
 
-    def hand_out(self, bucket: Bucket, values: Tensor) -> None:
-        """Let the parameters have the bucket's values as gradients; in the user's thread."""
+    def hand_out(self, bucket: Bucket, values: Tensor, *, unused: Collection[int] = ()) -> None:
+        """Let the parameters have the bucket's values as gradients; in the user's thread.
+
+        ``unused`` ones, by index, have none.
+        """
         for slot in bucket.slots:
             parameter = self._parameters[slot.parameter]
+            if slot.parameter in unused:
+                parameter.grad = None
+                continue
             grad, sparse_dim = parameter.grad, self.handed_dims[slot.parameter]
             if grad is not None and not sparse_dim and _is_home(grad, values, slot):
                 continue  # most are in place, and views of all took 0.5 to 0.7 ms of a ResNet-18

@@ -130,6 +130,8 @@ class Passes:
                 raise UsageError(
                     f"a gradient arrived for backward pass {number + 1} of a step, but "
                     f"{self._expected()}; call step() in between or raise backward_passes_per_step"
+                    ". After one loss.backward() it is of a part of the model that runs twice "
+                    "inside torch.utils.checkpoint: use checkpoint(..., use_reentrant=False)"
                 )
             self.join()
             # The first gradient of a pass takes the pass's batch off the source's queue; the

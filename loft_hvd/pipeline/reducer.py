@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from loft_hvd.pipeline.passes import Passes, StepSource
 from loft_hvd.pipeline.ring import MakeExchange, Owners, Record, flat_exchange
 from loft_hvd.pipeline.sparse import agree_on_sparse, as_sparse, sum_sparse
 from loft_hvd.pipeline.suspicion.judgement import Judgement
+from loft_hvd.pipeline.unused import Unused
 from loft_hvd.pipeline.weights import PassWeights
 from loft_hvd.pipeline.wire import Compression
 from loft_hvd.transport.base import Channel
@@ -93,6 +94,7 @@ class GradientReducer:
         self._starting = threading.Lock()  # a bucket becomes ready once, whichever thread sees it
         is_audited = settings.audit > 0 and channel.world_size > 1
         self.audit = Audit(settings.audit) if is_audited else None
+        self._unused = Unused(channel, [spec.name for spec in specs])
         self._arrivals: list[int] | None = []  # by parameter, until they have become the layout
         self._take_layout(lay_out(specs, bucket_bytes=settings.bucket_bytes), channel)
         self._clear_step()
@@ -238,7 +240,7 @@ class GradientReducer:
                 self._agree_on_sparse()
             else:
                 self._reduce_sparse()
-            self._hand_out()
+            self._hand_out(self._find_unused())
             if self._arrivals is not None:
                 self._lay_out_as_ready(self._arrivals)
         elif self._outgoing or self._momentum is not None:
@@ -283,9 +285,17 @@ class GradientReducer:
             parameter = self.parameters[index]
             parameter.grad = (total if factor == 1.0 else total * factor).to(parameter.dtype)
 
-    def _hand_out(self) -> None:
+    def _find_unused(self) -> frozenset[int]:
+        """Return what no rank has a gradient of in this step."""
+        has = [
+            each.grad is not None or index in self._sparse
+            for index, each in enumerate(self.parameters)
+        ]
+        return self._unused.agree(has, self._passes.weights().present)
+
+    def _hand_out(self, unused: Collection[int] = ()) -> None:
         for bucket in self.buckets:
-            self._gradients.hand_out(bucket, self.engine.values(bucket.index))
+            self._gradients.hand_out(bucket, self.engine.values(bucket.index), unused=unused)
 
     def _lay_out_as_ready(self, arrivals: list[int]) -> None:
         """Lay the buckets out by the order in which gradients came in rank 0's first step."""

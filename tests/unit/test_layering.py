@@ -135,6 +135,7 @@ _LAYERS = {
     "pipeline/ring.py": 3,
     "pipeline/selection.py": 3,
     "pipeline/sparse.py": 4,
+    "pipeline/unused.py": 4,
     "pipeline/audit.py": 4,
     "pipeline/levels.py": 4,
     "pipeline/reduction.py": 4,
