@@ -373,14 +373,16 @@ def draw_epoch(
     position: int,
     drop_last: bool,
     arrangement: Arrangement | None = None,
+    content: int = 0,
 ) -> Iterator[Draw]:
     """Cut an epoch's order into global batches and assign each, lazily.
 
     The plan of a step is asked for when the step is drawn; it decides owners and never members.
     ``position`` samples of the order are consumed already; steps count over epochs from
     ``first_step``. Each batch is put in the order of ``arrangement``: an assignment gives runs of
-    it to ranks. A dear assignment is begun while the step before it is trained, on a thread of its
-    own and by the plan of that step; where another plan comes into force it is made anew.
+    it to ranks. ``content`` tells the data set from others. A dear assignment is begun while the
+    step before it is trained, on a thread of its own and by the plan of that step; where another
+    plan comes into force it is made anew.
     """
     num_steps = count_steps(len(order) - position, view, drop_last=drop_last)
     thread = ThreadPoolExecutor(1, "loft_hvd-assign")  # starts with the first task
@@ -411,7 +413,8 @@ def draw_epoch(
                 following = batch_at(position)
                 likely = _sizes_of(plan, following, view)
                 assigned = begun(step + 1, following, likely)
-            digest = zlib.crc32(batch.tobytes())  # ranks compare it: they drew the same samples
+            # Ranks compare it: they drew the same samples.
+            digest = zlib.crc32(batch.tobytes(), content)
             step_sizes = StepSizes(plan.plan_id, step, sizes, digest, view.count_micro(sizes))
             yield Draw(step_sizes, batch, assignment, position)
     finally:

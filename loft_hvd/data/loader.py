@@ -26,6 +26,7 @@ from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from loft_hvd.balance.plan import Plan, Sizes
 from loft_hvd.data.blocks import BlockShuffle, check_shuffle
+from loft_hvd.data.contents import content_of
 from loft_hvd.data.draws import Draw, EpochSettings, Weights, check_weights
 from loft_hvd.data.instead import LOADER, refuse_others
 from loft_hvd.data.placement import Placement, check_placement
@@ -264,7 +265,9 @@ class DataLoader(PlannedLoader):
         self.pin_memory = pin_memory
         self.collate_fn: Callable[[list[Any]], Any] = collate_fn or default_collate
         keeper = keeper_of(dataset) if train else None
-        self._batches = GlobalBatches(settings, self._view, keeper=keeper, given=given)
+        self._batches = GlobalBatches(
+            settings, self._view, keeper=keeper, given=given, content=content_of(dataset)
+        )
         self._position = 0  # samples of the epoch, of all ranks, in the batches yielded
         self._feed = _Feed(self._batches)
         feed: Any = self._feed  # torch expects lists of samples; requests carry more

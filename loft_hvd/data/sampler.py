@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
 from collections import deque
@@ -22,6 +23,7 @@ from loft_hvd.codec import Count, Within, decode, encode
 from loft_hvd.copies import NeverCopied
 from loft_hvd.data.assign import Homes
 from loft_hvd.data.blocks import BlockShuffle, ShardOrder, check_shuffle
+from loft_hvd.data.contents import content_of
 from loft_hvd.data.draws import (
     Draw,
     EpochOrders,
@@ -52,6 +54,7 @@ __all__ = [
 ]
 
 
+_logger = logging.getLogger(__name__)
 _MOST_WRAPPERS = 8  # a choice: data sets around one another
 _MOST_KEPT = 64  # bound: a loop fetches fewer batches ahead (``balance.batches``)
 
@@ -331,8 +334,10 @@ class GlobalBatches:
         *,
         keeper: Keeper | None = None,
         given: Placement | None = None,
+        content: int = 0,
     ) -> None:
         self.settings = settings
+        self._content = content
         self._orders = EpochOrders(settings)
         self.view = view
         self._keeper, self._given = keeper, given  # what the user gave, which None leaves open
@@ -342,8 +347,8 @@ class GlobalBatches:
         self.homes: Homes = settings.placement.at(view.world_size)
         self._resume_position: int | None = None
         self._done: npt.NDArray[np.bool_] | None = None  # of self.epoch, in an older order
-        self._has_warned = self._has_warned_again = False
-        self._finished: int | None = None  # the epoch that was drawn to its end last
+        self._has_warned = self._has_warned_of_order = False
+        self._drawn_epoch: int | None = None  # which has been drawn to its end
 
     def __len__(self) -> int:
         return count_steps(self.settings.num_samples, self.view, drop_last=self.settings.drop_last)
@@ -358,6 +363,7 @@ class GlobalBatches:
     def start(self, *, first_step: int) -> tuple[int, Iterator[Draw]]:
         """Begin an iteration; returns its position in the epoch and its steps, drawn lazily."""
         position = self._resume_position or 0
+        self._warn_of_order()
         if self._resume_position is None:
             self._done = None
         self._resume_position = None
@@ -399,10 +405,9 @@ class GlobalBatches:
         return Held(tuple(shares.tolist()), num_samples, self._keeper.sample_bytes, keeping)
 
     def _draw(self, position: int, first_step: int) -> Iterator[Draw]:
-        epoch = self.epoch
+        epoch = self.epoch  # it may be another one by the end
         order = self._orders.take(epoch, done=self._done)
         self._warn_of_skipped(len(order) - position)
-        self._warn_of_same_draws()
         for draw in draw_epoch(
             order,
             self.homes,
@@ -411,23 +416,25 @@ class GlobalBatches:
             position=position,
             drop_last=self.settings.drop_last,
             arrangement=self.settings.arrangement(self.epoch),
+            content=self._content,
         ):
             if self._keeper is not None:
                 self._keeper.note(draw)
             yield draw
-        self._finished = epoch
+        self._drawn_epoch = epoch
 
-    def _warn_of_same_draws(self) -> None:
-        """Say on rank 0, once, that an epoch draws what the one before it drew."""
-        if self._has_warned_again or self.settings.weighted is None or self.view.rank != 0:
-            return
-        if self._finished == self.epoch:
-            self._has_warned_again = True
-            warnings.warn(
-                f"epoch {self.epoch} begins again, and draws the same samples by weights= as it "
-                "did before: call set_epoch(epoch) before each epoch, on every rank",
-                stacklevel=2,
-            )
+    def _warn_of_order(self) -> None:
+        """Say on rank 0, once, that an epoch comes again in the order that it had."""
+        is_again = self._resume_position is None and self._drawn_epoch == self.epoch
+        is_drawn = self.settings.shuffle or self.settings.weighted is not None
+        if is_again and is_drawn and not self._has_warned_of_order:
+            self._has_warned_of_order = True
+            if self.view.rank == 0:
+                _logger.warning(
+                    "epoch %d begins again, with the same samples in each step as before: call "
+                    "set_epoch(epoch) on every rank before each epoch",
+                    self.epoch,
+                )
 
     def _warn_of_skipped(self, num_left: int) -> None:
         """Say on rank 0, once, that samples are left out of every epoch."""
@@ -533,8 +540,13 @@ class BatchSampler(NeverCopied, Sampler[list[int]]):
         order = check_shuffle(shuffle, dataset)
         settings = EpochSettings(placement, order, seed, drop_last, relaxed, weighted)
         self._balancer = balancer
-        keeper = keeper_of(dataset)
-        self._batches = GlobalBatches(settings, balancer, keeper=keeper, given=given)
+        self._batches = GlobalBatches(
+            settings,
+            balancer,
+            keeper=keeper_of(dataset),
+            given=given,
+            content=content_of(dataset),
+        )
         self._resume_step: int | None = None
         self._start = (0, 0)  # position and step at which the iteration began
         self._drawn: list[tuple[StepSizes, int]] = []  # sizes, and position once trained

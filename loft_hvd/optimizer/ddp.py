@@ -46,6 +46,7 @@ from loft_hvd.optimizer.options import (
     check_watching,
 )
 from loft_hvd.optimizer.parameters import check_whole, parts_error
+from loft_hvd.optimizer.replicas import compare_batches
 from loft_hvd.optimizer.scalers import ScaleCheck, tell_of_unscaling
 from loft_hvd.pipeline.buckets import Bucket, Slot
 from loft_hvd.pipeline.engine import Engine
@@ -451,6 +452,10 @@ class DDPHook(NeverCopied):
         judgement.step_reduced(self._passes.weights())
         if not self._is_looked_at:
             self._is_looked_at = True
+            if self._channel.world_size > 1 and config().copies != "ignore":
+                # Of a model's copies DDP itself takes care.
+                newest = self._batches.newest_batch
+                compare_batches(self._channel, newest, what="ddp_hook, step 1")
             parameters = list(self._parameters.values())
             names = [self._names.get(id(p)) or f"of shape {list(p.shape)}" for p in parameters]
             judgement.look_at(parameters, names, [self._rule] * len(names), _ZEROED_ADVICE)

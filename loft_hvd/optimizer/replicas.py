@@ -23,7 +23,7 @@ from loft_hvd.optimizer.scalers import ScaleCheck
 from loft_hvd.transport.agreement import check_agreement, digest
 from loft_hvd.transport.base import Channel
 
-__all__ = ["ReplicaCheck"]
+__all__ = ["ReplicaCheck", "compare_batches"]
 
 _logger = logging.getLogger(__name__)
 _LOOK_BYTES = 32 * 2**20  # of parameters in a later look; a choice: about 40 ms on one core
@@ -37,6 +37,23 @@ _ADVICE = (
     "root_rank=0); later on let no rank change its copy alone. Where copies differ on purpose, "
     "start with LOFT_HVD_COPIES=ignore"
 )
+
+
+_BATCH_ADVICE = (
+    "Ranks share each batch by the samples' numbers, which must mean the same samples everywhere: "
+    "sort lists of files, split at random with a generator of one seed, and give loaders the same "
+    "seed=, epoch and loaded state on every rank"
+)
+
+
+def compare_batches(channel: Channel, newest_batch: str, *, what: str) -> None:
+    """Compare which batch ranks have trained on last, as a balancer says it.
+
+    Raises:
+        MismatchError: batches differ; names the ranks.
+    """
+    fields = {"the batch trained on (data set, seed, epoch, loaded state)": newest_batch}
+    check_agreement(channel.sub("batch"), fields, what=what, advice=_BATCH_ADVICE)
 
 
 def bits_of(values: Tensor) -> int:
@@ -132,10 +149,12 @@ class ReplicaCheck:
         return taken
 
     def _compare(self, indices: Sequence[int]) -> None:
-        self.scales.compare()  # first, as copies that differ may come from it
-        fields = {}
+        # First what copies that differ may come from.
+        what = f"DistributedOptimizer, step {self.num_steps}"
+        self.scales.compare()
         if self._batch is not None:
-            fields["the batch trained on (data set, seed, epoch, loaded state)"] = self._batch()
+            compare_batches(self._channel, self._batch(), what=what)
+        fields: dict[str, str] = {}
         for number, group in enumerate(self._optimizer.param_groups):
             fields |= {
                 f"option {key} of parameter group {number}": describe(value)
@@ -147,7 +166,6 @@ class ReplicaCheck:
             state: Any = self._optimizer.state.get(parameter, {})
             fields[f"parameter {name}"] = describe(parameter)
             fields[f"optimizer state of parameter {name}"] = describe(state)
-        what = f"DistributedOptimizer, step {self.num_steps}"
         check_agreement(self._channel, fields, what=what, advice=_ADVICE)
 
     def _plan_next(self, spent_s: float, step_s: float, *, is_first: bool) -> None:

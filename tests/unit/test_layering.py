@@ -106,6 +106,7 @@ _LAYERS = {
     "balance/resume.py": 5,
     "data/__init__.py": 0,
     "data/arrow.py": 1,
+    "data/contents.py": 0,
     "data/flow.py": 2,
     "data/assign.py": 2,
     "data/placement.py": 2,

@@ -10,10 +10,12 @@ import pytest
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset
 
+import loft_hvd as loft
 from loft_hvd.data.draws import EpochSettings, epoch_order
 from loft_hvd.data.placement import Placement
 from loft_hvd.data.sampler import BatchSampler, GlobalBatches
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, DataError
+from loft_hvd.transport.local import LocalWorld
 from tests.support.plans import FakePlans
 
 
@@ -213,3 +215,33 @@ def test_a_state_between_two_epochs_has_the_step_of_the_next() -> None:
     plans.next_step = 4
     sampler.set_epoch(1)
     assert sampler.state_dict(num_trained=0)["step"] == 4
+
+
+@pytest.mark.parametrize("how", ["DataLoader", "BatchSampler"])
+def test_an_epoch_that_comes_again_in_its_order_is_told_once(
+    how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    transport = LocalWorld(1).transport(0)
+
+    def epochs(*, calls_set_epoch: bool, shuffle: bool = True, whole: bool = True) -> list[str]:
+        caplog.clear()
+        balancer = loft.Balancer(4, transport=transport)
+        batches: Any
+        if how == "DataLoader":
+            batches = loft.DataLoader(Numbers(12), balancer, shuffle=shuffle)
+        else:
+            batches = BatchSampler(12, balancer, shuffle=shuffle)
+        for epoch in range(3):
+            if calls_set_epoch:
+                batches.set_epoch(epoch)
+            for at, _ in enumerate(batches):
+                if at == 1 and not whole:
+                    break
+        return [record.getMessage() for record in caplog.records]
+
+    with caplog.at_level("WARNING", "loft_hvd.data.sampler"):
+        (told,) = epochs(calls_set_epoch=False)
+        assert told.startswith("epoch 0 begins again, with the same samples in each step")
+        assert not epochs(calls_set_epoch=True)
+        assert not epochs(calls_set_epoch=False, shuffle=False)
+        assert not epochs(calls_set_epoch=False, whole=False)

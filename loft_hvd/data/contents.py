@@ -1,0 +1,61 @@
+"""Which samples the numbers of a data set mean, as far as it says so: ranks compare it.
+
+Ranks share a global batch by the samples' numbers. Where these mean other samples on each rank (a
+random split without a seed, a folder that each host lists in an order of its own), some are
+trained twice, others never, and those kept for validation are trained.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+__all__ = ["content_of"]
+
+_MOST_SETS = 64  # a choice: data sets around, or beside, one another
+_MOST_ITEMS = 4096  # of a list; a choice: some milliseconds
+# What torch's Subset has, torchvision's folders, and many a script's own data set.
+_LISTS = ("indices", "samples", "files", "paths")
+
+
+def content_of(dataset: object) -> int:
+    """Return 32 bits of the lists by which a data set, and those inside it, find samples; or 0."""
+    content = 0
+    for each in _sets(dataset):
+        for name in _LISTS:
+            for text in _items(getattr(each, name, None)):
+                content = zlib.crc32(text.encode(errors="surrogateescape"), content)
+    return content
+
+
+def _sets(dataset: object) -> Iterator[object]:
+    """Yield a data set and those that it wraps or joins."""
+    waiting = [dataset]
+    for _ in range(_MOST_SETS):
+        if not waiting:
+            return
+        each = waiting.pop()
+        yield each
+        inner = getattr(each, "datasets", None)
+        waiting += list(inner)[::-1] if isinstance(inner, list | tuple) else []
+        if (wrapped := getattr(each, "dataset", None)) is not None:
+            waiting.append(wrapped)
+
+
+def _items(items: Any) -> Iterator[str]:
+    """Yield what tells the entries of a list, evenly over it; nothing of what may be anything."""
+    if not isinstance(items, Sequence) and not hasattr(items, "tolist"):
+        return
+    if isinstance(items, str) or len(items) == 0:
+        return
+    yield str(len(items))
+    for at in range(0, len(items), -(-len(items) // _MOST_ITEMS)):
+        item = items[at]
+        if isinstance(item, tuple | list) and item:  # (path, class)
+            item = item[0]
+        if isinstance(item, str | os.PathLike):
+            yield os.path.basename(os.fspath(item))  # folders may be others on each host
+        elif hasattr(item, "__index__"):
+            yield str(int(item))

@@ -1,0 +1,114 @@
+"""Data sets whose numbers mean other samples on one rank are told apart; no others are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, random_split
+
+import loft_hvd as loft
+from loft_hvd.data.contents import content_of
+from loft_hvd.errors import MismatchError
+from loft_hvd.transport.local import LocalTransport, run_ranks
+from tests.support.training import make_data
+
+DATA = make_data(48)
+
+
+class Folder(Dataset[Any]):
+    """As torchvision's folders."""
+
+    def __init__(self, samples: list[tuple[str, int]]) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return DATA[int(self.samples[index][0].rpartition("/")[2])]
+
+
+def split(seed: int) -> Any:
+    """Split as scripts do, which keep the first part to train."""
+    return random_split(DATA, [36, 12], torch.Generator().manual_seed(seed))[0]
+
+
+def folder(root: str, *, is_sorted: bool = True) -> Folder:
+    samples = [(f"{root}/{at}", at % 2) for at in range(36)]
+    return Folder(samples if is_sorted else samples[::-1])
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (split(1), split(2)),
+        (folder("/data"), folder("/data", is_sorted=False)),
+        (Subset(DATA, [1, 2]), Subset(DATA, [2, 1])),
+        (ConcatDataset([Subset(DATA, [1]), DATA]), ConcatDataset([Subset(DATA, [2]), DATA])),
+        (Subset(Subset(DATA, [3, 1, 2]), [0, 1]), Subset(Subset(DATA, [1, 3, 2]), [0, 1])),
+        (Subset(DATA, range(9999)), Subset(DATA, range(9998))),
+    ],
+)
+def test_other_samples_have_another_content(one: Any, other: Any) -> None:
+    assert content_of(one) != content_of(other)
+    assert content_of(one) == content_of(one) != 0
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (split(1), split(1)),
+        (folder("/host1/data"), folder("/scratch/of/host2")),
+        (Subset(DATA, [1, 2]), Subset(DATA, torch.tensor([1, 2]))),  # type: ignore[arg-type]  # works
+        (Subset(DATA, [1, 2]), Subset(DATA, np.array([1, 2]))),  # type: ignore[arg-type]  # as above
+        (DATA, TensorDataset(torch.zeros(3))),
+        (48, 48),
+    ],
+)
+def test_equal_samples_have_equal_content(one: Any, other: Any) -> None:
+    assert content_of(one) == content_of(other)
+
+
+def test_what_is_no_list_tells_nothing() -> None:
+    class Odd(Dataset[Any]):
+        samples, files, paths, indices = 7, "a.tar", None, {"a": 1}
+
+    odd: Any = Odd()
+    odd.dataset = odd  # round and round
+    assert content_of(odd) == 0
+
+
+@pytest.mark.parametrize("how", ["DataLoader", "BatchSampler"])
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        lambda rank: split(rank),
+        lambda rank: folder("/data", is_sorted=rank != 1),
+        lambda rank: Subset(DATA, range(36 - (rank == 1))),
+    ],
+    ids=["split", "folder", "length"],
+)
+def test_ranks_whose_data_sets_differ_are_told_in_the_first_step(dataset: Any, how: str) -> None:
+    def work(transport: LocalTransport) -> None:
+        model = torch.nn.Linear(6, 2)
+        for parameter in model.parameters():
+            torch.nn.init.ones_(parameter)
+        balancer = loft.Balancer(6, "uniform", transport=transport)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        named = model.named_parameters()
+        optimizer = loft.DistributedOptimizer(sgd, named, balancer=balancer, transport=transport)
+        own = dataset(transport.rank)
+        loader: Any = loft.DataLoader(own, balancer)
+        if how == "BatchSampler":
+            sampler = loft.BatchSampler(own, balancer)
+            loader = torch.utils.data.DataLoader(own, batch_sampler=sampler)
+        x, y = next(iter(loader))
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        told = r"step 1: the batch trained on .* differs on ranks .* sort lists of files, split"
+        with pytest.raises(MismatchError, match=told):
+            optimizer.step()
+
+    run_ranks(2, work)
