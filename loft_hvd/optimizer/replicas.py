@@ -3,7 +3,8 @@
 Ranks share gradients, not parameters: copies that start apart (a forgotten
 ``hvd.broadcast_parameters``, a seed for each rank, a checkpoint that one rank has loaded) stay
 apart, and no exchange of gradients shows it. So all is compared in the first step, and then some
-parameters at a time, so seldom that it takes at most a thousandth of the time.
+parameters at a time, so seldom that it takes at most a thousandth of the time. What sets copies
+apart comes before them: loss scales, batches, options such as the learning rate.
 """
 
 from __future__ import annotations
@@ -39,6 +40,11 @@ _ADVICE = (
 )
 
 
+_OPTIONS_ADVICE = (
+    "Ranks take one step together: give every rank the same options, and a scheduler that goes by "
+    "a loss (ReduceLROnPlateau) one that is the same everywhere, loft.average(loss, count). Where "
+    "copies differ on purpose, start with LOFT_HVD_COPIES=ignore"
+)
 _BATCH_ADVICE = (
     "Ranks share each batch by the samples' numbers, which must mean the same samples everywhere: "
     "sort lists of files, split at random with a generator of one seed, and give loaders the same "
@@ -116,6 +122,7 @@ class ReplicaCheck:
         self.num_steps = 0
         # The number of a step; infinity for none.
         self._next_look = math.inf if config().copies == "ignore" else 1.0
+        self._has_equal_copies = True  # to the last bit
         self._next_parameter = 0
         self._looked_at, self._looked_after = clock(), 0  # the look before: time, steps by then
 
@@ -131,7 +138,10 @@ class ReplicaCheck:
         is_first = self.num_steps == 1
         began = self._clock()
         step_s = (began - self._looked_at) / (self.num_steps - self._looked_after)
-        self._compare(range(len(self._named)) if is_first else self._some())
+        if is_first:
+            self._compare(range(len(self._named)))
+        else:
+            self._compare(self._some() if self._has_equal_copies else ())
         self._plan_next(self._clock() - began, step_s, is_first=is_first)
         self._looked_at, self._looked_after = self._clock(), self.num_steps
 
@@ -154,19 +164,21 @@ class ReplicaCheck:
         self.scales.compare()
         if self._batch is not None:
             compare_batches(self._channel, self._batch(), what=what)
+        options = {
+            f"option {key} of parameter group {number}": describe(value)
+            for number, group in enumerate(self._optimizer.param_groups)
+            for key, value in group.items()
+            if key != "params"
+        }
+        check_agreement(self._channel.sub("options"), options, what=what, advice=_OPTIONS_ADVICE)
         fields: dict[str, str] = {}
-        for number, group in enumerate(self._optimizer.param_groups):
-            fields |= {
-                f"option {key} of parameter group {number}": describe(value)
-                for key, value in group.items()
-                if key != "params"
-            }
         for index in indices:
             name, parameter = self._named[index]
             state: Any = self._optimizer.state.get(parameter, {})
             fields[f"parameter {name}"] = describe(parameter)
             fields[f"optimizer state of parameter {name}"] = describe(state)
-        check_agreement(self._channel, fields, what=what, advice=_ADVICE)
+        if fields:
+            check_agreement(self._channel, fields, what=what, advice=_ADVICE)
 
     def _plan_next(self, spent_s: float, step_s: float, *, is_first: bool) -> None:
         """Agree on the step of the next look: by the rank that pays most for it."""
@@ -182,7 +194,7 @@ class ReplicaCheck:
                     "ranks compute on different hardware, or by other numbers of torch's threads "
                     "(OMP_NUM_THREADS): copies are compared only once"
                 )
-                self._next_look = math.inf
+                self._has_equal_copies = False
             return
         most_s, fastest_s = float(rows[:, 0].max()), float(rows[:, 1].min())
         num_steps = most_s / (_COST * fastest_s) if fastest_s > 0 else _MOST_STEPS

@@ -114,6 +114,17 @@ def test_a_copy_that_changes_later_is_found_now_and_then(monkeypatch: pytest.Mon
     run_ranks(3, work)
 
 
+def test_what_has_set_copies_apart_is_named_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "_FEWEST_STEPS", 5)
+
+    def work(transport: LocalTransport) -> None:
+        told = r"step 6: option lr of parameter group 0 differs .* \[1\].*loft.average\(loss"
+        with pytest.raises(MismatchError, match=told):
+            train(transport, spoil=set_rate, at_step=2, num_steps=30)
+
+    run_ranks(3, work)
+
+
 def test_copies_are_compared_once_where_ranks_sum_by_other_numbers_of_threads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -127,6 +138,12 @@ def test_copies_are_compared_once_where_ranks_sum_by_other_numbers_of_threads(
     # As an optimizer's sums may, in the last bit.
     found = run_ranks(3, lambda end: train(end, spoil=shift, at_step=2, num_steps=30))
     assert found == [30] * 3
+
+    def work(transport: LocalTransport) -> None:  # options are no sums
+        with pytest.raises(MismatchError, match=r"step 6: option lr .* \[1\]"):
+            train(transport, spoil=set_rate, at_step=2, num_steps=30)
+
+    run_ranks(3, work)
 
 
 def test_copies_that_differ_on_purpose_train_on() -> None:
