@@ -250,6 +250,10 @@ class OptimizerWorld:
     def is_in_flight(self) -> bool:
         return self._reducer.is_in_flight
 
+    def forget_gradients(self) -> None:
+        """Forget the backward passes of a step, of which nothing is on its way."""
+        self._reducer.forget()
+
     def synchronize(self) -> None:
         self._check_unchanged()
         if self.world_size > 1:  # alone, a gradient that is not reduced parts no models
@@ -308,7 +312,7 @@ class IdleWorld:
     def _ignore(self, options: OptimizerOptions | None = None) -> None:
         """Lay out nothing, tell nobody."""
 
-    lay_out_anew = step_ended = detach = _ignore
+    lay_out_anew = step_ended = detach = forget_gradients = _ignore
 
     def scaler_used(self, scaler: torch.amp.GradScaler) -> None:
         """Compare nothing."""

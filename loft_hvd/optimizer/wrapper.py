@@ -426,12 +426,18 @@ class OptimizerWrapper(NeverCopied, OptimizerProxy):
         return loss
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Zero the gradients; takes what the user's optimizer takes."""
+        """Zero the gradients; takes what the user's optimizer takes.
+
+        Of a step with several backward passes it drops those that there have been so far.
+        """
         if self._world.is_in_flight:
             raise UsageError(
                 "optimizer.zero_grad() was called after loss.backward() but before "
-                "optimizer.step() or optimizer.synchronize(): gradients are on the wire"
+                "optimizer.step() or optimizer.synchronize(): gradients are on the wire; to drop "
+                "them call optimizer.synchronize() first, on every rank"
             )
+        self._world.forget_gradients()
+        self._is_synchronized = self._is_unscaled = False
         self._optimizer.zero_grad(*args, **kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

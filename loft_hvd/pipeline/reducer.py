@@ -220,6 +220,15 @@ class GradientReducer:
 
     # What the optimizer calls.
 
+    def forget(self) -> None:
+        """Drop the backward passes so far; the next one is the first of a step."""
+        assert not self.is_in_flight
+        if self.has_gradients:
+            self._passes.clear()
+            self._clear_step()
+            if self._arrivals is not None:
+                self._arrivals = []
+
     def synchronize(self) -> None:
         """Reduce every gradient that is not on its way yet, and wait until all are there."""
         self._passes.check_complete(max(self._counts, default=0))

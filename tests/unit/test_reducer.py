@@ -407,3 +407,24 @@ def test_a_batch_that_the_script_cuts_up_weighs_alike_on_all_ranks() -> None:
     first, second = StepSizes(0, 0, (24, 24)), StepSizes(0, 1, (24, 0))
     found = [passes_of(*each).weights() for each in ([first, first, second], [first, second])]
     assert found[0] == found[1]
+
+
+def test_zero_grad_drops_the_passes_of_a_step_that_is_left() -> None:
+    """As at an epoch's end, whose last batches are too few for a step."""
+
+    def work(transport: LocalTransport) -> list[float]:
+        (p,) = params = make_parameters([(2,)])
+        source = Sizes([(6, 2), (1, 7), (4, 4), (2, 6), (3, 5)])
+        optimizer = wrap(params, transport, balancer=source, backward_passes_per_step=2)
+        for number in range(5):
+            give_gradients(params, 8.0 * (1 + transport.rank) * 10**number)
+            if number == 2:
+                optimizer.zero_grad()
+            elif number in (1, 4):
+                optimizer.step()
+                optimizer.zero_grad()
+        return p.detach().tolist()
+
+    # Each pass is the mean of its samples: (6 * 1 + 2 * 2) * 10^0 + (1 * 1 + 7 * 2) * 10^1, ...
+    wanted = -float(10 + 150 + 14_000 + 130_000)
+    assert run_ranks(2, work) == [[wanted] * 2] * 2
