@@ -213,7 +213,8 @@ class DataLoader(PlannedLoader):
         prefetch_factor: batches that each loader process holds ready.
         persistent_workers: keep the loader processes between epochs.
         worker_init_fn: called in each loader process with its number.
-        generator: seeds the loader processes.
+        generator: seeds the loader processes; by default by rank, and by torch's own generator, so
+            that ranks that are seeded alike do not augment their samples alike.
         timeout: seconds to wait for a batch from a loader process, 0 for no limit.
         multiprocessing_context: start method of the loader processes; forked ones are started again
             when they do not come up.
@@ -281,7 +282,7 @@ class DataLoader(PlannedLoader):
             prefetch_factor=prefetch_factor,
             persistent_workers=persistent_workers,
             worker_init_fn=WorkerInit(worker_init_fn),
-            generator=generator,
+            generator=generator or _generator_of(self._view.rank),
             timeout=timeout,
             multiprocessing_context=sure_fork(multiprocessing_context, num_workers=num_workers),
         )
@@ -385,6 +386,12 @@ class DataLoader(PlannedLoader):
         self._next_step = self._resumed_step = loaded.step
         self._position = loaded.position
         self._forget_pending()
+
+
+def _generator_of(rank: int) -> torch.Generator:
+    """Return what seeds a rank's loader processes, where the script does not say."""
+    drawn = int(torch.empty((), dtype=torch.int64).random_())
+    return torch.Generator().manual_seed((drawn + rank) % 2**63)
 
 
 class _Feed:
