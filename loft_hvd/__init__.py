@@ -15,6 +15,7 @@ from loft_hvd.aggregation.aggregate import (
 from loft_hvd.aggregation.diagnostics import Diagnostics, diagnose
 from loft_hvd.aggregation.row_rules import (
     ARC,
+    CAF,
     NNM,
     Bucketing,
     Bulyan,
@@ -61,6 +62,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ARC",
+    "CAF",
     "NNM",
     "Balancer",
     "BatchSampler",

@@ -9,7 +9,7 @@ Papers: NNM, Allouah et al., AISTATS 2023 (arXiv 2302.01772); ARC, Allouah et al
 2405.14432); bucketing and centred clipping, Karimireddy et al., ICLR 2022 and ICML 2021 (arXiv
 2006.09365, 2012.10333); Krum, Blanchard et al., NeurIPS 2017 (arXiv 1703.02757); geometric median,
 Pillutla et al., 2019 (arXiv 1912.13445); Bulyan and the minimum diameter, El Mhamdi et al., ICML
-2018 (arXiv 1802.07927).
+2018 (arXiv 1802.07927); CAF, Allouah et al., ICML 2025 (arXiv 2505.01874).
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from loft_hvd.errors import AggregationError, ArgumentError, ArgumentTypeError
 
 __all__ = [
     "ARC",
+    "CAF",
     "NNM",
     "ROW_RULES",
     "Bucketing",
@@ -282,6 +283,21 @@ class CentredClipping(RowRule, RuleWithF):
 
 
 @dataclass(frozen=True)
+class CAF(RowRule, RuleWithF):
+    """Covariance-bound agnostic filter: rows that stand out where rows vary most lose weight.
+
+    All rows begin with a weight of 1. In each round every row loses the share ``t / max t`` of its
+    weight, where ``t`` is its squared distance from the rows' mean along the direction in which
+    they vary most, and the largest is that of the rows with weight left. Rounds end when the
+    weights add up to ``n - 2f`` or less. The result is the mean of that round in which rows varied
+    least along their direction. It is the mean by these weights times the rows' own, which count
+    for nothing else.
+    """
+
+    name: ClassVar[str] = "caf"
+
+
+@dataclass(frozen=True)
 class Bulyan(RowRule, RuleWithF):
     """Choose ``n - 2f`` rows by Krum, one after the other; of these the mean around the median.
 
@@ -345,6 +361,7 @@ ROW_RULES: dict[str, type[RowRule]] = {
         MultiKrum,
         GeometricMedian,
         CentredClipping,
+        CAF,
         Bulyan,
         MinimumDiameter,
         Robust,

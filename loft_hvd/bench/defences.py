@@ -2,8 +2,9 @@
 
 ByzFL's rules stand beside ours where it is installed. Of those that both have ours is tried:
 tests/property/test_byzfl.py holds nearest neighbours, ARC, Multi-Krum and the geometric median to
-the same results. Here are the ones that we lack. Its centred clipping is left out: it needs a
-length for each problem, and keeps state from call to call.
+the same results. Here are the ones that we lack, and CAF, for which ByzFL draws a direction and
+takes one step from there, where ours finds the one in which rows vary most. Its centred clipping is
+left out: it needs a length for each problem, and keeps state from call to call.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ DEFENCES = (
     "multi_krum",
     "geometric_median",
     "centred_clipping",
+    "caf",
+    "arc+caf",
     "minimum_diameter",
     "bulyan",
     "arc+nnm+multi_krum",
@@ -59,6 +62,7 @@ PEER_DEFENCES = (
     "byzfl GeometricMedian",
     "byzfl MoNNA",
     "byzfl CAF",
+    "byzfl ARC+CAF",
     "byzfl SMEA",
     "byzfl ARC+NNM+Median",
     "byzfl ARC+NNM+GeometricMedian",

@@ -169,6 +169,7 @@ def _draw_rule(draw: np.random.Generator, rows: int) -> Rule:
         lambda: loft.MultiKrum(f),
         lambda: loft.GeometricMedian(f),
         lambda: loft.CentredClipping(f),
+        lambda: loft.CAF(f),
         lambda: loft.Bulyan(f // 2),
         lambda: loft.MinimumDiameter(min(f, 4)),
         lambda: loft.Robust(f),

@@ -19,6 +19,7 @@ MOVING = [  # with every row that moves, the result does
     "multi_krum:f={f}",
     "geometric_median:f={f}",
     "centred_clipping:f={f}",
+    "caf:f={f}",
     "minimum_diameter:f={f}",
     "nnm+multi_krum:f={f}",
     "bucketing:size=1+nnm+phocas:f={f}",
@@ -45,7 +46,9 @@ def pick(data: st.DataObject, rows: Array, texts: list[str]) -> loft.Rule:
 @settings(deadline=None, max_examples=150)
 @given(gradients=matrices(), data=st.data())
 def test_order_of_the_rows_does_not_matter(gradients: Array, data: st.DataObject) -> None:
-    rule = pick(data, gradients, TEXTS)
+    # Of two rows that are farthest apart either may go, with the same diameter of those left: then
+    # the order does matter.
+    rule = pick(data, gradients, [text for text in TEXTS if "minimum" not in text])
     order = data.draw(st.permutations(range(len(gradients))), label="order")
     moved = loft.aggregate(gradients[order], rule)
     np.testing.assert_allclose(moved, loft.aggregate(gradients, rule), atol=1e-5)
@@ -84,6 +87,7 @@ def test_without_byzantine_rows_to_expect_a_rule_is_the_mean(gradients: Array) -
         "robust:f=0",
         "multi_krum:f=0",
         "minimum_diameter:f=0",
+        "arc+caf:f=0",
     ):
         np.testing.assert_allclose(
             loft.aggregate(gradients, loft.parse_rule(text)), wanted, atol=1e-6

@@ -80,6 +80,19 @@ def centred_clipping(rows: Rows, f: int) -> Rows:
     return centre
 
 
+def caf(rows: Rows, f: int, weights: Any = 1.0) -> Rows:
+    left, best, least = np.ones(len(rows)), np.ones(len(rows)), np.inf
+    while left.sum() > len(rows) - 2 * f:
+        away = rows - np.average(rows, axis=0, weights=left)
+        values, directions = np.linalg.eigh(np.cov(rows.T, aweights=left, bias=True))
+        if values[-1] < least:
+            best, least = left, values[-1]
+        along = (away @ directions[:, -1]) ** 2 * (left > 0)
+        left = left * (1 - along / along.max())
+    mean: Rows = np.average(rows, axis=0, weights=best * weights)
+    return mean
+
+
 def bucketed(rows: Rows, size: int) -> Rows:
     return np.array([rows[at : at + size].mean(axis=0) for at in range(0, len(rows), size)])
 
@@ -94,6 +107,9 @@ CASES: list[tuple[str, Callable[[Rows, int], Rows]]] = [
     ("nnm+multi_krum:f={f}", lambda rows, f: multi_krum(nnm(rows, f), f)),
     ("minimum_diameter:f={f}", minimum_diameter),
     ("centred_clipping:f={f}", centred_clipping),
+    ("caf:f={f}", caf),
+    ("arc+caf:f={f}", lambda rows, f: caf(arc(rows, f), f)),
+    ("nnm+caf:f={f}", lambda rows, f: caf(nnm(rows, f), f)),
     ("arc+nnm+centred_clipping:f={f}", lambda rows, f: centred_clipping(nnm(arc(rows, f), f), f)),
 ]
 
@@ -196,6 +212,28 @@ def test_a_geometric_median_that_is_a_row_is_that_row() -> None:
     np.testing.assert_array_equal(loft.aggregate(rows, loft.GeometricMedian(1)), [0.0, 0.0])
 
 
+def test_a_filter_averages_by_what_it_left_of_the_weights() -> None:
+    rows, weights = some_rows(8, 19, seed=3), [1, 2, 1, 2, 1, 2, 1, 2]
+    result = loft.aggregate(rows, loft.CAF(2), weights=weights)
+    np.testing.assert_allclose(result, caf(rows, 2, np.array(weights)), rtol=1e-9)
+
+
+def test_a_filter_ends_where_a_row_without_weight_lies_far_away() -> None:
+    # Measured against the far row's distance, the others would lose 1e-24 of their weight a round.
+    rows = some_rows(8, 19, seed=3)
+    far = np.concatenate([rows, [1e12 * rows[0]]])
+    np.testing.assert_allclose(loft.aggregate(far, loft.CAF(1)), caf(far, 1), atol=1e-9)
+    away = np.linalg.norm(loft.aggregate(far, loft.CAF(2)) - rows.mean(axis=0))
+    assert away < np.sqrt(squared(rows).max())
+
+
+def test_a_direction_is_found_among_equal_ones() -> None:
+    corners = np.eye(5)  # they vary as much in four directions
+    result = loft.aggregate(corners, loft.CAF(2))
+    assert np.isfinite(result).all()
+    assert result.sum() == pytest.approx(1.0)
+
+
 @pytest.mark.parametrize("text", ["multi_krum:f=2", "minimum_diameter:f=2", "nnm+trimmed_mean:f=2"])
 def test_rows_are_averaged_by_weight(text: str) -> None:
     rows = some_rows(8, 19, seed=3)
@@ -242,6 +280,8 @@ SURVIVING = [
     "multi_krum:f={f}",
     "geometric_median:f={f}",
     "centred_clipping:f={f}",
+    "caf:f={f}",
+    "arc+caf:f={f}",
     "minimum_diameter:f={f}",
     "nnm+geometric_median:f={f}",
     "bucketing:size=1+nnm+phocas:f={f}",

@@ -28,6 +28,7 @@ CASES += [
         "multi_krum:f=1",
         "geometric_median:f=2",
         "centred_clipping:f=1",
+        "caf:f=1",
         "bucketing:size=2+median",
         "clip:norm=9.0+phocas:f=1",
     )
