@@ -673,7 +673,7 @@ def _bench_app() -> typer.Typer:
     @app.command("robustness")
     def _robustness_command(
         rules: str = typer.Option("", help="Names, separated by ';'; all of ours and ByzFL's."),
-        models: str = typer.Option("mlp", help="Of mlp,cnn."),
+        models: str = typer.Option("mlp", help="Of mlp,cnn,mlp20 (20 classes)."),
         attacks: str = typer.Option("", help="Names, separated by ','; all."),
         skews: str = typer.Option("", help="Of shuffled,capped,dirichlet,sorted; all."),
         workers: str = typer.Option("8:2,16:3", help="Workers and f of each size."),

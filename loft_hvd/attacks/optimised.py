@@ -95,7 +95,7 @@ class OptimisedALIE(_Optimised):
     """``ALIE`` of the ``z``, of either sign, that moves the rule most."""
 
     family = ALIE
-    strengths = (-3.0, -1.5, -0.7, 0.7, 1.5, 3.0)
+    strengths = (-3.0, -2.2, -1.5, -1.0, -0.7, -0.3, 0.3, 0.7, 1.0, 1.5, 2.2, 3.0)
 
 
 @dataclass(frozen=True)
@@ -103,4 +103,4 @@ class OptimisedIPM(_Optimised):
     """``IPM`` of the ``eps`` that moves the rule most."""
 
     family = IPM
-    strengths = (0.1, 0.3, 1.0, 3.0, 10.0)
+    strengths = (0.1, 0.15, 0.2, 0.3, 0.5, 0.8, 1.2, 2.0, 3.0, 4.5, 7.0, 10.0)

@@ -36,8 +36,11 @@ from loft_hvd.attacks import (
     ALIE,
     IPM,
     Attack,
+    Drift,
     LabelFlip,
     Mimic,
+    MinMax,
+    MinSum,
     OptimisedALIE,
     OptimisedIPM,
     Scaled,
@@ -75,11 +78,13 @@ ATTACKS = (
     "IPM 0.1",
     "optimised IPM",
     "mimic",
+    "Min-Max",
+    "Min-Sum",
+    "drift",
     ODD_STEPS,
     _LABEL_FLIP,
 )
-_NUM_TEST = 360  # images that are not trained on, as in examples/digits.py
-_NUM_CLASSES = 10
+_NUM_TEST = 360  # samples that are not trained on, as in examples/digits.py
 _MOMENTUM = 0.9
 _LAST_STEPS, _LOOK_EVERY = 50, 5  # accuracy is the mean of looks in the last steps
 
@@ -110,35 +115,58 @@ class AttackTrial:
     seed: int  # of data, first weights, which ranks attack, and a rule's draws
 
 
-class Digits(NamedTuple):
-    """scikit-learn's handwritten digits, as tensors."""
+class Images(NamedTuple):
+    """What is learnt, as tensors."""
 
-    images: Tensor  # [1437, 1, 8, 8], to train on
-    labels: Tensor  # [1437]
+    images: Tensor  # [num_images, 1, 8, 8], to train on
+    labels: Tensor  # [num_images]
     test_images: Tensor  # [360, 1, 8, 8]
     test_labels: Tensor  # [360]
 
 
-@functools.cache
-def load_digits() -> Digits:
-    """Read the digits that ship inside scikit-learn, split as in examples/digits.py."""
+def _split(images: npt.NDArray[Any], labels: npt.NDArray[Any]) -> Images:
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    x = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8)[order]
+    y = torch.tensor(labels)[order]
+    return Images(x[_NUM_TEST:], y[_NUM_TEST:], x[:_NUM_TEST], y[:_NUM_TEST])
+
+
+def _datasets() -> Any:
     try:
-        datasets: Any = importlib.import_module("sklearn.datasets")
+        return importlib.import_module("sklearn.datasets")
     except ImportError as error:
         raise MissingDependencyError(
             "the digits ship inside scikit-learn: pip install '.[demo]' in the checkout"
         ) from error
-    images, labels = datasets.load_digits(return_X_y=True)
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    x = torch.tensor(images, dtype=torch.float32).div(16).view(-1, 1, 8, 8)[order]
-    y = torch.tensor(labels)[order]
-    return Digits(x[_NUM_TEST:], y[_NUM_TEST:], x[:_NUM_TEST], y[:_NUM_TEST])
 
 
-def _mlp() -> nn.Module:
+@functools.cache
+def load_digits() -> Images:
+    """Read the digits that ship inside scikit-learn, split as in examples/digits.py."""
+    images, labels = _datasets().load_digits(return_X_y=True)
+    return _split(images / 16, labels)  # 1,437 to train on
+
+
+@functools.cache
+def _make_twenty() -> Images:
+    """Make points of 20 classes in 64 coordinates, of which 24 tell the class."""
+    points, labels = _datasets().make_classification(
+        n_samples=2360,
+        n_features=64,
+        n_informative=24,
+        n_redundant=0,
+        n_classes=20,
+        n_clusters_per_class=1,
+        class_sep=2.0,
+        random_state=0,
+    )
+    return _split(points / points.std(), labels)  # 2,000 to train on
+
+
+def _mlp(num_classes: int = 10) -> nn.Module:
     return nn.Sequential(
-        nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, _NUM_CLASSES)
-    )  # 4,810 values
+        nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, num_classes)
+    )  # 4,810 values for 10 classes
 
 
 def _cnn() -> nn.Module:
@@ -150,7 +178,7 @@ def _cnn() -> nn.Module:
         nn.MaxPool2d(2),
         *_convolution(64, 64),
         nn.Flatten(),
-        nn.Linear(64 * 16, _NUM_CLASSES),
+        nn.Linear(64 * 16, 10),
     )
     for values in model[-1].parameters():
         nn.init.zeros_(values)
@@ -165,8 +193,14 @@ def _convolution(before: int, after: int) -> list[nn.Module]:
     return [layer, nn.GroupNorm(8, after), nn.ReLU()]
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": _mlp, "cnn": _cnn}
-LEARNING_RATES = {"mlp": 0.5, "cnn": 0.1}  # by model
+# By model: the network, its learning rate, and what it learns.
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": _mlp,
+    "cnn": _cnn,
+    "mlp20": functools.partial(_mlp, 20),
+}
+LEARNING_RATES = {"mlp": 0.5, "cnn": 0.1, "mlp20": 0.5}
+_DATA = {"mlp": load_digits, "cnn": load_digits, "mlp20": _make_twenty}
 
 
 class _Network:
@@ -179,7 +213,7 @@ class _Network:
         self._module = self._make()
         self._shapes = {key: value.shape for key, value in self._module.named_parameters()}
         # Batched products are one call for all runs; batched convolutions are slower than a loop.
-        self._is_batched = name == "mlp"
+        self._is_batched = name != "cnn"
         of_workers = vmap(grad(self._loss), in_dims=(None, 0, 0))
         self._batched = vmap(of_workers, in_dims=(0, 0, 0))
 
@@ -257,6 +291,9 @@ def make_attack(name: str, rule: Rule, shards: int) -> Attack | None:
         "IPM 0.1": IPM(eps=0.1),
         "optimised IPM": OptimisedIPM(rule, shards=shards),
         "mimic": Mimic(row=0),
+        "Min-Max": MinMax(),
+        "Min-Sum": MinSum(),
+        "drift": Drift(),
         ODD_STEPS: _OddSteps(scale=10.0),
     }
     if name not in attacks:
@@ -299,12 +336,12 @@ def train(trials: Sequence[AttackTrial], setting: Setting) -> list[float]:
         AggregationError: a rule does not fit so many workers.
         MissingDependencyError: no scikit-learn.
     """
-    data, network = load_digits(), _Network(setting.model)
+    network, data = _Network(setting.model), _DATA[setting.model]()
     drawn = torch.from_numpy(
         np.stack([_batches(trial, setting, data.labels.numpy()) for trial in trials])
     )  # [runs, steps, workers, batch]
     weights = torch.stack([network.first_weights(trial.seed) for trial in trials])
-    flip = LabelFlip(_NUM_CLASSES)
+    flip = LabelFlip(int(data.labels.max()) + 1)
     is_flipped = torch.tensor([trial.attack == _LABEL_FLIP for trial in trials])
     aggregators = [_Aggregator(trial, setting, weights.shape[1]) for trial in trials]
     at_worker = torch.tensor([not trial.defence.has_sgd_momentum for trial in trials])

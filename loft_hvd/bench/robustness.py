@@ -47,9 +47,10 @@ __all__ = [
     "measure_robustness",
 ]
 
-# How runs are made, in files of kept ones. Until 2026-11-26 the last ranks attacked in every seed,
-# and lines had no such word: those are run anew.
-_MADE = "ranks by seed"
+# How runs are made, in files of kept ones: those that say something else are run anew. Until
+# 2026-11-26 the last ranks attacked in every seed, and lines had no such word; until 2026-11-29
+# optimised attacks had 5 or 6 strengths.
+_MADE, _MADE_OPTIMISED = "ranks by seed", "ranks by seed, 12 strengths"
 _CHUNK = 10  # runs that are computed together: their gradients stay in the caches
 _CLEAN = "mean"  # what "clean" accuracy is that of: worker momentum, shuffled, nobody attacking
 _ADVISED, _DEFAULT, _IN_SHARDS = "robust", "robust, scope auto", "robust in shards"
@@ -133,9 +134,10 @@ class KeptRuns:
 
     @staticmethod
     def _key(setting: Setting, trial: AttackTrial) -> list[object]:
-        """Return all that decides a run's result; of the code what ``_MADE`` says."""
+        """Return all that decides a run's result; of the code what its last word says."""
         of_trial = (trial.defence.name, trial.attack, trial.skew, trial.seed)
-        return [*astuple(setting), *of_trial, _MADE]
+        made = _MADE_OPTIMISED if trial.attack.startswith("optimised") else _MADE
+        return [*astuple(setting), *of_trial, made]
 
     def get(self, setting: Setting, trial: AttackTrial) -> float | None:
         """Return a run's accuracy, or None if it has not been run."""

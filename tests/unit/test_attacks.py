@@ -34,6 +34,12 @@ HONEST = torch.tensor([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0]])  # mean 2, 2, 2
         (attacks.IPM(eps=0.5), [-1, -1, -1]),
         (attacks.Mimic(row=1), [3, 2, 1]),
         (attacks.Mimic(row=2), [1, 2, 3]),
+        # Squared, honest rows are 2 from their mean and 8 apart: so this one may be 6 from the
+        # mean, or 2 where distances add up.
+        (attacks.MinMax(along="mean"), [2 - 2**0.5] * 3),
+        (attacks.MinSum(along="mean"), [2 - (2 / 3) ** 0.5] * 3),
+        (attacks.MinMax(along="sign"), [2 - 2**0.5] * 3),
+        (attacks.MinMax(along="deviation"), [2 - 3**0.5, 2, 2 - 3**0.5]),
     ],
 )
 @pytest.mark.parametrize("num_rows", [1, 3])
@@ -59,6 +65,9 @@ def test_gaussian_noise_has_its_sigma_and_repeats() -> None:
         attacks.Gaussian(),
         attacks.SignFlip(),
         attacks.ALIE(),
+        attacks.MinMax(),
+        attacks.MinSum(along="mean"),
+        attacks.Drift(),
         attacks.OptimisedIPM(loft.Robust(1)),
     ],
 )
@@ -92,9 +101,55 @@ def test_noise_is_new_at_every_step() -> None:
     assert not torch.equal(attack(first, num_rows=1), attack(second, num_rows=1))
 
 
-def test_alone_a_little_is_nothing() -> None:
+@pytest.mark.parametrize(
+    "attack", [attacks.ALIE(z=3.0), attacks.MinMax(), attacks.MinSum(along="sign"), attacks.Drift()]
+)
+def test_alone_a_little_is_nothing(attack: attacks.Attack) -> None:
     own = torch.tensor([[1.0, -2.0]])
-    assert torch.equal(attacks.ALIE(z=3.0)(own, num_rows=1), own)
+    assert torch.equal(attack(own, num_rows=1), own)
+
+
+@pytest.mark.parametrize("along", ["deviation", "mean", "sign"])
+@pytest.mark.parametrize("seed", range(10))
+def test_who_hides_among_honest_rows_is_as_far_as_they_are_apart(along: str, seed: int) -> None:
+    honest = torch.randn(6, 40, generator=torch.Generator().manual_seed(seed)).double() + 0.3
+
+    def distances(row: torch.Tensor) -> torch.Tensor:
+        return (honest - row).square().sum(dim=1)
+
+    between = torch.stack([distances(row) for row in honest])
+    by_most = attacks.MinMax(along=along)(honest, num_rows=1)[0]
+    assert float(distances(by_most).max()) == pytest.approx(float(between.max()))
+    by_sum = attacks.MinSum(along=along)(honest, num_rows=1)[0]
+    assert float(distances(by_sum).sum()) == pytest.approx(float(between.sum(dim=1).max()))
+    mean = honest.mean(dim=0)
+    against = {"deviation": honest.std(dim=0), "mean": mean, "sign": mean.sign()}[along]
+    for row in (by_most, by_sum):
+        apart = torch.nn.functional.cosine_similarity(mean - row, against, dim=0)
+        assert float(apart) == pytest.approx(1.0)
+
+
+def test_a_hiding_place_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="MinSum: along='median' is unknown"):
+        attacks.MinSum(along="median")
+
+
+def test_a_drift_keeps_its_direction_and_is_as_far_off_as_honest_rows() -> None:
+    attack, moves = attacks.Drift(scale=2.0), []
+    for seed in range(2):
+        honest = torch.randn(6, 500, generator=torch.Generator().manual_seed(seed)) + seed
+        move = attack(honest, num_rows=1)[0] - honest.mean(dim=0)
+        spread = (honest - honest.mean(dim=0)).square().sum(dim=1).mean().sqrt()
+        assert float(move.norm()) == pytest.approx(2 * float(spread), rel=1e-4)
+        moves.append(move)
+    first, second = moves
+    alike = torch.nn.functional.cosine_similarity(first, second, dim=0)
+    assert float(alike) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("optimised", [attacks.OptimisedALIE, attacks.OptimisedIPM])
+def test_optimised_attacks_try_a_dozen_strengths(optimised: Any) -> None:
+    assert len(set(optimised.strengths)) == 12
 
 
 def test_flipped_labels() -> None:

@@ -104,12 +104,22 @@ def test_runs_that_are_kept_are_not_run_again(tmp_path: Path) -> None:
         assert (one.defence, one.attack, one.skew) == (other.defence, other.attack, other.skew)
 
 
-def test_runs_that_were_kept_while_the_last_ranks_attacked_are_run_anew(tmp_path: Path) -> None:
-    setting, trial = Setting("mlp", 8, 2), AttackTrial(Defence("mean"), "none", "sorted", 3)
-    line = '["mlp", 8, 2, 400, 256, "mean", "none", "sorted", 3, {}0.5]'
-    for said, found in (("", None), ('"ranks by seed", ', 0.5)):
-        (tmp_path / "runs").write_text(line.format(said))
-        assert KeptRuns(tmp_path / "runs").get(setting, trial) == found
+@pytest.mark.parametrize(
+    ("attack", "said", "found"),
+    [
+        ("none", "", None),  # while the last ranks attacked
+        ("none", '"ranks by seed", ', 0.5),
+        ("optimised IPM", '"ranks by seed", ', None),  # while it had fewer strengths
+        ("optimised IPM", '"ranks by seed, 12 strengths", ', 0.5),
+    ],
+)
+def test_runs_that_were_made_another_way_are_run_anew(
+    tmp_path: Path, attack: str, said: str, found: float | None
+) -> None:
+    setting, trial = Setting("mlp", 8, 2), AttackTrial(Defence("mean"), attack, "sorted", 3)
+    line = f'["mlp", 8, 2, 400, 256, "mean", "{attack}", "sorted", 3, {said}0.5]'
+    (tmp_path / "runs").write_text(line)
+    assert KeptRuns(tmp_path / "runs").get(setting, trial) == found
 
 
 def test_kept_runs_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
