@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import os
 import socket
@@ -15,8 +14,9 @@ import pytest
 
 from loft_hvd.transport import congestion
 from loft_hvd.transport.base import Channel
-from loft_hvd.transport.congestion import CongestionControl, HostLink, LinkQuality, links_between
+from loft_hvd.transport.congestion import CongestionControl, LinkQuality, links_between
 from loft_hvd.transport.local import LocalTransport, run_ranks
+from loft_hvd.transport.tcp import HostLink
 from tests.support.clock import Clock
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux knows its connections")
@@ -30,7 +30,7 @@ def control_of(end: socket.socket) -> str:
 
 def connection_of(end: socket.socket) -> HostLink:
     name = os.readlink(f"/proc/self/fd/{end.fileno()}")
-    return HostLink(end.fileno(), name, "10.0.0.2")
+    return HostLink(end.fileno(), name, "10.0.0.1 1", "10.0.0.2 2")
 
 
 @pytest.fixture
@@ -127,82 +127,30 @@ def test_a_connection_that_is_closed_is_left_alone(
     one, other = pair
     gone = connection_of(one)
     one.close()
-    reused = HostLink(other.fileno(), gone.name, "10.0.0.2")  # its descriptor is another's now
+    reused = HostLink(
+        other.fileno(), gone.name, "10.0.0.1 1", "10.0.0.2 2"
+    )  # its descriptor is another's now
     CongestionControl([gone, reused], rank=0, wish="auto").look()
     assert control_of(other) == "reno"
     assert not caplog.records
 
 
-def test_what_the_kernel_knows_of_a_connection(pair: Any) -> None:
-    one, other = pair
-    reader = threading.Thread(target=lambda: list(iter(lambda: other.recv(2**16), b"")))
-    reader.start()
-    for _ in range(64):
-        one.sendall(bytes(2**14))
-    quality = congestion._quality_of(one.fileno())
-    one.shutdown(socket.SHUT_WR)
-    reader.join(20.0)
-    assert 0 < quality.round_trip_s < 0.5
-    assert quality.num_sent >= 1  # of up to 64 kB each; others wait behind them
-    assert quality.num_sent_again <= quality.num_sent
-
-
 def test_connections_between_ranks_are_found_and_no_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ends: dict[int, list[tuple[HostLink, str, str]]] = {
+    links = {
         0: [
-            (HostLink(3, "a", "10.0.0.2"), "10.0.0.1 40000", "10.0.0.2 555"),  # to rank 1
-            (HostLink(4, "b", "10.0.0.9"), "10.0.0.1 40001", "10.0.0.9 443"),  # a store of data
+            HostLink(3, "a", "10.0.0.1 40000", "10.0.0.2 555"),  # to rank 1
+            HostLink(4, "b", "10.0.0.1 40001", "10.0.0.9 443"),  # a store of data
         ],
-        1: [(HostLink(7, "c", "10.0.0.1"), "10.0.0.2 555", "10.0.0.1 40000")],
+        1: [HostLink(7, "c", "10.0.0.2 555", "10.0.0.1 40000")],
         2: [],
     }
     own = threading.local()
-    monkeypatch.setattr(congestion, "_ends", lambda: iter(ends[own.rank]))
+    monkeypatch.setattr(congestion, "host_links", lambda: iter(links[own.rank]))
 
     def work(end: LocalTransport) -> list[int]:
         own.rank = end.rank
         return [each.descriptor for each in links_between(Channel(end, "x"))]
 
     assert run_ranks(3, work) == [[3], [7], []]
-
-
-def test_loopback_and_what_listens_are_no_links_between_hosts(pair: Any) -> None:
-    own = {each.fileno() for each in pair}
-    with socket.create_server(("0.0.0.0", 0)) as server:
-        own.add(server.fileno())
-        found = [connection for connection, *_ in congestion._ends()]
-    assert not own & {each.descriptor for each in found}
-    assert not any(ipaddress.ip_address(each.peer).is_loopback for each in found)
-
-
-def test_addresses_of_both_ends_are_those_that_python_knows(pair: Any) -> None:
-    for end in pair:
-        for name in ("getsockname", "getpeername"):
-            host, port = getattr(end, name)()
-            assert congestion._address(end.fileno(), name) == f"{host} {port}"
-
-
-def test_an_address_of_version_4_is_the_same_behind_version_6() -> None:
-    head = int(socket.AF_INET6).to_bytes(2, sys.byteorder) + (5).to_bytes(2, "big") + bytes(4)
-    mapped = head + ipaddress.ip_address("::ffff:10.0.0.1").packed
-    assert congestion._text_of(mapped) == "10.0.0.1 5"
-    assert congestion._text_of(head + ipaddress.ip_address("fe80::1").packed) == "fe80::1 5"
-    with pytest.raises(OSError, match="family"):
-        congestion._text_of(bytes(128))
-
-
-def test_a_socket_of_anothers_blocks_as_before(pair: Any) -> None:
-    socket.setdefaulttimeout(5.0)
-    try:
-        list(congestion._ends())
-        congestion._quality_of(pair[0].fileno())
-    finally:
-        socket.setdefaulttimeout(None)
-    assert all(os.get_blocking(each.fileno()) for each in pair)
-
-
-def test_a_round_trip_that_nobody_has_timed_is_not_long() -> None:
-    with socket.socket() as end:  # to nobody
-        assert congestion._quality_of(end.fileno()) == LinkQuality(0.0, 0, 0)

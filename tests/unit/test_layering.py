@@ -49,6 +49,7 @@ _LAYERS = {
     "aggregation/rule_text.py": 1,
     "transport/__init__.py": 0,
     "transport/addresses.py": 0,
+    "transport/tcp.py": 0,
     "transport/waits.py": 0,
     "transport/base.py": 1,
     "transport/compact.py": 2,
