@@ -32,7 +32,7 @@ __all__ = ["Actions", "BackgroundCalls", "HeartbeatSettings", "ProcessControl", 
 
 _logger = logging.getLogger(__name__)
 _FLUSH_S = 1.0  # a choice: at the end, for handlers to write what is still to be logged
-_MISMATCH, _UNSEEN = 1.0, 2.0  # kinds of verdicts, in the number of their message
+_MISMATCH, _UNSEEN, _CUT = 1.0, 2.0, 3.0  # kinds of verdicts, in the number of their message
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class BackgroundCalls:
 
 def read_verdict(message: Message) -> Verdict:
     """Return the verdict that rank 0 tells."""
-    kinds = {_MISMATCH: "is_mismatch", _UNSEEN: "is_unseen"}
+    kinds = {_MISMATCH: "is_mismatch", _UNSEEN: "is_unseen", _CUT: "is_cut"}
     flags = {kinds[message.seconds]: True} if message.seconds in kinds else {}
     return Verdict(message.rank, message.text, **flags)
 
@@ -162,10 +162,13 @@ class Actions:
         self.background.log(level, "%s", verdict.text)
 
     def tell_verdict(self, rank: int) -> None:
-        """Tell a rank of the verdict, if there is one, and not on itself."""
+        """Tell a rank of the verdict, if there is one, and not on itself alone."""
         verdict = self.verdict
-        if verdict is not None and (rank != verdict.rank or verdict.is_mismatch):
+        if verdict is None:
+            return
+        if rank != verdict.rank or verdict.is_mismatch or verdict.is_cut:
             seconds = _MISMATCH * verdict.is_mismatch + _UNSEEN * verdict.is_unseen
+            seconds += _CUT * verdict.is_cut
             self._connections.say(Message("verdict", verdict.rank, seconds, verdict.text), to=rank)
 
     # Processes of others.
@@ -278,7 +281,8 @@ class Actions:
 
     @property
     def _has_lost_host(self) -> bool:
-        return self.verdict is not None and self.verdict.is_unseen
+        verdict = self.verdict  # what is not reached answers as little as what is gone
+        return verdict is not None and (verdict.is_unseen or verdict.is_cut)
 
     def _end_launcher(self) -> None:
         """See to it that the launcher does not wait for a host that is gone."""

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from loft_hvd.errors import LoftError, MismatchError, PeerError
+from loft_hvd.failures.cuts import ConnectionEnd, find_cuts
 from loft_hvd.failures.process import (
     ENDED,
     FROZEN,
@@ -35,6 +36,7 @@ from loft_hvd.failures.progress import (
 __all__ = ["Diagnosis", "DiagnosisLimits", "Verdict"]
 
 _TOGETHER_S = 0.25  # between the ends of ranks that die at one moment; a choice
+_MOST_WAYS, _MOST_ASKED = 4, 16  # choices: what an error shows; addresses asked about
 _SAME_STEPS = "every rank must take the same number of steps"
 _BY_ERROR = "an error of the engine, or of a wait, has ended it"
 
@@ -48,6 +50,7 @@ class Verdict:
     is_mismatch: bool = False  # whether ranks disagree, instead of one having failed
     is_unseen: bool = False  # whether nobody could look at its process: its host may be gone
     is_held: bool = False  # whether its process runs, and its interpreter does not
+    is_cut: bool = False  # whether nothing of its host reaches another's: all ranks live
 
     def error(self) -> LoftError:
         """Return what a waiting rank raises."""
@@ -70,6 +73,14 @@ class DiagnosisLimits:
     stall_s: float = 5.0
     # How long that must stay as it is. Bound from the beats: more than two, so all have told it.
     confirm_s: float = 2.5
+
+    @property
+    def cut_s(self) -> float:
+        """For how long a kernel sends in vain until the way is cut, as far as it was seen.
+
+        Half of ``silent_s``, a choice: ranks are heard, and both ends say so.
+        """
+        return self.silent_s / 2
 
 
 @dataclass
@@ -96,6 +107,7 @@ class Diagnosis:
         limits: when what is concluded.
         own: where this rank runs; None where that is not known.
         hint: what the launcher does when a host is gone, for the verdict of that.
+        ranks_at: a rank at each address of the hosts.
     """
 
     def __init__(
@@ -107,10 +119,14 @@ class Diagnosis:
         limits: DiagnosisLimits | None = None,
         own: RankProcess | None = None,
         hint: str = "",
+        ranks_at: Mapping[str, int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.rank = rank
         self._hint, self._own = hint, own
+        self._ranks_at = dict(ranks_at or {})
+        # What ranks have told of their ends of connections, this one's too, and when.
+        self._told_ends: dict[int, tuple[float, list[ConnectionEnd]]] = {}
         self.limits = DiagnosisLimits() if limits is None else limits
         self._clock = clock
         self._sees_all = world_size in (None, len(processes) + 1)
@@ -194,6 +210,10 @@ class Diagnosis:
         if state != UNKNOWN:
             self._peers[rank].state = state
 
+    def told_ends(self, rank: int, ends: Sequence[ConnectionEnd]) -> None:
+        """Note what a rank, perhaps this one, has seen at its ends of connections, by our clock."""
+        self._told_ends[rank] = self._clock(), list(ends)
+
     def restarted(self) -> None:
         """Note that this rank itself was out for a while: silence until now means nothing."""
         for peer in self._peers.values():
@@ -262,6 +282,8 @@ class Diagnosis:
                 return self._with_the_rest(verdict)
             is_unclear = peer.lost_at is not None and peer.state == UNKNOWN
             is_open = is_open or (is_unclear and peer.told_at is None)
+        if (verdict := self._judge_cut(live)) is not None:
+            return verdict
         for rank in suspects:
             if (verdict := self._judge_unseen(rank, live)) is not None:
                 return verdict
@@ -406,6 +428,47 @@ class Diagnosis:
             is_unseen=True,
         )
 
+    def _judge_cut(self, live: Mapping[int, Progress]) -> Verdict | None:
+        """Find hosts that do not reach others, while ranks wait in vain."""
+        if self._stalled_s(live) < self.limits.cut_s:
+            return None
+        known = {self.rank, *self._peers}
+        cuts = [
+            cut
+            for cut in find_cuts(
+                self._fresh_ends(),
+                ranks_at=self._ranks_at,
+                silent=self.suspects(),
+                least_s=self.limits.cut_s,
+            )
+            if {cut.sender, cut.receiver} <= known
+        ]
+        if not cuts:
+            return None
+        ways = list(dict.fromkeys((self._host(c.sender), self._host(c.receiver)) for c in cuts))
+        texts = [f"{sender} does not reach {receiver}" for sender, receiver in ways[:_MOST_WAYS]]
+        texts += [f"{len(ways) - _MOST_WAYS} more ways are cut"] * (len(ways) > _MOST_WAYS)
+        first = cuts[0]
+        return Verdict(
+            first.sender,
+            f"{', '.join(texts)}: what {self._who(first.sender)} sends to "
+            f"{self._who(first.receiver)} has not arrived for {self._stalled_s(live):.0f} s, "
+            "though its kernel sends it again; look at routes, firewalls and cables on that way",
+            is_cut=True,
+        )
+
+    def _fresh_ends(self) -> dict[int, list[ConnectionEnd]]:
+        fresh_at = self._clock() - self.limits.suspect_s
+        return {rank: ends for rank, (at, ends) in self._told_ends.items() if at > fresh_at}
+
+    def _host(self, rank: int) -> str:
+        process = self._own if rank == self.rank else self._peers[rank].process
+        return f"rank {rank}'s host" if process is None else process.host
+
+    def _who(self, rank: int) -> str:
+        process = self._own if rank == self.rank else self._peers[rank].process
+        return f"rank {rank}" if process is None else f"rank {rank} ({process})"
+
     def _cut_off_from(self) -> int:
         """Return of how many other hosts nothing is heard, if of none and since one moment."""
         if self._own is None:
@@ -511,6 +574,13 @@ class Diagnosis:
     def asked_for(self, own: Progress) -> list[str]:
         """Return the keys of what ranks wait for, to ask every rank whether it has started them."""
         return keys_awaited([own, *(peer.progress for peer in self._peers.values())])
+
+    def asks_about(self) -> list[str]:
+        """Return the hosts' addresses to ask every rank about, as something is sent in vain."""
+        ends = [end for each in self._fresh_ends().values() for end in each if end.unanswered_s]
+        ends.sort(key=lambda end: end.unanswered_s, reverse=True)
+        addresses = (each.split()[0] for end in ends for each in (end.local, end.peer))
+        return [each for each in dict.fromkeys(addresses) if each in self._ranks_at][:_MOST_ASKED]
 
     def warnings(self) -> list[str]:
         """Return a warning for each peer that lives but is not heard for long, once each."""

@@ -470,6 +470,7 @@ class OpenedLinks:
 
     maker: LinkMaker | None = None  # None: rank 0 listens nowhere
     made: dict[int, NewLink] = field(default_factory=dict)  # by rank
+    ranks_at: dict[str, int] = field(default_factory=dict)  # a rank at each host's address
 
     def close(self) -> None:
         """Close everything."""
@@ -501,6 +502,9 @@ def _open(links: OpenedLinks, channel: Channel) -> None:
     row = torch.zeros(1 + _MAX_ADDRESSES, dtype=torch.int64)
     row[: 1 + len(addresses)] = torch.tensor([own.host_key, *_as_numbers(addresses)])
     rows: list[list[int]] = channel.sub("hosts").allgather_rows(row).tolist()
+    for rank, (_, *numbers) in enumerate(rows):
+        for address in _as_addresses(numbers):
+            links.ranks_at.setdefault(address, rank)
     is_one_host = len({host_key for host_key, *_ in rows}) == 1
     # What rank 0 has for each rank: [(address, port).., the rank's key], for its eyes only.
     sent = torch.zeros(channel.world_size, 2 * _MAX_ADDRESSES + _SECRET_BYTES, dtype=torch.int64)

@@ -255,6 +255,7 @@ class Heartbeat:
             if is_due:
                 next_beat = time.monotonic() + period_s
                 observer.beat()
+                observer.tell_ends()
             if is_due or observer.has_news:
                 self._judge()
             actions.end_if_told()

@@ -34,6 +34,7 @@ _KINDS = (
         "look",
         "state",
         "term",
+        "ends",
     ),
 )
 

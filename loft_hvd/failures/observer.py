@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Collection, Iterable
 
 from loft_hvd.failures.actions import Actions, read_verdict
 from loft_hvd.failures.causes import tell_failure
 from loft_hvd.failures.connections import Connections
+from loft_hvd.failures.cuts import EndWatch, decode_ends, encode_ends
 from loft_hvd.failures.diagnosis import Diagnosis, Verdict
 from loft_hvd.failures.handshake import NewLink
 from loft_hvd.failures.links import MAX_TEXT, Message
@@ -21,6 +23,7 @@ from loft_hvd.failures.progress import Progress, ProgressMeter
 
 __all__ = ["Observer"]
 
+_WAITED_S = 2.0  # a choice: who waits for that long looks at its connections
 _MOST_READS = 64  # bound: each takes 64 kB at least, more than a kernel keeps for a link
 
 
@@ -53,6 +56,9 @@ class Observer:
         self._own, self._look_at = actions.control.own, actions.control.look
         self._background = actions.background
         self._awaited: list[str] = []  # what rank 0 wants to know: keys of names
+        self._ends = EndWatch()
+        self._asked_about: list[str] = []  # addresses of hosts, which rank 0 wants to know of
+        self._has_told_ends = False
         self._in_view: set[int] = set()  # ranks whose processes were seen here, alive
         # By rank, who was asked to look at its process.
         self._asked_to_look: dict[int, int] = {}
@@ -70,6 +76,25 @@ class Observer:
                 late = "|".join(map(str, self._diagnosis.late_for(rank, progress)))
                 self._connections.say(Message("late", 0, 0.0, late), to=rank)
                 self._connections.say(Message("ask", 0, 0.0, awaited), to=rank)
+
+    def tell_ends(self) -> None:
+        """Say what connections to other hosts show, while this rank waits or is asked."""
+        if self._asked_about or self._meter.progress().stuck_s >= _WAITED_S:
+            ends = self._ends.look(self._asked_about)
+        else:
+            ends = []
+            self._ends.forget()
+        if ends or self._has_told_ends:  # once more: that there is nothing any more
+            self._has_told_ends = bool(ends)
+            self._diagnosis.told_ends(self._rank, ends)
+            if self._rank != 0:
+                text = encode_ends(ends, time.monotonic())
+                self._connections.say(Message("ends", self._rank, 0.0, text), to=0)
+        if self._rank == 0:
+            asked, self._asked_about = self._asked_about, self._diagnosis.asks_about()
+            if asked or self._asked_about:
+                text = "|".join(self._asked_about)
+                self._connections.say_to_all(Message("ends", 0, 0.0, text))
 
     def watch(self, rank: int, messages: Iterable[Message] = ()) -> None:
         """Hear what a rank says from now on; some has come with its link."""
@@ -130,6 +155,9 @@ class Observer:
             self._hear_good_bye(peer, message)
         elif kind == "failed" and peer not in self._diagnosis.left_ranks():  # not said again
             self._hear_failure(peer, message)
+        elif kind == "ends" and peer != 0:
+            ends = decode_ends(message.text, time.monotonic())
+            self._diagnosis.told_ends(peer, ends)
         elif kind == "state" and self._asked_to_look.get(message.rank) == peer:
             self._saw(message.rank, message.text[:1])
         elif peer == 0:
@@ -142,6 +170,8 @@ class Observer:
             self.late = [int(word) for word in words if word.isdecimal()]
         elif kind == "ask":
             self._awaited = words
+        elif kind == "ends":
+            self._asked_about = words
         elif kind == "verdict":
             self._actions.decide(read_verdict(message))
         elif kind == "look" and len(words) == 3 and "".join(words).isdecimal():

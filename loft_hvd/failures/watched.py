@@ -176,6 +176,7 @@ def open_heartbeat(
         limits=limits,
         own=own,
         hint=hint,
+        ranks_at=links.ranks_at,
         clock=clock,
     )
     _heartbeats()[world] = heartbeat = Heartbeat(

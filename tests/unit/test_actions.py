@@ -50,6 +50,7 @@ def make() -> Iterator[Make]:
         Verdict(1, "rank 1 is frozen"),
         Verdict(1, "rank 1 has been silent", is_unseen=True),
         Verdict(1, "rank 1 takes other steps", is_mismatch=True),
+        Verdict(1, "host1 does not reach host2", is_cut=True),
     ],
 )
 def test_all_but_a_rank_that_has_failed_are_told_the_first_verdict(
@@ -62,9 +63,9 @@ def test_all_but_a_rank_that_has_failed_are_told_the_first_verdict(
     actions.decide(Verdict(2, "rank 2 is frozen"))
     assert actions.verdict == verdict
     assert [read_verdict(each) for each in far[2].receive()] == [verdict]
-    # Who is astray lives, and has to end by the same error.
+    # Who is astray, or not reached, lives, and has to end by the same error.
     told = [read_verdict(each) for each in far[1].receive()]
-    assert told == ([verdict] if verdict.is_mismatch else [])
+    assert told == ([verdict] if verdict.is_mismatch or verdict.is_cut else [])
 
 
 class _Armed(ProcessExit):

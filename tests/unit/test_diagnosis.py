@@ -8,6 +8,7 @@ import pytest
 
 from loft_hvd.errors import MismatchError, PeerError
 from loft_hvd.failures.call_sites import CallSite
+from loft_hvd.failures.cuts import ConnectionEnd
 from loft_hvd.failures.diagnosis import Diagnosis, DiagnosisLimits
 from loft_hvd.failures.process import RankProcess
 from loft_hvd.failures.progress import Progress, ProgressMeter, key_of
@@ -755,3 +756,120 @@ def test_ranks_that_die_at_one_moment_are_all_named(
     assert named == [1, 2] if names_both else len(named) == 1
     if state in "RS":
         assert named == [1]
+
+
+# What does not arrive: ``test_cuts.py`` has who is behind it.
+
+ADDRESSES = {f"10.0.0.{rank}": rank for rank in range(3)}
+
+
+def sees(
+    rank: int, peer: int, clock: Clock, *, vain_s: float = 0.0, hears: bool = False
+) -> ConnectionEnd:
+    """Return what a rank sees now at its end of a connection, which it has watched for long."""
+    now = clock.now
+    return ConnectionEnd(
+        f"10.0.0.{rank} {rank + peer}",
+        f"10.0.0.{peer} {rank + peer}",
+        now - 20.0,
+        now,
+        now - vain_s if vain_s else float("inf"),
+        6 * (vain_s > 0),
+        now - 2.0 if vain_s else -float("inf"),
+        now - 1.0 if hears else -float("inf"),
+    )
+
+
+def cut_diagnosis(rank: int, clock: Clock) -> Diagnosis:
+    """Return what a rank knows of those that it has a link to, and where all ranks are."""
+    processes = {each: RankProcess(each, 1000 + each, 5, f"host{each}") for each in range(3)}
+    own = processes.pop(rank)
+    peers = processes if rank == 0 else {0: processes[0]}
+    return Diagnosis(
+        rank, peers, world_size=3, limits=LIMITS, own=own, ranks_at=ADDRESSES, clock=clock
+    )
+
+
+def test_a_host_that_does_not_reach_another_is_named_with_it(clock: Clock) -> None:
+    diagnosis = cut_diagnosis(0, clock)
+    diagnosis.told_ends(1, [sees(1, 2, clock, vain_s=6.0, hears=True)])
+    diagnosis.told_ends(2, [sees(2, 1, clock, vain_s=6.0)])
+    hear(diagnosis, 1, 2, progress=WAITING)
+    verdict = diagnosis.judge(WAITING)
+    assert verdict is not None
+    assert verdict.text.startswith(
+        "host1 does not reach host2: what rank 1 (process 1001 on host1) sends to rank 2 (process "
+        "1002 on host2) has not arrived for 10 s"
+    )
+    assert (verdict.is_cut, verdict.is_unseen, type(verdict.error())) == (True, False, PeerError)
+
+
+@pytest.mark.parametrize(("waited_s", "names"), [(4.9, False), (5.0, True)])
+def test_what_nobody_waits_for_long_is_not_judged(
+    waited_s: float, names: bool, clock: Clock
+) -> None:
+    diagnosis = cut_diagnosis(0, clock)
+    diagnosis.told_ends(1, [sees(1, 2, clock, vain_s=9.0, hears=True)])
+    hear(diagnosis, 1, 2)
+    assert (diagnosis.judge(at(waited_s, "a")) is not None) == names
+
+
+def test_operations_that_end_show_that_the_way_is_open(clock: Clock) -> None:
+    diagnosis = cut_diagnosis(0, clock)
+    diagnosis.told_ends(1, [sees(1, 2, clock, vain_s=9.0, hears=True)])
+    assert diagnosis.judge(moved(4.9)) is None
+    clock.now += 0.2
+    assert diagnosis.judge(moved(5.1)) is not None
+
+
+def test_what_was_told_is_taken_back_and_grows_old(clock: Clock) -> None:
+    diagnosis = cut_diagnosis(0, clock)
+    told = [sees(1, 2, clock, vain_s=9.0, hears=True)]
+    diagnosis.told_ends(1, told)
+    assert diagnosis.asks_about() == ["10.0.0.1", "10.0.0.2"]
+    diagnosis.told_ends(1, [])
+    assert (diagnosis.judge(WAITING), diagnosis.asks_about()) == (None, [])
+    diagnosis.told_ends(1, told)
+    clock.now += 3.0
+    hear(diagnosis, 1, 2)
+    assert (diagnosis.judge(WAITING), diagnosis.asks_about()) == (None, [])
+
+
+def test_nobody_is_asked_about_hosts_without_ranks(clock: Clock) -> None:
+    diagnosis = cut_diagnosis(0, clock)
+    stranger = replace(sees(1, 2, clock, vain_s=9.0), peer="10.9.9.9 443")
+    diagnosis.told_ends(1, [stranger])
+    assert diagnosis.asks_about() == ["10.0.0.1"]
+
+
+def test_a_rank_that_does_not_reach_rank_0_says_so_itself(clock: Clock) -> None:
+    diagnosis = cut_diagnosis(1, clock)
+    diagnosis.told_ends(
+        1, [sees(1, 0, clock, vain_s=6.0, hears=True), sees(1, 2, clock, vain_s=6.0, hears=True)]
+    )
+    verdict = diagnosis.judge(WAITING)
+    assert verdict is not None
+    assert verdict.text.startswith("host1 does not reach host0: what rank 1 ")
+
+
+def test_a_silent_rank_whose_host_others_hear_does_not_reach_rank_0(clock: Clock) -> None:
+    diagnosis = cut_diagnosis(0, clock)
+    clock.now += 7.0
+    hear(diagnosis, 2, progress=WAITING)
+    diagnosis.told_ends(0, [sees(0, 1, clock, vain_s=6.0)])
+    diagnosis.told_ends(2, [sees(2, 1, clock, hears=True)])
+    verdict = diagnosis.judge(WAITING)
+    assert verdict is not None
+    assert verdict.text.startswith("host1 does not reach host0: what rank 1 ")
+
+
+def test_of_many_ways_the_first_are_shown(clock: Clock) -> None:
+    diagnosis = cut_diagnosis(0, clock)
+    for rank in range(3):
+        others = [other for other in range(3) if other != rank]
+        ends = [sees(rank, other, clock, vain_s=6.0, hears=True) for other in others]
+        diagnosis.told_ends(rank, ends)
+    verdict = diagnosis.judge(WAITING)
+    assert verdict is not None
+    assert verdict.text.startswith("host0 does not reach host1, host0 does not reach host2, ")
+    assert ", 2 more ways are cut: what rank 0 " in verdict.text

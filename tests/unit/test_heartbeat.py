@@ -575,26 +575,27 @@ class _Launcher(LauncherGuard):
 
 
 @pytest.mark.parametrize(
-    ("is_unseen", "call", "leaves"),
+    ("lost", "call", "leaves"),
     [
-        (True, "shutdown", True),
-        (True, "allreduce 'loss'", True),  # the script's own: it has not heard of the verdict
-        (True, "", False),  # it may be writing a checkpoint
-        (False, "shutdown", False),  # the rank is gone, and the engine will see it
+        ("is_unseen", "shutdown", True),
+        ("is_cut", "shutdown", True),
+        ("is_unseen", "allreduce 'loss'", True),  # the script's: it has not heard of the verdict
+        ("is_unseen", "", False),  # it may be writing a checkpoint
+        ("", "shutdown", False),  # the rank is gone, and the engine will see it
     ],
 )
 def test_who_hangs_in_the_engine_after_the_loss_of_a_host_leaves_at_once_and_ends_the_launcher(
-    is_unseen: bool, call: str, leaves: bool, pairs: Pairs, monkeypatch: pytest.MonkeyPatch
+    lost: str, call: str, leaves: bool, pairs: Pairs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("loft_hvd.failures.actions.engine_call", lambda: call)
     end, launcher = _Leaving(), _Launcher()
     first, link = pairs.first(4242, control=ProcessControl(exit=end, launcher=launcher))
-    first._actions.decide(Verdict(1, "rank 1 has been silent", is_unseen=is_unseen))
+    first._actions.decide(Verdict(1, "rank 1 has been silent", **({lost: True} if lost else {})))
     if not call:
         first.heard()
         end.arm("an error has ended the script")
     assert end.has_left.wait(10.0 if leaves else 0.2) == leaves
-    assert launcher.is_started == is_unseen
+    assert launcher.is_started == bool(lost)
     link.close()
 
 

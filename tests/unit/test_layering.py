@@ -73,6 +73,7 @@ _LAYERS = {
     "failures/call_sites.py": 2,
     "failures/causes.py": 2,
     "failures/connections.py": 2,
+    "failures/cuts.py": 2,
     "failures/diagnosis.py": 2,
     "failures/guards.py": 2,
     "failures/handshake.py": 2,
