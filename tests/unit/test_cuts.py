@@ -6,7 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -79,6 +79,8 @@ def in_vain(
         ([in_vain(0, 1), end(2, 1, arrived_s=1)], [], []),  # it is heard, and has yet to tell
         ([in_vain(0, 1), end(2, 1)], [1], []),  # its host is down
         ([in_vain(0, 1), end(2, 1, arrived_s=5)], [1], []),  # perhaps since then
+        # By other ports it reaches this very host.
+        ([in_vain(0, 1), replace(end(0, 1, arrived_s=1), peer=f"{HOSTS[1]} 9")], [1], []),
         # Too early, and too few tries.
         ([in_vain(1, 2, unanswered_s=4.9), end(2, 1)], [], []),
         ([in_vain(1, 2, tries=3), end(2, 1)], [], []),
@@ -321,6 +323,23 @@ def test_a_look_after_a_pause_is_a_first_one() -> None:
     network.advance(60.0)
     (seen,) = watch.look()
     assert (seen.unanswered_s, seen.tries, seen.tried_at) == (0.0, 8, NEVER)
+    watch.look([HOSTS[0]])
+    assert network.sides[1, 0].is_probed
+    watch.forget()
+    assert not network.sides[1, 0].is_probed
+
+
+@pytest.mark.parametrize(("acked", "vain_s"), [(0, 10.0), (100, 4.0)])
+def test_what_is_acknowledged_between_two_looks_was_not_in_vain(acked: int, vain_s: float) -> None:
+    clock, state = Clock(), TcpState(is_established=True, tries=5, is_waiting=True)
+    link = HostLink(3, "", "10.0.0.0 3", "10.0.0.1 3")
+    watch = EndWatch(clock, links=lambda: [link], state_of=lambda _: state)
+    for at in range(6):
+        (seen,) = watch.look()
+        clock.now += 2.0
+        if at == 1:
+            state = replace(state, num_acked=acked)
+    assert seen.unanswered_s == vain_s
 
 
 def test_a_connection_that_is_being_closed_or_is_gone_is_none() -> None:

@@ -71,6 +71,35 @@ def test_what_a_process_does_not_read_waits_and_is_not_sent_in_vain(pair: Pair) 
     assert other.recv(1) == b"\0"
 
 
+@pytest.mark.parametrize(
+    ("retransmits", "probes", "unacked", "unsent", "tries", "is_waiting"),
+    [
+        (0, 0, 0, 0, 0, False),
+        (3, 0, 1, 0, 3, True),
+        (0, 4, 0, 1, 4, True),  # no room, or no route: nothing was let go
+        (0, 5, 0, 0, 5, False),  # probes of an idle connection
+    ],
+)
+def test_how_often_a_kernel_tries_in_vain(
+    retransmits: int,
+    probes: int,
+    unacked: int,
+    unsent: int,
+    tries: int,
+    is_waiting: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    info = bytearray(160)
+    info[:4] = 1, 0, retransmits, probes
+    info[24:28], info[144:148] = (
+        unacked.to_bytes(4, sys.byteorder),
+        unsent.to_bytes(4, sys.byteorder),
+    )
+    monkeypatch.setattr(tcp, "_option", lambda *_: bytes(info))
+    state = tcp.tcp_state(3)
+    assert (state.is_established, state.tries, state.is_waiting) == (True, tries, is_waiting)
+
+
 @pytest.mark.parametrize("is_on", [True, False])
 def test_a_connection_is_probed_while_it_is_asked_to_be(is_on: bool, pair: Pair) -> None:
     end = pair[0]
