@@ -102,7 +102,7 @@ class EndWatch:
         *,
         links: Callable[[], Iterable[HostLink]] = host_links,
         state_of: Callable[[int], TcpState] = tcp_state,
-        probe: Callable[..., None] = probe,
+        probe: Callable[..., bool] = probe,
     ) -> None:
         self._clock = clock
         self._links, self._state_of, self._probe = links, state_of, probe
@@ -121,9 +121,11 @@ class EndWatch:
                 state, end = self._look_at(link)
                 seen[link] = state, end
                 is_asked = link.peer_address in asked
-                if is_asked != (link in self._probed):
-                    self._probe(link.descriptor, is_on=is_asked)
-                    (self._probed.add if is_asked else self._probed.discard)(link)
+                if is_asked and self._probe(link.descriptor, is_on=True):
+                    self._probed.add(link)
+                elif not is_asked and link in self._probed:
+                    self._probe(link.descriptor, is_on=False)
+                    self._probed.discard(link)
                 if is_asked or end.tries:
                     told.append(end)
         self._seen = seen

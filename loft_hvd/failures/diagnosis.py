@@ -404,10 +404,9 @@ class Diagnosis:
         least_s = self.limits.failed_s if self._has_engine_failed else self.limits.silent_s
         if peer.state != UNKNOWN or min(silent_s, stalled_s) < min(least_s, self.limits.silent_s):
             return None
-        # The link was lost before, while operations still ended: that it is silent says nothing.
-        # What is left is that every other rank has come to what they all wait for.
-        was_lost = self._moved_at - peer.alive_at >= self.limits.suspect_s
-        if was_lost and not self._is_only_missing(live):
+        # That it is silent says nothing then. What is left is that every other rank has come to
+        # what they all wait for.
+        if self._was_lost(peer) and not self._is_only_missing(live):
             return None
         if (away := self._cut_off_from()) > 1:  # not of one only: that may be the one at fault
             return Verdict(
@@ -432,7 +431,8 @@ class Diagnosis:
         """Find hosts that do not reach others, while ranks wait in vain."""
         if self._stalled_s(live) < self.limits.cut_s:
             return None
-        known = {self.rank, *self._peers}
+        lost = {rank for rank, peer in self._peers.items() if self._was_lost(peer)}
+        known = {self.rank, *self._peers} - lost  # of others there are the heartbeat's ends only
         cuts = [
             cut
             for cut in find_cuts(
@@ -468,6 +468,10 @@ class Diagnosis:
     def _who(self, rank: int) -> str:
         process = self._own if rank == self.rank else self._peers[rank].process
         return f"rank {rank}" if process is None else f"rank {rank} ({process})"
+
+    def _was_lost(self, peer: _Peer) -> bool:
+        """Say whether a peer's link was lost before, while operations still ended."""
+        return self._moved_at - peer.alive_at >= self.limits.suspect_s
 
     def _cut_off_from(self) -> int:
         """Return of how many other hosts nothing is heard, if of none and since one moment."""

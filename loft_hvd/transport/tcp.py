@@ -115,12 +115,17 @@ def tcp_state(descriptor: int) -> TcpState:
     )
 
 
-def probe(descriptor: int, *, is_on: bool) -> None:
+def probe(descriptor: int, *, is_on: bool) -> bool:
     """Have the kernel ask the other end every few seconds whether it is there, or no more.
 
     Only while nothing else is under way; the answer counts as arrived. A connection whose other end
-    answers nothing for four minutes is given up.
+    answers nothing for four minutes is given up. One that its owner has probed stays as it is.
+
+    Returns:
+        Whether that was changed.
     """
+    if any(_option(descriptor, socket.SOL_SOCKET, socket.SO_KEEPALIVE, 4)) == is_on:
+        return False
     for level, option, value in (
         (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_S),
         (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _AGAIN_S),
@@ -128,6 +133,7 @@ def probe(descriptor: int, *, is_on: bool) -> None:
         (socket.SOL_SOCKET, socket.SO_KEEPALIVE, int(is_on)),
     ):
         _set_option(descriptor, level, option, value.to_bytes(4, sys.byteorder))
+    return True
 
 
 def control_of(descriptor: int) -> bytes:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import random
 import re
+import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ import pytest
 from tests.support.launch import Finished
 from tests.support.marks import long_first
 from tests.testbed.hosts import Testbed
-from tests.testbed.test_lost_links import JOB, run, wait_place
+from tests.testbed.test_lost_links import JOB, address_of, lose, run, wait_place
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.timeout(300)]
 
@@ -24,46 +26,80 @@ MOST_S = 15.0
 SEED = 5
 
 
+Cut = Callable[[Testbed, Path], AbstractContextManager[None]]
+
+
 @contextmanager
 def cut_ways(testbed: Testbed, *ways: tuple[str, str]) -> Iterator[None]:
     """Lose all that some hosts send to others, as with a wrong route."""
     routes = [
-        ["ip", "-n", f"{testbed.name}-{sender}", "route", "VERB", "blackhole", f"{address}/32"]
+        (f"{testbed.name}-{sender}", ["blackhole", f"{address_of(receiver)}/32"])
         for sender, receiver in ways
-        for address in [f"10.77.0.{10 + int(receiver.removeprefix('host'))}"]
     ]
-    for route in routes:
-        run([word.replace("VERB", "add") for word in route])
+    for host, route in routes:
+        run(["ip", "-n", host, "route", "add", *route])
     try:
         yield
     finally:
-        for route in routes:
-            run([word.replace("VERB", "del") for word in route])
+        for host, route in routes:
+            run(["ip", "-n", host, "route", "del", *route])
 
 
-def run_cut(
-    testbed: Testbed, folder: Path, what: str, mesh: str, ways: list[tuple[str, str]]
-) -> tuple[Finished, float]:
-    """Run the job and cut some ways once it trains; returns how many seconds it took to end."""
+@contextmanager
+def cut_data(testbed: Testbed, folder: Path, sender: str, receiver: str) -> Iterator[None]:
+    """Lose what a host sends to another on all ports but ssh's and the heartbeat's."""
+    host = f"{testbed.name}-{receiver}"
+    shown = subprocess.run(
+        ["ip", "netns", "exec", host, "ss", "-Htn", "dst", address_of(sender)],
+        check=True,
+        timeout=30,
+        capture_output=True,
+        text=True,
+    ).stdout
+    kept = {2222, wait_place(folder)[1]}
+    matches = [
+        f"match ip src {address_of(sender)}/32 match ip sport {theirs} 0xffff "
+        f"match ip dport {ours} 0xffff"
+        for ours, theirs in re.findall(r"\S+:(\d+) +\S+:(\d+)", shown)
+        if not kept & {int(ours), int(theirs)}
+    ]
+    assert matches, shown
+    with lose(testbed, receiver, matches):
+        yield
+
+
+@dataclass(frozen=True)
+class RunCut:
+    """How a job ended whose links were cut."""
+
+    done: Finished
+    named: set[tuple[str, str]]
+    took_s: float  # from the cut until no rank was left
+
+    def ended(self) -> None:
+        assert self.done.returncode not in (0, None), self.done.output[-9000:]
+        assert self.took_s <= MOST_S, self.done.output[-9000:]
+
+
+def run_cut(testbed: Testbed, folder: Path, what: str, cut: Cut, mesh: str = "auto") -> RunCut:
+    """Run the job and cut something once it trains, until no rank is left."""
     testbed.up(3)
-    at = 0.0
+    took_s = float("nan")
 
-    def cut() -> None:
-        nonlocal at
+    def wait_end() -> None:
+        nonlocal took_s
         wait_place(folder)
         time.sleep(2.0)
-        with cut_ways(testbed, *ways):
-            at = time.time()
-            until = at + 60.0
-            while testbed.tell("ranks") and time.time() < until:
+        with cut(testbed, folder):
+            at = time.monotonic()
+            while testbed.tell("ranks") and time.monotonic() - at < 60.0:
                 time.sleep(0.2)
-            ended.append(time.time())
+            took_s = time.monotonic() - at
 
-    ended: list[float] = []
     env = {"LOFT_HVD_MESH": mesh}
-    done = testbed.run([JOB, str(folder), what], timeout_s=150, env=env, during=cut)
-    assert ended, done.output[-9000:]
-    return done, ended[0] - at
+    done = testbed.run([JOB, str(folder), what], timeout_s=150, env=env, during=wait_end)
+    named = set(re.findall(r"(host\d) does not reach (host\d)", done.output))
+    return RunCut(done, named, took_s)
 
 
 CASES = [
@@ -87,11 +123,9 @@ FIRST = [
 def test_a_way_that_is_cut_is_named_and_every_process_ends(
     way: tuple[str, str], what: str, mesh: str, testbed: Testbed, tmp_path: Path
 ) -> None:
-    done, took_s = run_cut(testbed, tmp_path, what, mesh, [way])
-    assert done.returncode not in (0, None), done.output[-9000:]
-    named = set(re.findall(r"(host\d) does not reach (host\d)", done.output))
-    assert named == {way}, done.output[-9000:]
-    assert took_s <= MOST_S, done.output[-9000:]
+    cut = run_cut(testbed, tmp_path, what, lambda bed, _: cut_ways(bed, way), mesh)
+    assert cut.named == {way}, cut.done.output[-9000:]
+    cut.ended()
 
 
 @pytest.mark.whole
@@ -100,12 +134,22 @@ def test_a_way_that_is_cut_is_named_and_every_process_ends(
 def test_a_link_that_is_cut_both_ways_is_named(
     pair: tuple[str, str], what: str, testbed: Testbed, tmp_path: Path
 ) -> None:
-    ways = [pair, pair[::-1]]
-    done, took_s = run_cut(testbed, tmp_path, what, "auto", ways)
-    named = set(re.findall(r"(host\d) does not reach (host\d)", done.output))
-    assert named, done.output[-9000:]
-    assert named <= set(ways), done.output[-9000:]
-    assert took_s <= MOST_S, done.output[-9000:]
+    ways = pair, pair[::-1]
+    cut = run_cut(testbed, tmp_path, what, lambda bed, _: cut_ways(bed, *ways))
+    assert cut.named, cut.done.output[-9000:]
+    assert cut.named <= set(ways), cut.done.output[-9000:]
+    cut.ended()
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("way", list(itertools.permutations(HOSTS, 2)))
+def test_a_way_that_is_cut_for_data_alone_is_named(
+    way: tuple[str, str], testbed: Testbed, tmp_path: Path
+) -> None:
+    """As by a firewall that has the heartbeat's port open."""
+    cut = run_cut(testbed, tmp_path, "nothing", lambda bed, folder: cut_data(bed, folder, *way))
+    assert cut.named == {way}, cut.done.output[-9000:]
+    cut.ended()
 
 
 def pause_all(testbed: Testbed) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -33,27 +33,33 @@ def wait_place(folder: Path) -> tuple[str, int]:
 @contextmanager
 def cut_port(testbed: Testbed, host: str, port: int) -> Iterator[None]:
     """Lose all that travels between a host and a port of host0, as a firewall on the way does."""
-    here = f"10.77.0.{10 + int(host.removeprefix('host'))}"
-    cuts = {
-        "host0": f"match ip src {here}/32 match ip dport {port}",
-        host: f"match ip sport {port}",
-    }
-    for where, match in cuts.items():
-        ip = ["ip", "-n", f"{testbed.name}-{where}", "link"]
-        tc = ["tc", "-n", f"{testbed.name}-{where}"]
-        # A cable without an end swallows what comes in for that port.
-        run([*ip, "add", "nowhere", "type", "veth", "peer", "name", "nobody"])
-        run([*ip, "set", "nowhere", "up"])
-        run([*tc, "qdisc", "add", "dev", "eth0", "clsact"])
-        filtered = f"ingress protocol ip u32 match ip protocol 6 0xff {match} 0xffff"
+    to_it = [f"match ip src {address_of(host)}/32 match ip dport {port} 0xffff"]
+    with lose(testbed, "host0", to_it), lose(testbed, host, [f"match ip sport {port} 0xffff"]):
+        yield
+
+
+def address_of(host: str) -> str:
+    return f"10.77.0.{10 + int(host.removeprefix('host'))}"
+
+
+@contextmanager
+def lose(testbed: Testbed, host: str, matches: Sequence[str]) -> Iterator[None]:
+    """Lose what comes in at a host over TCP, and is as one of ``tc``'s u32 matches says."""
+    ip = ["ip", "-n", f"{testbed.name}-{host}", "link"]
+    tc = ["tc", "-n", f"{testbed.name}-{host}"]
+    # A cable without an end swallows it.
+    run([*ip, "add", "nowhere", "type", "veth", "peer", "name", "nobody"])
+    run([*ip, "set", "nowhere", "up"])
+    run([*tc, "qdisc", "add", "dev", "eth0", "clsact"])
+    for match in matches:
+        filtered = f"ingress protocol ip u32 match ip protocol 6 0xff {match}"
         action = "action mirred egress redirect dev nowhere"
         run([*tc, "filter", "add", "dev", "eth0", *filtered.split(), *action.split()])
     try:
         yield
     finally:
-        for where in cuts:
-            run(["tc", "-n", f"{testbed.name}-{where}", "qdisc", "del", "dev", "eth0", "clsact"])
-            run(["ip", "-n", f"{testbed.name}-{where}", "link", "del", "nowhere"])
+        run([*tc, "qdisc", "del", "dev", "eth0", "clsact"])
+        run([*ip, "del", "nowhere"])
 
 
 def run(command: list[str]) -> None:

@@ -212,8 +212,10 @@ class Network:
                 num_arrived=side.num_arrived,
             )
 
-        def probe(other: int, *, is_on: bool) -> None:
-            self.sides[rank, other].is_probed = is_on
+        def probe(other: int, *, is_on: bool) -> bool:
+            side = self.sides[rank, other]
+            side.is_probed, before = is_on, side.is_probed
+            return before != is_on
 
         return EndWatch(self.clock, links=lambda: links, state_of=state_of, probe=probe)
 
@@ -327,6 +329,10 @@ def test_a_look_after_a_pause_is_a_first_one() -> None:
     assert network.sides[1, 0].is_probed
     watch.forget()
     assert not network.sides[1, 0].is_probed
+    network.sides[1, 0].is_probed = True  # by whoever has made the connection
+    watch.look([HOSTS[0]])
+    watch.forget()
+    assert network.sides[1, 0].is_probed
 
 
 @pytest.mark.parametrize(("acked", "vain_s"), [(0, 10.0), (100, 4.0)])
@@ -352,7 +358,7 @@ def test_a_connection_that_is_being_closed_or_is_gone_is_none() -> None:
             raise OSError("bad file descriptor")
         return states[descriptor]
 
-    watch = EndWatch(clock, links=lambda: links, state_of=state_of, probe=lambda *_, **__: None)
+    watch = EndWatch(clock, links=lambda: links, state_of=state_of, probe=lambda *_, **__: False)
     for _ in range(10):
         assert watch.look() == []
         clock.now += 1.0

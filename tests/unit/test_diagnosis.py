@@ -863,6 +863,22 @@ def test_a_silent_rank_whose_host_others_hear_does_not_reach_rank_0(clock: Clock
     assert verdict.text.startswith("host1 does not reach host0: what rank 1 ")
 
 
+@pytest.mark.parametrize("hears", [True, False])
+@pytest.mark.parametrize(("lost_s", "names"), [(2.9, True), (3.0, False)])
+def test_a_heartbeat_that_was_cut_while_operations_ended_is_no_cut_link(
+    lost_s: float, names: bool, hears: bool, clock: Clock
+) -> None:
+    """As by a firewall: one rank may compute for long then, while the others wait for it."""
+    diagnosis = cut_diagnosis(0, clock)
+    clock.now += lost_s
+    diagnosis.moved(0.0)
+    clock.now += 7.0
+    hear(diagnosis, 2, progress=WAITING)
+    diagnosis.told_ends(0, [sees(0, 1, clock, vain_s=6.0, hears=hears)])
+    diagnosis.told_ends(2, [sees(2, 1, clock, hears=True)])
+    assert (diagnosis.judge(at(7.0, "a")) is not None) == names
+
+
 def test_of_many_ways_the_first_are_shown(clock: Clock) -> None:
     diagnosis = cut_diagnosis(0, clock)
     for rank in range(3):

@@ -103,8 +103,8 @@ def test_how_often_a_kernel_tries_in_vain(
 @pytest.mark.parametrize("is_on", [True, False])
 def test_a_connection_is_probed_while_it_is_asked_to_be(is_on: bool, pair: Pair) -> None:
     end = pair[0]
-    tcp.probe(end.fileno(), is_on=True)
-    tcp.probe(end.fileno(), is_on=is_on)
+    assert tcp.probe(end.fileno(), is_on=True)
+    assert tcp.probe(end.fileno(), is_on=is_on) == (not is_on)
     assert bool(end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)) == is_on
     assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 1
 
