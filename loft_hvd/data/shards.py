@@ -17,6 +17,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -42,9 +43,16 @@ _READ_BYTES = 8 << 20  # of one read; a choice: longer runs gain nothing
 _NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL)  # up to the first dot, and behind
 _META = re.compile(r"__[^/]*__(?:/|$)")  # names that webdataset leaves out, too
 _MOST_TAIL = 1 << 20  # bytes of zeros at the end; a choice: tar fills up 10 KiB if not told else
+_MOST_HEADER = 1 << 20  # bytes of a long name or of attributes; a choice: paths have 4 KiB
 # What a tar file that is damaged may raise: a bad number is a ValueError, and headers that announce
 # one another without an end are a RecursionError.
-_TAR_ERRORS = (tarfile.TarError, OSError, EOFError, ValueError, OverflowError, RecursionError)
+_TAR_ERRORS = (
+    tarfile.TarError, OSError, EOFError, ValueError, OverflowError, RecursionError, MemoryError,
+)  # fmt: skip
+# How a file begins that some tool has compressed.
+_COMPRESSED = {
+    b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd",
+}  # fmt: skip
 
 Sample = dict[str, Any]
 T = TypeVar("T")
@@ -149,7 +157,7 @@ class ShardFiles(Dataset[Any]):
             name = sample.get("__key__")
             raise DataError(
                 f"{self.path_of(number)}: decode failed for sample {number}"
-                f"{'' if name is None else f' ({name})'}: {error!r}"
+                f"{'' if name is None else f' ({name!r})'}: {error!r}"
             ) from error
 
     def path_of(self, index: int) -> str:
@@ -231,6 +239,8 @@ def _write_index(kept: Path, version: bytes, status: os.stat_result, index: _Int
         mine.write_bytes(head + body)
         mine.replace(kept)
     except OSError as error:
+        with suppress(OSError):  # a part of it, on a full disk
+            mine.unlink(missing_ok=True)
         _logger.warning("the index %s is not kept (%s): the next run makes it again", kept, error)
 
 
@@ -273,31 +283,18 @@ class TarShards(ShardFiles):
 
     def _scan(self, path: str) -> _Ints:
         """Return where each sample begins, and where the last ends, [num_samples + 1]."""
-        begins: list[int] = []
-        seen: set[str] = set()
-        last, extensions = None, set[str]()
+        tar: tarfile.TarFile | None = None
         try:
-            with tarfile.open(path, "r:") as tar:
-                for key, extension, member in _members(tar):
-                    if key != last:
-                        if key in seen:
-                            raise ValueError(
-                                f"the members of {key!r} are apart: pack the files in the order of "
-                                "their names (tar --sort=name)"
-                            )
-                        seen.add(key)
-                        begins.append(member.offset)
-                        last, extensions = key, set()
-                    if extension in extensions:
-                        raise ValueError(f"{member.name!r} comes twice")
-                    extensions.add(extension)
-                begins.append(tar.offset)
+            with (
+                _HeaderFile(path) as file,
+                tarfile.open(fileobj=file, mode="r:") as tar,
+            ):
+                begins = _begins(tar)
             _check_end(path, begins[-1])
+        except _MispackedError as error:
+            raise DataError(f"{path}: {error}") from error
         except _TAR_ERRORS as error:
-            raise DataError(
-                f"{path} is no tar file that can be read: {error} (unpack a compressed one first; "
-                "pack a damaged one anew, or leave it out)"
-            ) from error
+            raise DataError(_damage_of(path, tar, error)) from error
         return np.array(begins, np.int64)
 
     def _sizes_in(self, index: _Ints) -> _Ints:
@@ -327,6 +324,76 @@ class TarShards(ShardFiles):
             return opened
 
 
+class _MispackedError(ValueError):
+    """A whole tar file whose members are not what samples are made of; says which, and why."""
+
+
+class _HeaderFile(io.BufferedReader):
+    """A tar file of which headers are read, whatever lengths they claim.
+
+    ``tarfile`` asks for the bytes of a long name at once, and goes to where a member should end, be
+    it 2**63 bytes on.
+    """
+
+    def __init__(self, path: str) -> None:
+        super().__init__(io.FileIO(path))
+        self._length = os.fstat(self.fileno()).st_size
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is None or not 0 <= size <= _MOST_HEADER:
+            raise ValueError(f"a header claims to have {size} bytes, of {_MOST_HEADER} at most")
+        return super().read(size)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        if offset > self._length:
+            raise ValueError(f"a member claims to reach to there, the file has {self._length} B")
+        return super().seek(offset, whence)
+
+
+def _begins(tar: tarfile.TarFile) -> list[int]:
+    """Return where each sample begins, and where the last ends."""
+    begins: list[int] = []
+    seen: set[str] = set()
+    last, extensions = None, set[str]()
+    for key, extension, member in _members(tar):
+        if key != last:
+            if key in seen:
+                raise _MispackedError(
+                    f"the members of {key!r} are apart: pack the files in the order of their names "
+                    "(tar --sort=name)"
+                )
+            seen.add(key)
+            begins.append(member.offset)
+            last, extensions = key, set()
+        if extension in extensions:
+            raise _MispackedError(
+                f"{member.name!r} comes twice (names in lower case): give each member of a sample "
+                "a name of its own"
+            )
+        extensions.add(extension)
+    return [*begins, tar.offset]
+
+
+def _damage_of(path: str, tar: tarfile.TarFile | None, error: BaseException) -> str:
+    """Say why a file cannot be read; ``tar`` is None where not even its first header could."""
+    if isinstance(error, OSError):
+        return f"{path} cannot be read: {error}"
+    with suppress(OSError), open(path, "rb") as file:
+        head = file.read(8)
+        for magic, tool in _COMPRESSED.items():
+            if head.startswith(magic):
+                return f"{path} is compressed ({tool}): unpack it first, samples are read in place"
+    if tar is None:
+        return (
+            f"{path} is no tar file ({error}), or its first header is damaged; pack it anew, or "
+            "leave it out"
+        )
+    return (
+        f"{path} is damaged or cut off at byte {tar.offset} ({error}); pack it anew, or leave it "
+        "out"
+    )
+
+
 def _check_end(path: str, end: int) -> None:
     """Raise a ValueError unless zeros alone, and not too many, are behind the last member.
 
@@ -335,10 +402,11 @@ def _check_end(path: str, end: int) -> None:
     with open(path, "rb") as file:
         file.seek(end)
         tail = file.read(_MOST_TAIL + 1)
-    if not tarfile.BLOCKSIZE <= len(tail) <= _MOST_TAIL or tail.strip(b"\0"):
+    is_whole = tarfile.BLOCKSIZE <= len(tail) <= _MOST_TAIL and len(tail) % tarfile.BLOCKSIZE == 0
+    if not is_whole or tail.strip(b"\0"):
         raise ValueError(
-            f"it is damaged or cut off at byte {end}: behind the last member that is found there "
-            f"must be zeros alone, {tarfile.BLOCKSIZE} to {_MOST_TAIL} B of them"
+            "behind the last member that is found there must be zeros alone, "
+            f"{tarfile.BLOCKSIZE} to {_MOST_TAIL} B of them in whole blocks"
         )
 
 
@@ -353,13 +421,18 @@ class _Descriptor:
 def _members(tar: tarfile.TarFile) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
     """Yield key, extension and place of each member that belongs to a sample."""
     for member in tar:
-        if member.size < 0 or member.issparse():
-            raise ValueError(f"member {member.name!r} is sparse, or its length is negative")
+        if member.size < 0:
+            raise ValueError(f"member {member.name!r} claims {member.size} bytes")
+        if member.issparse():
+            raise _MispackedError(
+                f"member {member.name!r} is sparse, and its bytes are not in one place; pack "
+                "without --sparse"
+            )
         match = _NAME.fullmatch(member.name)
         if not match or _META.match(member.name):
             continue
         if member.islnk() or member.issym():
-            raise ValueError(
+            raise _MispackedError(
                 f"member {member.name!r} is a link to {member.linkname!r} and has no bytes of its "
                 "own; pack files themselves (tar --hard-dereference -h)"
             )
@@ -417,8 +490,9 @@ class ParquetShards(ShardFiles):
 
     Raises:
         ArgumentTypeError: ``paths`` is no list of paths.
-        DataError: no path, or one twice; a file that cannot be read, is damaged or has no such
-            columns. Names the file. Reading a sample raises it, too, where a row group is damaged,
+        DataError: no path, or one twice; a file that cannot be read, is damaged, has no such
+            columns, names that are not UTF-8, or a row group of more than 2**26 rows. Names the
+            file. Reading a sample raises it, too, where a row group is damaged,
             or ``decode`` fails.
         MissingDependencyError: the extra ``loft_hvd[store]`` is not installed.
     """
@@ -455,7 +529,7 @@ class ParquetShards(ShardFiles):
         return ParquetReader(path, self._columns)
 
     def _read(self, file: int, part: int, first: int, last: int) -> list[Sample]:
-        from loft_hvd.data.arrow import table_rows
+        from loft_hvd.data.arrow import READ_ERRORS, table_rows
 
         path, own = self.paths[file], self._own()
         with own.lock:
@@ -464,7 +538,7 @@ class ParquetShards(ShardFiles):
             )
         try:
             rows = table_rows(table, first, last)
-        except ValueError as error:  # as of text that is no UTF-8
+        except READ_ERRORS as error:
             raise DataError(
                 f"{path}: rows {first} to {last - 1} of row group {part} cannot be read: {error}"
             ) from error

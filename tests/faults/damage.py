@@ -6,7 +6,7 @@ import copy
 import random
 from typing import Any
 
-__all__ = ["damaged_text", "damaged_value"]
+__all__ = ["damaged_bytes", "damaged_text", "damaged_value"]
 
 
 def _deep(depth: int) -> Any:
@@ -136,3 +136,20 @@ def damaged_text(text: bytes, rng: random.Random) -> bytes:
         )
         text = text[:at] + filling + text[until:]
     return text
+
+
+# What a number may become: large, negative or cut off in binary formats with 7 bits a byte.
+_NUMBERS = (
+    b"\0", b"\xff", b"\x7f", b"\x80", b"\x80\x80\x80\x80\x08", b"\xff\xff\xff\xff\x0f",
+    b"\xfe\xff\xff\xff\xff\xff\xff\xff\xff\x01", b"\x80\x80\x80\x80\x80\x20",
+)  # fmt: skip
+
+
+def damaged_bytes(data: bytes, rng: random.Random) -> bytes:
+    """Return a binary file's bytes with one to six places written over, most with a number."""
+    for _ in range(rng.choice([1, 1, 2, 3, 6])):
+        at = rng.randrange(len(data))
+        value = rng.choice([*_NUMBERS, *(bytes([rng.randrange(256)]) for _ in range(6))])
+        until = at + rng.choice([len(value), len(value), 1, 0])
+        data = data[:at] + value + data[until:]
+    return data

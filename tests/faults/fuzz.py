@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
+import itertools
 import json
 import logging
 import random
 import resource
 import socket
 import sys
+import tarfile
 import tempfile
 import time
 import traceback
@@ -30,6 +33,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -54,7 +58,7 @@ from loft_hvd.report.text import render_text
 from loft_hvd.runlog import RunLog, read_run_log
 from loft_hvd.simulate.scenario import read_scenario, scenario_from_dict
 from loft_hvd.transport.local import LocalWorld
-from tests.faults.damage import damaged_text, damaged_value
+from tests.faults.damage import damaged_bytes, damaged_text, damaged_value
 
 __all__ = ["TARGETS", "Found", "fuzz", "sample_log"]
 
@@ -224,6 +228,118 @@ def _placement(folder: Path) -> Case:
     def case(rng: random.Random) -> None:
         path.write_bytes(_damaged_lines(text, rng))
         loft.Placement.from_json(path).at(2)
+
+    return case
+
+
+def _tar(folder: Path) -> Case:
+    """A file that is taken has its samples, each with its members, of their lengths.
+
+    One whose headers were damaged, and given a checksum that fits, is just another file.
+    """
+    path = folder / "x.tar"
+    whole = [_packed(path, "d", format_) for format_ in _TAR_FORMATS]
+    right = [_lengths(sample) for sample in _all_samples(loft.TarShards([path]))]
+    # A name that is too long for a header is in a block without a checksum.
+    long = [_packed(path, "d" * 120, format_) for format_ in _TAR_FORMATS]
+
+    def case(rng: random.Random) -> None:
+        is_forged = rng.random() < 0.5
+        text, damage = (rng.choice(long), _forged_tar) if is_forged else (
+            rng.choice(whole), damaged_text,
+        )  # fmt: skip
+        path.write_bytes(damage(text, rng))
+        samples = _all_samples(loft.TarShards([path]))
+        # What members hold has no checksum.
+        assert is_forged or [_lengths(sample) for sample in samples] == right
+
+    return case
+
+
+_TAR_FORMATS = (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)
+
+
+def _packed(path: Path, folder: str, format_: int) -> bytes:
+    """Return a tar file of 30 samples of two members."""
+    with tarfile.open(path, "w", format=format_) as tar:
+        for number, end in itertools.product(range(30), ("jpg", "cls")):
+            info = tarfile.TarInfo(f"{folder}/{number:03d}.{end}")
+            info.size = 3 * number
+            tar.addfile(info, io.BytesIO(end.encode() * number))
+    return path.read_bytes()
+
+
+def _lengths(sample: dict[str, Any]) -> dict[str, Any]:
+    return {name: value if name == "__key__" else len(value) for name, value in sample.items()}
+
+
+def _all_samples(dataset: Any) -> list[dict[str, Any]]:
+    return [dict(dataset[number]) for number in range(len(dataset))]
+
+
+def _forged_tar(text: bytes, rng: random.Random) -> bytes:
+    """Damage fields of headers, which then have checksums that fit."""
+    data = bytearray(text)
+    for _ in range(rng.choice([1, 1, 2, 4])):
+        begin = 512 * rng.randrange(len(data) // 512)
+        header = data[begin : begin + 512]
+        # Where name, length, kind, link, magic and sparse parts begin.
+        at = rng.choice([0, 124, 124, 156, 156, 157, 257, 386, 482]) + rng.choice([0, 0, 1, 10])
+        value = rng.choice(_FIELDS)
+        header[at : at + len(value)] = value
+        header[148:156] = b" " * 8
+        header[148:156] = b"%06o\0 " % sum(header)
+        data[begin : begin + 512] = header
+    return bytes(data)
+
+
+_FIELDS = (
+    b"\x80",
+    b"\xff" * 12,
+    b"7" * 11,
+    b"\x80\0\0\0\x7f",
+    b"-1",
+    b"\0",
+    *map(bytes, zip(b"LKxgSs012")),
+)
+
+
+def _parquet(folder: Path) -> Case:
+    """Pages have checksums: of a file that is damaged there alone, what is taken is right."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    path, texts, number = folder / "x.parquet", [], range(40)
+    table = pa.table(
+        {
+            "image": [{"bytes": b"%d" % i * i, "path": f"p{i}"} for i in number],
+            "cls": [i % 7 for i in number],
+            "words": [[f"w{k}" for k in range(i % 4)] for i in number],
+            "weight": [None if i % 3 else 0.5 * i for i in number],
+        }
+    )
+    for compression, version in (("NONE", "1.0"), ("SNAPPY", "1.0"), ("ZSTD", "2.0")):
+        parquet.write_table(
+            table, path, row_group_size=10, compression=compression, data_page_version=version,
+            write_page_checksum=True,
+        )  # fmt: skip
+        texts.append(path.read_bytes())
+    right = _all_samples(loft.ParquetShards([path]))
+
+    def case(rng: random.Random) -> None:
+        text = rng.choice(texts)
+        footer = len(text) - 8 - int.from_bytes(text[-8:-4], "little")
+        kind = rng.randrange(3)
+        if kind == 0:
+            data = damaged_text(text, rng)
+        elif kind == 1:  # of the footer, which says what is where
+            content = damaged_bytes(text[footer:-8], rng)
+            data = text[:footer] + content + len(content).to_bytes(4, "little") + text[-4:]
+        else:
+            data = damaged_bytes(text[:footer], rng)[:footer].ljust(footer, b"\0") + text[footer:]
+        path.write_bytes(data)
+        samples = _all_samples(loft.ParquetShards([path]))
+        assert kind != 2 or samples == right
 
     return case
 
@@ -515,6 +631,8 @@ TARGETS: dict[str, Callable[[Path], Case]] = {
     "caps": _caps,
     "scenario": _scenario,
     "placement": _placement,
+    "tar": _tar,
+    "parquet": _parquet,
     "controller-loft": _of_controller("loft"),
     "controller-lbbsp-cpu": _of_controller("lbbsp-cpu"),
     "controller-lbbsp-gpu": _of_controller("lbbsp-gpu"),

@@ -9,6 +9,7 @@ import pickle
 import random
 import tarfile
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -362,14 +363,14 @@ def test_samples_that_are_not_packed_together_are_refused(
     tmp_path: Path, members: Members, match: str
 ) -> None:
     path = write_tar(tmp_path / "bad.tar", members)
-    with pytest.raises(DataError, match=rf"bad.tar is no tar file.*{match}"):
+    with pytest.raises(DataError, match=rf"bad.tar: .*{match}"):
         TarShards([path])
 
 
 def test_a_compressed_tar_file_is_refused(tmp_path: Path) -> None:
     (path,) = tars(tmp_path, 3)
     path.write_bytes(gzip.compress(path.read_bytes()))
-    with pytest.raises(DataError, match=r"0000.tar is no tar file.*unpack a compressed one"):
+    with pytest.raises(DataError, match=r"0000.tar is compressed \(gzip\): unpack it first"):
         TarShards([path])
 
 
@@ -377,7 +378,8 @@ def test_a_compressed_tar_file_is_refused(tmp_path: Path) -> None:
 def test_a_tar_file_that_is_cut_off_is_refused(tmp_path: Path, length: int) -> None:
     whole, cut = tars(tmp_path, 20, 20)
     cut.write_bytes(cut.read_bytes()[:length])
-    with pytest.raises(DataError, match=r"0001.tar is no tar file that can be read"):
+    what = "no tar file" if length < 512 else "damaged or cut off at byte"
+    with pytest.raises(DataError, match=rf"0001.tar is {what}.*pack it anew"):
         TarShards([whole, cut])
 
 
@@ -390,7 +392,8 @@ def test_a_tar_file_with_a_damaged_header_is_refused(
     data = bytearray(path.read_bytes())
     data[1024 * member + byte] ^= 0x15
     path.write_bytes(data)
-    with pytest.raises(DataError, match=r"0000.tar is no tar file that can be read"):
+    what = f"damaged or cut off at byte {1024 * member} " if member else "no tar file"
+    with pytest.raises(DataError, match=rf"0000.tar is {what}"):
         TarShards([path])
 
 
@@ -404,7 +407,17 @@ def test_a_tar_file_that_became_zeros_is_refused(tmp_path: Path, end: int | None
     if end is None:
         data += bytes(1 << 20)
     path.write_bytes(data)
-    with pytest.raises(DataError, match=rf"0000.tar is no tar file .* cut off at byte {begin}"):
+    with pytest.raises(DataError, match=rf"0000.tar is damaged or cut off at byte {begin} "):
+        TarShards([path])
+
+
+def test_a_tar_file_that_lost_its_last_sample_but_for_some_bytes_is_refused(
+    tmp_path: Path,
+) -> None:
+    (path,) = tars(tmp_path, 20)
+    data = path.read_bytes()
+    path.write_bytes(data[: 2048 * 19] + data[2048 * 20 - 300 :])  # 300 zeros of its padding stay
+    with pytest.raises(DataError, match=rf"damaged or cut off at byte {2048 * 19} .*whole blocks"):
         TarShards([path])
 
 
@@ -420,13 +433,62 @@ def test_a_link_to_a_member_is_refused(tmp_path: Path, kind: bytes) -> None:
         TarShards([path])
 
 
+# The bytes of a header that say how long its member is: octal, or in base 256 with a first bit.
+_CLAIMS = {
+    "2**63": b"\x80" + (2**63).to_bytes(11, "big"),
+    "2**63 - 513": b"\x80" + (2**63 - 513).to_bytes(11, "big"),
+    "2**40": b"\x80" + (2**40).to_bytes(11, "big"),
+    "2**88": b"\x80" + b"\xff" * 11,
+    "8 GiB": b"77777777777\0",
+    "less than nothing": b"\xff" * 11 + b"\x01",
+}
+
+
+@pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE])
+@pytest.mark.parametrize("claim", _CLAIMS.values(), ids=_CLAIMS)
+@pytest.mark.parametrize("member", [0, 7])
+def test_a_header_that_claims_any_length_is_refused_and_takes_no_memory(
+    tmp_path: Path, kind: bytes, claim: bytes, member: int
+) -> None:
+    (path,) = tars(tmp_path, 20)
+    data = bytearray(path.read_bytes())
+    header = data[1024 * member : 1024 * member + 512]
+    header[124:136], header[156:157], header[148:156] = claim, kind, b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    data[1024 * member : 1024 * member + 512] = header
+    path.write_bytes(data)
+    tracemalloc.start()
+    try:
+        with pytest.raises(
+            DataError, match=r"0000.tar is (no tar file|damaged or cut off)"
+        ) as found:
+            TarShards([path])
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+    assert "pack it anew" in str(found.value)
+
+
+def test_a_tar_file_that_may_not_be_read_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (path,) = tars(tmp_path, 3)
+
+    def refused(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("loft_hvd.data.shards._HeaderFile", refused)
+    with pytest.raises(DataError, match=r"0000.tar cannot be read: .*Permission denied"):
+        TarShards([path])
+
+
 def test_headers_that_announce_one_another_without_end_are_refused(tmp_path: Path) -> None:
     info = tarfile.TarInfo("././@LongLink")
     info.type, info.size = tarfile.GNUTYPE_LONGNAME, 512
     header = info.tobuf(tarfile.GNU_FORMAT) + b"n" * 512
     path = tmp_path / "deep.tar"
     path.write_bytes(header * 2000)
-    with pytest.raises(DataError, match=r"deep.tar is no tar file that can be read"):
+    with pytest.raises(DataError, match=r"deep.tar is no tar file"):
         TarShards([path])
 
 
@@ -457,6 +519,66 @@ def test_damaged_parquet_files_are_errors_of_ours(tmp_path: Path, seed: int) -> 
     path.write_bytes(data[: rng.choice([len(data), rng.randrange(len(data))])])
     with pytest.raises(DataError, match=r"0000\.parquet"):
         all_of(ParquetShards([path]))
+
+
+def with_footer(path: Path, change: Callable[[bytes], bytes]) -> Path:
+    """Change a Parquet file's footer, which says what is where; its length stays true."""
+    data = path.read_bytes()
+    begin = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    footer = change(data[begin:-8])
+    path.write_bytes(data[:begin] + footer + len(footer).to_bytes(4, "little") + b"PAR1")
+    return path
+
+
+@pytest.mark.parametrize("columns", [None, ["number"]])
+def test_parquet_names_that_are_no_text_are_refused(
+    tmp_path: Path, columns: list[str] | None
+) -> None:
+    (path,) = parquets(tmp_path, 20)
+    with_footer(path, lambda footer: footer.replace(b"cls", b"c\xffs"))
+    with pytest.raises(DataError, match=r"0000.parquet has a column whose name .*UTF-8"):
+        ParquetShards([path], columns=columns)
+
+
+def varint(number: int) -> bytes:
+    """Return a whole number as Thrift's compact protocol has it in an i64 field that is next."""
+    number, found = 2 * number, b""
+    while number > 127:
+        found += bytes([number & 127 | 128])
+        number >>= 7
+    return b"\x16" + found + bytes([number])
+
+
+@pytest.mark.parametrize("rows", [2**27, 2**40, 2**62])
+def test_a_row_group_that_claims_more_rows_than_there_can_be_is_refused(
+    tmp_path: Path, rows: int
+) -> None:
+    """Arrow would make room for all of them, and the process would be killed for its memory."""
+    path = with_footer(
+        write_parquet(tmp_path / "0.parquet", 0, 77, rows=100),
+        lambda footer: footer.replace(varint(77), varint(rows)),
+    )
+    with pytest.raises(DataError, match=rf"row group 0 claims {rows} rows, of 67108864 at most"):
+        ParquetShards([path])
+
+
+def test_row_groups_that_do_not_add_up_are_refused(tmp_path: Path) -> None:
+    path = with_footer(
+        write_parquet(tmp_path / "0.parquet", 0, 77, rows=70),
+        lambda footer: footer.replace(varint(70), varint(7000)),
+    )
+    with pytest.raises(DataError, match=r"row groups have 7007 rows, and it claims 77"):
+        ParquetShards([path])
+
+
+def test_parquet_values_that_python_does_not_hold_are_errors_of_ours(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow", reason="the extra [store] is not installed")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="the extra [store] is not installed")
+    path = tmp_path / "late.parquet"
+    late = pa.array([2**40], pa.int64()).cast(pa.timestamp("s"))  # in the year 36812
+    parquet.write_table(pa.table({"when": late}), path)
+    with pytest.raises(DataError, match=r"late.parquet: rows 0 to 0 .* cannot be read"):
+        ParquetShards([path])[0]
 
 
 def test_a_file_that_was_cut_off_since_its_index_is_an_error(
@@ -494,7 +616,9 @@ def test_a_file_that_is_gone_is_an_error_that_names_it(make: Callable[..., Shard
 
 def test_an_error_of_decode_names_file_and_sample(tmp_path: Path) -> None:
     dataset = TarShards(tars(tmp_path, 3, 3), decode=lambda sample: int(sample["cls"] + b"x"))
-    with pytest.raises(DataError, match=r"0001.tar: decode failed for sample 4 \(000004\): Value"):
+    with pytest.raises(
+        DataError, match=r"0001.tar: decode failed for sample 4 \('000004'\): Value"
+    ):
         dataset[4]
 
 
