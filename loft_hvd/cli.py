@@ -22,7 +22,8 @@ from loft_hvd.doctor import inspect as doctor
 from loft_hvd.doctor.ranks import compare_launched, describe, to_json
 from loft_hvd.doctor.run import RunResult, run_check
 from loft_hvd.errors import DataError, LoftError, MissingDependencyError, UsageError
-from loft_hvd.report.export import ScalarFeed, prometheus_text, write_whole
+from loft_hvd.files import write_whole
+from loft_hvd.report.export import ScalarFeed, prometheus_text
 from loft_hvd.report.follow import LogFollower
 from loft_hvd.report.page import render_page
 from loft_hvd.report.screen import PARTS, RankRow, Screen, make_screen
@@ -370,12 +371,11 @@ def _write(option: str, path: str, text: str, *, inputs: Sequence[str] = ()) -> 
     """Write a file, unless it is one of those that the text was made of."""
     try:
         is_input = os.path.exists(path) and any(os.path.samefile(path, each) for each in inputs)
-        if not is_input:
-            write_whole(path, text)
     except (OSError, ValueError) as error:  # ValueError: half a surrogate pair
         raise DataError(f"{option} {path!r} cannot be written ({error})") from error
     if is_input:
         raise DataError(f"{option} {path!r} is what is read; name another file")
+    write_whole(path, text, what=option)
 
 
 def _print_table(rows: Sequence[Sequence[str]], *, words: Collection[int] = (0,)) -> None:

@@ -438,6 +438,9 @@ class Balancer(NeverCopied):
         """Write every plan so far and why it was made, one JSON object a line, on rank 0 alone.
 
         ``Replay(path)`` as the policy of a later run repeats them, each from the step it had.
+
+        Raises:
+            DataError: the file cannot be written; what was there stays.
         """
         if self.rank == 0:
             write_decisions(path, self._live.decisions())

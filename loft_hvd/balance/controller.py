@@ -34,6 +34,7 @@ from loft_hvd.balance.policy import Allowed, Policy, Proposal, Task
 from loft_hvd.balance.search import round_to_lattice
 from loft_hvd.codec import Count, decode, encode
 from loft_hvd.errors import ArgumentError, PlanError
+from loft_hvd.files import write_whole
 
 __all__ = ["SETTLE_STEPS", "Controller", "ControllerState", "Decision", "write_decisions"]
 
@@ -68,8 +69,8 @@ class Decision:
 
 def write_decisions(path: str | os.PathLike[str], decisions: Iterable[Decision]) -> None:
     """Write decisions, one JSON object a line; ``Replay`` reads them."""
-    with open(path, "w", encoding="utf-8") as file:
-        file.writelines(json.dumps(asdict(made)) + "\n" for made in decisions)
+    text = "".join(json.dumps(asdict(made)) + "\n" for made in decisions)
+    write_whole(path, text, what="the plans")
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from loft_hvd.bench.robustness import (
 )
 from loft_hvd.bench.scopes import SHARDS_EXPOSED, ScopeCost, cost_of
 from loft_hvd.bench.steps import StepBench
-from loft_hvd.errors import MissingDependencyError
+from loft_hvd.errors import DataError, MissingDependencyError
 
 __all__ = [
     "Show",
@@ -269,5 +269,8 @@ def plot_kernels(timings: Sequence[Timing], path: str | os.PathLike[str]) -> Non
     axes.set_xlabel("rows")
     axes.set_ylabel("time, passes over the same memory")
     figure.legend(loc="outside right upper", fontsize="small")
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+    except OSError as error:
+        raise DataError(f"bench: {os.fspath(path)!r} cannot be written ({error})") from error

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from loft_hvd.errors import DataError
+from loft_hvd.files import write_whole
 from loft_hvd.topology import allowed_cpus
 
 __all__ = ["check_writable", "describe_machine", "write_record"]
@@ -52,7 +53,11 @@ def check_writable(*files: str | os.PathLike[str] | None) -> None:
 def write_record(
     path: str | os.PathLike[str], results: Mapping[str, Any], *, command: Sequence[str]
 ) -> None:
-    """Write results with machine, command, commit and date, as JSON."""
+    """Write results with machine, command, commit and date, as JSON.
+
+    Raises:
+        DataError: the file cannot be written, as on a disk that is full by now.
+    """
     record = {
         "command": " ".join(command),
         "commit": _commit(),
@@ -60,9 +65,7 @@ def write_record(
         "machine": describe_machine(),
         **results,
     }
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_whole(path, json.dumps(record, indent=1) + "\n", what="bench:", makes_folder=True)
 
 
 def _processor() -> str:

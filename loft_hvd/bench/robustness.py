@@ -153,9 +153,15 @@ class KeptRuns:
             self._found[json.dumps(key)] = accuracy
             lines.append(json.dumps([*key, accuracy]) + "\n")
         if self._path is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a", encoding="utf-8") as file:
-                file.writelines(lines)
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                with self._path.open("a", encoding="utf-8") as file:
+                    file.writelines(lines)
+            except OSError as error:
+                raise DataError(
+                    f"runs cannot be kept in {self._path} ({error}); with room there, the same "
+                    "command goes on with those that are"
+                ) from error
 
 
 def _trials(

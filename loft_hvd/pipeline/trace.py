@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from loft_hvd.config import config
+from loft_hvd.errors import DataError
+from loft_hvd.files import write_whole
 
 __all__ = ["BEGAN", "Trace", "TraceRow", "trace_of", "trace_to"]
 
@@ -58,7 +60,11 @@ class Trace:
                 self.num_left_out += 1
 
     def write(self) -> None:
-        """Write the file anew, with all spans so far."""
+        """Write the file anew, with all spans so far.
+
+        Raises:
+            DataError: it cannot be written, as on a full disk; what was there stays.
+        """
         if self._process != os.getpid():
             return  # a forked copy: the file is its parent's, and so is who holds its lock
         with self._lock:  # a copy: writing takes a second, in which hooks must not wait
@@ -80,8 +86,7 @@ class Trace:
         ]
         began_us = round(1e6 * (time.time() - self.clock()))
         whole = {"traceEvents": events, "otherData": {BEGAN: began_us}}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps(whole) + "\n", encoding="utf-8")
+        write_whole(self.path, json.dumps(whole) + "\n", what="the trace", makes_folder=True)
         if self.num_left_out:
             _logger.warning(
                 "%s holds the first %d spans; %d later ones are left out",
@@ -164,5 +169,12 @@ def trace_of(rank: int) -> Trace | None:
         path = Path(chosen.file)
         place = path.with_name(f"{path.stem}.{rank}{path.suffix or '.json'}")
         chosen.traces[rank] = Trace(place, rank)
-        atexit.register(chosen.traces[rank].write)
+        atexit.register(_write_at_exit, chosen.traces[rank])
     return chosen.traces[rank]
+
+
+def _write_at_exit(trace: Trace) -> None:
+    try:
+        trace.write()
+    except DataError as error:  # a full disk must not make a training that is done look failed
+        _logger.warning("%s", error)

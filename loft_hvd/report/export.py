@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import os
-import stat
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +26,7 @@ from loft_hvd.report.follow import LogFollower
 from loft_hvd.report.screen import PARTS, throughput
 from loft_hvd.report.verdict import newest_world, step_s
 
-__all__ = ["ScalarFeed", "prometheus_text", "scalars_of", "write_whole"]
+__all__ = ["ScalarFeed", "prometheus_text", "scalars_of"]
 _logger = logging.getLogger(__name__)
 _SOURCES = ("own", "peer", "source")  # of a store's samples
 
@@ -203,34 +200,3 @@ class _Metrics:
 
 def _escaped(text: str) -> str:
     return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-
-
-def write_whole(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file so that whoever reads it finds the old one or the new one, whole.
-
-    What is no regular file, as ``/dev/stdout`` or a link, stays what it is and is written to.
-    """
-    place = Path(path)
-    is_there = place.is_symlink() or place.exists()
-    if is_there and (place.is_symlink() or not place.is_file()):
-        place.write_text(text, encoding="utf-8")
-        return
-    part = _new_file(place.parent)
-    try:
-        part.write_text(text, encoding="utf-8")
-        if is_there:
-            part.chmod(stat.S_IMODE(place.stat().st_mode))
-        part.replace(place)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-
-
-def _new_file(folder: Path) -> Path:
-    """Make a file under a name that nobody has taken, for whom the umask lets read it."""
-    for count in itertools.count():
-        part = folder / f".loft-{count}.part"
-        with suppress(FileExistsError):
-            part.touch(exist_ok=False)
-            break
-    return part

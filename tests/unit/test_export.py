@@ -15,7 +15,7 @@ import loft_hvd as loft
 from loft_hvd import cli
 from loft_hvd.errors import ArgumentTypeError, DataError
 from loft_hvd.report.entries import read_lines
-from loft_hvd.report.export import prometheus_text, scalars_of, write_whole
+from loft_hvd.report.export import prometheus_text, scalars_of
 from loft_hvd.runlog import RunLog, newest_log, read_run_log
 from tests.unit.test_verdict import LOGS, PREPARED, suspicion, times
 
@@ -191,32 +191,6 @@ def test_what_utf8_cannot_hold_is_our_error(tmp_path: Path) -> None:
     result = CliRunner().invoke(cli.build_app(), ["export", str(log), "--prometheus", str(out)])
     assert isinstance(result.exception, DataError)
     assert [*tmp_path.iterdir()] == [log]
-
-
-def test_a_file_is_written_beside_files_of_others(tmp_path: Path) -> None:
-    out, others = tmp_path / "a", [tmp_path / "a.part", tmp_path / ".loft-0.part"]
-    for each in (out, *others):
-        each.write_text("theirs")
-    out.chmod(0o640)
-    write_whole(out, "ours")
-    assert out.read_text() == "ours"
-    assert out.stat().st_mode & 0o777 == 0o640
-    assert [each.read_text() for each in others] == ["theirs", "theirs"]
-    assert len([*tmp_path.iterdir()]) == 3
-
-
-def test_a_link_and_a_pipe_stay_what_they_are(tmp_path: Path) -> None:
-    target, link = tmp_path / "target", tmp_path / "link"
-    link.symlink_to(target)
-    write_whole(link, "ours")
-    assert link.is_symlink()
-    assert target.read_text() == "ours"
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    write_whole(pipe, "ours")
-    assert os.read(reader, 100) == b"ours"
-    os.close(reader)
 
 
 def test_export_closes_what_it_gave_numbers_to(monkeypatch: pytest.MonkeyPatch) -> None:

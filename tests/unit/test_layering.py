@@ -20,6 +20,7 @@ _LAYERS = {
     "codec.py": 0,
     "config.py": 0,
     "errors.py": 0,
+    "files.py": 0,
     "topology.py": 0,
     "_native.py": 1,
     "attacks/__init__.py": 4,
