@@ -32,6 +32,7 @@ __all__ = [
     "ReducerSettings",
     "Untouched",
     "copy_scaled",
+    "sum_up",
 ]
 
 _logger = logging.getLogger(__name__)
@@ -287,6 +288,23 @@ def copy_scaled(source: Tensor, target: Tensor, scale: float) -> None:
         torch.mul(source, scale, out=target)
     else:
         target.copy_(source).mul_(scale)
+
+
+def sum_up(gradient: Tensor, num_sums: int) -> Tensor | None:
+    """Return sums over a gradient, each of every ``num_sums``-th value, float32, on its device.
+
+    None for one that is neither dense nor a sparse one of rows.
+    """
+    dense = gradient.detach()
+    if dense.layout == torch.sparse_coo:
+        dense = dense._values()
+    if dense.layout != torch.strided or not dense.is_floating_point():
+        return None
+    flat = dense.reshape(-1)
+    num_whole = flat.numel() // num_sums * num_sums
+    sums = flat[:num_whole].view(-1, num_sums).sum(dim=0, dtype=torch.float32)
+    sums[: flat.numel() - num_whole] += flat[num_whole:]
+    return sums
 
 
 def _view(values: Tensor, slot: Slot) -> Tensor:

@@ -15,7 +15,7 @@ from loft_hvd.balance.controller import Decision
 from loft_hvd.balance.interval import RankTimes
 from loft_hvd.codec import Count, Within, decode
 from loft_hvd.errors import ArgumentError, DataError
-from loft_hvd.pipeline.suspicion.report import WorkerReport
+from loft_hvd.pipeline.suspicion.report import SameData, WorkerReport
 
 __all__ = ["DecisionLine", "Explain", "Fault", "FitOfRank", "Fits", "Line", "PassCounts", "Plans"]
 __all__ += ["Rules", "Run", "Scalars", "ScheduleLine", "SpreadLine", "Store", "StoreReads"]
@@ -170,6 +170,13 @@ class SpreadLine(Line):
 
 
 @dataclass(frozen=True)
+class SameDataLine(Line):
+    """Which ranks read the same data."""
+
+    groups: list[SameData]
+
+
+@dataclass(frozen=True)
 class SuspicionLine(Line):
     """What is known of each worker."""
 
@@ -212,6 +219,7 @@ _KINDS: dict[str, type[Line]] = {
     "scalars": Scalars,
     "store": Store,
     "explain": Explain,
+    "same_data": SameDataLine,
     "spread": SpreadLine,
     "suspicion": SuspicionLine,
     "fault": Fault,

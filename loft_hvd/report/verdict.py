@@ -21,6 +21,7 @@ from loft_hvd.report.entries import (
     Plans,
     Rules,
     Run,
+    SameDataLine,
     ScheduleLine,
     SuspicionLine,
     Times,
@@ -109,6 +110,10 @@ def in_steps_of_log(line: SuspicionLine) -> list[WorkerReport]:
 
 
 def _off(world: Sequence[Line]) -> Iterator[str]:
+    for line in of_kind(SameDataLine, world)[-1:]:
+        for group in line.groups:
+            asked = str(group)
+            yield f"{asked[0].upper()}{asked[1:]}."
     newest = newest_of(SuspicionLine, world)
     if newest is None:
         return

@@ -6,7 +6,6 @@ import gc
 import logging
 import time
 import weakref
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from loft_hvd.pipeline.weights import PassWeights
 from loft_hvd.runlog import read_run_log
 from loft_hvd.transport.base import Abilities, Channel
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
+from tests.support.ddp_buckets import backward
 from tests.support.passes import HeldSizes, Sizes
 from tests.support.recording import RecordingTransport
 from tests.support.wrapped import give_gradients, wrap
@@ -35,47 +35,6 @@ def test_ddp_hook_checks_what_it_is_given() -> None:
         loft.ddp_hook("median")  # type: ignore[arg-type]  # that is the point
     with pytest.raises(ArgumentError, match=r"worker_momentum=1.5 must be >= 0 and < 1"):
         loft.ddp_hook(worker_momentum=1.5, transport=LocalWorld(1).transport(0))
-
-
-@dataclass
-class Bucket:
-    """What DDP gives its hook: parameters, and their gradients in one flat buffer."""
-
-    at: int
-    of: int
-    members: list[torch.nn.Parameter]
-    values: Tensor
-
-    def buffer(self) -> Tensor:
-        return self.values
-
-    def index(self) -> int:
-        return self.at
-
-    def is_last(self) -> bool:
-        return self.at == self.of - 1
-
-    def parameters(self) -> list[torch.nn.Parameter]:
-        return self.members
-
-    def gradients(self) -> list[Tensor]:
-        return list(self.values.split([p.numel() for p in self.members]))
-
-
-def backward(
-    hook: Any, layout: list[list[torch.nn.Parameter]], grads: dict[torch.nn.Parameter, Tensor]
-) -> dict[torch.nn.Parameter, Tensor]:
-    """Give a hook a pass's gradients in buckets, and return the reduced ones by parameter."""
-    buckets = [
-        Bucket(at, len(layout), members, torch.cat([grads[p] for p in members]))
-        for at, members in enumerate(layout)
-    ]
-    futures = [hook(None, bucket) for bucket in buckets]
-    reduced: dict[torch.nn.Parameter, Tensor] = {}
-    for bucket, future in zip(buckets, futures, strict=True):
-        parts = future.value().split([p.numel() for p in bucket.members])
-        reduced |= dict(zip(bucket.members, parts, strict=True))
-    return reduced
 
 
 @pytest.mark.parametrize(

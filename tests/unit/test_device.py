@@ -20,6 +20,7 @@ from loft_hvd.transport.device import DeviceGroup, DeviceLane, _store_of
 from loft_hvd.transport.lanes import Needs, choose_lane
 from loft_hvd.transport.local import LocalTransport, run_ranks
 from loft_hvd.transport.mesh import open_mesh
+from tests.support.ddp_buckets import backward
 from tests.support.passes import Sizes
 from tests.support.worlds import environment
 
@@ -90,7 +91,6 @@ def by_hook(
     end: LocalTransport, rule: loft.Rule, dtype: torch.dtype, **options: Any
 ) -> list[Tensor]:
     """Return what three passes of a hook reduce, the second ones in other buckets."""
-    from tests.unit.test_ddp import backward
 
     params = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
     hook = loft.ddp_hook(rule, transport=end, **options)

@@ -151,6 +151,7 @@ _LAYERS = {
     "pipeline/suspicion/__init__.py": 0,
     "pipeline/suspicion/judgement.py": 5,
     "pipeline/suspicion/report.py": 5,
+    "pipeline/suspicion/same_data.py": 5,
     "pipeline/suspicion/spread.py": 5,
     "pipeline/suspicion/tracker.py": 5,
     "pipeline/suspicion/watch.py": 5,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from loft_hvd.balance.interval import RankTimes
-from loft_hvd.pipeline.suspicion.report import WorkerReport
+from loft_hvd.pipeline.suspicion.report import SameData, WorkerReport
 from loft_hvd.report.entries import read_lines
 from loft_hvd.report.page import render_page
 from loft_hvd.report.text import render_text
@@ -77,6 +77,14 @@ def test_first_line_of_a_prepared_run_names_rank_and_cause(name: str) -> None:
     page = render_page(entries, title=name)
     body = page.partition("<body>\n")[2]
     assert body.startswith(f"<h1>{PREPARED[name]}")
+
+
+def test_ranks_that_read_the_same_data_come_before_who_is_off() -> None:
+    groups = [asdict(SameData((0, 2), 4, num_steps=24, num_equal=23))]
+    line = {"kind": "same_data", "step": 24, "groups": groups}
+    asked, off, *_ = judge(read_lines([line, suspicion(40, 2)]))
+    assert asked.startswith("Do ranks 0 and 2 read the same data? In the first 24 steps their ")
+    assert off.startswith("Rank 2 sends gradients that are off")
 
 
 @pytest.mark.parametrize(("part", "does"), [("stall_s", "fetching"), ("compute_s", "computing")])

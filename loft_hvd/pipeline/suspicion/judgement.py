@@ -1,9 +1,10 @@
 """What is found out about the workers of one world, and what follows from it.
 
 Every front end has one ``Judgement``, the same on every rank. It watches whose gradients are off
-(``watch.py``) and leaves out who is in quarantine; compares ranks once, after 50 steps
-(``spread.py``), by which scope="auto" chooses how rules judge rows; looks at what a rule takes from
-parameters (``zeroed.py``); and writes all of it into the run log.
+(``watch.py``) and leaves out who is in quarantine; finds ranks that read the same data
+(``same_data.py``); compares ranks once, after 50 steps (``spread.py``), by which scope="auto"
+chooses how rules judge rows; looks at what a rule takes from parameters (``zeroed.py``); and writes
+all of it into the run log.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from torch import Tensor
 
 from loft_hvd.aggregation.row_rules import Robust, RowRule
 from loft_hvd.aggregation.rules import Mean, Rule
+from loft_hvd.pipeline.gradients import sum_up
 from loft_hvd.pipeline.ring import Rows
 from loft_hvd.pipeline.selection import Scope
-from loft_hvd.pipeline.suspicion.report import FEWEST_WATCHED, SuspicionReport
+from loft_hvd.pipeline.suspicion.report import FEWEST_WATCHED, SameData, SuspicionReport
+from loft_hvd.pipeline.suspicion.same_data import NUM_SUMS, SameDataWatch
 from loft_hvd.pipeline.suspicion.spread import (
     JUDGE_IN_SHARDS_BELOW,
     WARN_ABOVE,
@@ -101,6 +104,9 @@ class Judgement:
         self._rules: tuple[Rule, ...] = ()  # in the log
         self._told: tuple[object, ...] = ()  # each worker's standing in the newest line
         self.watch: WorkerWatch | Unwatched = self._make_watch(rules, is_on_cpu=is_on_cpu)
+        # Under every rule, means included, unless nobody is to be watched.
+        self._same = None if asked.diagnostics is False else SameDataWatch(channel)
+        self._same_data: tuple[SameData, ...] = ()
         self._spread: SpreadWatch | None = None
         self._zeroed: ZeroedWatch | None = None
         self._robust: dict[int, int] = {}  # places of parameters under a rule that drops values
@@ -203,6 +209,8 @@ class Judgement:
         """Note the gradient of a parameter, as this rank has it, before anything changes it."""
         if gradient is None:
             return
+        if self._same is not None and not self._same.has_ended:
+            self._same.sent(at, sum_up(gradient, NUM_SUMS))
         if self._zeroed is None or self._spread is None:
             # The first step of a front end that learns of parameters as their gradients come.
             if self._channel.world_size >= FEWEST_WATCHED:
@@ -226,6 +234,15 @@ class Judgement:
     def step_reduced(self, weights: PassWeights) -> None:
         """Close a step on the wire: no bucket is in flight any more."""
         self.watch.step_reduced(weights)
+        if self._same is None:
+            return
+        rank = self._channel.rank
+        num_samples = 1 if weights.counts is None else weights.counts[rank]
+        found = self._same.step_reduced(num_samples if weights.present[rank] else 0)
+        if found:
+            self._same_data = found
+            self.watch.same_data_found(found)
+            self._log.write("same_data", groups=[asdict(group) for group in found])
 
     def gradients_reduced(self, results: Sequence[Tensor | None]) -> bool:
         """Look at a step's results, by parameter; say whether ``is_model`` has changed."""
@@ -292,7 +309,7 @@ class Judgement:
     def report(self) -> SuspicionReport:
         """Return what is known of every worker, and of parameters; the same on every rank."""
         found = () if self._zeroed is None else self._zeroed.found
-        return replace(self.watch.report(), zeroed=found)
+        return replace(self.watch.report(), zeroed=found, same_data=self._same_data)
 
 
 def _advise_fewer(rules: Sequence[Rule], num_workers: int) -> None:

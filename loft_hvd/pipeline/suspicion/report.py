@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["FEWEST_WATCHED", "SuspicionReport", "WorkerReport", "ZeroedParameter"]
+__all__ = [
+    "FEWEST_WATCHED",
+    "SameData",
+    "SuspicionReport",
+    "WorkerReport",
+    "ZeroedParameter",
+    "tell_ranks",
+]
 
 FEWEST_WATCHED = 3  # of two workers nobody can say which one is off
 _HEAD = (
@@ -65,6 +73,39 @@ class ZeroedParameter:
 
 
 @dataclass(frozen=True)
+class SameData:
+    """Ranks that read the same data, by the gradients of their first steps."""
+
+    ranks: tuple[int, ...]  # ascending, two or more
+    world_size: int
+    num_steps: int  # that were compared
+    num_equal: int  # steps in which their gradients were equal; 0 where they are only alike
+    # Where they are only alike: their squared difference over that of other ranks.
+    ratio: float = 0.0
+
+    def __str__(self) -> str:
+        """Return the question that it raises, what speaks for it, and the way out."""
+        who = f"ranks {tell_ranks(self.ranks)}"
+        if len(self.ranks) == self.world_size:
+            who = "both ranks" if self.world_size == 2 else f"all {self.world_size} ranks"
+        sign = f"differed by {self.ratio:.2f} times what others' did (squared)"
+        if self.num_equal:
+            sign = f"were equal in {self.num_equal}"
+        return (
+            f"do {who} read the same data? In the first {self.num_steps} steps their gradients "
+            f"{sign}. A sampler may be forgotten, or two ranks may have one number: give each rank "
+            "samples of its own, by loft.DataLoader, or by a "
+            "DistributedSampler(dataset, num_replicas=hvd.size(), rank=hvd.rank())"
+        )
+
+
+def tell_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks as words: "0 and 3", "0, 1 and 3"."""
+    *most, last = map(str, ranks)
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+@dataclass(frozen=True)
 class SuspicionReport:
     """What is known of every worker; ``print`` it for a table."""
 
@@ -74,6 +115,8 @@ class SuspicionReport:
     # Parameters that the rule zeroes where few ranks have a gradient, the largest share first; of
     # the steps 1, 10, 50 and 200.
     zeroed: tuple[ZeroedParameter, ...] = ()
+    # Ranks that read the same data, under any rule; empty before they are compared.
+    same_data: tuple[SameData, ...] = ()
 
     @property
     def named(self) -> tuple[WorkerReport, ...]:
@@ -81,10 +124,12 @@ class SuspicionReport:
         return tuple(worker for worker in self.workers if worker.is_named)
 
     def __str__(self) -> str:
-        """Return a table, one line a worker."""
-        lines = [self.note]
-        if not self.note:
-            lines = [f"after {self.num_steps} steps:", _HEAD, *map(str, self.workers)]
+        """Return a table, one line a worker; above it who reads the same data."""
+        lines = list(map(str, self.same_data))
+        if self.note:
+            lines.append(self.note)
+        else:
+            lines += [f"after {self.num_steps} steps:", _HEAD, *map(str, self.workers)]
         if self.zeroed:
             lines.append("zero after the rule, of what any rank had a gradient for:")
             lines += map(str, self.zeroed)

@@ -9,6 +9,7 @@ and so comes to the same decisions without another message.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,7 +20,12 @@ from loft_hvd.aggregation.rules import Custom, Mean, Rule
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, MismatchError
 from loft_hvd.pipeline.levels import group_weights
 from loft_hvd.pipeline.ring import Rows, run_rule
-from loft_hvd.pipeline.suspicion.report import SuspicionReport, WorkerReport
+from loft_hvd.pipeline.suspicion.report import (
+    SameData,
+    SuspicionReport,
+    WorkerReport,
+    tell_ranks,
+)
 from loft_hvd.pipeline.suspicion.tracker import (
     Evidence,
     Suspicion,
@@ -83,6 +89,9 @@ class Unwatched:
     def ranks_compared(self, *, are_apart: bool) -> None:
         """Judge nobody, whatever data ranks have."""
 
+    def same_data_found(self, groups: Sequence[SameData]) -> None:
+        """Judge nobody, whoever reads the same data."""
+
     def report(self) -> SuspicionReport:
         return SuspicionReport(0, (), note=self._why)
 
@@ -100,9 +109,9 @@ def _tell_judgement(known: WorkerState, rule: Rule) -> str:
     )
 
 
-def _tell_copies(share: float) -> str:
+def _tell_copies(share: float, *, is_told: bool) -> str:
     """Say that a worker's values are found twice; which of the two was first nobody can know."""
-    if share < 0.005:
+    if share < 0.005 or is_told:
         return ""
     return f"; {share:.0%} equal another worker's bit for bit: one of them copies the other"
 
@@ -133,6 +142,7 @@ class WorkerWatch:
         self._tracker = SuspicionTracker(len(self._members), settings)
         self._num_steps = 0
         self._are_apart = False
+        self._same_data: tuple[SameData, ...] = ()
         # In flight between ``computing_ended`` and ``step_reduced``: what is sent, what arrives.
         self._exchange: tuple[Work, Tensor, Tensor] | None = None
         self._until: dict[int, int] = {}  # worker in quarantine -> the step that ends it
@@ -228,6 +238,10 @@ class WorkerWatch:
         """
         self._are_apart = are_apart
 
+    def same_data_found(self, groups: Sequence[SameData]) -> None:
+        """Take which ranks read the same data: of those, copies are no sign of a wrong worker."""
+        self._same_data = tuple(groups)
+
     def _read(self) -> None:
         if self._exchange is None:
             return
@@ -240,18 +254,20 @@ class WorkerWatch:
             )
         for worker in self._tracker.observe(rows[:, 1:].numpy()):
             known = self._tracker.workers[worker]
+            question = self._ask_of_data(worker) if known.share_copied >= 0.005 else ""
             self._say(
                 logging.WARNING,
-                "%s stands out for %d steps: suspicion %.2f; %s, %d were not finite, and the "
+                "%s%s stands out for %d steps: suspicion %.2f; %s, %d were not finite, and the "
                 "finite ones are %.3g times as far from the result as usual%s; see "
                 "optimizer.report()",
+                question,
                 self._label(worker),
                 known.steps_out,
                 known.suspicion,
                 _tell_judgement(known, self._rule),
                 known.num_non_finite,
                 known.distance**0.5,
-                _tell_copies(known.share_copied),
+                _tell_copies(known.share_copied, is_told=bool(question)),
             )
         if self._quarantine is not None:
             self._hold(self._quarantine)
@@ -298,6 +314,14 @@ class WorkerWatch:
         """Log it once for all ranks: they come to the same decisions."""
         if self._channel.rank == 0:
             _logger.log(level, text, *values)
+
+    def _ask_of_data(self, worker: int) -> str:
+        """Ask first whether it reads another rank's data, where that has been found."""
+        members = set(self._members[worker])
+        for group in self._same_data:
+            if members & set(group.ranks):
+                return f"do ranks {tell_ranks(group.ranks)} read the same data? "
+        return ""
 
     def _label(self, worker: int) -> str:
         members = self._members[worker]
