@@ -23,6 +23,7 @@ Every line has ``kind``, ``time_s`` (seconds since 1970) and ``step`` (optimizer
 * ``spread``: ``ratios`` [world_size] and ``usual``, how far ranks' gradients lie apart for good, as
   in ``Spread``;
 * ``same_data``: ``groups`` of ranks that read the same data, as in ``SameData``;
+* ``not_finite``: ``found``, who sent NaN into a mean, as in ``NotFinite``;
 * ``scope``: ``scope``, by which values rules judge rows from the next step on;
 * ``suspicion``: ``num_steps`` and ``workers``, what is known of each as in ``WorkerReport``, of
   more than ``MOST_ROWS`` the most suspicious;

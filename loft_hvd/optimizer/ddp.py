@@ -428,6 +428,8 @@ class DDPHook(NeverCopied):
                 copy_scaled(given, values, scale)
         if passes.sends_zeros(rule):
             values.zero_()
+        if self._judgement is not None:
+            self._judgement.packed(bucket, values, rule)
         return passes.row_weights(rule)
 
     def _finish(self) -> None:

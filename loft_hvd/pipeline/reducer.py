@@ -214,6 +214,7 @@ class GradientReducer:
         if self._passes.sends_zeros(rule):
             values.zero_()
         self._outgoing.call(bucket, values)
+        self._judgement.packed(bucket, values, rule)
         if self._settings.wire is Compression.fp16:
             self._gradients.warn_of_overflow(bucket, values, torch.float16)
         return self._passes.row_weights(rule)

@@ -15,7 +15,7 @@ from loft_hvd.balance.controller import Decision
 from loft_hvd.balance.interval import RankTimes
 from loft_hvd.codec import Count, Within, decode
 from loft_hvd.errors import ArgumentError, DataError
-from loft_hvd.pipeline.suspicion.report import SameData, WorkerReport
+from loft_hvd.pipeline.suspicion.report import NotFinite, SameData, WorkerReport
 
 __all__ = ["DecisionLine", "Explain", "Fault", "FitOfRank", "Fits", "Line", "PassCounts", "Plans"]
 __all__ += ["Rules", "Run", "Scalars", "ScheduleLine", "SpreadLine", "Store", "StoreReads"]
@@ -177,6 +177,13 @@ class SameDataLine(Line):
 
 
 @dataclass(frozen=True)
+class NotFiniteLine(Line):
+    """Who sent values into a mean that were not finite."""
+
+    found: NotFinite
+
+
+@dataclass(frozen=True)
 class SuspicionLine(Line):
     """What is known of each worker."""
 
@@ -220,6 +227,7 @@ _KINDS: dict[str, type[Line]] = {
     "store": Store,
     "explain": Explain,
     "same_data": SameDataLine,
+    "not_finite": NotFiniteLine,
     "spread": SpreadLine,
     "suspicion": SuspicionLine,
     "fault": Fault,

@@ -17,6 +17,7 @@ from loft_hvd.pipeline.suspicion.report import WorkerReport
 from loft_hvd.report.entries import (
     Fault,
     Line,
+    NotFiniteLine,
     PassCounts,
     Plans,
     Rules,
@@ -110,6 +111,8 @@ def in_steps_of_log(line: SuspicionLine) -> list[WorkerReport]:
 
 
 def _off(world: Sequence[Line]) -> Iterator[str]:
+    for lost in of_kind(NotFiniteLine, world)[:1]:  # the later ones may follow from it
+        yield f"S{str(lost.found)[1:]}."
     for line in of_kind(SameDataLine, world)[-1:]:
         for group in line.groups:
             asked = str(group)

@@ -150,6 +150,7 @@ _LAYERS = {
     "pipeline/reducer.py": 6,
     "pipeline/suspicion/__init__.py": 0,
     "pipeline/suspicion/judgement.py": 5,
+    "pipeline/suspicion/finite.py": 5,
     "pipeline/suspicion/report.py": 5,
     "pipeline/suspicion/same_data.py": 5,
     "pipeline/suspicion/spread.py": 5,

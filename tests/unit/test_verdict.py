@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from loft_hvd.balance.interval import RankTimes
-from loft_hvd.pipeline.suspicion.report import SameData, WorkerReport
+from loft_hvd.pipeline.suspicion.report import NotFinite, SameData, WorkerReport
 from loft_hvd.report.entries import read_lines
 from loft_hvd.report.page import render_page
 from loft_hvd.report.text import render_text
@@ -85,6 +85,17 @@ def test_ranks_that_read_the_same_data_come_before_who_is_off() -> None:
     asked, off, *_ = judge(read_lines([line, suspicion(40, 2)]))
     assert asked.startswith("Do ranks 0 and 2 read the same data? In the first 24 steps their ")
     assert off.startswith("Rank 2 sends gradients that are off")
+
+
+def test_the_first_nan_in_a_mean_comes_first_of_all() -> None:
+    lost = [
+        {"kind": "not_finite", "step": 6, "found": asdict(NotFinite(7, (2,), 4, "fc.bias", True))},
+        {"kind": "not_finite", "step": 8, "found": asdict(NotFinite(9, (1,), 4, "fc.bias", True))},
+    ]
+    first_of_all, *others = judge(read_lines(lost))
+    assert first_of_all.startswith("Step 7: gradients of rank 2 are not finite, ")
+    assert "NaN in parameter 'fc.bias'. " in first_of_all
+    assert not others
 
 
 @pytest.mark.parametrize(("part", "does"), [("stall_s", "fetching"), ("compute_s", "computing")])

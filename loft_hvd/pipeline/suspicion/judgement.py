@@ -2,9 +2,9 @@
 
 Every front end has one ``Judgement``, the same on every rank. It watches whose gradients are off
 (``watch.py``) and leaves out who is in quarantine; finds ranks that read the same data
-(``same_data.py``); compares ranks once, after 50 steps (``spread.py``), by which scope="auto"
-chooses how rules judge rows; looks at what a rule takes from parameters (``zeroed.py``); and writes
-all of it into the run log.
+(``same_data.py``), and who sends NaN into a mean (``finite.py``); compares ranks once, after 50
+steps (``spread.py``), by which scope="auto" chooses how rules judge rows; looks at what a rule
+takes from parameters (``zeroed.py``); and writes all of it into the run log.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from torch import Tensor
 
 from loft_hvd.aggregation.row_rules import Robust, RowRule
 from loft_hvd.aggregation.rules import Mean, Rule
+from loft_hvd.pipeline.buckets import Bucket
 from loft_hvd.pipeline.gradients import sum_up
 from loft_hvd.pipeline.ring import Rows
 from loft_hvd.pipeline.selection import Scope
+from loft_hvd.pipeline.suspicion.finite import FiniteWatch
 from loft_hvd.pipeline.suspicion.report import FEWEST_WATCHED, SameData, SuspicionReport
 from loft_hvd.pipeline.suspicion.same_data import NUM_SUMS, SameDataWatch
 from loft_hvd.pipeline.suspicion.spread import (
@@ -103,10 +105,13 @@ class Judgement:
         self._num_steps = 0
         self._rules: tuple[Rule, ...] = ()  # in the log
         self._told: tuple[object, ...] = ()  # each worker's standing in the newest line
-        self.watch: WorkerWatch | Unwatched = self._make_watch(rules, is_on_cpu=is_on_cpu)
+        watches = self._watches(is_on_cpu)
+        self.watch: WorkerWatch | Unwatched = self._make_watch(rules, watches=watches)
         # Under every rule, means included, unless nobody is to be watched.
+        self._finite = FiniteWatch(channel) if watches else None
         self._same = None if asked.diagnostics is False else SameDataWatch(channel)
         self._same_data: tuple[SameData, ...] = ()
+        self._names: Sequence[str] = ()  # of all parameters
         self._spread: SpreadWatch | None = None
         self._zeroed: ZeroedWatch | None = None
         self._robust: dict[int, int] = {}  # places of parameters under a rule that drops values
@@ -117,11 +122,18 @@ class Judgement:
 
     # Who is watched.
 
-    def _make_watch(self, rules: Sequence[Rule], *, is_on_cpu: bool) -> WorkerWatch | Unwatched:
+    def _watches(self, is_on_cpu: bool) -> bool:
+        """Say whether somebody looks at values step after step."""
+        if self._channel.world_size == 1:
+            return False
+        # On a GPU every look waits for the device: only where it was asked for.
+        are_on_cpu, asked = self._are_all_on_cpu(is_on_cpu), self._asked.diagnostics
+        return are_on_cpu if asked is None else bool(asked)
+
+    def _make_watch(self, rules: Sequence[Rule], *, watches: bool) -> WorkerWatch | Unwatched:
         """Return what watches the workers, or says why nobody does."""
         if self._channel.world_size == 1:
             return Unwatched("nobody is watched: this rank reduces alone")
-        are_on_cpu = self._are_all_on_cpu(is_on_cpu)
         if self.num_workers < FEWEST_WATCHED:
             return Unwatched(
                 f"nobody is watched: of {self.num_workers} workers nobody can say which one is off"
@@ -133,8 +145,6 @@ class Judgement:
                 "nobody is watched: that takes a robust rule; a mean keeps every value"
             )
         diagnostics, quarantine = self._asked.diagnostics, self._asked.quarantine
-        # On a GPU every look waits for the device: only where it was asked for.
-        watches = are_on_cpu if diagnostics is None else bool(diagnostics)
         if not (watches or quarantine):
             return Unwatched(
                 "nobody is watched: diagnostics=False was given"
@@ -160,7 +170,10 @@ class Judgement:
 
     def take_rules(self, rules: Sequence[Rule], *, is_on_cpu: bool) -> None:
         """Judge by the rules that there are now; what is known of workers stays."""
-        fresh = self._make_watch(rules, is_on_cpu=is_on_cpu)
+        watches = self._watches(is_on_cpu)
+        if watches != (self._finite is not None):
+            self._finite = FiniteWatch(self._channel) if watches else None
+        fresh = self._make_watch(rules, watches=watches)
         if isinstance(self.watch, Unwatched):
             self.watch = fresh
         elif isinstance(fresh, WorkerWatch):
@@ -172,6 +185,12 @@ class Judgement:
     def run(self, rows: Rows, rule: Rule, weights: PassWeights | None, out: Tensor) -> None:
         """Apply a rule to rows, as ``run_rule``, and look at them on the way."""
         self.watch.run(rows, rule, weights, out)
+
+    def packed(self, bucket: Bucket, values: Tensor, rule: Rule) -> None:
+        """Look at what this rank is about to send of a bucket, [numel]; it may mark it."""
+        # A robust rule lets no such value through, and looks at rows by itself.
+        if self._finite is not None and isinstance(rule, Mean):
+            self._finite.packed(bucket, values)
 
     # A step, in the user's thread.
 
@@ -190,6 +209,7 @@ class Judgement:
 
         ``advice`` is what to do about a parameter that a rule zeroes; see ``ZeroedWatch``.
         """
+        self._names = names
         # A mean over ranks does not mind that they draw from different data.
         chosen = [at for at, rule in enumerate(rules) if not isinstance(rule, Mean)]
         self._robust = {at: place for place, at in enumerate(chosen)}
@@ -247,6 +267,10 @@ class Judgement:
     def gradients_reduced(self, results: Sequence[Tensor | None]) -> bool:
         """Look at a step's results, by parameter; say whether ``is_model`` has changed."""
         before, found = self.is_model, None
+        if self._finite is not None:
+            lost = self._finite.step_reduced(self._log.step + 1, results, self._names)
+            if lost is not None:
+                self._log.write("not_finite", found=asdict(lost))
         reduced = [results[at] for at in self._robust]
         if self._zeroed is not None:
             own, self._own = self._own, [None] * len(self._own)
@@ -309,7 +333,10 @@ class Judgement:
     def report(self) -> SuspicionReport:
         """Return what is known of every worker, and of parameters; the same on every rank."""
         found = () if self._zeroed is None else self._zeroed.found
-        return replace(self.watch.report(), zeroed=found, same_data=self._same_data)
+        lost = () if self._finite is None else self._finite.found
+        return replace(
+            self.watch.report(), zeroed=found, same_data=self._same_data, not_finite=lost
+        )
 
 
 def _advise_fewer(rules: Sequence[Rule], num_workers: int) -> None:

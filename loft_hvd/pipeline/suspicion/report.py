@@ -99,6 +99,31 @@ class SameData:
         )
 
 
+@dataclass(frozen=True)
+class NotFinite:
+    """A step in which ranks sent values into a mean that are not finite."""
+
+    step: int  # from 1
+    ranks: tuple[int, ...]  # ascending
+    world_size: int
+    parameter: str  # of the first of these ranks the first one, counted back from the loss
+    is_nan: bool  # whether it had NaN; else infinities alone
+
+    def __str__(self) -> str:
+        """Return who it was, what of it is the mean's, and the way out."""
+        who = f"rank{'s' if len(self.ranks) > 1 else ''} {tell_ranks(self.ranks)}"
+        if len(self.ranks) == self.world_size:
+            who = "both ranks" if self.world_size == 2 else f"all {self.world_size} ranks"
+        whose = "" if len(self.ranks) == 1 else f" rank {self.ranks[0]}'s"
+        return (
+            f"step {self.step}: gradients of {who} are not finite, counted back from the loss first"
+            f"{whose} {'NaN' if self.is_nan else 'infinity'} in parameter {self.parameter!r}. The "
+            "mean takes it to every rank, and optimizer.step() into every model. Look at the batch "
+            "and the loss of this step there; a script can skip the step, as all ranks see it "
+            "after optimizer.synchronize(); a robust rule leaves such a rank out"
+        )
+
+
 def tell_ranks(ranks: Sequence[int]) -> str:
     """Return ranks as words: "0 and 3", "0, 1 and 3"."""
     *most, last = map(str, ranks)
@@ -117,6 +142,8 @@ class SuspicionReport:
     zeroed: tuple[ZeroedParameter, ...] = ()
     # Ranks that read the same data, under any rule; empty before they are compared.
     same_data: tuple[SameData, ...] = ()
+    # The first steps in which ranks sent values into a mean that were not finite.
+    not_finite: tuple[NotFinite, ...] = ()
 
     @property
     def named(self) -> tuple[WorkerReport, ...]:
@@ -124,8 +151,8 @@ class SuspicionReport:
         return tuple(worker for worker in self.workers if worker.is_named)
 
     def __str__(self) -> str:
-        """Return a table, one line a worker; above it who reads the same data."""
-        lines = list(map(str, self.same_data))
+        """Return a table, one line a worker; above it what ranks must answer for."""
+        lines = [*map(str, self.same_data), *map(str, self.not_finite)]
         if self.note:
             lines.append(self.note)
         else:
