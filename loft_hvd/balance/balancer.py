@@ -131,6 +131,7 @@ class Balancer(NeverCopied):
         self._is_plugged = False  # into an optimizer
         self._number = 0  # among the balancers of its ranks; agreed on
         self._has_warned_ahead = False
+        self.counts_samples = False  # the script says what batches really hold
         self._batches = BatchQueue()
         self._batches.count_micro = self.count_micro
         self.policy, self.interval, self.min_batch = policy, interval, min_batch  # as given
@@ -364,7 +365,7 @@ class Balancer(NeverCopied):
         self._live.timer.batch_arrived(local=planned, remote=0, fetch_s=fetch_s, stall_s=fetch_s)
         yield
 
-    def weigh(self, loss: Tensor) -> Tensor:
+    def weigh(self, loss: Tensor, num_samples: int | None = None) -> Tensor:
         """Weigh a batch's loss by its samples before the backward pass, in which ranks meet.
 
         For a model or a loss that exchanges values with other ranks and sends gradients back, such
@@ -380,17 +381,50 @@ class Balancer(NeverCopied):
         Args:
             loss: the mean over this rank's samples of the batch, or of the next micro-batch; not
                 what other ranks' losses were averaged into.
+            num_samples: samples that the loss is over, where a collate function or the script drops
+                some, 0 to those planned. Ranks exchange them, so give it on every rank in every
+                step. None: those planned. Of a dummy batch none counts, whatever is given.
 
         Returns:
-            It, times ``world_size * size / global_batch_size``; 0 for a dummy batch.
+            It, times ``world_size * size / total`` of the samples that count; 0 for a dummy batch.
 
         Raises:
-            ArgumentTypeError: it is no tensor.
+            ArgumentTypeError: it is no tensor, or ``num_samples`` no whole number.
+            PlanError: ``num_samples`` is more than planned, or less than 0.
+            UsageError: ``num_samples`` of a batch in micro-batches.
         """
         if not isinstance(loss, Tensor):
             raise ArgumentTypeError(f"weigh: loss is a {type(loss).__name__}, and must be a tensor")
+        if num_samples is not None:
+            self._count_samples(num_samples)
         factor = self._batches.weigh(self.forward_sizes(), rank=self.rank)
         return loss if factor == 1.0 else loss * factor
+
+    def _count_samples(self, num_samples: int) -> None:
+        """Let the batch's sizes be what ranks' losses are over."""
+        if not isinstance(num_samples, int) or isinstance(num_samples, bool):
+            raise ArgumentTypeError(f"weigh: num_samples={num_samples!r} must be a whole number")
+        if self.splits:
+            raise UsageError(
+                "weigh: num_samples= is of a whole batch, and with Balancer(micro_batches=True) "
+                "ranks compute theirs in parts; drop samples before they are in the data set"
+            )
+        self.counts_samples = True
+        batch = self.forward_sizes()
+        planned = batch.planned or batch.sizes
+        most = planned[self.rank]
+        if num_samples < 0 or (num_samples > most > 0):
+            raise PlanError(
+                f"rank {self.rank}: weigh: num_samples={num_samples}, and the sizes of step "
+                f"{batch.step} are {list(planned)}: give the samples of this rank's batch that its "
+                "loss is the mean of, those planned at most"
+            )
+        channel = Channel(self._transport, f"{self._options.name}.{self._number}.counts")
+        counts = channel.allgather_rows(torch.tensor([num_samples]))[:, 0].tolist()
+        # The plan caps what a rank says of itself.
+        real = tuple(max(0, min(count, cap)) for count, cap in zip(counts, planned, strict=True))
+        if any(real):  # else whatever they weigh is of no sample
+            self._batches.recount(batch, replace(batch, sizes=real, planned=planned))
 
     def exclude(self) -> AbstractContextManager[None]:
         """Leave what runs inside (evaluation, checkpoints) out of all times."""
@@ -650,7 +684,8 @@ class Balancer(NeverCopied):
 
     def is_weighed(self, batch: StepSizes) -> bool:
         """Say whether a batch's loss was weighed before its backward pass."""
-        return batch is self._batches.weighed
+        newest = self._batches.weighed
+        return newest is not None and newest.step == batch.step
 
     def gradient_arrived(self, *, blocked_s: float) -> None:
         """Note a gradient; the last one of a batch ends its computing (``StepTimer``)."""

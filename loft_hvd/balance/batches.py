@@ -194,7 +194,7 @@ class BatchQueue:
         """Forget all batches: a run goes on from elsewhere, at a step counted over epochs."""
         self.drop()
         self._first_step = next_step
-        self._last_trained = self.trained = None
+        self._last_trained = self.trained = self.weighed = None
         self._lookahead = self.trail = 0
         self._taken.clear()
         self._largest.clear()
@@ -216,12 +216,19 @@ class BatchQueue:
         num_waiting = len(self._waiting)
         return num_waiting - 1 if num_waiting <= _MOST_AHEAD + self.num_passes else 0
 
+    def recount(self, planned: StepSizes, real: StepSizes) -> None:
+        """Let a batch that no backward pass has taken have the sizes of what it really holds."""
+        for queue in (self._pending, self._waiting):
+            for at, each in enumerate(queue):
+                if each is planned:
+                    queue[at] = real
+
     def weigh(self, sizes: StepSizes, *, rank: int) -> float:
         """Return by what a batch's loss is weighed: n x_i / X, of a micro-batch's its part of it.
 
         Called once for each micro-batch, in their order, or any number of times without such.
         """
-        if sizes is not self.weighed:
+        if self.weighed is None or sizes.step != self.weighed.step:
             self.weighed, self._num_weighed = sizes, 0
         micro = sizes.micro_sizes(rank)
         size = micro[self._num_weighed % len(micro)]

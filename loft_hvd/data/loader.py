@@ -14,6 +14,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
-from loft_hvd.balance.plan import Plan, Sizes
+from loft_hvd.balance.plan import Plan, Sizes, StepSizes
 from loft_hvd.data.blocks import BlockShuffle, check_shuffle
 from loft_hvd.data.contents import content_of
 from loft_hvd.data.draws import Draw, EpochSettings, Weights, check_weights
@@ -46,6 +47,7 @@ __all__ = ["DataLoader", "FetchingDataset", "Request", "TimedCollate", "WorkerIn
 
 _logger = logging.getLogger(__name__)
 START_LIMIT_S = 10.0  # a child takes milliseconds, on a crowded machine a second
+_MANY_LENGTHS = 4  # different ones of batches, all too short; a choice
 _TRIES = 4  # 1 fork in 600 is stuck, measured by a script that forks beside Horovod
 
 Clock = Callable[[], float]
@@ -270,6 +272,8 @@ class DataLoader(PlannedLoader):
             settings, self._view, keeper=keeper, given=given, content=content_of(dataset)
         )
         self._position = 0  # samples of the epoch, of all ranks, in the batches yielded
+        # Of batches and their tensors, as far as seen; None once it was told that they differ.
+        self._lengths: set[tuple[int, int]] | None = set()
         self._feed = _Feed(self._batches)
         feed: Any = self._feed  # torch expects lists of samples; requests carry more
         collate: Any = TimedCollate(self.collate_fn)
@@ -343,12 +347,37 @@ class DataLoader(PlannedLoader):
             if self._trains:
                 # Side by side: eight loader processes that take 16 s each bring a batch every 2 s.
                 self._begin(draw, fetch_s / max(self.num_workers, 1), stall_s, cached)
+                if self.collate_fn is not default_collate:
+                    self._look_for_dropped(batch, draw.step_sizes)
             yield batch
         if iteration == self._num_iterations:
             self._position = self._batches.settings.num_samples
             self._resumed_step = self._next_step  # also where nobody trains what is yielded
             if self._trains:
                 self._balancer.end_epoch()
+
+    def _look_for_dropped(self, batch: Any, sizes: StepSizes) -> None:
+        """Warn, once, of a batch whose tensors hold fewer samples than were planned for it."""
+        planned = sizes.sizes[self._view.rank] if not self._view.splits else 0
+        lengths = {len(each) for each in _tensors(batch)}
+        if not planned or len(lengths) != 1 or self._lengths is None:
+            return
+        (length,) = lengths
+        # A tensor's first dimension is its samples if it was all of them once, or is any number of
+        # them at most; else it is another one.
+        self._lengths.add((length, planned))
+        is_length = any(each == most for each, most in self._lengths) or (
+            len(self._lengths) > _MANY_LENGTHS and all(each < most for each, most in self._lengths)
+        )
+        if is_length and length < planned and not self._balancer.counts_samples:
+            self._lengths = None
+            warnings.warn(
+                f"rank {self._view.rank}: step {sizes.step} was planned with {planned} samples, "
+                f"and collate_fn returned {length}: gradients are weighted by the plan. "
+                "Drop samples from the data set before, or say what each loss is the mean of, on "
+                "every rank: balancer.weigh(loss, num_samples).backward()",
+                stacklevel=3,
+            )
 
     def _begin(self, draw: Draw, fetch_s: float, stall_s: float, cached: int) -> None:
         rank = self._view.rank
@@ -392,6 +421,19 @@ def _generator_of(rank: int) -> torch.Generator:
     """Return what seeds a rank's loader processes, where the script does not say."""
     drawn = int(torch.empty((), dtype=torch.int64).random_())
     return torch.Generator().manual_seed((drawn + rank) % 2**63)
+
+
+def _tensors(batch: Any, depth: int = 3) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a batch that have a first dimension."""
+    if isinstance(batch, torch.Tensor):
+        if batch.dim():
+            yield batch
+    elif depth and isinstance(batch, Mapping):
+        for each in batch.values():
+            yield from _tensors(each, depth - 1)
+    elif depth and isinstance(batch, list | tuple):
+        for each in batch:
+            yield from _tensors(each, depth - 1)
 
 
 class _Feed:

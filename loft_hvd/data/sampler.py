@@ -68,7 +68,7 @@ class PlanSource(PlanView, Protocol):
     Both tell ``share_sources`` and ``note_reads`` when an iteration begins.
     ``loft.DataLoader`` calls ``expect_depth`` when it is made, and ``begin_batch`` and
     ``end_epoch`` in the process that trains. A script may fetch ahead: ``num_waiting`` batches were
-    yielded and are not trained so far.
+    yielded and are not trained so far. ``counts_samples``: the script says itself what they hold.
     ``loft.BatchSampler`` does not see batches arrive: it queues sizes with ``push_sizes``, and each
     backward pass takes the next. A loader for evaluation calls ``leave_step_out`` alone, and reads
     ``plan``.
@@ -105,6 +105,8 @@ class PlanSource(PlanView, Protocol):
 
     @property
     def num_waiting(self) -> int: ...
+    @property
+    def counts_samples(self) -> bool: ...
 
     def clear_pending(self) -> None:
         """Forget batches that no backward pass took: a run goes on elsewhere."""

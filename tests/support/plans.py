@@ -53,6 +53,7 @@ class FakePlans:
     held: Held | None = None
     reads: dict[int, list[Mapping[str, int]]] = field(default_factory=dict)  # by epoch
     num_waiting: int = 0
+    counts_samples: bool = False
     caps: Sequence[int | None] = ()  # of a backward pass, where shares are split
 
     @property
