@@ -11,9 +11,9 @@ from tests.support.launch import launch
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
 
 JOB = "tests/multiprocess/jobs/plan_changes.py"
-QUICK = ["2:3:p", "0::d"]
+QUICK = ["2:3:p", "0::d", "2:2:a"]
 SOME = ["0::m", "2:2:p", "4:1:p", "4:4:m"]  # each number of loaders, depth and option
-REST = ["0:", "2:1", "2:3:m", "2:4:pm", "4:2", "4:3:pm", "4:4:p"]
+REST = ["0:", "0::ad", "2:1", "2:3:m", "2:4:pm", "4:2", "4:3:pm", "4:4:p"]
 SAMPLER = ["0::s", "2:2:s", "4:4:s"]
 
 

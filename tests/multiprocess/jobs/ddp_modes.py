@@ -87,17 +87,24 @@ def train(
     *,
     num_passes: int = 1,
     own_loader: bool = False,
+    is_ahead: bool = False,
 ) -> None:
-    """Train for some steps; with ``num_passes`` all passes of a step but the last hold back."""
+    """Train for some steps; with ``num_passes`` all passes of a step but the last hold back.
+
+    ``is_ahead``: each batch is fetched between forward and backward of the one before it.
+    """
     optimizer = make(model)
     source = batches(balancer, own_loader=own_loader)
+    following = next(source) if is_ahead else None
     for _ in range(NUM_STEPS):
         optimizer.zero_grad()
         for at in range(num_passes):
-            x, y = next(source)
+            x, y = following or next(source)
             is_held_back = at + 1 < num_passes and isinstance(model, DistributedDataParallel)
             with model.no_sync() if is_held_back else nullcontext():  # type: ignore[operator]
-                torch.nn.functional.mse_loss(model(x), y).backward()
+                loss = torch.nn.functional.mse_loss(model(x), y)
+                following = next(source) if is_ahead else None
+                loss.backward()
         optimizer.step()
 
 
@@ -109,6 +116,7 @@ def check_equal(
     *,
     num_passes: int = 1,
     own_loader: bool = False,
+    is_ahead: bool = False,
 ) -> None:
     sizes = SIZES[: dist.get_world_size()]
     alone = make()
@@ -117,7 +125,14 @@ def check_equal(
     balancer = loft.Balancer(sum(sizes), policy=list(sizes))
     model = DistributedDataParallel(make(), bucket_cap_mb=0.0003, **options)  # type: ignore[arg-type]
     model.register_comm_hook(None, loft.ddp_hook(loft.Mean(), balancer))
-    train(model, balancer, make_optimizer, num_passes=num_passes, own_loader=own_loader)
+    train(
+        model,
+        balancer,
+        make_optimizer,
+        num_passes=num_passes,
+        own_loader=own_loader,
+        is_ahead=is_ahead,
+    )
     apart = max_difference(alone, model.module)
     assert apart <= 1e-5, f"{what}: {apart:g} from training alone"
     moved = max_difference(make(), alone)
@@ -128,6 +143,8 @@ def modes(_: int) -> None:
     """Train as DDP's users do; every way ends with the parameters of one process."""
     check_equal("plain", make_model, {})
     check_equal("no_sync", make_model, {}, num_passes=2)
+    check_equal("ahead", make_model, {}, is_ahead=True)
+    check_equal("no_sync, ahead", make_model, {}, num_passes=2, is_ahead=True)
     check_equal("no_sync, torch's loader", make_model, {}, num_passes=3, own_loader=True)
     views = {"gradient_as_bucket_view": True}
     check_equal("no_sync, gradients in buckets", make_model, views, num_passes=2)

@@ -1,10 +1,11 @@
 """Training through 20 changes of plan: ``plan_changes.py WORKERS:PREFETCH[:FLAGS] ...``.
 
 FLAGS are letters: p for persistent loader processes, m for pinned memory, s for a
-``loft.BatchSampler`` behind torch's own loader, d for double steps, of two backward passes. For
-each setting rank 0 prints "found" and a JSON object: the number of changes and steps, at how many
-steps ranks had different plans or batches of another size than planned, and how far the result is
-from training in one process.
+``loft.BatchSampler`` behind torch's own loader, d for double steps, of two backward passes, a for
+a loop that fetches a batch ahead, between forward and backward. For each setting rank 0 prints
+"found" and a JSON object: the number of changes and steps, at how many steps ranks had different
+plans or batches of another size than planned, and how far the result is from training in one
+process.
 """
 
 from __future__ import annotations
@@ -60,9 +61,14 @@ def train(setting: str) -> dict[str, Any]:
     )
     used: list[tuple[int, ...]] = []
     num_odd = 0
-    for (x, y), sizes in batches(balancer, setting):
+    source = batches(balancer, setting)
+    following = next(source) if "a" in setting else None
+    while True:
+        (x, y), sizes = following or next(source)
         with balancer.step(len(x)) if "s" in setting else nullcontext():
-            torch.nn.functional.mse_loss(model(x), y).backward()
+            loss = torch.nn.functional.mse_loss(model(x), y)
+            following = next(source) if "a" in setting else None
+            loss.backward()
             used.append((sizes.step, sizes.plan_id, *sizes.sizes))
             is_step = len(used) % num_passes == 0
             if is_step:
