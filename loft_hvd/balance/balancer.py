@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from loft_hvd.balance.balancer_options import BalancerOptions, MaxBatch
-from loft_hvd.balance.batches import BatchQueue, plan_in_force
+from loft_hvd.balance.batches import OTHER_THREAD, BatchQueue, plan_in_force
 from loft_hvd.balance.controller import write_decisions
 from loft_hvd.balance.interval import RankTimes
 from loft_hvd.balance.latency import Held
@@ -132,6 +133,7 @@ class Balancer(NeverCopied):
         self._number = 0  # among the balancers of its ranks; agreed on
         self._has_warned_ahead = False
         self.counts_samples = False  # the script says what batches really hold
+        self._is_from_main = True  # the newest batch was taken in Python's main thread
         self._batches = BatchQueue()
         self._batches.count_micro = self.count_micro
         self.policy, self.interval, self.min_batch = policy, interval, min_batch  # as given
@@ -561,6 +563,7 @@ class Balancer(NeverCopied):
             "cached": cached,
             "fetch_s": fetch_s,
         }
+        self._is_from_main = _is_main_thread()
         if self._batches.begin(step_sizes):
             self._batches.arrivals[step_sizes.step] = arrival
             self._live.timer.fetched_ahead(stall_s=stall_s)
@@ -669,9 +672,7 @@ class Balancer(NeverCopied):
         """
         taken = self._batches.take()
         guess, self._batches.guess = self._batches.guess, ""
-        if guess and self.rank == 0 and not self._has_warned_ahead:
-            self._has_warned_ahead = True
-            warnings.warn(guess, stacklevel=2)
+        self._warn_of_order(guess)
         if (arrival := self._batches.arrivals.pop(taken.step, None)) is not None:
             self._live.timer.batch_joined(**arrival)
             if not self._batches.is_ahead:  # its clock is that of one that was skipped
@@ -686,6 +687,11 @@ class Balancer(NeverCopied):
         """Say whether a batch's loss was weighed before its backward pass."""
         newest = self._batches.weighed
         return newest is not None and newest.step == batch.step
+    def _warn_of_order(self, text: str) -> None:
+        """Say on rank 0, once, what is taken of the order of batches and backward passes."""
+        if text and self.rank == 0 and not self._has_warned_ahead:
+            self._has_warned_ahead = True
+            warnings.warn(text, stacklevel=3)
 
     def gradient_arrived(self, *, blocked_s: float) -> None:
         """Note a gradient; the last one of a batch ends its computing (``StepTimer``)."""
@@ -703,9 +709,13 @@ class Balancer(NeverCopied):
         """Close an optimizer step; exchange times and plans when it is time for them."""
         with self.log.faults():
             self._live.step_ended()
+        if _is_main_thread() and not self._is_from_main:  # autograd has threads of its own
+            self._warn_of_order(OTHER_THREAD)
         waits = self._batches.in_work  # fetched by now: its turn begins
-        if (
-            waits is not None
-            and (arrival := self._batches.arrivals.pop(waits.step, None)) is not None
-        ):
+        arrival = None if waits is None else self._batches.arrivals.pop(waits.step, None)
+        if arrival is not None:
             self._live.timer.batch_arrived(**arrival, stall_s=0.0)
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

@@ -13,7 +13,7 @@ import torch
 from loft_hvd.balance.plan import Plan, Sizes, StepSizes
 from loft_hvd.errors import PlanError, UsageError
 
-__all__ = ["BatchQueue", "plan_in_force"]
+__all__ = ["OTHER_THREAD", "BatchQueue", "plan_in_force"]
 
 _MANY_BATCHES = 10  # a script may look at a few batches before it trains
 _MOST_AHEAD = 4  # a choice: batches that a loop fetches ahead; one that resumes skips many more
@@ -30,6 +30,11 @@ _NEWEST = (
     "batches were taken from the loader before the first backward pass: all but the newest are "
     "taken to be skipped. A loop that fetches so many ahead leaves that to num_workers= and "
     "prefetch_factor="
+)
+OTHER_THREAD = (
+    "batches are taken from the loader in another thread than the one that trains, so that chance "
+    "decides which of them a backward pass takes the sizes of; take them where they are trained, "
+    "and let num_workers= and prefetch_factor= load ahead"
 )
 _OTHER_LOADER = (
     "a batch was taken from the loader before the one before it was trained, and two loaders share "

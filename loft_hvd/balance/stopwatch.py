@@ -344,8 +344,9 @@ class StepTimer:
 
     def fetched_ahead(self, *, stall_s: float) -> None:
         """Note that the script waited for a batch that is computed later, beside the newest one."""
-        self._step.add(stall_s=stall_s)
-        self._batch_stalled_s += stall_s
+        if self.device_clock is None:  # a device computes on meanwhile
+            self._step.add(stall_s=stall_s)
+            self._batch_stalled_s += stall_s
 
     def wait_began(self) -> None:
         """Note that a thread waits: what it queues for, as it asks on and on, is no computing."""

@@ -6,6 +6,7 @@ import copy
 import functools
 import itertools
 import json
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 import loft_hvd as loft
 from loft_hvd.balance.plan import StepSizes
-from loft_hvd.errors import UsageError
+from loft_hvd.errors import PlanError, UsageError
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
 from tests.support.clock import Clock
 from tests.support.training import OPTIMIZERS, make_data, make_model, max_difference, train_alone
@@ -303,6 +304,37 @@ def test_two_loaders_that_take_turns_are_told() -> None:
     next(pairs)
     with pytest.warns(UserWarning, match="two loaders share this balancer"):
         balancer.take_step()
+
+
+def test_a_thread_that_fetches_beside_the_training_is_told() -> None:
+    balancer = alone()
+    batches = iter(loft.DataLoader(make_data(32), balancer))
+    fetching = threading.Thread(target=lambda: next(batches), name="prefetch")
+    fetching.start()
+    fetching.join(30.0)
+    balancer.take_step()
+    with pytest.warns(UserWarning, match="in another thread than the one that trains"):
+        balancer.step_ended()
+
+
+def test_a_batch_that_was_fetched_too_early_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    def work(transport: LocalTransport) -> str:
+        trainer = Trainer(transport, replay(tmp_path / f"{transport.rank}.jsonl"))
+        balancer = trainer.balancer
+        batch = fetch_own(trainer, balancer.local_batch_size, 0)
+        for step in range(1, 9):
+            following = fetch_own(trainer, balancer.local_batch_size, step)
+            try:
+                with balancer.step(len(batch[0])):
+                    trainer.train(batch)
+            except PlanError as error:
+                return str(error)
+            batch = following
+        return ""
+
+    for told in run_ranks(2, work):
+        assert "a batch of 8 samples, but the sizes of step 3 are [12, 4]" in told
+        assert "reads balancer.local_batch_size inside `with balancer.step`" in told
 
 
 # What else goes by the batch in turn.

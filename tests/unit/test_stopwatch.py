@@ -338,6 +338,24 @@ def test_a_device_is_timed_by_its_own_clock_and_never_waited_for(clock: Clock) -
     )
 
 
+def test_a_device_computes_on_while_the_next_batch_is_fetched(clock: Clock) -> None:
+    """4 s forward and 6 s backward on the device, and a fetch of 3 s beside them."""
+    device = FakeDevice()
+    timer = StepTimer(clock)
+    timer.device_clock = DeviceClock(device.event)
+    timer.batch_arrived(local=8, remote=0, fetch_s=3.0, stall_s=0.0)
+    device.ends += 4
+    clock.now += 3
+    timer.fetched_ahead(stall_s=3.0)
+    device.ends += 6
+    timer.gradient_arrived()
+    timer.computing_ended()
+    clock.now += 7
+    timer.step_ended()
+    device.now = 10.0
+    assert_sums(timer, steps=1, samples=8, local=8, fetch_s=3, compute_s=10, wall_s=10)
+
+
 def test_steps_of_older_sizes_do_not_come_back_from_a_slow_device(clock: Clock) -> None:
     device = FakeDevice()
     timer = StepTimer(clock)
