@@ -235,6 +235,7 @@ def play(balancer: loft.Balancer, text: str, *, first_step: int = 0) -> list[int
         ("I FBS FBS FBS E I FBS", [0, 1, 2, 3]),
         ("I FBS FFBS FBS", [0, 2, 3]),  # one is skipped for what it holds
         ("I FC FBS FBS", [1, 2]),  # the first is skipped
+        ("I FFFFFBS FBS", [0, 1]),
         ("I FFFFFFFBS FFBS", [6, 8]),  # those that an earlier run had
         ("I FBBS FBBS", [0, 0, 1, 1]),  # a batch that the script cuts up
         ("I FBFBS FBFBS", [0, 1, 2, 3]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -283,6 +283,36 @@ def test_ranks_know_what_each_keeps_of_samples_that_come_again() -> None:
         np.testing.assert_array_equal(cache.first, caches[0].first)
         assert cache.held[cache.first == cache.rank].all()
     assert (caches[0].first >= 0).sum() > 40
+
+
+def test_a_store_keeps_what_is_drawn_and_draws_stay_the_same() -> None:
+    pytest.importorskip("pyarrow.flight", reason="the extra [store] is not installed")
+
+    def work(transport: LocalTransport) -> tuple[list[list[list[int]]], Mapping[str, int]]:
+        store = loft.SampleStore(DATA, memory_bytes=1 << 20, transport=transport)
+        balancer = loft.Balancer(16, [6, 10], transport=transport)
+        loader = loft.DataLoader(store, balancer, weights=WEIGHTS, seed=3)
+        epochs = []
+        for epoch in range(3):
+            loader.set_epoch(epoch)
+            batches = []
+            for (x,) in loader:
+                batches.append(x.tolist())
+                balancer.take_step()
+                balancer.step_ended()
+            epochs.append(batches)
+        counters = dict(store.counters)
+        store.close()
+        return epochs, counters
+
+    (mine, counters), (theirs, others) = run_ranks(2, work)
+    for epoch in range(3):
+        order = draws_of(WEIGHTS).order(seed=3, epoch=epoch).tolist()
+        batches = [sorted(a + b) for a, b in zip(mine[epoch], theirs[epoch], strict=True)]
+        assert batches == [sorted(order[at : at + 16]) for at in range(0, 90, 16)]
+    # Of 270 draws, 72 samples that can be drawn are read once, or twice where both ranks had them.
+    assert counters["source"] + others["source"] <= 2 * 72
+    assert sum(each["own"] + each["peer"] for each in (counters, others)) >= 270 - 2 * 72
 
 
 @pytest.mark.parametrize("replacement", [True, False])
