@@ -27,9 +27,9 @@ __all__ = ["ConnectionEnd", "Cut", "EndWatch", "decode_ends", "encode_ends", "fi
 _MOST_ENDS = 90  # a choice: of up to 130 characters each, which a message has room for
 # In a row and in vain: of a link that loses a tenth of its packets one in ten thousand. A choice.
 _FEWEST_TRIES = 4
-# Between what happens at one end and the look that sees it at the other, by one clock. Bound from
-# beats, one a second, with room for their way.
-_APART_S = 1.5
+# What a look sees may have happened so long before it: bound from beats, between two of them. And
+# so far apart may be the ways of two ranks' words, by which their clocks are compared: a choice.
+_BEFORE_S, _APART_S = 1.0, 0.5
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,12 @@ class ConnectionEnd:
 
     def hears_since(self, at: float) -> bool:
         """Say whether something has arrived since a time by the clock of another end's rank."""
-        return self.arrived_at > at + _APART_S
+        return self.arrived_at - _BEFORE_S > at + _APART_S
 
     def has_watched(self, other: ConnectionEnd) -> bool:
         """Say whether it was looked at while the other end sent something again."""
-        return self.first_at + _APART_S < other.tried_at < self.last_at - _APART_S
+        is_before_last = other.tried_at + _APART_S < self.last_at
+        return self.first_at + _APART_S < other.tried_at - _BEFORE_S and is_before_last
 
 
 def encode_ends(ends: Iterable[ConnectionEnd], now: float) -> str:
