@@ -85,11 +85,11 @@ def in_vain(
         ([in_vain(1, 2, unanswered_s=4.9), end(2, 1)], [], []),
         ([in_vain(1, 2, tries=3), end(2, 1)], [], []),
         # The other end was not looked at while this one sent again.
-        ([in_vain(1, 2), end(2, 1, watched_s=3.0)], [], []),
+        ([in_vain(1, 2), end(2, 1, watched_s=3.4)], [], []),
         ([in_vain(1, 2, tried_s=0.4), end(2, 1)], [], []),
         ([in_vain(1, 2, tried_s=math.inf), end(2, 1)], [], []),
         # It has heard this one, but perhaps before.
-        ([in_vain(1, 2), end(2, 1, arrived_s=5.0)], [], [Cut(1, 2)]),
+        ([in_vain(1, 2), end(2, 1, arrived_s=4.6)], [], [Cut(1, 2)]),
     ],
 )
 def test_what_follows_from_both_ends(
