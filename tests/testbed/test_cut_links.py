@@ -108,12 +108,9 @@ CASES = [
     for mesh in ("auto", "off")
     for way in itertools.permutations(HOSTS, 2)
 ]
-# First what is least alike: a way without rank 0, to it and from it, and with the other engine.
-FIRST = [
-    (("host1", "host2"), "nothing", "off"),
-    (("host2", "host0"), "nothing", "auto"),
-    (("host0", "host1"), "torch", "auto"),
-]
+# First what is least alike: a way without rank 0, of which both ends tell; and one to rank 0, of
+# which a third rank does.
+FIRST = [(("host1", "host2"), "nothing", "off"), (("host2", "host0"), "torch", "auto")]
 
 
 @pytest.mark.parametrize(
@@ -180,14 +177,9 @@ def slow_down(testbed: Testbed) -> None:
     testbed.tell("link", "host1", "--rate", "0", "--delay", "0", "--loss", "0")
 
 
-@pytest.mark.parametrize("what", ["nothing", "torch"])
 @pytest.mark.parametrize(
-    "trouble",
-    [
-        pause_all,
-        pytest.param(slow_down, marks=pytest.mark.whole),
-        pytest.param(stop_at_random, marks=pytest.mark.whole),
-    ],
+    ("trouble", "what"),
+    long_first(itertools.product((pause_all, slow_down, stop_at_random), ("nothing", "torch"))),
 )
 def test_what_stops_or_slows_ranks_is_no_cut_and_training_goes_on(
     trouble: Callable[[Testbed], None], what: str, testbed: Testbed, tmp_path: Path
