@@ -7,6 +7,8 @@ The server is a process of its own, which maps the rank's shelf and only reads i
 interpreter lock from the training, and gRPC's threads never meet a ``fork``. gRPC in a process is
 broken by a fork, so clients are made where they are used: in each loader process.
 
+Where the data set has changed a rank tells the others, by a ticket of another kind: a *notice*.
+
 A ticket is signed with a key that only the job's ranks have, and the key itself never travels on
 these connections. Whoever sees a ticket can ask the same owner for the same samples again, no more.
 An answer proves that its sender has the key and has read this ticket: where a server has ended or
@@ -44,7 +46,7 @@ from loft_hvd.store.gate import Gate, limit_connections, watch_memory
 from loft_hvd.store.shelf import Shelf, checksum
 
 __all__ = ["Address", "Peers", "Received", "Server", "answer_proof", "listening", "open_ticket"]
-__all__ += ["program", "sign_ticket"]
+__all__ += ["program", "sign_notice", "sign_ticket"]
 
 _logger = logging.getLogger(__name__)
 MOST_SAMPLES = 1 << 16  # of one call; a choice: no batch of a rank has more
@@ -99,6 +101,29 @@ def sign_ticket(key: bytes, owner: int, samples: Sequence[int]) -> bytes:
 
 def _signature(key: bytes, owner: int, asked: bytes) -> bytes:
     return hmac.digest(key, b"ticket" + owner.to_bytes(8, "little") + asked, hashlib.sha256)
+
+
+def sign_notice(key: bytes, owner: int, generation: int) -> bytes:
+    """Return the notice to an owner that what it kept before a generation is old.
+
+    Whoever repeats one changes nothing: it is of that generation.
+    """
+    said = secrets.token_bytes(_NONCE_BYTES) + generation.to_bytes(8, "little")
+    return _notice_signature(key, owner, said) + said
+
+
+def _notice_signature(key: bytes, owner: int, said: bytes) -> bytes:
+    return hmac.digest(key, b"notice" + owner.to_bytes(8, "little") + said, hashlib.sha256)
+
+
+def read_notice(ticket: bytes, key: bytes, owner: int) -> int | None:
+    """Return the generation that a notice names; None where it is none of this job."""
+    signature, said = ticket[:_MAC_BYTES], ticket[_MAC_BYTES:]
+    if len(said) != _NONCE_BYTES + 8:
+        return None
+    if not hmac.compare_digest(signature, _notice_signature(key, owner, said)):
+        return None
+    return int.from_bytes(said[_NONCE_BYTES:], "little")
 
 
 def answer_proof(key: bytes, ticket: bytes) -> bytes:
@@ -205,22 +230,34 @@ class _FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow h
         self._shelf, self._gate, self._key, self._owner = shelf, gate, key, owner
 
     def do_get(self, context: Any, ticket: Any) -> Any:
+        proof = pa.py_buffer(answer_proof(self._key, ticket.ticket))
+        generation = read_notice(ticket.ticket, self._key, self._owner)
+        if generation is not None:
+            if self._shelf.empty(generation):
+                _logger.warning(
+                    "rank %d was told that the data set has changed: what it keeps is thrown away",
+                    self._owner,
+                )
+            return flight.GeneratorStream(_SCHEMA, iter([(_record_batch([], 0), proof)]))
         try:
             samples = open_ticket(ticket.ticket, self._key, self._owner, self._shelf.num_samples)
         except DataError as error:
             raise flight.FlightUnauthenticatedError(str(error)) from error
-        proof = pa.py_buffer(answer_proof(self._key, ticket.ticket))
         answer = self._answer(samples, proof)
         # Before the stream begins: else its head travels alone, and wakes a peer that still waits.
         first = list(islice(answer, 1))
         return flight.GeneratorStream(_SCHEMA, chain(first, answer))
 
     def _answer(self, samples: Sequence[int], proof: Any) -> Iterator[tuple[Any, Any]]:
+        generation = self._shelf.generation
         try:
             with self._gate.call():
                 for part, size in kept_parts(self._shelf, samples):
                     with self._gate.room(size):
-                        yield _record_batch(_undamaged(self._shelf, part), size), proof
+                        batch = _record_batch(_undamaged(self._shelf, part), size)
+                        if self._shelf.generation != generation:
+                            raise DataError("the data set has changed: what was kept is old")
+                        yield batch, proof
         except DataError as error:
             raise flight.FlightUnavailableError(str(error)) from error
 
@@ -450,6 +487,41 @@ class Peers:
                 found |= ask.result()
         return found
 
+    def tell_changed(self, generation: int, *, rank: int) -> None:
+        """Tell all owners but this rank that what they kept before a generation is old.
+
+        It waits for their answers. Nothing raises: who cannot be told is named by a warning.
+        """
+        others = [each for each in range(len(self._addresses)) if each != rank]
+        if not self._may_call() or not others:
+            return
+        with ThreadPoolExecutor(8, thread_name_prefix="loft_hvd notice") as pool:
+            for other in others:
+                pool.submit(self._tell, other, sign_notice(self._key, other, generation))
+
+    def _tell(self, rank: int, notice: bytes) -> None:
+        owner = self._owners[rank]
+        try:
+            proof = answer_proof(self._key, notice)
+            answer = list(self._client(owner).do_get(flight.Ticket(notice), self._options()))
+            if not any(_has_proof(each, proof) for each in answer):
+                raise DataError("what answers there does not know the job's key")
+        except (pa.ArrowException, OSError, DataError) as error:
+            _logger.warning(
+                "rank %d was not told that the data set has changed (%s): it reads what it keeps "
+                "until the next epoch begins",
+                rank, _first_line(error),
+            )  # fmt: skip
+
+    def _client(self, owner: _Owner) -> Any:
+        if owner.client is None:
+            host, port = owner.address
+            owner.client = flight.FlightClient(f"grpc://{host}:{port}")
+        return owner.client
+
+    def _options(self) -> Any:
+        return flight.FlightCallOptions(timeout=self._timeout_s)
+
     def _may_call(self) -> bool:
         if self._pid != os.getpid():
             # Never dropped: to end a connection that a fork has copied waits for ever.
@@ -474,14 +546,10 @@ class Peers:
         found: dict[int, Received] = {}
         owner, wanted = self._owners[rank], set(samples)
         try:
-            if owner.client is None:
-                host, port = owner.address
-                owner.client = flight.FlightClient(f"grpc://{host}:{port}")
-            options = flight.FlightCallOptions(timeout=self._timeout_s)
             ticket = sign_ticket(self._key, rank, samples)
             proof = answer_proof(self._key, ticket)
-            for chunk in owner.client.do_get(flight.Ticket(ticket), options):
-                if not hmac.compare_digest(bytes(chunk.app_metadata or b""), proof):
+            for chunk in self._client(owner).do_get(flight.Ticket(ticket), self._options()):
+                if not _has_proof(chunk, proof):
                     raise DataError("what answers there does not know the job's key")
                 found |= _taken(chunk.data, wanted, decode)
         except (pa.ArrowException, OSError, DataError) as error:
@@ -494,10 +562,18 @@ class Peers:
         owner.client = None
         owner.asked_again_s = time.monotonic() + owner.pause_s
         owner.pause_s = min(2 * owner.pause_s, _LONGEST_PAUSE_S)
-        why = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         _logger.warning(
-            "rank %d does not send its samples (%s): they are read from the source", rank, why
-        )
+            "rank %d does not send its samples (%s): they are read from the source",
+            rank, _first_line(error),
+        )  # fmt: skip
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+
+
+def _has_proof(chunk: Any, proof: bytes) -> bool:
+    return hmac.compare_digest(bytes(chunk.app_metadata or b""), proof)
 
 
 def _taken(batch: Any, wanted: set[int], decode: _Decode | None) -> dict[int, Received]:

@@ -4,9 +4,13 @@ Both halves are one row of units of 64 bytes: first memory, then disk. A record 
 
     magic, length (4 bytes each), sample, checksum (8 each)   the bytes of the sample   padding
 
-and ``index[sample]`` is its first unit plus 1, or 0. Records are only ever added, so that a view of
-one stays true for as long as the shelf is open; nothing is evicted. A process writes under a lock
-and sets the index last: readers need no lock, and a writer that is killed leaves no half record.
+and ``index[sample]`` is its first unit plus 1, or 0. Records are only ever added; none is evicted.
+A process writes under a lock and sets the index last: readers need no lock, and a writer that is
+killed leaves no half record.
+
+Where the data set has changed all records are thrown away, and a new *generation* of them begins in
+the same place. Who reads notes the generation first and looks at it again once the bytes are
+copied: where it has changed, what was copied is nothing.
 
 Memory is a file without a name (``memfd_create``): forked and spawned processes map the same pages,
 and it is gone with the last of them. The file on disk stays, and the next run reads it again.
@@ -48,15 +52,20 @@ _logger = logging.getLogger(__name__)
 _UNIT = 64  # bytes; bound from the index: 2**32 units are 256 GiB, and a cache line has 64
 _RECORD = struct.Struct("<IIQQ")  # magic, length, sample, checksum
 _MAGIC = 0x54464F4C
-_FILE = struct.Struct("<8sQQ")  # at the start of the file on disk: version, samples, identity
-_VERSION = b"loftkeep"
+# At the start of the file on disk: format, samples, identity, the user's version.
+_FILE = struct.Struct("<8sQQQ")
+_FORMAT = b"loftkep2"
 _LOCK_S = 10.0  # a choice: loader processes of a job that was killed notice within 5 s
 # Of all processes of the rank: samples and bytes by where they came from, and what went wrong.
 _COUNTERS = (
-    "own", "peer", "source", "own_bytes", "peer_bytes", "corrupt", "peer_us", "source_us"
+    "own", "peer", "source", "own_bytes", "peer_bytes", "corrupt", "peer_us", "source_us", "checked"
 )  # fmt: skip
-# How far the shelf is full, and how many copies of what other ranks keep it may still take.
-_TAILS = ("memory_units", "disk_units", "is_full", "is_disk_closed", "copies_left", "has_homes")
+# How far the shelf is full, how many copies of what other ranks keep it may still take, which
+# generation of records it has, which one all ranks know of, and whether it is checked no more.
+_TAILS = (
+    "memory_units", "disk_units", "is_full", "is_disk_closed", "copies_left", "has_homes",
+    "generation", "settled", "is_unchecked",
+)  # fmt: skip
 _ANY_NUMBER = 1 << 62
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14, which Python does not name
 _CLEARED_BYTES = 1 << 18  # in one call, a choice: 0.1 ms where memory is at hand, 1 ms where not
@@ -98,6 +107,7 @@ class Shelf:
         disk_bytes: most bytes of records on disk.
         path: the file on disk; needed where ``disk_bytes`` is above 0.
         identity: 63 bits that say which data set this is; a file of another one is begun anew.
+        version: 63 bits that say which version of it.
     """
 
     def __init__(
@@ -108,6 +118,7 @@ class Shelf:
         disk_bytes: int = 0,
         path: Path | None = None,
         identity: int = 0,
+        version: int = 0,
     ) -> None:
         self.num_samples = num_samples
         self.path = path
@@ -115,13 +126,13 @@ class Shelf:
         # [index, numbers, memory]: what other processes get, beside the file on disk.
         numbers = 8 * (len(_COUNTERS) + len(_TAILS))
         descriptors = [
-            _share_bytes("loft_hvd index", 9 * num_samples),
+            _share_bytes("loft_hvd index", 10 * num_samples),
             _share_bytes("loft_hvd numbers", numbers),
             _share_bytes("loft_hvd samples", sizes[0] * _UNIT),
         ]
         self._limits = sizes  # units that may be taken
         if path is not None:
-            descriptors.append(_open_file(path, num_samples, identity))
+            descriptors.append(_open_file(path, num_samples, identity, version))
         self._map(descriptors)
         self.keepers[:] = -1
         self._tails[4] = _ANY_NUMBER
@@ -155,13 +166,16 @@ class Shelf:
 
     def _map(self, descriptors: list[int]) -> None:
         self.descriptors = descriptors
-        table = _map_bytes(descriptors[0], 9 * self.num_samples)
+        table = _map_bytes(descriptors[0], 10 * self.num_samples)
         self._index = table[: 4 * self.num_samples].view(np.uint32)
         # Rank that keeps each sample, as all ranks know it, and rank that has a copy, plus 1: for
         # the owner of the shelf to fill in.
         ranks = table[4 * self.num_samples : 8 * self.num_samples].view(np.int16)
         self.keepers, self.copies = ranks[: self.num_samples], ranks[self.num_samples :]
-        self._is_home = table[8 * self.num_samples :].view(np.bool_)
+        flags = table[8 * self.num_samples :].view(np.bool_)
+        self._is_home = flags[: self.num_samples]
+        # What an earlier run has kept, here or at another rank, and nobody has read here since.
+        self.is_of_earlier_run = flags[self.num_samples :]
         numbers = 8 * (len(_COUNTERS) + len(_TAILS))
         table = _map_bytes(descriptors[1], numbers).view(np.int64)
         self._counters, self._tails = table[: len(_COUNTERS)], table[len(_COUNTERS) :]
@@ -270,11 +284,13 @@ class Shelf:
         digest: int | None = None,
         *,
         is_copy: bool = False,
+        generation: int | None = None,
     ) -> bool:
         """Keep a sample where there is room; says whether it is kept now.
 
         ``is_copy`` is one that another rank keeps: of those only ``copies_left`` are taken, and
-        none that has a copy already.
+        none that has a copy already. ``generation`` is that of the shelf when reading the sample
+        began: in another one it is not kept, for it may be an old one.
         """
         if self._index[sample]:
             return True
@@ -283,6 +299,8 @@ class Shelf:
         units = _units(_RECORD.size + len(data))
         digest = checksum(data) if digest is None else digest
         with self._locked():
+            if generation not in (None, self.generation):
+                return False
             if self._index[sample]:
                 return True
             if is_copy and not self._takes_copy(sample):
@@ -300,6 +318,51 @@ class Shelf:
                     return True
             self._tails[2] = 1
         return False
+
+    def empty(self, generation: int) -> bool:
+        """Throw away all that was kept before a generation; False where somebody has done so."""
+        with self._locked():
+            if generation <= self.generation:
+                return False
+            # Before anything is written over: see the head of this file.
+            self._tails[6] = generation
+            self._index[:] = 0
+            self.is_of_earlier_run[:] = False
+            self._tails[:3] = 0
+            if len(self._halves) == 2:
+                self._tails[1] = _units(_FILE.size)
+                self._end_records(_units(_FILE.size) * _UNIT)
+        return True
+
+    def _end_records(self, begin: int) -> None:
+        """Write what a later run takes for the end of the records on disk."""
+        if begin + _RECORD.size <= len(self._views[1]):
+            self._put(1, begin, bytes(_RECORD.size))
+
+    @property
+    def generation(self) -> int:
+        """How often all that was kept was thrown away, by ranks together."""
+        return int(self._tails[6])
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all ranks know of this generation: until then none is asked for samples."""
+        return int(self._tails[6]) == int(self._tails[7])
+
+    def settle(self, generation: int) -> None:
+        """Note that all ranks know of a generation."""
+        self._tails[7] = generation
+
+    @property
+    def is_unchecked(self) -> bool:
+        """Whether what is kept is compared with the data set no more."""
+        return bool(self._tails[8])
+
+    def end_checks(self) -> bool:
+        """Have it compared no more; False where somebody has said so before."""
+        with self._locked():
+            was_unchecked, self._tails[8] = self.is_unchecked, 1
+        return not was_unchecked
 
     @contextlib.contextmanager
     def clearing(self, num_samples: int) -> Iterator[None]:
@@ -384,6 +447,8 @@ class Shelf:
         try:
             # The head last: a later run takes what stands behind a head for a record.
             self._put(half, begin + _RECORD.size, data)
+            if half and self.generation:  # behind it are records of the generation before
+                self._end_records((unit + _units(_RECORD.size + len(data))) * _UNIT)
             self._put(half, begin, head)
         except OSError as error:
             self._tails[2 + half] = 1
@@ -488,14 +553,23 @@ def _wait_for_lock(lock: Callable[[int], object], what: str, *, limit_s: float) 
             return
 
 
-def _open_file(path: Path, num_samples: int, identity: int) -> int:
+def _open_file(path: Path, num_samples: int, identity: int, version: int) -> int:
     """Open the file of an earlier run, or begin it anew where it is of other data."""
-    head = _FILE.pack(_VERSION, num_samples, identity)
+    head = _FILE.pack(_FORMAT, num_samples, identity, version)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = _opened(path)
-        if os.pread(descriptor, _FILE.size, 0) == head:
+        found = os.pread(descriptor, _FILE.size, 0)
+        if found == head:
             return descriptor
+        if found:
+            is_same = found[:-8] == head[:-8]
+            _logger.warning(
+                "the samples in %s are thrown away: they were kept %s", path,
+                "with another version= of the data set" if is_same
+                else "of another data set (its type, its length or samples differ; one that draws "
+                "at random when it is read differs each time), or by another version of loft_hvd",
+            )  # fmt: skip
         try:
             return _begun_anew(path, head)
         finally:

