@@ -177,6 +177,9 @@ class Selection:
         gone = {id(part) for part in parts}
         self.parts = [part for part in self.parts if id(part) not in gone]
         self.is_whole = False
+        # What is counted may still be of the step before: with fewer parts it would seem enough.
+        if self._decided is not None:
+            self._clear()
 
     def complete(self) -> None:
         """Hear that no more parts come than there are by now; in the thread that moves them on."""

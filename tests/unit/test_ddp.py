@@ -407,3 +407,33 @@ def test_rows_are_scored_in_the_next_step_while_its_buckets_are_on_the_wire(
             assert sum(name.endswith(".a2a") for name in names[:at]) == 2
             assert names[at:].count("closed") == 1
             assert names.count("scored") == 1
+
+
+@pytest.mark.parametrize("fewer", [[2, 1, 0], [1]])
+def test_rows_are_judged_over_the_model_when_ddp_has_fewer_buckets(fewer: list[int]) -> None:
+    """Its second pass has other buckets: none of them is measured when the last one has begun."""
+
+    def work(transport: LocalTransport) -> list[Tensor]:
+        params = [torch.nn.Parameter(torch.zeros(400)) for _ in range(3)]
+        hook = loft.ddp_hook(
+            loft.GeometricMedian(f=1), transport=transport, scope="model", worker_momentum=0.0
+        )
+        random = torch.Generator().manual_seed(transport.rank)
+        rest = [at for at in range(3) if at not in fewer]
+        layouts = [[[0], [1], [2]], [fewer, rest] if rest else [fewer]]
+        found = []
+        for layout in layouts:
+            grads = {p: torch.randn(400, generator=random) for p in params}
+            given = [[params[at] for at in members] for members in layout]
+            reduced = backward(hook, given, grads)
+            found.append(torch.cat([reduced[p] for p in params]))
+        return found
+
+    randoms = [torch.Generator().manual_seed(rank) for rank in range(3)]
+    for step in range(2):
+        rows = torch.stack(
+            [torch.cat([torch.randn(400, generator=r) for _ in range(3)]) for r in randoms]
+        )
+        expected = loft.aggregate(rows, loft.GeometricMedian(f=1))
+        for found in run_ranks(3, work):
+            torch.testing.assert_close(found[step], expected)
